@@ -1,0 +1,455 @@
+//! A single-thread executor over one io_uring: the reactor.
+//!
+//! A turn: poll the tasks that were ready when it began, submit what they started (one system call), reap what has
+//! completed, wake. It blocks only when no task is ready, until a completion, a timer or work from another thread.
+//! Tasks are polled in the order they were woken, so a task woken by the first completion of a batch runs after all
+//! of the batch: that is how completions are published and signalled once a batch.
+//!
+//! What must hold: tasks live on this thread alone; nothing here takes a lock (other threads' work comes through
+//! [`crate::Remote`]); a task is woken by its number, and may be woken for nothing.
+
+use std::cell::{Cell, RefCell};
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+use std::future::Future;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use crate::file::FileSlot;
+use crate::remote::{Job, Remote, Shared};
+use crate::segments::Segments;
+use crate::uring::{Action, TaskId, Uring};
+
+/// The waking task of operations nobody waits for.
+const NOBODY: TaskId = TaskId::MAX;
+/// The internal operation that listens for other threads.
+const REMOTE: TaskId = TaskId::MAX - 1;
+
+type Future_ = Pin<Box<dyn Future<Output = ()>>>;
+
+struct Task {
+    future: Option<Future_>,
+    waker: Waker,
+    ready: bool,
+    live: bool,
+}
+
+struct Inner {
+    uring: RefCell<Uring>,
+    tasks: RefCell<Vec<Task>>,
+    free: RefCell<Vec<TaskId>>,
+    ready: RefCell<VecDeque<TaskId>>,
+    timers: RefCell<BinaryHeap<Reverse<(Instant, TaskId)>>>,
+    current: Cell<TaskId>,
+    now: Cell<Instant>,
+    remote: Arc<Shared>,
+    remote_rung: Cell<bool>,
+    stop: Cell<bool>,
+}
+
+/// The executor; lives on the thread that made it.
+pub struct Executor {
+    handle: Handle,
+}
+
+/// A way to an executor for what runs on it.
+#[derive(Clone)]
+pub struct Handle(Rc<Inner>);
+
+impl Executor {
+    pub fn new() -> io::Result<Self> {
+        let remote = Arc::new(Shared::new()?);
+        let inner = Inner {
+            uring: RefCell::new(Uring::new()?),
+            tasks: RefCell::default(),
+            free: RefCell::default(),
+            ready: RefCell::default(),
+            timers: RefCell::default(),
+            current: Cell::new(NOBODY),
+            now: Cell::new(Instant::now()),
+            remote,
+            remote_rung: Cell::new(false),
+            stop: Cell::new(false),
+        };
+        // Coalescing of completions waits for tens of microseconds: the default slack of 50 would double that.
+        let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1_000));
+        Ok(Executor { handle: Handle(Rc::new(inner)) })
+    }
+
+    pub fn handle(&self) -> &Handle {
+        &self.handle
+    }
+
+    pub fn remote(&self) -> Remote {
+        Remote { shared: self.handle.0.remote.clone() }
+    }
+
+    /// Runs until [`Handle::stop`].
+    pub fn run(&self) -> io::Result<()> {
+        let inner = &*self.handle.0;
+        let mut listener = inner.listen();
+        while !inner.stop.get() {
+            inner.poll_ready();
+            inner.turn()?;
+            if inner.remote_rung.take() {
+                if inner.uring.borrow_mut().take(listener).is_some() {
+                    listener = inner.listen();
+                }
+                let _ = rustix::io::read(&inner.remote.event, &mut [0u8; 8]);
+                for job in inner.remote.take() {
+                    match job {
+                        Job::Call(f) => f(&self.handle),
+                        Job::Wake(task) => inner.wake(task),
+                    }
+                }
+            }
+        }
+        inner.uring.borrow_mut().abandon(listener);
+        Ok(())
+    }
+
+    /// Runs until `future` is done, and gives what it gives.
+    pub fn block_on<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> io::Result<T> {
+        let result = Rc::new(Cell::new(None));
+        let (slot, handle) = (result.clone(), self.handle.clone());
+        self.handle.0.stop.set(false);
+        self.handle.spawn(async move {
+            slot.set(Some(future.await));
+            handle.stop();
+        });
+        self.run()?;
+        result.take().ok_or_else(|| io::Error::other("the executor was stopped before its work was done"))
+    }
+}
+
+impl Drop for Executor {
+    fn drop(&mut self) {
+        let inner = &*self.handle.0;
+        // Tasks first: their futures abandon what they started. Then the kernel is given time to answer.
+        let tasks = std::mem::take(&mut *inner.tasks.borrow_mut());
+        drop(tasks);
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while inner.uring.borrow().in_flight() > 0 && Instant::now() < deadline {
+            let wait = Some(Some(Duration::from_millis(50)));
+            if inner.uring.borrow_mut().turn(wait, |_| ()).is_err() {
+                break;
+            }
+        }
+    }
+}
+
+impl Inner {
+    fn listen(&self) -> u32 {
+        let action = Action::Poll { fd: self.remote.event.as_raw_fd() };
+        self.uring.borrow_mut().start(REMOTE, action, Segments::default(), None)
+    }
+
+    fn poll_ready(&self) {
+        let batch = self.ready.borrow().len();
+        for _ in 0..batch {
+            let Some(id) = self.ready.borrow_mut().pop_front() else { break };
+            self.poll(id);
+        }
+    }
+
+    #[inline]
+    fn poll(&self, id: TaskId) {
+        let (mut future, waker) = {
+            let mut tasks = self.tasks.borrow_mut();
+            let task = &mut tasks[id as usize];
+            task.ready = false;
+            let Some(future) = task.future.take() else { return };
+            // A clone of the waker would be an atomic operation a poll; it is moved out and back instead.
+            (future, std::mem::replace(&mut task.waker, Waker::noop().clone()))
+        };
+        self.current.set(id);
+        let done = future.as_mut().poll(&mut Context::from_waker(&waker)).is_ready();
+        self.current.set(NOBODY);
+        if done {
+            // Dropped before the task's place is given away: its drop may wake or spawn others.
+            drop(future);
+            self.tasks.borrow_mut()[id as usize].live = false;
+            self.free.borrow_mut().push(id);
+        } else {
+            let mut tasks = self.tasks.borrow_mut();
+            let task = &mut tasks[id as usize];
+            task.future = Some(future);
+            task.waker = waker;
+        }
+    }
+
+    fn turn(&self) -> io::Result<()> {
+        let idle = self.ready.borrow().is_empty() && !self.stop.get();
+        let wait = if idle {
+            let next = self.timers.borrow().peek().map(|t| t.0.0);
+            Some(next.map(|at| at.saturating_duration_since(Instant::now())))
+        } else {
+            None
+        };
+        self.uring.borrow_mut().turn(wait, |task| self.wake(task))?;
+        let now = Instant::now();
+        self.now.set(now);
+        let mut timers = self.timers.borrow_mut();
+        while timers.peek().is_some_and(|t| t.0.0 <= now) {
+            if let Some(Reverse((_, task))) = timers.pop() {
+                self.wake(task);
+            }
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn wake(&self, id: TaskId) {
+        match id {
+            NOBODY => {}
+            REMOTE => self.remote_rung.set(true),
+            _ => {
+                let mut tasks = self.tasks.borrow_mut();
+                if let Some(task) = tasks.get_mut(id as usize).filter(|t| t.live && !t.ready) {
+                    task.ready = true;
+                    self.ready.borrow_mut().push_back(id);
+                }
+            }
+        }
+    }
+}
+
+impl Handle {
+    /// Starts a task. It is first polled in the next turn.
+    pub fn spawn(&self, future: impl Future<Output = ()> + 'static) {
+        let inner = &*self.0;
+        let id = inner.free.borrow_mut().pop().unwrap_or(inner.tasks.borrow().len() as TaskId);
+        let waker = Waker::from(Arc::new(TaskWaker { id, remote: inner.remote.clone() }));
+        let task = Task { future: Some(Box::pin(future)), waker, ready: false, live: true };
+        let mut tasks = inner.tasks.borrow_mut();
+        if id as usize == tasks.len() {
+            tasks.push(task);
+        } else {
+            tasks[id as usize] = task;
+        }
+        drop(tasks);
+        inner.wake(id);
+    }
+
+    /// Ends [`Executor::run`] after this turn.
+    pub fn stop(&self) {
+        self.0.stop.set(true);
+    }
+
+    /// The time, read once a turn.
+    #[inline]
+    pub fn now(&self) -> Instant {
+        self.0.now.get()
+    }
+
+    /// Lets the rest of the ready tasks, and one submit-and-reap, go first.
+    pub async fn yield_now(&self) {
+        let mut yielded = false;
+        std::future::poll_fn(|_| {
+            if std::mem::replace(&mut yielded, true) {
+                return Poll::Ready(());
+            }
+            self.0.wake(self.0.current.get());
+            Poll::Pending
+        })
+        .await
+    }
+
+    pub async fn sleep(&self, time: Duration) {
+        self.sleep_until(Instant::now() + time).await
+    }
+
+    pub async fn sleep_until(&self, at: Instant) {
+        std::future::poll_fn(|_| {
+            if Instant::now() >= at {
+                return Poll::Ready(());
+            }
+            self.0.timers.borrow_mut().push(Reverse((at, self.0.current.get())));
+            Poll::Pending
+        })
+        .await
+    }
+
+    /// Runs `f`, which may block, on a thread of its own.
+    pub async fn blocking<T: Send + 'static>(&self, f: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
+        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+        let remote = self.0.remote.clone();
+        let task = self.0.current.get();
+        std::thread::Builder::new().name("blocking".into()).spawn(move || {
+            let _ = sender.send(f());
+            remote.push(Job::Wake(task));
+        })?;
+        std::future::poll_fn(|_| match receiver.try_recv() {
+            Ok(value) => Poll::Ready(Ok(value)),
+            Err(std::sync::mpsc::TryRecvError::Empty) => Poll::Pending,
+            Err(_) => Poll::Ready(Err(io::Error::other("the worker thread panicked"))),
+        })
+        .await
+    }
+
+    /// Follows an eventfd (or pipe, or socket): see [`Watch`].
+    pub fn watch(&self, fd: OwnedFd) -> Watch {
+        Watch { handle: self.clone(), fd, key: None }
+    }
+
+    pub(crate) fn operation(&self, action: Action, segments: Segments, file: Rc<FileSlot>) -> Operation {
+        let key = self.0.uring.borrow_mut().start(self.0.current.get(), action, segments, Some(file));
+        Operation { handle: self.clone(), key: Some(key) }
+    }
+
+    pub(crate) fn register_file(&self, fd: i32) -> Option<u32> {
+        self.0.uring.borrow_mut().register_file(fd)
+    }
+
+    /// The ring is busy while it reaps; an operation's file can only be let go of then, so the table entry stays until
+    /// the ring is gone in that (rare) case.
+    pub(crate) fn unregister_file(&self, index: u32) {
+        if let Ok(mut uring) = self.0.uring.try_borrow_mut() {
+            uring.unregister_file(index);
+        }
+    }
+}
+
+/// One operation in the kernel. Dropped early, it leaves its memory to the ring until the kernel has answered.
+pub(crate) struct Operation {
+    handle: Handle,
+    key: Option<u32>,
+}
+
+impl Future for Operation {
+    type Output = (i32, Segments);
+
+    #[inline]
+    fn poll(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(key) = self.key else { return Poll::Ready((-libc::ECANCELED, Segments::default())) };
+        let inner = self.handle.0.clone();
+        let mut uring = inner.uring.borrow_mut();
+        match uring.take(key) {
+            Some(done) => {
+                self.key = None;
+                Poll::Ready(done)
+            }
+            None => {
+                uring.set_task(key, inner.current.get());
+                Poll::Pending
+            }
+        }
+    }
+}
+
+impl Drop for Operation {
+    fn drop(&mut self) {
+        if let Some(key) = self.key {
+            self.handle.0.uring.borrow_mut().abandon(key);
+        }
+    }
+}
+
+/// A descriptor that is rung by somebody else. The poll is multishot and edge-triggered: an eventfd's counter is never
+/// read, so a ring of it costs this side no system call.
+pub struct Watch {
+    handle: Handle,
+    fd: OwnedFd,
+    key: Option<u32>,
+}
+
+impl Watch {
+    /// Makes sure rings are noted from here on; the current task is woken by each (and may be woken for nothing).
+    pub fn arm(&mut self) {
+        let inner = &*self.handle.0;
+        let mut uring = inner.uring.borrow_mut();
+        if let Some(key) = self.key {
+            // None: still armed. Some: the kernel ended the multishot (its queue was full, or an error): arm anew.
+            match uring.take(key) {
+                None => return uring.set_task(key, inner.current.get()),
+                Some(_) => self.key = None,
+            }
+        }
+        let action = Action::Poll { fd: self.fd.as_raw_fd() };
+        self.key = Some(uring.start(inner.current.get(), action, Segments::default(), None));
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        if let Some(key) = self.key {
+            self.handle.0.uring.borrow_mut().abandon(key);
+        }
+    }
+}
+
+/// Tells one waiting task of this executor that something changed. Rings before the wait are kept (one).
+#[derive(Clone)]
+pub struct Signal(Rc<SignalInner>);
+
+struct SignalInner {
+    handle: Handle,
+    rung: Cell<bool>,
+    task: Cell<TaskId>,
+}
+
+impl Signal {
+    pub fn new(handle: &Handle) -> Self {
+        Signal(Rc::new(SignalInner { handle: handle.clone(), rung: Cell::new(false), task: Cell::new(NOBODY) }))
+    }
+
+    #[inline]
+    pub fn ring(&self) {
+        if !self.0.rung.replace(true) {
+            self.0.handle.0.wake(self.0.task.get());
+        }
+    }
+
+    /// Waits for a ring, and takes it.
+    pub async fn wait(&self) {
+        std::future::poll_fn(|_| self.poll_wait()).await
+    }
+
+    /// Waits for a ring, or until `at`.
+    pub async fn wait_until(&self, at: Instant) {
+        let mut set = false;
+        std::future::poll_fn(|_| {
+            if self.poll_wait().is_ready() || Instant::now() >= at {
+                return Poll::Ready(());
+            }
+            if !std::mem::replace(&mut set, true) {
+                let inner = &*self.0.handle.0;
+                inner.timers.borrow_mut().push(Reverse((at, inner.current.get())));
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    #[inline]
+    fn poll_wait(&self) -> Poll<()> {
+        if self.0.rung.take() {
+            return Poll::Ready(());
+        }
+        self.0.task.set(self.0.handle.0.current.get());
+        Poll::Pending
+    }
+}
+
+/// Sleeps until woken by anything (a watch, a signal elsewhere): the caller checks all its sources again.
+pub async fn park() {
+    let mut polled = false;
+    std::future::poll_fn(|_| if std::mem::replace(&mut polled, true) { Poll::Ready(()) } else { Poll::Pending }).await
+}
+
+/// For futures that are not ours: wakes through the other threads' way in, which any thread may use.
+struct TaskWaker {
+    id: TaskId,
+    remote: Arc<Shared>,
+}
+
+impl Wake for TaskWaker {
+    fn wake(self: Arc<Self>) {
+        self.remote.push(Job::Wake(self.id));
+    }
+}

@@ -1,0 +1,294 @@
+//! `Storage`: the I/O that images are written against, and its implementation over io_uring.
+//!
+//! In: segments, an offset in bytes. Out: the segments again, with the number of bytes moved. Both implementations (this
+//! one and [`crate::sim`]) promise the same, and no more: a write is durable after a later `sync` that answered Ok, or at
+//! once when it was asked to be `durable`; writes in flight together land in any order, and may be torn by a power cut.
+
+use std::future::Future;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use crate::executor::{Handle, Operation};
+use crate::host;
+use crate::segments::Segments;
+use crate::uring::Action;
+
+/// What an image needs of the file (or device) under it. All offsets and lengths are bytes.
+pub trait Storage: 'static {
+    /// Reads into `segments` from `offset`; fewer bytes than asked only at the end of the file (or 0: beyond it).
+    fn read(&self, segments: Segments, offset: u64) -> impl Future<Output = (Segments, io::Result<usize>)>;
+    /// Writes `segments` at `offset`; `durable`: on stable storage before the answer (FUA).
+    fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> impl Future<Output = (Segments, io::Result<usize>)>;
+    /// All writes answered before this call are on stable storage when it answers (fdatasync).
+    fn sync(&self) -> impl Future<Output = io::Result<()>>;
+    /// Gives the range's space back to the host; it reads as zeroes, or as anything where the device says so.
+    fn discard(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<()>>;
+    /// Zeroes the range without moving data; `unmap`: space may be given back. `Unsupported`: the caller writes zeroes.
+    fn zero(&self, offset: u64, len: u64, unmap: bool) -> impl Future<Output = io::Result<()>>;
+    /// Sets the file's length.
+    fn set_len(&self, len: u64) -> impl Future<Output = io::Result<()>>;
+    /// The length now.
+    fn len(&self) -> impl Future<Output = io::Result<u64>>;
+}
+
+/// How a file was opened, where it decides how it is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OpenMode {
+    pub read_only: bool,
+    pub direct: bool,
+}
+
+/// The descriptor of a file on one ring: kept alive by operations in flight.
+pub(crate) struct FileSlot {
+    fd: Arc<OwnedFd>,
+    registered: Option<u32>,
+    handle: Handle,
+}
+
+impl FileSlot {
+    pub fn raw(&self) -> i32 {
+        self.fd.as_raw_fd()
+    }
+
+    pub fn registered(&self) -> Option<u32> {
+        self.registered
+    }
+}
+
+impl Drop for FileSlot {
+    fn drop(&mut self) {
+        if let Some(index) = self.registered {
+            self.handle.unregister_file(index);
+        }
+    }
+}
+
+/// A file or block device on one executor's io_uring.
+#[derive(Clone)]
+pub struct UringFile {
+    slot: Rc<FileSlot>,
+    block_device: bool,
+}
+
+impl UringFile {
+    /// `fd` may be shared by several executors; each registers it with its own ring.
+    pub fn new(handle: &Handle, fd: Arc<OwnedFd>) -> io::Result<Self> {
+        let mode = rustix::fs::fstat(&fd)?.st_mode;
+        let block_device = rustix::fs::FileType::from_raw_mode(mode) == rustix::fs::FileType::BlockDevice;
+        let registered = handle.register_file(fd.as_raw_fd());
+        Ok(UringFile { slot: Rc::new(FileSlot { fd, registered, handle: handle.clone() }), block_device })
+    }
+
+    #[inline]
+    fn operation(&self, action: Action, segments: Segments) -> Operation {
+        self.slot.handle.operation(action, segments, self.slot.clone())
+    }
+
+    async fn fallocate(&self, mode: i32, offset: u64, len: u64) -> io::Result<()> {
+        let (result, _) = self.operation(Action::Fallocate { mode, offset, len }, Segments::default()).await;
+        match answer(result) {
+            Ok(_) => Ok(()),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV)) => {
+                Err(io::Error::new(io::ErrorKind::Unsupported, e))
+            }
+            Err(e) => Err(e),
+        }
+    }
+}
+
+#[inline]
+fn answer(result: i32) -> io::Result<usize> {
+    if result >= 0 { Ok(result as usize) } else { Err(io::Error::from_raw_os_error(-result)) }
+}
+
+impl Storage for UringFile {
+    #[inline]
+    async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
+        let want = segments.len();
+        let (result, segments) = self.operation(Action::Read { offset }, segments).await;
+        match answer(result) {
+            Ok(n) if n == 0 || n == want => (segments, Ok(n)),
+            first => self.finish(Action::Read { offset }, segments, first).await,
+        }
+    }
+
+    #[inline]
+    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+        let want = segments.len();
+        let rw_flags = if durable { libc::RWF_DSYNC } else { 0 };
+        let (result, segments) = self.operation(Action::Write { offset, rw_flags }, segments).await;
+        match answer(result) {
+            Ok(n) if n == want => (segments, Ok(n)),
+            first => self.finish(Action::Write { offset, rw_flags }, segments, first).await,
+        }
+    }
+
+    async fn sync(&self) -> io::Result<()> {
+        let (result, _) = self.operation(Action::Sync, Segments::default()).await;
+        answer(result).map(|_| ())
+    }
+
+    async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        if self.block_device {
+            let fd = self.slot.fd.clone();
+            return self.slot.handle.blocking(move || host::block_discard(&fd, offset, len)).await?;
+        }
+        self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await
+    }
+
+    async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        // On a block device punching means "write zeroes, and unmap if that keeps them zeroes".
+        if unmap {
+            match self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await {
+                Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
+                done => return done,
+            }
+        }
+        self.fallocate(libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await
+    }
+
+    async fn set_len(&self, len: u64) -> io::Result<()> {
+        let fd = self.slot.fd.clone();
+        self.slot.handle.blocking(move || rustix::fs::ftruncate(&fd, len).map_err(io::Error::from)).await?
+    }
+
+    async fn len(&self) -> io::Result<u64> {
+        host::file_size(&self.slot.fd)
+    }
+}
+
+impl UringFile {
+    /// The rest of a transfer that came back short or was interrupted: a signal, a full disk half-way, a huge request.
+    async fn finish(
+        &self,
+        action: Action,
+        segments: Segments,
+        first: io::Result<usize>,
+    ) -> (Segments, io::Result<usize>) {
+        let retry = |e: &io::Error| matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN));
+        let mut done = match first {
+            Ok(n) => n,
+            Err(e) if retry(&e) => 0,
+            Err(e) => return (segments, Err(e)),
+        };
+        while done < segments.len() {
+            let rest = segments.slice(done, segments.len() - done);
+            let (action, is_read) = match action {
+                Action::Read { offset } => (Action::Read { offset: offset + done as u64 }, true),
+                Action::Write { offset, rw_flags } => (Action::Write { offset: offset + done as u64, rw_flags }, false),
+                other => (other, false),
+            };
+            let (result, _) = self.operation(action, rest).await;
+            match answer(result) {
+                Ok(0) if is_read => break,
+                Ok(0) => return (segments, Err(io::ErrorKind::WriteZero.into())),
+                Ok(n) => done += n,
+                Err(e) if retry(&e) => self.slot.handle.yield_now().await,
+                Err(e) => return (segments, Err(e)),
+            }
+        }
+        (segments, Ok(done))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::executor::Executor;
+
+    fn file(executor: &Executor) -> (UringFile, Arc<OwnedFd>) {
+        let fd = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let fd = Arc::new(fd);
+        (UringFile::new(executor.handle(), fd.clone()).unwrap(), fd)
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let executor = Executor::new().unwrap();
+        let (file, _fd) = file(&executor);
+        executor
+            .block_on(async move {
+                let (_, n) = file.write(Segments::from_bytes(b"hello, ring"), 4090, true).await;
+                assert_eq!(n.unwrap(), 11);
+                file.sync().await.unwrap();
+                let (segments, n) = file.read(Segments::buffer(64), 4090).await;
+                assert_eq!(n.unwrap(), 11, "a read stops at the end of the file");
+                let mut bytes = [0; 11];
+                segments.copy_out(0, &mut bytes);
+                assert_eq!(&bytes, b"hello, ring");
+                file.discard(4090, 5).await.unwrap();
+                let (segments, _) = file.read(segments, 4090).await;
+                segments.copy_out(0, &mut bytes);
+                assert_eq!(&bytes, b"\0\0\0\0\0, ring");
+                file.set_len(4092).await.unwrap();
+                assert_eq!(file.len().await.unwrap(), 4092);
+            })
+            .unwrap();
+    }
+
+    #[test]
+    fn a_dropped_operation_keeps_its_memory_until_the_kernel_is_done() {
+        let executor = Executor::new().unwrap();
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        let file = UringFile::new(executor.handle(), Arc::new(reader)).unwrap();
+        executor
+            .block_on(async move {
+                {
+                    // Polled once, then dropped while the kernel still wants to fill the buffer.
+                    let read = file.read(Segments::buffer(4096), u64::MAX);
+                    let mut read = Box::pin(read);
+                    std::future::poll_fn(|cx| {
+                        assert!(read.as_mut().poll(cx).is_pending());
+                        std::task::Poll::Ready(())
+                    })
+                    .await;
+                }
+                file.slot.handle.yield_now().await;
+                rustix::io::write(&writer, b"late").unwrap();
+                let (segments, n) = {
+                    let handle = file.slot.handle.clone();
+                    for _ in 0..4 {
+                        handle.yield_now().await;
+                    }
+                    rustix::io::write(&writer, b"next").unwrap();
+                    file.read(Segments::buffer(4), u64::MAX).await
+                };
+                assert_eq!(n.unwrap(), 4);
+                let mut bytes = [0; 4];
+                segments.copy_out(0, &mut bytes);
+                assert_eq!(&bytes, b"next", "the abandoned read took its own data");
+            })
+            .unwrap();
+    }
+
+    #[test]
+    fn work_comes_in_from_other_threads_and_timers_fire_in_order() {
+        let executor = Executor::new().unwrap();
+        let remote = executor.remote();
+        let asker = std::thread::spawn(move || {
+            let sum = remote.ask(|handle, reply| {
+                let handle = handle.clone();
+                handle.clone().spawn(async move {
+                    let start = std::time::Instant::now();
+                    handle.sleep(std::time::Duration::from_millis(5)).await;
+                    let slept = start.elapsed();
+                    let value = handle.blocking(|| 41).await.unwrap();
+                    reply.send((value + 1, slept));
+                });
+            });
+            remote.run(|handle| handle.stop());
+            sum
+        });
+        executor.run().unwrap();
+        let (value, slept) = asker.join().unwrap().unwrap();
+        assert_eq!(value, 42);
+        assert!(slept >= std::time::Duration::from_millis(5));
+    }
+}

@@ -1,0 +1,187 @@
+//! What the host is asked beside reads and writes: locks, geometry, block-device calls.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::path::{Path, PathBuf};
+
+/// The limits and the shape of the storage under an image, in bytes; 0 is "not told".
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    pub logical_block: u32,
+    pub physical_block: u32,
+    /// The least I/O that costs no read-modify-write below (a RAID chunk).
+    pub minimum_io: u32,
+    /// The I/O that keeps all of the device busy (a RAID stripe).
+    pub optimal_io: u32,
+    /// Where the first physical block begins in the image.
+    pub alignment_offset: u32,
+    /// What O_DIRECT demands of addresses and of offsets and lengths; 0 when it is not supported.
+    pub direct_memory: u32,
+    pub direct_offset: u32,
+    pub rotational: bool,
+}
+
+/// The size in bytes of a regular file or a block device.
+pub fn file_size(fd: impl AsFd) -> io::Result<u64> {
+    let stat = rustix::fs::fstat(fd.as_fd())?;
+    match rustix::fs::FileType::from_raw_mode(stat.st_mode) {
+        rustix::fs::FileType::RegularFile => Ok(stat.st_size as u64),
+        // Seeking to the end is the way that needs no ioctl; the position is nobody's business here.
+        rustix::fs::FileType::BlockDevice => Ok(rustix::fs::seek(fd, rustix::fs::SeekFrom::End(0))?),
+        kind => {
+            Err(io::Error::new(io::ErrorKind::InvalidInput, format!("it is a {kind:?}, not a file or block device")))
+        }
+    }
+}
+
+/// Reads the geometry of the device that holds `fd` (or that it is), from sysfs and statx.
+pub fn geometry(fd: impl AsFd) -> io::Result<Geometry> {
+    let stat = rustix::fs::fstat(fd.as_fd())?;
+    let is_device = rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::BlockDevice;
+    let dev = if is_device { stat.st_rdev } else { stat.st_dev };
+    let folder = device_folder(dev);
+    let folder = folder.as_deref();
+    let (direct_memory, direct_offset) = direct_alignment(fd.as_fd()).unwrap_or((512, 512));
+    let read = |name: &str| folder.and_then(|f| read_number(&f.join(name))).unwrap_or(0);
+    let logical = read("queue/logical_block_size").max(512);
+    let mut geometry = Geometry {
+        logical_block: logical,
+        physical_block: read("queue/physical_block_size").max(logical),
+        minimum_io: read("queue/minimum_io_size"),
+        optimal_io: read("queue/optimal_io_size"),
+        alignment_offset: folder.and_then(|f| read_number(&f.join("alignment_offset"))).unwrap_or(0),
+        direct_memory,
+        direct_offset,
+        rotational: read("queue/rotational") == 1,
+    };
+    if !is_device {
+        // A file's blocks are where its file system put them: only sizes carry over, not positions.
+        geometry.alignment_offset = 0;
+        let block = u32::try_from(stat.st_blksize).unwrap_or(4096).min(1 << 16);
+        geometry.physical_block = geometry.physical_block.max(block.next_power_of_two().min(4096));
+    }
+    Ok(geometry)
+}
+
+/// The folder in sysfs of a block device; a partition's queue is its parent's. None: no block device (tmpfs, NFS).
+fn device_folder(dev: u64) -> Option<PathBuf> {
+    let link = format!("/sys/dev/block/{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
+    let folder = std::fs::canonicalize(link).ok()?;
+    if folder.join("queue").exists() { Some(folder) } else { folder.parent().map(Path::to_path_buf) }
+}
+
+fn read_number(path: &Path) -> Option<u32> {
+    std::fs::read_to_string(path).ok()?.trim().parse::<i64>().ok().and_then(|n| u32::try_from(n).ok())
+}
+
+/// (memory, offset) alignment that O_DIRECT demands, where the kernel tells (6.1); (0, 0): not supported.
+fn direct_alignment(fd: impl AsFd) -> Option<(u32, u32)> {
+    // SAFETY: an all-zero statx is a valid value of a plain C struct.
+    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
+    let raw = fd.as_fd().as_raw_fd();
+    // SAFETY: an empty path with AT_EMPTY_PATH asks about `raw`; `stat` is ours to be written.
+    let rc = unsafe { libc::statx(raw, c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &mut stat) };
+    (rc == 0 && stat.stx_mask & libc::STATX_DIOALIGN != 0)
+        .then_some((stat.stx_dio_mem_align, stat.stx_dio_offset_align))
+}
+
+/// Discards a range of a block device (BLKDISCARD): blocks until done.
+pub fn block_discard(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
+    const BLKDISCARD: libc::c_ulong = 0x1277;
+    let range = [offset, len];
+    // SAFETY: BLKDISCARD reads two u64 from the pointer, which outlives the call.
+    let rc = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), BLKDISCARD as _, range.as_ptr()) };
+    match (rc, io::Error::last_os_error()) {
+        (0, _) => Ok(()),
+        (_, e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOTTY)) => {
+            Err(io::Error::new(io::ErrorKind::Unsupported, e))
+        }
+        (_, e) => Err(e),
+    }
+}
+
+/// How an image is locked while it is open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lock {
+    /// Many readers, no writer.
+    Shared,
+    /// One writer, nobody else.
+    Exclusive,
+}
+
+/// Locks all of the file for this open file description (an OFD lock: it falls with the last descriptor, also when the
+/// process is killed). `Ok(false)`: somebody else holds it.
+pub fn lock(fd: impl AsFd, lock: Lock) -> io::Result<bool> {
+    let kind = match lock {
+        Lock::Shared => libc::F_RDLCK,
+        Lock::Exclusive => libc::F_WRLCK,
+    };
+    // SAFETY: an all-zero flock (whole file, pid 0 as OFD locks demand) is a valid value of a plain C struct.
+    let mut flock: libc::flock = unsafe { std::mem::zeroed() };
+    flock.l_type = kind as _;
+    flock.l_whence = libc::SEEK_SET as _;
+    // SAFETY: F_OFD_SETLK reads the struct, which outlives the call.
+    let rc = unsafe { libc::fcntl(fd.as_fd().as_raw_fd(), libc::F_OFD_SETLK, &flock) };
+    match (rc, io::Error::last_os_error()) {
+        (0, _) => Ok(true),
+        (_, e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
+        (_, e) => Err(e),
+    }
+}
+
+/// Who else has the file open, as "name (pid N)", as far as /proc lets us see: for the message to a person.
+pub fn holders(fd: impl AsFd) -> Vec<String> {
+    let Ok(ours) = rustix::fs::fstat(fd.as_fd()) else { return Vec::new() };
+    let me = std::process::id();
+    let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
+    let pids = processes.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
+    let holds = |pid: &u32| {
+        let Ok(fds) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
+        fds.flatten().any(|fd| {
+            std::fs::metadata(fd.path()).is_ok_and(|m| {
+                use std::os::unix::fs::MetadataExt;
+                m.dev() == ours.st_dev && m.ino() == ours.st_ino
+            })
+        })
+    };
+    let name = |pid: u32| {
+        let comm = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        format!("{} (pid {pid})", comm.trim())
+    };
+    pids.filter(|pid| *pid != me).filter(holds).map(name).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder() -> PathBuf {
+        let folder = std::env::temp_dir().join(format!("blockyard-host-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        folder
+    }
+
+    #[test]
+    fn locks_are_between_open_file_descriptions() {
+        let path = folder().join("lock");
+        let open = || std::fs::File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
+        let (a, b) = (open(), open());
+        assert!(lock(&a, Lock::Shared).unwrap());
+        assert!(lock(&b, Lock::Shared).unwrap());
+        assert!(!lock(&b, Lock::Exclusive).unwrap());
+        drop(a);
+        assert!(lock(&b, Lock::Exclusive).unwrap());
+        assert!(!lock(open(), Lock::Shared).unwrap());
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn geometry_is_sane_for_a_file() {
+        let path = folder().join("geometry");
+        let file = std::fs::File::create(&path).unwrap();
+        let g = geometry(&file).unwrap();
+        assert!(g.logical_block.is_power_of_two() && g.physical_block >= g.logical_block, "{g:?}");
+        assert_eq!(file_size(&file).unwrap(), 0);
+        std::fs::remove_file(&path).unwrap();
+    }
+}

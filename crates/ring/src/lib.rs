@@ -1,0 +1,26 @@
+//! The ground floor: everything that touches the host, behind safe faces.
+//!
+//! ```text
+//!   executor   one thread, one io_uring, many tasks          remote    work handed in from other threads
+//!   file       `Storage` over io_uring                       sim       `Storage` over a simulated disk
+//!   memory     guest memory: regions, windows, bounds        segments  what one I/O moves: an iovec and its owner
+//!   host       locks, geometry, block-device calls, sockets' bits
+//! ```
+//!
+//! In: bytes' addresses and offsets that somebody above has already given a meaning. Out: results.
+//! What must hold: memory handed to the kernel stays alive, and is not reused, until its completion has been
+//! reaped. This is the only crate of the workspace that holds `unsafe`; its public functions are all safe.
+
+pub mod executor;
+pub mod file;
+pub mod host;
+pub mod memory;
+pub mod remote;
+pub mod segments;
+mod uring;
+
+pub use executor::{Executor, Handle, Signal};
+pub use file::{OpenMode, Storage, UringFile};
+pub use memory::{GuestMemory, MemoryError, Region, Window};
+pub use remote::Remote;
+pub use segments::{AlignedBuf, Segments};

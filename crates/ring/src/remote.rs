@@ -1,0 +1,66 @@
+//! Work handed to an executor's thread by other threads.
+//!
+//! In: closures, from anywhere. Out: they run on the executor's thread, in order. The queue's lock is taken by control
+//! threads, and by the executor only after its eventfd was rung: never on the way of a request.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, mpsc};
+
+use crate::executor::Handle;
+use crate::uring::TaskId;
+
+pub(crate) enum Job {
+    Call(Box<dyn FnOnce(&Handle) + Send>),
+    Wake(TaskId),
+}
+
+pub(crate) struct Shared {
+    jobs: Mutex<Vec<Job>>,
+    pub event: OwnedFd,
+}
+
+impl Shared {
+    pub fn new() -> io::Result<Self> {
+        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
+        Ok(Shared { jobs: Mutex::new(Vec::new()), event: rustix::event::eventfd(0, flags)? })
+    }
+
+    pub fn push(&self, job: Job) {
+        self.jobs.lock().unwrap_or_else(|e| e.into_inner()).push(job);
+        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+    }
+
+    pub fn take(&self) -> Vec<Job> {
+        std::mem::take(&mut *self.jobs.lock().unwrap_or_else(|e| e.into_inner()))
+    }
+}
+
+/// A handle to an executor that may be used from any thread.
+#[derive(Clone)]
+pub struct Remote {
+    pub(crate) shared: Arc<Shared>,
+}
+
+impl Remote {
+    /// Runs `f` on the executor's thread, some time soon. Not run if the executor has ended.
+    pub fn run(&self, f: impl FnOnce(&Handle) + Send + 'static) {
+        self.shared.push(Job::Call(Box::new(f)));
+    }
+
+    /// Runs `f` there and waits for what it sends. `None` when the executor ended without sending.
+    pub fn ask<T: Send + 'static>(&self, f: impl FnOnce(&Handle, Reply<T>) + Send + 'static) -> Option<T> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.run(move |handle| f(handle, Reply(sender)));
+        receiver.recv().ok()
+    }
+}
+
+/// Where the answer to [`Remote::ask`] goes; may be kept, moved into a task, and used later.
+pub struct Reply<T>(mpsc::SyncSender<T>);
+
+impl<T> Reply<T> {
+    pub fn send(self, value: T) {
+        let _ = self.0.send(value);
+    }
+}

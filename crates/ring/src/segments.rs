@@ -1,0 +1,247 @@
+//! What one I/O moves: an iovec, and the owner that keeps its memory alive.
+//!
+//! In: pieces of guest memory (checked by [`GuestMemory`]) or a buffer of our own. Out: an iovec for the kernel.
+//! What must hold: every entry points into memory that `owner` keeps alive, so a `Segments` that travels into an
+//! operation and back makes that operation sound whoever is dropped meanwhile. The vector is reused from request to
+//! request (`clear`), so the steady state allocates nothing.
+
+use std::alloc::Layout;
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+use crate::memory::{GuestMemory, MemoryError};
+
+/// Heap memory aligned for O_DIRECT, zeroed when made.
+pub struct AlignedBuf {
+    ptr: NonNull<u8>,
+    len: usize,
+}
+
+impl AlignedBuf {
+    const ALIGN: usize = 4096;
+
+    pub fn zeroed(len: usize) -> Self {
+        let layout = Self::layout(len);
+        // SAFETY: the layout's size is not zero.
+        let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
+        let Some(ptr) = NonNull::new(ptr) else { std::alloc::handle_alloc_error(layout) };
+        AlignedBuf { ptr, len }
+    }
+
+    fn layout(len: usize) -> Layout {
+        Layout::from_size_align(len.max(1), Self::ALIGN).expect("a buffer's length fits the address space")
+    }
+}
+
+impl Drop for AlignedBuf {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this very layout.
+        unsafe { std::alloc::dealloc(self.ptr.as_ptr(), Self::layout(self.len)) }
+    }
+}
+
+#[derive(Clone, Default)]
+enum Owner {
+    #[default]
+    Nobody,
+    Guest(Rc<GuestMemory>),
+    Heap(Rc<AlignedBuf>),
+}
+
+/// An iovec of bounded length with its memory's owner. See the module's page.
+#[derive(Default)]
+pub struct Segments {
+    iov: Vec<libc::iovec>,
+    len: usize,
+    owner: Owner,
+}
+
+impl Segments {
+    /// A zeroed buffer of our own, aligned for O_DIRECT.
+    pub fn buffer(len: usize) -> Self {
+        let buf = Rc::new(AlignedBuf::zeroed(len));
+        let iov = vec![libc::iovec { iov_base: buf.ptr.as_ptr().cast(), iov_len: len }];
+        Segments { iov, len, owner: Owner::Heap(buf) }
+    }
+
+    /// A buffer of our own that holds `bytes`.
+    pub fn from_bytes(bytes: &[u8]) -> Self {
+        let segments = Self::buffer(bytes.len());
+        segments.copy_in(0, bytes);
+        segments
+    }
+
+    /// Empties it for a request in `memory`, keeping the vector's room.
+    #[inline]
+    pub fn reset(&mut self, memory: &Rc<GuestMemory>) {
+        self.iov.clear();
+        self.len = 0;
+        self.owner = Owner::Guest(memory.clone());
+    }
+
+    /// Lets go of the memory, keeping the vector's room.
+    #[inline]
+    pub fn release(&mut self) {
+        self.iov.clear();
+        self.len = 0;
+        self.owner = Owner::Nobody;
+    }
+
+    /// Appends guest memory. Pieces that touch on the host become one entry. On an error the segments are unusable
+    /// until the next `reset`.
+    #[inline]
+    pub fn push_guest(&mut self, addr: u64, len: u64) -> Result<(), MemoryError> {
+        let Owner::Guest(memory) = &self.owner else {
+            return Err(MemoryError::OutOfRange { addr, len });
+        };
+        let (iov, total) = (&mut self.iov, &mut self.len);
+        memory.pieces(addr, len, |base, len| {
+            *total += len;
+            match iov.last_mut() {
+                Some(last) if last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == base => last.iov_len += len,
+                _ => iov.push(libc::iovec { iov_base: base.cast(), iov_len: len }),
+            }
+        })
+    }
+
+    /// Bytes in all.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Entries of the iovec.
+    pub fn count(&self) -> usize {
+        self.iov.len()
+    }
+
+    /// Whether every entry's address and length are multiples of `align` (a power of two): O_DIRECT's demand.
+    #[inline]
+    pub fn is_aligned(&self, align: usize) -> bool {
+        self.iov.iter().all(|v| (v.iov_base as usize | v.iov_len) & (align - 1) == 0)
+    }
+
+    /// The `len` bytes from `offset`, as segments of their own that share the owner.
+    pub fn slice(&self, offset: usize, len: usize) -> Segments {
+        let mut iov = Vec::new();
+        self.each(offset, len, |base, len| iov.push(libc::iovec { iov_base: base.cast(), iov_len: len }));
+        Segments { iov, len, owner: self.owner.clone() }
+    }
+
+    /// Copies `bytes` in from `offset`.
+    pub fn copy_in(&self, offset: usize, mut bytes: &[u8]) {
+        self.each(offset, bytes.len(), |base, len| {
+            let (now, later) = bytes.split_at(len);
+            // SAFETY: `each` gives ranges inside memory the owner keeps alive; `bytes` is a Rust slice of ours, which
+            // never lies in guest memory or in an AlignedBuf (those are only reached through Segments).
+            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), base, len) };
+            bytes = later;
+        });
+    }
+
+    /// Copies out to `bytes` from `offset`.
+    pub fn copy_out(&self, offset: usize, mut bytes: &mut [u8]) {
+        self.each(offset, bytes.len(), |base, len| {
+            let (now, later) = std::mem::take(&mut bytes).split_at_mut(len);
+            // SAFETY: as in copy_in.
+            unsafe { std::ptr::copy_nonoverlapping(base, now.as_mut_ptr(), len) };
+            bytes = later;
+        });
+    }
+
+    /// Copies `len` bytes from `other` at `from` into `self` at `to`.
+    pub fn copy_from(&self, to: usize, other: &Segments, from: usize, len: usize) {
+        let mut at = from;
+        self.each(to, len, |dst, len| {
+            let mut dst = dst;
+            other.each(at, len, |src, len| {
+                // SAFETY: both ranges are alive; they may overlap when a guest names the same memory twice, so `copy`.
+                unsafe { std::ptr::copy(src, dst, len) };
+                dst = dst.wrapping_add(len);
+            });
+            at += len;
+        });
+    }
+
+    /// Zeroes `len` bytes from `offset`.
+    pub fn zero(&self, offset: usize, len: usize) {
+        // SAFETY: `each` gives ranges inside memory the owner keeps alive.
+        self.each(offset, len, |base, len| unsafe { base.write_bytes(0, len) });
+    }
+
+    /// Calls `piece` with the ranges that make up `offset`+`len`. Panics beyond the end: lengths are our own sums.
+    fn each(&self, mut offset: usize, mut len: usize, mut piece: impl FnMut(*mut u8, usize)) {
+        assert!(offset <= self.len && len <= self.len - offset, "segments: {offset}+{len} beyond {}", self.len);
+        for v in &self.iov {
+            if len == 0 {
+                return;
+            }
+            if offset >= v.iov_len {
+                offset -= v.iov_len;
+                continue;
+            }
+            let here = len.min(v.iov_len - offset);
+            piece(v.iov_base.cast::<u8>().wrapping_add(offset), here);
+            offset = 0;
+            len -= here;
+        }
+    }
+
+    pub(crate) fn iovecs(&self) -> &[libc::iovec] {
+        &self.iov
+    }
+}
+
+impl std::fmt::Debug for Segments {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Segments({} bytes in {})", self.len, self.iov.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::Region;
+
+    fn guest() -> Rc<GuestMemory> {
+        Rc::new(GuestMemory::default().with(Region::memfd("test", 0, 0, 0x10000).unwrap().0).unwrap())
+    }
+
+    #[test]
+    fn touching_pieces_become_one_entry() {
+        let mut segments = Segments::default();
+        segments.reset(&guest());
+        segments.push_guest(0x1000, 0x1000).unwrap();
+        segments.push_guest(0x2000, 0x1000).unwrap();
+        segments.push_guest(0x8000, 0x200).unwrap();
+        assert_eq!((segments.count(), segments.len()), (2, 0x2200));
+        assert!(segments.is_aligned(512) && !segments.is_aligned(4096));
+        assert!(segments.push_guest(0xffff, 2).is_err());
+    }
+
+    #[test]
+    fn copies_cross_entries() {
+        let memory = guest();
+        let mut segments = Segments::default();
+        segments.reset(&memory);
+        for at in [0x100, 0x300, 0x500] {
+            segments.push_guest(at, 3).unwrap();
+        }
+        segments.copy_in(1, b"abcdefg");
+        let mut out = [0; 7];
+        segments.copy_out(1, &mut out);
+        assert_eq!(&out, b"abcdefg");
+        let other = Segments::from_bytes(b"0123456789");
+        segments.copy_from(2, &other, 4, 5);
+        segments.slice(2, 5).copy_out(0, &mut out[..5]);
+        assert_eq!(&out[..5], b"45678");
+        segments.zero(3, 2);
+        segments.copy_out(0, &mut out);
+        assert_eq!(&out[1..6], b"a4\0\x007");
+    }
+}

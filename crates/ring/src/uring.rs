@@ -1,0 +1,317 @@
+//! The life of an io_uring operation.
+//!
+//! ```text
+//!   start ──► slot: Pending ──► SQE pushed ──► kernel ──► CQE reaped ──► slot: Done ──► the future takes it, slot free
+//!                    │                                        │
+//!                    └── future dropped: Orphan ──────────────┴──► slot free, memory released only now
+//! ```
+//! Lifetime rules, which all of `unsafe` in this file rests on:
+//! 1. `user_data` is the index of a slot. A slot is freed only after its last CQE was reaped, so an index in the kernel is
+//!    never reused while the kernel may still answer it.
+//! 2. The slot owns what the operation touches: the segments (iovec and the memory behind it) and the file. They leave the
+//!    slot at the last completion only. A future that is dropped leaves them there (`Orphan`).
+//! 3. An SQE is pushed after its slot is filled; the iovec it points to is the slot's vector, whose heap block does not
+//!    move when the slab grows.
+//! 4. The ring is dropped after every slot has come back (`drain`), or leaks its slots' memory: never freed under the kernel.
+
+use std::io;
+use std::rc::Rc;
+use std::time::Duration;
+
+use io_uring::types::{Fd, Fixed, FsyncFlags, SubmitArgs, Timespec};
+use io_uring::{IoUring, cqueue, opcode, squeue};
+
+use crate::file::FileSlot;
+use crate::segments::Segments;
+
+/// Entries of the submission queue; a full one is submitted early, so it bounds a batch and not the operations in flight.
+const SQ_ENTRIES: u32 = 256;
+const CQ_ENTRIES: u32 = 4096;
+/// Room in the table of registered files.
+const FILES: u32 = 256;
+
+const CANCEL: u64 = u64::MAX;
+
+pub(crate) type TaskId = u32;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum State {
+    Free,
+    Pending,
+    Done,
+    Orphan,
+}
+
+struct Slot {
+    state: State,
+    /// Multishot: stays with the kernel until a CQE without F_MORE.
+    multi: bool,
+    task: TaskId,
+    result: i32,
+    segments: Segments,
+    file: Option<Rc<FileSlot>>,
+}
+
+/// What an operation does; the slot's segments are its memory.
+#[derive(Clone, Copy)]
+pub(crate) enum Action {
+    Read { offset: u64 },
+    Write { offset: u64, rw_flags: i32 },
+    Sync,
+    Fallocate { mode: i32, offset: u64, len: u64 },
+    Poll { fd: i32 },
+}
+
+pub(crate) struct Uring {
+    ring: IoUring,
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    free_files: Vec<u32>,
+    /// Operations the kernel may still answer.
+    in_flight: usize,
+}
+
+impl Uring {
+    pub fn new() -> io::Result<Self> {
+        let build = |deferred: bool| {
+            let mut builder = IoUring::builder();
+            builder.setup_cqsize(CQ_ENTRIES).setup_clamp().setup_submit_all();
+            if deferred {
+                builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+            }
+            builder.build(SQ_ENTRIES)
+        };
+        // Kernels before 6.1 know no deferred task work: EINVAL, and the plain ring does the same, slower.
+        let mut ring = build(true).or_else(|e| match e.raw_os_error() {
+            Some(libc::EINVAL) => {
+                tracing::info!("this kernel's io_uring has no deferred task work (6.1 has): using a plain ring");
+                build(false)
+            }
+            _ => Err(e),
+        })?;
+        let files = ring.submitter().register_files_sparse(FILES);
+        let free_files = match files {
+            Ok(()) => (0..FILES).rev().collect(),
+            Err(e) => {
+                tracing::info!("files are not registered with io_uring ({e}): using plain descriptors");
+                Vec::new()
+            }
+        };
+        // Saves a descriptor look-up for each call; older kernels do without.
+        let _ = ring.submitter().register_ring_fd();
+        let _ = ring.submission().sync();
+        Ok(Uring { ring, slots: Vec::new(), free: Vec::new(), free_files, in_flight: 0 })
+    }
+
+    /// Puts `fd` into the table of registered files; None where there is no room or no table.
+    pub fn register_file(&mut self, fd: i32) -> Option<u32> {
+        let index = self.free_files.pop()?;
+        match self.ring.submitter().register_files_update(index, &[fd]) {
+            Ok(_) => Some(index),
+            Err(_) => {
+                self.free_files.push(index);
+                None
+            }
+        }
+    }
+
+    pub fn unregister_file(&mut self, index: u32) {
+        if self.ring.submitter().register_files_update(index, &[-1]).is_ok() {
+            self.free_files.push(index);
+        }
+    }
+
+    /// Starts an operation for `task`; the answer is its slot.
+    #[inline]
+    pub fn start(&mut self, task: TaskId, action: Action, segments: Segments, file: Option<Rc<FileSlot>>) -> u32 {
+        let multi = matches!(action, Action::Poll { .. });
+        let fixed = file.as_ref().and_then(|f| f.registered());
+        let fd = file.as_ref().map_or(-1, |f| f.raw());
+        let slot = Slot { state: State::Pending, multi, task, result: 0, segments, file };
+        let key = match self.free.pop() {
+            Some(key) => {
+                self.slots[key as usize] = slot;
+                key
+            }
+            None => {
+                self.slots.push(slot);
+                (self.slots.len() - 1) as u32
+            }
+        };
+        let iov = self.slots[key as usize].segments.iovecs();
+        macro_rules! on_file {
+            ($op:expr) => {
+                match fixed {
+                    Some(index) => $op(squeue_target::Target::Fixed(Fixed(index))),
+                    None => $op(squeue_target::Target::Fd(Fd(fd))),
+                }
+            };
+        }
+        let sqe = on_file!(|target| build(action, iov, target)).user_data(u64::from(key));
+        self.push(&sqe);
+        self.in_flight += 1;
+        key
+    }
+
+    #[inline]
+    fn push(&mut self, sqe: &squeue::Entry) {
+        loop {
+            // SAFETY: rules 1 to 3 of this module: what the entry points to lives in its slot until the completion.
+            if unsafe { self.ring.submission().push(sqe) }.is_ok() {
+                return;
+            }
+            // Full: hand over what there is. An error here (EBUSY, EAGAIN, EINTR) is the kernel asking for time.
+            let _ = self.ring.submit();
+        }
+    }
+
+    /// The result and the segments of a finished operation, or None while it is pending. Frees the slot.
+    #[inline]
+    pub fn take(&mut self, key: u32) -> Option<(i32, Segments)> {
+        let slot = &mut self.slots[key as usize];
+        if slot.state != State::Done {
+            return None;
+        }
+        slot.state = State::Free;
+        slot.file = None;
+        let result = (slot.result, std::mem::take(&mut slot.segments));
+        self.free.push(key);
+        Some(result)
+    }
+
+    /// Who to wake at the completion (a future may move between tasks before its first poll).
+    #[inline]
+    pub fn set_task(&mut self, key: u32, task: TaskId) {
+        self.slots[key as usize].task = task;
+    }
+
+    /// The future is gone: the slot is freed when the kernel has answered.
+    pub fn abandon(&mut self, key: u32) {
+        let slot = &mut self.slots[key as usize];
+        match slot.state {
+            State::Pending => {
+                slot.state = State::Orphan;
+                let multi = slot.multi;
+                if multi {
+                    let cancel = opcode::AsyncCancel::new(u64::from(key)).build().user_data(CANCEL);
+                    self.push(&cancel);
+                }
+            }
+            State::Done => {
+                self.take(key);
+            }
+            State::Free | State::Orphan => {}
+        }
+    }
+
+    /// Submits; waits for a completion when `wait` says so (at most that long). Then reaps: `wake` for each task.
+    pub fn turn(&mut self, wait: Option<Option<Duration>>, wake: impl FnMut(TaskId)) -> io::Result<()> {
+        let result = match wait {
+            None => {
+                let sq = self.ring.submission();
+                let enter = !sq.is_empty() || sq.taskrun() || sq.cq_overflow();
+                drop(sq);
+                if enter { self.ring.submit_and_wait(0) } else { Ok(0) }
+            }
+            Some(None) => self.ring.submit_and_wait(1),
+            Some(Some(timeout)) => {
+                let time = Timespec::from(timeout);
+                self.ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&time))
+            }
+        };
+        self.reap(wake);
+        match result.map_err(|e| (e.raw_os_error(), e)) {
+            Ok(_) => Ok(()),
+            // A signal, the time-out, or the kernel short of memory or completion room: all are retried on the next turn.
+            Err((Some(libc::EINTR | libc::ETIME | libc::EAGAIN | libc::EBUSY | libc::ENOMEM), _)) => Ok(()),
+            Err((_, e)) => Err(e),
+        }
+    }
+
+    #[inline]
+    fn reap(&mut self, mut wake: impl FnMut(TaskId)) {
+        for cqe in self.ring.completion() {
+            if cqe.user_data() == CANCEL {
+                continue;
+            }
+            let key = cqe.user_data() as u32;
+            let slot = &mut self.slots[key as usize];
+            slot.result = cqe.result();
+            let last = !cqueue::more(cqe.flags());
+            if last {
+                self.in_flight -= 1;
+            }
+            match slot.state {
+                State::Pending => {
+                    // A multishot that goes on is told to its task and stays pending.
+                    if last {
+                        slot.state = State::Done;
+                    }
+                    wake(slot.task);
+                }
+                State::Orphan if last => {
+                    slot.state = State::Free;
+                    slot.file = None;
+                    slot.segments = Segments::default();
+                    self.free.push(key);
+                }
+                State::Orphan => {}
+                State::Free | State::Done => debug_assert!(false, "a completion for a slot that has none to come"),
+            }
+        }
+    }
+
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        if self.in_flight > 0 {
+            // Rule 4: the kernel may still write; what the slots own is leaked, not freed.
+            std::mem::forget(std::mem::take(&mut self.slots));
+        }
+    }
+}
+
+mod squeue_target {
+    pub enum Target {
+        Fixed(io_uring::types::Fixed),
+        Fd(io_uring::types::Fd),
+    }
+}
+
+fn build(action: Action, iov: &[libc::iovec], target: squeue_target::Target) -> squeue::Entry {
+    use squeue_target::Target;
+    macro_rules! with {
+        (|$fd:ident| $body:expr) => {
+            match target {
+                Target::Fixed($fd) => $body,
+                Target::Fd($fd) => $body,
+            }
+        };
+    }
+    match action {
+        // One contiguous piece needs no iovec import in the kernel.
+        Action::Read { offset } if iov.len() == 1 && iov[0].iov_len <= u32::MAX as usize => {
+            let (base, len) = (iov[0].iov_base.cast(), iov[0].iov_len as u32);
+            with!(|fd| opcode::Read::new(fd, base, len).offset(offset).build())
+        }
+        Action::Write { offset, rw_flags } if iov.len() == 1 && iov[0].iov_len <= u32::MAX as usize => {
+            let (base, len) = (iov[0].iov_base.cast_const().cast(), iov[0].iov_len as u32);
+            with!(|fd| opcode::Write::new(fd, base, len).offset(offset).rw_flags(rw_flags).build())
+        }
+        Action::Read { offset } => {
+            with!(|fd| opcode::Readv::new(fd, iov.as_ptr(), iov.len() as u32).offset(offset).build())
+        }
+        Action::Write { offset, rw_flags } => with!(|fd| {
+            opcode::Writev::new(fd, iov.as_ptr(), iov.len() as u32).offset(offset).rw_flags(rw_flags).build()
+        }),
+        Action::Sync => with!(|fd| opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build()),
+        Action::Fallocate { mode, offset, len } => {
+            with!(|fd| opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build())
+        }
+        Action::Poll { fd } => opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).multi(true).build(),
+    }
+}
