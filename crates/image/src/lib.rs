@@ -1,1 +1,21 @@
-//! (to come)
+//! Disk images: what a guest's offset means in a file on the host.
+//!
+//! In: reads, writes, discards, zeroes and flushes at offsets in bytes. Out: operations on [`Storage`]. An image is
+//! generic over its storage, so the same code runs over io_uring and over the simulated disk.
+//!
+//! `open` makes an [`ImageFile`]: the descriptor, its lock and what the host says about it; it may be sent to any thread.
+//! Each reactor then makes its own [`Raw`] of it.
+
+mod cache;
+mod open;
+mod range_lock;
+mod raw;
+
+pub use blockyard_ring::Storage;
+pub use blockyard_ring::host::Geometry;
+pub use cache::CacheMode;
+pub use open::{ImageFile, OpenError, OpenOptions};
+pub use raw::{Raw, RawShape};
+
+/// The unit of virtio and of an image's capacity, in bytes.
+pub const SECTOR: u64 = 512;

@@ -275,6 +275,11 @@ impl Handle {
         .await
     }
 
+    /// Wakes the current task at `at` (and perhaps before).
+    pub fn wake_at(&self, at: Instant) {
+        self.0.timers.borrow_mut().push(Reverse((at, self.0.current.get())));
+    }
+
     /// Runs `f`, which may block, on a thread of its own.
     pub async fn blocking<T: Send + 'static>(&self, f: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
         let (sender, receiver) = std::sync::mpsc::sync_channel(1);
@@ -410,20 +415,17 @@ impl Signal {
         std::future::poll_fn(|_| self.poll_wait()).await
     }
 
-    /// Waits for a ring, or until `at`.
-    pub async fn wait_until(&self, at: Instant) {
-        let mut set = false;
-        std::future::poll_fn(|_| {
-            if self.poll_wait().is_ready() || Instant::now() >= at {
-                return Poll::Ready(());
-            }
-            if !std::mem::replace(&mut set, true) {
-                let inner = &*self.0.handle.0;
-                inner.timers.borrow_mut().push(Reverse((at, inner.current.get())));
-            }
-            Poll::Pending
-        })
-        .await
+    /// Forgets rings so far: the caller is about to look at everything they could mean.
+    #[inline]
+    pub fn clear(&self) {
+        self.0.rung.set(false);
+    }
+
+    /// From here on rings wake the current task, which is about to [`park`]. True: it was rung since `clear`, do not park.
+    #[inline]
+    pub fn arm(&self) -> bool {
+        self.0.task.set(self.0.handle.0.current.get());
+        self.0.rung.get()
     }
 
     #[inline]
@@ -436,7 +438,7 @@ impl Signal {
     }
 }
 
-/// Sleeps until woken by anything (a watch, a signal elsewhere): the caller checks all its sources again.
+/// Sleeps until woken by anything (a watch, a signal, a timer): the caller has armed its sources, and checks them all after.
 pub async fn park() {
     let mut polled = false;
     std::future::poll_fn(|_| if std::mem::replace(&mut polled, true) { Poll::Ready(()) } else { Poll::Pending }).await

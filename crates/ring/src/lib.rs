@@ -17,10 +17,11 @@ pub mod host;
 pub mod memory;
 pub mod remote;
 pub mod segments;
+pub mod sim;
 mod uring;
 
-pub use executor::{Executor, Handle, Signal};
+pub use executor::{Executor, Handle, Signal, Watch, park};
 pub use file::{OpenMode, Storage, UringFile};
 pub use memory::{GuestMemory, MemoryError, Region, Window};
-pub use remote::Remote;
+pub use remote::{Remote, Reply};
 pub use segments::{AlignedBuf, Segments};

@@ -1,0 +1,290 @@
+//! `blockyard bench client`: load on a vhost-user-blk back end, or the same load on a host file, measured and verified.
+//!
+//! ```text
+//!   options -> Setup -> vhost (connection, reconnection)  -> worker (one thread a queue) --+-> load -> workload, verify
+//!                    \-> host (the file, through io_uring, one thread a queue) ------------/
+//!                                                                     tallies -> report
+//! ```
+//!
+//! In: options. Out: a table or JSON on standard output. What must hold: a run in which a request failed, or read what
+//! was not last written, is an error; the client itself is never what limits a back end (see `worker`).
+
+pub mod cpu;
+mod host;
+pub mod load;
+pub mod report;
+pub mod verify;
+mod vhost;
+mod worker;
+pub mod workload;
+
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+
+use load::{Limit, Load};
+use report::Report;
+use verify::Verifier;
+use workload::{Mix, Pacer, Pattern, Workload};
+
+/// Load on a vhost-user-blk back end, with no virtual machine.
+#[derive(Clone, Debug, Serialize, clap::Args)]
+pub struct Options {
+    /// The back end's vhost-user-blk socket
+    #[arg(value_name = "SOCKET", required_unless_present = "file", conflicts_with = "file")]
+    pub socket: Option<PathBuf>,
+    /// Put the same load on a host file or block device instead (io_uring, O_DIRECT)
+    #[arg(long, value_name = "PATH")]
+    pub file: Option<PathBuf>,
+    /// Through the host's page cache, without O_DIRECT
+    #[arg(long, requires = "file")]
+    pub buffered: bool,
+    /// What to do: one pattern of reads and writes
+    #[arg(long, value_enum, default_value_t = Pattern::Randread)]
+    pub rw: Pattern,
+    /// Reads in a hundred operations, for randrw and rw
+    #[arg(long, value_name = "PERCENT", default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=100))]
+    pub rwmixread: u8,
+    /// Bytes of one operation, a multiple of 512 (suffixes k, m, g)
+    #[arg(long, value_name = "SIZE", default_value = "4k", value_parser = parse_size)]
+    pub bs: u64,
+    /// Operations in flight, each queue
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=32768))]
+    pub depth: u16,
+    /// Queues, one thread each
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub queues: u16,
+    /// Descriptors of a ring; a request takes 3 of them, or 1 with --indirect [default: what the depth needs, at least 128]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=32768))]
+    pub queue_size: Option<u16>,
+    /// Seconds to measure
+    #[arg(long, value_name = "SECONDS", default_value_t = 5.0, value_parser = parse_seconds)]
+    pub runtime: f64,
+    /// Seconds of load before the measuring begins (not with --ops)
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.2, value_parser = parse_seconds)]
+    pub warmup: f64,
+    /// Operations to do in all, all of them measured, instead of a runtime
+    #[arg(long, value_name = "N", conflicts_with_all = ["runtime", "warmup"], value_parser = clap::value_parser!(u64).range(1..))]
+    pub ops: Option<u64>,
+    /// Operations to start per second, in all [default: as fast as they finish]
+    #[arg(long, value_name = "IOPS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub rate: Option<u64>,
+    /// Bytes of the disk to leave alone at its start (suffixes k, m, g)
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size)]
+    pub offset: u64,
+    /// Bytes of the disk to use (suffixes k, m, g) [default: to its end]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub size: Option<u64>,
+    /// A flush after every N writes of a queue; 0: none
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub flush_every: u64,
+    /// Packed virtqueues
+    #[arg(long, conflicts_with = "file")]
+    pub packed: bool,
+    /// Do not take VIRTIO_F_EVENT_IDX: notifications are switched on and off as a whole
+    #[arg(long, conflicts_with = "file")]
+    pub no_event_idx: bool,
+    /// Indirect descriptors
+    #[arg(long, conflicts_with = "file")]
+    pub indirect: bool,
+    /// Watch the used ring without sleeping (takes a core)
+    #[arg(long, conflicts_with = "file")]
+    pub poll: bool,
+    /// Decides the order of operations and the contents written [default: another one each time, reported]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Give every block a header and a CRC32C, check what is read, and read back all that was written at the end
+    #[arg(long)]
+    pub verify: bool,
+    /// One JSON object instead of the table
+    #[arg(long)]
+    pub json: bool,
+    /// Process of the back end: measures its CPU time
+    #[arg(long, value_name = "PID", conflicts_with = "file")]
+    pub backend_pid: Option<u32>,
+    /// When the back end goes away: connect again for up to 10 seconds, and go on
+    #[arg(long, conflicts_with = "file")]
+    pub reconnect: bool,
+    /// Seconds without a completion after which the run has failed
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = parse_seconds)]
+    pub timeout: f64,
+}
+
+impl Options {
+    /// The defaults, for a socket.
+    pub fn for_socket(socket: PathBuf) -> Self {
+        #[derive(clap::Parser)]
+        struct Defaults {
+            #[command(flatten)]
+            options: Options,
+        }
+        let arguments = [std::ffi::OsString::from("client"), "--".into(), socket.into()];
+        <Defaults as clap::Parser>::parse_from(arguments).options
+    }
+}
+
+/// Runs the load and prints its report.
+pub fn run(options: &Options) -> Result<()> {
+    let report = measure(options)?;
+    if options.json {
+        println!("{}", serde_json::to_string(&report)?);
+    } else {
+        print!("{report}");
+    }
+    match &report.first_error {
+        Some(first) => anyhow::bail!("{} operations failed, the first: {first}", report.errors),
+        None => Ok(()),
+    }
+}
+
+/// Runs the load. Operations that were answered with an error are in the report; everything else that goes wrong is an
+/// error here.
+pub fn measure(options: &Options) -> Result<Report> {
+    anyhow::ensure!(
+        options.bs > 0 && options.bs.is_multiple_of(512),
+        "--bs {}: a multiple of 512 is needed",
+        options.bs
+    );
+    anyhow::ensure!(options.bs <= 1 << 30, "--bs {}: 1g is the most", options.bs);
+    match (&options.file, &options.socket) {
+        (Some(file), _) => host::run(options, file),
+        (None, Some(socket)) => vhost::run(options, socket),
+        (None, None) => anyhow::bail!("neither a socket nor a file to put load on"),
+    }
+}
+
+/// The options applied to a disk of a certain size: what each queue does.
+struct Setup<'a> {
+    options: &'a Options,
+    seed: u64,
+    first: u64,
+    blocks: u64,
+}
+
+impl<'a> Setup<'a> {
+    fn new(options: &'a Options, capacity: u64) -> Result<Self> {
+        let (bs, offset) = (options.bs, options.offset);
+        anyhow::ensure!(offset.is_multiple_of(bs), "--offset {offset} is not a multiple of --bs {bs}");
+        let left = capacity.saturating_sub(offset);
+        let size = options.size.unwrap_or(left);
+        anyhow::ensure!(size <= left, "--offset {offset} and --size {size} reach beyond the disk's {capacity} bytes");
+        // One in ten thousand years will two runs have the same.
+        let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64);
+        let setup = Setup { options, seed: options.seed.unwrap_or_else(clock), first: offset / bs, blocks: size / bs };
+        let least = if options.verify { 2 * u64::from(options.depth) } else { 1 };
+        let here = setup.part(0).1;
+        anyhow::ensure!(here >= least, "{size} bytes are {here} blocks a queue, at least {least} are needed");
+        Ok(setup)
+    }
+
+    /// First block and number of blocks of a queue. Random queues share the disk; sequential ones and those that know
+    /// what they have written have a part each.
+    fn part(&self, queue: u16) -> (u64, u64) {
+        if self.options.rw.is_random() && !self.options.verify {
+            return (self.first, self.blocks);
+        }
+        let each = self.blocks / u64::from(self.options.queues);
+        (self.first + each * u64::from(queue), each)
+    }
+
+    fn load(&self, queue: u16) -> Result<Load> {
+        let options = self.options;
+        let (first, blocks) = self.part(queue);
+        let mix = Mix {
+            pattern: options.rw,
+            read_share: options.rw.read_share(options.rwmixread),
+            flush_every: options.flush_every,
+            first,
+            blocks,
+        };
+        let queues = u64::from(options.queues);
+        let nanos = |seconds: f64| (seconds * 1e9) as u64;
+        let limit = match options.ops {
+            Some(n) => Limit::Operations(n / queues + u64::from(u64::from(queue) < n % queues)),
+            None => Limit::Time { from: nanos(options.warmup), until: nanos(options.warmup + options.runtime) },
+        };
+        let verifier = options.verify.then(|| Verifier::new(self.seed, options.bs as usize, first, blocks));
+        let pacer = options.rate.map(|rate| Pacer::new(rate as f64 / queues as f64));
+        Load::new(Workload::new(mix, self.seed, queue), verifier, pacer, limit, options.bs)
+    }
+
+    /// What blocks hold that are written without `--verify`: nothing that could be taken for zeroes.
+    fn filler(&self) -> Vec<u8> {
+        let mut random = workload::Random::new(self.seed, u64::MAX);
+        (0..self.options.bs / 8).flat_map(|_| random.next().to_le_bytes()).collect()
+    }
+}
+
+/// Bytes with an optional suffix: powers of 1024.
+fn parse_size(text: &str) -> Result<u64> {
+    let text = text.trim();
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" => 0,
+        "k" => 10,
+        "m" => 20,
+        "g" => 30,
+        "t" => 40,
+        other => anyhow::bail!("'{other}' is no suffix of a size: k, m, g or t"),
+    };
+    let number: u64 = digits.parse().context("a size is a whole number and a suffix, such as 64k")?;
+    number.checked_mul(1 << shift).context("the size does not fit 64 bits")
+}
+
+fn parse_seconds(text: &str) -> Result<f64> {
+    let seconds: f64 = text.parse()?;
+    anyhow::ensure!((0.0..=1e9).contains(&seconds), "a number of seconds from 0 on");
+    Ok(seconds)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(change: impl FnOnce(&mut Options)) -> Options {
+        let mut options = Options::for_socket("socket".into());
+        change(&mut options);
+        options
+    }
+
+    #[test]
+    fn sizes_have_suffixes() {
+        assert_eq!(parse_size("4k").unwrap(), 4096);
+        assert_eq!(parse_size("1G").unwrap(), 1 << 30);
+        assert_eq!(parse_size("512").unwrap(), 512);
+        for bad in ["", "k", "1x", "1.5k", "99999999t", "-1"] {
+            assert!(parse_size(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn queues_share_a_random_disk_and_divide_a_sequential_one() {
+        let random = options(|o| o.queues = 4);
+        assert_eq!(Setup::new(&random, 1 << 20).unwrap().part(3), (0, 256));
+        let sequential = options(|o| (o.queues, o.rw, o.offset) = (4, Pattern::Write, 8192));
+        let setup = Setup::new(&sequential, 1 << 20).unwrap();
+        assert_eq!((setup.part(0), setup.part(3)), ((2, 63), (191, 63)));
+    }
+
+    #[test]
+    fn ranges_that_do_not_fit_are_refused() {
+        let refused = |change: fn(&mut Options)| Setup::new(&options(change), 1 << 20).err().unwrap().to_string();
+        assert!(refused(|o| o.offset = 100).contains("multiple of --bs"));
+        assert!(refused(|o| o.size = Some(2 << 20)).contains("beyond the disk's 1048576 bytes"));
+        assert!(refused(|o| o.offset = 2 << 20).contains("at least 1"));
+        assert!(refused(|o| (o.verify, o.depth) = (true, 200)).contains("at least 400"));
+    }
+
+    #[test]
+    fn operations_are_divided_without_a_rest() {
+        let options = options(|o| (o.queues, o.ops) = (3, Some(10)));
+        let setup = Setup::new(&options, 1 << 20).unwrap();
+        let count = |queue| {
+            let mut load = setup.load(queue).unwrap();
+            (0..).take_while(|_| matches!(load.next(0), load::Next::Do(_))).count()
+        };
+        assert_eq!((count(0), count(1), count(2)), (4, 3, 3));
+    }
+}

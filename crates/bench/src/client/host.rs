@@ -1,0 +1,180 @@
+//! The same load on a host file or block device: what a back end is compared with.
+//!
+//! In: options and a path. Out: the report. One thread and one io_uring a queue, one task a slot, no descriptor and no
+//! ring in between; O_DIRECT unless asked otherwise.
+
+use std::cell::{Cell, RefCell};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use blockyard_ring::{Executor, Handle, Segments, Storage, UringFile, host};
+use rustix::fs::{Mode, OFlags};
+
+use super::cpu::Meter;
+use super::load::{Failure, Load, Next, Tally};
+use super::report::{Report, Target};
+use super::workload::{Kind, Operation};
+use super::{Options, Setup};
+
+/// How often a slot with nothing to do looks again, while others finish.
+const LULL: Duration = Duration::from_millis(1);
+
+enum Event {
+    Begin,
+    End,
+    Over(Result<Box<Load>>),
+}
+
+pub fn run(options: &Options, path: &Path) -> Result<Report> {
+    let access = if options.rw.writes() { OFlags::RDWR } else { OFlags::RDONLY };
+    let direct = if options.buffered { OFlags::empty() } else { OFlags::DIRECT };
+    let fd = rustix::fs::open(path, access | direct | OFlags::CLOEXEC, Mode::empty())
+        .with_context(|| format!("opening {}", path.display()))?;
+    let fd = Arc::new(fd);
+    let capacity = host::file_size(&fd).with_context(|| format!("{} cannot be a disk", path.display()))?;
+    let setup = Setup::new(options, capacity)?;
+    let filler = if options.rw.writes() { setup.filler() } else { Vec::new() };
+    let (sender, events) = std::sync::mpsc::channel();
+    let epoch = Instant::now();
+    let mut meter = Meter::new(None)?;
+    let mut threads = Vec::new();
+    for queue in 0..options.queues {
+        let (load, fd, filler, sender) = (setup.load(queue)?, fd.clone(), filler.clone(), sender.clone());
+        let (depth, block_size) = (options.depth, options.bs as usize);
+        let work = move || {
+            let result = drive(load, &fd, &filler, &sender, epoch, depth, block_size);
+            let _ = sender.send(Event::Over(result.map(Box::new)));
+        };
+        threads.push(std::thread::Builder::new().name(format!("queue{queue}")).spawn(work)?);
+    }
+    drop(sender);
+    let mut tally = Tally::new()?;
+    for event in events {
+        match event {
+            Event::Begin => meter.begin()?,
+            Event::End => meter.end(),
+            Event::Over(result) => {
+                let mut load = result?;
+                load.tally.verified = load.verifier.as_ref().map_or(0, |v| v.checked);
+                tally.merge(load.tally)?;
+            }
+        }
+    }
+    threads.into_iter().for_each(|t| drop(t.join()));
+    let target = Target { kind: "file", capacity_bytes: capacity, seed: setup.seed, ..Target::default() };
+    Ok(Report::new(options, target, &tally, &meter, 0))
+}
+
+/// One thread's slots and what they share.
+struct Slots {
+    load: RefCell<Load>,
+    file: UringFile,
+    handle: Handle,
+    sender: Sender<Event>,
+    epoch: Instant,
+    block_size: usize,
+    counting: Cell<bool>,
+    left: Cell<u16>,
+    error: RefCell<Option<anyhow::Error>>,
+}
+
+fn drive(
+    load: Load,
+    fd: &Arc<OwnedFd>,
+    filler: &[u8],
+    sender: &Sender<Event>,
+    epoch: Instant,
+    depth: u16,
+    block_size: usize,
+) -> Result<Load> {
+    let executor = Executor::new()?;
+    let slots = Rc::new(Slots {
+        load: RefCell::new(load),
+        file: UringFile::new(executor.handle(), fd.clone())?,
+        handle: executor.handle().clone(),
+        sender: sender.clone(),
+        epoch,
+        block_size,
+        counting: Cell::new(false),
+        left: Cell::new(depth),
+        error: RefCell::default(),
+    });
+    for _ in 0..depth {
+        let segments = Segments::buffer(block_size);
+        segments.copy_in(0, filler);
+        let slots = slots.clone();
+        executor.handle().spawn(async move {
+            if let Err(error) = slots.work(segments).await {
+                slots.error.borrow_mut().get_or_insert(error);
+                slots.handle.stop();
+            }
+            slots.left.set(slots.left.get() - 1);
+            if slots.left.get() == 0 {
+                slots.handle.stop();
+            }
+        });
+    }
+    executor.run()?;
+    drop(executor);
+    let slots = Rc::into_inner(slots).context("a slot outlived its executor")?;
+    match slots.error.into_inner() {
+        Some(error) => Err(error),
+        None => Ok(slots.load.into_inner()),
+    }
+}
+
+impl Slots {
+    /// The executor's time, which it reads once a turn.
+    fn now(&self) -> u64 {
+        self.handle.now().saturating_duration_since(self.epoch).as_nanos() as u64
+    }
+
+    fn tick(&self, now: u64) {
+        let mut load = self.load.borrow_mut();
+        load.tick(now);
+        if load.counting() != self.counting.replace(load.counting()) {
+            let _ = self.sender.send(if self.counting.get() { Event::Begin } else { Event::End });
+        }
+    }
+
+    async fn work(&self, mut segments: Segments) -> Result<()> {
+        loop {
+            let now = self.now();
+            self.tick(now);
+            let next = self.load.borrow_mut().next(now);
+            match next {
+                Next::Over => return Ok(()),
+                Next::Finish => self.handle.sleep(LULL).await,
+                Next::At(at) => self.handle.sleep_until(self.epoch + Duration::from_nanos(at)).await,
+                Next::Do(operation) => {
+                    let (back, outcome) = self.operate(operation, segments).await;
+                    segments = back;
+                    let mut load = self.load.borrow_mut();
+                    let read = |bytes: &mut [u8]| segments.copy_out(0, bytes);
+                    load.finish(operation, now, self.now(), outcome.map_err(Failure::Io), read)?;
+                }
+            }
+        }
+    }
+
+    async fn operate(&self, operation: Operation, segments: Segments) -> (Segments, std::io::Result<()>) {
+        let offset = operation.block * self.block_size as u64;
+        let (segments, moved) = match operation.kind {
+            Kind::Flush => return (segments, self.file.sync().await),
+            Kind::Read => self.file.read(segments, offset).await,
+            Kind::Write => {
+                if let Some(verifier) = &mut self.load.borrow_mut().verifier {
+                    segments.copy_in(0, verifier.contents(operation.block));
+                }
+                self.file.write(segments, offset, false).await
+            }
+        };
+        let whole = |n| if n == self.block_size { Ok(()) } else { Err(std::io::ErrorKind::UnexpectedEof.into()) };
+        (segments, moved.and_then(whole))
+    }
+}

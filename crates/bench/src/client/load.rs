@@ -1,0 +1,310 @@
+//! One queue's work from its first operation to its last: warm-up, measured part, draining, reading back.
+//!
+//! In: the time (nanoseconds since the run began), and what became of each operation. Out: the next operation, and at the
+//! end a tally. It knows nothing of rings or files, and both kinds of load go through it.
+
+use anyhow::Result;
+use hdrhistogram::Histogram;
+
+use super::verify::Verifier;
+use super::workload::{Kind, Operation, Pacer, Workload};
+
+/// What was counted in the measured part.
+pub struct Tally {
+    /// Nanoseconds from submission to the completion being seen.
+    pub latency: Histogram<u64>,
+    pub reads: u64,
+    pub writes: u64,
+    pub flushes: u64,
+    pub elapsed_ns: u64,
+    pub kicks: u64,
+    pub signals: u64,
+    /// Requests that were answered with an error, in the whole run, and the first of them.
+    pub errors: u64,
+    pub first_error: Option<String>,
+    pub verified: u64,
+    pub longest_stall_ns: u64,
+}
+
+impl Tally {
+    /// Latencies from 1 ns to 5 minutes, to three digits.
+    pub fn new() -> Result<Self> {
+        Ok(Tally {
+            latency: Histogram::new_with_bounds(1, 300_000_000_000, 3)?,
+            reads: 0,
+            writes: 0,
+            flushes: 0,
+            elapsed_ns: 0,
+            kicks: 0,
+            signals: 0,
+            errors: 0,
+            first_error: None,
+            verified: 0,
+            longest_stall_ns: 0,
+        })
+    }
+
+    /// Another queue's tally into this one.
+    pub fn merge(&mut self, other: Tally) -> Result<()> {
+        self.latency.add(&other.latency)?;
+        self.reads += other.reads;
+        self.writes += other.writes;
+        self.flushes += other.flushes;
+        self.elapsed_ns = self.elapsed_ns.max(other.elapsed_ns);
+        self.kicks += other.kicks;
+        self.signals += other.signals;
+        self.errors += other.errors;
+        self.first_error = self.first_error.take().or(other.first_error);
+        self.verified += other.verified;
+        self.longest_stall_ns = self.longest_stall_ns.max(other.longest_stall_ns);
+        Ok(())
+    }
+}
+
+/// When a load ends.
+#[derive(Clone, Copy, Debug)]
+pub enum Limit {
+    /// Measured from `from` until `until`, nanoseconds.
+    Time { from: u64, until: u64 },
+    /// So many operations, all of them measured.
+    Operations(u64),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    WarmUp,
+    Measured,
+    Drain,
+    /// The next block to read back.
+    ReadBack(u64),
+    Over,
+}
+
+/// What to do now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    Do(Operation),
+    /// Nothing before this time.
+    At(u64),
+    /// Nothing before something in flight has finished.
+    Finish,
+    Over,
+}
+
+pub struct Load {
+    workload: Workload,
+    pub verifier: Option<Verifier>,
+    pacer: Option<Pacer>,
+    limit: Limit,
+    stage: Stage,
+    in_flight: u64,
+    started: u64,
+    block_size: u64,
+    pub tally: Tally,
+}
+
+impl Load {
+    pub fn new(
+        workload: Workload,
+        verifier: Option<Verifier>,
+        pacer: Option<Pacer>,
+        limit: Limit,
+        block_size: u64,
+    ) -> Result<Self> {
+        let stage = if matches!(limit, Limit::Time { .. }) { Stage::WarmUp } else { Stage::Measured };
+        let tally = Tally::new()?;
+        Ok(Load { workload, verifier, pacer, limit, stage, in_flight: 0, started: 0, block_size, tally })
+    }
+
+    /// Whether operations that finish now are counted.
+    #[inline]
+    pub fn counting(&self) -> bool {
+        match self.limit {
+            Limit::Time { .. } => self.stage == Stage::Measured,
+            Limit::Operations(_) => matches!(self.stage, Stage::Measured | Stage::Drain),
+        }
+    }
+
+    /// Moves on with the time.
+    #[inline]
+    pub fn tick(&mut self, now: u64) {
+        match (self.limit, self.stage) {
+            (Limit::Time { from, .. }, Stage::WarmUp) if now >= from => self.stage = Stage::Measured,
+            (Limit::Time { from, until }, Stage::Measured) if now >= until => {
+                self.tally.elapsed_ns = until - from;
+                self.stage = Stage::Drain;
+            }
+            (Limit::Operations(n), Stage::Measured) if self.started == n => self.stage = Stage::Drain,
+            _ => {}
+        }
+        if self.stage == Stage::Drain && self.in_flight == 0 {
+            if let Limit::Operations(_) = self.limit {
+                self.tally.elapsed_ns = now.max(1);
+            }
+            self.stage = if self.verifier.is_some() { Stage::ReadBack(0) } else { Stage::Over };
+        }
+    }
+
+    /// The next operation, which counts as started.
+    #[inline]
+    pub fn next(&mut self, now: u64) -> Next {
+        match self.stage {
+            Stage::WarmUp | Stage::Measured => {}
+            Stage::Drain => return Next::Finish,
+            Stage::ReadBack(from) => return self.read_back(from),
+            Stage::Over => return Next::Over,
+        }
+        if let Limit::Operations(n) = self.limit
+            && self.started == n
+        {
+            return Next::Finish;
+        }
+        if let Some(at) = self.pacer.as_mut().and_then(|p| p.wait(now)) {
+            return Next::At(at);
+        }
+        let mut operation = self.workload.next();
+        if let Some(verifier) = &mut self.verifier {
+            operation = verifier.claim(operation);
+        }
+        self.started += 1;
+        self.in_flight += 1;
+        Next::Do(operation)
+    }
+
+    fn read_back(&mut self, from: u64) -> Next {
+        match self.verifier.as_mut().and_then(|v| Some((v.written_from(from)?, v))) {
+            Some((block, verifier)) => {
+                self.stage = Stage::ReadBack(block + 1);
+                self.in_flight += 1;
+                Next::Do(verifier.claim(Operation { kind: Kind::Read, block }))
+            }
+            None if self.in_flight > 0 => Next::Finish,
+            None => {
+                self.stage = Stage::Over;
+                Next::Over
+            }
+        }
+    }
+
+    /// An operation has finished, and how; `read` gives what was read, for checking.
+    #[inline]
+    pub fn finish(
+        &mut self,
+        operation: Operation,
+        started: u64,
+        now: u64,
+        outcome: Result<(), Failure>,
+        read: impl FnOnce(&mut [u8]),
+    ) -> Result<()> {
+        self.in_flight -= 1;
+        if self.counting() {
+            self.tally.latency.saturating_record(now - started);
+            match operation.kind {
+                Kind::Read => self.tally.reads += 1,
+                Kind::Write => self.tally.writes += 1,
+                Kind::Flush => self.tally.flushes += 1,
+            }
+        }
+        let ok = outcome.is_ok();
+        if let Err(failure) = outcome {
+            self.fail(operation, failure);
+        }
+        let Some(verifier) = &mut self.verifier else { return Ok(()) };
+        verifier.release(operation, ok);
+        if operation.kind == Kind::Read && ok { verifier.check_read(operation.block, read) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn fail(&mut self, operation: Operation, failure: Failure) {
+        self.tally.errors += 1;
+        let offset = operation.block * self.block_size;
+        let what = match operation.kind {
+            Kind::Read => format!("read of {} bytes at offset {offset}", self.block_size),
+            Kind::Write => format!("write of {} bytes at offset {offset}", self.block_size),
+            Kind::Flush => "flush".into(),
+        };
+        self.tally.first_error.get_or_insert_with(|| format!("{what}: {failure}"));
+    }
+}
+
+/// Why an operation failed.
+pub enum Failure {
+    Status(u8),
+    Io(std::io::Error),
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        use crate::driver::status;
+        match self {
+            Failure::Status(status::IOERR) => write!(f, "status 1 (I/O error)"),
+            Failure::Status(status::UNSUPP) => write!(f, "status 2 (unsupported)"),
+            Failure::Status(status::NONE) => write!(f, "answered without a status"),
+            Failure::Status(other) => write!(f, "status {other}, which means nothing"),
+            Failure::Io(error) => write!(f, "{error}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::workload::{Mix, Pattern};
+    use super::*;
+
+    fn load(limit: Limit, verify: bool) -> Load {
+        let mix = Mix { pattern: Pattern::Write, read_share: 0, flush_every: 0, first: 0, blocks: 100 };
+        let verifier = verify.then(|| Verifier::new(1, 512, 0, 100));
+        Load::new(Workload::new(mix, 1, 0), verifier, None, limit, 512).unwrap()
+    }
+
+    fn operation(next: Next) -> Operation {
+        let Next::Do(operation) = next else { panic!("{next:?}") };
+        operation
+    }
+
+    #[test]
+    fn only_the_measured_part_of_the_time_counts() {
+        let mut load = load(Limit::Time { from: 100, until: 200 }, false);
+        for now in [0, 50, 100, 150, 199, 200] {
+            load.tick(now);
+            if let Next::Do(o) = load.next(now) {
+                load.finish(o, now, now + 1, Ok(()), |_| ()).unwrap();
+            }
+        }
+        load.tick(201);
+        assert_eq!((load.tally.writes, load.tally.elapsed_ns), (3, 100));
+        assert_eq!(load.next(202), Next::Over);
+    }
+
+    #[test]
+    fn operations_are_counted_to_the_last_and_then_read_back() {
+        let mut load = load(Limit::Operations(2), true);
+        let (a, b) = (operation(load.next(0)), operation(load.next(0)));
+        let contents = load.verifier.as_mut().unwrap().contents(a.block).to_vec();
+        load.tick(1);
+        assert_eq!(load.next(1), Next::Finish);
+        load.finish(a, 0, 5, Ok(()), |_| ()).unwrap();
+        load.finish(b, 0, 9, Err(Failure::Status(1)), |_| ()).unwrap();
+        load.tick(9);
+        assert_eq!((load.tally.writes, load.tally.errors, load.tally.elapsed_ns), (2, 1, 9));
+        assert!(load.tally.first_error.as_ref().unwrap().contains("write of 512 bytes at offset 512: status 1"));
+        // The failed one is not expected to be there.
+        let back = operation(load.next(10));
+        assert_eq!(back, Operation { kind: Kind::Read, block: 0 });
+        assert_eq!(load.next(10), Next::Finish);
+        load.finish(back, 10, 11, Ok(()), |bytes| bytes.copy_from_slice(&contents)).unwrap();
+        assert_eq!(load.next(12), Next::Over);
+        assert_eq!(load.tally.writes, 2);
+    }
+
+    #[test]
+    fn a_wrong_block_ends_the_run() {
+        let mut load = load(Limit::Operations(1), true);
+        let write = operation(load.next(0));
+        load.finish(write, 0, 1, Ok(()), |_| ()).unwrap();
+        load.tick(1);
+        let back = operation(load.next(2));
+        let error = load.finish(back, 2, 3, Ok(()), |bytes| bytes.fill(9)).unwrap_err();
+        assert!(error.to_string().contains("wrong data at offset 0"), "{error}");
+    }
+}

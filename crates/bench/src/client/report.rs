@@ -1,0 +1,234 @@
+//! The figures of a run, for people and for programs.
+
+use std::fmt::{Display, Formatter, Result};
+
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+use super::Options;
+use super::cpu::{Meter, Usage};
+use super::load::Tally;
+
+/// What was on the other side.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Target {
+    /// `vhost-user` or `file`.
+    pub kind: &'static str,
+    pub capacity_bytes: u64,
+    /// `split` or `packed`; none for a file.
+    pub ring: Option<&'static str>,
+    pub queue_size: Option<u16>,
+    /// Negotiated feature bits.
+    pub features: u64,
+    pub protocol_features: u64,
+    pub seed: u64,
+}
+
+/// Latencies in microseconds.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Latency {
+    pub mean: f64,
+    pub p50: f64,
+    pub p90: f64,
+    pub p99: f64,
+    pub p999: f64,
+    pub max: f64,
+}
+
+impl Latency {
+    fn new(histogram: &Histogram<u64>) -> Self {
+        let at = |quantile: f64| histogram.value_at_quantile(quantile) as f64 / 1e3;
+        Latency {
+            mean: histogram.mean() / 1e3,
+            p50: at(0.5),
+            p90: at(0.9),
+            p99: at(0.99),
+            p999: at(0.999),
+            max: histogram.max() as f64 / 1e3,
+        }
+    }
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    pub options: Options,
+    pub target: Target,
+    pub seconds: f64,
+    pub operations: u64,
+    pub reads: u64,
+    pub writes: u64,
+    pub flushes: u64,
+    pub iops: f64,
+    pub bytes_per_second: f64,
+    pub latency_us: Latency,
+    /// Notifications to the back end and from it.
+    pub kicks: u64,
+    pub signals: u64,
+    pub kicks_per_io: f64,
+    pub signals_per_io: f64,
+    pub client_cpu: Option<Usage>,
+    pub backend_cpu: Option<Usage>,
+    /// Requests answered with an error, warm-up included.
+    pub errors: u64,
+    pub first_error: Option<String>,
+    /// Blocks that were read and compared.
+    pub verified_blocks: u64,
+    pub reconnects: u64,
+    /// The longest time without a completion around a reconnection.
+    pub longest_stall_ms: f64,
+}
+
+impl Report {
+    pub fn new(options: &Options, target: Target, tally: &Tally, meter: &Meter, reconnects: u64) -> Self {
+        let seconds = tally.elapsed_ns as f64 / 1e9;
+        let operations = tally.reads + tally.writes + tally.flushes;
+        let per = |a: f64, b: f64| if b > 0.0 { a / b } else { 0.0 };
+        let bytes = (tally.reads + tally.writes) as f64 * options.bs as f64;
+        let (client_cpu, backend_cpu) = meter.usage(seconds, operations);
+        Report {
+            options: options.clone(),
+            target,
+            seconds,
+            operations,
+            reads: tally.reads,
+            writes: tally.writes,
+            flushes: tally.flushes,
+            iops: per(operations as f64, seconds),
+            bytes_per_second: per(bytes, seconds),
+            latency_us: Latency::new(&tally.latency),
+            kicks: tally.kicks,
+            signals: tally.signals,
+            kicks_per_io: per(tally.kicks as f64, operations as f64),
+            signals_per_io: per(tally.signals as f64, operations as f64),
+            client_cpu,
+            backend_cpu,
+            errors: tally.errors,
+            first_error: tally.first_error.clone(),
+            verified_blocks: tally.verified,
+            reconnects,
+            longest_stall_ms: tally.longest_stall_ns as f64 / 1e6,
+        }
+    }
+}
+
+impl Display for Report {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        let o = &self.options;
+        let pattern = serde_json::to_value(o.rw).ok().and_then(|v| v.as_str().map(String::from)).unwrap_or_default();
+        let ring = self.target.ring.map(|r| format!(", {r} ring")).unwrap_or_default();
+        writeln!(
+            f,
+            "{pattern}, {} bytes, depth {} x {} queue(s){ring}, {:.2} s, seed {}",
+            o.bs, o.depth, o.queues, self.seconds, self.target.seed
+        )?;
+        writeln!(f, "IOPS       {:>12.0}    {:.1} MB/s", self.iops, self.bytes_per_second / 1e6)?;
+        writeln!(
+            f,
+            "operations {:>12}    {} reads, {} writes, {} flushes",
+            self.operations, self.reads, self.writes, self.flushes
+        )?;
+        let l = &self.latency_us;
+        writeln!(f, "latency us {:>12.1}    mean", l.mean)?;
+        for (name, value) in [("p50", l.p50), ("p90", l.p90), ("p99", l.p99), ("p99.9", l.p999), ("max", l.max)] {
+            writeln!(f, "           {value:>12.1}    {name}")?;
+        }
+        if self.target.ring.is_some() {
+            writeln!(f, "kicks      {:>12.3}    per I/O, {} in all", self.kicks_per_io, self.kicks)?;
+            writeln!(f, "signals    {:>12.3}    per I/O, {} in all", self.signals_per_io, self.signals)?;
+        }
+        for (name, usage) in [("client", &self.client_cpu), ("back end", &self.backend_cpu)] {
+            let Some(u) = usage else { continue };
+            writeln!(
+                f,
+                "{name:<10} {:>12.2}    cores, {:.2} CPU s, {:.0} IOPS per core, {:.2} CPU s per million I/Os",
+                u.cores, u.seconds, u.iops_per_core, u.seconds_per_million_ios
+            )?;
+        }
+        if o.verify {
+            writeln!(f, "verified   {:>12}    blocks read and compared", self.verified_blocks)?;
+        }
+        if o.reconnect {
+            writeln!(f, "reconnects {:>12}    longest stall {:.1} ms", self.reconnects, self.longest_stall_ms)?;
+        }
+        if let Some(error) = &self.first_error {
+            writeln!(f, "errors     {:>12}    the first: {error}", self.errors)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report() -> Report {
+        let options = Options { verify: true, reconnect: true, ..Options::for_socket("/run/disk.sock".into()) };
+        let mut tally = Tally::new().unwrap();
+        for latency in 1..=1000 {
+            tally.latency.saturating_record(latency * 1000);
+        }
+        (tally.reads, tally.writes, tally.kicks, tally.signals) = (750, 250, 100, 500);
+        tally.elapsed_ns = 500_000_000;
+        let mut meter = Meter::new(Some(std::process::id())).unwrap();
+        meter.begin().unwrap();
+        meter.end();
+        Report::new(
+            &options,
+            Target { kind: "vhost-user", ring: Some("split"), ..Target::default() },
+            &tally,
+            &meter,
+            2,
+        )
+    }
+
+    #[test]
+    fn json_has_the_fields_that_scripts_read() {
+        let json = serde_json::to_value(report()).unwrap();
+        for field in [
+            "/options/bs",
+            "/options/rw",
+            "/options/socket",
+            "/target/kind",
+            "/target/features",
+            "/target/seed",
+            "/seconds",
+            "/operations",
+            "/reads",
+            "/writes",
+            "/flushes",
+            "/iops",
+            "/bytes_per_second",
+            "/latency_us/p50",
+            "/latency_us/p90",
+            "/latency_us/p99",
+            "/latency_us/p999",
+            "/latency_us/max",
+            "/kicks",
+            "/signals",
+            "/kicks_per_io",
+            "/signals_per_io",
+            "/client_cpu/cores",
+            "/backend_cpu/seconds",
+            "/backend_cpu/cores",
+            "/backend_cpu/iops_per_core",
+            "/backend_cpu/seconds_per_million_ios",
+            "/errors",
+            "/verified_blocks",
+            "/reconnects",
+            "/longest_stall_ms",
+        ] {
+            assert!(json.pointer(field).is_some_and(|v| !v.is_null()), "{field} in {json:#}");
+        }
+        assert_eq!(json["iops"], 2000.0);
+        assert_eq!(json["options"]["rw"], "randread");
+        assert_eq!(json["signals_per_io"], 0.5);
+    }
+
+    #[test]
+    fn the_table_names_its_units() {
+        let text = report().to_string();
+        for part in ["IOPS", "MB/s", "latency us", "p99.9", "kicks", "signals", "CPU s", "reconnects"] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! One queue's thread: reap, submit, publish, wait; and standing still while the back end is replaced.
+//!
+//! In: a queue and its load. Out: events to the supervisor, which owns the connection. What must hold: a turn reads the
+//! clock once and allocates nothing; the back end is kicked only when it asks for it, and asked for a signal only when
+//! this thread is about to sleep.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use super::load::{Failure, Load, Next};
+use super::workload::{Kind, Operation};
+use crate::driver::{Data, Queue, Ring, request, status};
+
+/// What the supervisor wants of a worker. It writes the call eventfd after a change, in case the worker sleeps.
+pub const RUN: u8 = 0;
+pub const PAUSE: u8 = 1;
+pub const STOP: u8 = 2;
+
+/// How often a spinning worker looks at its ring before it looks up.
+const SPINS: u32 = 256;
+
+#[derive(Default)]
+pub struct Shared {
+    pub command: AtomicU8,
+    /// Grows while the worker gets anywhere.
+    pub progress: AtomicU64,
+}
+
+pub enum Event<R> {
+    /// The measured part of a queue begins, has ended.
+    Begin,
+    End,
+    /// Standing still, with the SET_VRING_BASE for the next back end.
+    Paused {
+        index: usize,
+        base: u32,
+    },
+    /// Done, or failed. The queue comes back: a later back end is told of it all the same.
+    Over {
+        index: usize,
+        queue: Box<Queue<R>>,
+        result: Result<Box<Load>>,
+    },
+}
+
+/// Events, and an eventfd that wakes their receiver.
+pub struct Outbox<R> {
+    pub events: Sender<Event<R>>,
+    pub bell: Arc<OwnedFd>,
+}
+
+impl<R> Outbox<R> {
+    fn send(&self, event: Event<R>) {
+        // Nobody listens any more when the run has failed elsewhere.
+        let _ = self.events.send(event);
+        let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
+    }
+}
+
+/// What a worker shares with its supervisor, and how it works.
+pub struct Wiring<R> {
+    pub index: usize,
+    pub shared: Arc<Shared>,
+    pub outbox: Outbox<R>,
+    pub resume: Receiver<()>,
+    pub epoch: Instant,
+    pub block_size: u32,
+    pub depth: u16,
+    pub poll: bool,
+    /// The next back end is handed the in-flight buffer.
+    pub inflight_known: bool,
+}
+
+pub struct Worker<R> {
+    queue: Queue<R>,
+    load: Load,
+    wiring: Wiring<R>,
+    /// What each slot carries, and since when.
+    slots: Vec<(Operation, u64)>,
+    free: Vec<u16>,
+    /// Kicks and signals when the counting began.
+    marks: Option<(u64, u64)>,
+    last_done: u64,
+    stalled_since: Option<u64>,
+}
+
+impl<R: Ring> Worker<R> {
+    pub fn new(queue: Queue<R>, load: Load, wiring: Wiring<R>) -> Self {
+        let nothing = (Operation { kind: Kind::Flush, block: 0 }, 0);
+        Worker {
+            queue,
+            load,
+            slots: vec![nothing; wiring.depth.into()],
+            free: (0..wiring.depth).rev().collect(),
+            wiring,
+            marks: None,
+            last_done: 0,
+            stalled_since: None,
+        }
+    }
+
+    pub fn run(mut self) {
+        // Pacing sleeps for tens of microseconds: the default slack of 50 would double that.
+        let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1_000));
+        let result = self.work();
+        let Worker { queue, load, wiring, .. } = self;
+        let result = result.map(|()| Box::new(load));
+        wiring.outbox.send(Event::Over { index: wiring.index, queue: Box::new(queue), result });
+    }
+
+    fn work(&mut self) -> Result<()> {
+        loop {
+            let now = self.now();
+            let reaped = self.reap(now)?;
+            self.mark(now)?;
+            let next = self.fill(now);
+            self.queue.publish()?;
+            if next == Some(Next::Over) {
+                return Ok(());
+            }
+            match self.wiring.shared.command.load(Ordering::Acquire) {
+                RUN => {}
+                PAUSE => self.pause()?,
+                _ => anyhow::bail!("stopped with {} requests in flight", self.queue.in_flight()),
+            }
+            if reaped == 0 {
+                self.wait(next, now)?;
+            } else {
+                self.wiring.shared.progress.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    #[inline]
+    fn now(&self) -> u64 {
+        self.wiring.epoch.elapsed().as_nanos() as u64
+    }
+
+    /// Takes everything that has finished.
+    fn reap(&mut self, now: u64) -> Result<usize> {
+        let mut reaped = 0;
+        while let Some((slot, status)) = self.queue.reap()? {
+            let (operation, started) = self.slots[slot as usize];
+            let outcome = if status == status::OK { Ok(()) } else { Err(Failure::Status(status)) };
+            let queue = &self.queue;
+            self.load.finish(operation, started, now, outcome, |bytes| queue.read_data(slot, bytes))?;
+            self.free.push(slot);
+            reaped += 1;
+        }
+        if reaped > 0 {
+            self.last_done = now;
+            if let Some(since) = self.stalled_since.take() {
+                let longest = &mut self.load.tally.longest_stall_ns;
+                *longest = (*longest).max(now - since);
+            }
+        }
+        Ok(reaped)
+    }
+
+    /// Moves the load on with the time, and notes where its counting begins and ends.
+    #[inline]
+    fn mark(&mut self, now: u64) -> Result<()> {
+        self.load.tick(now);
+        if self.load.counting() == self.marks.is_some() {
+            return Ok(());
+        }
+        self.queue.take_signals()?;
+        let (kicks, signals) = (self.queue.kicks, self.queue.signals);
+        match self.marks.take() {
+            None => {
+                self.marks = Some((kicks, signals));
+                self.wiring.outbox.send(Event::Begin);
+            }
+            Some(marks) => {
+                self.load.tally.kicks = kicks - marks.0;
+                self.load.tally.signals = signals - marks.1;
+                self.wiring.outbox.send(Event::End);
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills the free slots; what the load said when it had nothing more (None: no slot is free).
+    fn fill(&mut self, now: u64) -> Option<Next> {
+        while let Some(slot) = self.free.pop() {
+            let operation = match self.load.next(now) {
+                Next::Do(operation) => operation,
+                other => {
+                    self.free.push(slot);
+                    return Some(other);
+                }
+            };
+            self.slots[slot as usize] = (operation, now);
+            let len = self.wiring.block_size;
+            let (kind, data) = match operation.kind {
+                Kind::Read => (request::IN, Data::FromDevice(len)),
+                Kind::Write => (request::OUT, Data::ToDevice(len)),
+                Kind::Flush => (request::FLUSH, Data::None),
+            };
+            if let (Kind::Write, Some(verifier)) = (operation.kind, &mut self.load.verifier) {
+                self.queue.write_data(slot, verifier.contents(operation.block));
+            }
+            let sector = if operation.kind == Kind::Flush { 0 } else { operation.block * u64::from(len / 512) };
+            self.queue.submit(slot, kind, sector, data);
+        }
+        None
+    }
+
+    /// Nothing was finished: waits for the ring, or until the load has something to start.
+    fn wait(&mut self, next: Option<Next>, now: u64) -> Result<()> {
+        let limit = match next {
+            Some(Next::At(at)) => Some(Duration::from_nanos(at.saturating_sub(now))),
+            _ => None,
+        };
+        if self.queue.in_flight() == 0 {
+            self.wiring.shared.progress.fetch_add(1, Ordering::Relaxed);
+            // Short, so that a command is seen soon.
+            std::thread::sleep(limit.unwrap_or_default().min(Duration::from_millis(100)));
+            return Ok(());
+        }
+        if !self.wiring.poll {
+            return self.queue.sleep(limit);
+        }
+        for _ in 0..SPINS {
+            if self.queue.ring.ready() {
+                break;
+            }
+            std::hint::spin_loop();
+        }
+        Ok(())
+    }
+
+    /// The back end is gone: takes what it had finished, gets the ring ready for the next one, and waits for that.
+    fn pause(&mut self) -> Result<()> {
+        let now = self.now();
+        self.reap(now)?;
+        if self.queue.in_flight() > 0 {
+            self.stalled_since = Some(self.last_done);
+        }
+        let base = self.queue.resume_base(self.wiring.inflight_known);
+        self.wiring.outbox.send(Event::Paused { index: self.wiring.index, base });
+        self.wiring.resume.recv().context("the back end went away and did not come back")?;
+        self.queue.publish()?;
+        self.queue.kick()
+    }
+}

@@ -1,0 +1,214 @@
+//! Which operation comes next: patterns, mixes, flushes, and the pace.
+//!
+//! In: a seed, a range of blocks. Out: operations, the same for the same seed. One of these a queue; block numbers are
+//! absolute (byte offset / block size).
+
+use clap::ValueEnum;
+use serde::Serialize;
+
+/// A generator of our own (splitmix64): the sequence must not change with a library's version.
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64, stream: u64) -> Self {
+        let mut random = Random(seed ^ stream.wrapping_mul(0xd1b5_4a32_d192_ed03));
+        random.next();
+        random
+    }
+
+    #[inline]
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Evenly among 0..bound.
+    #[inline]
+    pub fn below(&mut self, bound: u64) -> u64 {
+        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Pattern {
+    /// Random reads.
+    Randread,
+    /// Random writes.
+    Randwrite,
+    /// Reads, one block after the other.
+    Read,
+    /// Writes, one block after the other.
+    Write,
+    /// Random reads and writes, mixed.
+    Randrw,
+    /// Reads and writes, mixed, one block after the other.
+    Rw,
+}
+
+impl Pattern {
+    pub fn is_random(self) -> bool {
+        matches!(self, Pattern::Randread | Pattern::Randwrite | Pattern::Randrw)
+    }
+
+    pub fn writes(self) -> bool {
+        !matches!(self, Pattern::Randread | Pattern::Read)
+    }
+
+    /// Reads in a hundred operations; `mix` is what the mixed patterns take.
+    pub fn read_share(self, mix: u8) -> u8 {
+        match self {
+            Pattern::Randread | Pattern::Read => 100,
+            Pattern::Randwrite | Pattern::Write => 0,
+            Pattern::Randrw | Pattern::Rw => mix,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Read,
+    Write,
+    Flush,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Operation {
+    pub kind: Kind,
+    pub block: u64,
+}
+
+/// What a queue does.
+#[derive(Clone, Copy, Debug)]
+pub struct Mix {
+    pub pattern: Pattern,
+    /// Reads in a hundred operations.
+    pub read_share: u8,
+    /// A flush after so many writes; 0: none.
+    pub flush_every: u64,
+    /// The first block and how many.
+    pub first: u64,
+    pub blocks: u64,
+}
+
+pub struct Workload {
+    mix: Mix,
+    random: Random,
+    cursor: u64,
+    unflushed: u64,
+}
+
+impl Workload {
+    pub fn new(mix: Mix, seed: u64, queue: u16) -> Self {
+        Workload { mix, random: Random::new(seed, queue.into()), cursor: 0, unflushed: 0 }
+    }
+
+    #[inline]
+    pub fn next(&mut self) -> Operation {
+        let mix = &self.mix;
+        if mix.flush_every > 0 && self.unflushed >= mix.flush_every {
+            self.unflushed = 0;
+            return Operation { kind: Kind::Flush, block: mix.first };
+        }
+        let kind = match mix.read_share {
+            100 => Kind::Read,
+            0 => Kind::Write,
+            share if self.random.below(100) < u64::from(share) => Kind::Read,
+            _ => Kind::Write,
+        };
+        self.unflushed += u64::from(kind == Kind::Write);
+        let at = if mix.pattern.is_random() {
+            self.random.below(mix.blocks)
+        } else {
+            let at = self.cursor;
+            self.cursor = if at + 1 == mix.blocks { 0 } else { at + 1 };
+            at
+        };
+        Operation { kind, block: mix.first + at }
+    }
+}
+
+/// Spreads operations evenly over time; nanoseconds.
+pub struct Pacer {
+    interval: f64,
+    due: f64,
+}
+
+impl Pacer {
+    /// What could not be started in time is made up for up to this.
+    const BACKLOG: f64 = 100e6;
+
+    pub fn new(per_second: f64) -> Self {
+        Pacer { interval: 1e9 / per_second, due: 0.0 }
+    }
+
+    /// When the next operation may start; None: now, and it counts as started.
+    pub fn wait(&mut self, now: u64) -> Option<u64> {
+        let now = now as f64;
+        if self.due > now {
+            return Some(self.due as u64);
+        }
+        self.due = self.due.max(now - Self::BACKLOG) + self.interval;
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mix(pattern: Pattern) -> Mix {
+        Mix { pattern, read_share: pattern.read_share(70), flush_every: 0, first: 100, blocks: 50 }
+    }
+
+    fn some(mix: Mix, seed: u64, queue: u16) -> Vec<Operation> {
+        let mut workload = Workload::new(mix, seed, queue);
+        (0..1000).map(|_| workload.next()).collect()
+    }
+
+    #[test]
+    fn the_seed_decides_and_queues_differ() {
+        let mix = mix(Pattern::Randrw);
+        assert_eq!(some(mix, 7, 0), some(mix, 7, 0));
+        assert_ne!(some(mix, 7, 0), some(mix, 8, 0));
+        assert_ne!(some(mix, 7, 0), some(mix, 7, 1));
+    }
+
+    #[test]
+    fn blocks_stay_in_range_and_the_mix_is_kept() {
+        let operations = some(mix(Pattern::Randrw), 1, 0);
+        assert!(operations.iter().all(|o| (100..150).contains(&o.block)));
+        let reads = operations.iter().filter(|o| o.kind == Kind::Read).count();
+        assert!((640..760).contains(&reads), "{reads} of 1000 are reads");
+        assert!(some(mix(Pattern::Randwrite), 1, 0).iter().all(|o| o.kind == Kind::Write));
+    }
+
+    #[test]
+    fn sequential_goes_round() {
+        let blocks: Vec<_> = some(mix(Pattern::Read), 1, 0).iter().map(|o| o.block).collect();
+        assert_eq!(&blocks[48..52], &[148, 149, 100, 101]);
+    }
+
+    #[test]
+    fn flushes_come_after_their_writes() {
+        let operations = some(Mix { flush_every: 3, ..mix(Pattern::Write) }, 1, 0);
+        let kinds: Vec<_> = operations[..8].iter().map(|o| o.kind == Kind::Flush).collect();
+        assert_eq!(kinds, [false, false, false, true, false, false, false, true]);
+    }
+
+    #[test]
+    fn the_pace_is_even_and_a_backlog_is_bounded() {
+        let mut pacer = Pacer::new(1000.0);
+        let mut started = 0;
+        for now in (0..1_000_000_000u64).step_by(100_000) {
+            started += u64::from(pacer.wait(now).is_none());
+        }
+        assert_eq!(started, 1000);
+        let late = 60_000_000_000;
+        let burst = (0..).take_while(|_| pacer.wait(late).is_none()).count();
+        assert_eq!(burst, 101);
+    }
+}

@@ -1,0 +1,307 @@
+//! The vhost-user connection: negotiation, memory, queues, and messages of any content.
+//!
+//! In: a socket's path. Out: what the back end offers and what was agreed. Most messages go through the `vhost` crate's
+//! `Frontend`; ring indices (its call has 16 bits, packed rings have 32), eventfds, and whatever a hostile test wants to
+//! send are written here. Dropping the connection closes it, at any moment.
+
+use std::fs::File;
+use std::io::{IoSlice, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use vhost::vhost_user::message::{
+    FrontendReq, VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures,
+};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VringConfigData};
+
+use super::ring::RingAddresses;
+use super::{Memory, feature};
+
+/// Protocol features that this front end takes where they are offered.
+pub const PROTOCOL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
+    .union(VhostUserProtocolFeatures::REPLY_ACK)
+    .union(VhostUserProtocolFeatures::CONFIG)
+    .union(VhostUserProtocolFeatures::INFLIGHT_SHMFD)
+    .union(VhostUserProtocolFeatures::RESET_DEVICE)
+    .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS);
+
+/// Queue indices are bytes in the messages.
+const QUEUES_MAX: u64 = 256;
+const VERSION: u32 = 1;
+const NEED_REPLY: u32 = 8;
+const HEADER: usize = 12;
+
+/// The part of virtio-blk's configuration space that every back end has. Lengths in the units of the specification:
+/// sectors are 512 bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlockConfig {
+    pub capacity_sectors: u64,
+    pub size_max: u32,
+    pub seg_max: u32,
+    pub blk_size: u32,
+    pub physical_block_exp: u8,
+    pub alignment_offset: u8,
+    pub min_io_blocks: u16,
+    pub opt_io_blocks: u32,
+    pub wce: u8,
+    pub num_queues: u16,
+    pub max_discard_sectors: u32,
+    pub max_discard_seg: u32,
+    pub discard_sector_alignment: u32,
+    pub max_write_zeroes_sectors: u32,
+    pub max_write_zeroes_seg: u32,
+    pub write_zeroes_may_unmap: u8,
+}
+
+impl BlockConfig {
+    pub const BYTES: usize = 60;
+
+    fn parse(bytes: &[u8; Self::BYTES]) -> Self {
+        let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        let u32_at = |at: usize| u32::from(u16_at(at)) | u32::from(u16_at(at + 2)) << 16;
+        BlockConfig {
+            capacity_sectors: u64::from(u32_at(0)) | u64::from(u32_at(4)) << 32,
+            size_max: u32_at(8),
+            seg_max: u32_at(12),
+            blk_size: u32_at(20),
+            physical_block_exp: bytes[24],
+            alignment_offset: bytes[25],
+            min_io_blocks: u16_at(26),
+            opt_io_blocks: u32_at(28),
+            wce: bytes[32],
+            num_queues: u16_at(34),
+            max_discard_sectors: u32_at(36),
+            max_discard_seg: u32_at(40),
+            discard_sector_alignment: u32_at(44),
+            max_write_zeroes_sectors: u32_at(48),
+            max_write_zeroes_seg: u32_at(52),
+            write_zeroes_may_unmap: bytes[56],
+        }
+    }
+}
+
+/// The back end's log of requests in flight, which the front end keeps for it over a crash.
+pub struct Inflight {
+    pub layout: VhostUserInflight,
+    pub file: File,
+}
+
+/// What a back end is told of one queue.
+#[derive(Clone)]
+pub struct RingSetup {
+    pub index: u16,
+    pub size: u16,
+    pub addresses: RingAddresses,
+    pub kick: Arc<OwnedFd>,
+    pub call: Arc<OwnedFd>,
+}
+
+pub struct Connection {
+    frontend: Frontend,
+    /// The same socket, for messages of our own and for watching it.
+    socket: UnixStream,
+    pub offered: u64,
+    pub features: u64,
+    pub offered_protocol: VhostUserProtocolFeatures,
+    pub protocol: VhostUserProtocolFeatures,
+    /// Queues that the back end says it can have; 1 where it was not asked.
+    pub queues_max: u64,
+}
+
+impl Connection {
+    /// Connects, and asks for the features offered. Nothing is agreed yet.
+    pub fn open(path: &Path) -> Result<Self> {
+        let socket = UnixStream::connect(path).with_context(|| format!("connecting to {}", path.display()))?;
+        let frontend = Frontend::from_stream(socket.try_clone()?, QUEUES_MAX);
+        Ok(Connection {
+            frontend,
+            socket,
+            offered: 0,
+            features: 0,
+            offered_protocol: VhostUserProtocolFeatures::empty(),
+            protocol: VhostUserProtocolFeatures::empty(),
+            queues_max: 1,
+        })
+    }
+
+    /// Owner, features and protocol features: of `wanted` and `protocol`, what the back end offers. Features in
+    /// `required` it must offer.
+    pub fn negotiate(&mut self, wanted: u64, required: u64, protocol: VhostUserProtocolFeatures) -> Result<()> {
+        self.frontend.set_owner().context("SET_OWNER")?;
+        self.offered = self.frontend.get_features().context("GET_FEATURES")?;
+        let missing = required & !self.offered;
+        anyhow::ensure!(missing == 0, "the back end does not offer {}", feature::names(missing));
+        self.features = (wanted | required) & self.offered;
+        if self.features & feature::PROTOCOL_FEATURES != 0 {
+            self.offered_protocol = self.frontend.get_protocol_features().context("GET_PROTOCOL_FEATURES")?;
+            self.protocol = protocol & self.offered_protocol;
+            self.frontend.set_protocol_features(self.protocol).context("SET_PROTOCOL_FEATURES")?;
+        }
+        if self.acknowledged() {
+            self.frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+        }
+        if self.protocol.contains(VhostUserProtocolFeatures::MQ) {
+            self.queues_max = self.frontend.get_queue_num().context("GET_QUEUE_NUM")?;
+        }
+        self.frontend.set_features(self.features).context("SET_FEATURES")
+    }
+
+    fn acknowledged(&self) -> bool {
+        self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
+    }
+
+    /// The device's configuration space.
+    pub fn config(&mut self) -> Result<BlockConfig> {
+        let empty = [0; BlockConfig::BYTES];
+        let flags = VhostUserConfigFlags::empty();
+        let (_, bytes) = self.frontend.get_config(0, empty.len() as u32, flags, &empty).context("GET_CONFIG")?;
+        let bytes = bytes.as_slice().try_into().context("GET_CONFIG answered with another length than asked")?;
+        Ok(BlockConfig::parse(bytes))
+    }
+
+    pub fn set_memory(&mut self, memory: &Memory) -> Result<()> {
+        self.frontend.set_mem_table(&[memory.region()]).context("SET_MEM_TABLE")?;
+        Ok(())
+    }
+
+    /// Asks for the buffer of requests in flight; None where that was not agreed.
+    pub fn inflight(&mut self, queues: u16, queue_size: u16) -> Result<Option<Inflight>> {
+        if !self.protocol.contains(VhostUserProtocolFeatures::INFLIGHT_SHMFD) {
+            return Ok(None);
+        }
+        let ask = VhostUserInflight::new(0, 0, queues, queue_size);
+        let (layout, file) = self.frontend.get_inflight_fd(&ask).context("GET_INFLIGHT_FD")?;
+        Ok(Some(Inflight { layout, file }))
+    }
+
+    /// Hands the buffer (back) to the back end.
+    pub fn set_inflight(&mut self, inflight: &Inflight) -> Result<()> {
+        self.frontend.set_inflight_fd(&inflight.layout, inflight.file.as_raw_fd()).context("SET_INFLIGHT_FD")
+    }
+
+    /// Sets a queue up in QEMU's order, not yet enabled.
+    pub fn set_ring(&mut self, ring: &RingSetup, base: u32, memory: &Memory) -> Result<()> {
+        let index = usize::from(ring.index);
+        self.frontend.set_vring_num(index, ring.size).context("SET_VRING_NUM")?;
+        self.vring_state(FrontendReq::SET_VRING_BASE, ring.index, base).context("SET_VRING_BASE")?;
+        let data = VringConfigData {
+            queue_max_size: ring.size,
+            queue_size: ring.size,
+            flags: 0,
+            desc_table_addr: memory.user_address(ring.addresses.desc),
+            used_ring_addr: memory.user_address(ring.addresses.used),
+            avail_ring_addr: memory.user_address(ring.addresses.avail),
+            log_addr: None,
+        };
+        self.frontend.set_vring_addr(index, &data).context("SET_VRING_ADDR")?;
+        let number = u64::from(ring.index).to_le_bytes();
+        self.message(FrontendReq::SET_VRING_KICK as u32, &number, &[ring.kick.as_fd()]).context("SET_VRING_KICK")?;
+        self.message(FrontendReq::SET_VRING_CALL as u32, &number, &[ring.call.as_fd()]).context("SET_VRING_CALL")
+    }
+
+    /// Starts or stops the processing of a queue; without protocol features it runs from its first kick.
+    pub fn enable(&mut self, index: u16, enable: bool) -> Result<()> {
+        if self.features & feature::PROTOCOL_FEATURES == 0 {
+            return Ok(());
+        }
+        self.frontend.set_vring_enable(index.into(), enable).context("SET_VRING_ENABLE")
+    }
+
+    /// Stops a queue; the back end answers with where it stopped once nothing is in flight any more.
+    pub fn stop_ring(&mut self, index: u16) -> Result<u32> {
+        self.frontend.get_vring_base(index.into()).context("GET_VRING_BASE")
+    }
+
+    /// The crate's front end, for every other message.
+    pub fn frontend(&mut self) -> &mut Frontend {
+        &mut self.frontend
+    }
+
+    pub fn socket(&self) -> &UnixStream {
+        &self.socket
+    }
+
+    fn vring_state(&self, request: FrontendReq, index: u16, number: u32) -> Result<()> {
+        let payload = u64::from(index) | u64::from(number) << 32;
+        self.message(request as u32, &payload.to_le_bytes(), &[])
+    }
+
+    /// One message of any content; waits for its acknowledgement when REPLY_ACK was agreed.
+    pub fn message(&self, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let flags = if self.acknowledged() { VERSION | NEED_REPLY } else { VERSION };
+        let mut bytes = Vec::with_capacity(HEADER + payload.len());
+        for word in [request, flags, payload.len() as u32] {
+            bytes.extend_from_slice(&word.to_le_bytes());
+        }
+        bytes.extend_from_slice(payload);
+        self.send_bytes(&bytes, fds)?;
+        if !self.acknowledged() {
+            return Ok(());
+        }
+        let mut reply = [0; HEADER + 8];
+        (&self.socket).read_exact(&mut reply)?;
+        let (head, value) = reply.split_at(HEADER);
+        anyhow::ensure!(head[..4] == request.to_le_bytes(), "the back end answered another message");
+        let value = u64::from_le_bytes(value.try_into()?);
+        anyhow::ensure!(value == 0, "the back end refused it ({value})");
+        Ok(())
+    }
+
+    /// Bytes as they are, with descriptors attached to the first of them.
+    pub fn send_bytes(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            anyhow::ensure!(control.push(SendAncillaryMessage::ScmRights(fds)), "more than 32 descriptors");
+        }
+        let sent = rustix::net::sendmsg(&self.socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
+        std::io::Write::write_all(&mut (&self.socket), &bytes[sent..])?;
+        Ok(())
+    }
+
+    /// Runs `work`; if that takes longer than `limit` the socket is shut down, so that a back end which never answers is
+    /// an error and not a hang.
+    pub fn within<T>(&mut self, limit: Duration, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let (done, wait) = std::sync::mpsc::channel::<()>();
+        let socket = self.socket.try_clone()?;
+        let guard = std::thread::spawn(move || {
+            let late = wait.recv_timeout(limit) == Err(RecvTimeoutError::Timeout);
+            if late {
+                let _ = socket.shutdown(std::net::Shutdown::Both);
+            }
+            late
+        });
+        let result = work(self);
+        drop(done);
+        let late = guard.join().unwrap_or(false);
+        if late { result.with_context(|| format!("no answer from the back end for {limit:?}")) } else { result }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_configuration_space_is_read_where_the_specification_puts_it() {
+        let mut bytes = [0; BlockConfig::BYTES];
+        bytes[..8].copy_from_slice(&0x1234_5678_9abc_def0u64.to_le_bytes());
+        bytes[20..24].copy_from_slice(&4096u32.to_le_bytes());
+        bytes[24] = 3;
+        bytes[32] = 1;
+        bytes[34..36].copy_from_slice(&7u16.to_le_bytes());
+        bytes[36..40].copy_from_slice(&99u32.to_le_bytes());
+        bytes[56] = 1;
+        let config = BlockConfig::parse(&bytes);
+        assert_eq!(config.capacity_sectors, 0x1234_5678_9abc_def0);
+        assert_eq!((config.blk_size, config.physical_block_exp, config.wce, config.num_queues), (4096, 3, 1, 7));
+        assert_eq!((config.max_discard_sectors, config.write_zeroes_may_unmap), (99, 1));
+    }
+}

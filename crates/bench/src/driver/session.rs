@@ -1,0 +1,177 @@
+//! From a path to running queues, and again after the back end has gone away.
+//!
+//! In: a `Plan`. Out: a `Link` (connection, memory, the in-flight buffer) and the queues, which may move to threads of
+//! their own. What must hold: memory and rings live as long as the link, whatever connections come and go; the in-flight
+//! buffer is asked for once, and handed to every later back end, as QEMU does.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use vhost::vhost_user::message::VhostUserProtocolFeatures;
+
+use super::connection::{BlockConfig, Connection, Inflight, PROTOCOL, RingSetup};
+use super::ring::{Ring, RingOptions};
+use super::{Memory, Queue, feature};
+
+/// A handshake that takes longer has failed.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// What to negotiate and to set up.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    pub queues: u16,
+    pub queue_size: u16,
+    /// Requests in flight a queue.
+    pub slots: u16,
+    /// Bytes of data a request.
+    pub data_len: u32,
+    pub event_idx: bool,
+    pub indirect: bool,
+    /// Features taken where they are offered, and features without which there is no session.
+    pub wanted: u64,
+    pub required: u64,
+    pub protocol: VhostUserProtocolFeatures,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Plan {
+            queues: 1,
+            queue_size: 128,
+            slots: 32,
+            data_len: 4096,
+            event_idx: true,
+            indirect: false,
+            wanted: feature::GUEST,
+            required: 0,
+            protocol: PROTOCOL,
+        }
+    }
+}
+
+impl Plan {
+    fn wanted(&self) -> u64 {
+        let event_idx = if self.event_idx { 0 } else { feature::EVENT_IDX };
+        self.wanted & !event_idx
+    }
+
+    fn required(&self) -> u64 {
+        self.required | if self.indirect { feature::INDIRECT_DESC } else { 0 }
+    }
+}
+
+/// A back end with our memory in it.
+pub struct Link {
+    path: PathBuf,
+    plan: Plan,
+    /// Features of the ring's layout.
+    layout: u64,
+    pub connection: Connection,
+    pub memory: Memory,
+    pub inflight: Option<Inflight>,
+    pub config: BlockConfig,
+}
+
+impl Link {
+    /// Connects for rings of the layout `R`; queues are made and started next.
+    pub fn open<R: Ring>(path: &Path, plan: &Plan) -> Result<Self> {
+        let options =
+            RingOptions { size: plan.queue_size, slots: plan.slots, event_idx: true, indirect: plan.indirect };
+        options.check()?;
+        let memory = Memory::new(u64::from(plan.queues) * Queue::<R>::memory_needed(options, plan.data_len))?;
+        let mut connection = Connection::open(path)?;
+        let (config, inflight) = connection.within(HANDSHAKE, |c| {
+            let config = Self::agree(c, plan, R::FEATURES)?;
+            let inflight = c.inflight(plan.queues, plan.queue_size)?;
+            Ok((config, inflight))
+        })?;
+        Ok(Link { path: path.into(), plan: *plan, layout: R::FEATURES, connection, memory, inflight, config })
+    }
+
+    fn agree(connection: &mut Connection, plan: &Plan, layout: u64) -> Result<BlockConfig> {
+        connection.negotiate(plan.wanted() | layout, plan.required() | layout, plan.protocol)?;
+        let config = if connection.protocol.contains(VhostUserProtocolFeatures::CONFIG) {
+            connection.config()?
+        } else {
+            BlockConfig::default()
+        };
+        let queues = connection.queues_max.min(u64::from(config.num_queues.max(1)));
+        anyhow::ensure!(u64::from(plan.queues) <= queues, "the back end has {queues} queues, not {}", plan.queues);
+        Ok(config)
+    }
+
+    /// The queues of the plan, not known to the back end yet.
+    pub fn queues<R: Ring>(&mut self) -> Result<Vec<Queue<R>>> {
+        let plan = self.plan;
+        let event_idx = self.connection.features & feature::EVENT_IDX != 0;
+        let options = RingOptions { size: plan.queue_size, slots: plan.slots, event_idx, indirect: plan.indirect };
+        (0..plan.queues).map(|index| Queue::new(&mut self.memory, index, options, plan.data_len)).collect()
+    }
+
+    /// Hands memory and rings over, and starts them.
+    pub fn start(&mut self, rings: &[(RingSetup, u32)]) -> Result<()> {
+        let Link { connection, memory, inflight, .. } = self;
+        connection.within(HANDSHAKE, |c| {
+            if let Some(inflight) = inflight {
+                c.set_inflight(inflight)?;
+            }
+            c.set_memory(memory)?;
+            for (ring, base) in rings {
+                c.set_ring(ring, *base, memory)?;
+            }
+            rings.iter().try_for_each(|(ring, _)| c.enable(ring.index, true))
+        })
+    }
+
+    /// A new connection to the same path, with what the first one agreed. Rings are started next.
+    pub fn reopen(&mut self) -> Result<()> {
+        let mut connection = Connection::open(&self.path)?;
+        let (plan, layout) = (self.plan, self.layout);
+        let config = connection.within(HANDSHAKE, |c| Self::agree(c, &plan, layout))?;
+        anyhow::ensure!(
+            connection.features == self.connection.features,
+            "the new back end offers other features: {:#x}, not {:#x}",
+            connection.features,
+            self.connection.features
+        );
+        (self.connection, self.config) = (connection, config);
+        Ok(())
+    }
+
+    /// Stops the queues as a guest that shuts down does.
+    pub fn stop(&mut self) -> Result<()> {
+        let queues = self.plan.queues;
+        self.connection.within(HANDSHAKE, |c| (0..queues).try_for_each(|q| c.stop_ring(q).map(|_| ())))
+    }
+}
+
+/// A link and its queues on one thread: what tests start from.
+pub struct Session<R> {
+    pub link: Link,
+    pub queues: Vec<Queue<R>>,
+}
+
+impl<R: Ring> Session<R> {
+    pub fn start(path: &Path, plan: &Plan) -> Result<Self> {
+        let mut link = Link::open::<R>(path, plan)?;
+        let queues = link.queues::<R>()?;
+        let rings: Vec<_> = queues.iter().map(|q| (q.setup(), q.ring.fresh_base())).collect();
+        link.start(&rings).with_context(|| format!("starting the queues at {}", path.display()))?;
+        Ok(Session { link, queues })
+    }
+
+    /// Connects again after the back end has gone away: with an in-flight buffer the rings stay as they are, without
+    /// one what was in flight is submitted again in fresh rings. Then kicks.
+    pub fn restart(&mut self) -> Result<()> {
+        self.link.reopen()?;
+        let known = self.link.inflight.is_some();
+        let rings: Vec<_> = self.queues.iter_mut().map(|q| (q.setup(), q.resume_base(known))).collect();
+        self.link.start(&rings)?;
+        for queue in &mut self.queues {
+            queue.publish()?;
+            queue.kick()?;
+        }
+        Ok(())
+    }
+}

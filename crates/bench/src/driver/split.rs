@@ -1,0 +1,213 @@
+//! The split virtqueue, driver side (virtio 1.2, section 2.7).
+//!
+//! Head descriptors come first (one a slot, so a chain's id is its slot), then the slots' second descriptors, then their
+//! third. What must hold: a descriptor, a header, an entry of the available ring are written before the index that
+//! shows them is stored with Release; a used entry is read after its index was loaded with Acquire.
+
+use std::sync::atomic::{Ordering, fence};
+
+use anyhow::Result;
+use blockyard_ring::Window;
+
+use super::ring::{Buffer, CHAIN_MAX, DESCRIPTOR, INDIRECT, NEXT, Ring, RingAddresses, RingOptions, need_event};
+use super::{Memory, feature};
+
+const NO_INTERRUPT: u16 = 1;
+const NO_NOTIFY: u16 = 1;
+/// Where the index and the first entry lie in the available and in the used ring.
+const INDEX: usize = 2;
+const ENTRIES: usize = 4;
+
+pub struct SplitRing {
+    /// The parts as the back end sees them, for tests that want to write anything there.
+    pub desc: Window,
+    pub avail: Window,
+    pub used: Window,
+    addresses: RingAddresses,
+    options: RingOptions,
+    mask: u16,
+    tables: Option<(u64, Window)>,
+    next_avail: u16,
+    published: u16,
+    last_used: u16,
+    seen_used: u16,
+}
+
+impl SplitRing {
+    /// Writes one descriptor as given.
+    pub fn write_descriptor(&self, index: u16, addr: u64, len: u32, flags: u16, next: u16) {
+        self.desc.copy_in(index as usize * DESCRIPTOR as usize, descriptor(addr, len, flags, next));
+    }
+
+    /// Adds a chain's head to the available ring, shown with the next `publish`.
+    #[inline]
+    pub fn push_available(&mut self, head: u16) {
+        let entry = ENTRIES + 2 * (self.next_avail & self.mask) as usize;
+        self.avail.store_u16(entry, head, Ordering::Relaxed);
+        self.next_avail = self.next_avail.wrapping_add(1);
+    }
+
+    /// Where the driver asks for a signal (EVENT_IDX), and where the device asks for a kick.
+    fn used_event(&self) -> usize {
+        ENTRIES + 2 * self.options.size as usize
+    }
+
+    fn avail_event(&self) -> usize {
+        ENTRIES + 8 * self.options.size as usize
+    }
+
+    /// The index of a slot's descriptor number `position`.
+    fn index(&self, slot: u16, position: usize) -> u16 {
+        slot + position as u16 * self.options.slots
+    }
+}
+
+fn descriptor(addr: u64, len: u32, flags: u16, next: u16) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&addr.to_le_bytes());
+    bytes[8..12].copy_from_slice(&len.to_le_bytes());
+    bytes[12..14].copy_from_slice(&flags.to_le_bytes());
+    bytes[14..].copy_from_slice(&next.to_le_bytes());
+    bytes
+}
+
+impl Ring for SplitRing {
+    const FEATURES: u64 = feature::VERSION_1;
+
+    fn new(memory: &mut Memory, options: RingOptions) -> Result<Self> {
+        options.check()?;
+        let size = options.size;
+        anyhow::ensure!(
+            size.is_power_of_two() && size <= 1 << 15,
+            "a split ring of {size}: a power of two up to 32768 is needed"
+        );
+        // Each part on pages of its own, as far as the sides are concerned that write them.
+        let (desc_addr, desc) = memory.piece(DESCRIPTOR * u64::from(size), 4096)?;
+        let (avail_addr, avail) = memory.piece(6 + 2 * u64::from(size), 4096)?;
+        let (used_addr, used) = memory.piece(6 + 8 * u64::from(size), 4096)?;
+        let room = DESCRIPTOR * CHAIN_MAX as u64 * u64::from(options.slots);
+        let tables = if options.indirect { Some(memory.piece(room, 4096)?) } else { None };
+        let mut ring = SplitRing {
+            desc,
+            avail,
+            used,
+            addresses: RingAddresses { desc: desc_addr, avail: avail_addr, used: used_addr },
+            mask: size - 1,
+            options,
+            tables,
+            next_avail: 0,
+            published: 0,
+            last_used: 0,
+            seen_used: 0,
+        };
+        ring.disarm();
+        Ok(ring)
+    }
+
+    fn addresses(&self) -> RingAddresses {
+        self.addresses
+    }
+
+    fn size(&self) -> u16 {
+        self.options.size
+    }
+
+    fn lay(&mut self, slot: u16, chain: &[Buffer]) {
+        let last = chain.len() - 1;
+        let more = |at: usize| if at < last { NEXT } else { 0 };
+        let Some((addr, tables)) = &self.tables else {
+            for (at, buffer) in chain.iter().enumerate() {
+                let next = if at < last { self.index(slot, at + 1) } else { 0 };
+                let index = self.index(slot, at);
+                self.write_descriptor(index, buffer.addr, buffer.len, buffer.flags() | more(at), next);
+            }
+            return;
+        };
+        let table = slot as u64 * DESCRIPTOR * CHAIN_MAX as u64;
+        for (at, buffer) in chain.iter().enumerate() {
+            let bytes = descriptor(buffer.addr, buffer.len, buffer.flags() | more(at), at as u16 + 1);
+            tables.copy_in(table as usize + at * DESCRIPTOR as usize, bytes);
+        }
+        self.write_descriptor(slot, addr + table, (chain.len() as u64 * DESCRIPTOR) as u32, INDIRECT, 0);
+    }
+
+    #[inline]
+    fn submit(&mut self, slot: u16) {
+        self.push_available(slot);
+    }
+
+    #[inline]
+    fn publish(&mut self) -> bool {
+        let (new, old) = (self.next_avail, self.published);
+        if new == old {
+            return false;
+        }
+        self.published = new;
+        self.avail.store_u16(INDEX, new, Ordering::Release);
+        // The index must be seen before we look whether the device sleeps: else both sides wait for each other.
+        fence(Ordering::SeqCst);
+        if self.options.event_idx {
+            need_event(self.used.load_u16(self.avail_event(), Ordering::Relaxed), new, old)
+        } else {
+            self.used.load_u16(0, Ordering::Relaxed) & NO_NOTIFY == 0
+        }
+    }
+
+    #[inline]
+    fn reap(&mut self) -> Option<(u32, u32)> {
+        if self.last_used == self.seen_used {
+            self.seen_used = self.used.load_u16(INDEX, Ordering::Acquire);
+            if self.last_used == self.seen_used {
+                return None;
+            }
+        }
+        let at = ENTRIES + 8 * (self.last_used & self.mask) as usize;
+        let entry = u64::from_le_bytes(self.used.copy_out(at));
+        self.last_used = self.last_used.wrapping_add(1);
+        Some((entry as u32, (entry >> 32) as u32))
+    }
+
+    #[inline]
+    fn ready(&self) -> bool {
+        self.used.load_u16(INDEX, Ordering::Relaxed) != self.last_used
+    }
+
+    fn arm(&mut self) -> bool {
+        if self.options.event_idx {
+            self.avail.store_u16(self.used_event(), self.last_used, Ordering::Relaxed);
+        } else {
+            self.avail.store_u16(0, 0, Ordering::Relaxed);
+        }
+        fence(Ordering::SeqCst);
+        self.ready()
+    }
+
+    fn disarm(&mut self) {
+        if self.options.event_idx {
+            // An event index that has just gone by comes round again after 65536 used chains only.
+            self.avail.store_u16(self.used_event(), self.last_used.wrapping_sub(1), Ordering::Relaxed);
+        } else {
+            self.avail.store_u16(0, NO_INTERRUPT, Ordering::Relaxed);
+        }
+    }
+
+    /// The used index in the ring, as QEMU restores it when a crashed back end could not be asked.
+    fn base(&self) -> u32 {
+        self.used.load_u16(INDEX, Ordering::Acquire).into()
+    }
+
+    fn fresh_base(&self) -> u32 {
+        0
+    }
+
+    fn reset(&mut self) {
+        (self.next_avail, self.published, self.last_used, self.seen_used) = (0, 0, 0, 0);
+        self.avail.store_u16(INDEX, 0, Ordering::Relaxed);
+        self.used.store_u16(0, 0, Ordering::Relaxed);
+        self.used.store_u16(INDEX, 0, Ordering::Relaxed);
+        if self.options.event_idx {
+            self.used.store_u16(self.avail_event(), 0, Ordering::Relaxed);
+        }
+        self.disarm();
+    }
+}

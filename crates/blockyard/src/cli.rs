@@ -1,0 +1,177 @@
+//! The command line. Options that a configuration file knows too are one struct, so that they cannot drift apart.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use blockyard_export::vhost_user::{Coalesce, PollMode};
+use blockyard_image::CacheMode;
+use clap::{Args, Parser, Subcommand};
+use serde::Deserialize;
+
+#[derive(Parser)]
+#[command(name = "blockyard", version, about = "Serves virtual disks to virtual machines from user space.", propagate_version = true)]
+pub struct Cli {
+    /// How much to tell on standard error: error, warn, info, debug.
+    #[arg(long, global = true, default_value = "info", value_name = "LEVEL")]
+    pub log: tracing::Level,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// Serve a disk image (or many, by --config) to guests.
+    Serve(Box<ServeOptions>),
+    /// Measure.
+    #[command(subcommand)]
+    Bench(Bench),
+    /// Print a shell's completions.
+    Completions { shell: clap_complete::Shell },
+    /// Write the man pages into a folder.
+    Man { folder: PathBuf },
+}
+
+#[derive(Subcommand)]
+pub enum Bench {
+    /// Drive a vhost-user-blk server without a VM: load, latencies, verified data.
+    Client(Box<blockyard_bench::client::Options>),
+}
+
+#[derive(Args)]
+pub struct ServeOptions {
+    #[command(flatten)]
+    pub disk: Option<DiskArgs>,
+
+    /// Serve the disks of this TOML file; SIGHUP reads it anew.
+    #[arg(long, value_name = "FILE", conflicts_with = "DiskArgs")]
+    pub config: Option<PathBuf>,
+
+    /// Only read the configuration file, and say what is wrong with it.
+    #[arg(long, requires = "config")]
+    pub check_config: bool,
+
+    /// Threads that serve queues, each with a ring of its own; queues are dealt out to them in turn [default: 1].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub reactors: Option<u16>,
+}
+
+/// One disk: on the command line, and as a `[[disk]]` table of the configuration file.
+#[derive(Args, Clone, Debug, Deserialize, PartialEq)]
+#[group(id = "DiskArgs")]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct DiskArgs {
+    /// The image: a file, a block device, or null:SIZE (forgets writes) or ram:SIZE (forgets at exit).
+    #[arg(value_name = "IMAGE", required_unless_present = "config")]
+    pub image: PathBuf,
+
+    /// Offer the disk to a virtual machine on this Unix socket; fd:N or fd:NAME takes one that is inherited (systemd).
+    #[arg(long, value_name = "SOCKET", required_unless_present = "config")]
+    pub vhost_user: String,
+
+    /// The image's format. It is never guessed from what the image holds.
+    #[arg(long, value_enum)]
+    #[serde(default)]
+    pub format: Option<Format>,
+
+    /// The disk's name in messages and statistics [default: the image's file name].
+    #[arg(long)]
+    #[serde(default)]
+    pub name: Option<String>,
+
+    /// none: O_DIRECT, flushes honoured; writeback: page cache, flushes honoured; writethrough: page cache, every write
+    /// durable; directsync: O_DIRECT, every write durable; unsafe: page cache, flushes ignored.
+    #[arg(long, default_value = "none", value_name = "MODE", value_parser = parse_cache)]
+    #[serde(default, deserialize_with = "config::from_text")]
+    pub cache: CacheMode,
+
+    /// Refuse writes; others may read the image at the same time.
+    #[arg(long)]
+    #[serde(default)]
+    pub read_only: bool,
+
+    /// Request queues offered to the guest: 1 to 256.
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[serde(default = "one")]
+    pub queues: u16,
+
+    /// Entries expected in each queue, which bounds the segments of one request: 4 to 32768, a power of two.
+    #[arg(long, default_value_t = 128, value_name = "N", value_parser = parse_queue_size)]
+    #[serde(default = "default_queue_size")]
+    pub queue_size: u16,
+
+    /// The serial number the guest reads, up to 20 bytes [default: the disk's name].
+    #[arg(long)]
+    #[serde(default)]
+    pub serial: Option<String>,
+
+    /// Busy-polling of an empty queue: auto (tried, and kept where it pays), off, or a time in microseconds.
+    #[arg(long, default_value = "auto", value_name = "MODE", value_parser = parse_poll)]
+    #[serde(default = "auto_poll", deserialize_with = "config::poll")]
+    pub poll: PollMode,
+
+    /// How long completions may be gathered before the guest is told: auto (for User Mode Linux only), off, or
+    /// microseconds.
+    #[arg(long, default_value = "auto", value_name = "MODE", value_parser = parse_coalesce)]
+    #[serde(default = "auto_coalesce", deserialize_with = "config::coalesce")]
+    pub coalesce: Coalesce,
+
+    /// Put a filter before the disk, to test what is above: delay:read=1ms,flush=10ms or
+    /// error:write=0.01,range=0-1048576 (bytes). May be repeated.
+    #[arg(long = "filter", value_name = "FILTER")]
+    #[serde(default, deserialize_with = "config::filters")]
+    pub filters: Vec<blockyard_disk::Filter>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Format {
+    Raw,
+}
+
+use crate::config;
+
+fn one() -> u16 {
+    1
+}
+
+fn default_queue_size() -> u16 {
+    128
+}
+
+fn auto_poll() -> PollMode {
+    PollMode::Auto
+}
+
+fn auto_coalesce() -> Coalesce {
+    Coalesce::Auto
+}
+
+fn parse_cache(s: &str) -> Result<CacheMode, String> {
+    s.parse()
+}
+
+pub fn parse_queue_size(s: &str) -> Result<u16, String> {
+    let size = s.parse().ok().filter(|n: &u16| n.is_power_of_two() && (4..=32768).contains(n));
+    size.ok_or_else(|| "a queue size is a power of two from 4 to 32768".into())
+}
+
+pub fn parse_poll(s: &str) -> Result<PollMode, String> {
+    match s {
+        "auto" => Ok(PollMode::Auto),
+        "off" => Ok(PollMode::Off),
+        _ => microseconds(s, "poll").map(PollMode::Fixed),
+    }
+}
+
+pub fn parse_coalesce(s: &str) -> Result<Coalesce, String> {
+    match s {
+        "auto" => Ok(Coalesce::Auto),
+        "off" => Ok(Coalesce::Fixed(Duration::ZERO)),
+        _ => microseconds(s, "coalesce").map(Coalesce::Fixed),
+    }
+}
+
+fn microseconds(s: &str, what: &str) -> Result<Duration, String> {
+    let time = s.parse().ok().filter(|us| *us <= 100_000).map(Duration::from_micros);
+    time.ok_or_else(|| format!("{what} is auto, off, or microseconds from 0 to 100000"))
+}

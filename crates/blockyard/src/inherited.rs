@@ -1,0 +1,30 @@
+//! Sockets that were opened for us: systemd's socket activation (sd_listen_fds(3)), or a parent's descriptor.
+
+use std::os::fd::OwnedFd;
+
+use anyhow::{Context, bail};
+
+/// The socket that `fd:NAME` or `fd:NUMBER` means; the text is what follows `fd:`.
+pub fn socket(text: &str) -> anyhow::Result<OwnedFd> {
+    let number = match text.parse::<i32>() {
+        Ok(number) if number >= 3 => number,
+        Ok(number) => bail!("fd:{number}: inherited sockets begin at 3"),
+        Err(_) => named(text)?,
+    };
+    blockyard_ring::host::inherited(number).with_context(|| format!("fd:{text}: no listening socket was inherited there"))
+}
+
+/// The descriptor of a name in LISTEN_FDNAMES.
+fn named(name: &str) -> anyhow::Result<i32> {
+    let var = |key| std::env::var(key).unwrap_or_default();
+    if var("LISTEN_PID") != std::process::id().to_string() {
+        bail!("fd:{name}: no sockets were passed to this process (LISTEN_PID is not its own)");
+    }
+    let names = var("LISTEN_FDNAMES");
+    let at = names.split(':').position(|n| n == name);
+    let count = var("LISTEN_FDS").parse().unwrap_or(0);
+    match at {
+        Some(at) if at < count => Ok(3 + at as i32),
+        _ => bail!("fd:{name}: the sockets passed are called \"{names}\""),
+    }
+}

@@ -1,0 +1,65 @@
+//! Blockyard: serves virtual disks to virtual machines from user space.
+//!
+//! The top floor: command line, configuration, start-up and shutdown. Exit status: 0 done, 1 failed, 2 usage.
+
+mod cli;
+mod config;
+mod inherited;
+mod serve;
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser};
+
+use cli::{Bench, Cli, Command};
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    start_log(cli.log);
+    let result = match cli.command {
+        Command::Serve(options) => serve::run(&options),
+        Command::Bench(Bench::Client(options)) => blockyard_bench::client::run(&options).map_err(Failure::from),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "blockyard", &mut std::io::stdout());
+            Ok(())
+        }
+        Command::Man { folder } => clap_mangen::generate_to(Cli::command(), folder).map_err(|e| Failure::from(anyhow::Error::from(e))),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Failure { error, status }) => {
+            eprintln!("blockyard: {error:#}");
+            ExitCode::from(status)
+        }
+    }
+}
+
+/// What ends the program: one line for a person, and the exit status.
+pub struct Failure {
+    error: anyhow::Error,
+    status: u8,
+}
+
+impl Failure {
+    /// The user asked for what cannot be.
+    pub fn usage(error: impl Into<anyhow::Error>) -> Self {
+        Failure { error: error.into(), status: 2 }
+    }
+}
+
+impl<E: Into<anyhow::Error>> From<E> for Failure {
+    fn from(error: E) -> Self {
+        Failure { error: error.into(), status: 1 }
+    }
+}
+
+fn start_log(level: tracing::Level) {
+    // The journal has its own clock.
+    let journal = std::env::var_os("JOURNAL_STREAM").is_some();
+    let log = tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_max_level(level)
+        .with_target(false)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()));
+    if journal { log.without_time().init() } else { log.init() }
+}

@@ -1,0 +1,231 @@
+//! `blockyard serve`: opens the disks, listens, and waits for signals.
+//!
+//! SIGTERM and SIGINT: drain, flush, exit 0. SIGHUP: read the configuration anew, and look at the images' sizes again.
+//! SIGUSR1: statistics into the log.
+
+use std::sync::Arc;
+
+use anyhow::Context;
+use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source, Statistics};
+use blockyard_export::Reactors;
+use blockyard_export::vhost_user::{self, Listener, QueueShape, Tuning, VhostUser};
+use blockyard_image::OpenOptions;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::iterator::Signals;
+
+use crate::cli::{DiskArgs, ServeOptions};
+use crate::config::Config;
+use crate::{Failure, inherited};
+
+pub fn run(options: &ServeOptions) -> Result<(), Failure> {
+    let config = read(options).map_err(Failure::usage)?;
+    if options.check_config {
+        println!("configuration is good: {} disks", config.disks.len());
+        return Ok(());
+    }
+    for disk in &config.disks {
+        check(disk).map_err(Failure::usage)?;
+    }
+    // Before any thread, so that signals reach none of them but the one that waits.
+    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
+    let reactors = options.reactors.or(config.reactors).unwrap_or(1);
+    let reactors = Reactors::start(reactors.into()).map_err(explain_io_uring)?;
+    let mut yard = Yard { reactors: Arc::new(reactors), disks: Vec::new() };
+    for disk in config.disks {
+        yard.open(disk)?;
+    }
+    println!("ready");
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    for signal in signals.forever() {
+        match signal {
+            SIGHUP => yard.reload(options),
+            SIGUSR1 => yard.log_statistics(),
+            _ => break,
+        }
+    }
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+    yard.close()
+}
+
+fn read(options: &ServeOptions) -> anyhow::Result<Config> {
+    match (&options.config, &options.disk) {
+        (Some(path), _) => Ok(Config::read(path)?),
+        (None, Some(disk)) => Ok(Config { reactors: None, disks: vec![disk.clone()] }),
+        (None, None) => anyhow::bail!("say an image and a socket, or --config FILE"),
+    }
+}
+
+/// What is wrong with a disk's options, beyond what each one alone can tell.
+fn check(disk: &DiskArgs) -> anyhow::Result<()> {
+    let extension = disk.image.extension().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+    if disk.format.is_none() && matches!(extension.as_str(), "qcow2" | "qcow" | "cow" | "vmdk" | "vdi" | "vhd" | "vhdx") {
+        anyhow::bail!(
+            "image {}: its name says {extension}, which is not served yet; --format raw serves the file's bytes as they are",
+            disk.image.display()
+        );
+    }
+    let serial = disk.serial.as_deref().unwrap_or_default();
+    if serial.len() > 20 {
+        anyhow::bail!("serial \"{serial}\" has {} bytes, and may have 20", serial.len());
+    }
+    Ok(())
+}
+
+fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
+    let hint = match error.raw_os_error() {
+        // ENOSYS, EPERM
+        Some(38) => "this kernel has no io_uring (5.15 or newer is needed)",
+        Some(1) => "io_uring is forbidden here (see the sysctl kernel.io_uring_disabled, and the container's seccomp profile)",
+        Some(12) => "io_uring got no memory (see ulimit -l)",
+        _ => "starting io_uring",
+    };
+    anyhow::Error::from(error).context(hint)
+}
+
+/// The disks being served.
+struct Yard {
+    reactors: Arc<Reactors>,
+    disks: Vec<Serving>,
+}
+
+struct Serving {
+    args: DiskArgs,
+    disk: Arc<Disk>,
+    export: VhostUser,
+}
+
+impl Yard {
+    fn open(&mut self, args: DiskArgs) -> anyhow::Result<()> {
+        let name = args.name();
+        let open = OpenOptions { path: args.image.clone(), read_only: args.read_only, cache: args.cache };
+        let source = Source::open(&open)?;
+        let mut serial = args.serial.clone().unwrap_or_else(|| name.clone());
+        while serial.len() > 20 {
+            serial.pop();
+        }
+        let options = DiskOptions {
+            name: name.clone(),
+            serial,
+            read_only: args.read_only,
+            cache: args.cache,
+            filters: args.filters.clone(),
+        };
+        let disk = Arc::new(Disk::new(options, source));
+        let listener = match args.vhost_user.strip_prefix("fd:") {
+            Some(text) => Listener::inherited(inherited::socket(text)?),
+            None => Listener::bind(args.vhost_user.as_ref())?,
+        };
+        let shape = QueueShape { queues: args.queues, size: args.queue_size };
+        let tuning = Tuning { poll: args.poll, coalesce: args.coalesce };
+        let export = VhostUser::start(disk.clone(), listener, shape, tuning, self.reactors.clone())
+            .with_context(|| format!("disk {name}: starting its export"))?;
+        tracing::info!(
+            disk = name,
+            bytes = disk.capacity(),
+            cache = %args.cache,
+            "serving {} on {}",
+            args.image.display(),
+            args.vhost_user
+        );
+        self.disks.push(Serving { args, disk, export });
+        Ok(())
+    }
+
+    /// SIGHUP. What is wrong is told, and leaves what runs as it is.
+    fn reload(&mut self, options: &ServeOptions) {
+        let config = match read(options) {
+            Ok(config) => config,
+            Err(e) => return tracing::error!("not reloaded: {e:#}"),
+        };
+        if let Some(e) = config.disks.iter().find_map(|d| check(d).err()) {
+            return tracing::error!("not reloaded: {e:#}");
+        }
+        let gone: Vec<_> = self.disks.extract_if(.., |d| !config.disks.contains(&d.args)).collect();
+        for serving in gone {
+            tracing::info!(disk = serving.disk.name(), "removed or changed by the configuration: closing it");
+            serving.close(&self.reactors);
+        }
+        for serving in &self.disks {
+            serving.refresh();
+        }
+        for args in config.disks {
+            if self.disks.iter().any(|d| d.args == args) {
+                continue;
+            }
+            if let Err(e) = self.open(args) {
+                tracing::error!("{e:#}");
+            }
+        }
+    }
+
+    fn log_statistics(&self) {
+        for serving in &self.disks {
+            serving.log_statistics(&self.reactors);
+        }
+    }
+
+    fn close(self) -> Result<(), Failure> {
+        let mut good = true;
+        for serving in self.disks {
+            good &= serving.close(&self.reactors);
+        }
+        if good { Ok(()) } else { Err(anyhow::anyhow!("not every disk could be flushed: see the log").into()) }
+    }
+}
+
+impl Serving {
+    /// Takes over a size that a person changed.
+    fn refresh(&self) {
+        match self.disk.refresh_capacity() {
+            Ok(Some(bytes)) => {
+                tracing::info!(disk = self.disk.name(), bytes, "the image has a new size");
+                self.export.config_changed();
+            }
+            Ok(None) => {}
+            Err(e) => tracing::error!(disk = self.disk.name(), "finding the image's size: {e}"),
+        }
+    }
+
+    fn log_statistics(&self, reactors: &Reactors) {
+        let mut all = Statistics::default();
+        for reactor in reactors.all() {
+            let disk = self.disk.clone();
+            let part = reactor.ask(move |_, reply| reply.send(Served::known(&disk).map(|s| s.statistics())));
+            if let Some(Some(part)) = part {
+                all.merge(&part);
+            }
+        }
+        for kind in OpKind::ALL {
+            let Some(s) = all.summary(kind) else { continue };
+            tracing::info!(
+                disk = self.disk.name(),
+                requests = s.requests,
+                bytes = s.bytes,
+                errors = s.errors,
+                "{}: queue time p50 {:.0} us, p99 {:.0}, max {:.0}; service time p50 {:.0} us, p99 {:.0}, max {:.0}",
+                kind.name(),
+                s.queue_us[0],
+                s.queue_us[1],
+                s.queue_us[2],
+                s.service_us[0],
+                s.service_us[1],
+                s.service_us[2],
+            );
+        }
+    }
+
+    /// Drains, flushes, lets go; false when the flush failed.
+    fn close(mut self, reactors: &Reactors) -> bool {
+        self.export.stop();
+        let good = vhost_user::settle(&self.disk, reactors);
+        self.log_statistics(reactors);
+        for reactor in reactors.all() {
+            let disk = self.disk.clone();
+            reactor.ask(move |_, reply| {
+                Served::forget(&disk);
+                reply.send(());
+            });
+        }
+        good
+    }
+}

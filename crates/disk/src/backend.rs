@@ -1,0 +1,173 @@
+//! What a disk's bytes lie on: an image file, memory, or nothing.
+
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blockyard_image::{Geometry, ImageFile, OpenError, OpenOptions, Raw, SECTOR};
+use blockyard_ring::{GuestMemory, MemoryError, Region, Segments, Storage};
+
+/// An opened back end, before any reactor uses it: may be sent to and shared by all of them.
+#[derive(Clone, Debug)]
+pub enum Source {
+    File(Arc<ImageFile>),
+    /// Reads nothing (the guest's buffer stays as it is), forgets writes: the cost of everything above the image.
+    Null { size: u64 },
+    Ram(Arc<GuestMemory>),
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum SourceError {
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    #[error("{name}: a size is a number of bytes with an optional suffix k, M, G or T (powers of 1024), at least 512")]
+    Size { name: String },
+    #[error("{name}: no memory for it")]
+    Memory { name: String, source: MemoryError },
+}
+
+impl Source {
+    /// Opens an image by path, or `null:SIZE` or `ram:SIZE`.
+    pub fn open(options: &OpenOptions) -> Result<Self, SourceError> {
+        let name = options.path.to_string_lossy();
+        let size = |text: &str| {
+            let size = parse_size(text).filter(|s| *s >= SECTOR && *s < 1 << 62);
+            size.map(|s| s & !(SECTOR - 1)).ok_or_else(|| SourceError::Size { name: name.to_string() })
+        };
+        if let Some(text) = name.strip_prefix("null:") {
+            return Ok(Source::Null { size: size(text)? });
+        }
+        if let Some(text) = name.strip_prefix("ram:") {
+            let region = Region::memfd("blockyard-ram", 0, 0, size(text)?).map(|(region, _)| region);
+            let memory = region.and_then(|r| GuestMemory::default().with(r));
+            let memory = memory.map_err(|source| SourceError::Memory { name: name.to_string(), source })?;
+            return Ok(Source::Ram(Arc::new(memory)));
+        }
+        Ok(Source::File(Arc::new(ImageFile::open(options)?)))
+    }
+
+    /// Bytes a guest may address: whole sectors, the last one zero-filled where the file ends inside it.
+    pub fn capacity(&self) -> u64 {
+        match self {
+            Source::File(file) => file.size().next_multiple_of(SECTOR),
+            Source::Null { size } => *size,
+            Source::Ram(memory) => memory.regions().iter().map(|r| r.size()).sum(),
+        }
+    }
+
+    pub fn geometry(&self) -> Geometry {
+        match self {
+            Source::File(file) => file.geometry(),
+            Source::Null { .. } | Source::Ram(_) => Geometry {
+                logical_block: 512,
+                physical_block: 4096,
+                minimum_io: 4096,
+                optimal_io: 0,
+                alignment_offset: 0,
+                direct_memory: 1,
+                direct_offset: 1,
+                rotational: false,
+            },
+        }
+    }
+
+    /// The smallest unit a guest should use, in bytes: what O_DIRECT takes without read-modify-write.
+    pub fn logical_block(&self) -> u32 {
+        match self {
+            Source::File(file) if file.direct() => {
+                file.geometry().direct_offset.clamp(SECTOR as u32, 4096).max(file.geometry().logical_block.min(4096))
+            }
+            _ => SECTOR as u32,
+        }
+    }
+}
+
+/// A number of bytes with a suffix, as people write it.
+pub fn parse_size(text: &str) -> Option<u64> {
+    let text = text.trim();
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => 0,
+        "k" | "kib" => 10,
+        "m" | "mib" => 20,
+        "g" | "gib" => 30,
+        "t" | "tib" => 40,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+/// A back end on one reactor.
+pub enum Backend<S> {
+    Raw(Raw<S>),
+    Null,
+    Ram(Ram),
+}
+
+impl<S: Storage> Backend<S> {
+    #[inline]
+    pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
+        match self {
+            Backend::Raw(raw) => raw.read(segments, offset).await,
+            Backend::Null => (segments, Ok(())),
+            Backend::Ram(ram) => {
+                let result = ram.with(offset, segments.len(), |ram| segments.copy_from(0, ram, 0, segments.len()));
+                (segments, result)
+            }
+        }
+    }
+
+    #[inline]
+    pub async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
+        match self {
+            Backend::Raw(raw) => raw.write(segments, offset, durable).await,
+            Backend::Null => (segments, Ok(())),
+            Backend::Ram(ram) => {
+                let result = ram.with(offset, segments.len(), |ram| ram.copy_from(0, &segments, 0, segments.len()));
+                (segments, result)
+            }
+        }
+    }
+
+    pub async fn flush(&self) -> io::Result<()> {
+        match self {
+            Backend::Raw(raw) => raw.flush().await,
+            Backend::Null | Backend::Ram(_) => Ok(()),
+        }
+    }
+
+    pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        match self {
+            Backend::Raw(raw) => raw.discard(offset, len).await,
+            Backend::Null => Ok(()),
+            Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),
+        }
+    }
+
+    pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool, durable: bool) -> io::Result<()> {
+        match self {
+            Backend::Raw(raw) => raw.write_zeroes(offset, len, unmap, durable).await,
+            Backend::Null => Ok(()),
+            Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),
+        }
+    }
+}
+
+/// A disk in memory, shared by all reactors; lost with the process.
+pub struct Ram {
+    memory: Rc<GuestMemory>,
+}
+
+impl Ram {
+    pub fn new(memory: &Arc<GuestMemory>) -> Self {
+        Ram { memory: Rc::new((**memory).clone()) }
+    }
+
+    fn with(&self, offset: u64, len: usize, f: impl FnOnce(&Segments)) -> io::Result<()> {
+        let mut segments = Segments::default();
+        segments.reset(&self.memory);
+        segments.push_guest(offset, len as u64).map_err(io::Error::other)?;
+        f(&segments);
+        Ok(())
+    }
+}

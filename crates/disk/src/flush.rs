@@ -1,0 +1,136 @@
+//! Flush groups: flushes that wait together share one sync of the storage.
+//!
+//! A flush covers the writes answered before it came. A sync that is already running may have begun before some of them,
+//! so a flush that comes meanwhile waits for the next one; all that wait then share it.
+//!
+//! What must hold: one sync of an image at a time, on whichever reactor. The kernel tells a failed write-back to one sync
+//! of a file description and forgets it; a second sync at the same time would answer Ok for data that is lost. The lock
+//! is taken a few times a flush, and by nothing else.
+
+use std::future::{Future, poll_fn};
+use std::sync::Mutex;
+use std::task::{Poll, Waker};
+
+#[derive(Debug, Default)]
+pub struct FlushGroup {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Syncs begun, and the newest that has ended well.
+    begun: u64,
+    ended: u64,
+    running: bool,
+    waiting: Vec<Waker>,
+}
+
+impl FlushGroup {
+    /// Runs `sync` for this flush, or waits for one that begins after this call. `Err` only from a sync of one's own:
+    /// the caller poisons the disk in `sync` then, and those who waited try (and fail) for themselves.
+    pub async fn flush<E, F: Future<Output = Result<(), E>>>(&self, sync: impl Fn() -> F) -> Result<(), E> {
+        let mine = self.state().begun + 1;
+        let number = poll_fn(|cx| {
+            let mut state = self.state();
+            if state.ended >= mine {
+                return Poll::Ready(None);
+            }
+            if state.running {
+                state.waiting.push(cx.waker().clone());
+                return Poll::Pending;
+            }
+            state.running = true;
+            state.begun += 1;
+            Poll::Ready(Some(state.begun))
+        })
+        .await;
+        let Some(number) = number else { return Ok(()) };
+        let _lead = Lead(self);
+        let result = sync().await;
+        if result.is_ok() {
+            self.state().ended = number;
+        }
+        result
+    }
+
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+/// Whoever syncs for the group; also when its future is dropped half-way the others must go on.
+struct Lead<'a>(&'a FlushGroup);
+
+impl Drop for Lead<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        state.running = false;
+        for waker in state.waiting.drain(..) {
+            waker.wake();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+    use std::rc::Rc;
+
+    use blockyard_ring::{Executor, Signal};
+
+    #[test]
+    fn waiting_flushes_share_one_sync_that_begins_after_them() {
+        let executor = Executor::new().unwrap();
+        let handle = executor.handle().clone();
+        let syncs = Rc::new(Cell::new(0));
+        let counted = syncs.clone();
+        executor
+            .block_on(async move {
+                let group = Rc::new(FlushGroup::default());
+                let (gate, done) = (Signal::new(&handle), Rc::new(Cell::new(0)));
+                for _ in 0..10 {
+                    let (group, gate, done, syncs) = (group.clone(), gate.clone(), done.clone(), counted.clone());
+                    handle.spawn(async move {
+                        group
+                            .flush(|| {
+                                syncs.set(syncs.get() + 1);
+                                gate.wait_then_ok()
+                            })
+                            .await
+                            .unwrap();
+                        done.set(done.get() + 1);
+                    });
+                }
+                for _ in 0..5 {
+                    handle.yield_now().await;
+                }
+                assert_eq!((counted.get(), done.get()), (1, 0));
+                gate.ring();
+                while done.get() < 1 {
+                    handle.yield_now().await;
+                }
+                for _ in 0..5 {
+                    handle.sleep(std::time::Duration::from_millis(1)).await;
+                }
+                assert_eq!((counted.get(), done.get()), (2, 1), "the nine others wait for one new sync");
+                gate.ring();
+                while done.get() < 10 {
+                    handle.sleep(std::time::Duration::from_millis(1)).await;
+                }
+            })
+            .unwrap();
+        assert_eq!(syncs.get(), 2);
+    }
+
+    trait WaitThenOk {
+        fn wait_then_ok(&self) -> impl Future<Output = Result<(), ()>>;
+    }
+
+    impl WaitThenOk for Signal {
+        async fn wait_then_ok(&self) -> Result<(), ()> {
+            self.wait().await;
+            Ok(())
+        }
+    }
+}

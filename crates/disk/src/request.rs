@@ -1,0 +1,154 @@
+//! The vocabulary: what a guest may ask of a disk, whatever its protocol.
+//!
+//! ```text
+//!   Request ──(serve)──► Finished ──(answer)──► the export's token, with a status
+//! ```
+//! Each state consumes the one before, so a request cannot be answered twice. One that is dropped unanswered is a bug of
+//! ours: debug builds panic; release builds answer it with an I/O error, and count.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use blockyard_ring::Segments;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    Read,
+    /// `fua`: durable before the answer.
+    Write { fua: bool },
+    Flush,
+    Discard,
+    /// `unmap`: space may be given back. `fua` as for a write.
+    WriteZeroes { unmap: bool, fua: bool },
+}
+
+/// Why a request failed, in the terms that protocols tell apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failure {
+    Io,
+    NoSpace,
+    ReadOnly,
+    OutOfRange,
+    Unsupported,
+    /// An earlier flush failed: what was acknowledged since the last good one may be lost, so nothing more is promised.
+    Poisoned,
+}
+
+impl Failure {
+    pub fn of(error: &io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => Failure::NoSpace,
+            io::ErrorKind::Unsupported => Failure::Unsupported,
+            _ => Failure::Io,
+        }
+    }
+}
+
+pub type Status = Result<(), Failure>;
+
+/// What an export gets back: its own idea of the request, never looked at here.
+pub trait Token {
+    /// Tells the guest. The segments are the request's own, to be used again.
+    fn answer(self, status: Status, segments: Segments);
+}
+
+/// One thing asked of a disk. `offset` and `len` are bytes; `len` equals the segments' for reads and writes.
+pub struct Request<T: Token> {
+    pub op: Op,
+    pub offset: u64,
+    pub len: u64,
+    /// When it was taken from its queue.
+    pub arrived: Instant,
+    pub segments: Segments,
+    owed: Owed<T>,
+}
+
+/// A request whose fate is known.
+#[must_use = "the guest waits for its answer"]
+pub struct Finished<T: Token> {
+    status: Status,
+    segments: Segments,
+    owed: Owed<T>,
+}
+
+impl<T: Token> Request<T> {
+    pub fn new(op: Op, offset: u64, len: u64, segments: Segments, arrived: Instant, token: T) -> Self {
+        Request { op, offset, len, arrived, segments, owed: Owed(Some(token)) }
+    }
+
+    #[inline]
+    pub fn finish(self, status: Status) -> Finished<T> {
+        Finished { status, segments: self.segments, owed: self.owed }
+    }
+}
+
+impl<T: Token> Finished<T> {
+    #[inline]
+    pub fn answer(mut self) {
+        if let Some(token) = self.owed.0.take() {
+            token.answer(self.status, std::mem::take(&mut self.segments));
+        }
+    }
+
+    pub fn status(&self) -> Status {
+        self.status
+    }
+}
+
+/// The debt to a guest.
+struct Owed<T: Token>(Option<T>);
+
+static DROPPED: AtomicU64 = AtomicU64::new(0);
+
+/// Requests that were dropped unanswered since the program began: always 0, or there is a bug.
+pub fn dropped_requests() -> u64 {
+    DROPPED.load(Ordering::Relaxed)
+}
+
+impl<T: Token> Drop for Owed<T> {
+    fn drop(&mut self) {
+        if let Some(token) = self.0.take() {
+            DROPPED.fetch_add(1, Ordering::Relaxed);
+            token.answer(Err(Failure::Io), Segments::default());
+            debug_assert!(std::thread::panicking(), "a request was dropped without an answer");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+    use std::rc::Rc;
+
+    struct Note(Rc<Cell<Option<Status>>>);
+
+    impl Token for Note {
+        fn answer(self, status: Status, _: Segments) {
+            assert!(self.0.replace(Some(status)).is_none());
+        }
+    }
+
+    fn request(note: &Rc<Cell<Option<Status>>>) -> Request<Note> {
+        Request::new(Op::Flush, 0, 0, Segments::default(), Instant::now(), Note(note.clone()))
+    }
+
+    #[test]
+    fn an_answer_reaches_the_token() {
+        let note = Rc::new(Cell::new(None));
+        request(&note).finish(Err(Failure::NoSpace)).answer();
+        assert_eq!(note.get(), Some(Err(Failure::NoSpace)));
+    }
+
+    #[test]
+    #[cfg(debug_assertions)]
+    fn a_dropped_request_is_answered_and_shouts() {
+        let note = Rc::new(Cell::new(None));
+        let dropped = request(&note);
+        let shout = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || drop(dropped)));
+        assert!(shout.is_err());
+        assert_eq!(note.get(), Some(Err(Failure::Io)));
+        assert!(dropped_requests() > 0);
+    }
+}

@@ -1,0 +1,270 @@
+//! A disk, and the disk as one reactor serves it.
+//!
+//! `Disk` is what all reactors share: it is read on the way of a request, and written only when something goes wrong or
+//! a person changes it, and at flushes. `Served` is one reactor's own: image, statistics.
+
+use std::cell::RefCell;
+use std::io;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use blockyard_image::{CacheMode, Raw};
+use blockyard_ring::{Handle, Segments, Storage, UringFile};
+
+use crate::backend::{Backend, Ram, Source};
+use crate::filter::{Dice, Filter};
+use crate::flush::FlushGroup;
+use crate::request::{Failure, Finished, Op, Request, Status, Token};
+use crate::statistics::{OpKind, Statistics};
+
+/// What a disk is set up with.
+#[derive(Clone, Debug)]
+pub struct DiskOptions {
+    pub name: String,
+    /// What the guest reads as the disk's serial number: at most 20 bytes.
+    pub serial: String,
+    pub read_only: bool,
+    pub cache: CacheMode,
+    pub filters: Vec<Filter>,
+}
+
+/// One opened disk.
+#[derive(Debug)]
+pub struct Disk {
+    options: DiskOptions,
+    source: Source,
+    capacity: AtomicU64,
+    flushes: FlushGroup,
+    /// Why nothing is written any more: see [`Failure::Poisoned`].
+    poisoned: OnceLock<String>,
+}
+
+impl Disk {
+    pub fn new(options: DiskOptions, source: Source) -> Self {
+        let capacity = AtomicU64::new(source.capacity());
+        Disk { options, source, capacity, flushes: FlushGroup::default(), poisoned: OnceLock::new() }
+    }
+
+    pub fn options(&self) -> &DiskOptions {
+        &self.options
+    }
+
+    pub fn name(&self) -> &str {
+        &self.options.name
+    }
+
+    pub fn source(&self) -> &Source {
+        &self.source
+    }
+
+    /// Bytes a guest may address.
+    pub fn capacity(&self) -> u64 {
+        self.capacity.load(Ordering::Relaxed)
+    }
+
+    /// Looks at the image's size again; answers the new capacity if it changed.
+    pub fn refresh_capacity(&self) -> io::Result<Option<u64>> {
+        if let Source::File(file) = &self.source {
+            file.refresh_size()?;
+        }
+        let new = self.source.capacity();
+        Ok((self.capacity.swap(new, Ordering::Relaxed) != new).then_some(new))
+    }
+
+    pub fn poisoned(&self) -> Option<&str> {
+        self.poisoned.get().map(String::as_str)
+    }
+
+    fn poison(&self, error: &io::Error) {
+        let reason = format!(
+            "a flush failed ({error}): writes acknowledged since the last good flush may be lost, so this disk takes no more \
+             writes until its image is opened anew"
+        );
+        if self.poisoned.set(reason).is_ok() {
+            tracing::error!(disk = self.name(), "{}", self.poisoned().unwrap_or_default());
+        }
+    }
+}
+
+/// A disk on one reactor. `S` is [`UringFile`], or the simulated disk in tests.
+pub struct Served<S> {
+    disk: Arc<Disk>,
+    backend: Backend<S>,
+    /// None in simulations, which have no clock.
+    handle: Option<Handle>,
+    statistics: RefCell<Statistics>,
+    dice: Dice,
+}
+
+thread_local! {
+    /// The disks of this reactor: all its queues of a disk share image and statistics.
+    static LOCAL: RefCell<Vec<Rc<Served<UringFile>>>> = RefCell::default();
+}
+
+/// Lets go of this reactor's disks, at its end.
+pub fn forget_local() {
+    LOCAL.with_borrow_mut(Vec::clear);
+}
+
+impl Served<UringFile> {
+    /// The disk on this thread's reactor; opened there at first use.
+    pub fn local(handle: &Handle, disk: &Arc<Disk>) -> io::Result<Rc<Self>> {
+        if let Some(served) = Self::known(disk) {
+            return Ok(served);
+        }
+        let served = Rc::new(Served::open(handle, disk)?);
+        LOCAL.with_borrow_mut(|l| l.push(served.clone()));
+        Ok(served)
+    }
+
+    /// The disk on this thread's reactor, if it has been used there.
+    pub fn known(disk: &Arc<Disk>) -> Option<Rc<Self>> {
+        LOCAL.with_borrow(|l| l.iter().find(|s| Arc::ptr_eq(&s.disk, disk)).cloned())
+    }
+
+    /// This thread's reactor serves the disk no more.
+    pub fn forget(disk: &Arc<Disk>) {
+        LOCAL.with_borrow_mut(|l| l.retain(|s| !Arc::ptr_eq(&s.disk, disk)));
+    }
+
+    fn open(handle: &Handle, disk: &Arc<Disk>) -> io::Result<Self> {
+        let backend = match &disk.source {
+            Source::File(file) => Backend::Raw(Raw::new(UringFile::new(handle, file.fd().clone())?, file.clone())),
+            Source::Null { .. } => Backend::Null,
+            Source::Ram(memory) => Backend::Ram(Ram::new(memory)),
+        };
+        Ok(Served::new(disk.clone(), backend, Some(handle.clone())))
+    }
+}
+
+impl<S: Storage> Served<S> {
+    pub fn new(disk: Arc<Disk>, backend: Backend<S>, handle: Option<Handle>) -> Self {
+        let dice = Dice::new(0x9e37_79b9_7f4a_7c15);
+        Served { disk, backend, handle, statistics: RefCell::default(), dice }
+    }
+
+    pub fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
+    pub fn statistics(&self) -> Statistics {
+        self.statistics.borrow().clone()
+    }
+
+    /// Does what the request asks. The answer is for the caller to deliver.
+    #[inline]
+    pub async fn serve<T: Token>(&self, mut request: Request<T>) -> Finished<T> {
+        let admitted = self.now();
+        let (op, len) = (request.op, request.len);
+        let status = match self.admit(&request) {
+            Ok(()) => {
+                let segments = std::mem::take(&mut request.segments);
+                let (segments, result) = self.perform(op, request.offset, len, segments).await;
+                request.segments = segments;
+                result.map_err(|e| self.failure(op, request.offset, &e))
+            }
+            Err(failure) => Err(failure),
+        };
+        let (queue, service) = (admitted.saturating_duration_since(request.arrived), self.now() - admitted);
+        self.statistics.borrow_mut().record(op, len, queue, service, status.is_ok());
+        request.finish(status)
+    }
+
+    /// Syncs what a guest that is gone may have left unsynced: on disconnect and at the end.
+    pub async fn settle(&self) -> Status {
+        let (_, result) = self.perform(Op::Flush, 0, 0, Segments::default()).await;
+        result.map_err(|e| self.failure(Op::Flush, 0, &e))
+    }
+
+    #[inline]
+    fn now(&self) -> Instant {
+        self.handle.as_ref().map_or_else(Instant::now, |h| h.now())
+    }
+
+    #[inline]
+    fn admit<T: Token>(&self, request: &Request<T>) -> Status {
+        let end = request.offset.checked_add(request.len).ok_or(Failure::OutOfRange)?;
+        if end > self.disk.capacity() {
+            return Err(Failure::OutOfRange);
+        }
+        if request.op == Op::Read {
+            return Ok(());
+        }
+        if self.disk.options.read_only && request.op != Op::Flush {
+            return Err(Failure::ReadOnly);
+        }
+        if self.disk.poisoned().is_some() { Err(Failure::Poisoned) } else { Ok(()) }
+    }
+
+    #[inline]
+    async fn perform(&self, op: Op, offset: u64, len: u64, segments: Segments) -> (Segments, io::Result<()>) {
+        if len == 0 && op != Op::Flush {
+            return (segments, Ok(()));
+        }
+        if !self.disk.options.filters.is_empty()
+            && let Err(e) = self.filter(op, offset, len).await
+        {
+            return (segments, Err(e));
+        }
+        let keeps = !self.disk.options.cache.ignores_flush();
+        match op {
+            Op::Read => self.backend.read(segments, offset).await,
+            Op::Write { fua } => self.backend.write(segments, offset, fua && keeps).await,
+            Op::Flush if !keeps || self.disk.options.read_only => (segments, Ok(())),
+            Op::Flush => (segments, self.flush().await),
+            Op::Discard => (segments, self.backend.discard(offset, len).await),
+            Op::WriteZeroes { unmap, fua } => {
+                (segments, self.backend.write_zeroes(offset, len, unmap, fua && keeps).await)
+            }
+        }
+    }
+
+    async fn flush(&self) -> io::Result<()> {
+        self.disk
+            .flushes
+            .flush(async || {
+                // Those who waited for a sync that failed come here next: they must not find a second one that lies.
+                if self.disk.poisoned().is_some() {
+                    return Err(io::Error::other("the disk is poisoned"));
+                }
+                let result = self.backend.flush().await;
+                if let Err(e) = &result {
+                    self.disk.poison(e);
+                }
+                result
+            })
+            .await
+    }
+
+    async fn filter(&self, op: Op, offset: u64, len: u64) -> io::Result<()> {
+        let kind = OpKind::of(op);
+        for filter in &self.disk.options.filters {
+            if let (Some(time), Some(handle)) = (filter.delay(kind), &self.handle) {
+                handle.sleep(time).await;
+            }
+            if filter.fails(kind, offset, len, &self.dice) {
+                return Err(io::Error::other("the error filter says so"));
+            }
+        }
+        Ok(())
+    }
+
+    fn failure(&self, op: Op, offset: u64, error: &io::Error) -> Failure {
+        // A failing device fails every request: one line a second is enough to know it.
+        if once_a_second() {
+            tracing::warn!(disk = self.disk.name(), offset, "{} failed: {error}", OpKind::of(op).name());
+        }
+        if self.disk.poisoned().is_some() && op != Op::Read { Failure::Poisoned } else { Failure::of(error) }
+    }
+}
+
+/// True at most once a second, whichever thread asks.
+fn once_a_second() -> bool {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    static START: OnceLock<Instant> = OnceLock::new();
+    let now = START.get_or_init(Instant::now).elapsed().as_millis() as u64 + 1000;
+    let last = LAST.load(Ordering::Relaxed);
+    now >= last + 1000 && LAST.compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+}

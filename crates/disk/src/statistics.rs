@@ -1,0 +1,136 @@
+//! What a disk has done, on one reactor: counted without a lock, merged when somebody reads.
+//!
+//! Queue time (from the queue to the image) and service time (in the image and below) are kept apart: the first is ours
+//! to explain (limits, neighbours), the second the device's.
+
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+
+use crate::request::Op;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpKind {
+    Read,
+    Write,
+    Flush,
+    Discard,
+    WriteZeroes,
+}
+
+impl OpKind {
+    pub const ALL: [OpKind; 5] = [OpKind::Read, OpKind::Write, OpKind::Flush, OpKind::Discard, OpKind::WriteZeroes];
+
+    pub fn of(op: Op) -> Self {
+        match op {
+            Op::Read => OpKind::Read,
+            Op::Write { .. } => OpKind::Write,
+            Op::Flush => OpKind::Flush,
+            Op::Discard => OpKind::Discard,
+            Op::WriteZeroes { .. } => OpKind::WriteZeroes,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            OpKind::Read => "read",
+            OpKind::Write => "write",
+            OpKind::Flush => "flush",
+            OpKind::Discard => "discard",
+            OpKind::WriteZeroes => "write-zeroes",
+        }
+    }
+}
+
+/// Of one kind of request: how many, how much, how long (histograms in nanoseconds).
+#[derive(Clone)]
+struct Kind {
+    requests: u64,
+    errors: u64,
+    bytes: u64,
+    queue: Histogram<u32>,
+    service: Histogram<u32>,
+}
+
+impl Kind {
+    fn new() -> Self {
+        // Two significant digits: figures within 1%, and small enough to stay in the cache.
+        let histogram = || Histogram::new_with_bounds(1, 60_000_000_000, 2).expect("constant bounds");
+        Kind { requests: 0, errors: 0, bytes: 0, queue: histogram(), service: histogram() }
+    }
+}
+
+/// Statistics of one disk; kinds that never came cost nothing.
+#[derive(Clone, Default)]
+pub struct Statistics {
+    kinds: [Option<Box<Kind>>; 5],
+}
+
+impl Statistics {
+    #[inline]
+    pub fn record(&mut self, op: Op, bytes: u64, queue: Duration, service: Duration, ok: bool) {
+        let kind = self.kinds[OpKind::of(op) as usize].get_or_insert_with(|| Box::new(Kind::new()));
+        kind.requests += 1;
+        kind.errors += u64::from(!ok);
+        if ok {
+            kind.bytes += bytes;
+        }
+        kind.queue.saturating_record(queue.as_nanos() as u64);
+        kind.service.saturating_record(service.as_nanos() as u64);
+    }
+
+    pub fn merge(&mut self, other: &Statistics) {
+        for (mine, theirs) in self.kinds.iter_mut().zip(&other.kinds) {
+            let Some(theirs) = theirs else { continue };
+            let mine = mine.get_or_insert_with(|| Box::new(Kind::new()));
+            mine.requests += theirs.requests;
+            mine.errors += theirs.errors;
+            mine.bytes += theirs.bytes;
+            // The bounds are the same constants on both sides.
+            let _ = mine.queue.add(&theirs.queue);
+            let _ = mine.service.add(&theirs.service);
+        }
+    }
+
+    /// The figures for one kind; None when there was no request of it.
+    pub fn summary(&self, kind: OpKind) -> Option<Summary> {
+        let k = self.kinds[kind as usize].as_ref()?;
+        let us = |h: &Histogram<u32>, q: f64| h.value_at_quantile(q) as f64 / 1e3;
+        Some(Summary {
+            requests: k.requests,
+            errors: k.errors,
+            bytes: k.bytes,
+            queue_us: [us(&k.queue, 0.5), us(&k.queue, 0.99), us(&k.queue, 1.0)],
+            service_us: [us(&k.service, 0.5), us(&k.service, 0.99), us(&k.service, 1.0)],
+        })
+    }
+}
+
+/// Figures for a person: times in microseconds as [median, 99th percentile, most].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Summary {
+    pub requests: u64,
+    pub errors: u64,
+    pub bytes: u64,
+    pub queue_us: [f64; 3],
+    pub service_us: [f64; 3],
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn merged_figures_are_the_sum() {
+        let (mut a, mut b) = (Statistics::default(), Statistics::default());
+        let (us, ms) = (Duration::from_micros(1), Duration::from_millis(1));
+        a.record(Op::Read, 4096, us, ms, true);
+        b.record(Op::Read, 4096, us, ms * 3, true);
+        b.record(Op::Read, 4096, us, ms, false);
+        a.merge(&b);
+        let s = a.summary(OpKind::Read).unwrap();
+        assert_eq!((s.requests, s.errors, s.bytes), (3, 1, 8192));
+        assert!((s.queue_us[0] - 1.0).abs() < 0.05 && (s.service_us[2] - 3000.0).abs() < 40.0, "{s:?}");
+        assert!(a.summary(OpKind::Flush).is_none());
+    }
+}

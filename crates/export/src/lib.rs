@@ -1,0 +1,7 @@
+//! The ways in to a disk. An export parses and checks what its protocol brings, once; hands [`blockyard_disk::Request`]s
+//! to the disk; and answers. Protocol types live here and nowhere else.
+
+mod reactors;
+pub mod vhost_user;
+
+pub use reactors::Reactors;

@@ -1,0 +1,89 @@
+//! What the guest is told of the device: feature bits and the configuration space (virtio 1.2, section 5.2).
+
+use blockyard_disk::Disk;
+use blockyard_image::SECTOR;
+
+pub const F_SIZE_MAX: u64 = 1 << 1;
+pub const F_SEG_MAX: u64 = 1 << 2;
+pub const F_RO: u64 = 1 << 5;
+pub const F_BLK_SIZE: u64 = 1 << 6;
+pub const F_FLUSH: u64 = 1 << 9;
+pub const F_TOPOLOGY: u64 = 1 << 10;
+pub const F_CONFIG_WCE: u64 = 1 << 11;
+pub const F_MQ: u64 = 1 << 12;
+pub const F_DISCARD: u64 = 1 << 13;
+pub const F_WRITE_ZEROES: u64 = 1 << 14;
+pub const F_INDIRECT: u64 = 1 << 28;
+pub const F_EVENT_IDX: u64 = 1 << 29;
+pub const F_PROTOCOL: u64 = 1 << 30;
+pub const F_VERSION_1: u64 = 1 << 32;
+pub const F_PACKED: u64 = 1 << 34;
+
+/// Where the write-cache byte lies in the configuration space.
+pub const WCE_OFFSET: usize = 32;
+
+/// The largest piece of memory in one segment, in bytes.
+const SIZE_MAX: u32 = 16 << 20;
+/// The largest request that may be asked for, in bytes: far beyond what any guest sends, and a bound on one operation.
+pub const REQUEST_MAX: u64 = 256 << 20;
+/// Ranges in one discard or write-zeroes request, and the length of each in sectors.
+pub const DISCARD_SEGMENTS: u32 = 64;
+pub const DISCARD_SECTORS: u32 = (1 << 30) / SECTOR as u32;
+
+/// The queues of a device.
+#[derive(Clone, Copy, Debug)]
+pub struct QueueShape {
+    pub queues: u16,
+    /// Entries of a queue that guests are expected to use; it bounds a request's segments.
+    pub size: u16,
+}
+
+/// The feature bits offered for `disk`.
+pub fn features(disk: &Disk) -> u64 {
+    let base = F_SIZE_MAX
+        | F_SEG_MAX
+        | F_BLK_SIZE
+        | F_FLUSH
+        | F_TOPOLOGY
+        | F_CONFIG_WCE
+        | F_MQ
+        | F_INDIRECT
+        | F_EVENT_IDX
+        | F_PROTOCOL
+        | F_VERSION_1
+        | F_PACKED;
+    base | if disk.options().read_only { F_RO } else { F_DISCARD | F_WRITE_ZEROES }
+}
+
+/// The configuration space, `struct virtio_blk_config`, little-endian.
+pub fn space(disk: &Disk, shape: QueueShape, write_back: bool) -> Vec<u8> {
+    let geometry = disk.source().geometry();
+    let logical = disk.source().logical_block();
+    let physical = geometry.physical_block.max(logical);
+    let in_blocks = |bytes: u32| bytes / logical;
+    let discard_align = geometry.physical_block.max(logical) / SECTOR as u32;
+    let mut space = Vec::with_capacity(72);
+    space.extend((disk.capacity() / SECTOR).to_le_bytes());
+    space.extend(SIZE_MAX.to_le_bytes());
+    space.extend(u32::from(shape.size.saturating_sub(2).clamp(1, 1024)).to_le_bytes());
+    // Cylinders, heads, sectors: of no drive of this century.
+    space.extend([0; 4]);
+    space.extend(logical.to_le_bytes());
+    space.push((physical / logical).max(1).ilog2() as u8);
+    space.push(in_blocks(geometry.alignment_offset) as u8);
+    space.extend((in_blocks(geometry.minimum_io).min(u32::from(u16::MAX)) as u16).to_le_bytes());
+    space.extend(in_blocks(geometry.optimal_io).to_le_bytes());
+    debug_assert_eq!(space.len(), WCE_OFFSET);
+    space.push(u8::from(write_back));
+    space.push(0);
+    space.extend(shape.queues.to_le_bytes());
+    space.extend(DISCARD_SECTORS.to_le_bytes());
+    space.extend(DISCARD_SEGMENTS.to_le_bytes());
+    space.extend(discard_align.to_le_bytes());
+    space.extend(DISCARD_SECTORS.to_le_bytes());
+    space.extend(DISCARD_SEGMENTS.to_le_bytes());
+    // Zeroes may be made by giving the space back.
+    space.push(1);
+    space.extend([0; 3]);
+    space
+}

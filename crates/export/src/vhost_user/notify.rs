@@ -1,0 +1,158 @@
+//! Telling the guest: how, and how often.
+//!
+//! A virtual machine's front end takes an eventfd, and an interrupt a batch is right for it. User Mode Linux gives a pipe:
+//! there an interrupt is a Unix signal, costs more than the I/O, and stops the only CPU. For pipes completions are
+//! therefore gathered: a signal at `most` pending ones, or `wait` after the first. A wait that brought nothing new was
+//! in vain (the guest waits for us), so the next `SKIP` are told at once.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::channel::BackChannel;
+
+const SKIP: u32 = 16;
+
+/// The way to the guest.
+pub enum Call {
+    None,
+    /// An eventfd (virtual machines) or a pipe's end (User Mode Linux).
+    Fd(OwnedFd),
+    /// A message on the back channel (VHOST_USER_PROTOCOL_F_INBAND_NOTIFICATIONS).
+    InBand { channel: Arc<BackChannel>, index: u16 },
+}
+
+impl Call {
+    pub fn fd(fd: OwnedFd) -> Self {
+        // A guest that reads its pipe late must not stop us: a full pipe is a signal that is still pending.
+        let _ = rustix::io::ioctl_fionbio(&fd, true);
+        Call::Fd(fd)
+    }
+
+    pub fn is_pipe(&self) -> bool {
+        matches!(self, Call::Fd(fd) if is_pipe(fd))
+    }
+
+    #[inline]
+    pub fn ring(&self) {
+        match self {
+            Call::None => {}
+            Call::Fd(fd) => {
+                let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+            }
+            Call::InBand { channel, index } => channel.vring_call(*index),
+        }
+    }
+}
+
+fn is_pipe(fd: impl AsFd) -> bool {
+    rustix::fs::fstat(fd)
+        .is_ok_and(|s| rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::Fifo)
+}
+
+/// When completions are told. Times of 0 tell at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Coalesce {
+    /// Gather for pipes, tell eventfds at once.
+    Auto,
+    /// Gather for this long, whoever listens.
+    Fixed(Duration),
+}
+
+impl Coalesce {
+    /// The longest wait for a kind of listener.
+    pub fn wait(self, is_pipe: bool) -> Duration {
+        match self {
+            Coalesce::Auto if is_pipe => Duration::from_micros(400),
+            Coalesce::Auto => Duration::ZERO,
+            Coalesce::Fixed(wait) => wait,
+        }
+    }
+}
+
+/// The policy; time is passed in.
+#[derive(Debug)]
+pub struct Coalescer {
+    wait: Duration,
+    most: u32,
+    pending: u32,
+    /// When the wait ends, and how many were pending when it began.
+    due: Option<(Instant, u32)>,
+    skip: u32,
+}
+
+impl Coalescer {
+    pub fn new(wait: Duration, queue_size: u16) -> Self {
+        let most = (u32::from(queue_size) / 4).clamp(1, 32);
+        Coalescer { wait, most, pending: 0, due: None, skip: 0 }
+    }
+
+    /// `new` completions were published that the guest wants to hear of; true: tell it now.
+    #[inline]
+    pub fn published(&mut self, new: u32, now: Instant) -> bool {
+        if self.wait.is_zero() {
+            return true;
+        }
+        self.pending += new;
+        if self.skip > 0 {
+            self.skip -= 1;
+            return self.tell();
+        }
+        if self.pending >= self.most {
+            return self.tell();
+        }
+        self.due.get_or_insert((now + self.wait, self.pending));
+        false
+    }
+
+    /// When to look again, if anything is held back.
+    pub fn due(&self) -> Option<Instant> {
+        self.due.map(|(at, _)| at)
+    }
+
+    /// True when a wait is over: tell the guest now.
+    pub fn expired(&mut self, now: Instant) -> bool {
+        match self.due {
+            Some((at, began)) if now >= at => {
+                if self.pending == began {
+                    self.skip = SKIP;
+                }
+                self.tell()
+            }
+            _ => false,
+        }
+    }
+
+    fn tell(&mut self) -> bool {
+        self.pending = 0;
+        self.due = None;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_gathers_and_a_vain_one_is_not_repeated() {
+        let start = Instant::now();
+        let us = |n| start + Duration::from_micros(n);
+        let mut c = Coalescer::new(Duration::from_micros(400), 128);
+        assert!(!c.published(1, us(0)) && !c.published(5, us(10)));
+        assert!(!c.expired(us(399)));
+        assert!(c.expired(us(400)) && c.due().is_none());
+        // Thirty-two at once need no wait.
+        assert!(c.published(32, us(500)));
+        // One alone waits in vain: the next sixteen are told at once, then it is tried again.
+        assert!(!c.published(1, us(600)) && c.expired(us(1000)));
+        assert!((0..16).all(|n| c.published(1, us(1001 + n))));
+        assert!(!c.published(1, us(2000)));
+    }
+
+    #[test]
+    fn eventfds_are_told_at_once() {
+        assert_eq!(Coalesce::Auto.wait(false), Duration::ZERO);
+        assert!(Coalescer::new(Duration::ZERO, 128).published(1, Instant::now()));
+    }
+}

@@ -1,0 +1,620 @@
+//! A queue on its reactor: takes chains, hands requests to the disk, publishes answers, tells the guest.
+//!
+//! ```text
+//!   kick ─► run: take up to 4 chains ─► lanes (one task a request) ─► disk
+//!            ▲   publish, signal once  ◄──────── answers ◄────────────┘
+//!            └── yields after each batch: submit, reap, and the guest works on what it has meanwhile
+//! ```
+//! What must hold: a chain is answered once, after its last part; used elements are published before the in-flight
+//! region forgets them and before the guest is told; after `stop` nothing is taken, and the reply is sent only when
+//! nothing is in flight. Lanes and segment lists are reused: the steady state allocates nothing.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use blockyard_disk::{Disk, Request, Served, Status, Token};
+use blockyard_ring::{GuestMemory, Handle, Remote, Reply, Segments, Signal, UringFile, Watch, park};
+
+use super::inflight::{Inflight, InflightRegion};
+use super::notify::{Call, Coalesce, Coalescer};
+use super::poll::{PollMode, Poller};
+use super::request::{Ask, Terms, parse, wire_status};
+use super::virtqueue::{Desc, Head, PackedRing, Ring, RingError, SplitRing};
+
+/// Chains taken before what they ask is submitted and what has completed is told: guest and back end then overlap.
+const BATCH: usize = 4;
+
+/// What all queues of a device share, and the control thread changes.
+#[derive(Debug)]
+pub struct DeviceState {
+    pub disk: Arc<Disk>,
+    /// The guest sees a volatile write cache, and flushes it.
+    pub write_back: AtomicBool,
+}
+
+/// Everything a queue is started with.
+pub struct QueueSetup {
+    pub index: u16,
+    pub device: Arc<DeviceState>,
+    pub memory: GuestMemory,
+    pub size: u32,
+    /// Guest addresses of the three parts: descriptors, available (driver), used (device).
+    pub parts: (u64, u64, u64),
+    pub base: u32,
+    pub packed: bool,
+    pub event_idx: bool,
+    pub inflight: Option<InflightRegion>,
+    pub kick: Option<OwnedFd>,
+    /// The front end kicks by messages: without a kick descriptor, do not look for chains by the clock.
+    pub in_band: bool,
+    pub call: Call,
+    pub error: Option<OwnedFd>,
+    pub enabled: bool,
+    pub poll: PollMode,
+    pub coalesce: Coalesce,
+}
+
+/// A running queue, as the control thread knows it.
+pub struct QueueHandle {
+    remote: Remote,
+    id: u64,
+}
+
+impl QueueHandle {
+    /// Starts a queue on a reactor; an error says why the ring cannot be.
+    pub fn start(remote: Remote, setup: QueueSetup) -> Result<QueueHandle, String> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let started = remote.ask(move |handle, reply| reply.send(Queue::start(handle, setup, id)));
+        started.unwrap_or_else(|| Err("the reactor has ended".into())).map(|()| QueueHandle { remote, id })
+    }
+
+    /// Takes nothing more, waits for what is in flight, and answers the base to go on from.
+    pub fn stop(self) -> u32 {
+        let id = self.id;
+        let base = self.remote.ask(move |_, reply| match LOCAL.with_borrow_mut(|l| l.remove(&id)) {
+            Some(queue) => queue.stop(reply),
+            None => reply.send(0),
+        });
+        base.unwrap_or(0)
+    }
+
+    pub fn set_enabled(&self, enabled: bool) {
+        self.with(move |queue| {
+            queue.enabled.set(enabled);
+            queue.wake.ring();
+        });
+    }
+
+    pub fn set_call(&self, call: Call) {
+        self.with(move |queue| queue.core.borrow_mut().set_call(call, queue.coalesce));
+    }
+
+    pub fn set_error(&self, error: Option<OwnedFd>) {
+        self.with(move |queue| queue.core.borrow_mut().error = error);
+    }
+
+    pub fn set_memory(&self, memory: GuestMemory) {
+        self.with(move |queue| queue.core.borrow_mut().memory = Rc::new(memory));
+    }
+
+    /// The front end kicked by a message.
+    pub fn kick(&self) {
+        self.with(|queue| queue.wake.ring());
+    }
+
+    fn with(&self, f: impl FnOnce(&Rc<Queue>) + Send + 'static) {
+        let id = self.id;
+        self.remote.run(move |_| {
+            let queue = LOCAL.with_borrow(|l| l.get(&id).cloned());
+            if let Some(queue) = queue {
+                f(&queue);
+            }
+        });
+    }
+}
+
+thread_local! {
+    /// The queues of this reactor, by number.
+    static LOCAL: RefCell<HashMap<u64, Rc<Queue>>> = RefCell::default();
+}
+
+/// A chain between being taken and being answered.
+#[derive(Clone, Copy, Default)]
+struct Pending {
+    /// Requests of it that are not answered yet; 0: the entry is free.
+    parts: u32,
+    failed: Option<blockyard_disk::Failure>,
+    count: u16,
+    /// Bytes written to the guest if all goes well.
+    written: u32,
+    status: u64,
+    /// Its entry in the in-flight region.
+    entry: u16,
+}
+
+/// What is changed on the way of a request.
+struct Core {
+    ring: Ring,
+    memory: Rc<GuestMemory>,
+    inflight: Option<Inflight>,
+    descs: Vec<Desc>,
+    pending: Vec<Pending>,
+    pool: Vec<Segments>,
+    call: Call,
+    coalescer: Coalescer,
+    error: Option<OwnedFd>,
+    /// Used elements pushed and not published.
+    unpublished: u32,
+    broken: bool,
+}
+
+pub struct Queue {
+    index: u16,
+    handle: Handle,
+    device: Arc<DeviceState>,
+    served: Rc<Served<UringFile>>,
+    core: RefCell<Core>,
+    idle: RefCell<Vec<Rc<Lane>>>,
+    wake: Signal,
+    in_flight: Cell<u32>,
+    done: Cell<u64>,
+    enabled: Cell<bool>,
+    /// Looks for chains by the clock: the front end gave no kick.
+    clocked: bool,
+    coalesce: Coalesce,
+    stopping: RefCell<Option<Reply<u32>>>,
+}
+
+/// A task that carries one request after another.
+struct Lane {
+    request: Cell<Option<Request<ChainToken>>>,
+    signal: Signal,
+}
+
+/// Names the chain that a request belongs to.
+struct ChainToken {
+    queue: Rc<Queue>,
+    id: u16,
+}
+
+impl Token for ChainToken {
+    #[inline]
+    fn answer(self, status: Status, segments: Segments) {
+        self.queue.answered(self.id, status, segments);
+    }
+}
+
+impl Queue {
+    fn start(handle: &Handle, setup: QueueSetup, id: u64) -> Result<(), String> {
+        let disk = &setup.device.disk;
+        let served = Served::local(handle, disk).map_err(|e| format!("opening the disk on its reactor: {e}"))?;
+        let mut setup = setup;
+        let kick = setup.kick.take();
+        let clocked = kick.is_none() && !setup.in_band;
+        let poller = Poller::new(setup.poll);
+        let (core, again) = Core::new(&mut setup).map_err(|e| e.to_string())?;
+        let queue = Rc::new(Queue {
+            index: setup.index,
+            handle: handle.clone(),
+            served,
+            core: RefCell::new(core),
+            idle: RefCell::default(),
+            wake: Signal::new(handle),
+            in_flight: Cell::new(0),
+            done: Cell::new(0),
+            enabled: Cell::new(setup.enabled),
+            clocked,
+            coalesce: setup.coalesce,
+            stopping: RefCell::new(None),
+            device: setup.device,
+        });
+        LOCAL.with_borrow_mut(|l| l.insert(id, queue.clone()));
+        let watch = kick.map(|fd| handle.watch(fd));
+        handle.spawn(queue.run(watch, poller, again));
+        Ok(())
+    }
+
+    fn stop(&self, reply: Reply<u32>) {
+        *self.stopping.borrow_mut() = Some(reply);
+        self.wake.ring();
+    }
+
+    async fn run(self: Rc<Self>, mut watch: Option<Watch>, mut poller: Poller, again: Vec<Again>) {
+        self.take_again(again);
+        // A predecessor may have published without telling.
+        self.core.borrow().call.ring();
+        loop {
+            self.wake.clear();
+            self.publish();
+            let stopping = self.stopping.borrow().is_some();
+            if stopping && self.in_flight.get() == 0 {
+                break;
+            }
+            if !stopping && self.enabled.get() && !self.core.borrow().broken {
+                if self.take(BATCH) > 0 {
+                    poller.came(self.handle.now());
+                    self.handle.yield_now().await;
+                    continue;
+                }
+                if self.in_flight.get() == 0
+                    && let Some(limit) = poller.went_empty(self.handle.now(), self.done.get())
+                    && self.look(limit).await
+                {
+                    continue;
+                }
+                if let Some(watch) = &mut watch {
+                    watch.arm();
+                }
+                if !self.core.borrow_mut().ring.enable_kicks() {
+                    continue;
+                }
+            }
+            if !self.wake.arm() {
+                self.sleep().await;
+            }
+            self.core.borrow_mut().ring.disable_kicks();
+        }
+        self.retire();
+    }
+
+    /// Looks for chains for at most `limit`; true: there is something to do.
+    async fn look(&self, limit: std::time::Duration) -> bool {
+        let until = std::time::Instant::now() + limit;
+        self.core.borrow_mut().ring.disable_kicks();
+        while self.core.borrow().unpublished == 0 && self.stopping.borrow().is_none() {
+            if self.core.borrow_mut().ring.has_available() {
+                return true;
+            }
+            if std::time::Instant::now() >= until {
+                return false;
+            }
+            std::hint::spin_loop();
+            self.handle.yield_now().await;
+        }
+        true
+    }
+
+    async fn sleep(&self) {
+        if let Some(due) = self.core.borrow().coalescer.due() {
+            self.handle.wake_at(due);
+        }
+        if self.clocked && self.enabled.get() {
+            self.handle.wake_at(std::time::Instant::now() + std::time::Duration::from_micros(100));
+        }
+        park().await;
+    }
+
+    /// Shows the guest what was answered since the last time, and tells it if it wants to hear.
+    #[inline]
+    fn publish(&self) {
+        let mut core = self.core.borrow_mut();
+        let core = &mut *core;
+        let now = self.handle.now();
+        if core.unpublished > 0 {
+            let new = std::mem::take(&mut core.unpublished);
+            core.publish();
+            if core.ring.wants_signal() && core.coalescer.published(new, now) {
+                core.call.ring();
+            }
+        }
+        if core.coalescer.expired(now) {
+            core.call.ring();
+        }
+    }
+
+    /// Takes up to `most` chains; how many it took. A broken ring takes none, for good.
+    #[inline]
+    fn take(self: &Rc<Self>, most: usize) -> usize {
+        let mut taken = 0;
+        while taken < most {
+            let popped = {
+                let mut core = self.core.borrow_mut();
+                let core = &mut *core;
+                core.ring.pop(&mut core.descs)
+            };
+            match popped {
+                Ok(None) => break,
+                Ok(Some(head)) => {
+                    if let Err(e) = self.begin(head, None) {
+                        self.break_ring(&e);
+                        break;
+                    }
+                    taken += 1;
+                }
+                Err(e) => {
+                    self.break_ring(&e);
+                    break;
+                }
+            }
+        }
+        taken
+    }
+
+    /// Starts the chain whose descriptors are in the core. `entry`: it is in the in-flight region already.
+    #[inline]
+    fn begin(self: &Rc<Self>, head: Head, entry: Option<u16>) -> Result<(), RingError> {
+        let mut core = self.core.borrow_mut();
+        let core = &mut *core;
+        if core.pending[usize::from(head.id)].parts > 0 {
+            return Err(RingError::Id(head.id));
+        }
+        let fua = !self.device.write_back.load(Ordering::Relaxed);
+        let terms = Terms { memory: &core.memory, serial: &self.device.disk.options().serial, fua };
+        let mut segments = core.pool.pop().unwrap_or_default();
+        let parsed = parse(head.id, &core.descs, terms, &mut segments)?;
+        let entry = entry.unwrap_or_else(|| core.note_taken(head));
+        let mut pending =
+            Pending { parts: 1, failed: None, count: head.count, written: 1, status: parsed.status, entry };
+        self.in_flight.set(self.in_flight.get() + 1);
+        let arrived = self.handle.now();
+        match parsed.ask {
+            Ask::One { op, offset, len } => {
+                if op == blockyard_disk::Op::Read {
+                    pending.written += len as u32;
+                }
+                core.pending[usize::from(head.id)] = pending;
+                let token = ChainToken { queue: self.clone(), id: head.id };
+                self.dispatch(Request::new(op, offset, len, segments, arrived, token));
+            }
+            Ask::Ranges { op, ranges } => {
+                pending.parts = ranges.len() as u32;
+                core.pending[usize::from(head.id)] = pending;
+                for (offset, len) in ranges {
+                    let token = ChainToken { queue: self.clone(), id: head.id };
+                    self.dispatch(Request::new(op, offset, len, Segments::default(), arrived, token));
+                }
+            }
+            Ask::Now { status, written } => {
+                pending.written = written;
+                core.pending[usize::from(head.id)] = pending;
+                self.finish(core, head.id, status, segments);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives a request to a lane that has none.
+    #[inline]
+    fn dispatch(self: &Rc<Self>, request: Request<ChainToken>) {
+        let lane = self.idle.borrow_mut().pop();
+        let lane = lane.unwrap_or_else(|| {
+            let lane = Rc::new(Lane { request: Cell::new(None), signal: Signal::new(&self.handle) });
+            self.handle.spawn(lane.clone().run(Rc::downgrade(self), self.served.clone()));
+            lane
+        });
+        lane.request.set(Some(request));
+        lane.signal.ring();
+    }
+
+    #[inline]
+    fn answered(&self, id: u16, status: Status, segments: Segments) {
+        self.finish(&mut self.core.borrow_mut(), id, status, segments);
+    }
+
+    #[inline]
+    fn finish(&self, core: &mut Core, id: u16, status: Status, mut segments: Segments) {
+        segments.release();
+        core.pool.push(segments);
+        let pending = &mut core.pending[usize::from(id)];
+        pending.failed = pending.failed.or(status.err());
+        pending.parts -= 1;
+        if pending.parts > 0 {
+            return;
+        }
+        let pending = *pending;
+        let status = pending.failed.map_or(Ok(()), Err);
+        // The region may have been taken away since the chain was checked: then there is nobody left to tell.
+        let _ = core.memory.write_byte(pending.status, wire_status(status));
+        let written = if status.is_ok() { pending.written } else { 1 };
+        core.push_used(Head { id, count: pending.count }, pending.entry, written);
+        self.in_flight.set(self.in_flight.get() - 1);
+        self.done.set(self.done.get() + 1);
+        self.wake.ring();
+    }
+
+    /// Starts what a predecessor left unanswered.
+    fn take_again(self: &Rc<Self>, again: Vec<Again>) {
+        if !again.is_empty() {
+            tracing::info!(
+                disk = self.device.disk.name(),
+                queue = self.index,
+                "{} requests were in flight when the last back end ended: they are done again",
+                again.len()
+            );
+        }
+        for chain in again {
+            let result = match self.core.borrow_mut().retake(&chain) {
+                Ok(head) => head,
+                Err(e) => return self.break_ring(&e),
+            };
+            if let Err(e) = self.begin(result, Some(chain.entry())) {
+                return self.break_ring(&e);
+            }
+        }
+    }
+
+    /// Stops this queue for good, and says why: once, because a broken ring is never looked at again.
+    fn break_ring(&self, error: &RingError) {
+        let mut core = self.core.borrow_mut();
+        core.broken = true;
+        tracing::warn!(
+            disk = self.device.disk.name(),
+            queue = self.index,
+            "the guest broke its ring, and the queue stops until the guest resets it: {error}"
+        );
+        if let Some(fd) = &core.error {
+            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// The end: nothing is in flight.
+    fn retire(&self) {
+        let mut core = self.core.borrow_mut();
+        if core.coalescer.due().is_some() {
+            core.call.ring();
+        }
+        core.ring.disable_kicks();
+        for lane in self.idle.borrow_mut().drain(..) {
+            lane.signal.ring();
+        }
+        if let Some(reply) = self.stopping.borrow_mut().take() {
+            reply.send(core.ring.base());
+        }
+    }
+}
+
+impl Lane {
+    async fn run(self: Rc<Self>, queue: std::rc::Weak<Queue>, served: Rc<Served<UringFile>>) {
+        loop {
+            self.signal.wait().await;
+            // Rung without a request: the queue retires.
+            let Some(request) = self.request.take() else { return };
+            served.serve(request).await.answer();
+            match queue.upgrade() {
+                Some(queue) => queue.idle.borrow_mut().push(self.clone()),
+                None => return,
+            }
+        }
+    }
+}
+
+/// A chain of a predecessor.
+enum Again {
+    Split(u16),
+    Packed(super::inflight::PackedChain),
+}
+
+impl Again {
+    fn entry(&self) -> u16 {
+        match self {
+            Again::Split(head) => *head,
+            Again::Packed(chain) => chain.entry,
+        }
+    }
+}
+
+impl Core {
+    fn new(setup: &mut QueueSetup) -> Result<(Core, Vec<Again>), RingError> {
+        let memory = Rc::new(setup.memory.clone());
+        let mut inflight = setup.inflight.as_ref().and_then(|r| r.queue(setup.index, setup.packed));
+        if let Some(noted) = &inflight
+            && u32::from(noted.size()) < setup.size
+        {
+            return Err(RingError::Size(setup.size));
+        }
+        let (ring, again) = if setup.packed {
+            Self::packed(setup, &memory, &mut inflight)?
+        } else {
+            Self::split(setup, &memory, &mut inflight)?
+        };
+        let call = std::mem::replace(&mut setup.call, Call::None);
+        let coalescer = Coalescer::new(setup.coalesce.wait(call.is_pipe()), ring.size());
+        let core = Core {
+            pending: vec![Pending::default(); usize::from(ring.size())],
+            ring,
+            memory,
+            inflight,
+            descs: Vec::new(),
+            pool: Vec::new(),
+            call,
+            coalescer,
+            error: setup.error.take(),
+            unpublished: 0,
+            broken: false,
+        };
+        Ok((core, again))
+    }
+
+    fn split(
+        setup: &QueueSetup,
+        memory: &Rc<GuestMemory>,
+        inflight: &mut Option<Inflight>,
+    ) -> Result<(Ring, Vec<Again>), RingError> {
+        let mut ring =
+            SplitRing::new(memory.clone(), setup.parts, setup.size, setup.base as u16, setup.event_idx)?;
+        let again = inflight.as_mut().map_or_else(Vec::new, |i| i.recover_split(ring.used_index()));
+        if !again.is_empty() {
+            ring.restore(again.len() as u16);
+        }
+        Ok((Ring::Split(ring), again.into_iter().map(Again::Split).collect()))
+    }
+
+    fn packed(
+        setup: &QueueSetup,
+        memory: &Rc<GuestMemory>,
+        inflight: &mut Option<Inflight>,
+    ) -> Result<(Ring, Vec<Again>), RingError> {
+        let mut ring = PackedRing::new(memory.clone(), setup.parts, setup.size, setup.base, setup.event_idx)?;
+        let mut again = Vec::new();
+        if let Some(inflight) = inflight
+            && inflight.is_used()
+        {
+            let (chains, used) = inflight.recover_packed(|index, wrap| ring.was_used(index, wrap));
+            let ahead = chains.iter().map(|c| c.raw.len() as u16).sum();
+            ring.restore(used, ahead)?;
+            again = chains.into_iter().map(Again::Packed).collect();
+        }
+        Ok((Ring::Packed(ring), again))
+    }
+
+    #[inline]
+    fn note_taken(&mut self, head: Head) -> u16 {
+        match (&mut self.inflight, &self.ring) {
+            (None, _) => head.id,
+            (Some(inflight), Ring::Split(_)) => {
+                inflight.taken_split(head.id);
+                head.id
+            }
+            (Some(inflight), Ring::Packed(ring)) => inflight.taken_packed(ring.raw()),
+        }
+    }
+
+    #[inline]
+    fn push_used(&mut self, head: Head, entry: u16, written: u32) {
+        match (&mut self.inflight, &self.ring) {
+            (None, _) => {}
+            (Some(inflight), Ring::Split(_)) => inflight.pushed_split(entry),
+            (Some(inflight), Ring::Packed(_)) => inflight.pushed_packed(entry),
+        }
+        self.ring.push_used(head, written);
+        self.unpublished += 1;
+    }
+
+    #[inline]
+    fn publish(&mut self) {
+        if let (Some(inflight), Ring::Packed(ring)) = (&mut self.inflight, &self.ring) {
+            let (index, wrap) = ring.used_place();
+            inflight.publishing_packed(index, wrap);
+        }
+        self.ring.publish();
+        match (&mut self.inflight, &self.ring) {
+            (None, _) => {}
+            (Some(inflight), Ring::Split(ring)) => inflight.published_split(ring.used_index()),
+            (Some(inflight), Ring::Packed(_)) => inflight.published_packed(),
+        }
+    }
+
+    fn retake(&mut self, chain: &Again) -> Result<Head, RingError> {
+        self.descs.clear();
+        match (chain, &self.ring) {
+            (Again::Split(head), Ring::Split(ring)) => {
+                ring.chain(*head, &mut self.descs)?;
+                Ok(Head { id: *head, count: 1 })
+            }
+            (Again::Packed(chain), Ring::Packed(ring)) => ring.retake(&chain.raw, &mut self.descs),
+            _ => Err(RingError::Id(chain.entry())),
+        }
+    }
+
+    fn set_call(&mut self, call: Call, coalesce: Coalesce) {
+        self.coalescer = Coalescer::new(coalesce.wait(call.is_pipe()), self.ring.size());
+        self.call = call;
+        // Whatever was told to the old one may be lost.
+        self.call.ring();
+    }
+}

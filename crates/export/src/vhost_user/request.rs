@@ -1,0 +1,189 @@
+//! From a descriptor chain to requests (virtio 1.2, section 5.2.6).
+//!
+//! In: a chain's descriptors, already copied. Out: what is asked, with its segments. Headers and ranges are copied out of
+//! guest memory once and judged by the copy. No framing is assumed: header and status may share descriptors with data.
+
+use std::rc::Rc;
+
+use blockyard_disk::{Failure, Op, Status};
+use blockyard_image::SECTOR;
+use blockyard_ring::{GuestMemory, Segments};
+
+use super::config::{DISCARD_SECTORS, DISCARD_SEGMENTS, REQUEST_MAX};
+use super::virtqueue::{Desc, RingError};
+
+const HEADER: u64 = 16;
+const ID_LEN: u64 = 20;
+const RANGE: u64 = 16;
+const RANGE_UNMAP: u32 = 1;
+
+pub const S_OK: u8 = 0;
+pub const S_IOERR: u8 = 1;
+pub const S_UNSUPP: u8 = 2;
+
+/// What a chain asks for.
+#[derive(Debug)]
+pub enum Ask {
+    /// One request; `len` bytes at `offset`, both in bytes.
+    One { op: Op, offset: u64, len: u64 },
+    /// Several ranges, answered by one status.
+    Ranges { op: Op, ranges: Vec<(u64, u64)> },
+    /// Answered on the spot (GET_ID, or an error).
+    Now { status: Status, written: u32 },
+}
+
+#[derive(Debug)]
+pub struct Parsed {
+    pub ask: Ask,
+    /// The guest address of the status byte.
+    pub status: u64,
+}
+
+/// What the parser needs to know of the device.
+#[derive(Clone, Copy)]
+pub struct Terms<'a> {
+    pub memory: &'a Rc<GuestMemory>,
+    pub serial: &'a str,
+    /// Writes are to be durable before their answer (the guest was told: no write cache).
+    pub fua: bool,
+}
+
+/// Reads a chain. `segments` (reset here) receives the data of reads and writes. An error means that the chain cannot even
+/// be answered: no place for a status.
+#[inline]
+pub fn parse(head: u16, descs: &[Desc], terms: Terms<'_>, segments: &mut Segments) -> Result<Parsed, RingError> {
+    let bad = |what| RingError::Request { head, what };
+    let split = descs.partition_point(|d| !d.writable);
+    let (readable, writable) = descs.split_at(split);
+    let total = |descs: &[Desc]| descs.iter().map(|d| u64::from(d.len)).sum::<u64>();
+    let (out_len, in_len) = (total(readable), total(writable));
+    if out_len < HEADER {
+        return Err(bad("no room for the request header of 16 bytes"));
+    }
+    let Some(last) = writable.iter().rfind(|d| d.len > 0) else {
+        return Err(bad("no writable byte for the status"));
+    };
+    let status = last.addr.checked_add(u64::from(last.len) - 1).ok_or(bad("its status lies beyond 64 bits"))?;
+    terms.memory.window(status, 1, 1)?;
+    let mut header = [0; HEADER as usize];
+    segments.reset(terms.memory);
+    gather(segments, readable, 0, HEADER)?;
+    segments.copy_out(0, &mut header);
+    segments.reset(terms.memory);
+    let (kind, sector) = (u32_at(&header, 0), u64_at(&header, 8));
+    let (data_out, data_in) = (out_len - HEADER, in_len - 1);
+    let ask = match kind {
+        0 => transfer(Op::Read, sector, writable, (0, data_in), segments),
+        1 => transfer(Op::Write { fua: terms.fua }, sector, readable, (HEADER, data_out), segments),
+        4 => Ok(Ask::One { op: Op::Flush, offset: 0, len: 0 }),
+        8 => identify(terms.serial, writable, data_in, segments),
+        11 => ranges(false, terms.fua, readable, data_out, segments),
+        13 => ranges(true, terms.fua, readable, data_out, segments),
+        _ => Err(Failure::Unsupported),
+    };
+    // Memory that is not the guest's, or lengths that do not fit: the request is bad, the ring is not.
+    let ask = ask.unwrap_or_else(|failure| Ask::Now { status: Err(failure), written: 1 });
+    Ok(Parsed { ask, status })
+}
+
+/// The status byte for an outcome.
+pub fn wire_status(status: Status) -> u8 {
+    match status {
+        Ok(()) => S_OK,
+        Err(Failure::Unsupported) => S_UNSUPP,
+        Err(_) => S_IOERR,
+    }
+}
+
+#[inline]
+fn transfer(
+    op: Op,
+    sector: u64,
+    descs: &[Desc],
+    (skip, len): (u64, u64),
+    segments: &mut Segments,
+) -> Result<Ask, Failure> {
+    if !len.is_multiple_of(SECTOR) || len > REQUEST_MAX {
+        return Err(Failure::Io);
+    }
+    let offset = sector.checked_mul(SECTOR).ok_or(Failure::OutOfRange)?;
+    gather(segments, descs, skip, len).map_err(|_| Failure::Io)?;
+    // More pieces than one operation can carry: only a guest that means harm has so many regions crossed.
+    if segments.count() > 1024 {
+        return Err(Failure::Io);
+    }
+    Ok(Ask::One { op, offset, len })
+}
+
+fn identify(serial: &str, writable: &[Desc], data_in: u64, segments: &mut Segments) -> Result<Ask, Failure> {
+    let len = data_in.min(ID_LEN);
+    gather(segments, writable, 0, len).map_err(|_| Failure::Io)?;
+    let mut id = [0; ID_LEN as usize];
+    let serial = &serial.as_bytes()[..serial.len().min(id.len())];
+    id[..serial.len()].copy_from_slice(serial);
+    segments.copy_in(0, &id[..len as usize]);
+    Ok(Ask::Now { status: Ok(()), written: len as u32 + 1 })
+}
+
+fn ranges(zeroes: bool, fua: bool, readable: &[Desc], data: u64, segments: &mut Segments) -> Result<Ask, Failure> {
+    let count = data / RANGE;
+    if data == 0 || !data.is_multiple_of(RANGE) || count > u64::from(DISCARD_SEGMENTS) {
+        return Err(Failure::Io);
+    }
+    gather(segments, readable, HEADER, data).map_err(|_| Failure::Io)?;
+    let mut ranges = Vec::with_capacity(count as usize);
+    let mut unmap = true;
+    for index in 0..count {
+        let mut range = [0; RANGE as usize];
+        segments.copy_out((index * RANGE) as usize, &mut range);
+        let (sector, sectors, flags) = (u64_at(&range, 0), u32_at(&range, 8), u32_at(&range, 12));
+        // 5.2.6.2: unknown flags are unsupported, and so is unmap in a discard.
+        if flags & !RANGE_UNMAP != 0 || (!zeroes && flags != 0) {
+            return Err(Failure::Unsupported);
+        }
+        if sectors > DISCARD_SECTORS {
+            return Err(Failure::Io);
+        }
+        unmap &= flags & RANGE_UNMAP != 0;
+        ranges.push((sector.checked_mul(SECTOR).ok_or(Failure::OutOfRange)?, u64::from(sectors) * SECTOR));
+    }
+    segments.release();
+    let op = if zeroes { Op::WriteZeroes { unmap, fua } } else { Op::Discard };
+    Ok(match ranges[..] {
+        [(offset, len)] => Ask::One { op, offset, len },
+        _ => Ask::Ranges { op, ranges },
+    })
+}
+
+/// Appends `len` bytes of the descriptors' memory, from `skip` on.
+#[inline]
+fn gather(segments: &mut Segments, descs: &[Desc], mut skip: u64, mut len: u64) -> Result<(), RingError> {
+    for desc in descs {
+        if len == 0 {
+            break;
+        }
+        let here = u64::from(desc.len);
+        if skip >= here {
+            skip -= here;
+            continue;
+        }
+        let take = (here - skip).min(len);
+        let bad = blockyard_ring::MemoryError::OutOfRange { addr: desc.addr, len: here };
+        segments.push_guest(desc.addr.checked_add(skip).ok_or(bad)?, take)?;
+        skip = 0;
+        len -= take;
+    }
+    Ok(())
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    let mut word = [0; 4];
+    word.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_le_bytes(word)
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
+}

@@ -1,0 +1,453 @@
+//! One front end's session: the state that vhost-user messages build up, and the queues that come of it.
+//!
+//! In: messages, parsed by the `vhost` crate. Out: queues started, stopped and changed on reactors.
+//! What must hold: a ring's addresses are resolved when it starts, against the memory table of that time; memory that is
+//! removed stays mapped until the last request in it is answered (regions are counted); `GET_VRING_BASE` and the end of
+//! a session wait for what is in flight.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use blockyard_ring::{GuestMemory, Region};
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
+    VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
+    VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
+
+use super::channel::BackChannel;
+use super::config::{self, QueueShape};
+use super::inflight::{self, InflightRegion};
+use super::notify::Call;
+use super::queue::{DeviceState, QueueHandle, QueueSetup};
+use super::{Export, Tuning};
+
+/// Memory regions that a front end may add one by one.
+const MEMORY_SLOTS: u64 = 509;
+
+/// What a ring is told before it starts.
+#[derive(Default)]
+struct Vring {
+    size: u32,
+    /// Addresses in the front end's own process: descriptors, available (driver), used (device).
+    parts: Option<(u64, u64, u64)>,
+    base: u32,
+    kick: Option<OwnedFd>,
+    call: Option<OwnedFd>,
+    error: Option<OwnedFd>,
+    enabled: bool,
+    running: Option<QueueHandle>,
+}
+
+/// The session's state; one thread works on it.
+pub struct Session {
+    export: Arc<Export>,
+    device: Arc<DeviceState>,
+    shape: QueueShape,
+    tuning: Tuning,
+    memory: GuestMemory,
+    features: u64,
+    protocol: VhostUserProtocolFeatures,
+    inflight: Option<InflightRegion>,
+    pub(super) channel: Option<Arc<BackChannel>>,
+    vrings: Vec<Vring>,
+}
+
+impl Session {
+    pub fn new(export: Arc<Export>) -> Self {
+        let shape = export.shape;
+        export.device.write_back.store(export.device.disk.options().cache.write_back(), Ordering::Relaxed);
+        Session {
+            device: export.device.clone(),
+            tuning: export.tuning,
+            shape,
+            memory: GuestMemory::default(),
+            features: 0,
+            protocol: VhostUserProtocolFeatures::empty(),
+            inflight: None,
+            channel: None,
+            vrings: (0..shape.queues).map(|_| Vring::default()).collect(),
+            export,
+        }
+    }
+
+    /// Stops all queues, each after what it has in flight.
+    pub fn stop(&mut self) {
+        for vring in &mut self.vrings {
+            if let Some(queue) = vring.running.take() {
+                vring.base = queue.stop();
+            }
+        }
+    }
+
+    pub fn set_channel(&mut self, socket: OwnedFd) {
+        let channel = Arc::new(BackChannel::new(socket, self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)));
+        *self.export.channel.lock().unwrap_or_else(|e| e.into_inner()) = Some(channel.clone());
+        self.channel = Some(channel);
+    }
+
+    /// VHOST_USER_VRING_KICK: a kick by message.
+    pub fn kicked(&mut self, index: u32) -> bool {
+        let started = self.start(index as usize);
+        match self.vrings.get(index as usize).and_then(|v| v.running.as_ref()) {
+            Some(queue) => queue.kick(),
+            None => return false,
+        }
+        started.is_ok()
+    }
+
+    pub fn acknowledges(&self) -> bool {
+        self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
+    }
+
+    fn in_band(&self) -> bool {
+        self.protocol.contains(VhostUserProtocolFeatures::INBAND_NOTIFICATIONS)
+    }
+
+    fn vring(&mut self, index: u32) -> Result<&mut Vring> {
+        let queues = self.shape.queues;
+        self.vrings.get_mut(index as usize).ok_or_else(|| {
+            tracing::warn!(disk = self.device.disk.name(), "the front end names queue {index} of {queues}");
+            Error::InvalidParam
+        })
+    }
+
+    fn refuse(&self, what: std::fmt::Arguments<'_>) -> Error {
+        tracing::warn!(disk = self.device.disk.name(), "refused: {what}");
+        Error::InvalidParam
+    }
+
+    fn call(&self, index: usize, fd: Option<OwnedFd>) -> Call {
+        match (fd, &self.channel) {
+            (Some(fd), _) => Call::fd(fd),
+            (None, Some(channel)) if self.in_band() => {
+                Call::InBand { channel: channel.clone(), index: index as u16 }
+            }
+            (None, _) => Call::None,
+        }
+    }
+
+    /// Starts a ring if it is not running; all it needs must have been told.
+    fn start(&mut self, index: usize) -> Result<()> {
+        let Some(vring) = self.vrings.get_mut(index) else { return Err(Error::InvalidParam) };
+        if vring.running.is_some() {
+            return Ok(());
+        }
+        let Some(parts) = vring.parts else {
+            return Err(self.refuse(format_args!("queue {index} is started before its addresses are set")));
+        };
+        let (kick, call, error) = (vring.kick.take(), vring.call.take(), vring.error.take());
+        let (size, base, enabled) = (vring.size, vring.base, vring.enabled);
+        let guest = |address: u64| {
+            self.memory.guest_address(address).ok_or_else(|| {
+                self.refuse(format_args!("queue {index}: ring address {address:#x} is not in the memory table"))
+            })
+        };
+        let parts = (guest(parts.0)?, guest(parts.1)?, guest(parts.2)?);
+        let setup = QueueSetup {
+            index: index as u16,
+            device: self.device.clone(),
+            memory: self.memory.clone(),
+            size,
+            parts,
+            base,
+            packed: self.features & config::F_PACKED != 0,
+            event_idx: self.features & config::F_EVENT_IDX != 0,
+            inflight: self.inflight.clone(),
+            kick,
+            in_band: self.in_band(),
+            call: self.call(index, call),
+            error,
+            // Without protocol features rings are enabled from the start.
+            enabled: enabled || self.features & config::F_PROTOCOL == 0,
+            poll: self.tuning.poll,
+            coalesce: self.tuning.coalesce,
+        };
+        match QueueHandle::start(self.export.reactors.next(), setup) {
+            Ok(queue) => {
+                self.vrings[index].running = Some(queue);
+                Ok(())
+            }
+            Err(e) => Err(self.refuse(format_args!("queue {index} cannot start: {e}"))),
+        }
+    }
+
+    fn replace_memory(&mut self, memory: GuestMemory) {
+        self.memory = memory;
+        for vring in &self.vrings {
+            if let Some(queue) = &vring.running {
+                queue.set_memory(self.memory.clone());
+            }
+        }
+    }
+
+    /// What a guest that knows of no write cache is owed (virtio 1.2, 5.2.5.1): durable writes.
+    fn settle_write_cache(&self) {
+        let told = self.features & (config::F_FLUSH | config::F_CONFIG_WCE) != 0;
+        if !told {
+            self.device.write_back.store(false, Ordering::Relaxed);
+        }
+    }
+
+    fn reset(&mut self) {
+        self.stop();
+        for vring in &mut self.vrings {
+            *vring = Vring::default();
+        }
+        self.device.write_back.store(self.device.disk.options().cache.write_back(), Ordering::Relaxed);
+    }
+}
+
+impl VhostUserBackendReqHandlerMut for Session {
+    fn set_owner(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn reset_owner(&mut self) -> Result<()> {
+        self.reset();
+        Ok(())
+    }
+
+    fn reset_device(&mut self) -> Result<()> {
+        self.reset();
+        Ok(())
+    }
+
+    fn get_features(&mut self) -> Result<u64> {
+        Ok(config::features(&self.device.disk))
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<()> {
+        let unknown = features & !config::features(&self.device.disk);
+        if unknown != 0 {
+            return Err(self.refuse(format_args!("features {unknown:#x} were not offered")));
+        }
+        self.features = features;
+        self.settle_write_cache();
+        Ok(())
+    }
+
+    fn set_mem_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<Vec<vhost::VhostUserMemoryRegionBase>>> {
+        let mut memory = GuestMemory::default();
+        for (region, file) in regions.iter().zip(files) {
+            let mapped =
+                Region::map(file, region.mmap_offset, region.guest_phys_addr, region.user_addr, region.memory_size);
+            memory = mapped.and_then(|r| memory.with(r)).map_err(|e| self.refuse(format_args!("memory table: {e}")))?;
+        }
+        self.replace_memory(memory);
+        Ok(None)
+    }
+
+    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
+        if num == 0 || num > 32768 {
+            return Err(self.refuse(format_args!("queue {index} of {num} entries")));
+        }
+        self.vring(index)?.size = num;
+        Ok(())
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        _flags: VhostUserVringAddrFlags,
+        descriptor: u64,
+        used: u64,
+        available: u64,
+        _log: u64,
+    ) -> Result<()> {
+        self.vring(index)?.parts = Some((descriptor, available, used));
+        Ok(())
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
+        self.vring(index)?.base = base;
+        Ok(())
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        let vring = self.vring(index)?;
+        if let Some(queue) = vring.running.take() {
+            vring.base = queue.stop();
+        }
+        (vring.kick, vring.call, vring.error) = (None, None, None);
+        Ok(VhostUserVringState::new(index, vring.base))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let vring = self.vring(index.into())?;
+        vring.kick = fd.map(OwnedFd::from);
+        // A new kick for a running ring: it is a new start (QEMU does this when it switches to another notifier).
+        if let Some(queue) = vring.running.take() {
+            vring.base = queue.stop();
+        }
+        self.start(index.into())
+    }
+
+    fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let fd = fd.map(OwnedFd::from);
+        if self.vring(index.into())?.running.is_some() {
+            let call = self.call(index.into(), fd);
+            if let Some(queue) = &self.vring(index.into())?.running {
+                queue.set_call(call);
+            }
+        } else {
+            self.vring(index.into())?.call = fd;
+        }
+        Ok(())
+    }
+
+    fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let vring = self.vring(index.into())?;
+        let fd = fd.map(OwnedFd::from);
+        match &vring.running {
+            Some(queue) => queue.set_error(fd),
+            None => vring.error = fd,
+        }
+        Ok(())
+    }
+
+    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
+        Ok(VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::INBAND_NOTIFICATIONS
+            | VhostUserProtocolFeatures::RESET_DEVICE
+            | VhostUserProtocolFeatures::BACKEND_REQ
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD)
+    }
+
+    fn set_protocol_features(&mut self, features: u64) -> Result<()> {
+        self.protocol = VhostUserProtocolFeatures::from_bits_truncate(features);
+        Ok(())
+    }
+
+    fn get_queue_num(&mut self) -> Result<u64> {
+        Ok(self.shape.queues.into())
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
+        let vring = self.vring(index)?;
+        vring.enabled = enable;
+        if let Some(queue) = &vring.running {
+            queue.set_enabled(enable);
+        }
+        Ok(())
+    }
+
+    fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        let mut space =
+            config::space(&self.device.disk, self.shape, self.device.write_back.load(Ordering::Relaxed));
+        // Front ends ask for as much as they know of; what lies beyond our fields is zero.
+        let (offset, end) = (offset as usize, offset as usize + size as usize);
+        space.resize(space.len().max(end), 0);
+        Ok(space[offset..end].to_vec())
+    }
+
+    fn set_config(&mut self, offset: u32, buf: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
+        let at = config::WCE_OFFSET.checked_sub(offset as usize);
+        let Some(byte) = at.and_then(|at| buf.get(at)) else {
+            return Err(self.refuse(format_args!("the guest writes {} bytes at {offset} of its configuration", buf.len())));
+        };
+        if self.features & config::F_CONFIG_WCE == 0 {
+            return Err(self.refuse(format_args!("the write cache is switched, but CONFIG_WCE was not negotiated")));
+        }
+        let write_back = *byte != 0;
+        let was = self.device.write_back.swap(write_back, Ordering::Relaxed);
+        if was && !write_back {
+            // What was written under the old promise must be durable under the new one.
+            self.export.settle();
+        }
+        Ok(())
+    }
+
+    fn get_inflight_fd(&mut self, inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        let packed = self.features & config::F_PACKED != 0;
+        let (queues, size) = (inflight.num_queues, inflight.queue_size);
+        if queues == 0 || queues > self.shape.queues || size == 0 || size > 32768 {
+            return Err(self.refuse(format_args!("an in-flight region for {queues} queues of {size} entries")));
+        }
+        let made = inflight::allocate(queues, size, packed);
+        let (fd, len) = made.map_err(|e| self.refuse(format_args!("in-flight region: {e}")))?;
+        let reply = VhostUserInflight { mmap_size: len, mmap_offset: 0, num_queues: queues, queue_size: size };
+        Ok((reply, fd.into()))
+    }
+
+    fn set_inflight_fd(&mut self, inflight: &VhostUserInflight, file: File) -> Result<()> {
+        let (queues, size) = (inflight.num_queues, inflight.queue_size);
+        let packed = self.features & config::F_PACKED != 0;
+        let need = inflight::queue_bytes(size, packed) * u64::from(queues);
+        if queues == 0 || size == 0 || inflight.mmap_size < need {
+            return Err(self.refuse(format_args!(
+                "in-flight region of {} bytes for {queues} queues of {size} entries",
+                { inflight.mmap_size }
+            )));
+        }
+        let region = InflightRegion::map(file.into(), inflight.mmap_offset, inflight.mmap_size, queues, size);
+        self.inflight = Some(region.map_err(|e| self.refuse(format_args!("in-flight region: {e}")))?);
+        Ok(())
+    }
+
+    fn get_max_mem_slots(&mut self) -> Result<u64> {
+        Ok(MEMORY_SLOTS)
+    }
+
+    fn add_mem_region(
+        &mut self,
+        region: &VhostUserSingleMemoryRegion,
+        file: File,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<vhost::VhostUserMemoryRegionBase>> {
+        if self.memory.regions().len() as u64 >= MEMORY_SLOTS {
+            return Err(self.refuse(format_args!("more than {MEMORY_SLOTS} memory regions")));
+        }
+        let mapped =
+            Region::map(file, region.mmap_offset, region.guest_phys_addr, region.user_addr, region.memory_size);
+        let memory = mapped.and_then(|r| self.memory.with(r));
+        self.replace_memory(memory.map_err(|e| self.refuse(format_args!("adding memory: {e}")))?);
+        Ok(None)
+    }
+
+    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
+        let memory = self.memory.without(region.guest_phys_addr, region.memory_size);
+        self.replace_memory(memory.map_err(|e| self.refuse(format_args!("removing memory: {e}")))?);
+        Ok(())
+    }
+
+    fn set_gpu_socket(&mut self, _gpu: GpuBackend) -> Result<()> {
+        Err(Error::InvalidOperation("this is a block device"))
+    }
+
+    fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Result<File> {
+        Err(Error::InvalidOperation("this is a block device"))
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _direction: VhostTransferStateDirection,
+        _phase: VhostTransferStatePhase,
+        _file: File,
+    ) -> Result<Option<File>> {
+        Err(Error::InvalidOperation("device state is not transferred"))
+    }
+
+    fn check_device_state(&mut self) -> Result<()> {
+        Err(Error::InvalidOperation("device state is not transferred"))
+    }
+
+    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
+        Err(Error::InvalidOperation("there is no shared memory region"))
+    }
+
+    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
+        Err(Error::InvalidOperation("dirty memory is not logged"))
+    }
+}

@@ -1,0 +1,271 @@
+//! The packed virtqueue (virtio 1.2, section 2.8).
+
+use std::rc::Rc;
+use std::sync::atomic::{Ordering, fence};
+
+use blockyard_ring::{GuestMemory, Window};
+
+use super::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Desc, Head, MAX_CHAIN, RingError};
+use super::{fields, indirect_count, passes, push};
+
+const F_AVAIL: u16 = 1 << 7;
+const F_USED: u16 = 1 << 15;
+const EVENT_ENABLE: u16 = 0;
+const EVENT_DISABLE: u16 = 1;
+const EVENT_DESC: u16 = 2;
+
+/// A place on the ring, with the wrap counter that it is reached under.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    pub index: u16,
+    pub wrap: bool,
+}
+
+impl Place {
+    fn from_bits(bits: u16) -> Self {
+        Place { index: bits & 0x7fff, wrap: bits & 0x8000 != 0 }
+    }
+
+    fn bits(self) -> u16 {
+        self.index | u16::from(self.wrap) << 15
+    }
+
+    fn advance(&mut self, by: u16, size: u16) {
+        self.index += by;
+        if self.index >= size {
+            self.index -= size;
+            self.wrap = !self.wrap;
+        }
+    }
+}
+
+pub struct PackedRing {
+    memory: Rc<GuestMemory>,
+    desc: Window,
+    driver_event: Window,
+    device_event: Window,
+    size: u16,
+    event_idx: bool,
+    avail: Place,
+    used: Place,
+    /// The first used descriptor that is not published: its flags are written last.
+    held: Option<(u16, u16)>,
+    /// Ring entries pushed since the last decision about a signal.
+    told: u16,
+    /// The chain last popped, as it stood in the ring: the in-flight region keeps it.
+    raw: Vec<[u8; DESC_LEN]>,
+}
+
+impl PackedRing {
+    /// `desc`, `driver` and `device` are guest addresses of the ring and the two event structures; `base` is
+    /// VHOST_USER_SET_VRING_BASE's number: the available place in its lower half, the used one in its upper.
+    pub fn new(
+        memory: Rc<GuestMemory>,
+        (desc, driver, device): (u64, u64, u64),
+        size: u32,
+        base: u32,
+        event_idx: bool,
+    ) -> Result<Self, RingError> {
+        if size == 0 || size > 32768 {
+            return Err(RingError::Size(size));
+        }
+        let (avail, used) = (Place::from_bits(base as u16), Place::from_bits((base >> 16) as u16));
+        for place in [avail, used] {
+            if u32::from(place.index) >= size {
+                return Err(RingError::DescIndex { index: place.index, size: size as u16 });
+            }
+        }
+        Ok(PackedRing {
+            desc: memory.window(desc, u64::from(size) * DESC_LEN as u64, 16)?,
+            driver_event: memory.window(driver, 4, 4)?,
+            device_event: memory.window(device, 4, 4)?,
+            memory,
+            size: size as u16,
+            event_idx,
+            avail,
+            used,
+            held: None,
+            // As if nothing had been told: see SplitRing.
+            told: 1,
+            raw: Vec::new(),
+        })
+    }
+
+    #[inline]
+    pub fn pop(&mut self, descs: &mut Vec<Desc>) -> Result<Option<Head>, RingError> {
+        if !self.is_available(self.avail) {
+            return Ok(None);
+        }
+        let head = self.avail.index;
+        let mut place = self.avail;
+        let limit = usize::from(self.size).min(MAX_CHAIN);
+        let mut count = 0;
+        self.raw.clear();
+        let id = loop {
+            if usize::from(count) == limit {
+                return Err(RingError::ChainTooLong { head, max: limit });
+            }
+            let copy = self.desc.copy_out(usize::from(place.index) * DESC_LEN);
+            self.raw.push(copy);
+            let (addr, len, id, flags) = fields(copy);
+            place.advance(1, self.size);
+            count += 1;
+            if flags & DESC_F_INDIRECT != 0 {
+                if flags & DESC_F_NEXT != 0 || count > 1 {
+                    return Err(RingError::Indirect { head, what: "it is one of several descriptors" });
+                }
+                self.indirect(head, addr, len, descs)?;
+                break id;
+            }
+            push(head, addr, len, flags, descs)?;
+            if flags & DESC_F_NEXT == 0 {
+                break id;
+            }
+        };
+        if id >= self.size {
+            return Err(RingError::Id(id));
+        }
+        self.avail = place;
+        Ok(Some(Head { id, count }))
+    }
+
+    /// The chain last popped, in ring format.
+    pub fn raw(&self) -> &[[u8; DESC_LEN]] {
+        &self.raw
+    }
+
+    /// Takes a chain again that a predecessor had in flight, from its raw descriptors.
+    pub fn retake(&self, raw: &[[u8; DESC_LEN]], descs: &mut Vec<Desc>) -> Result<Head, RingError> {
+        descs.clear();
+        let mut id = self.size;
+        for desc in raw {
+            let (addr, len, this, flags) = fields(*desc);
+            id = this;
+            if flags & DESC_F_INDIRECT != 0 {
+                self.indirect(id, addr, len, descs)?;
+            } else {
+                push(id, addr, len, flags, descs)?;
+            }
+        }
+        if id < self.size { Ok(Head { id, count: raw.len() as u16 }) } else { Err(RingError::Id(id)) }
+    }
+
+    /// Goes on from the used place that the in-flight region tells, with `ahead` ring entries taken beyond it.
+    pub fn restore(&mut self, (index, wrap): (u16, bool), ahead: u16) -> Result<(), RingError> {
+        if index >= self.size || ahead > self.size {
+            return Err(RingError::DescIndex { index, size: self.size });
+        }
+        self.used = Place { index, wrap };
+        self.avail = self.used;
+        self.avail.advance(ahead, self.size);
+        Ok(())
+    }
+
+    /// The used place after what was pushed so far.
+    pub fn used_place(&self) -> (u16, bool) {
+        (self.used.index, self.used.wrap)
+    }
+
+    /// Whether the descriptor at a place was marked used under that wrap counter.
+    pub fn was_used(&self, index: u16, wrap: bool) -> bool {
+        if index >= self.size {
+            return false;
+        }
+        let flags = self.desc.load_u16(usize::from(index) * DESC_LEN + 14, Ordering::Acquire);
+        (flags & F_AVAIL != 0) == wrap && (flags & F_USED != 0) == wrap
+    }
+
+    fn indirect(&self, head: u16, addr: u64, len: u32, descs: &mut Vec<Desc>) -> Result<(), RingError> {
+        let count = indirect_count(head, len)?;
+        let table = self.memory.window(addr, u64::from(len), 1)?;
+        for index in 0..count {
+            let (addr, len, _, flags) = fields(table.copy_out(index * DESC_LEN));
+            if flags & DESC_F_INDIRECT != 0 {
+                return Err(RingError::Indirect { head, what: "an indirect table inside an indirect table" });
+            }
+            push(head, addr, len, flags, descs)?;
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn is_available(&self, place: Place) -> bool {
+        let flags = self.desc.load_u16(usize::from(place.index) * DESC_LEN + 14, Ordering::Acquire);
+        (flags & F_AVAIL != 0) == place.wrap && (flags & F_USED != 0) != place.wrap
+    }
+
+    #[inline]
+    pub fn has_available(&self) -> bool {
+        self.is_available(self.avail)
+    }
+
+    #[inline]
+    pub fn push_used(&mut self, head: Head, written: u32) {
+        let at = usize::from(self.used.index) * DESC_LEN;
+        self.desc.store_u32(at + 8, written, Ordering::Relaxed);
+        self.desc.store_u16(at + 12, head.id, Ordering::Relaxed);
+        let wrap = if self.used.wrap { F_AVAIL | F_USED } else { 0 };
+        let flags = wrap | if written > 0 { DESC_F_WRITE } else { 0 };
+        match self.held {
+            None => self.held = Some((self.used.index, flags)),
+            // The guest stops at the first unused descriptor, so those behind it may be shown at once.
+            Some(_) => self.desc.store_u16(at + 14, flags, Ordering::Release),
+        }
+        self.used.advance(head.count, self.size);
+        self.told = self.told.saturating_add(head.count);
+    }
+
+    #[inline]
+    pub fn publish(&mut self) {
+        if let Some((index, flags)) = self.held.take() {
+            self.desc.store_u16(usize::from(index) * DESC_LEN + 14, flags, Ordering::Release);
+        }
+    }
+
+    #[inline]
+    pub fn wants_signal(&mut self) -> bool {
+        let pushed = std::mem::take(&mut self.told);
+        if pushed == 0 {
+            return false;
+        }
+        fence(Ordering::SeqCst);
+        match self.driver_event.load_u16(2, Ordering::Acquire) & 3 {
+            EVENT_ENABLE => true,
+            EVENT_DESC if self.event_idx => {
+                let event = Place::from_bits(self.driver_event.load_u16(0, Ordering::Relaxed));
+                let new = self.used.index;
+                // The event and the old place are brought onto one line with the new one (2.8.10).
+                let old = new.wrapping_sub(pushed);
+                let at = if event.wrap == self.used.wrap { event.index } else { event.index.wrapping_sub(self.size) };
+                passes(at, new, old)
+            }
+            EVENT_DISABLE => false,
+            _ => true,
+        }
+    }
+
+    #[inline]
+    pub fn enable_kicks(&mut self) -> bool {
+        if self.event_idx {
+            self.device_event.store_u16(0, self.avail.bits(), Ordering::Relaxed);
+            self.device_event.store_u16(2, EVENT_DESC, Ordering::Release);
+        } else {
+            self.device_event.store_u16(2, EVENT_ENABLE, Ordering::Release);
+        }
+        fence(Ordering::SeqCst);
+        !self.has_available()
+    }
+
+    #[inline]
+    pub fn disable_kicks(&mut self) {
+        self.device_event.store_u16(2, EVENT_DISABLE, Ordering::Relaxed);
+    }
+
+    pub fn base(&self) -> u32 {
+        u32::from(self.avail.bits()) | u32::from(self.used.bits()) << 16
+    }
+
+    pub fn size(&self) -> u16 {
+        self.size
+    }
+}

@@ -1,0 +1,188 @@
+//! Opening an image file: O_DIRECT where the cache mode asks for it, the lock, the geometry.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blockyard_ring::host::{self, Geometry, Lock};
+use rustix::fs::{Mode, OFlags};
+
+use crate::cache::CacheMode;
+use crate::range_lock::RangeLock;
+
+#[derive(Clone, Debug)]
+pub struct OpenOptions {
+    pub path: PathBuf,
+    pub read_only: bool,
+    pub cache: CacheMode,
+}
+
+/// Why an image could not be opened: what, where, and what a person can do.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    #[error("image {}: {hint}", path.display())]
+    Open { path: PathBuf, hint: &'static str, source: io::Error },
+    #[error("image {} is in use by {holder}: an image is opened for writing once only, \
+             or by any number of readers (--read-only)", path.display())]
+    Locked { path: PathBuf, holder: String },
+    #[error("image {}: {operation}", path.display())]
+    Io { path: PathBuf, operation: &'static str, source: io::Error },
+}
+
+/// An open, locked image file. The lock is on the open file description: it lasts as long as the last copy of this.
+#[derive(Debug)]
+pub struct ImageFile {
+    path: PathBuf,
+    fd: Arc<OwnedFd>,
+    size: AtomicU64,
+    geometry: Geometry,
+    read_only: bool,
+    direct: bool,
+    cache: CacheMode,
+    pub(crate) range_lock: RangeLock,
+}
+
+impl ImageFile {
+    pub fn open(options: &OpenOptions) -> Result<Self, OpenError> {
+        let path = options.path.clone();
+        let (fd, direct) = open_file(&path, options)?;
+        let io = |operation| {
+            let path = path.clone();
+            move |source| OpenError::Io { path, operation, source }
+        };
+        let lock = if options.read_only { Lock::Shared } else { Lock::Exclusive };
+        if !host::lock(&fd, lock).map_err(io("locking it (an OFD lock; network file systems may not have them)"))? {
+            let holders = host::holders(&fd);
+            let holder = if holders.is_empty() { "another process".into() } else { holders.join(", ") };
+            return Err(OpenError::Locked { path, holder });
+        }
+        let size = host::file_size(&fd).map_err(io("finding its size"))?;
+        let geometry = host::geometry(&fd).map_err(io("reading the geometry of its device"))?;
+        Ok(ImageFile {
+            fd: Arc::new(fd),
+            size: AtomicU64::new(size),
+            geometry,
+            read_only: options.read_only,
+            direct,
+            cache: options.cache,
+            range_lock: RangeLock::default(),
+            path,
+        })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn fd(&self) -> &Arc<OwnedFd> {
+        &self.fd
+    }
+
+    /// The file's length in bytes, which need not be a multiple of a sector.
+    pub fn size(&self) -> u64 {
+        self.size.load(Ordering::Relaxed)
+    }
+
+    /// Asks the file again how long it is (it was resized by a person); answers the new length.
+    pub fn refresh_size(&self) -> io::Result<u64> {
+        let size = host::file_size(&self.fd)?;
+        self.size.store(size, Ordering::Relaxed);
+        Ok(size)
+    }
+
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    pub fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Whether the page cache is really bypassed: `cache` may have asked for it in vain.
+    pub fn direct(&self) -> bool {
+        self.direct
+    }
+
+    pub fn cache(&self) -> CacheMode {
+        self.cache
+    }
+}
+
+/// Opens the file; the answer's second part says whether with O_DIRECT.
+fn open_file(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), OpenError> {
+    let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
+    let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY;
+    let open = |flags| rustix::fs::open(path, flags, Mode::empty());
+    // A FIFO would hang the open below; a folder would say something odd. Look first.
+    let stat = rustix::fs::stat(path).map_err(|e| explain(path, e.into()))?;
+    let kind = rustix::fs::FileType::from_raw_mode(stat.st_mode);
+    if !matches!(kind, rustix::fs::FileType::RegularFile | rustix::fs::FileType::BlockDevice) {
+        let source = io::Error::new(io::ErrorKind::InvalidInput, format!("it is a {kind:?}"));
+        return Err(OpenError::Open { path: path.into(), hint: "it must be a regular file or a block device", source });
+    }
+    if options.cache.direct() {
+        match open(flags | OFlags::DIRECT) {
+            Ok(fd) => return Ok((fd, true)),
+            Err(rustix::io::Errno::INVAL) => tracing::warn!(
+                "image {}: its file system has no O_DIRECT: using the host's page cache (as cache mode {} would)",
+                path.display(),
+                if options.cache.write_back() { CacheMode::Writeback } else { CacheMode::Writethrough },
+            ),
+            Err(e) => return Err(explain(path, e.into())),
+        }
+    }
+    open(flags).map(|fd| (fd, false)).map_err(|e| explain(path, e.into()))
+}
+
+fn explain(path: &Path, source: io::Error) -> OpenError {
+    let hint = match source.kind() {
+        io::ErrorKind::NotFound => "there is no such file",
+        io::ErrorKind::PermissionDenied => {
+            "no permission to open it (for reading only, say --read-only; else see its owner and mode)"
+        }
+        io::ErrorKind::ReadOnlyFilesystem => "it lies on a read-only file system: say --read-only",
+        io::ErrorKind::IsADirectory => "it is a folder",
+        _ => "cannot open it",
+    };
+    OpenError::Open { path: path.into(), hint, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scratch(name: &str, len: u64) -> PathBuf {
+        let path = std::env::temp_dir().join(format!("blockyard-open-{name}-{}", std::process::id()));
+        std::fs::File::create(&path).unwrap().set_len(len).unwrap();
+        path
+    }
+
+    fn options(path: &Path, read_only: bool) -> OpenOptions {
+        OpenOptions { path: path.into(), read_only, cache: CacheMode::Writeback }
+    }
+
+    #[test]
+    fn one_writer_or_many_readers() {
+        let path = scratch("lock", 1000);
+        let writer = ImageFile::open(&options(&path, false)).unwrap();
+        assert_eq!(writer.size(), 1000);
+        assert!(matches!(ImageFile::open(&options(&path, true)), Err(OpenError::Locked { .. })));
+        drop(writer);
+        let _a = ImageFile::open(&options(&path, true)).unwrap();
+        let _b = ImageFile::open(&options(&path, true)).unwrap();
+        assert!(matches!(ImageFile::open(&options(&path, false)), Err(OpenError::Locked { .. })));
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn errors_name_the_file_and_the_way_out() {
+        let missing = ImageFile::open(&options(Path::new("/nonexistent/x.img"), false)).unwrap_err();
+        assert_eq!(missing.to_string(), "image /nonexistent/x.img: there is no such file");
+        let folder = ImageFile::open(&options(&std::env::temp_dir(), false)).unwrap_err();
+        assert!(folder.to_string().contains("must be a regular file or a block device"), "{folder}");
+        let device = ImageFile::open(&options(Path::new("/dev/null"), false)).unwrap_err();
+        assert!(device.to_string().contains("must be a regular file or a block device"), "{device}");
+    }
+}

@@ -1,0 +1,358 @@
+//! What a simulated disk holds: durable sectors, the versions cached above them, the journal of lengths.
+//!
+//! In: sectors landing, syncs, failed syncs, a crash. Out: what a read sees; the image that is left.
+//! What must hold: a sector's versions are in the order they landed; the durable version only moves forward along them,
+//! except that a failed sync may drop some; a cut-short file's journal entry and the loss of its data stand or fall
+//! together (`Version::cut`).
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
+use std::rc::Rc;
+
+use super::{Rng, SECTOR};
+
+/// A sector's bytes: a piece of a write's data, or zeroes.
+#[derive(Clone, Default)]
+struct Content(Option<(Rc<Vec<u8>>, usize)>);
+
+impl Content {
+    fn copy(&self, from: usize, out: &mut [u8]) {
+        match &self.0 {
+            None => out.fill(0),
+            Some((data, at)) => out.copy_from_slice(&data[at + from..][..out.len()]),
+        }
+    }
+}
+
+/// What a disk holds with the power off. Clones share their data.
+#[derive(Clone)]
+pub struct SimImage {
+    len: u64,
+    unit: u64,
+    /// Sectors that are not zeroes, by number.
+    sectors: BTreeMap<u64, Content>,
+}
+
+impl SimImage {
+    pub fn zeroed(len: u64) -> Self {
+        SimImage { len, unit: SECTOR as u64, sectors: BTreeMap::new() }
+    }
+
+    pub fn from_bytes(bytes: &[u8]) -> Self {
+        let mut image = SimImage::zeroed(bytes.len() as u64);
+        image.fill(0, bytes);
+        image
+    }
+
+    /// Makes `unit` bytes (512, 4096, ...) the sector: what a write either changes or does not.
+    pub fn atomic(self, unit: usize) -> Self {
+        assert!(unit > 0, "a sector of no bytes");
+        let mut image = SimImage { len: self.len, unit: unit as u64, sectors: BTreeMap::new() };
+        let mut bytes = vec![0; self.unit as usize];
+        for (&sector, content) in &self.sectors {
+            content.copy(0, &mut bytes);
+            image.fill(sector * self.unit, &bytes);
+        }
+        image
+    }
+
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Fills `out` from `offset`; beyond the end there are zeroes.
+    pub fn read(&self, offset: u64, out: &mut [u8]) {
+        for piece in pieces(self.unit, offset, out.len()) {
+            let content = self.sectors.get(&piece.sector).cloned().unwrap_or_default();
+            content.copy(piece.from, &mut out[piece.at]);
+        }
+    }
+
+    /// All of it: for images that fit the memory.
+    pub fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.len as usize];
+        self.read(0, &mut bytes);
+        bytes
+    }
+
+    fn fill(&mut self, offset: u64, bytes: &[u8]) {
+        for piece in pieces(self.unit, offset, bytes.len()) {
+            let mut whole = vec![0; self.unit as usize];
+            self.read(piece.sector * self.unit, &mut whole);
+            whole[piece.from..][..piece.at.len()].copy_from_slice(&bytes[piece.at]);
+            self.put(piece.sector, Content(Some((Rc::new(whole), 0))));
+        }
+    }
+
+    fn put(&mut self, sector: u64, content: Content) {
+        if content.0.is_none() {
+            self.sectors.remove(&sector);
+        } else {
+            self.sectors.insert(sector, content);
+        }
+    }
+
+    /// Forgets what lies beyond the length.
+    fn trim(&mut self) {
+        self.sectors.split_off(&self.len.div_ceil(self.unit));
+        let (last, keep) = (self.len / self.unit, (self.len % self.unit) as usize);
+        if let Some(content) = self.sectors.get_mut(&last) {
+            let mut whole = vec![0; self.unit as usize];
+            content.copy(0, &mut whole[..keep]);
+            *content = Content(Some((Rc::new(whole), 0)));
+        }
+    }
+}
+
+impl std::fmt::Debug for SimImage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "SimImage({} bytes, {} sectors in use)", self.len, self.sectors.len())
+    }
+}
+
+/// One sector's share of a range.
+struct Piece {
+    sector: u64,
+    /// Where in the sector, and where in the buffer.
+    from: usize,
+    at: Range<usize>,
+}
+
+fn pieces(unit: u64, offset: u64, len: usize) -> impl Iterator<Item = Piece> {
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        let (here, rest) = (offset.saturating_add(done as u64), len - done);
+        let from = (here % unit) as usize;
+        let now = rest.min(unit as usize - from);
+        let piece = Piece { sector: here / unit, from, at: done..done + now };
+        done += now;
+        (now > 0).then_some(piece)
+    })
+}
+
+/// A version of a sector that is not durable yet.
+#[derive(Clone)]
+struct Version {
+    op: u64,
+    content: Content,
+    /// The sector fell off the end of a file cut short: the number of that journal entry.
+    cut: Option<u64>,
+}
+
+/// How likely an operation is kept or lost whole by a crash, in percent; the rest is torn, sector by sector.
+const FATES: [(u64, u64); 5] = [(0, 100), (100, 0), (50, 50), (30, 30), (0, 0)];
+
+/// See the module's page.
+#[derive(Clone)]
+pub(super) struct Media {
+    durable: SimImage,
+    cached: BTreeMap<u64, Vec<Version>>,
+    /// Lost by a failed sync, but still read until the sector is written or the power goes.
+    ghosts: BTreeMap<u64, Content>,
+    /// Lengths not yet durable. The first has the number `committed`.
+    journal: VecDeque<u64>,
+    committed: u64,
+}
+
+impl Media {
+    pub fn new(durable: SimImage) -> Self {
+        let (cached, ghosts) = (BTreeMap::new(), BTreeMap::new());
+        Media { durable, cached, ghosts, journal: VecDeque::new(), committed: 0 }
+    }
+
+    pub fn len(&self) -> u64 {
+        self.journal.back().copied().unwrap_or(self.durable.len)
+    }
+
+    /// What a read sees.
+    pub fn read(&self, offset: u64, out: &mut [u8]) {
+        for piece in pieces(self.durable.unit, offset, out.len()) {
+            self.visible(piece.sector).copy(piece.from, &mut out[piece.at]);
+        }
+    }
+
+    fn visible(&self, sector: u64) -> Content {
+        let cached = self.cached.get(&sector).and_then(|versions| versions.last()).map(|v| &v.content);
+        let content = cached.or_else(|| self.ghosts.get(&sector)).or_else(|| self.durable.sectors.get(&sector));
+        content.cloned().unwrap_or_default()
+    }
+
+    /// The sectors of a range.
+    pub fn sectors(&self, offset: u64, len: u64) -> Range<u64> {
+        offset / self.durable.unit..offset.saturating_add(len).div_ceil(self.durable.unit)
+    }
+
+    /// The sectors of a range that have ever been written: zeroing the others changes nothing.
+    pub fn sectors_in_use(&self, offset: u64, len: u64) -> Vec<u64> {
+        let range = self.sectors(offset, len);
+        let mut sectors = BTreeSet::new();
+        sectors.extend(self.durable.sectors.range(range.clone()).map(|(&sector, _)| sector));
+        sectors.extend(self.ghosts.range(range.clone()).map(|(&sector, _)| sector));
+        sectors.extend(self.cached.range(range).map(|(&sector, _)| sector));
+        sectors.into_iter().collect()
+    }
+
+    /// One sector of a write at `offset` lands.
+    pub fn write(&mut self, op: u64, sector: u64, offset: u64, data: &Rc<Vec<u8>>) {
+        let end = self.land(op, sector, offset, data.len() as u64, Some(data), None);
+        if end > self.len() {
+            self.journal.push_back(end);
+        }
+    }
+
+    /// One sector of a zeroed range lands.
+    pub fn zero(&mut self, op: u64, sector: u64, offset: u64, len: u64) {
+        self.land(op, sector, offset, len, None, None);
+    }
+
+    pub fn set_len(&mut self, op: u64, len: u64) {
+        if len < self.len() {
+            let entry = self.journal_end();
+            for sector in self.sectors_in_use(len, u64::MAX - len) {
+                self.land(op, sector, len, u64::MAX - len, None, Some(entry));
+            }
+        }
+        if len != self.len() {
+            self.journal.push_back(len);
+        }
+    }
+
+    /// Adds a version of `sector`: what is seen now, overlaid with the range's share. Gives the share's end.
+    fn land(
+        &mut self,
+        op: u64,
+        sector: u64,
+        offset: u64,
+        len: u64,
+        data: Option<&Rc<Vec<u8>>>,
+        cut: Option<u64>,
+    ) -> u64 {
+        let unit = self.durable.unit;
+        let first = sector * unit;
+        let (from, to) = (first.max(offset), first.saturating_add(unit).min(offset.saturating_add(len)));
+        let at = (from - offset) as usize;
+        let content = if to - from == unit {
+            Content(data.map(|data| (data.clone(), at)))
+        } else {
+            let mut whole = vec![0; unit as usize];
+            self.visible(sector).copy(0, &mut whole);
+            let share = &mut whole[(from - first) as usize..(to - first) as usize];
+            match data {
+                Some(data) => share.copy_from_slice(&data[at..][..share.len()]),
+                None => share.fill(0),
+            }
+            Content(Some((Rc::new(whole), 0)))
+        };
+        self.cached.entry(sector).or_default().push(Version { op, content, cut });
+        to
+    }
+
+    /// The number the next journal entry will have: everything before it has happened.
+    pub fn journal_end(&self) -> u64 {
+        self.committed + self.journal.len() as u64
+    }
+
+    /// A sync that must cover the versions of operations for which `covered` says so, and the journal up to `end`.
+    pub fn sync(&mut self, covered: impl Fn(u64) -> bool, end: u64, rng: &mut Rng) {
+        let eager = rng.one_in(2);
+        self.settle(0..u64::MAX, end, covered, |room| if eager { rng.below(room as u64 + 1) as usize } else { 0 });
+    }
+
+    /// A durable write is answered: its sectors, and the journal so far, are durable.
+    pub fn write_through(&mut self, op: u64, offset: u64, len: u64) {
+        // Sectors elsewhere that a committed entry cut off stay cached: whatever looks at them next counts that in.
+        let range = self.sectors(offset, len);
+        self.settle(range, self.journal_end(), |other| other == op, |_| 0);
+    }
+
+    /// A sync that fails: the journal gets through, of the data each sector does or is lost.
+    pub fn sync_failed(&mut self, covered: impl Fn(u64) -> bool, end: u64, rng: &mut Rng) {
+        self.settle(0..u64::MAX, end, |_| false, |_| 0);
+        let lose_all = rng.one_in(2);
+        for (&sector, versions) in &mut self.cached {
+            let Some(last) = versions.iter().rposition(|v| covered(v.op)) else { continue };
+            self.ghosts.remove(&sector);
+            if !lose_all && rng.one_in(2) {
+                let content = versions.drain(..=last).next_back().map(|v| v.content).unwrap_or_default();
+                self.durable.put(sector, content);
+                continue;
+            }
+            let content = versions[last].content.clone();
+            // Operations in flight may have landed before what is lost; theirs is still to become durable.
+            versions.retain(|v| !covered(v.op));
+            if versions.is_empty() && rng.one_in(2) {
+                self.ghosts.insert(sector, content);
+            }
+        }
+        self.cached.retain(|_, versions| !versions.is_empty());
+    }
+
+    /// Makes versions durable: in each sector of `range` up to the last that is `covered`, and `more` of those after.
+    fn settle(
+        &mut self,
+        range: Range<u64>,
+        journal_end: u64,
+        covered: impl Fn(u64) -> bool,
+        mut more: impl FnMut(usize) -> usize,
+    ) {
+        while self.committed < journal_end {
+            let Some(len) = self.journal.pop_front() else { break };
+            self.durable.len = len;
+            self.committed += 1;
+        }
+        let mut emptied = Vec::new();
+        for (&sector, versions) in self.cached.range_mut(range) {
+            let (must, may) = bounds(versions, journal_end, &covered);
+            let upto = must + more(may - must);
+            if let Some(version) = versions.drain(..upto).next_back() {
+                self.durable.put(sector, version.content);
+                self.ghosts.remove(&sector);
+            }
+            if versions.is_empty() {
+                emptied.push(sector);
+            }
+        }
+        for sector in emptied {
+            self.cached.remove(&sector);
+        }
+    }
+
+    /// What the power leaves, once everything in flight has been made to land.
+    pub fn crash(&self, rng: &mut Rng) -> SimImage {
+        let (kept, lost) = *rng.pick(&FATES);
+        let entries = match (kept, lost) {
+            (100, _) => self.journal.len(),
+            (_, 100) => 0,
+            _ => rng.below(self.journal.len() as u64 + 1) as usize,
+        };
+        let mut image = self.durable.clone();
+        if let Some(last) = entries.checked_sub(1) {
+            image.len = self.journal[last];
+        }
+        let mut fates = BTreeMap::new();
+        for (&sector, versions) in &self.cached {
+            let (must, may) = bounds(versions, self.committed + entries as u64, |_| false);
+            let mut survives = |op| {
+                let fate = *fates.entry(op).or_insert_with(|| rng.below(100));
+                fate < kept || (fate >= kept + lost && rng.one_in(2))
+            };
+            let found = (must..may).rev().find(|&i| survives(versions[i].op)).or(must.checked_sub(1));
+            if let Some(i) = found {
+                image.put(sector, versions[i].content.clone());
+            }
+        }
+        image.trim();
+        image
+    }
+}
+
+/// Of a sector's versions, in order: how many must become durable, and how many may, when the journal does up to `end`.
+fn bounds(versions: &[Version], journal_end: u64, covered: impl Fn(u64) -> bool) -> (usize, usize) {
+    let may = versions.iter().position(|v| v.cut.is_some_and(|entry| entry >= journal_end)).unwrap_or(versions.len());
+    let must = versions[..may].iter().rposition(|v| v.cut.is_some() || covered(v.op)).map_or(0, |i| i + 1);
+    (must, may)
+}

@@ -1,0 +1,55 @@
+//! The power of one or several disks: counts their events, and goes off for all of them at once.
+
+use std::cell::Cell;
+use std::rc::Rc;
+
+/// Clones are the same switch: disks that share one die together, as the files of one host do.
+///
+/// An event is the start or the answer of a write, sync, discard, zero or set_len. A test that cuts after 0, 1, 2, ...
+/// events until a run ends with the power still on has cut at every write and flush there is.
+#[derive(Clone, Debug, Default)]
+pub struct Power(Rc<Inner>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    events: Cell<u64>,
+    cut_after: Option<u64>,
+    off: Cell<bool>,
+}
+
+impl Power {
+    /// Stays on until [`Power::cut`].
+    pub fn on() -> Self {
+        Power::default()
+    }
+
+    /// Lets `events` events happen; the next one finds the power off.
+    pub fn cut_after(events: u64) -> Self {
+        Power(Rc::new(Inner { cut_after: Some(events), ..Inner::default() }))
+    }
+
+    /// Events so far.
+    pub fn events(&self) -> u64 {
+        self.0.events.get()
+    }
+
+    pub fn is_off(&self) -> bool {
+        self.0.off.get()
+    }
+
+    pub fn cut(&self) {
+        self.0.off.set(true);
+    }
+
+    /// Asks for one more event; false: the power is off, it does not happen.
+    pub(super) fn event(&self) -> bool {
+        if self.0.cut_after == Some(self.0.events.get()) {
+            self.cut();
+        }
+        if self.is_off() {
+            return false;
+        }
+        self.0.events.set(self.0.events.get() + 1);
+        true
+    }
+}

@@ -1,0 +1,206 @@
+//! A runner for tasks on simulated disks: polls one ready task after the other, in seeded order.
+//!
+//! In: futures that wake by their waker. Out: what they give, or the news that nothing can go on. What must hold: the
+//! order depends on the seed and on who was woken when, and on nothing else; no thread, no clock, no ring.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+
+use super::Rng;
+
+type TaskId = u64;
+
+struct Task {
+    future: Pin<Box<dyn Future<Output = ()>>>,
+    waker: Arc<TaskWaker>,
+}
+
+struct Inner {
+    seed: u64,
+    rng: RefCell<Rng>,
+    /// Without the one that is being polled.
+    tasks: RefCell<BTreeMap<TaskId, Task>>,
+    next: Cell<TaskId>,
+    ready: Arc<Mutex<Vec<TaskId>>>,
+    steps: Cell<u64>,
+}
+
+/// The runner. Dropped, it drops its tasks.
+pub struct Sim {
+    handle: SimHandle,
+    step_limit: u64,
+}
+
+/// A way to the runner for what runs on it.
+#[derive(Clone)]
+pub struct SimHandle(Rc<Inner>);
+
+/// The awaited future is not done, and never will be.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("seed {seed}: {reason} after {steps} steps, with {tasks} tasks left")]
+pub struct Stalled {
+    pub seed: u64,
+    pub steps: u64,
+    pub tasks: usize,
+    pub reason: &'static str,
+}
+
+impl Sim {
+    pub fn new(seed: u64) -> Self {
+        let inner = Inner {
+            seed,
+            rng: RefCell::new(Rng::new(seed)),
+            tasks: RefCell::default(),
+            next: Cell::new(0),
+            ready: Arc::default(),
+            steps: Cell::new(0),
+        };
+        Sim { handle: SimHandle(Rc::new(inner)), step_limit: 50_000_000 }
+    }
+
+    /// How many polls a run may take before it counts as spinning.
+    pub fn step_limit(mut self, steps: u64) -> Self {
+        self.step_limit = steps;
+        self
+    }
+
+    pub fn handle(&self) -> &SimHandle {
+        &self.handle
+    }
+
+    pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Join<T> {
+        self.handle.spawn(future)
+    }
+
+    /// Runs until `future` is done, and gives what it gives. Other tasks stay as they are, for the next call.
+    pub fn block_on<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Result<T, Stalled> {
+        let join = self.spawn(future);
+        loop {
+            if let Some(value) = join.0.value.take() {
+                return Ok(value);
+            }
+            let Some(task) = self.next_ready() else {
+                return Err(self.stalled("nothing is ready (the power is off, or a wake-up was lost)"));
+            };
+            let inner = &*self.handle.0;
+            if inner.steps.get() >= self.step_limit {
+                return Err(self.stalled("the step limit is reached, and tasks still spin"));
+            }
+            inner.steps.set(inner.steps.get() + 1);
+            inner.poll(task);
+        }
+    }
+
+    fn next_ready(&self) -> Option<TaskId> {
+        let inner = &*self.handle.0;
+        let mut ready = inner.ready.lock().unwrap_or_else(PoisonError::into_inner);
+        if ready.is_empty() {
+            return None;
+        }
+        let lucky = inner.rng.borrow_mut().below(ready.len() as u64);
+        Some(ready.swap_remove(lucky as usize))
+    }
+
+    fn stalled(&self, reason: &'static str) -> Stalled {
+        let inner = &*self.handle.0;
+        Stalled { seed: inner.seed, steps: inner.steps.get(), tasks: inner.tasks.borrow().len(), reason }
+    }
+}
+
+impl Drop for Sim {
+    fn drop(&mut self) {
+        // Tasks hold handles, which hold the tasks; and a task's drop may spawn or wake others.
+        let tasks = std::mem::take(&mut *self.handle.0.tasks.borrow_mut());
+        drop(tasks);
+    }
+}
+
+impl Inner {
+    fn poll(&self, id: TaskId) {
+        let Some(mut task) = self.tasks.borrow_mut().remove(&id) else { return };
+        task.waker.queued.store(false, Ordering::Relaxed);
+        let waker = Waker::from(task.waker.clone());
+        if task.future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
+            self.tasks.borrow_mut().insert(id, task);
+        }
+    }
+}
+
+impl SimHandle {
+    /// Starts a task; it goes on also when the result is not awaited.
+    pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Join<T> {
+        let inner = &*self.0;
+        let slot = Rc::new(Slot { value: Cell::new(None), waker: Cell::new(None) });
+        let done = slot.clone();
+        let future = async move {
+            done.value.set(Some(future.await));
+            if let Some(waker) = done.waker.take() {
+                waker.wake();
+            }
+        };
+        let id = inner.next.replace(inner.next.get() + 1);
+        let waker = Arc::new(TaskWaker { id, queued: AtomicBool::new(false), ready: inner.ready.clone() });
+        inner.tasks.borrow_mut().insert(id, Task { future: Box::pin(future), waker: waker.clone() });
+        waker.wake();
+        Join(slot)
+    }
+}
+
+struct Slot<T> {
+    value: Cell<Option<T>>,
+    waker: Cell<Option<Waker>>,
+}
+
+/// Awaits a spawned task's result.
+pub struct Join<T>(Rc<Slot<T>>);
+
+impl<T> Future for Join<T> {
+    type Output = T;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
+        match self.0.value.take() {
+            Some(value) => Poll::Ready(value),
+            None => {
+                self.0.waker.set(Some(cx.waker().clone()));
+                Poll::Pending
+            }
+        }
+    }
+}
+
+struct TaskWaker {
+    id: TaskId,
+    queued: AtomicBool,
+    ready: Arc<Mutex<Vec<TaskId>>>,
+}
+
+impl Wake for TaskWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if !self.queued.swap(true, Ordering::Relaxed) {
+            self.ready.lock().unwrap_or_else(PoisonError::into_inner).push(self.id);
+        }
+    }
+}
+
+/// Lets other ready tasks go first. Works under any executor.
+pub async fn yield_now() {
+    let mut yielded = false;
+    std::future::poll_fn(|cx| {
+        if std::mem::replace(&mut yielded, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await
+}

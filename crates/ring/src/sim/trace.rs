@@ -1,0 +1,39 @@
+//! A simulated disk's history, line by line.
+
+use std::fmt;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpKind {
+    Read,
+    Write,
+    Sync,
+    Discard,
+    Zero,
+    SetLen,
+}
+
+/// One line of a disk's history: for comparing runs, and for reading why one failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Trace {
+    /// Steps of the disk so far.
+    pub step: u64,
+    pub op: u64,
+    pub kind: OpKind,
+    pub phase: Phase,
+    pub offset: u64,
+    pub len: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    Started,
+    Answered,
+    Failed,
+}
+
+impl fmt::Display for Trace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Trace { step, op, kind, phase, offset, len } = self;
+        write!(f, "{step:>6}  #{op:<4} {kind:?} {offset:#x}+{len:#x} {phase:?}")
+    }
+}
