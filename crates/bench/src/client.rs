@@ -213,7 +213,7 @@ impl<'a> Setup<'a> {
     /// What blocks hold that are written without `--verify`: nothing that could be taken for zeroes.
     fn filler(&self) -> Vec<u8> {
         let mut random = workload::Random::new(self.seed, u64::MAX);
-        (0..self.options.bs / 8).flat_map(|_| random.next().to_le_bytes()).collect()
+        (0..self.options.bs / 8).flat_map(|_| random.word().to_le_bytes()).collect()
     }
 }
 

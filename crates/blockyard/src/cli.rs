@@ -61,11 +61,11 @@ pub struct ServeOptions {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskArgs {
     /// The image: a file, a block device, or null:SIZE (forgets writes) or ram:SIZE (forgets at exit).
-    #[arg(value_name = "IMAGE", required_unless_present = "config")]
+    #[arg(value_name = "IMAGE", required = false, required_unless_present = "config")]
     pub image: PathBuf,
 
     /// Offer the disk to a virtual machine on this Unix socket; fd:N or fd:NAME takes one that is inherited (systemd).
-    #[arg(long, value_name = "SOCKET", required_unless_present = "config")]
+    #[arg(long, value_name = "SOCKET", required = false, required_unless_present = "config")]
     pub vhost_user: String,
 
     /// The image's format. It is never guessed from what the image holds.
@@ -114,6 +114,12 @@ pub struct DiskArgs {
     #[arg(long, default_value = "auto", value_name = "MODE", value_parser = parse_coalesce)]
     #[serde(default = "auto_coalesce", deserialize_with = "config::coalesce")]
     pub coalesce: Coalesce,
+
+    /// Offer kicks and calls by message instead of eventfds: User Mode Linux in simulated time (time-travel=ext) needs it,
+    /// and it is slow.
+    #[arg(long)]
+    #[serde(default)]
+    pub in_band_notifications: bool,
 
     /// Put a filter before the disk, to test what is above: delay:read=1ms,flush=10ms or
     /// error:write=0.01,range=0-1048576 (bytes). May be repeated.

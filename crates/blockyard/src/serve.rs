@@ -116,7 +116,7 @@ impl Yard {
             None => Listener::bind(args.vhost_user.as_ref())?,
         };
         let shape = QueueShape { queues: args.queues, size: args.queue_size };
-        let tuning = Tuning { poll: args.poll, coalesce: args.coalesce };
+        let tuning = Tuning { poll: args.poll, coalesce: args.coalesce, in_band: args.in_band_notifications };
         let export = VhostUser::start(disk.clone(), listener, shape, tuning, self.reactors.clone())
             .with_context(|| format!("disk {name}: starting its export"))?;
         tracing::info!(

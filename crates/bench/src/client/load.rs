@@ -162,7 +162,7 @@ impl Load {
         if let Some(at) = self.pacer.as_mut().and_then(|p| p.wait(now)) {
             return Next::At(at);
         }
-        let mut operation = self.workload.next();
+        let mut operation = self.workload.draw();
         if let Some(verifier) = &mut self.verifier {
             operation = verifier.claim(operation);
         }

@@ -103,7 +103,7 @@ impl Verifier {
         let bytes = &mut self.expected;
         let mut state = super::workload::Random::new(self.seed ^ offset, generation.into());
         for word in bytes[HEADER..].chunks_mut(8) {
-            word.copy_from_slice(&state.next().to_le_bytes()[..word.len()]);
+            word.copy_from_slice(&state.word().to_le_bytes()[..word.len()]);
         }
         bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
         bytes[8..16].copy_from_slice(&offset.to_le_bytes());

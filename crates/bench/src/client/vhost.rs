@@ -195,7 +195,7 @@ impl<'a, R: Ring> Supervisor<'a, R> {
             Event::Paused { index, base } => self.rings[index].1 = base,
             Event::Over { index, queue, result } => {
                 self.idle[index] = Some(queue);
-                let mut load = result.with_context(|| format!("queue {index}"))?;
+                let mut load = result?;
                 load.tally.verified = load.verifier.as_ref().map_or(0, |v| v.checked);
                 self.tally.merge(load.tally)?;
             }
@@ -228,6 +228,7 @@ impl<'a, R: Ring> Supervisor<'a, R> {
 
     /// Stands the workers still, hands everything to the next back end, and lets them go on.
     fn reconnect(&mut self, meter: &mut Meter) -> Result<()> {
+        tracing::info!("the back end has closed the connection: connecting again for up to {AWAY:?}");
         let deadline = Instant::now() + AWAY;
         self.command(PAUSE);
         let mut still = vec![false; self.hands.len()];
@@ -252,6 +253,7 @@ impl<'a, R: Ring> Supervisor<'a, R> {
             std::thread::sleep(Duration::from_millis(20));
         }
         self.reconnects += 1;
+        tracing::info!(number = self.reconnects, "connected again");
         for (hand, still) in self.hands.iter().zip(still) {
             hand.shared.command.store(RUN, Ordering::Release);
             if let (true, Some(resume)) = (still, &hand.resume) {

@@ -12,12 +12,12 @@ pub struct Random(u64);
 impl Random {
     pub fn new(seed: u64, stream: u64) -> Self {
         let mut random = Random(seed ^ stream.wrapping_mul(0xd1b5_4a32_d192_ed03));
-        random.next();
+        random.word();
         random
     }
 
     #[inline]
-    pub fn next(&mut self) -> u64 {
+    pub fn word(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -28,7 +28,7 @@ impl Random {
     /// Evenly among 0..bound.
     #[inline]
     pub fn below(&mut self, bound: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
+        ((u128::from(self.word()) * u128::from(bound)) >> 64) as u64
     }
 }
 
@@ -107,7 +107,7 @@ impl Workload {
     }
 
     #[inline]
-    pub fn next(&mut self) -> Operation {
+    pub fn draw(&mut self) -> Operation {
         let mix = &self.mix;
         if mix.flush_every > 0 && self.unflushed >= mix.flush_every {
             self.unflushed = 0;
@@ -166,7 +166,7 @@ mod tests {
 
     fn some(mix: Mix, seed: u64, queue: u16) -> Vec<Operation> {
         let mut workload = Workload::new(mix, seed, queue);
-        (0..1000).map(|_| workload.next()).collect()
+        (0..1000).map(|_| workload.draw()).collect()
     }
 
     #[test]

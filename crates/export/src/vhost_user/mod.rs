@@ -43,6 +43,8 @@ use socket::Next;
 pub struct Tuning {
     pub poll: PollMode,
     pub coalesce: Coalesce,
+    /// Offer notifications by message (UML's time travel needs them).
+    pub in_band: bool,
 }
 
 /// What sessions, the listening thread and the program share.

@@ -315,14 +315,16 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
-        Ok(VhostUserProtocolFeatures::MQ
+        let base = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
-            | VhostUserProtocolFeatures::INBAND_NOTIFICATIONS
             | VhostUserProtocolFeatures::RESET_DEVICE
             | VhostUserProtocolFeatures::BACKEND_REQ
-            | VhostUserProtocolFeatures::INFLIGHT_SHMFD)
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
+        // User Mode Linux takes whatever is offered, and a message a kick is many times slower than an eventfd.
+        let in_band = VhostUserProtocolFeatures::INBAND_NOTIFICATIONS;
+        Ok(if self.tuning.in_band { base | in_band } else { base })
     }
 
     fn set_protocol_features(&mut self, features: u64) -> Result<()> {

@@ -69,6 +69,11 @@ impl PackedRing {
         if size == 0 || size > 32768 {
             return Err(RingError::Size(size));
         }
+        let table = memory.window(desc, u64::from(size) * DESC_LEN as u64, 16)?;
+        let first_used = table.load_u16(14, Ordering::Acquire) & F_USED != 0;
+        // User Mode Linux tells 0 for a fresh ring and forgets the wrap counters, which begin at 1 (2.8.1). A ring that has
+        // truly come to 0 under wrap counter 0 has passed its first descriptor, which then carries the used bit.
+        let base = if base == 0 && !first_used { 0x8000_8000 } else { base };
         let (avail, used) = (Place::from_bits(base as u16), Place::from_bits((base >> 16) as u16));
         for place in [avail, used] {
             if u32::from(place.index) >= size {
@@ -76,7 +81,7 @@ impl PackedRing {
             }
         }
         Ok(PackedRing {
-            desc: memory.window(desc, u64::from(size) * DESC_LEN as u64, 16)?,
+            desc: table,
             driver_event: memory.window(driver, 4, 4)?,
             device_event: memory.window(device, 4, 4)?,
             memory,
