@@ -170,7 +170,7 @@ impl<'a> Setup<'a> {
         let left = capacity.saturating_sub(offset);
         let size = options.size.unwrap_or(left);
         anyhow::ensure!(size <= left, "--offset {offset} and --size {size} reach beyond the disk's {capacity} bytes");
-        // One in ten thousand years will two runs have the same.
+        // Another one each time: what an earlier run left on the disk must not pass for what this one writes.
         let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64);
         let setup = Setup { options, seed: options.seed.unwrap_or_else(clock), first: offset / bs, blocks: size / bs };
         let least = if options.verify { 2 * u64::from(options.depth) } else { 1 };

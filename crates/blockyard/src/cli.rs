@@ -9,7 +9,12 @@ use clap::{Args, Parser, Subcommand};
 use serde::Deserialize;
 
 #[derive(Parser)]
-#[command(name = "blockyard", version, about = "Serves virtual disks to virtual machines from user space.", propagate_version = true)]
+#[command(
+    name = "blockyard",
+    version,
+    about = "Serves virtual disks to virtual machines from user space.",
+    propagate_version = true
+)]
 pub struct Cli {
     /// How much to tell on standard error: error, warn, info, debug.
     #[arg(long, global = true, default_value = "info", value_name = "LEVEL")]

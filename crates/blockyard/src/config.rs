@@ -34,8 +34,8 @@ impl Config {
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let owned = || path.to_path_buf();
         let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: owned(), source })?;
-        let config: Config = toml::from_str(&text)
-            .map_err(|e| ConfigError::Parse { path: owned(), message: one_line(&text, &e) })?;
+        let config: Config =
+            toml::from_str(&text).map_err(|e| ConfigError::Parse { path: owned(), message: one_line(&text, &e) })?;
         config.check().map_err(|what| ConfigError::Value { path: owned(), what })?;
         Ok(config)
     }

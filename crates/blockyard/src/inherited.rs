@@ -11,7 +11,8 @@ pub fn socket(text: &str) -> anyhow::Result<OwnedFd> {
         Ok(number) => bail!("fd:{number}: inherited sockets begin at 3"),
         Err(_) => named(text)?,
     };
-    blockyard_ring::host::inherited(number).with_context(|| format!("fd:{text}: no listening socket was inherited there"))
+    blockyard_ring::host::inherited(number)
+        .with_context(|| format!("fd:{text}: no listening socket was inherited there"))
 }
 
 /// The descriptor of a name in LISTEN_FDNAMES.

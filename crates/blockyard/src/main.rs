@@ -23,7 +23,9 @@ fn main() -> ExitCode {
             clap_complete::generate(shell, &mut Cli::command(), "blockyard", &mut std::io::stdout());
             Ok(())
         }
-        Command::Man { folder } => clap_mangen::generate_to(Cli::command(), folder).map_err(|e| Failure::from(anyhow::Error::from(e))),
+        Command::Man { folder } => {
+            clap_mangen::generate_to(Cli::command(), folder).map_err(|e| Failure::from(anyhow::Error::from(e)))
+        }
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -58,7 +58,8 @@ fn read(options: &ServeOptions) -> anyhow::Result<Config> {
 /// What is wrong with a disk's options, beyond what each one alone can tell.
 fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     let extension = disk.image.extension().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
-    if disk.format.is_none() && matches!(extension.as_str(), "qcow2" | "qcow" | "cow" | "vmdk" | "vdi" | "vhd" | "vhdx") {
+    if disk.format.is_none() && matches!(extension.as_str(), "qcow2" | "qcow" | "cow" | "vmdk" | "vdi" | "vhd" | "vhdx")
+    {
         anyhow::bail!(
             "image {}: its name says {extension}, which is not served yet; --format raw serves the file's bytes as they are",
             disk.image.display()
@@ -75,7 +76,9 @@ fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
     let hint = match error.raw_os_error() {
         // ENOSYS, EPERM
         Some(38) => "this kernel has no io_uring (5.15 or newer is needed)",
-        Some(1) => "io_uring is forbidden here (see the sysctl kernel.io_uring_disabled, and the container's seccomp profile)",
+        Some(1) => {
+            "io_uring is forbidden here (see the sysctl kernel.io_uring_disabled, and the container's seccomp profile)"
+        }
         Some(12) => "io_uring got no memory (see ulimit -l)",
         _ => "starting io_uring",
     };

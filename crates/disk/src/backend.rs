@@ -12,7 +12,9 @@ use blockyard_ring::{GuestMemory, MemoryError, Region, Segments, Storage};
 pub enum Source {
     File(Arc<ImageFile>),
     /// Reads nothing (the guest's buffer stays as it is), forgets writes: the cost of everything above the image.
-    Null { size: u64 },
+    Null {
+        size: u64,
+    },
     Ram(Arc<GuestMemory>),
 }
 

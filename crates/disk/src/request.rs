@@ -16,11 +16,16 @@ use blockyard_ring::Segments;
 pub enum Op {
     Read,
     /// `fua`: durable before the answer.
-    Write { fua: bool },
+    Write {
+        fua: bool,
+    },
     Flush,
     Discard,
     /// `unmap`: space may be given back. `fua` as for a write.
-    WriteZeroes { unmap: bool, fua: bool },
+    WriteZeroes {
+        unmap: bool,
+        fua: bool,
+    },
 }
 
 /// Why a request failed, in the terms that protocols tell apart.

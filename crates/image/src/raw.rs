@@ -143,11 +143,8 @@ impl<S: Storage> Raw<S> {
 
     async fn write_with_care(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
         let (start, len) = self.widen(offset, segments.len());
-        let _guard = if self.shape.splits_sectors() {
-            Some(self.lock().hold(start..start + len as u64).await)
-        } else {
-            None
-        };
+        let _guard =
+            if self.shape.splits_sectors() { Some(self.lock().hold(start..start + len as u64).await) } else { None };
         if self.fits(&segments, offset) {
             let (segments, result) = self.storage.write(segments, offset, durable).await;
             return (segments, result.map(|_| ()));

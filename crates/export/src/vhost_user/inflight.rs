@@ -46,42 +46,50 @@ pub struct PackedChain {
     pub raw: Vec<[u8; 16]>,
 }
 
+/// Entries that each queue gets at least: QEMU asks for a region by the size its user gave, and then lets the guest set up
+/// rings of up to this many.
+const ENTRIES: u16 = 1024;
+
 /// Bytes that one queue of `size` entries takes in the region.
 pub fn queue_bytes(size: u16, is_packed: bool) -> u64 {
-    let size = usize::from(size);
-    let bytes = if is_packed { packed::HEADER + packed::ENTRY * size } else { split::HEADER + split::ENTRY * size };
-    (bytes as u64).next_multiple_of(64)
+    let (header, entry) = layout(is_packed);
+    ((header + entry * usize::from(size)) as u64).next_multiple_of(64)
+}
+
+fn layout(is_packed: bool) -> (usize, usize) {
+    if is_packed { (packed::HEADER, packed::ENTRY) } else { (split::HEADER, split::ENTRY) }
 }
 
 /// A fresh region for `queues` queues: its descriptor, to be kept by the front end, and its length in bytes.
 pub fn allocate(queues: u16, size: u16, is_packed: bool) -> Result<(OwnedFd, u64), MemoryError> {
-    let len = queue_bytes(size, is_packed) * u64::from(queues.max(1));
+    let len = queue_bytes(size.max(ENTRIES), is_packed) * u64::from(queues.max(1));
     let (_, fd) = Region::memfd("blockyard-inflight", 0, 0, len)?;
     Ok((fd, len))
 }
 
-/// The region as it is mapped here.
+/// The region as it is mapped here: each queue has an equal part.
 #[derive(Clone, Debug)]
 pub struct InflightRegion {
     memory: GuestMemory,
-    queue_size: u16,
+    queue_bytes: u64,
     queues: u16,
 }
 
 impl InflightRegion {
-    pub fn map(fd: OwnedFd, offset: u64, len: u64, queues: u16, queue_size: u16) -> Result<Self, MemoryError> {
+    pub fn map(fd: OwnedFd, offset: u64, len: u64, queues: u16) -> Result<Self, MemoryError> {
         let memory = GuestMemory::default().with(Region::map(fd, offset, 0, 0, len)?)?;
-        Ok(InflightRegion { memory, queue_size, queues })
+        Ok(InflightRegion { memory, queue_bytes: len / u64::from(queues.max(1)) & !63, queues })
     }
 
     /// The part of one queue; None when the region has none for it.
     pub fn queue(&self, index: u16, is_packed: bool) -> Option<Inflight> {
-        if index >= self.queues {
+        let (header, entry) = layout(is_packed);
+        let size = (self.queue_bytes as usize).checked_sub(header)? / entry;
+        if index >= self.queues || size == 0 {
             return None;
         }
-        let bytes = queue_bytes(self.queue_size, is_packed);
-        let window = self.memory.window(u64::from(index) * bytes, bytes, 8).ok()?;
-        Some(Inflight::new(window, self.queue_size, is_packed))
+        let window = self.memory.window(u64::from(index) * self.queue_bytes, self.queue_bytes, 8).ok()?;
+        Some(Inflight::new(window, size.min(32768) as u16, is_packed))
     }
 }
 
@@ -288,8 +296,7 @@ impl Inflight {
     }
 
     fn at(&self, entry: u16) -> usize {
-        let (header, len) =
-            if self.is_packed { (packed::HEADER, packed::ENTRY) } else { (split::HEADER, split::ENTRY) };
+        let (header, len) = layout(self.is_packed);
         header + usize::from(entry) * len
     }
 
@@ -319,7 +326,7 @@ mod tests {
 
     fn region(size: u16, is_packed: bool) -> InflightRegion {
         let (fd, len) = allocate(1, size, is_packed).unwrap();
-        InflightRegion::map(fd, 0, len, 1, size).unwrap()
+        InflightRegion::map(fd, 0, len, 1).unwrap()
     }
 
     #[test]

@@ -19,7 +19,10 @@ pub enum Call {
     /// An eventfd (virtual machines) or a pipe's end (User Mode Linux).
     Fd(OwnedFd),
     /// A message on the back channel (VHOST_USER_PROTOCOL_F_INBAND_NOTIFICATIONS).
-    InBand { channel: Arc<BackChannel>, index: u16 },
+    InBand {
+        channel: Arc<BackChannel>,
+        index: u16,
+    },
 }
 
 impl Call {
@@ -46,8 +49,7 @@ impl Call {
 }
 
 fn is_pipe(fd: impl AsFd) -> bool {
-    rustix::fs::fstat(fd)
-        .is_ok_and(|s| rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::Fifo)
+    rustix::fs::fstat(fd).is_ok_and(|s| rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::Fifo)
 }
 
 /// When completions are told. Times of 0 tell at once.

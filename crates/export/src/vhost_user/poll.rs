@@ -28,8 +28,14 @@ pub enum PollMode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     /// Sleep (or poll) as decided, until then.
-    Settled { poll: bool, until: Option<Instant> },
-    Trial { slice: u32, ends: Instant },
+    Settled {
+        poll: bool,
+        until: Option<Instant>,
+    },
+    Trial {
+        slice: u32,
+        ends: Instant,
+    },
 }
 
 #[derive(Debug)]

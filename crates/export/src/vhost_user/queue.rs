@@ -505,7 +505,7 @@ impl Core {
         if let Some(noted) = &inflight
             && u32::from(noted.size()) < setup.size
         {
-            return Err(RingError::Size(setup.size));
+            return Err(RingError::Inflight { ring: setup.size, region: noted.size() });
         }
         let (ring, again) = if setup.packed {
             Self::packed(setup, &memory, &mut inflight)?
@@ -535,8 +535,7 @@ impl Core {
         memory: &Rc<GuestMemory>,
         inflight: &mut Option<Inflight>,
     ) -> Result<(Ring, Vec<Again>), RingError> {
-        let mut ring =
-            SplitRing::new(memory.clone(), setup.parts, setup.size, setup.base as u16, setup.event_idx)?;
+        let mut ring = SplitRing::new(memory.clone(), setup.parts, setup.size, setup.base as u16, setup.event_idx)?;
         let again = inflight.as_mut().map_or_else(Vec::new, |i| i.recover_split(ring.used_index()));
         if !again.is_empty() {
             ring.restore(again.len() as u16);

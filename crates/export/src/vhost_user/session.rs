@@ -123,9 +123,7 @@ impl Session {
     fn call(&self, index: usize, fd: Option<OwnedFd>) -> Call {
         match (fd, &self.channel) {
             (Some(fd), _) => Call::fd(fd),
-            (None, Some(channel)) if self.in_band() => {
-                Call::InBand { channel: channel.clone(), index: index as u16 }
-            }
+            (None, Some(channel)) if self.in_band() => Call::InBand { channel: channel.clone(), index: index as u16 },
             (None, _) => Call::None,
         }
     }
@@ -346,8 +344,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
-        let mut space =
-            config::space(&self.device.disk, self.shape, self.device.write_back.load(Ordering::Relaxed));
+        let mut space = config::space(&self.device.disk, self.shape, self.device.write_back.load(Ordering::Relaxed));
         // Front ends ask for as much as they know of; what lies beyond our fields is zero.
         let (offset, end) = (offset as usize, offset as usize + size as usize);
         space.resize(space.len().max(end), 0);
@@ -357,7 +354,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_config(&mut self, offset: u32, buf: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
         let at = config::WCE_OFFSET.checked_sub(offset as usize);
         let Some(byte) = at.and_then(|at| buf.get(at)) else {
-            return Err(self.refuse(format_args!("the guest writes {} bytes at {offset} of its configuration", buf.len())));
+            return Err(
+                self.refuse(format_args!("the guest writes {} bytes at {offset} of its configuration", buf.len()))
+            );
         };
         if self.features & config::F_CONFIG_WCE == 0 {
             return Err(self.refuse(format_args!("the write cache is switched, but CONFIG_WCE was not negotiated")));
@@ -388,12 +387,12 @@ impl VhostUserBackendReqHandlerMut for Session {
         let packed = self.features & config::F_PACKED != 0;
         let need = inflight::queue_bytes(size, packed) * u64::from(queues);
         if queues == 0 || size == 0 || inflight.mmap_size < need {
-            return Err(self.refuse(format_args!(
-                "in-flight region of {} bytes for {queues} queues of {size} entries",
-                { inflight.mmap_size }
-            )));
+            return Err(self
+                .refuse(format_args!("in-flight region of {} bytes for {queues} queues of {size} entries", {
+                    inflight.mmap_size
+                })));
         }
-        let region = InflightRegion::map(file.into(), inflight.mmap_offset, inflight.mmap_size, queues, size);
+        let region = InflightRegion::map(file.into(), inflight.mmap_offset, inflight.mmap_size, queues);
         self.inflight = Some(region.map_err(|e| self.refuse(format_args!("in-flight region: {e}")))?);
         Ok(())
     }

@@ -91,9 +91,15 @@ impl Drop for Listener {
 pub enum Next {
     Gone,
     /// Taken here: a kick by message.
-    Kick { index: u32, reply: bool },
+    Kick {
+        index: u32,
+        reply: bool,
+    },
     /// Taken here: the back channel's descriptor.
-    BackChannel { fd: Option<OwnedFd>, reply: bool },
+    BackChannel {
+        fd: Option<OwnedFd>,
+        reply: bool,
+    },
     /// Still on the socket.
     Other,
 }

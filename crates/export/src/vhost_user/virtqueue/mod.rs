@@ -42,6 +42,8 @@ pub struct Head {
 pub enum RingError {
     #[error("ring size {0} (a split ring's is a power of two, a packed one's any number, at most 32768)")]
     Size(u32),
+    #[error("ring size {ring}, and the in-flight region has room for {region}")]
+    Inflight { ring: u32, region: u16 },
     #[error("available index {index} is more than the ring's size ahead of {next}")]
     AvailIndex { index: u16, next: u16 },
     #[error("descriptor index {index} is beyond the table of {size}")]
