@@ -1,7 +1,10 @@
 # shellcheck shell=bash
 # Shared by setup, tool, uml and qemu. Source it; it runs nothing.
 
-cache=${BLOCKYARD_TOOLS:-${XDG_CACHE_HOME:-$HOME/.cache}/blockyard}
+# Root's is the machine's: what root runs as another user (`make demo` does) must reach it.
+cache=/var/cache/blockyard
+((EUID == 0)) || cache=${XDG_CACHE_HOME:-$HOME/.cache}/blockyard
+cache=${BLOCKYARD_TOOLS:-$cache}
 tree=$cache/tree
 
 # Raised by hand when a part's recipe changes: `setup` then builds it anew.

@@ -14,7 +14,7 @@ use clap::{CommandFactory, Parser};
 use cli::{Bench, Cli, Command};
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = Cli::try_parse().unwrap_or_else(|e| refuse(&e));
     start_log(cli.log);
     let result = match cli.command {
         Command::Serve(options) => serve::run(&options),
@@ -34,6 +34,20 @@ fn main() -> ExitCode {
             ExitCode::from(status)
         }
     }
+}
+
+/// Help and version as clap has them; a mistake as one line, like every other error of ours.
+fn refuse(error: &clap::Error) -> ! {
+    use clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand;
+    if !error.use_stderr() || error.kind() == DisplayHelpOnMissingArgumentOrSubcommand {
+        error.exit();
+    }
+    let text = error.render().to_string();
+    let parts = text.trim_start_matches("error: ").split("\n\n");
+    let parts = parts.take_while(|p| !p.starts_with("Usage:") && !p.starts_with("For more information"));
+    let parts: Vec<_> = parts.map(|p| p.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
+    eprintln!("blockyard: {} (see --help)", parts.join("; "));
+    std::process::exit(2)
 }
 
 /// What ends the program: one line for a person, and the exit status.

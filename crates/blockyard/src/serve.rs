@@ -19,12 +19,12 @@ use crate::{Failure, inherited};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let config = read(options).map_err(Failure::usage)?;
+    for disk in &config.disks {
+        check(disk).map_err(Failure::usage)?;
+    }
     if options.check_config {
         println!("configuration is good: {} disks", config.disks.len());
         return Ok(());
-    }
-    for disk in &config.disks {
-        check(disk).map_err(Failure::usage)?;
     }
     // Before any thread, so that signals reach none of them but the one that waits.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
@@ -144,8 +144,10 @@ impl Yard {
             return tracing::error!("not reloaded: {e:#}");
         }
         let gone: Vec<_> = self.disks.extract_if(.., |d| !config.disks.contains(&d.args)).collect();
+        let mut old = Vec::new();
         for serving in gone {
             tracing::info!(disk = serving.disk.name(), "removed or changed by the configuration: closing it");
+            old.push(serving.args.clone());
             serving.close(&self.reactors);
         }
         for serving in &self.disks {
@@ -155,9 +157,22 @@ impl Yard {
             if self.disks.iter().any(|d| d.args == args) {
                 continue;
             }
+            let name = args.name();
             if let Err(e) = self.open(args) {
                 tracing::error!("{e:#}");
+                if let Some(at) = old.iter().position(|o| o.name() == name) {
+                    self.restore(old.swap_remove(at));
+                }
             }
+        }
+    }
+
+    /// A changed disk cannot be opened: it is served as before, until the next reload.
+    fn restore(&mut self, args: DiskArgs) {
+        let name = args.name();
+        match self.open(args) {
+            Ok(()) => tracing::warn!(disk = name, "it is served as before"),
+            Err(e) => tracing::error!(disk = name, "nor can it be served as before: {e:#}"),
         }
     }
 

@@ -146,9 +146,10 @@ impl<S: Storage> Backend<S> {
         }
     }
 
-    pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool, durable: bool) -> io::Result<()> {
+    /// Durable after a flush.
+    pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         match self {
-            Backend::Raw(raw) => raw.write_zeroes(offset, len, unmap, durable).await,
+            Backend::Raw(raw) => raw.write_zeroes(offset, len, unmap).await,
             Backend::Null => Ok(()),
             Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),
         }

@@ -6,7 +6,7 @@
 use std::cell::RefCell;
 use std::io;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -37,6 +37,10 @@ pub struct Disk {
     source: Source,
     capacity: AtomicU64,
     flushes: FlushGroup,
+    /// Writes go through the host's page cache, which may lose them later.
+    cached: bool,
+    /// A write was acknowledged that no sync has covered yet.
+    unsynced: AtomicBool,
     /// Why nothing is written any more: see [`Failure::Poisoned`].
     poisoned: OnceLock<String>,
 }
@@ -44,7 +48,9 @@ pub struct Disk {
 impl Disk {
     pub fn new(options: DiskOptions, source: Source) -> Self {
         let capacity = AtomicU64::new(source.capacity());
-        Disk { options, source, capacity, flushes: FlushGroup::default(), poisoned: OnceLock::new() }
+        let cached = matches!(&source, Source::File(file) if !file.direct());
+        let (flushes, unsynced, poisoned) = Default::default();
+        Disk { options, source, capacity, flushes, cached, unsynced, poisoned }
     }
 
     pub fn options(&self) -> &DiskOptions {
@@ -77,9 +83,31 @@ impl Disk {
         self.poisoned.get().map(String::as_str)
     }
 
-    fn poison(&self, error: &io::Error) {
+    /// Notes an acknowledged write. Read far more often than written: reactors do not fight over it.
+    #[inline]
+    fn note_unsynced(&self) {
+        if !self.unsynced.load(Ordering::SeqCst) {
+            self.unsynced.store(true, Ordering::SeqCst);
+        }
+    }
+
+    /// Whether a durable write that failed may have taken other writes with it, unseen by the next sync: it ends in a sync,
+    /// and the kernel tells of a lost page, or the device of its lost cache, only once.
+    fn taken_along(&self, error: &io::Error) -> bool {
+        let unsynced = self.unsynced.load(Ordering::SeqCst);
+        match Failure::of(error) {
+            // Refused before anything was done.
+            _ if error.kind() == io::ErrorKind::InvalidInput => false,
+            Failure::Unsupported => false,
+            // The write's own, except that a page cache may find out late that there is no room.
+            Failure::NoSpace => self.cached && unsynced,
+            _ => self.cached || unsynced,
+        }
+    }
+
+    fn poison(&self, what: &str, error: &io::Error) {
         let reason = format!(
-            "a flush failed ({error}): writes acknowledged since the last good flush may be lost, so this disk takes no more \
+            "{what} failed ({error}): writes acknowledged since the last good flush may be lost, so this disk takes no more \
              writes until its image is opened anew"
         );
         if self.poisoned.set(reason).is_ok() {
@@ -131,7 +159,7 @@ impl Served<UringFile> {
 
     fn open(handle: &Handle, disk: &Arc<Disk>) -> io::Result<Self> {
         let backend = match &disk.source {
-            Source::File(file) => Backend::Raw(Raw::new(UringFile::new(handle, file.fd().clone())?, file.clone())),
+            Source::File(file) => Backend::Raw(Raw::new(UringFile::new(handle, file.fd().clone())?, file)),
             Source::Null { .. } => Backend::Null,
             Source::Ram(memory) => Backend::Ram(Ram::new(memory)),
         };
@@ -163,7 +191,7 @@ impl<S: Storage> Served<S> {
                 let segments = std::mem::take(&mut request.segments);
                 let (segments, result) = self.perform(op, request.offset, len, segments).await;
                 request.segments = segments;
-                result.map_err(|e| self.failure(op, request.offset, &e))
+                result.map_err(|e| self.failure(op, request.offset, &e)).and_then(|()| self.still_good(op))
             }
             Err(failure) => Err(failure),
         };
@@ -195,7 +223,13 @@ impl<S: Storage> Served<S> {
         if self.disk.options.read_only && request.op != Op::Flush {
             return Err(Failure::ReadOnly);
         }
-        if self.disk.poisoned().is_some() { Err(Failure::Poisoned) } else { Ok(()) }
+        self.still_good(request.op)
+    }
+
+    /// On a poisoned disk only reads are answered Ok, also when they were on their way before.
+    #[inline]
+    fn still_good(&self, op: Op) -> Status {
+        if op != Op::Read && self.disk.poisoned().is_some() { Err(Failure::Poisoned) } else { Ok(()) }
     }
 
     #[inline]
@@ -211,14 +245,31 @@ impl<S: Storage> Served<S> {
         let keeps = !self.disk.options.cache.ignores_flush();
         match op {
             Op::Read => self.backend.read(segments, offset).await,
-            Op::Write { fua } => self.backend.write(segments, offset, fua && keeps).await,
+            Op::Write { fua } => self.write(segments, offset, fua && keeps).await,
             Op::Flush if !keeps || self.disk.options.read_only => (segments, Ok(())),
             Op::Flush => (segments, self.flush().await),
             Op::Discard => (segments, self.backend.discard(offset, len).await),
-            Op::WriteZeroes { unmap, fua } => {
-                (segments, self.backend.write_zeroes(offset, len, unmap, fua && keeps).await)
-            }
+            Op::WriteZeroes { unmap, fua } => (segments, self.write_zeroes((offset, len), unmap, fua && keeps).await),
         }
+    }
+
+    #[inline]
+    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
+        let (segments, result) = self.backend.write(segments, offset, durable).await;
+        match &result {
+            Ok(()) if !durable => self.disk.note_unsynced(),
+            Err(e) if durable && self.disk.taken_along(e) => self.disk.poison("a durable write", e),
+            _ => {}
+        }
+        (segments, result)
+    }
+
+    async fn write_zeroes(&self, (offset, len): (u64, u64), unmap: bool, durable: bool) -> io::Result<()> {
+        self.backend.write_zeroes(offset, len, unmap).await?;
+        self.disk.note_unsynced();
+        // Zeroed ranges are metadata, which only a sync makes durable: the group's, for a sync beside it could take its
+        // error away.
+        if durable { self.flush().await } else { Ok(()) }
     }
 
     async fn flush(&self) -> io::Result<()> {
@@ -229,9 +280,11 @@ impl<S: Storage> Served<S> {
                 if self.disk.poisoned().is_some() {
                     return Err(io::Error::other("the disk is poisoned"));
                 }
+                // Before the sync begins: what is acknowledged from here on it may not cover.
+                self.disk.unsynced.swap(false, Ordering::SeqCst);
                 let result = self.backend.flush().await;
                 if let Err(e) = &result {
-                    self.disk.poison(e);
+                    self.disk.poison("a flush", e);
                 }
                 result
             })
@@ -268,3 +321,6 @@ fn once_a_second() -> bool {
     let last = LAST.load(Ordering::Relaxed);
     now >= last + 1000 && LAST.compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
 }
+
+#[cfg(test)]
+mod tests;

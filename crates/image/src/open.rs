@@ -5,12 +5,19 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use blockyard_ring::host::{self, Geometry, Lock};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::cache::CacheMode;
 use crate::range_lock::RangeLock;
+
+/// How long the lock of a killed process may linger; how long a holder must live to be believed in (the kill may be on its
+/// way); and how often to look.
+const LINGER: Duration = Duration::from_secs(1);
+const GLANCE: Duration = Duration::from_millis(50);
+const LINGER_STEP: Duration = Duration::from_millis(10);
 
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
@@ -40,34 +47,38 @@ pub struct ImageFile {
     geometry: Geometry,
     read_only: bool,
     direct: bool,
+    is_device: bool,
     cache: CacheMode,
-    pub(crate) range_lock: RangeLock,
+    pub(crate) range_lock: Arc<RangeLock>,
 }
 
 impl ImageFile {
     pub fn open(options: &OpenOptions) -> Result<Self, OpenError> {
         let path = options.path.clone();
         let (fd, direct) = open_file(&path, options)?;
-        let io = |operation| {
+        let failed = |operation| {
             let path = path.clone();
             move |source| OpenError::Io { path, operation, source }
         };
         let lock = if options.read_only { Lock::Shared } else { Lock::Exclusive };
-        if !host::lock(&fd, lock).map_err(io("locking it (an OFD lock; network file systems may not have them)"))? {
-            let holders = host::holders(&fd);
-            let holder = if holders.is_empty() { "another process".into() } else { holders.join(", ") };
-            return Err(OpenError::Locked { path, holder });
+        let locked = take_lock(&fd, lock);
+        match locked.map_err(failed("locking it (an OFD lock; network file systems may not have them)"))? {
+            Ok(()) => {}
+            Err(holder) => return Err(OpenError::Locked { path, holder }),
         }
-        let size = host::file_size(&fd).map_err(io("finding its size"))?;
-        let geometry = host::geometry(&fd).map_err(io("reading the geometry of its device"))?;
+        let size = host::file_size(&fd).map_err(failed("finding its size"))?;
+        let geometry = host::geometry(&fd).map_err(failed("reading the geometry of its device"))?;
+        let stat = rustix::fs::fstat(&fd).map_err(io::Error::from).map_err(failed("finding what it is"))?;
+        let is_device = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
         Ok(ImageFile {
             fd: Arc::new(fd),
             size: AtomicU64::new(size),
             geometry,
             read_only: options.read_only,
             direct,
+            is_device,
             cache: options.cache,
-            range_lock: RangeLock::default(),
+            range_lock: Arc::default(),
             path,
         })
     }
@@ -105,6 +116,11 @@ impl ImageFile {
         self.direct
     }
 
+    /// A block device, not a file.
+    pub fn is_device(&self) -> bool {
+        self.is_device
+    }
+
     pub fn cache(&self) -> CacheMode {
         self.cache
     }
@@ -117,8 +133,8 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), Open
     let open = |flags| rustix::fs::open(path, flags, Mode::empty());
     // A FIFO would hang the open below; a folder would say something odd. Look first.
     let stat = rustix::fs::stat(path).map_err(|e| explain(path, e.into()))?;
-    let kind = rustix::fs::FileType::from_raw_mode(stat.st_mode);
-    if !matches!(kind, rustix::fs::FileType::RegularFile | rustix::fs::FileType::BlockDevice) {
+    let kind = FileType::from_raw_mode(stat.st_mode);
+    if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
         let source = io::Error::new(io::ErrorKind::InvalidInput, format!("it is a {kind:?}"));
         return Err(OpenError::Open { path: path.into(), hint: "it must be a regular file or a block device", source });
     }
@@ -134,6 +150,25 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), Open
         }
     }
     open(flags).map(|fd| (fd, false)).map_err(|e| explain(path, e.into()))
+}
+
+/// Locks the file, or says who else has it locked. A process that was killed keeps its lock for a moment, until the kernel
+/// has taken its io_uring apart: as long as no living holder is seen the lock is tried again.
+fn take_lock(fd: &OwnedFd, lock: Lock) -> io::Result<Result<(), String>> {
+    let start = Instant::now();
+    loop {
+        if host::lock(fd, lock)? {
+            return Ok(Ok(()));
+        }
+        let holders = host::holders(fd);
+        let patience = if holders.iter().all(|h| h.leaving) { LINGER } else { GLANCE };
+        if start.elapsed() >= patience {
+            let names: Vec<_> = holders.iter().map(host::Holder::to_string).collect();
+            // None: a process of another user or container, which /proc does not show us.
+            return Ok(Err(if names.is_empty() { "another process".into() } else { names.join(", ") }));
+        }
+        std::thread::sleep(LINGER_STEP);
+    }
 }
 
 fn explain(path: &Path, source: io::Error) -> OpenError {

@@ -3,7 +3,8 @@
 //! In: segments and offsets in bytes, inside `capacity`. Out: one operation on the storage for each request that meets
 //! O_DIRECT's demands; others go through a buffer of our own.
 //! What must hold: a file whose length is no multiple of a sector reads as zeroes up to the end of its last sector, and
-//! grows to it when that sector is written (as QEMU does); a write of part of a block never undoes another write.
+//! grows to it when that sector is written (as QEMU does), never further; a write of part of a block never undoes what
+//! was written to, or zeroed in, its other sectors. (Bytes of one sector that are written at once are in no order.)
 
 use std::io;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use blockyard_ring::{Segments, Storage};
 
 use crate::SECTOR;
 use crate::open::ImageFile;
-use crate::range_lock::RangeLock;
+use crate::range_lock::{RangeGuard, RangeLock};
 
 /// Zeroes are written in pieces of this many bytes where the host has no cheaper way.
 const ZERO_CHUNK: u64 = 1 << 20;
@@ -41,23 +42,26 @@ impl RawShape {
     }
 }
 
-/// A raw image on one reactor.
+/// A raw image on one reactor. Clones, and those made of one file, are the same image: they share the lock.
+#[derive(Clone)]
 pub struct Raw<S> {
     storage: S,
     shape: RawShape,
-    file: Option<Arc<ImageFile>>,
-    own_lock: RangeLock,
+    /// What zeroing and discarding are to be multiples of: a block device refuses parts of its logical blocks.
+    unit: u64,
+    lock: Arc<RangeLock>,
 }
 
 impl<S: Storage> Raw<S> {
     /// The image in `file`, whose descriptor `storage` wraps.
-    pub fn new(storage: S, file: Arc<ImageFile>) -> Self {
-        Raw { storage, shape: RawShape::of(&file), file: Some(file), own_lock: RangeLock::default() }
+    pub fn new(storage: S, file: &ImageFile) -> Self {
+        let unit = if file.is_device() { u64::from(file.geometry().logical_block) } else { 1 };
+        Raw { storage, shape: RawShape::of(file), unit, lock: file.range_lock.clone() }
     }
 
     /// An image on storage that is no host file.
     pub fn on(storage: S, shape: RawShape) -> Self {
-        Raw { storage, shape, file: None, own_lock: RangeLock::default() }
+        Raw { storage, shape, unit: 1, lock: Arc::default() }
     }
 
     /// Reads all of `segments` from `offset`; what lies beyond the end of the file is zeroes.
@@ -91,20 +95,33 @@ impl<S: Storage> Raw<S> {
 
     /// Gives space back to the host; a hint, so a host that cannot is no error.
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
-        match self.storage.discard(offset, len).await {
+        let (start, end) = self.whole_units(offset, len);
+        if start >= end {
+            return Ok(());
+        }
+        let _guard = self.hold_parts(start, end - start).await;
+        match self.storage.discard(start, end - start).await {
             Err(e) if e.kind() == io::ErrorKind::Unsupported => Ok(()),
             done => done,
         }
     }
 
-    /// Zeroes; `unmap`: the host may have the space back.
-    pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool, durable: bool) -> io::Result<()> {
-        match self.storage.zero(offset, len, unmap).await {
-            Err(e) if e.kind() == io::ErrorKind::Unsupported => self.write_zero_bytes(offset, len, durable).await,
-            // A range handed to the file system is metadata: only a sync makes it durable.
-            Ok(()) if durable => self.storage.sync().await,
-            done => done,
+    /// Zeroes; `unmap`: the host may have the space back. Durable after a flush, like a write.
+    pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        let (start, end) = self.whole_units(offset, len);
+        if start >= end {
+            return self.write_zero_bytes(offset, len).await;
         }
+        let zeroed = {
+            let _guard = self.hold_parts(start, end - start).await;
+            self.storage.zero(start, end - start, unmap).await
+        };
+        match zeroed {
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => return self.write_zero_bytes(offset, len).await,
+            done => done?,
+        }
+        self.write_zero_bytes(offset, start - offset).await?;
+        self.write_zero_bytes(end, offset + len - end).await
     }
 
     pub fn storage(&self) -> &S {
@@ -113,77 +130,294 @@ impl<S: Storage> Raw<S> {
 
     #[inline]
     fn fits(&self, segments: &Segments, offset: u64) -> bool {
-        let shape = self.shape;
-        shape.memory_align == 1
-            || ((offset | segments.len() as u64) & (u64::from(shape.offset_align) - 1) == 0
-                && segments.is_aligned(shape.memory_align as usize))
-    }
-
-    fn lock(&self) -> &RangeLock {
-        self.file.as_ref().map_or(&self.own_lock, |f| &f.range_lock)
+        let RawShape { memory_align, offset_align } = self.shape;
+        (offset | segments.len() as u64) & (u64::from(offset_align) - 1) == 0
+            // Kernels before 6.18 want each piece's length, not only the sum, to be whole blocks.
+            && (memory_align == 1 || segments.is_aligned(memory_align as usize, offset_align as usize))
     }
 
     /// `offset`+`len` widened to whole blocks.
-    fn widen(&self, offset: u64, len: usize) -> (u64, usize) {
-        let align = u64::from(self.shape.offset_align.max(SECTOR as u32));
+    fn widen(&self, offset: u64, len: u64) -> (u64, u64) {
+        let align = u64::from(self.shape.offset_align).max(SECTOR);
         let start = offset & !(align - 1);
-        let end = (offset + len as u64).next_multiple_of(align);
-        (start, (end - start) as usize)
+        (start, (offset + len).next_multiple_of(align) - start)
+    }
+
+    /// The part of a range that consists of whole units, as start and end; none when the start is not below the end.
+    fn whole_units(&self, offset: u64, len: u64) -> (u64, u64) {
+        (offset.next_multiple_of(self.unit), (offset + len) & !(self.unit - 1))
+    }
+
+    /// Holds the range's blocks where a write of one sector rewrites its neighbours.
+    async fn hold_parts(&self, offset: u64, len: u64) -> Option<RangeGuard<'_>> {
+        if !self.shape.splits_sectors() {
+            return None;
+        }
+        let (start, len) = self.widen(offset, len);
+        Some(self.lock.hold(start..start + len).await)
+    }
+
+    /// Fills a buffer from `start`; what lies beyond the end of the file is zeroes.
+    async fn read_blocks(&self, start: u64, len: usize) -> io::Result<Segments> {
+        let (buffer, result) = self.storage.read(Segments::buffer(len), start).await;
+        let n = result?;
+        // A direct read of the last block may bring what the device holds behind the end.
+        buffer.zero(n, len - n);
+        Ok(buffer)
     }
 
     async fn read_through_buffer(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
-        let (start, len) = self.widen(offset, segments.len());
-        let (buffer, result) = self.storage.read(Segments::buffer(len), start).await;
-        if result.is_ok() {
-            // The buffer came zeroed: what the file did not have stays so.
-            segments.copy_from(0, &buffer, (offset - start) as usize, segments.len());
-        }
-        (segments, result.map(|_| ()))
+        let (start, len) = self.widen(offset, segments.len() as u64);
+        let result = self.read_blocks(start, len as usize).await;
+        let result = result.map(|buffer| segments.copy_from(0, &buffer, (offset - start) as usize, segments.len()));
+        (segments, result)
     }
 
     async fn write_with_care(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
-        let (start, len) = self.widen(offset, segments.len());
-        let _guard =
-            if self.shape.splits_sectors() { Some(self.lock().hold(start..start + len as u64).await) } else { None };
+        let (start, len) = self.widen(offset, segments.len() as u64);
+        let whole = len == segments.len() as u64;
+        let care = self.shape.splits_sectors() || !whole;
+        let _guard = if care { Some(self.lock.hold(start..start + len).await) } else { None };
         if self.fits(&segments, offset) {
             let (segments, result) = self.storage.write(segments, offset, durable).await;
             return (segments, result.map(|_| ()));
         }
-        let result = self.write_through_buffer(&segments, offset, (start, len), durable).await;
+        let result = if whole {
+            let buffer = Segments::buffer(len as usize);
+            buffer.copy_from(0, &segments, 0, segments.len());
+            self.storage.write(buffer, start, durable).await.1.map(|_| ())
+        } else {
+            self.modify(&segments, offset, (start, len), durable).await
+        };
         (segments, result)
     }
 
-    async fn write_through_buffer(
+    /// Read-modify-write of the blocks `start`+`len`, which the caller holds.
+    async fn modify(
         &self,
         segments: &Segments,
         offset: u64,
-        (start, len): (u64, usize),
+        (start, len): (u64, u64),
         durable: bool,
     ) -> io::Result<()> {
-        let mut buffer = Segments::buffer(len);
-        if len != segments.len() {
-            let result;
-            (buffer, result) = self.storage.read(buffer, start).await;
-            result?;
-        }
+        let (file_end, block_end) = (self.storage.len().await?, start + len);
+        let buffer = self.read_blocks(start, len as usize).await?;
         buffer.copy_from((offset - start) as usize, segments, 0, segments.len());
-        let (_, result) = self.storage.write(buffer, start, durable).await;
-        result.map(|_| ())
+        self.storage.write(buffer, start, durable).await.1?;
+        let end = file_end.max(offset + segments.len() as u64);
+        if end < block_end {
+            self.take_back(end, block_end).await;
+        }
+        Ok(())
     }
 
-    async fn write_zero_bytes(&self, mut offset: u64, mut len: u64, durable: bool) -> io::Result<()> {
-        let mut zeroes = Segments::buffer(len.min(ZERO_CHUNK) as usize);
+    /// A whole block written at the end of the file has made it `grown` bytes long: the guest's disk is to stay as it is.
+    async fn take_back(&self, end: u64, grown: u64) {
+        let result = match self.storage.len().await {
+            Ok(len) if len == grown => self.storage.set_len(end).await,
+            // Somebody resized it meanwhile: theirs holds.
+            other => other.map(|_| ()),
+        };
+        if let Err(e) = result {
+            tracing::warn!("the image stays {} bytes longer than it was: {e}", grown - end);
+        }
+    }
+
+    async fn write_zero_bytes(&self, mut offset: u64, mut len: u64) -> io::Result<()> {
+        let mut zeroes = Segments::default();
         while len > 0 {
-            let here = len.min(ZERO_CHUNK);
-            if here < zeroes.len() as u64 {
-                zeroes = zeroes.slice(0, here as usize);
+            let here = len.min(ZERO_CHUNK - offset % ZERO_CHUNK);
+            if zeroes.len() as u64 != here {
+                zeroes = Segments::buffer(here as usize);
             }
             let result;
-            (zeroes, result) = self.write(zeroes, offset, durable).await;
+            (zeroes, result) = self.write(zeroes, offset, false).await;
             result?;
             offset += here;
             len -= here;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::{Cell, RefCell};
+    use std::rc::Rc;
+
+    use blockyard_ring::sim::{OpKind, Sim, SimConfig, SimDisk, SimImage};
+    use blockyard_ring::{GuestMemory, Region};
+
+    const DIRECT: RawShape = RawShape { memory_align: 512, offset_align: 512 };
+    const BLOCKS: RawShape = RawShape { memory_align: 512, offset_align: 4096 };
+
+    /// A file whose last block holds what is no part of it, as a device's blocks do; it notes the calls.
+    #[derive(Clone, Default)]
+    struct Junk {
+        bytes: Rc<RefCell<Vec<u8>>>,
+        calls: Rc<RefCell<Vec<String>>>,
+        whole_blocks: u64,
+        resized_to: Rc<Cell<Option<u64>>>,
+    }
+
+    impl Storage for Junk {
+        async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
+            let bytes = self.bytes.borrow();
+            segments.copy_in(0, &vec![0xee; segments.len()]);
+            let n = bytes.len().saturating_sub(offset as usize).min(segments.len());
+            segments.copy_in(0, &bytes[(offset as usize).min(bytes.len())..][..n]);
+            (segments, Ok(n))
+        }
+
+        async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+            self.calls.borrow_mut().push(format!("write {offset}+{} {durable}", segments.len()));
+            let mut bytes = self.bytes.borrow_mut();
+            let end = offset as usize + segments.len();
+            let len = bytes.len().max(end);
+            bytes.resize(len, 0);
+            segments.copy_out(0, &mut bytes[offset as usize..end]);
+            if let Some(len) = self.resized_to.take() {
+                bytes.resize(len as usize, 0);
+            }
+            let n = segments.len();
+            (segments, Ok(n))
+        }
+
+        async fn sync(&self) -> io::Result<()> {
+            self.calls.borrow_mut().push("sync".into());
+            Ok(())
+        }
+
+        async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+            self.calls.borrow_mut().push(format!("discard {offset}+{len}"));
+            self.demand(offset, len)
+        }
+
+        async fn zero(&self, offset: u64, len: u64, _: bool) -> io::Result<()> {
+            self.calls.borrow_mut().push(format!("zero {offset}+{len}"));
+            self.demand(offset, len)?;
+            self.bytes.borrow_mut()[offset as usize..][..len as usize].fill(0);
+            Ok(())
+        }
+
+        async fn set_len(&self, len: u64) -> io::Result<()> {
+            self.bytes.borrow_mut().resize(len as usize, 0);
+            Ok(())
+        }
+
+        async fn len(&self) -> io::Result<u64> {
+            Ok(self.bytes.borrow().len() as u64)
+        }
+    }
+
+    impl Junk {
+        fn of(len: usize) -> Self {
+            Junk { bytes: Rc::new(RefCell::new(vec![7; len])), whole_blocks: 1, ..Junk::default() }
+        }
+
+        fn demand(&self, offset: u64, len: u64) -> io::Result<()> {
+            let whole = (offset | len).is_multiple_of(self.whole_blocks);
+            if whole { Ok(()) } else { Err(io::ErrorKind::InvalidInput.into()) }
+        }
+
+        fn calls(&self) -> Vec<String> {
+            self.calls.take()
+        }
+    }
+
+    fn run<T: 'static>(work: impl Future<Output = T> + 'static) -> T {
+        Sim::new(1).block_on(work).unwrap()
+    }
+
+    async fn take<S: Storage>(raw: &Raw<S>, offset: u64, len: usize) -> Vec<u8> {
+        let (segments, result) = raw.read(Segments::buffer(len), offset).await;
+        result.unwrap();
+        let mut bytes = vec![0; len];
+        segments.copy_out(0, &mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn what_lies_behind_the_end_of_a_file_is_never_seen_nor_written() {
+        for shape in [DIRECT, BLOCKS] {
+            let junk = Junk::of(5000);
+            let raw = Raw::on(junk.clone(), shape);
+            run(async move {
+                let expected: Vec<u8> = [vec![7; 392], vec![0; 120]].concat();
+                assert_eq!(take(&raw, 4608, 512).await, expected, "{shape:?}");
+                raw.write(Segments::from_bytes(&[9; 100]), 4608, false).await.1.unwrap();
+            });
+            let bytes = junk.bytes.take();
+            assert!(!bytes.contains(&0xee), "{shape:?}");
+            assert_eq!((bytes.len(), bytes[4608], bytes[4708]), (5000, 9, 7), "{shape:?}");
+        }
+    }
+
+    #[test]
+    fn a_block_written_whole_at_the_end_lets_the_file_keep_its_length() {
+        let junk = Junk::of(9 * 512);
+        let raw = Raw::on(junk.clone(), BLOCKS);
+        let resized = junk.resized_to.clone();
+        run(async move {
+            raw.write(Segments::from_bytes(&[9; 512]), 4096, true).await.1.unwrap();
+            assert_eq!(raw.storage().len().await.unwrap(), 9 * 512);
+            // A person who resizes the file meanwhile has the last word.
+            resized.set(Some(1 << 20));
+            raw.write(Segments::from_bytes(&[9; 512]), 4096, true).await.1.unwrap();
+            assert_eq!(raw.storage().len().await.unwrap(), 1 << 20);
+        });
+        assert_eq!(junk.calls(), ["write 4096+4096 true"; 2]);
+    }
+
+    #[test]
+    fn a_block_device_is_asked_for_whole_blocks_only() {
+        let junk = Junk { whole_blocks: 4096, ..Junk::of(1 << 16) };
+        let raw = Raw { unit: 4096, ..Raw::on(junk.clone(), RawShape { memory_align: 1, offset_align: 1 }) };
+        let (calls, check) = (junk.clone(), junk.clone());
+        run(async move {
+            raw.discard(512, 12288).await.unwrap();
+            raw.discard(512, 4096).await.unwrap();
+            assert_eq!(calls.calls(), ["discard 4096+8192"]);
+            raw.write_zeroes(512, 12288, true).await.unwrap();
+            assert_eq!(calls.calls(), ["zero 4096+8192", "write 512+3584 false", "write 12288+512 false"]);
+            raw.write_zeroes(20480 + 512, 1024, true).await.unwrap();
+            assert_eq!(calls.calls(), ["write 20992+1024 false"]);
+        });
+        let bytes = check.bytes.take();
+        let zeroes: Vec<usize> = (0..bytes.len()).filter(|&i| bytes[i] == 0).collect();
+        assert_eq!(zeroes, (512..12800).chain(20992..22016).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn zeroes_that_must_be_written_come_in_aligned_pieces() {
+        let disk = SimDisk::new(SimImage::zeroed(8 << 20), SimConfig::new(1));
+        disk.fail(blockyard_ring::sim::Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always());
+        let raw = Raw::on(disk.clone(), BLOCKS);
+        run(async move { raw.write_zeroes(4096, 3 << 20, false).await.unwrap() });
+        let mut pieces: Vec<_> = disk.trace().iter().filter(|t| t.kind == OpKind::Write).map(|t| t.offset).collect();
+        pieces.dedup();
+        assert_eq!(pieces, [4096, 1 << 20, 2 << 20, 3 << 20]);
+    }
+
+    #[test]
+    fn what_fits_o_direct() {
+        let (region, _) = Region::memfd("guest", 0, 0, 1 << 16).unwrap();
+        let memory = Rc::new(GuestMemory::default().with(region).unwrap());
+        let of = |pieces: &[(u64, u64)]| {
+            let mut segments = Segments::default();
+            segments.reset(&memory);
+            pieces.iter().for_each(|&(at, len)| segments.push_guest(at, len).unwrap());
+            segments
+        };
+        let shape = |memory_align, offset_align| Raw::on(Junk::default(), RawShape { memory_align, offset_align });
+        let odd = [(1, 512), (1024, 512)];
+        let torn = [(0, 256), (1024, 768)];
+        assert!(shape(1, 1).fits(&of(&odd), 3));
+        assert!(!shape(512, 512).fits(&of(&odd), 0) && shape(1, 512).fits(&of(&odd), 0));
+        assert!(!shape(4, 512).fits(&of(&torn), 0), "each piece is to be whole blocks");
+        assert!(shape(4, 512).fits(&of(&[(4, 512), (1028, 512)]), 512));
+        assert!(!shape(1, 512).fits(&of(&[(0, 512)]), 100), "memory that may lie anywhere frees no offset");
+        assert!(!shape(512, 4096).fits(&of(&[(0, 512)]), 0));
     }
 }

@@ -44,6 +44,8 @@ struct Inner {
     tasks: RefCell<Vec<Task>>,
     free: RefCell<Vec<TaskId>>,
     ready: RefCell<VecDeque<TaskId>>,
+    /// Ready after the next submit-and-reap, behind what that wakes.
+    after: RefCell<Vec<TaskId>>,
     timers: RefCell<BinaryHeap<Reverse<(Instant, TaskId)>>>,
     current: Cell<TaskId>,
     now: Cell<Instant>,
@@ -69,6 +71,7 @@ impl Executor {
             tasks: RefCell::default(),
             free: RefCell::default(),
             ready: RefCell::default(),
+            after: RefCell::default(),
             timers: RefCell::default(),
             current: Cell::new(NOBODY),
             now: Cell::new(Instant::now()),
@@ -167,9 +170,9 @@ impl Inner {
             // A clone of the waker would be an atomic operation a poll; it is moved out and back instead.
             (future, std::mem::replace(&mut task.waker, Waker::noop().clone()))
         };
-        self.current.set(id);
+        let outer = self.current.replace(id);
         let done = future.as_mut().poll(&mut Context::from_waker(&waker)).is_ready();
-        self.current.set(NOBODY);
+        self.current.set(outer);
         if done {
             // Dropped before the task's place is given away: its drop may wake or spawn others.
             drop(future);
@@ -184,7 +187,7 @@ impl Inner {
     }
 
     fn turn(&self) -> io::Result<()> {
-        let idle = self.ready.borrow().is_empty() && !self.stop.get();
+        let idle = self.ready.borrow().is_empty() && self.after.borrow().is_empty() && !self.stop.get();
         let wait = if idle {
             let next = self.timers.borrow().peek().map(|t| t.0.0);
             Some(next.map(|at| at.saturating_duration_since(Instant::now())))
@@ -192,6 +195,9 @@ impl Inner {
             None
         };
         self.uring.borrow_mut().turn(wait, |task| self.wake(task))?;
+        for id in self.after.borrow_mut().drain(..) {
+            self.wake(id);
+        }
         let now = Instant::now();
         self.now.set(now);
         let mut timers = self.timers.borrow_mut();
@@ -221,7 +227,7 @@ impl Inner {
 
 impl Handle {
     /// Starts a task. It is first polled in the next turn.
-    pub fn spawn(&self, future: impl Future<Output = ()> + 'static) {
+    pub fn spawn(&self, future: impl Future<Output = ()> + 'static) -> TaskId {
         let inner = &*self.0;
         let id = inner.free.borrow_mut().pop().unwrap_or(inner.tasks.borrow().len() as TaskId);
         let waker = Waker::from(Arc::new(TaskWaker { id, remote: inner.remote.clone() }));
@@ -234,6 +240,19 @@ impl Handle {
         }
         drop(tasks);
         inner.wake(id);
+        id
+    }
+
+    /// Wakes a task of this executor.
+    pub fn wake(&self, id: TaskId) {
+        self.0.wake(id);
+    }
+
+    /// Polls a task here and now, inside the task that calls: what it starts is submitted with the caller's own. Not for a
+    /// task that is being polled.
+    #[inline]
+    pub fn poll_now(&self, id: TaskId) {
+        self.0.poll(id);
     }
 
     /// Ends [`Executor::run`] after this turn.
@@ -247,14 +266,14 @@ impl Handle {
         self.0.now.get()
     }
 
-    /// Lets the rest of the ready tasks, and one submit-and-reap, go first.
+    /// Lets all ready tasks, one submit-and-reap, and the tasks that it wakes go first.
     pub async fn yield_now(&self) {
         let mut yielded = false;
         std::future::poll_fn(|_| {
             if std::mem::replace(&mut yielded, true) {
                 return Poll::Ready(());
             }
-            self.0.wake(self.0.current.get());
+            self.0.after.borrow_mut().push(self.0.current.get());
             Poll::Pending
         })
         .await

@@ -42,9 +42,9 @@ pub fn geometry(fd: impl AsFd) -> io::Result<Geometry> {
     let dev = if is_device { stat.st_rdev } else { stat.st_dev };
     let folder = device_folder(dev);
     let folder = folder.as_deref();
-    let (direct_memory, direct_offset) = direct_alignment(fd.as_fd()).unwrap_or((512, 512));
     let read = |name: &str| folder.and_then(|f| read_number(&f.join(name))).unwrap_or(0);
     let logical = read("queue/logical_block_size").max(512);
+    let (direct_memory, direct_offset) = direct_alignment(fd.as_fd()).unwrap_or((logical, logical));
     let mut geometry = Geometry {
         logical_block: logical,
         physical_block: read("queue/physical_block_size").max(logical),
@@ -153,26 +153,47 @@ pub fn inherited(number: i32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
-/// Who else has the file open, as "name (pid N)", as far as /proc lets us see: for the message to a person.
-pub fn holders(fd: impl AsFd) -> Vec<String> {
+/// A process that has a file locked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holder {
+    pub pid: u32,
+    pub name: String,
+    /// It is on its way out (killed): its locks fall by themselves.
+    pub leaving: bool,
+}
+
+impl std::fmt::Display for Holder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} (pid {})", self.name, self.pid)
+    }
+}
+
+/// Who has the file locked, this process included, as far as /proc lets us see: for the message to a person.
+pub fn holders(fd: impl AsFd) -> Vec<Holder> {
     let Ok(ours) = rustix::fs::fstat(fd.as_fd()) else { return Vec::new() };
-    let me = std::process::id();
     let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
     let pids = processes.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
+    let locks = |fd: &std::fs::DirEntry, pid: u32| {
+        use std::os::unix::fs::MetadataExt;
+        let same = std::fs::metadata(fd.path()).is_ok_and(|m| m.dev() == ours.st_dev && m.ino() == ours.st_ino);
+        // The kernel tells there which locks came through this very descriptor.
+        let info = || std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", fd.file_name().to_string_lossy()));
+        // (flock(2) is another matter, and in nobody's way.)
+        same && info().is_ok_and(|text| text.contains("OFDLCK") || text.contains("POSIX"))
+    };
     let holds = |pid: &u32| {
-        let Ok(fds) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
-        fds.flatten().any(|fd| {
-            std::fs::metadata(fd.path()).is_ok_and(|m| {
-                use std::os::unix::fs::MetadataExt;
-                m.dev() == ours.st_dev && m.ino() == ours.st_ino
-            })
-        })
+        std::fs::read_dir(format!("/proc/{pid}/fd")).is_ok_and(|fds| fds.flatten().any(|fd| locks(&fd, *pid)))
     };
-    let name = |pid: u32| {
-        let comm = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-        format!("{} (pid {pid})", comm.trim())
-    };
-    pids.filter(|pid| *pid != me).filter(holds).map(name).collect()
+    pids.filter(holds).map(holder).collect()
+}
+
+fn holder(pid: u32) -> Holder {
+    const PF_EXITING: u32 = 4;
+    let read = |what: &str| std::fs::read_to_string(format!("/proc/{pid}/{what}")).unwrap_or_default();
+    // proc(5): the name in the second field may hold anything, parentheses too; the flags are the ninth field.
+    let stat = read("stat");
+    let flags = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(6)?.parse::<u32>().ok());
+    Holder { pid, name: read("comm").trim().into(), leaving: flags.is_none_or(|f| f & PF_EXITING != 0) }
 }
 
 #[cfg(test)]
@@ -195,7 +216,12 @@ mod tests {
         assert!(!lock(&b, Lock::Exclusive).unwrap());
         drop(a);
         assert!(lock(&b, Lock::Exclusive).unwrap());
-        assert!(!lock(open(), Lock::Shared).unwrap());
+        let c = open();
+        assert!(!lock(&c, Lock::Shared).unwrap());
+        let names: Vec<_> = holders(&c).iter().map(|h| (h.pid, h.leaving)).collect();
+        assert_eq!(names, [(std::process::id(), false)]);
+        drop(b);
+        assert!(holders(&c).is_empty(), "open, but not locked");
         std::fs::remove_file(&path).unwrap();
     }
 

@@ -4,6 +4,7 @@
 //!   executor   one thread, one io_uring, many tasks          remote    work handed in from other threads
 //!   file       `Storage` over io_uring                       sim       `Storage` over a simulated disk
 //!   memory     guest memory: regions, windows, bounds        segments  what one I/O moves: an iovec and its owner
+//!   fault      shared memory that its owner takes away
 //!   host       locks, geometry, block-device calls, sockets' bits
 //! ```
 //!
@@ -12,6 +13,7 @@
 //! reaped. This is the only crate of the workspace that holds `unsafe`; its public functions are all safe.
 
 pub mod executor;
+mod fault;
 pub mod file;
 pub mod host;
 pub mod memory;
@@ -25,3 +27,4 @@ pub use file::{OpenMode, Storage, UringFile};
 pub use memory::{GuestMemory, MemoryError, Region, Window};
 pub use remote::{Remote, Reply};
 pub use segments::{AlignedBuf, Segments};
+pub use uring::TaskId;

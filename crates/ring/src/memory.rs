@@ -8,7 +8,8 @@
 //!   (a request in flight) keeps its mappings alive, so a region can go while I/O to it is on the way.
 //! - Another process writes this memory at any time. Every access is a volatile or atomic one, and nothing read here is
 //!   ever trusted to read the same twice: callers copy first and check the copy.
-//! - A file that is shorter than its region would turn an access into SIGBUS: it is refused when it is mapped.
+//! - A file that is shorter than its region would turn an access into SIGBUS: it is refused when it is mapped; one that
+//!   is cut short later costs its owner the region (see `fault`).
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
@@ -16,6 +17,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 
 use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::fault::Guard;
 
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
@@ -39,6 +42,7 @@ pub enum MemoryError {
 struct Mapping {
     base: NonNull<u8>,
     map_len: usize,
+    fault: Option<Guard>,
 }
 
 // SAFETY: a mapping is plain shared memory; all access goes through volatile or atomic operations on bounds that were
@@ -49,6 +53,7 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        self.fault = None;
         // SAFETY: base and map_len are what mmap returned and was given; nobody holds a pointer into the mapping, because
         // every Window and Segments holds the Arc<Region> that owns this.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.map_len) };
@@ -100,7 +105,8 @@ impl Region {
         }
         .map_err(io)?;
         let base = NonNull::new(ptr.cast()).ok_or_else(bad)?;
-        Ok(Region { mapping: Mapping { base, map_len }, skip, guest, user, len })
+        let mapping = Mapping { base, map_len, fault: Some(Guard::new(base, map_len)) };
+        Ok(Region { mapping, skip, guest, user, len })
     }
 
     /// Memory of our own for `len` bytes, in a memfd that can be handed to a peer.
@@ -347,6 +353,31 @@ mod tests {
         }
         assert!(matches!(memory.without(0, 0x1000), Err(MemoryError::NoSuchRegion { .. })));
         assert_eq!(memory.without(0, 0x4000).unwrap().regions().len(), 1);
+    }
+
+    #[test]
+    fn a_file_cut_short_reads_as_zeroes_from_then_on() {
+        let (region, fd) = Region::memfd("test", 0, 0, 0x3000).unwrap();
+        let memory = GuestMemory::default().with(region).unwrap().with(self::region(0x3000, 0x1000)).unwrap();
+        let (window, other) = (memory.window(0, 0x3000, 1).unwrap(), memory.window(0x3000, 16, 1).unwrap());
+        window.write(0x2ffc, b"good");
+        other.write(0, b"safe");
+        rustix::fs::ftruncate(&fd, 0x1000).unwrap();
+        // Other threads' accesses are caught too.
+        std::thread::scope(|s| s.spawn(move || assert_eq!(window.copy_out(0x2ffc), [0; 4])).join()).unwrap();
+        memory.write_byte(0x2000, 7).unwrap();
+        assert_eq!(memory.window(0x2000, 1, 1).unwrap().copy_out(0), [7]);
+        assert_eq!(&other.copy_out(0), b"safe");
+    }
+
+    #[test]
+    fn more_regions_than_a_block_of_the_table_may_fault() {
+        let regions: Vec<_> = (0..200).map(|_| Region::memfd("test", 0, 0, 0x1000).unwrap()).collect();
+        for (region, fd) in regions {
+            rustix::fs::ftruncate(&fd, 0).unwrap();
+            let memory = GuestMemory::default().with(region).unwrap();
+            assert_eq!(memory.window(0, 8, 8).unwrap().copy_out(0), [0; 8]);
+        }
     }
 
     #[test]

@@ -121,10 +121,10 @@ impl Segments {
         self.iov.len()
     }
 
-    /// Whether every entry's address and length are multiples of `align` (a power of two): O_DIRECT's demand.
+    /// Whether every entry's address and length are multiples of these powers of two: O_DIRECT's demand.
     #[inline]
-    pub fn is_aligned(&self, align: usize) -> bool {
-        self.iov.iter().all(|v| (v.iov_base as usize | v.iov_len) & (align - 1) == 0)
+    pub fn is_aligned(&self, address: usize, length: usize) -> bool {
+        self.iov.iter().all(|v| v.iov_base as usize & (address - 1) == 0 && v.iov_len & (length - 1) == 0)
     }
 
     /// The `len` bytes from `offset`, as segments of their own that share the owner.
@@ -221,7 +221,7 @@ mod tests {
         segments.push_guest(0x2000, 0x1000).unwrap();
         segments.push_guest(0x8000, 0x200).unwrap();
         assert_eq!((segments.count(), segments.len()), (2, 0x2200));
-        assert!(segments.is_aligned(512) && !segments.is_aligned(4096));
+        assert!(segments.is_aligned(512, 512) && segments.is_aligned(4096, 512) && !segments.is_aligned(512, 1024));
         assert!(segments.push_guest(0xffff, 2).is_err());
     }
 

@@ -32,7 +32,8 @@ const FILES: u32 = 256;
 
 const CANCEL: u64 = u64::MAX;
 
-pub(crate) type TaskId = u32;
+/// Names a task of an executor.
+pub type TaskId = u32;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum State {

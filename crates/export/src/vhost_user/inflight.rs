@@ -10,7 +10,12 @@ use std::sync::atomic::{Ordering, compiler_fence};
 
 use blockyard_ring::{GuestMemory, MemoryError, Region, Window};
 
+use super::virtqueue::RingError;
+
 const VERSION: u16 = 1;
+
+/// Entries of a queue that are made use of, however large a region is.
+const ENTRIES_MOST: usize = 32768;
 
 /// Offsets in the header and in an entry, in bytes, of the two layouts that the specification gives.
 mod split {
@@ -78,18 +83,21 @@ pub struct InflightRegion {
 impl InflightRegion {
     pub fn map(fd: OwnedFd, offset: u64, len: u64, queues: u16) -> Result<Self, MemoryError> {
         let memory = GuestMemory::default().with(Region::map(fd, offset, 0, 0, len)?)?;
+        // Counters are written whole: an offset that no front end makes up by accident is refused here.
+        memory.window(0, 1, 8)?;
         Ok(InflightRegion { memory, queue_bytes: len / u64::from(queues.max(1)) & !63, queues })
     }
 
     /// The part of one queue; None when the region has none for it.
     pub fn queue(&self, index: u16, is_packed: bool) -> Option<Inflight> {
         let (header, entry) = layout(is_packed);
-        let size = (self.queue_bytes as usize).checked_sub(header)? / entry;
+        let size = ((self.queue_bytes as usize).checked_sub(header)? / entry).min(ENTRIES_MOST);
         if index >= self.queues || size == 0 {
             return None;
         }
-        let window = self.memory.window(u64::from(index) * self.queue_bytes, self.queue_bytes, 8).ok()?;
-        Some(Inflight::new(window, size.min(32768) as u16, is_packed))
+        let len = (header + entry * size) as u64;
+        let window = self.memory.window(u64::from(index) * self.queue_bytes, len, 8).ok()?;
+        Some(Inflight::new(window, size as u16, is_packed))
     }
 }
 
@@ -141,7 +149,7 @@ impl Inflight {
     // Split rings: an entry is the chain's head.
 
     pub fn taken_split(&mut self, head: u16) {
-        self.counter += 1;
+        self.counter = self.counter.wrapping_add(1);
         let at = self.at(head);
         self.window.copy_in(at + split::COUNTER, self.counter.to_le_bytes());
         self.set_inflight(at, true);
@@ -184,7 +192,7 @@ impl Inflight {
             return u16::MAX;
         }
         let first = self.at(entry);
-        self.counter += 1;
+        self.counter = self.counter.wrapping_add(1);
         self.window.copy_in(first + packed::COUNTER, self.counter.to_le_bytes());
         self.store(first + packed::NUM, raw.len() as u16);
         let mut at = entry;
@@ -237,7 +245,10 @@ impl Inflight {
 
     /// Chains that a predecessor left unanswered, oldest first, and the used place (index, wrap). `was_used` looks at the
     /// ring: has the descriptor at this place been marked used under this wrap counter?
-    pub fn recover_packed(&mut self, was_used: impl Fn(u16, bool) -> bool) -> (Vec<PackedChain>, (u16, bool)) {
+    pub fn recover_packed(
+        &mut self,
+        was_used: impl Fn(u16, bool) -> bool,
+    ) -> Result<(Vec<PackedChain>, (u16, bool)), RingError> {
         let old = (self.load(packed::OLD_USED_IDX), self.window.copy_out::<1>(packed::OLD_USED_WRAP)[0] != 0);
         if self.load(packed::USED_IDX) != old.0 && was_used(old.0, old.1) {
             self.commit_packed();
@@ -256,22 +267,29 @@ impl Inflight {
             self.set_inflight(at, false);
             free = self.load(at + packed::NEXT);
         }
-        let chains = self.unanswered().into_iter().map(|entry| self.packed_chain(entry)).collect();
-        (chains, (self.load(packed::USED_IDX), wrap != 0))
+        // No entry is in two chains, so all of them together are bounded.
+        let mut left = self.size;
+        let chains = self.unanswered().into_iter().map(|entry| self.packed_chain(entry, &mut left));
+        let chains = chains.collect::<Result<_, _>>()?;
+        Ok((chains, (self.load(packed::USED_IDX), wrap != 0)))
     }
 
-    fn packed_chain(&self, entry: u16) -> PackedChain {
-        let count = self.load(self.at(entry) + packed::NUM).min(self.size);
-        let mut raw = Vec::new();
+    fn packed_chain(&self, entry: u16, left: &mut u16) -> Result<PackedChain, RingError> {
+        let count = self.load(self.at(entry) + packed::NUM);
+        if count == 0 || count > *left {
+            return Err(RingError::Region("its chains have more descriptors than it has room for, or none"));
+        }
+        *left -= count;
+        let mut raw = Vec::with_capacity(count.into());
         let mut at = entry;
         for _ in 0..count {
             if at >= self.size {
-                break;
+                return Err(RingError::Region("a chain leads out of it"));
             }
             raw.push(self.window.copy_out(self.at(at) + packed::DESC));
             at = self.load(self.at(at) + packed::NEXT);
         }
-        PackedChain { entry, raw }
+        Ok(PackedChain { entry, raw })
     }
 
     // Both.
@@ -362,7 +380,7 @@ mod tests {
         queue.pushed_packed(a);
         queue.publishing_packed(3, true);
         // Killed before the ring's flags were written: `a` is still unanswered.
-        let (chains, used) = region.queue(0, true).unwrap().recover_packed(|_, _| false);
+        let (chains, used) = region.queue(0, true).unwrap().recover_packed(|_, _| false).unwrap();
         assert_eq!(used, (1, true));
         assert_eq!(chains.iter().map(|c| c.entry).collect::<Vec<_>>(), [a, c]);
         assert_eq!(chains[0].raw, [raw(1), raw(2)]);
@@ -370,7 +388,7 @@ mod tests {
         let mut queue = region.queue(0, true).unwrap();
         queue.pushed_packed(a);
         queue.publishing_packed(3, true);
-        let (chains, used) = region.queue(0, true).unwrap().recover_packed(|_, _| true);
+        let (chains, used) = region.queue(0, true).unwrap().recover_packed(|_, _| true).unwrap();
         assert_eq!((used, chains.len()), ((3, true), 1));
         assert_eq!(chains[0].raw, [raw(4), raw(5), raw(6)]);
     }

@@ -9,6 +9,7 @@
 mod channel;
 mod config;
 mod inflight;
+mod log;
 mod notify;
 mod poll;
 mod queue;
@@ -34,6 +35,7 @@ pub use socket::{Listener, SocketError};
 
 use crate::Reactors;
 use channel::BackChannel;
+use log::Log;
 use queue::DeviceState;
 use session::Session;
 use socket::Next;
@@ -79,7 +81,7 @@ impl VhostUser {
         let write_back = AtomicBool::new(disk.options().cache.write_back());
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
         let export = Arc::new(Export {
-            device: Arc::new(DeviceState { disk, write_back }),
+            device: Arc::new(DeviceState { disk, write_back, log: Log::default() }),
             shape,
             tuning,
             reactors,
@@ -140,7 +142,9 @@ pub fn settle(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     for reactor in reactors.all() {
         let disk = disk.clone();
         let settled = reactor.ask(move |handle, reply| match Served::known(&disk) {
-            Some(served) => handle.spawn(async move { reply.send(served.settle().await.is_ok()) }),
+            Some(served) => {
+                handle.spawn(async move { reply.send(served.settle().await.is_ok()) });
+            }
             None => reply.send(true),
         });
         good &= settled.unwrap_or(false);
@@ -154,20 +158,20 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 /// The export's thread.
 fn listen(export: &Arc<Export>, listener: &Listener) {
-    let disk = export.device.disk.name();
+    let (disk, log) = (export.device.disk.name(), &export.device.log);
     while !export.stop.load(Ordering::SeqCst) {
         match listener.accept(export.wake.as_fd()) {
             Ok(Some(stream)) => {
-                tracing::info!(disk, "a front end connected");
+                log.info(disk, None, format_args!("a front end connected"));
                 match serve(export, stream) {
-                    Ok(()) => tracing::info!(disk, "the front end went away; listening again"),
-                    Err(e) => tracing::warn!(disk, "the front end was let go: {e}; listening again"),
+                    Ok(()) => log.info(disk, None, format_args!("the front end went away; listening again")),
+                    Err(e) => log.warn(disk, None, format_args!("the front end was let go: {e}; listening again")),
                 }
             }
             Ok(None) => {}
             Err(e) => {
                 // Out of descriptors, most likely: listening goes on, slowly.
-                tracing::warn!(disk, "accepting a front end failed: {e}");
+                log.warn(disk, None, format_args!("accepting a front end failed: {e}"));
                 std::thread::sleep(std::time::Duration::from_millis(200));
             }
         }
@@ -203,8 +207,11 @@ fn serve(export: &Arc<Export>, stream: UnixStream) -> Result<(), String> {
                     break Err(e.to_string());
                 }
             }
-            Ok(Next::Other) => match handler.handle_request() {
-                Ok(()) | Err(Error::InvalidParam | Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => {}
+            Ok(Next::Other { request }) => match handler.handle_request() {
+                Ok(()) => {}
+                // It would wait for its answer for ever.
+                Err(e) if socket::is_question(request) => break Err(e.to_string()),
+                Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => {}
                 Err(Error::Disconnected) => break Ok(()),
                 Err(e) => break Err(e.to_string()),
             },

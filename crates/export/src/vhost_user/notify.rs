@@ -9,6 +9,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::fs::FileType;
+
 use super::channel::BackChannel;
 
 const SKIP: u32 = 16;
@@ -49,7 +51,18 @@ impl Call {
 }
 
 fn is_pipe(fd: impl AsFd) -> bool {
-    rustix::fs::fstat(fd).is_ok_and(|s| rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::Fifo)
+    kind(fd) == Some(FileType::Fifo)
+}
+
+/// Whether it is of a kind that front ends give to be told by. Others (a file on a network, a terminal) may block whoever
+/// writes to them, or ring without end.
+pub fn is_notifier(fd: impl AsFd) -> bool {
+    // An eventfd is of no kind at all.
+    matches!(kind(fd), Some(FileType::Fifo | FileType::Socket | FileType::Unknown))
+}
+
+fn kind(fd: impl AsFd) -> Option<FileType> {
+    rustix::fs::fstat(fd).ok().map(|s| FileType::from_raw_mode(s.st_mode))
 }
 
 /// When completions are told. Times of 0 tell at once.

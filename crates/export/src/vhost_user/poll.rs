@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 /// How long one look may last, and the pause between requests above which polling is hopeless.
-const LIMIT: Duration = Duration::from_micros(20);
+const LIMIT: Duration = Duration::from_micros(50);
 const SLICE: Duration = Duration::from_millis(4);
 const SLICES: u32 = 8;
 /// What polling must gain to be kept.
@@ -92,7 +92,7 @@ impl Poller {
     }
 
     fn hopeful(&self) -> bool {
-        self.pause < LIMIT.as_nanos() as f64 * 3.0
+        self.pause < LIMIT.as_nanos() as f64 * 2.0
     }
 
     fn step(&mut self, now: Instant, done: u64) {

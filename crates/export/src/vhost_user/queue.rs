@@ -1,7 +1,7 @@
 //! A queue on its reactor: takes chains, hands requests to the disk, publishes answers, tells the guest.
 //!
 //! ```text
-//!   kick ─► run: take up to 4 chains ─► lanes (one task a request) ─► disk
+//!   kick ─► run: take a few chains ─► lanes (one task a request) ─► disk
 //!            ▲   publish, signal once  ◄──────── answers ◄────────────┘
 //!            └── yields after each batch: submit, reap, and the guest works on what it has meanwhile
 //! ```
@@ -11,22 +11,31 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::future::poll_fn;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::Poll;
+use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, Request, Served, Status, Token};
-use blockyard_ring::{GuestMemory, Handle, Remote, Reply, Segments, Signal, UringFile, Watch, park};
+use blockyard_ring::{GuestMemory, Handle, Remote, Reply, Segments, Signal, TaskId, UringFile, Watch, park};
 
 use super::inflight::{Inflight, InflightRegion};
+use super::log::Log;
 use super::notify::{Call, Coalesce, Coalescer};
 use super::poll::{PollMode, Poller};
 use super::request::{Ask, Terms, parse, wire_status};
 use super::virtqueue::{Desc, Head, PackedRing, Ring, RingError, SplitRing};
 
-/// Chains taken before what they ask is submitted and what has completed is told: guest and back end then overlap.
-const BATCH: usize = 4;
+/// Chains taken before what they ask is submitted and what has completed is told. Where storage answers at once (page cache,
+/// memory) small batches let guest and back end overlap; where it takes its time, one submission for all is cheaper.
+const BATCH_AT_ONCE: usize = 8;
+const BATCH_IN_FLIGHT: usize = 64;
+
+/// Requests of one queue that are with the disk at a time, at most: a bound on memory, and more than any disk has use for.
+const MOST_IN_FLIGHT: u32 = 1024;
 
 /// What all queues of a device share, and the control thread changes.
 #[derive(Debug)]
@@ -34,6 +43,7 @@ pub struct DeviceState {
     pub disk: Arc<Disk>,
     /// The guest sees a volatile write cache, and flushes it.
     pub write_back: AtomicBool,
+    pub log: Log,
 }
 
 /// Everything a queue is started with.
@@ -99,7 +109,7 @@ impl QueueHandle {
     }
 
     pub fn set_memory(&self, memory: GuestMemory) {
-        self.with(move |queue| queue.core.borrow_mut().memory = Rc::new(memory));
+        self.with(move |queue| queue.core.borrow_mut().set_memory(Rc::new(memory)));
     }
 
     /// The front end kicked by a message.
@@ -160,7 +170,10 @@ pub struct Queue {
     served: Rc<Served<UringFile>>,
     core: RefCell<Core>,
     idle: RefCell<Vec<Rc<Lane>>>,
+    /// Room for the requests of one batch.
+    requests: RefCell<Vec<Request<ChainToken>>>,
     wake: Signal,
+    /// Requests that are not answered yet; a chain of several ranges has several.
     in_flight: Cell<u32>,
     done: Cell<u64>,
     enabled: Cell<bool>,
@@ -171,9 +184,11 @@ pub struct Queue {
 }
 
 /// A task that carries one request after another.
+#[derive(Default)]
 struct Lane {
     request: Cell<Option<Request<ChainToken>>>,
-    signal: Signal,
+    task: Cell<TaskId>,
+    closed: Cell<bool>,
 }
 
 /// Names the chain that a request belongs to.
@@ -204,6 +219,7 @@ impl Queue {
             served,
             core: RefCell::new(core),
             idle: RefCell::default(),
+            requests: RefCell::default(),
             wake: Signal::new(handle),
             in_flight: Cell::new(0),
             done: Cell::new(0),
@@ -228,6 +244,7 @@ impl Queue {
         self.take_again(again);
         // A predecessor may have published without telling.
         self.core.borrow().call.ring();
+        let mut batch = BATCH_AT_ONCE;
         loop {
             self.wake.clear();
             self.publish();
@@ -235,10 +252,13 @@ impl Queue {
             if stopping && self.in_flight.get() == 0 {
                 break;
             }
-            if !stopping && self.enabled.get() && !self.core.borrow().broken {
-                if self.take(BATCH) > 0 {
+            let takes = self.enabled.get() && self.in_flight.get() < MOST_IN_FLIGHT && !self.core.borrow().broken;
+            if takes && !stopping {
+                if self.take(batch) > 0 {
                     poller.came(self.handle.now());
                     self.handle.yield_now().await;
+                    // Still in flight after a submission and a look: this storage takes its time.
+                    batch = if self.in_flight.get() > 0 { BATCH_IN_FLIGHT } else { BATCH_AT_ONCE };
                     continue;
                 }
                 if self.in_flight.get() == 0
@@ -263,14 +283,14 @@ impl Queue {
     }
 
     /// Looks for chains for at most `limit`; true: there is something to do.
-    async fn look(&self, limit: std::time::Duration) -> bool {
-        let until = std::time::Instant::now() + limit;
+    async fn look(&self, limit: Duration) -> bool {
+        let until = Instant::now() + limit;
         self.core.borrow_mut().ring.disable_kicks();
         while self.core.borrow().unpublished == 0 && self.stopping.borrow().is_none() {
             if self.core.borrow_mut().ring.has_available() {
                 return true;
             }
-            if std::time::Instant::now() >= until {
+            if Instant::now() >= until {
                 return false;
             }
             std::hint::spin_loop();
@@ -284,7 +304,7 @@ impl Queue {
             self.handle.wake_at(due);
         }
         if self.clocked && self.enabled.get() {
-            self.handle.wake_at(std::time::Instant::now() + std::time::Duration::from_micros(100));
+            self.handle.wake_at(Instant::now() + Duration::from_micros(100));
         }
         park().await;
     }
@@ -311,6 +331,7 @@ impl Queue {
     #[inline]
     fn take(self: &Rc<Self>, most: usize) -> usize {
         let mut taken = 0;
+        let mut requests = std::mem::take(&mut *self.requests.borrow_mut());
         while taken < most {
             let popped = {
                 let mut core = self.core.borrow_mut();
@@ -320,7 +341,7 @@ impl Queue {
             match popped {
                 Ok(None) => break,
                 Ok(Some(head)) => {
-                    if let Err(e) = self.begin(head, None) {
+                    if let Err(e) = self.begin(head, None, &mut requests) {
                         self.break_ring(&e);
                         break;
                     }
@@ -332,12 +353,18 @@ impl Queue {
                 }
             }
         }
+        self.dispatch(requests);
         taken
     }
 
-    /// Starts the chain whose descriptors are in the core. `entry`: it is in the in-flight region already.
+    /// Makes requests of the chain whose descriptors are in the core. `entry`: it is in the in-flight region already.
     #[inline]
-    fn begin(self: &Rc<Self>, head: Head, entry: Option<u16>) -> Result<(), RingError> {
+    fn begin(
+        self: &Rc<Self>,
+        head: Head,
+        entry: Option<u16>,
+        requests: &mut Vec<Request<ChainToken>>,
+    ) -> Result<(), RingError> {
         let mut core = self.core.borrow_mut();
         let core = &mut *core;
         if core.pending[usize::from(head.id)].parts > 0 {
@@ -350,7 +377,6 @@ impl Queue {
         let entry = entry.unwrap_or_else(|| core.note_taken(head));
         let mut pending =
             Pending { parts: 1, failed: None, count: head.count, written: 1, status: parsed.status, entry };
-        self.in_flight.set(self.in_flight.get() + 1);
         let arrived = self.handle.now();
         match parsed.ask {
             Ask::One { op, offset, len } => {
@@ -358,37 +384,44 @@ impl Queue {
                     pending.written += len as u32;
                 }
                 core.pending[usize::from(head.id)] = pending;
+                self.in_flight.set(self.in_flight.get() + 1);
                 let token = ChainToken { queue: self.clone(), id: head.id };
-                self.dispatch(Request::new(op, offset, len, segments, arrived, token));
+                requests.push(Request::new(op, offset, len, segments, arrived, token));
             }
             Ask::Ranges { op, ranges } => {
                 pending.parts = ranges.len() as u32;
                 core.pending[usize::from(head.id)] = pending;
+                self.in_flight.set(self.in_flight.get() + pending.parts);
                 for (offset, len) in ranges {
                     let token = ChainToken { queue: self.clone(), id: head.id };
-                    self.dispatch(Request::new(op, offset, len, Segments::default(), arrived, token));
+                    requests.push(Request::new(op, offset, len, Segments::default(), arrived, token));
                 }
             }
             Ask::Now { status, written } => {
                 pending.written = written;
                 core.pending[usize::from(head.id)] = pending;
+                self.in_flight.set(self.in_flight.get() + 1);
                 self.finish(core, head.id, status, segments);
             }
         }
         Ok(())
     }
 
-    /// Gives a request to a lane that has none.
+    /// Gives each request to a lane that has none, and starts it.
     #[inline]
-    fn dispatch(self: &Rc<Self>, request: Request<ChainToken>) {
-        let lane = self.idle.borrow_mut().pop();
-        let lane = lane.unwrap_or_else(|| {
-            let lane = Rc::new(Lane { request: Cell::new(None), signal: Signal::new(&self.handle) });
-            self.handle.spawn(lane.clone().run(Rc::downgrade(self), self.served.clone()));
-            lane
-        });
-        lane.request.set(Some(request));
-        lane.signal.ring();
+    fn dispatch(self: &Rc<Self>, mut requests: Vec<Request<ChainToken>>) {
+        for request in requests.drain(..) {
+            let lane = self.idle.borrow_mut().pop();
+            let lane = lane.unwrap_or_else(|| {
+                let lane = Rc::new(Lane::default());
+                let task = self.handle.spawn(lane.clone().run(Rc::downgrade(self), self.served.clone()));
+                lane.task.set(task);
+                lane
+            });
+            lane.request.set(Some(request));
+            self.handle.poll_now(lane.task.get());
+        }
+        *self.requests.borrow_mut() = requests;
     }
 
     #[inline]
@@ -398,8 +431,12 @@ impl Queue {
 
     #[inline]
     fn finish(&self, core: &mut Core, id: u16, status: Status, mut segments: Segments) {
-        segments.release();
-        core.pool.push(segments);
+        // A chain of many ranges gives back more than it took.
+        if core.pool.len() < MOST_IN_FLIGHT as usize {
+            segments.release();
+            core.pool.push(segments);
+        }
+        self.in_flight.set(self.in_flight.get() - 1);
         let pending = &mut core.pending[usize::from(id)];
         pending.failed = pending.failed.or(status.err());
         pending.parts -= 1;
@@ -412,7 +449,6 @@ impl Queue {
         let _ = core.memory.write_byte(pending.status, wire_status(status));
         let written = if status.is_ok() { pending.written } else { 1 };
         core.push_used(Head { id, count: pending.count }, pending.entry, written);
-        self.in_flight.set(self.in_flight.get() - 1);
         self.done.set(self.done.get() + 1);
         self.wake.ring();
     }
@@ -420,32 +456,34 @@ impl Queue {
     /// Starts what a predecessor left unanswered.
     fn take_again(self: &Rc<Self>, again: Vec<Again>) {
         if !again.is_empty() {
-            tracing::info!(
-                disk = self.device.disk.name(),
-                queue = self.index,
-                "{} requests were in flight when the last back end ended: they are done again",
-                again.len()
+            self.device.log.info(
+                self.device.disk.name(),
+                Some(self.index),
+                format_args!(
+                    "{} requests were in flight when the last back end ended: they are done again",
+                    again.len()
+                ),
             );
         }
+        let mut requests = Vec::new();
         for chain in again {
-            let result = match self.core.borrow_mut().retake(&chain) {
-                Ok(head) => head,
-                Err(e) => return self.break_ring(&e),
-            };
-            if let Err(e) = self.begin(result, Some(chain.entry())) {
-                return self.break_ring(&e);
+            let head = self.core.borrow_mut().retake(&chain);
+            if let Err(e) = head.and_then(|head| self.begin(head, Some(chain.entry()), &mut requests)) {
+                self.break_ring(&e);
+                break;
             }
         }
+        self.dispatch(requests);
     }
 
     /// Stops this queue for good, and says why: once, because a broken ring is never looked at again.
     fn break_ring(&self, error: &RingError) {
         let mut core = self.core.borrow_mut();
         core.broken = true;
-        tracing::warn!(
-            disk = self.device.disk.name(),
-            queue = self.index,
-            "the guest broke its ring, and the queue stops until the guest resets it: {error}"
+        self.device.log.warn(
+            self.device.disk.name(),
+            Some(self.index),
+            format_args!("the guest broke its ring, and the queue stops until the guest resets it: {error}"),
         );
         if let Some(fd) = &core.error {
             let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
@@ -460,7 +498,8 @@ impl Queue {
         }
         core.ring.disable_kicks();
         for lane in self.idle.borrow_mut().drain(..) {
-            lane.signal.ring();
+            lane.closed.set(true);
+            self.handle.wake(lane.task.get());
         }
         if let Some(reply) = self.stopping.borrow_mut().take() {
             reply.send(core.ring.base());
@@ -471,9 +510,12 @@ impl Queue {
 impl Lane {
     async fn run(self: Rc<Self>, queue: std::rc::Weak<Queue>, served: Rc<Served<UringFile>>) {
         loop {
-            self.signal.wait().await;
-            // Rung without a request: the queue retires.
-            let Some(request) = self.request.take() else { return };
+            let next = poll_fn(|_| match self.request.take() {
+                Some(request) => Poll::Ready(Some(request)),
+                None if self.closed.get() => Poll::Ready(None),
+                None => Poll::Pending,
+            });
+            let Some(request) = next.await else { return };
             served.serve(request).await.answer();
             match queue.upgrade() {
                 Some(queue) => queue.idle.borrow_mut().push(self.clone()),
@@ -553,7 +595,8 @@ impl Core {
         if let Some(inflight) = inflight
             && inflight.is_used()
         {
-            let (chains, used) = inflight.recover_packed(|index, wrap| ring.was_used(index, wrap));
+            let (chains, used) = inflight.recover_packed(|index, wrap| ring.was_used(index, wrap))?;
+            // The region's chains have at most 32768 descriptors in all.
             let ahead = chains.iter().map(|c| c.raw.len() as u16).sum();
             ring.restore(used, ahead)?;
             again = chains.into_iter().map(Again::Packed).collect();
@@ -608,6 +651,11 @@ impl Core {
             (Again::Packed(chain), Ring::Packed(ring)) => ring.retake(&chain.raw, &mut self.descs),
             _ => Err(RingError::Id(chain.entry())),
         }
+    }
+
+    fn set_memory(&mut self, memory: Rc<GuestMemory>) {
+        self.ring.set_memory(memory.clone());
+        self.memory = memory;
     }
 
     fn set_call(&mut self, call: Call, coalesce: Coalesce) {

@@ -16,6 +16,8 @@ const HEADER: u64 = 16;
 const ID_LEN: u64 = 20;
 const RANGE: u64 = 16;
 const RANGE_UNMAP: u32 = 1;
+/// Pieces that one operation of the kernel can carry (IOV_MAX).
+const PIECES: usize = 1024;
 
 pub const S_OK: u8 = 0;
 pub const S_IOERR: u8 = 1;
@@ -73,6 +75,9 @@ pub fn parse(head: u16, descs: &[Desc], terms: Terms<'_>, segments: &mut Segment
     let (kind, sector) = (u32_at(&header, 0), u64_at(&header, 8));
     let (data_out, data_in) = (out_len - HEADER, in_len - 1);
     let ask = match kind {
+        // Data of the wrong direction would be passed over without a word.
+        0 if data_out > 0 => Err(Failure::Io),
+        1 if data_in > 0 => Err(Failure::Io),
         0 => transfer(Op::Read, sector, writable, (0, data_in), segments),
         1 => transfer(Op::Write { fua: terms.fua }, sector, readable, (HEADER, data_out), segments),
         4 => Ok(Ask::One { op: Op::Flush, offset: 0, len: 0 }),
@@ -108,10 +113,6 @@ fn transfer(
     }
     let offset = sector.checked_mul(SECTOR).ok_or(Failure::OutOfRange)?;
     gather(segments, descs, skip, len).map_err(|_| Failure::Io)?;
-    // More pieces than one operation can carry: only a guest that means harm has so many regions crossed.
-    if segments.count() > 1024 {
-        return Err(Failure::Io);
-    }
     Ok(Ask::One { op, offset, len })
 }
 
@@ -170,6 +171,10 @@ fn gather(segments: &mut Segments, descs: &[Desc], mut skip: u64, mut len: u64) 
         let take = (here - skip).min(len);
         let bad = blockyard_ring::MemoryError::OutOfRange { addr: desc.addr, len: here };
         segments.push_guest(desc.addr.checked_add(skip).ok_or(bad)?, take)?;
+        // Only a guest that means harm has so many pieces, or regions so small that so many are crossed.
+        if segments.count() > PIECES {
+            return Err(RingError::Pieces(PIECES));
+        }
         skip = 0;
         len -= take;
     }

@@ -21,7 +21,7 @@ use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut
 use super::channel::BackChannel;
 use super::config::{self, QueueShape};
 use super::inflight::{self, InflightRegion};
-use super::notify::Call;
+use super::notify::{self, Call};
 use super::queue::{DeviceState, QueueHandle, QueueSetup};
 use super::{Export, Tuning};
 
@@ -40,6 +40,11 @@ struct Vring {
     error: Option<OwnedFd>,
     enabled: bool,
     running: Option<QueueHandle>,
+}
+
+/// Our own refusal, which the front end hears of: the crate's errors come without an answer.
+fn no() -> Error {
+    Error::ReqHandlerError(std::io::ErrorKind::InvalidInput.into())
 }
 
 /// The session's state; one thread works on it.
@@ -110,34 +115,51 @@ impl Session {
     fn vring(&mut self, index: u32) -> Result<&mut Vring> {
         let queues = self.shape.queues;
         self.vrings.get_mut(index as usize).ok_or_else(|| {
-            tracing::warn!(disk = self.device.disk.name(), "the front end names queue {index} of {queues}");
-            Error::InvalidParam
+            let device = &self.device;
+            device.log.warn(device.disk.name(), None, format_args!("the front end names queue {index} of {queues}"));
+            no()
         })
     }
 
     fn refuse(&self, what: std::fmt::Arguments<'_>) -> Error {
-        tracing::warn!(disk = self.device.disk.name(), "refused: {what}");
-        Error::InvalidParam
+        self.device.log.warn(self.device.disk.name(), None, format_args!("refused: {what}"));
+        no()
     }
 
-    fn call(&self, index: usize, fd: Option<OwnedFd>) -> Call {
-        match (fd, &self.channel) {
+    fn call(&self, index: usize) -> Result<Call> {
+        Ok(match (self.copy(&self.vrings[index].call)?, &self.channel) {
             (Some(fd), _) => Call::fd(fd),
             (None, Some(channel)) if self.in_band() => Call::InBand { channel: channel.clone(), index: index as u16 },
             (None, _) => Call::None,
+        })
+    }
+
+    /// A running queue has descriptors of its own: it may be started anew with the same ones.
+    fn copy(&self, fd: &Option<OwnedFd>) -> Result<Option<OwnedFd>> {
+        let copy = fd.as_ref().map(OwnedFd::try_clone).transpose();
+        copy.map_err(|e| self.refuse(format_args!("copying a descriptor: {e}")))
+    }
+
+    /// A descriptor that may be followed, or written to from a reactor.
+    fn notifier(&self, fd: Option<File>) -> Result<Option<OwnedFd>> {
+        match fd.map(OwnedFd::from) {
+            Some(fd) if !notify::is_notifier(&fd) => {
+                Err(self.refuse(format_args!("a notifier that is no eventfd, pipe or socket")))
+            }
+            fd => Ok(fd),
         }
     }
 
     /// Starts a ring if it is not running; all it needs must have been told.
     fn start(&mut self, index: usize) -> Result<()> {
-        let Some(vring) = self.vrings.get_mut(index) else { return Err(Error::InvalidParam) };
+        let Some(vring) = self.vrings.get_mut(index) else { return Err(no()) };
         if vring.running.is_some() {
             return Ok(());
         }
         let Some(parts) = vring.parts else {
             return Err(self.refuse(format_args!("queue {index} is started before its addresses are set")));
         };
-        let (kick, call, error) = (vring.kick.take(), vring.call.take(), vring.error.take());
+        let kick = vring.kick.take();
         let (size, base, enabled) = (vring.size, vring.base, vring.enabled);
         let guest = |address: u64| {
             self.memory.guest_address(address).ok_or_else(|| {
@@ -145,6 +167,7 @@ impl Session {
             })
         };
         let parts = (guest(parts.0)?, guest(parts.1)?, guest(parts.2)?);
+        let (call, error) = (self.call(index)?, self.copy(&self.vrings[index].error)?);
         let setup = QueueSetup {
             index: index as u16,
             device: self.device.clone(),
@@ -157,7 +180,7 @@ impl Session {
             inflight: self.inflight.clone(),
             kick,
             in_band: self.in_band(),
-            call: self.call(index, call),
+            call,
             error,
             // Without protocol features rings are enabled from the start.
             enabled: enabled || self.features & config::F_PROTOCOL == 0,
@@ -182,11 +205,14 @@ impl Session {
         }
     }
 
-    /// What a guest that knows of no write cache is owed (virtio 1.2, 5.2.5.1): durable writes.
-    fn settle_write_cache(&self) {
-        let told = self.features & (config::F_FLUSH | config::F_CONFIG_WCE) != 0;
-        if !told {
-            self.device.write_back.store(false, Ordering::Relaxed);
+    /// What a guest that cannot flush is owed (virtio 1.2, 5.2.5.2): at first no write cache. Only a driver that takes
+    /// other features than the last one begins anew: front ends repeat SET_FEATURES, and the cache may have been switched.
+    fn settle_write_cache(&self, before: u64) {
+        const TOLD: u64 = config::F_FLUSH | config::F_CONFIG_WCE;
+        if (before ^ self.features) & TOLD != 0 || self.features & TOLD == 0 {
+            let flushes = self.features & config::F_FLUSH != 0;
+            let write_back = flushes && self.device.disk.options().cache.write_back();
+            self.device.write_back.store(write_back, Ordering::Relaxed);
         }
     }
 
@@ -195,6 +221,7 @@ impl Session {
         for vring in &mut self.vrings {
             *vring = Vring::default();
         }
+        self.features = 0;
         self.device.write_back.store(self.device.disk.options().cache.write_back(), Ordering::Relaxed);
     }
 }
@@ -223,8 +250,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         if unknown != 0 {
             return Err(self.refuse(format_args!("features {unknown:#x} were not offered")));
         }
-        self.features = features;
-        self.settle_write_cache();
+        let before = std::mem::replace(&mut self.features, features);
+        self.settle_write_cache(before);
         Ok(())
     }
 
@@ -280,8 +307,9 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let fd = self.notifier(fd)?;
         let vring = self.vring(index.into())?;
-        vring.kick = fd.map(OwnedFd::from);
+        vring.kick = fd;
         // A new kick for a running ring: it is a new start (QEMU does this when it switches to another notifier).
         if let Some(queue) = vring.running.take() {
             vring.base = queue.stop();
@@ -290,24 +318,22 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let fd = fd.map(OwnedFd::from);
-        if self.vring(index.into())?.running.is_some() {
-            let call = self.call(index.into(), fd);
-            if let Some(queue) = &self.vring(index.into())?.running {
-                queue.set_call(call);
-            }
-        } else {
-            self.vring(index.into())?.call = fd;
+        let fd = self.notifier(fd)?;
+        self.vring(index.into())?.call = fd;
+        let call = self.call(index.into())?;
+        if let Some(queue) = &self.vrings[usize::from(index)].running {
+            queue.set_call(call);
         }
         Ok(())
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let fd = self.notifier(fd)?;
+        let error = self.copy(&fd)?;
         let vring = self.vring(index.into())?;
-        let fd = fd.map(OwnedFd::from);
-        match &vring.running {
-            Some(queue) => queue.set_error(fd),
-            None => vring.error = fd,
+        vring.error = fd;
+        if let Some(queue) = &vring.running {
+            queue.set_error(error);
         }
         Ok(())
     }

@@ -12,6 +12,9 @@ use std::path::{Path, PathBuf};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
+const SET_LOG_BASE: u32 = 6;
+const GET_VRING_BASE: u32 = 11;
+const GET_INFLIGHT_FD: u32 = 31;
 pub const SET_BACKEND_REQ_FD: u32 = 21;
 pub const VRING_KICK: u32 = 35;
 const HEADER: usize = 12;
@@ -49,10 +52,13 @@ impl Listener {
             if !std::os::unix::fs::FileTypeExt::is_socket(&meta.file_type()) {
                 return Err(SocketError::NotASocket { path: owned() });
             }
-            if UnixStream::connect(path).is_ok() {
-                return Err(SocketError::Taken { path: owned() });
+            match UnixStream::connect(path) {
+                Ok(_) => return Err(SocketError::Taken { path: owned() }),
+                Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => drop(std::fs::remove_file(path)),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                // Not allowed to ask: it may be alive.
+                Err(source) => return Err(SocketError::Listen { path: owned(), source }),
             }
-            let _ = std::fs::remove_file(path);
         }
         let listener = UnixListener::bind(path).map_err(|source| SocketError::Listen { path: owned(), source })?;
         Ok(Listener { listener, made: Some(owned()) })
@@ -101,7 +107,14 @@ pub enum Next {
         reply: bool,
     },
     /// Still on the socket.
-    Other,
+    Other {
+        request: u32,
+    },
+}
+
+/// Messages that are answered by something else than a status: that cannot say no.
+pub fn is_question(request: u32) -> bool {
+    [SET_LOG_BASE, GET_VRING_BASE, GET_INFLIGHT_FD].contains(&request)
 }
 
 /// Looks at the next message; waits for it.
@@ -133,7 +146,7 @@ pub fn next(stream: &UnixStream) -> io::Result<Next> {
             let fd = take(stream, &mut message[..HEADER + size])?;
             Ok(Next::BackChannel { fd, reply })
         }
-        _ => Ok(Next::Other),
+        _ => Ok(Next::Other { request }),
     }
 }
 

@@ -10,7 +10,7 @@ use std::future::Future;
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 
 use super::media::Media;
 use super::trace::{OpKind, Phase, Trace};
@@ -74,6 +74,8 @@ impl SimDisk {
             answered: BTreeMap::new(),
             faults: Vec::new(),
             trace: Vec::new(),
+            stranded: Vec::new(),
+            given_up: false,
         })))
     }
 
@@ -83,6 +85,17 @@ impl SimDisk {
         let mut inner = self.0.borrow_mut();
         inner.config.power.cut();
         inner.crash()
+    }
+
+    /// With the power off, answers what the cut left without an answer, with errors: so that tasks which may not be
+    /// dropped half-way can end. Whoever judges them looks away.
+    pub fn give_up(&self) {
+        let mut inner = self.0.borrow_mut();
+        assert!(inner.config.power.is_off(), "the power is on");
+        inner.given_up = true;
+        let stranded = std::mem::take(&mut inner.stranded);
+        drop(inner);
+        stranded.into_iter().for_each(Waker::wake);
     }
 
     pub fn is_off(&self) -> bool {
@@ -234,6 +247,9 @@ struct Inner {
     answered: BTreeMap<u64, (Segments, io::Result<usize>)>,
     faults: Vec<Fault>,
     trace: Vec<Trace>,
+    /// Who waits for an answer that will not come, and whether they are told so.
+    stranded: Vec<Waker>,
+    given_up: bool,
 }
 
 impl Inner {
@@ -436,11 +452,17 @@ impl Future for Answer {
         if let Some(answer) = inner.answered.remove(&self.op) {
             return Poll::Ready(answer);
         }
-        let off = inner.config.power.is_off();
-        drop(inner);
-        if !off {
-            cx.waker().wake_by_ref();
+        if inner.given_up {
+            let left = inner.in_flight.iter_mut().find(|o| o.op == self.op);
+            let segments = left.map(|o| std::mem::take(&mut o.segments)).unwrap_or_default();
+            return Poll::Ready((segments, Err(no_power())));
         }
+        if inner.config.power.is_off() {
+            inner.stranded.push(cx.waker().clone());
+            return Poll::Pending;
+        }
+        drop(inner);
+        cx.waker().wake_by_ref();
         Poll::Pending
     }
 }

@@ -11,7 +11,9 @@ mod split;
 pub use packed::PackedRing;
 pub use split::SplitRing;
 
-use blockyard_ring::MemoryError;
+use std::rc::Rc;
+
+use blockyard_ring::{GuestMemory, MemoryError};
 
 /// Longest chain taken, in descriptors: what one operation of the kernel can carry (IOV_MAX), header and status beside.
 pub const MAX_CHAIN: usize = 1026;
@@ -54,10 +56,16 @@ pub enum RingError {
     ChainTooLong { head: u16, max: usize },
     #[error("indirect descriptor at {head}: {what}")]
     Indirect { head: u16, what: &'static str },
+    #[error("the descriptors at {head} are available anew, and not used yet")]
+    Overrun { head: u16 },
+    #[error("the in-flight region is damaged: {0}")]
+    Region(&'static str),
     #[error("descriptor chain at {head}: a readable descriptor follows a writable one")]
     Order { head: u16 },
     #[error("descriptor chain at {head}: {what}")]
     Request { head: u16, what: &'static str },
+    #[error("a request's data is in more than {0} pieces of memory")]
+    Pieces(usize),
     #[error(transparent)]
     Memory(#[from] MemoryError),
 }
@@ -69,6 +77,14 @@ pub enum Ring {
 }
 
 impl Ring {
+    /// The guest's memory has changed: indirect tables are looked for in this one. The ring itself stays where it is.
+    pub fn set_memory(&mut self, memory: Rc<GuestMemory>) {
+        match self {
+            Ring::Split(ring) => ring.set_memory(memory),
+            Ring::Packed(ring) => ring.set_memory(memory),
+        }
+    }
+
     /// Takes the next available chain into `descs` (emptied first).
     #[inline]
     pub fn pop(&mut self, descs: &mut Vec<Desc>) -> Result<Option<Head>, RingError> {

@@ -48,6 +48,8 @@ pub struct PackedRing {
     event_idx: bool,
     avail: Place,
     used: Place,
+    /// Ring entries taken and not given back.
+    taken: u16,
     /// The first used descriptor that is not published: its flags are written last.
     held: Option<(u16, u16)>,
     /// Ring entries pushed since the last decision about a signal.
@@ -89,11 +91,16 @@ impl PackedRing {
             event_idx,
             avail,
             used,
+            taken: 0,
             held: None,
             // As if nothing had been told: see SplitRing.
             told: 1,
             raw: Vec::new(),
         })
+    }
+
+    pub fn set_memory(&mut self, memory: Rc<GuestMemory>) {
+        self.memory = memory;
     }
 
     #[inline]
@@ -130,6 +137,10 @@ impl PackedRing {
         if id >= self.size {
             return Err(RingError::Id(id));
         }
+        if count > self.size - self.taken {
+            return Err(RingError::Overrun { head });
+        }
+        self.taken += count;
         self.avail = place;
         Ok(Some(Head { id, count }))
     }
@@ -157,10 +168,14 @@ impl PackedRing {
 
     /// Goes on from the used place that the in-flight region tells, with `ahead` ring entries taken beyond it.
     pub fn restore(&mut self, (index, wrap): (u16, bool), ahead: u16) -> Result<(), RingError> {
-        if index >= self.size || ahead > self.size {
+        if index >= self.size {
             return Err(RingError::DescIndex { index, size: self.size });
         }
+        if ahead > self.size {
+            return Err(RingError::Region("more descriptors are in flight than the ring has"));
+        }
         self.used = Place { index, wrap };
+        self.taken = ahead;
         self.avail = self.used;
         self.avail.advance(ahead, self.size);
         Ok(())
@@ -217,6 +232,7 @@ impl PackedRing {
             Some(_) => self.desc.store_u16(at + 14, flags, Ordering::Release),
         }
         self.used.advance(head.count, self.size);
+        self.taken -= head.count;
         self.told = self.told.saturating_add(head.count);
     }
 

@@ -59,6 +59,10 @@ impl SplitRing {
         })
     }
 
+    pub fn set_memory(&mut self, memory: Rc<GuestMemory>) {
+        self.memory = memory;
+    }
+
     /// Goes on with `ahead` chains taken beyond the used index: what a predecessor had in flight.
     pub fn restore(&mut self, ahead: u16) {
         self.next_avail = self.next_used.wrapping_add(ahead);

@@ -128,6 +128,37 @@ fn a_cut_leaves_operations_without_an_answer() {
 }
 
 #[test]
+fn given_up_a_disk_answers_all_that_waited() {
+    let disk = SimDisk::new(SimImage::zeroed(DISK), SimConfig::new(3).cut_after(3));
+    let sim = Sim::new(3);
+    let waiting: Vec<_> = (0..4)
+        .map(|i| {
+            let disk = disk.clone();
+            sim.spawn(async move { put(&disk, i * SECTOR as u64, &sectors("a"), true).await })
+        })
+        .collect();
+    let failed = Rc::new(Cell::new(None));
+    let (seen, ended) = (failed.clone(), failed.clone());
+    let work = async move {
+        let mut count = 0;
+        for write in waiting {
+            count += usize::from(write.await.is_err());
+        }
+        seen.set(Some(count));
+    };
+    sim.block_on(work).unwrap_err();
+    disk.give_up();
+    sim.block_on(async move {
+        while ended.get().is_none() {
+            yield_now().await;
+        }
+    })
+    .unwrap();
+    let answered = disk.trace().iter().filter(|t| t.phase == Phase::Answered).count();
+    assert!(answered <= 1 && failed.get() == Some(4 - answered), "{answered} answered, {failed:?} failed");
+}
+
+#[test]
 fn one_cut_kills_all_the_disks_on_a_switch_and_has_many_outcomes() {
     let power = Power::on();
     let disks = [1, 2]

@@ -1,0 +1,66 @@
+# The commands of this project. Plain `make` lists them.
+
+PREFIX ?= /usr/local
+DESTDIR ?=
+CARGO ?= cargo
+CARGO_TARGET_DIR ?= $(CURDIR)/target
+export CARGO_TARGET_DIR
+# Where rustup puts cargo when it is not in the path yet.
+export PATH := $(PATH):$(HOME)/.cargo/bin
+
+binary = $(CARGO_TARGET_DIR)/release/blockyard
+share = $(DESTDIR)$(PREFIX)/share
+units = $(DESTDIR)$(PREFIX)/lib/systemd/system
+
+.PHONY: help demo test bench build lint install uninstall clean
+
+help: ## list these commands
+	@echo "Blockyard: make COMMAND"
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | while IFS='	' read -r c t; do \
+		printf '  %-10s %s\n' "$$c" "$$t"; done
+
+demo: ## boot a User Mode Linux guest on a Blockyard disk, and measure it beside the host and the stock driver
+	@scripts/demo
+
+test: ## install what the tests need, and run all of them
+	@scripts/test
+
+bench: ## measure against the host's file and qemu-storage-daemon; writes docs/benchmarks.md
+	@bench/run
+
+build: ## the program, optimised: target/release/blockyard (3 minutes the first time)
+	@scripts/setup build
+	$(CARGO) build --release --locked
+
+lint: ## format check and clippy
+	@scripts/setup lint
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+
+# Not after `build`: that belongs to the user, and this may be root, who has no cargo.
+install: ## program, man pages, completions, systemd units (PREFIX=/usr/local, DESTDIR=)
+	@test -x $(binary) || { echo "first: make build" >&2; exit 1; }
+	install -Dm755 $(binary) $(DESTDIR)$(PREFIX)/bin/blockyard
+	install -d $(share)/man/man1
+	$(binary) man $(share)/man/man1
+	install -d $(share)/bash-completion/completions $(share)/zsh/site-functions $(share)/fish/vendor_completions.d
+	$(binary) completions bash >$(share)/bash-completion/completions/blockyard
+	$(binary) completions zsh >$(share)/zsh/site-functions/_blockyard
+	$(binary) completions fish >$(share)/fish/vendor_completions.d/blockyard.fish
+	install -d $(units)
+	for unit in blockyard.service blockyard@.service blockyard@.socket; do \
+		sed 's|@bindir@|$(PREFIX)/bin|' contrib/$$unit >$(units)/$$unit; done
+	install -Dm644 contrib/sysusers.conf $(DESTDIR)$(PREFIX)/lib/sysusers.d/blockyard.conf
+	install -Dm644 contrib/tmpfiles.conf $(DESTDIR)$(PREFIX)/lib/tmpfiles.d/blockyard.conf
+	install -Dm644 contrib/blockyard.toml $(share)/doc/blockyard/blockyard.toml
+
+uninstall: ## remove what install put there
+	rm -f $(DESTDIR)$(PREFIX)/bin/blockyard $(share)/man/man1/blockyard.1 $(share)/man/man1/blockyard-*.1 \
+		$(share)/bash-completion/completions/blockyard $(share)/zsh/site-functions/_blockyard \
+		$(share)/fish/vendor_completions.d/blockyard.fish $(units)/blockyard.service $(units)/blockyard@.service \
+		$(units)/blockyard@.socket $(DESTDIR)$(PREFIX)/lib/sysusers.d/blockyard.conf \
+		$(DESTDIR)$(PREFIX)/lib/tmpfiles.d/blockyard.conf
+	rm -rf $(share)/doc/blockyard
+
+clean: ## remove what was built (not the guests' cache: see guests/README.md)
+	$(CARGO) clean

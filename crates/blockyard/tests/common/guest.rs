@@ -1,0 +1,148 @@
+//! A script in a whole guest (see guests/README.md).
+
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::{Folder, SOON, collect, guests, wait};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Uml,
+    Qemu,
+}
+
+/// A guest that runs; dropped, it is ended.
+pub struct Guest {
+    runner: Child,
+    lines: Receiver<String>,
+    errors: Option<std::thread::JoinHandle<String>>,
+    seen: String,
+    end: Instant,
+    /// Holds the script, and QEMU's runner's own folder.
+    folder: Folder,
+}
+
+impl Guest {
+    /// Boots a guest with the disks and other `options` of its runner, and runs a script there. Commands that fail end
+    /// the script (`set -e`). The whole run is to take less than `limit`.
+    #[track_caller]
+    pub fn start<S: Into<OsString>>(
+        kind: Kind,
+        options: impl IntoIterator<Item = S>,
+        script: &str,
+        limit: Duration,
+    ) -> Self {
+        let runner = guests().join(match kind {
+            Kind::Uml => "uml",
+            Kind::Qemu => "qemu",
+        });
+        let folder = Folder::new();
+        let file = folder.join("script");
+        std::fs::write(&file, format!("set -euo pipefail\n{script}\n")).unwrap();
+        let mut command = Command::new(runner);
+        command.args(options.into_iter().map(Into::into));
+        command.arg("--timeout").arg(limit.as_secs().to_string()).arg(file);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        // The runner's own folder goes into ours, for `job`. (UML would put its memory there.)
+        if kind == Kind::Qemu {
+            command.env("TMPDIR", &*folder);
+        }
+        let mut runner = command.spawn().unwrap_or_else(|e| panic!("starting {command:?}: {e}"));
+        let (send, lines) = channel();
+        let out = BufReader::new(runner.stdout.take().unwrap());
+        std::thread::spawn(move || out.lines().map_while(Result::ok).try_for_each(|line| send.send(line)));
+        let errors = Some(collect(runner.stderr.take().unwrap()));
+        // The runner has its own limit, and tells more when that is over: this one is for the runner.
+        Guest { runner, lines, errors, seen: String::new(), end: Instant::now() + limit + SOON, folder }
+    }
+
+    /// A disk option for a vhost-user socket.
+    pub fn vhost(socket: &Path, more: &str) -> [OsString; 2] {
+        let mut disk = OsString::from("vhost=");
+        disk.push(socket);
+        disk.push(more);
+        ["--disk".into(), disk]
+    }
+
+    /// Waits for an output line that begins with `prefix`; the rest of it.
+    #[track_caller]
+    pub fn expect(&mut self, prefix: &str) -> String {
+        loop {
+            match self.line() {
+                Some(line) => {
+                    if let Some(rest) = line.strip_prefix(prefix) {
+                        return rest.to_string();
+                    }
+                }
+                None => {
+                    let failure = self.failure();
+                    panic!("the guest ended before it said {prefix:?}: {failure}");
+                }
+            }
+        }
+    }
+
+    /// What a QEMU guest reads its script from as it boots; once a boot, so after a reset it must be given again.
+    #[track_caller]
+    pub fn job(&self) -> PathBuf {
+        let mut entries = std::fs::read_dir(&*self.folder).unwrap().map(|e| e.unwrap().path().join("job.tar"));
+        entries.find(|job| job.exists()).expect("the runner's folder has a job.tar")
+    }
+
+    /// Whether the guest still runs. Never waits.
+    pub fn running(&mut self) -> bool {
+        self.runner.try_wait().unwrap().is_none()
+    }
+
+    /// Waits for the end, which must be good; all output, from the beginning.
+    #[track_caller]
+    pub fn finish(mut self) -> String {
+        while self.line().is_some() {}
+        let status = wait(&mut self.runner, SOON).expect("the runner ends with its output");
+        assert!(status.success(), "{status}: {}", self.failure());
+        std::mem::take(&mut self.seen)
+    }
+
+    fn line(&mut self) -> Option<String> {
+        match self.lines.recv_timeout(self.end.saturating_duration_since(Instant::now())) {
+            Ok(line) => {
+                self.seen += &line;
+                self.seen.push('\n');
+                Some(line)
+            }
+            Err(RecvTimeoutError::Disconnected) => None,
+            Err(RecvTimeoutError::Timeout) => panic!("the guest's runner does not end:\n{}", self.seen),
+        }
+    }
+
+    fn failure(&mut self) -> String {
+        let errors = self.errors.take().map(|e| e.join().unwrap());
+        format!("\n---- output ----\n{}---- errors ----\n{}", self.seen, errors.unwrap_or_default())
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        if self.runner.try_wait().is_ok_and(|s| s.is_some()) {
+            return;
+        }
+        // It ends the guest and removes its folder.
+        let _ = kill_process(Pid::from_child(&self.runner), Signal::TERM);
+        if wait(&mut self.runner, SOON).is_none() {
+            let _ = self.runner.kill();
+            let _ = self.runner.wait();
+        }
+    }
+}
+
+/// Boots, runs, ends well: the output.
+#[track_caller]
+pub fn run_guest<S: Into<OsString>>(kind: Kind, options: impl IntoIterator<Item = S>, script: &str) -> String {
+    Guest::start(kind, options, script, Duration::from_secs(60)).finish()
+}

@@ -1,0 +1,133 @@
+//! Started by systemd: sockets that listen already, and a service manager that is told (sd_listen_fds(3), sd_notify(3)).
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, run};
+use crate::guest::Guest;
+
+/// The shell moves its standard input and output, which are sockets, to 3 and 4, says so as systemd does, and becomes the
+/// daemon: the process id is right.
+const AS_SYSTEMD: &str = "exec 3<&0 4>&1 1>&2 </dev/null; LISTEN_PID=$$ LISTEN_FDS=2 exec \"$0\" \"$@\"";
+
+struct Manager {
+    folder: Folder,
+    notified: UnixDatagram,
+}
+
+impl Manager {
+    fn new() -> Self {
+        let folder = Folder::new();
+        let notified = UnixDatagram::bind(folder.join("notify")).unwrap();
+        notified.set_read_timeout(Some(SOON)).unwrap();
+        Manager { folder, notified }
+    }
+
+    fn listener(&self, name: &str) -> OwnedFd {
+        UnixListener::bind(self.folder.join(name)).unwrap().into()
+    }
+
+    /// `blockyard ARGS` with the listening sockets `first` and `second` as descriptors 3 and 4.
+    fn command(&self, names: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", AS_SYSTEMD, BLOCKYARD]).env("LISTEN_FDNAMES", names);
+        command.env("NOTIFY_SOCKET", self.folder.join("notify"));
+        command.stdin(Stdio::from(self.listener("first"))).stdout(Stdio::from(self.listener("second")));
+        command
+    }
+
+    #[track_caller]
+    fn next(&self) -> String {
+        let mut bytes = [0; 256];
+        let len = self.notified.recv(&mut bytes).expect("the service manager is told");
+        String::from_utf8_lossy(&bytes[..len]).trim().to_string()
+    }
+
+    /// The capacity of the disk that answers on a socket.
+    fn capacity(&self, name: &str) -> u64 {
+        Guest::connect(&self.folder.join(name)).capacity()
+    }
+}
+
+#[test]
+fn sockets_by_name_and_two_words_to_the_manager() {
+    let manager = Manager::new();
+    let config = manager.folder.join("toml");
+    let disk = |image: &str, fd: &str| format!("[[disk]]\nimage = \"{image}\"\nvhost-user = \"fd:{fd}\"\n");
+    std::fs::write(&config, disk("null:1M", "data") + &disk("null:2M", "root")).unwrap();
+    let mut command = manager.command("root:data");
+    let mut daemon = Daemon::start_with(command.arg("serve").arg("--config").arg(&config).stderr(Stdio::piped()));
+    assert_eq!(manager.next(), "READY=1");
+    assert_eq!((manager.capacity("first"), manager.capacity("second")), (2 << 20, 1 << 20));
+    // Front ends come and go; the socket stays.
+    assert_eq!(manager.capacity("first"), 2 << 20);
+    daemon.signal(Signal::TERM);
+    assert_eq!(manager.next(), "STOPPING=1");
+    assert!(daemon.ended(SOON).success());
+    assert!(manager.folder.join("first").exists(), "the socket is systemd's");
+}
+
+#[test]
+fn a_socket_by_number() {
+    let manager = Manager::new();
+    for (fd, name, mine) in [("fd:3", "first", true), ("fd:4", "second", true), ("fd:4", "first", false)] {
+        for socket in ["first", "second"] {
+            let _ = std::fs::remove_file(manager.folder.join(socket));
+        }
+        let mut command = manager.command("");
+        let mut daemon =
+            Daemon::start_with(command.args(["serve", "null:3M", "--vhost-user", fd]).stderr(Stdio::piped()));
+        // The stream that holds the command's copies of the sockets.
+        drop(command);
+        assert_eq!(manager.next(), "READY=1");
+        if mine {
+            assert_eq!(manager.capacity(name), 3 << 20);
+        }
+        daemon.signal(Signal::TERM);
+        assert!(daemon.ended(SOON).success());
+        assert_eq!(manager.next(), "STOPPING=1");
+    }
+}
+
+#[test]
+fn sockets_that_are_not_there() {
+    let manager = Manager::new();
+    for (fd, parts) in [
+        ("fd:backup", &["fd:backup", "the sockets passed are called \"root:data\""][..]),
+        ("fd:9", &["fd:9: no listening socket was inherited there"]),
+        ("fd:0", &["fd:0: inherited sockets begin at 3"]),
+        ("fd:-1", &["fd:-1: inherited sockets begin at 3"]),
+    ] {
+        for socket in ["first", "second"] {
+            let _ = std::fs::remove_file(manager.folder.join(socket));
+        }
+        let mut command = manager.command("root:data");
+        let mut daemon =
+            Daemon::start_with(command.args(["serve", "null:1M", "--vhost-user", fd]).stderr(Stdio::piped()));
+        assert_eq!(daemon.ended(SOON).code(), Some(1), "{fd}");
+        daemon.wait_log(parts[0]);
+        let log = daemon.log();
+        assert!(log.lines().count() == 1 && parts.iter().all(|p| log.contains(p)), "{fd}: {log}");
+    }
+    // Meant for another process: a name means nothing.
+    let done = run(
+        Command::new(BLOCKYARD).args(["serve", "null:1M", "--vhost-user", "fd:root"]).envs([
+            ("LISTEN_PID", "1"),
+            ("LISTEN_FDS", "1"),
+            ("LISTEN_FDNAMES", "root"),
+        ]),
+        SOON,
+    );
+    assert_eq!(done.status.code(), Some(1));
+    assert!(done.err.contains("LISTEN_PID is not its own"), "{}", done.err);
+    // A descriptor that is open and does not listen.
+    let mut command = Command::new("sh");
+    command.args(["-c", "exec 3</dev/null \"$0\" serve null:1M --vhost-user fd:3", BLOCKYARD]);
+    let done = run(&mut command, SOON);
+    assert_eq!((done.status.code(), done.err.lines().count()), (Some(1), 1), "{}", done.err);
+    assert!(done.err.contains("no listening socket"), "{}", done.err);
+    manager.notified.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
+    assert!(manager.notified.recv(&mut [0; 64]).is_err(), "READY=1 only when it is true");
+}

@@ -1,0 +1,205 @@
+//! The write cache: what a guest is told of it, how it switches it, and what is durable when.
+
+use std::path::Path;
+
+use blockyard_bench::driver::{feature, request, status};
+use blockyard_ring::{GuestMemory, Region};
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::VhostUserConfigFlags;
+
+use crate::common::{Daemon, Folder};
+use crate::guest::{Guest, pattern};
+
+const PAGE: u64 = 4096;
+
+/// Kilobytes of a file's first `len` bytes that are in the page cache and not on the disk.
+///
+/// As a mapping of it sees them: the kernel counts a page as dirty in smaps when the file's own page is.
+#[track_caller]
+pub fn dirty(path: &Path, len: u64) -> u64 {
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let memory = GuestMemory::default().with(Region::map(&file, 0, 0, 0, len).unwrap()).unwrap();
+    let window = memory.window(0, len, 1).unwrap();
+    for page in 0..len.div_ceil(PAGE) {
+        window.copy_out::<1>((page * PAGE) as usize);
+    }
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let mapping = smaps.split_once(path.to_str().unwrap()).expect("it is mapped").1;
+    let field = |name: &str| {
+        let line = mapping.lines().find_map(|l| l.strip_prefix(name)).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
+    };
+    field("Shared_Dirty:") + field("Private_Dirty:")
+}
+
+const SECTORS: u64 = 128;
+const BYTES: u64 = SECTORS * 512;
+
+struct Setup {
+    folder: Folder,
+    daemon: Daemon,
+}
+
+impl Setup {
+    fn new(mode: &str) -> Self {
+        let folder = Folder::new();
+        let image = folder.image("disk", 1 << 20);
+        let daemon = Daemon::serve(image, &folder.join("s"), &["--cache", mode]);
+        Setup { folder, daemon }
+    }
+
+    fn guest(&self, without: u64) -> Guest {
+        Guest::without(&self.folder.join("s"), without)
+    }
+
+    /// Whether what was written just now is on the disk.
+    #[track_caller]
+    fn durable(&self) -> bool {
+        dirty(&self.folder.join("disk"), BYTES) == 0
+    }
+
+    #[track_caller]
+    fn writes_are_durable(&self, guest: &mut Guest, seed: u64) -> bool {
+        assert_eq!(guest.write(0, &pattern(seed, BYTES as usize)), status::OK);
+        self.durable()
+    }
+}
+
+fn wce(guest: &mut Guest) -> u8 {
+    guest.session.link.connection.config().unwrap().wce
+}
+
+fn switch(guest: &mut Guest, wce: u8) -> bool {
+    let flags = VhostUserConfigFlags::WRITABLE;
+    guest.session.link.connection.frontend().set_config(32, flags, &[wce]).is_ok()
+}
+
+#[test]
+fn modes() {
+    // Told of a write cache; writes durable at once; writes durable after a flush.
+    for (mode, told, at_once, flushed) in [
+        ("none", 1, true, true),
+        ("writeback", 1, false, true),
+        ("unsafe", 1, false, false),
+        ("writethrough", 0, true, true),
+        ("directsync", 0, true, true),
+    ] {
+        let setup = Setup::new(mode);
+        let mut guest = setup.guest(0);
+        assert!(guest.has(feature::FLUSH) && guest.has(feature::CONFIG_WCE), "{mode}");
+        assert_eq!(guest.session.link.config.wce, told, "{mode}");
+        // `dirty` sees the page cache, and O_DIRECT leaves nothing there: for these two modes it says just that.
+        assert_eq!(setup.writes_are_durable(&mut guest, 3), at_once, "{mode}: a write");
+        assert_eq!(guest.flush(), status::OK);
+        assert_eq!(setup.durable(), flushed, "{mode}: a flush");
+        setup.daemon.stop();
+    }
+}
+
+#[test]
+fn zeroes_and_the_cache() {
+    for (mode, at_once) in [("writeback", false), ("writethrough", true)] {
+        let setup = Setup::new(mode);
+        let mut guest = setup.guest(0);
+        guest.write(0, &pattern(1, BYTES as usize));
+        guest.flush();
+        // Half a page: the file system zeroes that in its cache.
+        assert_eq!(guest.ranges(request::WRITE_ZEROES, &[(1, 2, 0)]), status::OK);
+        assert_eq!(setup.durable(), at_once, "{mode}");
+        assert_eq!(guest.flush(), status::OK);
+        assert!(setup.durable(), "{mode}");
+        setup.daemon.stop();
+    }
+}
+
+#[test]
+fn a_guest_switches_the_cache() {
+    let setup = Setup::new("writeback");
+    let mut guest = setup.guest(0);
+    assert!(!setup.writes_are_durable(&mut guest, 1));
+    assert!(switch(&mut guest, 0));
+    assert!(setup.durable(), "what was written before is owed too");
+    assert_eq!(wce(&mut guest), 0);
+    assert!(setup.writes_are_durable(&mut guest, 2), "no write cache: durable at once");
+    assert!(switch(&mut guest, 1));
+    assert_eq!(wce(&mut guest), 1);
+    assert!(!setup.writes_are_durable(&mut guest, 3));
+    switch(&mut guest, 0);
+    guest.leave();
+    // The next guest finds the disk as its owner set it up.
+    let mut guest = setup.guest(0);
+    assert_eq!(guest.session.link.config.wce, 1);
+    assert!(!setup.writes_are_durable(&mut guest, 4));
+    setup.daemon.stop();
+}
+
+#[test]
+fn a_guest_may_take_a_cache_that_its_owner_did_not_mean_it_to_have() {
+    // As in QEMU: cache=writethrough is where a guest begins.
+    let setup = Setup::new("writethrough");
+    let mut guest = setup.guest(0);
+    assert!(switch(&mut guest, 1));
+    assert!(!setup.writes_are_durable(&mut guest, 1));
+    assert_eq!(guest.flush(), status::OK);
+    assert!(setup.durable());
+    setup.daemon.stop();
+}
+
+#[test]
+fn guests_that_know_less() {
+    for (without, durable) in [
+        // Cannot flush: virtio 1.2, 5.2.5.2, the cache begins as off. Whether it could switch it makes no difference.
+        (feature::FLUSH | feature::CONFIG_WCE, true),
+        (feature::FLUSH, true),
+        // Flushes, and has no word for the cache's state.
+        (feature::CONFIG_WCE, false),
+    ] {
+        let setup = Setup::new("writeback");
+        let mut guest = setup.guest(without);
+        let names = feature::names(without);
+        assert_eq!(setup.writes_are_durable(&mut guest, 5), durable, "without {names}");
+        assert_eq!(wce(&mut guest), u8::from(!durable), "without {names}");
+        assert_eq!(guest.flush(), status::OK);
+        if without & feature::CONFIG_WCE != 0 {
+            assert!(!switch(&mut guest, 1), "what was not negotiated is refused");
+            assert_eq!(setup.writes_are_durable(&mut guest, 6), durable, "without {names}");
+        }
+        setup.daemon.stop();
+    }
+}
+
+#[test]
+fn a_boot_loader_without_flushes_leaves_no_trace() {
+    let setup = Setup::new("writeback");
+    let mut guest = setup.guest(feature::FLUSH | feature::CONFIG_WCE);
+    assert!(setup.writes_are_durable(&mut guest, 1));
+    // The operating system comes next, on the same connection: it negotiates anew.
+    let connection = &mut guest.session.link.connection;
+    let loader = connection.features;
+    let system = loader | feature::FLUSH | feature::CONFIG_WCE;
+    let set = |guest: &mut Guest, features: u64| {
+        guest.session.link.connection.message(2, &features.to_le_bytes(), &[]).unwrap();
+    };
+    set(&mut guest, system);
+    assert_eq!(wce(&mut guest), 1);
+    assert!(!setup.writes_are_durable(&mut guest, 2));
+    // A front end that says the same again, for reasons of its own, changes nothing.
+    assert!(switch(&mut guest, 0));
+    set(&mut guest, system);
+    assert_eq!(wce(&mut guest), 0);
+    assert!(setup.writes_are_durable(&mut guest, 3));
+    setup.daemon.stop();
+}
+
+#[test]
+fn only_the_cache_byte_can_be_written() {
+    let setup = Setup::new("writeback");
+    let mut guest = setup.guest(0);
+    let flags = VhostUserConfigFlags::WRITABLE;
+    let connection = &mut guest.session.link.connection;
+    let before = connection.config().unwrap();
+    assert!(connection.frontend().set_config(0, flags, &[0xff; 8]).is_err(), "the capacity is not the guest's");
+    assert_eq!(connection.config().unwrap(), before);
+    assert_eq!(guest.read(0, 512).unwrap(), [0; 512]);
+    setup.daemon.stop();
+}

@@ -1,0 +1,189 @@
+//! How a daemon ends: SIGTERM drains and flushes, kill -9 loses nothing that was answered.
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use blockyard_bench::client::workload::Pattern;
+use blockyard_bench::client::{Options, measure};
+use blockyard_bench::driver::{Data, Plan, request, status};
+
+use crate::cache::dirty;
+use crate::common::{Daemon, Folder, SOON, Signal};
+use crate::guest::{ANSWER, Guest, bytes_of, pattern};
+
+const BLOCK: usize = 4096;
+const DEPTH: u16 = 32;
+
+/// Waits for everything in flight; how many answers were good.
+fn drain(guest: &mut Guest) -> usize {
+    let (start, mut good) = (Instant::now(), 0);
+    while guest.queue().in_flight() > 0 {
+        assert!(start.elapsed() < ANSWER, "{} requests were never answered", guest.queue().in_flight());
+        guest.queue().sleep(Some(Duration::from_millis(100))).unwrap();
+        while let Some((_, status)) = guest.queue().reap().unwrap() {
+            good += usize::from(status == status::OK);
+        }
+    }
+    good
+}
+
+#[test]
+fn sigterm_answers_what_is_in_flight() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    let daemon = Daemon::serve(&image, &socket, &["--filter", "delay:write=300ms"]);
+    let mut guest = Guest::connect(&socket);
+    for slot in 0..16 {
+        guest.queue().write_data(slot, &pattern(slot.into(), BLOCK));
+        guest.queue().submit(slot, request::OUT, u64::from(slot) * 8, Data::ToDevice(BLOCK as u32));
+    }
+    guest.queue().publish().unwrap();
+    // They are taken, and wait in the filter.
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(guest.queue().reap().unwrap().is_none());
+    let start = Instant::now();
+    daemon.stop();
+    assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+    assert_eq!(drain(&mut guest), 16);
+    for slot in 0..16 {
+        assert_eq!(bytes_of(&image, slot * BLOCK as u64, BLOCK), pattern(slot, BLOCK), "block {slot}");
+    }
+    assert!(!socket.exists());
+}
+
+/// Writes one block after the other until `over`, and then until nothing more is answered: the blocks answered.
+fn write_until(socket: &Path, over: &AtomicBool) -> Vec<u64> {
+    let mut guest = Guest::with(socket, &Plan { slots: DEPTH, ..Plan::default() });
+    let (mut next, mut answered) = (0, Vec::new());
+    let mut carries = [0; DEPTH as usize];
+    let mut free: Vec<u16> = (0..DEPTH).collect();
+    let mut last = Instant::now();
+    while !over.load(Ordering::Relaxed) || last.elapsed() < Duration::from_millis(300) {
+        for slot in free.drain(..) {
+            guest.queue().write_data(slot, &pattern(next, BLOCK));
+            guest.queue().submit(slot, request::OUT, next * 8, Data::ToDevice(BLOCK as u32));
+            carries[usize::from(slot)] = next;
+            next += 1;
+        }
+        guest.queue().publish().unwrap();
+        guest.queue().sleep(Some(Duration::from_millis(20))).unwrap();
+        while let Some((slot, status)) = guest.queue().reap().unwrap() {
+            assert_eq!(status, status::OK);
+            answered.push(carries[usize::from(slot)]);
+            free.push(slot);
+            last = Instant::now();
+        }
+    }
+    answered
+}
+
+#[test]
+fn sigterm_in_mid_load_keeps_what_was_answered() {
+    for mode in ["none", "writeback"] {
+        let folder = Folder::new();
+        let (image, socket) = (folder.image("disk", 8 << 30), folder.join("s"));
+        let daemon = Daemon::serve(&image, &socket, &["--cache", mode]);
+        let over = AtomicBool::new(false);
+        let answered = std::thread::scope(|scope| {
+            let writer = scope.spawn(|| write_until(&socket, &over));
+            std::thread::sleep(Duration::from_millis(400));
+            let start = Instant::now();
+            daemon.stop();
+            assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+            over.store(true, Ordering::Relaxed);
+            writer.join().unwrap()
+        });
+        assert!(answered.len() > 200, "only {} writes: no load", answered.len());
+        let end = answered.iter().max().unwrap() + 1;
+        assert_eq!(dirty(&image, end * BLOCK as u64), 0, "{mode}: flushed at the end");
+        for block in answered {
+            let found = bytes_of(&image, block * BLOCK as u64, BLOCK);
+            assert!(found == pattern(block, BLOCK), "{mode}: block {block} was answered, and is not in the image");
+        }
+    }
+}
+
+#[test]
+fn sigterm_does_not_wait_for_front_ends() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    let daemon = Daemon::serve(&image, &socket, &[]);
+    let mut idle = Guest::connect(&socket);
+    assert_eq!(idle.flush(), status::OK);
+    // In the queue behind it.
+    let _waiting = UnixStream::connect(&socket).unwrap();
+    daemon.stop();
+
+    // One that stops in the middle of a message, and one in the middle of a handshake.
+    for message in
+        [&[1, 0, 0, 0, 1][..], &[3, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0], &[8, 0, 0, 0, 1, 0, 0, 0, 8, 0, 0, 0, 1]]
+    {
+        let daemon = Daemon::serve(&image, &socket, &[]);
+        let mut half = UnixStream::connect(&socket).unwrap();
+        half.write_all(message).unwrap();
+        std::thread::sleep(Duration::from_millis(50));
+        daemon.stop();
+    }
+}
+
+#[test]
+fn further_signals_while_it_drains() {
+    let folder = Folder::new();
+    let socket = folder.join("s");
+    let mut daemon = Daemon::serve("ram:1M", &socket, &["--filter", "delay:write=300ms"]);
+    let mut guest = Guest::connect(&socket);
+    guest.queue().submit(0, request::OUT, 0, Data::ToDevice(BLOCK as u32));
+    guest.queue().publish().unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    for signal in [Signal::TERM, Signal::HUP, Signal::USR1, Signal::TERM, Signal::INT] {
+        daemon.signal(signal);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(daemon.ended(SOON).success());
+    assert_eq!(drain(&mut guest), 1);
+}
+
+/// Kills a daemon under verified load and starts it again, five times.
+fn killed_again_and_again(packed: bool) {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
+    let options = ["--queues", "2", "--reactors", "2"];
+    let mut daemon = Daemon::serve(&image, &socket, &options);
+    let load = Options {
+        rw: Pattern::Randrw,
+        queues: 2,
+        depth: 16,
+        runtime: 2.5,
+        flush_every: 20,
+        verify: true,
+        reconnect: true,
+        packed,
+        ..Options::for_socket(socket.clone())
+    };
+    let (report, daemon) = std::thread::scope(|scope| {
+        let client = scope.spawn(|| measure(&load));
+        for _ in 0..5 {
+            std::thread::sleep(Duration::from_millis(350));
+            assert!(!client.is_finished(), "the load ended early");
+            daemon.kill();
+            daemon = Daemon::serve(&image, &socket, &options);
+        }
+        (client.join().unwrap().unwrap(), daemon)
+    });
+    assert_eq!((report.errors, report.first_error, report.reconnects), (0, None, 5));
+    assert!(report.verified_blocks > 1000, "{} blocks: no load", report.verified_blocks);
+    daemon.stop();
+}
+
+#[test]
+fn kill_9_under_load_split_rings() {
+    killed_again_and_again(false);
+}
+
+#[test]
+fn kill_9_under_load_packed_rings() {
+    killed_again_and_again(true);
+}

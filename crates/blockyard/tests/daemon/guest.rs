@@ -1,0 +1,110 @@
+//! A guest of one queue: requests one at a time, and the pieces to make its own.
+
+use std::path::Path;
+use std::time::Duration;
+
+use blockyard_bench::driver::{Data, Plan, Queue, Session, SplitRing, feature, request, status};
+
+/// Every answer comes within this, or the daemon hangs.
+pub const ANSWER: Duration = Duration::from_secs(10);
+
+pub struct Guest {
+    pub session: Session<SplitRing>,
+}
+
+impl Guest {
+    /// A present-day guest: all features, a request of up to 256 KiB.
+    #[track_caller]
+    pub fn connect(socket: &Path) -> Self {
+        Self::with(socket, &Plan::default())
+    }
+
+    /// One that takes other features than those of `without`.
+    #[track_caller]
+    pub fn without(socket: &Path, without: u64) -> Self {
+        Self::with(socket, &Plan { wanted: feature::GUEST & !without, ..Plan::default() })
+    }
+
+    #[track_caller]
+    pub fn with(socket: &Path, plan: &Plan) -> Self {
+        // Room for what tests lay out themselves comes with the size of the ring.
+        let plan = Plan { data_len: plan.data_len.max(256 << 10), queue_size: 1024, ..*plan };
+        match Session::start(socket, &plan) {
+            Ok(session) => Guest { session },
+            Err(e) => panic!("connecting to {}: {e:#}", socket.display()),
+        }
+    }
+
+    pub fn queue(&mut self) -> &mut Queue<SplitRing> {
+        &mut self.session.queues[0]
+    }
+
+    pub fn capacity(&self) -> u64 {
+        self.session.link.config.capacity_sectors * 512
+    }
+
+    pub fn has(&self, feature: u64) -> bool {
+        self.session.link.connection.features & feature != 0
+    }
+
+    /// A request's status byte.
+    #[track_caller]
+    pub fn ask(&mut self, request: u32, sector: u64, data: Data, bytes: &mut [u8]) -> u8 {
+        match self.queue().call(request, sector, data, bytes, ANSWER) {
+            Ok(status) => status,
+            Err(e) => panic!("request {request} at sector {sector}: {e:#}"),
+        }
+    }
+
+    #[track_caller]
+    pub fn read(&mut self, sector: u64, len: usize) -> Result<Vec<u8>, u8> {
+        let mut bytes = vec![0xee; len];
+        match self.ask(request::IN, sector, Data::FromDevice(len as u32), &mut bytes) {
+            status::OK => Ok(bytes),
+            status => Err(status),
+        }
+    }
+
+    #[track_caller]
+    pub fn write(&mut self, sector: u64, bytes: &[u8]) -> u8 {
+        self.ask(request::OUT, sector, Data::ToDevice(bytes.len() as u32), &mut bytes.to_vec())
+    }
+
+    #[track_caller]
+    pub fn flush(&mut self) -> u8 {
+        self.ask(request::FLUSH, 0, Data::None, &mut [])
+    }
+
+    /// DISCARD or WRITE_ZEROES of ranges: first sector, sectors, flags.
+    #[track_caller]
+    pub fn ranges(&mut self, request: u32, ranges: &[(u64, u32, u32)]) -> u8 {
+        let mut bytes = Vec::new();
+        for (sector, sectors, flags) in ranges {
+            bytes.extend(sector.to_le_bytes());
+            bytes.extend(sectors.to_le_bytes());
+            bytes.extend(flags.to_le_bytes());
+        }
+        self.ask(request, 0, Data::ToDevice(bytes.len() as u32), &mut bytes)
+    }
+
+    /// Stops the queue as a guest does that shuts down, and goes.
+    #[track_caller]
+    pub fn leave(mut self) {
+        self.session.link.stop().unwrap_or_else(|e| panic!("leaving: {e:#}"));
+    }
+}
+
+/// Bytes that are different everywhere, and for every `seed`.
+pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let word = |at: usize| (at as u64 + 1).wrapping_mul(seed.wrapping_mul(2) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (0..len).map(|at| (word(at / 8) >> (8 * (at % 8))) as u8 | 1).collect()
+}
+
+/// `len` bytes of a file from `offset`.
+#[track_caller]
+pub fn bytes_of(path: &Path, offset: u64, len: usize) -> Vec<u8> {
+    use std::os::unix::fs::FileExt;
+    let mut bytes = vec![0; len];
+    std::fs::File::open(path).unwrap().read_exact_at(&mut bytes, offset).unwrap();
+    bytes
+}

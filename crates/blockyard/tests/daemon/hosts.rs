@@ -1,0 +1,133 @@
+//! What a host may lack.
+
+use std::process::Command;
+
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, guests, run};
+use crate::guest::{Guest, pattern};
+
+/// The program under test without root's licence to open everything.
+fn ordinary() -> Command {
+    if !rustix::process::geteuid().is_root() {
+        return Command::new(BLOCKYARD);
+    }
+    let mut command = Command::new("setpriv");
+    command.args(["--bounding-set", "-dac_override,-dac_read_search", "--inh-caps", "-all", BLOCKYARD]);
+    command
+}
+
+fn set_mode(path: &std::path::Path, mode: u32) {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+}
+
+#[test]
+fn no_permission_for_the_image() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    let serve = |more: &[&str]| {
+        let mut command = ordinary();
+        command.arg("serve").arg(&image).arg("--vhost-user").arg(&socket).args(more);
+        command
+    };
+    set_mode(&image, 0o400);
+    let done = run(&mut serve(&[]), SOON);
+    assert_eq!((done.status.code(), done.err.lines().count()), (Some(1), 1), "{}", done.err);
+    for part in [image.to_str().unwrap(), "no permission", "--read-only", "Permission denied"] {
+        assert!(done.err.contains(part), "{part}: {}", done.err);
+    }
+    // The hint is right.
+    let mut daemon = Daemon::start(&mut serve(&["--read-only"]));
+    daemon.wait_ready();
+    Guest::connect(&socket).leave();
+    daemon.stop();
+    set_mode(&image, 0);
+    let done = run(&mut serve(&["--read-only"]), SOON);
+    assert!(done.status.code() == Some(1) && done.err.contains("no permission"), "{}", done.err);
+}
+
+#[test]
+fn no_permission_for_the_socket() {
+    let folder = Folder::new();
+    let image = folder.image("disk", 1 << 20);
+    let serve = |socket: &std::path::Path| {
+        let done = run(ordinary().arg("serve").arg(&image).arg("--vhost-user").arg(socket), SOON);
+        assert_eq!((done.status.code(), done.err.lines().count()), (Some(1), 1), "{}", done.err);
+        assert!(done.err.contains("cannot listen on it: Permission denied"), "{}", done.err);
+    };
+    // Somebody else's, who may be alive: it is not taken away from him, though the folder would let us.
+    let theirs = folder.join("theirs");
+    let _listener = std::os::unix::net::UnixListener::bind(&theirs).unwrap();
+    set_mode(&theirs, 0);
+    serve(&theirs);
+    assert!(theirs.exists());
+    let closed = folder.join("closed");
+    std::fs::create_dir(&closed).unwrap();
+    set_mode(&closed, 0o500);
+    serve(&closed.join("s"));
+    set_mode(&closed, 0o700);
+}
+
+#[test]
+fn no_direct_io() {
+    // A file that every Linux has, of a file system that has no O_DIRECT. Its length is no multiple of a sector.
+    let notes = std::path::Path::new("/sys/kernel/notes");
+    let content = std::fs::read(notes).unwrap();
+    let folder = Folder::new();
+    let socket = folder.join("s");
+    for (mode, instead) in [("none", "writeback"), ("directsync", "writethrough")] {
+        let daemon = Daemon::serve(notes, &socket, &["--read-only", "--cache", mode]);
+        let mut guest = Guest::connect(&socket);
+        let mut read = guest.read(0, content.len().next_multiple_of(512)).unwrap();
+        assert!(read.drain(content.len()..).all(|b| b == 0), "zeroes fill the last sector");
+        assert_eq!(read, content);
+        let log = daemon.stop();
+        let warnings: Vec<_> = log.lines().filter(|l| l.contains(" WARN ")).collect();
+        assert_eq!(warnings.len(), 1, "{log}");
+        for part in ["/sys/kernel/notes", "has no O_DIRECT", &format!("as cache mode {instead} would")] {
+            assert!(warnings[0].contains(part), "{part}: {log}");
+        }
+    }
+    let daemon = Daemon::serve(notes, &socket, &["--read-only", "--cache", "writeback"]);
+    assert!(!daemon.stop().contains("WARN"), "where nobody asked for O_DIRECT nothing is amiss");
+}
+
+#[test]
+fn direct_io_where_there_is_some() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    for (mode, direct) in [("none", true), ("directsync", true), ("writeback", false), ("writethrough", false)] {
+        let daemon = Daemon::serve(&image, &socket, &["--cache", mode]);
+        let mut guest = Guest::connect(&socket);
+        assert_eq!(guest.write(0, &pattern(7, 4096)), 0);
+        let infos = std::fs::read_dir(format!("/proc/{}/fdinfo", daemon.pid())).unwrap();
+        let locked = infos.flatten().find_map(|i| {
+            let text = std::fs::read_to_string(i.path()).unwrap_or_default();
+            text.contains("OFDLCK").then_some(text)
+        });
+        let info = locked.expect("the image is locked");
+        let flags = info.lines().find_map(|l| l.strip_prefix("flags:")).unwrap().trim();
+        let o_direct = u64::from(rustix::fs::OFlags::DIRECT.bits());
+        assert_eq!(u64::from_str_radix(flags, 8).unwrap() & o_direct != 0, direct, "{mode}: {info}");
+        assert!(!daemon.stop().contains("WARN"));
+    }
+}
+
+#[test]
+fn no_io_uring() {
+    let folder = Folder::new();
+    let socket = folder.join("s");
+    for (error, parts) in [
+        ("ENOSYS", ["this kernel has no io_uring", "5.15"]),
+        ("EPERM", ["io_uring is forbidden here", "kernel.io_uring_disabled"]),
+        ("ENOMEM", ["io_uring got no memory", "ulimit -l"]),
+    ] {
+        let mut strace = Command::new(guests().join("tool"));
+        strace.args(["strace", "-qq", "-f", "-o", "/dev/null", "-e", "trace=io_uring_setup", "-e"]);
+        strace.arg(format!("inject=io_uring_setup:error={error}")).args([BLOCKYARD, "serve", "null:1M"]);
+        let done = run(strace.arg("--vhost-user").arg(&socket), SOON);
+        assert_eq!((done.status.code(), done.out.as_str()), (Some(1), ""), "{}", done.err);
+        assert_eq!(done.err.lines().count(), 1, "{}", done.err);
+        assert!(parts.iter().all(|p| done.err.contains(p)), "{}", done.err);
+    }
+    assert!(!socket.exists());
+}

@@ -1,0 +1,178 @@
+//! What a disk costs that nobody uses, and what front ends leave behind that come and go.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use blockyard_bench::driver::{Connection, Data, Plan, request, status};
+
+use crate::common::{Daemon, Folder, SOON, until};
+use crate::guest::{Guest, pattern};
+
+/// How often each thread has been switched to and away from, of its own will and not, by thread and name.
+fn switches(daemon: &Daemon) -> BTreeMap<String, u64> {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.pid())).unwrap();
+    let count = |task: std::io::Result<std::fs::DirEntry>| {
+        let path = task.unwrap().path();
+        let status = std::fs::read_to_string(path.join("status")).unwrap();
+        let field = |name: &str| {
+            let line = status.lines().find_map(|l| l.strip_prefix(name)).unwrap();
+            line.trim().to_string()
+        };
+        let switches = |name: &str| field(name).parse::<u64>().unwrap();
+        let thread = format!("{} {}", path.file_name().unwrap().to_string_lossy(), field("Name:"));
+        (thread, switches("voluntary_ctxt_switches:") + switches("nonvoluntary_ctxt_switches:"))
+    };
+    tasks.map(count).collect()
+}
+
+/// A daemon that has just worked, hard enough for busy-polling to be tried.
+fn worked(folder: &Folder, name: &str, flush: bool) -> (Daemon, Guest) {
+    let (image, socket) = (folder.join(name), folder.join(name).with_extension("s"));
+    std::fs::write(&image, pattern(1, 8 << 20)).unwrap();
+    std::fs::File::open(&image).unwrap().sync_all().unwrap();
+    let daemon = Daemon::serve(&image, &socket, &[]);
+    let mut guest = Guest::connect(&socket);
+    for round in 0..2000 {
+        assert_eq!(guest.write(round * 8, &pattern(round, 4096)), status::OK);
+        assert_eq!(guest.read(round * 8, 4096).unwrap(), pattern(round, 4096));
+    }
+    if flush {
+        assert_eq!(guest.flush(), status::OK);
+    }
+    (daemon, guest)
+}
+
+#[test]
+fn idle_costs_nothing() {
+    let folder = Folder::new();
+    let (daemon, mut guest) = worked(&folder, "disk", false);
+    let (flushed, _guest) = worked(&folder, "flushed", true);
+    std::thread::sleep(Duration::from_secs(1));
+    let before = [switches(&daemon), switches(&flushed)];
+    std::thread::sleep(Duration::from_secs(10));
+    let after = [switches(&daemon), switches(&flushed)];
+    assert!(before[0].len() >= 3, "{before:?}");
+    assert_eq!(after[0], before[0], "a thread has been awake");
+    // What cannot be done without waiting, as an fdatasync, the kernel gives to threads of its own. The last of them it
+    // keeps, and wakes every 5 s to ask whether it is the last.
+    let (workers, own): (Vec<_>, Vec<_>) =
+        after[1].iter().map(|(name, count)| (name, count - before[1][name])).partition(|t| t.0.contains("iou-wrk"));
+    assert!(own.iter().all(|t| t.1 == 0), "a thread has been awake: {own:?}");
+    assert!(workers.len() <= 1 && workers.iter().all(|t| t.1 <= 3), "{workers:?}");
+    for daemon in [&daemon, &flushed] {
+        let (resident, anonymous) = (daemon.kilobytes("VmRSS"), daemon.kilobytes("RssAnon"));
+        println!("resident: {resident} kB, of which anonymous {anonymous} kB");
+        assert!(resident < 15 << 10, "{resident} kB resident");
+    }
+    assert_eq!(guest.read(0, 4096).unwrap(), pattern(0, 4096), "and it wakes up");
+    daemon.stop();
+}
+
+/// One visit of a front end; `number` decides how it goes.
+fn visit(socket: &Path, number: u64) {
+    match number % 6 {
+        // As it should be.
+        0 => {
+            let mut guest = Guest::connect(socket);
+            let bytes = pattern(number, 16384);
+            assert_eq!(guest.write(number % 100 * 32, &bytes), status::OK);
+            assert_eq!(guest.read(number % 100 * 32, 16384).unwrap(), bytes);
+            guest.leave();
+        }
+        // Gone in mid-load, with and without a look at the answers.
+        1 => {
+            let mut guest = Guest::connect(socket);
+            for slot in 0..32 {
+                let (kind, data) = match slot % 3 {
+                    0 => (request::OUT, Data::ToDevice(65536)),
+                    1 => (request::IN, Data::FromDevice(65536)),
+                    _ => (request::FLUSH, Data::None),
+                };
+                guest.queue().submit(slot, kind, u64::from(slot) * 128, data);
+            }
+            guest.queue().publish().unwrap();
+            if number % 4 == 1 {
+                guest.queue().sleep(Some(Duration::from_millis(5))).unwrap();
+            }
+        }
+        // Half a handshake.
+        2 => {
+            let mut connection = Connection::open(socket).unwrap();
+            let plan = Plan::default();
+            connection.negotiate(plan.wanted, 0, plan.protocol).unwrap();
+            let inflight = connection.inflight(1, 128).unwrap().unwrap();
+            if number % 4 == 2 {
+                connection.set_inflight(&inflight).unwrap();
+            }
+        }
+        // Everything but the ring's start.
+        3 => {
+            let plan = Plan::default();
+            let mut link =
+                blockyard_bench::driver::Link::open::<blockyard_bench::driver::SplitRing>(socket, &plan).unwrap();
+            let queues = link.queues::<blockyard_bench::driver::SplitRing>().unwrap();
+            let setup = queues[0].setup();
+            link.connection.set_memory(&link.memory).unwrap();
+            link.connection.set_ring(&setup, 0, &link.memory).unwrap();
+        }
+        // No words at all, or no whole one.
+        4 => {
+            let mut stream = UnixStream::connect(socket).unwrap();
+            stream.write_all(&[0; 11][..number as usize % 12]).unwrap();
+        }
+        // Noise, with descriptors in it. The daemon may hang up before it has read all.
+        _ => {
+            let connection = Connection::open(socket).unwrap();
+            let mut bytes = pattern(number, 256);
+            if number % 4 == 1 {
+                // A message that is known, of a length that is not.
+                bytes[..12].copy_from_slice(&[number as u8 % 45, 0, 0, 0, 1, 0, 0, 0, 0xff, 0xff, 0, 0]);
+            }
+            let file = std::fs::File::open("/dev/null").unwrap();
+            let _ = connection.send_bytes(&bytes, &[file.as_fd(), file.as_fd()]);
+        }
+    }
+}
+
+#[test]
+fn front_ends_that_come_and_go_leave_nothing_behind() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
+    let mut daemon = Daemon::serve(&image, &socket, &["--reactors", "2"]);
+    let settle = |daemon: &Daemon| {
+        let mut guest = Guest::connect(&socket);
+        let bytes = pattern(1, 4096);
+        assert_eq!(guest.write(0, &bytes), status::OK);
+        assert_eq!(guest.read(0, 4096).unwrap(), bytes);
+        guest.leave();
+        let connected = |d: &&String| d.contains("memfd");
+        until(&format!("the guest's memory is let go: {:#?}", daemon.descriptors()), SOON, || !daemon.descriptors().iter().any(|d| connected(&d)));
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    (0..60).for_each(|number| visit(&socket, number));
+    settle(&daemon);
+    let (descriptors, resident) = (daemon.descriptors(), daemon.kilobytes("VmRSS"));
+    let mappings = mappings(&daemon);
+    (60..360).for_each(|number| visit(&socket, number));
+    settle(&daemon);
+    assert!(daemon.running());
+    let kinds =
+        |links: &[String]| links.iter().map(|l| l.split(['[', ':']).next().unwrap().to_string()).collect::<Vec<_>>();
+    assert_eq!(kinds(&daemon.descriptors()), kinds(&descriptors), "{:#?}", daemon.descriptors());
+    assert_eq!(self::mappings(&daemon), mappings, "mappings");
+    let grown = daemon.kilobytes("VmRSS").saturating_sub(resident);
+    println!("resident: {resident} kB, {grown} kB more after 300 visits");
+    assert!(grown < 1 << 10, "{grown} kB more than {resident}");
+    let log = daemon.stop();
+    assert!(!log.contains("panicked"), "{log}");
+    assert!(log.lines().count() < 200, "{} lines", log.lines().count());
+}
+
+fn mappings(daemon: &Daemon) -> usize {
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", daemon.pid())).unwrap();
+    maps.lines().filter(|l| l.contains("memfd")).count()
+}

@@ -1,0 +1,135 @@
+//! Queues over reactors, filters, and the statistics that tell them apart.
+
+use blockyard_bench::client::workload::Pattern;
+use blockyard_bench::client::{Options, measure};
+use blockyard_bench::driver::{request, status};
+
+use crate::common::{Daemon, Folder, Signal};
+use crate::guest::{Guest, pattern};
+
+/// Processor time of the daemon's threads called `reactor-N`, in nanoseconds, in the order of their names.
+fn reactors(daemon: &Daemon) -> Vec<u64> {
+    let mut times: Vec<_> = std::fs::read_dir(format!("/proc/{}/task", daemon.pid()))
+        .unwrap()
+        .filter_map(|task| {
+            let task = task.unwrap().path();
+            let name = std::fs::read_to_string(task.join("comm")).unwrap();
+            let times = std::fs::read_to_string(task.join("schedstat")).unwrap();
+            let time = times.split_whitespace().next()?.parse::<u64>().ok()?;
+            name.starts_with("reactor-").then_some((name, time))
+        })
+        .collect();
+    times.sort();
+    times.into_iter().map(|t| t.1).collect()
+}
+
+#[test]
+fn queues_over_reactors() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
+    for packed in [false, true] {
+        let daemon = Daemon::serve(&image, &socket, &["--queues", "4", "--reactors", "2"]);
+        let before = reactors(&daemon);
+        assert_eq!(before.len(), 2);
+        let report = measure(&Options {
+            rw: Pattern::Randrw,
+            queues: 4,
+            depth: 16,
+            runtime: 1.0,
+            flush_every: 50,
+            verify: true,
+            packed,
+            ..Options::for_socket(socket.clone())
+        });
+        let report = report.unwrap();
+        assert_eq!((report.errors, report.first_error), (0, None));
+        assert!(report.verified_blocks > 1000, "{} blocks: no load", report.verified_blocks);
+        let used: Vec<_> = reactors(&daemon).iter().zip(before).map(|(after, before)| after - before).collect();
+        let (least, most) = (used.iter().min().unwrap(), used.iter().max().unwrap());
+        assert!(least * 4 > *most, "one reactor does the other's work: {used:?} ns");
+        daemon.stop();
+    }
+}
+
+#[test]
+fn more_queues_than_there_are() {
+    let folder = Folder::new();
+    let daemon = Daemon::serve("ram:1M", &folder.join("s"), &["--queues", "2"]);
+    let options = Options { queues: 3, ..Options::for_socket(folder.join("s")) };
+    let error = measure(&options).unwrap_err().to_string();
+    assert!(error.contains("has 2 queues, not 3"), "{error}");
+    daemon.stop();
+}
+
+/// The number behind `name` in the statistics' line of a kind, in microseconds.
+fn figure(log: &str, kind: &str, name: &str) -> f64 {
+    let line = log.lines().find(|l| l.contains(&format!(" {kind}: "))).unwrap_or_else(|| panic!("no {kind}: {log}"));
+    let rest = line.split_once(name).unwrap_or_else(|| panic!("no {name}: {line}")).1;
+    let number = rest.split_whitespace().next().unwrap().trim_end_matches([',', ';']);
+    number.parse().unwrap_or_else(|e| panic!("{e}: {line}"))
+}
+
+#[test]
+fn queue_time_and_service_time_are_apart() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 4 << 20), folder.join("s"));
+    let daemon = Daemon::serve(&image, &socket, &["--filter", "delay:read=20ms", "--filter", "delay:flush=5ms"]);
+    let report = measure(&Options { depth: 8, ops: Some(200), ..Options::for_socket(socket.clone()) }).unwrap();
+    assert!((19_000.0..60_000.0).contains(&report.latency_us.p50), "{:?}", report.latency_us);
+    let mut guest = Guest::connect(&socket);
+    assert_eq!((guest.write(0, &pattern(1, 512)), guest.flush()), (status::OK, status::OK));
+    let from = daemon.log().len();
+    daemon.signal(Signal::USR1);
+    daemon.wait_log_after(from, "flush: ");
+    let log = daemon.log()[from..].to_string();
+    let service = figure(&log, "read", "service time p50 ");
+    assert!((19_500.0..30_000.0).contains(&service), "{log}");
+    // All of a batch are with the disk at once, and none waits for another.
+    assert!(figure(&log, "read", "queue time p50 ") < 2_000.0, "{log}");
+    assert!(figure(&log, "write", "service time p50 ") < 15_000.0, "{log}");
+    assert!(figure(&log, "flush", "service time p50 ") > 4_900.0, "{log}");
+    assert_eq!(figure(&log, "read", "requests="), 200.0, "{log}");
+    assert_eq!(figure(&log, "read", "bytes="), 200.0 * 4096.0, "{log}");
+    // A disk that nothing was asked of any more says the same.
+    daemon.stop();
+}
+
+#[test]
+fn errors_come_where_they_are_ordered() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    let daemon = Daemon::serve(&image, &socket, &["--filter", "error:read=1,write-zeroes=1,range=4096-8192"]);
+    let mut guest = Guest::connect(&socket);
+    assert_eq!(guest.write(0, &pattern(1, 16384)), status::OK, "writes are not meant");
+    for (sector, len, good) in [
+        (0, 4096, true),
+        (7, 512, true),
+        (7, 1024, false),
+        (8, 512, false),
+        (15, 512, false),
+        (16, 512, true),
+        (0, 16384, false),
+    ] {
+        let read = guest.read(sector, len);
+        let want = pattern(1, 16384)[sector as usize * 512..][..len].to_vec();
+        assert_eq!(read, if good { Ok(want) } else { Err(status::IOERR) }, "{len} bytes at sector {sector}");
+    }
+    assert_eq!(guest.ranges(request::WRITE_ZEROES, &[(20, 1, 0), (8, 1, 0)]), status::IOERR, "one range of two fails");
+    assert_eq!(guest.ranges(request::DISCARD, &[(8, 1, 0)]), status::OK);
+    assert_eq!(guest.flush(), status::OK);
+    let log = daemon.stop();
+    assert!(log.contains("read failed: the error filter says so"), "{log}");
+    assert!(figure(&log, "read", "errors=") == 4.0, "{log}");
+}
+
+#[test]
+fn a_filtered_disk_at_a_rate() {
+    let folder = Folder::new();
+    let daemon = Daemon::serve("ram:16M", &folder.join("s"), &["--filter", "error:read=0.25,write=0.25"]);
+    let load = Options { rw: Pattern::Randrw, ops: Some(4000), ..Options::for_socket(folder.join("s")) };
+    let report = measure(&load).unwrap();
+    assert!((800..1200).contains(&report.errors), "{} of 4000", report.errors);
+    let log = daemon.stop();
+    let warnings = log.lines().filter(|l| l.contains(" WARN ")).count();
+    assert!((1..=5).contains(&warnings), "a thousand errors are not a thousand lines: {warnings}");
+}

@@ -1,0 +1,133 @@
+//! One writer, or any number of readers; and a killed daemon is no holder.
+
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use blockyard_bench::driver::{Data, request};
+use blockyard_ring::host::{self, Lock};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, run};
+use crate::guest::{Guest, pattern};
+
+fn serve(image: &Path, socket: &Path, more: &[&str]) -> Command {
+    let mut command = Command::new(BLOCKYARD);
+    command.arg("serve").arg(image).arg("--vhost-user").arg(socket).args(more);
+    command
+}
+
+/// The one line it is refused with.
+#[track_caller]
+fn refused(command: &mut Command) -> String {
+    let done = run(command, SOON);
+    assert_eq!((done.status.code(), done.err.lines().count()), (Some(1), 1), "{}", done.err);
+    done.err
+}
+
+#[test]
+fn a_second_writer_is_told_who_holds_the_image() {
+    let folder = Folder::new();
+    let (image, socket, second) = (folder.image("disk", 1 << 20), folder.join("s"), folder.join("t"));
+    let daemon = Daemon::serve(&image, &socket, &[]);
+    let holder = format!("is in use by blockyard (pid {}):", daemon.pid());
+    // This test has it open too, and is no holder.
+    let _reader = std::fs::File::open(&image).unwrap();
+    let start = Instant::now();
+    for more in [&[][..], &["--read-only"], &["--cache", "unsafe"]] {
+        let error = refused(&mut serve(&image, &second, more));
+        assert!(error.contains(image.to_str().unwrap()) && error.contains(&holder), "{holder} {error}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(2), "a living holder is not waited for");
+    let link = folder.join("link");
+    std::os::unix::fs::symlink(&image, &link).unwrap();
+    assert!(refused(&mut serve(&link, &second, &[])).contains(&holder));
+    assert!(!second.exists());
+    assert_eq!(Guest::connect(&socket).write(0, &pattern(1, 512)), 0, "the holder is not disturbed");
+    daemon.stop();
+    Daemon::serve(&image, &second, &[]).stop();
+}
+
+#[test]
+fn many_readers() {
+    let folder = Folder::new();
+    let (image, sockets) = (folder.image("disk", 1 << 20), [folder.join("a"), folder.join("b")]);
+    let daemons = sockets.each_ref().map(|s| Daemon::serve(&image, s, &["--read-only"]));
+    for socket in &sockets {
+        assert_eq!(Guest::connect(socket).read(0, 512).unwrap(), [0; 512]);
+    }
+    let error = refused(&mut serve(&image, &folder.join("c"), &[]));
+    for daemon in &daemons {
+        assert!(error.contains(&format!("blockyard (pid {})", daemon.pid())), "both are named: {error}");
+    }
+    for daemon in daemons {
+        daemon.stop();
+    }
+}
+
+#[test]
+fn an_image_twice_in_one_configuration() {
+    let folder = Folder::new();
+    let (image, file) = (folder.image("disk", 1 << 20), folder.join("disks.toml"));
+    let disk = |name: &str| {
+        let (image, socket) = (image.display(), folder.join(name));
+        format!("[[disk]]\nname = \"{name}\"\nimage = \"{image}\"\nvhost-user = \"{}\"\n", socket.display())
+    };
+    std::fs::write(&file, disk("a") + &disk("b")).unwrap();
+    let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&file));
+    let holder = format!("is in use by blockyard (pid {}):", daemon.pid());
+    assert_eq!(daemon.ended(SOON).code(), Some(1));
+    daemon.wait_log(&holder);
+}
+
+#[test]
+fn a_killed_holder_is_waited_for() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
+    let mut daemon = Daemon::serve(&image, &socket, &[]);
+    for round in 0..8 {
+        // In mid-load: the kernel has requests to take apart before the lock falls.
+        let mut guest = Guest::connect(&socket);
+        for slot in 0..32 {
+            guest.queue().submit(slot, request::OUT, u64::from(slot) * 512, Data::ToDevice(256 << 10));
+        }
+        guest.queue().publish().unwrap();
+        daemon.kill();
+        daemon = Daemon::start(&mut serve(&image, &socket, &[]));
+        assert!(daemon.became_ready(), "round {round}: {}", daemon.log());
+    }
+    daemon.stop();
+}
+
+#[test]
+fn a_lock_that_nobody_seems_to_hold_is_waited_for_a_second() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    // A descriptor on its way through a socket is in no process: what a killed one leaves behind looks the same.
+    let limbo = || {
+        let file = std::fs::File::options().read(true).write(true).open(&image).unwrap();
+        assert!(host::lock(&file, Lock::Exclusive).unwrap());
+        let pair = std::os::unix::net::UnixStream::pair().unwrap();
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds = [file.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        let bytes = [std::io::IoSlice::new(b"x")];
+        rustix::net::sendmsg(&pair.0, &bytes, &mut control, SendFlags::empty()).unwrap();
+        pair
+    };
+    let held = limbo();
+    let mut daemon = Daemon::start(&mut serve(&image, &socket, &[]));
+    std::thread::sleep(Duration::from_millis(400));
+    assert!(daemon.running(), "it waits: {}", daemon.log());
+    drop(held);
+    daemon.wait_ready();
+    daemon.stop();
+
+    let _held = limbo();
+    let start = Instant::now();
+    assert!(refused(&mut serve(&image, &socket, &[])).contains("is in use by another process:"));
+    let waited = start.elapsed();
+    assert!((0.9..3.0).contains(&waited.as_secs_f64()), "{waited:?}");
+}

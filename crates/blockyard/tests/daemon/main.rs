@@ -1,0 +1,29 @@
+//! The daemon as its users meet it, without a virtual machine: the guest is the driver of `blockyard_bench`.
+//!
+//! ```text
+//!   mistakes     options, configuration files, images, sockets: one clear line and an exit status
+//!   hosts        what the host may lack: O_DIRECT, io_uring, permission
+//!   locks        one writer; the lock of a killed daemon
+//!   ending       SIGTERM drains; kill -9 loses nothing
+//!   reload       SIGHUP: disks come, go, change, grow
+//!   activation   sockets of systemd, and what it is told
+//!   idle         what a disk costs that nobody uses, and what a thousand connections leave behind
+//!   cache        write cache: what the guest is told, and what is durable when
+//!   requests     the last sector, ranges, serial, status codes, a read-only disk
+//!   load         queues over reactors, filters, statistics
+//! ```
+
+#[path = "../common/mod.rs"]
+mod common;
+mod guest;
+
+mod activation;
+mod cache;
+mod ending;
+mod hosts;
+mod idle;
+mod load;
+mod locks;
+mod mistakes;
+mod reload;
+mod requests;

@@ -1,0 +1,194 @@
+//! Mistakes in options, configuration files, image and socket paths.
+
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+
+use crate::common::{Daemon, Folder, Signal, blockyard};
+use crate::guest::{Guest, pattern};
+
+/// Runs `blockyard ARGS`, which must fail with `status` and one line that has all of `parts`.
+#[track_caller]
+fn refused(args: &[&str], status: i32, parts: &[&str]) -> String {
+    let done = blockyard(args);
+    let context = format!("blockyard {args:?}: {}\n{}{}", done.status, done.out, done.err);
+    assert_eq!(done.status.code(), Some(status), "{context}");
+    assert_eq!((done.out.as_str(), done.err.lines().count()), ("", 1), "one line is wanted: {context}");
+    assert!(done.err.starts_with("blockyard: "), "{context}");
+    for part in parts {
+        assert!(done.err.contains(part), "{part:?} is not in it: {context}");
+    }
+    done.err
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+#[test]
+fn option_values() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    for (more, parts) in [
+        (&["--queues", "0"][..], &["'0'", "--queues", "1..=256"][..]),
+        (&["--queues", "257"], &["'257'", "1..=256"]),
+        (&["--queue-size", "100"], &["'100'", "a queue size is a power of two from 4 to 32768"]),
+        (&["--queue-size", "2"], &["'2'", "from 4 to 32768"]),
+        (&["--cache", "foo"], &["\"foo\" is not known", "writeback, writethrough, directsync, unsafe"]),
+        (&["--cahce", "none"], &["'--cahce'", "'--cache'"]),
+        (&["--format", "qcow2"], &["'qcow2'", "raw"]),
+        (&["--reactors", "0"], &["'0'", "--reactors"]),
+        (&["--poll", "often"], &["poll is auto, off, or microseconds"]),
+        (&["--coalesce", "-1"], &["-1"]),
+        (&["--filter", "slow:read=1ms"], &["\"slow:read=1ms\" is not known", "delay:KIND=TIME"]),
+        (&["--filter", "delay:read=5"], &["\"5\"", "a unit: us, ms or s"]),
+        (&["--serial", "123456789012345678901"], &["has 21 bytes", "20"]),
+        (&["--config", "x.toml"], &["--config", "cannot be used with"]),
+        (&["--vhost-user", "other"], &["--vhost-user", "cannot be used multiple times"]),
+    ] {
+        let args = [&["serve", text(&image), "--vhost-user", text(&socket)], more].concat();
+        refused(&args, 2, parts);
+    }
+    refused(&["serve"], 2, &["IMAGE", "--vhost-user"]);
+    refused(&["serve", text(&image)], 2, &["--vhost-user"]);
+    refused(&["serve", "--check-config"], 2, &["--config"]);
+    refused(&["serv"], 2, &["'serv'", "'serve'"]);
+    for size in ["null:0", "null:", "ram:1x", "ram:99999999T"] {
+        refused(&["serve", size, "--vhost-user", text(&socket)], 1, &[size, "suffix k, M, G or T"]);
+    }
+    assert!(!socket.exists());
+}
+
+#[test]
+fn images() {
+    let folder = Folder::new();
+    let socket = folder.join("s");
+    let serve = |image: &str, status, parts: &[&str]| {
+        refused(&["serve", image, "--vhost-user", text(&socket)], status, &[&[image], parts].concat())
+    };
+    serve(text(&folder.join("nothing")), 1, &["there is no such file"]);
+    serve(text(&folder.join("no/folder")), 1, &["there is no such file"]);
+    serve(text(&folder), 1, &["must be a regular file or a block device"]);
+    serve("/dev/null", 1, &["must be a regular file or a block device"]);
+    let fifo = folder.join("fifo");
+    rustix::fs::mkfifoat(rustix::fs::CWD, &fifo, rustix::fs::Mode::from_raw_mode(0o600)).unwrap();
+    serve(text(&fifo), 1, &["must be a regular file or a block device"]);
+    for name in ["disk.qcow2", "disk.QCOW2", "disk.vmdk"] {
+        serve(text(&folder.image(name, 1 << 20)), 2, &["not served yet", "--format raw"]);
+    }
+    assert!(!socket.exists());
+    // The hint is right.
+    let daemon = Daemon::serve(folder.join("disk.qcow2"), &socket, &["--format", "raw"]);
+    assert_eq!(Guest::connect(&socket).capacity(), 1 << 20);
+    daemon.stop();
+}
+
+#[test]
+fn sockets() {
+    let folder = Folder::new();
+    let image = folder.image("disk", 1 << 20);
+    let serve =
+        |socket: &Path, parts: &[&str]| refused(&["serve", text(&image), "--vhost-user", text(socket)], 1, parts);
+
+    let live = folder.join("live");
+    let listener = UnixListener::bind(&live).unwrap();
+    serve(&live, &[text(&live), "a live server listens on it"]);
+    drop(listener);
+
+    let file = folder.join("file");
+    std::fs::write(&file, "precious").unwrap();
+    serve(&file, &[text(&file), "that is no socket"]);
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "precious");
+
+    let nowhere = folder.join("nowhere/s");
+    serve(&nowhere, &[text(&nowhere), "cannot listen on it", "No such file or directory"]);
+
+    // 107 bytes are the most that an address holds.
+    let long = |len: usize| folder.join("x".repeat(len - folder.as_os_str().len() - 1));
+    serve(&long(108), &["108 bytes", "107"]);
+    let daemon = Daemon::serve(&image, &long(107), &[]);
+    Guest::connect(&long(107)).leave();
+    daemon.stop();
+}
+
+#[test]
+fn a_stale_socket_is_replaced() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    Daemon::serve(&image, &socket, &[]).kill();
+    assert!(std::fs::metadata(&socket).unwrap().file_type().is_socket(), "the killed daemon leaves its socket");
+    assert!(UnixStream::connect(&socket).is_err());
+    let daemon = Daemon::serve(&image, &socket, &[]);
+    let mut guest = Guest::connect(&socket);
+    assert_eq!(guest.write(0, &pattern(1, 4096)), 0);
+    daemon.stop();
+    assert!(!socket.exists(), "a daemon that is ended takes its socket along");
+}
+
+const DISK: &str = "[[disk]]\nimage = \"ram:1M\"\nvhost-user = \"/nonexistent/s\"\n";
+
+#[test]
+fn configuration_files() {
+    let folder = Folder::new();
+    let file = folder.join("disks.toml");
+    let config = text(&file);
+    refused(&["serve", "--config", config], 2, &[config, "cannot read it", "No such file"]);
+    let other = DISK.replace("[[disk]]", "[[disk]]\nname = \"other\"");
+    for (content, parts) in [
+        (format!("{DISK}cach = \"none\"\n"), &["line 4: unknown field `cach`"][..]),
+        (format!("# A comment.\n\n{DISK}cache = \"fast\"\n"), &["line 6", "cache mode \"fast\" is not known"]),
+        (format!("{DISK}queues = \"four\"\n"), &["line 4", "invalid type", "expected u16"]),
+        (format!("{DISK}read-only = maybe\n"), &["line 4"]),
+        (format!("{DISK}[[disk\n"), &["line 4"]),
+        (format!("{DISK}filters = [\"slow:read=1ms\"]\n"), &["line 4", "\"slow:read=1ms\" is not known"]),
+        ("\n[[disk]]\nimage = \"ram:1M\"\n".into(), &["line 2: missing field `vhost-user`"]),
+        (format!("reactors = 0\n{DISK}"), &["reactors is a number from 1 to 256"]),
+        (format!("{DISK}queues = 0\n"), &["disk \"ram:1M\": queues is a number from 1 to 256"]),
+        (format!("{DISK}queue-size = 100\n"), &["disk \"ram:1M\": a queue size is a power of two"]),
+        (format!("{DISK}serial = \"123456789012345678901\"\n"), &["has 21 bytes"]),
+        (format!("{DISK}{DISK}"), &["two disks are called \"ram:1M\""]),
+        (format!("{DISK}{other}"), &["disk \"other\": another disk has the socket /nonexistent/s"]),
+        (DISK.replace("ram:1M", "/x/disk.qcow2"), &["/x/disk.qcow2", "--format raw"]),
+    ] {
+        std::fs::write(&file, &content).unwrap();
+        refused(&["serve", "--config", config], 2, parts);
+        refused(&["serve", "--config", config, "--check-config"], 2, parts);
+    }
+}
+
+#[test]
+fn checking_a_configuration_opens_nothing() {
+    let folder = Folder::new();
+    let (file, image, socket) = (folder.join("disks.toml"), folder.join("not-there"), folder.join("s"));
+    let content = format!("{DISK}[[disk]]\nimage = \"{}\"\nvhost-user = \"{}\"\n", image.display(), socket.display());
+    std::fs::write(&file, content).unwrap();
+    let done = blockyard(["serve", "--check-config", "--config", text(&file)]);
+    assert_eq!(done.good(), "configuration is good: 2 disks\n");
+    assert!(!image.exists() && !socket.exists());
+}
+
+#[test]
+fn one_bad_disk_of_many_ends_the_start() {
+    let folder = Folder::new();
+    let (file, socket) = (folder.join("disks.toml"), folder.join("s"));
+    let good = format!("[[disk]]\nimage = \"ram:1M\"\nvhost-user = \"{}\"\n", socket.display());
+    std::fs::write(&file, format!("{good}{}", DISK.replace("ram:1M", "/not/there"))).unwrap();
+    let done = blockyard(["serve", "--config", text(&file)]);
+    assert_eq!((done.status.code(), done.out.as_str()), (Some(1), ""), "{}", done.err);
+    assert!(done.err.lines().last().unwrap().starts_with("blockyard: image /not/there: there is no such file"));
+    assert!(!socket.exists(), "the good disk's socket is taken along");
+}
+
+#[test]
+fn help_is_no_mistake() {
+    for args in [&["--help"][..], &["serve", "--help"], &["--version"]] {
+        let done = blockyard(args);
+        assert!(done.err.is_empty(), "{}", done.err);
+        assert!(done.good().contains("blockyard"));
+    }
+    // An interrupt from the terminal ends it like SIGTERM.
+    let folder = Folder::new();
+    let mut daemon = Daemon::serve("null:1M", &folder.join("s"), &[]);
+    daemon.signal(Signal::INT);
+    assert!(daemon.ended(crate::common::SOON).success());
+}

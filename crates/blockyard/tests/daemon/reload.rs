@@ -1,0 +1,221 @@
+//! SIGHUP: disks come, go and change while others are in use; images that were resized are told to their guests.
+
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use blockyard_bench::client::workload::Pattern;
+use blockyard_bench::client::{Options, measure};
+use blockyard_bench::driver::connection::PROTOCOL;
+use blockyard_bench::driver::{Plan, feature, status};
+use vhost::vhost_user::message::VhostUserProtocolFeatures;
+
+use crate::common::{BLOCKYARD, Daemon, Folder, Signal};
+use crate::guest::{Guest, pattern};
+
+/// A daemon with a configuration file.
+struct Yard {
+    daemon: Daemon,
+    folder: Folder,
+}
+
+impl Yard {
+    fn start(disks: &[(&str, &str)]) -> Self {
+        let folder = Folder::new();
+        configure(&folder, disks);
+        let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(folder.join("toml")));
+        daemon.wait_ready();
+        Yard { daemon, folder }
+    }
+
+    /// Writes the file anew and has it read; waits for `said` in the log, and gives what came with it.
+    #[track_caller]
+    fn reload(&self, disks: &[(&str, &str)], said: &str) -> String {
+        configure(&self.folder, disks);
+        self.hangup(said)
+    }
+
+    #[track_caller]
+    fn hangup(&self, said: &str) -> String {
+        let from = self.daemon.log().len();
+        self.daemon.signal(Signal::HUP);
+        self.daemon.wait_log_after(from, said);
+        // Whatever else it has to say.
+        std::thread::sleep(Duration::from_millis(50));
+        self.daemon.log()[from..].to_string()
+    }
+
+    fn socket(&self, disk: &str) -> PathBuf {
+        self.folder.join(disk).with_extension("s")
+    }
+
+    fn guest(&self, disk: &str) -> Guest {
+        Guest::connect(&self.socket(disk))
+    }
+}
+
+/// Disks by name, each with an image and a socket of its name and more lines.
+fn configure(folder: &Path, disks: &[(&str, &str)]) {
+    let mut text = String::new();
+    for (name, more) in disks {
+        let image = folder.join(name).with_extension("img");
+        if !image.exists() {
+            std::fs::File::create(&image).unwrap().set_len(16 << 20).unwrap();
+        }
+        let socket = folder.join(name).with_extension("s");
+        text += &format!("[[disk]]\nname = \"{name}\"\nvhost-user = \"{}\"\n{more}\n", socket.display());
+        if !more.contains("image =") {
+            text += &format!("image = \"{}\"\n", image.display());
+        }
+    }
+    std::fs::write(folder.join("toml"), text).unwrap();
+}
+
+#[test]
+fn disks_come_go_and_change_around_a_busy_one() {
+    let yard = Yard::start(&[("busy", ""), ("other", "")]);
+    let load = Options { rw: Pattern::Randrw, runtime: 2.5, verify: true, ..Options::for_socket(yard.socket("busy")) };
+    std::thread::scope(|scope| {
+        let client = scope.spawn(|| measure(&load));
+        std::thread::sleep(Duration::from_millis(300));
+        let mut other = yard.guest("other");
+        assert_eq!(other.write(0, &pattern(1, 4096)), status::OK);
+
+        yard.reload(&[("busy", ""), ("other", ""), ("new", "")], "serving");
+        assert_eq!(yard.guest("new").write(0, &pattern(2, 512)), status::OK);
+        assert_eq!(other.read(0, 4096).unwrap(), pattern(1, 4096), "its connection is not touched");
+
+        let log = yard.reload(&[("new", "queues = 3"), ("busy", ""), ("other", "read-only = true")], "other.img on");
+        assert!(!log.contains("busy"), "{log}");
+        assert!(
+            other.queue().call(0, 0, blockyard_bench::driver::Data::None, &mut [], Duration::from_millis(200)).is_err()
+        );
+        let mut other = yard.guest("other");
+        assert!(other.has(feature::READ_ONLY));
+        assert_eq!(other.read(0, 4096).unwrap(), pattern(1, 4096));
+        assert_eq!(yard.guest("new").session.link.config.num_queues, 3);
+
+        yard.reload(&[("busy", ""), ("other", "read-only = true")], "closing it");
+        assert!(!yard.socket("new").exists());
+        assert_eq!(other.read(0, 4096).unwrap(), pattern(1, 4096));
+
+        // Nothing new, nothing done.
+        let log = yard.reload(&[("busy", ""), ("other", "read-only = true"), ("last", "")], "serving");
+        assert_eq!(log.lines().count(), 1, "{log}");
+        assert!(!client.is_finished(), "the load went on meanwhile");
+        let report = client.join().unwrap().unwrap();
+        assert_eq!((report.errors, report.first_error, report.reconnects), (0, None, 0));
+    });
+    yard.daemon.stop();
+}
+
+#[test]
+fn a_bad_file_changes_nothing() {
+    let yard = Yard::start(&[("a", ""), ("b", "")]);
+    let (mut a, mut b) = (yard.guest("a"), yard.guest("b"));
+    for (disks, said) in [
+        (&[("a", "cache = \"fast\"")][..], "line 4: cache mode \"fast\" is not known"),
+        (&[("a", ""), ("a", "")], "two disks are called \"a\""),
+        (&[("a", "serial = \"123456789012345678901\"")], "has 21 bytes"),
+    ] {
+        let log = yard.reload(disks, said);
+        assert!(log.lines().count() == 1 && log.contains("ERROR") && log.contains("not reloaded: "), "{log}");
+    }
+    std::fs::remove_file(yard.folder.join("toml")).unwrap();
+    let log = yard.hangup("cannot read it");
+    assert!(log.contains("not reloaded: ") && log.contains("No such file"), "{log}");
+    assert_eq!((a.write(0, &pattern(1, 512)), b.write(0, &pattern(1, 512))), (status::OK, status::OK));
+    yard.daemon.stop();
+}
+
+#[test]
+fn a_disk_that_cannot_be_as_wished_stays_as_it_was() {
+    let yard = Yard::start(&[("a", ""), ("b", "")]);
+    let mut b = yard.guest("b");
+    let log = yard.reload(&[("a", "image = \"/not/there\""), ("b", ""), ("c", "image = \"/nor/there\"")], "/nor/there");
+    assert!(log.contains("image /not/there: there is no such file") && log.contains("it is served as before"), "{log}");
+    assert_eq!(yard.guest("a").write(0, &pattern(1, 512)), status::OK);
+    assert_eq!(b.write(0, &pattern(1, 512)), status::OK);
+    assert!(!yard.socket("c").exists());
+    // Once it can be, it is.
+    yard.reload(&[("a", "queues = 2"), ("b", "")], "a.img on");
+    assert_eq!(yard.guest("a").session.link.config.num_queues, 2);
+    yard.daemon.stop();
+}
+
+/// A guest with a back channel.
+fn listening(socket: &Path) -> (Guest, UnixStream) {
+    let protocol = PROTOCOL | VhostUserProtocolFeatures::BACKEND_REQ;
+    let guest = Guest::with(socket, &Plan { protocol, ..Plan::default() });
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    ours.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    // VHOST_USER_SET_BACKEND_REQ_FD
+    guest.session.link.connection.message(21, &[], &[theirs.as_fd()]).unwrap();
+    (guest, ours)
+}
+
+/// Takes a CONFIG_CHANGE message and acknowledges it.
+#[track_caller]
+fn take_config_change(mut channel: &UnixStream) {
+    let mut message = [0; 12];
+    channel.read_exact(&mut message).expect("the change is told");
+    let word = |at: usize| u32::from_le_bytes(message[at..at + 4].try_into().unwrap());
+    // VHOST_USER_BACKEND_CONFIG_CHANGE_MSG, version 1 and need_reply, no payload.
+    assert_eq!((word(0), word(4), word(8)), (2, 9, 0));
+    let words = [2u32, 5, 8, 0, 0];
+    channel.write_all(&words.map(u32::to_le_bytes).concat()).unwrap();
+}
+
+#[test]
+fn an_image_grows_and_shrinks_under_its_guest() {
+    for mode in ["none", "writeback"] {
+        let folder = Folder::new();
+        let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+        let daemon = Daemon::serve(&image, &socket, &["--cache", mode]);
+        let (mut guest, channel) = listening(&socket);
+        assert_eq!(guest.read(2048, 512), Err(status::IOERR));
+        // 3 MiB and a bit: the last sector is not whole.
+        for (len, sectors) in [((3 << 20) + 77, 6145), (2 << 20, 4096)] {
+            std::fs::File::options().write(true).open(&image).unwrap().set_len(len).unwrap();
+            daemon.signal(Signal::HUP);
+            take_config_change(&channel);
+            assert_eq!(guest.session.link.connection.config().unwrap().capacity_sectors, sectors);
+            assert_eq!(guest.write(sectors - 1, &pattern(len, 512)), status::OK);
+            assert_eq!(guest.read(sectors - 1, 512).unwrap(), pattern(len, 512));
+            assert_eq!(guest.read(sectors, 512), Err(status::IOERR));
+            assert_eq!(guest.read(0, 512).unwrap(), [0; 512]);
+        }
+        // The same size again is no news.
+        daemon.signal(Signal::HUP);
+        channel.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+        assert!((&channel).read(&mut [0]).is_err());
+        assert_eq!(guest.flush(), status::OK);
+        drop(guest);
+        // A guest that comes later finds the new size; one without a back channel is not waited for.
+        std::fs::File::options().write(true).open(&image).unwrap().set_len(4 << 20).unwrap();
+        let guest = Guest::connect(&socket);
+        let from = daemon.log().len();
+        daemon.signal(Signal::HUP);
+        daemon.wait_log_after(from, "the image has a new size");
+        drop(guest);
+        assert_eq!(Guest::connect(&socket).capacity(), 4 << 20);
+        daemon.stop();
+    }
+}
+
+#[test]
+fn a_front_end_that_does_not_answer_holds_nothing_up() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    let daemon = Daemon::serve(&image, &socket, &[]);
+    let (mut guest, _channel) = listening(&socket);
+    std::fs::File::options().write(true).open(&image).unwrap().set_len(2 << 20).unwrap();
+    daemon.signal(Signal::HUP);
+    assert_eq!(guest.write(0, &pattern(1, 512)), status::OK);
+    daemon.wait_log("the front end was not told of the new size");
+    assert_eq!(guest.session.link.connection.config().unwrap().capacity_sectors, 4096);
+    daemon.stop();
+}

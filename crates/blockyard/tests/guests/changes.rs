@@ -1,0 +1,118 @@
+//! What changes while a guest runs: the disk's size, the machine's memory.
+
+use std::time::Duration;
+
+use serde_json::json;
+
+use crate::common::{Kind, sha256};
+use crate::qmp::Qmp;
+use crate::stage::{STEP, Stage};
+
+const MIB: u64 = 1 << 20;
+
+/// `tell` waits for the new size; then the new part is used.
+const GROW: &str = r#"
+read -r before </sys/block/vda/size
+tell ready
+read -r now </sys/block/vda/size
+load --name=new --filename=/dev/vda --offset=$((before * 512)) --size=1M --rw=randwrite --bs=4k
+echo "sectors $before $now"
+"#;
+
+#[test]
+fn the_disk_grows_in_qemu() {
+    the_disk_grows(Kind::Qemu);
+}
+
+#[test]
+fn the_disk_grows_in_user_mode_linux() {
+    the_disk_grows(Kind::Uml);
+}
+
+fn the_disk_grows(kind: Kind) {
+    let mut stage = Stage::new(8 * MIB, &[]);
+    let mut guest = stage.boot(kind, "", &[], GROW, Duration::from_secs(60));
+    guest.expect("tell ready");
+    stage.go_on();
+    let sectors = guest.expect("sectors ");
+    assert_eq!(sectors, format!("{} {}", 8 * MIB / 512, (8 * MIB + STEP) / 512));
+    guest.finish();
+    stage.stop();
+}
+
+/// Memory comes and goes under load. Once it is there, one read is into more memory than there was at first.
+const PLUG: &str = r#"
+kilobytes() { awk -v "name=$1:" '$1 == name { print $2 }' /proc/meminfo; }
+until_total() { # COMPARISON
+    for ((i = 0; i < 500; i++)); do
+        ! (($(kilobytes MemTotal) $1)) || return 0
+        sleep 0.02
+    done
+    echo "after 10 s not $1: $(kilobytes MemTotal) kB"
+    return 1
+}
+echo online_movable >/sys/devices/system/memory/auto_online_blocks
+total=$(kilobytes MemTotal)
+(
+    while [[ ! -e /tmp/stop ]]; do
+        load --name=under --filename=/dev/vda --offset=256M --size=3M --rw=randwrite --bs=4k --randseed=$((n += 1))
+    done
+    echo "rounds $n"
+) &
+load=$!
+tell plug
+until_total ">= $total + 250000"
+echo "large $(dd if=/dev/vda bs=${BIG}M count=1 iflag=direct status=none | sha256sum)"
+tell unplug
+until_total "<= $total"
+sleep 0.2
+touch /tmp/stop
+wait $load
+"#;
+
+#[test]
+fn memory_is_plugged_in_and_out_under_load_in_qemu() {
+    const MEMORY: &str = "256M,slots=1,maxmem=1G";
+    const BIG: u64 = 240;
+    let mut stage = Stage::new(264 * MIB, &[]);
+    let sum = scatter(&stage, BIG * MIB);
+    let monitor = stage.folder.join("qmp");
+    let big = format!("BIG={BIG}");
+    let options = ["--mem", MEMORY, "--qmp", monitor.to_str().unwrap(), "--env", &big];
+    let mut guest = stage.boot(Kind::Qemu, "", &options, PLUG, Duration::from_secs(60));
+    guest.expect("tell plug");
+    let mut qmp = Qmp::connect(&monitor);
+    let size = 256 * MIB;
+    qmp.execute("object-add", json!({ "qom-type": "memory-backend-memfd", "id": "more", "size": size, "share": true }));
+    qmp.execute("device_add", json!({ "driver": "pc-dimm", "id": "dimm", "memdev": "more" }));
+    stage.go_on();
+    assert!(guest.expect("large ").starts_with(&sum), "the guest read other bytes into its new memory");
+    guest.expect("tell unplug");
+    let unplugged = ["DEVICE_DELETED", "DEVICE_UNPLUG_GUEST_ERROR", "MEM_UNPLUG_ERROR"];
+    // The guest may find a page of it in use, and may be asked again.
+    for _ in 0..20 {
+        qmp.execute("device_del", json!({ "id": "dimm" }));
+        if qmp.event(&unplugged) == unplugged[0] {
+            break;
+        }
+    }
+    stage.go_on();
+    guest.expect("rounds");
+    guest.finish();
+    stage.stop();
+}
+
+/// Random bytes here and there in the first `bytes` of the image; the SHA-256 of those.
+fn scatter(stage: &Stage, bytes: u64) -> String {
+    use std::os::unix::fs::FileExt;
+    let image = std::fs::File::options().read(true).write(true).open(&stage.image).unwrap();
+    let mut random = vec![0; 64 << 10];
+    let mut source = std::fs::File::open("/dev/urandom").unwrap();
+    for at in (0..bytes).step_by(3 * MIB as usize) {
+        std::io::Read::read_exact(&mut source, &mut random).unwrap();
+        image.write_all_at(&random, at).unwrap();
+    }
+    let copy = stage.folder.join("part");
+    std::io::copy(&mut std::io::Read::take(&image, bytes), &mut std::fs::File::create(&copy).unwrap()).unwrap();
+    sha256(&copy)
+}

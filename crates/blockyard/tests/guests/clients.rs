@@ -1,0 +1,149 @@
+//! Front ends without a guest: QEMU's block layer, and the blkio crate.
+
+use std::path::{Path, PathBuf};
+
+use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags};
+
+use crate::common::{Folder, allocated, sha256, tool};
+use crate::stage::{Stage, Statistics};
+
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn qemu_img_converts_compares_and_loads() {
+    let mut stage = Stage::new(16 * MIB, &["--queues", "2"]);
+    let source = random_image(&stage.folder, 16 * MIB);
+    let disk = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", stage.socket.display());
+    let file = format!("driver=raw,file.driver=file,file.filename={}", source.display());
+
+    let convert = ["convert", "-n", "--image-opts", &file, "--target-image-opts", &disk];
+    tool("qemu-img", convert).good();
+    tool("qemu-img", ["compare", "--image-opts", &file, &disk]).good();
+    assert_eq!(sha256(&source), sha256(&stage.image), "qemu-img wrote something else");
+
+    let bench = |write: &[&str]| {
+        let arguments = ["bench", "-c", "4000", "-d", "32", "-s", "4096", "-S", "20480"];
+        tool("qemu-img", arguments.iter().chain(write).chain(&["--image-opts", &disk])).good()
+    };
+    bench(&[]);
+    bench(&["-w", "--pattern", "90", "--flush-interval", "500"]);
+    let written = std::fs::read(&stage.image).unwrap();
+    // Offsets are taken modulo the size, and 4000 steps of five blocks meet 4000 of the 4096 blocks.
+    let original = std::fs::read(&source).unwrap();
+    let (mut new, mut old) = (0, 0);
+    for (now, before) in written.chunks(4096).zip(original.chunks(4096)) {
+        let is_new = now.iter().all(|b| *b == 90);
+        assert!(is_new || now == before, "a block is neither what it was nor what qemu-img wrote");
+        (new, old) = (new + usize::from(is_new), old + usize::from(!is_new));
+    }
+    assert!(new > old, "{new} blocks written, {old} not");
+    assert!(Statistics(stage.stop()).figure("flush", "requests") > 0);
+}
+
+/// A file of random bytes.
+fn random_image(folder: &Folder, bytes: u64) -> PathBuf {
+    let path = folder.join("random");
+    let mut random = std::io::Read::take(std::fs::File::open("/dev/urandom").unwrap(), bytes);
+    std::io::copy(&mut random, &mut std::fs::File::create(&path).unwrap()).unwrap();
+    path
+}
+
+#[test]
+fn libblkio_writes_reads_flushes_and_discards() {
+    let mut stage = Stage::new(8 * MIB, &[]);
+    let mut client = Client::connect(&stage.socket);
+    assert_eq!(client.blkio.get_u64("capacity").unwrap(), 8 * MIB);
+
+    let bytes = std::fs::read(random_image(&stage.folder, MIB)).unwrap();
+    client.memory(&bytes);
+    let base = client.region.addr as *const u8;
+    // 16 requests of 64 KiB at once, the last first on the disk.
+    for i in 0..16 {
+        let (from, to) = ((i as u64) << 16, 4 * MIB - ((i as u64 + 1) << 16));
+        client.queue.write(to, base.wrapping_add(from as usize), 1 << 16, i, ReqFlags::empty());
+    }
+    client.complete(16);
+    client.queue.flush(100, ReqFlags::empty());
+    client.complete(1);
+    let image = std::fs::read(&stage.image).unwrap();
+    let expected: Vec<u8> = bytes.chunks(1 << 16).rev().flatten().copied().collect();
+    let place = 3 * MIB as usize..4 * MIB as usize;
+    assert!(image[place.clone()] == expected, "the image holds other bytes than were written");
+
+    client.memory(&vec![0; MIB as usize]);
+    client.queue.read(3 * MIB, base.cast_mut(), MIB as usize, 0, ReqFlags::empty());
+    client.complete(1);
+    assert!(client.memory_now() == expected, "other bytes are read than were written");
+
+    let before = allocated(&stage.image);
+    client.queue.discard(3 * MIB, MIB / 2, 0, ReqFlags::empty());
+    client.queue.write_zeroes(3 * MIB + MIB / 2, MIB / 2, 1, ReqFlags::empty());
+    client.complete(2);
+    let after = allocated(&stage.image);
+    assert!(after + MIB / 2 <= before, "a discard of {} bytes gave back {} to {after}", MIB / 2, before);
+    assert!(std::fs::read(&stage.image).unwrap()[place].iter().all(|b| *b == 0));
+
+    // Beyond the end: an error, and the next request works.
+    client.queue.read(8 * MIB, base.cast_mut(), 4096, 7, ReqFlags::empty());
+    let [(7, error)] = client.completions(1)[..] else { panic!("another request was answered") };
+    assert!(error < 0, "a read beyond the end was answered with {error}");
+    client.queue.read(0, base.cast_mut(), 4096, 8, ReqFlags::empty());
+    client.complete(1);
+    drop(client);
+    stage.stop();
+}
+
+struct Client {
+    queue: Blkioq,
+    blkio: Blkio,
+    region: MemoryRegion,
+    /// The region once more, as a file: no raw memory access is needed here.
+    file: std::fs::File,
+}
+
+impl Client {
+    fn connect(socket: &Path) -> Self {
+        let mut blkio = Blkio::new("virtio-blk-vhost-user").unwrap();
+        blkio.set_str("path", socket.to_str().unwrap()).unwrap();
+        blkio.connect().unwrap();
+        blkio.set_i32("num-queues", 1).unwrap();
+        let mut started = blkio.start().unwrap();
+        let region = blkio.alloc_mem_region(MIB as usize).unwrap();
+        blkio.map_mem_region(&region).unwrap();
+        let path = format!("/proc/self/fd/{}", region.fd);
+        let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+        Client { queue: started.queues.remove(0), blkio, region, file }
+    }
+
+    /// Fills the start of the memory.
+    fn memory(&self, bytes: &[u8]) {
+        std::os::unix::fs::FileExt::write_all_at(&self.file, bytes, 0).unwrap();
+    }
+
+    fn memory_now(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.region.len];
+        std::os::unix::fs::FileExt::read_exact_at(&self.file, &mut bytes, 0).unwrap();
+        bytes
+    }
+
+    /// Waits for `count` requests, which must have succeeded.
+    #[track_caller]
+    fn complete(&mut self, count: usize) {
+        for (request, result) in self.completions(count) {
+            assert_eq!(result, 0, "request {request} failed");
+        }
+    }
+
+    /// Waits for `count` requests: what each was called and its result.
+    #[track_caller]
+    #[allow(unsafe_code)] // the crate's only way to hand over completions
+    fn completions(&mut self, count: usize) -> Vec<(usize, i32)> {
+        let mut space: Vec<_> =
+            std::iter::repeat_with(std::mem::MaybeUninit::<Completion>::uninit).take(count).collect();
+        let mut limit = crate::common::SOON;
+        let filled = self.queue.do_io(&mut space, count, Some(&mut limit), None).unwrap();
+        assert_eq!(filled, count);
+        // SAFETY: do_io has initialised the first `filled` entries, which are all.
+        space.iter().map(|c| unsafe { c.assume_init_ref() }).map(|c| (c.user_data, c.ret)).collect()
+    }
+}

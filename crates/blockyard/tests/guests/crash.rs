@@ -1,0 +1,61 @@
+//! kill -9 of the daemon under a guest's verified load.
+
+use std::time::Duration;
+
+use crate::common::{Guest, Kind};
+use crate::stage::{Stage, script_with_prelude};
+
+const KILLS: u32 = 20;
+
+/// Two loads at once, each with checksums, again and again until both disks have grown; then everything once more.
+const SCRIPT: &str = r#"
+hammer() { # DISK ROUND...
+    load --filename="$1" --randseed="$2" \
+        --name=small --rw=randwrite --bs=4k --size=3M --offset=0 \
+        --name=mixed --rw=randrw --bsrange=4k-64k --size=6M --offset=4M \
+        --name=synced --rw=randwrite --bs=8k --size=1M --offset=12M --fsync=8 "${@:3}"
+}
+rounds() { # DISK: until it has grown
+    local name=${1#/dev/} before now n=0
+    read -r before </sys/block/$name/size
+    now=$before
+    while [[ $now == "$before" ]]; do
+        hammer "$1" $((n += 1))
+        read -r now </sys/block/$name/size
+    done
+    echo "rounds $n"
+}
+echo started
+rounds /dev/vda &
+first=$!
+rounds /dev/vdb
+wait $first
+"#;
+
+#[test]
+fn twenty_kills_of_each_daemon_under_load_in_qemu() {
+    let mut stages = [Stage::new(16 << 20, &["--queues", "2"]), Stage::new(16 << 20, &["--queues", "2"])];
+    let disks = [",queues=2", ",queues=2,packed=on"];
+    let disks = stages.iter().zip(disks).flat_map(|(stage, more)| Guest::vhost(&stage.socket, more));
+    let mut guest = Guest::start(Kind::Qemu, disks, &script_with_prelude(SCRIPT), Duration::from_secs(90));
+    guest.expect("started");
+    for n in 0..KILLS {
+        for stage in &mut stages {
+            // In the middle of something, and at another moment each time.
+            stage.until_served("write");
+            std::thread::sleep(Duration::from_millis(u64::from(n * 37 % 200)));
+            assert!(guest.running(), "the guest ended after {n} kills: {}", guest.finish());
+            stage.kill_and_restart();
+        }
+    }
+    for stage in &mut stages {
+        stage.until_served("write");
+        stage.go_on();
+    }
+    guest.expect("rounds");
+    guest.expect("rounds");
+    guest.finish();
+    for stage in &mut stages {
+        stage.stop();
+    }
+}

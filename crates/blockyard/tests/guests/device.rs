@@ -1,0 +1,122 @@
+//! The guest takes the device away from itself in mid-load: driver unbound and bound, machine reset.
+
+use std::time::Duration;
+
+use serde_json::json;
+
+use crate::common::{Daemon, Kind, SOON, until};
+use crate::qmp::Qmp;
+use crate::stage::Stage;
+
+const MIB: u64 = 1 << 20;
+/// What the daemon's memory may grow by, in kilobytes: allocators keep what they once had.
+const GROWTH: u64 = 2048;
+
+const UNBIND: &str = r#"
+device=$(basename "$(readlink -f /sys/block/vda/device)")
+driver=/sys/bus/virtio/drivers/virtio_blk
+for n in 0 1 2 3 4 5; do
+    # Its errors at the end are what it is for.
+    fio --output=/dev/null --name=victim --filename=/dev/vda --offset=16M --size=16M --ioengine=libaio --direct=1 \
+        --iodepth=32 --rw=randrw --bs=16k --time_based --runtime=60 2>/dev/null &
+    fio=$!
+    for ((i = 0; i < 500; i++)); do
+        read -r reads writes </sys/block/vda/inflight
+        ((reads + writes == 0)) || break
+        sleep 0.02
+    done
+    sleep 0.2
+    echo "$device" >$driver/unbind
+    wait $fio && echo "the victim saw nothing" && exit 1
+    [[ ! -e /sys/block/vda ]]
+    echo "$device" >$driver/bind
+    for ((i = 0; i < 500; i++)); do
+        [[ -b /dev/vda ]] && break
+        sleep 0.02
+    done
+    load --name=check --filename=/dev/vda --rw=randwrite --bs=4k --size=2M --randseed=$n
+    [[ $n == [1234] ]] || tell "bound $n"
+done
+"#;
+
+#[test]
+fn the_driver_is_unbound_and_bound_in_mid_load() {
+    let mut stage = Stage::new(32 * MIB, &["--queues", "2"]);
+    let mut guest = stage.boot(Kind::Qemu, ",queues=2", &[], UNBIND, Duration::from_secs(60));
+    guest.expect("tell bound 0");
+    let before = Footprint::of(stage.daemon());
+    stage.go_on();
+    guest.expect("tell bound 5");
+    before.check(stage.daemon());
+    stage.go_on();
+    guest.finish();
+    stage.stop();
+}
+
+const RESET: &str = r#"
+written() { fio --output=/tmp/fio.log --name=kept --filename=/dev/vda --offset=1M --size=4M --bs=64k --ioengine=libaio \
+    --direct=1 --iodepth=32 --verify=crc32c --verify_fatal=1 "$@" || { cat /tmp/fio.log && return 1; }; }
+if [[ $(head -c 6 /dev/vda) == second ]]; then
+    written --rw=read
+    load --name=again --filename=/dev/vda --offset=8M --rw=randwrite --bs=4k --size=2M
+    tell again
+    exit
+fi
+written --rw=write --do_verify=0
+echo second >/tmp/mark
+dd if=/tmp/mark of=/dev/vda bs=512 conv=sync,fsync,notrunc status=none
+load --name=more --filename=/dev/vda --offset=8M --rw=randrw --bs=4k --size=8M --time_based --runtime=60 &
+sleep 0.5
+tell first
+sleep 60
+"#;
+
+#[test]
+fn the_machine_is_reset_in_mid_load() {
+    let mut stage = Stage::new(32 * MIB, &["--queues", "2"]);
+    let monitor = stage.folder.join("qmp");
+    let options = ["--qmp", monitor.to_str().unwrap()];
+    let mut guest = stage.boot(Kind::Qemu, ",queues=2", &options, RESET, Duration::from_secs(60));
+    guest.expect("tell first");
+    stage.until_served("write");
+    let before = Footprint::of(stage.daemon());
+    let mut qmp = Qmp::connect(&monitor);
+    // Else the runner's -no-reboot makes an end of it.
+    qmp.execute("set-action", json!({ "reboot": "reset" }));
+    qmp.execute("system_reset", json!({}));
+    // The second boot wants its job again.
+    let job = guest.job();
+    let file = json!({ "type": "file", "data": { "in": job, "out": "/dev/null" } });
+    qmp.execute("chardev-change", json!({ "id": "job", "backend": file }));
+    guest.expect("tell again");
+    before.check(stage.daemon());
+    qmp.execute("set-action", json!({ "reboot": "shutdown" }));
+    stage.go_on();
+    guest.finish();
+    stage.stop();
+}
+
+/// What the daemon holds.
+struct Footprint {
+    descriptors: Vec<String>,
+    resident: u64,
+}
+
+impl Footprint {
+    fn of(daemon: &Daemon) -> Self {
+        Footprint { descriptors: daemon.descriptors(), resident: daemon.kilobytes("VmRSS") }
+    }
+
+    /// Panics when the daemon holds more now.
+    #[track_caller]
+    fn check(&self, daemon: &Daemon) {
+        // What is being closed may take a moment.
+        until(
+            &format!("as many descriptors as before: {:?} {:?}", self.descriptors, daemon.descriptors()),
+            SOON,
+            || daemon.descriptors().len() == self.descriptors.len(),
+        );
+        let now = daemon.kilobytes("VmRSS");
+        assert!(now <= self.resident + GROWTH, "{} kB resident before, {now} kB now", self.resident);
+    }
+}

@@ -1,0 +1,144 @@
+//! File systems in guests: made, loaded, trimmed, checked, and the same on the host.
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crate::common::{BLOCKYARD, Daemon, Folder, Guest, Kind, allocated, sha256, tool};
+use crate::stage::{Stage, Statistics, script_with_prelude};
+
+const MIB: u64 = 1 << 20;
+/// mkfs.xfs makes nothing smaller than 300 MB.
+const DISK: u64 = 304 * MIB;
+/// What the guest writes, deletes and trims.
+const BIG: u64 = 40 * MIB;
+
+const SCRIPT: &str = r#"
+exercise() { # FILE-SYSTEM DISK
+    "mkfs.$1" -q "$2"
+    mount "$2" /mnt
+    load --directory=/mnt --end_fsync=1 \
+        --name=small --rw=randwrite --bs=4k --size=4M \
+        --name=large --rw=write --bs=64k --size=8M \
+        --name=mixed --rw=randrw --bsrange=4k-128k --size=8M --fsync=16
+    rm /mnt/*.0
+    head -c 40M /dev/urandom >/mnt/big
+    sync
+    sleep 0.2
+    rm /mnt/big
+    sync
+    fstrim /mnt
+    seq 1 50000 >/mnt/known
+    umount /mnt
+    case $1 in
+    ext4) e2fsck -fn "$2" >/tmp/fsck 2>&1 ;;
+    xfs) xfs_repair -n "$2" >/tmp/fsck 2>&1 ;;
+    esac || { cat /tmp/fsck && return 1; }
+    echo "$1 $(dd if="$2" bs=1M iflag=direct status=none | sha256sum)"
+}
+exercise ext4 /dev/vda
+exercise xfs /dev/vdb
+"#;
+
+#[test]
+fn file_systems_in_user_mode_linux() {
+    file_systems(Kind::Uml);
+}
+
+#[test]
+fn file_systems_in_qemu() {
+    file_systems(Kind::Qemu);
+}
+
+fn file_systems(kind: Kind) {
+    let folder = Folder::new();
+    let names = ["ext4", "xfs"];
+    let [ext4, xfs] = names.map(|n| folder.image(&format!("{n}.img"), DISK));
+    let sockets = names.map(|n| folder.join(format!("{n}.sock")));
+    let mut daemon = daemon_of_two(&folder, [&ext4, &xfs], [&sockets[0], &sockets[1]]);
+    let peaks = [&ext4, &xfs].map(|image| Peak::watch(image));
+
+    let disks = sockets.iter().flat_map(|s| Guest::vhost(s, ""));
+    let guest = Guest::start(kind, disks, &script_with_prelude(SCRIPT), Duration::from_secs(90));
+    let output = guest.finish();
+
+    for (name, image, peak) in [("ext4", &ext4, &peaks[0]), ("xfs", &xfs, &peaks[1])] {
+        let line = output.lines().find_map(|l| l.strip_prefix(name)).unwrap_or_else(|| panic!("no sum: {output}"));
+        let sum = line.split_whitespace().next().unwrap();
+        assert_eq!(sum, sha256(image), "{name}: the guest and the host read different bytes");
+        let (most, now) = (peak.most(), allocated(image));
+        assert!(
+            most >= BIG && now + BIG * 9 / 10 <= most,
+            "{name}: fstrim gave too little back: {most} to {now} bytes"
+        );
+    }
+    assert!(daemon.running());
+    let log = daemon.stop();
+    let statistics = Statistics(log.clone());
+    for kind in ["read", "write", "flush", "discard", "write-zeroes"] {
+        assert_eq!(statistics.figure(kind, "errors"), 0, "{log}");
+    }
+    assert!(statistics.figure("discard", "bytes") >= 2 * BIG && statistics.figure("flush", "requests") > 0, "{log}");
+
+    tool("e2fsck", ["-fn".as_ref(), ext4.as_os_str()]).good();
+    tool("xfs_repair", ["-n".as_ref(), xfs.as_os_str()]).good();
+    let known: String = (1..=50000).map(|n| format!("{n}\n")).collect();
+    let found = tool("debugfs", ["-R".as_ref(), "cat /known".as_ref(), ext4.as_os_str()]).good();
+    assert!(found == known, "the guest's file has other content on the host");
+}
+
+fn daemon_of_two(folder: &Folder, images: [&Path; 2], sockets: [&Path; 2]) -> Daemon {
+    let disk = |i: usize| format!("[[disk]]\nimage = {:?}\nvhost-user = {:?}\n", images[i], sockets[i]);
+    let config = folder.join("blockyard.toml");
+    std::fs::write(&config, disk(0) + &disk(1)).unwrap();
+    let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(config));
+    daemon.wait_ready();
+    daemon
+}
+
+/// The most that an image took on the host's disk, watched all the time.
+struct Peak {
+    most: Arc<AtomicU64>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Peak {
+    fn watch(image: &Path) -> Self {
+        let (most, stop, image) = (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default(), image.to_path_buf());
+        let shared = (most.clone(), stop.clone());
+        let thread = std::thread::spawn(move || {
+            while !shared.1.load(Ordering::Relaxed) {
+                shared.0.fetch_max(allocated(&image), Ordering::Relaxed);
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        });
+        Peak { most, stop, thread: Some(thread) }
+    }
+
+    fn most(&self) -> u64 {
+        self.most.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Peak {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Kicks and calls by message, as User Mode Linux has them in simulated time.
+#[test]
+fn user_mode_linux_with_in_band_notifications() {
+    let mut stage = Stage::new(64 * MIB, &["--in-band-notifications"]);
+    let script = "mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt
+        load --directory=/mnt --name=job --rw=randrw --bs=4k --size=2M --end_fsync=1
+        umount /mnt && e2fsck -fn /dev/vda";
+    stage.boot(Kind::Uml, "", &[], script, Duration::from_secs(60)).finish();
+    stage.stop();
+    tool("e2fsck", ["-fn".as_ref(), stage.image.as_os_str()]).good();
+}

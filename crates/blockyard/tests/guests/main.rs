@@ -1,0 +1,24 @@
+//! The whole program against front ends that we did not write: Linux in whole guests, QEMU's block layer, libblkio.
+//!
+//! ```text
+//!   filesystems   mkfs, fio with checksums, fstrim, fsck, the same bytes on the host       UML, QEMU
+//!   flush         a guest's sync is an fdatasync of the image; in writethrough there is none
+//!   clients       qemu-img and the blkio crate, without a guest
+//!   crash         kill -9 under verified load, 20 times                                    QEMU
+//!   device        the guest resets, unbinds and binds the device in mid-load               QEMU
+//!   changes       the disk grows, memory is plugged in and out, under load
+//! ```
+//! Guests cost seconds each, so a script shows as much as fits. Where the host must do something at a certain point the
+//! script says `tell WORD`, and goes on when the host has made the disk larger (`Stage::go_on`).
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod changes;
+mod clients;
+mod crash;
+mod device;
+mod filesystems;
+mod flush;
+mod qmp;
+mod stage;

@@ -1,0 +1,130 @@
+//! One disk, its daemon, and a guest that uses it.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::common::{Daemon, Folder, Guest, Kind, SOON, Signal};
+
+/// Shell functions for the scripts.
+const PRELUDE: &str = r#"
+# Tells the host something, and waits until it has made the first disk larger (Stage::go_on).
+tell() { # WORD...
+    local before now
+    read -r before </sys/block/vda/size
+    echo "tell $*"
+    for ((i = 0; i < 1000; i++)); do
+        read -r now </sys/block/vda/size
+        [[ $now == "$before" ]] || return 0
+        sleep 0.02
+    done
+    echo "the host did not make the disk larger within 20 s"
+    return 1
+}
+
+# fio in short: random data with checksums, 32 requests in flight, quiet unless it fails.
+load() { # ARGUMENTS...
+    fio --output=/tmp/fio.log --ioengine=libaio --direct=1 --iodepth=32 --verify=crc32c --verify_fatal=1 \
+        --group_reporting "$@" || { cat /tmp/fio.log && return 1; }
+}
+"#;
+
+/// How much larger the disk gets at each `go_on`.
+pub const STEP: u64 = 1 << 20;
+
+pub struct Stage {
+    pub folder: Folder,
+    pub image: PathBuf,
+    pub socket: PathBuf,
+    options: Vec<String>,
+    daemon: Option<Daemon>,
+}
+
+impl Stage {
+    /// A daemon with an empty image of `bytes` bytes.
+    #[track_caller]
+    pub fn new(bytes: u64, options: &[&str]) -> Self {
+        let folder = Folder::new();
+        let (image, socket) = (folder.image("disk.img", bytes), folder.join("disk.sock"));
+        let daemon = Daemon::serve(&image, &socket, options);
+        let options = options.iter().map(|o| o.to_string()).collect();
+        Stage { folder, image, socket, options, daemon: Some(daemon) }
+    }
+
+    /// Boots a guest with the disk and other options of its runner.
+    #[track_caller]
+    pub fn boot(&self, kind: Kind, more: &str, options: &[&str], script: &str, limit: Duration) -> Guest {
+        let options = options.iter().map(|o| o.into()).chain(Guest::vhost(&self.socket, more));
+        Guest::start(kind, options, &script_with_prelude(script), limit)
+    }
+
+    pub fn daemon(&mut self) -> &mut Daemon {
+        self.daemon.as_mut().expect("the daemon runs")
+    }
+
+    /// Lets a guest that has said `tell` go on.
+    #[track_caller]
+    pub fn go_on(&mut self) {
+        let file = std::fs::OpenOptions::new().write(true).open(&self.image).unwrap();
+        file.set_len(file.metadata().unwrap().len() + STEP).unwrap();
+        self.daemon().signal(Signal::HUP);
+    }
+
+    /// Kills the daemon and starts it again.
+    #[track_caller]
+    pub fn kill_and_restart(&mut self) {
+        self.daemon.take().expect("the daemon runs").kill();
+        let options: Vec<_> = self.options.iter().map(String::as_str).collect();
+        self.daemon = Some(Daemon::serve_again(&self.image, &self.socket, &options));
+    }
+
+    /// Stops the daemon, which must end well; its log.
+    #[track_caller]
+    pub fn stop(&mut self) -> String {
+        self.daemon.take().expect("the daemon runs").stop()
+    }
+
+    /// The statistics that the daemon logs when it is asked for them.
+    #[track_caller]
+    pub fn statistics(&mut self) -> Statistics {
+        let daemon = self.daemon();
+        let before = daemon.log().len();
+        daemon.signal(Signal::USR1);
+        // Without a request there is no line, and no other sign of the end.
+        let start = std::time::Instant::now();
+        let patience = Duration::from_millis(100);
+        while start.elapsed() < patience {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Statistics(daemon.log()[before..].to_string())
+    }
+
+    /// Waits until a request of the kind has been answered.
+    #[track_caller]
+    pub fn until_served(&mut self, kind: &str) {
+        let start = std::time::Instant::now();
+        while self.statistics().figure(kind, "requests") == 0 {
+            assert!(start.elapsed() < SOON, "no {kind} within {SOON:?}: {}", self.daemon().log());
+        }
+    }
+}
+
+pub fn script_with_prelude(script: &str) -> String {
+    format!("{PRELUDE}{script}")
+}
+
+/// Lines of statistics from a log.
+pub struct Statistics(pub String);
+
+impl Statistics {
+    /// A figure (`requests`, `bytes`, `errors`) of a kind of request (`read`, `write`, `flush`, `discard`,
+    /// `write-zeroes`), of all disks together; 0 when there was none.
+    pub fn figure(&self, kind: &str, figure: &str) -> u64 {
+        let mark = format!(" {kind}: queue time");
+        let lines = self.0.lines().filter(|l| l.contains(&mark));
+        let value = |line: &str| {
+            let (_, rest) = line.split_once(&format!("{figure}="))?;
+            rest.split(|c: char| !c.is_ascii_digit()).next()?.parse::<u64>().ok()
+        };
+        lines.map(|l| value(l).unwrap_or_else(|| panic!("no {figure}: {l}"))).sum()
+    }
+}

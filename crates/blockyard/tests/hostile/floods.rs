@@ -1,0 +1,202 @@
+//! The same wrong thing very often: the log stays short, and nothing grows.
+
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use blockyard_bench::driver::request::{DISCARD, IN, OUT};
+use vhost::vhost_user::message::FrontendReq;
+
+use super::daemon::{CAPACITY, Daemon, OTHER, VICTIM};
+use super::guest::{BOTH, D, Guest, Layout, event, into, out};
+use super::messages::{Fate, send};
+
+/// Offers chains of the same descriptors, a few at a time, until `count` were answered. Statuses are the last one's.
+fn flood(guest: &mut Guest, chain: &[D], count: u32) {
+    let taken = chain.len() as u16;
+    let deep = u32::from(guest.rings[0].size / taken / 2).max(1);
+    let (mut offered, mut answered) = (0, 0);
+    let start = Instant::now();
+    while answered < count {
+        while offered < count && offered - answered < deep {
+            guest.rings[0].offer(chain);
+            offered += 1;
+        }
+        guest.rings[0].kick();
+        guest.rings[0].wait(taken);
+        answered += 1;
+        while guest.rings[0].reap(taken).is_some() {
+            answered += 1;
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "{answered} of {count} answered in a minute");
+    }
+}
+
+/// Bad requests of several kinds: no line at all, or one now and then.
+#[test]
+fn bad_requests_do_not_fill_the_log() {
+    for layout in BOTH {
+        let daemon = Daemon::start();
+        let mut other = Guest::start(&daemon.socket(OTHER), *layout);
+        let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
+        let (beyond, unknown) = (guest.header(IN, u64::MAX), guest.header(99, 0));
+        let (data, status) = (guest.bytes(&[0; 512]), guest.status());
+        let chains: [&[D]; 3] = [
+            &[out(beyond, 16), into(data, 512), into(status, 1)],
+            &[out(unknown, 16), into(status, 1)],
+            &[out(beyond, 16), into(0, u32::MAX), into(status, 1)],
+        ];
+        flood(&mut guest, chains[0], 1000);
+        let before = daemon.own_memory();
+        for chain in chains {
+            flood(&mut guest, chain, 34_000);
+            assert_ne!(guest.byte(status), 0);
+        }
+        let grown = daemon.own_memory().saturating_sub(before);
+        assert!(grown < 1 << 20, "{grown} bytes more");
+        let log = daemon.complaints();
+        assert!(log.len() <= 5, "{log:#?}");
+        guest.works(0, 0);
+        other.works(0, 0);
+        daemon.end();
+    }
+}
+
+/// Chains of many ranges take more than they give back, if nobody looks.
+#[test]
+fn discards_of_many_ranges_take_no_memory() {
+    for layout in BOTH {
+        let daemon = Daemon::start();
+        let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
+        let header = guest.header(DISCARD, 0);
+        let range = (8u128 | 8 << 64).to_le_bytes();
+        let (ranges, status) = (guest.bytes(&range.repeat(64)), guest.status());
+        let chain = [out(header, 16), out(ranges, 1024), into(status, 1)];
+        flood(&mut guest, &chain, 500);
+        assert_eq!(guest.byte(status), 0);
+        let before = daemon.own_memory();
+        flood(&mut guest, &chain, 10_000);
+        let grown = daemon.own_memory().saturating_sub(before);
+        assert!(grown < 1 << 20, "{layout:?}: {grown} bytes more");
+        daemon.end();
+    }
+}
+
+/// Requests that a disk with O_DIRECT must copy, as large as can be and all at once: the copies are bounded.
+#[test]
+fn large_unaligned_requests_take_bounded_memory() {
+    // Where files may be opened with O_DIRECT, which memory file systems do not all allow.
+    let folder = std::path::PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    let image = folder.join(format!("unaligned-{}.raw", std::process::id()));
+    std::fs::File::create(&image).unwrap().set_len(CAPACITY).unwrap();
+    let daemon = Daemon::with(|_, disk| match disk {
+        VICTIM => format!("image = \"{}\"\nname = \"{disk}\"\n", image.display()),
+        _ => format!("image = \"ram:1M\"\nname = \"{disk}\"\n"),
+    });
+    let mut guest = Guest::start(&daemon.socket(VICTIM), Layout::Split);
+    guest.works(0, 0);
+    let before = daemon.own_memory();
+    let data = guest.memory.take((1 << 20) + 4096, 4096).unwrap();
+    for (kind, make) in [(IN, into as fn(u64, u32) -> D), (OUT, out)] {
+        let (header, status) = (guest.header(kind, 0), guest.status());
+        let chain = [vec![out(header, 16)], vec![make(data + 1, 1 << 20); 32], vec![into(status, 1)]].concat();
+        let table = guest.table(&chain);
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        let most = std::thread::scope(|scope| {
+            let watch = scope.spawn(|| {
+                let mut most = 0;
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    most = most.max(daemon.own_memory());
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                most
+            });
+            for _ in 0..24 {
+                guest.rings[0].offer(&[table]);
+            }
+            guest.rings[0].kick();
+            for _ in 0..24 {
+                guest.rings[0].wait(1);
+            }
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            watch.join().unwrap()
+        });
+        assert_eq!(guest.byte(status), 0);
+        let grown = most.saturating_sub(before);
+        assert!(grown < 160 << 20, "type {kind}: {} MiB of copies", grown >> 20);
+    }
+    daemon.end();
+    std::fs::remove_file(image).unwrap();
+}
+
+/// A guest that breaks its ring and resets it again and again.
+#[test]
+fn rings_broken_over_and_over_do_not_fill_the_log() {
+    let daemon = Daemon::start();
+    let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
+    let mut guest = Guest::start(&daemon.socket(VICTIM), Layout::Split);
+    let (descriptors, memory) = (daemon.descriptors(), daemon.own_memory());
+    for _ in 0..1000 {
+        guest.rings[0].push_split(u16::MAX);
+        guest.rings[0].kick();
+        guest.reset_ring(0);
+    }
+    guest.works(0, 0);
+    other.works(0, 0);
+    let log = daemon.complaints();
+    assert!((1..=12).contains(&log.len()), "{log:#?}");
+    assert!(daemon.descriptors() <= descriptors, "{} descriptors, not {descriptors}", daemon.descriptors());
+    let grown = daemon.own_memory().saturating_sub(memory);
+    assert!(grown < 1 << 20, "{grown} bytes more");
+    daemon.end();
+}
+
+#[test]
+fn refused_messages_do_not_fill_the_log() {
+    let daemon = Daemon::start();
+    let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
+    let guest = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
+    let memory = daemon.own_memory();
+    for _ in 0..5000 {
+        assert_eq!(send(&guest.connection, FrontendReq::SET_VRING_NUM, &[0; 8], &[]), Fate::Refused);
+        let kick = event();
+        assert_eq!(send(&guest.connection, FrontendReq::SET_VRING_KICK, &[0; 8], &[kick.as_fd()]), Fate::Refused);
+    }
+    other.works(0, 0);
+    let log = daemon.complaints();
+    assert!((1..=12).contains(&log.len()), "{log:#?}");
+    let grown = daemon.own_memory().saturating_sub(memory);
+    assert!(grown < 1 << 20, "{grown} bytes more");
+    daemon.end();
+}
+
+/// Front ends that come, run their rings, and go without a word, or with one that is none.
+#[test]
+fn front_ends_that_come_and_go_leave_nothing_behind() {
+    let daemon = Daemon::start();
+    let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
+    let visit = |layout: Layout, garbage: bool| {
+        let mut guest = Guest::start(&daemon.socket(VICTIM), layout);
+        guest.works(0, 0);
+        if garbage {
+            guest.connection.send_bytes(b"this is no message", &[]).unwrap();
+        }
+    };
+    let descriptors = daemon.descriptors();
+    for _ in 0..20 {
+        visit(Layout::Split, false);
+        visit(Layout::Packed, true);
+    }
+    daemon.keeps_descriptors(descriptors, "at first");
+    let (mappings, memory) = (daemon.mappings(), daemon.own_memory());
+    for _ in 0..250 {
+        visit(Layout::Split, false);
+        visit(Layout::Packed, true);
+    }
+    other.works(0, 0);
+    daemon.keeps_descriptors(descriptors, "at last");
+    assert!(daemon.mappings() <= mappings + 8, "{} mappings, not {mappings}", daemon.mappings());
+    let grown = daemon.own_memory().saturating_sub(memory);
+    assert!(grown < 1 << 20, "{grown} bytes more");
+    assert!(daemon.log().len() < 40, "{:#?}", daemon.log());
+    daemon.end();
+}

@@ -1,0 +1,18 @@
+//! Hostile guests and hostile front ends against a running daemon.
+//!
+//! ```text
+//!   requests   chains of a sound ring that ask for what cannot be     -> an error status, the ring goes on
+//!   rings      rings that no driver makes                             -> that queue stops, one line in the log
+//!   moving     memory that changes under the device, kicks without end, memory taken away
+//!   messages   vhost-user messages of every wrong kind                -> refused, or the front end is let go
+//!   floods     anything of this very often                            -> neither log nor memory nor descriptors grow
+//! ```
+//! After each: the other queue, the other disk, and (reset) the same queue work; the daemon ends as it should.
+
+mod daemon;
+mod floods;
+mod guest;
+mod messages;
+mod moving;
+mod requests;
+mod rings;

@@ -1,0 +1,301 @@
+//! Memory that changes under the device: rings rewritten while it reads them, kicks without end, regions taken away
+//! with requests in them, files cut short.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use blockyard_bench::driver::request::{FLUSH, IN, OUT};
+use blockyard_ring::Window;
+use vhost::VhostUserMemoryRegionInfo;
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::FrontendReq;
+
+use super::daemon::{Daemon, OTHER, SLOW, VICTIM};
+use super::guest::{BOTH, Guest, Layout, into, out, rung};
+
+/// A small generator: the same numbers in each run.
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+}
+
+/// Writes nonsense that looks like sense all over a ring, until told to stop.
+fn rewrite(desc: &Window, avail: &Window, addresses: [u64; 4], layout: Layout, stop: &AtomicBool, seed: u64) {
+    let mut random = Random::new(seed);
+    while !stop.load(Ordering::Relaxed) {
+        let index = random.below(64) as usize * 16;
+        let addr = addresses[random.below(4) as usize] + random.below(64);
+        let len = [1, 16, 48, 512, 1024, u32::MAX][random.below(6) as usize];
+        let (flags, other) = (random.below(8) as u16, random.below(66) as u16);
+        desc.copy_in(index, addr.to_le_bytes());
+        desc.copy_in(index + 8, len.to_le_bytes());
+        match layout {
+            Layout::Split => {
+                desc.store_u16(index + 12, flags, Ordering::Relaxed);
+                desc.store_u16(index + 14, other, Ordering::Relaxed);
+                avail.store_u16(4 + random.below(64) as usize * 2, other, Ordering::Relaxed);
+                if random.below(16) == 0 {
+                    let now = avail.load_u16(2, Ordering::Relaxed);
+                    avail.store_u16(2, now.wrapping_add(random.below(3) as u16), Ordering::Release);
+                }
+            }
+            Layout::Packed => {
+                desc.store_u16(index + 12, other, Ordering::Relaxed);
+                let wrap = [1 << 7, 1 << 15][random.below(2) as usize];
+                desc.store_u16(index + 14, flags | wrap, Ordering::Release);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_ring_rewritten_while_in_use_harms_nobody_else() {
+    for layout in BOTH {
+        let daemon = Daemon::start();
+        let mut other = Guest::start(&daemon.socket(OTHER), *layout);
+        let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
+        let data = guest.memory.take(64 << 10, 4096).unwrap();
+        let header = guest.header(IN, 0);
+        let table = guest.table(&[out(header, 16), into(data, 512), into(data + 512, 1)]);
+        let addresses = [header, data, table.addr, 0];
+        let start = Instant::now();
+        let (mut breaks, mut round) = (0, 0);
+        while start.elapsed() < Duration::from_millis(1500) {
+            round += 1;
+            let stop = AtomicBool::new(false);
+            let (desc, avail) = (guest.rings[0].desc.clone(), guest.rings[0].avail.clone());
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let (desc, avail) = (desc, avail);
+                    rewrite(&desc, &avail, addresses, *layout, &stop, round);
+                });
+                let until = Instant::now() + Duration::from_millis(20);
+                while Instant::now() < until && rung(&guest.rings[0].error) == 0 {
+                    guest.rings[0].kick();
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+                stop.store(true, Ordering::Relaxed);
+            });
+            other.works(0, 0);
+            guest.connection.stop_ring(0).unwrap();
+            breaks += u64::from(rung(&guest.rings[0].error) > 0);
+            guest.rings[0].clear();
+            guest.start_ring(0).unwrap();
+            guest.works(0, 8);
+        }
+        assert!(round > 20, "{layout:?}: {round} rounds");
+        let log = daemon.complaints();
+        // One line for each break, as long as they are few.
+        assert!(log.len() as u64 <= breaks.max(round).min(12), "{log:#?}");
+        assert!(log.iter().all(|l| l.contains("the guest broke its ring")), "{log:#?}");
+        daemon.end();
+    }
+}
+
+#[test]
+fn kicks_without_end_starve_nobody() {
+    for layout in BOTH {
+        let daemon = Daemon::start();
+        let mut other = Guest::start(&daemon.socket(OTHER), *layout);
+        let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
+        let before = daemon.own_memory();
+        let stop = AtomicBool::new(false);
+        let kick = guest.rings[0].setup.kick.clone();
+        let kicks = std::thread::scope(|scope| {
+            let kicker = scope.spawn(|| {
+                let mut kicks = 0u64;
+                while !stop.load(Ordering::Relaxed) {
+                    // Full: the counter is never read, so begin anew.
+                    if rustix::io::write(&*kick, &1u64.to_ne_bytes()).is_err() {
+                        rung(&kick);
+                    }
+                    kicks += 1;
+                }
+                kicks
+            });
+            let until = Instant::now() + Duration::from_secs(1);
+            let mut sector = 0;
+            while Instant::now() < until {
+                other.works(0, sector % 1000);
+                sector += 1;
+            }
+            assert!(sector > 20, "the other disk did {sector} rounds in a second");
+            stop.store(true, Ordering::Relaxed);
+            kicker.join().unwrap()
+        });
+        assert!(kicks > 10_000, "{kicks} kicks");
+        guest.works(0, 0);
+        let grown = daemon.own_memory().saturating_sub(before);
+        assert!(grown < 2 << 20, "{grown} bytes more after {kicks} kicks");
+        assert_eq!(daemon.complaints(), Vec::<String>::new());
+        daemon.end();
+    }
+}
+
+/// A region of the guest beside its first one.
+struct Extra {
+    info: VhostUserMemoryRegionInfo,
+    window: Window,
+    fd: OwnedFd,
+}
+
+fn extra(guest_addr: u64, len: u64) -> Extra {
+    let user = 0x7e00_0000_0000 + guest_addr;
+    let (region, fd) = blockyard_ring::Region::memfd("extra", guest_addr, user, len).unwrap();
+    let memory = blockyard_ring::GuestMemory::default().with(region).unwrap();
+    let info = VhostUserMemoryRegionInfo {
+        guest_phys_addr: guest_addr,
+        memory_size: len,
+        userspace_addr: user,
+        mmap_offset: 0,
+        mmap_handle: fd.as_raw_fd(),
+    };
+    Extra { info, window: memory.window(guest_addr, len, 1).unwrap(), fd }
+}
+
+const EXTRA: u64 = 0x9_0000_0000;
+
+#[test]
+fn memory_may_go_while_requests_are_in_it() {
+    for layout in BOTH {
+        let daemon = Daemon::start();
+        let mut other = Guest::start(&daemon.socket(OTHER), *layout);
+        let mut guest = Guest::start(&daemon.socket(SLOW), *layout);
+        let mappings = daemon.mappings();
+        for round in 0..3 {
+            let extra = extra(EXTRA, 1 << 20);
+            guest.connection.frontend().add_mem_region(&extra.info).unwrap();
+            let (header, status) = (guest.header(IN, 0), guest.status());
+            // Data there, and in one of the chains the status too.
+            let chain = [out(header, 16), into(EXTRA, 4096), into(status, 1)];
+            guest.offer(0, &chain);
+            guest.offer(0, &[out(header, 16), into(EXTRA + 8192, 4096 + 1)]);
+            std::thread::sleep(Duration::from_millis(20));
+            guest.connection.frontend().remove_mem_region(&extra.info).unwrap();
+            drop(extra.fd);
+            other.works(0, 0);
+            guest.rings[0].wait(3);
+            guest.rings[0].wait(2);
+            assert_eq!(guest.byte(status), 0, "round {round}");
+            // It is gone for requests that come now.
+            let (header, status) = (guest.header(OUT, 0), guest.status());
+            guest.offer(0, &[out(header, 16), out(EXTRA, 512), into(status, 1)]);
+            guest.rings[0].wait(3);
+            assert_eq!(guest.byte(status), 1, "round {round}");
+        }
+        assert_eq!(daemon.mappings(), mappings, "mappings are left behind");
+        assert_eq!(daemon.complaints(), Vec::<String>::new());
+        daemon.end();
+    }
+}
+
+#[test]
+fn memory_may_come_with_everything_in_it() {
+    for layout in BOTH {
+        let daemon = Daemon::start();
+        let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
+        let extra = extra(EXTRA, 1 << 20);
+        guest.connection.frontend().add_mem_region(&extra.info).unwrap();
+        // Table, header and status: all in the new region.
+        let table = guest.table(&[out(EXTRA + 64, 16), into(EXTRA + 128, 1)]);
+        extra.window.write(0, &guest.read(table.addr, table.len as usize));
+        extra.window.write(64, &u128::from(FLUSH).to_le_bytes());
+        extra.window.write(128, &[0xff]);
+        guest.offer(0, &[super::guest::D { addr: EXTRA, ..table }]);
+        guest.rings[0].wait(1);
+        assert_eq!(extra.window.copy_out::<1>(128), [0]);
+        daemon.end();
+    }
+}
+
+#[test]
+fn regions_that_touch_are_one_and_holes_are_none() {
+    for layout in BOTH {
+        let daemon = Daemon::start();
+        let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
+        let parts = [extra(EXTRA, 4096), extra(EXTRA + 4096, 4096), extra(EXTRA + 12288, 4096)];
+        for part in &parts {
+            guest.connection.frontend().add_mem_region(&part.info).unwrap();
+        }
+        for (at, len, want) in [(0, 8192, 0), (3584, 1024, 0), (7680, 1024, 1), (11776, 1024, 1), (0, 16384, 1)] {
+            let (header, status) = (guest.header(IN, 0), guest.status());
+            guest.offer(0, &[out(header, 16), into(EXTRA + at, len), into(status, 1)]);
+            guest.rings[0].wait(3);
+            assert_eq!(guest.byte(status), want, "{len} bytes at {at}");
+        }
+        // A header in two regions.
+        parts[0].window.write(4088, &[IN as u8, 0, 0, 0, 0, 0, 0, 0]);
+        parts[1].window.write(0, &[0; 8]);
+        let (data, status) = (guest.bytes(&[0; 512]), guest.status());
+        guest.offer(0, &[out(EXTRA + 4088, 16), into(data, 512), into(status, 1)]);
+        guest.rings[0].wait(3);
+        assert_eq!(guest.byte(status), 0);
+        assert_eq!(daemon.complaints(), Vec::<String>::new());
+        daemon.end();
+    }
+}
+
+#[test]
+fn a_new_kick_keeps_what_else_was_told() {
+    let daemon = Daemon::start();
+    let mut guest = Guest::start(&daemon.socket(VICTIM), Layout::Split);
+    guest.works(0, 0);
+    rung(&guest.rings[0].setup.call);
+    let kick: Arc<OwnedFd> = super::guest::event();
+    guest.connection.message(FrontendReq::SET_VRING_KICK as u32, &[0; 8], &[kick.as_fd()]).unwrap();
+    guest.rings[0].setup.kick = kick;
+    guest.works(0, 8);
+    assert!(rung(&guest.rings[0].setup.call) > 0, "no signal after a new kick");
+    guest.rings[0].push_split(u16::MAX);
+    guest.rings[0].kick();
+    daemon.complained(1);
+    assert_eq!(rung(&guest.rings[0].error), 1);
+    daemon.end();
+}
+
+/// A front end that cuts its memory's file short: touching it is a bus error.
+#[test]
+fn memory_cut_short_stops_its_own_queues_only() {
+    for layout in BOTH {
+        let daemon = Daemon::start();
+        let mut other = Guest::start(&daemon.socket(OTHER), *layout);
+        let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
+        guest.works(0, 0);
+        let extra = extra(EXTRA, 1 << 20);
+        guest.connection.frontend().add_mem_region(&extra.info).unwrap();
+        rustix::fs::ftruncate(&extra.fd, 0).unwrap();
+        let status = guest.status();
+        guest.offer(0, &[out(EXTRA, 16), into(status, 1)]);
+        guest.rings[0].wait(2);
+        other.works(0, 0);
+        guest.works(1, 8);
+        // The rings themselves.
+        let region = guest.memory.region();
+        let path = format!("/proc/self/fd/{}", region.mmap_handle);
+        std::fs::File::options().write(true).open(path).unwrap().set_len(0).unwrap();
+        rustix::io::write(&*guest.rings[0].setup.kick, &1u64.to_ne_bytes()).unwrap();
+        rustix::io::write(&*guest.rings[1].setup.kick, &1u64.to_ne_bytes()).unwrap();
+        std::thread::sleep(Duration::from_millis(50));
+        other.works(0, 8);
+        drop(guest.connection);
+        let mut again = Guest::start(&daemon.socket(VICTIM), *layout);
+        again.works(0, 0);
+        daemon.end();
+    }
+}

@@ -1,0 +1,345 @@
+//! Rings that no driver makes: the queue stops, says why once, and works again when the guest resets it.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use blockyard_bench::driver::request::{IN, OUT};
+
+use super::daemon::{Daemon, OTHER, SLOW, VICTIM};
+use super::guest::{BOTH, D, Guest, INDIRECT, Layout, NEXT, SIZE, WRITE, into, out, rung};
+
+const SPLIT: &[Layout] = &[Layout::Split];
+const PACKED: &[Layout] = &[Layout::Packed];
+const PATIENCE: Duration = Duration::from_secs(5);
+
+struct Case {
+    name: &'static str,
+    on: &'static [Layout],
+    /// Breaks the ring of queue 0.
+    act: fn(&mut Guest),
+    /// What the log says of it.
+    says: &'static str,
+}
+
+const fn case(name: &'static str, on: &'static [Layout], says: &'static str, act: fn(&mut Guest)) -> Case {
+    Case { name, on, act, says }
+}
+
+/// A good read's chain.
+fn good(guest: &mut Guest) -> Vec<D> {
+    let (header, data, status) = (guest.header(IN, 0), guest.bytes(&[0; 512]), guest.status());
+    vec![out(header, 16), into(data, 512), into(status, 1)]
+}
+
+fn offer(guest: &mut Guest, chain: &[D]) {
+    guest.offer(0, chain);
+}
+
+fn indirect(addr: u64, len: u32) -> D {
+    D { addr, len, flags: INDIRECT }
+}
+
+/// One descriptor that claims a table, offered.
+fn table(guest: &mut Guest, addr: u64, len: u32) {
+    offer(guest, &[indirect(addr, len)]);
+}
+
+fn end(guest: &Guest) -> u64 {
+    let (start, len) = guest.memory.range();
+    start + len
+}
+
+const LOOPS: &[Case] = &[
+    case("a descriptor that is its own next", SPLIT, "loops", |g| {
+        let header = g.header(IN, 0);
+        g.rings[0].write_split(5, D { addr: header, len: 16, flags: NEXT }, 5);
+        g.rings[0].push_split(5);
+        g.rings[0].kick();
+    }),
+    case("two descriptors in a ring", SPLIT, "loops", |g| {
+        let header = g.header(IN, 0);
+        g.rings[0].write_split(5, D { addr: header, len: 16, flags: NEXT }, 9);
+        g.rings[0].write_split(9, D { addr: header, len: 16, flags: NEXT }, 5);
+        g.rings[0].push_split(5);
+        g.rings[0].kick();
+    }),
+    case("a good chain whose status leads back", SPLIT, "loops", |g| {
+        let data = g.bytes(&[0; 512]);
+        for index in 0..SIZE {
+            g.rings[0].write_split(index, D { addr: data, len: 8, flags: NEXT | WRITE }, (index + 1) % SIZE);
+        }
+        g.rings[0].push_split(0);
+        g.rings[0].kick();
+    }),
+    case("a chain round the whole ring", PACKED, "loops", |g| {
+        let header = g.header(IN, 0);
+        for _ in 0..SIZE {
+            g.rings[0].push_packed(D { addr: header, len: 16, flags: NEXT }, 1);
+        }
+        g.rings[0].kick();
+    }),
+    case("a loop in an indirect table", SPLIT, "loops", |g| {
+        let header = g.header(IN, 0);
+        let table = g.table(&[out(header, 1), out(header, 1)]);
+        // The second descriptor's next is the first.
+        let window = g.memory.window(table.addr, 32, 1).unwrap();
+        window.copy_in(16 + 12, (u32::from(NEXT)).to_le_bytes());
+        offer(g, &[table]);
+    }),
+];
+
+const INDICES: &[Case] = &[
+    case("a head beyond the table", SPLIT, "beyond the table of 64", |g| {
+        g.rings[0].push_split(SIZE);
+        g.rings[0].kick();
+    }),
+    case("head 65535", SPLIT, "beyond the table of 64", |g| {
+        g.rings[0].push_split(u16::MAX);
+        g.rings[0].kick();
+    }),
+    case("a next beyond the table", SPLIT, "descriptor index 64 is beyond", |g| {
+        let header = g.header(IN, 0);
+        g.rings[0].write_split(0, D { addr: header, len: 16, flags: NEXT }, SIZE);
+        g.rings[0].push_split(0);
+        g.rings[0].kick();
+    }),
+    case("an available index that jumps by more than the ring", SPLIT, "available index 65", |g| {
+        g.rings[0].avail.store_u16(2, SIZE + 1, Ordering::Release);
+        g.rings[0].kick();
+    }),
+    case("an available index that goes back", SPLIT, "available index 65535", |g| {
+        g.rings[0].avail.store_u16(2, u16::MAX, Ordering::Release);
+        g.rings[0].kick();
+    }),
+    case("an available index half round", SPLIT, "available index 32768", |g| {
+        g.rings[0].avail.store_u16(2, 32768, Ordering::Release);
+        g.rings[0].kick();
+    }),
+    case("an id beyond the ring", PACKED, "buffer id 64", |g| {
+        for d in good(g) {
+            let flags = d.flags | if d.len == 1 { 0 } else { NEXT };
+            g.rings[0].push_packed(D { flags, ..d }, SIZE);
+        }
+        g.rings[0].kick();
+    }),
+    case("id 65535", PACKED, "buffer id 65535", |g| {
+        let table = good(g);
+        let table = g.table(&table);
+        g.rings[0].push_packed(table, u16::MAX);
+        g.rings[0].kick();
+    }),
+    case("a next beyond the indirect table", SPLIT, "descriptor index 7 is beyond the table of 3", |g| {
+        let chain = good(g);
+        let table = g.table(&chain);
+        g.memory.window(table.addr, 48, 1).unwrap().copy_in(14, 7u16.to_le_bytes());
+        offer(g, &[table]);
+    }),
+];
+
+const TABLES: &[Case] = &[
+    case("an empty table", BOTH, "no multiple of 16", |g| table(g, 0x1_0000_0000, 0)),
+    case("a table of 15 bytes", BOTH, "no multiple of 16", |g| table(g, 0x1_0000_0000, 15)),
+    case("a table of 17 bytes", BOTH, "no multiple of 16", |g| table(g, 0x1_0000_0000, 17)),
+    case("a table of 4 GiB", BOTH, "more than 1026", |g| table(g, 0x1_0000_0000, u32::MAX & !15)),
+    case("a table of one too many", BOTH, "more than 1026", |g| {
+        let header = g.header(IN, 0);
+        let table = g.table(&vec![out(header, 1); 1027]);
+        offer(g, &[table]);
+    }),
+    case("a table at 0", BOTH, "outside the guest's memory", |g| table(g, 0, 48)),
+    case("a table that wraps 2^64", BOTH, "outside the guest's memory", |g| table(g, u64::MAX - 15, 48)),
+    case("a table over the end of the memory", BOTH, "outside the guest's memory", |g| table(g, end(g) - 32, 48)),
+    case("a table in a table", BOTH, "inside an indirect table", |g| {
+        let chain = good(g);
+        let inner = g.table(&chain);
+        let outer = g.table(&[inner]);
+        offer(g, &[outer]);
+    }),
+    case("a table that has itself in it", BOTH, "inside an indirect table", |g| {
+        let table = g.table(&[out(0, 0)]);
+        let again = g.table(&[D { len: 16, ..table }]);
+        g.memory.window(table.addr, 16, 1).unwrap().write(0, &g.read(again.addr, 16));
+        offer(g, &[table]);
+    }),
+    case("a table with a next", BOTH, "indirect descriptor at 0", |g| {
+        let chain = good(g);
+        let (table, status) = (g.table(&chain[..2]), chain[2]);
+        offer(g, &[table, status]);
+    }),
+    case("a descriptor and then a table", PACKED, "one of several", |g| {
+        let chain = good(g);
+        let table = g.table(&chain[1..]);
+        offer(g, &[chain[0], table]);
+    }),
+];
+
+const FRAMES: &[Case] = &[
+    case("no header", BOTH, "no room for the request header", |g| {
+        let status = g.status();
+        offer(g, &[into(status, 1)]);
+    }),
+    case("a header of 15 bytes", BOTH, "no room for the request header", |g| {
+        let (header, status) = (g.header(IN, 0), g.status());
+        offer(g, &[out(header, 15), into(status, 1)]);
+    }),
+    case("a header that the device may write", BOTH, "no room for the request header", |g| {
+        let (header, status) = (g.header(IN, 0), g.status());
+        offer(g, &[into(header, 16), into(status, 1)]);
+    }),
+    case("a header outside the memory", BOTH, "outside the guest's memory", |g| {
+        let status = g.status();
+        offer(g, &[out(end(g), 16), into(status, 1)]);
+    }),
+    case("a header over the end of the memory", BOTH, "outside the guest's memory", |g| {
+        let status = g.status();
+        offer(g, &[out(end(g) - 8, 16), into(status, 1)]);
+    }),
+    case("a header that wraps 2^64", BOTH, "outside the guest's memory", |g| {
+        let status = g.status();
+        offer(g, &[out(u64::MAX - 7, 16), into(status, 1)]);
+    }),
+    case("no status", BOTH, "no writable byte for the status", |g| {
+        let (header, data) = (g.header(OUT, 0), g.bytes(&[0; 512]));
+        offer(g, &[out(header, 16), out(data, 512)]);
+    }),
+    case("a status that the device may not write", BOTH, "no writable byte for the status", |g| {
+        let (header, status) = (g.header(OUT, 0), g.status());
+        offer(g, &[out(header, 16), out(status, 1)]);
+    }),
+    case("a status of no bytes", BOTH, "no writable byte for the status", |g| {
+        let (header, status) = (g.header(OUT, 0), g.status());
+        offer(g, &[out(header, 16), into(status, 0)]);
+    }),
+    case("a status outside the memory", BOTH, "outside the guest's memory", |g| {
+        let header = g.header(OUT, 0);
+        offer(g, &[out(header, 16), into(end(g), 1)]);
+    }),
+    case("a status in 4 GiB that end outside", BOTH, "outside the guest's memory", |g| {
+        let chain = good(g);
+        offer(g, &[chain[0], into(chain[1].addr, u32::MAX)]);
+    }),
+    case("a status beyond 2^64", BOTH, "beyond 64 bits", |g| {
+        let header = g.header(OUT, 0);
+        offer(g, &[out(header, 16), into(u64::MAX, 2)]);
+    }),
+    case("a readable descriptor after a writable one", BOTH, "a readable descriptor follows", |g| {
+        let (header, data, status) = (g.header(OUT, 0), g.bytes(&[0; 512]), g.status());
+        offer(g, &[out(header, 16), into(status, 1), out(data, 512)]);
+    }),
+    case("a readable descriptor after a writable one, in a table", BOTH, "a readable descriptor follows", |g| {
+        let (header, data, status) = (g.header(OUT, 0), g.bytes(&[0; 512]), g.status());
+        let table = g.table(&[out(header, 16), into(status, 1), out(data, 512)]);
+        offer(g, &[table]);
+    }),
+];
+
+/// Each case has a daemon of its own: its log is counted.
+fn breaks(cases: &[Case]) {
+    for case in cases {
+        for layout in case.on {
+            let daemon = Daemon::start();
+            let what = format!("{layout:?}: {}", case.name);
+            let mut other = Guest::start(&daemon.socket(OTHER), *layout);
+            let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
+            (case.act)(&mut guest);
+            stopped(&daemon, &mut guest, &what, case.says);
+            assert_eq!(guest.rings[0].reap(1), None, "{what}: answered");
+            other.works(0, 0);
+            guest.works(1, 8);
+            guest.reset_ring(0);
+            guest.works(0, 16);
+            assert_eq!(daemon.complaints().len(), 1, "{what}");
+            daemon.end();
+        }
+    }
+}
+
+/// Queue 0 has stopped: the error eventfd was rung once, one line says so, and kicks change nothing.
+fn stopped(daemon: &Daemon, guest: &mut Guest, what: &str, says: &str) {
+    let error = guest.rings[0].error.clone();
+    let mut poll = [rustix::event::PollFd::new(&*error, rustix::event::PollFlags::IN)];
+    let limit = rustix::event::Timespec { tv_sec: PATIENCE.as_secs() as _, tv_nsec: 0 };
+    assert_eq!(rustix::event::poll(&mut poll, Some(&limit)).unwrap(), 1, "{what}: no sign of an error");
+    assert_eq!(rung(&error), 1, "{what}");
+    for _ in 0..10 {
+        guest.rings[0].kick();
+    }
+    let log = daemon.complained(1);
+    assert_eq!(log.len(), 1, "{what}: {log:#?}");
+    assert!(log[0].contains(says) && log[0].contains("queue=0") && log[0].contains(" WARN "), "{what}: {log:#?}");
+    assert_eq!(rung(&error), 0, "{what}: rung again");
+}
+
+#[test]
+fn loops_stop_the_queue() {
+    breaks(LOOPS);
+}
+
+#[test]
+fn indices_that_cannot_be_stop_the_queue() {
+    breaks(INDICES);
+}
+
+#[test]
+fn bad_indirect_tables_stop_the_queue() {
+    breaks(TABLES);
+}
+
+#[test]
+fn chains_that_cannot_be_answered_stop_the_queue() {
+    breaks(FRAMES);
+}
+
+/// The same chain again while the disk is still at work on it.
+#[test]
+fn a_chain_offered_twice_stops_the_queue_after_its_answer() {
+    for layout in BOTH {
+        let daemon = Daemon::start();
+        let mut other = Guest::start(&daemon.socket(OTHER), *layout);
+        let mut guest = Guest::start(&daemon.socket(SLOW), *layout);
+        let chain = good(&mut guest);
+        let head = guest.offer(0, &chain);
+        match layout {
+            Layout::Split => guest.rings[0].push_split(head),
+            Layout::Packed => {
+                for (at, d) in chain.iter().enumerate() {
+                    let flags = d.flags | if at < 2 { NEXT } else { 0 };
+                    guest.rings[0].push_packed(D { flags, ..*d }, head);
+                }
+            }
+        }
+        guest.rings[0].kick();
+        stopped(&daemon, &mut guest, "twice", "in flight already");
+        other.works(0, 0);
+        // What was in order is still answered.
+        assert_eq!(guest.rings[0].wait(3), (head, 513));
+        assert_eq!(guest.byte(chain[2].addr), 0);
+        guest.reset_ring(0);
+        guest.works(0, 8);
+        daemon.end();
+    }
+}
+
+/// A packed ring made available all round while its descriptors are in flight.
+#[test]
+fn a_packed_ring_that_overtakes_itself_stops() {
+    let daemon = Daemon::start();
+    let mut guest = Guest::start(&daemon.socket(SLOW), Layout::Packed);
+    let chain = good(&mut guest);
+    for id in 0..SIZE / 3 + 1 {
+        for (at, d) in chain.iter().enumerate() {
+            let flags = d.flags | if at < 2 { NEXT } else { 0 };
+            guest.rings[0].push_packed(D { flags, ..*d }, id);
+        }
+        // One at a time: the ring is never seen half written.
+        guest.rings[0].kick();
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    stopped(&daemon, &mut guest, "overtaken", "available anew");
+    for _ in 0..SIZE / 3 {
+        assert_eq!(guest.rings[0].wait(3).1, 513);
+    }
+    guest.reset_ring(0);
+    guest.works(0, 8);
+    daemon.end();
+}

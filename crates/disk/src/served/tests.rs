@@ -1,0 +1,221 @@
+//! What a disk answers, request by request: on a simulated disk whose errors are made, and on a file that is resized.
+
+use super::*;
+use std::cell::Cell;
+use std::path::PathBuf;
+
+use blockyard_image::{ImageFile, OpenOptions, RawShape};
+use blockyard_ring::Executor;
+use blockyard_ring::sim::{Fault, OpKind as SimOp, Sim, SimConfig, SimDisk, SimImage};
+
+const CAPACITY: u64 = 64 << 10;
+
+struct Note(Rc<Cell<Option<Status>>>);
+
+impl Token for Note {
+    fn answer(self, status: Status, _: Segments) {
+        assert!(self.0.replace(Some(status)).is_none());
+    }
+}
+
+async fn ask<S: Storage>(served: &Served<S>, op: Op, offset: u64, len: u64) -> Status {
+    let segments = match op {
+        Op::Read | Op::Write { .. } => Segments::buffer(len as usize),
+        _ => Segments::default(),
+    };
+    let note = Rc::new(Cell::new(None));
+    let request = Request::new(op, offset, len, segments, Instant::now(), Note(note.clone()));
+    served.serve(request).await.answer();
+    note.take().unwrap()
+}
+
+fn options() -> DiskOptions {
+    let (name, serial) = ("test".into(), String::new());
+    DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() }
+}
+
+fn simulated(options: DiskOptions) -> (SimDisk, Served<SimDisk>) {
+    let sim = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
+    let disk = Arc::new(Disk::new(options, Source::Null { size: CAPACITY }));
+    let raw = Raw::on(sim.clone(), RawShape { memory_align: 1, offset_align: 1 });
+    (sim, Served::new(disk, Backend::Raw(raw), None))
+}
+
+fn run<T: 'static>(work: impl Future<Output = T> + 'static) -> T {
+    Sim::new(1).block_on(work).unwrap()
+}
+
+const WRITE: Op = Op::Write { fua: false };
+const DURABLE: Op = Op::Write { fua: true };
+const POISONED: Status = Err(Failure::Poisoned);
+
+#[test]
+fn ranges_end_at_the_capacity_and_do_not_wrap() {
+    let (sim, served) = simulated(options());
+    run(async move {
+        for op in [Op::Read, WRITE, Op::Discard, Op::WriteZeroes { unmap: true, fua: false }] {
+            assert_eq!(ask(&served, op, CAPACITY - 512, 512).await, Ok(()));
+            let before = sim.trace().len();
+            for offset in [CAPACITY - 511, CAPACITY, u64::MAX - 511, u64::MAX] {
+                assert_eq!(ask(&served, op, offset, 512).await, Err(Failure::OutOfRange), "{op:?} {offset}");
+            }
+            assert_eq!(ask(&served, op, CAPACITY, 0).await, Ok(()), "nothing at the end is nothing");
+            assert_eq!(sim.trace().len(), before);
+        }
+    });
+}
+
+#[test]
+fn a_read_only_disk_reads_and_flushes() {
+    let (sim, served) = simulated(DiskOptions { read_only: true, ..options() });
+    run(async move {
+        for op in [WRITE, DURABLE, Op::Discard, Op::WriteZeroes { unmap: false, fua: true }] {
+            assert_eq!(ask(&served, op, 0, 512).await, Err(Failure::ReadOnly));
+        }
+        assert_eq!(ask(&served, Op::Flush, 0, 0).await, Ok(()));
+        assert_eq!(ask(&served, Op::Read, 0, 512).await, Ok(()));
+        assert!(sim.trace().iter().all(|t| t.kind == SimOp::Read));
+    });
+}
+
+#[test]
+fn cache_mode_unsafe_never_syncs() {
+    let (sim, served) = simulated(DiskOptions { cache: CacheMode::Unsafe, ..options() });
+    sim.fail(Fault::new(SimOp::Sync, io::ErrorKind::Other).always());
+    run(async move {
+        for op in [DURABLE, Op::WriteZeroes { unmap: false, fua: true }, Op::Flush] {
+            assert_eq!(ask(&served, op, 0, if op == Op::Flush { 0 } else { 512 }).await, Ok(()));
+        }
+        assert_eq!(served.settle().await, Ok(()));
+    });
+}
+
+#[test]
+fn a_failed_sync_poisons_whoever_asked_for_it() {
+    for op in [Op::Flush, Op::WriteZeroes { unmap: false, fua: true }] {
+        let (sim, served) = simulated(options());
+        sim.fail(Fault::new(SimOp::Sync, 5));
+        run(async move {
+            assert_eq!(ask(&served, WRITE, 0, 512).await, Ok(()));
+            assert_eq!(ask(&served, op, 0, if op == Op::Flush { 0 } else { 512 }).await, POISONED, "{op:?}");
+            for later in [WRITE, DURABLE, Op::Discard, op] {
+                assert_eq!(ask(&served, later, 0, 512).await, POISONED, "{later:?} after {op:?}");
+            }
+            assert_eq!(ask(&served, Op::Read, 0, 512).await, Ok(()));
+            assert_eq!(served.settle().await, POISONED);
+            assert!(served.disk().poisoned().unwrap().contains("Input/output error"));
+        });
+    }
+}
+
+/// A durable write ends in a sync: the kernel may tell it of what others have lost, and nobody again.
+#[test]
+fn a_failed_durable_write_poisons_when_others_may_be_lost_with_it() {
+    let cases = [
+        // What went before, the error, and what a later flush is told.
+        (None, 5, Ok(())),
+        (Some(WRITE), 5, POISONED),
+        (Some(DURABLE), 5, Ok(())),
+        (Some(Op::WriteZeroes { unmap: true, fua: false }), 5, POISONED),
+        (Some(Op::WriteZeroes { unmap: true, fua: true }), 5, Ok(())),
+        (Some(WRITE), 28, Ok(())),
+        (Some(WRITE), 22, Ok(())),
+    ];
+    for (before, errno, later) in cases {
+        let (sim, served) = simulated(options());
+        run(async move {
+            if let Some(op) = before {
+                assert_eq!(ask(&served, op, 0, 512).await, Ok(()));
+            }
+            sim.fail(Fault::new(SimOp::Write, errno));
+            assert!(ask(&served, DURABLE, 512, 512).await.is_err());
+            assert_eq!(ask(&served, Op::Flush, 0, 0).await, later, "{before:?}, then error {errno}");
+        });
+    }
+    // What is flushed is safe whatever follows.
+    let (sim, served) = simulated(options());
+    run(async move {
+        assert_eq!(ask(&served, WRITE, 0, 512).await, Ok(()));
+        assert_eq!(ask(&served, Op::Flush, 0, 0).await, Ok(()));
+        sim.fail(Fault::new(SimOp::Write, 5));
+        assert_eq!(ask(&served, DURABLE, 512, 512).await, Err(Failure::Io));
+        assert_eq!(ask(&served, WRITE, 512, 512).await, Ok(()));
+    });
+}
+
+/// In the page cache any durable write may be told of any other's loss.
+#[test]
+fn in_the_page_cache_a_failed_durable_write_always_poisons() {
+    for (errno, later) in [(5, POISONED), (28, Ok(()))] {
+        let (path, source) = cached_file(CAPACITY);
+        let sim = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
+        let raw = Raw::on(sim.clone(), RawShape { memory_align: 1, offset_align: 1 });
+        let served = Served::new(Arc::new(Disk::new(options(), source)), Backend::Raw(raw), None);
+        run(async move {
+            assert_eq!(ask(&served, DURABLE, 0, 512).await, Ok(()));
+            sim.fail(Fault::new(SimOp::Write, errno));
+            assert!(ask(&served, DURABLE, 512, 512).await.is_err());
+            assert_eq!(ask(&served, Op::Flush, 0, 0).await, later, "error {errno}");
+        });
+        std::fs::remove_file(&path).unwrap();
+    }
+}
+
+/// A file opened without O_DIRECT.
+fn cached_file(len: u64) -> (PathBuf, Source) {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let name = format!("blockyard-served-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+    let path = std::env::temp_dir().join(name);
+    std::fs::File::create(&path).unwrap().set_len(len).unwrap();
+    let open = OpenOptions { path: path.clone(), read_only: false, cache: CacheMode::Writeback };
+    (path, Source::File(Arc::new(ImageFile::open(&open).unwrap())))
+}
+
+/// A failed write that promised nothing is an error, and no more.
+#[test]
+fn errors_are_told_in_the_guest_s_terms() {
+    let (sim, served) = simulated(options());
+    run(async move {
+        let cases = [(SimOp::Read, Op::Read), (SimOp::Write, WRITE), (SimOp::Discard, Op::Discard)];
+        for (kind, op) in cases {
+            for (errno, failure) in [(5, Failure::Io), (28, Failure::NoSpace), (122, Failure::NoSpace)] {
+                sim.fail(Fault::new(kind, errno));
+                assert_eq!(ask(&served, op, 0, 512).await, Err(failure), "{op:?}, error {errno}");
+                assert_eq!(ask(&served, op, 0, 512).await, Ok(()));
+            }
+        }
+        // A device that cannot discard is no error; one that cannot zero gets zeroes.
+        sim.fail(Fault::new(SimOp::Discard, io::ErrorKind::Unsupported));
+        sim.fail(Fault::new(SimOp::Zero, io::ErrorKind::Unsupported));
+        assert_eq!(ask(&served, Op::Discard, 0, 512).await, Ok(()));
+        assert_eq!(ask(&served, Op::WriteZeroes { unmap: true, fua: true }, 0, 512).await, Ok(()));
+        let sums = served.statistics();
+        assert_eq!(sums.summary(OpKind::Write).map(|s| (s.requests, s.errors, s.bytes)), Some((6, 3, 1536)));
+    });
+}
+
+#[test]
+fn a_resized_file_is_a_resized_disk() {
+    let (path, source) = cached_file(1000);
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    let disk = Arc::new(Disk::new(options(), source));
+    assert_eq!(disk.capacity(), 1024, "a guest sees whole sectors");
+    let executor = Executor::new().unwrap();
+    let (handle, shared) = (executor.handle().clone(), disk.clone());
+    executor
+        .block_on(async move {
+            let served = Served::local(&handle, &shared).unwrap();
+            assert_eq!(ask(&served, WRITE, 512, 512).await, Ok(()));
+            assert_eq!(shared.refresh_capacity().unwrap(), None, "the file has grown to its sector, the disk has not");
+            file.set_len(4097).unwrap();
+            assert_eq!(ask(&served, Op::Read, 1024, 512).await, Err(Failure::OutOfRange));
+            assert_eq!(shared.refresh_capacity().unwrap(), Some(4608));
+            assert_eq!(ask(&served, Op::Read, 4096, 512).await, Ok(()));
+            file.set_len(512).unwrap();
+            assert_eq!(shared.refresh_capacity().unwrap(), Some(512));
+            assert_eq!(ask(&served, WRITE, 512, 512).await, Err(Failure::OutOfRange));
+            forget_local();
+        })
+        .unwrap();
+    std::fs::remove_file(&path).unwrap();
+}

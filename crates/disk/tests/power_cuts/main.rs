@@ -1,0 +1,175 @@
+//! Power cuts: whole disks on the simulated one, driven as exports drive them, cut at any moment, and judged.
+//!
+//! ```text
+//!   plan   what a run is like: shape, reactors, trouble; decided by its seed
+//!   load   the run: lanes of requests on one or two reactors, until they are through or the power goes
+//!   judge  what is told to the oracle, and the rules of answers that it does not know
+//! ```
+//! A failure names its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` makes as many random cuts.
+
+mod judge;
+mod load;
+mod plan;
+
+use std::io;
+
+use blockyard_ring::sim::{OpKind, Rng};
+use blockyard_ring::{Segments, Storage};
+
+use load::{Life, Tally};
+use plan::{Plan, SHAPES, Trouble};
+
+/// Random cuts of an ordinary run.
+const CUTS: u64 = 20_000;
+
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name} is a number, not {text:?}")))
+}
+
+/// Three cuts of one disk at random events.
+fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
+    let mut rng = Rng::new(plan.seed);
+    let events = plan.events();
+    let mut life = Life::new(plan);
+    for _ in 0..3 {
+        life.boot(rng.below(events), |disk| disk, tally)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn what_was_promised_survives_random_cuts() {
+    let cuts = number("BLOCKYARD_CUTS").unwrap_or(CUTS);
+    let seeds = number("BLOCKYARD_SEED").map_or(0..u64::MAX, |seed| seed..seed + 1);
+    let (mut tally, first) = (Tally::default(), seeds.start);
+    let mut last = first;
+    for seed in seeds {
+        if tally.cuts >= cuts {
+            break;
+        }
+        random_life(Plan::random(seed), &mut tally).unwrap();
+        last = seed;
+    }
+    println!("seeds {first} to {last}: {tally}");
+    if first == 0 && cuts >= CUTS {
+        assert!(tally.shared_syncs() && tally.poisoned > 50 && tally.grew > 50, "{tally}");
+    }
+}
+
+#[test]
+fn what_was_promised_survives_a_cut_at_every_event() {
+    let mut tally = Tally::default();
+    for shape in SHAPES {
+        for (writethrough, reactors) in [(false, 1), (false, 2), (true, 2)] {
+            let plan = Plan { shape, writethrough, reactors, requests: 6, lanes: 5, ..Plan::quiet(reactors as u64) };
+            let whole = (0..).find(|&events| {
+                let survived = Life::new(plan.clone()).boot(events, |disk| disk, &mut tally).unwrap();
+                assert!(!survived || events > 40, "a run of only {events} events");
+                survived
+            });
+            println!("{shape:?}, writethrough {writethrough}, {reactors} reactors: {whole:?} events");
+        }
+    }
+    println!("{tally}");
+}
+
+/// Two reactors flush at once, and one sync fails: nobody is told that all is well.
+#[test]
+fn a_failed_sync_fails_all_who_counted_on_it() {
+    let mut tally = Tally::default();
+    let seeds = 10_000..10_400;
+    for seed in seeds.clone() {
+        let mut rng = Rng::new(seed);
+        let plan = Plan {
+            reactors: 2,
+            shape: *rng.pick(&SHAPES),
+            trouble: Some(Trouble::new(OpKind::Sync, io::ErrorKind::Other).after(rng.below(4))),
+            ..Plan::quiet(seed)
+        };
+        let events = if rng.one_in(2) { u64::MAX } else { rng.below(plan.events()) };
+        Life::new(plan).boot(events, |disk| disk, &mut tally).unwrap();
+    }
+    println!("seeds {seeds:?}: {tally}");
+    assert!(tally.poisoned > 200 && tally.waiters_failed > 100, "{tally}");
+}
+
+/// What a storage that breaks its promises does wrong.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Lie {
+    NoSync,
+    NotDurable,
+    LosesPieces,
+    ReadsStale,
+}
+
+#[derive(Clone)]
+struct Liar<S> {
+    disk: S,
+    lie: Lie,
+}
+
+impl<S: Storage> Storage for Liar<S> {
+    async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
+        let (segments, n) = self.disk.read(segments, offset).await;
+        if self.lie == Lie::ReadsStale && offset == 4096 && !segments.is_empty() {
+            segments.zero(0, 1);
+        }
+        (segments, n)
+    }
+
+    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+        let len = segments.len();
+        if self.lie == Lie::LosesPieces && len > 4096 {
+            let (_, n) = self.disk.write(segments.slice(0, 4096), offset, durable).await;
+            return (segments, n.map(|_| len));
+        }
+        self.disk.write(segments, offset, durable && self.lie != Lie::NotDurable).await
+    }
+
+    async fn sync(&self) -> io::Result<()> {
+        if self.lie == Lie::NoSync { Ok(()) } else { self.disk.sync().await }
+    }
+
+    async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.disk.discard(offset, len).await
+    }
+
+    async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.disk.zero(offset, len, unmap).await
+    }
+
+    async fn set_len(&self, len: u64) -> io::Result<()> {
+        self.disk.set_len(len).await
+    }
+
+    async fn len(&self) -> io::Result<u64> {
+        self.disk.len().await
+    }
+}
+
+/// The judges are judged: a storage that lies is found out.
+#[test]
+fn liars_are_caught() {
+    for lie in [Lie::NoSync, Lie::NotDurable, Lie::LosesPieces, Lie::ReadsStale] {
+        let caught = (0..100).filter(|&seed| {
+            let plan = Plan::quiet(seed);
+            let events = Rng::new(seed).below(plan.events());
+            Life::new(plan).boot(events, |disk| Liar { disk, lie }, &mut Tally::default()).is_err()
+        });
+        let caught = caught.count();
+        assert!(caught >= 10, "{lie:?} was caught in {caught} of 100 runs");
+    }
+}
+
+/// A file that ends inside a block of O_DIRECT's grows to its last sector, and not by the rest of the block.
+#[test]
+fn the_guest_s_disk_never_grows() {
+    let mut tally = Tally::default();
+    for seed in 20_000..20_100 {
+        let plan = Plan { shape: SHAPES[2], capacity: 35 * 512, missing: 100, ..Plan::quiet(seed) };
+        let mut life = Life::new(plan);
+        assert!(life.boot(u64::MAX, |disk| disk, &mut tally).unwrap());
+    }
+    assert!(tally.grew > 50 && tally.longest <= 35 * 512, "{tally}");
+}
