@@ -58,6 +58,30 @@ pub struct ServeOptions {
     /// Threads that serve queues, each with a ring of its own; queues are dealt out to them in turn [default: 1].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     pub reactors: Option<u16>,
+
+    /// Processors that the reactors keep to, in turn, such as 0,2-3 [default: wherever the kernel puts them].
+    #[arg(long, value_name = "LIST", value_parser = parse_cpus)]
+    pub cpus: Option<Cpus>,
+}
+
+/// A list of processors.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Cpus(pub Vec<usize>);
+
+/// As taskset(1) and the kernel write it: numbers and ranges.
+fn parse_cpus(s: &str) -> Result<Cpus, String> {
+    let bad = || "a list of processors is numbers and ranges, such as 0,2-3".to_string();
+    let mut cpus = Vec::new();
+    for part in s.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let number = |text: &str| text.parse::<usize>().map_err(|_| bad());
+        let range = number(first)?..=number(last)?;
+        if range.is_empty() || *range.end() > 4095 {
+            return Err(bad());
+        }
+        cpus.extend(range);
+    }
+    Ok(Cpus(cpus))
 }
 
 /// One disk: on the command line, and as a `[[disk]]` table of the configuration file.

@@ -29,7 +29,8 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     // Before any thread, so that signals reach none of them but the one that waits.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);
-    let reactors = Reactors::start(reactors.into()).map_err(explain_io_uring)?;
+    let cpus = options.cpus.as_ref().map_or(&[][..], |c| &c.0);
+    let reactors = Reactors::start(reactors.into(), cpus).map_err(explain_io_uring)?;
     let mut yard = Yard { reactors: Arc::new(reactors), disks: Vec::new() };
     for disk in config.disks {
         yard.open(disk)?;
@@ -80,7 +81,7 @@ fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
             "io_uring is forbidden here (see the sysctl kernel.io_uring_disabled, and the container's seccomp profile)"
         }
         Some(12) => "io_uring got no memory (see ulimit -l)",
-        _ => "starting io_uring",
+        _ => "starting a reactor",
     };
     anyhow::Error::from(error).context(hint)
 }

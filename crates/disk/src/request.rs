@@ -82,6 +82,12 @@ impl<T: Token> Request<T> {
         Request { op, offset, len, arrived, segments, owed: Owed(Some(token)) }
     }
 
+    /// A write whose answer does not promise that it is durable.
+    #[inline]
+    pub fn is_volatile(&self) -> bool {
+        matches!(self.op, Op::Write { fua: false } | Op::WriteZeroes { fua: false, .. })
+    }
+
     #[inline]
     pub fn finish(self, status: Status) -> Finished<T> {
         Finished { status, segments: self.segments, owed: self.owed }
@@ -98,6 +104,12 @@ impl<T: Token> Finished<T> {
 
     pub fn status(&self) -> Status {
         self.status
+    }
+
+    /// Something that belonged to it, done afterwards, counts as well.
+    pub fn and(mut self, status: Status) -> Self {
+        self.status = self.status.and(status);
+        self
     }
 }
 

@@ -17,9 +17,10 @@ struct Reactor {
 }
 
 impl Reactors {
-    /// Starts `count` of them, named `reactor-N`.
-    pub fn start(count: usize) -> io::Result<Self> {
-        let reactors = (0..count.max(1)).map(Reactor::start).collect::<io::Result<_>>()?;
+    /// Starts `count` of them, named `reactor-N`. Each keeps to one of `cpus`, in turn; with none named, to no one.
+    pub fn start(count: usize, cpus: &[usize]) -> io::Result<Self> {
+        let cpu = |number: usize| cpus.get(number % cpus.len().max(1)).copied();
+        let reactors = (0..count.max(1)).map(|n| Reactor::start(n, cpu(n))).collect::<io::Result<_>>()?;
         Ok(Reactors { reactors, next: AtomicUsize::new(0) })
     }
 
@@ -49,9 +50,14 @@ impl Drop for Reactors {
 }
 
 impl Reactor {
-    fn start(number: usize) -> io::Result<Self> {
+    fn start(number: usize, cpu: Option<usize>) -> io::Result<Self> {
         let (sender, receiver) = std::sync::mpsc::sync_channel(1);
         let body = move || {
+            if let Some(cpu) = cpu
+                && let Err(e) = keep_to(cpu)
+            {
+                return drop(sender.send(Err(e)));
+            }
             // The ring belongs to the thread that makes it (SINGLE_ISSUER).
             let executor = match Executor::new() {
                 Ok(executor) => executor,
@@ -67,4 +73,15 @@ impl Reactor {
         let remote = receiver.recv().map_err(|_| io::Error::other("the reactor's thread died at once"))??;
         Ok(Reactor { remote, thread: Some(thread) })
     }
+}
+
+/// Binds this thread to one processor.
+fn keep_to(cpu: usize) -> io::Result<()> {
+    let mut set = rustix::thread::CpuSet::new();
+    if cpu >= rustix::thread::CpuSet::MAX_CPU {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("there is no processor {cpu}")));
+    }
+    set.set(cpu);
+    rustix::thread::sched_setaffinity(None, &set)
+        .map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, format!("processor {cpu} cannot be used: {e}")))
 }

@@ -10,6 +10,7 @@ mod cache;
 mod open;
 mod range_lock;
 mod raw;
+mod turns;
 
 pub use blockyard_ring::Storage;
 pub use blockyard_ring::host::Geometry;

@@ -5,8 +5,11 @@
 //! What must hold: a file whose length is no multiple of a sector reads as zeroes up to the end of its last sector, and
 //! grows to it when that sector is written (as QEMU does), never further; a write of part of a block never undoes what
 //! was written to, or zeroed in, its other sectors. (Bytes of one sector that are written at once are in no order.)
+//! What a power cut may do until a flush, and only to such files: tear the last sector where the file ended; leave the file
+//! as long as the last whole block of O_DIRECT's, where that is larger than a sector.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use blockyard_ring::{Segments, Storage};
@@ -14,9 +17,15 @@ use blockyard_ring::{Segments, Storage};
 use crate::SECTOR;
 use crate::open::ImageFile;
 use crate::range_lock::{RangeGuard, RangeLock};
+use crate::turns::Turns;
 
 /// Zeroes are written in pieces of this many bytes where the host has no cheaper way.
 const ZERO_CHUNK: u64 = 1 << 20;
+
+/// Requests that do not suit O_DIRECT are copied in pieces of at most this many bytes, so many pieces at a time: whatever a
+/// guest asks for, its copies take 16 MiB of memory, and the zeroes that are written for it no more.
+const COPY: u64 = 1 << 20;
+const COPIES: u32 = 16;
 
 /// What O_DIRECT demands, in bytes (1: nothing).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +51,10 @@ impl RawShape {
     }
 }
 
+fn turns() -> Arc<Turns> {
+    Arc::new(Turns::new(COPIES))
+}
+
 /// A raw image on one reactor. Clones, and those made of one file, are the same image: they share the lock.
 #[derive(Clone)]
 pub struct Raw<S> {
@@ -50,18 +63,27 @@ pub struct Raw<S> {
     /// What zeroing and discarding are to be multiples of: a block device refuses parts of its logical blocks.
     unit: u64,
     lock: Arc<RangeLock>,
+    copies: Arc<Turns>,
+    zeroes: Arc<Turns>,
 }
 
 impl<S: Storage> Raw<S> {
     /// The image in `file`, whose descriptor `storage` wraps.
     pub fn new(storage: S, file: &ImageFile) -> Self {
         let unit = if file.is_device() { u64::from(file.geometry().logical_block) } else { 1 };
-        Raw { storage, shape: RawShape::of(file), unit, lock: file.range_lock.clone() }
+        Raw {
+            storage,
+            shape: RawShape::of(file),
+            unit,
+            lock: file.range_lock.clone(),
+            copies: turns(),
+            zeroes: turns(),
+        }
     }
 
     /// An image on storage that is no host file.
     pub fn on(storage: S, shape: RawShape) -> Self {
-        Raw { storage, shape, unit: 1, lock: Arc::default() }
+        Raw { storage, shape, unit: 1, lock: Arc::default(), copies: turns(), zeroes: turns() }
     }
 
     /// Reads all of `segments` from `offset`; what lies beyond the end of the file is zeroes.
@@ -167,44 +189,69 @@ impl<S: Storage> Raw<S> {
     }
 
     async fn read_through_buffer(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
-        let (start, len) = self.widen(offset, segments.len() as u64);
-        let result = self.read_blocks(start, len as usize).await;
-        let result = result.map(|buffer| segments.copy_from(0, &buffer, (offset - start) as usize, segments.len()));
-        (segments, result)
+        let (mut at, end) = (offset, offset + segments.len() as u64);
+        while at < end {
+            let stop = self.copy_end(at, end);
+            let _turn = self.copies.take().await;
+            let (start, len) = self.widen(at, stop - at);
+            match self.read_blocks(start, len as usize).await {
+                Ok(buffer) => {
+                    segments.copy_from((at - offset) as usize, &buffer, (at - start) as usize, (stop - at) as usize)
+                }
+                Err(e) => return (segments, Err(e)),
+            }
+            at = stop;
+        }
+        (segments, Ok(()))
+    }
+
+    /// Where the piece that begins at `at` ends: pieces meet at multiples of a block.
+    fn copy_end(&self, at: u64, end: u64) -> u64 {
+        let piece = COPY.max(self.shape.offset_align.into());
+        end.min((at / piece + 1) * piece)
     }
 
     async fn write_with_care(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
         let (start, len) = self.widen(offset, segments.len() as u64);
-        let whole = len == segments.len() as u64;
-        let care = self.shape.splits_sectors() || !whole;
+        let care = self.shape.splits_sectors() || len != segments.len() as u64;
         let _guard = if care { Some(self.lock.hold(start..start + len).await) } else { None };
         if self.fits(&segments, offset) {
             let (segments, result) = self.storage.write(segments, offset, durable).await;
             return (segments, result.map(|_| ()));
         }
-        let result = if whole {
-            let buffer = Segments::buffer(len as usize);
-            buffer.copy_from(0, &segments, 0, segments.len());
-            self.storage.write(buffer, start, durable).await.1.map(|_| ())
-        } else {
-            self.modify(&segments, offset, (start, len), durable).await
-        };
+        let result = self.write_through_buffer(&segments, offset, durable).await;
         (segments, result)
     }
 
-    /// Read-modify-write of the blocks `start`+`len`, which the caller holds.
-    async fn modify(
-        &self,
-        segments: &Segments,
-        offset: u64,
-        (start, len): (u64, u64),
-        durable: bool,
-    ) -> io::Result<()> {
+    /// Writes copies, piece by piece; the caller holds what is not written whole.
+    async fn write_through_buffer(&self, segments: &Segments, offset: u64, durable: bool) -> io::Result<()> {
+        let (mut at, end) = (offset, offset + segments.len() as u64);
+        while at < end {
+            let stop = self.copy_end(at, end);
+            let _turn = self.copies.take().await;
+            let (start, len) = self.widen(at, stop - at);
+            if len == stop - at {
+                let buffer = Segments::buffer(len as usize);
+                buffer.copy_from(0, segments, (at - offset) as usize, len as usize);
+                self.storage.write(buffer, start, durable).await.1?;
+            } else {
+                self.modify(segments, offset, at..stop, durable).await?;
+            }
+            at = stop;
+        }
+        Ok(())
+    }
+
+    /// Read-modify-write of the blocks that hold `part` of a write at `offset`; the caller holds them.
+    async fn modify(&self, segments: &Segments, offset: u64, part: Range<u64>, durable: bool) -> io::Result<()> {
+        let part_len = part.end - part.start;
+        let (start, len) = self.widen(part.start, part_len);
         let (file_end, block_end) = (self.storage.len().await?, start + len);
         let buffer = self.read_blocks(start, len as usize).await?;
-        buffer.copy_from((offset - start) as usize, segments, 0, segments.len());
+        let (to, from) = ((part.start - start) as usize, (part.start - offset) as usize);
+        buffer.copy_from(to, segments, from, part_len as usize);
         self.storage.write(buffer, start, durable).await.1?;
-        let end = file_end.max(offset + segments.len() as u64);
+        let end = file_end.max(part.end);
         if end < block_end {
             self.take_back(end, block_end).await;
         }
@@ -224,6 +271,10 @@ impl<S: Storage> Raw<S> {
     }
 
     async fn write_zero_bytes(&self, mut offset: u64, mut len: u64) -> io::Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        let _turn = self.zeroes.take().await;
         let mut zeroes = Segments::default();
         while len > 0 {
             let here = len.min(ZERO_CHUNK - offset % ZERO_CHUNK);

@@ -1,14 +1,15 @@
 //! The write cache: what a guest is told of it, how it switches it, and what is durable when.
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
-use blockyard_bench::driver::{feature, request, status};
+use blockyard_bench::driver::{Data, feature, request, status};
 use blockyard_ring::{GuestMemory, Region};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserConfigFlags;
 
 use crate::common::{Daemon, Folder};
-use crate::guest::{Guest, pattern};
+use crate::guest::{ANSWER, Guest, pattern};
 
 const PAGE: u64 = 4096;
 
@@ -131,6 +132,41 @@ fn a_guest_switches_the_cache() {
     assert_eq!(guest.session.link.config.wce, 1);
     assert!(!setup.writes_are_durable(&mut guest, 4));
     setup.daemon.stop();
+}
+
+#[test]
+fn writes_in_flight_when_the_cache_is_switched_off() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    let daemon =
+        Daemon::serve(&image, &socket, &["--cache", "writeback", "--filter", "delay:write=300ms,write-zeroes=300ms"]);
+    let mut guest = Guest::connect(&socket);
+    for (kind, bytes) in [(request::OUT, pattern(1, BYTES as usize)), (request::WRITE_ZEROES, zeroes_of(0, 5))] {
+        assert!(switch(&mut guest, 1));
+        guest.queue().write_data(0, &bytes);
+        guest.queue().submit(0, kind, 0, Data::ToDevice(bytes.len() as u32));
+        guest.queue().publish().unwrap();
+        // It is taken, and waits in the filter.
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(switch(&mut guest, 0));
+        assert!(guest.queue().reap().unwrap().is_none(), "it is still on its way");
+        let start = Instant::now();
+        let answer = loop {
+            if let Some(answer) = guest.queue().reap().unwrap() {
+                break answer;
+            }
+            assert!(start.elapsed() < ANSWER);
+            guest.queue().sleep(Some(Duration::from_millis(100))).unwrap();
+        };
+        assert_eq!(answer, (0, status::OK));
+        assert_eq!(dirty(&image, BYTES), 0, "type {kind}: answered after the switch, and not durable");
+    }
+    daemon.stop();
+}
+
+/// The one range of a WRITE_ZEROES.
+fn zeroes_of(sector: u64, sectors: u32) -> Vec<u8> {
+    [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &[0; 4]].concat()
 }
 
 #[test]

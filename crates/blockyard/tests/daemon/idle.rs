@@ -29,46 +29,28 @@ fn switches(daemon: &Daemon) -> BTreeMap<String, u64> {
     tasks.map(count).collect()
 }
 
-/// A daemon that has just worked, hard enough for busy-polling to be tried.
-fn worked(folder: &Folder, name: &str, flush: bool) -> (Daemon, Guest) {
-    let (image, socket) = (folder.join(name), folder.join(name).with_extension("s"));
-    std::fs::write(&image, pattern(1, 8 << 20)).unwrap();
-    std::fs::File::open(&image).unwrap().sync_all().unwrap();
-    let daemon = Daemon::serve(&image, &socket, &[]);
-    let mut guest = Guest::connect(&socket);
-    for round in 0..2000 {
-        assert_eq!(guest.write(round * 8, &pattern(round, 4096)), status::OK);
-        assert_eq!(guest.read(round * 8, 4096).unwrap(), pattern(round, 4096));
-    }
-    if flush {
-        assert_eq!(guest.flush(), status::OK);
-    }
-    (daemon, guest)
-}
-
 #[test]
 fn idle_costs_nothing() {
     let folder = Folder::new();
-    let (daemon, mut guest) = worked(&folder, "disk", false);
-    let (flushed, _guest) = worked(&folder, "flushed", true);
-    std::thread::sleep(Duration::from_secs(1));
-    let before = [switches(&daemon), switches(&flushed)];
-    std::thread::sleep(Duration::from_secs(10));
-    let after = [switches(&daemon), switches(&flushed)];
-    assert!(before[0].len() >= 3, "{before:?}");
-    assert_eq!(after[0], before[0], "a thread has been awake");
-    // What cannot be done without waiting, as an fdatasync, the kernel gives to threads of its own. The last of them it
-    // keeps, and wakes every 5 s to ask whether it is the last.
-    let (workers, own): (Vec<_>, Vec<_>) =
-        after[1].iter().map(|(name, count)| (name, count - before[1][name])).partition(|t| t.0.contains("iou-wrk"));
-    assert!(own.iter().all(|t| t.1 == 0), "a thread has been awake: {own:?}");
-    assert!(workers.len() <= 1 && workers.iter().all(|t| t.1 <= 3), "{workers:?}");
-    for daemon in [&daemon, &flushed] {
-        let (resident, anonymous) = (daemon.kilobytes("VmRSS"), daemon.kilobytes("RssAnon"));
-        println!("resident: {resident} kB, of which anonymous {anonymous} kB");
-        assert!(resident < 15 << 10, "{resident} kB resident");
+    let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
+    let daemon = Daemon::serve(&image, &socket, &[]);
+    let mut guest = Guest::connect(&socket);
+    // A guest that has just worked hard enough for busy-polling to be tried.
+    for round in 0..2000 {
+        assert_eq!(guest.write(round % 1000 * 8, &pattern(round, 4096)), status::OK);
     }
-    assert_eq!(guest.read(0, 4096).unwrap(), pattern(0, 4096), "and it wakes up");
+    assert_eq!(guest.flush(), status::OK);
+    // What cannot be done without waiting the kernel gives to threads of its own. The last of them waits for 5 s for more.
+    std::thread::sleep(Duration::from_secs(6));
+    let before = switches(&daemon);
+    std::thread::sleep(Duration::from_secs(10));
+    assert_eq!(switches(&daemon), before, "a thread has been awake");
+    assert!(before.len() >= 3, "{before:?}");
+    let (resident, anonymous) = (daemon.kilobytes("VmRSS"), daemon.kilobytes("RssAnon"));
+    println!("resident: {resident} kB, of which anonymous {anonymous} kB; threads: {before:?}");
+    assert!(resident < 15 << 10, "{resident} kB resident");
+    assert_eq!(guest.write(0, &pattern(1, 4096)), status::OK, "and it wakes up");
+    assert_eq!((guest.flush(), guest.read(0, 4096).unwrap()), (status::OK, pattern(1, 4096)));
     daemon.stop();
 }
 
@@ -143,14 +125,16 @@ fn front_ends_that_come_and_go_leave_nothing_behind() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
     let mut daemon = Daemon::serve(&image, &socket, &["--reactors", "2"]);
+    // A client in this process may have handed it some of its own: the `vhost` crate receives descriptors that way.
+    let shared = |daemon: &Daemon| daemon.descriptors().iter().filter(|d| d.contains("memfd")).count();
+    let inherited = shared(&daemon);
     let settle = |daemon: &Daemon| {
         let mut guest = Guest::connect(&socket);
         let bytes = pattern(1, 4096);
         assert_eq!(guest.write(0, &bytes), status::OK);
         assert_eq!(guest.read(0, 4096).unwrap(), bytes);
         guest.leave();
-        let connected = |d: &&String| d.contains("memfd");
-        until(&format!("the guest's memory is let go: {:#?}", daemon.descriptors()), SOON, || !daemon.descriptors().iter().any(|d| connected(&d)));
+        until("the guest's memory is let go", SOON, || shared(daemon) == inherited);
         std::thread::sleep(Duration::from_millis(50));
     };
     (0..60).for_each(|number| visit(&socket, number));

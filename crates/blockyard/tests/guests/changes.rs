@@ -42,18 +42,19 @@ fn the_disk_grows(kind: Kind) {
 
 /// Memory comes and goes under load. Once it is there, one read is into more memory than there was at first.
 const PLUG: &str = r#"
-kilobytes() { awk -v "name=$1:" '$1 == name { print $2 }' /proc/meminfo; }
+kilobytes() { sed -n 's/^MemTotal: *\([0-9]*\) kB/\1/p' /proc/meminfo; }
 until_total() { # COMPARISON
     for ((i = 0; i < 500; i++)); do
-        ! (($(kilobytes MemTotal) $1)) || return 0
+        ! (($(kilobytes) $1)) || return 0
         sleep 0.02
     done
-    echo "after 10 s not $1: $(kilobytes MemTotal) kB"
+    echo "after 10 s not $1: $(kilobytes) kB"
     return 1
 }
 echo online_movable >/sys/devices/system/memory/auto_online_blocks
-total=$(kilobytes MemTotal)
+total=$(kilobytes)
 (
+    n=0
     while [[ ! -e /tmp/stop ]]; do
         load --name=under --filename=/dev/vda --offset=256M --size=3M --rw=randwrite --bs=4k --randseed=$((n += 1))
     done

@@ -1,10 +1,10 @@
 //! A daemon with three disks, watched closely: its log, its memory, its descriptors, and how it ends.
 
-use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
+
+use crate::common::{self, BLOCKYARD, Folder, SOON, until};
 
 /// The disk that is maltreated, one that must not notice, and one whose reads take their time.
 pub const VICTIM: &str = "victim";
@@ -15,50 +15,31 @@ pub const QUEUES: u16 = 2;
 pub const CAPACITY: u64 = 32 << 20;
 
 pub struct Daemon {
-    child: Child,
-    folder: PathBuf,
-    log: Arc<Mutex<Vec<String>>>,
-    reader: Option<std::thread::JoinHandle<()>>,
+    daemon: common::Daemon,
+    folder: Folder,
 }
 
 impl Daemon {
     /// Disks in memory.
     pub fn start() -> Self {
-        Self::with(|_, disk| format!("image = \"ram:{CAPACITY}\"\nname = \"{disk}\"\n"))
+        Self::with(|_, _| format!("ram:{CAPACITY}"))
     }
 
-    /// `image` gives the configuration's lines for a disk in a folder.
-    pub fn with(image: impl Fn(&Path, &str) -> String) -> Self {
-        static NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let folder = std::env::temp_dir().join(format!("blockyard-hostile-{}-{number}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
+    /// `image` gives the image of a disk, in a folder if it wants to.
+    pub fn with(image: impl Fn(&Folder, &str) -> String) -> Self {
+        let folder = Folder::new();
         let mut config = String::new();
         for disk in [VICTIM, OTHER, SLOW] {
-            let socket = folder.join(disk);
-            let lines = image(&folder, disk);
-            config += &format!("[[disk]]\n{lines}vhost-user = \"{}\"\nqueues = {QUEUES}\n", socket.display());
+            let (image, socket) = (image(&folder, disk), folder.join(disk));
+            config += &format!("[[disk]]\nname = \"{disk}\"\nimage = \"{image}\"\nqueues = {QUEUES}\n");
+            config += &format!("vhost-user = \"{}\"\n", socket.display());
             config += if disk == SLOW { "filters = [\"delay:read=400ms\"]\n" } else { "" };
         }
-        std::fs::write(folder.join("config.toml"), config).unwrap();
-        let mut child = Command::new(env!("CARGO_BIN_EXE_blockyard"))
-            .args(["serve", "--config"])
-            .arg(folder.join("config.toml"))
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let log = Arc::new(Mutex::new(Vec::new()));
-        let (lines, stderr) = (log.clone(), child.stderr.take().unwrap());
-        let reader = std::thread::spawn(move || {
-            for line in BufReader::new(stderr).lines() {
-                lines.lock().unwrap().push(line.unwrap());
-            }
-        });
-        let mut ready = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut ready).unwrap();
-        assert_eq!(ready, "ready\n", "{:?}", log.lock().unwrap());
-        Daemon { child, folder, log, reader: Some(reader) }
+        let path = folder.join("config.toml");
+        std::fs::write(&path, config).unwrap();
+        let mut daemon = common::Daemon::start(Command::new(BLOCKYARD).args(["serve", "--config"]).arg(&path));
+        daemon.wait_ready();
+        Daemon { daemon, folder }
     }
 
     pub fn socket(&self, disk: &str) -> PathBuf {
@@ -66,7 +47,7 @@ impl Daemon {
     }
 
     pub fn log(&self) -> Vec<String> {
-        self.log.lock().unwrap().clone()
+        self.daemon.log().lines().map(String::from).collect()
     }
 
     /// The lines that say that something is wrong.
@@ -74,38 +55,25 @@ impl Daemon {
         self.log().into_iter().filter(|l| !l.contains(" INFO ")).collect()
     }
 
-    /// Waits until there are `count` complaints, and a moment longer for one too many.
-    pub fn complained(&self, count: usize) -> Vec<String> {
-        let start = Instant::now();
-        while self.complaints().len() < count && start.elapsed() < Duration::from_secs(5) {
-            std::thread::sleep(Duration::from_millis(2));
-        }
+    /// Waits until there is a complaint, and a moment longer for one too many.
+    pub fn complained(&self) -> Vec<String> {
+        until("a complaint", SOON, || !self.complaints().is_empty());
         std::thread::sleep(Duration::from_millis(10));
         self.complaints()
     }
 
-    fn proc(&self, what: &str) -> PathBuf {
-        format!("/proc/{}/{what}", self.child.id()).into()
-    }
-
     /// Memory of its own (not the guests' that it shares), in bytes.
     pub fn own_memory(&self) -> u64 {
-        let status = std::fs::read_to_string(self.proc("status")).unwrap();
-        let line = status.lines().find_map(|l| l.strip_prefix("RssAnon:")).unwrap();
-        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+        self.daemon.kilobytes("RssAnon") << 10
     }
 
     pub fn descriptors(&self) -> usize {
-        std::fs::read_dir(self.proc("fd")).unwrap().count()
+        self.daemon.descriptors().len()
     }
 
     /// Waits until it has no more descriptors than these: front ends that went away are let go in their own time.
     pub fn keeps_descriptors(&self, most: usize, what: &str) {
-        let start = Instant::now();
-        while self.descriptors() > most {
-            assert!(start.elapsed() < Duration::from_secs(5), "{what}: {} descriptors, not {most}", self.descriptors());
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        until(&format!("{what}: at most {most} descriptors"), SOON, || self.descriptors() <= most);
     }
 
     pub fn mappings(&self) -> usize {
@@ -120,31 +88,14 @@ impl Daemon {
         Duration::from_millis(ticks * 10)
     }
 
-    /// Ends it as an administrator does: it must still be there, drain, and have nothing to hide.
-    pub fn end(mut self) -> Vec<String> {
-        let pid = rustix::process::Pid::from_child(&self.child);
-        assert!(self.child.try_wait().unwrap().is_none(), "the daemon died: {:#?}", self.log());
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-        let start = Instant::now();
-        let status = loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                break status;
-            }
-            assert!(start.elapsed() < Duration::from_secs(10), "the daemon does not end: {:#?}", self.log());
-            std::thread::sleep(Duration::from_millis(1));
-        };
-        self.reader.take().unwrap().join().unwrap();
-        let log = self.log();
-        assert!(status.success(), "{status}: {log:#?}");
-        assert!(!log.iter().any(|l| l.contains("panicked")), "{log:#?}");
-        log
+    fn proc(&self, what: &str) -> PathBuf {
+        Path::new("/proc").join(self.daemon.pid().to_string()).join(what)
     }
-}
 
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        let _ = std::fs::remove_dir_all(&self.folder);
+    /// Ends it as an administrator does: it must still be there, drain, and have nothing to hide.
+    pub fn end(mut self) {
+        assert!(self.daemon.running(), "the daemon died: {:#?}", self.log());
+        let log = self.daemon.stop();
+        assert!(!log.contains("panicked"), "{log}");
     }
 }

@@ -84,13 +84,9 @@ fn discards_of_many_ranges_take_no_memory() {
 /// Requests that a disk with O_DIRECT must copy, as large as can be and all at once: the copies are bounded.
 #[test]
 fn large_unaligned_requests_take_bounded_memory() {
-    // Where files may be opened with O_DIRECT, which memory file systems do not all allow.
-    let folder = std::path::PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
-    let image = folder.join(format!("unaligned-{}.raw", std::process::id()));
-    std::fs::File::create(&image).unwrap().set_len(CAPACITY).unwrap();
-    let daemon = Daemon::with(|_, disk| match disk {
-        VICTIM => format!("image = \"{}\"\nname = \"{disk}\"\n", image.display()),
-        _ => format!("image = \"ram:1M\"\nname = \"{disk}\"\n"),
+    let daemon = Daemon::with(|folder, disk| match disk {
+        VICTIM => folder.image("image", CAPACITY).display().to_string(),
+        _ => "ram:1M".into(),
     });
     let mut guest = Guest::start(&daemon.socket(VICTIM), Layout::Split);
     guest.works(0, 0);
@@ -125,7 +121,6 @@ fn large_unaligned_requests_take_bounded_memory() {
         assert!(grown < 160 << 20, "type {kind}: {} MiB of copies", grown >> 20);
     }
     daemon.end();
-    std::fs::remove_file(image).unwrap();
 }
 
 /// A guest that breaks its ring and resets it again and again.

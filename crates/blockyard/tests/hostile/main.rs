@@ -9,6 +9,8 @@
 //! ```
 //! After each: the other queue, the other disk, and (reset) the same queue work; the daemon ends as it should.
 
+#[path = "../common/mod.rs"]
+mod common;
 mod daemon;
 mod floods;
 mod guest;

@@ -264,7 +264,7 @@ fn a_new_kick_keeps_what_else_was_told() {
     assert!(rung(&guest.rings[0].setup.call) > 0, "no signal after a new kick");
     guest.rings[0].push_split(u16::MAX);
     guest.rings[0].kick();
-    daemon.complained(1);
+    daemon.complained();
     assert_eq!(rung(&guest.rings[0].error), 1);
     daemon.end();
 }

@@ -264,7 +264,7 @@ fn stopped(daemon: &Daemon, guest: &mut Guest, what: &str, says: &str) {
     for _ in 0..10 {
         guest.rings[0].kick();
     }
-    let log = daemon.complained(1);
+    let log = daemon.complained();
     assert_eq!(log.len(), 1, "{what}: {log:#?}");
     assert!(log[0].contains(says) && log[0].contains("queue=0") && log[0].contains(" WARN "), "{what}: {log:#?}");
     assert_eq!(rung(&error), 0, "{what}: rung again");

@@ -414,7 +414,8 @@ impl Queue {
             let lane = self.idle.borrow_mut().pop();
             let lane = lane.unwrap_or_else(|| {
                 let lane = Rc::new(Lane::default());
-                let task = self.handle.spawn(lane.clone().run(Rc::downgrade(self), self.served.clone()));
+                let (device, served) = (self.device.clone(), self.served.clone());
+                let task = self.handle.spawn(lane.clone().run(Rc::downgrade(self), device, served));
                 lane.task.set(task);
                 lane
             });
@@ -508,7 +509,7 @@ impl Queue {
 }
 
 impl Lane {
-    async fn run(self: Rc<Self>, queue: std::rc::Weak<Queue>, served: Rc<Served<UringFile>>) {
+    async fn run(self: Rc<Self>, queue: std::rc::Weak<Queue>, device: Arc<DeviceState>, served: Rc<Served<UringFile>>) {
         loop {
             let next = poll_fn(|_| match self.request.take() {
                 Some(request) => Poll::Ready(Some(request)),
@@ -516,7 +517,13 @@ impl Lane {
                 None => Poll::Pending,
             });
             let Some(request) = next.await else { return };
-            served.serve(request).await.answer();
+            let volatile = request.is_volatile();
+            let mut finished = served.serve(request).await;
+            // The guest switched its write cache off while this was on its way: now the answer promises more.
+            if volatile && !device.write_back.load(Ordering::Relaxed) {
+                finished = finished.and(served.settle().await);
+            }
+            finished.answer();
             match queue.upgrade() {
                 Some(queue) => queue.idle.borrow_mut().push(self.clone()),
                 None => return,
