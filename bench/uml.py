@@ -82,8 +82,10 @@ def boot(name, image, folder, args):
     target = image
     if kind == "vhost":
         target = folder / "vhost.sock"
+        # The back end keeps to the guest's processor, if it has one of its own.
+        place = [] if args.cpu == "any" else ["--cpus", args.cpu]
         back = subprocess.Popen([args.program, "--log", "error", "serve", str(image), "--vhost-user", str(target),
-                                 "--cache", cache], stdout=subprocess.PIPE, text=True)
+                                 "--cache", cache, *place], stdout=subprocess.PIPE, text=True)
         assert back.stdout.readline() == "ready\n"
     with open(image, "rb") as f:
         while f.read(1 << 20):
@@ -139,7 +141,7 @@ def main():
     parser.add_argument("--seconds", type=int, default=1, help="of each load")
     parser.add_argument("--size", type=int, default=512, help="of the disk, in MiB")
     parser.add_argument("--seccomp", default="on", help="on or off: how UML takes its processes' system calls")
-    parser.add_argument("--cpu", default="any", help="processors the guest may use: any, or a list")
+    parser.add_argument("--cpu", default="any", help="processors that guest and back end may use: any, or a list")
     args = parser.parse_args()
     folder = pathlib.Path(tempfile.mkdtemp(prefix="blockyard-uml-"))
     results = {s: [] for s in SYSTEMS}

@@ -1,7 +1,7 @@
 //! How many may do something at a time.
 //!
 //! What must hold: whoever waits is in the queue, once; a turn that ends wakes one of them, so that a thousand waiters
-//! cost no more than one. (A task waits for one turn at a time, and is not given up while it waits.)
+//! cost no more than one. (A future that waits is not given up: it would take a wake-up with it.)
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -14,22 +14,27 @@ pub struct Turns(Mutex<State>);
 #[derive(Debug)]
 struct State {
     free: u32,
-    waiting: VecDeque<Waker>,
+    waiting: VecDeque<(u64, Waker)>,
+    /// Numbers given to those who came.
+    came: u64,
 }
 
 impl Turns {
     pub fn new(at_a_time: u32) -> Self {
-        Turns(Mutex::new(State { free: at_a_time, waiting: VecDeque::new() }))
+        Turns(Mutex::new(State { free: at_a_time, waiting: VecDeque::new(), came: 0 }))
     }
 
     /// Waits for a turn, which ends when the guard is dropped.
     pub async fn take(&self) -> Turn<'_> {
+        let mut number = None;
         poll_fn(|cx| {
             let mut state = self.0.lock().unwrap_or_else(|e| e.into_inner());
-            // It may have been woken by something else.
-            state.waiting.retain(|w| !w.will_wake(cx.waker()));
+            state.came += 1;
+            let me = *number.get_or_insert(state.came);
+            // It may have been woken by something else, and be in the queue still.
+            state.waiting.retain(|(who, _)| *who != me);
             if state.free == 0 {
-                state.waiting.push_back(cx.waker().clone());
+                state.waiting.push_back((me, cx.waker().clone()));
                 return Poll::Pending;
             }
             state.free -= 1;
@@ -49,7 +54,7 @@ impl Drop for Turn<'_> {
             state.free += 1;
             state.waiting.pop_front()
         };
-        if let Some(next) = next {
+        if let Some((_, next)) = next {
             next.wake();
         }
     }
