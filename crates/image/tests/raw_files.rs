@@ -250,6 +250,40 @@ fn the_end_of_a_file_is_zeroes_up_to_its_sector_and_grows_to_it() {
     }
 }
 
+/// Copies are made in pieces of 1 MiB: a large request in memory that O_DIRECT does not take, from one odd sector to another.
+#[test]
+fn a_request_of_many_copies_arrives_whole() {
+    const LEN: usize = (3 << 20) + 1536;
+    let scratch = Scratch::new(8 << 20);
+    let file = open(&scratch.0, CacheMode::None);
+    let mut data = vec![0; LEN];
+    let mut rng = Rng::new(1);
+    data.chunks_mut(8).for_each(|c| c.copy_from_slice(&rng.next_u64().to_le_bytes()[..c.len()]));
+    let expected = data.clone();
+    on_image(&file, |raw| async move {
+        let (region, _) = Region::memfd("guest", 0, 0, 8 << 20).unwrap();
+        let memory = Rc::new(GuestMemory::default().with(region).unwrap());
+        let odd = || {
+            let mut segments = Segments::default();
+            segments.reset(&memory);
+            segments.push_guest(1, 1 << 20).unwrap();
+            segments.push_guest((2 << 20) + 3, LEN as u64 - (1 << 20)).unwrap();
+            segments
+        };
+        let segments = odd();
+        segments.copy_in(0, &data);
+        raw.write(segments, 1536, true).await.1.unwrap();
+        let (segments, result) = raw.read(odd(), 1536).await;
+        result.unwrap();
+        segments.copy_out(0, &mut data);
+        assert!(data == expected);
+    });
+    let bytes = fs::read(&scratch.0).unwrap();
+    assert!(
+        bytes[1536..1536 + LEN] == expected && bytes[..1536] == [0; 1536] && bytes[1536 + LEN..][..512] == [0; 512]
+    );
+}
+
 #[test]
 fn a_discard_gives_space_back_and_zeroes_may_keep_it() {
     const LEN: usize = 1 << 20;

@@ -30,6 +30,10 @@ struct Block {
 
 impl Block {
     const fn new() -> Self {
+        #[expect(
+            clippy::declare_interior_mutable_const,
+            reason = "an array's initialiser, copied and never used itself"
+        )]
         const FREE: Slot = Slot { base: AtomicUsize::new(0), len: AtomicUsize::new(0) };
         Block { slots: [FREE; SLOTS], next: AtomicPtr::new(null_mut()) }
     }

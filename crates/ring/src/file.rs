@@ -16,6 +16,7 @@ use crate::segments::Segments;
 use crate::uring::Action;
 
 /// What an image needs of the file (or device) under it. All offsets and lengths are bytes.
+#[expect(clippy::len_without_is_empty, reason = "nobody asks whether a disk is empty")]
 pub trait Storage: 'static {
     /// Reads into `segments` from `offset`; fewer bytes than asked only at the end of the file (or 0: beyond it).
     fn read(&self, segments: Segments, offset: u64) -> impl Future<Output = (Segments, io::Result<usize>)>;

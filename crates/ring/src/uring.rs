@@ -92,7 +92,7 @@ impl Uring {
             builder.build(SQ_ENTRIES)
         };
         // Kernels before 6.1 know no deferred task work: EINVAL, and the plain ring does the same, slower.
-        let mut ring = build(true).or_else(|e| match e.raw_os_error() {
+        let ring = build(true).or_else(|e| match e.raw_os_error() {
             Some(libc::EINVAL) => {
                 tracing::info!("this kernel's io_uring has no deferred task work (6.1 has): using a plain ring");
                 build(false)
@@ -110,7 +110,6 @@ impl Uring {
         let _ = ring.submitter().register_iowq_aff(&no_cpu());
         // Saves a descriptor look-up for each call; older kernels do without.
         let _ = ring.submitter().register_ring_fd();
-        let _ = ring.submission().sync();
         Ok(Uring { ring, slots: Vec::new(), free: Vec::new(), free_files, in_flight: 0 })
     }
 

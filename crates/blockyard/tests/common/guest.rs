@@ -95,6 +95,9 @@ impl Guest {
         entries.find(|job| job.exists()).expect("the runner's folder has a job.tar")
     }
 
+    pub fn seen(&self) -> String {
+        self.seen.clone()
+    }
     /// Whether the guest still runs. Never waits.
     pub fn running(&mut self) -> bool {
         self.runner.try_wait().unwrap().is_none()

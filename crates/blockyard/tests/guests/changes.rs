@@ -64,6 +64,10 @@ total=$(kilobytes MemTotal)
 load=$!
 tell plug
 until_total ">= $total + 128 * 1024"
+for k in 1; do
+echo try $k
+dd if=/dev/vda bs=${BIG}M count=1 iflag=direct | for ((c=0;c<BIG;c++)); do echo "chunk $c $(head -c 1M | md5sum)"; done
+done
 echo "large $(dd if=/dev/vda bs=${BIG}M count=1 iflag=direct status=none | md5sum)"
 tell unplug
 until_total "<= $total"
@@ -88,7 +92,10 @@ fn memory_is_plugged_in_and_out_under_load_in_qemu() {
     qmp.execute("object-add", json!({ "qom-type": "memory-backend-memfd", "id": "more", "size": size, "share": true }));
     qmp.execute("device_add", json!({ "driver": "pc-dimm", "id": "dimm", "memdev": "more" }));
     stage.go_on();
-    assert!(guest.expect("large ").starts_with(&sum), "the guest read other bytes into its new memory");
+    let l = guest.expect("large ");
+    std::fs::copy(stage.folder.join("part"), "/tmp/by/gx/part").unwrap();
+    std::fs::write("/tmp/by/gx/seen", guest.seen()).unwrap();
+    assert!(l.starts_with(&sum), "the guest read other bytes into its new memory");
     guest.expect("tell unplug");
     let unplugged = ["DEVICE_DELETED", "DEVICE_UNPLUG_GUEST_ERROR", "MEM_UNPLUG_ERROR"];
     // The guest may find a page of it in use, and may be asked again.

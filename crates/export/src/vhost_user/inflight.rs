@@ -85,7 +85,7 @@ impl InflightRegion {
         let memory = GuestMemory::default().with(Region::map(fd, offset, 0, 0, len)?)?;
         // Counters are written whole: an offset that no front end makes up by accident is refused here.
         memory.window(0, 1, 8)?;
-        Ok(InflightRegion { memory, queue_bytes: len / u64::from(queues.max(1)) & !63, queues })
+        Ok(InflightRegion { memory, queue_bytes: (len / u64::from(queues.max(1))) & !63, queues })
     }
 
     /// The part of one queue; None when the region has none for it.
@@ -249,8 +249,10 @@ impl Inflight {
         &mut self,
         was_used: impl Fn(u16, bool) -> bool,
     ) -> Result<(Vec<PackedChain>, (u16, bool)), RingError> {
-        let old = (self.load(packed::OLD_USED_IDX), self.window.copy_out::<1>(packed::OLD_USED_WRAP)[0] != 0);
-        if self.load(packed::USED_IDX) != old.0 && was_used(old.0, old.1) {
+        let place = |index, wrap| (self.load(index), self.window.copy_out::<1>(wrap)[0] != 0);
+        let old = place(packed::OLD_USED_IDX, packed::OLD_USED_WRAP);
+        // A batch of the whole ring comes back to the same index, under the other wrap counter.
+        if place(packed::USED_IDX, packed::USED_WRAP) != old && was_used(old.0, old.1) {
             self.commit_packed();
         }
         // What was begun and not shown to the guest is undone.

@@ -33,6 +33,17 @@ pub use notify::Coalesce;
 pub use poll::PollMode;
 pub use socket::{Listener, SocketError};
 
+/// The parts by themselves, for fuzzing and for tests that have no front end: not an interface to build on.
+#[doc(hidden)]
+pub mod parts {
+    pub use super::inflight::{Inflight, InflightRegion, PackedChain, allocate, queue_bytes};
+    pub use super::log::Log;
+    pub use super::notify::Call;
+    pub use super::queue::{DeviceState, QueueHandle, QueueSetup};
+    pub use super::request::{Ask, Parsed, Terms, parse};
+    pub use super::virtqueue::{Desc, Head, MAX_CHAIN, PackedRing, Ring, RingError, SplitRing};
+}
+
 use crate::Reactors;
 use channel::BackChannel;
 use log::Log;

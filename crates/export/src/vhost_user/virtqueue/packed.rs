@@ -176,6 +176,16 @@ impl PackedRing {
         }
         self.used = Place { index, wrap };
         self.taken = ahead;
+        // A predecessor that was killed while it published a batch has marked those behind the first, which the guest has
+        // not seen: they are not used after all.
+        let mut place = self.used;
+        for _ in 0..ahead {
+            if self.was_used(place.index, place.wrap) {
+                let flags = if place.wrap { F_AVAIL } else { F_USED };
+                self.desc.store_u16(usize::from(place.index) * DESC_LEN + 14, flags, Ordering::Release);
+            }
+            place.advance(1, self.size);
+        }
         self.avail = self.used;
         self.avail.advance(ahead, self.size);
         Ok(())

@@ -1,0 +1,212 @@
+//! The device's side of both ring layouts against the driver's side of the bench, which knows nothing of it.
+//!
+//! Random histories of a driver and a device: chains are offered, taken, used and published in any order, either side
+//! sleeps, the device is handed over, or dies at any point and is replaced. What must hold: chains arrive as they were
+//! offered, in order; used ones come back once; a side that sleeps is told; a successor finds exactly what is unanswered.
+
+mod history;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use blockyard_bench::driver::ring::{Buffer, Ring as _, RingOptions};
+use blockyard_bench::driver::{Memory, PackedRing, SplitRing};
+use blockyard_export::vhost_user::parts;
+use history::{History, Layout, Step};
+use proptest::prelude::*;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        4 => (1..4usize, any::<u64>()).prop_map(|(count, shape)| Step::Offer { count, shape }),
+        4 => (1..5usize).prop_map(Step::Take),
+        4 => (1..4usize, any::<u64>()).prop_map(|(count, which)| Step::Use { count, which }),
+        3 => Just(Step::Publish),
+        3 => (1..5usize).prop_map(Step::Reap),
+        2 => Just(Step::DriverSleeps),
+        2 => Just(Step::DeviceSleeps),
+        1 => Just(Step::HandOver),
+        1 => (0..4u8).prop_map(Step::Crash),
+    ];
+    prop::collection::vec(step, 1..300)
+}
+
+/// A ring's size and its depth: with indirect tables each chain takes one entry, else up to three.
+fn split_options() -> impl Strategy<Value = RingOptions> {
+    (0..7u32, any::<bool>(), any::<bool>(), any::<prop::sample::Index>()).prop_map(
+        |(log, event_idx, indirect, depth)| {
+            let size = 1u16 << log;
+            let indirect = indirect || size < 3;
+            let most = if indirect { size } else { size / 3 };
+            RingOptions { size, slots: depth.index(most.into()) as u16 + 1, event_idx, indirect }
+        },
+    )
+}
+
+fn packed_options() -> impl Strategy<Value = RingOptions> {
+    (1..70u16, any::<bool>(), any::<bool>(), any::<prop::sample::Index>()).prop_map(
+        |(size, event_idx, indirect, depth)| {
+            let indirect = indirect || size < 3;
+            let most = if indirect { size } else { size / 3 };
+            RingOptions { size, slots: depth.index(most.into()) as u16 + 1, event_idx, indirect }
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(400) })]
+
+    #[test]
+    fn split_histories(options in split_options(), tracked in any::<bool>(), steps in steps()) {
+        History::<SplitRing>::new(options, tracked).run(&steps);
+    }
+
+    #[test]
+    fn packed_histories(options in packed_options(), tracked in any::<bool>(), steps in steps()) {
+        History::<PackedRing>::new(options, tracked).run(&steps);
+    }
+}
+
+/// Far enough for 16-bit indices to come round, twice.
+fn comes_round<R: Layout>(options: RingOptions) {
+    let mut history = History::<R>::new(options, true);
+    let steps = [
+        Step::DeviceSleeps,
+        Step::Offer { count: 3, shape: 0x9e37_79b9_7f4a_7c15 },
+        Step::DriverSleeps,
+        Step::Take(2),
+        Step::Use { count: 2, which: 1 },
+        Step::Publish,
+        Step::Take(5),
+        Step::Use { count: 5, which: 0 },
+        Step::Publish,
+        Step::Reap(5),
+    ];
+    while history.offered < 140_000 {
+        history.run(&steps);
+    }
+}
+
+#[test]
+fn indices_come_round() {
+    for event_idx in [false, true] {
+        comes_round::<SplitRing>(RingOptions { size: 16, slots: 5, event_idx, indirect: false });
+        comes_round::<PackedRing>(RingOptions { size: 13, slots: 4, event_idx, indirect: false });
+        comes_round::<PackedRing>(RingOptions { size: 32768, slots: 9, event_idx, indirect: false });
+    }
+}
+
+/// Waits for an eventfd: a side that sleeps longer than this was forgotten.
+fn wait(event: &std::os::fd::OwnedFd, who: &str) {
+    let limit = Timespec { tv_sec: 10, tv_nsec: 0 };
+    let mut fds = [PollFd::new(event, PollFlags::IN)];
+    let ready = rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&limit))).unwrap();
+    assert_eq!(ready, 1, "the {who} sleeps, and nobody has told it");
+    rustix::io::read(event, &mut [0; 8]).unwrap();
+}
+
+/// Both sides at once, each on a thread of its own, sleeping whenever there is nothing to do.
+fn nobody_oversleeps<R: Layout>(options: RingOptions, count: u32) {
+    let mut memory = Memory::new(1 << 20).unwrap();
+    let mut driver = R::new(&mut memory, options).unwrap();
+    let event = || Arc::new(rustix::event::eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+    let (kick, call) = (event(), event());
+    for slot in 0..options.slots {
+        driver.lay(slot, &[Buffer { addr: u64::from(slot), len: 1, device_writes: true }]);
+    }
+    let (guest, addresses, fresh) = (history::map(&memory), driver.addresses(), driver.fresh_base());
+    let (kicked, called) = (kick.clone(), call.clone());
+    let device = std::thread::spawn(move || {
+        let mut ring = R::device(guest, addresses, options, fresh).unwrap();
+        let (mut descs, mut done) = (Vec::new(), 0);
+        while done < count {
+            let mut some = false;
+            for _ in 0..4 {
+                let Some(head) = ring.pop(&mut descs).unwrap() else { break };
+                ring.push_used(head, 1);
+                (some, done) = (true, done + 1);
+            }
+            if some {
+                ring.publish();
+                if ring.wants_signal() {
+                    rustix::io::write(&*called, &1u64.to_ne_bytes()).unwrap();
+                }
+            } else {
+                if ring.enable_kicks() {
+                    wait(&kicked, "device");
+                }
+                ring.disable_kicks();
+            }
+        }
+    });
+    let mut free: Vec<u16> = (0..options.slots).collect();
+    let (mut offered, mut reaped) = (0, 0);
+    while reaped < count {
+        while offered < count
+            && let Some(slot) = free.pop()
+        {
+            driver.submit(slot);
+            offered += 1;
+        }
+        if driver.publish() {
+            rustix::io::write(&*kick, &1u64.to_ne_bytes()).unwrap();
+        }
+        let before = reaped;
+        while let Some((id, _)) = driver.reap() {
+            free.push(id as u16);
+            reaped += 1;
+        }
+        if reaped == before {
+            if !driver.arm() {
+                wait(&call, "driver");
+            }
+            driver.disarm();
+        }
+        // Different rhythms meet in different places.
+        if reaped % 1024 < 8 {
+            std::thread::sleep(Duration::from_micros(u64::from(reaped % 7) * 10));
+        }
+    }
+    device.join().unwrap();
+}
+
+#[test]
+fn neither_side_oversleeps() {
+    for event_idx in [false, true] {
+        for (size, slots) in [(1, 1), (8, 3), (64, 32)] {
+            nobody_oversleeps::<SplitRing>(RingOptions { size, slots, event_idx, indirect: true }, 30_000);
+            nobody_oversleeps::<PackedRing>(RingOptions { size: size + 5, slots, event_idx, indirect: true }, 30_000);
+        }
+    }
+}
+
+/// What a ring may be, and what not.
+#[test]
+fn sizes_and_places_that_cannot_be_are_errors() {
+    let mut memory = Memory::new(4 << 20).unwrap();
+    let start = memory.take(2 << 20, 4096).unwrap();
+    let parts = (start, start + (1 << 20), start + (1 << 20) + (1 << 19));
+    let (guest, end) = (std::rc::Rc::new(history::map(&memory)), memory.range().0 + memory.range().1);
+    let split = |size, parts| parts::SplitRing::new(guest.clone(), parts, size, 0, true);
+    let packed = |size, parts, base| parts::PackedRing::new(guest.clone(), parts, size, base, true);
+    for (size, good, good_packed) in [
+        (0, false, false),
+        (1, true, true),
+        (3, false, true),
+        (32768, true, true),
+        (32769, false, false),
+        (65536, false, false),
+    ] {
+        assert_eq!(split(size, parts).is_ok(), good, "{size}");
+        assert_eq!(packed(size, parts, 0x8000_8000).is_ok(), good_packed, "{size}");
+    }
+    for bad in [(start + 8, parts.1, parts.2), (start, parts.1 + 1, parts.2), (start, parts.1, parts.2 + 2)] {
+        assert!(split(8, bad).is_err() && packed(8, bad, 0x8000_8000).is_err(), "{bad:x?}");
+    }
+    for bad in [(end - 16, parts.1, parts.2), (0, parts.1, parts.2), (u64::MAX & !15, parts.1, parts.2)] {
+        assert!(split(8, bad).is_err() && packed(8, bad, 0x8000_8000).is_err(), "{bad:x?}");
+    }
+    // Places beyond the ring.
+    assert!(packed(8, parts, 8).is_err() && packed(8, parts, 8 << 16).is_err());
+    assert!(packed(8, parts, 0x8007_0007).is_ok());
+}
