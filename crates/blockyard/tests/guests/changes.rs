@@ -63,12 +63,9 @@ total=$(kilobytes MemTotal)
 ) &
 load=$!
 tell plug
-until_total ">= $total + 128 * 1024"
-for k in 1; do
-echo try $k
-dd if=/dev/vda bs=${BIG}M count=1 iflag=direct | for ((c=0;c<BIG;c++)); do echo "chunk $c $(head -c 1M | md5sum)"; done
-done
-echo "large $(dd if=/dev/vda bs=${BIG}M count=1 iflag=direct status=none | md5sum)"
+until_total ">= $total + 256 * 1024"
+sum=$(dd if=/dev/vda bs=${BIG}M count=1 iflag=direct status=none | md5sum)
+echo "large $sum"
 tell unplug
 until_total "<= $total"
 sleep 0.2
@@ -78,9 +75,9 @@ wait $load
 
 #[test]
 fn memory_is_plugged_in_and_out_under_load_in_qemu() {
-    const MEMORY: &str = "192M,slots=1,maxmem=1G";
-    const BIG: u64 = 160;
-    let mut stage = Stage::new(168 * MIB, &[]);
+    const MEMORY: &str = "256M,slots=1,maxmem=1G";
+    const BIG: u64 = 208;
+    let mut stage = Stage::new(216 * MIB, &[]);
     let sum = scatter(&stage, BIG * MIB);
     let monitor = stage.folder.join("qmp");
     let big = format!("BIG={BIG}");
@@ -88,14 +85,12 @@ fn memory_is_plugged_in_and_out_under_load_in_qemu() {
     let mut guest = stage.boot(Kind::Qemu, "", &options, PLUG, Duration::from_secs(60));
     guest.expect("tell plug");
     let mut qmp = Qmp::connect(&monitor);
-    let size = 128 * MIB;
+    let size = 256 * MIB;
     qmp.execute("object-add", json!({ "qom-type": "memory-backend-memfd", "id": "more", "size": size, "share": true }));
     qmp.execute("device_add", json!({ "driver": "pc-dimm", "id": "dimm", "memdev": "more" }));
     stage.go_on();
-    let l = guest.expect("large ");
-    std::fs::copy(stage.folder.join("part"), "/tmp/by/gx/part").unwrap();
-    std::fs::write("/tmp/by/gx/seen", guest.seen()).unwrap();
-    assert!(l.starts_with(&sum), "the guest read other bytes into its new memory");
+    let seen = guest.expect("large ");
+    assert!(seen.starts_with(&sum), "the guest read other bytes into its new memory: {seen}, not {sum}");
     guest.expect("tell unplug");
     let unplugged = ["DEVICE_DELETED", "DEVICE_UNPLUG_GUEST_ERROR", "MEM_UNPLUG_ERROR"];
     // The guest may find a page of it in use, and may be asked again.

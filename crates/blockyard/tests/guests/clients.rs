@@ -36,7 +36,7 @@ fn qemu_img_converts_compares_and_loads() {
         assert!(is_new || now == before, "a block is neither what it was nor what qemu-img wrote");
         (new, old) = (new + usize::from(is_new), old + usize::from(!is_new));
     }
-    assert!(new > old, "{new} blocks written, {old} not");
+    eprintln!("NEW {new} {old}"); assert!(new > old, "{new} blocks written, {old} not");
     assert!(Statistics(stage.stop()).figure("flush", "requests") > 0);
 }
 

@@ -37,7 +37,7 @@ fn twenty_kills_of_each_daemon_under_load_in_qemu() {
     let mut stages = [Stage::new(16 << 20, &["--queues", "2"]), Stage::new(16 << 20, &["--queues", "2"])];
     let disks = [",queues=2", ",queues=2,packed=on"];
     let disks = stages.iter().zip(disks).flat_map(|(stage, more)| Guest::vhost(&stage.socket, more));
-    let mut guest = Guest::start(Kind::Qemu, disks, &script_with_prelude(SCRIPT), Duration::from_secs(90));
+    let mut guest = Guest::start(Kind::Qemu, disks, &script_with_prelude(SCRIPT), Duration::from_secs(150));
     guest.expect("started");
     for n in 0..KILLS {
         for stage in &mut stages {

@@ -42,7 +42,7 @@ done
 #[test]
 fn the_driver_is_unbound_and_bound_in_mid_load() {
     let mut stage = Stage::new(32 * MIB, &["--queues", "2"]);
-    let mut guest = stage.boot(Kind::Qemu, ",queues=2", &[], UNBIND, Duration::from_secs(60));
+    let mut guest = stage.boot(Kind::Qemu, ",queues=2", &[], UNBIND, Duration::from_secs(120));
     guest.expect("tell bound 0");
     let before = Footprint::of(stage.daemon());
     stage.go_on();
@@ -76,7 +76,7 @@ fn the_machine_is_reset_in_mid_load() {
     let mut stage = Stage::new(32 * MIB, &["--queues", "2"]);
     let monitor = stage.folder.join("qmp");
     let options = ["--qmp", monitor.to_str().unwrap()];
-    let mut guest = stage.boot(Kind::Qemu, ",queues=2", &options, RESET, Duration::from_secs(60));
+    let mut guest = stage.boot(Kind::Qemu, ",queues=2", &options, RESET, Duration::from_secs(120));
     guest.expect("tell first");
     stage.until_served("write");
     let before = Footprint::of(stage.daemon());

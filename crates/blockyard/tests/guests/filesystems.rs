@@ -37,7 +37,8 @@ exercise() { # FILE-SYSTEM DISK
     ext4) e2fsck -fn "$2" >/tmp/fsck 2>&1 ;;
     xfs) xfs_repair -n "$2" >/tmp/fsck 2>&1 ;;
     esac || { cat /tmp/fsck && return 1; }
-    echo "$1 $(dd if="$2" bs=1M iflag=direct status=none | md5sum)"
+    sum=$(dd if="$2" bs=1M iflag=direct status=none | md5sum)
+    echo "$1 $sum"
 }
 exercise ext4 /dev/vda
 exercise xfs /dev/vdb
@@ -62,7 +63,7 @@ fn file_systems(kind: Kind) {
     let peaks = [&ext4, &xfs].map(|image| Peak::watch(image));
 
     let disks = sockets.iter().flat_map(|s| Guest::vhost(s, ""));
-    let guest = Guest::start(kind, disks, &script_with_prelude(SCRIPT), Duration::from_secs(90));
+    let guest = Guest::start(kind, disks, &script_with_prelude(SCRIPT), Duration::from_secs(150));
     let output = guest.finish();
 
     for (name, image, peak) in [("ext4", &ext4, &peaks[0]), ("xfs", &xfs, &peaks[1])] {

@@ -213,17 +213,19 @@ impl Inflight {
     }
 
     pub fn pushed_packed(&mut self, entry: u16) {
-        if entry >= self.size {
-            return;
+        // Freed only when it is published: until then chains are taken from the same free list.
+        if entry < self.size {
+            self.batch.push(entry);
         }
-        let last = self.load(self.at(entry) + packed::LAST).min(self.size - 1);
-        self.store(self.at(last) + packed::NEXT, self.load(packed::FREE_HEAD));
-        self.store(packed::FREE_HEAD, entry);
-        self.batch.push(entry);
     }
 
     /// Before the ring's flags are written: where the used place will be.
     pub fn publishing_packed(&mut self, used_index: u16, wrap: bool) {
+        for entry in &self.batch {
+            let last = self.load(self.at(*entry) + packed::LAST).min(self.size - 1);
+            self.store(self.at(last) + packed::NEXT, self.load(packed::FREE_HEAD));
+            self.store(packed::FREE_HEAD, *entry);
+        }
         self.store(packed::USED_IDX, used_index);
         self.window.copy_in(packed::USED_WRAP, [u8::from(wrap)]);
         compiler_fence(Ordering::SeqCst);
