@@ -54,7 +54,7 @@ fn packed_options() -> impl Strategy<Value = RingOptions> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(400) })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn split_histories(options in split_options(), tracked in any::<bool>(), steps in steps()) {

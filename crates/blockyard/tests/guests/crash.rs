@@ -39,15 +39,18 @@ fn twenty_kills_of_each_daemon_under_load_in_qemu() {
     let disks = stages.iter().zip(disks).flat_map(|(stage, more)| Guest::vhost(&stage.socket, more));
     let mut guest = Guest::start(Kind::Qemu, disks, &script_with_prelude(SCRIPT), Duration::from_secs(150));
     guest.expect("started");
+    let mut hits = 0;
     for n in 0..KILLS {
         for stage in &mut stages {
             // In the middle of something, and at another moment each time.
             stage.until_served("write");
+            hits += u32::from(stage.daemon().log().contains("were in flight when the last back end ended"));
             std::thread::sleep(Duration::from_millis(u64::from(n * 37 % 200)));
             assert!(guest.running(), "the guest ended after {n} kills: {}", guest.finish());
             stage.kill_and_restart();
         }
     }
+    eprintln!("HITS {hits}");
     for stage in &mut stages {
         stage.until_served("write");
         stage.go_on();

@@ -72,10 +72,11 @@ impl PackedRing {
             return Err(RingError::Size(size));
         }
         let table = memory.window(desc, u64::from(size) * DESC_LEN as u64, 16)?;
-        let first_used = table.load_u16(14, Ordering::Acquire) & F_USED != 0;
+        let has_used = |index: u32| table.load_u16(index as usize * DESC_LEN + 14, Ordering::Acquire) & F_USED != 0;
         // User Mode Linux tells 0 for a fresh ring and forgets the wrap counters, which begin at 1 (2.8.1). A ring that has
-        // truly come to 0 under wrap counter 0 has passed its first descriptor, which then carries the used bit.
-        let base = if base == 0 && !first_used { 0x8000_8000 } else { base };
+        // truly come to 0 under wrap counter 0 has been gone through, and some descriptor carries the used bit (not
+        // always the first: it may be the middle of a chain).
+        let base = if base == 0 && !(0..size).any(has_used) { 0x8000_8000 } else { base };
         let (avail, used) = (Place::from_bits(base as u16), Place::from_bits((base >> 16) as u16));
         for place in [avail, used] {
             if u32::from(place.index) >= size {
