@@ -1,0 +1,80 @@
+//! A whole queue on a reactor, over a disk in memory: whatever the guest's memory holds, it stops when it is told to, and
+//! the next one starts.
+//!
+//! Input: the ring's shape, how long it runs, changes of memory meanwhile, then the guest's memory.
+
+#![no_main]
+
+#[path = "guest.rs"]
+mod guest;
+
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
+
+use blockyard_disk::{Disk, DiskOptions, Source};
+use blockyard_export::Reactors;
+use blockyard_export::vhost_user::parts::{Call, DeviceState, Log, QueueHandle, QueueSetup};
+use blockyard_export::vhost_user::{Coalesce, PollMode};
+use blockyard_image::{CacheMode, OpenOptions};
+use guest::{Bytes, PARTS, Shape, change, memory};
+use libfuzzer_sys::fuzz_target;
+
+struct World {
+    reactors: Reactors,
+    device: Arc<DeviceState>,
+}
+
+fn world() -> &'static World {
+    static WORLD: OnceLock<World> = OnceLock::new();
+    WORLD.get_or_init(|| {
+        let open = OpenOptions { path: "ram:1M".into(), read_only: false, cache: CacheMode::None };
+        let options = DiskOptions {
+            name: "fuzz".into(),
+            serial: "fuzz".into(),
+            read_only: false,
+            cache: CacheMode::None,
+            filters: Vec::new(),
+        };
+        let disk = Arc::new(Disk::new(options, Source::open(&open).unwrap()));
+        let device = DeviceState { disk, write_back: AtomicBool::new(true), log: Log::default() };
+        World { reactors: Reactors::start(1).unwrap(), device: Arc::new(device) }
+    })
+}
+
+fuzz_target!(|data: &[u8]| {
+    let world = world();
+    let mut bytes = Bytes(data);
+    let shape = Shape::of(&mut bytes);
+    let (turns, changes) = (bytes.u8() % 32, bytes.u8() % 8);
+    let changes: Vec<_> = (0..changes).map(|_| (bytes.u16(), bytes.u8())).collect();
+    let memory = memory(bytes.0);
+    let remote = world.reactors.next();
+    let setup = QueueSetup {
+        index: 0,
+        device: world.device.clone(),
+        memory: memory.clone(),
+        size: shape.size.into(),
+        parts: PARTS,
+        base: shape.base,
+        packed: shape.packed,
+        event_idx: shape.event_idx,
+        inflight: None,
+        kick: None,
+        in_band: true,
+        call: Call::None,
+        error: None,
+        enabled: true,
+        poll: PollMode::Off,
+        coalesce: Coalesce::Auto,
+    };
+    let Ok(queue) = QueueHandle::start(remote.clone(), setup) else { return };
+    for turn in 0..turns {
+        if let Some((at, byte)) = changes.get(usize::from(turn)) {
+            change(&memory, *at, *byte);
+        }
+        queue.kick();
+        // A turn of the reactor.
+        remote.ask(|_, reply| reply.send(()));
+    }
+    queue.stop();
+});
