@@ -260,6 +260,7 @@ fn a_request_of_many_copies_arrives_whole() {
     let mut rng = Rng::new(1);
     data.chunks_mut(8).for_each(|c| c.copy_from_slice(&rng.next_u64().to_le_bytes()[..c.len()]));
     let expected = data.clone();
+    let wanted = expected.clone();
     on_image(&file, |raw| async move {
         let (region, _) = Region::memfd("guest", 0, 0, 8 << 20).unwrap();
         let memory = Rc::new(GuestMemory::default().with(region).unwrap());
@@ -276,7 +277,7 @@ fn a_request_of_many_copies_arrives_whole() {
         let (segments, result) = raw.read(odd(), 1536).await;
         result.unwrap();
         segments.copy_out(0, &mut data);
-        assert!(data == expected);
+        assert!(data == wanted);
     });
     let bytes = fs::read(&scratch.0).unwrap();
     assert!(
