@@ -50,6 +50,7 @@ impl Shape {
         Shape { packed, event_idx: flags & 2 != 0, size, base }
     }
 
+    #[allow(dead_code)]
     pub fn ring(&self, memory: &Rc<GuestMemory>) -> Result<Ring, RingError> {
         let (memory, size) = (memory.clone(), self.size.into());
         if self.packed {

@@ -37,7 +37,7 @@ fn world() -> &'static World {
         };
         let disk = Arc::new(Disk::new(options, Source::open(&open).unwrap()));
         let device = DeviceState { disk, write_back: AtomicBool::new(true), log: Log::default() };
-        World { reactors: Reactors::start(1).unwrap(), device: Arc::new(device) }
+        World { reactors: Reactors::start(1, &[]).unwrap(), device: Arc::new(device) }
     })
 }
 

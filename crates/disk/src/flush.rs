@@ -123,6 +123,39 @@ mod tests {
         assert_eq!(syncs.get(), 2);
     }
 
+    #[test]
+    fn who_waited_for_a_sync_that_failed_syncs_for_himself() {
+        use blockyard_ring::sim::{Sim, yield_now};
+
+        let (sim, group, syncs) = (Sim::new(1), Rc::new(FlushGroup::default()), Rc::new(Cell::new(0)));
+        let flush = |first: bool| {
+            let (group, syncs) = (group.clone(), syncs.clone());
+            sim.spawn(async move {
+                while !first && syncs.get() == 0 {
+                    yield_now().await;
+                }
+                let sync = async || {
+                    syncs.set(syncs.get() + 1);
+                    let number = syncs.get();
+                    for _ in 0..10 {
+                        yield_now().await;
+                    }
+                    if number == 1 { Err("the first sync fails") } else { Ok(()) }
+                };
+                group.flush(sync).await
+            })
+        };
+        let all = [flush(true), flush(false), flush(false)];
+        let answers = sim.block_on(async move {
+            let mut answers = Vec::new();
+            for one in all {
+                answers.push(one.await);
+            }
+            answers
+        });
+        assert_eq!((answers.unwrap(), syncs.get()), (vec![Err("the first sync fails"), Ok(()), Ok(())], 2));
+    }
+
     trait WaitThenOk {
         fn wait_then_ok(&self) -> impl Future<Output = Result<(), ()>>;
     }

@@ -200,7 +200,7 @@ fn matches_the_model(scratch: &Scratch, cache: CacheMode, size: u64, asks: Vec<A
 }
 
 fn cases(count: u32) -> ProptestConfig {
-    ProptestConfig { cases: count, failure_persistence: None, ..ProptestConfig::default() }
+    ProptestConfig { cases: count, failure_persistence: None, max_shrink_iters: 300, ..ProptestConfig::default() }
 }
 
 /// A length of a file, and requests that fit it.

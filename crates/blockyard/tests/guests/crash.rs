@@ -52,7 +52,6 @@ fn twenty_kills_of_each_daemon_under_load_in_qemu() {
             stage.kill_and_restart();
         }
     }
-    eprintln!("HITS {hits}");
     assert!(hits >= KILLS, "only {hits} of {} kills found requests in flight", 2 * KILLS);
     for stage in &mut stages {
         stage.until_served("write");
