@@ -17,7 +17,7 @@ device=$(basename "$(readlink -f /sys/block/vda/device)")
 driver=/sys/bus/virtio/drivers/virtio_blk
 for n in 0 1 2 3 4 5; do
     # Its errors at the end are what it is for.
-    fio --output=/dev/null --name=victim --filename=/dev/vda --offset=16M --size=16M --ioengine=libaio --direct=1 \
+    fio --eta=never --output=/dev/null --name=victim --filename=/dev/vda --offset=16M --size=16M --ioengine=libaio --direct=1 \
         --iodepth=32 --rw=randrw --bs=16k --time_based --runtime=60 2>/dev/null &
     fio=$!
     for ((i = 0; i < 500; i++)); do
@@ -54,7 +54,7 @@ fn the_driver_is_unbound_and_bound_in_mid_load() {
 }
 
 const RESET: &str = r#"
-written() { fio --output=/tmp/fio.log --name=kept --filename=/dev/vda --offset=1M --size=4M --bs=64k --ioengine=libaio \
+written() { fio --eta=never --output=/tmp/fio.log --name=kept --filename=/dev/vda --offset=1M --size=4M --bs=64k --ioengine=libaio \
     --direct=1 --iodepth=32 --verify=crc32c --verify_fatal=1 "$@" || { cat /tmp/fio.log && return 1; }; }
 if [[ $(head -c 6 /dev/vda) == second ]]; then
     written --rw=read

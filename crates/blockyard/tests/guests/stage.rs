@@ -23,7 +23,7 @@ tell() { # WORD...
 
 # fio in short: random data with checksums, 32 requests in flight, quiet unless it fails.
 load() { # ARGUMENTS...
-    fio --output=/tmp/fio.log --ioengine=libaio --direct=1 --iodepth=32 --verify=crc32c --verify_fatal=1 \
+    fio --eta=never --output=/tmp/fio.log --ioengine=libaio --direct=1 --iodepth=32 --verify=crc32c --verify_fatal=1 \
         --group_reporting "$@" || { cat /tmp/fio.log && return 1; }
 }
 "#;
