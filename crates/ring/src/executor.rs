@@ -133,6 +133,7 @@ impl Executor {
 impl Drop for Executor {
     fn drop(&mut self) {
         let inner = &*self.handle.0;
+        inner.remote.close();
         // Tasks first: their futures abandon what they started. Then the kernel is given time to answer.
         let tasks = std::mem::take(&mut *inner.tasks.borrow_mut());
         drop(tasks);

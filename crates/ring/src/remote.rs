@@ -16,23 +16,35 @@ pub(crate) enum Job {
 }
 
 pub(crate) struct Shared {
-    jobs: Mutex<Vec<Job>>,
+    /// None: the executor has ended, and nobody will take them.
+    jobs: Mutex<Option<Vec<Job>>>,
     pub event: OwnedFd,
 }
 
 impl Shared {
     pub fn new() -> io::Result<Self> {
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        Ok(Shared { jobs: Mutex::new(Vec::new()), event: rustix::event::eventfd(0, flags)? })
+        Ok(Shared { jobs: Mutex::new(Some(Vec::new())), event: rustix::event::eventfd(0, flags)? })
     }
 
     pub fn push(&self, job: Job) {
-        self.jobs.lock().unwrap_or_else(|e| e.into_inner()).push(job);
+        match &mut *self.jobs.lock().unwrap_or_else(|e| e.into_inner()) {
+            Some(jobs) => jobs.push(job),
+            // Who waits for its answer learns that there will be none.
+            None => return,
+        }
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
 
     pub fn take(&self) -> Vec<Job> {
-        std::mem::take(&mut *self.jobs.lock().unwrap_or_else(|e| e.into_inner()))
+        let mut jobs = self.jobs.lock().unwrap_or_else(|e| e.into_inner());
+        jobs.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// The executor ends: what it has not taken is dropped, and so is all that comes.
+    pub fn close(&self) {
+        let jobs = self.jobs.lock().unwrap_or_else(|e| e.into_inner()).take();
+        drop(jobs);
     }
 }
 
@@ -62,5 +74,27 @@ pub struct Reply<T>(mpsc::SyncSender<T>);
 impl<T> Reply<T> {
     pub fn send(self, value: T) {
         let _ = self.0.send(value);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::Executor;
+
+    #[test]
+    fn whoever_asks_an_executor_that_has_ended_is_not_kept_waiting() {
+        let executor = Executor::new().unwrap();
+        let remote = executor.remote();
+        // Asked while it lives, and never run.
+        let asking = std::thread::spawn({
+            let remote = remote.clone();
+            move || remote.ask(|_, reply| reply.send(1))
+        });
+        while remote.shared.jobs.lock().unwrap().as_ref().is_some_and(Vec::is_empty) {
+            std::thread::yield_now();
+        }
+        drop(executor);
+        assert_eq!(asking.join().unwrap(), None);
+        assert_eq!(remote.ask(|_, reply| reply.send(2)), None);
     }
 }

@@ -148,6 +148,39 @@ fn kicks_without_end_starve_nobody() {
     }
 }
 
+/// The front end keeps the region of what is in flight: it is a note for our successor, and nothing here depends on it.
+#[test]
+fn an_in_flight_region_rewritten_while_in_use_changes_nothing() {
+    for layout in BOTH {
+        let daemon = Daemon::start();
+        let mut guest = Guest::connect(&daemon.socket(VICTIM), *layout);
+        let inflight = guest.connection.inflight(1, 64).unwrap().unwrap();
+        guest.connection.set_inflight(&inflight).unwrap();
+        guest.start_ring(0).unwrap();
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut random = Random::new(3);
+                while !stop.load(Ordering::Relaxed) {
+                    let at = random.below(2100);
+                    rustix::io::pwrite(&inflight.file, &random.next().to_le_bytes(), at).unwrap();
+                }
+            });
+            let until = Instant::now() + Duration::from_millis(500);
+            for sector in (0..1000).cycle() {
+                guest.works(0, sector);
+                if Instant::now() > until {
+                    break;
+                }
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        guest.connection.stop_ring(0).unwrap();
+        assert_eq!(daemon.complaints(), Vec::<String>::new());
+        daemon.end();
+    }
+}
+
 /// A region of the guest beside its first one.
 struct Extra {
     info: VhostUserMemoryRegionInfo,

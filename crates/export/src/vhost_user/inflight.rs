@@ -396,4 +396,66 @@ mod tests {
         assert_eq!((used, chains.len()), ((3, true), 1));
         assert_eq!(chains[0].raw, [raw(4), raw(5), raw(6)]);
     }
+
+    #[test]
+    fn a_damaged_region_is_said_to_be() {
+        let damaged = |entry: usize, at: usize, value: u16| {
+            let region = region(64, true);
+            let mut queue = region.queue(0, true).unwrap();
+            queue.taken_packed(&[[1; 16], [2; 16]]);
+            queue.window.store_u16(packed::HEADER + entry * packed::ENTRY + at, value, Ordering::Relaxed);
+            region.queue(0, true).unwrap().recover_packed(|_, _| false)
+        };
+        assert_eq!(damaged(5, packed::NUM, 9).unwrap().0.len(), 1, "an entry that nobody is at");
+        for (entry, at, value) in [(0, packed::NUM, 0), (0, packed::NUM, u16::MAX), (0, packed::NEXT, u16::MAX)] {
+            assert!(matches!(damaged(entry, at, value), Err(RingError::Region(_))), "{entry} {at} {value}");
+        }
+        // Many chains that are each as long as the region: no more is read than there is.
+        let region = region(64, true);
+        let mut queue = region.queue(0, true).unwrap();
+        for entry in 0..usize::from(queue.size()) {
+            assert_eq!(usize::from(queue.taken_packed(&[[1; 16]])), entry);
+            queue.window.store_u16(packed::HEADER + entry * packed::ENTRY + packed::NUM, 900, Ordering::Relaxed);
+        }
+        assert!(region.queue(0, true).unwrap().recover_packed(|_, _| false).is_err());
+    }
+
+    #[test]
+    fn counters_at_their_end_and_regions_without_end_are_borne() {
+        let region = region(8, false);
+        let mut queue = region.queue(0, false).unwrap();
+        queue.taken_split(3);
+        queue.window.copy_in(split::HEADER + 3 * split::ENTRY + split::COUNTER, u64::MAX.to_le_bytes());
+        let mut queue = region.queue(0, false).unwrap();
+        queue.taken_split(4);
+        assert_eq!(queue.recover_split(0).len(), 2);
+        // Sparse, and it stays so: only the entries that may be used are touched.
+        let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, 1 << 40).unwrap();
+        let vast = InflightRegion::map(fd.try_clone().unwrap(), 0, 1 << 40, 1).unwrap();
+        for is_packed in [false, true] {
+            assert_eq!(vast.queue(0, is_packed).unwrap().size(), 32768);
+        }
+        assert!(rustix::fs::fstat(&fd).unwrap().st_blocks * 512 < 2 << 20);
+        assert!(InflightRegion::map(fd, 3, 4096, 1).is_err(), "counters would lie across words");
+    }
+
+    /// Every interleaving of taking, using and publishing leaves every entry free in the end.
+    #[test]
+    fn entries_taken_between_use_and_publication_are_not_lost() {
+        let region = region(8, true);
+        let mut queue = region.queue(0, true).unwrap();
+        for round in 0..2000u16 {
+            let a = queue.taken_packed(&[[1; 16]; 3]);
+            queue.pushed_packed(a);
+            let b = queue.taken_packed(&[[2; 16]; 2]);
+            assert!(a < queue.size() && b < queue.size() && a != b, "round {round}: {a} {b}");
+            queue.publishing_packed(1 + round % 7, true);
+            queue.published_packed();
+            queue.pushed_packed(b);
+            queue.publishing_packed(round % 7, false);
+            queue.published_packed();
+        }
+        assert_eq!(region.queue(0, true).unwrap().recover_packed(|_, _| false).unwrap().0, []);
+    }
 }

@@ -192,3 +192,97 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     word.copy_from_slice(&bytes[at..at + 8]);
     u64::from_le_bytes(word)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blockyard_ring::Region;
+    use proptest::prelude::*;
+
+    /// Two regions that touch, a hole, and as many regions of one byte as there may be.
+    fn memory(bytes: u64) -> Rc<GuestMemory> {
+        let region = |at, len| Region::memfd("test", at, at, len).unwrap().0;
+        let mut memory = GuestMemory::default().with(region(0, 0x1000)).unwrap().with(region(0x1000, 0x1000)).unwrap();
+        for at in 0..bytes {
+            memory = memory.with(region(0x4000 + at, 1)).unwrap();
+        }
+        Rc::new(memory)
+    }
+
+    fn ask(memory: &Rc<GuestMemory>, descs: &[Desc], segments: &mut Segments) -> Result<Parsed, RingError> {
+        parse(0, descs, Terms { memory, serial: "a serial of more than twenty bytes", fua: true }, segments)
+    }
+
+    fn desc(addr: u64, len: u32, writable: bool) -> Desc {
+        Desc { addr, len, writable }
+    }
+
+    #[test]
+    fn regions_of_a_byte_each_take_no_memory_of_ours() {
+        let memory = memory(500);
+        let data = std::iter::repeat_n(desc(0x4000, 500, true), 1000);
+        let descs: Vec<_> = [desc(0, 16, false)].into_iter().chain(data).chain([desc(0xfff, 1, true)]).collect();
+        // 500000 bytes are no whole sectors; with 288 more they are.
+        let mut segments = Segments::default();
+        let descs = [&descs[..1001], &[desc(0x4000, 288, true)], &descs[1001..]].concat();
+        let parsed = ask(&memory, &descs, &mut segments).unwrap();
+        assert!(matches!(parsed.ask, Ask::Now { status: Err(Failure::Io), written: 1 }), "{parsed:?}");
+        assert!(segments.count() <= PIECES + 500, "{} pieces", segments.count());
+    }
+
+    #[test]
+    fn a_serial_is_cut_to_what_there_is_room_for() {
+        let memory = memory(0);
+        memory.window(0, 16, 1).unwrap().write(0, &8u128.to_le_bytes());
+        for (room, len) in [(0, 0), (5, 5), (20, 20), (30, 20)] {
+            let descs = [desc(0, 16, false), desc(0x100, room, true), desc(0x200, 1, true)];
+            let parsed = ask(&memory, &descs, &mut Segments::default()).unwrap();
+            assert!(matches!(parsed.ask, Ask::Now { status: Ok(()), written } if written == len + 1), "{parsed:?}");
+        }
+        assert_eq!(&memory.window(0x100, 21, 1).unwrap().copy_out(0), b"a serial of more tha\0");
+    }
+
+    fn descs() -> impl Strategy<Value = Vec<Desc>> {
+        let addr = prop_oneof![0..0x2100u64, 0x3f00..0x4040u64, any::<u64>()];
+        let len = prop_oneof![0..40u32, Just(512), Just(1024), any::<u32>()];
+        let one = (addr, len);
+        let some = |most| prop::collection::vec(one.clone(), 0..most);
+        (some(6), some(6)).prop_map(|(out, into)| {
+            let out = out.into_iter().map(|(addr, len)| desc(addr, len, false));
+            out.chain(into.into_iter().map(|(addr, len)| desc(addr, len, true))).collect()
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Whatever a chain says, what comes of it is whole, and lies in the memory.
+        #[test]
+        fn any_chain(descs in descs(), kind in 0..15u32, sector in prop_oneof![0..99u64, any::<u64>()], tail: [u8; 64]) {
+            let memory = memory(8);
+            let header = u128::from(kind) | u128::from(sector) << 64;
+            for at in [0x10, 0x500, 0x1ff0] {
+                memory.window(at, 16, 1).unwrap().write(0, &header.to_le_bytes());
+            }
+            memory.window(0x520, 64, 1).unwrap().write(0, &tail);
+            let mut segments = Segments::default();
+            for first in [0x10, 0x500, 0xffc] {
+                let descs = [&[desc(first, 16 + 16 * u32::from(tail[0] % 5), false)], &descs[..]].concat();
+                let Ok(parsed) = ask(&memory, &descs, &mut segments) else { continue };
+                prop_assert!(memory.window(parsed.status, 1, 1).is_ok());
+                match parsed.ask {
+                    Ask::One { op: Op::Read | Op::Write { .. }, offset, len } => {
+                        prop_assert_eq!(segments.len() as u64, len);
+                        prop_assert!(offset % SECTOR == 0 && len % SECTOR == 0 && len <= REQUEST_MAX);
+                        let mut bytes = vec![0; len as usize];
+                        segments.copy_out(0, &mut bytes);
+                    }
+                    Ask::One { op: Op::Flush, offset, len } => prop_assert_eq!((offset, len), (0, 0)),
+                    Ask::One { offset, len, .. } => prop_assert!(offset % SECTOR == 0 && len <= 1 << 30),
+                    Ask::Ranges { ranges, .. } => prop_assert!((2..=64).contains(&ranges.len())),
+                    Ask::Now { written, .. } => prop_assert!((1..=21).contains(&written)),
+                }
+            }
+        }
+    }
+}
