@@ -66,6 +66,7 @@ fuzz_target!(|data: &[u8]| {
         enabled: true,
         poll: PollMode::Off,
         coalesce: Coalesce::Auto,
+        peer: None,
     };
     let Ok(queue) = QueueHandle::start(remote.clone(), setup) else { return };
     for turn in 0..turns {

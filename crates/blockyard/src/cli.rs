@@ -150,6 +150,12 @@ pub struct DiskArgs {
     #[serde(default)]
     pub in_band_notifications: bool,
 
+    /// Pin all of the guest's memory and register it with io_uring, which saves the kernel work for each request. Never
+    /// for guests that give memory back (ballooning, free page reporting, virtio-mem): they would read wrong data.
+    #[arg(long)]
+    #[serde(default)]
+    pub pin_memory: bool,
+
     /// Put a filter before the disk, to test what is above: delay:read=1ms,flush=10ms or
     /// error:write=0.01,range=0-1048576 (bytes). May be repeated.
     #[arg(long = "filter", value_name = "FILTER")]

@@ -120,7 +120,12 @@ impl Yard {
             None => Listener::bind(args.vhost_user.as_ref())?,
         };
         let shape = QueueShape { queues: args.queues, size: args.queue_size };
-        let tuning = Tuning { poll: args.poll, coalesce: args.coalesce, in_band: args.in_band_notifications };
+        let tuning = Tuning {
+            poll: args.poll,
+            coalesce: args.coalesce,
+            in_band: args.in_band_notifications,
+            pin_memory: args.pin_memory,
+        };
         let export = VhostUser::start(disk.clone(), listener, shape, tuning, self.reactors.clone())
             .with_context(|| format!("disk {name}: starting its export"))?;
         tracing::info!(
@@ -219,6 +224,7 @@ impl Serving {
             tracing::info!(
                 disk = self.disk.name(),
                 requests = s.requests,
+                merged = s.merged,
                 bytes = s.bytes,
                 errors = s.errors,
                 "{}: queue time p50 {:.0} us, p99 {:.0}, max {:.0}; service time p50 {:.0} us, p99 {:.0}, max {:.0}",

@@ -4,7 +4,7 @@
 //!   export ── Request<token> ──► Disk::serve ── filters ── image ──► ring
 //!   export ◄── token, status ─── Finished    ◄─ statistics ◄────────┘
 //! ```
-//! In: requests that know no protocol. Out: each request's token, once, with a status.
+//! In: requests that know no protocol, one by one or as runs of neighbours. Out: each request's token, once, with a status.
 //! What must hold: every request is answered exactly once (the types see to it); after a failed flush no write is ever
 //! acknowledged again; nothing on the way of a read or a write of a raw image allocates or takes a lock.
 
@@ -18,5 +18,5 @@ mod statistics;
 pub use backend::{Backend, Ram, Source, SourceError, parse_size};
 pub use filter::{Filter, FilterError};
 pub use request::{Failure, Finished, Op, Request, Status, Token, dropped_requests};
-pub use served::{Disk, DiskOptions, Served, forget_local};
+pub use served::{Disk, DiskOptions, Run, Served, forget_local};
 pub use statistics::{OpKind, Statistics, Summary};

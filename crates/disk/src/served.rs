@@ -19,6 +19,10 @@ use crate::flush::FlushGroup;
 use crate::request::{Failure, Finished, Op, Request, Status, Token};
 use crate::statistics::{OpKind, Statistics};
 
+mod merge;
+
+pub use merge::Run;
+
 /// What a disk is set up with.
 #[derive(Clone, Debug)]
 pub struct DiskOptions {
@@ -91,17 +95,14 @@ impl Disk {
         }
     }
 
-    /// Whether a durable write that failed may have taken other writes with it, unseen by the next sync: it ends in a sync,
-    /// and the kernel tells of a lost page, or the device of its lost cache, only once.
+    /// Whether a durable write past the page cache that failed may have taken other writes with it, unseen by the next
+    /// sync: it ends in a flush of the device's cache, and the device tells of a lost one only once.
     fn taken_along(&self, error: &io::Error) -> bool {
-        let unsynced = self.unsynced.load(Ordering::SeqCst);
         match Failure::of(error) {
             // Refused before anything was done.
             _ if error.kind() == io::ErrorKind::InvalidInput => false,
-            Failure::Unsupported => false,
-            // The write's own, except that a page cache may find out late that there is no room.
-            Failure::NoSpace => self.cached && unsynced,
-            _ => self.cached || unsynced,
+            Failure::Unsupported | Failure::NoSpace => false,
+            _ => self.unsynced.load(Ordering::SeqCst),
         }
     }
 
@@ -195,8 +196,14 @@ impl<S: Storage> Served<S> {
             }
             Err(failure) => Err(failure),
         };
+        self.conclude(request, admitted, status)
+    }
+
+    /// Counts a request whose fate is known.
+    #[inline]
+    fn conclude<T: Token>(&self, request: Request<T>, admitted: Instant, status: Status) -> Finished<T> {
         let (queue, service) = (admitted.saturating_duration_since(request.arrived), self.now() - admitted);
-        self.statistics.borrow_mut().record(op, len, queue, service, status.is_ok());
+        self.statistics.borrow_mut().record(request.op, request.len, queue, service, status.is_ok());
         request.finish(status)
     }
 
@@ -255,11 +262,18 @@ impl<S: Storage> Served<S> {
 
     #[inline]
     async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
-        let (segments, result) = self.backend.write(segments, offset, durable).await;
+        // In the page cache many durable writes share a sync. They must: the kernel tells a lost page to one sync of an open
+        // file and forgets it, so that of two at a time one would answer Ok for data that is gone.
+        let shares = durable && self.disk.cached;
+        let durable = durable && !shares;
+        let (segments, mut result) = self.backend.write(segments, offset, durable).await;
         match &result {
             Ok(()) if !durable => self.disk.note_unsynced(),
             Err(e) if durable && self.disk.taken_along(e) => self.disk.poison("a durable write", e),
             _ => {}
+        }
+        if shares && result.is_ok() {
+            result = self.flush().await;
         }
         (segments, result)
     }

@@ -46,6 +46,7 @@ impl OpKind {
 #[derive(Clone)]
 struct Kind {
     requests: u64,
+    merged: u64,
     errors: u64,
     bytes: u64,
     queue: Histogram<u32>,
@@ -56,7 +57,7 @@ impl Kind {
     fn new() -> Self {
         // Two significant digits: figures within 1%, and small enough to stay in the cache.
         let histogram = || Histogram::new_with_bounds(1, 60_000_000_000, 2).expect("constant bounds");
-        Kind { requests: 0, errors: 0, bytes: 0, queue: histogram(), service: histogram() }
+        Kind { requests: 0, merged: 0, errors: 0, bytes: 0, queue: histogram(), service: histogram() }
     }
 }
 
@@ -69,7 +70,7 @@ pub struct Statistics {
 impl Statistics {
     #[inline]
     pub fn record(&mut self, op: Op, bytes: u64, queue: Duration, service: Duration, ok: bool) {
-        let kind = self.kinds[OpKind::of(op) as usize].get_or_insert_with(|| Box::new(Kind::new()));
+        let kind = self.kind(op);
         kind.requests += 1;
         kind.errors += u64::from(!ok);
         if ok {
@@ -79,11 +80,22 @@ impl Statistics {
         kind.service.saturating_record(service.as_nanos() as u64);
     }
 
+    /// Counts requests, recorded one by one, that were done by the operation of a neighbour.
+    pub fn record_merged(&mut self, op: Op, requests: u64) {
+        self.kind(op).merged += requests;
+    }
+
+    #[inline]
+    fn kind(&mut self, op: Op) -> &mut Kind {
+        self.kinds[OpKind::of(op) as usize].get_or_insert_with(|| Box::new(Kind::new()))
+    }
+
     pub fn merge(&mut self, other: &Statistics) {
         for (mine, theirs) in self.kinds.iter_mut().zip(&other.kinds) {
             let Some(theirs) = theirs else { continue };
             let mine = mine.get_or_insert_with(|| Box::new(Kind::new()));
             mine.requests += theirs.requests;
+            mine.merged += theirs.merged;
             mine.errors += theirs.errors;
             mine.bytes += theirs.bytes;
             // The bounds are the same constants on both sides.
@@ -98,6 +110,7 @@ impl Statistics {
         let us = |h: &Histogram<u32>, q: f64| h.value_at_quantile(q) as f64 / 1e3;
         Some(Summary {
             requests: k.requests,
+            merged: k.merged,
             errors: k.errors,
             bytes: k.bytes,
             queue_us: [us(&k.queue, 0.5), us(&k.queue, 0.99), us(&k.queue, 1.0)],
@@ -110,6 +123,8 @@ impl Statistics {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Summary {
     pub requests: u64,
+    /// Of these, those done by the operation of a neighbour: so many operations fewer than requests.
+    pub merged: u64,
     pub errors: u64,
     pub bytes: u64,
     pub queue_us: [f64; 3],
@@ -127,9 +142,11 @@ mod tests {
         a.record(Op::Read, 4096, us, ms, true);
         b.record(Op::Read, 4096, us, ms * 3, true);
         b.record(Op::Read, 4096, us, ms, false);
+        a.record_merged(Op::Read, 3);
+        b.record_merged(Op::Read, 4);
         a.merge(&b);
         let s = a.summary(OpKind::Read).unwrap();
-        assert_eq!((s.requests, s.errors, s.bytes), (3, 1, 8192));
+        assert_eq!((s.requests, s.merged, s.errors, s.bytes), (3, 7, 1, 8192));
         assert!((s.queue_us[0] - 1.0).abs() < 0.05 && (s.service_us[2] - 3000.0).abs() < 40.0, "{s:?}");
         assert!(a.summary(OpKind::Flush).is_none());
     }

@@ -20,7 +20,9 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
+use crate::buffers::{Buffers, Registration};
 use crate::file::FileSlot;
+use crate::memory::GuestMemory;
 use crate::remote::{Job, Remote, Shared};
 use crate::segments::Segments;
 use crate::uring::{Action, TaskId, Uring};
@@ -52,6 +54,8 @@ struct Inner {
     remote: Arc<Shared>,
     remote_rung: Cell<bool>,
     stop: Cell<bool>,
+    /// Files open on this ring.
+    files: Cell<u32>,
 }
 
 /// The executor; lives on the thread that made it.
@@ -78,6 +82,7 @@ impl Executor {
             remote,
             remote_rung: Cell::new(false),
             stop: Cell::new(false),
+            files: Cell::new(0),
         };
         // Coalescing of completions waits for tens of microseconds: the default slack of 50 would double that.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1_000));
@@ -322,9 +327,31 @@ impl Handle {
         Watch { handle: self.clone(), fd, key: None }
     }
 
+    /// Registers guest memory with this executor's ring, as far as that can be: its pages are pinned, all of them, and
+    /// operations in them cost less. See [`crate::buffers`] for who must not.
+    pub fn register_memory(&self, memory: &GuestMemory) -> Registration {
+        let mut registration = Registration::new(self);
+        registration.replace(memory);
+        registration
+    }
+
+    pub(crate) fn buffers<T>(&self, f: impl FnOnce(&mut Buffers, &io_uring::Submitter<'_>) -> T) -> T {
+        let mut uring = self.0.uring.borrow_mut();
+        let (buffers, submitter) = uring.buffers();
+        f(buffers, &submitter)
+    }
+
     pub(crate) fn operation(&self, action: Action, segments: Segments, file: Rc<FileSlot>) -> Operation {
         let key = self.0.uring.borrow_mut().start(self.0.current.get(), action, segments, Some(file));
         Operation { handle: self.clone(), key: Some(key) }
+    }
+
+    pub(crate) fn files(&self) -> u32 {
+        self.0.files.get()
+    }
+
+    pub(crate) fn count_files(&self, by: i32) {
+        self.0.files.set(self.0.files.get().wrapping_add_signed(by));
     }
 
     pub(crate) fn register_file(&self, fd: i32) -> Option<u32> {

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use crate::executor::{Handle, Operation};
 use crate::host;
+use crate::inline::InlineWrites;
 use crate::segments::Segments;
 use crate::uring::Action;
 
@@ -65,6 +66,7 @@ impl FileSlot {
 
 impl Drop for FileSlot {
     fn drop(&mut self) {
+        self.handle.count_files(-1);
         if let Some(index) = self.registered {
             self.handle.unregister_file(index);
         }
@@ -76,6 +78,7 @@ impl Drop for FileSlot {
 pub struct UringFile {
     slot: Rc<FileSlot>,
     block_device: bool,
+    inline: Rc<InlineWrites>,
 }
 
 impl UringFile {
@@ -83,8 +86,10 @@ impl UringFile {
     pub fn new(handle: &Handle, fd: Arc<OwnedFd>) -> io::Result<Self> {
         let mode = rustix::fs::fstat(&fd)?.st_mode;
         let block_device = rustix::fs::FileType::from_raw_mode(mode) == rustix::fs::FileType::BlockDevice;
+        let inline = Rc::new(InlineWrites::new(&fd)?);
         let registered = handle.register_file(fd.as_raw_fd());
-        Ok(UringFile { slot: Rc::new(FileSlot { fd, registered, handle: handle.clone() }), block_device })
+        handle.count_files(1);
+        Ok(UringFile { slot: Rc::new(FileSlot { fd, registered, handle: handle.clone() }), block_device, inline })
     }
 
     #[inline]
@@ -123,6 +128,14 @@ impl Storage for UringFile {
     #[inline]
     async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
         let want = segments.len();
+        if !durable
+            && self.inline.suits(want)
+            && self.slot.handle.files() == 1
+            && let Some(n) = self.inline.write(&self.slot.fd, &segments, offset)
+            && n == want
+        {
+            return (segments, Ok(n));
+        }
         let rw_flags = if durable { libc::RWF_DSYNC } else { 0 };
         let (result, segments) = self.operation(Action::Write { offset, rw_flags }, segments).await;
         match answer(result) {

@@ -5,6 +5,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
+use crate::segments::Segments;
+
+/// Entries of an iovec that one call takes (IOV_MAX).
+const IOV_MOST: usize = 1024;
+
 /// The limits and the shape of the storage under an image, in bytes; 0 is "not told".
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
@@ -99,6 +104,24 @@ pub fn block_discard(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
         }
         (_, e) => Err(e),
     }
+}
+
+/// Writes `segments` at `offset`, on this thread and at once; how many bytes it was (pwritev2's answer).
+pub(crate) fn write_at(fd: impl AsFd, segments: &Segments, offset: u64, flags: libc::c_int) -> io::Result<usize> {
+    let iov = segments.iovecs();
+    let count = iov.len().min(IOV_MOST) as libc::c_int;
+    // SAFETY: the entries point into memory that `segments` keeps alive, which the call only reads.
+    let n = unsafe { libc::pwritev2(fd.as_fd().as_raw_fd(), iov.as_ptr(), count, offset as libc::off_t, flags) };
+    if n >= 0 { Ok(n as usize) } else { Err(io::Error::last_os_error()) }
+}
+
+/// How often this thread has gone to sleep.
+pub(crate) fn voluntary_switches() -> i64 {
+    // SAFETY: an all-zero rusage is a valid value of a plain C struct.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: `usage` is ours to be written.
+    unsafe { libc::getrusage(libc::RUSAGE_THREAD, &mut usage) };
+    usage.ru_nvcsw
 }
 
 /// How an image is locked while it is open.

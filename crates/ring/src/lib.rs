@@ -4,24 +4,27 @@
 //!   executor   one thread, one io_uring, many tasks          remote    work handed in from other threads
 //!   file       `Storage` over io_uring                       sim       `Storage` over a simulated disk
 //!   memory     guest memory: regions, windows, bounds        segments  what one I/O moves: an iovec and its owner
-//!   fault      shared memory that its owner takes away
-//!   host       locks, geometry, block-device calls, sockets' bits
+//!   buffers    guest memory registered with a ring          fault     shared memory that its owner takes away
+//!   host       locks, geometry, block-device calls, sockets' bits      inline    page-cache writes made at once
 //! ```
 //!
 //! In: bytes' addresses and offsets that somebody above has already given a meaning. Out: results.
 //! What must hold: memory handed to the kernel stays alive, and is not reused, until its completion has been
 //! reaped. This is the only crate of the workspace that holds `unsafe`; its public functions are all safe.
 
+pub mod buffers;
 pub mod executor;
 mod fault;
 pub mod file;
 pub mod host;
+mod inline;
 pub mod memory;
 pub mod remote;
 pub mod segments;
 pub mod sim;
 mod uring;
 
+pub use buffers::{Outcome, Refusal, Registration};
 pub use executor::{Executor, Handle, Signal, Watch, park};
 pub use file::{OpenMode, Storage, UringFile};
 pub use memory::{GuestMemory, MemoryError, Region, Window};

@@ -130,6 +130,20 @@ impl Region {
         self.len
     }
 
+    /// Gives every page of it its memory, now. For who will pin it on a thread that others wait for.
+    pub fn populate(&self) -> std::io::Result<()> {
+        let (base, len) = (self.mapping.base.as_ptr().cast(), self.mapping.map_len);
+        // SAFETY: the range is this mapping's own, and its contents stay as they are. What cannot be had is an error here,
+        // and no signal.
+        unsafe { rustix::mm::madvise(base, len, rustix::mm::Advice::LinuxPopulateWrite) }.map_err(Into::into)
+    }
+
+    /// Where it lies in this process.
+    pub(crate) fn span(&self) -> std::ops::Range<usize> {
+        let start = self.at(0).as_ptr() as usize;
+        start..start + self.len as usize
+    }
+
     /// The host address of `offset` bytes into the region. Callers have checked `offset` against `len`.
     fn at(&self, offset: u64) -> NonNull<u8> {
         debug_assert!(offset <= self.len);

@@ -55,6 +55,11 @@ pub struct Remote {
 }
 
 impl Remote {
+    /// Whether both lead to the same executor.
+    pub fn is(&self, other: &Remote) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
     /// Runs `f` on the executor's thread, some time soon. Not run if the executor has ended.
     pub fn run(&self, f: impl FnOnce(&Handle) + Send + 'static) {
         self.shared.push(Job::Call(Box::new(f)));

@@ -45,8 +45,7 @@ enum Owner {
     #[default]
     Nobody,
     Guest(Rc<GuestMemory>),
-    // Held for its drop alone.
-    Heap(#[expect(dead_code)] Rc<AlignedBuf>),
+    Heap(Rc<AlignedBuf>),
 }
 
 /// An iovec of bounded length with its memory's owner. See the module's page.
@@ -98,11 +97,25 @@ impl Segments {
         let (iov, total) = (&mut self.iov, &mut self.len);
         memory.pieces(addr, len, |base, len| {
             *total += len;
-            match iov.last_mut() {
-                Some(last) if last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == base => last.iov_len += len,
-                _ => iov.push(libc::iovec { iov_base: base.cast(), iov_len: len }),
-            }
+            push(iov, base, len);
         })
+    }
+
+    /// Appends all of `other`, which may go before these do. False, and nothing is changed: its memory is another owner's.
+    #[must_use]
+    pub fn append(&mut self, other: &Segments) -> bool {
+        match (&self.owner, &other.owner) {
+            // Nobody's segments are empty.
+            (Owner::Nobody, owner) => self.owner = owner.clone(),
+            (Owner::Guest(mine), Owner::Guest(theirs)) if Rc::ptr_eq(mine, theirs) => {}
+            (Owner::Heap(mine), Owner::Heap(theirs)) if Rc::ptr_eq(mine, theirs) => {}
+            _ => return false,
+        }
+        for v in &other.iov {
+            push(&mut self.iov, v.iov_base.cast(), v.iov_len);
+        }
+        self.len += other.len;
+        true
     }
 
     /// Bytes in all.
@@ -198,6 +211,15 @@ impl Segments {
     }
 }
 
+/// Adds an entry, or lengthens the last one where the two touch.
+#[inline]
+fn push(iov: &mut Vec<libc::iovec>, base: *mut u8, len: usize) {
+    match iov.last_mut() {
+        Some(last) if last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == base => last.iov_len += len,
+        _ => iov.push(libc::iovec { iov_base: base.cast(), iov_len: len }),
+    }
+}
+
 impl std::fmt::Debug for Segments {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Segments({} bytes in {})", self.len, self.iov.len())
@@ -223,6 +245,39 @@ mod tests {
         assert_eq!((segments.count(), segments.len()), (2, 0x2200));
         assert!(segments.is_aligned(512, 512) && segments.is_aligned(4096, 512) && !segments.is_aligned(512, 1024));
         assert!(segments.push_guest(0xffff, 2).is_err());
+    }
+
+    #[test]
+    fn what_is_appended_is_of_the_same_owner() {
+        let memory = guest();
+        let of = |memory, pieces: &[(u64, u64)]| {
+            let mut segments = Segments::default();
+            segments.reset(memory);
+            pieces.iter().for_each(|&(at, len)| segments.push_guest(at, len).unwrap());
+            segments
+        };
+        let mut all = Segments::default();
+        assert!(all.append(&of(&memory, &[(0x1000, 0x200), (0x3000, 0x200)])));
+        assert!(all.append(&of(&memory, &[(0x3200, 0x200), (0x100, 0x10)])));
+        assert_eq!((all.count(), all.len()), (3, 0x610), "pieces that touch are one");
+        for other in [of(&guest(), &[(0x3400, 0x200)]), Segments::buffer(16), Segments::default()] {
+            assert!(!all.append(&other), "{other:?}");
+        }
+        assert_eq!((all.count(), all.len()), (3, 0x610));
+        // What was appended is held, whoever lets go.
+        let regions = std::rc::Rc::downgrade(&memory);
+        drop(memory);
+        all.copy_in(0x3f8, b"from one piece to the next");
+        let mut out = [0; 8];
+        all.copy_out(0x3fe, &mut out);
+        assert_eq!(&out, b"ne piece");
+        all.release();
+        assert!(regions.upgrade().is_none());
+        let buffer = Segments::from_bytes(b"0123456789");
+        assert!(all.append(&buffer.slice(2, 3)) && all.append(&buffer.slice(7, 2)));
+        drop(buffer);
+        all.copy_out(0, &mut out[..5]);
+        assert_eq!(&out[..5], b"23478");
     }
 
     #[test]

@@ -12,15 +12,19 @@
 //!    slot at the last completion only. A future that is dropped leaves them there (`Orphan`).
 //! 3. An SQE is pushed after its slot is filled; the iovec it points to is the slot's vector, whose heap block does not
 //!    move when the slab grows.
-//! 4. The ring is dropped after every slot has come back (`drain`), or leaks its slots' memory: never freed under the kernel.
+//! 4. Memory may be registered with the ring, too (see `buffers`). That changes nothing of rule 2: the slot owns the memory
+//!    of an operation that names a registered buffer as it owns any other's. A slot that names one counts for it from
+//!    before its SQE is pushed until its last CQE is reaped, and the table's entry stays what it is for as long.
+//! 5. The ring is dropped after every slot has come back (`drain`), or leaks its slots' memory: never freed under the kernel.
 
 use std::io;
 use std::rc::Rc;
 use std::time::Duration;
 
 use io_uring::types::{Fd, Fixed, FsyncFlags, SubmitArgs, Timespec};
-use io_uring::{IoUring, cqueue, opcode, squeue};
+use io_uring::{IoUring, Submitter, cqueue, opcode, squeue};
 
+use crate::buffers::{self, Buffers};
 use crate::file::FileSlot;
 use crate::segments::Segments;
 
@@ -51,6 +55,8 @@ struct Slot {
     result: i32,
     segments: Segments,
     file: Option<Rc<FileSlot>>,
+    /// The registered buffer that holds the segments, or [`buffers::NONE`].
+    buffer: u16,
 }
 
 /// What an operation does; the slot's segments are its memory.
@@ -68,6 +74,7 @@ pub(crate) struct Uring {
     slots: Vec<Slot>,
     free: Vec<u32>,
     free_files: Vec<u32>,
+    buffers: Buffers,
     /// Operations the kernel may still answer.
     in_flight: usize,
 }
@@ -110,7 +117,7 @@ impl Uring {
         let _ = ring.submitter().register_iowq_aff(&no_cpu());
         // Saves a descriptor look-up for each call; older kernels do without.
         let _ = ring.submitter().register_ring_fd();
-        Ok(Uring { ring, slots: Vec::new(), free: Vec::new(), free_files, in_flight: 0 })
+        Ok(Uring { ring, slots: Vec::new(), free: Vec::new(), free_files, buffers: Buffers::new(), in_flight: 0 })
     }
 
     /// Puts `fd` into the table of registered files; None where there is no room or no table.
@@ -131,13 +138,22 @@ impl Uring {
         }
     }
 
+    /// The registered buffers, and the way to change them.
+    pub fn buffers(&mut self) -> (&mut Buffers, Submitter<'_>) {
+        (&mut self.buffers, self.ring.submitter())
+    }
+
     /// Starts an operation for `task`; the answer is its slot.
     #[inline]
     pub fn start(&mut self, task: TaskId, action: Action, segments: Segments, file: Option<Rc<FileSlot>>) -> u32 {
         let multi = matches!(action, Action::Poll { .. });
         let fixed = file.as_ref().and_then(|f| f.registered());
         let fd = file.as_ref().map_or(-1, |f| f.raw());
-        let slot = Slot { state: State::Pending, multi, task, result: 0, segments, file };
+        let buffer = match action {
+            Action::Read { .. } | Action::Write { .. } => self.buffers.take(segments.iovecs(), segments.len()),
+            _ => buffers::NONE,
+        };
+        let slot = Slot { state: State::Pending, multi, task, result: 0, segments, file, buffer };
         let key = match self.free.pop() {
             Some(key) => {
                 self.slots[key as usize] = slot;
@@ -157,7 +173,7 @@ impl Uring {
                 }
             };
         }
-        let sqe = on_file!(|target| build(action, iov, target)).user_data(u64::from(key));
+        let sqe = on_file!(|target| build(action, iov, buffer, target)).user_data(u64::from(key));
         self.push(&sqe);
         self.in_flight += 1;
         key
@@ -250,6 +266,7 @@ impl Uring {
             let last = !cqueue::more(cqe.flags());
             if last {
                 self.in_flight -= 1;
+                self.buffers.done(slot.buffer);
             }
             match slot.state {
                 State::Pending => {
@@ -269,6 +286,9 @@ impl Uring {
                 State::Free | State::Done => debug_assert!(false, "a completion for a slot that has none to come"),
             }
         }
+        if self.buffers.has_leaving() {
+            self.buffers.settle(&self.ring.submitter());
+        }
     }
 
     pub fn in_flight(&self) -> usize {
@@ -279,7 +299,7 @@ impl Uring {
 impl Drop for Uring {
     fn drop(&mut self) {
         if self.in_flight > 0 {
-            // Rule 4: the kernel may still write; what the slots own is leaked, not freed.
+            // Rule 5: the kernel may still write; what the slots own is leaked, not freed.
             std::mem::forget(std::mem::take(&mut self.slots));
         }
     }
@@ -292,7 +312,8 @@ mod squeue_target {
     }
 }
 
-fn build(action: Action, iov: &[libc::iovec], target: squeue_target::Target) -> squeue::Entry {
+/// `buffer`: the registered buffer that holds all of `iov`, or [`buffers::NONE`].
+fn build(action: Action, iov: &[libc::iovec], buffer: u16, target: squeue_target::Target) -> squeue::Entry {
     use squeue_target::Target;
     macro_rules! with {
         (|$fd:ident| $body:expr) => {
@@ -302,7 +323,25 @@ fn build(action: Action, iov: &[libc::iovec], target: squeue_target::Target) -> 
             }
         };
     }
+    let registered = buffer != buffers::NONE;
     match action {
+        Action::Read { offset } if registered && iov.len() == 1 => {
+            let (base, len) = (iov[0].iov_base.cast(), iov[0].iov_len as u32);
+            with!(|fd| opcode::ReadFixed::new(fd, base, len, buffer).offset(offset).build())
+        }
+        Action::Write { offset, rw_flags } if registered && iov.len() == 1 => {
+            let (base, len) = (iov[0].iov_base.cast_const().cast(), iov[0].iov_len as u32);
+            with!(|fd| opcode::WriteFixed::new(fd, base, len, buffer).offset(offset).rw_flags(rw_flags).build())
+        }
+        Action::Read { offset } if registered => {
+            with!(|fd| { opcode::ReadvFixed::new(fd, iov.as_ptr(), iov.len() as u32, buffer).offset(offset).build() })
+        }
+        Action::Write { offset, rw_flags } if registered => with!(|fd| {
+            opcode::WritevFixed::new(fd, iov.as_ptr(), iov.len() as u32, buffer)
+                .offset(offset)
+                .rw_flags(rw_flags)
+                .build()
+        }),
         // One contiguous piece needs no iovec import in the kernel.
         Action::Read { offset } if iov.len() == 1 && iov[0].iov_len <= u32::MAX as usize => {
             let (base, len) = (iov[0].iov_base.cast(), iov[0].iov_len as u32);

@@ -134,6 +134,28 @@ fn a_guest_switches_the_cache() {
     setup.daemon.stop();
 }
 
+/// Its guest knows nothing of the restart, and would not flush.
+#[test]
+fn a_switched_cache_outlives_a_killed_daemon() {
+    for (mode, switched) in [("writeback", 0), ("writethrough", 1)] {
+        let mut setup = Setup::new(mode);
+        let mut guest = setup.guest(0);
+        assert!(switch(&mut guest, switched));
+        let image = setup.folder.join("disk");
+        for life in 0..2 {
+            setup.daemon.kill();
+            setup.daemon = Daemon::serve_again(&image, &setup.folder.join("s"), &["--cache", mode]);
+            guest.session.restart().unwrap();
+            assert_eq!(wce(&mut guest), switched, "{mode}, life {life}");
+            assert_eq!(setup.writes_are_durable(&mut guest, life), switched == 0, "{mode}, life {life}");
+        }
+        // The next guest brings a region of its own, and gets what the disk's owner set up.
+        guest.leave();
+        assert_eq!(wce(&mut setup.guest(0)), 1 - switched, "{mode}");
+        setup.daemon.stop();
+    }
+}
+
 #[test]
 fn writes_in_flight_when_the_cache_is_switched_off() {
     let folder = Folder::new();

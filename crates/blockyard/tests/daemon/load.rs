@@ -2,10 +2,10 @@
 
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
-use blockyard_bench::driver::{request, status};
+use blockyard_bench::driver::{Data, Ring, request, status};
 
-use crate::common::{Daemon, Folder, Signal};
-use crate::guest::{Guest, pattern};
+use crate::common::{Daemon, Folder, Signal, until};
+use crate::guest::{ANSWER, Guest, pattern};
 
 /// Processor time of the daemon's threads called `reactor-N`, in nanoseconds, in the order of their names.
 fn reactors(daemon: &Daemon) -> Vec<u64> {
@@ -92,6 +92,106 @@ fn queue_time_and_service_time_are_apart() {
     assert_eq!(figure(&log, "read", "bytes="), 200.0 * 4096.0, "{log}");
     // A disk that nothing was asked of any more says the same.
     daemon.stop();
+}
+
+#[test]
+fn a_sequential_load_takes_fewer_operations_than_requests() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 16 << 20), folder.join("s"));
+    for (options, merges) in
+        [(&["--cache", "none"][..], true), (&["--cache", "writeback"], true), (&["--filter", "delay:flush=1us"], false)]
+    {
+        for packed in [false, true] {
+            let daemon = Daemon::serve(&image, &socket, options);
+            let load = Options {
+                rw: Pattern::Write,
+                depth: 32,
+                ops: Some(20_000),
+                packed,
+                verify: true,
+                ..Options::for_socket(socket.clone())
+            };
+            let written = measure(&load).unwrap();
+            let read = measure(&Options { rw: Pattern::Read, verify: false, ..load }).unwrap();
+            assert_eq!((written.first_error, read.first_error), (None, None), "{options:?}");
+            assert!(written.verified_blocks >= 4096, "{} blocks: not all is read back", written.verified_blocks);
+            let from = daemon.log().len();
+            daemon.signal(Signal::USR1);
+            let log = daemon.wait_log_after(from, "write: ");
+            for kind in ["read", "write"] {
+                let (requests, merged) = (figure(&log, kind, "requests="), figure(&log, kind, "merged="));
+                assert!(requests >= 20_000.0, "{log}");
+                assert!(if merges { merged > requests / 4.0 } else { merged == 0.0 }, "{options:?}: {log}");
+            }
+            daemon.stop();
+        }
+    }
+}
+
+/// Offers requests of one kind as one batch: first sector, bytes.
+fn offer(guest: &mut Guest, kind: u32, batch: &[(u64, u32)]) {
+    let queue = guest.queue();
+    for (slot, &(sector, len)) in batch.iter().enumerate() {
+        let data = if kind == request::IN { Data::FromDevice(len) } else { Data::ToDevice(len) };
+        queue.submit(slot as u16, kind, sector, data);
+    }
+    queue.publish().unwrap();
+}
+
+#[test]
+fn neighbours_are_answered_each_for_itself() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    for mode in ["none", "writeback", "writethrough"] {
+        let daemon = Daemon::serve(&image, &socket, &["--cache", mode]);
+        let mut guest = Guest::connect(&socket);
+        let end = guest.capacity() / 512;
+        let good = [(end - 10, 2048), (end - 6, 512), (end - 5, 2560)];
+        for round in 0..2 {
+            // The second time one comes after them that lies beyond the disk.
+            let batch = [&good[..], &[(end, 512)]].concat();
+            let batch = &batch[..3 + round];
+            for (slot, &(sector, len)) in batch.iter().enumerate() {
+                guest.queue().write_data(slot as u16, &pattern(sector + round as u64, len as usize));
+            }
+            offer(&mut guest, request::OUT, batch);
+            let mut answers = [None; 4];
+            until("all are answered", ANSWER, || {
+                while let Some((slot, status)) = guest.queue().reap().unwrap() {
+                    answers[usize::from(slot)] = Some(status);
+                }
+                guest.queue().in_flight() == 0
+            });
+            let beyond = (round == 1).then_some(status::IOERR);
+            assert_eq!(answers, [Some(status::OK), Some(status::OK), Some(status::OK), beyond], "{mode}");
+            for (sector, len) in good {
+                let want = pattern(sector + round as u64, len as usize);
+                assert_eq!(guest.read(sector, len as usize), Ok(want), "{mode}");
+            }
+        }
+        guest.leave();
+        for (batch, lengths) in [(good, [2049, 513, 2561]), ([good[1], good[2], (end, 1024)], [513, 2561, 1])] {
+            let mut guest = Guest::connect(&socket);
+            offer(&mut guest, request::IN, &batch);
+            // Bytes written to each, its status among them, as the ring tells them.
+            let mut written = [0; 3];
+            until("all are answered", ANSWER, || {
+                while let Some((slot, len)) = guest.queue().ring.reap() {
+                    written[slot as usize] = len;
+                }
+                !written.contains(&0)
+            });
+            assert_eq!(written, lengths, "{mode}");
+            for (slot, &(sector, len)) in batch.iter().enumerate().filter(|(_, b)| b.0 < end) {
+                let mut bytes = vec![0; len as usize];
+                guest.queue().read_data(slot as u16, &mut bytes);
+                assert_eq!(bytes, pattern(sector + 1, len as usize), "{mode}");
+            }
+        }
+        let log = daemon.stop();
+        assert_eq!(figure(&log, "write", "merged="), 2.0, "{log}");
+        assert_eq!(figure(&log, "read", "merged="), 2.0, "{log}");
+    }
 }
 
 #[test]

@@ -10,6 +10,7 @@
 //!   idle         what a disk costs that nobody uses, and what a thousand connections leave behind
 //!   cache        write cache: what the guest is told, and what is durable when
 //!   requests     the last sector, ranges, serial, status codes, a read-only disk
+//!   pin          guest memory registered with io_uring: pinned while its front end is there
 //!   load         queues over reactors, filters, statistics
 //! ```
 
@@ -25,5 +26,6 @@ mod idle;
 mod load;
 mod locks;
 mod mistakes;
+mod pin;
 mod reload;
 mod requests;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use blockyard_image::{ImageFile, OpenOptions, RawShape};
 use blockyard_ring::Executor;
-use blockyard_ring::sim::{Fault, OpKind as SimOp, Sim, SimConfig, SimDisk, SimImage};
+use blockyard_ring::sim::{Fault, OpKind as SimOp, Phase, Sim, SimConfig, SimDisk, SimImage};
 
 const CAPACITY: u64 = 64 << 10;
 
@@ -108,7 +108,7 @@ fn a_failed_sync_poisons_whoever_asked_for_it() {
     }
 }
 
-/// A durable write ends in a sync: the kernel may tell it of what others have lost, and nobody again.
+/// A durable write ends in a flush of the device: it may be told of what others have lost, and nobody again.
 #[test]
 fn a_failed_durable_write_poisons_when_others_may_be_lost_with_it() {
     let cases = [
@@ -143,20 +143,39 @@ fn a_failed_durable_write_poisons_when_others_may_be_lost_with_it() {
     });
 }
 
-/// In the page cache any durable write may be told of any other's loss.
+/// In the page cache durable writes share syncs, and never sync beside one another: a lost page is told only once.
 #[test]
-fn in_the_page_cache_a_failed_durable_write_always_poisons() {
-    for (errno, later) in [(5, POISONED), (28, Ok(()))] {
+fn in_the_page_cache_durable_writes_share_one_sync_and_its_failure() {
+    // What goes wrong, what the writes are told, and what a later flush is.
+    let cases = [
+        (None, Ok(()), Ok(())),
+        (Some(Fault::new(SimOp::Sync, 5)), POISONED, POISONED),
+        (Some(Fault::new(SimOp::Write, 28).always()), Err(Failure::NoSpace), Ok(())),
+    ];
+    for (fault, told, later) in cases {
         let (path, source) = cached_file(CAPACITY);
-        let sim = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
-        let raw = Raw::on(sim.clone(), RawShape { memory_align: 1, offset_align: 1 });
-        let served = Served::new(Arc::new(Disk::new(options(), source)), Backend::Raw(raw), None);
-        run(async move {
-            assert_eq!(ask(&served, DURABLE, 0, 512).await, Ok(()));
-            sim.fail(Fault::new(SimOp::Write, errno));
-            assert!(ask(&served, DURABLE, 512, 512).await.is_err());
-            assert_eq!(ask(&served, Op::Flush, 0, 0).await, later, "error {errno}");
+        let disk = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
+        fault.into_iter().for_each(|fault| disk.fail(fault));
+        let raw = Raw::on(disk.clone(), RawShape { memory_align: 1, offset_align: 1 });
+        let served = Rc::new(Served::new(Arc::new(Disk::new(options(), source)), Backend::Raw(raw), None));
+        let sim = Sim::new(1);
+        let writes: Vec<_> = (0..8)
+            .map(|sector| {
+                let served = served.clone();
+                sim.spawn(async move { ask(&served, DURABLE, sector * 512, 512).await })
+            })
+            .collect();
+        let answers = sim.block_on(async move {
+            let mut answers = Vec::new();
+            for write in writes {
+                answers.push(write.await);
+            }
+            answers.push(ask(&served, Op::Flush, 0, 0).await);
+            answers
         });
+        assert_eq!(answers.unwrap(), [vec![told; 8], vec![later]].concat());
+        let syncs = disk.trace().iter().filter(|t| t.kind == SimOp::Sync && t.phase == Phase::Started).count();
+        assert!(syncs < 8, "{syncs} syncs for 8 writes and a flush");
         std::fs::remove_file(&path).unwrap();
     }
 }

@@ -65,10 +65,18 @@ fn layout(is_packed: bool) -> (usize, usize) {
     if is_packed { (packed::HEADER, packed::ENTRY) } else { (split::HEADER, split::ENTRY) }
 }
 
+/// Behind the queues' parts of a region that we made: what the guest set while it ran and its front end will not repeat.
+/// Front ends hand a region on as a whole, so it finds its way to our successor.
+const NOTES: u64 = 64;
+const NOTES_MARK: u64 = u64::from_le_bytes(*b"blkyard1");
+const WRITE_BACK: usize = 8;
+
 /// A fresh region for `queues` queues: its descriptor, to be kept by the front end, and its length in bytes.
 pub fn allocate(queues: u16, size: u16, is_packed: bool) -> Result<(OwnedFd, u64), MemoryError> {
-    let len = queue_bytes(size.max(ENTRIES), is_packed) * u64::from(queues.max(1));
-    let (_, fd) = Region::memfd("blockyard-inflight", 0, 0, len)?;
+    let parts = queue_bytes(size.max(ENTRIES), is_packed) * u64::from(queues.max(1));
+    let len = parts + NOTES;
+    let (region, fd) = Region::memfd("blockyard-inflight", 0, 0, len)?;
+    GuestMemory::default().with(region)?.window(parts, NOTES, 8)?.copy_in(0, NOTES_MARK.to_le_bytes());
     Ok((fd, len))
 }
 
@@ -78,6 +86,8 @@ pub struct InflightRegion {
     memory: GuestMemory,
     queue_bytes: u64,
     queues: u16,
+    /// Where our notes are; other back ends' regions have none.
+    notes: Option<u64>,
 }
 
 impl InflightRegion {
@@ -85,7 +95,27 @@ impl InflightRegion {
         let memory = GuestMemory::default().with(Region::map(fd, offset, 0, 0, len)?)?;
         // Counters are written whole: an offset that no front end makes up by accident is refused here.
         memory.window(0, 1, 8)?;
-        Ok(InflightRegion { memory, queue_bytes: (len / u64::from(queues.max(1))) & !63, queues })
+        let notes = len.checked_sub(NOTES).filter(|at| at.is_multiple_of(64));
+        let notes =
+            notes.filter(|&at| memory.window(at, NOTES, 8).is_ok_and(|w| w.copy_out(0) == NOTES_MARK.to_le_bytes()));
+        let parts = notes.unwrap_or(len);
+        Ok(InflightRegion { memory, queue_bytes: (parts / u64::from(queues.max(1))) & !63, queues, notes })
+    }
+
+    /// What was last noted of the guest's write cache; None: nothing was.
+    pub fn write_back(&self) -> Option<bool> {
+        match self.memory.window(self.notes?, NOTES, 8).ok()?.copy_out::<1>(WRITE_BACK) {
+            [1] => Some(false),
+            [2] => Some(true),
+            _ => None,
+        }
+    }
+
+    /// Notes whether the guest sees a volatile write cache.
+    pub fn note_write_back(&self, write_back: bool) {
+        if let Some(window) = self.notes.and_then(|at| self.memory.window(at, NOTES, 8).ok()) {
+            window.copy_in(WRITE_BACK, [1 + u8::from(write_back)]);
+        }
     }
 
     /// The part of one queue; None when the region has none for it.

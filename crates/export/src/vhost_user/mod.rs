@@ -11,7 +11,9 @@ mod config;
 mod inflight;
 mod log;
 mod notify;
-mod poll;
+mod pace;
+mod pin;
+mod placement;
 mod queue;
 mod request;
 mod session;
@@ -30,7 +32,7 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 
 pub use config::QueueShape;
 pub use notify::Coalesce;
-pub use poll::PollMode;
+pub use pace::PollMode;
 pub use socket::{Listener, SocketError};
 
 /// The parts by themselves, for fuzzing and for tests that have no front end: not an interface to build on.
@@ -58,6 +60,8 @@ pub struct Tuning {
     pub coalesce: Coalesce,
     /// Offer notifications by message (UML's time travel needs them).
     pub in_band: bool,
+    /// Register the guest's memory with io_uring, which pins it.
+    pub pin_memory: bool,
 }
 
 /// What sessions, the listening thread and the program share.
@@ -194,7 +198,8 @@ fn serve(export: &Arc<Export>, stream: UnixStream) -> Result<(), String> {
     let explain = |what: &'static str| move |e: io::Error| format!("{what}: {e}");
     *lock(&export.connection) = Some(stream.try_clone().map_err(explain("copying its socket"))?);
     let peek = stream.try_clone().map_err(explain("copying its socket"))?;
-    let session = Arc::new(Mutex::new(Session::new(export.clone())));
+    let peer = rustix::net::sockopt::socket_peercred(&stream).ok().map(|peer| peer.pid.as_raw_nonzero().get());
+    let session = Arc::new(Mutex::new(Session::new(export.clone(), peer)));
     let mut handler = BackendReqHandler::from_stream(stream, session.clone());
     let result = loop {
         if export.stop.load(Ordering::SeqCst) {

@@ -1,9 +1,9 @@
 //! Telling the guest: how, and how often.
 //!
-//! A virtual machine's front end takes an eventfd, and an interrupt a batch is right for it. User Mode Linux gives a pipe:
-//! there an interrupt is a Unix signal, costs more than the I/O, and stops the only CPU. For pipes completions are
-//! therefore gathered: a signal at `most` pending ones, or `wait` after the first. A wait that brought nothing new was
-//! in vain (the guest waits for us), so the next `SKIP` are told at once.
+//! A virtual machine's front end takes an eventfd, and an interrupt a batch is right for it. User Mode Linux gives a stream
+//! (a pipe or a socket): there an interrupt is a Unix signal, costs more than the I/O, and stops the only CPU. For streams
+//! completions are therefore gathered: a signal at `most` pending ones, or `wait` after the first. A wait that brought nothing new was
+//! in vain (the guest waits for us), so the next `SKIP` are told at once; twice as many after each further one.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -14,11 +14,12 @@ use rustix::fs::FileType;
 use super::channel::BackChannel;
 
 const SKIP: u32 = 16;
+const SKIP_MOST: u32 = 4096;
 
 /// The way to the guest.
 pub enum Call {
     None,
-    /// An eventfd (virtual machines) or a pipe's end (User Mode Linux).
+    /// An eventfd (virtual machines), or the end of a pipe or socket (User Mode Linux).
     Fd(OwnedFd),
     /// A message on the back channel (VHOST_USER_PROTOCOL_F_INBAND_NOTIFICATIONS).
     InBand {
@@ -34,8 +35,8 @@ impl Call {
         Call::Fd(fd)
     }
 
-    pub fn is_pipe(&self) -> bool {
-        matches!(self, Call::Fd(fd) if is_pipe(fd))
+    pub fn is_stream(&self) -> bool {
+        matches!(self, Call::Fd(fd) if matches!(kind(fd), Some(FileType::Fifo | FileType::Socket)))
     }
 
     #[inline]
@@ -48,10 +49,6 @@ impl Call {
             Call::InBand { channel, index } => channel.vring_call(*index),
         }
     }
-}
-
-fn is_pipe(fd: impl AsFd) -> bool {
-    kind(fd) == Some(FileType::Fifo)
 }
 
 /// Whether it is of a kind that front ends give to be told by. Others (a file on a network, a terminal) may block whoever
@@ -68,7 +65,7 @@ fn kind(fd: impl AsFd) -> Option<FileType> {
 /// When completions are told. Times of 0 tell at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Coalesce {
-    /// Gather for pipes, tell eventfds at once.
+    /// Gather for streams, tell eventfds at once.
     Auto,
     /// Gather for this long, whoever listens.
     Fixed(Duration),
@@ -76,9 +73,9 @@ pub enum Coalesce {
 
 impl Coalesce {
     /// The longest wait for a kind of listener.
-    pub fn wait(self, is_pipe: bool) -> Duration {
+    pub fn wait(self, is_stream: bool) -> Duration {
         match self {
-            Coalesce::Auto if is_pipe => Duration::from_micros(400),
+            Coalesce::Auto if is_stream => Duration::from_micros(400),
             Coalesce::Auto => Duration::ZERO,
             Coalesce::Fixed(wait) => wait,
         }
@@ -94,12 +91,13 @@ pub struct Coalescer {
     /// When the wait ends, and how many were pending when it began.
     due: Option<(Instant, u32)>,
     skip: u32,
+    next_skip: u32,
 }
 
 impl Coalescer {
     pub fn new(wait: Duration, queue_size: u16) -> Self {
         let most = (u32::from(queue_size) / 4).clamp(1, 32);
-        Coalescer { wait, most, pending: 0, due: None, skip: 0 }
+        Coalescer { wait, most, pending: 0, due: None, skip: 0, next_skip: SKIP }
     }
 
     /// `new` completions were published that the guest wants to hear of; true: tell it now.
@@ -114,6 +112,7 @@ impl Coalescer {
             return self.tell();
         }
         if self.pending >= self.most {
+            self.next_skip = SKIP;
             return self.tell();
         }
         self.due.get_or_insert((now + self.wait, self.pending));
@@ -130,7 +129,10 @@ impl Coalescer {
         match self.due {
             Some((at, began)) if now >= at => {
                 if self.pending == began {
-                    self.skip = SKIP;
+                    self.skip = self.next_skip;
+                    self.next_skip = (self.next_skip * 2).min(SKIP_MOST);
+                } else {
+                    self.next_skip = SKIP;
                 }
                 self.tell()
             }
@@ -162,7 +164,14 @@ mod tests {
         // One alone waits in vain: the next sixteen are told at once, then it is tried again.
         assert!(!c.published(1, us(600)) && c.expired(us(1000)));
         assert!((0..16).all(|n| c.published(1, us(1001 + n))));
-        assert!(!c.published(1, us(2000)));
+        assert!(!c.published(1, us(2000)) && c.expired(us(2400)));
+        assert!((0..32).all(|n| c.published(1, us(2401 + n))), "and twice as many after the next vain one");
+        assert!(!c.published(1, us(3000)) && !c.published(1, us(3001)) && c.expired(us(3400)));
+        assert!(!c.published(1, us(3500)) && c.expired(us(3900)));
+        assert!(
+            (0..16).all(|n| c.published(1, us(3901 + n))) && !c.published(1, us(4000)),
+            "a good one makes up for them"
+        );
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! A queue on its reactor: takes chains, hands requests to the disk, publishes answers, tells the guest.
 //!
 //! ```text
-//!   kick ─► run: take a few chains ─► lanes (one task a request) ─► disk
-//!            ▲   publish, signal once  ◄──────── answers ◄────────────┘
+//!   kick ─► run: take a few chains ─► lanes (a task for each request, or run of neighbours) ─► disk
+//!            ▲   publish, signal once  ◄─────────────────────── answers ◄─────────────────────┘
 //!            └── yields after each batch: submit, reap, and the guest works on what it has meanwhile
 //! ```
 //! What must hold: a chain is answered once, after its last part; used elements are published before the in-flight
@@ -19,13 +19,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, Request, Served, Status, Token};
+use blockyard_disk::{Disk, Request, Run, Served, Status, Token};
 use blockyard_ring::{GuestMemory, Handle, Remote, Reply, Segments, Signal, TaskId, UringFile, Watch, park};
 
 use super::inflight::{Inflight, InflightRegion};
 use super::log::Log;
 use super::notify::{Call, Coalesce, Coalescer};
-use super::poll::{PollMode, Poller};
+use super::pace::{Pacer, PollMode};
+use super::placement::Placement;
 use super::request::{Ask, Terms, parse, wire_status};
 use super::virtqueue::{Desc, Head, PackedRing, Ring, RingError, SplitRing};
 
@@ -66,6 +67,8 @@ pub struct QueueSetup {
     pub enabled: bool,
     pub poll: PollMode,
     pub coalesce: Coalesce,
+    /// The front end's process, if it is known.
+    pub peer: Option<i32>,
 }
 
 /// A running queue, as the control thread knows it.
@@ -157,6 +160,8 @@ struct Core {
     pool: Vec<Segments>,
     call: Call,
     coalescer: Coalescer,
+    pacer: Pacer,
+    placement: Placement,
     error: Option<OwnedFd>,
     /// Used elements pushed and not published.
     unpublished: u32,
@@ -170,8 +175,9 @@ pub struct Queue {
     served: Rc<Served<UringFile>>,
     core: RefCell<Core>,
     idle: RefCell<Vec<Rc<Lane>>>,
-    /// Room for the requests of one batch.
+    /// Room for the requests of one batch, and for runs of neighbours among them.
     requests: RefCell<Vec<Request<ChainToken>>>,
+    runs: RefCell<Vec<Run<ChainToken>>>,
     wake: Signal,
     /// Requests that are not answered yet; a chain of several ranges has several.
     in_flight: Cell<u32>,
@@ -183,12 +189,18 @@ pub struct Queue {
     stopping: RefCell<Option<Reply<u32>>>,
 }
 
-/// A task that carries one request after another.
+/// A task that carries one request, or run of neighbours, after another.
 #[derive(Default)]
 struct Lane {
-    request: Cell<Option<Request<ChainToken>>>,
+    load: Cell<Option<Load>>,
     task: Cell<TaskId>,
     closed: Cell<bool>,
+}
+
+/// What one operation does.
+enum Load {
+    One(Request<ChainToken>),
+    Run(Run<ChainToken>),
 }
 
 /// Names the chain that a request belongs to.
@@ -211,8 +223,8 @@ impl Queue {
         let mut setup = setup;
         let kick = setup.kick.take();
         let clocked = kick.is_none() && !setup.in_band;
-        let poller = Poller::new(setup.poll);
-        let (core, again) = Core::new(&mut setup).map_err(|e| e.to_string())?;
+        let placement = Placement::new(setup.peer);
+        let (core, again) = Core::new(&mut setup, placement, handle.now()).map_err(|e| e.to_string())?;
         let queue = Rc::new(Queue {
             index: setup.index,
             handle: handle.clone(),
@@ -220,6 +232,7 @@ impl Queue {
             core: RefCell::new(core),
             idle: RefCell::default(),
             requests: RefCell::default(),
+            runs: RefCell::default(),
             wake: Signal::new(handle),
             in_flight: Cell::new(0),
             done: Cell::new(0),
@@ -231,7 +244,7 @@ impl Queue {
         });
         LOCAL.with_borrow_mut(|l| l.insert(id, queue.clone()));
         let watch = kick.map(|fd| handle.watch(fd));
-        handle.spawn(queue.run(watch, poller, again));
+        handle.spawn(queue.run(watch, again));
         Ok(())
     }
 
@@ -240,11 +253,12 @@ impl Queue {
         self.wake.ring();
     }
 
-    async fn run(self: Rc<Self>, mut watch: Option<Watch>, mut poller: Poller, again: Vec<Again>) {
+    async fn run(self: Rc<Self>, mut watch: Option<Watch>, again: Vec<Again>) {
         self.take_again(again);
         // A predecessor may have published without telling.
         self.core.borrow().call.ring();
         let mut batch = BATCH_AT_ONCE;
+        let mut gathered = false;
         loop {
             self.wake.clear();
             self.publish();
@@ -254,15 +268,19 @@ impl Queue {
             }
             let takes = self.enabled.get() && self.in_flight.get() < MOST_IN_FLIGHT && !self.core.borrow().broken;
             if takes && !stopping {
-                if self.take(batch) > 0 {
-                    poller.came(self.handle.now());
+                let taken = self.take(batch);
+                if std::mem::take(&mut gathered) {
+                    self.core.borrow_mut().pacer.gathered(taken, self.handle.now(), self.done.get());
+                }
+                if taken > 0 {
+                    self.core.borrow_mut().pacer.came(self.handle.now());
                     self.handle.yield_now().await;
                     // Still in flight after a submission and a look: this storage takes its time.
                     batch = if self.in_flight.get() > 0 { BATCH_IN_FLIGHT } else { BATCH_AT_ONCE };
                     continue;
                 }
                 if self.in_flight.get() == 0
-                    && let Some(limit) = poller.went_empty(self.handle.now(), self.done.get())
+                    && let Some(limit) = self.went_empty()
                     && self.look(limit).await
                 {
                     continue;
@@ -278,8 +296,27 @@ impl Queue {
                 self.sleep().await;
             }
             self.core.borrow_mut().ring.disable_kicks();
+            if self.in_flight.get() == 0
+                && let Some(time) = self.gathers()
+            {
+                self.handle.sleep(time).await;
+                gathered = true;
+            }
         }
         self.retire();
+    }
+
+    fn went_empty(&self) -> Option<Duration> {
+        let mut core = self.core.borrow_mut();
+        let core = &mut *core;
+        let look = core.pacer.went_empty(self.handle.now(), self.done.get());
+        // The thread is everybody's whose queue is here: it follows a guest only while it is the only one.
+        core.placement.set(core.pacer.beside() && LOCAL.with_borrow(|l| l.len() == 1));
+        look
+    }
+
+    fn gathers(&self) -> Option<Duration> {
+        self.core.borrow().pacer.gather()
     }
 
     /// Looks for chains for at most `limit`; true: there is something to do.
@@ -293,7 +330,8 @@ impl Queue {
             if Instant::now() >= until {
                 return false;
             }
-            std::hint::spin_loop();
+            // Another thread may wait for this processor: the guest's, if it shares it.
+            rustix::thread::sched_yield();
             self.handle.yield_now().await;
         }
         true
@@ -407,10 +445,20 @@ impl Queue {
         Ok(())
     }
 
-    /// Gives each request to a lane that has none, and starts it.
+    /// Gives each request, and each run of neighbours, to a lane that has none, and starts it.
     #[inline]
     fn dispatch(self: &Rc<Self>, mut requests: Vec<Request<ChainToken>>) {
-        for request in requests.drain(..) {
+        let mut batch = requests.drain(..);
+        loop {
+            let load = match self.served.neighbours(batch.as_slice()) {
+                0 => break,
+                1 => batch.next().map(Load::One),
+                many => {
+                    let mut run = self.runs.borrow_mut().pop().unwrap_or_default();
+                    run.fill(batch.by_ref().take(many));
+                    Some(Load::Run(run))
+                }
+            };
             let lane = self.idle.borrow_mut().pop();
             let lane = lane.unwrap_or_else(|| {
                 let lane = Rc::new(Lane::default());
@@ -419,9 +467,10 @@ impl Queue {
                 lane.task.set(task);
                 lane
             });
-            lane.request.set(Some(request));
+            lane.load.set(load);
             self.handle.poll_now(lane.task.get());
         }
+        drop(batch);
         *self.requests.borrow_mut() = requests;
     }
 
@@ -494,6 +543,7 @@ impl Queue {
     /// The end: nothing is in flight.
     fn retire(&self) {
         let mut core = self.core.borrow_mut();
+        core.placement.set(false);
         if core.coalescer.due().is_some() {
             core.call.ring();
         }
@@ -511,19 +561,33 @@ impl Queue {
 impl Lane {
     async fn run(self: Rc<Self>, queue: std::rc::Weak<Queue>, device: Arc<DeviceState>, served: Rc<Served<UringFile>>) {
         loop {
-            let next = poll_fn(|_| match self.request.take() {
-                Some(request) => Poll::Ready(Some(request)),
+            let next = poll_fn(|_| match self.load.take() {
+                Some(load) => Poll::Ready(Some(load)),
                 None if self.closed.get() => Poll::Ready(None),
                 None => Poll::Pending,
             });
-            let Some(request) = next.await else { return };
-            let volatile = request.is_volatile();
-            let mut finished = served.serve(request).await;
+            let Some(load) = next.await else { return };
             // The guest switched its write cache off while this was on its way: now the answer promises more.
-            if volatile && !device.write_back.load(Ordering::Relaxed) {
-                finished = finished.and(served.settle().await);
+            let promises_more = |volatile| volatile && !device.write_back.load(Ordering::Relaxed);
+            match load {
+                Load::One(request) => {
+                    let volatile = request.is_volatile();
+                    let mut finished = served.serve(request).await;
+                    if promises_more(volatile) {
+                        finished = finished.and(served.settle().await);
+                    }
+                    finished.answer();
+                }
+                Load::Run(mut run) => {
+                    let volatile = run.is_volatile();
+                    served.serve_run(&mut run).await;
+                    let settled = if promises_more(volatile) { served.settle().await } else { Ok(()) };
+                    run.finished().for_each(|finished| finished.and(settled).answer());
+                    if let Some(queue) = queue.upgrade() {
+                        queue.runs.borrow_mut().push(run);
+                    }
+                }
             }
-            finished.answer();
             match queue.upgrade() {
                 Some(queue) => queue.idle.borrow_mut().push(self.clone()),
                 None => return,
@@ -548,7 +612,7 @@ impl Again {
 }
 
 impl Core {
-    fn new(setup: &mut QueueSetup) -> Result<(Core, Vec<Again>), RingError> {
+    fn new(setup: &mut QueueSetup, placement: Placement, now: Instant) -> Result<(Core, Vec<Again>), RingError> {
         let memory = Rc::new(setup.memory.clone());
         let mut inflight = setup.inflight.as_ref().and_then(|r| r.queue(setup.index, setup.packed));
         if let Some(noted) = &inflight
@@ -562,7 +626,9 @@ impl Core {
             Self::split(setup, &memory, &mut inflight)?
         };
         let call = std::mem::replace(&mut setup.call, Call::None);
-        let coalescer = Coalescer::new(setup.coalesce.wait(call.is_pipe()), ring.size());
+        let coalescer = Coalescer::new(setup.coalesce.wait(call.is_stream()), ring.size());
+        let mut pacer = Pacer::new(setup.poll, placement.can_move(), now);
+        pacer.told_by_stream(call.is_stream());
         let core = Core {
             pending: vec![Pending::default(); usize::from(ring.size())],
             ring,
@@ -572,6 +638,8 @@ impl Core {
             pool: Vec::new(),
             call,
             coalescer,
+            pacer,
+            placement,
             error: setup.error.take(),
             unpublished: 0,
             broken: false,
@@ -666,7 +734,8 @@ impl Core {
     }
 
     fn set_call(&mut self, call: Call, coalesce: Coalesce) {
-        self.coalescer = Coalescer::new(coalesce.wait(call.is_pipe()), self.ring.size());
+        self.coalescer = Coalescer::new(coalesce.wait(call.is_stream()), self.ring.size());
+        self.pacer.told_by_stream(call.is_stream());
         self.call = call;
         // Whatever was told to the old one may be lost.
         self.call.ring();

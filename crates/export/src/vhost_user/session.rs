@@ -22,6 +22,7 @@ use super::channel::BackChannel;
 use super::config::{self, QueueShape};
 use super::inflight::{self, InflightRegion};
 use super::notify::{self, Call};
+use super::pin::Pins;
 use super::queue::{DeviceState, QueueHandle, QueueSetup};
 use super::{Export, Tuning};
 
@@ -53,7 +54,11 @@ pub struct Session {
     device: Arc<DeviceState>,
     shape: QueueShape,
     tuning: Tuning,
+    /// The front end's process.
+    peer: Option<i32>,
     memory: GuestMemory,
+    /// None: it is not pinned.
+    pins: Option<Pins>,
     features: u64,
     protocol: VhostUserProtocolFeatures,
     inflight: Option<InflightRegion>,
@@ -62,14 +67,16 @@ pub struct Session {
 }
 
 impl Session {
-    pub fn new(export: Arc<Export>) -> Self {
+    pub fn new(export: Arc<Export>, peer: Option<i32>) -> Self {
         let shape = export.shape;
         export.device.write_back.store(export.device.disk.options().cache.write_back(), Ordering::Relaxed);
         Session {
             device: export.device.clone(),
             tuning: export.tuning,
+            peer,
             shape,
             memory: GuestMemory::default(),
+            pins: export.tuning.pin_memory.then(|| Pins::new(export.device.clone())),
             features: 0,
             protocol: VhostUserProtocolFeatures::empty(),
             inflight: None,
@@ -186,8 +193,13 @@ impl Session {
             enabled: enabled || self.features & config::F_PROTOCOL == 0,
             poll: self.tuning.poll,
             coalesce: self.tuning.coalesce,
+            peer: self.peer,
         };
-        match QueueHandle::start(self.export.reactors.next(), setup) {
+        let reactor = self.export.reactors.next();
+        if let Some(pins) = &mut self.pins {
+            pins.join(&reactor, &self.memory);
+        }
+        match QueueHandle::start(reactor, setup) {
             Ok(queue) => {
                 self.vrings[index].running = Some(queue);
                 Ok(())
@@ -197,7 +209,10 @@ impl Session {
     }
 
     fn replace_memory(&mut self, memory: GuestMemory) {
-        self.memory = memory;
+        let old = std::mem::replace(&mut self.memory, memory);
+        if let Some(pins) = &self.pins {
+            pins.replace(&old, &self.memory);
+        }
         for vring in &self.vrings {
             if let Some(queue) = &vring.running {
                 queue.set_memory(self.memory.clone());
@@ -211,9 +226,25 @@ impl Session {
         const TOLD: u64 = config::F_FLUSH | config::F_CONFIG_WCE;
         if (before ^ self.features) & TOLD != 0 || self.features & TOLD == 0 {
             let flushes = self.features & config::F_FLUSH != 0;
-            let write_back = flushes && self.device.disk.options().cache.write_back();
-            self.device.write_back.store(write_back, Ordering::Relaxed);
+            self.switch_write_cache(flushes && self.device.disk.options().cache.write_back());
         }
+    }
+
+    /// Says what the guest sees from now on, and notes it for a successor; the answer is what it saw before.
+    fn switch_write_cache(&self, write_back: bool) -> bool {
+        if let Some(region) = &self.inflight {
+            region.note_write_back(write_back);
+        }
+        self.device.write_back.swap(write_back, Ordering::Relaxed)
+    }
+
+    /// A region that comes back from a killed predecessor tells what its guest had set since, and still relies on.
+    fn take_over_write_cache(&self, region: &InflightRegion) {
+        let flushes = self.features & config::F_FLUSH != 0;
+        let now = self.device.write_back.load(Ordering::Relaxed);
+        let write_back = region.write_back().unwrap_or(now) && (flushes || now);
+        self.device.write_back.store(write_back, Ordering::Relaxed);
+        region.note_write_back(write_back);
     }
 
     fn reset(&mut self) {
@@ -222,7 +253,7 @@ impl Session {
             *vring = Vring::default();
         }
         self.features = 0;
-        self.device.write_back.store(self.device.disk.options().cache.write_back(), Ordering::Relaxed);
+        self.switch_write_cache(self.device.disk.options().cache.write_back());
     }
 }
 
@@ -388,8 +419,7 @@ impl VhostUserBackendReqHandlerMut for Session {
             return Err(self.refuse(format_args!("the write cache is switched, but CONFIG_WCE was not negotiated")));
         }
         let write_back = *byte != 0;
-        let was = self.device.write_back.swap(write_back, Ordering::Relaxed);
-        if was && !write_back {
+        if self.switch_write_cache(write_back) && !write_back {
             // What was written under the old promise must be durable under the new one.
             self.export.settle();
         }
@@ -419,7 +449,9 @@ impl VhostUserBackendReqHandlerMut for Session {
                 })));
         }
         let region = InflightRegion::map(file.into(), inflight.mmap_offset, inflight.mmap_size, queues);
-        self.inflight = Some(region.map_err(|e| self.refuse(format_args!("in-flight region: {e}")))?);
+        let region = region.map_err(|e| self.refuse(format_args!("in-flight region: {e}")))?;
+        self.take_over_write_cache(&region);
+        self.inflight = Some(region);
         Ok(())
     }
 

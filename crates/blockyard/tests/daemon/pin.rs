@@ -1,0 +1,134 @@
+//! Pinned guest memory: it is what the front end brought, for as long as that is there.
+
+use std::os::fd::AsRawFd;
+use std::path::Path;
+use std::process::Command;
+
+use blockyard_bench::client::workload::Pattern;
+use blockyard_bench::client::{Options, measure};
+use blockyard_bench::driver::{Plan, status};
+use blockyard_ring::Region;
+use vhost::VhostUserMemoryRegionInfo;
+use vhost::vhost_user::VhostUserFrontend;
+
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, until};
+use crate::guest::{Guest, bytes_of, pattern};
+
+fn pinned(daemon: &Daemon) -> u64 {
+    daemon.kilobytes("VmPin")
+}
+
+#[track_caller]
+fn nothing_pinned(daemon: &Daemon) {
+    until("the guest's memory is let go", SOON, || pinned(daemon) == 0);
+}
+
+fn memory_of(guest: &Guest) -> u64 {
+    guest.session.link.memory.range().1 >> 10
+}
+
+fn works(guest: &mut Guest, image: &Path, seed: u64) {
+    let bytes = pattern(seed, 256 << 10);
+    assert_eq!((guest.write(8, &bytes), guest.flush()), (status::OK, status::OK));
+    assert!(bytes_of(image, 4096, bytes.len()) == bytes && guest.read(8, bytes.len()).unwrap() == bytes);
+}
+
+#[test]
+fn pinned_memory_comes_and_goes_with_its_front_end() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
+    for (reactors, cache) in [(1, "none"), (2, "writeback")] {
+        let (count, more) = (reactors.to_string(), ["--queues", "4", "--pin-memory", "--cache", cache]);
+        let daemon = Daemon::serve(&image, &socket, &[&more[..], &["--reactors", &count]].concat());
+        assert_eq!(pinned(&daemon), 0);
+        for packed in [false, true] {
+            let load = Options {
+                rw: Pattern::Randrw,
+                queues: 4,
+                depth: 16,
+                runtime: 1.0,
+                flush_every: 50,
+                verify: true,
+                packed,
+                ..Options::for_socket(socket.clone())
+            };
+            let load = std::thread::spawn(move || measure(&load));
+            let mut most = 0;
+            while !load.is_finished() {
+                most = most.max(pinned(&daemon));
+                std::thread::sleep(std::time::Duration::from_millis(5));
+            }
+            let report = load.join().unwrap().unwrap();
+            assert_eq!((report.errors, report.first_error), (0, None));
+            assert!(report.verified_blocks > 1000, "{} blocks: no load", report.verified_blocks);
+            // The data of all requests, on each reactor.
+            assert!(most >= 4 * 16 * 4 * reactors, "{most} kB pinned on {reactors} reactors");
+            nothing_pinned(&daemon);
+        }
+        let mut guest = Guest::connect(&socket);
+        works(&mut guest, &image, reactors);
+        assert_eq!(pinned(&daemon), memory_of(&guest), "one queue, one reactor");
+        // A front end that dies has no time to say so.
+        drop(guest);
+        nothing_pinned(&daemon);
+        let log = daemon.stop();
+        assert!(log.contains("guest memory is registered with io_uring: "), "{log}");
+        assert!(!log.contains("used without"), "{log}");
+    }
+}
+
+#[test]
+fn memory_is_added_and_removed_under_load() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    let daemon = Daemon::serve(&image, &socket, &["--pin-memory"]);
+    let mut guest = Guest::connect(&socket);
+    let own = memory_of(&guest);
+    works(&mut guest, &image, 1);
+    for round in 0..10 {
+        let (region, fd) = Region::memfd("extra", 0, 0, 4 << 20).unwrap();
+        let info = VhostUserMemoryRegionInfo {
+            guest_phys_addr: 0x9_0000_0000,
+            memory_size: region.size(),
+            userspace_addr: 0x9_0000_0000,
+            mmap_offset: 0,
+            mmap_handle: fd.as_raw_fd(),
+        };
+        guest.session.link.connection.frontend().add_mem_region(&info).unwrap();
+        works(&mut guest, &image, round * 2);
+        until("the new region is pinned", SOON, || pinned(&daemon) == own + (4 << 10));
+        guest.session.link.connection.frontend().remove_mem_region(&info).unwrap();
+        works(&mut guest, &image, round * 2 + 1);
+        until("the region is let go", SOON, || pinned(&daemon) == own);
+    }
+    // A queue that stops keeps it: its front end is still there.
+    guest.session.link.connection.stop_ring(0).unwrap();
+    assert_eq!(pinned(&daemon), own);
+    guest.leave();
+    nothing_pinned(&daemon);
+    daemon.stop();
+}
+
+/// Without CAP_IPC_LOCK, and with less locked memory than the guest has.
+#[test]
+fn who_may_not_pin_serves_all_the_same() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    // setpriv drops the capability from the bounding set, which only root may do, and others do not have it.
+    let mut command = Command::new("prlimit");
+    command.arg("--memlock=1048576");
+    if rustix::process::geteuid().is_root() {
+        command.args(["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-all"]);
+    }
+    command.arg(BLOCKYARD).arg("serve").arg(&image).arg("--vhost-user").arg(&socket).arg("--pin-memory");
+    let mut daemon = Daemon::start(&mut command);
+    daemon.wait_ready();
+    let mut guest = Guest::with(&socket, &Plan { data_len: 1 << 20, ..Plan::default() });
+    works(&mut guest, &image, 1);
+    assert!(memory_of(&guest) > 1 << 10);
+    assert_eq!(pinned(&daemon), 0);
+    guest.leave();
+    let log = daemon.stop();
+    let lines = log.lines().filter(|l| l.contains("not registered with io_uring")).count();
+    assert!(lines == 1 && log.contains("used without: pinning it: Cannot allocate memory"), "{log}");
+}

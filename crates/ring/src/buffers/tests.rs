@@ -1,0 +1,337 @@
+//! Against the kernel that is there. Registering needs locked memory: a few MiB for who is not root (`ulimit -l`).
+
+use std::future::Future;
+use std::os::fd::OwnedFd;
+use std::pin::pin;
+use std::rc::Rc;
+use std::task::Poll;
+
+use super::*;
+use crate::executor::Executor;
+use crate::file::{Storage, UringFile};
+use crate::segments::Segments;
+
+const PAGE: u64 = 4096;
+
+/// Regions of guest memory one behind the other, each in a file of its own; the files.
+fn guest(sizes: &[u64]) -> (GuestMemory, Vec<OwnedFd>) {
+    let (mut memory, mut files, mut at) = (GuestMemory::default(), Vec::new(), 0);
+    for size in sizes {
+        let (region, fd) = Region::memfd("test", at, at, *size).unwrap();
+        memory = memory.with(region).unwrap();
+        files.push(fd);
+        at += size;
+    }
+    (memory, files)
+}
+
+fn file(handle: &Handle) -> UringFile {
+    let fd = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    UringFile::new(handle, Arc::new(fd)).unwrap()
+}
+
+fn segments(memory: &Rc<GuestMemory>, pieces: &[(u64, u64)]) -> Segments {
+    let mut segments = Segments::default();
+    segments.reset(memory);
+    pieces.iter().for_each(|(addr, len)| segments.push_guest(*addr, *len).unwrap());
+    segments
+}
+
+fn bytes(segments: &Segments) -> Vec<u8> {
+    let mut bytes = vec![0; segments.len()];
+    segments.copy_out(0, &mut bytes);
+    bytes
+}
+
+fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    (0..len as u64).map(|i| ((i + 1).wrapping_mul(seed * 2 + 1) >> 3) as u8).collect()
+}
+
+/// Operations that name a registered buffer now.
+fn named(handle: &Handle) -> u32 {
+    handle.buffers(|b, _| b.uses.iter().sum())
+}
+
+fn free(handle: &Handle) -> usize {
+    handle.buffers(|b, _| if let Table::Ready { free, .. } = &b.table { free.len() } else { 0 })
+}
+
+/// What `future` gives, and whether its operation named a registered buffer.
+async fn watched<T>(handle: &Handle, future: impl Future<Output = T>) -> (T, bool) {
+    let (mut future, before, mut most) = (pin!(future), named(handle), 0);
+    let value = std::future::poll_fn(|cx| {
+        let poll = future.as_mut().poll(cx);
+        most = most.max(named(handle));
+        poll
+    });
+    (value.await, most > before)
+}
+
+/// Writes `pieces` to the file and reads them back elsewhere; whether registered buffers were named.
+async fn moves(handle: &Handle, memory: &Rc<GuestMemory>, pieces: &[(u64, u64)]) -> [bool; 2] {
+    let (file, from) = (file(handle), segments(memory, pieces));
+    let want = pattern(pieces[0].0 + pieces.len() as u64, from.len());
+    from.copy_in(0, &want);
+    let ((from, n), wrote) = watched(handle, file.write(from, PAGE, false)).await;
+    assert_eq!(n.unwrap(), want.len(), "{pieces:?}");
+    from.zero(0, want.len());
+    let plain = file.read(Segments::buffer(want.len()), PAGE).await;
+    assert!(bytes(&plain.0) == want, "what is in the file, of {pieces:?}");
+    let ((into, n), read) = watched(handle, file.read(from, PAGE)).await;
+    assert_eq!(n.unwrap(), want.len(), "{pieces:?}");
+    assert!(bytes(&into) == want, "what was read into {pieces:?}");
+    [wrote, read]
+}
+
+fn good(registration: &Registration, regions: usize) {
+    let outcome = registration.outcome();
+    assert_eq!((outcome.regions, outcome.refused), (regions, None), "{outcome}");
+}
+
+#[test]
+fn operations_in_one_region_and_others() {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let all = async move {
+        let memory = Rc::new(guest(&[1 << 20, 1 << 20]).0);
+        let page = |n: u64| n * 2 * PAGE;
+        assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [false; 2], "nothing is registered yet");
+        let registration = handle.register_memory(&memory);
+        good(&registration, 2);
+        assert_eq!(registration.outcome().bytes, 2 << 20);
+        let vectored = registration.outcome().vectored;
+        assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [true; 2]);
+        assert_eq!(moves(&handle, &memory, &[(3, 1)]).await, [true; 2], "a byte");
+        assert_eq!(moves(&handle, &memory, &[(0, 1 << 20)]).await, [true; 2], "a whole region");
+        assert_eq!(moves(&handle, &memory, &[((2 << 20) - 5, 5)]).await, [true; 2], "the other one's end");
+        for count in [2, 3, 9, 100] {
+            let pieces: Vec<_> = (0..count).map(|n| (page(n) + n, 100 + n * 7)).collect();
+            assert_eq!(moves(&handle, &memory, &pieces).await, [vectored; 2], "{count} pieces");
+        }
+        let across = [(0, PAGE), ((1 << 20) + PAGE, PAGE)];
+        assert_eq!(moves(&handle, &memory, &across).await, [false; 2], "two regions");
+        // Memory of our own is never registered.
+        let (_, own) = watched(&handle, file(&handle).write(Segments::buffer(4096), 0, false)).await;
+        assert!(!own);
+        // Pieces upon one another, longer in all than an entry may be.
+        let mut heap = segments(&memory, &[(0, 1 << 20)]);
+        (1..=MOST >> 20).for_each(|n| heap.push_guest(n as u64 % 2 * 8, (1 << 20) - 8).unwrap());
+        handle.buffers(|b, _| assert_eq!(b.take(heap.iovecs(), heap.len()), NONE));
+        drop(registration);
+        assert_eq!((named(&handle), free(&handle)), (0, usize::from(ENTRIES)));
+        assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [false; 2], "nothing is registered any more");
+    };
+    executor.block_on(all).unwrap();
+}
+
+#[test]
+fn a_large_region_is_registered_in_slices() {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let all = async move {
+        handle.buffers(|b, _| b.most = 16 * PAGE as usize);
+        let memory = Rc::new(guest(&[40 * PAGE, PAGE]).0);
+        let registration = handle.register_memory(&memory);
+        good(&registration, 2);
+        assert_eq!(free(&handle), usize::from(ENTRIES) - 4);
+        for (piece, registered) in [
+            ((0, 16 * PAGE), true),
+            ((16 * PAGE, 16 * PAGE), true),
+            ((32 * PAGE, 8 * PAGE), true),
+            ((16 * PAGE - 1, 2), false),
+            ((0, 40 * PAGE), false),
+            ((40 * PAGE, PAGE), true),
+        ] {
+            assert_eq!(moves(&handle, &memory, &[piece]).await, [registered; 2], "{piece:?}");
+        }
+        assert_eq!(moves(&handle, &memory, &[(0, 512), (17 * PAGE, 512)]).await, [false; 2], "two slices");
+    };
+    executor.block_on(all).unwrap();
+}
+
+#[test]
+fn a_region_is_registered_until_the_last_who_wants_it_goes() {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let all = async move {
+        let memory = Rc::new(guest(&[PAGE, PAGE]).0);
+        let mut first = handle.register_memory(&memory);
+        let second = handle.register_memory(&memory.without(PAGE, PAGE).unwrap());
+        assert_eq!(free(&handle), usize::from(ENTRIES) - 2);
+        let less = Rc::new(memory.without(0, PAGE).unwrap());
+        first.replace(&less);
+        good(&first, 1);
+        assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [true; 2], "the second one has it");
+        drop(second);
+        assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [false; 2]);
+        assert_eq!(moves(&handle, &memory, &[(PAGE, PAGE)]).await, [true; 2]);
+        first.replace(&memory);
+        good(&first, 2);
+        assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [true; 2]);
+    };
+    executor.block_on(all).unwrap();
+}
+
+/// The kernel waits for data on a pipe, for a region that is removed and whose place another one wants.
+#[test]
+fn a_region_goes_while_an_operation_is_in_flight() {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let all = async move {
+        for abandoned in [false, true] {
+            let (reader, writer) = rustix::pipe::pipe().unwrap();
+            let pipe = UringFile::new(&handle, Arc::new(reader)).unwrap();
+            let (memory, files) = guest(&[PAGE]);
+            let registration = handle.register_memory(&memory);
+            good(&registration, 1);
+            let mut read = Some(Box::pin(pipe.read(segments(&Rc::new(memory), &[(16, 4)]), u64::MAX)));
+            std::future::poll_fn(|cx| {
+                assert!(read.as_mut().unwrap().as_mut().poll(cx).is_pending());
+                Poll::Ready(())
+            })
+            .await;
+            handle.yield_now().await;
+            if abandoned {
+                read = None;
+            }
+            drop(registration);
+            // Only the operation keeps it now.
+            assert_eq!((named(&handle), free(&handle)), (1, usize::from(ENTRIES) - 1));
+            let memory = Rc::new(guest(&[PAGE]).0);
+            let _registration = handle.register_memory(&memory);
+            assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [true; 2], "the next guest's");
+            let before = handle.buffers(|b, _| b.leaving.len());
+            rustix::io::write(&writer, b"late").unwrap();
+            if let Some(read) = read {
+                let (segments, n) = read.await;
+                assert_eq!((n.unwrap(), bytes(&segments)), (4, b"late".to_vec()));
+            }
+            while named(&handle) > 0 {
+                handle.yield_now().await;
+            }
+            assert_eq!(
+                (before, handle.buffers(|b, _| b.leaving.len()), free(&handle)),
+                (1, 0, usize::from(ENTRIES) - 1)
+            );
+            let mut seen = [0; 4];
+            rustix::io::pread(&files[0], &mut seen, 16).unwrap();
+            assert_eq!(&seen, b"late", "its owner sees it in his own memory");
+        }
+    };
+    executor.block_on(all).unwrap();
+}
+
+/// The operation has been made, and the kernel has not heard of it yet.
+#[test]
+fn a_region_goes_before_its_operation_is_submitted() {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let all = async move {
+        let (memory, file) = (Rc::new(guest(&[PAGE]).0), file(&handle));
+        let mut registration = handle.register_memory(&memory);
+        let from = segments(&memory, &[(0, PAGE)]);
+        from.copy_in(0, &pattern(1, PAGE as usize));
+        let mut write = pin!(file.write(from, 0, false));
+        std::future::poll_fn(|cx| {
+            assert!(write.as_mut().poll(cx).is_pending());
+            Poll::Ready(())
+        })
+        .await;
+        assert_eq!(named(&handle), 1);
+        registration.replace(&guest(&[PAGE]).0);
+        good(&registration, 1);
+        assert_eq!(write.await.1.unwrap(), PAGE as usize);
+        let read = file.read(Segments::buffer(PAGE as usize), 0).await;
+        assert!(bytes(&read.0) == pattern(1, PAGE as usize));
+    };
+    executor.block_on(all).unwrap();
+}
+
+#[test]
+fn more_regions_than_the_table_holds() {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let all = async move {
+        let count = usize::from(ENTRIES) + 3;
+        let memory = Rc::new(guest(&vec![PAGE; count]).0);
+        let mut registration = handle.register_memory(&memory);
+        let outcome = registration.outcome();
+        assert_eq!((outcome.regions, outcome.plain), (count - 3, 3));
+        assert_eq!(outcome.refused, Some(Refusal::Full));
+        assert!(outcome.to_string().contains("3 regions are not, and are used without"), "{outcome}");
+        assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [true; 2]);
+        assert_eq!(moves(&handle, &memory, &[((count as u64 - 1) * PAGE, PAGE)]).await, [false; 2]);
+        let other = Rc::new(guest(&[PAGE]).0);
+        registration.replace(&other);
+        good(&registration, 1);
+        assert_eq!(free(&handle), usize::from(ENTRIES) - 1);
+        assert_eq!(moves(&handle, &other, &[(0, PAGE)]).await, [true; 2]);
+    };
+    executor.block_on(all).unwrap();
+}
+
+/// The operator is told (docs/configuration.md) never to pin a guest that gives memory back. This is why.
+#[test]
+fn pages_that_are_given_back_are_still_what_is_registered() {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let all = async move {
+        let (memory, files) = guest(&[4 * PAGE]);
+        let (memory, file) = (Rc::new(memory), file(&handle));
+        file.write(Segments::from_bytes(&pattern(1, 2 * PAGE as usize)), 0, false).await.1.unwrap();
+        let registration = handle.register_memory(&memory);
+        let vectored = registration.outcome().vectored;
+        let holes = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&files[0], holes, 0, 4 * PAGE).unwrap();
+        let (one, n) = file.read(segments(&memory, &[(0, PAGE)]), 0).await;
+        assert_eq!(n.unwrap(), PAGE as usize);
+        assert!(bytes(&one).iter().all(|b| *b == 0), "the guest's new page was reached: it was not registered");
+        let (two, n) = file.read(segments(&memory, &[(PAGE, 512), (3 * PAGE, 512)]), 0).await;
+        assert_eq!((n.unwrap(), bytes(&two).iter().any(|b| *b != 0)), (1024, !vectored));
+        drop(registration);
+        let (one, _) = file.read(one, 0).await;
+        assert!(bytes(&one) == pattern(1, PAGE as usize), "without, it is the page that the guest has");
+    };
+    executor.block_on(all).unwrap();
+}
+
+/// RLIMIT_MEMLOCK is the whole process's: this test is done in one of its own, without CAP_IPC_LOCK.
+#[test]
+fn who_may_not_pin_goes_without() {
+    const CHILD: &str = "BLOCKYARD_TEST_WITHOUT_LOCKED_MEMORY";
+    if std::env::var_os(CHILD).is_none() {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        let name = std::thread::current().name().unwrap().to_string();
+        let done = child.args(["--exact", &name, "--nocapture"]).env(CHILD, "1").output().unwrap();
+        let out = String::from_utf8_lossy(&done.stdout);
+        assert!(done.status.success() && out.contains("1 passed"), "{out}{}", String::from_utf8_lossy(&done.stderr));
+        return;
+    }
+    let mut sets = rustix::thread::capabilities(None).unwrap();
+    sets.effective.remove(rustix::thread::CapabilitySet::IPC_LOCK);
+    rustix::thread::set_capabilities(None, sets).unwrap();
+    // The ring itself may be counted too.
+    let executor = Executor::new().unwrap();
+    let limit = rustix::process::Rlimit { current: Some(700 * PAGE), maximum: Some(700 * PAGE) };
+    rustix::process::setrlimit(rustix::process::Resource::Memlock, limit).unwrap();
+    let handle = executor.handle().clone();
+    let all = async move {
+        // The second slice of the region is one too many: then its first one is not registered either.
+        handle.buffers(|b, _| b.most = 512 * PAGE as usize);
+        let memory = Rc::new(guest(&[1024 * PAGE]).0);
+        let mut registration = handle.register_memory(&memory);
+        let outcome = registration.outcome();
+        assert_eq!((outcome.regions, outcome.plain, outcome.refused), (0, 1, Some(Refusal::Pin(libc::ENOMEM))));
+        assert_eq!(
+            outcome.to_string(),
+            "guest memory is not registered with io_uring, and is used without: pinning it: Cannot allocate memory \
+             (os error 12) (see ulimit -l)"
+        );
+        assert_eq!(free(&handle), usize::from(ENTRIES));
+        assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [false; 2]);
+        assert_eq!(moves(&handle, &memory, &[(0, PAGE), (2 * PAGE, PAGE)]).await, [false; 2]);
+        registration.replace(&guest(&[512 * PAGE]).0);
+        good(&registration, 1);
+    };
+    executor.block_on(all).unwrap();
+}

@@ -1,0 +1,103 @@
+//! Page-cache writes that are made here and now.
+//!
+//! A write to the page cache is a copy of a few microseconds. Where the file system can promise that it will not block
+//! (XFS, btrfs, block devices) io_uring makes it on submission. Elsewhere (ext4 up to this day) io_uring hands it to a worker
+//! thread, and two wake-ups cost ten times what the copy does. There the reactor copies by itself: while it is the only
+//! file's reactor, so that nobody else is kept waiting, and as long as no write blocks (dirty pages at their limit,
+//! metadata to be read). One that did leaves the next ones to the workers for a while.
+
+use std::cell::Cell;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FileType, OFlags};
+
+use crate::host;
+use crate::segments::Segments;
+
+/// Longer writes are the workers': several copy at a time.
+const LONGEST: usize = 256 << 10;
+/// A write that takes less has not blocked; one that takes more is looked at.
+const QUICK: Duration = Duration::from_micros(200);
+/// For how long a write that blocked sends the next ones to the workers; doubled each time, up to the most.
+const PAUSE: Duration = Duration::from_millis(20);
+const PAUSE_MOST: Duration = Duration::from_secs(2);
+/// So many writes that did not block make the pause short again.
+const FORGIVEN: u32 = 1000;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Way {
+    /// Not known before the first write.
+    Unknown,
+    /// io_uring does it as well or better.
+    Ring,
+    Inline,
+}
+
+pub(crate) struct InlineWrites {
+    way: Cell<Way>,
+    until: Cell<Option<Instant>>,
+    pause: Cell<Duration>,
+    good: Cell<u32>,
+}
+
+impl InlineWrites {
+    pub fn new(fd: &OwnedFd) -> io::Result<Self> {
+        let regular = FileType::from_raw_mode(rustix::fs::fstat(fd)?.st_mode) == FileType::RegularFile;
+        let direct = rustix::fs::fcntl_getfl(fd)?.contains(OFlags::DIRECT);
+        let way = if regular && !direct { Way::Unknown } else { Way::Ring };
+        Ok(InlineWrites { way: Cell::new(way), until: Cell::new(None), pause: Cell::new(PAUSE), good: Cell::new(0) })
+    }
+
+    /// Whether a write of `len` bytes may be made here.
+    #[inline]
+    pub fn suits(&self, len: usize) -> bool {
+        self.way.get() != Way::Ring && len <= LONGEST
+    }
+
+    /// Writes if it should be done here. None: not done, or not to its end; io_uring is to do all of it (again).
+    pub fn write(&self, fd: &OwnedFd, segments: &Segments, offset: u64) -> Option<usize> {
+        if self.way.get() == Way::Unknown {
+            return self.find_out(fd, segments, offset);
+        }
+        let began = Instant::now();
+        if self.until.get().is_some_and(|until| began < until) {
+            return None;
+        }
+        let switches = host::voluntary_switches();
+        let written = host::write_at(fd, segments, offset, 0);
+        // Time alone does not tell: a busy machine may have run others meanwhile.
+        let now = Instant::now();
+        if now - began > QUICK && host::voluntary_switches() != switches {
+            self.blocked(now);
+        } else {
+            self.went_well();
+        }
+        written.ok()
+    }
+
+    /// The first write asks not to block: file systems that cannot promise it refuse at once.
+    fn find_out(&self, fd: &OwnedFd, segments: &Segments, offset: u64) -> Option<usize> {
+        let written = host::write_at(fd.as_fd(), segments, offset, libc::RWF_NOWAIT);
+        let refused = matches!(&written, Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP));
+        self.way.set(if refused { Way::Inline } else { Way::Ring });
+        tracing::debug!(fd = fd.as_raw_fd(), way = ?self.way.get(), "page-cache writes");
+        written.ok()
+    }
+
+    fn blocked(&self, now: Instant) {
+        self.until.set(Some(now + self.pause.get()));
+        self.pause.set((self.pause.get() * 2).min(PAUSE_MOST));
+        self.good.set(0);
+    }
+
+    #[inline]
+    fn went_well(&self) {
+        self.good.set(self.good.get() + 1);
+        if self.good.get() >= FORGIVEN {
+            self.good.set(0);
+            self.pause.set(PAUSE);
+        }
+    }
+}
