@@ -133,7 +133,8 @@ pub struct DiskArgs {
     #[serde(default)]
     pub serial: Option<String>,
 
-    /// Busy-polling of an empty queue: auto (tried, and kept where it pays), off, or a time in microseconds.
+    /// What to do when a queue is empty: auto (sleep, look again or gather kicks, whichever proves best), off (sleep), or
+    /// microseconds for which to look again.
     #[arg(long, default_value = "auto", value_name = "MODE", value_parser = parse_poll)]
     #[serde(default = "auto_poll", deserialize_with = "config::poll")]
     pub poll: PollMode,

@@ -101,3 +101,71 @@ impl InlineWrites {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(flags: OFlags) -> OwnedFd {
+        let folder = std::env::temp_dir();
+        rustix::fs::open(folder, OFlags::TMPFILE | OFlags::RDWR | flags, 0o600.into()).unwrap()
+    }
+
+    fn of(way: Way) -> (OwnedFd, InlineWrites) {
+        let fd = file(OFlags::empty());
+        let inline = InlineWrites::new(&fd).unwrap();
+        inline.way.set(way);
+        (fd, inline)
+    }
+
+    #[test]
+    fn what_is_written_here_is_in_the_file() {
+        let (fd, inline) = of(Way::Inline);
+        assert_eq!(inline.write(&fd, &Segments::from_bytes(b"hello"), 3), Some(5));
+        let mut bytes = [1; 8];
+        assert_eq!(rustix::io::pread(&fd, &mut bytes, 0).unwrap(), 8);
+        assert_eq!(&bytes, b"\0\0\0hello");
+    }
+
+    #[test]
+    fn the_first_write_finds_the_way_and_loses_nothing() {
+        let (fd, inline) = of(Way::Unknown);
+        let first = inline.write(&fd, &Segments::from_bytes(b"first"), 0);
+        assert_ne!(inline.way.get(), Way::Unknown);
+        // Whoever is told None writes it by the ring; Some is done.
+        let len = host::file_size(&fd).unwrap();
+        assert_eq!(len, first.unwrap_or(0) as u64);
+    }
+
+    #[test]
+    fn direct_files_and_long_writes_are_the_rings() {
+        let (_, inline) = of(Way::Inline);
+        assert!(inline.suits(LONGEST) && !inline.suits(LONGEST + 1));
+        let (reader, _writer) = rustix::pipe::pipe().unwrap();
+        assert!(!InlineWrites::new(&reader).unwrap().suits(512), "no regular file");
+    }
+
+    #[test]
+    fn a_write_that_blocked_sends_the_next_ones_elsewhere_and_is_forgiven_later() {
+        let (fd, inline) = of(Way::Inline);
+        let bytes = Segments::from_bytes(b"x");
+        inline.blocked(Instant::now());
+        assert_eq!(inline.write(&fd, &bytes, 0), None);
+        std::thread::sleep(PAUSE);
+        assert_eq!(inline.write(&fd, &bytes, 0), Some(1));
+        assert_eq!(inline.pause.get(), PAUSE * 2);
+        for _ in 0..FORGIVEN {
+            inline.went_well();
+        }
+        assert_eq!(inline.pause.get(), PAUSE);
+        (0..20).for_each(|_| inline.blocked(Instant::now()));
+        assert_eq!(inline.pause.get(), PAUSE_MOST);
+    }
+
+    #[test]
+    fn an_error_is_left_to_the_ring_to_tell() {
+        let (_, inline) = of(Way::Inline);
+        let read_only = rustix::fs::open("/dev/null", OFlags::RDONLY, 0.into()).unwrap();
+        assert_eq!(inline.write(&read_only, &Segments::from_bytes(b"x"), 0), None);
+    }
+}
