@@ -34,6 +34,8 @@ use super::virtqueue::{Desc, Head, PackedRing, Ring, RingError, SplitRing};
 /// memory) small batches let guest and back end overlap; where it takes its time, one submission for all is cheaper.
 const BATCH_AT_ONCE: usize = 8;
 const BATCH_IN_FLIGHT: usize = 64;
+/// Batches for which storage is held to take its time, once it was found to.
+const SLOW_BATCHES: u32 = 64;
 
 /// Requests of one queue that are with the disk at a time, at most: a bound on memory, and more than any disk has use for.
 const MOST_IN_FLIGHT: u32 = 1024;
@@ -257,7 +259,7 @@ impl Queue {
         self.take_again(again);
         // A predecessor may have published without telling.
         self.core.borrow().call.ring();
-        let mut batch = BATCH_AT_ONCE;
+        let mut slow = 0;
         let mut gathered = false;
         loop {
             self.wake.clear();
@@ -268,16 +270,20 @@ impl Queue {
             }
             let takes = self.enabled.get() && self.in_flight.get() < MOST_IN_FLIGHT && !self.core.borrow().broken;
             if takes && !stopping {
-                let taken = self.take(batch);
+                let taken = self.take(if slow > 0 { BATCH_IN_FLIGHT } else { BATCH_AT_ONCE });
                 if std::mem::take(&mut gathered) {
                     self.core.borrow_mut().pacer.gathered(taken, self.handle.now(), self.done.get());
                 }
                 if taken > 0 {
                     self.core.borrow_mut().pacer.came(self.handle.now());
-                    self.handle.yield_now().await;
-                    // Still in flight after a submission and a look: this storage takes its time.
-                    batch = if self.in_flight.get() > 0 { BATCH_IN_FLIGHT } else { BATCH_AT_ONCE };
-                    continue;
+                    if slow == 0 {
+                        self.handle.yield_now().await;
+                        // Still in flight after a submission and a look: this storage takes its time.
+                        slow = if self.in_flight.get() > 0 { SLOW_BATCHES } else { 0 };
+                        continue;
+                    }
+                    // One system call submits all and waits.
+                    slow -= 1;
                 }
                 if self.in_flight.get() == 0
                     && let Some(limit) = self.went_empty()
