@@ -8,7 +8,7 @@
 //! What must hold: tasks live on this thread alone; nothing here takes a lock (other threads' work comes through
 //! [`crate::Remote`]); a task is woken by its number, and may be woken for nothing.
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, RefCell, RefMut};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::future::Future;
@@ -26,9 +26,10 @@ use crate::memory::GuestMemory;
 use crate::remote::{Job, Remote, Shared};
 use crate::segments::Segments;
 use crate::uring::{Action, TaskId, Uring};
+use crate::wake::Watch;
 
 /// The waking task of operations nobody waits for.
-const NOBODY: TaskId = TaskId::MAX;
+pub(crate) const NOBODY: TaskId = TaskId::MAX;
 /// The internal operation that listens for other threads.
 const REMOTE: TaskId = TaskId::MAX - 1;
 
@@ -324,7 +325,7 @@ impl Handle {
 
     /// Follows an eventfd (or pipe, or socket): see [`Watch`].
     pub fn watch(&self, fd: OwnedFd) -> Watch {
-        Watch { handle: self.clone(), fd, key: None }
+        Watch::new(self, fd)
     }
 
     /// Registers guest memory with this executor's ring, as far as that can be: its pages are pinned, all of them, and
@@ -344,6 +345,17 @@ impl Handle {
     pub(crate) fn operation(&self, action: Action, segments: Segments, file: Rc<FileSlot>) -> Operation {
         let key = self.0.uring.borrow_mut().start(self.0.current.get(), action, segments, Some(file));
         Operation { handle: self.clone(), key: Some(key) }
+    }
+
+    /// The task that is being polled.
+    #[inline]
+    pub(crate) fn current(&self) -> TaskId {
+        self.0.current.get()
+    }
+
+    #[inline]
+    pub(crate) fn uring(&self) -> RefMut<'_, Uring> {
+        self.0.uring.borrow_mut()
     }
 
     pub(crate) fn files(&self) -> u32 {
@@ -400,95 +412,6 @@ impl Drop for Operation {
             self.handle.0.uring.borrow_mut().abandon(key);
         }
     }
-}
-
-/// A descriptor that is rung by somebody else. The poll is multishot and edge-triggered: an eventfd's counter is never
-/// read, so a ring of it costs this side no system call.
-pub struct Watch {
-    handle: Handle,
-    fd: OwnedFd,
-    key: Option<u32>,
-}
-
-impl Watch {
-    /// Makes sure rings are noted from here on; the current task is woken by each (and may be woken for nothing).
-    pub fn arm(&mut self) {
-        let inner = &*self.handle.0;
-        let mut uring = inner.uring.borrow_mut();
-        if let Some(key) = self.key {
-            // None: still armed. Some: the kernel ended the multishot (its queue was full, or an error): arm anew.
-            match uring.take(key) {
-                None => return uring.set_task(key, inner.current.get()),
-                Some(_) => self.key = None,
-            }
-        }
-        let action = Action::Poll { fd: self.fd.as_raw_fd() };
-        self.key = Some(uring.start(inner.current.get(), action, Segments::default(), None));
-    }
-}
-
-impl Drop for Watch {
-    fn drop(&mut self) {
-        if let Some(key) = self.key {
-            self.handle.0.uring.borrow_mut().abandon(key);
-        }
-    }
-}
-
-/// Tells one waiting task of this executor that something changed. Rings before the wait are kept (one).
-#[derive(Clone)]
-pub struct Signal(Rc<SignalInner>);
-
-struct SignalInner {
-    handle: Handle,
-    rung: Cell<bool>,
-    task: Cell<TaskId>,
-}
-
-impl Signal {
-    pub fn new(handle: &Handle) -> Self {
-        Signal(Rc::new(SignalInner { handle: handle.clone(), rung: Cell::new(false), task: Cell::new(NOBODY) }))
-    }
-
-    #[inline]
-    pub fn ring(&self) {
-        if !self.0.rung.replace(true) {
-            self.0.handle.0.wake(self.0.task.get());
-        }
-    }
-
-    /// Waits for a ring, and takes it.
-    pub async fn wait(&self) {
-        std::future::poll_fn(|_| self.poll_wait()).await
-    }
-
-    /// Forgets rings so far: the caller is about to look at everything they could mean.
-    #[inline]
-    pub fn clear(&self) {
-        self.0.rung.set(false);
-    }
-
-    /// From here on rings wake the current task, which is about to [`park`]. True: it was rung since `clear`, do not park.
-    #[inline]
-    pub fn arm(&self) -> bool {
-        self.0.task.set(self.0.handle.0.current.get());
-        self.0.rung.get()
-    }
-
-    #[inline]
-    fn poll_wait(&self) -> Poll<()> {
-        if self.0.rung.take() {
-            return Poll::Ready(());
-        }
-        self.0.task.set(self.0.handle.0.current.get());
-        Poll::Pending
-    }
-}
-
-/// Sleeps until woken by anything (a watch, a signal, a timer): the caller has armed its sources, and checks them all after.
-pub async fn park() {
-    let mut polled = false;
-    std::future::poll_fn(|_| if std::mem::replace(&mut polled, true) { Poll::Ready(()) } else { Poll::Pending }).await
 }
 
 /// For futures that are not ours: wakes through the other threads' way in, which any thread may use.

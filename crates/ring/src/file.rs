@@ -134,6 +134,9 @@ impl Storage for UringFile {
             && let Some(n) = self.inline.write(&self.slot.fd, &segments, offset)
             && n == want
         {
+            if self.inline.owes_a_turn() {
+                self.slot.handle.yield_now().await;
+            }
             return (segments, Ok(n));
         }
         let rw_flags = if durable { libc::RWF_DSYNC } else { 0 };
@@ -243,6 +246,29 @@ mod tests {
                 assert_eq!(&bytes, b"\0\0\0\0\0, ring");
                 file.set_len(4092).await.unwrap();
                 assert_eq!(file.len().await.unwrap(), 4092);
+            })
+            .unwrap();
+    }
+
+    #[test]
+    fn a_task_that_only_writes_leaves_others_their_turn() {
+        let executor = Executor::new().unwrap();
+        let flags = rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::RDWR;
+        let fd = rustix::fs::open(std::env::temp_dir(), flags, 0o600.into()).unwrap();
+        let file = UringFile::new(executor.handle(), Arc::new(fd)).unwrap();
+        let (done, handle) = (Rc::new(std::cell::Cell::new(false)), executor.handle().clone());
+        executor
+            .block_on(async move {
+                let seen = done.clone();
+                handle.spawn(async move { seen.set(true) });
+                let mut segments = Segments::from_bytes(b"again and again");
+                for _ in 0..1000 {
+                    segments = file.write(segments, 0, false).await.0;
+                    if done.get() {
+                        return;
+                    }
+                }
+                panic!("the other task never ran");
             })
             .unwrap();
     }

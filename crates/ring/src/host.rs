@@ -115,6 +115,17 @@ pub(crate) fn write_at(fd: impl AsFd, segments: &Segments, offset: u64, flags: l
     if n >= 0 { Ok(n as usize) } else { Err(io::Error::last_os_error()) }
 }
 
+/// The process at the other end of a Unix socket; None: it is not known here (another PID namespace).
+pub fn peer_process(socket: impl AsFd) -> Option<i32> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    let (fd, to) = (socket.as_fd().as_raw_fd(), (&raw mut peer).cast());
+    // SAFETY: the kernel writes at most `len` bytes, the size of `peer`, which is ours. (Plain integers: unlike rustix's, this
+    // process number may be 0.)
+    let rc = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, to, &mut len) };
+    (rc == 0 && peer.pid > 0).then_some(peer.pid)
+}
+
 /// How often this thread has gone to sleep.
 pub(crate) fn voluntary_switches() -> i64 {
     // SAFETY: an all-zero rusage is a valid value of a plain C struct.
@@ -223,15 +234,41 @@ fn holder(pid: u32) -> Holder {
 mod tests {
     use super::*;
 
-    fn folder() -> PathBuf {
-        let folder = std::env::temp_dir().join(format!("blockyard-host-{}", std::process::id()));
+    /// A folder of a test's own, gone with it.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn join(&self, name: &str) -> PathBuf {
+            self.0.join(name)
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn folder() -> Folder {
+        static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let folder = std::env::temp_dir().join(format!("blockyard-host-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
-        folder
+        Folder(folder)
+    }
+
+    #[test]
+    fn a_socket_names_the_process_at_its_other_end() {
+        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert_eq!(peer_process(&socket), Some(std::process::id() as i32));
+        let (reader, _writer) = rustix::pipe::pipe().unwrap();
+        assert_eq!(peer_process(&reader), None, "no socket");
     }
 
     #[test]
     fn locks_are_between_open_file_descriptions() {
-        let path = folder().join("lock");
+        let folder = folder();
+        let path = folder.join("lock");
         let open = || std::fs::File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
         let (a, b) = (open(), open());
         assert!(lock(&a, Lock::Shared).unwrap());
@@ -245,16 +282,15 @@ mod tests {
         assert_eq!(names, [(std::process::id(), false)]);
         drop(b);
         assert!(holders(&c).is_empty(), "open, but not locked");
-        std::fs::remove_file(&path).unwrap();
     }
 
     #[test]
     fn geometry_is_sane_for_a_file() {
-        let path = folder().join("geometry");
+        let folder = folder();
+        let path = folder.join("geometry");
         let file = std::fs::File::create(&path).unwrap();
         let g = geometry(&file).unwrap();
         assert!(g.logical_block.is_power_of_two() && g.physical_block >= g.logical_block, "{g:?}");
         assert_eq!(file_size(&file).unwrap(), 0);
-        std::fs::remove_file(&path).unwrap();
     }
 }

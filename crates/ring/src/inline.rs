@@ -16,6 +16,8 @@ use rustix::fs::{FileType, OFlags};
 use crate::host;
 use crate::segments::Segments;
 
+/// So many writes in a row, and the other tasks get a turn: a task that does nothing else never waits by itself.
+const TURN: u32 = 32;
 /// Longer writes are the workers': several copy at a time.
 const LONGEST: usize = 256 << 10;
 /// A write that takes less has not blocked; one that takes more is looked at.
@@ -40,6 +42,8 @@ pub(crate) struct InlineWrites {
     until: Cell<Option<Instant>>,
     pause: Cell<Duration>,
     good: Cell<u32>,
+    /// Writes since others had a turn.
+    turn: Cell<u32>,
 }
 
 impl InlineWrites {
@@ -47,7 +51,13 @@ impl InlineWrites {
         let regular = FileType::from_raw_mode(rustix::fs::fstat(fd)?.st_mode) == FileType::RegularFile;
         let direct = rustix::fs::fcntl_getfl(fd)?.contains(OFlags::DIRECT);
         let way = if regular && !direct { Way::Unknown } else { Way::Ring };
-        Ok(InlineWrites { way: Cell::new(way), until: Cell::new(None), pause: Cell::new(PAUSE), good: Cell::new(0) })
+        Ok(InlineWrites {
+            way: Cell::new(way),
+            until: Cell::new(None),
+            pause: Cell::new(PAUSE),
+            good: Cell::new(0),
+            turn: Cell::new(0),
+        })
     }
 
     /// Whether a write of `len` bytes may be made here.
@@ -75,6 +85,14 @@ impl InlineWrites {
             self.went_well();
         }
         written.ok()
+    }
+
+    /// After a write here: whether its task is to let others go first.
+    #[inline]
+    pub fn owes_a_turn(&self) -> bool {
+        let turn = (self.turn.get() + 1) % TURN;
+        self.turn.set(turn);
+        turn == 0
     }
 
     /// The first write asks not to block: file systems that cannot promise it refuse at once.

@@ -1,11 +1,12 @@
 //! The ground floor: everything that touches the host, behind safe faces.
 //!
 //! ```text
-//!   executor   one thread, one io_uring, many tasks          remote    work handed in from other threads
-//!   file       `Storage` over io_uring                       sim       `Storage` over a simulated disk
-//!   memory     guest memory: regions, windows, bounds        segments  what one I/O moves: an iovec and its owner
-//!   buffers    guest memory registered with a ring          fault     shared memory that its owner takes away
-//!   host       locks, geometry, block-device calls, sockets' bits      inline    page-cache writes made at once
+//!   executor   one thread, one io_uring, many tasks       remote    work handed in from other threads
+//!   wake       watched descriptors, signals               sim       `Storage` over a simulated disk
+//!   file       `Storage` over io_uring                    inline    page-cache writes made at once
+//!   memory     guest memory: regions, windows, bounds     segments  what one I/O moves: an iovec and its owner
+//!   buffers    guest memory registered with a ring        fault     shared memory that its owner takes away
+//!   host       locks, geometry, block-device calls, sockets' bits
 //! ```
 //!
 //! In: bytes' addresses and offsets that somebody above has already given a meaning. Out: results.
@@ -23,11 +24,13 @@ pub mod remote;
 pub mod segments;
 pub mod sim;
 mod uring;
+mod wake;
 
 pub use buffers::{Outcome, Refusal, Registration};
-pub use executor::{Executor, Handle, Signal, Watch, park};
+pub use executor::{Executor, Handle};
 pub use file::{OpenMode, Storage, UringFile};
 pub use memory::{GuestMemory, MemoryError, Region, Window};
 pub use remote::{Remote, Reply};
 pub use segments::{AlignedBuf, Segments};
 pub use uring::TaskId;
+pub use wake::{Signal, Watch, park};

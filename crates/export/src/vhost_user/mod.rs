@@ -19,6 +19,7 @@ mod request;
 mod session;
 mod socket;
 mod virtqueue;
+mod write_cache;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -198,7 +199,7 @@ fn serve(export: &Arc<Export>, stream: UnixStream) -> Result<(), String> {
     let explain = |what: &'static str| move |e: io::Error| format!("{what}: {e}");
     *lock(&export.connection) = Some(stream.try_clone().map_err(explain("copying its socket"))?);
     let peek = stream.try_clone().map_err(explain("copying its socket"))?;
-    let peer = rustix::net::sockopt::socket_peercred(&stream).ok().map(|peer| peer.pid.as_raw_nonzero().get());
+    let peer = blockyard_ring::host::peer_process(&stream);
     let session = Arc::new(Mutex::new(Session::new(export.clone(), peer)));
     let mut handler = BackendReqHandler::from_stream(stream, session.clone());
     let result = loop {

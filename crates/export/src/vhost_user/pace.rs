@@ -27,8 +27,10 @@ const SLICE_MOST: Duration = Duration::from_millis(60);
 const VAIN: u32 = 8;
 /// A manner this much slower than the best is tried no further.
 const HOPELESS: f64 = 0.7;
+/// One that was decided for before, and is this much better than all others at once, needs no second look.
+const CLEAR: f64 = 1.15;
 /// How long a decision holds before it is tried again; twice as long each time it is confirmed.
-const REST: Duration = Duration::from_millis(500);
+const REST: Duration = Duration::from_secs(1);
 const REST_MOST: Duration = Duration::from_secs(16);
 /// While it holds, the rate is watched: so many windows in a row outside these bounds are another load, to be tried anew.
 const WINDOW: Duration = Duration::from_millis(50);
@@ -284,7 +286,7 @@ impl Pacer {
         for i in 1..self.plan.manners.len() {
             self.out[i] |= self.counts[i].rate() < self.counts[best].rate() * HOPELESS;
         }
-        let rivals = self.out[1..self.plan.manners.len()].iter().any(|out| !out);
+        let rivals = self.out[1..self.plan.manners.len()].iter().any(|out| !out) && !self.confirmed(best);
         if rivals && round + 1 < self.plan.rounds {
             return self.begin_slice(round + 1, 0, now, done);
         }
@@ -301,6 +303,12 @@ impl Pacer {
         let of = |i: usize| self.counts[i].rate();
         let enough = |&i: &usize| i == 0 || !self.out[i] && of(i) > of(0) * self.plan.manners[i].gain;
         (0..self.plan.manners.len()).filter(enough).max_by(|&a, &b| of(a).total_cmp(&of(b))).unwrap_or(0)
+    }
+
+    /// Whether `best` is what was decided for before, and clearly better than all others.
+    fn confirmed(&self, best: usize) -> bool {
+        let rate = self.counts[best].rate();
+        best == self.settled && (0..self.plan.manners.len()).all(|i| i == best || self.counts[i].rate() * CLEAR < rate)
     }
 
     fn begin_slice(&mut self, round: usize, manner: usize, now: Instant, done: u64) {

@@ -9,26 +9,32 @@
 //! region forgets them and before the guest is told; after `stop` nothing is taken, and the reply is sent only when
 //! nothing is in flight. Lanes and segment lists are reused: the steady state allocates nothing.
 
+mod handle;
+mod lane;
+mod state;
+
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
-use std::future::poll_fn;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::task::Poll;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, Request, Run, Served, Status, Token};
-use blockyard_ring::{GuestMemory, Handle, Remote, Reply, Segments, Signal, TaskId, UringFile, Watch, park};
+use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, UringFile, Watch, park};
 
-use super::inflight::{Inflight, InflightRegion};
+use super::inflight::InflightRegion;
 use super::log::Log;
-use super::notify::{Call, Coalesce, Coalescer};
-use super::pace::{Pacer, PollMode};
+use super::notify::{Call, Coalesce};
+use super::pace::PollMode;
 use super::placement::Placement;
 use super::request::{Ask, Terms, parse, wire_status};
-use super::virtqueue::{Desc, Head, PackedRing, Ring, RingError, SplitRing};
+use super::virtqueue::{Head, RingError};
+use lane::{Lane, Load};
+use state::{Again, Core, Pending};
+
+pub use handle::QueueHandle;
 
 /// Chains taken before what they ask is submitted and what has completed is told. Where storage answers at once (page cache,
 /// memory) small batches let guest and back end overlap; where it takes its time, one submission for all is cheaper.
@@ -73,101 +79,9 @@ pub struct QueueSetup {
     pub peer: Option<i32>,
 }
 
-/// A running queue, as the control thread knows it.
-pub struct QueueHandle {
-    remote: Remote,
-    id: u64,
-}
-
-impl QueueHandle {
-    /// Starts a queue on a reactor; an error says why the ring cannot be.
-    pub fn start(remote: Remote, setup: QueueSetup) -> Result<QueueHandle, String> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        let started = remote.ask(move |handle, reply| reply.send(Queue::start(handle, setup, id)));
-        started.unwrap_or_else(|| Err("the reactor has ended".into())).map(|()| QueueHandle { remote, id })
-    }
-
-    /// Takes nothing more, waits for what is in flight, and answers the base to go on from.
-    pub fn stop(self) -> u32 {
-        let id = self.id;
-        let base = self.remote.ask(move |_, reply| match LOCAL.with_borrow_mut(|l| l.remove(&id)) {
-            Some(queue) => queue.stop(reply),
-            None => reply.send(0),
-        });
-        base.unwrap_or(0)
-    }
-
-    pub fn set_enabled(&self, enabled: bool) {
-        self.with(move |queue| {
-            queue.enabled.set(enabled);
-            queue.wake.ring();
-        });
-    }
-
-    pub fn set_call(&self, call: Call) {
-        self.with(move |queue| queue.core.borrow_mut().set_call(call, queue.coalesce));
-    }
-
-    pub fn set_error(&self, error: Option<OwnedFd>) {
-        self.with(move |queue| queue.core.borrow_mut().error = error);
-    }
-
-    pub fn set_memory(&self, memory: GuestMemory) {
-        self.with(move |queue| queue.core.borrow_mut().set_memory(Rc::new(memory)));
-    }
-
-    /// The front end kicked by a message.
-    pub fn kick(&self) {
-        self.with(|queue| queue.wake.ring());
-    }
-
-    fn with(&self, f: impl FnOnce(&Rc<Queue>) + Send + 'static) {
-        let id = self.id;
-        self.remote.run(move |_| {
-            let queue = LOCAL.with_borrow(|l| l.get(&id).cloned());
-            if let Some(queue) = queue {
-                f(&queue);
-            }
-        });
-    }
-}
-
 thread_local! {
     /// The queues of this reactor, by number.
     static LOCAL: RefCell<HashMap<u64, Rc<Queue>>> = RefCell::default();
-}
-
-/// A chain between being taken and being answered.
-#[derive(Clone, Copy, Default)]
-struct Pending {
-    /// Requests of it that are not answered yet; 0: the entry is free.
-    parts: u32,
-    failed: Option<blockyard_disk::Failure>,
-    count: u16,
-    /// Bytes written to the guest if all goes well.
-    written: u32,
-    status: u64,
-    /// Its entry in the in-flight region.
-    entry: u16,
-}
-
-/// What is changed on the way of a request.
-struct Core {
-    ring: Ring,
-    memory: Rc<GuestMemory>,
-    inflight: Option<Inflight>,
-    descs: Vec<Desc>,
-    pending: Vec<Pending>,
-    pool: Vec<Segments>,
-    call: Call,
-    coalescer: Coalescer,
-    pacer: Pacer,
-    placement: Placement,
-    error: Option<OwnedFd>,
-    /// Used elements pushed and not published.
-    unpublished: u32,
-    broken: bool,
 }
 
 pub struct Queue {
@@ -189,20 +103,6 @@ pub struct Queue {
     clocked: bool,
     coalesce: Coalesce,
     stopping: RefCell<Option<Reply<u32>>>,
-}
-
-/// A task that carries one request, or run of neighbours, after another.
-#[derive(Default)]
-struct Lane {
-    load: Cell<Option<Load>>,
-    task: Cell<TaskId>,
-    closed: Cell<bool>,
-}
-
-/// What one operation does.
-enum Load {
-    One(Request<ChainToken>),
-    Run(Run<ChainToken>),
 }
 
 /// Names the chain that a request belongs to.
@@ -561,189 +461,5 @@ impl Queue {
         if let Some(reply) = self.stopping.borrow_mut().take() {
             reply.send(core.ring.base());
         }
-    }
-}
-
-impl Lane {
-    async fn run(self: Rc<Self>, queue: std::rc::Weak<Queue>, device: Arc<DeviceState>, served: Rc<Served<UringFile>>) {
-        loop {
-            let next = poll_fn(|_| match self.load.take() {
-                Some(load) => Poll::Ready(Some(load)),
-                None if self.closed.get() => Poll::Ready(None),
-                None => Poll::Pending,
-            });
-            let Some(load) = next.await else { return };
-            // The guest switched its write cache off while this was on its way: now the answer promises more.
-            let promises_more = |volatile| volatile && !device.write_back.load(Ordering::Relaxed);
-            match load {
-                Load::One(request) => {
-                    let volatile = request.is_volatile();
-                    let mut finished = served.serve(request).await;
-                    if promises_more(volatile) {
-                        finished = finished.and(served.settle().await);
-                    }
-                    finished.answer();
-                }
-                Load::Run(mut run) => {
-                    let volatile = run.is_volatile();
-                    served.serve_run(&mut run).await;
-                    let settled = if promises_more(volatile) { served.settle().await } else { Ok(()) };
-                    run.finished().for_each(|finished| finished.and(settled).answer());
-                    if let Some(queue) = queue.upgrade() {
-                        queue.runs.borrow_mut().push(run);
-                    }
-                }
-            }
-            match queue.upgrade() {
-                Some(queue) => queue.idle.borrow_mut().push(self.clone()),
-                None => return,
-            }
-        }
-    }
-}
-
-/// A chain of a predecessor.
-enum Again {
-    Split(u16),
-    Packed(super::inflight::PackedChain),
-}
-
-impl Again {
-    fn entry(&self) -> u16 {
-        match self {
-            Again::Split(head) => *head,
-            Again::Packed(chain) => chain.entry,
-        }
-    }
-}
-
-impl Core {
-    fn new(setup: &mut QueueSetup, placement: Placement, now: Instant) -> Result<(Core, Vec<Again>), RingError> {
-        let memory = Rc::new(setup.memory.clone());
-        let mut inflight = setup.inflight.as_ref().and_then(|r| r.queue(setup.index, setup.packed));
-        if let Some(noted) = &inflight
-            && u32::from(noted.size()) < setup.size
-        {
-            return Err(RingError::Inflight { ring: setup.size, region: noted.size() });
-        }
-        let (ring, again) = if setup.packed {
-            Self::packed(setup, &memory, &mut inflight)?
-        } else {
-            Self::split(setup, &memory, &mut inflight)?
-        };
-        let call = std::mem::replace(&mut setup.call, Call::None);
-        let coalescer = Coalescer::new(setup.coalesce.wait(call.is_stream()), ring.size());
-        let mut pacer = Pacer::new(setup.poll, placement.can_move(), now);
-        pacer.told_by_stream(call.is_stream());
-        let core = Core {
-            pending: vec![Pending::default(); usize::from(ring.size())],
-            ring,
-            memory,
-            inflight,
-            descs: Vec::new(),
-            pool: Vec::new(),
-            call,
-            coalescer,
-            pacer,
-            placement,
-            error: setup.error.take(),
-            unpublished: 0,
-            broken: false,
-        };
-        Ok((core, again))
-    }
-
-    fn split(
-        setup: &QueueSetup,
-        memory: &Rc<GuestMemory>,
-        inflight: &mut Option<Inflight>,
-    ) -> Result<(Ring, Vec<Again>), RingError> {
-        let mut ring = SplitRing::new(memory.clone(), setup.parts, setup.size, setup.base as u16, setup.event_idx)?;
-        let again = inflight.as_mut().map_or_else(Vec::new, |i| i.recover_split(ring.used_index()));
-        if !again.is_empty() {
-            ring.restore(again.len() as u16);
-        }
-        Ok((Ring::Split(ring), again.into_iter().map(Again::Split).collect()))
-    }
-
-    fn packed(
-        setup: &QueueSetup,
-        memory: &Rc<GuestMemory>,
-        inflight: &mut Option<Inflight>,
-    ) -> Result<(Ring, Vec<Again>), RingError> {
-        let mut ring = PackedRing::new(memory.clone(), setup.parts, setup.size, setup.base, setup.event_idx)?;
-        let mut again = Vec::new();
-        if let Some(inflight) = inflight
-            && inflight.is_used()
-        {
-            let (chains, used) = inflight.recover_packed(|index, wrap| ring.was_used(index, wrap))?;
-            // The region's chains have at most 32768 descriptors in all.
-            let ahead = chains.iter().map(|c| c.raw.len() as u16).sum();
-            ring.restore(used, ahead)?;
-            again = chains.into_iter().map(Again::Packed).collect();
-        }
-        Ok((Ring::Packed(ring), again))
-    }
-
-    #[inline]
-    fn note_taken(&mut self, head: Head) -> u16 {
-        match (&mut self.inflight, &self.ring) {
-            (None, _) => head.id,
-            (Some(inflight), Ring::Split(_)) => {
-                inflight.taken_split(head.id);
-                head.id
-            }
-            (Some(inflight), Ring::Packed(ring)) => inflight.taken_packed(ring.raw()),
-        }
-    }
-
-    #[inline]
-    fn push_used(&mut self, head: Head, entry: u16, written: u32) {
-        match (&mut self.inflight, &self.ring) {
-            (None, _) => {}
-            (Some(inflight), Ring::Split(_)) => inflight.pushed_split(entry),
-            (Some(inflight), Ring::Packed(_)) => inflight.pushed_packed(entry),
-        }
-        self.ring.push_used(head, written);
-        self.unpublished += 1;
-    }
-
-    #[inline]
-    fn publish(&mut self) {
-        if let (Some(inflight), Ring::Packed(ring)) = (&mut self.inflight, &self.ring) {
-            let (index, wrap) = ring.used_place();
-            inflight.publishing_packed(index, wrap);
-        }
-        self.ring.publish();
-        match (&mut self.inflight, &self.ring) {
-            (None, _) => {}
-            (Some(inflight), Ring::Split(ring)) => inflight.published_split(ring.used_index()),
-            (Some(inflight), Ring::Packed(_)) => inflight.published_packed(),
-        }
-    }
-
-    fn retake(&mut self, chain: &Again) -> Result<Head, RingError> {
-        self.descs.clear();
-        match (chain, &self.ring) {
-            (Again::Split(head), Ring::Split(ring)) => {
-                ring.chain(*head, &mut self.descs)?;
-                Ok(Head { id: *head, count: 1 })
-            }
-            (Again::Packed(chain), Ring::Packed(ring)) => ring.retake(&chain.raw, &mut self.descs),
-            _ => Err(RingError::Id(chain.entry())),
-        }
-    }
-
-    fn set_memory(&mut self, memory: Rc<GuestMemory>) {
-        self.ring.set_memory(memory.clone());
-        self.memory = memory;
-    }
-
-    fn set_call(&mut self, call: Call, coalesce: Coalesce) {
-        self.coalescer = Coalescer::new(coalesce.wait(call.is_stream()), self.ring.size());
-        self.pacer.told_by_stream(call.is_stream());
-        self.call = call;
-        // Whatever was told to the old one may be lost.
-        self.call.ring();
     }
 }

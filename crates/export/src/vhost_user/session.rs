@@ -51,7 +51,7 @@ fn no() -> Error {
 /// The session's state; one thread works on it.
 pub struct Session {
     export: Arc<Export>,
-    device: Arc<DeviceState>,
+    pub(super) device: Arc<DeviceState>,
     shape: QueueShape,
     tuning: Tuning,
     /// The front end's process.
@@ -59,9 +59,9 @@ pub struct Session {
     memory: GuestMemory,
     /// None: it is not pinned.
     pins: Option<Pins>,
-    features: u64,
+    pub(super) features: u64,
     protocol: VhostUserProtocolFeatures,
-    inflight: Option<InflightRegion>,
+    pub(super) inflight: Option<InflightRegion>,
     pub(super) channel: Option<Arc<BackChannel>>,
     vrings: Vec<Vring>,
 }
@@ -218,33 +218,6 @@ impl Session {
                 queue.set_memory(self.memory.clone());
             }
         }
-    }
-
-    /// What a guest that cannot flush is owed (virtio 1.2, 5.2.5.2): at first no write cache. Only a driver that takes
-    /// other features than the last one begins anew: front ends repeat SET_FEATURES, and the cache may have been switched.
-    fn settle_write_cache(&self, before: u64) {
-        const TOLD: u64 = config::F_FLUSH | config::F_CONFIG_WCE;
-        if (before ^ self.features) & TOLD != 0 || self.features & TOLD == 0 {
-            let flushes = self.features & config::F_FLUSH != 0;
-            self.switch_write_cache(flushes && self.device.disk.options().cache.write_back());
-        }
-    }
-
-    /// Says what the guest sees from now on, and notes it for a successor; the answer is what it saw before.
-    fn switch_write_cache(&self, write_back: bool) -> bool {
-        if let Some(region) = &self.inflight {
-            region.note_write_back(write_back);
-        }
-        self.device.write_back.swap(write_back, Ordering::Relaxed)
-    }
-
-    /// A region that comes back from a killed predecessor tells what its guest had set since, and still relies on.
-    fn take_over_write_cache(&self, region: &InflightRegion) {
-        let flushes = self.features & config::F_FLUSH != 0;
-        let now = self.device.write_back.load(Ordering::Relaxed);
-        let write_back = region.write_back().unwrap_or(now) && (flushes || now);
-        self.device.write_back.store(write_back, Ordering::Relaxed);
-        region.note_write_back(write_back);
     }
 
     fn reset(&mut self) {

@@ -1,0 +1,198 @@
+//! What of a queue is changed on the way of a request: the ring, the in-flight region beside it, and the chains between
+//! being taken and being answered.
+
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::time::Instant;
+
+use blockyard_disk::Failure;
+use blockyard_ring::{GuestMemory, Segments};
+
+use super::QueueSetup;
+use crate::vhost_user::inflight::{Inflight, PackedChain};
+use crate::vhost_user::notify::{Call, Coalesce, Coalescer};
+use crate::vhost_user::pace::Pacer;
+use crate::vhost_user::placement::Placement;
+use crate::vhost_user::virtqueue::{Desc, Head, PackedRing, Ring, RingError, SplitRing};
+
+/// A chain between being taken and being answered.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Pending {
+    /// Requests of it that are not answered yet; 0: the entry is free.
+    pub(super) parts: u32,
+    pub(super) failed: Option<Failure>,
+    pub(super) count: u16,
+    /// Bytes written to the guest if all goes well.
+    pub(super) written: u32,
+    pub(super) status: u64,
+    /// Its entry in the in-flight region.
+    pub(super) entry: u16,
+}
+
+/// What is changed on the way of a request.
+pub(super) struct Core {
+    pub(super) ring: Ring,
+    pub(super) memory: Rc<GuestMemory>,
+    pub(super) inflight: Option<Inflight>,
+    pub(super) descs: Vec<Desc>,
+    pub(super) pending: Vec<Pending>,
+    pub(super) pool: Vec<Segments>,
+    pub(super) call: Call,
+    pub(super) coalescer: Coalescer,
+    pub(super) pacer: Pacer,
+    pub(super) placement: Placement,
+    pub(super) error: Option<OwnedFd>,
+    /// Used elements pushed and not published.
+    pub(super) unpublished: u32,
+    pub(super) broken: bool,
+}
+
+/// A chain of a predecessor.
+pub(super) enum Again {
+    Split(u16),
+    Packed(PackedChain),
+}
+
+impl Again {
+    pub(super) fn entry(&self) -> u16 {
+        match self {
+            Again::Split(head) => *head,
+            Again::Packed(chain) => chain.entry,
+        }
+    }
+}
+
+impl Core {
+    pub(super) fn new(
+        setup: &mut QueueSetup,
+        placement: Placement,
+        now: Instant,
+    ) -> Result<(Core, Vec<Again>), RingError> {
+        let memory = Rc::new(setup.memory.clone());
+        let mut inflight = setup.inflight.as_ref().and_then(|r| r.queue(setup.index, setup.packed));
+        if let Some(noted) = &inflight
+            && u32::from(noted.size()) < setup.size
+        {
+            return Err(RingError::Inflight { ring: setup.size, region: noted.size() });
+        }
+        let (ring, again) = if setup.packed {
+            Self::packed(setup, &memory, &mut inflight)?
+        } else {
+            Self::split(setup, &memory, &mut inflight)?
+        };
+        let call = std::mem::replace(&mut setup.call, Call::None);
+        let coalescer = Coalescer::new(setup.coalesce.wait(call.is_stream()), ring.size());
+        let mut pacer = Pacer::new(setup.poll, placement.can_move(), now);
+        pacer.told_by_stream(call.is_stream());
+        let core = Core {
+            pending: vec![Pending::default(); usize::from(ring.size())],
+            ring,
+            memory,
+            inflight,
+            descs: Vec::new(),
+            pool: Vec::new(),
+            call,
+            coalescer,
+            pacer,
+            placement,
+            error: setup.error.take(),
+            unpublished: 0,
+            broken: false,
+        };
+        Ok((core, again))
+    }
+
+    fn split(
+        setup: &QueueSetup,
+        memory: &Rc<GuestMemory>,
+        inflight: &mut Option<Inflight>,
+    ) -> Result<(Ring, Vec<Again>), RingError> {
+        let mut ring = SplitRing::new(memory.clone(), setup.parts, setup.size, setup.base as u16, setup.event_idx)?;
+        let again = inflight.as_mut().map_or_else(Vec::new, |i| i.recover_split(ring.used_index()));
+        if !again.is_empty() {
+            ring.restore(again.len() as u16);
+        }
+        Ok((Ring::Split(ring), again.into_iter().map(Again::Split).collect()))
+    }
+
+    fn packed(
+        setup: &QueueSetup,
+        memory: &Rc<GuestMemory>,
+        inflight: &mut Option<Inflight>,
+    ) -> Result<(Ring, Vec<Again>), RingError> {
+        let mut ring = PackedRing::new(memory.clone(), setup.parts, setup.size, setup.base, setup.event_idx)?;
+        let mut again = Vec::new();
+        if let Some(inflight) = inflight
+            && inflight.is_used()
+        {
+            let (chains, used) = inflight.recover_packed(|index, wrap| ring.was_used(index, wrap))?;
+            // The region's chains have at most 32768 descriptors in all.
+            let ahead = chains.iter().map(|c| c.raw.len() as u16).sum();
+            ring.restore(used, ahead)?;
+            again = chains.into_iter().map(Again::Packed).collect();
+        }
+        Ok((Ring::Packed(ring), again))
+    }
+
+    #[inline]
+    pub(super) fn note_taken(&mut self, head: Head) -> u16 {
+        match (&mut self.inflight, &self.ring) {
+            (None, _) => head.id,
+            (Some(inflight), Ring::Split(_)) => {
+                inflight.taken_split(head.id);
+                head.id
+            }
+            (Some(inflight), Ring::Packed(ring)) => inflight.taken_packed(ring.raw()),
+        }
+    }
+
+    #[inline]
+    pub(super) fn push_used(&mut self, head: Head, entry: u16, written: u32) {
+        match (&mut self.inflight, &self.ring) {
+            (None, _) => {}
+            (Some(inflight), Ring::Split(_)) => inflight.pushed_split(entry),
+            (Some(inflight), Ring::Packed(_)) => inflight.pushed_packed(entry),
+        }
+        self.ring.push_used(head, written);
+        self.unpublished += 1;
+    }
+
+    #[inline]
+    pub(super) fn publish(&mut self) {
+        if let (Some(inflight), Ring::Packed(ring)) = (&mut self.inflight, &self.ring) {
+            let (index, wrap) = ring.used_place();
+            inflight.publishing_packed(index, wrap);
+        }
+        self.ring.publish();
+        match (&mut self.inflight, &self.ring) {
+            (None, _) => {}
+            (Some(inflight), Ring::Split(ring)) => inflight.published_split(ring.used_index()),
+            (Some(inflight), Ring::Packed(_)) => inflight.published_packed(),
+        }
+    }
+
+    pub(super) fn retake(&mut self, chain: &Again) -> Result<Head, RingError> {
+        self.descs.clear();
+        match (chain, &self.ring) {
+            (Again::Split(head), Ring::Split(ring)) => {
+                ring.chain(*head, &mut self.descs)?;
+                Ok(Head { id: *head, count: 1 })
+            }
+            (Again::Packed(chain), Ring::Packed(ring)) => ring.retake(&chain.raw, &mut self.descs),
+            _ => Err(RingError::Id(chain.entry())),
+        }
+    }
+
+    pub(super) fn set_memory(&mut self, memory: Rc<GuestMemory>) {
+        self.ring.set_memory(memory.clone());
+        self.memory = memory;
+    }
+
+    pub(super) fn set_call(&mut self, call: Call, coalesce: Coalesce) {
+        self.coalescer = Coalescer::new(coalesce.wait(call.is_stream()), self.ring.size());
+        self.pacer.told_by_stream(call.is_stream());
+        self.call = call;
+        // Whatever was told to the old one may be lost.
+        self.call.ring();
+    }
+}
