@@ -3,7 +3,7 @@
 //! ```text
 //!   kick ─► run: take a few chains ─► lanes (a task for each request, or run of neighbours) ─► disk
 //!            ▲   publish, signal once  ◄─────────────────────── answers ◄─────────────────────┘
-//!            └── yields after each batch: submit, reap, and the guest works on what it has meanwhile
+//!            └── after each batch: submit and reap; on storage that takes its time, in the call that waits
 //! ```
 //! What must hold: a chain is answered once, after its last part; used elements are published before the in-flight
 //! region forgets them and before the guest is told; after `stop` nothing is taken, and the reply is sent only when
