@@ -7,6 +7,9 @@
 //! Each reactor then makes its own [`Raw`] of it.
 
 mod cache;
+mod error;
+mod extent;
+mod format;
 mod open;
 mod range_lock;
 mod raw;
@@ -15,6 +18,9 @@ mod turns;
 pub use blockyard_ring::Storage;
 pub use blockyard_ring::host::Geometry;
 pub use cache::CacheMode;
+pub use error::{ImageError, Kind};
+pub use extent::{Extent, Place};
+pub use format::Format;
 pub use open::{ImageFile, OpenError, OpenOptions};
 pub use raw::{Raw, RawShape};
 

@@ -34,6 +34,11 @@ pub trait Storage: 'static {
     fn discard(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<()>>;
     /// Zeroes the range without moving data; `unmap`: space may be given back. `Unsupported`: the caller writes zeroes.
     fn zero(&self, offset: u64, len: u64, unmap: bool) -> impl Future<Output = io::Result<()>>;
+    /// Takes space for the range ahead, and makes the file as long where it was shorter; what was not there reads as zeroes.
+    /// `Unsupported`: there is nothing to take, and the caller may set the length.
+    fn allocate(&self, _offset: u64, _len: u64) -> impl Future<Output = io::Result<()>> {
+        std::future::ready(Err(io::ErrorKind::Unsupported.into()))
+    }
     /// Sets the file's length.
     fn set_len(&self, len: u64) -> impl Future<Output = io::Result<()>>;
     /// The length now.
@@ -169,6 +174,13 @@ impl Storage for UringFile {
             }
         }
         self.fallocate(libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await
+    }
+
+    async fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
+        if self.block_device {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        self.fallocate(0, offset, len).await
     }
 
     async fn set_len(&self, len: u64) -> io::Result<()> {

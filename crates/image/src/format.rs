@@ -1,0 +1,43 @@
+//! Image formats and their names. A format is told, or known by the file's name; never guessed from what a guest wrote.
+
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    Raw,
+    Qcow2,
+    /// User Mode Linux's copy-on-write file.
+    Cow,
+}
+
+impl Format {
+    pub const NAMES: [(&str, Format); 3] = [("raw", Format::Raw), ("qcow2", Format::Qcow2), ("cow", Format::Cow)];
+
+    /// What the file's name says; None: nothing that is known here (which does not make it raw).
+    pub fn of_name(path: &Path) -> Option<Self> {
+        match path.extension()?.to_str()?.to_ascii_lowercase().as_str() {
+            "qcow2" | "qcow" => Some(Format::Qcow2),
+            "cow" => Some(Format::Cow),
+            "raw" | "img" => Some(Format::Raw),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = Self::NAMES.iter().find(|(_, format)| format == self).map_or("", |(name, _)| name);
+        f.write_str(name)
+    }
+}
+
+impl FromStr for Format {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let known = Self::NAMES.iter().find(|(name, _)| *name == s);
+        known.map(|(_, format)| *format).ok_or_else(|| format!("format \"{s}\" is not known: it is one of raw, qcow2, cow"))
+    }
+}
