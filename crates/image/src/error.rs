@@ -30,7 +30,12 @@ pub struct ImageError {
 }
 
 impl ImageError {
-    pub fn new(kind: Kind, structure: impl Into<String>, offset: impl Into<Option<u64>>, what: impl Into<String>) -> Self {
+    pub fn new(
+        kind: Kind,
+        structure: impl Into<String>,
+        offset: impl Into<Option<u64>>,
+        what: impl Into<String>,
+    ) -> Self {
         ImageError { kind, structure: structure.into(), offset: offset.into(), what: what.into(), source: None }
     }
 
@@ -47,7 +52,12 @@ impl ImageError {
     }
 
     /// `operation`: what was tried, such as "reading".
-    pub fn io(structure: impl Into<String>, offset: impl Into<Option<u64>>, operation: &str, source: io::Error) -> Self {
+    pub fn io(
+        structure: impl Into<String>,
+        offset: impl Into<Option<u64>>,
+        operation: &str,
+        source: io::Error,
+    ) -> Self {
         // One that went through `io::Error` on its way is not wrapped again.
         match source.downcast::<ImageError>() {
             Ok(inner) => inner,

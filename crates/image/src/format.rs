@@ -38,6 +38,8 @@ impl FromStr for Format {
 
     fn from_str(s: &str) -> Result<Self, String> {
         let known = Self::NAMES.iter().find(|(name, _)| *name == s);
-        known.map(|(_, format)| *format).ok_or_else(|| format!("format \"{s}\" is not known: it is one of raw, qcow2, cow"))
+        known
+            .map(|(_, format)| *format)
+            .ok_or_else(|| format!("format \"{s}\" is not known: it is one of raw, qcow2, cow"))
     }
 }

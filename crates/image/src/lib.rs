@@ -11,6 +11,7 @@ mod error;
 mod extent;
 mod format;
 mod open;
+pub mod qcow2;
 mod range_lock;
 mod raw;
 mod turns;

@@ -1,0 +1,45 @@
+//! Big-endian numbers in bytes, and whole pieces of a file in one call.
+
+use std::io;
+
+use blockyard_ring::{Segments, Storage};
+
+use crate::raw::Raw;
+
+/// The caller has made sure that the field lies inside `bytes`.
+pub fn be32(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+}
+
+pub fn be64(bytes: &[u8], at: usize) -> u64 {
+    u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+}
+
+pub fn put32(bytes: &mut [u8], at: usize, value: u32) {
+    bytes[at..at + 4].copy_from_slice(&value.to_be_bytes());
+}
+
+pub fn put64(bytes: &mut [u8], at: usize, value: u64) {
+    bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
+}
+
+/// `len` bytes from `offset`; what lies beyond the end of the file is zeroes.
+pub async fn read<S: Storage>(file: &Raw<S>, offset: u64, len: usize) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; len];
+    if len > 0 {
+        let (segments, result) = file.read(Segments::buffer(len), offset).await;
+        result?;
+        segments.copy_out(0, &mut bytes);
+    }
+    Ok(bytes)
+}
+
+/// Durable after a later flush.
+pub async fn write<S: Storage>(file: &Raw<S>, offset: u64, bytes: &[u8]) -> io::Result<()> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let buffer = Segments::buffer(bytes.len());
+    buffer.copy_in(0, bytes);
+    file.write(buffer, offset, false).await.1
+}

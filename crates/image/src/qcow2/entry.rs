@@ -1,0 +1,292 @@
+//! Entries of the L1 table, of L2 tables and of the refcount table.
+//!
+//! In: the words as they lie in the file. Out: what they mean, or what is wrong with them (the caller knows where they lie).
+//! What must hold: an offset that comes out is aligned to a cluster and below 2^56 (of a compressed cluster: below 2^56).
+
+use super::header::Header;
+
+/// The cluster's refcount is exactly one (accurate in the active tables only).
+pub const COPIED: u64 = 1 << 63;
+pub const COMPRESSED: u64 = 1 << 62;
+/// The cluster reads as zeroes (version 3, standard L2 entries).
+pub const ZERO: u64 = 1;
+/// Bits 9 to 55: the offset of an L2 table or of a cluster.
+pub const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+pub const L1_RESERVED: u64 = !(COPIED | OFFSET_MASK);
+pub const L2_RESERVED: u64 = !(COPIED | COMPRESSED | ZERO | OFFSET_MASK);
+/// Bits 9 to 63: the offset of a refcount block.
+pub const REFCOUNT_TABLE_OFFSET_MASK: u64 = !REFCOUNT_TABLE_RESERVED;
+pub const REFCOUNT_TABLE_RESERVED: u64 = 0x1ff;
+/// No table or cluster lies at or beyond this offset.
+pub const MAX_OFFSET: u64 = 1 << 56;
+/// Subclusters of a cluster with extended L2 entries.
+pub const SUBCLUSTERS: u32 = 32;
+
+const RESERVED: &str = "reserved bits are set";
+const UNALIGNED: &str = "the offset is not aligned to a cluster";
+
+/// What entries mean depends on this much of the header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    pub cluster_bits: u32,
+    pub version: u32,
+    pub extended_l2: bool,
+    pub data_file: bool,
+}
+
+impl Layout {
+    pub fn of(header: &Header) -> Self {
+        Layout {
+            cluster_bits: header.cluster_bits,
+            version: header.version,
+            extended_l2: header.extended_l2(),
+            data_file: header.has_data_file(),
+        }
+    }
+
+    fn aligned(self, offset: u64) -> bool {
+        offset & ((1 << self.cluster_bits) - 1) == 0
+    }
+
+    /// Where a compressed descriptor's sector count begins.
+    fn compressed_shift(self) -> u32 {
+        62 - (self.cluster_bits - 8)
+    }
+}
+
+/// An L1 entry: the L2 table's offset, None: it and all that it would describe are unallocated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct L1Entry {
+    pub table: Option<u64>,
+    pub copied: bool,
+}
+
+impl L1Entry {
+    #[inline]
+    pub fn decode(word: u64, layout: Layout) -> Result<Self, &'static str> {
+        let offset = word & OFFSET_MASK;
+        if word & L1_RESERVED != 0 {
+            return Err(RESERVED);
+        }
+        if !layout.aligned(offset) {
+            return Err(UNALIGNED);
+        }
+        Ok(L1Entry { table: (offset != 0).then_some(offset), copied: word & COPIED != 0 })
+    }
+
+    pub fn encode(self) -> u64 {
+        self.table.unwrap_or(0) | if self.copied { COPIED } else { 0 }
+    }
+}
+
+/// The refcount block's offset; None: all its refcounts are 0.
+pub fn refcount_block(word: u64, layout: Layout) -> Result<Option<u64>, &'static str> {
+    if word & REFCOUNT_TABLE_RESERVED != 0 {
+        return Err(RESERVED);
+    }
+    if !layout.aligned(word) {
+        return Err(UNALIGNED);
+    }
+    if word >= MAX_OFFSET {
+        return Err("the offset lies beyond 2^56");
+    }
+    Ok((word != 0).then_some(word))
+}
+
+/// Which of 32 subclusters are allocated (bits 0 to 31) and which read as zeroes (bits 32 to 63); never both.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Bitmap(pub u64);
+
+impl Bitmap {
+    pub const ALL_DATA: Bitmap = Bitmap(0xffff_ffff);
+    pub const ALL_ZERO: Bitmap = Bitmap(0xffff_ffff << 32);
+
+    pub fn data(self) -> u32 {
+        self.0 as u32
+    }
+
+    pub fn zero(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+}
+
+/// What an L2 entry says of one guest cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cluster {
+    /// The backing file knows (with extended entries: of all subclusters, and nothing is preallocated).
+    Unallocated,
+    /// Reads as zeroes; `host`: the cluster that is preallocated for it. Standard entries only.
+    Zero { host: Option<u64> },
+    /// Standard entries only.
+    Standard { host: u64 },
+    /// `len`: bytes from `host` on that the compressed data may take.
+    Compressed { host: u64, len: u64 },
+    /// Extended entries only; subclusters with data have their place in `host`.
+    Subclusters { host: Option<u64>, bitmap: Bitmap },
+}
+
+impl Cluster {
+    /// The aligned host cluster that the entry holds on to, be it for data or preallocated.
+    pub fn host(self) -> Option<u64> {
+        match self {
+            Cluster::Standard { host } => Some(host),
+            Cluster::Zero { host } | Cluster::Subclusters { host, .. } => host,
+            Cluster::Unallocated | Cluster::Compressed { .. } => None,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct L2Entry {
+    pub cluster: Cluster,
+    pub copied: bool,
+}
+
+impl L2Entry {
+    pub const UNALLOCATED: L2Entry = L2Entry { cluster: Cluster::Unallocated, copied: false };
+
+    /// `bitmap`: the entry's second word with extended L2 entries, else 0.
+    #[inline]
+    pub fn decode(word: u64, bitmap: u64, layout: Layout) -> Result<Self, &'static str> {
+        let copied = word & COPIED != 0;
+        if word & COMPRESSED != 0 {
+            return Self::decode_compressed(word, bitmap, layout);
+        }
+        if word & L2_RESERVED != 0 {
+            return Err(RESERVED);
+        }
+        let offset = word & OFFSET_MASK;
+        if !layout.aligned(offset) {
+            return Err(UNALIGNED);
+        }
+        // Offset 0 is the header's cluster, so it means "none"; in an external data file it is the first cluster.
+        let host = (offset != 0 || (copied && layout.data_file)).then_some(offset);
+        let zero = word & ZERO != 0;
+        let cluster = match (layout.extended_l2, host) {
+            (true, _) => Self::decode_subclusters(host, Bitmap(bitmap), zero)?,
+            (false, _) if zero && layout.version < 3 => return Err("a zero cluster in an image of version 2"),
+            (false, host) if zero => Cluster::Zero { host },
+            (false, Some(host)) => Cluster::Standard { host },
+            (false, None) => Cluster::Unallocated,
+        };
+        Ok(L2Entry { cluster, copied })
+    }
+
+    fn decode_subclusters(host: Option<u64>, bitmap: Bitmap, zero: bool) -> Result<Cluster, &'static str> {
+        if zero {
+            return Err("the zero bit is set in an extended entry, which has its own for each subcluster");
+        }
+        if bitmap.data() & bitmap.zero() != 0 {
+            return Err("a subcluster is both allocated and zero");
+        }
+        if host.is_none() && bitmap.data() != 0 {
+            return Err("a subcluster is allocated, but the cluster has no offset");
+        }
+        if host.is_none() && bitmap.0 == 0 {
+            return Ok(Cluster::Unallocated);
+        }
+        Ok(Cluster::Subclusters { host, bitmap })
+    }
+
+    fn decode_compressed(word: u64, bitmap: u64, layout: Layout) -> Result<Self, &'static str> {
+        let shift = layout.compressed_shift();
+        let host = word & ((1 << shift) - 1);
+        let sectors = ((word & !(COPIED | COMPRESSED)) >> shift) + 1;
+        if word & COPIED != 0 {
+            return Err("a compressed cluster with the COPIED flag");
+        }
+        if host >= MAX_OFFSET {
+            return Err(RESERVED);
+        }
+        if bitmap != 0 {
+            return Err("a compressed cluster with subclusters");
+        }
+        if layout.data_file {
+            return Err("a compressed cluster in an image with an external data file");
+        }
+        Ok(L2Entry { cluster: Cluster::Compressed { host, len: sectors * 512 - host % 512 }, copied: false })
+    }
+
+    /// The entry's words; the second counts with extended L2 entries only. A compressed descriptor's fields fit their bits.
+    pub fn encode(self, layout: Layout) -> (u64, u64) {
+        let copied = if self.copied { COPIED } else { 0 };
+        match self.cluster {
+            Cluster::Unallocated => (0, 0),
+            Cluster::Zero { host } => (host.unwrap_or(0) | copied | ZERO, 0),
+            Cluster::Standard { host } => (host | copied, 0),
+            Cluster::Subclusters { host, bitmap } => (host.unwrap_or(0) | copied, bitmap.0),
+            Cluster::Compressed { host, len } => {
+                let sectors = (host % 512 + len).div_ceil(512) - 1;
+                (COMPRESSED | sectors << layout.compressed_shift() | host, 0)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: Layout = Layout { cluster_bits: 16, version: 3, extended_l2: false, data_file: false };
+    const EXTENDED: Layout = Layout { extended_l2: true, ..PLAIN };
+    const DATA_FILE: Layout = Layout { data_file: true, ..PLAIN };
+
+    fn l2(word: u64, layout: Layout) -> Result<L2Entry, &'static str> {
+        L2Entry::decode(word, 0, layout)
+    }
+
+    #[test]
+    fn standard_entries() {
+        let entry = |cluster, copied| Ok(L2Entry { cluster, copied });
+        assert_eq!(l2(0, PLAIN), entry(Cluster::Unallocated, false));
+        assert_eq!(l2(COPIED | 0x50000, PLAIN), entry(Cluster::Standard { host: 0x50000 }, true));
+        assert_eq!(l2(ZERO, PLAIN), entry(Cluster::Zero { host: None }, false));
+        assert_eq!(l2(0x50001, PLAIN), entry(Cluster::Zero { host: Some(0x50000) }, false));
+        assert_eq!(l2(COPIED, DATA_FILE), entry(Cluster::Standard { host: 0 }, true));
+        assert_eq!(l2(0, DATA_FILE), entry(Cluster::Unallocated, false));
+    }
+
+    #[test]
+    fn what_entries_must_not_hold() {
+        let old = Layout { version: 2, ..PLAIN };
+        assert!(l2(0x50001, old).is_err());
+        assert!(l2(0x50200, PLAIN).is_err(), "unaligned");
+        assert!(l2(0x50002, PLAIN).is_err() && l2(1 << 56 | 0x50000, PLAIN).is_err(), "reserved bits");
+        assert!(l2(0x50001, EXTENDED).is_err(), "bit 0 of an extended entry");
+        assert!(l2(COPIED | COMPRESSED | 0x50000, PLAIN).is_err());
+        assert!(l2(COMPRESSED | 0x50000, DATA_FILE).is_err());
+        assert!(L2Entry::decode(COMPRESSED | 0x50000, 1, EXTENDED).is_err());
+        assert!(L2Entry::decode(0x50000, 1 << 32 | 1, EXTENDED).is_err());
+        assert!(L2Entry::decode(0, 1, EXTENDED).is_err());
+        let small = Layout { cluster_bits: 9, ..PLAIN };
+        assert!(l2(COMPRESSED | 1 << 56, small).is_err(), "bits above 55 of a small cluster's descriptor");
+        for word in [0x50001, 1 << 56 | 0x50000, 0x50200] {
+            assert!(L1Entry::decode(word, PLAIN).is_err(), "{word:#x}");
+            assert!(refcount_block(word, PLAIN).is_err(), "{word:#x}");
+        }
+    }
+
+    #[test]
+    fn every_meaning_has_its_words() {
+        let bitmap = Bitmap(0xffff_0000_0000_ffff);
+        let clusters = [
+            (PLAIN, Cluster::Unallocated),
+            (PLAIN, Cluster::Zero { host: Some(0x70000) }),
+            (PLAIN, Cluster::Standard { host: OFFSET_MASK & !0xffff }),
+            (PLAIN, Cluster::Compressed { host: 0x12345, len: 512 * 3 - 0x145 }),
+            (Layout { cluster_bits: 21, ..PLAIN }, Cluster::Compressed { host: 512, len: 2 << 20 }),
+            (Layout { cluster_bits: 9, ..PLAIN }, Cluster::Compressed { host: MAX_OFFSET - 1, len: 1 }),
+            (EXTENDED, Cluster::Subclusters { host: Some(0x70000), bitmap }),
+            (EXTENDED, Cluster::Subclusters { host: None, bitmap: Bitmap::ALL_ZERO }),
+        ];
+        for (layout, cluster) in clusters {
+            let entry = L2Entry { cluster, copied: false };
+            let (word, second) = entry.encode(layout);
+            assert_eq!(L2Entry::decode(word, second, layout), Ok(entry));
+        }
+        let entry = L1Entry { table: Some(0x30000), copied: true };
+        assert_eq!(L1Entry::decode(entry.encode(), PLAIN), Ok(entry));
+        assert_eq!(refcount_block(0x30000, PLAIN), Ok(Some(0x30000)));
+        assert_eq!(refcount_block(0, PLAIN), Ok(None));
+    }
+}
