@@ -1,5 +1,10 @@
 //! What one layer of a chain says about a range of the guest's disk.
 
+use std::future::Future;
+use std::io;
+
+use blockyard_ring::Segments;
+
 /// Where a range's bytes are, as far as one layer knows. Offsets are bytes of the layer's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
@@ -18,4 +23,32 @@ pub enum Place {
 pub struct Extent {
     pub len: u64,
     pub place: Place,
+}
+
+/// The layers below one that writes: where it finds what it has not.
+pub trait Below {
+    /// Fills `segments` with what the layers below hold from `offset` on; beyond their end there are zeroes.
+    fn read_below(&self, segments: Segments, offset: u64) -> impl Future<Output = (Segments, io::Result<()>)>;
+    /// Whether that is known to be zeroes, without reading data.
+    fn zero_below(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<bool>>;
+    /// There is something below.
+    fn exists(&self) -> bool;
+}
+
+/// Nothing is below: zeroes.
+pub struct Nothing;
+
+impl Below for Nothing {
+    async fn read_below(&self, segments: Segments, _: u64) -> (Segments, io::Result<()>) {
+        segments.zero(0, segments.len());
+        (segments, Ok(()))
+    }
+
+    async fn zero_below(&self, _: u64, _: u64) -> io::Result<bool> {
+        Ok(true)
+    }
+
+    fn exists(&self) -> bool {
+        false
+    }
 }

@@ -7,21 +7,30 @@
 //! Each reactor then makes its own [`Raw`] of it.
 
 mod cache;
+mod chain;
+mod clusters_held;
 mod error;
 mod extent;
 mod format;
+mod image;
+mod join;
+mod layer;
 mod open;
 pub mod qcow2;
 mod range_lock;
 mod raw;
+mod traffic;
 mod turns;
 
 pub use blockyard_ring::Storage;
 pub use blockyard_ring::host::Geometry;
 pub use cache::CacheMode;
+pub use chain::{Chain, ChainError, ChainLayer, ChainOptions, MAX_DEPTH};
 pub use error::{ImageError, Kind};
-pub use extent::{Extent, Place};
+pub use extent::{Below, Extent, Nothing, Place};
 pub use format::Format;
+pub use image::Image;
+pub use layer::{Found, Layer, Layers};
 pub use open::{ImageFile, OpenError, OpenOptions};
 pub use raw::{Raw, RawShape};
 

@@ -150,6 +150,11 @@ impl<S: Storage> Raw<S> {
         &self.storage
     }
 
+    /// A block device, whose length is what it is, and whose blocks hold anything.
+    pub fn is_device(&self) -> bool {
+        self.unit > 1
+    }
+
     #[inline]
     fn fits(&self, segments: &Segments, offset: u64) -> bool {
         let RawShape { memory_align, offset_align } = self.shape;

@@ -1,11 +1,30 @@
 //! qcow2, versions 2 and 3: clusters that are allocated as they are written, with reference counts.
 //!
-//! What is read once, or by one at a time on a closed image, is here in the cold modules: the header and the encoding of
-//! table entries and refcounts.
+//! ```text
+//!   view   lookup, read      write   in place, or to new clusters     flush     the order of metadata on their way
+//!   tables L2 in memory      zero    zeroes, discards, copying up     alloc     reserved clusters, refcounts
+//!   shared what reactors share of an open image                       reserve   getting more clusters
+//! ```
+//! What is read once, or by one at a time on a closed image, is in the cold modules: the header and the encoding of table
+//! entries and refcounts.
 
+mod alloc;
 mod bytes;
+mod compressed;
 pub mod entry;
+mod flush;
 pub mod header;
+mod open;
 pub mod refblock;
+mod reserve;
+mod shared;
+mod tables;
+mod view;
+mod write;
+mod zero;
 
+pub use compressed::{pack, unpack};
 pub use header::{BitmapsExtension, Compression, Extension, Header};
+pub use open::{L2_CACHE_LIMIT, Qcow2Options};
+pub use shared::Shared;
+pub use view::Qcow2;

@@ -1,0 +1,293 @@
+//! Opening a chain: an image and its backing images, as files on the host.
+//!
+//! In: a path, a format, and the folders in which backing files may lie. Out: a [`Chain`], which may be sent to and shared
+//! by all reactors; each makes its own [`Image`] of it.
+//! What must hold: a format is told or known by the file's name, never guessed; no file is opened outside the folders,
+//! whatever an image names; a chain ends.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use blockyard_ring::{Executor, Handle, UringFile};
+
+use crate::SECTOR;
+use crate::cache::CacheMode;
+use crate::error::{ImageError, Kind};
+use crate::format::Format;
+use crate::image::Image;
+use crate::layer::Layer;
+use crate::open::{ImageFile, OpenError, OpenOptions};
+use crate::qcow2::{self, Header, Qcow2, Qcow2Options};
+use crate::raw::Raw;
+
+/// Images of one chain, at most.
+pub const MAX_DEPTH: usize = 200;
+
+#[derive(Clone, Debug)]
+pub struct ChainOptions {
+    pub path: PathBuf,
+    /// None: the file's name tells.
+    pub format: Option<Format>,
+    pub read_only: bool,
+    pub cache: CacheMode,
+    /// Bytes of each image's L2 tables kept in memory; None: all, up to a limit.
+    pub l2_cache: Option<u64>,
+    /// Load metadata when the chain is opened.
+    pub prime: bool,
+    pub copy_on_read: bool,
+    /// Backing and data files lie in or below these; none: in or below the folder of the image itself.
+    pub folders: Vec<PathBuf>,
+    /// Open the topmost image alone, as if nothing were below.
+    pub no_backing: bool,
+}
+
+impl ChainOptions {
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        ChainOptions {
+            path: path.into(),
+            format: None,
+            read_only: false,
+            cache: CacheMode::default(),
+            l2_cache: None,
+            prime: false,
+            copy_on_read: false,
+            folders: Vec::new(),
+            no_backing: false,
+        }
+    }
+}
+
+/// Why a chain cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum ChainError {
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    #[error("image {}: {source}", path.display())]
+    Image { path: PathBuf, source: ImageError },
+    #[error("image {}: its format is not known by its name: say --format raw, qcow2 or cow", path.display())]
+    Format { path: PathBuf },
+    #[error("image {}: its backing file {}: {what}", path.display(), backing)]
+    Backing { path: PathBuf, backing: String, what: String },
+    #[error("starting io_uring")]
+    Executor(#[source] std::io::Error),
+}
+
+/// An open image of a chain: its file, and what its format knows.
+#[derive(Debug)]
+pub struct ChainLayer {
+    pub format: Format,
+    pub file: Arc<ImageFile>,
+    /// qcow2's external data file.
+    pub data: Option<Arc<ImageFile>>,
+    meta: Meta,
+}
+
+#[derive(Debug)]
+enum Meta {
+    Raw,
+    Qcow2(Arc<qcow2::Shared>),
+}
+
+/// An opened chain, the topmost image first.
+#[derive(Debug)]
+pub struct Chain {
+    layers: Vec<ChainLayer>,
+    options: ChainOptions,
+}
+
+impl Chain {
+    /// Opens the chain; its metadata are read by a ring of their own.
+    pub fn open(options: &ChainOptions) -> Result<Self, ChainError> {
+        let executor = Executor::new().map_err(ChainError::Executor)?;
+        let (handle, options) = (executor.handle().clone(), options.clone());
+        executor.block_on(async move { Chain::open_on(&handle, options).await }).map_err(ChainError::Executor)?
+    }
+
+    async fn open_on(handle: &Handle, options: ChainOptions) -> Result<Self, ChainError> {
+        let folders = allowed_folders(&options);
+        let mut chain = Chain { layers: Vec::new(), options };
+        let mut seen = Vec::new();
+        let mut next = Some(Next { path: chain.options.path.clone(), format: chain.options.format, named_by: None });
+        while let Some(image) = next {
+            image.may_be_opened(&folders, chain.layers.len(), &mut seen)?;
+            next = chain.open_layer(handle, image, &folders).await?;
+            if chain.options.no_backing {
+                break;
+            }
+        }
+        if chain.options.prime {
+            let image = chain.image(handle).map_err(ChainError::Executor)?;
+            if let Err(e) = image.prime().await {
+                tracing::warn!("image {}: loading its metadata ahead: {e}", chain.options.path.display());
+            }
+        }
+        Ok(chain)
+    }
+
+    /// Opens one image, and says which is below it.
+    async fn open_layer(
+        &mut self,
+        handle: &Handle,
+        image: Next,
+        folders: &[PathBuf],
+    ) -> Result<Option<Next>, ChainError> {
+        let Next { path, format, .. } = &image;
+        let read_only = self.options.read_only || !self.layers.is_empty();
+        let format =
+            format.or_else(|| Format::of_name(path)).ok_or_else(|| ChainError::Format { path: path.clone() })?;
+        let open = |path: &Path| {
+            ImageFile::open(&OpenOptions { path: path.into(), read_only, cache: self.options.cache }).map(Arc::new)
+        };
+        let file = open(path)?;
+        let wrong = |source| ChainError::Image { path: path.clone(), source };
+        let failed = |e| wrong(ImageError::io("file", None, "opening it for io_uring", e));
+        let raw = |file: &Arc<ImageFile>| UringFile::new(handle, file.fd().clone()).map(|s| Raw::new(s, file));
+        let (meta, data, below) = match format {
+            Format::Raw => (Meta::Raw, None, None),
+            Format::Qcow2 => {
+                let main = raw(&file).map_err(failed)?;
+                let header = Header::read(&main).await.map_err(wrong)?;
+                let data = match data_file_name(&header).map_err(wrong)? {
+                    Some(name) => {
+                        let next = image.names(name, Some(Format::Raw));
+                        next.lies_in(folders)?;
+                        Some(open(&next.path)?)
+                    }
+                    None => None,
+                };
+                let below = self.below_qcow2(&image, &header)?;
+                let data_raw = data.as_ref().map(raw).transpose().map_err(failed)?;
+                let options = Qcow2Options { read_only, l2_cache: self.options.l2_cache };
+                let view = Qcow2::open(header, main, data_raw, &options).await.map_err(wrong)?;
+                (Meta::Qcow2(view.shared().clone()), data, below)
+            }
+            Format::Cow => return Err(wrong(ImageError::unsupported("cow", "not yet"))),
+        };
+        self.layers.push(ChainLayer { format, file, data, meta });
+        Ok(below)
+    }
+
+    fn below_qcow2(&self, image: &Next, header: &Header) -> Result<Option<Next>, ChainError> {
+        let Some(name) = header.backing.as_deref().filter(|_| !self.options.no_backing) else { return Ok(None) };
+        let wrong = |what: String| ChainError::Backing { path: image.path.clone(), backing: name.into(), what };
+        let format = match header.backing_format.as_deref() {
+            Some(format) => Some(format.parse().map_err(wrong)?),
+            None => Format::of_name(Path::new(name)),
+        };
+        let what = "its format is told neither by the image nor by its name: `blockyard image rebase --unsafe` can write it down";
+        let format = Some(format.ok_or_else(|| wrong(what.into()))?);
+        Ok(Some(image.names(name, format)))
+    }
+
+    /// The chain on one reactor.
+    pub fn image(&self, handle: &Handle) -> std::io::Result<Image<UringFile>> {
+        let raw = |file: &Arc<ImageFile>| UringFile::new(handle, file.fd().clone()).map(|s| Raw::new(s, file));
+        let layer = |layer: &ChainLayer| {
+            let main = raw(&layer.file)?;
+            Ok(match &layer.meta {
+                Meta::Raw => Layer::Raw { raw: main, size: layer.file.size().next_multiple_of(SECTOR) },
+                Meta::Qcow2(shared) => {
+                    Layer::Qcow2(Qcow2::view(shared.clone(), main, layer.data.as_ref().map(raw).transpose()?))
+                }
+            })
+        };
+        let layers: std::io::Result<Vec<_>> = self.layers.iter().map(layer).collect();
+        Ok(Image::new(layers?, self.options.copy_on_read && !self.options.read_only))
+    }
+
+    /// Bytes of the guest's disk, in whole sectors.
+    pub fn size(&self) -> u64 {
+        match &self.top().meta {
+            Meta::Raw => self.top().file.size().next_multiple_of(SECTOR),
+            // A qcow2 image's size need not be whole sectors; what is beyond it reads as zeroes.
+            Meta::Qcow2(shared) => shared.size().next_multiple_of(SECTOR),
+        }
+    }
+
+    pub fn options(&self) -> &ChainOptions {
+        &self.options
+    }
+
+    pub fn layers(&self) -> &[ChainLayer] {
+        &self.layers
+    }
+
+    /// The image that is written to.
+    pub fn top(&self) -> &ChainLayer {
+        &self.layers[0]
+    }
+}
+
+/// An image to be opened.
+struct Next {
+    path: PathBuf,
+    format: Option<Format>,
+    /// The image whose backing (or data) file it is, and the name it has there.
+    named_by: Option<(PathBuf, String)>,
+}
+
+impl Next {
+    /// A file that this image names: relative names begin at its own folder.
+    fn names(&self, name: &str, format: Option<Format>) -> Next {
+        let folder = self.path.parent().unwrap_or(Path::new(""));
+        Next { path: folder.join(name), format, named_by: Some((self.path.clone(), name.into())) }
+    }
+
+    fn refuse(&self, what: impl Into<String>) -> ChainError {
+        let (path, backing) = self.named_by.clone().unwrap_or_default();
+        ChainError::Backing { path, backing, what: what.into() }
+    }
+
+    fn may_be_opened(&self, folders: &[PathBuf], depth: usize, seen: &mut Vec<(u64, u64)>) -> Result<(), ChainError> {
+        self.lies_in(folders)?;
+        if depth >= MAX_DEPTH {
+            return Err(self.refuse(format!("the chain is longer than {MAX_DEPTH} images")));
+        }
+        // What cannot be looked at cannot be opened either, and says why there.
+        let Ok(stat) = std::fs::metadata(&self.path) else { return Ok(()) };
+        let me = (stat.dev(), stat.ino());
+        if seen.contains(&me) {
+            return Err(self.refuse("it is in the chain already: the chain is a circle"));
+        }
+        seen.push(me);
+        Ok(())
+    }
+
+    /// A file that an image names is opened only where such files may lie, wherever links lead.
+    fn lies_in(&self, folders: &[PathBuf]) -> Result<(), ChainError> {
+        let Some((_, name)) = &self.named_by else { return Ok(()) };
+        if name.split_once(':').is_some_and(|(scheme, _)| !scheme.is_empty() && !scheme.contains('/')) {
+            return Err(self.refuse("only files are supported, by their path"));
+        }
+        let real =
+            std::fs::canonicalize(&self.path).map_err(|e| self.refuse(format!("{}: {e}", self.path.display())))?;
+        if folders.iter().any(|folder| real.starts_with(folder)) {
+            return Ok(());
+        }
+        let list: Vec<_> = folders.iter().map(|f| f.display().to_string()).collect();
+        Err(self.refuse(format!(
+            "{} lies outside {}: say --backing-folder to allow its folder",
+            real.display(),
+            list.join(", ")
+        )))
+    }
+}
+
+fn allowed_folders(options: &ChainOptions) -> Vec<PathBuf> {
+    let own = options.path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folders = if options.folders.is_empty() {
+        std::slice::from_ref(&own).iter().map(|p| p.to_path_buf()).collect()
+    } else {
+        options.folders.clone()
+    };
+    folders.iter().filter_map(|folder| std::fs::canonicalize(folder).ok()).collect()
+}
+
+fn data_file_name(header: &Header) -> Result<Option<&str>, ImageError> {
+    if !header.has_data_file() {
+        return Ok(None);
+    }
+    let what = "the image has an external data file, and does not say its name";
+    header.data_file.as_deref().map(Some).ok_or_else(|| ImageError::new(Kind::Unsupported, "qcow2 header", None, what))
+}

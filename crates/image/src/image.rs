@@ -1,0 +1,147 @@
+//! A chain of images as one reactor has it open: the disk that a guest sees.
+//!
+//! In: reads, writes, discards, zeroes and flushes of the guest's disk. Out: operations on the files of the chain.
+//! What must hold: only the topmost image is written to.
+
+use std::io;
+use std::sync::Arc;
+
+use blockyard_ring::{Segments, Storage};
+
+use crate::extent::Place;
+use crate::layer::{Found, Layer, Layers};
+use crate::traffic::{Lane, Traffic};
+
+/// See the module's page.
+pub struct Image<S> {
+    layers: Vec<Layer<S>>,
+    traffic: Arc<Traffic>,
+    lane: Arc<Lane>,
+    /// What is read from below is kept in the topmost image.
+    copy_on_read: bool,
+}
+
+impl<S: Storage> Image<S> {
+    /// `layers`: the topmost first, at least one. `traffic` is that of the topmost image, or a new one for raw images.
+    pub fn new(layers: Vec<Layer<S>>, copy_on_read: bool) -> Self {
+        let traffic = match layers.first() {
+            Some(Layer::Qcow2(image)) => image.traffic(),
+            _ => Arc::default(),
+        };
+        let lane = traffic.lane();
+        Image { layers, traffic, lane, copy_on_read }
+    }
+
+    /// Bytes of the guest's disk.
+    pub fn size(&self) -> u64 {
+        self.top().size()
+    }
+
+    pub fn layers(&self) -> &[Layer<S>] {
+        &self.layers
+    }
+
+    #[inline]
+    fn top(&self) -> &Layer<S> {
+        &self.layers[0]
+    }
+
+    #[inline]
+    fn below(&self) -> Layers<'_, S> {
+        Layers(&self.layers[1..])
+    }
+
+    #[inline]
+    pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
+        let _pass = self.traffic.enter(&self.lane);
+        if self.copy_on_read
+            && let Err(e) = self.populate_held(offset, segments.len() as u64).await
+        {
+            // The guest wants to read; that nothing can be kept is no reason to fail.
+            tracing::debug!("copy-on-read at offset {offset}: {e}");
+        }
+        Layers(&self.layers).read(segments, offset).await
+    }
+
+    /// Durable after a flush.
+    #[inline]
+    pub async fn write(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
+        let _pass = self.traffic.enter(&self.lane);
+        match self.top() {
+            Layer::Raw { raw, .. } => raw.write(segments, offset, false).await,
+            Layer::Qcow2(image) => image.write(&self.below(), segments, offset).await,
+        }
+    }
+
+    pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        let _pass = self.traffic.enter(&self.lane);
+        match self.top() {
+            Layer::Raw { raw, .. } => raw.discard(offset, len).await,
+            Layer::Qcow2(image) => image.discard(&self.below(), offset, len).await,
+        }
+    }
+
+    pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        let _pass = self.traffic.enter(&self.lane);
+        match self.top() {
+            Layer::Raw { raw, .. } => raw.write_zeroes(offset, len, unmap).await,
+            Layer::Qcow2(image) => image.write_zeroes(&self.below(), offset, len, unmap).await,
+        }
+    }
+
+    /// All that was written before this call is durable when it answers. One at a time, over all reactors.
+    pub async fn flush(&self) -> io::Result<()> {
+        match self.top() {
+            Layer::Raw { raw, .. } => raw.flush().await,
+            Layer::Qcow2(image) => image.flush().await,
+        }
+    }
+
+    /// Flushes, and leaves the files as they are to be found: for the end, when no request is on its way.
+    pub async fn close(&self) -> io::Result<()> {
+        match self.top() {
+            Layer::Raw { raw, .. } => raw.flush().await,
+            Layer::Qcow2(image) => image.close().await,
+        }
+    }
+
+    /// Copies into the topmost image what only those below have.
+    pub async fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
+        let _pass = self.traffic.enter(&self.lane);
+        self.populate_held(offset, len).await
+    }
+
+    async fn populate_held(&self, offset: u64, len: u64) -> io::Result<()> {
+        match self.top() {
+            Layer::Raw { .. } => Ok(()),
+            Layer::Qcow2(image) => image.populate(&self.below(), offset, len).await,
+        }
+    }
+
+    /// Which layer holds the bytes from `offset` on, and how many of them alike; a layer beyond the last: none, zeroes.
+    pub async fn find(&self, offset: u64, len: u64) -> io::Result<Found> {
+        let _pass = self.traffic.enter(&self.lane);
+        Layers(&self.layers).find(offset, len).await
+    }
+
+    /// As [`Image::find`], in the topmost image alone: `Absent` where it has nothing.
+    pub async fn find_in_top(&self, offset: u64, len: u64) -> io::Result<Found> {
+        let _pass = self.traffic.enter(&self.lane);
+        let mut found = Layers(&self.layers[..1]).find(offset, len).await?;
+        if found.layer > 0 {
+            found.extent.place = Place::Absent;
+        }
+        Ok(found)
+    }
+
+    /// Loads metadata ahead, as far as the caches take them.
+    pub async fn prime(&self) -> io::Result<()> {
+        for layer in &self.layers {
+            match layer {
+                Layer::Raw { .. } => {}
+                Layer::Qcow2(image) => image.prime().await?,
+            }
+        }
+        Ok(())
+    }
+}

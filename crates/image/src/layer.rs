@@ -1,0 +1,188 @@
+//! One image of a chain, as one reactor has it open, and the images below.
+
+use std::future::poll_fn;
+use std::io;
+use std::pin::Pin;
+use std::task::Poll;
+
+use blockyard_ring::{Segments, Storage};
+
+use crate::extent::{Below, Extent, Place};
+use crate::qcow2::Qcow2;
+use crate::raw::Raw;
+
+/// What can be in a chain.
+pub enum Layer<S> {
+    /// `size`: the file's length, in whole sectors.
+    Raw {
+        raw: Raw<S>,
+        size: u64,
+    },
+    Qcow2(Qcow2<S>),
+}
+
+impl<S: Storage> Layer<S> {
+    /// Bytes of the disk that it describes.
+    pub fn size(&self) -> u64 {
+        match self {
+            Layer::Raw { size, .. } => *size,
+            Layer::Qcow2(image) => image.size(),
+        }
+    }
+
+    /// What it knows of the bytes from `offset` on, which lie inside its size. None: [`Layer::load`] first.
+    #[inline]
+    fn try_lookup(&self, offset: u64, len: u64) -> Option<Extent> {
+        match self {
+            Layer::Raw { .. } => Some(Extent { len, place: Place::Data(offset) }),
+            Layer::Qcow2(image) => image.try_lookup(offset, len),
+        }
+    }
+
+    async fn load(&self, offset: u64) -> io::Result<()> {
+        match self {
+            Layer::Raw { .. } => Ok(()),
+            Layer::Qcow2(image) => image.load(offset).await,
+        }
+    }
+
+    /// Reads what a lookup has found here; `offset` is the guest's.
+    #[inline]
+    async fn read_place(&self, segments: Segments, offset: u64, place: Place) -> (Segments, io::Result<()>) {
+        match (self, place) {
+            (Layer::Raw { raw, .. }, Place::Data(host)) => raw.read(segments, host).await,
+            (Layer::Qcow2(image), Place::Data(host)) => image.read_data(segments, host).await,
+            (Layer::Qcow2(image), Place::Compressed(word)) => {
+                let inside = offset & (image.shared().shape().cluster_size() - 1);
+                Box::pin(image.read_compressed(segments, word, inside)).await
+            }
+            _ => {
+                segments.zero(0, segments.len());
+                (segments, Ok(()))
+            }
+        }
+    }
+}
+
+/// Where a range is, in a chain: which layer, and where in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found {
+    pub layer: usize,
+    pub extent: Extent,
+}
+
+/// Some layers of a chain, the topmost first.
+pub struct Layers<'a, S>(pub &'a [Layer<S>]);
+
+impl<S: Storage> Layers<'_, S> {
+    /// Where the bytes from `offset` on are. `Err`: this layer's metadata are to be loaded for this offset.
+    #[inline]
+    pub fn try_find(&self, offset: u64, mut len: u64) -> Result<Found, usize> {
+        for (layer, image) in self.0.iter().enumerate() {
+            let size = image.size();
+            // Images may be smaller than those above them.
+            if offset >= size {
+                continue;
+            }
+            let extent = image.try_lookup(offset, len.min(size - offset)).ok_or(layer)?;
+            if extent.place != Place::Absent {
+                return Ok(Found { layer, extent });
+            }
+            len = extent.len;
+        }
+        Ok(Found { layer: self.0.len(), extent: Extent { len, place: Place::Zero } })
+    }
+
+    pub async fn find(&self, offset: u64, len: u64) -> io::Result<Found> {
+        loop {
+            match self.try_find(offset, len) {
+                Ok(found) => return Ok(found),
+                Err(layer) => self.0[layer].load(offset).await?,
+            }
+        }
+    }
+
+    #[inline]
+    async fn read_found(&self, segments: Segments, offset: u64, found: Found) -> (Segments, io::Result<()>) {
+        match self.0.get(found.layer) {
+            Some(layer) => layer.read_place(segments, offset, found.extent.place).await,
+            None => {
+                segments.zero(0, segments.len());
+                (segments, Ok(()))
+            }
+        }
+    }
+
+    /// Fills `segments` from `offset`.
+    #[inline]
+    pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
+        let len = segments.len() as u64;
+        match self.try_find(offset, len) {
+            Ok(found) if found.extent.len == len => self.read_found(segments, offset, found).await,
+            _ => {
+                let result = Box::pin(self.read_pieces(&segments, offset)).await;
+                (segments, result)
+            }
+        }
+    }
+
+    /// Each extent by an operation of its own, several at a time.
+    async fn read_pieces(&self, segments: &Segments, offset: u64) -> io::Result<()> {
+        /// Operations in flight for one request.
+        const AT_A_TIME: usize = 16;
+        let len = segments.len() as u64;
+        let mut begun: Vec<Pin<Box<dyn Future<Output = io::Result<()>> + '_>>> = Vec::new();
+        let (mut done, mut failed) = (0, None);
+        while (done < len && failed.is_none()) || !begun.is_empty() {
+            if done < len && failed.is_none() && begun.len() < AT_A_TIME {
+                match self.find(offset + done, len - done).await {
+                    Ok(found) => {
+                        let piece = segments.slice(done as usize, found.extent.len as usize);
+                        let at = offset + done;
+                        begun.push(Box::pin(async move { self.read_found(piece, at, found).await.1 }));
+                        done += found.extent.len;
+                        if done < len {
+                            continue;
+                        }
+                    }
+                    Err(e) => failed = Some(e),
+                }
+            }
+            poll_fn(|cx| {
+                let before = begun.len();
+                begun.retain_mut(|piece| match piece.as_mut().poll(cx) {
+                    Poll::Ready(result) => {
+                        failed = failed.take().or(result.err());
+                        false
+                    }
+                    Poll::Pending => true,
+                });
+                if begun.len() < before || before == 0 { Poll::Ready(()) } else { Poll::Pending }
+            })
+            .await;
+        }
+        failed.map_or(Ok(()), Err)
+    }
+}
+
+impl<S: Storage> Below for Layers<'_, S> {
+    async fn read_below(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
+        self.read(segments, offset).await
+    }
+
+    async fn zero_below(&self, offset: u64, len: u64) -> io::Result<bool> {
+        let mut done = 0;
+        while done < len {
+            let found = self.find(offset + done, len - done).await?;
+            if found.extent.place != Place::Zero {
+                return Ok(false);
+            }
+            done += found.extent.len;
+        }
+        Ok(true)
+    }
+
+    fn exists(&self) -> bool {
+        !self.0.is_empty()
+    }
+}

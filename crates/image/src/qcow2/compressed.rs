@@ -1,0 +1,138 @@
+//! Compressed clusters: reading them, bounded by the size of a cluster whatever they claim.
+//!
+//! In: an L2 entry's descriptor. Out: a cluster's bytes. A few are kept: requests smaller than a cluster come in rows.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::io::{self, Read};
+use std::rc::Rc;
+
+use blockyard_ring::{Segments, Storage};
+
+use crate::error::ImageError;
+
+use super::bytes;
+use super::entry::{Cluster, L2Entry};
+use super::header::Compression;
+use super::view::Qcow2;
+
+/// Bytes of decompressed clusters that a reactor keeps for an image.
+const KEPT: usize = 2 << 20;
+
+/// zstd's window: QEMU and zstd itself refuse larger ones than 2^27 by default; a cluster is 2^21 at most.
+const ZSTD_WINDOW_LOG: u32 = 27;
+
+/// The clusters that were read last, by descriptor; they hold for one number of [`Qcow2::recompressed`].
+#[derive(Default)]
+pub struct Decompressed(RefCell<(u64, VecDeque<(u64, Rc<Vec<u8>>)>)>);
+
+impl<S: Storage> Qcow2<S> {
+    /// Reads from a compressed cluster: `segments` from `inside` bytes behind its start.
+    pub async fn read_compressed(&self, segments: Segments, word: u64, inside: u64) -> (Segments, io::Result<()>) {
+        match self.decompressed_cluster(word).await {
+            Ok(cluster) => {
+                let from = inside as usize;
+                segments.copy_in(0, &cluster[from..from + segments.len()]);
+                (segments, Ok(()))
+            }
+            Err(e) => (segments, Err(e)),
+        }
+    }
+
+    async fn decompressed_cluster(&self, word: u64) -> io::Result<Rc<Vec<u8>>> {
+        let now = self.recompressed();
+        if let Some(known) = self.decompressed.find(word, now) {
+            return Ok(known);
+        }
+        let layout = self.shape().layout;
+        let decoded = L2Entry::decode(word, 0, layout).map(|e| e.cluster);
+        let Ok(Cluster::Compressed { host, len }) = decoded else {
+            return Err(ImageError::invalid("qcow2 compressed cluster", None, "its descriptor is none").into());
+        };
+        let packed = bytes::read(&self.file, host, len as usize).await?;
+        let size = self.shape().cluster_size() as usize;
+        let plain = unpack(&packed, self.shared.compression, size)
+            .map_err(|what| ImageError::invalid("qcow2 compressed cluster", host, what))?;
+        let plain = Rc::new(plain);
+        self.decompressed.keep(word, now, plain.clone(), size);
+        Ok(plain)
+    }
+}
+
+impl Decompressed {
+    fn find(&self, word: u64, now: u64) -> Option<Rc<Vec<u8>>> {
+        let mut kept = self.0.borrow_mut();
+        if kept.0 != now {
+            *kept = (now, VecDeque::new());
+        }
+        kept.1.iter().find(|(known, _)| *known == word).map(|(_, cluster)| cluster.clone())
+    }
+
+    fn keep(&self, word: u64, now: u64, cluster: Rc<Vec<u8>>, size: usize) {
+        let mut kept = self.0.borrow_mut();
+        if kept.0 != now {
+            return;
+        }
+        while (kept.1.len() + 1) * size > KEPT && !kept.1.is_empty() {
+            kept.1.pop_front();
+        }
+        kept.1.push_back((word, cluster));
+    }
+}
+
+/// Decompresses one cluster of `size` bytes; what follows it in `packed` belongs to others.
+pub fn unpack(packed: &[u8], compression: Compression, size: usize) -> Result<Vec<u8>, String> {
+    let mut plain = vec![0; size];
+    let result = match compression {
+        Compression::Zlib => flate2::read::DeflateDecoder::new(packed).read_exact(&mut plain),
+        Compression::Zstd => unpack_zstd(packed, &mut plain),
+    };
+    result.map_err(|e| format!("its {} bytes of compressed data are broken: {e}", packed.len()))?;
+    Ok(plain)
+}
+
+fn unpack_zstd(packed: &[u8], plain: &mut [u8]) -> io::Result<()> {
+    let mut decoder = zstd::stream::read::Decoder::with_buffer(packed)?;
+    decoder.window_log_max(ZSTD_WINDOW_LOG)?;
+    decoder.read_exact(plain)
+}
+
+/// Compresses a cluster. None: it would not get smaller.
+pub fn pack(plain: &[u8], compression: Compression) -> io::Result<Option<Vec<u8>>> {
+    let packed = match compression {
+        // QEMU reads with a window of 4 KiB (windowBits -12), so what is written must not look back further.
+        Compression::Zlib => pack_zlib(plain)?,
+        Compression::Zstd => zstd::bulk::compress(plain, 3)?,
+    };
+    Ok((packed.len() < plain.len()).then_some(packed))
+}
+
+fn pack_zlib(plain: &[u8]) -> io::Result<Vec<u8>> {
+    let mut compress = flate2::Compress::new_with_window_bits(flate2::Compression::default(), false, 12);
+    let mut packed = Vec::with_capacity(plain.len() + plain.len() / 8 + 64);
+    let status = compress.compress_vec(plain, &mut packed, flate2::FlushCompress::Finish).map_err(io::Error::other)?;
+    match status {
+        flate2::Status::StreamEnd => Ok(packed),
+        // It would have been larger than the room it had: it does not get smaller.
+        _ => Ok(vec![0; plain.len()]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_packed_is_unpacked_and_no_more() {
+        let plain: Vec<u8> = (0..65536u32).map(|i| (i / 100) as u8).collect();
+        for compression in [Compression::Zlib, Compression::Zstd] {
+            let mut packed = pack(&plain, compression).unwrap().unwrap();
+            assert!(packed.len() < 8192);
+            packed.extend_from_slice(b"another cluster's");
+            assert_eq!(unpack(&packed, compression, plain.len()).unwrap(), plain);
+            assert!(unpack(&packed[..100], compression, plain.len()).is_err());
+            let noise: Vec<u8> = (0..4096u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect();
+            assert!(pack(&noise, compression).unwrap().is_none_or(|p| p.len() < noise.len()));
+        }
+    }
+}

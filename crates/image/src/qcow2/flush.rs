@@ -1,0 +1,256 @@
+//! Metadata on their way to the file: the order in which a power cut may find them.
+//!
+//! ```text
+//!   copy changed L2 entries ─► write refcounts ─► sync ─► write L2 slices and L1 entries ─► sync ─► release what was freed
+//!                                                  │                                        │
+//!                              data and refcounts of the copied entries are durable    the entries are
+//! ```
+//! What must hold: an entry is in the file only when the data it names, and their refcount, are durable; a cluster is free
+//! only when no durable entry names it. So a power cut leaves leaks, and old or new contents, nothing else.
+//! A flush that finds no changed metadata is one sync.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::sync::atomic::Ordering;
+
+use blockyard_ring::Storage;
+
+use crate::error::ImageError;
+use crate::join;
+
+use super::alloc::{ChangedSection, Freed};
+use super::bytes;
+use super::shared::lock;
+use super::tables::Copied;
+use super::view::Qcow2;
+
+/// Writes of metadata in flight at a time.
+const AT_A_TIME: usize = 16;
+/// Bytes of the unit in which L1 entries are written.
+const L1_SECTOR: usize = 512;
+
+/// L1 entries as they are to be in the file: index, bytes, offset.
+struct L1Piece {
+    first: usize,
+    bytes: Vec<u8>,
+    offset: u64,
+}
+
+/// What is to be written between the two syncs, and what may be released after the second.
+struct Changes {
+    slices: Vec<Copied>,
+    l1: Vec<L1Piece>,
+    l1_dirty: Vec<usize>,
+    freed: Vec<Freed>,
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// All that was written before this call is durable when it answers.
+    pub async fn flush(&self) -> io::Result<()> {
+        let _turn = self.shared.writing_back.take().await;
+        self.write_back(true).await
+    }
+
+    /// Writes metadata that have changed, so that they may leave the memory; nothing is promised.
+    pub(super) async fn relieve(&self) -> io::Result<()> {
+        let _turn = self.shared.writing_back.take().await;
+        if self.shared.tables.dirty() > self.dirty_limit() { self.write_back(false).await } else { Ok(()) }
+    }
+
+    /// Changed slices that are kept in memory until a guest flushes.
+    pub(super) fn dirty_limit(&self) -> usize {
+        (self.shared.tables.limit() / 2).max(4)
+    }
+
+    /// The caller has the turn.
+    async fn write_back(&self, durable: bool) -> io::Result<()> {
+        let changes = self.take_changes();
+        if changes.is_empty() && !self.shared.alloc.has_changed_counts() {
+            let synced = self.sync().await;
+            // Their entries may be in the file since a write-back that was not durable; now they are.
+            match &synced {
+                Ok(()) => self.shared.alloc.all_durable(changes.freed),
+                Err(_) => self.shared.alloc.freed_again(changes.freed),
+            }
+            synced?;
+            return self.release().await;
+        }
+        let done = self.write_changes(&changes, durable).await;
+        self.shared.tables.written(&changes.slices, done.is_ok());
+        match done {
+            Ok(()) if durable => self.shared.alloc.all_durable(changes.freed),
+            // Not durable yet: the next flush sees to that.
+            Ok(()) => self.shared.alloc.freed_again(changes.freed),
+            Err(e) => {
+                self.shared.alloc.freed_again(changes.freed);
+                lock(&self.shared.l1).dirty.extend(changes.l1_dirty);
+                return Err(e);
+            }
+        }
+        if durable { self.release().await } else { Ok(()) }
+    }
+
+    fn take_changes(&self) -> Changes {
+        // In this order: what was freed before has its entry among those that are copied after.
+        let freed = self.shared.alloc.take_freed();
+        let slices = self.shared.tables.take_changes();
+        let mut l1 = lock(&self.shared.l1);
+        let l1_dirty: Vec<usize> = std::mem::take(&mut l1.dirty).into_iter().collect();
+        let per_sector = L1_SECTOR / 8;
+        let mut sectors: Vec<usize> = l1_dirty.iter().map(|index| index / per_sector).collect();
+        sectors.dedup();
+        let piece = |sector: usize| {
+            let first = sector * per_sector;
+            let end = (first + per_sector).min(l1.entries.len());
+            let bytes = l1.entries[first..end].iter().flat_map(|word| word.to_be_bytes()).collect();
+            L1Piece { first, bytes, offset: l1.offset + first as u64 * 8 }
+        };
+        let l1 = sectors.into_iter().map(piece).collect();
+        Changes { slices, l1, l1_dirty, freed }
+    }
+
+    async fn write_changes(&self, changes: &Changes, durable: bool) -> io::Result<()> {
+        let counts = self.shared.alloc.take_changed_counts();
+        let written = self.write_counts(&counts).await;
+        self.shared.alloc.counts_written(&counts, written.is_ok());
+        written?;
+        if changes.is_empty() {
+            return self.sync().await;
+        }
+        self.sync().await.inspect_err(|_| self.shared.alloc.counts_written(&counts, false))?;
+        let slices = changes.slices.iter().map(|copied| self.write_slice(copied));
+        join::all(AT_A_TIME, slices).await?;
+        join::all(AT_A_TIME, changes.l1.iter().map(|piece| self.write_l1(piece))).await?;
+        if durable { self.file.flush().await } else { Ok(()) }
+    }
+
+    async fn write_counts(&self, counts: &[ChangedSection]) -> io::Result<()> {
+        let sections =
+            counts.iter().map(|section| self.write_at("qcow2 refcount block", section.offset, &section.bytes));
+        join::all(AT_A_TIME, sections).await
+    }
+
+    async fn write_l1(&self, piece: &L1Piece) -> io::Result<()> {
+        self.write_at(&format!("qcow2 L1 table from entry {}", piece.first), piece.offset, &piece.bytes).await
+    }
+
+    async fn write_at(&self, structure: &str, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let written = bytes::write(&self.file, offset, bytes).await;
+        written.map_err(|e| ImageError::io(structure, offset, "writing", e).into())
+    }
+
+    async fn write_slice(&self, copied: &Copied) -> io::Result<()> {
+        let shape = self.shape();
+        let per_table = shape.slices_per_table();
+        let (index, in_table) = (copied.slice.number / per_table, copied.slice.number % per_table);
+        let table = self.shared.l1_entry(index) & super::entry::OFFSET_MASK;
+        debug_assert!(table != 0, "a changed slice has a table");
+        let at = table + in_table * shape.slice_bytes();
+        self.write_at(&format!("qcow2 L2 table {index}"), at, &copied.bytes).await
+    }
+
+    async fn sync(&self) -> io::Result<()> {
+        if let Some(data) = &self.data {
+            data.flush().await?;
+        }
+        self.file.flush().await
+    }
+
+    /// Gives clusters back whose entries are durably gone, once those who may still use them have left; who waits for them
+    /// is the next flush, not this one.
+    async fn release(&self) -> io::Result<()> {
+        let (alloc, traffic) = (&self.shared.alloc, &self.shared.traffic);
+        let mut leaving = std::mem::take(&mut *lock(&self.shared.leaving));
+        if !leaving.is_empty() {
+            if !traffic.has_left() {
+                *lock(&self.shared.leaving) = leaving;
+                return Ok(());
+            }
+            self.release_all(std::mem::take(&mut leaving)).await?;
+        }
+        let freed = alloc.take_leaving();
+        if freed.is_empty() {
+            return Ok(());
+        }
+        if !traffic.turn() {
+            alloc.all_durable(freed);
+        } else if traffic.has_left() {
+            self.release_all(freed).await?;
+        } else {
+            *lock(&self.shared.leaving) = freed;
+        }
+        Ok(())
+    }
+
+    async fn release_all(&self, freed: Vec<Freed>) -> io::Result<()> {
+        let mut empty = BTreeSet::new();
+        for range in freed {
+            if range.compressed {
+                self.shared.recompressed.fetch_add(1, Ordering::AcqRel);
+            }
+            for cluster in range.start..range.start + range.count {
+                self.load_counts(self.shared.alloc.block_of(cluster)).await?;
+                if self.shared.alloc.count(cluster) != Some(1) || !empty.insert(cluster) {
+                    self.shared.alloc.release(cluster);
+                }
+            }
+        }
+        let empty: Vec<u64> = empty.into_iter().collect();
+        self.punch(&empty).await;
+        for cluster in empty {
+            self.load_counts(self.shared.alloc.block_of(cluster)).await?;
+            self.shared.alloc.release(cluster);
+        }
+        Ok(())
+    }
+
+    /// The host gets the space back, before anybody else gets the clusters. A hint: what fails costs space only.
+    async fn punch(&self, clusters: &[u64]) {
+        let bits = self.shape().layout.cluster_bits;
+        for run in clusters.chunk_by(|a, b| a + 1 == *b) {
+            let _ = self.file.discard(run[0] << bits, (run.len() as u64) << bits).await;
+        }
+    }
+
+    /// Flushes, and gives back what was reserved: for the end, when no request is on its way.
+    pub async fn close(&self) -> io::Result<()> {
+        if self.shared.read_only {
+            return Ok(());
+        }
+        let _turn = self.shared.writing_back.take().await;
+        self.write_back(true).await?;
+        // What was let go of meanwhile, for nobody is left to use it.
+        self.write_back(true).await?;
+        self.give_back().await?;
+        self.write_back(true).await
+    }
+
+    async fn give_back(&self) -> io::Result<()> {
+        let (alloc, bits) = (&self.shared.alloc, self.shape().layout.cluster_bits);
+        let mut end = alloc.end();
+        let mut reserved = alloc.take_reserved();
+        reserved.sort_unstable_by_key(|run| run.start);
+        for run in reserved.iter().rev() {
+            for cluster in run.start..run.start + run.count {
+                self.load_counts(alloc.block_of(cluster)).await?;
+                alloc.release(cluster);
+            }
+            if run.start + run.count == end {
+                end = run.start;
+            }
+        }
+        if end < alloc.end() && !self.file.is_device() {
+            // The counts first: a file that ends before a cluster that counts is wrong, one that ends behind it is not.
+            self.write_back(true).await?;
+            self.file.storage().set_len(end << bits).await?;
+            alloc.set_end(end);
+        }
+        Ok(())
+    }
+}
+
+impl Changes {
+    fn is_empty(&self) -> bool {
+        self.slices.is_empty() && self.l1.is_empty()
+    }
+}

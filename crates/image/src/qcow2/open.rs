@@ -1,0 +1,135 @@
+//! Opening an image: what is looked at before the first request, and what a writer owes to the file first.
+//!
+//! What must hold: an image that is not sound is not written to. What it names is judged as a whole before it is opened for
+//! writing, so that no cluster is given out that something still needs.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
+
+use blockyard_ring::Storage;
+
+use crate::error::{ImageError, Kind};
+use crate::raw::Raw;
+use crate::traffic::Traffic;
+use crate::turns::Turns;
+
+use super::alloc::Allocator;
+use super::bytes;
+use super::entry::{self, L1Entry};
+use super::header::Header;
+use super::shared::{L1, Shape, Shared};
+use super::tables::Tables;
+use super::view::Qcow2;
+
+/// The cache holds the L2 tables of the whole image, up to this many bytes; 32 MiB describe 256 GiB of 64 KiB clusters.
+pub const L2_CACHE_LIMIT: u64 = 32 << 20;
+
+#[derive(Clone, Debug, Default)]
+pub struct Qcow2Options {
+    pub read_only: bool,
+    /// Bytes of L2 tables kept in memory; None: all of the image's, up to [`L2_CACHE_LIMIT`].
+    pub l2_cache: Option<u64>,
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Opens the image that `header` begins (as [`Header::read`] gave it); `data` is the external data file that it names.
+    pub async fn open(
+        mut header: Header,
+        file: Raw<S>,
+        data: Option<Raw<S>>,
+        options: &Qcow2Options,
+    ) -> Result<Self, ImageError> {
+        if !options.read_only {
+            make_writable(&file, data.as_ref(), &mut header).await?;
+        }
+        let shape = Shape::of(&header);
+        let l1 = read_l1(&file, &header).await?;
+        let table = read_refcount_table(&file, &header).await?;
+        let len = length(&file).await?;
+        let end = if file.is_device() {
+            last_counted(&file, &header, &table).await?
+        } else {
+            len.div_ceil(shape.cluster_size())
+        };
+        let alloc = Allocator::new(header.cluster_bits, header.refcount_width(), table, end);
+        let slices = header.size.div_ceil(shape.cluster_size()).div_ceil(shape.slice_entries);
+        let needed = slices.saturating_mul(shape.slice_bytes());
+        let cache = options.l2_cache.unwrap_or(L2_CACHE_LIMIT.min(needed));
+        let compression = header.compression;
+        let shared = Shared {
+            shape,
+            size: AtomicU64::new(header.size),
+            read_only: options.read_only,
+            header: Mutex::new(header),
+            l1: Mutex::new(l1),
+            tables: Tables::new((cache / shape.slice_bytes()) as usize),
+            alloc,
+            held: Default::default(),
+            traffic: Arc::new(Traffic::default()),
+            reserving: Turns::new(1),
+            new_tables: Turns::new(1),
+            writing_back: Turns::new(1),
+            recompressed: AtomicU64::new(0),
+            compression,
+            leaving: Mutex::default(),
+        };
+        Ok(Qcow2::view(Arc::new(shared), file, data))
+    }
+}
+
+/// Sees to it that the image may be written to, or says why not.
+async fn make_writable<S: Storage>(
+    file: &Raw<S>,
+    data: Option<&Raw<S>>,
+    header: &mut Header,
+) -> Result<(), ImageError> {
+    let _ = (file, data);
+    if header.has_corrupt() {
+        let what = "it is marked as corrupt: nothing is written to it; `blockyard image check --repair all` may help";
+        return Err(ImageError::invalid("qcow2 header", None, what));
+    }
+    Ok(())
+}
+
+async fn length<S: Storage>(file: &Raw<S>) -> Result<u64, ImageError> {
+    file.storage().len().await.map_err(|e| ImageError::io("qcow2 file", None, "finding its length", e))
+}
+
+async fn read_l1<S: Storage>(file: &Raw<S>, header: &Header) -> Result<L1, ImageError> {
+    let (offset, layout) = (header.l1_offset, entry::Layout::of(header));
+    let read = bytes::read(file, offset, header.l1_size as usize * 8).await;
+    let read = read.map_err(|e| ImageError::io("qcow2 L1 table", offset, "reading", e))?;
+    let entries: Vec<u64> = read.chunks_exact(8).map(|b| bytes::be64(b, 0)).collect();
+    for (index, &word) in entries.iter().enumerate() {
+        L1Entry::decode(word, layout)
+            .map_err(|what| ImageError::invalid("qcow2 L1 table entry", offset + index as u64 * 8, what))?;
+    }
+    Ok(L1 { offset, entries, dirty: Default::default() })
+}
+
+async fn read_refcount_table<S: Storage>(file: &Raw<S>, header: &Header) -> Result<Vec<u64>, ImageError> {
+    let (offset, layout) = (header.refcount_table_offset, entry::Layout::of(header));
+    let len = u64::from(header.refcount_table_clusters) * header.cluster_size();
+    let read = bytes::read(file, offset, len as usize).await;
+    let read = read.map_err(|e| ImageError::io("qcow2 refcount table", offset, "reading", e))?;
+    let entry = |(index, word)| {
+        let at = offset + index as u64 * 8;
+        let block = entry::refcount_block(word, layout);
+        block.map(|b| b.unwrap_or(0)).map_err(|what| ImageError::invalid("qcow2 refcount table entry", at, what))
+    };
+    read.chunks_exact(8).map(|b| bytes::be64(b, 0)).enumerate().map(entry).collect()
+}
+
+/// On a block device: how many clusters there are up to the last that is counted.
+async fn last_counted<S: Storage>(file: &Raw<S>, header: &Header, table: &[u64]) -> Result<u64, ImageError> {
+    let width = header.refcount_width();
+    let per_block = width.per_block(header.cluster_size());
+    for (block, &offset) in table.iter().enumerate().rev().filter(|(_, offset)| **offset != 0) {
+        let read = bytes::read(file, offset, header.cluster_size() as usize).await;
+        let counts = read.map_err(|e| ImageError::io("qcow2 refcount block", offset, "reading", e))?;
+        if let Some(last) = (0..per_block).rev().find(|&n| width.get(&counts, n as usize) != 0) {
+            return Ok(block as u64 * per_block + last + 1);
+        }
+    }
+    Err(ImageError::new(Kind::Invalid, "qcow2 refcount table", header.refcount_table_offset, "it counts no cluster"))
+}

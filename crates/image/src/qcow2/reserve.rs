@@ -1,0 +1,228 @@
+//! Getting clusters: from what is free in the file, or from beyond its end.
+//!
+//! What must hold: a refcount block is in the file before the refcount table names it, and a refcount table before the
+//! header does; a sync lies between.
+
+use std::io;
+use std::ops::Range;
+
+use blockyard_ring::Storage;
+
+use crate::error::ImageError;
+
+use super::alloc::{Grown, Run};
+use super::bytes;
+use super::entry::MAX_OFFSET;
+use super::shared::lock;
+use super::view::Qcow2;
+
+/// Refcount blocks looked through for free clusters before the file is made longer.
+const SEARCHED: usize = 4;
+
+/// QEMU's limit for a refcount table, in bytes: it opens no larger one.
+const LARGEST_TABLE: u64 = 8 << 20;
+
+impl<S: Storage> Qcow2<S> {
+    /// Up to `most` clusters side by side, at least one.
+    pub(super) async fn allocate(&self, most: u64) -> io::Result<Run> {
+        loop {
+            if let Some(run) = self.shared.alloc.take(most) {
+                return Ok(run);
+            }
+            let _turn = self.shared.reserving.take().await;
+            if !self.shared.alloc.has_some() {
+                self.reserve().await?;
+            }
+        }
+    }
+
+    async fn reserve(&self) -> io::Result<()> {
+        let alloc = &self.shared.alloc;
+        let bytes = alloc.next_run();
+        let most = bytes >> self.shape().layout.cluster_bits;
+        for _ in 0..SEARCHED {
+            let Some((block, _)) = alloc.block_to_search() else { break };
+            self.load_counts(block).await?;
+            if alloc.reserve_in(block, most) {
+                return Ok(());
+            }
+        }
+        match self.extend(most).await {
+            // The host has little left: less may do.
+            Err(e) if e.kind() == io::ErrorKind::StorageFull && most > 1 => self.extend(1).await,
+            done => done,
+        }
+    }
+
+    /// Brings a refcount block into memory.
+    pub(super) async fn load_counts(&self, block: u64) -> io::Result<()> {
+        if let Some(offset) = self.shared.alloc.to_load(block) {
+            let read = bytes::read(&self.file, offset, self.shape().cluster_size() as usize).await;
+            let read = read.map_err(|e| ImageError::io("qcow2 refcount block", offset, "reading", e))?;
+            self.shared.alloc.loaded(block, read);
+        }
+        Ok(())
+    }
+
+    /// Makes the file longer by `most` clusters, and by what refcounts for them need.
+    async fn extend(&self, most: u64) -> io::Result<()> {
+        let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);
+        let mut plan = self.plan_growth(most);
+        plan.grown.fresh = !self.file.is_device();
+        let (start, end) = (alloc.end(), plan.grown.end);
+        if end << bits >= MAX_OFFSET {
+            return Err(ImageError::refused("qcow2 file", "it has reached the format's largest size, 64 PiB").into());
+        }
+        self.lengthen(start << bits, end << bits).await?;
+        if !plan.blocks.is_empty() {
+            self.write_new_counts(&plan).await?;
+        }
+        // Blocks that were there before are loaded one by one; loading one may push another out.
+        let patience = 2 * (alloc.block_of(end) - alloc.block_of(start)) + 16;
+        for _ in 0..patience {
+            match alloc.extended(&plan.grown) {
+                Ok(()) => return Ok(()),
+                Err(absent) => self.load_counts(absent).await?,
+            }
+        }
+        Err(io::Error::other("refcount blocks do not stay in memory"))
+    }
+
+    /// What is to lie where beyond the end: a new refcount table if the old one is full, new refcount blocks, and clusters.
+    fn plan_growth(&self, most: u64) -> Growth {
+        let alloc = &self.shared.alloc;
+        let (start, mut table) = (alloc.end(), alloc.table());
+        let cluster = self.shape().cluster_size();
+        let (mut used, mut new_table) = (Vec::new(), None);
+        let mut end = start + most;
+        // Each round may need more for what the last one added; it ends, for a block counts more clusters than one.
+        loop {
+            let (_, missing) = alloc.beyond_the_end(end - start);
+            let entries = missing.last().map_or(0, |last| last + 1);
+            if entries as usize > table.len() {
+                let clusters = (entries * 3 / 2 * 8).div_ceil(cluster);
+                table.resize((clusters * cluster / 8) as usize, 0);
+                new_table = Some(clusters);
+            }
+            let wanted = start + most + missing.len() as u64 + new_table.unwrap_or(0);
+            if wanted <= end {
+                return Growth::lay_out(
+                    start,
+                    end,
+                    table,
+                    missing,
+                    new_table,
+                    &mut used,
+                    self.shape().layout.cluster_bits,
+                );
+            }
+            end = wanted;
+        }
+    }
+
+    /// The file reaches to `end` (bytes).
+    async fn lengthen(&self, start: u64, end: u64) -> io::Result<()> {
+        let storage = self.file.storage();
+        if self.file.is_device() {
+            let enough = storage.len().await? >= end;
+            return if enough { Ok(()) } else { Err(io::ErrorKind::StorageFull.into()) };
+        }
+        match storage.allocate(start, end - start).await {
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => {
+                if storage.len().await? < end {
+                    storage.set_len(end).await?;
+                }
+                Ok(())
+            }
+            done => done,
+        }
+    }
+
+    /// The tables count themselves; the counts of what is reserved follow by a flush, before anything that needs them.
+    async fn write_new_counts(&self, plan: &Growth) -> io::Result<()> {
+        let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);
+        let Some(tables) = plan.grown.used.first() else { return Ok(()) };
+        for &(block, cluster) in &plan.blocks {
+            bytes::write(&self.file, cluster << bits, &alloc.first_counts(block, tables)).await?;
+        }
+        let first = alloc.block_of(tables.start);
+        if !plan.grown.blocks.contains(&first) {
+            self.load_counts(first).await?;
+            let counted = alloc.count_tables(tables);
+            let (offset, counts) =
+                counted.ok_or_else(|| io::Error::other("a refcount block does not stay in memory"))?;
+            bytes::write(&self.file, offset, &counts).await?;
+        }
+        let table: Vec<u8> = plan.grown.table.iter().flat_map(|offset| offset.to_be_bytes()).collect();
+        if let Some((first, clusters)) = plan.table_at {
+            if clusters << bits > LARGEST_TABLE {
+                return Err(ImageError::refused(
+                    "qcow2 refcount table",
+                    "the file has grown beyond what 8 MiB of it can count",
+                )
+                .into());
+            }
+            bytes::write(&self.file, first << bits, &table).await?;
+            self.file.flush().await?;
+            return self.switch_refcount_table(first << bits, clusters).await;
+        }
+        self.file.flush().await?;
+        let offset = lock(&self.shared.header).refcount_table_offset;
+        for &(block, _) in &plan.blocks {
+            let at = block as usize * 8;
+            bytes::write(&self.file, offset + at as u64, &table[at..at + 8]).await?;
+        }
+        Ok(())
+    }
+
+    /// The header names the new table, whose clusters count as used; the old one's are free when that is durable.
+    async fn switch_refcount_table(&self, offset: u64, clusters: u64) -> io::Result<()> {
+        let mut header = self.shared.header();
+        let bits = self.shape().layout.cluster_bits;
+        let (old, count) = (header.refcount_table_offset >> bits, u64::from(header.refcount_table_clusters));
+        header.refcount_table_offset = offset;
+        header.refcount_table_clusters = clusters as u32;
+        header.write_fixed(&self.file).await?;
+        self.file.flush().await?;
+        *lock(&self.shared.header) = header;
+        self.shared.alloc.let_go(super::alloc::Freed { start: old, count, compressed: false });
+        Ok(())
+    }
+}
+
+struct Growth {
+    grown: Grown,
+    /// Numbers of new refcount blocks, and their clusters.
+    blocks: Vec<(u64, u64)>,
+    /// The first cluster of a new refcount table, and how many it has.
+    table_at: Option<(u64, u64)>,
+}
+
+impl Growth {
+    /// Tables first, then what is to be given out.
+    fn lay_out(
+        start: u64,
+        end: u64,
+        mut table: Vec<u64>,
+        missing: Vec<u64>,
+        new_table: Option<u64>,
+        used: &mut Vec<Range<u64>>,
+        bits: u32,
+    ) -> Self {
+        let mut next = start;
+        let table_at = new_table.map(|clusters| {
+            next += clusters;
+            (start, clusters)
+        });
+        let blocks: Vec<_> = missing.iter().zip(next..).map(|(&block, cluster)| (block, cluster)).collect();
+        next += blocks.len() as u64;
+        for &(block, cluster) in &blocks {
+            table[block as usize] = cluster << bits;
+        }
+        if next > start {
+            used.push(start..next);
+        }
+        let grown = Grown { end, table, blocks: missing, used: std::mem::take(used), fresh: false };
+        Growth { grown, blocks, table_at }
+    }
+}

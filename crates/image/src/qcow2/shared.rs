@@ -1,0 +1,137 @@
+//! What all reactors share of one open qcow2 image.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::clusters_held::ClustersHeld;
+use crate::traffic::Traffic;
+use crate::turns::Turns;
+
+use super::alloc::{Allocator, Freed};
+use super::entry::{self, Layout};
+use super::header::{Compression, Header};
+use super::tables::{SLICE_BYTES, Tables};
+
+/// Sizes that follow from the header.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    pub layout: Layout,
+    /// Entries of an L2 table, and of a slice of it.
+    pub table_entries: u64,
+    pub slice_entries: u64,
+    /// What can be allocated by itself: a subcluster, or a whole cluster.
+    pub unit: u64,
+    pub raw_data_file: bool,
+}
+
+impl Shape {
+    pub fn of(header: &Header) -> Self {
+        let layout = Layout::of(header);
+        let entry = if layout.extended_l2 { 16 } else { 8 };
+        let cluster = 1u64 << layout.cluster_bits;
+        let unit = if layout.extended_l2 { cluster / u64::from(entry::SUBCLUSTERS) } else { cluster };
+        Shape {
+            layout,
+            table_entries: cluster / entry,
+            slice_entries: cluster.min(SLICE_BYTES) / entry,
+            unit,
+            raw_data_file: header.raw_data_file(),
+        }
+    }
+
+    #[inline]
+    pub fn cluster_size(&self) -> u64 {
+        1 << self.layout.cluster_bits
+    }
+
+    #[inline]
+    pub fn cluster(&self, offset: u64) -> u64 {
+        offset >> self.layout.cluster_bits
+    }
+
+    /// The slice that describes a guest cluster, and the place in it.
+    #[inline]
+    pub fn slice(&self, cluster: u64) -> (u64, usize) {
+        (cluster / self.slice_entries, (cluster % self.slice_entries) as usize)
+    }
+
+    /// The L1 index of a guest cluster.
+    #[inline]
+    pub fn table(&self, cluster: u64) -> u64 {
+        cluster / self.table_entries
+    }
+
+    pub fn slices_per_table(&self) -> u64 {
+        self.table_entries / self.slice_entries
+    }
+
+    pub fn slice_bytes(&self) -> u64 {
+        self.cluster_size().min(SLICE_BYTES)
+    }
+}
+
+/// The active L1 table.
+#[derive(Debug)]
+pub struct L1 {
+    pub offset: u64,
+    pub entries: Vec<u64>,
+    /// Entries that the file has not.
+    pub dirty: BTreeSet<usize>,
+}
+
+/// One open image. Reactors have views of it ([`super::Qcow2`]).
+#[derive(Debug)]
+pub struct Shared {
+    pub(super) shape: Shape,
+    pub(super) size: AtomicU64,
+    pub(super) read_only: bool,
+    pub(super) header: Mutex<Header>,
+    pub(super) l1: Mutex<L1>,
+    pub(super) tables: Tables,
+    pub(super) alloc: Allocator,
+    pub(super) held: ClustersHeld,
+    pub(super) traffic: Arc<Traffic>,
+    /// One at a time each: reserving clusters, allocating L2 tables, writing metadata.
+    pub(super) reserving: Turns,
+    pub(super) new_tables: Turns,
+    pub(super) writing_back: Turns,
+    /// Changes when compressed data may have been replaced by others in the same place.
+    pub(super) recompressed: AtomicU64,
+    pub(super) compression: Compression,
+    /// Clusters to be given back when those who were there at the last turn have left.
+    pub(super) leaving: Mutex<Vec<Freed>>,
+}
+
+impl Shared {
+    /// The guest's disk, in bytes.
+    pub fn size(&self) -> u64 {
+        self.size.load(Ordering::Relaxed)
+    }
+
+    pub fn header(&self) -> Header {
+        lock(&self.header).clone()
+    }
+
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    pub fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Bytes of L2 tables in memory now, and at most (but for those that have changes).
+    pub fn cache_bytes(&self) -> (u64, u64) {
+        let slice = self.shape.slice_bytes();
+        (self.tables.len() as u64 * slice, self.tables.limit() as u64 * slice)
+    }
+
+    pub(super) fn l1_entry(&self, index: u64) -> u64 {
+        lock(&self.l1).entries.get(index as usize).copied().unwrap_or(0)
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,335 @@
+//! The L2 tables in memory, in slices: what guest clusters map to, looked up without a lock.
+//!
+//! ```text
+//!   guest offset ──► slice number ──► this reactor's own lines ──► the shared map ──► the file (flush.rs, load)
+//! ```
+//! A slice is 4 KiB of an L2 table (or a whole table, where clusters are smaller). Reactors share it: its words are atomic,
+//! are read by anybody at any time, and written under the lock of the map only.
+//!
+//! What must hold: a slice that was changed stays in the map until its change is in the file; an entry is shown to readers
+//! only when its data have been written. Words are kept in the machine's order, and turned round on their way to the file.
+
+use std::cell::RefCell;
+use std::collections::{HashMap, VecDeque};
+use std::future::poll_fn;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
+
+/// Bytes of a slice, where a table has as many.
+pub const SLICE_BYTES: u64 = 4096;
+
+/// An L2 entry and, with extended L2 entries, its subcluster bitmap (else 0).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Entry {
+    pub word: u64,
+    pub bitmap: u64,
+}
+
+#[derive(Debug)]
+pub struct Slice {
+    pub number: u64,
+    words: Box<[AtomicU64]>,
+    extended: bool,
+    /// It differs from the file, and is in the list of those that do.
+    dirty: AtomicBool,
+    /// A copy of it is on its way to the file.
+    writing: AtomicBool,
+    /// It is in the map no more: who finds it so looks there again.
+    retired: AtomicBool,
+    used: AtomicBool,
+}
+
+impl Slice {
+    pub fn new(number: u64, words: impl Iterator<Item = u64>, extended: bool) -> Self {
+        let words = words.map(AtomicU64::new).collect();
+        let no = || AtomicBool::new(false);
+        Slice { number, words, extended, dirty: no(), writing: no(), retired: no(), used: AtomicBool::new(true) }
+    }
+
+    /// The `index`-th entry. With extended entries the two words belong together: the bitmap is read before and after.
+    #[inline]
+    pub fn get(&self, index: usize) -> Entry {
+        if !self.extended {
+            return Entry { word: self.words[index].load(Ordering::Acquire), bitmap: 0 };
+        }
+        let (word, bitmap) = (&self.words[2 * index], &self.words[2 * index + 1]);
+        let mut before = bitmap.load(Ordering::Acquire);
+        loop {
+            let entry = word.load(Ordering::Acquire);
+            let after = bitmap.load(Ordering::Acquire);
+            if before == after {
+                return Entry { word: entry, bitmap: after };
+            }
+            before = after;
+        }
+    }
+
+    /// Under the map's lock only. A bitmap that allows more than the one before is shown after its word, one that allows
+    /// less before: a reader that finds a bit finds a word that bears it.
+    fn set(&self, index: usize, entry: Entry) {
+        if !self.extended {
+            self.words[index].store(entry.word, Ordering::Release);
+            return;
+        }
+        let (word, bitmap) = (&self.words[2 * index], &self.words[2 * index + 1]);
+        if entry.word == 0 {
+            bitmap.store(entry.bitmap, Ordering::Release);
+            word.store(entry.word, Ordering::Release);
+        } else {
+            word.store(entry.word, Ordering::Release);
+            bitmap.store(entry.bitmap, Ordering::Release);
+        }
+    }
+
+    /// As in the file.
+    fn bytes(&self) -> Vec<u8> {
+        self.words.iter().flat_map(|w| w.load(Ordering::Acquire).to_be_bytes()).collect()
+    }
+
+    pub fn entries(&self) -> usize {
+        self.words.len() >> usize::from(self.extended)
+    }
+}
+
+#[derive(Debug)]
+enum Slot {
+    Ready(Arc<Slice>),
+    /// Somebody reads it; these wait.
+    Loading(Vec<Waker>),
+}
+
+#[derive(Debug, Default)]
+struct State {
+    map: HashMap<u64, Slot>,
+    /// Second chance: the order in which slices are looked at when one has to go.
+    clock: VecDeque<u64>,
+    dirty: Vec<Arc<Slice>>,
+    evictions: u64,
+}
+
+/// The slices of one image, shared by all reactors.
+#[derive(Debug)]
+pub struct Tables {
+    state: Mutex<State>,
+    /// Slices kept, at most; more only while more have changes to be written.
+    limit: usize,
+}
+
+/// A slice as it is to be in the file.
+pub struct Copied {
+    pub slice: Arc<Slice>,
+    pub bytes: Vec<u8>,
+}
+
+/// What a lookup in the map found.
+pub enum Found {
+    Ready(Arc<Slice>),
+    /// The caller is to load it, and to end by [`Tables::loaded`] or [`Tables::gave_up`].
+    Yours,
+}
+
+impl Tables {
+    pub fn new(limit: usize) -> Self {
+        Tables { state: Mutex::default(), limit: limit.max(8) }
+    }
+
+    pub fn limit(&self) -> usize {
+        self.limit
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The slice, if it is here.
+    pub fn ready(&self, number: u64) -> Option<Arc<Slice>> {
+        match self.state().map.get(&number) {
+            Some(Slot::Ready(slice)) => Some(slice.clone()),
+            _ => None,
+        }
+    }
+
+    /// The slice, or the duty to load it; waits while another loads it.
+    pub async fn find(&self, number: u64) -> Found {
+        poll_fn(|cx| {
+            let mut state = self.state();
+            match state.map.get_mut(&number) {
+                Some(Slot::Ready(slice)) => Poll::Ready(Found::Ready(slice.clone())),
+                Some(Slot::Loading(waiting)) => {
+                    waiting.push(cx.waker().clone());
+                    Poll::Pending
+                }
+                None => {
+                    state.map.insert(number, Slot::Loading(Vec::new()));
+                    Poll::Ready(Found::Yours)
+                }
+            }
+        })
+        .await
+    }
+
+    /// The slice that the caller was to load.
+    pub fn loaded(&self, slice: Slice) {
+        let mut state = self.state();
+        let number = slice.number;
+        if let Some(Slot::Loading(waiting)) = state.map.insert(number, Slot::Ready(Arc::new(slice))) {
+            waiting.into_iter().for_each(Waker::wake);
+        }
+        state.clock.push_back(number);
+        state.make_room(self.limit);
+    }
+
+    /// A slice that was read along. `seen`: what [`Tables::evictions`] said before it was read; if one has gone since, it
+    /// may have been this one, with changes that what was read has not.
+    pub fn read_along(&self, slice: Slice, seen: u64) {
+        let mut state = self.state();
+        let number = slice.number;
+        if state.evictions == seen && state.map.len() < self.limit && !state.map.contains_key(&number) {
+            state.map.insert(number, Slot::Ready(Arc::new(slice)));
+            state.clock.push_back(number);
+        }
+    }
+
+    pub fn evictions(&self) -> u64 {
+        self.state().evictions
+    }
+
+    /// It could not be loaded: whoever waits tries for itself.
+    pub fn gave_up(&self, number: u64) {
+        let mut state = self.state();
+        if let Some(Slot::Loading(_)) = state.map.get(&number)
+            && let Some(Slot::Loading(waiting)) = state.map.remove(&number)
+        {
+            waiting.into_iter().for_each(Waker::wake);
+        }
+    }
+
+    /// Changes an entry and notes that the file is to follow; gives what was there. None: the slice is not here.
+    pub fn update(&self, number: u64, index: usize, change: impl FnOnce(Entry) -> Entry) -> Option<(Entry, Entry)> {
+        let mut state = self.state();
+        let Some(Slot::Ready(slice)) = state.map.get(&number) else { return None };
+        let slice = slice.clone();
+        let old = slice.get(index);
+        let new = change(old);
+        if new != old {
+            slice.set(index, new);
+            if !slice.dirty.swap(true, Ordering::AcqRel) {
+                state.dirty.push(slice);
+            }
+        }
+        Some((old, new))
+    }
+
+    /// How many slices have changes that the file has not.
+    pub fn dirty(&self) -> usize {
+        self.state().dirty.len()
+    }
+
+    /// Takes copies of all that have changed. Each is to come back by [`Tables::written`].
+    pub fn take_changes(&self) -> Vec<Copied> {
+        let mut state = self.state();
+        let taken = std::mem::take(&mut state.dirty);
+        let copy = |slice: Arc<Slice>| {
+            slice.writing.store(true, Ordering::Release);
+            slice.dirty.store(false, Ordering::Release);
+            Copied { bytes: slice.bytes(), slice }
+        };
+        taken.into_iter().map(copy).collect()
+    }
+
+    /// Copies are in the file; or are not, and their slices count as changed again.
+    pub fn written(&self, copies: &[Copied], ok: bool) {
+        let mut state = self.state();
+        for Copied { slice, .. } in copies {
+            slice.writing.store(false, Ordering::Release);
+            if !ok && !slice.dirty.swap(true, Ordering::AcqRel) {
+                state.dirty.push(slice.clone());
+            }
+        }
+        state.make_room(self.limit);
+    }
+
+    /// Forgets all; nothing may be changed. For when the tables were changed in the file.
+    pub fn forget(&self) {
+        let mut state = self.state();
+        debug_assert!(state.dirty.is_empty());
+        for (_, slot) in state.map.drain() {
+            if let Slot::Ready(slice) = slot {
+                slice.retired.store(true, Ordering::Release);
+            }
+        }
+        state.clock.clear();
+        state.evictions += 1;
+    }
+
+    /// Slices in memory.
+    pub fn len(&self) -> usize {
+        self.state().map.len()
+    }
+}
+
+impl State {
+    /// Lets slices go that were not used for a while; bounded, and those with changes stay.
+    fn make_room(&mut self, limit: usize) {
+        for _ in 0..64 {
+            if self.map.len() <= limit {
+                return;
+            }
+            let Some(number) = self.clock.pop_front() else { return };
+            let Some(Slot::Ready(slice)) = self.map.get(&number) else { continue };
+            let busy = slice.dirty.load(Ordering::Acquire) || slice.writing.load(Ordering::Acquire);
+            if busy || slice.used.swap(false, Ordering::Relaxed) {
+                self.clock.push_back(number);
+                continue;
+            }
+            slice.retired.store(true, Ordering::Release);
+            self.evictions += 1;
+            self.map.remove(&number);
+        }
+    }
+}
+
+/// One reactor's way to the slices it used last: a lookup takes no lock.
+pub struct Lines {
+    lines: RefCell<Vec<Option<Arc<Slice>>>>,
+}
+
+impl Lines {
+    /// `slices`: as many as the image has, or may keep.
+    pub fn new(slices: u64, limit: usize) -> Self {
+        let lines = slices.clamp(1, limit as u64).next_power_of_two() as usize;
+        Lines { lines: RefCell::new(vec![None; lines]) }
+    }
+
+    /// Gives the slice to `f`, if it is in memory.
+    #[inline]
+    pub fn with<T>(&self, tables: &Tables, number: u64, f: impl FnOnce(&Slice) -> T) -> Option<T> {
+        let mut lines = self.lines.borrow_mut();
+        let at = number as usize & (lines.len() - 1);
+        if let Some(slice) = &lines[at]
+            && slice.number == number
+            && !slice.retired.load(Ordering::Acquire)
+        {
+            // Written once a turn of the clock, not at each use: reactors do not fight over it.
+            if !slice.used.load(Ordering::Relaxed) {
+                slice.used.store(true, Ordering::Relaxed);
+            }
+            return Some(f(slice));
+        }
+        let slice = tables.ready(number)?;
+        slice.used.store(true, Ordering::Relaxed);
+        let result = f(&slice);
+        lines[at] = Some(slice);
+        Some(result)
+    }
+
+    /// Lets go of slices that are in the map no more.
+    pub fn tidy(&self) {
+        for line in self.lines.borrow_mut().iter_mut() {
+            if line.as_ref().is_some_and(|slice| slice.retired.load(Ordering::Acquire)) {
+                *line = None;
+            }
+        }
+    }
+}

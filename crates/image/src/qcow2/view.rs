@@ -1,0 +1,259 @@
+//! One reactor's view of an open image: where guest bytes are, and reading them.
+//!
+//! In: ranges of the guest's disk. Out: extents, and bytes from the image's own file (or its external data file).
+//! What must hold: an entry is checked before it is shown ([`Qcow2::checked`]), so a lookup can trust it.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use blockyard_ring::{Segments, Storage};
+
+use crate::error::ImageError;
+use crate::extent::{Extent, Place};
+use crate::raw::Raw;
+use crate::traffic::Traffic;
+
+use super::bytes;
+use super::compressed::Decompressed;
+use super::entry::{Cluster, L1Entry, L2Entry, MAX_OFFSET};
+use super::shared::{Shape, Shared};
+use super::tables::{Entry, Found, Lines, Slice};
+
+/// Bytes of one L2 table that are read at once where requests follow one another.
+const READ_AHEAD: u64 = 64 << 10;
+
+/// See the module's page. Clones of `Shared` make it an image that several reactors have open.
+pub struct Qcow2<S> {
+    pub(super) shared: Arc<Shared>,
+    pub(super) file: Raw<S>,
+    /// The external data file.
+    pub(super) data: Option<Raw<S>>,
+    lines: Lines,
+    pub(super) decompressed: Decompressed,
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Another reactor's view.
+    pub fn view(shared: Arc<Shared>, file: Raw<S>, data: Option<Raw<S>>) -> Self {
+        let slices = shared.size().div_ceil(shared.shape.cluster_size()).div_ceil(shared.shape.slice_entries);
+        let lines = Lines::new(slices, shared.tables.limit());
+        Qcow2 { shared, file, data, lines, decompressed: Decompressed::default() }
+    }
+
+    pub fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    pub fn size(&self) -> u64 {
+        self.shared.size()
+    }
+
+    pub(crate) fn traffic(&self) -> Arc<Traffic> {
+        self.shared.traffic.clone()
+    }
+
+    #[inline]
+    pub(super) fn shape(&self) -> &Shape {
+        &self.shared.shape
+    }
+
+    /// Where the file's guest data lie.
+    #[inline]
+    pub(super) fn data_file(&self) -> &Raw<S> {
+        self.data.as_ref().unwrap_or(&self.file)
+    }
+
+    /// The entry of a guest cluster; None: its slice is not in memory.
+    #[inline]
+    pub(super) fn entry(&self, cluster: u64) -> Option<Entry> {
+        let (number, index) = self.shape().slice(cluster);
+        self.lines.with(&self.shared.tables, number, |slice| slice.get(index))
+    }
+
+    /// What the image knows of the bytes from `offset` on: an extent of up to `len` bytes. None: [`Qcow2::load`] first.
+    #[inline]
+    pub fn try_lookup(&self, offset: u64, len: u64) -> Option<Extent> {
+        let shape = self.shape();
+        let (number, mut index) = shape.slice(shape.cluster(offset));
+        self.lines.with(&self.shared.tables, number, |slice| {
+            let mut extent = self.extent(slice.get(index), offset, len);
+            // The entries that follow may go on where this one ends.
+            while extent.len < len && index + 1 < slice.entries() {
+                let next = offset + extent.len;
+                if next & (shape.cluster_size() - 1) == 0 {
+                    index += 1;
+                }
+                let more = self.extent(slice.get(index), next, len - extent.len);
+                let goes_on = match (extent.place, more.place) {
+                    (Place::Data(a), Place::Data(b)) => a + extent.len == b,
+                    (Place::Zero, Place::Zero) | (Place::Absent, Place::Absent) => true,
+                    _ => false,
+                };
+                if !goes_on {
+                    break;
+                }
+                extent.len += more.len;
+            }
+            extent
+        })
+    }
+
+    /// The extent at `offset`, inside one cluster.
+    #[inline]
+    fn extent(&self, entry: Entry, offset: u64, len: u64) -> Extent {
+        let shape = self.shape();
+        let inside = offset & (shape.cluster_size() - 1);
+        let len = len.min(shape.cluster_size() - inside);
+        // Entries were judged when their slice was loaded; those written since are our own.
+        let cluster =
+            L2Entry::decode(entry.word, entry.bitmap, shape.layout).map_or(Cluster::Unallocated, |e| e.cluster);
+        let place = match cluster {
+            Cluster::Unallocated => Place::Absent,
+            Cluster::Zero { .. } => Place::Zero,
+            Cluster::Standard { host } => Place::Data(host + inside),
+            Cluster::Compressed { .. } => Place::Compressed(entry.word),
+            Cluster::Subclusters { host, bitmap } => return self.subclusters(host, bitmap.0, inside, len),
+        };
+        Extent { len, place }
+    }
+
+    /// As far as subclusters are alike.
+    #[inline]
+    fn subclusters(&self, host: Option<u64>, bitmap: u64, inside: u64, len: u64) -> Extent {
+        let unit = self.shape().unit;
+        let first = inside / unit;
+        let last = (inside + len - 1) / unit;
+        let kind = |i: u64| (bitmap >> i) & 1 | (bitmap >> (32 + i) & 1) << 1;
+        let here = kind(first);
+        let end = (first + 1..=last).find(|&i| kind(i) != here).map_or(inside + len, |i| i * unit);
+        let place = match (here, host) {
+            (1, Some(host)) => Place::Data(host + inside),
+            (2, _) => Place::Zero,
+            _ => Place::Absent,
+        };
+        Extent { len: end - inside, place }
+    }
+
+    /// Brings the L2 entries for `offset` into memory, and those behind them where they were read together.
+    pub async fn load(&self, offset: u64) -> io::Result<()> {
+        let shape = *self.shape();
+        let (number, _) = shape.slice(shape.cluster(offset));
+        if let Found::Ready(_) = self.shared.tables.find(number).await {
+            return Ok(());
+        }
+        let duty = Duty { shared: &self.shared, number: Some(number) };
+        self.lines.tidy();
+        let per_table = shape.slices_per_table();
+        let (index, in_table) = (number / per_table, number % per_table);
+        let l1 = L1Entry::decode(self.shared.l1_entry(index), shape.layout)
+            .map_err(|what| ImageError::invalid(format!("qcow2 L1 table entry {index}"), None, what))?;
+        let bytes = shape.slice_bytes();
+        let Some(table) = l1.table else {
+            let words = bytes / 8;
+            duty.done(Slice::new(number, (0..words).map(|_| 0), shape.layout.extended_l2));
+            return Ok(());
+        };
+        let sequential = number > 0 && self.shared.tables.ready(number - 1).is_some();
+        let together = if sequential { (READ_AHEAD / bytes).max(1).min(per_table - in_table) } else { 1 };
+        let seen = self.shared.tables.evictions();
+        let at = table + in_table * bytes;
+        let read = bytes::read(&self.file, at, (together * bytes) as usize).await;
+        let read = read.map_err(|e| ImageError::io(format!("qcow2 L2 table {index}"), at, "reading", e))?;
+        for (i, piece) in read.chunks(bytes as usize).enumerate().rev() {
+            let place = at + i as u64 * bytes;
+            match (self.checked(number + i as u64, piece, place), i) {
+                (Ok(slice), 0) => return Ok(duty.done(slice)),
+                (Ok(slice), _) => self.shared.tables.read_along(slice, seen),
+                // What is wrong with others is told to who needs them.
+                (Err(e), 0) => return Err(e.into()),
+                (Err(_), _) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// A slice of which every entry can be followed: aligned, without reserved bits, below the format's limits.
+    fn checked(&self, number: u64, bytes: &[u8], place: u64) -> Result<Slice, ImageError> {
+        let shape = self.shape();
+        let words: Vec<u64> = bytes.chunks_exact(8).map(|b| bytes::be64(b, 0)).collect();
+        let slice = Slice::new(number, words.into_iter(), shape.layout.extended_l2);
+        for index in 0..slice.entries() {
+            let Entry { word, bitmap } = slice.get(index);
+            if word | bitmap == 0 {
+                continue;
+            }
+            let cluster = number * shape.slice_entries + index as u64;
+            let wrong = |what: &str| {
+                let at = place + (index as u64) * if shape.layout.extended_l2 { 16 } else { 8 };
+                ImageError::invalid("qcow2 L2 entry", at, format!("(guest cluster {cluster}, {word:#x}) {what}"))
+            };
+            let entry = L2Entry::decode(word, bitmap, shape.layout).map_err(wrong)?;
+            let host = match entry.cluster {
+                Cluster::Compressed { host, len } => Some(host + len),
+                other => other.host(),
+            };
+            if host.is_some_and(|host| host >= MAX_OFFSET) {
+                return Err(wrong("lies beyond 2^56 bytes"));
+            }
+            if shape.layout.data_file && entry.cluster.host().is_some_and(|h| h != cluster << shape.layout.cluster_bits)
+            {
+                return Err(wrong("is not the guest's own offset, as in an external data file it must be"));
+            }
+        }
+        Ok(slice)
+    }
+
+    /// Reads what a lookup has found to be data of this image.
+    #[inline]
+    pub async fn read_data(&self, segments: Segments, host: u64) -> (Segments, io::Result<()>) {
+        self.data_file().read(segments, host).await
+    }
+
+    /// Loads as many L2 tables as the cache takes, from the start of the disk.
+    pub async fn prime(&self) -> io::Result<()> {
+        let shape = *self.shape();
+        let slice = shape.slice_entries << shape.layout.cluster_bits;
+        let most = self.shared.tables.limit() as u64;
+        let (mut offset, mut loaded) = (0, 0);
+        while offset < self.size() && loaded < most {
+            let cluster = shape.cluster(offset);
+            if self.shared.l1_entry(shape.table(cluster)) == 0 {
+                offset = (shape.table(cluster) + 1) * shape.table_entries << shape.layout.cluster_bits;
+                continue;
+            }
+            if self.try_lookup(offset, 1).is_none() {
+                self.load(offset).await?;
+            }
+            (offset, loaded) = (offset + slice, loaded + 1);
+        }
+        Ok(())
+    }
+
+    /// Changes whenever compressed data may have changed their meaning.
+    #[inline]
+    pub(super) fn recompressed(&self) -> u64 {
+        self.shared.recompressed.load(Ordering::Acquire)
+    }
+}
+
+/// The duty to load a slice; dropped undone, others take it over.
+struct Duty<'a> {
+    shared: &'a Shared,
+    number: Option<u64>,
+}
+
+impl Duty<'_> {
+    fn done(mut self, slice: Slice) {
+        self.number = None;
+        self.shared.tables.loaded(slice);
+    }
+}
+
+impl Drop for Duty<'_> {
+    fn drop(&mut self) {
+        if let Some(number) = self.number {
+            self.shared.tables.gave_up(number);
+        }
+    }
+}

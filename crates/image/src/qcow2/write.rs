@@ -1,0 +1,410 @@
+//! Writing: in place where the cluster is this image's alone, else to new clusters that the L2 entries name afterwards.
+//!
+//! ```text
+//!   in place ──────────────────────────────────────────► one write
+//!   else: hold the guest clusters ► look again ► take host clusters ► write [copied] data [copied] ► change the entries
+//! ```
+//! What must hold: what an entry names has been written when the entry changes; guest clusters that are allocated or copied
+//! are held meanwhile, so that two requests never allocate for one; what is written in place is never shared.
+
+use std::io;
+
+use blockyard_ring::{Segments, Storage};
+
+use crate::error::ImageError;
+use crate::extent::{Below, Place};
+use crate::join;
+
+use super::alloc::{Freed, Run};
+use super::bytes;
+use super::entry::{COPIED, Cluster, L1Entry, L2Entry, OFFSET_MASK};
+use super::shared::lock;
+use super::tables::Entry;
+use super::view::Qcow2;
+
+/// Guest data up to this length are copied, to be one write with what is copied from below.
+const COPIED_TOGETHER: usize = 256 << 10;
+/// Bytes of new clusters that one request fills at a time.
+const FILLED_AT_ONCE: u64 = 2 << 20;
+/// Pieces of one request that are written at a time.
+const PIECES: usize = 8;
+
+/// What a write finds from some offset on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// `len` bytes go straight to the file.
+    InPlace { len: u64, host: u64 },
+    /// One cluster: its host cluster is this image's alone, but lacks what is not written.
+    Complete { len: u64, host: u64 },
+    /// Clusters (of one L2 table) that need host clusters; `whole`: what is not written is to be copied from the old ones.
+    Fill { len: u64, whole: bool },
+    /// The L2 entries are not in memory.
+    Load,
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Writes all of `segments`; it is durable after a flush.
+    #[inline]
+    pub async fn write<B: Below>(&self, below: &B, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
+        let len = segments.len() as u64;
+        match self.step(offset, len) {
+            Step::InPlace { len: all, host } if all == len => self.data_file().write(segments, host, false).await,
+            _ => {
+                let result = Box::pin(self.write_in_steps(below, &segments, offset)).await;
+                (segments, result)
+            }
+        }
+    }
+
+    async fn write_in_steps<B: Below>(&self, below: &B, segments: &Segments, offset: u64) -> io::Result<()> {
+        let (mut at, end) = (offset, offset + segments.len() as u64);
+        let mut pieces = Vec::new();
+        while at < end {
+            match self.step(at, end - at) {
+                Step::Load => self.load(at).await?,
+                step @ (Step::InPlace { len, .. } | Step::Complete { len, .. } | Step::Fill { len, .. }) => {
+                    pieces.push((at, len, step));
+                    at += len;
+                }
+            }
+        }
+        let work = pieces.into_iter().map(async |(at, len, step)| {
+            let piece = segments.slice((at - offset) as usize, len as usize);
+            match step {
+                Step::InPlace { host, .. } => self.data_file().write(piece, host, false).await.1,
+                _ => self.write_held(below, piece, at).await,
+            }
+        });
+        join::all(PIECES, work).await?;
+        if self.shared.tables.dirty() > 2 * self.dirty_limit() {
+            self.relieve().await?;
+        }
+        Ok(())
+    }
+
+    /// Decides what to do from `offset` on, and for how many bytes.
+    #[inline]
+    pub(super) fn step(&self, offset: u64, len: u64) -> Step {
+        let shape = self.shape();
+        let first = shape.cluster(offset);
+        let Some(entry) = self.entry(first) else { return Step::Load };
+        let inside = offset & (shape.cluster_size() - 1);
+        let here = len.min(shape.cluster_size() - inside);
+        let mut step = self.step_in_cluster(entry, inside, here);
+        let last = shape.cluster(offset + len - 1);
+        // What follows alike is done together.
+        for cluster in first + 1..=last {
+            let Some(entry) = self.entry(cluster) else { break };
+            let here = (offset + len - (cluster << shape.layout.cluster_bits)).min(shape.cluster_size());
+            match (&mut step, self.step_in_cluster(entry, 0, here)) {
+                (Step::InPlace { len, host }, Step::InPlace { len: more, host: next }) if *host + *len == next => {
+                    *len += more
+                }
+                (Step::Fill { len, whole }, Step::Fill { len: more, whole: next })
+                    if *whole == next && *len < FILLED_AT_ONCE && cluster % shape.table_entries != 0 =>
+                {
+                    *len += more;
+                }
+                _ => break,
+            }
+        }
+        step
+    }
+
+    #[inline]
+    fn step_in_cluster(&self, entry: Entry, inside: u64, len: u64) -> Step {
+        let shape = self.shape();
+        let decoded = L2Entry::decode(entry.word, entry.bitmap, shape.layout).unwrap_or(L2Entry::UNALLOCATED);
+        let mine = decoded.copied;
+        match decoded.cluster {
+            Cluster::Standard { host } if mine => Step::InPlace { len, host: host + inside },
+            Cluster::Zero { host: Some(host) } if mine => Step::Complete { len, host },
+            Cluster::Subclusters { host: Some(host), bitmap } if mine => {
+                let (first, last) = (inside / shape.unit, (inside + len - 1) / shape.unit);
+                let touched = (u32::MAX >> (31 - (last - first))) << first;
+                if bitmap.data() & touched == touched {
+                    Step::InPlace { len, host: host + inside }
+                } else {
+                    Step::Complete { len, host }
+                }
+            }
+            Cluster::Standard { .. } | Cluster::Compressed { .. } | Cluster::Subclusters { host: Some(_), .. } => {
+                Step::Fill { len, whole: true }
+            }
+            Cluster::Unallocated | Cluster::Zero { .. } | Cluster::Subclusters { host: None, .. } => {
+                Step::Fill { len, whole: false }
+            }
+        }
+    }
+
+    /// Writes where clusters have to be allocated: holds them, and looks again.
+    async fn write_held<B: Below>(&self, below: &B, segments: Segments, offset: u64) -> io::Result<()> {
+        let shape = self.shape();
+        let last = shape.cluster(offset + segments.len() as u64 - 1);
+        let _hold = self.shared.held.hold(shape.cluster(offset)..last + 1).await;
+        self.write_in_hold(below, &segments, offset).await
+    }
+
+    /// As [`Qcow2::write_held`], for a caller that holds the clusters.
+    pub(super) async fn write_in_hold<B: Below>(&self, below: &B, segments: &Segments, offset: u64) -> io::Result<()> {
+        let (mut at, end) = (offset, offset + segments.len() as u64);
+        while at < end {
+            let step = self.step(at, end - at);
+            let piece = |len: u64| segments.slice((at - offset) as usize, len as usize);
+            at += match step {
+                Step::Load => {
+                    self.load(at).await?;
+                    0
+                }
+                Step::InPlace { len, host } => {
+                    self.data_file().write(piece(len), host, false).await.1?;
+                    len
+                }
+                Step::Complete { len, host } => {
+                    self.complete(below, piece(len), at, host).await?;
+                    len
+                }
+                Step::Fill { len, whole } => self.fill(below, &piece(len), at, whole).await?,
+            };
+        }
+        Ok(())
+    }
+
+    /// Writes into a host cluster of one's own, and what is missing beside it in the units touched.
+    async fn complete<B: Below>(&self, below: &B, segments: Segments, offset: u64, host: u64) -> io::Result<()> {
+        let shape = self.shape();
+        let cluster = shape.cluster(offset);
+        self.own_table(shape.table(cluster)).await?;
+        let start = cluster << shape.layout.cluster_bits;
+        let end = offset + segments.len() as u64;
+        // A unit that has its data already keeps them: they are beside what is written.
+        let lacks = |at: u64| {
+            let entry = self.entry(cluster).unwrap_or_default();
+            !shape.layout.extended_l2 || entry.bitmap >> ((at - start) / shape.unit) & 1 == 0
+        };
+        let from = if lacks(offset) { offset - offset % shape.unit } else { offset };
+        let to = if lacks(end - 1) { end.next_multiple_of(shape.unit) } else { end };
+        self.write_with_edges(below, &segments, offset, from..to, host + (from - start), false).await?;
+        let (first, last) = ((offset - start) / shape.unit, (end - 1 - start) / shape.unit);
+        self.change(cluster, |old| Entry { word: host | COPIED, bitmap: self.with_data(old.bitmap, first, last) })
+            .await?;
+        Ok(())
+    }
+
+    /// Writes to new clusters; gives how many bytes: there may have been fewer clusters side by side.
+    async fn fill<B: Below>(&self, below: &B, segments: &Segments, offset: u64, whole: bool) -> io::Result<u64> {
+        let shape = self.shape();
+        let bits = shape.layout.cluster_bits;
+        let (first, last) = (shape.cluster(offset), shape.cluster(offset + segments.len() as u64 - 1));
+        self.own_table(shape.table(first)).await?;
+        let run = if shape.layout.data_file {
+            // Data lie where the guest has them; what is there is whatever it is.
+            Run { start: first, count: last - first + 1, fresh: false }
+        } else {
+            self.allocate(last - first + 1).await?
+        };
+        let end = (offset + segments.len() as u64).min((first + run.count) << bits);
+        let unit = if whole { shape.cluster_size() } else { shape.unit };
+        let (from, to) = (offset - offset % unit, end.next_multiple_of(unit));
+        let host = (run.start << bits) + (from - (first << bits));
+        let piece = segments.slice(0, (end - offset) as usize);
+        let written = self.write_with_edges(below, &piece, offset, from..to, host, run.fresh).await;
+        if let Err(e) = written {
+            // They hold anything now, and belong to nobody.
+            self.abandon(run);
+            return Err(e);
+        }
+        for cluster in first..first + run.count {
+            let start = cluster << bits;
+            let word = ((run.start + cluster - first) << bits) | COPIED;
+            let (a, b) = (from.max(start) - start, to.min(start + shape.cluster_size()) - 1 - start);
+            let bitmap = |old: Entry| match (shape.layout.extended_l2, whole) {
+                (false, _) => 0,
+                (true, true) => u64::from(u32::MAX),
+                (true, false) => self.with_data(old.bitmap, a / shape.unit, b / shape.unit),
+            };
+            let old = self.change(cluster, |old| Entry { word, bitmap: bitmap(old) }).await?;
+            self.let_go(old);
+        }
+        Ok(end - offset)
+    }
+
+    fn abandon(&self, run: Run) {
+        if !self.shape().layout.data_file {
+            self.shared.alloc.put_back(Run { fresh: false, ..run });
+        }
+    }
+
+    /// The bitmap when subclusters `first` to `last` have data.
+    fn with_data(&self, bitmap: u64, first: u64, last: u64) -> u64 {
+        if !self.shape().layout.extended_l2 {
+            return 0;
+        }
+        let touched = u64::from((u32::MAX >> (31 - (last - first))) << first);
+        (bitmap | touched) & !(touched << 32)
+    }
+
+    /// Writes `segments` (for the guest's `offset`) to the file so that all of the guest's `range` is there, from `host` on.
+    async fn write_with_edges<B: Below>(
+        &self,
+        below: &B,
+        segments: &Segments,
+        offset: u64,
+        range: std::ops::Range<u64>,
+        host: u64,
+        fresh: bool,
+    ) -> io::Result<()> {
+        let end = offset + segments.len() as u64;
+        let (head, tail) = (offset - range.start, range.end - end);
+        let file = self.data_file();
+        let at = host + head;
+        if head + tail == 0 {
+            return file.write(segments.slice(0, segments.len()), at, false).await.1;
+        }
+        // New space of the file reads as zeroes, so zeroes need not be written.
+        if fresh && self.is_zero(below, range.start, head).await? && self.is_zero(below, end, tail).await? {
+            return file.write(segments.slice(0, segments.len()), at, false).await.1;
+        }
+        if segments.len() <= COPIED_TOGETHER {
+            let buffer = Segments::buffer((range.end - range.start) as usize);
+            self.read_current(below, &buffer, 0, range.start, head).await?;
+            self.read_current(below, &buffer, (end - range.start) as usize, end, tail).await?;
+            buffer.copy_from(head as usize, segments, 0, segments.len());
+            return file.write(buffer, host, false).await.1;
+        }
+        for (start, len) in [(range.start, head), (end, tail)] {
+            if len > 0 {
+                let buffer = Segments::buffer(len as usize);
+                self.read_current(below, &buffer, 0, start, len).await?;
+                file.write(buffer, host + (start - range.start), false).await.1?;
+            }
+        }
+        file.write(segments.slice(0, segments.len()), at, false).await.1
+    }
+
+    /// Fills `len` bytes of `buffer` from `to` with what the guest sees at `offset`.
+    pub(super) async fn read_current<B: Below>(
+        &self,
+        below: &B,
+        buffer: &Segments,
+        to: usize,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<()> {
+        let mut done = 0;
+        while done < len {
+            let at = offset + done;
+            let Some(extent) = self.try_lookup(at, len - done) else {
+                self.load(at).await?;
+                continue;
+            };
+            let piece = buffer.slice(to + done as usize, extent.len as usize);
+            match extent.place {
+                // New buffers are zeroes.
+                Place::Zero => {}
+                Place::Data(host) => self.read_data(piece, host).await.1?,
+                Place::Compressed(word) => {
+                    self.read_compressed(piece, word, at & (self.shape().cluster_size() - 1)).await.1?;
+                }
+                Place::Absent => below.read_below(piece, at).await.1?,
+            }
+            done += extent.len;
+        }
+        Ok(())
+    }
+
+    /// Whether the guest sees zeroes there, as far as that is known without reading data.
+    pub(super) async fn is_zero<B: Below>(&self, below: &B, offset: u64, len: u64) -> io::Result<bool> {
+        let mut done = 0;
+        while done < len {
+            let at = offset + done;
+            let Some(extent) = self.try_lookup(at, len - done) else {
+                self.load(at).await?;
+                continue;
+            };
+            let zero = match extent.place {
+                Place::Zero => true,
+                Place::Absent => below.zero_below(at, extent.len).await?,
+                Place::Data(_) | Place::Compressed(_) => false,
+            };
+            if !zero {
+                return Ok(false);
+            }
+            done += extent.len;
+        }
+        Ok(true)
+    }
+
+    /// Changes an entry in memory; gives what it was. The caller holds the cluster, and the table is this image's own.
+    pub(super) async fn change(&self, cluster: u64, change: impl Fn(Entry) -> Entry) -> io::Result<Entry> {
+        let (number, index) = self.shape().slice(cluster);
+        loop {
+            if let Some((old, _)) = self.shared.tables.update(number, index, &change) {
+                return Ok(old);
+            }
+            self.load(cluster << self.shape().layout.cluster_bits).await?;
+        }
+    }
+
+    /// Host clusters that an entry named, and does no more.
+    pub(super) fn let_go(&self, old: Entry) {
+        let shape = self.shape();
+        if shape.layout.data_file {
+            return;
+        }
+        let bits = shape.layout.cluster_bits;
+        match L2Entry::decode(old.word, old.bitmap, shape.layout).map(|entry| entry.cluster) {
+            Ok(Cluster::Compressed { host, len }) => {
+                let (start, end) = (host >> bits, (host + len - 1) >> bits);
+                self.shared.alloc.let_go(Freed { start, count: end - start + 1, compressed: true });
+            }
+            Ok(cluster) => {
+                if let Some(host) = cluster.host() {
+                    self.shared.alloc.let_go(Freed { start: host >> bits, count: 1, compressed: false });
+                }
+            }
+            Err(_) => {}
+        }
+    }
+
+    /// Sees to it that the L2 table exists, and is the active state's alone.
+    pub(super) async fn own_table(&self, index: u64) -> io::Result<()> {
+        let owned = |word: u64| word & COPIED != 0 && word & OFFSET_MASK != 0;
+        if owned(self.shared.l1_entry(index)) {
+            return Ok(());
+        }
+        let _turn = self.shared.new_tables.take().await;
+        let (word, bits) = (self.shared.l1_entry(index), self.shape().layout.cluster_bits);
+        if owned(word) {
+            return Ok(());
+        }
+        let old = L1Entry::decode(word, self.shape().layout)
+            .map_err(|what| ImageError::invalid(format!("qcow2 L1 table entry {index}"), None, what))?;
+        let run = self.allocate(1).await?;
+        let (at, cluster) = (run.start << bits, self.shape().cluster_size() as usize);
+        let written = match old.table {
+            Some(table) => match bytes::read(&self.file, table, cluster).await {
+                Ok(content) => bytes::write(&self.file, at, &content).await,
+                Err(e) => Err(e),
+            },
+            None if run.fresh => Ok(()),
+            None => bytes::write(&self.file, at, &vec![0; cluster]).await,
+        };
+        if let Err(e) = written {
+            self.abandon_cluster(run);
+            return Err(ImageError::io(format!("qcow2 L2 table {index}"), at, "writing a new one", e).into());
+        }
+        let mut l1 = lock(&self.shared.l1);
+        l1.entries[index as usize] = at | COPIED;
+        l1.dirty.insert(index as usize);
+        drop(l1);
+        if let Some(table) = old.table {
+            self.shared.alloc.let_go(Freed { start: table >> bits, count: 1, compressed: false });
+        }
+        Ok(())
+    }
+
+    fn abandon_cluster(&self, run: Run) {
+        self.shared.alloc.put_back(Run { fresh: false, ..run });
+    }
+}

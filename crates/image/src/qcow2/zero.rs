@@ -1,0 +1,219 @@
+//! Zeroes and discards: entries that say so, instead of data; and what is copied up without being written.
+//!
+//! What must hold: what was discarded reads as zeroes or as it was, never as what lies below; a host cluster is let go of
+//! only by changing the entry that named it.
+
+use std::io;
+
+use blockyard_ring::{Segments, Storage};
+
+use crate::extent::{Below, Place};
+
+use super::entry::{Bitmap, COPIED, Cluster, L2Entry, OFFSET_MASK, ZERO};
+use super::tables::Entry;
+use super::view::Qcow2;
+
+/// Guest clusters held at a time by a long request, and bytes copied up at a time.
+const HELD: u64 = 256;
+const COPY: u64 = 1 << 20;
+/// Zeroes are written in pieces of this many bytes.
+const ZEROES: u64 = 1 << 20;
+
+/// What is to become of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wish {
+    /// Zeroes; host clusters are kept, or may be given back.
+    Zeroes { unmap: bool },
+    /// Zeroes if that is cheap.
+    Discard,
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Zeroes; `unmap`: host clusters may be given back. Durable after a flush.
+    pub async fn write_zeroes<B: Below>(&self, below: &B, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.wipe(below, offset, len, Wish::Zeroes { unmap }).await
+    }
+
+    /// Gives host clusters back: whole units (clusters, or subclusters) only.
+    pub async fn discard<B: Below>(&self, below: &B, offset: u64, len: u64) -> io::Result<()> {
+        self.wipe(below, offset, len, Wish::Discard).await
+    }
+
+    async fn wipe<B: Below>(&self, below: &B, offset: u64, len: u64, wish: Wish) -> io::Result<()> {
+        let (unit, end) = (self.shape().unit, offset + len);
+        // The last unit of the disk may be cut short by its end.
+        let whole_end = if end == self.size() { end.next_multiple_of(unit) } else { end - end % unit };
+        let whole_start = offset.next_multiple_of(unit);
+        if whole_start >= whole_end {
+            return self.zero_edge(below, offset, len, wish).await;
+        }
+        self.zero_edge(below, offset, whole_start - offset, wish).await?;
+        self.wipe_units(below, whole_start, whole_end, wish).await?;
+        if whole_end < end { self.zero_edge(below, whole_end, end - whole_end, wish).await } else { Ok(()) }
+    }
+
+    /// Part of a unit: zeroes are data there.
+    async fn zero_edge<B: Below>(&self, below: &B, offset: u64, len: u64, wish: Wish) -> io::Result<()> {
+        if len == 0 || wish == Wish::Discard || self.is_zero(below, offset, len).await? {
+            return Ok(());
+        }
+        self.write_zero_bytes(below, offset, len).await
+    }
+
+    async fn write_zero_bytes<B: Below>(&self, below: &B, mut offset: u64, len: u64) -> io::Result<()> {
+        let end = offset + len;
+        while offset < end {
+            let here = (end - offset).min(ZEROES);
+            self.write(below, Segments::buffer(here as usize), offset).await.1?;
+            offset += here;
+        }
+        Ok(())
+    }
+
+    async fn wipe_units<B: Below>(&self, below: &B, start: u64, end: u64, wish: Wish) -> io::Result<()> {
+        let shape = *self.shape();
+        let bits = shape.layout.cluster_bits;
+        let mut at = start;
+        while at < end {
+            let first = shape.cluster(at);
+            // Nothing is there, and nothing below: the whole table is passed over.
+            if self.shared.l1_entry(shape.table(first)) == 0 && !below.exists() {
+                at = ((shape.table(first) + 1) * shape.table_entries) << bits;
+                continue;
+            }
+            let stop = end.min((first + HELD) << bits);
+            let _hold = self.shared.held.hold(first..shape.cluster(stop - 1) + 1).await;
+            while at < stop {
+                let cluster = shape.cluster(at);
+                let here = stop.min((cluster + 1) << bits);
+                if self.entry(cluster).is_none() {
+                    self.load(at).await?;
+                    continue;
+                }
+                self.wipe_in_cluster(below, at, here, wish).await?;
+                at = here;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whole units of one cluster, which the caller holds.
+    async fn wipe_in_cluster<B: Below>(&self, below: &B, start: u64, end: u64, wish: Wish) -> io::Result<()> {
+        let shape = *self.shape();
+        let cluster = shape.cluster(start);
+        let size = shape.cluster_size();
+        let disk_end = self.size().min((cluster + 1) << shape.layout.cluster_bits);
+        let old = self.entry(cluster).unwrap_or_default();
+        let decoded = L2Entry::decode(old.word, old.bitmap, shape.layout).unwrap_or(L2Entry::UNALLOCATED);
+        let (real_end, allocated) = (end.min(disk_end), decoded.cluster != Cluster::Unallocated);
+        if real_end <= start || (!allocated && below.zero_below(start, real_end - start).await?) {
+            return Ok(());
+        }
+        if shape.raw_data_file {
+            return self.wipe_raw_data(start, real_end, wish).await;
+        }
+        let all = end - start == size;
+        let Some(new) = self.wiped(old, decoded, (start % size, end - start), all, below.exists(), wish) else {
+            return match wish {
+                Wish::Discard => Ok(()),
+                // The caller holds the cluster, so this is not `write`.
+                Wish::Zeroes { .. } => self.zero_held(below, start, real_end - start).await,
+            };
+        };
+        if new == old {
+            return Ok(());
+        }
+        self.own_table(shape.table(cluster)).await?;
+        self.change(cluster, |_| new).await?;
+        if new.word & OFFSET_MASK != old.word & OFFSET_MASK || old.word & super::entry::COMPRESSED != 0 {
+            self.let_go(old);
+        }
+        if shape.layout.data_file && wish != (Wish::Zeroes { unmap: false }) {
+            self.data_file().discard(start, real_end - start).await?;
+        }
+        Ok(())
+    }
+
+    /// The entry that says zeroes; None: this image has none that does.
+    fn wiped(
+        &self,
+        old: Entry,
+        decoded: L2Entry,
+        (inside, len): (u64, u64),
+        all: bool,
+        something_below: bool,
+        wish: Wish,
+    ) -> Option<Entry> {
+        let shape = self.shape();
+        let keep = wish == Wish::Zeroes { unmap: false } && decoded.copied && decoded.cluster.host().is_some();
+        if shape.layout.extended_l2 {
+            return self.wiped_subclusters(old, decoded, (inside, len), all, keep);
+        }
+        if shape.layout.version < 3 {
+            // An entry without a cluster reads as zeroes where nothing is below.
+            return (!something_below && !keep).then_some(Entry::default());
+        }
+        let kept = if keep { old.word & (OFFSET_MASK | COPIED) } else { 0 };
+        Some(Entry { word: kept | ZERO, bitmap: 0 })
+    }
+
+    fn wiped_subclusters(
+        &self,
+        old: Entry,
+        decoded: L2Entry,
+        (inside, len): (u64, u64),
+        all: bool,
+        keep: bool,
+    ) -> Option<Entry> {
+        if all {
+            let word = if keep { old.word } else { 0 };
+            return Some(Entry { word, bitmap: Bitmap::ALL_ZERO.0 });
+        }
+        if let Cluster::Compressed { .. } = decoded.cluster {
+            return None;
+        }
+        let unit = self.shape().unit;
+        let touched = u64::from((u32::MAX >> (32 - len / unit)) << (inside / unit));
+        let bitmap = (old.bitmap & !touched) | touched << 32;
+        // The last subcluster with data takes the cluster along.
+        let word = if bitmap as u32 == 0 && !keep { 0 } else { old.word };
+        Some(Entry { word, bitmap })
+    }
+
+    /// The external file is to be read by itself, so zeroes are real ones there.
+    async fn wipe_raw_data(&self, start: u64, end: u64, wish: Wish) -> io::Result<()> {
+        let unmap = wish != Wish::Zeroes { unmap: false };
+        self.data_file().write_zeroes(start, end - start, unmap).await
+    }
+
+    /// Zeroes as data in a cluster that the caller holds.
+    async fn zero_held<B: Below>(&self, below: &B, start: u64, len: u64) -> io::Result<()> {
+        self.write_in_hold(below, &Segments::buffer(len as usize), start).await
+    }
+
+    /// Copies up what only the layers below have: afterwards this image has all of the range. Not for data that were
+    /// written meanwhile: those stay.
+    pub async fn populate<B: Below>(&self, below: &B, offset: u64, len: u64) -> io::Result<()> {
+        let shape = *self.shape();
+        let end = (offset + len).min(self.size());
+        let mut at = offset - offset % shape.unit;
+        while at < end {
+            let stop = end.min(at + COPY);
+            let _hold = self.shared.held.hold(shape.cluster(at)..shape.cluster(stop - 1) + 1).await;
+            while at < stop {
+                let Some(extent) = self.try_lookup(at, stop - at) else {
+                    self.load(at).await?;
+                    continue;
+                };
+                if extent.place == Place::Absent && !below.zero_below(at, extent.len).await? {
+                    let buffer = Segments::buffer(extent.len as usize);
+                    let (buffer, read) = below.read_below(buffer, at).await;
+                    read?;
+                    self.write_in_hold(below, &buffer, at).await?;
+                }
+                at += extent.len;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,47 @@
+//! QEMU's tools, and folders to work in.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A folder that goes with the test.
+pub struct Scratch {
+    folder: PathBuf,
+    names: std::sync::Mutex<Vec<&'static str>>,
+}
+
+impl Scratch {
+    pub fn new(name: &str) -> Self {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let folder = std::env::temp_dir().join(format!("blockyard-{name}-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        Scratch { folder, names: Default::default() }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
+    /// As an argument.
+    pub fn name(&self, name: &str) -> &'static str {
+        let text: &'static str = self.path(name).to_str().unwrap().to_string().leak();
+        self.names.lock().unwrap().push(text);
+        text
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// Runs `qemu-img`, which must go well; gives what it prints.
+pub fn qemu_img(arguments: &[&str]) -> String {
+    let tool = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
+    let output = Command::new(tool).arg("qemu-img").args(arguments).output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(output.status.success(), "qemu-img {arguments:?}: {}{}", text(&output.stdout), text(&output.stderr));
+    text(&output.stdout)
+}
