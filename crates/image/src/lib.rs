@@ -9,6 +9,7 @@
 mod cache;
 mod chain;
 mod clusters_held;
+pub mod cow;
 mod error;
 mod extent;
 mod format;

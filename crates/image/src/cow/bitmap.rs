@@ -1,0 +1,416 @@
+//! The bitmap in memory: pages of it, shared by all reactors, as many as the budget allows.
+//!
+//! In: pages as they are in the file; sectors that were written. Out: which sectors are the file's; what a flush has to
+//! write. What must hold: a bit that was set is not forgotten before it is durable (pages with such bits stay); a lookup
+//! takes no lock and never sees another page's bits.
+//!
+//! A page has its place in one set of [`WAYS`] frames. A frame's stamp is its page and how often it has changed hands; a
+//! lookup reads the stamp, the bits, and the stamp again. Whoever changes a set (bits, or the pages in it) has its lock.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// Bytes of a page, and the sectors it tells of: 16 MiB of the disk.
+pub(super) const PAGE: usize = 4096;
+pub(super) const PAGE_SECTORS: u64 = PAGE as u64 * 8;
+
+/// What a flush writes at least, in bytes.
+const PART: usize = 512;
+const PARTS: usize = PAGE / PART;
+const WORDS: usize = PAGE / 8;
+const PART_WORDS: usize = PART / 8;
+
+const WAYS: usize = 8;
+
+/// A stamp's page, plus one; 0: no page.
+const STAMP_PAGE: u64 = u32::MAX as u64;
+
+type Words = [AtomicU64; WORDS];
+
+#[derive(Default)]
+struct Set {
+    stamps: [AtomicU64; WAYS],
+    /// Memory is taken when a frame is first used.
+    words: [OnceLock<Box<Words>>; WAYS],
+    /// Looked at since the hand last came by.
+    used: [AtomicBool; WAYS],
+    state: Mutex<SetState>,
+}
+
+#[derive(Default)]
+struct SetState {
+    frames: [FrameState; WAYS],
+    hand: usize,
+}
+
+/// A bit for each part of the page.
+#[derive(Clone, Copy, Default)]
+struct FrameState {
+    /// Has bits that no flush has taken yet.
+    dirty: u8,
+    /// A flush is writing it.
+    writing: u8,
+}
+
+pub(super) struct Bitmap {
+    sets: Box<[Set]>,
+    /// Pages with dirty parts.
+    dirty: Mutex<BTreeSet<u64>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Bitmap {
+    /// For a bitmap of `len` bytes, of which at most about `budget` are held in memory.
+    pub fn new(len: u64, budget: u64) -> Self {
+        let pages = len.min(budget.max(1)).div_ceil(PAGE as u64);
+        let sets = pages.div_ceil(WAYS as u64).max(1);
+        Bitmap { sets: (0..sets).map(|_| Set::default()).collect(), dirty: Mutex::default() }
+    }
+
+    /// How many pages fit.
+    pub fn frames(&self) -> usize {
+        self.sets.len() * WAYS
+    }
+
+    /// Pages that are not in the file as they are here.
+    pub fn dirty_pages(&self) -> usize {
+        lock(&self.dirty).len()
+    }
+
+    fn set_of(&self, page: u64) -> &Set {
+        &self.sets[(page % self.sets.len() as u64) as usize]
+    }
+
+    /// Whether sector `first` is the file's, and how many from it on are so too, up to `count` and the page's end. None: the
+    /// page is not here.
+    pub fn run(&self, first: u64, count: u64) -> Option<(bool, u64)> {
+        let (page, at) = (first / PAGE_SECTORS, (first % PAGE_SECTORS) as usize);
+        let end = (at as u64).saturating_add(count).min(PAGE_SECTORS) as usize;
+        let set = self.set_of(page);
+        for way in 0..WAYS {
+            let stamp = set.stamps[way].load(Ordering::Acquire);
+            if stamp & STAMP_PAGE != page + 1 {
+                continue;
+            }
+            let run = run_in(set.words[way].get()?, at, end);
+            fence(Ordering::Acquire);
+            if set.stamps[way].load(Ordering::Relaxed) != stamp {
+                return None;
+            }
+            if !set.used[way].load(Ordering::Relaxed) {
+                set.used[way].store(true, Ordering::Relaxed);
+            }
+            return Some(run);
+        }
+        None
+    }
+
+    pub fn has(&self, page: u64) -> bool {
+        self.set_of(page).way_of(page).is_some()
+    }
+
+    /// Sets the bits of these sectors, which are of one page. False: the page is not here.
+    pub fn set(&self, first: u64, count: u64) -> bool {
+        if count == 0 || self.run(first, count) == Some((true, count)) {
+            return true;
+        }
+        let page = first / PAGE_SECTORS;
+        let set = self.set_of(page);
+        let mut state = lock(&set.state);
+        let Some((way, words)) = set.way_of(page).and_then(|way| Some((way, set.words[way].get()?))) else {
+            return false;
+        };
+        let changed = set_in(words, (first % PAGE_SECTORS) as usize, count as usize);
+        self.add_dirty(page, &mut state.frames[way], changed);
+        true
+    }
+
+    fn add_dirty(&self, page: u64, frame: &mut FrameState, parts: u8) {
+        if parts != 0 && frame.dirty == 0 {
+            lock(&self.dirty).insert(page);
+        }
+        frame.dirty |= parts;
+    }
+
+    /// Takes in a page as the file has it. False: there is no place before a flush. Only one at a time loads a page.
+    pub fn insert(&self, page: u64, bytes: &[u8]) -> bool {
+        let set = self.set_of(page);
+        let mut state = lock(&set.state);
+        let Some(way) = set.victim(&mut state) else { return false };
+        let words = set.words[way].get_or_init(|| Box::new([const { AtomicU64::new(0) }; WORDS]));
+        let old = set.stamps[way].swap(0, Ordering::Relaxed);
+        fence(Ordering::Release);
+        let mut chunks = bytes.chunks(8);
+        for word in words.iter() {
+            let mut le = [0; 8];
+            let chunk = chunks.next().unwrap_or_default();
+            le[..chunk.len()].copy_from_slice(chunk);
+            word.store(u64::from_le_bytes(le), Ordering::Relaxed);
+        }
+        let turn = (old >> 32).wrapping_add(1) as u32;
+        set.turns_to(way, u64::from(turn) << 32 | (page + 1));
+        true
+    }
+
+    /// Whether a page can be taken in without pushing another out.
+    pub fn has_room(&self, page: u64) -> bool {
+        let set = self.set_of(page);
+        set.stamps.iter().any(|stamp| stamp.load(Ordering::Relaxed) & STAMP_PAGE == 0)
+    }
+
+    /// Takes copies of all that is dirty, for one flush at a time. Given back undone, it is dirty again.
+    pub fn take_dirty(&self) -> Taken<'_> {
+        let pages = std::mem::take(&mut *lock(&self.dirty));
+        let take = |page: u64| {
+            let set = self.set_of(page);
+            let mut state = lock(&set.state);
+            let way = set.way_of(page)?;
+            let words = set.words[way].get()?;
+            let frame = &mut state.frames[way];
+            frame.writing = std::mem::take(&mut frame.dirty);
+            Some(Copy { page, parts: frame.writing, bytes: bytes_of(words) })
+        };
+        Taken { bitmap: self, copies: pages.into_iter().filter_map(take).collect(), done: false }
+    }
+}
+
+impl Set {
+    fn way_of(&self, page: u64) -> Option<usize> {
+        self.stamps.iter().position(|stamp| stamp.load(Ordering::Acquire) & STAMP_PAGE == page + 1)
+    }
+
+    /// A frame for another page: an empty one, else a clean one that was not looked at for longest, about.
+    fn victim(&self, state: &mut SetState) -> Option<usize> {
+        let empty = |stamp: &AtomicU64| stamp.load(Ordering::Relaxed) & STAMP_PAGE == 0;
+        if let Some(way) = self.stamps.iter().position(empty) {
+            return Some(way);
+        }
+        let mut clean = None;
+        for _ in 0..WAYS {
+            let way = state.hand;
+            state.hand = (way + 1) % WAYS;
+            if state.frames[way].dirty | state.frames[way].writing != 0 {
+                continue;
+            }
+            if !self.used[way].swap(false, Ordering::Relaxed) {
+                return Some(way);
+            }
+            clean.get_or_insert(way);
+        }
+        clean
+    }
+
+    fn turns_to(&self, way: usize, stamp: u64) {
+        self.used[way].store(true, Ordering::Relaxed);
+        self.stamps[way].store(stamp, Ordering::Release);
+    }
+}
+
+/// The length of the run of equal bits from `at` on, before `end`. Bits may be set meanwhile.
+fn run_in(words: &Words, at: usize, end: usize) -> (bool, u64) {
+    // Read once: a bit that is set between two looks would make a run of nothing.
+    let first = words[at / 64].load(Ordering::Relaxed);
+    let bit = first >> (at % 64) & 1 == 1;
+    let flip = if bit { u64::MAX } else { 0 };
+    let (mut now, mut word) = (at, first);
+    loop {
+        let differs = (word ^ flip) >> (now % 64);
+        if differs != 0 {
+            now += differs.trailing_zeros() as usize;
+            break;
+        }
+        now = (now / 64 + 1) * 64;
+        if now >= end {
+            break;
+        }
+        word = words[now / 64].load(Ordering::Relaxed);
+    }
+    (bit, (now.min(end) - at) as u64)
+}
+
+/// Sets bits; answers the parts in which one was new.
+fn set_in(words: &Words, first: usize, count: usize) -> u8 {
+    let mut changed = 0;
+    let mut at = first;
+    while at < first + count {
+        let stop = (first + count).min((at / 64 + 1) * 64);
+        let mask = (u64::MAX >> (64 - (stop - at))) << (at % 64);
+        let word = at / 64;
+        // Release: whoever sees the bit sees what was done before it was set.
+        if words[word].fetch_or(mask, Ordering::Release) & mask != mask {
+            changed |= 1 << (word / PART_WORDS);
+        }
+        at = stop;
+    }
+    changed
+}
+
+fn bytes_of(words: &Words) -> Box<[u8]> {
+    words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect()
+}
+
+/// A page as it was when a flush took it.
+struct Copy {
+    page: u64,
+    parts: u8,
+    bytes: Box<[u8]>,
+}
+
+/// What a flush is to write.
+pub(super) struct Taken<'a> {
+    bitmap: &'a Bitmap,
+    copies: Vec<Copy>,
+    done: bool,
+}
+
+impl Taken<'_> {
+    pub fn is_empty(&self) -> bool {
+        self.copies.is_empty()
+    }
+
+    /// Runs of dirty parts, as offsets into the bitmap and the bytes to be there.
+    pub fn runs(&self) -> impl Iterator<Item = (u64, &[u8])> {
+        self.copies.iter().flat_map(|copy| {
+            let start = copy.page * PAGE as u64;
+            runs_of(copy.parts).map(move |run| {
+                let range = run.start * PART..run.end * PART;
+                (start + range.start as u64, &copy.bytes[range])
+            })
+        })
+    }
+
+    /// All of it is durable.
+    pub fn done(mut self) {
+        self.done = true;
+    }
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        for copy in &self.copies {
+            let set = self.bitmap.set_of(copy.page);
+            let mut state = lock(&set.state);
+            // It is there: pages that are written do not go.
+            let Some(way) = set.way_of(copy.page) else { continue };
+            let frame = &mut state.frames[way];
+            frame.writing = 0;
+            if !self.done {
+                self.bitmap.add_dirty(copy.page, frame, copy.parts);
+            }
+        }
+    }
+}
+
+/// The runs of ones in a byte.
+fn runs_of(parts: u8) -> impl Iterator<Item = Range<usize>> {
+    let is = move |part: usize| part < PARTS && parts >> part & 1 == 1;
+    let starts = (0..PARTS).filter(move |&part| is(part) && (part == 0 || !is(part - 1)));
+    starts.map(move |start| start..(start..).find(|&part| !is(part)).unwrap_or(PARTS))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blockyard_ring::sim::Rng;
+
+    fn loaded(pages: u64) -> Bitmap {
+        let bitmap = Bitmap::new(pages * PAGE as u64, u64::MAX);
+        (0..pages).for_each(|page| assert!(bitmap.insert(page, &[0; PAGE])));
+        bitmap
+    }
+
+    #[test]
+    fn runs_are_those_of_a_plain_vector() {
+        let bitmap = loaded(3);
+        let mut model = vec![false; 3 * PAGE_SECTORS as usize];
+        let mut rng = Rng::new(7);
+        for _ in 0..300 {
+            let first = rng.below(model.len() as u64);
+            let longest = if rng.one_in(8) { PAGE_SECTORS } else { 100 };
+            let count = rng.between(1, longest).min(PAGE_SECTORS - first % PAGE_SECTORS);
+            assert!(bitmap.set(first, count));
+            model[first as usize..(first + count) as usize].fill(true);
+            for _ in 0..20 {
+                let at = rng.below(model.len() as u64);
+                let count = rng.between(1, PAGE_SECTORS);
+                let rest = (PAGE_SECTORS - at % PAGE_SECTORS).min(count) as usize;
+                let bits = &model[at as usize..][..rest];
+                let expected = bits.iter().take_while(|b| **b == bits[0]).count() as u64;
+                assert_eq!(bitmap.run(at, count), Some((bits[0], expected)));
+            }
+        }
+        let mut bytes = vec![0; 3 * PAGE];
+        bitmap.take_dirty().runs().for_each(|(at, part)| bytes[at as usize..][..part.len()].copy_from_slice(part));
+        let bits: Vec<_> = (0..model.len()).map(|i| bytes[i / 8] >> (i % 8) & 1 == 1).collect();
+        assert_eq!(bits, model, "the lowest bit of a byte is the first sector");
+    }
+
+    #[test]
+    fn only_what_changed_is_written_and_what_failed_is_written_again() {
+        let bitmap = loaded(2);
+        let taken = |bitmap: &Bitmap| bitmap.take_dirty().runs().map(|(at, b)| (at, b.len())).collect::<Vec<_>>();
+        assert!(bitmap.take_dirty().is_empty());
+        for sector in [0, 4095, 4096, 5 * 4096, PAGE_SECTORS + 7 * 4096] {
+            assert!(bitmap.set(sector, 1));
+        }
+        let parts = [(0, 1024), (5 * 512, 512), (4096 + 7 * 512, 512)];
+        assert_eq!(taken(&bitmap), parts);
+        assert_eq!(taken(&bitmap), parts, "it was given back undone");
+        let flush = bitmap.take_dirty();
+        assert!(bitmap.set(1, 1) && bitmap.set(0, 1), "a bit of a page that is written, and one that was there");
+        flush.done();
+        assert_eq!((taken(&bitmap), bitmap.dirty_pages()), (vec![(0, 512)], 1));
+        bitmap.take_dirty().done();
+        assert!(bitmap.set(0, 2) && bitmap.set(4095, 2));
+        assert_eq!(bitmap.dirty_pages(), 0, "nothing is new");
+    }
+
+    #[test]
+    fn what_is_not_in_the_file_is_not_pushed_out() {
+        let bitmap = Bitmap::new(1 << 20, 1);
+        assert_eq!(bitmap.frames(), WAYS);
+        (0..8).for_each(|page| assert!(bitmap.insert(page, &[0; PAGE])));
+        (0..7).for_each(|page| assert!(bitmap.set(page * PAGE_SECTORS, 1)));
+        assert!(!bitmap.set(8 * PAGE_SECTORS, 1) && !bitmap.has_room(8));
+        assert!(bitmap.insert(8, &[0xff; PAGE]));
+        assert_eq!((bitmap.run(7 * PAGE_SECTORS, 1), bitmap.run(8 * PAGE_SECTORS, 9)), (None, Some((true, 9))));
+        assert!(bitmap.set(8 * PAGE_SECTORS, 1));
+        assert!(bitmap.insert(9, &[0; PAGE]) && bitmap.set(9 * PAGE_SECTORS, 1));
+        let taken = bitmap.take_dirty();
+        assert!(!bitmap.insert(10, &[0; PAGE]), "all are being written");
+        taken.done();
+        assert!(bitmap.insert(10, &[0; PAGE]));
+    }
+
+    #[test]
+    fn a_lookup_never_sees_another_page_s_bits() {
+        let bitmap = Bitmap::new(1 << 30, 1);
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for seed in 0..2 {
+                let (bitmap, stop) = (&bitmap, &stop);
+                scope.spawn(move || {
+                    let mut rng = Rng::new(seed);
+                    while !stop.load(Ordering::Relaxed) {
+                        let page = rng.below(16);
+                        let run = bitmap.run(page * PAGE_SECTORS + rng.below(64), u64::MAX);
+                        assert!(run.is_none_or(|(bit, _)| bit == (page % 2 == 1)), "page {page}: {run:?}");
+                    }
+                });
+            }
+            let mut rng = Rng::new(99);
+            for _ in 0..40_000 {
+                let page = rng.below(16);
+                if !bitmap.has(page) {
+                    assert!(bitmap.insert(page, &[if page % 2 == 1 { 0xff } else { 0 }; PAGE]));
+                }
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+}

@@ -1,0 +1,177 @@
+//! What a COW file is, and whether it adds up. Both want the file for themselves, or nobody writing to it.
+//!
+//! What must hold: nothing is written unless a repair was asked for; memory does not grow with what is wrong.
+
+use blockyard_ring::{Segments, Storage};
+
+use super::bitmap::PAGE;
+use super::{BITMAP, Header, bitmap_end, read_header_and_len};
+use crate::SECTOR;
+use crate::error::ImageError;
+use crate::raw::Raw;
+
+/// The bitmap is read in pieces of so many bytes.
+const PIECE: u64 = 64 * PAGE as u64;
+
+/// What `info` and `check` tell.
+#[derive(Debug)]
+pub struct Report {
+    pub header: Header,
+    pub file_len: u64,
+    /// Sectors that are the file's own.
+    pub own_sectors: u64,
+    /// What is wrong, at most one of a kind.
+    pub corruptions: Vec<ImageError>,
+    /// Bytes of the file behind the disk's last sector, which nothing refers to.
+    pub leaked: u64,
+    /// What was wrong and is no more.
+    pub repaired: Vec<ImageError>,
+}
+
+/// What a check may change.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Repair {
+    /// Give back space that nothing refers to.
+    pub leaks: bool,
+    /// Make the file one that can be opened. What is lost stays lost.
+    pub corruptions: bool,
+}
+
+/// The header, and how much of the disk is in the file.
+pub async fn info<S: Storage>(file: &Raw<S>) -> Result<Report, ImageError> {
+    check(file, Repair::default()).await
+}
+
+pub async fn check<S: Storage>(file: &Raw<S>, repair: Repair) -> Result<Report, ImageError> {
+    let (header, file_len) = read_header_and_len(file).await?;
+    let disk_end = header.data_offset + header.sectors() * SECTOR;
+    let mut report = Report {
+        leaked: file_len.saturating_sub(disk_end),
+        header,
+        file_len,
+        own_sectors: 0,
+        corruptions: Vec::new(),
+        repaired: Vec::new(),
+    };
+    let bits = count_bits(file, &report.header, file_len).await?;
+    report.own_sectors = bits.own;
+    report.judge_bits(file, &bits, repair).await?;
+    report.judge_length(file, &bits, repair).await?;
+    if repair.leaks && report.leaked > 0 {
+        set_len(file, disk_end).await?;
+        let what = format!("{} bytes behind the disk's end are cut off", report.leaked);
+        report.repaired.push(ImageError::invalid("cow file", disk_end, what));
+        (report.leaked, report.file_len) = (0, disk_end);
+    }
+    if !report.repaired.is_empty() {
+        file.flush().await.map_err(|e| ImageError::io("cow file", None, "syncing", e))?;
+    }
+    Ok(report)
+}
+
+impl Report {
+    async fn judge_bits<S: Storage>(&mut self, file: &Raw<S>, bits: &Bits, repair: Repair) -> Result<(), ImageError> {
+        let Some(first) = bits.first_beyond else { return Ok(()) };
+        let (beyond, sectors) = (bits.beyond, self.header.sectors());
+        let what = format!("bits set beyond the disk's {sectors} sectors: {beyond}");
+        let found = ImageError::invalid(BITMAP, self.header.bitmap_offset + first / 8, what);
+        if repair.corruptions {
+            clear_bits_beyond(file, &self.header).await?;
+            self.repaired.push(found);
+        } else {
+            self.corruptions.push(found);
+        }
+        Ok(())
+    }
+
+    /// A file that ends too soon; its own sectors that are lost are no reason to lose the others.
+    async fn judge_length<S: Storage>(&mut self, file: &Raw<S>, bits: &Bits, repair: Repair) -> Result<(), ImageError> {
+        let wanted = self.header.file_len();
+        if self.file_len >= wanted {
+            return Ok(());
+        }
+        let what = format!(
+            "the file ends after {} bytes, and should have {wanted}: {} sectors of its own are lost",
+            self.file_len, bits.lost
+        );
+        let found = ImageError::invalid("cow data", self.file_len, what);
+        if repair.corruptions {
+            set_len(file, wanted).await?;
+            self.file_len = wanted;
+            self.repaired.push(found);
+        } else {
+            self.corruptions.push(found);
+        }
+        Ok(())
+    }
+}
+
+async fn set_len<S: Storage>(file: &Raw<S>, len: u64) -> Result<(), ImageError> {
+    file.storage().set_len(len).await.map_err(|e| ImageError::io("cow file", None, "setting its length", e))
+}
+
+#[derive(Default)]
+struct Bits {
+    own: u64,
+    /// Of those, sectors whose data lie behind the file's end.
+    lost: u64,
+    /// Set, but of no sector.
+    beyond: u64,
+    first_beyond: Option<u64>,
+}
+
+impl Bits {
+    /// `first`: the sector of the first bit.
+    fn count(&mut self, header: &Header, file_len: u64, first: u64, bytes: &[u8]) {
+        let held = file_len.saturating_sub(header.data_offset) / SECTOR;
+        for (i, byte) in bytes.iter().enumerate().filter(|(_, byte)| **byte != 0) {
+            for bit in (0..8).filter(|bit| byte >> bit & 1 == 1) {
+                let sector = first + i as u64 * 8 + bit;
+                if sector >= header.sectors() {
+                    self.beyond += 1;
+                    self.first_beyond.get_or_insert(sector);
+                    continue;
+                }
+                self.own += 1;
+                self.lost += u64::from(sector >= held);
+            }
+        }
+    }
+}
+
+async fn count_bits<S: Storage>(file: &Raw<S>, header: &Header, file_len: u64) -> Result<Bits, ImageError> {
+    let mut bits = Bits::default();
+    // What is behind the file's end reads as zeroes.
+    let end = header.bitmap_len.min(file_len.saturating_sub(header.bitmap_offset));
+    let mut at = 0;
+    while at < end {
+        let bytes = read_bits(file, header.bitmap_offset + at, (end - at).min(PIECE)).await?;
+        bits.count(header, file_len, at * 8, &bytes);
+        at += bytes.len() as u64;
+    }
+    Ok(bits)
+}
+
+async fn read_bits<S: Storage>(file: &Raw<S>, offset: u64, len: u64) -> Result<Vec<u8>, ImageError> {
+    let (segments, result) = file.read(Segments::buffer(len as usize), offset).await;
+    result.map_err(|e| ImageError::io(BITMAP, offset, "reading", e))?;
+    let mut bytes = vec![0; len as usize];
+    segments.copy_out(0, &mut bytes);
+    Ok(bytes)
+}
+
+/// Clears the bits of the last byte that are of no sector: no other byte has any.
+async fn clear_bits_beyond<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(), ImageError> {
+    let last = header.bitmap_offset + header.bitmap_len - 1;
+    let keep = !0u8 >> (header.bitmap_len * 8 - header.sectors());
+    let byte = read_bits(file, last, 1).await?[0] & keep;
+    let (_, result) = file.write(Segments::from_bytes(&[byte]), last, false).await;
+    result.map_err(|e| ImageError::io(BITMAP, last, "writing", e))
+}
+
+/// A file's bitmap all zeroes again: nothing is its own any more.
+pub(super) async fn clear_bits<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(), ImageError> {
+    let failed = |operation: &'static str| move |e| ImageError::io(BITMAP, header.bitmap_offset, operation, e);
+    file.write_zeroes(header.bitmap_offset, bitmap_end(header), true).await.map_err(failed("zeroing"))?;
+    file.flush().await.map_err(failed("syncing"))
+}

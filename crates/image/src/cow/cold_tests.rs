@@ -1,0 +1,167 @@
+//! check, commit and merge on the simulated disk.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use blockyard_ring::sim::{OpKind, Phase, SimConfig, SimDisk, SimImage, pattern};
+use blockyard_ring::{Segments, Storage};
+
+use super::bitmap::PAGE_SECTORS;
+use super::tests::{Bench, SHAPES, backing, read, size_of, write};
+use super::*;
+
+/// A backing file that holds the pattern 0, which is what `read` puts below.
+fn base(size: u64) -> (SimDisk, Raw<SimDisk>) {
+    let disk = SimDisk::new(SimImage::from_bytes(&pattern(0, 0, size as usize)), SimConfig::new(9));
+    (disk.clone(), Raw::on(disk, SHAPES[0]))
+}
+
+async fn bytes<S: Storage>(raw: &Raw<S>, offset: u64, len: usize) -> Vec<u8> {
+    let (segments, result) = raw.read(Segments::buffer(len), offset).await;
+    result.unwrap();
+    let mut bytes = vec![0; len];
+    segments.copy_out(0, &mut bytes);
+    bytes
+}
+
+#[test]
+fn info_counts_what_is_the_file_s() {
+    Bench::new(1, SHAPES[0]).run(1, |bench| async move {
+        let header = bench.create(3, size_of(2)).await;
+        let cow = bench.open(u64::MAX).await;
+        write(&cow, 0, &[1; 3 * 512]).await.unwrap();
+        write(&cow, PAGE_SECTORS * 512, &[1; 512]).await.unwrap();
+        cow.close().await.unwrap();
+        let report = info(&bench.raw()).await.unwrap();
+        assert_eq!((report.own_sectors, report.file_len, report.leaked), (4, header.file_len(), 0));
+        assert_eq!(report.header, header);
+        assert!(report.corruptions.is_empty() && report.repaired.is_empty());
+    });
+}
+
+#[test]
+fn a_check_finds_and_repairs_and_writes_nothing_unasked() {
+    Bench::new(2, SHAPES[1]).run(2, |bench| async move {
+        let size = 11 * 512;
+        let header = bench.create(3, size).await;
+        let cow = bench.open(u64::MAX).await;
+        write(&cow, 512, &[1; 512]).await.unwrap();
+        write(&cow, 9 * 512, &[2; 512]).await.unwrap();
+        cow.close().await.unwrap();
+        // Bits 12 and 15 of a disk of 11 sectors; two sectors of data less.
+        bench.raw().write(Segments::from_bytes(&[0b1001_0010]), header.bitmap_offset + 1, false).await.1.unwrap();
+        bench.disk.set_len(header.file_len() - 1024).await.unwrap();
+        let events = bench.disk.events();
+        let report = check(&bench.raw(), Repair { leaks: true, corruptions: false }).await.unwrap();
+        let found: Vec<_> = report.corruptions.iter().map(ToString::to_string).collect();
+        let lost = "cow data at offset 16896: the file ends after 16896 bytes, and should have 17920: 1 sectors of its own \
+                    are lost";
+        assert_eq!(found, ["cow bitmap at offset 8193: bits set beyond the disk's 11 sectors: 2", lost]);
+        assert_eq!((report.own_sectors, bench.disk.events()), (2, events));
+
+        let report = check(&bench.raw(), Repair { leaks: true, corruptions: true }).await.unwrap();
+        assert_eq!((report.corruptions.len(), report.repaired.len()), (0, 2));
+        let cow = bench.open(u64::MAX).await;
+        let expected = [pattern(0, 0, 512), vec![1; 512], pattern(0, 1024, 7 * 512), vec![0; 512], pattern(0, 5120, 512)];
+        assert_eq!(read(&cow, 0, size).await.unwrap(), expected.concat());
+
+        bench.disk.set_len(header.file_len() + 4096).await.unwrap();
+        assert_eq!(info(&bench.raw()).await.unwrap().leaked, 4096);
+        let report = check(&bench.raw(), Repair { leaks: true, corruptions: false }).await.unwrap();
+        assert_eq!((report.leaked, report.file_len, report.repaired.len()), (0, header.file_len(), 1));
+        let report = check(&bench.raw(), Repair::default()).await.unwrap();
+        assert_eq!((report.leaked, report.corruptions.len(), report.repaired.len()), (0, 0, 0));
+    });
+}
+
+#[test]
+fn a_commit_makes_the_backing_file_the_disk_and_syncs_it_before_a_bit_goes() {
+    for (version, shape) in [1, 2, 3].into_iter().flat_map(|v| SHAPES.map(|s| (v, s))) {
+        Bench::new(3, shape).run(3, |bench| async move {
+            let size = 3 << 20;
+            let header = bench.create(version, size).await;
+            let (base_disk, base) = base(size);
+            let cow = bench.open(u64::MAX).await;
+            for (tag, at, len) in [(1, 512, 1024), (2, 1 << 20, 1_100_288), (3, size - 512, 512)] {
+                write(&cow, at, &pattern(tag, at, len)).await.unwrap();
+            }
+            let expected = read(&cow, 0, size).await.unwrap();
+            cow.close().await.unwrap();
+            let seen = Rc::new(RefCell::new(Vec::new()));
+            let told = seen.clone();
+            commit(cow, &base, move |done| told.borrow_mut().push(done)).await.unwrap();
+            assert_eq!(bytes(&base, 0, size as usize).await, expected, "version {version}, {shape:?}");
+            assert!(seen.borrow().is_sorted() && seen.borrow().last() == Some(&size));
+            let synced = base_disk.trace().iter().rposition(|t| t.kind == OpKind::Sync).unwrap();
+            let written = base_disk.trace().iter().rposition(|t| t.kind == OpKind::Write).unwrap();
+            assert!(written < synced, "what was copied is durable");
+            let report = info(&bench.raw()).await.unwrap();
+            assert_eq!((report.own_sectors, report.header), (0, header));
+            // The data's space is given back, after the bits were durable.
+            let trace = bench.disk.trace();
+            let last = |kind| trace.iter().rposition(|t| t.kind == kind && t.phase == Phase::Started).unwrap();
+            assert!(last(OpKind::Discard) > last(OpKind::Sync));
+            let cow = bench.open(u64::MAX).await;
+            assert_eq!(read(&cow, 0, 4096).await.unwrap(), pattern(0, 0, 4096));
+        });
+    }
+}
+
+#[test]
+fn a_commit_wants_its_backing_file_and_a_file_it_may_write() {
+    Bench::new(4, SHAPES[0]).run(4, |bench| async move {
+        bench.create(3, 1 << 20).await;
+        let cow = bench.open(u64::MAX).await;
+        let error = commit(cow, &base(1 << 19).1, |_| ()).await.unwrap_err().to_string();
+        assert_eq!(error, "backing file: it has 524288 bytes, and had 1048576 when the cow file was made");
+        let options = CowOptions { read_only: true, ..CowOptions::default() };
+        let cow = Cow::open(bench.raw(), &options).await.unwrap();
+        assert!(commit(cow, &base(1 << 20).1, |_| ()).await.unwrap_err().to_string().contains("for reading only"));
+    });
+}
+
+#[test]
+fn a_merge_is_the_disk_without_its_zeroes() {
+    Bench::new(5, SHAPES[0]).run(5, |bench| async move {
+        let size = (2 << 20) + 700;
+        bench.create(3, size).await;
+        let (base_disk, base) = base(1 << 20);
+        base_disk.set_len(size).await.unwrap();
+        let cow = bench.open(u64::MAX).await;
+        cow.write_zeroes(8192, 16384, true).await.unwrap();
+        write(&cow, 12288, &pattern(1, 12288, 512)).await.unwrap();
+        write(&cow, cow.size() - 512, &pattern(1, cow.size() - 512, 512)).await.unwrap();
+        let target_disk = SimDisk::new(SimImage::zeroed(0), SimConfig::new(1));
+        let target = Raw::on(target_disk.clone(), SHAPES[0]);
+        merge(&cow, &base, &target, |_| ()).await.unwrap();
+        let mut expected = pattern(0, 0, 1 << 20);
+        expected.resize(cow.size() as usize, 0);
+        expected[8192..24576].fill(0);
+        for at in [12288, cow.size() - 512] {
+            expected[at as usize..][..512].copy_from_slice(&pattern(1, at, 512));
+        }
+        assert_eq!(target_disk.contents(), expected);
+        let trace = target_disk.trace();
+        let written: u64 =
+            trace.iter().filter(|t| t.phase == Phase::Answered && t.kind == OpKind::Write).map(|t| t.len).sum();
+        assert_eq!(written, (1 << 20) - 12288 + 512, "a block of zeroes is not written");
+        let error = merge(&cow, &base, &target, |_| ()).await.unwrap_err().to_string();
+        assert!(error.starts_with("merged image: the file has 2098176 bytes already"), "{error}");
+    });
+}
+
+#[test]
+fn every_way_to_lay_a_file_out_is_checked_alike() {
+    Bench::new(6, SHAPES[0]).run(6, |bench| async move {
+        let options = CreateOptions { alignment: 700, ..CreateOptions::new(backing(100 * 512)) };
+        let header = create(&bench.raw(), &options).await.unwrap();
+        assert_eq!((header.bitmap_offset, header.bitmap_len, header.data_offset), (4200, 13, 4900));
+        let cow = bench.open(u64::MAX).await;
+        write(&cow, 0, &pattern(1, 0, 100 * 512)).await.unwrap();
+        cow.close().await.unwrap();
+        let report = info(&bench.raw()).await.unwrap();
+        assert_eq!((report.own_sectors, report.corruptions.len(), report.leaked), (100, 0, 0));
+        let again = bench.open(u64::MAX).await;
+        assert_eq!(read(&again, 0, 100 * 512).await.unwrap(), pattern(1, 0, 100 * 512));
+    });
+}

@@ -1,0 +1,157 @@
+//! `commit`: the file's own sectors go into the backing file. `merge`: both become a new raw image.
+//!
+//! What must hold: at each moment of a commit, also after a power cut, file and backing file together are the same disk.
+//! The backing file's sectors are durable before the first bit is cleared; until then a commit can be begun anew. (The
+//! header does not know the backing file any more once that has changed: [`super::set_backing`] with its new size and time
+//! is the last step of a commit, and the caller's, as only the host knows a file's time.)
+
+use std::ops::Range;
+
+use blockyard_ring::{Segments, Storage};
+
+use super::check::clear_bits;
+use super::{Cow, Header};
+use crate::SECTOR;
+use crate::error::ImageError;
+use crate::extent::Place;
+use crate::join;
+use crate::raw::Raw;
+
+/// Data are copied in pieces of so many bytes, so many at a time.
+const PIECE: u64 = 1 << 20;
+const COPIES: usize = 4;
+
+/// Zeroes are left out of a merged image in units of so many bytes.
+const HOLE: usize = 4096;
+
+/// Copies what is the file's own into its backing file, and leaves the file without sectors of its own. Calls `progress`
+/// with the part of the disk that is done, in bytes. The file must have been opened for this alone.
+pub async fn commit<S: Storage, B: Storage>(
+    cow: Cow<S>,
+    backing: &Raw<B>,
+    progress: impl Fn(u64),
+) -> Result<(), ImageError> {
+    let header = cow.header();
+    if cow.shared.options.read_only {
+        return Err(ImageError::refused("cow file", "it is open for reading only: its bits cannot be cleared"));
+    }
+    check_sectors(header, backing).await?;
+    copy(&cow, progress, async |piece| match piece.place {
+        Place::Data(host) => {
+            let buffer = read(&cow.file, "cow data", host, piece.len).await?;
+            write(backing, buffer, piece.offset).await
+        }
+        _ => Ok(()),
+    })
+    .await?;
+    backing.flush().await.map_err(|e| ImageError::io("backing file", None, "syncing", e))?;
+    clear_bits(&cow.file, header).await?;
+    // Only a hint: the data are nobody's now.
+    let discarded = cow.file.discard(header.data_offset, cow.size()).await;
+    discarded.map_err(|e| ImageError::io("cow data", header.data_offset, "discarding", e))
+}
+
+/// Writes the disk into an empty file, without blocks that are zeroes.
+pub async fn merge<S: Storage, B: Storage, T: Storage>(
+    cow: &Cow<S>,
+    backing: &Raw<B>,
+    target: &Raw<T>,
+    progress: impl Fn(u64),
+) -> Result<(), ImageError> {
+    let failed = |operation: &'static str| move |e| ImageError::io("merged image", None, operation, e);
+    let len = target.storage().len().await.map_err(failed("finding its length"))?;
+    if len != 0 {
+        return Err(ImageError::refused("merged image", format!("the file has {len} bytes already: it must be empty")));
+    }
+    target.storage().set_len(cow.size()).await.map_err(failed("setting its length"))?;
+    copy(cow, progress, async |piece| {
+        let buffer = match piece.place {
+            Place::Data(host) => read(&cow.file, "cow data", host, piece.len).await?,
+            _ => read(backing, "backing file", piece.offset, piece.len).await?,
+        };
+        write_sparse(target, &buffer, piece.offset).await
+    })
+    .await?;
+    target.flush().await.map_err(failed("syncing"))
+}
+
+/// A part of the disk whose bytes are in one place.
+struct Piece {
+    offset: u64,
+    len: u64,
+    place: Place,
+}
+
+/// Does `work` for all of the disk.
+async fn copy<S: Storage, F: Future<Output = Result<(), ImageError>>>(
+    cow: &Cow<S>,
+    progress: impl Fn(u64),
+    work: impl Fn(Piece) -> F,
+) -> Result<(), ImageError> {
+    let mut at = 0;
+    while at < cow.size() {
+        // As much as the bitmap in memory tells of without a break.
+        let mut pieces = Vec::new();
+        while at < cow.size() && pieces.len() < 4 * COPIES {
+            let Some(extent) = cow.try_lookup(at, PIECE) else { break };
+            pieces.push(Piece { offset: at, len: extent.len, place: extent.place });
+            at += extent.len;
+        }
+        if pieces.is_empty() {
+            cow.load(at).await.map_err(|e| ImageError::io(super::BITMAP, None, "reading", e))?;
+        }
+        join::all(COPIES, pieces.into_iter().map(&work)).await?;
+        progress(at);
+    }
+    Ok(())
+}
+
+async fn check_sectors<B: Storage>(header: &Header, backing: &Raw<B>) -> Result<(), ImageError> {
+    let len =
+        backing.storage().len().await.map_err(|e| ImageError::io("backing file", None, "finding its length", e))?;
+    if len.div_ceil(SECTOR) == header.sectors() {
+        return Ok(());
+    }
+    let what = format!("it has {len} bytes, and had {} when the cow file was made", header.backing_size);
+    Err(ImageError::refused("backing file", what))
+}
+
+async fn read<S: Storage>(file: &Raw<S>, what: &str, offset: u64, len: u64) -> Result<Segments, ImageError> {
+    let (buffer, result) = file.read(Segments::buffer(len as usize), offset).await;
+    result.map_err(|e| ImageError::io(what, offset, "reading", e))?;
+    Ok(buffer)
+}
+
+async fn write<S: Storage>(file: &Raw<S>, buffer: Segments, offset: u64) -> Result<(), ImageError> {
+    let (_, result) = file.write(buffer, offset, false).await;
+    result.map_err(|e| ImageError::io("backing file", offset, "writing", e))
+}
+
+/// Writes the runs of blocks that are not zeroes.
+async fn write_sparse<S: Storage>(file: &Raw<S>, buffer: &Segments, offset: u64) -> Result<(), ImageError> {
+    let mut bytes = vec![0; buffer.len()];
+    buffer.copy_out(0, &mut bytes);
+    let blocks = blocks(offset, bytes.len());
+    let is_hole = |block: &Range<usize>| bytes[block.clone()].iter().all(|&b| b == 0);
+    for run in blocks.chunk_by(|a, b| is_hole(a) == is_hole(b)) {
+        let (start, end) = (run[0].start, run[run.len() - 1].end);
+        if is_hole(&run[0]) {
+            continue;
+        }
+        let (_, result) = file.write(buffer.slice(start, end - start), offset + start as u64, false).await;
+        result.map_err(|e| ImageError::io("merged image", offset + start as u64, "writing", e))?;
+    }
+    Ok(())
+}
+
+/// The blocks of the file that `len` bytes from `offset` on have a part in, as ranges of these bytes.
+fn blocks(offset: u64, len: usize) -> Vec<Range<usize>> {
+    let (mut blocks, mut at) = (Vec::new(), 0);
+    while at < len {
+        let into = (offset + at as u64) as usize % HOLE;
+        let end = len.min(at + HOLE - into);
+        blocks.push(at..end);
+        at = end;
+    }
+    blocks
+}

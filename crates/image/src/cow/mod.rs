@@ -1,0 +1,362 @@
+//! COW files of User Mode Linux: an overlay of a raw backing file, with a bitmap of the sectors that are its own.
+//!
+//! ```text
+//!   header   the four layouts, checked                  bitmap   pages of the bitmap in memory, shared by reactors
+//!   flush    data, then bits: the order on the disk     create   new files, other backing files
+//!   check    what a file is, whether it adds up         commit   into the backing file, or into a new image
+//! ```
+//!
+//! In: reads, writes, discards, zeroes and flushes at offsets of the guest's disk, in whole sectors. Out: operations on the
+//! file; and for each range, whether its bytes are in the file or in the layer below. A sector's place in the file never
+//! changes, so a write is one operation, and what is new is one bit.
+//!
+//! What must hold: a bit is durable only after its sector's data (`flush`), and never goes away while the file is open; a
+//! header that does not add up, and a file that ends too soon, are refused before anything is written. On a device that
+//! writes 512-byte sectors whole or not at all, so does this, where data begins at a multiple of 512 (an alignment of
+//! version 3 that is none lets a power cut tear sectors).
+//!
+//! Memory: the bitmap is 1/4096 of the disk, 256 MiB for 1 TiB. At most [`CowOptions::bitmap_memory`] of it is held, in
+//! pages of 4 KiB (16 MiB of the disk each), read when they are first needed. A lookup takes no lock.
+
+mod bitmap;
+mod check;
+#[cfg(test)]
+mod cold_tests;
+mod commit;
+mod create;
+mod flush;
+mod header;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use blockyard_ring::{Segments, Storage};
+
+use crate::SECTOR;
+use crate::error::ImageError;
+use crate::extent::{Extent, Place};
+use crate::range_lock::RangeLock;
+use crate::raw::Raw;
+use crate::turns::Turns;
+use bitmap::{Bitmap, PAGE, PAGE_SECTORS};
+pub use check::{Repair, Report, check, info};
+pub use commit::{commit, merge};
+pub use create::{CreateOptions, create, set_backing};
+pub use header::{Backing, Header};
+
+const BITMAP: &str = "cow bitmap";
+
+/// Pages of the bitmap that `prime` reads at a time.
+const PRIME: u64 = 64;
+
+#[derive(Clone, Copy, Debug)]
+pub struct CowOptions {
+    pub read_only: bool,
+    /// The most memory that the bitmap may take, in bytes.
+    pub bitmap_memory: u64,
+    /// A backing file that is not as the header says is a warning only.
+    pub accept_changed_backing: bool,
+}
+
+impl Default for CowOptions {
+    /// Memory for all of the bitmap up to disks of 256 GiB.
+    fn default() -> Self {
+        CowOptions { read_only: false, bitmap_memory: 64 << 20, accept_changed_backing: false }
+    }
+}
+
+/// An open COW file, as all reactors have it.
+pub struct Shared {
+    header: Header,
+    options: CowOptions,
+    bitmap: Bitmap,
+    /// Pages (by number) that are being read.
+    loading: RangeLock,
+    /// One flush at a time.
+    flushing: Turns,
+    /// A sync has failed: what was written before is in doubt.
+    failed: AtomicBool,
+}
+
+/// An open COW file on one reactor.
+pub struct Cow<S> {
+    shared: Arc<Shared>,
+    file: Raw<S>,
+}
+
+impl<S: Storage> Cow<S> {
+    pub async fn open(file: Raw<S>, options: &CowOptions) -> Result<Self, ImageError> {
+        let header = read_header(&file).await?;
+        if !options.read_only && header.unrecorded() > 0 {
+            let what = format!(
+                "version {} has no bits for the last {} sectors of this disk: it can be read (--read-only) or merged, \
+                 not written",
+                header.version(),
+                header.unrecorded()
+            );
+            return Err(ImageError::unsupported(BITMAP, what));
+        }
+        let shared = Shared {
+            bitmap: Bitmap::new(header.bitmap_len, options.bitmap_memory),
+            header,
+            options: *options,
+            loading: RangeLock::default(),
+            flushing: Turns::new(1),
+            failed: AtomicBool::new(false),
+        };
+        Ok(Cow { shared: Arc::new(shared), file })
+    }
+
+    /// The same file on another reactor, whose storage `file` has.
+    pub fn view(shared: Arc<Shared>, file: Raw<S>) -> Self {
+        Cow { shared, file }
+    }
+
+    pub fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    pub fn header(&self) -> &Header {
+        &self.shared.header
+    }
+
+    /// The guest's disk, in bytes: whole sectors.
+    pub fn size(&self) -> u64 {
+        self.shared.size()
+    }
+
+    /// Whether the backing file is the one the COW file was made for; its size in bytes and its time in seconds are asked
+    /// for. Changed since, it may not be what the guest's changes were made to.
+    pub fn check_backing(&self, size: u64, mtime: i64) -> Result<(), ImageError> {
+        let header = self.header();
+        let result = header.matches(size, mtime);
+        match result {
+            Err(e) if self.shared.options.accept_changed_backing => {
+                tracing::warn!("{e}");
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    /// Where the bytes from `offset` on are, up to `len` of them. None: that part of the bitmap is not in memory.
+    #[inline]
+    pub fn try_lookup(&self, offset: u64, len: u64) -> Option<Extent> {
+        self.shared.lookup(offset, len)
+    }
+
+    /// Brings the part of the bitmap that tells of `offset` into memory.
+    pub async fn load(&self, offset: u64) -> io::Result<()> {
+        self.load_page(offset / SECTOR / PAGE_SECTORS).await
+    }
+
+    /// Brings in as much of the bitmap as there is room for.
+    pub async fn prime(&self) -> io::Result<()> {
+        let pages = self.shared.header.bitmap_len.div_ceil(PAGE as u64);
+        let mut first = 0;
+        while first < pages.min(self.shared.bitmap.frames() as u64) {
+            let last = pages.min(first + PRIME);
+            let _guard = self.shared.loading.hold(first..last).await;
+            // A page that is here may be newer than what is read now, and be gone by then.
+            let bitmap = &self.shared.bitmap;
+            let absent: Vec<_> = (first..last).filter(|&page| !bitmap.has(page) && bitmap.has_room(page)).collect();
+            if !absent.is_empty() {
+                let bytes = self.read_pages(first..last).await?;
+                for page in absent.into_iter().filter(|&page| bitmap.has_room(page)) {
+                    bitmap.insert(page, &bytes[(page - first) as usize * PAGE..][..PAGE]);
+                }
+            }
+            first = last;
+        }
+        Ok(())
+    }
+
+    /// Reads from `host`, an offset in the file that [`Place::Data`] told.
+    #[inline]
+    pub async fn read(&self, segments: Segments, host: u64) -> (Segments, io::Result<()>) {
+        self.file.read(segments, host).await
+    }
+
+    /// Writes whole sectors at `offset`.
+    pub async fn write(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
+        let len = segments.len() as u64;
+        if let Err(e) = self.shared.may_change(offset, len) {
+            return (segments, Err(e));
+        }
+        let (segments, mut result) = self.file.write(segments, self.shared.host(offset), false).await;
+        if result.is_ok() {
+            result = self.mark(offset, len).await;
+        }
+        (segments, result)
+    }
+
+    /// Zeroes whole sectors; `unmap`: the host may have their space back.
+    pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.shared.may_change(offset, len)?;
+        self.file.write_zeroes(self.shared.host(offset), len, unmap).await?;
+        self.mark(offset, len).await
+    }
+
+    /// Gives the space of whole sectors back: those of the file may read as zeroes then, the others stay as they are. (A bit
+    /// that went away would bring back what was below.)
+    pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.shared.may_change(offset, len)?;
+        let (mut at, end) = (offset, offset + len);
+        while at < end {
+            let Some(extent) = self.try_lookup(at, end - at) else {
+                self.load(at).await?;
+                continue;
+            };
+            if let Place::Data(host) = extent.place {
+                self.file.discard(host, extent.len).await?;
+            }
+            at += extent.len;
+        }
+        Ok(())
+    }
+
+    /// Sets the bits of sectors that have been written.
+    async fn mark(&self, offset: u64, len: u64) -> io::Result<()> {
+        let (mut at, end) = (offset / SECTOR, (offset + len) / SECTOR);
+        while at < end {
+            let page = at / PAGE_SECTORS;
+            let stop = end.min((page + 1) * PAGE_SECTORS);
+            while !self.shared.bitmap.set(at, stop - at) {
+                self.load_page(page).await?;
+            }
+            at = stop;
+        }
+        self.bound_dirty().await
+    }
+
+    async fn load_page(&self, page: u64) -> io::Result<()> {
+        // One at a time: a copy read earlier and taken in later would lose what was set in between.
+        let _guard = self.shared.loading.hold(page..page + 1).await;
+        if self.shared.bitmap.has(page) || page * PAGE as u64 >= self.shared.header.bitmap_len {
+            return Ok(());
+        }
+        let bytes = self.read_pages(page..page + 1).await?;
+        while !self.shared.bitmap.insert(page, &bytes) {
+            self.write_back().await?;
+        }
+        Ok(())
+    }
+
+    /// Pages as they are in the file, each with all of its bytes: zeroes where the bitmap has ended.
+    async fn read_pages(&self, pages: Range<u64>) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; (pages.end - pages.start) as usize * PAGE];
+        let start = pages.start * PAGE as u64;
+        let want = (bitmap_end(self.header()).saturating_sub(start) as usize).min(bytes.len());
+        let at = self.shared.header.bitmap_offset + start;
+        let (segments, result) = self.file.read(Segments::buffer(want), at).await;
+        result.map_err(|e| ImageError::io(BITMAP, at, "reading", e))?;
+        segments.copy_out(0, &mut bytes[..want]);
+        Ok(bytes)
+    }
+}
+
+impl Header {
+    /// Whether a backing file of this size and time is the one that the header tells of.
+    pub fn matches(&self, size: u64, mtime: i64) -> Result<(), ImageError> {
+        let (name, mut changes) = (&self.backing, Vec::new());
+        if size != self.backing_size {
+            changes.push(format!("has {size} bytes, and had {}", self.backing_size));
+        }
+        if mtime as u32 != self.backing_mtime {
+            changes.push(format!(
+                "was last written at {mtime} (seconds since 1970), and had been at {}",
+                self.backing_mtime
+            ));
+        }
+        if changes.is_empty() {
+            return Ok(());
+        }
+        let what = format!(
+            "the backing file {name} is not as it was when this file was made: it {}. Bring the old one back; or, if what it \
+             holds is the same, make it the backing file again: blockyard image rebase --unsafe -b {name}",
+            changes.join("; it ")
+        );
+        Err(ImageError::invalid(header::HEADER, None, what))
+    }
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared").field("header", &self.header).field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    pub fn size(&self) -> u64 {
+        self.header.sectors() * SECTOR
+    }
+
+    fn host(&self, offset: u64) -> u64 {
+        self.header.data_offset + offset
+    }
+
+    #[inline]
+    fn lookup(&self, offset: u64, len: u64) -> Option<Extent> {
+        let size = self.size();
+        if offset >= size {
+            return Some(Extent { len, place: Place::Zero });
+        }
+        let len = len.min(size - offset);
+        let (first, into) = (offset / SECTOR, offset % SECTOR);
+        let recorded = self.header.bitmap_len * 8;
+        if first >= recorded {
+            return Some(Extent { len, place: Place::Absent });
+        }
+        let sectors = (into + len).div_ceil(SECTOR).min(recorded - first);
+        let (own, run) = self.bitmap.run(first, sectors)?;
+        let place = if own { Place::Data(self.host(offset)) } else { Place::Absent };
+        Some(Extent { len: (run * SECTOR - into).min(len), place })
+    }
+
+    /// Whether a range may be written to now.
+    fn may_change(&self, offset: u64, len: u64) -> io::Result<()> {
+        if self.options.read_only {
+            return Err(io::ErrorKind::ReadOnlyFilesystem.into());
+        }
+        if !(offset | len).is_multiple_of(SECTOR) || offset.checked_add(len).is_none_or(|end| end > self.size()) {
+            let what = format!("{len} bytes at {offset}: only whole sectors of the disk can be changed");
+            return Err(ImageError::refused("cow data", what).into());
+        }
+        self.still_trusted()
+    }
+}
+
+/// Where writes of the bitmap end, counted from its start: whole sectors where there is room before the data.
+fn bitmap_end(header: &Header) -> u64 {
+    let room = header.data_offset - header.bitmap_offset;
+    header.bitmap_len.next_multiple_of(SECTOR).min(room)
+}
+
+/// The header of a file, and how long the file is.
+async fn read_header_and_len<S: Storage>(file: &Raw<S>) -> Result<(Header, u64), ImageError> {
+    let failed = |operation: &'static str| move |e| ImageError::io(header::HEADER, 0, operation, e);
+    let len = file.storage().len().await.map_err(failed("finding the file's length"))?;
+    let (segments, result) = file.read(Segments::buffer(header::HEADER_MAX), 0).await;
+    result.map_err(failed("reading"))?;
+    let mut bytes = vec![0; header::HEADER_MAX.min(len.try_into().unwrap_or(usize::MAX))];
+    segments.copy_out(0, &mut bytes);
+    Ok((Header::decode(&bytes)?, len))
+}
+
+/// The header of a file that is as long as the header says.
+pub async fn read_header<S: Storage>(file: &Raw<S>) -> Result<Header, ImageError> {
+    let (header, len) = read_header_and_len(file).await?;
+    if len < header.file_len() {
+        let what = format!(
+            "the file ends after {len} bytes, and should have {}: what was behind is lost. `blockyard image check \
+             --repair all` gives it its length back, with zeroes there",
+            header.file_len()
+        );
+        return Err(ImageError::invalid(header::HEADER, len, what));
+    }
+    Ok(header)
+}
