@@ -4,13 +4,15 @@ use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::task::Poll;
 
+type Begun<'a, E> = Pin<Box<dyn Future<Output = Result<(), E>> + 'a>>;
+
 /// Runs all, at most `at_a_time` together; gives the first error, after all that were begun have ended.
 pub async fn all<'a, E>(
     at_a_time: usize,
     work: impl IntoIterator<Item = impl Future<Output = Result<(), E>> + 'a>,
 ) -> Result<(), E> {
     let mut left = work.into_iter();
-    let mut begun: Vec<Pin<Box<dyn Future<Output = Result<(), E>> + 'a>>> = Vec::new();
+    let mut begun: Vec<Begun<'a, E>> = Vec::new();
     let mut failed = None;
     poll_fn(|cx| {
         loop {

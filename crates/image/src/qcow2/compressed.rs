@@ -22,9 +22,16 @@ const KEPT: usize = 2 << 20;
 /// zstd's window: QEMU and zstd itself refuse larger ones than 2^27 by default; a cluster is 2^21 at most.
 const ZSTD_WINDOW_LOG: u32 = 27;
 
-/// The clusters that were read last, by descriptor; they hold for one number of [`Qcow2::recompressed`].
+/// The clusters that were read last.
 #[derive(Default)]
-pub struct Decompressed(RefCell<(u64, VecDeque<(u64, Rc<Vec<u8>>)>)>);
+pub struct Decompressed(RefCell<Kept>);
+
+/// By descriptor; they hold for one number of [`Qcow2::recompressed`].
+#[derive(Default)]
+struct Kept {
+    number: u64,
+    clusters: VecDeque<(u64, Rc<Vec<u8>>)>,
+}
 
 impl<S: Storage> Qcow2<S> {
     /// Reads from a compressed cluster: `segments` from `inside` bytes behind its start.
@@ -62,21 +69,21 @@ impl<S: Storage> Qcow2<S> {
 impl Decompressed {
     fn find(&self, word: u64, now: u64) -> Option<Rc<Vec<u8>>> {
         let mut kept = self.0.borrow_mut();
-        if kept.0 != now {
-            *kept = (now, VecDeque::new());
+        if kept.number != now {
+            *kept = Kept { number: now, clusters: VecDeque::new() };
         }
-        kept.1.iter().find(|(known, _)| *known == word).map(|(_, cluster)| cluster.clone())
+        kept.clusters.iter().find(|(known, _)| *known == word).map(|(_, cluster)| cluster.clone())
     }
 
     fn keep(&self, word: u64, now: u64, cluster: Rc<Vec<u8>>, size: usize) {
         let mut kept = self.0.borrow_mut();
-        if kept.0 != now {
+        if kept.number != now {
             return;
         }
-        while (kept.1.len() + 1) * size > KEPT && !kept.1.is_empty() {
-            kept.1.pop_front();
+        while (kept.clusters.len() + 1) * size > KEPT && !kept.clusters.is_empty() {
+            kept.clusters.pop_front();
         }
-        kept.1.push_back((word, cluster));
+        kept.clusters.push_back((word, cluster));
     }
 }
 

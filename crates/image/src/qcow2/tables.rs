@@ -122,9 +122,9 @@ pub struct Copied {
     pub bytes: Vec<u8>,
 }
 
-/// What a lookup in the map found.
+/// What a search of the map found.
 pub enum Found {
-    Ready(Arc<Slice>),
+    Here,
     /// The caller is to load it, and to end by [`Tables::loaded`] or [`Tables::gave_up`].
     Yours,
 }
@@ -155,7 +155,7 @@ impl Tables {
         poll_fn(|cx| {
             let mut state = self.state();
             match state.map.get_mut(&number) {
-                Some(Slot::Ready(slice)) => Poll::Ready(Found::Ready(slice.clone())),
+                Some(Slot::Ready(_)) => Poll::Ready(Found::Here),
                 Some(Slot::Loading(waiting)) => {
                     waiting.push(cx.waker().clone());
                     Poll::Pending

@@ -139,7 +139,7 @@ impl<S: Storage> Qcow2<S> {
     pub async fn load(&self, offset: u64) -> io::Result<()> {
         let shape = *self.shape();
         let (number, _) = shape.slice(shape.cluster(offset));
-        if let Found::Ready(_) = self.shared.tables.find(number).await {
+        if let Found::Here = self.shared.tables.find(number).await {
             return Ok(());
         }
         let duty = Duty { shared: &self.shared, number: Some(number) };
@@ -163,7 +163,10 @@ impl<S: Storage> Qcow2<S> {
         for (i, piece) in read.chunks(bytes as usize).enumerate().rev() {
             let place = at + i as u64 * bytes;
             match (self.checked(number + i as u64, piece, place), i) {
-                (Ok(slice), 0) => return Ok(duty.done(slice)),
+                (Ok(slice), 0) => {
+                    duty.done(slice);
+                    return Ok(());
+                }
                 (Ok(slice), _) => self.shared.tables.read_along(slice, seen),
                 // What is wrong with others is told to who needs them.
                 (Err(e), 0) => return Err(e.into()),
@@ -219,7 +222,7 @@ impl<S: Storage> Qcow2<S> {
         while offset < self.size() && loaded < most {
             let cluster = shape.cluster(offset);
             if self.shared.l1_entry(shape.table(cluster)) == 0 {
-                offset = (shape.table(cluster) + 1) * shape.table_entries << shape.layout.cluster_bits;
+                offset = ((shape.table(cluster) + 1) * shape.table_entries) << shape.layout.cluster_bits;
                 continue;
             }
             if self.try_lookup(offset, 1).is_none() {

@@ -72,6 +72,9 @@ impl<S: Storage> Qcow2<S> {
             let piece = segments.slice((at - offset) as usize, len as usize);
             match step {
                 Step::InPlace { host, .. } => self.data_file().write(piece, host, false).await.1,
+                Step::Complete { host, .. } if self.is_whole_subclusters(at, len) => {
+                    self.write_subclusters(below, piece, at, host).await
+                }
                 _ => self.write_held(below, piece, at).await,
             }
         });
@@ -168,6 +171,44 @@ impl<S: Storage> Qcow2<S> {
             };
         }
         Ok(())
+    }
+
+    fn is_whole_subclusters(&self, offset: u64, len: u64) -> bool {
+        self.shape().layout.extended_l2 && (offset | len) & (self.shape().unit - 1) == 0
+    }
+
+    /// Whole subclusters of a host cluster of one's own: nothing has to be copied, so that many may do this at once. Whoever
+    /// takes the cluster away meanwhile does not lose these data: they are written again.
+    async fn write_subclusters<B: Below>(
+        &self,
+        below: &B,
+        segments: Segments,
+        offset: u64,
+        host: u64,
+    ) -> io::Result<()> {
+        let shape = self.shape();
+        let (cluster, inside) = (shape.cluster(offset), offset & (shape.cluster_size() - 1));
+        let len = segments.len() as u64;
+        let (segments, written) = self.data_file().write(segments, host + inside, false).await;
+        written?;
+        let _hold = self.shared.held.hold(cluster..cluster + 1).await;
+        let (first, last) = (inside / shape.unit, (inside + len - 1) / shape.unit);
+        let mine = host | COPIED;
+        if self.current_word(cluster).await? == mine {
+            self.own_table(shape.table(cluster)).await?;
+            self.change(cluster, |old| Entry { word: mine, bitmap: self.with_data(old.bitmap, first, last) }).await?;
+            return Ok(());
+        }
+        self.write_in_hold(below, &segments, offset).await
+    }
+
+    async fn current_word(&self, cluster: u64) -> io::Result<u64> {
+        loop {
+            match self.entry(cluster) {
+                Some(entry) => return Ok(entry.word),
+                None => self.load(cluster << self.shape().layout.cluster_bits).await?,
+            }
+        }
     }
 
     /// Writes into a host cluster of one's own, and what is missing beside it in the units touched.
