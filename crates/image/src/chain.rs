@@ -9,10 +9,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockyard_ring::{Executor, Handle, UringFile};
+use blockyard_ring::{Executor, Handle, Storage, UringFile};
 
 use crate::SECTOR;
 use crate::cache::CacheMode;
+use crate::cow::{self, Cow, CowOptions};
 use crate::error::{ImageError, Kind};
 use crate::format::Format;
 use crate::image::Image;
@@ -40,6 +41,8 @@ pub struct ChainOptions {
     pub folders: Vec<PathBuf>,
     /// Open the topmost image alone, as if nothing were below.
     pub no_backing: bool,
+    /// A COW file's backing file may differ from what the COW file says of it.
+    pub accept_changed_backing: bool,
 }
 
 impl ChainOptions {
@@ -54,6 +57,7 @@ impl ChainOptions {
             copy_on_read: false,
             folders: Vec::new(),
             no_backing: false,
+            accept_changed_backing: false,
         }
     }
 }
@@ -87,6 +91,7 @@ pub struct ChainLayer {
 enum Meta {
     Raw,
     Qcow2(Arc<qcow2::Shared>),
+    Cow(Arc<cow::Shared>),
 }
 
 /// An opened chain, the topmost image first.
@@ -162,7 +167,16 @@ impl Chain {
                 let view = Qcow2::open(header, main, data_raw, &options).await.map_err(wrong)?;
                 (Meta::Qcow2(view.shared().clone()), data, below)
             }
-            Format::Cow => return Err(wrong(ImageError::unsupported("cow", "not yet"))),
+            Format::Cow => {
+                let options = CowOptions {
+                    read_only,
+                    accept_changed_backing: self.options.accept_changed_backing || self.options.no_backing,
+                    ..CowOptions::default()
+                };
+                let view = Cow::open(raw(&file).map_err(failed)?, &options).await.map_err(wrong)?;
+                let below = self.below_cow(&image, &view, folders)?;
+                (Meta::Cow(view.shared().clone()), None, below)
+            }
         };
         self.layers.push(ChainLayer { format, file, data, meta });
         Ok(below)
@@ -180,6 +194,24 @@ impl Chain {
         Ok(Some(image.names(name, format)))
     }
 
+    /// A COW file's backing file is raw, and has not changed since.
+    fn below_cow<S: Storage>(
+        &self,
+        image: &Next,
+        view: &Cow<S>,
+        folders: &[PathBuf],
+    ) -> Result<Option<Next>, ChainError> {
+        if self.options.no_backing {
+            return Ok(None);
+        }
+        let next = image.names(&view.header().backing, Some(Format::Raw));
+        next.lies_in(folders)?;
+        let stat = std::fs::metadata(&next.path).map_err(|e| next.refuse(e.to_string()))?;
+        let wrong = |source| ChainError::Image { path: image.path.clone(), source };
+        view.check_backing(stat.len(), stat.mtime()).map_err(wrong)?;
+        Ok(Some(next))
+    }
+
     /// The chain on one reactor.
     pub fn image(&self, handle: &Handle) -> std::io::Result<Image<UringFile>> {
         let raw = |file: &Arc<ImageFile>| UringFile::new(handle, file.fd().clone()).map(|s| Raw::new(s, file));
@@ -190,6 +222,7 @@ impl Chain {
                 Meta::Qcow2(shared) => {
                     Layer::Qcow2(Qcow2::view(shared.clone(), main, layer.data.as_ref().map(raw).transpose()?))
                 }
+                Meta::Cow(shared) => Layer::Cow(Cow::view(shared.clone(), main)),
             })
         };
         let layers: std::io::Result<Vec<_>> = self.layers.iter().map(layer).collect();
@@ -202,6 +235,7 @@ impl Chain {
             Meta::Raw => self.top().file.size().next_multiple_of(SECTOR),
             // A qcow2 image's size need not be whole sectors; what is beyond it reads as zeroes.
             Meta::Qcow2(shared) => shared.size().next_multiple_of(SECTOR),
+            Meta::Cow(shared) => shared.size(),
         }
     }
 

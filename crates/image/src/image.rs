@@ -70,6 +70,7 @@ impl<S: Storage> Image<S> {
         match self.top() {
             Layer::Raw { raw, .. } => raw.write(segments, offset, false).await,
             Layer::Qcow2(image) => image.write(&self.below(), segments, offset).await,
+            Layer::Cow(image) => image.write(segments, offset).await,
         }
     }
 
@@ -78,6 +79,7 @@ impl<S: Storage> Image<S> {
         match self.top() {
             Layer::Raw { raw, .. } => raw.discard(offset, len).await,
             Layer::Qcow2(image) => image.discard(&self.below(), offset, len).await,
+            Layer::Cow(image) => image.discard(offset, len).await,
         }
     }
 
@@ -86,6 +88,7 @@ impl<S: Storage> Image<S> {
         match self.top() {
             Layer::Raw { raw, .. } => raw.write_zeroes(offset, len, unmap).await,
             Layer::Qcow2(image) => image.write_zeroes(&self.below(), offset, len, unmap).await,
+            Layer::Cow(image) => image.write_zeroes(offset, len, unmap).await,
         }
     }
 
@@ -94,6 +97,7 @@ impl<S: Storage> Image<S> {
         match self.top() {
             Layer::Raw { raw, .. } => raw.flush().await,
             Layer::Qcow2(image) => image.flush().await,
+            Layer::Cow(image) => image.flush().await,
         }
     }
 
@@ -102,6 +106,7 @@ impl<S: Storage> Image<S> {
         match self.top() {
             Layer::Raw { raw, .. } => raw.flush().await,
             Layer::Qcow2(image) => image.close().await,
+            Layer::Cow(image) => image.close().await,
         }
     }
 
@@ -113,7 +118,8 @@ impl<S: Storage> Image<S> {
 
     async fn populate_held(&self, offset: u64, len: u64) -> io::Result<()> {
         match self.top() {
-            Layer::Raw { .. } => Ok(()),
+            // Their sectors cannot be taken up without a guest's write being overtaken; and a read costs no more below.
+            Layer::Raw { .. } | Layer::Cow(_) => Ok(()),
             Layer::Qcow2(image) => image.populate(&self.below(), offset, len).await,
         }
     }
@@ -140,6 +146,7 @@ impl<S: Storage> Image<S> {
             match layer {
                 Layer::Raw { .. } => {}
                 Layer::Qcow2(image) => image.prime().await?,
+                Layer::Cow(image) => image.prime().await?,
             }
         }
         Ok(())

@@ -7,6 +7,7 @@ use std::task::Poll;
 
 use blockyard_ring::{Segments, Storage};
 
+use crate::cow::Cow;
 use crate::extent::{Below, Extent, Place};
 use crate::qcow2::Qcow2;
 use crate::raw::Raw;
@@ -19,6 +20,7 @@ pub enum Layer<S> {
         size: u64,
     },
     Qcow2(Qcow2<S>),
+    Cow(Cow<S>),
 }
 
 impl<S: Storage> Layer<S> {
@@ -27,6 +29,7 @@ impl<S: Storage> Layer<S> {
         match self {
             Layer::Raw { size, .. } => *size,
             Layer::Qcow2(image) => image.size(),
+            Layer::Cow(image) => image.size(),
         }
     }
 
@@ -36,6 +39,7 @@ impl<S: Storage> Layer<S> {
         match self {
             Layer::Raw { .. } => Some(Extent { len, place: Place::Data(offset) }),
             Layer::Qcow2(image) => image.try_lookup(offset, len),
+            Layer::Cow(image) => image.try_lookup(offset, len),
         }
     }
 
@@ -43,6 +47,7 @@ impl<S: Storage> Layer<S> {
         match self {
             Layer::Raw { .. } => Ok(()),
             Layer::Qcow2(image) => image.load(offset).await,
+            Layer::Cow(image) => image.load(offset).await,
         }
     }
 
@@ -52,6 +57,7 @@ impl<S: Storage> Layer<S> {
         match (self, place) {
             (Layer::Raw { raw, .. }, Place::Data(host)) => raw.read(segments, host).await,
             (Layer::Qcow2(image), Place::Data(host)) => image.read_data(segments, host).await,
+            (Layer::Cow(image), Place::Data(host)) => image.read(segments, host).await,
             (Layer::Qcow2(image), Place::Compressed(word)) => {
                 let inside = offset & (image.shared().shape().cluster_size() - 1);
                 Box::pin(image.read_compressed(segments, word, inside)).await
