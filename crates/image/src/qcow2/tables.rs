@@ -250,19 +250,6 @@ impl Tables {
         state.make_room(self.limit);
     }
 
-    /// Forgets all; nothing may be changed. For when the tables were changed in the file.
-    pub fn forget(&self) {
-        let mut state = self.state();
-        debug_assert!(state.dirty.is_empty());
-        for (_, slot) in state.map.drain() {
-            if let Slot::Ready(slice) = slot {
-                slice.retired.store(true, Ordering::Release);
-            }
-        }
-        state.clock.clear();
-        state.evictions += 1;
-    }
-
     /// Slices in memory.
     pub fn len(&self) -> usize {
         self.state().map.len()

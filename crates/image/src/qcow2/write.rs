@@ -24,6 +24,8 @@ use super::view::Qcow2;
 
 /// Guest data up to this length are copied, to be one write with what is copied from below.
 const COPIED_TOGETHER: usize = 256 << 10;
+/// What is copied before and behind shorter data is read together with what they replace.
+const READ_ALONG: usize = 32 << 10;
 /// Bytes of new clusters that one request fills at a time.
 const FILLED_AT_ONCE: u64 = 2 << 20;
 /// Pieces of one request that are written at a time.
@@ -308,8 +310,13 @@ impl<S: Storage> Qcow2<S> {
         }
         if segments.len() <= COPIED_TOGETHER {
             let buffer = Segments::buffer((range.end - range.start) as usize);
-            self.read_current(below, &buffer, 0, range.start, head).await?;
-            self.read_current(below, &buffer, (end - range.start) as usize, end, tail).await?;
+            if head > 0 && tail > 0 && segments.len() <= READ_ALONG {
+                // One read of more is less than two.
+                self.read_current(below, &buffer, 0, range.start, range.end - range.start).await?;
+            } else {
+                self.read_current(below, &buffer, 0, range.start, head).await?;
+                self.read_current(below, &buffer, (end - range.start) as usize, end, tail).await?;
+            }
             buffer.copy_from(head as usize, segments, 0, segments.len());
             return file.write(buffer, host, false).await.1;
         }
