@@ -78,7 +78,7 @@ def image_for(system, folder, base):
         qemu_img("create", "-q", "-f", "qcow2", "-o", system.options, "-F", "raw", "-b", base, image)
     elif not image.exists():
         if system.made == "full":
-            qemu_img("convert", "-f", "raw", "-O", "qcow2", "-o", system.options, base, image)
+            qemu_img("convert", "-f", "raw", "-O", "qcow2", "-o", system.options + ",preallocation=falloc", base, image)
         else:
             below = image_for(System("", "", "full", system.options), folder, base)[0]
             for number in range(2, 9):

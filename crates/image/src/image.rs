@@ -10,7 +10,12 @@ use blockyard_ring::{Segments, Storage};
 
 use crate::extent::Place;
 use crate::layer::{Found, Layer, Layers};
+use crate::resolved::Resolved;
 use crate::traffic::{Lane, Traffic};
+
+/// What layers map alike may be as small and as large as this, in bytes, to be remembered.
+const SMALLEST_GRANULE: u64 = 2 << 10;
+const LARGEST_GRANULE: u64 = 64 << 10;
 
 /// See the module's page.
 pub struct Image<S> {
@@ -19,6 +24,8 @@ pub struct Image<S> {
     lane: Arc<Lane>,
     /// What is read from below is kept in the topmost image.
     copy_on_read: bool,
+    /// Of the layers below the topmost, where there are several.
+    resolved: Option<Resolved>,
 }
 
 impl<S: Storage> Image<S> {
@@ -29,7 +36,10 @@ impl<S: Storage> Image<S> {
             _ => Arc::default(),
         };
         let lane = traffic.lane();
-        Image { layers, traffic, lane, copy_on_read }
+        let granule = layers.iter().skip(1).map(Layer::granule).min().unwrap_or(0);
+        let worth = layers.len() > 2 && granule >= SMALLEST_GRANULE;
+        let resolved = worth.then(|| Resolved::new(layers[0].size(), granule.min(LARGEST_GRANULE)));
+        Image { layers, traffic, lane, copy_on_read, resolved }
     }
 
     /// Bytes of the guest's disk.
@@ -48,7 +58,12 @@ impl<S: Storage> Image<S> {
 
     #[inline]
     fn below(&self) -> Layers<'_, S> {
-        Layers(&self.layers[1..])
+        Layers::new(&self.layers[1..])
+    }
+
+    #[inline]
+    fn all(&self) -> Layers<'_, S> {
+        Layers::with(&self.layers, self.resolved.as_ref())
     }
 
     #[inline]
@@ -60,7 +75,7 @@ impl<S: Storage> Image<S> {
             // The guest wants to read; that nothing can be kept is no reason to fail.
             tracing::debug!("copy-on-read at offset {offset}: {e}");
         }
-        Layers(&self.layers).read(segments, offset).await
+        self.all().read(segments, offset).await
     }
 
     /// Durable after a flush.
@@ -127,13 +142,13 @@ impl<S: Storage> Image<S> {
     /// Which layer holds the bytes from `offset` on, and how many of them alike; a layer beyond the last: none, zeroes.
     pub async fn find(&self, offset: u64, len: u64) -> io::Result<Found> {
         let _pass = self.traffic.enter(&self.lane);
-        Layers(&self.layers).find(offset, len).await
+        Layers::new(&self.layers).find(offset, len).await
     }
 
     /// As [`Image::find`], in the topmost image alone: `Absent` where it has nothing.
     pub async fn find_in_top(&self, offset: u64, len: u64) -> io::Result<Found> {
         let _pass = self.traffic.enter(&self.lane);
-        let mut found = Layers(&self.layers[..1]).find(offset, len).await?;
+        let mut found = Layers::new(&self.layers[..1]).find(offset, len).await?;
         if found.layer > 0 {
             found.extent.place = Place::Absent;
         }

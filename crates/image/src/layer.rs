@@ -11,6 +11,7 @@ use crate::cow::Cow;
 use crate::extent::{Below, Extent, Place};
 use crate::qcow2::Qcow2;
 use crate::raw::Raw;
+use crate::resolved::Resolved;
 
 /// What can be in a chain.
 pub enum Layer<S> {
@@ -40,6 +41,15 @@ impl<S: Storage> Layer<S> {
             Layer::Raw { .. } => Some(Extent { len, place: Place::Data(offset) }),
             Layer::Qcow2(image) => image.try_lookup(offset, len),
             Layer::Cow(image) => image.try_lookup(offset, len),
+        }
+    }
+
+    /// Bytes that it maps alike, from a multiple of them on.
+    pub fn granule(&self) -> u64 {
+        match self {
+            Layer::Raw { .. } => 1 << 16,
+            Layer::Qcow2(image) => image.shared().shape().unit,
+            Layer::Cow(_) => crate::SECTOR,
         }
     }
 
@@ -78,13 +88,50 @@ pub struct Found {
 }
 
 /// Some layers of a chain, the topmost first.
-pub struct Layers<'a, S>(pub &'a [Layer<S>]);
+pub struct Layers<'a, S> {
+    layers: &'a [Layer<S>],
+    /// What is known of all but the first.
+    resolved: Option<&'a Resolved>,
+}
+
+impl<'a, S: Storage> Layers<'a, S> {
+    pub fn new(layers: &'a [Layer<S>]) -> Self {
+        Layers { layers, resolved: None }
+    }
+
+    /// `resolved`: of the layers without the first.
+    pub fn with(layers: &'a [Layer<S>], resolved: Option<&'a Resolved>) -> Self {
+        Layers { layers, resolved }
+    }
+}
 
 impl<S: Storage> Layers<'_, S> {
     /// Where the bytes from `offset` on are. `Err`: this layer's metadata are to be loaded for this offset.
     #[inline]
-    pub fn try_find(&self, offset: u64, mut len: u64) -> Result<Found, usize> {
-        for (layer, image) in self.0.iter().enumerate() {
+    pub fn try_find(&self, offset: u64, len: u64) -> Result<Found, usize> {
+        let Some(resolved) = self.resolved else { return self.ask(0, offset, len) };
+        let size = self.layers[0].size();
+        if offset >= size {
+            return Ok(Found { layer: self.layers.len(), extent: Extent { len, place: Place::Zero } });
+        }
+        let extent = self.layers[0].try_lookup(offset, len.min(size - offset)).ok_or(0usize)?;
+        if extent.place != Place::Absent {
+            return Ok(Found { layer: 0, extent });
+        }
+        if let Some(found) = resolved.find(offset, extent.len) {
+            return Ok(found);
+        }
+        let (start, granule) = resolved.granule(offset);
+        // Its own metadata may not be in memory: that is no matter of this request.
+        if let Ok(all) = self.ask(1, start, granule) {
+            resolved.keep(start, all);
+        }
+        self.ask(1, offset, extent.len)
+    }
+
+    /// Asks one layer after the other, from `first` on.
+    fn ask(&self, first: usize, offset: u64, mut len: u64) -> Result<Found, usize> {
+        for (layer, image) in self.layers.iter().enumerate().skip(first) {
             let size = image.size();
             // Images may be smaller than those above them.
             if offset >= size {
@@ -96,21 +143,21 @@ impl<S: Storage> Layers<'_, S> {
             }
             len = extent.len;
         }
-        Ok(Found { layer: self.0.len(), extent: Extent { len, place: Place::Zero } })
+        Ok(Found { layer: self.layers.len(), extent: Extent { len, place: Place::Zero } })
     }
 
     pub async fn find(&self, offset: u64, len: u64) -> io::Result<Found> {
         loop {
             match self.try_find(offset, len) {
                 Ok(found) => return Ok(found),
-                Err(layer) => self.0[layer].load(offset).await?,
+                Err(layer) => self.layers[layer].load(offset).await?,
             }
         }
     }
 
     #[inline]
     async fn read_found(&self, segments: Segments, offset: u64, found: Found) -> (Segments, io::Result<()>) {
-        match self.0.get(found.layer) {
+        match self.layers.get(found.layer) {
             Some(layer) => layer.read_place(segments, offset, found.extent.place).await,
             None => {
                 segments.zero(0, segments.len());
@@ -189,6 +236,6 @@ impl<S: Storage> Below for Layers<'_, S> {
     }
 
     fn exists(&self) -> bool {
-        !self.0.is_empty()
+        !self.layers.is_empty()
     }
 }

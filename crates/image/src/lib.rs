@@ -20,6 +20,7 @@ mod open;
 pub mod qcow2;
 mod range_lock;
 mod raw;
+mod resolved;
 mod traffic;
 mod turns;
 
