@@ -7,6 +7,10 @@ use blockyard_ring::{Segments, Storage};
 use crate::raw::Raw;
 
 /// The caller has made sure that the field lies inside `bytes`.
+pub fn be16(bytes: &[u8], at: usize) -> u16 {
+    u16::from_be_bytes([bytes[at], bytes[at + 1]])
+}
+
 pub fn be32(bytes: &[u8], at: usize) -> u32 {
     u32::from_be_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
 }

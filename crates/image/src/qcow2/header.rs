@@ -101,7 +101,7 @@ pub struct Header {
     /// that is None is left out, and bitmaps that are None keep their bytes as they are.
     pub extensions: Vec<Extension>,
     /// What follows the compression type in a header longer than is known here.
-    pub(super) unknown_fields: Vec<u8>,
+    pub unknown_fields: Vec<u8>,
 }
 
 impl Header {

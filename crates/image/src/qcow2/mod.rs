@@ -9,7 +9,9 @@
 //! entries and refcounts.
 
 mod alloc;
+pub mod bitmap;
 mod bytes;
+pub mod check;
 mod compressed;
 pub mod entry;
 mod flush;
@@ -18,11 +20,13 @@ mod open;
 pub mod refblock;
 mod reserve;
 mod shared;
+pub mod snapshot;
 mod tables;
 mod view;
 mod write;
 mod zero;
 
+pub use check::rebuild_refcounts;
 pub use compressed::{pack, unpack};
 pub use header::{BitmapsExtension, Compression, Extension, Header};
 pub use open::{L2_CACHE_LIMIT, Qcow2Options};

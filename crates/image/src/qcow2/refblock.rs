@@ -14,6 +14,11 @@ impl RefcountWidth {
         RefcountWidth { order }
     }
 
+    /// The shift from counts to bits.
+    pub fn order(self) -> u32 {
+        self.order
+    }
+
     pub fn bits(self) -> u32 {
         1 << self.order
     }

@@ -1,0 +1,82 @@
+//! The bitmap directory: an entry of variable length for each persistent bitmap.
+
+use blockyard_ring::Storage;
+
+use crate::error::ImageError;
+use crate::qcow2::bytes::{self, be16, be32, be64};
+use crate::qcow2::header::{BitmapsExtension, Header};
+use crate::raw::Raw;
+
+const FIXED: usize = 24;
+/// What QEMU allows all of a bitmap's data to take.
+const MAX_BITMAP_BYTES: u64 = 512 << 20;
+
+/// Not saved properly: what it says may be outdated.
+pub const IN_USE: u32 = 1;
+/// Every write to the image is to be recorded.
+pub const AUTO: u32 = 1 << 1;
+
+/// What is needed to find a bitmap's clusters and to mark it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bitmap {
+    /// Where the entry lies in the directory, in bytes.
+    pub at: usize,
+    pub table_offset: u64,
+    /// In entries.
+    pub table_size: u32,
+    pub flags: u32,
+    pub granularity_bits: u8,
+    pub name: String,
+}
+
+impl Bitmap {
+    /// What is wrong with the place of its table.
+    pub fn table_fault(&self, header: &Header) -> Option<String> {
+        if u64::from(self.table_size) << header.cluster_bits > MAX_BITMAP_BYTES {
+            return Some(format!("its table has {} entries: at most 512 MiB of data are allowed", self.table_size));
+        }
+        if !self.table_offset.is_multiple_of(header.cluster_size()) {
+            return Some(format!("its table's offset {} is not aligned to a cluster", self.table_offset));
+        }
+        None
+    }
+}
+
+/// The directory's bytes, and its entries.
+pub async fn read<S: Storage>(
+    file: &Raw<S>,
+    extension: &BitmapsExtension,
+) -> Result<(Vec<u8>, Vec<Bitmap>), ImageError> {
+    let (offset, size) = (extension.directory_offset, extension.directory_size);
+    let io = |e| ImageError::io("qcow2 bitmap directory", offset, "reading", e);
+    if offset.saturating_add(size) > file.storage().len().await.map_err(io)? {
+        return Err(ImageError::invalid("qcow2 bitmap directory", offset, "it ends beyond the end of the file"));
+    }
+    let bytes = bytes::read(file, offset, size as usize).await.map_err(io)?;
+    let bitmaps = entries(&bytes, extension.count, offset)?;
+    Ok((bytes, bitmaps))
+}
+
+fn entries(bytes: &[u8], count: u32, offset: u64) -> Result<Vec<Bitmap>, ImageError> {
+    let (mut at, mut bitmaps) = (0, Vec::new());
+    for index in 0..count {
+        let bad =
+            |what: &str| ImageError::invalid(format!("qcow2 bitmap directory entry {index}"), offset + at as u64, what);
+        let rest = bytes.get(at..).unwrap_or_default();
+        let fixed = rest.get(..FIXED).ok_or_else(|| bad("it lies beyond the directory's end"))?;
+        let (name_len, extra_len) = (usize::from(be16(fixed, 18)), be32(fixed, 20) as usize);
+        let end = FIXED.checked_add(extra_len).and_then(|n| n.checked_add(name_len));
+        let end = end.filter(|&end| end <= rest.len()).ok_or_else(|| bad("it goes on beyond the directory's end"))?;
+        let name = String::from_utf8_lossy(&rest[end - name_len..end]).into_owned();
+        bitmaps.push(Bitmap {
+            at,
+            table_offset: be64(fixed, 0),
+            table_size: be32(fixed, 8),
+            flags: be32(fixed, 12),
+            granularity_bits: fixed[17],
+            name,
+        });
+        at += end.next_multiple_of(8);
+    }
+    Ok(bitmaps)
+}

@@ -1,0 +1,319 @@
+//! Check and repair: every reference is followed and counted, and the counts are compared with the refcounts.
+//!
+//! In: an image that nobody else writes. Out: a [`Report`]. A pass goes through these modules:
+//!
+//! ```text
+//! walk      L1, L2, snapshot and bitmap tables -> counts (bounded; what does not fit waits for another pass)
+//! stored    counts against refcount blocks      -> too low, leaks; changed in place
+//! flags     active tables in guest order        -> COPIED flags, figures; changed in place
+//! rebuild   counts -> new refcount structures, where the old ones cannot be used
+//! ```
+//!
+//! What must hold of a repair, at every power cut: references are the truth, and are never changed. Nothing that is
+//! referenced is written over, or has its refcount lowered below its references; new structures lie behind all that there
+//! is, are made durable, and then become the image's by one sector. So a repair that was cut short is done again.
+
+mod counts;
+mod flags;
+mod rebuild;
+mod report;
+mod stored;
+mod walk;
+
+use blockyard_ring::Storage;
+
+use self::counts::Counts;
+use self::flags::Flags;
+use self::rebuild::Builder;
+pub(super) use self::report::Tally;
+pub use self::report::{Finding, FindingKind, Repair, Report};
+use self::stored::{Compare, Refcounts};
+use self::walk::Walk;
+use super::entry::Layout;
+use super::header::{AUTOCLEAR_KNOWN, Header, INCOMPATIBLE_CORRUPT, INCOMPATIBLE_DIRTY};
+use crate::error::ImageError;
+use crate::raw::Raw;
+
+const HEADER: &str = "qcow2 header";
+
+/// How much of an image is looked at in one go. By default enough for many terabytes, in less than 512 MiB of memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Bytes for counts.
+    pub memory: usize,
+    /// L2 tables; by default as many as the active L1 table may have.
+    pub tables: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits { memory: 256 << 20, tables: 4 << 20 }
+    }
+}
+
+/// What a pass changes.
+#[derive(Clone, Copy)]
+struct Changes<'a> {
+    /// From a pass that only looked.
+    known: &'a Tally,
+    refcounts: stored::Change,
+    flags: flags::Change,
+}
+
+/// Checks an image, and repairs it if that is asked for. `data_file_len`: of the external data file, where it is at hand.
+pub async fn check<S: Storage>(
+    file: &Raw<S>,
+    data_file_len: Option<u64>,
+    repair: Repair,
+) -> Result<Report, ImageError> {
+    check_within(file, data_file_len, repair, Limits::default()).await
+}
+
+/// As [`check`]; what does not fit the limits takes more passes over the image.
+pub async fn check_within<S: Storage>(
+    file: &Raw<S>,
+    data_file_len: Option<u64>,
+    repair: Repair,
+    limits: Limits,
+) -> Result<Report, ImageError> {
+    let mut header = Header::read_for_check(file).await?;
+    if repair != Repair::No {
+        // What is read now must not be undone by a power cut after it was acted on.
+        flush(file).await?;
+    }
+    let mut headers = [header.clone()];
+    let found = pass(file, &headers, data_file_len, None, limits).await?;
+    if repair == Repair::No {
+        return Ok(found.report);
+    }
+    let wanted = if repair == Repair::All { !found.report.is_clean() } else { found.report.leaks > 0 };
+    let left = if wanted {
+        mend(file, &mut headers, data_file_len, &found, repair, limits).await?;
+        [header] = headers.clone();
+        pass(file, &headers, data_file_len, None, limits).await?.report
+    } else {
+        found.report.clone()
+    };
+    if left.corruptions == 0 && left.check_errors == 0 {
+        clear_bits(file, &mut header, INCOMPATIBLE_DIRTY | INCOMPATIBLE_CORRUPT).await?;
+    }
+    Ok(Report {
+        corruptions_fixed: found.report.corruptions.saturating_sub(left.corruptions),
+        leaks_fixed: found.report.leaks.saturating_sub(left.leaks),
+        findings: found.report.findings,
+        findings_left_off: found.report.findings_left_off,
+        ..left
+    })
+}
+
+/// What the dirty bit demands of who opens the image for writing: refcounts and COPIED flags made right from the tables, and
+/// the bit cleared. Gives the header as it is then. An image with anything else wrong is not written to.
+pub async fn rebuild_refcounts<S: Storage>(file: &Raw<S>) -> Result<Header, ImageError> {
+    let header = Header::read(file).await?;
+    flush(file).await?;
+    let mut headers = [header];
+    let found = inspect(file, &headers[0]).await?;
+    recount(file, &mut headers, &found).await?;
+    let [mut header] = headers;
+    clear_bits(file, &mut header, INCOMPATIBLE_DIRTY).await?;
+    Ok(header)
+}
+
+/// Follows and counts everything; an error if there is anything wrong that counting does not mend.
+pub(super) async fn inspect<S: Storage>(file: &Raw<S>, header: &Header) -> Result<Tally, ImageError> {
+    let found = pass(file, std::slice::from_ref(header), None, None, Limits::default()).await?;
+    if let Some(finding) = &found.severe {
+        let what = format!("{}; `blockyard image check` says more, and may repair it", finding.text);
+        return Err(ImageError::invalid(finding.structure.clone(), finding.offset, what));
+    }
+    let max = header.refcount_width().max();
+    if found.most > max {
+        let what = format!("a cluster has {} references, and the refcounts' width allows {max}", found.most);
+        return Err(ImageError::invalid("qcow2 refcounts", None, what));
+    }
+    Ok(found)
+}
+
+/// Makes refcounts and flags right after [`inspect`]; durable when it answers.
+pub(super) async fn recount<S: Storage>(
+    file: &Raw<S>,
+    headers: &mut [Header; 1],
+    found: &Tally,
+) -> Result<(), ImageError> {
+    if found.report.is_clean() {
+        Ok(())
+    } else {
+        mend(file, headers, None, found, Repair::All, Limits::default()).await
+    }
+}
+
+/// Repairs what was found; durable when it answers. The headers are those of the states that are to be safe, the image's own
+/// first.
+async fn mend<S: Storage>(
+    file: &Raw<S>,
+    headers: &mut [Header; 1],
+    data_file_len: Option<u64>,
+    found: &Tally,
+    repair: Repair,
+    limits: Limits,
+) -> Result<(), ImageError> {
+    let (all, complete) = (repair == Repair::All, !found.incomplete);
+    if !all && (found.incomplete || found.rebuild) {
+        return Ok(());
+    }
+    if headers[0].autoclear & !AUTOCLEAR_KNOWN != 0 {
+        headers[0].autoclear &= AUTOCLEAR_KNOWN;
+        headers[0].write_fixed(file).await?;
+        flush(file).await?;
+    }
+    let again;
+    let mut known = found;
+    if found.rebuild {
+        rebuild(file, headers, found.incomplete, limits).await?;
+        // What overlapped the old structures overlaps nothing now.
+        again = pass(file, headers, data_file_len, None, limits).await?;
+        known = &again;
+    }
+    let changes = Changes {
+        known,
+        refcounts: stored::Change { raise: all, lower: complete },
+        flags: flags::Change { set: complete, clear: all },
+    };
+    pass(file, headers, data_file_len, Some(changes), limits).await?;
+    flush(file).await
+}
+
+/// Clears incompatible bits, if they are set, after everything else is durable.
+pub(super) async fn clear_bits<S: Storage>(file: &Raw<S>, header: &mut Header, bits: u64) -> Result<(), ImageError> {
+    if header.incompatible & bits == 0 {
+        return Ok(());
+    }
+    flush(file).await?;
+    header.incompatible &= !bits;
+    header.write_fixed(file).await?;
+    flush(file).await
+}
+
+pub(super) async fn flush<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
+    file.flush().await.map_err(|e| ImageError::io("qcow2 image", None, "flushing", e))
+}
+
+/// One look at everything, or several where the counts do not fit the memory.
+async fn pass<S: Storage>(
+    file: &Raw<S>,
+    headers: &[Header],
+    data_file_len: Option<u64>,
+    changes: Option<Changes<'_>>,
+    limits: Limits,
+) -> Result<Tally, ImageError> {
+    let header = &headers[0];
+    let file_len = file.storage().len().await.map_err(|e| ImageError::io(HEADER, 0, "finding the file's length", e))?;
+    let mut tally = Tally::default();
+    tally.report.total_clusters = header.size.div_ceil(header.cluster_size());
+    let refcounts = Refcounts::load(file, header, &mut tally).await?;
+    let mut start = 0;
+    loop {
+        let mut counts = count(file, headers, Some(&refcounts), start, &mut tally, limits).await?;
+        let repair = changes.map(|changes| changes.refcounts);
+        let tally_ref = &mut tally;
+        Compare { file, refcounts: &refcounts, counts: &mut counts, tally: tally_ref, file_len, repair }.run().await?;
+        for header in headers {
+            let layout = Layout::of(header);
+            let repair = changes.map(|changes| (changes.known, changes.flags));
+            let (counts, tally) = (&counts, &mut tally);
+            Flags { file, header, layout, file_len, data_file_len, counts, tally, repair, next_offset: 0 }
+                .run()
+                .await?;
+        }
+        start = counts.window().end;
+        if start == u64::MAX {
+            return Ok(tally);
+        }
+        tally.later_pass = true;
+    }
+}
+
+/// Counts the references to clusters from `start` on, as far as the memory goes; of several states the larger count.
+async fn count<S: Storage>(
+    file: &Raw<S>,
+    headers: &[Header],
+    refcounts: Option<&Refcounts>,
+    start: u64,
+    tally: &mut Tally,
+    limits: Limits,
+) -> Result<Counts, ImageError> {
+    let file_len = file.storage().len().await.map_err(|e| ImageError::io(HEADER, 0, "finding the file's length", e))?;
+    let mut merged: Option<Counts> = None;
+    for header in headers {
+        let end = merged.as_ref().map_or(u64::MAX, |counts| counts.window().end);
+        let mut counts = Counts::new(start..end, limits.memory);
+        let layout = Layout::of(header);
+        let (tables_at_once, counts_ref, tally) = (limits.tables, &mut counts, &mut *tally);
+        Walk { file, header, layout, file_len, counts: counts_ref, tally, tables_at_once }.count(refcounts).await;
+        match &mut merged {
+            None => merged = Some(counts),
+            Some(merged) => merged.merge_larger(counts),
+        }
+    }
+    Ok(merged.expect("there is a header"))
+}
+
+/// Writes new refcount structures and makes them the image's. `keep`: counts are not complete, so no refcount that can be
+/// read is lowered.
+async fn rebuild<S: Storage>(
+    file: &Raw<S>,
+    headers: &mut [Header],
+    keep: bool,
+    limits: Limits,
+) -> Result<(), ImageError> {
+    let mut tally = Tally::default();
+    let old = Refcounts::load(file, &headers[0], &mut tally).await?;
+    // All references have to be known before it is known what lies behind them.
+    let mut counts = count(file, headers, None, 0, &mut tally, limits).await?;
+    let file_len = file.storage().len().await.map_err(|e| ImageError::io(HEADER, 0, "finding the file's length", e))?;
+    let mut builder = Builder::new(file, &headers[0], file_len.max(tally.beyond));
+    let max = headers[0].refcount_width().max();
+    loop {
+        if keep {
+            keep_stored(file, &old, &mut counts, file_len).await?;
+        }
+        for cluster in counts.clusters() {
+            builder.put(cluster, counts.get(cluster).references.min(max)).await?;
+        }
+        match counts.window().end {
+            u64::MAX => break,
+            start => counts = count(file, headers, None, start, &mut tally, limits).await?,
+        }
+    }
+    let (offset, clusters) = builder.finish().await?;
+    flush(file).await?;
+    for header in &mut *headers {
+        (header.refcount_table_offset, header.refcount_table_clusters) = (offset, clusters);
+    }
+    headers[0].write_fixed(file).await?;
+    flush(file).await
+}
+
+/// Raises counts to the refcounts that can be read.
+async fn keep_stored<S: Storage>(
+    file: &Raw<S>,
+    old: &Refcounts,
+    counts: &mut Counts,
+    file_len: u64,
+) -> Result<(), ImageError> {
+    for (index, at) in old.blocks() {
+        let (first, window) = (index * old.per_block(), counts.window());
+        let end = (first + old.per_block()).min(window.end).min(file_len.div_ceil(1 << old.cluster_bits()));
+        if first.max(window.start) >= end {
+            continue;
+        }
+        let block = old.read_block(file, at).await?;
+        for cluster in first.max(window.start)..end {
+            let (stored, counted) = (old.width.get(&block, (cluster - first) as usize), counts.get(cluster).references);
+            if stored > counted {
+                counts.add(cluster, stored - counted, false);
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,309 @@
+//! How often each cluster is referenced, in memory that is bounded and that only referenced clusters take.
+//!
+//! In: references, one after the other. Out: each cluster's count. Counts are kept in pages; when they would take more than
+//! the limit, the pages of the highest clusters are dropped and the window ends before them: the caller makes another pass
+//! for what follows. One pass is enough for any image that is not made to need more.
+//! What must hold: inside the window every reference is counted.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+
+/// Clusters of a page.
+pub const PAGE: u64 = 4096;
+/// A page with more entries than this becomes an array.
+const FEW: usize = 512;
+/// What a page takes besides its entries, about.
+const PAGE_BYTES: usize = 96;
+/// What a count takes that does not fit its byte, about.
+const MANY_BYTES: usize = 48;
+
+/// A cluster's byte: its count (or that it is among `many`), and flags.
+const COUNT: u8 = 0x1f;
+const EXCLUSIVE: u8 = 0x20;
+const OVERLAP: u8 = 0x40;
+const STORED_ONE: u8 = 0x80;
+
+/// What is known of a cluster.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Count {
+    pub references: u64,
+    /// Metadata that is written in place lies here.
+    pub exclusive: bool,
+    /// And something else lies here too.
+    pub overlap: bool,
+    /// The image's own refcount is 1.
+    pub stored_one: bool,
+}
+
+enum Page {
+    /// By index, ascending.
+    Few(Vec<(u16, u8)>),
+    Array(Box<[u8; PAGE as usize]>),
+}
+
+impl Page {
+    fn get(&self, at: u16) -> u8 {
+        match self {
+            Page::Few(entries) => entries.binary_search_by_key(&at, |e| e.0).map_or(0, |i| entries[i].1),
+            Page::Array(array) => array[usize::from(at)],
+        }
+    }
+
+    /// Gives the bytes by which the page grew.
+    fn set(&mut self, at: u16, value: u8) -> usize {
+        let entries = match self {
+            Page::Array(array) => {
+                array[usize::from(at)] = value;
+                return 0;
+            }
+            Page::Few(entries) => entries,
+        };
+        let before = entries.capacity();
+        match entries.binary_search_by_key(&at, |e| e.0) {
+            Ok(i) => entries[i].1 = value,
+            Err(i) => entries.insert(i, (at, value)),
+        }
+        let after = entries.capacity();
+        if entries.len() <= FEW {
+            return (after - before) * size_of::<(u16, u8)>();
+        }
+        let mut array = Box::new([0; PAGE as usize]);
+        entries.iter().for_each(|&(at, value)| array[usize::from(at)] = value);
+        *self = Page::Array(array);
+        PAGE as usize - before * size_of::<(u16, u8)>()
+    }
+}
+
+pub struct Counts {
+    window: Range<u64>,
+    limit: usize,
+    used: usize,
+    pages: Vec<(u64, Page)>,
+    /// Page number to place in `pages`.
+    index: HashMap<u64, u32>,
+    /// The page used last: references come in runs.
+    last: (u64, u32),
+    many: BTreeMap<u64, u64>,
+}
+
+impl Counts {
+    /// Counts clusters in `window` (which may end earlier later on) in about `limit` bytes.
+    pub fn new(window: Range<u64>, limit: usize) -> Self {
+        Counts {
+            window,
+            limit,
+            used: 0,
+            pages: Vec::new(),
+            index: HashMap::new(),
+            last: (u64::MAX, 0),
+            many: BTreeMap::new(),
+        }
+    }
+
+    pub fn window(&self) -> Range<u64> {
+        self.window.clone()
+    }
+
+    fn find(&self, page: u64) -> Option<u32> {
+        if self.last.0 == page { Some(self.last.1) } else { self.index.get(&page).copied() }
+    }
+
+    fn byte(&self, cluster: u64) -> u8 {
+        self.find(cluster / PAGE).map_or(0, |slot| self.pages[slot as usize].1.get((cluster % PAGE) as u16))
+    }
+
+    /// What is known of a cluster inside the window.
+    pub fn get(&self, cluster: u64) -> Count {
+        let byte = self.byte(cluster);
+        let references = match byte & COUNT {
+            COUNT => self.many.get(&cluster).copied().unwrap_or(0),
+            few => few.into(),
+        };
+        let flag = |flag| byte & flag != 0;
+        Count { references, exclusive: flag(EXCLUSIVE), overlap: flag(OVERLAP), stored_one: flag(STORED_ONE) }
+    }
+
+    /// Counts `times` references; `exclusive`: by metadata that is written in place, which nothing else may share. True: this
+    /// is where such an overlap shows first.
+    pub fn add(&mut self, cluster: u64, times: u64, exclusive: bool) -> bool {
+        if !self.window.contains(&cluster) {
+            return false;
+        }
+        let old = self.get(cluster);
+        let clash = old.references > 0 && (exclusive || old.exclusive);
+        let new = Count {
+            references: old.references.saturating_add(times),
+            exclusive: old.exclusive || exclusive,
+            overlap: old.overlap || clash,
+            ..old
+        };
+        self.put(cluster, new);
+        clash && !old.overlap
+    }
+
+    /// Notes that the image's own refcount of a counted cluster is 1 (or is not).
+    pub fn set_stored_one(&mut self, cluster: u64, stored_one: bool) {
+        let old = self.get(cluster);
+        if old.stored_one != stored_one {
+            self.put(cluster, Count { stored_one, ..old });
+        }
+    }
+
+    fn put(&mut self, cluster: u64, count: Count) {
+        let mut byte = count.references.min(u64::from(COUNT)) as u8;
+        if byte == COUNT && self.many.insert(cluster, count.references).is_none() {
+            self.used += MANY_BYTES;
+        }
+        for (set, flag) in [(count.exclusive, EXCLUSIVE), (count.overlap, OVERLAP), (count.stored_one, STORED_ONE)] {
+            byte |= if set { flag } else { 0 };
+        }
+        let page = cluster / PAGE;
+        let slot = self.find(page).unwrap_or_else(|| {
+            let slot = self.pages.len() as u32;
+            self.pages.push((page, Page::Few(Vec::new())));
+            self.index.insert(page, slot);
+            self.used += PAGE_BYTES;
+            slot
+        });
+        self.last = (page, slot);
+        self.used += self.pages[slot as usize].1.set((cluster % PAGE) as u16, byte);
+        if self.used > self.limit && self.pages.len() > 1 {
+            self.shrink();
+        }
+    }
+
+    /// Ends the window earlier: half of the pages are dropped, those of the highest clusters.
+    fn shrink(&mut self) {
+        let keep = self.pages.len() / 2;
+        let mut numbers: Vec<u64> = self.pages.iter().map(|p| p.0).collect();
+        numbers.sort_unstable();
+        self.end_before(numbers[keep] * PAGE);
+    }
+
+    fn end_before(&mut self, end: u64) {
+        self.window.end = self.window.end.min(end);
+        let mut pages = std::mem::take(&mut self.pages);
+        pages.retain(|page| page.0 * PAGE < self.window.end);
+        self.many.split_off(&self.window.end);
+        self.index = pages.iter().zip(0..).map(|(page, slot)| (page.0, slot)).collect();
+        let bytes = |page: &Page| match page {
+            Page::Few(entries) => entries.capacity() * size_of::<(u16, u8)>(),
+            Page::Array(_) => PAGE as usize,
+        };
+        self.used = self.many.len() * MANY_BYTES + pages.iter().map(|p| PAGE_BYTES + bytes(&p.1)).sum::<usize>();
+        self.last = (u64::MAX, 0);
+        self.pages = pages;
+    }
+
+    /// For each cluster the larger of two counts; `other`'s window begins where this one does.
+    pub fn merge_larger(&mut self, other: Counts) {
+        self.end_before(other.window.end);
+        for cluster in other.clusters() {
+            let (mine, theirs) = (self.get(cluster), other.get(cluster));
+            if !self.window.contains(&cluster) {
+                break;
+            }
+            let merged = Count {
+                references: mine.references.max(theirs.references),
+                exclusive: mine.exclusive || theirs.exclusive,
+                overlap: mine.overlap || theirs.overlap,
+                stored_one: false,
+            };
+            self.put(cluster, merged);
+        }
+    }
+
+    /// Whether a page has counts at all: most of a sparse image's have not.
+    pub fn has_page(&self, cluster: u64) -> bool {
+        self.find(cluster / PAGE).is_some()
+    }
+
+    /// The clusters with references, ascending.
+    pub fn clusters(&self) -> impl Iterator<Item = u64> + use<'_> {
+        let mut slots: Vec<usize> = (0..self.pages.len()).collect();
+        slots.sort_unstable_by_key(|&slot| self.pages[slot].0);
+        slots.into_iter().flat_map(move |slot| {
+            let (number, page) = &self.pages[slot];
+            (0..PAGE as u16).filter(|&at| page.get(at) & COUNT != 0).map(move |at| number * PAGE + u64::from(at))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn count(references: u64) -> Count {
+        Count { references, ..Count::default() }
+    }
+
+    #[test]
+    fn counts_of_any_size_add_up() {
+        let mut counts = Counts::new(0..u64::MAX, 1 << 20);
+        for cluster in [5, 1 << 47, 5, 5] {
+            counts.add(cluster, 1, false);
+        }
+        counts.add(7, 30, false);
+        counts.add(7, 1, false);
+        counts.add(8, u64::MAX, false);
+        counts.add(8, 1, false);
+        assert_eq!((counts.get(5), counts.get(1 << 47), counts.get(6)), (count(3), count(1), count(0)));
+        assert_eq!((counts.get(7), counts.get(8)), (count(31), count(u64::MAX)));
+        assert_eq!(counts.clusters().collect::<Vec<_>>(), [5, 7, 8, 1 << 47]);
+    }
+
+    #[test]
+    fn a_full_page_counts_as_one_with_few_entries() {
+        let mut counts = Counts::new(0..u64::MAX, 1 << 20);
+        (0..PAGE).rev().step_by(2).for_each(|cluster| assert!(!counts.add(cluster, 2, false)));
+        assert_eq!(counts.clusters().count() as u64, PAGE / 2);
+        assert!((0..PAGE).all(|cluster| counts.get(cluster) == count(cluster % 2 * 2)));
+    }
+
+    #[test]
+    fn metadata_shares_with_nothing() {
+        let mut counts = Counts::new(0..u64::MAX, 1 << 20);
+        assert!(!counts.add(1, 1, true) && counts.add(1, 1, false) && !counts.add(1, 1, false), "told once");
+        assert!(!counts.add(2, 1, false) && counts.add(2, 1, true));
+        assert!(!counts.add(3, 1, false) && !counts.add(3, 1, false));
+        assert!(counts.get(1).overlap && counts.get(2).overlap && !counts.get(3).overlap);
+    }
+
+    #[test]
+    fn windows_cover_all_that_one_large_window_does() {
+        let references: Vec<u64> = (0..2000u64).map(|n| n * n * 77 % 1_000_003).collect();
+        let mut whole = Counts::new(0..u64::MAX, 1 << 30);
+        for &cluster in &references {
+            whole.add(cluster, 40, false);
+        }
+        let (mut start, mut found, mut passes) = (0, Vec::new(), 0);
+        while start != u64::MAX {
+            let mut counts = Counts::new(start..u64::MAX, 20_000);
+            for &cluster in &references {
+                counts.add(cluster, 40, false);
+            }
+            assert!(counts.used <= 20_200, "{}", counts.used);
+            found.extend(counts.clusters().map(|cluster| (cluster, counts.get(cluster))));
+            start = counts.window().end;
+            passes += 1;
+        }
+        assert!(passes > 3);
+        assert_eq!(found, whole.clusters().map(|cluster| (cluster, whole.get(cluster))).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn the_larger_of_two_counts() {
+        let mut a = Counts::new(0..u64::MAX, 1 << 20);
+        let mut b = Counts::new(0..10_000, 1 << 20);
+        for (counts, cluster, times, exclusive) in [(&mut a, 1, 2, false), (&mut b, 1, 1, false)] {
+            counts.add(cluster, times, exclusive);
+            counts.add(2, 1, true);
+        }
+        a.add(20_000, 1, false);
+        b.add(3, 5, false);
+        a.merge_larger(b);
+        assert_eq!((a.get(1), a.get(3), a.window()), (count(2), count(5), 0..10_000));
+        assert_eq!(a.get(2), Count { exclusive: true, ..count(1) });
+        assert_eq!(a.clusters().last(), Some(3));
+    }
+}

@@ -1,0 +1,242 @@
+//! The refcounts that the image has, beside those that were counted.
+//!
+//! In: the refcount table and its blocks, the counts. Out: refcounts that are too low, leaks; and repaired in place where
+//! that was asked for. What must hold: a refcount that is lowered stays as high as the references that were counted.
+
+use std::collections::HashSet;
+
+use blockyard_ring::Storage;
+
+use super::counts::{Counts, PAGE};
+use super::report::{FindingKind, Tally};
+use super::walk::words;
+use crate::error::ImageError;
+use crate::qcow2::bytes;
+use crate::qcow2::entry::{self, Layout};
+use crate::qcow2::header::Header;
+use crate::qcow2::refblock::RefcountWidth;
+use crate::raw::Raw;
+
+/// Ranges of freed clusters of one block that are given back to the host; the rest stays the file's.
+const FREED: usize = 1 << 16;
+
+/// The refcount blocks that can be used.
+pub struct Refcounts {
+    pub width: RefcountWidth,
+    cluster_bits: u32,
+    table_len: u64,
+    blocks: Vec<Option<u64>>,
+}
+
+impl Refcounts {
+    /// Reads the refcount table; what cannot be used of it is told, and left out.
+    pub async fn load<S: Storage>(file: &Raw<S>, header: &Header, tally: &mut Tally) -> Result<Self, ImageError> {
+        let structure = "qcow2 refcount table";
+        let at = header.refcount_table_offset;
+        let file_len = file.storage().len().await.map_err(|e| ImageError::io(structure, at, "reading", e))?;
+        let table_len = u64::from(header.refcount_table_clusters) << header.cluster_bits;
+        let (width, cluster_bits) = (header.refcount_width(), header.cluster_bits);
+        let mut refcounts = Refcounts { width, cluster_bits, table_len, blocks: Vec::new() };
+        if table_len == 0 || at == 0 || at + table_len >= file_len + header.cluster_size() {
+            refcounts.table_len = 0;
+            tally.rebuild = true;
+            let text = format_args!("there is none in the file");
+            tally.find(FindingKind::RefcountStructure, format_args!("{structure}"), at, text);
+            return Ok(refcounts);
+        }
+        let table = bytes::read(file, at, table_len as usize).await;
+        let table = table.map_err(|e| ImageError::io(structure, at, "reading", e))?;
+        let mut seen = HashSet::new();
+        for (index, word) in words(&table) {
+            let block = match entry::refcount_block(word, Layout::of(header)) {
+                Ok(Some(block)) if block >= file_len => Err("it lies beyond the end of the file"),
+                Ok(Some(block)) if !seen.insert(block) => Err("another entry points to the same block"),
+                other => other,
+            };
+            if let Err(what) = block {
+                tally.rebuild = true;
+                let (structure, text) = (format_args!("{structure} entry {index}"), format_args!("{word:#x}: {what}"));
+                tally.find(FindingKind::RefcountStructure, structure, at + index * 8, text);
+            }
+            refcounts.blocks.push(block.unwrap_or(None));
+        }
+        Ok(refcounts)
+    }
+
+    pub fn cluster_bits(&self) -> u32 {
+        self.cluster_bits
+    }
+
+    pub fn table_len(&self) -> u64 {
+        self.table_len
+    }
+
+    /// The usable blocks and their numbers.
+    pub fn blocks(&self) -> impl Iterator<Item = (u64, u64)> {
+        (0..).zip(&self.blocks).filter_map(|(index, block)| Some((index, (*block)?)))
+    }
+
+    pub fn per_block(&self) -> u64 {
+        self.width.per_block(1 << self.cluster_bits)
+    }
+
+    /// The block that holds a cluster's refcount.
+    pub fn block_of(&self, cluster: u64) -> Option<u64> {
+        *self.blocks.get(usize::try_from(cluster / self.per_block()).ok()?)?
+    }
+
+    pub async fn read_block<S: Storage>(&self, file: &Raw<S>, block: u64) -> Result<Vec<u8>, ImageError> {
+        let read = bytes::read(file, block, 1 << self.cluster_bits).await;
+        read.map_err(|e| ImageError::io("qcow2 refcount block", block, "reading", e))
+    }
+}
+
+/// Compares, and repairs in place.
+pub struct Compare<'a, S> {
+    pub file: &'a Raw<S>,
+    pub refcounts: &'a Refcounts,
+    pub counts: &'a mut Counts,
+    pub tally: &'a mut Tally,
+    pub file_len: u64,
+    /// None: look only.
+    pub repair: Option<Change>,
+}
+
+/// Which refcounts are changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Change {
+    pub raise: bool,
+    pub lower: bool,
+}
+
+impl<S: Storage> Compare<'_, S> {
+    pub async fn run(&mut self) -> Result<(), ImageError> {
+        let (window, per_block) = (self.counts.window(), self.refcounts.per_block());
+        for (index, block) in self.refcounts.blocks() {
+            let range = index * per_block..(index + 1) * per_block;
+            self.tally.rebuild |= self.counts.get(block >> self.refcounts.cluster_bits).overlap;
+            if range.start < window.end && window.start < range.end {
+                self.block(block, range.start.max(window.start)..range.end.min(window.end), range.start).await?;
+            }
+        }
+        self.without_block();
+        Ok(())
+    }
+
+    fn clusters(&self) -> u64 {
+        self.file_len.div_ceil(1 << self.refcounts.cluster_bits)
+    }
+
+    /// Compares clusters of one block, whose first refcount is that of cluster `base`.
+    async fn block(&mut self, at: u64, range: std::ops::Range<u64>, base: u64) -> Result<(), ImageError> {
+        // What lies beyond the file's end concerns only who allocates there next.
+        if self.repair.is_none() && range.start > self.clusters() {
+            return Ok(());
+        }
+        let mut block = match self.refcounts.read_block(self.file, at).await {
+            Ok(block) => block,
+            Err(e) => {
+                self.tally.incomplete = true;
+                let structure = format_args!("qcow2 refcount block");
+                self.tally.find(FindingKind::Unreadable, structure, at, format_args!("{e}"));
+                return Ok(());
+            }
+        };
+        let (width, mut dirty, mut freed) = (self.refcounts.width, None, Vec::new());
+        let mut cluster = range.start;
+        while cluster < range.end {
+            let step = (PAGE - cluster % PAGE).min(range.end - cluster);
+            let n = (cluster - base) as usize;
+            let bits = (n << width.order(), (n + step as usize) << width.order());
+            let quiet = block[bits.0 / 8..bits.1.div_ceil(8)].iter().all(|&byte| byte == 0);
+            if quiet && !self.counts.has_page(cluster) {
+                cluster += step;
+                continue;
+            }
+            for here in cluster..cluster + step {
+                let n = (here - base) as usize;
+                let stored = width.get(&block, n);
+                if let Some(new) = self.cluster(here, stored) {
+                    width.set(&mut block, n, new);
+                    let byte = (n << width.order()) / 8;
+                    let (first, _) = *dirty.get_or_insert((byte, byte));
+                    dirty = Some((first, byte));
+                    if new == 0 {
+                        note_freed(&mut freed, here);
+                    }
+                }
+            }
+            cluster += step;
+        }
+        if let Some((first, last)) = dirty {
+            let (start, end) = (first & !511, (last + 1).next_multiple_of(512));
+            let write = bytes::write(self.file, at + start as u64, &block[start..end]).await;
+            write.map_err(|e| ImageError::io("qcow2 refcount block", at, "writing", e))?;
+        }
+        self.give_back(&freed).await
+    }
+
+    /// Judges one cluster; gives the refcount that it is to have instead.
+    fn cluster(&mut self, cluster: u64, stored: u64) -> Option<u64> {
+        let count = self.counts.get(cluster).references;
+        if stored == 0 && count == 0 {
+            return None;
+        }
+        let bits = self.refcounts.cluster_bits;
+        let inside = cluster < self.clusters() || count > 0;
+        if inside {
+            self.tally.report.image_end_offset = self.tally.report.image_end_offset.max((cluster + 1) << bits);
+        }
+        let structure = format_args!("qcow2 refcount of cluster {cluster}");
+        let text = format_args!("it is {stored}, and {count} references were counted");
+        let change = if stored < count {
+            self.tally.find(FindingKind::RefcountTooLow, structure, cluster << bits, text);
+            self.repair.is_some_and(|change| change.raise && count <= self.refcounts.width.max())
+        } else {
+            if stored > count && inside {
+                self.tally.find(FindingKind::Leak, structure, cluster << bits, text);
+            }
+            stored > count && self.repair.is_some_and(|change| change.lower)
+        };
+        let new = if change { count } else { stored };
+        if count > 0 {
+            self.counts.set_stored_one(cluster, new == 1);
+        }
+        change.then_some(new)
+    }
+
+    /// Referenced clusters for which there is no refcount block at all.
+    fn without_block(&mut self) {
+        let mut end = 0;
+        for cluster in self.counts.clusters().filter(|&cluster| self.refcounts.block_of(cluster).is_none()) {
+            let references = self.counts.get(cluster).references;
+            self.tally.rebuild = true;
+            let structure = format_args!("qcow2 refcount of cluster {cluster}");
+            let text = format_args!("it has no refcount block, and {references} references were counted");
+            let at = cluster << self.refcounts.cluster_bits;
+            self.tally.find(FindingKind::RefcountTooLow, structure, at, text);
+            end = (cluster + 1) << self.refcounts.cluster_bits;
+        }
+        self.tally.report.image_end_offset = self.tally.report.image_end_offset.max(end);
+    }
+
+    /// Freed clusters are nobody's: their space goes back to the host.
+    async fn give_back(&self, freed: &[(u64, u64)]) -> Result<(), ImageError> {
+        let bits = self.refcounts.cluster_bits;
+        for &(first, end) in freed {
+            let discarded = self.file.discard(first << bits, (end - first) << bits).await;
+            discarded.map_err(|e| ImageError::io("qcow2 freed clusters", first << bits, "discarding", e))?;
+        }
+        Ok(())
+    }
+}
+
+/// Adds a cluster to ranges of them, while there are not too many.
+fn note_freed(freed: &mut Vec<(u64, u64)>, cluster: u64) {
+    let room = freed.len() < FREED;
+    match freed.last_mut() {
+        Some((_, end)) if *end == cluster => *end += 1,
+        _ if room => freed.push((cluster, cluster + 1)),
+        _ => {}
+    }
+}

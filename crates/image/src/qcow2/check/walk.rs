@@ -1,0 +1,347 @@
+//! Everything that references clusters, followed from the header on: each L1 table once, each L2 table once, however often
+//! they are referenced.
+//!
+//! In: an image's tables. Out: counts, and what is wrong with entries and with places.
+//! What must hold: what is read, and what memory takes, is bounded by what the file holds: L1 and bitmap tables that overlap
+//! are not followed twice, and L2 tables are gathered in bounded numbers.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Bound;
+
+use blockyard_ring::Storage;
+
+use super::counts::Counts;
+use super::report::{FindingKind, Tally};
+use super::stored::Refcounts;
+use crate::error::{ImageError, Kind};
+use crate::qcow2::bitmap::directory;
+use crate::qcow2::bytes::{self, be64};
+use crate::qcow2::entry::{COMPRESSED, Cluster, L1Entry, L2Entry, Layout, OFFSET_MASK};
+use crate::qcow2::header::Header;
+use crate::qcow2::snapshot::table;
+use crate::raw::Raw;
+
+/// Entries of L1 and bitmap tables that are read at a time.
+pub const PIECE_ENTRIES: usize = 1 << 17;
+
+/// What references, and where in the file it says so.
+#[derive(Clone, Copy)]
+struct Site<'a> {
+    structure: fmt::Arguments<'a>,
+    at: u64,
+}
+
+/// A contiguous table that the image was told to have.
+struct Table {
+    offset: u64,
+    entries: u64,
+    /// How many say that it is theirs.
+    times: u64,
+    name: String,
+}
+
+impl Table {
+    fn len(&self) -> u64 {
+        self.entries * 8
+    }
+}
+
+/// Tables to follow, of which no two overlap.
+#[derive(Default)]
+struct Tables {
+    list: Vec<Table>,
+    /// By offset: where each ends, and its place in the list.
+    places: BTreeMap<u64, (u64, usize)>,
+}
+
+impl Tables {
+    /// False: it overlaps another one. The same table again is no overlap.
+    fn add(&mut self, table: Table) -> bool {
+        let (start, end) = (table.offset, table.offset + table.len());
+        let before = self.places.range((Bound::Unbounded, Bound::Excluded(end))).next_back();
+        match before {
+            Some((&other, &(other_end, index))) if (other, other_end) == (start, end) => self.list[index].times += 1,
+            Some((_, &(other_end, _))) if other_end > start => return false,
+            _ => {
+                self.places.insert(start, (end, self.list.len()));
+                self.list.push(table);
+            }
+        }
+        true
+    }
+}
+
+pub struct Walk<'a, S> {
+    pub file: &'a Raw<S>,
+    pub header: &'a Header,
+    pub layout: Layout,
+    pub file_len: u64,
+    pub counts: &'a mut Counts,
+    pub tally: &'a mut Tally,
+    /// L2 tables gathered at a time.
+    pub tables_at_once: usize,
+}
+
+impl<S: Storage> Walk<'_, S> {
+    /// Counts all references; `refcounts`: of the refcount structures too.
+    pub async fn count(&mut self, refcounts: Option<&Refcounts>) {
+        self.metadata(Site { structure: format_args!("qcow2 header"), at: 0 }, 0, 1);
+        let mut l1_tables = Tables::default();
+        let active = Table {
+            offset: self.header.l1_offset,
+            entries: self.header.l1_size.into(),
+            times: 1,
+            name: "qcow2 L1 table".into(),
+        };
+        self.table(active, &mut l1_tables);
+        self.snapshots(&mut l1_tables).await;
+        if let Some(refcounts) = refcounts {
+            self.refcount_structures(refcounts);
+        }
+        // Bitmaps' tables must not overlap L1 tables either.
+        let first_bitmap = l1_tables.list.len();
+        self.bitmaps(&mut l1_tables).await;
+        let mut bitmaps = l1_tables.list.split_off(first_bitmap);
+        for table in &mut bitmaps {
+            self.bitmap_table(table).await;
+        }
+        let mut from = Some(0);
+        while let Some(start) = from {
+            let (l2_tables, next) = self.gather(&l1_tables.list, start).await;
+            for (&offset, &times) in &l2_tables {
+                self.l2_table(offset, times).await;
+            }
+            from = next;
+        }
+    }
+
+    /// Something that cannot be followed, so that its references are not known.
+    fn lost(&mut self, kind: FindingKind, site: Site<'_>, text: fmt::Arguments<'_>) {
+        self.tally.incomplete = true;
+        self.tally.find(kind, site.structure, site.at, text);
+    }
+
+    /// Counts the clusters of `len` bytes from `offset`; false: they lie beyond the end of the file, and are not counted.
+    fn reference(&mut self, site: Site<'_>, offset: u64, len: u64, times: u64, exclusive: bool) -> bool {
+        let bits = self.header.cluster_bits;
+        let end = offset.saturating_add(len);
+        // The last cluster need not be there whole.
+        if end >= self.file_len.saturating_add(1 << bits) {
+            self.tally.beyond = self.tally.beyond.max(end);
+            let text = format_args!("offset {offset} lies beyond the end of the file at {}", self.file_len);
+            self.tally.find(FindingKind::OutOfRange, site.structure, site.at, text);
+            return false;
+        }
+        for cluster in offset >> bits..end.div_ceil(1 << bits) {
+            if self.counts.add(cluster, times, exclusive) {
+                self.tally.overlap(cluster);
+                let text = format_args!("the cluster at {} is shared with other metadata", cluster << bits);
+                self.tally.find(FindingKind::Overlap, site.structure, site.at, text);
+            }
+            self.tally.most = self.tally.most.max(self.counts.get(cluster).references);
+        }
+        true
+    }
+
+    /// Counts a table that is written in place.
+    fn metadata(&mut self, site: Site<'_>, offset: u64, len: u64) -> bool {
+        let inside = self.reference(site, offset, len, 1, true);
+        self.tally.incomplete |= !inside;
+        inside
+    }
+
+    /// Counts a table's own clusters, and takes it among those to follow.
+    fn table(&mut self, table: Table, tables: &mut Tables) {
+        let name = table.name.clone();
+        let site = Site { structure: format_args!("{name}"), at: table.offset };
+        if table.entries > 0 && self.metadata(site, table.offset, table.len()) && !tables.add(table) {
+            self.lost(FindingKind::BadTable, site, format_args!("it overlaps another table, and is not followed"));
+        }
+    }
+
+    fn bad_table(&mut self, structure: &str, at: u64, e: &ImageError) {
+        let kind = if e.kind == Kind::Io { FindingKind::Unreadable } else { FindingKind::BadTable };
+        self.lost(kind, Site { structure: format_args!("{structure}"), at }, format_args!("{e}"));
+    }
+
+    async fn snapshots(&mut self, tables: &mut Tables) {
+        let header = self.header;
+        if header.snapshot_count == 0 {
+            return;
+        }
+        let (structure, at) = ("qcow2 snapshot table", header.snapshots_offset);
+        let (snapshots, len) = match table::read(self.file, header).await {
+            Ok(read) => read,
+            Err(e) => return self.bad_table(structure, at, &e),
+        };
+        self.metadata(Site { structure: format_args!("{structure}"), at }, at, len);
+        for snapshot in &snapshots {
+            let (offset, entries) = (snapshot.l1_offset, u64::from(snapshot.l1_size));
+            let name = format!("qcow2 L1 table of snapshot \"{}\"", short(&snapshot.name()));
+            match snapshot.l1_fault(header) {
+                Some(fault) => {
+                    let site = Site { structure: format_args!("{name}"), at: offset };
+                    self.lost(FindingKind::BadTable, site, format_args!("{fault}"));
+                }
+                None => self.table(Table { offset, entries, times: 1, name }, tables),
+            }
+        }
+    }
+
+    fn refcount_structures(&mut self, refcounts: &Refcounts) {
+        let at = self.header.refcount_table_offset;
+        let site = Site { structure: format_args!("qcow2 refcount table"), at };
+        self.reference(site, at, refcounts.table_len(), 1, true);
+        for (index, block) in refcounts.blocks() {
+            let site = Site { structure: format_args!("qcow2 refcount table entry {index}"), at: at + index * 8 };
+            self.reference(site, block, self.header.cluster_size(), 1, true);
+        }
+    }
+
+    async fn bitmaps(&mut self, tables: &mut Tables) {
+        let header = self.header;
+        let Some(extension) = &header.bitmaps else { return };
+        let (structure, at) = ("qcow2 bitmap directory", extension.directory_offset);
+        let bitmaps = match directory::read(self.file, extension).await {
+            Ok((_, bitmaps)) => bitmaps,
+            Err(e) => return self.bad_table(structure, at, &e),
+        };
+        self.metadata(Site { structure: format_args!("{structure}"), at }, at, extension.directory_size);
+        for bitmap in &bitmaps {
+            let (offset, entries) = (bitmap.table_offset, u64::from(bitmap.table_size));
+            let name = format!("qcow2 table of bitmap \"{}\"", short(&bitmap.name));
+            match bitmap.table_fault(header) {
+                Some(fault) => {
+                    let site = Site { structure: format_args!("{name}"), at: offset };
+                    self.lost(FindingKind::BadTable, site, format_args!("{fault}"));
+                }
+                None => self.table(Table { offset, entries, times: 1, name }, tables),
+            }
+        }
+    }
+
+    async fn bitmap_table(&mut self, table: &Table) {
+        for first in (0..table.entries).step_by(PIECE_ENTRIES) {
+            let Some(piece) = self.piece(table, first).await else { return };
+            for (i, word) in words(&piece).filter(|(_, word)| *word > 1) {
+                let (index, offset) = (first + i, word & OFFSET_MASK);
+                let structure = format_args!("{} entry {index}", table.name);
+                let site = Site { structure, at: table.offset + index * 8 };
+                if word != offset || !offset.is_multiple_of(self.header.cluster_size()) {
+                    self.lost(FindingKind::BadEntry, site, format_args!("{word:#x} is no cluster's offset"));
+                } else {
+                    self.reference(site, offset, self.header.cluster_size(), 1, true);
+                }
+            }
+        }
+    }
+
+    /// The piece of a table that begins with entry `first`.
+    async fn piece(&mut self, table: &Table, first: u64) -> Option<Vec<u8>> {
+        let (at, len) = (table.offset + first * 8, (table.entries - first).min(PIECE_ENTRIES as u64) * 8);
+        let read = bytes::read(self.file, at, len as usize).await;
+        let site = Site { structure: format_args!("{}", table.name), at };
+        read.inspect_err(|e| self.lost(FindingKind::Unreadable, site, format_args!("reading: {e}"))).ok()
+    }
+
+    /// L2 tables from the offset `from` on, with how often each is referenced; and where the next lot begins.
+    async fn gather(&mut self, l1_tables: &[Table], from: u64) -> (BTreeMap<u64, u64>, Option<u64>) {
+        let (mut l2_tables, mut next) = (BTreeMap::new(), None);
+        for table in l1_tables {
+            for first in (0..table.entries).step_by(PIECE_ENTRIES) {
+                let Some(piece) = self.piece(table, first).await else { break };
+                for (i, word) in words(&piece).filter(|(_, word)| *word != 0) {
+                    let offset = self.l1_entry(table, first + i, word, from == 0);
+                    let wanted = offset.filter(|&o| o >= from && next.is_none_or(|next| o < next));
+                    let Some(offset) = wanted else { continue };
+                    *l2_tables.entry(offset).or_insert(0) += table.times;
+                    if l2_tables.len() > self.tables_at_once {
+                        next = l2_tables.pop_last().map(|(offset, _)| offset);
+                    }
+                }
+            }
+        }
+        (l2_tables, next)
+    }
+
+    /// The L2 table that an L1 entry points to, if it can be followed. `count`: the entry is seen for the first time.
+    fn l1_entry(&mut self, table: &Table, index: u64, word: u64, count: bool) -> Option<u64> {
+        let site = Site { structure: format_args!("{} entry {index}", table.name), at: table.offset + index * 8 };
+        match L1Entry::decode(word, self.layout) {
+            Ok(entry) => {
+                let offset = entry.table?;
+                let inside = match count {
+                    true => self.reference(site, offset, self.header.cluster_size(), table.times, false),
+                    false => offset < self.file_len,
+                };
+                self.tally.incomplete |= !inside;
+                inside.then_some(offset)
+            }
+            Err(what) if count => {
+                self.lost(FindingKind::BadEntry, site, format_args!("{word:#x}: {what}"));
+                None
+            }
+            Err(_) => None,
+        }
+    }
+
+    async fn l2_table(&mut self, offset: u64, times: u64) {
+        let bytes = match bytes::read(self.file, offset, self.header.cluster_size() as usize).await {
+            Ok(bytes) => bytes,
+            Err(e) => {
+                let site = Site { structure: format_args!("qcow2 L2 table"), at: offset };
+                return self.lost(FindingKind::Unreadable, site, format_args!("reading: {e}"));
+            }
+        };
+        for (index, words) in l2_entries(&bytes, self.layout).filter(|(_, words)| *words != (0, 0)) {
+            self.l2_entry(offset, index, words, times);
+        }
+    }
+
+    fn l2_entry(&mut self, table: u64, index: u64, (word, bitmap): (u64, u64), times: u64) {
+        let at = table + index * self.header.l2_entry_size();
+        let site = Site { structure: format_args!("qcow2 L2 table entry {index}"), at };
+        let cluster_size = self.header.cluster_size();
+        match L2Entry::decode(word, bitmap, self.layout).map(|entry| entry.cluster) {
+            Ok(Cluster::Compressed { host, len }) => {
+                let start = host & !511;
+                self.reference(site, start, host + len - start, times, false);
+            }
+            // An external data file has no refcounts.
+            Ok(_) if self.layout.data_file => {}
+            Ok(cluster) => {
+                if let Some(host) = cluster.host() {
+                    self.reference(site, host, cluster_size, times, false);
+                }
+            }
+            Err(what) => {
+                self.lost(FindingKind::BadEntry, site, format_args!("{word:#x}: {what}"));
+                // It most likely holds on to what lies there.
+                let host = word & OFFSET_MASK;
+                let plausible = word & COMPRESSED == 0 && !self.layout.data_file && host != 0;
+                if plausible && host < self.file_len {
+                    self.reference(site, host, cluster_size, times, false);
+                }
+            }
+        }
+    }
+}
+
+/// The big-endian words of a table, numbered.
+pub fn words(bytes: &[u8]) -> impl Iterator<Item = (u64, u64)> {
+    (0..).zip(bytes.chunks_exact(8).map(|word| be64(word, 0)))
+}
+
+/// The entries of an L2 table, numbered: each one's word and subcluster bitmap.
+pub fn l2_entries(bytes: &[u8], layout: Layout) -> impl Iterator<Item = (u64, (u64, u64))> {
+    let size = if layout.extended_l2 { 16 } else { 8 };
+    let entries =
+        bytes.chunks_exact(size).map(move |entry| (be64(entry, 0), if size == 16 { be64(entry, 8) } else { 0 }));
+    (0..).zip(entries)
+}
+
+/// A name of the image's, fit to be printed.
+fn short(name: &str) -> String {
+    name.chars().take(64).collect::<String>().escape_debug().to_string()
+}

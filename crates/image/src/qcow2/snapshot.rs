@@ -1,0 +1,3 @@
+//! Internal snapshots.
+
+pub mod table;

@@ -1,0 +1,150 @@
+//! The snapshot table: entries of variable length, one after the other.
+//!
+//! In: the bytes that the header points to. Out: the entries, all they hold kept. What must hold: an entry lies inside the
+//! file, and the table takes at most 64 MiB.
+
+use blockyard_ring::Storage;
+
+use crate::error::ImageError;
+use crate::qcow2::bytes::{self, be16, be32, be64};
+use crate::qcow2::header::{Header, MAX_L1_BYTES, MAX_SNAPSHOT_TABLE_BYTES};
+use crate::raw::Raw;
+
+const FIXED: usize = 40;
+/// Extra data known here: the size of the machine's state in 64 bits, the size of the disk.
+const KNOWN_EXTRA: usize = 16;
+const MAX_EXTRA: usize = 1024;
+const PIECE: u64 = 1 << 16;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    pub l1_offset: u64,
+    /// In entries.
+    pub l1_size: u32,
+    /// Names are bytes; they are shown as UTF-8 where they are.
+    pub id: Vec<u8>,
+    pub name: Vec<u8>,
+    /// When it was taken, since 1970.
+    pub seconds: u32,
+    pub nanoseconds: u32,
+    /// How long the machine had been running, in nanoseconds.
+    pub vm_clock: u64,
+    pub vm_state_size: u64,
+    /// None in old images: the disk's size has never changed.
+    pub disk_size: Option<u64>,
+    /// Extra data that is not known here.
+    pub extra: Vec<u8>,
+}
+
+impl Snapshot {
+    pub fn id(&self) -> String {
+        String::from_utf8_lossy(&self.id).into_owned()
+    }
+
+    pub fn name(&self) -> String {
+        String::from_utf8_lossy(&self.name).into_owned()
+    }
+
+    /// What is wrong with the place of its L1 table.
+    pub fn l1_fault(&self, header: &Header) -> Option<String> {
+        let bytes = u64::from(self.l1_size) * 8;
+        if bytes > MAX_L1_BYTES {
+            return Some(format!("its L1 table has {} entries: at most 32 MiB are allowed", self.l1_size));
+        }
+        if !self.l1_offset.is_multiple_of(header.cluster_size()) {
+            return Some(format!("its L1 table's offset {} is not aligned to a cluster", self.l1_offset));
+        }
+        None
+    }
+
+    /// Reads the entry at the start of `bytes`, and how long it is; None: it goes on behind them.
+    fn decode(bytes: &[u8]) -> Option<Result<(Snapshot, usize), String>> {
+        let fixed = bytes.get(..FIXED)?;
+        let (id_len, name_len, extra_len) =
+            (be16(fixed, 12) as usize, be16(fixed, 14) as usize, be32(fixed, 36) as usize);
+        if extra_len > MAX_EXTRA {
+            return Some(Err(format!("it has {extra_len} bytes of extra data: at most {MAX_EXTRA} are allowed")));
+        }
+        let extra = bytes.get(FIXED..FIXED + extra_len)?;
+        let id = bytes.get(FIXED + extra_len..)?.get(..id_len)?;
+        let name = bytes.get(FIXED + extra_len + id_len..)?.get(..name_len)?;
+        let large_state = extra.get(..8).map(|e| be64(e, 0));
+        let snapshot = Snapshot {
+            l1_offset: be64(fixed, 0),
+            l1_size: be32(fixed, 8),
+            id: id.to_vec(),
+            name: name.to_vec(),
+            seconds: be32(fixed, 16),
+            nanoseconds: be32(fixed, 20),
+            vm_clock: be64(fixed, 24),
+            vm_state_size: large_state.unwrap_or_else(|| be32(fixed, 32).into()),
+            disk_size: extra.get(8..16).map(|e| be64(e, 0)),
+            extra: extra.get(KNOWN_EXTRA..).unwrap_or_default().to_vec(),
+        };
+        Some(Ok((snapshot, (FIXED + extra_len + id_len + name_len).next_multiple_of(8))))
+    }
+
+    /// The entry with its padding; `disk_size` stands in for one that the entry never had.
+    fn encode(&self, out: &mut Vec<u8>, disk_size: u64) {
+        let small_state = u32::try_from(self.vm_state_size).unwrap_or(0);
+        out.extend_from_slice(&self.l1_offset.to_be_bytes());
+        out.extend_from_slice(&self.l1_size.to_be_bytes());
+        out.extend_from_slice(&(self.id.len() as u16).to_be_bytes());
+        out.extend_from_slice(&(self.name.len() as u16).to_be_bytes());
+        out.extend_from_slice(&self.seconds.to_be_bytes());
+        out.extend_from_slice(&self.nanoseconds.to_be_bytes());
+        out.extend_from_slice(&self.vm_clock.to_be_bytes());
+        out.extend_from_slice(&small_state.to_be_bytes());
+        out.extend_from_slice(&((KNOWN_EXTRA + self.extra.len()) as u32).to_be_bytes());
+        out.extend_from_slice(&self.vm_state_size.to_be_bytes());
+        out.extend_from_slice(&self.disk_size.unwrap_or(disk_size).to_be_bytes());
+        out.extend_from_slice(&self.extra);
+        out.extend_from_slice(&self.id);
+        out.extend_from_slice(&self.name);
+        out.resize(out.len().next_multiple_of(8), 0);
+    }
+}
+
+/// The table's entries, and its length in bytes.
+pub async fn read<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(Vec<Snapshot>, u64), ImageError> {
+    let entry =
+        |index: usize, at: u64, what: String| ImageError::invalid(name_of(index), header.snapshots_offset + at, what);
+    let io = |at: u64| move |e| ImageError::io("qcow2 snapshot table", at, "reading", e);
+    let file_len = file.storage().len().await.map_err(io(0))?;
+    let room = MAX_SNAPSHOT_TABLE_BYTES.min(file_len.saturating_sub(header.snapshots_offset));
+    let (mut table, mut at, mut snapshots) = (Vec::new(), 0, Vec::new());
+    while snapshots.len() < header.snapshot_count as usize {
+        match Snapshot::decode(&table[at..]) {
+            Some(Ok((snapshot, len))) if at + len <= table.len() || table.len() as u64 == room => {
+                snapshots.push(snapshot);
+                at = (at + len).min(table.len());
+            }
+            Some(Err(what)) => return Err(entry(snapshots.len(), at as u64, what)),
+            _ if table.len() as u64 == room => {
+                let what = "it ends beyond the end of the file, or the table takes more than 64 MiB".into();
+                return Err(entry(snapshots.len(), at as u64, what));
+            }
+            _ => {
+                let (from, len) = (table.len() as u64, PIECE.min(room - table.len() as u64));
+                let offset = header.snapshots_offset + from;
+                table.extend(bytes::read(file, offset, len as usize).await.map_err(io(offset))?);
+            }
+        }
+    }
+    Ok((snapshots, at as u64))
+}
+
+fn name_of(index: usize) -> String {
+    format!("qcow2 snapshot table entry {index}")
+}
+
+/// The bytes of a table with these entries.
+pub fn encode(snapshots: &[Snapshot], disk_size: u64) -> Result<Vec<u8>, ImageError> {
+    let mut out = Vec::new();
+    snapshots.iter().for_each(|snapshot| snapshot.encode(&mut out, disk_size));
+    if out.len() as u64 > MAX_SNAPSHOT_TABLE_BYTES {
+        let what = format!("it would take {} bytes: at most 64 MiB are allowed", out.len());
+        return Err(ImageError::refused("qcow2 snapshot table", what));
+    }
+    Ok(out)
+}

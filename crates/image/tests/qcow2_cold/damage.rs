@@ -1,0 +1,224 @@
+//! Damage, one kind at a time, made by writing bytes; both checks are to see it, and what one repairs the other finds clean.
+
+use blockyard_image::qcow2::Header;
+use blockyard_image::qcow2::check::Repair;
+use blockyard_image::qcow2::entry::{COMPRESSED, COPIED, OFFSET_MASK};
+
+use super::images::image;
+use super::peer::{Scratch, check_in_pieces, our_check, qemu_check, qemu_img};
+
+/// An image's bytes, and ways to find and change what is in it.
+struct Patient {
+    bytes: Vec<u8>,
+    header: Header,
+}
+
+impl Patient {
+    fn new(path: &str) -> Self {
+        let bytes = std::fs::read(path).unwrap();
+        let header = Header::parse(&bytes, bytes.len() as u64).unwrap();
+        Patient { bytes, header }
+    }
+
+    fn get(&self, at: u64) -> u64 {
+        u64::from_be_bytes(self.bytes[at as usize..][..8].try_into().unwrap())
+    }
+
+    fn put(&mut self, at: u64, word: u64) {
+        self.bytes[at as usize..][..8].copy_from_slice(&word.to_be_bytes());
+    }
+
+    /// Where the n-th L1 entry with a table is, and the table's offset.
+    fn l1(&self, n: usize) -> (u64, u64) {
+        let all = (0..u64::from(self.header.l1_size)).map(|i| self.header.l1_offset + i * 8);
+        let at = all.filter(|&at| self.get(at) != 0).nth(n).unwrap();
+        (at, self.get(at) & OFFSET_MASK)
+    }
+
+    /// Where the n-th L2 entry of the first table is that names a cluster, and that word.
+    fn l2(&self, n: usize) -> (u64, u64) {
+        let (_, table) = self.l1(0);
+        let all = (0..self.header.l2_entries()).map(|i| table + i * self.header.l2_entry_size());
+        let standard = |&at: &u64| self.get(at) & COMPRESSED == 0 && self.get(at) & OFFSET_MASK != 0;
+        let at = all.filter(standard).nth(n).unwrap();
+        (at, self.get(at))
+    }
+
+    /// Sets the refcount of the cluster at `offset`.
+    fn set_refcount(&mut self, offset: u64, change: impl Fn(u64) -> u64) {
+        let (width, cluster) = (self.header.refcount_width(), offset >> self.header.cluster_bits);
+        let per_block = width.per_block(self.header.cluster_size());
+        let block = self.get(self.header.refcount_table_offset + cluster / per_block * 8) as usize;
+        let block = &mut self.bytes[block..][..self.header.cluster_size() as usize];
+        let n = (cluster % per_block) as usize;
+        let new = change(width.get(block, n));
+        width.set(block, n, new);
+    }
+
+    /// A cluster at the end of the file, which nothing needs.
+    fn append_cluster(&mut self) -> u64 {
+        let at = (self.bytes.len() as u64).next_multiple_of(self.header.cluster_size());
+        self.bytes.resize((at + self.header.cluster_size()) as usize, 0);
+        at
+    }
+}
+
+/// How the two checks are to agree, and what a repair achieves.
+#[derive(Clone, Copy, PartialEq)]
+enum Expect {
+    /// They count the same, all is mended, and the guest's data are as before.
+    Same,
+    /// Both find corruption, and mend it; the guest's data are as before.
+    Mended,
+    /// As Mended, but QEMU gives up on it.
+    MendedHere,
+    /// Both find corruption, and each clean what the other mended; the guest's data are not what they were.
+    DataLost,
+    /// Both find corruption that ours does not mend: what was meant cannot be known.
+    Stays,
+}
+
+type Damage = (&'static str, Expect, fn(&mut Patient));
+
+const DAMAGES: [Damage; 19] = [
+    ("a leak", Expect::Same, |p| {
+        let at = p.append_cluster();
+        p.set_refcount(at, |_| 1);
+    }),
+    ("a refcount that is too high", Expect::Same, |p| {
+        // Its COPIED flag is clear, as it is after a snapshot.
+        let (at, word) = p.l2(0);
+        p.put(at, word & !COPIED);
+        p.set_refcount(word & OFFSET_MASK, |n| n + 1);
+    }),
+    ("the refcount of data is 0", Expect::Mended, |p| {
+        let (_, word) = p.l2(0);
+        p.set_refcount(word & OFFSET_MASK, |_| 0);
+    }),
+    ("the refcount of an L2 table is 0", Expect::Mended, |p| {
+        let (_, table) = p.l1(0);
+        p.set_refcount(table, |_| 0);
+    }),
+    ("the refcount of the header is 0", Expect::Mended, |p| p.set_refcount(0, |_| 0)),
+    ("a COPIED flag is missing", Expect::Mended, |p| {
+        let (at, word) = (0..).map(|n| p.l2(n)).find(|(_, word)| word & COPIED != 0).unwrap();
+        p.put(at, word & !COPIED);
+    }),
+    ("an L1 entry's COPIED flag is wrong", Expect::Same, |p| {
+        let (at, _) = p.l1(0);
+        let word = p.get(at);
+        p.put(at, word ^ COPIED);
+    }),
+    ("a refcount block is missing", Expect::Mended, |p| p.put(p.header.refcount_table_offset, 0)),
+    ("a refcount block is not aligned", Expect::MendedHere, |p| {
+        let at = p.header.refcount_table_offset;
+        p.put(at, p.get(at) | 1 << (p.header.cluster_bits - 1));
+    }),
+    ("a refcount block lies beyond the end", Expect::Mended, |p| p.put(p.header.refcount_table_offset, 1 << 40)),
+    ("a refcount block is full of ones", Expect::Mended, |p| {
+        let at = p.get(p.header.refcount_table_offset) as usize;
+        let len = p.header.cluster_size() as usize;
+        p.bytes[at..at + len].fill(0xff);
+    }),
+    ("an L2 entry has reserved bits", Expect::Stays, |p| {
+        let (at, word) = p.l2(0);
+        p.put(at, word | 2);
+    }),
+    ("an L2 entry is not aligned", Expect::Stays, |p| {
+        let (at, word) = p.l2(0);
+        p.put(at, word & !1 | 1 << (p.header.cluster_bits - 1));
+    }),
+    ("an L2 entry lies beyond the end", Expect::Stays, |p| {
+        let (at, _) = p.l2(0);
+        p.put(at, COPIED | 1 << 40);
+    }),
+    ("an L1 entry lies beyond the end", Expect::Stays, |p| {
+        let (at, _) = p.l1(0);
+        p.put(at, COPIED | 1 << 40);
+    }),
+    ("an L1 entry is not aligned", Expect::Stays, |p| {
+        let (at, _) = p.l1(0);
+        p.put(at, p.get(at) | 1 << (p.header.cluster_bits - 1));
+    }),
+    ("two entries name one cluster", Expect::DataLost, |p| {
+        let (_, first) = p.l2(0);
+        let (at, _) = p.l2(1);
+        p.put(at, first);
+    }),
+    ("data lie in the refcount block", Expect::DataLost, |p| {
+        let (at, _) = p.l2(0);
+        p.put(at, COPIED | p.get(p.header.refcount_table_offset));
+    }),
+    ("data lie in the L1 table", Expect::Stays, |p| {
+        let (at, _) = p.l2(0);
+        p.put(at, COPIED | p.header.l1_offset);
+    }),
+];
+
+const KINDS: [(&str, &[&str]); 5] = [
+    ("compat=0.10", &["snapshots"]),
+    ("compat=1.1", &["bitmaps"]),
+    ("compat=1.1,cluster_size=4k", &["snapshots", "bitmaps"]),
+    ("compat=1.1,refcount_bits=64", &["snapshots"]),
+    ("extended_l2=on,cluster_size=64k", &["snapshots"]),
+];
+
+#[test]
+fn is_found_and_mended_by_both() {
+    for (options, extras) in KINDS {
+        for (name, expect, damage) in DAMAGES {
+            one(options, extras, name, expect, damage);
+        }
+    }
+}
+
+fn one(options: &str, extras: &[&str], name: &str, expect: Expect, damage: fn(&mut Patient)) {
+    let scratch = Scratch::new("damage");
+    let path = image(&scratch, options, extras);
+    let (theirs_path, raw) = (scratch.path("theirs.qcow2"), scratch.path("before.raw"));
+    qemu_img(&["convert", "-O", "raw", &path, &raw]);
+    let mut patient = Patient::new(&path);
+    damage(&mut patient);
+    std::fs::write(&path, &patient.bytes).unwrap();
+    std::fs::write(&theirs_path, &patient.bytes).unwrap();
+
+    let what = format!("{name} ({options})");
+    let (ours, theirs) = (our_check(&path, Repair::No), qemu_check(&path, None));
+    let findings = &ours.findings[..ours.findings.len().min(4)];
+    assert_eq!(
+        (ours.corruptions > 0, ours.leaks > 0),
+        (theirs.corruptions > 0, theirs.leaks > 0),
+        "{what}: {findings:#?}"
+    );
+    if expect == Expect::Same {
+        assert_eq!((ours.corruptions, ours.leaks), (theirs.corruptions, theirs.leaks), "{what}: {findings:#?}");
+    }
+    assert_eq!(std::fs::read(&path).unwrap(), patient.bytes, "a check without repair wrote");
+
+    let mut pieces = check_in_pieces(&path, Repair::No, 1000);
+    pieces.findings.sort_by_key(|f| (f.offset, f.text.clone()));
+    let mut whole = ours.clone();
+    whole.findings.sort_by_key(|f| (f.offset, f.text.clone()));
+    assert!(pieces == whole, "{what}: in pieces {pieces:#?}, as a whole {whole:#?}");
+    let copy = scratch.path("pieces.qcow2");
+    std::fs::copy(&path, &copy).unwrap();
+
+    let repaired = our_check(&path, Repair::All);
+    check_in_pieces(&copy, Repair::All, 1000);
+    assert_eq!(std::fs::read(&copy).unwrap(), std::fs::read(&path).unwrap(), "{what}: repaired in pieces");
+    if expect == Expect::Stays {
+        assert!(repaired.corruptions > 0, "{what}");
+        return;
+    }
+    assert!(repaired.is_clean() && repaired.corruptions_fixed + repaired.leaks_fixed > 0, "{what}: {repaired:#?}");
+    let after = qemu_check(&path, None);
+    assert!(after.is_clean(), "{what}: {after:#?}");
+    if expect != Expect::MendedHere {
+        qemu_check(&theirs_path, Some("all"));
+        let after = our_check(&theirs_path, Repair::No);
+        assert!(after.is_clean(), "{what}, mended by qemu-img: {after:#?}");
+    }
+    if expect != Expect::DataLost {
+        qemu_img(&["compare", "-f", "qcow2", "-F", "raw", &path, &raw]);
+    }
+}
