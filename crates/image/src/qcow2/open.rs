@@ -15,6 +15,7 @@ use crate::turns::Turns;
 
 use super::alloc::Allocator;
 use super::bytes;
+use super::check::{FindingKind, Repair, check, rebuild_refcounts};
 use super::entry::{self, L1Entry};
 use super::header::Header;
 use super::shared::{L1, Shape, Shared};
@@ -77,16 +78,42 @@ impl<S: Storage> Qcow2<S> {
     }
 }
 
-/// Sees to it that the image may be written to, or says why not.
+/// Sees to it that the image may be written to, or says why not. What a power cut may have left is mended: refcounts that
+/// were put off (the dirty bit), and clusters that nothing names.
 async fn make_writable<S: Storage>(
     file: &Raw<S>,
     data: Option<&Raw<S>>,
     header: &mut Header,
 ) -> Result<(), ImageError> {
-    let _ = (file, data);
     if header.has_corrupt() {
         let what = "it is marked as corrupt: nothing is written to it; `blockyard image check --repair all` may help";
         return Err(ImageError::invalid("qcow2 header", None, what));
+    }
+    if header.has_dirty() {
+        tracing::info!("the qcow2 image was not closed by who wrote it last: counting its references anew");
+        *header = rebuild_refcounts(file).await?;
+    }
+    let data_len = match data {
+        Some(data) => Some(length(data).await?),
+        None => None,
+    };
+    let found = check(file, data_len, Repair::No).await?;
+    if found.corruptions + found.check_errors > 0 {
+        let first = found.findings.iter().find(|finding| finding.kind != FindingKind::Leak);
+        let (structure, at, text) = match first {
+            Some(f) => (f.structure.as_str(), Some(f.offset), f.text.as_str()),
+            None => ("qcow2 image", None, "it is not sound"),
+        };
+        let what = format!(
+            "{text}. {} such findings: it is not opened for writing; see `blockyard image check`, which may repair it, or \
+             say --read-only",
+            found.corruptions + found.check_errors
+        );
+        return Err(ImageError::invalid(structure, at, what));
+    }
+    if found.leaks > 0 {
+        tracing::info!("giving back {} clusters of the qcow2 image that nothing names", found.leaks);
+        check(file, data_len, Repair::Leaks).await?;
     }
     Ok(())
 }
