@@ -64,6 +64,7 @@ fuzz_target!(|data: &[u8]| {
             && image.size() > 0
         {
             change_some(&image, &mut rng).await;
+            assert!(open(&file, &other, false).await.is_some(), "what was sound is not any more");
         }
     });
 });
