@@ -7,6 +7,7 @@
 //!   crash         kill -9 under verified load, 20 times                                    QEMU
 //!   device        the guest resets, unbinds and binds the device in mid-load               QEMU
 //!   changes       the disk grows, memory is plugged in and out, under load
+//!   cow           UML's COW files, written here and by its own driver; what that driver reads wrong       UML
 //! ```
 //! Guests cost seconds each, so a script shows as much as fits. Where the host must do something at a certain point the
 //! script says `tell WORD`, and goes on when the host has made the disk larger (`Stage::go_on`).
@@ -16,6 +17,7 @@ mod common;
 
 mod changes;
 mod clients;
+mod cow;
 mod crash;
 mod device;
 mod filesystems;
