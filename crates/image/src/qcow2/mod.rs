@@ -13,6 +13,7 @@ pub mod bitmap;
 mod bytes;
 pub mod check;
 mod compressed;
+pub mod create;
 pub mod entry;
 mod flush;
 pub mod header;
@@ -28,6 +29,7 @@ mod zero;
 
 pub use check::rebuild_refcounts;
 pub use compressed::{pack, unpack};
+pub use create::{CreateOptions, Preallocation, create};
 pub use header::{BitmapsExtension, Compression, Extension, Header};
 pub use open::{L2_CACHE_LIMIT, Qcow2Options};
 pub use shared::Shared;

@@ -90,14 +90,29 @@ pub fn qemu_check(path: &str, repair: Option<&str>) -> Report {
     }
 }
 
+fn open(executor: &Executor, path: &str) -> Raw<UringFile> {
+    let options = OpenOptions { path: path.into(), read_only: false, cache: CacheMode::Writeback };
+    let file = ImageFile::open(&options).unwrap();
+    let storage = UringFile::new(executor.handle(), file.fd().clone()).unwrap();
+    Raw::new(storage, &file)
+}
+
 /// Runs `work` on the file, opened for writing.
 pub fn on_file<T: 'static, F: Future<Output = T>>(path: &str, work: impl FnOnce(Raw<UringFile>) -> F + 'static) -> T {
     let executor = Executor::new().unwrap();
-    let file =
-        ImageFile::open(&OpenOptions { path: path.into(), read_only: false, cache: CacheMode::Writeback }).unwrap();
-    let storage = UringFile::new(executor.handle(), file.fd().clone()).unwrap();
-    let raw = Raw::new(storage, &file);
+    let raw = open(&executor, path);
     executor.block_on(async move { work(raw).await }).unwrap()
+}
+
+/// As [`on_file`], with an image and its data file.
+pub fn two_files<T: 'static, F: Future<Output = T>>(
+    path: &str,
+    data: &str,
+    work: impl FnOnce(Raw<UringFile>, Raw<UringFile>) -> F + 'static,
+) -> T {
+    let executor = Executor::new().unwrap();
+    let (raw, data) = (open(&executor, path), open(&executor, data));
+    executor.block_on(async move { work(raw, data).await }).unwrap()
 }
 
 pub fn try_check(path: &str, repair: Repair) -> Result<Report, ImageError> {
