@@ -15,7 +15,7 @@ use blockyard_disk::{Disk, DiskOptions, Source};
 use blockyard_export::Reactors;
 use blockyard_export::vhost_user::parts::{Call, DeviceState, Log, QueueHandle, QueueSetup};
 use blockyard_export::vhost_user::{Coalesce, PollMode};
-use blockyard_image::{CacheMode, OpenOptions};
+use blockyard_image::{CacheMode, ChainOptions};
 use guest::{Bytes, PARTS, Shape, change, memory};
 use libfuzzer_sys::fuzz_target;
 
@@ -27,7 +27,7 @@ struct World {
 fn world() -> &'static World {
     static WORLD: OnceLock<World> = OnceLock::new();
     WORLD.get_or_init(|| {
-        let open = OpenOptions { path: "ram:1M".into(), read_only: false, cache: CacheMode::None };
+        let open = ChainOptions::new("ram:1M");
         let options = DiskOptions {
             name: "fuzz".into(),
             serial: "fuzz".into(),

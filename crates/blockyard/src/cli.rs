@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use blockyard_export::vhost_user::{Coalesce, PollMode};
-use blockyard_image::CacheMode;
+use blockyard_image::{CacheMode, Format};
 use clap::{Args, Parser, Subcommand};
 use serde::Deserialize;
 
@@ -97,9 +97,10 @@ pub struct DiskArgs {
     #[arg(long, value_name = "SOCKET", required = false, required_unless_present = "config")]
     pub vhost_user: String,
 
-    /// The image's format. It is never guessed from what the image holds.
-    #[arg(long, value_enum)]
-    #[serde(default)]
+    /// The image's format: raw, qcow2 or cow (User Mode Linux's) [default: what the file's name says, else raw]. It is
+    /// never guessed from what the image holds.
+    #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
+    #[serde(default, deserialize_with = "config::some_from_text")]
     pub format: Option<Format>,
 
     /// The disk's name in messages and statistics [default: the image's file name].
@@ -117,6 +118,27 @@ pub struct DiskArgs {
     #[arg(long)]
     #[serde(default)]
     pub read_only: bool,
+
+    /// Bytes of L2 tables kept in memory, for each image of the chain (suffixes k, M, G) [default: those of the whole image,
+    /// at most 32M].
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[serde(default, deserialize_with = "config::size")]
+    pub l2_cache: Option<u64>,
+
+    /// Load L2 tables when the image is opened, as many as are kept.
+    #[arg(long)]
+    #[serde(default)]
+    pub prime: bool,
+
+    /// Open backing and data files in or below this folder only. May be repeated [default: the image's own folder].
+    #[arg(long = "backing-folder", value_name = "FOLDER")]
+    #[serde(default)]
+    pub backing_folders: Vec<PathBuf>,
+
+    /// Keep in the image what is read from its backing images.
+    #[arg(long)]
+    #[serde(default)]
+    pub copy_on_read: bool,
 
     /// Request queues offered to the guest: 1 to 256.
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
@@ -164,12 +186,6 @@ pub struct DiskArgs {
     pub filters: Vec<blockyard_disk::Filter>,
 }
 
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Format {
-    Raw,
-}
-
 use crate::config;
 
 fn one() -> u16 {
@@ -190,6 +206,14 @@ fn auto_coalesce() -> Coalesce {
 
 fn parse_cache(s: &str) -> Result<CacheMode, String> {
     s.parse()
+}
+
+fn parse_format(s: &str) -> Result<Format, String> {
+    s.parse()
+}
+
+pub fn parse_size(s: &str) -> Result<u64, String> {
+    blockyard_disk::parse_size(s).ok_or_else(|| "a size is a number of bytes with an optional suffix k, M or G".into())
 }
 
 pub fn parse_queue_size(s: &str) -> Result<u16, String> {

@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use blockyard_disk::Filter;
 use blockyard_export::vhost_user::{Coalesce, PollMode};
+use blockyard_image::{ChainOptions, Format};
 use serde::{Deserialize, Deserializer};
 
 use crate::cli::{self, DiskArgs};
@@ -70,6 +71,36 @@ impl DiskArgs {
             file.to_string_lossy().into_owned()
         })
     }
+
+    /// The format that is told, or that the image's name says. Other names mean raw, unless they are those of formats that
+    /// are not served.
+    pub fn format(&self) -> Result<Format, String> {
+        if let Some(format) = self.format.or_else(|| Format::of_name(&self.image)) {
+            return Ok(format);
+        }
+        let extension = self.image.extension().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+        if matches!(extension.as_str(), "vmdk" | "vdi" | "vhd" | "vhdx") {
+            return Err(format!(
+                "image {}: its name says {extension}, which is not served; --format raw serves the file's bytes as they are",
+                self.image.display()
+            ));
+        }
+        Ok(Format::Raw)
+    }
+
+    /// What the image is opened with.
+    pub fn chain(&self) -> ChainOptions {
+        ChainOptions {
+            format: self.format().ok(),
+            read_only: self.read_only,
+            cache: self.cache,
+            l2_cache: self.l2_cache,
+            prime: self.prime,
+            copy_on_read: self.copy_on_read,
+            folders: self.backing_folders.clone(),
+            ..ChainOptions::new(&self.image)
+        }
+    }
 }
 
 /// TOML's own message spans lines and draws; a log wants one line, with the place.
@@ -82,12 +113,24 @@ pub fn from_text<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Display>>(
     String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
 }
 
+/// A text, where the key is there.
+pub fn some_from_text<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Display>>(
+    d: D,
+) -> Result<Option<T>, D::Error> {
+    from_text(d).map(Some)
+}
+
+/// A number of bytes, or a text with a suffix.
+pub fn size<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
+    cli::parse_size(&WordOrNumber::deserialize(d)?.text()).map(Some).map_err(serde::de::Error::custom)
+}
+
 pub fn filters<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Filter>, D::Error> {
     let texts = Vec::<String>::deserialize(d)?;
     texts.iter().map(|t| t.parse().map_err(serde::de::Error::custom)).collect()
 }
 
-/// `"auto"`, `"off"`, or a number of microseconds.
+/// `"auto"`, `"off"`, a size with its suffix; or a number.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum WordOrNumber {

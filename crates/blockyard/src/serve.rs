@@ -9,7 +9,7 @@ use anyhow::Context;
 use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source, Statistics};
 use blockyard_export::Reactors;
 use blockyard_export::vhost_user::{self, Listener, QueueShape, Tuning, VhostUser};
-use blockyard_image::OpenOptions;
+use blockyard_image::Format;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 
@@ -58,13 +58,21 @@ fn read(options: &ServeOptions) -> anyhow::Result<Config> {
 
 /// What is wrong with a disk's options, beyond what each one alone can tell.
 fn check(disk: &DiskArgs) -> anyhow::Result<()> {
-    let extension = disk.image.extension().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
-    if disk.format.is_none() && matches!(extension.as_str(), "qcow2" | "qcow" | "cow" | "vmdk" | "vdi" | "vhd" | "vhdx")
-    {
-        anyhow::bail!(
-            "image {}: its name says {extension}, which is not served yet; --format raw serves the file's bytes as they are",
-            disk.image.display()
-        );
+    let image = disk.image.display();
+    let format = disk.format().map_err(anyhow::Error::msg)?;
+    if format == Format::Raw {
+        let of_chains = [
+            ("--l2-cache", disk.l2_cache.is_some()),
+            ("--prime", disk.prime),
+            ("--backing-folder", !disk.backing_folders.is_empty()),
+            ("--copy-on-read", disk.copy_on_read),
+        ];
+        if let Some((option, _)) = of_chains.iter().find(|(_, given)| *given) {
+            anyhow::bail!("image {image}: {option} is for qcow2 and cow images, and this one is raw");
+        }
+    }
+    if disk.copy_on_read && disk.read_only {
+        anyhow::bail!("image {image}: --copy-on-read writes, and --read-only forbids it");
     }
     let serial = disk.serial.as_deref().unwrap_or_default();
     if serial.len() > 20 {
@@ -101,8 +109,7 @@ struct Serving {
 impl Yard {
     fn open(&mut self, args: DiskArgs) -> anyhow::Result<()> {
         let name = args.name();
-        let open = OpenOptions { path: args.image.clone(), read_only: args.read_only, cache: args.cache };
-        let source = Source::open(&open)?;
+        let source = Source::open(&args.chain())?;
         let mut serial = args.serial.clone().unwrap_or_else(|| name.clone());
         while serial.len() > 20 {
             serial.pop();
@@ -133,7 +140,7 @@ impl Yard {
             bytes = disk.capacity(),
             cache = %args.cache,
             "serving {} on {}",
-            args.image.display(),
+            disk.source().chain().map_or_else(|| args.image.display().to_string(), |chain| chain.describe()),
             args.vhost_user
         );
         self.disks.push(Serving { args, disk, export });
@@ -242,15 +249,7 @@ impl Serving {
     /// Drains, flushes, lets go; false when the flush failed.
     fn close(mut self, reactors: &Reactors) -> bool {
         self.export.stop();
-        let good = vhost_user::settle(&self.disk, reactors);
         self.log_statistics(reactors);
-        for reactor in reactors.all() {
-            let disk = self.disk.clone();
-            reactor.ask(move |_, reply| {
-                Served::forget(&disk);
-                reply.send(());
-            });
-        }
-        good
+        vhost_user::close(&self.disk, reactors)
     }
 }

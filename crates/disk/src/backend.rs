@@ -1,16 +1,21 @@
-//! What a disk's bytes lie on: an image file, memory, or nothing.
+//! What a disk's bytes lie on: an image file, a chain of images, memory, or nothing.
 
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockyard_image::{Geometry, ImageFile, OpenError, OpenOptions, Raw, SECTOR};
+use blockyard_image::{
+    Chain, ChainError, ChainOptions, Format, Geometry, Image, ImageFile, OpenError, OpenOptions, Raw, SECTOR,
+};
 use blockyard_ring::{GuestMemory, MemoryError, Region, Segments, Storage};
 
 /// An opened back end, before any reactor uses it: may be sent to and shared by all of them.
 #[derive(Clone, Debug)]
 pub enum Source {
+    /// A raw image: the file's offsets are the guest's.
     File(Arc<ImageFile>),
+    /// An image of another format, and what is below it.
+    Chain(Arc<Chain>),
     /// Reads nothing (the guest's buffer stays as it is), forgets writes: the cost of everything above the image.
     Null {
         size: u64,
@@ -22,6 +27,8 @@ pub enum Source {
 pub enum SourceError {
     #[error(transparent)]
     Open(#[from] OpenError),
+    #[error(transparent)]
+    Chain(#[from] ChainError),
     #[error("{name}: a size is a number of bytes with an optional suffix k, M, G or T (powers of 1024), at least 512")]
     Size { name: String },
     #[error("{name}: no memory for it")]
@@ -29,8 +36,9 @@ pub enum SourceError {
 }
 
 impl Source {
-    /// Opens an image by path, or `null:SIZE` or `ram:SIZE`.
-    pub fn open(options: &OpenOptions) -> Result<Self, SourceError> {
+    /// Opens an image by path, or `null:SIZE` or `ram:SIZE`. A file whose format is not told is raw, unless its name says
+    /// another.
+    pub fn open(options: &ChainOptions) -> Result<Self, SourceError> {
         let name = options.path.to_string_lossy();
         let size = |text: &str| {
             let size = parse_size(text).filter(|s| *s >= SECTOR && *s < 1 << 62);
@@ -45,13 +53,23 @@ impl Source {
             let memory = memory.map_err(|source| SourceError::Memory { name: name.to_string(), source })?;
             return Ok(Source::Ram(Arc::new(memory)));
         }
-        Ok(Source::File(Arc::new(ImageFile::open(options)?)))
+        match options.format.or_else(|| Format::of_name(&options.path)).unwrap_or(Format::Raw) {
+            Format::Raw => {
+                let ChainOptions { path, read_only, cache, .. } = options.clone();
+                Ok(Source::File(Arc::new(ImageFile::open(&OpenOptions { path, read_only, cache })?)))
+            }
+            format => {
+                let options = ChainOptions { format: Some(format), ..options.clone() };
+                Ok(Source::Chain(Arc::new(Chain::open(&options)?)))
+            }
+        }
     }
 
     /// Bytes a guest may address: whole sectors, the last one zero-filled where the file ends inside it.
     pub fn capacity(&self) -> u64 {
         match self {
             Source::File(file) => file.size().next_multiple_of(SECTOR),
+            Source::Chain(chain) => chain.size(),
             Source::Null { size } => *size,
             Source::Ram(memory) => memory.regions().iter().map(|r| r.size()).sum(),
         }
@@ -60,6 +78,7 @@ impl Source {
     pub fn geometry(&self) -> Geometry {
         match self {
             Source::File(file) => file.geometry(),
+            Source::Chain(chain) => of_chain(chain),
             Source::Null { .. } | Source::Ram(_) => Geometry {
                 logical_block: 512,
                 physical_block: 4096,
@@ -73,7 +92,8 @@ impl Source {
         }
     }
 
-    /// The smallest unit a guest should use, in bytes: what O_DIRECT takes without read-modify-write.
+    /// The smallest unit a guest should use, in bytes: what O_DIRECT takes without read-modify-write. That of a chain is
+    /// always a sector, so that its images may lie on any device, today and tomorrow.
     pub fn logical_block(&self) -> u32 {
         match self {
             Source::File(file) if file.direct() => {
@@ -81,6 +101,38 @@ impl Source {
             }
             _ => SECTOR as u32,
         }
+    }
+
+    /// What discards should be multiples of, in bytes, to give space back.
+    pub fn discard_unit(&self) -> u32 {
+        match self {
+            Source::Chain(chain) => chain.units().0 as u32,
+            _ => self.geometry().physical_block.max(self.logical_block()),
+        }
+    }
+
+    /// Its chain, where it has more to it than a file.
+    pub fn chain(&self) -> Option<&Arc<Chain>> {
+        match self {
+            Source::Chain(chain) => Some(chain),
+            _ => None,
+        }
+    }
+}
+
+/// What the guest is told of a chain: its images may lie on several devices, and what is allocated at a time counts more
+/// than what they prefer.
+fn of_chain(chain: &Chain) -> Geometry {
+    let device = chain.top().file.geometry();
+    let (unit, cluster) = chain.units();
+    let minimum_io = device.minimum_io.max(unit as u32);
+    Geometry {
+        logical_block: SECTOR as u32,
+        physical_block: device.physical_block.max(4096),
+        minimum_io,
+        optimal_io: device.optimal_io.max(cluster as u32).next_multiple_of(minimum_io),
+        alignment_offset: 0,
+        ..device
     }
 }
 
@@ -99,9 +151,11 @@ pub fn parse_size(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-/// A back end on one reactor.
+/// A back end on one reactor. What is rare and large is done in a future of its own, so that those of reads and writes, of
+/// which there are many, stay small.
 pub enum Backend<S> {
     Raw(Raw<S>),
+    Image(Image<S>),
     Null,
     Ram(Ram),
 }
@@ -111,6 +165,7 @@ impl<S: Storage> Backend<S> {
     pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
         match self {
             Backend::Raw(raw) => raw.read(segments, offset).await,
+            Backend::Image(image) => image.read(segments, offset).await,
             Backend::Null => (segments, Ok(())),
             Backend::Ram(ram) => {
                 let result = ram.with(offset, segments.len(), |ram| segments.copy_from(0, ram, 0, segments.len()));
@@ -119,10 +174,13 @@ impl<S: Storage> Backend<S> {
         }
     }
 
+    /// `durable`: on stable storage before the answer; not for images, which have metadata to be written in order: see
+    /// [`Backend::flushes_whole`].
     #[inline]
     pub async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
         match self {
             Backend::Raw(raw) => raw.write(segments, offset, durable).await,
+            Backend::Image(image) => image.write(segments, offset).await,
             Backend::Null => (segments, Ok(())),
             Backend::Ram(ram) => {
                 let result = ram.with(offset, segments.len(), |ram| ram.copy_from(0, &segments, 0, segments.len()));
@@ -131,16 +189,40 @@ impl<S: Storage> Backend<S> {
         }
     }
 
+    /// Only a flush makes a write durable: its data are found by metadata, which are written in an order.
+    #[inline]
+    pub fn flushes_whole(&self) -> bool {
+        matches!(self, Backend::Image(_))
+    }
+
+    /// A sync has failed that no flush of ours asked for: what it was to make durable may be lost.
+    pub fn lost(&self) -> Option<io::Error> {
+        match self {
+            Backend::Image(image) => image.lost(),
+            _ => None,
+        }
+    }
+
     pub async fn flush(&self) -> io::Result<()> {
         match self {
             Backend::Raw(raw) => raw.flush().await,
+            Backend::Image(image) => Box::pin(image.flush()).await,
             Backend::Null | Backend::Ram(_) => Ok(()),
+        }
+    }
+
+    /// For the end, on one reactor, when no request is on its way: flushes, and leaves the image as it is to be found.
+    pub async fn close(&self) -> io::Result<()> {
+        match self {
+            Backend::Image(image) => image.close().await,
+            _ => Ok(()),
         }
     }
 
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         match self {
             Backend::Raw(raw) => raw.discard(offset, len).await,
+            Backend::Image(image) => Box::pin(image.discard(offset, len)).await,
             Backend::Null => Ok(()),
             Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),
         }
@@ -150,6 +232,7 @@ impl<S: Storage> Backend<S> {
     pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         match self {
             Backend::Raw(raw) => raw.write_zeroes(offset, len, unmap).await,
+            Backend::Image(image) => Box::pin(image.write_zeroes(offset, len, unmap)).await,
             Backend::Null => Ok(()),
             Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),
         }

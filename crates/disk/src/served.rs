@@ -161,6 +161,7 @@ impl Served<UringFile> {
     fn open(handle: &Handle, disk: &Arc<Disk>) -> io::Result<Self> {
         let backend = match &disk.source {
             Source::File(file) => Backend::Raw(Raw::new(UringFile::new(handle, file.fd().clone())?, file)),
+            Source::Chain(chain) => Backend::Image(chain.image(handle)?),
             Source::Null { .. } => Backend::Null,
             Source::Ram(memory) => Backend::Ram(Ram::new(memory)),
         };
@@ -213,6 +214,15 @@ impl<S: Storage> Served<S> {
         result.map_err(|e| self.failure(Op::Flush, 0, &e))
     }
 
+    /// For the end of the disk: see [`Backend::close`].
+    pub async fn close(&self) -> Status {
+        if self.disk.options.read_only || self.disk.poisoned().is_some() {
+            return self.still_good(Op::Flush);
+        }
+        let closed = self.backend.close().await;
+        closed.inspect_err(|e| self.disk.poison("closing the image", e)).map_err(|e| self.failure(Op::Flush, 0, &e))
+    }
+
     #[inline]
     fn now(&self) -> Instant {
         self.handle.as_ref().map_or_else(Instant::now, |h| h.now())
@@ -255,7 +265,7 @@ impl<S: Storage> Served<S> {
             Op::Write { fua } => self.write(segments, offset, fua && keeps).await,
             Op::Flush if !keeps || self.disk.options.read_only => (segments, Ok(())),
             Op::Flush => (segments, self.flush().await),
-            Op::Discard => (segments, self.backend.discard(offset, len).await),
+            Op::Discard => (segments, self.backend.discard(offset, len).await.inspect_err(|_| self.note_lost())),
             Op::WriteZeroes { unmap, fua } => (segments, self.write_zeroes((offset, len), unmap, fua && keeps).await),
         }
     }
@@ -264,13 +274,15 @@ impl<S: Storage> Served<S> {
     async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
         // In the page cache many durable writes share a sync. They must: the kernel tells a lost page to one sync of an open
         // file and forgets it, so that of two at a time one would answer Ok for data that is gone.
-        let shares = durable && self.disk.cached;
+        // Images have metadata besides, which a flush puts in order.
+        let shares = durable && (self.disk.cached || self.backend.flushes_whole());
         let durable = durable && !shares;
         let (segments, mut result) = self.backend.write(segments, offset, durable).await;
         match &result {
             Ok(()) if !durable => self.disk.note_unsynced(),
             Err(e) if durable && self.disk.taken_along(e) => self.disk.poison("a durable write", e),
-            _ => {}
+            Err(_) => self.note_lost(),
+            Ok(()) => {}
         }
         if shares && result.is_ok() {
             result = self.flush().await;
@@ -278,8 +290,15 @@ impl<S: Storage> Served<S> {
         (segments, result)
     }
 
+    /// An image syncs for itself now and then. What such a sync was told, no flush will hear again.
+    fn note_lost(&self) {
+        if let Some(e) = self.backend.lost() {
+            self.disk.poison("writing metadata", &e);
+        }
+    }
+
     async fn write_zeroes(&self, (offset, len): (u64, u64), unmap: bool, durable: bool) -> io::Result<()> {
-        self.backend.write_zeroes(offset, len, unmap).await?;
+        self.backend.write_zeroes(offset, len, unmap).await.inspect_err(|_| self.note_lost())?;
         self.disk.note_unsynced();
         // Zeroed ranges are metadata, which only a sync makes durable: the group's, for a sync beside it could take its
         // error away.

@@ -67,8 +67,8 @@ impl ChainOptions {
 pub enum ChainError {
     #[error(transparent)]
     Open(#[from] OpenError),
-    #[error("image {}: {source}", path.display())]
-    Image { path: PathBuf, source: ImageError },
+    #[error("image {}: {error}", path.display())]
+    Image { path: PathBuf, error: ImageError },
     #[error("image {}: its format is not known by its name: say --format raw, qcow2 or cow", path.display())]
     Format { path: PathBuf },
     #[error("image {}: its backing file {}: {what}", path.display(), backing)]
@@ -145,7 +145,7 @@ impl Chain {
             ImageFile::open(&OpenOptions { path: path.into(), read_only, cache: self.options.cache }).map(Arc::new)
         };
         let file = open(path)?;
-        let wrong = |source| ChainError::Image { path: path.clone(), source };
+        let wrong = |error| ChainError::Image { path: path.clone(), error };
         let failed = |e| wrong(ImageError::io("file", None, "opening it for io_uring", e));
         let raw = |file: &Arc<ImageFile>| UringFile::new(handle, file.fd().clone()).map(|s| Raw::new(s, file));
         let (meta, data, below) = match format {
@@ -239,12 +239,29 @@ impl Chain {
         }
     }
 
+    /// What the topmost image allocates at a time, and its cluster, in bytes.
+    pub fn units(&self) -> (u64, u64) {
+        match &self.top().meta {
+            Meta::Raw => (SECTOR, SECTOR),
+            Meta::Qcow2(shared) => (shared.shape().unit, shared.shape().cluster_size()),
+        }
+    }
+
     pub fn options(&self) -> &ChainOptions {
         &self.options
     }
 
     pub fn layers(&self) -> &[ChainLayer] {
         &self.layers
+    }
+
+    /// The images' files and formats, the topmost first, as a log shows them.
+    pub fn describe(&self) -> String {
+        let layer = |layer: &ChainLayer| {
+            let data = layer.data.as_ref().map(|data| format!(" with data file {}", data.path().display()));
+            format!("{} ({}{})", layer.file.path().display(), layer.format, data.unwrap_or_default())
+        };
+        self.layers.iter().map(layer).collect::<Vec<_>>().join(" over ")
     }
 
     /// The image that is written to.

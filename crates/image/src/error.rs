@@ -79,11 +79,8 @@ impl fmt::Display for ImageError {
     }
 }
 
-impl std::error::Error for ImageError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.source.as_ref().map(|e| e as _)
-    }
-}
+/// Without a source: the text has it already, and errors are told as one line of all of them.
+impl std::error::Error for ImageError {}
 
 impl From<ImageError> for io::Error {
     fn from(error: ImageError) -> Self {

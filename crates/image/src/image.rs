@@ -70,7 +70,7 @@ impl<S: Storage> Image<S> {
     pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
         let _pass = self.traffic.enter(&self.lane);
         if self.copy_on_read
-            && let Err(e) = self.populate_held(offset, segments.len() as u64).await
+            && let Err(e) = Box::pin(self.populate_held(offset, segments.len() as u64)).await
         {
             // The guest wants to read; that nothing can be kept is no reason to fail.
             tracing::debug!("copy-on-read at offset {offset}: {e}");
@@ -113,6 +113,14 @@ impl<S: Storage> Image<S> {
             Layer::Raw { raw, .. } => raw.flush().await,
             Layer::Qcow2(image) => image.flush().await,
             Layer::Cow(image) => image.flush().await,
+        }
+    }
+
+    /// A sync that failed, whoever asked for it: what was written before it may be lost.
+    pub fn lost(&self) -> Option<io::Error> {
+        match self.top() {
+            Layer::Raw { .. } => None,
+            Layer::Qcow2(image) => image.shared().lost(),
         }
     }
 

@@ -55,7 +55,7 @@ struct Inner {
     remote: Arc<Shared>,
     remote_rung: Cell<bool>,
     stop: Cell<bool>,
-    /// Files open on this ring.
+    /// Files open for writing on this ring.
     files: Cell<u32>,
 }
 

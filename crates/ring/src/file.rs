@@ -57,6 +57,8 @@ pub(crate) struct FileSlot {
     fd: Arc<OwnedFd>,
     registered: Option<u32>,
     handle: Handle,
+    /// It is counted among the files that are written to.
+    counted: bool,
 }
 
 impl FileSlot {
@@ -71,7 +73,9 @@ impl FileSlot {
 
 impl Drop for FileSlot {
     fn drop(&mut self) {
-        self.handle.count_files(-1);
+        if self.counted {
+            self.handle.count_files(-1);
+        }
         if let Some(index) = self.registered {
             self.handle.unregister_file(index);
         }
@@ -93,8 +97,12 @@ impl UringFile {
         let block_device = rustix::fs::FileType::from_raw_mode(mode) == rustix::fs::FileType::BlockDevice;
         let inline = Rc::new(InlineWrites::new(&fd)?);
         let registered = handle.register_file(fd.as_raw_fd());
-        handle.count_files(1);
-        Ok(UringFile { slot: Rc::new(FileSlot { fd, registered, handle: handle.clone() }), block_device, inline })
+        let counted = rustix::fs::fcntl_getfl(&fd)? & rustix::fs::OFlags::RWMODE != rustix::fs::OFlags::RDONLY;
+        if counted {
+            handle.count_files(1);
+        }
+        let slot = Rc::new(FileSlot { fd, registered, handle: handle.clone(), counted });
+        Ok(UringFile { slot, block_device, inline })
     }
 
     #[inline]

@@ -2,8 +2,8 @@
 //!
 //! A write to the page cache is a copy of a few microseconds. Where the file system can promise that it will not block
 //! (XFS, btrfs, block devices) io_uring makes it on submission. Elsewhere (ext4 up to this day) io_uring hands it to a worker
-//! thread, and two wake-ups cost ten times what the copy does. There the reactor copies by itself: while it is the only
-//! file's reactor, so that nobody else is kept waiting, and as long as no write blocks (dirty pages at their limit,
+//! thread, and two wake-ups cost ten times what the copy does. There the reactor copies by itself: while it has one file
+//! that is written to, so that nobody else is kept waiting, and as long as no write blocks (dirty pages at their limit,
 //! metadata to be read). One that did leaves the next ones to the workers for a while.
 
 use std::cell::Cell;

@@ -11,6 +11,7 @@
 //!   cache        write cache: what the guest is told, and what is durable when
 //!   requests     the last sector, ranges, serial, status codes, a read-only disk
 //!   pin          guest memory registered with io_uring: pinned while its front end is there
+//!   chains       qcow2 and backing images
 //!   load         queues over reactors, filters, statistics
 //! ```
 
@@ -20,6 +21,7 @@ mod guest;
 
 mod activation;
 mod cache;
+mod chains;
 mod ending;
 mod hosts;
 mod idle;

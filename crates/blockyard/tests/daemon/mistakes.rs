@@ -36,7 +36,8 @@ fn option_values() {
         (&["--queue-size", "2"], &["'2'", "from 4 to 32768"]),
         (&["--cache", "foo"], &["\"foo\" is not known", "writeback, writethrough, directsync, unsafe"]),
         (&["--cahce", "none"], &["'--cahce'", "'--cache'"]),
-        (&["--format", "qcow2"], &["'qcow2'", "raw"]),
+        (&["--format", "vmdk"], &["\"vmdk\" is not known", "raw, qcow2, cow"]),
+        (&["--l2-cache", "much"], &["a size is a number of bytes"]),
         (&["--reactors", "0"], &["'0'", "--reactors"]),
         (&["--poll", "often"], &["poll is auto, off, or microseconds"]),
         (&["--coalesce", "-1"], &["-1"]),
@@ -73,8 +74,11 @@ fn images() {
     let fifo = folder.join("fifo");
     rustix::fs::mkfifoat(rustix::fs::CWD, &fifo, rustix::fs::Mode::from_raw_mode(0o600)).unwrap();
     serve(text(&fifo), 1, &["must be a regular file or a block device"]);
-    for name in ["disk.qcow2", "disk.QCOW2", "disk.vmdk"] {
-        serve(text(&folder.image(name, 1 << 20)), 2, &["not served yet", "--format raw"]);
+    for name in ["disk.qcow2", "disk.QCOW2"] {
+        serve(text(&folder.image(name, 1 << 20)), 1, &["qcow2 header at offset 0"]);
+    }
+    for name in ["disk.vmdk", "disk.VDI"] {
+        serve(text(&folder.image(name, 1 << 20)), 2, &["which is not served", "--format raw"]);
     }
     assert!(!socket.exists());
     // The hint is right.
@@ -148,7 +152,9 @@ fn configuration_files() {
         (format!("{DISK}serial = \"123456789012345678901\"\n"), &["has 21 bytes"]),
         (format!("{DISK}{DISK}"), &["two disks are called \"ram:1M\""]),
         (format!("{DISK}{other}"), &["disk \"other\": another disk has the socket /nonexistent/s"]),
-        (DISK.replace("ram:1M", "/x/disk.qcow2"), &["/x/disk.qcow2", "--format raw"]),
+        (DISK.replace("ram:1M", "/x/disk.vmdk"), &["/x/disk.vmdk", "--format raw"]),
+        (format!("{DISK}format = \"vmdk\"\n"), &["line 4", "format \"vmdk\" is not known"]),
+        (format!("{DISK}prime = true\n"), &["ram:1M", "--prime is for qcow2 and cow"]),
     ] {
         std::fs::write(&file, &content).unwrap();
         refused(&["serve", "--config", config], 2, parts);

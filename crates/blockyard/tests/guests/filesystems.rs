@@ -145,3 +145,42 @@ fn user_mode_linux_with_in_band_notifications() {
     stage.stop();
     tool("e2fsck", ["-fn".as_ref(), stage.image.as_os_str()]).good();
 }
+
+/// A guest on an overlay: its file system, loaded, and checked on the host; what is below stays as it was.
+#[test]
+fn user_mode_linux_on_an_overlay() {
+    let folder = Folder::new();
+    let (base, overlay, socket) = (folder.image("base.img", 96 * MIB), folder.join("disk.qcow2"), folder.join("s"));
+    tool("mkfs.ext4", ["-q".as_ref(), "-L".as_ref(), "golden".as_ref(), base.as_os_str()]).good();
+    let before = md5(&base);
+    let create =
+        ["create", "-q", "-f", "qcow2", "-o", "extended_l2=on,cluster_size=128k", "-F", "raw", "-b", "base.img"];
+    tool("qemu-img", create.iter().map(|a| a.as_ref()).chain([overlay.as_os_str()])).good();
+    let daemon = Daemon::serve(&overlay, &socket, &[]);
+    let script = r#"
+        [[ $(blkid -o value -s LABEL /dev/vda) == golden ]]
+        mount /dev/vda /mnt
+        load --directory=/mnt --end_fsync=1 --name=small --rw=randwrite --bs=4k --size=4M \
+            --name=mixed --rw=randrw --bsrange=4k-128k --size=16M --fsync=16
+        seq 1 50000 >/mnt/known
+        rm /mnt/*.0
+        umount /mnt
+        mount /dev/vda /mnt
+        fstrim /mnt
+        umount /mnt
+        e2fsck -fn /dev/vda
+        sum=$(dd if=/dev/vda bs=1M iflag=direct status=none | md5sum)
+        echo "sum $sum""#;
+    let disk = Guest::vhost(&socket, "");
+    let mut guest = Guest::start(Kind::Uml, disk, &script_with_prelude(script), Duration::from_secs(120));
+    let sum = guest.expect("sum ");
+    guest.finish();
+    daemon.stop();
+    tool("qemu-img", ["check".as_ref(), overlay.as_os_str()]).good();
+    assert_eq!(md5(&base), before, "the base image was written to");
+    let flat = folder.join("flat");
+    let convert = ["convert".as_ref(), "-O".as_ref(), "raw".as_ref(), overlay.as_os_str(), flat.as_os_str()];
+    tool("qemu-img", convert).good();
+    assert!(sum.starts_with(&md5(&flat)), "the guest and QEMU read different bytes");
+    tool("e2fsck", ["-fn".as_ref(), flat.as_os_str()]).good();
+}

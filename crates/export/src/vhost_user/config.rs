@@ -61,7 +61,7 @@ pub fn space(disk: &Disk, shape: QueueShape, write_back: bool) -> Vec<u8> {
     let logical = disk.source().logical_block();
     let physical = geometry.physical_block.max(logical);
     let in_blocks = |bytes: u32| bytes / logical;
-    let discard_align = geometry.physical_block.max(logical) / SECTOR as u32;
+    let discard_align = disk.source().discard_unit() / SECTOR as u32;
     let mut space = Vec::with_capacity(72);
     space.extend((disk.capacity() / SECTOR).to_le_bytes());
     space.extend(SIZE_MAX.to_le_bytes());

@@ -168,6 +168,34 @@ pub fn settle(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     good
 }
 
+/// Ends `disk`, which has no export any more: syncs it, lets go of it on every reactor, and leaves its image as it is to be
+/// found. False when that failed.
+pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
+    let mut good = settle(disk, reactors);
+    for reactor in reactors.all() {
+        let disk = disk.clone();
+        reactor.ask(move |_, reply| {
+            Served::forget(&disk);
+            reply.send(());
+        });
+    }
+    if disk.source().chain().is_some() {
+        let disk = disk.clone();
+        let closed = reactors.next().ask(move |handle, reply| match Served::local(handle, &disk) {
+            Ok(served) => {
+                Served::forget(&disk);
+                handle.spawn(async move { reply.send(served.close().await.is_ok()) });
+            }
+            Err(e) => {
+                tracing::error!(disk = disk.name(), "closing its image: {e}");
+                reply.send(false);
+            }
+        });
+        good &= closed.unwrap_or(false);
+    }
+    good
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }

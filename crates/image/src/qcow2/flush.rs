@@ -17,6 +17,7 @@ use blockyard_ring::Storage;
 
 use crate::error::ImageError;
 use crate::join;
+use crate::raw::Raw;
 
 use super::alloc::{ChangedSection, Freed};
 use super::bytes;
@@ -121,7 +122,7 @@ impl<S: Storage> Qcow2<S> {
         let slices = changes.slices.iter().map(|copied| self.write_slice(copied));
         join::all(AT_A_TIME, slices).await?;
         join::all(AT_A_TIME, changes.l1.iter().map(|piece| self.write_l1(piece))).await?;
-        if durable { self.file.flush().await } else { Ok(()) }
+        if durable { self.sync_metadata().await } else { Ok(()) }
     }
 
     async fn write_counts(&self, counts: &[ChangedSection]) -> io::Result<()> {
@@ -151,9 +152,23 @@ impl<S: Storage> Qcow2<S> {
 
     async fn sync(&self) -> io::Result<()> {
         if let Some(data) = &self.data {
-            data.flush().await?;
+            self.sync_file(data).await?;
         }
-        self.file.flush().await
+        self.sync_metadata().await
+    }
+
+    /// The image's own file.
+    pub(super) async fn sync_metadata(&self) -> io::Result<()> {
+        self.sync_file(&self.file).await
+    }
+
+    /// After one that failed no sync is worth anything: what it was told of is forgotten, and the next one would answer Ok.
+    async fn sync_file(&self, file: &Raw<S>) -> io::Result<()> {
+        let _turn = self.shared.syncing.take().await;
+        if let Some(e) = self.shared.lost() {
+            return Err(e);
+        }
+        file.flush().await.inspect_err(|e| drop(self.shared.lost.set((e.kind(), e.to_string()))))
     }
 
     /// Gives clusters back whose entries are durably gone, once those who may still use them have left; who waits for them

@@ -70,6 +70,8 @@ impl<S: Storage> Qcow2<S> {
             reserving: Turns::new(1),
             new_tables: Turns::new(1),
             writing_back: Turns::new(1),
+            syncing: Turns::new(1),
+            lost: Default::default(),
             recompressed: AtomicU64::new(0),
             compression,
             leaving: Mutex::default(),

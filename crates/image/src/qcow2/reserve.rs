@@ -163,10 +163,10 @@ impl<S: Storage> Qcow2<S> {
                 .into());
             }
             bytes::write(&self.file, first << bits, &table).await?;
-            self.file.flush().await?;
+            self.sync_metadata().await?;
             return self.switch_refcount_table(first << bits, clusters).await;
         }
-        self.file.flush().await?;
+        self.sync_metadata().await?;
         let offset = lock(&self.shared.header).refcount_table_offset;
         for &(block, _) in &plan.blocks {
             let at = block as usize * 8;
@@ -183,7 +183,7 @@ impl<S: Storage> Qcow2<S> {
         header.refcount_table_offset = offset;
         header.refcount_table_clusters = clusters as u32;
         header.write_fixed(&self.file).await?;
-        self.file.flush().await?;
+        self.sync_metadata().await?;
         *lock(&self.shared.header) = header;
         self.shared.alloc.let_go(super::alloc::Freed { start: old, count, compressed: false });
         Ok(())

@@ -1,8 +1,9 @@
 //! What all reactors share of one open qcow2 image.
 
 use std::collections::BTreeSet;
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::clusters_held::ClustersHeld;
 use crate::traffic::Traffic;
@@ -96,6 +97,10 @@ pub struct Shared {
     pub(super) reserving: Turns,
     pub(super) new_tables: Turns,
     pub(super) writing_back: Turns,
+    /// One sync of the files at a time: the kernel tells a failed write-back to one of them, and forgets it.
+    pub(super) syncing: Turns,
+    /// What the first sync that failed was told.
+    pub(super) lost: OnceLock<(io::ErrorKind, String)>,
     /// Changes when compressed data may have been replaced by others in the same place.
     pub(super) recompressed: AtomicU64,
     pub(super) compression: Compression,
@@ -125,6 +130,11 @@ impl Shared {
     pub fn cache_bytes(&self) -> (u64, u64) {
         let slice = self.shape.slice_bytes();
         (self.tables.len() as u64 * slice, self.tables.limit() as u64 * slice)
+    }
+
+    /// Why nothing that is written can be promised any more: a sync has failed.
+    pub fn lost(&self) -> Option<io::Error> {
+        self.lost.get().map(|(kind, what)| io::Error::new(*kind, format!("a sync of the image failed: {what}")))
     }
 
     pub(super) fn l1_entry(&self, index: u64) -> u64 {
