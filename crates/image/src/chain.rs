@@ -207,7 +207,7 @@ impl Chain {
         let next = image.names(&view.header().backing, Some(Format::Raw));
         next.lies_in(folders)?;
         let stat = std::fs::metadata(&next.path).map_err(|e| next.refuse(e.to_string()))?;
-        let wrong = |source| ChainError::Image { path: image.path.clone(), source };
+        let wrong = |error| ChainError::Image { path: image.path.clone(), error };
         view.check_backing(stat.len(), stat.mtime()).map_err(wrong)?;
         Ok(Some(next))
     }
@@ -244,6 +244,8 @@ impl Chain {
         match &self.top().meta {
             Meta::Raw => (SECTOR, SECTOR),
             Meta::Qcow2(shared) => (shared.shape().unit, shared.shape().cluster_size()),
+            // Sectors; but reads are in one piece where a page is.
+            Meta::Cow(_) => (SECTOR, 4096),
         }
     }
 

@@ -121,6 +121,7 @@ impl<S: Storage> Image<S> {
         match self.top() {
             Layer::Raw { .. } => None,
             Layer::Qcow2(image) => image.shared().lost(),
+            Layer::Cow(image) => image.shared().lost(),
         }
     }
 

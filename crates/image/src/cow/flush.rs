@@ -83,6 +83,11 @@ impl<S: Storage> Cow<S> {
 }
 
 impl Shared {
+    /// Why nothing that is written can be promised any more.
+    pub fn lost(&self) -> Option<io::Error> {
+        self.still_trusted().err()
+    }
+
     pub(super) fn still_trusted(&self) -> io::Result<()> {
         if self.failed.load(Ordering::Relaxed) {
             let what = "an earlier sync of the file has failed, and what was written before may be lost: open it again";
