@@ -38,6 +38,9 @@ impl File {
     fn zero_range(&self, offset: u64, len: u64) {
         let mut pages = self.pages.borrow_mut();
         let end = offset.saturating_add(len).min(self.len.get());
+        if offset >= end {
+            return;
+        }
         for (&page, bytes) in pages.range_mut(offset / PAGE..=end / PAGE) {
             let (from, to) = (offset.max(page * PAGE) - page * PAGE, end.min((page + 1) * PAGE).saturating_sub(page * PAGE));
             if from < to {
