@@ -76,10 +76,10 @@ impl Files {
     }
 
     /// Work on the COW file; it can open other files.
-    fn on_cow<F: Future<Output = ()>>(&self, work: impl FnOnce(Raw<UringFile>, &dyn Fn(&Path) -> Raw<UringFile>) -> F)
-    where
-        F: 'static,
-    {
+    fn on_cow<F: Future<Output = ()> + 'static>(
+        &self,
+        work: impl FnOnce(Raw<UringFile>, &dyn Fn(&Path) -> Raw<UringFile>) -> F,
+    ) {
         let executor = Executor::new().unwrap();
         let open = |path: &Path| {
             let options = OpenOptions { path: path.into(), read_only: false, cache: CacheMode::None };

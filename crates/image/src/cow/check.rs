@@ -76,7 +76,7 @@ impl Report {
         let what = format!("bits set beyond the disk's {sectors} sectors: {beyond}");
         let found = ImageError::invalid(BITMAP, self.header.bitmap_offset + first / 8, what);
         if repair.corruptions {
-            clear_bits_beyond(file, &self.header).await?;
+            clear_spare_bits(file, &self.header).await?;
             self.repaired.push(found);
         } else {
             self.corruptions.push(found);
@@ -160,11 +160,29 @@ async fn read_bits<S: Storage>(file: &Raw<S>, offset: u64, len: u64) -> Result<V
     Ok(bytes)
 }
 
-/// Clears the bits of the last byte that are of no sector: no other byte has any.
-async fn clear_bits_beyond<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(), ImageError> {
-    let last = header.bitmap_offset + header.bitmap_len - 1;
-    let keep = !0u8 >> (header.bitmap_len * 8 - header.sectors());
-    let byte = read_bits(file, last, 1).await?[0] & keep;
+/// The offset of the bitmap's last byte, and its bits that are of no sector; no other byte has such bits.
+fn spare_bits(header: &Header) -> Option<(u64, u8)> {
+    let spare = (header.bitmap_len * 8).checked_sub(header.sectors()).filter(|&spare| spare > 0)?;
+    Some((header.bitmap_offset + header.bitmap_len - 1, !(!0u8 >> spare)))
+}
+
+/// Whether bits are set that are of no sector: then the size is not the one that the file was made for.
+pub(super) async fn check_spare_bits<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(), ImageError> {
+    let Some((last, spare)) = spare_bits(header) else { return Ok(()) };
+    if read_bits(file, last, 1).await?[0] & spare == 0 {
+        return Ok(());
+    }
+    let what = format!(
+        "bits are set beyond the disk's {} sectors: it can be read (--read-only) or repaired (blockyard image check \
+         --repair all), not written",
+        header.sectors()
+    );
+    Err(ImageError::invalid(BITMAP, last, what))
+}
+
+async fn clear_spare_bits<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(), ImageError> {
+    let Some((last, spare)) = spare_bits(header) else { return Ok(()) };
+    let byte = read_bits(file, last, 1).await?[0] & !spare;
     let (_, result) = file.write(Segments::from_bytes(&[byte]), last, false).await;
     result.map_err(|e| ImageError::io(BITMAP, last, "writing", e))
 }

@@ -50,6 +50,11 @@ fn a_check_finds_and_repairs_and_writes_nothing_unasked() {
         cow.close().await.unwrap();
         // Bits 12 and 15 of a disk of 11 sectors; two sectors of data less.
         bench.raw().write(Segments::from_bytes(&[0b1001_0010]), header.bitmap_offset + 1, false).await.1.unwrap();
+        let error = Cow::open(bench.raw(), &CowOptions::default()).await.err().unwrap().to_string();
+        assert!(error.starts_with("cow bitmap at offset 8193: bits are set beyond the disk's 11 sectors"), "{error}");
+        let options = CowOptions { read_only: true, ..CowOptions::default() };
+        let cow = Cow::open(bench.raw(), &options).await.unwrap();
+        assert_eq!(read(&cow, 9 * 512, 1024).await.unwrap(), [vec![2; 512], pattern(0, 5120, 512)].concat());
         bench.disk.set_len(header.file_len() - 1024).await.unwrap();
         let events = bench.disk.events();
         let report = check(&bench.raw(), Repair { leaks: true, corruptions: false }).await.unwrap();

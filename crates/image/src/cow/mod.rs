@@ -91,14 +91,9 @@ pub struct Cow<S> {
 impl<S: Storage> Cow<S> {
     pub async fn open(file: Raw<S>, options: &CowOptions) -> Result<Self, ImageError> {
         let header = read_header(&file).await?;
-        if !options.read_only && header.unrecorded() > 0 {
-            let what = format!(
-                "version {} has no bits for the last {} sectors of this disk: it can be read (--read-only) or merged, \
-                 not written",
-                header.version(),
-                header.unrecorded()
-            );
-            return Err(ImageError::unsupported(BITMAP, what));
+        if !options.read_only {
+            header.may_be_written()?;
+            check::check_spare_bits(&file, &header).await?;
         }
         let shared = Shared {
             bitmap: Bitmap::new(header.bitmap_len, options.bitmap_memory),
@@ -260,6 +255,20 @@ impl<S: Storage> Cow<S> {
 }
 
 impl Header {
+    /// Whether there is a bit for each sector.
+    fn may_be_written(&self) -> Result<(), ImageError> {
+        if self.unrecorded() == 0 {
+            return Ok(());
+        }
+        let what = format!(
+            "version {} has no bits for the last {} sectors of this disk: it can be read (--read-only) or merged, not \
+             written",
+            self.version(),
+            self.unrecorded()
+        );
+        Err(ImageError::unsupported(BITMAP, what))
+    }
+
     /// Whether a backing file of this size and time is the one that the header tells of.
     pub fn matches(&self, size: u64, mtime: i64) -> Result<(), ImageError> {
         let (name, mut changes) = (&self.backing, Vec::new());
