@@ -133,9 +133,9 @@ impl<S: Storage> Layers<'_, S> {
     fn ask(&self, first: usize, offset: u64, mut len: u64) -> Result<Found, usize> {
         for (layer, image) in self.layers.iter().enumerate().skip(first) {
             let size = image.size();
-            // Images may be smaller than those above them.
+            // An image may be smaller than the one above it: behind its end are zeroes, whatever lies below.
             if offset >= size {
-                continue;
+                break;
             }
             let extent = image.try_lookup(offset, len.min(size - offset)).ok_or(layer)?;
             if extent.place != Place::Absent {

@@ -180,3 +180,25 @@ fn overlays_over_all_kinds_of_bases() {
         }
     }
 }
+
+/// Behind the end of an image in the middle there are zeroes, not what the longer image below has.
+#[test]
+fn a_middle_image_that_is_shorter_hides_what_is_below_its_end() {
+    let scratch = Scratch::new("short");
+    std::fs::write(scratch.path("base.raw"), vec![7; SIZE as usize]).unwrap();
+    let create = |name: &'static str, below: &str, format: &str, size: u64| {
+        let options = ["create", "-q", "-f", "qcow2", "-F", format, "-b", below, scratch.name(name), &size.to_string()];
+        qemu_img(&options);
+    };
+    create("middle.qcow2", "base.raw", "raw", 5 << 20);
+    create("a.qcow2", "middle.qcow2", "qcow2", SIZE);
+    create("b.qcow2", "a.qcow2", "qcow2", SIZE);
+    let mut model = Model(vec![0; SIZE as usize]);
+    model.0[..5 << 20].fill(7);
+    for name in ["a.qcow2", "b.qcow2"] {
+        judged_by_qemu(&scratch, name, &model);
+        session(&ChainOptions::new(scratch.path(name)), Model(model.0.clone()), 5);
+        // What was written is gone again for the next one, which must find the middle as it was.
+        create(name, if name == "a.qcow2" { "middle.qcow2" } else { "a.qcow2" }, "qcow2", SIZE);
+    }
+}
