@@ -27,6 +27,9 @@ pub struct Cli {
 pub enum Command {
     /// Serve a disk image (or many, by --config) to guests.
     Serve(Box<ServeOptions>),
+    /// Make, look at, check and change disk images: the commands of qemu-img, with its options and its JSON.
+    #[command(subcommand)]
+    Image(Box<crate::image::Command>),
     /// Measure.
     #[command(subcommand)]
     Bench(Bench),

@@ -1,9 +1,11 @@
 //! Blockyard: serves virtual disks to virtual machines from user space.
 //!
-//! The top floor: command line, configuration, start-up and shutdown. Exit status: 0 done, 1 failed, 2 usage.
+//! The top floor: command line, configuration, start-up and shutdown. Exit status: 0 done, 1 failed, 2 usage; of
+//! `image check` also 3 (corrupt) and 4 (leaks only), of `image compare` 0 same, 1 different, 2 failed.
 
 mod cli;
 mod config;
+mod image;
 mod inherited;
 mod serve;
 
@@ -18,6 +20,10 @@ fn main() -> ExitCode {
     start_log(cli.log);
     let result = match cli.command {
         Command::Serve(options) => serve::run(&options),
+        Command::Image(command) => match image::run(&command) {
+            Ok(status) => return ExitCode::from(status),
+            Err(failure) => Err(failure),
+        },
         Command::Bench(Bench::Client(options)) => blockyard_bench::client::run(&options).map_err(Failure::from),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "blockyard", &mut std::io::stdout());
@@ -59,7 +65,11 @@ pub struct Failure {
 impl Failure {
     /// The user asked for what cannot be.
     pub fn usage(error: impl Into<anyhow::Error>) -> Self {
-        Failure { error: error.into(), status: 2 }
+        Self::with_status(2, error)
+    }
+
+    pub fn with_status(status: u8, error: impl Into<anyhow::Error>) -> Self {
+        Failure { error: error.into(), status }
     }
 }
 

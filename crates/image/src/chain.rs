@@ -94,6 +94,32 @@ enum Meta {
     Cow(Arc<cow::Shared>),
 }
 
+impl ChainLayer {
+    pub fn qcow2(&self) -> Option<&Arc<qcow2::Shared>> {
+        match &self.meta {
+            Meta::Qcow2(shared) => Some(shared),
+            Meta::Raw | Meta::Cow(_) => None,
+        }
+    }
+
+    pub fn cow(&self) -> Option<&Arc<cow::Shared>> {
+        match &self.meta {
+            Meta::Cow(shared) => Some(shared),
+            Meta::Raw | Meta::Qcow2(_) => None,
+        }
+    }
+
+    /// Bytes of the disk that it describes, in whole sectors.
+    pub fn size(&self) -> u64 {
+        match &self.meta {
+            Meta::Raw => self.file.size().next_multiple_of(SECTOR),
+            // A qcow2 image's size need not be whole sectors; what is beyond it reads as zeroes.
+            Meta::Qcow2(shared) => shared.size().next_multiple_of(SECTOR),
+            Meta::Cow(shared) => shared.size(),
+        }
+    }
+}
+
 /// An opened chain, the topmost image first.
 #[derive(Debug)]
 pub struct Chain {
@@ -231,12 +257,7 @@ impl Chain {
 
     /// Bytes of the guest's disk, in whole sectors.
     pub fn size(&self) -> u64 {
-        match &self.top().meta {
-            Meta::Raw => self.top().file.size().next_multiple_of(SECTOR),
-            // A qcow2 image's size need not be whole sectors; what is beyond it reads as zeroes.
-            Meta::Qcow2(shared) => shared.size().next_multiple_of(SECTOR),
-            Meta::Cow(shared) => shared.size(),
-        }
+        self.top().size()
     }
 
     /// What the topmost image allocates at a time, and its cluster, in bytes.

@@ -53,6 +53,16 @@ impl<S: Storage> Layer<S> {
         }
     }
 
+    /// As [`Layer::try_lookup`], with what it needs loaded.
+    pub(crate) async fn lookup(&self, offset: u64, len: u64) -> io::Result<Extent> {
+        loop {
+            match self.try_lookup(offset, len) {
+                Some(extent) => return Ok(extent),
+                None => self.load(offset).await?,
+            }
+        }
+    }
+
     async fn load(&self, offset: u64) -> io::Result<()> {
         match self {
             Layer::Raw { .. } => Ok(()),

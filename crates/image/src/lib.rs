@@ -21,6 +21,7 @@ pub mod qcow2;
 mod range_lock;
 mod raw;
 mod resolved;
+pub mod tools;
 mod traffic;
 mod turns;
 

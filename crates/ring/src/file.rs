@@ -6,9 +6,13 @@
 
 use std::future::Future;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
+
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
 
 use crate::executor::{Handle, Operation};
 use crate::host;
@@ -43,6 +47,15 @@ pub trait Storage: 'static {
     fn set_len(&self, len: u64) -> impl Future<Output = io::Result<()>>;
     /// The length now.
     fn len(&self) -> impl Future<Output = io::Result<u64>>;
+    /// Where the first data at or behind `offset` begin and end; None: there are holes only, up to the end. What lies in a
+    /// hole reads as zeroes. It may block for a moment, which is no matter where this is asked.
+    fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
+        Ok(Some(offset..u64::MAX))
+    }
+    /// Bytes that the file takes on its disk; None: that is not known.
+    fn allocated(&self) -> io::Result<Option<u64>> {
+        Ok(None)
+    }
 }
 
 /// How a file was opened, where it decides how it is used.
@@ -199,6 +212,29 @@ impl Storage for UringFile {
     async fn len(&self) -> io::Result<u64> {
         host::file_size(&self.slot.fd)
     }
+
+    fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
+        // The position is nobody's business here.
+        let seek = |to| rustix::fs::seek(&self.slot.fd, to);
+        let start = match seek(SeekFrom::Data(offset)) {
+            Ok(start) => start,
+            Err(Errno::NXIO) => return Ok(None),
+            // Not every file system and device can say: then all may be data.
+            Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(Some(offset..u64::MAX)),
+            Err(e) => return Err(e.into()),
+        };
+        match seek(SeekFrom::Hole(start)) {
+            Ok(end) => Ok(Some(start..end)),
+            // It was cut short meanwhile.
+            Err(Errno::NXIO) => Ok(None),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    fn allocated(&self) -> io::Result<Option<u64>> {
+        let blocks = rustix::fs::fstat(&self.slot.fd)?.st_blocks;
+        Ok((!self.block_device).then_some(blocks as u64 * 512))
+    }
 }
 
 impl UringFile {
@@ -266,6 +302,24 @@ mod tests {
                 assert_eq!(&bytes, b"\0\0\0\0\0, ring");
                 file.set_len(4092).await.unwrap();
                 assert_eq!(file.len().await.unwrap(), 4092);
+            })
+            .unwrap();
+    }
+
+    #[test]
+    fn holes_are_told() {
+        let executor = Executor::new().unwrap();
+        let (file, _fd) = file(&executor);
+        executor
+            .block_on(async move {
+                file.set_len(1 << 20).await.unwrap();
+                assert_eq!(file.next_data(0).unwrap(), None);
+                file.write(Segments::from_bytes(&[7; 4096]), 65536, false).await.1.unwrap();
+                assert_eq!(file.next_data(0).unwrap(), Some(65536..69632));
+                assert_eq!(file.next_data(66000).unwrap(), Some(66000..69632));
+                assert_eq!(file.next_data(69632).unwrap(), None);
+                assert_eq!(file.next_data(2 << 20).unwrap(), None, "beyond the end");
+                assert_eq!(file.allocated().unwrap(), Some(4096));
             })
             .unwrap();
     }

@@ -188,6 +188,46 @@ impl Segments {
         self.each(offset, len, |base, len| unsafe { base.write_bytes(0, len) });
     }
 
+    /// Where the first byte that is not zero lies in `len` bytes from `offset`, counted from there. For buffers of our own
+    /// that no operation has: a guest may change its memory at any time.
+    pub fn find_nonzero(&self, offset: usize, len: usize) -> Option<usize> {
+        let (mut before, mut found) = (0, None);
+        self.each_slice(offset, len, |bytes| {
+            if found.is_none() {
+                found = find_nonzero(bytes).map(|at| before + at);
+            }
+            before += bytes.len();
+        });
+        found
+    }
+
+    /// Where `len` bytes from `offset` first differ from those of `other` from `from`, counted from there. For buffers of
+    /// our own that no operation has.
+    pub fn find_difference(&self, offset: usize, other: &Segments, from: usize, len: usize) -> Option<usize> {
+        let (mut before, mut found) = (0, None);
+        self.each_slice(offset, len, |mine| {
+            let mut here = 0;
+            other.each_slice(from + before, mine.len(), |theirs| {
+                if found.is_none() {
+                    found = find_difference(&mine[here..here + theirs.len()], theirs).map(|at| before + here + at);
+                }
+                here += theirs.len();
+            });
+            before += mine.len();
+        });
+        found
+    }
+
+    /// As [`Segments::each`], for memory that nobody changes meanwhile.
+    fn each_slice(&self, offset: usize, len: usize, mut piece: impl FnMut(&[u8])) {
+        assert!(!matches!(self.owner, Owner::Guest(_)), "a guest's memory is copied before it is looked at");
+        self.each(offset, len, |base, len| {
+            // SAFETY: `each` gives ranges inside memory the owner keeps alive; it is a buffer of this thread's, which is
+            // written through `Segments` only, and none of its functions is called from `piece`.
+            piece(unsafe { std::slice::from_raw_parts(base, len) });
+        });
+    }
+
     /// Calls `piece` with the ranges that make up `offset`+`len`. Panics beyond the end: lengths are our own sums.
     fn each(&self, mut offset: usize, mut len: usize, mut piece: impl FnMut(*mut u8, usize)) {
         assert!(offset <= self.len && len <= self.len - offset, "segments: {offset}+{len} beyond {}", self.len);
@@ -218,6 +258,21 @@ fn push(iov: &mut Vec<libc::iovec>, base: *mut u8, len: usize) {
         Some(last) if last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == base => last.iov_len += len,
         _ => iov.push(libc::iovec { iov_base: base.cast(), iov_len: len }),
     }
+}
+
+/// Bytes looked at together.
+const BLOCK: usize = 256;
+
+fn find_nonzero(bytes: &[u8]) -> Option<usize> {
+    let zero = |block: &&[u8]| block.iter().fold(0, |all, byte| all | byte) == 0;
+    let zeroes: usize = bytes.chunks(BLOCK).take_while(zero).map(<[u8]>::len).sum();
+    bytes[zeroes..].iter().position(|byte| *byte != 0).map(|at| zeroes + at)
+}
+
+fn find_difference(a: &[u8], b: &[u8]) -> Option<usize> {
+    let mut blocks = a.chunks(BLOCK).zip(b.chunks(BLOCK));
+    let at = blocks.position(|(a, b)| a != b)? * BLOCK;
+    a[at..].iter().zip(&b[at..]).position(|(a, b)| a != b).map(|here| at + here)
 }
 
 impl std::fmt::Debug for Segments {
@@ -278,6 +333,27 @@ mod tests {
         drop(buffer);
         all.copy_out(0, &mut out[..5]);
         assert_eq!(&out[..5], b"23478");
+    }
+
+    #[test]
+    fn what_is_not_zero_and_what_differs_is_found() {
+        let (a, b) = (Segments::buffer(10_000), Segments::buffer(10_000));
+        assert_eq!((a.find_nonzero(0, 10_000), a.find_difference(0, &b, 0, 10_000)), (None, None));
+        for at in [0, 1, 255, 256, 300, 5000, 9999] {
+            b.copy_in(at, &[7]);
+            assert_eq!((b.find_nonzero(0, 10_000), a.find_difference(0, &b, 0, 10_000)), (Some(at), Some(at)));
+            assert_eq!(b.find_nonzero(at, 10_000 - at), Some(0));
+            assert_eq!((b.find_nonzero(0, at), b.find_difference(0, &a, 0, at)), (None, None));
+            b.zero(at, 1);
+        }
+        // Pieces that do not match.
+        let mut pieces = a.slice(0, 100);
+        assert!(pieces.append(&a.slice(200, 3000)) && pieces.append(&a.slice(5000, 17)));
+        let other = Segments::buffer(4000);
+        other.copy_in(700 + 3100, &[1]);
+        assert_eq!(pieces.find_difference(0, &other, 700, 3117), Some(3100));
+        assert_eq!(other.find_difference(700, &pieces, 0, 3117), Some(3100));
+        assert_eq!(pieces.find_difference(1, &other, 0, 3000), None);
     }
 
     #[test]

@@ -300,6 +300,10 @@ impl std::fmt::Debug for Shared {
 }
 
 impl Shared {
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
     pub fn size(&self) -> u64 {
         self.header.sectors() * SECTOR
     }

@@ -286,6 +286,19 @@ impl Allocator {
         Some(self.width.get(&block.bytes, (cluster % self.per_block()) as usize))
     }
 
+    /// Adds a reference to a cluster whose block is in memory. False: its count is as large as it can be.
+    pub fn retain(&self, cluster: u64) -> bool {
+        let mut state = self.state();
+        let index = (cluster % self.per_block()) as usize;
+        let block = self.block_of(cluster);
+        let Some(counts) = state.blocks.get_mut(&block) else { return false };
+        let count = self.width.get(&counts.bytes, index);
+        if count < self.width.max() {
+            counts.set(self.width, index, count + 1);
+        }
+        count < self.width.max()
+    }
+
     /// Takes one reference from a cluster whose block is in memory: true when none is left.
     pub fn release(&self, cluster: u64) -> bool {
         let mut state = self.state();

@@ -242,6 +242,7 @@ impl<S: Storage> Qcow2<S> {
 
     async fn give_back(&self) -> io::Result<()> {
         let (alloc, bits) = (&self.shared.alloc, self.shape().layout.cluster_bits);
+        self.end_packing();
         let mut end = alloc.end();
         let mut reserved = alloc.take_reserved();
         reserved.sort_unstable_by_key(|run| run.start);

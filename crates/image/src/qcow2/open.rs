@@ -18,6 +18,7 @@ use super::bytes;
 use super::check::{FindingKind, Repair, check, rebuild_refcounts};
 use super::entry::{self, L1Entry};
 use super::header::Header;
+use super::packing::Packing;
 use super::shared::{L1, Shape, Shared};
 use super::tables::Tables;
 use super::view::Qcow2;
@@ -75,6 +76,7 @@ impl<S: Storage> Qcow2<S> {
             recompressed: AtomicU64::new(0),
             compression,
             leaving: Mutex::default(),
+            packing: Packing::default(),
         };
         Ok(Qcow2::view(Arc::new(shared), file, data))
     }

@@ -64,6 +64,20 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
+    /// Whether at least `wanted` clusters of the file are in use.
+    pub(crate) async fn has_clusters(&self, wanted: u64) -> io::Result<bool> {
+        let alloc = &self.shared.alloc;
+        let (mut cluster, mut used) = (0, 0);
+        while cluster < alloc.end() && used < wanted {
+            let block = alloc.block_of(cluster);
+            self.load_counts(block).await?;
+            let next = ((block + 1) * alloc.per_block()).min(alloc.end());
+            used += (cluster..next).filter(|&c| alloc.count(c).is_some_and(|count| count > 0)).count() as u64;
+            cluster = next;
+        }
+        Ok(used >= wanted)
+    }
+
     /// Makes the file longer by `most` clusters, and by what refcounts for them need.
     async fn extend(&self, most: u64) -> io::Result<()> {
         let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);

@@ -12,6 +12,7 @@ use crate::turns::Turns;
 use super::alloc::{Allocator, Freed};
 use super::entry::{self, Layout};
 use super::header::{Compression, Header};
+use super::packing::Packing;
 use super::tables::{SLICE_BYTES, Tables};
 
 /// Sizes that follow from the header.
@@ -106,6 +107,7 @@ pub struct Shared {
     pub(super) compression: Compression,
     /// Clusters to be given back when those who were there at the last turn have left.
     pub(super) leaving: Mutex<Vec<Freed>>,
+    pub(super) packing: Packing,
 }
 
 impl Shared {

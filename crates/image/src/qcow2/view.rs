@@ -58,9 +58,13 @@ impl<S: Storage> Qcow2<S> {
         &self.shared.shape
     }
 
+    pub(crate) fn file(&self) -> &Raw<S> {
+        &self.file
+    }
+
     /// Where the file's guest data lie.
     #[inline]
-    pub(super) fn data_file(&self) -> &Raw<S> {
+    pub(crate) fn data_file(&self) -> &Raw<S> {
         self.data.as_ref().unwrap_or(&self.file)
     }
 
@@ -97,6 +101,15 @@ impl<S: Storage> Qcow2<S> {
             }
             extent
         })
+    }
+
+    /// Where the host cluster has room for the byte at `offset`, be it there or not; None: it has none, or its entry is not
+    /// in memory.
+    pub(crate) fn kept(&self, offset: u64) -> Option<u64> {
+        let shape = self.shape();
+        let entry = self.entry(shape.cluster(offset))?;
+        let decoded = L2Entry::decode(entry.word, entry.bitmap, shape.layout).ok()?;
+        decoded.cluster.host().map(|host| host + (offset & (shape.cluster_size() - 1)))
     }
 
     /// The extent at `offset`, inside one cluster.

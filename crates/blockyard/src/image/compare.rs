@@ -1,0 +1,90 @@
+//! `image compare`. Exit status: 0 the same, 1 not the same, 2 the comparison failed.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use blockyard_image::tools::{Comparison, Progress, compare};
+use blockyard_image::{Chain, Format};
+use clap::Args;
+use serde::Serialize;
+
+use super::progress::Show;
+use super::{Folders, Output, format, print, print_json, threads};
+use crate::Failure;
+
+#[derive(Args)]
+pub struct Options {
+    #[arg(value_name = "FILE1")]
+    first: PathBuf,
+    #[arg(value_name = "FILE2")]
+    second: PathBuf,
+    /// The first image's format [default: as its name says].
+    #[arg(short = 'f', long = "format", visible_alias = "a-format", value_parser = format())]
+    first_format: Option<Format>,
+    /// The second image's format [default: as its name says].
+    #[arg(short = 'F', long = "second-format", visible_alias = "b-format", value_parser = format())]
+    second_format: Option<Format>,
+    /// Disks of different sizes are not the same, nor those of which only one knows where it has zeroes.
+    #[arg(short, long)]
+    strict: bool,
+    #[command(flatten)]
+    folders: Folders,
+    #[command(flatten)]
+    output: Output,
+    #[command(flatten)]
+    show: Show,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Answer {
+    identical: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    offset: Option<u64>,
+    size_mismatch: bool,
+    status_mismatch: bool,
+}
+
+pub fn run(options: &Options) -> Result<u8, Failure> {
+    // Status 1 has a meaning of its own here.
+    let failed = |e| Failure::with_status(2, e);
+    let open = |path, format| Chain::open(&options.folders.reading(path, format)).map(Arc::new).map_err(failed);
+    let (a, b) = (open(&options.first, options.first_format)?, open(&options.second, options.second_format)?);
+    let progress = Arc::<Progress>::default();
+    let result = if options.strict && a.size() != b.size() {
+        Comparison { differs_at: None, status_differs_at: None, sizes: (a.size(), b.size()) }
+    } else {
+        let work = || compare(&a, &b, options.strict, threads(), &progress);
+        options.show.during(&progress, work).map_err(failed)?
+    };
+    let verdict = Verdict::of(&result, options.strict);
+    if options.output.is_json() {
+        print_json(&verdict.answer)?;
+    } else if !options.show.quiet {
+        print(&verdict.text)?;
+    }
+    Ok(u8::from(!verdict.answer.identical))
+}
+
+struct Verdict {
+    answer: Answer,
+    text: String,
+}
+
+impl Verdict {
+    fn of(result: &Comparison, strict: bool) -> Self {
+        let size_mismatch = result.sizes.0 != result.sizes.1;
+        // As qemu-img, which comes to the sizes only when it has come so far.
+        let in_both = result.differs_at.is_some_and(|at| at < result.sizes.0.min(result.sizes.1));
+        let warning = if size_mismatch && !in_both { "Warning: Image size mismatch!\n" } else { "" };
+        let (identical, text) = match (result.differs_at, result.status_differs_at) {
+            _ if strict && size_mismatch => (false, "Strict mode: Image size mismatch!\n".into()),
+            (Some(offset), _) => (false, format!("{warning}Content mismatch at offset {offset}!\n")),
+            (None, Some(offset)) => (false, format!("Strict mode: Offset {offset} block status mismatch!\n")),
+            (None, None) => (true, format!("{warning}Images are identical.\n")),
+        };
+        let (offset, status_mismatch) =
+            (result.differs_at.or(result.status_differs_at), result.status_differs_at.is_some());
+        Verdict { answer: Answer { identical, offset, size_mismatch, status_mismatch }, text }
+    }
+}

@@ -1,0 +1,89 @@
+//! `image info`: what an image says about itself, with the names of `qemu-img info`.
+
+mod report;
+
+use std::path::PathBuf;
+
+use blockyard_image::{ChainOptions, Format};
+use clap::Args;
+use serde_json::Value;
+
+use report::Info;
+
+use super::{Folders, Output, format, open, print, print_json, size};
+use crate::Failure;
+
+#[derive(Args)]
+pub struct Options {
+    /// The image.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Its format [default: as its name says].
+    #[arg(short, long, value_parser = format())]
+    format: Option<Format>,
+    /// Say it of its backing files too.
+    #[arg(short, long)]
+    backing_chain: bool,
+    #[command(flatten)]
+    folders: Folders,
+    #[command(flatten)]
+    output: Output,
+}
+
+pub fn run(options: &Options) -> Result<(), Failure> {
+    let chain = open(&ChainOptions {
+        no_backing: !options.backing_chain,
+        ..options.folders.reading(&options.file, options.format)
+    })?;
+    let all: Vec<Info> = chain.layers().iter().map(Info::of).collect::<anyhow::Result<_>>()?;
+    match (options.output.is_json(), all.as_slice()) {
+        (true, [one]) if !options.backing_chain => print_json(one),
+        (true, all) => print_json(&all),
+        (false, all) => print(&all.iter().map(text).collect::<Vec<_>>().join("\n")),
+    }
+}
+
+fn text(info: &Info) -> String {
+    let mut lines = vec![
+        format!("image: {}", info.filename),
+        format!("file format: {}", info.format),
+        format!("virtual size: {} ({} bytes)", size::human(info.virtual_size), info.virtual_size),
+        format!("disk size: {}", size::human(info.actual_size)),
+    ];
+    if info.dirty_flag {
+        lines.push("cleanly shut down: no".into());
+    }
+    lines.extend(info.cluster_size.map(|size| format!("cluster_size: {size}")));
+    if let Some(name) = &info.backing_filename {
+        let full = info.full_backing_filename.as_ref().filter(|full| *full != name);
+        let full = full.map_or(String::new(), |full| format!(" (actual path: {full})"));
+        lines.push(format!("backing file: {name}{full}"));
+    }
+    lines.extend(info.backing_filename_format.as_ref().map(|format| format!("backing file format: {format}")));
+    if let Some(specific) = &info.format_specific {
+        let data = serde_json::to_value(specific).unwrap_or_default();
+        lines.push("Format specific information:".into());
+        lines.extend(fields(&data["data"]));
+    }
+    for child in &info.children {
+        lines.push(format!("Child node '/{}':", child.name));
+        lines.push(format!("    filename: {}", child.info.filename));
+        lines.push(format!("    protocol type: {}", child.info.format));
+        let length = child.info.virtual_size;
+        lines.push(format!("    file length: {} ({length} bytes)", size::human(length)));
+        lines.push(format!("    disk size: {}", size::human(child.info.actual_size)));
+    }
+    lines.join("\n") + "\n"
+}
+
+/// `name: value`, a line each.
+fn fields(data: &Value) -> Vec<String> {
+    let field = |(name, value): (&String, &Value)| {
+        let name = name.replace('-', " ");
+        match value {
+            Value::String(text) => format!("    {name}: {text}"),
+            other => format!("    {name}: {other}"),
+        }
+    };
+    data.as_object().map(|fields| fields.iter().map(field).collect()).unwrap_or_default()
+}

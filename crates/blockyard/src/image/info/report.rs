@@ -1,0 +1,143 @@
+//! What is told of an image; the fields are those of `qemu-img info --output json`.
+
+use std::path::Path;
+
+use blockyard_image::qcow2::{Compression, Header};
+use blockyard_image::{ChainLayer, Format, ImageFile, SECTOR, cow};
+use serde::Serialize;
+
+/// An image, or a file that it consists of.
+#[derive(Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Info {
+    pub children: Vec<Child>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backing_filename_format: Option<String>,
+    pub virtual_size: u64,
+    pub filename: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cluster_size: Option<u64>,
+    pub format: String,
+    pub actual_size: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub format_specific: Option<Specific>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub full_backing_filename: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backing_filename: Option<String>,
+    pub dirty_flag: bool,
+}
+
+#[derive(Serialize)]
+pub struct Child {
+    pub name: &'static str,
+    pub info: Info,
+}
+
+#[derive(Serialize)]
+#[serde(tag = "type", content = "data", rename_all = "kebab-case")]
+pub enum Specific {
+    File {},
+    Qcow2(Features),
+    Cow(CowFields),
+}
+
+#[derive(Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Features {
+    pub compat: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data_file: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data_file_raw: Option<bool>,
+    pub compression_type: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lazy_refcounts: Option<bool>,
+    pub refcount_bits: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub corrupt: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub extended_l2: Option<bool>,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct CowFields {
+    pub version: u32,
+    pub alignment: u32,
+    pub backing_size: u64,
+    pub backing_mtime: u32,
+}
+
+impl Info {
+    pub fn of(layer: &ChainLayer) -> anyhow::Result<Self> {
+        let main = Child { name: "file", info: Info::of_file(&layer.file)? };
+        let mut info = Info {
+            virtual_size: layer.size(),
+            filename: main.info.filename.clone(),
+            format: layer.format.to_string(),
+            actual_size: main.info.actual_size,
+            children: vec![main],
+            ..Info::default()
+        };
+        if let Some(shared) = layer.qcow2() {
+            info.add_qcow2(&shared.header());
+        }
+        if let Some(shared) = layer.cow() {
+            info.add_cow(shared.header());
+        }
+        Ok(info)
+    }
+
+    fn add_qcow2(&mut self, header: &Header) {
+        self.cluster_size = Some(header.cluster_size());
+        self.add_backing(header.backing.as_deref());
+        self.backing_filename_format = header.backing_format.clone();
+        self.dirty_flag = header.has_dirty();
+        let three = header.version >= 3;
+        self.format_specific = Some(Specific::Qcow2(Features {
+            compat: if three { "1.1" } else { "0.10" },
+            data_file: header.data_file.clone(),
+            data_file_raw: header.has_data_file().then_some(header.raw_data_file()),
+            compression_type: match header.compression {
+                Compression::Zlib => "zlib",
+                Compression::Zstd => "zstd",
+            },
+            lazy_refcounts: three.then_some(header.lazy_refcounts()),
+            refcount_bits: header.refcount_bits(),
+            corrupt: three.then_some(header.has_corrupt()),
+            extended_l2: three.then_some(header.extended_l2()),
+        }));
+    }
+
+    fn add_cow(&mut self, header: &cow::Header) {
+        self.add_backing(Some(&header.backing));
+        self.backing_filename_format = Some(Format::Raw.to_string());
+        self.format_specific = Some(Specific::Cow(CowFields {
+            version: header.version(),
+            alignment: header.alignment,
+            backing_size: header.backing_size,
+            backing_mtime: header.backing_mtime,
+        }));
+    }
+
+    fn add_backing(&mut self, name: Option<&str>) {
+        let folder = Path::new(&self.filename).parent().unwrap_or(Path::new(""));
+        self.full_backing_filename = name.map(|name| folder.join(name).display().to_string());
+        self.backing_filename = name.map(str::to_string);
+    }
+
+    /// A file of the host.
+    fn of_file(file: &ImageFile) -> anyhow::Result<Self> {
+        let stat = rustix::fs::fstat(file.fd())?;
+        Ok(Info {
+            // As QEMU tells it, in whole sectors.
+            virtual_size: file.size().next_multiple_of(SECTOR),
+            filename: file.path().display().to_string(),
+            format: if file.is_device() { "host_device" } else { "file" }.into(),
+            actual_size: stat.st_blocks as u64 * 512,
+            format_specific: Some(Specific::File {}),
+            ..Info::default()
+        })
+    }
+}

@@ -1,0 +1,109 @@
+//! `image map`: one line for each extent, printed as they are found, for there may be millions.
+
+use std::io::{self, BufWriter, Write};
+use std::path::PathBuf;
+
+use blockyard_image::Format;
+use blockyard_image::tools::{self, Disk, MapEntry, on_reactors};
+use clap::Args;
+
+use super::{Folders, Output, failed, format, open, size};
+use crate::Failure;
+
+#[derive(Args)]
+pub struct Options {
+    /// The image.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Its format [default: as its name says].
+    #[arg(short, long, value_parser = format())]
+    format: Option<Format>,
+    /// Begin there.
+    #[arg(short, long, value_name = "SIZE", default_value = "0", value_parser = size::parse)]
+    start_offset: u64,
+    /// How much to look at [default: all].
+    #[arg(short = 'l', long, value_name = "SIZE", value_parser = size::parse)]
+    max_length: Option<u64>,
+    #[command(flatten)]
+    folders: Folders,
+    #[command(flatten)]
+    output: Output,
+}
+
+pub fn run(options: &Options) -> Result<(), Failure> {
+    let chain = open(&options.folders.reading(&options.file, options.format))?;
+    let end = options.start_offset.saturating_add(options.max_length.unwrap_or(u64::MAX));
+    let json = options.output.is_json();
+    let work = |handle| {
+        let (chain, range) = (chain.clone(), options.start_offset..end);
+        async move {
+            let files = chain.layers().iter().map(|layer| layer.data.as_ref().unwrap_or(&layer.file));
+            let mut lines = Lines {
+                json,
+                files: files.map(|file| file.path().display().to_string()).collect(),
+                out: BufWriter::new(io::stdout()),
+                begun: false,
+                result: Ok(()),
+            };
+            let disk = Disk::of(&chain, &handle).await?;
+            tools::map(&disk, range, |entry| lines.show(entry)).await?;
+            Ok(lines.end())
+        }
+    };
+    let results = on_reactors(1, work).map_err(failed)?;
+    Ok(results.into_iter().collect::<io::Result<()>>()?)
+}
+
+struct Lines<W: Write> {
+    json: bool,
+    /// Of each layer.
+    files: Vec<String>,
+    out: W,
+    begun: bool,
+    result: io::Result<()>,
+}
+
+impl<W: Write> Lines<W> {
+    fn show(&mut self, entry: &MapEntry) {
+        if self.result.is_ok() {
+            self.result = if self.json { self.object(entry) } else { self.line(entry) };
+            self.begun = true;
+        }
+    }
+
+    fn line(&mut self, entry: &MapEntry) -> io::Result<()> {
+        if !self.begun {
+            writeln!(self.out, "{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to")?;
+        }
+        if !entry.data || entry.zero {
+            return Ok(());
+        }
+        let at = entry.offset.map_or("compressed".into(), hex);
+        let file = self.files.get(entry.depth).map_or("", String::as_str);
+        writeln!(self.out, "{:<16}{:<16}{at:<16}{file}", hex(entry.start), hex(entry.length))
+    }
+
+    fn object(&mut self, entry: &MapEntry) -> io::Result<()> {
+        let MapEntry { start, length, depth, present, zero, data, compressed, offset } = entry;
+        write!(self.out, "{}", if self.begun { ",\n" } else { "[" })?;
+        write!(self.out, r#"{{ "start": {start}, "length": {length}, "depth": {depth}, "present": {present}, "#)?;
+        write!(self.out, r#""zero": {zero}, "data": {data}, "compressed": {compressed}"#)?;
+        if let Some(offset) = offset {
+            write!(self.out, r#", "offset": {offset}"#)?;
+        }
+        write!(self.out, "}}")
+    }
+
+    fn end(mut self) -> io::Result<()> {
+        self.result?;
+        if self.json {
+            writeln!(self.out, "{}", if self.begun { "]" } else { "[]" })?;
+        }
+        self.out.flush()
+    }
+}
+
+/// As C prints it.
+fn hex(number: u64) -> String {
+    if number == 0 { "0".into() } else { format!("{number:#x}") }
+}

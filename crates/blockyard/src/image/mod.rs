@@ -1,0 +1,128 @@
+//! `blockyard image`: the commands of qemu-img, over `blockyard_image::tools`.
+//!
+//! ```text
+//!   info, map, compare   what images are       convert   one image into another
+//!   new, output          images that are made  progress  bars       size      sizes as people write them
+//! ```
+//! In: the command line. Out: text for people, or JSON as qemu-img prints it; an exit status.
+
+mod compare;
+mod convert;
+mod info;
+mod map;
+mod new;
+mod output;
+mod progress;
+mod size;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use blockyard_image::{CacheMode, Chain, ChainError, ChainOptions, Format};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, Subcommand, ValueEnum};
+
+use crate::Failure;
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// Say what an image is: its format, size, backing file, features.
+    Info(info::Options),
+    /// Say where the bytes of an image are.
+    Map(map::Options),
+    /// Say whether two images hold the same disk. Exit status: 0 the same, 1 not the same, 2 failed.
+    Compare(compare::Options),
+    /// Make a new image of another format, with the same disk.
+    Convert(Box<convert::Options>),
+}
+
+/// Does the command; the exit status when it went well.
+pub fn run(command: &Command) -> Result<u8, Failure> {
+    match command {
+        Command::Info(options) => info::run(options).map(|()| 0),
+        Command::Map(options) => map::run(options).map(|()| 0),
+        Command::Compare(options) => compare::run(options),
+        Command::Convert(options) => convert::run(options).map(|()| 0),
+    }
+}
+
+/// Formats by their names.
+pub fn format() -> impl TypedValueParser<Value = Format> {
+    PossibleValuesParser::new(Format::NAMES.map(|(name, _)| name)).try_map(|name| name.parse::<Format>())
+}
+
+fn cache() -> impl TypedValueParser<Value = CacheMode> {
+    PossibleValuesParser::new(CacheMode::NAMES.map(|(name, _)| name)).try_map(|name| name.parse::<CacheMode>())
+}
+
+/// How to print.
+#[derive(Args)]
+pub struct Output {
+    /// Print JSON, as qemu-img does.
+    #[arg(long)]
+    json: bool,
+    /// human or json.
+    #[arg(long, value_name = "HOW", default_value = "human", hide_default_value = true)]
+    output: How,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum How {
+    Human,
+    Json,
+}
+
+impl Output {
+    fn is_json(&self) -> bool {
+        self.json || self.output == How::Json
+    }
+}
+
+/// Where backing files may be.
+#[derive(Args)]
+pub struct Folders {
+    /// Backing and data files are opened in this folder and below; may be repeated [default: the image's own folder].
+    #[arg(long = "backing-folder", value_name = "FOLDER")]
+    backing_folders: Vec<PathBuf>,
+}
+
+impl Folders {
+    /// Options to open an image for reading, its page cache included.
+    fn reading(&self, path: &std::path::Path, format: Option<Format>) -> ChainOptions {
+        ChainOptions {
+            format,
+            read_only: true,
+            cache: CacheMode::Writeback,
+            folders: self.backing_folders.clone(),
+            ..ChainOptions::new(path)
+        }
+    }
+}
+
+/// Opens a chain; not to say a format where one is needed is a mistake in the command.
+fn open(options: &ChainOptions) -> Result<Arc<Chain>, Failure> {
+    Chain::open(options).map(Arc::new).map_err(failed)
+}
+
+fn failed(error: ChainError) -> Failure {
+    match error {
+        ChainError::Format { .. } => Failure::usage(error),
+        other => other.into(),
+    }
+}
+
+/// Prints a whole answer. (`println!` panics when nobody reads it any more.)
+fn print(text: &str) -> Result<(), Failure> {
+    let mut out = std::io::stdout().lock();
+    Ok(out.write_all(text.as_bytes()).and_then(|()| out.flush())?)
+}
+
+fn print_json(value: &impl serde::Serialize) -> Result<(), Failure> {
+    print(&(serde_json::to_string_pretty(value)? + "\n"))
+}
+
+/// Threads for work that keeps processors busy.
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, |n| n.get().min(8))
+}

@@ -1,0 +1,86 @@
+//! How far a long work has come: a bar on a terminal, or qemu-img's line where `-p` asks for it.
+
+use std::io::{IsTerminal, Write};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+use blockyard_image::tools::Progress;
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// Between two looks.
+const STEP: Duration = Duration::from_millis(100);
+
+#[derive(Args)]
+pub struct Show {
+    /// Show how far it is also where standard error is no terminal.
+    #[arg(short, long)]
+    progress: bool,
+    /// Print nothing but errors.
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+/// Where it is shown.
+#[derive(Clone, Copy, PartialEq)]
+enum Face {
+    None,
+    Bar,
+    /// Percents on standard output, as qemu-img prints them: programs read these.
+    Line,
+}
+
+impl Show {
+    fn face(&self) -> Face {
+        match (self.quiet, std::io::stderr().is_terminal(), self.progress) {
+            (true, _, _) => Face::None,
+            (false, true, _) => Face::Bar,
+            (false, false, true) => Face::Line,
+            (false, false, false) => Face::None,
+        }
+    }
+
+    /// Does `work`, and meanwhile shows what `progress` says.
+    pub fn during<T>(&self, progress: &Progress, work: impl FnOnce() -> T) -> T {
+        let face = self.face();
+        if face == Face::None {
+            return work();
+        }
+        let (end, ended) = channel::<()>();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let bar = bar(face);
+                while ended.recv_timeout(STEP) == Err(RecvTimeoutError::Timeout) {
+                    draw(&bar, face, progress);
+                }
+                draw(&bar, face, progress);
+                bar.finish_and_clear();
+                if face == Face::Line {
+                    println!();
+                }
+            });
+            // Dropped in any case, so that a panic ends the other thread too.
+            let _end = end;
+            work()
+        })
+    }
+}
+
+fn bar(face: Face) -> ProgressBar {
+    let bar = if face == Face::Bar { ProgressBar::new(0) } else { ProgressBar::hidden() };
+    let shape = "{wide_bar} {percent:>3}% {decimal_bytes_per_sec:>11} {eta:>4}";
+    bar.set_style(ProgressStyle::with_template(shape).unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar
+}
+
+fn draw(bar: &ProgressBar, face: Face, progress: &Progress) {
+    let (done, total) = (progress.done(), progress.total());
+    if face == Face::Bar {
+        bar.set_length(total);
+        bar.set_position(done);
+        return;
+    }
+    let percent = if total == 0 { 0.0 } else { done as f64 * 100.0 / total as f64 };
+    print!("    ({percent:.2}/100%)\r");
+    let _ = std::io::stdout().flush();
+}

@@ -1,0 +1,161 @@
+//! Images made by QEMU: of many options, with data, zeroes, holes and compressed clusters, alone and in chains.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::common::{Finished, Folder, blockyard, tool};
+
+pub const MIB: u64 = 1 << 20;
+pub const SIZE: u64 = 24 * MIB;
+
+/// Options of `qemu-img create -f qcow2 -o`.
+pub const QCOW2: [&str; 13] = [
+    "compat=1.1",
+    "compat=0.10",
+    "cluster_size=512",
+    "cluster_size=4k",
+    "cluster_size=2M",
+    "refcount_bits=1",
+    "refcount_bits=64,cluster_size=4k",
+    "extended_l2=on",
+    "extended_l2=on,cluster_size=128k,compression_type=zstd",
+    "compression_type=zstd",
+    "preallocation=metadata",
+    "lazy_refcounts=on",
+    "data_file=data.bin",
+];
+
+pub fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// Runs `qemu-img`, which must go well.
+#[track_caller]
+pub fn qemu_img(args: &[&str]) -> String {
+    tool("qemu-img", args).good()
+}
+
+/// Runs `blockyard image`, which must go well, and say nothing on standard error.
+#[track_caller]
+pub fn image(args: &[&str]) -> String {
+    let done = image_any(args);
+    assert_eq!(done.err, "", "blockyard image {args:?}");
+    done.good()
+}
+
+/// Runs `blockyard image`.
+#[track_caller]
+pub fn image_any(args: &[&str]) -> Finished {
+    blockyard([&["image"], args].concat())
+}
+
+#[track_caller]
+pub fn json(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"))
+}
+
+/// The same question to both, as JSON; the answers must be the same.
+#[track_caller]
+pub fn same_answer(args: &[&str]) -> Value {
+    let args = [args, &["--output", "json"]].concat();
+    let (ours, theirs) = (json(&image(&args)), json(&qemu_img(&args)));
+    assert_eq!(ours, theirs, "blockyard (left) and qemu-img (right) {args:?}");
+    ours
+}
+
+#[track_caller]
+pub fn qemu_io(image: &Path, format: &str, commands: &[&str]) {
+    let mut args = vec!["-f", format, text(image)];
+    commands.iter().for_each(|command| args.extend(["-c", command]));
+    let done = tool("qemu-io", args);
+    let out = done.good();
+    assert!(!out.contains("failed"), "{out}");
+}
+
+/// QEMU finds nothing wrong, and the same disk.
+#[track_caller]
+pub fn sound_and_same(image: (&Path, &str), expected: (&Path, &str)) {
+    if image.1 == "qcow2" {
+        qemu_img(&["check", "-q", "-f", "qcow2", text(image.0)]);
+    }
+    qemu_img(&["compare", "-q", "-f", image.1, "-F", expected.1, text(image.0), text(expected.0)]);
+}
+
+/// A folder with images.
+pub struct Images(pub Folder);
+
+impl Images {
+    pub fn new() -> Self {
+        Images(Folder::new())
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// A raw file with data and holes; patterns depend on `seed`.
+    pub fn raw(&self, name: &str, size: u64, seed: u8) -> PathBuf {
+        let path = self.0.image(name, size);
+        let p = |n: u8| seed.wrapping_add(n) | 1;
+        let writes = [
+            format!("write -P {} 0 100k", p(0)),
+            format!("write -P {} 1M 1M", p(1)),
+            "write -P 0 3M 128k".to_string(),
+            format!("write -P {} {} 64k", p(2), size - 65536),
+        ];
+        qemu_io(&path, "raw", &writes.each_ref().map(String::as_str));
+        path
+    }
+
+    /// A qcow2 image of these options, with writes of all kinds. `backing`: name and format.
+    pub fn qcow2(&self, name: &str, options: &str, backing: Option<(&str, &str)>, size: u64, seed: u8) -> PathBuf {
+        let path = self.path(name);
+        let options = options.replace("data.bin", text(&self.path(&format!("{name}.data"))));
+        // Metadata are not preallocated in overlays.
+        let options = if backing.is_some() { options.replace("preallocation=metadata", "") } else { options };
+        let mut args = vec!["create", "-q", "-f", "qcow2"];
+        if !options.is_empty() {
+            args.extend(["-o", &options]);
+        }
+        if let Some((name, format)) = backing {
+            args.extend(["-b", name, "-F", format]);
+        }
+        let size = size.to_string();
+        args.extend([text(&path), &size]);
+        qemu_img(&args);
+        self.fill(&path, &options, seed);
+        path
+    }
+
+    fn fill(&self, path: &Path, options: &str, seed: u8) {
+        let p = |n: u8| seed.wrapping_add(n) | 1;
+        let shift = u64::from(seed) * 8192;
+        let mut commands = vec![
+            format!("write -P {} {} 200k", p(0), 512 * 1024 + shift),
+            format!("write -P {} {} 1k", p(1), 1537 * 1024 + shift),
+            format!("write -P {} 2M 2M", p(2)),
+            format!("write -z {} 64k", 2304 * 1024 + shift),
+            format!("write -z -u {} 256k", 4 * MIB + shift),
+            format!("write -z -u {} 256k", 3 * MIB + shift),
+            format!("write -P {} {} 70k", p(3), 5 * MIB + 512),
+            format!("discard {} 128k", 2560 * 1024 + shift),
+        ];
+        // Clusters that have a place already are not compressed.
+        if !options.contains("data_file") && !options.contains("preallocation") {
+            let cluster =
+                ["512", "4k", "128k", "2M"].into_iter().find(|c| options.contains(&format!("cluster_size={c}")));
+            for (number, at) in [6, 8].into_iter().enumerate() {
+                commands.push(format!("write -c -P {} {at}M {}", p(4 + number as u8), cluster.unwrap_or("64k")));
+            }
+        }
+        qemu_io(path, "qcow2", &commands.iter().map(String::as_str).collect::<Vec<_>>());
+    }
+
+    /// Three images: raw (smaller), qcow2, and one of `options` on top.
+    pub fn chain(&self, options: &str) -> PathBuf {
+        self.raw("base.raw", 7 * MIB + 512, 1);
+        self.qcow2("middle.qcow2", "", Some(("base.raw", "raw")), 16 * MIB, 3);
+        self.qcow2("top.qcow2", options, Some(("middle.qcow2", "qcow2")), SIZE, 5)
+    }
+}

@@ -1,0 +1,16 @@
+//! `blockyard image`, run as a program beside `qemu-img`, which is the judge of what it says and of what it writes.
+//!
+//! ```text
+//!   fixture    images of QEMU's with all there is in them, alone and in chains; JSON compared
+//!   tell       info, map, compare: the same answers as qemu-img's
+//!   convert    from everything to everything
+//!   mistakes   bad options and broken images: one line and an exit status
+//! ```
+
+#[path = "../common/mod.rs"]
+mod common;
+mod fixture;
+
+mod convert;
+mod mistakes;
+mod tell;

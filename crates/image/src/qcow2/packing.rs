@@ -1,0 +1,132 @@
+//! Writing compressed clusters: byte by byte one after another, as QEMU packs them.
+//!
+//! What must hold: whoever packs has the image's clusters for itself (nobody overwrites what is being packed); each host
+//! cluster counts the compressed clusters that have a part in it; an entry changes when its data have been written. Clusters
+//! that share a sector are written one after the other, for with O_DIRECT each write of it reads it first.
+
+use std::io;
+use std::sync::Mutex;
+
+use blockyard_ring::Storage;
+
+use crate::range_lock::RangeLock;
+use crate::turns::Turns;
+
+use super::alloc::Run;
+use super::bytes;
+use super::entry::{Cluster, L2Entry};
+use super::shared::lock;
+use super::tables::Entry;
+use super::view::Qcow2;
+
+/// Bytes of host clusters that are taken at a time, so that what is packed lies together.
+const ROOM: u64 = 4 << 20;
+/// The largest unit in which O_DIRECT reads, changes and writes.
+const BLOCK: u64 = 4096;
+
+/// Where the next compressed cluster goes.
+#[derive(Debug)]
+pub(super) struct Packing {
+    turn: Turns,
+    room: Mutex<Room>,
+    writing: RangeLock,
+}
+
+/// Bytes of the file that were taken, and not used yet.
+#[derive(Clone, Copy, Debug, Default)]
+struct Room {
+    next: u64,
+    end: u64,
+}
+
+impl Default for Packing {
+    fn default() -> Self {
+        Packing { turn: Turns::new(1), room: Mutex::default(), writing: RangeLock::default() }
+    }
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Writes the guest cluster at `offset`, whose bytes [`super::pack`] has made `packed`. False, and nothing is done: it
+    /// has something already, or there is no place that its entry could name.
+    pub async fn write_compressed(&self, offset: u64, packed: &[u8]) -> io::Result<bool> {
+        let shape = *self.shape();
+        let cluster = shape.cluster(offset);
+        if shape.layout.data_file {
+            return Ok(false);
+        }
+        let _hold = self.shared.held.hold(cluster..cluster + 1).await;
+        let old = loop {
+            match self.entry(cluster) {
+                Some(entry) => break entry,
+                None => self.load(offset).await?,
+            }
+        };
+        if old != Entry::default() {
+            return Ok(false);
+        }
+        self.own_table(shape.table(cluster)).await?;
+        let host = self.room_for(packed.len() as u64).await?;
+        let entry = L2Entry { cluster: Cluster::Compressed { host, len: packed.len() as u64 }, copied: false };
+        let (word, bitmap) = entry.encode(shape.layout);
+        let named = L2Entry::decode(word, bitmap, shape.layout).map(|e| e.cluster);
+        // In a file that large, not every offset fits an entry. (What was taken is a leak; `check` gives it back.)
+        if !matches!(named, Ok(Cluster::Compressed { host: at, len }) if at == host && len >= packed.len() as u64) {
+            return Ok(false);
+        }
+        {
+            let end = (host + packed.len() as u64).next_multiple_of(BLOCK);
+            let _alone = self.shared.packing.writing.hold(host - host % BLOCK..end).await;
+            bytes::write(&self.file, host, packed).await?;
+        }
+        self.change(cluster, |_| Entry { word, bitmap }).await?;
+        Ok(true)
+    }
+
+    /// Takes `len` bytes of the file, and counts a reference to each cluster that they have a part in.
+    async fn room_for(&self, len: u64) -> io::Result<u64> {
+        let (packing, alloc) = (&self.shared.packing, &self.shared.alloc);
+        let bits = self.shape().layout.cluster_bits;
+        let _turn = packing.turn.take().await;
+        loop {
+            let room = *lock(&packing.room);
+            if room.end - room.next < len {
+                self.take_room(room).await?;
+                continue;
+            }
+            let shared = room.next % self.shape().cluster_size() != 0;
+            if shared {
+                self.load_counts(alloc.block_of(room.next >> bits)).await?;
+            }
+            // Each cluster was taken with a count of one, which is for the first in it.
+            if shared && !alloc.retain(room.next >> bits) {
+                lock(&packing.room).next = room.next.next_multiple_of(self.shape().cluster_size());
+                continue;
+            }
+            lock(&packing.room).next = room.next + len;
+            return Ok(room.next);
+        }
+    }
+
+    /// Takes more clusters: behind those that are there, or all new ones.
+    async fn take_room(&self, room: Room) -> io::Result<()> {
+        let bits = self.shape().layout.cluster_bits;
+        let run = self.allocate((ROOM >> bits).max(2)).await?;
+        let (start, end) = (run.start << bits, (run.start + run.count) << bits);
+        if start == room.end {
+            lock(&self.shared.packing.room).end = end;
+            return Ok(());
+        }
+        self.end_packing();
+        *lock(&self.shared.packing.room) = Room { next: start, end };
+        Ok(())
+    }
+
+    /// Gives back the clusters that were taken and have nothing.
+    pub(super) fn end_packing(&self) {
+        let bits = self.shape().layout.cluster_bits;
+        let room = std::mem::take(&mut *lock(&self.shared.packing.room));
+        let first = room.next.div_ceil(self.shape().cluster_size());
+        let count = (room.end >> bits).saturating_sub(first);
+        self.shared.alloc.put_back(Run { start: first, count, fresh: false });
+    }
+}

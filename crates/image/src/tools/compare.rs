@@ -1,0 +1,168 @@
+//! Whether two disks hold the same, whatever their formats.
+//!
+//! Ranges that both know to be zeroes are not read. A disk that ends before the other is the same if the rest is zeroes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blockyard_ring::{Segments, Storage};
+
+use crate::SECTOR;
+use crate::chain::{Chain, ChainError};
+use crate::join;
+
+use super::disk::Disk;
+use super::reactors::on_reactors;
+use super::sweep::{Piece, Progress, Sweep};
+
+/// Bytes compared at a time, and how many such pieces a reactor has in flight.
+const PIECE: u64 = 1 << 20;
+const AT_A_TIME: usize = 8;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Comparison {
+    /// The first sector that is not the same, as an offset in bytes.
+    pub differs_at: Option<u64>,
+    /// Where one has data and the other knows of zeroes, before anything else differs; looked for where that is asked.
+    pub status_differs_at: Option<u64>,
+    pub sizes: (u64, u64),
+}
+
+/// What is known of a piece before it is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    Same,
+    /// The first (or the second) is zeroes, or has ended; the other's bytes decide.
+    OnlyFirst,
+    OnlySecond,
+    Both,
+    /// One has data where the other knows of zeroes, which was asked for.
+    StatusDiffers,
+}
+
+struct Work {
+    sweep: Sweep,
+    strict: bool,
+    differs_at: AtomicU64,
+    status_differs_at: AtomicU64,
+    progress: Arc<Progress>,
+}
+
+/// Compares on `threads` reactors; `strict`: also what is known to be zeroes.
+pub fn compare(
+    a: &Arc<Chain>,
+    b: &Arc<Chain>,
+    strict: bool,
+    threads: usize,
+    progress: &Arc<Progress>,
+) -> Result<Comparison, ChainError> {
+    let sizes = (a.size(), b.size());
+    let end = sizes.0.max(sizes.1);
+    progress.expect(end);
+    let never = || AtomicU64::new(u64::MAX);
+    let work = Arc::new(Work {
+        sweep: Sweep::new(end),
+        strict,
+        differs_at: never(),
+        status_differs_at: never(),
+        progress: progress.clone(),
+    });
+    on_reactors(threads, |handle| {
+        let (work, a, b) = (work.clone(), a.clone(), b.clone());
+        async move { work.run(&Disk::of(&a, &handle).await?, &Disk::of(&b, &handle).await?).await }
+    })?;
+    let (content, status) = (work.differs_at.load(Ordering::Relaxed), work.status_differs_at.load(Ordering::Relaxed));
+    Ok(Comparison {
+        differs_at: (content < status).then_some(content),
+        status_differs_at: (status < content).then_some(status),
+        sizes,
+    })
+}
+
+impl Work {
+    async fn run<S: Storage>(&self, a: &Disk<S>, b: &Disk<S>) -> Result<(), ChainError> {
+        let workers = (0..AT_A_TIME).map(|_| async { self.worker(a, b).await.inspect_err(|_| self.sweep.stop()) });
+        join::all(AT_A_TIME, workers).await
+    }
+
+    async fn worker<S: Storage>(&self, a: &Disk<S>, b: &Disk<S>) -> Result<(), ChainError> {
+        let mut buffers = (Segments::buffer(PIECE as usize), Segments::buffer(PIECE as usize));
+        while let Some(piece) = self.sweep.next(async |at, len| judge(a, b, at, len, self.strict).await).await? {
+            let (at, found) = match piece.what {
+                What::StatusDiffers => (Some(piece.offset), &self.status_differs_at),
+                _ => (differs(a, b, &piece, &mut buffers).await?, &self.differs_at),
+            };
+            if let Some(at) = at {
+                // Pieces are handed out in order: no earlier one is begun after this.
+                self.sweep.stop();
+                found.fetch_min(at, Ordering::Relaxed);
+            }
+            self.progress.add(piece.len);
+        }
+        Ok(())
+    }
+}
+
+/// What is known of the disks from `offset` on, for how many bytes.
+async fn judge<S: Storage>(
+    a: &Disk<S>,
+    b: &Disk<S>,
+    offset: u64,
+    rest: u64,
+    strict: bool,
+) -> Result<(u64, What), ChainError> {
+    // Nothing is read behind the end of either.
+    let (first, second) = (a.size().min(b.size()), a.size().max(b.size()));
+    let rest = rest.min(if offset < first { first - offset } else { second - offset });
+    let (of_a, len) = known(a, offset, rest).await?;
+    let (of_b, len) = known(b, offset, len).await?;
+    if strict && (of_a.zero, of_a.data) != (of_b.zero, of_b.data) {
+        return Ok((len, What::StatusDiffers));
+    }
+    Ok(match (of_a.zero, of_b.zero) {
+        (true, true) => (len, What::Same),
+        // Many short extents are read together.
+        _ if len < PIECE && offset < first && !strict => (rest.min(PIECE), What::Both),
+        (true, false) => (len.min(PIECE), What::OnlySecond),
+        (false, true) => (len.min(PIECE), What::OnlyFirst),
+        (false, false) => (len.min(PIECE), What::Both),
+    })
+}
+
+#[derive(Clone, Copy)]
+struct Known {
+    zero: bool,
+    data: bool,
+}
+
+async fn known<S: Storage>(disk: &Disk<S>, offset: u64, len: u64) -> Result<(Known, u64), ChainError> {
+    if offset >= disk.size() {
+        return Ok((Known { zero: true, data: false }, len));
+    }
+    let status = disk.status(offset, len.min(disk.size() - offset)).await?;
+    Ok((Known { zero: status.zero, data: status.data }, status.len))
+}
+
+/// The first sector of the piece that is not the same.
+async fn differs<S: Storage>(
+    a: &Disk<S>,
+    b: &Disk<S>,
+    piece: &Piece<What>,
+    buffers: &mut (Segments, Segments),
+) -> Result<Option<u64>, ChainError> {
+    let len = piece.len as usize;
+    let of_a = &buffers.0.slice(0, len.min(PIECE as usize));
+    let of_b = &buffers.1.slice(0, len.min(PIECE as usize));
+    let read = async |disk: &Disk<S>, into: &Segments| disk.read(into.slice(0, len), piece.offset).await;
+    let found = match piece.what {
+        What::Same | What::StatusDiffers => None,
+        What::OnlyFirst => read(a, of_a).await?.find_nonzero(0, len),
+        What::OnlySecond => read(b, of_b).await?.find_nonzero(0, len),
+        What::Both => {
+            read(a, of_a).await?;
+            read(b, of_b).await?;
+            of_a.find_difference(0, of_b, 0, len)
+        }
+    };
+    Ok(found.map(|at| (piece.offset + at as u64) / SECTOR * SECTOR))
+}

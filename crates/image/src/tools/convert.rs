@@ -1,0 +1,252 @@
+//! One disk into another: only what has to be written is written.
+//!
+//! ```text
+//!   pieces, in order ─► known to be zeroes, or the same in both: nothing is read
+//!                    └► read ─► runs that are zeroes, the same, or data ─► zeroed, left, written or compressed
+//! ```
+//! A target with a backing file gets what differs from that. Several pieces are on their way on each reactor.
+//! What must hold: no piece ends inside a cluster of the target, so that nothing is read to be completed.
+//! What a power cut leaves: a target that is not complete. The caller gives it its name when it is durable.
+
+use std::sync::Arc;
+
+use blockyard_ring::{Segments, Storage};
+
+use crate::chain::{Chain, ChainError};
+use crate::error::ImageError;
+use crate::join;
+use crate::layer::Layer;
+use crate::qcow2::{self, Qcow2};
+
+use super::disk::Disk;
+use super::reactors::on_reactors;
+use super::sweep::{Piece, Progress, Sweep};
+
+/// Bytes read at a time; more where the target's clusters are larger.
+const PIECE: u64 = 1 << 20;
+/// Zeroes that are to be written at a time.
+const ZEROES: u64 = 64 << 20;
+/// The unit in which zeroes are left out of raw files.
+const HOLE: u64 = 4096;
+
+#[derive(Clone, Copy, Debug)]
+pub struct ConvertOptions {
+    /// Threads, and pieces in flight on each.
+    pub threads: usize,
+    pub at_a_time: usize,
+    /// Zeroes are left out where so many bytes of them follow one another; 0: nothing is left out.
+    pub sparse: u64,
+    /// Compress the clusters of a qcow2 target.
+    pub compress: bool,
+    /// The target is new: it reads as zeroes (or as its backing file) where nothing was written.
+    pub fresh: bool,
+    /// From this layer of the source on, both chains consist of the same files.
+    pub shared_from: Option<usize>,
+}
+
+impl Default for ConvertOptions {
+    fn default() -> Self {
+        ConvertOptions { threads: 1, at_a_time: 8, sparse: HOLE, compress: false, fresh: true, shared_from: None }
+    }
+}
+
+/// What is known of a piece before it is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    /// The target has it already.
+    Same,
+    Zero,
+    Data,
+}
+
+/// What is to become of a run of bytes that were read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Action {
+    Leave,
+    Zero,
+    Write,
+}
+
+struct Work {
+    sweep: Sweep,
+    options: ConvertOptions,
+    progress: Arc<Progress>,
+}
+
+/// Copies all of `source` to `target`, which is as large at least. Nothing is durable until the target is closed.
+pub fn convert(
+    source: &Arc<Chain>,
+    target: &Arc<Chain>,
+    options: &ConvertOptions,
+    progress: &Arc<Progress>,
+) -> Result<(), ChainError> {
+    let end = source.size().min(target.size());
+    progress.expect(end);
+    let work = Arc::new(Work { sweep: Sweep::new(end), options: *options, progress: progress.clone() });
+    on_reactors(options.threads, |handle| {
+        let (work, source, target) = (work.clone(), source.clone(), target.clone());
+        async move { work.run(&Disk::of(&source, &handle).await?, &Disk::of(&target, &handle).await?).await }
+    })
+    .map(|_| ())
+}
+
+impl Work {
+    async fn run<S: Storage, T: Storage>(&self, source: &Disk<S>, target: &Disk<T>) -> Result<(), ChainError> {
+        let copy = Copy { work: self, source, target, grain: grain(target, &self.options), piece: piece_len(target) };
+        let workers =
+            (0..self.options.at_a_time).map(|_| async { copy.worker().await.inspect_err(|_| self.sweep.stop()) });
+        join::all(self.options.at_a_time, workers).await
+    }
+}
+
+/// The unit that is written or left out.
+fn grain<T: Storage>(target: &Disk<T>, options: &ConvertOptions) -> u64 {
+    match &target.image.layers()[0] {
+        Layer::Qcow2(image) if options.compress => image.shared().shape().cluster_size(),
+        Layer::Qcow2(image) => image.shared().shape().unit,
+        Layer::Raw { .. } | Layer::Cow(_) => HOLE,
+    }
+}
+
+fn piece_len<T: Storage>(target: &Disk<T>) -> u64 {
+    match &target.image.layers()[0] {
+        Layer::Qcow2(image) => PIECE.max(image.shared().shape().cluster_size()),
+        Layer::Raw { .. } | Layer::Cow(_) => PIECE,
+    }
+}
+
+/// One reactor's part of the work.
+struct Copy<'a, S, T> {
+    work: &'a Work,
+    source: &'a Disk<S>,
+    target: &'a Disk<T>,
+    grain: u64,
+    piece: u64,
+}
+
+impl<S: Storage, T: Storage> Copy<'_, S, T> {
+    async fn worker(&self) -> Result<(), ChainError> {
+        let len = self.piece as usize;
+        let mut buffer = Segments::buffer(len);
+        let mut below = Segments::buffer(if self.has_backing() { len } else { 0 });
+        while let Some(piece) = self.work.sweep.next(async |offset, rest| self.judge(offset, rest).await).await? {
+            match piece.what {
+                What::Same => {}
+                What::Zero => self.target.write_zeroes(piece.offset, piece.len).await?,
+                What::Data => self.copy(&piece, &mut buffer, &mut below).await?,
+            }
+            self.work.progress.add(piece.len);
+        }
+        Ok(())
+    }
+
+    fn has_backing(&self) -> bool {
+        self.target.image.layers().len() > 1
+    }
+
+    /// What is to be done from `offset` on, and for how many bytes.
+    async fn judge(&self, offset: u64, rest: u64) -> Result<(u64, What), ChainError> {
+        let data = (rest.min(self.piece - offset % self.piece), What::Data);
+        let options = &self.work.options;
+        if options.sparse == 0 {
+            return Ok(data);
+        }
+        let found = self.source.status(offset, rest).await?;
+        let same = found.zero && options.fresh || options.shared_from.is_some_and(|layer| found.depth >= layer);
+        if !same && !found.zero {
+            return Ok(data);
+        }
+        let (mut len, mut what) = (found.len, if same { What::Same } else { What::Zero });
+        if found.zero && self.has_backing() {
+            let there = self.target.status(offset, len).await?;
+            what = if there.zero || !found.zero { What::Same } else { What::Zero };
+            len = there.len;
+        }
+        if what == What::Zero {
+            len = len.min(ZEROES);
+        }
+        // Whole pieces, so that those which follow begin at a multiple.
+        let end = if len == rest { offset + len } else { (offset + len) / self.piece * self.piece };
+        Ok(if end > offset { (end - offset, what) } else { data })
+    }
+
+    async fn copy(&self, piece: &Piece<What>, buffer: &mut Segments, below: &mut Segments) -> Result<(), ChainError> {
+        let len = piece.len as usize;
+        let bytes = self.source.read(buffer.slice(0, len), piece.offset).await?;
+        let base = match self.has_backing() {
+            true => Some(self.target.read(below.slice(0, len), piece.offset).await?),
+            false => None,
+        };
+        for (at, len, action) in self.runs(&bytes, base.as_ref()) {
+            let offset = piece.offset + at as u64;
+            match action {
+                Action::Leave => {}
+                Action::Zero => self.target.write_zeroes(offset, len as u64).await?,
+                Action::Write => self.write(bytes.slice(at, len), offset).await?,
+            }
+        }
+        Ok(())
+    }
+
+    /// What to do with what was read; `base`: what the target shows now.
+    fn runs(&self, bytes: &Segments, base: Option<&Segments>) -> Vec<(usize, usize, Action)> {
+        let options = &self.work.options;
+        let mut runs: Vec<(usize, usize, Action)> = Vec::new();
+        let mut at = 0;
+        while at < bytes.len() {
+            let len = (bytes.len() - at).min(self.grain as usize);
+            let zero = || bytes.find_nonzero(at, len).is_none();
+            let action = match base {
+                _ if options.sparse == 0 => Action::Write,
+                Some(base) if bytes.find_difference(at, base, at, len).is_none() => Action::Leave,
+                None if options.fresh && zero() => Action::Leave,
+                _ if zero() => Action::Zero,
+                _ => Action::Write,
+            };
+            match runs.last_mut() {
+                Some((_, before, same)) if *same == action => *before += len,
+                _ => runs.push((at, len, action)),
+            }
+            at += len;
+        }
+        // Few zeroes between data are written with them.
+        for run in runs.iter_mut().filter(|(_, len, _)| base.is_none() && (*len as u64) < options.sparse) {
+            run.2 = Action::Write;
+        }
+        runs.dedup_by(|next, last| {
+            let same = next.2 == last.2;
+            if same {
+                last.1 += next.1;
+            }
+            same
+        });
+        runs
+    }
+
+    async fn write(&self, bytes: Segments, offset: u64) -> Result<(), ChainError> {
+        match &self.target.image.layers()[0] {
+            Layer::Qcow2(image) if self.work.options.compress => self.write_compressed(image, bytes, offset).await,
+            _ => self.target.write(bytes, offset).await,
+        }
+    }
+
+    async fn write_compressed(&self, image: &Qcow2<T>, bytes: Segments, offset: u64) -> Result<(), ChainError> {
+        let (size, compression) = (self.grain as usize, image.shared().header().compression);
+        let mut plain = vec![0; size];
+        for at in (0..bytes.len()).step_by(size) {
+            let (len, offset) = (size.min(bytes.len() - at), offset + at as u64);
+            bytes.copy_out(at, &mut plain[..len]);
+            // Behind the end of the disk.
+            plain[len..].fill(0);
+            let failed = |e| self.target.failed(ImageError::io("the disk", offset, "writing compressed data", e));
+            let done = match qcow2::pack(&plain, compression).map_err(failed)? {
+                Some(packed) => image.write_compressed(offset, &packed).await.map_err(failed)?,
+                None => false,
+            };
+            if !done {
+                self.target.write(bytes.slice(at, len), offset).await?;
+            }
+        }
+        Ok(())
+    }
+}

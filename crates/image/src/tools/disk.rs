@@ -1,0 +1,91 @@
+//! An open chain on one reactor, with the name that its errors are to have.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use blockyard_ring::{Handle, Segments, Storage, UringFile};
+
+use crate::chain::{Chain, ChainError};
+use crate::error::ImageError;
+use crate::image::Image;
+
+use super::reactors::on_reactors;
+use super::survey::{self, Status};
+
+const DATA: &str = "the disk";
+
+pub struct Disk<S> {
+    pub image: Image<S>,
+    path: PathBuf,
+    /// For each layer: it has clusters whose data were never written, so holes of its file count.
+    sparse: Vec<bool>,
+}
+
+impl Disk<UringFile> {
+    /// One reactor's view of a chain.
+    pub async fn of(chain: &Chain, handle: &Handle) -> Result<Self, ChainError> {
+        let path = chain.options().path.clone();
+        let image = chain.image(handle).map_err(|e| {
+            let error = ImageError::io("file", None, "opening it for io_uring", e);
+            ChainError::Image { path: path.clone(), error }
+        })?;
+        Disk::new(image, path).await
+    }
+}
+
+impl<S: Storage> Disk<S> {
+    pub async fn new(image: Image<S>, path: impl Into<PathBuf>) -> Result<Self, ChainError> {
+        let path = path.into();
+        let mut disk = Disk { image, path, sparse: Vec::new() };
+        disk.sparse = survey::sparse_layers(disk.image.layers()).await.map_err(disk.wrong(None, "reading"))?;
+        Ok(disk)
+    }
+
+    /// Bytes of the disk; whole sectors.
+    pub fn size(&self) -> u64 {
+        self.image.size().next_multiple_of(crate::SECTOR)
+    }
+
+    fn wrong(&self, offset: impl Into<Option<u64>>, operation: &str) -> impl Fn(std::io::Error) -> ChainError {
+        let offset = offset.into();
+        move |e| self.failed(ImageError::io(DATA, offset, operation, e))
+    }
+
+    pub(super) fn failed(&self, error: ImageError) -> ChainError {
+        ChainError::Image { path: self.path.clone(), error }
+    }
+
+    /// What is known of the bytes from `offset` on, without reading them.
+    pub(super) async fn status(&self, offset: u64, len: u64) -> Result<Status, ChainError> {
+        let status = survey::status(self.image.layers(), &self.sparse, offset, len).await;
+        status.map_err(self.wrong(offset, "finding"))
+    }
+
+    pub(super) async fn read(&self, segments: Segments, offset: u64) -> Result<Segments, ChainError> {
+        let (segments, result) = self.image.read(segments, offset).await;
+        result.map_err(self.wrong(offset, "reading"))?;
+        Ok(segments)
+    }
+
+    pub(super) async fn write(&self, segments: Segments, offset: u64) -> Result<(), ChainError> {
+        self.image.write(segments, offset).await.1.map_err(self.wrong(offset, "writing"))
+    }
+
+    pub(super) async fn write_zeroes(&self, offset: u64, len: u64) -> Result<(), ChainError> {
+        self.image.write_zeroes(offset, len, true).await.map_err(self.wrong(offset, "writing zeroes"))
+    }
+
+    /// Durable, and the files as they are to be found.
+    pub async fn close(&self) -> Result<(), ChainError> {
+        self.image.close().await.map_err(self.wrong(None, "closing"))
+    }
+}
+
+/// Makes a chain's files durable, and leaves them as they are to be found.
+pub fn close(chain: &Arc<Chain>) -> Result<(), ChainError> {
+    on_reactors(1, |handle| {
+        let chain = chain.clone();
+        async move { Disk::of(&chain, &handle).await?.close().await }
+    })
+    .map(|_| ())
+}

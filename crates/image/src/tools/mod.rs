@@ -1,0 +1,25 @@
+//! Work on whole images, while no guest uses them: what `blockyard image` does, without its command line.
+//!
+//! ```text
+//!   disk      an image with its name, for errors              survey    where bytes are, as `qemu-img map` tells it
+//!   sweep     a disk in pieces, for many workers at once      reactors  workers on several threads
+//!   map       the list of extents                             compare   whether two disks are the same
+//!   convert   one disk into another
+//! ```
+//! In: chains, opened by the caller. Out: results for people and programs; errors that name the image.
+//! What must hold: an image that is only read is never written to; each command says at its top what a power cut leaves.
+
+mod compare;
+mod convert;
+mod disk;
+mod map;
+mod reactors;
+mod survey;
+mod sweep;
+
+pub use compare::{Comparison, compare};
+pub use convert::{ConvertOptions, convert};
+pub use disk::{Disk, close};
+pub use map::{MapEntry, map};
+pub use reactors::on_reactors;
+pub use sweep::Progress;
