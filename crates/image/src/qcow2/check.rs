@@ -169,7 +169,7 @@ async fn mend<S: Storage>(
     let again;
     let mut known = found;
     if found.rebuild {
-        rebuild(file, headers, found.incomplete, limits).await?;
+        rebuild(file, headers, found, limits).await?;
         // What overlapped the old structures overlaps nothing now.
         again = pass(file, headers, data_file_len, None, limits).await?;
         known = &again;
@@ -258,23 +258,23 @@ async fn count<S: Storage>(
     Ok(merged.expect("there is a header"))
 }
 
-/// Writes new refcount structures and makes them the image's. `keep`: counts are not complete, so no refcount that can be
-/// read is lowered.
+/// Writes new refcount structures behind all that was found, and makes them the image's. Where counts are not complete no
+/// refcount that can be read is lowered.
 async fn rebuild<S: Storage>(
     file: &Raw<S>,
     headers: &mut [Header],
-    keep: bool,
+    found: &Tally,
     limits: Limits,
 ) -> Result<(), ImageError> {
     let mut tally = Tally::default();
     let old = Refcounts::load(file, &headers[0], &mut tally).await?;
-    // All references have to be known before it is known what lies behind them.
     let mut counts = count(file, headers, None, 0, &mut tally, limits).await?;
     let file_len = file.storage().len().await.map_err(|e| ImageError::io(HEADER, 0, "finding the file's length", e))?;
-    let mut builder = Builder::new(file, &headers[0], file_len.max(tally.beyond));
+    let end = if file.is_device() { found.report.image_end_offset } else { file_len };
+    let mut builder = Builder::new(file, &headers[0], end.max(found.beyond));
     let max = headers[0].refcount_width().max();
     loop {
-        if keep {
+        if found.incomplete {
             keep_stored(file, &old, &mut counts, file_len).await?;
         }
         for cluster in counts.clusters() {
