@@ -1,5 +1,7 @@
-//! COW files and User Mode Linux's own driver, `ubd`: each reads what the other wrote, and what `ubd` reads wrong.
+//! COW files, served here and by User Mode Linux's own driver, `ubd`: each reads what the other wrote, and what `ubd` reads
+//! wrong is right here.
 
+use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -11,7 +13,7 @@ use blockyard_ring::sim::{Rng, pattern};
 use blockyard_ring::{Executor, Segments, UringFile};
 
 use crate::common::guest::run_guest;
-use crate::common::{Folder, Kind, md5};
+use crate::common::{Daemon, Folder, Guest, Kind, md5};
 
 const SIZE: u64 = 8 << 20;
 
@@ -35,6 +37,16 @@ impl Files {
         let disk = format!("ubdcow={}:{}", self.cow.display(), self.base.display());
         let share = self.folder.to_str().unwrap();
         run_guest(Kind::Uml, ["--disk", &disk, "--share", share], script)
+    }
+
+    /// The same with the COW file served by us, as /dev/vda.
+    fn serve_and_boot(&self, script: &str) -> String {
+        let socket = self.folder.join("disk.sock");
+        let daemon = Daemon::serve(&self.cow, &socket, &["--format", "cow"]);
+        let share: [OsString; 2] = ["--share".into(), self.folder.as_os_str().into()];
+        let seen = run_guest(Kind::Uml, Guest::vhost(&socket, "").into_iter().chain(share), script);
+        daemon.stop();
+        seen
     }
 
     /// Makes the COW file.
@@ -100,21 +112,50 @@ fn blocks(seed: u64) -> Vec<(u64, Vec<u8>)> {
     (0..200).map(|_| block()).collect()
 }
 
-#[test]
-fn stock_ubd_reads_wrong_data_where_a_page_is_of_two_files_and_we_read_what_was_written() {
-    let files = Files::new();
-    files.boot(
+/// Writes sector 1, and reads the first 32.
+fn write_and_read(device: &str) -> String {
+    format!(
         "head -c 512 /dev/zero | tr '\\0' x >/tmp/x
-        dd if=/tmp/x of=/dev/ubda bs=512 seek=1 oflag=direct conv=notrunc status=none
-        dd if=/dev/ubda of=/share/read bs=16k count=1 iflag=direct status=none",
-    );
+        dd if=/tmp/x of={device} bs=512 seek=1 oflag=direct conv=notrunc status=none
+        dd if={device} of=/share/read bs=16k count=1 iflag=direct status=none"
+    )
+}
+
+#[test]
+fn stock_ubd_reads_wrong_data_where_a_page_is_of_two_files_and_a_served_disk_does_not() {
+    let files = Files::new();
     let mut disk = fs::read(&files.base).unwrap();
-    assert!(disk == pattern(0, 0, SIZE as usize), "the backing file is as it was");
     disk[512..1024].fill(b'x');
-    let read = fs::read(files.folder.join("read")).unwrap();
-    let wrong = read.chunks(512).zip(disk.chunks(512)).filter(|(read, disk)| read != disk).count();
-    assert_eq!((read.len(), wrong), (16384, 24), "wrong sectors of ubd's 32");
-    assert!(fs::read(files.merged("merged.img")).unwrap() == disk, "what we read of the same file");
+    let wrong = || {
+        let read = fs::read(files.folder.join("read")).unwrap();
+        assert_eq!(read.len(), 16384);
+        read.chunks(512).zip(disk.chunks(512)).filter(|(read, disk)| read != disk).count()
+    };
+    files.boot(&write_and_read("/dev/ubda"));
+    assert_eq!(wrong(), 24, "wrong sectors of ubd's 32");
+    assert!(fs::read(files.merged("theirs.img")).unwrap() == disk, "what we read of the same file");
+
+    fs::remove_file(&files.cow).unwrap();
+    files.create(3);
+    files.serve_and_boot(&write_and_read("/dev/vda"));
+    assert_eq!(wrong(), 0, "wrong sectors of the 32 of a disk that is served");
+    assert!(fs::read(files.merged("ours.img")).unwrap() == disk, "what was written");
+    assert!(fs::read(&files.base).unwrap() == pattern(0, 0, SIZE as usize), "the backing file is as it was");
+}
+
+#[test]
+fn a_served_disk_with_a_file_system_is_the_kernel_s_afterwards() {
+    let files = Files::new();
+    files.create(3);
+    let fill = "mkfs.ext4 -q -b 4096 /dev/vda && mount /dev/vda /mnt
+        cp /usr/sbin/mke2fs /usr/bin/bash /mnt && sync
+        rm /mnt/bash && fstrim /mnt && umount /mnt && md5sum </dev/vda";
+    let seen = files.serve_and_boot(fill);
+    let sum = md5(&files.merged("served.img"));
+    assert_eq!(seen.split_whitespace().next(), Some(sum.as_str()));
+    let look = "mount -o ro /dev/ubda /mnt && cmp /mnt/mke2fs /usr/sbin/mke2fs && ls /mnt";
+    let found = files.boot(look);
+    assert_eq!(found.split_whitespace().collect::<Vec<_>>(), ["lost+found", "mke2fs"]);
 }
 
 #[test]
