@@ -78,7 +78,11 @@ def image_for(system, folder, base):
         qemu_img("create", "-q", "-f", "qcow2", "-o", system.options, "-F", "raw", "-b", base, image)
     elif not image.exists():
         if system.made == "full":
-            qemu_img("convert", "-f", "raw", "-O", "qcow2", "-o", system.options + ",preallocation=falloc", base, image)
+            # Copied once more, in order: a file system lays out what is written here and there as it comes.
+            parts = folder / "parts.qcow2"
+            qemu_img("convert", "-f", "raw", "-O", "qcow2", "-o", system.options, base, parts)
+            shutil.copyfile(parts, image)
+            parts.unlink()
         else:
             below = image_for(System("", "", "full", system.options), folder, base)[0]
             for number in range(2, 9):
