@@ -14,6 +14,7 @@ use crate::traffic::Traffic;
 use crate::turns::Turns;
 
 use super::alloc::Allocator;
+use super::bitmap::prepare_for_writing;
 use super::bytes;
 use super::check::{FindingKind, Repair, check, rebuild_refcounts};
 use super::entry::{self, L1Entry};
@@ -119,7 +120,7 @@ async fn make_writable<S: Storage>(
         tracing::info!("giving back {} clusters of the qcow2 image that nothing names", found.leaks);
         check(file, data_len, Repair::Leaks).await?;
     }
-    Ok(())
+    prepare_for_writing(file, header).await
 }
 
 async fn length<S: Storage>(file: &Raw<S>) -> Result<u64, ImageError> {
