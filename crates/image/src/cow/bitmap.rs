@@ -8,8 +8,7 @@
 //! lookup reads the stamp, the bits, and the stamp again. Whoever changes a set (bits, or the pages in it) has its lock.
 
 use std::collections::BTreeSet;
-use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Bytes of a page, and the sectors it tells of: 16 MiB of the disk.
@@ -18,11 +17,13 @@ pub(super) const PAGE_SECTORS: u64 = PAGE as u64 * 8;
 
 /// What a flush writes at least, in bytes.
 const PART: usize = 512;
-const PARTS: usize = PAGE / PART;
 const WORDS: usize = PAGE / 8;
 const PART_WORDS: usize = PART / 8;
 
 const WAYS: usize = 8;
+
+/// Pages that may have bits that no flush has written: a flush is to end soon, and takes copies.
+const DIRTY_PAGES: usize = 4096;
 
 /// A stamp's page, plus one; 0: no page.
 const STAMP_PAGE: u64 = u32::MAX as u64;
@@ -56,8 +57,11 @@ struct FrameState {
 
 pub(super) struct Bitmap {
     sets: Box<[Set]>,
-    /// Pages with dirty parts.
+    /// There is room for all pages.
+    all: bool,
+    /// Pages with dirty parts, and how many they are: each write asks.
     dirty: Mutex<BTreeSet<u64>>,
+    dirty_count: AtomicUsize,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -69,7 +73,9 @@ impl Bitmap {
     pub fn new(len: u64, budget: u64) -> Self {
         let pages = len.min(budget.max(1)).div_ceil(PAGE as u64);
         let sets = pages.div_ceil(WAYS as u64).max(1);
-        Bitmap { sets: (0..sets).map(|_| Set::default()).collect(), dirty: Mutex::default() }
+        let all = len.div_ceil(PAGE as u64) <= pages;
+        let sets = (0..sets).map(|_| Set::default()).collect();
+        Bitmap { sets, all, dirty: Mutex::default(), dirty_count: AtomicUsize::new(0) }
     }
 
     /// How many pages fit.
@@ -77,9 +83,15 @@ impl Bitmap {
         self.sets.len() * WAYS
     }
 
+    /// Whether there are more dirty pages than should wait for a flush: those that are not here need places.
+    pub fn is_too_dirty(&self) -> bool {
+        let most = if self.all { DIRTY_PAGES } else { DIRTY_PAGES.min(self.frames() / 2) };
+        self.dirty_pages() > most
+    }
+
     /// Pages that are not in the file as they are here.
     pub fn dirty_pages(&self) -> usize {
-        lock(&self.dirty).len()
+        self.dirty_count.load(Ordering::Relaxed)
     }
 
     fn set_of(&self, page: u64) -> &Set {
@@ -132,7 +144,9 @@ impl Bitmap {
 
     fn add_dirty(&self, page: u64, frame: &mut FrameState, parts: u8) {
         if parts != 0 && frame.dirty == 0 {
-            lock(&self.dirty).insert(page);
+            let mut dirty = lock(&self.dirty);
+            dirty.insert(page);
+            self.dirty_count.store(dirty.len(), Ordering::Relaxed);
         }
         frame.dirty |= parts;
     }
@@ -165,7 +179,11 @@ impl Bitmap {
 
     /// Takes copies of all that is dirty, for one flush at a time. Given back undone, it is dirty again.
     pub fn take_dirty(&self) -> Taken<'_> {
-        let pages = std::mem::take(&mut *lock(&self.dirty));
+        let pages = {
+            let mut dirty = lock(&self.dirty);
+            self.dirty_count.store(0, Ordering::Relaxed);
+            std::mem::take(&mut *dirty)
+        };
         let take = |page: u64| {
             let set = self.set_of(page);
             let mut state = lock(&set.state);
@@ -273,14 +291,13 @@ impl Taken<'_> {
         self.copies.is_empty()
     }
 
-    /// Runs of dirty parts, as offsets into the bitmap and the bytes to be there.
-    pub fn runs(&self) -> impl Iterator<Item = (u64, &[u8])> {
-        self.copies.iter().flat_map(|copy| {
-            let start = copy.page * PAGE as u64;
-            runs_of(copy.parts).map(move |run| {
-                let range = run.start * PART..run.end * PART;
-                (start + range.start as u64, &copy.bytes[range])
-            })
+    /// Of each page, from the first dirty part to the last: the offset into the bitmap and the bytes to be there. What is clean
+    /// in between is written as it is.
+    pub fn writes(&self) -> impl Iterator<Item = (u64, &[u8])> {
+        self.copies.iter().map(|copy| {
+            let first = copy.parts.trailing_zeros() as usize * PART;
+            let end = PAGE - copy.parts.leading_zeros() as usize * PART;
+            (copy.page * PAGE as u64 + first as u64, &copy.bytes[first..end])
         })
     }
 
@@ -304,13 +321,6 @@ impl Drop for Taken<'_> {
             }
         }
     }
-}
-
-/// The runs of ones in a byte.
-fn runs_of(parts: u8) -> impl Iterator<Item = Range<usize>> {
-    let is = move |part: usize| part < PARTS && parts >> part & 1 == 1;
-    let starts = (0..PARTS).filter(move |&part| is(part) && (part == 0 || !is(part - 1)));
-    starts.map(move |start| start..(start..).find(|&part| !is(part)).unwrap_or(PARTS))
 }
 
 #[cfg(test)]
@@ -345,7 +355,7 @@ mod tests {
             }
         }
         let mut bytes = vec![0; 3 * PAGE];
-        bitmap.take_dirty().runs().for_each(|(at, part)| bytes[at as usize..][..part.len()].copy_from_slice(part));
+        bitmap.take_dirty().writes().for_each(|(at, part)| bytes[at as usize..][..part.len()].copy_from_slice(part));
         let bits: Vec<_> = (0..model.len()).map(|i| bytes[i / 8] >> (i % 8) & 1 == 1).collect();
         assert_eq!(bits, model, "the lowest bit of a byte is the first sector");
     }
@@ -353,12 +363,12 @@ mod tests {
     #[test]
     fn only_what_changed_is_written_and_what_failed_is_written_again() {
         let bitmap = loaded(2);
-        let taken = |bitmap: &Bitmap| bitmap.take_dirty().runs().map(|(at, b)| (at, b.len())).collect::<Vec<_>>();
+        let taken = |bitmap: &Bitmap| bitmap.take_dirty().writes().map(|(at, b)| (at, b.len())).collect::<Vec<_>>();
         assert!(bitmap.take_dirty().is_empty());
         for sector in [0, 4095, 4096, 5 * 4096, PAGE_SECTORS + 7 * 4096] {
             assert!(bitmap.set(sector, 1));
         }
-        let parts = [(0, 1024), (5 * 512, 512), (4096 + 7 * 512, 512)];
+        let parts = [(0, 6 * 512), (4096 + 7 * 512, 512)];
         assert_eq!(taken(&bitmap), parts);
         assert_eq!(taken(&bitmap), parts, "it was given back undone");
         let flush = bitmap.take_dirty();

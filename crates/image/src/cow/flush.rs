@@ -18,9 +18,6 @@ use super::{BITMAP, Cow, Shared, bitmap_end};
 use crate::error::ImageError;
 use crate::join;
 
-/// Pages of the bitmap (16 MiB of the disk each) that may have bits that no flush has written; beyond that a write makes room.
-const DIRTY_PAGES: usize = 1024;
-
 /// Writes of the bitmap in flight.
 const WRITES: usize = 16;
 
@@ -44,8 +41,7 @@ impl<S: Storage> Cow<S> {
 
     /// Called after bits were set.
     pub(super) async fn bound_dirty(&self) -> io::Result<()> {
-        let most = DIRTY_PAGES.min(self.shared.bitmap.frames() / 2);
-        while self.shared.bitmap.dirty_pages() > most {
+        while self.shared.bitmap.is_too_dirty() {
             self.write_back().await?;
         }
         Ok(())
@@ -70,7 +66,7 @@ impl<S: Storage> Cow<S> {
             let (_, result) = self.file.write(Segments::from_bytes(bytes), start + at, false).await;
             result.map_err(|e| ImageError::io(BITMAP, start + at, "writing", e).into())
         };
-        join::all(WRITES, taken.runs().map(write)).await
+        join::all(WRITES, taken.writes().map(write)).await
     }
 
     async fn sync(&self) -> io::Result<()> {
