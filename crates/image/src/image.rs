@@ -90,11 +90,18 @@ impl<S: Storage> Image<S> {
     }
 
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
-        let _pass = self.traffic.enter(&self.lane);
+        {
+            let _pass = self.traffic.enter(&self.lane);
+            match self.top() {
+                Layer::Raw { raw, .. } => raw.discard(offset, len).await?,
+                Layer::Qcow2(image) => image.discard(&self.below(), offset, len).await?,
+                Layer::Cow(image) => image.discard(offset, len).await?,
+            }
+        }
+        // Behind the pass: space is given back when nobody is on the way to it.
         match self.top() {
-            Layer::Raw { raw, .. } => raw.discard(offset, len).await,
-            Layer::Qcow2(image) => image.discard(&self.below(), offset, len).await,
-            Layer::Cow(image) => image.discard(offset, len).await,
+            Layer::Qcow2(image) if image.owes_space() => image.flush().await,
+            _ => Ok(()),
         }
     }
 

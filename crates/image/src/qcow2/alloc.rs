@@ -325,6 +325,12 @@ impl Allocator {
         }
     }
 
+    /// Clusters let go of, and not yet released.
+    pub fn freed(&self) -> u64 {
+        let state = self.state();
+        state.freed.iter().chain(&state.leaving).map(|freed| freed.count).sum()
+    }
+
     /// What was let go of so far: to be given to [`Allocator::all_durable`] when the entries without it are durable.
     pub fn take_freed(&self) -> Vec<Freed> {
         std::mem::take(&mut self.state().freed)

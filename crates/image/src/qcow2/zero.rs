@@ -16,6 +16,8 @@ use super::view::Qcow2;
 /// Guest clusters held at a time by a long request, and bytes copied up at a time.
 const HELD: u64 = 256;
 const COPY: u64 = 1 << 20;
+/// Bytes given back by the guest that wait for its next flush, at most.
+const OWED: u64 = 64 << 20;
 /// Zeroes are written in pieces of this many bytes.
 const ZEROES: u64 = 1 << 20;
 
@@ -37,6 +39,11 @@ impl<S: Storage> Qcow2<S> {
     /// Gives host clusters back: whole units (clusters, or subclusters) only.
     pub async fn discard<B: Below>(&self, below: &B, offset: u64, len: u64) -> io::Result<()> {
         self.wipe(below, offset, len, Wish::Discard).await
+    }
+
+    /// Whether the host waits for space that the guest has given back, and for a flush that may be long in coming.
+    pub fn owes_space(&self) -> bool {
+        self.shared.alloc.freed() << self.shape().layout.cluster_bits >= OWED
     }
 
     async fn wipe<B: Below>(&self, below: &B, offset: u64, len: u64, wish: Wish) -> io::Result<()> {
