@@ -1,14 +1,12 @@
 //! One image of a chain, as one reactor has it open, and the images below.
 
-use std::future::poll_fn;
 use std::io;
-use std::pin::Pin;
-use std::task::Poll;
 
 use blockyard_ring::{Segments, Storage};
 
 use crate::cow::Cow;
 use crate::extent::{Below, Extent, Place};
+use crate::join;
 use crate::qcow2::Qcow2;
 use crate::raw::Raw;
 use crate::resolved::Resolved;
@@ -189,42 +187,23 @@ impl<S: Storage> Layers<'_, S> {
         }
     }
 
-    /// Each extent by an operation of its own, several at a time.
+    /// Each extent by an operation of its own, several at a time. All are found first: an operation that has begun may hold
+    /// what loading metadata waits for, and must be polled until it is through.
     async fn read_pieces(&self, segments: &Segments, offset: u64) -> io::Result<()> {
         /// Operations in flight for one request.
         const AT_A_TIME: usize = 16;
         let len = segments.len() as u64;
-        let mut begun: Vec<Pin<Box<dyn Future<Output = io::Result<()>> + '_>>> = Vec::new();
-        let (mut done, mut failed) = (0, None);
-        while (done < len && failed.is_none()) || !begun.is_empty() {
-            if done < len && failed.is_none() && begun.len() < AT_A_TIME {
-                match self.find(offset + done, len - done).await {
-                    Ok(found) => {
-                        let piece = segments.slice(done as usize, found.extent.len as usize);
-                        let at = offset + done;
-                        begun.push(Box::pin(async move { self.read_found(piece, at, found).await.1 }));
-                        done += found.extent.len;
-                        if done < len {
-                            continue;
-                        }
-                    }
-                    Err(e) => failed = Some(e),
-                }
-            }
-            poll_fn(|cx| {
-                let before = begun.len();
-                begun.retain_mut(|piece| match piece.as_mut().poll(cx) {
-                    Poll::Ready(result) => {
-                        failed = failed.take().or(result.err());
-                        false
-                    }
-                    Poll::Pending => true,
-                });
-                if begun.len() < before || before == 0 { Poll::Ready(()) } else { Poll::Pending }
-            })
-            .await;
+        let (mut pieces, mut done) = (Vec::new(), 0);
+        while done < len {
+            let found = self.find(offset + done, len - done).await?;
+            pieces.push((done, found));
+            done += found.extent.len;
         }
-        failed.map_or(Ok(()), Err)
+        let reads = pieces.into_iter().map(async |(at, found)| {
+            let piece = segments.slice(at as usize, found.extent.len as usize);
+            self.read_found(piece, offset + at, found).await.1
+        });
+        join::all(AT_A_TIME, reads).await
     }
 }
 

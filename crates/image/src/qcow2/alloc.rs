@@ -6,7 +6,7 @@
 //! is used again only when the entry without it is durable, and everybody who looked it up before has left. A power cut
 //! leaves reserved clusters as leaks, at most [`LARGEST_RUN`] bytes.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::refblock::RefcountWidth;
@@ -74,6 +74,8 @@ pub struct Grown {
 pub struct Allocator {
     cluster_bits: u32,
     width: RefcountWidth,
+    /// Bytes reserved at once: at first, and at most.
+    runs: (u64, u64),
     state: Mutex<State>,
 }
 
@@ -85,7 +87,7 @@ struct State {
     next_run: u64,
     /// The refcount table: offsets of blocks, 0 for none.
     table: Vec<u64>,
-    blocks: HashMap<u64, Block>,
+    blocks: BTreeMap<u64, Block>,
     /// No cluster below is free.
     hint: u64,
     /// Clusters of the file. Those beyond have never been used.
@@ -96,10 +98,11 @@ struct State {
 }
 
 impl Allocator {
-    /// `table`: the refcount table; `end`: clusters of the file.
-    pub fn new(cluster_bits: u32, width: RefcountWidth, table: Vec<u64>, end: u64) -> Self {
-        let state = State { table, end, next_run: SMALLEST_RUN, ..State::default() };
-        Allocator { cluster_bits, width, state: Mutex::new(state) }
+    /// `table`: the refcount table; `end`: clusters of the file; `run`: bytes to reserve at once, always.
+    pub fn new(cluster_bits: u32, width: RefcountWidth, table: Vec<u64>, end: u64, run: Option<u64>) -> Self {
+        let runs = run.map_or((SMALLEST_RUN, LARGEST_RUN), |run| (run, run));
+        let state = State { table, end, next_run: runs.0, ..State::default() };
+        Allocator { cluster_bits, width, runs, state: Mutex::new(state) }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -138,7 +141,7 @@ impl Allocator {
     /// Takes all that is reserved, to be given back to the file.
     pub fn take_reserved(&self) -> Vec<Run> {
         let mut state = self.state();
-        state.next_run = SMALLEST_RUN;
+        state.next_run = self.runs.0;
         state.runs.drain(..).collect()
     }
 
@@ -146,7 +149,7 @@ impl Allocator {
     pub fn next_run(&self) -> u64 {
         let mut state = self.state();
         let now = state.next_run;
-        state.next_run = (now * 2).min(LARGEST_RUN);
+        state.next_run = (now * 2).min(self.runs.1);
         now.max(1 << self.cluster_bits)
     }
 

@@ -52,14 +52,18 @@ impl<S: Storage> Qcow2<S> {
         self.write_back(true).await
     }
 
-    /// Writes metadata that have changed, so that they may leave the memory; nothing is promised.
+    /// Writes metadata that have changed where there are many, so that they may leave the memory; nothing is promised.
+    /// The caller holds no cluster.
     pub(super) async fn relieve(&self) -> io::Result<()> {
+        if self.shared.tables.dirty() <= 2 * self.dirty_limit() {
+            return Ok(());
+        }
         let _turn = self.shared.writing_back.take().await;
         if self.shared.tables.dirty() > self.dirty_limit() { self.write_back(false).await } else { Ok(()) }
     }
 
     /// Changed slices that are kept in memory until a guest flushes.
-    pub(super) fn dirty_limit(&self) -> usize {
+    fn dirty_limit(&self) -> usize {
         (self.shared.tables.limit() / 2).max(4)
     }
 

@@ -32,6 +32,8 @@ pub struct Qcow2Options {
     pub read_only: bool,
     /// Bytes of L2 tables kept in memory; None: all of the image's, up to [`L2_CACHE_LIMIT`].
     pub l2_cache: Option<u64>,
+    /// Bytes of clusters reserved at once; None: few at first, then more.
+    pub reserve: Option<u64>,
 }
 
 impl<S: Storage> Qcow2<S> {
@@ -54,7 +56,7 @@ impl<S: Storage> Qcow2<S> {
         } else {
             len.div_ceil(shape.cluster_size())
         };
-        let alloc = Allocator::new(header.cluster_bits, header.refcount_width(), table, end);
+        let alloc = Allocator::new(header.cluster_bits, header.refcount_width(), table, end, options.reserve);
         let slices = header.size.div_ceil(shape.cluster_size()).div_ceil(shape.slice_entries);
         let needed = slices.saturating_mul(shape.slice_bytes());
         let cache = options.l2_cache.unwrap_or(L2_CACHE_LIMIT.min(needed));

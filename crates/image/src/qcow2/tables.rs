@@ -176,8 +176,9 @@ impl Tables {
         if let Some(Slot::Loading(waiting)) = state.map.insert(number, Slot::Ready(Arc::new(slice))) {
             waiting.into_iter().for_each(Waker::wake);
         }
-        state.clock.push_back(number);
+        // Not itself: whoever loaded it is to find it, also where all others have changes and stay.
         state.make_room(self.limit);
+        state.clock.push_back(number);
     }
 
     /// A slice that was read along. `seen`: what [`Tables::evictions`] said before it was read; if one has gone since, it

@@ -81,10 +81,7 @@ impl<S: Storage> Qcow2<S> {
             }
         });
         join::all(PIECES, work).await?;
-        if self.shared.tables.dirty() > 2 * self.dirty_limit() {
-            self.relieve().await?;
-        }
-        Ok(())
+        self.relieve().await
     }
 
     /// Decides what to do from `offset` on, and for how many bytes.

@@ -89,7 +89,7 @@ impl<S: Storage> Qcow2<S> {
                 continue;
             }
             let stop = end.min((first + HELD) << bits);
-            let _hold = self.shared.held.hold(first..shape.cluster(stop - 1) + 1).await;
+            let hold = self.shared.held.hold(first..shape.cluster(stop - 1) + 1).await;
             while at < stop {
                 let cluster = shape.cluster(at);
                 let here = stop.min((cluster + 1) << bits);
@@ -100,6 +100,8 @@ impl<S: Storage> Qcow2<S> {
                 self.wipe_in_cluster(below, at, here, wish).await?;
                 at = here;
             }
+            drop(hold);
+            self.relieve().await?;
         }
         Ok(())
     }
@@ -206,7 +208,7 @@ impl<S: Storage> Qcow2<S> {
         let mut at = offset - offset % shape.unit;
         while at < end {
             let stop = end.min(at + COPY);
-            let _hold = self.shared.held.hold(shape.cluster(at)..shape.cluster(stop - 1) + 1).await;
+            let hold = self.shared.held.hold(shape.cluster(at)..shape.cluster(stop - 1) + 1).await;
             while at < stop {
                 let Some(extent) = self.try_lookup(at, stop - at) else {
                     self.load(at).await?;
@@ -220,6 +222,8 @@ impl<S: Storage> Qcow2<S> {
                 }
                 at += extent.len;
             }
+            drop(hold);
+            self.relieve().await?;
         }
         Ok(())
     }

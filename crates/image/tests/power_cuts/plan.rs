@@ -1,0 +1,187 @@
+//! What a run is like: decided by its seed.
+
+use std::io;
+
+use blockyard_image::RawShape;
+use blockyard_ring::sim::{Fault, OpKind, Rng, SECTOR};
+
+use super::build::Recipe;
+use super::format::Layout;
+
+/// The page cache; O_DIRECT on 512-byte blocks, and on 4096-byte blocks under 512-byte sectors.
+pub const SHAPES: [RawShape; 3] = [
+    RawShape { memory_align: 1, offset_align: 1 },
+    RawShape { memory_align: 512, offset_align: 512 },
+    RawShape { memory_align: 512, offset_align: 4096 },
+];
+
+#[derive(Clone, Debug)]
+pub enum LayerPlan {
+    /// Bytes.
+    Raw(u64),
+    Qcow2(Recipe),
+}
+
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub seed: u64,
+    /// The topmost first; that one is qcow2.
+    pub layers: Vec<LayerPlan>,
+    /// Bytes of the guest's disk.
+    pub capacity: u64,
+    pub shape: RawShape,
+    /// What the device writes whole or not at all.
+    pub atomic: usize,
+    pub discard_zeroes: bool,
+    pub reactors: usize,
+    /// Requests in flight, over all reactors, and how many each of these lanes makes.
+    pub lanes: usize,
+    pub requests: usize,
+    /// Bytes of L2 tables kept; bytes reserved at once.
+    pub cache: Option<u64>,
+    pub reserve: Option<u64>,
+    pub copy_on_read: bool,
+    pub trouble: Option<Trouble>,
+}
+
+impl Plan {
+    /// Nothing fails but the power.
+    pub fn quiet(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x7163_6f77);
+        let cluster_bits = *rng.pick(&[9, 9, 9, 9, 10, 11, 12, 12, 12, 13, 14, 16, 16]);
+        let layout = layout(&mut rng, cluster_bits);
+        let sectors = capacity(&mut rng, layout);
+        let capacity = sectors * SECTOR as u64;
+        let layers = layers(&mut rng, layout, capacity);
+        let cluster = layout.cluster();
+        Plan {
+            seed,
+            layers,
+            capacity,
+            shape: *rng.pick(&SHAPES),
+            atomic: *rng.pick(&[512, 512, 4096]),
+            discard_zeroes: rng.one_in(2),
+            reactors: rng.between(1, 2) as usize,
+            lanes: rng.between(2, 8) as usize,
+            requests: rng.between(4, 12) as usize,
+            cache: rng.one_in(2).then_some(0),
+            reserve: (!rng.one_in(4)).then(|| cluster * rng.between(1, 24)),
+            copy_on_read: rng.one_in(6),
+            trouble: None,
+        }
+    }
+
+    pub fn troubled(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x7472_6f75);
+        Plan { trouble: Some(Trouble::random(&mut rng)), ..Plan::quiet(seed) }
+    }
+
+    pub fn top(&self) -> &Recipe {
+        match &self.layers[0] {
+            LayerPlan::Qcow2(recipe) => recipe,
+            LayerPlan::Raw(_) => unreachable!("the topmost image is qcow2"),
+        }
+    }
+}
+
+fn layout(rng: &mut Rng, cluster_bits: u32) -> Layout {
+    let extended = cluster_bits >= 14 && rng.one_in(2);
+    let version = if !extended && rng.one_in(4) { 2 } else { 3 };
+    let data_file = version > 2 && rng.one_in(8);
+    Layout {
+        version,
+        cluster_bits,
+        refcount_order: if version == 2 { 4 } else { *rng.pick(&[0, 1, 2, 3, 4, 4, 5, 6, 6]) },
+        extended,
+        data_file,
+        raw_data_file: data_file && rng.one_in(2),
+    }
+}
+
+/// In sectors: some clusters, some tables where they are small; often not whole clusters.
+fn capacity(rng: &mut Rng, layout: Layout) -> u64 {
+    let clusters = match layout.cluster_bits {
+        9 if rng.one_in(4) => rng.between(700, 1400),
+        9..=11 => rng.between(24, 200),
+        12..=13 => rng.between(6, 40),
+        _ => rng.between(2, 12),
+    };
+    let sectors = clusters * layout.cluster() / SECTOR as u64;
+    if rng.one_in(2) { sectors } else { sectors - rng.below(layout.cluster() / SECTOR as u64) }
+}
+
+fn layers(rng: &mut Rng, layout: Layout, capacity: u64) -> Vec<LayerPlan> {
+    let depth = if layout.raw_data_file { 0 } else { *rng.pick(&[0, 0, 1, 1, 1, 2]) };
+    let mut below = Vec::new();
+    for left in (0..depth).rev() {
+        // Images may be shorter or longer than those above them.
+        let size = match rng.below(4) {
+            0 => rng.between(1, capacity / SECTOR as u64) * SECTOR as u64,
+            1 => capacity + rng.below(20) * SECTOR as u64,
+            _ => capacity,
+        };
+        let is_last = left == 0;
+        if is_last && rng.one_in(2) {
+            below.push(LayerPlan::Raw(size));
+            continue;
+        }
+        let bits = *rng.pick(&[9, 10, 12, 14, 16]);
+        let layout = Layout { data_file: false, raw_data_file: false, ..self::layout(rng, bits) };
+        let next = if is_last { None } else { Some("qcow2") };
+        below.push(LayerPlan::Qcow2(Recipe { snapshot: false, ..recipe(rng, layout, size, next) }));
+    }
+    // The last of a chain of three may be raw, and is known by its name above it.
+    for n in 1..below.len() {
+        if let (LayerPlan::Raw(_), [.., LayerPlan::Qcow2(above)]) = (below[n].clone(), &mut below[..n]) {
+            above.below = Some("raw");
+        }
+    }
+    let format = below.first().map(|layer| match layer {
+        LayerPlan::Raw(_) => "raw",
+        LayerPlan::Qcow2(_) => "qcow2",
+    });
+    let mut layers = vec![LayerPlan::Qcow2(recipe(rng, layout, capacity, format))];
+    layers.append(&mut below);
+    layers
+}
+
+fn recipe(rng: &mut Rng, layout: Layout, size: u64, below: Option<&'static str>) -> Recipe {
+    Recipe {
+        layout,
+        size,
+        full: *rng.pick(&[0, 0, 30, 60, 100]),
+        snapshot: !layout.data_file && layout.largest_count() > 1 && rng.one_in(5),
+        zstd: layout.version > 2 && rng.one_in(2),
+        below,
+        seed: rng.next_u64(),
+    }
+}
+
+/// Operations that fail.
+#[derive(Clone, Debug)]
+pub struct Trouble {
+    pub kind: OpKind,
+    pub fault: Fault,
+    /// It strikes the external data file, where there is one.
+    pub data_file: bool,
+}
+
+impl Trouble {
+    fn random(rng: &mut Rng) -> Self {
+        use io::ErrorKind::{Other, StorageFull};
+        let kinds = [
+            (OpKind::Read, Other),
+            (OpKind::Write, Other),
+            (OpKind::Write, StorageFull),
+            (OpKind::SetLen, StorageFull),
+            (OpKind::SetLen, Other),
+            (OpKind::Sync, Other),
+            (OpKind::Sync, StorageFull),
+            (OpKind::Discard, Other),
+        ];
+        let (kind, error) = *rng.pick(&kinds);
+        let most = if matches!(kind, OpKind::Sync | OpKind::SetLen) { 6 } else { 40 };
+        let fault = Fault::new(kind, error).after(rng.below(most)).times(rng.between(1, 3));
+        Trouble { kind, fault, data_file: rng.one_in(2) }
+    }
+}
