@@ -62,6 +62,8 @@ pub struct Raw<S> {
     shape: RawShape,
     /// What zeroing and discarding are to be multiples of: a block device refuses parts of its logical blocks.
     unit: u64,
+    /// The file's length is to stay what the guest made it.
+    exact: bool,
     lock: Arc<RangeLock>,
     copies: Arc<Turns>,
     zeroes: Arc<Turns>,
@@ -75,6 +77,7 @@ impl<S: Storage> Raw<S> {
             storage,
             shape: RawShape::of(file),
             unit,
+            exact: true,
             lock: file.range_lock.clone(),
             copies: turns(),
             zeroes: turns(),
@@ -83,7 +86,13 @@ impl<S: Storage> Raw<S> {
 
     /// An image on storage that is no host file.
     pub fn on(storage: S, shape: RawShape) -> Self {
-        Raw { storage, shape, unit: 1, lock: Arc::default(), copies: turns(), zeroes: turns() }
+        Raw { storage, shape, unit: 1, exact: true, lock: Arc::default(), copies: turns(), zeroes: turns() }
+    }
+
+    /// The same file, which may end with a whole block of O_DIRECT's: its length means nothing. (Taking the rest of a block
+    /// back would undo what makes the file longer meanwhile.)
+    pub fn in_whole_blocks(self) -> Self {
+        Raw { exact: false, ..self }
     }
 
     /// Reads all of `segments` from `offset`; what lies beyond the end of the file is zeroes.
@@ -257,7 +266,7 @@ impl<S: Storage> Raw<S> {
         buffer.copy_from(to, segments, from, part_len as usize);
         self.storage.write(buffer, start, durable).await.1?;
         let end = file_end.max(part.end);
-        if end < block_end {
+        if self.exact && end < block_end {
             self.take_back(end, block_end).await;
         }
         Ok(())

@@ -38,6 +38,7 @@ impl<S: Storage> Qcow2<S> {
     pub fn view(shared: Arc<Shared>, file: Raw<S>, data: Option<Raw<S>>) -> Self {
         let slices = shared.size().div_ceil(shared.shape.cluster_size()).div_ceil(shared.shape.slice_entries);
         let lines = Lines::new(slices, shared.tables.limit());
+        let (file, data) = (file.in_whole_blocks(), data.map(Raw::in_whole_blocks));
         Qcow2 { shared, file, data, lines, decompressed: Decompressed::default() }
     }
 

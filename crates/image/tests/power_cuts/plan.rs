@@ -65,7 +65,7 @@ impl Plan {
             lanes: rng.between(2, 8) as usize,
             requests: rng.between(4, 12) as usize,
             cache: rng.one_in(2).then_some(0),
-            reserve: (!rng.one_in(4)).then(|| cluster * rng.between(1, 24)),
+            reserve: (cluster_bits < 14 || !rng.one_in(3)).then(|| cluster * rng.between(1, 40)),
             copy_on_read: rng.one_in(6),
             trouble: None,
         }
