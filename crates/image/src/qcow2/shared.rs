@@ -94,6 +94,8 @@ pub struct Shared {
     pub(super) alloc: Allocator,
     pub(super) held: ClustersHeld,
     pub(super) traffic: Arc<Traffic>,
+    /// How often host clusters were completed, by guest cluster; some share a count.
+    pub(super) completed: [AtomicU64; 64],
     /// One at a time each: reserving clusters, allocating L2 tables, writing metadata.
     pub(super) reserving: Turns,
     pub(super) new_tables: Turns,
@@ -137,6 +139,10 @@ impl Shared {
     /// Why nothing that is written can be promised any more: a sync has failed.
     pub fn lost(&self) -> Option<io::Error> {
         self.lost.get().map(|(kind, what)| io::Error::new(*kind, format!("a sync of the image failed: {what}")))
+    }
+
+    pub(super) fn completed(&self, cluster: u64) -> &AtomicU64 {
+        &self.completed[cluster as usize % self.completed.len()]
     }
 
     pub(super) fn l1_entry(&self, index: u64) -> u64 {

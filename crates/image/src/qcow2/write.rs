@@ -8,6 +8,7 @@
 //! are held meanwhile, so that two requests never allocate for one; what is written in place is never shared.
 
 use std::io;
+use std::sync::atomic::Ordering;
 
 use blockyard_ring::{Segments, Storage};
 
@@ -177,7 +178,8 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Whole subclusters of a host cluster of one's own: nothing has to be copied, so that many may do this at once. Whoever
-    /// takes the cluster away meanwhile does not lose these data: they are written again.
+    /// takes the cluster away meanwhile, or fills what lies beside its own data there, does not lose these: they are
+    /// written again.
     async fn write_subclusters<B: Below>(
         &self,
         below: &B,
@@ -188,12 +190,15 @@ impl<S: Storage> Qcow2<S> {
         let shape = self.shape();
         let (cluster, inside) = (shape.cluster(offset), offset & (shape.cluster_size() - 1));
         let len = segments.len() as u64;
+        let completed = self.shared.completed(cluster);
+        let before = completed.load(Ordering::Acquire);
         let (segments, written) = self.data_file().write(segments, host + inside, false).await;
         written?;
         let _hold = self.shared.held.hold(cluster..cluster + 1).await;
         let (first, last) = (inside / shape.unit, (inside + len - 1) / shape.unit);
         let mine = host | COPIED;
-        if self.current_word(cluster).await? == mine {
+        let alone = completed.load(Ordering::Acquire) == before;
+        if alone && self.current_word(cluster).await? == mine {
             self.own_table(shape.table(cluster)).await?;
             self.change(cluster, |old| Entry { word: mine, bitmap: self.with_data(old.bitmap, first, last) }).await?;
             return Ok(());
@@ -224,7 +229,10 @@ impl<S: Storage> Qcow2<S> {
         };
         let from = if lacks(offset) { offset - offset % shape.unit } else { offset };
         let to = if lacks(end - 1) { end.next_multiple_of(shape.unit) } else { end };
-        self.write_with_edges(below, &segments, offset, from..to, host + (from - start), false).await?;
+        let written = self.write_with_edges(below, &segments, offset, from..to, host + (from - start), false).await;
+        // Those who write whole subclusters there, without holding the cluster, are to know.
+        self.shared.completed(cluster).fetch_add(1, Ordering::AcqRel);
+        written?;
         let (first, last) = ((offset - start) / shape.unit, (end - 1 - start) / shape.unit);
         self.change(cluster, |old| Entry { word: host | COPIED, bitmap: self.with_data(old.bitmap, first, last) })
             .await?;
