@@ -214,6 +214,9 @@ async fn pass<S: Storage>(
     let mut start = 0;
     loop {
         let mut counts = count(file, headers, Some(&refcounts), start, &mut tally, limits).await?;
+        if changes.is_some_and(|changes| !changes.known.incomplete) {
+            still_complete(&tally)?;
+        }
         let repair = changes.map(|changes| changes.refcounts);
         let tally_ref = &mut tally;
         Compare { file, refcounts: &refcounts, counts: &mut counts, tally: tally_ref, file_len, repair }.run().await?;
@@ -230,6 +233,17 @@ async fn pass<S: Storage>(
             return Ok(tally);
         }
         tally.later_pass = true;
+    }
+}
+
+/// A host that fails to read what it could read before: what is not counted now must not be taken for free.
+fn still_complete(tally: &Tally) -> Result<(), ImageError> {
+    match tally.incomplete {
+        true => Err(ImageError::refused(
+            "qcow2 image",
+            "its tables could not all be read a second time: nothing is repaired",
+        )),
+        false => Ok(()),
     }
 }
 
@@ -269,6 +283,9 @@ async fn rebuild<S: Storage>(
     let mut tally = Tally::default();
     let old = Refcounts::load(file, &headers[0], &mut tally).await?;
     let mut counts = count(file, headers, None, 0, &mut tally, limits).await?;
+    if !keep {
+        still_complete(&tally)?;
+    }
     let file_len = file.storage().len().await.map_err(|e| ImageError::io(HEADER, 0, "finding the file's length", e))?;
     let end = if file.is_device() { found.report.image_end_offset } else { file_len };
     let mut builder = Builder::new(file, &headers[0], end.max(found.beyond));
@@ -283,6 +300,9 @@ async fn rebuild<S: Storage>(
         match counts.window().end {
             u64::MAX => break,
             start => counts = count(file, headers, None, start, &mut tally, limits).await?,
+        }
+        if !keep {
+            still_complete(&tally)?;
         }
     }
     let (offset, clusters) = builder.finish().await?;

@@ -103,8 +103,7 @@ impl Builder {
         let layout = self.recipe.layout;
         let first = index * layout.l2_entries();
         let clusters = self.recipe.size.div_ceil(self.cluster());
-        let pieces: Vec<_> =
-            (first..(first + layout.l2_entries()).min(clusters)).map(|c| (c, self.piece())).collect();
+        let pieces: Vec<_> = (first..(first + layout.l2_entries()).min(clusters)).map(|c| (c, self.piece())).collect();
         if pieces.iter().all(|(_, piece)| *piece == Piece::Absent) {
             return None;
         }

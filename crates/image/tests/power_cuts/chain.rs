@@ -36,18 +36,18 @@ pub fn make(plan: &Plan) -> Vec<Files> {
 }
 
 /// What the guest sees of the images from `layers[0]` on, by the slow way.
-pub fn contents(layers: &[Files]) -> Vec<u8> {
-    layers.iter().rev().fold(Vec::new(), |below, files| {
+pub fn contents(layers: &[Files]) -> Result<Vec<u8>, String> {
+    layers.iter().rev().try_fold(Vec::new(), |below, files| {
         let bytes = files.main.bytes();
         if !files.qcow2 {
-            return bytes;
+            return Ok(bytes);
         }
         Parsed::new(&bytes).read(None, files.data.as_ref().map(SimImage::bytes).as_deref(), &below)
     })
 }
 
 /// What the snapshots of the topmost image show, where it is over nothing.
-pub fn snapshots(files: &Files) -> Vec<Vec<u8>> {
+pub fn snapshots(files: &Files) -> Result<Vec<Vec<u8>>, String> {
     let bytes = files.main.bytes();
     let parsed = Parsed::new(&bytes);
     (0..parsed.snapshots()).map(|n| parsed.read(Some(n), None, &[])).collect()

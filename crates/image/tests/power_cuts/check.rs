@@ -33,12 +33,17 @@ pub struct Findings {
     pub leaks: u64,
 }
 
+/// What lies beyond the end of the file is zeroes.
+fn piece<const N: usize>(bytes: &[u8], at: u64) -> [u8; N] {
+    bytes.get(at as usize..).and_then(|rest| rest.first_chunk()).copied().unwrap_or([0; N])
+}
+
 fn be32(bytes: &[u8], at: u64) -> u32 {
-    u32::from_be_bytes(bytes[at as usize..][..4].try_into().unwrap())
+    u32::from_be_bytes(piece(bytes, at))
 }
 
 fn be64(bytes: &[u8], at: u64) -> u64 {
-    u64::from_be_bytes(bytes[at as usize..][..8].try_into().unwrap())
+    u64::from_be_bytes(piece(bytes, at))
 }
 
 impl<'a> Parsed<'a> {
@@ -110,7 +115,7 @@ impl<'a> Parsed<'a> {
     }
 
     /// What the guest sees: of the active state, or of a snapshot. `below`: what it sees of the images below.
-    pub fn read(&self, snapshot: Option<usize>, data: Option<&[u8]>, below: &[u8]) -> Vec<u8> {
+    pub fn read(&self, snapshot: Option<usize>, data: Option<&[u8]>, below: &[u8]) -> Result<Vec<u8>, String> {
         let l1 = snapshot.map_or(self.l1, |n| self.snapshots[n]);
         let tables: Vec<u64> = self.words(l1).map(|word| word & OFFSET).collect();
         let mut disk = vec![0; self.size as usize];
@@ -123,20 +128,28 @@ impl<'a> Parsed<'a> {
             let table = self.cluster(*table);
             let at = inside * layout.l2_entry() as u64;
             let bitmap = if layout.extended { be64(&table, at + 8) } else { 0 };
-            self.read_cluster(be64(&table, at), bitmap, number as u64 * layout.cluster(), data, out);
+            self.read_cluster(be64(&table, at), bitmap, number as u64 * layout.cluster(), data, out)?;
         }
-        disk
+        Ok(disk)
     }
 
-    fn read_cluster(&self, word: u64, bitmap: u64, guest: u64, data: Option<&[u8]>, out: &mut [u8]) {
+    fn read_cluster(
+        &self,
+        word: u64,
+        bitmap: u64,
+        guest: u64,
+        data: Option<&[u8]>,
+        out: &mut [u8],
+    ) -> Result<(), String> {
         let layout = self.layout;
         if word & COMPRESSED != 0 {
             let place = layout.compressed(word);
             let end = self.bytes.len().min(place.end as usize);
+            let packed = self.bytes.get(place.start as usize..end).ok_or("compressed data beyond the end")?;
             let kind = if self.zstd { Compression::Zstd } else { Compression::Zlib };
-            let plain = unpack(&self.bytes[place.start as usize..end], kind, layout.cluster() as usize).unwrap();
+            let plain = unpack(packed, kind, layout.cluster() as usize)?;
             out.copy_from_slice(&plain[..out.len()]);
-            return;
+            return Ok(());
         }
         let host = match data {
             Some(data) => {
@@ -160,6 +173,7 @@ impl<'a> Parsed<'a> {
                 out.fill(0);
             }
         }
+        Ok(())
     }
 
     pub fn snapshots(&self) -> usize {

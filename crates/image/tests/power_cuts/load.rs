@@ -51,11 +51,7 @@ pub fn run<S: Storage>(
 }
 
 /// Waits for what waits for the disks; disks without power give up at once.
-pub fn wait<T: 'static>(
-    sim: &Sim,
-    judge: &Judge,
-    work: impl Future<Output = T> + 'static,
-) -> Result<T, String> {
+pub fn wait<T: 'static>(sim: &Sim, judge: &Judge, work: impl Future<Output = T> + 'static) -> Result<T, String> {
     let (power, disks) = (judge.power.clone(), judge.disks.clone());
     let watch = async move {
         let mut work = Box::pin(work);

@@ -4,6 +4,7 @@
 //!   plan    what a run is like, decided by its seed      build   the images it begins with
 //!   chain   their files on disks with one power supply   load    lanes of requests, until they are through or the power goes
 //!   life    boot after boot                              judge   what is told to the oracle, and its other rules
+//!   liars   storage that breaks its promises
 //!   check   references against refcounts, and reading, the slow way (format: its numbers)
 //! ```
 //! A failure names its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` makes as many random cuts.
@@ -13,14 +14,17 @@ mod chain;
 mod check;
 mod format;
 mod judge;
+mod liars;
 mod life;
 mod load;
 mod plan;
 
+use blockyard_image::RawShape;
 use blockyard_ring::sim::Rng;
 
+use liars::{Liar, Lie};
 use life::{Life, Tally};
-use plan::Plan;
+use plan::{Plan, SHAPES};
 
 /// Random cuts of an ordinary run.
 const CUTS: u64 = 4_000;
@@ -67,4 +71,38 @@ fn what_was_promised_survives_random_cuts() {
 fn what_was_promised_survives_errors_and_cuts() {
     let tally = random_lives(Plan::troubled, number("BLOCKYARD_CUTS").unwrap_or(CUTS) / 4);
     assert!(tally.troubled > 50 || number("BLOCKYARD_SEED").is_some(), "{tally}");
+}
+
+/// Small runs, cut at every event there is.
+#[test]
+fn what_was_promised_survives_a_cut_at_every_event() {
+    let mut tally = Tally::default();
+    for (seed, shape) in (30_000..).zip(SHAPES.into_iter().cycle()).take(9) {
+        let plan = Plan { shape, lanes: 4, requests: 6, ..Plan::quiet(seed) };
+        let whole = (0..).find(|&events| {
+            let boot = Life::new(plan.clone()).boot(events, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+            assert!(!boot.survived || events > 20, "a run of only {events} events");
+            boot.survived
+        });
+        println!("seed {seed}, {shape:?}: {whole:?} events");
+    }
+    println!("{tally}");
+}
+
+/// The judges are judged: a storage that lies is found out.
+#[test]
+fn liars_are_caught() {
+    for lie in [Lie::NoSync, Lie::HalfTheSyncs, Lie::LosesPieces, Lie::DiscardsMore] {
+        let caught = (0..60).filter(|&seed| {
+            let mut rng = Rng::new(seed);
+            let shape = RawShape { memory_align: 1, offset_align: 1 };
+            let plan = Plan { shape, lanes: 6, requests: 12, ..Plan::quiet(seed) };
+            let events = if rng.one_in(2) { u64::MAX } else { rng.below(200) };
+            let mut life = Life::new(plan);
+            life.boot(events, move |disk| Liar::new(disk, lie), &mut Tally::default()).is_err()
+        });
+        let caught = caught.count();
+        println!("{lie:?}: caught in {caught} of 60 runs");
+        assert!(caught >= 5, "{lie:?} was caught in {caught} of 60 runs");
+    }
 }
