@@ -214,8 +214,8 @@ async fn pass<S: Storage>(
     let mut start = 0;
     loop {
         let mut counts = count(file, headers, Some(&refcounts), start, &mut tally, limits).await?;
-        if changes.is_some_and(|changes| !changes.known.incomplete) {
-            still_complete(&tally)?;
+        if let Some(changes) = changes {
+            still_complete(&tally, changes.known)?;
         }
         let repair = changes.map(|changes| changes.refcounts);
         let tally_ref = &mut tally;
@@ -236,15 +236,13 @@ async fn pass<S: Storage>(
     }
 }
 
-/// A host that fails to read what it could read before: what is not counted now must not be taken for free.
-fn still_complete(tally: &Tally) -> Result<(), ImageError> {
-    match tally.incomplete {
-        true => Err(ImageError::refused(
-            "qcow2 image",
-            "its tables could not all be read a second time: nothing is repaired",
-        )),
-        false => Ok(()),
+/// A host may fail to read what it could read before: what is not counted then must not be taken for free.
+fn still_complete(now: &Tally, before: &Tally) -> Result<(), ImageError> {
+    if now.incomplete && !before.incomplete {
+        let what = "its tables could not all be read a second time, so it is not repaired";
+        return Err(ImageError::refused("qcow2 image", what));
     }
+    Ok(())
 }
 
 /// Counts the references to clusters from `start` on, as far as the memory goes; of several states the larger count.
@@ -283,9 +281,7 @@ async fn rebuild<S: Storage>(
     let mut tally = Tally::default();
     let old = Refcounts::load(file, &headers[0], &mut tally).await?;
     let mut counts = count(file, headers, None, 0, &mut tally, limits).await?;
-    if !keep {
-        still_complete(&tally)?;
-    }
+    still_complete(&tally, found)?;
     let file_len = file.storage().len().await.map_err(|e| ImageError::io(HEADER, 0, "finding the file's length", e))?;
     let end = if file.is_device() { found.report.image_end_offset } else { file_len };
     let mut builder = Builder::new(file, &headers[0], end.max(found.beyond));
@@ -301,9 +297,7 @@ async fn rebuild<S: Storage>(
             u64::MAX => break,
             start => counts = count(file, headers, None, start, &mut tally, limits).await?,
         }
-        if !keep {
-            still_complete(&tally)?;
-        }
+        still_complete(&tally, found)?;
     }
     let (offset, clusters) = builder.finish().await?;
     flush(file).await?;
