@@ -1,16 +1,18 @@
 //! `image convert`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use anyhow::anyhow;
 use blockyard_image::tools::{self, ConvertOptions, Progress};
-use blockyard_image::{CacheMode, ChainError, ChainOptions, Format};
+use blockyard_image::{CacheMode, Chain, ChainLayer, ChainOptions, Format};
 use clap::Args;
 
-use super::new::NewImage;
+use super::new::{self, Backing};
 use super::output::NewFile;
 use super::progress::Show;
-use super::{Folders, cache, failed, format, open, size, threads};
+use super::settings::{self, Settings};
+use super::{Folders, cache, failed, format, format_of, open, print, size, threads};
 use crate::Failure;
 
 #[derive(Args)]
@@ -27,6 +29,21 @@ pub struct Options {
     /// The new image's format [default: as its name says].
     #[arg(short = 'O', long = "target-format", value_parser = format())]
     target_format: Option<Format>,
+    /// Options of the new image's format, key=value,...; -o help lists them.
+    #[arg(short = 'o', long = "options", visible_alias = "target-options", value_name = "LIST")]
+    options: Vec<String>,
+    /// Compress the clusters of a new qcow2 image.
+    #[arg(short, long)]
+    compress: bool,
+    /// Make the new image an overlay of this one: it gets what differs. A relative name begins at the new image's folder.
+    #[arg(short = 'B', long, value_name = "NAME")]
+    backing: Option<String>,
+    /// The backing file's format [default: as its name says].
+    #[arg(short = 'F', long, value_parser = format())]
+    backing_format: Option<Format>,
+    /// The target is there, and large enough: write into it.
+    #[arg(short, long, conflicts_with_all = ["options", "force", "backing"])]
+    no_create: bool,
     /// Zeroes are left out where so many bytes of them follow one another; 0: all is written.
     #[arg(short = 'S', long = "sparse-size", value_name = "SIZE", default_value = "4k", value_parser = size::parse)]
     sparse: u64,
@@ -49,29 +66,74 @@ pub struct Options {
 }
 
 pub fn run(options: &Options) -> Result<(), Failure> {
+    let format = format_of(&options.target, options.target_format)?;
+    if let Some(help) = settings::help(format, &options.options) {
+        return print(&help);
+    }
+    let settings = Settings::parse(format, &options.options).map_err(Failure::usage)?;
+    if options.compress && (format != Format::Qcow2 || settings.has("data_file")) {
+        return Err(Failure::usage(anyhow!("compressed clusters are qcow2's alone, and not in external data files")));
+    }
     let source = open(&ChainOptions {
         cache: options.source_cache,
         ..options.folders.reading(&options.source, options.source_format)
     })?;
-    let named = options.target_format.or_else(|| Format::of_name(&options.target));
-    let format = named.ok_or_else(|| failed(ChainError::Format { path: options.target.clone() }))?;
-    let file = NewFile::create(&options.target, options.force)?;
-    let new = NewImage { format, size: source.size() };
-    new.make(file.temporary())?;
-    let target = open(&ChainOptions {
-        format: Some(format),
-        cache: options.target_cache,
-        folders: options.folders.backing_folders.clone(),
-        ..ChainOptions::new(file.temporary())
-    })?;
-    let progress = Arc::<Progress>::default();
+    let backing = Backing::find(options.backing.as_deref(), options.backing_format, &settings, &options.target);
+    let backing = backing.map_err(Failure::usage)?;
+    if options.no_create {
+        return copy(options, &source, &options.target, format, backing.as_ref(), false);
+    }
+    if let Some(backing) = &backing {
+        backing.size(&options.folders)?;
+    }
+    let new = new::plan(&settings, source.size(), backing.as_ref(), &options.target).map_err(Failure::usage)?;
+    let mut file = NewFile::create(&options.target, options.force)?;
+    file.make(new)?;
+    // What a device holds is anything.
+    let fresh = !file.is_device() || format != Format::Raw;
+    copy(options, &source, file.temporary(), format, backing.as_ref(), fresh)?;
+    Ok(file.finish()?)
+}
+
+/// Fills the target, which exists, and makes it durable.
+fn copy(
+    options: &Options,
+    source: &Arc<Chain>,
+    path: &Path,
+    format: Format,
+    backing: Option<&Backing>,
+    fresh: bool,
+) -> Result<(), Failure> {
+    let mut folders = options.folders.backing_folders.clone();
+    if let Some(backing) = backing {
+        // It was named by the user.
+        folders.extend([new::folder(path).into(), new::folder(&backing.path).into()]);
+    }
+    let target =
+        open(&ChainOptions { format: Some(format), cache: options.target_cache, folders, ..ChainOptions::new(path) })?;
+    if target.size() < source.size() {
+        let (has, needs) = (target.size(), source.size());
+        return Err(anyhow!("{} has {has} bytes, and {needs} are needed", options.target.display()).into());
+    }
     let how = ConvertOptions {
         threads: threads(),
         at_a_time: options.parallel.into(),
         sparse: options.sparse,
-        ..ConvertOptions::default()
+        compress: options.compress,
+        fresh,
+        shared_from: shared_from(source, &target),
     };
-    let work = || tools::convert(&source, &target, &how, &progress).and_then(|()| tools::close(&target));
-    options.show.during(&progress, work).map_err(failed)?;
-    Ok(file.finish()?)
+    let progress = Arc::<Progress>::default();
+    let work = || tools::convert(source, &target, &how, &progress).and_then(|()| tools::close(&target));
+    options.show.during(&progress, work).map_err(failed)
+}
+
+/// The layer of the source that is the target's backing file, in the same place: both see the same from there on.
+fn shared_from(source: &Chain, target: &Chain) -> Option<usize> {
+    let place = |layer: &ChainLayer| {
+        let path = layer.file.path();
+        Some((std::fs::canonicalize(new::folder(path)).ok()?, path.file_name()?.to_owned()))
+    };
+    let backing = place(target.layers().get(1)?)?;
+    source.layers().iter().position(|layer| place(layer).as_ref() == Some(&backing))
 }

@@ -4,7 +4,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::PathBuf;
 
 use blockyard_image::Format;
-use blockyard_image::tools::{self, Disk, MapEntry, on_reactors};
+use blockyard_image::tools::{self, Disk, MapEntry, on_reactor};
 use clap::Args;
 
 use super::{Folders, Output, failed, format, open, size};
@@ -34,24 +34,21 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     let chain = open(&options.folders.reading(&options.file, options.format))?;
     let end = options.start_offset.saturating_add(options.max_length.unwrap_or(u64::MAX));
     let json = options.output.is_json();
-    let work = |handle| {
-        let (chain, range) = (chain.clone(), options.start_offset..end);
-        async move {
-            let files = chain.layers().iter().map(|layer| layer.data.as_ref().unwrap_or(&layer.file));
-            let mut lines = Lines {
-                json,
-                files: files.map(|file| file.path().display().to_string()).collect(),
-                out: BufWriter::new(io::stdout()),
-                begun: false,
-                result: Ok(()),
-            };
-            let disk = Disk::of(&chain, &handle).await?;
-            tools::map(&disk, range, |entry| lines.show(entry)).await?;
-            Ok(lines.end())
-        }
-    };
-    let results = on_reactors(1, work).map_err(failed)?;
-    Ok(results.into_iter().collect::<io::Result<()>>()?)
+    let range = options.start_offset..end;
+    let printed = on_reactor(|handle| async move {
+        let files = chain.layers().iter().map(|layer| layer.data.as_ref().unwrap_or(&layer.file));
+        let mut lines = Lines {
+            json,
+            files: files.map(|file| file.path().display().to_string()).collect(),
+            out: BufWriter::new(io::stdout()),
+            begun: false,
+            result: Ok(()),
+        };
+        let disk = Disk::of(&chain, &handle).await?;
+        tools::map(&disk, range, |entry| lines.show(entry)).await?;
+        Ok(lines.end())
+    });
+    Ok(printed.map_err(failed)??)
 }
 
 struct Lines<W: Write> {

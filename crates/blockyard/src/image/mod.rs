@@ -2,21 +2,24 @@
 //!
 //! ```text
 //!   info, map, compare   what images are       convert   one image into another
-//!   new, output          images that are made  progress  bars       size      sizes as people write them
+//!   create               new images: options (settings), what is made of them (new), files (output)
+//!   progress             bars                  size      sizes as people write them
 //! ```
 //! In: the command line. Out: text for people, or JSON as qemu-img prints it; an exit status.
 
 mod compare;
 mod convert;
+mod create;
 mod info;
 mod map;
 mod new;
 mod output;
 mod progress;
+mod settings;
 mod size;
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockyard_image::{CacheMode, Chain, ChainError, ChainOptions, Format};
@@ -27,6 +30,8 @@ use crate::Failure;
 
 #[derive(Subcommand)]
 pub enum Command {
+    /// Make an empty image, or an overlay of another one.
+    Create(create::Options),
     /// Say what an image is: its format, size, backing file, features.
     Info(info::Options),
     /// Say where the bytes of an image are.
@@ -40,6 +45,7 @@ pub enum Command {
 /// Does the command; the exit status when it went well.
 pub fn run(command: &Command) -> Result<u8, Failure> {
     match command {
+        Command::Create(options) => create::run(options).map(|()| 0),
         Command::Info(options) => info::run(options).map(|()| 0),
         Command::Map(options) => map::run(options).map(|()| 0),
         Command::Compare(options) => compare::run(options),
@@ -89,7 +95,7 @@ pub struct Folders {
 
 impl Folders {
     /// Options to open an image for reading, its page cache included.
-    fn reading(&self, path: &std::path::Path, format: Option<Format>) -> ChainOptions {
+    fn reading(&self, path: &Path, format: Option<Format>) -> ChainOptions {
         ChainOptions {
             format,
             read_only: true,
@@ -103,6 +109,12 @@ impl Folders {
 /// Opens a chain; not to say a format where one is needed is a mistake in the command.
 fn open(options: &ChainOptions) -> Result<Arc<Chain>, Failure> {
     Chain::open(options).map(Arc::new).map_err(failed)
+}
+
+/// The format that was said, or that the name tells.
+fn format_of(path: &Path, said: Option<Format>) -> Result<Format, Failure> {
+    let format = said.or_else(|| Format::of_name(path));
+    format.ok_or_else(|| failed(ChainError::Format { path: path.into() }))
 }
 
 fn failed(error: ChainError) -> Failure {

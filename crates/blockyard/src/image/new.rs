@@ -1,28 +1,159 @@
 //! New images: what `create` and `convert` make of their options.
 
-use std::fs::File;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
-use anyhow::Context;
-use blockyard_image::Format;
+use anyhow::{Context, Result, anyhow, bail};
+use blockyard_image::qcow2::{Compression, CreateOptions, Preallocation};
+use blockyard_image::tools::NewImage;
+use blockyard_image::{Chain, ChainOptions, Format};
 
-/// An image that is to be.
-pub struct NewImage {
+use super::Folders;
+use super::settings::Settings;
+
+/// The clusters from which on an overlay has extended L2 entries by itself: its parts have 2 KiB then.
+const EXTENDED: u64 = 64 << 10;
+
+/// A backing file, as the command line names it.
+#[derive(Clone, Debug)]
+pub struct Backing {
+    /// As the image is to have it.
+    pub name: String,
     pub format: Format,
-    /// Bytes of the disk.
-    pub size: u64,
+    /// Where that is.
+    pub path: PathBuf,
 }
 
-impl NewImage {
-    /// Makes the empty file at `path` that image.
-    pub fn make(&self, path: &Path) -> anyhow::Result<()> {
-        match self.format {
-            Format::Raw => {
-                let file = File::options().write(true).open(path)?;
-                file.set_len(self.size).with_context(|| format!("making a file of {} bytes", self.size))?;
-                Ok(())
-            }
-            Format::Qcow2 | Format::Cow => anyhow::bail!("{} images cannot be made yet", self.format),
+impl Backing {
+    /// The one that options of the command, or of the format, name.
+    pub fn find(
+        name: Option<&str>,
+        format: Option<Format>,
+        settings: &Settings,
+        target: &Path,
+    ) -> Result<Option<Self>> {
+        let said = settings.text("backing_fmt").map(str::parse).transpose().map_err(|e: String| anyhow!(e))?;
+        let name = name.or(settings.text("backing_file"));
+        name.map(|name| Backing::new(name, format.or(said), target)).transpose()
+    }
+
+    /// `target`: the image that is to have it, whose folder relative names begin at.
+    pub fn new(name: &str, format: Option<Format>, target: &Path) -> Result<Self> {
+        if name.is_empty() {
+            bail!("the backing file's name is empty");
+        }
+        let path = folder(target).join(name);
+        let format = format.or_else(|| Format::of_name(&path));
+        let format = format.ok_or_else(|| {
+            anyhow!("backing file {name}: its format is not known by its name: say -F raw, qcow2 or cow")
+        })?;
+        Ok(Backing { name: name.into(), format, path })
+    }
+
+    /// Bytes of its disk; it must be there, and be what it is said to be.
+    pub fn size(&self, folders: &Folders) -> Result<u64> {
+        let options = ChainOptions { no_backing: true, ..folders.reading(&self.path, Some(self.format)) };
+        Ok(Chain::open(&options)?.size())
+    }
+
+    /// Whoever opens an image looks for backing files in its own folder, if nothing else is said.
+    pub fn is_beside(&self, target: &Path) -> bool {
+        let real = |path: &Path| std::fs::canonicalize(path);
+        match (real(folder(target)), real(&self.path)) {
+            (Ok(folder), Ok(path)) => path.starts_with(folder),
+            _ => true,
         }
     }
+}
+
+/// The folder that holds a file.
+pub fn folder(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// What `settings` ask for; `target` is the image's path. Which external file is to hold its data.
+pub fn plan(settings: &Settings, size: u64, backing: Option<&Backing>, target: &Path) -> Result<NewImage> {
+    match settings.format() {
+        Format::Raw if backing.is_some() => bail!("raw images have no backing files: say another format by -O or -f"),
+        Format::Raw => {
+            Ok(NewImage::Raw { size, preallocation: settings.preallocation()?.unwrap_or(Preallocation::Off) })
+        }
+        Format::Qcow2 => {
+            let options = qcow2(settings, size, backing)?;
+            let data = options.data_file.as_ref().map(|name| folder(target).join(name));
+            Ok(NewImage::Qcow2 { options, data })
+        }
+        Format::Cow => cow(settings, backing),
+    }
+}
+
+fn qcow2(settings: &Settings, size: u64, backing: Option<&Backing>) -> Result<CreateOptions> {
+    let plain = CreateOptions::new(size);
+    let base = match backing {
+        Some(Backing { name, format, .. }) => CreateOptions::overlay(size, name.as_str(), format.to_string()),
+        None => plain.clone(),
+    };
+    let (version, cluster_size) = (settings.version()?.unwrap_or(base.version), settings.size("cluster_size")?);
+    // What was not asked for follows from what was.
+    let suits = version >= 3 && cluster_size.is_none_or(|size| size >= EXTENDED);
+    let extended_l2 = settings.switch("extended_l2")?.unwrap_or(base.extended_l2 && suits);
+    let default_size = if extended_l2 && backing.is_some() { base.cluster_size } else { plain.cluster_size };
+    Ok(CreateOptions {
+        version,
+        cluster_size: cluster_size.unwrap_or(default_size),
+        extended_l2,
+        refcount_bits: settings.number("refcount_bits")?.unwrap_or(base.refcount_bits),
+        lazy_refcounts: settings.switch("lazy_refcounts")?.unwrap_or(false),
+        compression: settings.compression()?.unwrap_or(Compression::Zlib),
+        data_file: settings.text("data_file").map(str::to_string),
+        data_file_raw: settings.switch("data_file_raw")?.unwrap_or(false),
+        preallocation: settings.preallocation()?.unwrap_or(Preallocation::Off),
+        ..base
+    })
+}
+
+fn cow(settings: &Settings, backing: Option<&Backing>) -> Result<NewImage> {
+    let backing = backing.context("a cow image has a backing file: name it by -b, or -B")?;
+    if backing.format != Format::Raw {
+        bail!("backing file {}: a cow image's backing file is raw", backing.name);
+    }
+    let wrong = || format!("backing file {}", backing.path.display());
+    let stat = std::fs::metadata(&backing.path).with_context(wrong)?;
+    // As uml_mkcow and the kernel write it: they would look for a relative name wherever they happen to run.
+    let path = std::fs::canonicalize(&backing.path).with_context(wrong)?;
+    let name = path.to_str().with_context(wrong)?.to_string();
+    let version = settings.number("version")?.unwrap_or(3);
+    let alignment = settings.size("alignment")?.unwrap_or(if version == 3 { 4096 } else { 512 });
+    let alignment = u32::try_from(alignment).context("option alignment")?;
+    Ok(NewImage::Cow { backing: name, size: stat.len(), mtime: stat.mtime(), version, alignment })
+}
+
+/// In one line, as qemu-img tells what it makes.
+pub fn describe(path: &Path, new: &NewImage) -> String {
+    let (format, text) = match new {
+        NewImage::Raw { size, .. } => (Format::Raw, format!("size={size}")),
+        NewImage::Cow { backing, size, version, .. } => {
+            (Format::Cow, format!("version={version} size={size} backing_file={backing} backing_fmt=raw"))
+        }
+        NewImage::Qcow2 { options, .. } => (Format::Qcow2, describe_qcow2(options)),
+    };
+    format!("Formatting '{}', fmt={format} {text}\n", path.display())
+}
+
+fn describe_qcow2(options: &CreateOptions) -> String {
+    let switch = |on| if on { "on" } else { "off" };
+    let compression = if options.compression == Compression::Zstd { "zstd" } else { "zlib" };
+    let mut text = format!(
+        "cluster_size={} extended_l2={} compression_type={compression} size={}",
+        options.cluster_size,
+        switch(options.extended_l2),
+        options.size
+    );
+    if let Some((name, format)) = &options.backing {
+        text += &format!(" backing_file={name} backing_fmt={format}");
+    }
+    if let Some(name) = &options.data_file {
+        text += &format!(" data_file={name} data_file_raw={}", switch(options.data_file_raw));
+    }
+    text + &format!(" lazy_refcounts={} refcount_bits={}", switch(options.lazy_refcounts), options.refcount_bits)
 }

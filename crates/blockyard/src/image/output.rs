@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 use anyhow::{Context, anyhow, bail};
-use blockyard_image::{CacheMode, ImageFile, OpenOptions};
+use blockyard_image::ImageFile;
+use blockyard_image::tools::{self, NewImage, open_file};
 use rustix::fs::{CWD, RenameFlags};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -22,38 +23,73 @@ fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
     UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A file that is being made.
+/// A file that is being made; the files that it needs beside it are made under their own names.
 pub struct NewFile {
     path: PathBuf,
+    /// The same as `path` where that is a block device.
     temporary: PathBuf,
     /// What it is to replace, locked.
     replaced: Option<ImageFile>,
+    force: bool,
+    device: bool,
+    /// To be removed if it is not finished.
+    made: Vec<PathBuf>,
 }
 
 impl NewFile {
-    /// Makes an empty file beside `path`.
+    /// Makes an empty file beside `path`. (A block device is taken as it is.)
     pub fn create(path: &Path, force: bool) -> anyhow::Result<Self> {
         // What a link points to is replaced, not the link.
         let real = std::fs::canonicalize(path);
         let replaced = match &real {
             Ok(_) if !force => bail!("{} exists already: say --force to replace it", path.display()),
-            Ok(real) => {
-                let options = OpenOptions { path: real.clone(), read_only: false, cache: CacheMode::Writeback };
-                Some(ImageFile::open(&options)?)
-            }
+            Ok(real) => Some(open_file(real, false)?),
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
             Err(e) => bail!("{}: {e}", path.display()),
         };
         let path = real.unwrap_or_else(|_| path.into());
-        let name = path.file_name().ok_or_else(|| anyhow!("{} is no name for a file", path.display()))?;
+        let device = replaced.as_ref().is_some_and(ImageFile::is_device);
+        // A device is locked anew by those who write to it.
+        let replaced = replaced.filter(|_| !device);
+        let mut file = NewFile { temporary: path.clone(), path, replaced, force, device, made: Vec::new() };
+        if device {
+            return Ok(file);
+        }
+        let name = file.path.file_name().ok_or_else(|| anyhow!("{} is no name for a file", file.path.display()))?;
         let name = format!(".{}.{}.part", name.to_string_lossy(), std::process::id());
-        let temporary = path.with_file_name(name);
+        file.temporary = file.path.with_file_name(name);
+        let temporary = file.temporary.clone();
+        file.add(&temporary).with_context(|| format!("creating {}", file.path.display()))?;
+        Ok(file)
+    }
+
+    pub fn is_device(&self) -> bool {
+        self.device
+    }
+
+    /// Makes the image in it, and its data file.
+    pub fn make(&mut self, new: NewImage) -> anyhow::Result<()> {
+        if let NewImage::Qcow2 { data: Some(data), .. } = &new {
+            match self.add(data) {
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists && self.force => File::create(data).map(|_| ()),
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                    bail!("data file {} exists already: say --force to empty it", data.display())
+                }
+                done => done,
+            }
+            .with_context(|| format!("data file {}", data.display()))?;
+        }
+        Ok(tools::create(&self.temporary, new)?)
+    }
+
+    /// Makes an empty file that goes if this is not finished.
+    fn add(&mut self, path: &Path) -> io::Result<()> {
         remove_on_signals();
         let mut list = unfinished();
-        File::create_new(&temporary).with_context(|| format!("creating {}", path.display()))?;
-        list.push(temporary.clone());
-        drop(list);
-        Ok(NewFile { path, temporary, replaced })
+        File::create_new(path)?;
+        list.push(path.into());
+        self.made.push(path.into());
+        Ok(())
     }
 
     /// Where it is until it is finished.
@@ -63,24 +99,30 @@ impl NewFile {
 
     /// Gives the file its name; its content is durable already.
     pub fn finish(self) -> anyhow::Result<()> {
+        if self.device {
+            return Ok(());
+        }
         let wrong = || format!("giving {} its name", self.path.display());
         {
             // A signal now finds the file either unfinished or finished.
             let mut list = unfinished();
             rename(&self.temporary, &self.path, self.replaced.is_some()).with_context(wrong)?;
-            list.retain(|path| *path != self.temporary);
+            list.retain(|path| !self.made.contains(path));
         }
-        sync_folder(&self.path).with_context(wrong)
+        let folders = self.made.iter().map(|path| sync_folder(path));
+        folders.collect::<io::Result<()>>().with_context(wrong)
     }
 }
 
 impl Drop for NewFile {
     fn drop(&mut self) {
         let mut list = unfinished();
-        if list.contains(&self.temporary) {
-            let _ = std::fs::remove_file(&self.temporary);
-            list.retain(|path| *path != self.temporary);
+        for made in &self.made {
+            if list.contains(made) {
+                let _ = std::fs::remove_file(made);
+            }
         }
+        list.retain(|path| !self.made.contains(path));
     }
 }
 

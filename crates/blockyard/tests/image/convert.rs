@@ -1,7 +1,7 @@
 //! convert: from everything to everything.
 
 use crate::common::allocated;
-use crate::fixture::{Images, QCOW2, SIZE, image, image_any, qemu_img, sound_and_same, text};
+use crate::fixture::{Images, MIB, QCOW2, SIZE, image, image_any, json, qemu_img, qemu_io, sound_and_same, text};
 
 #[test]
 fn everything_becomes_raw_and_stays_sparse() {
@@ -42,4 +42,140 @@ fn what_exists_is_replaced_only_when_that_is_said() {
     assert!(itself.err.contains("is in use by blockyard"), "{}", itself.err);
     let names: Vec<_> = std::fs::read_dir(&*images.0).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(names.len(), 2, "nothing else is left: {names:?}");
+}
+
+/// The clusters that `qemu-img map` calls compressed, in bytes.
+fn compressed(path: &std::path::Path) -> u64 {
+    let map = json(&qemu_img(&["map", "--output", "json", text(path)]));
+    let entries = map.as_array().unwrap().iter().filter(|entry| entry["compressed"] == true);
+    entries.map(|entry| entry["length"].as_u64().unwrap()).sum()
+}
+
+#[test]
+fn raw_becomes_qcow2_of_all_options() {
+    for options in QCOW2 {
+        println!("{options}");
+        let images = Images::new();
+        let source = images.raw("source.raw", SIZE - MIB + 512, 9);
+        let target = images.path("target.qcow2");
+        // QEMU looks for a relative name wherever it runs.
+        let here = options.replace("data.bin", text(&images.path("target.data")));
+        image(&["convert", "-o", &here, text(&source), text(&target)]);
+        sound_and_same((&target, "qcow2"), (&source, "raw"));
+        let theirs = images.path("theirs.qcow2");
+        let options = options.replace("data.bin", text(&images.path("theirs.data")));
+        qemu_img(&["convert", "-O", "qcow2", "-o", &options, text(&source), text(&theirs)]);
+        assert!(allocated(&target) <= allocated(&theirs) + MIB / 4, "{} {}", allocated(&target), allocated(&theirs));
+        if here.contains("data_file") {
+            assert!(allocated(&images.path("target.data")) < 4 * MIB);
+        }
+        // What is not left out.
+        let full = images.path("full.qcow2");
+        image(&["convert", "-S", "0", "-o", &here.replace("target.data", "full.data"), text(&source), text(&full)]);
+        sound_and_same((&full, "qcow2"), (&source, "raw"));
+        let data = if here.contains("data_file") { images.path("full.data") } else { full.clone() };
+        assert!(allocated(&data) >= SIZE - MIB, "{}", allocated(&data));
+    }
+}
+
+#[test]
+fn chains_of_three_become_one_compressed() {
+    for (number, options) in
+        QCOW2.into_iter().filter(|o| !o.contains("data_file") && !o.contains("prealloc")).enumerate()
+    {
+        println!("{options}");
+        let images = Images::new();
+        let source = images.chain(QCOW2[number]);
+        // A part of it does not get smaller.
+        let noise = std::fs::File::open("/dev/urandom").unwrap();
+        let mut bytes = vec![0; 3 << 20];
+        std::io::Read::read_exact(&mut &noise, &mut bytes).unwrap();
+        std::fs::write(images.path("noise"), &bytes).unwrap();
+        qemu_io(&source, "qcow2", &[&format!("write -s {} 13M 3M", text(&images.path("noise")))]);
+        let (target, theirs) = (images.path("target.qcow2"), images.path("theirs.qcow2"));
+        for cache in ["writeback", "none"] {
+            image(&["convert", "--force", "-c", "-t", cache, "-o", options, text(&source), text(&target)]);
+            sound_and_same((&target, "qcow2"), (&source, "qcow2"));
+        }
+        qemu_img(&["convert", "-c", "-O", "qcow2", "-o", options, text(&source), text(&theirs)]);
+        // (A little noise gets smaller by chance.)
+        assert!(compressed(&target).abs_diff(compressed(&theirs)) < 65536);
+        let (ours, theirs) = (std::fs::metadata(&target).unwrap().len(), std::fs::metadata(&theirs).unwrap().len());
+        assert!(ours <= theirs + theirs / 16 + 262_144, "{ours} bytes, and QEMU's {theirs}");
+        // And back.
+        let raw = images.path("raw.raw");
+        image(&["convert", text(&target), text(&raw)]);
+        sound_and_same((&raw, "raw"), (&source, "qcow2"));
+    }
+}
+
+#[test]
+fn overlays_get_what_differs() {
+    let images = Images::new();
+    let source = images.chain("");
+    for (backing, format) in [("middle.qcow2", "qcow2"), ("base.raw", "raw")] {
+        for options in ["compat=0.10", "", "extended_l2=off", "cluster_size=4k"] {
+            println!("{options} over {backing}");
+            let target = images.path("target.qcow2");
+            let with = ["-B", backing, "-F", format, "-o", options];
+            image(&[&["convert", "--force"], &with[..], &[text(&source), text(&target)]].concat());
+            sound_and_same((&target, "qcow2"), (&source, "qcow2"));
+            let info = json(&qemu_img(&["info", "--output", "json", text(&target)]));
+            assert_eq!(
+                (&info["backing-filename"], &info["backing-filename-format"]),
+                (&backing.into(), &format.into())
+            );
+            // Less than all of it.
+            let map = json(&qemu_img(&["map", "--output", "json", text(&target)]));
+            let own: u64 = map
+                .as_array()
+                .unwrap()
+                .iter()
+                .filter(|e| e["depth"] == 0 && e["data"] == true)
+                .map(|e| e["length"].as_u64().unwrap())
+                .sum();
+            assert!(own < if backing == "base.raw" { 8 * MIB } else { 6 * MIB }, "{own}");
+        }
+    }
+    // Another base than the source has: what the guest sees is the same all the same.
+    images.raw("other.raw", 20 * MIB, 77);
+    let target = images.path("other.qcow2");
+    image(&["convert", "-B", "other.raw", "-F", "raw", text(&source), text(&target)]);
+    sound_and_same((&target, "qcow2"), (&source, "qcow2"));
+}
+
+#[test]
+fn cow_files_are_made_and_read() {
+    let images = Images::new();
+    let base = images.raw("base.raw", SIZE, 1);
+    let source = images.raw("source.raw", SIZE, 2);
+    let cow = images.path("over.cow");
+    image(&["convert", "-B", "base.raw", text(&source), text(&cow)]);
+    image(&["compare", text(&source), text(&cow)]);
+    assert!(allocated(&cow) < 4 * MIB);
+    let back = images.path("back.qcow2");
+    image(&["convert", text(&cow), text(&back)]);
+    sound_and_same((&back, "qcow2"), (&source, "raw"));
+    image(&["compare", text(&base), text(&images.path("base.raw"))]);
+}
+
+#[test]
+fn a_target_that_is_there_is_written_into() {
+    let images = Images::new();
+    let source = images.chain("");
+    for (name, format, options) in [("a.raw", "raw", ""), ("b.qcow2", "qcow2", "compat=0.10"), ("c.qcow2", "qcow2", "")]
+    {
+        let target = images.path(name);
+        if format == "raw" {
+            images.raw(name, SIZE, 50);
+        } else {
+            images.qcow2(name, options, None, SIZE, 50);
+        }
+        image(&["convert", "-n", text(&source), text(&target)]);
+        sound_and_same((&target, format), (&source, "qcow2"));
+    }
+    let small = images.0.image("small.raw", MIB);
+    let refused = image_any(&["convert", "-n", text(&source), text(&small)]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(refused.err.contains("small.raw has 1048576 bytes, and 25165824 are needed"), "{}", refused.err);
 }

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   fixture    images of QEMU's with all there is in them, alone and in chains; JSON compared
+//!   create     new images, judged by what QEMU says of them
 //!   tell       info, map, compare: the same answers as qemu-img's
 //!   convert    from everything to everything
 //!   mistakes   bad options and broken images: one line and an exit status
@@ -12,5 +13,6 @@ mod common;
 mod fixture;
 
 mod convert;
+mod create;
 mod mistakes;
 mod tell;

@@ -19,8 +19,8 @@ use super::shared::lock;
 use super::tables::Entry;
 use super::view::Qcow2;
 
-/// Bytes of host clusters that are taken at a time, so that what is packed lies together.
-const ROOM: u64 = 4 << 20;
+/// Bytes of host clusters that are taken at a time, so that what is packed lies together; two clusters at least.
+const ROOM: u64 = 256 << 10;
 /// The largest unit in which O_DIRECT reads, changes and writes.
 const BLOCK: u64 = 4096;
 

@@ -87,7 +87,6 @@ pub fn convert(
         let (work, source, target) = (work.clone(), source.clone(), target.clone());
         async move { work.run(&Disk::of(&source, &handle).await?, &Disk::of(&target, &handle).await?).await }
     })
-    .map(|_| ())
 }
 
 impl Work {

@@ -9,7 +9,7 @@ use crate::chain::{Chain, ChainError};
 use crate::error::ImageError;
 use crate::image::Image;
 
-use super::reactors::on_reactors;
+use super::reactors::on_reactor;
 use super::survey::{self, Status};
 
 const DATA: &str = "the disk";
@@ -83,9 +83,6 @@ impl<S: Storage> Disk<S> {
 
 /// Makes a chain's files durable, and leaves them as they are to be found.
 pub fn close(chain: &Arc<Chain>) -> Result<(), ChainError> {
-    on_reactors(1, |handle| {
-        let chain = chain.clone();
-        async move { Disk::of(&chain, &handle).await?.close().await }
-    })
-    .map(|_| ())
+    let chain = chain.clone();
+    on_reactor(|handle| async move { Disk::of(&chain, &handle).await?.close().await })
 }

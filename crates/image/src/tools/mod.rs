@@ -2,16 +2,19 @@
 //!
 //! ```text
 //!   disk      an image with its name, for errors              survey    where bytes are, as `qemu-img map` tells it
-//!   sweep     a disk in pieces, for many workers at once      reactors  workers on several threads
+//!   sweep     a disk in pieces, for many workers at once      reactors  executors, on one thread or several
 //!   map       the list of extents                             compare   whether two disks are the same
-//!   convert   one disk into another
+//!   convert   one disk into another                      create    new images
+//!   file      one image by itself, as its format has it
 //! ```
 //! In: chains, opened by the caller. Out: results for people and programs; errors that name the image.
 //! What must hold: an image that is only read is never written to; each command says at its top what a power cut leaves.
 
 mod compare;
 mod convert;
+mod create;
 mod disk;
+mod file;
 mod map;
 mod reactors;
 mod survey;
@@ -19,7 +22,9 @@ mod sweep;
 
 pub use compare::{Comparison, compare};
 pub use convert::{ConvertOptions, convert};
+pub use create::{NewImage, create};
 pub use disk::{Disk, close};
+pub use file::{on_file, open_file};
 pub use map::{MapEntry, map};
-pub use reactors::on_reactors;
+pub use reactors::on_reactor;
 pub use sweep::Progress;

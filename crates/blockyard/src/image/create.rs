@@ -1,0 +1,78 @@
+//! `image create`.
+
+use std::path::PathBuf;
+
+use blockyard_image::Format;
+use clap::Args;
+
+use super::new::{self, Backing};
+use super::output::NewFile;
+use super::settings::{self, Settings};
+use super::{Folders, format, format_of, print, size};
+use crate::Failure;
+
+#[derive(Args)]
+pub struct Options {
+    /// The new image.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Bytes of its disk, such as 10G [default: as many as the backing file has].
+    #[arg(value_name = "SIZE", value_parser = size::parse)]
+    size: Option<u64>,
+    /// Its format [default: as its name says].
+    #[arg(short, long, value_parser = format())]
+    format: Option<Format>,
+    /// Options of the format, key=value,...; -o help lists them.
+    #[arg(short = 'o', long = "options", value_name = "LIST")]
+    options: Vec<String>,
+    /// The image is an overlay of this one, which stays as it is; a relative name begins at the new image's folder.
+    #[arg(short, long, value_name = "NAME")]
+    backing: Option<String>,
+    /// The backing file's format [default: as its name says].
+    #[arg(short = 'F', long, value_parser = format())]
+    backing_format: Option<Format>,
+    /// Do not look at the backing file, which need not be there.
+    #[arg(short = 'u', long = "unsafe")]
+    backing_unsafe: bool,
+    /// Replace the file if it exists.
+    #[arg(long)]
+    force: bool,
+    /// Print nothing but errors.
+    #[arg(short, long)]
+    quiet: bool,
+    #[command(flatten)]
+    folders: Folders,
+}
+
+pub fn run(options: &Options) -> Result<(), Failure> {
+    let format = format_of(&options.file, options.format)?;
+    if let Some(help) = settings::help(format, &options.options) {
+        return print(&help);
+    }
+    let settings = Settings::parse(format, &options.options).map_err(Failure::usage)?;
+    let backing = Backing::find(options.backing.as_deref(), options.backing_format, &settings, &options.file);
+    let backing = backing.map_err(Failure::usage)?;
+    let said = match options.size {
+        None => settings.size("size").map_err(Failure::usage)?,
+        said => said,
+    };
+    let size = match (&backing, said) {
+        (Some(backing), said) if !options.backing_unsafe => {
+            let size = backing.size(&options.folders)?;
+            said.unwrap_or(size)
+        }
+        (_, Some(size)) => size,
+        (_, None) => return Err(Failure::usage(anyhow::anyhow!("{}: say its size", options.file.display()))),
+    };
+    let plan = new::plan(&settings, size, backing.as_ref(), &options.file).map_err(Failure::usage)?;
+    let mut file = NewFile::create(&options.file, options.force)?;
+    file.make(plan.clone())?;
+    file.finish()?;
+    if let Some(backing) = backing.filter(|backing| !backing.is_beside(&options.file)) {
+        let folder = new::folder(&backing.path).display();
+        tracing::warn!(
+            "the backing file is not in the image's folder: say --backing-folder {folder} to open the image"
+        );
+    }
+    if options.quiet { Ok(()) } else { print(&new::describe(&options.file, &plan)) }
+}

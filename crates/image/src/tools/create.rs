@@ -1,0 +1,97 @@
+//! New images in files that are there already, and empty.
+//!
+//! What must hold: the image is durable when this answers; a file that a power cut leaves half-made is no image.
+
+use std::path::{Path, PathBuf};
+
+use blockyard_ring::{Segments, Storage};
+
+use crate::chain::ChainError;
+use crate::cow;
+use crate::error::ImageError;
+use crate::qcow2::{self, Preallocation};
+use crate::raw::Raw;
+
+use super::file::{of_file, on_file, open_file, raw_of};
+use super::reactors::on_reactor;
+
+/// Zeroes are written in pieces of this many bytes.
+const PIECE: u64 = 1 << 20;
+
+/// An image that is to be.
+#[derive(Clone, Debug)]
+pub enum NewImage {
+    Raw {
+        size: u64,
+        preallocation: Preallocation,
+    },
+    /// `data`: where the data file is that the options name.
+    Qcow2 {
+        options: qcow2::CreateOptions,
+        data: Option<PathBuf>,
+    },
+    Cow {
+        backing: String,
+        size: u64,
+        mtime: i64,
+        version: u32,
+        alignment: u32,
+    },
+}
+
+/// Makes the file at `path` that image.
+pub fn create(path: &Path, new: NewImage) -> Result<(), ChainError> {
+    match new {
+        NewImage::Raw { size, preallocation } => {
+            on_file(path, false, async move |raw| create_raw(&raw, size, preallocation).await)
+        }
+        NewImage::Qcow2 { options, data } => {
+            let file = open_file(path, false)?;
+            let data = data.map(|data| open_file(&data, false)).transpose()?;
+            on_reactor(|handle| async move {
+                let main = raw_of(&handle, &file)?;
+                let data = data.as_ref().map(|data| raw_of(&handle, data)).transpose()?;
+                qcow2::create(&main, data.as_ref(), &options).await.map_err(|e| of_file(&file, e))
+            })
+        }
+        NewImage::Cow { backing, size, mtime, version, alignment } => on_file(path, false, async move |raw| {
+            let backing = cow::Backing { name: &backing, size, mtime };
+            cow::create(&raw, &cow::CreateOptions { backing, version, alignment }).await.map(|_| ())
+        }),
+    }
+}
+
+async fn create_raw<S: Storage>(raw: &Raw<S>, size: u64, preallocation: Preallocation) -> Result<(), ImageError> {
+    let failed = |operation: &'static str| move |e| ImageError::io("raw image", None, operation, e);
+    raw.storage().set_len(size).await.map_err(failed("setting its length"))?;
+    take_space(raw, 0, size, preallocation).await?;
+    raw.flush().await.map_err(failed("syncing"))
+}
+
+/// Takes the host's space for a range that reads as zeroes.
+pub(super) async fn take_space<S: Storage>(
+    raw: &Raw<S>,
+    start: u64,
+    end: u64,
+    preallocation: Preallocation,
+) -> Result<(), ImageError> {
+    let failed = |operation: &'static str| move |e| ImageError::io("raw image", None, operation, e);
+    match preallocation {
+        Preallocation::Off => Ok(()),
+        Preallocation::Metadata => Err(ImageError::refused("raw image", "it has no metadata to preallocate")),
+        Preallocation::Falloc if start == end => Ok(()),
+        Preallocation::Falloc => {
+            raw.storage().allocate(start, end - start).await.map_err(failed("taking its space (fallocate)"))
+        }
+        Preallocation::Full => {
+            let mut at = start;
+            while at < end {
+                let len = PIECE.min(end - at);
+                let (_, written) = raw.write(Segments::buffer(len as usize), at, false).await;
+                written.map_err(failed("writing zeroes"))?;
+                at += len;
+            }
+            Ok(())
+        }
+    }
+}
