@@ -92,6 +92,8 @@ struct State {
     hint: u64,
     /// Clusters of the file. Those beyond have never been used.
     end: u64,
+    /// Clusters from here on hold nothing.
+    touched: u64,
     /// What entries have let go of in memory; then what is waiting for those who may still use it.
     freed: Vec<Freed>,
     leaving: Vec<Freed>,
@@ -212,18 +214,28 @@ impl Allocator {
         bytes
     }
 
-    /// Counts clusters that are to hold tables, as far as the block counts them that is in the file already; gives its bytes
-    /// and its offset. None: it is not in memory.
-    pub fn count_tables(&self, clusters: &std::ops::Range<u64>) -> Option<(u64, Vec<u8>)> {
+    /// Counts clusters that are to hold tables, as far as the block `number` counts them, which is in the file already; gives
+    /// its bytes and its offset. None: it is not in memory.
+    pub fn count_tables(&self, number: u64, clusters: &std::ops::Range<u64>) -> Option<(u64, Vec<u8>)> {
         let mut state = self.state();
-        let number = self.block_of(clusters.start);
         let offset = state.table.get(number as usize).copied()?;
         let block = state.blocks.get_mut(&number)?;
         let first = number * self.per_block();
-        for cluster in clusters.start..clusters.end.min(first + self.per_block()) {
+        for cluster in clusters.start.max(first)..clusters.end.min(first + self.per_block()) {
             block.set(self.width, (cluster - first) as usize, 1);
         }
         Some((offset, block.bytes.clone()))
+    }
+
+    /// Nothing was written there, though it lies beyond the end.
+    pub fn is_untouched(&self, cluster: u64) -> bool {
+        cluster >= self.state().touched
+    }
+
+    /// Clusters up to here were written to by a growth that failed.
+    pub fn touched(&self, end: u64) {
+        let mut state = self.state();
+        state.touched = state.touched.max(end);
     }
 
     /// The file is longer, and new refcount blocks are in it. All of the new clusters are in use now: those of `used` hold

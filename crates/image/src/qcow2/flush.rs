@@ -172,7 +172,7 @@ impl<S: Storage> Qcow2<S> {
         if let Some(e) = self.shared.lost() {
             return Err(e);
         }
-        file.flush().await.inspect_err(|e| drop(self.shared.lost.set((e.kind(), e.to_string()))))
+        file.flush().await.inspect_err(|e| self.shared.lose(e))
     }
 
     /// Gives clusters back whose entries are durably gone, once those who may still use them have left; who waits for them

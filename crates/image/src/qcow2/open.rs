@@ -71,7 +71,7 @@ impl<S: Storage> Qcow2<S> {
             alloc,
             held: Default::default(),
             traffic: Arc::new(Traffic::default()),
-            completed: std::array::from_fn(|_| AtomicU64::new(0)),
+            touched: std::array::from_fn(|_| AtomicU64::new(0)),
             reserving: Turns::new(1),
             new_tables: Turns::new(1),
             writing_back: Turns::new(1),

@@ -82,17 +82,29 @@ impl<S: Storage> Qcow2<S> {
     async fn extend(&self, most: u64) -> io::Result<()> {
         let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);
         let mut plan = self.plan_growth(most);
-        plan.grown.fresh = !self.file.is_device();
         let (start, end) = (alloc.end(), plan.grown.end);
+        plan.grown.fresh = !self.file.is_device() && alloc.is_untouched(start);
         if end << bits >= MAX_OFFSET {
             return Err(ImageError::refused("qcow2 file", "it has reached the format's largest size, 64 PiB").into());
         }
         self.lengthen(start << bits, end << bits).await?;
-        if !plan.blocks.is_empty() {
-            self.write_new_counts(&plan).await?;
+        if plan.blocks.is_empty() {
+            return self.adopt(&plan).await;
         }
+        self.write_new_counts(&plan).await.inspect_err(|_| alloc.touched(end))?;
+        // From here on the file may name what lies there, also if an error is told. Then it is not given out for another use.
+        let adopted = async {
+            self.publish(&plan).await?;
+            self.adopt(&plan).await
+        };
+        adopted.await.inspect_err(|e| self.shared.lose(e))
+    }
+
+    /// What was added is to be given out.
+    async fn adopt(&self, plan: &Growth) -> io::Result<()> {
+        let alloc = &self.shared.alloc;
         // Blocks that were there before are loaded one by one; loading one may push another out.
-        let patience = 2 * (alloc.block_of(end) - alloc.block_of(start)) + 16;
+        let patience = 2 * (alloc.block_of(plan.grown.end) - alloc.block_of(alloc.end())) + 16;
         for _ in 0..patience {
             match alloc.extended(&plan.grown) {
                 Ok(()) => return Ok(()),
@@ -152,36 +164,45 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// The tables count themselves; the counts of what is reserved follow by a flush, before anything that needs them.
+    /// New tables, which nothing names yet. They count themselves; the counts of what is reserved follow by a flush, before
+    /// anything that needs them. Durable when it answers.
     async fn write_new_counts(&self, plan: &Growth) -> io::Result<()> {
         let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);
         let Some(tables) = plan.grown.used.first() else { return Ok(()) };
+        if plan.table_at.is_some_and(|(_, clusters)| clusters << bits > LARGEST_TABLE) {
+            let what = "the file has grown beyond what 8 MiB of it can count";
+            return Err(ImageError::refused("qcow2 refcount table", what).into());
+        }
         for &(block, cluster) in &plan.blocks {
             bytes::write(&self.file, cluster << bits, &alloc.first_counts(block, tables)).await?;
         }
-        let first = alloc.block_of(tables.start);
-        if !plan.grown.blocks.contains(&first) {
-            self.load_counts(first).await?;
-            let counted = alloc.count_tables(tables);
-            let (offset, counts) =
-                counted.ok_or_else(|| io::Error::other("a refcount block does not stay in memory"))?;
-            bytes::write(&self.file, offset, &counts).await?;
-        }
-        let table: Vec<u8> = plan.grown.table.iter().flat_map(|offset| offset.to_be_bytes()).collect();
-        if let Some((first, clusters)) = plan.table_at {
-            if clusters << bits > LARGEST_TABLE {
-                return Err(ImageError::refused(
-                    "qcow2 refcount table",
-                    "the file has grown beyond what 8 MiB of it can count",
-                )
-                .into());
+        for block in alloc.block_of(tables.start)..=alloc.block_of(tables.end - 1) {
+            if !plan.grown.blocks.contains(&block) {
+                self.write_counts_of_tables(block, tables).await?;
             }
-            bytes::write(&self.file, first << bits, &table).await?;
-            self.sync_metadata().await?;
-            return self.switch_refcount_table(first << bits, clusters).await;
         }
-        self.sync_metadata().await?;
-        let offset = lock(&self.shared.header).refcount_table_offset;
+        if let Some((first, _)) = plan.table_at {
+            bytes::write(&self.file, first << bits, &plan.table_bytes()).await?;
+        }
+        self.sync_metadata().await
+    }
+
+    /// A block that was there before.
+    async fn write_counts_of_tables(&self, block: u64, tables: &Range<u64>) -> io::Result<()> {
+        // No older copy of it is to be on its way to the file, and to arrive later.
+        let _turn = self.shared.writing_back.take().await;
+        self.load_counts(block).await?;
+        let counted = self.shared.alloc.count_tables(block, tables);
+        let (offset, counts) = counted.ok_or_else(|| io::Error::other("a refcount block does not stay in memory"))?;
+        bytes::write(&self.file, offset, &counts).await
+    }
+
+    /// The file names the new tables.
+    async fn publish(&self, plan: &Growth) -> io::Result<()> {
+        if let Some((first, clusters)) = plan.table_at {
+            return self.switch_refcount_table(first << self.shape().layout.cluster_bits, clusters).await;
+        }
+        let (offset, table) = (lock(&self.shared.header).refcount_table_offset, plan.table_bytes());
         for &(block, _) in &plan.blocks {
             let at = block as usize * 8;
             bytes::write(&self.file, offset + at as u64, &table[at..at + 8]).await?;
@@ -213,6 +234,11 @@ struct Growth {
 }
 
 impl Growth {
+    /// The refcount table as it is to be in the file.
+    fn table_bytes(&self) -> Vec<u8> {
+        self.grown.table.iter().flat_map(|offset| offset.to_be_bytes()).collect()
+    }
+
     /// Tables first, then what is to be given out.
     fn lay_out(
         start: u64,

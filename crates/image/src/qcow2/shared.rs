@@ -94,15 +94,15 @@ pub struct Shared {
     pub(super) alloc: Allocator,
     pub(super) held: ClustersHeld,
     pub(super) traffic: Arc<Traffic>,
-    /// How often host clusters were completed, by guest cluster; some share a count.
-    pub(super) completed: [AtomicU64; 64],
+    /// How often clusters were completed or zeroed by who held them; some share a count.
+    pub(super) touched: [AtomicU64; 64],
     /// One at a time each: reserving clusters, allocating L2 tables, writing metadata.
     pub(super) reserving: Turns,
     pub(super) new_tables: Turns,
     pub(super) writing_back: Turns,
     /// One sync of the files at a time: the kernel tells a failed write-back to one of them, and forgets it.
     pub(super) syncing: Turns,
-    /// What the first sync that failed was told.
+    /// What the first sync that failed was told, or the first write of what the file is found by.
     pub(super) lost: OnceLock<(io::ErrorKind, String)>,
     /// Changes when compressed data may have been replaced by others in the same place.
     pub(super) recompressed: AtomicU64,
@@ -136,13 +136,18 @@ impl Shared {
         (self.tables.len() as u64 * slice, self.tables.limit() as u64 * slice)
     }
 
-    /// Why nothing that is written can be promised any more: a sync has failed.
+    /// Why nothing that is written can be promised any more: a sync has failed, or a write of what the file is found by.
     pub fn lost(&self) -> Option<io::Error> {
-        self.lost.get().map(|(kind, what)| io::Error::new(*kind, format!("a sync of the image failed: {what}")))
+        self.lost.get().map(|(kind, what)| io::Error::new(*kind, format!("the image failed before: {what}")))
     }
 
-    pub(super) fn completed(&self, cluster: u64) -> &AtomicU64 {
-        &self.completed[cluster as usize % self.completed.len()]
+    /// Nothing can be promised any more: what is in the file is not known.
+    pub(super) fn lose(&self, e: &io::Error) {
+        drop(self.lost.set((e.kind(), e.to_string())));
+    }
+
+    pub(super) fn touched(&self, cluster: u64) -> &AtomicU64 {
+        &self.touched[cluster as usize % self.touched.len()]
     }
 
     pub(super) fn l1_entry(&self, index: u64) -> u64 {

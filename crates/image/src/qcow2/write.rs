@@ -178,8 +178,8 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Whole subclusters of a host cluster of one's own: nothing has to be copied, so that many may do this at once. Whoever
-    /// takes the cluster away meanwhile, or fills what lies beside its own data there, does not lose these: they are
-    /// written again.
+    /// takes the cluster away meanwhile, zeroes it, or fills what lies beside its own data there, does not lose these (nor
+    /// show what was zeroed): they are written again.
     async fn write_subclusters<B: Below>(
         &self,
         below: &B,
@@ -190,15 +190,15 @@ impl<S: Storage> Qcow2<S> {
         let shape = self.shape();
         let (cluster, inside) = (shape.cluster(offset), offset & (shape.cluster_size() - 1));
         let len = segments.len() as u64;
-        let completed = self.shared.completed(cluster);
-        let before = completed.load(Ordering::Acquire);
+        let touched = self.shared.touched(cluster);
+        let before = touched.load(Ordering::Acquire);
         let (segments, written) = self.data_file().write(segments, host + inside, false).await;
         written?;
         let _hold = self.shared.held.hold(cluster..cluster + 1).await;
         let (first, last) = (inside / shape.unit, (inside + len - 1) / shape.unit);
         let mine = host | COPIED;
-        let alone = completed.load(Ordering::Acquire) == before;
-        if alone && self.current_word(cluster).await? == mine {
+        let alone = touched.load(Ordering::Acquire) == before;
+        if alone && self.current_entry(cluster).await?.word == mine {
             self.own_table(shape.table(cluster)).await?;
             self.change(cluster, |old| Entry { word: mine, bitmap: self.with_data(old.bitmap, first, last) }).await?;
             return Ok(());
@@ -206,10 +206,11 @@ impl<S: Storage> Qcow2<S> {
         self.write_in_hold(below, &segments, offset).await
     }
 
-    async fn current_word(&self, cluster: u64) -> io::Result<u64> {
+    /// The entry of a cluster that the caller holds, also if its slice has just left the memory.
+    pub(super) async fn current_entry(&self, cluster: u64) -> io::Result<Entry> {
         loop {
             match self.entry(cluster) {
-                Some(entry) => return Ok(entry.word),
+                Some(entry) => return Ok(entry),
                 None => self.load(cluster << self.shape().layout.cluster_bits).await?,
             }
         }
@@ -223,15 +224,13 @@ impl<S: Storage> Qcow2<S> {
         let start = cluster << shape.layout.cluster_bits;
         let end = offset + segments.len() as u64;
         // A unit that has its data already keeps them: they are beside what is written.
-        let lacks = |at: u64| {
-            let entry = self.entry(cluster).unwrap_or_default();
-            !shape.layout.extended_l2 || entry.bitmap >> ((at - start) / shape.unit) & 1 == 0
-        };
+        let bitmap = self.current_entry(cluster).await?.bitmap;
+        let lacks = |at: u64| !shape.layout.extended_l2 || bitmap >> ((at - start) / shape.unit) & 1 == 0;
         let from = if lacks(offset) { offset - offset % shape.unit } else { offset };
         let to = if lacks(end - 1) { end.next_multiple_of(shape.unit) } else { end };
         let written = self.write_with_edges(below, &segments, offset, from..to, host + (from - start), false).await;
         // Those who write whole subclusters there, without holding the cluster, are to know.
-        self.shared.completed(cluster).fetch_add(1, Ordering::AcqRel);
+        self.shared.touched(cluster).fetch_add(1, Ordering::AcqRel);
         written?;
         let (first, last) = ((offset - start) / shape.unit, (end - 1 - start) / shape.unit);
         self.change(cluster, |old| Entry { word: host | COPIED, bitmap: self.with_data(old.bitmap, first, last) })

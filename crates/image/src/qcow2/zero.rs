@@ -4,6 +4,7 @@
 //! only by changing the entry that named it.
 
 use std::io;
+use std::sync::atomic::Ordering;
 
 use blockyard_ring::{Segments, Storage};
 
@@ -93,10 +94,6 @@ impl<S: Storage> Qcow2<S> {
             while at < stop {
                 let cluster = shape.cluster(at);
                 let here = stop.min((cluster + 1) << bits);
-                if self.entry(cluster).is_none() {
-                    self.load(at).await?;
-                    continue;
-                }
                 self.wipe_in_cluster(below, at, here, wish).await?;
                 at = here;
             }
@@ -112,7 +109,7 @@ impl<S: Storage> Qcow2<S> {
         let cluster = shape.cluster(start);
         let size = shape.cluster_size();
         let disk_end = self.size().min((cluster + 1) << shape.layout.cluster_bits);
-        let old = self.entry(cluster).unwrap_or_default();
+        let old = self.current_entry(cluster).await?;
         let decoded = L2Entry::decode(old.word, old.bitmap, shape.layout).unwrap_or(L2Entry::UNALLOCATED);
         let (real_end, allocated) = (end.min(disk_end), decoded.cluster != Cluster::Unallocated);
         if real_end <= start || (!allocated && below.zero_below(start, real_end - start).await?) {
@@ -133,6 +130,7 @@ impl<S: Storage> Qcow2<S> {
             return Ok(());
         }
         self.own_table(shape.table(cluster)).await?;
+        self.shared.touched(cluster).fetch_add(1, Ordering::AcqRel);
         self.change(cluster, |_| new).await?;
         if new.word & OFFSET_MASK != old.word & OFFSET_MASK || old.word & super::entry::COMPRESSED != 0 {
             self.let_go(old);

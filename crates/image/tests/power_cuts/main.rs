@@ -34,6 +34,10 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is a number, not {text:?}")))
 }
 
+fn cuts() -> u64 {
+    number("BLOCKYARD_CUTS").unwrap_or(CUTS)
+}
+
 /// A whole boot, to see how long one is; then some cut at random events, each going on from what the one before left.
 fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     let mut rng = Rng::new(plan.seed);
@@ -64,12 +68,17 @@ fn random_lives(plan: impl Fn(u64) -> Plan, cuts: u64) -> Tally {
 
 #[test]
 fn what_was_promised_survives_random_cuts() {
-    random_lives(Plan::quiet, number("BLOCKYARD_CUTS").unwrap_or(CUTS));
+    random_lives(Plan::quiet, cuts());
+}
+
+#[test]
+fn refcounts_are_right_in_files_that_grow() {
+    random_lives(Plan::growing, cuts() / 4);
 }
 
 #[test]
 fn what_was_promised_survives_errors_and_cuts() {
-    let tally = random_lives(Plan::troubled, number("BLOCKYARD_CUTS").unwrap_or(CUTS) / 4);
+    let tally = random_lives(Plan::troubled, cuts() / 4);
     assert!(tally.troubled > 50 || number("BLOCKYARD_SEED").is_some(), "{tally}");
 }
 

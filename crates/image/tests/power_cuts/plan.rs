@@ -71,9 +71,33 @@ impl Plan {
         }
     }
 
+    /// A file that grows all the time, with refcount blocks that count little.
+    pub fn growing(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x6772_6f77);
+        let layout = Layout {
+            version: 3,
+            cluster_bits: 9,
+            refcount_order: *rng.pick(&[5, 6, 6]),
+            extended: false,
+            data_file: false,
+            raw_data_file: false,
+        };
+        let capacity = rng.between(100, 400) * SECTOR as u64;
+        let recipe = Recipe { snapshot: false, full: *rng.pick(&[0, 30]), ..recipe(&mut rng, layout, capacity, None) };
+        Plan {
+            layers: vec![LayerPlan::Qcow2(recipe)],
+            capacity,
+            lanes: rng.between(3, 6) as usize,
+            requests: 12,
+            reserve: Some(layout.cluster() * rng.between(1, 70)),
+            ..Plan::quiet(seed)
+        }
+    }
+
     pub fn troubled(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7472_6f75);
-        Plan { trouble: Some(Trouble::random(&mut rng)), ..Plan::quiet(seed) }
+        let plan = if rng.one_in(4) { Plan::growing(seed) } else { Plan::quiet(seed) };
+        Plan { trouble: Some(Trouble::random(&mut rng)), ..plan }
     }
 
     pub fn top(&self) -> &Recipe {
