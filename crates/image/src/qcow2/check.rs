@@ -17,13 +17,13 @@ mod counts;
 mod flags;
 mod rebuild;
 mod report;
-mod stored;
+pub(super) mod stored;
 mod walk;
 
 use blockyard_ring::Storage;
 
 use self::counts::Counts;
-use self::flags::Flags;
+use self::flags::{Clear, Flags};
 use self::rebuild::Builder;
 pub(super) use self::report::Tally;
 pub use self::report::{Finding, FindingKind, Repair, Report};
@@ -128,27 +128,44 @@ pub(super) async fn inspect<S: Storage>(file: &Raw<S>, header: &Header) -> Resul
     }
     let max = header.refcount_width().max();
     if found.most > max {
-        let what = format!("a cluster has {} references, and the refcounts' width allows {max}", found.most);
-        return Err(ImageError::invalid("qcow2 refcounts", None, what));
+        let what = format!("a cluster would have {} references, and the refcounts' width allows {max}", found.most);
+        return Err(ImageError::refused("qcow2 refcounts", what));
     }
     Ok(found)
 }
 
-/// Makes refcounts and flags right after [`inspect`]; durable when it answers.
+/// Makes refcounts and flags right after [`inspect`], and durable; gives where the image ends then.
 pub(super) async fn recount<S: Storage>(
     file: &Raw<S>,
     headers: &mut [Header; 1],
     found: &Tally,
-) -> Result<(), ImageError> {
+) -> Result<u64, ImageError> {
     if found.report.is_clean() {
-        Ok(())
-    } else {
-        mend(file, headers, None, found, Repair::All, Limits::default()).await
+        return Ok(found.report.image_end_offset);
     }
+    mend(file, headers, None, found, Repair::All, Limits::default()).await
 }
 
-/// Repairs what was found; durable when it answers. The headers are those of the states that are to be safe, the image's own
-/// first.
+/// Clears flags and raises refcounts, so that both of two states of an image are safe; durable when it answers. The first
+/// is the one that its header has now.
+pub(super) async fn cover<S: Storage>(file: &Raw<S>, headers: &mut [Header; 2]) -> Result<(), ImageError> {
+    let limits = Limits::default();
+    let mut known = pass(file, headers, None, None, limits).await?;
+    if known.rebuild {
+        rebuild(file, headers, &known, limits).await?;
+        known = pass(file, headers, None, None, limits).await?;
+    }
+    // A flag may be missing where the refcount is 1, but not be there where it is 2.
+    for (raise, clear) in [(false, Clear::Shared), (true, Clear::None)] {
+        let refcounts = stored::Change { raise, lower: false };
+        let changes = Changes { known: &known, refcounts, flags: flags::Change { set: false, clear } };
+        pass(file, headers, None, Some(changes), limits).await?;
+        flush(file).await?;
+    }
+    Ok(())
+}
+
+/// Repairs what was found; durable when it answers. Gives where the image ends then.
 async fn mend<S: Storage>(
     file: &Raw<S>,
     headers: &mut [Header; 1],
@@ -156,10 +173,10 @@ async fn mend<S: Storage>(
     found: &Tally,
     repair: Repair,
     limits: Limits,
-) -> Result<(), ImageError> {
+) -> Result<u64, ImageError> {
     let (all, complete) = (repair == Repair::All, !found.incomplete);
     if !all && (found.incomplete || found.rebuild) {
-        return Ok(());
+        return Ok(found.report.image_end_offset);
     }
     if headers[0].autoclear & !AUTOCLEAR_KNOWN != 0 {
         headers[0].autoclear &= AUTOCLEAR_KNOWN;
@@ -174,13 +191,20 @@ async fn mend<S: Storage>(
         again = pass(file, headers, data_file_len, None, limits).await?;
         known = &again;
     }
-    let changes = Changes {
+    let mut changes = Changes {
         known,
         refcounts: stored::Change { raise: all, lower: complete },
-        flags: flags::Change { set: complete, clear: all },
+        flags: flags::Change { set: false, clear: if all { Clear::Wrong } else { Clear::None } },
     };
-    pass(file, headers, data_file_len, Some(changes), limits).await?;
-    flush(file).await
+    let counted = pass(file, headers, data_file_len, Some(changes), limits).await?;
+    flush(file).await?;
+    if complete && counted.unset_flags > 0 {
+        // Now that the refcounts are durable.
+        changes.flags.set = true;
+        pass(file, headers, data_file_len, Some(changes), limits).await?;
+        flush(file).await?;
+    }
+    Ok(counted.report.image_end_offset)
 }
 
 /// Clears incompatible bits, if they are set, after everything else is durable.

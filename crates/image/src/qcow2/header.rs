@@ -129,31 +129,42 @@ impl Header {
 
     /// The whole header area, at most a cluster: fields, extensions and, behind them, the backing file's name.
     pub fn serialize(&self) -> Result<Vec<u8>, ImageError> {
+        let mut placed = self.clone();
+        let mut bytes = self.serialize_without_name()?;
+        placed.backing_offset = 0;
+        if let Some(name) = &self.backing {
+            placed.backing_offset = bytes.len() as u64;
+            bytes.extend_from_slice(name.as_bytes());
+        }
+        self.fits(bytes.len())?;
+        placed.put_fields(&mut bytes);
+        Ok(bytes)
+    }
+
+    /// The fields as they are, and the extensions.
+    pub fn serialize_without_name(&self) -> Result<Vec<u8>, ImageError> {
         let mut bytes = vec![0; self.header_length as usize];
-        let extensions = self.current_extensions();
-        for extension in &extensions {
+        for extension in &self.current_extensions() {
             bytes.extend_from_slice(&extension.kind.to_be_bytes());
             bytes.extend_from_slice(&(extension.data.len() as u32).to_be_bytes());
             bytes.extend_from_slice(&extension.data);
             bytes.resize(bytes.len().next_multiple_of(8), 0);
         }
         bytes.extend_from_slice(&[0; 8]);
-        let mut placed = self.clone();
-        placed.backing_offset = 0;
-        if let Some(name) = &self.backing {
-            placed.backing_offset = bytes.len() as u64;
-            bytes.extend_from_slice(name.as_bytes());
-        }
-        if bytes.len() as u64 > self.cluster_size() {
-            let what = format!(
-                "its extensions and the backing file's name take {} bytes, and a cluster has {}",
-                bytes.len(),
-                self.cluster_size()
-            );
-            return Err(ImageError::refused(STRUCTURE, what));
-        }
-        placed.put_fields(&mut bytes);
+        self.fits(bytes.len())?;
+        self.put_fields(&mut bytes);
         Ok(bytes)
+    }
+
+    fn fits(&self, len: usize) -> Result<(), ImageError> {
+        if len as u64 <= self.cluster_size() {
+            return Ok(());
+        }
+        let what = format!(
+            "its extensions and the backing file's name take {len} bytes, and a cluster has {}",
+            self.cluster_size()
+        );
+        Err(ImageError::refused(STRUCTURE, what))
     }
 
     /// The extensions as the fields say.

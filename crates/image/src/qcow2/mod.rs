@@ -10,11 +10,14 @@
 //! entries and refcounts.
 
 mod alloc;
+pub mod backing;
 pub mod bitmap;
 mod bytes;
+mod change;
 pub mod check;
 mod compressed;
 pub mod create;
+pub mod empty;
 pub mod entry;
 mod flush;
 pub mod header;
@@ -22,6 +25,7 @@ mod open;
 mod packing;
 pub mod refblock;
 mod reserve;
+pub mod resize;
 mod shared;
 pub mod snapshot;
 mod tables;

@@ -41,6 +41,8 @@ impl RefcountWidth {
                 let (at, shift) = self.inside_byte(n);
                 u64::from(block[at] >> shift) & self.max()
             }
+            // By far the most common width.
+            4 => u64::from(u16::from_be_bytes([block[n * 2], block[n * 2 + 1]])),
             _ => {
                 let len = 1 << (self.order - 3);
                 block[n * len..(n + 1) * len].iter().fold(0, |value, &byte| value << 8 | u64::from(byte))

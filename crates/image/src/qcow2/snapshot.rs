@@ -1,3 +1,148 @@
-//! Internal snapshots.
+//! Internal snapshots: another L1 table that keeps clusters as they were.
+//!
+//! In: a closed image, held exclusively. Out: the same with a snapshot more or less, or with a snapshot's contents.
+//! What must hold: [`super::change`] says what a power cut may leave.
 
 pub mod table;
+
+use std::time::Duration;
+
+use blockyard_ring::Storage;
+
+pub use self::table::Snapshot;
+use super::bitmap;
+use super::bytes::{be64, put64};
+use super::change::{Change, read_l1};
+use super::entry::{COPIED, L1Entry, Layout};
+use super::header::{Header, MAX_L1_BYTES, MAX_SNAPSHOTS};
+use crate::error::ImageError;
+use crate::raw::Raw;
+
+const STRUCTURE: &str = "qcow2 snapshots";
+
+/// The snapshots of an image, the oldest first.
+pub async fn list<S: Storage>(file: &Raw<S>) -> Result<Vec<Snapshot>, ImageError> {
+    let header = Header::read(file).await?;
+    Ok(table::read(file, &header).await?.0)
+}
+
+/// Takes a snapshot of what the guest sees now. `taken`: the time since 1970.
+pub async fn create<S: Storage>(file: &Raw<S>, name: &str, taken: Duration) -> Result<Snapshot, ImageError> {
+    let change = Change::begin(file).await?;
+    let mut new = change.old.clone();
+    if new.has_data_file() {
+        return Err(ImageError::unsupported(STRUCTURE, "the format has none with an external data file"));
+    }
+    let (mut snapshots, _) = table::read(file, &new).await?;
+    let same = snapshots.iter().any(|s| s.name == name.as_bytes());
+    if same || name.is_empty() || name.len() > usize::from(u16::MAX) {
+        let what = if same { "there is one of this name" } else { "a name must have 1 to 65535 bytes" };
+        return Err(ImageError::refused(STRUCTURE, format!("\"{name}\": {what}")));
+    }
+    if snapshots.len() >= MAX_SNAPSHOTS as usize {
+        return Err(ImageError::refused(
+            STRUCTURE,
+            format!("there are {MAX_SNAPSHOTS}, the most that an image may have"),
+        ));
+    }
+    let numbers = snapshots.iter().filter_map(|s| s.id().parse::<u64>().ok());
+    let mut snapshot = Snapshot {
+        l1_offset: 0,
+        l1_size: new.l1_size,
+        id: (numbers.max().unwrap_or(0).wrapping_add(1)).to_string().into_bytes(),
+        name: name.into(),
+        seconds: taken.as_secs() as u32,
+        nanoseconds: taken.subsec_nanos(),
+        vm_clock: 0,
+        vm_state_size: 0,
+        disk_size: Some(new.size),
+        extra: Vec::new(),
+    };
+    let l1 = without_flags(change.l1().await?, Layout::of(&new))?;
+    let l1_clusters = (l1.len() as u64).div_ceil(new.cluster_size());
+    // The table's length does not depend on where the L1 table goes.
+    snapshots.push(snapshot.clone());
+    let len = table::encode(&snapshots, new.size)?.len() as u64;
+    snapshot.l1_offset = change.room(l1_clusters + len.div_ceil(new.cluster_size())).await?;
+    new.snapshots_offset = snapshot.l1_offset + l1_clusters * new.cluster_size();
+    new.snapshot_count += 1;
+    *snapshots.last_mut().expect("it was pushed") = snapshot.clone();
+    change.write("qcow2 L1 table of a snapshot", snapshot.l1_offset, &l1).await?;
+    change.write("qcow2 snapshot table", new.snapshots_offset, &table::encode(&snapshots, new.size)?).await?;
+    change.switch(new).await?;
+    Ok(snapshot)
+}
+
+/// Makes the disk what it was when the snapshot was taken, its size included. The snapshot stays.
+pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageError> {
+    let change = Change::begin(file).await?;
+    let mut new = change.old.clone();
+    let (snapshots, _) = table::read(file, &new).await?;
+    let snapshot = &snapshots[find(&snapshots, name)?];
+    if let Some(fault) = snapshot.l1_fault(&new) {
+        return Err(ImageError::invalid("qcow2 snapshot", snapshot.l1_offset, fault));
+    }
+    new.size = snapshot.disk_size.unwrap_or(new.size);
+    if new.size != change.old.size && new.bitmaps.is_some() {
+        let names = bitmap::names(file, &new).await?.join("\", \"");
+        let what = format!(
+            "\"{name}\" has another size than the disk, and so than the bitmaps \"{names}\": remove them first"
+        );
+        return Err(ImageError::refused(STRUCTURE, what));
+    }
+    let entries = new.l1_needed(new.size).max(u64::from(snapshot.l1_size)).max(1);
+    if entries * 8 > MAX_L1_BYTES {
+        return Err(ImageError::invalid("qcow2 snapshot", snapshot.l1_offset, "its disk is too large for an L1 table"));
+    }
+    let mut l1 = read_l1(file, snapshot.l1_offset, snapshot.l1_size.into()).await?;
+    l1 = without_flags(l1, Layout::of(&new))?;
+    l1.resize(entries as usize * 8, 0);
+    new.l1_size = entries as u32;
+    new.l1_offset = change.room((entries * 8).div_ceil(new.cluster_size())).await?;
+    change.write("qcow2 L1 table", new.l1_offset, &l1).await?;
+    // The disk changes without any write that a bitmap could record.
+    let mut marked = change.old.clone();
+    bitmap::prepare_for_writing(file, &mut marked).await?;
+    change.switch(new).await.map(|_| ())
+}
+
+/// Removes a snapshot; what only it has needed becomes free.
+pub async fn delete<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageError> {
+    let change = Change::begin(file).await?;
+    let mut new = change.old.clone();
+    let (mut snapshots, _) = table::read(file, &new).await?;
+    snapshots.remove(find(&snapshots, name)?);
+    new.snapshot_count -= 1;
+    new.snapshots_offset = 0;
+    if !snapshots.is_empty() {
+        let table = table::encode(&snapshots, new.size)?;
+        new.snapshots_offset = change.room((table.len() as u64).div_ceil(new.cluster_size())).await?;
+        change.write("qcow2 snapshot table", new.snapshots_offset, &table).await?;
+    }
+    change.switch(new).await.map(|_| ())
+}
+
+/// The one of this name, or else of this id.
+fn find(snapshots: &[Snapshot], name: &str) -> Result<usize, ImageError> {
+    let mut named = snapshots.iter().enumerate().filter(|(_, s)| s.name == name.as_bytes());
+    match (named.next(), named.next()) {
+        (Some((index, _)), None) => Ok(index),
+        (Some(_), Some(_)) => {
+            Err(ImageError::refused(STRUCTURE, format!("several are named \"{name}\": say which by its id")))
+        }
+        (None, _) => {
+            let by_id = snapshots.iter().position(|s| s.id == name.as_bytes());
+            by_id.ok_or_else(|| ImageError::refused(STRUCTURE, format!("there is none with the name or id \"{name}\"")))
+        }
+    }
+}
+
+/// An L1 table that shares its L2 tables with another one.
+fn without_flags(mut l1: Vec<u8>, layout: Layout) -> Result<Vec<u8>, ImageError> {
+    for at in (0..l1.len()).step_by(8) {
+        let word = be64(&l1, at);
+        L1Entry::decode(word, layout).map_err(|what| ImageError::invalid("qcow2 L1 table", None, what))?;
+        put64(&mut l1, at, word & !COPIED);
+    }
+    Ok(l1)
+}

@@ -1,6 +1,6 @@
 //! The power is cut at every event of an operation, and what is left is judged.
 
-use blockyard_image::qcow2::check::{self, Repair, Report};
+use blockyard_image::qcow2::check::{self, FindingKind, Repair, Report};
 use blockyard_image::qcow2::entry::{Cluster, L1Entry, L2Entry, Layout};
 use blockyard_image::qcow2::{Header, rebuild_refcounts};
 use blockyard_image::{ImageError, Raw, RawShape};
@@ -76,7 +76,8 @@ pub fn opened(image: &SimImage) -> Result<(SimImage, Report), String> {
 pub fn opened_sound(image: &SimImage) -> Result<SimImage, String> {
     let (image, report) = opened(image)?;
     if report.corruptions > 0 || report.check_errors > 0 {
-        return Err(format!("{:#?}", report.findings));
+        let first = report.findings.iter().find(|finding| finding.kind != FindingKind::Leak);
+        return Err(format!("{} corruptions, {} leaks: {first:#?}", report.corruptions, report.leaks));
     }
     Ok(image)
 }
@@ -108,8 +109,8 @@ pub fn guest_of(image: &SimImage, l1_offset: u64, l1_size: u64, size: u64) -> Ve
         };
         let piece = cluster / 32;
         for n in (0..32).filter(|n| data >> n & 1 == 1) {
-            let (from, to) = ((host + n * piece) as usize, (at + n * piece) as usize);
-            let len = (piece as usize).min(guest.len().saturating_sub(to)).min(bytes.len().saturating_sub(from));
+            let (from, to) = ((host + n * piece) as usize, ((at + n * piece) as usize).min(guest.len()));
+            let len = (piece as usize).min(guest.len() - to).min(bytes.len().saturating_sub(from));
             guest[to..to + len].copy_from_slice(&bytes[from..from + len]);
         }
     }

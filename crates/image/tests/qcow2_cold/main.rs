@@ -8,4 +8,7 @@ mod damage;
 mod hostile;
 mod images;
 mod peer;
+mod rebacking;
 mod repair_cuts;
+mod resizing;
+mod snapshots;

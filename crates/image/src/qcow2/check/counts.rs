@@ -5,6 +5,7 @@
 //! for what follows. One pass is enough for any image that is not made to need more.
 //! What must hold: inside the window every reference is counted.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
@@ -82,7 +83,7 @@ pub struct Counts {
     /// Page number to place in `pages`.
     index: HashMap<u64, u32>,
     /// The page used last: references come in runs.
-    last: (u64, u32),
+    last: Cell<(u64, u32)>,
     many: BTreeMap<u64, u64>,
 }
 
@@ -95,7 +96,7 @@ impl Counts {
             used: 0,
             pages: Vec::new(),
             index: HashMap::new(),
-            last: (u64::MAX, 0),
+            last: Cell::new((u64::MAX, 0)),
             many: BTreeMap::new(),
         }
     }
@@ -105,7 +106,13 @@ impl Counts {
     }
 
     fn find(&self, page: u64) -> Option<u32> {
-        if self.last.0 == page { Some(self.last.1) } else { self.index.get(&page).copied() }
+        let (last, slot) = self.last.get();
+        if last == page {
+            return Some(slot);
+        }
+        let slot = *self.index.get(&page)?;
+        self.last.set((page, slot));
+        Some(slot)
     }
 
     fn byte(&self, cluster: u64) -> u8 {
@@ -113,6 +120,7 @@ impl Counts {
     }
 
     /// What is known of a cluster inside the window.
+    #[inline]
     pub fn get(&self, cluster: u64) -> Count {
         let byte = self.byte(cluster);
         let references = match byte & COUNT {
@@ -123,12 +131,39 @@ impl Counts {
         Count { references, exclusive: flag(EXCLUSIVE), overlap: flag(OVERLAP), stored_one: flag(STORED_ONE) }
     }
 
-    /// Counts `times` references; `exclusive`: by metadata that is written in place, which nothing else may share. True: this
-    /// is where such an overlap shows first.
-    pub fn add(&mut self, cluster: u64, times: u64, exclusive: bool) -> bool {
+    /// Counts `times` references; `exclusive`: by metadata that is written in place, which nothing else may share. Gives the
+    /// count so far, and whether this is where such an overlap shows first.
+    #[inline]
+    pub fn add(&mut self, cluster: u64, times: u64, exclusive: bool) -> (u64, bool) {
         if !self.window.contains(&cluster) {
-            return false;
+            return (0, false);
         }
+        // Nearly every reference is one of many to clusters side by side.
+        if !exclusive
+            && let Some(byte) = self.last_array_byte(cluster)
+            && *byte & EXCLUSIVE == 0
+            && u64::from(*byte & COUNT) + times < u64::from(COUNT)
+        {
+            *byte += times as u8;
+            return (u64::from(*byte & COUNT), false);
+        }
+        self.add_with_care(cluster, times, exclusive)
+    }
+
+    /// The byte of a cluster on the page used last, if that is an array.
+    #[inline]
+    fn last_array_byte(&mut self, cluster: u64) -> Option<&mut u8> {
+        let (last, slot) = self.last.get();
+        if last != cluster / PAGE {
+            return None;
+        }
+        match &mut self.pages[slot as usize].1 {
+            Page::Array(array) => Some(&mut array[(cluster % PAGE) as usize]),
+            Page::Few(_) => None,
+        }
+    }
+
+    fn add_with_care(&mut self, cluster: u64, times: u64, exclusive: bool) -> (u64, bool) {
         let old = self.get(cluster);
         let clash = old.references > 0 && (exclusive || old.exclusive);
         let new = Count {
@@ -138,7 +173,20 @@ impl Counts {
             ..old
         };
         self.put(cluster, new);
-        clash && !old.overlap
+        (new.references, clash && !old.overlap)
+    }
+
+    /// Notes that the image's own refcount is 1, of a cluster with one reference; false: it has not one, or it is not told
+    /// quickly.
+    #[inline]
+    pub fn agree_on_one(&mut self, cluster: u64) -> bool {
+        match self.last_array_byte(cluster) {
+            Some(byte) if *byte & COUNT == 1 => {
+                *byte |= STORED_ONE;
+                true
+            }
+            _ => false,
+        }
     }
 
     /// Notes that the image's own refcount of a counted cluster is 1 (or is not).
@@ -165,7 +213,7 @@ impl Counts {
             self.used += PAGE_BYTES;
             slot
         });
-        self.last = (page, slot);
+        self.last.set((page, slot));
         self.used += self.pages[slot as usize].1.set((cluster % PAGE) as u16, byte);
         if self.used > self.limit && self.pages.len() > 1 {
             self.shrink();
@@ -191,7 +239,7 @@ impl Counts {
             Page::Array(_) => PAGE as usize,
         };
         self.used = self.many.len() * MANY_BYTES + pages.iter().map(|p| PAGE_BYTES + bytes(&p.1)).sum::<usize>();
-        self.last = (u64::MAX, 0);
+        self.last.set((u64::MAX, 0));
         self.pages = pages;
     }
 
@@ -255,17 +303,28 @@ mod tests {
     #[test]
     fn a_full_page_counts_as_one_with_few_entries() {
         let mut counts = Counts::new(0..u64::MAX, 1 << 20);
-        (0..PAGE).rev().step_by(2).for_each(|cluster| assert!(!counts.add(cluster, 2, false)));
+        (0..PAGE).rev().step_by(2).for_each(|cluster| assert!(!counts.add(cluster, 2, false).1));
         assert_eq!(counts.clusters().count() as u64, PAGE / 2);
         assert!((0..PAGE).all(|cluster| counts.get(cluster) == count(cluster % 2 * 2)));
     }
 
     #[test]
+    fn what_is_told_quickly_is_what_is_told_with_care() {
+        let mut counts = Counts::new(0..u64::MAX, 1 << 20);
+        (0..PAGE).for_each(|cluster| assert_eq!(counts.add(cluster, 1, cluster == 7), (1, false)));
+        assert!(counts.agree_on_one(3) && counts.get(3).stored_one && !counts.get(4).stored_one);
+        assert_eq!((2..40).map(|_| counts.add(4, 1, false).0).collect::<Vec<_>>(), (2..40).collect::<Vec<_>>());
+        assert!(!counts.agree_on_one(4) && !counts.agree_on_one(PAGE));
+        assert_eq!((counts.add(7, 1, false), counts.get(3).references), ((2, true), 1));
+    }
+
+    #[test]
     fn metadata_shares_with_nothing() {
         let mut counts = Counts::new(0..u64::MAX, 1 << 20);
-        assert!(!counts.add(1, 1, true) && counts.add(1, 1, false) && !counts.add(1, 1, false), "told once");
-        assert!(!counts.add(2, 1, false) && counts.add(2, 1, true));
-        assert!(!counts.add(3, 1, false) && !counts.add(3, 1, false));
+        let mut clashes = |cluster, exclusive| counts.add(cluster, 1, exclusive).1;
+        assert!(!clashes(1, true) && clashes(1, false) && !clashes(1, false), "told once");
+        assert!(!clashes(2, false) && clashes(2, true));
+        assert!(!clashes(3, false) && !clashes(3, false));
         assert!(counts.get(1).overlap && counts.get(2).overlap && !counts.get(3).overlap);
     }
 

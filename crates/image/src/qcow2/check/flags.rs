@@ -21,7 +21,16 @@ use crate::raw::Raw;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Change {
     pub set: bool,
-    pub clear: bool,
+    pub clear: Clear,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Clear {
+    None,
+    /// Where more references than one were counted, whatever the refcount is now.
+    Shared,
+    /// Wherever the refcount is not 1.
+    Wrong,
 }
 
 pub struct Flags<'a, S> {
@@ -118,12 +127,19 @@ impl<S: Storage> Flags<'_, S> {
         if copied == once {
             return None;
         }
+        self.tally.unset_flags += u64::from(!copied);
         let text = match copied {
             true => format_args!("the COPIED flag is set, but the refcount is not 1"),
             false => format_args!("the COPIED flag is not set, but the refcount is 1"),
         };
         self.tally.find(FindingKind::Copied, structure, at, text);
-        self.repair.is_some_and(|(_, change)| if copied { change.clear } else { change.set }).then_some(once)
+        let changed = |change: Change| match (copied, change.clear) {
+            (false, _) => change.set,
+            (true, Clear::None) => false,
+            (true, Clear::Shared) => count.references > 1,
+            (true, Clear::Wrong) => true,
+        };
+        self.repair.is_some_and(|(_, change)| changed(change)).then_some(once)
     }
 
     async fn l2_table(&mut self, at: u64, l1_index: u64) -> Result<(), ImageError> {
@@ -175,6 +191,7 @@ impl<S: Storage> Flags<'_, S> {
         if entry.copied {
             return None;
         }
+        self.tally.unset_flags += 1;
         let text = format_args!("the COPIED flag is not set, but an external data file's clusters are all used once");
         self.tally.find(FindingKind::Copied, structure, at, text);
         self.repair.is_some_and(|(_, change)| change.set).then_some(true)

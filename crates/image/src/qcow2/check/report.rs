@@ -98,6 +98,8 @@ pub(in crate::qcow2) struct Tally {
     pub overlaps: Vec<u64>,
     /// The largest count.
     pub most: u64,
+    /// COPIED flags that are not set and might be.
+    pub unset_flags: u64,
     /// Later passes see the same tables again: what is found in them is counted once.
     pub(super) later_pass: bool,
 }
@@ -132,6 +134,11 @@ impl Tally {
         } else {
             self.report.findings_left_off += 1;
         }
+    }
+
+    /// Something that is in use ends here.
+    pub(super) fn end_at(&mut self, offset: u64) {
+        self.report.image_end_offset = self.report.image_end_offset.max(offset);
     }
 
     pub(super) fn overlap(&mut self, cluster: u64) {

@@ -156,7 +156,9 @@ impl<S: Storage> Compare<'_, S> {
             for here in cluster..cluster + step {
                 let n = (here - base) as usize;
                 let stored = width.get(&block, n);
-                if let Some(new) = self.cluster(here, stored) {
+                if stored == 1 && self.counts.agree_on_one(here) {
+                    self.tally.end_at((here + 1) << self.refcounts.cluster_bits);
+                } else if let Some(new) = self.cluster(here, stored) {
                     width.set(&mut block, n, new);
                     let byte = (n << width.order()) / 8;
                     let (first, _) = *dirty.get_or_insert((byte, byte));
@@ -184,9 +186,6 @@ impl<S: Storage> Compare<'_, S> {
         }
         let bits = self.refcounts.cluster_bits;
         let inside = cluster < self.clusters() || count > 0;
-        if inside {
-            self.tally.report.image_end_offset = self.tally.report.image_end_offset.max((cluster + 1) << bits);
-        }
         let structure = format_args!("qcow2 refcount of cluster {cluster}");
         let text = format_args!("it is {stored}, and {count} references were counted");
         let change = if stored < count {
@@ -199,6 +198,9 @@ impl<S: Storage> Compare<'_, S> {
             stored > count && self.repair.is_some_and(|change| change.lower)
         };
         let new = if change { count } else { stored };
+        if inside && (count > 0 || new > 0) {
+            self.tally.end_at((cluster + 1) << bits);
+        }
         if count > 0 {
             self.counts.set_stored_one(cluster, new == 1);
         }
@@ -217,7 +219,7 @@ impl<S: Storage> Compare<'_, S> {
             self.tally.find(FindingKind::RefcountTooLow, structure, at, text);
             end = (cluster + 1) << self.refcounts.cluster_bits;
         }
-        self.tally.report.image_end_offset = self.tally.report.image_end_offset.max(end);
+        self.tally.end_at(end);
     }
 
     /// Freed clusters are nobody's: their space goes back to the host.

@@ -134,12 +134,13 @@ impl<S: Storage> Walk<'_, S> {
             return false;
         }
         for cluster in offset >> bits..end.div_ceil(1 << bits) {
-            if self.counts.add(cluster, times, exclusive) {
+            let (references, overlap) = self.counts.add(cluster, times, exclusive);
+            self.tally.most = self.tally.most.max(references);
+            if overlap {
                 self.tally.overlap(cluster);
                 let text = format_args!("the cluster at {} is shared with other metadata", cluster << bits);
                 self.tally.find(FindingKind::Overlap, site.structure, site.at, text);
             }
-            self.tally.most = self.tally.most.max(self.counts.get(cluster).references);
         }
         true
     }

@@ -148,3 +148,55 @@ pub fn encode(snapshots: &[Snapshot], disk_size: u64) -> Result<Vec<u8>, ImageEr
     }
     Ok(out)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn snapshot() -> Snapshot {
+        Snapshot {
+            l1_offset: 0x50000,
+            l1_size: 7,
+            id: b"12".to_vec(),
+            name: "näme\u{7f}".into(),
+            seconds: 1,
+            nanoseconds: 2,
+            vm_clock: 3,
+            vm_state_size: 1 << 40,
+            disk_size: Some(1 << 30),
+            extra: b"of a later version".to_vec(),
+        }
+    }
+
+    #[test]
+    fn entries_come_back_as_they_were_written() {
+        let bytes = encode(&[snapshot(), Snapshot { extra: Vec::new(), ..snapshot() }], 5).unwrap();
+        let (first, len) = Snapshot::decode(&bytes).unwrap().unwrap();
+        let (second, end) = Snapshot::decode(&bytes[len..]).unwrap().unwrap();
+        assert_eq!((first, second), (snapshot(), Snapshot { extra: Vec::new(), ..snapshot() }));
+        assert_eq!(len + end, bytes.len());
+    }
+
+    #[test]
+    fn old_entries_have_less() {
+        let mut bytes = encode(&[Snapshot { extra: Vec::new(), ..snapshot() }], 5).unwrap();
+        bytes[32..36].copy_from_slice(&77u32.to_be_bytes());
+        bytes[36..40].fill(0);
+        bytes.drain(40..56);
+        let (old, _) = Snapshot::decode(&bytes).unwrap().unwrap();
+        assert_eq!((old.vm_state_size, old.disk_size, old.id()), (77, None, "12".into()));
+        let written = encode(&[old], 5).unwrap();
+        assert_eq!(Snapshot::decode(&written).unwrap().unwrap().0.disk_size, Some(5));
+    }
+
+    #[test]
+    fn every_cut_of_an_entry_is_no_entry() {
+        let bytes = encode(&[snapshot()], 0).unwrap();
+        let whole = FIXED + 16 + 18 + 2 + 6;
+        assert!((0..whole).all(|len| Snapshot::decode(&bytes[..len]).is_none()));
+        assert!(Snapshot::decode(&bytes[..whole]).unwrap().is_ok());
+        let mut much = bytes.clone();
+        much[36] = 0xff;
+        assert!(Snapshot::decode(&much).unwrap().unwrap_err().contains("extra data"));
+    }
+}

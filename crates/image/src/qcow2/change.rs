@@ -1,0 +1,136 @@
+//! From one state of a closed image to another: how snapshots, sizes and whole disks are exchanged at once.
+//!
+//! In: a sound image, new tables in clusters that were free, and a header that names them. Out: the image with that header,
+//! and with the refcounts and COPIED flags that go with it. One write of the header's sector is the switch.
+//!
+//! ```text
+//!  version 3:  tables -> flush -> header, and the dirty bit with it -> flush -> recount -> flush -> dirty bit cleared
+//!  version 2:  tables -> flush -> flags cleared, refcounts raised for both states -> flush -> header -> flush -> recount
+//! ```
+//! What must hold at a power cut: the image is in one of the two states. Version 3: whoever opens it after the switch counts
+//! anew, as the dirty bit demands. Version 2 has no such bit: what it may be left with is refcounts that are too high (leaks)
+//! and COPIED flags that are not set though they might be (a write then copies once more than it must).
+
+use blockyard_ring::Storage;
+
+use super::bytes;
+use super::check::stored::Refcounts;
+use super::check::{Tally, clear_bits, cover, flush, inspect, rebuild_refcounts, recount};
+use super::header::{AUTOCLEAR_KNOWN, Header, INCOMPATIBLE_DIRTY, SECTOR_BYTES};
+use crate::error::ImageError;
+use crate::raw::Raw;
+
+/// A closed image that is being changed, exclusively.
+pub struct Change<'a, S> {
+    pub file: &'a Raw<S>,
+    /// The state it is in.
+    pub old: Header,
+    /// The first cluster behind all that is used.
+    end: u64,
+}
+
+impl<'a, S: Storage> Change<'a, S> {
+    /// Looks at all of the image first: what is not sound is not changed.
+    pub async fn begin(file: &'a Raw<S>) -> Result<Self, ImageError> {
+        // What is read from here on must not be undone by a power cut after it was acted on.
+        flush(file).await?;
+        let mut old = Header::read(file).await?;
+        if old.has_corrupt() {
+            let what = "it is marked as corrupt; `blockyard image check --repair all` may help";
+            return Err(ImageError::invalid("qcow2 header", None, what));
+        }
+        if old.has_dirty() {
+            old = rebuild_refcounts(file).await?;
+        }
+        let found = inspect(file, &old).await?;
+        let corrupt = found.report.findings.iter().find(|f| f.kind != super::check::FindingKind::Leak);
+        if let Some(finding) = corrupt {
+            let what = format!("{}; `blockyard image check --repair all` first", finding.text);
+            return Err(ImageError::invalid(finding.structure.clone(), finding.offset, what));
+        }
+        let end = if file.is_device() { found.report.image_end_offset } else { length(file).await? };
+        let end = end.div_ceil(old.cluster_size());
+        Ok(Change { file, old, end })
+    }
+
+    /// The offset of so many clusters side by side that nothing uses.
+    pub async fn room(&self, count: u64) -> Result<u64, ImageError> {
+        let (header, bits) = (&self.old, self.old.cluster_bits);
+        let refcounts = Refcounts::load(self.file, header, &mut Tally::default()).await?;
+        let mut start = 0;
+        for (index, block) in refcounts.blocks() {
+            // What has no block has no refcounts, and is free.
+            let first = index * refcounts.per_block();
+            if first >= self.end || first.saturating_sub(start) >= count {
+                break;
+            }
+            let counts = refcounts.read_block(self.file, block).await?;
+            for cluster in first..(first + refcounts.per_block()).min(self.end) {
+                if refcounts.width.get(&counts, (cluster - first) as usize) != 0 {
+                    start = cluster + 1;
+                } else if cluster + 1 - start >= count {
+                    return Ok(start << bits);
+                }
+            }
+        }
+        if self.file.is_device() && (start + count) << bits > length(self.file).await? {
+            return Err(ImageError::refused("qcow2 image", "there is no room left on its device"));
+        }
+        Ok(start << bits)
+    }
+
+    /// Writes a new table; it is padded to whole sectors.
+    pub async fn write(&self, structure: &str, offset: u64, table: &[u8]) -> Result<(), ImageError> {
+        let mut padded = table.to_vec();
+        padded.resize(padded.len().next_multiple_of(SECTOR_BYTES), 0);
+        bytes::write(self.file, offset, &padded).await.map_err(|e| ImageError::io(structure, offset, "writing", e))
+    }
+
+    /// The active L1 table as it is.
+    pub async fn l1(&self) -> Result<Vec<u8>, ImageError> {
+        read_l1(self.file, self.old.l1_offset, self.old.l1_size.into()).await
+    }
+
+    /// Makes `new` the image's header. Gives it as it is then, and where the image ends.
+    pub async fn switch(self, mut new: Header) -> Result<(Header, u64), ImageError> {
+        flush(self.file).await?;
+        new.autoclear &= AUTOCLEAR_KNOWN;
+        let mut found = inspect(self.file, &new).await?;
+        if new.version < 3 {
+            let mut headers = [self.old, new];
+            cover(self.file, &mut headers).await?;
+            [_, new] = headers;
+            new.write_fixed(self.file).await?;
+            flush(self.file).await?;
+            found = inspect(self.file, &new).await?;
+        } else {
+            new.incompatible |= INCOMPATIBLE_DIRTY;
+            new.write_fixed(self.file).await?;
+            flush(self.file).await?;
+        }
+        let mut headers = [new];
+        let end = recount(self.file, &mut headers, &found).await?;
+        let [mut new] = headers;
+        clear_bits(self.file, &mut new, INCOMPATIBLE_DIRTY).await?;
+        Ok((new, end))
+    }
+}
+
+pub async fn read_l1<S: Storage>(file: &Raw<S>, offset: u64, entries: u64) -> Result<Vec<u8>, ImageError> {
+    let read = bytes::read(file, offset, entries as usize * 8).await;
+    read.map_err(|e| ImageError::io("qcow2 L1 table", offset, "reading", e))
+}
+
+pub async fn length<S: Storage>(file: &Raw<S>) -> Result<u64, ImageError> {
+    file.storage().len().await.map_err(|e| ImageError::io("qcow2 file", None, "finding its length", e))
+}
+
+/// Cuts off what lies behind the last cluster in use.
+pub async fn trim<S: Storage>(file: &Raw<S>, end: u64) -> Result<(), ImageError> {
+    if file.is_device() || length(file).await? <= end {
+        return Ok(());
+    }
+    let io = |e| ImageError::io("qcow2 file", None, "cutting off what is free at its end", e);
+    file.storage().set_len(end).await.map_err(io)?;
+    flush(file).await
+}

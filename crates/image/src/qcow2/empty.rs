@@ -1,0 +1,27 @@
+//! An image without contents of its own: what an overlay is after its commit.
+
+use blockyard_ring::Storage;
+
+use super::bitmap;
+use super::change::{Change, trim};
+use crate::error::ImageError;
+use crate::raw::Raw;
+
+/// Drops all clusters of the disk at once, so that the backing file shows, or zeroes. Snapshots stay. Durable when it answers.
+pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
+    let change = Change::begin(file).await?;
+    let mut new = change.old.clone();
+    if new.raw_data_file() {
+        let what = "its raw external data file would still have the contents";
+        return Err(ImageError::refused("qcow2 image to be emptied", what));
+    }
+    let entries = new.l1_needed(new.size).max(1);
+    new.l1_size = entries as u32;
+    new.l1_offset = change.room((entries * 8).div_ceil(new.cluster_size())).await?;
+    change.write("qcow2 L1 table", new.l1_offset, &vec![0; entries as usize * 8]).await?;
+    // What the guest sees may change without any write that a bitmap could record.
+    let mut marked = change.old.clone();
+    bitmap::prepare_for_writing(file, &mut marked).await?;
+    let (_, end) = change.switch(new).await?;
+    trim(file, end).await
+}

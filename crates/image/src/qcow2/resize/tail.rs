@@ -1,0 +1,122 @@
+//! The rest of the last cluster of a disk that grows: behind the old end there may be what a program left, or what a longer
+//! backing file has. It is to read as zeroes when the disk reaches over it.
+
+use blockyard_ring::Storage;
+
+use super::tables::Tables;
+use crate::error::ImageError;
+use crate::qcow2::bytes;
+use crate::qcow2::compressed::unpack;
+use crate::qcow2::entry::{Bitmap, Cluster, L2Entry, SUBCLUSTERS};
+use crate::raw::Raw;
+
+const STRUCTURE: &str = "qcow2 last cluster";
+
+/// What becomes of the last cluster.
+pub enum Tail {
+    /// Its rest reads as zeroes already.
+    Zero,
+    /// Its entry says so from now on.
+    Entry(L2Entry),
+    /// Its bytes, zeroes at their end, go to a new place: others need it as it was. With the subclusters that have data.
+    Moved(Vec<u8>, Bitmap),
+}
+
+impl Tail {
+    pub fn moves(&self) -> bool {
+        matches!(self, Tail::Moved(..))
+    }
+
+    pub fn changes_entry(&self) -> bool {
+        !matches!(self, Tail::Zero)
+    }
+}
+
+/// A cluster's place, and where in it the disk ends.
+struct Last<'a, S> {
+    tables: &'a Tables<'a, S>,
+    /// The file that has the cluster.
+    file: &'a Raw<S>,
+    host: u64,
+    inside: u64,
+    /// Nobody else has the cluster.
+    own: bool,
+}
+
+/// Sees to the last cluster. Zeroes behind the end are written in place where that is possible: nobody sees them yet.
+pub async fn of<S: Storage>(tables: &Tables<'_, S>, data: Option<&Raw<S>>, below: u64) -> Result<Tail, ImageError> {
+    let old = &tables.change.old;
+    let (cluster_size, shows) = (old.cluster_size(), below > old.size);
+    let (cluster, inside) = (old.size / cluster_size, old.size % cluster_size);
+    if inside == 0 {
+        return Ok(Tail::Zero);
+    }
+    let table = tables.read(cluster / old.l2_entries()).await?;
+    let entry = tables.entry(&table, cluster)?;
+    let file = data.unwrap_or(tables.change.file);
+    let own = entry.copied || data.is_some();
+    let last = |host| Last { tables, file, host, inside, own };
+    match entry.cluster {
+        Cluster::Zero { .. } => Ok(Tail::Zero),
+        Cluster::Unallocated if shows => Err(backing_shows()),
+        Cluster::Unallocated => Ok(Tail::Zero),
+        Cluster::Standard { host } => last(host).clear(cluster_size, Bitmap::ALL_DATA).await,
+        Cluster::Compressed { host, len } => {
+            let io = |e| ImageError::io(STRUCTURE, host, "reading", e);
+            let packed = bytes::read(tables.change.file, host, len as usize).await.map_err(io)?;
+            let plain = unpack(&packed, old.compression, cluster_size as usize);
+            let mut plain = plain.map_err(|what| ImageError::invalid(STRUCTURE, host, what))?;
+            if plain[inside as usize..].iter().all(|&byte| byte == 0) {
+                return Ok(Tail::Zero);
+            }
+            plain[inside as usize..].fill(0);
+            Ok(Tail::Moved(plain, Bitmap::ALL_DATA))
+        }
+        Cluster::Subclusters { host, bitmap } => {
+            let piece = old.subcluster_size();
+            // Subclusters wholly behind the end, and the one that it cuts.
+            let rest = u32::MAX.checked_shl(inside.div_ceil(piece) as u32).unwrap_or(0);
+            let cut = if inside % piece == 0 { 0 } else { 1 << (inside / piece) };
+            debug_assert!(inside / piece < u64::from(SUBCLUSTERS));
+            if shows && (bitmap.data() | bitmap.zero()) & cut != cut {
+                return Err(backing_shows());
+            }
+            let zero = bitmap.zero() | if shows { rest } else { 0 };
+            let new = Bitmap(u64::from(bitmap.data() & !rest) | u64::from(zero) << 32);
+            if let (Some(host), true) = (host, bitmap.data() & cut != 0) {
+                let moved = last(host).clear(inside.next_multiple_of(piece), new).await?;
+                if moved.moves() {
+                    return Ok(moved);
+                }
+            }
+            let now = L2Entry { cluster: Cluster::Subclusters { host, bitmap: new }, ..entry };
+            Ok(if new == bitmap { Tail::Zero } else { Tail::Entry(now) })
+        }
+    }
+}
+
+fn backing_shows() -> ImageError {
+    let what = "the backing file is larger than the image, and shows in the image's last cluster, which has no data of its \
+                own: write the last sector of the disk, and resize then";
+    ImageError::refused(STRUCTURE, what)
+}
+
+impl<S: Storage> Last<'_, S> {
+    /// Zeroes from the disk's end up to `end` in the cluster.
+    async fn clear(&self, end: u64, bitmap: Bitmap) -> Result<Tail, ImageError> {
+        let at = self.host + self.inside;
+        let io = |what| move |e| ImageError::io(STRUCTURE, at, what, e);
+        let rest = bytes::read(self.file, at, (end - self.inside) as usize).await.map_err(io("reading"))?;
+        if rest.iter().all(|&byte| byte == 0) {
+            return Ok(Tail::Zero);
+        }
+        if self.own {
+            bytes::write(self.file, at, &vec![0; rest.len()]).await.map_err(io("writing"))?;
+            return Ok(Tail::Zero);
+        }
+        let len = 1 << self.tables.layout.cluster_bits;
+        let mut all = bytes::read(self.file, self.host, len).await.map_err(io("reading"))?;
+        all[self.inside as usize..end as usize].fill(0);
+        Ok(Tail::Moved(all, bitmap))
+    }
+}

@@ -1,0 +1,221 @@
+//! Disks that become larger and smaller, and images that are emptied.
+
+use blockyard_image::ImageError;
+use blockyard_image::qcow2::check::Repair;
+use blockyard_image::qcow2::empty::make_empty;
+use blockyard_image::qcow2::resize::{Resize, resize};
+
+use super::cuts::{everywhere, guest, load, on_image, opened_sound};
+use super::peer::{Scratch, on_file, our_check, qemu_check, qemu_img, qemu_io, two_files};
+
+const MIB: u64 = 1 << 20;
+
+fn to(path: &str, wanted: Resize) -> Result<(), ImageError> {
+    on_file(path, move |raw| async move { resize(&raw, None, wanted).await })
+}
+
+fn larger(path: &str, size: u64) -> Result<(), ImageError> {
+    to(path, Resize { size, shrink: false, below: 0 })
+}
+
+fn smaller(path: &str, size: u64) -> Result<(), ImageError> {
+    to(path, Resize { size, shrink: true, below: 0 })
+}
+
+fn sound(path: &str, what: &str) {
+    let (ours, theirs) = (our_check(path, Repair::No), qemu_check(path, None));
+    assert!(ours.is_clean(), "{what}: {ours:#?}");
+    assert!(theirs.is_clean(), "{what}: {theirs:#?}");
+}
+
+/// What a file takes of the host's disk.
+fn blocks(path: &str) -> u64 {
+    std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(path).unwrap()) * 512
+}
+
+const KINDS: [&str; 7] = [
+    "compat=0.10",
+    "compat=1.1",
+    "cluster_size=512",
+    "cluster_size=2M",
+    "cluster_size=4k,refcount_bits=1",
+    "extended_l2=on,cluster_size=64k",
+    "preallocation=metadata,cluster_size=8k",
+];
+
+#[test]
+fn what_was_there_stays_and_what_is_new_reads_as_zeroes() {
+    for options in KINDS {
+        let scratch = Scratch::new("resize");
+        let path = scratch.path("image.qcow2");
+        qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, &path, "3M"]);
+        qemu_io(&path, &["write -P 1 0 3M"]);
+        larger(&path, 70 * MIB + 512).unwrap();
+        sound(&path, options);
+        qemu_io(&path, &["read -P 1 0 3M", "read -P 0 3M 67M", "write -P 2 40M 31457792", "write -P 3 2M 64k"]);
+        // Into the middle of a cluster, and back: what was there is gone.
+        smaller(&path, 2 * MIB + 512).unwrap();
+        sound(&path, options);
+        assert!(blocks(&path) < 16 * MIB, "{options}: the host keeps {}", blocks(&path));
+        larger(&path, 70 * MIB).unwrap();
+        sound(&path, options);
+        qemu_io(&path, &["read -P 1 0 2M", "read -P 3 2M 512", "read -P 0 2097664 71302656"]);
+        smaller(&path, 0).unwrap();
+        sound(&path, options);
+        larger(&path, MIB).unwrap();
+        qemu_io(&path, &["read -P 0 0 1M", "write -P 4 0 1M"]);
+        sound(&path, options);
+    }
+}
+
+#[test]
+fn a_longer_backing_file_does_not_show() {
+    for options in ["compat=1.1", "cluster_size=1k", "extended_l2=on,cluster_size=32k"] {
+        let scratch = Scratch::new("resize-below");
+        let (path, base) = (scratch.path("image.qcow2"), scratch.path("base.qcow2"));
+        qemu_img(&["create", "-q", "-f", "qcow2", &base, "5M"]);
+        qemu_io(&base, &["write -P 1 0 5M"]);
+        let at = 2 * MIB + 3 * 512;
+        let create =
+            ["create", "-q", "-f", "qcow2", "-o", options, "-F", "qcow2", "-b", "base.qcow2", &path, &at.to_string()];
+        qemu_img(&create);
+        let grown = Resize { size: 8 * MIB, shrink: false, below: 5 * MIB };
+        let error = to(&path, grown).unwrap_err().to_string();
+        assert!(error.contains("write the last sector"), "{error}");
+        qemu_io(&path, &[&format!("write -P 2 {} 512", at - 512)]);
+        to(&path, grown).unwrap();
+        sound(&path, options);
+        let reads = [
+            format!("read -P 1 0 {}", at - 512),
+            format!("read -P 2 {} 512", at - 512),
+            format!("read -P 0 {at} {}", 8 * MIB - at),
+        ];
+        qemu_io(&path, &reads.each_ref().map(String::as_str));
+    }
+}
+
+#[test]
+fn others_keep_what_lies_behind_the_old_end() {
+    // A snapshot that has the last cluster too, and one that is compressed.
+    let scratch = Scratch::new("resize-shared");
+    let path = scratch.path("image.qcow2");
+    for compressed in [false, true] {
+        qemu_img(&["create", "-q", "-f", "qcow2", &path, "128k"]);
+        qemu_io(&path, &[if compressed { "write -c -P 1 0 128k" } else { "write -P 1 0 128k" }]);
+        if !compressed {
+            qemu_img(&["snapshot", "-c", "one", &path]);
+        }
+        // As a program would leave it that makes a disk smaller and its last cluster stay.
+        let mut bytes = std::fs::read(&path).unwrap();
+        bytes[24..32].copy_from_slice(&(100u64 << 10).to_be_bytes());
+        std::fs::write(&path, &bytes).unwrap();
+        larger(&path, MIB).unwrap();
+        sound(&path, "shared");
+        qemu_io(&path, &["read -P 1 0 100k", "read -P 0 100k 924k"]);
+        if !compressed {
+            qemu_img(&["snapshot", "-a", "one", &path]);
+            qemu_io(&path, &["read -P 1 0 128k"]);
+        }
+    }
+}
+
+#[test]
+fn an_external_data_file_goes_with_it() {
+    let scratch = Scratch::new("resize-data");
+    let (path, data) = (scratch.path("image.qcow2"), scratch.path("data.raw"));
+    for raw in ["off", "on"] {
+        let options = format!("data_file={data},data_file_raw={raw}");
+        qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, &path, "1M"]);
+        qemu_io(&path, &["write -P 1 0 1M"]);
+        for size in [3 * MIB, 640 << 10, 2 * MIB] {
+            let wanted = Resize { size, shrink: true, below: 0 };
+            let resized =
+                two_files(&path, &data, move |raw, data| async move { resize(&raw, Some(&data), wanted).await });
+            resized.unwrap();
+            assert_eq!(std::fs::metadata(&data).unwrap().len(), size);
+            sound(&path, &options);
+        }
+        qemu_io(&path, &["read -P 1 0 640k", "read -P 0 640k 1408k"]);
+        let bytes = std::fs::read(&data).unwrap();
+        assert!(bytes[..640 << 10].iter().all(|&b| b == 1) && bytes[640 << 10..].iter().all(|&b| b == 0));
+    }
+}
+
+#[test]
+fn what_cannot_be_is_refused_by_name() {
+    let scratch = Scratch::new("resize-refused");
+    let path = scratch.path("image.qcow2");
+    let refused = |result: Result<(), ImageError>, expected: &str| {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    };
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", &path, "1M"]);
+    refused(to(&path, Resize { size: 512, shrink: false, below: 0 }), "--shrink");
+    refused(larger(&path, MIB + 1), "whole sectors");
+    refused(larger(&path, 1 << 40), "larger than 32 MiB");
+    qemu_img(&["bitmap", "--add", &path, "daily"]);
+    refused(larger(&path, 2 * MIB), "\"daily\"");
+    qemu_img(&["bitmap", "--remove", &path, "daily"]);
+    qemu_img(&["snapshot", "-c", "one", &path]);
+    refused(smaller(&path, 512), "an image with snapshots");
+    larger(&path, 2 * MIB).unwrap();
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", "compat=0.10", &path, "1M"]);
+    qemu_img(&["snapshot", "-c", "one", &path]);
+    refused(larger(&path, 2 * MIB), "version 2");
+    sound(&path, "refused");
+}
+
+#[test]
+fn an_emptied_overlay_shows_its_backing_file_and_keeps_its_snapshots() {
+    for options in ["compat=0.10", "compat=1.1", "cluster_size=512", "extended_l2=on,cluster_size=64k"] {
+        let scratch = Scratch::new("empty");
+        let (path, base) = (scratch.path("image.qcow2"), scratch.path("base.raw"));
+        std::fs::write(&base, vec![7; 3 << 20]).unwrap();
+        qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, "-F", "raw", "-b", "base.raw", &path]);
+        qemu_io(&path, &["write -P 1 0 1M"]);
+        qemu_img(&["snapshot", "-c", "one", &path]);
+        qemu_io(&path, &["write -P 2 1M 1M"]);
+        on_file(&path, |raw| async move { make_empty(&raw).await }).unwrap();
+        sound(&path, options);
+        qemu_io(&path, &["read -P 7 0 3M"]);
+        qemu_img(&["snapshot", "-a", "one", &path]);
+        qemu_io(&path, &["read -P 1 0 1M", "read -P 7 1M 2M"]);
+        qemu_img(&["snapshot", "-d", "one", &path]);
+        on_file(&path, |raw| async move { make_empty(&raw).await }).unwrap();
+        sound(&path, options);
+        assert!(blocks(&path) < MIB, "{options}: the host keeps {}", blocks(&path));
+    }
+}
+
+#[test]
+fn wherever_the_power_is_cut_it_is_the_one_or_the_other() {
+    let mut cuts = 0;
+    let kinds =
+        ["compat=0.10,cluster_size=1k", "cluster_size=512", "cluster_size=4k", "extended_l2=on,cluster_size=16k"];
+    for options in kinds {
+        let scratch = Scratch::new("resize-cuts");
+        let path = scratch.path("image.qcow2");
+        qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, &path, "200k"]);
+        qemu_io(&path, &["write -P 1 0 200k"]);
+        let image = load(&path);
+        for wanted in [Some(3 * MIB), Some(60 << 10), Some(62_976), None] {
+            let operation = move |raw| async move {
+                match wanted {
+                    Some(size) => resize(&raw, None, Resize { size, shrink: true, below: 0 }).await,
+                    None => make_empty(&raw).await,
+                }
+            };
+            let before = guest(&image);
+            let (done, after) = on_image(&image, operation);
+            done.unwrap();
+            let after = guest(&after);
+            let what = format!("{options}, {wanted:?}");
+            cuts += everywhere(&what, &image, operation, |through, left| match guest(&opened_sound(&left)?) {
+                now if now == after || (!through && now == before) => Ok(()),
+                now => Err(format!("{} bytes that are neither; through: {through}", now.len())),
+            });
+        }
+    }
+    println!("{cuts} cuts");
+    assert!(cuts > 200, "{cuts} cuts");
+}
