@@ -19,7 +19,7 @@ async fn open(file: &File, data: &File, read_only: bool) -> Option<Image<File>> 
     let raw = Raw::on(file.clone(), PLAIN);
     let header = Header::read(&raw).await.ok()?;
     let data = header.has_data_file().then(|| Raw::on(data.clone(), PLAIN));
-    let options = Qcow2Options { read_only, l2_cache: Some(1 << 16) };
+    let options = Qcow2Options { read_only, l2_cache: Some(1 << 16), ..Qcow2Options::default() };
     Some(Image::new(vec![Layer::Qcow2(Qcow2::open(header, raw, data, &options).await.ok()?)], false))
 }
 
