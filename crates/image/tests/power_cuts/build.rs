@@ -19,8 +19,8 @@ pub struct Recipe {
     /// One snapshot, which shares all that there is.
     pub snapshot: bool,
     pub zstd: bool,
-    /// The format of the image below.
-    pub below: Option<&'static str>,
+    /// The name and the format of the image below.
+    pub below: Option<(String, &'static str)>,
     pub seed: u64,
 }
 
@@ -292,18 +292,18 @@ impl Builder {
             header.extend(text.as_bytes());
             header.resize(header.len().next_multiple_of(8), 0);
         };
-        if let Some(format) = recipe.below {
+        if let Some((_, format)) = &recipe.below {
             extension(0xe279_2aca, format);
         }
         if layout.data_file {
             extension(0x4441_5441, "data");
         }
         header.extend([0; 8]);
-        if recipe.below.is_some() {
+        if let Some((name, _)) = &recipe.below {
             let at = header.len() as u64;
             put64(&mut header, 8, at);
-            put32(&mut header, 16, 5);
-            header.extend(b"below");
+            put32(&mut header, 16, name.len() as u32);
+            header.extend(name.as_bytes());
         }
         self.put(0, &header);
     }

@@ -19,6 +19,11 @@ pub struct Files {
     pub qcow2: bool,
 }
 
+/// The name of the n-th image from above, where it is a file.
+pub fn file_name(n: usize) -> String {
+    format!("layer-{n}")
+}
+
 /// As the plan has them to begin with, the topmost first.
 pub fn make(plan: &Plan) -> Vec<Files> {
     let sim = |bytes: &[u8]| SimImage::from_bytes(bytes).atomic(plan.atomic);

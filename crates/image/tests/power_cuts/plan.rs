@@ -6,6 +6,7 @@ use blockyard_image::RawShape;
 use blockyard_ring::sim::{Fault, OpKind, Rng, SECTOR};
 
 use super::build::Recipe;
+use super::chain::file_name;
 use super::format::Layout;
 
 /// The page cache; O_DIRECT on 512-byte blocks, and on 4096-byte blocks under 512-byte sectors.
@@ -136,40 +137,39 @@ fn capacity(rng: &mut Rng, layout: Layout) -> u64 {
 
 fn layers(rng: &mut Rng, layout: Layout, capacity: u64) -> Vec<LayerPlan> {
     let depth = if layout.raw_data_file { 0 } else { *rng.pick(&[0, 0, 1, 1, 1, 2]) };
-    let mut below = Vec::new();
-    for left in (0..depth).rev() {
+    // From below upwards.
+    let mut layers: Vec<LayerPlan> = Vec::new();
+    for number in (1..=depth).rev() {
         // Images may be shorter or longer than those above them.
         let size = match rng.below(4) {
             0 => rng.between(1, capacity / SECTOR as u64) * SECTOR as u64,
             1 => capacity + rng.below(20) * SECTOR as u64,
             _ => capacity,
         };
-        let is_last = left == 0;
-        if is_last && rng.one_in(2) {
-            below.push(LayerPlan::Raw(size));
+        if number == depth && rng.one_in(2) {
+            layers.push(LayerPlan::Raw(size));
             continue;
         }
         let bits = *rng.pick(&[9, 10, 12, 14, 16]);
         let layout = Layout { data_file: false, raw_data_file: false, ..self::layout(rng, bits) };
-        let next = if is_last { None } else { Some("qcow2") };
-        below.push(LayerPlan::Qcow2(Recipe { snapshot: false, ..recipe(rng, layout, size, next) }));
+        let recipe = recipe(rng, layout, size, below(&layers, number + 1));
+        layers.push(LayerPlan::Qcow2(Recipe { snapshot: false, ..recipe }));
     }
-    // The last of a chain of three may be raw, and is known by its name above it.
-    for n in 1..below.len() {
-        if let (LayerPlan::Raw(_), [.., LayerPlan::Qcow2(above)]) = (below[n].clone(), &mut below[..n]) {
-            above.below = Some("raw");
-        }
-    }
-    let format = below.first().map(|layer| match layer {
-        LayerPlan::Raw(_) => "raw",
-        LayerPlan::Qcow2(_) => "qcow2",
-    });
-    let mut layers = vec![LayerPlan::Qcow2(recipe(rng, layout, capacity, format))];
-    layers.append(&mut below);
+    layers.push(LayerPlan::Qcow2(recipe(rng, layout, capacity, below(&layers, 1))));
+    layers.reverse();
     layers
 }
 
-fn recipe(rng: &mut Rng, layout: Layout, size: u64, below: Option<&'static str>) -> Recipe {
+/// Name and format of the image that was planned last, if there is one.
+fn below(layers: &[LayerPlan], number: usize) -> Option<(String, &'static str)> {
+    let format = match layers.last()? {
+        LayerPlan::Raw(_) => "raw",
+        LayerPlan::Qcow2(_) => "qcow2",
+    };
+    Some((file_name(number), format))
+}
+
+fn recipe(rng: &mut Rng, layout: Layout, size: u64, below: Option<(String, &'static str)>) -> Recipe {
     Recipe {
         layout,
         size,

@@ -1,0 +1,53 @@
+//! A second judge: QEMU's own check of some of the images, and its own way to read them.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use super::chain::{Files, file_name};
+
+/// The exit status of `qemu-img check` for an image that is sound but for clusters that nothing names.
+const ONLY_LEAKS: i32 = 3;
+
+/// A folder that goes with the judgement.
+struct Folder(PathBuf);
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Whether QEMU finds the topmost image sound, and `disk` in it.
+pub fn judge(layers: &[Files], disk: &[u8], number: u64) -> Result<(), String> {
+    let path = std::env::temp_dir().join(format!("blockyard-cuts-{}-{number}", std::process::id()));
+    std::fs::create_dir_all(&path).unwrap();
+    let folder = Folder(path);
+    let write = |name: &str, bytes: &[u8]| std::fs::write(folder.0.join(name), bytes).unwrap();
+    for (n, files) in layers.iter().enumerate() {
+        write(&file_name(n), &files.main.bytes());
+        if let Some(data) = &files.data {
+            write("data", &data.bytes());
+        }
+    }
+    write("expected", disk);
+    let top = file_name(0);
+    let check = qemu_img(&folder.0, &["check", "-f", "qcow2", &top]);
+    if !matches!(check.status.code(), Some(0 | ONLY_LEAKS)) {
+        return Err(format!("qemu-img check: {}", text(&check)));
+    }
+    let compare = qemu_img(&folder.0, &["compare", "-f", "qcow2", "-F", "raw", &top, "expected"]);
+    if !compare.status.success() {
+        return Err(format!("qemu-img compare: {}", text(&compare)));
+    }
+    Ok(())
+}
+
+fn qemu_img(folder: &Path, arguments: &[&str]) -> Output {
+    let tool = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
+    Command::new(tool).arg("qemu-img").args(arguments).current_dir(folder).output().unwrap()
+}
+
+fn text(output: &Output) -> String {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    format!("{}: {}{}", output.status, text(&output.stdout), text(&output.stderr))
+}
