@@ -4,6 +4,7 @@
 //! judge the files.
 
 mod peer;
+mod reactors;
 
 use std::rc::Rc;
 
