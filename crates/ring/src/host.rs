@@ -135,6 +135,16 @@ pub(crate) fn voluntary_switches() -> i64 {
     usage.ru_nvcsw
 }
 
+/// A time since 1970 as the clock on the wall shows it: year, month, day, hour, minute, second. None: there is no such year.
+pub fn local_time(seconds: i64) -> Option<[i32; 6]> {
+    // SAFETY: an all-zero tm is a valid value of a plain C struct.
+    let mut tm: libc::tm = unsafe { std::mem::zeroed() };
+    // SAFETY: both point to values of ours, which outlive the call.
+    let told = unsafe { libc::localtime_r(&seconds, &mut tm) };
+    let year = tm.tm_year.checked_add(1900)?;
+    (!told.is_null()).then_some([year, tm.tm_mon + 1, tm.tm_mday, tm.tm_hour, tm.tm_min, tm.tm_sec])
+}
+
 /// How an image is locked while it is open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lock {
@@ -282,6 +292,15 @@ mod tests {
         assert_eq!(names, [(std::process::id(), false)]);
         drop(b);
         assert!(holders(&c).is_empty(), "open, but not locked");
+    }
+
+    #[test]
+    fn times_of_day() {
+        let [year, month, ..] = local_time(1_700_000_000).unwrap();
+        assert_eq!((year, month), (2023, 11));
+        // Time zones differ by whole minutes.
+        assert_eq!(local_time(1_700_000_000).unwrap()[5], 20);
+        assert_eq!(local_time(i64::MAX), None);
     }
 
     #[test]

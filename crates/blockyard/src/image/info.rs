@@ -4,13 +4,14 @@ mod report;
 
 use std::path::PathBuf;
 
+use blockyard_image::tools::details;
 use blockyard_image::{ChainOptions, Format};
 use clap::Args;
 use serde_json::Value;
 
 use report::Info;
 
-use super::{Folders, Output, format, open, print, print_json, size};
+use super::{Folders, Output, failed, format, open, print, print_json, size, snapshots};
 use crate::Failure;
 
 #[derive(Args)]
@@ -35,7 +36,9 @@ pub fn run(options: &Options) -> Result<(), Failure> {
         no_backing: !options.backing_chain,
         ..options.folders.reading(&options.file, options.format)
     })?;
-    let all: Vec<Info> = chain.layers().iter().map(Info::of).collect::<anyhow::Result<_>>()?;
+    let details = details(&chain).map_err(failed)?;
+    let all = chain.layers().iter().zip(&details).map(|(layer, details)| Info::of(layer, details));
+    let all: Vec<Info> = all.collect::<anyhow::Result<_>>()?;
     match (options.output.is_json(), all.as_slice()) {
         (true, [one]) if !options.backing_chain => print_json(one),
         (true, all) => print_json(&all),
@@ -60,6 +63,7 @@ fn text(info: &Info) -> String {
         lines.push(format!("backing file: {name}{full}"));
     }
     lines.extend(info.backing_filename_format.as_ref().map(|format| format!("backing file format: {format}")));
+    lines.extend(snapshots::lines(&info.snapshots));
     if let Some(specific) = &info.format_specific {
         let data = serde_json::to_value(specific).unwrap_or_default();
         lines.push("Format specific information:".into());
@@ -81,9 +85,24 @@ fn fields(data: &Value) -> Vec<String> {
     let field = |(name, value): (&String, &Value)| {
         let name = name.replace('-', " ");
         match value {
-            Value::String(text) => format!("    {name}: {text}"),
-            other => format!("    {name}: {other}"),
+            Value::String(text) => vec![format!("    {name}: {text}")],
+            Value::Array(list) => bitmaps(&name, list),
+            other => vec![format!("    {name}: {other}")],
         }
     };
-    data.as_object().map(|fields| fields.iter().map(field).collect()).unwrap_or_default()
+    data.as_object().map(|fields| fields.iter().flat_map(field).collect()).unwrap_or_default()
+}
+
+fn bitmaps(name: &str, list: &[Value]) -> Vec<String> {
+    let mut lines = vec![format!("    {name}:")];
+    for (number, bitmap) in list.iter().enumerate() {
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
+        lines.push(format!("        [{number}]:"));
+        lines.push("            flags:".into());
+        let flags = bitmap["flags"].as_array().into_iter().flatten().enumerate();
+        lines.extend(flags.map(|(number, flag)| format!("                [{number}]: {}", text(flag))));
+        lines.push(format!("            name: {}", text(&bitmap["name"])));
+        lines.push(format!("            granularity: {}", bitmap["granularity"]));
+    }
+    lines
 }

@@ -1,12 +1,13 @@
 //! `blockyard image`: the commands of qemu-img, over `blockyard_image::tools`.
 //!
 //! ```text
-//!   info, map, compare   what images are       convert   one image into another
+//!   info, map, compare, check  what images are  convert   one image into another
 //!   create               new images: options (settings), what is made of them (new), files (output)
 //!   progress             bars                  size      sizes as people write them
 //! ```
 //! In: the command line. Out: text for people, or JSON as qemu-img prints it; an exit status.
 
+mod check;
 mod compare;
 mod convert;
 mod create;
@@ -17,6 +18,7 @@ mod output;
 mod progress;
 mod settings;
 mod size;
+mod snapshots;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -34,6 +36,8 @@ pub enum Command {
     Create(create::Options),
     /// Say what an image is: its format, size, backing file, features.
     Info(info::Options),
+    /// Find out whether an image is sound, and repair it. Exit status: 0 sound, 1 failed, 3 corrupt, 4 leaks only.
+    Check(check::Options),
     /// Say where the bytes of an image are.
     Map(map::Options),
     /// Say whether two images hold the same disk. Exit status: 0 the same, 1 not the same, 2 failed.
@@ -47,6 +51,7 @@ pub fn run(command: &Command) -> Result<u8, Failure> {
     match command {
         Command::Create(options) => create::run(options).map(|()| 0),
         Command::Info(options) => info::run(options).map(|()| 0),
+        Command::Check(options) => check::run(options),
         Command::Map(options) => map::run(options).map(|()| 0),
         Command::Compare(options) => compare::run(options),
         Command::Convert(options) => convert::run(options).map(|()| 0),

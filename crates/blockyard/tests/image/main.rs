@@ -4,6 +4,7 @@
 //!   fixture    images of QEMU's with all there is in them, alone and in chains; JSON compared
 //!   create     new images, judged by what QEMU says of them
 //!   tell       info, map, compare: the same answers as qemu-img's
+//!   check      damage found, told and repaired
 //!   convert    from everything to everything
 //!   mistakes   bad options and broken images: one line and an exit status
 //! ```
@@ -12,6 +13,7 @@
 mod common;
 mod fixture;
 
+mod check;
 mod convert;
 mod create;
 mod mistakes;

@@ -54,6 +54,19 @@ fn what_people_read_is_what_qemu_img_prints() {
 }
 
 #[test]
+fn snapshots_and_bitmaps_are_in_info() {
+    let images = Images::new();
+    let path = images.qcow2("a.qcow2", "", None, SIZE, 7);
+    for name in ["first", "a second one, of a longer name"] {
+        qemu_img(&["snapshot", "-c", name, text(&path)]);
+    }
+    qemu_img(&["bitmap", "--add", text(&path), "one"]);
+    qemu_img(&["bitmap", "--add", "--disable", "-g", "4096", text(&path), "two"]);
+    same_answer(&["info", text(&path)]);
+    assert_eq!(image(&["info", text(&path)]), qemu_img(&["info", text(&path)]));
+}
+
+#[test]
 fn files_that_end_in_the_middle_of_a_sector() {
     let images = Images::new();
     let path = images.path("odd.raw");

@@ -5,7 +5,7 @@
 //!   sweep     a disk in pieces, for many workers at once      reactors  executors, on one thread or several
 //!   map       the list of extents                             compare   whether two disks are the same
 //!   convert   one disk into another                      create    new images
-//!   file      one image by itself, as its format has it
+//!   file      one image by itself, as its format has it   details   snapshots and bitmaps
 //! ```
 //! In: chains, opened by the caller. Out: results for people and programs; errors that name the image.
 //! What must hold: an image that is only read is never written to; each command says at its top what a power cut leaves.
@@ -13,6 +13,7 @@
 mod compare;
 mod convert;
 mod create;
+mod details;
 mod disk;
 mod file;
 mod map;
@@ -23,6 +24,7 @@ mod sweep;
 pub use compare::{Comparison, compare};
 pub use convert::{ConvertOptions, convert};
 pub use create::{NewImage, create};
+pub use details::{Details, details};
 pub use disk::{Disk, close};
 pub use file::{on_file, open_file};
 pub use map::{MapEntry, map};

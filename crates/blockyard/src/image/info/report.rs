@@ -2,9 +2,13 @@
 
 use std::path::Path;
 
+use blockyard_image::qcow2::bitmap::directory::{AUTO, Bitmap, IN_USE};
 use blockyard_image::qcow2::{Compression, Header};
+use blockyard_image::tools::Details;
 use blockyard_image::{ChainLayer, Format, ImageFile, SECTOR, cow};
 use serde::Serialize;
+
+use crate::image::snapshots::Told;
 
 /// An image, or a file that it consists of.
 #[derive(Default, Serialize)]
@@ -15,6 +19,8 @@ pub struct Info {
     pub backing_filename_format: Option<String>,
     pub virtual_size: u64,
     pub filename: String,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub snapshots: Vec<Told>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cluster_size: Option<u64>,
     pub format: String,
@@ -53,11 +59,20 @@ pub struct Features {
     pub compression_type: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lazy_refcounts: Option<bool>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub bitmaps: Vec<BitmapTold>,
     pub refcount_bits: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub corrupt: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub extended_l2: Option<bool>,
+}
+
+#[derive(Serialize)]
+pub struct BitmapTold {
+    pub flags: Vec<&'static str>,
+    pub name: String,
+    pub granularity: u64,
 }
 
 #[derive(Serialize)]
@@ -69,8 +84,20 @@ pub struct CowFields {
     pub backing_mtime: u32,
 }
 
+impl BitmapTold {
+    fn of(bitmap: &Bitmap) -> Self {
+        let flags = [(IN_USE, "in-use"), (AUTO, "auto")].into_iter().filter(|(bit, _)| bitmap.flags & bit != 0);
+        BitmapTold {
+            flags: flags.map(|(_, name)| name).collect(),
+            name: bitmap.name.clone(),
+            // More than 63 is refused where bitmaps are used; here it is only told.
+            granularity: 1u64.checked_shl(bitmap.granularity_bits.into()).unwrap_or(0),
+        }
+    }
+}
+
 impl Info {
-    pub fn of(layer: &ChainLayer) -> anyhow::Result<Self> {
+    pub fn of(layer: &ChainLayer, details: &Details) -> anyhow::Result<Self> {
         let main = Child { name: "file", info: Info::of_file(&layer.file)? };
         let mut info = Info {
             virtual_size: layer.size(),
@@ -81,7 +108,7 @@ impl Info {
             ..Info::default()
         };
         if let Some(shared) = layer.qcow2() {
-            info.add_qcow2(&shared.header());
+            info.add_qcow2(&shared.header(), details);
         }
         if let Some(shared) = layer.cow() {
             info.add_cow(shared.header());
@@ -89,11 +116,12 @@ impl Info {
         Ok(info)
     }
 
-    fn add_qcow2(&mut self, header: &Header) {
+    fn add_qcow2(&mut self, header: &Header, details: &Details) {
         self.cluster_size = Some(header.cluster_size());
         self.add_backing(header.backing.as_deref());
         self.backing_filename_format = header.backing_format.clone();
         self.dirty_flag = header.has_dirty();
+        self.snapshots = details.snapshots.iter().map(Told::of).collect();
         let three = header.version >= 3;
         self.format_specific = Some(Specific::Qcow2(Features {
             compat: if three { "1.1" } else { "0.10" },
@@ -103,6 +131,7 @@ impl Info {
                 Compression::Zlib => "zlib",
                 Compression::Zstd => "zstd",
             },
+            bitmaps: details.bitmaps.iter().map(BitmapTold::of).collect(),
             lazy_refcounts: three.then_some(header.lazy_refcounts()),
             refcount_bits: header.refcount_bits(),
             corrupt: three.then_some(header.has_corrupt()),

@@ -1,0 +1,199 @@
+//! `image check`. Exit status: 0 sound, 1 the check failed, 3 corruptions, 4 leaks only.
+
+use std::path::PathBuf;
+
+use blockyard_image::qcow2::Header;
+use blockyard_image::qcow2::check::{self, Repair, Report};
+use blockyard_image::tools::on_file;
+use blockyard_image::{Format, SECTOR, cow};
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use super::{Output, format, format_of, new, print, print_json};
+use crate::Failure;
+
+#[derive(Args)]
+pub struct Options {
+    /// The image.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Its format [default: as its name says].
+    #[arg(short, long, value_parser = format())]
+    format: Option<Format>,
+    /// leaks: give back space that nothing refers to; all: also make refcounts and flags right.
+    #[arg(short, long, value_name = "WHAT")]
+    repair: Option<What>,
+    /// Print nothing but errors.
+    #[arg(short, long)]
+    quiet: bool,
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum What {
+    Leaks,
+    All,
+}
+
+/// The fields are those of `qemu-img check --output json`.
+#[derive(Debug, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Answer {
+    #[serde(skip_serializing_if = "is_zero")]
+    image_end_offset: u64,
+    #[serde(skip_serializing_if = "is_zero")]
+    corruptions: u64,
+    #[serde(skip_serializing_if = "is_zero")]
+    leaks: u64,
+    #[serde(skip_serializing_if = "is_zero")]
+    corruptions_fixed: u64,
+    #[serde(skip_serializing_if = "is_zero")]
+    leaks_fixed: u64,
+    #[serde(skip_serializing_if = "is_zero")]
+    compressed_clusters: u64,
+    #[serde(skip_serializing_if = "is_zero")]
+    total_clusters: u64,
+    check_errors: u64,
+    #[serde(skip_serializing_if = "is_zero")]
+    allocated_clusters: u64,
+    filename: String,
+    format: String,
+    #[serde(skip_serializing_if = "is_zero")]
+    fragmented_clusters: u64,
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+/// What was found, a line each, and the numbers.
+type Found = (Vec<String>, Answer);
+
+pub fn run(options: &Options) -> Result<u8, Failure> {
+    let format = format_of(&options.file, options.format)?;
+    let (lines, answer) = match format {
+        Format::Qcow2 => of_qcow2(options)?,
+        Format::Cow => of_cow(options)?,
+        Format::Raw => {
+            return Err(anyhow::anyhow!(
+                "image {}: raw images have no structure that could be checked",
+                options.file.display()
+            )
+            .into());
+        }
+    };
+    let answer = Answer { filename: options.file.display().to_string(), format: format.to_string(), ..answer };
+    if !options.quiet {
+        lines.iter().for_each(|line| eprintln!("{line}"));
+    }
+    if options.output.is_json() {
+        print_json(&answer)?;
+    } else if !options.quiet {
+        print(&answer.text())?;
+    }
+    match &answer {
+        Answer { corruptions: 1.., .. } => Ok(3),
+        Answer { check_errors: 1.., .. } => {
+            Err(anyhow::anyhow!("image {}: not all of it could be checked", options.file.display()).into())
+        }
+        Answer { leaks: 1.., .. } => Ok(4),
+        _ => Ok(0),
+    }
+}
+
+fn of_qcow2(options: &Options) -> Result<Found, Failure> {
+    let repair = match options.repair {
+        None => Repair::No,
+        Some(What::Leaks) => Repair::Leaks,
+        Some(What::All) => Repair::All,
+    };
+    let folder = new::folder(&options.file).to_path_buf();
+    let report = on_file(&options.file, repair == Repair::No, async move |file| {
+        let header = Header::read_for_check(&file).await?;
+        let data_file = header.data_file.and_then(|name| std::fs::metadata(folder.join(name)).ok());
+        check::check(&file, data_file.map(|data| data.len()), repair).await
+    })?;
+    let mut lines: Vec<_> = report.findings.iter().map(ToString::to_string).collect();
+    if report.findings_left_off > 0 {
+        lines.push(format!("and {} more", report.findings_left_off));
+    }
+    let Report { corruptions, leaks, corruptions_fixed, leaks_fixed, check_errors, .. } = report;
+    let Report { image_end_offset, total_clusters, allocated_clusters, .. } = report;
+    let Report { fragmented_clusters, compressed_clusters, .. } = report;
+    let answer = Answer {
+        image_end_offset,
+        corruptions,
+        leaks,
+        corruptions_fixed,
+        leaks_fixed,
+        compressed_clusters,
+        total_clusters,
+        check_errors,
+        allocated_clusters,
+        fragmented_clusters,
+        ..Answer::default()
+    };
+    Ok((lines, answer))
+}
+
+/// Of a COW file; its clusters are sectors.
+fn of_cow(options: &Options) -> Result<Found, Failure> {
+    let repair = cow::Repair { leaks: options.repair.is_some(), corruptions: options.repair == Some(What::All) };
+    let (found, left) = on_file(&options.file, options.repair.is_none(), async move |file| {
+        let found = cow::info(&file).await?;
+        Ok((found, cow::check(&file, repair).await?))
+    })?;
+    let leaks = |report: &cow::Report| report.leaked.div_ceil(SECTOR);
+    let answer = Answer {
+        image_end_offset: left.file_len,
+        corruptions: left.corruptions.len() as u64,
+        leaks: leaks(&left),
+        corruptions_fixed: (found.corruptions.len() - left.corruptions.len()) as u64,
+        leaks_fixed: leaks(&found) - leaks(&left),
+        total_clusters: left.header.sectors(),
+        allocated_clusters: left.own_sectors,
+        ..Answer::default()
+    };
+    Ok((found.corruptions.iter().map(ToString::to_string).collect(), answer))
+}
+
+impl Answer {
+    fn text(&self) -> String {
+        let mut text = String::new();
+        if self.corruptions_fixed + self.leaks_fixed > 0 {
+            text += &format!(
+                "The following inconsistencies were found and repaired:\n\n    {} leaked clusters\n    {} corruptions\n\n",
+                self.leaks_fixed, self.corruptions_fixed
+            );
+        }
+        if self.corruptions + self.leaks + self.check_errors == 0 {
+            text += "No errors were found on the image.\n";
+        }
+        if self.corruptions > 0 {
+            text += &format!("\n{} errors were found on the image.\n", self.corruptions);
+            text += "Data may be corrupted, or further writes to the image may corrupt it.\n";
+        }
+        if self.leaks > 0 {
+            text += &format!("\n{} leaked clusters were found on the image.\n", self.leaks);
+            text += "This means waste of disk space, but no harm to data.\n";
+        }
+        if self.check_errors > 0 {
+            text += &format!("\n{} internal errors have occurred during the check.\n", self.check_errors);
+        }
+        if self.total_clusters > 0 && self.allocated_clusters > 0 {
+            let percent = |part: u64, whole: u64| part as f64 * 100.0 / whole as f64;
+            let (allocated, total) = (self.allocated_clusters, self.total_clusters);
+            text += &format!(
+                "{allocated}/{total} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters\n",
+                percent(allocated, total),
+                percent(self.fragmented_clusters, allocated),
+                percent(self.compressed_clusters, allocated)
+            );
+        }
+        if self.image_end_offset > 0 {
+            text += &format!("Image end offset: {}\n", self.image_end_offset);
+        }
+        text
+    }
+}

@@ -1,0 +1,110 @@
+//! check: the same findings as QEMU's, statuses of our own, repairs that lose nothing.
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use crate::common::tool;
+use crate::fixture::{Images, MIB, QCOW2, SIZE, image, image_any, json, qemu_img, same_answer, sound_and_same, text};
+use crate::mistakes::refused;
+
+#[test]
+fn sound_images_are_told_of_as_qemu_does() {
+    for options in QCOW2 {
+        println!("{options}");
+        let images = Images::new();
+        images.chain(options);
+        for name in ["middle.qcow2", "top.qcow2"] {
+            same_answer(&["check", text(&images.path(name))]);
+        }
+        let alone = images.qcow2("alone.qcow2", options, None, SIZE, 1);
+        same_answer(&["check", text(&alone)]);
+        assert_eq!(image(&["check", text(&alone)]), qemu_img(&["check", text(&alone)]));
+        assert_eq!(image(&["check", "-q", text(&alone)]), "");
+    }
+}
+
+fn write_at(path: &Path, offset: u64, bytes: &[u8]) {
+    std::fs::File::options().write(true).open(path).unwrap().write_all_at(bytes, offset).unwrap();
+}
+
+/// The refcount block of a new image with clusters of 64 KiB and counts of 16 bits.
+const COUNTS: u64 = 0x20000;
+
+/// Ours ends with `status`, and what it tells is what QEMU tells.
+#[track_caller]
+fn found(path: &Path, status: i32) {
+    let args = ["check", "--output", "json", text(path)];
+    let (ours, theirs) = (image_any(&args), tool("qemu-img", args));
+    assert_eq!(ours.status.code(), Some(status), "{}{}", ours.out, ours.err);
+    assert_eq!(json(&ours.out), json(&theirs.out));
+    assert!(!ours.err.is_empty() && ours.err.contains("offset"), "{}", ours.err);
+    let human = image_any(&["check", text(path)]);
+    assert_eq!(human.out, tool("qemu-img", ["check", text(path)]).out);
+}
+
+#[test]
+fn leaks_are_status_4_and_given_back() {
+    let images = Images::new();
+    let path = images.qcow2("a.qcow2", "", None, SIZE, 1);
+    let copy = images.path("copy.raw");
+    qemu_img(&["convert", "-O", "raw", text(&path), text(&copy)]);
+    let clusters = std::fs::metadata(&path).unwrap().len() / 65536;
+    std::fs::File::options().write(true).open(&path).unwrap().set_len((clusters + 2) * 65536).unwrap();
+    write_at(&path, COUNTS + clusters * 2, &[0, 1, 0, 3]);
+    found(&path, 4);
+    let repaired = image_any(&["check", "-r", "leaks", text(&path)]);
+    assert_eq!(repaired.status.code(), Some(0), "{}", repaired.err);
+    assert!(
+        repaired.out.contains("found and repaired:\n\n    2 leaked clusters\n    0 corruptions"),
+        "{}",
+        repaired.out
+    );
+    image(&["check", text(&path)]);
+    sound_and_same((&path, "qcow2"), (&copy, "raw"));
+}
+
+#[test]
+fn corruptions_are_status_3_and_repaired() {
+    let images = Images::new();
+    let path = images.qcow2("a.qcow2", "", None, SIZE, 1);
+    let copy = images.path("copy.raw");
+    qemu_img(&["convert", "-O", "raw", text(&path), text(&copy)]);
+    // Two clusters of data count as free.
+    write_at(&path, COUNTS + 2 * 5, &[0, 0, 0, 0]);
+    found(&path, 3);
+    let leaks_only = image_any(&["check", "--repair", "leaks", text(&path)]);
+    assert_eq!(leaks_only.status.code(), Some(3));
+    let repaired = image_any(&["check", "--repair", "all", "--json", text(&path)]);
+    assert_eq!(repaired.status.code(), Some(0), "{}", repaired.err);
+    assert!(json(&repaired.out)["corruptions-fixed"].as_u64().unwrap() >= 2, "{}", repaired.out);
+    sound_and_same((&path, "qcow2"), (&copy, "raw"));
+}
+
+#[test]
+fn what_cannot_be_checked() {
+    let images = Images::new();
+    let raw = images.raw("a.raw", 4 * MIB, 1);
+    refused(&["check", text(&raw)], 1, &["a.raw", "no structure"]);
+    refused(&["check", "-f", "qcow2", text(&raw)], 1, &["a.raw", "qcow2 header"]);
+    refused(&["check", "-r", "some", text(&raw)], 2, &["'some'", "leaks, all"]);
+}
+
+#[test]
+fn cow_files() {
+    let images = Images::new();
+    images.raw("base.raw", SIZE, 1);
+    let path = images.path("a.cow");
+    image(&["create", "-q", "-b", "base.raw", text(&path)]);
+    let told = json(&image(&["check", "--json", text(&path)]));
+    assert_eq!((&told["total-clusters"], &told["check-errors"]), (&(SIZE / 512).into(), &0.into()));
+    let len = std::fs::metadata(&path).unwrap().len();
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    file.set_len(len + 5000).unwrap();
+    assert_eq!(image_any(&["check", text(&path)]).status.code(), Some(4));
+    image(&["check", "-r", "leaks", text(&path)]);
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), len);
+    file.set_len(len - 512).unwrap();
+    assert_eq!(image_any(&["check", text(&path)]).status.code(), Some(3));
+    assert_eq!(image_any(&["check", "-r", "all", text(&path)]).status.code(), Some(0));
+    image(&["compare", text(&path), text(&images.path("base.raw"))]);
+}

@@ -1,0 +1,37 @@
+//! What images keep beside the disk: snapshots and persistent bitmaps.
+
+use std::sync::Arc;
+
+use crate::chain::{Chain, ChainError};
+use crate::qcow2::bitmap::directory::{self, Bitmap};
+use crate::qcow2::snapshot::table::{self, Snapshot};
+
+use super::file::{of_file, raw_of};
+use super::reactors::on_reactor;
+
+#[derive(Debug, Default)]
+pub struct Details {
+    pub snapshots: Vec<Snapshot>,
+    pub bitmaps: Vec<Bitmap>,
+}
+
+/// Of each image of the chain.
+pub fn details(chain: &Arc<Chain>) -> Result<Vec<Details>, ChainError> {
+    let chain = chain.clone();
+    on_reactor(|handle| async move {
+        let mut all = Vec::new();
+        for layer in chain.layers() {
+            let mut details = Details::default();
+            if let Some(shared) = layer.qcow2() {
+                let (file, header) = (raw_of(&handle, &layer.file)?, shared.header());
+                let wrong = |error| of_file(&layer.file, error);
+                details.snapshots = table::read(&file, &header).await.map_err(wrong)?.0;
+                if let Some(extension) = &header.bitmaps {
+                    details.bitmaps = directory::read(&file, extension).await.map_err(wrong)?.1;
+                }
+            }
+            all.push(details);
+        }
+        Ok(all)
+    })
+}
