@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use blockyard_ring::{Segments, Storage};
 
-use crate::extent::Place;
+use crate::SECTOR;
+use crate::extent::{Extent, Place};
 use crate::layer::{Found, Layer, Layers};
 use crate::resolved::Resolved;
 use crate::traffic::{Lane, Traffic};
@@ -161,14 +162,22 @@ impl<S: Storage> Image<S> {
         Layers::new(&self.layers).find(offset, len).await
     }
 
-    /// As [`Image::find`], in the topmost image alone: `Absent` where it has nothing.
-    pub async fn find_in_top(&self, offset: u64, len: u64) -> io::Result<Found> {
+    /// What the `upper` topmost images alone say of the bytes from `offset` on: `Absent` where none of them has any.
+    pub async fn find_above(&self, upper: usize, offset: u64, mut len: u64) -> io::Result<Extent> {
         let _pass = self.traffic.enter(&self.lane);
-        let mut found = Layers::new(&self.layers[..1]).find(offset, len).await?;
-        if found.layer > 0 {
-            found.extent.place = Place::Absent;
+        for layer in &self.layers[..upper] {
+            // Behind the end of an image are zeroes, whatever lies below; a disk may end inside its last sector.
+            let size = layer.size().next_multiple_of(SECTOR);
+            if offset >= size {
+                return Ok(Extent { len, place: Place::Zero });
+            }
+            let extent = layer.lookup(offset, len.min(size - offset)).await?;
+            if extent.place != Place::Absent {
+                return Ok(extent);
+            }
+            len = extent.len;
         }
-        Ok(found)
+        Ok(Extent { len, place: Place::Absent })
     }
 
     /// Loads metadata ahead, as far as the caches take them.

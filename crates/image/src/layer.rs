@@ -51,6 +51,14 @@ impl<S: Storage> Layer<S> {
         }
     }
 
+    /// Bytes from a multiple of them on that are written without reading any.
+    pub(crate) fn cluster_size(&self) -> u64 {
+        match self {
+            Layer::Qcow2(image) => image.shared().shape().cluster_size(),
+            Layer::Raw { .. } | Layer::Cow(_) => crate::SECTOR,
+        }
+    }
+
     /// As [`Layer::try_lookup`], with what it needs loaded.
     pub(crate) async fn lookup(&self, offset: u64, len: u64) -> io::Result<Extent> {
         loop {

@@ -9,6 +9,7 @@
 mod cache;
 mod chain;
 mod clusters_held;
+mod commit;
 pub mod cow;
 mod error;
 mod extent;
@@ -21,6 +22,7 @@ pub mod qcow2;
 mod range_lock;
 mod raw;
 mod resolved;
+mod sweep;
 pub mod tools;
 mod traffic;
 mod turns;
@@ -29,6 +31,7 @@ pub use blockyard_ring::Storage;
 pub use blockyard_ring::host::Geometry;
 pub use cache::CacheMode;
 pub use chain::{Chain, ChainError, ChainLayer, ChainOptions, MAX_DEPTH};
+pub use commit::CopyDown;
 pub use error::{ImageError, Kind};
 pub use extent::{Below, Extent, Nothing, Place};
 pub use format::Format;
@@ -36,6 +39,7 @@ pub use image::Image;
 pub use layer::{Found, Layer, Layers};
 pub use open::{ImageFile, OpenError, OpenOptions};
 pub use raw::{Raw, RawShape};
+pub use sweep::Progress;
 
 /// The unit of virtio and of an image's capacity, in bytes.
 pub const SECTOR: u64 = 512;

@@ -10,10 +10,10 @@ use blockyard_ring::{Segments, Storage};
 use crate::SECTOR;
 use crate::chain::{Chain, ChainError};
 use crate::join;
+use crate::sweep::{Piece, Progress, Sweep};
 
 use super::disk::Disk;
 use super::reactors::on_reactors;
-use super::sweep::{Piece, Progress, Sweep};
 
 /// Bytes compared at a time, and how many such pieces a reactor has in flight.
 const PIECE: u64 = 1 << 20;
@@ -61,7 +61,7 @@ pub fn compare(
     progress.expect(end);
     let never = || AtomicU64::new(u64::MAX);
     let work = Arc::new(Work {
-        sweep: Sweep::new(end),
+        sweep: Sweep::new(0..end),
         strict,
         differs_at: never(),
         status_differs_at: never(),

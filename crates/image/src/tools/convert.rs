@@ -17,10 +17,10 @@ use crate::error::ImageError;
 use crate::join;
 use crate::layer::Layer;
 use crate::qcow2::{self, Qcow2};
+use crate::sweep::{Piece, Progress, Sweep};
 
 use super::disk::Disk;
 use super::reactors::on_reactors;
-use super::sweep::{Piece, Progress, Sweep};
 
 /// Bytes read at a time; more where the target's clusters are larger.
 const PIECE: u64 = 1 << 20;
@@ -82,7 +82,7 @@ pub fn convert(
 ) -> Result<(), ChainError> {
     let end = source.size().min(target.size());
     progress.expect(end);
-    let work = Arc::new(Work { sweep: Sweep::new(end), options: *options, progress: progress.clone() });
+    let work = Arc::new(Work { sweep: Sweep::new(0..end), options: *options, progress: progress.clone() });
     on_reactors(options.threads, |handle| {
         let (work, source, target) = (work.clone(), source.clone(), target.clone());
         async move { work.run(&Disk::of(&source, &handle).await?, &Disk::of(&target, &handle).await?).await }
@@ -91,7 +91,13 @@ pub fn convert(
 
 impl Work {
     async fn run<S: Storage, T: Storage>(&self, source: &Disk<S>, target: &Disk<T>) -> Result<(), ChainError> {
-        let copy = Copy { work: self, source, target, grain: grain(target, &self.options), piece: piece_len(target) };
+        let copy = Copy {
+            work: self,
+            source,
+            target,
+            grain: grain(target, &self.options),
+            piece: PIECE.max(target.image.layers()[0].cluster_size()),
+        };
         let workers =
             (0..self.options.at_a_time).map(|_| async { copy.worker().await.inspect_err(|_| self.sweep.stop()) });
         join::all(self.options.at_a_time, workers).await
@@ -104,13 +110,6 @@ fn grain<T: Storage>(target: &Disk<T>, options: &ConvertOptions) -> u64 {
         Layer::Qcow2(image) if options.compress => image.shared().shape().cluster_size(),
         Layer::Qcow2(image) => image.shared().shape().unit,
         Layer::Raw { .. } | Layer::Cow(_) => HOLE,
-    }
-}
-
-fn piece_len<T: Storage>(target: &Disk<T>) -> u64 {
-    match &target.image.layers()[0] {
-        Layer::Qcow2(image) => PIECE.max(image.shared().shape().cluster_size()),
-        Layer::Raw { .. } | Layer::Cow(_) => PIECE,
     }
 }
 

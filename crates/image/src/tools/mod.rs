@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   disk      an image with its name, for errors              survey    where bytes are, as `qemu-img map` tells it
-//!   sweep     a disk in pieces, for many workers at once      reactors  executors, on one thread or several
-//!   map       the list of extents                             compare   whether two disks are the same
+//!   reactors  executors, on one thread or several             map       the list of extents
+//!   compare   whether two disks are the same
 //!   convert   one disk into another                      create    new images
 //!   file      one image by itself, as its format has it   details   snapshots and bitmaps
 //! ```
@@ -19,8 +19,8 @@ mod file;
 mod map;
 mod reactors;
 mod survey;
-mod sweep;
 
+pub use crate::sweep::Progress;
 pub use compare::{Comparison, compare};
 pub use convert::{ConvertOptions, convert};
 pub use create::{NewImage, create};
@@ -29,4 +29,3 @@ pub use disk::{Disk, close};
 pub use file::{on_file, open_file};
 pub use map::{MapEntry, map};
 pub use reactors::on_reactor;
-pub use sweep::Progress;

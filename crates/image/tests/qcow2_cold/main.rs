@@ -2,6 +2,7 @@
 
 mod agree;
 mod bitmaps;
+mod copying_down;
 mod creation;
 mod cuts;
 mod damage;

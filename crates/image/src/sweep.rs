@@ -2,6 +2,7 @@
 //!
 //! What must hold: each byte is in one piece; when a worker fails no more are handed out.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::turns::Turns;
@@ -22,17 +23,17 @@ impl Progress {
         self.done.load(Ordering::Relaxed)
     }
 
-    pub(super) fn expect(&self, bytes: u64) {
+    pub(crate) fn expect(&self, bytes: u64) {
         self.total.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    pub(super) fn add(&self, bytes: u64) {
+    pub(crate) fn add(&self, bytes: u64) {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }
 }
 
 #[derive(Debug)]
-pub(super) struct Sweep {
+pub(crate) struct Sweep {
     end: u64,
     next: AtomicU64,
     stopped: AtomicBool,
@@ -41,15 +42,20 @@ pub(super) struct Sweep {
 
 /// A piece, and what its worker was told of it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Piece<T> {
+pub(crate) struct Piece<T> {
     pub offset: u64,
     pub len: u64,
     pub what: T,
 }
 
 impl Sweep {
-    pub fn new(end: u64) -> Self {
-        Sweep { end, next: AtomicU64::new(0), stopped: AtomicBool::new(false), turns: Turns::new(1) }
+    pub fn new(range: Range<u64>) -> Self {
+        Sweep {
+            end: range.end,
+            next: AtomicU64::new(range.start),
+            stopped: AtomicBool::new(false),
+            turns: Turns::new(1),
+        }
     }
 
     /// The next piece; `judge` is told where it begins and how much is left, and says how long it is, and what.
@@ -66,6 +72,11 @@ impl Sweep {
         debug_assert!(len > 0 && len <= self.end - offset);
         self.next.store(offset + len, Ordering::Relaxed);
         Ok(Some(Piece { offset, len, what }))
+    }
+
+    /// Where the last piece ends.
+    pub fn end(&self) -> u64 {
+        self.end
     }
 
     /// No more pieces.
