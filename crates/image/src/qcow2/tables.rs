@@ -31,6 +31,8 @@ pub struct Slice {
     pub number: u64,
     words: Box<[AtomicU64]>,
     extended: bool,
+    /// With extended entries: of changes begun and ended; odd while one is being made.
+    changes: AtomicU64,
     /// It differs from the file, and is in the list of those that do.
     dirty: AtomicBool,
     /// A copy of it is on its way to the file.
@@ -44,42 +46,41 @@ impl Slice {
     pub fn new(number: u64, words: impl Iterator<Item = u64>, extended: bool) -> Self {
         let words = words.map(AtomicU64::new).collect();
         let no = || AtomicBool::new(false);
-        Slice { number, words, extended, dirty: no(), writing: no(), retired: no(), used: AtomicBool::new(true) }
+        let (changes, used) = (AtomicU64::new(0), AtomicBool::new(true));
+        Slice { number, words, extended, changes, dirty: no(), writing: no(), retired: no(), used }
     }
 
-    /// The `index`-th entry. With extended entries the two words belong together: the bitmap is read before and after.
+    /// The `index`-th entry. With extended entries the two words belong together: read while they change, they are read again.
     #[inline]
     pub fn get(&self, index: usize) -> Entry {
         if !self.extended {
             return Entry { word: self.words[index].load(Ordering::Acquire), bitmap: 0 };
         }
         let (word, bitmap) = (&self.words[2 * index], &self.words[2 * index + 1]);
-        let mut before = bitmap.load(Ordering::Acquire);
+        let mut looks = 0u32;
         loop {
-            let entry = word.load(Ordering::Acquire);
-            let after = bitmap.load(Ordering::Acquire);
-            if before == after {
-                return Entry { word: entry, bitmap: after };
+            let before = self.changes.load(Ordering::Acquire);
+            let entry = Entry { word: word.load(Ordering::Acquire), bitmap: bitmap.load(Ordering::Acquire) };
+            if before.is_multiple_of(2) && self.changes.load(Ordering::Relaxed) == before {
+                return entry;
             }
-            before = after;
+            looks += 1;
+            // Whoever is between the two stores may not be running.
+            if looks.is_multiple_of(64) { std::thread::yield_now() } else { std::hint::spin_loop() }
         }
     }
 
-    /// Under the map's lock only. A bitmap that allows more than the one before is shown after its word, one that allows
-    /// less before: a reader that finds a bit finds a word that bears it.
+    /// Under the map's lock only. Whoever sees one of the new words sees an odd number of changes too, or the next one.
     fn set(&self, index: usize, entry: Entry) {
         if !self.extended {
             self.words[index].store(entry.word, Ordering::Release);
             return;
         }
-        let (word, bitmap) = (&self.words[2 * index], &self.words[2 * index + 1]);
-        if entry.word == 0 {
-            bitmap.store(entry.bitmap, Ordering::Release);
-            word.store(entry.word, Ordering::Release);
-        } else {
-            word.store(entry.word, Ordering::Release);
-            bitmap.store(entry.bitmap, Ordering::Release);
-        }
+        let before = self.changes.load(Ordering::Relaxed);
+        self.changes.store(before.wrapping_add(1), Ordering::Relaxed);
+        self.words[2 * index].store(entry.word, Ordering::Release);
+        self.words[2 * index + 1].store(entry.bitmap, Ordering::Release);
+        self.changes.store(before.wrapping_add(2), Ordering::Release);
     }
 
     /// As in the file.
@@ -318,6 +319,49 @@ impl Lines {
             if line.as_ref().is_some_and(|slice| slice.retired.load(Ordering::Acquire)) {
                 *line = None;
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::qcow2::entry::{COMPRESSED, COPIED};
+
+    /// A compressed cluster that is written to becomes one with data in all subclusters; discarded, one of zeroes. Half of
+    /// either would be a cluster without anything, which shows what lies below.
+    #[test]
+    fn the_words_of_an_extended_entry_change_together() {
+        const ENTRIES: usize = 1 << 17;
+        let before = Entry { word: COMPRESSED | 0x1234, bitmap: 0 };
+        let after =
+            [Entry { word: COPIED | 0x50000, bitmap: 0xffff_ffff }, Entry { word: 0, bitmap: 0xffff_ffff << 32 }];
+        for round in 0..4 {
+            let words = (0..2 * ENTRIES).map(|i| if i % 2 == 0 { before.word } else { before.bitmap });
+            let (slice, after) = (Slice::new(0, words, true), after[round % 2]);
+            // The reader looks at each entry before it is changed, and until it has been.
+            let reached = AtomicU64::new(0);
+            std::thread::scope(|threads| {
+                threads.spawn(|| {
+                    for index in 0..ENTRIES {
+                        while reached.load(Ordering::Relaxed) < index as u64 {
+                            std::hint::spin_loop();
+                        }
+                        slice.set(index, after);
+                    }
+                });
+                for index in 0..ENTRIES {
+                    reached.store(index as u64, Ordering::Relaxed);
+                    let mut now = before;
+                    while now != after {
+                        now = slice.get(index);
+                        if now != before && now != after {
+                            reached.store(u64::MAX, Ordering::Relaxed);
+                            panic!("round {round}, entry {index}: {now:x?}");
+                        }
+                    }
+                }
+            });
         }
     }
 }
