@@ -99,19 +99,27 @@ impl<S: Storage> Image<S> {
                 Layer::Cow(image) => image.discard(offset, len).await?,
             }
         }
-        // Behind the pass: space is given back when nobody is on the way to it.
-        match self.top() {
-            Layer::Qcow2(image) if image.owes_space() => image.flush().await,
-            _ => Ok(()),
-        }
+        self.give_space_back().await
     }
 
     pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        let _pass = self.traffic.enter(&self.lane);
+        {
+            let _pass = self.traffic.enter(&self.lane);
+            match self.top() {
+                Layer::Raw { raw, .. } => raw.write_zeroes(offset, len, unmap).await?,
+                Layer::Qcow2(image) => image.write_zeroes(&self.below(), offset, len, unmap).await?,
+                Layer::Cow(image) => image.write_zeroes(offset, len, unmap).await?,
+            }
+        }
+        self.give_space_back().await
+    }
+
+    /// A guest that frees and writes again and never flushes is not to fill the host. The caller has no pass: space is given
+    /// back when nobody is on the way to it.
+    async fn give_space_back(&self) -> io::Result<()> {
         match self.top() {
-            Layer::Raw { raw, .. } => raw.write_zeroes(offset, len, unmap).await,
-            Layer::Qcow2(image) => image.write_zeroes(&self.below(), offset, len, unmap).await,
-            Layer::Cow(image) => image.write_zeroes(offset, len, unmap).await,
+            Layer::Qcow2(image) if image.owes_space() => image.flush().await,
+            _ => Ok(()),
         }
     }
 

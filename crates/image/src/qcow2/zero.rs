@@ -3,8 +3,10 @@
 //! What must hold: what was discarded reads as zeroes or as it was, never as what lies below; a host cluster is let go of
 //! only by changing the entry that named it.
 
+use std::future::poll_fn;
 use std::io;
 use std::sync::atomic::Ordering;
+use std::task::Poll;
 
 use blockyard_ring::{Segments, Storage};
 
@@ -99,6 +101,10 @@ impl<S: Storage> Qcow2<S> {
             }
             drop(hold);
             self.relieve().await?;
+            if at < end {
+                // Where all is in memory nothing has waited, and the range may be long.
+                let_others_run().await;
+            }
         }
         Ok(())
     }
@@ -225,4 +231,17 @@ impl<S: Storage> Qcow2<S> {
         }
         Ok(())
     }
+}
+
+/// The reactor's other tasks have their turn.
+async fn let_others_run() {
+    let mut had = false;
+    poll_fn(|cx| {
+        if std::mem::replace(&mut had, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
 }
