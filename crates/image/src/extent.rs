@@ -25,6 +25,18 @@ pub struct Extent {
     pub place: Place,
 }
 
+impl Extent {
+    /// Whether `next`, which begins where this ends, has its bytes where this one's go on.
+    #[inline]
+    pub fn goes_on(&self, next: &Extent) -> bool {
+        match (self.place, next.place) {
+            (Place::Data(a), Place::Data(b)) => a + self.len == b,
+            (Place::Zero, Place::Zero) | (Place::Absent, Place::Absent) => true,
+            _ => false,
+        }
+    }
+}
+
 /// The layers below one that writes: where it finds what it has not.
 pub trait Below {
     /// Fills `segments` with what the layers below hold from `offset` on; beyond their end there are zeroes.

@@ -103,6 +103,18 @@ pub struct Found {
     pub extent: Extent,
 }
 
+impl Found {
+    /// Takes in what was found where this ends, if it goes on there.
+    #[inline]
+    pub fn take_in(&mut self, next: &Found) -> bool {
+        let goes_on = self.layer == next.layer && self.extent.goes_on(&next.extent);
+        if goes_on {
+            self.extent.len += next.extent.len;
+        }
+        goes_on
+    }
+}
+
 /// Some layers of a chain, the topmost first.
 pub struct Layers<'a, S> {
     layers: &'a [Layer<S>],
@@ -201,10 +213,13 @@ impl<S: Storage> Layers<'_, S> {
         /// Operations in flight for one request.
         const AT_A_TIME: usize = 16;
         let len = segments.len() as u64;
-        let (mut pieces, mut done) = (Vec::new(), 0);
+        let (mut pieces, mut done) = (Vec::<(u64, Found)>::new(), 0);
         while done < len {
             let found = self.find(offset + done, len - done).await?;
-            pieces.push((done, found));
+            // What was found piece by piece may still lie side by side.
+            if !pieces.last_mut().is_some_and(|(_, last)| last.take_in(&found)) {
+                pieces.push((done, found));
+            }
             done += found.extent.len;
         }
         let reads = pieces.into_iter().map(async |(at, found)| {

@@ -37,10 +37,25 @@ impl Resolved {
         (offset >> self.granule_bits << self.granule_bits, 1 << self.granule_bits)
     }
 
-    /// Where the bytes from `offset` on are, inside their granule.
+    /// Where the bytes from `offset` on are, as far as the granules that are known lie side by side.
     #[inline]
     pub fn find(&self, offset: u64, len: u64) -> Option<Found> {
-        let (number, known) = (offset >> self.granule_bits, self.known.borrow());
+        let known = self.known.borrow();
+        let mut found = self.in_granule(&known, offset, len)?;
+        while found.extent.len < len {
+            let done = found.extent.len;
+            match self.in_granule(&known, offset + done, len - done) {
+                Some(next) if found.take_in(&next) => {}
+                _ => break,
+            }
+        }
+        Some(found)
+    }
+
+    /// Where the bytes from `offset` on are, inside their granule.
+    #[inline]
+    fn in_granule(&self, known: &[Known], offset: u64, len: u64) -> Option<Found> {
+        let number = offset >> self.granule_bits;
         let Known { granule, found } = known[number as usize & (known.len() - 1)];
         if granule != Some(number) {
             return None;
@@ -61,5 +76,30 @@ impl Resolved {
             let at = number as usize & (known.len() - 1);
             known[at] = Known { granule: Some(number), found };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn granules_that_lie_side_by_side_are_found_together() {
+        const GRANULE: u64 = 2048;
+        let resolved = Resolved::new(1 << 20, GRANULE);
+        let keep = |granule: u64, layer: usize, place: Place| {
+            resolved.keep(granule * GRANULE, Found { layer, extent: Extent { len: GRANULE, place } });
+        };
+        (0..100).for_each(|n| keep(n, 1, Place::Data((1 << 20) + n * GRANULE)));
+        keep(100, 2, Place::Data((1 << 20) + 100 * GRANULE));
+        (101..104).for_each(|n| keep(n, 2, Place::Zero));
+        keep(104, 2, Place::Compressed(7));
+        keep(105, 2, Place::Compressed(7));
+        let find = |offset, len| resolved.find(offset, len).map(|found| (found.layer, found.extent.len));
+        assert_eq!(find(512, 4096), Some((1, 4096)));
+        assert_eq!(find(512, 1 << 20), Some((1, 100 * GRANULE - 512)), "another layer's may lie behind it by chance");
+        assert_eq!(find(101 * GRANULE, 1 << 20), Some((2, 3 * GRANULE)));
+        assert_eq!(find(104 * GRANULE, 2 * GRANULE), Some((2, GRANULE)));
+        assert_eq!(find(106 * GRANULE, 512), None);
     }
 }

@@ -90,12 +90,7 @@ impl<S: Storage> Qcow2<S> {
                     index += 1;
                 }
                 let more = self.extent(slice.get(index), next, len - extent.len);
-                let goes_on = match (extent.place, more.place) {
-                    (Place::Data(a), Place::Data(b)) => a + extent.len == b,
-                    (Place::Zero, Place::Zero) | (Place::Absent, Place::Absent) => true,
-                    _ => false,
-                };
-                if !goes_on {
+                if !extent.goes_on(&more) {
                     break;
                 }
                 extent.len += more.len;
