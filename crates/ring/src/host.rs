@@ -154,24 +154,63 @@ pub enum Lock {
     Exclusive,
 }
 
-/// Locks all of the file for this open file description (an OFD lock: it falls with the last descriptor, also when the
-/// process is killed). `Ok(false)`: somebody else holds it.
+/// The bytes by which QEMU's processes tell one another what they do with an image: each has read locks on those of what it
+/// does, and on those of what it bears nobody else to do.
+const READING: i64 = 100;
+const WRITING: i64 = 101;
+const RESIZING: i64 = 103;
+const NO_WRITING: i64 = 201;
+const NO_RESIZING: i64 = 203;
+
+/// Locks the file for this open file description (OFD locks: they fall with the last descriptor, also when the process is
+/// killed): to write, all of it; to read, the bytes by which QEMU knows a reader, so that its readers may be there too and
+/// its writers may not. `Ok(false)`: somebody else has it locked.
 pub fn lock(fd: impl AsFd, lock: Lock) -> io::Result<bool> {
-    let kind = match lock {
-        Lock::Shared => libc::F_RDLCK,
-        Lock::Exclusive => libc::F_WRLCK,
-    };
-    // SAFETY: an all-zero flock (whole file, pid 0 as OFD locks demand) is a valid value of a plain C struct.
-    let mut flock: libc::flock = unsafe { std::mem::zeroed() };
-    flock.l_type = kind as _;
-    flock.l_whence = libc::SEEK_SET as _;
+    let fd = fd.as_fd();
+    if lock == Lock::Exclusive {
+        return set_lock(fd, libc::F_WRLCK, 0, 0);
+    }
+    for byte in [READING, NO_WRITING, NO_RESIZING] {
+        if !set_lock(fd, libc::F_RDLCK, byte, 1)? {
+            set_lock(fd, libc::F_UNLCK, 0, 0)?;
+            return Ok(false);
+        }
+    }
+    // Looked at afterwards: of two who come at once, one sees the other.
+    if is_locked(fd, WRITING)? || is_locked(fd, RESIZING)? {
+        set_lock(fd, libc::F_UNLCK, 0, 0)?;
+        return Ok(false);
+    }
+    Ok(true)
+}
+
+/// `Ok(false)`: another lock is in the way. A length of 0 is all that follows.
+fn set_lock(fd: BorrowedFd<'_>, kind: libc::c_int, start: i64, len: i64) -> io::Result<bool> {
+    let flock = flock_of(kind, start, len);
     // SAFETY: F_OFD_SETLK reads the struct, which outlives the call.
-    let rc = unsafe { libc::fcntl(fd.as_fd().as_raw_fd(), libc::F_OFD_SETLK, &flock) };
+    let rc = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &flock) };
     match (rc, io::Error::last_os_error()) {
         (0, _) => Ok(true),
         (_, e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
         (_, e) => Err(e),
     }
+}
+
+/// Whether somebody else has any lock on this byte.
+fn is_locked(fd: BorrowedFd<'_>, byte: i64) -> io::Result<bool> {
+    let mut flock = flock_of(libc::F_WRLCK, byte, 1);
+    // SAFETY: F_OFD_GETLK reads and writes the struct, which is ours and outlives the call.
+    let rc = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &mut flock) };
+    if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(libc::c_int::from(flock.l_type) != libc::F_UNLCK) }
+}
+
+fn flock_of(kind: libc::c_int, start: i64, len: i64) -> libc::flock {
+    // SAFETY: an all-zero flock (pid 0 as OFD locks demand) is a valid value of a plain C struct.
+    let mut flock: libc::flock = unsafe { std::mem::zeroed() };
+    flock.l_type = kind as _;
+    flock.l_whence = libc::SEEK_SET as _;
+    (flock.l_start, flock.l_len) = (start, len);
+    flock
 }
 
 /// Takes over a listening socket that this process was started with. Each number is given once.

@@ -4,6 +4,7 @@
 //! judge the files.
 
 mod freed;
+mod locks;
 mod peer;
 mod reactors;
 
