@@ -7,7 +7,7 @@
 mod file;
 
 use blockyard_image::cow::{self, Cow, CowOptions, Repair};
-use blockyard_image::{Image, Layer, Raw, RawShape};
+use blockyard_image::{CopyDown, Image, Layer, Raw, RawShape};
 use blockyard_ring::Segments;
 use blockyard_ring::sim::Rng;
 use file::{File, run};
@@ -89,8 +89,11 @@ async fn merge_and_commit(file: &File, base: &File) {
     let Some(cow) = open(file, false, u64::MAX).await.filter(|cow| cow.size() <= MERGED) else { return };
     let merged = File::default();
     cow::merge(&cow, &raw(base), &raw(&merged), |_| ()).await.unwrap();
-    let same_size = File::new(&[], cow.size());
-    cow::commit(cow, &raw(&same_size), |_| ()).await.unwrap();
+    let size = cow.size();
+    let below = Layer::Raw { raw: raw(&File::new(&[], size)), size };
+    let (from, into) = (Image::new(vec![Layer::Cow(cow)], false), Image::new(vec![below], false));
+    CopyDown::new(0..size, 1, Default::default()).run(&from, &into, async |_| Ok(())).await.unwrap();
+    cow::make_empty(&raw(file)).await.unwrap();
     assert_eq!(cow::info(&raw(file)).await.unwrap().own_sectors, 0);
 }
 

@@ -5,6 +5,7 @@
 //! What must hold: a format is told or known by the file's name, never guessed; no file is opened outside the folders,
 //! whatever an image names; a chain ends.
 
+use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,6 +32,10 @@ pub struct ChainOptions {
     /// None: the file's name tells.
     pub format: Option<Format>,
     pub read_only: bool,
+    /// The topmost image's files are opened (and locked) for writing, but the disk is only read: for work on structures.
+    pub only_locked: bool,
+    /// What the images above this one hold is to go into it: it is opened for writing.
+    pub commit_into: Option<usize>,
     pub cache: CacheMode,
     /// Bytes of each image's L2 tables kept in memory; None: all, up to a limit.
     pub l2_cache: Option<u64>,
@@ -51,6 +56,8 @@ impl ChainOptions {
             path: path.into(),
             format: None,
             read_only: false,
+            only_locked: false,
+            commit_into: None,
             cache: CacheMode::default(),
             l2_cache: None,
             prime: false,
@@ -164,11 +171,14 @@ impl Chain {
         folders: &[PathBuf],
     ) -> Result<Option<Next>, ChainError> {
         let Next { path, format, .. } = &image;
-        let read_only = self.options.read_only || !self.layers.is_empty();
+        let (depth, into) = (self.layers.len(), self.options.commit_into);
+        let files_read_only = if depth == 0 { self.options.read_only } else { into != Some(depth) };
+        let read_only = files_read_only || depth == 0 && self.options.only_locked;
         let format =
             format.or_else(|| Format::of_name(path)).ok_or_else(|| ChainError::Format { path: path.clone() })?;
         let open = |path: &Path| {
-            ImageFile::open(&OpenOptions { path: path.into(), read_only, cache: self.options.cache }).map(Arc::new)
+            let options = OpenOptions { path: path.into(), read_only: files_read_only, cache: self.options.cache };
+            ImageFile::open(&options).map(Arc::new)
         };
         let file = open(path)?;
         let wrong = |error| ChainError::Image { path: path.clone(), error };
@@ -240,6 +250,11 @@ impl Chain {
 
     /// The chain on one reactor.
     pub fn image(&self, handle: &Handle) -> std::io::Result<Image<UringFile>> {
+        self.part(handle, 0..self.layers.len())
+    }
+
+    /// Some images of the chain, on one reactor, as if there were no others.
+    pub fn part(&self, handle: &Handle, part: Range<usize>) -> std::io::Result<Image<UringFile>> {
         let raw = |file: &Arc<ImageFile>| UringFile::new(handle, file.fd().clone()).map(|s| Raw::new(s, file));
         let layer = |layer: &ChainLayer| {
             let main = raw(&layer.file)?;
@@ -251,7 +266,7 @@ impl Chain {
                 Meta::Cow(shared) => Layer::Cow(Cow::view(shared.clone(), main)),
             })
         };
-        let layers: std::io::Result<Vec<_>> = self.layers.iter().map(layer).collect();
+        let layers: std::io::Result<Vec<_>> = self.layers[part].iter().map(layer).collect();
         Ok(Image::new(layers?, self.options.copy_on_read && !self.options.read_only))
     }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use blockyard_ring::{Segments, Storage};
 
 use crate::SECTOR;
-use crate::extent::{Extent, Place};
+use crate::extent::{Below, Extent, Place};
 use crate::layer::{Found, Layer, Layers};
 use crate::resolved::Resolved;
 use crate::traffic::{Lane, Traffic};
@@ -50,6 +50,10 @@ impl<S: Storage> Image<S> {
 
     pub fn layers(&self) -> &[Layer<S>] {
         &self.layers
+    }
+
+    pub(crate) fn into_layers(self) -> Vec<Layer<S>> {
+        self.layers
     }
 
     #[inline]
@@ -120,6 +124,17 @@ impl<S: Storage> Image<S> {
         match self.top() {
             Layer::Qcow2(image) if image.owes_space() => image.flush().await,
             _ => Ok(()),
+        }
+    }
+
+    /// Zeroes that the topmost image is to know of itself, also where there are zeroes below: what is below may change.
+    pub async fn hold_zeroes(&self, offset: u64, len: u64) -> io::Result<()> {
+        match self.top() {
+            Layer::Raw { .. } | Layer::Cow(_) => self.write_zeroes(offset, len, true).await,
+            Layer::Qcow2(image) => {
+                let _pass = self.traffic.enter(&self.lane);
+                image.write_zeroes(&Unsure(self.below()), offset, len, true).await
+            }
         }
     }
 
@@ -198,5 +213,22 @@ impl<S: Storage> Image<S> {
             }
         }
         Ok(())
+    }
+}
+
+/// What is below, of which nothing is taken to be zeroes.
+struct Unsure<B>(B);
+
+impl<B: Below> Below for Unsure<B> {
+    async fn read_below(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
+        self.0.read_below(segments, offset).await
+    }
+
+    async fn zero_below(&self, _: u64, _: u64) -> io::Result<bool> {
+        Ok(false)
+    }
+
+    fn exists(&self) -> bool {
+        true
     }
 }

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, SystemTime};
 
 use blockyard_image::cow::{self, Backing, Cow, CowOptions, CreateOptions, Header};
-use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw};
+use blockyard_image::{CacheMode, CopyDown, Image, ImageFile, Layer, OpenOptions, Raw};
 use blockyard_ring::sim::{Rng, pattern};
 use blockyard_ring::{Executor, Segments, UringFile};
 
@@ -131,8 +131,14 @@ impl Host {
         let host = Host::new(cache);
         let (file, base) = (host.raw(cow), host.raw(base));
         host.run(async move {
-            let cow = Cow::open(file, &CowOptions::default()).await.unwrap();
-            cow::commit(cow, &base, |_| ()).await.unwrap();
+            let cow = Cow::open(file.clone(), &CowOptions::default()).await.unwrap();
+            let size = cow.size();
+            let (from, into) = (Layer::Cow(cow), Layer::Raw { raw: base, size });
+            let (from, into) = (Image::new(vec![from], false), Image::new(vec![into], false));
+            let work = CopyDown::new(0..size, 1, Default::default());
+            work.run(&from, &into, async |_| Ok(())).await.unwrap();
+            into.close().await.unwrap();
+            cow::make_empty(&file).await.unwrap();
         });
     }
 }

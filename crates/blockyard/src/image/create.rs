@@ -68,11 +68,8 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     let mut file = NewFile::create(&options.file, options.force)?;
     file.make(plan.clone())?;
     file.finish()?;
-    if let Some(backing) = backing.filter(|backing| !backing.is_beside(&options.file)) {
-        let folder = new::folder(&backing.path).display();
-        tracing::warn!(
-            "the backing file is not in the image's folder: say --backing-folder {folder} to open the image"
-        );
+    if let Some(backing) = backing {
+        backing.warn_if_far(&options.file);
     }
     if options.quiet { Ok(()) } else { print(&new::describe(&options.file, &plan)) }
 }

@@ -3,11 +3,14 @@
 //! ```text
 //!   info, map, compare, check  what images are  convert   one image into another
 //!   create               new images: options (settings), what is made of them (new), files (output)
+//!   commit, rebase       what is in an overlay, and what is below it
+//!   resize, snapshot     images that stay where they are
 //!   progress             bars                  size      sizes as people write them
 //! ```
 //! In: the command line. Out: text for people, or JSON as qemu-img prints it; an exit status.
 
 mod check;
+mod commit;
 mod compare;
 mod convert;
 mod create;
@@ -16,8 +19,11 @@ mod map;
 mod new;
 mod output;
 mod progress;
+mod rebase;
+mod resize;
 mod settings;
 mod size;
+mod snapshot;
 mod snapshots;
 
 use std::io::Write;
@@ -44,6 +50,14 @@ pub enum Command {
     Compare(compare::Options),
     /// Make a new image of another format, with the same disk.
     Convert(Box<convert::Options>),
+    /// Give a disk another size.
+    Resize(resize::Options),
+    /// Write what an overlay holds into its backing file, and empty the overlay.
+    Commit(commit::Options),
+    /// Give an overlay another backing file, or none, with the same disk.
+    Rebase(rebase::Options),
+    /// List, take, apply and delete snapshots inside a qcow2 image.
+    Snapshot(snapshot::Options),
 }
 
 /// Does the command; the exit status when it went well.
@@ -55,6 +69,10 @@ pub fn run(command: &Command) -> Result<u8, Failure> {
         Command::Map(options) => map::run(options).map(|()| 0),
         Command::Compare(options) => compare::run(options),
         Command::Convert(options) => convert::run(options).map(|()| 0),
+        Command::Resize(options) => resize::run(options).map(|()| 0),
+        Command::Commit(options) => commit::run(options).map(|()| 0),
+        Command::Rebase(options) => rebase::run(options).map(|()| 0),
+        Command::Snapshot(options) => snapshot::run(options).map(|()| 0),
     }
 }
 

@@ -56,12 +56,28 @@ impl Backing {
         Ok(Chain::open(&options)?.size())
     }
 
+    /// Name, size and time, as a COW file tells of its backing file.
+    pub fn of_cow(&self) -> Result<(String, u64, i64)> {
+        if self.format != Format::Raw {
+            bail!("backing file {}: a cow image's backing file is raw", self.name);
+        }
+        let wrong = || format!("backing file {}", self.path.display());
+        let stat = std::fs::metadata(&self.path).with_context(wrong)?;
+        // As uml_mkcow and the kernel write it: they would look for a relative name wherever they happen to run.
+        let path = std::fs::canonicalize(&self.path).with_context(wrong)?;
+        Ok((path.to_str().with_context(wrong)?.into(), stat.len(), stat.mtime()))
+    }
+
     /// Whoever opens an image looks for backing files in its own folder, if nothing else is said.
-    pub fn is_beside(&self, target: &Path) -> bool {
+    pub fn warn_if_far(&self, target: &Path) {
         let real = |path: &Path| std::fs::canonicalize(path);
-        match (real(folder(target)), real(&self.path)) {
-            (Ok(folder), Ok(path)) => path.starts_with(folder),
-            _ => true,
+        if let (Ok(own), Ok(path)) = (real(folder(target)), real(&self.path))
+            && !path.starts_with(own)
+        {
+            let folder = folder(&self.path).display();
+            tracing::warn!(
+                "the backing file is not in the image's folder: say --backing-folder {folder} to open the image"
+            );
         }
     }
 }
@@ -114,18 +130,11 @@ fn qcow2(settings: &Settings, size: u64, backing: Option<&Backing>) -> Result<Cr
 
 fn cow(settings: &Settings, backing: Option<&Backing>) -> Result<NewImage> {
     let backing = backing.context("a cow image has a backing file: name it by -b, or -B")?;
-    if backing.format != Format::Raw {
-        bail!("backing file {}: a cow image's backing file is raw", backing.name);
-    }
-    let wrong = || format!("backing file {}", backing.path.display());
-    let stat = std::fs::metadata(&backing.path).with_context(wrong)?;
-    // As uml_mkcow and the kernel write it: they would look for a relative name wherever they happen to run.
-    let path = std::fs::canonicalize(&backing.path).with_context(wrong)?;
-    let name = path.to_str().with_context(wrong)?.to_string();
+    let (backing, size, mtime) = backing.of_cow()?;
     let version = settings.number("version")?.unwrap_or(3);
     let alignment = settings.size("alignment")?.unwrap_or(if version == 3 { 4096 } else { 512 });
     let alignment = u32::try_from(alignment).context("option alignment")?;
-    Ok(NewImage::Cow { backing: name, size: stat.len(), mtime: stat.mtime(), version, alignment })
+    Ok(NewImage::Cow { backing, size, mtime, version, alignment })
 }
 
 /// In one line, as qemu-img tells what it makes.

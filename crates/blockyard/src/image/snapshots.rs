@@ -43,7 +43,7 @@ impl Told {
         let date = format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02}");
         let (seconds, milliseconds) = (self.vm_clock_sec, self.vm_clock_nsec / 1_000_000);
         let clock = format!("{:04}:{:02}:{:02}.{milliseconds:03}", seconds / 3600, seconds / 60 % 60, seconds % 60);
-        let icount = self.icount.map_or(String::new(), |count| count.to_string());
+        let icount = self.icount.map_or("--".into(), |count| count.to_string());
         row(&self.id, &self.name, &size::human(self.vm_state_size), &date, &clock, &icount)
     }
 }

@@ -6,6 +6,10 @@
 //!   tell       info, map, compare: the same answers as qemu-img's
 //!   check      damage found, told and repaired
 //!   convert    from everything to everything
+//!   commit     an overlay into its backing file, or a deeper one
+//!   rebase     another backing file
+//!   resize     another size
+//!   snapshot   taken, applied, deleted
 //!   mistakes   bad options and broken images: one line and an exit status
 //! ```
 
@@ -14,7 +18,11 @@ mod common;
 mod fixture;
 
 mod check;
+mod commit;
 mod convert;
 mod create;
 mod mistakes;
+mod rebase;
+mod resize;
+mod snapshot;
 mod tell;

@@ -5,7 +5,7 @@
 use blockyard_ring::{Segments, Storage};
 
 use super::bitmap::PAGE;
-use super::{BITMAP, Header, bitmap_end, read_header_and_len};
+use super::{BITMAP, Header, read_header_and_len};
 use crate::SECTOR;
 use crate::error::ImageError;
 use crate::raw::Raw;
@@ -185,11 +185,4 @@ async fn clear_spare_bits<S: Storage>(file: &Raw<S>, header: &Header) -> Result<
     let byte = read_bits(file, last, 1).await?[0] & !spare;
     let (_, result) = file.write(Segments::from_bytes(&[byte]), last, false).await;
     result.map_err(|e| ImageError::io(BITMAP, last, "writing", e))
-}
-
-/// A file's bitmap all zeroes again: nothing is its own any more.
-pub(super) async fn clear_bits<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(), ImageError> {
-    let failed = |operation: &'static str| move |e| ImageError::io(BITMAP, header.bitmap_offset, operation, e);
-    file.write_zeroes(header.bitmap_offset, bitmap_end(header), true).await.map_err(failed("zeroing"))?;
-    file.flush().await.map_err(failed("syncing"))
 }

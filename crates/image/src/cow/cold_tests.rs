@@ -1,7 +1,4 @@
-//! check, commit and merge on the simulated disk.
-
-use std::cell::RefCell;
-use std::rc::Rc;
+//! check, emptying and merge on the simulated disk.
 
 use blockyard_ring::sim::{OpKind, Phase, SimConfig, SimDisk, SimImage, pattern};
 use blockyard_ring::{Segments, Storage};
@@ -9,6 +6,7 @@ use blockyard_ring::{Segments, Storage};
 use super::bitmap::PAGE_SECTORS;
 use super::tests::{Bench, SHAPES, backing, read, size_of, write};
 use super::*;
+use crate::{CopyDown, Image, Layer};
 
 /// A backing file that holds the pattern 0, which is what `read` puts below.
 fn base(size: u64) -> (SimDisk, Raw<SimDisk>) {
@@ -22,6 +20,16 @@ async fn bytes<S: Storage>(raw: &Raw<S>, offset: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     segments.copy_out(0, &mut bytes);
     bytes
+}
+
+/// As a closed file is committed.
+async fn commit(file: &Raw<SimDisk>, cow: Cow<SimDisk>, base: Raw<SimDisk>) -> Result<(), ImageError> {
+    let size = cow.size();
+    let (from, into) = (Layer::Cow(cow), Layer::Raw { raw: base, size });
+    let (from, into) = (Image::new(vec![from], false), Image::new(vec![into], false));
+    CopyDown::new(0..size, 1, Arc::default()).run(&from, &into, async |_| Ok(())).await?;
+    into.close().await.map_err(|e| ImageError::io("backing file", None, "closing", e))?;
+    make_empty(file).await
 }
 
 #[test]
@@ -92,11 +100,8 @@ fn a_commit_makes_the_backing_file_the_disk_and_syncs_it_before_a_bit_goes() {
             }
             let expected = read(&cow, 0, size).await.unwrap();
             cow.close().await.unwrap();
-            let seen = Rc::new(RefCell::new(Vec::new()));
-            let told = seen.clone();
-            commit(cow, &base, move |done| told.borrow_mut().push(done)).await.unwrap();
+            commit(&bench.raw(), cow, base.clone()).await.unwrap();
             assert_eq!(bytes(&base, 0, size as usize).await, expected, "version {version}, {shape:?}");
-            assert!(seen.borrow().is_sorted() && seen.borrow().last() == Some(&size));
             let synced = base_disk.trace().iter().rposition(|t| t.kind == OpKind::Sync).unwrap();
             let written = base_disk.trace().iter().rposition(|t| t.kind == OpKind::Write).unwrap();
             assert!(written < synced, "what was copied is durable");
@@ -113,15 +118,16 @@ fn a_commit_makes_the_backing_file_the_disk_and_syncs_it_before_a_bit_goes() {
 }
 
 #[test]
-fn a_commit_wants_its_backing_file_and_a_file_it_may_write() {
+fn a_file_that_does_not_add_up_is_not_emptied() {
     Bench::new(4, SHAPES[0]).run(4, |bench| async move {
-        bench.create(3, 1 << 20).await;
+        let header = bench.create(3, 11 * 512).await;
         let cow = bench.open(u64::MAX).await;
-        let error = commit(cow, &base(1 << 19).1, |_| ()).await.unwrap_err().to_string();
-        assert_eq!(error, "backing file: it has 524288 bytes, and had 1048576 when the cow file was made");
-        let options = CowOptions { read_only: true, ..CowOptions::default() };
-        let cow = Cow::open(bench.raw(), &options).await.unwrap();
-        assert!(commit(cow, &base(1 << 20).1, |_| ()).await.unwrap_err().to_string().contains("for reading only"));
+        write(&cow, 0, &[1; 512]).await.unwrap();
+        cow.close().await.unwrap();
+        bench.raw().write(Segments::from_bytes(&[0b1000_0000]), header.bitmap_offset + 1, false).await.1.unwrap();
+        let error = make_empty(&bench.raw()).await.unwrap_err().to_string();
+        assert!(error.contains("bits are set beyond the disk's 11 sectors"), "{error}");
+        assert_eq!(info(&bench.raw()).await.unwrap().own_sectors, 1);
     });
 }
 

@@ -3,7 +3,8 @@
 //! ```text
 //!   header   the four layouts, checked                  bitmap   pages of the bitmap in memory, shared by reactors
 //!   flush    data, then bits: the order on the disk     create   new files, other backing files
-//!   check    what a file is, whether it adds up         commit   into the backing file, or into a new image
+//!   check    what a file is, whether it adds up         empty    nothing of its own any more
+//!   merge    with the backing file into a new image
 //! ```
 //!
 //! In: reads, writes, discards, zeroes and flushes at offsets of the guest's disk, in whole sectors. Out: operations on the
@@ -22,10 +23,11 @@ mod bitmap;
 mod check;
 #[cfg(test)]
 mod cold_tests;
-mod commit;
 mod create;
+mod empty;
 mod flush;
 mod header;
+mod merge;
 #[cfg(test)]
 mod tests;
 
@@ -44,9 +46,10 @@ use crate::raw::Raw;
 use crate::turns::Turns;
 use bitmap::{Bitmap, PAGE, PAGE_SECTORS};
 pub use check::{Repair, Report, check, info};
-pub use commit::{commit, merge};
 pub use create::{CreateOptions, create, set_backing};
+pub use empty::make_empty;
 pub use header::{Backing, Header};
+pub use merge::merge;
 
 const BITMAP: &str = "cow bitmap";
 

@@ -114,8 +114,9 @@ async fn judge<S: Storage>(
     // Nothing is read behind the end of either.
     let (first, second) = (a.size().min(b.size()), a.size().max(b.size()));
     let rest = rest.min(if offset < first { first - offset } else { second - offset });
-    let (of_a, len) = known(a, offset, rest).await?;
-    let (of_b, len) = known(b, offset, len).await?;
+    let of_a = a.known(offset, rest).await?;
+    let of_b = b.known(offset, of_a.len).await?;
+    let len = of_b.len;
     if strict && (of_a.zero, of_a.data) != (of_b.zero, of_b.data) {
         return Ok((len, What::StatusDiffers));
     }
@@ -127,20 +128,6 @@ async fn judge<S: Storage>(
         (false, true) => (len.min(PIECE), What::OnlyFirst),
         (false, false) => (len.min(PIECE), What::Both),
     })
-}
-
-#[derive(Clone, Copy)]
-struct Known {
-    zero: bool,
-    data: bool,
-}
-
-async fn known<S: Storage>(disk: &Disk<S>, offset: u64, len: u64) -> Result<(Known, u64), ChainError> {
-    if offset >= disk.size() {
-        return Ok((Known { zero: true, data: false }, len));
-    }
-    let status = disk.status(offset, len.min(disk.size() - offset)).await?;
-    Ok((Known { zero: status.zero, data: status.data }, status.len))
 }
 
 /// The first sector of the piece that is not the same.

@@ -46,7 +46,11 @@ impl<S: Storage> Disk<S> {
         self.image.size().next_multiple_of(crate::SECTOR)
     }
 
-    fn wrong(&self, offset: impl Into<Option<u64>>, operation: &str) -> impl Fn(std::io::Error) -> ChainError {
+    pub(super) fn wrong(
+        &self,
+        offset: impl Into<Option<u64>>,
+        operation: &str,
+    ) -> impl Fn(std::io::Error) -> ChainError {
         let offset = offset.into();
         move |e| self.failed(ImageError::io(DATA, offset, operation, e))
     }
@@ -59,6 +63,14 @@ impl<S: Storage> Disk<S> {
     pub(super) async fn status(&self, offset: u64, len: u64) -> Result<Status, ChainError> {
         let status = survey::status(self.image.layers(), &self.sparse, offset, len).await;
         status.map_err(self.wrong(offset, "finding"))
+    }
+
+    /// As [`Disk::status`]; behind its end a disk is zeroes that no image has.
+    pub(super) async fn known(&self, offset: u64, len: u64) -> Result<Status, ChainError> {
+        match self.size().checked_sub(offset).filter(|&rest| rest > 0) {
+            Some(rest) => self.status(offset, len.min(rest)).await,
+            None => Ok(Status::nothing(self.image.layers().len(), len)),
+        }
     }
 
     pub(super) async fn read(&self, segments: Segments, offset: u64) -> Result<Segments, ChainError> {

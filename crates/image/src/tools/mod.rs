@@ -5,11 +5,14 @@
 //!   reactors  executors, on one thread or several             map       the list of extents
 //!   compare   whether two disks are the same
 //!   convert   one disk into another                      create    new images
-//!   file      one image by itself, as its format has it   details   snapshots and bitmaps
+//!   commit    an image into the one below it             rebase    another backing file
+//!   resize    another size                               details   snapshots and bitmaps
+//!   file      one image by itself, as its format has it
 //! ```
 //! In: chains, opened by the caller. Out: results for people and programs; errors that name the image.
 //! What must hold: an image that is only read is never written to; each command says at its top what a power cut leaves.
 
+mod commit;
 mod compare;
 mod convert;
 mod create;
@@ -18,9 +21,12 @@ mod disk;
 mod file;
 mod map;
 mod reactors;
+mod rebase;
+mod resize;
 mod survey;
 
 pub use crate::sweep::Progress;
+pub use commit::{commit, make_empty};
 pub use compare::{Comparison, compare};
 pub use convert::{ConvertOptions, convert};
 pub use create::{NewImage, create};
@@ -29,3 +35,5 @@ pub use disk::{Disk, close};
 pub use file::{on_file, open_file};
 pub use map::{MapEntry, map};
 pub use reactors::on_reactor;
+pub use rebase::{NewBacking, rebase, set_backing};
+pub use resize::{NewSize, resize};

@@ -27,6 +27,13 @@ pub(super) struct Status {
     pub offset: Option<u64>,
 }
 
+impl Status {
+    /// `len` bytes that none of `depth` layers has.
+    pub fn nothing(depth: usize, len: u64) -> Self {
+        Status { len, depth, present: false, zero: true, data: false, compressed: false, offset: None }
+    }
+}
+
 /// Which layers may name data that were never written: they take less of the disk than their refcounts say. As QEMU
 /// finds out whether metadata were preallocated.
 pub(super) async fn sparse_layers<S: Storage>(layers: &[Layer<S>]) -> io::Result<Vec<bool>> {

@@ -5,7 +5,7 @@ use std::fmt;
 use std::rc::Rc;
 
 use blockyard_image::cow::{self, Backing, Cow, CowOptions, CreateOptions, Header};
-use blockyard_image::{Kind, Raw, Storage};
+use blockyard_image::{CopyDown, Image, ImageError, Kind, Layer, Raw, Storage};
 use blockyard_ring::Segments;
 use blockyard_ring::sim::{
     Latency, OpKind, Oracle, Phase, Power, Rng, SECTOR, Sim, SimConfig, SimDisk, SimHandle, SimImage, Trace, pattern,
@@ -226,8 +226,13 @@ impl Life {
         let base = Raw::on(boot.base.clone(), self.plan.shape);
         let options = CowOptions { bitmap_memory: self.plan.memory, ..CowOptions::default() };
         let committed = self.run(&boot, |_| async move {
-            let cow = Cow::open(file, &options).await?;
-            cow::commit(cow, &base, |_| ()).await
+            let cow = Cow::open(file.clone(), &options).await?;
+            let size = cow.size();
+            let (from, into) = (Layer::Cow(cow), Layer::Raw { raw: base, size });
+            let (from, into) = (Image::new(vec![from], false), Image::new(vec![into], false));
+            CopyDown::new(0..size, 1, Default::default()).run(&from, &into, async |_| Ok(())).await?;
+            into.close().await.map_err(|e| ImageError::io("backing file", None, "closing", e))?;
+            cow::make_empty(&file).await
         });
         let survived = committed.map_err(&explain)?.transpose().map_err(|e| explain(e.to_string()))?.is_some();
         tally.count(survived);

@@ -52,7 +52,10 @@ fn copy(disks: &[SimDisk; 3], range: Range<u64>) -> (Result<(), ImageError>, Vec
         let from = Image::new(vec![open(&disks[0], true).await, open(&disks[1], true).await], false);
         let into = Image::new(vec![open(&disks[2], false).await], false);
         let work = CopyDown::new(range.clone(), 2, Default::default());
-        let note = async |range| Ok(noted.borrow_mut().push(range));
+        let note = async |range| {
+            noted.borrow_mut().push(range);
+            Ok(())
+        };
         let result = work.run(&from, &into, note).await;
         into.close().await.unwrap();
         result
@@ -102,7 +105,10 @@ fn only_what_is_there_is_read_and_an_error_ends_it() {
         [small, work.run(&from, &into, enough).await, work.run(&from, &into, enough).await]
     });
     let [small, stopped, again] = error.unwrap();
-    assert_eq!(small.unwrap_err().to_string(), "backing image: it ends at 5242880, and has to have 8388608 bytes first");
+    assert_eq!(
+        small.unwrap_err().to_string(),
+        "backing image: it ends at 5242880, and has to have 8388608 bytes first"
+    );
     assert_eq!(stopped.unwrap_err().kind, Kind::Refused);
     again.unwrap();
     assert!(told.done() < told.total() && told.total() == 5 << 20);

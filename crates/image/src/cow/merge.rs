@@ -1,17 +1,10 @@
-//! `commit`: the file's own sectors go into the backing file. `merge`: both become a new raw image.
-//!
-//! What must hold: at each moment of a commit, also after a power cut, file and backing file together are the same disk.
-//! The backing file's sectors are durable before the first bit is cleared; until then a commit can be begun anew. (The
-//! header does not know the backing file any more once that has changed: [`super::set_backing`] with its new size and time
-//! is the last step of a commit, and the caller's, as only the host knows a file's time.)
+//! `merge`: a file and its backing file become a new raw image.
 
 use std::ops::Range;
 
 use blockyard_ring::{Segments, Storage};
 
-use super::check::clear_bits;
-use super::{Cow, Header};
-use crate::SECTOR;
+use super::Cow;
 use crate::error::ImageError;
 use crate::extent::Place;
 use crate::join;
@@ -23,33 +16,6 @@ const COPIES: usize = 4;
 
 /// Zeroes are left out of a merged image in units of so many bytes.
 const HOLE: usize = 4096;
-
-/// Copies what is the file's own into its backing file, and leaves the file without sectors of its own. Calls `progress`
-/// with the part of the disk that is done, in bytes. The file must have been opened for this alone.
-pub async fn commit<S: Storage, B: Storage>(
-    cow: Cow<S>,
-    backing: &Raw<B>,
-    progress: impl Fn(u64),
-) -> Result<(), ImageError> {
-    let header = cow.header();
-    if cow.shared.options.read_only {
-        return Err(ImageError::refused("cow file", "it is open for reading only: its bits cannot be cleared"));
-    }
-    check_sectors(header, backing).await?;
-    copy(&cow, progress, async |piece| match piece.place {
-        Place::Data(host) => {
-            let buffer = read(&cow.file, "cow data", host, piece.len).await?;
-            write(backing, buffer, piece.offset).await
-        }
-        _ => Ok(()),
-    })
-    .await?;
-    backing.flush().await.map_err(|e| ImageError::io("backing file", None, "syncing", e))?;
-    clear_bits(&cow.file, header).await?;
-    // Only a hint: the data are nobody's now.
-    let discarded = cow.file.discard(header.data_offset, cow.size()).await;
-    discarded.map_err(|e| ImageError::io("cow data", header.data_offset, "discarding", e))
-}
 
 /// Writes the disk into an empty file, without blocks that are zeroes.
 pub async fn merge<S: Storage, B: Storage, T: Storage>(
@@ -106,25 +72,10 @@ async fn copy<S: Storage, F: Future<Output = Result<(), ImageError>>>(
     Ok(())
 }
 
-async fn check_sectors<B: Storage>(header: &Header, backing: &Raw<B>) -> Result<(), ImageError> {
-    let len =
-        backing.storage().len().await.map_err(|e| ImageError::io("backing file", None, "finding its length", e))?;
-    if len.div_ceil(SECTOR) == header.sectors() {
-        return Ok(());
-    }
-    let what = format!("it has {len} bytes, and had {} when the cow file was made", header.backing_size);
-    Err(ImageError::refused("backing file", what))
-}
-
 async fn read<S: Storage>(file: &Raw<S>, what: &str, offset: u64, len: u64) -> Result<Segments, ImageError> {
     let (buffer, result) = file.read(Segments::buffer(len as usize), offset).await;
     result.map_err(|e| ImageError::io(what, offset, "reading", e))?;
     Ok(buffer)
-}
-
-async fn write<S: Storage>(file: &Raw<S>, buffer: Segments, offset: u64) -> Result<(), ImageError> {
-    let (_, result) = file.write(buffer, offset, false).await;
-    result.map_err(|e| ImageError::io("backing file", offset, "writing", e))
 }
 
 /// Writes the runs of blocks that are not zeroes.

@@ -1,0 +1,125 @@
+//! `image rebase`.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::anyhow;
+use blockyard_image::tools::{self, NewBacking, Progress};
+use blockyard_image::{CacheMode, Chain, ChainOptions, Format};
+use clap::Args;
+
+use super::new::{self, Backing};
+use super::progress::Show;
+use super::{Folders, cache, failed, format, format_of, open, threads};
+use crate::Failure;
+
+#[derive(Args)]
+pub struct Options {
+    /// The image that is to have another backing file.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Its format [default: as its name says].
+    #[arg(short, long, value_parser = format())]
+    format: Option<Format>,
+    /// The new backing file; a relative name begins at the image's folder. An empty name: none, the image gets all there is.
+    #[arg(short, long, value_name = "NAME")]
+    backing: String,
+    /// The backing file's format [default: as its name says].
+    #[arg(short = 'F', long, value_parser = format())]
+    backing_format: Option<Format>,
+    /// Change the name only, for backing files that were moved or renamed: the new one must hold what the old one held, or
+    /// the disk is another one. Neither has to be there.
+    #[arg(short = 'u', long = "unsafe")]
+    only_name: bool,
+    /// The cache mode in which the image is written; it is durable at the end.
+    #[arg(short = 't', long, value_name = "MODE", default_value = "writeback", value_parser = cache())]
+    cache: CacheMode,
+    /// The cache mode in which the new backing file is read.
+    #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback", value_parser = cache())]
+    source_cache: CacheMode,
+    #[command(flatten)]
+    folders: Folders,
+    #[command(flatten)]
+    show: Show,
+}
+
+pub fn run(options: &Options) -> Result<(), Failure> {
+    let format = format_of(&options.file, options.format)?;
+    let backing = match options.backing.as_str() {
+        "" => None,
+        name => Some(Backing::new(name, options.backing_format, &options.file).map_err(Failure::usage)?),
+    };
+    let wrong = |what: &str| Failure::from(anyhow!("image {}: {what}", options.file.display()));
+    let new = match (format, &backing) {
+        (Format::Raw, _) => return Err(wrong("raw images have no backing files")),
+        (Format::Cow, None) => return Err(wrong("a cow image has a backing file: convert it to have none")),
+        (Format::Cow, Some(backing)) => {
+            let (name, size, mtime) = backing.of_cow()?;
+            NewBacking::Cow { name, size, mtime }
+        }
+        (Format::Qcow2, None) => NewBacking::None,
+        (Format::Qcow2, Some(Backing { name, format, .. })) => {
+            NewBacking::Qcow2 { name: name.clone(), format: *format }
+        }
+    };
+    if backing.as_ref().is_some_and(|backing| is_same(&backing.path, &options.file)) {
+        return Err(wrong("it cannot be its own backing file"));
+    }
+    if options.only_name {
+        tools::set_backing(&Arc::new(tools::open_file(&options.file, false).map_err(failed)?), new).map_err(failed)?;
+    } else {
+        safely(options, backing.as_ref(), new)?;
+    }
+    if let Some(backing) = backing {
+        backing.warn_if_far(&options.file);
+    }
+    Ok(())
+}
+
+/// With the disk unchanged.
+fn safely(options: &Options, backing: Option<&Backing>, new: NewBacking) -> Result<(), Failure> {
+    let base = backing.map(|backing| open_new(options, backing)).transpose()?;
+    let writing = ChainOptions {
+        read_only: false,
+        cache: options.cache,
+        ..options.folders.reading(&options.file, options.format)
+    };
+    let chain = open(&writing)?;
+    if let (NewBacking::Cow { .. }, Some(base)) = (&new, &base)
+        && base.size() != chain.size()
+    {
+        let what =
+            format!("{} bytes, and a cow image's backing file is as large as its disk: {}", base.size(), chain.size());
+        return Err(anyhow!("image {}: the new backing file has {what}", options.file.display()).into());
+    }
+    if let Some(header) = chain.top().qcow2().map(|shared| shared.header())
+        && header.raw_data_file()
+    {
+        return Err(
+            anyhow!("image {}: with a raw external data file it has no backing file", options.file.display()).into()
+        );
+    }
+    let progress = Arc::<Progress>::default();
+    let work = || tools::rebase(&chain, base.as_ref(), threads(), &progress);
+    options.show.during(&progress, work).map_err(failed)?;
+    tools::set_backing(&chain.top().file, new).map_err(failed)
+}
+
+fn open_new(options: &Options, backing: &Backing) -> Result<Arc<Chain>, Failure> {
+    let mut folders = options.folders.backing_folders.clone();
+    // It was named by the user.
+    folders.extend([new::folder(&options.file).into(), new::folder(&backing.path).into()]);
+    let reading = options.folders.reading(&backing.path, Some(backing.format));
+    let base = open(&ChainOptions { cache: options.source_cache, folders, ..reading })?;
+    if base.layers().iter().any(|layer| is_same(layer.file.path(), &options.file)) {
+        let (name, file) = (&backing.name, options.file.display());
+        return Err(anyhow!("image {file}: it is below {name}: the chain would be a circle").into());
+    }
+    Ok(base)
+}
+
+fn is_same(a: &Path, b: &Path) -> bool {
+    let place = |path: &Path| std::fs::metadata(path).ok().map(|stat| (stat.dev(), stat.ino()));
+    place(a).is_some_and(|place_of_a| Some(place_of_a) == place(b))
+}

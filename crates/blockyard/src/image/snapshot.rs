@@ -1,0 +1,84 @@
+//! `image snapshot`: snapshots inside a qcow2 image.
+
+use std::path::PathBuf;
+use std::time::SystemTime;
+
+use anyhow::anyhow;
+use blockyard_image::Format;
+use blockyard_image::qcow2::snapshot::{self, Snapshot};
+use blockyard_image::tools::on_file;
+use clap::Args;
+
+use super::snapshots::{Told, lines};
+use super::{Output, failed, format, format_of, print, print_json};
+use crate::Failure;
+
+#[derive(Args)]
+pub struct Options {
+    /// The image.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Its format [default: as its name says].
+    #[arg(short, long, value_parser = format())]
+    format: Option<Format>,
+    #[command(flatten)]
+    what: What,
+    /// Print nothing but errors.
+    #[arg(short, long)]
+    quiet: bool,
+    #[command(flatten)]
+    output: Output,
+}
+
+#[derive(Args)]
+#[group(multiple = false)]
+struct What {
+    /// List the snapshots [default].
+    #[arg(short, long)]
+    list: bool,
+    /// Take a snapshot of the disk as it is.
+    #[arg(short, long, value_name = "NAME")]
+    create: Option<String>,
+    /// Make the disk what it was when this snapshot was taken, its size included.
+    #[arg(short, long, value_name = "NAME or ID")]
+    apply: Option<String>,
+    /// Delete a snapshot; the space that only it needs becomes free.
+    #[arg(short, long, value_name = "NAME or ID")]
+    delete: Option<String>,
+}
+
+pub fn run(options: &Options) -> Result<(), Failure> {
+    if format_of(&options.file, options.format)? != Format::Qcow2 {
+        return Err(anyhow!("image {}: only qcow2 images have snapshots", options.file.display()).into());
+    }
+    let file = &options.file;
+    let done = match &options.what {
+        What { create: Some(name), .. } => {
+            let (name, now) = (name.clone(), SystemTime::UNIX_EPOCH.elapsed()?);
+            on_file(file, false, async move |raw| snapshot::create(&raw, &name, now).await.map(|_| ()))
+        }
+        What { apply: Some(name), .. } => {
+            let name = name.clone();
+            on_file(file, false, async move |raw| snapshot::apply(&raw, &name).await)
+        }
+        What { delete: Some(name), .. } => {
+            let name = name.clone();
+            on_file(file, false, async move |raw| snapshot::delete(&raw, &name).await)
+        }
+        What { .. } => {
+            let list = on_file(file, true, async move |raw| snapshot::list(&raw).await).map_err(failed)?;
+            return show(options, &list);
+        }
+    };
+    done.map_err(failed)
+}
+
+fn show(options: &Options, list: &[Snapshot]) -> Result<(), Failure> {
+    let told: Vec<Told> = list.iter().map(Told::of).collect();
+    match lines(&told).as_slice() {
+        _ if options.output.is_json() => print_json(&told),
+        [] => Ok(()),
+        _ if options.quiet => Ok(()),
+        lines => print(&(lines.join("\n") + "\n")),
+    }
+}

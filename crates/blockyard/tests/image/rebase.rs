@@ -1,0 +1,126 @@
+//! rebase: another backing file and the same disk, as QEMU sees it.
+
+use crate::commit::{copy, own};
+use crate::fixture::{Images, MIB, SIZE, image, image_any, json, qemu_img, sound_and_same, text};
+use crate::mistakes::refused;
+
+fn backing(path: &std::path::Path) -> (Option<String>, Option<String>) {
+    let info = json(&qemu_img(&["info", "--output", "json", text(path)]));
+    let text = |key: &str| info[key].as_str().map(str::to_string);
+    (text("backing-filename"), text("backing-filename-format"))
+}
+
+/// The images' names and formats that the same overlay gets one after the other, larger and smaller ones; at last none.
+const BASES: [(&str, &str); 5] =
+    [("base.raw", "raw"), ("other.raw", "raw"), ("small.qcow2", "qcow2"), ("large.qcow2", "qcow2"), ("", "")];
+
+#[test]
+fn the_disk_stays_what_it_is() {
+    let all = ["compat=0.10", "extended_l2=on,cluster_size=128k", "cluster_size=512"];
+    for (number, options) in all.into_iter().enumerate() {
+        let images = Images::new();
+        let top = images.chain(options);
+        let expected = copy(&images, &top);
+        images.raw("other.raw", 20 * MIB, 77);
+        images.qcow2("small.qcow2", "", None, 11 * MIB + 512, 40);
+        images.qcow2("large.qcow2", "cluster_size=4k", Some(("other.raw", "raw")), SIZE + 4 * MIB, 80);
+        let had = own(&top);
+        for (name, format) in BASES {
+            println!("{options} over {name}");
+            let with = ["-b", name, "-F", format];
+            let with = if name.is_empty() { &with[..2] } else { &with[..] };
+            match (number, name) {
+                // One of QEMU's among ours: it goes on from what we left, and we from what it did.
+                (2, "small.qcow2") => qemu_img(&[&["rebase"], with, &[text(&top)]].concat()),
+                _ => image(&[&["rebase"], with, &[text(&top)]].concat()),
+            };
+            let name = (!name.is_empty()).then(|| name.to_string());
+            assert_eq!(backing(&top), (name.clone(), name.map(|_| format.to_string())));
+            sound_and_same((&top, "qcow2"), (&expected, "raw"));
+            image(&["compare", text(&top), text(&expected)]);
+            // What the middle image held was taken up, and not what was the same in both.
+            if format == "raw" && with[1] == "base.raw" {
+                assert!((had..had + 7 * MIB).contains(&own(&top)), "{had} {}", own(&top));
+            }
+        }
+    }
+}
+
+#[test]
+fn images_that_both_chains_have_are_not_read() {
+    let images = Images::new();
+    let top = images.chain("");
+    let expected = copy(&images, &top);
+    // An overlay between the two, with nothing in it.
+    image(&["create", "-q", "-b", "middle.qcow2", text(&images.path("between.qcow2"))]);
+    let had = own(&top);
+    for name in ["between.qcow2", "middle.qcow2"] {
+        image(&["rebase", "-b", name, text(&top)]);
+        // But where the middle image ends there is something to look at.
+        assert_eq!(own(&top), had);
+        sound_and_same((&top, "qcow2"), (&expected, "raw"));
+    }
+}
+
+#[test]
+fn only_the_name() {
+    let images = Images::new();
+    let top = images.chain("");
+    let expected = copy(&images, &top);
+    std::fs::rename(images.path("middle.qcow2"), images.path("moved.qcow2")).unwrap();
+    refused(&["rebase", "-b", "moved.qcow2", text(&top)], 1, &["top.qcow2", "middle.qcow2", "No such file"]);
+    assert_eq!(image(&["rebase", "-u", "-b", "moved.qcow2", text(&top)]), "");
+    assert_eq!(backing(&top), (Some("moved.qcow2".into()), Some("qcow2".into())));
+    sound_and_same((&top, "qcow2"), (&expected, "raw"));
+    image(&["rebase", "--unsafe", "-b", "not-there-yet", "-F", "raw", text(&top)]);
+    assert_eq!(backing(&top), (Some("not-there-yet".into()), Some("raw".into())));
+    image(&["rebase", "-u", "-b", "", text(&top)]);
+    assert_eq!(backing(&top), (None, None));
+    qemu_img(&["check", "-q", text(&top)]);
+    // A base elsewhere is named with the option that the image will need.
+    let other = Images::new();
+    let far = other.raw("far.raw", SIZE, 3);
+    let done = image_any(&["rebase", "-b", text(&far), text(&top)]);
+    assert!(done.status.success() && done.err.contains("--backing-folder"), "{}", done.err);
+}
+
+#[test]
+fn cow_files() {
+    let images = Images::new();
+    let (source, cow) = (images.raw("source.raw", SIZE, 9), images.path("over.cow"));
+    images.raw("base.raw", SIZE, 1);
+    images.raw("other.raw", SIZE, 50);
+    images.raw("small.raw", 4 * MIB, 1);
+    image(&["convert", "-B", "base.raw", text(&source), text(&cow)]);
+    image(&["rebase", "-b", "other.raw", text(&cow)]);
+    image(&["compare", text(&cow), text(&source)]);
+    let info = json(&image(&["info", "--json", text(&cow)]));
+    let real = images.path("other.raw").canonicalize().unwrap();
+    assert_eq!(info["backing-filename"], text(&real));
+    refused(&["rebase", "-b", "small.raw", text(&cow)], 1, &["over.cow", "4194304 bytes", "25165824"]);
+    refused(&["rebase", "-u", "-b", "small.raw", text(&cow)], 1, &["over.cow", "as many sectors"]);
+    refused(&["rebase", "-b", "", text(&cow)], 1, &["over.cow", "convert"]);
+    refused(&["rebase", "-b", "x.qcow2", text(&cow)], 1, &["x.qcow2", "is raw"]);
+    // The backing file was touched: it has to be named anew by somebody who knows.
+    let touched = std::fs::File::options().write(true).open(&real).unwrap();
+    touched.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
+    refused(&["map", text(&cow)], 1, &["over.cow", "rebase --unsafe -b"]);
+    image(&["rebase", "-u", "-b", "other.raw", text(&cow)]);
+    image(&["compare", text(&cow), text(&source)]);
+}
+
+#[test]
+fn what_cannot_be_rebased() {
+    let images = Images::new();
+    let (raw, top) = (images.raw("a.raw", 4 * MIB, 1), images.chain(""));
+    refused(&["rebase", text(&top)], 2, &["--backing"]);
+    refused(&["rebase", "-b", "nameless", text(&top)], 2, &["nameless", "-F"]);
+    refused(&["rebase", "-b", "missing.raw", text(&top)], 1, &["missing.raw", "no such file"]);
+    refused(&["rebase", "-b", "base.raw", text(&raw)], 1, &["a.raw", "no backing file"]);
+    refused(&["rebase", "-b", "top.qcow2", text(&top)], 1, &["top.qcow2", "its own backing file"]);
+    let middle = images.path("middle.qcow2");
+    let before = std::fs::read(&middle).unwrap();
+    refused(&["rebase", "-b", "top.qcow2", text(&middle)], 1, &["middle.qcow2", "circle"]);
+    refused(&["rebase", "-b", &"x".repeat(1100), "-F", "raw", "-u", text(&top)], 1, &["top.qcow2", "1 to 1023 bytes"]);
+    assert!(std::fs::read(&middle).unwrap() == before);
+}

@@ -1,0 +1,135 @@
+//! resize: what was there stays, and what is new reads as zeroes.
+
+use std::path::Path;
+
+use crate::commit::{copy, size};
+use crate::common::allocated;
+use crate::fixture::{Images, MIB, SIZE, image, json, qemu_img, qemu_io, sound_and_same, text};
+use crate::mistakes::refused;
+
+fn set_len(path: &Path, len: u64) {
+    std::fs::File::options().write(true).open(path).unwrap().set_len(len).unwrap();
+}
+
+#[test]
+fn larger_and_smaller() {
+    for (number, options) in
+        ["", "compat=0.10", "cluster_size=512", "extended_l2=on", "data_file=data.bin"].into_iter().enumerate()
+    {
+        println!("{options}");
+        let images = Images::new();
+        let path = images.qcow2("a.qcow2", options, None, SIZE, 5);
+        let expected = copy(&images, &path);
+        for (change, len) in [("+8M", 32 * MIB), ("5000k", 5000 << 10), ("-1024", 4999 << 10), ("1G", 1 << 30)] {
+            let before = size(&path, "qcow2");
+            if len < before {
+                refused(&["resize", text(&path), change], 1, &["a.qcow2", "--shrink"]);
+                assert_eq!(size(&path, "qcow2"), before);
+            }
+            match number {
+                0 => qemu_img(&["resize", "--shrink", text(&path), "--", change]),
+                _ => image(&["resize", "--shrink", text(&path), change]),
+            };
+            set_len(&expected, len);
+            assert_eq!(size(&path, "qcow2"), len);
+            sound_and_same((&path, "qcow2"), (&expected, "raw"));
+        }
+    }
+}
+
+#[test]
+fn overlays_do_not_show_what_a_longer_backing_file_has() {
+    for options in ["", "cluster_size=512", "extended_l2=on,cluster_size=128k"] {
+        let images = Images::new();
+        images.raw("base.raw", SIZE, 3);
+        let path = images.qcow2("a.qcow2", options, Some(("base.raw", "raw")), 10 * MIB + 512, 5);
+        let expected = copy(&images, &path);
+        for (preallocation, len) in [("off", 20 * MIB), ("falloc", 22 * MIB), ("full", 30 * MIB)] {
+            image(&["resize", "-q", "--preallocation", preallocation, text(&path), &len.to_string()]);
+            set_len(&expected, len);
+            sound_and_same((&path, "qcow2"), (&expected, "raw"));
+        }
+    }
+}
+
+#[test]
+fn raw_images() {
+    let images = Images::new();
+    let path = images.raw("a.raw", SIZE, 3);
+    let expected = copy(&images, &path);
+    for (change, len) in [("+1M", SIZE + MIB), ("-2M", SIZE - MIB), ("32M", 32 * MIB)] {
+        assert_eq!(image(&["resize", "--shrink", "-f", "raw", text(&path), change]), "Image resized.\n");
+        set_len(&expected, len);
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), len);
+        sound_and_same((&path, "raw"), (&expected, "raw"));
+    }
+    refused(&["resize", text(&path), "1M"], 1, &["a.raw", "--shrink"]);
+    refused(&["resize", "--preallocation=metadata", text(&path), "+1M"], 1, &["a.raw", "no metadata"]);
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), 32 * MIB);
+    for mode in ["falloc", "full"] {
+        let before = (allocated(&path), std::fs::metadata(&path).unwrap().len());
+        image(&["resize", "-q", "--preallocation", mode, text(&path), "+3M"]);
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), before.1 + 3 * MIB);
+        assert!(allocated(&path) >= before.0 + 3 * MIB, "{mode}: {} of {}", allocated(&path), before.0);
+    }
+}
+
+#[test]
+fn space_is_taken_as_it_was_asked_for() {
+    for options in ["extended_l2=on,cluster_size=64k", "data_file=data.bin", ""] {
+        println!("{options}");
+        let images = Images::new();
+        let path = images.qcow2("a.qcow2", options, None, 10 * MIB + 512, 5);
+        let expected = copy(&images, &path);
+        let file = if options.contains("data") { images.path("a.qcow2.data") } else { path.clone() };
+        let mut len = 10 * MIB + 512;
+        for (mode, takes) in [("off", false), ("metadata", false), ("falloc", true), ("full", true)] {
+            let before = allocated(&file);
+            image(&["resize", "-q", &format!("--preallocation={mode}"), text(&path), "+20M"]);
+            len += 20 * MIB;
+            set_len(&expected, len);
+            sound_and_same((&path, "qcow2"), (&expected, "raw"));
+            let more = allocated(&file) - before;
+            // (A cluster at the old end is not whole.)
+            assert!(if takes { more >= 19 * MIB } else { more < 4 * MIB }, "{mode}: {more}");
+            let map = json(&qemu_img(&["map", "--output", "json", "-s", &(len - MIB).to_string(), text(&path)]));
+            assert_eq!(map[0].get("offset").is_some(), mode != "off", "{mode}: {map}");
+        }
+        // It may be written to.
+        for file in [(&path, "qcow2"), (&expected, "raw")] {
+            qemu_io(file.0, file.1, &["write -P 7 20M 70M"]);
+        }
+        sound_and_same((&path, "qcow2"), (&expected, "raw"));
+    }
+}
+
+#[test]
+fn what_cannot_be() {
+    let images = Images::new();
+    let path = images.qcow2("a.qcow2", "", None, SIZE, 1);
+    let raw = images.raw("base.raw", SIZE, 1);
+    for (size, status, part) in [
+        ("+1", 1, "no whole sectors"),
+        ("-24M", 1, "that cannot be its size"),
+        ("-25M", 1, "that cannot be its size"),
+        ("0", 1, "that cannot be its size"),
+        ("4P", 1, "L1 table larger than 32 MiB"),
+        ("x", 2, "is no size"),
+        ("+", 2, "is no size"),
+        ("+-1M", 2, "is no size"),
+    ] {
+        refused(&["resize", text(&path), size], status, &[part]);
+    }
+    refused(&["resize", "--preallocation=some", text(&path), "+1M"], 2, &["off, metadata, falloc or full"]);
+    refused(&["resize", "--shrink", "--preallocation=full", text(&path), "-1M"], 1, &["--preallocation"]);
+    refused(&["resize", text(&path)], 2, &["SIZE"]);
+    image(&["snapshot", "-c", "one", text(&path)]);
+    refused(&["resize", "--shrink", text(&path), "1M"], 1, &["a.qcow2", "snapshots"]);
+    qemu_img(&["bitmap", "--add", text(&path), "bits"]);
+    refused(&["resize", text(&path), "+1M"], 1, &["a.qcow2", "bits"]);
+    let cow = images.path("a.cow");
+    image(&["create", "-q", "-b", "base.raw", text(&cow)]);
+    refused(&["resize", text(&cow), "+1M"], 1, &["a.cow", "as large as its backing file"]);
+    assert_eq!(size(&raw, "raw"), SIZE);
+    assert_eq!(size(&path, "qcow2"), SIZE);
+}

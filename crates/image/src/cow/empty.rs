@@ -1,0 +1,22 @@
+//! A file without sectors of its own: what it is after its commit.
+
+use blockyard_ring::Storage;
+
+use super::check::check_spare_bits;
+use super::{BITMAP, bitmap_end, read_header};
+use crate::error::ImageError;
+use crate::raw::Raw;
+
+/// Clears all bits, so that the backing file shows. Durable when it answers. (A backing file that has changed is not the one
+/// that the header knows: [`super::set_backing`], with its new size and time, is then the caller's.)
+pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
+    let header = read_header(file).await?;
+    check_spare_bits(file, &header).await?;
+    let failed = |operation: &'static str| move |e| ImageError::io(BITMAP, header.bitmap_offset, operation, e);
+    let (offset, len) = (header.bitmap_offset, bitmap_end(&header));
+    file.write_zeroes(offset, len, true).await.map_err(failed("zeroing"))?;
+    file.flush().await.map_err(failed("syncing"))?;
+    // Only a hint: the data are nobody's now.
+    let discarded = file.discard(header.data_offset, header.backing_size).await;
+    discarded.map_err(|e| ImageError::io("cow data", header.data_offset, "discarding", e))
+}

@@ -1,0 +1,99 @@
+//! What the upper images of a chain hold goes into the one below; then the topmost image may be emptied.
+//!
+//! What a power cut leaves: before the image below is durable, a chain that shows what it has shown, and work to be done
+//! again; later, a topmost image that has its contents, or has none and shows the same.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use blockyard_ring::{Handle, UringFile};
+
+use crate::chain::{Chain, ChainError};
+use crate::commit::CopyDown;
+use crate::error::ImageError;
+use crate::format::Format;
+use crate::image::Image;
+use crate::sweep::Progress;
+use crate::{cow, qcow2};
+
+use super::file::{of_file, raw_of};
+use super::reactors::{on_reactor, on_reactors};
+
+const BELOW: &str = "backing image";
+
+/// Copies what is above the image that the chain was opened to commit into, at most `rate` bytes in a second. Durable when it
+/// answers.
+pub fn commit(
+    chain: &Arc<Chain>,
+    rate: Option<u64>,
+    threads: usize,
+    progress: &Arc<Progress>,
+) -> Result<(), ChainError> {
+    let Some(depth) = chain.options().commit_into.filter(|&depth| depth > 0 && depth < chain.layers().len()) else {
+        return Err(failed(chain, ImageError::refused(BELOW, "there is none")));
+    };
+    let work = Arc::new(CopyDown::new(0..chain.size(), depth, progress.clone()));
+    let pace = Arc::new(Pace { rate, next: Mutex::new(Instant::now()) });
+    let copied = on_reactors(threads, |handle| {
+        let (chain, work, pace) = (chain.clone(), work.clone(), pace.clone());
+        async move {
+            let (from, into) = (part(&chain, &handle, 0..depth)?, part(&chain, &handle, depth..chain.layers().len())?);
+            let wait = async |range: Range<u64>| {
+                pace.wait(&handle, range.end - range.start).await;
+                Ok(())
+            };
+            work.run(&from, &into, wait).await.map_err(|error| failed(&chain, error))
+        }
+    });
+    // Also after an error: what was reserved there is given back.
+    let owned = chain.clone();
+    let closed = on_reactor(|handle| async move {
+        let into = part(&owned, &handle, depth..owned.layers().len())?;
+        into.close().await.map_err(|e| failed(&owned, ImageError::io(BELOW, None, "closing it", e)))
+    });
+    copied.and(closed)
+}
+
+fn failed(chain: &Chain, error: ImageError) -> ChainError {
+    ChainError::Image { path: chain.options().path.clone(), error }
+}
+
+fn part(chain: &Chain, handle: &Handle, part: Range<usize>) -> Result<Image<UringFile>, ChainError> {
+    let image = chain.part(handle, part);
+    image.map_err(|e| failed(chain, ImageError::io("file", None, "opening it for io_uring", e)))
+}
+
+/// Copies in all begin so that no more than `rate` bytes are begun in a second.
+struct Pace {
+    rate: Option<u64>,
+    next: Mutex<Instant>,
+}
+
+impl Pace {
+    async fn wait(&self, handle: &Handle, bytes: u64) {
+        let Some(rate) = self.rate else { return };
+        let at = {
+            let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+            let at = (*next).max(Instant::now());
+            *next = at + Duration::from_secs_f64(bytes as f64 / rate as f64);
+            at
+        };
+        handle.sleep_until(at).await;
+    }
+}
+
+/// Leaves the topmost image, which was opened to be locked only, without contents of its own: the one below has them.
+pub fn make_empty(chain: &Arc<Chain>) -> Result<(), ChainError> {
+    let chain = chain.clone();
+    on_reactor(|handle| async move {
+        let top = chain.top();
+        let file = raw_of(&handle, &top.file)?;
+        let emptied = match top.format {
+            Format::Raw => Err(ImageError::refused("raw image", "it has nothing below it")),
+            Format::Qcow2 => qcow2::empty::make_empty(&file).await,
+            Format::Cow => cow::make_empty(&file).await,
+        };
+        emptied.map_err(|error| of_file(&top.file, error))
+    })
+}

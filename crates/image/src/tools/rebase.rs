@@ -1,0 +1,263 @@
+//! Another backing file.
+//!
+//! ```text
+//!   pieces of the disk, in order ─► the image's own, zeroes in both, or in an image that both chains have: passed over
+//!                                └► read over the old and the new one ─► what differs is written into the image
+//! ```
+//! What must hold: the disk stays what it is. What differs is written while the old backing file is below, whose bytes
+//! complete clusters that are written in part; only when that is durable does the image name the new one.
+//! What a power cut leaves: an image over the old backing file, which holds more than it did; or over the new one.
+
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+
+use blockyard_ring::{Segments, Storage};
+
+use crate::chain::{Chain, ChainError, ChainLayer};
+use crate::cow;
+use crate::error::ImageError;
+use crate::extent::Place;
+use crate::format::Format;
+use crate::join;
+use crate::layer::Layer;
+use crate::open::ImageFile;
+use crate::qcow2::{self, Header};
+use crate::raw::Raw;
+use crate::sweep::{Piece, Progress, Sweep};
+
+use super::disk::Disk;
+use super::file::{of_file, raw_of};
+use super::reactors::{on_reactor, on_reactors};
+
+/// Bytes compared at a time, and how many such pieces a reactor has in flight.
+const PIECE: u64 = 1 << 20;
+const AT_A_TIME: usize = 8;
+/// The unit in which a COW file takes up what differs.
+const BLOCK: u64 = 4096;
+
+struct Work {
+    sweep: Sweep,
+    progress: Arc<Progress>,
+    /// From these layers of the old and the new chain on, both consist of the same files.
+    shared_from: (usize, usize),
+}
+
+/// What is to be done with a piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    Same,
+    Compare,
+}
+
+/// What is to be done with a run of bytes that differ, or do not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Action {
+    Leave,
+    Zero,
+    Write,
+}
+
+/// Writes into the topmost image of `chain`, open for writing, whatever would not be the same over `new` (None: over
+/// nothing). Durable when it answers.
+pub fn rebase(
+    chain: &Arc<Chain>,
+    new: Option<&Arc<Chain>>,
+    threads: usize,
+    progress: &Arc<Progress>,
+) -> Result<(), ChainError> {
+    progress.expect(chain.size());
+    let work = Arc::new(Work {
+        sweep: Sweep::new(0..chain.size()),
+        progress: progress.clone(),
+        shared_from: shared_from(chain.layers(), new.map_or(&[], |new| new.layers())),
+    });
+    let done = on_reactors(threads, |handle| {
+        let (work, chain, new) = (work.clone(), chain.clone(), new.cloned());
+        async move {
+            let new = match &new {
+                Some(new) => Some(Disk::of(new, &handle).await?),
+                None => None,
+            };
+            work.run(&Disk::of(&chain, &handle).await?, new.as_ref()).await
+        }
+    });
+    done.and(super::close(chain))
+}
+
+/// How many images both chains end with; the topmost image of `old` is none of them.
+fn shared_from(old: &[ChainLayer], new: &[ChainLayer]) -> (usize, usize) {
+    let place = |layer: &ChainLayer| {
+        let stat = std::fs::metadata(layer.file.path()).ok()?;
+        Some((stat.dev(), stat.ino(), layer.format as u8))
+    };
+    let same = |(a, b): &(&ChainLayer, &ChainLayer)| place(a).is_some_and(|place_of_a| Some(place_of_a) == place(b));
+    let count = old.iter().skip(1).rev().zip(new.iter().rev()).take_while(same).count();
+    (old.len() - count, new.len() - count)
+}
+
+impl Work {
+    async fn run<S: Storage>(&self, disk: &Disk<S>, new: Option<&Disk<S>>) -> Result<(), ChainError> {
+        let piece = disk.image.layers().first().map_or(PIECE, |layer| PIECE.max(layer.cluster_size()));
+        let workers =
+            (0..AT_A_TIME).map(|_| async { self.worker(disk, new, piece).await.inspect_err(|_| self.sweep.stop()) });
+        join::all(AT_A_TIME, workers).await
+    }
+
+    async fn worker<S: Storage>(&self, disk: &Disk<S>, new: Option<&Disk<S>>, piece: u64) -> Result<(), ChainError> {
+        let mut buffers = (Segments::default(), Segments::default());
+        while let Some(next) = self.sweep.next(async |at, rest| self.judge(disk, new, piece, at, rest).await).await? {
+            if next.what == What::Compare {
+                if buffers.0.is_empty() {
+                    buffers = (Segments::buffer(piece as usize), Segments::buffer(piece as usize));
+                }
+                take_up(disk, new, &next, &buffers).await?;
+            }
+            self.progress.add(next.len);
+        }
+        Ok(())
+    }
+
+    async fn judge<S: Storage>(
+        &self,
+        disk: &Disk<S>,
+        new: Option<&Disk<S>>,
+        piece: u64,
+        at: u64,
+        rest: u64,
+    ) -> Result<(u64, What), ChainError> {
+        let own = own(disk, at, rest).await?;
+        if own.1 {
+            return Ok((own.0, What::Same));
+        }
+        let below = disk.known(at, own.0).await?;
+        let (zero, depth, len) = match new {
+            Some(new) => {
+                let found = new.known(at, below.len).await?;
+                (found.zero, found.depth, found.len)
+            }
+            None => (true, 0, below.len),
+        };
+        let shared = below.depth >= self.shared_from.0 && depth >= self.shared_from.1;
+        if below.zero && zero || shared && new.is_some() {
+            return Ok((len, What::Same));
+        }
+        // Many short ranges are looked at together.
+        Ok((rest.min(piece - at % piece), What::Compare))
+    }
+}
+
+/// Whether the topmost image has the bytes from `at` on itself, and how many alike.
+async fn own<S: Storage>(disk: &Disk<S>, at: u64, len: u64) -> Result<(u64, bool), ChainError> {
+    let found = disk.image.find_above(1, at, len).await.map_err(disk.wrong(at, "finding"))?;
+    Ok((found.len, found.place != Place::Absent))
+}
+
+/// Writes what differs in a piece into the image, where it is not its own yet.
+async fn take_up<S: Storage>(
+    disk: &Disk<S>,
+    new: Option<&Disk<S>>,
+    piece: &Piece<What>,
+    buffers: &(Segments, Segments),
+) -> Result<(), ChainError> {
+    let len = piece.len as usize;
+    let bytes = disk.read(buffers.0.slice(0, len), piece.offset).await?;
+    let other = buffers.1.slice(0, len);
+    let other = match new {
+        Some(new) => new.read(other, piece.offset).await?,
+        None => {
+            other.zero(0, len);
+            other
+        }
+    };
+    let grain = match &disk.image.layers()[0] {
+        Layer::Qcow2(image) => image.shared().shape().unit,
+        Layer::Raw { .. } | Layer::Cow(_) => BLOCK,
+    };
+    // All is found before anything is written.
+    let (mut runs, mut at) = (Vec::new(), 0);
+    while at < len {
+        let (here, own) = own(disk, piece.offset + at as u64, (len - at) as u64).await?;
+        if !own {
+            runs.extend(differing(&bytes, &other, piece.offset, at..at + here as usize, grain));
+        }
+        at += here as usize;
+    }
+    for (at, len, action) in runs {
+        let offset = piece.offset + at as u64;
+        match action {
+            Action::Leave => {}
+            Action::Zero => {
+                let held = disk.image.hold_zeroes(offset, len as u64).await;
+                held.map_err(disk.wrong(offset, "writing zeroes"))?;
+            }
+            Action::Write => disk.write(bytes.slice(at, len), offset).await?,
+        }
+    }
+    Ok(())
+}
+
+/// A part of what was read from `offset` on, in runs of which the same is to be done.
+fn differing(
+    bytes: &Segments,
+    other: &Segments,
+    offset: u64,
+    part: std::ops::Range<usize>,
+    grain: u64,
+) -> Vec<(usize, usize, Action)> {
+    let mut runs: Vec<(usize, usize, Action)> = Vec::new();
+    let mut at = part.start;
+    while at < part.end {
+        let to_grain = (grain - (offset + at as u64) % grain) as usize;
+        let len = to_grain.min(part.end - at);
+        let action = match () {
+            () if bytes.find_difference(at, other, at, len).is_none() => Action::Leave,
+            () if bytes.find_nonzero(at, len).is_none() => Action::Zero,
+            () => Action::Write,
+        };
+        match runs.last_mut() {
+            Some((_, before, same)) if *same == action => *before += len,
+            _ => runs.push((at, len, action)),
+        }
+        at += len;
+    }
+    runs
+}
+
+/// A backing file, as an image's header is to tell of it.
+#[derive(Clone, Debug)]
+pub enum NewBacking {
+    /// qcow2's: none at all.
+    None,
+    Qcow2 {
+        name: String,
+        format: Format,
+    },
+    /// `size`: in bytes; `mtime`: in seconds since 1970.
+    Cow {
+        name: String,
+        size: u64,
+        mtime: i64,
+    },
+}
+
+/// Writes another backing file's name into a closed image of that format. Durable when it answers.
+pub fn set_backing(file: &Arc<ImageFile>, backing: NewBacking) -> Result<(), ChainError> {
+    let file = file.clone();
+    on_reactor(|handle| async move {
+        let raw = raw_of(&handle, &file)?;
+        let named = match &backing {
+            NewBacking::Cow { name, size, mtime } => {
+                let backing = cow::Backing { name, size: *size, mtime: *mtime };
+                cow::set_backing(&raw, &backing).await.map(|_| ())
+            }
+            NewBacking::None => of_qcow2(&raw, None).await,
+            NewBacking::Qcow2 { name, format } => of_qcow2(&raw, Some((name, &format.to_string()))).await,
+        };
+        named.map_err(|error| of_file(&file, error))
+    })
+}
+
+async fn of_qcow2<S: Storage>(file: &Raw<S>, backing: Option<(&str, &str)>) -> Result<(), ImageError> {
+    let mut header = Header::read(file).await?;
+    qcow2::backing::set_backing(file, &mut header, backing).await
+}

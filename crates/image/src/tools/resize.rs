@@ -1,0 +1,178 @@
+//! Another size of the disk.
+//!
+//! What must hold: what is new reads as zeroes. What a power cut leaves: the old size, or the new one (perhaps without the
+//! space that was to be taken for it).
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use blockyard_ring::{Handle, Segments, Storage, UringFile};
+
+use crate::SECTOR;
+use crate::chain::{Chain, ChainError};
+use crate::error::ImageError;
+use crate::extent::Place;
+use crate::format::Format;
+use crate::image::Image;
+use crate::join;
+use crate::layer::Layer;
+use crate::open::ImageFile;
+use crate::qcow2::resize::{self, Resize};
+use crate::qcow2::{Header, Preallocation, Qcow2, Qcow2Options};
+use crate::raw::Raw;
+
+use super::create::take_space;
+use super::file::{of_file, raw_of};
+use super::reactors::on_reactor;
+
+/// Bytes that are allocated between two looks at what is done, bytes of a write, and how many writes are in flight.
+const WINDOW: u64 = 64 << 20;
+const PIECE: u64 = 1 << 20;
+const AT_A_TIME: usize = 8;
+
+#[derive(Clone, Copy, Debug)]
+pub struct NewSize {
+    /// In bytes.
+    pub size: u64,
+    /// What lies beyond a smaller size may be lost.
+    pub shrink: bool,
+    /// Of what is new.
+    pub preallocation: Preallocation,
+}
+
+/// Resizes the topmost image, which was opened to be locked only. Durable when it answers.
+pub fn resize(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
+    let top = chain.top();
+    let refuse = |what: &str| Err(of_file(&top.file, ImageError::refused(format!("{} image", top.format), what)));
+    let old = chain.size();
+    if wanted.size < old && !wanted.shrink {
+        return refuse("a smaller disk loses what lies beyond its end: that has to be asked for (--shrink)");
+    }
+    if wanted.size < old && wanted.preallocation != Preallocation::Off {
+        return refuse("there is no space to be taken for a smaller disk (--preallocation)");
+    }
+    match top.format {
+        Format::Raw if top.file.is_device() => refuse("a device has the size that it has"),
+        Format::Raw => of_raw(&top.file, wanted),
+        Format::Qcow2 => of_qcow2(chain, wanted),
+        Format::Cow => refuse("a cow file is as large as its backing file"),
+    }
+}
+
+fn of_raw(file: &Arc<ImageFile>, wanted: NewSize) -> Result<(), ChainError> {
+    let file = file.clone();
+    on_reactor(|handle| async move {
+        let raw = raw_of(&handle, &file)?;
+        let io = |operation| {
+            let file = file.clone();
+            move |e| of_file(&file, ImageError::io("raw image", None, operation, e))
+        };
+        let old = file.size();
+        raw.storage().set_len(wanted.size).await.map_err(io("setting its length"))?;
+        if wanted.size > old {
+            let taken = take_space(&raw, old, wanted.size, wanted.preallocation).await;
+            if let Err(error) = taken {
+                // As it was: what there is no space for is not promised.
+                raw.storage().set_len(old).await.map_err(io("setting its length back"))?;
+                return Err(of_file(&file, error));
+            }
+        }
+        raw.flush().await.map_err(io("syncing"))
+    })
+}
+
+fn of_qcow2(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
+    let chain = chain.clone();
+    on_reactor(|handle| async move {
+        let top = chain.top();
+        let wrong = |error| of_file(&top.file, error);
+        let file = raw_of(&handle, &top.file)?;
+        let data = top.data.as_ref().map(|data| raw_of(&handle, data)).transpose()?;
+        let below = chain.layers().get(1).map_or(0, |layer| layer.size());
+        if wanted.size > chain.size() && below > chain.size() {
+            hold_the_end(&chain, &handle, file.clone(), data.clone()).await?;
+        }
+        let resize = Resize { size: wanted.size, shrink: wanted.shrink, below };
+        resize::resize(&file, data.as_ref(), resize).await.map_err(wrong)?;
+        if wanted.size > chain.size() && wanted.preallocation != Preallocation::Off {
+            let header = Header::read(&file).await.map_err(wrong)?;
+            let image = Qcow2::open(header, file, data, &Qcow2Options::default()).await.map_err(wrong)?;
+            // The cluster that has the old end is the chain's; what follows is the image's alone.
+            let start = chain.size().next_multiple_of(image.shared().shape().cluster_size());
+            let image = Image::new(vec![Layer::Qcow2(image)], false);
+            let taken = allocate(&image, start..wanted.size, wanted.preallocation).await;
+            let closed = image.close().await;
+            taken
+                .and(closed)
+                .map_err(|e| wrong(ImageError::io("qcow2 image", None, "taking space for what is new", e)))?;
+        }
+        Ok(())
+    })
+}
+
+/// What lies behind the old end in the last cluster can be zeroed where the image holds that cluster itself; if a longer
+/// backing file has it, it is taken up.
+async fn hold_the_end(
+    chain: &Chain,
+    handle: &Handle,
+    file: Raw<UringFile>,
+    data: Option<Raw<UringFile>>,
+) -> Result<(), ChainError> {
+    let wrong = |error| of_file(&chain.top().file, error);
+    let io = |what: &'static str| move |e| wrong(ImageError::io("qcow2 last cluster", None, what, e));
+    let header = Header::read(&file).await.map_err(wrong)?;
+    let end = chain.size();
+    let mut layers = chain.part(handle, 0..chain.layers().len()).map_err(io("opening the images below"))?.into_layers();
+    let last = layers[0].lookup(end - SECTOR, SECTOR).await.map_err(io("finding"))?;
+    if end.is_multiple_of(header.cluster_size()) || last.place != Place::Absent {
+        return Ok(());
+    }
+    let top = Qcow2::open(header, file, data, &Qcow2Options::default()).await.map_err(wrong)?;
+    layers[0] = Layer::Qcow2(top);
+    let image = Image::new(layers, false);
+    let (bytes, read) = image.read(Segments::buffer(SECTOR as usize), end - SECTOR).await;
+    read.map_err(io("reading"))?;
+    let written = image.write(bytes, end - SECTOR).await.1;
+    let closed = image.close().await;
+    written.and(closed).map_err(io("taking up what is below"))
+}
+
+/// Gives clusters to a range that has none. A small write to a new cluster leaves the rest of it as it is, zeroes.
+async fn allocate<S: Storage>(image: &Image<S>, range: Range<u64>, preallocation: Preallocation) -> io::Result<()> {
+    let cluster = image.layers()[0].cluster_size();
+    let (step, len) = match preallocation {
+        Preallocation::Full => (PIECE.max(cluster), PIECE.max(cluster)),
+        _ => (cluster, SECTOR),
+    };
+    let mut at = range.start;
+    while at < range.end {
+        let end = range.end.min(at + WINDOW);
+        let write = async |at: u64| {
+            let zeroes = Segments::buffer(len.min(end - at) as usize);
+            image.write(zeroes, at).await.1
+        };
+        join::all(AT_A_TIME, (at..end).step_by(step as usize).map(write)).await?;
+        if preallocation == Preallocation::Metadata {
+            give_back(image, at..end, cluster).await?;
+        }
+        at = end;
+    }
+    Ok(())
+}
+
+/// The host's space of clusters that hold zeroes only.
+async fn give_back<S: Storage>(image: &Image<S>, range: Range<u64>, cluster: u64) -> io::Result<()> {
+    let Layer::Qcow2(top) = &image.layers()[0] else { return Ok(()) };
+    let mut at = range.start;
+    while at < range.end {
+        let extent = image.find(at, range.end - at).await?.extent;
+        // Of a cluster whose parts are told one by one, the first tells where it is.
+        let len = extent.len.next_multiple_of(cluster);
+        if let Place::Data(host) = extent.place {
+            top.data_file().discard(host, len).await?;
+        }
+        at += len;
+    }
+    Ok(())
+}
