@@ -42,7 +42,12 @@ impl<'a, S: Storage> Change<'a, S> {
         if old.has_dirty() {
             old = rebuild_refcounts(file).await?;
         }
-        let found = inspect(file, &old).await?;
+        let mut found = inspect(file, &old).await?;
+        if found.report.is_safe() && found.report.unset_flags > 0 {
+            // As a cut of a change of version 2 leaves them.
+            old = rebuild_refcounts(file).await?;
+            found = inspect(file, &old).await?;
+        }
         let corrupt = found.report.findings.iter().find(|f| f.kind != super::check::FindingKind::Leak);
         if let Some(finding) = corrupt {
             let what = format!("{}; `blockyard image check --repair all` first", finding.text);

@@ -198,7 +198,7 @@ async fn mend<S: Storage>(
     };
     let counted = pass(file, headers, data_file_len, Some(changes), limits).await?;
     flush(file).await?;
-    if complete && counted.unset_flags > 0 {
+    if complete && counted.report.unset_flags > 0 {
         // Now that the refcounts are durable.
         changes.flags.set = true;
         pass(file, headers, data_file_len, Some(changes), limits).await?;

@@ -106,7 +106,7 @@ async fn make_writable<S: Storage>(
         None => None,
     };
     let found = check(file, data_len, Repair::No).await?;
-    if found.corruptions + found.check_errors > 0 {
+    if !found.is_safe() {
         let first = found.findings.iter().find(|finding| finding.kind != FindingKind::Leak);
         let (structure, at, text) = match first {
             Some(f) => (f.structure.as_str(), Some(f.offset), f.text.as_str()),
@@ -119,7 +119,13 @@ async fn make_writable<S: Storage>(
         );
         return Err(ImageError::invalid(structure, at, what));
     }
-    if found.leaks > 0 {
+    if found.unset_flags > 0 {
+        tracing::info!(
+            "setting {} COPIED flags of the qcow2 image that a power cut may have left out",
+            found.unset_flags
+        );
+        *header = rebuild_refcounts(file).await?;
+    } else if found.leaks > 0 {
         tracing::info!("giving back {} clusters of the qcow2 image that nothing names", found.leaks);
         check(file, data_len, Repair::Leaks).await?;
     }

@@ -127,7 +127,7 @@ impl<S: Storage> Flags<'_, S> {
         if copied == once {
             return None;
         }
-        self.tally.unset_flags += u64::from(!copied);
+        self.tally.report.unset_flags += u64::from(!copied);
         let text = match copied {
             true => format_args!("the COPIED flag is set, but the refcount is not 1"),
             false => format_args!("the COPIED flag is not set, but the refcount is 1"),
@@ -191,7 +191,7 @@ impl<S: Storage> Flags<'_, S> {
         if entry.copied {
             return None;
         }
-        self.tally.unset_flags += 1;
+        self.tally.report.unset_flags += 1;
         let text = format_args!("the COPIED flag is not set, but an external data file's clusters are all used once");
         self.tally.find(FindingKind::Copied, structure, at, text);
         self.repair.is_some_and(|(_, change)| change.set).then_some(true)

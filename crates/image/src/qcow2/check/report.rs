@@ -59,6 +59,8 @@ impl fmt::Display for Finding {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     pub corruptions: u64,
+    /// Of the corruptions: COPIED flags that are not set and might be. Nothing is in danger; a write copies more than it must.
+    pub unset_flags: u64,
     pub leaks: u64,
     pub corruptions_fixed: u64,
     pub leaks_fixed: u64,
@@ -77,6 +79,11 @@ pub struct Report {
 impl Report {
     pub fn is_clean(&self) -> bool {
         self.corruptions == 0 && self.leaks == 0 && self.check_errors == 0
+    }
+
+    /// Nothing that is in use can be taken for free, or for one's own.
+    pub fn is_safe(&self) -> bool {
+        self.corruptions == self.unset_flags && self.check_errors == 0
     }
 }
 
@@ -98,8 +105,6 @@ pub(in crate::qcow2) struct Tally {
     pub overlaps: Vec<u64>,
     /// The largest count.
     pub most: u64,
-    /// COPIED flags that are not set and might be.
-    pub unset_flags: u64,
     /// Later passes see the same tables again: what is found in them is counted once.
     pub(super) later_pass: bool,
 }
