@@ -8,6 +8,9 @@
 //! complete clusters that are written in part; only when that is durable does the image name the new one.
 //! What a power cut leaves: an image over the old backing file, which holds more than it did; or over the new one.
 
+#[cfg(test)]
+mod tests;
+
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
