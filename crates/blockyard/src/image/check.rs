@@ -1,7 +1,5 @@
 //! `image check`. Exit status: 0 sound, 1 the check failed, 3 corruptions, 4 leaks only.
 
-use std::path::PathBuf;
-
 use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::check::{self, Repair, Report};
 use blockyard_image::tools::on_file;
@@ -9,17 +7,13 @@ use blockyard_image::{Format, SECTOR, cow};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::{Output, format, format_of, new, print, print_json};
+use super::{Named, Output, format_of, new, print, print_json};
 use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {
-    /// The image.
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-    /// Its format [default: as its name says].
-    #[arg(short, long, value_parser = format())]
-    format: Option<Format>,
+    #[command(flatten)]
+    image: Named,
     /// leaks: give back space that nothing refers to; all: also make refcounts and flags right.
     #[arg(short, long, value_name = "WHAT")]
     repair: Option<What>,
@@ -71,19 +65,19 @@ fn is_zero(number: &u64) -> bool {
 type Found = (Vec<String>, Answer);
 
 pub fn run(options: &Options) -> Result<u8, Failure> {
-    let format = format_of(&options.file, options.format)?;
+    let format = format_of(&options.image.file, options.image.format)?;
     let (lines, answer) = match format {
         Format::Qcow2 => of_qcow2(options)?,
         Format::Cow => of_cow(options)?,
         Format::Raw => {
             return Err(anyhow::anyhow!(
                 "image {}: raw images have no structure that could be checked",
-                options.file.display()
+                options.image.file.display()
             )
             .into());
         }
     };
-    let answer = Answer { filename: options.file.display().to_string(), format: format.to_string(), ..answer };
+    let answer = Answer { filename: options.image.file.display().to_string(), format: format.to_string(), ..answer };
     if !options.quiet {
         lines.iter().for_each(|line| eprintln!("{line}"));
     }
@@ -95,7 +89,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     match &answer {
         Answer { corruptions: 1.., .. } => Ok(3),
         Answer { check_errors: 1.., .. } => {
-            Err(anyhow::anyhow!("image {}: not all of it could be checked", options.file.display()).into())
+            Err(anyhow::anyhow!("image {}: not all of it could be checked", options.image.file.display()).into())
         }
         Answer { leaks: 1.., .. } => Ok(4),
         _ => Ok(0),
@@ -108,8 +102,8 @@ fn of_qcow2(options: &Options) -> Result<Found, Failure> {
         Some(What::Leaks) => Repair::Leaks,
         Some(What::All) => Repair::All,
     };
-    let folder = new::folder(&options.file).to_path_buf();
-    let report = on_file(&options.file, repair == Repair::No, async move |file| {
+    let folder = new::folder(&options.image.file).to_path_buf();
+    let report = on_file(&options.image.file, repair == Repair::No, async move |file| {
         let header = Header::read_for_check(&file).await?;
         let data_file = header.data_file.and_then(|name| std::fs::metadata(folder.join(name)).ok());
         check::check(&file, data_file.map(|data| data.len()), repair).await
@@ -140,7 +134,7 @@ fn of_qcow2(options: &Options) -> Result<Found, Failure> {
 /// Of a COW file; its clusters are sectors.
 fn of_cow(options: &Options) -> Result<Found, Failure> {
     let repair = cow::Repair { leaks: options.repair.is_some(), corruptions: options.repair == Some(What::All) };
-    let (found, left) = on_file(&options.file, options.repair.is_none(), async move |file| {
+    let (found, left) = on_file(&options.image.file, options.repair.is_none(), async move |file| {
         let found = cow::info(&file).await?;
         Ok((found, cow::check(&file, repair).await?))
     })?;

@@ -11,17 +11,13 @@ use blockyard_image::{CacheMode, Chain, ChainOptions, Format};
 use clap::Args;
 
 use super::progress::Show;
-use super::{Folders, cache, failed, format, new, open, print, size};
+use super::{Folders, Named, cache, failed, new, open, print, size};
 use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {
-    /// The image whose contents go down.
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-    /// Its format [default: as its name says].
-    #[arg(short, long, value_parser = format())]
-    format: Option<Format>,
+    #[command(flatten)]
+    image: Named,
     /// Commit into this image of the chain, not into the next one; implies -d. The images between the two, and all other
     /// images over that one, are invalid then: throw them away, or rebase them.
     #[arg(short, long, value_name = "BASE")]
@@ -46,7 +42,8 @@ fn rate(text: &str) -> Result<u64, String> {
 }
 
 pub fn run(options: &Options) -> Result<(), Failure> {
-    let reading = ChainOptions { cache: options.cache, ..options.folders.reading(&options.file, options.format) };
+    let reading =
+        ChainOptions { cache: options.cache, ..options.folders.reading(&options.image.file, options.image.format) };
     let looked_at = open(&reading)?;
     let into = base(options, &looked_at)?;
     let (size, format) = (looked_at.size(), looked_at.top().format);
@@ -63,9 +60,11 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     let committing = ChainOptions { read_only, only_locked: true, commit_into: Some(into), ..reading };
     let chain = open(&committing)?;
     if chain.describe() != names {
-        return Err(
-            anyhow!("image {}: somebody has changed its backing files meanwhile", options.file.display()).into()
-        );
+        return Err(anyhow!(
+            "image {}: somebody has changed its backing files meanwhile",
+            options.image.file.display()
+        )
+        .into());
     }
     let progress = Arc::<Progress>::default();
     let work = || tools::commit(&chain, options.rate_limit, super::threads(), &progress);
@@ -82,17 +81,17 @@ pub fn run(options: &Options) -> Result<(), Failure> {
 /// Which image of the chain is meant.
 fn base(options: &Options, chain: &Chain) -> Result<usize, Failure> {
     if chain.layers().len() < 2 {
-        return Err(anyhow!("image {}: it has no backing file to commit into", options.file.display()).into());
+        return Err(anyhow!("image {}: it has no backing file to commit into", options.image.file.display()).into());
     }
     let Some(name) = &options.base else { return Ok(1) };
     let real = |path: &Path| std::fs::canonicalize(path).ok();
-    let meant = [real(name), real(&new::folder(&options.file).join(name))];
+    let meant = [real(name), real(&new::folder(&options.image.file).join(name))];
     let is_meant = |path: &Path| real(path).is_some_and(|path| meant.contains(&Some(path)));
     let found = chain.layers().iter().skip(1).position(|layer| is_meant(layer.file.path()));
     let none = || {
         anyhow!(
             "image {}: {} is none of its backing files: {}",
-            options.file.display(),
+            options.image.file.display(),
             name.display(),
             chain.describe()
         )

@@ -2,26 +2,20 @@
 
 mod report;
 
-use std::path::PathBuf;
-
+use blockyard_image::ChainOptions;
 use blockyard_image::tools::details;
-use blockyard_image::{ChainOptions, Format};
 use clap::Args;
 use serde_json::Value;
 
 use report::Info;
 
-use super::{Folders, Output, failed, format, open, print, print_json, size, snapshots};
+use super::{Folders, Named, Output, failed, open, print, print_json, size, snapshots};
 use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {
-    /// The image.
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-    /// Its format [default: as its name says].
-    #[arg(short, long, value_parser = format())]
-    format: Option<Format>,
+    #[command(flatten)]
+    image: Named,
     /// Say it of its backing files too.
     #[arg(short, long)]
     backing_chain: bool,
@@ -34,7 +28,7 @@ pub struct Options {
 pub fn run(options: &Options) -> Result<(), Failure> {
     let chain = open(&ChainOptions {
         no_backing: !options.backing_chain,
-        ..options.folders.reading(&options.file, options.format)
+        ..options.folders.reading(&options.image.file, options.image.format)
     })?;
     let details = details(&chain).map_err(failed)?;
     let all = chain.layers().iter().zip(&details).map(|(layer, details)| Info::of(layer, details));

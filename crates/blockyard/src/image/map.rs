@@ -1,23 +1,17 @@
 //! `image map`: one line for each extent, printed as they are found, for there may be millions.
 
 use std::io::{self, BufWriter, Write};
-use std::path::PathBuf;
 
-use blockyard_image::Format;
 use blockyard_image::tools::{self, Disk, MapEntry, on_reactor};
 use clap::Args;
 
-use super::{Folders, Output, failed, format, open, size};
+use super::{Folders, Named, Output, failed, open, size};
 use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {
-    /// The image.
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-    /// Its format [default: as its name says].
-    #[arg(short, long, value_parser = format())]
-    format: Option<Format>,
+    #[command(flatten)]
+    image: Named,
     /// Begin there.
     #[arg(short, long, value_name = "SIZE", default_value = "0", value_parser = size::parse)]
     start_offset: u64,
@@ -31,7 +25,7 @@ pub struct Options {
 }
 
 pub fn run(options: &Options) -> Result<(), Failure> {
-    let chain = open(&options.folders.reading(&options.file, options.format))?;
+    let chain = open(&options.folders.reading(&options.image.file, options.image.format))?;
     let end = options.start_offset.saturating_add(options.max_length.unwrap_or(u64::MAX));
     let json = options.output.is_json();
     let range = options.start_offset..end;

@@ -85,6 +85,17 @@ fn cache() -> impl TypedValueParser<Value = CacheMode> {
     PossibleValuesParser::new(CacheMode::NAMES.map(|(name, _)| name)).try_map(|name| name.parse::<CacheMode>())
 }
 
+/// The image that a command is about.
+#[derive(Args)]
+pub struct Named {
+    /// The image.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Its format [default: as its name says].
+    #[arg(short, long, value_parser = format())]
+    format: Option<Format>,
+}
+
 /// How to print.
 #[derive(Args)]
 pub struct Output {

@@ -1,7 +1,7 @@
 //! `image rebase`.
 
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::anyhow;
@@ -11,17 +11,13 @@ use clap::Args;
 
 use super::new::{self, Backing};
 use super::progress::Show;
-use super::{Folders, cache, failed, format, format_of, open, threads};
+use super::{Folders, Named, cache, failed, format, format_of, open, threads};
 use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {
-    /// The image that is to have another backing file.
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-    /// Its format [default: as its name says].
-    #[arg(short, long, value_parser = format())]
-    format: Option<Format>,
+    #[command(flatten)]
+    image: Named,
     /// The new backing file; a relative name begins at the image's folder. An empty name: none, the image gets all there is.
     #[arg(short, long, value_name = "NAME")]
     backing: String,
@@ -45,12 +41,12 @@ pub struct Options {
 }
 
 pub fn run(options: &Options) -> Result<(), Failure> {
-    let format = format_of(&options.file, options.format)?;
+    let format = format_of(&options.image.file, options.image.format)?;
     let backing = match options.backing.as_str() {
         "" => None,
-        name => Some(Backing::new(name, options.backing_format, &options.file).map_err(Failure::usage)?),
+        name => Some(Backing::new(name, options.backing_format, &options.image.file).map_err(Failure::usage)?),
     };
-    let wrong = |what: &str| Failure::from(anyhow!("image {}: {what}", options.file.display()));
+    let wrong = |what: &str| Failure::from(anyhow!("image {}: {what}", options.image.file.display()));
     let new = match (format, &backing) {
         (Format::Raw, _) => return Err(wrong("raw images have no backing files")),
         (Format::Cow, None) => return Err(wrong("a cow image has a backing file: convert it to have none")),
@@ -63,16 +59,17 @@ pub fn run(options: &Options) -> Result<(), Failure> {
             NewBacking::Qcow2 { name: name.clone(), format: *format }
         }
     };
-    if backing.as_ref().is_some_and(|backing| is_same(&backing.path, &options.file)) {
+    if backing.as_ref().is_some_and(|backing| is_same(&backing.path, &options.image.file)) {
         return Err(wrong("it cannot be its own backing file"));
     }
     if options.only_name {
-        tools::set_backing(&Arc::new(tools::open_file(&options.file, false).map_err(failed)?), new).map_err(failed)?;
+        tools::set_backing(&Arc::new(tools::open_file(&options.image.file, false).map_err(failed)?), new)
+            .map_err(failed)?;
     } else {
         safely(options, backing.as_ref(), new)?;
     }
     if let Some(backing) = backing {
-        backing.warn_if_far(&options.file);
+        backing.warn_if_far(&options.image.file);
     }
     Ok(())
 }
@@ -83,7 +80,7 @@ fn safely(options: &Options, backing: Option<&Backing>, new: NewBacking) -> Resu
     let writing = ChainOptions {
         read_only: false,
         cache: options.cache,
-        ..options.folders.reading(&options.file, options.format)
+        ..options.folders.reading(&options.image.file, options.image.format)
     };
     let chain = open(&writing)?;
     if let (NewBacking::Cow { .. }, Some(base)) = (&new, &base)
@@ -91,14 +88,16 @@ fn safely(options: &Options, backing: Option<&Backing>, new: NewBacking) -> Resu
     {
         let what =
             format!("{} bytes, and a cow image's backing file is as large as its disk: {}", base.size(), chain.size());
-        return Err(anyhow!("image {}: the new backing file has {what}", options.file.display()).into());
+        return Err(anyhow!("image {}: the new backing file has {what}", options.image.file.display()).into());
     }
     if let Some(header) = chain.top().qcow2().map(|shared| shared.header())
         && header.raw_data_file()
     {
-        return Err(
-            anyhow!("image {}: with a raw external data file it has no backing file", options.file.display()).into()
-        );
+        return Err(anyhow!(
+            "image {}: with a raw external data file it has no backing file",
+            options.image.file.display()
+        )
+        .into());
     }
     let progress = Arc::<Progress>::default();
     let work = || tools::rebase(&chain, base.as_ref(), threads(), &progress);
@@ -109,11 +108,11 @@ fn safely(options: &Options, backing: Option<&Backing>, new: NewBacking) -> Resu
 fn open_new(options: &Options, backing: &Backing) -> Result<Arc<Chain>, Failure> {
     let mut folders = options.folders.backing_folders.clone();
     // It was named by the user.
-    folders.extend([new::folder(&options.file).into(), new::folder(&backing.path).into()]);
+    folders.extend([new::folder(&options.image.file).into(), new::folder(&backing.path).into()]);
     let reading = options.folders.reading(&backing.path, Some(backing.format));
     let base = open(&ChainOptions { cache: options.source_cache, folders, ..reading })?;
-    if base.layers().iter().any(|layer| is_same(layer.file.path(), &options.file)) {
-        let (name, file) = (&backing.name, options.file.display());
+    if base.layers().iter().any(|layer| is_same(layer.file.path(), &options.image.file)) {
+        let (name, file) = (&backing.name, options.image.file.display());
         return Err(anyhow!("image {file}: it is below {name}: the chain would be a circle").into());
     }
     Ok(base)

@@ -1,28 +1,22 @@
 //! `image resize`.
 
-use std::path::PathBuf;
-
 use anyhow::anyhow;
 use blockyard_image::qcow2::Preallocation;
 use blockyard_image::tools::{self, NewSize};
-use blockyard_image::{ChainOptions, Format, SECTOR};
+use blockyard_image::{ChainOptions, SECTOR};
 use clap::Args;
 
 use super::settings::preallocation;
-use super::{Folders, failed, format, open, print, size};
+use super::{Folders, Named, failed, open, print, size};
 use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {
-    /// The image.
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
+    #[command(flatten)]
+    image: Named,
     /// Bytes of its disk, such as 10G; or how many more (+1G) or fewer (-1G).
     #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = change)]
     size: Change,
-    /// Its format [default: as its name says].
-    #[arg(short, long, value_parser = format())]
-    format: Option<Format>,
     /// The disk may become smaller: what lies beyond its new end is lost.
     #[arg(long)]
     shrink: bool,
@@ -56,7 +50,7 @@ fn mode(text: &str) -> Result<Preallocation, String> {
 }
 
 pub fn run(options: &Options) -> Result<(), Failure> {
-    let reading = options.folders.reading(&options.file, options.format);
+    let reading = options.folders.reading(&options.image.file, options.image.format);
     let chain = open(&ChainOptions { read_only: false, only_locked: true, ..reading })?;
     let old = chain.size();
     let new = match options.size {
@@ -64,7 +58,7 @@ pub fn run(options: &Options) -> Result<(), Failure> {
         Change::More(more) => old.checked_add(more).filter(|&size| size <= i64::MAX as u64),
         Change::Fewer(fewer) => old.checked_sub(fewer),
     };
-    let wrong = |what: String| anyhow!("image {}: {what}", options.file.display());
+    let wrong = |what: String| anyhow!("image {}: {what}", options.image.file.display());
     let size =
         new.filter(|&size| size > 0).ok_or_else(|| wrong(format!("it has {old} bytes: that cannot be its size")))?;
     if !size.is_multiple_of(SECTOR) {

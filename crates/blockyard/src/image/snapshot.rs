@@ -1,6 +1,5 @@
 //! `image snapshot`: snapshots inside a qcow2 image.
 
-use std::path::PathBuf;
 use std::time::SystemTime;
 
 use anyhow::anyhow;
@@ -10,17 +9,13 @@ use blockyard_image::tools::on_file;
 use clap::Args;
 
 use super::snapshots::{Told, lines};
-use super::{Output, failed, format, format_of, print, print_json};
+use super::{Named, Output, failed, format_of, print, print_json};
 use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {
-    /// The image.
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-    /// Its format [default: as its name says].
-    #[arg(short, long, value_parser = format())]
-    format: Option<Format>,
+    #[command(flatten)]
+    image: Named,
     #[command(flatten)]
     what: What,
     /// Print nothing but errors.
@@ -48,10 +43,10 @@ struct What {
 }
 
 pub fn run(options: &Options) -> Result<(), Failure> {
-    if format_of(&options.file, options.format)? != Format::Qcow2 {
-        return Err(anyhow!("image {}: only qcow2 images have snapshots", options.file.display()).into());
+    if format_of(&options.image.file, options.image.format)? != Format::Qcow2 {
+        return Err(anyhow!("image {}: only qcow2 images have snapshots", options.image.file.display()).into());
     }
-    let file = &options.file;
+    let file = &options.image.file;
     let done = match &options.what {
         What { create: Some(name), .. } => {
             let (name, now) = (name.clone(), SystemTime::UNIX_EPOCH.elapsed()?);
