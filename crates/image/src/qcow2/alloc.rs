@@ -88,6 +88,8 @@ struct State {
     /// The refcount table: offsets of blocks, 0 for none.
     table: Vec<u64>,
     blocks: BTreeMap<u64, Block>,
+    /// How often blocks were let go of.
+    evictions: u64,
     /// No cluster below is free.
     hint: u64,
     /// Clusters of the file. Those beyond have never been used.
@@ -277,19 +279,27 @@ impl Allocator {
         cluster / self.per_block()
     }
 
-    /// The offset of a refcount block that is not in memory; None: it is, or there is none.
-    pub fn to_load(&self, block: u64) -> Option<u64> {
+    /// The offset of a refcount block that is not in memory, and what [`Allocator::loaded`] is to be told; None: it is, or
+    /// there is none.
+    pub fn to_load(&self, block: u64) -> Option<(u64, u64)> {
         let state = self.state();
         if state.blocks.contains_key(&block) {
             return None;
         }
-        state.table.get(block as usize).copied().filter(|&offset| offset != 0)
+        let offset = state.table.get(block as usize).copied().filter(|&offset| offset != 0)?;
+        Some((offset, state.evictions))
     }
 
-    pub fn loaded(&self, block: u64, bytes: Vec<u8>) {
+    /// A block that was read after [`Allocator::to_load`] said `seen`. If blocks have gone since, it may have been among them,
+    /// with changes that what was read has not: then it is to be read again.
+    pub fn loaded(&self, block: u64, bytes: Vec<u8>, seen: u64) {
         let mut state = self.state();
+        if state.evictions != seen {
+            return;
+        }
         if state.blocks.len() << self.cluster_bits > BLOCKS_KEPT {
             state.blocks.retain(|_, b| !b.dirty.is_empty() || b.writing);
+            state.evictions += 1;
         }
         state.blocks.entry(block).or_insert(Block { bytes, dirty: BTreeSet::new(), writing: false });
     }
@@ -410,5 +420,39 @@ impl Block {
     fn set(&mut self, width: RefcountWidth, index: usize, count: u64) {
         width.set(&mut self.bytes, index, count);
         self.dirty.insert((index * width.bits() as usize / 8) / SECTION);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two read the same block; before the slower one comes the other has changed it, written it, and let it go.
+    #[test]
+    fn counts_that_were_read_too_early_are_not_taken_in() {
+        const BITS: u32 = 16;
+        let (width, blocks) = (RefcountWidth::new(4), 2 * (BLOCKS_KEPT >> BITS) as u64);
+        let table = (0..blocks).map(|block| (block + 1) << BITS).collect();
+        let alloc = Allocator::new(BITS, width, table, blocks * width.per_block(1 << BITS), None);
+        let empty = || vec![0; 1 << BITS];
+        let slow = alloc.to_load(0).unwrap();
+        let fast = alloc.to_load(0).unwrap();
+        alloc.loaded(0, empty(), fast.1);
+        assert!(alloc.retain(7));
+        let changed = alloc.take_changed_counts();
+        let written = changed[0].bytes.clone();
+        alloc.counts_written(&changed, true);
+        for block in 1..blocks {
+            let (_, seen) = alloc.to_load(block).unwrap();
+            alloc.loaded(block, empty(), seen);
+        }
+        assert_eq!(alloc.count(7), None, "it was let go");
+        alloc.loaded(0, empty(), slow.1);
+        while let Some((_, seen)) = alloc.to_load(0) {
+            let mut bytes = empty();
+            bytes[..written.len()].copy_from_slice(&written);
+            alloc.loaded(0, bytes, seen);
+        }
+        assert_eq!(alloc.count(7), Some(1));
     }
 }

@@ -56,10 +56,10 @@ impl<S: Storage> Qcow2<S> {
 
     /// Brings a refcount block into memory.
     pub(super) async fn load_counts(&self, block: u64) -> io::Result<()> {
-        if let Some(offset) = self.shared.alloc.to_load(block) {
+        while let Some((offset, seen)) = self.shared.alloc.to_load(block) {
             let read = bytes::read(&self.file, offset, self.shape().cluster_size() as usize).await;
             let read = read.map_err(|e| ImageError::io("qcow2 refcount block", offset, "reading", e))?;
-            self.shared.alloc.loaded(block, read);
+            self.shared.alloc.loaded(block, read, seen);
         }
         Ok(())
     }
