@@ -204,6 +204,18 @@ impl<S: Storage> Qcow2<S> {
         self.write_in_hold(below, &Segments::buffer(len as usize), start).await
     }
 
+    /// Whether the layers below have to be asked for some of the range.
+    async fn lacks(&self, mut at: u64, stop: u64) -> io::Result<bool> {
+        while at < stop {
+            match self.try_lookup(at, stop - at) {
+                Some(extent) if extent.place == Place::Absent => return Ok(true),
+                Some(extent) => at += extent.len,
+                None => self.load(at).await?,
+            }
+        }
+        Ok(false)
+    }
+
     /// Copies up what only the layers below have: afterwards this image has all of the range. Not for data that were
     /// written meanwhile: those stay.
     pub async fn populate<B: Below>(&self, below: &B, offset: u64, len: u64) -> io::Result<()> {
@@ -212,6 +224,11 @@ impl<S: Storage> Qcow2<S> {
         let mut at = offset - offset % shape.unit;
         while at < end {
             let stop = end.min(at + COPY);
+            // All that has been read once is here: no lock for that.
+            if !self.lacks(at, stop).await? {
+                at = stop;
+                continue;
+            }
             let hold = self.shared.held.hold(shape.cluster(at)..shape.cluster(stop - 1) + 1).await;
             while at < stop {
                 let Some(extent) = self.try_lookup(at, stop - at) else {
