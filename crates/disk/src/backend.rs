@@ -7,7 +7,7 @@ use std::sync::Arc;
 use blockyard_image::{
     Chain, ChainError, ChainOptions, Format, Geometry, Image, ImageFile, OpenError, OpenOptions, Raw, SECTOR,
 };
-use blockyard_ring::{GuestMemory, MemoryError, Region, Segments, Storage};
+use blockyard_ring::{GuestMemory, Handle, MemoryError, Region, Segments, Storage, UringFile};
 
 /// An opened back end, before any reactor uses it: may be sent to and shared by all of them.
 #[derive(Clone, Debug)]
@@ -21,6 +21,11 @@ pub enum Source {
         size: u64,
     },
     Ram(Arc<GuestMemory>),
+    /// The image was lost while it was exchanged for another: nothing can be read or written any more.
+    Gone {
+        size: u64,
+        why: String,
+    },
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -70,7 +75,7 @@ impl Source {
         match self {
             Source::File(file) => file.size().next_multiple_of(SECTOR),
             Source::Chain(chain) => chain.size(),
-            Source::Null { size } => *size,
+            Source::Null { size } | Source::Gone { size, .. } => *size,
             Source::Ram(memory) => memory.regions().iter().map(|r| r.size()).sum(),
         }
     }
@@ -79,7 +84,7 @@ impl Source {
         match self {
             Source::File(file) => file.geometry(),
             Source::Chain(chain) => of_chain(chain),
-            Source::Null { .. } | Source::Ram(_) => Geometry {
+            Source::Null { .. } | Source::Ram(_) | Source::Gone { .. } => Geometry {
                 logical_block: 512,
                 physical_block: 4096,
                 minimum_io: 4096,
@@ -158,6 +163,24 @@ pub enum Backend<S> {
     Image(Image<S>),
     Null,
     Ram(Ram),
+    /// See [`Source::Gone`].
+    Gone(String),
+}
+
+impl Backend<UringFile> {
+    pub fn open(handle: &Handle, source: &Source) -> io::Result<Self> {
+        Ok(match source {
+            Source::File(file) => Backend::Raw(Raw::new(UringFile::new(handle, file.fd().clone())?, file)),
+            Source::Chain(chain) => Backend::Image(chain.image(handle)?),
+            Source::Null { .. } => Backend::Null,
+            Source::Ram(memory) => Backend::Ram(Ram::new(memory)),
+            Source::Gone { why, .. } => Backend::Gone(why.clone()),
+        })
+    }
+}
+
+fn gone<T>(why: &str) -> io::Result<T> {
+    Err(io::Error::other(why.to_string()))
 }
 
 impl<S: Storage> Backend<S> {
@@ -167,6 +190,7 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.read(segments, offset).await,
             Backend::Image(image) => image.read(segments, offset).await,
             Backend::Null => (segments, Ok(())),
+            Backend::Gone(why) => (segments, gone(why)),
             Backend::Ram(ram) => {
                 let result = ram.with(offset, segments.len(), |ram| segments.copy_from(0, ram, 0, segments.len()));
                 (segments, result)
@@ -182,6 +206,7 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.write(segments, offset, durable).await,
             Backend::Image(image) => image.write(segments, offset).await,
             Backend::Null => (segments, Ok(())),
+            Backend::Gone(why) => (segments, gone(why)),
             Backend::Ram(ram) => {
                 let result = ram.with(offset, segments.len(), |ram| ram.copy_from(0, &segments, 0, segments.len()));
                 (segments, result)
@@ -208,6 +233,7 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.flush().await,
             Backend::Image(image) => Box::pin(image.flush()).await,
             Backend::Null | Backend::Ram(_) => Ok(()),
+            Backend::Gone(why) => gone(why),
         }
     }
 
@@ -224,6 +250,7 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.discard(offset, len).await,
             Backend::Image(image) => Box::pin(image.discard(offset, len)).await,
             Backend::Null => Ok(()),
+            Backend::Gone(why) => gone(why),
             Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),
         }
     }
@@ -234,6 +261,7 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.write_zeroes(offset, len, unmap).await,
             Backend::Image(image) => Box::pin(image.write_zeroes(offset, len, unmap)).await,
             Backend::Null => Ok(()),
+            Backend::Gone(why) => gone(why),
             Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),
         }
     }

@@ -9,14 +9,21 @@
 //! acknowledged again; nothing on the way of a read or a write of a raw image allocates or takes a lock.
 
 mod backend;
+mod dirty;
+mod disk;
 mod filter;
 mod flush;
+mod gate;
+mod live;
 mod request;
 mod served;
 mod statistics;
 
 pub use backend::{Backend, Ram, Source, SourceError, parse_size};
+pub use disk::{Disk, DiskOptions};
 pub use filter::{Filter, FilterError};
+pub use gate::GateError;
+pub use live::{SnapshotOptions, Why, Work, WorkError};
 pub use request::{Failure, Finished, Op, Request, Status, Token, dropped_requests};
-pub use served::{Disk, DiskOptions, Run, Served, forget_local};
+pub use served::{Run, Served, forget_local};
 pub use statistics::{OpKind, Statistics, Summary};

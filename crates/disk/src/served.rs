@@ -1,21 +1,22 @@
-//! A disk, and the disk as one reactor serves it.
+//! A disk as one reactor serves it: its view of the image, its statistics, and the way of a request through it.
 //!
-//! `Disk` is what all reactors share: it is read on the way of a request, and written only when something goes wrong or
-//! a person changes it, and at flushes. `Served` is one reactor's own: image, statistics.
+//! In: requests, from the queues of this reactor. Out: their answers.
+//! What must hold: a request uses one view of the image from its admission to its answer.
 
 use std::cell::RefCell;
 use std::io;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use blockyard_image::{CacheMode, Raw};
 use blockyard_ring::{Handle, Segments, Storage, UringFile};
 
-use crate::backend::{Backend, Ram, Source};
-use crate::filter::{Dice, Filter};
-use crate::flush::FlushGroup;
+use crate::backend::{Backend, Source};
+use crate::dirty::DirtyMap;
+use crate::disk::Disk;
+use crate::filter::Dice;
+use crate::gate::{Gate, Pass};
 use crate::request::{Failure, Finished, Op, Request, Status, Token};
 use crate::statistics::{OpKind, Statistics};
 
@@ -23,108 +24,42 @@ mod merge;
 
 pub use merge::Run;
 
-/// What a disk is set up with.
-#[derive(Clone, Debug)]
-pub struct DiskOptions {
-    pub name: String,
-    /// What the guest reads as the disk's serial number: at most 20 bytes.
-    pub serial: String,
-    pub read_only: bool,
-    pub cache: CacheMode,
-    pub filters: Vec<Filter>,
-}
-
-/// One opened disk.
-#[derive(Debug)]
-pub struct Disk {
-    options: DiskOptions,
-    source: Source,
-    capacity: AtomicU64,
-    flushes: FlushGroup,
-    /// Writes go through the host's page cache, which may lose them later.
-    cached: bool,
-    /// A write was acknowledged that no sync has covered yet.
-    unsynced: AtomicBool,
-    /// Why nothing is written any more: see [`Failure::Poisoned`].
-    poisoned: OnceLock<String>,
-}
-
-impl Disk {
-    pub fn new(options: DiskOptions, source: Source) -> Self {
-        let capacity = AtomicU64::new(source.capacity());
-        let cached = matches!(&source, Source::File(file) if !file.direct());
-        let (flushes, unsynced, poisoned) = Default::default();
-        Disk { options, source, capacity, flushes, cached, unsynced, poisoned }
-    }
-
-    pub fn options(&self) -> &DiskOptions {
-        &self.options
-    }
-
-    pub fn name(&self) -> &str {
-        &self.options.name
-    }
-
-    pub fn source(&self) -> &Source {
-        &self.source
-    }
-
-    /// Bytes a guest may address.
-    pub fn capacity(&self) -> u64 {
-        self.capacity.load(Ordering::Relaxed)
-    }
-
-    /// Looks at the image's size again; answers the new capacity if it changed.
-    pub fn refresh_capacity(&self) -> io::Result<Option<u64>> {
-        if let Source::File(file) = &self.source {
-            file.refresh_size()?;
-        }
-        let new = self.source.capacity();
-        Ok((self.capacity.swap(new, Ordering::Relaxed) != new).then_some(new))
-    }
-
-    pub fn poisoned(&self) -> Option<&str> {
-        self.poisoned.get().map(String::as_str)
-    }
-
-    /// Notes an acknowledged write. Read far more often than written: reactors do not fight over it.
-    #[inline]
-    fn note_unsynced(&self) {
-        if !self.unsynced.load(Ordering::SeqCst) {
-            self.unsynced.store(true, Ordering::SeqCst);
-        }
-    }
-
-    /// Whether a durable write past the page cache that failed may have taken other writes with it, unseen by the next
-    /// sync: it ends in a flush of the device's cache, and the device tells of a lost one only once.
-    fn taken_along(&self, error: &io::Error) -> bool {
-        match Failure::of(error) {
-            // Refused before anything was done.
-            _ if error.kind() == io::ErrorKind::InvalidInput => false,
-            Failure::Unsupported | Failure::NoSpace => false,
-            _ => self.unsynced.load(Ordering::SeqCst),
-        }
-    }
-
-    fn poison(&self, what: &str, error: &io::Error) {
-        let reason = format!(
-            "{what} failed ({error}): writes acknowledged since the last good flush may be lost, so this disk takes no more \
-             writes until its image is opened anew"
-        );
-        if self.poisoned.set(reason).is_ok() {
-            tracing::error!(disk = self.name(), "{}", self.poisoned().unwrap_or_default());
-        }
-    }
-}
-
 /// A disk on one reactor. `S` is [`UringFile`], or the simulated disk in tests.
 pub struct Served<S> {
     disk: Arc<Disk>,
-    backend: Backend<S>,
+    pub(crate) gate: Gate,
+    pub(crate) view: RefCell<Rc<View<S>>>,
+    /// The view to come, while the gate is closed.
+    pub(crate) next: RefCell<Option<Rc<View<S>>>>,
     /// None in simulations, which have no clock.
     handle: Option<Handle>,
     statistics: RefCell<Statistics>,
     dice: Dice,
+}
+
+/// The image as this reactor has it open, until it is exchanged for another.
+pub(crate) struct View<S> {
+    pub(crate) backend: Backend<S>,
+    /// Where it is noted what is written.
+    dirty: Option<Arc<DirtyMap>>,
+}
+
+impl View<UringFile> {
+    pub(crate) fn open(handle: &Handle, source: &Source, dirty: Option<Arc<DirtyMap>>) -> io::Result<Self> {
+        Ok(View { backend: Backend::open(handle, source)?, dirty })
+    }
+}
+
+impl<S> View<S> {
+    pub(crate) fn gone(why: &io::Error) -> Self {
+        View { backend: Backend::Gone(why.to_string()), dirty: None }
+    }
+}
+
+/// A request that was let in.
+pub(crate) struct Admitted<'a, S> {
+    view: Rc<View<S>>,
+    _pass: Pass<'a>,
 }
 
 thread_local! {
@@ -143,9 +78,32 @@ impl Served<UringFile> {
         if let Some(served) = Self::known(disk) {
             return Ok(served);
         }
-        let served = Rc::new(Served::open(handle, disk)?);
+        let served = {
+            let mut serving = disk.serving();
+            let view = View::open(handle, &serving.source, serving.dirty.clone())?;
+            let served = Served::with_view(disk.clone(), view, Some(handle.clone()));
+            let remote = handle.remote();
+            if !serving.reactors.iter().any(|r| r.is(&remote)) {
+                serving.reactors.push(remote);
+            }
+            if serving.closed {
+                served.gate.begin_closed();
+            }
+            Rc::new(served)
+        };
         LOCAL.with_borrow_mut(|l| l.push(served.clone()));
         Ok(served)
+    }
+
+    /// The disk on a reactor that serves none of its requests: for work on its image.
+    pub(crate) fn apart(handle: &Handle, disk: &Arc<Disk>, source: &Source) -> io::Result<Self> {
+        let view = View::open(handle, source, None)?;
+        Ok(Served::with_view(disk.clone(), view, Some(handle.clone())))
+    }
+
+    /// Whether a sync of the image's own has failed: see [`Backend::lost`].
+    pub(crate) fn look_for_losses(&self) {
+        self.note_lost(&self.view.borrow());
     }
 
     /// The disk on this thread's reactor, if it has been used there.
@@ -155,24 +113,22 @@ impl Served<UringFile> {
 
     /// This thread's reactor serves the disk no more.
     pub fn forget(disk: &Arc<Disk>) {
-        LOCAL.with_borrow_mut(|l| l.retain(|s| !Arc::ptr_eq(&s.disk, disk)));
-    }
-
-    fn open(handle: &Handle, disk: &Arc<Disk>) -> io::Result<Self> {
-        let backend = match &disk.source {
-            Source::File(file) => Backend::Raw(Raw::new(UringFile::new(handle, file.fd().clone())?, file)),
-            Source::Chain(chain) => Backend::Image(chain.image(handle)?),
-            Source::Null { .. } => Backend::Null,
-            Source::Ram(memory) => Backend::Ram(Ram::new(memory)),
-        };
-        Ok(Served::new(disk.clone(), backend, Some(handle.clone())))
+        let gone: Vec<_> = LOCAL.with_borrow_mut(|l| l.extract_if(.., |s| Arc::ptr_eq(&s.disk, disk)).collect());
+        for remote in gone.iter().filter_map(|served| Some(served.handle.as_ref()?.remote())) {
+            disk.serving().reactors.retain(|r| !r.is(&remote));
+        }
     }
 }
 
 impl<S: Storage> Served<S> {
     pub fn new(disk: Arc<Disk>, backend: Backend<S>, handle: Option<Handle>) -> Self {
+        Served::with_view(disk, View { backend, dirty: None }, handle)
+    }
+
+    fn with_view(disk: Arc<Disk>, view: View<S>, handle: Option<Handle>) -> Self {
+        let (view, next) = (RefCell::new(Rc::new(view)), RefCell::new(None));
         let dice = Dice::new(0x9e37_79b9_7f4a_7c15);
-        Served { disk, backend, handle, statistics: RefCell::default(), dice }
+        Served { disk, gate: Gate::default(), view, next, handle, statistics: RefCell::default(), dice }
     }
 
     pub fn disk(&self) -> &Arc<Disk> {
@@ -183,15 +139,28 @@ impl<S: Storage> Served<S> {
         self.statistics.borrow().clone()
     }
 
+    /// Lets a request in: at once, but while the image is exchanged.
+    #[inline]
+    async fn enter(&self) -> Admitted<'_, S> {
+        let pass = self.gate.enter().await;
+        Admitted { view: self.view.borrow().clone(), _pass: pass }
+    }
+
     /// Does what the request asks. The answer is for the caller to deliver.
     #[inline]
-    pub async fn serve<T: Token>(&self, mut request: Request<T>) -> Finished<T> {
+    pub async fn serve<T: Token>(&self, request: Request<T>) -> Finished<T> {
+        let admitted = self.enter().await;
+        self.serve_in(&admitted.view, request).await
+    }
+
+    #[inline]
+    async fn serve_in<T: Token>(&self, view: &View<S>, mut request: Request<T>) -> Finished<T> {
         let admitted = self.now();
         let (op, len) = (request.op, request.len);
         let status = match self.admit(&request) {
             Ok(()) => {
                 let segments = std::mem::take(&mut request.segments);
-                let (segments, result) = self.perform(op, request.offset, len, segments).await;
+                let (segments, result) = self.perform(view, op, request.offset, len, segments).await;
                 request.segments = segments;
                 result.map_err(|e| self.failure(op, request.offset, &e)).and_then(|()| self.still_good(op))
             }
@@ -210,16 +179,17 @@ impl<S: Storage> Served<S> {
 
     /// Syncs what a guest that is gone may have left unsynced: on disconnect and at the end.
     pub async fn settle(&self) -> Status {
-        let (_, result) = self.perform(Op::Flush, 0, 0, Segments::default()).await;
+        let admitted = self.enter().await;
+        let (_, result) = self.perform(&admitted.view, Op::Flush, 0, 0, Segments::default()).await;
         result.map_err(|e| self.failure(Op::Flush, 0, &e))
     }
 
     /// For the end of the disk: see [`Backend::close`].
     pub async fn close(&self) -> Status {
-        if self.disk.options.read_only || self.disk.poisoned().is_some() {
+        if self.disk.options().read_only || self.disk.poisoned().is_some() {
             return self.still_good(Op::Flush);
         }
-        let closed = self.backend.close().await;
+        let closed = self.enter().await.view.backend.close().await;
         closed.inspect_err(|e| self.disk.poison("closing the image", e)).map_err(|e| self.failure(Op::Flush, 0, &e))
     }
 
@@ -237,7 +207,7 @@ impl<S: Storage> Served<S> {
         if request.op == Op::Read {
             return Ok(());
         }
-        if self.disk.options.read_only && request.op != Op::Flush {
+        if self.disk.options().read_only && request.op != Op::Flush {
             return Err(Failure::ReadOnly);
         }
         self.still_good(request.op)
@@ -250,62 +220,87 @@ impl<S: Storage> Served<S> {
     }
 
     #[inline]
-    async fn perform(&self, op: Op, offset: u64, len: u64, segments: Segments) -> (Segments, io::Result<()>) {
+    async fn perform(
+        &self,
+        view: &View<S>,
+        op: Op,
+        offset: u64,
+        len: u64,
+        segments: Segments,
+    ) -> (Segments, io::Result<()>) {
         if len == 0 && op != Op::Flush {
             return (segments, Ok(()));
         }
-        if !self.disk.options.filters.is_empty()
+        if !self.disk.options().filters.is_empty()
             && let Err(e) = self.filter(op, offset, len).await
         {
             return (segments, Err(e));
         }
-        let keeps = !self.disk.options.cache.ignores_flush();
+        let keeps = !self.disk.options().cache.ignores_flush();
+        let _changing = match (&view.dirty, op) {
+            (None, _) | (_, Op::Read | Op::Flush) => None,
+            (Some(dirty), _) => Some(dirty.changing(offset, len)),
+        };
         match op {
-            Op::Read => self.backend.read(segments, offset).await,
-            Op::Write { fua } => self.write(segments, offset, fua && keeps).await,
-            Op::Flush if !keeps || self.disk.options.read_only => (segments, Ok(())),
-            Op::Flush => (segments, self.flush().await),
-            Op::Discard => (segments, self.backend.discard(offset, len).await.inspect_err(|_| self.note_lost())),
-            Op::WriteZeroes { unmap, fua } => (segments, self.write_zeroes((offset, len), unmap, fua && keeps).await),
+            Op::Read => view.backend.read(segments, offset).await,
+            Op::Write { fua } => self.write(view, segments, offset, fua && keeps).await,
+            Op::Flush if !keeps || self.disk.options().read_only => (segments, Ok(())),
+            Op::Flush => (segments, self.flush(view).await),
+            Op::Discard => (segments, view.backend.discard(offset, len).await.inspect_err(|_| self.note_lost(view))),
+            Op::WriteZeroes { unmap, fua } => {
+                (segments, self.write_zeroes(view, (offset, len), unmap, fua && keeps).await)
+            }
         }
     }
 
     #[inline]
-    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
+    async fn write(
+        &self,
+        view: &View<S>,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<()>) {
         // In the page cache many durable writes share a sync. They must: the kernel tells a lost page to one sync of an open
         // file and forgets it, so that of two at a time one would answer Ok for data that is gone.
         // Images have metadata besides, which a flush puts in order.
-        let shares = durable && (self.disk.cached || self.backend.flushes_whole());
+        let shares = durable && (self.disk.cached || view.backend.flushes_whole());
         let durable = durable && !shares;
-        let (segments, mut result) = self.backend.write(segments, offset, durable).await;
+        let (segments, mut result) = view.backend.write(segments, offset, durable).await;
         match &result {
             Ok(()) if !durable => self.disk.note_unsynced(),
             Err(e) if durable && self.disk.taken_along(e) => self.disk.poison("a durable write", e),
-            Err(_) => self.note_lost(),
+            Err(_) => self.note_lost(view),
             Ok(()) => {}
         }
         if shares && result.is_ok() {
-            result = self.flush().await;
+            result = self.flush(view).await;
         }
         (segments, result)
     }
 
     /// An image syncs for itself now and then. What such a sync was told, no flush will hear again.
-    fn note_lost(&self) {
-        if let Some(e) = self.backend.lost() {
+    fn note_lost(&self, view: &View<S>) {
+        if let Some(e) = view.backend.lost() {
             self.disk.poison("writing metadata", &e);
         }
     }
 
-    async fn write_zeroes(&self, (offset, len): (u64, u64), unmap: bool, durable: bool) -> io::Result<()> {
-        self.backend.write_zeroes(offset, len, unmap).await.inspect_err(|_| self.note_lost())?;
+    async fn write_zeroes(
+        &self,
+        view: &View<S>,
+        (offset, len): (u64, u64),
+        unmap: bool,
+        durable: bool,
+    ) -> io::Result<()> {
+        view.backend.write_zeroes(offset, len, unmap).await.inspect_err(|_| self.note_lost(view))?;
         self.disk.note_unsynced();
         // Zeroed ranges are metadata, which only a sync makes durable: the group's, for a sync beside it could take its
         // error away.
-        if durable { self.flush().await } else { Ok(()) }
+        if durable { self.flush(view).await } else { Ok(()) }
     }
 
-    async fn flush(&self) -> io::Result<()> {
+    async fn flush(&self, view: &View<S>) -> io::Result<()> {
         self.disk
             .flushes
             .flush(async || {
@@ -315,7 +310,7 @@ impl<S: Storage> Served<S> {
                 }
                 // Before the sync begins: what is acknowledged from here on it may not cover.
                 self.disk.unsynced.swap(false, Ordering::SeqCst);
-                let result = self.backend.flush().await;
+                let result = view.backend.flush().await;
                 if let Err(e) = &result {
                     self.disk.poison("a flush", e);
                 }
@@ -326,7 +321,7 @@ impl<S: Storage> Served<S> {
 
     async fn filter(&self, op: Op, offset: u64, len: u64) -> io::Result<()> {
         let kind = OpKind::of(op);
-        for filter in &self.disk.options.filters {
+        for filter in &self.disk.options().filters {
             if let (Some(time), Some(handle)) = (filter.delay(kind), &self.handle) {
                 handle.sleep(time).await;
             }

@@ -91,11 +91,12 @@ pub struct ChainLayer {
     pub file: Arc<ImageFile>,
     /// qcow2's external data file.
     pub data: Option<Arc<ImageFile>>,
-    meta: Meta,
+    pub(crate) meta: Meta,
 }
 
-#[derive(Debug)]
-enum Meta {
+/// What reactors share of an open image, as its format has it.
+#[derive(Clone, Debug)]
+pub(crate) enum Meta {
     Raw,
     Qcow2(Arc<qcow2::Shared>),
     Cow(Arc<cow::Shared>),
@@ -130,8 +131,8 @@ impl ChainLayer {
 /// An opened chain, the topmost image first.
 #[derive(Debug)]
 pub struct Chain {
-    layers: Vec<ChainLayer>,
-    options: ChainOptions,
+    pub(crate) layers: Vec<Arc<ChainLayer>>,
+    pub(crate) options: ChainOptions,
 }
 
 impl Chain {
@@ -214,7 +215,7 @@ impl Chain {
                 (Meta::Cow(view.shared().clone()), None, below)
             }
         };
-        self.layers.push(ChainLayer { format, file, data, meta });
+        self.layers.push(Arc::new(ChainLayer { format, file, data, meta }));
         Ok(below)
     }
 
@@ -256,7 +257,7 @@ impl Chain {
     /// Some images of the chain, on one reactor, as if there were no others.
     pub fn part(&self, handle: &Handle, part: Range<usize>) -> std::io::Result<Image<UringFile>> {
         let raw = |file: &Arc<ImageFile>| UringFile::new(handle, file.fd().clone()).map(|s| Raw::new(s, file));
-        let layer = |layer: &ChainLayer| {
+        let layer = |layer: &Arc<ChainLayer>| {
             let main = raw(&layer.file)?;
             Ok(match &layer.meta {
                 Meta::Raw => Layer::Raw { raw: main, size: layer.file.size().next_multiple_of(SECTOR) },
@@ -289,13 +290,13 @@ impl Chain {
         &self.options
     }
 
-    pub fn layers(&self) -> &[ChainLayer] {
+    pub fn layers(&self) -> &[Arc<ChainLayer>] {
         &self.layers
     }
 
     /// The images' files and formats, the topmost first, as a log shows them.
     pub fn describe(&self) -> String {
-        let layer = |layer: &ChainLayer| {
+        let layer = |layer: &Arc<ChainLayer>| {
             let data = layer.data.as_ref().map(|data| format!(" with data file {}", data.path().display()));
             format!("{} ({}{})", layer.file.path().display(), layer.format, data.unwrap_or_default())
         };
@@ -363,7 +364,7 @@ impl Next {
     }
 }
 
-fn allowed_folders(options: &ChainOptions) -> Vec<PathBuf> {
+pub(crate) fn allowed_folders(options: &ChainOptions) -> Vec<PathBuf> {
     let own = options.path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let folders = if options.folders.is_empty() {
         std::slice::from_ref(&own).iter().map(|p| p.to_path_buf()).collect()

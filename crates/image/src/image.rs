@@ -12,7 +12,7 @@ use crate::SECTOR;
 use crate::extent::{Below, Extent, Place};
 use crate::layer::{Found, Layer, Layers};
 use crate::resolved::Resolved;
-use crate::traffic::{Lane, Traffic};
+use crate::traffic::{Lane, Pass, Traffic};
 
 /// What layers map alike may be as small and as large as this, in bytes, to be remembered.
 const SMALLEST_GRANULE: u64 = 2 << 10;
@@ -154,6 +154,12 @@ impl<S: Storage> Image<S> {
             Layer::Qcow2(image) => image.shared().lost(),
             Layer::Cow(image) => image.shared().lost(),
         }
+    }
+
+    /// As long as it is kept, what is freed in the topmost image is not used again: for others who read its file by
+    /// themselves, and may have looked things up before.
+    pub fn hold_freed(&self) -> Pass<'_> {
+        self.traffic.enter(&self.lane)
     }
 
     /// Flushes, and leaves the files as they are to be found: for the end, when no request is on its way.

@@ -1,7 +1,7 @@
 //! Opening an image file: O_DIRECT where the cache mode asks for it, the lock, the geometry.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -81,6 +81,64 @@ impl ImageFile {
             range_lock: Arc::default(),
             path,
         })
+    }
+
+    /// The same file by a descriptor that only reads, and is not locked yet: see [`ImageFile::hand_lock_to`].
+    pub(crate) fn reader(&self) -> io::Result<ImageFile> {
+        let fd = self.open_again(OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY)?;
+        Ok(ImageFile { fd: Arc::new(fd), read_only: true, ..self.twin() })
+    }
+
+    /// The same file by a descriptor that also writes; it takes this one's lock over, and more: nobody else may have the file
+    /// open. [`ImageFile::hand_lock_to`] gives the lock back.
+    pub(crate) fn writer(&self) -> Result<ImageFile, OpenError> {
+        let failed = |operation| move |source| OpenError::Io { path: self.path.clone(), operation, source };
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
+        let fd = self.open_again(flags).map_err(failed("opening it once more, to write to it"))?;
+        let writer = ImageFile { fd: Arc::new(fd), read_only: false, ..self.twin() };
+        let locking = failed("locking it (an OFD lock)");
+        // A reader's lock at each moment, so that no writer comes between.
+        let locked = host::lock(&writer.fd, Lock::Shared)
+            .and_then(|_| host::lock(&self.fd, Lock::None))
+            .and_then(|_| take_lock(&writer.fd, Lock::Exclusive));
+        if !matches!(locked, Ok(Ok(()))) {
+            host::lock(&self.fd, Lock::Shared).map_err(locking)?;
+        }
+        match locked.map_err(locking)? {
+            Ok(()) => Ok(writer),
+            Err(holder) => Err(OpenError::Locked { path: self.path.clone(), holder }),
+        }
+    }
+
+    /// By its descriptor: under its name there may be another file meanwhile.
+    fn open_again(&self, flags: OFlags) -> io::Result<OwnedFd> {
+        let flags = if self.direct { flags | OFlags::DIRECT } else { flags };
+        Ok(rustix::fs::open(format!("/proc/self/fd/{}", self.fd.as_raw_fd()), flags, Mode::empty())?)
+    }
+
+    /// What is known of the file, without its lock.
+    fn twin(&self) -> ImageFile {
+        ImageFile {
+            path: self.path.clone(),
+            fd: self.fd.clone(),
+            size: AtomicU64::new(self.size()),
+            geometry: self.geometry,
+            read_only: self.read_only,
+            direct: self.direct,
+            is_device: self.is_device,
+            cache: self.cache,
+            range_lock: Arc::default(),
+        }
+    }
+
+    /// From a writer's lock to a reader's, which `reader` has from now on. At no moment may anybody else write to the file.
+    pub(crate) fn hand_lock_to(&self, reader: &ImageFile) -> io::Result<()> {
+        host::lock(&self.fd, Lock::Shared)?;
+        if Arc::ptr_eq(&self.fd, &reader.fd) {
+            return Ok(());
+        }
+        host::lock(&reader.fd, Lock::Shared)?;
+        host::lock(&self.fd, Lock::None).map(|_| ())
     }
 
     pub fn path(&self) -> &Path {
@@ -208,6 +266,33 @@ mod tests {
         let _a = ImageFile::open(&options(&path, true)).unwrap();
         let _b = ImageFile::open(&options(&path, true)).unwrap();
         assert!(matches!(ImageFile::open(&options(&path, false)), Err(OpenError::Locked { .. })));
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn a_writer_becomes_a_reader_and_nobody_gets_between() {
+        let path = scratch("reader", 4096);
+        let writer = ImageFile::open(&options(&path, false)).unwrap();
+        // Under its old name there is another file, which is not meant.
+        let moved = path.with_extension("moved");
+        std::fs::rename(&path, &moved).unwrap();
+        let _other = scratch("reader", 1);
+        let reader = writer.reader().unwrap();
+        assert!(ImageFile::open(&options(&moved, true)).is_err());
+        writer.hand_lock_to(&reader).unwrap();
+        let _second = ImageFile::open(&options(&moved, true)).unwrap();
+        assert!(ImageFile::open(&options(&moved, false)).is_err());
+        assert!(matches!(reader.writer(), Err(OpenError::Locked { .. })), "there is a second reader");
+        drop(_second);
+        drop(writer);
+        let writer = reader.writer().unwrap();
+        assert!(ImageFile::open(&options(&moved, true)).is_err());
+        writer.hand_lock_to(&reader).unwrap();
+        drop(writer);
+        assert!(ImageFile::open(&options(&moved, false)).is_err(), "the reader's lock is its own");
+        drop(reader);
+        ImageFile::open(&options(&moved, false)).unwrap();
+        std::fs::remove_file(&moved).unwrap();
         std::fs::remove_file(&path).unwrap();
     }
 

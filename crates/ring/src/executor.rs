@@ -95,7 +95,7 @@ impl Executor {
     }
 
     pub fn remote(&self) -> Remote {
-        Remote { shared: self.handle.0.remote.clone() }
+        self.handle.remote()
     }
 
     /// Runs until [`Handle::stop`].
@@ -233,6 +233,11 @@ impl Inner {
 }
 
 impl Handle {
+    /// A way to this executor for other threads.
+    pub fn remote(&self) -> Remote {
+        Remote { shared: self.0.remote.clone() }
+    }
+
     /// Starts a task. It is first polled in the next turn.
     pub fn spawn(&self, future: impl Future<Output = ()> + 'static) -> TaskId {
         let inner = &*self.0;

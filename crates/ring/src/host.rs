@@ -152,6 +152,8 @@ pub enum Lock {
     Shared,
     /// One writer, nobody else.
     Exclusive,
+    /// Not any more.
+    None,
 }
 
 /// The bytes by which QEMU's processes tell one another what they do with an image: each has read locks on those of what it
@@ -167,8 +169,10 @@ const NO_RESIZING: i64 = 203;
 /// its writers may not. `Ok(false)`: somebody else has it locked.
 pub fn lock(fd: impl AsFd, lock: Lock) -> io::Result<bool> {
     let fd = fd.as_fd();
-    if lock == Lock::Exclusive {
-        return set_lock(fd, libc::F_WRLCK, 0, 0);
+    match lock {
+        Lock::Exclusive => return set_lock(fd, libc::F_WRLCK, 0, 0),
+        Lock::None => return set_lock(fd, libc::F_UNLCK, 0, 0),
+        Lock::Shared => {}
     }
     for byte in [READING, NO_WRITING, NO_RESIZING] {
         if !set_lock(fd, libc::F_RDLCK, byte, 1)? {
@@ -180,6 +184,11 @@ pub fn lock(fd: impl AsFd, lock: Lock) -> io::Result<bool> {
     if is_locked(fd, WRITING)? || is_locked(fd, RESIZING)? {
         set_lock(fd, libc::F_UNLCK, 0, 0)?;
         return Ok(false);
+    }
+    // What a writer had besides, who is a reader from now on.
+    let between = NO_WRITING - READING - 1;
+    for (start, len) in [(0, READING), (READING + 1, between), (NO_WRITING + 1, 1), (NO_RESIZING + 1, 0)] {
+        set_lock(fd, libc::F_UNLCK, start, len)?;
     }
     Ok(true)
 }

@@ -3,6 +3,7 @@
 //! In: closures, from anywhere. Out: they run on the executor's thread, in order. The queue's lock is taken by control
 //! threads, and by the executor only after its eventfd was rung: never on the way of a request.
 
+use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, mpsc};
@@ -52,6 +53,12 @@ impl Shared {
 #[derive(Clone)]
 pub struct Remote {
     pub(crate) shared: Arc<Shared>,
+}
+
+impl fmt::Debug for Remote {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Remote").finish_non_exhaustive()
+    }
 }
 
 impl Remote {

@@ -14,7 +14,7 @@ use std::task::Poll;
 
 use blockyard_ring::{Segments, Storage};
 
-use super::Served;
+use super::{Served, View};
 use crate::request::{Finished, Op, Request, Token};
 
 /// Bytes of a run, at most: data of that length cost far more than their operation does, so a longer one gains nothing, and
@@ -85,16 +85,19 @@ impl<S: Storage> Served<S> {
     pub fn neighbours<T: Token>(&self, batch: &[Request<T>]) -> usize {
         match batch {
             // Filters are there to be seen: each request meets them by itself.
-            [first, second, ..] if side_by_side(first, second) && self.disk.options.filters.is_empty() => count(batch),
+            [first, second, ..] if side_by_side(first, second) && self.disk.options().filters.is_empty() => {
+                count(batch)
+            }
             _ => batch.len().min(1),
         }
     }
 
     /// Does what the requests of a run ask, by one operation if that goes well.
     pub async fn serve_run<T: Token>(&self, run: &mut Run<T>) {
+        let entered = self.enter().await;
         let admitted = self.now();
-        if !self.perform_run(run).await {
-            return self.serve_each(run).await;
+        if !self.perform_run(&entered.view, run).await {
+            return self.serve_each(&entered.view, run).await;
         }
         if let Some(first) = run.parts.first() {
             self.statistics.borrow_mut().record_merged(first.op, run.parts.len() as u64 - 1);
@@ -106,7 +109,7 @@ impl<S: Storage> Served<S> {
     }
 
     /// One operation for all; false: there is none, or it failed.
-    async fn perform_run<T: Token>(&self, run: &mut Run<T>) -> bool {
+    async fn perform_run<T: Token>(&self, view: &View<S>, run: &mut Run<T>) -> bool {
         let Some(first) = run.parts.first() else { return false };
         let (op, offset) = (first.op, first.offset);
         let mut together = std::mem::take(&mut run.together);
@@ -114,7 +117,7 @@ impl<S: Storage> Served<S> {
         let mut done = false;
         if joined {
             let result;
-            (together, result) = self.perform(op, offset, together.len() as u64, together).await;
+            (together, result) = self.perform(view, op, offset, together.len() as u64, together).await;
             done = result.is_ok();
         }
         together.release();
@@ -123,9 +126,9 @@ impl<S: Storage> Served<S> {
     }
 
     /// Each by itself, all at once: where a device takes its time to fail, they take it together.
-    async fn serve_each<T: Token>(&self, run: &mut Run<T>) {
+    async fn serve_each<T: Token>(&self, view: &View<S>, run: &mut Run<T>) {
         let Run { parts, finished, .. } = run;
-        let mut left: Vec<_> = parts.drain(..).map(|part| Box::pin(self.serve(part))).collect();
+        let mut left: Vec<_> = parts.drain(..).map(|part| Box::pin(self.serve_in(view, part))).collect();
         poll_fn(|cx| {
             left.retain_mut(|part| match part.as_mut().poll(cx) {
                 Poll::Ready(done) => {

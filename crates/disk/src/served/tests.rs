@@ -4,9 +4,11 @@ use super::*;
 use std::cell::Cell;
 use std::path::PathBuf;
 
-use blockyard_image::{ImageFile, OpenOptions, RawShape};
+use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, RawShape};
 use blockyard_ring::Executor;
 use blockyard_ring::sim::{Fault, OpKind as SimOp, Phase, Sim, SimConfig, SimDisk, SimImage};
+
+use crate::DiskOptions;
 
 const CAPACITY: u64 = 64 << 10;
 

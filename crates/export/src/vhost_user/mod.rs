@@ -171,6 +171,7 @@ pub fn settle(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
 /// Ends `disk`, which has no export any more: syncs it, lets go of it on every reactor, and leaves its image as it is to be
 /// found. False when that failed.
 pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
+    disk.end_work();
     let mut good = settle(disk, reactors);
     for reactor in reactors.all() {
         let disk = disk.clone();

@@ -12,6 +12,8 @@ use blockyard_ring::Storage;
 use super::bytes;
 use super::check::flush;
 use super::header::{AUTOCLEAR_KNOWN, EXTENSION_FEATURE_NAMES, Header, MAX_BACKING_NAME, SECTOR_BYTES};
+use super::shared::lock;
+use super::view::Qcow2;
 use crate::error::ImageError;
 use crate::raw::Raw;
 
@@ -62,6 +64,22 @@ pub async fn set_backing<S: Storage>(
     new.extensions = new.current_extensions();
     *header = new;
     Ok(())
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// The open image names no backing file any more. Nothing is in flight, and it has all of the disk.
+    pub(crate) async fn forget_backing(&self) -> Result<(), ImageError> {
+        let _turn = self.shared.writing_back.take().await;
+        let mut header = self.shared.header();
+        let done = set_backing(&self.file, &mut header, None).await;
+        // Half-way, the file's header is not the one in memory.
+        if let Err(ImageError { source: Some(e), .. }) = &done {
+            self.shared.lose(e);
+        }
+        done?;
+        *lock(&self.shared.header) = header;
+        Ok(())
+    }
 }
 
 /// The cluster as it is to be, with the name in a place that can be written before the first sector is; None: there is none.

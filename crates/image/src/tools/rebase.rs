@@ -88,12 +88,13 @@ pub fn rebase(
 }
 
 /// How many images both chains end with; the topmost image of `old` is none of them.
-fn shared_from(old: &[ChainLayer], new: &[ChainLayer]) -> (usize, usize) {
-    let place = |layer: &ChainLayer| {
+fn shared_from(old: &[Arc<ChainLayer>], new: &[Arc<ChainLayer>]) -> (usize, usize) {
+    let place = |layer: &Arc<ChainLayer>| {
         let stat = std::fs::metadata(layer.file.path()).ok()?;
         Some((stat.dev(), stat.ino(), layer.format as u8))
     };
-    let same = |(a, b): &(&ChainLayer, &ChainLayer)| place(a).is_some_and(|place_of_a| Some(place_of_a) == place(b));
+    let same =
+        |(a, b): &(&Arc<ChainLayer>, &Arc<ChainLayer>)| place(a).is_some_and(|place_of_a| Some(place_of_a) == place(b));
     let count = old.iter().skip(1).rev().zip(new.iter().rev()).take_while(same).count();
     (old.len() - count, new.len() - count)
 }

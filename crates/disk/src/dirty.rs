@@ -1,0 +1,104 @@
+//! Which parts of a disk were changed while they were being copied.
+//!
+//! In: ranges that guests have written, zeroed or discarded, from all reactors. Out: the parts, once each.
+//! What must hold: a change is noted after it was made (or failed half-way) and before it is answered; so whoever takes a
+//! part, copies it, and later finds the map empty while nothing is in flight, has copied the last state of everything.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Parts of a disk have at least this many bytes, and there are at most so many of them.
+const SMALLEST: u64 = 64 << 10;
+const MOST: u64 = 1 << 22;
+
+#[derive(Debug)]
+pub struct DirtyMap {
+    /// Bytes of a part are 2^bits.
+    bits: u32,
+    size: u64,
+    words: Vec<AtomicU64>,
+}
+
+/// A change being made, noted when it is dropped.
+pub struct Changing<'a>(&'a DirtyMap, u64, u64);
+
+impl DirtyMap {
+    pub fn new(size: u64) -> Self {
+        let part = size.div_ceil(MOST).next_power_of_two().max(SMALLEST);
+        let words = size.div_ceil(part).div_ceil(64);
+        DirtyMap { bits: part.trailing_zeros(), size, words: (0..words).map(|_| AtomicU64::new(0)).collect() }
+    }
+
+    pub fn changing(&self, offset: u64, len: u64) -> Changing<'_> {
+        Changing(self, offset, len)
+    }
+
+    fn note(&self, offset: u64, len: u64) {
+        let end = offset.saturating_add(len).min(self.size);
+        if len == 0 || offset >= end {
+            return;
+        }
+        for part in offset >> self.bits..=(end - 1) >> self.bits {
+            let (word, bit) = (&self.words[part as usize / 64], 1 << (part % 64));
+            if word.load(Ordering::Acquire) & bit == 0 {
+                word.fetch_or(bit, Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// Bytes that are noted, at most.
+    pub fn bytes(&self) -> u64 {
+        self.words.iter().map(|w| u64::from(w.load(Ordering::Acquire).count_ones())).sum::<u64>() << self.bits
+    }
+
+    /// Takes the first noted part at or behind `offset`, as offset and length.
+    pub fn take(&self, offset: u64) -> Option<(u64, u64)> {
+        let first = offset.div_ceil(1 << self.bits);
+        for index in first as usize / 64..self.words.len() {
+            let start = first.saturating_sub(index as u64 * 64).min(63);
+            let found = self.words[index].load(Ordering::Acquire) & (u64::MAX << start);
+            if found != 0 {
+                let bit = found.trailing_zeros();
+                self.words[index].fetch_and(!(1 << bit), Ordering::AcqRel);
+                let at = (index as u64 * 64 + u64::from(bit)) << self.bits;
+                return Some((at, (1 << self.bits).min(self.size - at)));
+            }
+        }
+        None
+    }
+}
+
+impl Drop for Changing<'_> {
+    fn drop(&mut self) {
+        self.0.note(self.1, self.2);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_changed_is_taken_once() {
+        let map = DirtyMap::new((10 << 20) + 512);
+        drop(map.changing(65535, 2));
+        drop(map.changing(10 << 20, 512));
+        drop(map.changing(8 << 20, 0));
+        drop(map.changing(u64::MAX - 1, 5));
+        assert_eq!(map.bytes(), 3 << 16);
+        assert_eq!(map.take(0), Some((0, 65536)));
+        assert_eq!(map.take(65536), Some((65536, 65536)));
+        assert_eq!(map.take(131072), Some((10 << 20, 512)));
+        assert_eq!((map.take(0), map.bytes()), (None, 0));
+    }
+
+    #[test]
+    fn a_change_is_noted_when_it_is_over() {
+        let map = DirtyMap::new(1 << 40);
+        let change = map.changing(5, 1);
+        assert_eq!(map.bytes(), 0);
+        drop(change);
+        assert_eq!(map.take(0), Some((0, 256 << 10)), "a large disk has larger parts");
+        drop(map.changing((1 << 40) - 1, 1));
+        assert_eq!(map.take((1 << 40) - (256 << 10)), Some(((1 << 40) - (256 << 10), 256 << 10)));
+    }
+}

@@ -1,0 +1,159 @@
+//! A disk: what all reactors share of it.
+//!
+//! It is read on the way of a request, and written only when something goes wrong or a person changes it, and at flushes.
+//! What must hold: after a failed flush no write is acknowledged; its image changes only while nothing is in flight
+//! (see [`crate::gate`]).
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use blockyard_image::CacheMode;
+use blockyard_ring::Remote;
+
+use crate::backend::Source;
+use crate::dirty::DirtyMap;
+use crate::filter::Filter;
+use crate::flush::FlushGroup;
+use crate::request::Failure;
+
+/// What a disk is set up with.
+#[derive(Clone, Debug)]
+pub struct DiskOptions {
+    pub name: String,
+    /// What the guest reads as the disk's serial number: at most 20 bytes.
+    pub serial: String,
+    pub read_only: bool,
+    pub cache: CacheMode,
+    pub filters: Vec<Filter>,
+}
+
+/// One opened disk.
+#[derive(Debug)]
+pub struct Disk {
+    options: DiskOptions,
+    capacity: AtomicU64,
+    pub(crate) flushes: FlushGroup,
+    /// Writes go through the host's page cache, which may lose them later.
+    pub(crate) cached: bool,
+    /// A write was acknowledged that no sync has covered yet.
+    pub(crate) unsynced: AtomicBool,
+    /// Why nothing is written any more: see [`Failure::Poisoned`].
+    poisoned: OnceLock<String>,
+    /// For control threads, and for reactors when they open the disk: never on the way of a request.
+    serving: Mutex<Serving>,
+    /// Whoever works on the image of the disk while it is served: one at a time.
+    pub(crate) work: Mutex<()>,
+    /// The disk is about to be closed: no work begins, and what is under way ends.
+    ended: AtomicBool,
+    /// The longest time for which requests were held back, in microseconds.
+    held_back: AtomicU64,
+}
+
+/// How a disk is served at the moment.
+#[derive(Debug)]
+pub(crate) struct Serving {
+    pub source: Source,
+    /// What notes where is written, while somebody wants to know.
+    pub dirty: Option<Arc<DirtyMap>>,
+    /// The reactors that have the disk open.
+    pub reactors: Vec<Remote>,
+    /// Its gate is closed: a reactor that opens it now lets no request begin.
+    pub closed: bool,
+}
+
+impl Disk {
+    pub fn new(options: DiskOptions, source: Source) -> Self {
+        let capacity = AtomicU64::new(source.capacity());
+        let cached = matches!(&source, Source::File(file) if !file.direct());
+        let serving = Mutex::new(Serving { source, dirty: None, reactors: Vec::new(), closed: false });
+        let (flushes, unsynced, poisoned, work, ended, held_back) = Default::default();
+        Disk { options, capacity, flushes, cached, unsynced, poisoned, serving, work, ended, held_back }
+    }
+
+    pub fn options(&self) -> &DiskOptions {
+        &self.options
+    }
+
+    pub fn name(&self) -> &str {
+        &self.options.name
+    }
+
+    /// What its bytes lie on at the moment.
+    pub fn source(&self) -> Source {
+        self.serving().source.clone()
+    }
+
+    pub(crate) fn serving(&self) -> MutexGuard<'_, Serving> {
+        self.serving.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// For the end of the disk, from a thread that is no reactor: no work on its image begins any more, and what is under
+    /// way is cancelled and waited for.
+    pub fn end_work(&self) {
+        self.ended.store(true, Ordering::SeqCst);
+        drop(self.work.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    pub fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::SeqCst)
+    }
+
+    /// The longest time for which requests were held back while the disk's image was exchanged.
+    pub fn longest_held_back(&self) -> Duration {
+        Duration::from_micros(self.held_back.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn note_held_back(&self, time: Duration) {
+        self.held_back.fetch_max(time.as_micros() as u64, Ordering::Relaxed);
+    }
+
+    /// Bytes a guest may address.
+    pub fn capacity(&self) -> u64 {
+        self.capacity.load(Ordering::Relaxed)
+    }
+
+    /// Looks at the image's size again; answers the new capacity if it changed.
+    pub fn refresh_capacity(&self) -> io::Result<Option<u64>> {
+        let source = self.source();
+        if let Source::File(file) = &source {
+            file.refresh_size()?;
+        }
+        let new = source.capacity();
+        Ok((self.capacity.swap(new, Ordering::Relaxed) != new).then_some(new))
+    }
+
+    pub fn poisoned(&self) -> Option<&str> {
+        self.poisoned.get().map(String::as_str)
+    }
+
+    /// Notes an acknowledged write. Read far more often than written: reactors do not fight over it.
+    #[inline]
+    pub(crate) fn note_unsynced(&self) {
+        if !self.unsynced.load(Ordering::SeqCst) {
+            self.unsynced.store(true, Ordering::SeqCst);
+        }
+    }
+
+    /// Whether a durable write past the page cache that failed may have taken other writes with it, unseen by the next
+    /// sync: it ends in a flush of the device's cache, and the device tells of a lost one only once.
+    pub(crate) fn taken_along(&self, error: &io::Error) -> bool {
+        match Failure::of(error) {
+            // Refused before anything was done.
+            _ if error.kind() == io::ErrorKind::InvalidInput => false,
+            Failure::Unsupported | Failure::NoSpace => false,
+            _ => self.unsynced.load(Ordering::SeqCst),
+        }
+    }
+
+    pub(crate) fn poison(&self, what: &str, error: &io::Error) {
+        let reason = format!(
+            "{what} failed ({error}): writes acknowledged since the last good flush may be lost, so this disk takes no more \
+             writes until its image is opened anew"
+        );
+        if self.poisoned.set(reason).is_ok() {
+            tracing::error!(disk = self.name(), "{}", self.poisoned().unwrap_or_default());
+        }
+    }
+}

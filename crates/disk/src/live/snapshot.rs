@@ -1,0 +1,48 @@
+//! External snapshot: from now on the disk is written to a new overlay, and its image of today stays as it is.
+//!
+//! What must hold: every write that was answered before is in the old image, and durable there; every later one goes to the
+//! overlay. A failure, or a power cut, leaves the old image, complete, and at most an overlay with nothing in it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use blockyard_image::qcow2::CreateOptions;
+
+use super::{Why, WorkError, Worker, still_good};
+use crate::backend::Source;
+use crate::disk::Disk;
+
+/// The overlay to be.
+#[derive(Clone, Debug)]
+pub struct SnapshotOptions {
+    /// Where: there may be no such file yet. The images below must lie in its folder, or in the disk's backing folders.
+    pub overlay: PathBuf,
+    /// How it is laid out; its size and backing file follow from the disk. None: as `blockyard image create -b` does it.
+    pub shape: Option<CreateOptions>,
+}
+
+impl Disk {
+    /// See the module's page. Whoever opens the disk anew from here on must open the overlay.
+    pub fn snapshot(self: &Arc<Self>, options: &SnapshotOptions) -> Result<(), WorkError> {
+        let options = options.clone();
+        self.work("snapshot", |worker| worker.snapshot(options))
+    }
+}
+
+impl Worker {
+    async fn snapshot(self, options: SnapshotOptions) -> Result<(), Why> {
+        let old = self.chain()?;
+        let new = old.grow(&self.handle, &options.overlay, options.shape.as_ref()).await?;
+        let served = self.served(&self.disk.source())?;
+        // So that little is left to do behind the gate.
+        self.settle(&served).await?;
+        let gate = self.disk.close_gate("snapshot")?;
+        self.settle(&served).await?;
+        if served.close().await.is_err() {
+            still_good(&self.disk)?;
+        }
+        gate.exchange(&Source::Chain(new.chain().clone()), None)?;
+        new.keep();
+        Ok(())
+    }
+}

@@ -1,0 +1,40 @@
+//! Stream: the topmost image gets what it has not from those below, and then stands alone.
+//!
+//! What must hold: the image names its backing file until it has all of the disk, durably. Whatever happens before is copying
+//! up, as a guest's own writes do it: a power cut, or cancelling, leaves the chain as it was, with fuller images.
+
+use std::sync::Arc;
+
+use blockyard_image::{ChainError, copy_up};
+
+use super::{Why, Work, WorkError, Worker};
+use crate::backend::Source;
+use crate::disk::Disk;
+use crate::gate::GateError;
+
+impl Disk {
+    /// See the module's page. (qemu's word for it; others say flatten.)
+    pub fn stream(self: &Arc<Self>, work: &Work) -> Result<(), WorkError> {
+        let work = work.clone();
+        self.work("stream", |worker| worker.stream(work))
+    }
+}
+
+impl Worker {
+    async fn stream(self, work: Work) -> Result<(), Why> {
+        let chain = self.chain()?;
+        let served = self.served(&self.disk.source())?;
+        let image = chain.image(&self.handle).map_err(|e| Why::Gate(GateError::Reactor(e)))?;
+        let copied = copy_up(&image, &work.progress, async |_| work.check(&self.disk)).await;
+        served.look_for_losses();
+        work.go_on(&self.disk)?;
+        copied.map_err(|error| ChainError::Image { path: chain.options().path.clone(), error })?;
+        self.settle(&served).await?;
+        let gate = self.disk.close_gate("stream")?;
+        self.settle(&served).await?;
+        let alone = chain.alone(&self.handle).await;
+        served.look_for_losses();
+        gate.exchange(&Source::Chain(alone?), None)?;
+        Ok(())
+    }
+}

@@ -1,0 +1,220 @@
+//! What cannot be done, what is cancelled, what the host refuses: the disk goes on as it was, and says why.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use blockyard_disk::{Disk, Failure, Op, SnapshotOptions, Why, Work, WorkError};
+use blockyard_image::{ChainOptions, ImageFile, OpenOptions};
+
+use crate::load::{Load, Reactor, WRITE, ask, close};
+use crate::peer::{Scratch, judge, qemu_img, random};
+
+const SIZE: usize = 8 << 20;
+/// So much takes a while to be copied.
+const LARGE: usize = 128 << 20;
+
+type Run = fn(&Arc<Disk>, &Work) -> Result<(), WorkError>;
+
+fn snapshot(disk: &Arc<Disk>, overlay: PathBuf) -> Result<(), WorkError> {
+    disk.snapshot(&SnapshotOptions { overlay, shape: None })
+}
+
+/// A raw image with an overlay on it, in use and under load.
+struct Fixture {
+    scratch: Scratch,
+    disk: Arc<Disk>,
+    reactors: [Reactor; 2],
+    load: Load,
+}
+
+impl Fixture {
+    fn new(name: &str) -> Self {
+        Fixture::with(name, SIZE, false)
+    }
+
+    /// `full`: all that a guest sees is in the overlay.
+    fn with(name: &str, size: usize, full: bool) -> Self {
+        let scratch = Scratch::new(name);
+        let mut known = random(size, 1);
+        std::fs::write(scratch.path("base.raw"), &known).unwrap();
+        let top = scratch.name("top.qcow2");
+        qemu_img(&["create", "-f", "qcow2", "-b", "base.raw", "-F", "raw", &top]);
+        if full {
+            known = random(size, 2);
+            std::fs::write(scratch.path("other.raw"), &known).unwrap();
+            qemu_img(&["convert", "-n", "-f", "raw", "-O", "qcow2", &scratch.name("other.raw"), &top]);
+        }
+        let (disk, reactors) = (scratch.disk("top.qcow2"), [Reactor::start(), Reactor::start()]);
+        let load = Load::start(&reactors, &disk, 1, &known);
+        load.go_on(200);
+        Fixture { scratch, disk, reactors, load }
+    }
+
+    /// The load has met no error, and everything is where it was.
+    fn end(self) {
+        let Fixture { scratch, disk, reactors, load } = self;
+        load.go_on(200);
+        let known = load.end();
+        let chain = disk.source().chain().unwrap().describe();
+        assert_eq!(chain.matches(" over ").count(), 1, "{chain}");
+        close(&disk, &reactors);
+        drop(disk);
+        judge(&scratch, "top.qcow2", &known);
+    }
+
+    fn open(&self, name: &str, read_only: bool) -> Result<ImageFile, String> {
+        let options = OpenOptions { path: self.scratch.path(name), read_only, cache: Default::default() };
+        ImageFile::open(&options).map_err(|e| e.to_string())
+    }
+}
+
+#[test]
+fn an_overlay_that_cannot_be_made_is_not_there_and_the_disk_goes_on() {
+    let fixture = Fixture::new("overlay");
+    let (scratch, disk) = (&fixture.scratch, &fixture.disk);
+    std::fs::write(scratch.path("there.qcow2"), b"somebody's").unwrap();
+    std::fs::create_dir(scratch.path("other")).unwrap();
+    let cases = [
+        ("there.qcow2", "there is such a file already"),
+        ("nowhere/new.qcow2", "outside the folders"),
+        ("other/new.qcow2", "outside the folders that it may lie in: put the overlay beside it"),
+        ("base.raw", "there is such a file already"),
+    ];
+    for (overlay, what) in cases {
+        let error = snapshot(disk, scratch.path(overlay)).unwrap_err().to_string();
+        assert!(error.starts_with("disk live: snapshot: image ") && error.contains(overlay), "{error}");
+        assert!(error.contains(what), "{error}");
+    }
+    assert_eq!(std::fs::read(scratch.path("there.qcow2")).unwrap(), b"somebody's");
+    assert!(!scratch.path("other/new.qcow2").exists());
+    // One that fails when the file is there already, but no image yet.
+    let shape =
+        blockyard_image::qcow2::CreateOptions { cluster_size: 100, ..blockyard_image::qcow2::CreateOptions::new(0) };
+    let overlay = scratch.path("odd.qcow2");
+    let error = disk.snapshot(&SnapshotOptions { overlay, shape: Some(shape) }).unwrap_err().to_string();
+    assert!(error.contains("cluster size"), "{error}");
+    assert!(!scratch.path("odd.qcow2").exists());
+    fixture.end();
+}
+
+#[test]
+fn an_image_that_somebody_else_reads_is_not_committed_into() {
+    let fixture = Fixture::new("reader");
+    let reader = fixture.open("base.raw", true).unwrap();
+    let error = fixture.disk.commit(&Work::default()).unwrap_err().to_string();
+    assert!(error.contains("base.raw is in use by"), "{error}");
+    // It is still locked as one that is read: by nobody to be written, by others to be read.
+    drop(reader);
+    fixture.open("base.raw", true).unwrap();
+    assert!(fixture.open("base.raw", false).is_err());
+    fixture.load.go_on(100);
+    fixture.disk.commit(&Work::default()).unwrap();
+    fixture.open("base.raw", true).unwrap();
+    assert!(fixture.open("base.raw", false).is_err());
+    fixture.end();
+}
+
+#[test]
+fn an_image_below_that_is_too_small_is_not_committed_into() {
+    let fixture = Fixture::new("small");
+    let (scratch, reactors) = (&fixture.scratch, [Reactor::start()]);
+    std::fs::write(scratch.path("small.raw"), vec![1; SIZE / 2]).unwrap();
+    let size = SIZE.to_string();
+    qemu_img(&["create", "-f", "qcow2", "-b", "small.raw", "-F", "raw", &scratch.name("larger.qcow2"), &size]);
+    let disk = scratch.disk("larger.qcow2");
+    let error = disk.commit(&Work::default()).unwrap_err().to_string();
+    assert!(error.contains("enlarge it first"), "{error}");
+    let (status, bytes) = reactors[0].on(&disk, async |served| ask(&served, Op::Read, 0, vec![0; 512]).await);
+    assert_eq!((status, bytes[0]), (Ok(()), 1));
+    close(&disk, &reactors);
+    fixture.end();
+}
+
+/// Begins a work, and waits until something of it is done.
+fn begin(disk: &Arc<Disk>, run: Run) -> (Work, JoinHandle<Result<(), WorkError>>) {
+    let (work, disk) = (Work::default(), disk.clone());
+    let doing = work.clone();
+    let thread = std::thread::spawn(move || run(&disk, &doing));
+    while work.progress().done() == 0 {
+        assert!(!thread.is_finished(), "it ended before anything was done");
+        std::thread::yield_now();
+    }
+    (work, thread)
+}
+
+#[test]
+fn what_is_cancelled_half_way_leaves_the_disk_as_it_was() {
+    let works: [(Run, bool); 2] = [(Disk::commit, true), (Disk::stream, false)];
+    for (run, full) in works {
+        let fixture = Fixture::with("cancel", LARGE, full);
+        let (work, thread) = begin(&fixture.disk, run);
+        // Meanwhile nothing else begins.
+        let other = snapshot(&fixture.disk, fixture.scratch.path("other.qcow2")).unwrap_err();
+        assert!(matches!(*other.why, Why::Busy), "{other}");
+        work.cancel();
+        let error = thread.join().unwrap().unwrap_err();
+        assert!(matches!(*error.why, Why::Cancelled), "{error}");
+        assert!(work.progress().done() < work.progress().total());
+        fixture.load.go_on(200);
+        // Cancelled before it begins.
+        assert!(matches!(*run(&fixture.disk, &work).unwrap_err().why, Why::Cancelled));
+        fixture.open("base.raw", true).unwrap();
+        assert!(fixture.open("base.raw", false).is_err());
+        fixture.end();
+    }
+}
+
+#[test]
+fn a_disk_that_is_closed_ends_the_work_on_it_first() {
+    let works: [(Run, bool); 2] = [(Disk::commit, true), (Disk::stream, false)];
+    for (run, full) in works {
+        let Fixture { scratch, disk, reactors, load } = Fixture::with("ended", LARGE, full);
+        let known = load.end();
+        let (work, thread) = begin(&disk, run);
+        close(&disk, &reactors);
+        let error = thread.join().unwrap().unwrap_err();
+        assert!(matches!(*error.why, Why::Ended), "{error}");
+        assert!(matches!(*run(&disk, &work).unwrap_err().why, Why::Ended));
+        drop(disk);
+        judge(&scratch, "top.qcow2", &known);
+    }
+}
+
+#[test]
+fn what_has_no_image_or_is_only_read_is_refused() {
+    let (scratch, work) = (Scratch::new("refused"), Work::default());
+    std::fs::write(scratch.path("base.raw"), vec![0; SIZE]).unwrap();
+    let raw = scratch.disk("base.raw");
+    let error = raw.commit(&work).unwrap_err().to_string();
+    assert!(error.contains("no backing file"), "{error}");
+    let error = raw.stream(&work).unwrap_err().to_string();
+    assert!(error.contains("no backing file"), "{error}");
+    drop(raw);
+    let reading = scratch.disk_with("base.raw", |options| options.read_only = true);
+    let error = snapshot(&reading, scratch.path("new.qcow2")).unwrap_err().to_string();
+    assert_eq!(error, "disk live: snapshot: the disk is read-only");
+    let chain = ChainOptions::new("null:1M");
+    let null = blockyard_disk::Source::open(&chain).unwrap();
+    let null = Arc::new(Disk::new(reading.options().clone(), null));
+    assert!(snapshot(&null, scratch.path("new.qcow2")).is_err());
+    assert!(!scratch.path("new.qcow2").exists());
+}
+
+#[test]
+fn a_disk_that_lost_a_flush_is_left_alone() {
+    let scratch = Scratch::new("poisoned");
+    std::fs::write(scratch.path("base.raw"), vec![0; SIZE]).unwrap();
+    let filter = "error:flush=1".parse().unwrap();
+    let (disk, reactors) =
+        (scratch.disk_with("base.raw", |options| options.filters = vec![filter]), [Reactor::start()]);
+    let (status, _) = reactors[0].on(&disk, async |served| ask(&served, WRITE, 0, vec![1; 512]).await);
+    assert_eq!(status, Ok(()));
+    let error = snapshot(&disk, scratch.path("new.qcow2")).unwrap_err().to_string();
+    assert!(error.contains("flush"), "{error}");
+    assert!(!scratch.path("new.qcow2").exists(), "the overlay of a snapshot that failed stays");
+    let (status, _) = reactors[0].on(&disk, async |served| ask(&served, Op::Flush, 0, Vec::new()).await);
+    assert_eq!(status, Err(Failure::Io), "the filter's error, and the disk goes on");
+    let (status, _) = reactors[0].on(&disk, async |served| ask(&served, WRITE, 0, vec![2; 512]).await);
+    assert_eq!(status, Ok(()));
+}

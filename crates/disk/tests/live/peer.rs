@@ -1,0 +1,80 @@
+//! QEMU's tools, folders to work in, and disks on the files there.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blockyard_disk::{Disk, DiskOptions, Source};
+use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_ring::sim::Rng;
+
+/// A folder that goes with the test. On a disk: /tmp is often memory, which has no O_DIRECT.
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    pub fn new(name: &str) -> Self {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let folder = Path::new("/var/tmp").join(format!("blockyard-live-{name}-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        Scratch(folder)
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// The same as an argument.
+    pub fn name(&self, name: &str) -> String {
+        self.path(name).to_str().unwrap().into()
+    }
+
+    /// Serves the image of that name.
+    pub fn disk(&self, image: &str) -> Arc<Disk> {
+        self.disk_with(image, |_| {})
+    }
+
+    pub fn disk_with(&self, image: &str, change: impl FnOnce(&mut DiskOptions)) -> Arc<Disk> {
+        let (name, serial) = ("live".into(), String::new());
+        let mut options =
+            DiskOptions { name, serial, read_only: false, cache: CacheMode::default(), filters: Vec::new() };
+        change(&mut options);
+        let chain =
+            ChainOptions { read_only: options.read_only, cache: options.cache, ..ChainOptions::new(self.path(image)) };
+        Arc::new(Disk::new(options, Source::open(&chain).unwrap()))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Runs `qemu-img`, which must go well; gives what it prints.
+pub fn qemu_img(arguments: &[&str]) -> String {
+    let tool = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
+    let output = Command::new(tool).arg("qemu-img").args(arguments).output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(output.status.success(), "qemu-img {arguments:?}: {}{}", text(&output.stdout), text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// QEMU finds the image sound, and reads in it what is `expected`.
+pub fn judge(scratch: &Scratch, image: &str, expected: &[u8]) {
+    let (name, copy) = (scratch.name(image), scratch.name(&format!("{image}.expected")));
+    std::fs::write(&copy, expected).unwrap();
+    if image.ends_with(".qcow2") {
+        qemu_img(&["check", "-f", "qcow2", &name]);
+    }
+    let format = if image.ends_with(".qcow2") { "qcow2" } else { "raw" };
+    qemu_img(&["compare", "-f", format, "-F", "raw", &name, &copy]);
+    std::fs::remove_file(copy).unwrap();
+}
+
+/// Bytes that nothing else has.
+pub fn random(len: usize, seed: u64) -> Vec<u8> {
+    let mut rng = Rng::new(seed);
+    (0..len / 8).flat_map(|_| rng.next_u64().to_ne_bytes()).collect()
+}

@@ -1,0 +1,143 @@
+//! Images exchanged again and again under load, and what is in the files afterwards.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use blockyard_disk::{Disk, SnapshotOptions, Work};
+
+use crate::load::{Load, Reactor, close};
+use crate::peer::{Scratch, judge, qemu_img, random};
+
+const SIZE: usize = 8 << 20;
+
+fn snapshot(disk: &Arc<Disk>, overlay: PathBuf) {
+    disk.snapshot(&SnapshotOptions { overlay, shape: None }).unwrap();
+}
+
+/// The backing file that the image names.
+fn backing(scratch: &Scratch, image: &str) -> Option<String> {
+    let info = qemu_img(&["info", "--output=json", &scratch.name(image)]);
+    let name = info.split("\"backing-filename\": \"").nth(1)?;
+    name.split('"').next().map(str::to_string)
+}
+
+#[test]
+fn snapshots_under_load_keep_each_state_and_lose_nothing() {
+    for (base, format) in [("base.raw", "raw"), ("base.qcow2", "qcow2")] {
+        let scratch = Scratch::new("snapshots");
+        qemu_img(&["create", "-f", format, &scratch.name(base), &SIZE.to_string()]);
+        let (disk, reactors) = (scratch.disk(base), [Reactor::start(), Reactor::start()]);
+        let mut known = vec![0; SIZE];
+        let mut states = Vec::new();
+        for round in 0..3 {
+            let load = Load::start(&reactors, &disk, round, &known);
+            load.go_on(200);
+            snapshot(&disk, scratch.path(&format!("{round}.qcow2")));
+            load.go_on(200);
+            known = load.end();
+            // One more without load: the image below it is known, byte for byte.
+            snapshot(&disk, scratch.path(&format!("{round}-still.qcow2")));
+            states.push((format!("{round}.qcow2"), known.clone()));
+        }
+        close(&disk, &reactors);
+        drop(disk);
+        for (image, state) in &states {
+            judge(&scratch, image, state);
+        }
+        judge(&scratch, "2-still.qcow2", &known);
+        assert_eq!(backing(&scratch, "0.qcow2").as_deref(), Some(base));
+        assert_eq!(backing(&scratch, "2-still.qcow2").as_deref(), Some("2.qcow2"));
+    }
+}
+
+#[test]
+fn what_was_written_before_a_snapshot_is_in_the_old_image_and_what_comes_later_is_not() {
+    let scratch = Scratch::new("line");
+    qemu_img(&["create", "-f", "raw", &scratch.name("base.raw"), &SIZE.to_string()]);
+    let (disk, reactors) = (scratch.disk("base.raw"), [Reactor::start(), Reactor::start()]);
+    let load = Load::start(&reactors, &disk, 1, &vec![0; SIZE]);
+    load.go_on(500);
+    let known = load.end();
+    snapshot(&disk, scratch.path("new.qcow2"));
+    let load = Load::start(&reactors, &disk, 2, &known);
+    load.go_on(500);
+    let later = load.end();
+    assert!(std::fs::read(scratch.path("base.raw")).unwrap() == known, "the old image has changed");
+    close(&disk, &reactors);
+    drop(disk);
+    judge(&scratch, "base.raw", &known);
+    judge(&scratch, "new.qcow2", &later);
+}
+
+#[test]
+fn an_image_that_is_streamed_under_load_stands_alone() {
+    let scratch = Scratch::new("stream");
+    qemu_img(&["create", "-f", "raw", &scratch.name("base.raw"), &SIZE.to_string()]);
+    let (disk, reactors) = (scratch.disk("base.raw"), [Reactor::start(), Reactor::start()]);
+    let mut load = Load::start(&reactors, &disk, 1, &vec![0; SIZE]);
+    load.go_on(500);
+    for round in 0..3u64 {
+        for name in ["a", "b"] {
+            snapshot(&disk, scratch.path(&format!("{round}{name}.qcow2")));
+            load.go_on(100);
+        }
+        let work = Work::default();
+        disk.stream(&work).unwrap();
+        assert_eq!((work.progress().done(), work.progress().total()), (SIZE as u64, SIZE as u64));
+        let chain = disk.source();
+        assert_eq!(chain.chain().unwrap().layers().len(), 1);
+        // The images that it stood on may go, while the disk is served.
+        let _ = std::fs::remove_file(scratch.path("base.raw"));
+        std::fs::remove_file(scratch.path(&format!("{round}a.qcow2"))).unwrap();
+        load.go_on(200);
+        let known = load.end();
+        load = Load::start(&reactors, &disk, round + 2, &known);
+    }
+    let known = load.end();
+    close(&disk, &reactors);
+    drop(disk);
+    assert_eq!(backing(&scratch, "2b.qcow2"), None);
+    judge(&scratch, "2b.qcow2", &known);
+}
+
+#[test]
+fn an_overlay_that_is_committed_under_load_is_empty_and_the_image_below_has_it_all() {
+    let bases: [(&str, &[&str]); 4] = [
+        ("base.raw", &["-O", "raw"]),
+        ("base.qcow2", &["-O", "qcow2"]),
+        ("small.qcow2", &["-O", "qcow2", "-o", "cluster_size=4k"]),
+        // Every cluster that is written in the image below is freed there first.
+        ("packed.qcow2", &["-O", "qcow2", "-c"]),
+    ];
+    for (base, options) in bases {
+        let scratch = Scratch::new("commit");
+        let (name, source) = (scratch.name(base), scratch.name("source"));
+        let mut known = random(SIZE, 3);
+        // What can be compressed.
+        known.iter_mut().skip(SIZE / 4).step_by(2).for_each(|byte| *byte = 7);
+        std::fs::write(&source, &known).unwrap();
+        qemu_img(&[&["convert", "-f", "raw"], options, &[&source, &name]].concat());
+        let (disk, reactors) = (scratch.disk(base), [Reactor::start(), Reactor::start()]);
+        let mut load = Load::start(&reactors, &disk, 1, &known);
+        snapshot(&disk, scratch.path("top.qcow2"));
+        for round in 0..3u64 {
+            load.go_on(200);
+            let work = Work::default();
+            disk.commit(&work).unwrap();
+            assert!(work.progress().done() >= SIZE as u64);
+            assert_eq!(work.progress().done(), work.progress().total());
+            load.go_on(200);
+            let known = load.end();
+            load = Load::start(&reactors, &disk, round + 2, &known);
+        }
+        let known = load.end();
+        // Once more without load: then the image below has everything, and the one on top nothing.
+        disk.commit(&Work::default()).unwrap();
+        close(&disk, &reactors);
+        drop(disk);
+        judge(&scratch, base, &known);
+        judge(&scratch, "top.qcow2", &known);
+        let map = qemu_img(&["map", "--output=json", &scratch.name("top.qcow2")]);
+        assert!(!map.contains("\"depth\": 0, \"present\": true, \"zero\": false"), "the overlay is not empty: {map}");
+    }
+}
