@@ -31,7 +31,7 @@ use self::stored::{Compare, Refcounts};
 use self::walk::Walk;
 use super::entry::Layout;
 use super::header::{AUTOCLEAR_KNOWN, Header, INCOMPATIBLE_CORRUPT, INCOMPATIBLE_DIRTY};
-use crate::error::ImageError;
+use crate::error::{ImageError, Kind};
 use crate::raw::Raw;
 
 const HEADER: &str = "qcow2 header";
@@ -125,6 +125,9 @@ pub(super) async fn inspect<S: Storage>(file: &Raw<S>, header: &Header) -> Resul
     if let Some(finding) = &found.severe {
         let what = format!("{}; `blockyard image check` says more, and may repair it", finding.text);
         return Err(ImageError::invalid(finding.structure.clone(), finding.offset, what));
+    }
+    if found.incomplete {
+        return Err(ImageError::new(Kind::Io, "qcow2 image", None, "its tables could not all be read"));
     }
     let max = header.refcount_width().max();
     if found.most > max {
@@ -244,6 +247,9 @@ async fn pass<S: Storage>(
         let repair = changes.map(|changes| changes.refcounts);
         let tally_ref = &mut tally;
         Compare { file, refcounts: &refcounts, counts: &mut counts, tally: tally_ref, file_len, repair }.run().await?;
+        if let Some(changes) = changes {
+            still_complete(&tally, changes.known)?;
+        }
         for header in headers {
             let layout = Layout::of(header);
             let repair = changes.map(|changes| (changes.known, changes.flags));
@@ -251,6 +257,9 @@ async fn pass<S: Storage>(
             Flags { file, header, layout, file_len, data_file_len, counts, tally, repair, next_offset: 0 }
                 .run()
                 .await?;
+        }
+        if let Some(changes) = changes {
+            still_complete(&tally, changes.known)?;
         }
         start = counts.window().end;
         if start == u64::MAX {
@@ -260,11 +269,12 @@ async fn pass<S: Storage>(
     }
 }
 
-/// A host may fail to read what it could read before: what is not counted then must not be taken for free.
+/// A host may fail to read what it could read before: what is not counted then must not be taken for free, and what was not
+/// mended not for sound.
 fn still_complete(now: &Tally, before: &Tally) -> Result<(), ImageError> {
-    if now.incomplete && !before.incomplete {
+    if now.incomplete && !before.incomplete || now.report.check_errors > before.report.check_errors {
         let what = "its tables could not all be read a second time, so it is not repaired";
-        return Err(ImageError::refused("qcow2 image", what));
+        return Err(ImageError::new(Kind::Io, "qcow2 image", None, what));
     }
     Ok(())
 }

@@ -119,15 +119,10 @@ async fn make_writable<S: Storage>(
         );
         return Err(ImageError::invalid(structure, at, what));
     }
-    if found.unset_flags > 0 {
-        tracing::info!(
-            "setting {} COPIED flags of the qcow2 image that a power cut may have left out",
-            found.unset_flags
-        );
+    if found.unset_flags + found.leaks > 0 {
+        let (flags, leaks) = (found.unset_flags, found.leaks);
+        tracing::info!("mending the qcow2 image: {leaks} clusters that nothing names, {flags} COPIED flags not set");
         *header = rebuild_refcounts(file).await?;
-    } else if found.leaks > 0 {
-        tracing::info!("giving back {} clusters of the qcow2 image that nothing names", found.leaks);
-        check(file, data_len, Repair::Leaks).await?;
     }
     prepare_for_writing(file, header).await
 }

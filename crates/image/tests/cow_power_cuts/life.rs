@@ -12,6 +12,7 @@ use blockyard_ring::sim::{
 };
 
 use super::lane::{Load, SPOT_SECTORS, Stack, spot_start};
+use super::lives::Count;
 use super::plan::Plan;
 
 /// What has happened, over many boots.
@@ -35,6 +36,27 @@ impl Tally {
     pub fn saw_everything(&self) -> bool {
         let rare = [self.commits_cut, self.rebases_cut, self.unborn, self.born, self.troubled];
         self.syncs > self.flushes && self.bits_grew > self.cuts / 4 && rare.iter().all(|&n| n > 30)
+    }
+}
+
+impl Count for Tally {
+    fn cuts(&self) -> u64 {
+        self.cuts
+    }
+
+    fn add(&mut self, other: &Tally) {
+        let Tally { cuts, survived, flushes, syncs, bits_grew, commits_cut, rebases_cut, unborn, born, troubled } =
+            other;
+        self.cuts += cuts;
+        self.survived += survived;
+        self.flushes += flushes;
+        self.syncs += syncs;
+        self.bits_grew += bits_grew;
+        self.commits_cut += commits_cut;
+        self.rebases_cut += rebases_cut;
+        self.unborn += unborn;
+        self.born += born;
+        self.troubled += troubled;
     }
 }
 

@@ -8,6 +8,9 @@
 //! After each cut the file must open, check without a fault, and hold over its backing file what was promised. A failure
 //! names its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` makes as many random cuts.
 
+#[path = "../lives/mod.rs"]
+mod lives;
+
 mod lane;
 mod life;
 mod plan;
@@ -22,12 +25,10 @@ use life::{Life, Tally};
 use plan::Plan;
 
 /// Random cuts of an ordinary run.
-const CUTS: u64 = 2_500;
+const CUTS: u64 = 5_000;
 
-fn number(name: &str) -> Option<u64> {
-    let text = std::env::var(name).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{name} is a number, not {text:?}")))
-}
+/// Seeds that have failed once.
+const FAILED_ONCE: [u64; 0] = [];
 
 /// Some boots of one disk, each cut at a random event of it.
 fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
@@ -49,21 +50,9 @@ fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
 
 #[test]
 fn what_was_promised_survives_random_cuts() {
-    let cuts = number("BLOCKYARD_CUTS").unwrap_or(CUTS);
-    let seeds = number("BLOCKYARD_SEED").map_or(0..u64::MAX, |seed| seed..seed + 1);
-    let (mut tally, first) = (Tally::default(), seeds.start);
-    let mut last = first;
-    for seed in seeds {
-        if tally.cuts >= cuts {
-            break;
-        }
-        random_life(Plan::random(seed), &mut tally).unwrap();
-        last = seed;
-    }
-    println!("seeds {first} to {last}: {tally}");
-    if first == 0 && cuts >= CUTS {
-        assert!(tally.saw_everything(), "{tally}");
-    }
+    let life = |seed, tally: &mut Tally| random_life(Plan::random(seed), tally);
+    let tally = lives::run(&FAILED_ONCE, lives::cuts(CUTS), Tally::default, life);
+    assert!(tally.saw_everything() || !lives::is_thorough(CUTS), "{tally}");
 }
 
 #[test]

@@ -1,14 +1,17 @@
 //! A chain of images on simulated disks that share one power supply.
 
+use std::cell::RefCell;
 use std::io;
+use std::rc::Rc;
 
-use blockyard_image::qcow2::{Header, Qcow2, Qcow2Options};
-use blockyard_image::{Image, Layer, Raw};
+use blockyard_image::qcow2::check::{self, Repair, Report};
+use blockyard_image::qcow2::{Header, Qcow2, Qcow2Options, rebuild_refcounts};
+use blockyard_image::{Image, ImageError, Layer, Raw, RawShape};
 use blockyard_ring::Storage;
-use blockyard_ring::sim::{SimConfig, SimDisk, SimImage};
+use blockyard_ring::sim::{Sim, SimConfig, SimDisk, SimImage};
 
 use super::build::build;
-use super::check::{Findings, Parsed};
+use super::check::{Findings, Parsed, Snapshot};
 use super::plan::{LayerPlan, Plan};
 
 /// An image's files with the power off. Raw images have no header.
@@ -51,21 +54,83 @@ pub fn contents(layers: &[Files]) -> Result<Vec<u8>, String> {
     })
 }
 
-/// What the snapshots of the topmost image show, where it is over nothing.
-pub fn snapshots(files: &Files) -> Result<Vec<Vec<u8>>, String> {
-    let bytes = files.main.bytes();
+/// All that there is to see of a chain.
+#[derive(Clone, PartialEq, Eq)]
+pub struct View {
+    pub disk: Vec<u8>,
+    /// Names and what they show.
+    pub snapshots: Vec<(String, Vec<u8>)>,
+}
+
+impl View {
+    /// Where it differs from another one.
+    pub fn differs(&self, other: &View) -> String {
+        let name = |view: &View| view.snapshots.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        let sides = std::iter::once(("disk", &self.disk, &other.disk));
+        let snapshots = self.snapshots.iter().zip(&other.snapshots);
+        let sides = sides.chain(snapshots.map(|((name, ours), (_, theirs))| (&name[..], ours, theirs)));
+        let differences = sides.filter(|(_, ours, theirs)| ours != theirs).map(|(name, ours, theirs)| {
+            let at = ours.iter().zip(theirs).position(|(a, b)| a != b);
+            format!("{name} of {} and {} bytes, from byte {at:?} on", ours.len(), theirs.len())
+        });
+        format!("snapshots {:?} and {:?}; {}", name(self), name(other), differences.collect::<Vec<_>>().join(", "))
+    }
+}
+
+pub fn view(layers: &[Files]) -> Result<View, String> {
+    let below = contents(&layers[1..])?;
+    let (bytes, data) = (layers[0].main.bytes(), layers[0].data.as_ref().map(SimImage::bytes));
     let parsed = Parsed::new(&bytes);
-    (0..parsed.snapshots()).map(|n| parsed.read(Some(n), None, &[])).collect()
+    let disk = parsed.read(None, data.as_deref(), &below)?;
+    let shown = |(n, snapshot): (usize, &Snapshot)| Ok((snapshot.name.clone(), parsed.read(Some(n), None, &below)?));
+    let snapshots = parsed.snapshots.iter().enumerate().map(shown).collect::<Result<_, String>>()?;
+    Ok(View { disk, snapshots })
 }
 
 pub fn check(files: &Files) -> Findings {
     Parsed::new(&files.main.bytes()).check()
 }
 
+/// The image as the next to open it for writing finds it: counted anew, where the dirty bit demands that.
+pub fn counted(layers: &[Files]) -> Result<Vec<Files>, String> {
+    let mut layers = layers.to_vec();
+    if is_dirty(&layers[0]) {
+        let work = async |raw| rebuild_refcounts(&raw).await.map(|_| ());
+        layers[0].main = work_on(&layers[0].main, work)?;
+    }
+    Ok(layers)
+}
+
+pub fn is_dirty(files: &Files) -> bool {
+    Header::parse(&files.main.bytes(), files.main.len()).is_ok_and(|header| header.has_dirty())
+}
+
+/// What our own check finds, corruptions and what it could not read.
+pub fn our_check(files: &Files) -> Result<Report, String> {
+    let report = Rc::new(RefCell::new(None));
+    let told = report.clone();
+    work_on(&files.main, async move |raw| {
+        *told.borrow_mut() = Some(check::check(&raw, None, Repair::No).await?);
+        Ok(())
+    })?;
+    Ok(report.take().expect("it was told"))
+}
+
+/// The image after some work, on a disk that keeps its power.
+fn work_on(
+    image: &SimImage,
+    work: impl AsyncFnOnce(Raw<SimDisk>) -> Result<(), ImageError> + 'static,
+) -> Result<SimImage, String> {
+    let disk = SimDisk::new(image.clone(), SimConfig::new(1));
+    let raw = Raw::on(disk.clone(), RawShape { memory_align: 1, offset_align: 1 });
+    Sim::new(1).block_on(async move { work(raw).await }).map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
+    Ok(disk.power_cut())
+}
+
 /// The files with the power on.
 pub struct Disks {
     pub layers: Vec<(SimDisk, Option<SimDisk>)>,
-    qcow2: Vec<bool>,
+    pub qcow2: Vec<bool>,
 }
 
 impl Disks {
@@ -94,14 +159,15 @@ impl Disks {
         self.layers.iter().zip(&self.qcow2).map(files).collect()
     }
 
-    /// Opens the chain, and gives as many views of it as there are reactors.
+    /// Opens the chain from the `top`-th image on, that one for writing, and gives as many views of it as there are reactors.
     pub async fn open<S: Storage + Clone>(
         &self,
         plan: &Plan,
+        top: usize,
         wrap: impl Fn(SimDisk) -> S,
     ) -> io::Result<Vec<Image<S>>> {
         let mut views: Vec<Vec<Layer<S>>> = (0..plan.reactors).map(|_| Vec::new()).collect();
-        for (n, (main, data)) in self.layers.iter().enumerate() {
+        for (n, (main, data)) in self.layers.iter().enumerate().skip(top) {
             let raw = |disk: &SimDisk| Raw::on(wrap(disk.clone()), plan.shape);
             let (file, data) = (raw(main), data.as_ref().map(raw));
             if !self.qcow2[n] {
@@ -110,7 +176,7 @@ impl Disks {
                 continue;
             }
             let header = Header::read(&file).await?;
-            let options = Qcow2Options { read_only: n > 0, l2_cache: plan.cache, reserve: plan.reserve };
+            let options = Qcow2Options { read_only: n > top, l2_cache: plan.cache, reserve: plan.reserve };
             let first = Qcow2::open(header, file.clone(), data.clone(), &options).await?;
             let shared = first.shared().clone();
             views.iter_mut().for_each(|view| {

@@ -1,48 +1,25 @@
-//! A chain through its boots. What is found after each cut is judged, and is where the next begins.
+//! A chain through its boots, and what is done to it between them. What is found after each cut is judged, and is where the
+//! next begins.
 
 use std::cell::RefCell;
-use std::fmt;
 use std::rc::Rc;
 
+use blockyard_image::Image;
 use blockyard_ring::Storage;
 use blockyard_ring::sim::{Latency, Oracle, Power, Rng, Sim, SimConfig, SimDisk};
 
-use super::chain::{self, Disks, Files};
+use super::chain::{self, Disks, Files, View};
 use super::judge::Judge;
 use super::load;
+use super::operation::{Done, Operation, Outcome};
 use super::plan::Plan;
 use super::qemu;
+use super::tally::Tally;
 
 /// Images judged after each cut, of the many that it may leave.
 const JUDGED: usize = 3;
 
-/// What has happened, over many boots.
-#[derive(Debug, Default)]
-pub struct Tally {
-    pub cuts: u64,
-    pub survived: u64,
-    pub flushes: u64,
-    pub events: u64,
-    pub judged: u64,
-    /// Errors told to the guest, and boots that had some.
-    pub errors: u64,
-    pub troubled: u64,
-    /// Images that had leaks.
-    pub leaky: u64,
-    /// Images judged by QEMU; one in so many is, none if 0.
-    pub by_qemu: u64,
-    pub one_in: u64,
-}
-
-impl fmt::Display for Tally {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Tally { cuts, survived, flushes, events, judged, errors, troubled, leaky, by_qemu, .. } = self;
-        write!(f, "{cuts} cuts, {survived} whole runs, {flushes} flushes, {events} events, {judged} images judged, ")?;
-        write!(f, "{leaky} with leaks, {by_qemu} by QEMU too, {errors} errors in {troubled} runs")
-    }
-}
-
-/// How a boot ended.
+/// How a boot, or an operation, ended.
 pub struct Boot {
     pub survived: bool,
     pub events: u64,
@@ -52,23 +29,34 @@ pub struct Life {
     plan: Plan,
     rng: Rng,
     layers: Vec<Files>,
-    snapshots: Vec<Vec<u8>>,
+    view: View,
     leaks: u64,
+    /// What an operation that was cut may have left until the image is opened for writing: the dirty bit; in version 2, which
+    /// has none, COPIED flags that are not set.
+    dirty: bool,
+    careful: bool,
     oracle: Rc<RefCell<Oracle>>,
 }
 
 impl Life {
     pub fn new(plan: Plan) -> Self {
         let layers = chain::make(&plan);
-        let mut oracle = Oracle::new();
-        let disk = chain::contents(&layers).expect("an image of our own");
+        let view = chain::view(&layers).expect("an image of our own");
+        let findings = chain::check(&layers[0]);
+        let sound = findings.corruptions.is_empty() && findings.careful == 0 && findings.leaks == 0;
+        assert!(sound, "to begin with: {findings:?}\n{plan:?}");
+        let (rng, oracle) = (Rng::new(plan.seed), Rc::new(RefCell::new(Oracle::new())));
+        let life = Life { plan, rng, layers, view, leaks: 0, dirty: false, careful: false, oracle };
+        life.tell_oracle(0);
+        life
+    }
+
+    /// The disk is what it is, durably, and behind it nothing is left of the `before` bytes that it had.
+    fn tell_oracle(&self, before: usize) {
+        let (mut oracle, mut disk) = (self.oracle.borrow_mut(), self.view.disk.clone());
+        disk.resize(disk.len().max(before), 0);
         let token = oracle.write_started(0, &disk);
         oracle.write_answered(token, true, true);
-        let findings = chain::check(&layers[0]);
-        assert!(findings.corruptions.is_empty() && findings.leaks == 0, "to begin with: {findings:?}\n{plan:?}");
-        let snapshots = chain::snapshots(&layers[0]).expect("an image of our own");
-        let rng = Rng::new(plan.seed);
-        Life { plan, rng, layers, snapshots, leaks: 0, oracle: Rc::new(RefCell::new(oracle)) }
     }
 
     /// One boot, cut after so many events. The storage is `wrap`'s.
@@ -94,48 +82,45 @@ impl Life {
         let config = self.config(&power);
         let disks = Rc::new(Disks::new(&self.layers, config));
         if let Some(trouble) = &plan.trouble {
-            let top = &disks.layers[0];
-            let struck = top.1.as_ref().filter(|_| trouble.data_file).unwrap_or(&top.0);
-            struck.fail(trouble.fault.clone());
+            trouble.strike(&disks);
         }
         let judge = Rc::new(Judge::new(&plan, self.oracle.clone(), disks.clone(), power.clone()));
         let sim = Sim::new(self.rng.next_u64()).step_limit(3_000_000);
         let opened = {
             let (disks, plan) = (disks.clone(), plan.clone());
-            load::wait(&sim, &judge, async move { disks.open(&plan, wrap).await })?
+            load::wait(&sim, &power, &judge.disks, async move { disks.open(&plan, 0, wrap).await })?
         };
-        let mut closed = false;
+        let (mut closed, was_opened) = (false, opened.is_ok());
         match opened {
             Ok(views) => {
                 let views: Vec<_> = views.into_iter().map(Rc::new).collect();
-                if load::run(&plan, &judge, &sim, &views, &mut self.rng)? {
+                if load::run(&plan, self.view.disk.len() as u64, &judge, &sim, &views, &mut self.rng)? {
                     closed = self.end(&judge, &sim, &views)?;
                 }
             }
             Err(_) if power.is_off() || plan.trouble.is_some() => {}
             Err(e) => return Err(format!("it does not open: {e}")),
         }
+        if was_opened {
+            (self.dirty, self.careful) = (false, false);
+        }
         let survived = !power.is_off();
         tally.count(&judge, survived);
-        self.judge_what_is_left(&judge, closed, tally)?;
+        self.judge_boot(&judge, closed, tally)?;
         Ok(Boot { survived, events: power.events() })
     }
 
     /// The load is through: everything is read; then the image is closed, as often as not. True: it was, and well.
-    fn end<S: Storage>(
-        &mut self,
-        judge: &Rc<Judge>,
-        sim: &Sim,
-        views: &[Rc<blockyard_image::Image<S>>],
-    ) -> Result<bool, String> {
+    fn end<S: Storage>(&mut self, judge: &Rc<Judge>, sim: &Sim, views: &[Rc<Image<S>>]) -> Result<bool, String> {
         judge.disks.all().for_each(|disk| disk.heal());
-        let (of, image, capacity) = (judge.clone(), views[views.len() - 1].clone(), self.plan.capacity);
-        load::wait(sim, judge, async move { load::read_all(&of, &image, capacity).await })??;
+        let (of, image, capacity) = (judge.clone(), views[views.len() - 1].clone(), self.view.disk.len() as u64);
+        let (power, disks) = (&judge.power, &judge.disks);
+        load::wait(sim, power, disks, async move { load::read_all(&of, &image, capacity).await })??;
         if self.rng.one_in(2) || judge.power.is_off() {
             return Ok(false);
         }
         let (image, of) = (views[0].clone(), judge.clone());
-        load::wait(sim, judge, async move {
+        load::wait(sim, power, disks, async move {
             let token = of.oracle.borrow_mut().flush_started();
             let result = image.close().await;
             let good = result.is_ok();
@@ -154,55 +139,156 @@ impl Life {
     }
 
     /// Some of the images that a cut here may leave; the last is what the next boot finds.
-    fn judge_what_is_left(&mut self, judge: &Judge, closed: bool, tally: &mut Tally) -> Result<(), String> {
+    fn judge_boot(&mut self, judge: &Judge, closed: bool, tally: &mut Tally) -> Result<(), String> {
         for nth in 1..=JUDGED {
             let layers = judge.disks.power_cut();
-            let disk = self.judge_image(&layers, closed, tally)?;
+            self.are_unchanged(&layers, 1)?;
+            let view = self.judge_image(&layers, nth == 1, tally)?;
+            if view.snapshots != self.view.snapshots {
+                return Err("a snapshot was changed".into());
+            }
+            let leaks = chain::check(&layers[0]).leaks;
+            if closed && leaks > self.leaks && self.plan.trouble.is_none() {
+                return Err(format!("{} clusters leaked, in an image that was closed", leaks - self.leaks));
+            }
             if nth < JUDGED {
-                self.oracle.borrow().allows_after_cut(0, &disk).map_err(|e| e.to_string())?;
+                self.oracle.borrow().allows_after_cut(0, &view.disk).map_err(|e| e.to_string())?;
             } else {
-                self.oracle.borrow_mut().check_after_cut(0, &disk).map_err(|e| e.to_string())?;
-                self.leaks = chain::check(&layers[0]).leaks;
-                self.layers = layers;
+                self.oracle.borrow_mut().check_after_cut(0, &view.disk).map_err(|e| e.to_string())?;
+                (self.leaks, self.layers, self.view) = (leaks, layers, view);
             }
         }
         Ok(())
     }
 
-    /// Gives what the guest sees of it.
-    fn judge_image(&self, layers: &[Files], closed: bool, tally: &mut Tally) -> Result<Vec<u8>, String> {
+    /// The images from the `first` on are what they were.
+    fn are_unchanged(&self, layers: &[Files], first: usize) -> Result<(), String> {
+        let unchanged = |(now, before): (&Files, &Files)| now.main.bytes() == before.main.bytes();
+        match layers.iter().zip(&self.layers).skip(first).all(unchanged) {
+            true => Ok(()),
+            false => Err("an image below was changed".into()),
+        }
+    }
+
+    /// The image opens and is sound. Gives what is to be seen of it.
+    fn judge_image(&self, layers: &[Files], ours: bool, tally: &mut Tally) -> Result<View, String> {
+        let view = chain::view(layers)?;
+        if !self.dirty && chain::is_dirty(&layers[0]) {
+            return Err("the dirty bit is set".into());
+        }
+        let layers = &chain::counted(layers)?[..];
         let findings = chain::check(&layers[0]);
         tally.judged += 1;
         tally.leaky += u64::from(findings.leaks > 0);
-        if !findings.corruptions.is_empty() {
-            return Err(format!("the image is corrupt: {:#?}", findings.corruptions));
+        if !findings.corruptions.is_empty() || findings.careful > 0 && !self.careful {
+            return Err(format!("the image is corrupt: {findings:#?}"));
         }
-        if closed && findings.leaks > self.leaks && self.plan.trouble.is_none() {
-            return Err(format!("{} clusters leaked, in an image that was closed", findings.leaks - self.leaks));
+        if ours {
+            let report = chain::our_check(&layers[0])?;
+            // Clusters beyond the end of the file are no leaks to it.
+            let same = report.corruptions == findings.careful && report.leaks <= findings.leaks;
+            if !same || report.check_errors > 0 {
+                return Err(format!("our check finds other than the slow one, {findings:?}: {report:#?}"));
+            }
         }
-        let unchanged = |(now, before): (&Files, &Files)| now.main.bytes() == before.main.bytes();
-        if !layers[1..].iter().zip(&self.layers[1..]).all(unchanged) {
-            return Err("an image below was changed".into());
+        if chain::view(layers)? != view {
+            return Err("counting anew has changed what it shows".into());
         }
-        if chain::snapshots(&layers[0])? != self.snapshots {
-            return Err("a snapshot was changed".into());
-        }
-        let disk = chain::contents(layers)?;
-        if tally.one_in > 0 && tally.judged.is_multiple_of(tally.one_in) {
+        if tally.one_in > 0 && tally.judged.is_multiple_of(tally.one_in) && findings.careful == 0 {
             tally.by_qemu += 1;
-            qemu::judge(layers, &disk, tally.judged)?;
+            qemu::judge(layers, &view.disk)?;
         }
-        Ok(disk)
+        Ok(view)
+    }
+
+    /// Does something to the closed chain, as a whole and then cut somewhere. What the cut has left is where it goes on.
+    pub fn operate(&mut self, tally: &mut Tally) -> Result<(), String> {
+        let operation = self.next_operation();
+        let whole = self.operate_once(&operation, u64::MAX, false, tally)?;
+        let cut_after = self.rng.below(whole.events + 1);
+        self.operate_once(&operation, cut_after, true, tally).map(|_| ())
+    }
+
+    pub fn next_operation(&mut self) -> Operation {
+        Operation::random(&mut self.rng, &self.plan, &self.view)
+    }
+
+    /// Does it, cut after so many events. `keep`: it goes on from what is left.
+    pub fn operate_once(
+        &mut self,
+        operation: &Operation,
+        cut_after: u64,
+        keep: bool,
+        tally: &mut Tally,
+    ) -> Result<Boot, String> {
+        let plan = self.plan.clone();
+        let explain = |e| format!("seed {}, {operation:?} cut after {cut_after} events: {e}\n{plan:?}", plan.seed);
+        let power = Power::cut_after(cut_after);
+        let config = self.config(&power);
+        let disks = Disks::new(&self.layers, config);
+        let seed = self.rng.next_u64();
+        let outcome = operation.run(&plan, &self.view, disks, &power, seed).map_err(explain)?;
+        let survived = !power.is_off();
+        tally.operated(operation, &outcome, survived);
+        let (dirty, careful) = (self.dirty, self.careful);
+        self.judge_operation(operation, &outcome, keep, tally).map_err(explain)?;
+        if !keep {
+            (self.dirty, self.careful) = (dirty, careful);
+        }
+        Ok(Boot { survived, events: outcome.events })
+    }
+
+    fn judge_operation(
+        &mut self,
+        operation: &Operation,
+        outcome: &Outcome,
+        keep: bool,
+        tally: &mut Tally,
+    ) -> Result<(), String> {
+        let after = operation.after(&self.view);
+        let done = outcome.done == Some(Done::Well);
+        if done {
+            (self.dirty, self.careful) = (false, false);
+        } else {
+            let version = self.plan.top().layout.version;
+            (self.dirty, self.careful) = (self.dirty || version > 2, self.careful || version == 2);
+        }
+        for nth in 1..=JUDGED {
+            let layers = outcome.disks.power_cut();
+            let view = self.judge_image(&layers, nth == 1, tally)?;
+            self.are_unchanged(&layers, operation.changes())?;
+            if *operation == Operation::Commit {
+                judge_commit(&layers[1..], &view.disk, done)?;
+            }
+            let (old, new) = (view == self.view, view == after);
+            if !(new && outcome.done != Some(Done::Refused) || old && !done) {
+                let (old, new) = (view.differs(&self.view), view.differs(&after));
+                let ended =
+                    format!("{:?}; it differs from what it was: {old}; from what it was to be: {new}", outcome.done);
+                return Err(format!("neither what it was nor what it was to be; {ended}"));
+            }
+            tally.states[usize::from(new)] += 1;
+            if nth == JUDGED && keep {
+                let before = self.view.disk.len();
+                (self.layers, self.view) = (layers, view);
+                self.leaks = chain::check(&chain::counted(&self.layers)?[0]).leaks;
+                self.tell_oracle(before);
+            }
+        }
+        Ok(())
     }
 }
 
-impl Tally {
-    fn count(&mut self, judge: &Judge, survived: bool) {
-        self.cuts += u64::from(!survived);
-        self.survived += u64::from(survived);
-        self.flushes += judge.flushes.get();
-        self.events += judge.power.events();
-        self.errors += judge.errors.get();
-        self.troubled += u64::from(judge.errors.get() > 0);
+/// The image below is sound at each moment; when all is done it holds the disk by itself.
+fn judge_commit(below: &[Files], disk: &[u8], done: bool) -> Result<(), String> {
+    if below[0].qcow2 {
+        let findings = chain::check(&chain::counted(below)?[0]);
+        if !findings.corruptions.is_empty() {
+            return Err(format!("the image below is corrupt: {findings:#?}"));
+        }
+    }
+    match done && !chain::contents(below)?.starts_with(disk) {
+        true => Err("the image below does not hold the disk".into()),
+        false => Ok(()),
     }
 }

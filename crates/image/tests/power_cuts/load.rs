@@ -4,28 +4,31 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use blockyard_image::Image;
-use blockyard_ring::sim::{Rng, SECTOR, Sim, pattern, yield_now};
+use blockyard_ring::sim::{Power, Rng, SECTOR, Sim, pattern, yield_now};
 use blockyard_ring::{Segments, Storage};
 
+use super::chain::Disks;
 use super::judge::Judge;
 use super::plan::Plan;
 
 /// Runs the lanes to their end. When the power goes half-way they end too, unheard. True: the power is on.
 pub fn run<S: Storage>(
     plan: &Plan,
+    capacity: u64,
     judge: &Rc<Judge>,
     sim: &Sim,
     views: &[Rc<Image<S>>],
     rng: &mut Rng,
 ) -> Result<bool, String> {
+    let sectors = capacity / SECTOR as u64;
     let failed = Rc::new(RefCell::new(None));
     let running = Rc::new(Cell::new(plan.lanes));
-    let hot: Rc<Vec<u64>> = Rc::new((0..3).map(|_| rng.below(plan.capacity / SECTOR as u64)).collect());
+    let hot: Rc<Vec<u64>> = Rc::new((0..3).map(|_| rng.below(sectors)).collect());
     for index in 0..plan.lanes {
         let lane = Lane {
             judge: judge.clone(),
             image: views[index % views.len()].clone(),
-            sectors: plan.capacity / SECTOR as u64,
+            sectors,
             cluster: plan.top().layout.cluster() / SECTOR as u64,
             unit: plan.top().layout.unit() / SECTOR as u64,
             hot: hot.clone(),
@@ -39,7 +42,7 @@ pub fn run<S: Storage>(
             running.set(running.get() - 1);
         });
     }
-    wait(sim, judge, async move {
+    wait(sim, &judge.power, &judge.disks, async move {
         while running.get() > 0 {
             yield_now().await;
         }
@@ -51,8 +54,13 @@ pub fn run<S: Storage>(
 }
 
 /// Waits for what waits for the disks; disks without power give up at once.
-pub fn wait<T: 'static>(sim: &Sim, judge: &Judge, work: impl Future<Output = T> + 'static) -> Result<T, String> {
-    let (power, disks) = (judge.power.clone(), judge.disks.clone());
+pub fn wait<T: 'static>(
+    sim: &Sim,
+    power: &Power,
+    disks: &Rc<Disks>,
+    work: impl Future<Output = T> + 'static,
+) -> Result<T, String> {
+    let (power, disks) = (power.clone(), disks.clone());
     let watch = async move {
         let mut work = Box::pin(work);
         let mut gave_up = false;

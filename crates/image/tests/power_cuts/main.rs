@@ -4,10 +4,14 @@
 //!   plan    what a run is like, decided by its seed      build   the images it begins with
 //!   chain   their files on disks with one power supply   load    lanes of requests, until they are through or the power goes
 //!   life    boot after boot                              judge   what is told to the oracle, and its other rules
-//!   liars   storage that breaks its promises
+//!   operation  what is done to the closed image between boots    tally   what has happened
+//!   liars   storage that breaks its promises             lives   seeds, on all processors
 //!   check   references against refcounts, and reading, the slow way (format: its numbers); qemu: QEMU's opinion
 //! ```
 //! A failure names its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` makes as many random cuts.
+
+#[path = "../lives/mod.rs"]
+mod lives;
 
 mod build;
 mod chain;
@@ -17,71 +21,69 @@ mod judge;
 mod liars;
 mod life;
 mod load;
+mod operation;
 mod plan;
 mod qemu;
+mod tally;
 
 use blockyard_image::RawShape;
 use blockyard_ring::sim::Rng;
 
 use liars::{Liar, Lie};
-use life::{Life, Tally};
+use life::Life;
+use operation::KINDS;
 use plan::{Plan, SHAPES};
+use tally::Tally;
 
 /// Random cuts of an ordinary run.
-const CUTS: u64 = 4_000;
+const CUTS: u64 = 6_000;
 
-fn number(name: &str) -> Option<u64> {
-    let text = std::env::var(name).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{name} is a number, not {text:?}")))
-}
+/// Seeds of plans that have failed once.
+const QUIET: [u64; 0] = [];
+const GROWING: [u64; 0] = [];
+const TROUBLED: [u64; 11] = [171, 236, 395, 446, 449, 483, 485, 639, 722, 755, 959];
 
-fn cuts() -> u64 {
-    number("BLOCKYARD_CUTS").unwrap_or(CUTS)
-}
-
-/// A whole boot, to see how long one is; then some cut at random events, each going on from what the one before left.
+/// A whole boot, to see how long one is; then some cut at random events, each going on from what the one before left, and
+/// things that are done to the image in between.
 fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     let mut rng = Rng::new(plan.seed);
     let events = Life::new(plan.clone()).boot(u64::MAX, |disk| disk, tally)?.events;
     for _ in 0..3 {
         let mut life = Life::new(plan.clone());
-        for _ in 0..3 {
+        for _ in 0..4 {
             life.boot(rng.below(events + 1), |disk| disk, tally)?;
+            if rng.one_in(2) {
+                life.operate(tally)?;
+            }
         }
     }
     Ok(())
 }
 
-/// `by_qemu`: about so many of the images are judged by QEMU too.
-fn random_lives(plan: impl Fn(u64) -> Plan, cuts: u64, by_qemu: u64) -> Tally {
-    let seeds = number("BLOCKYARD_SEED").map_or(0..u64::MAX, |seed| seed..seed + 1);
-    let (mut tally, first) = (Tally { one_in: cuts * 3 / by_qemu, ..Tally::default() }, seeds.start);
-    let mut last = first;
-    for seed in seeds {
-        if tally.cuts >= cuts {
-            break;
-        }
-        random_life(plan(seed), &mut tally).unwrap_or_else(|e| panic!("{e}"));
-        last = seed;
-    }
-    println!("seeds {first} to {last}: {tally}");
-    tally
+/// So many percent of all cuts.
+fn random_lives(plan: impl Fn(u64) -> Plan + Sync, percent: u64, failed_once: &[u64]) -> Tally {
+    let cuts = lives::cuts(CUTS) * percent / 100;
+    // QEMU is slow.
+    let by_qemu = if cuts > CUTS { 2 * percent } else { percent / 3 };
+    let new = || Tally { one_in: cuts * 4 / by_qemu, ..Tally::default() };
+    lives::run(failed_once, cuts, new, |seed, tally| random_life(plan(seed), tally))
 }
 
 #[test]
 fn what_was_promised_survives_random_cuts() {
-    random_lives(Plan::quiet, cuts(), if cuts() > CUTS { 200 } else { 20 });
+    let tally = random_lives(Plan::quiet, 70, &QUIET);
+    assert!(tally.saw_all_operations() || !lives::is_thorough(CUTS), "{tally}");
 }
 
 #[test]
 fn refcounts_are_right_in_files_that_grow() {
-    random_lives(Plan::growing, cuts() / 4, 5);
+    random_lives(Plan::growing, 15, &GROWING);
 }
 
 #[test]
 fn what_was_promised_survives_errors_and_cuts() {
-    let tally = random_lives(Plan::troubled, cuts() / 4, 5);
-    assert!(tally.troubled > 50 || number("BLOCKYARD_SEED").is_some(), "{tally}");
+    let tally = random_lives(Plan::troubled, 15, &TROUBLED);
+    assert!(tally.troubled > 50 || !lives::is_thorough(CUTS), "{tally}");
 }
 
 /// Small runs, cut at every event there is.
@@ -96,6 +98,30 @@ fn what_was_promised_survives_a_cut_at_every_event() {
             boot.survived
         });
         println!("seed {seed}, {shape:?}: {whole:?} events");
+    }
+    println!("{tally}");
+}
+
+/// What is done to a closed image, twice of each kind.
+#[test]
+fn what_is_done_between_boots_survives_a_cut_at_every_event() {
+    let (mut tally, mut left) = (Tally::default(), [2; KINDS.len()]);
+    for seed in 40_000.. {
+        if left == [0; KINDS.len()] {
+            break;
+        }
+        let mut life = Life::new(Plan { lanes: 4, requests: 6, ..Plan::quiet(seed) });
+        life.boot(u64::MAX, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+        let operation = life.next_operation();
+        let left = &mut left[operation.kind()];
+        let mut cut =
+            |events| life.operate_once(&operation, events, false, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+        let events = cut(u64::MAX).events;
+        if *left > 0 && events > 8 {
+            *left -= 1;
+            (0..events).for_each(|events| assert!(!cut(events).survived));
+            println!("seed {seed}, {operation:?}: {events} events");
+        }
     }
     println!("{tally}");
 }

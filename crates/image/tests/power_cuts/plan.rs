@@ -6,7 +6,7 @@ use blockyard_image::RawShape;
 use blockyard_ring::sim::{Fault, OpKind, Rng, SECTOR};
 
 use super::build::Recipe;
-use super::chain::file_name;
+use super::chain::{Disks, file_name};
 use super::format::Layout;
 
 /// The page cache; O_DIRECT on 512-byte blocks, and on 4096-byte blocks under 512-byte sectors.
@@ -28,8 +28,6 @@ pub struct Plan {
     pub seed: u64,
     /// The topmost first; that one is qcow2.
     pub layers: Vec<LayerPlan>,
-    /// Bytes of the guest's disk.
-    pub capacity: u64,
     pub shape: RawShape,
     /// What the device writes whole or not at all.
     pub atomic: usize,
@@ -58,7 +56,6 @@ impl Plan {
         Plan {
             seed,
             layers,
-            capacity,
             shape: *rng.pick(&SHAPES),
             atomic: *rng.pick(&[512, 512, 4096]),
             discard_zeroes: rng.one_in(2),
@@ -87,7 +84,6 @@ impl Plan {
         let recipe = Recipe { snapshot: false, full: *rng.pick(&[0, 30]), ..recipe(&mut rng, layout, capacity, None) };
         Plan {
             layers: vec![LayerPlan::Qcow2(recipe)],
-            capacity,
             lanes: rng.between(3, 6) as usize,
             requests: 12,
             reserve: Some(layout.cluster() * rng.between(1, 70)),
@@ -191,6 +187,12 @@ pub struct Trouble {
 }
 
 impl Trouble {
+    /// The files of the topmost image have it from now on.
+    pub fn strike(&self, disks: &Disks) {
+        let (main, data) = &disks.layers[0];
+        data.as_ref().filter(|_| self.data_file).unwrap_or(main).fail(self.fault.clone());
+    }
+
     fn random(rng: &mut Rng) -> Self {
         use io::ErrorKind::{Other, StorageFull};
         let kinds = [

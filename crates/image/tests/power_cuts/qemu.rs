@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::chain::{Files, file_name};
 
@@ -18,7 +19,9 @@ impl Drop for Folder {
 }
 
 /// Whether QEMU finds the topmost image sound, and `disk` in it.
-pub fn judge(layers: &[Files], disk: &[u8], number: u64) -> Result<(), String> {
+pub fn judge(layers: &[Files], disk: &[u8]) -> Result<(), String> {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let path = std::env::temp_dir().join(format!("blockyard-cuts-{}-{number}", std::process::id()));
     std::fs::create_dir_all(&path).unwrap();
     let folder = Folder(path);

@@ -106,8 +106,15 @@ impl<S: Storage> Flags<'_, S> {
     }
 
     async fn read(&mut self, structure: &str, at: u64, len: u64) -> Option<Vec<u8>> {
-        // That it cannot be read was told by the walk.
-        bytes::read(self.file, at, len as usize).await.inspect_err(|e| tracing::debug!("{structure} at {at}: {e}")).ok()
+        let read = bytes::read(self.file, at, len as usize).await;
+        if let Err(e) = &read
+            && !self.tally.incomplete
+        {
+            // The walk could read it, or has told otherwise.
+            self.tally.incomplete = true;
+            self.tally.find(FindingKind::Unreadable, format_args!("{structure}"), at, format_args!("{e}"));
+        }
+        read.ok()
     }
 
     fn may_write(&self, at: u64, len: u64) -> bool {

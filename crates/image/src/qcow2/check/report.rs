@@ -117,7 +117,8 @@ impl Tally {
         offset: u64,
         text: fmt::Arguments<'_>,
     ) {
-        let by_window = kind.is_derived() || kind == FindingKind::Overlap;
+        let first_unreadable = kind == FindingKind::Unreadable && self.report.check_errors == 0;
+        let by_window = kind.is_derived() || kind == FindingKind::Overlap || first_unreadable;
         if self.later_pass && !by_window {
             return;
         }

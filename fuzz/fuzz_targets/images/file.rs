@@ -42,7 +42,8 @@ impl File {
             return;
         }
         for (&page, bytes) in pages.range_mut(offset / PAGE..=end / PAGE) {
-            let (from, to) = (offset.max(page * PAGE) - page * PAGE, end.min((page + 1) * PAGE).saturating_sub(page * PAGE));
+            let (from, to) =
+                (offset.max(page * PAGE) - page * PAGE, end.min((page + 1) * PAGE).saturating_sub(page * PAGE));
             if from < to {
                 bytes[from as usize..to as usize].fill(0);
             }
