@@ -8,6 +8,7 @@
 //!   device        the guest resets, unbinds and binds the device in mid-load               QEMU
 //!   changes       the disk grows, memory is plugged in and out, under load
 //!   cow           UML's COW files, written here and by its own driver; what that driver reads wrong       UML
+//!   live          snapshot, commit, snapshot, stream, again and again under verified load              UML, QEMU
 //! ```
 //! Guests cost seconds each, so a script shows as much as fits. Where the host must do something at a certain point the
 //! script says `tell WORD`, and goes on when the host has made the disk larger (`Stage::go_on`).
@@ -22,5 +23,6 @@ mod crash;
 mod device;
 mod filesystems;
 mod flush;
+mod live;
 mod qmp;
 mod stage;

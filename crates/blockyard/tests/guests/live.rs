@@ -1,0 +1,112 @@
+//! Images exchanged under a guest that verifies what it reads: snapshot, commit, snapshot, stream, round after round.
+//!
+//! The server is the test itself, with the program's own parts: what the control socket will call is called here.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use blockyard_disk::{Disk, DiskOptions, SnapshotOptions, Source, Work};
+use blockyard_export::Reactors;
+use blockyard_export::vhost_user::{self, Coalesce, Listener, PollMode, QueueShape, Tuning, VhostUser};
+use blockyard_image::{CacheMode, ChainOptions};
+
+use crate::common::{Folder, Guest, Kind, md5, tool};
+use crate::stage::script_with_prelude;
+
+const SIZE: u64 = 64 << 20;
+/// Nobody holds requests back for longer; in truth it is a hundredth of that on an idle machine.
+const LONGEST: Duration = Duration::from_secs(5);
+
+const SCRIPT: &str = r#"
+    mkfs.ext4 -q /dev/vda
+    mount /dev/vda /mnt
+    echo begun
+    for i in 1 2 3 4 5 6; do
+        load --directory=/mnt --end_fsync=1 \
+            --name=small --rw=randwrite --bs=4k --size=4M --fsync=32 \
+            --name=mixed --rw=randrw --bsrange=4k-128k --size=8M --fsync=16
+        [[ $i -eq 3 ]] && rm /mnt/*.0 && fstrim /mnt
+        echo "loaded $i"
+    done
+    umount /mnt
+    e2fsck -fn /dev/vda >/tmp/fsck 2>&1 || { cat /tmp/fsck && exit 1; }
+    echo "sum $(dd if=/dev/vda bs=1M iflag=direct status=none | md5sum)"
+"#;
+
+#[test]
+fn images_are_exchanged_under_user_mode_linux() {
+    exchange(Kind::Uml);
+}
+
+#[test]
+fn images_are_exchanged_under_qemu() {
+    exchange(Kind::Qemu);
+}
+
+/// One disk on a socket.
+struct Server {
+    disk: Arc<Disk>,
+    export: VhostUser,
+    reactors: Arc<Reactors>,
+}
+
+impl Server {
+    fn start(image: &Path, socket: &Path) -> Self {
+        let reactors = Arc::new(Reactors::start(2, &[]).unwrap());
+        let (name, serial) = ("live".to_string(), "live".to_string());
+        let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
+        let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new(image)).unwrap()));
+        let (shape, poll) = (QueueShape { queues: 2, size: 256 }, PollMode::Auto);
+        let tuning = Tuning { poll, coalesce: Coalesce::Auto, in_band: false, pin_memory: false };
+        let listener = Listener::bind(socket).unwrap();
+        let export = VhostUser::start(disk.clone(), listener, shape, tuning, reactors.clone()).unwrap();
+        Server { disk, export, reactors }
+    }
+
+    fn snapshot(&self, overlay: PathBuf) {
+        self.disk.snapshot(&SnapshotOptions { overlay, shape: None }).unwrap();
+    }
+
+    /// Ends as the program does at SIGTERM.
+    fn end(mut self) {
+        self.export.stop();
+        assert!(vhost_user::close(&self.disk, &self.reactors), "the disk cannot be closed");
+    }
+}
+
+fn exchange(kind: Kind) {
+    let folder = Folder::new();
+    let (base, socket) = (folder.image("base.img", SIZE), folder.join("disk.sock"));
+    let server = Server::start(&base, &socket);
+    let script = script_with_prelude(SCRIPT);
+    let queues = if kind == Kind::Qemu { ",queues=2" } else { "" };
+    let mut guest = Guest::start(kind, Guest::vhost(&socket, queues), &script, Duration::from_secs(180));
+    guest.expect("begun");
+    let mut rounds = 0;
+    while guest.running() {
+        let overlay = |name: &str| folder.join(&format!("{rounds}-{name}.qcow2"));
+        server.snapshot(overlay("a"));
+        std::thread::sleep(Duration::from_millis(100));
+        server.disk.commit(&Work::default()).unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+        server.snapshot(overlay("b"));
+        std::thread::sleep(Duration::from_millis(100));
+        server.disk.stream(&Work::default()).unwrap();
+        rounds += 1;
+    }
+    let output = guest.finish();
+    assert!(rounds >= 3, "only {rounds} rounds while the guest ran: {output}");
+    let longest = server.disk.longest_held_back();
+    assert!(longest < LONGEST, "requests were held back for {longest:?}");
+    println!("{rounds} rounds; requests were held back for {longest:?} at most");
+    server.end();
+
+    let sum = output.lines().find_map(|l| l.strip_prefix("sum ")).unwrap_or_else(|| panic!("no sum: {output}"));
+    let (last, copy) = (folder.join(&format!("{}-b.qcow2", rounds - 1)), folder.join("copy.img"));
+    tool("qemu-img", ["check".as_ref(), last.as_os_str()]).good();
+    let convert = ["convert", "-f", "qcow2", "-O", "raw"].map(std::ffi::OsStr::new);
+    tool("qemu-img", convert.into_iter().chain([last.as_os_str(), copy.as_os_str()])).good();
+    assert_eq!(sum.split_whitespace().next(), Some(md5(&copy).as_str()), "the guest and the host read different bytes");
+    tool("e2fsck", ["-fn".as_ref(), copy.as_os_str()]).good();
+}
