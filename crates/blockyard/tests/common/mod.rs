@@ -3,6 +3,7 @@
 //! ```text
 //!   daemon    `blockyard serve` as a process: ready line, log, signals, its descriptors and memory
 //!   guest     guests/uml and guests/qemu: a script in a whole guest, its output line by line
+//!   server    a disk that this very process serves
 //!   here      folders, images, commands that end
 //! ```
 //!
@@ -14,6 +15,7 @@
 
 pub mod daemon;
 pub mod guest;
+pub mod server;
 
 use std::ffi::OsStr;
 use std::io::Read;
@@ -27,6 +29,7 @@ use std::time::{Duration, Instant};
 pub use daemon::Daemon;
 pub use guest::{Guest, Kind};
 pub use rustix::process::Signal;
+pub use server::Server;
 
 /// The program under test.
 pub const BLOCKYARD: &str = env!("CARGO_BIN_EXE_blockyard");

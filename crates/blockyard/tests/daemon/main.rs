@@ -12,6 +12,7 @@
 //!   requests     the last sector, ranges, serial, status codes, a read-only disk
 //!   pin          guest memory registered with io_uring: pinned while its front end is there
 //!   chains       qcow2 and backing images
+//!   exchange     front ends that come, go and die while the image below them is exchanged
 //!   load         queues over reactors, filters, statistics
 //! ```
 
@@ -23,6 +24,7 @@ mod activation;
 mod cache;
 mod chains;
 mod ending;
+mod exchange;
 mod hosts;
 mod idle;
 mod load;

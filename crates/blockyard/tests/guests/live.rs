@@ -2,16 +2,11 @@
 //!
 //! The server is the test itself, with the program's own parts: what the control socket will call is called here.
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
-use blockyard_disk::{Disk, DiskOptions, SnapshotOptions, Source, Work};
-use blockyard_export::Reactors;
-use blockyard_export::vhost_user::{self, Coalesce, Listener, PollMode, QueueShape, Tuning, VhostUser};
-use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_disk::Work;
 
-use crate::common::{Folder, Guest, Kind, md5, tool};
+use crate::common::{Folder, Guest, Kind, Server, md5, tool};
 use crate::stage::script_with_prelude;
 
 const SIZE: u64 = 64 << 20;
@@ -44,41 +39,10 @@ fn images_are_exchanged_under_qemu() {
     exchange(Kind::Qemu);
 }
 
-/// One disk on a socket.
-struct Server {
-    disk: Arc<Disk>,
-    export: VhostUser,
-    reactors: Arc<Reactors>,
-}
-
-impl Server {
-    fn start(image: &Path, socket: &Path) -> Self {
-        let reactors = Arc::new(Reactors::start(2, &[]).unwrap());
-        let (name, serial) = ("live".to_string(), "live".to_string());
-        let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
-        let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new(image)).unwrap()));
-        let (shape, poll) = (QueueShape { queues: 2, size: 256 }, PollMode::Auto);
-        let tuning = Tuning { poll, coalesce: Coalesce::Auto, in_band: false, pin_memory: false };
-        let listener = Listener::bind(socket).unwrap();
-        let export = VhostUser::start(disk.clone(), listener, shape, tuning, reactors.clone()).unwrap();
-        Server { disk, export, reactors }
-    }
-
-    fn snapshot(&self, overlay: PathBuf) {
-        self.disk.snapshot(&SnapshotOptions { overlay, shape: None }).unwrap();
-    }
-
-    /// Ends as the program does at SIGTERM.
-    fn end(mut self) {
-        self.export.stop();
-        assert!(vhost_user::close(&self.disk, &self.reactors), "the disk cannot be closed");
-    }
-}
-
 fn exchange(kind: Kind) {
     let folder = Folder::new();
     let (base, socket) = (folder.image("base.img", SIZE), folder.join("disk.sock"));
-    let server = Server::start(&base, &socket);
+    let server = Server::start(&base, &socket, &[]);
     let script = script_with_prelude(SCRIPT);
     let queues = if kind == Kind::Qemu { ",queues=2" } else { "" };
     let mut guest = Guest::start(kind, Guest::vhost(&socket, queues), &script, Duration::from_secs(180));
@@ -86,11 +50,11 @@ fn exchange(kind: Kind) {
     let mut rounds = 0;
     while guest.running() {
         let overlay = |name: &str| folder.join(&format!("{rounds}-{name}.qcow2"));
-        server.snapshot(overlay("a"));
+        server.snapshot(overlay("a")).unwrap();
         std::thread::sleep(Duration::from_millis(100));
         server.disk.commit(&Work::default()).unwrap();
         std::thread::sleep(Duration::from_millis(100));
-        server.snapshot(overlay("b"));
+        server.snapshot(overlay("b")).unwrap();
         std::thread::sleep(Duration::from_millis(100));
         server.disk.stream(&Work::default()).unwrap();
         rounds += 1;

@@ -1,0 +1,42 @@
+//! A disk on a socket, served by the test's own process with the program's own parts: for calls that the control socket
+//! will make, and nobody else can.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use blockyard_disk::{Disk, DiskOptions, SnapshotOptions, Source, WorkError};
+use blockyard_export::Reactors;
+use blockyard_export::vhost_user::{self, Coalesce, Listener, PollMode, QueueShape, Tuning, VhostUser};
+use blockyard_image::{CacheMode, ChainOptions};
+
+/// One disk on a socket.
+pub struct Server {
+    pub disk: Arc<Disk>,
+    export: VhostUser,
+    reactors: Arc<Reactors>,
+}
+
+impl Server {
+    pub fn start(image: &Path, socket: &Path, filters: &[&str]) -> Self {
+        let reactors = Arc::new(Reactors::start(2, &[]).unwrap());
+        let (name, serial) = ("live".to_string(), "live".to_string());
+        let filters = filters.iter().map(|f| f.parse().unwrap()).collect();
+        let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters };
+        let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new(image)).unwrap()));
+        let (shape, poll) = (QueueShape { queues: 2, size: 256 }, PollMode::Auto);
+        let tuning = Tuning { poll, coalesce: Coalesce::Auto, in_band: false, pin_memory: false };
+        let listener = Listener::bind(socket).unwrap();
+        let export = VhostUser::start(disk.clone(), listener, shape, tuning, reactors.clone()).unwrap();
+        Server { disk, export, reactors }
+    }
+
+    pub fn snapshot(&self, overlay: PathBuf) -> Result<(), WorkError> {
+        self.disk.snapshot(&SnapshotOptions { overlay, shape: None })
+    }
+
+    /// Ends as the program does at SIGTERM.
+    pub fn end(mut self) {
+        self.export.stop();
+        assert!(vhost_user::close(&self.disk, &self.reactors), "the disk cannot be closed");
+    }
+}

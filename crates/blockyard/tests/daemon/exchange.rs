@@ -1,0 +1,107 @@
+//! Front ends that come, go and die, and a disk that is closed, while requests are held back for an exchange of images.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use blockyard_bench::client::workload::Pattern;
+use blockyard_bench::client::{Options, measure};
+use blockyard_disk::{Disk, SnapshotOptions, Why, Work, WorkError};
+
+use crate::common::{BLOCKYARD, Folder, Server, tool};
+
+const SIZE: u64 = 16 << 20;
+/// Requests are in flight for so long, so that the gate waits for them, and others wait at it, most of the time.
+const SLOW: &str = "delay:write=15ms,read=15ms";
+
+/// Exchanges the images of a disk again and again.
+struct Exchanges {
+    stop: Arc<AtomicBool>,
+    rounds: Arc<AtomicU64>,
+    thread: JoinHandle<Result<(), WorkError>>,
+}
+
+impl Exchanges {
+    fn start(disk: &Arc<Disk>, folder: PathBuf) -> Self {
+        let (stop, rounds): (Arc<AtomicBool>, Arc<AtomicU64>) = Default::default();
+        let (disk, until, count) = (disk.clone(), stop.clone(), rounds.clone());
+        let thread = std::thread::spawn(move || {
+            while !until.load(Ordering::SeqCst) {
+                let round = count.load(Ordering::SeqCst);
+                let overlay = folder.join(format!("{round}.qcow2"));
+                disk.snapshot(&SnapshotOptions { overlay, shape: None })?;
+                if round % 2 == 0 {
+                    disk.commit(&Work::default())?;
+                } else {
+                    disk.stream(&Work::default())?;
+                }
+                count.store(round + 1, Ordering::SeqCst);
+            }
+            Ok(())
+        });
+        Exchanges { stop, rounds, thread }
+    }
+
+    fn rounds(&self) -> u64 {
+        self.rounds.load(Ordering::SeqCst)
+    }
+}
+
+#[test]
+fn front_ends_come_go_and_die_while_images_are_exchanged() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("base.img", SIZE), folder.join("s"));
+    let server = Server::start(&image, &socket, &[SLOW]);
+    let exchanges = Exchanges::start(&server.disk, folder.to_path_buf());
+    for round in 0..6 {
+        // One that ends in order: its queues are stopped, each after its last request.
+        let report = measure(&Options {
+            rw: Pattern::Randrw,
+            queues: 2,
+            depth: 16,
+            runtime: 0.4,
+            flush_every: 20,
+            verify: true,
+            ..Options::for_socket(socket.clone())
+        });
+        let report = report.unwrap();
+        assert_eq!((report.errors, report.first_error), (0, None), "round {round}");
+        assert!(report.verified_blocks > 0);
+        // One that is killed.
+        let mut command = Command::new(BLOCKYARD);
+        command.args(["bench", "client", "--rw", "randwrite", "--queues", "2", "--runtime", "30"]).arg(&socket);
+        let mut client = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(100 + 17 * round));
+        client.kill().unwrap();
+        client.wait().unwrap();
+    }
+    exchanges.stop.store(true, Ordering::SeqCst);
+    assert!(exchanges.rounds() >= 6, "only {} exchanges", exchanges.rounds());
+    exchanges.thread.join().unwrap().unwrap();
+    server.end();
+}
+
+/// As at SIGTERM: what is under way is ended, what was acknowledged is kept, the last image is sound.
+#[test]
+fn a_disk_is_closed_while_its_images_are_exchanged() {
+    for round in 0..4 {
+        let folder = Folder::new();
+        let (image, socket) = (folder.image("base.img", SIZE), folder.join("s"));
+        let server = Server::start(&image, &socket, &[SLOW]);
+        let mut command = Command::new(BLOCKYARD);
+        command.args(["bench", "client", "--rw", "randwrite", "--queues", "2", "--runtime", "30"]).arg(&socket);
+        let mut client = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let exchanges = Exchanges::start(&server.disk, folder.to_path_buf());
+        std::thread::sleep(Duration::from_millis(300 + 37 * round));
+        server.end();
+        let error = exchanges.thread.join().unwrap().unwrap_err();
+        assert!(matches!(*error.why, Why::Ended), "{error}");
+        client.kill().unwrap();
+        client.wait().unwrap();
+        let last = (0..100).rev().map(|n| folder.join(&format!("{n}.qcow2"))).find(|path| path.exists());
+        tool("qemu-img", ["check".as_ref(), last.expect("an overlay").as_os_str()]).good();
+    }
+}
