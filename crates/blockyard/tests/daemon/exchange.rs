@@ -101,7 +101,7 @@ fn a_disk_is_closed_while_its_images_are_exchanged() {
         assert!(matches!(*error.why, Why::Ended), "{error}");
         client.kill().unwrap();
         client.wait().unwrap();
-        let last = (0..100).rev().map(|n| folder.join(&format!("{n}.qcow2"))).find(|path| path.exists());
+        let last = (0..100).rev().map(|n| folder.join(format!("{n}.qcow2"))).find(|path| path.exists());
         tool("qemu-img", ["check".as_ref(), last.expect("an overlay").as_os_str()]).good();
     }
 }

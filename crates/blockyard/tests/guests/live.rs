@@ -49,7 +49,7 @@ fn exchange(kind: Kind) {
     guest.expect("begun");
     let mut rounds = 0;
     while guest.running() {
-        let overlay = |name: &str| folder.join(&format!("{rounds}-{name}.qcow2"));
+        let overlay = |name: &str| folder.join(format!("{rounds}-{name}.qcow2"));
         server.snapshot(overlay("a")).unwrap();
         std::thread::sleep(Duration::from_millis(100));
         server.disk.commit(&Work::default()).unwrap();
@@ -67,7 +67,7 @@ fn exchange(kind: Kind) {
     server.end();
 
     let sum = output.lines().find_map(|l| l.strip_prefix("sum ")).unwrap_or_else(|| panic!("no sum: {output}"));
-    let (last, copy) = (folder.join(&format!("{}-b.qcow2", rounds - 1)), folder.join("copy.img"));
+    let (last, copy) = (folder.join(format!("{}-b.qcow2", rounds - 1)), folder.join("copy.img"));
     tool("qemu-img", ["check".as_ref(), last.as_os_str()]).good();
     let convert = ["convert", "-f", "qcow2", "-O", "raw"].map(std::ffi::OsStr::new);
     tool("qemu-img", convert.into_iter().chain([last.as_os_str(), copy.as_os_str()])).good();
