@@ -176,3 +176,39 @@ fn every_way_to_lay_a_file_out_is_checked_alike() {
         assert_eq!(read(&again, 0, 100 * 512).await.unwrap(), pattern(1, 0, 100 * 512));
     });
 }
+
+/// Whoever opens or checks a file that was cut short gets its disk, or an error that names an offset; nothing is written.
+#[test]
+fn a_file_cut_short_is_an_error_or_shows_what_it_showed() {
+    for version in [1, 2, 3] {
+        Bench::new(7, SHAPES[0]).run(7, |bench| async move {
+            let size = 64 * 512;
+            let header = bench.create(version, size).await;
+            let cow = bench.open(u64::MAX).await;
+            write(&cow, 512, &pattern(1, 512, 20 * 512)).await.unwrap();
+            cow.close().await.unwrap();
+            let (whole, expected) = (bench.disk.contents(), read(&cow, 0, size).await.unwrap());
+            let (ends, mut refused) = ((0..whole.len()).step_by(256).chain([1, 7, 8, 279, 4119, 4127, 4135]), 0);
+            for end in ends.filter(|&end| end < whole.len()) {
+                let disk = SimDisk::new(SimImage::from_bytes(&whole[..end]), SimConfig::new(1));
+                let raw = Raw::on(disk.clone(), SHAPES[0]);
+                for read_only in [true, false] {
+                    let opened = Cow::open(raw.clone(), &CowOptions { read_only, ..CowOptions::default() }).await;
+                    match opened {
+                        Ok(cow) => assert!(read(&cow, 0, size).await.is_ok_and(|disk| disk == expected), "at {end}"),
+                        Err(e) => assert!(e.offset.is_some(), "at {end}: {e}"),
+                    }
+                }
+                match check(&raw, Repair::default()).await {
+                    Ok(report) => assert!(report.corruptions.iter().all(|e| e.offset.is_some()), "at {end}"),
+                    Err(e) => {
+                        refused += 1;
+                        assert!(e.offset.is_some(), "at {end}: {e}");
+                    }
+                }
+                assert_eq!(disk.events(), 0, "at {end}: something was written");
+            }
+            assert!(refused > 1 && whole.len() as u64 == header.file_len(), "{refused}");
+        });
+    }
+}

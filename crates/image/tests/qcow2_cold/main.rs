@@ -2,12 +2,14 @@
 
 mod agree;
 mod bitmaps;
+mod chains;
 mod copying_down;
 mod creation;
 mod cuts;
 mod damage;
 mod hostile;
 mod images;
+mod lies;
 mod peer;
 mod rebacking;
 mod repair_cuts;
