@@ -121,9 +121,19 @@ struct Bits {
 }
 
 impl Bits {
-    /// `first`: the sector of the first bit.
+    /// `first`: the sector of the first bit. Most of a large bitmap is zeroes, which are compared as a whole.
     fn count(&mut self, header: &Header, file_len: u64, first: u64, bytes: &[u8]) {
+        const ZEROES: [u8; 512] = [0; 512];
         let held = file_len.saturating_sub(header.data_offset) / SECTOR;
+        for (n, piece) in (0..).zip(bytes.chunks(ZEROES.len())) {
+            if *piece != ZEROES[..piece.len()] {
+                self.count_piece(header, held, first + n * ZEROES.len() as u64 * 8, piece);
+            }
+        }
+    }
+
+    /// `held`: sectors whose data lie in the file.
+    fn count_piece(&mut self, header: &Header, held: u64, first: u64, bytes: &[u8]) {
         for (i, byte) in bytes.iter().enumerate().filter(|(_, byte)| **byte != 0) {
             for bit in (0..8).filter(|bit| byte >> bit & 1 == 1) {
                 let sector = first + i as u64 * 8 + bit;
