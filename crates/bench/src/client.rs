@@ -218,7 +218,7 @@ impl<'a> Setup<'a> {
 }
 
 /// Bytes with an optional suffix: powers of 1024.
-fn parse_size(text: &str) -> Result<u64> {
+pub(crate) fn parse_size(text: &str) -> Result<u64> {
     let text = text.trim();
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
@@ -233,7 +233,7 @@ fn parse_size(text: &str) -> Result<u64> {
     number.checked_mul(1 << shift).context("the size does not fit 64 bits")
 }
 
-fn parse_seconds(text: &str) -> Result<f64> {
+pub(crate) fn parse_seconds(text: &str) -> Result<f64> {
     let seconds: f64 = text.parse()?;
     anyhow::ensure!((0.0..=1e9).contains(&seconds), "a number of seconds from 0 on");
     Ok(seconds)

@@ -43,6 +43,12 @@ pub enum Command {
 pub enum Bench {
     /// Drive a vhost-user-blk server without a VM: load, latencies, verified data.
     Client(Box<blockyard_bench::client::Options>),
+    /// Random seeks and operations of random sizes, one at a time: prints size in bytes and duration in seconds of each.
+    Rate(blockyard_bench::rate::Options),
+    /// The median duration for each size, of what `rate` printed.
+    Median(blockyard_bench::figures::Median),
+    /// A percentile of the durations for each size, of what `rate` printed.
+    Percentile(blockyard_bench::figures::Percentile),
 }
 
 #[derive(Args)]

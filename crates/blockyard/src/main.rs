@@ -24,7 +24,7 @@ fn main() -> ExitCode {
             Ok(status) => return ExitCode::from(status),
             Err(failure) => Err(failure),
         },
-        Command::Bench(Bench::Client(options)) => blockyard_bench::client::run(&options).map_err(Failure::from),
+        Command::Bench(bench) => measure(&bench).map_err(Failure::from),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "blockyard", &mut std::io::stdout());
             Ok(())
@@ -39,6 +39,15 @@ fn main() -> ExitCode {
             eprintln!("blockyard: {error:#}");
             ExitCode::from(status)
         }
+    }
+}
+
+fn measure(bench: &Bench) -> anyhow::Result<()> {
+    match bench {
+        Bench::Client(options) => blockyard_bench::client::run(options),
+        Bench::Rate(options) => blockyard_bench::rate::run(options),
+        Bench::Median(options) => blockyard_bench::figures::median(options),
+        Bench::Percentile(options) => blockyard_bench::figures::percentile(options),
     }
 }
 

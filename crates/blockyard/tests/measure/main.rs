@@ -1,0 +1,159 @@
+//! `blockyard bench rate`, `median` and `percentile`: against back ends whose delay is known, against fio, over NBD.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+use std::path::Path;
+use std::process::Command;
+
+use common::guest::run_guest;
+use common::{BLOCKYARD, Daemon, Finished, Folder, Guest, Kind, SOON, TOOL, blockyard, guests, run, tool, until};
+
+fn rate(operation: &str, target: &str, options: &[&str]) -> Finished {
+    blockyard(["bench", "rate", operation, target].iter().chain(options))
+}
+
+/// (size in bytes, seconds, number of operations) of each line that `bench median` or `percentile` prints.
+fn figures(command: &[&str], samples: &Path) -> Vec<(u64, f64, usize)> {
+    let out = blockyard(["bench"].iter().chain(command).map(AsRef::as_ref).chain([samples.as_os_str()])).good();
+    let line = |line: &str| {
+        let columns: Vec<_> = line.split(' ').collect();
+        (columns[0].parse().unwrap(), columns[1].parse().unwrap(), columns[2].parse().unwrap())
+    };
+    out.lines().map(line).collect()
+}
+
+#[track_caller]
+fn near(what: &str, found: f64, truth: f64, tolerance: f64) {
+    assert!((found / truth - 1.0).abs() < tolerance, "{what}: {found}, and the truth is {truth}");
+}
+
+/// Delays, in milliseconds, that make what the machine adds small.
+const DELAY: &str = "delay:read=20ms,write=30ms,flush=25ms";
+
+#[test]
+fn a_known_delay_is_what_is_measured() {
+    let folder = Folder::new();
+    let (socket, samples) = (folder.join("s"), folder.join("samples"));
+    let daemon = Daemon::serve("null:64M", &socket, &["--filter", DELAY]);
+    for (operation, truth) in [("read", 0.020), ("write", 0.030), ("writesync", 0.055)] {
+        let fixed = ["--ops", "60", "--min-size", "4k", "--max-size", "4k", "--seed", "1"];
+        let out = rate(operation, socket.to_str().unwrap(), &fixed).good();
+        assert_eq!(out.lines().count(), 60);
+        std::fs::write(&samples, out).unwrap();
+        let [(4096, median, 60)] = figures(&["median"], &samples)[..] else { panic!("one size, 60 operations") };
+        near(operation, median, truth, 0.03);
+        let [(4096, least, _)] = figures(&["percentile", "0"], &samples)[..] else { panic!("one size") };
+        assert!(least >= truth, "{operation}: {least} s is less than the delay");
+    }
+    daemon.stop();
+}
+
+/// In a guest, on the same disk, one request of 4 KiB at a time.
+#[test]
+fn fio_finds_the_same() {
+    let folder = Folder::new();
+    let (socket, share) = (folder.join("s"), folder.join("share"));
+    std::fs::create_dir(&share).unwrap();
+    std::fs::copy(BLOCKYARD, share.join("blockyard")).unwrap();
+    let daemon = Daemon::serve("null:64M", &socket, &["--filter", DELAY]);
+    let script = "
+        fio --name=x --filename=/dev/vda --ioengine=psync --direct=1 --rw=randread --bs=4k --number_ios=100 \
+            --lat_percentiles=1 --output-format=json >/share/fio
+        /share/blockyard bench rate read /dev/vda --direct --ops 100 --min-size 4k --max-size 4k >/share/rate";
+    let mut options = Guest::vhost(&socket, "").to_vec();
+    options.extend(["--share".into(), share.clone().into()]);
+    run_guest(Kind::Uml, options, script);
+    let out = std::fs::read_to_string(share.join("fio")).unwrap();
+    // Notes for people come first.
+    let fio: serde_json::Value = serde_json::from_str(&out[out.find('{').unwrap()..]).unwrap();
+    let percentiles = &fio["jobs"][0]["read"]["lat_ns"]["percentile"];
+    for (ours, its) in [("50", "50.000000"), ("99", "99.000000")] {
+        let [(4096, seconds, 100)] = figures(&["percentile", ours], &share.join("rate"))[..] else {
+            panic!("one size")
+        };
+        near(its, seconds, percentiles[its].as_f64().unwrap() / 1e9, 0.10);
+    }
+    daemon.stop();
+}
+
+/// A server of QEMU's with the export `disk` of `image`, and its URI.
+fn nbd_server(folder: &Folder, image: &Path) -> (Daemon, String) {
+    let socket = folder.join("n");
+    let mut server = Command::new(guests().join("tool"));
+    server.args(["qemu-storage-daemon", "--blockdev"]);
+    server.arg(format!("driver=file,node-name=f,filename={}", image.display()));
+    server.args(["--nbd-server", &format!("addr.type=unix,addr.path={}", socket.display())]);
+    server.args(["--export", "type=nbd,id=e,node-name=f,name=disk,writable=on"]);
+    let server = Daemon::start(&mut server);
+    until("the NBD server listens", SOON, || socket.exists());
+    let uri = format!("nbd+unix:///disk?socket={}", socket.display());
+    (server, uri)
+}
+
+/// Durations of which every percentile is known.
+#[test]
+fn figures_are_those_that_can_be_computed() {
+    let folder = Folder::new();
+    let samples = folder.join("samples");
+    let line = |size: u32, n: u32| format!("{size} {:.6}\n", f64::from(n) * 1e-6);
+    // In an order that is not theirs: 5 and 1001 have no common divisor.
+    let text: String = [512, 65536].iter().flat_map(|&size| (0..1001).map(move |n| line(size, n * 5 % 1001))).collect();
+    std::fs::write(&samples, "# size duration\n".to_string() + &text).unwrap();
+    assert_eq!(figures(&["median"], &samples), [(512, 0.0005, 1001), (65536, 0.0005, 1001)]);
+    for (percent, seconds) in [("0", 0.0), ("5", 50e-6), ("99", 990e-6), ("99.9", 999e-6), ("100", 1e-3)] {
+        assert_eq!(figures(&["percentile", percent], &samples)[1], (65536, seconds, 1001), "{percent}");
+    }
+    std::fs::write(&samples, "512 0.1\n512 fast\n").unwrap();
+    let wrong = blockyard(["bench", "median", samples.to_str().unwrap()]);
+    assert_eq!(wrong.status.code(), Some(1));
+    assert!(wrong.err.contains("line 2") && wrong.err.contains("samples"), "{}", wrong.err);
+    assert_eq!(blockyard(["bench", "percentile", "101"]).status.code(), Some(2));
+}
+
+#[test]
+fn nbd_servers_are_measured() {
+    let folder = Folder::new();
+    let image = folder.image("disk", 8 << 20);
+    let (_server, target) = nbd_server(&folder, &image);
+    for operation in ["read", "write", "writesync"] {
+        let out = rate(operation, &target, &["--ops", "50", "--max-size", "64k", "--seed", "3"]).good();
+        assert_eq!(out.lines().count(), 50, "{operation}");
+    }
+    let written = std::fs::read(&image).unwrap();
+    assert!(written.iter().filter(|b| **b != 0).count() > 200_000, "the writes are not in the image");
+    let refused = rate("read", &target.replace("disk", "none"), &[]);
+    assert!(refused.status.code() == Some(1) && refused.err.contains("refuses the export"), "{}", refused.err);
+}
+
+#[test]
+fn what_holds_a_file_system_is_not_written_to() {
+    let folder = Folder::new();
+    let image = folder.image("disk", 16 << 20);
+    let name = image.to_str().unwrap();
+    tool("mkfs.ext4", ["-q", "-F", name]).good();
+    let before = std::fs::read(&image).unwrap();
+    let refused = rate("write", name, &["--ops", "10"]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(refused.err.contains("--destroy") && refused.err.contains("ext4"), "{}", refused.err);
+    rate("read", name, &["--ops", "10"]).good();
+    assert!(std::fs::read(&image).unwrap() == before, "it was written to");
+    let socket = folder.join("s");
+    let daemon = Daemon::serve(&image, &socket, &[]);
+    let refused = rate("writesync", socket.to_str().unwrap(), &["--ops", "10"]);
+    assert!(refused.err.contains("ext4"), "{}", refused.err);
+    rate("writesync", socket.to_str().unwrap(), &["--ops", "10", "--destroy"]).good();
+    daemon.stop();
+    assert!(std::fs::read(&image).unwrap() != before, "nothing was written");
+}
+
+/// `head` and a terminal's end must not look like a failure, and an end in the midst leaves whole lines.
+#[test]
+fn whoever_reads_may_stop() {
+    let folder = Folder::new();
+    let image = folder.image("disk", 16 << 20);
+    let script = format!("'{BLOCKYARD}' bench rate read '{}' --seconds 30 | head -n 5", image.display());
+    let done = run(Command::new("bash").args(["-o", "pipefail", "-c", &script]), TOOL);
+    assert_eq!(done.out.lines().count(), 5, "{}", done.err);
+    assert!(done.status.success(), "{}", done.err);
+}
