@@ -61,10 +61,14 @@ begin_run() {
     mkfifo "$run/out"
 }
 
-# The guest gets a folder with its init, the script and its environment.
+# The guest gets a folder with its init, the script and its environment, and what is in $files.
+files=()
 fill_job() { # SCRIPT K=V...
-    local script=$1 pair
+    local script=$1 pair file
     shift
+    for file in ${files[@]+"${files[@]}"}; do
+        cp -- "$file" "$run/job/" || die 2 "cannot copy $file"
+    done
     cat -- "$script" >"$run/job/script" || die 2 "cannot read the script $script"
     cp -- "${BASH_SOURCE[0]%/*}/guest-init" "$run/job/init"
     for pair; do

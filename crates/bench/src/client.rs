@@ -27,7 +27,7 @@ use serde::Serialize;
 use load::{Limit, Load};
 use report::Report;
 use verify::Verifier;
-use workload::{Mix, Pacer, Pattern, Workload};
+use workload::{Mix, Pacer, Pattern, Split, Workload};
 
 /// Load on a vhost-user-blk back end, with no virtual machine.
 #[derive(Clone, Debug, Serialize, clap::Args)]
@@ -50,6 +50,9 @@ pub struct Options {
     /// Bytes of one operation, a multiple of 512 (suffixes k, m, g)
     #[arg(long, value_name = "SIZE", default_value = "4k", value_parser = parse_size)]
     pub bs: u64,
+    /// Operations of several sizes: SIZE/PERCENT:..., as fio's option of this name (not with --verify)
+    #[arg(long, value_name = "LIST", conflicts_with_all = ["bs", "verify"], value_parser = parse_split)]
+    pub bssplit: Option<Sizes>,
     /// Operations in flight, each queue
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=32768))]
     pub depth: u16,
@@ -112,7 +115,29 @@ pub struct Options {
     pub timeout: f64,
 }
 
+/// Sizes in bytes, and in so many of a hundred operations; the smallest divides all.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Sizes(pub Vec<(u64, u8)>);
+
+pub(crate) fn parse_split(text: &str) -> Result<Sizes> {
+    let part = |part: &str| {
+        let (size, share) = part.split_once('/').context("say SIZE/PERCENT:SIZE/PERCENT:..., such as 4k/60:64k/40")?;
+        Ok((parse_size(size)?, share.parse()?))
+    };
+    let sizes = text.split(':').map(part).collect::<Result<Vec<(u64, u8)>>>()?;
+    let all: u32 = sizes.iter().map(|s| u32::from(s.1)).sum();
+    anyhow::ensure!(all == 100, "the shares are {all} in a hundred");
+    let least = sizes.iter().map(|s| s.0).min().unwrap_or(0);
+    anyhow::ensure!(least > 0 && sizes.iter().all(|s| s.0.is_multiple_of(least)), "the smallest size must divide all");
+    Ok(Sizes(sizes))
+}
+
 impl Options {
+    /// Bytes of the largest operation.
+    fn largest(&self) -> u64 {
+        self.bssplit.iter().flat_map(|s| &s.0).map(|s| s.0).max().unwrap_or(self.bs)
+    }
+
     /// The defaults, for a socket.
     pub fn for_socket(socket: PathBuf) -> Self {
         #[derive(clap::Parser)]
@@ -142,12 +167,18 @@ pub fn run(options: &Options) -> Result<()> {
 /// Runs the load. Operations that were answered with an error are in the report; everything else that goes wrong is an
 /// error here.
 pub fn measure(options: &Options) -> Result<Report> {
+    if let Some(sizes) = &options.bssplit {
+        let bs = sizes.0.iter().map(|s| s.0).min().unwrap_or(options.bs);
+        if bs != options.bs {
+            return measure(&Options { bs, ..options.clone() });
+        }
+    }
     anyhow::ensure!(
         options.bs > 0 && options.bs.is_multiple_of(512),
         "--bs {}: a multiple of 512 is needed",
         options.bs
     );
-    anyhow::ensure!(options.bs <= 1 << 30, "--bs {}: 1g is the most", options.bs);
+    anyhow::ensure!(options.largest() <= 1 << 30, "--bs {}: 1g is the most", options.bs);
     match (&options.file, &options.socket) {
         (Some(file), _) => host::run(options, file),
         (None, Some(socket)) => vhost::run(options, socket),
@@ -173,7 +204,7 @@ impl<'a> Setup<'a> {
         // Another one each time: what an earlier run left on the disk must not pass for what this one writes.
         let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64);
         let setup = Setup { options, seed: options.seed.unwrap_or_else(clock), first: offset / bs, blocks: size / bs };
-        let least = if options.verify { 2 * u64::from(options.depth) } else { 1 };
+        let least = if options.verify { 2 * u64::from(options.depth) } else { options.largest() / bs };
         let here = setup.part(0).1;
         anyhow::ensure!(here >= least, "{size} bytes are {here} blocks a queue, at least {least} are needed");
         Ok(setup)
@@ -198,6 +229,7 @@ impl<'a> Setup<'a> {
             flush_every: options.flush_every,
             first,
             blocks,
+            split: self.split(),
         };
         let queues = u64::from(options.queues);
         let nanos = |seconds: f64| (seconds * 1e9) as u64;
@@ -210,10 +242,16 @@ impl<'a> Setup<'a> {
         Load::new(Workload::new(mix, self.seed, queue), verifier, pacer, limit, options.bs)
     }
 
+    /// Sizes in blocks.
+    fn split(&self) -> Split {
+        let sizes = self.options.bssplit.iter().flat_map(|s| &s.0);
+        Split(sizes.map(|(size, share)| ((size / self.options.bs) as u32, *share)).collect())
+    }
+
     /// What blocks hold that are written without `--verify`: nothing that could be taken for zeroes.
     fn filler(&self) -> Vec<u8> {
         let mut random = workload::Random::new(self.seed, u64::MAX);
-        (0..self.options.bs / 8).flat_map(|_| random.word().to_le_bytes()).collect()
+        (0..self.options.largest() / 8).flat_map(|_| random.word().to_le_bytes()).collect()
     }
 }
 

@@ -1,19 +1,32 @@
-//! Load generators and their statistics.
+//! Load generators, the systems that they are compared on, and what comes of it.
 //!
 //! ```text
-//!   client   `blockyard bench client`: load on a vhost-user-blk back end (or a host file), measured and verified
+//!   client   `bench client`: load on a vhost-user-blk back end (or a host file), measured and verified
 //!   driver   the vhost-user-blk front end and virtqueue driver under it; tests use it by itself
 //!   rate     `bench rate`: one operation at a time, of random size and place, each timed
 //!   target   what it measures: files, devices, vhost-user and NBD servers
 //!   figures  `bench median`, `percentile`: what became of those, by size (samples: the two columns, sorted into bins)
-//!   statistics  quantiles        plot  pictures, as SVG
+//!   job      `bench job`: loads with names, by fio or by the client's engine
+//!   experiment  those that are no load: dd and rm, mounting and copying, booting
+//!   compare  `bench compare`: the same work on the host and in guests, in turn
+//!   results  all of that as data         report  as a table and a page       draw  `bench plot`
+//!   diff     `bench diff`: two sets of results
+//!   statistics  quantiles                plot    pictures, as SVG and PNG
 //! ```
+//! `compare -> results -> {report, draw, diff} -> plot -> statistics`. Nothing points back.
 
 pub mod client;
+pub mod compare;
+pub mod diff;
+pub mod draw;
 pub mod driver;
+pub mod experiment;
 pub mod figures;
+pub mod job;
 pub mod plot;
 pub mod rate;
+pub mod report;
+pub mod results;
 pub mod samples;
 pub mod statistics;
 pub mod target;

@@ -49,6 +49,14 @@ pub enum Bench {
     Median(blockyard_bench::figures::Median),
     /// A percentile of the durations for each size, of what `rate` printed.
     Percentile(blockyard_bench::figures::Percentile),
+    /// One of the reports' loads on a target, by fio where it is installed.
+    Job(blockyard_bench::job::Options),
+    /// The same work on the host and in guests, in turn: a table, and a page with pictures.
+    Compare(Box<blockyard_bench::compare::Options>),
+    /// Draw a report again, or one picture of it (SVG, PNG).
+    Plot(blockyard_bench::draw::Options),
+    /// Compare two sets of results. Exit status: 0 nothing is slower, 1 something is, beyond the noise, 2 failed.
+    Diff(blockyard_bench::diff::Options),
 }
 
 #[derive(Args)]

@@ -24,7 +24,10 @@ fn main() -> ExitCode {
             Ok(status) => return ExitCode::from(status),
             Err(failure) => Err(failure),
         },
-        Command::Bench(bench) => measure(&bench).map_err(Failure::from),
+        Command::Bench(bench) => match measure(&bench) {
+            Ok(status) => return ExitCode::from(status),
+            Err(failure) => Err(failure),
+        },
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "blockyard", &mut std::io::stdout());
             Ok(())
@@ -42,13 +45,26 @@ fn main() -> ExitCode {
     }
 }
 
-fn measure(bench: &Bench) -> anyhow::Result<()> {
+/// `bench`; the exit status when it went well.
+fn measure(bench: &Bench) -> Result<u8, Failure> {
     match bench {
-        Bench::Client(options) => blockyard_bench::client::run(options),
-        Bench::Rate(options) => blockyard_bench::rate::run(options),
-        Bench::Median(options) => blockyard_bench::figures::median(options),
-        Bench::Percentile(options) => blockyard_bench::figures::percentile(options),
+        Bench::Client(options) => blockyard_bench::client::run(options)?,
+        Bench::Rate(options) => blockyard_bench::rate::run(options)?,
+        Bench::Median(options) => blockyard_bench::figures::median(options)?,
+        Bench::Percentile(options) => blockyard_bench::figures::percentile(options)?,
+        Bench::Job(options) => blockyard_bench::job::run(options)?,
+        Bench::Plot(options) => blockyard_bench::draw::run(options)?,
+        Bench::Compare(options) => match blockyard_bench::compare::run(options) {
+            // As the shell says of what a signal has ended.
+            Err(e) if e.is::<blockyard_bench::compare::Interrupted>() => return Err(Failure::with_status(130, e)),
+            other => other?,
+        },
+        Bench::Diff(options) => {
+            let same = blockyard_bench::diff::run(options).map_err(|e| Failure::with_status(2, e))?;
+            return Ok(u8::from(!same));
+        }
     }
+    Ok(0)
 }
 
 /// Help and version as clap has them; a mistake as one line, like every other error of ours.

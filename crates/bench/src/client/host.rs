@@ -45,9 +45,9 @@ pub fn run(options: &Options, path: &Path) -> Result<Report> {
     let mut threads = Vec::new();
     for queue in 0..options.queues {
         let (load, fd, filler, sender) = (setup.load(queue)?, fd.clone(), filler.clone(), sender.clone());
-        let (depth, block_size) = (options.depth, options.bs as usize);
+        let (depth, block_size, largest) = (options.depth, options.bs as usize, options.largest() as usize);
         let work = move || {
-            let result = drive(load, &fd, &filler, &sender, epoch, depth, block_size);
+            let result = drive(load, &fd, &filler, &sender, epoch, depth, (block_size, largest));
             let _ = sender.send(Event::Over(result.map(Box::new)));
         };
         threads.push(std::thread::Builder::new().name(format!("queue{queue}")).spawn(work)?);
@@ -90,7 +90,7 @@ fn drive(
     sender: &Sender<Event>,
     epoch: Instant,
     depth: u16,
-    block_size: usize,
+    (block_size, largest): (usize, usize),
 ) -> Result<Load> {
     let executor = Executor::new()?;
     let slots = Rc::new(Slots {
@@ -105,7 +105,7 @@ fn drive(
         error: RefCell::default(),
     });
     for _ in 0..depth {
-        let segments = Segments::buffer(block_size);
+        let segments = Segments::buffer(largest);
         segments.copy_in(0, filler);
         let slots = slots.clone();
         executor.handle().spawn(async move {
@@ -164,6 +164,16 @@ impl Slots {
 
     async fn operate(&self, operation: Operation, segments: Segments) -> (Segments, std::io::Result<()>) {
         let offset = operation.block * self.block_size as u64;
+        let len = operation.count as usize * self.block_size;
+        let whole = |n| if n == len { Ok(()) } else { Err(std::io::ErrorKind::UnexpectedEof.into()) };
+        if operation.kind != Kind::Flush && len < segments.len() {
+            let part = segments.slice(0, len);
+            let moved = match operation.kind {
+                Kind::Write => self.file.write(part, offset, false).await.1,
+                _ => self.file.read(part, offset).await.1,
+            };
+            return (segments, moved.and_then(whole));
+        }
         let (segments, moved) = match operation.kind {
             Kind::Flush => return (segments, self.file.sync().await),
             Kind::Read => self.file.read(segments, offset).await,
@@ -174,7 +184,6 @@ impl Slots {
                 self.file.write(segments, offset, false).await
             }
         };
-        let whole = |n| if n == self.block_size { Ok(()) } else { Err(std::io::ErrorKind::UnexpectedEof.into()) };
         (segments, moved.and_then(whole))
     }
 }

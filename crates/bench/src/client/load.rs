@@ -16,6 +16,8 @@ pub struct Tally {
     pub reads: u64,
     pub writes: u64,
     pub flushes: u64,
+    /// Read and written.
+    pub bytes: u64,
     pub elapsed_ns: u64,
     pub kicks: u64,
     pub signals: u64,
@@ -34,6 +36,7 @@ impl Tally {
             reads: 0,
             writes: 0,
             flushes: 0,
+            bytes: 0,
             elapsed_ns: 0,
             kicks: 0,
             signals: 0,
@@ -50,6 +53,7 @@ impl Tally {
         self.reads += other.reads;
         self.writes += other.writes;
         self.flushes += other.flushes;
+        self.bytes += other.bytes;
         self.elapsed_ns = self.elapsed_ns.max(other.elapsed_ns);
         self.kicks += other.kicks;
         self.signals += other.signals;
@@ -176,7 +180,7 @@ impl Load {
             Some((block, verifier)) => {
                 self.stage = Stage::ReadBack(block + 1);
                 self.in_flight += 1;
-                Next::Do(verifier.claim(Operation { kind: Kind::Read, block }))
+                Next::Do(verifier.claim(Operation::one(Kind::Read, block)))
             }
             None if self.in_flight > 0 => Next::Finish,
             None => {
@@ -204,6 +208,9 @@ impl Load {
                 Kind::Write => self.tally.writes += 1,
                 Kind::Flush => self.tally.flushes += 1,
             }
+            if operation.kind != Kind::Flush {
+                self.tally.bytes += self.block_size * u64::from(operation.count);
+            }
         }
         let ok = outcome.is_ok();
         if let Err(failure) = outcome {
@@ -217,10 +224,10 @@ impl Load {
     #[cold]
     fn fail(&mut self, operation: Operation, failure: Failure) {
         self.tally.errors += 1;
-        let offset = operation.block * self.block_size;
+        let (offset, len) = (operation.block * self.block_size, u64::from(operation.count) * self.block_size);
         let what = match operation.kind {
-            Kind::Read => format!("read of {} bytes at offset {offset}", self.block_size),
-            Kind::Write => format!("write of {} bytes at offset {offset}", self.block_size),
+            Kind::Read => format!("read of {len} bytes at offset {offset}"),
+            Kind::Write => format!("write of {len} bytes at offset {offset}"),
             Kind::Flush => "flush".into(),
         };
         self.tally.first_error.get_or_insert_with(|| format!("{what}: {failure}"));
@@ -248,11 +255,18 @@ impl std::fmt::Display for Failure {
 
 #[cfg(test)]
 mod tests {
-    use super::super::workload::{Mix, Pattern};
+    use super::super::workload::{Mix, Pattern, Split};
     use super::*;
 
     fn load(limit: Limit, verify: bool) -> Load {
-        let mix = Mix { pattern: Pattern::Write, read_share: 0, flush_every: 0, first: 0, blocks: 100 };
+        let mix = Mix {
+            pattern: Pattern::Write,
+            read_share: 0,
+            flush_every: 0,
+            first: 0,
+            blocks: 100,
+            split: Split::default(),
+        };
         let verifier = verify.then(|| Verifier::new(1, 512, 0, 100));
         Load::new(Workload::new(mix, 1, 0), verifier, None, limit, 512).unwrap()
     }
@@ -290,7 +304,7 @@ mod tests {
         assert!(load.tally.first_error.as_ref().unwrap().contains("write of 512 bytes at offset 512: status 1"));
         // The failed one is not expected to be there.
         let back = operation(load.next(10));
-        assert_eq!(back, Operation { kind: Kind::Read, block: 0 });
+        assert_eq!(back, Operation::one(Kind::Read, 0));
         assert_eq!(load.next(10), Next::Finish);
         load.finish(back, 10, 11, Ok(()), |bytes| bytes.copy_from_slice(&contents)).unwrap();
         assert_eq!(load.next(12), Next::Over);

@@ -83,7 +83,7 @@ impl Report {
         let seconds = tally.elapsed_ns as f64 / 1e9;
         let operations = tally.reads + tally.writes + tally.flushes;
         let per = |a: f64, b: f64| if b > 0.0 { a / b } else { 0.0 };
-        let bytes = (tally.reads + tally.writes) as f64 * options.bs as f64;
+        let bytes = tally.bytes as f64;
         let (client_cpu, backend_cpu) = meter.usage(seconds, operations);
         Report {
             options: options.clone(),

@@ -181,7 +181,7 @@ mod tests {
     const SIZE: usize = 512;
 
     fn write(verifier: &mut Verifier, block: u64) -> Vec<u8> {
-        let operation = verifier.claim(Operation { kind: Kind::Write, block });
+        let operation = verifier.claim(Operation::one(Kind::Write, block));
         assert_eq!(operation.block, block);
         let bytes = verifier.contents(block).to_vec();
         verifier.release(operation, true);
@@ -237,8 +237,8 @@ mod tests {
     #[test]
     fn writes_are_alone_and_reads_share() {
         let mut v = verifier();
-        let read = |block| Operation { kind: Kind::Read, block };
-        let write = |block| Operation { kind: Kind::Write, block };
+        let read = |block| Operation::one(Kind::Read, block);
+        let write = |block| Operation::one(Kind::Write, block);
         assert_eq!(v.claim(read(17)).block, 17);
         assert_eq!(v.claim(read(17)).block, 17);
         assert_eq!(v.claim(write(17)).block, 10, "past the end it goes on at the start");

@@ -38,7 +38,7 @@ fn plan(options: &Options) -> Plan {
         queues: options.queues,
         queue_size: options.queue_size.unwrap_or(fits),
         slots: options.depth,
-        data_len: options.bs as u32,
+        data_len: options.largest() as u32,
         event_idx: !options.no_event_idx,
         indirect: options.indirect,
         required: flush | mq,

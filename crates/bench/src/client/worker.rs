@@ -91,7 +91,7 @@ pub struct Worker<R> {
 
 impl<R: Ring> Worker<R> {
     pub fn new(queue: Queue<R>, load: Load, wiring: Wiring<R>) -> Self {
-        let nothing = (Operation { kind: Kind::Flush, block: 0 }, 0);
+        let nothing = (Operation::one(Kind::Flush, 0), 0);
         Worker {
             queue,
             load,
@@ -196,7 +196,7 @@ impl<R: Ring> Worker<R> {
                 }
             };
             self.slots[slot as usize] = (operation, now);
-            let len = self.wiring.block_size;
+            let len = self.wiring.block_size * operation.count;
             let (kind, data) = match operation.kind {
                 Kind::Read => (request::IN, Data::FromDevice(len)),
                 Kind::Write => (request::OUT, Data::ToDevice(len)),
@@ -205,7 +205,11 @@ impl<R: Ring> Worker<R> {
             if let (Kind::Write, Some(verifier)) = (operation.kind, &mut self.load.verifier) {
                 self.queue.write_data(slot, verifier.contents(operation.block));
             }
-            let sector = if operation.kind == Kind::Flush { 0 } else { operation.block * u64::from(len / 512) };
+            let sector = if operation.kind == Kind::Flush {
+                0
+            } else {
+                operation.block * u64::from(self.wiring.block_size / 512)
+            };
             self.queue.submit(slot, kind, sector, data);
         }
         None

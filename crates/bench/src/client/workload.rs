@@ -79,10 +79,39 @@ pub enum Kind {
 pub struct Operation {
     pub kind: Kind,
     pub block: u64,
+    /// How many blocks.
+    pub count: u32,
+}
+
+impl Operation {
+    pub fn one(kind: Kind, block: u64) -> Self {
+        Operation { kind, block, count: 1 }
+    }
+}
+
+/// Operations of several sizes: blocks, and in so many of a hundred operations.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Split(pub Vec<(u32, u8)>);
+
+impl Split {
+    #[inline]
+    fn draw(&self, random: &mut Random) -> u32 {
+        if self.0.is_empty() {
+            return 1;
+        }
+        let mut left = random.below(100) as u8;
+        for (count, share) in &self.0 {
+            match left.checked_sub(*share) {
+                Some(rest) => left = rest,
+                None => return *count,
+            }
+        }
+        1
+    }
 }
 
 /// What a queue does.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Mix {
     pub pattern: Pattern,
     /// Reads in a hundred operations.
@@ -92,6 +121,8 @@ pub struct Mix {
     /// The first block and how many.
     pub first: u64,
     pub blocks: u64,
+    /// Empty: one block each.
+    pub split: Split,
 }
 
 pub struct Workload {
@@ -111,7 +142,7 @@ impl Workload {
         let mix = &self.mix;
         if mix.flush_every > 0 && self.unflushed >= mix.flush_every {
             self.unflushed = 0;
-            return Operation { kind: Kind::Flush, block: mix.first };
+            return Operation::one(Kind::Flush, mix.first);
         }
         let kind = match mix.read_share {
             100 => Kind::Read,
@@ -120,14 +151,16 @@ impl Workload {
             _ => Kind::Write,
         };
         self.unflushed += u64::from(kind == Kind::Write);
+        let count = mix.split.draw(&mut self.random);
+        let len = u64::from(count);
         let at = if mix.pattern.is_random() {
-            self.random.below(mix.blocks)
+            self.random.below(mix.blocks / len) * len
         } else {
-            let at = self.cursor;
-            self.cursor = if at + 1 == mix.blocks { 0 } else { at + 1 };
+            let at = if self.cursor + len > mix.blocks { 0 } else { self.cursor };
+            self.cursor = at + len;
             at
         };
-        Operation { kind, block: mix.first + at }
+        Operation { kind, block: mix.first + at, count }
     }
 }
 
@@ -161,40 +194,60 @@ mod tests {
     use super::*;
 
     fn mix(pattern: Pattern) -> Mix {
-        Mix { pattern, read_share: pattern.read_share(70), flush_every: 0, first: 100, blocks: 50 }
+        Mix {
+            pattern,
+            read_share: pattern.read_share(70),
+            flush_every: 0,
+            first: 100,
+            blocks: 50,
+            split: Split::default(),
+        }
     }
 
-    fn some(mix: Mix, seed: u64, queue: u16) -> Vec<Operation> {
-        let mut workload = Workload::new(mix, seed, queue);
+    fn some(mix: &Mix, seed: u64, queue: u16) -> Vec<Operation> {
+        let mut workload = Workload::new(mix.clone(), seed, queue);
         (0..1000).map(|_| workload.draw()).collect()
     }
 
     #[test]
     fn the_seed_decides_and_queues_differ() {
         let mix = mix(Pattern::Randrw);
-        assert_eq!(some(mix, 7, 0), some(mix, 7, 0));
-        assert_ne!(some(mix, 7, 0), some(mix, 8, 0));
-        assert_ne!(some(mix, 7, 0), some(mix, 7, 1));
+        assert_eq!(some(&mix, 7, 0), some(&mix, 7, 0));
+        assert_ne!(some(&mix, 7, 0), some(&mix, 8, 0));
+        assert_ne!(some(&mix, 7, 0), some(&mix, 7, 1));
     }
 
     #[test]
     fn blocks_stay_in_range_and_the_mix_is_kept() {
-        let operations = some(mix(Pattern::Randrw), 1, 0);
+        let operations = some(&mix(Pattern::Randrw), 1, 0);
         assert!(operations.iter().all(|o| (100..150).contains(&o.block)));
         let reads = operations.iter().filter(|o| o.kind == Kind::Read).count();
         assert!((640..760).contains(&reads), "{reads} of 1000 are reads");
-        assert!(some(mix(Pattern::Randwrite), 1, 0).iter().all(|o| o.kind == Kind::Write));
+        assert!(some(&mix(Pattern::Randwrite), 1, 0).iter().all(|o| o.kind == Kind::Write));
     }
 
     #[test]
     fn sequential_goes_round() {
-        let blocks: Vec<_> = some(mix(Pattern::Read), 1, 0).iter().map(|o| o.block).collect();
+        let blocks: Vec<_> = some(&mix(Pattern::Read), 1, 0).iter().map(|o| o.block).collect();
         assert_eq!(&blocks[48..52], &[148, 149, 100, 101]);
     }
 
     #[test]
+    fn sizes_are_mixed_and_stay_in_range() {
+        let split = Split(vec![(1, 10), (8, 60), (16, 30)]);
+        for pattern in [Pattern::Randread, Pattern::Write] {
+            let operations = some(&Mix { split: split.clone(), ..mix(pattern) }, 1, 0);
+            assert!(operations.iter().all(|o| o.block >= 100 && o.block + u64::from(o.count) <= 150));
+            for (count, share) in [(1, 10), (8, 60), (16, 30)] {
+                let found = operations.iter().filter(|o| o.count == count).count();
+                assert!(found.abs_diff(share * 10) < 60, "{found} of 1000 have {count} blocks");
+            }
+        }
+    }
+
+    #[test]
     fn flushes_come_after_their_writes() {
-        let operations = some(Mix { flush_every: 3, ..mix(Pattern::Write) }, 1, 0);
+        let operations = some(&Mix { flush_every: 3, ..mix(Pattern::Write) }, 1, 0);
         let kinds: Vec<_> = operations[..8].iter().map(|o| o.kind == Kind::Flush).collect();
         assert_eq!(kinds, [false, false, false, true, false, false, false, true]);
     }

@@ -10,7 +10,7 @@ use std::path::Path;
 use anyhow::Result;
 use rustix::fs::OFlags;
 
-use super::Target;
+use super::{Access, Place, Target};
 
 /// (offset, bytes there, what it is).
 const SIGNATURES: [(usize, &[u8], &str); 16] = [
@@ -47,6 +47,14 @@ pub fn check(target: &mut dyn Target, path: Option<&Path>, bytes: &mut [u8]) -> 
         anyhow::bail!("it holds {what}, which writing would destroy: say --destroy if you mean it");
     }
     Ok(())
+}
+
+/// As [`check`], of what is not open yet.
+pub fn look(place: &Place) -> Result<()> {
+    let largest = LOOKED_AT as u64;
+    let mut target = place.open(Access { writes: false, durable: false, direct: false, largest })?;
+    let path = if let Place::File(path) = place { Some(path.as_path()) } else { None };
+    check(&mut *target, path, &mut vec![0; LOOKED_AT])
 }
 
 /// The kernel opens a device exclusively for nobody while it is mounted, swapped to, or part of another device.

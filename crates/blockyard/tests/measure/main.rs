@@ -1,7 +1,9 @@
-//! `blockyard bench rate`, `median` and `percentile`: against back ends whose delay is known, against fio, over NBD.
+//! `blockyard bench`: `rate`, `median` and `percentile` against back ends whose delay is known, against fio, over NBD;
+//! `compare` and what comes of it.
 
 #[path = "../common/mod.rs"]
 mod common;
+mod compare;
 
 use std::path::Path;
 use std::process::Command;

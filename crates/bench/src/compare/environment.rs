@@ -1,0 +1,42 @@
+//! What figures depend on: told with them.
+
+use std::path::Path;
+use std::process::Command;
+
+/// Names and values, for people.
+pub fn environment(image_folder: &Path, guests: Option<&Path>) -> Vec<(String, String)> {
+    let first = |path: &str, prefix: &str| {
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        let line = text.lines().find(|l| l.starts_with(prefix)).unwrap_or_default();
+        line.split_once(':').map_or(line, |(_, value)| value).trim().to_string()
+    };
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut all = vec![
+        ("date", output(Command::new("date").args(["-u", "+%F %H:%M UTC"]))),
+        ("kernel", first("/proc/sys/kernel/osrelease", "")),
+        ("processors", format!("{processors} x {}", first("/proc/cpuinfo", "model name"))),
+        ("memory", first("/proc/meminfo", "MemTotal")),
+        ("disk", disk(image_folder)),
+        ("blockyard", env!("CARGO_PKG_VERSION").to_string()),
+    ];
+    if let Some(guests) = guests {
+        let version = |name: &str, option: &str| output(Command::new(guests.join("tool")).args([name, option]));
+        all.push(("QEMU", version("qemu-storage-daemon", "--version")));
+        all.push(("fio", version("fio", "--version")));
+    }
+    all.into_iter().filter(|(_, value)| !value.is_empty()).map(|(name, value)| (name.to_string(), value)).collect()
+}
+
+/// The first line that a command prints; nothing, if it cannot.
+fn output(command: &mut Command) -> String {
+    let out = command.output().map(|o| String::from_utf8_lossy(&o.stdout).into_owned()).unwrap_or_default();
+    out.lines().next().unwrap_or_default().trim().to_string()
+}
+
+/// The file system and device below a folder.
+fn disk(folder: &Path) -> String {
+    output(Command::new("findmnt").args(["-no", "FSTYPE,SOURCE", "--target"]).arg(folder))
+        .split_whitespace()
+        .collect::<Vec<_>>()
+        .join(" on ")
+}

@@ -1,0 +1,167 @@
+//! `blockyard bench compare`: the same work on several systems, in turn, several times over.
+//!
+//! ```text
+//!   system       what is compared            work         what is done: scripts, and what they print
+//!   stage        images, servers, guests     process      processes that go with their values; interruption
+//!   cpu          processor time              environment  what figures depend on
+//! ```
+//! In: names of works and systems. Out: [`Results`], saved after each run; a table, and a report if wanted.
+//! What must hold: systems take turns, and each round begins with another one, so that a machine which slows down slows down
+//! all; whenever it is interrupted, nothing of it stays but the rounds that were finished.
+
+mod cpu;
+mod environment;
+mod process;
+mod stage;
+mod system;
+mod work;
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+
+pub use self::process::Interrupted;
+use self::process::Stop;
+use self::stage::Stage;
+use self::system::System;
+use self::work::{Amount, Work};
+use crate::client::{parse_seconds, parse_size};
+use crate::report;
+use crate::results::Results;
+
+/// The same work on the host and in guests, in turn: a table, and with --report a page.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    /// What to do: rate:read, rate:write, rate:writesync, or job:NAME with a name of `bench job` [default: the three rates]
+    #[arg(value_name = "WORK", value_parser = |s: &str| s.parse::<Work>())]
+    works: Vec<Work>,
+    /// host, uml-ubd, uml-ubd-sync, uml-blockyard, qemu-virtio, qemu-qsd, qemu-blockyard, nbd, ublk; with :qcow2 or :overlay
+    /// where the image is not to be raw [default: host and those of UML]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = |s: &str| s.parse::<System>())]
+    systems: Vec<System>,
+    /// How often each is measured
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+    /// Bytes of the disk
+    #[arg(long, value_name = "SIZE", default_value = "300m", value_parser = parse_size)]
+    size: u64,
+    /// Operations of a run, at most
+    #[arg(long, value_name = "N", default_value_t = 2000, value_parser = clap::value_parser!(u64).range(1..))]
+    ops: u64,
+    /// Seconds of a run, at most
+    #[arg(long, value_name = "S", default_value = "20", value_parser = parse_seconds)]
+    seconds: f64,
+    /// Bytes of the smallest operation
+    #[arg(long, value_name = "SIZE", default_value = "512", value_parser = parse_size)]
+    min_size: u64,
+    /// Bytes of the largest operation
+    #[arg(long, value_name = "SIZE", default_value = "1m", value_parser = parse_size)]
+    max_size: u64,
+    /// Write a page with pictures (index.html) and all figures (results.json, results.csv) into this folder
+    #[arg(long, value_name = "DIR")]
+    report: Option<PathBuf>,
+    /// Print all figures as JSON instead of the table
+    #[arg(long)]
+    json: bool,
+}
+
+impl Options {
+    fn amount(&self) -> Amount {
+        Amount { ops: self.ops, seconds: self.seconds, min_size: self.min_size, max_size: self.max_size }
+    }
+}
+
+const USUAL: [&str; 4] = ["host", "uml-ubd", "uml-ubd-sync", "uml-blockyard"];
+
+pub fn run(options: &Options) -> Result<()> {
+    let stop = Stop::on_signals()?;
+    let guests = guests();
+    let parsed = |names: &[&str]| names.iter().filter_map(|n| n.parse().ok()).collect::<Vec<System>>();
+    let wanted = if options.systems.is_empty() { parsed(&USUAL) } else { options.systems.clone() };
+    let works = match &options.works[..] {
+        [] => ["rate:writesync", "rate:write", "rate:read"].iter().filter_map(|w| w.parse().ok()).collect(),
+        works => works.to_vec(),
+    };
+    if let Some(folder) = &options.report {
+        std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    }
+    let temporary = std::env::temp_dir();
+    let facts = environment::environment(options.report.as_deref().unwrap_or(&temporary), guests.as_deref());
+    let mut results = Results::new(std::env::args().collect(), facts);
+    let (mut systems, mut missing) = (Vec::new(), Vec::new());
+    for system in wanted {
+        match system.missing(guests.as_deref()) {
+            None => systems.push(system),
+            Some(why) => missing.push((system.to_string(), why)),
+        }
+    }
+    for (system, why) in &missing {
+        eprintln!("{system} is left out: {why}");
+    }
+    anyhow::ensure!(!systems.is_empty(), "none of the systems can be measured here");
+    results.about = works.iter().map(|w| (w.to_string(), w.about(&options.amount()))).collect();
+    results.about.extend(systems.iter().map(|s| (s.to_string(), s.about())));
+    results.absent = missing;
+    let mut stage = Stage::new(guests, options.size, stop)?;
+    let end = rounds(options, &systems, &works, &mut stage, &mut results);
+    drop(stage);
+    if !results.runs.is_empty() {
+        tell(options, &results)?;
+    }
+    end
+}
+
+fn rounds(
+    options: &Options,
+    systems: &[System],
+    works: &[Work],
+    stage: &mut Stage,
+    results: &mut Results,
+) -> Result<()> {
+    let amount =
+        Amount { ops: options.ops, seconds: options.seconds, min_size: options.min_size, max_size: options.max_size };
+    for round in 1..=options.rounds {
+        for work in works {
+            let first = (round as usize - 1) % systems.len();
+            for system in systems[first..].iter().chain(&systems[..first]) {
+                if let Some(why) = work.refuses(system) {
+                    if round == 1 {
+                        eprintln!("{work} is not done on {system}: {why}");
+                    }
+                    continue;
+                }
+                let mut run = work.read(stage.play(system, work.contents(), &work.script(&amount))?)?;
+                run.round = round;
+                eprintln!("round {round} of {}: {work} on {system}: {}", options.rounds, report::figure(&run));
+                results.runs.push(run);
+                if let Some(folder) = &options.report {
+                    results.save(folder)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn tell(options: &Options, results: &Results) -> Result<()> {
+    if let Some(folder) = &options.report {
+        report::write(results, folder)?;
+        eprintln!("{} is written", folder.join("index.html").display());
+    }
+    if options.json {
+        println!("{}", serde_json::to_string(results)?);
+    } else {
+        print!("{}", report::table(results));
+    }
+    Ok(())
+}
+
+/// The folder of the guests' runners: `$BLOCKYARD_GUESTS`, or beside the installed program, or the checkout that it was
+/// built in.
+fn guests() -> Option<PathBuf> {
+    let program = std::env::current_exe().ok()?;
+    let named = std::env::var_os("BLOCKYARD_GUESTS").map(PathBuf::from);
+    let beside = ["../share/blockyard/guests", "../../guests"].map(|p| program.parent().map(|f| f.join(p)));
+    let mut all = named.into_iter().chain(beside.into_iter().flatten());
+    all.find(|folder| folder.join("lib.sh").exists())
+}

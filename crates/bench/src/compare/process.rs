@@ -1,0 +1,139 @@
+//! Processes that do not outlive what they were started for.
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// Set when the user wants it to end.
+#[derive(Clone, Default)]
+pub struct Stop(Arc<AtomicBool>);
+
+/// What a run that was interrupted ends with.
+#[derive(Debug, thiserror::Error)]
+#[error("interrupted")]
+pub struct Interrupted;
+
+impl Stop {
+    /// Set by SIGINT, SIGTERM and SIGHUP from now on.
+    pub fn on_signals() -> Result<Self> {
+        let stop = Stop::default();
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
+            signal_hook::flag::register(signal, stop.0.clone()).context("watching for signals")?;
+        }
+        Ok(stop)
+    }
+
+    pub fn check(&self) -> Result<()> {
+        if self.0.load(Ordering::Relaxed) { Err(Interrupted.into()) } else { Ok(()) }
+    }
+}
+
+/// A process; dropped, it is told to end (SIGTERM), and killed if it does not.
+pub struct Process {
+    child: Child,
+    name: String,
+    lines: Receiver<(Instant, String)>,
+    errors: Arc<Mutex<String>>,
+}
+
+/// How long one may take to end.
+const ENDING: Duration = Duration::from_secs(15);
+
+impl Process {
+    /// Starts it, with its output line by line. It goes also if we are killed.
+    pub fn start(command: &Command) -> Result<Self> {
+        let name = command.get_program().to_string_lossy().into_owned();
+        let mut under = Command::new("setpriv");
+        under.args(["--pdeathsig", "TERM", "--"]).arg(command.get_program()).args(command.get_args());
+        for (key, value) in command.get_envs() {
+            if let Some(value) = value {
+                under.env(key, value);
+            }
+        }
+        under.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = under.spawn().with_context(|| format!("starting {name} (by setpriv, of util-linux)"))?;
+        let (send, lines) = channel();
+        let out = BufReader::new(child.stdout.take().context("no standard output")?);
+        std::thread::spawn(move || {
+            out.lines().map_while(Result::ok).try_for_each(|line| send.send((Instant::now(), line)))
+        });
+        let errors = Arc::new(Mutex::new(String::new()));
+        let mut from = child.stderr.take().context("no standard error")?;
+        let to = errors.clone();
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(n @ 1..) = from.read(&mut bytes) {
+                let mut text = to.lock().unwrap_or_else(|e| e.into_inner());
+                // Of a talkative one the beginning is enough.
+                if text.len() < 1 << 20 {
+                    text.push_str(&String::from_utf8_lossy(&bytes[..n]));
+                }
+            }
+        });
+        Ok(Process { child, name, lines, errors })
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it wrote to standard error so far.
+    pub fn errors(&self) -> String {
+        self.errors.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    /// The next line of its output and when it came; None: it has closed its output.
+    pub fn line(&self, stop: &Stop, limit: Instant) -> Result<Option<(Instant, String)>> {
+        loop {
+            stop.check()?;
+            match self.lines.recv_timeout(Duration::from_millis(50)) {
+                Ok(line) => return Ok(Some(line)),
+                Err(RecvTimeoutError::Disconnected) => return Ok(None),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            anyhow::ensure!(Instant::now() < limit, "{} says nothing any more: {}", self.name, self.errors());
+        }
+    }
+
+    /// Waits for its end, which must be a good one.
+    pub fn finish(&mut self) -> Result<()> {
+        let status = self.child.wait()?;
+        // (The last of its words may be on their way still.)
+        std::thread::sleep(Duration::from_millis(20));
+        anyhow::ensure!(status.success(), "{}: {status}: {}", self.name, self.errors().trim());
+        Ok(())
+    }
+
+    /// SIGTERM, and its end.
+    pub fn end(&mut self) -> Result<()> {
+        if self.child.try_wait()?.is_some() {
+            return Ok(());
+        }
+        if let Some(pid) = Pid::from_raw(self.child.id() as i32) {
+            kill_process(pid, Signal::TERM)?;
+        }
+        let begin = Instant::now();
+        while self.child.try_wait()?.is_none() {
+            if begin.elapsed() > ENDING {
+                self.child.kill()?;
+                self.child.wait()?;
+                anyhow::bail!("{} did not end, and was killed", self.name);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+        Ok(())
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.end();
+    }
+}

@@ -1,0 +1,351 @@
+//! Where systems are measured: a folder with images, a server, a guest. All of it goes with its value.
+//!
+//! In: a system and a script. Out: what the script printed, the time between its marks by the host's clock, and CPU time.
+//!
+//! A script prints `mark begin CLOCK` and `mark end CLOCK` (its own clock, in microseconds) around what is measured, and blocks
+//! of data: `data NAME`, lines, `end NAME`. It finds the disk in `$DISK`, this program in `$BLOCKYARD`, fio in `$FIO`.
+
+use std::collections::HashMap;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use super::cpu::Snapshot;
+use super::process::{Process, Stop};
+use super::system::{Image, Kind, System};
+use crate::experiment::Contents;
+use crate::results::{Cpu, Run, Spent};
+
+/// A script that is silent for so long has failed.
+const SILENCE: Duration = Duration::from_secs(300);
+
+pub struct Stage {
+    folder: PathBuf,
+    guests: Option<PathBuf>,
+    program: PathBuf,
+    size: u64,
+    seccomp: Option<String>,
+    stop: Stop,
+}
+
+/// What came of a script.
+pub struct Played {
+    /// With times and CPU time; the rest is for who knows the script.
+    pub run: Run,
+    pub data: HashMap<String, Vec<String>>,
+    /// How much faster than the guest's the host's clock went.
+    pub clock: f64,
+    /// What the server says of its part.
+    pub spent: Spent,
+}
+
+impl Stage {
+    /// A folder below `TMPDIR` or /var/tmp: images are to be on a disk. `size`: of the disks, in bytes.
+    pub fn new(guests: Option<PathBuf>, size: u64, stop: Stop) -> Result<Self> {
+        let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
+        let folder = base.join(format!("blockyard-bench.{}", std::process::id()));
+        std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        let program = std::env::current_exe().context("finding this program")?;
+        Ok(Stage { folder, guests, program, size, seccomp: None, stop })
+    }
+
+    /// The raw image that all systems use, or lie over.
+    fn base(&self, contents: Contents) -> Result<PathBuf> {
+        let path = self.folder.join(if contents == Contents::Linux { "linux.img" } else { "base.img" });
+        match contents {
+            _ if path.exists() => {}
+            Contents::Random => self.fill(&path)?,
+            Contents::Linux => {
+                let guests = self.guests.as_deref().context("no guests are installed")?;
+                let find = ". \"$1/lib.sh\" && printf %s \"$cache\"";
+                let folder = Command::new("bash").args(["-c", find, "cache"]).arg(guests).output()?;
+                let root = Path::new(&String::from_utf8_lossy(&folder.stdout).into_owned()).join("root.img");
+                let copied = std::fs::copy(&root, &path);
+                copied.with_context(|| format!("copying {} (guests/setup qemu makes it)", root.display()))?;
+            }
+        }
+        Ok(path)
+    }
+
+    /// Random bytes.
+    fn fill(&self, path: &Path) -> Result<()> {
+        const PIECE: usize = 1 << 20;
+        let file = std::fs::File::create(path)?;
+        let mut random = crate::client::workload::Random::new(1, 0);
+        let mut piece = vec![0; PIECE];
+        let mut done = 0;
+        while done < self.size {
+            self.stop.check()?;
+            piece.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&random.word().to_ne_bytes()));
+            let len = (self.size - done).min(PIECE as u64);
+            file.write_all_at(&piece[..len as usize], done)?;
+            done += len;
+        }
+        Ok(file.sync_all()?)
+    }
+
+    /// The system's image, none of it in the page cache.
+    fn image(&self, system: &System, contents: Contents) -> Result<PathBuf> {
+        let base = self.base(contents)?;
+        let make = |arguments: &[&std::ffi::OsStr]| {
+            let done = Command::new(&self.program).args(["--log", "error", "image"]).args(arguments).output()?;
+            anyhow::ensure!(done.status.success(), "making an image: {}", String::from_utf8_lossy(&done.stderr));
+            Ok(())
+        };
+        let (qcow2, overlay) = (base.with_extension("qcow2"), self.folder.join("overlay.qcow2"));
+        let image = match system.image {
+            Image::Raw => base.clone(),
+            Image::Qcow2 => {
+                if !qcow2.exists() {
+                    let [f, raw, o, q] = ["-f", "raw", "-O", "qcow2"].map(AsRef::as_ref);
+                    make(&["convert".as_ref(), "-q".as_ref(), f, raw, o, q, base.as_ref(), qcow2.as_ref()])?;
+                }
+                qcow2
+            }
+            Image::Overlay => {
+                let _ = std::fs::remove_file(&overlay);
+                let [create, f, q, b, big, raw] = ["create", "-f", "qcow2", "-b", "-F", "raw"].map(AsRef::as_ref);
+                make(&[create, overlay.as_ref(), f, q, b, base.as_ref(), big, raw])?;
+                overlay
+            }
+        };
+        for path in [&base, &image] {
+            let file = std::fs::File::open(path)?;
+            file.sync_all()?;
+            rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
+        }
+        Ok(image)
+    }
+
+    fn tool(&self, name: &str) -> Result<Command> {
+        let guests = self.guests.as_deref().context("no guests are installed")?;
+        let mut command = Command::new(guests.join("tool"));
+        command.arg(name);
+        Ok(command)
+    }
+
+    /// The server of the system's disk, listening, if it has one.
+    fn server(&self, system: &System, image: &Path) -> Result<Option<Process>> {
+        let (socket, format) = (self.folder.join("s"), if system.image == Image::Raw { "raw" } else { "qcow2" });
+        let _ = std::fs::remove_file(&socket);
+        let command = match system.kind {
+            Kind::UmlBlockyard | Kind::QemuBlockyard => {
+                let mut command = Command::new(&self.program);
+                command.arg("serve").arg(image).args(["--format", format, "--vhost-user"]).arg(&socket);
+                command
+            }
+            Kind::QemuQsd | Kind::Nbd => {
+                let mut command = self.tool("qemu-storage-daemon")?;
+                let file = format!("driver=file,node-name=f,filename={},aio=io_uring,cache.direct=on", image.display());
+                command.args(["--blockdev", &file, "--blockdev", &format!("driver={format},node-name=d,file=f")]);
+                let path = socket.display();
+                if system.kind == Kind::Nbd {
+                    command.args(["--nbd-server", &format!("addr.type=unix,addr.path={path}")]);
+                    command.args(["--export", "type=nbd,id=e,node-name=d,name=disk,writable=on"]);
+                } else {
+                    let export = "type=vhost-user-blk,id=e,node-name=d,writable=on,addr.type=unix,addr.path=";
+                    command.args(["--export", &format!("{export}{path}")]);
+                }
+                command
+            }
+            _ => return Ok(None),
+        };
+        let server = Process::start(&command)?;
+        let begin = Instant::now();
+        while !socket.exists() {
+            self.stop.check()?;
+            anyhow::ensure!(
+                begin.elapsed() < Duration::from_secs(20),
+                "the server does not listen: {}",
+                server.errors()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(Some(server))
+    }
+
+    /// Plays a script on a system.
+    pub fn play(&mut self, system: &System, contents: Contents, script: &str) -> Result<Played> {
+        let image = self.image(system, contents)?;
+        let mut server = self.server(system, &image)?;
+        let file = self.folder.join("script");
+        let target = self.target(system, &image);
+        let program = if system.uml() || system.qemu() { Path::new("/host/blockyard") } else { &self.program };
+        let fio = match &self.guests {
+            Some(guests) if !system.uml() && !system.qemu() => format!("{} fio", guests.join("tool").display()),
+            _ => "fio".into(),
+        };
+        // (A guest's console is a terminal: nobody is to draw bars on it.)
+        let head = format!(
+            "set -euo pipefail\nexec 2> >(exec cat >&2)\nDISK='{target}' BLOCKYARD='{}' FIO='{fio}' FOLDER='{}'\n",
+            program.display(),
+            self.folder.display()
+        );
+        let mark = "mark() { echo \"mark $1 ${EPOCHREALTIME/./}\"; }\n";
+        std::fs::write(&file, format!("{head}{mark}{script}\n"))?;
+        let started = Instant::now();
+        let mut player = Process::start(&self.player(system, &image, &file)?)?;
+        // What went wrong first is told first: a script that has failed has no marks either.
+        let mut said = Vec::new();
+        let played = match self.listen(&player, server.as_ref(), started, &mut said) {
+            Err(e) if e.is::<super::process::Interrupted>() => return Err(e),
+            heard => player.finish().and(heard),
+        };
+        let mut played = played.map_err(|e| {
+            let script = said[said.len().saturating_sub(5)..].join("; ");
+            let log = server.as_ref().map(|s| format!("; the server: {}", s.errors().trim())).unwrap_or_default();
+            e.context(format!("{system}: the script says: {script}{log}"))
+        })?;
+        drop(player);
+        if let Some(server) = &mut server {
+            server.end()?;
+            played.spent = spent(&server.errors());
+        }
+        played.run.system = system.to_string();
+        Ok(played)
+    }
+
+    /// What a script calls the disk.
+    fn target(&self, system: &System, image: &Path) -> String {
+        match system.kind {
+            Kind::Host | Kind::Ublk => image.display().to_string(),
+            Kind::UmlUbd | Kind::UmlUbdSync => "/dev/ubda".into(),
+            Kind::Nbd => format!("nbd+unix:///disk?socket={}/s", self.folder.display()),
+            Kind::UmlBlockyard | Kind::QemuVirtio | Kind::QemuQsd | Kind::QemuBlockyard => "/dev/vda".into(),
+        }
+    }
+
+    /// Who runs the script.
+    fn player(&mut self, system: &System, image: &Path, script: &Path) -> Result<Command> {
+        if !system.uml() && !system.qemu() {
+            let mut command = Command::new("bash");
+            command.arg(script);
+            return Ok(command);
+        }
+        let disk = match system.kind {
+            Kind::UmlUbd => format!("ubd={}", image.display()),
+            Kind::UmlUbdSync => format!("ubds={}", image.display()),
+            Kind::QemuVirtio => format!("file={}", image.display()),
+            _ => format!("vhost={}/s", self.folder.display()),
+        };
+        // Its name there is the file's.
+        let copy = self.folder.join("blockyard");
+        if !copy.exists() {
+            std::fs::copy(&self.program, &copy)?;
+        }
+        let guests = self.guests.clone().context("no guests are installed")?;
+        let mut command = Command::new(guests.join(if system.uml() { "uml" } else { "qemu" }));
+        command.args(["--disk", &disk, "--file"]).arg(copy).args(["--timeout", "900"]);
+        if system.uml() {
+            command.args(["--seccomp", &self.seccomp(&guests)?]);
+        } else {
+            // (User Mode Linux would put its memory there.)
+            command.env("TMPDIR", &self.folder);
+        }
+        command.arg(script);
+        Ok(command)
+    }
+
+    /// How UML guests catch system calls: by seccomp where the kernel can, for it is several times as fast.
+    fn seccomp(&mut self, guests: &Path) -> Result<String> {
+        if let Some(mode) = &self.seccomp {
+            return Ok(mode.clone());
+        }
+        let script = self.folder.join("nothing");
+        std::fs::write(&script, "true\n")?;
+        let boots = |mode: &str| {
+            let mut command = Command::new(guests.join("uml"));
+            command.args(["--timeout", "60", "--seccomp", mode]).arg(&script);
+            let mut guest = Process::start(&command)?;
+            while guest.line(&self.stop, Instant::now() + SILENCE)?.is_some() {}
+            anyhow::Ok(guest.finish().is_ok())
+        };
+        let mode = if boots("on")? { "on" } else { "off" };
+        self.seccomp = Some(mode.into());
+        Ok(mode.into())
+    }
+
+    fn listen(
+        &self,
+        player: &Process,
+        server: Option<&Process>,
+        started: Instant,
+        said: &mut Vec<String>,
+    ) -> Result<Played> {
+        let mut marks: Vec<(String, Instant, u64, Snapshot)> = Vec::new();
+        let before = Snapshot::take();
+        let mut data: HashMap<String, Vec<String>> = HashMap::new();
+        let mut inside: Option<String> = None;
+        while let Some((came, line)) = player.line(&self.stop, Instant::now() + SILENCE)? {
+            let words: Vec<&str> = line.split(' ').collect();
+            match (&words[..], &mut inside) {
+                (["end", name], Some(block)) if name == block => inside = None,
+                (_, Some(block)) => data.entry(block.clone()).or_default().push(line),
+                (["mark", name, clock], None) => {
+                    let clock = clock.parse().with_context(|| format!("a mark without a clock: {line}"))?;
+                    marks.push((name.to_string(), came, clock, Snapshot::take()));
+                }
+                (["data", name], None) => inside = Some(name.to_string()),
+                _ => said.push(line),
+            }
+        }
+        // Without a beginning it began with the guest.
+        if !marks.iter().any(|m| m.0 == "begin") {
+            let clock = marks.first().map_or(0, |m| m.2.saturating_sub((m.1 - started).as_micros() as u64));
+            marks.insert(0, ("begin".into(), started, clock, before));
+        }
+        let from = marks.iter().position(|m| m.0 == "begin").unwrap_or(0);
+        let Some(to) = marks.iter().position(|m| m.0 == "end").filter(|to| *to > from) else {
+            anyhow::bail!("the script ended without its marks: {}", player.errors().trim())
+        };
+        let steps = marks[from..to].windows(2).map(|m| (m[1].0.clone(), (m[1].1 - m[0].1).as_secs_f64())).collect();
+        let (begin, end) = (&marks[from], &marks[to]);
+        let seconds = (end.1 - begin.1).as_secs_f64();
+        let guest_seconds = end.2.saturating_sub(begin.2) as f64 / 1e6;
+        let used = |pid| (end.3.tree(pid) - begin.3.tree(pid)).max(0.0);
+        let cpu = Cpu {
+            guest: used(player.pid()),
+            backend: server.map(|s| used(s.pid())),
+            kernel: end.3.kernel_since(&begin.3),
+        };
+        let run = Run { steps, seconds, guest_seconds: Some(guest_seconds), cpu, ..Run::default() };
+        let clock = if guest_seconds > 0.0 { seconds / guest_seconds } else { 1.0 };
+        Ok(Played { run, data, clock, spent: Spent::default() })
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// The server's own figures, from the last words of its log: medians of what most of its requests were.
+fn spent(log: &str) -> Spent {
+    let figure = |line: &str, after: &str| -> Option<f64> {
+        let rest = &line[line.find(after)? + after.len()..];
+        rest.split(' ').next()?.parse::<f64>().ok().map(|us| us / 1e6)
+    };
+    let count = |line: &str| line.split("requests=").nth(1)?.split(' ').next()?.parse::<u64>().ok();
+    let lines = log.lines().filter(|l| l.contains("queue time p50") && !l.contains(" flush:"));
+    let Some(line) = lines.max_by_key(|l| count(l).unwrap_or(0)) else { return Spent::default() };
+    Spent { submission: None, queueing: figure(line, "queue time p50 "), service: figure(line, "service time p50 ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_servers_last_words() {
+        let log = "INFO flush: queue time p50 9 us, p99 9, max 9; service time p50 9 us, p99 9, max 9 disk=\"d\" requests=900\n\
+                   INFO read: queue time p50 5 us, p99 1, max 2; service time p50 80 us, p99 1, max 2 disk=\"d\" requests=100\n\
+                   INFO write: queue time p50 6 us, p99 1, max 2; service time p50 70 us, p99 1, max 2 disk=\"d\" requests=7";
+        let spent = spent(log);
+        assert_eq!((spent.queueing, spent.service), (Some(5e-6), Some(80e-6)));
+        assert_eq!(super::spent("nothing"), Spent::default());
+    }
+}

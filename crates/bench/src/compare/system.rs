@@ -1,0 +1,154 @@
+//! The systems that are compared: what serves the disk, what uses it, over which kind of image.
+
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+
+/// Who uses the disk, and by which driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Host,
+    UmlUbd,
+    UmlUbdSync,
+    UmlBlockyard,
+    QemuVirtio,
+    QemuQsd,
+    QemuBlockyard,
+    Nbd,
+    Ublk,
+}
+
+impl Kind {
+    pub const NAMES: [(&'static str, Kind, &'static str); 9] = [
+        ("host", Kind::Host, "the host's file, without a guest"),
+        ("uml-ubd", Kind::UmlUbd, "User Mode Linux, its own driver: page cache, flushes dropped"),
+        ("uml-ubd-sync", Kind::UmlUbdSync, "the same with O_SYNC: each write durable"),
+        ("uml-blockyard", Kind::UmlBlockyard, "User Mode Linux on Blockyard: O_DIRECT, flushes honoured"),
+        ("qemu-virtio", Kind::QemuVirtio, "QEMU's own virtio-blk: O_DIRECT, flushes honoured"),
+        ("qemu-qsd", Kind::QemuQsd, "QEMU on qemu-storage-daemon: O_DIRECT, flushes honoured"),
+        ("qemu-blockyard", Kind::QemuBlockyard, "QEMU on Blockyard: O_DIRECT, flushes honoured"),
+        ("nbd", Kind::Nbd, "an NBD server (qemu-storage-daemon's) on a Unix socket: O_DIRECT"),
+        ("ublk", Kind::Ublk, "a ublk block device"),
+    ];
+
+    fn entry(self) -> &'static (&'static str, Kind, &'static str) {
+        Self::NAMES.iter().find(|n| n.1 == self).expect("each kind has a name")
+    }
+}
+
+/// What the disk is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Image {
+    Raw,
+    /// Allocated.
+    Qcow2,
+    /// An empty overlay on a raw image.
+    Overlay,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct System {
+    pub kind: Kind,
+    pub image: Image,
+}
+
+impl fmt::Display for System {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.kind.entry().0)?;
+        f.write_str(match self.image {
+            Image::Raw => "",
+            Image::Qcow2 => ":qcow2",
+            Image::Overlay => ":overlay",
+        })
+    }
+}
+
+impl FromStr for System {
+    type Err = String;
+
+    /// `uml-blockyard`, `qemu-qsd:overlay`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, image) = text.split_once(':').unwrap_or((text, "raw"));
+        let image = match image {
+            "raw" => Image::Raw,
+            "qcow2" => Image::Qcow2,
+            "overlay" => Image::Overlay,
+            other => return Err(format!("\"{other}\" is none of raw, qcow2, overlay")),
+        };
+        let names = || Kind::NAMES.map(|n| n.0).join(", ");
+        let kind = Kind::NAMES.iter().find(|n| n.0 == name).map(|n| n.1);
+        let kind = kind.ok_or_else(|| format!("\"{name}\" is none of {}", names()))?;
+        let only_raw = matches!(kind, Kind::Host | Kind::UmlUbd | Kind::UmlUbdSync | Kind::Nbd);
+        if only_raw && image != Image::Raw {
+            return Err(format!("{name} is measured on raw images only"));
+        }
+        Ok(System { kind, image })
+    }
+}
+
+impl System {
+    /// What it promises, in a line.
+    pub fn about(&self) -> String {
+        let image = match self.image {
+            Image::Raw => "",
+            Image::Qcow2 => "; qcow2, allocated",
+            Image::Overlay => "; an empty qcow2 overlay on a raw image",
+        };
+        format!("{}{image}", self.kind.entry().2)
+    }
+
+    pub fn uml(&self) -> bool {
+        matches!(self.kind, Kind::UmlUbd | Kind::UmlUbdSync | Kind::UmlBlockyard)
+    }
+
+    pub fn qemu(&self) -> bool {
+        matches!(self.kind, Kind::QemuVirtio | Kind::QemuQsd | Kind::QemuBlockyard)
+    }
+
+    /// The part of `guests/setup` that it needs.
+    pub fn part(&self) -> Option<&'static str> {
+        match self.kind {
+            Kind::Host | Kind::Ublk => None,
+            Kind::Nbd => Some("tree"),
+            _ if self.uml() => Some("uml"),
+            _ => Some("qemu"),
+        }
+    }
+
+    /// Why it cannot be measured here, if it cannot; `guests`: the folder of the guests' runners.
+    pub fn missing(&self, guests: Option<&Path>) -> Option<String> {
+        if self.kind == Kind::Ublk {
+            let there = Path::new("/dev/ublk-control").exists();
+            return Some(if there {
+                "Blockyard does not serve ublk yet".into()
+            } else {
+                "this kernel has no ublk (/dev/ublk-control)".into()
+            });
+        }
+        let part = self.part()?;
+        let Some(guests) = guests else {
+            return Some("no guests are installed (BLOCKYARD_GUESTS names their folder)".into());
+        };
+        let ready = std::process::Command::new("bash")
+            .args(["-c", ". \"$1/lib.sh\" && have tree && have \"$2\"", "have"])
+            .args([guests.as_os_str(), part.as_ref()])
+            .status();
+        let ready = ready.is_ok_and(|s| s.success());
+        (!ready).then(|| format!("its guest is not set up: run {}/setup {part}", guests.display()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_there_and_back() {
+        for name in ["host", "uml-ubd-sync", "qemu-blockyard:overlay", "uml-blockyard:qcow2"] {
+            assert_eq!(name.parse::<System>().unwrap().to_string(), name);
+        }
+        for bad in ["", "xen", "host:qcow2", "qemu-qsd:vmdk"] {
+            assert!(bad.parse::<System>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! What is done on each system.
+
+use std::fmt;
+use std::str::FromStr;
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+
+use super::stage::Played;
+use super::system::{Kind, System};
+use crate::experiment::{Contents, Experiment};
+use crate::job::{self, Job, Name};
+use crate::rate::Operation;
+use crate::results::{Run, Spent};
+use crate::samples;
+
+/// One piece of work.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Work {
+    /// `bench rate`, past the page cache.
+    Rate(Operation),
+    /// `bench job`, by fio.
+    Job(Job),
+    /// A few commands.
+    Experiment(Experiment),
+}
+
+/// How much of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Amount {
+    pub ops: u64,
+    pub seconds: f64,
+    pub min_size: u64,
+    pub max_size: u64,
+}
+
+impl fmt::Display for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Work::Rate(operation) => {
+                let value = operation.to_possible_value();
+                write!(f, "rate:{}", value.as_ref().map_or("", |v| v.get_name()))
+            }
+            Work::Job(job) => write!(f, "job:{}", job.name()),
+            Work::Experiment(experiment) => write!(f, "job:{}", experiment.name()),
+        }
+    }
+}
+
+impl FromStr for Work {
+    type Err = String;
+
+    /// `rate:read`, `job:fileserver`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            Some(("rate", operation)) => Operation::from_str(operation, false).map(Work::Rate),
+            Some(("job", name)) => Ok(match Name::parse(name)? {
+                Name::Job(job) => Work::Job(job),
+                Name::Experiment(experiment) => Work::Experiment(experiment),
+            }),
+            _ => Err(format!("\"{text}\": say rate:read, rate:write, rate:writesync, or job:NAME")),
+        }
+    }
+}
+
+impl Work {
+    /// A sentence about it.
+    pub fn about(&self, amount: &Amount) -> String {
+        let Amount { ops, seconds, min_size, max_size } = amount;
+        let what = match self {
+            Work::Rate(Operation::Read) => "random reads",
+            Work::Rate(Operation::Write) => "random writes",
+            Work::Rate(Operation::Writesync) => "random writes, each durable when it ends",
+            Work::Job(job) => {
+                return format!("fio's job of this name (`bench job {} --print`), {seconds} s each round", job.name());
+            }
+            Work::Experiment(experiment) => return experiment.about().into(),
+        };
+        format!(
+            "{what} of {min_size} to {max_size} bytes, one at a time, past the page cache: {ops} or {seconds} s each round"
+        )
+    }
+
+    pub fn contents(&self) -> Contents {
+        if let Work::Experiment(experiment) = self { experiment.contents() } else { Contents::Random }
+    }
+
+    /// Why it cannot be done on a system, if it cannot.
+    pub fn refuses(&self, system: &System) -> Option<&'static str> {
+        let guest = system.uml() || system.qemu();
+        match self {
+            Work::Experiment(experiment) if !guest && (experiment.mounts() || system.kind != Kind::Host) => {
+                Some("it mounts the disk: that needs a guest")
+            }
+            Work::Job(_) if system.kind == Kind::Nbd => Some("jobs are run by fio on files and devices"),
+            _ => None,
+        }
+    }
+
+    /// The script, as [`super::stage`] plays it. The same in each round and on each system.
+    pub fn script(&self, amount: &Amount) -> String {
+        let Amount { ops, seconds, min_size, max_size } = amount;
+        match self {
+            Work::Rate(operation) => format!(
+                "rate() {{ $BLOCKYARD bench rate {} \"$DISK\" --direct --destroy --min-size {min_size} --max-size {max_size} \"$@\"; }}\n\
+                 out=$(mktemp)\n\
+                 rate --ops 20 --seed 2 >\"$out\"\n\
+                 mark begin\nrate --ops {ops} --seconds {seconds} --seed 1 >\"$out\"\nmark end\n\
+                 echo data samples; cat \"$out\"; echo end samples\nrm \"$out\"",
+                operation.to_possible_value().expect("no variant is hidden").get_name(),
+            ),
+            Work::Job(job) => format!(
+                "work=$(mktemp -d); cd \"$work\"\ncat >job <<END\n{}END\n\
+                 mark begin\n$FIO --output-format=json --output=out job >&2\nmark end\n\
+                 echo data fio; cat out; echo end fio\necho data log; cat log_bw.log; echo end log\ncd /; rm -r \"$work\"",
+                job.file("$DISK", *seconds, Some("log")),
+            ),
+            Work::Experiment(experiment) => experiment.script(),
+        }
+    }
+
+    /// The run, from what the script printed.
+    pub fn read(&self, played: Played) -> Result<Run> {
+        let Played { mut run, data, clock, spent } = played;
+        run.work = self.to_string();
+        if let Work::Job(_) = self {
+            let text = |name: &str| data.get(name).map(|lines| lines.join("\n")).unwrap_or_default();
+            let told = job::read(&text("fio"), &text("log"))?;
+            // How long it took is the host's to say; what was laid out before, and drained after, is in it.
+            let seconds = told.seconds * clock;
+            let latency = told.latency.iter().map(|(q, s)| (*q, s * clock)).collect();
+            let spent = Spent { submission: told.spent.submission, ..spent };
+            let Run { cpu, work, system, .. } = run;
+            return Ok(Run { seconds, latency, guest_seconds: Some(told.seconds), cpu, work, system, spent, ..told });
+        }
+        if let Work::Experiment(_) = self {
+            return Ok(Run { operations: 1, spent, ..run });
+        }
+        let lines = data.get("samples").context("the script printed no samples")?;
+        let samples = samples::read(lines.join("\n").as_bytes()).context("what the script printed")?;
+        anyhow::ensure!(!samples.is_empty(), "no operation was timed");
+        run.spent = spent;
+        run.operations = samples.len() as u64;
+        run.bytes = samples.iter().map(|s| s.bytes).sum();
+        // A guest's clock that goes slowly makes its disk look fast.
+        run.samples = samples.iter().map(|s| (s.bytes, s.seconds * clock)).collect();
+        Ok(run)
+    }
+}

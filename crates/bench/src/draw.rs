@@ -1,0 +1,104 @@
+//! `blockyard bench plot`: pictures from results, or from what `bench rate` printed.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+
+use crate::report::{self, charts};
+use crate::results::{Results, replace};
+use crate::samples;
+
+/// Draws results again: a report's page, or one picture.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    /// A report's folder or results.json; or files that `bench rate` printed, a curve each
+    #[arg(value_name = "FILE", required = true)]
+    pub files: Vec<PathBuf>,
+    /// Where to: a folder for the page, or a file NAME.svg or NAME.png for one picture
+    #[arg(short, long, value_name = "PATH")]
+    pub output: PathBuf,
+    /// Which picture
+    #[arg(long, value_enum, default_value_t = Picture::Size)]
+    pub picture: Picture,
+    /// Of which work [default: the first]
+    #[arg(long, value_name = "WORK")]
+    pub work: Option<String>,
+    /// The picture's title
+    #[arg(long, value_name = "TEXT")]
+    pub title: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Picture {
+    /// Duration by size
+    Size,
+    /// Percentiles
+    Latency,
+    /// Throughput over time
+    Time,
+    /// Operations a second
+    Rate,
+    /// CPU time
+    Cpu,
+}
+
+pub fn run(options: &Options) -> Result<()> {
+    let extension = options.output.extension().and_then(|e| e.to_str()).unwrap_or_default();
+    if !matches!(extension, "svg" | "png") {
+        anyhow::ensure!(
+            is_results(&options.files[0]),
+            "a page is made of results.json; of `bench rate`'s files a picture: say -o NAME.svg"
+        );
+        std::fs::create_dir_all(&options.output)?;
+        return report::write(&Results::load(&options.files[0])?, &options.output);
+    }
+    let svg = if is_results(&options.files[0]) { of_results(options)? } else { of_samples(options)? };
+    let bytes = if extension == "png" { crate::plot::png::render(&svg)? } else { svg.into_bytes() };
+    replace(&options.output, &bytes)
+}
+
+fn is_results(path: &Path) -> bool {
+    path.is_dir() || path.extension().is_some_and(|e| e == "json")
+}
+
+fn of_results(options: &Options) -> Result<String> {
+    anyhow::ensure!(options.files.len() == 1, "one file of results at a time: `bench diff` compares two");
+    let results = Results::load(&options.files[0])?;
+    let works = results.works();
+    let work = match &options.work {
+        Some(work) => {
+            works.iter().find(|w| *w == work).with_context(|| format!("\"{work}\" is none of {}", works.join(", ")))?
+        }
+        None => works.first().context("there are no results in it")?,
+    };
+    let chart = match options.picture {
+        Picture::Size => charts::by_size(&results, work),
+        Picture::Latency => charts::latencies(&results, work),
+        Picture::Time => charts::over_time(&results, work),
+        Picture::Rate | Picture::Cpu => {
+            let mut bars = if options.picture == Picture::Rate {
+                charts::rates(&results, work)
+            } else {
+                charts::cpu(&results, work)
+            };
+            bars.title = options.title.clone().unwrap_or(bars.title);
+            return Ok(bars.draw().file(&bars.title));
+        }
+    };
+    let mut chart = chart.with_context(|| format!("{work} has no such figures"))?;
+    chart.title = options.title.clone().unwrap_or(chart.title);
+    Ok(chart.draw().file(&chart.title))
+}
+
+fn of_samples(options: &Options) -> Result<String> {
+    let curve = |(number, path): (usize, &PathBuf)| {
+        let name = path.file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let file = std::fs::File::open(path).with_context(|| format!("opening {}", path.display()))?;
+        let samples = samples::read(std::io::BufReader::new(file)).with_context(|| path.display().to_string())?;
+        Ok(charts::curve(&name, number, &samples))
+    };
+    let series = options.files.iter().enumerate().map(curve).collect::<Result<Vec<_>>>()?;
+    let chart = charts::sizes(options.title.as_deref().unwrap_or("How long one operation takes"), series);
+    Ok(chart.draw().file(&chart.title))
+}

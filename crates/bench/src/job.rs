@@ -1,0 +1,298 @@
+//! `blockyard bench job`: the loads of the reports that this project began with, by name.
+//!
+//! In: a name. Out: a job file for fio, and a run of it on a target; without fio the same load by our own engine (`client`).
+//! What must hold: what runs is what `--print` shows.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use serde_json::Value;
+
+use crate::client::{self, parse_seconds, workload::Pattern};
+use crate::experiment::{self, Experiment};
+use crate::results::{Run, Spent};
+use crate::target::{Place, guard};
+
+/// A load with a name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Job {
+    /// IOMeter's file server mix (Xen, 2011): 512 B to 64 KiB, 80% reads as in the job file, depth 256, 2 jobs
+    Fileserver,
+    /// The same with 80% writes, as the report's text has it
+    FileserverWrites,
+    /// Random writes of 64 KiB, depth 256, 4 jobs (Xen, 2011)
+    #[value(name = "random-writes-64k")]
+    RandomWrites,
+    /// Reads of 1 MiB, one after the other, depth 8 (KVM, 2013): throughput and how even it is
+    StreamRead,
+    /// Writes of 1 MiB, one after the other, depth 8 (KVM, 2013)
+    StreamWrite,
+}
+
+/// A job, or one of the experiments that are none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Name {
+    Job(Job),
+    Experiment(Experiment),
+}
+
+impl Name {
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let experiment = || Experiment::from_str(text, false).map(Name::Experiment);
+        Job::from_str(text, false).map(Name::Job).or_else(|_| experiment())
+    }
+
+    fn parser() -> impl TypedValueParser<Value = Name> {
+        let jobs = Job::value_variants().iter().filter_map(|j| j.to_possible_value());
+        let experiments = Experiment::value_variants().iter().filter_map(|e| e.to_possible_value());
+        PossibleValuesParser::new(jobs.chain(experiments)).try_map(|name| Name::parse(&name))
+    }
+}
+
+/// What a job is made of.
+struct Parts {
+    pattern: Pattern,
+    /// Reads in a hundred.
+    reads: u8,
+    /// As fio's and our own `bssplit`, or one size.
+    sizes: &'static str,
+    depth: u16,
+    jobs: u16,
+}
+
+const FILESERVER: &str = "512/10:1k/5:2k/5:4k/60:8k/2:16k/4:32k/4:64k/10";
+
+impl Job {
+    pub fn name(self) -> String {
+        self.to_possible_value().map(|v| v.get_name().to_string()).unwrap_or_default()
+    }
+
+    pub fn writes(self) -> bool {
+        self.parts().pattern.writes()
+    }
+
+    fn parts(self) -> Parts {
+        let (pattern, reads, sizes, depth, jobs) = match self {
+            Job::Fileserver => (Pattern::Randrw, 80, FILESERVER, 256, 2),
+            Job::FileserverWrites => (Pattern::Randrw, 20, FILESERVER, 256, 2),
+            Job::RandomWrites => (Pattern::Randwrite, 0, "64k", 256, 4),
+            Job::StreamRead => (Pattern::Read, 100, "1m", 8, 1),
+            Job::StreamWrite => (Pattern::Write, 0, "1m", 8, 1),
+        };
+        Parts { pattern, reads, sizes, depth, jobs }
+    }
+
+    /// fio's job file. `log`: where it puts throughput over time, a tenth of a second each.
+    pub fn file(self, target: &str, seconds: f64, log: Option<&str>) -> String {
+        let Parts { pattern, reads, sizes, depth, jobs } = self.parts();
+        let rw = pattern.to_possible_value().map(|v| v.get_name().to_string()).unwrap_or_default();
+        let size = if sizes.contains('/') { format!("bssplit={sizes}") } else { format!("bs={sizes}") };
+        let mix = if matches!(pattern, Pattern::Randrw) { format!("rwmixread={reads}\n") } else { String::new() };
+        let log = log.map(|log| format!("write_bw_log={log}\nlog_avg_msec=100\nper_job_logs=0\n")).unwrap_or_default();
+        format!(
+            "[global]\nioengine=libaio\ndirect=1\nfilename={target}\ntime_based=1\nruntime={seconds}\nrandrepeat=1\n\
+             randseed=1\nnorandommap=1\ngroup_reporting=1\npercentile_list=1:5:10:25:50:75:90:95:99:99.9\n{log}\n\
+             [{}]\nrw={rw}\n{mix}{size}\niodepth={depth}\nnumjobs={jobs}\n",
+            self.name()
+        )
+    }
+
+    /// The same for our own engine.
+    fn options(self, target: &Place, seconds: f64) -> Result<client::Options> {
+        let Parts { pattern, reads, sizes, depth, jobs } = self.parts();
+        let mut options = client::Options::for_socket("socket".into());
+        match target {
+            Place::File(path) => (options.file, options.socket) = (Some(path.clone()), None),
+            Place::Vhost(path) => options.socket = Some(path.clone()),
+            Place::Nbd(_) => {
+                anyhow::bail!("over NBD jobs are run by fio (its nbd engine) only, and there is none here")
+            }
+        }
+        (options.rw, options.rwmixread, options.depth, options.queues) = (pattern, reads, depth, jobs);
+        (options.runtime, options.seed) = (seconds, Some(1));
+        if sizes.contains('/') {
+            options.bssplit = Some(client::parse_split(sizes)?);
+        } else {
+            options.bs = client::parse_size(sizes)?;
+        }
+        Ok(options)
+    }
+}
+
+/// Runs one of the reports' loads on a target, by fio where it is installed.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    #[arg(value_name = "NAME", value_parser = Name::parser())]
+    pub name: Name,
+    /// A file, a block device, or a vhost-user-blk socket; for dd-rm a folder, for copy a block device
+    #[arg(value_name = "TARGET", required_unless_present = "print")]
+    pub target: Option<String>,
+    /// Seconds to run
+    #[arg(long, value_name = "S", default_value = "10", value_parser = parse_seconds)]
+    pub seconds: f64,
+    /// Print fio's job file, and do nothing
+    #[arg(long)]
+    pub print: bool,
+    /// What runs it [default: fio where it is installed, for files and devices]
+    #[arg(long, value_enum)]
+    pub engine: Option<Engine>,
+    /// Write also to a device that is in use, or to what holds a file system
+    #[arg(long)]
+    pub destroy: bool,
+    /// One JSON object instead of the table
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Engine {
+    Fio,
+    /// That of `bench client`
+    Own,
+}
+
+pub fn run(options: &Options) -> Result<()> {
+    let target = options.target.as_deref().unwrap_or("TARGET");
+    match options.name {
+        Name::Experiment(experiment) if options.print => println!("{}", experiment.script()),
+        Name::Experiment(experiment) => return experiment_on(experiment, target, options.destroy),
+        Name::Job(job) if options.print => print!("{}", job.file(target, options.seconds, None)),
+        Name::Job(job) => return load(options, job, target),
+    }
+    Ok(())
+}
+
+/// mke2fs asks nobody.
+fn experiment_on(experiment: Experiment, target: &str, destroy: bool) -> Result<()> {
+    let path = Path::new(target);
+    if !path.is_dir() && !destroy {
+        guard::look(&Place::File(path.into())).with_context(|| target.to_string())?;
+    }
+    experiment::run(experiment, path)
+}
+
+fn load(options: &Options, job: Job, target: &str) -> Result<()> {
+    let place = Place::parse(target)?;
+    if job.writes() && !options.destroy {
+        guard::look(&place).with_context(|| target.to_string())?;
+    }
+    let fio = matches!(place, Place::File(_)).then(fio).flatten();
+    let engine = options.engine.unwrap_or(if fio.is_some() { Engine::Fio } else { Engine::Own });
+    if engine == Engine::Own {
+        return client::run(&client::Options { json: options.json, ..job.options(&place, options.seconds)? });
+    }
+    let fio = fio.context("fio is not installed, or cannot be used on this target: say --engine own")?;
+    let run = by_fio(&fio, job, target, options.seconds)?;
+    if options.json {
+        println!("{}", serde_json::to_string(&run)?);
+        return Ok(());
+    }
+    let latency = |q: f64| run.latency.iter().find(|l| l.0 == q).map_or(f64::NAN, |l| l.1 * 1e6);
+    println!("{} by fio, {:.2} s", job.name(), run.seconds);
+    println!("IOPS       {:>12.0}    {:.1} MB/s", run.per_second(), run.bytes_per_second() / 1e6);
+    println!("latency us {:>12.1}    p50\n           {:>12.1}    p99", latency(0.5), latency(0.99));
+    if let Some(variation) = crate::report::variation(&run.throughput) {
+        println!("burstiness {variation:>12.3}    coefficient of variation of each tenth of a second");
+    }
+    println!("CPU        {:>12.2}    seconds of fio", run.cpu.guest);
+    Ok(())
+}
+
+/// Where fio is, on the path.
+fn fio() -> Option<std::path::PathBuf> {
+    let paths = std::env::var_os("PATH")?;
+    std::env::split_paths(&paths).map(|folder| folder.join("fio")).find(|file| file.is_file())
+}
+
+fn by_fio(fio: &Path, job: Job, target: &str, seconds: f64) -> Result<Run> {
+    let folder = std::env::temp_dir().join(format!("blockyard-job.{}", std::process::id()));
+    std::fs::create_dir(&folder)?;
+    let done = (|| {
+        std::fs::write(folder.join("job"), job.file(target, seconds, Some("log")))?;
+        let out = Command::new(fio).current_dir(&folder).args(["--output-format=json", "job"]).output()?;
+        let text = String::from_utf8_lossy(&out.stdout).into_owned();
+        anyhow::ensure!(out.status.success(), "fio: {}{text}", String::from_utf8_lossy(&out.stderr));
+        let log = std::fs::read_to_string(folder.join("log_bw.log")).unwrap_or_default();
+        read(&text, &log)
+    })();
+    let _ = std::fs::remove_dir_all(&folder);
+    done
+}
+
+/// What fio tells of one group, as JSON, and its log of throughput.
+pub fn read(text: &str, log: &str) -> Result<Run> {
+    // Notes for people come first.
+    let text = &text[text.find('{').context("fio printed no JSON")?..];
+    let all: Value = serde_json::from_str(text).context("what fio printed")?;
+    let job = &all["jobs"][0];
+    let number = |side: &str, name: &str| job[side][name].as_f64().unwrap_or(0.0);
+    let sum = |name: &str| number("read", name) + number("write", name);
+    let operations = sum("total_ios");
+    anyhow::ensure!(operations > 0.0, "fio did nothing");
+    // Of a mix, what most operations were.
+    let side = if number("read", "total_ios") >= number("write", "total_ios") { "read" } else { "write" };
+    let percentiles = job[side]["clat_ns"]["percentile"].as_object().into_iter().flatten();
+    let latency = percentiles.filter_map(|(q, ns)| Some((q.parse::<f64>().ok()? / 100.0, ns.as_f64()? / 1e9)));
+    let seconds = number("read", "runtime").max(number("write", "runtime")) / 1e3;
+    let (user, system) = (job["usr_cpu"].as_f64().unwrap_or(0.0), job["sys_cpu"].as_f64().unwrap_or(0.0));
+    Ok(Run {
+        seconds,
+        operations: operations as u64,
+        bytes: sum("io_bytes") as u64,
+        latency: latency.map(|(q, s)| ((q * 1e6).round() / 1e6, s)).collect(),
+        throughput: throughput(log),
+        cpu: crate::results::Cpu { guest: (user + system) / 100.0 * seconds, ..Default::default() },
+        spent: Spent { submission: job[side]["slat_ns"]["mean"].as_f64().map(|ns| ns / 1e9), ..Spent::default() },
+        ..Run::default()
+    })
+}
+
+/// Bytes in each tenth of a second: lines of milliseconds, KiB/s, direction, ...
+fn throughput(log: &str) -> Vec<f64> {
+    let mut steps: Vec<f64> = Vec::new();
+    for line in log.lines() {
+        let mut columns = line.split(", ").map(|c| c.trim().parse::<f64>());
+        let (Some(Ok(at)), Some(Ok(rate))) = (columns.next(), columns.next()) else { continue };
+        // A line tells of the tenth that ends with it; jobs have lines of their own.
+        let step = (at / 100.0).round().max(1.0) as usize - 1;
+        if steps.len() <= step {
+            steps.resize(step + 1, 0.0);
+        }
+        steps[step] += rate * 1024.0 / 10.0;
+    }
+    steps
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn job_files_are_those_of_the_reports() {
+        let file = Job::Fileserver.file("/dev/vdb", 10.0, None);
+        for line in ["[fileserver]", "rw=randrw", "rwmixread=80", "iodepth=256", "numjobs=2", "filename=/dev/vdb"] {
+            assert!(file.lines().any(|l| l == line), "{line} is missing:\n{file}");
+        }
+        assert!(Job::FileserverWrites.file("x", 1.0, None).contains("rwmixread=20\n"));
+        let shares = client::parse_split(FILESERVER).unwrap();
+        assert_eq!(shares.0.iter().map(|s| u32::from(s.1)).sum::<u32>(), 100);
+        assert!(Job::RandomWrites.file("x", 1.0, None).contains("bs=64k\niodepth=256\nnumjobs=4\n"));
+    }
+
+    #[test]
+    fn fio_is_understood() {
+        let text = r#"note: something
+            {"jobs": [{"usr_cpu": 10.0, "sys_cpu": 15.0,
+              "read": {"total_ios": 100, "io_bytes": 409600, "runtime": 2000, "slat_ns": {"mean": 2000.0},
+                       "clat_ns": {"percentile": {"50.000000": 1000000, "99.900000": 5000000}}},
+              "write": {"total_ios": 20, "io_bytes": 81920, "runtime": 2000}}]}"#;
+        let run = read(text, "100, 1000, 0, 4096, 0, 0\n100, 1000, 1, 4096, 0, 0\n201, 500, 0, 4096, 0\n").unwrap();
+        assert_eq!((run.operations, run.bytes, run.seconds, run.cpu.guest), (120, 491520, 2.0, 0.5));
+        assert_eq!(run.latency, [(0.5, 0.001), (0.999, 0.005)]);
+        assert_eq!((run.spent.submission, run.throughput), (Some(2e-6), vec![204800.0, 51200.0]));
+        assert!(read("fio: failed", "").is_err());
+    }
+}

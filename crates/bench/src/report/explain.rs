@@ -1,0 +1,80 @@
+//! Where the time went, in sentences that a person can act on. Each says what was measured, and nothing else.
+
+use super::figures::{self, Figures};
+use crate::plot::scale::{Unit, words};
+use crate::results::{Results, Run};
+use crate::statistics::median;
+
+/// So much of a processor is all of it, as the kernel counts.
+const BUSY: f64 = 0.9;
+
+/// One for each system that is not the host.
+pub fn sentences(results: &Results, work: &str) -> Vec<String> {
+    let all = figures::of(results, work);
+    let host = all.iter().find(|f| f.system == "host");
+    all.iter().filter(|f| f.system != "host").map(|f| sentence(results, work, f, host)).collect()
+}
+
+fn sentence(results: &Results, work: &str, f: &Figures, host: Option<&Figures>) -> String {
+    let time = |seconds: f64| words(seconds, Unit::Seconds);
+    let mut parts = Vec::new();
+    if let (Some(host), Some(ratio)) = (host, f.to_host) {
+        let gap = f.median - host.median;
+        let slower = if f.steps.is_empty() && gap > 0.0 {
+            format!("; a median operation takes {} longer", time(gap))
+        } else {
+            String::new()
+        };
+        parts.push(match ratio {
+            r if !f.steps.is_empty() => format!("{:.2} times the host's time", 1.0 / r),
+            r if r > 1.05 => format!("{r:.1} times the host's rate (less is promised, or caches are between)"),
+            r if r > 0.95 => "as fast as the host".into(),
+            r => format!("{:.0}% of the host's rate{slower}", r * 100.0),
+        });
+    }
+    if f.steps.is_empty() {
+        parts.extend(split(results, work, f));
+    }
+    parts.push(limit(f));
+    format!("{}: {}.", f.system, parts.join("; "))
+}
+
+/// What the server and the guest's own tool say of an operation.
+fn split(results: &Results, work: &str, f: &Figures) -> Option<String> {
+    let mid = |of: fn(&Run) -> Option<f64>| {
+        let value = median(results.of(work, &f.system).filter_map(of));
+        value.is_finite().then_some(value)
+    };
+    let (service, queueing) = (mid(|r| r.spent.service)?, mid(|r| r.spent.queueing).unwrap_or(0.0));
+    let submission = mid(|r| r.spent.submission);
+    let time = |seconds: f64| words(seconds, Unit::Seconds);
+    let rest = (f.median - service - queueing - submission.unwrap_or(0.0)).max(0.0);
+    let submitted = submission.map(|s| format!(", {} submission in the guest", time(s))).unwrap_or_default();
+    let what = if submission.is_some() {
+        "notifications and the guest's completion"
+    } else {
+        "the guest's driver and notifications"
+    };
+    Some(format!(
+        "of {} are {} service (server and disk), {} queueing{submitted}, {} {what}",
+        time(f.median),
+        time(service),
+        time(queueing),
+        time(rest)
+    ))
+}
+
+/// What to do about it: who has no processor left.
+fn limit(f: &Figures) -> String {
+    let percent = |cores: f64| format!("{:.0}%", cores * 100.0);
+    match f.backend_cores {
+        Some(backend) if backend > BUSY => format!("the server is CPU-bound: {} of a core", percent(backend)),
+        _ if f.guest_cores > BUSY => format!("the guest is CPU-bound: {} of a core", percent(f.guest_cores)),
+        Some(backend) => format!(
+            "nobody lacks CPU (guest {}, server {} of a core): it waits",
+            percent(f.guest_cores),
+            percent(backend)
+        ),
+        None => format!("it does not lack CPU ({} of a core): it waits", percent(f.guest_cores)),
+    }
+}

@@ -1,0 +1,91 @@
+//! Results for people: a table, and a page with pictures that needs nothing but itself.
+//!
+//! ```text
+//!   figures   medians and ranges of a work on a system      charts   pictures of them
+//!   explain   where the time went, in sentences             page     the HTML
+//! ```
+
+pub mod charts;
+mod explain;
+mod figures;
+mod page;
+
+use std::fmt::Write;
+use std::path::Path;
+
+use anyhow::Result;
+
+use self::figures::Figures;
+pub use self::figures::variation;
+use crate::plot::scale::{Unit, short, words};
+use crate::results::{Results, Run, replace};
+
+/// `index.html`, and the figures beside it.
+pub fn write(results: &Results, folder: &Path) -> Result<()> {
+    results.save(folder)?;
+    replace(&folder.join("index.html"), page::page(results).as_bytes())
+}
+
+/// The figure of a run, in words.
+pub fn figure(run: &Run) -> String {
+    if run.steps.is_empty() { format!("{:.0} a second", run.per_second()) } else { words(run.seconds, Unit::Seconds) }
+}
+
+/// What the table's columns are.
+const COLUMNS: [&str; 8] = ["system", "ops/s", "MB/s", "median", "p99", "to host", "CPU s/M ops", "guest's cores"];
+
+/// The table of a work: its columns' names, and a line for each system.
+fn rows(results: &Results, work: &str) -> Vec<Vec<String>> {
+    let figures = figures::of(results, work);
+    let steps = figures.iter().map(|f| &f.steps).max_by_key(|s| s.len()).filter(|s| !s.is_empty());
+    let Some(steps) = steps else {
+        let names = COLUMNS.map(String::from).to_vec();
+        return [names].into_iter().chain(figures.iter().map(|f| row(f).to_vec())).collect();
+    };
+    // Seconds of each command, and in all.
+    let names = ["system".into()]
+        .into_iter()
+        .chain(steps.iter().map(|s| s.0.clone()))
+        .chain(["all, s".into(), "to host".into()]);
+    let line = |f: &Figures| {
+        let times = f.steps.iter().map(|s| format!("{:.3}", s.1)).chain([format!("{:.3}", f.seconds)]);
+        let to_host = f.to_host.map_or_else(String::new, |r| format!("{:.2}", 1.0 / r));
+        [f.system.clone()].into_iter().chain(times).chain([to_host]).collect()
+    };
+    [names.collect()].into_iter().chain(figures.iter().map(line)).collect()
+}
+
+fn row(f: &Figures) -> [String; 8] {
+    [
+        f.system.clone(),
+        short(f.per_second),
+        short(f.bytes_per_second / 1e6),
+        words(f.median, Unit::Seconds),
+        words(f.p99, Unit::Seconds),
+        f.to_host.map_or_else(String::new, |r| format!("{r:.2}")),
+        short(f.cpu_per_million),
+        format!("{:.2}", f.guest_cores),
+    ]
+}
+
+/// As text: medians of the rounds; `to host`: operations a second, divided by the host's.
+pub fn table(results: &Results) -> String {
+    let mut text = String::new();
+    for work in results.works() {
+        let rows = rows(results, work);
+        let wide = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
+        let _ = writeln!(text, "{work}");
+        for row in &rows {
+            let _ = write!(text, "{:<1$}", row[0], wide(0));
+            for (column, cell) in row.iter().enumerate().skip(1) {
+                let _ = write!(text, "  {cell:>0$}", wide(column));
+            }
+            text.push('\n');
+        }
+        for sentence in explain::sentences(results, work) {
+            let _ = writeln!(text, "  {sentence}");
+        }
+        text.push('\n');
+    }
+    text
+}

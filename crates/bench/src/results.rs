@@ -1,0 +1,171 @@
+//! What was measured, as data: what `bench compare` writes, and everything else is drawn and computed from.
+//!
+//! In and out: JSON (all of it) and CSV (a line for each operation that was timed by itself). What must hold: a newer program
+//! reads what an older one wrote; a file is whole whenever the program ends.
+
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+
+/// Raised when what is there comes to mean something else.
+const FORMAT: u32 = 1;
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Results {
+    pub format: u32,
+    pub environment: Vec<(String, String)>,
+    /// The command that made it.
+    pub command: Vec<String>,
+    /// What the names of works and systems mean.
+    #[serde(default)]
+    pub about: Vec<(String, String)>,
+    /// Systems that could not be measured, and why.
+    #[serde(default)]
+    pub absent: Vec<(String, String)>,
+    pub runs: Vec<Run>,
+}
+
+/// One piece of work on one system, once.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Run {
+    pub system: String,
+    pub work: String,
+    pub round: u32,
+    /// By the host's clock, from mark to mark.
+    pub seconds: f64,
+    /// The same by the guest's clock, where there is a guest.
+    #[serde(default)]
+    pub guest_seconds: Option<f64>,
+    pub operations: u64,
+    pub bytes: u64,
+    /// Operations timed one by one: bytes, seconds. By the guest's clock, set right by the host's.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub samples: Vec<(u64, f64)>,
+    /// Latencies: quantile (0 to 1), seconds.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub latency: Vec<(f64, f64)>,
+    /// Bytes in each tenth of a second.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub throughput: Vec<f64>,
+    /// Single commands: names, and seconds by the host's clock.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub steps: Vec<(String, f64)>,
+    pub cpu: Cpu,
+    /// Where an operation's time went, as far as it was measured: seconds, the mean or median of each.
+    #[serde(default)]
+    pub spent: Spent,
+}
+
+/// CPU seconds, user and system, in the measured part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Cpu {
+    /// The guest's processes on the host; or, without a guest, the load generator.
+    pub guest: f64,
+    /// The server's.
+    pub backend: Option<f64>,
+    /// Of the host kernel's own threads.
+    pub kernel: f64,
+}
+
+/// Seconds of one operation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Spent {
+    /// From the program to the driver (fio's submission latency).
+    pub submission: Option<f64>,
+    /// In the server, before it began.
+    pub queueing: Option<f64>,
+    /// In the server and below.
+    pub service: Option<f64>,
+}
+
+impl Results {
+    pub fn new(command: Vec<String>, environment: Vec<(String, String)>) -> Self {
+        Results { format: FORMAT, environment, command, ..Results::default() }
+    }
+
+    /// Reads a file of results, or the folder of a report.
+    pub fn load(path: &Path) -> Result<Self> {
+        let path = if path.is_dir() { path.join("results.json") } else { path.to_path_buf() };
+        let text = std::fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
+        let results: Results =
+            serde_json::from_slice(&text).with_context(|| format!("{} is no file of results", path.display()))?;
+        let newer = results.format > FORMAT;
+        anyhow::ensure!(!newer, "{} is of format {}; this program knows {FORMAT}", path.display(), results.format);
+        Ok(results)
+    }
+
+    /// Writes `results.json` and `results.csv` into a folder: each is whole or the one before.
+    pub fn save(&self, folder: &Path) -> Result<()> {
+        replace(&folder.join("results.json"), &serde_json::to_vec(self)?)?;
+        replace(&folder.join("results.csv"), self.csv().as_bytes())
+    }
+
+    fn csv(&self) -> String {
+        use std::fmt::Write;
+        let mut text = String::from("system,work,round,bytes,seconds\n");
+        for run in &self.runs {
+            for (bytes, seconds) in &run.samples {
+                let _ = writeln!(text, "{},{},{},{bytes},{seconds:.9}", run.system, run.work, run.round);
+            }
+        }
+        text
+    }
+
+    /// What a name means.
+    pub fn meaning(&self, name: &str) -> Option<&str> {
+        self.about.iter().find(|a| a.0 == name).map(|a| a.1.as_str())
+    }
+
+    /// In the order in which they came first.
+    pub fn systems(&self) -> Vec<&str> {
+        unique(self.runs.iter().map(|r| r.system.as_str()))
+    }
+
+    pub fn works(&self) -> Vec<&str> {
+        unique(self.runs.iter().map(|r| r.work.as_str()))
+    }
+
+    pub fn of<'a>(&'a self, work: &'a str, system: &'a str) -> impl Iterator<Item = &'a Run> {
+        self.runs.iter().filter(move |r| r.work == work && r.system == system)
+    }
+}
+
+impl Run {
+    pub fn per_second(&self) -> f64 {
+        self.operations as f64 / self.seconds
+    }
+
+    pub fn bytes_per_second(&self) -> f64 {
+        self.bytes as f64 / self.seconds
+    }
+
+    /// CPU seconds for a million operations, of all that was involved.
+    pub fn cpu_per_million(&self) -> f64 {
+        let all = self.cpu.guest + self.cpu.backend.unwrap_or(0.0) + self.cpu.kernel;
+        all * 1e6 / self.operations.max(1) as f64
+    }
+}
+
+fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let mut all: Vec<&str> = Vec::new();
+    for name in names {
+        if !all.contains(&name) {
+            all.push(name);
+        }
+    }
+    all
+}
+
+/// Writes a file beside, and renames it.
+pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+    let beside = path.with_extension("new");
+    let write = || {
+        let mut file = std::fs::File::create(&beside)?;
+        file.write_all(bytes)?;
+        drop(file);
+        std::fs::rename(&beside, path)
+    };
+    write().with_context(|| format!("writing {}", path.display()))
+}
