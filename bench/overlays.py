@@ -58,6 +58,9 @@ def rows(ops):
     chains = [System("chain of 1", "blockyard", "full"), System("chain of 8", "blockyard", "chain"),
               System("qsd, chain of 8", "qsd", "chain")]
     table.append(Row("chain, 4k random read, depth 32", "--rw randread --bs 4k --depth 32", chains))
+    tera = [System("blockyard", "blockyard", "tera"), System("blockyard, extended L2, 128k", "blockyard", "tera", OURS),
+            System("qsd", "qsd", "tera")]
+    table.append(Row("image of 1 TiB, 4k random read, depth 32", "--rw randread --bs 4k --depth 32", tera))
     table.append(Row("chain, 4k random read, page cache, depth 32", "--rw randread --bs 4k --depth 32 --size 1g", chains,
                      cached=True))
     return table
@@ -83,6 +86,9 @@ def image_for(system, folder, base):
             qemu_img("convert", "-f", "raw", "-O", "qcow2", "-o", system.options, base, parts)
             shutil.copyfile(parts, image)
             parts.unlink()
+        elif system.made == "tera":
+            # All clusters allocated, in holes of the file: what is read costs nothing, what is looked up does.
+            qemu_img("create", "-q", "-f", "qcow2", "-o", f"preallocation=metadata,{system.options}", image, "1T")
         else:
             below = image_for(System("", "", "full", system.options), folder, base)[0]
             for number in range(2, 9):
@@ -115,9 +121,16 @@ def measure(system, row, folder, base, args):
     with server(system, row, image, form, folder, args.program) as back:
         client += ["--backend-pid", str(back.process.pid), str(back.socket)]
         figure = json.loads(subprocess.check_output(client))
+        figure["memory_mib"] = memory(back.process.pid)
     if args.check and form == "qcow2":
         qemu_img("check", "-q", "-f", "qcow2", image)
     return figure
+
+
+def memory(pid):
+    """What a process has in memory of its own, in MiB: not the files and the client's memory that it maps."""
+    status = dict(line.split(":", 1) for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) / 1024
 
 
 def run(args):
@@ -144,8 +157,8 @@ def run(args):
 
 
 def table(chosen, results):
-    out = ["| load | system | IOPS | p50 us | p99 us | back end: CPU s per M I/Os | IOPS per core | to the first |",
-           "|---|---|--:|--:|--:|--:|--:|--:|"]
+    out = ["| load | system | IOPS | p50 us | p99 us | back end: CPU s per M I/Os | IOPS per core | memory, MiB | to the first |",
+           "|---|---|--:|--:|--:|--:|--:|--:|--:|"]
     for row in chosen:
         first = None
         for number, system in enumerate(row.systems):
@@ -156,7 +169,7 @@ def table(chosen, results):
             latency = lambda key: statistics.median(f["latency_us"][key] for f in figures)
             out.append(f"| {row.name if number == 0 else ''} | {system.name} | {iops:,.0f} | {latency('p50'):.0f} | "
                        f"{latency('p99'):.0f} | {f'{cpu:.2f}' if cpu else ''} | {f'{1e6 / cpu:,.0f}' if cpu else ''} | "
-                       f"{iops / first:.2f} |")
+                       f"{statistics.median(f['memory_mib'] for f in figures):.0f} | {iops / first:.2f} |")
     return "\n".join(out)
 
 
