@@ -130,9 +130,10 @@ impl Life {
 
     fn config(&mut self, power: &Power) -> impl FnMut() -> SimConfig + use<> {
         let (mut rng, discard_zeroes, power) = (self.rng.fork(), self.plan.discard_zeroes, power.clone());
+        let slowest = self.plan.slow;
         move || {
             // Now and then operations of a kind take long, so that others come in between.
-            let mut slow = |most| if rng.one_in(4) { 40 } else { most };
+            let mut slow = |most| if rng.one_in(4) { slowest } else { most };
             let latency = Latency { read: slow(4), write: slow(6), sync: slow(10), other: slow(6) };
             SimConfig { latency, discard_zeroes, power: power.clone(), ..SimConfig::new(rng.next_u64()) }
         }

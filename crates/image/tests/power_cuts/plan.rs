@@ -40,6 +40,8 @@ pub struct Plan {
     pub cache: Option<u64>,
     pub reserve: Option<u64>,
     pub copy_on_read: bool,
+    /// How long operations take at most that are slow.
+    pub slow: u64,
     pub trouble: Option<Trouble>,
 }
 
@@ -65,6 +67,7 @@ impl Plan {
             cache: rng.one_in(2).then_some(0),
             reserve: (cluster_bits < 14 || !rng.one_in(3)).then(|| cluster * rng.between(1, 40)),
             copy_on_read: rng.one_in(6),
+            slow: 40,
             trouble: None,
         }
     }
@@ -87,6 +90,29 @@ impl Plan {
             lanes: rng.between(3, 6) as usize,
             requests: 12,
             reserve: Some(layout.cluster() * rng.between(1, 70)),
+            ..Plan::quiet(seed)
+        }
+    }
+
+    /// Few clusters, freed and used again all the time, while reads and writes take longer than whole flushes.
+    pub fn reusing(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x7265_7573);
+        let layout = Layout {
+            version: 3,
+            cluster_bits: 9,
+            refcount_order: 4,
+            extended: false,
+            data_file: false,
+            raw_data_file: false,
+        };
+        let size = rng.between(6, 20) * SECTOR as u64;
+        let recipe = recipe(&mut rng, layout, size, None);
+        Plan {
+            layers: vec![LayerPlan::Qcow2(Recipe { snapshot: false, full: 100, ..recipe })],
+            lanes: rng.between(6, 10) as usize,
+            requests: 16,
+            reserve: Some(layout.cluster()),
+            slow: 1000,
             ..Plan::quiet(seed)
         }
     }
