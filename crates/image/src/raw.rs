@@ -25,7 +25,7 @@ const ZERO_CHUNK: u64 = 1 << 20;
 /// Requests that do not suit O_DIRECT are copied in pieces of at most this many bytes, so many pieces at a time: whatever a
 /// guest asks for, its copies take 16 MiB of memory, and the zeroes that are written for it no more.
 const COPY: u64 = 1 << 20;
-const COPIES: u32 = 16;
+const COPIES: u64 = 16;
 
 /// What O_DIRECT demands, in bytes (1: nothing).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -56,6 +56,7 @@ impl<S: Storage> Qcow2<S> {
         let Ok(Cluster::Compressed { host, len }) = decoded else {
             return Err(ImageError::invalid("qcow2 compressed cluster", None, "its descriptor is none").into());
         };
+        let _room = self.shared.buffers.packed.take_many(len).await;
         let packed = bytes::read(&self.file, host, len as usize).await?;
         let size = self.shape().cluster_size() as usize;
         let plain = unpack(&packed, self.shared.compression, size)

@@ -4,7 +4,7 @@
 //!   view   lookup, read      write   in place, or to new clusters     flush     the order of metadata on their way
 //!   tables L2 in memory      zero    zeroes, discards, copying up     alloc     reserved clusters, refcounts
 //!   shared what reactors share of an open image                       reserve   getting more clusters
-//!   packing  compressed clusters, one after another
+//!   packing  compressed clusters, one after another                   buffers   how much memory requests take
 //! ```
 //! What is read once, or by one at a time on a closed image, is in the cold modules: the header and the encoding of table
 //! entries and refcounts.
@@ -12,6 +12,7 @@
 mod alloc;
 pub mod backing;
 pub mod bitmap;
+mod buffers;
 mod bytes;
 mod change;
 pub mod check;

@@ -81,6 +81,7 @@ impl<S: Storage> Qcow2<S> {
             compression,
             leaving: Mutex::default(),
             packing: Packing::default(),
+            buffers: Default::default(),
         };
         Ok(Qcow2::view(Arc::new(shared), file, data))
     }

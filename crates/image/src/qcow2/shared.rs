@@ -10,6 +10,7 @@ use crate::traffic::Traffic;
 use crate::turns::Turns;
 
 use super::alloc::{Allocator, Freed};
+use super::buffers::Buffers;
 use super::entry::{self, Layout};
 use super::header::{Compression, Header};
 use super::packing::Packing;
@@ -110,6 +111,7 @@ pub struct Shared {
     /// Clusters to be given back when those who were there at the last turn have left.
     pub(super) leaving: Mutex<Vec<Freed>>,
     pub(super) packing: Packing,
+    pub(super) buffers: Buffers,
 }
 
 impl Shared {

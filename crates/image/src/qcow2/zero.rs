@@ -67,17 +67,11 @@ impl<S: Storage> Qcow2<S> {
         if len == 0 || wish == Wish::Discard || self.is_zero(below, offset, len).await? {
             return Ok(());
         }
-        self.write_zero_bytes(below, offset, len).await
-    }
-
-    async fn write_zero_bytes<B: Below>(&self, below: &B, mut offset: u64, len: u64) -> io::Result<()> {
-        let end = offset + len;
-        while offset < end {
-            let here = (end - offset).min(ZEROES);
-            self.write(below, Segments::buffer(here as usize), offset).await.1?;
-            offset += here;
-        }
-        Ok(())
+        let shape = self.shape();
+        let hold = self.shared.held.hold(shape.cluster(offset)..shape.cluster(offset + len - 1) + 1).await;
+        self.zero_held(below, offset, len).await?;
+        drop(hold);
+        self.relieve().await
     }
 
     async fn wipe_units<B: Below>(&self, below: &B, start: u64, end: u64, wish: Wish) -> io::Result<()> {
@@ -199,9 +193,14 @@ impl<S: Storage> Qcow2<S> {
         self.data_file().write_zeroes(start, end - start, unmap).await
     }
 
-    /// Zeroes as data in a cluster that the caller holds.
+    /// Zeroes as data in clusters that the caller holds.
     async fn zero_held<B: Below>(&self, below: &B, start: u64, len: u64) -> io::Result<()> {
-        self.write_in_hold(below, &Segments::buffer(len as usize), start).await
+        for at in (start..start + len).step_by(ZEROES as usize) {
+            let here = (start + len - at).min(ZEROES);
+            let _room = self.shared.buffers.zeroes.take_many(here).await;
+            self.write_in_hold(below, &Segments::buffer(here as usize), at).await?;
+        }
+        Ok(())
     }
 
     /// Whether the layers below have to be asked for some of the range.
@@ -236,6 +235,7 @@ impl<S: Storage> Qcow2<S> {
                     continue;
                 };
                 if extent.place == Place::Absent && !below.zero_below(at, extent.len).await? {
+                    let _room = self.shared.buffers.copied_up.take_many(extent.len).await;
                     let buffer = Segments::buffer(extent.len as usize);
                     let (buffer, read) = below.read_below(buffer, at).await;
                     read?;
