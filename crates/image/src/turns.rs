@@ -30,12 +30,7 @@ struct Queue {
 
 impl Turns {
     pub fn new(at_a_time: u64) -> Self {
-        Turns {
-            all: at_a_time,
-            free: AtomicU64::new(at_a_time),
-            waiting: AtomicUsize::new(0),
-            queue: Mutex::default(),
-        }
+        Turns { all: at_a_time, free: AtomicU64::new(at_a_time), waiting: AtomicUsize::new(0), queue: Mutex::default() }
     }
 
     /// Waits for a turn, which ends when the guard is dropped.

@@ -15,7 +15,7 @@ use super::refblock::RefcountWidth;
 const SMALLEST_RUN: u64 = 1 << 20;
 const LARGEST_RUN: u64 = 64 << 20;
 
-/// Bytes of refcount blocks kept in memory, beyond those that have changes.
+/// Bytes of refcount blocks kept in memory, beyond those that have changes; with these, twice as many until they are written.
 const BLOCKS_KEPT: usize = 8 << 20;
 
 /// The unit in which changes of refcount blocks are written.
@@ -272,6 +272,8 @@ impl Allocator {
         if state.hint >= old_end {
             state.hint = grown.end;
         }
+        // Those just added have changes: they stay.
+        state.let_blocks_go(self.cluster_bits);
         Ok(())
     }
 
@@ -290,6 +292,11 @@ impl Allocator {
         Some((offset, state.evictions))
     }
 
+    /// The file has such a refcount block.
+    pub fn has_block(&self, block: u64) -> bool {
+        self.state().table.get(block as usize).is_some_and(|&offset| offset != 0)
+    }
+
     /// A block that was read after [`Allocator::to_load`] said `seen`. If blocks have gone since, it may have been among them,
     /// with changes that what was read has not: then it is to be read again.
     pub fn loaded(&self, block: u64, bytes: Vec<u8>, seen: u64) {
@@ -297,10 +304,7 @@ impl Allocator {
         if state.evictions != seen {
             return;
         }
-        if state.blocks.len() << self.cluster_bits > BLOCKS_KEPT {
-            state.blocks.retain(|_, b| !b.dirty.is_empty() || b.writing);
-            state.evictions += 1;
-        }
+        state.let_blocks_go(self.cluster_bits);
         state.blocks.entry(block).or_insert(Block { bytes, dirty: BTreeSet::new(), writing: false });
     }
 
@@ -311,32 +315,32 @@ impl Allocator {
         Some(self.width.get(&block.bytes, (cluster % self.per_block()) as usize))
     }
 
-    /// Adds a reference to a cluster whose block is in memory. False: its count is as large as it can be.
-    pub fn retain(&self, cluster: u64) -> bool {
+    /// Adds a reference to a cluster. False: its count is as large as it can be. None: its block is not in memory.
+    pub fn retain(&self, cluster: u64) -> Option<bool> {
         let mut state = self.state();
         let index = (cluster % self.per_block()) as usize;
         let block = self.block_of(cluster);
-        let Some(counts) = state.blocks.get_mut(&block) else { return false };
+        let counts = state.blocks.get_mut(&block)?;
         let count = self.width.get(&counts.bytes, index);
         if count < self.width.max() {
             counts.set(self.width, index, count + 1);
         }
-        count < self.width.max()
+        Some(count < self.width.max())
     }
 
-    /// Takes one reference from a cluster whose block is in memory: true when none is left.
-    pub fn release(&self, cluster: u64) -> bool {
+    /// Takes one reference from a cluster: true when none is left. None: its block is not in memory.
+    pub fn release(&self, cluster: u64) -> Option<bool> {
         let mut state = self.state();
         let index = (cluster % self.per_block()) as usize;
         let block = self.block_of(cluster);
-        let Some(counts) = state.blocks.get_mut(&block) else { return false };
+        let counts = state.blocks.get_mut(&block)?;
         let count = self.width.get(&counts.bytes, index);
         // 0 already: the image was wrong; it stays as free as it was said to be.
         counts.set(self.width, index, count.saturating_sub(1));
         if count == 1 {
             state.hint = state.hint.min(cluster);
         }
-        count == 1
+        Some(count == 1)
     }
 
     /// An entry was changed, and names these no more.
@@ -405,6 +409,23 @@ impl Allocator {
                 }
             }
         }
+        state.let_blocks_go(self.cluster_bits);
+    }
+
+    /// Changed refcount blocks take so much memory that they should be written before more are changed.
+    pub fn is_crowded(&self) -> bool {
+        let mut state = self.state();
+        let too_many = |state: &State| state.blocks.len() << self.cluster_bits > 2 * BLOCKS_KEPT;
+        if too_many(&state) {
+            state.let_blocks_go(self.cluster_bits);
+        }
+        too_many(&state)
+    }
+
+    /// Bytes of refcount blocks in memory.
+    #[cfg(test)]
+    pub fn block_bytes(&self) -> usize {
+        self.state().blocks.len() << self.cluster_bits
     }
 
     pub fn end(&self) -> u64 {
@@ -416,6 +437,18 @@ impl Allocator {
     }
 }
 
+impl State {
+    /// Where there are many refcount blocks, those go that are in the file as they are. Whoever needs one more loads it, and
+    /// looks again whether it is there.
+    fn let_blocks_go(&mut self, cluster_bits: u32) {
+        let before = self.blocks.len();
+        if before << cluster_bits > BLOCKS_KEPT {
+            self.blocks.retain(|_, b| !b.dirty.is_empty() || b.writing);
+            self.evictions += u64::from(self.blocks.len() < before);
+        }
+    }
+}
+
 impl Block {
     fn set(&mut self, width: RefcountWidth, index: usize, count: u64) {
         width.set(&mut self.bytes, index, count);
@@ -424,35 +457,4 @@ impl Block {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Two read the same block; before the slower one comes the other has changed it, written it, and let it go.
-    #[test]
-    fn counts_that_were_read_too_early_are_not_taken_in() {
-        const BITS: u32 = 16;
-        let (width, blocks) = (RefcountWidth::new(4), 2 * (BLOCKS_KEPT >> BITS) as u64);
-        let table = (0..blocks).map(|block| (block + 1) << BITS).collect();
-        let alloc = Allocator::new(BITS, width, table, blocks * width.per_block(1 << BITS), None);
-        let empty = || vec![0; 1 << BITS];
-        let slow = alloc.to_load(0).unwrap();
-        let fast = alloc.to_load(0).unwrap();
-        alloc.loaded(0, empty(), fast.1);
-        assert!(alloc.retain(7));
-        let changed = alloc.take_changed_counts();
-        let written = changed[0].bytes.clone();
-        alloc.counts_written(&changed, true);
-        for block in 1..blocks {
-            let (_, seen) = alloc.to_load(block).unwrap();
-            alloc.loaded(block, empty(), seen);
-        }
-        assert_eq!(alloc.count(7), None, "it was let go");
-        alloc.loaded(0, empty(), slow.1);
-        while let Some((_, seen)) = alloc.to_load(0) {
-            let mut bytes = empty();
-            bytes[..written.len()].copy_from_slice(&written);
-            alloc.loaded(0, bytes, seen);
-        }
-        assert_eq!(alloc.count(7), Some(1));
-    }
-}
+mod tests;

@@ -55,11 +55,12 @@ impl<S: Storage> Qcow2<S> {
     /// Writes metadata that have changed where there are many, so that they may leave the memory; nothing is promised.
     /// The caller holds no cluster.
     pub(super) async fn relieve(&self) -> io::Result<()> {
-        if self.shared.tables.dirty() <= 2 * self.dirty_limit() {
+        if self.shared.tables.dirty() <= 2 * self.dirty_limit() && !self.shared.alloc.is_crowded() {
             return Ok(());
         }
         let _turn = self.shared.writing_back.take().await;
-        if self.shared.tables.dirty() > self.dirty_limit() { self.write_back(false).await } else { Ok(()) }
+        let many = self.shared.tables.dirty() > self.dirty_limit() || self.shared.alloc.is_crowded();
+        if many { self.write_back(false).await } else { Ok(()) }
     }
 
     /// Changed slices that are kept in memory until a guest flushes.
@@ -115,10 +116,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     async fn write_changes(&self, changes: &Changes, durable: bool) -> io::Result<()> {
-        let counts = self.shared.alloc.take_changed_counts();
-        let written = self.write_counts(&counts).await;
-        self.shared.alloc.counts_written(&counts, written.is_ok());
-        written?;
+        let counts = self.write_changed_counts().await?;
         if changes.is_empty() {
             return self.sync().await;
         }
@@ -129,10 +127,14 @@ impl<S: Storage> Qcow2<S> {
         if durable { self.sync_metadata().await } else { Ok(()) }
     }
 
-    async fn write_counts(&self, counts: &[ChangedSection]) -> io::Result<()> {
+    /// Gives those that were written; the caller has the turn.
+    async fn write_changed_counts(&self) -> io::Result<Vec<ChangedSection>> {
+        let counts = self.shared.alloc.take_changed_counts();
         let sections =
             counts.iter().map(|section| self.write_at("qcow2 refcount block", section.offset, &section.bytes));
-        join::all(AT_A_TIME, sections).await
+        let written = join::all(AT_A_TIME, sections).await;
+        self.shared.alloc.counts_written(&counts, written.is_ok());
+        written.map(|()| counts)
     }
 
     async fn write_l1(&self, piece: &L1Piece) -> io::Result<()> {
@@ -208,17 +210,24 @@ impl<S: Storage> Qcow2<S> {
                 self.shared.recompressed.fetch_add(1, Ordering::AcqRel);
             }
             for cluster in range.start..range.start + range.count {
-                self.load_counts(self.shared.alloc.block_of(cluster)).await?;
-                if self.shared.alloc.count(cluster) != Some(1) || !empty.insert(cluster) {
-                    self.shared.alloc.release(cluster);
+                if self.count(cluster).await? != 1 || !empty.insert(cluster) {
+                    self.release_one(cluster).await?;
                 }
             }
         }
         let empty: Vec<u64> = empty.into_iter().collect();
         self.punch(&empty).await;
         for cluster in empty {
-            self.load_counts(self.shared.alloc.block_of(cluster)).await?;
-            self.shared.alloc.release(cluster);
+            self.release_one(cluster).await?;
+        }
+        Ok(())
+    }
+
+    /// The caller has the turn, and the entries without the cluster are durable: its count may be written at any time.
+    async fn release_one(&self, cluster: u64) -> io::Result<()> {
+        self.release_count(cluster).await?;
+        if self.shared.alloc.is_crowded() {
+            self.write_changed_counts().await?;
         }
         Ok(())
     }
@@ -252,8 +261,7 @@ impl<S: Storage> Qcow2<S> {
         reserved.sort_unstable_by_key(|run| run.start);
         for run in reserved.iter().rev() {
             for cluster in run.start..run.start + run.count {
-                self.load_counts(alloc.block_of(cluster)).await?;
-                alloc.release(cluster);
+                self.release_one(cluster).await?;
             }
             if run.start + run.count == end {
                 end = run.start;

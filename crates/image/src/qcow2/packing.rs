@@ -54,7 +54,7 @@ impl<S: Storage> Qcow2<S> {
         if shape.layout.data_file {
             return Ok(false);
         }
-        let _hold = self.shared.held.hold(cluster..cluster + 1).await;
+        let hold = self.shared.held.hold(cluster..cluster + 1).await;
         let old = loop {
             match self.entry(cluster) {
                 Some(entry) => break entry,
@@ -79,12 +79,14 @@ impl<S: Storage> Qcow2<S> {
             bytes::write(&self.file, host, packed).await?;
         }
         self.change(cluster, |_| Entry { word, bitmap }).await?;
+        drop(hold);
+        self.relieve().await?;
         Ok(true)
     }
 
     /// Takes `len` bytes of the file, and counts a reference to each cluster that they have a part in.
     async fn room_for(&self, len: u64) -> io::Result<u64> {
-        let (packing, alloc) = (&self.shared.packing, &self.shared.alloc);
+        let packing = &self.shared.packing;
         let bits = self.shape().layout.cluster_bits;
         let _turn = packing.turn.take().await;
         loop {
@@ -93,12 +95,9 @@ impl<S: Storage> Qcow2<S> {
                 self.take_room(room).await?;
                 continue;
             }
-            let shared = room.next % self.shape().cluster_size() != 0;
-            if shared {
-                self.load_counts(alloc.block_of(room.next >> bits)).await?;
-            }
             // Each cluster was taken with a count of one, which is for the first in it.
-            if shared && !alloc.retain(room.next >> bits) {
+            let shared = !room.next.is_multiple_of(self.shape().cluster_size());
+            if shared && !self.retain(room.next >> bits).await? {
                 lock(&packing.room).next = room.next.next_multiple_of(self.shape().cluster_size());
                 continue;
             }
@@ -128,5 +127,36 @@ impl<S: Storage> Qcow2<S> {
         let first = room.next.div_ceil(self.shape().cluster_size());
         let count = (room.end >> bits).saturating_sub(first);
         self.shared.alloc.put_back(Run { start: first, count, fresh: false });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockyard_ring::sim::{Sim, SimConfig, SimDisk, SimImage};
+
+    use crate::qcow2::{CreateOptions, Header, Qcow2, Qcow2Options, create};
+    use crate::{Raw, RawShape};
+
+    /// As a conversion does it: no flush until the end.
+    #[test]
+    fn many_compressed_clusters_do_not_keep_their_tables_in_memory() {
+        const CLUSTERS: u64 = 64 * 60;
+        let disk = SimDisk::new(SimImage::zeroed(0), SimConfig::new(1));
+        let most = Sim::new(1).block_on(async move {
+            let file = Raw::on(disk, RawShape { memory_align: 1, offset_align: 1 });
+            let options = CreateOptions { cluster_size: 512, ..CreateOptions::new(CLUSTERS * 512) };
+            create(&file, None, &options).await.unwrap();
+            let header = Header::read(&file).await.unwrap();
+            let options = Qcow2Options { l2_cache: Some(0), ..Qcow2Options::default() };
+            let image = Qcow2::open(header, file, None, &options).await.unwrap();
+            let mut most = 0;
+            for cluster in 0..CLUSTERS {
+                assert!(image.write_compressed(cluster * 512, &[1; 40]).await.unwrap());
+                most = most.max(image.shared().cache_bytes().0);
+            }
+            most
+        });
+        let most = most.unwrap();
+        assert!(most <= 20 * 512, "{most} bytes of L2 tables, and 8 tables of 512 are to be kept");
     }
 }

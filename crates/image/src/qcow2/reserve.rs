@@ -10,7 +10,7 @@ use blockyard_ring::Storage;
 
 use crate::error::ImageError;
 
-use super::alloc::{Grown, Run};
+use super::alloc::{Allocator, Grown, Run};
 use super::bytes;
 use super::entry::MAX_OFFSET;
 use super::shared::lock;
@@ -61,6 +61,37 @@ impl<S: Storage> Qcow2<S> {
             let read = read.map_err(|e| ImageError::io("qcow2 refcount block", offset, "reading", e))?;
             self.shared.alloc.loaded(block, read, seen);
         }
+        Ok(())
+    }
+
+    /// What `look` says of a cluster, whose block may leave the memory again before it looks (then it says None). None: nothing
+    /// counts the cluster.
+    async fn with_counts<T>(&self, block: u64, look: impl Fn(&Allocator) -> Option<T>) -> io::Result<Option<T>> {
+        let alloc = &self.shared.alloc;
+        loop {
+            match look(alloc) {
+                Some(seen) => return Ok(Some(seen)),
+                None if !alloc.has_block(block) => return Ok(None),
+                None => self.load_counts(block).await?,
+            }
+        }
+    }
+
+    /// The refcount of a cluster.
+    pub(super) async fn count(&self, cluster: u64) -> io::Result<u64> {
+        let count = self.with_counts(self.shared.alloc.block_of(cluster), |alloc| alloc.count(cluster)).await?;
+        Ok(count.unwrap_or(0))
+    }
+
+    /// Adds a reference to a cluster. False: its count is as large as it can be.
+    pub(super) async fn retain(&self, cluster: u64) -> io::Result<bool> {
+        let done = self.with_counts(self.shared.alloc.block_of(cluster), |alloc| alloc.retain(cluster)).await?;
+        Ok(done.unwrap_or(false))
+    }
+
+    /// Takes a reference from a cluster.
+    pub(super) async fn release_count(&self, cluster: u64) -> io::Result<()> {
+        self.with_counts(self.shared.alloc.block_of(cluster), |alloc| alloc.release(cluster)).await?;
         Ok(())
     }
 
@@ -191,9 +222,8 @@ impl<S: Storage> Qcow2<S> {
     async fn write_counts_of_tables(&self, block: u64, tables: &Range<u64>) -> io::Result<()> {
         // No older copy of it is to be on its way to the file, and to arrive later.
         let _turn = self.shared.writing_back.take().await;
-        self.load_counts(block).await?;
-        let counted = self.shared.alloc.count_tables(block, tables);
-        let (offset, counts) = counted.ok_or_else(|| io::Error::other("a refcount block does not stay in memory"))?;
+        let counted = self.with_counts(block, |alloc| alloc.count_tables(block, tables)).await?;
+        let (offset, counts) = counted.ok_or_else(|| io::Error::other("a refcount block is gone"))?;
         bytes::write(&self.file, offset, &counts).await
     }
 

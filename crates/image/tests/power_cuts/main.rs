@@ -137,9 +137,7 @@ fn what_is_done_between_boots_survives_a_cut_at_every_event() {
 fn liars_are_caught() {
     const ENOUGH: usize = 5;
     // A cut has to come behind one sync of two and before the next.
-    for (lie, runs) in
-        [(Lie::NoSync, 60), (Lie::HalfTheSyncs, 800), (Lie::LosesPieces, 60), (Lie::DiscardsMore, 120)]
-    {
+    for (lie, runs) in [(Lie::NoSync, 60), (Lie::HalfTheSyncs, 800), (Lie::LosesPieces, 60), (Lie::DiscardsMore, 120)] {
         let is_caught = |&seed: &u64| {
             let mut rng = Rng::new(seed);
             let shape = RawShape { memory_align: 1, offset_align: 1 };

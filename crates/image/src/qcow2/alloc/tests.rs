@@ -1,0 +1,58 @@
+//! Refcount blocks in memory: how many, and which.
+
+use super::*;
+
+/// A file that grows to 4 TiB, and is flushed now and then.
+#[test]
+fn refcounts_of_a_file_that_grows_do_not_stay_in_memory() {
+    const BITS: u32 = 16;
+    let width = RefcountWidth::new(4);
+    let alloc = Allocator::new(BITS, width, Vec::new(), 0, None);
+    let per_block = alloc.per_block();
+    for block in 0..2048 {
+        let (start, mut table) = (alloc.end(), alloc.table());
+        table.push((block + 1) << BITS);
+        let end = start + per_block;
+        let grown =
+            Grown { end, table, blocks: vec![block], used: std::iter::once(start..start + 1).collect(), fresh: true };
+        alloc.extended(&grown).unwrap();
+        if alloc.is_crowded() {
+            let changed = alloc.take_changed_counts();
+            assert!(alloc.is_crowded(), "what is on its way is in memory");
+            alloc.counts_written(&changed, true);
+            assert!(!alloc.is_crowded());
+        }
+        assert!(alloc.block_bytes() <= 2 * BLOCKS_KEPT + (1 << BITS), "{} bytes", alloc.block_bytes());
+        // Every count is what it was, in memory or not.
+        assert!(alloc.count(start + 5).is_none_or(|count| count == 1));
+    }
+}
+
+/// Two read the same block; before the slower one comes the other has changed it, written it, and let it go.
+#[test]
+fn counts_that_were_read_too_early_are_not_taken_in() {
+    const BITS: u32 = 16;
+    let (width, blocks) = (RefcountWidth::new(4), 2 * (BLOCKS_KEPT >> BITS) as u64);
+    let table = (0..blocks).map(|block| (block + 1) << BITS).collect();
+    let alloc = Allocator::new(BITS, width, table, blocks * width.per_block(1 << BITS), None);
+    let empty = || vec![0; 1 << BITS];
+    let slow = alloc.to_load(0).unwrap();
+    let fast = alloc.to_load(0).unwrap();
+    alloc.loaded(0, empty(), fast.1);
+    assert_eq!(alloc.retain(7), Some(true));
+    let changed = alloc.take_changed_counts();
+    let written = changed[0].bytes.clone();
+    alloc.counts_written(&changed, true);
+    for block in 1..blocks {
+        let (_, seen) = alloc.to_load(block).unwrap();
+        alloc.loaded(block, empty(), seen);
+    }
+    assert_eq!(alloc.count(7), None, "it was let go");
+    alloc.loaded(0, empty(), slow.1);
+    while let Some((_, seen)) = alloc.to_load(0) {
+        let mut bytes = empty();
+        bytes[..written.len()].copy_from_slice(&written);
+        alloc.loaded(0, bytes, seen);
+    }
+    assert_eq!(alloc.count(7), Some(1));
+}
