@@ -136,8 +136,8 @@ pub struct DiskArgs {
     #[serde(default)]
     pub read_only: bool,
 
-    /// Bytes of L2 tables kept in memory, for each image of the chain (suffixes k, M, G) [default: those of the whole image,
-    /// at most 32M].
+    /// Bytes of L2 tables kept in memory, of all images of the chain together (suffixes k, M, G); 32k of each at least
+    /// [default: all that there are, at most 32M].
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     #[serde(default, deserialize_with = "config::size")]
     pub l2_cache: Option<u64>,

@@ -14,6 +14,7 @@ use blockyard_ring::{Executor, Handle, Storage, UringFile};
 
 use crate::SECTOR;
 use crate::cache::CacheMode;
+use crate::cache_shares;
 use crate::cow::{self, Cow, CowOptions};
 use crate::error::{ImageError, Kind};
 use crate::format::Format;
@@ -37,7 +38,7 @@ pub struct ChainOptions {
     /// What the images above this one hold is to go into it: it is opened for writing.
     pub commit_into: Option<usize>,
     pub cache: CacheMode,
-    /// Bytes of each image's L2 tables kept in memory; None: all, up to a limit.
+    /// Bytes of L2 tables kept in memory, of all images together; None: all, up to a limit.
     pub l2_cache: Option<u64>,
     /// Load metadata when the chain is opened.
     pub prime: bool,
@@ -155,6 +156,7 @@ impl Chain {
                 break;
             }
         }
+        cache_shares::apply(&chain.layers, chain.options.l2_cache);
         if chain.options.prime {
             let image = chain.image(handle).map_err(ChainError::Executor)?;
             if let Err(e) = image.prime().await {

@@ -7,6 +7,7 @@
 //! Each reactor then makes its own [`Raw`] of it.
 
 mod cache;
+mod cache_shares;
 mod chain;
 mod clusters_held;
 mod commit;

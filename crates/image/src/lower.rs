@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use blockyard_ring::{Handle, UringFile};
 
+use crate::cache_shares;
 use crate::chain::{Chain, ChainError, ChainLayer, ChainOptions, Meta};
 use crate::cow::{Cow, CowOptions};
 use crate::error::ImageError;
@@ -87,7 +88,9 @@ impl Chain {
         let mut lower = Lower { chain: Chain { layers: Vec::new(), options }, locks: Vec::new() };
         let file = lower.lock(&below.file)?;
         let data = below.data.as_ref().map(|data| lower.lock(data)).transpose()?;
-        let opened = below.open_again(handle, file, data, false, lower.chain.options.l2_cache).await?;
+        // While it is committed into, the image below is open twice, and keeps as much as before each time.
+        let l2_cache = below.qcow2().map(|shared| shared.cache_bytes().1);
+        let opened = below.open_again(handle, file, data, false, l2_cache).await?;
         lower.chain.layers = std::iter::once(Arc::new(opened)).chain(rest.iter().cloned()).collect();
         if self.size() > lower.chain.size() {
             let what = format!("the image below has {} bytes, and the disk {}", lower.chain.size(), self.size());
@@ -112,6 +115,7 @@ impl Chain {
             let (file, data) = (layer.file.clone(), layer.data.clone());
             *layer = Arc::new(layer.open_again(handle, file, data, read_only, self.options.l2_cache).await?);
         }
+        cache_shares::apply(&layers, self.options.l2_cache);
         Ok(Arc::new(Chain { layers, options: self.options.clone() }))
     }
 }

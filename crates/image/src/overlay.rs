@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use blockyard_ring::{Handle, UringFile};
 
+use crate::cache_shares;
 use crate::chain::{Chain, ChainError, ChainLayer, ChainOptions, MAX_DEPTH, Meta, allowed_folders};
 use crate::error::ImageError;
 use crate::format::Format;
@@ -37,6 +38,15 @@ impl Drop for Unfinished {
     fn drop(&mut self) {
         if let Some(path) = self.0.take() {
             let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+impl Drop for GrownChain {
+    fn drop(&mut self) {
+        if self.unfinished.0.is_some() {
+            // The images below have their memory to themselves, as before.
+            cache_shares::apply(&self.chain.layers[1..], self.chain.options.l2_cache);
         }
     }
 }
@@ -105,6 +115,7 @@ impl Chain {
         let writer = self.layers[0].clone();
         let mut layers = vec![Arc::new(overlay), Arc::new(writer.as_read_only())];
         layers.extend(self.layers[1..].iter().cloned());
+        cache_shares::apply(&layers, options.l2_cache);
         Ok(GrownChain { chain: Arc::new(Chain { layers, options }), writer, unfinished })
     }
 

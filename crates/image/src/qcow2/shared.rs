@@ -138,6 +138,17 @@ impl Shared {
         (self.tables.len() as u64 * slice, self.tables.limit() as u64 * slice)
     }
 
+    /// What all L2 tables of the disk take.
+    pub fn table_bytes(&self) -> u64 {
+        let slices = self.size().div_ceil(self.shape.cluster_size()).div_ceil(self.shape.slice_entries);
+        slices.saturating_mul(self.shape.slice_bytes())
+    }
+
+    /// Bytes of L2 tables kept in memory from now on; views that are made afterwards are made for as many.
+    pub(crate) fn limit_cache(&self, bytes: u64) {
+        self.tables.set_limit((bytes / self.shape.slice_bytes()) as usize);
+    }
+
     /// Why nothing that is written can be promised any more: a sync has failed, or a write of what the file is found by.
     pub fn lost(&self) -> Option<io::Error> {
         self.lost.get().map(|(kind, what)| io::Error::new(*kind, format!("the image failed before: {what}")))

@@ -12,12 +12,16 @@
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::future::poll_fn;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
 /// Bytes of a slice, where a table has as many.
 pub const SLICE_BYTES: u64 = 4096;
+
+/// Slices kept at least, and looked at when some have to go.
+const FEWEST: usize = 8;
+const AT_ONCE: usize = 64;
 
 /// An L2 entry and, with extended L2 entries, its subcluster bitmap (else 0).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -114,7 +118,7 @@ struct State {
 pub struct Tables {
     state: Mutex<State>,
     /// Slices kept, at most; more only while more have changes to be written.
-    limit: usize,
+    limit: AtomicUsize,
 }
 
 /// A slice as it is to be in the file.
@@ -132,11 +136,21 @@ pub enum Found {
 
 impl Tables {
     pub fn new(limit: usize) -> Self {
-        Tables { state: Mutex::default(), limit: limit.max(8) }
+        Tables { state: Mutex::default(), limit: AtomicUsize::new(limit.max(FEWEST)) }
     }
 
     pub fn limit(&self) -> usize {
-        self.limit
+        self.limit.load(Ordering::Relaxed)
+    }
+
+    /// From now on; what is too much goes at once, as far as it has no changes.
+    pub fn set_limit(&self, limit: usize) {
+        self.limit.store(limit.max(FEWEST), Ordering::Relaxed);
+        let mut state = self.state();
+        // Twice around the clock: those that were used have a second chance.
+        for _ in 0..2 * state.clock.len() / AT_ONCE + 1 {
+            state.make_room(self.limit());
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -178,7 +192,7 @@ impl Tables {
             waiting.into_iter().for_each(Waker::wake);
         }
         // Not itself: whoever loaded it is to find it, also where all others have changes and stay.
-        state.make_room(self.limit);
+        state.make_room(self.limit());
         state.clock.push_back(number);
     }
 
@@ -187,7 +201,7 @@ impl Tables {
     pub fn read_along(&self, slice: Slice, seen: u64) {
         let mut state = self.state();
         let number = slice.number;
-        if state.evictions == seen && state.map.len() < self.limit && !state.map.contains_key(&number) {
+        if state.evictions == seen && state.map.len() < self.limit() && !state.map.contains_key(&number) {
             state.map.insert(number, Slot::Ready(Arc::new(slice)));
             state.clock.push_back(number);
         }
@@ -249,7 +263,7 @@ impl Tables {
                 state.dirty.push(slice.clone());
             }
         }
-        state.make_room(self.limit);
+        state.make_room(self.limit());
     }
 
     /// Slices in memory.
@@ -261,7 +275,7 @@ impl Tables {
 impl State {
     /// Lets slices go that were not used for a while; bounded, and those with changes stay.
     fn make_room(&mut self, limit: usize) {
-        for _ in 0..64 {
+        for _ in 0..AT_ONCE {
             if self.map.len() <= limit {
                 return;
             }

@@ -3,6 +3,7 @@
 //! Random work on chains, each read compared with a model in memory; at the end `qemu-img check` and `qemu-img compare`
 //! judge the files.
 
+mod caches;
 mod freed;
 mod locks;
 mod peer;
