@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 
+use crate::plot::{Bars, Chart, svg::Svg};
 use crate::report::{self, charts};
 use crate::results::{Results, replace};
 use crate::samples;
@@ -21,7 +22,7 @@ pub struct Options {
     /// Which picture
     #[arg(long, value_enum, default_value_t = Picture::Size)]
     pub picture: Picture,
-    /// Of which work [default: the first]
+    /// Of which work [default: all, below one another]
     #[arg(long, value_name = "WORK")]
     pub work: Option<String>,
     /// The picture's title
@@ -66,29 +67,32 @@ fn of_results(options: &Options) -> Result<String> {
     anyhow::ensure!(options.files.len() == 1, "one file of results at a time: `bench diff` compares two");
     let results = Results::load(&options.files[0])?;
     let works = results.works();
-    let work = match &options.work {
+    let wanted = match &options.work {
         Some(work) => {
-            works.iter().find(|w| *w == work).with_context(|| format!("\"{work}\" is none of {}", works.join(", ")))?
+            let all = || works.join(", ");
+            vec![*works.iter().find(|w| *w == work).with_context(|| format!("\"{work}\" is none of {}", all()))?]
         }
-        None => works.first().context("there are no results in it")?,
+        None => works,
     };
+    let pictures: Vec<Svg> = wanted.iter().filter_map(|work| picture(&results, work, options)).collect();
+    anyhow::ensure!(!pictures.is_empty(), "the results have no such figures");
+    let about = options.title.clone().unwrap_or_else(|| format!("Host against guest: {}", wanted.join(", ")));
+    Ok(Svg::stack(&pictures).file(&about))
+}
+
+fn picture(results: &Results, work: &str, options: &Options) -> Option<Svg> {
+    let titled = |title: String| options.title.as_ref().map_or(title, |own| format!("{own} ({work})"));
     let chart = match options.picture {
-        Picture::Size => charts::by_size(&results, work),
-        Picture::Latency => charts::latencies(&results, work),
-        Picture::Time => charts::over_time(&results, work),
+        Picture::Size => charts::by_size(results, work),
+        Picture::Latency => charts::latencies(results, work),
+        Picture::Time => charts::over_time(results, work),
         Picture::Rate | Picture::Cpu => {
-            let mut bars = if options.picture == Picture::Rate {
-                charts::rates(&results, work)
-            } else {
-                charts::cpu(&results, work)
-            };
-            bars.title = options.title.clone().unwrap_or(bars.title);
-            return Ok(bars.draw().file(&bars.title));
+            let rate = options.picture == Picture::Rate;
+            let bars = if rate { charts::rates(results, work) } else { charts::cpu(results, work) };
+            return Some(Bars { title: titled(bars.title.clone()), ..bars }.draw());
         }
-    };
-    let mut chart = chart.with_context(|| format!("{work} has no such figures"))?;
-    chart.title = options.title.clone().unwrap_or(chart.title);
-    Ok(chart.draw().file(&chart.title))
+    }?;
+    Some(Chart { title: titled(chart.title.clone()), ..chart }.draw())
 }
 
 fn of_samples(options: &Options) -> Result<String> {

@@ -58,6 +58,16 @@ impl Svg {
         Svg { body: String::new(), width, height }
     }
 
+    /// Pictures below one another.
+    pub fn stack(parts: &[Svg]) -> Self {
+        let mut all = Svg::new(parts.iter().map(|p| p.width).fold(0.0, f64::max), 0.0);
+        for part in parts {
+            all.add(&format!("<g transform=\"translate(0 {})\">\n{}</g>", all.height, part.body));
+            all.height += part.height;
+        }
+        all
+    }
+
     pub fn add(&mut self, element: &str) {
         self.body.push_str(element);
         self.body.push('\n');
