@@ -91,14 +91,19 @@ pub fn check(files: &Files) -> Findings {
     Parsed::new(&files.main.bytes()).check()
 }
 
-/// The image as the next to open it for writing finds it: counted anew, where the dirty bit demands that.
-pub fn counted(layers: &[Files]) -> Result<Vec<Files>, String> {
-    let mut layers = layers.to_vec();
-    if is_dirty(&layers[0]) {
-        let work = async |raw| rebuild_refcounts(&raw).await.map(|_| ());
-        layers[0].main = work_on(&layers[0].main, work)?;
+/// The chain as the next to open it for writing finds it, where the dirty bit demands that the image is counted anew.
+pub fn counted(layers: &[Files]) -> Result<Option<Vec<Files>>, String> {
+    if !is_dirty(&layers[0]) {
+        return Ok(None);
     }
-    Ok(layers)
+    let mut layers = layers.to_vec();
+    layers[0].main = work_on(&layers[0].main, async |raw| rebuild_refcounts(&raw).await.map(|_| ()))?;
+    Ok(Some(layers))
+}
+
+/// The check of the image as [`counted`] gives it.
+pub fn counted_check(layers: &[Files]) -> Result<Findings, String> {
+    Ok(check(&counted(layers)?.as_deref().unwrap_or(layers)[0]))
 }
 
 pub fn is_dirty(files: &Files) -> bool {
