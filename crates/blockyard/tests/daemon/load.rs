@@ -98,9 +98,13 @@ fn queue_time_and_service_time_are_apart() {
 fn a_sequential_load_takes_fewer_operations_than_requests() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 16 << 20), folder.join("s"));
-    for (options, merges) in
-        [(&["--cache", "none"][..], true), (&["--cache", "writeback"], true), (&["--filter", "delay:flush=1us"], false)]
-    {
+    // So many in a hundred, at least. A page cache answers at once: how many find a neighbour in their batch then is for the
+    // client's speed to say.
+    for (options, least) in [
+        (&["--cache", "none"][..], Some(25.0)),
+        (&["--cache", "writeback"], Some(2.0)),
+        (&["--filter", "delay:flush=1us"], None),
+    ] {
         for packed in [false, true] {
             let daemon = Daemon::serve(&image, &socket, options);
             let load = Options {
@@ -121,7 +125,8 @@ fn a_sequential_load_takes_fewer_operations_than_requests() {
             for kind in ["read", "write"] {
                 let (requests, merged) = (figure(&log, kind, "requests="), figure(&log, kind, "merged="));
                 assert!(requests >= 20_000.0, "{log}");
-                assert!(if merges { merged > requests / 4.0 } else { merged == 0.0 }, "{options:?}: {log}");
+                let share = merged * 100.0 / requests;
+                assert!(least.map_or(share == 0.0, |least| share > least), "{options:?}: {log}");
             }
             daemon.stop();
         }
