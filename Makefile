@@ -38,7 +38,7 @@ lint: ## format check and clippy
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 
 # Not after `build`: that belongs to the user, and this may be root, who has no cargo.
-install: ## program, man pages, completions, systemd units (PREFIX=/usr/local, DESTDIR=)
+install: ## program, man pages, completions, systemd units, guests to compare (PREFIX=/usr/local, DESTDIR=)
 	@test -x $(binary) || { echo "first: make build" >&2; exit 1; }
 	install -Dm755 $(binary) $(DESTDIR)$(PREFIX)/bin/blockyard
 	install -d $(share)/man/man1
@@ -53,6 +53,9 @@ install: ## program, man pages, completions, systemd units (PREFIX=/usr/local, D
 	install -Dm644 contrib/sysusers.conf $(DESTDIR)$(PREFIX)/lib/sysusers.d/blockyard.conf
 	install -Dm644 contrib/tmpfiles.conf $(DESTDIR)$(PREFIX)/lib/tmpfiles.d/blockyard.conf
 	install -Dm644 contrib/blockyard.toml $(share)/doc/blockyard/blockyard.toml
+	install -d $(share)/blockyard/guests
+	install -m755 guests/setup guests/tool guests/uml guests/qemu guests/guest-init $(share)/blockyard/guests
+	install -m644 guests/lib.sh guests/README.md $(share)/blockyard/guests
 
 uninstall: ## remove what install put there
 	rm -f $(DESTDIR)$(PREFIX)/bin/blockyard $(share)/man/man1/blockyard.1 $(share)/man/man1/blockyard-*.1 \
@@ -60,7 +63,7 @@ uninstall: ## remove what install put there
 		$(share)/fish/vendor_completions.d/blockyard.fish $(units)/blockyard.service $(units)/blockyard@.service \
 		$(units)/blockyard@.socket $(DESTDIR)$(PREFIX)/lib/sysusers.d/blockyard.conf \
 		$(DESTDIR)$(PREFIX)/lib/tmpfiles.d/blockyard.conf
-	rm -rf $(share)/doc/blockyard
+	rm -rf $(share)/doc/blockyard $(share)/blockyard
 
 clean: ## remove what was built (not the guests' cache: see guests/README.md)
 	$(CARGO) clean

@@ -7,7 +7,7 @@ use crate::results::Results;
 use crate::samples::{self, Sample};
 use crate::statistics::{quantile, sorted};
 
-const SIZE: (f64, f64) = (860.0, 480.0);
+const SIZE: (f64, f64) = (720.0, 430.0);
 
 /// The number by which a system looks alike in all pictures; the host is the first.
 fn look(results: &Results, system: &str) -> usize {
@@ -92,7 +92,7 @@ pub fn over_time(results: &Results, work: &str) -> Option<Chart> {
         y: (Linear, Unit::BytesPerSecond, "a tenth of a second each".into()),
         series,
         markers: false,
-        size: (SIZE.0, 300.0),
+        size: (SIZE.0, 280.0),
     })
 }
 

@@ -3,14 +3,14 @@
 use std::fmt::Write;
 
 use super::{charts, explain, figures, rows};
-use crate::plot::svg::{self, escape};
+use crate::plot::svg::{self, Svg, escape};
 use crate::results::Results;
 
 const STYLE: &str = "\
 :root{color-scheme:light dark;--text:#222;--dim:#666;--line:#ddd;--ground:#fff;--card:#fafafa}\
 body{margin:0 auto;max-width:60rem;padding:1.5rem 1rem 4rem;font:16px/1.5 system-ui,-apple-system,'Segoe UI',sans-serif;color:var(--text);background:var(--ground)}\
 h1{font-size:1.6rem;margin:0 0 .3rem}h2{font-size:1.25rem;margin:2.5rem 0 .5rem;border-top:1px solid var(--line);padding-top:1.5rem}\
-.dim{color:var(--dim);font-size:.9rem}svg{width:100%;height:auto;display:block;margin:1rem 0}\
+.dim{color:var(--dim);font-size:.9rem}svg{width:100%;min-width:34rem;height:auto;display:block}.picture{overflow-x:auto;margin:1rem 0}\
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums;width:100%}\
 th,td{padding:.35rem .6rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}\
 th:first-child,td:first-child{text-align:left}ul{padding-left:1.2rem}code{font-size:.85rem;overflow-wrap:anywhere}\
@@ -45,7 +45,7 @@ fn section(body: &mut String, results: &Results, work: &str) {
         let _ = writeln!(body, "<p class=\"dim\">{}</p>", escape(about));
     }
     if let Some(chart) = charts::by_size(results, work) {
-        body.push_str(&chart.draw().inline(&chart.title));
+        picture(body, &chart.draw(), &chart.title);
     }
     let _ = writeln!(body, "<ul>");
     for sentence in explain::sentences(results, work) {
@@ -65,10 +65,10 @@ fn section(body: &mut String, results: &Results, work: &str) {
         false => vec![charts::rates(results, work), charts::cpu(results, work)],
     };
     for bars in bars {
-        body.push_str(&bars.draw().inline(&bars.title));
+        picture(body, &bars.draw(), &bars.title);
     }
     for chart in [charts::latencies(results, work), charts::over_time(results, work)].into_iter().flatten() {
-        body.push_str(&chart.draw().inline(&chart.title));
+        picture(body, &chart.draw(), &chart.title);
     }
     let variations = figures::of(results, work).into_iter().filter_map(|f| Some((f.burstiness?, f.system)));
     let variations: Vec<_> = variations.map(|(v, system)| format!("{system} {v:.2}")).collect();
@@ -79,6 +79,11 @@ fn section(body: &mut String, results: &Results, work: &str) {
             "<p class=\"dim\">Burstiness (coefficient of variation of the throughput of each tenth of a second): {list}.</p>"
         );
     }
+}
+
+/// On a small screen it can be moved, for its words are to be read.
+fn picture(body: &mut String, svg: &Svg, about: &str) {
+    let _ = writeln!(body, "<div class=\"picture\">{}</div>", svg.inline(about));
 }
 
 /// How it was measured.
