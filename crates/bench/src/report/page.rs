@@ -107,12 +107,13 @@ fn about(body: &mut String, results: &Results) {
     for (system, why) in &results.absent {
         let _ = writeln!(body, "<p class=\"dim\">{} was left out: {}</p>", escape(system), escape(why));
     }
-    let clocks = results.runs.iter().filter_map(|r| Some((r.seconds / r.guest_seconds? - 1.0).abs()));
+    let clocks = results.runs.iter().filter(|r| r.seconds > 1.0);
+    let clocks = clocks.filter_map(|r| Some((r.seconds / r.guest_seconds? - 1.0).abs()));
     let off = clocks.fold(0.0, f64::max) * 100.0;
     let _ = writeln!(
         body,
         "<p class=\"dim\">Times are the host's, taken when the guest says that it begins and ends; single operations are timed by the \
-         guest's clock, set right by the host's (they differed by {off:.1}% at most). CPU time is from /proc, to 10 ms. All \
+         guest's clock, set right by the host's in runs of a second or more (they differed by {off:.1}% at most). CPU time is from /proc, to 10 ms. All \
          figures are in results.json and results.csv beside this page.</p>"
     );
 }

@@ -52,7 +52,10 @@ fn a_report_is_whole_and_needs_nothing_else() {
     assert!(rates.len() == 6 && rates.iter().all(|r| r.len() == 40 && *r == rates[0]));
     for run in runs {
         let (seconds, guest) = (run["seconds"].as_f64().unwrap(), run["guest_seconds"].as_f64().unwrap());
-        assert!(seconds > 0.0 && (guest / seconds - 1.0).abs() < 0.5, "{run}");
+        assert!(
+            seconds > 0.0 && (guest - seconds).abs() < 0.5 + 0.2 * seconds,
+            "{seconds} s, by the guest's clock {guest}"
+        );
     }
     let served = runs.iter().find(|r| r["system"] == "uml-blockyard").unwrap();
     assert!(served["spent"]["service"].as_f64().unwrap() > 0.0 && served["cpu"]["backend"].is_number(), "{served}");
