@@ -98,13 +98,9 @@ fn queue_time_and_service_time_are_apart() {
 fn a_sequential_load_takes_fewer_operations_than_requests() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 16 << 20), folder.join("s"));
-    // So many in a hundred, at least. A page cache answers at once: how many find a neighbour in their batch then is for the
-    // client's speed to say.
-    for (options, least) in [
-        (&["--cache", "none"][..], Some(25.0)),
-        (&["--cache", "writeback"], Some(2.0)),
-        (&["--filter", "delay:flush=1us"], None),
-    ] {
+    for (options, merges) in
+        [(&["--cache", "none"][..], true), (&["--cache", "writeback"], true), (&["--filter", "delay:flush=1us"], false)]
+    {
         for packed in [false, true] {
             let daemon = Daemon::serve(&image, &socket, options);
             let load = Options {
@@ -116,8 +112,12 @@ fn a_sequential_load_takes_fewer_operations_than_requests() {
                 ..Options::for_socket(socket.clone())
             };
             let written = measure(&load).unwrap();
-            let read = measure(&Options { rw: Pattern::Read, verify: false, ..load }).unwrap();
-            assert_eq!((written.first_error, read.first_error), (None, None), "{options:?}");
+            // A client that verifies is slow to write: a page cache may answer each request before the next one comes.
+            let fast = Options { verify: false, ops: Some(60_000), ..load.clone() };
+            let more = measure(&fast).unwrap();
+            let read = measure(&Options { rw: Pattern::Read, ops: Some(20_000), ..fast }).unwrap();
+            let errors = [written.first_error, more.first_error, read.first_error];
+            assert!(errors.iter().all(Option::is_none), "{options:?}: {errors:?}");
             assert!(written.verified_blocks >= 4096, "{} blocks: not all is read back", written.verified_blocks);
             let from = daemon.log().len();
             daemon.signal(Signal::USR1);
@@ -125,8 +125,7 @@ fn a_sequential_load_takes_fewer_operations_than_requests() {
             for kind in ["read", "write"] {
                 let (requests, merged) = (figure(&log, kind, "requests="), figure(&log, kind, "merged="));
                 assert!(requests >= 20_000.0, "{log}");
-                let share = merged * 100.0 / requests;
-                assert!(least.map_or(share == 0.0, |least| share > least), "{options:?}: {log}");
+                assert!(if merges { merged > requests / 4.0 } else { merged == 0.0 }, "{options:?}: {log}");
             }
             daemon.stop();
         }
