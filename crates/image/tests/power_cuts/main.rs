@@ -64,7 +64,7 @@ fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
 fn random_lives(plan: impl Fn(u64) -> Plan + Sync, percent: u64, failed_once: &[u64]) -> Tally {
     let cuts = lives::cuts(CUTS) * percent / 100;
     // QEMU is slow.
-    let by_qemu = if cuts > CUTS { 2 * percent } else { percent / 3 };
+    let by_qemu = if cuts > CUTS { 3 * percent } else { percent / 3 };
     let new = || Tally { one_in: cuts * 4 / by_qemu, ..Tally::default() };
     lives::run(failed_once, cuts, new, |seed, tally| random_life(plan(seed), tally))
 }
