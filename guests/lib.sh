@@ -40,9 +40,12 @@ run='' guest_pid='' out_pid='' watch_pid=''
 cleanup() {
     local p
     # The guest leads a process group of its own (see run_guest): User Mode Linux has a process
-    # per address space in there.
-    [[ -z $guest_pid ]] || kill -KILL -- "-$guest_pid" 2>/dev/null || :
-    for p in $watch_pid $out_pid; do kill "$p" 2>/dev/null || :; done
+    # per address space in there. (Asked of bash, for we may come before a number was noted.)
+    for p in $(jobs -p) $guest_pid; do
+        kill -KILL -- "-$p" 2>/dev/null || kill -KILL "$p" 2>/dev/null || :
+    done
+    # Until they are gone they may make files in the folder.
+    wait 2>/dev/null || :
     [[ -z $run ]] || rm -rf -- "$run"
 }
 

@@ -39,9 +39,8 @@ impl DirtyMap {
         }
         for part in offset >> self.bits..=(end - 1) >> self.bits {
             let (word, bit) = (&self.words[part as usize / 64], 1 << (part % 64));
-            if word.load(Ordering::Acquire) & bit == 0 {
-                word.fetch_or(bit, Ordering::AcqRel);
-            }
+            // Also where it is noted already: it may be on its way to be taken, by who has not read what was changed.
+            word.fetch_or(bit, Ordering::AcqRel);
         }
     }
 

@@ -225,7 +225,8 @@ impl Stage {
     fn player(&mut self, system: &System, image: &Path, script: &Path) -> Result<Command> {
         if !system.uml() && !system.qemu() {
             let mut command = Command::new("bash");
-            command.arg(script);
+            // What it makes goes with the folder, also when it is ended in the midst.
+            command.arg(script).env("TMPDIR", &self.folder);
             return Ok(command);
         }
         let disk = match system.kind {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, Signal, TOOL, blockyard, guests, run, tool, until};
+use crate::common::{BLOCKYARD, Daemon, Folder, Signal, TOOL, blockyard, guests, run, tool};
 
 fn compare(folder: &Folder, arguments: &[&str]) -> Command {
     let mut command = Command::new(BLOCKYARD);
@@ -23,7 +23,8 @@ fn results(report: &Path) -> Value {
 #[track_caller]
 fn nothing_is_left(folder: &Folder) {
     let names: Vec<_> = std::fs::read_dir(&**folder).unwrap().map(|e| e.unwrap().file_name()).collect();
-    assert!(names.iter().all(|n| n == "report"), "left behind: {names:?}");
+    let inside = || tool("find", [folder.to_str().unwrap()]).out;
+    assert!(names.iter().all(|n| n == "report"), "left behind: {}", inside());
     let name = folder.to_str().unwrap().as_bytes();
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
     let lines = processes.filter_map(|e| std::fs::read(e.path().join("cmdline")).ok());
@@ -33,6 +34,7 @@ fn nothing_is_left(folder: &Folder) {
 
 #[test]
 fn a_report_is_whole_and_needs_nothing_else() {
+    let _machine = crate::beside();
     let folder = Folder::new();
     let report = folder.join("report");
     let options =
@@ -88,6 +90,7 @@ fn pictures(folder: &Folder, report: &Path) {
 
 #[test]
 fn a_loss_is_told_from_noise() {
+    let _machine = crate::beside();
     let folder = Folder::new();
     let runs = |factor: f64| {
         let run = |(i, noise): (usize, &f64)| {
@@ -111,6 +114,7 @@ fn a_loss_is_told_from_noise() {
 /// At any moment: while images are made, a guest boots, or a load runs.
 #[test]
 fn an_interruption_leaves_nothing_but_finished_rounds() {
+    let _machine = crate::beside();
     for wait in [0, 300, 900, 2500, 5000] {
         let folder = Folder::new();
         let report = folder.join("report");
@@ -121,9 +125,6 @@ fn an_interruption_leaves_nothing_but_finished_rounds() {
         daemon.signal(Signal::INT);
         let status = daemon.ended(TOOL);
         assert_eq!(status.code().or(Some(130)), Some(130), "{status}: {}", daemon.log());
-        until("the guest is gone", Duration::from_secs(5), || {
-            std::fs::read_dir(&*folder).unwrap().flatten().all(|e| e.file_name() == "report")
-        });
         nothing_is_left(&folder);
         let rounds = daemon.log().lines().filter(|l| l.starts_with("round ")).count();
         if rounds > 0 {
@@ -135,6 +136,7 @@ fn an_interruption_leaves_nothing_but_finished_rounds() {
 
 #[test]
 fn jobs_run_by_fio_and_without() {
+    let _machine = crate::beside();
     let folder = Folder::new();
     let image = folder.image("disk", 64 << 20);
     let name = image.to_str().unwrap();

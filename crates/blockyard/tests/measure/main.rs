@@ -7,6 +7,7 @@ mod compare;
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use common::guest::run_guest;
 use common::{BLOCKYARD, Daemon, Finished, Folder, Guest, Kind, SOON, TOOL, blockyard, guests, run, tool, until};
@@ -30,11 +31,23 @@ fn near(what: &str, found: f64, truth: f64, tolerance: f64) {
     assert!((found / truth - 1.0).abs() < tolerance, "{what}: {found}, and the truth is {truth}");
 }
 
+/// What measures times to a few percent runs alone; all else of this program runs beside one another.
+static MACHINE: RwLock<()> = RwLock::new(());
+
+fn alone() -> RwLockWriteGuard<'static, ()> {
+    MACHINE.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn beside() -> RwLockReadGuard<'static, ()> {
+    MACHINE.read().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Delays, in milliseconds, that make what the machine adds small.
 const DELAY: &str = "delay:read=20ms,write=30ms,flush=25ms";
 
 #[test]
 fn a_known_delay_is_what_is_measured() {
+    let _machine = alone();
     let folder = Folder::new();
     let (socket, samples) = (folder.join("s"), folder.join("samples"));
     let daemon = Daemon::serve("null:64M", &socket, &["--filter", DELAY]);
@@ -54,6 +67,7 @@ fn a_known_delay_is_what_is_measured() {
 /// In a guest, on the same disk, one request of 4 KiB at a time.
 #[test]
 fn fio_finds_the_same() {
+    let _machine = alone();
     let folder = Folder::new();
     let (socket, share) = (folder.join("s"), folder.join("share"));
     std::fs::create_dir(&share).unwrap();
@@ -96,6 +110,7 @@ fn nbd_server(folder: &Folder, image: &Path) -> (Daemon, String) {
 /// Durations of which every percentile is known.
 #[test]
 fn figures_are_those_that_can_be_computed() {
+    let _machine = beside();
     let folder = Folder::new();
     let samples = folder.join("samples");
     let line = |size: u32, n: u32| format!("{size} {:.6}\n", f64::from(n) * 1e-6);
@@ -115,6 +130,7 @@ fn figures_are_those_that_can_be_computed() {
 
 #[test]
 fn nbd_servers_are_measured() {
+    let _machine = beside();
     let folder = Folder::new();
     let image = folder.image("disk", 8 << 20);
     let (_server, target) = nbd_server(&folder, &image);
@@ -130,6 +146,7 @@ fn nbd_servers_are_measured() {
 
 #[test]
 fn what_holds_a_file_system_is_not_written_to() {
+    let _machine = beside();
     let folder = Folder::new();
     let image = folder.image("disk", 16 << 20);
     let name = image.to_str().unwrap();
@@ -152,6 +169,7 @@ fn what_holds_a_file_system_is_not_written_to() {
 /// `head` and a terminal's end must not look like a failure, and an end in the midst leaves whole lines.
 #[test]
 fn whoever_reads_may_stop() {
+    let _machine = beside();
     let folder = Folder::new();
     let image = folder.image("disk", 16 << 20);
     let script = format!("'{BLOCKYARD}' bench rate read '{}' --seconds 30 | head -n 5", image.display());
