@@ -1,6 +1,7 @@
 //! Processes that do not outlive what they were started for.
 
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -8,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process_group};
 
 /// Set when the user wants it to end.
 #[derive(Clone, Default)]
@@ -56,6 +57,8 @@ impl Process {
                 under.env(key, value);
             }
         }
+        // A group of its own: a script's commands end with it.
+        under.process_group(0);
         under.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = under.spawn().with_context(|| format!("starting {name} (by setpriv, of util-linux)"))?;
         let (send, lines) = channel();
@@ -103,7 +106,16 @@ impl Process {
 
     /// Waits for its end, which must be a good one.
     pub fn finish(&mut self) -> Result<()> {
-        let status = self.child.wait()?;
+        let begin = Instant::now();
+        let status = loop {
+            match self.child.try_wait()? {
+                Some(status) => break status,
+                None => {
+                    anyhow::ensure!(begin.elapsed() < ENDING, "{} does not end: {}", self.name, self.errors().trim())
+                }
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
         // (The last of its words may be on their way still.)
         std::thread::sleep(Duration::from_millis(20));
         anyhow::ensure!(status.success(), "{}: {status}: {}", self.name, self.errors().trim());
@@ -115,8 +127,9 @@ impl Process {
         if self.child.try_wait()?.is_some() {
             return Ok(());
         }
-        if let Some(pid) = Pid::from_raw(self.child.id() as i32) {
-            kill_process(pid, Signal::TERM)?;
+        let group = Pid::from_raw(self.child.id() as i32);
+        if let Some(group) = group {
+            kill_process_group(group, Signal::TERM)?;
         }
         let begin = Instant::now();
         while self.child.try_wait()?.is_none() {
@@ -126,6 +139,10 @@ impl Process {
                 anyhow::bail!("{} did not end, and was killed", self.name);
             }
             std::thread::sleep(Duration::from_millis(5));
+        }
+        // Who is left of the group takes its time; it has none.
+        if let Some(group) = group {
+            let _ = kill_process_group(group, Signal::KILL);
         }
         std::thread::sleep(Duration::from_millis(20));
         Ok(())
