@@ -1,0 +1,95 @@
+//! What an operation costs a device: nanoseconds of the device's time, of which a device that is busy gives a second a second.
+//!
+//! The linear model of Linux's blk-iocost: a base by type, and by whether it follows the one before, and so much a byte.
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Read,
+    Write,
+    Flush,
+    Discard,
+    WriteZeroes,
+}
+
+/// What is asked of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Operation {
+    pub kind: Kind,
+    pub bytes: u64,
+    /// It begins where one before it ended.
+    pub sequential: bool,
+    /// The guest's requests in it: more than one where neighbours go as one operation.
+    pub requests: u32,
+}
+
+/// The figures of a device, in nanoseconds; `per_mib` for each MiB beyond nothing.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Costs {
+    pub read: u64,
+    pub read_sequential: u64,
+    pub read_per_mib: u64,
+    pub write: u64,
+    pub write_sequential: u64,
+    pub write_per_mib: u64,
+    pub flush: u64,
+    pub discard: u64,
+    pub write_zeroes: u64,
+}
+
+impl Costs {
+    /// A virtual or SATA flash disk of today: 80 thousand random reads a second, 1 GiB/s.
+    pub const FLASH: Costs = Costs {
+        read: 9_000,
+        read_sequential: 6_000,
+        read_per_mib: 900_000,
+        write: 15_000,
+        write_sequential: 10_000,
+        write_per_mib: 900_000,
+        flush: 300_000,
+        discard: 50_000,
+        write_zeroes: 50_000,
+    };
+
+    /// A disk that turns: 120 seeks a second, 180 MiB/s.
+    pub const ROTATIONAL: Costs = Costs {
+        read: 8_000_000,
+        read_sequential: 20_000,
+        read_per_mib: 5_500_000,
+        write: 8_000_000,
+        write_sequential: 20_000,
+        write_per_mib: 5_500_000,
+        flush: 16_000_000,
+        discard: 20_000_000,
+        write_zeroes: 20_000_000,
+    };
+
+    /// At least 1.
+    #[inline]
+    pub fn of(&self, operation: &Operation) -> u64 {
+        let (base, per_mib) = match (operation.kind, operation.sequential) {
+            (Kind::Read, false) => (self.read, self.read_per_mib),
+            (Kind::Read, true) => (self.read_sequential, self.read_per_mib),
+            (Kind::Write, false) => (self.write, self.write_per_mib),
+            (Kind::Write, true) => (self.write_sequential, self.write_per_mib),
+            (Kind::Flush, _) => (self.flush, 0),
+            (Kind::Discard, _) => (self.discard, 0),
+            (Kind::WriteZeroes, _) => (self.write_zeroes, 0),
+        };
+        let bytes = (u128::from(operation.bytes) * u128::from(per_mib)) >> 20;
+        base.saturating_add(u64::try_from(bytes).unwrap_or(u64::MAX)).clamp(1, 1 << 40)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn base_and_bytes() {
+        let read = |bytes, sequential| Operation { kind: Kind::Read, bytes, sequential, requests: 1 };
+        assert_eq!(Costs::FLASH.of(&read(4096, false)), 9_000 + 900_000 / 256);
+        assert_eq!(Costs::FLASH.of(&read(1 << 20, true)), 906_000);
+        assert_eq!(Costs::FLASH.of(&Operation { kind: Kind::Flush, ..read(0, false) }), 300_000);
+        assert_eq!(Costs::FLASH.of(&read(u64::MAX, false)), 1 << 40, "no length overflows");
+    }
+}

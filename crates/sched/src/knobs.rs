@@ -1,0 +1,128 @@
+//! What an operator says of a disk, or of a group of disks.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+/// All of them. The defaults limit nothing, reserve nothing, and make all disks equal.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Knobs {
+    /// The part of the device in proportion to that of the others: 1 to 10000.
+    pub weight: u32,
+    /// Operations a second that the disk gets before shares are looked at.
+    pub reserve_iops: Option<u64>,
+    /// Bytes a second that the disk gets before shares are looked at.
+    pub reserve_bps: Option<u64>,
+    pub limits: Limits,
+    /// The mean service time that neighbours must leave the disk while it asks for no more than its share, at the cost of
+    /// their own shares.
+    pub latency_target: Option<Duration>,
+}
+
+impl Knobs {
+    pub const WEIGHT: u32 = 100;
+    pub const MOST_WEIGHT: u32 = 10_000;
+}
+
+impl Default for Knobs {
+    fn default() -> Self {
+        let (reserve_iops, reserve_bps, limits, latency_target) = Default::default();
+        Knobs { weight: Knobs::WEIGHT, reserve_iops, reserve_bps, limits, latency_target }
+    }
+}
+
+/// Rates that are never exceeded, a second.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Limits {
+    pub iops: Option<Limit>,
+    pub iops_read: Option<Limit>,
+    pub iops_write: Option<Limit>,
+    pub bps: Option<Limit>,
+    pub bps_read: Option<Limit>,
+    pub bps_write: Option<Limit>,
+}
+
+/// `rate` for ever; after a time of less, `max` for `length`. Text form: `1000`, `1000,max=5000,length=10` (seconds), with
+/// suffixes k, M, G (powers of 1024 for bytes; see [`Limit::parse`]).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limit {
+    pub rate: u64,
+    pub max: Option<u64>,
+    pub length: Duration,
+}
+
+#[derive(Debug, thiserror::Error, PartialEq)]
+pub enum KnobError {
+    #[error("limit \"{0}\": it is RATE[,max=RATE[,length=SECONDS]], such as 1000 or 1000,max=5000,length=10")]
+    Form(String),
+    #[error("limit \"{0}\": {1}")]
+    Value(String, &'static str),
+}
+
+impl Limit {
+    pub fn of(rate: u64) -> Self {
+        Limit { rate, max: None, length: Duration::from_secs(1) }
+    }
+}
+
+impl FromStr for Limit {
+    type Err = KnobError;
+
+    fn from_str(text: &str) -> Result<Self, KnobError> {
+        let form = || KnobError::Form(text.to_string());
+        let bad = |why| KnobError::Value(text.to_string(), why);
+        let mut parts = text.split(',');
+        let mut limit = Limit::of(parts.next().and_then(rate).ok_or_else(form)?);
+        let mut length = None;
+        for part in parts {
+            match part.split_once('=').ok_or_else(form)? {
+                ("max", value) => limit.max = Some(rate(value).ok_or_else(form)?),
+                ("length", value) => length = Some(value.parse::<f64>().map_err(|_| form())?),
+                _ => return Err(form()),
+            }
+        }
+        if limit.rate == 0 {
+            return Err(bad("a rate is at least 1"));
+        }
+        if limit.max.is_some_and(|max| max < limit.rate) {
+            return Err(bad("max is less than the rate"));
+        }
+        if let Some(seconds) = length {
+            if limit.max.is_none() {
+                return Err(bad("length says for how long max may last, and there is no max"));
+            }
+            if !(0.001..=86_400.0).contains(&seconds) {
+                return Err(bad("length is from 0.001 to 86400 seconds"));
+            }
+            limit.length = Duration::from_secs_f64(seconds);
+        }
+        Ok(limit)
+    }
+}
+
+/// A number with an optional suffix: powers of 1024.
+fn rate(text: &str) -> Option<u64> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" => 0,
+        "k" => 10,
+        "m" => 20,
+        "g" => 30,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift).filter(|rate| *rate <= 1 << 50)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_forms() {
+        assert_eq!("1000".parse(), Ok(Limit::of(1000)));
+        let burst = Limit { rate: 50 << 20, max: Some(200 << 20), length: Duration::from_millis(2500) };
+        assert_eq!("50M,max=200M,length=2.5".parse(), Ok(burst));
+        for bad in ["", "x", "0", "10,max=5", "10,length=5", "10,max=20,length=0", "10,max=20,length=x", "10,most=20"] {
+            assert!(bad.parse::<Limit>().is_err(), "{bad}");
+        }
+    }
+}
