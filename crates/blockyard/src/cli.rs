@@ -106,7 +106,8 @@ fn parse_cpus(s: &str) -> Result<Cpus, String> {
 #[group(id = "DiskArgs")]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskArgs {
-    /// The image: a file, a block device, or null:SIZE (forgets writes) or ram:SIZE (forgets at exit).
+    /// The image: a file, a block device, or null:SIZE (forgets writes), ram:SIZE (forgets at exit) or
+    /// delay:SIZE,parallel=N,read=TIME,... (forgets writes, and takes the time that a device would take).
     #[arg(value_name = "IMAGE", required = false, required_unless_present = "config")]
     pub image: PathBuf,
 

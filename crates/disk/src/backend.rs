@@ -9,6 +9,12 @@ use blockyard_image::{
 };
 use blockyard_ring::{GuestMemory, Handle, MemoryError, Region, Segments, Storage, UringFile};
 
+use crate::statistics::OpKind;
+
+mod delay;
+
+pub use delay::{Delay, Model};
+
 /// An opened back end, before any reactor uses it: may be sent to and shared by all of them.
 #[derive(Clone, Debug)]
 pub enum Source {
@@ -19,6 +25,11 @@ pub enum Source {
     /// Reads nothing (the guest's buffer stays as it is), forgets writes: the cost of everything above the image.
     Null {
         size: u64,
+    },
+    /// As Null, but requests take the time that a device would take.
+    Delay {
+        size: u64,
+        model: Arc<Model>,
     },
     Ram(Arc<GuestMemory>),
     /// The image was lost while it was exchanged for another: nothing can be read or written any more.
@@ -36,12 +47,14 @@ pub enum SourceError {
     Chain(#[from] ChainError),
     #[error("{name}: a size is a number of bytes with an optional suffix k, M, G or T (powers of 1024), at least 512")]
     Size { name: String },
+    #[error("{name}: {why}")]
+    Delay { name: String, why: String },
     #[error("{name}: no memory for it")]
     Memory { name: String, source: MemoryError },
 }
 
 impl Source {
-    /// Opens an image by path, or `null:SIZE` or `ram:SIZE`. A file whose format is not told is raw, unless its name says
+    /// Opens an image by path, or `null:SIZE`, `ram:SIZE` or `delay:SIZE,...`. A file whose format is not told is raw, unless its name says
     /// another.
     pub fn open(options: &ChainOptions) -> Result<Self, SourceError> {
         let name = options.path.to_string_lossy();
@@ -51,6 +64,10 @@ impl Source {
         };
         if let Some(text) = name.strip_prefix("null:") {
             return Ok(Source::Null { size: size(text)? });
+        }
+        if let Some(text) = name.strip_prefix("delay:") {
+            let opened = Model::open(text).map_err(|why| SourceError::Delay { name: name.to_string(), why });
+            return opened.map(|(size, model)| Source::Delay { size, model });
         }
         if let Some(text) = name.strip_prefix("ram:") {
             let region = Region::memfd("blockyard-ram", 0, 0, size(text)?).map(|(region, _)| region);
@@ -75,7 +92,7 @@ impl Source {
         match self {
             Source::File(file) => file.size().next_multiple_of(SECTOR),
             Source::Chain(chain) => chain.size(),
-            Source::Null { size } | Source::Gone { size, .. } => *size,
+            Source::Null { size } | Source::Delay { size, .. } | Source::Gone { size, .. } => *size,
             Source::Ram(memory) => memory.regions().iter().map(|r| r.size()).sum(),
         }
     }
@@ -84,7 +101,7 @@ impl Source {
         match self {
             Source::File(file) => file.geometry(),
             Source::Chain(chain) => of_chain(chain),
-            Source::Null { .. } | Source::Ram(_) | Source::Gone { .. } => Geometry {
+            Source::Null { .. } | Source::Delay { .. } | Source::Ram(_) | Source::Gone { .. } => Geometry {
                 logical_block: 512,
                 physical_block: 4096,
                 minimum_io: 4096,
@@ -162,6 +179,7 @@ pub enum Backend<S> {
     Raw(Raw<S>),
     Image(Image<S>),
     Null,
+    Delay(Delay),
     Ram(Ram),
     /// See [`Source::Gone`].
     Gone(String),
@@ -173,6 +191,7 @@ impl Backend<UringFile> {
             Source::File(file) => Backend::Raw(Raw::new(UringFile::new(handle, file.fd().clone())?, file)),
             Source::Chain(chain) => Backend::Image(chain.image(handle)?),
             Source::Null { .. } => Backend::Null,
+            Source::Delay { model, .. } => Backend::Delay(Delay::new(handle, model)),
             Source::Ram(memory) => Backend::Ram(Ram::new(memory)),
             Source::Gone { why, .. } => Backend::Gone(why.clone()),
         })
@@ -190,6 +209,10 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.read(segments, offset).await,
             Backend::Image(image) => image.read(segments, offset).await,
             Backend::Null => (segments, Ok(())),
+            Backend::Delay(delay) => {
+                delay.pass(OpKind::Read, segments.len() as u64).await;
+                (segments, Ok(()))
+            }
             Backend::Gone(why) => (segments, gone(why)),
             Backend::Ram(ram) => {
                 let result = ram.with(offset, segments.len(), |ram| segments.copy_from(0, ram, 0, segments.len()));
@@ -206,6 +229,10 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.write(segments, offset, durable).await,
             Backend::Image(image) => image.write(segments, offset).await,
             Backend::Null => (segments, Ok(())),
+            Backend::Delay(delay) => {
+                delay.pass(OpKind::Write, segments.len() as u64).await;
+                (segments, Ok(()))
+            }
             Backend::Gone(why) => (segments, gone(why)),
             Backend::Ram(ram) => {
                 let result = ram.with(offset, segments.len(), |ram| ram.copy_from(0, &segments, 0, segments.len()));
@@ -233,6 +260,10 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.flush().await,
             Backend::Image(image) => Box::pin(image.flush()).await,
             Backend::Null | Backend::Ram(_) => Ok(()),
+            Backend::Delay(delay) => {
+                delay.pass(OpKind::Flush, 0).await;
+                Ok(())
+            }
             Backend::Gone(why) => gone(why),
         }
     }
@@ -250,6 +281,10 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.discard(offset, len).await,
             Backend::Image(image) => Box::pin(image.discard(offset, len)).await,
             Backend::Null => Ok(()),
+            Backend::Delay(delay) => {
+                delay.pass(OpKind::Discard, len).await;
+                Ok(())
+            }
             Backend::Gone(why) => gone(why),
             Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),
         }
@@ -261,6 +296,10 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.write_zeroes(offset, len, unmap).await,
             Backend::Image(image) => Box::pin(image.write_zeroes(offset, len, unmap)).await,
             Backend::Null => Ok(()),
+            Backend::Delay(delay) => {
+                delay.pass(OpKind::WriteZeroes, len).await;
+                Ok(())
+            }
             Backend::Gone(why) => gone(why),
             Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),
         }

@@ -54,7 +54,7 @@ impl FromStr for Filter {
             let (key, value) = pair?;
             let kind = OpKind::ALL.into_iter().find(|k| k.name() == key);
             match (name, kind, key) {
-                ("delay", Some(kind), _) => times[kind as usize] = parse_time(value)?,
+                ("delay", Some(kind), _) => times[kind as usize] = time(value)?,
                 ("error", Some(kind), _) => odds[kind as usize] = parse_odds(value)?,
                 ("error", None, "range") => range = parse_range(value)?,
                 _ => return Err(unknown()),
@@ -68,17 +68,22 @@ impl FromStr for Filter {
     }
 }
 
-fn parse_time(s: &str) -> Result<Duration, FilterError> {
-    let bad = || FilterError::Value(s.to_string(), "a time is a number and a unit: us, ms or s");
-    let unit = s.find(|c: char| c.is_ascii_alphabetic()).ok_or_else(bad)?;
-    let number: f64 = s[..unit].parse().map_err(|_| bad())?;
+pub(crate) const TIME_FORM: &str = "a time is a number and a unit: us, ms or s";
+
+pub(crate) fn parse_time(s: &str) -> Option<Duration> {
+    let unit = s.find(|c: char| c.is_ascii_alphabetic())?;
+    let number: f64 = s[..unit].parse().ok()?;
     let scale = match &s[unit..] {
         "us" => 1e-6,
         "ms" => 1e-3,
         "s" => 1.0,
-        _ => return Err(bad()),
+        _ => return None,
     };
-    Duration::try_from_secs_f64(number * scale).map_err(|_| bad())
+    Duration::try_from_secs_f64(number * scale).ok()
+}
+
+fn time(s: &str) -> Result<Duration, FilterError> {
+    parse_time(s).ok_or_else(|| FilterError::Value(s.to_string(), TIME_FORM))
 }
 
 fn parse_odds(s: &str) -> Result<f64, FilterError> {
@@ -94,6 +99,7 @@ fn parse_range(s: &str) -> Result<Range<u64>, FilterError> {
 }
 
 /// Cheap repeatable randomness (xorshift64*, Vigna 2016).
+#[derive(Debug)]
 pub struct Dice(Cell<u64>);
 
 impl Dice {
@@ -101,7 +107,8 @@ impl Dice {
         Dice(Cell::new(seed | 1))
     }
 
-    fn roll(&self) -> f64 {
+    /// A number in 0..1.
+    pub(crate) fn roll(&self) -> f64 {
         let mut x = self.0.get();
         x ^= x >> 12;
         x ^= x << 25;

@@ -19,7 +19,7 @@ mod request;
 mod served;
 mod statistics;
 
-pub use backend::{Backend, Ram, Source, SourceError, parse_size};
+pub use backend::{Backend, Delay, Model, Ram, Source, SourceError, parse_size};
 pub use disk::{Disk, DiskOptions};
 pub use filter::{Filter, FilterError};
 pub use gate::GateError;

@@ -57,6 +57,8 @@ fn option_values() {
     for size in ["null:0", "null:", "ram:1x", "ram:99999999T"] {
         refused(&["serve", size, "--vhost-user", text(&socket)], 1, &[size, "suffix k, M, G or T"]);
     }
+    let model = "delay:1G,parallel=8,raed=1ms";
+    refused(&["serve", model, "--vhost-user", text(&socket)], 1, &[model, "\"raed=1ms\" is not known", "KIND=TIME"]);
     assert!(!socket.exists());
 }
 

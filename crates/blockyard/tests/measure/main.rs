@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod compare;
+mod model;
 
 use std::path::Path;
 use std::process::Command;

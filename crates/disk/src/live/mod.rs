@@ -139,7 +139,9 @@ impl Worker {
             Source::Chain(chain) => Ok(chain),
             Source::File(file) => Ok(Arc::new(Chain::of_raw(&file))),
             Source::Gone { why, .. } => Err(Why::Poisoned(why)),
-            Source::Null { .. } | Source::Ram(_) => Err(Why::NotPossible("the disk has no image".into())),
+            Source::Null { .. } | Source::Delay { .. } | Source::Ram(_) => {
+                Err(Why::NotPossible("the disk has no image".into()))
+            }
         }
     }
 
