@@ -1,0 +1,221 @@
+//! Limits: rates that are never exceeded, and what may pass at once after a time of less.
+//!
+//! In: operations, and when. Out: "begin", or when to ask again. Any thread asks, at the same time as others; nobody waits for
+//! anybody, and who asks late loses nothing while he is less than half of what a bucket holds late.
+//!
+//! A limit is a bucket that holds 10 ms of its rate; one with a burst is such a bucket of `max`, and one of `rate` that holds
+//! the burst, `(max - rate) * length`. A bucket is a time: when it will be full again if nothing more passes (the virtual
+//! scheduling algorithm of ITU-T I.371). What must hold:
+//!
+//! - Of a bucket of rate R that holds H passes, over any time T, at most `R * T + H`; with requests larger than half of H at
+//!   most half of H and one request more than `R * T`. While somebody always asks it is `R * T`, to the last request, for ever:
+//!   fractions of a nanosecond are kept.
+//! - Whether an operation may begin does not depend on its size: small ones on another reactor starve no large one. So the
+//!   last one to pass may leave a debt, however large it is, and the next one waits for it.
+//! - All limits are charged, or none.
+
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::{Kind, Limit, Limits, Operation, Time};
+
+mod bucket;
+
+use bucket::Bucket;
+
+/// The limits of a disk, or of a group, and how far they are used up.
+#[derive(Debug)]
+pub struct Limiter {
+    limited: AtomicBool,
+    /// Counts the changes; what holds now is `generations[changes % 2]`.
+    changes: AtomicU64,
+    generations: [[Meter; 6]; 2],
+    /// The last time that somebody asked: changes are reckoned from it.
+    asked: AtomicU64,
+    /// What was set last. Held by those who change, never by those who ask.
+    set: Mutex<Limits>,
+}
+
+/// One limit: of operations or bytes, of reads, writes or both.
+#[derive(Debug, Default)]
+struct Meter {
+    /// The most that one operation has taken: see [`Bucket::slack`].
+    largest: AtomicU64,
+    /// The one of 10 ms, and that of the burst.
+    buckets: [Bucket; 2],
+}
+
+/// What holds for requests that are under way was changed: they look anew.
+struct Changed;
+
+impl Limiter {
+    pub fn new(limits: &Limits) -> Self {
+        let (limited, changes, generations, asked, set) = Default::default();
+        let new = Limiter { limited, changes, generations, asked, set };
+        new.set(limits);
+        new
+    }
+
+    /// Whether nothing is limited: then all else here may be left out.
+    #[inline]
+    pub fn is_unlimited(&self) -> bool {
+        !self.limited.load(Relaxed)
+    }
+
+    /// Changes the limits, at any time and any number of times. What is the same goes on as it was; of the rest each bucket
+    /// is as full as before, and a debt is paid at the new rate where that is the faster one. Those who were told to ask later
+    /// should ask now.
+    pub fn set(&self, limits: &Limits) {
+        let mut set = self.set.lock().unwrap_or_else(PoisonError::into_inner);
+        if *set == *limits {
+            return;
+        }
+        let (change, asked) = (self.changes.load(Relaxed), self.asked.load(Relaxed));
+        let (old, new) = (self.generation(change), self.generation(change + 1));
+        for (i, (was, is)) in all(&set).into_iter().zip(all(limits)).enumerate() {
+            new[i].succeed(&old[i], was == is, is, asked);
+        }
+        self.changes.store(change + 1, Release);
+        self.limited.store(*limits != Limits::default(), Release);
+        *set = limits.clone();
+    }
+
+    /// Lets an operation begin and charges it; or says when to ask again, and charges nothing.
+    pub fn take(&self, now: Time, operation: &Operation) -> Result<(), Time> {
+        if self.is_unlimited() {
+            return Ok(());
+        }
+        self.note_time(now);
+        let amounts = amounts(operation);
+        loop {
+            if let Ok(answer) = self.try_take(now, &amounts) {
+                return answer;
+            }
+        }
+    }
+
+    fn try_take(&self, now: Time, amounts: &[u64; 6]) -> Result<Result<(), Time>, Changed> {
+        let change = self.changes.load(Acquire);
+        let meters = self.generation(change);
+        let mut opens = 0;
+        for (bucket, _) in buckets(meters, amounts) {
+            opens = opens.max(bucket.opens());
+        }
+        if opens > now {
+            return self.still(change).map(|()| Err(opens));
+        }
+        for (charged, (bucket, amount)) in buckets(meters, amounts).enumerate() {
+            // Another reactor was quicker.
+            if let Err(opens) = bucket.charge(now, amount, || self.still(change))? {
+                buckets(meters, amounts).take(charged).for_each(|(bucket, amount)| bucket.refund(amount));
+                return Ok(Err(opens));
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    /// Charges an operation that cannot wait.
+    pub fn force(&self, now: Time, operation: &Operation) {
+        if self.is_unlimited() {
+            return;
+        }
+        self.note_time(now);
+        for (bucket, amount) in buckets(self.generation(self.changes.load(Acquire)), &amounts(operation)) {
+            bucket.force(now, amount);
+        }
+    }
+
+    /// Takes back a charge: the operation does not begin, for another reason than these limits.
+    pub fn refund(&self, operation: &Operation) {
+        if self.is_unlimited() {
+            return;
+        }
+        for (bucket, amount) in buckets(self.generation(self.changes.load(Acquire)), &amounts(operation)) {
+            bucket.refund(amount);
+        }
+    }
+
+    fn generation(&self, change: u64) -> &[Meter; 6] {
+        &self.generations[(change % 2) as usize]
+    }
+
+    fn still(&self, change: u64) -> Result<(), Changed> {
+        if self.changes.load(Acquire) == change { Ok(()) } else { Err(Changed) }
+    }
+
+    fn note_time(&self, now: Time) {
+        if self.asked.load(Relaxed) < now {
+            self.asked.store(now, Relaxed);
+        }
+    }
+}
+
+impl Meter {
+    /// Becomes what `old` was, under a new limit unless it is the same.
+    fn succeed(&self, old: &Meter, same: bool, limit: Option<Limit>, now: Time) {
+        let largest = old.largest.load(Acquire).max(1);
+        self.largest.store(largest, Release);
+        for (i, (bucket, old)) in self.buckets.iter().zip(&old.buckets).enumerate() {
+            if same {
+                bucket.copy(old);
+            } else {
+                let (rate, holds) = limit.map_or((0, 0), |limit| shape(&limit, i));
+                bucket.succeed(old, rate, holds, largest, now);
+            }
+        }
+    }
+
+    /// Buckets are given some slack, that depends on the largest operation.
+    #[inline]
+    fn note_size(&self, amount: u64) {
+        if self.largest.load(Relaxed) < amount {
+            self.largest.fetch_max(amount, AcqRel);
+            self.buckets.iter().for_each(|bucket| bucket.note_size(amount));
+        }
+    }
+}
+
+/// Rate and contents, in nanoseconds of the rate, of one of a limit's buckets; a rate of 0 is no bucket.
+fn shape(limit: &Limit, which: usize) -> (u64, u64) {
+    const HOLDS: u64 = Duration::from_millis(10).as_nanos() as u64;
+    let rate = limit.rate.max(1);
+    match (which, limit.max) {
+        (0, max) => (max.unwrap_or(rate), HOLDS),
+        (_, None) => (0, 0),
+        (_, Some(max)) => {
+            let burst = u128::from(max.saturating_sub(rate)) * limit.length.as_nanos() / u128::from(rate);
+            (rate, u64::try_from(burst).unwrap_or(u64::MAX).clamp(HOLDS, 1 << 62))
+        }
+    }
+}
+
+fn all(limits: &Limits) -> [Option<Limit>; 6] {
+    [limits.iops, limits.iops_read, limits.iops_write, limits.bps, limits.bps_read, limits.bps_write]
+}
+
+/// What an operation takes of each limit, in the order of [`all`]. A discard is a write that moves no bytes; a flush is neither
+/// read nor write.
+#[inline]
+fn amounts(operation: &Operation) -> [u64; 6] {
+    let (requests, bytes) = (u64::from(operation.requests.max(1)), operation.bytes);
+    match operation.kind {
+        Kind::Read => [requests, requests, 0, bytes, bytes, 0],
+        Kind::Write | Kind::WriteZeroes => [requests, 0, requests, bytes, 0, bytes],
+        Kind::Discard => [requests, 0, requests, 0, 0, 0],
+        Kind::Flush => [0; 6],
+    }
+}
+
+/// The buckets that count for an operation, and how much they are to give.
+#[inline]
+fn buckets<'a>(meters: &'a [Meter; 6], amounts: &'a [u64; 6]) -> impl Iterator<Item = (&'a Bucket, u64)> {
+    meters.iter().zip(amounts).filter(|(_, amount)| **amount > 0).flat_map(|(meter, amount)| {
+        meter.note_size(*amount);
+        meter.buckets.iter().filter(|bucket| bucket.exists()).map(|bucket| (bucket, *amount))
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,374 @@
+use super::*;
+use proptest::prelude::*;
+use std::sync::atomic::Ordering::SeqCst;
+
+const MS: u64 = 1_000_000;
+const S: u64 = 1_000 * MS;
+
+fn op(kind: Kind, bytes: u64, requests: u32) -> Operation {
+    Operation { kind, bytes, sequential: false, requests }
+}
+
+fn read(bytes: u64) -> Operation {
+    op(Kind::Read, bytes, 1)
+}
+
+fn limit(rate: u64, max: u64, length_ms: u64) -> Limit {
+    Limit { rate, max: Some(max), length: Duration::from_millis(length_ms) }
+}
+
+fn iops(limit: Limit) -> Limits {
+    Limits { iops: Some(limit), ..Limits::default() }
+}
+
+fn bps(limit: Limit) -> Limits {
+    Limits { bps: Some(limit), ..Limits::default() }
+}
+
+/// Repeatable randomness.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % end
+    }
+}
+
+/// A client that always has something to ask, and wakes up to `late` after the time it was told; from one time to another.
+/// What passed: when, how much.
+fn greedy(limiter: &Limiter, from: Time, to: Time, late: u64, mut next: impl FnMut() -> Operation) -> Vec<(Time, u64)> {
+    let (mut now, mut passed, mut random) = (from, Vec::new(), Random(to | 1));
+    while now < to {
+        let operation = next();
+        while now < to {
+            match limiter.take(now, &operation) {
+                Ok(()) => {
+                    passed.push((now, operation.bytes.max(u64::from(operation.requests))));
+                    break;
+                }
+                Err(then) => {
+                    assert!(then > now, "told to ask at {then}, at {now}");
+                    now = then + if late > 0 { random.below(late) } else { 0 };
+                }
+            }
+        }
+    }
+    passed
+}
+
+fn sum(passed: &[(Time, u64)]) -> u64 {
+    passed.iter().map(|p| p.1).sum()
+}
+
+/// In no time between two operations did more pass than `rate` gives, and `more`.
+#[track_caller]
+fn never_more(passed: &[(Time, u64)], rate: u64, more: f64) {
+    // The most that was ahead of the rate since any earlier operation.
+    let (mut ahead, mut last) = (0.0f64, 0);
+    for &(now, amount) in passed {
+        ahead = (ahead - (now - last) as f64 * rate as f64 / 1e9).max(0.0) + amount as f64;
+        last = now;
+        assert!(ahead <= more * (1.0 + 1e-9) + 1e-3, "{ahead} ahead of {rate} a second at {now}, and may be {more}");
+    }
+}
+
+#[test]
+fn what_counts_for_what() {
+    // Which of six limits of one unit a second refuse the second operation.
+    let counts = |operation: Operation| {
+        let one = || Some(Limit::of(1));
+        let none = Limits::default;
+        let each = [
+            Limits { iops: one(), ..none() },
+            Limits { iops_read: one(), ..none() },
+            Limits { iops_write: one(), ..none() },
+            Limits { bps: one(), ..none() },
+            Limits { bps_read: one(), ..none() },
+            Limits { bps_write: one(), ..none() },
+        ];
+        each.map(|limits| {
+            let limiter = Limiter::new(&limits);
+            limiter.take(0, &operation).unwrap();
+            limiter.take(0, &operation).map_or_else(|then| then.div_ceil(S), |()| 0)
+        })
+    };
+    assert_eq!(counts(op(Kind::Read, 4096, 1)), [1, 1, 0, 4096, 4096, 0]);
+    assert_eq!(counts(op(Kind::Write, 4096, 3)), [3, 0, 3, 4096, 0, 4096]);
+    assert_eq!(counts(op(Kind::WriteZeroes, 1 << 20, 1)), [1, 0, 1, 1 << 20, 0, 1 << 20]);
+    assert_eq!(counts(op(Kind::Discard, 1 << 40, 1)), [1, 0, 1, 0, 0, 0], "a discard moves no bytes");
+    assert_eq!(counts(op(Kind::Flush, 0, 1)), [0; 6]);
+}
+
+#[test]
+fn no_limit_is_no_limit() {
+    let limiter = Limiter::new(&Limits::default());
+    assert!(limiter.is_unlimited());
+    assert_eq!(limiter.take(0, &read(u64::MAX)), Ok(()));
+    limiter.set(&iops(Limit::of(1)));
+    assert!(!limiter.is_unlimited());
+    assert_eq!((limiter.take(0, &read(512)), limiter.take(0, &read(512)).is_err()), (Ok(()), true));
+    limiter.set(&Limits::default());
+    assert!(limiter.is_unlimited());
+    assert_eq!(limiter.take(0, &read(512)), Ok(()));
+}
+
+#[test]
+fn all_limits_are_charged_or_none() {
+    let limits = Limits { iops: Some(Limit::of(1_000_000)), bps_write: Some(Limit::of(1000)), ..Limits::default() };
+    let limiter = Limiter::new(&limits);
+    limiter.take(0, &op(Kind::Write, 1_000_000, 1)).unwrap();
+    // A million refusals cost nothing of the limit that they would have passed.
+    for _ in 0..1_000_000 {
+        assert!(limiter.take(0, &op(Kind::Write, 1, 1)).is_err());
+    }
+    let reads = greedy(&limiter, 0, 100 * MS, 0, || op(Kind::Read, 0, 1));
+    assert!((109_990..=110_000).contains(&reads.len()), "{}", reads.len());
+    // So it is with what another than the limiter refuses, at a rate that no second can be divided by.
+    let limiter = Limiter::new(&iops(Limit::of(70_001)));
+    for _ in 0..1_000_000 {
+        limiter.take(0, &read(0)).unwrap();
+        limiter.refund(&read(0));
+    }
+    assert_eq!(greedy(&limiter, 0, S, 0, || read(0)).len(), 70_001 + 700);
+}
+
+#[test]
+fn a_thousand_million_requests_to_the_last_one() {
+    // Rates that no second can be divided by; what passes is known beforehand.
+    for (rate, largest) in [(7u64, 3), (999_983, 2000), (3_000_000_019, 100_000)] {
+        let limiter = Limiter::new(&iops(Limit::of(rate)));
+        let (mut now, mut all, mut random) = (0, 0u64, Random(rate));
+        let mut asked = 0;
+        while all < 1_000_000_000 && asked < 2_000_000 {
+            let operation = op(Kind::Read, 0, 1 + random.below(largest) as u32);
+            while let Err(then) = limiter.take(now, &operation) {
+                now = then;
+            }
+            all += u64::from(operation.requests);
+            asked += 1;
+        }
+        // What has passed is paid at this time, and not a nanosecond earlier or later.
+        let paid = (u128::from(all) * u128::from(S) / u128::from(rate)) as u64;
+        let full = limiter.generation(limiter.changes.load(SeqCst))[0].buckets[0].full.load(SeqCst);
+        assert_eq!(full, paid, "{all} requests in {asked} operations at {rate} a second");
+        assert!(now <= paid && paid - now <= 10 * MS + u64::from(largest as u32) * S / rate);
+    }
+}
+
+#[test]
+fn after_any_idle_time_no_more_than_the_burst() {
+    let limiter = Limiter::new(&iops(limit(1000, 5000, 2000)));
+    for round in 1..5 {
+        // Days.
+        let start = round * 1_000_000 * S;
+        let passed = greedy(&limiter, start, start + 10 * S, 50_000, || read(0));
+        let within = |to: u64| passed.iter().filter(|p| p.0 < start + to).count();
+        assert!((5000..=5050).contains(&within(S)), "{}", within(S));
+        assert!((9950..=10_050).contains(&within(2 * S)), "{}", within(2 * S));
+        // Then the rate: 8000 of burst, and 10 s.
+        assert!((17_990..=18_000).contains(&passed.len()), "{}", passed.len());
+    }
+}
+
+#[test]
+fn small_operations_starve_no_large_one() {
+    // Somebody asks for 4 KiB again and again; one of 4 MiB comes to its turn as soon as the bucket opens.
+    let limiter = Limiter::new(&bps(Limit::of(1 << 20)));
+    let (mut now, mut large_at) = (0, 0);
+    while now < 60 * S {
+        if limiter.take(now, &read(4 << 20)).is_ok() {
+            large_at += 1;
+        }
+        now = limiter.take(now, &read(4096)).err().unwrap_or(now);
+    }
+    assert!((15..=16).contains(&large_at), "{large_at} of 4 s each");
+}
+
+#[test]
+fn a_debt_of_any_size_is_paid() {
+    let limiter = Limiter::new(&bps(limit(1 << 20, 2 << 20, 3000)));
+    limiter.take(0, &read(100 << 20)).unwrap();
+    // 100 s at the rate, less half of the burst of 3 s.
+    assert_eq!(limiter.take(0, &read(512)), Err(100 * S - 1500 * MS));
+    limiter.force(0, &read(1 << 20));
+    assert_eq!(limiter.take(0, &read(512)), Err(101 * S - 1500 * MS));
+    limiter.refund(&read(1 << 20));
+    assert_eq!(limiter.take(100 * S - 1500 * MS, &read(512)), Ok(()));
+}
+
+#[test]
+fn a_change_is_felt_at_once() {
+    let limiter = Limiter::new(&iops(Limit::of(1)));
+    limiter.take(5 * S, &read(0)).unwrap();
+    assert!(limiter.take(5 * S, &read(0)).unwrap_err() > 5900 * MS);
+    // Faster: the debt of a request is that of a request.
+    limiter.set(&iops(Limit::of(1000)));
+    let passed = greedy(&limiter, 5 * S, 6 * S, 0, || read(0));
+    assert!((998..=1010).contains(&passed.len()), "{}", passed.len());
+    // Slower: what was used of the bucket is no debt at the new rate.
+    limiter.set(&iops(Limit::of(10)));
+    let passed = greedy(&limiter, 6 * S, 16 * S, 0, || read(0));
+    assert!((99..=101).contains(&passed.len()), "{}", passed.len());
+    // A burst is given, once, however often it is said anew, and also when it is said otherwise.
+    let mut all = 0;
+    for i in 0..1000 {
+        limiter.set(&iops(limit(10, 1000, 1000)));
+        limiter.set(&iops(limit(10, 1001 + i % 2, 1000)));
+        all += greedy(&limiter, 16 * S + i * 10 * MS, 16 * S + (i + 1) * 10 * MS, 0, || read(0)).len();
+    }
+    assert!((1085..=1105).contains(&all), "{all}: 990 and ten seconds");
+    // Other limits do not touch what this one has used.
+    let mut limits = iops(limit(10, 1000, 1000));
+    for i in 0..100 {
+        limits.bps = Some(Limit::of(1 << (20 + i % 8)));
+        limiter.set(&limits);
+        assert!(limiter.take(26 * S, &op(Kind::Read, 0, 100)).is_err() || i == 0, "{i}");
+    }
+}
+
+#[test]
+fn reactors_together_get_what_one_would() {
+    const THREADS: usize = 4;
+    let limits = Limits { iops: Some(Limit::of(1_000_003)), bps_read: Some(Limit::of(300 << 20)), ..Limits::default() };
+    let (limiter, clock) = (Limiter::new(&limits), AtomicU64::new(0));
+    let passed: Vec<_> = std::thread::scope(|scope| {
+        let reactor = |seed| {
+            let (limiter, clock) = (&limiter, &clock);
+            move || {
+                let (mut random, mut passed) = (Random(seed), [0, 0]);
+                while clock.fetch_add(300, SeqCst) < 2 * S {
+                    let bytes = 512 << random.below(4);
+                    let now = clock.load(SeqCst).saturating_sub(random.below(20_000));
+                    let operation = op(Kind::Read, bytes, 1);
+                    if limiter.take(now, &operation).is_ok() {
+                        // Another one than the limiter refuses.
+                        if random.below(4) == 0 {
+                            limiter.refund(&operation);
+                        } else {
+                            passed = [passed[0] + 1, passed[1] + bytes];
+                        }
+                    }
+                }
+                passed
+            }
+        };
+        let threads: Vec<_> = (1..=THREADS as u64).map(|i| scope.spawn(reactor(i * 7919))).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    let (requests, bytes) = passed.iter().fold((0, 0), |sum, p| (sum.0 + p[0], sum.1 + p[1]));
+    // They ask 7 million times, for 2 KiB in the mean: bytes decide.
+    assert!(requests < 2_010_000, "{requests}");
+    let most = (300 << 20) * 201 / 100;
+    assert!(bytes <= most && bytes > most / 100 * 98, "{bytes} of {most}");
+}
+
+#[test]
+fn changes_while_reactors_ask() {
+    let (slow, fast) = (iops(Limit::of(1)), iops(Limit::of(1_000_000)));
+    let (limiter, clock) = (Limiter::new(&slow), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                while clock.load(SeqCst) < S {
+                    let _ = limiter.take(clock.fetch_add(100, SeqCst), &read(512));
+                }
+            });
+        }
+        while clock.load(SeqCst) < S {
+            limiter.set(&slow);
+            limiter.set(&fast);
+            // Never does a charge of the slow limit, a second each, come into the bucket of the fast one.
+            let (now, full) =
+                (clock.load(SeqCst), limiter.generation(limiter.changes.load(SeqCst))[0].buckets[0].full.load(SeqCst));
+            assert!(full <= now + 20 * MS, "{} ms", (full - now) / MS);
+        }
+    });
+}
+
+/// A limit, and the largest operation of a client for which it is 20 to 5000 operations a second, or more.
+fn any_limit() -> impl Strategy<Value = (Limit, u64)> {
+    let rate = prop_oneof![1u64..100, 1u64..100_000, 1u64..1 << 32, 1u64..1 << 50];
+    (rate, prop::option::of((1u64..10, 1u64..2000)), 20u64..5000).prop_map(|(rate, burst, operations)| {
+        let limit = burst.map_or(Limit::of(rate), |(times, length)| limit(rate, rate.saturating_mul(times), length));
+        (limit, (2 * rate / operations).max(1))
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    /// Whoever asks whenever for whatever: never more; and who always asks gets the rate.
+    #[test]
+    fn never_more_and_not_less(
+        (limit, largest) in any_limit(),
+        late in 0u64..3 * MS,
+        seed in 1u64..u64::MAX,
+        start in 0u64..1 << 60,
+    ) {
+        let limiter = Limiter::new(&bps(limit));
+        let (mut random, mut passed, mut now, mut biggest) = (Random(seed), Vec::new(), start, 1);
+        for _ in 0..20 {
+            // Time for some hundred operations, and then some idle time.
+            let busy = (u128::from(largest) * 100 * u128::from(S) / u128::from(limit.rate)) as u64;
+            let part = greedy(&limiter, now, now + busy, late, || {
+                let bytes = 1 + random.below(largest);
+                biggest = biggest.max(bytes);
+                read(bytes)
+            });
+            // But for what the one before took too much, and what comes too late for this part: no byte less than the rate.
+            let due = limit.rate as f64 * (busy.saturating_sub(late) as f64 / 1e9) - 2.0 * biggest as f64 - 1.0;
+            prop_assert!(sum(&part) as f64 >= due, "{} of {due}", sum(&part));
+            passed.extend(part);
+            now += busy + random.below(2 * busy);
+        }
+        let at_most = |rate: u64, holds: f64| never_more(&passed, rate, holds.max(holds / 2.0 + biggest as f64));
+        let peak = limit.max.unwrap_or(limit.rate);
+        at_most(peak, peak as f64 / 100.0);
+        if let Some(max) = limit.max {
+            let burst = (max - limit.rate) as f64 * limit.length.as_secs_f64();
+            at_most(limit.rate, burst.max(limit.rate as f64 / 100.0));
+        }
+    }
+
+    /// Limits that change all the time: each phase gives what it may, and the first request after a change waits no longer than
+    /// it would have waited before, or for one request at the new rate and the bucket's slack.
+    #[test]
+    fn each_phase_of_many_has_its_rate(rates in prop::collection::vec(1u64..1_000_000, 2..20), late in 0u64..MS) {
+        let limiter = Limiter::new(&Limits::default());
+        let (mut now, mut waits) = (S, 0);
+        for rate in rates {
+            limiter.set(&iops(Limit::of(rate)));
+            let wait = limiter.take(now, &read(0)).err().map_or(0, |then| then - now);
+            prop_assert!(wait <= waits.max(S / rate) + 10 * MS, "{wait}");
+            let length = (20 * S / rate).max(100 * MS);
+            let passed = greedy(&limiter, now, now + length, late, || read(0)).len() as f64;
+            let of = |time: u64| rate as f64 * (time as f64 / 1e9);
+            prop_assert!(passed <= of(length + 10 * MS) + 2.0, "{passed} in {length} ns at {rate}");
+            // The last one may come too late for the phase.
+            prop_assert!(passed >= of(length.saturating_sub(wait + late)) - 2.0, "{passed} in {length} ns at {rate}");
+            now += length;
+            waits = limiter.take(now, &read(0)).err().map_or(0, |then| then - now);
+        }
+    }
+
+    /// No figure is too large.
+    #[test]
+    fn nothing_overflows(rate in 1u64..=1 << 50, more in 0u64..=1 << 50, length in any::<u64>(), bytes in any::<u64>(), now in any::<u64>()) {
+        let all = Some(Limit { rate, max: Some(rate + more), length: Duration::from_nanos(length) });
+        let limits = Limits { iops: all, iops_read: all, iops_write: all, bps: all, bps_read: all, bps_write: all };
+        let limiter = Limiter::new(&limits);
+        for operation in [op(Kind::Write, bytes, u32::MAX), read(bytes)] {
+            for _ in 0..3 {
+                let _ = limiter.take(now, &operation);
+                limiter.force(now, &operation);
+            }
+            limiter.refund(&operation);
+        }
+        limiter.set(&iops(Limit::of(1)));
+        limiter.set(&limits);
+        let _ = limiter.take(now, &read(1));
+    }
+}
