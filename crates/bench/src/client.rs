@@ -138,6 +138,11 @@ impl Options {
         self.bssplit.iter().flat_map(|s| &s.0).map(|s| s.0).max().unwrap_or(self.bs)
     }
 
+    /// The defaults, for a host file or block device.
+    pub fn for_file(file: PathBuf) -> Self {
+        Options { socket: None, file: Some(file), ..Options::for_socket("unused".into()) }
+    }
+
     /// The defaults, for a socket.
     pub fn for_socket(socket: PathBuf) -> Self {
         #[derive(clap::Parser)]

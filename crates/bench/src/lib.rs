@@ -9,14 +9,18 @@
 //!   job      `bench job`: loads with names, by fio or by the client's engine
 //!   experiment  those that are no load: dd and rm, mounting and copying, booting
 //!   compare  `bench compare`: the same work on the host and in guests, in turn
+//!   calibrate  `bench calibrate`: what operations cost a device      costs  the file of that
+//!   process  what goes with its value: processes, interruption
 //!   results  all of that as data         report  as a table and a page       draw  `bench plot`
 //!   diff     `bench diff`: two sets of results
 //!   statistics  quantiles                plot    pictures, as SVG and PNG
 //! ```
 //! `compare -> results -> {report, draw, diff} -> plot -> statistics`. Nothing points back.
 
+pub mod calibrate;
 pub mod client;
 pub mod compare;
+pub mod costs;
 pub mod diff;
 pub mod draw;
 pub mod driver;
@@ -24,6 +28,7 @@ pub mod experiment;
 pub mod figures;
 pub mod job;
 pub mod plot;
+pub mod process;
 pub mod rate;
 pub mod report;
 pub mod results;

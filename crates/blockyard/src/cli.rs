@@ -53,6 +53,8 @@ pub enum Bench {
     Job(blockyard_bench::job::Options),
     /// The same work on the host and in guests, in turn: a table, and a page with pictures.
     Compare(Box<blockyard_bench::compare::Options>),
+    /// What operations cost a device: the figures that fair shares are reckoned by.
+    Calibrate(blockyard_bench::calibrate::Options),
     /// Draw a report again, or one picture of it (SVG, PNG).
     Plot(blockyard_bench::draw::Options),
     /// Compare two sets of results. Exit status: 0 nothing is slower, 1 something is, beyond the noise, 2 failed.

@@ -54,17 +54,22 @@ fn measure(bench: &Bench) -> Result<u8, Failure> {
         Bench::Percentile(options) => blockyard_bench::figures::percentile(options)?,
         Bench::Job(options) => blockyard_bench::job::run(options)?,
         Bench::Plot(options) => blockyard_bench::draw::run(options)?,
-        Bench::Compare(options) => match blockyard_bench::compare::run(options) {
-            // As the shell says of what a signal has ended.
-            Err(e) if e.is::<blockyard_bench::compare::Interrupted>() => return Err(Failure::with_status(130, e)),
-            other => other?,
-        },
+        Bench::Compare(options) => to_its_end(blockyard_bench::compare::run(options))?,
+        Bench::Calibrate(options) => to_its_end(blockyard_bench::calibrate::run(options))?,
         Bench::Diff(options) => {
             let same = blockyard_bench::diff::run(options).map_err(|e| Failure::with_status(2, e))?;
             return Ok(u8::from(!same));
         }
     }
     Ok(0)
+}
+
+/// Interrupted it ends as the shell says of what a signal has ended.
+fn to_its_end(result: anyhow::Result<()>) -> Result<(), Failure> {
+    result.map_err(|e| {
+        let status = if e.is::<blockyard_bench::process::Interrupted>() { 130 } else { 1 };
+        Failure::with_status(status, e)
+    })
 }
 
 /// Help and version as clap has them; a mistake as one line, like every other error of ours.

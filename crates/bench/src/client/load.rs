@@ -19,6 +19,8 @@ pub struct Tally {
     /// Read and written.
     pub bytes: u64,
     pub elapsed_ns: u64,
+    /// The measured time, [`SLICE`] by `SLICE`; empty where operations are counted instead.
+    pub slices: Vec<Slice>,
     pub kicks: u64,
     pub signals: u64,
     /// Requests that were answered with an error, in the whole run, and the first of them.
@@ -38,6 +40,7 @@ impl Tally {
             flushes: 0,
             bytes: 0,
             elapsed_ns: 0,
+            slices: Vec::new(),
             kicks: 0,
             signals: 0,
             errors: 0,
@@ -55,6 +58,12 @@ impl Tally {
         self.flushes += other.flushes;
         self.bytes += other.bytes;
         self.elapsed_ns = self.elapsed_ns.max(other.elapsed_ns);
+        self.slices.resize(self.slices.len().max(other.slices.len()), Slice::default());
+        for (slice, other) in self.slices.iter_mut().zip(&other.slices) {
+            slice.operations += other.operations;
+            slice.bytes += other.bytes;
+            slice.latency_ns += other.latency_ns;
+        }
         self.kicks += other.kicks;
         self.signals += other.signals;
         self.errors += other.errors;
@@ -63,6 +72,18 @@ impl Tally {
         self.longest_stall_ns = self.longest_stall_ns.max(other.longest_stall_ns);
         Ok(())
     }
+}
+
+/// Nanoseconds of a slice.
+pub const SLICE: u64 = 100_000_000;
+
+/// What was finished in a slice of the time.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Slice {
+    pub operations: u64,
+    pub bytes: u64,
+    /// Of all of them together.
+    pub latency_ns: u64,
 }
 
 /// When a load ends.
@@ -116,7 +137,10 @@ impl Load {
         block_size: u64,
     ) -> Result<Self> {
         let stage = if matches!(limit, Limit::Time { .. }) { Stage::WarmUp } else { Stage::Measured };
-        let tally = Tally::new()?;
+        let mut tally = Tally::new()?;
+        if let Limit::Time { from, until } = limit {
+            tally.slices = vec![Slice::default(); (until.saturating_sub(from) / SLICE) as usize];
+        }
         Ok(Load { workload, verifier, pacer, limit, stage, in_flight: 0, started: 0, block_size, tally })
     }
 
@@ -208,8 +232,15 @@ impl Load {
                 Kind::Write => self.tally.writes += 1,
                 Kind::Flush => self.tally.flushes += 1,
             }
-            if operation.kind != Kind::Flush {
-                self.tally.bytes += self.block_size * u64::from(operation.count);
+            let moves = operation.kind != Kind::Flush;
+            let bytes = if moves { self.block_size * u64::from(operation.count) } else { 0 };
+            self.tally.bytes += bytes;
+            if let Limit::Time { from, .. } = self.limit
+                && let Some(slice) = self.tally.slices.get_mut((now.saturating_sub(from) / SLICE) as usize)
+            {
+                slice.operations += 1;
+                slice.bytes += bytes;
+                slice.latency_ns += now - started;
             }
         }
         let ok = outcome.is_ok();
@@ -288,6 +319,22 @@ mod tests {
         load.tick(201);
         assert_eq!((load.tally.writes, load.tally.elapsed_ns), (3, 100));
         assert_eq!(load.next(202), Next::Over);
+    }
+
+    #[test]
+    fn each_slice_of_the_time_has_its_own() {
+        let ms = 1_000_000;
+        let mut load = load(Limit::Time { from: 50 * ms, until: 350 * ms }, false);
+        for now in [0, 60, 70, 155, 349] {
+            load.tick(now * ms);
+            let o = operation(load.next(now * ms));
+            load.finish(o, now * ms, (now + 1) * ms, Ok(()), |_| ()).unwrap();
+        }
+        let slice = |operations| Slice { operations, bytes: 512 * operations, latency_ns: operations * ms };
+        assert!(load.tally.slices == [2, 1, 0].map(slice), "the last one was too late");
+        let mut both = Tally::new().unwrap();
+        both.merge(load.tally).unwrap();
+        assert_eq!((both.slices.len(), both.slices[0]), (3, slice(2)));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::Options;
 use super::cpu::{Meter, Usage};
-use super::load::Tally;
+use super::load::{Slice, Tally};
 
 /// What was on the other side.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -76,6 +76,9 @@ pub struct Report {
     pub reconnects: u64,
     /// The longest time without a completion around a reconnection.
     pub longest_stall_ms: f64,
+    /// For who measures several at once.
+    #[serde(skip)]
+    pub slices: Vec<Slice>,
 }
 
 impl Report {
@@ -107,6 +110,7 @@ impl Report {
             verified_blocks: tally.verified,
             reconnects,
             longest_stall_ms: tally.longest_stall_ns as f64 / 1e6,
+            slices: tally.slices.clone(),
         }
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   system       what is compared            work         what is done: scripts, and what they print
-//!   stage        images, servers, guests     process      processes that go with their values; interruption
-//!   cpu          processor time              environment  what figures depend on
+//!   stage        images, servers, guests     environment  what figures depend on
+//!   cpu          processor time
 //! ```
 //! In: names of works and systems. Out: [`Results`], saved after each run; a table, and a report if wanted.
 //! What must hold: systems take turns, and each round begins with another one, so that a machine which slows down slows down
@@ -11,7 +11,6 @@
 
 mod cpu;
 mod environment;
-mod process;
 mod stage;
 mod system;
 mod work;
@@ -20,12 +19,11 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 
-pub use self::process::Interrupted;
-use self::process::Stop;
 use self::stage::Stage;
 use self::system::System;
 use self::work::{Amount, Work};
 use crate::client::{parse_seconds, parse_size};
+use crate::process::Stop;
 use crate::report;
 use crate::results::Results;
 

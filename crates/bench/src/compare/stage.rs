@@ -6,7 +6,6 @@
 //! of data: `data NAME`, lines, `end NAME`. It finds the disk in `$DISK`, this program in `$BLOCKYARD`, fio in `$FIO`.
 
 use std::collections::HashMap;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -14,9 +13,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 use super::cpu::Snapshot;
-use super::process::{Process, Stop};
 use super::system::{Image, Kind, System};
 use crate::experiment::Contents;
+use crate::process::{Process, Stop, fill};
 use crate::results::{Cpu, Run, Spent};
 
 /// A script that is silent for so long has failed.
@@ -60,7 +59,7 @@ impl Stage {
         let path = self.folder.join(if contents == Contents::Linux { "linux.img" } else { "base.img" });
         match contents {
             _ if path.exists() => {}
-            Contents::Random => self.fill(&path)?,
+            Contents::Random => fill(&path, self.size, &self.stop)?,
             Contents::Linux => {
                 let guests = self.guests.as_deref().context("no guests are installed")?;
                 let find = ". \"$1/lib.sh\" && printf %s \"$cache\"";
@@ -71,23 +70,6 @@ impl Stage {
             }
         }
         Ok(path)
-    }
-
-    /// Random bytes.
-    fn fill(&self, path: &Path) -> Result<()> {
-        const PIECE: usize = 1 << 20;
-        let file = std::fs::File::create(path)?;
-        let mut random = crate::client::workload::Random::new(1, 0);
-        let mut piece = vec![0; PIECE];
-        let mut done = 0;
-        while done < self.size {
-            self.stop.check()?;
-            piece.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&random.word().to_ne_bytes()));
-            let len = (self.size - done).min(PIECE as u64);
-            file.write_all_at(&piece[..len as usize], done)?;
-            done += len;
-        }
-        Ok(file.sync_all()?)
     }
 
     /// The system's image, none of it in the page cache.
@@ -194,7 +176,7 @@ impl Stage {
         // What went wrong first is told first: a script that has failed has no marks either.
         let mut said = Vec::new();
         let played = match self.listen(&player, server.as_ref(), started, &mut said) {
-            Err(e) if e.is::<super::process::Interrupted>() => return Err(e),
+            Err(e) if e.is::<crate::process::Interrupted>() => return Err(e),
             heard => player.finish().and(heard),
         };
         let mut played = played.map_err(|e| {

@@ -1,6 +1,7 @@
 //! `blockyard bench`: `rate`, `median` and `percentile` against back ends whose delay is known, against fio, over NBD;
 //! `compare` and what comes of it.
 
+mod calibrate;
 #[path = "../common/mod.rs"]
 mod common;
 mod compare;

@@ -1,7 +1,9 @@
-//! Processes that do not outlive what they were started for.
+//! What does not outlive what it was made for: processes, and an interruption that ends them; and files of random bytes.
 
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -152,5 +154,28 @@ impl Process {
 impl Drop for Process {
     fn drop(&mut self) {
         let _ = self.end();
+    }
+}
+
+/// A durable file of random bytes: every block has its place, and none is a hole.
+pub fn fill(path: &Path, size: u64, stop: &Stop) -> Result<()> {
+    const PIECE: usize = 1 << 20;
+    let write = || {
+        let file = std::fs::File::create(path)?;
+        let mut random = crate::client::workload::Random::new(1, 0);
+        let mut piece = vec![0; PIECE];
+        let mut done = 0;
+        while done < size {
+            stop.check()?;
+            piece.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&random.word().to_ne_bytes()));
+            let len = (size - done).min(PIECE as u64);
+            file.write_all_at(&piece[..len as usize], done)?;
+            done += len;
+        }
+        anyhow::Ok(file.sync_all()?)
+    };
+    match write() {
+        Err(e) if e.is::<Interrupted>() => Err(e),
+        other => other.with_context(|| format!("writing {}", path.display())),
     }
 }

@@ -1,0 +1,180 @@
+//! The rounds: every step for a short while, in turn, several times; medians.
+//!
+//! In: a file or a block device, and whether it may be written to. Out: rates and times. What must hold: nothing is written
+//! unless it may be; what is discarded is not read or written again.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use rustix::fs::{FallocateFlags, OFlags};
+
+use super::arithmetic::{Displaced, Times};
+use crate::client::workload::Pattern;
+use crate::client::{self, Options as Load};
+use crate::process::Stop;
+use crate::statistics::median;
+
+/// Operations in flight that keep a device busy.
+const PLENTY: u16 = 64;
+/// The same, of 1 MiB.
+const PLENTY_LARGE: u16 = 16;
+pub const DEPTHS: [u16; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
+/// Bytes that a discard, or zeroes, are measured with.
+const CLEARED: u64 = 64 << 10;
+
+/// What is done, and how long each time.
+pub struct Plan<'a> {
+    pub path: &'a Path,
+    /// Bytes to use, a multiple of 16 MiB.
+    pub size: u64,
+    pub writes: bool,
+    pub rounds: u32,
+    pub seconds: f64,
+    pub stop: &'a Stop,
+}
+
+#[derive(Clone, Debug)]
+pub struct Written {
+    pub times: Times,
+    /// Nanoseconds of the device that a pair of write (16 KiB) and flush took.
+    pub pair: f64,
+    /// How long a flush takes, in nanoseconds.
+    pub flush: f64,
+    /// None: not supported.
+    pub discard: Option<f64>,
+    pub write_zeroes: Option<f64>,
+}
+
+#[derive(Clone, Debug)]
+pub struct Measured {
+    pub reads: Times,
+    /// 4 KiB random reads a second, by depth.
+    pub depths: Vec<(u16, f64)>,
+    pub written: Option<Written>,
+}
+
+/// Figures by name, one a round.
+type Figures = BTreeMap<&'static str, Vec<f64>>;
+
+impl Plan<'_> {
+    /// Steps of a round.
+    fn steps(&self) -> u32 {
+        DEPTHS.len() as u32 + 2 + if self.writes { 8 } else { 0 }
+    }
+
+    pub fn measure(&self) -> Result<Measured> {
+        let each = (self.seconds / f64::from(self.rounds * self.steps())).max(0.02);
+        let mut depths = vec![Vec::new(); DEPTHS.len()];
+        let mut figures = Figures::new();
+        for round in 0..self.rounds {
+            self.reads(each, &mut depths, &mut figures)?;
+            if self.writes {
+                let rate = depths.get(6).and_then(|d| d.last()).copied().unwrap_or(0.0);
+                self.written(each, round, rate, &mut figures)?;
+            }
+        }
+        let middle = |name: &str| median(figures.get(name).into_iter().flatten().copied());
+        let rate = |name: &str| 1e9 / middle(name);
+        let depths: Vec<_> = DEPTHS.iter().zip(depths).map(|(depth, rates)| (*depth, median(rates))).collect();
+        let at = |depth| depths.iter().find(|d| d.0 == depth).map_or(f64::NAN, |d| 1e9 / d.1);
+        let reads = Times {
+            random: at(PLENTY),
+            sequential: rate("sequential read"),
+            stream: rate("read stream"),
+            alone: at(1),
+        };
+        let written = self.writes.then(|| Written {
+            times: Times {
+                random: rate("random write"),
+                sequential: rate("sequential write"),
+                stream: rate("write stream"),
+                alone: rate("write alone"),
+            },
+            pair: middle("pair"),
+            flush: middle("flush"),
+            discard: Some(middle("discard")).filter(|v| v.is_finite()),
+            write_zeroes: Some(middle("write zeroes")).filter(|v| v.is_finite()),
+        });
+        Ok(Measured { reads, depths, written })
+    }
+
+    fn reads(&self, each: f64, depths: &mut [Vec<f64>], figures: &mut Figures) -> Result<()> {
+        for (depth, rates) in DEPTHS.iter().zip(depths) {
+            rates.push(self.rate(Pattern::Randread, 4096, *depth, each)?);
+        }
+        let mut note = |name, rate| figures.entry(name).or_default().push(rate);
+        note("sequential read", self.rate(Pattern::Read, 4096, PLENTY, each)?);
+        note("read stream", self.rate(Pattern::Read, 1 << 20, PLENTY_LARGE, each)?);
+        Ok(())
+    }
+
+    fn written(&self, each: f64, round: u32, reads_alone: f64, figures: &mut Figures) -> Result<()> {
+        let mut note = |name, rate| figures.entry(name).or_default().push(rate);
+        note("random write", self.rate(Pattern::Randwrite, 4096, PLENTY, each)?);
+        note("sequential write", self.rate(Pattern::Write, 4096, PLENTY, each)?);
+        note("write stream", self.rate(Pattern::Write, 1 << 20, PLENTY_LARGE, each)?);
+        note("write alone", self.rate(Pattern::Randwrite, 4096, 1, each)?);
+        let pairs = Load { flush_every: 1, ..self.load(Pattern::Randwrite, 16 << 10, 1, each) };
+        let alone = self.run(&pairs)?;
+        let write = self.rate(Pattern::Randwrite, 16 << 10, 1, each / 2.0)?;
+        note("flush", (1e9 / (alone / 2.0) - 1e9 / write).max(0.0));
+        let reads = self.load(Pattern::Randread, 4096, PLENTY, each);
+        let (reads, pairs) = std::thread::scope(|scope| {
+            let pairs = scope.spawn(|| self.run(&pairs));
+            (self.run(&reads), pairs.join())
+        });
+        let pairs = pairs.map_err(|_| anyhow::anyhow!("a thread has died"))?? / 2.0;
+        note("pair", Displaced { reads_alone, reads: reads?, pairs }.pair());
+        // Holes are made in the last sixteenth, where nothing else is done: first discarded, then zeroed.
+        for (name, flags) in [
+            ("discard", FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE),
+            ("write zeroes", FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE),
+        ] {
+            if let Some(time) = self.clear(flags, each / 2.0, round)? {
+                note(name, time);
+            }
+        }
+        Ok(())
+    }
+
+    fn load(&self, rw: Pattern, bs: u64, depth: u16, seconds: f64) -> Load {
+        let size = Some(self.size / 16 * 15);
+        let warmup = (seconds / 5.0).min(0.1);
+        Load { rw, bs, depth, size, runtime: seconds - warmup, warmup, ..Load::for_file(self.path.into()) }
+    }
+
+    fn rate(&self, rw: Pattern, bs: u64, depth: u16, seconds: f64) -> Result<f64> {
+        self.run(&self.load(rw, bs, depth, seconds))
+    }
+
+    /// Operations a second.
+    fn run(&self, load: &Load) -> Result<f64> {
+        self.stop.check()?;
+        let report = client::measure(load)?;
+        if let Some(first) = report.first_error {
+            anyhow::bail!("{}: {first}", self.path.display());
+        }
+        anyhow::ensure!(report.operations > 0, "{}: nothing was done in {} s", self.path.display(), load.runtime);
+        Ok(report.iops)
+    }
+
+    /// Nanoseconds of one call; None: the file or the device does not know it.
+    fn clear(&self, flags: FallocateFlags, seconds: f64, round: u32) -> Result<Option<f64>> {
+        self.stop.check()?;
+        let fd = rustix::fs::open(self.path, OFlags::RDWR | OFlags::CLOEXEC, rustix::fs::Mode::empty())
+            .with_context(|| format!("opening {}", self.path.display()))?;
+        let (first, places) = (self.size / 16 * 15, self.size / 16 / CLEARED);
+        let (begin, mut done) = (Instant::now(), 0u64);
+        while done == 0 || begin.elapsed() < Duration::from_secs_f64(seconds) {
+            let place = (u64::from(round) * 101 + done) % places;
+            match rustix::fs::fallocate(&fd, flags, first + place * CLEARED, CLEARED) {
+                Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NODEV) => return Ok(None),
+                other => other.with_context(|| format!("clearing a part of {}", self.path.display()))?,
+            }
+            done += 1;
+        }
+        Ok(Some(begin.elapsed().as_nanos() as f64 / done as f64))
+    }
+}
