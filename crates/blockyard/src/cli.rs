@@ -8,6 +8,9 @@ use blockyard_image::{CacheMode, Format};
 use clap::{Args, Parser, Subcommand};
 use serde::Deserialize;
 
+use crate::config;
+use crate::knobs::with_knobs;
+
 #[derive(Parser)]
 #[command(
     name = "blockyard",
@@ -81,6 +84,15 @@ pub struct ServeOptions {
     /// Processors that the reactors keep to, in turn, such as 0,2-3 [default: wherever the kernel puts them].
     #[arg(long, value_name = "LIST", value_parser = parse_cpus)]
     pub cpus: Option<Cpus>,
+
+    /// Serve disks as they ask, without a look at shares of their device. Limits hold all the same.
+    #[arg(long)]
+    pub no_fair_share: bool,
+
+    /// What operations cost the devices, as `bench calibrate` has measured it [default: /var/lib/blockyard/costs.toml, where
+    /// there is one].
+    #[arg(long, value_name = "FILE")]
+    pub costs: Option<PathBuf>,
 }
 
 /// A list of processors.
@@ -103,6 +115,7 @@ fn parse_cpus(s: &str) -> Result<Cpus, String> {
     Ok(Cpus(cpus))
 }
 
+with_knobs! {
 /// One disk: on the command line, and as a `[[disk]]` table of the configuration file.
 #[derive(Args, Clone, Debug, Deserialize, PartialEq)]
 #[group(id = "DiskArgs")]
@@ -204,9 +217,18 @@ pub struct DiskArgs {
     #[arg(long = "filter", value_name = "FILTER")]
     #[serde(default, deserialize_with = "config::filters")]
     pub filters: Vec<blockyard_disk::Filter>,
-}
 
-use crate::config;
+    /// The device that the disk shares with others, in the place of the one on which its image lies: any name.
+    #[arg(long, value_name = "NAME", help_heading = "Share of the device")]
+    #[serde(default)]
+    pub device: Option<String>,
+
+    /// The group of disks to whose share it belongs. (A single disk has none.)
+    #[arg(skip)]
+    #[serde(default)]
+    pub group: Option<String>,
+}
+}
 
 fn one() -> u16 {
     1

@@ -1,6 +1,6 @@
-//! The configuration file: TOML, one `[[disk]]` table a disk. See docs/configuration.md.
+//! The configuration file: TOML, one `[[disk]]` table a disk, one `[group.NAME]` table a group. See docs/configuration.md.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -10,13 +10,22 @@ use blockyard_image::{ChainOptions, Format};
 use serde::{Deserialize, Deserializer};
 
 use crate::cli::{self, DiskArgs};
+use crate::knobs::{self, GroupArgs};
 
-#[derive(Clone, Debug, Deserialize, PartialEq)]
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Config {
     /// Threads that serve queues; read at start only.
     #[serde(default)]
     pub reactors: Option<u16>,
+    /// Whether disks get their shares of a device, or as much as they ask for.
+    #[serde(default)]
+    pub fair_share: Option<bool>,
+    /// What operations cost the devices.
+    #[serde(default)]
+    pub costs: Option<PathBuf>,
+    #[serde(default, rename = "group")]
+    pub groups: BTreeMap<String, GroupArgs>,
     #[serde(default, rename = "disk")]
     pub disks: Vec<DiskArgs>,
 }
@@ -45,6 +54,9 @@ impl Config {
         if self.reactors.is_some_and(|n| !(1..=256).contains(&n)) {
             return Err("reactors is a number from 1 to 256".into());
         }
+        for (name, group) in &self.groups {
+            knobs::check(&group.knobs()).map_err(|e| format!("group \"{name}\": {e}"))?;
+        }
         let (mut names, mut sockets) = (HashSet::new(), HashSet::new());
         for disk in &self.disks {
             let name = disk.name();
@@ -58,6 +70,9 @@ impl Config {
                 return Err(format!("disk \"{name}\": queues is a number from 1 to 256"));
             }
             cli::parse_queue_size(&disk.queue_size.to_string()).map_err(|e| format!("disk \"{name}\": {e}"))?;
+            if let Some(group) = disk.group.as_ref().filter(|group| !self.groups.contains_key(*group)) {
+                return Err(format!("disk \"{name}\": there is no group \"{group}\" (a table [group.{group}])"));
+            }
         }
         Ok(())
     }
@@ -122,7 +137,7 @@ pub fn some_from_text<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Displ
 
 /// A number of bytes, or a text with a suffix.
 pub fn size<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
-    cli::parse_size(&WordOrNumber::deserialize(d)?.text()).map(Some).map_err(serde::de::Error::custom)
+    parsed(d, cli::parse_size).map(Some)
 }
 
 pub fn filters<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Filter>, D::Error> {
@@ -130,33 +145,35 @@ pub fn filters<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Filter>, D::Error>
     texts.iter().map(|t| t.parse().map_err(serde::de::Error::custom)).collect()
 }
 
-/// `"auto"`, `"off"`, a size with its suffix; or a number.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum WordOrNumber {
-    Word(String),
-    Number(u64),
-}
-
-impl WordOrNumber {
-    fn text(self) -> String {
-        match self {
-            WordOrNumber::Word(word) => word,
-            WordOrNumber::Number(number) => number.to_string(),
-        }
+/// A text or a number, as the option of the command line is read.
+pub fn parsed<'de, D: Deserializer<'de>, T>(d: D, parse: fn(&str) -> Result<T, String>) -> Result<T, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "it is a number or a text")]
+    enum Value {
+        Word(String),
+        Number(u64),
     }
+    let text = match Value::deserialize(d)? {
+        Value::Word(word) => word,
+        Value::Number(number) => number.to_string(),
+    };
+    parse(&text).map_err(serde::de::Error::custom)
 }
 
 pub fn poll<'de, D: Deserializer<'de>>(d: D) -> Result<PollMode, D::Error> {
-    cli::parse_poll(&WordOrNumber::deserialize(d)?.text()).map_err(serde::de::Error::custom)
+    parsed(d, cli::parse_poll)
 }
 
 pub fn coalesce<'de, D: Deserializer<'de>>(d: D) -> Result<Coalesce, D::Error> {
-    cli::parse_coalesce(&WordOrNumber::deserialize(d)?.text()).map_err(serde::de::Error::custom)
+    parsed(d, cli::parse_coalesce)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use blockyard_sched::{Knobs, Limit, Limits};
+
     use super::*;
 
     fn read(text: &str) -> Result<Config, String> {
@@ -182,6 +199,33 @@ mod tests {
     }
 
     #[test]
+    fn knobs_of_disks_and_groups() {
+        let all = "weight = 250\nreserve-iops = \"1k\"\nreserve-bps = 5000\niops = 2000\niops-read = \"300,max=600\"\n\
+                   iops-write = 30\nbps = \"50M,max=200M,length=2.5\"\nbps-read = \"1G\"\nbps-write = 1000000\n\
+                   latency-target = \"2.5ms\"\n";
+        let config = read(&format!(
+            "fair-share = false\ncosts = \"/etc/costs\"\n[[disk]]\nimage = \"a\"\nvhost-user = \"s\"\ngroup = \"g\"\n\
+             device = \"d\"\n{all}[group.g]\n{all}[group.h]\n"
+        ))
+        .unwrap();
+        let limits = Limits {
+            iops: Some(Limit::of(2000)),
+            iops_read: Some(Limit { max: Some(600), ..Limit::of(300) }),
+            iops_write: Some(Limit::of(30)),
+            bps: Some(Limit { rate: 50 << 20, max: Some(200 << 20), length: Duration::from_millis(2500) }),
+            bps_read: Some(Limit::of(1 << 30)),
+            bps_write: Some(Limit::of(1_000_000)),
+        };
+        let (reserve_iops, reserve_bps) = (Some(1024), Some(5000));
+        let latency_target = Some(Duration::from_micros(2500));
+        let knobs = Knobs { weight: 250, reserve_iops, reserve_bps, limits, latency_target };
+        assert_eq!((config.disks[0].knobs(), config.groups["g"].knobs()), (knobs.clone(), knobs));
+        assert_eq!(config.groups["h"].knobs(), Knobs::default());
+        assert_eq!((config.disks[0].group.as_deref(), config.disks[0].device.as_deref()), (Some("g"), Some("d")));
+        assert_eq!((config.fair_share, config.costs), (Some(false), Some("/etc/costs".into())));
+    }
+
+    #[test]
     fn errors_name_the_line_or_the_disk() {
         let disk = "[[disk]]\nimage = \"a\"\nvhost-user = \"s\"\n";
         for (text, part) in [
@@ -190,6 +234,15 @@ mod tests {
             (format!("{disk}queue-size = 100\n"), "a power of two"),
             (format!("{disk}{disk}"), "two disks are called \"a\""),
             ("[[disk]]\nimage = \"a\"\n".into(), "missing field `vhost-user`"),
+            (format!("{disk}weight = 0\n"), "line 4: a weight is a number from 1 to 10000"),
+            (format!("{disk}iops = \"10,max=5\"\n"), "line 4: limit \"10,max=5\": max is less than the rate"),
+            (format!("{disk}bps-read = true\n"), "line 4: it is a number or a text"),
+            (format!("{disk}reserve-bps = \"many\"\n"), "line 4: \"many\": a rate is a number"),
+            (format!("{disk}latency-target = 5\n"), "line 4: \"5\": a latency target is a number and a unit"),
+            (format!("{disk}group = \"g\"\n[group.h]\n"), "disk \"a\": there is no group \"g\""),
+            (format!("[group.g]\nwieght = 5\n{disk}"), "line 2: unknown field `wieght`"),
+            (format!("[group.g]\ngroup = \"h\"\n{disk}"), "line 2: unknown field `group`"),
+            ("[group.g]\niops = 5\nreserve-iops = 6\n".into(), "group \"g\": reserve-iops is 6, more than"),
         ] {
             let error = read(&text).unwrap_err();
             assert!(error.contains(part) && !error.contains('\n'), "{error}");

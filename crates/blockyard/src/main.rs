@@ -7,6 +7,7 @@ mod cli;
 mod config;
 mod image;
 mod inherited;
+mod knobs;
 mod serve;
 
 use std::process::ExitCode;

@@ -15,7 +15,7 @@ use signal_hook::iterator::Signals;
 
 use crate::cli::{DiskArgs, ServeOptions};
 use crate::config::Config;
-use crate::{Failure, inherited};
+use crate::{Failure, inherited, knobs};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let config = read(options).map_err(Failure::usage)?;
@@ -51,7 +51,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
 fn read(options: &ServeOptions) -> anyhow::Result<Config> {
     match (&options.config, &options.disk) {
         (Some(path), _) => Ok(Config::read(path)?),
-        (None, Some(disk)) => Ok(Config { reactors: None, disks: vec![disk.clone()] }),
+        (None, Some(disk)) => Ok(Config { disks: vec![disk.clone()], ..Config::default() }),
         (None, None) => anyhow::bail!("say an image and a socket, or --config FILE"),
     }
 }
@@ -74,6 +74,7 @@ fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     if disk.copy_on_read && disk.read_only {
         anyhow::bail!("image {image}: --copy-on-read writes, and --read-only forbids it");
     }
+    knobs::check(&disk.knobs()).map_err(|e| anyhow::anyhow!("disk \"{}\": {e}", disk.name()))?;
     let serial = disk.serial.as_deref().unwrap_or_default();
     if serial.len() > 20 {
         anyhow::bail!("serial \"{serial}\" has {} bytes, and may have 20", serial.len());

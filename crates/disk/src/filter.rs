@@ -70,7 +70,8 @@ impl FromStr for Filter {
 
 pub(crate) const TIME_FORM: &str = "a time is a number and a unit: us, ms or s";
 
-pub(crate) fn parse_time(s: &str) -> Option<Duration> {
+/// A number and a unit.
+pub fn parse_time(s: &str) -> Option<Duration> {
     let unit = s.find(|c: char| c.is_ascii_alphabetic())?;
     let number: f64 = s[..unit].parse().ok()?;
     let scale = match &s[unit..] {

@@ -21,7 +21,7 @@ mod statistics;
 
 pub use backend::{Backend, Delay, Model, Ram, Source, SourceError, parse_size};
 pub use disk::{Disk, DiskOptions};
-pub use filter::{Filter, FilterError};
+pub use filter::{Filter, FilterError, parse_time};
 pub use gate::GateError;
 pub use live::{SnapshotOptions, Why, Work, WorkError};
 pub use request::{Failure, Finished, Op, Request, Status, Token, dropped_requests};

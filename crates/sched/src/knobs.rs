@@ -42,7 +42,7 @@ pub struct Limits {
 }
 
 /// `rate` for ever; after a time of less, `max` for `length`. Text form: `1000`, `1000,max=5000,length=10` (seconds), with
-/// suffixes k, M, G (powers of 1024 for bytes; see [`Limit::parse`]).
+/// suffixes k, M, G (powers of 1024 for bytes; see [`parse_rate`]).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limit {
     pub rate: u64,
@@ -71,11 +71,11 @@ impl FromStr for Limit {
         let form = || KnobError::Form(text.to_string());
         let bad = |why| KnobError::Value(text.to_string(), why);
         let mut parts = text.split(',');
-        let mut limit = Limit::of(parts.next().and_then(rate).ok_or_else(form)?);
+        let mut limit = Limit::of(parts.next().and_then(parse_rate).ok_or_else(form)?);
         let mut length = None;
         for part in parts {
             match part.split_once('=').ok_or_else(form)? {
-                ("max", value) => limit.max = Some(rate(value).ok_or_else(form)?),
+                ("max", value) => limit.max = Some(parse_rate(value).ok_or_else(form)?),
                 ("length", value) => length = Some(value.parse::<f64>().map_err(|_| form())?),
                 _ => return Err(form()),
             }
@@ -100,7 +100,7 @@ impl FromStr for Limit {
 }
 
 /// A number with an optional suffix: powers of 1024.
-fn rate(text: &str) -> Option<u64> {
+pub fn parse_rate(text: &str) -> Option<u64> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
         "" => 0,

@@ -13,7 +13,7 @@ mod knobs;
 mod limit;
 
 pub use cost::{Costs, Kind, Operation};
-pub use knobs::{KnobError, Knobs, Limit, Limits};
+pub use knobs::{KnobError, Knobs, Limit, Limits, parse_rate};
 pub use limit::Limiter;
 
 /// Nanoseconds since a beginning that the caller chooses; of a clock that does not go back.

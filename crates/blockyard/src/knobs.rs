@@ -1,0 +1,157 @@
+//! The knobs of a share, on the command line and in the configuration: of a disk, and of a group of disks.
+//!
+//! In: options, or keys of a `[[disk]]` or `[group.NAME]` table. Out: [`Knobs`], and what else of a disk there is, for only a
+//! change of that needs the disk closed. What must hold: disks and groups, options and keys, have the same knobs.
+
+use std::time::Duration;
+
+use blockyard_disk::parse_time;
+use blockyard_sched::{Knobs, Limit, parse_rate};
+use serde::{Deserialize, Deserializer};
+
+use crate::config::parsed;
+
+/// A struct of options, with the knobs as further fields. (Were they a struct inside, with serde's `flatten`, mistakes in a
+/// file would lose their line.)
+macro_rules! with_knobs {
+    ($(#[$meta:meta])* pub struct $name:ident { $($fields:tt)* }) => {
+        $(#[$meta])*
+        pub struct $name {
+            $($fields)*
+
+            /// The share of the device in proportion to other disks': 1 to 10000.
+            #[arg(long, default_value_t = 100, value_name = "N", value_parser = crate::knobs::parse_weight,
+                help_heading = "Share of the device")]
+            #[serde(default = "crate::knobs::default_weight", deserialize_with = "crate::knobs::weight")]
+            pub weight: u32,
+
+            /// Requests a second that are served before shares are looked at.
+            #[arg(long, value_name = "RATE", value_parser = crate::knobs::parse_reserve,
+                help_heading = "Share of the device")]
+            #[serde(default, deserialize_with = "crate::knobs::reserve")]
+            pub reserve_iops: Option<u64>,
+
+            /// Bytes a second that are served before shares are looked at (suffixes k, M, G).
+            #[arg(long, value_name = "RATE", value_parser = crate::knobs::parse_reserve,
+                help_heading = "Share of the device")]
+            #[serde(default, deserialize_with = "crate::knobs::reserve")]
+            pub reserve_bps: Option<u64>,
+
+            /// Never more requests a second: RATE, or RATE,max=RATE,length=SECONDS, with so many for so long after a time
+            /// of less (suffixes k, M, G: powers of 1024).
+            #[arg(long, value_name = "LIMIT", help_heading = "Share of the device")]
+            #[serde(default, deserialize_with = "crate::knobs::limit")]
+            pub iops: Option<blockyard_sched::Limit>,
+
+            /// Never more reads a second.
+            #[arg(long, value_name = "LIMIT", help_heading = "Share of the device")]
+            #[serde(default, deserialize_with = "crate::knobs::limit")]
+            pub iops_read: Option<blockyard_sched::Limit>,
+
+            /// Never more writes a second.
+            #[arg(long, value_name = "LIMIT", help_heading = "Share of the device")]
+            #[serde(default, deserialize_with = "crate::knobs::limit")]
+            pub iops_write: Option<blockyard_sched::Limit>,
+
+            /// Never more bytes a second.
+            #[arg(long, value_name = "LIMIT", help_heading = "Share of the device")]
+            #[serde(default, deserialize_with = "crate::knobs::limit")]
+            pub bps: Option<blockyard_sched::Limit>,
+
+            /// Never more bytes read a second.
+            #[arg(long, value_name = "LIMIT", help_heading = "Share of the device")]
+            #[serde(default, deserialize_with = "crate::knobs::limit")]
+            pub bps_read: Option<blockyard_sched::Limit>,
+
+            /// Never more bytes written a second.
+            #[arg(long, value_name = "LIMIT", help_heading = "Share of the device")]
+            #[serde(default, deserialize_with = "crate::knobs::limit")]
+            pub bps_write: Option<blockyard_sched::Limit>,
+
+            /// The mean service time that others must leave, at the cost of their shares, to who asks for no more than the
+            /// own one: a number and us, ms or s.
+            #[arg(long, value_name = "TIME", value_parser = crate::knobs::parse_target, help_heading = "Share of the device")]
+            #[serde(default, deserialize_with = "crate::knobs::target")]
+            pub latency_target: Option<std::time::Duration>,
+        }
+
+        impl $name {
+            pub fn knobs(&self) -> blockyard_sched::Knobs {
+                blockyard_sched::Knobs {
+                    weight: self.weight,
+                    reserve_iops: self.reserve_iops,
+                    reserve_bps: self.reserve_bps,
+                    limits: blockyard_sched::Limits {
+                        iops: self.iops,
+                        iops_read: self.iops_read,
+                        iops_write: self.iops_write,
+                        bps: self.bps,
+                        bps_read: self.bps_read,
+                        bps_write: self.bps_write,
+                    },
+                    latency_target: self.latency_target,
+                }
+            }
+        }
+    };
+}
+pub(crate) use with_knobs;
+
+pub fn default_weight() -> u32 {
+    Knobs::WEIGHT
+}
+
+pub fn parse_weight(text: &str) -> Result<u32, String> {
+    let weight = text.parse().ok().filter(|weight| (1..=Knobs::MOST_WEIGHT).contains(weight));
+    weight.ok_or_else(|| format!("a weight is a number from 1 to {}", Knobs::MOST_WEIGHT))
+}
+
+pub fn parse_reserve(text: &str) -> Result<u64, String> {
+    let rate = parse_rate(text).filter(|rate| *rate > 0);
+    rate.ok_or_else(|| format!("\"{text}\": a rate is a number from 1, with an optional suffix k, M or G"))
+}
+
+pub fn parse_target(text: &str) -> Result<Duration, String> {
+    let time = parse_time(text).filter(|time| !time.is_zero() && *time <= Duration::from_secs(60));
+    time.ok_or_else(|| format!("\"{text}\": a latency target is a number and a unit (us, ms or s), up to 60s"))
+}
+
+fn parse_limit(text: &str) -> Result<Limit, String> {
+    text.parse().map_err(|e: blockyard_sched::KnobError| e.to_string())
+}
+
+pub fn weight<'de, D: Deserializer<'de>>(d: D) -> Result<u32, D::Error> {
+    parsed(d, parse_weight)
+}
+
+pub fn reserve<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
+    parsed(d, parse_reserve).map(Some)
+}
+
+pub fn target<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Duration>, D::Error> {
+    parsed(d, parse_target).map(Some)
+}
+
+pub fn limit<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Limit>, D::Error> {
+    parsed(d, parse_limit).map(Some)
+}
+
+/// What is wrong with knobs, beyond what each one alone can tell.
+pub fn check(knobs: &Knobs) -> Result<(), String> {
+    let limits = &knobs.limits;
+    for (key, reserve, limit) in [("iops", knobs.reserve_iops, limits.iops), ("bps", knobs.reserve_bps, limits.bps)] {
+        if let (Some(reserve), Some(limit)) = (reserve, limit)
+            && reserve > limit.rate
+        {
+            return Err(format!("reserve-{key} is {reserve}, more than the limit {key} of {} lets pass", limit.rate));
+        }
+    }
+    Ok(())
+}
+
+with_knobs! {
+/// A group of disks: the `[group.NAME]` table of the configuration file. (No command takes its knobs as options.)
+#[derive(clap::Args, Clone, Debug, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct GroupArgs {}
+}
