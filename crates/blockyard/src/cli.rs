@@ -122,7 +122,7 @@ with_knobs! {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskArgs {
     /// The image: a file, a block device, or null:SIZE (forgets writes), ram:SIZE (forgets at exit) or
-    /// delay:SIZE,parallel=N,read=TIME,... (forgets writes, and takes the time that a device would take).
+    /// delay:SIZE,... (forgets writes, and takes the time that a device would take: docs/filters.md).
     #[arg(value_name = "IMAGE", required = false, required_unless_present = "config")]
     pub image: PathBuf,
 

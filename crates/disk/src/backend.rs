@@ -13,6 +13,7 @@ use crate::statistics::OpKind;
 
 mod delay;
 
+use delay::Below;
 pub use delay::{Delay, Model};
 
 /// An opened back end, before any reactor uses it: may be sent to and shared by all of them.
@@ -26,10 +27,11 @@ pub enum Source {
     Null {
         size: u64,
     },
-    /// As Null, but requests take the time that a device would take.
+    /// As Null, or as File, but requests take the time that a device would take.
     Delay {
         size: u64,
         model: Arc<Model>,
+        file: Option<Arc<ImageFile>>,
     },
     Ram(Arc<GuestMemory>),
     /// The image was lost while it was exchanged for another: nothing can be read or written any more.
@@ -67,7 +69,14 @@ impl Source {
         }
         if let Some(text) = name.strip_prefix("delay:") {
             let opened = Model::open(text).map_err(|why| SourceError::Delay { name: name.to_string(), why });
-            return opened.map(|(size, model)| Source::Delay { size, model });
+            return match opened? {
+                (Below::Nothing { size }, model) => Ok(Source::Delay { size, model, file: None }),
+                (Below::File(path), model) => {
+                    let ChainOptions { read_only, cache, .. } = *options;
+                    let file = Arc::new(ImageFile::open(&OpenOptions { path, read_only, cache })?);
+                    Ok(Source::Delay { size: file.size(), model, file: Some(file) })
+                }
+            };
         }
         if let Some(text) = name.strip_prefix("ram:") {
             let region = Region::memfd("blockyard-ram", 0, 0, size(text)?).map(|(region, _)| region);
@@ -90,7 +99,7 @@ impl Source {
     /// Bytes a guest may address: whole sectors, the last one zero-filled where the file ends inside it.
     pub fn capacity(&self) -> u64 {
         match self {
-            Source::File(file) => file.size().next_multiple_of(SECTOR),
+            Source::File(file) | Source::Delay { file: Some(file), .. } => file.size().next_multiple_of(SECTOR),
             Source::Chain(chain) => chain.size(),
             Source::Null { size } | Source::Delay { size, .. } | Source::Gone { size, .. } => *size,
             Source::Ram(memory) => memory.regions().iter().map(|r| r.size()).sum(),
@@ -99,7 +108,7 @@ impl Source {
 
     pub fn geometry(&self) -> Geometry {
         match self {
-            Source::File(file) => file.geometry(),
+            Source::File(file) | Source::Delay { file: Some(file), .. } => file.geometry(),
             Source::Chain(chain) => of_chain(chain),
             Source::Null { .. } | Source::Delay { .. } | Source::Ram(_) | Source::Gone { .. } => Geometry {
                 logical_block: 512,
@@ -117,8 +126,8 @@ impl Source {
     /// The smallest unit a guest should use, in bytes: what O_DIRECT takes without read-modify-write. That of a chain is
     /// always a sector, so that its images may lie on any device, today and tomorrow.
     pub fn logical_block(&self) -> u32 {
-        match self {
-            Source::File(file) if file.direct() => {
+        match self.file() {
+            Some(file) if file.direct() => {
                 file.geometry().direct_offset.clamp(SECTOR as u32, 4096).max(file.geometry().logical_block.min(4096))
             }
             _ => SECTOR as u32,
@@ -130,6 +139,14 @@ impl Source {
         match self {
             Source::Chain(chain) => chain.units().0 as u32,
             _ => self.geometry().physical_block.max(self.logical_block()),
+        }
+    }
+
+    /// Its raw image, where it is one.
+    pub fn file(&self) -> Option<&Arc<ImageFile>> {
+        match self {
+            Source::File(file) | Source::Delay { file: Some(file), .. } => Some(file),
+            _ => None,
         }
     }
 
@@ -179,7 +196,7 @@ pub enum Backend<S> {
     Raw(Raw<S>),
     Image(Image<S>),
     Null,
-    Delay(Delay),
+    Delay(Delay<S>),
     Ram(Ram),
     /// See [`Source::Gone`].
     Gone(String),
@@ -187,11 +204,14 @@ pub enum Backend<S> {
 
 impl Backend<UringFile> {
     pub fn open(handle: &Handle, source: &Source) -> io::Result<Self> {
+        let raw = |file: &Arc<ImageFile>| io::Result::Ok(Raw::new(UringFile::new(handle, file.fd().clone())?, file));
         Ok(match source {
-            Source::File(file) => Backend::Raw(Raw::new(UringFile::new(handle, file.fd().clone())?, file)),
+            Source::File(file) => Backend::Raw(raw(file)?),
             Source::Chain(chain) => Backend::Image(chain.image(handle)?),
             Source::Null { .. } => Backend::Null,
-            Source::Delay { model, .. } => Backend::Delay(Delay::new(handle, model)),
+            Source::Delay { model, file, .. } => {
+                Backend::Delay(Delay::new(handle, model, file.as_ref().map(raw).transpose()?))
+            }
             Source::Ram(memory) => Backend::Ram(Ram::new(memory)),
             Source::Gone { why, .. } => Backend::Gone(why.clone()),
         })
@@ -209,10 +229,7 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.read(segments, offset).await,
             Backend::Image(image) => image.read(segments, offset).await,
             Backend::Null => (segments, Ok(())),
-            Backend::Delay(delay) => {
-                delay.pass(OpKind::Read, segments.len() as u64).await;
-                (segments, Ok(()))
-            }
+            Backend::Delay(delay) => Box::pin(delay.read(segments, offset)).await,
             Backend::Gone(why) => (segments, gone(why)),
             Backend::Ram(ram) => {
                 let result = ram.with(offset, segments.len(), |ram| segments.copy_from(0, ram, 0, segments.len()));
@@ -229,10 +246,7 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.write(segments, offset, durable).await,
             Backend::Image(image) => image.write(segments, offset).await,
             Backend::Null => (segments, Ok(())),
-            Backend::Delay(delay) => {
-                delay.pass(OpKind::Write, segments.len() as u64).await;
-                (segments, Ok(()))
-            }
+            Backend::Delay(delay) => Box::pin(delay.write(segments, offset, durable)).await,
             Backend::Gone(why) => (segments, gone(why)),
             Backend::Ram(ram) => {
                 let result = ram.with(offset, segments.len(), |ram| ram.copy_from(0, &segments, 0, segments.len()));
@@ -260,10 +274,7 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.flush().await,
             Backend::Image(image) => Box::pin(image.flush()).await,
             Backend::Null | Backend::Ram(_) => Ok(()),
-            Backend::Delay(delay) => {
-                delay.pass(OpKind::Flush, 0).await;
-                Ok(())
-            }
+            Backend::Delay(delay) => Box::pin(delay.other(OpKind::Flush, async |raw| raw.flush().await)).await,
             Backend::Gone(why) => gone(why),
         }
     }
@@ -282,8 +293,7 @@ impl<S: Storage> Backend<S> {
             Backend::Image(image) => Box::pin(image.discard(offset, len)).await,
             Backend::Null => Ok(()),
             Backend::Delay(delay) => {
-                delay.pass(OpKind::Discard, len).await;
-                Ok(())
+                Box::pin(delay.other(OpKind::Discard, async |raw| raw.discard(offset, len).await)).await
             }
             Backend::Gone(why) => gone(why),
             Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),
@@ -297,8 +307,8 @@ impl<S: Storage> Backend<S> {
             Backend::Image(image) => Box::pin(image.write_zeroes(offset, len, unmap)).await,
             Backend::Null => Ok(()),
             Backend::Delay(delay) => {
-                delay.pass(OpKind::WriteZeroes, len).await;
-                Ok(())
+                let below = async |raw: &Raw<S>| raw.write_zeroes(offset, len, unmap).await;
+                Box::pin(delay.other(OpKind::WriteZeroes, below)).await
             }
             Backend::Gone(why) => gone(why),
             Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),

@@ -66,7 +66,7 @@ pub(crate) struct Serving {
 impl Disk {
     pub fn new(options: DiskOptions, source: Source) -> Self {
         let capacity = AtomicU64::new(source.capacity());
-        let cached = matches!(&source, Source::File(file) if !file.direct());
+        let cached = source.file().is_some_and(|file| !file.direct());
         let serving = Mutex::new(Serving { source, dirty: None, reactors: Vec::new(), closed: false });
         let (flushes, unsynced, poisoned, work, ended, held_back) = Default::default();
         Disk { options, capacity, flushes, cached, unsynced, poisoned, serving, work, ended, held_back }
@@ -117,7 +117,7 @@ impl Disk {
     /// Looks at the image's size again; answers the new capacity if it changed.
     pub fn refresh_capacity(&self) -> io::Result<Option<u64>> {
         let source = self.source();
-        if let Source::File(file) = &source {
+        if let Some(file) = source.file() {
             file.refresh_size()?;
         }
         let new = source.capacity();

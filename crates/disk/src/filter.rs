@@ -68,7 +68,8 @@ impl FromStr for Filter {
     }
 }
 
-pub(crate) const TIME_FORM: &str = "a time is a number and a unit: us, ms or s";
+pub(crate) const TIME_FORM: &str = "a time is a number and a unit: us, ms or s; at most a day";
+pub(crate) const MOST_TIME: Duration = Duration::from_secs(24 * 3600);
 
 /// A number and a unit.
 pub fn parse_time(s: &str) -> Option<Duration> {
@@ -80,7 +81,7 @@ pub fn parse_time(s: &str) -> Option<Duration> {
         "s" => 1.0,
         _ => return None,
     };
-    Duration::try_from_secs_f64(number * scale).ok()
+    Duration::try_from_secs_f64(number * scale).ok().filter(|time| *time <= MOST_TIME)
 }
 
 fn time(s: &str) -> Result<Duration, FilterError> {
@@ -129,7 +130,16 @@ mod tests {
         assert_eq!(delay.delay(OpKind::Read), Some(Duration::from_micros(500)));
         assert_eq!(delay.delay(OpKind::Flush), Some(Duration::from_micros(1500)));
         assert_eq!(delay.delay(OpKind::Write), None);
-        for bad in ["", "delay", "slow:read=1ms", "delay:read=5", "delay:raed=1ms", "error:read=2", "error:range=5-5"] {
+        for bad in [
+            "",
+            "delay",
+            "slow:read=1ms",
+            "delay:read=5",
+            "delay:read=1e19s",
+            "delay:raed=1ms",
+            "error:read=2",
+            "error:range=5-5",
+        ] {
             assert!(bad.parse::<Filter>().is_err(), "{bad}");
         }
     }

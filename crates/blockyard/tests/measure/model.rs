@@ -63,3 +63,23 @@ fn disks_of_one_device_share_its_rate() {
     near("one with a device of its own", all[2], 32.0 / READ, 0.03);
     daemon.stop();
 }
+
+#[test]
+fn before_an_image_it_takes_its_time_and_stores() {
+    let _machine = alone();
+    let folder = Folder::new();
+    let (socket, image) = (folder.join("s"), folder.image("disk", 16 << 20));
+    let model = format!("delay:file={},parallel=8,read=20ms,write=40ms,flush=20ms", image.display());
+    let daemon = Daemon::serve(&model, &socket, &[]);
+    let second = ["serve", &model, "--vhost-user", folder.join("t").to_str().unwrap()].map(String::from);
+    assert!(blockyard(second).err.contains("is in use by"), "the image is locked");
+    let options = ["--verify", "--rw", "randrw", "--bs", "4k", "--depth", "32", "--ops", "600", "--flush-every", "100"];
+    let verified = client(&socket, &options);
+    let figure = |name: &str| verified[name].as_f64().unwrap();
+    let served = figure("reads") * 20e-3 + figure("writes") * 40e-3;
+    // Flushes take a server each, and there is a little to come before and after.
+    near("seconds", figure("seconds"), served / 8.0, 0.15);
+    daemon.stop();
+    let written = std::fs::read(&image).unwrap().chunks(4096).filter(|block| block.iter().any(|b| *b != 0)).count();
+    assert!((200..600).contains(&written), "{written} blocks are in the image");
+}

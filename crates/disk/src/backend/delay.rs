@@ -1,4 +1,5 @@
-//! A model of a device: requests take the time that a device of bounded parallelism takes, and nothing is stored.
+//! A model of a device: requests take the time that a device of bounded parallelism takes. Nothing is stored, unless there is
+//! an image below; then a request takes the longer time of both.
 //!
 //! ```text
 //!   requests of all disks and reactors ──► one queue, first come first served ──► N servers ──► done
@@ -10,17 +11,19 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::io;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use blockyard_image::SECTOR;
-use blockyard_ring::Handle;
+use blockyard_image::{Format, Raw, SECTOR};
+use blockyard_ring::{Handle, Segments, Storage};
 
 use super::parse_size;
-use crate::filter::{Dice, TIME_FORM, parse_time};
+use crate::filter::{Dice, MOST_TIME, TIME_FORM, parse_time};
 use crate::statistics::OpKind;
 
-pub(super) const FORM: &str = "a model of a device is delay:SIZE[,parallel=N][,KIND=TIME]...[,bandwidth=BYTES_PER_S]\
+const FORM: &str = "a model of a device is delay:SIZE or delay:file=PATH, then [,parallel=N][,KIND=TIME]...[,bandwidth=BYTES_PER_S]\
                                [,spread=exponential[,seed=N]][,device=NAME]";
 const SIZE_FORM: &str = "a number of bytes with an optional suffix k, M, G or T (powers of 1024)";
 const MOST_PARALLEL: usize = 65_536;
@@ -31,6 +34,13 @@ pub struct Model {
     name: Option<String>,
     shape: Shape,
     state: Mutex<State>,
+}
+
+/// What a disk of a model has: bytes that nobody stores, or a raw image.
+#[derive(Debug, PartialEq)]
+pub(super) enum Below {
+    Nothing { size: u64 },
+    File(PathBuf),
 }
 
 /// What the text form says, but the disk's size and the device's name.
@@ -59,11 +69,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Model {
-    /// Reads what follows `delay:`. The size of the disk, and its device, which others may have already.
-    pub(super) fn open(text: &str) -> Result<(u64, Arc<Self>), String> {
+    /// Reads what follows `delay:`. What the disk has, and its device, which others may have already.
+    pub(super) fn open(text: &str) -> Result<(Below, Arc<Self>), String> {
         let mut parts = text.split(',');
-        let size = parts.next().and_then(parse_size).filter(|s| (SECTOR..1 << 62).contains(s));
-        let size = size.ok_or_else(|| format!("a size is {SIZE_FORM}, at least {SECTOR}"))?;
+        let below = Below::read(parts.next().unwrap_or_default())?;
         let mut shape = Shape { servers: 1, times: [Duration::ZERO; 5], bandwidth: None, exponential: None };
         let (mut name, mut seed) = (None, None);
         for part in parts {
@@ -79,7 +88,7 @@ impl Model {
             (None, Some(_)) => return Err("seed has no meaning without spread=exponential".into()),
             (_, None) => {}
         }
-        Ok((size & !(SECTOR - 1), Model::shared(name, shape)?))
+        Ok((below, Model::shared(name, shape)?))
     }
 
     /// The device of that name, or a new one.
@@ -126,20 +135,67 @@ impl Model {
     }
 }
 
-/// The device on one reactor.
-pub struct Delay {
-    handle: Handle,
-    model: Arc<Model>,
+impl Below {
+    fn read(text: &str) -> Result<Self, String> {
+        if let Some(path) = text.strip_prefix("file=").map(PathBuf::from) {
+            return match Format::of_name(&path).unwrap_or(Format::Raw) {
+                Format::Raw => Ok(Below::File(path)),
+                other => {
+                    Err(format!("below a model lies a raw image, and the name of {} says {other}", path.display()))
+                }
+            };
+        }
+        let size = parse_size(text).filter(|s| (SECTOR..1 << 62).contains(s));
+        let size = size.ok_or_else(|| format!("a size is {SIZE_FORM}, at least {SECTOR}"))?;
+        Ok(Below::Nothing { size: size & !(SECTOR - 1) })
+    }
 }
 
-impl Delay {
-    pub fn new(handle: &Handle, model: &Arc<Model>) -> Self {
-        Delay { handle: handle.clone(), model: model.clone() }
+/// A disk of the device, on one reactor.
+pub struct Delay<S> {
+    handle: Handle,
+    model: Arc<Model>,
+    raw: Option<Raw<S>>,
+}
+
+impl<S: Storage> Delay<S> {
+    pub(super) fn new(handle: &Handle, model: &Arc<Model>, raw: Option<Raw<S>>) -> Self {
+        Delay { handle: handle.clone(), model: model.clone(), raw }
     }
 
-    /// Waits as a request of this kind would. One that is dropped keeps its server until its time.
-    pub(super) async fn pass(&self, kind: OpKind, bytes: u64) {
-        self.handle.sleep_until(self.model.book(Instant::now(), kind, bytes)).await;
+    pub(super) async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
+        let done = self.model.book(Instant::now(), OpKind::Read, segments.len() as u64);
+        let answer = match &self.raw {
+            Some(raw) => raw.read(segments, offset).await,
+            None => (segments, Ok(())),
+        };
+        self.handle.sleep_until(done).await;
+        answer
+    }
+
+    pub(super) async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
+        let done = self.model.book(Instant::now(), OpKind::Write, segments.len() as u64);
+        let answer = match &self.raw {
+            Some(raw) => raw.write(segments, offset, durable).await,
+            None => (segments, Ok(())),
+        };
+        self.handle.sleep_until(done).await;
+        answer
+    }
+
+    /// What moves no data. One that is dropped keeps its server until its time, as the others do.
+    pub(super) async fn other(
+        &self,
+        kind: OpKind,
+        below: impl AsyncFnOnce(&Raw<S>) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let done = self.model.book(Instant::now(), kind, 0);
+        let answer = match &self.raw {
+            Some(raw) => below(raw).await,
+            None => Ok(()),
+        };
+        self.handle.sleep_until(done).await;
+        answer
     }
 }
 
@@ -167,15 +223,12 @@ impl Shape {
         Ok(())
     }
 
-    /// How long a server has a request, in the mean. Only reads and writes move their bytes.
+    /// How long a server has a request, in the mean.
     fn service(&self, kind: OpKind, bytes: u64) -> Duration {
-        let moved = if matches!(kind, OpKind::Read | OpKind::Write) { bytes } else { 0 };
         let transfer = self
             .bandwidth
-            .map_or(0, |bandwidth| u128::from(moved) * self.servers as u128 * 1_000_000_000 / u128::from(bandwidth));
-        // A year is for ever.
-        let year = 365 * 24 * 3600 * 1_000_000_000;
-        self.times[kind as usize] + Duration::from_nanos(transfer.min(year) as u64)
+            .map_or(0, |bandwidth| u128::from(bytes) * self.servers as u128 * 1_000_000_000 / u128::from(bandwidth));
+        self.times[kind as usize] + Duration::from_nanos(transfer.min(MOST_TIME.as_nanos()) as u64)
     }
 }
 

@@ -45,8 +45,8 @@ fn alone_a_request_takes_its_time() {
         (OpKind::Read, 0, us(100)),
         (OpKind::Write, 100 << 20, us(1_000_400)),
         (OpKind::Flush, 0, us(2000)),
-        (OpKind::Discard, 1 << 40, us(50)),
-        (OpKind::WriteZeroes, 1 << 40, us(0)),
+        (OpKind::Discard, 0, us(50)),
+        (OpKind::WriteZeroes, 0, us(0)),
     ] {
         assert_eq!(model.book(now, kind, bytes) - now, time, "{kind:?}");
         now += Duration::from_secs(10);
@@ -108,9 +108,12 @@ fn bad_forms_are_refused() {
         ("1G,seed=1", "without spread"),
         ("1G,spread=exponential,seed=x", "seed \"x\""),
         ("1G,device=", "is not known"),
+        ("1G,read=1e19s", "a time is"),
+        ("file=a.qcow2", "a.qcow2 says qcow2"),
     ] {
         let error = Model::open(bad).unwrap_err();
         assert!(error.contains(part), "{bad}: {error}");
     }
-    assert_eq!(Model::open("1000").unwrap().0, 512, "whole sectors");
+    assert_eq!(Model::open("1000").unwrap().0, Below::Nothing { size: 512 }, "whole sectors");
+    assert_eq!(Model::open("file=a.img,read=1ms").unwrap().0, Below::File("a.img".into()));
 }
