@@ -36,6 +36,23 @@ pub struct Costs {
     pub write_zeroes: u64,
 }
 
+/// What is known of a device before it is used.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Calibration {
+    pub costs: Costs,
+    /// Cost on the way, in nanoseconds, with which the device is busy.
+    pub window: Option<u64>,
+    /// Nanoseconds that an operation of 4 KiB takes by itself; 0: unknown.
+    pub alone_read: u64,
+    pub alone_write: u64,
+}
+
+impl Calibration {
+    pub const fn of(costs: Costs) -> Self {
+        Calibration { costs, window: None, alone_read: 0, alone_write: 0 }
+    }
+}
+
 impl Costs {
     /// A virtual or SATA flash disk of today: 80 thousand random reads a second, 1 GiB/s.
     pub const FLASH: Costs = Costs {

@@ -1,20 +1,37 @@
 //! Fair shares of a backing device, and limits: pure arithmetic, time is passed in.
 //!
 //! ```text
-//!   knobs   what an operator says of a disk or a group: weight, reservation, limits, latency target
-//!   cost    what an operation costs a device, in nanoseconds of the device's time
-//!   limit   rates that are never exceeded, and bursts
+//!   knobs    what an operator says of a disk or a group: weight, reservation, limits, latency target
+//!   limit    rates that are never exceeded            reserve   rates that come first
+//!   host     devices and groups ─► share   a disk's account: limits, then its share of the device
+//!              device   who may begin, who waits ─► board   those that wait, in order
+//!                ├ cost     what an operation costs, in nanoseconds of the device's time
+//!                ├ alone    what it takes without neighbours
+//!                └ window   how much may be on the way
 //! ```
 //! In: who asks for what, and when. Out: whether it may begin, or until when it waits. Nothing here reads a clock, sleeps, or
 //! does I/O; the floor above does. See docs/fair-share.md for why it is as it is, and for the sources.
+//! What must hold: an operation of a disk inside its limits and its share takes no lock; whoever waits is let in.
 
+mod alone;
+mod board;
 mod cost;
+mod device;
+mod host;
 mod knobs;
 mod limit;
+mod reserve;
+mod share;
+mod window;
 
-pub use cost::{Costs, Kind, Operation};
-pub use knobs::{KnobError, Knobs, Limit, Limits, parse_rate};
+pub use board::Slot;
+pub use cost::{Calibration, Costs, Kind, Operation};
+pub use device::{Device, Grant};
+pub use host::{Host, Means};
+pub use knobs::{KnobError, Knobs, Limit, Limits};
 pub use limit::Limiter;
+pub use share::{Figures, Group, Share};
+pub use window::Class;
 
 /// Nanoseconds since a beginning that the caller chooses; of a clock that does not go back.
 pub type Time = u64;

@@ -1,0 +1,139 @@
+//! What an operation takes while its disk has the device to itself: what neighbours are measured against.
+//!
+//! In: service times, with what else was on the device when they began. Out: the time to expect of an operation by its kind,
+//! its size, and how many of its own disk's were on the way. A service time with nobody else there is taken as it is; those
+//! beside neighbours only where they are shorter, on the whole, than what is known: neighbours make nothing faster.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::cost::Kind;
+
+const KINDS: usize = 5;
+/// 4 KiB and less, 8 KiB, ... 16 MiB and more.
+const SIZES: usize = 13;
+/// The operation alone, with one, with 2-3, 4-7, 8-15, 16 and more of its own disk.
+const DEPTHS: usize = 6;
+
+#[derive(Debug)]
+pub(crate) struct Alone {
+    cells: Vec<Cell>,
+}
+
+#[derive(Debug, Default)]
+struct Cell {
+    expected: AtomicU64,
+    /// Service times beside neighbours, until there are [`BATCH`] of them: their sum, and how many.
+    sum: AtomicU64,
+    count: AtomicU64,
+}
+
+/// A single short one says nothing: devices have their good moments.
+const BATCH: u64 = 256;
+
+/// Which operations are alike.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Likeness(u16);
+
+impl Likeness {
+    /// `beside`: operations of the same disk that are on the way.
+    #[inline]
+    pub fn of(kind: Kind, bytes: u64, beside: u64) -> Self {
+        let size = ((bytes.max(4096) - 1) >> 12).checked_ilog2().map_or(0, |log| log as usize + 1).min(SIZES - 1);
+        let depth = beside.checked_ilog2().map_or(0, |log| log as usize + 1).min(DEPTHS - 1);
+        Likeness(((kind as usize * SIZES + size) * DEPTHS + depth) as u16)
+    }
+}
+
+impl Alone {
+    /// Starts with what a calibration has found for 4 KiB at depth 1 (nanoseconds; 0: unknown).
+    pub fn new(read: u64, write: u64) -> Self {
+        let alone = Alone { cells: (0..KINDS * SIZES * DEPTHS).map(|_| Cell::default()).collect() };
+        for (kind, time) in [(Kind::Read, read), (Kind::Write, write)] {
+            alone.cells[usize::from(Likeness::of(kind, 4096, 0).0)].expected.store(time, Relaxed);
+        }
+        alone
+    }
+
+    /// 0: nothing is known yet.
+    #[inline]
+    pub fn expected(&self, likeness: Likeness) -> u64 {
+        self.cells[usize::from(likeness.0)].expected.load(Relaxed)
+    }
+
+    /// `by_itself`: nobody else's operation was on the device.
+    #[inline]
+    pub fn learn(&self, likeness: Likeness, service: u64, by_itself: bool) {
+        let cell = &self.cells[usize::from(likeness.0)];
+        let known = cell.expected.load(Relaxed);
+        // Several at a time may lose one another's lesson: there are always more.
+        match (known, by_itself) {
+            (0, _) => cell.expected.store(service.max(1), Relaxed),
+            (_, true) => cell.expected.store(known - known / 32 + service / 32, Relaxed),
+            _ => {
+                let sum = cell.sum.load(Relaxed) + service;
+                let count = cell.count.load(Relaxed) + 1;
+                let full = count >= BATCH;
+                let shorter = known.saturating_sub(sum / count);
+                if full && shorter > 0 {
+                    let all = shorter > known / 10;
+                    cell.expected.store(known - if all { shorter } else { shorter / 8 }, Relaxed);
+                }
+                cell.sum.store(if full { 0 } else { sum }, Relaxed);
+                cell.count.store(if full { 0 } else { count }, Relaxed);
+            }
+        }
+    }
+
+    /// What was learnt grows old: a device that has become slower must not look as if it had neighbours for ever. Once a second.
+    pub fn age(&self) {
+        for cell in &self.cells {
+            let known = cell.expected.load(Relaxed);
+            cell.expected.store(known + known / 512, Relaxed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_do_not_change_what_is_expected() {
+        let alone = Alone::new(0, 0);
+        let likeness = Likeness::of(Kind::Read, 4096, 0);
+        for _ in 0..200 {
+            alone.learn(likeness, 100_000, true);
+        }
+        assert!(alone.expected(likeness).abs_diff(100_000) < 2_000);
+        for _ in 0..10_000 {
+            alone.learn(likeness, 5_000_000, false);
+        }
+        assert!(alone.expected(likeness).abs_diff(100_000) < 2_000);
+        for _ in 0..200 {
+            alone.learn(likeness, 300_000, true);
+        }
+        assert!(alone.expected(likeness).abs_diff(300_000) < 6_000);
+    }
+
+    #[test]
+    fn a_first_guess_among_neighbours_comes_down() {
+        let alone = Alone::new(0, 0);
+        let likeness = Likeness::of(Kind::Write, 65_536, 3);
+        alone.learn(likeness, 5_000_000, false);
+        for _ in 0..20_000 {
+            alone.learn(likeness, 80_000, false);
+        }
+        assert!(alone.expected(likeness) < 90_000);
+    }
+
+    #[test]
+    fn likenesses() {
+        let of = |bytes, beside| Likeness::of(Kind::Read, bytes, beside);
+        assert_eq!(of(0, 0), of(4096, 0));
+        assert_ne!(of(4097, 0), of(4096, 0));
+        assert_eq!(of(4097, 0), of(8192, 0));
+        assert_ne!(of(4096, 1), of(4096, 0));
+        assert_eq!(of(4096, 2), of(4096, 3));
+        assert_eq!(Likeness::of(Kind::WriteZeroes, u64::MAX, u64::MAX).0 as usize, KINDS * SIZES * DEPTHS - 1);
+    }
+}

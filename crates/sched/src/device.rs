@@ -1,0 +1,402 @@
+//! A backing device that disks share: start-time fair queueing with a bounded window.
+//!
+//! ```text
+//!   ask ── fewer than the window on the way, or the disk inside its share, or its reservation due ──► grant
+//!    └──── else ► wait ► the board, lowest tag first ── done makes room ────────────────────────────► grant ► done
+//! ```
+//! In: operations of its disks, and when. Out: when each may begin. Each disk has a tag, the virtual time at which its next
+//! operation begins; an operation moves it on by cost / weight. The device's virtual time is the tag of what began last in
+//! turn. A disk whose tag is ahead of it by no more than a margin has had no more than its share: it never waits, and takes no
+//! lock. Nothing is saved up: who comes back begins at the device's virtual time.
+//! What must hold: whoever waits is let in when room is made (a wait is counted before the window is looked at once more, and
+//! `done` makes room before it looks for waits); with nothing on the way, somebody goes.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
+
+use crate::Time;
+use crate::alone::{Alone, Likeness};
+use crate::board::{Board, Slot, Waiter, before, later};
+use crate::cost::{Calibration, Costs, Operation};
+use crate::share::Account;
+use crate::window::{Class, Seen, Window};
+
+/// A disk that has asked for nothing for so long is not counted on: the others have the device to themselves.
+const ABSENT: u64 = 10_000_000_000;
+/// And for so long: its part of a group's weight is the others'.
+const QUIET: u64 = 100_000_000;
+/// What a disk that is ahead of its share by its reservation may owe: so much of the device's time.
+const DEBT: u64 = 10_000_000;
+
+/// How far a disk may get ahead of its share before it waits, in parts of the window: operations do not come evenly.
+const MARGIN: f64 = 0.5;
+
+/// On a line of the cache of its own.
+#[repr(align(128))]
+#[derive(Debug, Default)]
+struct Apart<T>(T);
+
+#[derive(Debug)]
+pub struct Device {
+    name: String,
+    costs: Costs,
+    pub(crate) alone: Alone,
+    /// Virtual time: what began last began at this tag.
+    tag: Apart<AtomicU64>,
+    /// Cost of what is on the way, nanoseconds.
+    in_flight: Apart<AtomicU64>,
+    /// What changes rarely.
+    window: Apart<AtomicU64>,
+    waiting: AtomicUsize,
+    /// More than one disk is here.
+    shared: AtomicBool,
+    look_at: AtomicU64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    board: Board,
+    accounts: Vec<Option<Arc<Account>>>,
+    window: Window,
+    looked: Time,
+    aged: Time,
+}
+
+/// What an operation that may begin holds, until it is done ([`crate::Share::done`]).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Grant {
+    cost: u64,
+    at: Time,
+    likeness: Likeness,
+    /// Nobody else's operations were on the device when it began.
+    by_itself: bool,
+}
+
+/// What an operation that begins moves on: the device's virtual time, or, out of turn, only its own disk's tag.
+#[derive(Clone, Copy, PartialEq)]
+enum Moves {
+    Time,
+    Itself,
+}
+
+impl Device {
+    pub fn new(name: &str, class: Class, calibration: &Calibration) -> Self {
+        let window = Window::new(class, calibration.window);
+        let state = State { board: Board::default(), accounts: Vec::new(), window, looked: 0, aged: 0 };
+        Device {
+            name: name.to_string(),
+            costs: calibration.costs,
+            alone: Alone::new(calibration.alone_read, calibration.alone_write),
+            tag: Apart::default(),
+            in_flight: Apart::default(),
+            window: Apart(AtomicU64::new(state.window.size())),
+            waiting: AtomicUsize::new(0),
+            shared: AtomicBool::new(false),
+            look_at: AtomicU64::new(0),
+            state: Mutex::new(state),
+        }
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn costs(&self) -> &Costs {
+        &self.costs
+    }
+
+    /// Cost that may be on the way at the moment, nanoseconds.
+    pub fn window(&self) -> u64 {
+        self.window.0.load(Relaxed)
+    }
+
+    /// Of the capacity that its costs promise, so much the device has shown: 1 is all of it.
+    pub fn capacity(&self) -> f64 {
+        self.state().window.capacity()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn join(&self, account: &Arc<Account>) -> usize {
+        let mut state = self.state();
+        let free = state.accounts.iter().position(Option::is_none);
+        let number = free.unwrap_or(state.accounts.len());
+        match free {
+            Some(at) => state.accounts[at] = Some(account.clone()),
+            None => state.accounts.push(Some(account.clone())),
+        }
+        number
+    }
+
+    pub(crate) fn leave(&self, number: usize) {
+        let mut state = self.state();
+        state.accounts[number] = None;
+        self.weigh(&state, self.look_at.load(Relaxed));
+    }
+
+    /// Whether the operation may begin now; None: it is to [`Device::wait`]. Takes no lock, but the first time a disk comes
+    /// and once a look.
+    #[inline]
+    pub(crate) fn ask(&self, account: &Account, now: Time, operation: &Operation) -> Option<Grant> {
+        if now >= self.look_at.load(Relaxed) {
+            self.look(now);
+        }
+        if !account.present.load(Relaxed) {
+            self.arrives(account, now);
+        }
+        let cost = self.costs.of(operation);
+        if self.shared.load(Relaxed) {
+            let tag = self.tag.0.load(SeqCst);
+            let room = self.waiting.load(SeqCst) == 0 && self.in_flight.0.load(SeqCst) < self.window.0.load(Relaxed);
+            if !room && !account.is_inside(tag) && !account.reservation_is_due(now) {
+                return None;
+            }
+            let moves = if room { Moves::Time } else { Moves::Itself };
+            self.charge(account, now, cost, (operation.requests, operation.bytes), moves);
+        } else {
+            account.began(cost);
+        }
+        Some(self.grant(account, now, cost, operation))
+    }
+
+    /// Lets an operation begin that cannot wait.
+    pub(crate) fn force(&self, account: &Account, now: Time, operation: &Operation) -> Grant {
+        let cost = self.costs.of(operation);
+        self.charge(account, now, cost, (operation.requests, operation.bytes), Moves::Itself);
+        self.grant(account, now, cost, operation)
+    }
+
+    #[inline]
+    fn grant(&self, account: &Account, now: Time, cost: u64, operation: &Operation) -> Grant {
+        let others = self.in_flight.0.fetch_add(cost, SeqCst);
+        let own = account.in_flight.fetch_add(cost, Relaxed);
+        let beside = account.operations.fetch_add(1, Relaxed);
+        Grant {
+            cost,
+            at: now,
+            likeness: Likeness::of(operation.kind, operation.bytes, beside),
+            by_itself: others <= own,
+        }
+    }
+
+    /// The disk's tag goes on by what the operation costs it, and the device's with it.
+    fn charge(&self, account: &Account, now: Time, cost: u64, (requests, bytes): (u32, u64), moves: Moves) {
+        let device = self.tag.0.load(SeqCst);
+        let own = account.tag.load(Relaxed);
+        let begins = later(own, device);
+        let mut next = begins.wrapping_add(account.step(cost));
+        if account.has_reservation() {
+            // By its reservation a disk gets ahead of its share; it is not to pay for that longer than a moment.
+            let most = device.wrapping_add(account.step(cost.max(DEBT)));
+            next = if before(most, next) { most } else { next };
+        }
+        // Several reactors at a time: each moves it on by a step.
+        account.tag.fetch_add(next.wrapping_sub(own), Relaxed);
+        if moves == Moves::Time && before(device, begins) {
+            let _ = self.tag.0.fetch_update(SeqCst, Relaxed, |tag| before(tag, begins).then_some(begins));
+        }
+        account.charge_reservation(now, requests, bytes);
+        account.began(cost);
+    }
+
+    /// The operation takes its place among those that wait; the slot tells when it is let in, which may be at once.
+    pub(crate) fn wait(&self, account: &Account, now: Time, operation: &Operation, slot: &Arc<Slot>, waker: &Waker) {
+        slot.begin();
+        let (cost, bytes, requests) = (self.costs.of(operation), operation.bytes, operation.requests);
+        let waiter = Waiter { slot: slot.clone(), waker: waker.clone(), cost, bytes, requests };
+        let mut state = self.state();
+        let tag = later(account.tag.load(Relaxed), self.tag.0.load(SeqCst));
+        state.board.push(account.number(), tag, waiter);
+        account.waiting.fetch_add(1, Relaxed);
+        account.waits.fetch_add(1, Relaxed);
+        // From here on whoever is done looks for it...
+        self.waiting.fetch_add(1, SeqCst);
+        // ...and who was done before has made the room that is looked for now.
+        self.let_in(&mut state, now);
+    }
+
+    /// For an operation that was let in after a wait.
+    pub(crate) fn granted(&self, account: &Account, now: Time, operation: &Operation) -> Grant {
+        let beside = account.operations.load(Relaxed).saturating_sub(1);
+        let likeness = Likeness::of(operation.kind, operation.bytes, beside);
+        Grant { cost: self.costs.of(operation), at: now, likeness, by_itself: false }
+    }
+
+    /// Lets in as many as there is room for.
+    fn let_in(&self, state: &mut State, now: Time) {
+        while self.waiting.load(SeqCst) > 0 {
+            let in_flight = self.in_flight.0.load(SeqCst);
+            if in_flight > 0 && in_flight >= self.window.0.load(Relaxed) {
+                break;
+            }
+            let Some((disk, tag)) = state.board.turn() else { break };
+            let Some(account) = state.accounts[disk].clone() else { continue };
+            let own = account.tag.load(Relaxed);
+            if before(tag, own) {
+                // Something of it began meanwhile: its turn is later.
+                state.board.again(disk, own);
+                continue;
+            }
+            if let Some(waiter) = state.board.take(disk) {
+                self.let_one_in(&account, &waiter, now, Moves::Time);
+                waiter.waker.wake();
+            }
+            state.board.again(disk, later(account.tag.load(Relaxed), self.tag.0.load(SeqCst)));
+        }
+    }
+
+    fn let_one_in(&self, account: &Account, waiter: &Waiter, now: Time, moves: Moves) {
+        self.waiting.fetch_sub(1, SeqCst);
+        account.waiting.fetch_sub(1, Relaxed);
+        // Who has gone costs nothing.
+        if waiter.slot.grant() {
+            self.charge(account, now, waiter.cost, (waiter.requests, waiter.bytes), moves);
+            self.in_flight.0.fetch_add(waiter.cost, SeqCst);
+            account.in_flight.fetch_add(waiter.cost, Relaxed);
+            account.operations.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Lets in those of the disk whose reservation is due, whatever else is on the way.
+    pub(crate) fn claim(&self, account: &Account, now: Time) {
+        let mut state = self.state();
+        while account.reservation_is_due(now) {
+            let Some(waiter) = state.board.pop_of(account.number()) else { break };
+            self.let_one_in(account, &waiter, now, Moves::Itself);
+            waiter.waker.wake();
+        }
+    }
+
+    /// Lets in all of the disk's: it ends, and nobody is to wait for its last operations.
+    pub(crate) fn release(&self, account: &Account, now: Time) {
+        let mut state = self.state();
+        while let Some(waiter) = state.board.pop_of(account.number()) {
+            self.let_one_in(account, &waiter, now, Moves::Itself);
+            waiter.waker.wake();
+        }
+    }
+
+    /// The operation has ended: there is room for another.
+    #[inline]
+    pub(crate) fn done(&self, account: &Account, now: Time, grant: Grant) {
+        let service = now.saturating_sub(grant.at);
+        self.alone.learn(grant.likeness, service, grant.by_itself);
+        account.served(service, self.alone.expected(grant.likeness).max(1));
+        self.give_back(account, now, &grant);
+    }
+
+    /// Gives back what an operation held.
+    #[inline]
+    pub(crate) fn give_back(&self, account: &Account, now: Time, grant: &Grant) {
+        let cost = grant.cost;
+        account.in_flight.fetch_sub(cost, Relaxed);
+        account.operations.fetch_sub(1, Relaxed);
+        self.in_flight.0.fetch_sub(cost, SeqCst);
+        if self.waiting.load(SeqCst) > 0 {
+            let mut state = self.state();
+            self.let_in(&mut state, now);
+        }
+    }
+
+    /// A disk asks for the first time, or after it was absent.
+    #[cold]
+    fn arrives(&self, account: &Account, now: Time) {
+        let state = self.state();
+        account.present.store(true, Relaxed);
+        account.busy_at.store(now, Relaxed);
+        self.count(&state, now);
+    }
+
+    /// Who is here, and what each one's weight comes to.
+    fn count(&self, state: &State, now: Time) {
+        let present = state.accounts.iter().flatten().filter(|a| a.present.load(Relaxed)).count();
+        self.shared.store(present > 1, Relaxed);
+        self.weigh(state, now);
+    }
+
+    /// Weights of groups are divided among those of their disks that are busy (as blk-iocost flattens its tree).
+    fn weigh(&self, state: &State, now: Time) {
+        for account in state.accounts.iter().flatten() {
+            let Some(group) = account.group() else {
+                account.set_weight(f64::from(account.own_weight()));
+                continue;
+            };
+            let busy = |a: &&Arc<Account>| Arc::ptr_eq(a, account) || a.is_busy(now, QUIET);
+            let members = state.accounts.iter().flatten().filter(|a| a.group().is_some_and(|g| Arc::ptr_eq(g, group)));
+            let sum: u64 = members.filter(busy).map(|a| u64::from(a.own_weight())).sum();
+            account.set_weight(f64::from(group.weight()) * f64::from(account.own_weight()) / sum.max(1) as f64);
+        }
+    }
+
+    /// Knobs have changed.
+    pub(crate) fn weigh_anew(&self, now: Time) {
+        self.weigh(&self.state(), now);
+    }
+
+    /// What is seen since the last time decides on the window; by whoever comes first when it is due.
+    #[cold]
+    fn look(&self, now: Time) {
+        let mut state = self.state();
+        let elapsed = now.saturating_sub(state.looked);
+        if elapsed < state.window.period() && state.looked > 0 {
+            return;
+        }
+        state.looked = now;
+        self.look_at.store(now + state.window.period(), Relaxed);
+        for account in state.accounts.iter().flatten() {
+            if account.present.load(Relaxed) && !account.is_busy(now, ABSENT) && account.is_idle() {
+                account.present.store(false, Relaxed);
+            }
+        }
+        self.count(&state, now);
+        let seen = see(&state, now, elapsed);
+        state.window.look(now, &seen);
+        self.window.0.store(state.window.size(), Relaxed);
+        if now.saturating_sub(state.aged) > 1_000_000_000 {
+            state.aged = now;
+            self.alone.age();
+        }
+        self.let_in(&mut state, now);
+    }
+}
+
+/// Takes what the disks have counted since the last look.
+fn see(state: &State, now: Time, elapsed: u64) -> Seen {
+    let mut seen = Seen { elapsed, ..Seen::default() };
+    let accounts = || state.accounts.iter().flatten();
+    let capacity = state.window.capacity();
+    let counts: Vec<_> = accounts().map(|account| account.take_counts(now)).collect();
+    let weights: f64 = accounts().zip(&counts).filter(|(_, c)| c.busy).map(|(a, _)| a.weight()).sum();
+    for (account, counts) in accounts().zip(&counts).filter(|(_, c)| c.busy) {
+        let due = account.weight() / weights;
+        account.note_owed(due * capacity * elapsed as f64, counts.cost);
+        account.set_margin((due * state.window.size() as f64 * MARGIN) as u64);
+        seen.delivered += counts.cost;
+        seen.all += counts.served;
+        seen.all_service += counts.service;
+        seen.all_alone += counts.alone;
+        if counts.presses {
+            seen.waited = true;
+            seen.pressing += counts.cost;
+            seen.due += due;
+            continue;
+        }
+        match account.latency_target() {
+            _ if counts.served == 0 => {}
+            0 => {
+                seen.inside += counts.served;
+                seen.inside_service += counts.service;
+                seen.inside_alone += counts.alone;
+            }
+            target => {
+                let missed = counts.service as f64 / counts.served as f64 / target as f64;
+                seen.missed = Some(seen.missed.map_or(missed, |worst: f64| worst.max(missed)));
+            }
+        }
+    }
+    seen
+}

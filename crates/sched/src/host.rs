@@ -1,0 +1,116 @@
+//! The devices and groups of a program, by name.
+//!
+//! In: the disks, as they are opened. Out: for each a [`Share`] of the device that it lies on, with the others that do.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use crate::Time;
+use crate::cost::{Calibration, Costs};
+use crate::device::Device;
+use crate::knobs::Knobs;
+use crate::share::{Group, Share};
+use crate::window::Class;
+
+/// What is known of a device when its first disk is opened.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Means {
+    pub class: Class,
+    pub calibration: Calibration,
+}
+
+impl Means {
+    pub const FLASH: Means = Means { class: Class::FLASH, calibration: Calibration::of(Costs::FLASH) };
+    pub const ROTATIONAL: Means = Means { class: Class::ROTATIONAL, calibration: Calibration::of(Costs::ROTATIONAL) };
+}
+
+/// All devices and groups. Those that nobody uses any more are forgotten.
+#[derive(Debug, Default)]
+pub struct Host {
+    names: Mutex<Names>,
+}
+
+#[derive(Debug, Default)]
+struct Names {
+    devices: HashMap<String, Weak<Device>>,
+    groups: HashMap<String, Weak<Group>>,
+    shares: Vec<Weak<Share>>,
+}
+
+impl Host {
+    fn names(&self) -> MutexGuard<'_, Names> {
+        self.names.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A disk's share: of the device of that name, if it has one; in a group, with the group's knobs, if it is in one.
+    pub fn share(&self, device: Option<(&str, &Means)>, group: Option<(&str, &Knobs)>, knobs: &Knobs) -> Arc<Share> {
+        let mut names = self.names();
+        let device = device.map(|(name, means)| {
+            let known = names.devices.get(name).and_then(Weak::upgrade);
+            known.unwrap_or_else(|| {
+                let device = Arc::new(Device::new(name, means.class, &means.calibration));
+                names.devices.insert(name.to_string(), Arc::downgrade(&device));
+                device
+            })
+        });
+        let group = group.map(|(name, knobs)| {
+            let known = names.groups.get(name).and_then(Weak::upgrade);
+            known.unwrap_or_else(|| {
+                let group = Arc::new(Group::new(name, knobs));
+                names.groups.insert(name.to_string(), Arc::downgrade(&group));
+                group
+            })
+        });
+        let share = Arc::new(Share::new(device, group, knobs));
+        names.shares.retain(|share| share.strong_count() > 0);
+        names.shares.push(Arc::downgrade(&share));
+        share
+    }
+
+    /// Other knobs for a group, from now on; nothing, if no disk is in it.
+    pub fn set_group(&self, name: &str, knobs: &Knobs, now: Time) {
+        let names = self.names();
+        let Some(group) = names.groups.get(name).and_then(Weak::upgrade) else { return };
+        group.set(knobs);
+        for share in names.shares.iter().filter_map(Weak::upgrade) {
+            if share.group().is_some_and(|its| Arc::ptr_eq(its, &group)) {
+                share.group_changed(now);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_of_a_name_share() {
+        let host = Host::default();
+        let flash = Some(("a", &Means::FLASH));
+        let (one, two) = (host.share(flash, None, &Knobs::default()), host.share(flash, None, &Knobs::default()));
+        let other = host.share(Some(("b", &Means::FLASH)), None, &Knobs::default());
+        let device = |share: &Arc<Share>| share.device().map(Arc::as_ptr);
+        assert_eq!(device(&one), device(&two));
+        assert_ne!(device(&one), device(&other));
+        assert!(host.share(None, None, &Knobs::default()).is_free());
+    }
+
+    #[test]
+    fn the_weight_of_a_group_is_divided_among_its_disks() {
+        let host = Host::default();
+        let weight = |weight| Knobs { weight, ..Knobs::default() };
+        let group = weight(300);
+        let share = |own| host.share(Some(("a", &Means::FLASH)), Some(("g", &group)), &weight(own));
+        let (one, two) = (share(100), share(200));
+        for (now, share) in [(1, &one), (2, &two)] {
+            let read = crate::Operation { kind: crate::Kind::Read, bytes: 4096, sequential: false, requests: 1 };
+            share.ask(now, &read).expect("there is room");
+        }
+        assert_eq!((one.figures().weight, two.figures().weight), (100.0, 200.0));
+        host.set_group("g", &weight(30), 3);
+        assert_eq!((one.figures().weight, two.figures().weight), (10.0, 20.0));
+        one.set(&weight(200), 4);
+        assert_eq!((one.figures().weight, two.figures().weight), (15.0, 15.0));
+    }
+}

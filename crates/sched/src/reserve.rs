@@ -1,0 +1,112 @@
+//! A reservation: so many operations or bytes a second that come before everybody's shares (mClock's reservation tags).
+//!
+//! Whatever the disk gets counts, by its share or not: it gets the greater of the two.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::Time;
+use crate::knobs::Knobs;
+
+/// What was missed is made up for as far back as this, nanoseconds. It is not more than this that an idle disk saves up.
+const CATCH_UP: u64 = 20_000_000;
+
+#[derive(Debug, Default)]
+pub(crate) struct Reserve {
+    operations: Clock,
+    bytes: Clock,
+}
+
+/// When the next one is due; `interval`: nanoseconds between two, with 20 binary places; 0: nothing is reserved.
+#[derive(Debug, Default)]
+struct Clock {
+    interval: AtomicU64,
+    due: AtomicU64,
+}
+
+impl Clock {
+    fn set(&self, rate: Option<u64>) {
+        let interval =
+            rate.filter(|rate| *rate > 0).map_or(0, |rate| ((1_000_000_000u128 << 20) / u128::from(rate)) as u64);
+        self.interval.store(interval, Relaxed);
+    }
+
+    #[inline]
+    fn is_due(&self, now: Time) -> bool {
+        self.interval.load(Relaxed) > 0 && self.due.load(Relaxed) <= now
+    }
+
+    #[inline]
+    fn charge(&self, now: Time, count: u64) {
+        let interval = self.interval.load(Relaxed);
+        if interval > 0 {
+            let step = ((u128::from(interval) * u128::from(count)) >> 20) as u64;
+            let next = |due: u64| Some(due.max(now.saturating_sub(CATCH_UP)).saturating_add(step));
+            let _ = self.due.fetch_update(Relaxed, Relaxed, next);
+        }
+    }
+
+    /// When it is due for one that has `ahead` before it.
+    fn next(&self, now: Time, ahead: u64) -> Option<Time> {
+        let interval = self.interval.load(Relaxed);
+        let later = ((u128::from(interval) * u128::from(ahead)) >> 20) as u64;
+        (interval > 0).then(|| self.due.load(Relaxed).max(now).saturating_add(later))
+    }
+}
+
+impl Reserve {
+    pub fn set(&self, knobs: &Knobs) {
+        self.operations.set(knobs.reserve_iops);
+        self.bytes.set(knobs.reserve_bps);
+    }
+
+    #[inline]
+    pub fn is_set(&self) -> bool {
+        self.operations.interval.load(Relaxed) > 0 || self.bytes.interval.load(Relaxed) > 0
+    }
+
+    #[inline]
+    pub fn is_due(&self, now: Time) -> bool {
+        self.operations.is_due(now) || self.bytes.is_due(now)
+    }
+
+    #[inline]
+    pub fn charge(&self, now: Time, requests: u32, bytes: u64) {
+        self.operations.charge(now, requests.into());
+        self.bytes.charge(now, bytes);
+    }
+
+    pub fn next(&self, now: Time, ahead: u64) -> Option<Time> {
+        // Of bytes it is not known how many are ahead: it is looked at as soon as it is due.
+        self.operations.next(now, ahead.saturating_sub(1)).into_iter().chain(self.bytes.next(now, 0)).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn so_many_a_second_are_due_and_a_little_is_made_up_for() {
+        let reserve = Reserve::default();
+        assert!(!reserve.is_set() && !reserve.is_due(u64::MAX));
+        reserve.set(&Knobs { reserve_iops: Some(3000), ..Knobs::default() });
+        let start = 5_000_000_000;
+        let mut served = 0;
+        for now in (start..start + 1_000_000_000).step_by(50_000) {
+            while reserve.is_due(now) {
+                reserve.charge(now, 1, 4096);
+                served += 1;
+            }
+        }
+        assert!((3000..=3000 + 62).contains(&served), "{served}: 3000, and 20 ms of them saved up");
+    }
+
+    #[test]
+    fn bytes_are_due_too() {
+        let reserve = Reserve::default();
+        reserve.set(&Knobs { reserve_bps: Some(1 << 20), ..Knobs::default() });
+        reserve.charge(1_000_000_000, 1, 1 << 20);
+        assert!(!reserve.is_due(1_900_000_000) && reserve.is_due(1_990_000_000));
+        assert_eq!(reserve.next(1_000_000_000, 7), Some(1_980_000_000));
+    }
+}

@@ -1,0 +1,478 @@
+//! One disk's account: its share of a device, its reservation, its limits, and what became of them.
+//!
+//! In: an operation, and when. Out: whether its limits and its share let it begin. Everything on that way is a handful of
+//! atomic counters on cache lines of the disk's own; they are shared only by the reactors that serve this disk.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::{Arc, OnceLock};
+use std::task::Waker;
+
+use crate::Time;
+use crate::board::{Slot, before};
+use crate::cost::Operation;
+use crate::device::{Device, Grant};
+use crate::knobs::Knobs;
+use crate::limit::Limiter;
+use crate::reserve::Reserve;
+
+/// Disks that are told what they get together.
+#[derive(Debug)]
+pub struct Group {
+    name: String,
+    weight: AtomicU32,
+    limiter: Limiter,
+    reserve: Reserve,
+    latency_target: AtomicU64,
+}
+
+impl Group {
+    pub fn new(name: &str, knobs: &Knobs) -> Self {
+        let (weight, latency_target) = Default::default();
+        let limiter = Limiter::new(&knobs.limits);
+        let group = Group { name: name.to_string(), weight, limiter, reserve: Reserve::default(), latency_target };
+        group.set(knobs);
+        group
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) fn set(&self, knobs: &Knobs) {
+        self.weight.store(knobs.weight.clamp(1, Knobs::MOST_WEIGHT), Relaxed);
+        self.limiter.set(&knobs.limits);
+        self.reserve.set(knobs);
+        self.latency_target.store(knobs.latency_target.map_or(0, |t| t.as_nanos() as u64), Relaxed);
+    }
+
+    pub(crate) fn weight(&self) -> u32 {
+        self.weight.load(Relaxed)
+    }
+}
+
+/// What the device and its disk both look at.
+#[repr(align(128))]
+#[derive(Debug)]
+pub(crate) struct Account {
+    number: OnceLock<usize>,
+    group: Option<Arc<Group>>,
+    own_weight: AtomicU32,
+    /// Its own weight, or its part of its group's; the bits of an f64.
+    weight: AtomicU64,
+    /// Virtual time for a nanosecond of cost: 2^20 / weight, with [`FRACTION`] binary places.
+    pace: AtomicU64,
+    reserve: Reserve,
+    latency_target: AtomicU64,
+    /// The virtual time at which its next operation begins.
+    pub tag: AtomicU64,
+    /// How far ahead of the device's virtual time its tag may be.
+    margin: AtomicU64,
+    /// Cost and number of its operations that are on the way.
+    pub in_flight: AtomicU64,
+    pub operations: AtomicU64,
+    /// Its operations that wait for the device.
+    pub waiting: AtomicU64,
+    /// It has asked for something in the last seconds.
+    pub present: AtomicBool,
+    /// Operations that had to wait since the last look.
+    pub waits: AtomicU64,
+    pub busy_at: AtomicU64,
+    // Since the last look: operations that began, and their cost; operations that ended, their time, and what it would have been alone.
+    begun: AtomicU64,
+    cost: AtomicU64,
+    served: AtomicU64,
+    service: AtomicU64,
+    alone: AtomicU64,
+    sums: Sums,
+}
+
+/// Binary places of a pace.
+const FRACTION: u32 = 20;
+/// So little at least is any disk's weight: more unequal than this nobody can be.
+const LEAST_WEIGHT: f64 = 0.01;
+
+/// Since the disk was opened.
+#[derive(Debug, Default)]
+struct Sums {
+    owed: AtomicU64,
+    used: AtomicU64,
+    donated: AtomicU64,
+    service: AtomicU64,
+    alone: AtomicU64,
+    limited: AtomicU64,
+    waited: AtomicU64,
+}
+
+/// What an account has counted since the last look.
+pub(crate) struct Counts {
+    pub busy: bool,
+    /// It asks for more than its share: most of its operations had to wait.
+    pub presses: bool,
+    pub cost: u64,
+    pub served: u64,
+    pub service: u64,
+    pub alone: u64,
+}
+
+impl Account {
+    fn new(knobs: &Knobs, group: Option<Arc<Group>>) -> Self {
+        let account = Account {
+            number: OnceLock::new(),
+            group,
+            own_weight: AtomicU32::default(),
+            weight: AtomicU64::default(),
+            pace: AtomicU64::default(),
+            reserve: Reserve::default(),
+            latency_target: AtomicU64::default(),
+            tag: AtomicU64::default(),
+            margin: AtomicU64::default(),
+            in_flight: AtomicU64::default(),
+            operations: AtomicU64::default(),
+            waiting: AtomicU64::default(),
+            present: AtomicBool::default(),
+            waits: AtomicU64::default(),
+            begun: AtomicU64::default(),
+            busy_at: AtomicU64::default(),
+            cost: AtomicU64::default(),
+            served: AtomicU64::default(),
+            service: AtomicU64::default(),
+            alone: AtomicU64::default(),
+            sums: Sums::default(),
+        };
+        account.set(knobs);
+        account.set_weight(f64::from(account.own_weight()));
+        account
+    }
+
+    fn set(&self, knobs: &Knobs) {
+        self.own_weight.store(knobs.weight.clamp(1, Knobs::MOST_WEIGHT), Relaxed);
+        self.reserve.set(knobs);
+        self.latency_target.store(knobs.latency_target.map_or(0, |t| t.as_nanos() as u64), Relaxed);
+    }
+
+    /// Its place on the device.
+    pub fn number(&self) -> usize {
+        self.number.get().copied().unwrap_or(usize::MAX)
+    }
+
+    pub fn group(&self) -> Option<&Arc<Group>> {
+        self.group.as_ref()
+    }
+
+    pub fn own_weight(&self) -> u32 {
+        self.own_weight.load(Relaxed)
+    }
+
+    pub fn weight(&self) -> f64 {
+        f64::from_bits(self.weight.load(Relaxed))
+    }
+
+    pub fn set_weight(&self, weight: f64) {
+        let weight = weight.max(LEAST_WEIGHT);
+        self.weight.store(weight.to_bits(), Relaxed);
+        self.pace.store(((1u64 << (20 + FRACTION)) as f64 / weight).round() as u64, Relaxed);
+    }
+
+    /// Its own, or its group's; 0: none.
+    pub fn latency_target(&self) -> u64 {
+        match self.latency_target.load(Relaxed) {
+            0 => self.group.as_ref().map_or(0, |group| group.latency_target.load(Relaxed)),
+            target => target,
+        }
+    }
+
+    /// What a cost is in virtual time.
+    #[inline]
+    pub fn step(&self, cost: u64) -> u64 {
+        let half = 1 << (FRACTION - 1);
+        ((u128::from(cost) * u128::from(self.pace.load(Relaxed)) + half) >> FRACTION) as u64
+    }
+
+    #[inline]
+    pub fn has_reservation(&self) -> bool {
+        self.reserve.is_set() || self.group.as_ref().is_some_and(|group| group.reserve.is_set())
+    }
+
+    #[inline]
+    pub fn reservation_is_due(&self, now: Time) -> bool {
+        self.reserve.is_due(now) || self.group.as_ref().is_some_and(|group| group.reserve.is_due(now))
+    }
+
+    #[inline]
+    pub fn charge_reservation(&self, now: Time, requests: u32, bytes: u64) {
+        self.reserve.charge(now, requests, bytes);
+        if let Some(group) = &self.group {
+            group.reserve.charge(now, requests, bytes);
+        }
+    }
+
+    #[inline]
+    pub fn began(&self, cost: u64) {
+        self.begun.fetch_add(1, Relaxed);
+        self.cost.fetch_add(cost, Relaxed);
+    }
+
+    pub fn costs_more(&self, cost: u64) {
+        self.cost.fetch_add(cost, Relaxed);
+    }
+
+    #[inline]
+    pub fn served(&self, service: u64, alone: u64) {
+        self.served.fetch_add(1, Relaxed);
+        self.service.fetch_add(service, Relaxed);
+        self.alone.fetch_add(alone, Relaxed);
+    }
+
+    /// It has had no more than its share, but for the margin.
+    #[inline]
+    pub fn is_inside(&self, device: u64) -> bool {
+        let end = device.wrapping_add(self.margin.load(Relaxed));
+        !before(end, self.tag.load(Relaxed)) && self.waiting.load(Relaxed) == 0
+    }
+
+    pub fn set_margin(&self, cost: u64) {
+        self.margin.store(self.step(cost), Relaxed);
+    }
+
+    /// Nothing of it is on the way, or waits.
+    pub fn is_idle(&self) -> bool {
+        self.operations.load(Relaxed) == 0 && self.waiting.load(Relaxed) == 0
+    }
+
+    pub fn is_busy(&self, now: Time, within: u64) -> bool {
+        now < self.busy_at.load(Relaxed).saturating_add(within)
+    }
+
+    pub fn take_counts(&self, now: Time) -> Counts {
+        let (waits, begun) = (self.waits.swap(0, Relaxed), self.begun.swap(0, Relaxed));
+        let counts = Counts {
+            busy: false,
+            presses: waits * 2 > begun || (begun == 0 && self.waiting.load(Relaxed) > 0),
+            cost: self.cost.swap(0, Relaxed),
+            served: self.served.swap(0, Relaxed),
+            service: self.service.swap(0, Relaxed),
+            alone: self.alone.swap(0, Relaxed),
+        };
+        let busy = counts.cost > 0 || counts.served > 0 || !self.is_idle();
+        if busy {
+            self.busy_at.store(now, Relaxed);
+        }
+        self.sums.service.fetch_add(counts.service, Relaxed);
+        self.sums.alone.fetch_add(counts.alone, Relaxed);
+        self.sums.used.fetch_add(counts.cost, Relaxed);
+        Counts { busy, ..counts }
+    }
+
+    /// What was due to it since the last look, beside what it has used.
+    pub fn note_owed(&self, owed: f64, used: u64) {
+        let owed = owed as u64;
+        self.sums.owed.fetch_add(owed, Relaxed);
+        self.sums.donated.fetch_add(owed.saturating_sub(used), Relaxed);
+    }
+}
+
+/// What became of a disk's share since it was opened; all but `weight` and `waiting` in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Figures {
+    /// Its weight, or its part of its group's.
+    pub weight: f64,
+    /// Of the device's time: what was due to it while it was busy, what it used, what it left to others.
+    pub owed: u64,
+    pub used: u64,
+    pub donated: u64,
+    /// How long its operations waited because of its limits, and because of its neighbours.
+    pub limited: u64,
+    pub waited: u64,
+    /// How long the device took for them, and what it would have taken without neighbours.
+    pub service: u64,
+    pub alone: u64,
+    /// Operations that wait now.
+    pub waiting: u64,
+}
+
+/// A disk's share: see the top of this file. Given up when dropped.
+#[derive(Debug)]
+pub struct Share {
+    account: Arc<Account>,
+    limiter: Limiter,
+    device: Option<Arc<Device>>,
+    /// So many of its queues are being drained: nothing waits.
+    drains: AtomicU32,
+}
+
+impl Share {
+    pub fn new(device: Option<Arc<Device>>, group: Option<Arc<Group>>, knobs: &Knobs) -> Self {
+        let account = Arc::new(Account::new(knobs, group));
+        if let Some(device) = &device {
+            let _ = account.number.set(device.join(&account));
+        }
+        Share { account, limiter: Limiter::new(&knobs.limits), device, drains: AtomicU32::new(0) }
+    }
+
+    pub fn device(&self) -> Option<&Arc<Device>> {
+        self.device.as_ref()
+    }
+
+    pub fn group(&self) -> Option<&Arc<Group>> {
+        self.account.group()
+    }
+
+    /// Other knobs, from now on.
+    pub fn set(&self, knobs: &Knobs, now: Time) {
+        self.account.set(knobs);
+        self.limiter.set(&knobs.limits);
+        self.group_changed(now);
+    }
+
+    /// Its group has other knobs.
+    pub(crate) fn group_changed(&self, now: Time) {
+        match &self.device {
+            Some(device) => device.weigh_anew(now),
+            None => self.account.set_weight(f64::from(self.account.own_weight())),
+        }
+    }
+
+    /// Nothing is limited, and nothing shared: there is nobody to ask.
+    #[inline]
+    pub fn is_free(&self) -> bool {
+        self.device.is_none() && self.is_unlimited()
+    }
+
+    #[inline]
+    pub fn is_unlimited(&self) -> bool {
+        self.limiter.is_unlimited() && self.account.group.as_ref().is_none_or(|group| group.limiter.is_unlimited())
+    }
+
+    /// Whether the disk's limits, and its group's, let the operation begin, which they then have counted; else when to ask
+    /// again.
+    #[inline]
+    pub fn limit(&self, now: Time, operation: &Operation) -> Result<(), Time> {
+        let group = self.account.group.as_ref().map(|group| &group.limiter);
+        if self.drains() {
+            self.limiter.force(now, operation);
+            group.inspect(|limiter| limiter.force(now, operation));
+            return Ok(());
+        }
+        self.limiter.take(now, operation)?;
+        match group {
+            Some(limiter) => limiter.take(now, operation).inspect_err(|_| self.limiter.refund(operation)),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether the operation may begin; None: it is to [`Share::wait`].
+    #[inline]
+    pub fn ask(&self, now: Time, operation: &Operation) -> Option<Grant> {
+        match &self.device {
+            Some(device) if self.drains() => Some(device.force(&self.account, now, operation)),
+            Some(device) => device.ask(&self.account, now, operation),
+            None => Some(Grant::default()),
+        }
+    }
+
+    /// The operation waits for the device; `slot` tells when it may begin ([`Slot::take`]), and the waker is woken then. With
+    /// a reservation it is also to [`Share::claim`] at the time that is answered.
+    pub fn wait(&self, now: Time, operation: &Operation, slot: &Arc<Slot>, waker: &Waker) -> Option<Time> {
+        let device = self.device.as_ref()?;
+        device.wait(&self.account, now, operation, slot, waker);
+        if self.drains() {
+            device.release(&self.account, now);
+        }
+        self.next_claim(now)
+    }
+
+    /// When the reservation is due for one that waits now.
+    fn next_claim(&self, now: Time) -> Option<Time> {
+        let ahead = self.account.waiting.load(Relaxed);
+        let group = self.account.group.as_ref().and_then(|group| group.reserve.next(now, ahead));
+        let own = self.account.reserve.next(now, ahead);
+        own.into_iter().chain(group).min()
+    }
+
+    /// Lets in those that wait as far as the reservation is due; answers when to look again.
+    pub fn claim(&self, now: Time) -> Option<Time> {
+        self.device.as_ref()?.claim(&self.account, now);
+        self.next_claim(now)
+    }
+
+    /// What an operation that was let in after a wait is [`Share::done`] with.
+    pub fn granted(&self, now: Time, operation: &Operation) -> Grant {
+        self.device.as_ref().map_or_else(Grant::default, |device| device.granted(&self.account, now, operation))
+    }
+
+    #[inline]
+    pub fn done(&self, now: Time, grant: Grant) {
+        if let Some(device) = &self.device {
+            device.done(&self.account, now, grant);
+        }
+    }
+
+    /// For an operation that was let in, and never began.
+    pub fn give_back(&self, now: Time, grant: Grant) {
+        if let Some(device) = &self.device {
+            device.give_back(&self.account, now, &grant);
+        }
+    }
+
+    /// The disk has cost the device more than its requests told: metadata, copies.
+    pub fn charge_more(&self, operation: &Operation) {
+        if let Some(device) = &self.device {
+            let cost = device.costs().of(operation);
+            self.account.tag.fetch_add(self.account.step(cost), Relaxed);
+            self.account.costs_more(cost);
+        }
+    }
+
+    /// Notes how long an operation waited because of the limits, and for the device; nanoseconds.
+    #[inline]
+    pub fn note_waits(&self, limited: u64, waited: u64) {
+        if limited > 0 {
+            self.account.sums.limited.fetch_add(limited, Relaxed);
+        }
+        if waited > 0 {
+            self.account.sums.waited.fetch_add(waited, Relaxed);
+        }
+    }
+
+    /// From here on nothing of the disk waits, and what waits goes: one of its queues is drained. What its limits would have
+    /// held back is counted, and held back afterwards. Ends with [`Share::drained`].
+    pub fn drain(&self, now: Time) {
+        self.drains.fetch_add(1, SeqCst);
+        if let Some(device) = &self.device {
+            device.release(&self.account, now);
+        }
+    }
+
+    pub fn drained(&self) {
+        self.drains.fetch_sub(1, SeqCst);
+    }
+
+    #[inline]
+    pub fn drains(&self) -> bool {
+        self.drains.load(SeqCst) > 0
+    }
+
+    pub fn figures(&self) -> Figures {
+        let get = |sum: &AtomicU64| sum.load(Relaxed);
+        let sums = &self.account.sums;
+        Figures {
+            weight: self.account.weight(),
+            owed: get(&sums.owed),
+            used: get(&sums.used),
+            donated: get(&sums.donated),
+            limited: get(&sums.limited),
+            waited: get(&sums.waited),
+            service: get(&sums.service),
+            alone: get(&sums.alone),
+            waiting: get(&self.account.waiting),
+        }
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        if let Some(device) = &self.device {
+            device.leave(self.account.number());
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! Guests that share a simulated device: shares, protection, reservations, and that nobody starves.
+
+mod model;
+
+use blockyard_sched::{Kind, Knobs};
+use model::{Got, Guest, MS, Model, S, Simulation, run};
+
+fn thrasher() -> Guest {
+    Guest { work: vec![(Kind::Read, 4096), (Kind::Write, 4096)], ..Guest::reads(1024) }
+}
+
+fn shares(got: &[Got]) -> Vec<f64> {
+    let all: u64 = got.iter().map(|g| g.cost).sum();
+    got.iter().map(|g| g.cost as f64 / all as f64).collect()
+}
+
+fn within(got: &[Got], weights: &[f64], tolerance: f64) {
+    let sum: f64 = weights.iter().sum();
+    for (i, (share, weight)) in shares(got).iter().zip(weights).enumerate() {
+        let due = weight / sum;
+        assert!((share / due - 1.0).abs() <= tolerance, "disk {i}: {share:.4} of the device, and {due:.4} is due");
+    }
+}
+
+#[test]
+fn a_polite_guest_does_not_notice_one_that_thrashes() {
+    // Half of the servers at depth 8 are the whole half of the device.
+    for (depth, spread, keeps) in [(1, 0, 0.98), (1, 50, 0.976), (8, 50, 0.95)] {
+        let model = Model { spread, span: 10 * S, ..Model::PLAIN };
+        let alone = &run(model, &[Guest::reads(depth)])[0];
+        let beside = &run(model, &[Guest::reads(depth), thrasher()]);
+        let kept = beside[0].operations as f64 / alone.operations as f64;
+        let p99 = beside[0].quantile(0.99) as f64 / alone.quantile(0.99) as f64;
+        assert!(kept > keeps, "depth {depth}, spread {spread}: {kept:.3} of its rate alone");
+        assert!(p99 < 1.3, "depth {depth}, spread {spread}: p99 is {p99:.2} times that alone");
+        let total: u64 = beside.iter().map(|g| g.cost).sum();
+        let done = total as f64 / model.span as f64;
+        assert!(done > 0.85, "depth {depth}, spread {spread}: the device does {done:.2}");
+        let unscheduled = &run(Model { scheduled: false, ..model }, &[Guest::reads(depth), thrasher()])[0];
+        assert!(unscheduled.operations * 10 < beside[0].operations, "this test sees no difference");
+    }
+}
+
+#[test]
+fn weights_decide_under_saturation() {
+    let weights = [1.0, 2.0, 4.0, 8.0];
+    let guests = |work: [Vec<(Kind, u64)>; 4]| -> Vec<Guest> {
+        let guest = |(work, weight)| Guest { work, ..Guest::reads(64) }.weighing(weight as u32 * 100);
+        work.into_iter().zip(weights).map(guest).collect()
+    };
+    let read = |bytes| vec![(Kind::Read, bytes)];
+    within(&run(Model::PLAIN, &guests([read(4096), read(4096), read(4096), read(4096)])), &weights, 0.01);
+    let model = Model { per_mib: 20 * MS, spread: 30, span: 20 * S, ..Model::PLAIN };
+    let mixed = [read(65_536), vec![(Kind::Write, 4096), (Kind::Read, 262_144)], read(4096), read(16_384)];
+    within(&run(model, &guests(mixed)), &weights, 0.03);
+}
+
+#[test]
+fn sixty_four_equal_disks_are_equal() {
+    let got = run(Model { spread: 30, ..Model::PLAIN }, &vec![Guest::reads(32); 64]);
+    let (sum, squares) = got.iter().fold((0.0, 0.0), |(s, q), g| (s + g.cost as f64, q + (g.cost as f64).powi(2)));
+    let jain = sum * sum / (64.0 * squares);
+    assert!(jain > 0.99, "Jain's index is {jain:.4}");
+}
+
+#[test]
+fn what_one_leaves_the_others_get_and_all_that_the_device_can_do() {
+    let idler = Guest { think: 50 * MS, ..Guest::reads(1) }.weighing(800);
+    let got = run(Model::PLAIN, &[idler, Guest::reads(64), Guest::reads(64).weighing(200)]);
+    let total: u64 = got.iter().map(|g| g.cost).sum();
+    assert!(total as f64 > 0.97 * 5e9, "{:.3} of the device", total as f64 / 5e9);
+    within(&got[1..], &[1.0, 2.0], 0.03);
+    assert!(got[0].figures.donated > got[0].figures.used, "{:?}", got[0].figures);
+}
+
+#[test]
+fn reservations_come_first() {
+    let reserved =
+        |iops| Guest { knobs: Knobs { reserve_iops: Some(iops), weight: 1, ..Knobs::default() }, ..Guest::reads(32) };
+    let mut guests = vec![reserved(5000), reserved(2000)];
+    guests.extend(vec![thrasher().weighing(10_000); 4]);
+    let got = run(Model::PLAIN, &guests);
+    assert!(got[0].operations >= 25_000 && got[1].operations >= 10_000, "{} {}", got[0].operations, got[1].operations);
+    assert!(got[0].operations < 26_500, "a reservation is no more than it says: {}", got[0].operations);
+}
+
+#[test]
+fn a_group_has_one_share_for_all_its_disks() {
+    let group = Some(("g", Knobs { weight: 100, ..Knobs::default() }));
+    let member = |weight| Guest { group: group.clone(), ..Guest::reads(64) }.weighing(weight);
+    let got = run(Model::PLAIN, &[member(100), member(300), Guest::reads(64)]);
+    within(&got, &[1.0, 3.0, 4.0], 0.03);
+}
+
+#[test]
+fn weights_change_while_guests_run() {
+    let mut simulation = Simulation::new(Model::PLAIN, &[Guest::reads(64), Guest::reads(64)]);
+    within(&simulation.run(S, 2 * S), &[1.0, 1.0], 0.03);
+    for weight in [100, 400, 1, 10_000, 300] {
+        let now = simulation.now();
+        simulation.share(0).set(&Knobs { weight, ..Knobs::default() }, now);
+        let got = simulation.run(now + 100 * MS, now + S);
+        if weight <= 400 && weight > 1 {
+            within(&got, &[f64::from(weight), 100.0], 0.03);
+        }
+    }
+}
+
+#[test]
+fn who_changes_behaviour_gains_nothing() {
+    // Bursts after rest, with and without depth: never more than half, and never more than by asking all the time.
+    let steady = &shares(&run(Model::PLAIN, &[thrasher(), Guest::reads(64)]))[1].clone();
+    for think in [100_000, MS, 5 * MS, 30 * MS] {
+        for depth in [4, 64, 512] {
+            let got = run(Model::PLAIN, &[thrasher(), Guest { think, ..Guest::reads(depth) }]);
+            let share = shares(&got)[1];
+            assert!(
+                share < steady + 0.02,
+                "resting for {think} ns at depth {depth} gets {share:.3} instead of {steady:.3}"
+            );
+        }
+    }
+}
+
+#[test]
+fn nobody_starves() {
+    // The lightest beside the heaviest, with every kind of neighbour and a latency target that cannot be met.
+    let strict = Knobs { latency_target: Some(std::time::Duration::from_nanos(1)), ..Knobs::default() };
+    let light = Guest::reads(64).weighing(1);
+    for neighbour in [thrasher().weighing(10_000), Guest { knobs: strict, ..Guest::reads(8) }] {
+        let got = run(Model { span: 20 * S, ..Model::PLAIN }, &[light.clone(), neighbour.clone(), neighbour]);
+        assert!(got[0].operations > 5, "{} operations in 20 s", got[0].operations);
+    }
+}
+
+#[test]
+fn a_device_that_becomes_slower_is_followed() {
+    let slow = Model { time: 20 * MS, ..Model::PLAIN };
+    // Its costs are those of a fast one.
+    let mut simulation = Simulation::new(slow, &[Guest::reads(256), Guest::reads(256)]);
+    let got = simulation.run(5 * S, 15 * S);
+    within(&got, &[1.0, 1.0], 0.03);
+}

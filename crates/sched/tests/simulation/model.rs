@@ -1,0 +1,298 @@
+//! A simulated device and its guests: time is what the events say.
+//!
+//! The device has a number of servers, and takes what comes first. Guests keep a number of operations under way, and ask for
+//! the next one when one ends (and they have thought for a while).
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+use std::sync::{Arc, Mutex};
+use std::task::{Wake, Waker};
+
+use blockyard_sched::{Calibration, Class, Costs, Figures, Grant, Host, Kind, Knobs, Means, Operation, Share, Slot};
+
+pub const MS: u64 = 1_000_000;
+pub const S: u64 = 1_000 * MS;
+
+/// What a guest asks for.
+#[derive(Clone)]
+pub struct Guest {
+    pub knobs: Knobs,
+    pub group: Option<(&'static str, Knobs)>,
+    pub depth: usize,
+    pub think: u64,
+    /// Kind and bytes, in turn.
+    pub work: Vec<(Kind, u64)>,
+    /// Is there from..until.
+    pub from: u64,
+    pub until: u64,
+}
+
+impl Guest {
+    pub fn reads(depth: usize) -> Self {
+        let (knobs, group, think) = Default::default();
+        Guest { knobs, group, depth, think, work: vec![(Kind::Read, 4096)], from: 0, until: u64::MAX }
+    }
+
+    pub fn weighing(self, weight: u32) -> Self {
+        Guest { knobs: Knobs { weight, ..self.knobs }, ..self }
+    }
+}
+
+/// What became of one.
+#[derive(Clone, Debug, Default)]
+pub struct Got {
+    pub operations: u64,
+    pub cost: u64,
+    /// From asking to the end, nanoseconds, sorted.
+    pub latencies: Vec<u64>,
+    pub figures: Figures,
+}
+
+impl Got {
+    pub fn quantile(&self, q: f64) -> u64 {
+        self.latencies[((self.latencies.len() - 1) as f64 * q) as usize]
+    }
+}
+
+#[derive(Clone, Copy)]
+pub struct Model {
+    pub servers: usize,
+    /// Time of a read of 4 KiB, and of each MiB.
+    pub time: u64,
+    pub per_mib: u64,
+    /// Service times vary evenly by so many percent.
+    pub spread: u64,
+    /// None: no scheduler.
+    pub scheduled: bool,
+    pub span: u64,
+}
+
+impl Model {
+    pub const PLAIN: Model = Model { servers: 16, time: MS, per_mib: 0, spread: 0, scheduled: true, span: 5 * S };
+
+    /// The device's costs are what its servers take, divided by their number.
+    pub fn costs(&self) -> Costs {
+        let (base, per_mib) = (self.time / self.servers as u64, self.per_mib / self.servers as u64);
+        Costs {
+            read: base,
+            read_sequential: base,
+            read_per_mib: per_mib,
+            write: base,
+            write_sequential: base,
+            write_per_mib: per_mib,
+            flush: base,
+            discard: base,
+            write_zeroes: base,
+        }
+    }
+
+    fn service(&self, bytes: u64, random: &mut Random) -> u64 {
+        let time = self.time + ((u128::from(bytes) * u128::from(self.per_mib)) >> 20) as u64;
+        let spread = time * self.spread / 100;
+        time - spread / 2 + random.below(spread + 1)
+    }
+}
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((u128::from(self.0) * u128::from(bound)) >> 64) as u64
+    }
+}
+
+/// Notes who was woken.
+struct Woken(usize, Arc<Mutex<Vec<usize>>>);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.1.lock().unwrap().push(self.0);
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    Ask(usize),
+    Ended(usize),
+    Claim(usize),
+}
+
+struct Under {
+    guest: usize,
+    operation: Operation,
+    asked: u64,
+    grant: Grant,
+    slot: Arc<Slot>,
+}
+
+pub struct Simulation {
+    model: Model,
+    now: u64,
+    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    count: u64,
+    guests: Vec<Guest>,
+    turns: Vec<usize>,
+    shares: Vec<Arc<Share>>,
+    got: Vec<Got>,
+    under: Vec<Under>,
+    free: Vec<usize>,
+    busy: usize,
+    queue: VecDeque<usize>,
+    woken: Arc<Mutex<Vec<usize>>>,
+    random: Random,
+}
+
+impl Simulation {
+    pub fn new(model: Model, guests: &[Guest]) -> Self {
+        let host = Host::default();
+        let calibration = Calibration::of(model.costs());
+        let means = Means { class: Class { queue: model.time, ..Class::FLASH }, calibration };
+        let device = model.scheduled.then_some(("model", &means));
+        let share = |g: &Guest| host.share(device, g.group.as_ref().map(|(name, k)| (*name, k)), &g.knobs);
+        let shares: Vec<_> = guests.iter().map(share).collect();
+        let mut simulation = Simulation {
+            model,
+            now: 0,
+            events: BinaryHeap::new(),
+            count: 0,
+            turns: vec![0; guests.len()],
+            got: vec![Got::default(); guests.len()],
+            shares,
+            guests: guests.to_vec(),
+            under: Vec::new(),
+            free: Vec::new(),
+            busy: 0,
+            queue: VecDeque::new(),
+            woken: Arc::default(),
+            random: Random(7),
+        };
+        for (at, guest) in guests.iter().enumerate() {
+            // A little apart, as guests are.
+            (0..guest.depth).for_each(|n| simulation.at(guest.from + (n as u64) * 1_000 + at as u64, Event::Ask(at)));
+        }
+        simulation
+    }
+
+    fn at(&mut self, time: u64, event: Event) {
+        self.count += 1;
+        self.events.push(Reverse((time, self.count, event)));
+    }
+
+    pub fn share(&self, guest: usize) -> &Arc<Share> {
+        &self.shares[guest]
+    }
+
+    pub fn now(&self) -> u64 {
+        self.now
+    }
+
+    /// Runs until `until`; what was got from `from` on counts.
+    pub fn run(&mut self, from: u64, until: u64) -> Vec<Got> {
+        self.got = vec![Got::default(); self.guests.len()];
+        while let Some(Reverse((time, _, event))) = self.events.peek().copied() {
+            if time > until {
+                break;
+            }
+            self.events.pop();
+            self.now = time;
+            match event {
+                Event::Ask(guest) if time < self.guests[guest].until => self.ask(guest),
+                Event::Ask(_) => {}
+                Event::Ended(which) => self.ended(which, from),
+                Event::Claim(guest) => self.claim(guest),
+            }
+            self.let_in();
+        }
+        self.now = until;
+        for (got, share) in self.got.iter_mut().zip(&self.shares) {
+            got.latencies.sort_unstable();
+            got.figures = share.figures();
+        }
+        self.got.clone()
+    }
+
+    fn ask(&mut self, guest: usize) {
+        let work = &self.guests[guest].work;
+        let (kind, bytes) = work[self.turns[guest] % work.len()];
+        self.turns[guest] += 1;
+        let operation = Operation { kind, bytes, sequential: false, requests: 1 };
+        let (asked, grant, slot) = (self.now, Grant::default(), Arc::default());
+        let under = Under { guest, operation, asked, grant, slot };
+        let which = match self.free.pop() {
+            Some(which) => which,
+            None => self.under.len(),
+        };
+        if which == self.under.len() {
+            self.under.push(under)
+        } else {
+            self.under[which] = under
+        }
+        match self.shares[guest].ask(self.now, &operation) {
+            Some(grant) => {
+                self.under[which].grant = grant;
+                self.submit(which);
+            }
+            None => {
+                let waker = Waker::from(Arc::new(Woken(which, self.woken.clone())));
+                let slot = self.under[which].slot.clone();
+                if let Some(at) = self.shares[guest].wait(self.now, &operation, &slot, &waker) {
+                    self.at(at, Event::Claim(guest));
+                }
+            }
+        }
+    }
+
+    fn claim(&mut self, guest: usize) {
+        if self.shares[guest].figures().waiting > 0
+            && let Some(at) = self.shares[guest].claim(self.now)
+            && self.shares[guest].figures().waiting > 0
+        {
+            self.at(at.max(self.now + 10_000), Event::Claim(guest));
+        }
+    }
+
+    fn let_in(&mut self) {
+        let woken = std::mem::take(&mut *self.woken.lock().unwrap());
+        for which in woken {
+            let under = &mut self.under[which];
+            assert!(under.slot.take(), "woken, and not let in");
+            under.grant = self.shares[under.guest].granted(self.now, &under.operation);
+            self.submit(which);
+        }
+    }
+
+    fn submit(&mut self, which: usize) {
+        if self.busy < self.model.servers { self.serve(which) } else { self.queue.push_back(which) }
+    }
+
+    fn serve(&mut self, which: usize) {
+        self.busy += 1;
+        let time = self.model.service(self.under[which].operation.bytes, &mut self.random);
+        self.at(self.now + time, Event::Ended(which));
+    }
+
+    fn ended(&mut self, which: usize, from: u64) {
+        self.busy -= 1;
+        if let Some(next) = self.queue.pop_front() {
+            self.serve(next);
+        }
+        let Under { guest, operation, asked, grant, .. } = self.under[which];
+        self.shares[guest].done(self.now, grant);
+        self.free.push(which);
+        if self.now >= from {
+            let got = &mut self.got[guest];
+            got.operations += 1;
+            got.cost += self.model.costs().of(&operation);
+            if got.latencies.len() < 1 << 20 {
+                got.latencies.push(self.now - asked);
+            }
+        }
+        self.at(self.now + self.guests[guest].think, Event::Ask(guest));
+    }
+}
+
+/// Runs guests on a device: what each got once they know each other.
+pub fn run(model: Model, guests: &[Guest]) -> Vec<Got> {
+    Simulation::new(model, guests).run(3 * S, 3 * S + model.span)
+}
