@@ -10,6 +10,8 @@ use blockyard_sched::Costs;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
+use crate::results::replace;
+
 /// Where it is when nothing else is said.
 pub const USUAL: &str = "/var/lib/blockyard/costs.toml";
 
@@ -60,7 +62,10 @@ impl DeviceCosts {
             read => read.with_context(|| format!("reading {}", name()))?,
         };
         let text = self.put(&text).with_context(|| format!("{} is no file of costs", name()))?;
-        replace(path, text.as_bytes()).with_context(|| format!("writing {}", name()))
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        }
+        replace(path, text.as_bytes())
     }
 
     /// The text with this device's costs in it.
@@ -79,33 +84,41 @@ impl DeviceCosts {
 
     /// What the file says of a device.
     pub fn load(path: &Path, device: &str) -> Result<Self> {
-        #[derive(Deserialize)]
-        struct File {
-            #[serde(default)]
-            device: Vec<DeviceCosts>,
-        }
-        let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
-        let file: File = toml::from_str(&text).with_context(|| format!("{} is no file of costs", path.display()))?;
-        let found = file.device.into_iter().find(|d| d.device == device);
+        let found = read(path)?.into_iter().find(|d| d.device == device);
         found.with_context(|| format!("{} says nothing of device {device}: run bench calibrate", path.display()))
+    }
+
+    fn check(&self) -> Result<()> {
+        let c = self;
+        let all =
+            [c.read, c.read_sequential, c.write, c.write_sequential, c.flush, c.discard, c.write_zeroes, c.window];
+        anyhow::ensure!(
+            !all.contains(&0),
+            "device \"{}\": an operation costs at least 1 ns, and so does the window",
+            c.device
+        );
+        Ok(())
     }
 }
 
-/// The new contents, or the old ones, whatever happens.
-fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
-    use std::io::Write;
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    std::fs::create_dir_all(folder)?;
-    let name = path.file_name().context("that is no file's name")?.to_string_lossy();
-    let new = folder.join(format!(".{name}.{}", std::process::id()));
-    let write = || {
-        let mut file = std::fs::File::create(&new)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        std::fs::rename(&new, path)?;
-        anyhow::Ok(std::fs::File::open(folder)?.sync_all()?)
+/// All devices of a file.
+pub fn read(path: &Path) -> Result<Vec<DeviceCosts>> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct File {
+        #[serde(default)]
+        device: Vec<DeviceCosts>,
+    }
+    let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+    let parse = || {
+        let file: File = toml::from_str(&text).map_err(|e| {
+            let line = e.span().map_or(1, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
+            anyhow::anyhow!("line {line}: {}", e.message().replace('\n', "; "))
+        })?;
+        file.device.iter().try_for_each(DeviceCosts::check)?;
+        Ok(file.device)
     };
-    write().inspect_err(|_| drop(std::fs::remove_file(&new)))
+    parse().map_err(|e: anyhow::Error| e.context(format!("{} is no file of costs", path.display())))
 }
 
 #[cfg(test)]
@@ -127,6 +140,35 @@ mod tests {
             devices.iter().map(|d| (d["device"].as_str().unwrap(), d["read"].as_integer().unwrap())).collect();
         assert_eq!(told, [("8:0", 3), ("model", 2)]);
         assert!(third.contains("base-latency-read = 0") && third.contains("read-per-mib"), "{third}");
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let path = std::env::temp_dir().join(format!("blockyard-costs-{}.toml", std::process::id()));
+        let full = |name: &str, read| DeviceCosts {
+            read_sequential: 1,
+            write: 2,
+            write_sequential: 3,
+            flush: 4,
+            discard: 5,
+            write_zeroes: 6,
+            ..device(name, read)
+        };
+        for read in [7, 8] {
+            full("8:0", read).save(&path).unwrap();
+        }
+        full("model", 9).save(&path).unwrap();
+        assert_eq!(read(&path).unwrap(), [full("8:0", 8), full("model", 9)]);
+        assert_eq!(DeviceCosts::load(&path, "model").unwrap().costs().read, 9);
+        let wrong = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            format!("{:#}", read(&path).unwrap_err())
+        };
+        assert!(DeviceCosts::load(&path, "8:1").unwrap_err().to_string().contains("nothing of device 8:1"));
+        assert!(wrong("\n[[device]]\ndevice = \"a\"\n").contains("line 2: missing field"));
+        let zero = device("a", 0).put("").unwrap();
+        assert!(wrong(&zero).contains("at least 1 ns"));
+        std::fs::remove_file(&path).unwrap();
     }
 
     #[test]

@@ -10,6 +10,7 @@
 //!   experiment  those that are no load: dd and rm, mounting and copying, booting
 //!   compare  `bench compare`: the same work on the host and in guests, in turn
 //!   calibrate  `bench calibrate`: what operations cost a device      costs  the file of that
+//!   neighbours  `bench neighbours`: disks of one device beside one another
 //!   process  what goes with its value: processes, interruption
 //!   results  all of that as data         report  as a table and a page       draw  `bench plot`
 //!   diff     `bench diff`: two sets of results
@@ -27,6 +28,7 @@ pub mod driver;
 pub mod experiment;
 pub mod figures;
 pub mod job;
+pub mod neighbours;
 pub mod plot;
 pub mod process;
 pub mod rate;

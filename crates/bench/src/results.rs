@@ -158,14 +158,17 @@ fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     all
 }
 
-/// Writes a file beside, and renames it.
+/// Writes a file beside, and renames it: the new contents are there, or the old ones, whatever happens.
 pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
-    let beside = path.with_extension("new");
+    let beside = path.with_extension(format!("new.{}", std::process::id()));
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let write = || {
         let mut file = std::fs::File::create(&beside)?;
         file.write_all(bytes)?;
-        drop(file);
-        std::fs::rename(&beside, path)
+        file.sync_all()?;
+        std::fs::rename(&beside, path)?;
+        std::fs::File::open(folder)?.sync_all()
     };
-    write().with_context(|| format!("writing {}", path.display()))
+    let written = write().inspect_err(|_| drop(std::fs::remove_file(&beside)));
+    written.with_context(|| format!("writing {}", path.display()))
 }

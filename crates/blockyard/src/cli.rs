@@ -58,6 +58,8 @@ pub enum Bench {
     Compare(Box<blockyard_bench::compare::Options>),
     /// What operations cost a device: the figures that fair shares are reckoned by.
     Calibrate(blockyard_bench::calibrate::Options),
+    /// Disks of one device beside one another: what a thrashing guest leaves the others, with fair shares and without.
+    Neighbours(Box<blockyard_bench::neighbours::Options>),
     /// Draw a report again, or one picture of it (SVG, PNG).
     Plot(blockyard_bench::draw::Options),
     /// Compare two sets of results. Exit status: 0 nothing is slower, 1 something is, beyond the noise, 2 failed.

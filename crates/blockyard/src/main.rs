@@ -56,6 +56,7 @@ fn measure(bench: &Bench) -> Result<u8, Failure> {
         Bench::Job(options) => blockyard_bench::job::run(options)?,
         Bench::Plot(options) => blockyard_bench::draw::run(options)?,
         Bench::Compare(options) => to_its_end(blockyard_bench::compare::run(options))?,
+        Bench::Neighbours(options) => to_its_end(blockyard_bench::neighbours::run(options))?,
         Bench::Calibrate(options) => to_its_end(blockyard_bench::calibrate::run(options))?,
         Bench::Diff(options) => {
             let same = blockyard_bench::diff::run(options).map_err(|e| Failure::with_status(2, e))?;

@@ -10,7 +10,7 @@
 //! all; whenever it is interrupted, nothing of it stays but the rounds that were finished.
 
 mod cpu;
-mod environment;
+pub(crate) mod environment;
 mod stage;
 mod system;
 mod work;

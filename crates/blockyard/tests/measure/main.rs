@@ -6,6 +6,7 @@ mod calibrate;
 mod common;
 mod compare;
 mod model;
+mod neighbours;
 
 use std::path::Path;
 use std::process::Command;

@@ -1,0 +1,380 @@
+//! What came of a row: figures, each with what it should be.
+//!
+//! In: the reports of all rounds. Out: figures. What must hold: rates are compared with those of the same round; the names are
+//! those of resctl-bench where it has one (isol-01, lat-imp, work-csv), over slices of 100 ms.
+
+use serde::Serialize;
+
+use super::device::spent;
+use super::rows::{BPS, EQUALS, IOPS, IOPS_READ, IOPS_WRITE, LENGTH, MAX, RATE, Row, WEIGHTS, reserved};
+use crate::client::load::{SLICE, Slice};
+use crate::client::report::Report;
+use crate::costs::DeviceCosts;
+use crate::statistics::{median, quantile, sorted};
+
+/// The reports of each scene of a row, once.
+pub struct Round(pub Vec<(&'static str, Vec<Option<Report>>)>);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Unit {
+    PerSecond,
+    Percent,
+    Microseconds,
+    Number,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Goal {
+    AtLeast(f64),
+    AtMost(f64),
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Figure {
+    pub name: String,
+    pub unit: Unit,
+    /// One a round; or one, of all rounds' slices.
+    pub values: Vec<f64>,
+    pub median: f64,
+    pub goal: Option<Goal>,
+}
+
+impl Figure {
+    fn new(name: impl Into<String>, unit: Unit, values: Vec<f64>) -> Self {
+        let median = median(values.iter().copied());
+        Figure { name: name.into(), unit, values, median, goal: None }
+    }
+
+    fn goal(self, goal: Goal) -> Self {
+        Figure { goal: Some(goal), ..self }
+    }
+
+    /// Not known where there is no goal, or no figure.
+    pub fn met(&self) -> Option<bool> {
+        if self.median.is_nan() {
+            return None;
+        }
+        self.goal.map(|goal| match goal {
+            Goal::AtLeast(least) => self.median >= least,
+            Goal::AtMost(most) => self.median <= most,
+        })
+    }
+}
+
+impl Round {
+    fn reports(&self, scene: &str) -> impl Iterator<Item = &Report> {
+        let found = self.0.iter().find(|(name, _)| *name == scene);
+        found.into_iter().flat_map(|(_, reports)| reports.iter().flatten())
+    }
+
+    /// Of the scene's first disk with a load.
+    fn of(&self, scene: &str, what: impl Fn(&Report) -> f64) -> f64 {
+        self.reports(scene).next().map_or(f64::NAN, what)
+    }
+
+    fn rate(&self, scene: &str) -> f64 {
+        self.of(scene, |r| r.iops)
+    }
+
+    /// What half of the device gives the polite one, alone.
+    fn half(&self) -> f64 {
+        self.rate("alone").min(self.rate("saturated") / 2.0)
+    }
+
+    /// Nanoseconds of the device a second, of all disks.
+    fn spent(&self, scene: &str, costs: &DeviceCosts) -> f64 {
+        self.reports(scene).map(|r| spent(&costs.costs(), r)).sum()
+    }
+}
+
+/// `model`: the device is one, and nothing but it takes time.
+pub fn of(row: Row, rounds: &[Round], costs: &DeviceCosts, model: bool) -> Vec<Figure> {
+    let all = Rounds { rounds, costs };
+    match row {
+        Row::Thrash(..) => all.thrash(if model { 1.3 } else { 2.0 }),
+        Row::Weights(_) => all.weights(),
+        Row::Equal => all.equal(),
+        Row::Reserve => all.reserve(),
+        Row::Limits => all.limits(),
+        Row::Burst => all.burst(),
+        Row::Busy => vec![all.total("work-csv %").goal(Goal::AtLeast(97.0))],
+        Row::Lone => all.lone(),
+    }
+}
+
+struct Rounds<'a> {
+    rounds: &'a [Round],
+    costs: &'a DeviceCosts,
+}
+
+impl Rounds<'_> {
+    fn each(&self, name: impl Into<String>, unit: Unit, what: impl Fn(&Round) -> f64) -> Figure {
+        Figure::new(name, unit, self.rounds.iter().map(what).collect())
+    }
+
+    fn percent(&self, name: impl Into<String>, what: impl Fn(&Round) -> f64) -> Figure {
+        self.each(name, Unit::Percent, |round| 100.0 * what(round))
+    }
+
+    /// What all disks got of the device with the scheduler, of what they got without.
+    fn total(&self, name: &str) -> Figure {
+        self.percent(name, |r| r.spent("with", self.costs) / r.spent("without", self.costs))
+    }
+
+    fn thrash(&self, slower: f64) -> Vec<Figure> {
+        let rate = |name: &str, scene: &'static str| self.each(name, Unit::PerSecond, move |r| r.rate(scene));
+        let p99 = |name: &str, scene: &'static str| {
+            self.each(name, Unit::Microseconds, move |r| r.of(scene, |r| r.latency_us.p99))
+        };
+        let thrasher = |name: &str, scene: &'static str| {
+            self.each(name, Unit::PerSecond, move |r| r.reports(scene).nth(1).map_or(f64::NAN, |r| r.iops))
+        };
+        let longer = |r: &Round| r.of("with", |r| r.latency_us.p99) / r.of("alone", |r| r.latency_us.p99);
+        vec![
+            rate("alone", "alone"),
+            self.each("half", Unit::PerSecond, Round::half),
+            rate("with", "with"),
+            rate("without", "without"),
+            self.percent("kept %", |r| r.rate("with") / r.half()).goal(Goal::AtLeast(95.0)),
+            p99("p99 alone", "alone"),
+            p99("p99 with", "with"),
+            p99("p99 without", "without"),
+            self.each("p99 x", Unit::Number, longer).goal(Goal::AtMost(slower)),
+            self.isolation("isol-01 %", "with").goal(Goal::AtLeast(97.6)),
+            self.isolation("isol-01 alone", "alone"),
+            self.impact("lat-imp %", "with").goal(Goal::AtMost(2.0)),
+            self.impact("lat-imp alone", "alone"),
+            self.total("work-csv %").goal(Goal::AtLeast(97.0)),
+            thrasher("thrasher with", "with"),
+            thrasher("thrasher without", "without"),
+        ]
+    }
+
+    /// The first percentile of the slices' rates, in a hundred of what half of the device gives; more than that is that.
+    fn isolation(&self, name: &str, scene: &str) -> Figure {
+        let of_round = |round: &Round| {
+            let wanted = round.half() * SLICE as f64 / 1e9;
+            let part = |slice: &Slice| (100.0 * slice.operations as f64 / wanted).min(100.0);
+            round.reports(scene).next().map(|r| r.slices.iter().map(part).collect::<Vec<_>>()).unwrap_or_default()
+        };
+        let slices = sorted(self.rounds.iter().flat_map(of_round));
+        Figure::new(name, Unit::Percent, vec![quantile(&slices, 0.01)])
+    }
+
+    /// How much longer operations took than alone, in a hundred: the mean of all slices; less is nothing.
+    fn impact(&self, name: &str, scene: &str) -> Figure {
+        let of_round = |round: &Round| {
+            let alone = round.of("alone", |r| r.latency_us.mean) * 1e3;
+            let longer = |slice: &Slice| {
+                let mean = slice.latency_ns as f64 / slice.operations as f64;
+                (100.0 * (mean / alone - 1.0)).max(0.0)
+            };
+            let with = |slices: &[Slice]| slices.iter().filter(|s| s.operations > 0).map(longer).collect::<Vec<_>>();
+            round.reports(scene).next().map(|r| with(&r.slices)).unwrap_or_default()
+        };
+        let slices: Vec<f64> = self.rounds.iter().flat_map(of_round).collect();
+        Figure::new(name, Unit::Percent, vec![slices.iter().sum::<f64>() / slices.len() as f64])
+    }
+
+    /// Shares of the device's time against those owed.
+    fn weights(&self) -> Vec<Figure> {
+        let owed = |n: usize| f64::from(WEIGHTS[n]) / f64::from(WEIGHTS.iter().sum::<u32>());
+        let share = |round: &Round, n: usize| {
+            let spent: Vec<f64> = round.reports("with").map(|r| spent(&self.costs.costs(), r)).collect();
+            spent.get(n).map_or(f64::NAN, |own| own / spent.iter().sum::<f64>())
+        };
+        let error = |round: &Round, n: usize| share(round, n) / owed(n) - 1.0;
+        let places = 0..WEIGHTS.len();
+        let shares = places.clone().map(|n| self.percent(format!("share {}", WEIGHTS[n]), |r| share(r, n)));
+        let worst = |round: &Round| places.clone().map(|n| error(round, n).abs()).fold(0.0, f64::max);
+        let worst = self.percent("worst error %", worst).goal(Goal::AtMost(3.0));
+        let busy = self.percent("busy %", |r| r.spent("with", self.costs) / 1e9);
+        shares.chain([worst, busy]).collect()
+    }
+
+    fn equal(&self) -> Vec<Figure> {
+        let fairness =
+            |scene: &'static str| move |round: &Round| jain(&round.reports(scene).map(|r| r.iops).collect::<Vec<_>>());
+        let least = |round: &Round| {
+            let rates: Vec<f64> = round.reports("with").map(|r| r.iops).collect();
+            rates.iter().copied().fold(f64::INFINITY, f64::min) * EQUALS as f64 / rates.iter().sum::<f64>()
+        };
+        vec![
+            self.each("Jain's index", Unit::Number, fairness("with")).goal(Goal::AtLeast(0.99)),
+            self.each("without", Unit::Number, fairness("without")),
+            self.percent("least share %", least),
+            self.total("work-csv %").goal(Goal::AtLeast(97.0)),
+        ]
+    }
+
+    fn reserve(&self) -> Vec<Figure> {
+        let wanted = reserved(self.costs) as f64;
+        vec![
+            self.each("reserved", Unit::PerSecond, |_| wanted),
+            self.each("got", Unit::PerSecond, |r| r.rate("with")),
+            self.percent("met %", |r| r.rate("with") / wanted).goal(Goal::AtLeast(100.0)),
+            self.each("without it", Unit::PerSecond, |r| r.rate("unreserved")),
+        ]
+    }
+
+    /// The second that is farthest from the limit, by how much of it.
+    fn limits(&self) -> Vec<Figure> {
+        let farthest = |scene: &'static str, limit: u64, what: fn(&Slice) -> u64| {
+            let off = move |r: &Report| {
+                seconds(&r.slices, what).map(|sum| (sum / limit as f64 - 1.0).abs()).fold(0.0, f64::max)
+            };
+            self.percent(format!("{scene} off %"), move |round| round.of(scene, off)).goal(Goal::AtMost(2.0))
+        };
+        let both = |r: &Report| {
+            let part = |count: u64, limit: u64| count as f64 / r.seconds / limit as f64;
+            part(r.reads, IOPS_READ).max(part(r.writes, IOPS_WRITE)) - 1.0
+        };
+        vec![
+            farthest("iops", IOPS, |s| s.operations),
+            farthest("bps", BPS, |s| s.bytes),
+            self.percent("reads, writes off %", |round| round.of("both", |r| both(r).abs())).goal(Goal::AtMost(2.0)),
+        ]
+    }
+
+    fn burst(&self) -> Vec<Figure> {
+        let burst = |r: &Report| {
+            r.slices.iter().take((LENGTH * 1e9) as usize / SLICE as usize).map(|s| s.operations).sum::<u64>()
+        };
+        let after = |r: &Report| {
+            // The bucket is empty, and the rate is what it will be.
+            let slices = &r.slices[r.slices.len().min(20)..];
+            slices.iter().map(|s| s.operations).sum::<u64>() as f64 / (slices.len() as f64 * SLICE as f64 / 1e9)
+        };
+        vec![
+            self.percent("burst of max %", |r| r.of("burst", |r| burst(r) as f64 / (MAX as f64 * LENGTH))),
+            self.percent("most over %", |r| r.of("burst", |r| over(&r.slices))).goal(Goal::AtMost(2.0)),
+            self.percent("after, off %", |r| r.of("burst", |r| (after(r) / RATE as f64 - 1.0).abs()))
+                .goal(Goal::AtMost(2.0)),
+        ]
+    }
+
+    fn lone(&self) -> Vec<Figure> {
+        let one = |name: &str, scene: &'static str| self.each(name, Unit::PerSecond, move |r| r.rate(scene));
+        let kept = |name: &str, with: &'static str, without: &'static str| {
+            self.percent(name, move |r| r.rate(with) / r.rate(without)).goal(Goal::AtLeast(99.0))
+        };
+        vec![
+            one("with", "with"),
+            one("without", "without"),
+            kept("kept %", "with", "without"),
+            one("d1 with", "with, d1"),
+            one("d1 without", "without, d1"),
+            kept("d1 kept %", "with, d1", "without, d1"),
+        ]
+    }
+}
+
+/// 1: all have the same; 1/n: one has all.
+fn jain(rates: &[f64]) -> f64 {
+    let (sum, squares) = (rates.iter().sum::<f64>(), rates.iter().map(|r| r * r).sum::<f64>());
+    sum * sum / (rates.len() as f64 * squares)
+}
+
+/// The sums of each second, one beginning with each slice.
+fn seconds(slices: &[Slice], what: fn(&Slice) -> u64) -> impl Iterator<Item = f64> {
+    slices.windows((1_000_000_000 / SLICE) as usize).map(move |w| w.iter().map(what).sum::<u64>() as f64)
+}
+
+/// By how much more was let through, from the beginning until any slice's end, than `MAX` while the burst lasts and `RATE`
+/// behind it allow; as a part of what they allow in a second.
+fn over(slices: &[Slice]) -> f64 {
+    let mut sum = 0.0;
+    let mut most = f64::NEG_INFINITY;
+    for (number, slice) in slices.iter().enumerate() {
+        sum += slice.operations as f64;
+        let time = (number + 1) as f64 * SLICE as f64 / 1e9;
+        let (rate, max) = (RATE as f64, MAX as f64);
+        let allowed = (max * time).min(rate * time + (max - rate) * LENGTH);
+        most = most.max((sum - allowed) / rate);
+    }
+    most
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::client::Options;
+    use crate::client::cpu::Meter;
+    use crate::client::load::Tally;
+    use crate::client::report::Target;
+    use crate::neighbours::rows::{Loads, Polite};
+
+    /// A second of so many operations, each so long.
+    fn report(operations: u64, latency_us: u64) -> Option<Report> {
+        let mut tally = Tally::new().unwrap();
+        (tally.reads, tally.bytes, tally.elapsed_ns) = (operations, operations * 4096, 1_000_000_000);
+        tally.latency.saturating_record_n(latency_us * 1000, operations);
+        let each = operations / 10;
+        let slice = Slice { operations: each, bytes: each * 4096, latency_ns: each * latency_us * 1000 };
+        tally.slices = vec![slice; 10];
+        let options = Options::for_socket("s".into());
+        Some(Report::new(&options, Target::default(), &tally, &Meter::new(None).unwrap(), 0))
+    }
+
+    fn costs() -> DeviceCosts {
+        DeviceCosts { read: 10_000, ..DeviceCosts::default() }
+    }
+
+    #[track_caller]
+    fn is(figures: &[Figure], name: &str, value: f64, met: Option<bool>) {
+        let figure = figures.iter().find(|f| f.name == name).unwrap_or_else(|| panic!("no {name}"));
+        assert!((figure.median - value).abs() < 0.01 * value.abs().max(0.1), "{name}: {}", figure.median);
+        assert_eq!(figure.met(), met, "{name}");
+    }
+
+    #[test]
+    fn a_polite_one_is_measured_by_half_of_the_device() {
+        let round = || {
+            Round(vec![
+                ("alone", vec![report(8_000, 100), None]),
+                ("saturated", vec![report(10_000, 100), None]),
+                ("without", vec![report(1_000, 900), report(9_000, 100)]),
+                ("with", vec![report(4_800, 120), report(5_000, 100)]),
+            ])
+        };
+        let row = Row::Thrash(Polite::D8, false);
+        let rounds = [round(), round()];
+        let figures = of(row, &rounds, &costs(), true);
+        is(&figures, "half", 5_000.0, None);
+        is(&figures, "kept %", 96.0, Some(true));
+        is(&figures, "p99 x", 1.2, Some(true));
+        is(&figures, "isol-01 %", 96.0, Some(false));
+        is(&figures, "isol-01 alone", 100.0, None);
+        is(&figures, "lat-imp %", 20.0, Some(false));
+        is(&figures, "work-csv %", 98.0, Some(true));
+        is(&figures, "thrasher with", 5_000.0, None);
+        assert_eq!(figures[0].values.len(), 2);
+    }
+
+    #[test]
+    fn shares_are_of_the_devices_time() {
+        let with = vec![report(700, 1), report(1_400, 1), report(2_800, 1), report(5_600, 1)];
+        let rounds = [Round(vec![("with", with)])];
+        let figures = of(Row::Weights(Loads::Same), &rounds, &costs(), true);
+        is(&figures, "share 8", 53.33, None);
+        is(&figures, "worst error %", 0.0, Some(true));
+        is(&figures, "busy %", 10.5, None);
+        assert!((jain(&[1.0, 1.0, 1.0]) - 1.0).abs() < 1e-9 && (jain(&[1.0, 0.0]) - 0.5).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_burst_is_what_it_may_be_and_no_more() {
+        let slice = |operations| Slice { operations, ..Slice::default() };
+        let right: Vec<_> = (0..30).map(|n| slice(if n < 10 { 600 } else { 200 })).collect();
+        assert!(over(&right).abs() < 1e-9, "{}", over(&right));
+        let more: Vec<_> = (0..30).map(|n| slice(if n < 11 { 600 } else { 200 })).collect();
+        assert!((over(&more) - 0.2).abs() < 1e-9, "{}", over(&more));
+        assert!(seconds(&right, |s| s.operations).eq((0..21).map(|n| f64::from(if n < 10 {
+            6000 - 400 * n
+        } else {
+            2000
+        }))));
+    }
+}

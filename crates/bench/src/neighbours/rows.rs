@@ -1,0 +1,201 @@
+//! The rows: which scenes each is made of.
+//!
+//! In: a row's name, and what operations cost the device. Out: scenes. What comes of them is told in `figures`.
+
+use std::str::FromStr;
+
+use super::scene::{Disk, Scene, load, thrasher};
+use crate::client::workload::Pattern;
+use crate::client::{Options as Load, Sizes};
+use crate::costs::DeviceCosts;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Row {
+    /// Somebody polite beside a thrasher; with a latency target, or without.
+    Thrash(Polite, bool),
+    /// Weights 1:2:4:8.
+    Weights(Loads),
+    Equal,
+    Reserve,
+    Limits,
+    Burst,
+    Busy,
+    Lone,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Polite {
+    D1,
+    D8,
+    Stream,
+    Database,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Loads {
+    Same,
+    Sizes,
+    Mixes,
+}
+
+pub const ALL: [(&str, Row, &str); 15] = [
+    ("thrash-d1", Row::Thrash(Polite::D1, false), "polite: random reads of 4 KiB, one at a time"),
+    ("thrash-d8", Row::Thrash(Polite::D8, false), "polite: random reads of 4 KiB, depth 8"),
+    ("thrash-stream", Row::Thrash(Polite::Stream, false), "polite: reads of 1 MiB, one after the other, depth 4"),
+    ("thrash-db", Row::Thrash(Polite::Database, false), "polite: random writes of 8 KiB, one at a time, each flushed"),
+    ("thrash-d1-target", Row::Thrash(Polite::D1, true), "as thrash-d1, with a latency target"),
+    ("thrash-d8-target", Row::Thrash(Polite::D8, true), "as thrash-d8, with a latency target"),
+    ("weights", Row::Weights(Loads::Same), "weights 1:2:4:8, all random reads of 4 KiB, depth 128"),
+    (
+        "weights-sizes",
+        Row::Weights(Loads::Sizes),
+        "weights 1:2:4:8, 4 KiB, 16 KiB, 64 KiB, and 4 KiB mixed with 64 KiB",
+    ),
+    ("weights-mix", Row::Weights(Loads::Mixes), "weights 1:2:4:8, reads, writes, half of each, 7 reads in 10"),
+    ("equal-64", Row::Equal, "64 disks of equal weight, random reads of 4 KiB, depth 32"),
+    ("reserve", Row::Reserve, "a disk of weight 10 with a reservation of 30% beside three thrashers of weight 100"),
+    ("limits", Row::Limits, "iops=5000; bps=40M; iops-read=3000 and iops-write=1000 of one disk"),
+    ("burst", Row::Burst, "iops=2000,max=6000,length=1, from the first operation on"),
+    ("work-conserving", Row::Busy, "four disks, 4 KiB, half reads, half writes, depth 64"),
+    ("lone", Row::Lone, "one disk alone, random reads of 4 KiB, depth 128 and one at a time"),
+];
+
+pub const WEIGHTS: [u32; 4] = [1, 2, 4, 8];
+pub const EQUALS: usize = 64;
+/// Of `limits`, a second.
+pub const IOPS: u64 = 5000;
+pub const BPS: u64 = 40 << 20;
+pub const IOPS_READ: u64 = 3000;
+pub const IOPS_WRITE: u64 = 1000;
+/// Of `burst`: a second, a second, seconds.
+pub const RATE: u64 = 2000;
+pub const MAX: u64 = 6000;
+pub const LENGTH: f64 = 1.0;
+
+impl FromStr for Row {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self, anyhow::Error> {
+        let found = ALL.iter().find(|(name, ..)| *name == text).map(|(_, row, _)| *row);
+        let names = || ALL.map(|(name, ..)| name).join(", ");
+        found.ok_or_else(|| anyhow::anyhow!("\"{text}\" is no row: {}", names()))
+    }
+}
+
+impl Row {
+    pub fn name(self) -> &'static str {
+        ALL.iter().find(|(_, row, _)| *row == self).map_or("", |(name, ..)| name)
+    }
+
+    pub fn about(self) -> &'static str {
+        ALL.iter().find(|(_, row, _)| *row == self).map_or("", |(.., about)| about)
+    }
+
+    pub fn scenes(self, costs: &DeviceCosts, seconds: f64) -> Vec<Scene> {
+        match self {
+            Row::Thrash(polite, target) => polite.scenes(target, costs, seconds),
+            Row::Weights(loads) => vec![Scene::new("with", true, loads.disks(), seconds)],
+            Row::Equal => [("without", false), ("with", true)].map(|(name, fair)| equal(name, fair, seconds)).into(),
+            Row::Reserve => reserve(costs, seconds),
+            Row::Limits => limits(seconds.max(3.0)),
+            Row::Burst => {
+                let disk = Disk::new("limited", load(Pattern::Randread, 4096, 64));
+                let disk = disk.knob("iops", format!("{RATE},max={MAX},length={LENGTH}"));
+                vec![Scene { warmup: 0.0, ..Scene::new("burst", true, vec![disk], seconds.max(4.0)) }]
+            }
+            Row::Busy => {
+                let disk = |n: usize| Disk::new(&format!("busy{n}"), load(Pattern::Randrw, 4096, 64));
+                let disks: Vec<_> = (0..4).map(disk).collect();
+                [("without", false), ("with", true)]
+                    .map(|(name, fair)| Scene::new(name, fair, disks.clone(), seconds))
+                    .into()
+            }
+            Row::Lone => {
+                let scene = |name, fair, depth| {
+                    Scene::new(name, fair, vec![Disk::new("lone", load(Pattern::Randread, 4096, depth))], seconds)
+                };
+                let at_once = [scene("without", false, 128), scene("with", true, 128)];
+                at_once.into_iter().chain([scene("without, d1", false, 1), scene("with, d1", true, 1)]).collect()
+            }
+        }
+    }
+}
+
+impl Polite {
+    fn load(self) -> Load {
+        match self {
+            Polite::D1 => load(Pattern::Randread, 4096, 1),
+            Polite::D8 => load(Pattern::Randread, 4096, 8),
+            Polite::Stream => load(Pattern::Read, 1 << 20, 4),
+            Polite::Database => Load { flush_every: 1, ..load(Pattern::Randwrite, 8192, 1) },
+        }
+    }
+
+    fn scenes(self, target: bool, costs: &DeviceCosts, seconds: f64) -> Vec<Scene> {
+        let polite = Disk::new("polite", self.load());
+        let depth = if self == Polite::Stream { 16 } else { 256 };
+        let saturated = Disk::new("polite", Load { depth, ..self.load() });
+        let alone = |disk: &Disk| vec![disk.clone(), Disk::idle("thrasher")];
+        let both = vec![polite.clone(), thrasher()];
+        let aimed = format!("{}us", (costs.base_latency_read * 3 / 2).div_ceil(1000));
+        let with = match target {
+            true => vec![polite.clone().knob("latency-target", aimed), thrasher()],
+            false => both.clone(),
+        };
+        vec![
+            Scene::new("alone", false, alone(&polite), seconds),
+            Scene::new("saturated", false, alone(&saturated), seconds),
+            Scene::new("without", false, both, seconds),
+            Scene::new("with", true, with, seconds),
+        ]
+    }
+}
+
+impl Loads {
+    fn disks(self) -> Vec<Disk> {
+        let read = |bs| load(Pattern::Randread, bs, 128);
+        let split = |sizes: &[(u64, u8)]| Load { bssplit: Some(Sizes(sizes.to_vec())), ..read(4096) };
+        let mixed = |rwmixread| Load { rwmixread, ..load(Pattern::Randrw, 4096, 128) };
+        let loads = match self {
+            Loads::Same => [read(4096), read(4096), read(4096), read(4096)],
+            Loads::Sizes => [read(4096), read(16 << 10), read(64 << 10), split(&[(4096, 50), (64 << 10, 50)])],
+            Loads::Mixes => [read(4096), load(Pattern::Randwrite, 4096, 128), mixed(50), mixed(70)],
+        };
+        let disk = |(weight, load): (u32, Load)| {
+            Disk::new(&format!("weight{weight}"), load).knob("weight", i64::from(weight * 100))
+        };
+        WEIGHTS.into_iter().zip(loads).map(disk).collect()
+    }
+}
+
+fn equal(name: &'static str, fair: bool, seconds: f64) -> Scene {
+    let disk = |n: usize| Disk::new(&format!("equal{n}"), load(Pattern::Randread, 4096, 32));
+    Scene::new(name, fair, (0..EQUALS).map(disk).collect(), seconds)
+}
+
+/// Reads of 4 KiB a second that are 30% of what the device can do.
+pub fn reserved(costs: &DeviceCosts) -> u64 {
+    let each = costs.read + costs.read_per_mib / 256;
+    300_000_000 / each.max(1)
+}
+
+fn reserve(costs: &DeviceCosts, seconds: f64) -> Vec<Scene> {
+    let own = Disk::new("reserved", load(Pattern::Randread, 4096, 64)).knob("weight", 10);
+    let others = (1..4).map(|n| Disk { name: format!("thrasher{n}"), ..thrasher() });
+    let disks = |own: Disk| std::iter::once(own).chain(others.clone()).collect();
+    let iops = reserved(costs) as i64;
+    vec![
+        Scene::new("with", true, disks(own.clone().knob("reserve-iops", iops)), seconds),
+        Scene::new("unreserved", true, disks(own), seconds),
+    ]
+}
+
+fn limits(seconds: f64) -> Vec<Scene> {
+    let disk = |load: Load| Disk::new("limited", load);
+    let small = disk(load(Pattern::Randread, 4096, 64)).knob("iops", IOPS.to_string());
+    let large = disk(load(Pattern::Randread, 64 << 10, 16)).knob("bps", BPS.to_string());
+    let both = disk(Load { rwmixread: 75, ..load(Pattern::Randrw, 4096, 64) });
+    let both = both.knob("iops-read", IOPS_READ.to_string()).knob("iops-write", IOPS_WRITE.to_string());
+    let scene = |name, disk| Scene { warmup: 1.5, ..Scene::new(name, true, vec![disk], seconds) };
+    vec![scene("iops", small), scene("bps", large), scene("both", both)]
+}

@@ -1,0 +1,64 @@
+//! What is played: disks with their knobs and loads, with the scheduler or without.
+
+use toml::{Table, Value};
+
+use crate::client::Options as Load;
+use crate::client::workload::Pattern;
+
+#[derive(Clone, Debug)]
+pub struct Disk {
+    pub name: String,
+    /// Keys of its `[[disk]]` table.
+    pub knobs: Table,
+    /// None: it is there, and idle.
+    pub load: Option<Load>,
+    /// It is there to disturb: it begins before the others, and ends after them.
+    pub beside: bool,
+}
+
+#[derive(Clone, Debug)]
+pub struct Scene {
+    pub name: &'static str,
+    /// With the scheduler.
+    pub fair: bool,
+    pub disks: Vec<Disk>,
+    /// Seconds.
+    pub warmup: f64,
+    pub seconds: f64,
+}
+
+impl Scene {
+    pub fn new(name: &'static str, fair: bool, disks: Vec<Disk>, seconds: f64) -> Self {
+        Scene { name, fair, disks, warmup: 0.5, seconds }
+    }
+}
+
+impl Disk {
+    pub fn new(name: &str, load: Load) -> Self {
+        Disk { name: name.into(), knobs: Table::new(), load: Some(load), beside: false }
+    }
+
+    pub fn idle(name: &str) -> Self {
+        Disk { name: name.into(), knobs: Table::new(), load: None, beside: false }
+    }
+
+    pub fn knob(mut self, key: &str, value: impl Into<Value>) -> Self {
+        self.knobs.insert(key.into(), value.into());
+        self
+    }
+
+    pub fn beside(mut self) -> Self {
+        self.beside = true;
+        self
+    }
+}
+
+/// Operations of one size.
+pub fn load(rw: Pattern, bs: u64, depth: u16) -> Load {
+    Load { rw, bs, depth, ..Load::for_socket("unused".into()) }
+}
+
+/// A guest that swaps: 4 KiB at random places, as many reads as writes, 256 in flight on each of four queues.
+pub fn thrasher() -> Disk {
+    Disk::new("thrasher", Load { queues: 4, ..load(Pattern::Randrw, 4096, 256) }).beside()
+}

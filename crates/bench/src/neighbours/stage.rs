@@ -1,0 +1,160 @@
+//! Where a scene is played: images, a server with a configuration, a client for each disk.
+//!
+//! In: a scene. Out: each client's report. What must hold: all of it goes with its value; who is measured is measured while
+//! its neighbours work.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use toml::{Table, Value};
+
+use super::device::{Device, NAME};
+use super::scene::{Disk, Scene};
+use crate::client::report::Report;
+use crate::client::{self, Options as Load};
+use crate::costs::DeviceCosts;
+use crate::process::{Process, Stop, fill};
+
+/// A server that is not ready by then will not be.
+const READY: Duration = Duration::from_secs(30);
+/// How much earlier neighbours begin, and how much later they end, in seconds.
+const AROUND: f64 = 0.2;
+
+pub struct Stage {
+    /// Sockets, the configuration, the costs.
+    folder: PathBuf,
+    /// Images, of a folder that is measured.
+    images: Option<PathBuf>,
+    device: Device,
+    size: u64,
+    reactors: u16,
+    program: PathBuf,
+    stop: Stop,
+}
+
+impl Stage {
+    /// `size`: of each disk, in bytes.
+    pub fn new(device: &Device, costs: &DeviceCosts, size: u64, reactors: u16, stop: &Stop) -> Result<Self> {
+        let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
+        let folder = base.join(format!("blockyard-neighbours.{}", std::process::id()));
+        std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        let program = std::env::current_exe().context("finding this program")?;
+        let (device, stop) = (device.clone(), stop.clone());
+        let mut stage = Stage { folder, images: None, device, size, reactors, program, stop };
+        if let Device::Folder(target) = &stage.device {
+            let images = target.join(format!(".blockyard-neighbours.{}", std::process::id()));
+            std::fs::create_dir(&images).with_context(|| format!("creating {}", images.display()))?;
+            stage.images = Some(images);
+        }
+        costs.save(&stage.costs())?;
+        Ok(stage)
+    }
+
+    fn costs(&self) -> PathBuf {
+        self.folder.join("costs.toml")
+    }
+
+    fn socket(&self, disk: usize) -> PathBuf {
+        self.folder.join(format!("{disk}.sock"))
+    }
+
+    /// Serves the scene's disks, puts the loads on them, and ends the server. One report a disk; none of a disk without load.
+    pub fn play(&self, scene: &Scene) -> Result<Vec<Option<Report>>> {
+        let mut server = self.serve(scene).with_context(|| format!("the scene \"{}\"", scene.name))?;
+        let loads: Vec<_> = scene.disks.iter().enumerate().map(|(n, disk)| self.load(scene, n, disk)).collect();
+        let results: Vec<Option<Result<Report>>> = std::thread::scope(|scope| {
+            let threads: Vec<_> =
+                loads.iter().map(|load| load.as_ref().map(|load| scope.spawn(|| client::measure(load)))).collect();
+            let join = |thread: std::thread::ScopedJoinHandle<'_, Result<Report>>| {
+                thread.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a client has died")))
+            };
+            threads.into_iter().map(|thread| thread.map(join)).collect()
+        });
+        self.stop.check()?;
+        let mut reports = Vec::new();
+        for (result, disk) in results.into_iter().zip(&scene.disks) {
+            let told = || format!("the scene \"{}\", disk {}: {}", scene.name, disk.name, server.errors().trim());
+            let report = result.transpose().with_context(told)?;
+            if let Some(first) = report.as_ref().and_then(|r| r.first_error.as_ref()) {
+                anyhow::bail!("{}: {first}", told());
+            }
+            reports.push(report);
+        }
+        server.end()?;
+        Ok(reports)
+    }
+
+    fn load(&self, scene: &Scene, number: usize, disk: &Disk) -> Option<Load> {
+        let mut load = Load { socket: Some(self.socket(number)), indirect: true, ..disk.load.clone()? };
+        (load.warmup, load.runtime) = (scene.warmup, scene.seconds);
+        if disk.beside {
+            load.warmup = (scene.warmup - AROUND).max(0.0);
+            load.runtime = scene.seconds + 2.0 * AROUND;
+        }
+        Some(load)
+    }
+
+    fn serve(&self, scene: &Scene) -> Result<Process> {
+        let file = self.folder.join("serve.toml");
+        std::fs::write(&file, self.configuration(scene)?)?;
+        let mut command = Command::new(&self.program);
+        command.args(["--log", "warn", "serve", "--config"]).arg(&file);
+        let mut server = Process::start(&command)?;
+        let limit = Instant::now() + READY;
+        while let Some((_, line)) = server.line(&self.stop, limit)? {
+            if line == "ready" {
+                return Ok(server);
+            }
+        }
+        server.finish()?;
+        anyhow::bail!("the server has ended: {}", server.errors().trim())
+    }
+
+    fn configuration(&self, scene: &Scene) -> Result<String> {
+        let mut disks = Vec::new();
+        for (number, disk) in scene.disks.iter().enumerate() {
+            let mut table = disk.knobs.clone();
+            let queues = disk.load.as_ref().map_or(1, |l| l.queues);
+            table.insert("name".into(), disk.name.clone().into());
+            table.insert("image".into(), self.image(number)?.into());
+            table.insert("vhost-user".into(), self.socket(number).display().to_string().into());
+            table.insert("queues".into(), i64::from(queues).into());
+            if matches!(self.device, Device::Model(_)) {
+                table.insert("device".into(), NAME.into());
+            }
+            disks.push(Value::Table(table));
+        }
+        let mut all = Table::new();
+        all.insert("reactors".into(), i64::from(self.reactors).into());
+        all.insert("fair-share".into(), scene.fair.into());
+        if scene.fair {
+            all.insert("costs".into(), self.costs().display().to_string().into());
+        }
+        all.insert("disk".into(), disks.into());
+        Ok(toml::to_string(&all)?)
+    }
+
+    fn image(&self, number: usize) -> Result<String> {
+        let folder: &Path = match (&self.device, &self.images) {
+            (Device::Folder(_), Some(images)) => images,
+            (Device::Model(model), _) => return Ok(model.image(self.size)),
+            (Device::Folder(target), None) => target,
+        };
+        let image = folder.join(format!("{number}.img"));
+        if !image.exists() {
+            fill(&image, self.size, &self.stop)?;
+        }
+        Ok(image.display().to_string())
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+        if let Some(images) = &self.images {
+            let _ = std::fs::remove_dir_all(images);
+        }
+    }
+}
