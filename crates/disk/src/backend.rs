@@ -142,6 +142,20 @@ impl Source {
         }
     }
 
+    /// The device that its bytes lie on, which other disks may share: its name, and whether it turns. None: there is none, or
+    /// nobody else can have it. Of a chain that of the topmost image counts.
+    pub fn device(&self) -> io::Result<Option<(String, bool)>> {
+        let file = match self {
+            Source::Delay { model, .. } => return Ok(model.name().map(|name| (format!("delay:{name}"), false))),
+            Source::Chain(chain) => &chain.top().file,
+            _ => match self.file() {
+                Some(file) => file,
+                None => return Ok(None),
+            },
+        };
+        Ok(Some((blockyard_ring::host::backing_device(file.fd())?, file.geometry().rotational)))
+    }
+
     /// Its raw image, where it is one.
     pub fn file(&self) -> Option<&Arc<ImageFile>> {
         match self {

@@ -11,12 +11,16 @@ use std::time::Duration;
 
 use blockyard_image::CacheMode;
 use blockyard_ring::Remote;
+use blockyard_sched::{Knobs, Share};
 
 use crate::backend::Source;
 use crate::dirty::DirtyMap;
 use crate::filter::Filter;
 use crate::flush::FlushGroup;
 use crate::request::Failure;
+
+/// Bytes in the page cache that a disk with neighbours may leave to be written back: some milliseconds of a device's time.
+const MOST_DIRTY: u64 = 8 << 20;
 
 /// What a disk is set up with.
 #[derive(Clone, Debug)]
@@ -33,12 +37,18 @@ pub struct DiskOptions {
 #[derive(Debug)]
 pub struct Disk {
     options: DiskOptions,
+    /// Of the device that it lies on, and what limits it.
+    share: Arc<Share>,
     capacity: AtomicU64,
     pub(crate) flushes: FlushGroup,
     /// Writes go through the host's page cache, which may lose them later.
     pub(crate) cached: bool,
+    /// The same of the topmost image of a chain.
+    dirties: bool,
     /// A write was acknowledged that no sync has covered yet.
     pub(crate) unsynced: AtomicBool,
+    /// Bytes that were written to the page cache since the last sync.
+    pub(crate) dirty: AtomicU64,
     /// Why nothing is written any more: see [`Failure::Poisoned`].
     poisoned: OnceLock<String>,
     /// For control threads, and for reactors when they open the disk: never on the way of a request.
@@ -64,12 +74,34 @@ pub(crate) struct Serving {
 }
 
 impl Disk {
+    /// A disk that shares nothing and has no limits.
     pub fn new(options: DiskOptions, source: Source) -> Self {
+        let share = Arc::new(Share::new(None, None, &Knobs::default()));
+        Disk::sharing(options, source, share)
+    }
+
+    pub fn sharing(options: DiskOptions, source: Source, share: Arc<Share>) -> Self {
         let capacity = AtomicU64::new(source.capacity());
+        let dirties =
+            source.chain().map_or_else(|| source.file(), |chain| Some(&chain.top().file)).is_some_and(|f| !f.direct());
         let cached = source.file().is_some_and(|file| !file.direct());
         let serving = Mutex::new(Serving { source, dirty: None, reactors: Vec::new(), closed: false });
-        let (flushes, unsynced, poisoned, work, ended, held_back) = Default::default();
-        Disk { options, capacity, flushes, cached, unsynced, poisoned, serving, work, ended, held_back }
+        let (flushes, unsynced, dirty, poisoned, work, ended, held_back) = Default::default();
+        Disk {
+            options,
+            share,
+            capacity,
+            flushes,
+            cached,
+            unsynced,
+            dirties,
+            dirty,
+            poisoned,
+            serving,
+            work,
+            ended,
+            held_back,
+        }
     }
 
     pub fn options(&self) -> &DiskOptions {
@@ -78,6 +110,11 @@ impl Disk {
 
     pub fn name(&self) -> &str {
         &self.options.name
+    }
+
+    /// Its share of the device, and its limits: may be changed at any time.
+    pub fn share(&self) -> &Arc<Share> {
+        &self.share
     }
 
     /// What its bytes lie on at the moment.
@@ -134,6 +171,15 @@ impl Disk {
         if !self.unsynced.load(Ordering::SeqCst) {
             self.unsynced.store(true, Ordering::SeqCst);
         }
+    }
+
+    /// Notes what was written to the page cache. True: so much that the disk is to sync it, for it has neighbours, and what the
+    /// kernel writes back later comes before theirs.
+    #[inline]
+    pub(crate) fn dirties(&self, bytes: u64) -> bool {
+        self.dirties
+            && self.share.has_neighbours()
+            && self.dirty.fetch_add(bytes, Ordering::Relaxed) + bytes > MOST_DIRTY
     }
 
     /// Whether a durable write past the page cache that failed may have taken other writes with it, unseen by the next

@@ -45,14 +45,27 @@ pub struct Pass<'a>(&'a Gate);
 impl Gate {
     #[inline]
     pub async fn enter(&self) -> Pass<'_> {
-        if self.closed.get() {
+        loop {
+            if let Some(pass) = self.try_enter() {
+                return pass;
+            }
             Box::pin(self.wait()).await;
         }
-        self.in_flight.set(self.in_flight.get() + 1);
-        Pass(self)
     }
 
-    async fn wait(&self) {
+    /// Enters if it is open.
+    #[inline]
+    pub fn try_enter(&self) -> Option<Pass<'_>> {
+        if self.closed.get() {
+            return None;
+        }
+        self.in_flight.set(self.in_flight.get() + 1);
+        Some(Pass(self))
+    }
+
+    /// Waits until it is open.
+    #[cold]
+    pub async fn wait(&self) {
         poll_fn(|cx| {
             if !self.closed.get() {
                 return Poll::Ready(());

@@ -18,6 +18,7 @@ mod live;
 mod request;
 mod served;
 mod statistics;
+mod turnstile;
 
 pub use backend::{Backend, Delay, Model, Ram, Source, SourceError, parse_size};
 pub use disk::{Disk, DiskOptions};
@@ -27,3 +28,4 @@ pub use live::{SnapshotOptions, Why, Work, WorkError};
 pub use request::{Failure, Finished, Op, Request, Status, Token, dropped_requests};
 pub use served::{Run, Served, forget_local};
 pub use statistics::{OpKind, Statistics, Summary};
+pub use turnstile::sched_time;

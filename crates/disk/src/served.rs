@@ -3,22 +3,24 @@
 //! In: requests, from the queues of this reactor. Out: their answers.
 //! What must hold: a request uses one view of the image from its admission to its answer.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use blockyard_ring::{Handle, Segments, Storage, UringFile};
+use blockyard_ring::{Handle, Meter, Segments, Storage, UringFile};
+use blockyard_sched::{Kind, Operation};
 
 use crate::backend::{Backend, Source};
 use crate::dirty::DirtyMap;
 use crate::disk::Disk;
 use crate::filter::Dice;
-use crate::gate::{Gate, Pass};
+use crate::gate::{self, Gate};
 use crate::request::{Failure, Finished, Op, Request, Status, Token};
 use crate::statistics::{OpKind, Statistics};
+use crate::turnstile::{self, Turnstile};
 
 mod merge;
 
@@ -33,6 +35,7 @@ pub struct Served<S> {
     pub(crate) next: RefCell<Option<Rc<View<S>>>>,
     /// None in simulations, which have no clock.
     handle: Option<Handle>,
+    turnstile: Turnstile,
     statistics: RefCell<Statistics>,
     dice: Dice,
 }
@@ -42,24 +45,58 @@ pub(crate) struct View<S> {
     pub(crate) backend: Backend<S>,
     /// Where it is noted what is written.
     dirty: Option<Arc<DirtyMap>>,
+    /// For images with metadata: what their files do, and what of it their requests have been charged for.
+    metered: Option<Metered>,
+}
+
+/// Operations and bytes.
+struct Metered {
+    did: Rc<Meter>,
+    paid: Cell<(u64, u64)>,
 }
 
 impl View<UringFile> {
     pub(crate) fn open(handle: &Handle, source: &Source, dirty: Option<Arc<DirtyMap>>) -> io::Result<Self> {
-        Ok(View { backend: Backend::open(handle, source)?, dirty })
+        if source.chain().is_none() {
+            return Ok(View { backend: Backend::open(handle, source)?, dirty, metered: None });
+        }
+        let meter = Rc::new(Meter::default());
+        let backend = Backend::open(&handle.metered(&meter), source)?;
+        let paid = Cell::new(meter.counted());
+        Ok(View { backend, dirty, metered: Some(Metered { did: meter, paid }) })
     }
 }
 
 impl<S> View<S> {
+    /// A request of so many bytes was charged for one operation.
+    #[inline]
+    fn charged(&self, bytes: u64) {
+        if let Some(Metered { paid, .. }) = &self.metered {
+            let (operations, before) = paid.get();
+            paid.set((operations + 1, before + bytes));
+        }
+    }
+
+    /// Operations and bytes of its files that nobody was charged for.
+    #[inline]
+    fn uncharged(&self) -> Option<(u32, u64)> {
+        let Metered { did, paid } = self.metered.as_ref()?;
+        let ((did, moved), (paid_for, paid_bytes)) = (did.counted(), paid.get());
+        let operations = did.checked_sub(paid_for).filter(|n| *n > 0)?;
+        paid.set((did, moved.max(paid_bytes)));
+        Some((operations.min(u32::MAX.into()) as u32, moved.saturating_sub(paid_bytes)))
+    }
+
     pub(crate) fn gone(why: &io::Error) -> Self {
-        View { backend: Backend::Gone(why.to_string()), dirty: None }
+        View { backend: Backend::Gone(why.to_string()), dirty: None, metered: None }
     }
 }
 
 /// A request that was let in.
 pub(crate) struct Admitted<'a, S> {
     view: Rc<View<S>>,
-    _pass: Pass<'a>,
+    _gate: gate::Pass<'a>,
+    _turn: turnstile::Pass<'a>,
 }
 
 thread_local! {
@@ -122,13 +159,14 @@ impl Served<UringFile> {
 
 impl<S: Storage> Served<S> {
     pub fn new(disk: Arc<Disk>, backend: Backend<S>, handle: Option<Handle>) -> Self {
-        Served::with_view(disk, View { backend, dirty: None }, handle)
+        Served::with_view(disk, View { backend, dirty: None, metered: None }, handle)
     }
 
     fn with_view(disk: Arc<Disk>, view: View<S>, handle: Option<Handle>) -> Self {
         let (view, next) = (RefCell::new(Rc::new(view)), RefCell::new(None));
         let dice = Dice::new(0x9e37_79b9_7f4a_7c15);
-        Served { disk, gate: Gate::default(), view, next, handle, statistics: RefCell::default(), dice }
+        let turnstile = Turnstile::new(disk.share().clone(), handle.clone());
+        Served { disk, gate: Gate::default(), view, next, handle, turnstile, statistics: RefCell::default(), dice }
     }
 
     pub fn disk(&self) -> &Arc<Disk> {
@@ -139,18 +177,61 @@ impl<S: Storage> Served<S> {
         self.statistics.borrow().clone()
     }
 
-    /// Lets a request in: at once, but while the image is exchanged.
+    /// Lets something in that is nobody's request: at once, but while the image is exchanged.
     #[inline]
     async fn enter(&self) -> Admitted<'_, S> {
-        let pass = self.gate.enter().await;
-        Admitted { view: self.view.borrow().clone(), _pass: pass }
+        let gate = self.gate.enter().await;
+        Admitted { view: self.view.borrow().clone(), _gate: gate, _turn: turnstile::Pass::default() }
+    }
+
+    /// Lets requests in that are one operation: when the limits and the disk's share let them, and the image is not being
+    /// exchanged.
+    #[inline]
+    async fn enter_for(&self, op: Op, offset: u64, len: u64, requests: u32) -> Admitted<'_, S> {
+        if self.turnstile.is_open() {
+            return self.enter().await;
+        }
+        let operation = self.turnstile.operation(op, offset, len, requests);
+        loop {
+            let turn = self.turnstile.enter(&operation).await;
+            if let Some(gate) = self.gate.try_enter() {
+                let view = self.view.borrow().clone();
+                view.charged(len);
+                return Admitted { view, _gate: gate, _turn: turn };
+            }
+            // Nothing is held while the gate is closed that others wait for.
+            turn.give_back(&operation);
+            Box::pin(self.gate.wait()).await;
+        }
     }
 
     /// Does what the request asks. The answer is for the caller to deliver.
     #[inline]
     pub async fn serve<T: Token>(&self, request: Request<T>) -> Finished<T> {
-        let admitted = self.enter().await;
-        self.serve_in(&admitted.view, request).await
+        // What will be refused costs nothing.
+        let len = if self.admit(&request).is_ok() { request.len } else { 0 };
+        let admitted = self.enter_for(request.op, request.offset, len, 1).await;
+        let finished = self.serve_in(&admitted.view, request).await;
+        self.settle_costs(&admitted.view);
+        finished
+    }
+
+    /// Charges the disk for what its image has done beyond its requests.
+    #[inline]
+    fn settle_costs(&self, view: &View<S>) {
+        if let Some((operations, bytes)) = view.uncharged() {
+            let more = Operation { kind: Kind::Write, bytes, sequential: false, requests: operations };
+            self.turnstile.share().charge_more(&more);
+        }
+    }
+
+    /// For a queue that is drained: until [`Served::drained`], nothing waits for limits or shares.
+    pub fn drain(&self) {
+        self.turnstile.drain();
+    }
+
+    pub fn drained(&self) {
+        self.turnstile.drained();
     }
 
     #[inline]
@@ -266,9 +347,15 @@ impl<S: Storage> Served<S> {
         // Images have metadata besides, which a flush puts in order.
         let shares = durable && (self.disk.cached || view.backend.flushes_whole());
         let durable = durable && !shares;
+        let len = segments.len() as u64;
         let (segments, mut result) = view.backend.write(segments, offset, durable).await;
         match &result {
-            Ok(()) if !durable => self.disk.note_unsynced(),
+            Ok(()) if !durable => {
+                self.disk.note_unsynced();
+                if self.disk.dirties(len) {
+                    result = self.flush(view).await;
+                }
+            }
             Err(e) if durable && self.disk.taken_along(e) => self.disk.poison("a durable write", e),
             Err(_) => self.note_lost(view),
             Ok(()) => {}
@@ -310,6 +397,8 @@ impl<S: Storage> Served<S> {
                 }
                 // Before the sync begins: what is acknowledged from here on it may not cover.
                 self.disk.unsynced.swap(false, Ordering::SeqCst);
+                self.disk.dirty.store(0, Ordering::Relaxed);
+                let _held = self.turnstile.sync();
                 let result = view.backend.flush().await;
                 if let Err(e) = &result {
                     self.disk.poison("a flush", e);

@@ -66,7 +66,32 @@ pub struct Executor {
 
 /// A way to an executor for what runs on it.
 #[derive(Clone)]
-pub struct Handle(Rc<Inner>);
+pub struct Handle(Rc<Inner>, Option<Rc<Meter>>);
+
+/// Counts what the files do that were opened through a handle: see [`Handle::metered`].
+#[derive(Debug, Default)]
+pub struct Meter {
+    operations: Cell<u64>,
+    bytes: Cell<u64>,
+}
+
+impl Meter {
+    /// Operations that were begun, and the bytes of those that move any.
+    pub fn counted(&self) -> (u64, u64) {
+        (self.operations.get(), self.bytes.get())
+    }
+
+    #[inline]
+    pub(crate) fn count(&self, bytes: usize) {
+        self.operations.set(self.operations.get() + 1);
+        self.bytes.set(self.bytes.get() + bytes as u64);
+    }
+}
+
+thread_local! {
+    /// The executor that runs on this thread: its tasks wake one another without a way round.
+    static RUNS: RefCell<Option<Rc<Inner>>> = const { RefCell::new(None) };
+}
 
 impl Executor {
     pub fn new() -> io::Result<Self> {
@@ -87,7 +112,7 @@ impl Executor {
         };
         // Coalescing of completions waits for tens of microseconds: the default slack of 50 would double that.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1_000));
-        Ok(Executor { handle: Handle(Rc::new(inner)) })
+        Ok(Executor { handle: Handle(Rc::new(inner), None) })
     }
 
     pub fn handle(&self) -> &Handle {
@@ -101,6 +126,13 @@ impl Executor {
     /// Runs until [`Handle::stop`].
     pub fn run(&self) -> io::Result<()> {
         let inner = &*self.handle.0;
+        let outer = RUNS.replace(Some(self.handle.0.clone()));
+        let ended = self.turns(inner);
+        RUNS.set(outer);
+        ended
+    }
+
+    fn turns(&self, inner: &Inner) -> io::Result<()> {
         let mut listener = inner.listen();
         while !inner.stop.get() {
             inner.poll_ready();
@@ -233,6 +265,16 @@ impl Inner {
 }
 
 impl Handle {
+    /// The same executor; what files opened through this handle do is counted by `meter`.
+    pub fn metered(&self, meter: &Rc<Meter>) -> Handle {
+        Handle(self.0.clone(), Some(meter.clone()))
+    }
+
+    #[inline]
+    pub(crate) fn meter(&self) -> Option<&Meter> {
+        self.1.as_deref()
+    }
+
     /// A way to this executor for other threads.
     pub fn remote(&self) -> Remote {
         Remote { shared: self.0.remote.clone() }
@@ -419,7 +461,7 @@ impl Drop for Operation {
     }
 }
 
-/// For futures that are not ours: wakes through the other threads' way in, which any thread may use.
+/// Wakes from any thread: from its own executor's at once, else through the other threads' way in.
 struct TaskWaker {
     id: TaskId,
     remote: Arc<Shared>,
@@ -427,6 +469,15 @@ struct TaskWaker {
 
 impl Wake for TaskWaker {
     fn wake(self: Arc<Self>) {
-        self.remote.push(Job::Wake(self.id));
+        let here = RUNS.with_borrow(|runs| match runs {
+            Some(inner) if Arc::ptr_eq(&inner.remote, &self.remote) => {
+                inner.wake(self.id);
+                true
+            }
+            _ => false,
+        });
+        if !here {
+            self.remote.push(Job::Wake(self.id));
+        }
     }
 }

@@ -120,7 +120,15 @@ impl UringFile {
 
     #[inline]
     fn operation(&self, action: Action, segments: Segments) -> Operation {
+        self.count(segments.len());
         self.slot.handle.operation(action, segments, self.slot.clone())
+    }
+
+    #[inline]
+    fn count(&self, bytes: usize) {
+        if let Some(meter) = self.slot.handle.meter() {
+            meter.count(bytes);
+        }
     }
 
     async fn fallocate(&self, mode: i32, offset: u64, len: u64) -> io::Result<()> {
@@ -160,6 +168,7 @@ impl Storage for UringFile {
             && let Some(n) = self.inline.write(&self.slot.fd, &segments, offset)
             && n == want
         {
+            self.count(n);
             if self.inline.owes_a_turn() {
                 self.slot.handle.yield_now().await;
             }

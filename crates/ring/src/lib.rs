@@ -27,7 +27,7 @@ mod uring;
 mod wake;
 
 pub use buffers::{Outcome, Refusal, Registration};
-pub use executor::{Executor, Handle};
+pub use executor::{Executor, Handle, Meter};
 pub use file::{OpenMode, Storage, UringFile};
 pub use memory::{GuestMemory, MemoryError, Region, Window};
 pub use remote::{Remote, Reply};

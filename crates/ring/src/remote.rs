@@ -30,6 +30,8 @@ impl Shared {
 
     pub fn push(&self, job: Job) {
         match &mut *self.jobs.lock().unwrap_or_else(|e| e.into_inner()) {
+            // Who put the first one there rings, or has rung, and all are taken together.
+            Some(jobs) if !jobs.is_empty() => return jobs.push(job),
             Some(jobs) => jobs.push(job),
             // Who waits for its answer learns that there will be none.
             None => return,

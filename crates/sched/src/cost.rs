@@ -22,6 +22,9 @@ pub struct Operation {
     pub requests: u32,
 }
 
+/// No operation costs more: 17 s, so that virtual times stay far from their range.
+const MOST: u64 = 1 << 34;
+
 /// The figures of a device, in nanoseconds; `per_mib` for each MiB beyond nothing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
@@ -62,7 +65,7 @@ impl Costs {
         write: 15_000,
         write_sequential: 10_000,
         write_per_mib: 900_000,
-        flush: 300_000,
+        flush: 100_000,
         discard: 50_000,
         write_zeroes: 50_000,
     };
@@ -80,6 +83,13 @@ impl Costs {
         write_zeroes: 20_000_000,
     };
 
+    /// What a request is charged when it comes: of a flush little, for several of them may share one sync of the device. That
+    /// is charged when it is done.
+    #[inline]
+    pub(crate) fn of_request(&self, operation: &Operation) -> u64 {
+        if operation.kind == Kind::Flush { self.write_sequential.max(1) } else { self.of(operation) }
+    }
+
     /// At least 1.
     #[inline]
     pub fn of(&self, operation: &Operation) -> u64 {
@@ -93,7 +103,7 @@ impl Costs {
             (Kind::WriteZeroes, _) => (self.write_zeroes, 0),
         };
         let bytes = (u128::from(operation.bytes) * u128::from(per_mib)) >> 20;
-        base.saturating_add(u64::try_from(bytes).unwrap_or(u64::MAX)).clamp(1, 1 << 40)
+        base.saturating_add(u64::try_from(bytes).unwrap_or(u64::MAX)).clamp(1, MOST)
     }
 }
 
@@ -106,7 +116,7 @@ mod tests {
         let read = |bytes, sequential| Operation { kind: Kind::Read, bytes, sequential, requests: 1 };
         assert_eq!(Costs::FLASH.of(&read(4096, false)), 9_000 + 900_000 / 256);
         assert_eq!(Costs::FLASH.of(&read(1 << 20, true)), 906_000);
-        assert_eq!(Costs::FLASH.of(&Operation { kind: Kind::Flush, ..read(0, false) }), 300_000);
-        assert_eq!(Costs::FLASH.of(&read(u64::MAX, false)), 1 << 40, "no length overflows");
+        assert_eq!(Costs::FLASH.of(&Operation { kind: Kind::Flush, ..read(0, false) }), 100_000);
+        assert_eq!(Costs::FLASH.of(&read(u64::MAX, false)), MOST, "no length overflows");
     }
 }

@@ -18,7 +18,7 @@ use std::task::Waker;
 use crate::Time;
 use crate::alone::{Alone, Likeness};
 use crate::board::{Board, Slot, Waiter, before, later};
-use crate::cost::{Calibration, Costs, Operation};
+use crate::cost::{Calibration, Costs, Kind, Operation};
 use crate::share::Account;
 use crate::window::{Class, Seen, Window};
 
@@ -117,6 +117,11 @@ impl Device {
         self.state().window.capacity()
     }
 
+    #[inline]
+    pub(crate) fn is_shared(&self) -> bool {
+        self.shared.load(Relaxed)
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -148,7 +153,7 @@ impl Device {
         if !account.present.load(Relaxed) {
             self.arrives(account, now);
         }
-        let cost = self.costs.of(operation);
+        let cost = self.costs.of_request(operation);
         if self.shared.load(Relaxed) {
             let tag = self.tag.0.load(SeqCst);
             let room = self.waiting.load(SeqCst) == 0 && self.in_flight.0.load(SeqCst) < self.window.0.load(Relaxed);
@@ -165,9 +170,17 @@ impl Device {
 
     /// Lets an operation begin that cannot wait.
     pub(crate) fn force(&self, account: &Account, now: Time, operation: &Operation) -> Grant {
-        let cost = self.costs.of(operation);
+        let cost = self.costs.of_request(operation);
         self.charge(account, now, cost, (operation.requests, operation.bytes), Moves::Itself);
         self.grant(account, now, cost, operation)
+    }
+
+    /// Begins a sync that is charged to the disk.
+    pub(crate) fn sync(&self, account: &Account, now: Time) -> Grant {
+        let sync = Operation { kind: Kind::Flush, bytes: 0, sequential: false, requests: 0 };
+        let cost = self.costs.of(&sync);
+        self.charge(account, now, cost, (0, 0), Moves::Itself);
+        self.grant(account, now, cost, &sync)
     }
 
     #[inline]
@@ -206,7 +219,7 @@ impl Device {
     /// The operation takes its place among those that wait; the slot tells when it is let in, which may be at once.
     pub(crate) fn wait(&self, account: &Account, now: Time, operation: &Operation, slot: &Arc<Slot>, waker: &Waker) {
         slot.begin();
-        let (cost, bytes, requests) = (self.costs.of(operation), operation.bytes, operation.requests);
+        let (cost, bytes, requests) = (self.costs.of_request(operation), operation.bytes, operation.requests);
         let waiter = Waiter { slot: slot.clone(), waker: waker.clone(), cost, bytes, requests };
         let mut state = self.state();
         let tag = later(account.tag.load(Relaxed), self.tag.0.load(SeqCst));
@@ -223,7 +236,7 @@ impl Device {
     pub(crate) fn granted(&self, account: &Account, now: Time, operation: &Operation) -> Grant {
         let beside = account.operations.load(Relaxed).saturating_sub(1);
         let likeness = Likeness::of(operation.kind, operation.bytes, beside);
-        Grant { cost: self.costs.of(operation), at: now, likeness, by_itself: false }
+        Grant { cost: self.costs.of_request(operation), at: now, likeness, by_itself: false }
     }
 
     /// Lets in as many as there is room for.

@@ -407,17 +407,37 @@ impl Share {
         }
     }
 
-    /// For an operation that was let in, and never began.
-    pub fn give_back(&self, now: Time, grant: Grant) {
+    /// For an operation that was let in, and does not begin.
+    pub fn refund(&self, now: Time, operation: &Operation, grant: Grant) {
+        self.limiter.refund(operation);
+        if let Some(group) = &self.account.group {
+            group.limiter.refund(operation);
+        }
         if let Some(device) = &self.device {
             device.give_back(&self.account, now, &grant);
         }
     }
 
-    /// The disk has cost the device more than its requests told: metadata, copies.
+    /// The disk makes the device sync what was written: it does not wait, for it may hold what others wait for, but pays.
+    pub fn sync(&self, now: Time) -> Grant {
+        self.device.as_ref().map_or_else(Grant::default, |device| device.sync(&self.account, now))
+    }
+
+    pub fn has_reservation(&self) -> bool {
+        self.account.has_reservation()
+    }
+
+    /// Others use the device too.
+    #[inline]
+    pub fn has_neighbours(&self) -> bool {
+        self.device.as_ref().is_some_and(|device| device.is_shared())
+    }
+
+    /// The disk has cost the device more than its requests told: so many operations (`requests`) for metadata, and copies.
     pub fn charge_more(&self, operation: &Operation) {
         if let Some(device) = &self.device {
-            let cost = device.costs().of(operation);
+            let one = device.costs().of(&Operation { bytes: 0, ..*operation });
+            let cost = one * u64::from(operation.requests.saturating_sub(1)) + device.costs().of(operation);
             self.account.tag.fetch_add(self.account.step(cost), Relaxed);
             self.account.costs_more(cost);
         }

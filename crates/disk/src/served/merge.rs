@@ -94,10 +94,14 @@ impl<S: Storage> Served<S> {
 
     /// Does what the requests of a run ask, by one operation if that goes well.
     pub async fn serve_run<T: Token>(&self, run: &mut Run<T>) {
-        let entered = self.enter().await;
+        let (op, offset) = run.parts.first().map_or((Op::Flush, 0), |first| (first.op, first.offset));
+        let good = run.parts.iter().all(|part| self.admit(part).is_ok());
+        let len = if good { run.parts.iter().map(|part| part.len).sum() } else { 0 };
+        let entered = self.enter_for(op, offset, len, run.parts.len() as u32).await;
         let admitted = self.now();
         if !self.perform_run(&entered.view, run).await {
-            return self.serve_each(&entered.view, run).await;
+            self.serve_each(&entered.view, run).await;
+            return self.settle_costs(&entered.view);
         }
         if let Some(first) = run.parts.first() {
             self.statistics.borrow_mut().record_merged(first.op, run.parts.len() as u64 - 1);
@@ -106,6 +110,7 @@ impl<S: Storage> Served<S> {
             let status = self.still_good(part.op);
             run.finished.push(self.conclude(part, admitted, status));
         }
+        self.settle_costs(&entered.view);
     }
 
     /// One operation for all; false: there is none, or it failed.

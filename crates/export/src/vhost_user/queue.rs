@@ -151,6 +151,8 @@ impl Queue {
     }
 
     fn stop(&self, reply: Reply<u32>) {
+        // Whoever stops it waits for what is in flight, which must not wait for a limit.
+        self.served.drain();
         *self.stopping.borrow_mut() = Some(reply);
         self.wake.ring();
     }
@@ -459,6 +461,7 @@ impl Queue {
             self.handle.wake(lane.task.get());
         }
         if let Some(reply) = self.stopping.borrow_mut().take() {
+            self.served.drained();
             reply.send(core.ring.base());
         }
     }

@@ -1,0 +1,262 @@
+//! The turnstile of a disk on one reactor: where requests wait for the disk's limits, and for its share of the device.
+//!
+//! ```text
+//!   request ──► limits, in line ──► share of the device ──► pass ──► image ──► the pass is dropped
+//! ```
+//! In: requests, before anything else is done for them. Out: a pass each, and how long that took. The arithmetic is `sched`'s;
+//! here is the waiting. What must hold: a disk without limits, on a device of its own, pays nothing; requests inside their
+//! limits and their share take no lock; those of one reactor pass the limits in the order they came; a request that is dropped
+//! while it waits leaves nothing behind.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::sync::{Arc, OnceLock};
+use std::task::{Poll, Waker};
+use std::time::{Duration, Instant};
+
+use blockyard_ring::Handle;
+use blockyard_sched::{Grant, Kind, Operation, Share, Slot, Time};
+
+use crate::request::Op;
+use crate::statistics::OpKind;
+
+/// Limits are looked at again at least this often while somebody waits for them: they may have been changed.
+const LOOK: Duration = Duration::from_millis(20);
+/// And not for each request by itself: what they let pass meanwhile passes at once.
+const GATHER: Duration = Duration::from_micros(300);
+/// Streams of requests, each beginning where the last one ended, that are followed on a reactor.
+const STREAMS: usize = 8;
+
+/// The time that `sched` goes by, on all threads.
+pub fn sched_time() -> Time {
+    time_of(Instant::now())
+}
+
+fn time_of(at: Instant) -> Time {
+    static START: OnceLock<Instant> = OnceLock::new();
+    // Not 0, so that what was never looked at is in the past.
+    at.saturating_duration_since(*START.get_or_init(Instant::now)).as_nanos() as u64 + 1_000_000_000
+}
+
+pub(crate) struct Turnstile {
+    share: Arc<Share>,
+    /// None in simulations, which have no clock, and where nothing is limited or shared.
+    handle: Option<Handle>,
+    line: RefCell<VecDeque<(u64, Waker)>>,
+    tickets: Cell<u64>,
+    slots: RefCell<Vec<Arc<Slot>>>,
+    /// Where streams have ended.
+    ends: [Cell<u64>; STREAMS],
+    next_end: Cell<usize>,
+}
+
+/// A request that may begin; until it is dropped.
+#[derive(Default)]
+pub(crate) struct Pass<'a>(Option<(&'a Turnstile, Grant)>);
+
+impl Drop for Pass<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if let Some((turnstile, grant)) = self.0.take() {
+            turnstile.share.done(turnstile.now(), grant);
+        }
+    }
+}
+
+impl Pass<'_> {
+    /// It cannot begin after all.
+    pub fn give_back(mut self, operation: &Operation) {
+        if let Some((turnstile, grant)) = self.0.take() {
+            turnstile.share.refund(turnstile.now(), operation, grant);
+        }
+    }
+}
+
+impl Turnstile {
+    pub fn new(share: Arc<Share>, handle: Option<Handle>) -> Self {
+        let (line, tickets, slots, ends, next_end) = Default::default();
+        Turnstile { share, handle, line, tickets, slots, ends, next_end }
+    }
+
+    pub fn share(&self) -> &Arc<Share> {
+        &self.share
+    }
+
+    /// Nothing is limited or shared: [`Turnstile::enter`] is not needed.
+    #[inline]
+    pub fn is_open(&self) -> bool {
+        self.handle.is_none() || self.share.is_free()
+    }
+
+    #[inline]
+    fn now(&self) -> Time {
+        self.handle.as_ref().map_or(0, |handle| time_of(handle.now()))
+    }
+
+    /// What a request is to the device. A flush is little by itself; what it makes the device do is charged to whoever does it.
+    #[inline]
+    pub fn operation(&self, op: Op, offset: u64, bytes: u64, requests: u32) -> Operation {
+        let kind = match OpKind::of(op) {
+            OpKind::Read => Kind::Read,
+            OpKind::Write => Kind::Write,
+            OpKind::Flush => Kind::Flush,
+            OpKind::Discard => Kind::Discard,
+            OpKind::WriteZeroes => Kind::WriteZeroes,
+        };
+        Operation { kind, bytes, sequential: self.follows(offset, bytes), requests }
+    }
+
+    /// Whether it begins where another has ended.
+    #[inline]
+    fn follows(&self, offset: u64, bytes: u64) -> bool {
+        let known = self.ends.iter().find(|end| end.get() == offset);
+        match known {
+            Some(end) => end.set(offset + bytes),
+            None => {
+                let at = self.next_end.get();
+                self.next_end.set((at + 1) % STREAMS);
+                self.ends[at].set(offset + bytes);
+            }
+        }
+        known.is_some()
+    }
+
+    #[inline]
+    pub async fn enter(&self, operation: &Operation) -> Pass<'_> {
+        if self.is_open() {
+            return Pass(None);
+        }
+        let limited = !self.share.is_unlimited() && !self.passes_limits(operation);
+        let grant = if limited { None } else { self.share.ask(self.now(), operation) };
+        match grant {
+            Some(grant) => Pass(Some((self, grant))),
+            None => Pass(Some((self, Box::pin(self.wait(operation, limited)).await))),
+        }
+    }
+
+    fn passes_limits(&self, operation: &Operation) -> bool {
+        self.line.borrow().is_empty() && self.share.limit(self.now(), operation).is_ok()
+    }
+
+    async fn wait(&self, operation: &Operation, limited: bool) -> Grant {
+        let came = sched_time();
+        if limited {
+            self.stand_in_line(operation).await;
+        }
+        let passed = if limited { sched_time() } else { came };
+        let grant = match if limited { self.share.ask(passed, operation) } else { None } {
+            Some(grant) => grant,
+            None => self.wait_for_device(operation).await,
+        };
+        self.share.note_waits(passed - came, sched_time() - passed);
+        grant
+    }
+
+    /// Waits until the limits let the operation pass, behind those that came before.
+    async fn stand_in_line(&self, operation: &Operation) {
+        let mut place = Place { turnstile: self, ticket: None };
+        poll_fn(|cx| {
+            let ticket = *place.ticket.get_or_insert_with(|| {
+                self.tickets.set(self.tickets.get() + 1);
+                self.line.borrow_mut().push_back((self.tickets.get(), cx.waker().clone()));
+                self.tickets.get()
+            });
+            if self.line.borrow().front().is_some_and(|first| first.0 != ticket) {
+                return Poll::Pending;
+            }
+            match self.share.limit(sched_time(), operation) {
+                Ok(()) => Poll::Ready(()),
+                Err(opens) => {
+                    let wait = Duration::from_nanos(opens.saturating_sub(sched_time()));
+                    if let Some(handle) = &self.handle {
+                        handle.wake_at(Instant::now() + wait.saturating_add(GATHER).min(LOOK));
+                    }
+                    Poll::Pending
+                }
+            }
+        })
+        .await
+    }
+
+    async fn wait_for_device(&self, operation: &Operation) -> Grant {
+        let slot = self.slots.borrow_mut().pop().unwrap_or_default();
+        let mut wait = Wait { turnstile: self, operation, slot, begun: false };
+        poll_fn(|cx| {
+            let now = sched_time();
+            let claim = if !wait.begun {
+                wait.begun = true;
+                self.share.wait(now, operation, &wait.slot, cx.waker())
+            } else if self.share.has_reservation() {
+                self.share.claim(now)
+            } else {
+                None
+            };
+            if wait.slot.take() {
+                wait.begun = false;
+                return Poll::Ready(self.share.granted(sched_time(), operation));
+            }
+            if let (Some(claim), Some(handle)) = (claim, &self.handle) {
+                handle.wake_at(Instant::now() + Duration::from_nanos(claim.saturating_sub(now)));
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    /// A sync of the disk begins: it is charged, and the device is busy with it until the answer is dropped.
+    pub fn sync(&self) -> Pass<'_> {
+        if self.is_open() {
+            return Pass(None);
+        }
+        Pass(Some((self, self.share.sync(self.now()))))
+    }
+
+    /// Nobody waits any more, until [`Turnstile::drained`]: a queue of this disk is drained.
+    pub fn drain(&self) {
+        self.share.drain(self.now());
+        self.line.borrow().iter().for_each(|(_, waker)| waker.wake_by_ref());
+    }
+
+    pub fn drained(&self) {
+        self.share.drained();
+    }
+}
+
+/// A place in the line before the limits. Whoever leaves it, in whatever way, lets the next one look.
+struct Place<'a> {
+    turnstile: &'a Turnstile,
+    ticket: Option<u64>,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let mut line = self.turnstile.line.borrow_mut();
+        line.retain(|(ticket, _)| Some(*ticket) != self.ticket);
+        if let Some((_, next)) = line.front() {
+            next.wake_by_ref();
+        }
+    }
+}
+
+struct Wait<'a> {
+    turnstile: &'a Turnstile,
+    operation: &'a Operation,
+    slot: Arc<Slot>,
+    begun: bool,
+}
+
+impl Drop for Wait<'_> {
+    fn drop(&mut self) {
+        let Turnstile { share, slots, .. } = self.turnstile;
+        if self.begun {
+            if self.slot.cancel() {
+                let now = self.turnstile.now();
+                share.refund(now, self.operation, share.granted(now, self.operation));
+            }
+            // It may still stand among those that wait: it is not used again.
+            return;
+        }
+        slots.borrow_mut().push(self.slot.clone());
+    }
+}
