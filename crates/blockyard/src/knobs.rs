@@ -6,9 +6,10 @@
 use std::time::Duration;
 
 use blockyard_disk::parse_time;
-use blockyard_sched::{Knobs, Limit, parse_rate};
+use blockyard_sched::{Knobs, Limit, Limits, parse_rate};
 use serde::{Deserialize, Deserializer};
 
+use crate::cli::DiskArgs;
 use crate::config::parsed;
 
 /// A struct of options, with the knobs as further fields. (Were they a struct inside, with serde's `flatten`, mistakes in a
@@ -134,6 +135,27 @@ pub fn target<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Duration>, D::Er
 
 pub fn limit<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Limit>, D::Error> {
     parsed(d, parse_limit).map(Some)
+}
+
+impl DiskArgs {
+    /// The same disk with other knobs.
+    pub fn with(self, knobs: &Knobs) -> Self {
+        let Knobs { weight, reserve_iops, reserve_bps, ref limits, latency_target } = *knobs;
+        let Limits { iops, iops_read, iops_write, bps, bps_read, bps_write } = *limits;
+        DiskArgs {
+            weight,
+            reserve_iops,
+            reserve_bps,
+            iops,
+            iops_read,
+            iops_write,
+            bps,
+            bps_read,
+            bps_write,
+            latency_target,
+            ..self
+        }
+    }
 }
 
 /// What is wrong with knobs, beyond what each one alone can tell.

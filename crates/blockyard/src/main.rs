@@ -9,6 +9,7 @@ mod image;
 mod inherited;
 mod knobs;
 mod serve;
+mod shares;
 
 use std::process::ExitCode;
 

@@ -6,15 +6,17 @@
 use std::sync::Arc;
 
 use anyhow::Context;
-use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source, Statistics};
+use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source, Statistics, sched_time};
 use blockyard_export::Reactors;
 use blockyard_export::vhost_user::{self, Listener, QueueShape, Tuning, VhostUser};
 use blockyard_image::Format;
+use blockyard_sched::Knobs;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 
 use crate::cli::{DiskArgs, ServeOptions};
 use crate::config::Config;
+use crate::shares::Shares;
 use crate::{Failure, inherited, knobs};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
@@ -22,6 +24,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     for disk in &config.disks {
         check(disk).map_err(Failure::usage)?;
     }
+    let shares = Shares::new(options, &config).map_err(Failure::usage)?;
     if options.check_config {
         println!("configuration is good: {} disks", config.disks.len());
         return Ok(());
@@ -31,7 +34,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);
     let cpus = options.cpus.as_ref().map_or(&[][..], |c| &c.0);
     let reactors = Reactors::start(reactors.into(), cpus).map_err(explain_io_uring)?;
-    let mut yard = Yard { reactors: Arc::new(reactors), disks: Vec::new() };
+    let mut yard = Yard { reactors: Arc::new(reactors), shares, disks: Vec::new() };
     for disk in config.disks {
         yard.open(disk)?;
     }
@@ -98,6 +101,7 @@ fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
 /// The disks being served.
 struct Yard {
     reactors: Arc<Reactors>,
+    shares: Shares,
     disks: Vec<Serving>,
 }
 
@@ -122,7 +126,8 @@ impl Yard {
             cache: args.cache,
             filters: args.filters.clone(),
         };
-        let disk = Arc::new(Disk::new(options, source));
+        let share = self.shares.open(&args, &source)?;
+        let disk = Arc::new(Disk::sharing(options, source, share));
         let listener = match args.vhost_user.strip_prefix("fd:") {
             Some(text) => Listener::inherited(inherited::socket(text)?),
             None => Listener::bind(args.vhost_user.as_ref())?,
@@ -156,6 +161,13 @@ impl Yard {
         };
         if let Some(e) = config.disks.iter().find_map(|d| check(d).err()) {
             return tracing::error!("not reloaded: {e:#}");
+        }
+        // At once: closing and opening disks takes its time.
+        self.shares.set_groups(&config.groups);
+        for serving in &mut self.disks {
+            if let Some(args) = config.disks.iter().find(|args| serving.is(args)) {
+                serving.apply(&args.knobs());
+            }
         }
         let gone: Vec<_> = self.disks.extract_if(.., |d| !config.disks.contains(&d.args)).collect();
         let mut old = Vec::new();
@@ -206,6 +218,21 @@ impl Yard {
 }
 
 impl Serving {
+    /// Whether the disk is the one described, whatever the knobs of its share.
+    fn is(&self, args: &DiskArgs) -> bool {
+        args.clone().with(&self.args.knobs()) == self.args
+    }
+
+    /// Other knobs for its share, from now on; its guest notices nothing else.
+    fn apply(&mut self, knobs: &Knobs) {
+        if self.args.knobs() == *knobs {
+            return;
+        }
+        self.disk.share().set(knobs, sched_time());
+        self.args = self.args.clone().with(knobs);
+        tracing::info!(disk = self.disk.name(), "the knobs of its share were changed");
+    }
+
     /// Takes over a size that a person changed.
     fn refresh(&self) {
         match self.disk.refresh_capacity() {

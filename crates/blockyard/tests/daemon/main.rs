@@ -14,6 +14,7 @@
 //!   chains       qcow2 and backing images
 //!   exchange     front ends that come, go and die while the image below them is exchanged
 //!   load         queues over reactors, filters, statistics
+//!   shares       limits, groups, and their change at run time
 //! ```
 
 #[path = "../common/mod.rs"]
@@ -33,3 +34,4 @@ mod mistakes;
 mod pin;
 mod reload;
 mod requests;
+mod shares;

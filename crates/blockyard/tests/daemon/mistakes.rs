@@ -165,6 +165,8 @@ fn configuration_files() {
         (format!("{DISK}{other}"), &["disk \"other\": another disk has the socket /nonexistent/s"]),
         (DISK.replace("ram:1M", "/x/disk.vmdk"), &["/x/disk.vmdk", "--format raw"]),
         (format!("{DISK}format = \"vmdk\"\n"), &["line 4", "format \"vmdk\" is not known"]),
+        (format!("costs = \"/not/there\"\n{DISK}"), &["reading /not/there", "No such file"]),
+        (format!("costs = \"/proc/self/status\"\n{DISK}"), &["/proc/self/status is no file of costs", "line 1"]),
         (format!("{DISK}prime = true\n"), &["ram:1M", "--prime is for qcow2 and cow"]),
     ] {
         std::fs::write(&file, &content).unwrap();

@@ -1,0 +1,266 @@
+//! Limits and groups, on the command line and in the configuration, and their change while guests are at work.
+//!
+//! Disks lie on `null:`, which costs nothing: what is measured is what the limits let pass.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use blockyard_bench::client::report::Report;
+use blockyard_bench::client::workload::Pattern;
+use blockyard_bench::client::{Options, measure};
+
+use crate::common::{BLOCKYARD, Daemon, Folder, Signal};
+use crate::guest::Guest;
+
+struct Yard {
+    daemon: Daemon,
+    folder: Folder,
+}
+
+impl Yard {
+    /// `FOLDER` in the text is the folder of the sockets.
+    fn start(text: &str) -> Self {
+        let folder = Folder::new();
+        write(&folder, text);
+        let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(folder.join("toml")));
+        daemon.wait_ready();
+        Yard { daemon, folder }
+    }
+
+    /// Has another text read; when it was told to.
+    fn reload(&self, text: &str) -> Instant {
+        write(&self.folder, text);
+        self.daemon.signal(Signal::HUP);
+        Instant::now()
+    }
+
+    fn guest(&self, disk: &str) -> Guest {
+        Guest::connect(&self.folder.join(disk))
+    }
+
+    fn load(&self, disk: &str) -> Options {
+        Options { warmup: 0.3, runtime: 2.0, ..Options::for_socket(self.folder.join(disk)) }
+    }
+}
+
+fn write(folder: &Folder, text: &str) {
+    std::fs::write(folder.join("toml"), text.replace("FOLDER", folder.to_str().unwrap())).unwrap();
+}
+
+/// A disk's table, with more keys.
+fn disk(name: &str, keys: &str) -> String {
+    format!("[[disk]]\nname = \"{name}\"\nimage = \"null:1G\"\nvhost-user = \"FOLDER/{name}\"\n{keys}\n")
+}
+
+fn good(options: &Options) -> Report {
+    let report = measure(options).unwrap();
+    assert_eq!((report.errors, &report.first_error, report.reconnects), (0, &None, 0));
+    report
+}
+
+/// Never more than 2% beyond the rate; and not less than 2% below it, unless the machine is so busy that it cannot be said:
+/// then another time.
+#[track_caller]
+fn at_rate(what: &str, rate: f64, mut found: impl FnMut() -> f64) {
+    let mut all = Vec::new();
+    for _ in 0..5 {
+        let found = found();
+        all.push(found);
+        assert!(found <= rate * 1.02, "{what}: {found} a second, and the limit is {rate}");
+        if found >= rate * 0.98 {
+            return;
+        }
+    }
+    panic!("{what}: {all:?} a second, and the limit is {rate}");
+}
+
+#[test]
+fn limits_hold_for_seconds() {
+    let yard = Yard::start(&format!(
+        "reactors = 2\n{}{}{}{}",
+        disk("iops", "iops = 3000\nqueues = 2"),
+        disk("writes", "iops-write = 1500"),
+        disk("bps", "bps = \"40M\""),
+        disk("both", "bps-read = \"64M\"\niops-read = 500\nbps-write = 1")
+    ));
+    let queues = Options { queues: 2, ..yard.load("iops") };
+    at_rate("operations", 3000.0, || good(&queues).iops);
+    let mixed = Options { rw: Pattern::Randrw, ..yard.load("writes") };
+    at_rate("writes", 1500.0, || {
+        let report = good(&mixed);
+        assert!(report.reads > report.writes / 2, "reads are not limited");
+        report.writes as f64 / report.seconds
+    });
+    for (bs, depth) in [(4096, 32), (256 << 10, 4)] {
+        let options = Options { bs, depth, ..yard.load("bps") };
+        at_rate(&format!("bytes in operations of {bs}"), (40u64 << 20) as f64, || good(&options).bytes_per_second);
+    }
+    // Of two the one that is reached first.
+    let small = Options { bs: 4096, ..yard.load("both") };
+    at_rate("small reads", 500.0, || good(&small).iops);
+    let large = Options { bs: 256 << 10, depth: 8, ..yard.load("both") };
+    at_rate("large reads", 256.0, || good(&large).iops);
+    yard.daemon.stop();
+}
+
+#[test]
+fn a_burst_is_spent_once() {
+    let folder = Folder::new();
+    let socket = folder.join("s");
+    let daemon = Daemon::serve("null:1G", &socket, &["--iops", "500,max=4000,length=1"]);
+    // 4000 in the first second, 500 a second behind it; the client counts completions, which come a moment late.
+    let mut all = Vec::new();
+    for _ in 0..3 {
+        let took = good(&Options { ops: Some(4500), ..Options::for_socket(socket.clone()) }).seconds;
+        all.push(took);
+        assert!(took > 1.95, "{took} s for 4500 operations");
+        if took < 2.05 {
+            return drop(daemon.stop());
+        }
+        // Until it is full again.
+        std::thread::sleep(Duration::from_secs(8));
+    }
+    panic!("{all:?} s for 4500 operations");
+}
+
+#[test]
+fn a_change_reaches_who_waits_within_100_ms() {
+    let text = |keys: &str| disk("a", keys);
+    let yard = Yard::start(&text("iops = 1"));
+    let mut guest = yard.guest("a");
+    let mut all = Vec::new();
+    // The first ones empty the bucket.
+    guest.read(0, 512).unwrap();
+    for keys in ["iops = 5000", "bps = \"1G\"", "", "weight = 5"] {
+        let waits = std::thread::scope(|scope| {
+            let waits = scope.spawn(|| {
+                guest.read(0, 512).unwrap();
+                Instant::now()
+            });
+            std::thread::sleep(Duration::from_millis(300));
+            assert!(!waits.is_finished(), "a second read within a second passes at once");
+            let told = yard.reload(&text(keys));
+            waits.join().unwrap() - told
+        });
+        all.push(waits);
+        // Far below what is left of the second.
+        assert!(waits < Duration::from_millis(400), "{keys}: {waits:?}");
+        // And back.
+        let from = yard.daemon.log().len();
+        yard.reload(&text("iops = 1"));
+        yard.daemon.wait_log_after(from, "the knobs of its share were changed");
+        guest.read(0, 512).unwrap();
+    }
+    all.sort();
+    assert!(all[1] < Duration::from_millis(100), "{all:?}");
+    assert!(!yard.daemon.log().contains("closing it"), "{}", yard.daemon.log());
+    yard.daemon.stop();
+}
+
+/// The limit comes and goes under load, and holds from 100 ms after it came.
+#[test]
+fn limits_change_under_load() {
+    let text = |keys: &str| disk("a", keys);
+    let yard = Yard::start(&text(""));
+    let load = Options { runtime: 6.0, ..yard.load("a") };
+    std::thread::scope(|scope| {
+        let client = scope.spawn(|| good(&load));
+        std::thread::sleep(Duration::from_millis(500));
+        let mut guest_free = 0;
+        for round in 0..10 {
+            yard.reload(&text(&format!("iops = {}", 100 + round)));
+            std::thread::sleep(Duration::from_millis(200));
+            yard.reload(&text(""));
+            std::thread::sleep(Duration::from_millis(200));
+            guest_free += 1;
+        }
+        assert_eq!(guest_free, 10);
+        yard.reload(&text("iops = 1000"));
+        let report = client.join().unwrap();
+        assert!(report.operations > 20_000, "without a limit it is faster: {} operations", report.operations);
+    });
+    let limited = yard.load("a");
+    at_rate("after many changes", 1000.0, || good(&limited).iops);
+    yard.daemon.stop();
+}
+
+#[test]
+fn disks_of_a_group_share_its_limit() {
+    let text = |rate: u32| {
+        let group = format!("[group.g]\niops = {rate}\n");
+        format!("reactors = 2\n{group}{}{}{}", disk("a", "group = \"g\""), disk("b", "group = \"g\""), disk("c", ""))
+    };
+    let yard = Yard::start(&text(2000));
+    let both = || {
+        let reports: Vec<Report> = std::thread::scope(|scope| {
+            let clients: Vec<_> = ["a", "b"].map(|name| scope.spawn(|| good(&yard.load(name)))).into();
+            clients.into_iter().map(|client| client.join().unwrap()).collect()
+        });
+        assert!(reports.iter().all(|report| report.iops > 300.0), "{} and {}", reports[0].iops, reports[1].iops);
+        reports.iter().map(|report| report.iops).sum()
+    };
+    at_rate("both", 2000.0, both);
+    assert!(good(&yard.load("c")).iops > 5000.0, "one that is not in it");
+    let from = yard.daemon.log().len();
+    yard.reload(&text(4000));
+    yard.daemon.wait_log_after(from, "group");
+    at_rate("both, after the group's change", 4000.0, both);
+    assert!(!yard.daemon.log().contains("closing it"), "{}", yard.daemon.log());
+    yard.daemon.stop();
+}
+
+#[test]
+fn only_another_group_or_device_closes_a_disk() {
+    let yard = Yard::start(&format!("[group.g]\n[group.h]\n{}{}", disk("a", "group = \"g\""), disk("b", "")));
+    let mut b = yard.guest("b");
+    for (keys, said) in [("group = \"h\"", true), ("group = \"h\"\nweight = 7", false), ("device = \"d\"", true)] {
+        let from = yard.daemon.log().len();
+        yard.reload(&format!("[group.g]\n[group.h]\n{}{}", disk("a", keys), disk("b", "")));
+        let log = yard.daemon.wait_log_after(from, if said { "serving null:1G" } else { "the knobs of its share" });
+        assert_eq!(log.contains("closing it"), said, "{log}");
+        assert!(!log.contains("disk=\"b\""), "{log}");
+        yard.guest("a").read(0, 512).unwrap();
+        b.read(0, 512).unwrap();
+    }
+    yard.daemon.stop();
+}
+
+#[test]
+fn wrong_knobs_change_nothing() {
+    let yard = Yard::start(&disk("a", "iops = 1"));
+    let mut guest = yard.guest("a");
+    guest.read(0, 512).unwrap();
+    for (text, said) in [
+        (disk("a", "iops = \"100,max=5\""), "line 5: limit \"100,max=5\": max is less than the rate"),
+        (disk("a", "weight = 10001"), "line 5: a weight is a number from 1 to 10000"),
+        (disk("a", "group = \"g\""), "disk \"a\": there is no group \"g\""),
+        (format!("[group.g]\nreserve-bps = 5\nbps = 4\n{}", disk("a", "")), "group \"g\": reserve-bps is 5"),
+    ] {
+        let from = yard.daemon.log().len();
+        yard.reload(&text);
+        let log = yard.daemon.wait_log_after(from, said);
+        assert!(log.lines().count() == 1 && log.contains("not reloaded: "), "{log}");
+    }
+    let start = Instant::now();
+    guest.read(0, 512).unwrap();
+    guest.read(0, 512).unwrap();
+    assert!(start.elapsed() > Duration::from_millis(900), "the limit is what it was: {:?}", start.elapsed());
+    yard.daemon.stop();
+}
+
+#[test]
+fn a_limited_disk_ends_at_once() {
+    let folder = Folder::new();
+    let socket = folder.join("s");
+    let mut daemon = Daemon::serve("null:1G", &socket, &["--iops", "1"]);
+    let load = Options { depth: 64, runtime: 30.0, reconnect: false, ..Options::for_socket(socket.clone()) };
+    std::thread::scope(|scope| {
+        let client = scope.spawn(|| measure(&load));
+        std::thread::sleep(Duration::from_millis(500));
+        let start = Instant::now();
+        assert!(daemon.terminate().success());
+        // 63 wait for a second each.
+        assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+        let _ = client.join().unwrap();
+    });
+}
