@@ -199,16 +199,16 @@ impl Device {
     /// The disk's tag goes on by what the operation costs it, and the device's with it.
     fn charge(&self, account: &Account, now: Time, cost: u64, (requests, bytes): (u32, u64), moves: Moves) {
         let device = self.tag.0.load(SeqCst);
-        let own = account.tag.load(Relaxed);
+        let step = account.step(cost);
+        // By its reservation a disk gets ahead of its share; it is not to pay for that longer than a moment.
+        let debt = account.has_reservation().then(|| device.wrapping_add(account.step(cost.max(DEBT))));
+        let goes_on = |own| {
+            let next = later(own, device).wrapping_add(step);
+            Some(debt.filter(|most| before(*most, next)).unwrap_or(next))
+        };
+        // Several reactors at a time: each moves it on from where the other has.
+        let own = account.tag.fetch_update(Relaxed, Relaxed, goes_on).unwrap_or(device);
         let begins = later(own, device);
-        let mut next = begins.wrapping_add(account.step(cost));
-        if account.has_reservation() {
-            // By its reservation a disk gets ahead of its share; it is not to pay for that longer than a moment.
-            let most = device.wrapping_add(account.step(cost.max(DEBT)));
-            next = if before(most, next) { most } else { next };
-        }
-        // Several reactors at a time: each moves it on by a step.
-        account.tag.fetch_add(next.wrapping_sub(own), Relaxed);
         if moves == Moves::Time && before(device, begins) {
             let _ = self.tag.0.fetch_update(SeqCst, Relaxed, |tag| before(tag, begins).then_some(begins));
         }
