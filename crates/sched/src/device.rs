@@ -11,6 +11,7 @@
 //! What must hold: whoever waits is let in when room is made (a wait is counted before the window is looked at once more, and
 //! `done` makes room before it looks for waits); with nothing on the way, somebody goes.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
@@ -19,7 +20,7 @@ use crate::Time;
 use crate::alone::{Alone, Likeness};
 use crate::board::{Board, Slot, Waiter, before, later};
 use crate::cost::{Calibration, Costs, Kind, Operation};
-use crate::share::Account;
+use crate::share::{Account, Group};
 use crate::window::{Class, Seen, Window};
 
 /// A disk that has asked for nothing for so long is not counted on: the others have the device to themselves.
@@ -333,15 +334,25 @@ impl Device {
 
     /// Weights of groups are divided among those of their disks that are busy (as blk-iocost flattens its tree).
     fn weigh(&self, state: &State, now: Time) {
-        for account in state.accounts.iter().flatten() {
-            let Some(group) = account.group() else {
-                account.set_weight(f64::from(account.own_weight()));
-                continue;
+        let accounts = || state.accounts.iter().flatten();
+        let mut sums: HashMap<*const Group, u64> = HashMap::new();
+        for account in accounts().filter(|a| a.is_busy(now, QUIET)) {
+            if let Some(group) = account.group() {
+                *sums.entry(Arc::as_ptr(group)).or_default() += u64::from(account.own_weight());
+            }
+        }
+        for account in accounts() {
+            let own = u64::from(account.own_weight());
+            let weight = match account.group() {
+                None => own as f64,
+                Some(group) => {
+                    let busy = sums.get(&Arc::as_ptr(group)).copied().unwrap_or(0);
+                    // One that is quiet is to have its part when it comes.
+                    let sum = if account.is_busy(now, QUIET) { busy } else { busy + own };
+                    f64::from(group.weight()) * own as f64 / sum as f64
+                }
             };
-            let busy = |a: &&Arc<Account>| Arc::ptr_eq(a, account) || a.is_busy(now, QUIET);
-            let members = state.accounts.iter().flatten().filter(|a| a.group().is_some_and(|g| Arc::ptr_eq(g, group)));
-            let sum: u64 = members.filter(busy).map(|a| u64::from(a.own_weight())).sum();
-            account.set_weight(f64::from(group.weight()) * f64::from(account.own_weight()) / sum.max(1) as f64);
+            account.set_weight(weight);
         }
     }
 

@@ -1,0 +1,99 @@
+//! What the scheduler costs a request, in nanoseconds: `cargo run --release -p blockyard-sched --example price`.
+//!
+//! One thread; each figure is the median of some rounds. "alone": one disk asks, and has the device to itself. "inside": the
+//! disks take turns, and all are inside their share. "waits": all are ahead of their share; each operation waits among the
+//! others, and is let in by the end of one before it. The time that it spends waiting is not the scheduler's, and not counted.
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Instant;
+
+use blockyard_sched::{Host, Kind, Knobs, Means, Operation, Share, Slot};
+
+const READ: Operation = Operation { kind: Kind::Read, bytes: 4096, sequential: false, requests: 1 };
+const ROUNDS: usize = 9;
+const OPERATIONS: u64 = 400_000;
+
+fn disks(count: usize) -> Vec<Arc<Share>> {
+    let host = Host::default();
+    (0..count).map(|_| host.share(Some(("device", &Means::FLASH)), None, &Knobs::default())).collect()
+}
+
+/// Nanoseconds an operation.
+fn median(mut round: impl FnMut() -> f64) -> f64 {
+    let mut all: Vec<f64> = (0..ROUNDS).map(|_| round()).collect();
+    all.sort_by(f64::total_cmp);
+    all[ROUNDS / 2]
+}
+
+/// The clock goes as fast as it does for a device that does a hundred thousand operations a second.
+struct Clock(u64);
+
+impl Clock {
+    fn tick(&mut self) -> u64 {
+        self.0 += 10_000;
+        self.0
+    }
+}
+
+fn inside(count: usize) -> f64 {
+    let shares = disks(count);
+    let mut clock = Clock(1_000_000_000);
+    let mut next = 0;
+    median(|| {
+        let start = Instant::now();
+        for _ in 0..OPERATIONS {
+            let share = &shares[next % count];
+            next += 1;
+            let now = clock.tick();
+            match black_box(share).ask(now, &READ) {
+                Some(grant) => share.done(now, grant),
+                None => unreachable!("there is nothing else on the way"),
+            }
+        }
+        start.elapsed().as_nanos() as f64 / OPERATIONS as f64
+    })
+}
+
+fn waits(count: usize) -> f64 {
+    let shares = disks(count);
+    let mut clock = Clock(1_000_000_000);
+    // Each disk has four operations under way or waiting: more than the window, so that nobody goes by himself.
+    let mut under: Vec<(usize, Arc<Slot>, Option<blockyard_sched::Grant>)> = Vec::new();
+    for n in 0..4 * count.max(64) {
+        let (disk, slot) = (n % count, Arc::<Slot>::default());
+        let now = clock.tick();
+        let grant = shares[disk].ask(now, &READ);
+        if grant.is_none() {
+            shares[disk].wait(now, &READ, &slot, Waker::noop());
+        }
+        under.push((disk, slot, grant));
+    }
+    let mut at = 0;
+    median(|| {
+        let (start, mut done) = (Instant::now(), 0);
+        while done < OPERATIONS {
+            at = (at + 1) % under.len();
+            let (disk, slot, grant) = &mut under[at];
+            let now = clock.tick();
+            let ended = grant.take().or_else(|| slot.take().then(|| shares[*disk].granted(now, &READ)));
+            let Some(ended) = ended else { continue };
+            shares[*disk].done(now, ended);
+            *grant = shares[*disk].ask(now, &READ);
+            if grant.is_none() {
+                shares[*disk].wait(now, &READ, slot, Waker::noop());
+            }
+            done += 1;
+        }
+        start.elapsed().as_nanos() as f64 / OPERATIONS as f64
+    })
+}
+
+fn main() {
+    println!("{:>6}  {:>10}  {:>10}", "disks", "inside", "waits");
+    println!("{:>6}  {:>7.0} ns  {:>10}", "1", inside(1), "(alone)");
+    for count in [2, 10, 100, 1000] {
+        println!("{count:>6}  {:>7.0} ns  {:>7.0} ns", inside(count), waits(count));
+    }
+}
