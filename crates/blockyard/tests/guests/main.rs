@@ -9,6 +9,7 @@
 //!   changes       the disk grows, memory is plugged in and out, under load
 //!   cow           UML's COW files, written here and by its own driver; what that driver reads wrong       UML
 //!   live          snapshot, commit, snapshot, stream, again and again under verified load              UML, QEMU
+//!   neighbours    one guest runs out of memory and swaps, the other's data are verified                 UML
 //! ```
 //! Guests cost seconds each, so a script shows as much as fits. Where the host must do something at a certain point the
 //! script says `tell WORD`, and goes on when the host has made the disk larger (`Stage::go_on`).
@@ -24,5 +25,6 @@ mod device;
 mod filesystems;
 mod flush;
 mod live;
+mod neighbours;
 mod qmp;
 mod stage;
