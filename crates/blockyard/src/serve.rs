@@ -16,7 +16,7 @@ use signal_hook::iterator::Signals;
 
 use crate::cli::{DiskArgs, ServeOptions};
 use crate::config::Config;
-use crate::shares::Shares;
+use crate::shares::{self, Shares};
 use crate::{Failure, inherited, knobs};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
@@ -254,8 +254,10 @@ impl Serving {
                 all.merge(&part);
             }
         }
+        let mut operations = 0;
         for kind in OpKind::ALL {
             let Some(s) = all.summary(kind) else { continue };
+            operations += s.requests - s.merged;
             tracing::info!(
                 disk = self.disk.name(),
                 requests = s.requests,
@@ -271,6 +273,10 @@ impl Serving {
                 s.service_us[1],
                 s.service_us[2],
             );
+        }
+        let share = self.disk.share();
+        if operations > 0 && !share.is_free() {
+            tracing::info!(disk = self.disk.name(), "share: {}", shares::describe(share, operations));
         }
     }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use blockyard_bench::costs::{DeviceCosts, USUAL, read};
 use blockyard_disk::{Source, sched_time};
-use blockyard_sched::{Calibration, Host, Means, Share};
+use blockyard_sched::{Calibration, Figures, Host, Means, Share};
 
 use crate::cli::{DiskArgs, ServeOptions};
 use crate::config::Config;
@@ -73,4 +73,28 @@ impl Shares {
             }
         }
     }
+}
+
+/// What became of a disk's share, for a person; means are of so many operations.
+pub fn describe(share: &Share, operations: u64) -> String {
+    let Figures { weight, owed, used, donated, limited, waited, service, alone, waiting } = share.figures();
+    let mean = |nanos: u64| nanos as f64 / 1e3 / operations.max(1) as f64;
+    let seconds = |nanos: u64| nanos as f64 / 1e9;
+    let waits = format!("{:.0} us for its limits, {:.0} us for its neighbours", mean(limited), mean(waited));
+    let Some(device) = share.device() else {
+        return format!("no device is shared; each operation waited {waits}; {waiting} wait");
+    };
+    format!(
+        "weight {weight:.1} on device {}: owed {:.3} s, used {:.3} s, donated {:.3} s; each operation waited {waits}; the \
+         device took {:.0} us, without neighbours {:.0} us; {waiting} wait; the device shows {:.0}% of its capacity, with {:.0} us \
+         of work on the way at most",
+        device.name(),
+        seconds(owed),
+        seconds(used),
+        seconds(donated),
+        mean(service),
+        mean(alone),
+        device.capacity() * 100.0,
+        device.window() as f64 / 1e3,
+    )
 }

@@ -10,7 +10,6 @@ mod arithmetic;
 mod measure;
 
 use std::fmt::Write;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -95,8 +94,8 @@ fn calibrate(options: &Options, stop: &Stop) -> Result<(DeviceCosts, Measured)> 
     let size = blockyard_ring::host::file_size(&file).with_context(|| format!("{name} cannot be measured"))?;
     let size = size.min(options.size.max(LEAST)) >> 24 << 24;
     anyhow::ensure!(size >= LEAST, "{name} has less than {} MiB: too small to be measured", LEAST >> 20);
-    let is_device = kind.file_type().is_block_device();
-    let device = if is_device { kind.rdev() } else { file.metadata()?.dev() };
+    let device =
+        blockyard_ring::host::backing_device(&file).with_context(|| format!("finding the device of {name}"))?;
     let writes = own.is_some() || options.writes;
     let plan = Plan { path, size, writes, rounds: options.rounds, seconds: options.seconds, stop };
     let measured = plan.measure()?;
@@ -120,14 +119,13 @@ impl Drop for Own {
     }
 }
 
-fn costs(device: u64, measured: &Measured) -> DeviceCosts {
-    let key = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+fn costs(device: String, measured: &Measured) -> DeviceCosts {
     let read = measured.reads.line();
     let nanos = |time: f64| time.round().max(1.0) as u64;
     let depth = enough(&measured.depths);
     let mut costs = DeviceCosts {
-        description: describe(&key),
-        device: key,
+        description: describe(&device),
+        device,
         read: read.random,
         read_sequential: read.sequential,
         read_per_mib: read.per_mib,
@@ -219,15 +217,14 @@ mod tests {
 
     #[test]
     fn costs_of_what_was_measured() {
-        let device = rustix::fs::makedev(254, 1);
-        let found = costs(device, &measured(true));
+        let found = costs("254:1".into(), &measured(true));
         assert_eq!((found.device.as_str(), found.window), ("254:1", 16 * 20_000));
         assert_eq!((found.base_latency_write, found.write_zeroes), (150_000, 50_000));
         assert_eq!((found.read, found.write), (found.write, found.read));
         // The pair without its write of 16 KiB: a base, and a 64th of a MiB.
         let write = found.write + found.write_per_mib / 64;
         assert!((found.flush + write).abs_diff(400_000) <= 2, "{found:?}");
-        let guessed = costs(device, &measured(false));
+        let guessed = costs("254:1".into(), &measured(false));
         assert_eq!(guessed.write, (guessed.read as f64 * 15.0 / 9.0).round() as u64);
     }
 
@@ -235,7 +232,7 @@ mod tests {
     fn the_table_says_what_was_not_measured() {
         for (written, times) in [(true, 1), (false, 7)] {
             let measured = measured(written);
-            let text = table(&costs(0, &measured), &measured);
+            let text = table(&costs("0:0".into(), &measured), &measured);
             assert_eq!(text.matches("proportion of the defaults").count(), times, "{text}");
             assert!(text.contains("16 random reads") && text.contains("64: 50000"), "{text}");
         }

@@ -144,9 +144,9 @@ fn costs(options: &Options, device: &Device, stop: &Stop) -> Result<DeviceCosts>
         Device::Folder(folder) => folder,
     };
     if let Some(file) = &options.costs {
-        let dev = std::fs::metadata(folder).with_context(|| format!("looking at {}", folder.display()))?;
-        let dev = std::os::unix::fs::MetadataExt::dev(&dev);
-        return DeviceCosts::load(file, &format!("{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev)));
+        let looking = || format!("looking at {}", folder.display());
+        let open = std::fs::File::open(folder).with_context(looking)?;
+        return DeviceCosts::load(file, &blockyard_ring::host::backing_device(open).with_context(looking)?);
     }
     eprintln!("calibrating the device of {}", folder.display());
     calibrate::of_folder(folder, options.size, 16.0, stop)

@@ -9,7 +9,7 @@ use blockyard_bench::client::report::Report;
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
 
-use crate::common::{BLOCKYARD, Daemon, Folder, Signal};
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, until};
 use crate::guest::Guest;
 
 struct Yard {
@@ -263,4 +263,63 @@ fn a_limited_disk_ends_at_once() {
         assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
         let _ = client.join().unwrap();
     });
+}
+
+/// Four servers of 5 ms: 800 reads a second.
+const DEVICE: &str = "image = \"delay:1G,parallel=4,read=5ms,device=d\"";
+
+/// Microseconds that each operation of a disk waited for its limits and for its neighbours, and that the device took.
+fn reasons(daemon: &Daemon, disk: &str) -> [f64; 3] {
+    let from = daemon.log().len();
+    daemon.signal(Signal::USR1);
+    let of_disk = format!("disk=\"{disk}\"");
+    let mut line = String::new();
+    until("the log says what became of the share", SOON, || {
+        let log = daemon.log()[from..].to_string();
+        line = log.lines().find(|l| l.contains("share: ") && l.contains(&of_disk)).unwrap_or_default().to_string();
+        !line.is_empty()
+    });
+    let number = |before: &str, after: &str| {
+        let Some((_, rest)) = line.split_once(before) else { return f64::NAN };
+        let text = rest.split_once(after).unwrap_or_else(|| panic!("no {after:?}: {line}")).0;
+        text.parse().unwrap_or_else(|e| panic!("{e}: {text:?} in {line}"))
+    };
+    [
+        number("waited ", " us for its limits"),
+        number("limits, ", " us for its neighbours"),
+        number("took ", " us, without"),
+    ]
+}
+
+#[test]
+fn why_a_disk_is_slow_is_told() {
+    let with_device = |name: &str, keys: &str| disk(name, keys).replace("image = \"null:1G\"", DEVICE);
+    let yard = Yard::start(&format!(
+        "reactors = 2\n{}{}{}",
+        disk("limited", "iops = 200"),
+        with_device("thrash", ""),
+        with_device("polite", "")
+    ));
+    // Its limit: 10 at a time, 200 a second, are 50 ms each.
+    good(&Options { depth: 10, ..yard.load("limited") });
+    let [limits, neighbours, device] = reasons(&yard.daemon, "limited");
+    assert!((40_000.0..60_000.0).contains(&limits) && neighbours == 0.0 && device.is_nan(), "{limits} {neighbours}");
+    // The device: nobody else is there.
+    good(&Options { depth: 2, ..yard.load("polite") });
+    let [limits, neighbours, device] = reasons(&yard.daemon, "polite");
+    assert!(limits == 0.0 && neighbours < 100.0, "{limits} {neighbours}");
+    assert!((4_500.0..10_000.0).contains(&device), "{device}");
+    // A neighbour: of 800 reads a second there are 400, and 16 at a time wait 40 ms, less what the device takes.
+    std::thread::scope(|scope| {
+        let thrash = scope.spawn(|| good(&Options { depth: 256, runtime: 4.0, ..yard.load("thrash") }));
+        std::thread::sleep(Duration::from_millis(500));
+        let polite = good(&Options { depth: 16, ..yard.load("polite") });
+        assert!((300.0..500.0).contains(&polite.iops), "{}", polite.iops);
+        thrash.join().unwrap();
+    });
+    let [limits, neighbours, _] = reasons(&yard.daemon, "polite");
+    assert!(limits == 0.0 && neighbours > 5_000.0, "{limits} {neighbours}");
+    let [limits, neighbours, _] = reasons(&yard.daemon, "thrash");
+    assert!(limits == 0.0 && neighbours > 100_000.0, "{limits} {neighbours}");
+    yard.daemon.stop();
 }
