@@ -20,6 +20,8 @@ use crate::statistics::median;
 const PLENTY: u16 = 64;
 /// The same, of 1 MiB.
 const PLENTY_LARGE: u16 = 16;
+/// Pairs of write and flush at once, beside reads: enough of them to be seen.
+const PAIRS: u16 = 4;
 pub const DEPTHS: [u16; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 /// Bytes that a discard, or zeroes, are measured with.
 const CLEARED: u64 = 64 << 10;
@@ -121,6 +123,7 @@ impl Plan<'_> {
         let write = self.rate(Pattern::Randwrite, 16 << 10, 1, each / 2.0)?;
         note("flush", (1e9 / (alone / 2.0) - 1e9 / write).max(0.0));
         let reads = self.load(Pattern::Randread, 4096, PLENTY, each);
+        let pairs = Load { depth: PAIRS, ..pairs };
         let (reads, pairs) = std::thread::scope(|scope| {
             let pairs = scope.spawn(|| self.run(&pairs));
             (self.run(&reads), pairs.join())
