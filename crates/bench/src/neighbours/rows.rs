@@ -54,7 +54,7 @@ pub const ALL: [(&str, Row, &str); 15] = [
     ("weights-mix", Row::Weights(Loads::Mixes), "weights 1:2:4:8, reads, writes, half of each, 7 reads in 10"),
     ("equal-64", Row::Equal, "64 disks of equal weight, random reads of 4 KiB, depth 32"),
     ("reserve", Row::Reserve, "a disk of weight 10 with a reservation of 30% beside three thrashers of weight 100"),
-    ("limits", Row::Limits, "iops=5000; bps=40M; iops-read=3000 and iops-write=1000 of one disk"),
+    ("limits", Row::Limits, "iops=5000; bps=40M; iops-read=3000 and iops-write=1000, mostly reads, mostly writes"),
     ("burst", Row::Burst, "iops=2000,max=6000,length=1, from the first operation on"),
     ("work-conserving", Row::Busy, "four disks, 4 KiB, half reads, half writes, depth 64"),
     ("lone", Row::Lone, "one disk alone, random reads of 4 KiB, depth 128 and one at a time"),
@@ -194,8 +194,16 @@ fn limits(seconds: f64) -> Vec<Scene> {
     let disk = |load: Load| Disk::new("limited", load);
     let small = disk(load(Pattern::Randread, 4096, 64)).knob("iops", IOPS.to_string());
     let large = disk(load(Pattern::Randread, 64 << 10, 16)).knob("bps", BPS.to_string());
-    let both = disk(Load { rwmixread: 75, ..load(Pattern::Randrw, 4096, 64) });
-    let both = both.knob("iops-read", IOPS_READ.to_string()).knob("iops-write", IOPS_WRITE.to_string());
+    let mixed = |rwmixread| {
+        let disk = disk(Load { rwmixread, ..load(Pattern::Randrw, 4096, 64) });
+        disk.knob("iops-read", IOPS_READ.to_string()).knob("iops-write", IOPS_WRITE.to_string())
+    };
     let scene = |name, disk| Scene { warmup: 1.5, ..Scene::new(name, true, vec![disk], seconds) };
-    vec![scene("iops", small), scene("bps", large), scene("both", both)]
+    vec![
+        scene("iops", small),
+        scene("bps", large),
+        // So many reads that theirs is the limit; so many writes.
+        scene("iops-read", mixed(95)),
+        scene("iops-write", mixed(40)),
+    ]
 }

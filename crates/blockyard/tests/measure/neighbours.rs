@@ -64,6 +64,10 @@ fn neighbours_of_a_model_are_told_with_all_figures() {
     // Without the scheduler one request stands behind a thousand.
     let without = figure(&json, "thrash-d1", "without");
     assert!(without < 0.25 * alone, "{without} a second of {alone}, beside a thrasher");
+    let with = figure(&json, "thrash-d1", "with");
+    assert!(with > 4.0 * without, "{with} a second with the scheduler, {without} without");
+    let worst = figure(&json, "weights", "worst error %");
+    assert!(worst < 10.0, "a share is {worst}% off");
     let shares: f64 = ["share 1", "share 2", "share 4", "share 8"].map(|s| figure(&json, "weights", s)).iter().sum();
     assert!((shares - 100.0).abs() < 0.1, "all shares together are {shares}%");
     assert!((30.0..106.0).contains(&figure(&json, "weights", "busy %")));
