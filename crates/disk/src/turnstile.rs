@@ -182,6 +182,7 @@ impl Turnstile {
     async fn wait_for_device(&self, operation: &Operation) -> Grant {
         let slot = self.slots.borrow_mut().pop().unwrap_or_default();
         let mut wait = Wait { turnstile: self, operation, slot, begun: false };
+        let asked = sched_time();
         poll_fn(|cx| {
             let now = sched_time();
             let claim = if !wait.begun {
@@ -194,7 +195,7 @@ impl Turnstile {
             };
             if wait.slot.take() {
                 wait.begun = false;
-                return Poll::Ready(self.share.granted(sched_time(), operation));
+                return Poll::Ready(self.share.granted(asked, now, operation));
             }
             if let (Some(claim), Some(handle)) = (claim, &self.handle) {
                 handle.wake_at(Instant::now() + Duration::from_nanos(claim.saturating_sub(now)));
@@ -252,7 +253,7 @@ impl Drop for Wait<'_> {
         if self.begun {
             if self.slot.cancel() {
                 let now = self.turnstile.now();
-                share.refund(now, self.operation, share.granted(now, self.operation));
+                share.refund(now, self.operation, share.granted(now, now, self.operation));
             }
             // It may still stand among those that wait: it is not used again.
             return;

@@ -77,7 +77,7 @@ fn waits(count: usize) -> f64 {
             at = (at + 1) % under.len();
             let (disk, slot, grant) = &mut under[at];
             let now = clock.tick();
-            let ended = grant.take().or_else(|| slot.take().then(|| shares[*disk].granted(now, &READ)));
+            let ended = grant.take().or_else(|| slot.take().then(|| shares[*disk].granted(now, now, &READ)));
             let Some(ended) = ended else { continue };
             shares[*disk].done(now, ended);
             *grant = shares[*disk].ask(now, &READ);

@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::cost::Kind;
+use crate::cost::{Calibration, Kind, Operation};
 
 const KINDS: usize = 5;
 /// 4 KiB and less, 8 KiB, ... 16 MiB and more.
@@ -45,11 +45,19 @@ impl Likeness {
 }
 
 impl Alone {
-    /// Starts with what a calibration has found for 4 KiB at depth 1 (nanoseconds; 0: unknown).
-    pub fn new(read: u64, write: u64) -> Self {
+    /// Starts with what a calibration tells. A device that takes `alone` for what costs it less works on several at a time;
+    /// then it takes so many times the cost for any operation, and more only where they are more than that.
+    pub fn new(calibration: &Calibration) -> Self {
         let alone = Alone { cells: (0..KINDS * SIZES * DEPTHS).map(|_| Cell::default()).collect() };
-        for (kind, time) in [(Kind::Read, read), (Kind::Write, write)] {
-            alone.cells[usize::from(Likeness::of(kind, 4096, 0).0)].expected.store(time, Relaxed);
+        for (kind, known) in [(Kind::Read, calibration.alone_read), (Kind::Write, calibration.alone_write)] {
+            let cost = |bytes| calibration.costs.of(&Operation { kind, bytes, sequential: false, requests: 1 });
+            for (size, depth) in (0..SIZES).flat_map(|size| (0..DEPTHS).map(move |depth| (size, depth))) {
+                let (bytes, beside) = (4096 << size, (1 << depth) >> 1);
+                let time = u128::from(cost(bytes)) * u128::from(known) / u128::from(cost(4096));
+                let time = u64::try_from(time).unwrap_or(u64::MAX).max((beside + 1) * cost(bytes));
+                let cell = &alone.cells[usize::from(Likeness::of(kind, bytes, beside).0)];
+                cell.expected.store(if known == 0 { 0 } else { time }, Relaxed);
+            }
         }
         alone
     }
@@ -96,10 +104,11 @@ impl Alone {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cost::Costs;
 
     #[test]
     fn neighbours_do_not_change_what_is_expected() {
-        let alone = Alone::new(0, 0);
+        let alone = Alone::new(&Calibration::of(Costs::FLASH));
         let likeness = Likeness::of(Kind::Read, 4096, 0);
         for _ in 0..200 {
             alone.learn(likeness, 100_000, true);
@@ -117,13 +126,25 @@ mod tests {
 
     #[test]
     fn a_first_guess_among_neighbours_comes_down() {
-        let alone = Alone::new(0, 0);
+        let alone = Alone::new(&Calibration::of(Costs::FLASH));
         let likeness = Likeness::of(Kind::Write, 65_536, 3);
         alone.learn(likeness, 5_000_000, false);
         for _ in 0..20_000 {
             alone.learn(likeness, 80_000, false);
         }
         assert!(alone.expected(likeness) < 90_000);
+    }
+
+    #[test]
+    fn a_calibration_tells_of_other_sizes_and_depths() {
+        let costs = Costs { read: 10_000, read_per_mib: 256_000, ..Costs::FLASH };
+        // 11 us of cost, 110 us alone: ten at a time.
+        let alone = Alone::new(&Calibration { alone_read: 110_000, ..Calibration::of(costs) });
+        let expected = |bytes, beside| alone.expected(Likeness::of(Kind::Read, bytes, beside));
+        assert_eq!((expected(4096, 0), expected(4096, 7)), (110_000, 110_000));
+        assert_eq!(expected(4096, 16), 17 * 11_000);
+        assert_eq!(expected(1 << 20, 0), 2_660_000);
+        assert_eq!(alone.expected(Likeness::of(Kind::Write, 4096, 0)), 0);
     }
 
     #[test]

@@ -30,8 +30,9 @@ const QUIET: u64 = 100_000_000;
 /// What a disk that is ahead of its share by its reservation may owe: so much of the device's time.
 const DEBT: u64 = 10_000_000;
 
-/// How far a disk may get ahead of its share before it waits, in parts of the window: operations do not come evenly.
-const MARGIN: f64 = 0.5;
+/// How far a disk may get ahead of its share before it waits, in parts of its part of the window: operations do not
+/// come evenly.
+const MARGIN: f64 = 1.0;
 
 /// On a line of the cache of its own.
 #[repr(align(128))]
@@ -69,6 +70,8 @@ struct State {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Grant {
     cost: u64,
+    /// When it was asked for, and when it began.
+    asked: Time,
     at: Time,
     likeness: Likeness,
     /// Nobody else's operations were on the device when it began.
@@ -89,7 +92,7 @@ impl Device {
         Device {
             name: name.to_string(),
             costs: calibration.costs,
-            alone: Alone::new(calibration.alone_read, calibration.alone_write),
+            alone: Alone::new(calibration),
             tag: Apart::default(),
             in_flight: Apart::default(),
             window: Apart(AtomicU64::new(state.window.size())),
@@ -191,6 +194,7 @@ impl Device {
         let beside = account.operations.fetch_add(1, Relaxed);
         Grant {
             cost,
+            asked: now,
             at: now,
             likeness: Likeness::of(operation.kind, operation.bytes, beside),
             by_itself: others <= own,
@@ -234,10 +238,10 @@ impl Device {
     }
 
     /// For an operation that was let in after a wait.
-    pub(crate) fn granted(&self, account: &Account, now: Time, operation: &Operation) -> Grant {
+    pub(crate) fn granted(&self, account: &Account, asked: Time, now: Time, operation: &Operation) -> Grant {
         let beside = account.operations.load(Relaxed).saturating_sub(1);
         let likeness = Likeness::of(operation.kind, operation.bytes, beside);
-        Grant { cost: self.costs.of_request(operation), at: now, likeness, by_itself: false }
+        Grant { cost: self.costs.of_request(operation), asked, at: now, likeness, by_itself: false }
     }
 
     /// Lets in as many as there is room for.
@@ -299,7 +303,7 @@ impl Device {
     pub(crate) fn done(&self, account: &Account, now: Time, grant: Grant) {
         let service = now.saturating_sub(grant.at);
         self.alone.learn(grant.likeness, service, grant.by_itself);
-        account.served(service, self.alone.expected(grant.likeness).max(1));
+        account.served(service, now.saturating_sub(grant.asked), self.alone.expected(grant.likeness).max(1));
         self.give_back(account, now, &grant);
     }
 
@@ -398,7 +402,7 @@ fn see(state: &State, now: Time, elapsed: u64) -> Seen {
     for (account, counts) in accounts().zip(&counts).filter(|(_, c)| c.busy) {
         let due = account.weight() / weights;
         account.note_owed(due * capacity * elapsed as f64, counts.cost);
-        account.set_margin((due * state.window.size() as f64 * MARGIN) as u64);
+        account.set_margin((due * state.window.usual() * MARGIN) as u64);
         seen.delivered += counts.cost;
         seen.all += counts.served;
         seen.all_service += counts.service;
@@ -413,11 +417,11 @@ fn see(state: &State, now: Time, elapsed: u64) -> Seen {
             _ if counts.served == 0 => {}
             0 => {
                 seen.inside += counts.served;
-                seen.inside_service += counts.service;
+                seen.inside_service += counts.lived;
                 seen.inside_alone += counts.alone;
             }
             target => {
-                let missed = counts.service as f64 / counts.served as f64 / target as f64;
+                let missed = counts.lived as f64 / counts.served as f64 / target as f64;
                 seen.missed = Some(seen.missed.map_or(missed, |worst: f64| worst.max(missed)));
             }
         }

@@ -65,12 +65,13 @@ pub(crate) struct Account {
     /// Cost and number of its operations that are on the way.
     pub in_flight: AtomicU64,
     pub operations: AtomicU64,
-    // Since the last look: operations that began, and their cost; operations that ended, their time, and what it would have
-    // been alone.
+    // Since the last look: operations that began, and their cost; operations that ended, their time in the device, from the
+    // moment that they were asked for, and what it would have been alone.
     begun: AtomicU64,
     cost: AtomicU64,
     served: AtomicU64,
     service: AtomicU64,
+    lived: AtomicU64,
     alone: AtomicU64,
     group: Option<Arc<Group>>,
     /// It has asked for something in the last seconds.
@@ -113,6 +114,7 @@ pub(crate) struct Counts {
     pub cost: u64,
     pub served: u64,
     pub service: u64,
+    pub lived: u64,
     pub alone: u64,
 }
 
@@ -129,6 +131,7 @@ impl Account {
             cost: AtomicU64::default(),
             served: AtomicU64::default(),
             service: AtomicU64::default(),
+            lived: AtomicU64::default(),
             alone: AtomicU64::default(),
             group,
             present: AtomicBool::default(),
@@ -219,9 +222,10 @@ impl Account {
     }
 
     #[inline]
-    pub fn served(&self, service: u64, alone: u64) {
+    pub fn served(&self, service: u64, lived: u64, alone: u64) {
         self.served.fetch_add(1, Relaxed);
         self.service.fetch_add(service, Relaxed);
+        self.lived.fetch_add(lived, Relaxed);
         self.alone.fetch_add(alone, Relaxed);
     }
 
@@ -253,6 +257,7 @@ impl Account {
             cost: self.cost.swap(0, Relaxed),
             served: self.served.swap(0, Relaxed),
             service: self.service.swap(0, Relaxed),
+            lived: self.lived.swap(0, Relaxed),
             alone: self.alone.swap(0, Relaxed),
         };
         let busy = counts.cost > 0 || counts.served > 0 || !self.is_idle();
@@ -398,8 +403,9 @@ impl Share {
     }
 
     /// What an operation that was let in after a wait is [`Share::done`] with.
-    pub fn granted(&self, now: Time, operation: &Operation) -> Grant {
-        self.device.as_ref().map_or_else(Grant::default, |device| device.granted(&self.account, now, operation))
+    /// `asked`: when it came.
+    pub fn granted(&self, asked: Time, now: Time, operation: &Operation) -> Grant {
+        self.device.as_ref().map_or_else(Grant::default, |device| device.granted(&self.account, asked, now, operation))
     }
 
     #[inline]

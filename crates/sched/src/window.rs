@@ -65,6 +65,8 @@ pub(crate) struct Seen {
 pub(crate) struct Window {
     class: Class,
     size: f64,
+    /// What it began with.
+    usual: f64,
     /// Cost a nanosecond that the device has shown it can deliver: 1 when the costs are right.
     capacity: f64,
     /// Operations of disks inside their share, until there are enough of them.
@@ -87,7 +89,7 @@ impl Window {
     /// `size`: what a calibration has found.
     pub fn new(class: Class, size: Option<u64>) -> Self {
         let size = size.map_or(class.queue as f64 / 2.0, |size| size as f64);
-        Window { class, size, capacity: 1.0, inside: Inside::default(), inside_at: None, knee: f64::MAX }
+        Window { class, size, usual: size, capacity: 1.0, inside: Inside::default(), inside_at: None, knee: f64::MAX }
     }
 
     pub fn period(&self) -> u64 {
@@ -96,6 +98,11 @@ impl Window {
 
     pub fn size(&self) -> u64 {
         self.size as u64
+    }
+
+    /// What it would be if nobody had to be protected, or more.
+    pub fn usual(&self) -> f64 {
+        self.usual.max(self.size)
     }
 
     pub fn capacity(&self) -> f64 {

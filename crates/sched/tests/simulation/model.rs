@@ -64,11 +64,14 @@ pub struct Model {
     pub spread: u64,
     /// None: no scheduler.
     pub scheduled: bool,
+    /// What operations take alone is known before.
+    pub calibrated: bool,
     pub span: u64,
 }
 
 impl Model {
-    pub const PLAIN: Model = Model { servers: 16, time: MS, per_mib: 0, spread: 0, scheduled: true, span: 5 * S };
+    pub const PLAIN: Model =
+        Model { servers: 16, time: MS, per_mib: 0, spread: 0, scheduled: true, calibrated: false, span: 5 * S };
 
     /// The device's costs are what its servers take, divided by their number.
     pub fn costs(&self) -> Costs {
@@ -146,7 +149,13 @@ pub struct Simulation {
 impl Simulation {
     pub fn new(model: Model, guests: &[Guest]) -> Self {
         let host = Host::default();
-        let calibration = Calibration::of(model.costs());
+        let alone = if model.calibrated { model.time } else { 0 };
+        let calibration = Calibration {
+            alone_read: alone,
+            alone_write: alone,
+            window: model.calibrated.then_some(model.time),
+            ..Calibration::of(model.costs())
+        };
         let means = Means { class: Class { queue: model.time, ..Class::FLASH }, calibration };
         let device = model.scheduled.then_some(("model", &means));
         let share = |g: &Guest| host.share(device, g.group.as_ref().map(|(name, k)| (*name, k)), &g.knobs);
@@ -257,7 +266,7 @@ impl Simulation {
         for which in woken {
             let under = &mut self.under[which];
             assert!(under.slot.take(), "woken, and not let in");
-            under.grant = self.shares[under.guest].granted(self.now, &under.operation);
+            under.grant = self.shares[under.guest].granted(under.asked, self.now, &under.operation);
             self.submit(which);
         }
     }
