@@ -5,7 +5,7 @@
 //! ```
 //! In: requests, before anything else is done for them. Out: a pass each, and how long that took. The arithmetic is `sched`'s;
 //! here is the waiting. What must hold: a disk without limits, on a device of its own, pays nothing; requests inside their
-//! limits and their share take no lock; those of one reactor pass the limits in the order they came; a request that is dropped
+//! limits and their share take no lock; reads of one reactor pass the limits in the order they came, and so do writes; a request that is dropped
 //! while it waits leaves nothing behind.
 
 use std::cell::{Cell, RefCell};
@@ -16,7 +16,7 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use blockyard_ring::Handle;
-use blockyard_sched::{Grant, Kind, Operation, Share, Slot, Time};
+use blockyard_sched::{Grant, Kind, Operation, Share, Slot, Time, Turn};
 
 use crate::request::Op;
 use crate::statistics::OpKind;
@@ -43,12 +43,19 @@ pub(crate) struct Turnstile {
     share: Arc<Share>,
     /// None in simulations, which have no clock, and where nothing is limited or shared.
     handle: Option<Handle>,
-    line: RefCell<VecDeque<(u64, Waker)>>,
+    /// Of reads, and of what writes: either may have a limit of its own.
+    lines: [Line; 2],
     tickets: Cell<u64>,
     slots: RefCell<Vec<Arc<Slot>>>,
     /// Where streams have ended.
     ends: [Cell<u64>; STREAMS],
     next_end: Cell<usize>,
+}
+
+/// Requests that wait for the limits, behind one another.
+struct Line {
+    turn: Arc<Turn>,
+    waiting: RefCell<VecDeque<(u64, Waker)>>,
 }
 
 /// A request that may begin; until it is dropped.
@@ -75,8 +82,9 @@ impl Pass<'_> {
 
 impl Turnstile {
     pub fn new(share: Arc<Share>, handle: Option<Handle>) -> Self {
-        let (line, tickets, slots, ends, next_end) = Default::default();
-        Turnstile { share, handle, line, tickets, slots, ends, next_end }
+        let (tickets, slots, ends, next_end) = Default::default();
+        let lines = [(); 2].map(|()| Line { turn: share.line(), waiting: RefCell::default() });
+        Turnstile { share, handle, lines, tickets, slots, ends, next_end }
     }
 
     pub fn share(&self) -> &Arc<Share> {
@@ -136,7 +144,14 @@ impl Turnstile {
     }
 
     fn passes_limits(&self, operation: &Operation) -> bool {
-        self.line.borrow().is_empty() && self.share.limit(self.now(), operation).is_ok()
+        // A flush waits for nobody: it counts for no limit.
+        let line = self.line(operation);
+        let first = operation.kind == Kind::Flush || line.waiting.borrow().is_empty();
+        first && self.share.limit(self.now(), operation, &line.turn).is_ok()
+    }
+
+    fn line(&self, operation: &Operation) -> &Line {
+        &self.lines[usize::from(operation.kind != Kind::Read)]
     }
 
     async fn wait(&self, operation: &Operation, limited: bool) -> Grant {
@@ -155,17 +170,18 @@ impl Turnstile {
 
     /// Waits until the limits let the operation pass, behind those that came before.
     async fn stand_in_line(&self, operation: &Operation) {
-        let mut place = Place { turnstile: self, ticket: None };
+        let line = self.line(operation);
+        let mut place = Place { line, ticket: None };
         poll_fn(|cx| {
             let ticket = *place.ticket.get_or_insert_with(|| {
                 self.tickets.set(self.tickets.get() + 1);
-                self.line.borrow_mut().push_back((self.tickets.get(), cx.waker().clone()));
+                line.waiting.borrow_mut().push_back((self.tickets.get(), cx.waker().clone()));
                 self.tickets.get()
             });
-            if self.line.borrow().front().is_some_and(|first| first.0 != ticket) {
+            if line.waiting.borrow().front().is_some_and(|first| first.0 != ticket) {
                 return Poll::Pending;
             }
-            match self.share.limit(sched_time(), operation) {
+            match self.share.limit(sched_time(), operation, &line.turn) {
                 Ok(()) => Poll::Ready(()),
                 Err(opens) => {
                     let wait = Duration::from_nanos(opens.saturating_sub(sched_time()));
@@ -216,7 +232,8 @@ impl Turnstile {
     /// Nobody waits any more, until [`Turnstile::drained`]: a queue of this disk is drained.
     pub fn drain(&self) {
         self.share.drain(self.now());
-        self.line.borrow().iter().for_each(|(_, waker)| waker.wake_by_ref());
+        let lines = self.lines.iter();
+        lines.for_each(|line| line.waiting.borrow().iter().for_each(|(_, waker)| waker.wake_by_ref()));
     }
 
     pub fn drained(&self) {
@@ -226,15 +243,18 @@ impl Turnstile {
 
 /// A place in the line before the limits. Whoever leaves it, in whatever way, lets the next one look.
 struct Place<'a> {
-    turnstile: &'a Turnstile,
+    line: &'a Line,
     ticket: Option<u64>,
 }
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        let mut line = self.turnstile.line.borrow_mut();
-        line.retain(|(ticket, _)| Some(*ticket) != self.ticket);
-        if let Some((_, next)) = line.front() {
+        let mut waiting = self.line.waiting.borrow_mut();
+        match waiting.front() {
+            Some((first, _)) if Some(*first) == self.ticket => drop(waiting.pop_front()),
+            _ => waiting.retain(|(ticket, _)| Some(*ticket) != self.ticket),
+        }
+        if let Some((_, next)) = waiting.front() {
             next.wake_by_ref();
         }
     }

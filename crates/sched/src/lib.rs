@@ -29,7 +29,7 @@ pub use cost::{Calibration, Costs, Kind, Operation};
 pub use device::{Device, Grant};
 pub use host::{Host, Means};
 pub use knobs::{KnobError, Knobs, Limit, Limits, parse_rate};
-pub use limit::Limiter;
+pub use limit::{Limiter, Turn};
 pub use share::{Figures, Group, Share};
 pub use window::Class;
 

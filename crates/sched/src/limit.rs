@@ -13,17 +13,21 @@
 //! - Whether an operation may begin does not depend on its size: small ones on another reactor starve no large one. So the
 //!   last one to pass may leave a debt, however large it is, and the next one waits for it.
 //! - All limits are charged, or none.
+//! - Of several that wait each has its part in turn ([`Turn`]).
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::{Kind, Limit, Limits, Operation, Time};
 
 mod bucket;
+mod turns;
 
 use bucket::Bucket;
+pub use turns::Turn;
+use turns::Turns;
 
 /// The limits of a disk, or of a group, and how far they are used up.
 #[derive(Debug)]
@@ -34,6 +38,7 @@ pub struct Limiter {
     generations: [[Meter; 6]; 2],
     /// The last time that somebody asked: changes are reckoned from it.
     asked: AtomicU64,
+    turns: Turns,
     /// What was set last. Held by those who change, never by those who ask.
     set: Mutex<Limits>,
 }
@@ -52,8 +57,8 @@ struct Changed;
 
 impl Limiter {
     pub fn new(limits: &Limits) -> Self {
-        let (limited, changes, generations, asked, set) = Default::default();
-        let new = Limiter { limited, changes, generations, asked, set };
+        let (limited, changes, generations, asked, turns, set) = Default::default();
+        let new = Limiter { limited, changes, generations, asked, turns, set };
         new.set(limits);
         new
     }
@@ -82,28 +87,43 @@ impl Limiter {
         *set = limits.clone();
     }
 
-    /// Lets an operation begin and charges it; or says when to ask again, and charges nothing.
-    pub fn take(&self, now: Time, operation: &Operation) -> Result<(), Time> {
+    /// One that waits for these limits beside others, who are to have as much of them as it has, in proportion to weights.
+    pub fn join(&self, weight: u32) -> Arc<Turn> {
+        self.turns.join(weight)
+    }
+
+    /// Lets an operation begin and charges it; or says when to ask again, and charges nothing. With a turn, that may be at
+    /// once: others come first.
+    pub fn take(&self, now: Time, operation: &Operation, turn: Option<&Turn>) -> Result<(), Time> {
         if self.is_unlimited() {
             return Ok(());
         }
         self.note_time(now);
         let amounts = amounts(operation);
         loop {
-            if let Ok(answer) = self.try_take(now, &amounts) {
+            if let Ok(answer) = self.try_take(now, &amounts, turn) {
                 return answer;
             }
         }
     }
 
-    fn try_take(&self, now: Time, amounts: &[u64; 6]) -> Result<Result<(), Time>, Changed> {
+    fn try_take(&self, now: Time, amounts: &[u64; 6], turn: Option<&Turn>) -> Result<Result<(), Time>, Changed> {
         let change = self.changes.load(Acquire);
         let meters = self.generation(change);
-        let mut opens = 0;
-        for (bucket, _) in buckets(meters, amounts) {
-            opens = opens.max(bucket.opens());
+        let (mut opens, mut refused) = (now, false);
+        for (limit, meter, amount) in counted(meters, amounts) {
+            meter.note_size(amount);
+            let at = meter.existing().map(Bucket::opens).max().unwrap_or(0);
+            let next = turn.is_none_or(|turn| self.turns.is_next(limit, now, turn));
+            let waits = at > now || !next;
+            (opens, refused) = (opens.max(at), refused || waits);
+            match turn {
+                Some(turn) if waits => self.turns.refuse(limit, now, turn),
+                Some(turn) => self.turns.clear(limit, turn),
+                None => {}
+            }
         }
-        if opens > now {
+        if refused {
             return self.still(change).map(|()| Err(opens));
         }
         for (charged, (bucket, amount)) in buckets(meters, amounts).enumerate() {
@@ -112,6 +132,10 @@ impl Limiter {
                 buckets(meters, amounts).take(charged).for_each(|(bucket, amount)| bucket.refund(amount));
                 return Ok(Err(opens));
             }
+        }
+        if let Some(turn) = turn {
+            counted(meters, amounts)
+                .for_each(|(limit, meter, amount)| self.turns.pass(limit, turn, meter.price(amount)));
         }
         Ok(Ok(()))
     }
@@ -128,12 +152,15 @@ impl Limiter {
     }
 
     /// Takes back a charge: the operation does not begin, for another reason than these limits.
-    pub fn refund(&self, operation: &Operation) {
+    pub fn refund(&self, operation: &Operation, turn: Option<&Turn>) {
         if self.is_unlimited() {
             return;
         }
-        for (bucket, amount) in buckets(self.generation(self.changes.load(Acquire)), &amounts(operation)) {
-            bucket.refund(amount);
+        let (meters, amounts) = (self.generation(self.changes.load(Acquire)), amounts(operation));
+        buckets(meters, &amounts).for_each(|(bucket, amount)| bucket.refund(amount));
+        if let Some(turn) = turn {
+            let refund = |(limit, meter, amount): (_, &Meter, _)| self.turns.refund(limit, turn, meter.price(amount));
+            counted(meters, &amounts).for_each(refund);
         }
     }
 
@@ -165,6 +192,16 @@ impl Meter {
                 bucket.succeed(old, rate, holds, largest, now);
             }
         }
+    }
+
+    #[inline]
+    fn existing(&self) -> impl Iterator<Item = &Bucket> {
+        self.buckets.iter().filter(|bucket| bucket.exists())
+    }
+
+    /// Nanoseconds of the rate, or of `max`.
+    fn price(&self, amount: u64) -> u64 {
+        self.buckets[0].price(amount)
     }
 
     /// Buckets are given some slack, that depends on the largest operation.
@@ -208,13 +245,17 @@ fn amounts(operation: &Operation) -> [u64; 6] {
     }
 }
 
-/// The buckets that count for an operation, and how much they are to give.
+/// The limits that count for an operation, and how much of each it takes.
+#[inline]
+fn counted<'a>(meters: &'a [Meter; 6], amounts: &'a [u64; 6]) -> impl Iterator<Item = (usize, &'a Meter, u64)> {
+    let all = meters.iter().zip(amounts).enumerate().map(|(limit, (meter, amount))| (limit, meter, *amount));
+    all.filter(|(_, meter, amount)| *amount > 0 && meter.buckets[0].exists())
+}
+
+/// Their buckets.
 #[inline]
 fn buckets<'a>(meters: &'a [Meter; 6], amounts: &'a [u64; 6]) -> impl Iterator<Item = (&'a Bucket, u64)> {
-    meters.iter().zip(amounts).filter(|(_, amount)| **amount > 0).flat_map(|(meter, amount)| {
-        meter.note_size(*amount);
-        meter.buckets.iter().filter(|bucket| bucket.exists()).map(|bucket| (bucket, *amount))
-    })
+    counted(meters, amounts).flat_map(|(_, meter, amount)| meter.existing().map(move |bucket| (bucket, amount)))
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use crate::board::{Slot, before};
 use crate::cost::Operation;
 use crate::device::{Device, Grant};
 use crate::knobs::Knobs;
-use crate::limit::Limiter;
+use crate::limit::{Limiter, Turn};
 use crate::reserve::Reserve;
 
 /// Disks that are told what they get together.
@@ -302,6 +302,8 @@ pub struct Figures {
 pub struct Share {
     account: Arc<Account>,
     limiter: Limiter,
+    /// Among the disks of its group.
+    turn: Option<Arc<Turn>>,
     device: Option<Arc<Device>>,
     /// So many of its queues are being drained: nothing waits.
     drains: AtomicU32,
@@ -309,11 +311,12 @@ pub struct Share {
 
 impl Share {
     pub fn new(device: Option<Arc<Device>>, group: Option<Arc<Group>>, knobs: &Knobs) -> Self {
+        let turn = group.as_ref().map(|group| group.limiter.join(knobs.weight));
         let account = Arc::new(Account::new(knobs, group));
         if let Some(device) = &device {
             let _ = account.number.set(device.join(&account));
         }
-        Share { account, limiter: Limiter::new(&knobs.limits), device, drains: AtomicU32::new(0) }
+        Share { account, limiter: Limiter::new(&knobs.limits), turn, device, drains: AtomicU32::new(0) }
     }
 
     pub fn device(&self) -> Option<&Arc<Device>> {
@@ -328,6 +331,7 @@ impl Share {
     pub fn set(&self, knobs: &Knobs, now: Time) {
         self.account.set(knobs);
         self.limiter.set(&knobs.limits);
+        self.turn.as_ref().inspect(|turn| turn.set_weight(knobs.weight));
         self.group_changed(now);
     }
 
@@ -350,21 +354,24 @@ impl Share {
         self.limiter.is_unlimited() && self.account.group.as_ref().is_none_or(|group| group.limiter.is_unlimited())
     }
 
-    /// Whether the disk's limits, and its group's, let the operation begin, which they then have counted; else when to ask
-    /// again.
+    /// One of several lines of operations that wait for the disk's limits.
+    pub fn line(&self) -> Arc<Turn> {
+        self.limiter.join(Knobs::WEIGHT)
+    }
+
+    /// Whether the disk's limits, and its group's, let the first operation of a line begin, which they then have counted; else
+    /// when to ask again.
     #[inline]
-    pub fn limit(&self, now: Time, operation: &Operation) -> Result<(), Time> {
+    pub fn limit(&self, now: Time, operation: &Operation, line: &Turn) -> Result<(), Time> {
         let group = self.account.group.as_ref().map(|group| &group.limiter);
         if self.drains() {
             self.limiter.force(now, operation);
             group.inspect(|limiter| limiter.force(now, operation));
             return Ok(());
         }
-        self.limiter.take(now, operation)?;
-        match group {
-            Some(limiter) => limiter.take(now, operation).inspect_err(|_| self.limiter.refund(operation)),
-            None => Ok(()),
-        }
+        self.limiter.take(now, operation, Some(line))?;
+        let back = |_: &Time| self.limiter.refund(operation, Some(line));
+        group.map_or(Ok(()), |limiter| limiter.take(now, operation, self.turn.as_deref()).inspect_err(back))
     }
 
     /// Whether the operation may begin; None: it is to [`Share::wait`].
@@ -417,9 +424,9 @@ impl Share {
 
     /// For an operation that was let in, and does not begin.
     pub fn refund(&self, now: Time, operation: &Operation, grant: Grant) {
-        self.limiter.refund(operation);
+        self.limiter.refund(operation, None);
         if let Some(group) = &self.account.group {
-            group.limiter.refund(operation);
+            group.limiter.refund(operation, self.turn.as_deref());
         }
         if let Some(device) = &self.device {
             device.give_back(&self.account, now, &grant);

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use blockyard_bench::client::report::Report;
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
+use blockyard_bench::driver::{Data, Plan, request, status};
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, until};
-use crate::guest::Guest;
+use crate::guest::{ANSWER, Guest};
 
 struct Yard {
     daemon: Daemon,
@@ -58,16 +59,16 @@ fn good(options: &Options) -> Report {
     report
 }
 
-/// Never more than 2% beyond the rate; and not less than 2% below it, unless the machine is so busy that it cannot be said:
-/// then another time.
+/// Within 2% of the rate, unless the machine is so busy that it cannot be said: then another time. (Completions that come late
+/// count for a time that is not theirs; that never more begin than may is proved where the time is simulated.)
 #[track_caller]
 fn at_rate(what: &str, rate: f64, mut found: impl FnMut() -> f64) {
     let mut all = Vec::new();
     for _ in 0..5 {
         let found = found();
         all.push(found);
-        assert!(found <= rate * 1.02, "{what}: {found} a second, and the limit is {rate}");
-        if found >= rate * 0.98 {
+        assert!(found <= rate * 1.10, "{what}: {found} a second, and the limit is {rate}");
+        if (found / rate - 1.0).abs() < 0.02 {
             return;
         }
     }
@@ -166,15 +167,12 @@ fn limits_change_under_load() {
     std::thread::scope(|scope| {
         let client = scope.spawn(|| good(&load));
         std::thread::sleep(Duration::from_millis(500));
-        let mut guest_free = 0;
         for round in 0..10 {
             yard.reload(&text(&format!("iops = {}", 100 + round)));
             std::thread::sleep(Duration::from_millis(200));
             yard.reload(&text(""));
             std::thread::sleep(Duration::from_millis(200));
-            guest_free += 1;
         }
-        assert_eq!(guest_free, 10);
         yard.reload(&text("iops = 1000"));
         let report = client.join().unwrap();
         assert!(report.operations > 20_000, "without a limit it is faster: {} operations", report.operations);
@@ -193,10 +191,14 @@ fn disks_of_a_group_share_its_limit() {
     let yard = Yard::start(&text(2000));
     let both = || {
         let reports: Vec<Report> = std::thread::scope(|scope| {
-            let clients: Vec<_> = ["a", "b"].map(|name| scope.spawn(|| good(&yard.load(name)))).into();
+            let clients: Vec<_> = [("a", 64), ("b", 8)]
+                .map(|(name, depth)| Options { depth, ..yard.load(name) })
+                .map(|load| scope.spawn(move || good(&load)))
+                .into();
             clients.into_iter().map(|client| client.join().unwrap()).collect()
         });
-        assert!(reports.iter().all(|report| report.iops > 300.0), "{} and {}", reports[0].iops, reports[1].iops);
+        let part = reports[0].iops / (reports[0].iops + reports[1].iops);
+        assert!((0.45..0.55).contains(&part), "equal ones get {} and {}", reports[0].iops, reports[1].iops);
         reports.iter().map(|report| report.iops).sum()
     };
     at_rate("both", 2000.0, both);
@@ -206,6 +208,32 @@ fn disks_of_a_group_share_its_limit() {
     yard.daemon.wait_log_after(from, "group");
     at_rate("both, after the group's change", 4000.0, both);
     assert!(!yard.daemon.log().contains("closing it"), "{}", yard.daemon.log());
+    yard.daemon.stop();
+}
+
+#[test]
+fn writes_that_wait_for_their_limit_hold_up_nothing_else() {
+    let yard = Yard::start(&disk("a", "iops-write = 1\nqueues = 2"));
+    let mut guest = Guest::with(&yard.folder.join("a"), &Plan { queues: 2, ..Plan::default() });
+    let [writes, others] = &mut guest.session.queues[..] else { panic!("two queues") };
+    let mut write = || {
+        let data = Data::ToDevice(512);
+        assert_eq!(writes.call(request::OUT, 0, data, &mut [1; 512], ANSWER).unwrap(), status::OK);
+    };
+    write();
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(write);
+        std::thread::sleep(Duration::from_millis(100));
+        for _ in 0..10 {
+            let read = others.call(request::IN, 0, Data::FromDevice(512), &mut [0; 512], ANSWER);
+            let flush = others.call(request::FLUSH, 0, Data::None, &mut [], ANSWER);
+            assert_eq!((read.unwrap(), flush.unwrap()), (status::OK, status::OK));
+        }
+        assert!(start.elapsed() < Duration::from_millis(600), "{:?}", start.elapsed());
+        waits.join().unwrap();
+        assert!(start.elapsed() > Duration::from_millis(900), "{:?}", start.elapsed());
+    });
     yard.daemon.stop();
 }
 

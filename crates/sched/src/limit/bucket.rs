@@ -66,6 +66,11 @@ impl Bucket {
         let _ = self.full.fetch_update(AcqRel, Acquire, |full| Some(full.saturating_sub(cost)));
     }
 
+    /// Nanoseconds of the rate, about.
+    pub fn price(&self, amount: u64) -> u64 {
+        divide(amount, self.rate.load(Acquire).max(1)).0
+    }
+
     /// Nanoseconds of the rate, rounded so that the sum of all is right.
     fn cost(&self, amount: u64) -> u64 {
         let rate = self.rate.load(Acquire).max(1);

@@ -44,7 +44,7 @@ fn greedy(limiter: &Limiter, from: Time, to: Time, late: u64, mut next: impl FnM
     while now < to {
         let operation = next();
         while now < to {
-            match limiter.take(now, &operation) {
+            match limiter.take(now, &operation, None) {
                 Ok(()) => {
                     passed.push((now, operation.bytes.max(u64::from(operation.requests))));
                     break;
@@ -91,8 +91,8 @@ fn what_counts_for_what() {
         ];
         each.map(|limits| {
             let limiter = Limiter::new(&limits);
-            limiter.take(0, &operation).unwrap();
-            limiter.take(0, &operation).map_or_else(|then| then.div_ceil(S), |()| 0)
+            limiter.take(0, &operation, None).unwrap();
+            limiter.take(0, &operation, None).map_or_else(|then| then.div_ceil(S), |()| 0)
         })
     };
     assert_eq!(counts(op(Kind::Read, 4096, 1)), [1, 1, 0, 4096, 4096, 0]);
@@ -106,31 +106,31 @@ fn what_counts_for_what() {
 fn no_limit_is_no_limit() {
     let limiter = Limiter::new(&Limits::default());
     assert!(limiter.is_unlimited());
-    assert_eq!(limiter.take(0, &read(u64::MAX)), Ok(()));
+    assert_eq!(limiter.take(0, &read(u64::MAX), None), Ok(()));
     limiter.set(&iops(Limit::of(1)));
     assert!(!limiter.is_unlimited());
-    assert_eq!((limiter.take(0, &read(512)), limiter.take(0, &read(512)).is_err()), (Ok(()), true));
+    assert_eq!((limiter.take(0, &read(512), None), limiter.take(0, &read(512), None).is_err()), (Ok(()), true));
     limiter.set(&Limits::default());
     assert!(limiter.is_unlimited());
-    assert_eq!(limiter.take(0, &read(512)), Ok(()));
+    assert_eq!(limiter.take(0, &read(512), None), Ok(()));
 }
 
 #[test]
 fn all_limits_are_charged_or_none() {
     let limits = Limits { iops: Some(Limit::of(1_000_000)), bps_write: Some(Limit::of(1000)), ..Limits::default() };
     let limiter = Limiter::new(&limits);
-    limiter.take(0, &op(Kind::Write, 1_000_000, 1)).unwrap();
+    limiter.take(0, &op(Kind::Write, 1_000_000, 1), None).unwrap();
     // A million refusals cost nothing of the limit that they would have passed.
     for _ in 0..1_000_000 {
-        assert!(limiter.take(0, &op(Kind::Write, 1, 1)).is_err());
+        assert!(limiter.take(0, &op(Kind::Write, 1, 1), None).is_err());
     }
     let reads = greedy(&limiter, 0, 100 * MS, 0, || op(Kind::Read, 0, 1));
     assert!((109_990..=110_000).contains(&reads.len()), "{}", reads.len());
     // So it is with what another than the limiter refuses, at a rate that no second can be divided by.
     let limiter = Limiter::new(&iops(Limit::of(70_001)));
     for _ in 0..1_000_000 {
-        limiter.take(0, &read(0)).unwrap();
-        limiter.refund(&read(0));
+        limiter.take(0, &read(0), None).unwrap();
+        limiter.refund(&read(0), None);
     }
     assert_eq!(greedy(&limiter, 0, S, 0, || read(0)).len(), 70_001 + 700);
 }
@@ -144,7 +144,7 @@ fn a_thousand_million_requests_to_the_last_one() {
         let mut asked = 0;
         while all < 1_000_000_000 && asked < 2_000_000 {
             let operation = op(Kind::Read, 0, 1 + random.below(largest) as u32);
-            while let Err(then) = limiter.take(now, &operation) {
+            while let Err(then) = limiter.take(now, &operation, None) {
                 now = then;
             }
             all += u64::from(operation.requests);
@@ -179,10 +179,10 @@ fn small_operations_starve_no_large_one() {
     let limiter = Limiter::new(&bps(Limit::of(1 << 20)));
     let (mut now, mut large_at) = (0, 0);
     while now < 60 * S {
-        if limiter.take(now, &read(4 << 20)).is_ok() {
+        if limiter.take(now, &read(4 << 20), None).is_ok() {
             large_at += 1;
         }
-        now = limiter.take(now, &read(4096)).err().unwrap_or(now);
+        now = limiter.take(now, &read(4096), None).err().unwrap_or(now);
     }
     assert!((15..=16).contains(&large_at), "{large_at} of 4 s each");
 }
@@ -190,20 +190,20 @@ fn small_operations_starve_no_large_one() {
 #[test]
 fn a_debt_of_any_size_is_paid() {
     let limiter = Limiter::new(&bps(limit(1 << 20, 2 << 20, 3000)));
-    limiter.take(0, &read(100 << 20)).unwrap();
+    limiter.take(0, &read(100 << 20), None).unwrap();
     // 100 s at the rate, less half of the burst of 3 s.
-    assert_eq!(limiter.take(0, &read(512)), Err(100 * S - 1500 * MS));
+    assert_eq!(limiter.take(0, &read(512), None), Err(100 * S - 1500 * MS));
     limiter.force(0, &read(1 << 20));
-    assert_eq!(limiter.take(0, &read(512)), Err(101 * S - 1500 * MS));
-    limiter.refund(&read(1 << 20));
-    assert_eq!(limiter.take(100 * S - 1500 * MS, &read(512)), Ok(()));
+    assert_eq!(limiter.take(0, &read(512), None), Err(101 * S - 1500 * MS));
+    limiter.refund(&read(1 << 20), None);
+    assert_eq!(limiter.take(100 * S - 1500 * MS, &read(512), None), Ok(()));
 }
 
 #[test]
 fn a_change_is_felt_at_once() {
     let limiter = Limiter::new(&iops(Limit::of(1)));
-    limiter.take(5 * S, &read(0)).unwrap();
-    assert!(limiter.take(5 * S, &read(0)).unwrap_err() > 5900 * MS);
+    limiter.take(5 * S, &read(0), None).unwrap();
+    assert!(limiter.take(5 * S, &read(0), None).unwrap_err() > 5900 * MS);
     // Faster: the debt of a request is that of a request.
     limiter.set(&iops(Limit::of(1000)));
     let passed = greedy(&limiter, 5 * S, 6 * S, 0, || read(0));
@@ -225,7 +225,7 @@ fn a_change_is_felt_at_once() {
     for i in 0..100 {
         limits.bps = Some(Limit::of(1 << (20 + i % 8)));
         limiter.set(&limits);
-        assert!(limiter.take(26 * S, &op(Kind::Read, 0, 100)).is_err() || i == 0, "{i}");
+        assert!(limiter.take(26 * S, &op(Kind::Read, 0, 100), None).is_err() || i == 0, "{i}");
     }
 }
 
@@ -243,10 +243,10 @@ fn reactors_together_get_what_one_would() {
                     let bytes = 512 << random.below(4);
                     let now = clock.load(SeqCst).saturating_sub(random.below(20_000));
                     let operation = op(Kind::Read, bytes, 1);
-                    if limiter.take(now, &operation).is_ok() {
+                    if limiter.take(now, &operation, None).is_ok() {
                         // Another one than the limiter refuses.
                         if random.below(4) == 0 {
-                            limiter.refund(&operation);
+                            limiter.refund(&operation, None);
                         } else {
                             passed = [passed[0] + 1, passed[1] + bytes];
                         }
@@ -273,7 +273,7 @@ fn changes_while_reactors_ask() {
         for _ in 0..3 {
             scope.spawn(|| {
                 while clock.load(SeqCst) < S {
-                    let _ = limiter.take(clock.fetch_add(100, SeqCst), &read(512));
+                    let _ = limiter.take(clock.fetch_add(100, SeqCst), &read(512), None);
                 }
             });
         }
@@ -341,7 +341,7 @@ proptest! {
         let (mut now, mut waits) = (S, 0);
         for rate in rates {
             limiter.set(&iops(Limit::of(rate)));
-            let wait = limiter.take(now, &read(0)).err().map_or(0, |then| then - now);
+            let wait = limiter.take(now, &read(0), None).err().map_or(0, |then| then - now);
             prop_assert!(wait <= waits.max(S / rate) + 10 * MS, "{wait}");
             let length = (20 * S / rate).max(100 * MS);
             let passed = greedy(&limiter, now, now + length, late, || read(0)).len() as f64;
@@ -350,7 +350,7 @@ proptest! {
             // The last one may come too late for the phase.
             prop_assert!(passed >= of(length.saturating_sub(wait + late)) - 2.0, "{passed} in {length} ns at {rate}");
             now += length;
-            waits = limiter.take(now, &read(0)).err().map_or(0, |then| then - now);
+            waits = limiter.take(now, &read(0), None).err().map_or(0, |then| then - now);
         }
     }
 
@@ -362,13 +362,87 @@ proptest! {
         let limiter = Limiter::new(&limits);
         for operation in [op(Kind::Write, bytes, u32::MAX), read(bytes)] {
             for _ in 0..3 {
-                let _ = limiter.take(now, &operation);
+                let _ = limiter.take(now, &operation, None);
                 limiter.force(now, &operation);
             }
-            limiter.refund(&operation);
+            limiter.refund(&operation, None);
         }
         limiter.set(&iops(Limit::of(1)));
         limiter.set(&limits);
-        let _ = limiter.take(now, &read(1));
+        let _ = limiter.take(now, &read(1), None);
     }
+}
+
+/// What each of some gets that ask again when they are told to, on reactors of their own that are late; per second.
+fn beside(limiter: &Limiter, from: Time, seconds: u64, all: &[(&Turn, Operation, u64)]) -> Vec<f64> {
+    let (mut random, mut passed) = (Random(1234567), vec![0u64; all.len()]);
+    let mut next: Vec<Time> = all.iter().map(|_| from).collect();
+    loop {
+        let at = (0..all.len()).min_by_key(|i| next[*i]).unwrap();
+        let (now, (turn, operation, gather)) = (next[at], &all[at]);
+        if now > from + seconds * S {
+            return passed.iter().map(|n| *n as f64 / seconds as f64).collect();
+        }
+        let mut asked = limiter.take(now, operation, Some(turn));
+        while asked.is_ok() {
+            passed[at] += operation.bytes.max(u64::from(operation.requests));
+            asked = limiter.take(now, operation, Some(turn));
+        }
+        let told = asked.unwrap_err().max(now);
+        next[at] = (told + gather + random.below(50_000)).min(now + 20 * MS);
+    }
+}
+
+#[test]
+fn who_waits_beside_others_has_his_part() {
+    for rate in [10, 2000, 100_000] {
+        let limiter = Limiter::new(&iops(Limit::of(rate)));
+        let turns = [100, 100, 300].map(|weight| limiter.join(weight));
+        // The second is always the last one to look.
+        let all = [(&*turns[0], read(0), 1), (&*turns[1], read(0), 300_000), (&*turns[2], read(0), 1)];
+        let got = beside(&limiter, S, 40, &all);
+        let due = [0.2, 0.2, 0.6].map(|part| part * rate as f64);
+        for (got, due) in got.iter().zip(due) {
+            assert!((got / due - 1.0).abs() < 0.03, "{got} of {due} at {rate}");
+        }
+        // The others' part of who does not wait.
+        let got = beside(&limiter, 50 * S, 40, &all[..2]);
+        assert!(got.iter().all(|got| (got / (rate as f64 / 2.0) - 1.0).abs() < 0.03), "{got:?} at {rate}");
+    }
+    // Of bytes, whatever the sizes.
+    let limiter = Limiter::new(&bps(Limit::of(100 << 20)));
+    let turns = [100, 100].map(|weight| limiter.join(weight));
+    let got = beside(&limiter, S, 40, &[(&turns[0], read(4096), 1), (&turns[1], read(1 << 20), 300_000)]);
+    assert!((got[0] / got[1] - 1.0).abs() < 0.03, "{got:?}");
+}
+
+#[test]
+fn who_waits_for_one_limit_is_in_nobodys_way_at_another() {
+    let limits = Limits { iops_read: Some(Limit::of(10)), iops_write: Some(Limit::of(10_000)), ..Limits::default() };
+    let limiter = Limiter::new(&limits);
+    let (reads, writes) = (limiter.join(100), limiter.join(100));
+    let write = op(Kind::Write, 4096, 1);
+    let got = beside(&limiter, S, 20, &[(&reads, read(4096), 1), (&writes, write, 1)]);
+    assert!((got[0] / 4096.0 / 10.0 - 1.0).abs() < 0.03 && (got[1] / 4096.0 / 10_000.0 - 1.0).abs() < 0.03, "{got:?}");
+    // One small and one large, two limits, of which each has reached another: none stops the other.
+    let limits = Limits { iops: Some(Limit::of(1000)), bps: Some(Limit::of(64 << 20)), ..Limits::default() };
+    let limiter = Limiter::new(&limits);
+    let (small, large) = (limiter.join(100), limiter.join(100));
+    let got = beside(&limiter, S, 20, &[(&small, read(4096), 1), (&large, read(256 << 10), 1)]);
+    let (requests, bytes) = (got[0] / 4096.0 + got[1] / 262_144.0, got[0] + got[1]);
+    let used = (requests / 1000.0).max(bytes / (64 << 20) as f64);
+    assert!((0.97..=1.02).contains(&used) && got[0] / 4096.0 > 300.0 && got[1] / 262_144.0 > 100.0, "{used}: {got:?}");
+}
+
+#[test]
+fn who_has_gone_is_waited_for_no_longer_than_a_moment() {
+    let limiter = Limiter::new(&iops(Limit::of(1000)));
+    let (here, gone) = (limiter.join(100), limiter.join(100));
+    while limiter.take(S, &read(0), Some(&gone)).is_ok() {}
+    // Ahead of the one that waits, by far.
+    let first = beside(&limiter, S, 1, &[(&here, read(0), 1)]);
+    assert!((900.0..=1010.0).contains(&first[0]), "{first:?}");
+    drop(gone);
+    let later = beside(&limiter, 2 * S, 5, &[(&here, read(0), 1)]);
+    assert!((990.0..=1010.0).contains(&later[0]), "{later:?}");
 }
