@@ -221,7 +221,7 @@ pub struct DiskArgs {
     pub filters: Vec<blockyard_disk::Filter>,
 
     /// The device that the disk shares with others, in the place of the one on which its image lies: any name.
-    #[arg(long, value_name = "NAME", help_heading = "Share of the device")]
+    #[arg(long, value_name = "NAME", help_heading = "Share and limits")]
     #[serde(default)]
     pub device: Option<String>,
 

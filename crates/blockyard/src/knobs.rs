@@ -22,56 +22,56 @@ macro_rules! with_knobs {
 
             /// The share of the device in proportion to other disks': 1 to 10000.
             #[arg(long, default_value_t = 100, value_name = "N", value_parser = crate::knobs::parse_weight,
-                help_heading = "Share of the device")]
+                help_heading = "Share and limits")]
             #[serde(default = "crate::knobs::default_weight", deserialize_with = "crate::knobs::weight")]
             pub weight: u32,
 
             /// Requests a second that are served before shares are looked at.
             #[arg(long, value_name = "RATE", value_parser = crate::knobs::parse_reserve,
-                help_heading = "Share of the device")]
+                help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::knobs::reserve")]
             pub reserve_iops: Option<u64>,
 
             /// Bytes a second that are served before shares are looked at (suffixes k, M, G).
             #[arg(long, value_name = "RATE", value_parser = crate::knobs::parse_reserve,
-                help_heading = "Share of the device")]
+                help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::knobs::reserve")]
             pub reserve_bps: Option<u64>,
 
             /// Never more requests a second: RATE, or RATE,max=RATE,length=SECONDS, with so many for so long after a time
             /// of less (suffixes k, M, G: powers of 1024).
-            #[arg(long, value_name = "LIMIT", help_heading = "Share of the device")]
+            #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::knobs::limit")]
             pub iops: Option<blockyard_sched::Limit>,
 
             /// Never more reads a second.
-            #[arg(long, value_name = "LIMIT", help_heading = "Share of the device")]
+            #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::knobs::limit")]
             pub iops_read: Option<blockyard_sched::Limit>,
 
             /// Never more writes a second.
-            #[arg(long, value_name = "LIMIT", help_heading = "Share of the device")]
+            #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::knobs::limit")]
             pub iops_write: Option<blockyard_sched::Limit>,
 
             /// Never more bytes a second.
-            #[arg(long, value_name = "LIMIT", help_heading = "Share of the device")]
+            #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::knobs::limit")]
             pub bps: Option<blockyard_sched::Limit>,
 
             /// Never more bytes read a second.
-            #[arg(long, value_name = "LIMIT", help_heading = "Share of the device")]
+            #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::knobs::limit")]
             pub bps_read: Option<blockyard_sched::Limit>,
 
             /// Never more bytes written a second.
-            #[arg(long, value_name = "LIMIT", help_heading = "Share of the device")]
+            #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::knobs::limit")]
             pub bps_write: Option<blockyard_sched::Limit>,
 
             /// The mean service time that others must leave, at the cost of their shares, to who asks for no more than the
             /// own one: a number and us, ms or s.
-            #[arg(long, value_name = "TIME", value_parser = crate::knobs::parse_target, help_heading = "Share of the device")]
+            #[arg(long, value_name = "TIME", value_parser = crate::knobs::parse_target, help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::knobs::target")]
             pub latency_target: Option<std::time::Duration>,
         }
