@@ -79,8 +79,8 @@ impl Limiter {
         }
         let (change, asked) = (self.changes.load(Relaxed), self.asked.load(Relaxed));
         let (old, new) = (self.generation(change), self.generation(change + 1));
-        for (i, (was, is)) in all(&set).into_iter().zip(all(limits)).enumerate() {
-            new[i].succeed(&old[i], was == is, is, asked);
+        for ((new, old), limit) in new.iter().zip(old).zip(all(limits)) {
+            new.succeed(old, limit, asked);
         }
         self.changes.store(change + 1, Release);
         self.limited.store(*limits != Limits::default(), Release);
@@ -180,17 +180,13 @@ impl Limiter {
 }
 
 impl Meter {
-    /// Becomes what `old` was, under a new limit unless it is the same.
-    fn succeed(&self, old: &Meter, same: bool, limit: Option<Limit>, now: Time) {
+    /// Becomes what `old` was, under a limit that may be another.
+    fn succeed(&self, old: &Meter, limit: Option<Limit>, now: Time) {
         let largest = old.largest.load(Acquire).max(1);
         self.largest.store(largest, Release);
         for (i, (bucket, old)) in self.buckets.iter().zip(&old.buckets).enumerate() {
-            if same {
-                bucket.copy(old);
-            } else {
-                let (rate, holds) = limit.map_or((0, 0), |limit| shape(&limit, i));
-                bucket.succeed(old, rate, holds, largest, now);
-            }
+            let (rate, holds) = limit.map_or((0, 0), |limit| shape(&limit, i));
+            bucket.succeed(old, rate, holds, largest, now);
         }
     }
 

@@ -98,19 +98,6 @@ impl Bucket {
         self.slack.fetch_min(slack(rate, holds, amount), AcqRel);
     }
 
-    /// Becomes what `old` is.
-    pub fn copy(&self, old: &Bucket) {
-        for (new, old) in [
-            (&self.rate, &old.rate),
-            (&self.holds, &old.holds),
-            (&self.slack, &old.slack),
-            (&self.full, &old.full),
-            (&self.fraction, &old.fraction),
-        ] {
-            new.store(old.load(Acquire), Release);
-        }
-    }
-
     /// Becomes the successor of `old` with another shape: as full as that, and a debt lasts no longer than it did.
     pub fn succeed(&self, old: &Bucket, rate: u64, holds: u64, largest: u64, now: Time) {
         let (old_rate, old_holds) = (old.rate.load(Acquire), old.holds.load(Acquire));
@@ -148,5 +135,27 @@ fn divide(amount: u64, rate: u64) -> (u64, u64) {
                 (product % u128::from(rate)) as u64,
             )
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_used_no_longer_is_not_charged() {
+        let bucket = Bucket::default();
+        bucket.succeed(&Bucket::default(), 1000, 10_000_000, 1, 0);
+        assert_eq!(bucket.charge(5, 1, || Err("changed")), Err("changed"));
+        assert_eq!(bucket.full.load(Acquire), 0);
+        // Changed between the look and the charge: the charge is to what is there now.
+        let mut changed = [9_000_000, 3_000_000].into_iter();
+        let changed = std::cell::RefCell::new(&mut changed);
+        let change = || {
+            changed.borrow_mut().next().into_iter().for_each(|full| bucket.full.store(full, Release));
+            Ok::<_, ()>(())
+        };
+        assert_eq!(bucket.charge(5, 1, change), Ok(Ok(())));
+        assert_eq!(bucket.full.load(Acquire), 4_000_000);
     }
 }

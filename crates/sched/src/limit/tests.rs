@@ -266,6 +266,30 @@ fn reactors_together_get_what_one_would() {
 }
 
 #[test]
+fn a_charge_that_came_too_late_is_taken_back() {
+    // One limit counts all that passes: 2 s each, of a burst of ages. For the other they race: one a second.
+    let counts = limit(1, 1_000_000_000, 1_000_000_000);
+    let limiter = Limiter::new(&Limits { iops: Some(counts), bps: Some(Limit::of(4096)), ..Limits::default() });
+    let (clock, passed) = (AtomicU64::new(S), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                while clock.load(SeqCst) < 200_000 * S {
+                    match limiter.take(clock.load(SeqCst), &op(Kind::Read, 4096, 2), None) {
+                        Ok(()) => passed.fetch_add(1, SeqCst),
+                        Err(_) => clock.fetch_add(S / 4, SeqCst),
+                    };
+                }
+            });
+        }
+    });
+    let passed = passed.load(SeqCst);
+    assert!((150_000..=200_010).contains(&passed), "{passed}");
+    let full = limiter.generation(limiter.changes.load(SeqCst))[0].buckets[1].full.load(SeqCst);
+    assert_eq!(full, S + passed * 2 * S, "{passed} passed, {} were charged", (full - S) / (2 * S));
+}
+
+#[test]
 fn changes_while_reactors_ask() {
     let (slow, fast) = (iops(Limit::of(1)), iops(Limit::of(1_000_000)));
     let (limiter, clock) = (Limiter::new(&slow), AtomicU64::new(0));
@@ -281,8 +305,9 @@ fn changes_while_reactors_ask() {
             limiter.set(&slow);
             limiter.set(&fast);
             // Never does a charge of the slow limit, a second each, come into the bucket of the fast one.
-            let (now, full) =
-                (clock.load(SeqCst), limiter.generation(limiter.changes.load(SeqCst))[0].buckets[0].full.load(SeqCst));
+            // In this order: time goes on meanwhile.
+            let full = limiter.generation(limiter.changes.load(SeqCst))[0].buckets[0].full.load(SeqCst);
+            let now = clock.load(SeqCst);
             assert!(full <= now + 20 * MS, "{} ms", (full - now) / MS);
         }
     });
@@ -409,6 +434,13 @@ fn who_waits_beside_others_has_his_part() {
         let got = beside(&limiter, 50 * S, 40, &all[..2]);
         assert!(got.iter().all(|got| (got / (rate as f64 / 2.0) - 1.0).abs() < 0.03), "{got:?} at {rate}");
     }
+    // Who comes back has saved nothing up.
+    let limiter = Limiter::new(&iops(Limit::of(2000)));
+    let turns = [100, 100].map(|weight| limiter.join(weight));
+    let all = [(&*turns[0], read(0), 1), (&*turns[1], read(0), 1)];
+    assert!(beside(&limiter, S, 20, &all[..1])[0] > 1990.0);
+    let got = beside(&limiter, 21 * S, 5, &all);
+    assert!(got.iter().all(|got| (got / 1000.0 - 1.0).abs() < 0.03), "{got:?}");
     // Of bytes, whatever the sizes.
     let limiter = Limiter::new(&bps(Limit::of(100 << 20)));
     let turns = [100, 100].map(|weight| limiter.join(weight));
