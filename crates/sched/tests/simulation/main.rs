@@ -30,7 +30,7 @@ fn a_polite_guest_does_not_notice_one_that_thrashes() {
     for (depth, spread, think, keeps) in cases {
         let model = Model { spread, span: 10 * S, calibrated: think > 0, ..Model::PLAIN };
         let polite = Guest { think, ..Guest::reads(depth) };
-        let alone = &run(model, &[polite.clone()])[0];
+        let alone = &run(model, std::slice::from_ref(&polite))[0];
         let beside = &run(model, &[polite.clone(), thrasher()]);
         let kept = beside[0].operations as f64 / alone.operations as f64;
         let p99 = beside[0].quantile(0.99) as f64 / alone.quantile(0.99) as f64;
