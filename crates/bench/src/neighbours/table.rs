@@ -7,6 +7,7 @@ use super::figures::{Figure, Goal, Unit};
 use super::rows::Row;
 use crate::plot::svg::Svg;
 use crate::plot::{self, Bar, Bars};
+use crate::report::columns;
 
 /// Rows with the same figures are one table; what misses its goal has a mark.
 pub fn table(rows: &[Played]) -> String {
@@ -23,15 +24,7 @@ pub fn table(rows: &[Played]) -> String {
         if goals.iter().skip(1).any(|g| !g.is_empty()) {
             lines.push(goals);
         }
-        let wide = |column: usize| lines.iter().map(|l| l[column].chars().count()).max().unwrap_or(0);
-        for line in &lines {
-            let _ = write!(text, "{:<1$}", line[0], wide(0));
-            for (column, cell) in line.iter().enumerate().skip(1) {
-                let _ = write!(text, "  {cell:>0$}", wide(column));
-            }
-            text.truncate(text.trim_end_matches(' ').len());
-            text.push('\n');
-        }
+        text += &columns(&lines);
         text.push('\n');
     }
     for row in rows {

@@ -68,20 +68,26 @@ fn row(f: &Figures) -> [String; 8] {
     ]
 }
 
+/// Rows of as many cells each, one below another: the first on the left, the others on the right.
+pub fn columns(rows: &[Vec<String>]) -> String {
+    let mut text = String::new();
+    let wide = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
+    for row in rows {
+        let mut line = format!("{:<1$}", row[0], wide(0));
+        for (column, cell) in row.iter().enumerate().skip(1) {
+            let _ = write!(line, "  {cell:>0$}", wide(column));
+        }
+        let _ = writeln!(text, "{}", line.trim_end());
+    }
+    text
+}
+
 /// As text: medians of the rounds; `to host`: operations a second, divided by the host's.
 pub fn table(results: &Results) -> String {
     let mut text = String::new();
     for work in results.works() {
-        let rows = rows(results, work);
-        let wide = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
         let _ = writeln!(text, "{work}");
-        for row in &rows {
-            let _ = write!(text, "{:<1$}", row[0], wide(0));
-            for (column, cell) in row.iter().enumerate().skip(1) {
-                let _ = write!(text, "  {cell:>0$}", wide(column));
-            }
-            text.push('\n');
-        }
+        text += &columns(&rows(results, work));
         for sentence in explain::sentences(results, work) {
             let _ = writeln!(text, "  {sentence}");
         }
