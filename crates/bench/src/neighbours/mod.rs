@@ -98,6 +98,8 @@ pub struct Client {
     iops: f64,
     bytes_per_second: f64,
     latency_us: Latency,
+    /// Operations in each slice of 100 ms.
+    slices: Vec<u64>,
 }
 
 pub fn run(options: &Options) -> Result<()> {
@@ -175,6 +177,7 @@ fn clients(round: &Round) -> Vec<Client> {
         iops: report.iops,
         bytes_per_second: report.bytes_per_second,
         latency_us: report.latency_us.clone(),
+        slices: report.slices.iter().map(|s| s.operations).collect(),
     };
     let of_scene = |(scene, reports): &(&'static str, Vec<Option<Report>>)| {
         let reports = reports.iter().enumerate().filter_map(|(disk, report)| Some((disk, report.as_ref()?)));
