@@ -21,7 +21,7 @@ use serde::Serialize;
 
 use self::device::{Device, Model};
 use self::figures::{Figure, Round};
-use self::rows::{ALL, Row};
+use self::rows::{ALL, Known, Row};
 use self::stage::Stage;
 use crate::calibrate;
 use crate::client::report::{Latency, Report};
@@ -118,9 +118,10 @@ pub fn run(options: &Options) -> Result<()> {
         rows => rows.to_vec(),
     };
     let costs = costs(options, &device, &stop)?;
-    let stage = Stage::new(&device, &costs, options.size, options.reactors, &stop)?;
+    let stage = Stage::new(&device, options.size, options.reactors, &stop)?;
+    let known = stage.reckon_by(costs)?;
     let mut rounds: Vec<Vec<Round>> = wanted.iter().map(|_| Vec::new()).collect();
-    let end = play(options, &wanted, &costs, &stage, &mut rounds);
+    let end = play(options, &wanted, &known, &stage, &mut rounds);
     drop(stage);
     let interrupted = end.as_ref().is_err_and(|e| e.is::<Interrupted>());
     if end.is_ok() || (interrupted && rounds.iter().any(|r| !r.is_empty())) {
@@ -128,14 +129,14 @@ pub fn run(options: &Options) -> Result<()> {
         let rows = played.map(|(row, rounds)| Played {
             row: row.name().into(),
             about: row.about().into(),
-            figures: figures::of(*row, rounds, &costs, model),
+            figures: figures::of(*row, rounds, &known.costs, model),
             rounds: rounds.iter().map(clients).collect(),
         });
         let folder = options.target.clone().unwrap_or_else(std::env::temp_dir);
         let name = options.target.as_ref().map_or("model".to_string(), |folder| folder.display().to_string());
         let rows = rows.collect();
         let (environment, command) = (environment(&folder, None), std::env::args().collect());
-        tell(options, &Results { environment, command, device: name, costs: costs.clone(), rows })?;
+        tell(options, &Results { environment, command, device: name, costs: known.costs.clone(), rows })?;
     }
     end
 }
@@ -154,10 +155,10 @@ fn costs(options: &Options, device: &Device, stop: &Stop) -> Result<DeviceCosts>
     calibrate::of_folder(folder, options.size, 16.0, stop)
 }
 
-fn play(options: &Options, rows: &[Row], costs: &DeviceCosts, stage: &Stage, rounds: &mut [Vec<Round>]) -> Result<()> {
+fn play(options: &Options, rows: &[Row], known: &Known, stage: &Stage, rounds: &mut [Vec<Round>]) -> Result<()> {
     for round in 0..options.rounds {
         for (row, rounds) in rows.iter().zip(&mut *rounds) {
-            let scenes = row.scenes(costs, options.seconds);
+            let scenes = row.scenes(known, options.seconds);
             let first = round as usize % scenes.len();
             let mut played = Round(Vec::new());
             for scene in scenes[first..].iter().chain(&scenes[..first]) {

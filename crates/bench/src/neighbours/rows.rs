@@ -60,6 +60,14 @@ pub const ALL: [(&str, Row, &str); 15] = [
     ("lone", Row::Lone, "one disk alone, random reads of 4 KiB, depth 128 and one at a time"),
 ];
 
+/// What is known of the device before rows are played.
+pub struct Known {
+    pub costs: DeviceCosts,
+    /// Nanoseconds that random reads of 4 KiB take alone, one at a time and at depth 8: the mean.
+    pub mean_d1: u64,
+    pub mean_d8: u64,
+}
+
 pub const WEIGHTS: [u32; 4] = [1, 2, 4, 8];
 pub const EQUALS: usize = 64;
 /// Of `limits`, a second.
@@ -91,12 +99,12 @@ impl Row {
         ALL.iter().find(|(_, row, _)| *row == self).map_or("", |(.., about)| about)
     }
 
-    pub fn scenes(self, costs: &DeviceCosts, seconds: f64) -> Vec<Scene> {
+    pub fn scenes(self, known: &Known, seconds: f64) -> Vec<Scene> {
         match self {
-            Row::Thrash(polite, target) => polite.scenes(target, costs, seconds),
+            Row::Thrash(polite, target) => polite.scenes(target, known, seconds),
             Row::Weights(loads) => vec![Scene::new("with", true, loads.disks(), seconds)],
             Row::Equal => [("without", false), ("with", true)].map(|(name, fair)| equal(name, fair, seconds)).into(),
-            Row::Reserve => reserve(costs, seconds),
+            Row::Reserve => reserve(&known.costs, seconds),
             Row::Limits => limits(seconds.max(3.0)),
             Row::Burst => {
                 let disk = Disk::new("limited", load(Pattern::Randread, 4096, 64));
@@ -131,13 +139,14 @@ impl Polite {
         }
     }
 
-    fn scenes(self, target: bool, costs: &DeviceCosts, seconds: f64) -> Vec<Scene> {
+    fn scenes(self, target: bool, known: &Known, seconds: f64) -> Vec<Scene> {
         let polite = Disk::new("polite", self.load());
         let depth = if self == Polite::Stream { 16 } else { 256 };
         let saturated = Disk::new("polite", Load { depth, ..self.load() });
         let alone = |disk: &Disk| vec![disk.clone(), Disk::idle("thrasher")];
         let both = vec![polite.clone(), thrasher()];
-        let aimed = format!("{}us", (costs.base_latency_read * 3 / 2).div_ceil(1000));
+        let alone_for = if self == Polite::D8 { known.mean_d8 } else { known.mean_d1 };
+        let aimed = format!("{}us", (alone_for * 11 / 10).div_ceil(1000));
         let with = match target {
             true => vec![polite.clone().knob("latency-target", aimed), thrasher()],
             false => both.clone(),

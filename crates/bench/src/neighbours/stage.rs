@@ -11,14 +11,18 @@ use anyhow::{Context, Result};
 use toml::{Table, Value};
 
 use super::device::{Device, NAME};
-use super::scene::{Disk, Scene};
-use crate::client::report::Report;
+use super::rows::Known;
+use super::scene::{Disk, Scene, load};
+use crate::client::report::{Latency, Report};
+use crate::client::workload::Pattern;
 use crate::client::{self, Options as Load};
 use crate::costs::DeviceCosts;
 use crate::process::{Process, Stop, fill};
 
 /// A server that is not ready by then will not be.
 const READY: Duration = Duration::from_secs(30);
+/// Seconds that a latency alone is measured.
+const ALONE: f64 = 0.5;
 /// How much earlier neighbours begin, and how much later they end, in seconds.
 const AROUND: f64 = 0.2;
 
@@ -36,7 +40,7 @@ pub struct Stage {
 
 impl Stage {
     /// `size`: of each disk, in bytes.
-    pub fn new(device: &Device, costs: &DeviceCosts, size: u64, reactors: u16, stop: &Stop) -> Result<Self> {
+    pub fn new(device: &Device, size: u64, reactors: u16, stop: &Stop) -> Result<Self> {
         let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
         let folder = base.join(format!("blockyard-neighbours.{}", std::process::id()));
         std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
@@ -48,12 +52,30 @@ impl Stage {
             std::fs::create_dir(&images).with_context(|| format!("creating {}", images.display()))?;
             stage.images = Some(images);
         }
-        costs.save(&stage.costs())?;
         Ok(stage)
     }
 
     fn costs(&self) -> PathBuf {
         self.folder.join("costs.toml")
+    }
+
+    /// Completes what is known, and hands the costs to the servers to come. A model's latencies alone are measured, too: the
+    /// server's timers add to them, and what it takes for alone is to be what it can see.
+    pub fn reckon_by(&self, mut costs: DeviceCosts) -> Result<Known> {
+        let alone = |rw, depth| {
+            let scene = Scene::new("alone", false, vec![Disk::new("alone", load(rw, 4096, depth))], ALONE);
+            let report = self.play(&scene)?.into_iter().flatten().next();
+            Ok(report.context("nothing was measured")?.latency_us)
+        };
+        let nanoseconds = |microseconds: f64| (microseconds * 1e3) as u64;
+        let (one, eight): (Latency, Latency) = (alone(Pattern::Randread, 1)?, alone(Pattern::Randread, 8)?);
+        if matches!(self.device, Device::Model(_)) {
+            costs.base_latency_read = costs.base_latency_read.max(nanoseconds(one.p50));
+            let write: Result<Latency> = alone(Pattern::Randwrite, 1);
+            costs.base_latency_write = costs.base_latency_write.max(nanoseconds(write?.p50));
+        }
+        costs.save(&self.costs())?;
+        Ok(Known { costs, mean_d1: nanoseconds(one.mean), mean_d8: nanoseconds(eight.mean) })
     }
 
     fn socket(&self, disk: usize) -> PathBuf {
