@@ -167,7 +167,7 @@ impl Device {
             let moves = if room { Moves::Time } else { Moves::Itself };
             self.charge(account, now, cost, (operation.requests, operation.bytes), moves);
         } else {
-            account.began(cost);
+            account.began();
         }
         Some(self.grant(account, now, cost, operation))
     }
@@ -218,7 +218,7 @@ impl Device {
             let _ = self.tag.0.fetch_update(SeqCst, Relaxed, |tag| before(tag, begins).then_some(begins));
         }
         account.charge_reservation(now, requests, bytes);
-        account.began(cost);
+        account.began();
     }
 
     /// The operation takes its place among those that wait; the slot tells when it is let in, which may be at once.
@@ -303,7 +303,12 @@ impl Device {
     pub(crate) fn done(&self, account: &Account, now: Time, grant: Grant) {
         let service = now.saturating_sub(grant.at);
         self.alone.learn(grant.likeness, service, grant.by_itself);
-        account.served(service, now.saturating_sub(grant.asked), self.alone.expected(grant.likeness).max(1));
+        account.served(
+            grant.cost,
+            service,
+            now.saturating_sub(grant.asked),
+            self.alone.expected(grant.likeness).max(1),
+        );
         self.give_back(account, now, &grant);
     }
 

@@ -65,8 +65,8 @@ pub(crate) struct Account {
     /// Cost and number of its operations that are on the way.
     pub in_flight: AtomicU64,
     pub operations: AtomicU64,
-    // Since the last look: operations that began, and their cost; operations that ended, their time in the device, from the
-    // moment that they were asked for, and what it would have been alone.
+    // Since the last look: operations that began; those that ended: their cost, number, time in the device and since they were
+    // asked for, and what it would have been alone.
     begun: AtomicU64,
     cost: AtomicU64,
     served: AtomicU64,
@@ -212,9 +212,8 @@ impl Account {
     }
 
     #[inline]
-    pub fn began(&self, cost: u64) {
+    pub fn began(&self) {
         self.begun.fetch_add(1, Relaxed);
-        self.cost.fetch_add(cost, Relaxed);
     }
 
     pub fn costs_more(&self, cost: u64) {
@@ -222,7 +221,8 @@ impl Account {
     }
 
     #[inline]
-    pub fn served(&self, service: u64, lived: u64, alone: u64) {
+    pub fn served(&self, cost: u64, service: u64, lived: u64, alone: u64) {
+        self.cost.fetch_add(cost, Relaxed);
         self.served.fetch_add(1, Relaxed);
         self.service.fetch_add(service, Relaxed);
         self.lived.fetch_add(lived, Relaxed);

@@ -43,7 +43,7 @@ pub(crate) struct Seen {
     pub elapsed: u64,
     /// Somebody waited for the device.
     pub waited: bool,
-    /// Cost of what began: all of it, and that of the disks that waited.
+    /// Cost of what ended: all of it, and that of the disks that waited.
     pub delivered: u64,
     pub pressing: u64,
     /// The part of the device that is due to the disks that waited, 0 to 1.
@@ -69,6 +69,8 @@ pub(crate) struct Window {
     usual: f64,
     /// Cost a nanosecond that the device has shown it can deliver: 1 when the costs are right.
     capacity: f64,
+    /// Cost delivered, and in what time, lately.
+    recent: (f64, f64),
     /// Operations of disks inside their share, until there are enough of them.
     inside: Inside,
     /// When one was seen last.
@@ -89,7 +91,16 @@ impl Window {
     /// `size`: what a calibration has found.
     pub fn new(class: Class, size: Option<u64>) -> Self {
         let size = size.map_or(class.queue as f64 / 2.0, |size| size as f64);
-        Window { class, size, usual: size, capacity: 1.0, inside: Inside::default(), inside_at: None, knee: f64::MAX }
+        Window {
+            class,
+            size,
+            usual: size,
+            capacity: 1.0,
+            recent: (0.0, 0.0),
+            inside: Inside::default(),
+            inside_at: None,
+            knee: f64::MAX,
+        }
     }
 
     pub fn period(&self) -> u64 {
@@ -113,8 +124,7 @@ impl Window {
         if seen.elapsed == 0 {
             return;
         }
-        let rate = seen.delivered as f64 / seen.elapsed as f64;
-        self.capacity = self.capacity.max(rate);
+        let rate = self.rate(seen);
         if !seen.waited {
             return;
         }
@@ -137,6 +147,18 @@ impl Window {
             }
         };
         self.size = (self.size * step).clamp(LEAST, 8.0 * self.class.queue as f64);
+    }
+
+    /// What the device delivers, a nanosecond: over a time, for operations end in flocks.
+    fn rate(&mut self, seen: &Seen) -> f64 {
+        let (delivered, elapsed) = (self.recent.0 + seen.delivered as f64, self.recent.1 + seen.elapsed as f64);
+        let keep = if elapsed > 10.0 * self.class.period as f64 { 0.8 } else { 1.0 };
+        self.recent = (delivered * keep, elapsed * keep);
+        let rate = delivered / elapsed;
+        if elapsed > 7.0 * self.class.period as f64 {
+            self.capacity = self.capacity.max(rate);
+        }
+        rate
     }
 
     /// By how much disks inside their share are slowed, when enough is known of it.
