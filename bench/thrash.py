@@ -13,6 +13,8 @@ and on two devices: the disk that this machine has, and a slower one (Blockyard'
 emulated guest needs much of a processor for each page that it swaps, and a fast disk is then the lesser of what two guests
 fight over; the guests have a processor each (--cpus), and the table says how busy the neighbour's was.
 
+The costs of operations are measured (`blockyard bench calibrate`) on the disk, and reckoned for the model.
+
 All times are the guest's that works; rates of swapping are what the other kernel counts (/proc/vmstat), in pages of 4 KiB.
 """
 
@@ -181,13 +183,9 @@ class Guest:
 
 
 @contextlib.contextmanager
-def server(way, device, images, folder, program):
+def server(way, device, images, folder, costs, program):
     """`blockyard serve` with a disk for each guest."""
-    costs = folder / "costs.toml"
-    costs.write_text(COSTS)
-    text = f"reactors = 2\nfair-share = {'false' if way == 'free' else 'true'}\n"
-    if device == "slow":
-        text += f"costs = \"{costs}\"\n"
+    text = f"reactors = 2\nfair-share = {'false' if way == 'free' else 'true'}\ncosts = \"{costs}\"\n"
     for name, image in images.items():
         under = f"delay:file={image},{MODEL}" if device == "slow" else image
         text += f"[[disk]]\nname = \"{name}\"\nimage = \"{under}\"\nvhost-user = \"{folder}/{name}.sock\"\n"
@@ -220,11 +218,11 @@ def swapping(said, begin, end):
 
 
 def measure(way, device, images, folder, args):
-    folder = pathlib.Path(tempfile.mkdtemp(dir=folder))
+    costs, folder = folder / "costs.toml", pathlib.Path(tempfile.mkdtemp(dir=folder))
     guests = dict(worker=(WORKER, args.cpus.split(",")[0], "256M", dict(DEPTH=args.depth, SECONDS_EACH=args.seconds)),
                   thrasher=(THRASHER, args.cpus.split(",")[-1], "128M", dict(MEMORY=args.memory, PROCESSES=args.processes)))
     with contextlib.ExitStack() as stack:
-        back = stack.enter_context(server(way, device, images, folder, args.program))
+        back = stack.enter_context(server(way, device, images, folder, costs, args.program))
         worker, thrasher = [
             stack.enter_context(Guest(name, script, folder / f"{name}.sock", folder, cpu, mem, env))
             for name, (script, cpu, mem, env) in guests.items()]
@@ -240,6 +238,7 @@ def measure(way, device, images, folder, args):
         _, fio = worker.expect("fio", args.seconds + 120)
         worker.expect("done", args.seconds + 120)
         end = time.monotonic()
+        back.send_signal(signal.SIGUSR1)  # its own figures into its log
         cpu, back_cpu = (thrasher.cpu() - cpu) / (end - begin), (server_cpu(back) - back_cpu) / (end - begin)
         worker.finish()
         thrasher.tell("end")
@@ -252,7 +251,8 @@ def measure(way, device, images, folder, args):
     return dict(
         way=way, device=device, seconds=end - begin, steps=steps, fio_reads=job["read"]["iops"], fio_writes=job["write"]["iops"],
         fio_p99_ms={kind: job[kind]["lat_ns"]["percentile"]["99.000000"] / 1e6 for kind in ["read", "write"]},
-        pages_in=pages_in, pages_out=pages_out, thrasher_cpu=cpu, server_cpu=back_cpu)
+        pages_in=pages_in, pages_out=pages_out, thrasher_cpu=cpu, server_cpu=back_cpu,
+        server=(folder / "log").read_text().splitlines())
 
 
 def percentile(values, part):
@@ -304,7 +304,11 @@ def main():
     folder = pathlib.Path(tempfile.mkdtemp(prefix="blockyard-thrash-", dir=args.folder))
     results = []
     try:
-        images = {}
+        costs, images = folder / "costs.toml", {}
+        costs.write_text(COSTS)
+        if "disk" in args.devices.split(","):
+            subprocess.run([args.program, "bench", "calibrate", str(folder), "-o", str(costs), "--size", "1g"], check=True,
+                           stdout=subprocess.DEVNULL)
         for name, size in [("worker", 1 << 30), ("thrasher", 1 << 30)]:
             images[name] = folder / f"{name}.img"
             with open(images[name], "wb") as file:
