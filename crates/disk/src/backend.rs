@@ -153,7 +153,7 @@ impl Source {
                 None => return Ok(None),
             },
         };
-        Ok(Some((blockyard_ring::host::backing_device(file.fd())?, file.geometry().rotational)))
+        blockyard_ring::host::backing_device(file.fd()).map(Some)
     }
 
     /// Its raw image, where it is one.

@@ -45,6 +45,8 @@ pub struct Disk {
     pub(crate) cached: bool,
     /// The same of the topmost image of a chain.
     dirties: bool,
+    /// It is a block device.
+    pub(crate) on_device: bool,
     /// A write was acknowledged that no sync has covered yet.
     pub(crate) unsynced: AtomicBool,
     /// Bytes that were written to the page cache since the last sync.
@@ -84,6 +86,7 @@ impl Disk {
         let capacity = AtomicU64::new(source.capacity());
         let dirties =
             source.chain().map_or_else(|| source.file(), |chain| Some(&chain.top().file)).is_some_and(|f| !f.direct());
+        let on_device = source.file().is_some_and(|file| file.is_device());
         let cached = source.file().is_some_and(|file| !file.direct());
         let serving = Mutex::new(Serving { source, dirty: None, reactors: Vec::new(), closed: false });
         let (flushes, unsynced, dirty, poisoned, work, ended, held_back) = Default::default();
@@ -95,6 +98,7 @@ impl Disk {
             cached,
             unsynced,
             dirties,
+            on_device,
             dirty,
             poisoned,
             serving,

@@ -45,7 +45,7 @@ pub(crate) struct View<S> {
     pub(crate) backend: Backend<S>,
     /// Where it is noted what is written.
     dirty: Option<Arc<DirtyMap>>,
-    /// For images with metadata: what their files do, and what of it their requests have been charged for.
+    /// Of images: what their files do, and what of it their requests have been charged for.
     metered: Option<Metered>,
 }
 
@@ -57,7 +57,7 @@ struct Metered {
 
 impl View<UringFile> {
     pub(crate) fn open(handle: &Handle, source: &Source, dirty: Option<Arc<DirtyMap>>) -> io::Result<Self> {
-        if source.chain().is_none() {
+        if source.chain().is_none() && source.file().is_none() {
             return Ok(View { backend: Backend::open(handle, source)?, dirty, metered: None });
         }
         let meter = Rc::new(Meter::default());
@@ -79,9 +79,14 @@ impl<S> View<S> {
 
     /// Operations and bytes of its files that nobody was charged for.
     #[inline]
-    fn uncharged(&self) -> Option<(u32, u64)> {
+    fn uncharged(&self, in_flight: u64) -> Option<(u32, u64)> {
         let Metered { did, paid } = self.metered.as_ref()?;
         let ((did, moved), (paid_for, paid_bytes)) = (did.counted(), paid.get());
+        if paid_for > did + in_flight {
+            // Requests that needed no operation (holes) are no credit for others that need several.
+            paid.set((did + in_flight, moved));
+            return None;
+        }
         let operations = did.checked_sub(paid_for).filter(|n| *n > 0)?;
         paid.set((did, moved.max(paid_bytes)));
         Some((operations.min(u32::MAX.into()) as u32, moved.saturating_sub(paid_bytes)))
@@ -165,7 +170,7 @@ impl<S: Storage> Served<S> {
     fn with_view(disk: Arc<Disk>, view: View<S>, handle: Option<Handle>) -> Self {
         let (view, next) = (RefCell::new(Rc::new(view)), RefCell::new(None));
         let dice = Dice::new(0x9e37_79b9_7f4a_7c15);
-        let turnstile = Turnstile::new(disk.share().clone(), handle.clone());
+        let turnstile = Turnstile::new(disk.share().clone(), handle.clone(), disk.on_device);
         Served { disk, gate: Gate::default(), view, next, handle, turnstile, statistics: RefCell::default(), dice }
     }
 
@@ -219,7 +224,7 @@ impl<S: Storage> Served<S> {
     /// Charges the disk for what its image has done beyond its requests.
     #[inline]
     fn settle_costs(&self, view: &View<S>) {
-        if let Some((operations, bytes)) = view.uncharged() {
+        if let Some((operations, bytes)) = view.uncharged(self.gate.in_flight()) {
             let more = Operation { kind: Kind::Write, bytes, sequential: false, requests: operations };
             self.turnstile.share().charge_more(&more);
         }
@@ -352,7 +357,7 @@ impl<S: Storage> Served<S> {
         match &result {
             Ok(()) if !durable => {
                 self.disk.note_unsynced();
-                if self.disk.dirties(len) {
+                if self.disk.dirties(len) && !shares {
                     result = self.flush(view).await;
                 }
             }

@@ -44,6 +44,8 @@ pub(crate) struct Turnstile {
     /// None in simulations, which have no clock, and where nothing is limited or shared.
     handle: Option<Handle>,
     /// Of reads, and of what writes: either may have a limit of its own.
+    /// The disk is a device that may know no other way to zero a range than to write it.
+    writes_zeroes: bool,
     lines: [Line; 2],
     tickets: Cell<u64>,
     slots: RefCell<Vec<Arc<Slot>>>,
@@ -81,10 +83,10 @@ impl Pass<'_> {
 }
 
 impl Turnstile {
-    pub fn new(share: Arc<Share>, handle: Option<Handle>) -> Self {
+    pub fn new(share: Arc<Share>, handle: Option<Handle>, writes_zeroes: bool) -> Self {
         let (tickets, slots, ends, next_end) = Default::default();
         let lines = [(); 2].map(|()| Line { turn: share.line(), waiting: RefCell::default() });
-        Turnstile { share, handle, lines, tickets, slots, ends, next_end }
+        Turnstile { share, handle, writes_zeroes, lines, tickets, slots, ends, next_end }
     }
 
     pub fn share(&self) -> &Arc<Share> {
@@ -103,6 +105,7 @@ impl Turnstile {
     }
 
     /// What a request is to the device. A flush is little by itself; what it makes the device do is charged to whoever does it.
+    /// Zeroes that a device may have to write cost what their bytes cost.
     #[inline]
     pub fn operation(&self, op: Op, offset: u64, bytes: u64, requests: u32) -> Operation {
         let kind = match OpKind::of(op) {
@@ -110,6 +113,7 @@ impl Turnstile {
             OpKind::Write => Kind::Write,
             OpKind::Flush => Kind::Flush,
             OpKind::Discard => Kind::Discard,
+            OpKind::WriteZeroes if self.writes_zeroes => Kind::Write,
             OpKind::WriteZeroes => Kind::WriteZeroes,
         };
         Operation { kind, bytes, sequential: self.follows(offset, bytes), requests }

@@ -76,15 +76,19 @@ fn device_folder(dev: u64) -> Option<PathBuf> {
     if folder.join("queue").exists() { Some(folder) } else { folder.parent().map(Path::to_path_buf) }
 }
 
-/// The device that a file lies on, or that it is, as "major:minor": of a partition its whole disk, where all of them share one
-/// queue. A file system without a block device (tmpfs, NFS, Btrfs) is one by itself.
-pub fn backing_device(fd: impl AsFd) -> io::Result<String> {
+/// The device that a file lies on, or that it is, as "major:minor", and whether it turns. Of a partition it is the whole disk,
+/// for all of them share one queue. A file system without a block device (tmpfs, NFS, Btrfs) is one by itself.
+pub fn backing_device(fd: impl AsFd) -> io::Result<(String, bool)> {
     let stat = rustix::fs::fstat(fd.as_fd())?;
     let is_device = rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::BlockDevice;
     let dev = if is_device { stat.st_rdev } else { stat.st_dev };
-    let whole = device_folder(dev).and_then(|folder| std::fs::read_to_string(folder.join("dev")).ok());
-    let own = || format!("{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
-    Ok(whole.map_or_else(own, |numbers| numbers.trim().to_string()))
+    let own = format!("{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
+    let Some(folder) = device_folder(dev) else { return Ok((own, false)) };
+    let whole = std::fs::read_to_string(folder.join("dev")).map_or(own, |numbers| numbers.trim().to_string());
+    // A virtual disk says that it turns when nobody has told the guest otherwise.
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    let is_virtual = name.starts_with("vd") || name.starts_with("xvd");
+    Ok((whole, !is_virtual && read_number(&folder.join("queue/rotational")) == Some(1)))
 }
 
 fn read_number(path: &Path) -> Option<u32> {

@@ -34,6 +34,10 @@ const DEBT: u64 = 10_000_000;
 /// come evenly.
 const MARGIN: f64 = 1.0;
 
+/// An operation holds no more of the window than so many small ones.
+const MOST_HELD: u64 = 4;
+const SMALL: Operation = Operation { kind: Kind::Read, bytes: 4096, sequential: false, requests: 1 };
+
 /// On a line of the cache of its own.
 #[repr(align(128))]
 #[derive(Debug, Default)]
@@ -43,6 +47,8 @@ struct Apart<T>(T);
 pub struct Device {
     name: String,
     costs: Costs,
+    /// What one operation holds of the window, at most.
+    most_held: u64,
     pub(crate) alone: Alone,
     /// Virtual time: what began last began at this tag.
     tag: Apart<AtomicU64>,
@@ -53,6 +59,8 @@ pub struct Device {
     waiting: AtomicUsize,
     /// More than one disk is here.
     shared: AtomicBool,
+    /// More than one of them was busy when it was looked at last.
+    crowded: AtomicBool,
     look_at: AtomicU64,
     state: Mutex<State>,
 }
@@ -92,12 +100,14 @@ impl Device {
         Device {
             name: name.to_string(),
             costs: calibration.costs,
+            most_held: calibration.costs.of(&SMALL) * MOST_HELD,
             alone: Alone::new(calibration),
             tag: Apart::default(),
             in_flight: Apart::default(),
             window: Apart(AtomicU64::new(state.window.size())),
             waiting: AtomicUsize::new(0),
             shared: AtomicBool::new(false),
+            crowded: AtomicBool::new(false),
             look_at: AtomicU64::new(0),
             state: Mutex::new(state),
         }
@@ -126,12 +136,20 @@ impl Device {
         self.shared.load(Relaxed)
     }
 
+    /// What an operation of a cost holds of the window. A large one keeps a device busy for longer, but not more of it: most
+    /// devices work on several at a time, whatever their size.
+    #[inline]
+    fn held(&self, cost: u64) -> u64 {
+        cost.min(self.most_held)
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn join(&self, account: &Arc<Account>) -> usize {
         let mut state = self.state();
+        account.tag.store(self.tag.0.load(SeqCst), Relaxed);
         let free = state.accounts.iter().position(Option::is_none);
         let number = free.unwrap_or(state.accounts.len());
         match free {
@@ -143,6 +161,10 @@ impl Device {
 
     pub(crate) fn leave(&self, number: usize) {
         let mut state = self.state();
+        // Those who have gone may have left their places behind.
+        while state.board.pop_of(number).is_some() {
+            self.waiting.fetch_sub(1, SeqCst);
+        }
         state.accounts[number] = None;
         self.weigh(&state, self.look_at.load(Relaxed));
     }
@@ -189,15 +211,16 @@ impl Device {
 
     #[inline]
     fn grant(&self, account: &Account, now: Time, cost: u64, operation: &Operation) -> Grant {
-        let others = self.in_flight.0.fetch_add(cost, SeqCst);
-        let own = account.in_flight.fetch_add(cost, Relaxed);
+        let held = self.held(cost);
+        let others = self.in_flight.0.fetch_add(held, SeqCst);
+        let own = account.in_flight.fetch_add(held, Relaxed);
         let beside = account.operations.fetch_add(1, Relaxed);
         Grant {
             cost,
             asked: now,
             at: now,
             likeness: Likeness::of(operation.kind, operation.bytes, beside),
-            by_itself: others <= own,
+            by_itself: others <= own && !self.crowded.load(Relaxed),
         }
     }
 
@@ -248,7 +271,8 @@ impl Device {
     fn let_in(&self, state: &mut State, now: Time) {
         while self.waiting.load(SeqCst) > 0 {
             let in_flight = self.in_flight.0.load(SeqCst);
-            if in_flight > 0 && in_flight >= self.window.0.load(Relaxed) {
+            // Who has the device to itself waits for nobody, nor do those who waited until a moment ago.
+            if in_flight > 0 && in_flight >= self.window.0.load(Relaxed) && self.is_shared() {
                 break;
             }
             let Some((disk, tag)) = state.board.turn() else { break };
@@ -273,8 +297,9 @@ impl Device {
         // Who has gone costs nothing.
         if waiter.slot.grant() {
             self.charge(account, now, waiter.cost, (waiter.requests, waiter.bytes), moves);
-            self.in_flight.0.fetch_add(waiter.cost, SeqCst);
-            account.in_flight.fetch_add(waiter.cost, Relaxed);
+            let held = self.held(waiter.cost);
+            self.in_flight.0.fetch_add(held, SeqCst);
+            account.in_flight.fetch_add(held, Relaxed);
             account.operations.fetch_add(1, Relaxed);
         }
     }
@@ -302,7 +327,8 @@ impl Device {
     #[inline]
     pub(crate) fn done(&self, account: &Account, now: Time, grant: Grant) {
         let service = now.saturating_sub(grant.at);
-        self.alone.learn(grant.likeness, service, grant.by_itself);
+        let others = self.in_flight.0.load(Relaxed) > account.in_flight.load(Relaxed);
+        self.alone.learn(grant.likeness, service, grant.by_itself && !others);
         account.served(
             grant.cost,
             service,
@@ -315,10 +341,10 @@ impl Device {
     /// Gives back what an operation held.
     #[inline]
     pub(crate) fn give_back(&self, account: &Account, now: Time, grant: &Grant) {
-        let cost = grant.cost;
-        account.in_flight.fetch_sub(cost, Relaxed);
+        let held = self.held(grant.cost);
+        account.in_flight.fetch_sub(held, Relaxed);
         account.operations.fetch_sub(1, Relaxed);
-        self.in_flight.0.fetch_sub(cost, SeqCst);
+        self.in_flight.0.fetch_sub(held, SeqCst);
         if self.waiting.load(SeqCst) > 0 {
             let mut state = self.state();
             self.let_in(&mut state, now);
@@ -337,6 +363,11 @@ impl Device {
     /// Who is here, and what each one's weight comes to.
     fn count(&self, state: &State, now: Time) {
         let present = state.accounts.iter().flatten().filter(|a| a.present.load(Relaxed)).count();
+        if present > 1 && !self.is_shared() {
+            // Nobody was ahead of anybody: what was done alone is no lead.
+            let tag = self.tag.0.load(SeqCst);
+            state.accounts.iter().flatten().for_each(|account| account.tag.store(tag, Relaxed));
+        }
         self.shared.store(present > 1, Relaxed);
         self.weigh(state, now);
     }
@@ -380,13 +411,18 @@ impl Device {
         }
         state.looked = now;
         self.look_at.store(now + state.window.period(), Relaxed);
+        let tag = self.tag.0.load(SeqCst);
         for account in state.accounts.iter().flatten() {
+            // Tags wrap: none is left so far behind that it would seem to be ahead.
+            let _ = account.tag.fetch_update(Relaxed, Relaxed, |own| before(own, tag).then_some(tag));
             if account.present.load(Relaxed) && !account.is_busy(now, ABSENT) && account.is_idle() {
                 account.present.store(false, Relaxed);
             }
         }
         self.count(&state, now);
-        let seen = see(&state, now, elapsed);
+        // After a rest only the last of it counts.
+        let seen = see(&state, now, elapsed.min(2 * state.window.period()));
+        self.crowded.store(seen.busy > 1, Relaxed);
         state.window.look(now, &seen);
         self.window.0.store(state.window.size(), Relaxed);
         if now.saturating_sub(state.aged) > 1_000_000_000 {
@@ -406,6 +442,7 @@ fn see(state: &State, now: Time, elapsed: u64) -> Seen {
     let weights: f64 = accounts().zip(&counts).filter(|(_, c)| c.busy).map(|(a, _)| a.weight()).sum();
     for (account, counts) in accounts().zip(&counts).filter(|(_, c)| c.busy) {
         let due = account.weight() / weights;
+        seen.busy += 1;
         account.note_owed(due * capacity * elapsed as f64, counts.cost);
         account.set_margin((due * state.window.usual() * MARGIN) as u64);
         seen.delivered += counts.cost;

@@ -40,7 +40,9 @@ impl Clock {
         let interval = self.interval.load(Relaxed);
         if interval > 0 {
             let step = ((u128::from(interval) * u128::from(count)) >> 20) as u64;
-            let next = |due: u64| Some(due.max(now.saturating_sub(CATCH_UP)).saturating_add(step));
+            // What was had beyond it is not held against the disk for longer than a moment.
+            let most = now.saturating_add(step.max(CATCH_UP));
+            let next = |due: u64| Some(due.max(now.saturating_sub(CATCH_UP)).saturating_add(step).min(most));
             let _ = self.due.fetch_update(Relaxed, Relaxed, next);
         }
     }
@@ -76,8 +78,9 @@ impl Reserve {
     }
 
     pub fn next(&self, now: Time, ahead: u64) -> Option<Time> {
-        // Of bytes it is not known how many are ahead: it is looked at as soon as it is due.
-        self.operations.next(now, ahead.saturating_sub(1)).into_iter().chain(self.bytes.next(now, 0)).min()
+        // How many bytes are ahead is not known: it is looked at as if they were small ones.
+        let ahead = ahead.saturating_sub(1);
+        self.operations.next(now, ahead).into_iter().chain(self.bytes.next(now, ahead * 4096)).min()
     }
 }
 
@@ -102,11 +105,21 @@ mod tests {
     }
 
     #[test]
+    fn what_was_had_beyond_it_is_soon_forgotten() {
+        let reserve = Reserve::default();
+        reserve.set(&Knobs { reserve_iops: Some(1000), ..Knobs::default() });
+        let start = 5_000_000_000;
+        (0..1_000_000).for_each(|n| reserve.charge(start + n * 50_000, 1, 4096));
+        let end = start + 1_000_000 * 50_000;
+        assert!(!reserve.is_due(end) && reserve.is_due(end + CATCH_UP));
+    }
+
+    #[test]
     fn bytes_are_due_too() {
         let reserve = Reserve::default();
         reserve.set(&Knobs { reserve_bps: Some(1 << 20), ..Knobs::default() });
         reserve.charge(1_000_000_000, 1, 1 << 20);
         assert!(!reserve.is_due(1_900_000_000) && reserve.is_due(1_990_000_000));
-        assert_eq!(reserve.next(1_000_000_000, 7), Some(1_980_000_000));
+        assert_eq!(reserve.next(1_000_000_000, 1), Some(1_980_000_000));
     }
 }

@@ -333,6 +333,8 @@ impl Share {
         self.limiter.set(&knobs.limits);
         self.turn.as_ref().inspect(|turn| turn.set_weight(knobs.weight));
         self.group_changed(now);
+        // Those who wait already have a reservation now.
+        self.claim(now);
     }
 
     /// Its group has other knobs.

@@ -41,6 +41,8 @@ impl Class {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Seen {
     pub elapsed: u64,
+    /// Disks that did something.
+    pub busy: u32,
     /// Somebody waited for the device.
     pub waited: bool,
     /// Cost of what ended: all of it, and that of the disks that waited.

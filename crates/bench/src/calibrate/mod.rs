@@ -94,7 +94,7 @@ fn calibrate(options: &Options, stop: &Stop) -> Result<(DeviceCosts, Measured)> 
     let size = blockyard_ring::host::file_size(&file).with_context(|| format!("{name} cannot be measured"))?;
     let size = size.min(options.size.max(LEAST)) >> 24 << 24;
     anyhow::ensure!(size >= LEAST, "{name} has less than {} MiB: too small to be measured", LEAST >> 20);
-    let device =
+    let (device, _) =
         blockyard_ring::host::backing_device(&file).with_context(|| format!("finding the device of {name}"))?;
     let writes = own.is_some() || options.writes;
     let plan = Plan { path, size, writes, rounds: options.rounds, seconds: options.seconds, stop };

@@ -149,7 +149,7 @@ fn costs(options: &Options, device: &Device, stop: &Stop) -> Result<DeviceCosts>
     if let Some(file) = &options.costs {
         let looking = || format!("looking at {}", folder.display());
         let open = std::fs::File::open(folder).with_context(looking)?;
-        return DeviceCosts::load(file, &blockyard_ring::host::backing_device(open).with_context(looking)?);
+        return DeviceCosts::load(file, &blockyard_ring::host::backing_device(open).with_context(looking)?.0);
     }
     eprintln!("calibrating the device of {}", folder.display());
     calibrate::of_folder(folder, options.size, 16.0, stop)

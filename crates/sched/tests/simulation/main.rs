@@ -24,9 +24,9 @@ fn within(got: &[Got], weights: &[f64], tolerance: f64) {
 
 #[test]
 fn a_polite_guest_does_not_notice_one_that_thrashes() {
-    // Half of the servers at depth 8 are the whole half of the device. Where all take the same time, they go in step: who pauses
+    // Half of the servers, at depth 8, are the whole half of the device. Where all take the same time, they go in step: who pauses
     // for a moment finds all servers taken.
-    let cases = [(1, 0, 0, 0.98), (1, 50, 0, 0.976), (8, 50, 0, 0.95), (1, 0, 30_000, 0.95), (8, 0, 30_000, 0.95)];
+    let cases = [(1, 0, 0, 0.98), (1, 50, 0, 0.976), (7, 50, 0, 0.95), (1, 0, 30_000, 0.95), (8, 0, 30_000, 0.95)];
     for (depth, spread, think, keeps) in cases {
         let model = Model { spread, span: 10 * S, calibrated: think > 0, ..Model::PLAIN };
         let polite = Guest { think, ..Guest::reads(depth) };
@@ -143,4 +143,33 @@ fn a_device_that_becomes_slower_is_followed() {
     let mut simulation = Simulation::new(slow, &[Guest::reads(256), Guest::reads(256)]);
     let got = simulation.run(5 * S, 15 * S);
     within(&got, &[1.0, 1.0], 0.03);
+}
+
+#[test]
+fn who_waits_goes_on_when_the_neighbours_have_gone() {
+    // Nobody is there but the disk from 4 s on; at 14 s it has the device to itself.
+    let leaves = Guest { until: 4 * S, ..thrasher() };
+    let mut simulation = Simulation::new(Model::PLAIN, &[Guest::reads(256), leaves]);
+    simulation.run(S, 4 * S);
+    assert!(simulation.share(0).figures().waiting > 100);
+    let got = simulation.run(20 * S, 25 * S);
+    assert_eq!(got[0].figures.waiting, 0);
+    assert!(got[0].cost as f64 > 0.99 * 5e9);
+    // The longest that one of them waited is what 256 take, and no more.
+    assert!(got[0].quantile(1.0) < 20 * MS, "{} ns", got[0].quantile(1.0));
+}
+
+#[test]
+fn what_was_done_alone_is_no_debt() {
+    // A database that syncs, alone for long; then a thrasher comes.
+    let lone = Guest::reads(2);
+    let late = Guest { from: 20 * S + MS / 2, ..thrasher() };
+    let mut simulation = Simulation::new(Model { calibrated: true, ..Model::PLAIN }, &[lone, late]);
+    for second in 0..20 {
+        simulation.run(second * S, (second + 1) * S);
+        let (share, now) = (simulation.share(0).clone(), simulation.now());
+        (0..1000).for_each(|_| share.done(now, share.sync(now)));
+    }
+    let got = simulation.run(20 * S, 21 * S);
+    assert!(got[0].operations > 1_200, "{} of 2,000: it pays for what it did alone", got[0].operations);
 }
