@@ -455,6 +455,7 @@ fn see(state: &State, now: Time, elapsed: u64) -> Seen {
             seen.due += due;
             continue;
         }
+        seen.inside_held += account.in_flight.load(Relaxed);
         match account.latency_target() {
             _ if counts.served == 0 => {}
             0 => {

@@ -55,6 +55,8 @@ pub(crate) struct Seen {
     pub inside: u64,
     pub inside_service: u64,
     pub inside_alone: u64,
+    /// What disks inside their share hold of the window now.
+    pub inside_held: u64,
     /// The worst mean service time over its latency target, of disks inside their share that have one.
     pub missed: Option<f64>,
     /// All operations: how many, their time, and what it would have been alone.
@@ -77,6 +79,8 @@ pub(crate) struct Window {
     inside: Inside,
     /// When one was seen last.
     inside_at: Option<u64>,
+    /// What they hold of it at most: were it smaller, they would wait for themselves.
+    held: f64,
     /// Where they were slowed the last time: growth is slow from just below it.
     knee: f64,
 }
@@ -102,6 +106,7 @@ impl Window {
             inside: Inside::default(),
             inside_at: None,
             knee: f64::MAX,
+            held: 0.0,
         }
     }
 
@@ -148,7 +153,9 @@ impl Window {
                 self.for_all(seen, rate)
             }
         };
-        self.size = (self.size * step).clamp(LEAST, 8.0 * self.class.queue as f64);
+        self.held = (self.held * 0.98).max(seen.inside_held as f64);
+        let most = 8.0 * self.class.queue as f64;
+        self.size = (self.size * step).clamp((self.held + LEAST).min(most), most);
     }
 
     /// What the device delivers, a nanosecond: over a time, for operations end in flocks.
