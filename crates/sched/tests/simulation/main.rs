@@ -24,7 +24,8 @@ fn within(got: &[Got], weights: &[f64], tolerance: f64) {
 
 #[test]
 fn a_polite_guest_does_not_notice_one_that_thrashes() {
-    // Half of the servers, at depth 8, are the whole half of the device. Where all take the same time, they go in step: who pauses
+    // Half of the servers, at depth 8, are the whole half of the device; with times that vary its p99 is 1.31 to 1.35 times
+    // that alone, so that case is tried at depth 7. What is not calibrated leaves up to a fifth of the device unused (below). Where all take the same time, they go in step: who pauses
     // for a moment finds all servers taken.
     let cases = [(1, 0, 0, 0.98), (1, 50, 0, 0.976), (7, 50, 0, 0.95), (1, 0, 30_000, 0.95), (8, 0, 30_000, 0.95)];
     for (depth, spread, think, keeps) in cases {
