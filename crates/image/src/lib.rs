@@ -19,6 +19,7 @@ mod image;
 mod join;
 mod layer;
 mod lower;
+pub mod nbd;
 mod open;
 mod overlay;
 pub mod qcow2;

@@ -75,6 +75,20 @@ pub(crate) struct FileSlot {
 }
 
 impl FileSlot {
+    /// Not counted among the files.
+    pub fn of_socket(handle: &Handle, fd: OwnedFd) -> Self {
+        let registered = handle.register_file(fd.as_raw_fd());
+        FileSlot { fd: Arc::new(fd), registered, handle: handle.clone(), counted: false }
+    }
+
+    pub fn fd(&self) -> &OwnedFd {
+        &self.fd
+    }
+
+    pub fn handle(&self) -> &Handle {
+        &self.handle
+    }
+
     pub fn raw(&self) -> i32 {
         self.fd.as_raw_fd()
     }
@@ -144,7 +158,7 @@ impl UringFile {
 }
 
 #[inline]
-fn answer(result: i32) -> io::Result<usize> {
+pub(crate) fn answer(result: i32) -> io::Result<usize> {
     if result >= 0 { Ok(result as usize) } else { Err(io::Error::from_raw_os_error(-result)) }
 }
 

@@ -4,6 +4,7 @@
 //!   executor   one thread, one io_uring, many tasks       remote    work handed in from other threads
 //!   wake       watched descriptors, signals               sim       `Storage` over a simulated disk
 //!   file       `Storage` over io_uring                    inline    page-cache writes made at once
+//!   socket     connected sockets over io_uring
 //!   memory     guest memory: regions, windows, bounds     segments  what one I/O moves: an iovec and its owner
 //!   buffers    guest memory registered with a ring        fault     shared memory that its owner takes away
 //!   host       locks, geometry, block-device calls, sockets' bits
@@ -23,6 +24,7 @@ pub mod memory;
 pub mod remote;
 pub mod segments;
 pub mod sim;
+mod socket;
 mod uring;
 mod wake;
 
@@ -32,5 +34,6 @@ pub use file::{OpenMode, Storage, UringFile};
 pub use memory::{GuestMemory, MemoryError, Region, Window};
 pub use remote::{Remote, Reply};
 pub use segments::{AlignedBuf, Segments};
+pub use socket::{MOST_PIECES, Socket};
 pub use uring::TaskId;
 pub use wake::{Signal, Watch, park};

@@ -46,6 +46,46 @@ enum Owner {
     Nobody,
     Guest(Rc<GuestMemory>),
     Heap(Rc<AlignedBuf>),
+    /// Of pieces that were gathered.
+    Several(Vec<Owner>),
+}
+
+impl Owner {
+    fn is(&self, other: &Owner) -> bool {
+        match (self, other) {
+            (Owner::Guest(mine), Owner::Guest(theirs)) => Rc::ptr_eq(mine, theirs),
+            (Owner::Heap(mine), Owner::Heap(theirs)) => Rc::ptr_eq(mine, theirs),
+            _ => false,
+        }
+    }
+
+    /// Keeps what `other` keeps as well.
+    fn join(&mut self, other: &Owner) {
+        match (&mut *self, other) {
+            (_, Owner::Nobody) => {}
+            (Owner::Nobody, _) => *self = other.clone(),
+            (Owner::Several(all), Owner::Several(more)) => all.extend(more.iter().cloned()),
+            (Owner::Several(all), one) if all.last().is_some_and(|last| last.is(one)) => {}
+            (Owner::Several(all), one) => all.push(one.clone()),
+            (one, other) if one.is(other) => {}
+            (one, other) => {
+                let mut all = vec![std::mem::take(one)];
+                match other {
+                    Owner::Several(more) => all.extend(more.iter().cloned()),
+                    other => all.push(other.clone()),
+                }
+                *self = Owner::Several(all);
+            }
+        }
+    }
+
+    fn has_guest(&self) -> bool {
+        match self {
+            Owner::Nobody | Owner::Heap(_) => false,
+            Owner::Guest(_) => true,
+            Owner::Several(all) => all.iter().any(Owner::has_guest),
+        }
+    }
 }
 
 /// An iovec of bounded length with its memory's owner. See the module's page.
@@ -116,6 +156,14 @@ impl Segments {
         }
         self.len += other.len;
         true
+    }
+
+    /// Appends `len` bytes of `other` from `offset`, whoever owns them: for what goes out as one, in order.
+    pub fn gather(&mut self, other: &Segments, offset: usize, len: usize) {
+        let iov = &mut self.iov;
+        other.each(offset, len, |base, len| push(iov, base, len));
+        self.owner.join(&other.owner);
+        self.len += len;
     }
 
     /// Bytes in all.
@@ -220,7 +268,7 @@ impl Segments {
 
     /// As [`Segments::each`], for memory that nobody changes meanwhile.
     fn each_slice(&self, offset: usize, len: usize, mut piece: impl FnMut(&[u8])) {
-        assert!(!matches!(self.owner, Owner::Guest(_)), "a guest's memory is copied before it is looked at");
+        assert!(!self.owner.has_guest(), "a guest's memory is copied before it is looked at");
         self.each(offset, len, |base, len| {
             // SAFETY: `each` gives ranges inside memory the owner keeps alive; it is a buffer of this thread's, which is
             // written through `Segments` only, and none of its functions is called from `piece`.
@@ -333,6 +381,30 @@ mod tests {
         drop(buffer);
         all.copy_out(0, &mut out[..5]);
         assert_eq!(&out[..5], b"23478");
+    }
+
+    #[test]
+    fn what_is_gathered_is_kept_by_all_its_owners() {
+        let memory = guest();
+        let mut one = Segments::default();
+        one.reset(&memory);
+        one.push_guest(0x1000, 4).unwrap();
+        one.copy_in(0, b"abcd");
+        let (two, three) = (Segments::from_bytes(b"0123456789"), Segments::from_bytes(b"xyz"));
+        let mut all = Segments::default();
+        all.gather(&two, 2, 3);
+        all.gather(&two, 8, 2);
+        all.gather(&one, 1, 2);
+        let mut again = Segments::default();
+        again.gather(&three, 0, 1);
+        again.gather(&all, 0, all.len());
+        let regions = Rc::downgrade(&memory);
+        drop((memory, one, two, three, all));
+        let mut out = [0; 8];
+        again.copy_out(0, &mut out);
+        assert_eq!(&out, b"x23489bc");
+        again.release();
+        assert!(regions.upgrade().is_none());
     }
 
     #[test]

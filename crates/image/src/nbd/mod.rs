@@ -1,0 +1,3 @@
+//! Images that an NBD server serves.
+
+pub mod wire;

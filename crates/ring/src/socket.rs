@@ -1,0 +1,160 @@
+//! A connected stream socket on one executor's io_uring.
+//!
+//! In: segments to fill, or to send. Out: the segments again, with the number of bytes moved. What must hold: a read or write
+//! that is dropped early goes on in the kernel, with its memory and the descriptor, until it is answered; [`Socket::shutdown`]
+//! makes sure that it is, and comes with the last clone's end.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+
+use rustix::net::Shutdown;
+
+use crate::executor::Handle;
+use crate::file::{FileSlot, answer};
+use crate::segments::Segments;
+use crate::uring::Action;
+
+/// Entries of an iovec that the kernel takes at a time (UIO_MAXIOV).
+pub const MOST_PIECES: usize = 1024;
+
+#[derive(Clone)]
+pub struct Socket(Rc<Connected>);
+
+struct Connected(Rc<FileSlot>);
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        let _ = rustix::net::shutdown(self.0.fd(), Shutdown::Both);
+    }
+}
+
+impl Socket {
+    /// Takes a connected stream socket over; it becomes a blocking one, for that is what io_uring waits for by itself.
+    pub fn new(handle: &Handle, fd: OwnedFd) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&fd, false)?;
+        Ok(Socket(Rc::new(Connected(Rc::new(FileSlot::of_socket(handle, fd))))))
+    }
+
+    pub fn fd(&self) -> &OwnedFd {
+        self.0.0.fd()
+    }
+
+    /// Reads what is there, at least one byte; 0: the other side has ended.
+    #[inline]
+    pub async fn read(&self, mut segments: Segments) -> (Segments, io::Result<usize>) {
+        loop {
+            let (result, back) = self.operation(Action::Read { offset: 0 }, segments).await;
+            match answer(result) {
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => segments = back,
+                result => return (back, result),
+            }
+        }
+    }
+
+    /// Fills `segments`; an end before that is an error (UnexpectedEof).
+    pub async fn read_full(&self, segments: Segments) -> (Segments, io::Result<()>) {
+        let mut done = 0;
+        while done < segments.len() {
+            match self.read(segments.slice(done, segments.len() - done)).await.1 {
+                Ok(0) => return (segments, Err(io::ErrorKind::UnexpectedEof.into())),
+                Ok(n) => done += n,
+                Err(e) => return (segments, Err(e)),
+            }
+        }
+        (segments, Ok(()))
+    }
+
+    /// Sends all of `segments`, which have at most [`MOST_PIECES`] pieces.
+    pub async fn write_full(&self, segments: Segments) -> (Segments, io::Result<()>) {
+        let whole = segments.len();
+        let (mut result, segments) = self.operation(Action::Write { offset: 0, rw_flags: 0 }, segments).await;
+        let mut done = 0;
+        loop {
+            match answer(result) {
+                Ok(n) => done += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return (segments, Err(e)),
+            }
+            if done >= whole {
+                return (segments, Ok(()));
+            }
+            let rest = segments.slice(done, whole - done);
+            result = self.operation(Action::Write { offset: 0, rw_flags: 0 }, rest).await.0;
+        }
+    }
+
+    /// Ends both directions: whatever waits for the socket is answered.
+    pub fn shutdown(&self) {
+        let _ = rustix::net::shutdown(self.fd(), Shutdown::Both);
+    }
+
+    /// Ends the reading direction: what waits for the other side's bytes is answered, what is sent still goes out.
+    pub fn shutdown_read(&self) {
+        let _ = rustix::net::shutdown(self.fd(), Shutdown::Read);
+    }
+
+    #[inline]
+    fn operation(&self, action: Action, segments: Segments) -> crate::executor::Operation {
+        self.0.0.handle().operation(action, segments, self.0.0.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::Executor;
+
+    #[test]
+    fn bytes_go_both_ways() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let executor = Executor::new().unwrap();
+        let peer = std::thread::spawn(move || {
+            theirs.write_all(b"01234").unwrap();
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            theirs.write_all(b"56789").unwrap();
+            // More than the socket holds: it is sent in several steps.
+            let mut all = vec![0; 3 << 20];
+            theirs.read_exact(&mut all).unwrap();
+            assert!(all.iter().all(|byte| *byte == 7));
+        });
+        let socket = Socket::new(executor.handle(), ours.into()).unwrap();
+        executor
+            .block_on(async move {
+                let (segments, read) = socket.read_full(Segments::buffer(10)).await;
+                read.unwrap();
+                let mut bytes = [0; 10];
+                segments.copy_out(0, &mut bytes);
+                assert_eq!(&bytes, b"0123456789");
+                let (one, two) = (Segments::from_bytes(&[7; 1 << 20]), Segments::from_bytes(&vec![7; 2 << 20]));
+                let mut out = Segments::default();
+                out.gather(&one, 0, one.len());
+                out.gather(&two, 0, two.len());
+                socket.write_full(out).await.1.unwrap();
+                let (_, end) = socket.read_full(Segments::buffer(1)).await;
+                assert_eq!(end.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+            })
+            .unwrap();
+        peer.join().unwrap();
+    }
+
+    #[test]
+    fn a_shutdown_ends_what_waits() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let executor = Executor::new().unwrap();
+        let socket = Socket::new(executor.handle(), ours.into()).unwrap();
+        let (other, handle) = (socket.clone(), executor.handle().clone());
+        executor
+            .block_on(async move {
+                handle.spawn(async move { other.shutdown() });
+                assert_eq!(socket.read(Segments::buffer(10)).await.1.unwrap(), 0);
+                assert!(socket.write_full(Segments::buffer(10)).await.1.is_err());
+            })
+            .unwrap();
+        drop(theirs);
+    }
+}
