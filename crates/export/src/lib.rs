@@ -2,6 +2,7 @@
 //! to the disk; and answers. Protocol types live here and nowhere else.
 
 mod reactors;
+pub mod ublk;
 pub mod vhost_user;
 
 pub use reactors::Reactors;

@@ -25,7 +25,7 @@ use crate::memory::{GuestMemory, Region};
 pub(crate) const NONE: u16 = u16::MAX;
 
 /// Entries of a ring's table.
-const ENTRIES: u16 = 1024;
+const ENTRIES: u16 = 4096;
 /// Bytes of one entry; the kernel takes no more. What crosses two entries goes the plain way.
 const MOST: usize = 1 << 30;
 
@@ -204,6 +204,21 @@ impl Buffers {
             (slice.start..slice.end).contains(&start) && v.iov_len <= slice.end - start
         };
         iov.iter().all(inside).then_some(slice.entry)
+    }
+
+    /// Free entries, for somebody else to fill and empty: `number` of them, or none.
+    pub fn reserve(&mut self, submitter: &Submitter<'_>, number: u16) -> Result<Vec<u16>, Refusal> {
+        self.open(submitter)?;
+        let Table::Ready { free, .. } = &mut self.table else { return Err(Refusal::NoTable(0)) };
+        let rest = free.len().checked_sub(number.into()).ok_or(Refusal::Full)?;
+        Ok(free.split_off(rest))
+    }
+
+    /// Reserved entries, which are empty.
+    pub fn give_back(&mut self, entries: Vec<u16>) {
+        if let Table::Ready { free, .. } = &mut self.table {
+            free.extend(entries);
+        }
     }
 
     /// Whether [`Buffers::settle`] has something to do.

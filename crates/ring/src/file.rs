@@ -75,10 +75,10 @@ pub(crate) struct FileSlot {
 }
 
 impl FileSlot {
-    /// Not counted among the files.
-    pub fn of_socket(handle: &Handle, fd: OwnedFd) -> Self {
+    /// Not counted among the files: a socket, a character device.
+    pub fn uncounted(handle: &Handle, fd: Arc<OwnedFd>) -> Self {
         let registered = handle.register_file(fd.as_raw_fd());
-        FileSlot { fd: Arc::new(fd), registered, handle: handle.clone(), counted: false }
+        FileSlot { fd, registered, handle: handle.clone(), counted: false }
     }
 
     pub fn fd(&self) -> &OwnedFd {
@@ -178,6 +178,7 @@ impl Storage for UringFile {
         let want = segments.len();
         if !durable
             && self.inline.suits(want)
+            && segments.request().is_none()
             && self.slot.handle.files() == 1
             && let Some(n) = self.inline.write(&self.slot.fd, &segments, offset)
             && n == want

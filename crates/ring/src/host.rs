@@ -130,6 +130,21 @@ pub(crate) fn write_at(fd: impl AsFd, segments: &Segments, offset: u64, flags: l
     if n >= 0 { Ok(n as usize) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Tells the kernel that this thread, and those it starts, write pages back: then memory that they ask for never waits for
+/// pages that are to be written to them.
+pub fn set_io_flusher() -> io::Result<()> {
+    const PR_SET_IO_FLUSHER: libc::c_int = 57;
+    // SAFETY: plain numbers.
+    let rc = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) };
+    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Whether a block device could be claimed just now; `ResourceBusy`: it is mounted, or has another owner.
+pub fn claim(device: &Path) -> io::Result<()> {
+    let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::EXCL | rustix::fs::OFlags::CLOEXEC;
+    Ok(rustix::fs::open(device, flags, rustix::fs::Mode::empty()).map(drop)?)
+}
+
 /// The process at the other end of a Unix socket; None: it is not known here (another PID namespace).
 pub fn peer_process(socket: impl AsFd) -> Option<i32> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };

@@ -4,7 +4,7 @@
 //!   executor   one thread, one io_uring, many tasks       remote    work handed in from other threads
 //!   wake       watched descriptors, signals               sim       `Storage` over a simulated disk
 //!   file       `Storage` over io_uring                    inline    page-cache writes made at once
-//!   socket     connected sockets over io_uring
+//!   socket     connected sockets over io_uring            ublk      block devices of this host: control, queues
 //!   memory     guest memory: regions, windows, bounds     segments  what one I/O moves: an iovec and its owner
 //!   buffers    guest memory registered with a ring        fault     shared memory that its owner takes away
 //!   host       locks, geometry, block-device calls, sockets' bits
@@ -25,6 +25,7 @@ pub mod remote;
 pub mod segments;
 pub mod sim;
 mod socket;
+pub mod ublk;
 mod uring;
 mod wake;
 

@@ -3,13 +3,15 @@
 //! In: pieces of guest memory (checked by [`GuestMemory`]) or a buffer of our own. Out: an iovec for the kernel.
 //! What must hold: every entry points into memory that `owner` keeps alive, so a `Segments` that travels into an
 //! operation and back makes that operation sound whoever is dropped meanwhile. The vector is reused from request to
-//! request (`clear`), so the steady state allocates nothing.
+//! request (`clear`), so the steady state allocates nothing. Data that the kernel keeps to itself (ublk's zero copy) have
+//! entries that count from 0 and are never followed here: only their owner copies them.
 
 use std::alloc::Layout;
 use std::ptr::NonNull;
 use std::rc::Rc;
 
 use crate::memory::{GuestMemory, MemoryError};
+use crate::ublk::RequestData;
 
 /// Heap memory aligned for O_DIRECT, zeroed when made.
 pub struct AlignedBuf {
@@ -46,6 +48,8 @@ enum Owner {
     Nobody,
     Guest(Rc<GuestMemory>),
     Heap(Rc<AlignedBuf>),
+    /// With the kernel: the entries are offsets in it.
+    Request(Rc<RequestData>),
     /// Of pieces that were gathered.
     Several(Vec<Owner>),
 }
@@ -55,6 +59,7 @@ impl Owner {
         match (self, other) {
             (Owner::Guest(mine), Owner::Guest(theirs)) => Rc::ptr_eq(mine, theirs),
             (Owner::Heap(mine), Owner::Heap(theirs)) => Rc::ptr_eq(mine, theirs),
+            (Owner::Request(mine), Owner::Request(theirs)) => Rc::ptr_eq(mine, theirs),
             _ => false,
         }
     }
@@ -79,11 +84,12 @@ impl Owner {
         }
     }
 
-    fn has_guest(&self) -> bool {
+    /// Whether somebody else may change, or alone may read, what it owns.
+    fn is_shared(&self) -> bool {
         match self {
             Owner::Nobody | Owner::Heap(_) => false,
-            Owner::Guest(_) => true,
-            Owner::Several(all) => all.iter().any(Owner::has_guest),
+            Owner::Guest(_) | Owner::Request(_) => true,
+            Owner::Several(all) => all.iter().any(Owner::is_shared),
         }
     }
 }
@@ -117,6 +123,24 @@ impl Segments {
         self.iov.clear();
         self.len = 0;
         self.owner = Owner::Guest(memory.clone());
+    }
+
+    /// Makes it the first `len` bytes of data that the kernel keeps, keeping the vector's room.
+    #[inline]
+    pub(crate) fn reset_request(&mut self, data: &Rc<RequestData>, len: usize) {
+        self.iov.clear();
+        self.iov.push(libc::iovec { iov_base: std::ptr::null_mut(), iov_len: len });
+        self.len = len;
+        self.owner = Owner::Request(data.clone());
+    }
+
+    /// Data that the kernel keeps: only operations of io_uring can name them.
+    #[inline]
+    pub(crate) fn request(&self) -> Option<&Rc<RequestData>> {
+        match &self.owner {
+            Owner::Request(data) => Some(data),
+            _ => None,
+        }
     }
 
     /// Lets go of the memory, keeping the vector's room.
@@ -160,6 +184,12 @@ impl Segments {
 
     /// Appends `len` bytes of `other` from `offset`, whoever owns them: for what goes out as one, in order.
     pub fn gather(&mut self, other: &Segments, offset: usize, len: usize) {
+        if other.request().is_some() {
+            // Its entries mean nothing beside others'.
+            let copy = Segments::buffer(len);
+            copy.copy_from(0, other, offset, len);
+            return self.gather(&copy, 0, len);
+        }
         let iov = &mut self.iov;
         other.each(offset, len, |base, len| push(iov, base, len));
         self.owner.join(&other.owner);
@@ -199,10 +229,14 @@ impl Segments {
     pub fn copy_in(&self, offset: usize, mut bytes: &[u8]) {
         self.each(offset, bytes.len(), |base, len| {
             let (now, later) = bytes.split_at(len);
+            bytes = later;
+            if let Some(data) = self.request() {
+                // SAFETY: a Rust slice of ours.
+                return unsafe { data.write(base as usize, now.as_ptr(), len) };
+            }
             // SAFETY: `each` gives ranges inside memory the owner keeps alive; `bytes` is a Rust slice of ours, which
             // never lies in guest memory or in an AlignedBuf (those are only reached through Segments).
             unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), base, len) };
-            bytes = later;
         });
     }
 
@@ -210,20 +244,53 @@ impl Segments {
     pub fn copy_out(&self, offset: usize, mut bytes: &mut [u8]) {
         self.each(offset, bytes.len(), |base, len| {
             let (now, later) = std::mem::take(&mut bytes).split_at_mut(len);
+            bytes = later;
+            if let Some(data) = self.request() {
+                // SAFETY: a Rust slice of ours.
+                return unsafe { data.read(base as usize, now.as_mut_ptr(), len) };
+            }
             // SAFETY: as in copy_in.
             unsafe { std::ptr::copy_nonoverlapping(base, now.as_mut_ptr(), len) };
-            bytes = later;
         });
     }
 
     /// Copies `len` bytes from `other` at `from` into `self` at `to`.
     pub fn copy_from(&self, to: usize, other: &Segments, from: usize, len: usize) {
+        match (self.request(), other.request()) {
+            // SAFETY: both ranges are alive; they may overlap when a guest names the same memory twice, so `copy`.
+            (None, None) => self.each_pair(to, other, from, len, |dst, src, len| unsafe {
+                std::ptr::copy(src, dst, len);
+            }),
+            // SAFETY: memory that the other's owner keeps alive; the kernel only reads it.
+            (Some(data), None) => self.each_pair(to, other, from, len, |dst, src, len| unsafe {
+                data.write(dst as usize, src, len);
+            }),
+            // SAFETY: memory that our owner keeps alive.
+            (None, Some(data)) => self.each_pair(to, other, from, len, |dst, src, len| unsafe {
+                data.read(src as usize, dst, len);
+            }),
+            (Some(_), Some(_)) => {
+                let copy = Segments::buffer(len);
+                copy.copy_from(0, other, from, len);
+                self.copy_from(to, &copy, 0, len);
+            }
+        }
+    }
+
+    /// Calls `piece` with the ranges of `self` from `to` and those of `other` from `from`, `len` bytes, side by side.
+    fn each_pair(
+        &self,
+        to: usize,
+        other: &Segments,
+        from: usize,
+        len: usize,
+        mut piece: impl FnMut(*mut u8, *mut u8, usize),
+    ) {
         let mut at = from;
         self.each(to, len, |dst, len| {
             let mut dst = dst;
             other.each(at, len, |src, len| {
-                // SAFETY: both ranges are alive; they may overlap when a guest names the same memory twice, so `copy`.
-                unsafe { std::ptr::copy(src, dst, len) };
+                piece(dst, src, len);
                 dst = dst.wrapping_add(len);
             });
             at += len;
@@ -232,6 +299,9 @@ impl Segments {
 
     /// Zeroes `len` bytes from `offset`.
     pub fn zero(&self, offset: usize, len: usize) {
+        if let Some(data) = self.request() {
+            return self.each(offset, len, |base, len| data.zero(base as usize, len));
+        }
         // SAFETY: `each` gives ranges inside memory the owner keeps alive.
         self.each(offset, len, |base, len| unsafe { base.write_bytes(0, len) });
     }
@@ -268,7 +338,7 @@ impl Segments {
 
     /// As [`Segments::each`], for memory that nobody changes meanwhile.
     fn each_slice(&self, offset: usize, len: usize, mut piece: impl FnMut(&[u8])) {
-        assert!(!self.owner.has_guest(), "a guest's memory is copied before it is looked at");
+        assert!(!self.owner.is_shared(), "a guest's memory is copied before it is looked at");
         self.each(offset, len, |base, len| {
             // SAFETY: `each` gives ranges inside memory the owner keeps alive; it is a buffer of this thread's, which is
             // written through `Segments` only, and none of its functions is called from `piece`.

@@ -7,6 +7,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use rustix::net::Shutdown;
 
@@ -33,7 +34,7 @@ impl Socket {
     /// Takes a connected stream socket over; it becomes a blocking one, for that is what io_uring waits for by itself.
     pub fn new(handle: &Handle, fd: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&fd, false)?;
-        Ok(Socket(Rc::new(Connected(Rc::new(FileSlot::of_socket(handle, fd))))))
+        Ok(Socket(Rc::new(Connected(Rc::new(FileSlot::uncounted(handle, Arc::new(fd)))))))
     }
 
     pub fn fd(&self) -> &OwnedFd {

@@ -27,6 +27,7 @@ use io_uring::{IoUring, Submitter, cqueue, opcode, squeue};
 use crate::buffers::{self, Buffers};
 use crate::file::FileSlot;
 use crate::segments::Segments;
+use crate::ublk::Command;
 
 /// Entries of the submission queue; a full one is submitted early, so it bounds a batch and not the operations in flight.
 const SQ_ENTRIES: u32 = 256;
@@ -51,6 +52,8 @@ struct Slot {
     state: State,
     /// Multishot: stays with the kernel until a CQE without F_MORE.
     multi: bool,
+    /// No cancel reaches it.
+    stays: bool,
     task: TaskId,
     result: i32,
     segments: Segments,
@@ -62,11 +65,24 @@ struct Slot {
 /// What an operation does; the slot's segments are its memory.
 #[derive(Clone, Copy)]
 pub(crate) enum Action {
-    Read { offset: u64 },
-    Write { offset: u64, rw_flags: i32 },
+    Read {
+        offset: u64,
+    },
+    Write {
+        offset: u64,
+        rw_flags: i32,
+    },
     Sync,
-    Fallocate { mode: i32, offset: u64, len: u64 },
-    Poll { fd: i32 },
+    Fallocate {
+        mode: i32,
+        offset: u64,
+        len: u64,
+    },
+    Poll {
+        fd: i32,
+    },
+    /// Stays with the kernel until a request comes: see `ublk`.
+    Ublk(Command),
 }
 
 pub(crate) struct Uring {
@@ -77,6 +93,8 @@ pub(crate) struct Uring {
     buffers: Buffers,
     /// Operations the kernel may still answer.
     in_flight: usize,
+    /// Those of them that nobody waits for, and nothing but the end of the ring ends.
+    left: usize,
 }
 
 /// The affinity for the kernel's worker threads (fdatasync, writes that allocate): no CPU at all.
@@ -117,7 +135,15 @@ impl Uring {
         let _ = ring.submitter().register_iowq_aff(&no_cpu());
         // Saves a descriptor look-up for each call; older kernels do without.
         let _ = ring.submitter().register_ring_fd();
-        Ok(Uring { ring, slots: Vec::new(), free: Vec::new(), free_files, buffers: Buffers::new(), in_flight: 0 })
+        Ok(Uring {
+            ring,
+            slots: Vec::new(),
+            free: Vec::new(),
+            free_files,
+            buffers: Buffers::new(),
+            in_flight: 0,
+            left: 0,
+        })
     }
 
     /// Puts `fd` into the table of registered files; None where there is no room or no table.
@@ -150,10 +176,15 @@ impl Uring {
         let fixed = file.as_ref().and_then(|f| f.registered());
         let fd = file.as_ref().map_or(-1, |f| f.raw());
         let buffer = match action {
-            Action::Read { .. } | Action::Write { .. } => self.buffers.take(segments.iovecs(), segments.len()),
+            Action::Read { .. } | Action::Write { .. } if segments.request().is_none() => {
+                self.buffers.take(segments.iovecs(), segments.len())
+            }
             _ => buffers::NONE,
         };
-        let slot = Slot { state: State::Pending, multi, task, result: 0, segments, file, buffer };
+        // What the kernel keeps is registered already, and is none of the table's own entries.
+        let named = segments.request().map_or(buffer, |data| data.entry());
+        let stays = matches!(action, Action::Ublk(_));
+        let slot = Slot { state: State::Pending, multi, stays, task, result: 0, segments, file, buffer };
         let key = match self.free.pop() {
             Some(key) => {
                 self.slots[key as usize] = slot;
@@ -173,7 +204,7 @@ impl Uring {
                 }
             };
         }
-        let sqe = on_file!(|target| build(action, iov, buffer, target)).user_data(u64::from(key));
+        let sqe = on_file!(|target| build(action, iov, named, target)).user_data(u64::from(key));
         self.push(&sqe);
         self.in_flight += 1;
         key
@@ -218,6 +249,7 @@ impl Uring {
             State::Pending => {
                 slot.state = State::Orphan;
                 let multi = slot.multi;
+                self.left += usize::from(slot.stays);
                 if multi {
                     let cancel = opcode::AsyncCancel::new(u64::from(key)).build().user_data(CANCEL);
                     self.push(&cancel);
@@ -278,6 +310,7 @@ impl Uring {
                 }
                 State::Orphan if last => {
                     slot.state = State::Free;
+                    self.left -= usize::from(slot.stays);
                     slot.file = None;
                     slot.segments = Segments::default();
                     self.free.push(key);
@@ -291,8 +324,9 @@ impl Uring {
         }
     }
 
+    /// Operations that will be answered, if only they are waited for.
     pub fn in_flight(&self) -> usize {
-        self.in_flight
+        self.in_flight - self.left
     }
 }
 
@@ -360,6 +394,10 @@ fn build(action: Action, iov: &[libc::iovec], buffer: u16, target: squeue_target
         Action::Sync => with!(|fd| opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build()),
         Action::Fallocate { mode, offset, len } => {
             with!(|fd| opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build())
+        }
+        Action::Ublk(command) => {
+            let (bytes, address) = command.encode(iov);
+            with!(|fd| opcode::UringCmd16::new(fd, command.op).cmd(bytes).addr(Some(address)).build())
         }
         Action::Poll { fd } => opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).multi(true).build(),
     }

@@ -1,0 +1,322 @@
+//! ublk: a disk as a block device of this host.
+//!
+//! ```text
+//!   control thread ─► /dev/ublk-control: add or take over, start, resize, stop
+//!   reactors: queues ─► /dev/ublkcN: requests and answers            programs, file systems ─► /dev/ublkbN
+//! ```
+//! In: a disk, and the number of the device if it matters. Out: `/dev/ublkbN`.
+//! What must hold
+//! - A device whose server died is taken over by the server of the same disk only, and loses no request: the kernel asks
+//!   again for what was not answered.
+//! - A device that somebody uses is not taken away from them by the end of this program: it waits for the next server.
+
+mod params;
+mod queue;
+mod request;
+mod takeover;
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use blockyard_disk::{Disk, Source};
+use blockyard_image::SECTOR;
+use blockyard_ring::ublk::abi::{self, DeviceInfo};
+use blockyard_ring::ublk::{self, Control, Device, QueueError};
+use rustix::io::Errno;
+
+use crate::Reactors;
+use crate::vhost_user::QueueShape;
+use queue::{QueueHandle, Shared};
+
+/// Bytes of a request at most: where they stay with the kernel, and where each tag has memory for them.
+const MAX_IO: u32 = 1 << 20;
+const MAX_IO_COPIED: u32 = 512 << 10;
+
+/// How long a device node, or the end of a server that was killed, is waited for.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+#[derive(Debug, thiserror::Error)]
+pub enum UblkError {
+    #[error("/dev/ublk-control: {}", explain_control(.0))]
+    Control(io::Error),
+    #[error("/dev/ublkb{id} is served by process {server}: stop that first, or give another number")]
+    Served { id: u32, server: i32 },
+    #[error(
+        "/dev/ublkb{id} belongs to another disk, whose server has ended: serve that one, or remove it (blockyard detach \
+         /dev/ublkb{id})"
+    )]
+    Another { id: u32 },
+    #[error("/dev/ublkb{id}: {what}: {source}")]
+    Device { id: u32, what: &'static str, source: io::Error },
+    #[error("/dev/ublkb{id}, queue {queue}: {source}")]
+    Queue { id: u32, queue: u16, source: QueueError },
+}
+
+fn explain_control(error: &io::Error) -> String {
+    match Errno::from_io_error(error) {
+        Some(Errno::NOENT) => "the kernel's ublk driver is not loaded (modprobe ublk_drv; Linux 6.0 or later)".into(),
+        Some(Errno::ACCESS | Errno::PERM) => format!("{error}: only root may, or whom a udev rule lets (docs/ublk.md)"),
+        _ => error.to_string(),
+    }
+}
+
+/// How a device is made.
+#[derive(Clone, Debug)]
+pub struct UblkOptions {
+    /// The N of /dev/ublkbN; None: any.
+    pub id: Option<u32>,
+    pub shape: QueueShape,
+    /// Names the disk from one run of the program to the next.
+    pub identity: String,
+}
+
+/// A device that is served. `stop` (or drop) ends it.
+pub struct Ublk {
+    control: Control,
+    device: DeviceInfo,
+    features: u64,
+    queues: Vec<QueueHandle>,
+    shared: Arc<Shared>,
+}
+
+impl Ublk {
+    /// Makes a device for `disk`, or takes over the one that a server of it left. `ended` is called, by any thread, when
+    /// somebody else has ended the device.
+    pub fn start(
+        disk: Arc<Disk>,
+        options: &UblkOptions,
+        reactors: &Reactors,
+        ended: impl Fn() + Send + Sync + 'static,
+    ) -> Result<Self, UblkError> {
+        let mut control = Control::open().map_err(UblkError::Control)?;
+        let features = control.features().map_err(UblkError::Control)?;
+        let (live, requests, bytes, copied) = Default::default();
+        let shared = Arc::new(Shared { disk, live, requests, bytes, copied, ended: Box::new(ended) });
+        let left = takeover::find(&mut control, options)?;
+        let mut export = Ublk { control, device: left.unwrap_or_default(), features, queues: Vec::new(), shared };
+        if left.is_some() {
+            export.take_over(reactors)?;
+        } else if let Err(e) = export.make(options, reactors, true) {
+            let UblkError::Queue { source: QueueError::Entries(why), .. } = &e else { return Err(e) };
+            tracing::info!(disk = export.name(), "no zero copy: {why}");
+            export.make(options, reactors, false)?;
+        }
+        export.tell(left.is_some());
+        Ok(export)
+    }
+
+    fn name(&self) -> &str {
+        self.shared.disk.name()
+    }
+
+    fn error(&self, what: &'static str) -> impl Fn(io::Error) -> UblkError + use<> {
+        let id = self.device.id;
+        move |source| UblkError::Device { id, what, source }
+    }
+
+    /// The block device.
+    pub fn path(&self) -> PathBuf {
+        ublk::block_device(self.device.id)
+    }
+
+    pub fn id(&self) -> u32 {
+        self.device.id
+    }
+
+    fn zero_copy(&self) -> bool {
+        self.device.flags & abi::F_AUTO_BUF_REG != 0
+    }
+
+    fn tell(&self, taken_over: bool) {
+        let how = match (self.zero_copy(), self.device.flags & abi::F_UNPRIVILEGED_DEV != 0) {
+            (true, _) => "zero copy",
+            (false, true) => "data are copied, as always for users without privileges",
+            (false, false) => "data are copied",
+        };
+        let what = if taken_over { "taken over" } else { "made" };
+        let (queues, depth) = (self.device.queues, self.device.depth);
+        tracing::info!(disk = self.name(), queues, depth, "{} {what}: {how}", self.path().display());
+    }
+
+    /// A new device.
+    fn make(&mut self, options: &UblkOptions, reactors: &Reactors, zero_copy: bool) -> Result<(), UblkError> {
+        self.add(options, zero_copy)?;
+        let made = self.set_up(reactors);
+        if made.is_err() {
+            let _ = self.control.stop(&self.device);
+            self.queues.drain(..).for_each(|queue| queue.wait());
+            let _ = self.control.delete(&self.device);
+        }
+        made
+    }
+
+    fn add(&mut self, options: &UblkOptions, zero_copy: bool) -> Result<(), UblkError> {
+        let always = abi::F_CMD_IOCTL_ENCODE | abi::F_USER_RECOVERY | abi::F_USER_RECOVERY_REISSUE;
+        let copies_none = abi::F_SUPPORT_ZERO_COPY | abi::F_AUTO_BUF_REG | abi::F_USER_COPY;
+        let zero_copy = zero_copy && self.features & copies_none == copies_none && is_direct(&self.shared.disk);
+        let sometimes = abi::F_UPDATE_SIZE | abi::F_QUIESCE | abi::F_SAFE_STOP_DEV;
+        let mut want = DeviceInfo {
+            queues: options.shape.queues,
+            depth: options.shape.size.min(abi::MAX_DEPTH),
+            max_io_bytes: if zero_copy { MAX_IO } else { MAX_IO_COPIED },
+            id: options.id.unwrap_or(u32::MAX),
+            flags: always | sometimes & self.features | if zero_copy { copies_none } else { 0 },
+            note: takeover::note(&options.identity),
+            ..DeviceInfo::default()
+        };
+        let mut added = self.control.add(&want);
+        if matches!(&added, Err(e) if Errno::from_io_error(e) == Some(Errno::PERM)) {
+            want.flags = want.flags & !copies_none | abi::F_UNPRIVILEGED_DEV;
+            want.max_io_bytes = MAX_IO_COPIED;
+            added = self.control.add(&want);
+        }
+        self.device.id = want.id;
+        self.device = added.map_err(|e| match options.id {
+            Some(_) => self.error("adding it")(e),
+            None => UblkError::Control(e),
+        })?;
+        Ok(())
+    }
+
+    fn set_up(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
+        let device = self.open()?;
+        let params = params::params(&self.shared.disk, self.device.max_io_bytes, self.zero_copy());
+        self.control.set_params(&self.device, &params).map_err(self.error("setting its parameters"))?;
+        self.start_queues(&device, reactors)?;
+        drop(device);
+        self.control.start(&self.device).map_err(self.error("starting it"))
+    }
+
+    /// The device of a server that died. What fails here leaves it as it is, for another try.
+    fn take_over(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
+        takeover::begin(&mut self.control, &self.device).map_err(self.error("taking it over"))?;
+        let device = self.open()?;
+        if let Err(e) = self.start_queues(&device, reactors) {
+            self.queues.drain(..).for_each(|queue| queue.leave());
+            return Err(e);
+        }
+        drop(device);
+        self.control.end_recovery(&self.device).map_err(self.error("taking it over"))?;
+        let params = self.control.params(&self.device).map_err(self.error("reading its parameters"))?;
+        if params.basic.sectors != self.shared.disk.capacity() / SECTOR {
+            self.resize();
+        }
+        Ok(())
+    }
+
+    /// udev may take a moment to make the node, or to give it to its owner.
+    fn open(&self) -> Result<Device, UblkError> {
+        let start = Instant::now();
+        loop {
+            match Device::open(&self.device) {
+                Ok(device) => return Ok(device),
+                Err(e) => {
+                    let wait = matches!(Errno::from_io_error(&e), Some(Errno::NOENT | Errno::ACCESS | Errno::BUSY));
+                    if !wait || start.elapsed() > PATIENCE {
+                        return Err(self.error("opening its character device")(e));
+                    }
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+            }
+        }
+    }
+
+    fn start_queues(&mut self, device: &Device, reactors: &Reactors) -> Result<(), UblkError> {
+        for number in 0..self.device.queues {
+            let queue = QueueHandle::start(reactors.next(), device, number, &self.shared);
+            let id = self.device.id;
+            self.queues.push(queue.map_err(|source| UblkError::Queue { id, queue: number, source })?);
+        }
+        Ok(())
+    }
+
+    /// The disk has another size.
+    pub fn config_changed(&mut self) {
+        self.resize();
+    }
+
+    fn resize(&mut self) {
+        let capacity = self.shared.disk.capacity();
+        let changed = if self.device.flags & abi::F_UPDATE_SIZE == 0 {
+            Err(io::Error::other("Linux 6.16 or later can; until then make the device anew"))
+        } else {
+            self.control.update_size(&self.device, capacity / SECTOR)
+        };
+        let (disk, path) = (self.name(), self.path());
+        match changed {
+            Ok(()) => tracing::info!(disk, bytes = capacity, "{} has its size", path.display()),
+            Err(e) => tracing::warn!(disk, bytes = capacity, "{} keeps its size: {e}", path.display()),
+        }
+    }
+
+    /// Removes the device, when nobody uses it; else leaves it to the next server of the disk. Either way what was begun is
+    /// answered.
+    pub fn stop(&mut self) {
+        if self.queues.is_empty() {
+            return;
+        }
+        self.queues.iter().for_each(QueueHandle::drain);
+        let stopped = self.shared.live.load(Ordering::SeqCst) == 0 || self.let_go();
+        for queue in self.queues.drain(..) {
+            if stopped { queue.wait() } else { queue.leave() }
+        }
+        let number = |n: &AtomicU64| n.load(Ordering::Relaxed);
+        let (requests, bytes, copied) =
+            (number(&self.shared.requests), number(&self.shared.bytes), number(&self.shared.copied));
+        // By plain copy the kernel copies all.
+        let copied = if self.zero_copy() { copied } else { bytes };
+        let path = self.path();
+        tracing::info!(disk = self.name(), requests, bytes, copied, "{} is served no more", path.display());
+        if !stopped {
+            let id = self.device.id;
+            tracing::warn!(disk = self.name(), "{} is in use: it is kept, and waits for --ublk={id}", path.display());
+            return;
+        }
+        match self.control.delete(&self.device) {
+            Err(e) if Errno::from_io_error(&e) != Some(Errno::NODEV) => {
+                tracing::warn!(disk = self.name(), "{} is not removed: {e}", path.display());
+            }
+            _ => {}
+        }
+    }
+
+    /// Stops the device if nobody has it open; udev may have it, for a moment.
+    fn let_go(&mut self) -> bool {
+        for _ in 0..20 {
+            let result = if self.device.flags & abi::F_SAFE_STOP_DEV != 0 {
+                self.control.try_stop(&self.device)
+            } else {
+                blockyard_ring::host::claim(&self.path()).and_then(|()| self.control.stop(&self.device))
+            };
+            match result.map_err(|e| (Errno::from_io_error(&e), e)) {
+                Ok(()) | Err((Some(Errno::NODEV | Errno::NXIO | Errno::NOENT), _)) => return true,
+                Err((Some(Errno::BUSY), _)) => std::thread::sleep(Duration::from_millis(50)),
+                Err((_, e)) => {
+                    tracing::warn!(disk = self.name(), "stopping {}: {e}", self.path().display());
+                    return false;
+                }
+            }
+        }
+        false
+    }
+}
+
+impl Drop for Ublk {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// Whether the image's files are read into, and written from, memory that the kernel names. Through the page cache, and in
+/// memory, data are copied anyway, and cheaper by this process; and a back end that leaves memory as it is must not be
+/// given the kernel's.
+fn is_direct(disk: &Disk) -> bool {
+    match disk.source() {
+        Source::File(file) | Source::Delay { file: Some(file), .. } => file.direct(),
+        Source::Chain(chain) => chain.top().file.direct(),
+        Source::Ram(_) | Source::Null { .. } | Source::Delay { file: None, .. } | Source::Gone { .. } => false,
+    }
+}

@@ -1,0 +1,252 @@
+//! A queue of a ublk device on its reactor: a lane for each tag.
+//!
+//! ```text
+//!   lane: fetch ─► parse ─► disk ─► commit the answer and fetch ─► ...
+//! ```
+//! The kernel has merged neighbours already, and orders nothing, so each lane is one request after another and knows nothing
+//! of the others. What must hold: a request that was begun is committed once; after `leave` no other is begun, and what
+//! has been fetched by then is left to the next server. Nothing is allocated for a request.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::task::Poll;
+
+use blockyard_disk::{Disk, Op, Request, Served, Status, Token};
+use blockyard_ring::ublk::{Device, Fetch, Queue, QueueError, Tag};
+use blockyard_ring::{Handle, Remote, Reply, Segments, TaskId, UringFile};
+
+use super::request::{errno, parse};
+
+/// What the queues of a device share with the thread that started them.
+pub(super) struct Shared {
+    pub disk: Arc<Disk>,
+    /// Queues that are served.
+    pub live: AtomicU32,
+    /// Requests and bytes, and how many of the bytes this process has copied.
+    pub requests: AtomicU64,
+    pub bytes: AtomicU64,
+    pub copied: AtomicU64,
+    /// Called by the last queue when the device was ended from outside.
+    pub ended: Box<dyn Fn() + Send + Sync>,
+}
+
+thread_local! {
+    /// The queues of this reactor, by device and number.
+    static LOCAL: RefCell<HashMap<(u32, u16), Rc<Line>>> = RefCell::default();
+}
+
+/// A queue and its lanes.
+struct Line {
+    handle: Handle,
+    key: (u32, u16),
+    shared: Arc<Shared>,
+    served: Rc<Served<UringFile>>,
+    tasks: RefCell<Vec<TaskId>>,
+    lanes: Cell<u32>,
+    draining: Cell<bool>,
+    leaving: Cell<bool>,
+    counts: Cell<(u64, u64, u64)>,
+    waiting: RefCell<Option<Reply<()>>>,
+}
+
+/// A running queue, as the control thread knows it.
+pub(super) struct QueueHandle {
+    remote: Remote,
+    key: (u32, u16),
+}
+
+impl QueueHandle {
+    /// Starts a queue on a reactor; its commands are on their way when this answers.
+    pub fn start(remote: Remote, device: &Device, number: u16, shared: &Arc<Shared>) -> Result<Self, QueueError> {
+        let key = (device.info().id, number);
+        let (device, shared) = (device.clone(), shared.clone());
+        let started = remote.ask(move |handle, reply| reply.send(Line::start(handle, &device, number, shared)));
+        let gone = || Err(std::io::Error::other("the reactor has ended").into());
+        started.unwrap_or_else(gone).map(|()| QueueHandle { remote, key })
+    }
+
+    /// From here on nothing waits for limits.
+    pub fn drain(&self) {
+        self.with(|line| {
+            if !line.draining.replace(true) {
+                line.served.drain();
+            }
+        });
+    }
+
+    /// Waits until the device is stopped, and the queue with it.
+    pub fn wait(&self) {
+        self.end(|_| ());
+    }
+
+    /// Finishes what was begun, and leaves all else to the next server.
+    pub fn leave(&self) {
+        self.end(|line| {
+            line.leaving.set(true);
+            line.tasks.borrow().iter().for_each(|task| line.handle.wake(*task));
+        });
+    }
+
+    fn end(&self, f: impl FnOnce(&Rc<Line>) + Send + 'static) {
+        let key = self.key;
+        self.remote.ask(move |_, reply| match LOCAL.with_borrow(|l| l.get(&key).cloned()) {
+            Some(line) => {
+                *line.waiting.borrow_mut() = Some(reply);
+                f(&line);
+            }
+            None => reply.send(()),
+        });
+    }
+
+    fn with(&self, f: impl FnOnce(&Rc<Line>) + Send + 'static) {
+        let key = self.key;
+        self.remote.run(move |_| {
+            let line = LOCAL.with_borrow(|l| l.get(&key).cloned());
+            if let Some(line) = line {
+                f(&line);
+            }
+        });
+    }
+}
+
+impl Line {
+    fn start(handle: &Handle, device: &Device, number: u16, shared: Arc<Shared>) -> Result<(), QueueError> {
+        if let Err(e) = blockyard_ring::host::set_io_flusher() {
+            tracing::debug!("the reactor is not marked as one that writes pages back (PR_SET_IO_FLUSHER): {e}");
+        }
+        let served = Served::local(handle, &shared.disk)?;
+        let queue = Queue::new(handle, device, number)?;
+        let key = (device.info().id, number);
+        shared.live.fetch_add(1, Ordering::SeqCst);
+        let line = Rc::new(Line {
+            handle: handle.clone(),
+            key,
+            shared,
+            served,
+            tasks: RefCell::default(),
+            lanes: Cell::new(queue.depth().into()),
+            draining: Cell::new(false),
+            leaving: Cell::new(false),
+            counts: Cell::default(),
+            waiting: RefCell::new(None),
+        });
+        LOCAL.with_borrow_mut(|l| l.insert(key, line.clone()));
+        let lanes = (0..queue.depth()).map(|number| {
+            let lane = Rc::new(Lane { tag: queue.tag(number), status: Cell::new(Ok(())), segments: Cell::default() });
+            // Pushed here, so that the driver has all of them when the device is started.
+            let first = lane.tag.fetch();
+            handle.spawn(lane.run(line.clone(), first))
+        });
+        line.tasks.borrow_mut().extend(lanes);
+        Ok(())
+    }
+
+    fn count(&self, bytes: u64, copied: u64) {
+        let (requests, all, all_copied) = self.counts.get();
+        self.counts.set((requests + 1, all + bytes, all_copied + copied));
+    }
+
+    /// A lane has ended; the last one ends the queue.
+    fn lane_ended(&self) {
+        self.lanes.set(self.lanes.get() - 1);
+        if self.lanes.get() > 0 {
+            return;
+        }
+        LOCAL.with_borrow_mut(|l| l.remove(&self.key));
+        if self.draining.get() {
+            self.served.drained();
+        }
+        let (requests, bytes, copied) = self.counts.get();
+        self.shared.requests.fetch_add(requests, Ordering::Relaxed);
+        self.shared.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.shared.copied.fetch_add(copied, Ordering::Relaxed);
+        let last = self.shared.live.fetch_sub(1, Ordering::SeqCst) == 1;
+        match self.waiting.borrow_mut().take() {
+            Some(reply) => reply.send(()),
+            None if last && !self.draining.get() => (self.shared.ended)(),
+            None => {}
+        }
+    }
+}
+
+/// What carries the requests of one tag, one after another.
+struct Lane {
+    tag: Tag,
+    status: Cell<Status>,
+    /// Used again: its vector keeps its room.
+    segments: Cell<Segments>,
+}
+
+/// Names the lane that a request belongs to.
+struct LaneToken(Rc<Lane>);
+
+impl Token for LaneToken {
+    #[inline]
+    fn answer(self, status: Status, segments: Segments) {
+        self.0.status.set(status);
+        self.0.segments.set(segments);
+    }
+}
+
+impl Lane {
+    async fn run(self: Rc<Self>, line: Rc<Line>, first: Fetch) {
+        let mut fetch = first;
+        while next(&line, &mut fetch).await {
+            let result = self.serve(&line).await;
+            fetch = self.tag.commit(result);
+        }
+        drop(fetch);
+        line.lane_ended();
+    }
+
+    /// Does what was fetched; bytes done, or minus an errno.
+    async fn serve(self: &Rc<Self>, line: &Line) -> i32 {
+        let fua = !line.shared.disk.options().cache.write_back();
+        let (op, offset, len) = match parse(&self.tag.descriptor(), self.tag.most(), fua) {
+            Ok(asked) => asked,
+            Err(e) => return -e.raw_os_error(),
+        };
+        let moves = matches!(op, Op::Read | Op::Write { .. });
+        let mut segments = self.segments.take();
+        if moves {
+            self.tag.fill(&mut segments, len as usize);
+        } else {
+            segments.release();
+        }
+        let request = Request::new(op, offset, len, segments, line.handle.now(), LaneToken(self.clone()));
+        line.served.serve(request).await.answer();
+        let (failed, copied) = self.tag.settle();
+        line.count(if moves { len } else { 0 }, copied);
+        match self.status.get() {
+            Err(failure) => -errno(failure).raw_os_error(),
+            Ok(()) if failed => -rustix::io::Errno::IO.raw_os_error(),
+            Ok(()) if moves => len as i32,
+            Ok(()) => 0,
+        }
+    }
+}
+
+/// Waits for a request. False: the device was stopped, or the queue is left.
+async fn next(line: &Line, fetch: &mut Fetch) -> bool {
+    let fetched = poll_fn(|cx| {
+        if line.leaving.get() {
+            return Poll::Ready(None);
+        }
+        Pin::new(&mut *fetch).poll(cx).map(Some)
+    });
+    match fetched.await {
+        Some(Ok(())) => true,
+        // The device was stopped.
+        Some(Err(e)) if e.raw_os_error() == Some(rustix::io::Errno::NODEV.raw_os_error()) => false,
+        Some(Err(e)) => {
+            tracing::error!(disk = line.shared.disk.name(), queue = line.key.1, "the driver refuses a command: {e}");
+            false
+        }
+        None => false,
+    }
+}

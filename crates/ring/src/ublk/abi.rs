@@ -1,0 +1,203 @@
+//! The kernel's numbers and structures for ublk (`linux/ublk_cmd.h`, as of 7.x), in the host's byte order.
+//!
+//! What must hold: every structure is plain integers without a gap, so that it may travel as bytes ([`Plain`]).
+
+/// Features, of the driver and of a device.
+pub const F_SUPPORT_ZERO_COPY: u64 = 1 << 0;
+pub const F_USER_RECOVERY: u64 = 1 << 3;
+pub const F_USER_RECOVERY_REISSUE: u64 = 1 << 4;
+pub const F_UNPRIVILEGED_DEV: u64 = 1 << 5;
+pub const F_CMD_IOCTL_ENCODE: u64 = 1 << 6;
+pub const F_USER_COPY: u64 = 1 << 7;
+pub const F_UPDATE_SIZE: u64 = 1 << 10;
+pub const F_AUTO_BUF_REG: u64 = 1 << 11;
+pub const F_QUIESCE: u64 = 1 << 12;
+pub const F_SAFE_STOP_DEV: u64 = 1 << 17;
+
+/// States of a device: nobody serves it and nobody may; it is served; its server died, and a new one may take over.
+pub const S_DEAD: u16 = 0;
+pub const S_LIVE: u16 = 1;
+pub const S_QUIESCED: u16 = 2;
+
+/// What a request asks (the low byte of [`Descriptor::op_flags`]), and how.
+pub const OP_READ: u8 = 0;
+pub const OP_WRITE: u8 = 1;
+pub const OP_FLUSH: u8 = 2;
+pub const OP_DISCARD: u8 = 3;
+pub const OP_WRITE_ZEROES: u8 = 5;
+pub const IO_FUA: u32 = 1 << 13;
+pub const IO_NOUNMAP: u32 = 1 << 15;
+
+/// Attributes of a disk ([`Basic::attrs`]).
+pub const ATTR_READ_ONLY: u32 = 1 << 0;
+pub const ATTR_ROTATIONAL: u32 = 1 << 1;
+pub const ATTR_VOLATILE_CACHE: u32 = 1 << 2;
+pub const ATTR_FUA: u32 = 1 << 3;
+
+/// Which parts of [`Params`] are set.
+pub const PARAM_BASIC: u32 = 1 << 0;
+pub const PARAM_DISCARD: u32 = 1 << 1;
+pub const PARAM_DMA_ALIGN: u32 = 1 << 4;
+
+/// Queue depth at most, and the bytes of the largest request.
+pub const MAX_DEPTH: u16 = 4096;
+pub const MAX_IO_BYTES: u32 = 32 << 20;
+
+/// Where a request's data are found in the character device: see [`data_position`].
+const IO_BUF_OFFSET: u64 = 0x8000_0000;
+const TAG_SHIFT: u32 = 25;
+const QUEUE_SHIFT: u32 = TAG_SHIFT + 16;
+
+/// The position in the character device of the data of queue `queue`'s request `tag`.
+pub(super) fn data_position(queue: u16, tag: u16) -> u64 {
+    IO_BUF_OFFSET + (u64::from(queue) << QUEUE_SHIFT) + (u64::from(tag) << TAG_SHIFT)
+}
+
+/// An ioctl's number: `_IOR('u', nr, T)` and `_IOWR('u', nr, T)`.
+const fn encode(direction: u32, nr: u32, size: usize) -> u32 {
+    direction << 30 | (size as u32) << 16 | (b'u' as u32) << 8 | nr
+}
+
+const fn control(direction: u32, nr: u32) -> u32 {
+    encode(direction, nr, size_of::<ControlCommand>())
+}
+
+pub(super) const ADD_DEV: u32 = control(3, 0x04);
+pub(super) const DEL_DEV: u32 = control(3, 0x05);
+pub(super) const START_DEV: u32 = control(3, 0x06);
+pub(super) const STOP_DEV: u32 = control(3, 0x07);
+pub(super) const SET_PARAMS: u32 = control(3, 0x08);
+pub(super) const GET_PARAMS: u32 = control(2, 0x09);
+pub(super) const START_USER_RECOVERY: u32 = control(3, 0x10);
+pub(super) const END_USER_RECOVERY: u32 = control(3, 0x11);
+pub(super) const GET_DEV_INFO2: u32 = control(2, 0x12);
+pub(super) const GET_FEATURES: u32 = control(2, 0x13);
+pub(super) const UPDATE_SIZE: u32 = control(3, 0x15);
+pub(super) const QUIESCE_DEV: u32 = control(3, 0x16);
+pub(super) const TRY_STOP_DEV: u32 = control(3, 0x17);
+
+pub(super) const FETCH_REQ: u32 = encode(3, 0x20, 16);
+pub(super) const COMMIT_AND_FETCH_REQ: u32 = encode(3, 0x21, 16);
+
+/// Types that are bytes.
+///
+/// # Safety
+/// `repr(C)`, integers only, no padding: any bytes are a value, and all its bytes may be read.
+pub(super) unsafe trait Plain: Default {
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: the implementor has promised that all bytes of it may be read.
+        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of_val(self)) }
+    }
+
+    /// From the first bytes of `bytes`, which are enough.
+    fn parse(bytes: &[u8]) -> Self
+    where
+        Self: Sized,
+    {
+        assert!(bytes.len() >= size_of::<Self>());
+        // SAFETY: long enough; any bytes are a value; no alignment is asked for.
+        unsafe { bytes.as_ptr().cast::<Self>().read_unaligned() }
+    }
+}
+
+/// What a control command carries: `struct ublksrv_ctrl_cmd`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct ControlCommand {
+    pub id: u32,
+    pub queue: u16,
+    pub len: u16,
+    pub addr: u64,
+    pub data: u64,
+    pub path_len: u16,
+    pub pad: u16,
+    pub reserved: u32,
+}
+
+/// A device, as `struct ublksrv_ctrl_dev_info` describes it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceInfo {
+    pub queues: u16,
+    pub depth: u16,
+    pub state: u16,
+    pub pad0: u16,
+    pub max_io_bytes: u32,
+    pub id: u32,
+    /// Who serves it.
+    pub server: i32,
+    pub pad1: u32,
+    pub flags: u64,
+    /// For the server's own use: the driver only keeps it.
+    pub note: u64,
+    pub owner_uid: u32,
+    pub owner_gid: u32,
+    pub reserved: [u64; 2],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Basic {
+    pub attrs: u32,
+    pub logical_shift: u8,
+    pub physical_shift: u8,
+    pub optimal_shift: u8,
+    pub minimum_shift: u8,
+    pub max_sectors: u32,
+    pub chunk_sectors: u32,
+    pub sectors: u64,
+    pub virt_boundary: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Discard {
+    pub alignment: u32,
+    pub granularity: u32,
+    pub max_sectors: u32,
+    pub max_zeroes_sectors: u32,
+    pub max_segments: u16,
+    pub reserved: u16,
+}
+
+/// `struct ublk_params`, as far as it is used here.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Params {
+    pub len: u32,
+    pub types: u32,
+    pub basic: Basic,
+    pub discard: Discard,
+    pub device_numbers: [u32; 4],
+    pub zoned: [u32; 8],
+    /// Addresses are multiples of this and one.
+    pub dma_alignment: u32,
+    pub dma_pad: u32,
+    pub end_pad: u32,
+}
+
+/// A request, as the driver describes it: `struct ublksrv_io_desc`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Descriptor {
+    pub op_flags: u32,
+    pub sectors: u32,
+    pub start: u64,
+    pub addr: u64,
+}
+
+// SAFETY: repr(C), integers, no padding (the sizes are checked below).
+unsafe impl Plain for ControlCommand {}
+// SAFETY: as above.
+unsafe impl Plain for DeviceInfo {}
+// SAFETY: as above.
+unsafe impl Plain for Params {}
+
+const _: () = assert!(
+    size_of::<ControlCommand>() == 32
+        && size_of::<DeviceInfo>() == 64
+        && size_of::<Basic>() == 32
+        && size_of::<Discard>() == 20
+        && size_of::<Params>() == 8 + 32 + 20 + 16 + 32 + 8 + 4
+        && size_of::<Descriptor>() == 24
+);

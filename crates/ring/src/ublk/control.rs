@@ -1,0 +1,178 @@
+//! The control device, `/dev/ublk-control`: makes, changes and removes devices.
+//!
+//! In: a device's number and what to do with it. Out: what the driver answers. Calls block, some until every queue of
+//! the device has a server, or until nothing is in flight: not for a reactor's thread.
+//! What must hold: the memory of a command stays until the kernel has answered it.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+
+use io_uring::squeue::Entry128;
+use io_uring::types::Fd;
+use io_uring::{IoUring, cqueue, opcode};
+
+use super::abi::{self, ControlCommand, DeviceInfo, Params, Plain};
+
+const PATH: &str = "/dev/ublk-control";
+
+/// The way to the driver. See the module's page.
+pub struct Control {
+    ring: IoUring<Entry128, cqueue::Entry>,
+    file: OwnedFd,
+}
+
+/// The character device of a device, by which it is served.
+pub fn character_device(id: u32) -> PathBuf {
+    format!("/dev/ublkc{id}").into()
+}
+
+/// The block device that it is.
+pub fn block_device(id: u32) -> PathBuf {
+    format!("/dev/ublkb{id}").into()
+}
+
+impl Control {
+    pub fn open() -> io::Result<Self> {
+        let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
+        let file = rustix::fs::open(PATH, flags, rustix::fs::Mode::empty())?;
+        let ring = IoUring::<Entry128, cqueue::Entry>::builder().build(4)?;
+        Ok(Control { ring, file })
+    }
+
+    /// What the driver can do: `abi::F_...`.
+    pub fn features(&mut self) -> io::Result<u64> {
+        let mut bytes = [0; 8];
+        match self.command(abi::GET_FEATURES, u32::MAX, 0, &mut bytes, None) {
+            Ok(_) => Ok(u64::from_ne_bytes(bytes)),
+            // Before 6.5 nobody could ask.
+            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(0),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Makes a device as `want` describes it (number `u32::MAX`: any); what it has become.
+    pub fn add(&mut self, want: &DeviceInfo) -> io::Result<DeviceInfo> {
+        let mut bytes = want.bytes().to_vec();
+        self.command(abi::ADD_DEV, want.id, 0, &mut bytes, None)?;
+        Ok(DeviceInfo::parse(&bytes))
+    }
+
+    pub fn info(&mut self, id: u32) -> io::Result<DeviceInfo> {
+        let mut bytes = DeviceInfo::default().bytes().to_vec();
+        self.command(abi::GET_DEV_INFO2, id, 0, &mut bytes, Some(character_device(id)))?;
+        Ok(DeviceInfo::parse(&bytes))
+    }
+
+    pub fn params(&mut self, device: &DeviceInfo) -> io::Result<Params> {
+        let params = Params { len: size_of::<Params>() as u32, ..Params::default() };
+        let mut bytes = params.bytes().to_vec();
+        self.command(abi::GET_PARAMS, device.id, 0, &mut bytes, path(device))?;
+        Ok(Params::parse(&bytes))
+    }
+
+    pub fn set_params(&mut self, device: &DeviceInfo, params: &Params) -> io::Result<()> {
+        let params = Params { len: size_of::<Params>() as u32, ..*params };
+        let mut bytes = params.bytes().to_vec();
+        self.command(abi::SET_PARAMS, device.id, 0, &mut bytes, path(device)).map(|_| ())
+    }
+
+    /// Shows the block device, served by this process. Every queue has begun to fetch, or is about to.
+    pub fn start(&mut self, device: &DeviceInfo) -> io::Result<()> {
+        self.plain(abi::START_DEV, device, u64::from(std::process::id()))
+    }
+
+    /// Ends it: open or not, it answers nothing any more.
+    pub fn stop(&mut self, device: &DeviceInfo) -> io::Result<()> {
+        self.plain(abi::STOP_DEV, device, 0)
+    }
+
+    /// The same, unless somebody has it open: `ResourceBusy`.
+    pub fn try_stop(&mut self, device: &DeviceInfo) -> io::Result<()> {
+        self.plain(abi::TRY_STOP_DEV, device, 0)
+    }
+
+    /// Forgets it, when its character device is closed.
+    pub fn delete(&mut self, device: &DeviceInfo) -> io::Result<()> {
+        self.plain(abi::DEL_DEV, device, 0)
+    }
+
+    /// Takes a device over whose server has died.
+    pub fn start_recovery(&mut self, device: &DeviceInfo) -> io::Result<()> {
+        self.plain(abi::START_USER_RECOVERY, device, 0)
+    }
+
+    /// It is served again, by this process.
+    pub fn end_recovery(&mut self, device: &DeviceInfo) -> io::Result<()> {
+        self.plain(abi::END_USER_RECOVERY, device, u64::from(std::process::id()))
+    }
+
+    /// Lets go of the device as if its server had died, when it has answered what it has, within `milliseconds`.
+    pub fn quiesce(&mut self, device: &DeviceInfo, milliseconds: u64) -> io::Result<()> {
+        self.plain(abi::QUIESCE_DEV, device, milliseconds)
+    }
+
+    pub fn update_size(&mut self, device: &DeviceInfo, sectors: u64) -> io::Result<()> {
+        self.plain(abi::UPDATE_SIZE, device, sectors)
+    }
+
+    fn plain(&mut self, op: u32, device: &DeviceInfo, data: u64) -> io::Result<()> {
+        self.command(op, device.id, data, &mut [], path(device)).map(|_| ())
+    }
+
+    /// `bytes` go to the driver and come back; `path`: it asks for the device's path before them.
+    fn command(&mut self, op: u32, id: u32, data: u64, bytes: &mut [u8], path: Option<PathBuf>) -> io::Result<i32> {
+        let mut path = path.map(|p| p.into_os_string().into_encoded_bytes()).unwrap_or_default();
+        if !path.is_empty() {
+            path.push(0);
+        }
+        let path_len = path.len();
+        let mut memory = path;
+        memory.extend_from_slice(bytes);
+        let command = ControlCommand {
+            id,
+            queue: u16::MAX,
+            len: memory.len() as u16,
+            addr: if memory.is_empty() { 0 } else { memory.as_mut_ptr() as u64 },
+            data,
+            path_len: path_len as u16,
+            ..ControlCommand::default()
+        };
+        let mut cmd = [0; 80];
+        cmd[..size_of::<ControlCommand>()].copy_from_slice(command.bytes());
+        let sqe = opcode::UringCmd80::new(Fd(self.file.as_raw_fd()), op).cmd(cmd).build();
+        // SAFETY: `memory`, to which the entry points, stays until the completion has come, or for ever (below); the
+        // queue is empty, for each command is waited for.
+        unsafe { self.ring.submission().push(&sqe) }.map_err(io::Error::other)?;
+        let result = match self.wait() {
+            Ok(result) => result,
+            Err(e) => {
+                // The kernel may still write to it.
+                std::mem::forget(memory);
+                return Err(e);
+            }
+        };
+        if result < 0 {
+            return Err(io::Error::from_raw_os_error(-result));
+        }
+        bytes.copy_from_slice(&memory[path_len..]);
+        Ok(result)
+    }
+
+    fn wait(&mut self) -> io::Result<i32> {
+        loop {
+            match self.ring.submit_and_wait(1) {
+                Err(e) if e.raw_os_error() != Some(libc::EINTR) => return Err(e),
+                _ => {}
+            }
+            if let Some(cqe) = self.ring.completion().next() {
+                return Ok(cqe.result());
+            }
+        }
+    }
+}
+
+/// The owner of a device that anybody may make is known by the right to open its character device.
+fn path(device: &DeviceInfo) -> Option<PathBuf> {
+    (device.flags & abi::F_UNPRIVILEGED_DEV != 0).then(|| character_device(device.id))
+}

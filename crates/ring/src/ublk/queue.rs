@@ -1,0 +1,260 @@
+//! A queue of a ublk device on one executor: fetches requests and commits their answers.
+//!
+//! ```text
+//!   fetch ─► (kernel) ─► a request: its descriptor, its data ─► ... ─► commit its answer, fetch the next ─► (kernel) ─► ...
+//! ```
+//! Each tag is one command after another. The driver wants all commands of a queue from one thread: the executor's.
+//!
+//! What must hold: a tag's memory, by plain copy, stays while the driver may write to it, and is at least as long as the
+//! longest request. Commands that nobody waits for any more end with the ring, or when the device is stopped.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::pin::Pin;
+use std::ptr::NonNull;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::abi::{self, Descriptor, DeviceInfo};
+use super::control::character_device;
+use super::data::RequestData;
+use crate::buffers::Refusal;
+use crate::executor::{Handle, Operation};
+use crate::file::FileSlot;
+use crate::memory::{GuestMemory, Region};
+use crate::segments::Segments;
+use crate::uring::Action;
+
+/// A command of a queue, as it goes into an SQE.
+#[derive(Clone, Copy)]
+pub(crate) struct Command {
+    pub op: u32,
+    pub queue: u16,
+    pub tag: u16,
+    pub result: i32,
+    /// The entry of the table of buffers for the next request's data.
+    pub entry: Option<u16>,
+}
+
+impl Command {
+    /// The 16 bytes of the SQE (`struct ublksrv_io_cmd`), and its address field.
+    pub fn encode(&self, memory: &[libc::iovec]) -> ([u8; 16], u64) {
+        let mut bytes = [0; 16];
+        bytes[0..2].copy_from_slice(&self.queue.to_ne_bytes());
+        bytes[2..4].copy_from_slice(&self.tag.to_ne_bytes());
+        bytes[4..8].copy_from_slice(&self.result.to_ne_bytes());
+        let address = memory.first().map_or(0, |v| v.iov_base as u64);
+        bytes[8..16].copy_from_slice(&address.to_ne_bytes());
+        (bytes, self.entry.map_or(0, u64::from))
+    }
+}
+
+/// The opened character device.
+#[derive(Clone)]
+pub struct Device {
+    file: Arc<OwnedFd>,
+    info: DeviceInfo,
+}
+
+impl Device {
+    pub fn open(info: &DeviceInfo) -> io::Result<Self> {
+        let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
+        let file = rustix::fs::open(character_device(info.id), flags, rustix::fs::Mode::empty())?;
+        Ok(Device { file: Arc::new(file), info: *info })
+    }
+
+    pub fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+}
+
+/// The requests of a queue, written by the driver.
+struct Descriptors {
+    base: NonNull<Descriptor>,
+    bytes: usize,
+}
+
+impl Descriptors {
+    fn map(device: &Device, queue: u16) -> io::Result<Self> {
+        let page = 4096usize;
+        let each = (usize::from(abi::MAX_DEPTH) * size_of::<Descriptor>()).next_multiple_of(page);
+        let bytes = (usize::from(device.info.depth) * size_of::<Descriptor>()).next_multiple_of(page);
+        let offset = (usize::from(queue) * each) as u64;
+        let flags = MapFlags::SHARED | MapFlags::POPULATE;
+        // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
+        let base = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, flags, device.file.as_fd(), offset)
+        }?;
+        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("a mapping at address 0"))?;
+        Ok(Descriptors { base, bytes })
+    }
+
+    fn read(&self, tag: u16) -> Descriptor {
+        let at = usize::from(tag);
+        assert!((at + 1) * size_of::<Descriptor>() <= self.bytes, "tag {at} is beyond the queue");
+        // SAFETY: inside the mapping, and aligned as the page is; the driver wrote it before it completed the command.
+        unsafe { self.base.as_ptr().add(at).read_volatile() }
+    }
+}
+
+impl Drop for Descriptors {
+    fn drop(&mut self) {
+        // SAFETY: what mmap returned and was given; only `read` follows it.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
+    }
+}
+
+/// Where the data of requests are.
+enum Data {
+    /// In memory of ours, a piece for each tag: the driver copies.
+    Copied(Rc<GuestMemory>),
+    /// With the kernel: entries of the ring's table of buffers.
+    Registered(Vec<u16>),
+}
+
+/// See the module's page.
+pub struct Queue {
+    handle: Handle,
+    file: Rc<FileSlot>,
+    descriptors: Descriptors,
+    device: Device,
+    number: u16,
+    data: Data,
+}
+
+/// Why a queue cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum QueueError {
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    #[error("room in the ring's table of buffers: {0}")]
+    Entries(Refusal),
+}
+
+impl Queue {
+    /// Queue `number` of `device`, for the executor of this thread.
+    pub fn new(handle: &Handle, device: &Device, number: u16) -> Result<Rc<Self>, QueueError> {
+        let info = &device.info;
+        let descriptors = Descriptors::map(device, number)?;
+        let data = if info.flags & abi::F_AUTO_BUF_REG != 0 {
+            let entries = handle.buffers(|buffers, submitter| buffers.reserve(submitter, info.depth));
+            Data::Registered(entries.map_err(QueueError::Entries)?)
+        } else {
+            let bytes = u64::from(info.max_io_bytes) * u64::from(info.depth);
+            let (region, _) = Region::memfd("ublk", 0, 0, bytes).map_err(io::Error::other)?;
+            let memory = GuestMemory::default().with(region).map_err(io::Error::other)?;
+            Data::Copied(Rc::new(memory))
+        };
+        let file = Rc::new(FileSlot::uncounted(handle, device.file.clone()));
+        Ok(Rc::new(Queue { handle: handle.clone(), file, descriptors, device: device.clone(), number, data }))
+    }
+
+    pub fn depth(&self) -> u16 {
+        self.device.info.depth
+    }
+
+    pub fn number(&self) -> u16 {
+        self.number
+    }
+
+    pub fn tag(self: &Rc<Self>, number: u16) -> Tag {
+        assert!(number < self.depth());
+        let data = match &self.data {
+            Data::Copied(_) => None,
+            Data::Registered(entries) => {
+                let position = abi::data_position(self.number, number);
+                let entry = entries[usize::from(number)];
+                Some(Rc::new(RequestData::new(entry, self.device.file.clone(), position)))
+            }
+        };
+        Tag { queue: self.clone(), number, data }
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        // With a command that is left to the ring, the driver may fill the entries at any time: then they are nobody's.
+        if let Data::Registered(entries) = &mut self.data
+            && Rc::strong_count(&self.file) == 1
+        {
+            let entries = std::mem::take(entries);
+            self.handle.buffers(|buffers, _| buffers.give_back(entries));
+        }
+    }
+}
+
+/// One of the requests that a queue has at a time.
+pub struct Tag {
+    queue: Rc<Queue>,
+    number: u16,
+    data: Option<Rc<RequestData>>,
+}
+
+impl Tag {
+    /// Asks for the first request.
+    pub fn fetch(&self) -> Fetch {
+        self.command(abi::FETCH_REQ, 0)
+    }
+
+    /// Answers the request and asks for the next one. `result`: bytes done, or minus an errno.
+    pub fn commit(&self, result: i32) -> Fetch {
+        self.command(abi::COMMIT_AND_FETCH_REQ, result)
+    }
+
+    fn command(&self, op: u32, result: i32) -> Fetch {
+        let queue = &self.queue;
+        let mut memory = Segments::default();
+        if self.data.is_none() {
+            self.fill(&mut memory, self.most());
+        }
+        let entry = self.data.as_ref().map(|data| data.entry());
+        let command = Command { op, queue: queue.number, tag: self.number, result, entry };
+        Fetch(queue.handle.operation(Action::Ublk(command), memory, queue.file.clone()))
+    }
+
+    /// The request that was fetched.
+    pub fn descriptor(&self) -> Descriptor {
+        self.queue.descriptors.read(self.number)
+    }
+
+    /// Bytes of a request, at most.
+    pub fn most(&self) -> usize {
+        self.queue.device.info.max_io_bytes as usize
+    }
+
+    /// Makes `segments` the data of a request of `len` bytes.
+    pub fn fill(&self, segments: &mut Segments, len: usize) {
+        assert!(len <= self.most(), "a request of {len} bytes");
+        match (&self.queue.data, &self.data) {
+            (_, Some(data)) => segments.reset_request(data, len),
+            (Data::Copied(memory), None) => {
+                segments.reset(memory);
+                let at = u64::from(self.number) * self.most() as u64;
+                segments.push_guest(at, len as u64).expect("a tag's piece lies in the queue's memory");
+            }
+            (Data::Registered(_), None) => unreachable!("a tag has data where its queue registers them"),
+        }
+    }
+
+    /// Whether bytes of its data could not be copied, and how many were, since the last time.
+    pub fn settle(&self) -> (bool, u64) {
+        self.data.as_ref().map_or((false, 0), |data| data.settle())
+    }
+}
+
+/// A request to come. Dropped, it is left to the ring.
+pub struct Fetch(Operation);
+
+impl Future for Fetch {
+    type Output = io::Result<()>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.0).poll(cx).map(|(result, _)| match result {
+            0 => Ok(()),
+            error => Err(io::Error::from_raw_os_error(error.checked_neg().unwrap_or(libc::EIO))),
+        })
+    }
+}
