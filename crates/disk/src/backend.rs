@@ -5,7 +5,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blockyard_image::{
-    Chain, ChainError, ChainOptions, Format, Geometry, Image, ImageFile, OpenError, OpenOptions, Raw, SECTOR,
+    BlockStatus, Chain, ChainError, ChainOptions, Format, Geometry, Image, ImageFile, OpenError, OpenOptions, Raw,
+    SECTOR,
 };
 use blockyard_ring::{GuestMemory, Handle, MemoryError, Region, Segments, Storage, UringFile};
 
@@ -314,9 +315,10 @@ impl<S: Storage> Backend<S> {
         }
     }
 
-    /// Durable after a flush.
-    pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+    /// Durable after a flush. `fast`: Unsupported, where zeroes would have to be written.
+    pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
         match self {
+            Backend::Raw(raw) if fast => raw.write_zeroes_fast(offset, len, unmap).await,
             Backend::Raw(raw) => raw.write_zeroes(offset, len, unmap).await,
             Backend::Image(image) => Box::pin(image.write_zeroes(offset, len, unmap)).await,
             Backend::Null => Ok(()),
@@ -326,6 +328,18 @@ impl<S: Storage> Backend<S> {
             }
             Backend::Gone(why) => gone(why),
             Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),
+        }
+    }
+}
+
+impl<S: Storage> Backend<S> {
+    /// Where the bytes from `offset` on are, as far as they are alike; nothing is read.
+    pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
+        match self {
+            Backend::Raw(raw) => raw.status(offset, len),
+            Backend::Image(image) => image.status(offset, len).await,
+            Backend::Null | Backend::Ram(_) | Backend::Delay(_) => Ok(BlockStatus::data(len)),
+            Backend::Gone(why) => gone(why),
         }
     }
 }

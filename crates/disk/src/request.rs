@@ -21,10 +21,11 @@ pub enum Op {
     },
     Flush,
     Discard,
-    /// `unmap`: space may be given back. `fua` as for a write.
+    /// `unmap`: space may be given back. `fua` as for a write. `fast`: refused where zeroes would have to be written.
     WriteZeroes {
         unmap: bool,
         fua: bool,
+        fast: bool,
     },
 }
 

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
+use blockyard_image::BlockStatus;
 use blockyard_ring::{Handle, Meter, Segments, Storage, UringFile};
 use blockyard_sched::{Kind, Operation};
 
@@ -230,6 +231,11 @@ impl<S: Storage> Served<S> {
         }
     }
 
+    /// Where the bytes from `offset` on are, as far as they are alike.
+    pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
+        self.enter().await.view.backend.status(offset, len).await
+    }
+
     /// For a queue that is drained: until [`Served::drained`], nothing waits for limits or shares.
     pub fn drain(&self) {
         self.turnstile.drain();
@@ -333,8 +339,9 @@ impl<S: Storage> Served<S> {
             Op::Flush if !keeps || self.disk.options().read_only => (segments, Ok(())),
             Op::Flush => (segments, self.flush(view).await),
             Op::Discard => (segments, view.backend.discard(offset, len).await.inspect_err(|_| self.note_lost(view))),
-            Op::WriteZeroes { unmap, fua } => {
-                (segments, self.write_zeroes(view, (offset, len), unmap, fua && keeps).await)
+            Op::WriteZeroes { unmap, fua, fast } => {
+                let zeroed = view.backend.write_zeroes(offset, len, unmap, fast).await;
+                (segments, self.conclude_zeroes(view, zeroed, fua && keeps).await)
             }
         }
     }
@@ -378,14 +385,8 @@ impl<S: Storage> Served<S> {
         }
     }
 
-    async fn write_zeroes(
-        &self,
-        view: &View<S>,
-        (offset, len): (u64, u64),
-        unmap: bool,
-        durable: bool,
-    ) -> io::Result<()> {
-        view.backend.write_zeroes(offset, len, unmap).await.inspect_err(|_| self.note_lost(view))?;
+    async fn conclude_zeroes(&self, view: &View<S>, zeroed: io::Result<()>, durable: bool) -> io::Result<()> {
+        zeroed.inspect_err(|_| self.note_lost(view))?;
         self.disk.note_unsynced();
         // Zeroed ranges are metadata, which only a sync makes durable: the group's, for a sync beside it could take its
         // error away.

@@ -12,6 +12,7 @@ use crate::SECTOR;
 use crate::extent::{Below, Extent, Place};
 use crate::layer::{Found, Layer, Layers};
 use crate::resolved::Resolved;
+use crate::survey::{self, BlockStatus};
 use crate::traffic::{Lane, Pass, Traffic};
 
 /// What layers map alike may be as small and as large as this, in bytes, to be remembered.
@@ -189,6 +190,12 @@ impl<S: Storage> Image<S> {
     pub async fn find(&self, offset: u64, len: u64) -> io::Result<Found> {
         let _pass = self.traffic.enter(&self.lane);
         Layers::new(&self.layers).find(offset, len).await
+    }
+
+    /// Where the bytes from `offset` on are, as far as they are alike; nothing is read.
+    pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
+        let _pass = self.traffic.enter(&self.lane);
+        survey::status(&self.layers, &[], offset, len).await
     }
 
     /// What the `upper` topmost images alone say of the bytes from `offset` on: `Absent` where none of them has any.

@@ -27,6 +27,7 @@ mod range_lock;
 mod raw;
 mod resolved;
 mod stream;
+mod survey;
 mod sweep;
 pub mod tools;
 mod traffic;
@@ -48,6 +49,7 @@ pub use open::{ImageFile, OpenError, OpenOptions};
 pub use overlay::GrownChain;
 pub use raw::{Raw, RawShape};
 pub use stream::{copy_up, stand_alone};
+pub use survey::BlockStatus;
 pub use sweep::Progress;
 pub use traffic::Pass;
 

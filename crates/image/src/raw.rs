@@ -12,6 +12,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::survey::{BlockStatus, data_or_hole};
 use blockyard_ring::{Segments, Storage};
 
 use crate::SECTOR;
@@ -139,6 +140,14 @@ impl<S: Storage> Raw<S> {
 
     /// Zeroes; `unmap`: the host may have the space back. Durable after a flush, like a write.
     pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        match self.write_zeroes_fast(offset, len, unmap).await {
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => self.write_zero_bytes(offset, len).await,
+            done => done,
+        }
+    }
+
+    /// As [`Raw::write_zeroes`]; Unsupported, where more than the ends of the range would have to be written.
+    pub async fn write_zeroes_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         let (start, end) = self.whole_units(offset, len);
         if start >= end {
             return self.write_zero_bytes(offset, len).await;
@@ -147,12 +156,15 @@ impl<S: Storage> Raw<S> {
             let _guard = self.hold_parts(start, end - start).await;
             self.storage.zero(start, end - start, unmap).await
         };
-        match zeroed {
-            Err(e) if e.kind() == io::ErrorKind::Unsupported => return self.write_zero_bytes(offset, len).await,
-            done => done?,
-        }
+        zeroed?;
         self.write_zero_bytes(offset, start - offset).await?;
         self.write_zero_bytes(end, offset + len - end).await
+    }
+
+    /// Whether the bytes from `offset` on are data or a hole, as far as they are alike. Behind the file's end is a hole.
+    pub fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
+        let (data, len) = data_or_hole(self, offset, len)?;
+        Ok(BlockStatus { zero: !data, data, offset: Some(offset), ..BlockStatus::data(len) })
     }
 
     pub fn storage(&self) -> &S {

@@ -55,7 +55,7 @@ const POISONED: Status = Err(Failure::Poisoned);
 fn ranges_end_at_the_capacity_and_do_not_wrap() {
     let (sim, served) = simulated(options());
     run(async move {
-        for op in [Op::Read, WRITE, Op::Discard, Op::WriteZeroes { unmap: true, fua: false }] {
+        for op in [Op::Read, WRITE, Op::Discard, Op::WriteZeroes { unmap: true, fua: false, fast: false }] {
             assert_eq!(ask(&served, op, CAPACITY - 512, 512).await, Ok(()));
             let before = sim.trace().len();
             for offset in [CAPACITY - 511, CAPACITY, u64::MAX - 511, u64::MAX] {
@@ -71,7 +71,7 @@ fn ranges_end_at_the_capacity_and_do_not_wrap() {
 fn a_read_only_disk_reads_and_flushes() {
     let (sim, served) = simulated(DiskOptions { read_only: true, ..options() });
     run(async move {
-        for op in [WRITE, DURABLE, Op::Discard, Op::WriteZeroes { unmap: false, fua: true }] {
+        for op in [WRITE, DURABLE, Op::Discard, Op::WriteZeroes { unmap: false, fua: true, fast: false }] {
             assert_eq!(ask(&served, op, 0, 512).await, Err(Failure::ReadOnly));
         }
         assert_eq!(ask(&served, Op::Flush, 0, 0).await, Ok(()));
@@ -85,7 +85,7 @@ fn cache_mode_unsafe_never_syncs() {
     let (sim, served) = simulated(DiskOptions { cache: CacheMode::Unsafe, ..options() });
     sim.fail(Fault::new(SimOp::Sync, io::ErrorKind::Other).always());
     run(async move {
-        for op in [DURABLE, Op::WriteZeroes { unmap: false, fua: true }, Op::Flush] {
+        for op in [DURABLE, Op::WriteZeroes { unmap: false, fua: true, fast: false }, Op::Flush] {
             assert_eq!(ask(&served, op, 0, if op == Op::Flush { 0 } else { 512 }).await, Ok(()));
         }
         assert_eq!(served.settle().await, Ok(()));
@@ -94,7 +94,7 @@ fn cache_mode_unsafe_never_syncs() {
 
 #[test]
 fn a_failed_sync_poisons_whoever_asked_for_it() {
-    for op in [Op::Flush, Op::WriteZeroes { unmap: false, fua: true }] {
+    for op in [Op::Flush, Op::WriteZeroes { unmap: false, fua: true, fast: false }] {
         let (sim, served) = simulated(options());
         sim.fail(Fault::new(SimOp::Sync, 5));
         run(async move {
@@ -118,8 +118,8 @@ fn a_failed_durable_write_poisons_when_others_may_be_lost_with_it() {
         (None, 5, Ok(())),
         (Some(WRITE), 5, POISONED),
         (Some(DURABLE), 5, Ok(())),
-        (Some(Op::WriteZeroes { unmap: true, fua: false }), 5, POISONED),
-        (Some(Op::WriteZeroes { unmap: true, fua: true }), 5, Ok(())),
+        (Some(Op::WriteZeroes { unmap: true, fua: false, fast: false }), 5, POISONED),
+        (Some(Op::WriteZeroes { unmap: true, fua: true, fast: false }), 5, Ok(())),
         (Some(WRITE), 28, Ok(())),
         (Some(WRITE), 22, Ok(())),
     ];
@@ -209,7 +209,7 @@ fn errors_are_told_in_the_guest_s_terms() {
         sim.fail(Fault::new(SimOp::Discard, io::ErrorKind::Unsupported));
         sim.fail(Fault::new(SimOp::Zero, io::ErrorKind::Unsupported));
         assert_eq!(ask(&served, Op::Discard, 0, 512).await, Ok(()));
-        assert_eq!(ask(&served, Op::WriteZeroes { unmap: true, fua: true }, 0, 512).await, Ok(()));
+        assert_eq!(ask(&served, Op::WriteZeroes { unmap: true, fua: true, fast: false }, 0, 512).await, Ok(()));
         let sums = served.statistics();
         assert_eq!(sums.summary(OpKind::Write).map(|s| (s.requests, s.errors, s.bytes)), Some((6, 3, 1536)));
     });

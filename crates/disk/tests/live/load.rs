@@ -166,7 +166,7 @@ impl Lane {
         let unmap = self.rng.one_in(2);
         match self.rng.below(16) {
             0 => {
-                self.done(Op::WriteZeroes { unmap, fua: unmap }, at, vec![0; len]).await;
+                self.done(Op::WriteZeroes { unmap, fua: unmap, fast: false }, at, vec![0; len]).await;
                 self.known.set(at, &vec![0; len]);
             }
             1 => {

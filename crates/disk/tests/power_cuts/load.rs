@@ -342,7 +342,7 @@ impl<S: Storage> Lane<S> {
 
     async fn zero(&mut self, range: (u64, u64)) -> Result<bool, String> {
         let fua = self.fua();
-        let op = Op::WriteZeroes { unmap: self.rng.one_in(2), fua };
+        let op = Op::WriteZeroes { unmap: self.rng.one_in(2), fua, fast: false };
         let asked = self.judge.asked(op);
         let token = self.judge.oracle.borrow_mut().zero_started(range.0, range.1);
         let (status, _) = ask(&self.served, op, range, Segments::default()).await;

@@ -149,7 +149,7 @@ fn ranges(zeroes: bool, fua: bool, readable: &[Desc], data: u64, segments: &mut 
         ranges.push((sector.checked_mul(SECTOR).ok_or(Failure::OutOfRange)?, u64::from(sectors) * SECTOR));
     }
     segments.release();
-    let op = if zeroes { Op::WriteZeroes { unmap, fua } } else { Op::Discard };
+    let op = if zeroes { Op::WriteZeroes { unmap, fua, fast: false } } else { Op::Discard };
     Ok(match ranges[..] {
         [(offset, len)] => Ask::One { op, offset, len },
         _ => Ask::Ranges { op, ranges },

@@ -10,7 +10,7 @@ use crate::error::ImageError;
 use crate::image::Image;
 
 use super::reactors::on_reactor;
-use super::survey::{self, Status};
+use crate::survey::{self, BlockStatus};
 
 const DATA: &str = "the disk";
 
@@ -60,16 +60,16 @@ impl<S: Storage> Disk<S> {
     }
 
     /// What is known of the bytes from `offset` on, without reading them.
-    pub(super) async fn status(&self, offset: u64, len: u64) -> Result<Status, ChainError> {
+    pub(super) async fn status(&self, offset: u64, len: u64) -> Result<BlockStatus, ChainError> {
         let status = survey::status(self.image.layers(), &self.sparse, offset, len).await;
         status.map_err(self.wrong(offset, "finding"))
     }
 
     /// As [`Disk::status`]; behind its end a disk is zeroes that no image has.
-    pub(super) async fn known(&self, offset: u64, len: u64) -> Result<Status, ChainError> {
+    pub(super) async fn known(&self, offset: u64, len: u64) -> Result<BlockStatus, ChainError> {
         match self.size().checked_sub(offset).filter(|&rest| rest > 0) {
             Some(rest) => self.status(offset, len.min(rest)).await,
-            None => Ok(Status::nothing(self.image.layers().len(), len)),
+            None => Ok(BlockStatus::nothing(self.image.layers().len(), len)),
         }
     }
 

@@ -5,7 +5,7 @@ use blockyard_ring::Storage;
 use crate::chain::ChainError;
 
 use super::disk::Disk;
-use super::survey::Status;
+use crate::survey::BlockStatus;
 
 /// An extent; its fields are those of `qemu-img map --output json`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,8 +21,8 @@ pub struct MapEntry {
 }
 
 impl MapEntry {
-    fn new(start: u64, status: Status) -> Self {
-        let Status { len, depth, present, zero, data, compressed, offset } = status;
+    fn new(start: u64, status: BlockStatus) -> Self {
+        let BlockStatus { len, depth, present, zero, data, compressed, offset } = status;
         MapEntry { start, length: len, depth, present, zero, data, compressed, offset }
     }
 

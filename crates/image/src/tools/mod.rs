@@ -1,8 +1,8 @@
 //! Work on whole images, while no guest uses them: what `blockyard image` does, without its command line.
 //!
 //! ```text
-//!   disk      an image with its name, for errors              survey    where bytes are, as `qemu-img map` tells it
-//!   reactors  executors, on one thread or several             map       the list of extents
+//!   disk      an image with its name, for errors              map       the list of extents
+//!   reactors  executors, on one thread or several
 //!   compare   whether two disks are the same
 //!   convert   one disk into another                      create    new images
 //!   commit    an image into the one below it             rebase    another backing file
@@ -23,7 +23,6 @@ mod map;
 mod reactors;
 mod rebase;
 mod resize;
-mod survey;
 
 pub use crate::sweep::Progress;
 pub use commit::{commit, make_empty};

@@ -1,6 +1,6 @@
 //! Where the bytes of a chain are, without reading them: the answer that `qemu-img map` gives.
 //!
-//! In: a range. Out: a [`Status`], for as much of the range as is alike. What reads as zeroes is known by the image's
+//! In: a range. Out: a [`BlockStatus`], for as much of the range as is alike. What reads as zeroes is known by the image's
 //! tables, by the length of the images below, or by holes in raw files.
 
 use std::io;
@@ -14,7 +14,7 @@ use crate::raw::Raw;
 
 /// `len` bytes that are alike. The names are QEMU's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Status {
+pub struct BlockStatus {
     pub len: u64,
     /// The layer that decided: 0 is the topmost.
     pub depth: usize,
@@ -27,16 +27,21 @@ pub(super) struct Status {
     pub offset: Option<u64>,
 }
 
-impl Status {
+impl BlockStatus {
+    /// `len` bytes of data, somewhere in the topmost layer.
+    pub fn data(len: u64) -> Self {
+        BlockStatus { len, depth: 0, present: true, zero: false, data: true, compressed: false, offset: None }
+    }
+
     /// `len` bytes that none of `depth` layers has.
-    pub fn nothing(depth: usize, len: u64) -> Self {
-        Status { len, depth, present: false, zero: true, data: false, compressed: false, offset: None }
+    pub(crate) fn nothing(depth: usize, len: u64) -> Self {
+        BlockStatus { len, depth, present: false, zero: true, data: false, compressed: false, offset: None }
     }
 }
 
 /// Which layers may name data that were never written: they take less of the disk than their refcounts say. As QEMU
 /// finds out whether metadata were preallocated.
-pub(super) async fn sparse_layers<S: Storage>(layers: &[Layer<S>]) -> io::Result<Vec<bool>> {
+pub(crate) async fn sparse_layers<S: Storage>(layers: &[Layer<S>]) -> io::Result<Vec<bool>> {
     let mut sparse = Vec::new();
     for layer in layers {
         let Layer::Qcow2(image) = layer else {
@@ -55,20 +60,20 @@ pub(super) async fn sparse_layers<S: Storage>(layers: &[Layer<S>]) -> io::Result
     Ok(sparse)
 }
 
-/// What is known of the bytes from `offset` on, which lie inside the disk. `sparse`: see [`sparse_layers`].
-pub(super) async fn status<S: Storage>(
+/// What is known of the bytes from `offset` on, which lie inside the disk. `sparse`: see [`sparse_layers`]; empty: none of them.
+pub(crate) async fn status<S: Storage>(
     layers: &[Layer<S>],
     sparse: &[bool],
     offset: u64,
     mut len: u64,
-) -> io::Result<Status> {
+) -> io::Result<BlockStatus> {
     let mut depth = 0;
     loop {
         let layer = &layers[depth];
         // The disk may end in the middle of its last sector.
         let extent = layer.lookup(offset, len.min(layer.size().next_multiple_of(SECTOR) - offset)).await?;
         len = extent.len;
-        let found = Status { len, depth, present: true, zero: false, data: true, compressed: false, offset: None };
+        let found = BlockStatus { len, depth, present: true, zero: false, data: true, compressed: false, offset: None };
         return match (layer, extent.place) {
             (_, Place::Absent) => {
                 if layers.get(depth + 1).is_some_and(|below| offset < below.size()) {
@@ -76,40 +81,40 @@ pub(super) async fn status<S: Storage>(
                     continue;
                 }
                 let kept = kept(layer, offset, found);
-                Ok(Status { present: false, zero: true, data: false, ..kept })
+                Ok(BlockStatus { present: false, zero: true, data: false, ..kept })
             }
-            (_, Place::Zero) => Ok(Status { zero: true, data: false, ..kept(layer, offset, found) }),
-            (_, Place::Compressed(_)) => Ok(Status { compressed: true, ..found }),
+            (_, Place::Zero) => Ok(BlockStatus { zero: true, data: false, ..kept(layer, offset, found) }),
+            (_, Place::Compressed(_)) => Ok(BlockStatus { compressed: true, ..found }),
             (Layer::Raw { raw, .. }, Place::Data(host)) => {
                 let (data, len) = data_or_hole(raw, host, len)?;
-                Ok(Status { len, data, zero: !data, offset: Some(host), ..found })
+                Ok(BlockStatus { len, data, zero: !data, offset: Some(host), ..found })
             }
-            (Layer::Qcow2(image), Place::Data(host)) if sparse[depth] => {
+            (Layer::Qcow2(image), Place::Data(host)) if sparse.get(depth) == Some(&true) => {
                 let (data, len) = data_or_hole(image.data_file(), host, len)?;
-                Ok(Status { len, zero: !data, offset: Some(host), ..found })
+                Ok(BlockStatus { len, zero: !data, offset: Some(host), ..found })
             }
-            (_, Place::Data(host)) => Ok(Status { offset: Some(host), ..found }),
+            (_, Place::Data(host)) => Ok(BlockStatus { offset: Some(host), ..found }),
         };
     }
 }
 
 /// A host cluster that is kept although nothing is read from it is told too.
-fn kept<S: Storage>(layer: &Layer<S>, offset: u64, found: Status) -> Status {
+fn kept<S: Storage>(layer: &Layer<S>, offset: u64, found: BlockStatus) -> BlockStatus {
     let Layer::Qcow2(image) = layer else { return found };
     let cluster = image.shared().shape().cluster_size();
     let (here, host) = (found.len.min(cluster - offset % cluster), image.kept(offset));
     if host.is_some() {
-        return Status { len: here, offset: host, ..found };
+        return BlockStatus { len: here, offset: host, ..found };
     }
     // As far as nothing is kept.
     let mut len = here;
     while len < found.len && image.kept(offset + len).is_none() {
         len = found.len.min(len + cluster);
     }
-    Status { len, ..found }
+    BlockStatus { len, ..found }
 }
 
-fn data_or_hole<S: Storage>(file: &Raw<S>, host: u64, len: u64) -> io::Result<(bool, u64)> {
+pub(crate) fn data_or_hole<S: Storage>(file: &Raw<S>, host: u64, len: u64) -> io::Result<(bool, u64)> {
     Ok(match file.storage().next_data(host)? {
         None => (false, len),
         Some(data) if data.start > host => (false, len.min(data.start - host)),
