@@ -10,6 +10,7 @@ use serde::Deserialize;
 
 use crate::config;
 use crate::knobs::with_knobs;
+use crate::nbd::{NbdAddress, NbdArgs};
 
 #[derive(Parser)]
 #[command(
@@ -95,6 +96,9 @@ pub struct ServeOptions {
     /// there is one].
     #[arg(long, value_name = "FILE")]
     pub costs: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub nbd: NbdArgs,
 }
 
 /// A list of processors.
@@ -129,8 +133,20 @@ pub struct DiskArgs {
     pub image: PathBuf,
 
     /// Offer the disk to a virtual machine on this Unix socket; fd:N or fd:NAME takes one that is inherited (systemd).
-    #[arg(long, value_name = "SOCKET", required = false, required_unless_present = "config")]
-    pub vhost_user: String,
+    #[arg(long, value_name = "SOCKET", help_heading = "Ways in")]
+    #[serde(default)]
+    pub vhost_user: Option<String>,
+
+    /// Offer the disk by NBD: unix:PATH, tcp:HOST:PORT, or fd:N or fd:NAME for a socket that is inherited (systemd). The
+    /// export has the disk's name. Several disks may share an address.
+    #[arg(long, value_name = "ADDRESS", help_heading = "Ways in")]
+    #[serde(default, deserialize_with = "config::some_from_text")]
+    pub nbd: Option<NbdAddress>,
+
+    /// What NBD clients are told that the disk is.
+    #[arg(long, value_name = "TEXT", help_heading = "Ways in")]
+    #[serde(default)]
+    pub description: Option<String>,
 
     /// The image's format: raw, qcow2 or cow (User Mode Linux's) [default: what the file's name says, else raw]. It is
     /// never guessed from what the image holds.

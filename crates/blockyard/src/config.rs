@@ -11,6 +11,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::cli::{self, DiskArgs};
 use crate::knobs::{self, GroupArgs};
+use crate::nbd::NbdArgs;
 
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -24,6 +25,9 @@ pub struct Config {
     /// What operations cost the devices.
     #[serde(default)]
     pub costs: Option<PathBuf>,
+    /// How NBD clients are dealt with.
+    #[serde(default)]
+    pub nbd: NbdArgs,
     #[serde(default, rename = "group")]
     pub groups: BTreeMap<String, GroupArgs>,
     #[serde(default, rename = "disk")]
@@ -63,8 +67,8 @@ impl Config {
             if !names.insert(name.clone()) {
                 return Err(format!("two disks are called \"{name}\": give one of them a name of its own"));
             }
-            if !sockets.insert(disk.vhost_user.clone()) {
-                return Err(format!("disk \"{name}\": another disk has the socket {} already", disk.vhost_user));
+            if let Some(socket) = disk.vhost_user.as_ref().filter(|socket| !sockets.insert((*socket).clone())) {
+                return Err(format!("disk \"{name}\": another disk has the socket {socket} already"));
             }
             if !(1..=256).contains(&disk.queues) {
                 return Err(format!("disk \"{name}\": queues is a number from 1 to 256"));
@@ -85,6 +89,11 @@ impl DiskArgs {
             let file = self.image.file_name().unwrap_or(self.image.as_os_str());
             file.to_string_lossy().into_owned()
         })
+    }
+
+    /// Where it is offered.
+    pub fn ways_in(&self) -> Vec<String> {
+        self.vhost_user.clone().into_iter().chain(self.nbd.as_ref().map(ToString::to_string)).collect()
     }
 
     /// The format that is told, or that the image's name says. Other names mean raw, unless they are those of formats that
@@ -233,7 +242,8 @@ mod tests {
             (format!("{disk}cache = \"fast\"\n"), "cache mode \"fast\" is not known"),
             (format!("{disk}queue-size = 100\n"), "a power of two"),
             (format!("{disk}{disk}"), "two disks are called \"a\""),
-            ("[[disk]]\nimage = \"a\"\n".into(), "missing field `vhost-user`"),
+            (format!("{disk}nbd = \"tcp:5\"\n"), "line 4: \"tcp:5\": an NBD address is"),
+            ("[nbd]\nmax-clients = 0\n".into(), "line 2: "),
             (format!("{disk}weight = 0\n"), "line 4: a weight is a number from 1 to 10000"),
             (format!("{disk}iops = \"10,max=5\"\n"), "line 4: limit \"10,max=5\": max is less than the rate"),
             (format!("{disk}bps-read = true\n"), "line 4: it is a number or a text"),

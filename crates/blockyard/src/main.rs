@@ -8,6 +8,7 @@ mod config;
 mod image;
 mod inherited;
 mod knobs;
+mod nbd;
 mod serve;
 mod shares;
 

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source, Statistics, sched_time};
-use blockyard_export::Reactors;
-use blockyard_export::vhost_user::{self, Listener, QueueShape, Tuning, VhostUser};
+use blockyard_export::vhost_user::{QueueShape, Tuning, VhostUser};
+use blockyard_export::{Listener, Reactors};
 use blockyard_image::Format;
 use blockyard_sched::Knobs;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
@@ -16,6 +16,7 @@ use signal_hook::iterator::Signals;
 
 use crate::cli::{DiskArgs, ServeOptions};
 use crate::config::Config;
+use crate::nbd::Servers;
 use crate::shares::{self, Shares};
 use crate::{Failure, inherited, knobs};
 
@@ -34,7 +35,9 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);
     let cpus = options.cpus.as_ref().map_or(&[][..], |c| &c.0);
     let reactors = Reactors::start(reactors.into(), cpus).map_err(explain_io_uring)?;
-    let mut yard = Yard { reactors: Arc::new(reactors), shares, disks: Vec::new() };
+    let reactors = Arc::new(reactors);
+    let nbd = Servers::new(options.nbd.or(&config.nbd), reactors.clone());
+    let mut yard = Yard { reactors, shares, nbd, disks: Vec::new() };
     for disk in config.disks {
         yard.open(disk)?;
     }
@@ -55,13 +58,16 @@ fn read(options: &ServeOptions) -> anyhow::Result<Config> {
     match (&options.config, &options.disk) {
         (Some(path), _) => Ok(Config::read(path)?),
         (None, Some(disk)) => Ok(Config { disks: vec![disk.clone()], ..Config::default() }),
-        (None, None) => anyhow::bail!("say an image and a socket, or --config FILE"),
+        (None, None) => anyhow::bail!("say an image and a way in (--vhost-user, --nbd), or --config FILE"),
     }
 }
 
 /// What is wrong with a disk's options, beyond what each one alone can tell.
 fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     let image = disk.image.display();
+    if disk.vhost_user.is_none() && disk.nbd.is_none() {
+        anyhow::bail!("image {image}: say a way in: --vhost-user SOCKET or --nbd ADDRESS");
+    }
     let format = disk.format().map_err(anyhow::Error::msg)?;
     if format == Format::Raw {
         let of_chains = [
@@ -102,13 +108,15 @@ fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
 struct Yard {
     reactors: Arc<Reactors>,
     shares: Shares,
+    nbd: Servers,
     disks: Vec<Serving>,
 }
 
 struct Serving {
     args: DiskArgs,
     disk: Arc<Disk>,
-    export: VhostUser,
+    /// The ways in that are this disk's own.
+    vhost_user: Option<VhostUser>,
 }
 
 impl Yard {
@@ -128,9 +136,30 @@ impl Yard {
         };
         let share = self.shares.open(&args, &source)?;
         let disk = Arc::new(Disk::sharing(options, source, share));
-        let listener = match args.vhost_user.strip_prefix("fd:") {
+        let vhost_user = match &args.vhost_user {
+            Some(socket) => Some(self.vhost_user(&args, socket, &disk)?),
+            None => None,
+        };
+        if let Some(address) = &args.nbd {
+            let offered = self.nbd.offer(address, &disk, args.description.as_deref().unwrap_or_default());
+            offered.with_context(|| format!("disk {name}: offering it by NBD"))?;
+        }
+        tracing::info!(
+            disk = name,
+            bytes = disk.capacity(),
+            cache = %args.cache,
+            "serving {} on {}",
+            disk.source().chain().map_or_else(|| args.image.display().to_string(), |chain| chain.describe()),
+            args.ways_in().join(" and ")
+        );
+        self.disks.push(Serving { args, disk, vhost_user });
+        Ok(())
+    }
+
+    fn vhost_user(&self, args: &DiskArgs, socket: &str, disk: &Arc<Disk>) -> anyhow::Result<VhostUser> {
+        let listener = match socket.strip_prefix("fd:") {
             Some(text) => Listener::inherited(inherited::socket(text)?),
-            None => Listener::bind(args.vhost_user.as_ref())?,
+            None => Listener::bind(socket.as_ref())?,
         };
         let shape = QueueShape { queues: args.queues, size: args.queue_size };
         let tuning = Tuning {
@@ -139,18 +168,8 @@ impl Yard {
             in_band: args.in_band_notifications,
             pin_memory: args.pin_memory,
         };
-        let export = VhostUser::start(disk.clone(), listener, shape, tuning, self.reactors.clone())
-            .with_context(|| format!("disk {name}: starting its export"))?;
-        tracing::info!(
-            disk = name,
-            bytes = disk.capacity(),
-            cache = %args.cache,
-            "serving {} on {}",
-            disk.source().chain().map_or_else(|| args.image.display().to_string(), |chain| chain.describe()),
-            args.vhost_user
-        );
-        self.disks.push(Serving { args, disk, export });
-        Ok(())
+        VhostUser::start(disk.clone(), listener, shape, tuning, self.reactors.clone())
+            .with_context(|| format!("disk {}: starting its export", disk.name()))
     }
 
     /// SIGHUP. What is wrong is told, and leaves what runs as it is.
@@ -174,7 +193,7 @@ impl Yard {
         for serving in gone {
             tracing::info!(disk = serving.disk.name(), "removed or changed by the configuration: closing it");
             old.push(serving.args.clone());
-            serving.close(&self.reactors);
+            serving.close(&mut self.nbd, &self.reactors);
         }
         for serving in &self.disks {
             serving.refresh();
@@ -208,10 +227,10 @@ impl Yard {
         }
     }
 
-    fn close(self) -> Result<(), Failure> {
+    fn close(mut self) -> Result<(), Failure> {
         let mut good = true;
         for serving in self.disks {
-            good &= serving.close(&self.reactors);
+            good &= serving.close(&mut self.nbd, &self.reactors);
         }
         if good { Ok(()) } else { Err(anyhow::anyhow!("not every disk could be flushed: see the log").into()) }
     }
@@ -238,7 +257,7 @@ impl Serving {
         match self.disk.refresh_capacity() {
             Ok(Some(bytes)) => {
                 tracing::info!(disk = self.disk.name(), bytes, "the image has a new size");
-                self.export.config_changed();
+                self.vhost_user.iter().for_each(VhostUser::config_changed);
             }
             Ok(None) => {}
             Err(e) => tracing::error!(disk = self.disk.name(), "finding the image's size: {e}"),
@@ -281,9 +300,10 @@ impl Serving {
     }
 
     /// Drains, flushes, lets go; false when the flush failed.
-    fn close(mut self, reactors: &Reactors) -> bool {
-        self.export.stop();
+    fn close(mut self, nbd: &mut Servers, reactors: &Reactors) -> bool {
+        self.vhost_user.iter_mut().for_each(VhostUser::stop);
+        nbd.withdraw(&self.disk);
         self.log_statistics(reactors);
-        vhost_user::close(&self.disk, reactors)
+        blockyard_export::close(&self.disk, reactors)
     }
 }

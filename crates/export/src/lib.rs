@@ -1,8 +1,14 @@
 //! The ways in to a disk. An export parses and checks what its protocol brings, once; hands [`blockyard_disk::Request`]s
 //! to the disk; and answers. Protocol types live here and nowhere else.
 
+mod ending;
+mod listener;
+mod log;
+pub mod nbd;
 mod reactors;
 pub mod ublk;
 pub mod vhost_user;
 
+pub use ending::{close, settle};
+pub use listener::{Listener, SocketError};
 pub use reactors::Reactors;

@@ -117,6 +117,20 @@ impl Segments {
         segments
     }
 
+    /// For a buffer of our own that nobody else has any more: makes it one piece of `len` bytes again, which hold anything.
+    /// False, and nothing is changed: it is none, or it is shorter.
+    #[must_use]
+    pub fn refit(&mut self, len: usize) -> bool {
+        let Owner::Heap(buf) = &self.owner else { return false };
+        if Rc::strong_count(buf) > 1 || buf.len < len {
+            return false;
+        }
+        self.iov.clear();
+        self.iov.push(libc::iovec { iov_base: buf.ptr.as_ptr().cast(), iov_len: len });
+        self.len = len;
+        true
+    }
+
     /// Empties it for a request in `memory`, keeping the vector's room.
     #[inline]
     pub fn reset(&mut self, memory: &Rc<GuestMemory>) {
@@ -451,6 +465,17 @@ mod tests {
         drop(buffer);
         all.copy_out(0, &mut out[..5]);
         assert_eq!(&out[..5], b"23478");
+    }
+
+    #[test]
+    fn a_buffer_is_used_again_when_nobody_else_has_it() {
+        let mut buffer = Segments::buffer(8192).slice(100, 50);
+        let other = buffer.slice(0, 1);
+        assert!(!buffer.refit(10) && buffer.len() == 50);
+        drop(other);
+        assert!(!buffer.refit(8193));
+        assert!(buffer.refit(8192) && buffer.len() == 8192 && buffer.is_aligned(4096, 4096));
+        assert!(!Segments::default().refit(0));
     }
 
     #[test]

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockyard_disk::{Disk, DiskOptions, SnapshotOptions, Source, WorkError};
-use blockyard_export::Reactors;
-use blockyard_export::vhost_user::{self, Coalesce, Listener, PollMode, QueueShape, Tuning, VhostUser};
+use blockyard_export::vhost_user::{Coalesce, PollMode, QueueShape, Tuning, VhostUser};
+use blockyard_export::{Listener, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
 
 /// One disk on a socket.
@@ -37,6 +37,6 @@ impl Server {
     /// Ends as the program does at SIGTERM.
     pub fn end(mut self) {
         self.export.stop();
-        assert!(vhost_user::close(&self.disk, &self.reactors), "the disk cannot be closed");
+        assert!(blockyard_export::close(&self.disk, &self.reactors), "the disk cannot be closed");
     }
 }

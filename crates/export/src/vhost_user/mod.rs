@@ -9,7 +9,6 @@
 mod channel;
 mod config;
 mod inflight;
-mod log;
 mod notify;
 mod pace;
 mod pin;
@@ -28,28 +27,27 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use blockyard_disk::{Disk, Served};
+use blockyard_disk::Disk;
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 pub use config::QueueShape;
 pub use notify::Coalesce;
 pub use pace::PollMode;
-pub use socket::{Listener, SocketError};
 
 /// The parts by themselves, for fuzzing and for tests that have no front end: not an interface to build on.
 #[doc(hidden)]
 pub mod parts {
     pub use super::inflight::{Inflight, InflightRegion, PackedChain, allocate, queue_bytes};
-    pub use super::log::Log;
     pub use super::notify::Call;
     pub use super::queue::{DeviceState, QueueHandle, QueueSetup};
     pub use super::request::{Ask, Parsed, Terms, parse};
     pub use super::virtqueue::{Desc, Head, MAX_CHAIN, PackedRing, Ring, RingError, SplitRing};
+    pub use crate::log::Log;
 }
 
-use crate::Reactors;
+use crate::log::Log;
+use crate::{Listener, Reactors};
 use channel::BackChannel;
-use log::Log;
 use queue::DeviceState;
 use session::Session;
 use socket::Next;
@@ -148,53 +146,8 @@ impl Drop for VhostUser {
 impl Export {
     /// Syncs the disk on every reactor that has written to it.
     fn settle(&self) {
-        settle(&self.device.disk, &self.reactors);
+        crate::ending::settle(&self.device.disk, &self.reactors);
     }
-}
-
-/// Syncs `disk` on every reactor that serves it; false when one of them failed.
-pub fn settle(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
-    let mut good = true;
-    for reactor in reactors.all() {
-        let disk = disk.clone();
-        let settled = reactor.ask(move |handle, reply| match Served::known(&disk) {
-            Some(served) => {
-                handle.spawn(async move { reply.send(served.settle().await.is_ok()) });
-            }
-            None => reply.send(true),
-        });
-        good &= settled.unwrap_or(false);
-    }
-    good
-}
-
-/// Ends `disk`, which has no export any more: syncs it, lets go of it on every reactor, and leaves its image as it is to be
-/// found. False when that failed.
-pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
-    disk.end_work();
-    let mut good = settle(disk, reactors);
-    for reactor in reactors.all() {
-        let disk = disk.clone();
-        reactor.ask(move |_, reply| {
-            Served::forget(&disk);
-            reply.send(());
-        });
-    }
-    if disk.source().chain().is_some() {
-        let disk = disk.clone();
-        let closed = reactors.next().ask(move |handle, reply| match Served::local(handle, &disk) {
-            Ok(served) => {
-                Served::forget(&disk);
-                handle.spawn(async move { reply.send(served.close().await.is_ok()) });
-            }
-            Err(e) => {
-                tracing::error!(disk = disk.name(), "closing its image: {e}");
-                reply.send(false);
-            }
-        });
-        good &= closed.unwrap_or(false);
-    }
-    good
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -208,7 +161,7 @@ fn listen(export: &Arc<Export>, listener: &Listener) {
         match listener.accept(export.wake.as_fd()) {
             Ok(Some(stream)) => {
                 log.info(disk, None, format_args!("a front end connected"));
-                match serve(export, stream) {
+                match serve(export, stream.into()) {
                     Ok(()) => log.info(disk, None, format_args!("the front end went away; listening again")),
                     Err(e) => log.warn(disk, None, format_args!("the front end was let go: {e}; listening again")),
                 }

@@ -25,12 +25,12 @@ use blockyard_disk::{Disk, Request, Run, Served, Status, Token};
 use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, UringFile, Watch, park};
 
 use super::inflight::InflightRegion;
-use super::log::Log;
 use super::notify::{Call, Coalesce};
 use super::pace::PollMode;
 use super::placement::Placement;
 use super::request::{Ask, Terms, parse, wire_status};
 use super::virtqueue::{Head, RingError};
+use crate::log::Log;
 use lane::{Lane, Load};
 use state::{Again, Core, Pending};
 

@@ -1,15 +1,13 @@
-//! The listening socket, and a look at each message before the `vhost` crate reads it.
+//! A look at each message before the `vhost` crate reads it.
 //!
 //! Two messages are taken here, because the crate does not know them or keeps what they bring to itself: a kick by message,
 //! and the descriptor of the back channel. All others are left on the socket.
 
 use std::io::{self, IoSliceMut, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{BorrowedFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 
-use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
 const SET_LOG_BASE: u32 = 6;
@@ -21,77 +19,6 @@ const HEADER: usize = 12;
 const NEED_REPLY: u32 = 1 << 3;
 const REPLY: u32 = 1 << 2;
 const VERSION: u32 = 1;
-
-#[derive(Debug, thiserror::Error)]
-pub enum SocketError {
-    #[error("socket {}: its path has {len} bytes, and a Unix socket's may have 107", path.display())]
-    TooLong { path: PathBuf, len: usize },
-    #[error("socket {} is taken: a live server listens on it", path.display())]
-    Taken { path: PathBuf },
-    #[error("socket {}: there is a file of that name that is no socket", path.display())]
-    NotASocket { path: PathBuf },
-    #[error("socket {}: cannot listen on it", path.display())]
-    Listen { path: PathBuf, source: io::Error },
-}
-
-/// A listening socket; one that we made is removed in the end.
-pub struct Listener {
-    listener: UnixListener,
-    made: Option<PathBuf>,
-}
-
-impl Listener {
-    /// Listens at `path`. A socket there that nobody listens on (its server was killed) is replaced.
-    pub fn bind(path: &Path) -> Result<Self, SocketError> {
-        let owned = || path.to_path_buf();
-        let len = path.as_os_str().len();
-        if len > 107 {
-            return Err(SocketError::TooLong { path: owned(), len });
-        }
-        if let Ok(meta) = std::fs::symlink_metadata(path) {
-            if !std::os::unix::fs::FileTypeExt::is_socket(&meta.file_type()) {
-                return Err(SocketError::NotASocket { path: owned() });
-            }
-            match UnixStream::connect(path) {
-                Ok(_) => return Err(SocketError::Taken { path: owned() }),
-                Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => drop(std::fs::remove_file(path)),
-                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                // Not allowed to ask: it may be alive.
-                Err(source) => return Err(SocketError::Listen { path: owned(), source }),
-            }
-        }
-        let listener = UnixListener::bind(path).map_err(|source| SocketError::Listen { path: owned(), source })?;
-        Ok(Listener { listener, made: Some(owned()) })
-    }
-
-    /// A socket that somebody else made (systemd) and keeps.
-    pub fn inherited(fd: OwnedFd) -> Self {
-        Listener { listener: UnixListener::from(fd), made: None }
-    }
-
-    /// Waits for a front end; None when `wake` was rung.
-    pub fn accept(&self, wake: BorrowedFd<'_>) -> io::Result<Option<UnixStream>> {
-        let mut fds = [PollFd::new(&self.listener, PollFlags::IN), PollFd::from_borrowed_fd(wake, PollFlags::IN)];
-        match rustix::event::poll(&mut fds, None) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(e) => return Err(e.into()),
-        }
-        if !fds[0].revents().contains(PollFlags::IN) {
-            return Ok(None);
-        }
-        let (stream, _) = self.listener.accept()?;
-        stream.set_nonblocking(false)?;
-        Ok(Some(stream))
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Some(path) = &self.made {
-            let _ = std::fs::remove_file(path);
-        }
-    }
-}
 
 /// What comes next on a connection.
 pub enum Next {

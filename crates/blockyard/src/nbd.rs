@@ -1,0 +1,165 @@
+//! NBD on the command line and in the configuration: addresses, and the servers that listen on them.
+//!
+//! What must hold: an address that several disks name is one server; it listens as long as one of them is offered there.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use blockyard_disk::{Disk, parse_time};
+use blockyard_export::nbd::{Exported, Limits, Server};
+use blockyard_export::{Listener, Reactors};
+use clap::Args;
+use serde::Deserialize;
+
+use crate::{config, inherited};
+
+/// Where NBD clients come.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NbdAddress {
+    Unix(PathBuf),
+    Tcp { host: String, port: u16 },
+    Inherited(String),
+}
+
+impl FromStr for NbdAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("\"{text}\": an NBD address is unix:PATH, tcp:HOST:PORT, fd:N or fd:NAME");
+        let (kind, rest) = text.split_once(':').filter(|(_, rest)| !rest.is_empty()).ok_or_else(wrong)?;
+        match kind {
+            "unix" => Ok(NbdAddress::Unix(rest.into())),
+            "fd" => Ok(NbdAddress::Inherited(rest.into())),
+            "tcp" => {
+                // (An IPv6 address is in brackets, and has colons of its own.)
+                let (host, port) = rest.rsplit_once(':').ok_or_else(wrong)?;
+                let port = port.parse().map_err(|_| wrong())?;
+                let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+                Ok(NbdAddress::Tcp { host: host.into(), port })
+            }
+            _ => Err(wrong()),
+        }
+    }
+}
+
+impl fmt::Display for NbdAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            NbdAddress::Unix(path) => write!(f, "unix:{}", path.display()),
+            NbdAddress::Tcp { host, port } if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
+            NbdAddress::Tcp { host, port } => write!(f, "tcp:{host}:{port}"),
+            NbdAddress::Inherited(name) => write!(f, "fd:{name}"),
+        }
+    }
+}
+
+impl NbdAddress {
+    fn listen(&self) -> anyhow::Result<Listener> {
+        Ok(match self {
+            NbdAddress::Unix(path) => Listener::bind(path)?,
+            NbdAddress::Tcp { host, port } => Listener::bind_tcp(host, *port)?,
+            NbdAddress::Inherited(name) => Listener::inherited(inherited::socket(name)?),
+        })
+    }
+}
+
+/// How all NBD clients are dealt with: options, and the table `[nbd]`.
+#[derive(Args, Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct NbdArgs {
+    /// NBD clients of an address at a time; others wait [default: 256].
+    #[arg(long = "nbd-max-clients", value_name = "N", value_parser = parse_clients, help_heading = "NBD")]
+    #[serde(default, deserialize_with = "clients")]
+    pub max_clients: Option<usize>,
+
+    /// The time in which an NBD client must have chosen its export [default: 10s].
+    #[arg(long = "nbd-handshake", value_name = "TIME", value_parser = parse_handshake, help_heading = "NBD")]
+    #[serde(default, deserialize_with = "handshake")]
+    pub handshake: Option<Duration>,
+}
+
+fn parse_clients(text: &str) -> Result<usize, String> {
+    let clients = text.parse().ok().filter(|clients| (1..=100_000).contains(clients));
+    clients.ok_or_else(|| "max-clients is a number from 1 to 100000".into())
+}
+
+fn parse_handshake(text: &str) -> Result<Duration, String> {
+    let time = parse_time(text).filter(|time| !time.is_zero() && *time <= Duration::from_secs(3600));
+    time.ok_or_else(|| format!("\"{text}\": a time is a number and a unit (us, ms or s), up to 3600s"))
+}
+
+fn clients<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<usize>, D::Error> {
+    config::parsed(d, parse_clients).map(Some)
+}
+
+fn handshake<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<Duration>, D::Error> {
+    config::parsed(d, parse_handshake).map(Some)
+}
+
+impl NbdArgs {
+    /// What is said here, else there.
+    pub fn or(&self, other: &NbdArgs) -> NbdArgs {
+        NbdArgs { max_clients: self.max_clients.or(other.max_clients), handshake: self.handshake.or(other.handshake) }
+    }
+
+    fn limits(&self) -> Limits {
+        let default = Limits::default();
+        Limits {
+            clients: self.max_clients.unwrap_or(default.clients),
+            handshake: self.handshake.unwrap_or(default.handshake),
+        }
+    }
+}
+
+/// The addresses that are listened on.
+pub struct Servers {
+    args: NbdArgs,
+    reactors: Arc<Reactors>,
+    all: Vec<(NbdAddress, Server)>,
+}
+
+impl Servers {
+    pub fn new(args: NbdArgs, reactors: Arc<Reactors>) -> Self {
+        Servers { args, reactors, all: Vec::new() }
+    }
+
+    /// Offers `disk` at `address`.
+    pub fn offer(&mut self, address: &NbdAddress, disk: &Arc<Disk>, description: &str) -> anyhow::Result<()> {
+        let exported = Exported::new(disk.clone(), disk.name(), description);
+        if let Some((_, server)) = self.all.iter().find(|(at, _)| at == address) {
+            server.add(exported);
+            return Ok(());
+        }
+        let server = Server::start(address.listen()?, &address.to_string(), self.args.limits(), self.reactors.clone());
+        let server = server.with_context(|| format!("listening on {address}"))?;
+        server.add(exported);
+        self.all.push((address.clone(), server));
+        Ok(())
+    }
+
+    /// Offers `disk` nowhere any more; an address that offers nothing is closed.
+    pub fn withdraw(&mut self, disk: &Arc<Disk>) {
+        self.all.iter().for_each(|(_, server)| server.remove(disk));
+        self.all.retain(|(_, server)| !server.is_empty());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_as_they_are_written() {
+        for text in ["unix:/run/a:b", "tcp:localhost:10809", "tcp:[::1]:1", "tcp:*:5", "fd:3", "fd:nbd"] {
+            assert_eq!(text.parse::<NbdAddress>().unwrap().to_string(), text);
+        }
+        assert_eq!("tcp::7".parse(), Ok(NbdAddress::Tcp { host: String::new(), port: 7 }));
+        for text in ["/run/x", "unix:", "tcp:7", "tcp:host:", "tcp:host:70000", "udp:a:1", ""] {
+            assert!(text.parse::<NbdAddress>().unwrap_err().contains("an NBD address is"), "{text}");
+        }
+    }
+}

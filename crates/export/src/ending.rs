@@ -1,0 +1,52 @@
+//! The end of a disk's service: what its guests may have left unsynced, and its image.
+
+use std::sync::Arc;
+
+use blockyard_disk::{Disk, Served};
+
+use crate::Reactors;
+
+/// Syncs `disk` on every reactor that serves it; false when one of them failed.
+pub fn settle(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
+    let mut good = true;
+    for reactor in reactors.all() {
+        let disk = disk.clone();
+        let settled = reactor.ask(move |handle, reply| match Served::known(&disk) {
+            Some(served) => {
+                handle.spawn(async move { reply.send(served.settle().await.is_ok()) });
+            }
+            None => reply.send(true),
+        });
+        good &= settled.unwrap_or(false);
+    }
+    good
+}
+
+/// Ends `disk`, which has no export any more: syncs it, lets go of it on every reactor, and leaves its image as it is to be
+/// found. False when that failed.
+pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
+    disk.end_work();
+    let mut good = settle(disk, reactors);
+    for reactor in reactors.all() {
+        let disk = disk.clone();
+        reactor.ask(move |_, reply| {
+            Served::forget(&disk);
+            reply.send(());
+        });
+    }
+    if disk.source().chain().is_some() {
+        let disk = disk.clone();
+        let closed = reactors.next().ask(move |handle, reply| match Served::local(handle, &disk) {
+            Ok(served) => {
+                Served::forget(&disk);
+                handle.spawn(async move { reply.send(served.close().await.is_ok()) });
+            }
+            Err(e) => {
+                tracing::error!(disk = disk.name(), "closing its image: {e}");
+                reply.send(false);
+            }
+        });
+        good &= closed.unwrap_or(false);
+    }
+    good
+}

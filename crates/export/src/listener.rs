@@ -1,0 +1,121 @@
+//! Listening sockets of exports: Unix sockets, TCP addresses, and those that somebody else opened (systemd).
+//!
+//! In: where to listen. Out: connected sockets. What must hold: a socket of ours that nobody listens on is replaced, anybody
+//! else's file is not; one that we made is removed in the end.
+
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::SocketFlags;
+
+#[derive(Debug, thiserror::Error)]
+pub enum SocketError {
+    #[error("socket {}: its path has {len} bytes, and a Unix socket's may have 107", path.display())]
+    TooLong { path: PathBuf, len: usize },
+    #[error("socket {} is taken: a live server listens on it", path.display())]
+    Taken { path: PathBuf },
+    #[error("socket {}: there is a file of that name that is no socket", path.display())]
+    NotASocket { path: PathBuf },
+    #[error("socket {}: cannot listen on it", path.display())]
+    Listen { path: PathBuf, source: io::Error },
+    #[error("address {address}: cannot listen on it")]
+    Address { address: String, source: io::Error },
+}
+
+/// A listening socket, or several of one address.
+pub struct Listener {
+    sockets: Vec<OwnedFd>,
+    made: Option<PathBuf>,
+}
+
+impl Listener {
+    /// Listens at `path`. A socket there that nobody listens on (its server was killed) is replaced.
+    pub fn bind(path: &Path) -> Result<Self, SocketError> {
+        let owned = || path.to_path_buf();
+        let len = path.as_os_str().len();
+        if len > 107 {
+            return Err(SocketError::TooLong { path: owned(), len });
+        }
+        if let Ok(meta) = std::fs::symlink_metadata(path) {
+            if !std::os::unix::fs::FileTypeExt::is_socket(&meta.file_type()) {
+                return Err(SocketError::NotASocket { path: owned() });
+            }
+            match UnixStream::connect(path) {
+                Ok(_) => return Err(SocketError::Taken { path: owned() }),
+                Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => drop(std::fs::remove_file(path)),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                // Not allowed to ask: it may be alive.
+                Err(source) => return Err(SocketError::Listen { path: owned(), source }),
+            }
+        }
+        let listener = UnixListener::bind(path).map_err(|source| SocketError::Listen { path: owned(), source })?;
+        Ok(Listener { sockets: vec![listener.into()], made: Some(owned()) })
+    }
+
+    /// Listens on TCP, on every address that the host's name has; an empty name or `*`: on all of this machine.
+    pub fn bind_tcp(host: &str, port: u16) -> Result<Self, SocketError> {
+        let wrong = |source| SocketError::Address { address: format!("{host}:{port}"), source };
+        if matches!(host, "" | "*") {
+            // The IPv6 one takes both; a machine may have no IPv6.
+            let any = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port));
+            let any = any.or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))).map_err(wrong)?;
+            return Ok(Listener { sockets: vec![any.into()], made: None });
+        }
+        let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(wrong)?.collect();
+        let mut sockets = Vec::new();
+        let mut failed = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+        for address in addresses {
+            match TcpListener::bind(address) {
+                Ok(listener) => sockets.push(listener.into()),
+                Err(e) => failed = e,
+            }
+        }
+        if sockets.is_empty() { Err(wrong(failed)) } else { Ok(Listener { sockets, made: None }) }
+    }
+
+    /// A socket that somebody else made (systemd) and keeps.
+    pub fn inherited(fd: OwnedFd) -> Self {
+        Listener { sockets: vec![fd], made: None }
+    }
+
+    /// Waits for a connection; None when `wake` was rung.
+    pub fn accept(&self, wake: BorrowedFd<'_>) -> io::Result<Option<OwnedFd>> {
+        let sockets = self.sockets.iter().map(|socket| PollFd::new(socket, PollFlags::IN));
+        let mut fds: Vec<_> = sockets.chain([PollFd::from_borrowed_fd(wake, PollFlags::IN)]).collect();
+        match rustix::event::poll(&mut fds, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+        let Some(at) = fds[..self.sockets.len()].iter().position(|fd| fd.revents().contains(PollFlags::IN)) else {
+            return Ok(None);
+        };
+        match rustix::net::accept_with(self.sockets[at].as_fd(), SocketFlags::CLOEXEC) {
+            Ok(stream) => {
+                rustix::io::ioctl_fionbio(&stream, false)?;
+                Ok(Some(stream))
+            }
+            // The other side has gone already.
+            Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => Ok(None),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// The port that the system has chosen, or was told; None for other sockets.
+    pub fn port(&self) -> Option<u16> {
+        let address = rustix::net::getsockname(self.sockets.first()?).ok()?;
+        SocketAddr::try_from(address).ok().map(|address| address.port())
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Some(path) = &self.made {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}

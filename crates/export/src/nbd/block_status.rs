@@ -1,0 +1,191 @@
+//! Meta contexts, and the answers to NBD_CMD_BLOCK_STATUS.
+//!
+//! `base:allocation` is the protocol's own; `qemu:allocation-depth` is QEMU's (0: no image has it, 1: the topmost, ...);
+//! `blockyard:layers` tells for images in chains, in one number, bits 0 to 15: the layer that has the bytes, from 1, or 0:
+//! none; bit 16: they read as zeroes; bit 17: they are data; bit 18: compressed.
+
+use std::io;
+
+use blockyard_disk::{Failure, Op, Served};
+use blockyard_image::BlockStatus;
+use blockyard_image::nbd::wire::{self, Headers, errno, flag, state};
+use blockyard_ring::UringFile;
+
+use super::reply::error_of;
+
+/// Extents of one answer, of each context. A client asks again for the rest.
+const MOST_EXTENTS: usize = 8192;
+/// Questions asked of the image for one answer: what is found until then is told, and others get their turn.
+const MOST_LOOKUPS: usize = 16384;
+/// Bytes of a request's payload: its effect's length, and some contexts.
+pub const MOST_PAYLOAD: u64 = 8 + 4 * 16;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Context {
+    Allocation,
+    Depth,
+    Layers,
+}
+
+impl Context {
+    pub const ALL: [Context; 3] = [Context::Allocation, Context::Depth, Context::Layers];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Context::Allocation => "base:allocation",
+            Context::Depth => "qemu:allocation-depth",
+            Context::Layers => "blockyard:layers",
+        }
+    }
+
+    /// Its number in this protocol's headers.
+    pub fn id(self) -> u32 {
+        self as u32 + 1
+    }
+
+    fn flags(self, status: &BlockStatus) -> u32 {
+        let layer = if status.present { status.depth as u32 + 1 } else { 0 };
+        match self {
+            Context::Allocation => {
+                (if status.data { 0 } else { state::HOLE }) | if status.zero { state::ZERO } else { 0 }
+            }
+            Context::Depth => layer,
+            Context::Layers => {
+                let bit = |set: bool, bit: u32| u32::from(set) << bit;
+                layer.min(0xffff) | bit(status.zero, 16) | bit(status.data, 17) | bit(status.compressed, 18)
+            }
+        }
+    }
+}
+
+/// Those that a client has chosen.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Contexts(Vec<Context>);
+
+impl Contexts {
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = Context> {
+        self.0.iter().copied()
+    }
+
+    /// Takes those in that `query` means; with `listing`, a namespace by itself (`base:`) means all of its contexts.
+    pub fn choose(&mut self, query: &[u8], listing: bool) {
+        for context in Context::ALL {
+            let name = context.name().as_bytes();
+            let namespace = name.split_inclusive(|byte| *byte == b':').next().unwrap_or(name);
+            if (name == query || (listing && namespace == query)) && !self.0.contains(&context) {
+                self.0.push(context);
+            }
+        }
+    }
+
+    pub fn choose_all(&mut self) {
+        self.0 = Context::ALL.to_vec();
+    }
+
+    /// What a request's payload asks for: the length of its effect, and which of these contexts. None: it is no such payload.
+    pub fn narrowed(&self, payload: &[u8]) -> Option<(u64, Contexts)> {
+        if payload.len() < 12 || !payload.len().is_multiple_of(4) {
+            return None;
+        }
+        let mut chosen = Vec::new();
+        for id in payload[8..].chunks(4).map(|id| wire::u32_at(id, 0)) {
+            let context = self.iter().find(|context| context.id() == id)?;
+            if chosen.contains(&context) {
+                return None;
+            }
+            chosen.push(context);
+        }
+        Some((wire::u64_at(payload, 0), Contexts(chosen)))
+    }
+}
+
+/// The payloads of the chunks that answer `request`, one for each context; or the error.
+pub async fn chunks(
+    served: &Served<UringFile>,
+    contexts: &Contexts,
+    request: &wire::Request,
+    headers: Headers,
+) -> Result<Vec<Vec<u8>>, u32> {
+    let one = request.flags & flag::REQ_ONE != 0;
+    let end = request.offset.checked_add(request.len).filter(|end| *end <= served.disk().capacity());
+    let end = end.filter(|_| request.len > 0).ok_or(errno::EINVAL)?;
+    // Without extended headers lengths have 32 bits; whole sectors of them are told.
+    let longest = if headers == Headers::Extended { u64::MAX } else { u64::from(!511_u32) };
+    let mut told: Vec<(Context, Vec<(u64, u32)>)> = contexts.iter().map(|context| (context, Vec::new())).collect();
+    let (mut at, mut lookups) = (request.offset, 0);
+    while at < end && lookups < MOST_LOOKUPS {
+        lookups += 1;
+        let status = served.status(at, end - at).await.map_err(|e: io::Error| error_of(Failure::of(&e), Op::Read))?;
+        let len = status.len.min(end - at);
+        let mut full = false;
+        for (context, extents) in &mut told {
+            let flags = context.flags(&status);
+            match extents.last_mut().filter(|(so_far, last)| *last == flags && *so_far <= longest - len.min(longest)) {
+                Some((so_far, _)) => *so_far += len,
+                None => extents.push((len.min(longest), flags)),
+            }
+            // With one extent asked for, the first that changes is the end of all.
+            full |= extents.len() >= if one { 2 } else { MOST_EXTENTS };
+        }
+        if full || len > longest {
+            break;
+        }
+        at += len;
+    }
+    Ok(told.into_iter().map(|(context, extents)| payload(context, &extents, one, headers)).collect())
+}
+
+fn payload(context: Context, extents: &[(u64, u32)], one: bool, headers: Headers) -> Vec<u8> {
+    let extents = if one { &extents[..1] } else { extents };
+    let mut out = Vec::from(context.id().to_be_bytes());
+    if headers == Headers::Extended {
+        out.extend((extents.len() as u32).to_be_bytes());
+    }
+    for (len, flags) in extents {
+        if headers == Headers::Extended {
+            out.extend(len.to_be_bytes());
+            out.extend(u64::from(*flags).to_be_bytes());
+        } else {
+            out.extend((*len as u32).to_be_bytes());
+            out.extend(flags.to_be_bytes());
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queries_choose_contexts() {
+        let chosen = |queries: &[&str], listing| {
+            let mut contexts = Contexts::default();
+            queries.iter().for_each(|query| contexts.choose(query.as_bytes(), listing));
+            contexts.0
+        };
+        assert_eq!(chosen(&["base:allocation", "base:allocation", "x:y"], false), [Context::Allocation]);
+        assert_eq!(chosen(&["base:", "qemu:"], false), []);
+        assert_eq!(chosen(&["qemu:", "base:"], true), [Context::Depth, Context::Allocation]);
+        assert_eq!(chosen(&["qemu:allocation-depth", "blockyard:layers"], true), [Context::Depth, Context::Layers]);
+    }
+
+    #[test]
+    fn a_payload_chooses_among_what_was_chosen() {
+        let mut contexts = Contexts::default();
+        contexts.choose(b"base:allocation", false);
+        contexts.choose(b"blockyard:layers", false);
+        let payload = |ids: &[u32]| {
+            [&9u64.to_be_bytes()[..], &ids.iter().flat_map(|id| id.to_be_bytes()).collect::<Vec<_>>()].concat()
+        };
+        assert_eq!(contexts.narrowed(&payload(&[3])), Some((9, Contexts(vec![Context::Layers]))));
+        for wrong in [&[2][..], &[], &[1, 1], &[0]] {
+            assert_eq!(contexts.narrowed(&payload(wrong)), None, "{wrong:?}");
+        }
+        assert_eq!(contexts.narrowed(&payload(&[1])[..11]), None);
+    }
+}

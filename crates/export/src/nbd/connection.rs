@@ -1,0 +1,282 @@
+//! A connection in its transmission phase: takes requests, hands them to the disk, sends the answers.
+//!
+//! ```text
+//!   socket ─► run: inbox, header, payload ─► lanes (a task for each request) ─► disk
+//!   socket ◄─ send: all answers that are there, in one write ◄─── answers ◄──────┘
+//! ```
+//! Requests of one connection run side by side, and are answered as they end. What must hold: each is answered once; what
+//! requests hold is bounded, and given back when the answer is sent; after a broken header nothing more is taken; the end
+//! of the connection is the end of its last request.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blockyard_disk::{Op, Request, Served, Source};
+use blockyard_image::nbd::wire::{self, Headers, cmd, errno, export, flag};
+use blockyard_ring::{Handle, Segments, Signal, UringFile};
+
+use super::buffers::Buffers;
+use super::inbox::Inbox;
+use super::lane::{Lane, Work};
+use super::reply::{Body, Reply};
+use super::stream::Stream;
+use super::{Exported, block_status};
+
+/// Requests of one connection that are on their way at a time.
+const MOST_IN_FLIGHT: u32 = 128;
+/// Bytes of payload beyond which a client that may not send them is not listened to any more.
+const MOST_SKIPPED: u64 = 64 << 20;
+
+/// What the option phase has settled.
+pub struct Terms {
+    pub exported: Arc<Exported>,
+    pub headers: Headers,
+    pub contexts: block_status::Contexts,
+}
+
+pub struct Connection {
+    pub(super) handle: Handle,
+    pub(super) stream: Rc<Stream>,
+    pub(super) terms: Terms,
+    pub(super) served: Rc<Served<UringFile>>,
+    pub(super) buffers: Rc<Buffers>,
+    /// Answers that are to be sent.
+    pub(super) replies: RefCell<Vec<Reply>>,
+    /// There are some, or there will be none any more.
+    pub(super) to_send: Signal,
+    /// An answer was sent.
+    pub(super) sent: Signal,
+    pub(super) in_flight: Cell<u32>,
+    /// Nothing more is taken.
+    pub(super) ended: Cell<bool>,
+    /// Nothing more can be sent.
+    pub(super) broken: Cell<bool>,
+    pub(super) idle: RefCell<Vec<Rc<Lane>>>,
+    wrote: Cell<bool>,
+    /// The disk leaves what is read as it was: see [`Source::Null`].
+    scrubs: bool,
+}
+
+/// Why nothing more is taken.
+pub enum End {
+    /// The client said so, or went.
+    Gone,
+    Broken(String),
+}
+
+impl Connection {
+    pub fn new(handle: &Handle, stream: Rc<Stream>, terms: Terms) -> io::Result<Rc<Self>> {
+        let disk = &terms.exported.disk;
+        let served = Served::local(handle, disk)?;
+        let scrubs = matches!(disk.source(), Source::Null { .. } | Source::Delay { file: None, .. });
+        Ok(Rc::new(Connection {
+            handle: handle.clone(),
+            stream,
+            terms,
+            served,
+            buffers: Buffers::local(),
+            replies: RefCell::default(),
+            to_send: Signal::new(handle),
+            sent: Signal::new(handle),
+            in_flight: Cell::new(0),
+            ended: Cell::new(false),
+            broken: Cell::new(false),
+            idle: RefCell::default(),
+            wrote: Cell::new(false),
+            scrubs,
+        }))
+    }
+
+    /// Serves the client until it goes, and all that it asked for is done.
+    pub async fn run(self: Rc<Self>, inbox: Inbox) -> End {
+        let sending = Signal::new(&self.handle);
+        {
+            let (connection, done) = (self.clone(), sending.clone());
+            self.handle.spawn(async move {
+                connection.send().await;
+                done.ring();
+            });
+        }
+        let end = match self.take_requests(inbox).await {
+            Ok(()) => End::Gone,
+            Err(e) if e.kind() == io::ErrorKind::InvalidData => End::Broken(e.to_string()),
+            Err(e) if matches!(e.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => End::Gone,
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
+                End::Broken("it went in the middle of a request".into())
+            }
+            Err(e) => End::Broken(e.to_string()),
+        };
+        self.ended.set(true);
+        self.to_send.ring();
+        sending.wait().await;
+        for lane in self.idle.borrow_mut().drain(..) {
+            lane.close(&self.handle);
+        }
+        if self.wrote.get() {
+            // What it did not flush is not to be lost for that.
+            let _ = self.served.settle().await;
+        }
+        end
+    }
+
+    async fn take_requests(self: &Rc<Self>, mut inbox: Inbox) -> io::Result<()> {
+        let headers = self.terms.headers;
+        loop {
+            while let Some(bytes) = inbox.take::<32>(headers.request_bytes()) {
+                let request = wire::Request::parse(headers, &bytes).map_err(|magic| {
+                    invalid(format!("a request begins with {magic:#010x}, which is no request's magic"))
+                })?;
+                if request.command == cmd::DISC {
+                    return Ok(());
+                }
+                while self.in_flight.get() >= MOST_IN_FLIGHT {
+                    self.sent.wait().await;
+                }
+                self.in_flight.set(self.in_flight.get() + 1);
+                let begun = self.begin(request, &mut inbox).await;
+                begun.inspect_err(|_| self.in_flight.set(self.in_flight.get() - 1))?;
+            }
+            if self.broken.get() {
+                return Ok(());
+            }
+            let empty = inbox.is_empty();
+            if !inbox.fill(&self.stream).await? {
+                return if empty { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) };
+            }
+        }
+    }
+
+    /// Starts a request; its payload is read first. An error: it was not answered, and what follows cannot be understood.
+    async fn begin(self: &Rc<Self>, request: wire::Request, inbox: &mut Inbox) -> io::Result<()> {
+        let wire::Request { command, len, .. } = request;
+        let judged = self.judge(&request);
+        if command == cmd::WRITE {
+            if let Err(error) = judged {
+                if len > MOST_SKIPPED {
+                    return Err(invalid(format!(
+                        "it sends {len} bytes in one write, which may be refused only by reading them"
+                    )));
+                }
+                inbox.skip(&self.stream, len).await?;
+                self.reply(&request, Err(error), Body::None);
+                return Ok(());
+            }
+            let payload = self.buffers.take(&self.handle, len as usize).await;
+            if let Err(e) = inbox.payload(&self.stream, &payload).await {
+                self.buffers.give_back(payload, len as usize);
+                return Err(e);
+            }
+            let fua = request.flags & flag::FUA != 0 || !self.write_back();
+            self.hand_on(request, Op::Write { fua }, payload);
+            return Ok(());
+        }
+        let mut effect = len;
+        let mut only = None;
+        if command == cmd::BLOCK_STATUS && request.flags & flag::PAYLOAD_LEN != 0 {
+            if self.terms.headers != Headers::Extended || len > block_status::MOST_PAYLOAD {
+                return Err(invalid(format!("a block status request has {len} bytes of payload")));
+            }
+            let payload = inbox.exactly(&self.stream, len as usize).await?;
+            let Some(asked) = self.terms.contexts.narrowed(&payload) else {
+                self.reply(&request, Err(errno::EINVAL), Body::None);
+                return Ok(());
+            };
+            (effect, only) = (asked.0, Some(asked.1));
+        }
+        if let Err(error) = judged {
+            self.reply(&request, Err(error), Body::None);
+            return Ok(());
+        }
+        match command {
+            cmd::READ => {
+                let buffer = self.buffers.take(&self.handle, len as usize).await;
+                if self.scrubs {
+                    buffer.zero(0, buffer.len());
+                }
+                self.hand_on(request, Op::Read, buffer);
+            }
+            cmd::FLUSH => self.hand_on(wire::Request { offset: 0, len: 0, ..request }, Op::Flush, Segments::default()),
+            cmd::TRIM => self.hand_on(request, Op::Discard, Segments::default()),
+            cmd::WRITE_ZEROES => {
+                let (unmap, fast) = (request.flags & flag::NO_HOLE == 0, request.flags & flag::FAST_ZERO != 0);
+                let fua = request.flags & flag::FUA != 0 || !self.write_back();
+                self.hand_on(request, Op::WriteZeroes { unmap, fua, fast }, Segments::default());
+            }
+            cmd::CACHE => self.to_lane(Work::Cache(request)),
+            _ => self.to_lane(Work::Status { request: wire::Request { len: effect, ..request }, only }),
+        }
+        Ok(())
+    }
+
+    /// Whether the request is one; the answer where it is none.
+    fn judge(&self, request: &wire::Request) -> Result<(), u32> {
+        let wire::Request { flags, command, offset, len, .. } = *request;
+        let extended = self.terms.headers == Headers::Extended;
+        let allowed = flag::FUA
+            | match command {
+                cmd::READ if self.terms.headers != Headers::Simple => flag::DF,
+                cmd::WRITE if extended => flag::PAYLOAD_LEN,
+                cmd::WRITE_ZEROES => flag::NO_HOLE | flag::FAST_ZERO,
+                cmd::BLOCK_STATUS if extended => flag::REQ_ONE | flag::PAYLOAD_LEN,
+                cmd::BLOCK_STATUS => flag::REQ_ONE,
+                _ => 0,
+            };
+        if flags & !allowed != 0 {
+            return Err(errno::EINVAL);
+        }
+        let writes = matches!(command, cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES);
+        match command {
+            cmd::FLUSH if offset == 0 && len == 0 => return Ok(()),
+            cmd::READ | cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES | cmd::CACHE | cmd::BLOCK_STATUS => {}
+            _ => return Err(errno::EINVAL),
+        }
+        // (A write has its payload whether its flag says so or not: QEMU's client leaves the flag out.)
+        let status_payload = command == cmd::BLOCK_STATUS && flags & flag::PAYLOAD_LEN != 0;
+        if writes && self.served.disk().options().read_only {
+            return Err(errno::EPERM);
+        }
+        if matches!(command, cmd::READ | cmd::WRITE) && len > wire::MOST_PAYLOAD.into() {
+            return Err(errno::EINVAL);
+        }
+        if command == cmd::BLOCK_STATUS && (self.terms.contexts.is_empty() || (len == 0 && !status_payload)) {
+            return Err(errno::EINVAL);
+        }
+        let end = if status_payload { Some(offset) } else { offset.checked_add(len) };
+        if end.is_none_or(|end| end > self.served.disk().capacity()) {
+            return Err(if writes { errno::ENOSPC } else { errno::EINVAL });
+        }
+        let block = u64::from(self.terms.exported.block.minimum);
+        let moves = matches!(command, cmd::READ | cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES);
+        if moves && (offset | len) & (block - 1) != 0 {
+            return Err(errno::EINVAL);
+        }
+        Ok(())
+    }
+
+    /// Without a write cache each write is durable before its answer.
+    fn write_back(&self) -> bool {
+        self.terms.exported.flags & export::SEND_FLUSH == 0 || self.served.disk().options().cache.write_back()
+    }
+
+    fn hand_on(self: &Rc<Self>, request: wire::Request, op: Op, segments: Segments) {
+        if op != Op::Read && op != Op::Flush {
+            self.wrote.set(true);
+        }
+        let token = super::reply::Owed { connection: self.clone(), request };
+        let flushes = op == Op::Discard && request.flags & flag::FUA != 0;
+        let request = Request::new(op, request.offset, request.len, segments, self.handle.now(), token);
+        self.to_lane(Work::Request { request, flushes });
+    }
+
+    fn to_lane(self: &Rc<Self>, work: Work) {
+        let lane = self.idle.borrow_mut().pop();
+        let lane = lane.unwrap_or_else(|| Lane::start(self));
+        lane.give(&self.handle, work);
+    }
+}
+
+fn invalid(what: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}

@@ -1,0 +1,120 @@
+//! Lanes: tasks that each carry one request after another to the disk and back. They are reused, so that the steady state
+//! allocates nothing.
+
+use std::cell::Cell;
+use std::future::poll_fn;
+use std::rc::{Rc, Weak};
+use std::task::Poll;
+
+use blockyard_disk::{Failure, Op, Request};
+use blockyard_image::nbd::wire;
+use blockyard_ring::{Handle, Segments, TaskId};
+
+use super::block_status::{self, Contexts};
+use super::connection::Connection;
+use super::reply::{Body, Owed, error_of};
+
+/// Bytes that are read at a time of what a client wants cached.
+const CACHED_AT_A_TIME: u64 = 1 << 20;
+
+#[derive(Default)]
+pub struct Lane {
+    work: Cell<Option<Work>>,
+    task: Cell<TaskId>,
+    closed: Cell<bool>,
+}
+
+/// What one lane does at a time.
+pub enum Work {
+    /// `flushes`: what it changed is durable before its answer, which the operation does not see to by itself.
+    Request {
+        request: Request<Owed>,
+        flushes: bool,
+    },
+    Status {
+        request: wire::Request,
+        only: Option<Contexts>,
+    },
+    Cache(wire::Request),
+}
+
+impl Lane {
+    pub fn start(connection: &Rc<Connection>) -> Rc<Self> {
+        let lane = Rc::new(Lane::default());
+        lane.task.set(connection.handle.spawn(lane.clone().run(Rc::downgrade(connection))));
+        lane
+    }
+
+    /// Starts `work` here and now.
+    pub fn give(&self, handle: &Handle, work: Work) {
+        self.work.set(Some(work));
+        handle.poll_now(self.task.get());
+    }
+
+    pub fn close(&self, handle: &Handle) {
+        self.closed.set(true);
+        handle.wake(self.task.get());
+    }
+
+    async fn run(self: Rc<Self>, connection: Weak<Connection>) {
+        loop {
+            let next = poll_fn(|_| match self.work.take() {
+                Some(work) => Poll::Ready(Some(work)),
+                None if self.closed.get() => Poll::Ready(None),
+                None => Poll::Pending,
+            });
+            let Some(work) = next.await else { return };
+            // Whoever waits for an answer keeps its connection.
+            let Some(connection) = connection.upgrade() else { return };
+            match work {
+                Work::Request { request, flushes } => {
+                    let mut finished = connection.served.serve(request).await;
+                    if flushes {
+                        finished = finished.and(connection.served.settle().await);
+                    }
+                    finished.answer();
+                }
+                Work::Status { request, only } => Box::pin(connection.status(request, only)).await,
+                Work::Cache(request) => Box::pin(connection.cache(request)).await,
+            }
+            connection.idle.borrow_mut().push(self.clone());
+        }
+    }
+}
+
+impl Connection {
+    async fn status(&self, request: wire::Request, only: Option<Contexts>) {
+        let contexts = only.as_ref().unwrap_or(&self.terms.contexts);
+        match block_status::chunks(&self.served, contexts, &request, self.terms.headers).await {
+            Ok(chunks) => self.reply(&request, Ok(()), Body::Chunks(chunks)),
+            Err(error) => self.reply(&request, Err(error), Body::None),
+        }
+    }
+
+    /// Reads what the client will want: it is in the page cache then, or in the overlay (copy-on-read).
+    async fn cache(&self, request: wire::Request) {
+        let (mut at, end) = (request.offset, request.offset + request.len);
+        let mut status = Ok(());
+        while at < end && status.is_ok() && !self.broken.get() {
+            let len = (end - at).min(CACHED_AT_A_TIME);
+            let buffer = self.buffers.take(&self.handle, len as usize).await;
+            let done = Rc::new(Cell::new(None));
+            let read = Request::new(Op::Read, at, len, buffer, self.handle.now(), Passing(done.clone()));
+            self.served.serve(read).await.answer();
+            let (read, buffer) = done.take().unwrap_or((Err(Failure::Io), Segments::default()));
+            self.buffers.give_back(buffer, len as usize);
+            status = read.map_err(|failure| error_of(failure, Op::Read));
+            at += len;
+        }
+        self.reply(&request, status, Body::None);
+    }
+}
+
+/// The token of a read for nobody.
+struct Passing(Rc<Cell<Option<(blockyard_disk::Status, Segments)>>>);
+
+impl blockyard_disk::Token for Passing {
+    fn answer(self, status: blockyard_disk::Status, segments: Segments) {
+        self.0.set(Some((status, segments)));
+    }
+}

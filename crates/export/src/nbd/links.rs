@@ -1,0 +1,153 @@
+//! The connections of a reactor, for whoever must end them: those that dawdle, and those of a disk that goes.
+//!
+//! What must hold: a client that has chosen nothing in time is let go; one that takes no answers is, when others have no
+//! room for that; and the end of a disk waits for its requests, not for its clients.
+
+use std::cell::{Cell, OnceCell, RefCell};
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use blockyard_disk::{Disk, Served};
+use blockyard_ring::Handle;
+
+use super::Exported;
+use super::buffers::Buffers;
+use super::stream::Stream;
+use crate::Reactors;
+
+/// How often it is looked for those that dawdle, while there can be any.
+const LOOK: Duration = Duration::from_millis(500);
+/// How long a client may keep an answer from being sent while others wait for room.
+const STALLED: Duration = Duration::from_secs(10);
+/// How long a client may keep its last answers from being sent while its disk ends.
+const LAST_ANSWERS: Duration = Duration::from_secs(2);
+
+/// One connection.
+pub struct Link {
+    stream: Rc<Stream>,
+    /// When it must have chosen an export.
+    deadline: Instant,
+    late: Cell<bool>,
+    exported: OnceCell<Arc<Exported>>,
+}
+
+#[derive(Default)]
+struct Links {
+    all: RefCell<Vec<Weak<Link>>>,
+    /// A task looks for those that dawdle.
+    watched: Cell<bool>,
+}
+
+thread_local! {
+    static LOCAL: Rc<Links> = Rc::default();
+}
+
+impl Link {
+    /// A new connection of this reactor.
+    pub fn enter(handle: &Handle, stream: &Rc<Stream>, handshake: Duration) -> Rc<Self> {
+        let deadline = Instant::now() + handshake;
+        let (stream, late, exported) = (stream.clone(), Cell::new(false), OnceCell::new());
+        let link = Rc::new(Link { stream, deadline, late, exported });
+        LOCAL.with(|links| links.all.borrow_mut().push(Rc::downgrade(&link)));
+        watch(handle);
+        link
+    }
+
+    /// It has chosen its export.
+    pub fn chose(&self, exported: &Arc<Exported>) {
+        let _ = self.exported.set(exported.clone());
+    }
+
+    pub fn was_late(&self) -> bool {
+        self.late.get()
+    }
+
+    fn is_of(&self, disk: &Arc<Disk>) -> bool {
+        self.exported.get().is_some_and(|exported| Arc::ptr_eq(&exported.disk, disk))
+    }
+
+    /// Whether it was let go, or may have to be later.
+    fn look(&self, short: bool) -> bool {
+        if self.exported.get().is_none() && Instant::now() >= self.deadline {
+            self.late.set(true);
+            self.stream.shutdown();
+        }
+        if short && self.stream.sending_since().is_some_and(|since| since.elapsed() > STALLED) {
+            self.stream.shutdown();
+        }
+        self.exported.get().is_none() || short
+    }
+}
+
+impl Links {
+    fn living(&self) -> Vec<Rc<Link>> {
+        self.all.borrow_mut().retain(|link| link.strong_count() > 0);
+        self.all.borrow().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Runs while somebody may dawdle. A connection that has chosen, and whose answers have room, is none of its business:
+    /// an idle client wakes nobody.
+    async fn watch(self: Rc<Self>, handle: Handle) {
+        let buffers = Buffers::local();
+        loop {
+            handle.sleep(LOOK).await;
+            let living = self.living();
+            let short = buffers.are_short();
+            let waiting = living.iter().filter(|link| link.look(short)).count();
+            if living.is_empty() {
+                buffers.forget();
+            }
+            if waiting == 0 {
+                return self.watched.set(false);
+            }
+        }
+    }
+}
+
+/// Looks for those that dawdle, from now on.
+pub fn watch(handle: &Handle) {
+    let links = LOCAL.with(Rc::clone);
+    if !links.watched.replace(true) {
+        handle.spawn(links.watch(handle.clone()));
+    }
+}
+
+/// Ends the connections of `disk` on all reactors: what they have asked for is answered, as far as they take it in time.
+pub fn end(reactors: &Reactors, disk: &Arc<Disk>) {
+    for reactor in reactors.all() {
+        let disk = disk.clone();
+        reactor.ask(move |handle, reply| {
+            let asking = handle.clone();
+            handle.spawn(async move {
+                end_here(&asking, &disk).await;
+                reply.send(());
+            });
+        });
+    }
+}
+
+async fn end_here(handle: &Handle, disk: &Arc<Disk>) {
+    let links = LOCAL.with(Rc::clone);
+    let of_disk = || links.living().into_iter().filter(|link| link.is_of(disk)).collect::<Vec<_>>();
+    if of_disk().is_empty() {
+        return;
+    }
+    // What waits for limits is let through: nobody waits for that now.
+    let served = Served::known(disk);
+    served.iter().for_each(|served| served.drain());
+    of_disk().iter().for_each(|link| link.stream.shutdown_read());
+    let deadline = Instant::now() + LAST_ANSWERS;
+    loop {
+        let left = of_disk();
+        if left.is_empty() {
+            break;
+        }
+        if Instant::now() > deadline {
+            left.iter().for_each(|link| link.stream.shutdown());
+        }
+        drop(left);
+        handle.sleep(Duration::from_millis(2)).await;
+    }
+    served.iter().for_each(|served| served.drained());
+}

@@ -1,0 +1,297 @@
+//! NBD: disks for whoever speaks the network block device protocol: the host's kernel, QEMU, libnbd; over Unix sockets and TCP.
+//!
+//! ```text
+//!   address ─► thread (accept) ─► reactor: negotiation ─► connection ─► requests, side by side
+//! ```
+//! A `Server` is one address; it has any number of disks, by name. Its thread accepts clients and deals them out to the
+//! reactors; all else happens there. A flush on one connection covers what was written on all of them, because it is the
+//! disk's. Source: the NBD project's proto.md, whose numbers are in `image/nbd/wire.rs`.
+//!
+//! What must hold: a client that says nothing, or takes nothing, costs a bounded amount, for a bounded time where others
+//! wait; a server that ends waits for requests, not for clients.
+
+mod block_status;
+mod buffers;
+mod connection;
+mod inbox;
+mod lane;
+mod links;
+mod negotiate;
+mod reply;
+mod stream;
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use blockyard_disk::Disk;
+use blockyard_image::nbd::wire::{self, export};
+use blockyard_ring::Handle;
+
+use crate::log::Log;
+use crate::{Listener, Reactors};
+use connection::{Connection, End};
+use inbox::Inbox;
+use links::Link;
+use negotiate::Negotiation;
+use stream::Stream;
+
+/// What clients may do to a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Clients at a time; others wait until one goes.
+    pub clients: usize,
+    /// The time in which a client must have chosen its export.
+    pub handshake: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits { clients: 256, handshake: Duration::from_secs(10) }
+    }
+}
+
+/// A disk under its name.
+#[derive(Debug)]
+pub struct Exported {
+    pub disk: Arc<Disk>,
+    pub name: String,
+    /// Told to clients that ask.
+    pub description: String,
+    flags: u16,
+    block: BlockSize,
+}
+
+/// What requests should be multiples of, in bytes.
+#[derive(Clone, Copy, Debug)]
+struct BlockSize {
+    minimum: u32,
+    preferred: u32,
+}
+
+impl Exported {
+    pub fn new(disk: Arc<Disk>, name: &str, description: &str) -> Self {
+        let source = disk.source();
+        let mut flags = export::HAS_FLAGS | export::SEND_FLUSH | export::SEND_FUA | export::SEND_DF;
+        flags |= export::CAN_MULTI_CONN | export::SEND_CACHE | export::BLOCK_STATUS_PAYLOAD;
+        flags |= match disk.options().read_only {
+            true => export::READ_ONLY,
+            false => export::SEND_TRIM | export::SEND_WRITE_ZEROES | export::SEND_FAST_ZERO,
+        };
+        // A raw image takes single bytes (what O_DIRECT does not take goes through a buffer); others take sectors.
+        let minimum = if source.chain().is_some() { blockyard_image::SECTOR as u32 } else { 1 };
+        let preferred = source.logical_block().max(4096);
+        let cut = |text: &str| {
+            text.chars()
+                .scan(0, |n, c| {
+                    *n += c.len_utf8();
+                    (*n <= wire::MOST_STRING).then_some(c)
+                })
+                .collect()
+        };
+        let (name, description) = (cut(name), cut(description));
+        Exported { disk, name, description, flags, block: BlockSize { minimum, preferred } }
+    }
+}
+
+/// What the accepting thread, the reactors and the program share.
+pub struct Shared {
+    exports: Mutex<Vec<Arc<Exported>>>,
+    limits: Limits,
+    reactors: Arc<Reactors>,
+    log: Log,
+    /// What it is called in the log.
+    address: String,
+    clients: AtomicUsize,
+    stop: AtomicBool,
+    wake: OwnedFd,
+}
+
+impl Shared {
+    fn exports(&self) -> Vec<Arc<Exported>> {
+        self.exports.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Those that a client may see.
+    fn visible(&self) -> Vec<Arc<Exported>> {
+        self.exports()
+    }
+
+    /// The export of that name. The empty name means the only one.
+    fn find(&self, name: &[u8]) -> Option<Arc<Exported>> {
+        let exports = self.exports();
+        let named = exports.iter().find(|exported| exported.name.as_bytes() == name);
+        named.or(if name.is_empty() && exports.len() == 1 { exports.first() } else { None }).cloned()
+    }
+}
+
+/// A listening server; `stop` (or drop) ends it.
+pub struct Server {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    pub fn start(listener: Listener, address: &str, limits: Limits, reactors: Arc<Reactors>) -> io::Result<Self> {
+        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
+        let shared = Arc::new(Shared {
+            exports: Mutex::default(),
+            limits,
+            reactors,
+            log: Log::default(),
+            address: address.into(),
+            clients: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            wake: rustix::event::eventfd(0, flags)?,
+        });
+        let body = shared.clone();
+        let thread = std::thread::Builder::new()
+            .name("nbd".into())
+            .stack_size(256 << 10)
+            .spawn(move || listen(&body, &listener))?;
+        Ok(Server { shared, thread: Some(thread) })
+    }
+
+    pub fn address(&self) -> &str {
+        &self.shared.address
+    }
+
+    /// Offers one more disk.
+    pub fn add(&self, exported: Exported) {
+        self.shared.exports.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(exported));
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.shared.exports().is_empty()
+    }
+
+    /// Offers a disk no more: answers what its clients have asked, and lets them go.
+    pub fn remove(&self, disk: &Arc<Disk>) {
+        let mut exports = self.shared.exports.lock().unwrap_or_else(PoisonError::into_inner);
+        exports.retain(|exported| !Arc::ptr_eq(&exported.disk, disk));
+        drop(exports);
+        links::end(&self.shared.reactors, disk);
+    }
+
+    /// Lets go of all clients, and closes the address.
+    pub fn stop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.ring();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        for exported in self.shared.exports() {
+            self.remove(&exported.disk);
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Shared {
+    fn ring(&self) {
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+/// The server's thread.
+fn listen(shared: &Arc<Shared>, listener: &Listener) {
+    while !shared.stop.load(Ordering::SeqCst) {
+        let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
+        if shared.clients.load(Ordering::SeqCst) >= shared.limits.clients {
+            let many = shared.limits.clients;
+            shared.log.warn(&shared.address, None, format_args!("{many} clients are here: others wait until one goes"));
+            wait(shared);
+            continue;
+        }
+        match listener.accept(shared.wake.as_fd()) {
+            Ok(Some(fd)) => {
+                shared.clients.fetch_add(1, Ordering::SeqCst);
+                let client = Client(shared.clone());
+                // Dropped unrun when the reactor has ended.
+                shared.reactors.next().run(move |handle| {
+                    let task = serve(handle.clone(), client, fd);
+                    handle.spawn(task);
+                });
+            }
+            Ok(None) => {}
+            Err(e) => {
+                // Out of descriptors, most likely: listening goes on, slowly.
+                shared.log.warn(&shared.address, None, format_args!("accepting a client failed: {e}"));
+                std::thread::sleep(Duration::from_millis(200));
+            }
+        }
+    }
+}
+
+/// Until somebody rings: a client that has gone, or the end.
+fn wait(shared: &Shared) {
+    let mut fds = [rustix::event::PollFd::new(&shared.wake, rustix::event::PollFlags::IN)];
+    let _ = rustix::event::poll(&mut fds, None);
+}
+
+/// A client is counted as long as it is here.
+struct Client(Arc<Shared>);
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let before = self.0.clients.fetch_sub(1, Ordering::SeqCst);
+        if before >= self.0.limits.clients {
+            self.0.ring();
+        }
+    }
+}
+
+/// One client, from its first byte to its last.
+async fn serve(handle: Handle, client: Client, fd: OwnedFd) {
+    let shared = &*client.0;
+    let name = |disk: Option<&Arc<Exported>>| disk.map_or_else(|| shared.address.clone(), |e| e.name.clone());
+    let stream = match Stream::new(&handle, fd) {
+        Ok(stream) => Rc::new(stream),
+        Err(e) => return shared.log.warn(&shared.address, None, format_args!("a client's socket: {e}")),
+    };
+    let link = Link::enter(&handle, &stream, shared.limits.handshake);
+    let mut inbox = Inbox::default();
+    let terms = match Negotiation::new(shared, &stream, &mut inbox).run().await {
+        Ok(Some(terms)) => terms,
+        Ok(None) => return,
+        Err(_) if link.was_late() => {
+            let limit = shared.limits.handshake.as_secs();
+            return shared.log.warn(
+                &shared.address,
+                None,
+                format_args!("a client chose nothing in {limit} s: it was let go"),
+            );
+        }
+        // It looked whether anybody listens.
+        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof || e.kind() == io::ErrorKind::ConnectionReset => return,
+        Err(e) => return shared.log.warn(&shared.address, None, format_args!("a client was let go: {e}")),
+    };
+    let exported = terms.exported.clone();
+    link.chose(&exported);
+    // It was removed while the client chose it.
+    if !shared.exports().iter().any(|e| Arc::ptr_eq(e, &exported)) {
+        return;
+    }
+    let connection = match Connection::new(&handle, stream, terms) {
+        Ok(connection) => connection,
+        Err(e) => {
+            return shared.log.warn(&name(Some(&exported)), None, format_args!("opening the disk for a client: {e}"));
+        }
+    };
+    shared.log.info(&name(Some(&exported)), None, format_args!("an NBD client connected"));
+    match connection.run(inbox).await {
+        End::Gone => shared.log.info(&name(Some(&exported)), None, format_args!("an NBD client went")),
+        End::Broken(why) => {
+            shared.log.warn(&name(Some(&exported)), None, format_args!("an NBD client was let go: {why}"));
+        }
+    }
+}

@@ -1,0 +1,301 @@
+//! The option phase of fixed newstyle negotiation.
+//!
+//! In: a new connection. Out: what client and server have settled, or that the client goes. What must hold: an option costs
+//! the server no more memory than [`MOST_OPTION`], a client has [`MOST_OPTIONS`] of them, and all its time is bounded by
+//! whoever calls; nothing of an export is told to a client that may not have it.
+
+use std::io;
+use std::sync::Arc;
+
+use blockyard_image::nbd::wire::{self, Headers, OptionHeader, OptionReply, handshake, info, opt, rep};
+use blockyard_ring::Segments;
+
+use super::block_status::{Context, Contexts};
+use super::connection::Terms;
+use super::inbox::Inbox;
+use super::stream::Stream;
+use super::{Exported, Shared};
+
+/// Bytes of an option's data that are looked at.
+const MOST_OPTION: u32 = 64 << 10;
+/// Bytes of an option's data that are passed over, to say that they are too many.
+const MOST_SKIPPED: u32 = 32 << 20;
+const MOST_OPTIONS: u32 = 1024;
+
+pub struct Negotiation<'a> {
+    shared: &'a Shared,
+    stream: &'a Stream,
+    inbox: &'a mut Inbox,
+    no_zeroes: bool,
+    headers: Headers,
+    /// Chosen contexts, and the export whose they are.
+    contexts: Option<(Vec<u8>, Contexts)>,
+}
+
+/// What a client asks for.
+struct Asked {
+    exported: Arc<Exported>,
+    name: Vec<u8>,
+    infos: Vec<u16>,
+}
+
+/// What is told in an error's reply.
+type Refusal = (u32, String);
+
+impl<'a> Negotiation<'a> {
+    pub fn new(shared: &'a Shared, stream: &'a Stream, inbox: &'a mut Inbox) -> Self {
+        let headers = Headers::Simple;
+        Negotiation { shared, stream, inbox, no_zeroes: false, headers, contexts: None }
+    }
+
+    /// None: the client has ended it.
+    pub async fn run(mut self) -> io::Result<Option<Terms>> {
+        let mut greeting = Vec::new();
+        greeting.extend(wire::GREETING.to_be_bytes());
+        greeting.extend(wire::OPTION.to_be_bytes());
+        greeting.extend((handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES).to_be_bytes());
+        self.write(&greeting).await?;
+        let flags = wire::u32_at(&self.inbox.exactly(self.stream, 4).await?, 0);
+        let known = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
+        if flags & !known != 0 || flags & u32::from(handshake::FIXED_NEWSTYLE) == 0 {
+            return Err(invalid(format!("its handshake flags are {flags:#x}: it does not know fixed newstyle")));
+        }
+        self.no_zeroes = flags & u32::from(handshake::NO_ZEROES) != 0;
+        for _ in 0..MOST_OPTIONS {
+            let header = self.inbox.exactly(self.stream, OptionHeader::BYTES).await?;
+            let header = OptionHeader::parse(&header)
+                .map_err(|magic| invalid(format!("an option begins with {magic:#018x}, which is no option's magic")))?;
+            if header.len > MOST_OPTION {
+                if header.len > MOST_SKIPPED || header.option == opt::EXPORT_NAME {
+                    return Err(invalid(format!("option {} has {} bytes", header.option, header.len)));
+                }
+                self.inbox.skip(self.stream, header.len.into()).await?;
+                self.refuse(header.option, (rep::ERR_TOO_BIG, format!("an option may have {MOST_OPTION} bytes")))
+                    .await?;
+                continue;
+            }
+            let data = self.inbox.exactly(self.stream, header.len as usize).await?;
+            match header.option {
+                opt::EXPORT_NAME => return self.export_name(&data).await.map(Some),
+                opt::ABORT => {
+                    // It may have gone without waiting for that.
+                    let _ = self.answer(opt::ABORT, rep::ACK, &[]).await;
+                    return Ok(None);
+                }
+                opt::GO => {
+                    if let Some(terms) = self.go(&data).await? {
+                        return Ok(Some(terms));
+                    }
+                }
+                option => self.option(option, &data).await?,
+            }
+        }
+        Err(invalid(format!("it has sent {MOST_OPTIONS} options and chosen nothing")))
+    }
+
+    /// An option that leaves the phase as it is.
+    async fn option(&mut self, option: u32, data: &[u8]) -> io::Result<()> {
+        let empty = || match data {
+            [] => Ok(()),
+            _ => Err((rep::ERR_INVALID, "this option has no data".into())),
+        };
+        let done = match option {
+            opt::LIST => match empty() {
+                Ok(()) => self.list().await.map(Ok)?,
+                Err(refusal) => Err(refusal),
+            },
+            opt::INFO => return self.go_or_info(opt::INFO, data).await.map(drop),
+            opt::STRUCTURED_REPLY => empty().and_then(|()| match self.headers {
+                Headers::Extended => Err((rep::ERR_EXT_HEADER_REQD, "extended headers were chosen already".into())),
+                Headers::Structured => Err((rep::ERR_INVALID, "structured replies were chosen already".into())),
+                Headers::Simple => {
+                    self.headers = Headers::Structured;
+                    Ok(())
+                }
+            }),
+            opt::EXTENDED_HEADERS => empty().and_then(|()| match self.headers {
+                Headers::Extended => Err((rep::ERR_INVALID, "extended headers were chosen already".into())),
+                _ => {
+                    self.headers = Headers::Extended;
+                    Ok(())
+                }
+            }),
+            opt::LIST_META_CONTEXT | opt::SET_META_CONTEXT => match self.meta_context(option, data) {
+                Ok(replies) => {
+                    for (id, name) in replies {
+                        let reply = [&id.to_be_bytes(), name.as_bytes()].concat();
+                        self.answer(option, rep::META_CONTEXT, &reply).await?;
+                    }
+                    Ok(())
+                }
+                Err(refusal) => Err(refusal),
+            },
+            opt::STARTTLS => Err((rep::ERR_POLICY, "TLS is not set up on this server".into())),
+            _ => Err((rep::ERR_UNSUP, format!("option {option} is not known here"))),
+        };
+        match done {
+            Ok(()) => self.answer(option, rep::ACK, &[]).await,
+            Err(refusal) => self.refuse(option, refusal).await,
+        }
+    }
+
+    async fn list(&mut self) -> io::Result<()> {
+        for exported in self.shared.visible() {
+            let name = exported.name.as_bytes();
+            let mut reply = Vec::from((name.len() as u32).to_be_bytes());
+            reply.extend(name);
+            reply.extend(exported.description.as_bytes());
+            self.answer(opt::LIST, rep::SERVER, &reply).await?;
+        }
+        Ok(())
+    }
+
+    /// Which contexts are to be told to the client, with their numbers.
+    fn meta_context(&mut self, option: u32, data: &[u8]) -> Result<Vec<(u32, &'static str)>, Refusal> {
+        let sets = option == opt::SET_META_CONTEXT;
+        if sets {
+            self.contexts = None;
+        }
+        let mut fields = Fields(data);
+        let (name, queries) = (fields.string()?, fields.u32()?);
+        if self.headers == Headers::Simple {
+            return Err((rep::ERR_INVALID, "structured replies are to be chosen first".into()));
+        }
+        let mut contexts = Contexts::default();
+        for _ in 0..queries {
+            contexts.choose(fields.string()?, !sets);
+        }
+        fields.end()?;
+        self.find(name)?;
+        if !sets && queries == 0 {
+            contexts.choose_all();
+        }
+        let told =
+            contexts.iter().map(|context: Context| (if sets { context.id() } else { 0 }, context.name())).collect();
+        if sets {
+            self.contexts = Some((name.to_vec(), contexts));
+        }
+        Ok(told)
+    }
+
+    async fn go(&mut self, data: &[u8]) -> io::Result<Option<Terms>> {
+        Ok(self.go_or_info(opt::GO, data).await?.map(|asked| self.terms(asked.exported, &asked.name)))
+    }
+
+    async fn go_or_info(&mut self, option: u32, data: &[u8]) -> io::Result<Option<Asked>> {
+        match self.asked_for(data) {
+            Ok(asked) => {
+                for (kind, bytes) in described(&asked.exported, &asked.infos) {
+                    let reply = [&kind.to_be_bytes(), &bytes[..]].concat();
+                    self.answer(option, rep::INFO, &reply).await?;
+                }
+                self.answer(option, rep::ACK, &[]).await?;
+                Ok(Some(asked))
+            }
+            Err(refusal) => {
+                self.refuse(option, refusal).await?;
+                Ok(None)
+            }
+        }
+    }
+
+    fn asked_for(&self, data: &[u8]) -> Result<Asked, Refusal> {
+        let mut fields = Fields(data);
+        let (name, count) = (fields.string()?, fields.u16()?);
+        let infos = (0..count).map(|_| fields.u16()).collect::<Result<Vec<_>, _>>()?;
+        fields.end()?;
+        Ok(Asked { exported: self.find(name)?, name: name.to_vec(), infos })
+    }
+
+    fn find(&self, name: &[u8]) -> Result<Arc<Exported>, Refusal> {
+        let found = self.shared.find(name);
+        found.ok_or_else(|| (rep::ERR_UNKNOWN, format!("there is no export \"{}\"", String::from_utf8_lossy(name))))
+    }
+
+    fn terms(&mut self, exported: Arc<Exported>, name: &[u8]) -> Terms {
+        let contexts = self.contexts.take().filter(|(of, _)| of == name);
+        Terms { exported, headers: self.headers, contexts: contexts.map(|(_, contexts)| contexts).unwrap_or_default() }
+    }
+
+    /// The oldest way to choose: it cannot be refused but by ending the connection.
+    async fn export_name(&mut self, name: &[u8]) -> io::Result<Terms> {
+        let exported = self.find(name).map_err(|(_, why)| invalid(why))?;
+        let mut reply = Vec::from(exported.disk.capacity().to_be_bytes());
+        reply.extend(exported.flags.to_be_bytes());
+        if !self.no_zeroes {
+            reply.extend([0; 124]);
+        }
+        self.write(&reply).await?;
+        Ok(self.terms(exported, name))
+    }
+
+    async fn refuse(&mut self, option: u32, (error, why): Refusal) -> io::Result<()> {
+        self.answer(option, error, why.as_bytes()).await
+    }
+
+    async fn answer(&mut self, option: u32, reply: u32, data: &[u8]) -> io::Result<()> {
+        let mut bytes = Vec::with_capacity(OptionReply::BYTES + data.len());
+        OptionReply { option, reply, len: data.len() as u32 }.put(&mut bytes);
+        bytes.extend(data);
+        self.write(&bytes).await
+    }
+
+    async fn write(&self, bytes: &[u8]) -> io::Result<()> {
+        self.stream.write(Segments::from_bytes(bytes)).await.1
+    }
+}
+
+/// The information that is told of an export: what it must, and what was asked for.
+fn described(exported: &Exported, asked: &[u16]) -> Vec<(u16, Vec<u8>)> {
+    let mut all = Vec::new();
+    let mut size = Vec::from(exported.disk.capacity().to_be_bytes());
+    size.extend(exported.flags.to_be_bytes());
+    all.push((info::EXPORT, size));
+    if asked.contains(&info::NAME) {
+        all.push((info::NAME, exported.name.clone().into_bytes()));
+    }
+    if asked.contains(&info::DESCRIPTION) && !exported.description.is_empty() {
+        all.push((info::DESCRIPTION, exported.description.clone().into_bytes()));
+    }
+    if asked.contains(&info::BLOCK_SIZE) {
+        let block = exported.block;
+        let sizes = [block.minimum, block.preferred, wire::MOST_PAYLOAD];
+        all.push((info::BLOCK_SIZE, sizes.iter().flat_map(|size| size.to_be_bytes()).collect()));
+    }
+    all
+}
+
+/// An option's data, taken apart.
+struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    fn take(&mut self, len: usize) -> Result<&'a [u8], Refusal> {
+        let (now, later) = self.0.split_at_checked(len).ok_or((rep::ERR_INVALID, "its data are too short".into()))?;
+        self.0 = later;
+        Ok(now)
+    }
+
+    fn u16(&mut self) -> Result<u16, Refusal> {
+        self.take(2).map(|bytes| u16::from_be_bytes([bytes[0], bytes[1]]))
+    }
+
+    fn u32(&mut self) -> Result<u32, Refusal> {
+        self.take(4).map(|bytes| wire::u32_at(bytes, 0))
+    }
+
+    fn string(&mut self) -> Result<&'a [u8], Refusal> {
+        let len = self.u32()? as usize;
+        if len > wire::MOST_STRING {
+            return Err((rep::ERR_TOO_BIG, format!("a name may have {} bytes", wire::MOST_STRING)));
+        }
+        self.take(len)
+    }
+
+    fn end(&self) -> Result<(), Refusal> {
+        if self.0.is_empty() { Ok(()) } else { Err((rep::ERR_INVALID, "its data are too long".into())) }
+    }
+}
+
+pub fn invalid(what: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
