@@ -14,7 +14,7 @@ pub(super) fn parse(descriptor: &Descriptor, most: usize, fua: bool) -> Result<(
         abi::OP_WRITE => Op::Write { fua },
         abi::OP_FLUSH => return Ok((Op::Flush, 0, 0)),
         abi::OP_DISCARD => Op::Discard,
-        abi::OP_WRITE_ZEROES => Op::WriteZeroes { unmap: !flag(abi::IO_NOUNMAP), fua },
+        abi::OP_WRITE_ZEROES => Op::WriteZeroes { unmap: !flag(abi::IO_NOUNMAP), fua, fast: false },
         _ => return Err(Errno::OPNOTSUPP),
     };
     let offset = descriptor.start.checked_mul(SECTOR).ok_or(Errno::INVAL)?;
