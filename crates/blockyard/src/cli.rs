@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use crate::config;
 use crate::knobs::with_knobs;
-use crate::nbd::{NbdAddress, NbdArgs};
+use crate::nbd::{NbdAddress, NbdArgs, parse_block};
 
 #[derive(Parser)]
 #[command(
@@ -137,11 +137,22 @@ pub struct DiskArgs {
     #[serde(default)]
     pub vhost_user: Option<String>,
 
-    /// Offer the disk by NBD: unix:PATH, tcp:HOST:PORT, or fd:N or fd:NAME for a socket that is inherited (systemd). The
-    /// export has the disk's name. Several disks may share an address.
+    /// Offer the disk by NBD: unix:PATH, tcp:HOST:PORT, or fd:N or fd:NAME for a socket that is inherited (systemd). Several
+    /// disks may share an address.
     #[arg(long, value_name = "ADDRESS", help_heading = "Ways in")]
     #[serde(default, deserialize_with = "config::some_from_text")]
     pub nbd: Option<NbdAddress>,
+
+    /// The export's name, up to 4096 bytes [default: the disk's name]. A client that gives none gets the only export.
+    #[arg(long, value_name = "NAME", help_heading = "Ways in")]
+    #[serde(default)]
+    pub nbd_name: Option<String>,
+
+    /// The smallest block in bytes that NBD clients are told to use: a power of two up to 4096 [default: 1 for raw images,
+    /// 512 for others].
+    #[arg(long, value_name = "BYTES", value_parser = parse_block, help_heading = "Ways in")]
+    #[serde(default, deserialize_with = "crate::nbd::block")]
+    pub nbd_block_size: Option<u32>,
 
     /// What NBD clients are told that the disk is.
     #[arg(long, value_name = "TEXT", help_heading = "Ways in")]

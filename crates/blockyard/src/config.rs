@@ -61,7 +61,7 @@ impl Config {
         for (name, group) in &self.groups {
             knobs::check(&group.knobs()).map_err(|e| format!("group \"{name}\": {e}"))?;
         }
-        let (mut names, mut sockets) = (HashSet::new(), HashSet::new());
+        let (mut names, mut sockets, mut exports) = (HashSet::new(), HashSet::new(), HashSet::new());
         for disk in &self.disks {
             let name = disk.name();
             if !names.insert(name.clone()) {
@@ -69,6 +69,11 @@ impl Config {
             }
             if let Some(socket) = disk.vhost_user.as_ref().filter(|socket| !sockets.insert((*socket).clone())) {
                 return Err(format!("disk \"{name}\": another disk has the socket {socket} already"));
+            }
+            if let Some(address) = &disk.nbd
+                && !exports.insert((address.to_string(), disk.nbd_name.clone().unwrap_or_else(|| name.clone())))
+            {
+                return Err(format!("disk \"{name}\": another disk has that name at {address} already"));
             }
             if !(1..=256).contains(&disk.queues) {
                 return Err(format!("disk \"{name}\": queues is a number from 1 to 256"));

@@ -15,6 +15,7 @@ use blockyard_export::{Listener, Reactors};
 use clap::Args;
 use serde::Deserialize;
 
+use crate::cli::DiskArgs;
 use crate::{config, inherited};
 
 /// Where NBD clients come.
@@ -87,6 +88,15 @@ fn parse_clients(text: &str) -> Result<usize, String> {
     clients.ok_or_else(|| "max-clients is a number from 1 to 100000".into())
 }
 
+pub fn parse_block(text: &str) -> Result<u32, String> {
+    let size = text.parse().ok().filter(|size: &u32| size.is_power_of_two() && *size <= 4096);
+    size.ok_or_else(|| "an NBD block size is a power of two from 1 to 4096".into())
+}
+
+pub fn block<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<u32>, D::Error> {
+    config::parsed(d, parse_block).map(Some)
+}
+
 fn parse_handshake(text: &str) -> Result<Duration, String> {
     let time = parse_time(text).filter(|time| !time.is_zero() && *time <= Duration::from_secs(3600));
     time.ok_or_else(|| format!("\"{text}\": a time is a number and a unit (us, ms or s), up to 3600s"))
@@ -127,9 +137,11 @@ impl Servers {
         Servers { args, reactors, all: Vec::new() }
     }
 
-    /// Offers `disk` at `address`.
-    pub fn offer(&mut self, address: &NbdAddress, disk: &Arc<Disk>, description: &str) -> anyhow::Result<()> {
-        let exported = Exported::new(disk.clone(), disk.name(), description);
+    /// Offers `disk` at `address`, as `args` say.
+    pub fn offer(&mut self, address: &NbdAddress, disk: &Arc<Disk>, args: &DiskArgs) -> anyhow::Result<()> {
+        let name = args.nbd_name.as_deref().unwrap_or(disk.name());
+        let description = args.description.as_deref().unwrap_or_default();
+        let exported = Exported::new(disk.clone(), name, description, args.nbd_block_size);
         if let Some((_, server)) = self.all.iter().find(|(at, _)| at == address) {
             server.add(exported);
             return Ok(());

@@ -141,7 +141,7 @@ impl Yard {
             None => None,
         };
         if let Some(address) = &args.nbd {
-            let offered = self.nbd.offer(address, &disk, args.description.as_deref().unwrap_or_default());
+            let offered = self.nbd.offer(address, &disk, &args);
             offered.with_context(|| format!("disk {name}: offering it by NBD"))?;
         }
         tracing::info!(

@@ -6,6 +6,7 @@
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
@@ -30,7 +31,8 @@ pub enum SocketError {
 /// A listening socket, or several of one address.
 pub struct Listener {
     sockets: Vec<OwnedFd>,
-    made: Option<PathBuf>,
+    /// The path of one that we made, and which file that is.
+    made: Option<(PathBuf, (u64, u64))>,
 }
 
 impl Listener {
@@ -54,7 +56,8 @@ impl Listener {
             }
         }
         let listener = UnixListener::bind(path).map_err(|source| SocketError::Listen { path: owned(), source })?;
-        Ok(Listener { sockets: vec![listener.into()], made: Some(owned()) })
+        let made = identity(path).map(|file| (owned(), file));
+        Ok(Listener { sockets: vec![listener.into()], made })
     }
 
     /// Listens on TCP, on every address that the host's name has; an empty name or `*`: on all of this machine.
@@ -114,8 +117,16 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Some(path) = &self.made {
+        // A successor may have put its own in this place already.
+        if let Some((path, file)) = &self.made
+            && identity(path) == Some(*file)
+        {
             let _ = std::fs::remove_file(path);
         }
     }
+}
+
+/// Device and inode of what has this name.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    std::fs::symlink_metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
 }

@@ -66,23 +66,35 @@ impl Socket {
         (segments, Ok(()))
     }
 
+    /// Sends some of `segments` from `offset`, as much as the socket takes; 0 after an interruption.
+    #[inline]
+    pub async fn write(&self, segments: Segments, offset: usize) -> (Segments, io::Result<usize>) {
+        let action = Action::Write { offset: 0, rw_flags: 0 };
+        // The first attempt takes the segments themselves, and needs no list of its own.
+        let (result, segments) = if offset == 0 {
+            self.operation(action, segments).await
+        } else {
+            let rest = segments.slice(offset, segments.len() - offset);
+            (self.operation(action, rest).await.0, segments)
+        };
+        match answer(result) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => (segments, Ok(0)),
+            result => (segments, result),
+        }
+    }
+
     /// Sends all of `segments`, which have at most [`MOST_PIECES`] pieces.
-    pub async fn write_full(&self, segments: Segments) -> (Segments, io::Result<()>) {
-        let whole = segments.len();
-        let (mut result, segments) = self.operation(Action::Write { offset: 0, rw_flags: 0 }, segments).await;
+    pub async fn write_full(&self, mut segments: Segments) -> (Segments, io::Result<()>) {
         let mut done = 0;
-        loop {
-            match answer(result) {
+        while done < segments.len() {
+            let sent;
+            (segments, sent) = self.write(segments, done).await;
+            match sent {
                 Ok(n) => done += n,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return (segments, Err(e)),
             }
-            if done >= whole {
-                return (segments, Ok(()));
-            }
-            let rest = segments.slice(done, whole - done);
-            result = self.operation(Action::Write { offset: 0, rw_flags: 0 }, rest).await.0;
         }
+        (segments, Ok(()))
     }
 
     /// Ends both directions: whatever waits for the socket is answered.

@@ -103,12 +103,21 @@ impl Contexts {
     }
 }
 
+/// What is told of `status` in whole blocks: one that holds data and a hole is data.
+fn in_blocks(status: BlockStatus, block: u64) -> BlockStatus {
+    match status.len & !(block - 1) {
+        0 => BlockStatus { data: true, zero: false, len: block, ..status },
+        len => BlockStatus { len, ..status },
+    }
+}
+
 /// The payloads of the chunks that answer `request`, one for each context; or the error.
 pub async fn chunks(
     served: &Served<UringFile>,
     contexts: &Contexts,
     request: &wire::Request,
     headers: Headers,
+    block: u64,
 ) -> Result<Vec<Vec<u8>>, u32> {
     let one = request.flags & flag::REQ_ONE != 0;
     let end = request.offset.checked_add(request.len).filter(|end| *end <= served.disk().capacity());
@@ -120,6 +129,7 @@ pub async fn chunks(
     while at < end && lookups < MOST_LOOKUPS {
         lookups += 1;
         let status = served.status(at, end - at).await.map_err(|e: io::Error| error_of(Failure::of(&e), Op::Read))?;
+        let status = in_blocks(status, block);
         let len = status.len.min(end - at);
         let mut full = false;
         for (context, extents) in &mut told {

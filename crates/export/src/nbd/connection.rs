@@ -26,6 +26,8 @@ use super::{Exported, block_status};
 
 /// Requests of one connection that are on their way at a time.
 const MOST_IN_FLIGHT: u32 = 128;
+/// Bytes that they hold: one client alone leaves the others room.
+const MOST_HELD: usize = 64 << 20;
 /// Bytes of payload beyond which a client that may not send them is not listened to any more.
 const MOST_SKIPPED: u64 = 64 << 20;
 
@@ -49,6 +51,8 @@ pub struct Connection {
     /// An answer was sent.
     pub(super) sent: Signal,
     pub(super) in_flight: Cell<u32>,
+    /// Bytes of the buffers of requests in flight.
+    pub(super) held: Cell<usize>,
     /// Nothing more is taken.
     pub(super) ended: Cell<bool>,
     /// Nothing more can be sent.
@@ -81,6 +85,7 @@ impl Connection {
             to_send: Signal::new(handle),
             sent: Signal::new(handle),
             in_flight: Cell::new(0),
+            held: Cell::new(0),
             ended: Cell::new(false),
             broken: Cell::new(false),
             idle: RefCell::default(),
@@ -163,9 +168,9 @@ impl Connection {
                 self.reply(&request, Err(error), Body::None);
                 return Ok(());
             }
-            let payload = self.buffers.take(&self.handle, len as usize).await;
+            let payload = self.take(len as usize).await;
             if let Err(e) = inbox.payload(&self.stream, &payload).await {
-                self.buffers.give_back(payload, len as usize);
+                self.give_back(payload, len as usize);
                 return Err(e);
             }
             let fua = request.flags & flag::FUA != 0 || !self.write_back();
@@ -191,7 +196,7 @@ impl Connection {
         }
         match command {
             cmd::READ => {
-                let buffer = self.buffers.take(&self.handle, len as usize).await;
+                let buffer = self.take(len as usize).await;
                 if self.scrubs {
                     buffer.zero(0, buffer.len());
                 }
@@ -208,6 +213,20 @@ impl Connection {
             _ => self.to_lane(Work::Status { request: wire::Request { len: effect, ..request }, only }),
         }
         Ok(())
+    }
+
+    /// A buffer, when there is room for it.
+    pub(super) async fn take(&self, len: usize) -> Segments {
+        while self.held.get() > 0 && self.held.get() + len > MOST_HELD {
+            self.sent.wait().await;
+        }
+        self.held.set(self.held.get() + len);
+        self.buffers.take(&self.handle, len).await
+    }
+
+    pub(super) fn give_back(&self, buffer: Segments, len: usize) {
+        self.held.set(self.held.get() - len);
+        self.buffers.give_back(buffer, len);
     }
 
     /// Whether the request is one; the answer where it is none.

@@ -10,7 +10,7 @@ use blockyard_ring::Segments;
 use super::stream::Stream;
 
 /// Bytes that are asked for at a time.
-const ROOM: usize = 64 << 10;
+const ROOM: usize = 128 << 10;
 
 pub struct Inbox {
     room: Segments,
@@ -79,7 +79,7 @@ impl Inbox {
             let mut target = Segments::default();
             target.gather(payload, done, len - done);
             target.gather(&self.room, 0, ROOM);
-            let n = stream.read(target).await.1?;
+            let n = stream.read_owed(target).await.1?;
             if n == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
@@ -87,6 +87,7 @@ impl Inbox {
             done += here;
             (self.start, self.end) = (0, n - here);
         }
+        stream.nothing_owed();
         Ok(())
     }
 

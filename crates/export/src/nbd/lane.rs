@@ -85,7 +85,8 @@ impl Lane {
 impl Connection {
     async fn status(&self, request: wire::Request, only: Option<Contexts>) {
         let contexts = only.as_ref().unwrap_or(&self.terms.contexts);
-        match block_status::chunks(&self.served, contexts, &request, self.terms.headers).await {
+        let block = self.terms.exported.block.minimum.into();
+        match block_status::chunks(&self.served, contexts, &request, self.terms.headers, block).await {
             Ok(chunks) => self.reply(&request, Ok(()), Body::Chunks(chunks)),
             Err(error) => self.reply(&request, Err(error), Body::None),
         }

@@ -11,20 +11,21 @@ use std::time::{Duration, Instant};
 use blockyard_disk::{Disk, Served};
 use blockyard_ring::Handle;
 
-use super::Exported;
 use super::buffers::Buffers;
 use super::stream::Stream;
+use super::{Exported, Shared};
 use crate::Reactors;
 
 /// How often it is looked for those that dawdle, while there can be any.
 const LOOK: Duration = Duration::from_millis(500);
-/// How long a client may keep an answer from being sent while others wait for room.
-const STALLED: Duration = Duration::from_secs(10);
+/// How long a client may keep an answer or its payload waiting while others wait for room.
+const STALLED: Duration = Duration::from_secs(4);
 /// How long a client may keep its last answers from being sent while its disk ends.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
 
 /// One connection.
 pub struct Link {
+    server: Arc<Shared>,
     stream: Rc<Stream>,
     /// When it must have chosen an export.
     deadline: Instant,
@@ -45,10 +46,10 @@ thread_local! {
 
 impl Link {
     /// A new connection of this reactor.
-    pub fn enter(handle: &Handle, stream: &Rc<Stream>, handshake: Duration) -> Rc<Self> {
-        let deadline = Instant::now() + handshake;
-        let (stream, late, exported) = (stream.clone(), Cell::new(false), OnceCell::new());
-        let link = Rc::new(Link { stream, deadline, late, exported });
+    pub fn enter(handle: &Handle, stream: &Rc<Stream>, server: &Arc<Shared>) -> Rc<Self> {
+        let deadline = Instant::now() + server.limits.handshake;
+        let (late, exported) = Default::default();
+        let link = Rc::new(Link { server: server.clone(), stream: stream.clone(), deadline, late, exported });
         LOCAL.with(|links| links.all.borrow_mut().push(Rc::downgrade(&link)));
         watch(handle);
         link
@@ -73,7 +74,7 @@ impl Link {
             self.late.set(true);
             self.stream.shutdown();
         }
-        if short && self.stream.sending_since().is_some_and(|since| since.elapsed() > STALLED) {
+        if short && self.stream.stalls(STALLED) {
             self.stream.shutdown();
         }
         self.exported.get().is_none() || short
@@ -110,6 +111,18 @@ pub fn watch(handle: &Handle) {
     let links = LOCAL.with(Rc::clone);
     if !links.watched.replace(true) {
         handle.spawn(links.watch(handle.clone()));
+    }
+}
+
+/// Ends the connections of `server` that have chosen nothing.
+pub fn end_undecided(reactors: &Reactors, server: &Arc<Shared>) {
+    for reactor in reactors.all() {
+        let server = server.clone();
+        reactor.run(move |_| {
+            let living = LOCAL.with(|links| links.living());
+            let undecided = living.iter().filter(|link| link.exported.get().is_none());
+            undecided.filter(|link| Arc::ptr_eq(&link.server, &server)).for_each(|link| link.stream.shutdown());
+        });
     }
 }
 

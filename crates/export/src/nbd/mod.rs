@@ -74,7 +74,8 @@ struct BlockSize {
 }
 
 impl Exported {
-    pub fn new(disk: Arc<Disk>, name: &str, description: &str) -> Self {
+    /// `block`: the smallest one that clients are told to use, where it is not to be the smallest that the disk takes.
+    pub fn new(disk: Arc<Disk>, name: &str, description: &str, block: Option<u32>) -> Self {
         let source = disk.source();
         let mut flags = export::HAS_FLAGS | export::SEND_FLUSH | export::SEND_FUA | export::SEND_DF;
         flags |= export::CAN_MULTI_CONN | export::SEND_CACHE | export::BLOCK_STATUS_PAYLOAD;
@@ -84,6 +85,7 @@ impl Exported {
         };
         // A raw image takes single bytes (what O_DIRECT does not take goes through a buffer); others take sectors.
         let minimum = if source.chain().is_some() { blockyard_image::SECTOR as u32 } else { 1 };
+        let minimum = block.unwrap_or(minimum).clamp(minimum, 4096).next_power_of_two();
         let preferred = source.logical_block().max(4096);
         let cut = |text: &str| {
             text.chars()
@@ -184,6 +186,7 @@ impl Server {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+        links::end_undecided(&self.shared.reactors, &self.shared);
         for exported in self.shared.exports() {
             self.remove(&exported.disk);
         }
@@ -258,7 +261,7 @@ async fn serve(handle: Handle, client: Client, fd: OwnedFd) {
         Ok(stream) => Rc::new(stream),
         Err(e) => return shared.log.warn(&shared.address, None, format_args!("a client's socket: {e}")),
     };
-    let link = Link::enter(&handle, &stream, shared.limits.handshake);
+    let link = Link::enter(&handle, &stream, &client.0);
     let mut inbox = Inbox::default();
     let terms = match Negotiation::new(shared, &stream, &mut inbox).run().await {
         Ok(Some(terms)) => terms,

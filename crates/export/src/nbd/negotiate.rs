@@ -57,14 +57,19 @@ impl<'a> Negotiation<'a> {
         self.write(&greeting).await?;
         let flags = wire::u32_at(&self.inbox.exactly(self.stream, 4).await?, 0);
         let known = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
-        if flags & !known != 0 || flags & u32::from(handshake::FIXED_NEWSTYLE) == 0 {
-            return Err(invalid(format!("its handshake flags are {flags:#x}: it does not know fixed newstyle")));
+        if flags & !known != 0 {
+            return Err(invalid(format!("its handshake flags are {flags:#x}, of which some are not known")));
         }
+        // A client that does not know answers to options can choose, and no more.
+        let fixed = flags & u32::from(handshake::FIXED_NEWSTYLE) != 0;
         self.no_zeroes = flags & u32::from(handshake::NO_ZEROES) != 0;
         for _ in 0..MOST_OPTIONS {
             let header = self.inbox.exactly(self.stream, OptionHeader::BYTES).await?;
             let header = OptionHeader::parse(&header)
                 .map_err(|magic| invalid(format!("an option begins with {magic:#018x}, which is no option's magic")))?;
+            if !fixed && header.option != opt::EXPORT_NAME {
+                return Err(invalid(format!("option {} of a client that does not know fixed newstyle", header.option)));
+            }
             if header.len > MOST_OPTION {
                 if header.len > MOST_SKIPPED || header.option == opt::EXPORT_NAME {
                     return Err(invalid(format!("option {} has {} bytes", header.option, header.len)));

@@ -153,7 +153,7 @@ impl Connection {
 
     fn forget(&self, reply: &mut Reply) {
         if let Body::Buffer(segments) = std::mem::replace(&mut reply.body, Body::None) {
-            self.buffers.give_back(segments, reply.request.len as usize);
+            self.give_back(segments, reply.request.len as usize);
         }
         self.in_flight.set(self.in_flight.get() - 1);
     }

@@ -3,15 +3,20 @@
 use std::cell::Cell;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use blockyard_ring::{Handle, Segments, Socket};
+
+/// Bytes that must move for a client not to be taken for one that has stopped.
+const PROGRESS: usize = 64 << 10;
 
 pub struct Stream {
     socket: Socket,
     handle: Handle,
-    /// When what is being sent now was begun.
+    /// Since when the client has not taken [`PROGRESS`] bytes of what is being sent.
     sending_since: Cell<Option<Instant>>,
+    /// Since when the client owes a payload, and has not sent [`PROGRESS`] bytes of it.
+    owed_since: Cell<Option<Instant>>,
 }
 
 impl Stream {
@@ -19,7 +24,8 @@ impl Stream {
         let _ = rustix::net::sockopt::set_tcp_nodelay(&fd, true);
         // A client whose machine is gone is noticed, in the end.
         let _ = rustix::net::sockopt::set_socket_keepalive(&fd, true);
-        Ok(Stream { socket: Socket::new(handle, fd)?, handle: handle.clone(), sending_since: Cell::new(None) })
+        let (sending_since, owed_since) = Default::default();
+        Ok(Stream { socket: Socket::new(handle, fd)?, handle: handle.clone(), sending_since, owed_since })
     }
 
     /// Reads what is there, at least one byte; 0: the client has ended.
@@ -28,17 +34,51 @@ impl Stream {
         self.socket.read(segments).await
     }
 
-    /// Sends all of `segments`.
-    #[inline]
-    pub async fn write(&self, segments: Segments) -> (Segments, io::Result<()>) {
-        self.sending_since.set(Some(self.handle.now()));
-        let sent = self.socket.write_full(segments).await;
-        self.sending_since.set(None);
-        sent
+    /// Reads as [`Stream::read`] does, of a payload that the client owes and a buffer waits for.
+    pub async fn read_owed(&self, segments: Segments) -> (Segments, io::Result<usize>) {
+        if self.owed_since.get().is_none() {
+            self.owed_since.set(Some(self.handle.now()));
+        }
+        let (segments, read) = self.read(segments).await;
+        if read.as_ref().is_ok_and(|n| *n >= PROGRESS) {
+            self.owed_since.set(Some(self.handle.now()));
+        }
+        (segments, read)
     }
 
-    pub fn sending_since(&self) -> Option<Instant> {
-        self.sending_since.get()
+    /// The client has paid.
+    pub fn nothing_owed(&self) {
+        self.owed_since.set(None);
+    }
+
+    /// Sends all of `segments`.
+    #[inline]
+    pub async fn write(&self, mut segments: Segments) -> (Segments, io::Result<()>) {
+        self.sending_since.set(Some(self.handle.now()));
+        let (mut done, mut noted) = (0, 0);
+        let result = loop {
+            if done == segments.len() {
+                break Ok(());
+            }
+            let sent;
+            (segments, sent) = self.socket.write(segments, done).await;
+            match sent {
+                Ok(n) => done += n,
+                Err(e) => break Err(e),
+            }
+            if done - noted >= PROGRESS {
+                noted = done;
+                self.sending_since.set(Some(self.handle.now()));
+            }
+        };
+        self.sending_since.set(None);
+        (segments, result)
+    }
+
+    /// Whether the client has kept an answer or a payload waiting for so long.
+    pub fn stalls(&self, limit: Duration) -> bool {
+        let since = [self.sending_since.get(), self.owed_since.get()];
+        since.iter().flatten().any(|since| since.elapsed() > limit)
     }
 
     pub fn shutdown(&self) {

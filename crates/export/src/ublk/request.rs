@@ -49,7 +49,7 @@ mod tests {
         assert_eq!(ask(abi::OP_WRITE, 1 << 16, 1, 1), Ok((Op::Write { fua: false }, 512, 512)));
         assert_eq!(ask(abi::OP_FLUSH, 0, 0, u64::MAX), Ok((Op::Flush, 0, 0)));
         assert_eq!(ask(abi::OP_DISCARD, 0, 1 << 21, 8), Ok((Op::Discard, 4096, 1 << 30)));
-        let zeroes = |unmap| Ok((Op::WriteZeroes { unmap, fua: false }, 0, 512));
+        let zeroes = |unmap| Ok((Op::WriteZeroes { unmap, fua: false, fast: false }, 0, 512));
         assert_eq!(ask(abi::OP_WRITE_ZEROES, 0, 1, 0), zeroes(true));
         assert_eq!(ask(abi::OP_WRITE_ZEROES, abi::IO_NOUNMAP, 1, 0), zeroes(false));
     }
