@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use blockyard_image::{
     BlockStatus, Chain, ChainError, ChainOptions, Format, Geometry, Image, ImageFile, OpenError, OpenOptions, Raw,
-    SECTOR,
+    SECTOR, Store,
 };
-use blockyard_ring::{GuestMemory, Handle, MemoryError, Region, Segments, Storage, UringFile};
+use blockyard_ring::{GuestMemory, Handle, MemoryError, Region, Segments, Storage};
 
 use crate::statistics::OpKind;
 
@@ -73,8 +73,8 @@ impl Source {
             return match opened? {
                 (Below::Nothing { size }, model) => Ok(Source::Delay { size, model, file: None }),
                 (Below::File(path), model) => {
-                    let ChainOptions { read_only, cache, .. } = *options;
-                    let file = Arc::new(ImageFile::open(&OpenOptions { path, read_only, cache })?);
+                    let ChainOptions { read_only, cache, nbd, .. } = *options;
+                    let file = Arc::new(ImageFile::open(&OpenOptions { path, read_only, cache, nbd })?);
                     Ok(Source::Delay { size: file.size(), model, file: Some(file) })
                 }
             };
@@ -87,8 +87,8 @@ impl Source {
         }
         match options.format.or_else(|| Format::of_name(&options.path)).unwrap_or(Format::Raw) {
             Format::Raw => {
-                let ChainOptions { path, read_only, cache, .. } = options.clone();
-                Ok(Source::File(Arc::new(ImageFile::open(&OpenOptions { path, read_only, cache })?)))
+                let ChainOptions { path, read_only, cache, nbd, .. } = options.clone();
+                Ok(Source::File(Arc::new(ImageFile::open(&OpenOptions { path, read_only, cache, nbd })?)))
             }
             format => {
                 let options = ChainOptions { format: Some(format), ..options.clone() };
@@ -154,7 +154,10 @@ impl Source {
                 None => return Ok(None),
             },
         };
-        blockyard_ring::host::backing_device(file.fd()).map(Some)
+        match (file.fd(), file.remote_image()) {
+            (Some(fd), _) => blockyard_ring::host::backing_device(fd).map(Some),
+            (None, remote) => Ok(remote.map(|remote| (remote.server(), false))),
+        }
     }
 
     /// Its raw image, where it is one.
@@ -217,9 +220,9 @@ pub enum Backend<S> {
     Gone(String),
 }
 
-impl Backend<UringFile> {
+impl Backend<Store> {
     pub fn open(handle: &Handle, source: &Source) -> io::Result<Self> {
-        let raw = |file: &Arc<ImageFile>| io::Result::Ok(Raw::new(UringFile::new(handle, file.fd().clone())?, file));
+        let raw = |file: &Arc<ImageFile>| file.raw(handle);
         Ok(match source {
             Source::File(file) => Backend::Raw(raw(file)?),
             Source::Chain(chain) => Backend::Image(chain.image(handle)?),
@@ -279,6 +282,7 @@ impl<S: Storage> Backend<S> {
     /// A sync has failed that no flush of ours asked for: what it was to make durable may be lost.
     pub fn lost(&self) -> Option<io::Error> {
         match self {
+            Backend::Raw(raw) => raw.storage().lost(),
             Backend::Image(image) => image.lost(),
             _ => None,
         }

@@ -16,7 +16,8 @@ use std::sync::{Arc, mpsc};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
-use blockyard_ring::{Handle, UringFile};
+use blockyard_image::Store;
+use blockyard_ring::Handle;
 
 use crate::backend::Source;
 use crate::dirty::DirtyMap;
@@ -189,7 +190,7 @@ impl ClosedGate {
     /// Asks every reactor that has the disk open, all at once, and waits for their answers; the first error.
     fn each(
         &self,
-        ask: impl Fn(&Served<UringFile>, &Handle, mpsc::Sender<Answer>) + Clone + Send + 'static,
+        ask: impl Fn(&Served<Store>, &Handle, mpsc::Sender<Answer>) + Clone + Send + 'static,
     ) -> Result<(), GateError> {
         let (sender, answers) = mpsc::channel();
         let until = Instant::now() + PATIENCE;

@@ -21,6 +21,7 @@ mod statistics;
 mod turnstile;
 
 pub use backend::{Backend, Delay, Model, Ram, Source, SourceError, parse_size};
+pub use blockyard_image::Store;
 pub use disk::{Disk, DiskOptions};
 pub use filter::{Filter, FilterError, parse_time};
 pub use gate::GateError;

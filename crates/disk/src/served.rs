@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use blockyard_image::BlockStatus;
-use blockyard_ring::{Handle, Meter, Segments, Storage, UringFile};
+use blockyard_image::{BlockStatus, Store};
+use blockyard_ring::{Handle, Meter, Segments, Storage};
 use blockyard_sched::{Kind, Operation};
 
 use crate::backend::{Backend, Source};
@@ -27,7 +27,7 @@ mod merge;
 
 pub use merge::Run;
 
-/// A disk on one reactor. `S` is [`UringFile`], or the simulated disk in tests.
+/// A disk on one reactor. `S` is [`Store`], or the simulated disk in tests.
 pub struct Served<S> {
     disk: Arc<Disk>,
     pub(crate) gate: Gate,
@@ -56,7 +56,7 @@ struct Metered {
     paid: Cell<(u64, u64)>,
 }
 
-impl View<UringFile> {
+impl View<Store> {
     pub(crate) fn open(handle: &Handle, source: &Source, dirty: Option<Arc<DirtyMap>>) -> io::Result<Self> {
         if source.chain().is_none() && source.file().is_none() {
             return Ok(View { backend: Backend::open(handle, source)?, dirty, metered: None });
@@ -107,7 +107,7 @@ pub(crate) struct Admitted<'a, S> {
 
 thread_local! {
     /// The disks of this reactor: all its queues of a disk share image and statistics.
-    static LOCAL: RefCell<Vec<Rc<Served<UringFile>>>> = RefCell::default();
+    static LOCAL: RefCell<Vec<Rc<Served<Store>>>> = RefCell::default();
 }
 
 /// Lets go of this reactor's disks, at its end.
@@ -115,7 +115,7 @@ pub fn forget_local() {
     LOCAL.with_borrow_mut(Vec::clear);
 }
 
-impl Served<UringFile> {
+impl Served<Store> {
     /// The disk on this thread's reactor; opened there at first use.
     pub fn local(handle: &Handle, disk: &Arc<Disk>) -> io::Result<Rc<Self>> {
         if let Some(served) = Self::known(disk) {

@@ -10,7 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockyard_ring::{Executor, Handle, Storage, UringFile};
+use blockyard_ring::{Executor, Handle, Storage};
 
 use crate::SECTOR;
 use crate::cache::CacheMode;
@@ -20,9 +20,10 @@ use crate::error::{ImageError, Kind};
 use crate::format::Format;
 use crate::image::Image;
 use crate::layer::Layer;
+use crate::nbd;
 use crate::open::{ImageFile, OpenError, OpenOptions};
 use crate::qcow2::{self, Header, Qcow2, Qcow2Options};
-use crate::raw::Raw;
+use crate::store::Store;
 
 /// Images of one chain, at most.
 pub const MAX_DEPTH: usize = 200;
@@ -49,6 +50,8 @@ pub struct ChainOptions {
     pub no_backing: bool,
     /// A COW file's backing file may differ from what the COW file says of it.
     pub accept_changed_backing: bool,
+    /// Of images that lie on an NBD server.
+    pub nbd: nbd::Options,
 }
 
 impl ChainOptions {
@@ -66,6 +69,7 @@ impl ChainOptions {
             folders: Vec::new(),
             no_backing: false,
             accept_changed_backing: false,
+            nbd: nbd::Options::default(),
         }
     }
 }
@@ -180,13 +184,14 @@ impl Chain {
         let format =
             format.or_else(|| Format::of_name(path)).ok_or_else(|| ChainError::Format { path: path.clone() })?;
         let open = |path: &Path| {
-            let options = OpenOptions { path: path.into(), read_only: files_read_only, cache: self.options.cache };
+            let ChainOptions { cache, nbd, .. } = self.options;
+            let options = OpenOptions { nbd, ..OpenOptions::new(path, files_read_only, cache) };
             ImageFile::open(&options).map(Arc::new)
         };
         let file = open(path)?;
         let wrong = |error| ChainError::Image { path: path.clone(), error };
         let failed = |e| wrong(ImageError::io("file", None, "opening it for io_uring", e));
-        let raw = |file: &Arc<ImageFile>| UringFile::new(handle, file.fd().clone()).map(|s| Raw::new(s, file));
+        let raw = |file: &Arc<ImageFile>| file.raw(handle);
         let (meta, data, below) = match format {
             Format::Raw => (Meta::Raw, None, None),
             Format::Qcow2 => {
@@ -252,13 +257,13 @@ impl Chain {
     }
 
     /// The chain on one reactor.
-    pub fn image(&self, handle: &Handle) -> std::io::Result<Image<UringFile>> {
+    pub fn image(&self, handle: &Handle) -> std::io::Result<Image<Store>> {
         self.part(handle, 0..self.layers.len())
     }
 
     /// Some images of the chain, on one reactor, as if there were no others.
-    pub fn part(&self, handle: &Handle, part: Range<usize>) -> std::io::Result<Image<UringFile>> {
-        let raw = |file: &Arc<ImageFile>| UringFile::new(handle, file.fd().clone()).map(|s| Raw::new(s, file));
+    pub fn part(&self, handle: &Handle, part: Range<usize>) -> std::io::Result<Image<Store>> {
+        let raw = |file: &Arc<ImageFile>| file.raw(handle);
         let layer = |layer: &Arc<ChainLayer>| {
             let main = raw(&layer.file)?;
             Ok(match &layer.meta {

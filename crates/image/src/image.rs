@@ -151,7 +151,7 @@ impl<S: Storage> Image<S> {
     /// A sync that failed, whoever asked for it: what was written before it may be lost.
     pub fn lost(&self) -> Option<io::Error> {
         match self.top() {
-            Layer::Raw { .. } => None,
+            Layer::Raw { raw, .. } => raw.storage().lost(),
             Layer::Qcow2(image) => image.shared().lost(),
             Layer::Cow(image) => image.shared().lost(),
         }

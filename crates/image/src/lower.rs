@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use blockyard_ring::{Handle, UringFile};
+use blockyard_ring::Handle;
 
 use crate::cache_shares;
 use crate::chain::{Chain, ChainError, ChainLayer, ChainOptions, Meta};
@@ -18,7 +18,7 @@ use crate::format::Format;
 use crate::image::Image;
 use crate::open::ImageFile;
 use crate::qcow2::{self, Header, Qcow2, Qcow2Options};
-use crate::raw::Raw;
+use crate::store::Store;
 
 const TOP: &str = "overlay to be committed";
 
@@ -32,7 +32,7 @@ pub struct Lower {
 impl Lower {
     /// The image below, and what lies under it. Whoever writes to it keeps [`Image::hold_freed`] as long as others read it by
     /// what they knew before.
-    pub fn image(&self, handle: &Handle) -> Result<Image<UringFile>, ChainError> {
+    pub fn image(&self, handle: &Handle) -> Result<Image<Store>, ChainError> {
         let failed = |e| self.chain.wrong(ImageError::io("file", None, "opening it for io_uring", e));
         self.chain.image(handle).map_err(failed)
     }
@@ -102,9 +102,8 @@ impl Chain {
     /// Leaves the topmost image without contents of its own, durably. It was closed, and nothing is in flight.
     pub async fn empty_top(&self, handle: &Handle) -> Result<(), ChainError> {
         let file = &self.top().file;
-        let storage = UringFile::new(handle, file.fd().clone());
-        let storage = storage.map_err(|e| self.wrong(ImageError::io(TOP, None, "opening it for io_uring", e)))?;
-        qcow2::empty::make_empty(&Raw::new(storage, file)).await.map_err(|e| self.wrong(e))
+        let raw = file.raw(handle).map_err(|e| self.wrong(ImageError::io(TOP, None, "opening it for io_uring", e)))?;
+        qcow2::empty::make_empty(&raw).await.map_err(|e| self.wrong(e))
     }
 
     /// The same chain, with these of its images as their files are now. The topmost one can be written to, if it was.
@@ -130,7 +129,7 @@ impl ChainLayer {
         l2_cache: Option<u64>,
     ) -> Result<ChainLayer, ChainError> {
         let wrong = |error| ChainError::Image { path: file.path().into(), error };
-        let raw = |file: &Arc<ImageFile>| UringFile::new(handle, file.fd().clone()).map(|s| Raw::new(s, file));
+        let raw = |file: &Arc<ImageFile>| file.raw(handle);
         let failed = |e| wrong(ImageError::io("file", None, "opening it for io_uring", e));
         let meta = match self.format {
             Format::Raw => Meta::Raw,

@@ -8,10 +8,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use blockyard_ring::host::{self, Geometry, Lock};
+use blockyard_ring::{Handle, UringFile};
 use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::cache::CacheMode;
+use crate::nbd::{self, Remote};
 use crate::range_lock::RangeLock;
+use crate::raw::Raw;
+use crate::store::Store;
 
 /// How long the lock of a killed process may linger; how long a holder must live to be believed in (the kill may be on its
 /// way); and how often to look.
@@ -24,6 +28,14 @@ pub struct OpenOptions {
     pub path: PathBuf,
     pub read_only: bool,
     pub cache: CacheMode,
+    /// Of images that lie on an NBD server.
+    pub nbd: nbd::Options,
+}
+
+impl OpenOptions {
+    pub fn new(path: impl Into<PathBuf>, read_only: bool, cache: CacheMode) -> Self {
+        OpenOptions { path: path.into(), read_only, cache, nbd: nbd::Options::default() }
+    }
 }
 
 /// Why an image could not be opened: what, where, and what a person can do.
@@ -36,13 +48,23 @@ pub enum OpenError {
     Locked { path: PathBuf, holder: String },
     #[error("image {}: {operation}", path.display())]
     Io { path: PathBuf, operation: &'static str, source: io::Error },
+    #[error("image {}: {what}", path.display())]
+    Remote { path: PathBuf, what: String },
 }
 
-/// An open, locked image file. The lock is on the open file description: it lasts as long as the last copy of this.
+/// Where the bytes are.
+#[derive(Clone, Debug)]
+enum Medium {
+    File(Arc<OwnedFd>),
+    Nbd(Arc<Remote>),
+}
+
+/// An open, locked image file. The lock is on the open file description: it lasts as long as the last copy of this. (An
+/// export of an NBD server is such a file, too. Nobody locks it but its server.)
 #[derive(Debug)]
 pub struct ImageFile {
     path: PathBuf,
-    fd: Arc<OwnedFd>,
+    medium: Medium,
     size: AtomicU64,
     geometry: Geometry,
     read_only: bool,
@@ -55,6 +77,11 @@ pub struct ImageFile {
 impl ImageFile {
     pub fn open(options: &OpenOptions) -> Result<Self, OpenError> {
         let path = options.path.clone();
+        if let Some(uri) = path.to_str().filter(|name| nbd::uri::is_uri(name)) {
+            let remote = Remote::open(uri, options.read_only, options.nbd);
+            let remote = remote.map_err(|what| OpenError::Remote { path: path.clone(), what })?;
+            return Ok(ImageFile::remote(path, remote, options));
+        }
         let (fd, direct) = open_file(&path, options)?;
         let failed = |operation| {
             let path = path.clone();
@@ -71,7 +98,7 @@ impl ImageFile {
         let stat = rustix::fs::fstat(&fd).map_err(io::Error::from).map_err(failed("finding what it is"))?;
         let is_device = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
         Ok(ImageFile {
-            fd: Arc::new(fd),
+            medium: Medium::File(Arc::new(fd)),
             size: AtomicU64::new(size),
             geometry,
             read_only: options.read_only,
@@ -83,10 +110,49 @@ impl ImageFile {
         })
     }
 
+    fn remote(path: PathBuf, remote: Arc<Remote>, options: &OpenOptions) -> Self {
+        let terms = remote.terms();
+        let geometry = Geometry {
+            logical_block: terms.minimum.max(512),
+            physical_block: terms.preferred.max(512),
+            minimum_io: terms.preferred.max(512),
+            optimal_io: 0,
+            alignment_offset: 0,
+            direct_memory: 1,
+            direct_offset: terms.minimum,
+            rotational: terms.has(nbd::wire::export::ROTATIONAL),
+        };
+        ImageFile {
+            path,
+            size: AtomicU64::new(terms.size),
+            geometry,
+            read_only: options.read_only,
+            // No page cache of this host is between.
+            direct: true,
+            is_device: true,
+            cache: options.cache,
+            range_lock: Arc::default(),
+            medium: Medium::Nbd(remote),
+        }
+    }
+
+    /// The file on one reactor.
+    pub fn storage(&self, handle: &Handle) -> io::Result<Store> {
+        Ok(match &self.medium {
+            Medium::File(fd) => Store::File(UringFile::new(handle, fd.clone())?),
+            Medium::Nbd(remote) => Store::Nbd(remote.storage(handle)?),
+        })
+    }
+
+    /// The raw image that it is, or that a format lies in, on one reactor.
+    pub fn raw(&self, handle: &Handle) -> io::Result<Raw<Store>> {
+        Ok(Raw::new(self.storage(handle)?, self))
+    }
+
     /// The same file by a descriptor that only reads, and is not locked yet: see [`ImageFile::hand_lock_to`].
     pub(crate) fn reader(&self) -> io::Result<ImageFile> {
         let fd = self.open_again(OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY)?;
-        Ok(ImageFile { fd: Arc::new(fd), read_only: true, ..self.twin() })
+        Ok(ImageFile { medium: Medium::File(Arc::new(fd)), read_only: true, ..self.twin() })
     }
 
     /// The same file by a descriptor that also writes; it takes this one's lock over, and more: nobody else may have the file
@@ -94,15 +160,17 @@ impl ImageFile {
     pub(crate) fn writer(&self) -> Result<ImageFile, OpenError> {
         let failed = |operation| move |source| OpenError::Io { path: self.path.clone(), operation, source };
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
-        let fd = self.open_again(flags).map_err(failed("opening it once more, to write to it"))?;
-        let writer = ImageFile { fd: Arc::new(fd), read_only: false, ..self.twin() };
+        let opening = "opening it once more, to write to it";
+        let mine = self.local().map_err(failed(opening))?;
+        let fd = Arc::new(self.open_again(flags).map_err(failed(opening))?);
+        let writer = ImageFile { medium: Medium::File(fd.clone()), read_only: false, ..self.twin() };
         let locking = failed("locking it (an OFD lock)");
         // A reader's lock at each moment, so that no writer comes between.
-        let locked = host::lock(&writer.fd, Lock::Shared)
-            .and_then(|_| host::lock(&self.fd, Lock::None))
-            .and_then(|_| take_lock(&writer.fd, Lock::Exclusive));
+        let locked = host::lock(&fd, Lock::Shared)
+            .and_then(|_| host::lock(mine, Lock::None))
+            .and_then(|_| take_lock(&fd, Lock::Exclusive));
         if !matches!(locked, Ok(Ok(()))) {
-            host::lock(&self.fd, Lock::Shared).map_err(locking)?;
+            host::lock(mine, Lock::Shared).map_err(locking)?;
         }
         match locked.map_err(locking)? {
             Ok(()) => Ok(writer),
@@ -113,14 +181,15 @@ impl ImageFile {
     /// By its descriptor: under its name there may be another file meanwhile.
     fn open_again(&self, flags: OFlags) -> io::Result<OwnedFd> {
         let flags = if self.direct { flags | OFlags::DIRECT } else { flags };
-        Ok(rustix::fs::open(format!("/proc/self/fd/{}", self.fd.as_raw_fd()), flags, Mode::empty())?)
+        let fd = self.local()?;
+        Ok(rustix::fs::open(format!("/proc/self/fd/{}", fd.as_raw_fd()), flags, Mode::empty())?)
     }
 
     /// What is known of the file, without its lock.
     fn twin(&self) -> ImageFile {
         ImageFile {
             path: self.path.clone(),
-            fd: self.fd.clone(),
+            medium: self.medium.clone(),
             size: AtomicU64::new(self.size()),
             geometry: self.geometry,
             read_only: self.read_only,
@@ -133,20 +202,37 @@ impl ImageFile {
 
     /// From a writer's lock to a reader's, which `reader` has from now on. At no moment may anybody else write to the file.
     pub(crate) fn hand_lock_to(&self, reader: &ImageFile) -> io::Result<()> {
-        host::lock(&self.fd, Lock::Shared)?;
-        if Arc::ptr_eq(&self.fd, &reader.fd) {
+        let (Medium::File(mine), Medium::File(theirs)) = (&self.medium, &reader.medium) else { return Ok(()) };
+        host::lock(mine, Lock::Shared)?;
+        if Arc::ptr_eq(mine, theirs) {
             return Ok(());
         }
-        host::lock(&reader.fd, Lock::Shared)?;
-        host::lock(&self.fd, Lock::None).map(|_| ())
+        host::lock(theirs, Lock::Shared)?;
+        host::lock(mine, Lock::None).map(|_| ())
+    }
+
+    fn local(&self) -> io::Result<&Arc<OwnedFd>> {
+        self.fd().ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "it lies on an NBD server"))
     }
 
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    pub fn fd(&self) -> &Arc<OwnedFd> {
-        &self.fd
+    /// None: it is no file of this host.
+    pub fn fd(&self) -> Option<&Arc<OwnedFd>> {
+        match &self.medium {
+            Medium::File(fd) => Some(fd),
+            Medium::Nbd(_) => None,
+        }
+    }
+
+    /// The server's export that it is.
+    pub fn remote_image(&self) -> Option<&Arc<Remote>> {
+        match &self.medium {
+            Medium::File(_) => None,
+            Medium::Nbd(remote) => Some(remote),
+        }
     }
 
     /// The file's length in bytes, which need not be a multiple of a sector.
@@ -156,7 +242,8 @@ impl ImageFile {
 
     /// Asks the file again how long it is (it was resized by a person); answers the new length.
     pub fn refresh_size(&self) -> io::Result<u64> {
-        let size = host::file_size(&self.fd)?;
+        let Some(fd) = self.fd() else { return Ok(self.size()) };
+        let size = host::file_size(fd)?;
         self.size.store(size, Ordering::Relaxed);
         Ok(size)
     }
@@ -253,7 +340,7 @@ mod tests {
     }
 
     fn options(path: &Path, read_only: bool) -> OpenOptions {
-        OpenOptions { path: path.into(), read_only, cache: CacheMode::Writeback }
+        OpenOptions::new(path, read_only, CacheMode::Writeback)
     }
 
     #[test]

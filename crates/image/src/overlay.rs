@@ -11,7 +11,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockyard_ring::{Handle, UringFile};
+use blockyard_ring::Handle;
 
 use crate::cache_shares;
 use crate::chain::{Chain, ChainError, ChainLayer, ChainOptions, MAX_DEPTH, Meta, allowed_folders};
@@ -19,7 +19,6 @@ use crate::error::ImageError;
 use crate::format::Format;
 use crate::open::{ImageFile, OpenOptions};
 use crate::qcow2::{self, CreateOptions, Header, Preallocation, Qcow2, Qcow2Options};
-use crate::raw::Raw;
 
 const OVERLAY: &str = "new overlay";
 
@@ -101,8 +100,7 @@ impl Chain {
         let backing = self.name_for(&options).map_err(wrong)?;
         let create = self.plan(shape, backing).map_err(wrong)?;
         let (file, unfinished) = new_file(&options)?;
-        let raw = || UringFile::new(handle, file.fd().clone()).map(|storage| Raw::new(storage, &file));
-        let raw = || raw().map_err(|e| wrong(ImageError::io(OVERLAY, None, "opening it for io_uring", e)));
+        let raw = || file.raw(handle).map_err(|e| wrong(ImageError::io(OVERLAY, None, "opening it for io_uring", e)));
         qcow2::create(&raw()?, None, &create).await.map_err(wrong)?;
         sync_folder(path).map_err(|e| wrong(ImageError::io(OVERLAY, None, "syncing its folder", e)))?;
         let size = file.refresh_size();
@@ -184,7 +182,7 @@ fn new_file(options: &ChainOptions) -> Result<(Arc<ImageFile>, Unfinished), Chai
         })
     })?;
     let unfinished = Unfinished(Some(path.clone()));
-    let open = OpenOptions { path: path.clone(), read_only: false, cache: options.cache };
+    let open = OpenOptions::new(path, false, options.cache);
     Ok((Arc::new(ImageFile::open(&open)?), unfinished))
 }
 

@@ -86,11 +86,11 @@ pub(crate) async fn status<S: Storage>(
             (_, Place::Zero) => Ok(BlockStatus { zero: true, data: false, ..kept(layer, offset, found) }),
             (_, Place::Compressed(_)) => Ok(BlockStatus { compressed: true, ..found }),
             (Layer::Raw { raw, .. }, Place::Data(host)) => {
-                let (data, len) = data_or_hole(raw, host, len)?;
+                let (data, len) = data_or_hole(raw, host, len).await?;
                 Ok(BlockStatus { len, data, zero: !data, offset: Some(host), ..found })
             }
             (Layer::Qcow2(image), Place::Data(host)) if sparse.get(depth) == Some(&true) => {
-                let (data, len) = data_or_hole(image.data_file(), host, len)?;
+                let (data, len) = data_or_hole(image.data_file(), host, len).await?;
                 Ok(BlockStatus { len, zero: !data, offset: Some(host), ..found })
             }
             (_, Place::Data(host)) => Ok(BlockStatus { offset: Some(host), ..found }),

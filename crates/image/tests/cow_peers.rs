@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, SystemTime};
 
 use blockyard_image::cow::{self, Backing, Cow, CowOptions, CreateOptions, Header};
-use blockyard_image::{CacheMode, CopyDown, Image, ImageFile, Layer, OpenOptions, Raw};
+use blockyard_image::{CacheMode, CopyDown, Image, ImageFile, Layer, OpenOptions, Raw, Store};
 use blockyard_ring::sim::{Rng, pattern};
-use blockyard_ring::{Executor, Segments, UringFile};
+use blockyard_ring::{Executor, Segments};
 
 /// A folder that goes with its test, on the disk the build lies on: O_DIRECT and holes are to be real.
 struct Folder(PathBuf);
@@ -71,13 +71,13 @@ impl Host {
         Host { executor: Executor::new().unwrap(), cache }
     }
 
-    fn raw(&self, path: &Path) -> Raw<UringFile> {
+    fn raw(&self, path: &Path) -> Raw<Store> {
         if !path.exists() {
             File::create_new(path).unwrap();
         }
-        let options = OpenOptions { path: path.into(), read_only: false, cache: self.cache };
+        let options = OpenOptions::new(path, false, self.cache);
         let file = Arc::new(ImageFile::open(&options).unwrap());
-        Raw::new(UringFile::new(self.executor.handle(), file.fd().clone()).unwrap(), &file)
+        file.raw(self.executor.handle()).unwrap()
     }
 
     fn run<T: 'static>(self, work: impl Future<Output = T> + 'static) -> T {

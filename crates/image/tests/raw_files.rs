@@ -12,9 +12,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, RawShape, SECTOR};
+use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, RawShape, SECTOR, Store};
 use blockyard_ring::sim::Rng;
-use blockyard_ring::{Executor, GuestMemory, Region, Segments, UringFile};
+use blockyard_ring::{Executor, GuestMemory, Region, Segments};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
@@ -50,7 +50,7 @@ impl Drop for Scratch {
 }
 
 fn open(path: &Path, cache: CacheMode) -> Arc<ImageFile> {
-    let file = ImageFile::open(&OpenOptions { path: path.into(), read_only: false, cache }).unwrap();
+    let file = ImageFile::open(&OpenOptions::new(path, false, cache)).unwrap();
     let hint = "the tests of O_DIRECT need a file system that has it under the target folder";
     assert_eq!(file.direct(), cache.direct(), "{}: {hint}", path.display());
     Arc::new(file)
@@ -59,18 +59,17 @@ fn open(path: &Path, cache: CacheMode) -> Arc<ImageFile> {
 /// Runs `work` on an image, on a ring of its own.
 fn on_image<T: 'static, F: Future<Output = T> + 'static>(
     file: &Arc<ImageFile>,
-    work: impl FnOnce(Raw<UringFile>) -> F,
+    work: impl FnOnce(Raw<Store>) -> F,
 ) -> T {
     let executor = Executor::new().unwrap();
-    let storage = UringFile::new(executor.handle(), file.fd().clone()).unwrap();
-    executor.block_on(work(Raw::new(storage, file))).unwrap()
+    executor.block_on(work(file.raw(executor.handle()).unwrap())).unwrap()
 }
 
-async fn put(raw: &Raw<UringFile>, offset: u64, bytes: &[u8]) {
+async fn put(raw: &Raw<Store>, offset: u64, bytes: &[u8]) {
     raw.write(Segments::from_bytes(bytes), offset, false).await.1.unwrap();
 }
 
-async fn take(raw: &Raw<UringFile>, offset: u64, len: usize) -> Vec<u8> {
+async fn take(raw: &Raw<Store>, offset: u64, len: usize) -> Vec<u8> {
     let segments = Segments::buffer(len);
     // What was in the buffer is not to be taken for what was read.
     segments.copy_in(0, &vec![0xa5; len]);
@@ -136,7 +135,7 @@ fn segments(memory: &Rc<GuestMemory>, len: u64, seed: u64) -> Segments {
 }
 
 /// Does what is asked, to the image and to the model, and compares whatever is read.
-async fn follow(raw: Raw<UringFile>, asks: Vec<Ask>, mut model: Vec<u8>) -> Result<Vec<u8>, TestCaseError> {
+async fn follow(raw: Raw<Store>, asks: Vec<Ask>, mut model: Vec<u8>) -> Result<Vec<u8>, TestCaseError> {
     let (region, _) = Region::memfd("guest", 0, 0, MEMORY).unwrap();
     let memory = Rc::new(GuestMemory::default().with(region).unwrap());
     for (number, ask) in asks.into_iter().enumerate() {
@@ -473,7 +472,7 @@ fn reactors_that_share_blocks_never_undo_each_other() {
 }
 
 /// Every other sector; four at a time, and each fourth of them zeroed in between.
-async fn write_own_sectors(raw: Raw<UringFile>, reactor: u64, sectors: u64, rounds: u8) {
+async fn write_own_sectors(raw: Raw<Store>, reactor: u64, sectors: u64, rounds: u8) {
     let raw = Rc::new(raw);
     for round in 1..=rounds {
         for group in 0..sectors / 8 {

@@ -48,13 +48,18 @@ pub trait Storage: 'static {
     /// The length now.
     fn len(&self) -> impl Future<Output = io::Result<u64>>;
     /// Where the first data at or behind `offset` begin and end; None: there are holes only, up to the end. What lies in a
-    /// hole reads as zeroes. It may block for a moment, which is no matter where this is asked.
-    fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
-        Ok(Some(offset..u64::MAX))
+    /// hole reads as zeroes. Less may be told than there is; and it may block for a moment, which is no matter where this is
+    /// asked.
+    fn next_data(&self, offset: u64) -> impl Future<Output = io::Result<Option<Range<u64>>>> {
+        std::future::ready(Ok(Some(offset..u64::MAX)))
     }
     /// Bytes that the file takes on its disk; None: that is not known.
     fn allocated(&self) -> io::Result<Option<u64>> {
         Ok(None)
+    }
+    /// What was written since the last sync may be gone, without any sync having said so: why. A later one will not say it.
+    fn lost(&self) -> Option<io::Error> {
+        None
     }
 }
 
@@ -237,7 +242,7 @@ impl Storage for UringFile {
         host::file_size(&self.slot.fd)
     }
 
-    fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
+    async fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
         // The position is nobody's business here.
         let seek = |to| rustix::fs::seek(&self.slot.fd, to);
         let start = match seek(SeekFrom::Data(offset)) {
@@ -337,12 +342,12 @@ mod tests {
         executor
             .block_on(async move {
                 file.set_len(1 << 20).await.unwrap();
-                assert_eq!(file.next_data(0).unwrap(), None);
+                assert_eq!(file.next_data(0).await.unwrap(), None);
                 file.write(Segments::from_bytes(&[7; 4096]), 65536, false).await.1.unwrap();
-                assert_eq!(file.next_data(0).unwrap(), Some(65536..69632));
-                assert_eq!(file.next_data(66000).unwrap(), Some(66000..69632));
-                assert_eq!(file.next_data(69632).unwrap(), None);
-                assert_eq!(file.next_data(2 << 20).unwrap(), None, "beyond the end");
+                assert_eq!(file.next_data(0).await.unwrap(), Some(65536..69632));
+                assert_eq!(file.next_data(66000).await.unwrap(), Some(66000..69632));
+                assert_eq!(file.next_data(69632).await.unwrap(), None);
+                assert_eq!(file.next_data(2 << 20).await.unwrap(), None, "beyond the end");
                 assert_eq!(file.allocated().unwrap(), Some(4096));
             })
             .unwrap();

@@ -4,6 +4,7 @@
 //! that is dropped early goes on in the kernel, with its memory and the descriptor, until it is answered; [`Socket::shutdown`]
 //! makes sure that it is, and comes with the last clone's end.
 
+use std::cell::Cell;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
@@ -22,10 +23,14 @@ pub const MOST_PIECES: usize = 1024;
 #[derive(Clone)]
 pub struct Socket(Rc<Connected>);
 
-struct Connected(Rc<FileSlot>);
+/// And whether the connection outlives it.
+struct Connected(Rc<FileSlot>, Cell<bool>);
 
 impl Drop for Connected {
     fn drop(&mut self) {
+        if self.1.get() {
+            return;
+        }
         let _ = rustix::net::shutdown(self.0.fd(), Shutdown::Both);
     }
 }
@@ -34,11 +39,19 @@ impl Socket {
     /// Takes a connected stream socket over; it becomes a blocking one, for that is what io_uring waits for by itself.
     pub fn new(handle: &Handle, fd: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&fd, false)?;
-        Ok(Socket(Rc::new(Connected(Rc::new(FileSlot::uncounted(handle, Arc::new(fd)))))))
+        let slot = FileSlot::uncounted(handle, Arc::new(fd));
+        Ok(Socket(Rc::new(Connected(Rc::new(slot), Cell::new(false)))))
     }
 
     pub fn fd(&self) -> &OwnedFd {
         self.0.0.fd()
+    }
+
+    /// The connection for somebody else, who goes on with it. Nothing may be on its way here, nor be begun.
+    pub fn keep(&self) -> io::Result<OwnedFd> {
+        let fd = self.fd().try_clone()?;
+        self.0.1.set(true);
+        Ok(fd)
     }
 
     /// Reads what is there, at least one byte; 0: the other side has ended.

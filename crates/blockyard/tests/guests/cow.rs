@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockyard_image::cow::{self, Backing, Cow, CowOptions, CreateOptions};
-use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw};
+use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, Store};
 use blockyard_ring::sim::{Rng, pattern};
-use blockyard_ring::{Executor, Segments, UringFile};
+use blockyard_ring::{Executor, Segments};
 
 use crate::common::guest::run_guest;
 use crate::common::{Daemon, Folder, Guest, Kind, md5};
@@ -90,13 +90,13 @@ impl Files {
     /// Work on the COW file; it can open other files.
     fn on_cow<F: Future<Output = ()> + 'static>(
         &self,
-        work: impl FnOnce(Raw<UringFile>, &dyn Fn(&Path) -> Raw<UringFile>) -> F,
+        work: impl FnOnce(Raw<Store>, &dyn Fn(&Path) -> Raw<Store>) -> F,
     ) {
         let executor = Executor::new().unwrap();
         let open = |path: &Path| {
-            let options = OpenOptions { path: path.into(), read_only: false, cache: CacheMode::None };
+            let options = OpenOptions::new(path, false, CacheMode::None);
             let file = Arc::new(ImageFile::open(&options).unwrap());
-            Raw::new(UringFile::new(executor.handle(), file.fd().clone()).unwrap(), &file)
+            file.raw(executor.handle()).unwrap()
         };
         executor.block_on(work(open(&self.cow), &open)).unwrap();
     }

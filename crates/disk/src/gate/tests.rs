@@ -4,7 +4,7 @@ use super::*;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::thread::JoinHandle;
 
-use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_image::{CacheMode, ChainOptions, Store};
 use blockyard_ring::{Executor, Remote, Segments};
 
 use crate::{DiskOptions, Op, OpKind, Request, Status, Token};
@@ -60,7 +60,7 @@ impl Token for Answered {
     }
 }
 
-async fn ask(served: &Served<UringFile>, op: Op, bytes: &[u8]) -> Vec<u8> {
+async fn ask(served: &Served<Store>, op: Op, bytes: &[u8]) -> Vec<u8> {
     let (segments, answer) = (Segments::buffer(bytes.len()), Rc::new(RefCell::default()));
     segments.copy_in(0, bytes);
     let request = Request::new(op, 0, bytes.len() as u64, segments, Instant::now(), Answered(answer.clone()));
@@ -110,7 +110,7 @@ fn wait_for(what: impl Fn() -> bool) {
 /// How many requests a reactor has done.
 fn served(reactor: &Reactor, disk: &Arc<Disk>) -> Option<u64> {
     let disk = disk.clone();
-    let done = move |served: Rc<Served<UringFile>>| Some(served.statistics().summary(OpKind::Write)?.requests);
+    let done = move |served: Rc<Served<Store>>| Some(served.statistics().summary(OpKind::Write)?.requests);
     reactor.remote.ask(move |_, reply| reply.send(Served::known(&disk).and_then(done))).flatten()
 }
 

@@ -13,8 +13,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blockyard_image::{Chain, ChainError, CopyDown, Image, ImageError, Lower, join_all};
-use blockyard_ring::UringFile;
+use blockyard_image::{Chain, ChainError, CopyDown, Image, ImageError, Lower, Store, join_all};
 
 use super::{Why, Work, WorkError, Worker, still_good};
 use crate::backend::Source;
@@ -45,9 +44,9 @@ struct Commit<'a> {
     work: &'a Work,
     /// The disk as it is served meanwhile, and as this thread reads it.
     chain: Arc<Chain>,
-    served: Rc<Served<UringFile>>,
-    from: Image<UringFile>,
-    into: &'a Image<UringFile>,
+    served: Rc<Served<Store>>,
+    from: Image<Store>,
+    into: &'a Image<Store>,
     dirty: Arc<DirtyMap>,
 }
 
@@ -72,7 +71,7 @@ impl Worker {
     }
 
     /// The image below is left as it is to be found. What fails here costs space only: clusters that nothing names.
-    async fn close_lower(&self, lower: &Lower, into: &Image<UringFile>, read_anew: bool) {
+    async fn close_lower(&self, lower: &Lower, into: &Image<Store>, read_anew: bool) {
         if !read_anew {
             return;
         }

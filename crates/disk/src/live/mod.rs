@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
 
 use blockyard_image::tools::Progress;
-use blockyard_image::{Chain, ChainError, ImageError};
-use blockyard_ring::{Executor, Handle, UringFile};
+use blockyard_image::{Chain, ChainError, ImageError, Store};
+use blockyard_ring::{Executor, Handle};
 
 use crate::backend::Source;
 use crate::disk::Disk;
@@ -146,13 +146,13 @@ impl Worker {
     }
 
     /// The disk on this thread; no guest's requests come here, and it is not asked when the gate is closed.
-    fn served(&self, source: &Source) -> Result<Rc<Served<UringFile>>, Why> {
+    fn served(&self, source: &Source) -> Result<Rc<Served<Store>>, Why> {
         let served = Served::apart(&self.handle, &self.disk, source);
         Ok(Rc::new(served.map_err(|e| Why::Gate(GateError::Reactor(e)))?))
     }
 
     /// Makes durable what the guests have written; a failure poisons the disk, as that of a guest's own flush does.
-    async fn settle(&self, served: &Served<UringFile>) -> Result<(), Why> {
+    async fn settle(&self, served: &Served<Store>) -> Result<(), Why> {
         let settled = served.settle().await;
         still_good(&self.disk)?;
         settled.map_err(|_| Why::NotPossible("a flush failed".into()))

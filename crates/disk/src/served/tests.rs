@@ -188,7 +188,7 @@ fn cached_file(len: u64) -> (PathBuf, Source) {
     let name = format!("blockyard-served-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
     let path = std::env::temp_dir().join(name);
     std::fs::File::create(&path).unwrap().set_len(len).unwrap();
-    let open = OpenOptions { path: path.clone(), read_only: false, cache: CacheMode::Writeback };
+    let open = OpenOptions::new(&path, false, CacheMode::Writeback);
     (path, Source::File(Arc::new(ImageFile::open(&open).unwrap())))
 }
 

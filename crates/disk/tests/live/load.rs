@@ -12,8 +12,9 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use blockyard_disk::{Disk, Op, Request, Served, Status, Token, forget_local};
+use blockyard_image::Store;
 use blockyard_ring::sim::Rng;
-use blockyard_ring::{Executor, Remote, Segments, UringFile};
+use blockyard_ring::{Executor, Remote, Segments};
 
 pub const SECTOR: u64 = 512;
 const LANES: u64 = 8;
@@ -41,7 +42,7 @@ impl Reactor {
     pub fn on<T: Send + 'static, F: Future<Output = T> + 'static>(
         &self,
         disk: &Arc<Disk>,
-        work: impl FnOnce(Rc<Served<UringFile>>) -> F + Send + 'static,
+        work: impl FnOnce(Rc<Served<Store>>) -> F + Send + 'static,
     ) -> T {
         let disk = disk.clone();
         let answer = self.remote.ask(move |handle, reply| {
@@ -96,7 +97,7 @@ impl Token for Answer {
 }
 
 /// One request, as a queue makes it; for reads `bytes` are what the buffer holds before.
-pub async fn ask(served: &Served<UringFile>, op: Op, at: u64, bytes: Vec<u8>) -> Answered {
+pub async fn ask(served: &Served<Store>, op: Op, at: u64, bytes: Vec<u8>) -> Answered {
     let answer = Rc::new(RefCell::default());
     let (len, segments) = (bytes.len() as u64, Segments::from_bytes(&bytes));
     let segments = if matches!(op, Op::Read | Op::Write { .. }) { segments } else { Segments::default() };
@@ -132,7 +133,7 @@ impl Known {
 struct Lane {
     number: u64,
     lanes: u64,
-    served: Rc<Served<UringFile>>,
+    served: Rc<Served<Store>>,
     known: Known,
     rng: Rng,
 }

@@ -64,7 +64,7 @@ impl Fixture {
     }
 
     fn open(&self, name: &str, read_only: bool) -> Result<ImageFile, String> {
-        let options = OpenOptions { path: self.scratch.path(name), read_only, cache: Default::default() };
+        let options = OpenOptions::new(self.scratch.path(name), read_only, Default::default());
         ImageFile::open(&options).map_err(|e| e.to_string())
     }
 }

@@ -21,8 +21,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, Request, Run, Served, Status, Token};
-use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, UringFile, Watch, park};
+use blockyard_disk::{Disk, Request, Run, Served, Status, Store, Token};
+use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch, park};
 
 use super::inflight::InflightRegion;
 use super::notify::{Call, Coalesce};
@@ -88,7 +88,7 @@ pub struct Queue {
     index: u16,
     handle: Handle,
     device: Arc<DeviceState>,
-    served: Rc<Served<UringFile>>,
+    served: Rc<Served<Store>>,
     core: RefCell<Core>,
     idle: RefCell<Vec<Rc<Lane>>>,
     /// Room for the requests of one batch, and for runs of neighbours among them.

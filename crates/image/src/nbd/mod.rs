@@ -1,3 +1,27 @@
 //! Images that an NBD server serves.
+//!
+//! ```text
+//!   uri        where an export is                      wire       the protocol's numbers and headers
+//!   dial       a socket to the server, in time         negotiate  what server and client agree on
+//!   client     requests of one reactor, reconnecting   receive    replies, checked and put where they belong
+//!   remote     one export: facts, state, connections   hub        one connection for several reactors
+//!   storage    `Storage` over all of it
+//! ```
+//! In: a URI, and reads, writes, zeroes, trims and flushes. Out: the same on the server. What must hold: nothing that the
+//! server says is believed before it is checked; a server that lies, drips or falls silent costs bounded memory and time;
+//! what it acknowledged and may have lost is never called durable.
 
+mod client;
+mod dial;
+mod hub;
+mod negotiate;
+mod receive;
+mod remote;
+mod slots;
+mod storage;
+pub mod uri;
 pub mod wire;
+
+pub use remote::{Options, Remote};
+pub use storage::Nbd;
+pub use uri::Uri;

@@ -6,11 +6,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-/// The port that NBD has by itself.
-pub const PORT: u16 = 10809;
-
-/// The longest name of an export, in bytes.
-const NAME_MOST: usize = 4096;
+use super::wire::{MOST_STRING, PORT};
 
 /// What such a URI may look like, for messages.
 pub const FORMS: &str = "nbd://HOST[:PORT][/EXPORT] or nbd+unix:///[EXPORT]?socket=PATH (nbds: with TLS)";
@@ -56,7 +52,7 @@ impl Uri {
         }
         let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
         let export = decode(export).map_err(|e| wrong(&e))?;
-        if export.len() > NAME_MOST || export.contains('\0') {
+        if export.len() > MOST_STRING || export.contains('\0') {
             return Err(wrong("its export's name is none"));
         }
         let (mut socket, mut tls_certificates, mut tls_hostname) = (None, None, None);
@@ -152,7 +148,11 @@ impl fmt::Display for Uri {
         let mut query = Vec::new();
         match &self.host {
             Host::Tcp(name, port) => {
-                if name.contains(':') { write!(f, "[{name}]")? } else { write!(f, "{name}")? }
+                if name.contains(':') {
+                    write!(f, "[{name}]")?
+                } else {
+                    write!(f, "{name}")?
+                }
                 if *port != PORT {
                     write!(f, ":{port}")?;
                 }
@@ -217,7 +217,7 @@ mod tests {
 
     #[test]
     fn what_is_none_is_refused() {
-        let long = format!("nbd://h/{}", "x".repeat(NAME_MOST + 1));
+        let long = format!("nbd://h/{}", "x".repeat(MOST_STRING + 1));
         for bad in [
             "",
             "file",

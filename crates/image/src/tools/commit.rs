@@ -7,13 +7,14 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use blockyard_ring::{Handle, UringFile};
+use blockyard_ring::Handle;
 
 use crate::chain::{Chain, ChainError};
 use crate::commit::CopyDown;
 use crate::error::ImageError;
 use crate::format::Format;
 use crate::image::Image;
+use crate::store::Store;
 use crate::sweep::Progress;
 use crate::{cow, qcow2};
 
@@ -59,7 +60,7 @@ fn failed(chain: &Chain, error: ImageError) -> ChainError {
     ChainError::Image { path: chain.options().path.clone(), error }
 }
 
-fn part(chain: &Chain, handle: &Handle, part: Range<usize>) -> Result<Image<UringFile>, ChainError> {
+fn part(chain: &Chain, handle: &Handle, part: Range<usize>) -> Result<Image<Store>, ChainError> {
     let image = chain.part(handle, part);
     image.map_err(|e| failed(chain, ImageError::io("file", None, "opening it for io_uring", e)))
 }

@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use blockyard_ring::{Handle, Segments, Storage, UringFile};
+use blockyard_ring::{Handle, Segments, Storage};
 
 use crate::chain::{Chain, ChainError};
 use crate::error::ImageError;
 use crate::image::Image;
+use crate::store::Store;
 
 use super::reactors::on_reactor;
 use crate::survey::{self, BlockStatus};
@@ -21,7 +22,7 @@ pub struct Disk<S> {
     sparse: Vec<bool>,
 }
 
-impl Disk<UringFile> {
+impl Disk<Store> {
     /// One reactor's view of a chain.
     pub async fn of(chain: &Chain, handle: &Handle) -> Result<Self, ChainError> {
         let path = chain.options().path.clone();

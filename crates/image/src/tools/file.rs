@@ -2,25 +2,24 @@
 
 use std::path::Path;
 
-use blockyard_ring::{Handle, UringFile};
+use blockyard_ring::Handle;
 
 use crate::cache::CacheMode;
 use crate::chain::ChainError;
 use crate::error::ImageError;
 use crate::open::{ImageFile, OpenOptions};
 use crate::raw::Raw;
+use crate::store::Store;
 
 use super::reactors::on_reactor;
 
 /// Opens and locks a file, page cache included.
 pub fn open_file(path: &Path, read_only: bool) -> Result<ImageFile, ChainError> {
-    Ok(ImageFile::open(&OpenOptions { path: path.into(), read_only, cache: CacheMode::Writeback })?)
+    Ok(ImageFile::open(&OpenOptions::new(path, read_only, CacheMode::Writeback))?)
 }
 
-pub(super) fn raw_of(handle: &Handle, file: &ImageFile) -> Result<Raw<UringFile>, ChainError> {
-    let storage = UringFile::new(handle, file.fd().clone());
-    let storage = storage.map_err(|e| of_file(file, ImageError::io("file", None, "opening it for io_uring", e)))?;
-    Ok(Raw::new(storage, file))
+pub(super) fn raw_of(handle: &Handle, file: &ImageFile) -> Result<Raw<Store>, ChainError> {
+    file.raw(handle).map_err(|e| of_file(file, ImageError::io("file", None, "opening it for io_uring", e)))
 }
 
 pub(super) fn of_file(file: &ImageFile, error: ImageError) -> ChainError {
@@ -31,7 +30,7 @@ pub(super) fn of_file(file: &ImageFile, error: ImageError) -> ChainError {
 pub fn on_file<T: 'static>(
     path: &Path,
     read_only: bool,
-    work: impl AsyncFnOnce(Raw<UringFile>) -> Result<T, ImageError> + 'static,
+    work: impl AsyncFnOnce(Raw<Store>) -> Result<T, ImageError> + 'static,
 ) -> Result<T, ChainError> {
     let file = open_file(path, read_only)?;
     on_reactor(|handle| async move { work(raw_of(&handle, &file)?).await.map_err(|e| of_file(&file, e)) })

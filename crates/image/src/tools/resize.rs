@@ -7,7 +7,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use blockyard_ring::{Handle, Segments, Storage, UringFile};
+use blockyard_ring::{Handle, Segments, Storage};
 
 use crate::SECTOR;
 use crate::chain::{Chain, ChainError};
@@ -21,6 +21,7 @@ use crate::open::ImageFile;
 use crate::qcow2::resize::{self, Resize};
 use crate::qcow2::{Header, Preallocation, Qcow2, Qcow2Options};
 use crate::raw::Raw;
+use crate::store::Store;
 
 use super::create::take_space;
 use super::file::{of_file, raw_of};
@@ -116,8 +117,8 @@ fn of_qcow2(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
 async fn hold_the_end(
     chain: &Chain,
     handle: &Handle,
-    file: Raw<UringFile>,
-    data: Option<Raw<UringFile>>,
+    file: Raw<Store>,
+    data: Option<Raw<Store>>,
 ) -> Result<(), ChainError> {
     let wrong = |error| of_file(&chain.top().file, error);
     let io = |what: &'static str| move |e| wrong(ImageError::io("qcow2 last cluster", None, what, e));

@@ -3,12 +3,12 @@
 use std::future::{Future, poll_fn};
 use std::time::{Duration, Instant};
 
-use blockyard_image::{Chain, ChainOptions, Image};
-use blockyard_ring::{Executor, Segments, UringFile};
+use blockyard_image::{Chain, ChainOptions, Image, Store};
+use blockyard_ring::{Executor, Segments};
 
 use crate::peer::{Scratch, qemu_img};
 
-fn on_image(scratch: &Scratch, work: impl AsyncFnOnce(Image<UringFile>) + 'static) {
+fn on_image(scratch: &Scratch, work: impl AsyncFnOnce(Image<Store>) + 'static) {
     let chain = Chain::open(&ChainOptions::new(scratch.path("a.qcow2"))).unwrap();
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();

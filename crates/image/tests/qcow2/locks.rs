@@ -9,7 +9,7 @@ use blockyard_image::{CacheMode, ImageFile, OpenError, OpenOptions};
 use crate::peer::Scratch;
 
 fn open(path: &Path, read_only: bool) -> Result<ImageFile, OpenError> {
-    ImageFile::open(&OpenOptions { path: path.into(), read_only, cache: CacheMode::Writeback })
+    ImageFile::open(&OpenOptions::new(path, read_only, CacheMode::Writeback))
 }
 
 /// A `qemu-io` that has the file open until it is dropped; None: it could not open it.

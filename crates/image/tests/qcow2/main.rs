@@ -11,9 +11,9 @@ mod reactors;
 
 use std::rc::Rc;
 
-use blockyard_image::{Chain, ChainOptions, Format, Image};
+use blockyard_image::{Chain, ChainOptions, Format, Image, Store};
 use blockyard_ring::sim::Rng;
-use blockyard_ring::{Executor, Segments, UringFile};
+use blockyard_ring::{Executor, Segments};
 
 use peer::{Scratch, qemu_img};
 
@@ -22,12 +22,12 @@ const SIZE: u64 = 24 << 20;
 /// What an image should hold.
 struct Model(Vec<u8>);
 
-async fn write(image: &Image<UringFile>, model: &mut Model, offset: u64, bytes: &[u8]) {
+async fn write(image: &Image<Store>, model: &mut Model, offset: u64, bytes: &[u8]) {
     image.write(Segments::from_bytes(bytes), offset).await.1.unwrap();
     model.0[offset as usize..][..bytes.len()].copy_from_slice(bytes);
 }
 
-async fn check(image: &Image<UringFile>, model: &Model, offset: u64, len: usize) {
+async fn check(image: &Image<Store>, model: &Model, offset: u64, len: usize) {
     let (segments, result) = image.read(Segments::buffer(len), offset).await;
     result.unwrap();
     let mut bytes = vec![0; len];
@@ -39,7 +39,7 @@ async fn check(image: &Image<UringFile>, model: &Model, offset: u64, len: usize)
 }
 
 /// Writes, zeroes, discards (which leave zeroes, or what was: read back), flushes.
-async fn work(image: Rc<Image<UringFile>>, mut model: Model, seed: u64, rounds: usize) -> Model {
+async fn work(image: Rc<Image<Store>>, mut model: Model, seed: u64, rounds: usize) -> Model {
     let mut rng = Rng::new(seed);
     for round in 0..rounds {
         let offset = rng.below(SIZE / 512) * 512;

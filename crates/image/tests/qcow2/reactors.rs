@@ -8,9 +8,9 @@ use std::rc::Rc;
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
-use blockyard_image::{CacheMode, Chain, ChainOptions, Format, Image};
+use blockyard_image::{CacheMode, Chain, ChainOptions, Format, Image, Store};
 use blockyard_ring::sim::Rng;
-use blockyard_ring::{Executor, Handle, Segments, UringFile};
+use blockyard_ring::{Executor, Handle, Segments};
 
 use crate::peer::{Scratch, qemu_img};
 
@@ -30,7 +30,7 @@ fn owner(sector: u64) -> u64 {
 
 struct Lane {
     number: u64,
-    image: Rc<Image<UringFile>>,
+    image: Rc<Image<Store>>,
     /// Sector by sector of the whole disk; it is true of the lane's own only.
     disk: Vec<u8>,
     rng: Rng,

@@ -5,8 +5,8 @@ use std::process::{Command, Output};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_image::qcow2::check::{self, Limits, Repair, Report};
-use blockyard_image::{CacheMode, ImageError, ImageFile, OpenOptions, Raw};
-use blockyard_ring::{Executor, UringFile};
+use blockyard_image::{CacheMode, ImageError, ImageFile, OpenOptions, Raw, Store};
+use blockyard_ring::Executor;
 
 /// A folder that goes with the test.
 pub struct Scratch(PathBuf);
@@ -90,15 +90,14 @@ pub fn qemu_check(path: &str, repair: Option<&str>) -> Report {
     }
 }
 
-fn open(executor: &Executor, path: &str) -> Raw<UringFile> {
-    let options = OpenOptions { path: path.into(), read_only: false, cache: CacheMode::Writeback };
+fn open(executor: &Executor, path: &str) -> Raw<Store> {
+    let options = OpenOptions::new(path, false, CacheMode::Writeback);
     let file = ImageFile::open(&options).unwrap();
-    let storage = UringFile::new(executor.handle(), file.fd().clone()).unwrap();
-    Raw::new(storage, &file)
+    file.raw(executor.handle()).unwrap()
 }
 
 /// Runs `work` on the file, opened for writing.
-pub fn on_file<T: 'static, F: Future<Output = T>>(path: &str, work: impl FnOnce(Raw<UringFile>) -> F + 'static) -> T {
+pub fn on_file<T: 'static, F: Future<Output = T>>(path: &str, work: impl FnOnce(Raw<Store>) -> F + 'static) -> T {
     let executor = Executor::new().unwrap();
     let raw = open(&executor, path);
     executor.block_on(async move { work(raw).await }).unwrap()
@@ -108,7 +107,7 @@ pub fn on_file<T: 'static, F: Future<Output = T>>(path: &str, work: impl FnOnce(
 pub fn two_files<T: 'static, F: Future<Output = T>>(
     path: &str,
     data: &str,
-    work: impl FnOnce(Raw<UringFile>, Raw<UringFile>) -> F + 'static,
+    work: impl FnOnce(Raw<Store>, Raw<Store>) -> F + 'static,
 ) -> T {
     let executor = Executor::new().unwrap();
     let (raw, data) = (open(&executor, path), open(&executor, data));

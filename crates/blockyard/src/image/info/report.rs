@@ -158,13 +158,19 @@ impl Info {
 
     /// A file of the host.
     fn of_file(file: &ImageFile) -> anyhow::Result<Self> {
-        let stat = rustix::fs::fstat(file.fd())?;
+        // What a server's export takes there is not known here.
+        let blocks = file.fd().map(rustix::fs::fstat).transpose()?.map_or(0, |stat| stat.st_blocks as u64);
         Ok(Info {
             // As QEMU tells it, in whole sectors.
             virtual_size: file.size().next_multiple_of(SECTOR),
             filename: file.path().display().to_string(),
-            format: if file.is_device() { "host_device" } else { "file" }.into(),
-            actual_size: stat.st_blocks as u64 * 512,
+            format: match (file.fd(), file.is_device()) {
+                (None, _) => "nbd",
+                (Some(_), true) => "host_device",
+                (Some(_), false) => "file",
+            }
+            .into(),
+            actual_size: blocks * 512,
             format_specific: Some(Specific::File {}),
             ..Info::default()
         })

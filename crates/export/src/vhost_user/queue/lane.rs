@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Poll;
 
-use blockyard_disk::{Request, Run, Served};
-use blockyard_ring::{TaskId, UringFile};
+use blockyard_disk::{Request, Run, Served, Store};
+use blockyard_ring::TaskId;
 
 use super::{ChainToken, DeviceState, Queue};
 
@@ -27,12 +27,7 @@ pub(super) enum Load {
 }
 
 impl Lane {
-    pub(super) async fn run(
-        self: Rc<Self>,
-        queue: Weak<Queue>,
-        device: Arc<DeviceState>,
-        served: Rc<Served<UringFile>>,
-    ) {
+    pub(super) async fn run(self: Rc<Self>, queue: Weak<Queue>, device: Arc<DeviceState>, served: Rc<Served<Store>>) {
         loop {
             let next = poll_fn(|_| match self.load.take() {
                 Some(load) => Poll::Ready(Some(load)),
