@@ -20,7 +20,7 @@ use crate::error::{ImageError, Kind};
 use crate::format::Format;
 use crate::image::Image;
 use crate::layer::Layer;
-use crate::nbd;
+use crate::nbd::uri::{self, Uri};
 use crate::open::{ImageFile, OpenError, OpenOptions};
 use crate::qcow2::{self, Header, Qcow2, Qcow2Options};
 use crate::store::Store;
@@ -44,14 +44,15 @@ pub struct ChainOptions {
     /// Load metadata when the chain is opened.
     pub prime: bool,
     pub copy_on_read: bool,
-    /// Backing and data files lie in or below these; none: in or below the folder of the image itself.
+    /// Backing and data files lie in or below these; no folder: in or below that of the image itself. NBD URIs among them
+    /// allow exports.
     pub folders: Vec<PathBuf>,
     /// Open the topmost image alone, as if nothing were below.
     pub no_backing: bool,
     /// A COW file's backing file may differ from what the COW file says of it.
     pub accept_changed_backing: bool,
     /// Of images that lie on an NBD server.
-    pub nbd: nbd::Options,
+    pub nbd: crate::nbd::Options,
 }
 
 impl ChainOptions {
@@ -69,7 +70,7 @@ impl ChainOptions {
             folders: Vec::new(),
             no_backing: false,
             accept_changed_backing: false,
-            nbd: nbd::Options::default(),
+            nbd: crate::nbd::Options::default(),
         }
     }
 }
@@ -149,13 +150,13 @@ impl Chain {
     }
 
     async fn open_on(handle: &Handle, options: ChainOptions) -> Result<Self, ChainError> {
-        let folders = allowed_folders(&options);
+        let allowed = Allowed::by(&options);
         let mut chain = Chain { layers: Vec::new(), options };
         let mut seen = Vec::new();
         let mut next = Some(Next { path: chain.options.path.clone(), format: chain.options.format, named_by: None });
         while let Some(image) = next {
-            image.may_be_opened(&folders, chain.layers.len(), &mut seen)?;
-            next = chain.open_layer(handle, image, &folders).await?;
+            image.may_be_opened(&allowed, chain.layers.len(), &mut seen)?;
+            next = chain.open_layer(handle, image, &allowed).await?;
             if chain.options.no_backing {
                 break;
             }
@@ -175,7 +176,7 @@ impl Chain {
         &mut self,
         handle: &Handle,
         image: Next,
-        folders: &[PathBuf],
+        allowed: &Allowed,
     ) -> Result<Option<Next>, ChainError> {
         let Next { path, format, .. } = &image;
         let (depth, into) = (self.layers.len(), self.options.commit_into);
@@ -200,7 +201,7 @@ impl Chain {
                 let data = match data_file_name(&header).map_err(wrong)? {
                     Some(name) => {
                         let next = image.names(name, Some(Format::Raw));
-                        next.lies_in(folders)?;
+                        next.lies_in(allowed)?;
                         Some(open(&next.path)?)
                     }
                     None => None,
@@ -218,7 +219,7 @@ impl Chain {
                     ..CowOptions::default()
                 };
                 let view = Cow::open(raw(&file).map_err(failed)?, &options).await.map_err(wrong)?;
-                let below = self.below_cow(&image, &view, folders)?;
+                let below = self.below_cow(&image, &view, allowed)?;
                 (Meta::Cow(view.shared().clone()), None, below)
             }
         };
@@ -243,13 +244,16 @@ impl Chain {
         &self,
         image: &Next,
         view: &Cow<S>,
-        folders: &[PathBuf],
+        allowed: &Allowed,
     ) -> Result<Option<Next>, ChainError> {
         if self.options.no_backing {
             return Ok(None);
         }
         let next = image.names(&view.header().backing, Some(Format::Raw));
-        next.lies_in(folders)?;
+        if next.export().is_some() {
+            return Err(next.refuse("a cow image's backing file is a file of this host"));
+        }
+        next.lies_in(allowed)?;
         let stat = std::fs::metadata(&next.path).map_err(|e| next.refuse(e.to_string()))?;
         let wrong = |error| ChainError::Image { path: image.path.clone(), error };
         view.check_backing(stat.len(), stat.mtime()).map_err(wrong)?;
@@ -316,6 +320,13 @@ impl Chain {
     }
 }
 
+/// What must not be in a chain twice.
+#[derive(PartialEq)]
+enum Place {
+    File(u64, u64),
+    Export(Box<Uri>),
+}
+
 /// An image to be opened.
 struct Next {
     path: PathBuf,
@@ -328,7 +339,8 @@ impl Next {
     /// A file that this image names: relative names begin at its own folder.
     fn names(&self, name: &str, format: Option<Format>) -> Next {
         let folder = self.path.parent().unwrap_or(Path::new(""));
-        Next { path: folder.join(name), format, named_by: Some((self.path.clone(), name.into())) }
+        let path = if uri::is_uri(name) { name.into() } else { folder.join(name) };
+        Next { path, format, named_by: Some((self.path.clone(), name.into())) }
     }
 
     fn refuse(&self, what: impl Into<String>) -> ChainError {
@@ -336,14 +348,24 @@ impl Next {
         ChainError::Backing { path, backing, what: what.into() }
     }
 
-    fn may_be_opened(&self, folders: &[PathBuf], depth: usize, seen: &mut Vec<(u64, u64)>) -> Result<(), ChainError> {
-        self.lies_in(folders)?;
+    /// It is a server's export, right or wrong.
+    fn export(&self) -> Option<Result<Uri, String>> {
+        self.path.to_str().filter(|name| uri::is_uri(name)).map(Uri::parse)
+    }
+
+    fn may_be_opened(&self, allowed: &Allowed, depth: usize, seen: &mut Vec<Place>) -> Result<(), ChainError> {
+        self.lies_in(allowed)?;
         if depth >= MAX_DEPTH {
             return Err(self.refuse(format!("the chain is longer than {MAX_DEPTH} images")));
         }
-        // What cannot be looked at cannot be opened either, and says why there.
-        let Ok(stat) = std::fs::metadata(&self.path) else { return Ok(()) };
-        let me = (stat.dev(), stat.ino());
+        let me = match self.export() {
+            Some(uri) => Place::Export(Box::new(uri.map_err(|e| self.refuse(e))?)),
+            // What cannot be looked at cannot be opened either, and says why there.
+            None => match std::fs::metadata(&self.path) {
+                Ok(stat) => Place::File(stat.dev(), stat.ino()),
+                Err(_) => return Ok(()),
+            },
+        };
         if seen.contains(&me) {
             return Err(self.refuse("it is in the chain already: the chain is a circle"));
         }
@@ -352,17 +374,28 @@ impl Next {
     }
 
     /// A file that an image names is opened only where such files may lie, wherever links lead.
-    fn lies_in(&self, folders: &[PathBuf]) -> Result<(), ChainError> {
-        let Some((_, name)) = &self.named_by else { return Ok(()) };
+    fn lies_in(&self, allowed: &Allowed) -> Result<(), ChainError> {
+        let Some((image, name)) = &self.named_by else { return Ok(()) };
+        if uri::is_uri(name) {
+            let uri = Uri::parse(name).map_err(|e| self.refuse(e))?;
+            return match allowed.exports.iter().any(|export| export.takes_in(&uri)) {
+                true => Ok(()),
+                false => Err(self
+                    .refuse(format!("it lies on a server: say --backing-folder {} to allow it", uri.whole_server()))),
+            };
+        }
+        if image.to_str().is_some_and(uri::is_uri) && !Path::new(name).is_absolute() {
+            return Err(self.refuse("an image on a server has no folder where a relative name begins"));
+        }
         if name.split_once(':').is_some_and(|(scheme, _)| !scheme.is_empty() && !scheme.contains('/')) {
             return Err(self.refuse("only files are supported, by their path"));
         }
         let real =
             std::fs::canonicalize(&self.path).map_err(|e| self.refuse(format!("{}: {e}", self.path.display())))?;
-        if folders.iter().any(|folder| real.starts_with(folder)) {
+        if allowed.folders.iter().any(|folder| real.starts_with(folder)) {
             return Ok(());
         }
-        let list: Vec<_> = folders.iter().map(|f| f.display().to_string()).collect();
+        let list: Vec<_> = allowed.folders.iter().map(|f| f.display().to_string()).collect();
         Err(self.refuse(format!(
             "{} lies outside {}: say --backing-folder to allow its folder",
             real.display(),
@@ -371,14 +404,27 @@ impl Next {
     }
 }
 
-pub(crate) fn allowed_folders(options: &ChainOptions) -> Vec<PathBuf> {
-    let own = options.path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let folders = if options.folders.is_empty() {
-        std::slice::from_ref(&own).iter().map(|p| p.to_path_buf()).collect()
-    } else {
-        options.folders.clone()
-    };
-    folders.iter().filter_map(|folder| std::fs::canonicalize(folder).ok()).collect()
+/// What images may name as their backing or data files.
+pub(crate) struct Allowed {
+    pub folders: Vec<PathBuf>,
+    pub exports: Vec<Uri>,
+}
+
+impl Allowed {
+    pub fn by(options: &ChainOptions) -> Self {
+        let parse = |name: &PathBuf| name.to_str().filter(|name| uri::is_uri(name)).map(Uri::parse);
+        let own = options.path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let mut folders: Vec<_> =
+            options.folders.iter().filter(|name| parse(name).is_none()).map(|f| f.as_path()).collect();
+        if folders.is_empty() {
+            folders.push(own);
+        }
+        Allowed {
+            folders: folders.iter().filter_map(|folder| std::fs::canonicalize(folder).ok()).collect(),
+            // What is wrong with one is told where options are read.
+            exports: options.folders.iter().filter_map(|name| parse(name)?.ok()).collect(),
+        }
+    }
 }
 
 fn data_file_name(header: &Header) -> Result<Option<&str>, ImageError> {

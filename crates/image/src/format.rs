@@ -4,6 +4,8 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
+use crate::nbd::uri::is_uri;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     Raw,
@@ -17,6 +19,10 @@ impl Format {
 
     /// What the file's name says; None: nothing that is known here (which does not make it raw).
     pub fn of_name(path: &Path) -> Option<Self> {
+        // What a server exports is a disk, whatever it is called, unless somebody says otherwise.
+        if path.to_str().is_some_and(is_uri) {
+            return Some(Format::Raw);
+        }
         match path.extension()?.to_str()?.to_ascii_lowercase().as_str() {
             "qcow2" | "qcow" => Some(Format::Qcow2),
             "cow" => Some(Format::Cow),

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use blockyard_ring::Handle;
 
 use crate::cache_shares;
-use crate::chain::{Chain, ChainError, ChainLayer, ChainOptions, MAX_DEPTH, Meta, allowed_folders};
+use crate::chain::{Allowed, Chain, ChainError, ChainLayer, ChainOptions, MAX_DEPTH, Meta};
 use crate::error::ImageError;
 use crate::format::Format;
 use crate::open::{ImageFile, OpenOptions};
@@ -119,15 +119,24 @@ impl Chain {
 
     /// What the overlay calls the image below it; all images of the chain must lie where it may have them.
     fn name_for(&self, options: &ChainOptions) -> Result<String, ImageError> {
-        let folders = allowed_folders(options);
+        let allowed = Allowed::by(options);
         let real = |path: &Path| {
             std::fs::canonicalize(path)
                 .map_err(|e| ImageError::refused(OVERLAY, format!("its backing file {}: {e}", path.display())))
         };
         for layer in &self.layers {
             for file in [Some(&layer.file), layer.data.as_ref()].into_iter().flatten() {
-                let path = real(file.path())?;
-                if !folders.iter().any(|folder| path.starts_with(folder)) {
+                let (path, is_allowed) = match file.remote_image() {
+                    Some(remote) => {
+                        (file.path().into(), allowed.exports.iter().any(|export| export.takes_in(remote.uri())))
+                    }
+                    None => {
+                        let path = real(file.path())?;
+                        let is_allowed = allowed.folders.iter().any(|folder| path.starts_with(folder));
+                        (path, is_allowed)
+                    }
+                };
+                if !is_allowed {
                     let what = format!(
                         "its backing file {} would lie outside the folders that it may lie in: put the overlay beside it, \
                          or allow its folder (--backing-folder)",
@@ -136,6 +145,9 @@ impl Chain {
                     return Err(ImageError::refused(OVERLAY, what));
                 }
             }
+        }
+        if let Some(remote) = self.top().file.remote_image() {
+            return Ok(remote.uri().to_string());
         }
         let top = real(self.top().file.path())?;
         let beside = std::fs::canonicalize(folder(&options.path)).ok().as_deref() == top.parent();

@@ -85,6 +85,11 @@ impl Uri {
         Ok(Uri { host, export, tls: *tls, tls_certificates, tls_hostname })
     }
 
+    /// All exports of the same server, as an operator may allow them.
+    pub fn whole_server(&self) -> Uri {
+        Uri { export: String::new(), ..self.clone() }
+    }
+
     /// Whether this, as an operator allows it, takes in `other`: the same server, reached in the same way; and the same
     /// export, or one below it as a path is, where this names any.
     pub fn takes_in(&self, other: &Uri) -> bool {
