@@ -127,7 +127,8 @@ with_knobs! {
 #[group(id = "DiskArgs")]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskArgs {
-    /// The image: a file, a block device, or null:SIZE (forgets writes), ram:SIZE (forgets at exit) or
+    /// The image: a file, a block device, an NBD server's export (nbd://HOST[:PORT]/EXPORT or
+    /// nbd+unix:///EXPORT?socket=PATH: docs/remote-images.md), or null:SIZE (forgets writes), ram:SIZE (forgets at exit) or
     /// delay:SIZE,... (forgets writes, and takes the time that a device would take: docs/filters.md).
     #[arg(value_name = "IMAGE", required = false, required_unless_present = "config")]
     pub image: PathBuf,
@@ -192,10 +193,21 @@ pub struct DiskArgs {
     #[serde(default)]
     pub prime: bool,
 
-    /// Open backing and data files in or below this folder only. May be repeated [default: the image's own folder].
+    /// Open backing and data files in or below this folder only; an NBD URI in its place allows a server's exports. May be
+    /// repeated [default: the image's own folder].
     #[arg(long = "backing-folder", value_name = "FOLDER")]
     #[serde(default)]
     pub backing_folders: Vec<PathBuf>,
+
+    /// How many seconds requests wait for an NBD server that is gone, before they fail.
+    #[arg(long, default_value = "30", value_name = "SECONDS", value_parser = parse_seconds)]
+    #[serde(default = "nbd_patience", deserialize_with = "config::seconds")]
+    pub nbd_reconnect: Duration,
+
+    /// How many seconds an NBD server may be silent while it owes an answer, before it counts as gone.
+    #[arg(long, default_value = "30", value_name = "SECONDS", value_parser = parse_seconds)]
+    #[serde(default = "nbd_patience", deserialize_with = "config::seconds")]
+    pub nbd_timeout: Duration,
 
     /// Keep in the image what is read from its backing images.
     #[arg(long)]
@@ -273,6 +285,22 @@ fn auto_poll() -> PollMode {
 
 fn auto_coalesce() -> Coalesce {
     Coalesce::Auto
+}
+
+fn nbd_patience() -> Duration {
+    Duration::from_secs(30)
+}
+
+/// A second, or parts of it, or up to a day.
+pub fn of_seconds(seconds: f64) -> Result<Duration, String> {
+    if !(0.0..=86400.0).contains(&seconds) {
+        return Err("a number of seconds from 0 to 86400".into());
+    }
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+fn parse_seconds(s: &str) -> Result<Duration, String> {
+    of_seconds(s.parse().unwrap_or(-1.0))
 }
 
 fn parse_cache(s: &str) -> Result<CacheMode, String> {

@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use blockyard_disk::Filter;
 use blockyard_export::vhost_user::{Coalesce, PollMode};
-use blockyard_image::{ChainOptions, Format};
+use blockyard_image::{ChainOptions, Format, nbd};
 use serde::{Deserialize, Deserializer};
 
 use crate::cli::{self, DiskArgs};
@@ -91,6 +92,10 @@ impl DiskArgs {
     /// The name given, or the image's own.
     pub fn name(&self) -> String {
         self.name.clone().unwrap_or_else(|| {
+            let remote = self.image.to_str().and_then(|name| nbd::Uri::parse(name).ok());
+            if let Some(uri) = remote {
+                return if uri.export.is_empty() { "nbd".into() } else { uri.export };
+            }
             let file = self.image.file_name().unwrap_or(self.image.as_os_str());
             file.to_string_lossy().into_owned()
         })
@@ -127,6 +132,10 @@ impl DiskArgs {
             prime: self.prime,
             copy_on_read: self.copy_on_read,
             folders: self.backing_folders.clone(),
+            nbd: nbd::Options {
+                reconnect: self.nbd_reconnect,
+                timeout: self.nbd_timeout.max(Duration::from_millis(100)),
+            },
             ..ChainOptions::new(&self.image)
         }
     }
@@ -136,6 +145,11 @@ impl DiskArgs {
 fn one_line(text: &str, error: &toml::de::Error) -> String {
     let line = error.span().map_or(1, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
     format!("line {line}: {}", error.message().replace('\n', "; "))
+}
+
+/// Seconds, as a number.
+pub fn seconds<'de, D: Deserializer<'de>>(d: D) -> Result<Duration, D::Error> {
+    cli::of_seconds(f64::deserialize(d)?).map_err(serde::de::Error::custom)
 }
 
 pub fn from_text<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Display>>(d: D) -> Result<T, D::Error> {

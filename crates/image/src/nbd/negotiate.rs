@@ -308,7 +308,7 @@ mod tests {
             reply(opt::SET_META_CONTEXT, rep::ACK, b""),
             // A name, which was not asked for, is no harm.
             reply(opt::GO, rep::INFO, b"\0\x01disk"),
-            export_info((10 << 20) + 700, 0x10f),
+            export_info((10 << 20) + 700, 0x10d),
             block_info([512, 65536, u32::MAX]),
             go,
         ]);
