@@ -16,9 +16,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::task::Poll;
 
-use blockyard_disk::{Disk, Op, Request, Served, Status, Token};
+use blockyard_disk::{Disk, Op, Request, Served, Status, Store, Token};
 use blockyard_ring::ublk::{Device, Fetch, Queue, QueueError, Tag};
-use blockyard_ring::{Handle, Remote, Reply, Segments, TaskId, UringFile};
+use blockyard_ring::{Handle, Remote, Reply, Segments, TaskId};
 
 use super::request::{errno, parse};
 
@@ -45,7 +45,7 @@ struct Line {
     handle: Handle,
     key: (u32, u16),
     shared: Arc<Shared>,
-    served: Rc<Served<UringFile>>,
+    served: Rc<Served<Store>>,
     tasks: RefCell<Vec<TaskId>>,
     lanes: Cell<u32>,
     draining: Cell<bool>,
