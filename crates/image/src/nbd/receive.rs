@@ -160,7 +160,7 @@ impl<'a> Receiver<'a> {
     async fn status(&mut self, index: u32, ask: Ask, chunk: &Chunk) -> Result<(), Broken> {
         let extended = self.terms.headers == Headers::Extended;
         let (kind, head, each) = if extended { (chunk::BLOCK_STATUS_EXT, 8, 16) } else { (chunk::BLOCK_STATUS, 4, 8) };
-        let whole = chunk.len >= head + each && (chunk.len - head) % each == 0;
+        let whole = chunk.len >= head + each && (chunk.len - head).is_multiple_of(each);
         if chunk.kind != kind || !whole || chunk.len > STATUS_MOST {
             return Err(format!("a status of {} bytes is none", chunk.len));
         }
