@@ -340,7 +340,7 @@ impl<S: Storage> Backend<S> {
     /// Where the bytes from `offset` on are, as far as they are alike; nothing is read.
     pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
         match self {
-            Backend::Raw(raw) => raw.status(offset, len),
+            Backend::Raw(raw) => raw.status(offset, len).await,
             Backend::Image(image) => image.status(offset, len).await,
             Backend::Null | Backend::Ram(_) | Backend::Delay(_) => Ok(BlockStatus::data(len)),
             Backend::Gone(why) => gone(why),

@@ -162,8 +162,8 @@ impl<S: Storage> Raw<S> {
     }
 
     /// Whether the bytes from `offset` on are data or a hole, as far as they are alike. Behind the file's end is a hole.
-    pub fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
-        let (data, len) = data_or_hole(self, offset, len)?;
+    pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
+        let (data, len) = data_or_hole(self, offset, len).await?;
         Ok(BlockStatus { zero: !data, data, offset: Some(offset), ..BlockStatus::data(len) })
     }
 

@@ -114,8 +114,8 @@ fn kept<S: Storage>(layer: &Layer<S>, offset: u64, found: BlockStatus) -> BlockS
     BlockStatus { len, ..found }
 }
 
-pub(crate) fn data_or_hole<S: Storage>(file: &Raw<S>, host: u64, len: u64) -> io::Result<(bool, u64)> {
-    Ok(match file.storage().next_data(host)? {
+pub(crate) async fn data_or_hole<S: Storage>(file: &Raw<S>, host: u64, len: u64) -> io::Result<(bool, u64)> {
+    Ok(match file.storage().next_data(host).await? {
         None => (false, len),
         Some(data) if data.start > host => (false, len.min(data.start - host)),
         Some(data) => (true, len.min(data.end - host)),

@@ -6,10 +6,9 @@
 
 use std::io;
 
-use blockyard_disk::{Failure, Op, Served};
+use blockyard_disk::{Failure, Op, Served, Store};
 use blockyard_image::BlockStatus;
 use blockyard_image::nbd::wire::{self, Headers, errno, flag, state};
-use blockyard_ring::UringFile;
 
 use super::reply::error_of;
 
@@ -113,7 +112,7 @@ fn in_blocks(status: BlockStatus, block: u64) -> BlockStatus {
 
 /// The payloads of the chunks that answer `request`, one for each context; or the error.
 pub async fn chunks(
-    served: &Served<UringFile>,
+    served: &Served<Store>,
     contexts: &Contexts,
     request: &wire::Request,
     headers: Headers,

@@ -13,9 +13,9 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockyard_disk::{Op, Request, Served, Source};
+use blockyard_disk::{Op, Request, Served, Source, Store};
 use blockyard_image::nbd::wire::{self, Headers, cmd, errno, export, flag};
-use blockyard_ring::{Handle, Segments, Signal, UringFile};
+use blockyard_ring::{Handle, Segments, Signal};
 
 use super::buffers::Buffers;
 use super::inbox::Inbox;
@@ -42,7 +42,7 @@ pub struct Connection {
     pub(super) handle: Handle,
     pub(super) stream: Rc<Stream>,
     pub(super) terms: Terms,
-    pub(super) served: Rc<Served<UringFile>>,
+    pub(super) served: Rc<Served<Store>>,
     pub(super) buffers: Rc<Buffers>,
     /// Answers that are to be sent.
     pub(super) replies: RefCell<Vec<Reply>>,
