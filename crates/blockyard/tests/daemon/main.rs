@@ -14,6 +14,7 @@
 //!   chains       qcow2 and backing images
 //!   exchange     front ends that come, go and die while the image below them is exchanged
 //!   load         queues over reactors, filters, statistics
+//!   remote       images on an NBD server, which dies and comes back
 //!   shares       limits, groups, and their change at run time
 //! ```
 
@@ -33,5 +34,6 @@ mod locks;
 mod mistakes;
 mod pin;
 mod reload;
+mod remote;
 mod requests;
 mod shares;

@@ -1,0 +1,214 @@
+//! Images on an NBD server: qemu-nbd, which is killed and started anew.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use blockyard_bench::client::workload::Pattern;
+use blockyard_bench::client::{Options, measure};
+use blockyard_bench::driver::status;
+
+use crate::common::{Daemon, Folder, SOON, blockyard, guests, md5, tool, until};
+use crate::guest::{Guest, pattern};
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 32 * MIB;
+
+/// qemu-nbd with one export; dropped, it is killed.
+struct Peer {
+    child: Child,
+}
+
+impl Peer {
+    fn start(image: &Path, socket: &Path, options: &[&str]) -> Self {
+        let _ = std::fs::remove_file(socket);
+        let mut command = Command::new(guests().join("tool"));
+        command.args(["qemu-nbd", "--persistent", "--format=raw", "--export-name=base", "--socket"]).arg(socket);
+        let child = command.args(options).arg(image).stdin(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        until("qemu-nbd listens", SOON, || socket.exists());
+        Peer { child }
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+struct Stage {
+    folder: Folder,
+    base: PathBuf,
+    nbd: PathBuf,
+    socket: PathBuf,
+    uri: String,
+}
+
+impl Stage {
+    fn new() -> Self {
+        let folder = Folder::new();
+        let (base, nbd, socket) = (folder.join("base.raw"), folder.join("n"), folder.join("s"));
+        std::fs::write(&base, pattern(5, SIZE as usize)).unwrap();
+        let uri = format!("nbd+unix:///base?socket={}", nbd.display());
+        Stage { folder, base, nbd, socket, uri }
+    }
+
+    fn peer(&self, options: &[&str]) -> Peer {
+        Peer::start(&self.base, &self.nbd, options)
+    }
+
+    fn overlay(&self) -> PathBuf {
+        let path = self.folder.join("top.qcow2");
+        blockyard(["image", "create", "-q", path.to_str().unwrap(), "-b", &self.uri, "-F", "raw"]).good();
+        path
+    }
+}
+
+/// Reads and writes on an overlay, while the server of its base is killed and started anew: no error, right data, and the base
+/// is only read. Through a connection of the reactor, and through the one that all share.
+#[test]
+fn an_overlay_over_a_remote_base_outlives_its_server() {
+    for shared in ["--shared=4", "--shared=1"] {
+        let stage = Stage::new();
+        let mut peer = stage.peer(&["--read-only", shared]);
+        let (top, sum) = (stage.overlay(), md5(&stage.base));
+        let backing = ["--backing-folder", &stage.uri, "--reactors", "2", "--queues", "2", "--l2-cache", "64k"];
+        let daemon = Daemon::serve(&top, &stage.socket, &backing);
+        let socket = stage.socket.clone();
+        let load = std::thread::spawn(move || {
+            measure(&Options {
+                rw: Pattern::Randrw,
+                queues: 2,
+                depth: 8,
+                runtime: 3.0,
+                flush_every: 50,
+                verify: true,
+                ..Options::for_socket(socket)
+            })
+        });
+        for _ in 0..3 {
+            std::thread::sleep(Duration::from_millis(500));
+            drop(peer);
+            std::thread::sleep(Duration::from_millis(200));
+            peer = stage.peer(&["--read-only", shared]);
+        }
+        let report = load.join().unwrap().unwrap();
+        assert_eq!((report.errors, report.first_error), (0, None), "{shared}");
+        assert!(report.verified_blocks > 100, "{} blocks: no load", report.verified_blocks);
+        let log = daemon.stop();
+        assert!(log.contains("connected again"), "its server was never missed: {log}");
+        assert_eq!(md5(&stage.base), sum, "the base was written to");
+        tool("qemu-img", ["check", "-q", top.to_str().unwrap()]).good();
+    }
+}
+
+/// The whole disk as QEMU reads it, too.
+#[test]
+fn the_disk_is_the_same_for_qemu() {
+    let stage = Stage::new();
+    let _peer = stage.peer(&["--read-only", "--shared=4"]);
+    let top = stage.overlay();
+    let daemon = Daemon::serve(&top, &stage.socket, &["--backing-folder", &stage.uri]);
+    let mut guest = Guest::connect(&stage.socket);
+    assert_eq!(guest.read(MIB / 512, 4096).unwrap(), pattern(5, SIZE as usize)[MIB as usize..][..4096]);
+    assert_eq!(guest.write(MIB / 512 + 1, &[7; 1024]), status::OK);
+    assert_eq!(guest.flush(), status::OK);
+    drop(guest);
+    daemon.stop();
+    let (top, allowed) = (top.to_str().unwrap(), ["--backing-folder", &stage.uri]);
+    let copy = stage.folder.join("copy.raw");
+    let copy = copy.to_str().unwrap();
+    tool("qemu-img", ["convert", "-O", "raw", top, copy]).good();
+    let compared = blockyard(["image", "compare", top, copy, "-F", "raw"].into_iter().chain(allowed));
+    assert!(compared.good().contains("identical"));
+    let not = blockyard(["image", "compare", &stage.uri, copy, "-F", "raw"]);
+    assert_eq!(not.status.code(), Some(1), "{}{}", not.out, not.err);
+}
+
+/// What an image names opens no connection that nobody allowed.
+#[test]
+fn names_in_headers_connect_nowhere_by_themselves() {
+    let stage = Stage::new();
+    let peer = stage.peer(&["--read-only", "--shared=4"]);
+    let top = stage.overlay();
+    // Whoever connects now would be heard.
+    drop(peer);
+    let _ = std::fs::remove_file(&stage.nbd);
+    let listener = std::os::unix::net::UnixListener::bind(&stage.nbd).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let top = top.to_str().unwrap();
+    let other = format!("nbd+unix:///?socket={}x", stage.nbd.display());
+    for allowed in
+        [&[][..], &["--backing-folder", "/"], &["--backing-folder", "nbd://localhost"], &["--backing-folder", &other]]
+    {
+        let refused = blockyard(["image", "compare", top, top].iter().chain(allowed));
+        assert_eq!(refused.status.code(), Some(2), "{}{}", refused.out, refused.err);
+        assert!(
+            refused.err.contains("it lies on a server: say --backing-folder nbd+unix:///?socket="),
+            "{}",
+            refused.err
+        );
+    }
+    assert_eq!(listener.accept().unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "somebody connected");
+}
+
+/// A server that is gone for longer than is waited for: errors, no hang, an end in time; and back again, all is well.
+#[test]
+fn waiting_is_bounded() {
+    let stage = Stage::new();
+    let peer = stage.peer(&["--read-only", "--shared=4"]);
+    let options = ["--read-only", "--nbd-reconnect", "0.5", "--nbd-timeout", "2"];
+    let mut daemon = Daemon::serve(&stage.uri, &stage.socket, &options);
+    let mut guest = Guest::connect(&stage.socket);
+    assert!(guest.read(0, 4096).is_ok());
+    drop(peer);
+    let start = Instant::now();
+    assert_eq!(guest.read(0, 4096), Err(status::IOERR));
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    let start = Instant::now();
+    for _ in 0..100 {
+        assert_eq!(guest.read(0, 4096), Err(status::IOERR));
+    }
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    let lines = daemon.log().lines().count();
+    assert!(lines < 20, "{lines} lines: {}", daemon.log());
+    let peer = stage.peer(&["--read-only", "--shared=4"]);
+    until("it is served again", SOON, || guest.read(0, 4096).is_ok());
+    drop(peer);
+    // Ended in the middle of the waiting.
+    drop(guest);
+    let start = Instant::now();
+    assert!(daemon.terminate().success());
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_remote_disk_is_written_and_flushed() {
+    let stage = Stage::new();
+    let peer = stage.peer(&["--discard=unmap"]);
+    let daemon = Daemon::serve(&stage.uri, &stage.socket, &["--reactors", "2", "--queues", "2"]);
+    let report = measure(&Options {
+        rw: Pattern::Randrw,
+        queues: 2,
+        depth: 8,
+        runtime: 1.0,
+        flush_every: 20,
+        verify: true,
+        ..Options::for_socket(stage.socket.clone())
+    });
+    assert_eq!(report.unwrap().errors, 0);
+    let mut guest = Guest::connect(&stage.socket);
+    assert_eq!(guest.write(8, &[9; 8192]), status::OK);
+    assert_eq!(guest.flush(), status::OK);
+    // Nothing is lost with it now; but what is written before the next flush would be.
+    drop(peer);
+    let peer = stage.peer(&[]);
+    assert_eq!(guest.write(128, &[8; 512]), status::OK);
+    assert_eq!(guest.read(8, 8192), Ok(vec![9; 8192]));
+    drop(peer);
+    let _peer = stage.peer(&[]);
+    assert_eq!(guest.flush(), status::IOERR, "the server that had it is gone");
+    daemon.wait_log("may be lost");
+    assert_eq!(guest.read(8, 8192), Ok(vec![9; 8192]));
+}
