@@ -28,6 +28,10 @@ use super::{Exported, block_status};
 const MOST_IN_FLIGHT: u32 = 128;
 /// Bytes that they hold: one client alone leaves the others room.
 const MOST_HELD: usize = 64 << 20;
+/// Bytes of a read that is begun before the next one is looked at.
+const LARGE: u64 = 128 << 10;
+/// Bytes that were read and not sent, beyond which no large read is begun.
+const MOST_UNSENT: u64 = 1 << 20;
 /// Bytes of payload beyond which a client that may not send them is not listened to any more.
 const MOST_SKIPPED: u64 = 64 << 20;
 
@@ -53,6 +57,8 @@ pub struct Connection {
     pub(super) in_flight: Cell<u32>,
     /// Bytes of the buffers of requests in flight.
     pub(super) held: Cell<usize>,
+    /// Bytes that were read and are not sent yet.
+    pub(super) unsent: Cell<u64>,
     /// Nothing more is taken.
     pub(super) ended: Cell<bool>,
     /// Nothing more can be sent.
@@ -86,6 +92,7 @@ impl Connection {
             sent: Signal::new(handle),
             in_flight: Cell::new(0),
             held: Cell::new(0),
+            unsent: Cell::new(0),
             ended: Cell::new(false),
             broken: Cell::new(false),
             idle: RefCell::default(),
@@ -142,6 +149,13 @@ impl Connection {
                 self.in_flight.set(self.in_flight.get() + 1);
                 let begun = self.begin(request, &mut inbox).await;
                 begun.inspect_err(|_| self.in_flight.set(self.in_flight.get() - 1))?;
+                if request.len >= LARGE && request.command == cmd::READ {
+                    // From the page cache it is answered at once: its data go out while they are in the processor's cache.
+                    self.handle.yield_now().await;
+                    while self.unsent.get() > MOST_UNSENT {
+                        self.sent.wait().await;
+                    }
+                }
             }
             if self.broken.get() {
                 return Ok(());

@@ -73,6 +73,9 @@ fn reason(error: u32) -> &'static str {
 impl Connection {
     #[inline]
     pub fn reply(&self, request: &wire::Request, status: Result<(), u32>, body: Body) {
+        if request.command == cmd::READ {
+            self.unsent.set(self.unsent.get() + request.len);
+        }
         self.replies.borrow_mut().push(Reply { request: *request, status, body });
         self.to_send.ring();
     }
@@ -152,6 +155,9 @@ impl Connection {
     }
 
     fn forget(&self, reply: &mut Reply) {
+        if reply.request.command == cmd::READ {
+            self.unsent.set(self.unsent.get() - reply.request.len);
+        }
         if let Body::Buffer(segments) = std::mem::replace(&mut reply.body, Body::None) {
             self.give_back(segments, reply.request.len as usize);
         }

@@ -10,6 +10,9 @@ use blockyard_ring::{Handle, Segments, Socket};
 /// Bytes that must move for a client not to be taken for one that has stopped.
 const PROGRESS: usize = 64 << 10;
 
+/// Bytes of answers that the kernel may keep for a client, as far as it allows it.
+const SENT_AHEAD: usize = 256 << 10;
+
 pub struct Stream {
     socket: Socket,
     handle: Handle,
@@ -22,6 +25,7 @@ pub struct Stream {
 impl Stream {
     pub fn new(handle: &Handle, fd: OwnedFd) -> io::Result<Self> {
         let _ = rustix::net::sockopt::set_tcp_nodelay(&fd, true);
+        let _ = rustix::net::sockopt::set_socket_send_buffer_size(&fd, SENT_AHEAD);
         // A client whose machine is gone is noticed, in the end.
         let _ = rustix::net::sockopt::set_socket_keepalive(&fd, true);
         let (sending_since, owed_since) = Default::default();
