@@ -6,7 +6,7 @@
 
 use std::cell::Cell;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -77,6 +77,26 @@ impl Socket {
             }
         }
         (segments, Ok(()))
+    }
+
+    /// Sends what the socket takes at once, without a way through the ring: none, when it is full.
+    pub fn write_now(&self, segments: &Segments) -> io::Result<usize> {
+        let iov = segments.iovecs();
+        // SAFETY: all zeroes is a valid `msghdr`: no name, no control data, no iovec.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = iov.as_ptr().cast_mut();
+        message.msg_iovlen = iov.len().min(MOST_PIECES);
+        let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+        // SAFETY: the message names the segments' iovec, whose memory its owner keeps for longer than this call; the kernel
+        // only reads it.
+        let sent = unsafe { libc::sendmsg(self.fd().as_raw_fd(), &message, flags) };
+        match usize::try_from(sent) {
+            Ok(n) => Ok(n),
+            Err(_) => match io::Error::last_os_error() {
+                e if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(0),
+                e => Err(e),
+            },
+        }
     }
 
     /// Sends some of `segments` from `offset`, as much as the socket takes; 0 after an interruption.
@@ -160,7 +180,10 @@ mod tests {
                 let mut out = Segments::default();
                 out.gather(&one, 0, one.len());
                 out.gather(&two, 0, two.len());
-                socket.write_full(out).await.1.unwrap();
+                let at_once = socket.write_now(&out).unwrap();
+                assert!(at_once > 0 && at_once < out.len(), "{at_once}");
+                let rest = out.slice(at_once, out.len() - at_once);
+                socket.write_full(rest).await.1.unwrap();
                 let (_, end) = socket.read_full(Segments::buffer(1)).await;
                 assert_eq!(end.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
             })

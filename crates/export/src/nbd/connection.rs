@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use blockyard_disk::{Op, Request, Served, Source, Store};
 use blockyard_image::nbd::wire::{self, Headers, cmd, errno, export, flag};
-use blockyard_ring::{Handle, Segments, Signal};
+use blockyard_ring::{Handle, Segments, Signal, TaskId};
 
 use super::buffers::Buffers;
 use super::inbox::Inbox;
@@ -52,6 +52,8 @@ pub struct Connection {
     pub(super) replies: RefCell<Vec<Reply>>,
     /// There are some, or there will be none any more.
     pub(super) to_send: Signal,
+    /// The task that sends them.
+    sender: Cell<TaskId>,
     /// An answer was sent.
     pub(super) sent: Signal,
     pub(super) in_flight: Cell<u32>,
@@ -89,6 +91,7 @@ impl Connection {
             buffers: Buffers::local(),
             replies: RefCell::default(),
             to_send: Signal::new(handle),
+            sender: Cell::default(),
             sent: Signal::new(handle),
             in_flight: Cell::new(0),
             held: Cell::new(0),
@@ -104,13 +107,12 @@ impl Connection {
     /// Serves the client until it goes, and all that it asked for is done.
     pub async fn run(self: Rc<Self>, inbox: Inbox) -> End {
         let sending = Signal::new(&self.handle);
-        {
-            let (connection, done) = (self.clone(), sending.clone());
-            self.handle.spawn(async move {
-                connection.send().await;
-                done.ring();
-            });
-        }
+        let (connection, done) = (self.clone(), sending.clone());
+        let sender = self.handle.spawn(async move {
+            connection.send().await;
+            done.ring();
+        });
+        self.sender.set(sender);
         let end = match self.take_requests(inbox).await {
             Ok(()) => End::Gone,
             Err(e) if e.kind() == io::ErrorKind::InvalidData => End::Broken(e.to_string()),
@@ -159,6 +161,10 @@ impl Connection {
             }
             if self.broken.get() {
                 return Ok(());
+            }
+            if !self.replies.borrow().is_empty() {
+                // What was answered at once goes out before the kernel is asked for more.
+                self.handle.poll_now(self.sender.get());
             }
             let empty = inbox.is_empty();
             if !inbox.fill(&self.stream).await? {

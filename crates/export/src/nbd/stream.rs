@@ -58,8 +58,13 @@ impl Stream {
     /// Sends all of `segments`.
     #[inline]
     pub async fn write(&self, mut segments: Segments) -> (Segments, io::Result<()>) {
+        let mut done = match self.socket.write_now(&segments) {
+            Ok(n) if n == segments.len() => return (segments, Ok(())),
+            Ok(n) => n,
+            Err(e) => return (segments, Err(e)),
+        };
         self.sending_since.set(Some(self.handle.now()));
-        let (mut done, mut noted) = (0, 0);
+        let mut noted = done;
         let result = loop {
             if done == segments.len() {
                 break Ok(());
