@@ -76,6 +76,9 @@ impl Config {
             {
                 return Err(format!("disk \"{name}\": another disk has that name at {address} already"));
             }
+            if disk.ways_in().is_empty() {
+                return Err(format!("disk \"{name}\": say a way in: vhost-user or nbd"));
+            }
             if !(1..=256).contains(&disk.queues) {
                 return Err(format!("disk \"{name}\": queues is a number from 1 to 256"));
             }

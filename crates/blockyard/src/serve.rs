@@ -65,7 +65,7 @@ fn read(options: &ServeOptions) -> anyhow::Result<Config> {
 /// What is wrong with a disk's options, beyond what each one alone can tell.
 fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     let image = disk.image.display();
-    if disk.vhost_user.is_none() && disk.nbd.is_none() {
+    if disk.ways_in().is_empty() {
         anyhow::bail!("image {image}: say a way in: --vhost-user SOCKET or --nbd ADDRESS");
     }
     let format = disk.format().map_err(anyhow::Error::msg)?;

@@ -92,6 +92,25 @@ fn a_socket_by_number() {
 }
 
 #[test]
+fn nbd_clients_come_by_a_socket_that_was_inherited() {
+    let manager = Manager::new();
+    let mut command = manager.command("root:nbd");
+    let args = ["serve", "null:5M", "--nbd", "fd:nbd", "--vhost-user", "fd:root", "--name", "both"];
+    let mut daemon = Daemon::start_with(command.args(args).stderr(Stdio::piped()));
+    drop(command);
+    assert_eq!(manager.next(), "READY=1");
+    let uri = format!("nbd+unix:///both?socket={}", manager.folder.join("second").display());
+    for _ in 0..2 {
+        assert_eq!(crate::common::tool("nbdinfo", ["--size", &uri]).good().trim(), "5242880");
+    }
+    // The two ways in lead to one disk.
+    assert_eq!(manager.capacity("first"), 5 << 20);
+    daemon.signal(Signal::TERM);
+    assert!(daemon.ended(SOON).success());
+    assert!(manager.folder.join("second").exists(), "the socket is systemd's");
+}
+
+#[test]
 fn sockets_that_are_not_there() {
     let manager = Manager::new();
     for (fd, parts) in [

@@ -59,7 +59,7 @@ fn option_values() {
         let args = [&["serve", text(&image), "--vhost-user", text(&socket)], more].concat();
         refused(&args, 2, parts);
     }
-    refused(&["serve"], 2, &["IMAGE", "--vhost-user"]);
+    refused(&["serve"], 2, &["IMAGE"]);
     refused(&["serve", text(&image)], 2, &["--vhost-user"]);
     refused(&["serve", "--check-config"], 2, &["--config"]);
     refused(&["serv"], 2, &["'serv'", "'serve'"]);
@@ -156,7 +156,16 @@ fn configuration_files() {
         (format!("{DISK}read-only = maybe\n"), &["line 4"]),
         (format!("{DISK}[[disk\n"), &["line 4"]),
         (format!("{DISK}filters = [\"slow:read=1ms\"]\n"), &["line 4", "\"slow:read=1ms\" is not known"]),
-        ("\n[[disk]]\nimage = \"ram:1M\"\n".into(), &["line 2: missing field `vhost-user`"]),
+        ("\n[[disk]]\nimage = \"ram:1M\"\n".into(), &["disk \"ram:1M\": say a way in: vhost-user"]),
+        (
+            format!(
+                "{DISK}nbd = \"unix:a\"\n{}",
+                DISK.replace("/s\"", "/t\"\nnbd = \"unix:a\"")
+                    .replace("ram:1M", "ram:2M")
+                    .replace("[[disk]]", "[[disk]]\nnbd-name = \"ram:1M\"")
+            ),
+            &["disk \"ram:2M\": another disk has that name at unix:a"],
+        ),
         (format!("reactors = 0\n{DISK}"), &["reactors is a number from 1 to 256"]),
         (format!("{DISK}queues = 0\n"), &["disk \"ram:1M\": queues is a number from 1 to 256"]),
         (format!("{DISK}queue-size = 100\n"), &["disk \"ram:1M\": a queue size is a power of two"]),
