@@ -1,8 +1,8 @@
 //! The buffers that a reactor's connections read into and write from.
 //!
 //! In: lengths of requests. Out: buffers, and the room for them. What must hold: all connections of a reactor together hold
-//! at most [`MOST`] bytes for requests, whatever their clients do; who finds no room waits, and nobody waits while there is
-//! room; a recycled buffer holds anything, so whoever sends one has filled it.
+//! at most [`MOST`] bytes for requests, and [`ALWAYS`] for each connection, whatever their clients do; who finds no room
+//! waits, and nobody waits while there is room; a recycled buffer holds anything, so whoever sends one has filled it.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -12,6 +12,8 @@ use blockyard_ring::{Handle, Segments, Signal};
 
 /// Bytes that requests of one reactor may hold.
 const MOST: usize = 256 << 20;
+/// Bytes that a connection may hold however many the others do: who asks for little does not wait for who asks for much.
+const ALWAYS: usize = 256 << 10;
 /// Bytes that are kept for later.
 const KEPT: usize = 32 << 20;
 /// The smallest buffer, and the number of sizes: each twice the last, up to the longest request.
@@ -50,10 +52,11 @@ impl Buffers {
         LOCAL.with(Rc::clone)
     }
 
-    /// A buffer of `len` bytes, at most those of the longest request, when there is room for it.
+    /// A buffer of `len` bytes, at most those of the longest request, when there is room for it; for who holds `held` bytes.
     #[inline]
-    pub async fn take(&self, handle: &Handle, len: usize) -> Segments {
-        if !self.waiting.borrow().is_empty() || self.taken.get() + rounded(len) > MOST {
+    pub async fn take(&self, handle: &Handle, len: usize, held: usize) -> Segments {
+        let full = !self.waiting.borrow().is_empty() || self.taken.get() + rounded(len) > MOST;
+        if full && held + rounded(len) > ALWAYS {
             self.wait(handle, len).await;
         } else {
             self.taken.set(self.taken.get() + rounded(len));

@@ -27,7 +27,7 @@ use super::{Exported, block_status};
 /// Requests of one connection that are on their way at a time.
 const MOST_IN_FLIGHT: u32 = 128;
 /// Bytes that they hold: one client alone leaves the others room.
-const MOST_HELD: usize = 64 << 20;
+pub(super) const MOST_HELD: usize = 64 << 20;
 /// Bytes of a read that is begun before the next one is looked at.
 const LARGE: u64 = 128 << 10;
 /// Bytes that were read and not sent, beyond which no large read is begun.
@@ -142,7 +142,7 @@ impl Connection {
                 let request = wire::Request::parse(headers, &bytes).map_err(|magic| {
                     invalid(format!("a request begins with {magic:#010x}, which is no request's magic"))
                 })?;
-                if request.command == cmd::DISC {
+                if request.command == cmd::DISC || self.broken.get() {
                     return Ok(());
                 }
                 while self.in_flight.get() >= MOST_IN_FLIGHT {
@@ -199,8 +199,9 @@ impl Connection {
         }
         let mut effect = len;
         let mut only = None;
-        if command == cmd::BLOCK_STATUS && request.flags & flag::PAYLOAD_LEN != 0 {
-            if self.terms.headers != Headers::Extended || len > block_status::MOST_PAYLOAD {
+        let extended = self.terms.headers == Headers::Extended;
+        if command == cmd::BLOCK_STATUS && extended && request.flags & flag::PAYLOAD_LEN != 0 {
+            if len > block_status::MOST_PAYLOAD {
                 return Err(invalid(format!("a block status request has {len} bytes of payload")));
             }
             let payload = inbox.exactly(&self.stream, len as usize).await?;
@@ -217,6 +218,11 @@ impl Connection {
         match command {
             cmd::READ => {
                 let buffer = self.take(len as usize).await;
+                if self.broken.get() {
+                    // Nobody will take it: all that was asked for before is let go, and this with it.
+                    self.give_back(buffer, len as usize);
+                    return Err(io::ErrorKind::BrokenPipe.into());
+                }
                 if self.scrubs {
                     buffer.zero(0, buffer.len());
                 }
@@ -240,8 +246,8 @@ impl Connection {
         while self.held.get() > 0 && self.held.get() + len > MOST_HELD {
             self.sent.wait().await;
         }
-        self.held.set(self.held.get() + len);
-        self.buffers.take(&self.handle, len).await
+        let held = self.held.replace(self.held.get() + len);
+        self.buffers.take(&self.handle, len, held).await
     }
 
     pub(super) fn give_back(&self, buffer: Segments, len: usize) {

@@ -11,7 +11,7 @@ use blockyard_image::nbd::wire;
 use blockyard_ring::{Handle, Segments, TaskId};
 
 use super::block_status::{self, Contexts};
-use super::connection::Connection;
+use super::connection::{Connection, MOST_HELD};
 use super::reply::{Body, Owed, error_of};
 
 /// Bytes that are read at a time of what a client wants cached.
@@ -98,7 +98,7 @@ impl Connection {
         let mut status = Ok(());
         while at < end && status.is_ok() && !self.broken.get() {
             let len = (end - at).min(CACHED_AT_A_TIME);
-            let buffer = self.buffers.take(&self.handle, len as usize).await;
+            let buffer = self.buffers.take(&self.handle, len as usize, MOST_HELD).await;
             let done = Rc::new(Cell::new(None));
             let read = Request::new(Op::Read, at, len, buffer, self.handle.now(), Passing(done.clone()));
             self.served.serve(read).await.answer();

@@ -214,7 +214,11 @@ impl<'a> Negotiation<'a> {
 
     fn find(&self, name: &[u8]) -> Result<Arc<Exported>, Refusal> {
         let found = self.shared.find(name);
-        found.ok_or_else(|| (rep::ERR_UNKNOWN, format!("there is no export \"{}\"", String::from_utf8_lossy(name))))
+        found.ok_or_else(|| {
+            // Clients take messages of up to 4096 bytes, which is as long as a name may be.
+            let name = String::from_utf8_lossy(&name[..name.len().min(200)]);
+            (rep::ERR_UNKNOWN, format!("there is no export \"{name}\""))
+        })
     }
 
     fn terms(&mut self, exported: Arc<Exported>, name: &[u8]) -> Terms {
