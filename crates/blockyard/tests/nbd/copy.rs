@@ -1,0 +1,90 @@
+//! Whole disks in and out, by the programs that people have for it.
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use crate::common::{Folder, SOON, Signal, allocated, tool, until};
+use crate::stage::{MB, Served, beside, same, sparse};
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+#[test]
+fn nbdcopy_out() {
+    let folder = Folder::new();
+    let image = sparse(&folder, "disk.img");
+    let disk = Served::start(&image, folder.join("s"), &["--read-only", "--reactors", "2"]);
+    let (one, many) = (folder.join("one"), folder.join("many"));
+    tool("nbdcopy", ["--connections=1", "--requests=64", &disk.uri(), text(&one)]).good();
+    tool("nbdcopy", ["--connections=4", "--requests=64", "--request-size=65536", &disk.uri(), text(&many)]).good();
+    for copy in [&one, &many] {
+        same(&image, copy);
+        // nbdcopy asks where the holes are, and leaves them.
+        assert!(allocated(copy) <= allocated(&image) + MB, "{} of {}", allocated(copy), allocated(&image));
+    }
+    disk.daemon.stop();
+}
+
+#[test]
+fn nbdcopy_in_and_across() {
+    let folder = Folder::new();
+    let source = sparse(&folder, "source");
+    let (first, second) = (folder.image("first.img", 64 * MB), folder.join("second.qcow2"));
+    tool("qemu-img", ["create", "-q", "-f", "qcow2", text(&second), "64M"]).good();
+    // Old contents are to go, where the source has holes too.
+    let junk = std::fs::File::options().write(true).open(&first).unwrap();
+    junk.write_all_at(&vec![0xee; 12 << 20], 0).unwrap();
+    let to = Served::start(&first, folder.join("s"), &[]);
+    let on = Served::start(&second, folder.join("t"), &[]);
+    tool("nbdcopy", ["--connections=4", "--flush", text(&source), &to.uri()]).good();
+    tool("nbdcopy", ["--connections=4", "--flush", &to.uri(), &on.uri()]).good();
+    to.daemon.stop();
+    on.daemon.stop();
+    same(&source, &first);
+    tool("qemu-img", ["check", "-q", text(&second)]).good();
+    tool("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", text(&source), text(&second)]).good();
+    assert!(allocated(&first) <= allocated(&source) + MB, "holes are holes again: {}", allocated(&first));
+}
+
+#[test]
+fn qemu_img_convert_compare_map() {
+    let folder = Folder::new();
+    let source = sparse(&folder, "source");
+    let disk = Served::empty(&folder, 64 * MB, &["--reactors", "2"]);
+    tool("qemu-img", ["convert", "-n", "-f", "raw", "-O", "raw", "-W", "-m", "8", text(&source), &disk.uri()]).good();
+    let out = tool("qemu-img", ["compare", "-f", "raw", "-F", "raw", text(&source), &disk.uri()]).good();
+    assert!(out.contains("identical"), "{out}");
+    let copy = folder.join("copy.qcow2");
+    tool("qemu-img", ["convert", "-f", "raw", "-O", "qcow2", &disk.uri(), text(&copy)]).good();
+    tool("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", text(&source), text(&copy)]).good();
+    let info = tool("qemu-img", ["info", "--output=json", &disk.uri()]).good();
+    assert!(info.contains(&format!("\"virtual-size\": {}", 64 * MB)), "{info}");
+    disk.daemon.stop();
+}
+
+/// The disk as a file, by FUSE: the page cache of this kernel is a client too.
+#[test]
+fn nbdfuse() {
+    let folder = Folder::new();
+    let disk = Served::empty(&folder, 16 * MB, &[]);
+    let mount = folder.join("mount");
+    std::fs::create_dir(&mount).unwrap();
+    let mut fuse = beside("nbdfuse", [text(&mount), &disk.uri()]);
+    let file = mount.join("nbd");
+    until("nbdfuse has mounted", SOON, || !fuse.running() || file.exists());
+    assert!(fuse.running(), "it needs /dev/fuse, and root or fusermount3: {}", fuse.log());
+    {
+        let file = std::fs::File::options().read(true).write(true).open(&file).unwrap();
+        assert_eq!(file.metadata().unwrap().len(), 16 * MB);
+        file.write_all_at(&vec![7; 3 << 20], 12345).unwrap();
+        file.sync_all().unwrap();
+    }
+    fuse.signal(Signal::TERM);
+    fuse.ended(SOON);
+    disk.daemon.stop();
+    let image = std::fs::read(folder.join("disk.img")).unwrap();
+    let written = 12345..12345 + (3 << 20);
+    assert!(image[written.clone()].iter().all(|b| *b == 7));
+    assert!(image[..written.start].iter().chain(&image[written.end..]).all(|b| *b == 0));
+}

@@ -1,0 +1,134 @@
+//! Too many clients, and clients that do not take or send what they have asked for or announced.
+
+use super::*;
+
+/// Clients that connect and say nothing, or half of what they should, in thousands all told.
+#[test]
+fn half_open_handshakes() {
+    let (_folder, disk) = disk();
+    let mut good = Good::new(&disk.socket);
+    let before = disk.daemon.descriptors().len();
+    let mut held = Vec::new();
+    for i in 0..1000usize {
+        let mut raw = Raw::silent(&disk.socket);
+        match i % 4 {
+            0 => {}
+            1 => raw.write(&3u32.to_be_bytes()),
+            2 => raw.write(&[0, 0]),
+            _ => {
+                raw.write(&3u32.to_be_bytes());
+                raw.option_of(opt::GO, 4096, &[0; 100]);
+            }
+        }
+        held.push(raw);
+        // A hundred at a time; then others come, and these have gone.
+        if held.len() == 100 {
+            good.is_unharmed();
+            held.clear();
+        }
+    }
+    crate::common::until("those who went are forgotten", SOON, || disk.daemon.descriptors().len() <= before + 2);
+    Good::new(&disk.socket).is_unharmed();
+    held.extend((0..150).map(|_| Raw::silent(&disk.socket)));
+    good.is_unharmed();
+    ends(disk, held);
+}
+
+/// More clients than there may be: those who are in work on, and the others wait.
+#[test]
+fn a_thousand_connections() {
+    let (_folder, disk) = disk();
+    let mut good = Good::new(&disk.socket);
+    let mut held: Vec<UnixStream> = Vec::new();
+    for _ in 0..1000 {
+        // Beyond the limit they stand in the kernel's queue, and beyond that they are refused: by the kernel.
+        match rustix_connect(&disk.socket) {
+            Some(stream) => held.push(stream),
+            None => break,
+        }
+    }
+    assert!(held.len() >= 256, "only {} connected", held.len());
+    good.is_unharmed();
+    held.clear();
+    crate::common::until("a new client is let in", SOON, || {
+        Good::new(&disk.socket).works();
+        true
+    });
+    good.is_unharmed();
+    ends(disk, held);
+}
+
+/// Connects if that is possible at once.
+fn rustix_connect(socket: &Path) -> Option<UnixStream> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::NONBLOCK, None).unwrap();
+    rustix::net::connect(&fd, &SocketAddrUnix::new(socket).unwrap()).ok().map(|()| fd.into())
+}
+
+/// Clients that ask for gigabytes and read nothing of it.
+#[test]
+fn readers_that_do_not_read() {
+    let (_folder, disk) = disk();
+    let mut good = Good::new(&disk.socket);
+    let held: Vec<Raw> = (0..12)
+        .map(|_| {
+            let mut raw = Raw::ready(&disk.socket, Headers::Simple);
+            let mut bytes = Vec::new();
+            let request = Request { flags: 0, command: cmd::READ, cookie: 1, offset: 0, len: 32 * MB };
+            (0..100).for_each(|_| request.put(Headers::Simple, &mut bytes));
+            raw.write(&bytes);
+            raw
+        })
+        .collect();
+    good.is_unharmed();
+    let memory = disk.daemon.kilobytes("VmHWM");
+    assert!(memory < MOST_MEMORY, "it took {memory} kB");
+    // Who has come later is served too.
+    Good::new(&disk.socket).is_unharmed();
+    ends(disk, held);
+}
+
+/// Clients that announce writes, and then send a byte now and then.
+#[test]
+fn writers_that_do_not_write() {
+    let (_folder, disk) = disk();
+    let mut good = Good::new(&disk.socket);
+    let mut held: Vec<Raw> = (0..24)
+        .map(|_| {
+            let mut raw = Raw::ready(&disk.socket, Headers::Simple);
+            raw.request(cmd::WRITE, 32 * MB, 32 * MB);
+            raw
+        })
+        .collect();
+    for _ in 0..10 {
+        held.iter_mut().for_each(|raw| drop(raw.stream.write_all(&[1])));
+        good.is_unharmed();
+    }
+    Good::new(&disk.socket).is_unharmed();
+    ends(disk, held);
+}
+
+/// SIGTERM in the middle of all of it: a client that floods, one that reads nothing, one that is half-open.
+#[test]
+fn an_end_in_the_middle_of_a_flood() {
+    let (_folder, disk) = disk();
+    let mut mute = Raw::ready(&disk.socket, Headers::Structured);
+    (0..60).for_each(|_| mute.request(cmd::READ, 0, MB));
+    let half = Raw::greeted(&disk.socket);
+    let socket = disk.socket.clone();
+    let flood = std::thread::spawn(move || {
+        let mut raw = Raw::ready(&socket, Headers::Simple);
+        let mut bytes = Vec::new();
+        Request { flags: 0, command: cmd::WRITE, cookie: 1, offset: 0, len: 65536 }.put(Headers::Simple, &mut bytes);
+        bytes.extend([5; 65536]);
+        let mut reader = raw.stream.try_clone().unwrap();
+        let taking = std::thread::spawn(move || io::copy(&mut reader, &mut io::sink()));
+        let end = Instant::now() + SOON;
+        while Instant::now() < end && raw.stream.write_all(&bytes).is_ok() {}
+        let _ = taking.join();
+        assert!(Instant::now() < end, "the flood was not ended by the server");
+    });
+    std::thread::sleep(Duration::from_millis(300));
+    ends(disk, (mute, half));
+    flood.join().unwrap();
+}

@@ -1,0 +1,199 @@
+//! Clients that are broken or mean. In all cases: the daemon stays, its memory stays within bounds, another client works on,
+//! and SIGTERM ends it in bounded time with the sockets still held.
+
+mod floods;
+mod options;
+mod requests;
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use blockyard_image::nbd::wire::{self, Headers, OptionHeader, OptionReply, Request, SimpleReply, cmd, opt, rep};
+
+use crate::common::{Daemon, Folder, SOON};
+use crate::stage::{MB, Served};
+
+/// Kilobytes that a daemon may have held at most, whatever came: 256 MiB of requests for each of two reactors, and itself.
+const MOST_MEMORY: u64 = 640 << 10;
+/// What a request of a well-behaved client may take, beside bad ones, on a busy machine.
+const UNHARMED: Duration = Duration::from_secs(4);
+
+/// A client that can say anything.
+struct Raw {
+    stream: UnixStream,
+    headers: Headers,
+}
+
+impl Raw {
+    /// Connected; nothing said yet.
+    fn silent(socket: &Path) -> Self {
+        let stream = UnixStream::connect(socket).unwrap();
+        stream.set_read_timeout(Some(SOON * 2)).unwrap();
+        stream.set_write_timeout(Some(SOON * 2)).unwrap();
+        Raw { stream, headers: Headers::Simple }
+    }
+
+    /// Greeted, and among options.
+    #[track_caller]
+    fn greeted(socket: &Path) -> Self {
+        let mut raw = Self::silent(socket);
+        let greeting = raw.read(18);
+        assert_eq!((wire::u64_at(&greeting, 0), wire::u64_at(&greeting, 8)), (wire::GREETING, wire::OPTION));
+        raw.write(&3u32.to_be_bytes());
+        raw
+    }
+
+    /// In the transmission phase of the export `disk`.
+    #[track_caller]
+    fn ready(socket: &Path, headers: Headers) -> Self {
+        let mut raw = Self::greeted(socket);
+        let option = match headers {
+            Headers::Simple => None,
+            Headers::Structured => Some(opt::STRUCTURED_REPLY),
+            Headers::Extended => Some(opt::EXTENDED_HEADERS),
+        };
+        if let Some(option) = option {
+            raw.option(option, &[]);
+            assert_eq!(raw.reply().0.reply, rep::ACK);
+        }
+        raw.option(opt::GO, &go("disk"));
+        loop {
+            match raw.reply().0.reply {
+                rep::ACK => break,
+                rep::INFO => {}
+                other => panic!("GO is answered with {other:#x}"),
+            }
+        }
+        raw.headers = headers;
+        raw
+    }
+
+    #[track_caller]
+    fn write(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).unwrap();
+    }
+
+    #[track_caller]
+    fn read(&mut self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.stream.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    fn option(&mut self, option: u32, data: &[u8]) {
+        self.option_of(option, data.len() as u32, data);
+    }
+
+    /// An option that says `len`, whatever its data have.
+    fn option_of(&mut self, option: u32, len: u32, data: &[u8]) {
+        let mut bytes = Vec::new();
+        OptionHeader { option, len }.put(&mut bytes);
+        bytes.extend(data);
+        self.write(&bytes);
+    }
+
+    #[track_caller]
+    fn reply(&mut self) -> (OptionReply, Vec<u8>) {
+        let reply = OptionReply::parse(&self.read(OptionReply::BYTES)).unwrap();
+        let data = self.read(reply.len as usize);
+        (reply, data)
+    }
+
+    /// Sends a request's header.
+    #[track_caller]
+    fn request(&mut self, command: u16, offset: u64, len: u64) {
+        let flags =
+            if command == cmd::WRITE && self.headers == Headers::Extended { wire::flag::PAYLOAD_LEN } else { 0 };
+        self.flagged(command, flags, offset, len);
+    }
+
+    #[track_caller]
+    fn flagged(&mut self, command: u16, flags: u16, offset: u64, len: u64) {
+        let mut bytes = Vec::new();
+        Request { flags, command, cookie: 7, offset, len }.put(self.headers, &mut bytes);
+        self.write(&bytes);
+    }
+
+    /// The error of a simple reply, which carries no data.
+    #[track_caller]
+    fn error(&mut self) -> u32 {
+        SimpleReply::parse(&self.read(SimpleReply::BYTES)).unwrap().error
+    }
+
+    /// The server has ended the connection: with its end, or with a reset, and nothing else was said.
+    #[track_caller]
+    fn ends(mut self) {
+        let mut rest = Vec::new();
+        match self.stream.read_to_end(&mut rest) {
+            Ok(_) => assert!(rest.is_empty(), "it said {} bytes more", rest.len()),
+            Err(e) => assert_eq!(e.kind(), io::ErrorKind::ConnectionReset, "{e}"),
+        }
+    }
+}
+
+/// The data of NBD_OPT_GO and NBD_OPT_INFO.
+fn go(name: &str) -> Vec<u8> {
+    [&(name.len() as u32).to_be_bytes()[..], name.as_bytes(), &[0, 0]].concat()
+}
+
+/// A client that behaves, on a connection made before the trouble begins.
+struct Good(Raw, u64);
+
+impl Good {
+    fn new(socket: &Path) -> Self {
+        Good(Raw::ready(socket, Headers::Simple), 0)
+    }
+
+    /// Writes and reads back; how long the longer of the two took.
+    #[track_caller]
+    fn works(&mut self) -> Duration {
+        self.1 += 1;
+        let (offset, data) = ((self.1 % 64) << 14, vec![self.1 as u8; 4096]);
+        let start = Instant::now();
+        self.0.request(cmd::WRITE, offset, 4096);
+        self.0.write(&data);
+        assert_eq!(self.0.error(), 0);
+        let wrote = start.elapsed();
+        let start = Instant::now();
+        self.0.request(cmd::READ, offset, 4096);
+        assert_eq!(self.0.error(), 0);
+        assert!(self.0.read(4096) == data, "read something else than was written");
+        wrote.max(start.elapsed())
+    }
+
+    #[track_caller]
+    fn is_unharmed(&mut self) {
+        for _ in 0..20 {
+            let took = self.works();
+            assert!(took < UNHARMED, "a request took {took:?}");
+        }
+    }
+}
+
+fn disk() -> (Folder, Served) {
+    let folder = Folder::new();
+    let disk = Served::empty(&folder, 64 * MB, &[]);
+    (folder, disk)
+}
+
+/// The daemon ends at SIGTERM, soon and well, and its log is short. `held`: what still hangs on to it.
+#[track_caller]
+fn ends<T>(disk: Served, held: T) -> String {
+    let memory = disk.daemon.kilobytes("VmHWM");
+    assert!(memory < MOST_MEMORY, "it took {memory} kB");
+    let log = stop(disk.daemon);
+    drop(held);
+    assert!(log.len() < 64 << 10, "{} bytes of log", log.len());
+    assert!(!log.contains("panicked"), "{log}");
+    log
+}
+
+#[track_caller]
+fn stop(daemon: Daemon) -> String {
+    let start = Instant::now();
+    let log = daemon.stop();
+    assert!(start.elapsed() < SOON, "SIGTERM took {:?}", start.elapsed());
+    log
+}

@@ -1,0 +1,115 @@
+//! The handshake: wrong magic, wrong lengths, too much of everything.
+
+use super::*;
+
+/// Each line: an option, the length that it says, its data, and the answer; None: the connection ends.
+#[test]
+fn options_that_make_no_sense() {
+    let (_folder, disk) = disk();
+    let long = vec![b'x'; 5000];
+    let named = |len: u32, rest: &[u8]| [&len.to_be_bytes()[..], rest].concat();
+    let cases: Vec<(u32, Vec<u8>, Option<u32>)> = vec![
+        (99, vec![], Some(rep::ERR_UNSUP)),
+        (u32::MAX, vec![1; 100], Some(rep::ERR_UNSUP)),
+        (opt::LIST, vec![0], Some(rep::ERR_INVALID)),
+        (opt::STRUCTURED_REPLY, vec![0; 4], Some(rep::ERR_INVALID)),
+        (opt::EXTENDED_HEADERS, vec![0; 4], Some(rep::ERR_INVALID)),
+        (opt::STARTTLS, vec![], Some(rep::ERR_POLICY)),
+        (opt::GO, vec![], Some(rep::ERR_INVALID)),
+        (opt::GO, vec![0; 5], Some(rep::ERR_INVALID)),
+        (opt::GO, named(u32::MAX, b"disk\0\0"), None),
+        (opt::GO, named(5, b"disk\0\0"), Some(rep::ERR_INVALID)),
+        (opt::GO, named(4, b"disk\0\x09\0\0"), Some(rep::ERR_INVALID)),
+        (opt::GO, named(4, b"disk\0\0\0"), Some(rep::ERR_INVALID)),
+        (opt::GO, go("no such"), Some(rep::ERR_UNKNOWN)),
+        (opt::INFO, go(std::str::from_utf8(&long[..4096]).unwrap()), Some(rep::ERR_UNKNOWN)),
+        (opt::INFO, named(4, b"\xff\xfe\0\x01\0\0"), Some(rep::ERR_UNKNOWN)),
+        (opt::INFO, named(5000, &[&long[..], &[0, 0]].concat()), None),
+        (opt::LIST_META_CONTEXT, named(4, b"disk\0\0\0\0"), Some(rep::ERR_INVALID)),
+        (opt::SET_META_CONTEXT, named(4, b"disk\xff\xff\xff\xff"), Some(rep::ERR_INVALID)),
+        (opt::SET_META_CONTEXT, vec![0xff; 64 << 10], None),
+        (77, vec![0; 1 << 20], None),
+    ];
+    for (option, data, answer) in cases {
+        let mut raw = Raw::greeted(&disk.socket);
+        raw.option(option, &data);
+        let (reply, _) = raw.reply();
+        assert_eq!(reply.option, option);
+        match answer {
+            Some(answer) => {
+                assert_eq!(reply.reply, answer, "option {option} with {} bytes: {:#x}", data.len(), reply.reply)
+            }
+            // Any error will do: what counts is that it is one, and that the client goes on.
+            None => {
+                assert!(reply.reply & rep::ERROR != 0, "option {option} with {} bytes: {:#x}", data.len(), reply.reply)
+            }
+        }
+        raw.option(opt::GO, &go("disk"));
+        while raw.reply().0.reply != rep::ACK {}
+    }
+    ends(disk, ());
+}
+
+#[test]
+fn words_that_are_not_of_the_protocol() {
+    let (_folder, disk) = disk();
+    // Handshake flags that nobody has defined.
+    let mut raw = Raw::silent(&disk.socket);
+    raw.read(18);
+    raw.write(&u32::MAX.to_be_bytes());
+    raw.ends();
+    // Not an option.
+    let mut raw = Raw::greeted(&disk.socket);
+    raw.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n");
+    raw.ends();
+    // An option that says 4 GiB: nobody waits for those.
+    let mut raw = Raw::greeted(&disk.socket);
+    raw.option_of(opt::LIST, u32::MAX, &[]);
+    raw.ends();
+    // A name that cannot be: there is no other answer to this option.
+    let mut raw = Raw::greeted(&disk.socket);
+    raw.option(opt::EXPORT_NAME, b"no such");
+    raw.ends();
+    // A request that is none.
+    for headers in [Headers::Simple, Headers::Structured, Headers::Extended] {
+        let mut raw = Raw::ready(&disk.socket, headers);
+        raw.write(&[0x55; 32]);
+        raw.ends();
+    }
+    ends(disk, ());
+}
+
+/// An option takes no more memory than it may, and there is an end to options.
+#[test]
+fn options_without_an_end() {
+    let (_folder, disk) = disk();
+    let mut good = Good::new(&disk.socket);
+    let mut raw = Raw::greeted(&disk.socket);
+    let mut answered = 0;
+    for _ in 0..100_000 {
+        let mut bytes = Vec::new();
+        OptionHeader { option: opt::LIST, len: 0 }.put(&mut bytes);
+        if raw.stream.write_all(&bytes).is_err() {
+            break;
+        }
+        let mut reply = [0; OptionReply::BYTES];
+        while raw.stream.read_exact(&mut reply).is_ok() {
+            let reply = OptionReply::parse(&reply).unwrap();
+            raw.read(reply.len as usize);
+            if reply.reply == rep::ACK {
+                answered += 1;
+                break;
+            }
+        }
+    }
+    assert!((100..100_000).contains(&answered), "{answered} options answered");
+    good.is_unharmed();
+    // Thousands of options, whose answers nobody reads: the client stands still, and is let go in the end.
+    let mut mute = Raw::greeted(&disk.socket);
+    let mut bytes = Vec::new();
+    (0..10_000).for_each(|_| OptionHeader { option: opt::LIST, len: 0 }.put(&mut bytes));
+    let _ = mute.stream.set_write_timeout(Some(Duration::from_secs(1)));
+    let _ = mute.stream.write_all(&bytes);
+    good.is_unharmed();
+    ends(disk, mute);
+}

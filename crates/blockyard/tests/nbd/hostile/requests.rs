@@ -1,0 +1,101 @@
+//! Requests that lie about their lengths, and clients that vanish in the middle of one.
+
+use super::*;
+use wire::errno;
+
+#[test]
+fn lengths_that_cannot_be() {
+    let (_folder, disk) = disk();
+    let mut good = Good::new(&disk.socket);
+    let mut raw = Raw::ready(&disk.socket, Headers::Simple);
+    for (command, offset, len) in [
+        (cmd::READ, 0, u32::MAX.into()),
+        (cmd::READ, u64::MAX, 512),
+        (cmd::READ, u64::MAX - 511, 1024),
+        (cmd::READ, 1 << 63, 512),
+        (cmd::READ, 64 * MB - 1, 2),
+        (cmd::READ, 64 * MB, 1),
+        (cmd::TRIM, 4096, u32::MAX.into()),
+        (cmd::WRITE_ZEROES, u64::MAX - 4095, 4096),
+        (cmd::CACHE, 64 * MB, 1),
+        (cmd::BLOCK_STATUS, 0, 4096),
+        (99, 0, 0),
+        (u16::MAX, u64::MAX, u32::MAX.into()),
+    ] {
+        raw.request(command, offset, len);
+        let error = raw.error();
+        let range = matches!(error, errno::EINVAL | errno::ENOSPC | errno::EOVERFLOW);
+        assert!(range, "command {command} at {offset} of {len}: {error}");
+    }
+    // The data of a write that is refused are passed over, and the next request is understood.
+    raw.request(cmd::WRITE, 64 * MB - 4096, 8192);
+    raw.write(&[0xaa; 8192]);
+    assert_eq!(raw.error(), errno::ENOSPC);
+    raw.request(cmd::READ, 64 * MB - 4096, 4096);
+    assert_eq!(raw.error(), 0);
+    assert!(raw.read(4096).iter().all(|b| *b == 0), "a refused write has written");
+    // A write of 4 GiB is not listened to.
+    raw.request(cmd::WRITE, 0, u32::MAX.into());
+    raw.ends();
+    let mut raw = Raw::ready(&disk.socket, Headers::Extended);
+    raw.request(cmd::WRITE, 0, 1 << 62);
+    raw.ends();
+    good.is_unharmed();
+    ends(disk, ());
+}
+
+/// A write whose data do not all come writes nothing: not even what came.
+#[test]
+fn clients_that_vanish_in_the_middle_of_a_write() {
+    let (folder, disk) = disk();
+    let mut good = Good::new(&disk.socket);
+    for i in 0..50u64 {
+        let mut raw = Raw::ready(&disk.socket, Headers::Structured);
+        raw.request(cmd::WRITE, 32 * MB, 2 * MB);
+        raw.write(&vec![0xbb; (i * 40_000) as usize]);
+        drop(raw);
+    }
+    good.is_unharmed();
+    ends(disk, ());
+    let image = std::fs::read(folder.join("disk.img")).unwrap();
+    assert!(image[32 << 20..34 << 20].iter().all(|b| *b == 0), "half a write is on the disk");
+}
+
+#[test]
+fn clients_that_vanish_in_the_middle_of_reads() {
+    let (_folder, disk) = disk();
+    let mut good = Good::new(&disk.socket);
+    for i in 0..50usize {
+        let mut raw = Raw::ready(&disk.socket, Headers::Simple);
+        (0..40).for_each(|n| raw.request(cmd::READ, n * MB, MB));
+        raw.read(i * 1000);
+        drop(raw);
+    }
+    good.is_unharmed();
+    // All are gone: so is what they held.
+    ends(disk, ());
+}
+
+/// Halves of headers, with a pause in between, and then the rest: slow is not wrong.
+#[test]
+fn requests_that_come_in_pieces() {
+    let (_folder, disk) = disk();
+    let mut raw = Raw::ready(&disk.socket, Headers::Simple);
+    let mut bytes = Vec::new();
+    Request { flags: 0, command: cmd::WRITE, cookie: 9, offset: 4096, len: 3000 }.put(Headers::Simple, &mut bytes);
+    bytes.extend([0xcc; 3000]);
+    let mut read = Vec::new();
+    Request { flags: 0, command: cmd::READ, cookie: 9, offset: 4095, len: 3002 }.put(Headers::Simple, &mut read);
+    // The last piece of the write has the first of the read behind it.
+    bytes.extend(&read[..9]);
+    for piece in bytes.chunks(97) {
+        raw.write(piece);
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert_eq!(raw.error(), 0);
+    read[9..].chunks(3).for_each(|piece| raw.write(piece));
+    assert_eq!(raw.error(), 0);
+    let data = raw.read(3002);
+    assert!(data[0] == 0 && data[3001] == 0 && data[1..3001].iter().all(|b| *b == 0xcc));
+    ends(disk, raw);
+}

@@ -1,0 +1,66 @@
+//! The kernel's own NBD driver: Blockyard serves inside a User Mode Linux guest, whose kernel is the client there.
+
+use std::time::Duration;
+
+use crate::common::{BLOCKYARD, Guest, Kind};
+
+/// mkfs, fio with checksums through the file system, unmount, check; then the image's own contents by Blockyard's disk again,
+/// attached anew by another number of connections; trim gives space back.
+const SCRIPT: &str = r#"
+modprobe nbd nbds_max=2
+truncate -s 400M /tmp/disk.img
+serve() {
+    /host/blockyard --log warn serve /tmp/disk.img --nbd unix:/tmp/s --name disk --cache writeback >/tmp/out & server=$!
+    until grep -qx ready /tmp/out; do kill -0 $server; sleep 0.05; done
+}
+serve
+nbd-client -unix /tmp/s /dev/nbd0 -N disk -C 4 -b 4096
+[[ $(blockdev --getsize64 /dev/nbd0) == $((400 << 20)) ]]
+queue=/sys/block/nbd0/queue
+echo "flush $(<$queue/write_cache) fua $(<$queue/fua) discard $(<$queue/discard_max_bytes) zeroes $(<$queue/write_zeroes_max_bytes)"
+mkfs.ext4 -q -E nodiscard /dev/nbd0
+mount /dev/nbd0 /mnt
+fio --name=verify --directory=/mnt --size=24M --numjobs=2 --rw=randwrite --bsrange=4k-64k --verify=crc32c \
+    --verify_fatal=1 --ioengine=io_uring --iodepth=16 --direct=1 --fsync=64 --group_reporting | grep -E 'err=|READ:|WRITE:'
+dd if=/dev/urandom of=/mnt/file bs=1M count=16 status=none
+sum=$(md5sum </mnt/file)
+umount /mnt
+e2fsck -fn /dev/nbd0
+nbd-client -d /dev/nbd0
+kill $server; wait $server
+# The server came to its end with everything on the disk; a new one, and one connection.
+serve
+nbd-client -unix /tmp/s /dev/nbd0 -N disk
+mount /dev/nbd0 /mnt
+[[ $(md5sum </mnt/file) == "$sum" ]]
+before=$(stat -c %b /tmp/disk.img)
+rm /mnt/file /mnt/verify*
+sync
+fstrim /mnt
+umount /mnt
+e2fsck -fn /dev/nbd0
+blkdiscard -z -o 0 -l 1M /dev/nbd0
+[[ $(head -c 1M /dev/nbd0 | tr -d '\0' | wc -c) == 0 ]]
+nbd-client -d /dev/nbd0
+echo "blocks $before $(stat -c %b /tmp/disk.img)"
+kill $server; wait $server
+! dmesg | grep -iE 'nbd.*(error|failed|timed out)|I/O error'
+"#;
+
+#[test]
+fn a_file_system_on_the_kernels_driver() {
+    let options = ["--file", BLOCKYARD, "--mem", "1G"];
+    let mut guest = Guest::start(Kind::Uml, options, SCRIPT, Duration::from_secs(120));
+    let queue = guest.expect("flush ");
+    assert!(
+        queue.starts_with("write back fua 1 discard") && !queue.contains("discard 0") && !queue.contains("zeroes 0"),
+        "{queue}"
+    );
+    let blocks = guest.expect("blocks ");
+    let out = guest.finish();
+    assert!(out.contains("err= 0") && out.contains("READ:"), "{out}");
+    let (before, after) = blocks.split_once(' ').unwrap();
+    let number = |text: &str| text.parse::<u64>().unwrap();
+    // 16 MiB of file and 48 of fio's, in blocks of 512 bytes.
+    assert!(number(before) > number(after) + (60 << 11), "trim gave nothing back: {blocks}");
+}

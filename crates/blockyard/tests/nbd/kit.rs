@@ -1,0 +1,126 @@
+//! nbdkit's nbd plugin (libnbd) in front of the server, with filters that make trouble: it must be the filter's alone.
+
+use std::process::Command;
+use std::time::Instant;
+
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, guests, run, tool, until};
+use crate::stage::{COPY, MB, Served, address, beside, same, sparse, uri};
+
+/// nbdkit with `filters` (the first is next to the client) and their parameters; the URI to reach it.
+struct Kit {
+    daemon: Daemon,
+    uri: String,
+}
+
+impl Kit {
+    #[track_caller]
+    fn start(folder: &Folder, filters: &[&str], behind: &str, parameters: &[&str]) -> Self {
+        let socket = folder.join("kit");
+        let _ = std::fs::remove_file(&socket);
+        let mut args = vec!["-f".to_string(), "-U".into(), socket.to_str().unwrap().into()];
+        args.extend(filters.iter().map(|f| format!("--filter={f}")));
+        args.extend(["nbd".into(), behind.into()]);
+        args.extend(parameters.iter().map(ToString::to_string));
+        let mut daemon = beside("nbdkit", args);
+        until("nbdkit listens", SOON, || socket.exists() || !daemon.running());
+        assert!(daemon.running(), "{}", daemon.log());
+        Kit { daemon, uri: uri(&socket, "") }
+    }
+}
+
+fn copy(from: &str, to: &str) {
+    run(Command::new(guests().join("tool")).args(["nbdcopy", "--connections=2", from, to]), COPY).good();
+}
+
+/// One request in ten fails before it reaches us, and is tried again: in the end all is there.
+#[test]
+fn requests_that_fail_on_the_way() {
+    let folder = Folder::new();
+    let source = sparse(&folder, "source");
+    let disk = Served::empty(&folder, 64 * MB, &[]);
+    let filters = ["retry-request", "error"];
+    let parameters = ["error-rate=10%", "error=EIO", "retry-request-retries=20", "retry-request-delay=0.001"];
+    let kit = Kit::start(&folder, &filters, &disk.uri(), &parameters);
+    copy(source.to_str().unwrap(), &kit.uri);
+    let back = folder.join("back");
+    copy(&kit.uri, back.to_str().unwrap());
+    same(&source, &back);
+    drop(kit);
+    assert!(!disk.daemon.stop().contains("ERROR"));
+    same(&source, &folder.join("disk.img"));
+}
+
+/// A client that waits 200 ms before each request holds up nobody else, and nothing of ours.
+#[test]
+fn a_slow_client_beside_a_fast_one() {
+    let folder = Folder::new();
+    let disk = Served::empty(&folder, 64 * MB, &[]);
+    let kit = Kit::start(&folder, &["delay"], &disk.uri(), &["rdelay=200ms", "wdelay=200ms"]);
+    let slow = beside("qemu-io", ["-f", "raw", "-c", "write -P 5 32M 4k", "-c", "read -P 5 32M 4k", &kit.uri]);
+    let start = Instant::now();
+    let out =
+        tool("qemu-io", ["-f", "raw", "-c", "write -P 6 0 16M", "-c", "read -P 6 0 16M", "-c", "flush", &disk.uri()]);
+    assert!(!out.good().contains("failed") && start.elapsed() < SOON);
+    let mut slow = slow;
+    assert!(slow.ended(SOON).success() && !slow.out().contains("failed"), "{}", slow.out());
+    drop(kit);
+    disk.daemon.stop();
+}
+
+/// Bits that flip on the way are seen: what reads back the same without the filter does not with it.
+#[test]
+fn bits_that_flip_on_the_way() {
+    let folder = Folder::new();
+    let source = sparse(&folder, "source");
+    let disk = Served::start(&source, folder.join("s"), &[]);
+    let evil = ["evil=cosmic", "evil-probability=1e-7", "evil-seed=6"];
+    let kit = Kit::start(&folder, &["evil"], &disk.uri(), &evil);
+    let (bad, good) = (folder.join("bad"), folder.join("good"));
+    copy(&kit.uri, bad.to_str().unwrap());
+    copy(&disk.uri(), good.to_str().unwrap());
+    same(&source, &good);
+    assert!(std::fs::read(&bad).unwrap() != std::fs::read(&source).unwrap(), "the filter has flipped nothing");
+    drop(kit);
+    disk.daemon.stop();
+}
+
+/// The server is killed in the middle of a copy and started again: the retry filter connects anew, and the copy is whole.
+#[test]
+fn a_server_that_dies_under_a_copy() {
+    let folder = Folder::new();
+    let source = sparse(&folder, "source");
+    let (image, socket) = (folder.image("disk.img", 64 * MB), folder.join("s"));
+    let serve = || -> Daemon {
+        let mut command = Command::new(BLOCKYARD);
+        command.arg("serve").arg(&image).arg("--nbd").arg(address(&socket)).args(["--name", "disk"]);
+        loop {
+            let mut daemon = Daemon::start(&mut command);
+            if daemon.became_ready() {
+                return daemon;
+            }
+            assert!(daemon.log().contains("is in use by"), "{}", daemon.log());
+        }
+    };
+    let mut daemon = serve();
+    // Slow enough that it is not over before the server has died: 5 ms for each of 192 and more requests.
+    let parameters = ["retries=10", "retry-delay=1", "wdelay=20ms"];
+    let kit = Kit::start(&folder, &["retry", "delay"], &uri(&socket, "disk"), &parameters);
+    let mut copy = beside(
+        "nbdcopy",
+        ["--connections=1", "--requests=1", "--request-size=65536", source.to_str().unwrap(), &kit.uri],
+    );
+    for _ in 0..2 {
+        until("some of it is there", SOON, || crate::common::allocated(&image) > MB);
+        assert!(copy.running(), "over too early: {}", copy.log());
+        daemon.kill();
+        daemon = serve();
+    }
+    let status = copy.ended(COPY);
+    assert!(status.success(), "{}", copy.log());
+    // What the copy wrote before a crash is in the page cache or on the disk: it was acknowledged.
+    tool("qemu-io", ["-f", "raw", "-c", "flush", &uri(&socket, "disk")]).good();
+    assert!(kit.daemon.log().len() < 100_000);
+    drop(kit);
+    daemon.stop();
+    same(&source, &image);
+}

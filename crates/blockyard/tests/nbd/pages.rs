@@ -1,0 +1,107 @@
+//! The commands of docs/fio.md, docs/qemu.md and docs/libnbd.md, as they stand there: what begins with "```sh" is run, in the
+//! page's order, in one folder; what begins with "```sh guest" in a User Mode Linux guest, as root.
+//!
+//! `blockyard serve` occupies a terminal of its own, as the pages say: here it goes to the background when it is ready.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use crate::common::{BLOCKYARD, Folder, Kind, guests, run};
+use crate::stage::COPY;
+
+fn page(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(name);
+    std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("reading {}: {e}", path.display()))
+}
+
+/// The blocks with this fence, one after the other.
+fn blocks(page: &str, fence: &str) -> String {
+    let mut inside = false;
+    let mut out = String::new();
+    for line in page.lines() {
+        match (inside, line) {
+            (false, line) if line == fence => inside = true,
+            (true, "```") => inside = false,
+            (true, line) => out += &format!("{line}\n"),
+            _ => {}
+        }
+    }
+    out
+}
+
+/// Serving goes to the background, and ends with the script.
+const SERVE: &str = r#"
+set -euo pipefail
+blockyard() {
+    if [[ $1 != serve ]]; then "$BLOCKYARD" "$@"; return; fi
+    "$BLOCKYARD" "$@" >out 2>>log & servers+=($!)
+    until grep -qx ready out; do kill -0 "${servers[-1]}" || { cat log >&2; return 1; }; sleep 0.05; done
+    rm out
+}
+servers=()
+"#;
+
+const END: &str = r#"
+for server in "${servers[@]}"; do kill "$server"; wait "$server"; done
+echo "all of it has run"
+"#;
+
+fn runs_as_it_stands(name: &str, programs: &[&str]) {
+    let text = blocks(&page(name), "```sh");
+    assert!(text.lines().count() > 5, "{name} has no commands");
+    let folder = Folder::new();
+    let bin = wrappers(&folder, programs);
+    // The script's daemons end with it, however it ends.
+    let script =
+        format!("{SERVE}trap 'kill $(jobs -p) $(cat *.pid 2>/dev/null) 2>/dev/null || :' EXIT\nset -x\n{text}{END}");
+    std::fs::write(folder.join("script"), script).unwrap();
+    let mut command = Command::new("bash");
+    command.arg("script").current_dir(&*folder).env("BLOCKYARD", BLOCKYARD);
+    command.env("PATH", format!("{}:{}", bin.display(), std::env::var("PATH").unwrap()));
+    let finished = run(&mut command, COPY);
+    assert!(finished.status.success(), "{name}: {}\n{}\n{}", finished.status, finished.out, finished.err);
+    assert!(finished.out.contains("all of it has run"), "{name}: {}", finished.out);
+    assert!(!finished.out.contains("verification failed"), "{name}: {}", finished.out);
+}
+
+/// The peers' programs by their own names.
+fn wrappers(folder: &Folder, programs: &[&str]) -> PathBuf {
+    use std::os::unix::fs::PermissionsExt;
+    let bin = folder.join("bin");
+    std::fs::create_dir(&bin).unwrap();
+    let tool = guests().join("tool").canonicalize().unwrap();
+    for program in programs {
+        // nbdkit goes to the background by itself; its process is noted, to be ended with the script.
+        let more = if *program == "nbdkit" { "-P nbdkit-$$.pid" } else { "" };
+        let path = bin.join(program);
+        std::fs::write(&path, format!("#!/bin/sh\nexec {} {program} {more} \"$@\"\n", tool.display())).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    bin
+}
+
+#[test]
+fn fio() {
+    runs_as_it_stands("fio.md", &["fio"]);
+}
+
+#[test]
+fn qemu() {
+    runs_as_it_stands("qemu.md", &["qemu-img", "qemu-io", "qemu-system-x86_64"]);
+}
+
+#[test]
+fn libnbd() {
+    runs_as_it_stands("libnbd.md", &["nbdinfo", "nbdcopy", "nbdsh", "nbdfuse", "nbdkit"]);
+}
+
+#[test]
+fn the_kernels_driver() {
+    let text = blocks(&page("libnbd.md"), "```sh guest");
+    assert!(text.contains("nbd-client"), "libnbd.md has no commands for a guest");
+    let script = format!("cd /tmp\nBLOCKYARD=/host/blockyard\n{SERVE}{text}{END}");
+    let mut guest = crate::common::Guest::start(Kind::Uml, ["--file", BLOCKYARD], &script, Duration::from_secs(60));
+    guest.expect("all of it has run");
+    guest.finish();
+}

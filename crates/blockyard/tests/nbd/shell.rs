@@ -1,0 +1,76 @@
+//! libnbd's own calls, in scripts: what they hold the server to is in each script's text.
+
+use crate::common::Folder;
+use crate::stage::{MB, Served, script, uri};
+
+#[test]
+fn options_of_the_handshake() {
+    let folder = Folder::new();
+    let disk = Served::empty(&folder, 64 * MB, &[]);
+    let out = script("handshake", &disk.uri());
+    assert!(out.lines().filter(|l| l.starts_with("ok ")).count() >= 12, "{out}");
+    disk.daemon.stop();
+}
+
+/// Through the page cache, where any alignment goes straight through, and with O_DIRECT, where it does not.
+#[test]
+fn commands_on_a_raw_disk() {
+    for cache in ["none", "writeback"] {
+        let folder = Folder::new();
+        let disk = Served::empty(&folder, 64 * MB, &["--cache", cache]);
+        script("commands", &disk.uri());
+        disk.daemon.stop();
+    }
+}
+
+#[test]
+fn commands_on_a_qcow2_disk() {
+    let folder = Folder::new();
+    let image = folder.join("disk.qcow2");
+    crate::common::tool("qemu-img", ["create", "-q", "-f", "qcow2", image.to_str().unwrap(), "64M"]).good();
+    let disk = Served::start(&image, folder.join("s"), &[]);
+    script("commands", &disk.uri());
+    disk.daemon.stop();
+    crate::common::tool("qemu-img", ["check", "-q", image.to_str().unwrap()]).good();
+}
+
+/// The default export is also the one without a name.
+#[test]
+fn commands_by_tcp_and_without_a_name() {
+    let folder = Folder::new();
+    let image = folder.image("disk.img", 32 * MB);
+    let port = free_port();
+    let address = format!("tcp:127.0.0.1:{port}");
+    let mut command = std::process::Command::new(crate::common::BLOCKYARD);
+    command.arg("serve").arg(&image).args(["--nbd", &address, "--cache", "writeback"]);
+    let mut daemon = crate::common::Daemon::start(&mut command);
+    daemon.wait_ready();
+    script("commands", &format!("nbd://127.0.0.1:{port}"));
+    script("handshake", &format!("nbd://127.0.0.1:{port}"));
+    daemon.stop();
+}
+
+#[test]
+fn block_status() {
+    let folder = Folder::new();
+    let disk = Served::empty(&folder, 64 * MB, &[]);
+    script("status", &disk.uri());
+    disk.daemon.stop();
+}
+
+#[test]
+fn a_read_only_export() {
+    let folder = Folder::new();
+    let image = folder.image("disk.img", MB);
+    let disk = Served::start(&image, folder.join("s"), &["--read-only"]);
+    script("readonly", &disk.uri());
+    // Its lock is shared: a second server of the same image, read-only too.
+    let second = Served::start(&image, folder.join("t"), &["--read-only"]);
+    script("readonly", &uri(&second.socket, "disk"));
+    disk.daemon.stop();
+    second.daemon.stop();
+}
+
+fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}

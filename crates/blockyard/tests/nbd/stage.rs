@@ -1,0 +1,131 @@
+//! A disk on NBD: its daemon, its socket, its URI; and the programs that are pointed at it.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, TOOL, guests, run, tool, until};
+
+pub const MB: u64 = 1 << 20;
+
+/// One disk, named `disk`, on a Unix socket.
+pub struct Served {
+    pub daemon: Daemon,
+    pub socket: PathBuf,
+}
+
+impl Served {
+    /// `blockyard serve IMAGE --nbd unix:SOCKET --name disk OPTIONS...`, ready.
+    #[track_caller]
+    pub fn start(image: impl AsRef<OsStr>, socket: PathBuf, options: &[&str]) -> Self {
+        let mut command = Command::new(BLOCKYARD);
+        command.arg("serve").arg(image).arg("--nbd").arg(address(&socket)).args(["--name", "disk"]).args(options);
+        let mut daemon = Daemon::start(&mut command);
+        daemon.wait_ready();
+        Served { daemon, socket }
+    }
+
+    /// A sparse raw image of `bytes` in `folder`, on a socket there.
+    #[track_caller]
+    pub fn empty(folder: &Folder, bytes: u64, options: &[&str]) -> Self {
+        Self::start(folder.image("disk.img", bytes), folder.join("s"), options)
+    }
+
+    pub fn uri(&self) -> String {
+        uri(&self.socket, "disk")
+    }
+}
+
+/// `unix:SOCKET`.
+pub fn address(socket: &Path) -> String {
+    format!("unix:{}", socket.display())
+}
+
+pub fn uri(socket: &Path, name: &str) -> String {
+    format!("nbd+unix:///{name}?socket={}", socket.display())
+}
+
+/// Runs one of the scripts of libnbd/ with a URI.
+#[track_caller]
+pub fn script(name: &str, uri: &str) -> String {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nbd/libnbd").join(name).with_extension("py");
+    let mut command = Command::new(guests().join("tool"));
+    command.arg("python3").arg("-B").arg(file).arg(uri);
+    run(&mut command, TOOL).good()
+}
+
+/// Python for libnbd: `nbd` is imported, `URI` is set.
+#[track_caller]
+pub fn python(uri: &str, code: &str) -> Finished {
+    tool("python3", ["-B", "-c", &format!("import nbd\nURI = {uri:?}\n{code}")])
+}
+
+/// qemu-nbd of the tree with the same image: what ours is compared with. Dropped, it is killed.
+pub struct Stock {
+    _daemon: Daemon,
+    pub uri: String,
+}
+
+impl Stock {
+    #[track_caller]
+    pub fn start(image: &Path, format: &str, socket: &Path) -> Self {
+        let mut command = Command::new(guests().join("tool"));
+        command
+            .args(["qemu-nbd", "-t", "-r", "-A", "-e", "8", "-x", "disk", "-f", format, "-k"])
+            .arg(socket)
+            .arg(image);
+        let daemon = Daemon::start(&mut command);
+        until("qemu-nbd listens", SOON, || socket.exists());
+        Stock { _daemon: daemon, uri: uri(socket, "disk") }
+    }
+}
+
+/// Any program of the tree that runs on beside the test. Dropped, it is killed.
+#[track_caller]
+pub fn beside<S: AsRef<OsStr>>(name: &str, args: impl IntoIterator<Item = S>) -> Daemon {
+    Daemon::start(Command::new(guests().join("tool")).arg(name).args(args))
+}
+
+/// Bytes that look like nothing, the same for the same seed.
+pub fn noise(bytes: u64, seed: u64) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as u8
+    };
+    (0..bytes).map(|_| next()).collect()
+}
+
+/// A sparse file of 64 MiB with noise here and there, whose end is a hole.
+pub fn sparse(folder: &Folder, name: &str) -> PathBuf {
+    use std::os::unix::fs::FileExt;
+    let path = folder.image(name, 64 * MB);
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    for (offset, len) in [(0, MB), (5 * MB, 3 * MB), (20 * MB + 4096, 64 << 10), (40 * MB, 8 * MB)] {
+        file.write_all_at(&noise(len, offset + 1), offset).unwrap();
+    }
+    file.sync_all().unwrap();
+    path
+}
+
+/// Whether two files hold the same; told without their bytes.
+#[track_caller]
+pub fn same(a: &Path, b: &Path) {
+    let read = |p: &Path| std::fs::read(p).unwrap_or_else(|e| panic!("reading {}: {e}", p.display()));
+    let (left, right) = (read(a), read(b));
+    let first = left.iter().zip(&right).position(|(a, b)| a != b);
+    assert!(
+        left == right,
+        "{} ({} bytes) is not {} ({} bytes): first at {first:?}",
+        a.display(),
+        left.len(),
+        b.display(),
+        right.len()
+    );
+}
+
+/// For what copies a disk on a busy machine.
+pub const COPY: Duration = Duration::from_secs(120);
