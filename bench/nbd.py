@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Compares NBD servers: Blockyard, qemu-nbd and nbdkit's file plugin, over a Unix socket, with fio's nbd engine (libnbd).
+
+Each round measures all systems of a row one after the other, beginning with another one each time; figures are medians of
+the rounds. A job of fio is a connection, and its depth is that connection's. CPU is the server's, all of its threads
+(/proc/PID/stat), for each I/O.
+
+  direct  a file on the disk, O_DIRECT: qemu-nbd --cache=none --aio=io_uring. nbdkit's file plugin has no O_DIRECT: its
+          cache=none drops the pages behind itself
+  cached  the same file in the page cache: qemu-nbd --cache=writeback with io_uring or threads (--qemu-aio), nbdkit as it is
+  null    no storage at all: what the protocol costs
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+
+import compare
+
+ROOT = compare.ROOT
+TOOL = str(ROOT / "guests" / "tool")
+SYSTEMS = ["blockyard", "qemu-nbd", "nbdkit"]
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+class Row:
+    """One kind of load."""
+
+    def __init__(self, under, rw, bs, depth, connections):
+        self.under, self.rw, self.bs, self.depth, self.connections = under, rw, bs, depth, connections
+        pattern = "random" if rw.startswith("rand") else "sequential"
+        self.name = (f"{under}: {bs} {pattern} {rw.removeprefix('rand')}, depth {depth}, "
+                     f"{connections} connection{'s'[:connections > 1]}")
+
+
+def rows():
+    table = []
+    for under in ["direct", "cached"]:
+        for connections in [1, 4]:
+            for rw in ["randread", "randwrite"]:
+                table += [Row(under, rw, "4k", depth, connections) for depth in [1, 32, 64]]
+            table += [Row(under, rw, "1M", 8, connections) for rw in ["read", "write"]]
+    return table + [Row("null", rw, bs, 32, n) for rw, bs in [("randread", "4k"), ("randwrite", "4k"), ("read", "1M")]
+                    for n in [1, 4]]
+
+
+def server(system, row, image, folder, args):
+    socket, null = folder / f"{system}.sock", row.under == "null"
+    if system == "blockyard":
+        cache = "none" if row.under == "direct" else "writeback"
+        command = [args.program, "--log", "error", "serve", "null:2G" if null else str(image), "--nbd", f"unix:{socket}",
+                   "--name", "disk", "--cache", cache, "--reactors", str(args.reactors)]
+        return compare.Server(command, socket, "ready")
+    if system == "qemu-nbd":
+        what = ["null-co://"] if null else ["-f", "raw", "--discard=unmap", str(image)]
+        if row.under == "direct":
+            what = ["--cache=none", "--aio=io_uring", *what]
+        elif not null:
+            what = ["--cache=writeback", f"--aio={args.qemu_aio}", *what]
+        return compare.Server([TOOL, "qemu-nbd", "-t", "-e", "8", "-x", "disk", "-k", str(socket), *what], socket, None)
+    what = ["null", "2G"] if null else ["file", str(image)] + (["cache=none"] if row.under == "direct" else [])
+    return compare.Server([TOOL, "nbdkit", "-f", "-e", "disk", "-U", str(socket), *what], socket, None)
+
+
+def cpu_seconds(pid):
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def measure(system, row, image, folder, args):
+    size = f"{min(args.size, 1024)}m" if row.under == "null" else f"{args.size // row.connections}m"
+    with server(system, row, image, folder, args) as back:
+        uri = f"nbd+unix:///disk?socket={back.socket}"
+        fio = [TOOL, "fio", "--output-format=json", "--name=load", "--ioengine=nbd", f"--uri={uri}", f"--rw={row.rw}",
+               f"--bs={row.bs}", f"--iodepth={row.depth}", f"--numjobs={row.connections}", "--group_reporting",
+               "--thread", "--norandommap", "--randrepeat=0", "--time_based", f"--runtime={args.seconds}",
+               f"--size={size}"]
+        if row.under != "null" and row.connections > 1:
+            fio.append(f"--offset_increment={size}")
+        before = cpu_seconds(back.process.pid)
+        out = subprocess.run(fio, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+        if out.returncode:
+            sys.exit(f"{' '.join(fio)}: {out.stderr}")
+        used = cpu_seconds(back.process.pid) - before
+    job = json.loads(out.stdout[out.stdout.index("{"):])["jobs"][0]
+    side = job["read" if "read" in row.rw else "write"]
+    percentile = side["clat_ns"]["percentile"]
+    return dict(iops=side["iops"], bytes_per_second=side["bw_bytes"], p50=percentile["50.000000"] / 1000,
+                p99=percentile["99.000000"] / 1000, cpu_us=used * 1e6 / max(side["total_ios"], 1))
+
+
+def run(args):
+    folder = pathlib.Path(args.folder or tempfile.mkdtemp(prefix="blockyard-nbd-", dir="/var/tmp"))
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = re.compile(args.only or "")
+    chosen = [row for row in rows() if wanted.search(row.name)]
+    results = {row.name: {system: [] for system in SYSTEMS} for row in chosen}
+    try:
+        image = compare.prepare(folder, args.size << 20)
+        for turn in range(args.rounds):
+            for row in chosen:
+                at = turn % len(SYSTEMS)
+                for system in SYSTEMS[at:] + SYSTEMS[:at]:
+                    if row.under != "null":
+                        compare.settle(image, row.under == "cached")
+                    figure = measure(system, row, image, folder, args)
+                    results[row.name][system].append(figure)
+                    print(f"round {turn + 1} {row.name}: {system} {figure['iops']:.0f}, {figure['cpu_us']:.1f} us",
+                          file=sys.stderr, flush=True)
+    finally:
+        if not args.folder:
+            shutil.rmtree(folder, ignore_errors=True)
+    return chosen, results
+
+
+def table(chosen, results):
+    out = ["| load | " + " | ".join(f"{s}, IOPS" for s in SYSTEMS) + " | to the better peer | p99 us | CPU us/I/O: " +
+           " | ".join(SYSTEMS) + " | to the better peer |", "|---" + "|--:" * 9 + "|"]
+    for row in chosen:
+        by = results[row.name]
+        iops, cpu, p99 = ({s: statistics.median(f[key] for f in by[s]) for s in SYSTEMS} for key in ["iops", "cpu_us", "p99"])
+        peers = SYSTEMS[1:]
+        out.append("| " + " | ".join([row.name, *(f"{iops[s]:,.0f}" for s in SYSTEMS),
+                                      f"{iops['blockyard'] / max(iops[s] for s in peers):.2f}",
+                                      " / ".join(f"{p99[s]:,.0f}" for s in SYSTEMS), *(f"{cpu[s]:.1f}" for s in SYSTEMS),
+                                      f"{cpu['blockyard'] / min(cpu[s] for s in peers):.2f}"]) + " |")
+    return "\n".join(out)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--program", default=str(ROOT / "target" / "release" / "blockyard"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--size", type=int, default=2048, help="of the file, in MiB")
+    parser.add_argument("--reactors", type=int, default=1, help="of Blockyard")
+    parser.add_argument("--qemu-aio", default="threads", help="of qemu-nbd through the page cache")
+    parser.add_argument("--folder", help="keeps the file here for the next time")
+    parser.add_argument("--only", help="rows whose name matches this regular expression")
+    parser.add_argument("--json", help="writes all figures of all rounds here")
+    args = parser.parse_args()
+    chosen, results = run(args)
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(results, indent=1))
+    print(table(chosen, results))
+
+
+if __name__ == "__main__":
+    main()
