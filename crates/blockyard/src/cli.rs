@@ -31,6 +31,10 @@ pub struct Cli {
 pub enum Command {
     /// Serve a disk image (or many, by --config) to guests.
     Serve(Box<ServeOptions>),
+    /// Make a disk image a block device of this host: prints the device, and serves it in the background until `detach`.
+    Attach(Box<AttachOptions>),
+    /// Remove a block device that `attach` or `serve --ublk` has made.
+    Detach(DetachOptions),
     /// Make, look at, check and change disk images: the commands of qemu-img, with its options and its JSON.
     #[command(subcommand)]
     Image(Box<crate::image::Command>),
@@ -76,6 +80,10 @@ pub struct ServeOptions {
     #[arg(long, value_name = "FILE", conflicts_with = "DiskArgs")]
     pub config: Option<PathBuf>,
 
+    /// Tells the device, and ends with it: for `attach`.
+    #[arg(long, hide = true)]
+    pub attached: bool,
+
     /// Only read the configuration file, and say what is wrong with it.
     #[arg(long, requires = "config")]
     pub check_config: bool,
@@ -99,6 +107,29 @@ pub struct ServeOptions {
 
     #[command(flatten)]
     pub nbd: NbdArgs,
+}
+
+#[derive(Args)]
+pub struct AttachOptions {
+    #[command(flatten)]
+    pub disk: DiskArgs,
+}
+
+#[derive(Args)]
+pub struct DetachOptions {
+    /// The block device, such as /dev/ublkb0.
+    pub device: PathBuf,
+
+    /// Remove it also while it is mounted, or used otherwise: what is written then is lost.
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// The N of /dev/ublkbN.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum UblkNumber {
+    Any,
+    Number(u32),
 }
 
 /// A list of processors.
@@ -130,7 +161,7 @@ pub struct DiskArgs {
     /// The image: a file, a block device, an NBD server's export (nbd://HOST[:PORT]/EXPORT or
     /// nbd+unix:///EXPORT?socket=PATH: docs/remote-images.md), or null:SIZE (forgets writes), ram:SIZE (forgets at exit) or
     /// delay:SIZE,... (forgets writes, and takes the time that a device would take: docs/filters.md).
-    #[arg(value_name = "IMAGE", required = false, required_unless_present = "config")]
+    #[arg(value_name = "IMAGE", required = false)]
     pub image: PathBuf,
 
     /// Offer the disk to a virtual machine on this Unix socket; fd:N or fd:NAME takes one that is inherited (systemd).
@@ -154,6 +185,12 @@ pub struct DiskArgs {
     #[arg(long, value_name = "BYTES", value_parser = parse_block, help_heading = "Ways in")]
     #[serde(default, deserialize_with = "crate::nbd::block")]
     pub nbd_block_size: Option<u32>,
+
+    /// Make the disk a block device of this host, /dev/ublkbN; which one, N says. What a server of this disk left is taken
+    /// over.
+    #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "any", value_parser = parse_ublk, help_heading = "Ways in")]
+    #[serde(default, deserialize_with = "config::ublk")]
+    pub ublk: Option<UblkNumber>,
 
     /// What NBD clients are told that the disk is.
     #[arg(long, value_name = "TEXT", help_heading = "Ways in")]
@@ -309,6 +346,15 @@ fn parse_cache(s: &str) -> Result<CacheMode, String> {
 
 fn parse_format(s: &str) -> Result<Format, String> {
     s.parse()
+}
+
+pub fn parse_ublk(s: &str) -> Result<UblkNumber, String> {
+    if s == "any" {
+        return Ok(UblkNumber::Any);
+    }
+    // The driver has 20 bits for them.
+    let number = s.parse().ok().filter(|n| *n < 1 << 20).map(UblkNumber::Number);
+    number.ok_or_else(|| format!("\"{s}\": the number of a ublk device is the N of /dev/ublkbN, 0 to 1048575"))
 }
 
 pub fn parse_size(s: &str) -> Result<u64, String> {

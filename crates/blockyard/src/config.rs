@@ -10,7 +10,7 @@ use blockyard_export::vhost_user::{Coalesce, PollMode};
 use blockyard_image::{ChainOptions, Format, nbd};
 use serde::{Deserialize, Deserializer};
 
-use crate::cli::{self, DiskArgs};
+use crate::cli::{self, DiskArgs, UblkNumber};
 use crate::knobs::{self, GroupArgs};
 use crate::nbd::NbdArgs;
 
@@ -63,6 +63,7 @@ impl Config {
             knobs::check(&group.knobs()).map_err(|e| format!("group \"{name}\": {e}"))?;
         }
         let (mut names, mut sockets, mut exports) = (HashSet::new(), HashSet::new(), HashSet::new());
+        let mut devices = HashSet::new();
         for disk in &self.disks {
             let name = disk.name();
             if !names.insert(name.clone()) {
@@ -77,7 +78,12 @@ impl Config {
                 return Err(format!("disk \"{name}\": another disk has that name at {address} already"));
             }
             if disk.ways_in().is_empty() {
-                return Err(format!("disk \"{name}\": say a way in: vhost-user or nbd"));
+                return Err(format!("disk \"{name}\": say a way in: vhost-user, nbd or ublk"));
+            }
+            if let Some(UblkNumber::Number(n)) = disk.ublk
+                && !devices.insert(n)
+            {
+                return Err(format!("disk \"{name}\": another disk is /dev/ublkb{n} already"));
             }
             if !(1..=256).contains(&disk.queues) {
                 return Err(format!("disk \"{name}\": queues is a number from 1 to 256"));
@@ -106,7 +112,18 @@ impl DiskArgs {
 
     /// Where it is offered.
     pub fn ways_in(&self) -> Vec<String> {
-        self.vhost_user.clone().into_iter().chain(self.nbd.as_ref().map(ToString::to_string)).collect()
+        let ublk = self.ublk.map(|number| match number {
+            UblkNumber::Any => "a ublk device".to_string(),
+            UblkNumber::Number(number) => format!("/dev/ublkb{number}"),
+        });
+        let nbd = self.nbd.as_ref().map(ToString::to_string);
+        self.vhost_user.clone().into_iter().chain(nbd).chain(ublk).collect()
+    }
+
+    /// What tells the disk from others, from one run of the program to the next.
+    pub fn identity(&self) -> String {
+        let path = || std::fs::canonicalize(&self.image).unwrap_or_else(|_| self.image.clone());
+        self.name.clone().unwrap_or_else(|| path().to_string_lossy().into_owned())
     }
 
     /// The format that is told, or that the image's name says. Other names mean raw, unless they are those of formats that
@@ -191,6 +208,20 @@ pub fn parsed<'de, D: Deserializer<'de>, T>(d: D, parse: fn(&str) -> Result<T, S
     parse(&text).map_err(serde::de::Error::custom)
 }
 
+/// true: any device; a number: this one.
+pub fn ublk<'de, D: Deserializer<'de>>(d: D) -> Result<Option<UblkNumber>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "it is true, false, or the N of /dev/ublkbN")]
+    enum Value {
+        Wanted(bool),
+        Number(u32),
+    }
+    match Value::deserialize(d)? {
+        Value::Wanted(wanted) => Ok(wanted.then_some(UblkNumber::Any)),
+        Value::Number(number) => cli::parse_ublk(&number.to_string()).map(Some).map_err(serde::de::Error::custom),
+    }
+}
+
 pub fn poll<'de, D: Deserializer<'de>>(d: D) -> Result<PollMode, D::Error> {
     parsed(d, cli::parse_poll)
 }
@@ -265,6 +296,9 @@ mod tests {
             (format!("{disk}queue-size = 100\n"), "a power of two"),
             (format!("{disk}{disk}"), "two disks are called \"a\""),
             (format!("{disk}nbd = \"tcp:5\"\n"), "line 4: \"tcp:5\": an NBD address is"),
+            (format!("{disk}ublk = \"x\"\n"), "line 4: it is true, false, or the N of /dev/ublkbN"),
+            (format!("{disk}ublk = 4294967295\n"), "the number of a ublk device is"),
+            (format!("{disk}ublk = 3\n[[disk]]\nimage = \"b\"\nublk = 3\n"), "disk \"b\": another disk is /dev/ublkb3"),
             ("[nbd]\nmax-clients = 0\n".into(), "line 2: "),
             (format!("{disk}weight = 0\n"), "line 4: a weight is a number from 1 to 10000"),
             (format!("{disk}iops = \"10,max=5\"\n"), "line 4: limit \"10,max=5\": max is less than the rate"),

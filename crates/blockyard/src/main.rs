@@ -3,6 +3,7 @@
 //! The top floor: command line, configuration, start-up and shutdown. Exit status: 0 done, 1 failed, 2 usage; of
 //! `image check` also 3 (corrupt) and 4 (leaks only), of `image compare` 0 same, 1 different, 2 failed.
 
+mod attach;
 mod cli;
 mod config;
 mod image;
@@ -23,6 +24,8 @@ fn main() -> ExitCode {
     start_log(cli.log);
     let result = match cli.command {
         Command::Serve(options) => serve::run(&options),
+        Command::Attach(options) => attach::attach(&options),
+        Command::Detach(options) => attach::detach(&options),
         Command::Image(command) => match image::run(&command) {
             Ok(status) => return ExitCode::from(status),
             Err(failure) => Err(failure),

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source, Statistics, sched_time};
+use blockyard_export::ublk::{Ublk, UblkOptions};
 use blockyard_export::vhost_user::{QueueShape, Tuning, VhostUser};
 use blockyard_export::{Listener, Reactors};
 use blockyard_image::Format;
@@ -14,11 +15,11 @@ use blockyard_sched::Knobs;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 
-use crate::cli::{DiskArgs, ServeOptions};
+use crate::cli::{DiskArgs, ServeOptions, UblkNumber};
 use crate::config::Config;
 use crate::nbd::Servers;
 use crate::shares::{self, Shares};
-use crate::{Failure, inherited, knobs};
+use crate::{Failure, attach, inherited, knobs};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let config = read(options).map_err(Failure::usage)?;
@@ -31,15 +32,21 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         return Ok(());
     }
     // Before any thread, so that signals reach none of them but the one that waits.
+    if options.attached {
+        attach::leave_terminal();
+    }
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);
     let cpus = options.cpus.as_ref().map_or(&[][..], |c| &c.0);
     let reactors = Reactors::start(reactors.into(), cpus).map_err(explain_io_uring)?;
     let reactors = Arc::new(reactors);
     let nbd = Servers::new(options.nbd.or(&config.nbd), reactors.clone());
-    let mut yard = Yard { reactors, shares, nbd, disks: Vec::new() };
+    let mut yard = Yard { reactors, shares, nbd, disks: Vec::new(), attached: options.attached };
     for disk in config.disks {
         yard.open(disk)?;
+    }
+    if options.attached {
+        attach::tell(yard.disks.iter().find_map(|d| d.ublk.as_ref()))?;
     }
     println!("ready");
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
@@ -58,7 +65,7 @@ fn read(options: &ServeOptions) -> anyhow::Result<Config> {
     match (&options.config, &options.disk) {
         (Some(path), _) => Ok(Config::read(path)?),
         (None, Some(disk)) => Ok(Config { disks: vec![disk.clone()], ..Config::default() }),
-        (None, None) => anyhow::bail!("say an image and a way in (--vhost-user, --nbd), or --config FILE"),
+        (None, None) => anyhow::bail!("say an IMAGE and a way in (--vhost-user, --nbd, --ublk), or --config FILE"),
     }
 }
 
@@ -66,7 +73,7 @@ fn read(options: &ServeOptions) -> anyhow::Result<Config> {
 fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     let image = disk.image.display();
     if disk.ways_in().is_empty() {
-        anyhow::bail!("image {image}: say a way in: --vhost-user SOCKET or --nbd ADDRESS");
+        anyhow::bail!("image {image}: say a way in: --vhost-user SOCKET, --nbd ADDRESS or --ublk");
     }
     let format = disk.format().map_err(anyhow::Error::msg)?;
     if format == Format::Raw {
@@ -110,6 +117,8 @@ struct Yard {
     shares: Shares,
     nbd: Servers,
     disks: Vec<Serving>,
+    /// The program is there for one device, and ends with it.
+    attached: bool,
 }
 
 struct Serving {
@@ -117,6 +126,7 @@ struct Serving {
     disk: Arc<Disk>,
     /// The ways in that are this disk's own.
     vhost_user: Option<VhostUser>,
+    ublk: Option<Ublk>,
 }
 
 impl Yard {
@@ -144,6 +154,18 @@ impl Yard {
             let offered = self.nbd.offer(address, &disk, &args);
             offered.with_context(|| format!("disk {name}: offering it by NBD"))?;
         }
+        let ublk = match args.ublk {
+            Some(number) => match self.ublk(&args, number, &disk) {
+                Ok(export) => Some(export),
+                Err(e) => {
+                    drop(vhost_user);
+                    self.nbd.withdraw(&disk);
+                    blockyard_export::close(&disk, &self.reactors);
+                    return Err(e);
+                }
+            },
+            None => None,
+        };
         tracing::info!(
             disk = name,
             bytes = disk.capacity(),
@@ -152,7 +174,7 @@ impl Yard {
             disk.source().chain().map_or_else(|| args.image.display().to_string(), |chain| chain.describe()),
             args.ways_in().join(" and ")
         );
-        self.disks.push(Serving { args, disk, vhost_user });
+        self.disks.push(Serving { args, disk, vhost_user, ublk });
         Ok(())
     }
 
@@ -169,6 +191,18 @@ impl Yard {
             pin_memory: args.pin_memory,
         };
         VhostUser::start(disk.clone(), listener, shape, tuning, self.reactors.clone())
+            .with_context(|| format!("disk {}: starting its export", disk.name()))
+    }
+
+    fn ublk(&self, args: &DiskArgs, number: UblkNumber, disk: &Arc<Disk>) -> anyhow::Result<Ublk> {
+        let id = match number {
+            UblkNumber::Any => None,
+            UblkNumber::Number(number) => Some(number),
+        };
+        let shape = QueueShape { queues: args.queues, size: args.queue_size };
+        let options = UblkOptions { id, shape, identity: args.identity() };
+        let ended = attach::ended(disk.name().to_string(), self.attached);
+        Ublk::start(disk.clone(), &options, &self.reactors, ended)
             .with_context(|| format!("disk {}: starting its export", disk.name()))
     }
 
@@ -195,7 +229,7 @@ impl Yard {
             old.push(serving.args.clone());
             serving.close(&mut self.nbd, &self.reactors);
         }
-        for serving in &self.disks {
+        for serving in &mut self.disks {
             serving.refresh();
         }
         for args in config.disks {
@@ -253,11 +287,12 @@ impl Serving {
     }
 
     /// Takes over a size that a person changed.
-    fn refresh(&self) {
+    fn refresh(&mut self) {
         match self.disk.refresh_capacity() {
             Ok(Some(bytes)) => {
                 tracing::info!(disk = self.disk.name(), bytes, "the image has a new size");
                 self.vhost_user.iter().for_each(VhostUser::config_changed);
+                self.ublk.iter_mut().for_each(Ublk::config_changed);
             }
             Ok(None) => {}
             Err(e) => tracing::error!(disk = self.disk.name(), "finding the image's size: {e}"),
@@ -302,6 +337,7 @@ impl Serving {
     /// Drains, flushes, lets go; false when the flush failed.
     fn close(mut self, nbd: &mut Servers, reactors: &Reactors) -> bool {
         self.vhost_user.iter_mut().for_each(VhostUser::stop);
+        self.ublk.iter_mut().for_each(Ublk::stop);
         nbd.withdraw(&self.disk);
         self.log_statistics(reactors);
         blockyard_export::close(&self.disk, reactors)

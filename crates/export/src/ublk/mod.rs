@@ -22,10 +22,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, Source};
-use blockyard_image::SECTOR;
+use blockyard_image::{ImageFile, SECTOR};
 use blockyard_ring::ublk::abi::{self, DeviceInfo};
 use blockyard_ring::ublk::{self, Control, Device, QueueError};
 use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
 
 use crate::Reactors;
 use crate::vhost_user::QueueShape;
@@ -49,9 +50,13 @@ pub enum UblkError {
          /dev/ublkb{id})"
     )]
     Another { id: u32 },
-    #[error("/dev/ublkb{id}: {what}: {source}")]
+    #[error("there is no device /dev/ublkb{id}")]
+    Missing { id: u32 },
+    #[error("/dev/ublkb{id} is in use: unmount it first")]
+    InUse { id: u32 },
+    #[error("/dev/ublkb{id}: {what}")]
     Device { id: u32, what: &'static str, source: io::Error },
-    #[error("/dev/ublkb{id}, queue {queue}: {source}")]
+    #[error("/dev/ublkb{id}, queue {queue}")]
     Queue { id: u32, queue: u16, source: QueueError },
 }
 
@@ -260,6 +265,11 @@ impl Ublk {
         }
         self.queues.iter().for_each(QueueHandle::drain);
         let stopped = self.shared.live.load(Ordering::SeqCst) == 0 || self.let_go();
+        if !stopped && self.device.flags & abi::F_QUIESCE != 0 {
+            // Else it is left when this process ends, and not before.
+            let quiesced = self.control.quiesce(&self.device, PATIENCE.as_millis() as u64);
+            let _ = quiesced.inspect_err(|e| tracing::warn!(disk = self.name(), "quiescing its device: {e}"));
+        }
         for queue in self.queues.drain(..) {
             if stopped { queue.wait() } else { queue.leave() }
         }
@@ -283,24 +293,16 @@ impl Ublk {
         }
     }
 
-    /// Stops the device if nobody has it open; udev may have it, for a moment.
+    /// Stops the device if nobody has it open, or somebody else has stopped it.
     fn let_go(&mut self) -> bool {
-        for _ in 0..20 {
-            let result = if self.device.flags & abi::F_SAFE_STOP_DEV != 0 {
-                self.control.try_stop(&self.device)
-            } else {
-                blockyard_ring::host::claim(&self.path()).and_then(|()| self.control.stop(&self.device))
-            };
-            match result.map_err(|e| (Errno::from_io_error(&e), e)) {
-                Ok(()) | Err((Some(Errno::NODEV | Errno::NXIO | Errno::NOENT), _)) => return true,
-                Err((Some(Errno::BUSY), _)) => std::thread::sleep(Duration::from_millis(50)),
-                Err((_, e)) => {
-                    tracing::warn!(disk = self.name(), "stopping {}: {e}", self.path().display());
-                    return false;
-                }
+        match stop_unused(&mut self.control, &self.device).map_err(|e| (Errno::from_io_error(&e), e)) {
+            Ok(()) | Err((Some(Errno::NODEV | Errno::NXIO | Errno::NOENT), _)) => true,
+            Err((Some(Errno::BUSY), _)) => false,
+            Err((_, e)) => {
+                tracing::warn!(disk = self.name(), "stopping {}: {e}", self.path().display());
+                false
             }
         }
-        false
     }
 }
 
@@ -310,13 +312,54 @@ impl Drop for Ublk {
     }
 }
 
-/// Whether the image's files are read into, and written from, memory that the kernel names. Through the page cache, and in
-/// memory, data are copied anyway, and cheaper by this process; and a back end that leaves memory as it is must not be
-/// given the kernel's.
+/// Removes a device, whoever serves it; the process that does, if there is one. `force`: also while it is in use.
+pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
+    let error = |what| move |source| UblkError::Device { id, what, source };
+    let mut control = Control::open().map_err(UblkError::Control)?;
+    let device = control.info(id).map_err(|e| match Errno::from_io_error(&e) {
+        Some(Errno::NODEV | Errno::NOENT) => UblkError::Missing { id },
+        _ => error("asking what it is")(e),
+    })?;
+    let server = Pid::from_raw(device.server.max(0)).filter(|pid| test_kill_process(*pid) != Err(Errno::SRCH));
+    let stopped = if force { control.stop(&device) } else { stop_unused(&mut control, &device) };
+    match stopped.map_err(|e| (Errno::from_io_error(&e), e)) {
+        // Never started, or stopped by another: there is no block device.
+        Ok(()) | Err((Some(Errno::NODEV | Errno::NXIO | Errno::NOENT), _)) => {}
+        Err((Some(Errno::BUSY), _)) => return Err(UblkError::InUse { id }),
+        Err((_, e)) => return Err(error("stopping it")(e)),
+    }
+    match control.delete(&device) {
+        // Its server was faster.
+        Err(e) if Errno::from_io_error(&e) != Some(Errno::NODEV) => Err(error("removing it")(e)),
+        _ => Ok(server),
+    }
+}
+
+/// Stops a device if nobody uses it (`ResourceBusy`: somebody does); udev may have it open, for a moment.
+fn stop_unused(control: &mut Control, device: &DeviceInfo) -> io::Result<()> {
+    let mut stop = || {
+        if device.flags & (abi::F_SAFE_STOP_DEV | abi::F_UNPRIVILEGED_DEV) == abi::F_SAFE_STOP_DEV {
+            return control.try_stop(device);
+        }
+        blockyard_ring::host::claim(&ublk::block_device(device.id)).and_then(|()| control.stop(device))
+    };
+    for _ in 0..20 {
+        match stop() {
+            Err(e) if Errno::from_io_error(&e) == Some(Errno::BUSY) => std::thread::sleep(Duration::from_millis(50)),
+            done => return done,
+        }
+    }
+    stop()
+}
+
+/// Whether the image's files are read into, and written from, memory that the kernel names. Through the page cache, over the
+/// network and in memory data are copied anyway, and cheaper by this process; and a back end that leaves memory as it is
+/// must not be given the kernel's.
 fn is_direct(disk: &Disk) -> bool {
+    let here = |file: &ImageFile| file.direct() && file.fd().is_some();
     match disk.source() {
-        Source::File(file) | Source::Delay { file: Some(file), .. } => file.direct(),
-        Source::Chain(chain) => chain.top().file.direct(),
+        Source::File(file) | Source::Delay { file: Some(file), .. } => here(&file),
+        Source::Chain(chain) => chain.layers().iter().all(|layer| here(&layer.file)),
         Source::Ram(_) | Source::Null { .. } | Source::Delay { file: None, .. } | Source::Gone { .. } => false,
     }
 }

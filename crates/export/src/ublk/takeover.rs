@@ -50,10 +50,14 @@ fn wait_left(control: &mut Control, id: u32) -> Result<Option<DeviceInfo>, UblkE
         };
         match info.state {
             abi::S_QUIESCED => return Ok(Some(info)),
-            // Added, and never started: its server died too early.
+            // Added, and never started, for its server died too early; or removed, and still open.
             abi::S_DEAD if !is_alive(&info) => {
-                control.delete(&info).map_err(|e| error("removing what a server left", e))?;
-                return Ok(None);
+                let deleted = control.delete(&info);
+                if start.elapsed() > PATIENCE {
+                    let why = deleted.err().unwrap_or_else(|| Errno::BUSY.into());
+                    return Err(error("removing what a server has left of it", why));
+                }
+                std::thread::sleep(Duration::from_millis(10));
             }
             _ if is_alive(&info) || start.elapsed() > PATIENCE => {
                 return Err(UblkError::Served { id, server: info.server });

@@ -72,6 +72,7 @@ pub(super) const START_USER_RECOVERY: u32 = control(3, 0x10);
 pub(super) const END_USER_RECOVERY: u32 = control(3, 0x11);
 pub(super) const GET_DEV_INFO2: u32 = control(2, 0x12);
 pub(super) const GET_FEATURES: u32 = control(2, 0x13);
+pub(super) const DEL_DEV_ASYNC: u32 = control(2, 0x14);
 pub(super) const UPDATE_SIZE: u32 = control(3, 0x15);
 pub(super) const QUIESCE_DEV: u32 = control(3, 0x16);
 pub(super) const TRY_STOP_DEV: u32 = control(3, 0x17);

@@ -87,14 +87,20 @@ impl Control {
         self.plain(abi::STOP_DEV, device, 0)
     }
 
-    /// The same, unless somebody has it open: `ResourceBusy`.
+    /// The same, unless somebody has it open: `ResourceBusy`. Not for a user's own.
     pub fn try_stop(&mut self, device: &DeviceInfo) -> io::Result<()> {
         self.plain(abi::TRY_STOP_DEV, device, 0)
     }
 
-    /// Forgets it, when its character device is closed.
+    /// Removes it; its number is free when nobody has it open any more, which is not waited for (but before Linux 6.7).
     pub fn delete(&mut self, device: &DeviceInfo) -> io::Result<()> {
-        self.plain(abi::DEL_DEV, device, 0)
+        match self.plain(abi::DEL_DEV_ASYNC, device, 0) {
+            // (EINVAL: for a user's own device.)
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {
+                self.plain(abi::DEL_DEV, device, 0)
+            }
+            done => done,
+        }
     }
 
     /// Takes a device over whose server has died.

@@ -128,7 +128,7 @@ pub struct Queue {
 /// Why a queue cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
-    #[error("{0}")]
+    #[error(transparent)]
     Io(#[from] io::Error),
     #[error("room in the ring's table of buffers: {0}")]
     Entries(Refusal),

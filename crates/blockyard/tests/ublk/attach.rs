@@ -1,0 +1,88 @@
+//! `attach` and `detach`, as people use them.
+
+use crate::stage::on_kernel;
+
+const ATTACH: &str = r#"
+truncate -s 64M a.img b.img
+fails 1 'there is no such file' -- blockyard attach none.img
+fails 2 'image' -- blockyard attach
+fails 2 'no device of this program' -- blockyard detach /dev/vda
+fails 1 'there is no device /dev/ublkb9' -- blockyard detach /dev/ublkb9
+
+device=$(blockyard attach a.img)
+[[ -b $device ]]
+mkfs.ext4 -q $device
+mount $device /mnt
+dd if=/dev/urandom of=/mnt/f bs=1M count=4 status=none
+sum=$(md5sum </mnt/f)
+other=$(blockyard attach b.img --ublk=7)
+[[ $other == /dev/ublkb7 && $device != "$other" ]]
+fails 1 'is in use: unmount it first' -- blockyard detach $device
+umount /mnt
+blockyard detach $device
+# The server has ended, and has closed the image.
+[[ ! -e $device && -b $other && $(pgrep -cf -- --attached) == 1 ]]
+grep -q 'served no more' /run/blockyard/${device#/dev/}.log
+e2fsck -fn a.img >/dev/null
+
+# By force, while it is open.
+exec 5<$other
+if [[ $zero_copy ]]; then fails 1 'is in use' -- blockyard detach $other; fi
+blockyard detach --force $other
+exec 5<&-
+[[ ! -e $other ]] && ! pgrep -f -- --attached
+
+# What a server has left is found again, and can be removed without one.
+device=$(blockyard attach a.img)
+pkill -9 -f -- --attached
+while pgrep -f -- --attached >/dev/null; do sleep 0.01; done
+sleep 0.2
+[[ $(blockyard attach a.img) == "$device" ]]
+mount $device /mnt
+[[ $(md5sum </mnt/f) == "$sum" ]]
+umount /mnt
+pkill -9 -f -- --attached
+while pgrep -f -- --attached >/dev/null; do sleep 0.01; done
+sleep 0.2
+blockyard detach $device
+[[ ! -e $device ]]
+"#;
+
+#[test]
+fn a_device_comes_and_goes() {
+    on_kernel("6", ATTACH);
+    on_kernel("7", ATTACH);
+}
+
+/// A user whom the machine's owner lets use the driver: what a udev rule would do is done here by hand.
+const UNPRIVILEGED: &str = r#"
+truncate -s 32M a.img
+chown 1000 a.img
+chmod 777 . /tmp
+chmod 666 /dev/ublk-control
+# Without the rule its nodes are root's, who can remove it.
+fails 1 '/dev/ublkb0: opening its character device: Permission denied' -- \
+    setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0
+blockyard detach /dev/ublkb0
+[[ ! -e /dev/ublkc0 ]]
+{ until [[ -e /dev/ublkc0 ]]; do sleep 0.01; done; chown 1000 /dev/ublkc0; } &
+setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0 >/tmp/out 2>/tmp/log &
+pid=$!
+for ((i = 0; i < 500; i++)); do grep -q ready /tmp/out && break || sleep 0.02; done
+grep -q 'as always for users without privileges' /tmp/log || { cat /tmp/log && exit 1; }
+load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=8M --do_verify=1
+stop
+[[ ! -e /dev/ublkb0 ]]
+"#;
+
+#[test]
+fn a_user_without_privileges_who_is_let() {
+    on_kernel("7", UNPRIVILEGED);
+}
+
+#[test]
+fn without_the_driver_it_says_what_to_load() {
+    let said =
+        on_kernel("6", "rmmod ublk_drv\ntruncate -s 1M a.img\nblockyard attach a.img 2>&1 || echo \"status $?\"");
+    assert!(said.contains("modprobe ublk_drv") && said.contains("status 1"), "{said}");
+}

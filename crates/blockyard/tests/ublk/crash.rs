@@ -1,0 +1,76 @@
+//! The server dies, the device does not.
+
+use crate::stage::on_kernel;
+
+/// Under verified load the server is killed ten times, on either kernel.
+const KILLS: &str = r#"
+truncate -s 64M a.img
+serve a.img --ublk=0
+load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=48M --time_based --runtime=60 --verify_backlog=64 &
+load=$!
+sleep 0.5
+for ((n = 1; n <= 10; n++)); do
+    kill -9 $pid
+    wait $pid 2>/dev/null || :
+    kill -0 $load
+    serve a.img --ublk=0
+    sleep 0.2
+done
+kill -INT $load
+wait $load || { echo "the load failed" && exit 1; }
+# fio ends well when it is interrupted, and says what it has done.
+grep -qE 'err= *0' /tmp/fio.log || { cat /tmp/fio.log && exit 1; }
+[[ $(grep -c 'ublkb0 taken over' /tmp/log) == 10 ]]
+stop
+[[ ! -e /dev/ublkb0 ]]
+! dmesg | grep -E 'I/O error|BUG|WARNING|Oops'
+"#;
+
+#[test]
+fn kill_nine_and_no_request_is_lost_where_data_are_copied() {
+    on_kernel("6", KILLS);
+}
+
+#[test]
+fn kill_nine_and_no_request_is_lost_where_data_stay_with_the_kernel() {
+    on_kernel("7", KILLS);
+}
+
+/// A mounted device is kept at the end of the program, and served again by the next one of the same disk, and of no other.
+const KEPT: &str = r#"
+truncate -s 64M a.img b.img
+serve a.img --ublk
+device=$(echo /dev/ublkb*)
+mkfs.ext4 -q $device
+mount $device /mnt
+dd if=/dev/urandom of=/mnt/f bs=1M count=8 status=none
+cp /mnt/f /tmp/f
+stop
+grep -q "$device is in use: it is kept, and waits for --ublk=" /tmp/log
+cp /mnt/f /dev/null
+cp /tmp/f /mnt/g &
+writer=$!
+fails 1 'belongs to another disk' -- blockyard serve b.img --ublk=${device#/dev/ublkb}
+serve b.img --ublk
+[[ $(ls /dev/ublkb* | wc -l) == 2 ]]
+stop
+[[ $(echo /dev/ublkb*) == "$device" ]]
+serve a.img --ublk
+grep -q "$device taken over" /tmp/log
+wait $writer
+fails 1 'is in use by' -- blockyard serve a.img --ublk
+fails 1 'is served by process' -- blockyard serve b.img --ublk=${device#/dev/ublkb}
+echo 3 >/proc/sys/vm/drop_caches
+cmp /mnt/f /tmp/f
+cmp /mnt/g /tmp/f
+umount /mnt
+stop
+[[ ! -e $device ]]
+e2fsck -fn a.img >/dev/null
+"#;
+
+#[test]
+fn a_mounted_device_outlives_its_server() {
+    on_kernel("6", KEPT);
+    on_kernel("7", KEPT);
+}

@@ -1,0 +1,108 @@
+//! A raw image as a block device: file systems, what the kernel is told of it, and what it asks for.
+
+use crate::stage::on_kernel;
+
+const DEVICE: &str = r#"
+truncate -s 200M a.img
+serve a.img --ublk=3
+queue() { cat "/sys/block/ublkb3/queue/$1"; }
+[[ $(blockdev --getsize64 /dev/ublkb3) == 209715200 ]]
+[[ $(queue write_cache)/$(queue fua) == "write back/1" ]]
+(($(queue discard_max_bytes) > 0 && $(queue write_zeroes_max_bytes) > 0))
+if [[ $zero_copy ]]; then grep -q 'ublkb3 made: zero copy' /tmp/log; else grep -q 'ublkb3 made: data are copied' /tmp/log; fi
+
+# A file system, and what is in it afterwards.
+mkfs.ext4 -q /dev/ublkb3
+mount /dev/ublkb3 /mnt
+load --name=a --directory=/mnt --rw=randwrite --bsrange=512-64k --blockalign=512 --size=16M --fsync=32 --do_verify=1
+dd if=/dev/urandom of=/mnt/f bs=1M count=20 status=none
+sum=$(md5sum </mnt/f)
+sync
+used=$(stat -c %b a.img)
+rm /mnt/a.*
+sync
+fstrim /mnt
+(($(stat -c %b a.img) < used - 20000)) || { echo "$used blocks, and after fstrim $(stat -c %b a.img)" && exit 1; }
+umount /mnt
+
+# Discards give space back; zeroes are zeroes.
+dd if=/dev/urandom of=/dev/ublkb3 bs=1M seek=150 count=8 oflag=direct status=none
+blkdiscard -o 157286400 -l 4194304 /dev/ublkb3
+blkdiscard -z -o 161480704 -l 4194304 /dev/ublkb3
+dd if=/dev/ublkb3 bs=1M skip=150 count=8 iflag=direct status=none | cmp -n 8388608 - /dev/zero
+[[ $(blockyard image map --format raw a.img | awk '$1 == "0x9600000" { print }') == "" ]]
+
+# It grows, where the kernel lets it.
+truncate -s 300M a.img
+kill -HUP $pid
+for ((i = 0; i < 200; i++)); do grep -qE 'has its size|keeps its size' /tmp/log && break || sleep 0.02; done
+if [[ $zero_copy ]]; then
+    [[ $(blockdev --getsize64 /dev/ublkb3) == 314572800 ]]
+    dd if=/dev/urandom of=/dev/ublkb3 bs=1M seek=299 count=1 oflag=direct status=none
+else
+    grep -q 'keeps its size: Linux 6.16 or later can' /tmp/log
+fi
+
+# The end: the device goes, what was written is in the image.
+if [[ $zero_copy ]]; then
+    # There is no memory that data could be in, and nothing was copied.
+    ! grep -q memfd:ublk /proc/$pid/maps
+    stop
+    (($(figure copied) == 0 && $(figure bytes) > 50000000)) || { cat /tmp/log && exit 1; }
+else
+    grep -q memfd:ublk /proc/$pid/maps
+    stop
+fi
+[[ ! -e /dev/ublkb3 && ! -e /dev/ublkc3 ]]
+truncate -s 200M a.img
+e2fsck -fn a.img >/dev/null
+mount -o loop,ro a.img /mnt 2>/dev/null || { modprobe loop && mount -o loop,ro a.img /mnt; }
+[[ $(md5sum </mnt/f) == "$sum" ]]
+"#;
+
+#[test]
+fn file_systems_live_on_it_where_data_are_copied() {
+    on_kernel("6", DEVICE);
+}
+
+#[test]
+fn file_systems_live_on_it_where_data_stay_with_the_kernel() {
+    on_kernel("7", DEVICE);
+}
+
+const MODES: &str = r#"
+dd if=/dev/urandom of=a.img bs=1M count=8 status=none
+md5=$(md5sum <a.img)
+
+# Read-only: the kernel lets nobody write.
+serve a.img --ublk=1 --read-only
+[[ $(blockdev --getro /dev/ublkb1) == 1 ]]
+! dd if=/dev/zero of=/dev/ublkb1 bs=4k count=1 oflag=direct status=none 2>/dev/null
+[[ $(md5sum </dev/ublkb1) == "$md5" ]]
+stop
+
+# Without a write cache nobody flushes.
+serve a.img --ublk=1 --cache writethrough
+[[ $(cat /sys/block/ublkb1/queue/write_cache) == "write through" ]]
+load --name=a --filename=/dev/ublkb1 --rw=randwrite --bs=4k --size=4M --do_verify=1
+stop
+
+# Through the page cache data are copied, whatever the kernel can.
+serve a.img --ublk=1 --cache writeback --queues 2 --queue-size 16 --reactors 2
+[[ $(ls -d /sys/block/ublkb1/mq/* | wc -l) == 2 && $(cat /sys/block/ublkb1/queue/nr_requests) == 16 ]]
+grep memfd:ublk /proc/$pid/maps >/dev/null
+load --name=a --filename=/dev/ublkb1 --rw=randrw --bs=4k --size=4M --numjobs=1 --do_verify=1
+stop
+
+# A disk in memory, and errors that a filter makes.
+serve ram:16M --ublk=1 --filter error:write=1,range=8388608-16777216
+dd if=/dev/zero of=/dev/ublkb1 bs=1M count=4 oflag=direct status=none
+! dd if=/dev/zero of=/dev/ublkb1 bs=64k seek=200 count=1 oflag=direct status=none 2>/dev/null
+dd if=/dev/ublkb1 of=/dev/null bs=1M count=16 iflag=direct status=none
+stop
+"#;
+
+#[test]
+fn cache_modes_queues_and_errors() {
+    on_kernel("7", MODES);
+}

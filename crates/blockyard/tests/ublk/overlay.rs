@@ -1,0 +1,55 @@
+//! qcow2 overlays as block devices. Where data stay with the kernel, what must be touched is copied by system calls: zeroes for
+//! holes, compressed clusters.
+
+use crate::stage::on_kernel;
+
+const OVERLAY: &str = r#"
+dd if=/dev/urandom of=base.img bs=1M count=24 status=none
+truncate -s 64M base.img
+cp --sparse=always base.img expected.img
+blockyard image create -f qcow2 -b base.img -F raw top.qcow2 >/dev/null
+serve top.qcow2 --ublk=0 --queues 2 --reactors 2
+cmp /dev/ublkb0 base.img
+
+# Random writes, most of them parts of clusters, into a raw file, and the same into the overlay.
+writes() {
+    fio --eta=never --output=/tmp/fio.log --name=a --ioengine=libaio --iodepth=8 --direct=1 --buffer_pattern=0x5eed "$@"
+}
+writes --filename=expected.img --rw=randwrite --bsrange=512-24k --blockalign=512 --size=48M --io_size=12M --write_iolog=/tmp/iolog
+writes --read_iolog=/tmp/iolog --replay_redirect=/dev/ublkb0 --replay_no_stall=1
+echo 3 >/proc/sys/vm/drop_caches
+cmp /dev/ublkb0 expected.img
+# What was flushed survives a kill. (A qcow2 image's metadata are in the server's memory until then.)
+sync /dev/ublkb0
+kill -9 $pid
+wait $pid 2>/dev/null || :
+serve top.qcow2 --ublk=0
+cmp /dev/ublkb0 expected.img
+blkdiscard -z -o 4194304 -l 1048576 /dev/ublkb0
+dd if=/dev/zero of=expected.img bs=1M seek=4 count=1 conv=notrunc status=none
+stop
+blockyard image check top.qcow2 >/dev/null
+blockyard image compare top.qcow2 expected.img >/dev/null
+! cmp -s base.img expected.img
+
+# A file system on an overlay whose base is compressed.
+blockyard image convert -c -O qcow2 expected.img packed.qcow2 >/dev/null
+blockyard image create -f qcow2 -b packed.qcow2 -F qcow2 over.qcow2 >/dev/null
+serve over.qcow2 --ublk=0
+cmp /dev/ublkb0 expected.img
+dd if=/dev/urandom of=/dev/ublkb0 bs=512 seek=9000 count=1 oflag=direct status=none
+dd if=/dev/ublkb0 of=expected.img bs=512 skip=9000 seek=9000 count=1 conv=notrunc iflag=direct status=none
+echo 3 >/proc/sys/vm/drop_caches
+cmp /dev/ublkb0 expected.img
+stop
+if [[ $zero_copy ]]; then
+    grep -q 'zero copy' /tmp/log
+    (($(figure copied) > 0 && $(figure copied) <= $(figure bytes))) || { cat /tmp/log && exit 1; }
+fi
+"#;
+
+#[test]
+fn overlays_are_what_they_are_elsewhere() {
+    on_kernel("6", OVERLAY);
+    on_kernel("7", OVERLAY);
+}
