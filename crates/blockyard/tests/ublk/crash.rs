@@ -16,9 +16,9 @@ for ((n = 1; n <= 10; n++)); do
     serve a.img --ublk=0
     sleep 0.2
 done
-kill -INT $load
-wait $load || { echo "the load failed" && exit 1; }
 # fio ends well when it is interrupted, and says what it has done.
+pkill -INT -x fio
+wait $load || { echo "the load failed" && exit 1; }
 grep -qE 'err= *0' /tmp/fio.log || { cat /tmp/fio.log && exit 1; }
 [[ $(grep -c 'ublkb0 taken over' /tmp/log) == 10 ]]
 stop

@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Block devices of a host, in a QEMU guest (TCG): an image by ublk, raw and as a qcow2 overlay, against the kernel's loop device.
+
+The guest has two processors; the images lie on ext4 of a virtio disk, which the host has in a file opened with O_DIRECT. All systems are
+measured in one guest, one after the other, and each round begins with another one. Each writes all of its device first (an overlay: its
+first writes), so that all is allocated then. Figures are medians of the rounds. `copy` is the experiment of 2006: mount ext4,
+copy a file of 20 MB, unmount.
+"""
+
+import argparse
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Name: how it reaches the image, which cache, which image.
+SYSTEMS = {
+    "loop": "loop off raw",
+    "ublk, writeback": "ublk writeback raw",
+    "ublk, writeback, overlay": "ublk writeback overlay",
+    "loop, direct": "loop on raw",
+    "ublk": "ublk none raw",
+    "ublk, overlay": "ublk none overlay",
+}
+ROWS = {
+    "write": ("1 MiB write, depth 4", "MB/s"),
+    "read": ("1 MiB read, depth 4", "MB/s"),
+    "randread": ("4k random read, depth 32", "IOPS"),
+    "randwrite": ("4k random write, depth 32", "IOPS"),
+    "copy": ("mount, copy 20 MB, unmount", "s"),
+}
+
+SCRIPT = r"""
+modprobe ublk_drv
+modprobe loop
+mkfs.ext4 -q -O ^has_journal /dev/vda
+mkdir /tmp/i
+mount /dev/vda /tmp/i
+cd /tmp/i
+head -c 20000000 /dev/urandom >/tmp/source
+measure() { # SYSTEM JOB FIO_ARGUMENTS...
+    local system=$1 job=$2
+    shift 2
+    sync
+    echo 3 >/proc/sys/vm/drop_caches
+    fio --name=a --filename=$device --rw=$job --direct=1 --ioengine=libaio --output-format=terse --terse-version=3 "$@" |
+        { IFS=';' read -ra f; echo "result $system;$job;$((f[6] + f[47]));$((f[7] + f[48]))"; }
+}
+stage() { # SYSTEM KIND CACHE IMAGE
+    rm -f raw.img top.qcow2
+    dd if=/dev/zero of=raw.img bs=1M count=$SIZE oflag=direct status=none
+    local image=raw.img
+    [[ $4 == raw ]] || { image=top.qcow2; /host/blockyard image create -f qcow2 -b raw.img -F raw top.qcow2 >/dev/null; }
+    if [[ $2 == loop ]]; then
+        device=$(losetup -f --show --direct-io=$3 $image)
+    else
+        device=$(/host/blockyard attach $image --cache $3)
+    fi
+    measure "$1" write --bs=1M --iodepth=4
+    measure "$1" read --bs=1M --iodepth=4
+    measure "$1" randread --bs=4k --iodepth=32 --time_based --runtime=$SECONDS_EACH
+    measure "$1" randwrite --bs=4k --iodepth=32 --time_based --runtime=$SECONDS_EACH
+    mkfs.ext4 -q $device
+    sync
+    echo 3 >/proc/sys/vm/drop_caches
+    cat /tmp/source >/dev/null
+    local begin=$EPOCHREALTIME
+    mount $device /mnt
+    cp /tmp/source /mnt/copy
+    umount /mnt
+    local end=$EPOCHREALTIME
+    echo "result $1;copy;0;$((${end/./} - ${begin/./}))"
+    mount -o ro $device /mnt
+    cmp /tmp/source /mnt/copy
+    umount /mnt
+    if [[ $2 == loop ]]; then losetup -d $device; else /host/blockyard detach $device; fi
+}
+mapfile -t systems <<<"$SYSTEMS"
+for ((round = 0; round < ROUNDS; round++)); do
+    for ((i = 0; i < ${#systems[@]}; i++)); do
+        IFS=';' read -r name how <<<"${systems[(i + round) % ${#systems[@]}]}"
+        stage "$name" $how
+    done
+done
+"""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernel", choices=["6", "7"], default="7")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=int, default=3, help="of each random load")
+    parser.add_argument("--size", type=int, default=128, help="of the image, in MiB")
+    parser.add_argument("--program", type=pathlib.Path, default=ROOT / "target/release/blockyard")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "/var/tmp")) as folder:
+        folder = pathlib.Path(folder)
+        disk, program, script = folder / "disk", folder / "blockyard", folder / "script"
+        with open(disk, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, (options.size * 3 + 64) << 20)
+        subprocess.run(["strip", "-o", program, options.program], check=True)
+        script.write_text("set -euo pipefail\n" + SCRIPT)
+        systems = "\n".join(f"{name};{how}" for name, how in SYSTEMS.items())
+        environment = {"ROUNDS": options.rounds, "SECONDS_EACH": options.seconds, "SIZE": options.size, "SYSTEMS": systems}
+        command = [ROOT / "guests/qemu", "--kernel", options.kernel, "--mem", "1G", "--timeout", "3000"]
+        command += ["--file", program, "--disk", f"file={disk}"]
+        command += [word for pair in environment.items() for word in ("--env", "%s=%s" % pair)]
+        results = {}
+        with subprocess.Popen([*command, script], stdout=subprocess.PIPE, text=True) as guest:
+            for line in guest.stdout:
+                if not line.startswith("result "):
+                    sys.stderr.write(line)
+                    continue
+                system, job, kilobytes, count = line.removeprefix("result ").strip().split(";")
+                value = {"copy": int(count) / 1e6, "read": int(kilobytes) / 1e3, "write": int(kilobytes) / 1e3}.get(job, int(count))
+                results.setdefault((system, job), []).append(value)
+        if guest.returncode:
+            sys.exit(f"the guest failed: {guest.returncode}")
+    print(f"| kernel {options.kernel} | " + " | ".join(SYSTEMS) + " |")
+    print("|---" * (len(SYSTEMS) + 1) + "|")
+    for job, (title, unit) in ROWS.items():
+        digits = 2 if job == "copy" else 0
+        cells = [f"{statistics.median(results[name, job]):.{digits}f}" for name in SYSTEMS]
+        print(f"| {title}, {unit} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
