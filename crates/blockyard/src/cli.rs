@@ -192,6 +192,12 @@ pub struct DiskArgs {
     #[serde(default, deserialize_with = "config::ublk")]
     pub ublk: Option<UblkNumber>,
 
+    /// Offer the disk to those NBD clients only whose certificate has this name (a DNS name of it, or its common name). May be
+    /// repeated.
+    #[arg(long, value_name = "NAME", help_heading = "Ways in")]
+    #[serde(default)]
+    pub tls_allow: Vec<String>,
+
     /// What NBD clients are told that the disk is.
     #[arg(long, value_name = "TEXT", help_heading = "Ways in")]
     #[serde(default)]

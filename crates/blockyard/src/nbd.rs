@@ -12,6 +12,7 @@ use anyhow::Context;
 use blockyard_disk::{Disk, parse_time};
 use blockyard_export::nbd::{Exported, Limits, Server};
 use blockyard_export::{Listener, Reactors};
+use blockyard_image::nbd::ServerTls;
 use clap::Args;
 use serde::Deserialize;
 
@@ -81,6 +82,21 @@ pub struct NbdArgs {
     #[arg(long = "nbd-handshake", value_name = "TIME", value_parser = parse_handshake, help_heading = "NBD")]
     #[serde(default, deserialize_with = "handshake")]
     pub handshake: Option<Duration>,
+
+    /// Offer TLS to NBD clients, with server-cert.pem and server-key.pem of this folder, and ca-cert.pem to judge theirs.
+    #[arg(long, value_name = "FOLDER", help_heading = "NBD")]
+    #[serde(default)]
+    pub tls_certificates: Option<PathBuf>,
+
+    /// Serve no NBD client without TLS.
+    #[arg(long, help_heading = "NBD")]
+    #[serde(default)]
+    pub tls_required: bool,
+
+    /// Serve no NBD client without a certificate that ca-cert.pem vouches for. (Means --tls-required.)
+    #[arg(long, help_heading = "NBD")]
+    #[serde(default)]
+    pub tls_verify_peer: bool,
 }
 
 fn parse_clients(text: &str) -> Result<usize, String> {
@@ -113,7 +129,29 @@ fn handshake<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<Duration>,
 impl NbdArgs {
     /// What is said here, else there.
     pub fn or(&self, other: &NbdArgs) -> NbdArgs {
-        NbdArgs { max_clients: self.max_clients.or(other.max_clients), handshake: self.handshake.or(other.handshake) }
+        NbdArgs {
+            max_clients: self.max_clients.or(other.max_clients),
+            handshake: self.handshake.or(other.handshake),
+            tls_certificates: self.tls_certificates.clone().or_else(|| other.tls_certificates.clone()),
+            tls_required: self.tls_required || other.tls_required,
+            tls_verify_peer: self.tls_verify_peer || other.tls_verify_peer,
+        }
+    }
+
+    /// What is wrong beyond what each option alone can tell.
+    pub fn check(&self) -> anyhow::Result<()> {
+        let demands = self.tls_required || self.tls_verify_peer;
+        anyhow::ensure!(
+            self.tls_certificates.is_some() || !demands,
+            "TLS is demanded of NBD clients: say where its certificates are (--tls-certificates, tls-certificates)"
+        );
+        self.tls().map(drop)
+    }
+
+    fn tls(&self) -> anyhow::Result<Option<ServerTls>> {
+        let open =
+            |folder: &PathBuf| ServerTls::open(folder, self.tls_required || self.tls_verify_peer, self.tls_verify_peer);
+        self.tls_certificates.as_ref().map(open).transpose().map_err(anyhow::Error::msg)
     }
 
     fn limits(&self) -> Limits {
@@ -141,12 +179,17 @@ impl Servers {
     pub fn offer(&mut self, address: &NbdAddress, disk: &Arc<Disk>, args: &DiskArgs) -> anyhow::Result<()> {
         let name = args.nbd_name.as_deref().unwrap_or(disk.name());
         let description = args.description.as_deref().unwrap_or_default();
-        let exported = Exported::new(disk.clone(), name, description, args.nbd_block_size);
+        let exported = Exported::new(disk.clone(), name, description, args.nbd_block_size).only_for(&args.tls_allow);
+        anyhow::ensure!(
+            args.tls_allow.is_empty() || self.args.tls_certificates.is_some(),
+            "disk {name}: tls-allow names client certificates, and there is no TLS (--tls-certificates)"
+        );
         if let Some((_, server)) = self.all.iter().find(|(at, _)| at == address) {
             server.add(exported);
             return Ok(());
         }
-        let server = Server::start(address.listen()?, &address.to_string(), self.args.limits(), self.reactors.clone());
+        let (limits, tls) = (self.args.limits(), self.args.tls()?);
+        let server = Server::start(address.listen()?, &address.to_string(), limits, tls, self.reactors.clone());
         let server = server.with_context(|| format!("listening on {address}"))?;
         server.add(exported);
         self.all.push((address.clone(), server));

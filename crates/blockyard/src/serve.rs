@@ -27,6 +27,8 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         check(disk).map_err(Failure::usage)?;
     }
     let shares = Shares::new(options, &config).map_err(Failure::usage)?;
+    let nbd = options.nbd.or(&config.nbd);
+    nbd.check().map_err(Failure::usage)?;
     if options.check_config {
         println!("configuration is good: {} disks", config.disks.len());
         return Ok(());
@@ -40,7 +42,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let cpus = options.cpus.as_ref().map_or(&[][..], |c| &c.0);
     let reactors = Reactors::start(reactors.into(), cpus).map_err(explain_io_uring)?;
     let reactors = Arc::new(reactors);
-    let nbd = Servers::new(options.nbd.or(&config.nbd), reactors.clone());
+    let nbd = Servers::new(nbd, reactors.clone());
     let mut yard = Yard { reactors, shares, nbd, disks: Vec::new(), attached: options.attached };
     for disk in config.disks {
         yard.open(disk)?;

@@ -156,6 +156,7 @@ impl Chain {
         let mut next = Some(Next { path: chain.options.path.clone(), format: chain.options.format, named_by: None });
         while let Some(image) = next {
             image.may_be_opened(&allowed, chain.layers.len(), &mut seen)?;
+            let image = image.with_tls_of(&allowed);
             next = chain.open_layer(handle, image, &allowed).await?;
             if chain.options.no_backing {
                 break;
@@ -351,6 +352,17 @@ impl Next {
     /// It is a server's export, right or wrong.
     fn export(&self) -> Option<Result<Uri, String>> {
         self.path.to_str().filter(|name| uri::is_uri(name)).map(Uri::parse)
+    }
+
+    /// An export that an image names is reached with the operator's certificates.
+    fn with_tls_of(mut self, allowed: &Allowed) -> Next {
+        if self.named_by.is_some()
+            && let Some(Ok(uri)) = self.export()
+            && let Some(by) = allowed.exports.iter().find(|export| export.takes_in(&uri))
+        {
+            self.path = by.complete(&uri).to_string().into();
+        }
+        self
     }
 
     fn may_be_opened(&self, allowed: &Allowed, depth: usize, seen: &mut Vec<Place>) -> Result<(), ChainError> {

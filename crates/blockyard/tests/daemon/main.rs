@@ -16,6 +16,7 @@
 //!   load         queues over reactors, filters, statistics
 //!   remote       images on an NBD server, which dies and comes back
 //!   shares       limits, groups, and their change at run time
+//!   tls          NBD under TLS: who may have what, and the same bytes
 //! ```
 
 #[path = "../common/mod.rs"]
@@ -37,3 +38,4 @@ mod reload;
 mod remote;
 mod requests;
 mod shares;
+mod tls;

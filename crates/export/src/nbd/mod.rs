@@ -29,6 +29,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use blockyard_disk::Disk;
+use blockyard_image::nbd::ServerTls;
 use blockyard_image::nbd::wire::{self, export};
 use blockyard_ring::Handle;
 
@@ -37,7 +38,7 @@ use crate::{Listener, Reactors};
 use connection::{Connection, End};
 use inbox::Inbox;
 use links::Link;
-use negotiate::Negotiation;
+use negotiate::{Negotiation, Peer};
 use stream::Stream;
 
 /// What clients may do to a server.
@@ -64,6 +65,8 @@ pub struct Exported {
     pub description: String,
     flags: u16,
     block: BlockSize,
+    /// Names of client certificates, one of which a client must have; none: any client may have the disk.
+    allowed: Vec<String>,
 }
 
 /// What requests should be multiples of, in bytes.
@@ -96,7 +99,18 @@ impl Exported {
                 .collect()
         };
         let (name, description) = (cut(name), cut(description));
-        Exported { disk, name, description, flags, block: BlockSize { minimum, preferred } }
+        let block = BlockSize { minimum, preferred };
+        Exported { disk, name, description, flags, block, allowed: Vec::new() }
+    }
+
+    /// Only clients with a certificate that has one of these names may see it; no names: all may.
+    pub fn only_for(self, names: &[String]) -> Self {
+        Exported { allowed: names.to_vec(), ..self }
+    }
+
+    fn is_for(&self, peer: &Peer) -> bool {
+        let knows = |name: &String| peer.names.iter().any(|has| has.eq_ignore_ascii_case(name));
+        self.allowed.is_empty() || self.allowed.iter().any(knows)
     }
 }
 
@@ -104,6 +118,7 @@ impl Exported {
 pub struct Shared {
     exports: Mutex<Vec<Arc<Exported>>>,
     limits: Limits,
+    tls: Option<ServerTls>,
     reactors: Arc<Reactors>,
     log: Log,
     /// What it is called in the log.
@@ -118,14 +133,20 @@ impl Shared {
         self.exports.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Those that a client may see.
-    fn visible(&self) -> Vec<Arc<Exported>> {
-        self.exports()
+    fn demands_tls(&self) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.required)
     }
 
-    /// The export of that name. The empty name means the only one.
-    fn find(&self, name: &[u8]) -> Option<Arc<Exported>> {
-        let exports = self.exports();
+    /// Those that a client may see.
+    fn visible(&self, peer: &Peer) -> Vec<Arc<Exported>> {
+        let mut exports = self.exports();
+        exports.retain(|exported| exported.is_for(peer));
+        exports
+    }
+
+    /// The export of that name. The empty name means the only one. What a client may not see is not there.
+    fn find(&self, name: &[u8], peer: &Peer) -> Option<Arc<Exported>> {
+        let exports = self.visible(peer);
         let named = exports.iter().find(|exported| exported.name.as_bytes() == name);
         named.or(if name.is_empty() && exports.len() == 1 { exports.first() } else { None }).cloned()
     }
@@ -138,11 +159,18 @@ pub struct Server {
 }
 
 impl Server {
-    pub fn start(listener: Listener, address: &str, limits: Limits, reactors: Arc<Reactors>) -> io::Result<Self> {
+    pub fn start(
+        listener: Listener,
+        address: &str,
+        limits: Limits,
+        tls: Option<ServerTls>,
+        reactors: Arc<Reactors>,
+    ) -> io::Result<Self> {
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
         let shared = Arc::new(Shared {
             exports: Mutex::default(),
             limits,
+            tls,
             reactors,
             log: Log::default(),
             address: address.into(),

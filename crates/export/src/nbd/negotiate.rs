@@ -26,10 +26,19 @@ pub struct Negotiation<'a> {
     shared: &'a Shared,
     stream: &'a Stream,
     inbox: &'a mut Inbox,
+    peer: Peer,
     no_zeroes: bool,
     headers: Headers,
     /// Chosen contexts, and the export whose they are.
     contexts: Option<(Vec<u8>, Contexts)>,
+}
+
+/// Who the client is, as far as that is known.
+#[derive(Debug, Default)]
+pub struct Peer {
+    pub tls: bool,
+    /// Of its certificate, which was verified.
+    pub names: Vec<String>,
 }
 
 /// What a client asks for.
@@ -45,7 +54,7 @@ type Refusal = (u32, String);
 impl<'a> Negotiation<'a> {
     pub fn new(shared: &'a Shared, stream: &'a Stream, inbox: &'a mut Inbox) -> Self {
         let headers = Headers::Simple;
-        Negotiation { shared, stream, inbox, no_zeroes: false, headers, contexts: None }
+        Negotiation { shared, stream, inbox, peer: Peer::default(), no_zeroes: false, headers, contexts: None }
     }
 
     /// None: the client has ended it.
@@ -80,6 +89,13 @@ impl<'a> Negotiation<'a> {
                 continue;
             }
             let data = self.inbox.exactly(self.stream, header.len as usize).await?;
+            if self.shared.demands_tls() && !self.peer.tls && !matches!(header.option, opt::STARTTLS | opt::ABORT) {
+                if header.option == opt::EXPORT_NAME {
+                    return Err(invalid("it does not use TLS, which is required here".into()));
+                }
+                self.refuse(header.option, (rep::ERR_TLS_REQD, "TLS is required here".into())).await?;
+                continue;
+            }
             match header.option {
                 opt::EXPORT_NAME => return self.export_name(&data).await.map(Some),
                 opt::ABORT => {
@@ -87,6 +103,7 @@ impl<'a> Negotiation<'a> {
                     let _ = self.answer(opt::ABORT, rep::ACK, &[]).await;
                     return Ok(None);
                 }
+                opt::STARTTLS => self.start_tls(&data).await?,
                 opt::GO => {
                     if let Some(terms) = self.go(&data).await? {
                         return Ok(Some(terms));
@@ -135,7 +152,6 @@ impl<'a> Negotiation<'a> {
                 }
                 Err(refusal) => Err(refusal),
             },
-            opt::STARTTLS => Err((rep::ERR_POLICY, "TLS is not set up on this server".into())),
             _ => Err((rep::ERR_UNSUP, format!("option {option} is not known here"))),
         };
         match done {
@@ -144,8 +160,27 @@ impl<'a> Negotiation<'a> {
         }
     }
 
+    /// What came before TLS is forgotten; bytes that came with the wish for it are nobody's whom TLS could vouch for.
+    async fn start_tls(&mut self, data: &[u8]) -> io::Result<()> {
+        let refusal = match &self.shared.tls {
+            None => (rep::ERR_POLICY, "TLS is not set up on this server"),
+            Some(_) if self.peer.tls => (rep::ERR_INVALID, "TLS is in use already"),
+            Some(_) if !data.is_empty() => (rep::ERR_INVALID, "this option has no data"),
+            Some(tls) => {
+                if !self.inbox.is_empty() {
+                    return Err(invalid("it sends plain bytes behind STARTTLS".into()));
+                }
+                self.answer(opt::STARTTLS, rep::ACK, &[]).await?;
+                self.peer = Peer { tls: true, names: self.stream.start_tls(tls).await? };
+                (self.headers, self.contexts) = (Headers::Simple, None);
+                return Ok(());
+            }
+        };
+        self.refuse(opt::STARTTLS, (refusal.0, refusal.1.into())).await
+    }
+
     async fn list(&mut self) -> io::Result<()> {
-        for exported in self.shared.visible() {
+        for exported in self.shared.visible(&self.peer) {
             let name = exported.name.as_bytes();
             let mut reply = Vec::from((name.len() as u32).to_be_bytes());
             reply.extend(name);
@@ -213,7 +248,7 @@ impl<'a> Negotiation<'a> {
     }
 
     fn find(&self, name: &[u8]) -> Result<Arc<Exported>, Refusal> {
-        let found = self.shared.find(name);
+        let found = self.shared.find(name, &self.peer);
         found.ok_or_else(|| {
             // Clients take messages of up to 4096 bytes, which is as long as a name may be.
             let name = String::from_utf8_lossy(&name[..name.len().min(200)]);

@@ -1,10 +1,11 @@
 //! The bytes of a connection, whatever carries them.
 
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use blockyard_image::nbd::{Link, ServerTls};
 use blockyard_ring::{Handle, Segments, Socket};
 
 /// Bytes that must move for a client not to be taken for one that has stopped.
@@ -14,7 +15,9 @@ const PROGRESS: usize = 64 << 10;
 const SENT_AHEAD: usize = 256 << 10;
 
 pub struct Stream {
-    socket: Socket,
+    plain: Link,
+    /// Since TLS was begun.
+    secure: OnceCell<Link>,
     handle: Handle,
     /// Since when the client has not taken [`PROGRESS`] bytes of what is being sent.
     sending_since: Cell<Option<Instant>>,
@@ -29,13 +32,25 @@ impl Stream {
         // A client whose machine is gone is noticed, in the end.
         let _ = rustix::net::sockopt::set_socket_keepalive(&fd, true);
         let (sending_since, owed_since) = Default::default();
-        Ok(Stream { socket: Socket::new(handle, fd)?, handle: handle.clone(), sending_since, owed_since })
+        let (plain, secure) = (Link::new(Socket::new(handle, fd)?, None), OnceCell::new());
+        Ok(Stream { plain, secure, handle: handle.clone(), sending_since, owed_since })
+    }
+
+    #[inline]
+    fn link(&self) -> &Link {
+        self.secure.get().unwrap_or(&self.plain)
+    }
+
+    /// From here on all bytes are TLS's. The names that the client's certificate has, if it has shown one.
+    pub async fn start_tls(&self, tls: &ServerTls) -> io::Result<Vec<String>> {
+        let session = tls.session().map_err(io::Error::other)?;
+        self.secure.get_or_init(|| self.plain.under_tls(session)).handshake().await
     }
 
     /// Reads what is there, at least one byte; 0: the client has ended.
     #[inline]
     pub async fn read(&self, segments: Segments) -> (Segments, io::Result<usize>) {
-        self.socket.read(segments).await
+        self.link().read(segments).await
     }
 
     /// Reads as [`Stream::read`] does, of a payload that the client owes and a buffer waits for.
@@ -58,7 +73,7 @@ impl Stream {
     /// Sends all of `segments`.
     #[inline]
     pub async fn write(&self, mut segments: Segments) -> (Segments, io::Result<()>) {
-        let mut done = match self.socket.write_now(&segments) {
+        let mut done = match self.link().write_now(&segments) {
             Ok(n) if n == segments.len() => return (segments, Ok(())),
             Ok(n) => n,
             Err(e) => return (segments, Err(e)),
@@ -70,7 +85,7 @@ impl Stream {
                 break Ok(());
             }
             let sent;
-            (segments, sent) = self.socket.write(segments, done).await;
+            (segments, sent) = self.link().write(segments, done).await;
             match sent {
                 Ok(n) => done += n,
                 Err(e) => break Err(e),
@@ -91,10 +106,10 @@ impl Stream {
     }
 
     pub fn shutdown(&self) {
-        self.socket.shutdown();
+        self.plain.shutdown();
     }
 
     pub fn shutdown_read(&self) {
-        self.socket.shutdown_read();
+        self.plain.shutdown_read();
     }
 }

@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 use blockyard_ring::{Handle, Segments, Signal, Socket};
 
 use super::dial::{Dialed, dial};
+use super::link::Link;
 use super::negotiate::Terms;
 use super::receive::Receiver;
 use super::remote::Export;
@@ -48,7 +49,7 @@ pub(super) struct Inner {
     export: Arc<Export>,
     handle: Handle,
     pub(super) slots: RefCell<Slots>,
-    socket: RefCell<Option<(Socket, Terms)>>,
+    socket: RefCell<Option<(Link, Terms)>>,
     /// There is something to send; to receive; to watch; to connect for.
     send: Signal,
     pub(super) receive: Signal,
@@ -126,7 +127,7 @@ impl Drop for Client {
         if let Some((socket, terms)) = inner.socket.take() {
             // Between two requests nothing is on the wire, and the connection is as good as new.
             match idle.then(|| socket.keep()) {
-                Some(Ok(fd)) => inner.export.put_idle(Dialed { fd, terms }),
+                Some(Ok((fd, session))) => inner.export.put_idle(Dialed { fd, session, terms }),
                 _ => socket.shutdown(),
             }
         }
@@ -233,9 +234,9 @@ impl Inner {
 
     /// Uses a connection until it is lost; says why it was.
     async fn serve(&self, dialed: Dialed) -> String {
-        let Dialed { fd, terms } = dialed;
+        let Dialed { fd, session, terms } = dialed;
         let socket = match Socket::new(&self.handle, fd) {
-            Ok(socket) => socket,
+            Ok(socket) => Link::new(socket, session),
             Err(e) => return format!("opening its socket for io_uring: {e}"),
         };
         self.broken.set(false);
@@ -282,7 +283,7 @@ impl Inner {
         self.broken.get()
     }
 
-    async fn send_all(&self, socket: &Socket, terms: &Terms) -> String {
+    async fn send_all(&self, socket: &Link, terms: &Terms) -> String {
         loop {
             if self.broken.get() {
                 return String::new();

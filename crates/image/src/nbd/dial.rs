@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
 use super::negotiate::{self, Terms};
+use super::tls;
 use super::uri::{Host, Uri};
 use super::wire;
 
@@ -18,6 +19,8 @@ use super::wire;
 #[derive(Debug)]
 pub struct Dialed {
     pub fd: OwnedFd,
+    /// Of TLS.
+    pub session: Option<rustls::Connection>,
     pub terms: Terms,
 }
 
@@ -27,17 +30,65 @@ pub fn dial(uri: &Uri, limit: Duration) -> Result<Dialed, String> {
     let fd = connect(uri, deadline)?;
     let mut stream = Timed { fd: &fd, deadline };
     negotiate::greet(&mut stream)?;
-    let terms = negotiate::agree(&mut stream, &uri.export)?;
+    let mut session = None;
+    let terms = match uri.tls {
+        false => negotiate::agree(&mut stream, &uri.export)?,
+        true => {
+            let mut tls = secure(uri, &mut stream)?;
+            let terms = negotiate::agree(&mut rustls::Stream::new(&mut tls, &mut stream), &uri.export);
+            let terms = terms.map_err(|what| what_the_server_says(&mut tls, &mut stream, what))?;
+            session = Some(rustls::Connection::Client(tls));
+            terms
+        }
+    };
     set_timeouts(&fd, None).map_err(|e| format!("setting up its socket: {e}"))?;
-    Ok(Dialed { fd, terms })
+    Ok(Dialed { fd, session, terms })
+}
+
+/// Nothing that was said before is believed after it.
+fn secure(uri: &Uri, stream: &mut Timed) -> Result<rustls::ClientConnection, String> {
+    let folder = uri.tls_certificates.as_ref().ok_or("TLS: say where certificates are (tls-certificates=FOLDER)")?;
+    let host = match (&uri.tls_hostname, &uri.host) {
+        (Some(name), _) => name,
+        (None, Host::Tcp(name, _)) => name,
+        (None, Host::Unix(_)) => "localhost",
+    };
+    let mut session = tls::client(folder, host)?;
+    negotiate::start_tls(stream)?;
+    while session.is_handshaking() {
+        session.complete_io(stream).map_err(|e| match e.kind() {
+            io::ErrorKind::UnexpectedEof => "TLS: the server closed the connection".into(),
+            _ => format!("TLS: {e}"),
+        })?;
+    }
+    Ok(session)
+}
+
+/// A server that does not accept this client's certificate says so when the client takes the handshake for done, and goes: what
+/// it has said may be found where writing failed.
+fn what_the_server_says(tls: &mut rustls::ClientConnection, stream: &mut Timed, what: String) -> String {
+    if !negotiate::has_gone(&what) {
+        return what.replacen("negotiating: ", "TLS: ", 1);
+    }
+    while tls.read_tls(stream).is_ok_and(|n| n > 0) {
+        if let Err(e) = tls.process_new_packets() {
+            return format!("TLS: {e}");
+        }
+    }
+    format!("TLS: the server does not want this client, or its certificate ({what})")
 }
 
 impl Dialed {
     /// Tells the server that this was all; there is no answer to it, and no harm if it does not arrive.
-    pub fn end(self) {
+    pub fn end(mut self) {
         let mut bytes = Vec::new();
         let end = wire::Request { flags: 0, command: wire::cmd::DISC, cookie: 0, offset: 0, len: 0 };
         end.put(self.terms.headers, &mut bytes);
+        if let Some(session) = &mut self.session {
+            let _ = session.writer().write_all(&bytes);
+            bytes.clear();
+            while session.wants_write() && session.write_tls(&mut bytes).is_ok() {}
+        }
         let _ =
             rustix::net::send(&self.fd, &bytes, rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL);
     }

@@ -6,6 +6,7 @@
 //!   client     requests of one reactor, reconnecting   receive    replies, checked and put where they belong
 //!   remote     one export: facts, state, connections   hub        one connection for several reactors
 //!   storage    `Storage` over all of it
+//!   link, tls  a connection's bytes, plain or by TLS (the server's, too)
 //! ```
 //! In: a URI, and reads, writes, zeroes, trims and flushes. Out: the same on the server. What must hold: nothing that the
 //! server says is believed before it is checked; a server that lies, drips or falls silent costs bounded memory and time;
@@ -14,14 +15,18 @@
 mod client;
 mod dial;
 mod hub;
+pub mod link;
 mod negotiate;
 mod receive;
 mod remote;
 mod slots;
 mod storage;
+pub mod tls;
 pub mod uri;
 pub mod wire;
 
+pub use link::Link;
 pub use remote::{Options, Remote};
 pub use storage::Nbd;
+pub use tls::ServerTls;
 pub use uri::Uri;

@@ -53,6 +53,15 @@ pub fn greet(stream: &mut impl Stream) -> Result<(), String> {
     send(stream, &u32::from(ours).to_be_bytes())
 }
 
+/// Asks for TLS, which begins with the next byte.
+pub fn start_tls(stream: &mut impl Stream) -> Result<(), String> {
+    match ask(stream, opt::STARTTLS, &[], |_, _| Err("the server answers STARTTLS with more than yes or no".into()))? {
+        Answer::Granted => Ok(()),
+        Answer::Refused(_, message) if message.is_empty() => Err("the server has no TLS".into()),
+        Answer::Refused(_, message) => Err(format!("the server has no TLS (\"{message}\")")),
+    }
+}
+
 /// Asks for all that this client can make use of, and for the export.
 pub fn agree(stream: &mut impl Stream, name: &str) -> Result<Terms, String> {
     let mut headers = Headers::Simple;
@@ -214,9 +223,18 @@ fn send(stream: &mut impl Stream, bytes: &[u8]) -> Result<(), String> {
     stream.write_all(bytes).and_then(|()| stream.flush()).map_err(gone)
 }
 
+const CLOSED: &str = "the server closed the connection while it negotiated";
+
+/// Whether an error of this module says that the server has ended the connection.
+pub fn has_gone(error: &str) -> bool {
+    error == CLOSED
+}
+
 fn gone(error: std::io::Error) -> String {
     match error.kind() {
-        std::io::ErrorKind::UnexpectedEof => "the server closed the connection while it negotiated".into(),
+        std::io::ErrorKind::UnexpectedEof | std::io::ErrorKind::BrokenPipe | std::io::ErrorKind::ConnectionReset => {
+            CLOSED.into()
+        }
         std::io::ErrorKind::TimedOut | std::io::ErrorKind::WouldBlock => "the server does not answer".into(),
         _ => format!("negotiating: {error}"),
     }

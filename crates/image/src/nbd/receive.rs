@@ -7,9 +7,10 @@
 
 use std::io;
 
-use blockyard_ring::{Segments, Socket};
+use blockyard_ring::Segments;
 
 use super::client::{Inner, PIECES, SENT_AT_A_TIME};
+use super::link::Link;
 use super::negotiate::{Terms, printable};
 use super::slots::{Ask, Piece};
 use super::wire::{self, Chunk, Headers, SimpleReply, chunk, cmd, errno};
@@ -22,7 +23,7 @@ const ERROR_MOST: u64 = 4096 + 64;
 
 pub(super) struct Receiver<'a> {
     client: &'a Inner,
-    socket: &'a Socket,
+    socket: &'a Link,
     terms: &'a Terms,
     buffer: Segments,
     /// What of it was read and not used.
@@ -35,7 +36,7 @@ pub(super) struct Receiver<'a> {
 type Broken = String;
 
 impl<'a> Receiver<'a> {
-    pub fn new(client: &'a Inner, socket: &'a Socket, terms: &'a Terms) -> Self {
+    pub fn new(client: &'a Inner, socket: &'a Link, terms: &'a Terms) -> Self {
         Receiver { client, socket, terms, buffer: Segments::buffer(BUFFER), from: 0, to: 0, moved: 0 }
     }
 

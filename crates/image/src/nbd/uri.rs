@@ -90,10 +90,18 @@ impl Uri {
         Uri { export: String::new(), ..self.clone() }
     }
 
+    /// `other`, with what this says of TLS where that says nothing.
+    pub fn complete(&self, other: &Uri) -> Uri {
+        let tls_certificates = other.tls_certificates.clone().or_else(|| self.tls_certificates.clone());
+        let tls_hostname = other.tls_hostname.clone().or_else(|| self.tls_hostname.clone());
+        Uri { tls_certificates, tls_hostname, ..other.clone() }
+    }
+
     /// Whether this, as an operator allows it, takes in `other`: the same server, reached in the same way; and the same
     /// export, or one below it as a path is, where this names any.
+    /// What it says of TLS `other` may leave out.
     pub fn takes_in(&self, other: &Uri) -> bool {
-        let same = Uri { export: other.export.clone(), ..self.clone() } == *other;
+        let same = Uri { export: other.export.clone(), ..self.clone() } == self.complete(other);
         let export = self.export.trim_end_matches('/');
         same && (export.is_empty()
             || other.export.strip_prefix(export).is_some_and(|rest| rest.is_empty() || rest.starts_with('/')))
@@ -274,6 +282,9 @@ mod tests {
             ("nbd+unix:///?socket=/s", "nbd+unix:///x?socket=/s2", false),
             ("nbds://h", "nbds://h/x?tls-certificates=/elsewhere", false),
             ("nbds://h/?tls-certificates=/c", "nbds://h/x?tls-certificates=/c", true),
+            ("nbds://h/?tls-certificates=/c", "nbds://h/x", true),
+            ("nbds://h/?tls-certificates=/c", "nbds://h/x?tls-hostname=other", false),
+            ("nbds://h/?tls-certificates=/c", "nbd://h/x", false),
         ] {
             assert_eq!(of(allowed).takes_in(&of(name)), is, "{allowed} {name}");
         }

@@ -136,7 +136,7 @@ fn serve(mut stream: UnixStream, number: usize, disk: &mut Disk, evil: &mut Evil
 pub fn good(request: &Request, disk: &mut Disk) -> Vec<u8> {
     let range = request.offset as usize..(request.offset + request.len) as usize;
     match request.command {
-        cmd::READ => data(request, disk, request.offset, &disk.bytes[range].to_vec(), chunk::DONE),
+        cmd::READ => data(request, disk, request.offset, &disk.bytes[range], chunk::DONE),
         cmd::WRITE => {
             let written = std::mem::take(&mut disk.written);
             disk.bytes[range].copy_from_slice(&written);

@@ -1,0 +1,295 @@
+//! NBD under TLS: our server and client with libnbd's and QEMU's (both GnuTLS), certificates that are good and others.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use blockyard_image::nbd::wire::{self, OptionHeader, OptionReply, opt, rep};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair};
+
+use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, blockyard, guests, md5, tool, until};
+use crate::guest::{Guest, pattern};
+
+const SIZE: usize = 8 << 20;
+
+type Authority = CertifiedIssuer<'static, KeyPair>;
+
+fn authority(name: &str) -> Authority {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.distinguished_name.push(DnType::CommonName, name);
+    CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
+}
+
+/// Writes `WHO-cert.pem` and `WHO-key.pem` into a folder, and the authority's certificate beside them.
+fn certify(folder: &Path, authority: &Authority, who: &str, name: &str, expired: bool) -> PathBuf {
+    std::fs::create_dir_all(folder).unwrap();
+    let mut params = CertificateParams::new(vec![name.to_string()]).unwrap();
+    params.distinguished_name.push(DnType::CommonName, format!("{name} itself"));
+    let usage = match who {
+        "server" => ExtendedKeyUsagePurpose::ServerAuth,
+        _ => ExtendedKeyUsagePurpose::ClientAuth,
+    };
+    params.extended_key_usages.push(usage);
+    if expired {
+        (params.not_before, params.not_after) = (rcgen::date_time_ymd(2001, 1, 1), rcgen::date_time_ymd(2002, 1, 1));
+    }
+    let key = KeyPair::generate().unwrap();
+    let certificate = params.signed_by(&key, authority).unwrap();
+    std::fs::write(folder.join(format!("{who}-cert.pem")), certificate.pem()).unwrap();
+    std::fs::write(folder.join(format!("{who}-key.pem")), key.serialize_pem()).unwrap();
+    std::fs::write(folder.join("ca-cert.pem"), authority.pem()).unwrap();
+    folder.into()
+}
+
+struct Stage {
+    folder: Folder,
+    socket: PathBuf,
+    disk: PathBuf,
+    server: PathBuf,
+    /// Certificates of clients: good ones, of another authority's, none, one that has expired.
+    vm1: PathBuf,
+    vm2: PathBuf,
+    stranger: PathBuf,
+    nobody: PathBuf,
+    late: PathBuf,
+}
+
+impl Stage {
+    fn new() -> Self {
+        let folder = Folder::new();
+        let (ours, others) = (authority("ours"), authority("others"));
+        let client = |name: &str, expired| certify(&folder.join(name), &ours, "client", name, expired);
+        let nobody = folder.join("nobody");
+        std::fs::create_dir(&nobody).unwrap();
+        std::fs::write(nobody.join("ca-cert.pem"), ours.pem()).unwrap();
+        let stranger = certify(&folder.join("stranger"), &others, "client", "vm1.example", false);
+        // It trusts our server, who does not know it.
+        std::fs::write(stranger.join("ca-cert.pem"), ours.pem()).unwrap();
+        let disk = folder.join("disk.raw");
+        std::fs::write(&disk, pattern(3, SIZE)).unwrap();
+        Stage {
+            socket: folder.join("n"),
+            server: certify(&folder.join("server"), &ours, "server", "localhost", false),
+            vm1: client("vm1.example", false),
+            vm2: client("vm2.example", false),
+            late: client("late.example", true),
+            stranger,
+            nobody,
+            disk,
+            folder,
+        }
+    }
+
+    fn uri(&self, export: &str, certificates: &Path) -> String {
+        let (socket, folder) = (self.socket.display(), certificates.display());
+        format!("nbds+unix:///{export}?socket={socket}&tls-certificates={folder}&tls-hostname=localhost")
+    }
+
+    /// The disk for all, and one of 1 MiB for vm1 alone.
+    fn serve(&self, table: &str) -> Daemon {
+        let (socket, disk, server) = (self.socket.display(), self.disk.display(), self.server.display());
+        let config = format!(
+            "[nbd]\ntls-certificates = \"{server}\"\n{table}\n\
+             [[disk]]\nimage = \"{disk}\"\nname = \"all\"\nnbd = \"unix:{socket}\"\n\
+             [[disk]]\nimage = \"ram:1M\"\nname = \"vm1\"\nnbd = \"unix:{socket}\"\ntls-allow = [\"VM1.example\"]\n"
+        );
+        let path = self.folder.join("config.toml");
+        std::fs::write(&path, config).unwrap();
+        let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(path));
+        daemon.wait_ready();
+        daemon
+    }
+
+    /// What three clients say of an export.
+    fn ask_all(&self, export: &str, certificates: &Path) -> [Finished; 3] {
+        let uri = self.uri(export, certificates);
+        let object = format!("tls-creds-x509,id=t,endpoint=client,dir={}", certificates.display());
+        let path = self.socket.display();
+        let options = format!(
+            "driver=nbd,server.type=unix,server.path={path},export={export},tls-creds=t,tls-hostname=localhost"
+        );
+        [
+            blockyard(["image", "info", &uri]),
+            tool("nbdinfo", ["--size", &uri]),
+            tool("qemu-img", ["info", "--object", &object, "--image-opts", &options]),
+        ]
+    }
+
+    #[track_caller]
+    fn all_may(&self, export: &str, certificates: &Path) {
+        for (who, answer) in ["blockyard", "libnbd", "QEMU"].iter().zip(self.ask_all(export, certificates)) {
+            assert!(answer.status.success(), "{who}: {export}: {}{}", answer.out, answer.err);
+        }
+    }
+
+    /// `says`: what our own client says.
+    #[track_caller]
+    fn none_may(&self, export: &str, certificates: &Path, says: &str) {
+        let answers = self.ask_all(export, certificates);
+        assert!(answers[0].err.contains(says), "{says}: {}", answers[0].err);
+        for (who, answer) in ["blockyard", "libnbd", "QEMU"].iter().zip(answers) {
+            assert!(!answer.status.success(), "{who}: {export}: {}", answer.out);
+        }
+    }
+}
+
+#[test]
+fn who_may_have_what() {
+    let stage = Stage::new();
+    let daemon = stage.serve("tls-required = true");
+    for certificates in [&stage.vm1, &stage.vm2, &stage.nobody] {
+        stage.all_may("all", certificates);
+    }
+    stage.all_may("vm1", &stage.vm1);
+    for certificates in [&stage.vm2, &stage.nobody] {
+        stage.none_may("vm1", certificates, "no such export");
+        let list = tool("nbdinfo", ["--list", &stage.uri("", certificates)]).good();
+        assert!(list.contains("\"all\"") && !list.contains("vm1"), "{list}");
+    }
+    stage.none_may("all", &stage.late, "TLS: ");
+    // (GnuTLS does not show a certificate to a server that names other authorities; rustls does.)
+    stage.none_may("vm1", &stage.stranger, "TLS: ");
+    daemon.wait_log("a client was let go: TLS: ");
+    let plain = format!("nbd+unix:///all?socket={}", stage.socket.display());
+    let refused = blockyard(["image", "info", &plain]);
+    assert!(refused.err.contains("the server demands TLS: say nbds://"), "{}", refused.err);
+    assert!(!tool("nbdinfo", ["--size", &plain]).status.success());
+    // One who trusts another authority does not believe this server; nor one who means another host.
+    std::fs::write(stage.vm2.join("ca-cert.pem"), authority("another").pem()).unwrap();
+    stage.none_may("all", &stage.vm2, "UnknownIssuer");
+    let other = stage.uri("all", &stage.vm1).replace("localhost", "elsewhere.example");
+    let refused = blockyard(["image", "info", &other]);
+    assert!(refused.err.contains("not valid for name"), "{}", refused.err);
+    daemon.stop();
+}
+
+#[test]
+fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
+    let stage = Stage::new();
+    let daemon = stage.serve("tls-verify-peer = true");
+    stage.all_may("all", &stage.vm2);
+    for certificates in [&stage.nobody, &stage.stranger, &stage.late] {
+        stage.none_may("all", certificates, "TLS: ");
+    }
+    daemon.stop();
+    let daemon = stage.serve("");
+    let plain = |export: &str| format!("nbd+unix:///{export}?socket={}", stage.socket.display());
+    assert_eq!(tool("nbdinfo", ["--size", &plain("all")]).good().trim(), SIZE.to_string());
+    let hidden = blockyard(["image", "info", &plain("vm1")]);
+    assert!(hidden.err.contains("no such export"), "{}", hidden.err);
+    stage.all_may("vm1", &stage.vm1);
+    daemon.stop();
+    for (options, says) in [
+        (&["--tls-required"][..], "say where its certificates are"),
+        (&["--tls-allow", "x"], "there is no TLS"),
+        (&["--tls-certificates", "/nonexistent"], "/nonexistent/server-cert.pem"),
+        (&["--tls-certificates", stage.nobody.to_str().unwrap()], "nobody/server-cert.pem"),
+    ] {
+        let address = format!("unix:{}", stage.socket.display());
+        let wrong = blockyard(["serve", "ram:1M", "--nbd", &address].iter().chain(options));
+        assert!(!wrong.status.success() && wrong.err.contains(says), "{says}: {}", wrong.err);
+    }
+}
+
+/// All bytes, both ways, by clients of three kinds; and large ones at a time.
+#[test]
+fn data_are_the_same_under_tls() {
+    let stage = Stage::new();
+    let daemon = stage.serve("tls-required = true");
+    let (uri, copy, sum) = (stage.uri("all", &stage.vm1), stage.folder.join("copy.raw"), md5(&stage.disk));
+    let copied = copy.to_str().unwrap();
+    tool("nbdcopy", [&uri, copied]).good();
+    assert_eq!(md5(&copy), sum);
+    let _ = std::fs::remove_file(&copy);
+    blockyard(["image", "convert", &uri, "-O", "raw", copied]).good();
+    assert_eq!(md5(&copy), sum);
+    std::fs::write(&copy, pattern(8, SIZE)).unwrap();
+    tool("nbdcopy", ["--flush", copied, &uri]).good();
+    let compared = blockyard(["image", "compare", &uri, copied, "-F", "raw"]);
+    assert!(compared.out.contains("identical"), "{}{}", compared.out, compared.err);
+    daemon.stop();
+    assert_eq!(md5(&stage.disk), md5(&copy));
+}
+
+/// What somebody puts between STARTTLS and TLS is never taken for the client's.
+#[test]
+fn plain_bytes_behind_starttls_are_nobodys() {
+    let stage = Stage::new();
+    let daemon = stage.serve("tls-required = true");
+    let mut stream = UnixStream::connect(&stage.socket).unwrap();
+    stream.set_read_timeout(Some(SOON)).unwrap();
+    stream.read_exact(&mut [0; 18]).unwrap();
+    let mut bytes = 3u32.to_be_bytes().to_vec();
+    OptionHeader { option: opt::STARTTLS, len: 0 }.put(&mut bytes);
+    OptionHeader { option: opt::LIST, len: 0 }.put(&mut bytes);
+    stream.write_all(&bytes).unwrap();
+    let mut answer = Vec::new();
+    // The end, and nothing of a list.
+    let _ = stream.read_to_end(&mut answer);
+    assert!(answer.len() <= OptionReply::BYTES, "{} bytes", answer.len());
+    daemon.wait_log("plain bytes behind STARTTLS");
+    // An option before TLS is answered by the demand for it; after STARTTLS only TLS is understood.
+    let mut stream = UnixStream::connect(&stage.socket).unwrap();
+    stream.set_read_timeout(Some(SOON)).unwrap();
+    stream.read_exact(&mut [0; 18]).unwrap();
+    stream.write_all(&3u32.to_be_bytes()).unwrap();
+    for (option, reply) in [(opt::LIST, rep::ERR_TLS_REQD), (opt::GO, rep::ERR_TLS_REQD), (opt::STARTTLS, rep::ACK)] {
+        let mut bytes = Vec::new();
+        OptionHeader { option, len: 0 }.put(&mut bytes);
+        stream.write_all(&bytes).unwrap();
+        let mut header = [0; OptionReply::BYTES];
+        stream.read_exact(&mut header).unwrap();
+        let header = OptionReply::parse(&header).unwrap();
+        assert_eq!((header.option, header.reply), (option, reply));
+        stream.read_exact(&mut vec![0; header.len as usize]).unwrap();
+    }
+    let mut bytes = Vec::new();
+    OptionHeader { option: opt::LIST, len: 0 }.put(&mut bytes);
+    stream.write_all(&bytes).unwrap();
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    assert!(answer.len() < 16, "an alert at most: {} bytes", answer.len());
+    assert!(wire::u32_at(&[answer, vec![0; 4]].concat(), 0) != wire::OPTION_REPLY as u32);
+    daemon.stop();
+}
+
+/// Our client with QEMU's server, which is killed and comes back.
+#[test]
+fn a_remote_disk_under_tls_comes_back() {
+    let stage = Stage::new();
+    let start = || {
+        let _ = std::fs::remove_file(&stage.socket);
+        let object = format!("tls-creds-x509,id=t,endpoint=server,dir={},verify-peer=yes", stage.server.display());
+        let mut command = Command::new(guests().join("tool"));
+        command.args(["qemu-nbd", "--persistent", "--format=raw", "--export-name=all", "--shared=4"]);
+        command.args(["--object", &object, "--tls-creds=t", "--socket"]).arg(&stage.socket).arg(&stage.disk);
+        let child = command.stdin(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        until("qemu-nbd listens", SOON, || stage.socket.exists());
+        child
+    };
+    let mut peer = start();
+    let vhost = stage.folder.join("s");
+    let daemon = Daemon::serve(stage.uri("all", &stage.vm1), &vhost, &[]);
+    let mut guest = Guest::connect(&vhost);
+    let whole = pattern(3, SIZE);
+    for round in 0..3u64 {
+        for at in (0..SIZE).step_by(256 << 10) {
+            assert!(guest.read(at as u64 / 512, 256 << 10).unwrap() == whole[at..at + (256 << 10)], "{round} {at}");
+        }
+        assert_eq!(guest.write(0, &whole[..4096]), 0);
+        assert_eq!(guest.flush(), 0);
+        peer.kill().unwrap();
+        peer.wait().unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+        peer = start();
+    }
+    let refused = blockyard(["image", "info", &stage.uri("all", &stage.nobody)]);
+    assert!(refused.err.contains("blockyard: image"), "{}", refused.err);
+    drop(guest);
+    daemon.stop();
+    peer.kill().unwrap();
+    peer.wait().unwrap();
+}

@@ -1,0 +1,201 @@
+//! TLS for both sides: certificates from a folder, and who the other side is.
+//!
+//! In: a folder with the file names that QEMU and nbdkit use (`ca-cert.pem`, `ca-crl.pem`, `server-cert.pem`, `server-key.pem`,
+//! `client-cert.pem`, `client-key.pem`). Out: sessions, and the names of a peer's certificate. What must hold: a server is
+//! believed only by a certificate of `ca-cert.pem`'s, for its own name; a client's names are told only from a certificate that
+//! was verified. (Pre-shared keys are not among what rustls does.)
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::client::WebPkiServerVerifier;
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection};
+
+const AUTHORITIES: &str = "ca-cert.pem";
+const REVOKED: &str = "ca-crl.pem";
+
+/// Files of a folder.
+struct Folder<'a>(&'a Path);
+
+impl Folder<'_> {
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn wrong(&self, name: &str, what: impl std::fmt::Display) -> String {
+        format!("TLS: {}: {what}", self.path(name).display())
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.path(name).exists()
+    }
+
+    fn all<T: PemObject>(&self, name: &str) -> Result<Vec<T>, String> {
+        let read = || T::pem_file_iter(self.path(name))?.collect::<Result<Vec<_>, _>>();
+        let all = read().map_err(|e| self.wrong(name, e))?;
+        if all.is_empty() { Err(self.wrong(name, "there is nothing of that kind in it")) } else { Ok(all) }
+    }
+
+    fn authorities(&self) -> Result<Arc<RootCertStore>, String> {
+        let mut roots = RootCertStore::empty();
+        for certificate in self.all::<CertificateDer<'static>>(AUTHORITIES)? {
+            roots.add(certificate).map_err(|e| self.wrong(AUTHORITIES, e))?;
+        }
+        Ok(Arc::new(roots))
+    }
+
+    fn revoked(&self) -> Result<Vec<CertificateRevocationListDer<'static>>, String> {
+        if self.has(REVOKED) { self.all(REVOKED) } else { Ok(Vec::new()) }
+    }
+
+    /// The certificates and the key of one who shows them.
+    fn own(&self, who: &str) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), String> {
+        let (certificate, key) = (format!("{who}-cert.pem"), format!("{who}-key.pem"));
+        let certificates = self.all(&certificate)?;
+        let key = PrivateKeyDer::from_pem_file(self.path(&key)).map_err(|e| self.wrong(&key, e))?;
+        Ok((certificates, key))
+    }
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+/// A client's session with the server of that name. The client shows its own certificate, where the folder has one.
+pub fn client(folder: &Path, server: &str) -> Result<ClientConnection, String> {
+    let folder = Folder(folder);
+    let name = ServerName::try_from(server.to_string())
+        .map_err(|_| format!("TLS: \"{server}\" is no name that a certificate can have: say tls-hostname"))?;
+    let verifier = WebPkiServerVerifier::builder_with_provider(folder.authorities()?, provider())
+        .with_crls(folder.revoked()?)
+        .build()
+        .map_err(|e| folder.wrong(AUTHORITIES, e))?;
+    let builder = ClientConfig::builder_with_provider(provider())
+        .with_safe_default_protocol_versions()
+        .map_err(|e| format!("TLS: {e}"))?
+        .with_webpki_verifier(verifier);
+    let config = if folder.has("client-cert.pem") {
+        let (certificates, key) = folder.own("client")?;
+        builder.with_client_auth_cert(certificates, key).map_err(|e| folder.wrong("client-cert.pem", e))?
+    } else {
+        builder.with_no_client_auth()
+    };
+    ClientConnection::new(Arc::new(config), name).map_err(|e| format!("TLS: {e}"))
+}
+
+/// How a server speaks TLS.
+#[derive(Debug)]
+pub struct ServerTls {
+    config: Arc<ServerConfig>,
+    /// Clients without TLS get nothing.
+    pub required: bool,
+}
+
+impl ServerTls {
+    /// `verify_peer`: clients must show a certificate of `ca-cert.pem`'s. Else they may, where there is that file.
+    pub fn open(folder: &Path, required: bool, verify_peer: bool) -> Result<Self, String> {
+        let folder = Folder(folder);
+        let builder = ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .map_err(|e| format!("TLS: {e}"))?;
+        let builder = if verify_peer || folder.has(AUTHORITIES) {
+            let verifier = WebPkiClientVerifier::builder_with_provider(folder.authorities()?, provider())
+                .with_crls(folder.revoked()?);
+            let verifier = if verify_peer { verifier } else { verifier.allow_unauthenticated() };
+            builder.with_client_cert_verifier(verifier.build().map_err(|e| folder.wrong(AUTHORITIES, e))?)
+        } else {
+            builder.with_no_client_auth()
+        };
+        let (certificates, key) = folder.own("server")?;
+        let config = builder.with_single_cert(certificates, key).map_err(|e| folder.wrong("server-cert.pem", e))?;
+        Ok(ServerTls { config: Arc::new(config), required })
+    }
+
+    pub fn session(&self) -> Result<Connection, String> {
+        ServerConnection::new(self.config.clone()).map(Connection::Server).map_err(|e| format!("TLS: {e}"))
+    }
+}
+
+/// What a peer's certificate, which the session has verified, calls it: DNS names, and the subject's common name.
+pub fn names(session: &Connection) -> Vec<String> {
+    let Some([certificate, ..]) = session.peer_certificates() else { return Vec::new() };
+    let Ok(parsed) = webpki::EndEntityCert::try_from(certificate) else { return Vec::new() };
+    let mut names: Vec<_> = parsed.valid_dns_names().map(str::to_string).collect();
+    names.extend(common_names(parsed.subject()));
+    names
+}
+
+/// Of a subject: `SET { SEQUENCE { OID, string } }`, one after the other (DER).
+fn common_names(mut subject: &[u8]) -> Vec<String> {
+    const SEQUENCE: u8 = 0x30;
+    const SET: u8 = 0x31;
+    const OID: u8 = 6;
+    const STRINGS: [u8; 3] = [12, 19, 22];
+    const COMMON_NAME: [u8; 3] = [0x55, 4, 3];
+    let mut names = Vec::new();
+    // Some give it with its own header.
+    if let Some((SEQUENCE, inner, [])) = element(subject) {
+        subject = inner;
+    }
+    while let Some((SET, mut set, rest)) = element(subject) {
+        subject = rest;
+        while let Some((SEQUENCE, pair, rest)) = element(set) {
+            set = rest;
+            if let Some((OID, kind, value)) = element(pair)
+                && kind == COMMON_NAME
+                && let Some((tag, text, [])) = element(value)
+                && STRINGS.contains(&tag)
+                && let Ok(text) = std::str::from_utf8(text)
+            {
+                names.push(text.to_string());
+            }
+        }
+    }
+    names
+}
+
+/// A DER element's tag, its content, and what follows it.
+fn element(bytes: &[u8]) -> Option<(u8, &[u8], &[u8])> {
+    let [tag, len, rest @ ..] = bytes else { return None };
+    let (len, rest) = match *len {
+        short @ 0..=0x7f => (usize::from(short), rest),
+        0x81 => (usize::from(*rest.first()?), &rest[1..]),
+        0x82 => (usize::from(*rest.first()?) << 8 | usize::from(*rest.get(1)?), &rest[2..]),
+        _ => return None,
+    };
+    let (content, rest) = rest.split_at_checked(len)?;
+    Some((*tag, content, rest))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn common_names_are_found_where_they_are_and_nowhere_else() {
+        let of = |tag: u8, kind: [u8; 3], text: &[u8]| {
+            let mut pair = vec![6, 3];
+            pair.extend(kind);
+            pair.extend([tag, text.len() as u8]);
+            pair.extend(text);
+            let mut set = vec![0x31, pair.len() as u8 + 2, 0x30, pair.len() as u8];
+            set.extend(pair);
+            set
+        };
+        let cn = [0x55, 4, 3];
+        let hidden = of(12, cn, b"admin");
+        let subject =
+            [of(12, [0x55, 4, 10], &hidden), of(19, cn, b"vm1"), of(12, cn, b"vm2"), of(4, cn, b"no")].concat();
+        assert_eq!(common_names(&subject), ["vm1", "vm2"]);
+        let whole = [&[0x30, 0x81, subject.len() as u8], &subject[..]].concat();
+        assert_eq!(common_names(&whole), ["vm1", "vm2"]);
+        for cut in 0..subject.len() {
+            // No panic, and nothing that was not there.
+            assert!(common_names(&subject[..cut]).len() <= 2);
+        }
+    }
+}
