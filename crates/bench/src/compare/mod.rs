@@ -33,7 +33,7 @@ pub struct Options {
     /// What to do: rate:read, rate:write, rate:writesync, or job:NAME with a name of `bench job` [default: the three rates]
     #[arg(value_name = "WORK", value_parser = |s: &str| s.parse::<Work>())]
     works: Vec<Work>,
-    /// host, uml-ubd, uml-ubd-sync, uml-blockyard, qemu-virtio, qemu-qsd, qemu-blockyard, nbd, ublk; with :qcow2 or :overlay
+    /// host, uml-ubd, uml-ubd-sync, uml-blockyard, qemu-virtio, qemu-qsd, qemu-blockyard, nbd, nbd-qsd; with :qcow2 or :overlay
     /// where the image is not to be raw [default: host and those of UML]
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = |s: &str| s.parse::<System>())]
     systems: Vec<System>,

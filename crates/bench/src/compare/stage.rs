@@ -122,12 +122,18 @@ impl Stage {
                 command.arg("serve").arg(image).args(["--format", format, "--vhost-user"]).arg(&socket);
                 command
             }
-            Kind::QemuQsd | Kind::Nbd => {
+            Kind::Nbd => {
+                let mut command = Command::new(&self.program);
+                command.arg("serve").arg(image).args(["--format", format, "--name", "disk"]);
+                command.arg("--nbd").arg(format!("unix:{}", socket.display()));
+                command
+            }
+            Kind::QemuQsd | Kind::NbdQsd => {
                 let mut command = self.tool("qemu-storage-daemon")?;
                 let file = format!("driver=file,node-name=f,filename={},aio=io_uring,cache.direct=on", image.display());
                 command.args(["--blockdev", &file, "--blockdev", &format!("driver={format},node-name=d,file=f")]);
                 let path = socket.display();
-                if system.kind == Kind::Nbd {
+                if system.nbd() {
                     command.args(["--nbd-server", &format!("addr.type=unix,addr.path={path}")]);
                     command.args(["--export", "type=nbd,id=e,node-name=d,name=disk,writable=on"]);
                 } else {
@@ -198,7 +204,7 @@ impl Stage {
         match system.kind {
             Kind::Host | Kind::Ublk => image.display().to_string(),
             Kind::UmlUbd | Kind::UmlUbdSync => "/dev/ubda".into(),
-            Kind::Nbd => format!("nbd+unix:///disk?socket={}/s", self.folder.display()),
+            Kind::Nbd | Kind::NbdQsd => format!("nbd+unix:///disk?socket={}/s", self.folder.display()),
             Kind::UmlBlockyard | Kind::QemuVirtio | Kind::QemuQsd | Kind::QemuBlockyard => "/dev/vda".into(),
         }
     }

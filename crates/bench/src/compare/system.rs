@@ -15,11 +15,12 @@ pub enum Kind {
     QemuQsd,
     QemuBlockyard,
     Nbd,
+    NbdQsd,
     Ublk,
 }
 
 impl Kind {
-    pub const NAMES: [(&'static str, Kind, &'static str); 9] = [
+    pub const NAMES: [(&'static str, Kind, &'static str); 10] = [
         ("host", Kind::Host, "the host's file, without a guest"),
         ("uml-ubd", Kind::UmlUbd, "User Mode Linux, its own driver: page cache, flushes dropped"),
         ("uml-ubd-sync", Kind::UmlUbdSync, "the same with O_SYNC: each write durable"),
@@ -27,7 +28,8 @@ impl Kind {
         ("qemu-virtio", Kind::QemuVirtio, "QEMU's own virtio-blk: O_DIRECT, flushes honoured"),
         ("qemu-qsd", Kind::QemuQsd, "QEMU on qemu-storage-daemon: O_DIRECT, flushes honoured"),
         ("qemu-blockyard", Kind::QemuBlockyard, "QEMU on Blockyard: O_DIRECT, flushes honoured"),
-        ("nbd", Kind::Nbd, "an NBD server (qemu-storage-daemon's) on a Unix socket: O_DIRECT"),
+        ("nbd", Kind::Nbd, "Blockyard by NBD, on a Unix socket: O_DIRECT, flushes honoured"),
+        ("nbd-qsd", Kind::NbdQsd, "qemu-storage-daemon by NBD, on a Unix socket: O_DIRECT, flushes honoured"),
         ("ublk", Kind::Ublk, "a ublk block device"),
     ];
 
@@ -78,7 +80,7 @@ impl FromStr for System {
         let names = || Kind::NAMES.map(|n| n.0).join(", ");
         let kind = Kind::NAMES.iter().find(|n| n.0 == name).map(|n| n.1);
         let kind = kind.ok_or_else(|| format!("\"{name}\" is none of {}", names()))?;
-        let only_raw = matches!(kind, Kind::Host | Kind::UmlUbd | Kind::UmlUbdSync | Kind::Nbd);
+        let only_raw = matches!(kind, Kind::Host | Kind::UmlUbd | Kind::UmlUbdSync);
         if only_raw && image != Image::Raw {
             return Err(format!("{name} is measured on raw images only"));
         }
@@ -105,11 +107,15 @@ impl System {
         matches!(self.kind, Kind::QemuVirtio | Kind::QemuQsd | Kind::QemuBlockyard)
     }
 
+    pub fn nbd(&self) -> bool {
+        matches!(self.kind, Kind::Nbd | Kind::NbdQsd)
+    }
+
     /// The part of `guests/setup` that it needs.
     pub fn part(&self) -> Option<&'static str> {
         match self.kind {
-            Kind::Host | Kind::Ublk => None,
-            Kind::Nbd => Some("tree"),
+            Kind::Host | Kind::Nbd | Kind::Ublk => None,
+            Kind::NbdQsd => Some("tree"),
             _ if self.uml() => Some("uml"),
             _ => Some("qemu"),
         }
@@ -120,7 +126,7 @@ impl System {
         if self.kind == Kind::Ublk {
             let there = Path::new("/dev/ublk-control").exists();
             return Some(if there {
-                "Blockyard does not serve ublk yet".into()
+                "it is measured in guests: bench/ublk.py".into()
             } else {
                 "this kernel has no ublk (/dev/ublk-control)".into()
             });
@@ -144,7 +150,7 @@ mod tests {
 
     #[test]
     fn names_there_and_back() {
-        for name in ["host", "uml-ubd-sync", "qemu-blockyard:overlay", "uml-blockyard:qcow2"] {
+        for name in ["host", "uml-ubd-sync", "nbd:qcow2", "nbd-qsd", "qemu-blockyard:overlay", "uml-blockyard:qcow2"] {
             assert_eq!(name.parse::<System>().unwrap().to_string(), name);
         }
         for bad in ["", "xen", "host:qcow2", "qemu-qsd:vmdk"] {

@@ -92,7 +92,7 @@ impl Work {
             Work::Experiment(experiment) if !guest && (experiment.mounts() || system.kind != Kind::Host) => {
                 Some("it mounts the disk: that needs a guest")
             }
-            Work::Job(_) if system.kind == Kind::Nbd => Some("jobs are run by fio on files and devices"),
+            Work::Job(_) if system.nbd() => Some("jobs are run by fio on files and devices"),
             _ => None,
         }
     }
