@@ -75,7 +75,10 @@ impl Listener {
         for address in addresses {
             match TcpListener::bind(address) {
                 Ok(listener) => sockets.push(listener.into()),
-                Err(e) => failed = e,
+                Err(e) => {
+                    tracing::warn!("address {address}: cannot listen on it: {e}");
+                    failed = e;
+                }
             }
         }
         if sockets.is_empty() { Err(wrong(failed)) } else { Ok(Listener { sockets, made: None }) }
@@ -83,6 +86,8 @@ impl Listener {
 
     /// A socket that somebody else made (systemd) and keeps.
     pub fn inherited(fd: OwnedFd) -> Self {
+        // Somebody else may take a client before we do: then there is nothing to wait for.
+        let _ = rustix::io::ioctl_fionbio(&fd, true);
         Listener { sockets: vec![fd], made: None }
     }
 

@@ -204,6 +204,7 @@ impl Segments {
             copy.copy_from(0, other, offset, len);
             return self.gather(&copy, 0, len);
         }
+        assert!(self.request().is_none(), "a request's entries mean nothing beside others'");
         let iov = &mut self.iov;
         other.each(offset, len, |base, len| push(iov, base, len));
         self.owner.join(&other.owner);

@@ -81,6 +81,7 @@ impl Socket {
 
     /// Sends what the socket takes at once, without a way through the ring: none, when it is full.
     pub fn write_now(&self, segments: &Segments) -> io::Result<usize> {
+        assert!(segments.request().is_none(), "a request's memory is not this process's");
         let iov = segments.iovecs();
         // SAFETY: all zeroes is a valid `msghdr`: no name, no control data, no iovec.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };

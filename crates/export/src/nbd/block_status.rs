@@ -9,13 +9,16 @@ use std::io;
 use blockyard_disk::{Failure, Op, Served, Store};
 use blockyard_image::BlockStatus;
 use blockyard_image::nbd::wire::{self, Headers, errno, flag, state};
+use blockyard_ring::Handle;
 
 use super::reply::error_of;
 
 /// Extents of one answer, of each context. A client asks again for the rest.
-const MOST_EXTENTS: usize = 8192;
+const MOST_EXTENTS: usize = 4096;
 /// Questions asked of the image for one answer: what is found until then is told, and others get their turn.
 const MOST_LOOKUPS: usize = 16384;
+/// Questions after which everybody else on the reactor has a turn.
+const LOOKUPS_AT_ONCE: usize = 64;
 /// Bytes of a request's payload: its effect's length, and some contexts.
 pub const MOST_PAYLOAD: u64 = 8 + 4 * 16;
 
@@ -117,16 +120,20 @@ pub async fn chunks(
     request: &wire::Request,
     headers: Headers,
     block: u64,
+    reactor: &Handle,
 ) -> Result<Vec<Vec<u8>>, u32> {
     let one = request.flags & flag::REQ_ONE != 0;
     let end = request.offset.checked_add(request.len).filter(|end| *end <= served.disk().capacity());
     let end = end.filter(|_| request.len > 0).ok_or(errno::EINVAL)?;
-    // Without extended headers lengths have 32 bits; whole sectors of them are told.
-    let longest = if headers == Headers::Extended { u64::MAX } else { u64::from(!511_u32) };
+    // Without extended headers lengths have 32 bits; whole blocks of them are told.
+    let longest = if headers == Headers::Extended { u64::MAX } else { u64::from(!4095_u32) };
     let mut told: Vec<(Context, Vec<(u64, u32)>)> = contexts.iter().map(|context| (context, Vec::new())).collect();
     let (mut at, mut lookups) = (request.offset, 0);
     while at < end && lookups < MOST_LOOKUPS {
         lookups += 1;
+        if lookups % LOOKUPS_AT_ONCE == 0 {
+            reactor.yield_now().await;
+        }
         let status = served.status(at, end - at).await.map_err(|e: io::Error| error_of(Failure::of(&e), Op::Read))?;
         let status = in_blocks(status, block);
         let len = status.len.min(end - at);

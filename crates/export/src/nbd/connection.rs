@@ -19,7 +19,7 @@ use blockyard_ring::{Handle, Segments, Signal, TaskId};
 
 use super::buffers::Buffers;
 use super::inbox::Inbox;
-use super::lane::{Lane, Work};
+use super::lane::{Lane, Work, ZEROED_AT_A_TIME};
 use super::reply::{Body, Reply};
 use super::stream::Stream;
 use super::{Exported, block_status};
@@ -66,6 +66,8 @@ pub struct Connection {
     /// Nothing more can be sent.
     pub(super) broken: Cell<bool>,
     pub(super) idle: RefCell<Vec<Rc<Lane>>>,
+    /// A request is on its way that costs much for few bytes: one at a time.
+    pub(super) heavy: Cell<bool>,
     wrote: Cell<bool>,
     /// The disk leaves what is read as it was: see [`Source::Null`].
     scrubs: bool,
@@ -99,6 +101,7 @@ impl Connection {
             ended: Cell::new(false),
             broken: Cell::new(false),
             idle: RefCell::default(),
+            heavy: Cell::new(false),
             wrote: Cell::new(false),
             scrubs,
         }))
@@ -177,14 +180,15 @@ impl Connection {
     async fn begin(self: &Rc<Self>, request: wire::Request, inbox: &mut Inbox) -> io::Result<()> {
         let wire::Request { command, len, .. } = request;
         let judged = self.judge(&request);
+        if is_heavy(&request) {
+            while self.heavy.get() {
+                self.sent.wait().await;
+            }
+            self.heavy.set(true);
+        }
         if command == cmd::WRITE {
             if let Err(error) = judged {
-                if len > MOST_SKIPPED {
-                    return Err(invalid(format!(
-                        "it sends {len} bytes in one write, which may be refused only by reading them"
-                    )));
-                }
-                inbox.skip(&self.stream, len).await?;
+                self.skip(len, inbox).await?;
                 self.reply(&request, Err(error), Body::None);
                 return Ok(());
             }
@@ -202,7 +206,7 @@ impl Connection {
         let extended = self.terms.headers == Headers::Extended;
         if command == cmd::BLOCK_STATUS && extended && request.flags & flag::PAYLOAD_LEN != 0 {
             if len > block_status::MOST_PAYLOAD {
-                return Err(invalid(format!("a block status request has {len} bytes of payload")));
+                return self.refuse_payload(request, inbox).await;
             }
             let payload = inbox.exactly(&self.stream, len as usize).await?;
             let Some(asked) = self.terms.contexts.narrowed(&payload) else {
@@ -210,6 +214,8 @@ impl Connection {
                 return Ok(());
             };
             (effect, only) = (asked.0, Some(asked.1));
+        } else if extended && request.flags & flag::PAYLOAD_LEN != 0 {
+            return self.refuse_payload(request, inbox).await;
         }
         if let Err(error) = judged {
             self.reply(&request, Err(error), Body::None);
@@ -233,12 +239,33 @@ impl Connection {
             cmd::WRITE_ZEROES => {
                 let (unmap, fast) = (request.flags & flag::NO_HOLE == 0, request.flags & flag::FAST_ZERO != 0);
                 let fua = request.flags & flag::FUA != 0 || !self.write_back();
-                self.hand_on(request, Op::WriteZeroes { unmap, fua, fast }, Segments::default());
+                let op = Op::WriteZeroes { unmap, fua, fast };
+                if is_heavy(&request) {
+                    self.wrote.set(true);
+                    self.to_lane(Work::Zeroes { request, op });
+                } else {
+                    self.hand_on(request, op, Segments::default());
+                }
             }
             cmd::CACHE => self.to_lane(Work::Cache(request)),
             _ => self.to_lane(Work::Status { request: wire::Request { len: effect, ..request }, only }),
         }
         Ok(())
+    }
+
+    /// A request with a payload that it may not have.
+    async fn refuse_payload(&self, request: wire::Request, inbox: &mut Inbox) -> io::Result<()> {
+        self.skip(request.len, inbox).await?;
+        self.reply(&request, Err(errno::EINVAL), Body::None);
+        Ok(())
+    }
+
+    /// Passes over a payload: what follows it is to be understood.
+    async fn skip(&self, len: u64, inbox: &mut Inbox) -> io::Result<()> {
+        if len > MOST_SKIPPED {
+            return Err(invalid(format!("it sends {len} bytes at once, which may be refused only by reading them")));
+        }
+        inbox.skip(&self.stream, len).await
     }
 
     /// A buffer, when there is room for it.
@@ -290,7 +317,8 @@ impl Connection {
         }
         let end = if status_payload { Some(offset) } else { offset.checked_add(len) };
         if end.is_none_or(|end| end > self.served.disk().capacity()) {
-            return Err(if writes { errno::ENOSPC } else { errno::EINVAL });
+            let grows = matches!(command, cmd::WRITE | cmd::WRITE_ZEROES);
+            return Err(if grows { errno::ENOSPC } else { errno::EINVAL });
         }
         let block = u64::from(self.terms.exported.block.minimum);
         let moves = matches!(command, cmd::READ | cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES);
@@ -319,6 +347,15 @@ impl Connection {
         let lane = self.idle.borrow_mut().pop();
         let lane = lane.unwrap_or_else(|| Lane::start(self));
         lane.give(&self.handle, work);
+    }
+}
+
+/// Whether it costs much for few bytes.
+pub fn is_heavy(request: &wire::Request) -> bool {
+    match request.command {
+        cmd::BLOCK_STATUS | cmd::CACHE => true,
+        cmd::WRITE_ZEROES => request.len > ZEROED_AT_A_TIME,
+        _ => false,
     }
 }
 

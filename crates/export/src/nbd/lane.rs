@@ -7,15 +7,16 @@ use std::rc::{Rc, Weak};
 use std::task::Poll;
 
 use blockyard_disk::{Failure, Op, Request};
-use blockyard_image::nbd::wire;
+use blockyard_image::nbd::wire::{self, errno};
 use blockyard_ring::{Handle, Segments, TaskId};
 
 use super::block_status::{self, Contexts};
 use super::connection::{Connection, MOST_HELD};
 use super::reply::{Body, Owed, error_of};
 
-/// Bytes that are read at a time of what a client wants cached.
+/// Bytes that are read at a time of what a client wants cached, and zeroed at a time of what it wants zeroed.
 const CACHED_AT_A_TIME: u64 = 1 << 20;
+pub const ZEROED_AT_A_TIME: u64 = 1 << 30;
 
 #[derive(Default)]
 pub struct Lane {
@@ -36,6 +37,11 @@ pub enum Work {
         only: Option<Contexts>,
     },
     Cache(wire::Request),
+    /// A long write of zeroes.
+    Zeroes {
+        request: wire::Request,
+        op: Op,
+    },
 }
 
 impl Lane {
@@ -75,7 +81,10 @@ impl Lane {
                     finished.answer();
                 }
                 Work::Status { request, only } => Box::pin(connection.status(request, only)).await,
-                Work::Cache(request) => Box::pin(connection.cache(request)).await,
+                Work::Cache(request) => Box::pin(connection.in_pieces(request, Op::Read, CACHED_AT_A_TIME)).await,
+                Work::Zeroes { request, op } => {
+                    Box::pin(connection.in_pieces(request, op, ZEROED_AT_A_TIME)).await;
+                }
             }
             connection.idle.borrow_mut().push(self.clone());
         }
@@ -86,32 +95,44 @@ impl Connection {
     async fn status(&self, request: wire::Request, only: Option<Contexts>) {
         let contexts = only.as_ref().unwrap_or(&self.terms.contexts);
         let block = self.terms.exported.block.minimum.into();
-        match block_status::chunks(&self.served, contexts, &request, self.terms.headers, block).await {
+        let yields = &self.handle;
+        match block_status::chunks(&self.served, contexts, &request, self.terms.headers, block, yields).await {
             Ok(chunks) => self.reply(&request, Ok(()), Body::Chunks(chunks)),
             Err(error) => self.reply(&request, Err(error), Body::None),
         }
     }
 
-    /// Reads what the client will want: it is in the page cache then, or in the overlay (copy-on-read).
-    async fn cache(&self, request: wire::Request) {
+    /// A request that may take long, piece by piece, as long as the client is there. What is read, the client will want: it
+    /// is in the page cache then, or in the overlay (copy-on-read).
+    async fn in_pieces(&self, request: wire::Request, op: Op, piece: u64) {
         let (mut at, end) = (request.offset, request.offset + request.len);
         let mut status = Ok(());
-        while at < end && status.is_ok() && !self.broken.get() {
-            let len = (end - at).min(CACHED_AT_A_TIME);
-            let buffer = self.buffers.take(&self.handle, len as usize, MOST_HELD).await;
+        while at < end && status.is_ok() {
+            if self.broken.get() || self.ended.get() {
+                status = Err(errno::ESHUTDOWN);
+                break;
+            }
+            let len = (end - at).min(piece);
+            let buffered = if op == Op::Read { len as usize } else { 0 };
+            let buffer = match op {
+                Op::Read => self.buffers.take(&self.handle, buffered, MOST_HELD).await,
+                _ => Segments::default(),
+            };
             let done = Rc::new(Cell::new(None));
-            let read = Request::new(Op::Read, at, len, buffer, self.handle.now(), Passing(done.clone()));
-            self.served.serve(read).await.answer();
-            let (read, buffer) = done.take().unwrap_or((Err(Failure::Io), Segments::default()));
-            self.buffers.give_back(buffer, len as usize);
-            status = read.map_err(|failure| error_of(failure, Op::Read));
+            let part = Request::new(op, at, len, buffer, self.handle.now(), Passing(done.clone()));
+            self.served.serve(part).await.answer();
+            let (ended, buffer) = done.take().unwrap_or((Err(Failure::Io), Segments::default()));
+            if op == Op::Read {
+                self.buffers.give_back(buffer, buffered);
+            }
+            status = ended.map_err(|failure| error_of(failure, op));
             at += len;
         }
         self.reply(&request, status, Body::None);
     }
 }
 
-/// The token of a read for nobody.
+/// The token of a part of a request.
 struct Passing(Rc<Cell<Option<(blockyard_disk::Status, Segments)>>>);
 
 impl blockyard_disk::Token for Passing {

@@ -30,7 +30,7 @@ use std::time::Duration;
 
 use blockyard_disk::Disk;
 use blockyard_image::nbd::ServerTls;
-use blockyard_image::nbd::wire::{self, export};
+use blockyard_image::nbd::wire::{self, Headers, export};
 use blockyard_ring::Handle;
 
 use crate::log::Log;
@@ -78,6 +78,15 @@ struct BlockSize {
 
 impl Exported {
     /// `block`: the smallest one that clients are told to use, where it is not to be the smallest that the disk takes.
+    /// The transmission flags for a client that has chosen these headers.
+    fn flags(&self, headers: Headers) -> u16 {
+        let (mut flags, extended) = (self.flags, headers == Headers::Extended);
+        if headers == Headers::Simple {
+            flags &= !export::SEND_DF;
+        }
+        if extended { flags } else { flags & !export::BLOCK_STATUS_PAYLOAD }
+    }
+
     pub fn new(disk: Arc<Disk>, name: &str, description: &str, block: Option<u32>) -> Self {
         let source = disk.source();
         let mut flags = export::HAS_FLAGS | export::SEND_FLUSH | export::SEND_FUA | export::SEND_DF;
@@ -119,7 +128,6 @@ pub struct Shared {
     exports: Mutex<Vec<Arc<Exported>>>,
     limits: Limits,
     tls: Option<ServerTls>,
-    reactors: Arc<Reactors>,
     log: Log,
     /// What it is called in the log.
     address: String,
@@ -155,6 +163,8 @@ impl Shared {
 /// A listening server; `stop` (or drop) ends it.
 pub struct Server {
     shared: Arc<Shared>,
+    /// Not among what clients share: the last of these ends the reactors, and waits for them.
+    reactors: Arc<Reactors>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -171,19 +181,18 @@ impl Server {
             exports: Mutex::default(),
             limits,
             tls,
-            reactors,
             log: Log::default(),
             address: address.into(),
             clients: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             wake: rustix::event::eventfd(0, flags)?,
         });
-        let body = shared.clone();
+        let (body, dealt) = (shared.clone(), reactors.clone());
         let thread = std::thread::Builder::new()
             .name("nbd".into())
             .stack_size(256 << 10)
-            .spawn(move || listen(&body, &listener))?;
-        Ok(Server { shared, thread: Some(thread) })
+            .spawn(move || listen(&body, &listener, &dealt))?;
+        Ok(Server { shared, reactors, thread: Some(thread) })
     }
 
     pub fn address(&self) -> &str {
@@ -204,7 +213,7 @@ impl Server {
         let mut exports = self.shared.exports.lock().unwrap_or_else(PoisonError::into_inner);
         exports.retain(|exported| !Arc::ptr_eq(&exported.disk, disk));
         drop(exports);
-        links::end(&self.shared.reactors, disk);
+        links::end(&self.reactors, disk);
     }
 
     /// Lets go of all clients, and closes the address.
@@ -214,7 +223,7 @@ impl Server {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-        links::end_undecided(&self.shared.reactors, &self.shared);
+        links::end_undecided(&self.reactors, &self.shared);
         for exported in self.shared.exports() {
             self.remove(&exported.disk);
         }
@@ -234,7 +243,7 @@ impl Shared {
 }
 
 /// The server's thread.
-fn listen(shared: &Arc<Shared>, listener: &Listener) {
+fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
     while !shared.stop.load(Ordering::SeqCst) {
         let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
         if shared.clients.load(Ordering::SeqCst) >= shared.limits.clients {
@@ -248,9 +257,14 @@ fn listen(shared: &Arc<Shared>, listener: &Listener) {
                 shared.clients.fetch_add(1, Ordering::SeqCst);
                 let client = Client(shared.clone());
                 // Dropped unrun when the reactor has ended.
-                shared.reactors.next().run(move |handle| {
-                    let task = serve(handle.clone(), client, fd);
-                    handle.spawn(task);
+                reactors.next().run(move |handle| match Stream::new(handle, fd) {
+                    Ok(stream) => {
+                        let stream = Rc::new(stream);
+                        // Known from here on to whoever ends the server.
+                        let link = Link::enter(handle, &stream, &client.0);
+                        handle.spawn(serve(handle.clone(), client, stream, link));
+                    }
+                    Err(e) => client.0.log.warn(&client.0.address, None, format_args!("a client's socket: {e}")),
                 });
             }
             Ok(None) => {}
@@ -282,14 +296,8 @@ impl Drop for Client {
 }
 
 /// One client, from its first byte to its last.
-async fn serve(handle: Handle, client: Client, fd: OwnedFd) {
+async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link>) {
     let shared = &*client.0;
-    let name = |disk: Option<&Arc<Exported>>| disk.map_or_else(|| shared.address.clone(), |e| e.name.clone());
-    let stream = match Stream::new(&handle, fd) {
-        Ok(stream) => Rc::new(stream),
-        Err(e) => return shared.log.warn(&shared.address, None, format_args!("a client's socket: {e}")),
-    };
-    let link = Link::enter(&handle, &stream, &client.0);
     let mut inbox = Inbox::default();
     let terms = match Negotiation::new(shared, &stream, &mut inbox).run().await {
         Ok(Some(terms)) => terms,
@@ -315,14 +323,18 @@ async fn serve(handle: Handle, client: Client, fd: OwnedFd) {
     let connection = match Connection::new(&handle, stream, terms) {
         Ok(connection) => connection,
         Err(e) => {
-            return shared.log.warn(&name(Some(&exported)), None, format_args!("opening the disk for a client: {e}"));
+            return shared.log.warn(&exported.name, None, format_args!("opening the disk for a client: {e}"));
         }
     };
-    shared.log.info(&name(Some(&exported)), None, format_args!("an NBD client connected"));
-    match connection.run(inbox).await {
-        End::Gone => shared.log.info(&name(Some(&exported)), None, format_args!("an NBD client went")),
+    shared.log.info(&exported.name, None, format_args!("an NBD client connected"));
+    let end = connection.run(inbox).await;
+    // The last one that goes takes the reactor's spare buffers with it.
+    drop(link);
+    links::watch(&handle);
+    match end {
+        End::Gone => shared.log.info(&exported.name, None, format_args!("an NBD client went")),
         End::Broken(why) => {
-            shared.log.warn(&name(Some(&exported)), None, format_args!("an NBD client was let go: {why}"));
+            shared.log.warn(&exported.name, None, format_args!("an NBD client was let go: {why}"));
         }
     }
 }

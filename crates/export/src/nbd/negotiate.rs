@@ -225,7 +225,7 @@ impl<'a> Negotiation<'a> {
     async fn go_or_info(&mut self, option: u32, data: &[u8]) -> io::Result<Option<Asked>> {
         match self.asked_for(data) {
             Ok(asked) => {
-                for (kind, bytes) in described(&asked.exported, &asked.infos) {
+                for (kind, bytes) in described(&asked.exported, &asked.infos, self.headers) {
                     let reply = [&kind.to_be_bytes(), &bytes[..]].concat();
                     self.answer(option, rep::INFO, &reply).await?;
                 }
@@ -263,9 +263,9 @@ impl<'a> Negotiation<'a> {
 
     /// The oldest way to choose: it cannot be refused but by ending the connection.
     async fn export_name(&mut self, name: &[u8]) -> io::Result<Terms> {
-        let exported = self.find(name).map_err(|(_, why)| invalid(why))?;
+        let exported = self.find(name).map_err(|(_, why)| invalid(why.escape_debug().to_string()))?;
         let mut reply = Vec::from(exported.disk.capacity().to_be_bytes());
-        reply.extend(exported.flags.to_be_bytes());
+        reply.extend(exported.flags(self.headers).to_be_bytes());
         if !self.no_zeroes {
             reply.extend([0; 124]);
         }
@@ -290,10 +290,10 @@ impl<'a> Negotiation<'a> {
 }
 
 /// The information that is told of an export: what it must, and what was asked for.
-fn described(exported: &Exported, asked: &[u16]) -> Vec<(u16, Vec<u8>)> {
+fn described(exported: &Exported, asked: &[u16], headers: Headers) -> Vec<(u16, Vec<u8>)> {
     let mut all = Vec::new();
     let mut size = Vec::from(exported.disk.capacity().to_be_bytes());
-    size.extend(exported.flags.to_be_bytes());
+    size.extend(exported.flags(headers).to_be_bytes());
     all.push((info::EXPORT, size));
     if asked.contains(&info::NAME) {
         all.push((info::NAME, exported.name.clone().into_bytes()));

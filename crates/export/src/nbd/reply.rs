@@ -9,7 +9,7 @@ use blockyard_disk::{Failure, Op, Status, Token};
 use blockyard_image::nbd::wire::{self, Chunk, Headers, SimpleReply, chunk, cmd, errno};
 use blockyard_ring::{MOST_PIECES, Segments};
 
-use super::connection::Connection;
+use super::connection::{Connection, is_heavy};
 
 /// Bytes of headers (and block status) that go out at a time.
 const HEADERS: usize = 64 << 10;
@@ -73,10 +73,9 @@ fn reason(error: u32) -> &'static str {
 impl Connection {
     #[inline]
     pub fn reply(&self, request: &wire::Request, status: Result<(), u32>, body: Body) {
-        if request.command == cmd::READ {
-            self.unsent.set(self.unsent.get() + request.len);
-        }
-        self.replies.borrow_mut().push(Reply { request: *request, status, body });
+        let reply = Reply { request: *request, status, body };
+        self.unsent.set(self.unsent.get() + reply.data_bytes());
+        self.replies.borrow_mut().push(reply);
         self.to_send.ring();
     }
 
@@ -155,8 +154,9 @@ impl Connection {
     }
 
     fn forget(&self, reply: &mut Reply) {
-        if reply.request.command == cmd::READ {
-            self.unsent.set(self.unsent.get() - reply.request.len);
+        self.unsent.set(self.unsent.get() - reply.data_bytes());
+        if is_heavy(&reply.request) {
+            self.heavy.set(false);
         }
         if let Body::Buffer(segments) = std::mem::replace(&mut reply.body, Body::None) {
             self.give_back(segments, reply.request.len as usize);
@@ -166,6 +166,14 @@ impl Connection {
 }
 
 impl Reply {
+    /// Bytes that were read for it.
+    fn data_bytes(&self) -> u64 {
+        match &self.body {
+            Body::Buffer(data) if self.request.command == cmd::READ => data.len() as u64,
+            _ => 0,
+        }
+    }
+
     /// All but the data of a read.
     fn put(&self, headers: Headers, out: &mut Vec<u8>) {
         let wire::Request { cookie, offset, .. } = self.request;

@@ -23,6 +23,8 @@ pub struct Stream {
     sending_since: Cell<Option<Instant>>,
     /// Since when the client owes a payload, and has not sent [`PROGRESS`] bytes of it.
     owed_since: Cell<Option<Instant>>,
+    /// What it has sent of it since then.
+    paid: Cell<usize>,
 }
 
 impl Stream {
@@ -31,9 +33,9 @@ impl Stream {
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&fd, SENT_AHEAD);
         // A client whose machine is gone is noticed, in the end.
         let _ = rustix::net::sockopt::set_socket_keepalive(&fd, true);
-        let (sending_since, owed_since) = Default::default();
+        let (sending_since, owed_since, paid) = Default::default();
         let (plain, secure) = (Link::new(Socket::new(handle, fd)?, None), OnceCell::new());
-        Ok(Stream { plain, secure, handle: handle.clone(), sending_since, owed_since })
+        Ok(Stream { plain, secure, handle: handle.clone(), sending_since, owed_since, paid })
     }
 
     #[inline]
@@ -59,7 +61,9 @@ impl Stream {
             self.owed_since.set(Some(self.handle.now()));
         }
         let (segments, read) = self.read(segments).await;
-        if read.as_ref().is_ok_and(|n| *n >= PROGRESS) {
+        self.paid.set(self.paid.get() + read.as_ref().unwrap_or(&0));
+        if self.paid.get() >= PROGRESS {
+            self.paid.set(0);
             self.owed_since.set(Some(self.handle.now()));
         }
         (segments, read)
@@ -68,6 +72,7 @@ impl Stream {
     /// The client has paid.
     pub fn nothing_owed(&self) {
         self.owed_since.set(None);
+        self.paid.set(0);
     }
 
     /// Sends all of `segments`.

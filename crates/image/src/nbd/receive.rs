@@ -20,6 +20,8 @@ const BUFFER: usize = 16 << 10;
 /// The longest description of a status that is taken, in bytes; and of an error.
 const STATUS_MOST: u64 = 2 << 20;
 const ERROR_MOST: u64 = 4096 + 64;
+/// Chunks in which the data of one read may come.
+const PARTS_MOST: usize = 4096;
 
 pub(super) struct Receiver<'a> {
     client: &'a Inner,
@@ -128,12 +130,20 @@ impl<'a> Receiver<'a> {
         let wrong = || format!("{len} bytes at {offset} are no answer to {} at {}", ask.len, ask.offset);
         let at = offset.checked_sub(ask.offset).ok_or_else(wrong)?;
         let mut slots = self.client.slots.borrow_mut();
-        let got = &mut slots.get(index).got;
-        // More bytes than asked for in all: some come twice.
-        if len == 0 || at >= ask.len || len > ask.len - at || len > ask.len - *got {
+        let slot = slots.get(index);
+        if len == 0 || at >= ask.len || len > ask.len - at {
             return Err(wrong());
         }
-        *got += len;
+        if len < ask.len {
+            // Bytes that come twice stand for others that never come, and whose memory holds anything.
+            if slot.parts.iter().any(|(start, end)| at < *end && *start < at + len) || slot.parts.len() >= PARTS_MOST {
+                return Err(wrong());
+            }
+            slot.parts.push((at, at + len));
+        } else if slot.got > 0 {
+            return Err(wrong());
+        }
+        slot.got += len;
         Ok(at as usize)
     }
 

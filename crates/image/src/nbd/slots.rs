@@ -41,6 +41,8 @@ pub struct Slot {
     pub cookie: u64,
     /// Bytes of the answer that have come.
     pub got: u64,
+    /// Which, while they come in several chunks.
+    pub parts: Vec<(u64, u64)>,
     pub error: Option<io::Error>,
     pub pieces: Vec<Piece>,
     /// Acknowledged writes when it was sent: what a flush covers.
@@ -161,6 +163,7 @@ impl Slots {
             }
             (slot.state, slot.got, slot.error) = (State::Waiting, 0, None);
             slot.pieces.clear();
+            slot.parts.clear();
             self.to_send.push_back(index);
         }
         let slots = &self.slots;

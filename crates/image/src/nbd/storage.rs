@@ -125,12 +125,13 @@ impl Nbd {
         }
         let ask = Ask { command: cmd::BLOCK_STATUS, flags: 0, offset, len: self.there(offset, RANGE_MOST) };
         let pieces = self.ask(ask, Segments::default()).await.1?;
-        *self.known.borrow_mut() = Known { start: offset, pieces };
-        self.known.borrow().find(offset).ok_or_else(|| io::Error::other("the server's status is empty"))
-    }
-
-    fn forget_holes(&self) {
-        self.known.take();
+        let known = Known { start: offset, pieces };
+        let found = known.find(offset).ok_or_else(|| io::Error::other("the server's status is empty"));
+        // What can be written to may be data in a moment, by whichever reactor.
+        if self.remote.export().read_only {
+            *self.known.borrow_mut() = known;
+        }
+        found
     }
 }
 
@@ -172,7 +173,6 @@ impl Storage for Nbd {
         if self.there(offset, len) < len {
             return (segments, Err(io::Error::new(io::ErrorKind::InvalidInput, "behind the end of the export")));
         }
-        self.forget_holes();
         let fua = durable && self.terms().has(export::SEND_FUA);
         let ask = Ask { command: cmd::WRITE, flags: if fua { flag::FUA } else { 0 }, offset, len };
         let (segments, mut result) = if len <= most {
@@ -201,14 +201,12 @@ impl Storage for Nbd {
 
     async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         self.may_write(export::SEND_TRIM)?;
-        self.forget_holes();
         let ask = Ask { command: cmd::TRIM, flags: 0, offset, len: self.there(offset, len) };
         self.ask_in_parts(ask, &Segments::default(), RANGE_MOST).await
     }
 
     async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.may_write(export::SEND_WRITE_ZEROES)?;
-        self.forget_holes();
         let flags = if unmap { 0 } else { flag::NO_HOLE };
         let ask = Ask { command: cmd::WRITE_ZEROES, flags, offset, len: self.there(offset, len) };
         // Some servers take no more than they take of data.
