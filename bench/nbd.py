@@ -6,7 +6,8 @@ the rounds. A job of fio is a connection, and its depth is that connection's. CP
 (/proc/PID/stat), for each I/O.
 
   direct  a file on the disk, O_DIRECT: qemu-nbd --cache=none --aio=io_uring. nbdkit's file plugin has no O_DIRECT: its
-          cache=none drops the pages behind itself
+          cache=none drops the pages behind itself. Its writes are answered from the page cache: they are shown, in
+          brackets, and not compared
   cached  the same file in the page cache: qemu-nbd --cache=writeback with io_uring or threads (--qemu-aio), nbdkit as it is
   null    no storage at all: what the protocol costs
 """
@@ -38,6 +39,10 @@ class Row:
         pattern = "random" if rw.startswith("rand") else "sequential"
         self.name = (f"{under}: {bs} {pattern} {rw.removeprefix('rand')}, depth {depth}, "
                      f"{connections} connection{'s'[:connections > 1]}")
+        self.peers = ["qemu-nbd"] if under == "direct" and rw.endswith("write") else SYSTEMS[1:]
+
+    def cell(self, system, text):
+        return text if system == SYSTEMS[0] or system in self.peers else f"({text})"
 
 
 def rows():
@@ -126,11 +131,11 @@ def table(chosen, results):
     for row in chosen:
         by = results[row.name]
         iops, cpu, p99 = ({s: statistics.median(f[key] for f in by[s]) for s in SYSTEMS} for key in ["iops", "cpu_us", "p99"])
-        peers = SYSTEMS[1:]
-        out.append("| " + " | ".join([row.name, *(f"{iops[s]:,.0f}" for s in SYSTEMS),
-                                      f"{iops['blockyard'] / max(iops[s] for s in peers):.2f}",
-                                      " / ".join(f"{p99[s]:,.0f}" for s in SYSTEMS), *(f"{cpu[s]:.1f}" for s in SYSTEMS),
-                                      f"{cpu['blockyard'] / min(cpu[s] for s in peers):.2f}"]) + " |")
+        out.append("| " + " | ".join([
+            row.name, *(row.cell(s, f"{iops[s]:,.0f}") for s in SYSTEMS),
+            f"{iops['blockyard'] / max(iops[s] for s in row.peers):.2f}",
+            " / ".join(row.cell(s, f"{p99[s]:,.0f}") for s in SYSTEMS), *(row.cell(s, f"{cpu[s]:.1f}") for s in SYSTEMS),
+            f"{cpu['blockyard'] / min(cpu[s] for s in row.peers):.2f}"]) + " |")
     return "\n".join(out)
 
 
@@ -140,7 +145,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
     parser.add_argument("--size", type=int, default=2048, help="of the file, in MiB")
-    parser.add_argument("--reactors", type=int, default=1, help="of Blockyard")
+    parser.add_argument("--reactors", type=int, default=2, help="of Blockyard; qemu-nbd has one thread, nbdkit 16")
     parser.add_argument("--qemu-aio", default="threads", help="of qemu-nbd through the page cache")
     parser.add_argument("--folder", help="keeps the file here for the next time")
     parser.add_argument("--only", help="rows whose name matches this regular expression")
