@@ -190,20 +190,29 @@ def table(chosen, results):
     return "\n".join(out)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(doc, size=2048):
+    """The options of a comparison."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", default=str(ROOT / "target" / "release" / "blockyard"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
-    parser.add_argument("--size", type=int, default=2048, help="of the file, in MiB")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement of time")
+    parser.add_argument("--size", type=int, default=size, help="of the file, in MiB")
     parser.add_argument("--folder", help="keeps the file here for the next time")
     parser.add_argument("--only", help="rows whose name matches this regular expression")
     parser.add_argument("--json", help="writes all figures of all rounds here")
-    args = parser.parse_args()
+    return parser
+
+
+def report(args, run, table):
+    """Runs the comparison, and prints its table."""
     chosen, results = run(args)
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(results, indent=1))
     print(table(chosen, results))
+
+
+def main():
+    report(options(__doc__).parse_args(), run, table)
 
 
 if __name__ == "__main__":

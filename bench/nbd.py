@@ -12,7 +12,6 @@ the rounds. A job of fio is a connection, and its depth is that connection's. CP
   null    no storage at all: what the protocol costs
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -140,21 +139,10 @@ def table(chosen, results):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--program", default=str(ROOT / "target" / "release" / "blockyard"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
-    parser.add_argument("--size", type=int, default=2048, help="of the file, in MiB")
+    parser = compare.options(__doc__)
     parser.add_argument("--reactors", type=int, default=2, help="of Blockyard; qemu-nbd has one thread, nbdkit 16")
     parser.add_argument("--qemu-aio", default="threads", help="of qemu-nbd through the page cache")
-    parser.add_argument("--folder", help="keeps the file here for the next time")
-    parser.add_argument("--only", help="rows whose name matches this regular expression")
-    parser.add_argument("--json", help="writes all figures of all rounds here")
-    args = parser.parse_args()
-    chosen, results = run(args)
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(results, indent=1))
-    print(table(chosen, results))
+    compare.report(parser.parse_args(), run, table)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ As in compare.py each round measures all systems of a row one after the other, t
 is made anew; all overlays of a row lie over the same base, a raw file in which every block was written.
 """
 
-import argparse
 import json
 import pathlib
 import re
@@ -174,21 +173,10 @@ def table(chosen, results):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--program", default=str(ROOT / "target" / "release" / "blockyard"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement without --ops")
+    parser = compare.options(__doc__, size=4096)
     parser.add_argument("--ops", type=int, default=8000, help="first writes of each measurement")
-    parser.add_argument("--size", type=int, default=4096, help="of the base, in MiB")
-    parser.add_argument("--folder", help="keeps the files here for the next time")
-    parser.add_argument("--only", help="rows whose name matches this regular expression")
     parser.add_argument("--check", action="store_true", help="qemu-img check after each measurement")
-    parser.add_argument("--json", help="writes all figures of all rounds here")
-    args = parser.parse_args()
-    chosen, results = run(args)
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(results, indent=1))
-    print(table(chosen, results))
+    compare.report(parser.parse_args(), run, table)
 
 
 if __name__ == "__main__":
