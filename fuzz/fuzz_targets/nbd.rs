@@ -39,7 +39,7 @@ fn world() -> &'static World {
             let (name, serial, cache) = (name.to_string(), "fuzz".into(), CacheMode::None);
             let options = DiskOptions { name: name.clone(), serial, read_only, cache, filters: Vec::new() };
             let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
-            server.add(Exported::new(disk, &name, "a disk of the fuzzer's"));
+            server.add(Exported::new(disk, &name, "a disk of the fuzzer's", None));
         }
         World { socket, _server: server }
     })
