@@ -48,7 +48,8 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         yard.open(disk)?;
     }
     if options.attached {
-        attach::tell(yard.disks.iter().find_map(|d| d.ublk.as_ref()))?;
+        let disk = yard.disks.first().context("no disk is served")?;
+        attach::tell(disk.ublk.as_ref(), disk.args.nbd.as_ref(), disk.disk.name())?;
     }
     println!("ready");
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);

@@ -7,6 +7,7 @@
 //!   socket     connected sockets over io_uring            ublk      block devices of this host: control, queues
 //!   memory     guest memory: regions, windows, bounds     segments  what one I/O moves: an iovec and its owner
 //!   buffers    guest memory registered with a ring        fault     shared memory that its owner takes away
+//!   nbd_device the kernel's NBD client
 //!   host       locks, geometry, block-device calls, sockets' bits
 //! ```
 //!
@@ -21,6 +22,7 @@ pub mod file;
 pub mod host;
 mod inline;
 pub mod memory;
+pub mod nbd_device;
 pub mod remote;
 pub mod segments;
 pub mod sim;

@@ -1,8 +1,11 @@
 //! `blockyard attach` and `detach`: an image as a block device of this host, the short way.
 //!
 //! `attach` starts `serve --ublk` in the background, with its own options, waits until it is ready and prints the device. The
-//! log goes to a file beside. `detach` stops the device; its server, finding it gone, flushes the image and ends.
+//! log goes to a file beside. `detach` stops the device; its server, finding it gone, flushes the image and ends. Where the
+//! kernel has no ublk, it is `serve --nbd`, and the kernel's own NBD client.
 //! What must hold: what was written is in the image when `detach` has ended; a device in use is not taken away unasked.
+
+mod kernel_nbd;
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -12,20 +15,18 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
 use blockyard_export::ublk::{self, Ublk};
+use blockyard_ring::nbd_device::NbdDevice;
 use rustix::process::{Pid, Signal};
 
 use crate::Failure;
 use crate::cli::{AttachOptions, DetachOptions};
+use crate::nbd::NbdAddress;
 
 /// How long the server of a device may take to flush the image and end.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
-    if !Path::new("/dev/ublk-control").exists() {
-        return Err(
-            anyhow!("no block device can be made: the kernel's driver is not loaded (modprobe ublk_drv)").into()
-        );
-    }
+    let way = Way::find(options)?;
     let log = log_file(options)?;
     let file = File::create(&log).with_context(|| format!("log {}", log.display()))?;
     let program = std::env::current_exe().context("finding this program")?;
@@ -34,8 +35,14 @@ pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
     let mut args: Vec<_> = std::env::args_os().skip(1).collect();
     args.iter_mut().filter(|arg| *arg == "attach").take(1).for_each(|arg| *arg = "serve".into());
     command.args(args).arg("--attached");
-    if options.disk.ublk.is_none() {
-        command.arg("--ublk");
+    match way {
+        Way::Ublk if options.disk.ublk.is_some() => {}
+        Way::Ublk => _ = command.arg("--ublk"),
+        Way::Nbd => {
+            let socket = log.with_extension("sock");
+            let _ = std::fs::remove_file(&socket);
+            command.arg("--nbd").arg(format!("unix:{}", socket.display()));
+        }
     }
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
     let mut server = command.spawn().context("starting the server")?;
@@ -53,6 +60,30 @@ pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
             let last = said.lines().last().unwrap_or("it said nothing").trim_start_matches("blockyard: ").to_string();
             Err(Failure::with_status(status.code().map_or(1, |code| code as u8), anyhow!(last)))
         }
+    }
+}
+
+/// What makes the block device.
+enum Way {
+    Ublk,
+    Nbd,
+}
+
+impl Way {
+    fn find(options: &AttachOptions) -> anyhow::Result<Self> {
+        if Path::new("/dev/ublk-control").exists() || options.disk.ublk.is_some() {
+            return Ok(Way::Ublk);
+        }
+        if !Path::new("/dev/nbd0").exists() {
+            bail!(
+                "no block device can be made: the kernel's driver is not loaded (modprobe ublk_drv; or nbd, where there is \
+                 no ublk_drv)"
+            );
+        }
+        if options.disk.nbd.is_some() {
+            bail!("without ublk the device is one of the kernel's NBD client, and --nbd is taken (modprobe ublk_drv)");
+        }
+        Ok(Way::Nbd)
     }
 }
 
@@ -80,10 +111,19 @@ pub fn leave_terminal() {
     let _ = rustix::process::setsid();
 }
 
-/// Tells who started this server what the device is called.
-pub fn tell(device: Option<&Ublk>) -> anyhow::Result<()> {
-    let device = device.context("no ublk device was made")?;
-    println!("{}", device.path().display());
+/// Tells who started this server what the device is called. Without ublk it is made here: of an export by NBD.
+pub fn tell(ublk: Option<&Ublk>, nbd: Option<&NbdAddress>, name: &str) -> anyhow::Result<()> {
+    let device = match (ublk, nbd) {
+        (Some(ublk), _) => ublk.path(),
+        (None, Some(NbdAddress::Unix(socket))) => {
+            let device = kernel_nbd::start(socket, name, ended(name.to_string(), true));
+            // Nobody else is to come.
+            let _ = std::fs::remove_file(socket);
+            device?
+        }
+        _ => bail!("no device was made"),
+    };
+    println!("{}", device.display());
     std::io::stdout().flush().context("telling the device")
 }
 
@@ -100,15 +140,44 @@ pub fn ended(disk: String, attached: bool) -> impl Fn() + Send + Sync + 'static 
 pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
     // A link's target; what is not there may still be half of a device.
     let path = std::fs::canonicalize(&options.device).unwrap_or_else(|_| options.device.clone());
-    let number = path.to_str().and_then(|p| p.strip_prefix("/dev/ublkb")).and_then(|n| n.parse().ok());
-    let Some(id) = number else {
-        return Err(Failure::usage(anyhow!("{} is no device of this program: those are /dev/ublkbN", path.display())));
+    let number = |prefix| path.to_str()?.strip_prefix(prefix)?.parse::<u32>().ok();
+    let server = match (number("/dev/ublkb"), number("/dev/nbd")) {
+        (Some(id), _) => ublk::remove(id, options.force)?,
+        (_, Some(id)) => disconnect(&path, id, options.force)?,
+        _ => {
+            let path = path.display();
+            let why = anyhow!("{path} is no device of this program: those are /dev/ublkbN and /dev/nbdN");
+            return Err(Failure::usage(why));
+        }
     };
-    let server = ublk::remove(id, options.force)?;
     match server {
         Some(pid) if serves_one_device(pid) => Ok(wait_for(pid)?),
         _ => Ok(()),
     }
+}
+
+/// Ends a device of the kernel's NBD client, and tells who served it.
+fn disconnect(path: &Path, id: u32, force: bool) -> anyhow::Result<Option<Pid>> {
+    let name = path.display();
+    let Some(pid) = process_of(id) else { bail!("{name} is not connected") };
+    if !serves_one_device(pid) {
+        bail!("{name} is not served by this program");
+    }
+    if !force {
+        let claimed = blockyard_ring::host::claim(path);
+        claimed.with_context(|| format!("{name} is in use: unmount it first"))?;
+    }
+    let device = NbdDevice::open(path).with_context(|| format!("device {name}"))?;
+    device.disconnect().with_context(|| format!("disconnecting {name}"))?;
+    Ok(Some(pid))
+}
+
+/// The process that serves /dev/nbdN: the kernel tells a thread of it.
+fn process_of(id: u32) -> Option<Pid> {
+    let thread = std::fs::read_to_string(format!("/sys/block/nbd{id}/pid")).ok()?;
+    let status = std::fs::read_to_string(format!("/proc/{}/status", thread.trim())).ok()?;
+    let process = status.lines().find_map(|line| line.strip_prefix("Tgid:"))?;
+    Pid::from_raw(process.trim().parse().ok()?)
 }
 
 fn serves_one_device(pid: Pid) -> bool {
