@@ -1,0 +1,128 @@
+use super::*;
+use crate::memory::Region;
+
+fn guest() -> Rc<GuestMemory> {
+    Rc::new(GuestMemory::default().with(Region::memfd("test", 0, 0, 0x10000).unwrap().0).unwrap())
+}
+
+#[test]
+fn touching_pieces_become_one_entry() {
+    let mut segments = Segments::default();
+    segments.reset(&guest());
+    segments.push_guest(0x1000, 0x1000).unwrap();
+    segments.push_guest(0x2000, 0x1000).unwrap();
+    segments.push_guest(0x8000, 0x200).unwrap();
+    assert_eq!((segments.count(), segments.len()), (2, 0x2200));
+    assert!(segments.is_aligned(512, 512) && segments.is_aligned(4096, 512) && !segments.is_aligned(512, 1024));
+    assert!(segments.push_guest(0xffff, 2).is_err());
+}
+
+#[test]
+fn what_is_appended_is_of_the_same_owner() {
+    let memory = guest();
+    let of = |memory, pieces: &[(u64, u64)]| {
+        let mut segments = Segments::default();
+        segments.reset(memory);
+        pieces.iter().for_each(|&(at, len)| segments.push_guest(at, len).unwrap());
+        segments
+    };
+    let mut all = Segments::default();
+    assert!(all.append(&of(&memory, &[(0x1000, 0x200), (0x3000, 0x200)])));
+    assert!(all.append(&of(&memory, &[(0x3200, 0x200), (0x100, 0x10)])));
+    assert_eq!((all.count(), all.len()), (3, 0x610), "pieces that touch are one");
+    for other in [of(&guest(), &[(0x3400, 0x200)]), Segments::buffer(16), Segments::default()] {
+        assert!(!all.append(&other), "{other:?}");
+    }
+    assert_eq!((all.count(), all.len()), (3, 0x610));
+    // What was appended is held, whoever lets go.
+    let regions = std::rc::Rc::downgrade(&memory);
+    drop(memory);
+    all.copy_in(0x3f8, b"from one piece to the next");
+    let mut out = [0; 8];
+    all.copy_out(0x3fe, &mut out);
+    assert_eq!(&out, b"ne piece");
+    all.release();
+    assert!(regions.upgrade().is_none());
+    let buffer = Segments::from_bytes(b"0123456789");
+    assert!(all.append(&buffer.slice(2, 3)) && all.append(&buffer.slice(7, 2)));
+    drop(buffer);
+    all.copy_out(0, &mut out[..5]);
+    assert_eq!(&out[..5], b"23478");
+}
+
+#[test]
+fn a_buffer_is_used_again_when_nobody_else_has_it() {
+    let mut buffer = Segments::buffer(8192).slice(100, 50);
+    let other = buffer.slice(0, 1);
+    assert!(!buffer.refit(10) && buffer.len() == 50);
+    drop(other);
+    assert!(!buffer.refit(8193));
+    assert!(buffer.refit(8192) && buffer.len() == 8192 && buffer.is_aligned(4096, 4096));
+    assert!(!Segments::default().refit(0));
+}
+
+#[test]
+fn what_is_gathered_is_kept_by_all_its_owners() {
+    let memory = guest();
+    let mut one = Segments::default();
+    one.reset(&memory);
+    one.push_guest(0x1000, 4).unwrap();
+    one.copy_in(0, b"abcd");
+    let (two, three) = (Segments::from_bytes(b"0123456789"), Segments::from_bytes(b"xyz"));
+    let mut all = Segments::default();
+    all.gather(&two, 2, 3);
+    all.gather(&two, 8, 2);
+    all.gather(&one, 1, 2);
+    let mut again = Segments::default();
+    again.gather(&three, 0, 1);
+    again.gather(&all, 0, all.len());
+    let regions = Rc::downgrade(&memory);
+    drop((memory, one, two, three, all));
+    let mut out = [0; 8];
+    again.copy_out(0, &mut out);
+    assert_eq!(&out, b"x23489bc");
+    again.release();
+    assert!(regions.upgrade().is_none());
+}
+
+#[test]
+fn what_is_not_zero_and_what_differs_is_found() {
+    let (a, b) = (Segments::buffer(10_000), Segments::buffer(10_000));
+    assert_eq!((a.find_nonzero(0, 10_000), a.find_difference(0, &b, 0, 10_000)), (None, None));
+    for at in [0, 1, 255, 256, 300, 5000, 9999] {
+        b.copy_in(at, &[7]);
+        assert_eq!((b.find_nonzero(0, 10_000), a.find_difference(0, &b, 0, 10_000)), (Some(at), Some(at)));
+        assert_eq!(b.find_nonzero(at, 10_000 - at), Some(0));
+        assert_eq!((b.find_nonzero(0, at), b.find_difference(0, &a, 0, at)), (None, None));
+        b.zero(at, 1);
+    }
+    // Pieces that do not match.
+    let mut pieces = a.slice(0, 100);
+    assert!(pieces.append(&a.slice(200, 3000)) && pieces.append(&a.slice(5000, 17)));
+    let other = Segments::buffer(4000);
+    other.copy_in(700 + 3100, &[1]);
+    assert_eq!(pieces.find_difference(0, &other, 700, 3117), Some(3100));
+    assert_eq!(other.find_difference(700, &pieces, 0, 3117), Some(3100));
+    assert_eq!(pieces.find_difference(1, &other, 0, 3000), None);
+}
+
+#[test]
+fn copies_cross_entries() {
+    let memory = guest();
+    let mut segments = Segments::default();
+    segments.reset(&memory);
+    for at in [0x100, 0x300, 0x500] {
+        segments.push_guest(at, 3).unwrap();
+    }
+    segments.copy_in(1, b"abcdefg");
+    let mut out = [0; 7];
+    segments.copy_out(1, &mut out);
+    assert_eq!(&out, b"abcdefg");
+    let other = Segments::from_bytes(b"0123456789");
+    segments.copy_from(2, &other, 4, 5);
+    segments.slice(2, 5).copy_out(0, &mut out[..5]);
+    assert_eq!(&out[..5], b"45678");
+    segments.zero(3, 2);
+    segments.copy_out(0, &mut out);
+    assert_eq!(&out[1..6], b"a4\0\x007");
+}
