@@ -381,7 +381,8 @@ impl<S: Storage> Served<S> {
     /// An image syncs for itself now and then. What such a sync was told, no flush will hear again.
     fn note_lost(&self, view: &View<S>) {
         if let Some(e) = view.backend.lost() {
-            self.disk.poison("writing metadata", &e);
+            let what = if view.backend.flushes_whole() { "writing metadata" } else { "keeping what was written" };
+            self.disk.poison(what, &e);
         }
     }
 
