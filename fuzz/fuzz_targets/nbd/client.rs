@@ -138,7 +138,8 @@ impl Talk {
                 }
                 data.resize(len.min(MOST_DATA) as usize, shape);
                 whole = len <= MOST_DATA;
-            } else if headers == Headers::Extended && command == cmd::BLOCK_STATUS && flags & flag::PAYLOAD_LEN != 0 {
+            } else if headers == Headers::Extended && flags & flag::PAYLOAD_LEN != 0 {
+                // With any other command, too, what the flag announces comes behind the header.
                 len &= 31;
                 let payload = bytes.some(len as usize);
                 data.extend(payload);
