@@ -114,6 +114,7 @@ def main():
                 if not line.startswith("result "):
                     sys.stderr.write(line)
                     continue
+                sys.stderr.write(line)
                 system, job, kilobytes, count = line.removeprefix("result ").strip().split(";")
                 value = {"copy": int(count) / 1e6, "read": int(kilobytes) / 1e3, "write": int(kilobytes) / 1e3}.get(job, int(count))
                 results.setdefault((system, job), []).append(value)
