@@ -6,7 +6,7 @@ use crate::stage::on_kernel;
 const KILLS: &str = r#"
 truncate -s 64M a.img
 serve a.img --ublk=0
-load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=48M --time_based --runtime=60 --verify_backlog=64 &
+load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=48M --time_based --runtime=40 --verify_backlog=64 &
 load=$!
 sleep 0.5
 for ((n = 1; n <= 10; n++)); do
@@ -16,8 +16,6 @@ for ((n = 1; n <= 10; n++)); do
     serve a.img --ublk=0
     sleep 0.2
 done
-# fio ends well when it is interrupted, and says what it has done.
-pkill -INT -x fio
 wait $load || { echo "the load failed" && exit 1; }
 grep -qE 'err= *0' /tmp/fio.log || { cat /tmp/fio.log && exit 1; }
 [[ $(grep -c 'ublkb0 taken over' /tmp/log) == 10 ]]
