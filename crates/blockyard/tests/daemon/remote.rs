@@ -15,12 +15,12 @@ const MIB: u64 = 1 << 20;
 const SIZE: u64 = 32 * MIB;
 
 /// qemu-nbd with one export; dropped, it is killed.
-struct Peer {
+pub struct Peer {
     child: Child,
 }
 
 impl Peer {
-    fn start(image: &Path, socket: &Path, options: &[&str]) -> Self {
+    pub fn start(image: &Path, socket: &Path, options: &[&str]) -> Self {
         let _ = std::fs::remove_file(socket);
         let mut command = Command::new(guests().join("tool"));
         command.args(["qemu-nbd", "--persistent", "--format=raw", "--export-name=base", "--socket"]).arg(socket);

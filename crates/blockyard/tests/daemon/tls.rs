@@ -3,14 +3,15 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 use blockyard_image::nbd::wire::{self, OptionHeader, OptionReply, opt, rep};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair};
 
-use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, blockyard, guests, md5, tool, until};
+use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, blockyard, md5, tool};
 use crate::guest::{Guest, pattern};
+use crate::remote::Peer;
 
 const SIZE: usize = 8 << 20;
 
@@ -261,14 +262,9 @@ fn plain_bytes_behind_starttls_are_nobodys() {
 fn a_remote_disk_under_tls_comes_back() {
     let stage = Stage::new();
     let start = || {
-        let _ = std::fs::remove_file(&stage.socket);
         let object = format!("tls-creds-x509,id=t,endpoint=server,dir={},verify-peer=yes", stage.server.display());
-        let mut command = Command::new(guests().join("tool"));
-        command.args(["qemu-nbd", "--persistent", "--format=raw", "--export-name=all", "--shared=4"]);
-        command.args(["--object", &object, "--tls-creds=t", "--socket"]).arg(&stage.socket).arg(&stage.disk);
-        let child = command.stdin(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-        until("qemu-nbd listens", SOON, || stage.socket.exists());
-        child
+        let options = ["--export-name=all", "--shared=4", "--object", &object, "--tls-creds=t"];
+        Peer::start(&stage.disk, &stage.socket, &options)
     };
     let mut peer = start();
     let vhost = stage.folder.join("s");
@@ -281,8 +277,7 @@ fn a_remote_disk_under_tls_comes_back() {
         }
         assert_eq!(guest.write(0, &whole[..4096]), 0);
         assert_eq!(guest.flush(), 0);
-        peer.kill().unwrap();
-        peer.wait().unwrap();
+        drop(peer);
         std::thread::sleep(Duration::from_millis(100));
         peer = start();
     }
@@ -290,6 +285,4 @@ fn a_remote_disk_under_tls_comes_back() {
     assert!(refused.err.contains("blockyard: image"), "{}", refused.err);
     drop(guest);
     daemon.stop();
-    peer.kill().unwrap();
-    peer.wait().unwrap();
 }
