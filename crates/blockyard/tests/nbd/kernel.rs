@@ -11,7 +11,8 @@ modprobe nbd nbds_max=2
 truncate -s 400M /tmp/disk.img
 serve() {
     /host/blockyard --log warn serve /tmp/disk.img --nbd unix:/tmp/s --name disk --cache writeback >/tmp/out & server=$!
-    until grep -qx ready /tmp/out; do kill -0 $server; sleep 0.05; done
+    until grep -qsx ready /tmp/out; do kill -0 $server; sleep 0.05; done
+    rm /tmp/out
 }
 serve
 nbd-client -unix /tmp/s /dev/nbd0 -N disk -C 4 -b 4096
