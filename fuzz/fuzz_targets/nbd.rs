@@ -34,7 +34,8 @@ fn world() -> &'static World {
         std::fs::create_dir(&folder).unwrap();
         let socket = folder.join("s");
         let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
-        let server = Server::start(Listener::bind(&socket).unwrap(), "fuzz", Limits::default(), None, reactors).unwrap();
+        let server =
+            Server::start(Listener::bind(&socket).unwrap(), "fuzz", Limits::default(), None, reactors).unwrap();
         for (name, read_only) in [("disk", false), ("ro", true)] {
             let (name, serial, cache) = (name.to_string(), "fuzz".into(), CacheMode::None);
             let options = DiskOptions { name: name.clone(), serial, read_only, cache, filters: Vec::new() };

@@ -1,6 +1,6 @@
 //! What the client says, made of the fuzzer's bytes; and the saying of it.
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 use blockyard_image::nbd::wire::{Headers, OptionHeader, Request, cmd, flag, opt};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SendFlags, send};
 
 /// The longest that a conversation may take, on a busy machine.
 const SOON: Duration = Duration::from_secs(20);
@@ -111,7 +113,8 @@ impl Talk {
             let len = usize::from(bytes.u8());
             data.extend(bytes.some(len));
             // Now and then the header says something else than is there.
-            let len = if shape & 0x38 == 0x38 { u32::from(bytes.u16()) << (shape >> 6 << 3) } else { data.len() as u32 };
+            let len =
+                if shape & 0x38 == 0x38 { u32::from(bytes.u16()) << (shape >> 6 << 3) } else { data.len() as u32 };
             OptionHeader { option, len }.put(&mut self.bytes);
             self.bytes.extend(data);
         }
@@ -164,9 +167,10 @@ impl Talk {
         let mut open = true;
         loop {
             while open {
-                match stream.write(left) {
+                // (The fuzzer's main function leaves SIGPIPE as it is, which would end it.)
+                match send(&stream, left, SendFlags::NOSIGNAL) {
                     Ok(n) if n < left.len() => left = &left[n..],
-                    Err(e) if e.kind() == ErrorKind::WouldBlock => break,
+                    Err(Errno::AGAIN) => break,
                     // All is said, or nobody listens any more.
                     _ => {
                         if self.vanishes {
@@ -186,7 +190,12 @@ impl Talk {
                 }
                 Err(_) => return said,
             }
-            assert!(start.elapsed() < SOON, "the connection does not end: {} bytes to say, {} heard", left.len(), said.len());
+            assert!(
+                start.elapsed() < SOON,
+                "the connection does not end: {} bytes to say, {} heard",
+                left.len(),
+                said.len()
+            );
         }
     }
 }
