@@ -47,9 +47,13 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     for disk in config.disks {
         yard.open(disk)?;
     }
+    let mut by_nbd = None;
     if options.attached {
         let disk = yard.disks.first().context("no disk is served")?;
-        attach::tell(disk.ublk.as_ref(), disk.args.nbd.as_ref(), disk.disk.name())?;
+        let name = disk.args.nbd_name.as_deref().unwrap_or(disk.disk.name());
+        by_nbd = attach::tell(disk.ublk.as_ref(), disk.args.nbd.as_ref(), name)?;
+        // The kernel writes pages of the device back when memory is short: its server is not to wait for memory then.
+        yard.reactors.all().for_each(|reactor| reactor.run(|_| drop(blockyard_ring::host::set_io_flusher())));
     }
     println!("ready");
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
@@ -61,6 +65,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         }
     }
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+    by_nbd.iter().for_each(|device| attach::settle(device));
     yard.close()
 }
 

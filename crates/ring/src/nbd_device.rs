@@ -67,7 +67,12 @@ impl NbdDevice {
         ended
     }
 
-    /// Ends it, wherever it is served.
+    /// What programs have written to the device is with its server, and durable there.
+    pub fn sync(&self) -> io::Result<()> {
+        Ok(rustix::fs::fsync(&self.file)?)
+    }
+
+    /// Ends it, wherever it is served. What was not synced before is lost.
     pub fn disconnect(&self) -> io::Result<()> {
         self.call(DISCONNECT, 0)
     }

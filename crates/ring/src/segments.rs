@@ -150,6 +150,11 @@ impl Segments {
 
     /// Data that the kernel keeps: only operations of io_uring can name them.
     #[inline]
+    /// Whether they are a block device's request, whose memory no process of ours sees.
+    pub fn is_request(&self) -> bool {
+        self.request().is_some()
+    }
+
     pub(crate) fn request(&self) -> Option<&Rc<RequestData>> {
         match &self.owner {
             Owner::Request(data) => Some(data),

@@ -9,6 +9,7 @@ mod kernel_nbd;
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -101,7 +102,12 @@ fn log_file(options: &AttachOptions) -> anyhow::Result<PathBuf> {
     } else {
         std::env::var_os("XDG_RUNTIME_DIR").map_or_else(std::env::temp_dir, PathBuf::from).join("blockyard")
     };
-    std::fs::create_dir_all(&folder).with_context(|| format!("folder {}", folder.display()))?;
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder);
+    made.with_context(|| format!("folder {}", folder.display()))?;
+    let owner = std::fs::symlink_metadata(&folder).with_context(|| format!("folder {}", folder.display()))?.uid();
+    if owner != rustix::process::geteuid().as_raw() {
+        bail!("folder {} belongs to somebody else: the log cannot be there", folder.display());
+    }
     Ok(folder.join(format!("attach-{}-{}.log", options.disk.name().replace('/', "_"), std::process::id())))
 }
 
@@ -111,8 +117,9 @@ pub fn leave_terminal() {
     let _ = rustix::process::setsid();
 }
 
-/// Tells who started this server what the device is called. Without ublk it is made here: of an export by NBD.
-pub fn tell(ublk: Option<&Ublk>, nbd: Option<&NbdAddress>, name: &str) -> anyhow::Result<()> {
+/// Tells who started this server what the device is called. Without ublk it is made here: of an export by NBD; then it is the
+/// answer, for [`settle`].
+pub fn tell(ublk: Option<&Ublk>, nbd: Option<&NbdAddress>, name: &str) -> anyhow::Result<Option<PathBuf>> {
     let device = match (ublk, nbd) {
         (Some(ublk), _) => ublk.path(),
         (None, Some(NbdAddress::Unix(socket))) => {
@@ -124,7 +131,17 @@ pub fn tell(ublk: Option<&Ublk>, nbd: Option<&NbdAddress>, name: &str) -> anyhow
         _ => bail!("no device was made"),
     };
     println!("{}", device.display());
-    std::io::stdout().flush().context("telling the device")
+    std::io::stdout().flush().context("telling the device")?;
+    Ok(ublk.is_none().then_some(device))
+}
+
+/// Before the end of a server whose device is the NBD client's: what the kernel has of it and has not written back comes
+/// now, or never.
+pub fn settle(device: &Path) {
+    let synced = NbdDevice::open(device).and_then(|device| device.sync());
+    if let Err(e) = synced {
+        tracing::debug!("{}: syncing it: {e}", device.display());
+    }
 }
 
 /// What is done when somebody else has removed a device.
@@ -168,6 +185,12 @@ fn disconnect(path: &Path, id: u32, force: bool) -> anyhow::Result<Option<Pid>> 
         claimed.with_context(|| format!("{name} is in use: unmount it first"))?;
     }
     let device = NbdDevice::open(path).with_context(|| format!("device {name}"))?;
+    // The kernel drops what it has not written back yet.
+    if let Err(e) = device.sync()
+        && !force
+    {
+        return Err(anyhow!(e).context(format!("{name}: what was written to it cannot be synced (--force drops that)")));
+    }
     device.disconnect().with_context(|| format!("disconnecting {name}"))?;
     Ok(Some(pid))
 }

@@ -18,12 +18,12 @@ mod takeover;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, Source};
 use blockyard_image::{ImageFile, SECTOR};
-use blockyard_ring::ublk::abi::{self, DeviceInfo};
+use blockyard_ring::ublk::abi::{self, DeviceInfo, Params};
 use blockyard_ring::ublk::{self, Control, Device, QueueError};
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
@@ -99,7 +99,8 @@ impl Ublk {
         let mut control = Control::open().map_err(UblkError::Control)?;
         let features = control.features().map_err(UblkError::Control)?;
         let (live, requests, bytes, copied) = Default::default();
-        let shared = Arc::new(Shared { disk, live, requests, bytes, copied, ended: Box::new(ended) });
+        let durable = AtomicBool::new(!disk.options().cache.write_back());
+        let shared = Arc::new(Shared { disk, durable, live, requests, bytes, copied, ended: Box::new(ended) });
         let left = takeover::find(&mut control, options)?;
         let mut export = Ublk { control, device: left.unwrap_or_default(), features, queues: Vec::new(), shared };
         if left.is_some() {
@@ -197,6 +198,8 @@ impl Ublk {
 
     /// The device of a server that died. What fails here leaves it as it is, for another try.
     fn take_over(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
+        let params = self.control.params(&self.device).map_err(self.error("reading its parameters"))?;
+        self.may_go_on(&params).map_err(self.error("it cannot go on with this image (blockyard detach removes it)"))?;
         takeover::begin(&mut self.control, &self.device).map_err(self.error("taking it over"))?;
         let device = self.open()?;
         if let Err(e) = self.start_queues(&device, reactors) {
@@ -205,10 +208,28 @@ impl Ublk {
         }
         drop(device);
         self.control.end_recovery(&self.device).map_err(self.error("taking it over"))?;
-        let params = self.control.params(&self.device).map_err(self.error("reading its parameters"))?;
         if params.basic.sectors != self.shared.disk.capacity() / SECTOR {
             self.resize();
         }
+        Ok(())
+    }
+
+    /// What the kernel was told when the device was made still holds for it: whether the image as it is served now can keep
+    /// that.
+    fn may_go_on(&self, params: &Params) -> io::Result<()> {
+        let disk = &self.shared.disk;
+        let refuse = |what: &str| Err(io::Error::other(what.to_string()));
+        if self.zero_copy() && !is_direct(disk) {
+            return refuse(
+                "its data stay with the kernel, and the image's do not (--cache none on files of this host)",
+            );
+        }
+        if 1 << params.basic.logical_shift < disk.source().logical_block() {
+            return refuse("its blocks are smaller than those that the image takes");
+        }
+        // A device without a write cache is never asked to flush: then each write must be durable.
+        let flushes = params.basic.attrs & abi::ATTR_VOLATILE_CACHE != 0;
+        self.shared.durable.store(!flushes || !disk.options().cache.write_back(), Ordering::SeqCst);
         Ok(())
     }
 
@@ -240,7 +261,9 @@ impl Ublk {
 
     /// The disk has another size.
     pub fn config_changed(&mut self) {
-        self.resize();
+        if self.shared.live.load(Ordering::SeqCst) > 0 {
+            self.resize();
+        }
     }
 
     fn resize(&mut self) {
@@ -264,7 +287,9 @@ impl Ublk {
             return;
         }
         self.queues.iter().for_each(QueueHandle::drain);
-        let stopped = self.shared.live.load(Ordering::SeqCst) == 0 || self.let_go();
+        // Somebody has removed it: its number may be another disk's by now.
+        let removed = self.shared.live.load(Ordering::SeqCst) == 0;
+        let stopped = removed || self.let_go();
         if !stopped && self.device.flags & abi::F_QUIESCE != 0 {
             // Else it is left when this process ends, and not before.
             let quiesced = self.control.quiesce(&self.device, PATIENCE.as_millis() as u64);
@@ -283,6 +308,9 @@ impl Ublk {
         if !stopped {
             let id = self.device.id;
             tracing::warn!(disk = self.name(), "{} is in use: it is kept, and waits for --ublk={id}", path.display());
+            return;
+        }
+        if removed || !is_left(&mut self.control, &self.device) {
             return;
         }
         match self.control.delete(&self.device) {
@@ -328,11 +356,19 @@ pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
         Err((Some(Errno::BUSY), _)) => return Err(UblkError::InUse { id }),
         Err((_, e)) => return Err(error("stopping it")(e)),
     }
+    if !is_left(&mut control, &device) {
+        return Ok(server);
+    }
     match control.delete(&device) {
         // Its server was faster.
         Err(e) if Errno::from_io_error(&e) != Some(Errno::NODEV) => Err(error("removing it")(e)),
         _ => Ok(server),
     }
+}
+
+/// Whether a device that was stopped is still there, and not another of the same number: the driver removes any.
+fn is_left(control: &mut Control, device: &DeviceInfo) -> bool {
+    control.info(device.id).is_ok_and(|info| info.note == device.note && info.state == abi::S_DEAD)
 }
 
 /// Stops a device if nobody uses it (`ResourceBusy`: somebody does); udev may have it open, for a moment.

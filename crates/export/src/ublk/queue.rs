@@ -4,8 +4,8 @@
 //!   lane: fetch ─► parse ─► disk ─► commit the answer and fetch ─► ...
 //! ```
 //! The kernel has merged neighbours already, and orders nothing, so each lane is one request after another and knows nothing
-//! of the others. What must hold: a request that was begun is committed once; after `leave` no other is begun, and what
-//! has been fetched by then is left to the next server. Nothing is allocated for a request.
+//! of the others. What must hold: a request that was fetched is committed once, also when the queue is left meanwhile: nobody
+//! else is told of it; what was not fetched by then is left to the next server. Nothing is allocated for a request.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -13,7 +13,7 @@ use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::task::Poll;
 
 use blockyard_disk::{Disk, Op, Request, Served, Status, Store, Token};
@@ -25,6 +25,8 @@ use super::request::{errno, parse};
 /// What the queues of a device share with the thread that started them.
 pub(super) struct Shared {
     pub disk: Arc<Disk>,
+    /// Each write is durable before its answer, for the kernel asks for no flush.
+    pub durable: AtomicBool,
     /// Queues that are served.
     pub live: AtomicU32,
     /// Requests and bytes, and how many of the bytes this process has copied.
@@ -86,10 +88,7 @@ impl QueueHandle {
 
     /// Finishes what was begun, and leaves all else to the next server.
     pub fn leave(&self) {
-        self.end(|line| {
-            line.leaving.set(true);
-            line.tasks.borrow().iter().for_each(|task| line.handle.wake(*task));
-        });
+        self.end(|line| line.leave());
     }
 
     fn end(&self, f: impl FnOnce(&Rc<Line>) + Send + 'static) {
@@ -144,6 +143,11 @@ impl Line {
         });
         line.tasks.borrow_mut().extend(lanes);
         Ok(())
+    }
+
+    fn leave(&self) {
+        self.leaving.set(true);
+        self.tasks.borrow().iter().for_each(|task| self.handle.wake(*task));
     }
 
     fn count(&self, bytes: u64, copied: u64) {
@@ -206,7 +210,7 @@ impl Lane {
 
     /// Does what was fetched; bytes done, or minus an errno.
     async fn serve(self: &Rc<Self>, line: &Line) -> i32 {
-        let fua = !line.shared.disk.options().cache.write_back();
+        let fua = line.shared.durable.load(Ordering::Relaxed);
         let (op, offset, len) = match parse(&self.tag.descriptor(), self.tag.most(), fua) {
             Ok(asked) => asked,
             Err(e) => return -e.raw_os_error(),
@@ -233,11 +237,9 @@ impl Lane {
 
 /// Waits for a request. False: the device was stopped, or the queue is left.
 async fn next(line: &Line, fetch: &mut Fetch) -> bool {
-    let fetched = poll_fn(|cx| {
-        if line.leaving.get() {
-            return Poll::Ready(None);
-        }
-        Pin::new(&mut *fetch).poll(cx).map(Some)
+    let fetched = poll_fn(|cx| match Pin::new(&mut *fetch).poll(cx) {
+        Poll::Pending if line.leaving.get() => Poll::Ready(None),
+        fetched => fetched.map(Some),
     });
     match fetched.await {
         Some(Ok(())) => true,
@@ -245,6 +247,8 @@ async fn next(line: &Line, fetch: &mut Fetch) -> bool {
         Some(Err(e)) if e.raw_os_error() == Some(rustix::io::Errno::NODEV.raw_os_error()) => false,
         Some(Err(e)) => {
             tracing::error!(disk = line.shared.disk.name(), queue = line.key.1, "the driver refuses a command: {e}");
+            // A queue with a tag that nobody serves would hold up whoever is given it.
+            line.leave();
             false
         }
         None => false,

@@ -28,18 +28,18 @@ pub(super) fn find(control: &mut Control, options: &UblkOptions) -> Result<Optio
         let of_ours = listed().into_iter().filter_map(|id| control.info(id).ok()).filter(|info| info.note == ours);
         let id = of_ours.filter(|info| info.state == abi::S_QUIESCED || !is_alive(info)).map(|info| info.id).next();
         return match id {
-            Some(id) => wait_left(control, id),
+            Some(id) => wait_left(control, id, ours),
             None => Ok(None),
         };
     };
-    match wait_left(control, id)? {
+    match wait_left(control, id, ours)? {
         Some(info) if info.note != ours => Err(UblkError::Another { id }),
         found => Ok(found),
     }
 }
 
 /// Waits for the end of a server that was killed; None: there is no such device.
-fn wait_left(control: &mut Control, id: u32) -> Result<Option<DeviceInfo>, UblkError> {
+fn wait_left(control: &mut Control, id: u32, ours: u64) -> Result<Option<DeviceInfo>, UblkError> {
     let error = |what, source| UblkError::Device { id, what, source };
     let start = Instant::now();
     loop {
@@ -50,6 +50,8 @@ fn wait_left(control: &mut Control, id: u32) -> Result<Option<DeviceInfo>, UblkE
         };
         match info.state {
             abi::S_QUIESCED => return Ok(Some(info)),
+            // Somebody else's, who may be about to start it.
+            abi::S_DEAD if info.note != ours => return Err(UblkError::Another { id }),
             // Added, and never started, for its server died too early; or removed, and still open.
             abi::S_DEAD if !is_alive(&info) => {
                 let deleted = control.delete(&info);

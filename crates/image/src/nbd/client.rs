@@ -40,6 +40,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// Sent at a time, in bytes and in requests; and what counts as progress of a long transfer.
 pub(super) const SENT_AT_A_TIME: usize = 256 << 10;
 const REQUESTS_AT_A_TIME: usize = 64;
+/// Times the limit of silence for which one request may stay unanswered while others are.
+const PASSED_OVER: u32 = 4;
 /// Pieces of a request's memory that are sent, or filled, as they are.
 pub(super) const PIECES: usize = 448;
 
@@ -300,7 +302,10 @@ impl Inner {
                 if let Err(e) = socket.write_full(piece).await.1 {
                     return format!("sending: {e}");
                 }
-                self.progress.set(Instant::now());
+                // That a server reads is no answer; but a long payload may take its time.
+                if done < out.len() {
+                    self.progress.set(Instant::now());
+                }
             }
         }
     }
@@ -354,7 +359,9 @@ impl Inner {
                 self.watch.wait().await;
                 continue;
             }
-            let until = self.progress.get() + limit;
+            // Nothing is heard, or one request is passed over while others are answered.
+            let oldest = self.slots.borrow().oldest().unwrap_or_else(Instant::now);
+            let until = (self.progress.get().max(oldest) + limit).min(oldest + PASSED_OVER * limit);
             if Instant::now() < until {
                 self.handle.sleep_until(until).await;
                 continue;

@@ -302,7 +302,9 @@ impl<'a> Receiver<'a> {
             let straight = {
                 let mut slots = self.client.slots.borrow_mut();
                 let segments = &slots.get(index).segments;
-                let straight = if segments.count() <= PIECES { len - done } else { 0 };
+                // What `gather` makes of a request's segments is a copy.
+                let fits = segments.count() <= PIECES && !segments.is_request();
+                let straight = if fits { len - done } else { 0 };
                 into.gather(segments, at + done, straight);
                 straight
             };

@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::task::{Poll, Waker};
+use std::time::Instant;
 
 use blockyard_ring::Segments;
 
@@ -47,6 +48,8 @@ pub struct Slot {
     pub pieces: Vec<Piece>,
     /// Acknowledged writes when it was sent: what a flush covers.
     pub covers: u64,
+    /// When it was sent.
+    pub since: Option<Instant>,
     waker: Option<Waker>,
     /// Nobody waits for it.
     abandoned: bool,
@@ -88,6 +91,7 @@ impl Slots {
         self.sent += 1;
         let slot = &mut self.slots[index as usize];
         (slot.state, slot.cookie) = (State::Sent, self.sent << 32 | u64::from(index));
+        slot.since = Some(Instant::now());
         Some((slot.ask?, slot))
     }
 
@@ -144,6 +148,11 @@ impl Slots {
                 self.release(index);
             }
         }
+    }
+
+    /// When the oldest one was sent that is not answered.
+    pub fn oldest(&self) -> Option<Instant> {
+        self.slots.iter().filter(|slot| slot.state == State::Sent).filter_map(|slot| slot.since).min()
     }
 
     /// Whether one that was sent and not answered is a `command` of these.
