@@ -38,6 +38,7 @@ impl Drop for Connected {
 impl Socket {
     /// Takes a connected stream socket over; it becomes a blocking one, for that is what io_uring waits for by itself.
     pub fn new(handle: &Handle, fd: OwnedFd) -> io::Result<Self> {
+        ignore_broken_pipes();
         rustix::io::ioctl_fionbio(&fd, false)?;
         let slot = FileSlot::uncounted(handle, Arc::new(fd));
         Ok(Socket(Rc::new(Connected(Rc::new(slot), Cell::new(false)))))
@@ -145,6 +146,16 @@ impl Socket {
     fn operation(&self, action: Action, segments: Segments) -> crate::executor::Operation {
         self.0.0.handle().operation(action, segments, self.0.0.clone())
     }
+}
+
+/// A write of io_uring to a socket whose other side has gone raises SIGPIPE, and has no flag that says otherwise. Rust's
+/// start-up sees to that; a process that began in another way (a fuzzer) has not been through it.
+fn ignore_broken_pipes() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: to ignore a signal runs no code of ours.
+        let _ = unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
+    });
 }
 
 #[cfg(test)]
