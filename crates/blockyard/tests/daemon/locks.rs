@@ -101,7 +101,7 @@ fn a_killed_holder_is_waited_for() {
 }
 
 #[test]
-fn a_lock_that_nobody_seems_to_hold_is_waited_for_a_second() {
+fn a_lock_that_nobody_seems_to_hold_is_waited_for() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
     // A descriptor on its way through a socket is in no process: what a killed one leaves behind looks the same.
@@ -129,5 +129,5 @@ fn a_lock_that_nobody_seems_to_hold_is_waited_for_a_second() {
     let start = Instant::now();
     assert!(refused(&mut serve(&image, &socket, &[])).contains("is in use by another process:"));
     let waited = start.elapsed();
-    assert!((0.9..3.0).contains(&waited.as_secs_f64()), "{waited:?}");
+    assert!((4.9..10.0).contains(&waited.as_secs_f64()), "{waited:?}");
 }
