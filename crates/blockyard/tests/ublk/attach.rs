@@ -64,7 +64,7 @@ chmod 666 /dev/ublk-control
 fails 1 '/dev/ublkb0: opening its character device: Permission denied' -- \
     setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0
 blockyard detach /dev/ublkb0
-[[ ! -e /dev/ublkc0 ]]
+[[ ! -e /dev/ublkc0 ]] || { echo "detach has left the device" && exit 1; }
 { until [[ -e /dev/ublkc0 ]]; do sleep 0.01; done; chown 1000 /dev/ublkc0; } &
 setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0 >/tmp/out 2>/tmp/log &
 pid=$!
@@ -72,7 +72,7 @@ for ((i = 0; i < 500; i++)); do grep -q ready /tmp/out && break || sleep 0.02; d
 grep -q 'as always for users without privileges' /tmp/log || { cat /tmp/log && exit 1; }
 load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=8M --do_verify=1
 stop
-[[ ! -e /dev/ublkb0 ]]
+[[ ! -e /dev/ublkb0 ]] || { cat /tmp/log && exit 1; }
 "#;
 
 #[test]
