@@ -70,6 +70,8 @@ setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0 >/tmp/o
 pid=$!
 for ((i = 0; i < 500; i++)); do grep -q ready /tmp/out && break || sleep 0.02; done
 grep -q 'as always for users without privileges' /tmp/log || { cat /tmp/log && exit 1; }
+# The rule gives both nodes to the user: only who may open the device can see that nobody else has it open.
+chown 1000 /dev/ublkb0
 load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=8M --do_verify=1
 stop
 [[ ! -e /dev/ublkb0 ]] || { cat /tmp/log && exit 1; }
