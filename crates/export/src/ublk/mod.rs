@@ -379,7 +379,7 @@ fn stop_unused(control: &mut Control, device: &DeviceInfo) -> io::Result<()> {
         }
         blockyard_ring::host::claim(&ublk::block_device(device.id)).and_then(|()| control.stop(device))
     };
-    for _ in 0..40 {
+    for _ in 0..20 {
         match stop() {
             Err(e) if Errno::from_io_error(&e) == Some(Errno::BUSY) => std::thread::sleep(Duration::from_millis(50)),
             done => return done,
