@@ -1,14 +1,14 @@
 //! Opening an image file: O_DIRECT where the cache mode asks for it, the lock, the geometry.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use blockyard_ring::host::{self, Geometry, Lock};
-use blockyard_ring::{Handle, UringFile};
+use blockyard_ring::{Handle, LockedFile, UringFile};
 use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::cache::CacheMode;
@@ -55,7 +55,7 @@ pub enum OpenError {
 /// Where the bytes are.
 #[derive(Clone, Debug)]
 enum Medium {
-    File(Arc<OwnedFd>),
+    File(Arc<LockedFile>),
     Nbd(Arc<Remote>),
 }
 
@@ -88,7 +88,7 @@ impl ImageFile {
             move |source| OpenError::Io { path, operation, source }
         };
         let lock = if options.read_only { Lock::Shared } else { Lock::Exclusive };
-        let locked = take_lock(&fd, lock);
+        let locked = take_lock(fd.as_fd(), lock);
         match locked.map_err(failed("locking it (an OFD lock; network file systems may not have them)"))? {
             Ok(()) => {}
             Err(holder) => return Err(OpenError::Locked { path, holder }),
@@ -98,7 +98,7 @@ impl ImageFile {
         let stat = rustix::fs::fstat(&fd).map_err(io::Error::from).map_err(failed("finding what it is"))?;
         let is_device = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
         Ok(ImageFile {
-            medium: Medium::File(Arc::new(fd)),
+            medium: Medium::File(Arc::new(fd.into())),
             size: AtomicU64::new(size),
             geometry,
             read_only: options.read_only,
@@ -152,7 +152,7 @@ impl ImageFile {
     /// The same file by a descriptor that only reads, and is not locked yet: see [`ImageFile::hand_lock_to`].
     pub(crate) fn reader(&self) -> io::Result<ImageFile> {
         let fd = self.open_again(OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY)?;
-        Ok(ImageFile { medium: Medium::File(Arc::new(fd)), read_only: true, ..self.twin() })
+        Ok(ImageFile { medium: Medium::File(Arc::new(fd.into())), read_only: true, ..self.twin() })
     }
 
     /// The same file by a descriptor that also writes; it takes this one's lock over, and more: nobody else may have the file
@@ -162,13 +162,13 @@ impl ImageFile {
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
         let opening = "opening it once more, to write to it";
         let mine = self.local().map_err(failed(opening))?;
-        let fd = Arc::new(self.open_again(flags).map_err(failed(opening))?);
+        let fd = Arc::new(LockedFile::from(self.open_again(flags).map_err(failed(opening))?));
         let writer = ImageFile { medium: Medium::File(fd.clone()), read_only: false, ..self.twin() };
         let locking = failed("locking it (an OFD lock)");
         // A reader's lock at each moment, so that no writer comes between.
         let locked = host::lock(&fd, Lock::Shared)
             .and_then(|_| host::lock(mine, Lock::None))
-            .and_then(|_| take_lock(&fd, Lock::Exclusive));
+            .and_then(|_| take_lock(fd.as_fd(), Lock::Exclusive));
         if !matches!(locked, Ok(Ok(()))) {
             host::lock(mine, Lock::Shared).map_err(locking)?;
         }
@@ -182,7 +182,7 @@ impl ImageFile {
     fn open_again(&self, flags: OFlags) -> io::Result<OwnedFd> {
         let flags = if self.direct { flags | OFlags::DIRECT } else { flags };
         let fd = self.local()?;
-        Ok(rustix::fs::open(format!("/proc/self/fd/{}", fd.as_raw_fd()), flags, Mode::empty())?)
+        Ok(rustix::fs::open(format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()), flags, Mode::empty())?)
     }
 
     /// What is known of the file, without its lock.
@@ -211,7 +211,7 @@ impl ImageFile {
         host::lock(mine, Lock::None).map(|_| ())
     }
 
-    fn local(&self) -> io::Result<&Arc<OwnedFd>> {
+    fn local(&self) -> io::Result<&Arc<LockedFile>> {
         self.fd().ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "it lies on an NBD server"))
     }
 
@@ -220,7 +220,7 @@ impl ImageFile {
     }
 
     /// None: it is no file of this host.
-    pub fn fd(&self) -> Option<&Arc<OwnedFd>> {
+    pub fn fd(&self) -> Option<&Arc<LockedFile>> {
         match &self.medium {
             Medium::File(fd) => Some(fd),
             Medium::Nbd(_) => None,
@@ -299,7 +299,7 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), Open
 
 /// Locks the file, or says who else has it locked. A process that has ended keeps its lock for a moment, and so does a ring of
 /// this one, until the kernel has taken its io_uring apart: as long as no living holder is seen the lock is tried again.
-fn take_lock(fd: &OwnedFd, lock: Lock) -> io::Result<Result<(), String>> {
+fn take_lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<Result<(), String>> {
     let start = Instant::now();
     loop {
         if host::lock(fd, lock)? {

@@ -7,7 +7,7 @@
 use std::future::Future;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -70,9 +70,37 @@ pub struct OpenMode {
     pub direct: bool,
 }
 
+/// An open file whose lock (see [`host::lock`]) ends with the last copy of this. Closing it is not enough: a ring that had it
+/// registered keeps the kernel's file, and with it the lock, until it has been taken apart.
+#[derive(Debug)]
+pub struct LockedFile(OwnedFd);
+
+impl From<OwnedFd> for LockedFile {
+    fn from(fd: OwnedFd) -> Self {
+        LockedFile(fd)
+    }
+}
+
+impl AsFd for LockedFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl Drop for LockedFile {
+    fn drop(&mut self) {
+        // What fails here ends with the descriptor.
+        let _ = host::lock(&self.0, host::Lock::None);
+    }
+}
+
+/// What is read and written by a ring.
+pub(crate) type Descriptor = Arc<dyn AsFd + Send + Sync>;
+
 /// The descriptor of a file on one ring: kept alive by operations in flight.
 pub(crate) struct FileSlot {
-    fd: Arc<OwnedFd>,
+    fd: Descriptor,
+    raw: i32,
     registered: Option<u32>,
     handle: Handle,
     /// It is counted among the files that are written to.
@@ -81,13 +109,13 @@ pub(crate) struct FileSlot {
 
 impl FileSlot {
     /// Not counted among the files: a socket, a character device.
-    pub fn uncounted(handle: &Handle, fd: Arc<OwnedFd>) -> Self {
-        let registered = handle.register_file(fd.as_raw_fd());
-        FileSlot { fd, registered, handle: handle.clone(), counted: false }
+    pub fn uncounted(handle: &Handle, fd: Descriptor) -> Self {
+        let raw = fd.as_fd().as_raw_fd();
+        FileSlot { registered: handle.register_file(raw), fd, raw, handle: handle.clone(), counted: false }
     }
 
-    pub fn fd(&self) -> &OwnedFd {
-        &self.fd
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
     }
 
     pub fn handle(&self) -> &Handle {
@@ -95,7 +123,7 @@ impl FileSlot {
     }
 
     pub fn raw(&self) -> i32 {
-        self.fd.as_raw_fd()
+        self.raw
     }
 
     pub fn registered(&self) -> Option<u32> {
@@ -124,17 +152,17 @@ pub struct UringFile {
 
 impl UringFile {
     /// `fd` may be shared by several executors; each registers it with its own ring.
-    pub fn new(handle: &Handle, fd: Arc<OwnedFd>) -> io::Result<Self> {
+    pub fn new(handle: &Handle, fd: Arc<impl AsFd + Send + Sync + 'static>) -> io::Result<Self> {
         let mode = rustix::fs::fstat(&fd)?.st_mode;
         let block_device = rustix::fs::FileType::from_raw_mode(mode) == rustix::fs::FileType::BlockDevice;
-        let inline = Rc::new(InlineWrites::new(&fd)?);
-        let registered = handle.register_file(fd.as_raw_fd());
+        let inline = Rc::new(InlineWrites::new(fd.as_fd())?);
         let counted = rustix::fs::fcntl_getfl(&fd)? & rustix::fs::OFlags::RWMODE != rustix::fs::OFlags::RDONLY;
         if counted {
             handle.count_files(1);
         }
-        let slot = Rc::new(FileSlot { fd, registered, handle: handle.clone(), counted });
-        Ok(UringFile { slot, block_device, inline })
+        let mut slot = FileSlot::uncounted(handle, fd);
+        slot.counted = counted;
+        Ok(UringFile { slot: Rc::new(slot), block_device, inline })
     }
 
     #[inline]
@@ -185,7 +213,7 @@ impl Storage for UringFile {
             && self.inline.suits(want)
             && segments.request().is_none()
             && self.slot.handle.files() == 1
-            && let Some(n) = self.inline.write(&self.slot.fd, &segments, offset)
+            && let Some(n) = self.inline.write(self.slot.fd(), &segments, offset)
             && n == want
         {
             self.count(n);
@@ -309,6 +337,20 @@ mod tests {
         let fd = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let fd = Arc::new(fd);
         (UringFile::new(executor.handle(), fd.clone()).unwrap(), fd)
+    }
+
+    #[test]
+    fn a_lock_ends_with_its_file_not_with_what_the_kernel_still_holds() {
+        let path = std::env::temp_dir().join(format!("blockyard-locked-{}", std::process::id()));
+        let open = || OwnedFd::from(std::fs::File::options().create(true).append(true).open(&path).unwrap());
+        let first = open();
+        assert!(host::lock(&first, host::Lock::Exclusive).unwrap());
+        let _kernels = first.try_clone().unwrap();
+        let first = LockedFile::from(first);
+        assert!(!host::lock(open(), host::Lock::Exclusive).unwrap());
+        drop(first);
+        assert!(host::lock(open(), host::Lock::Exclusive).unwrap());
+        std::fs::remove_file(path).unwrap();
     }
 
     #[test]

@@ -8,7 +8,7 @@
 
 use std::cell::Cell;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, OFlags};
@@ -47,7 +47,7 @@ pub(crate) struct InlineWrites {
 }
 
 impl InlineWrites {
-    pub fn new(fd: &OwnedFd) -> io::Result<Self> {
+    pub fn new(fd: BorrowedFd<'_>) -> io::Result<Self> {
         let regular = FileType::from_raw_mode(rustix::fs::fstat(fd)?.st_mode) == FileType::RegularFile;
         let direct = rustix::fs::fcntl_getfl(fd)?.contains(OFlags::DIRECT);
         let way = if regular && !direct { Way::Unknown } else { Way::Ring };
@@ -67,7 +67,7 @@ impl InlineWrites {
     }
 
     /// Writes if it should be done here. None: not done, or not to its end; io_uring is to do all of it (again).
-    pub fn write(&self, fd: &OwnedFd, segments: &Segments, offset: u64) -> Option<usize> {
+    pub fn write(&self, fd: BorrowedFd<'_>, segments: &Segments, offset: u64) -> Option<usize> {
         if self.way.get() == Way::Unknown {
             return self.find_out(fd, segments, offset);
         }
@@ -96,8 +96,8 @@ impl InlineWrites {
     }
 
     /// The first write asks not to block: file systems that cannot promise it refuse at once.
-    fn find_out(&self, fd: &OwnedFd, segments: &Segments, offset: u64) -> Option<usize> {
-        let written = host::write_at(fd.as_fd(), segments, offset, libc::RWF_NOWAIT);
+    fn find_out(&self, fd: BorrowedFd<'_>, segments: &Segments, offset: u64) -> Option<usize> {
+        let written = host::write_at(fd, segments, offset, libc::RWF_NOWAIT);
         let refused = matches!(&written, Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP));
         self.way.set(if refused { Way::Inline } else { Way::Ring });
         tracing::debug!(fd = fd.as_raw_fd(), way = ?self.way.get(), "page-cache writes");
@@ -122,6 +122,8 @@ impl InlineWrites {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::{AsFd, OwnedFd};
+
     use super::*;
 
     fn file(flags: OFlags) -> OwnedFd {
@@ -131,7 +133,7 @@ mod tests {
 
     fn of(way: Way) -> (OwnedFd, InlineWrites) {
         let fd = file(OFlags::empty());
-        let inline = InlineWrites::new(&fd).unwrap();
+        let inline = InlineWrites::new(fd.as_fd()).unwrap();
         inline.way.set(way);
         (fd, inline)
     }
@@ -139,7 +141,7 @@ mod tests {
     #[test]
     fn what_is_written_here_is_in_the_file() {
         let (fd, inline) = of(Way::Inline);
-        assert_eq!(inline.write(&fd, &Segments::from_bytes(b"hello"), 3), Some(5));
+        assert_eq!(inline.write(fd.as_fd(), &Segments::from_bytes(b"hello"), 3), Some(5));
         let mut bytes = [1; 8];
         assert_eq!(rustix::io::pread(&fd, &mut bytes, 0).unwrap(), 8);
         assert_eq!(&bytes, b"\0\0\0hello");
@@ -148,7 +150,7 @@ mod tests {
     #[test]
     fn the_first_write_finds_the_way_and_loses_nothing() {
         let (fd, inline) = of(Way::Unknown);
-        let first = inline.write(&fd, &Segments::from_bytes(b"first"), 0);
+        let first = inline.write(fd.as_fd(), &Segments::from_bytes(b"first"), 0);
         assert_ne!(inline.way.get(), Way::Unknown);
         // Whoever is told None writes it by the ring; Some is done.
         let len = host::file_size(&fd).unwrap();
@@ -160,7 +162,7 @@ mod tests {
         let (_, inline) = of(Way::Inline);
         assert!(inline.suits(LONGEST) && !inline.suits(LONGEST + 1));
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
-        assert!(!InlineWrites::new(&reader).unwrap().suits(512), "no regular file");
+        assert!(!InlineWrites::new(reader.as_fd()).unwrap().suits(512), "no regular file");
     }
 
     #[test]
@@ -168,9 +170,9 @@ mod tests {
         let (fd, inline) = of(Way::Inline);
         let bytes = Segments::from_bytes(b"x");
         inline.blocked(Instant::now());
-        assert_eq!(inline.write(&fd, &bytes, 0), None);
+        assert_eq!(inline.write(fd.as_fd(), &bytes, 0), None);
         std::thread::sleep(PAUSE);
-        assert_eq!(inline.write(&fd, &bytes, 0), Some(1));
+        assert_eq!(inline.write(fd.as_fd(), &bytes, 0), Some(1));
         assert_eq!(inline.pause.get(), PAUSE * 2);
         for _ in 0..FORGIVEN {
             inline.went_well();
@@ -184,6 +186,6 @@ mod tests {
     fn an_error_is_left_to_the_ring_to_tell() {
         let (_, inline) = of(Way::Inline);
         let read_only = rustix::fs::open("/dev/null", OFlags::RDONLY, 0.into()).unwrap();
-        assert_eq!(inline.write(&read_only, &Segments::from_bytes(b"x"), 0), None);
+        assert_eq!(inline.write(read_only.as_fd(), &Segments::from_bytes(b"x"), 0), None);
     }
 }

@@ -33,7 +33,7 @@ mod wake;
 
 pub use buffers::{Outcome, Refusal, Registration};
 pub use executor::{Executor, Handle, Meter};
-pub use file::{OpenMode, Storage, UringFile};
+pub use file::{LockedFile, OpenMode, Storage, UringFile};
 pub use memory::{GuestMemory, MemoryError, Region, Window};
 pub use remote::{Remote, Reply};
 pub use segments::{AlignedBuf, Segments};

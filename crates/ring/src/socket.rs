@@ -6,7 +6,7 @@
 
 use std::cell::Cell;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -44,13 +44,13 @@ impl Socket {
         Ok(Socket(Rc::new(Connected(Rc::new(slot), Cell::new(false)))))
     }
 
-    pub fn fd(&self) -> &OwnedFd {
+    pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.0.fd()
     }
 
     /// The connection for somebody else, who goes on with it. Nothing may be on its way here, nor be begun.
     pub fn keep(&self) -> io::Result<OwnedFd> {
-        let fd = self.fd().try_clone()?;
+        let fd = self.fd().try_clone_to_owned()?;
         self.0.1.set(true);
         Ok(fd)
     }
