@@ -1,4 +1,4 @@
-//! What one layer of a chain says about a range of the guest's disk.
+//! What one layer of a chain says about a range of the guest's disk, and what a chain tells of it.
 
 use std::future::Future;
 use std::io;
@@ -34,6 +34,38 @@ impl Extent {
             (Place::Zero, Place::Zero) | (Place::Absent, Place::Absent) => true,
             _ => false,
         }
+    }
+}
+
+/// `len` bytes that are alike. The names are QEMU's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockStatus {
+    pub len: u64,
+    /// The layer that decided: 0 is the topmost.
+    pub depth: usize,
+    /// That layer has the range; else nothing has, and it reads as zeroes.
+    pub present: bool,
+    pub zero: bool,
+    pub data: bool,
+    pub compressed: bool,
+    /// In the layer's file (or data file).
+    pub offset: Option<u64>,
+}
+
+impl BlockStatus {
+    /// `len` bytes of data, somewhere in the topmost layer.
+    pub fn data(len: u64) -> Self {
+        BlockStatus { len, depth: 0, present: true, zero: false, data: true, compressed: false, offset: None }
+    }
+
+    /// `len` bytes that none of `depth` layers has.
+    pub(crate) fn nothing(depth: usize, len: u64) -> Self {
+        BlockStatus { len, depth, present: false, zero: true, data: false, compressed: false, offset: None }
+    }
+    /// Whether `next`, which begins where this ends, is the same, and goes on in the file.
+    pub(crate) fn goes_on(&self, next: &BlockStatus) -> bool {
+        let kind = |s: &BlockStatus| (s.depth, s.present, s.zero, s.data, s.compressed);
+        kind(self) == kind(next) && self.offset.map(|offset| offset + self.len) == next.offset
     }
 }
 

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use blockyard_ring::{Segments, Storage};
 
 use crate::SECTOR;
-use crate::extent::{Below, Extent, Place};
+use crate::extent::{Below, BlockStatus, Extent, Place};
 use crate::layer::{Found, Layer, Layers};
 use crate::resolved::Resolved;
-use crate::survey::{self, BlockStatus};
+use crate::survey;
 use crate::traffic::{Lane, Pass, Traffic};
 
 /// What layers map alike may be as small and as large as this, in bytes, to be remembered.

@@ -40,7 +40,7 @@ pub use cache::CacheMode;
 pub use chain::{Chain, ChainError, ChainLayer, ChainOptions, MAX_DEPTH};
 pub use commit::CopyDown;
 pub use error::{ImageError, Kind};
-pub use extent::{Below, Extent, Nothing, Place};
+pub use extent::{Below, BlockStatus, Extent, Nothing, Place};
 pub use format::Format;
 pub use image::Image;
 pub use join::all as join_all;
@@ -51,7 +51,6 @@ pub use overlay::GrownChain;
 pub use raw::{Raw, RawShape};
 pub use store::Store;
 pub use stream::{copy_up, stand_alone};
-pub use survey::BlockStatus;
 pub use sweep::Progress;
 pub use traffic::Pass;
 

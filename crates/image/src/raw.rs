@@ -12,10 +12,10 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::survey::{BlockStatus, data_or_hole};
 use blockyard_ring::{Segments, Storage};
 
 use crate::SECTOR;
+use crate::extent::BlockStatus;
 use crate::open::ImageFile;
 use crate::range_lock::{RangeGuard, RangeLock};
 use crate::turns::Turns;
@@ -163,8 +163,17 @@ impl<S: Storage> Raw<S> {
 
     /// Whether the bytes from `offset` on are data or a hole, as far as they are alike. Behind the file's end is a hole.
     pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
-        let (data, len) = data_or_hole(self, offset, len).await?;
+        let (data, len) = self.data_or_hole(offset, len).await?;
         Ok(BlockStatus { zero: !data, data, offset: Some(offset), ..BlockStatus::data(len) })
+    }
+
+    /// Whether the bytes from `host` on are data, as far as they are alike.
+    pub(crate) async fn data_or_hole(&self, host: u64, len: u64) -> io::Result<(bool, u64)> {
+        Ok(match self.storage.next_data(host).await? {
+            None => (false, len),
+            Some(data) if data.start > host => (false, len.min(data.start - host)),
+            Some(data) => (true, len.min(data.end - host)),
+        })
     }
 
     pub fn storage(&self) -> &S {

@@ -8,36 +8,8 @@ use std::io;
 use blockyard_ring::Storage;
 
 use crate::SECTOR;
-use crate::extent::Place;
+use crate::extent::{BlockStatus, Place};
 use crate::layer::Layer;
-use crate::raw::Raw;
-
-/// `len` bytes that are alike. The names are QEMU's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockStatus {
-    pub len: u64,
-    /// The layer that decided: 0 is the topmost.
-    pub depth: usize,
-    /// That layer has the range; else nothing has, and it reads as zeroes.
-    pub present: bool,
-    pub zero: bool,
-    pub data: bool,
-    pub compressed: bool,
-    /// In the layer's file (or data file).
-    pub offset: Option<u64>,
-}
-
-impl BlockStatus {
-    /// `len` bytes of data, somewhere in the topmost layer.
-    pub fn data(len: u64) -> Self {
-        BlockStatus { len, depth: 0, present: true, zero: false, data: true, compressed: false, offset: None }
-    }
-
-    /// `len` bytes that none of `depth` layers has.
-    pub(crate) fn nothing(depth: usize, len: u64) -> Self {
-        BlockStatus { len, depth, present: false, zero: true, data: false, compressed: false, offset: None }
-    }
-}
 
 /// Which layers may name data that were never written: they take less of the disk than their refcounts say. As QEMU
 /// finds out whether metadata were preallocated.
@@ -86,11 +58,11 @@ pub(crate) async fn status<S: Storage>(
             (_, Place::Zero) => Ok(BlockStatus { zero: true, data: false, ..kept(layer, offset, found) }),
             (_, Place::Compressed(_)) => Ok(BlockStatus { compressed: true, ..found }),
             (Layer::Raw { raw, .. }, Place::Data(host)) => {
-                let (data, len) = data_or_hole(raw, host, len).await?;
+                let (data, len) = raw.data_or_hole(host, len).await?;
                 Ok(BlockStatus { len, data, zero: !data, offset: Some(host), ..found })
             }
             (Layer::Qcow2(image), Place::Data(host)) if sparse.get(depth) == Some(&true) => {
-                let (data, len) = data_or_hole(image.data_file(), host, len).await?;
+                let (data, len) = image.data_file().data_or_hole(host, len).await?;
                 Ok(BlockStatus { len, zero: !data, offset: Some(host), ..found })
             }
             (_, Place::Data(host)) => Ok(BlockStatus { offset: Some(host), ..found }),
@@ -112,12 +84,4 @@ fn kept<S: Storage>(layer: &Layer<S>, offset: u64, found: BlockStatus) -> BlockS
         len = found.len.min(len + cluster);
     }
     BlockStatus { len, ..found }
-}
-
-pub(crate) async fn data_or_hole<S: Storage>(file: &Raw<S>, host: u64, len: u64) -> io::Result<(bool, u64)> {
-    Ok(match file.storage().next_data(host).await? {
-        None => (false, len),
-        Some(data) if data.start > host => (false, len.min(data.start - host)),
-        Some(data) => (true, len.min(data.end - host)),
-    })
 }

@@ -37,6 +37,6 @@ pub use file::{LockedFile, OpenMode, Storage, UringFile};
 pub use memory::{GuestMemory, MemoryError, Region, Window};
 pub use remote::{Remote, Reply};
 pub use segments::{AlignedBuf, Segments};
-pub use socket::{MOST_PIECES, Socket};
+pub use socket::{MOST_PIECES, Socket, write_rest};
 pub use uring::TaskId;
 pub use wake::{Signal, Watch, park};

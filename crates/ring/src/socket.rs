@@ -119,17 +119,8 @@ impl Socket {
     }
 
     /// Sends all of `segments`, which have at most [`MOST_PIECES`] pieces.
-    pub async fn write_full(&self, mut segments: Segments) -> (Segments, io::Result<()>) {
-        let mut done = 0;
-        while done < segments.len() {
-            let sent;
-            (segments, sent) = self.write(segments, done).await;
-            match sent {
-                Ok(n) => done += n,
-                Err(e) => return (segments, Err(e)),
-            }
-        }
-        (segments, Ok(()))
+    pub async fn write_full(&self, segments: Segments) -> (Segments, io::Result<()>) {
+        write_rest(segments, 0, async |segments, done| self.write(segments, done).await).await
     }
 
     /// Ends both directions: whatever waits for the socket is answered.
@@ -146,6 +137,23 @@ impl Socket {
     fn operation(&self, action: Action, segments: Segments) -> crate::executor::Operation {
         self.0.0.handle().operation(action, segments, self.0.0.clone())
     }
+}
+
+/// Sends what `segments` have from `done` on, by as many turns of `write`, which sends some from an offset, as that takes.
+pub async fn write_rest(
+    mut segments: Segments,
+    mut done: usize,
+    mut write: impl AsyncFnMut(Segments, usize) -> (Segments, io::Result<usize>),
+) -> (Segments, io::Result<()>) {
+    while done < segments.len() {
+        let sent;
+        (segments, sent) = write(segments, done).await;
+        match sent {
+            Ok(n) => done += n,
+            Err(e) => return (segments, Err(e)),
+        }
+    }
+    (segments, Ok(()))
 }
 
 /// A write of io_uring to a socket whose other side has gone raises SIGPIPE, and has no flag that says otherwise. Rust's

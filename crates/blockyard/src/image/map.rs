@@ -2,7 +2,8 @@
 
 use std::io::{self, BufWriter, Write};
 
-use blockyard_image::tools::{self, Disk, MapEntry, on_reactor};
+use blockyard_image::BlockStatus;
+use blockyard_image::tools::{self, Disk, on_reactor};
 use clap::Args;
 
 use super::{Folders, Named, Output, failed, open, size};
@@ -39,7 +40,7 @@ pub fn run(options: &Options) -> Result<(), Failure> {
             result: Ok(()),
         };
         let disk = Disk::of(&chain, &handle).await?;
-        tools::map(&disk, range, |entry| lines.show(entry)).await?;
+        tools::map(&disk, range, |start, status| lines.show(start, status)).await?;
         Ok(lines.end())
     });
     Ok(printed.map_err(failed)??)
@@ -55,29 +56,29 @@ struct Lines<W: Write> {
 }
 
 impl<W: Write> Lines<W> {
-    fn show(&mut self, entry: &MapEntry) {
+    fn show(&mut self, start: u64, status: &BlockStatus) {
         if self.result.is_ok() {
-            self.result = if self.json { self.object(entry) } else { self.line(entry) };
+            self.result = if self.json { self.object(start, status) } else { self.line(start, status) };
             self.begun = true;
         }
     }
 
-    fn line(&mut self, entry: &MapEntry) -> io::Result<()> {
+    fn line(&mut self, start: u64, status: &BlockStatus) -> io::Result<()> {
         if !self.begun {
             writeln!(self.out, "{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to")?;
         }
-        if !entry.data || entry.zero {
+        if !status.data || status.zero {
             return Ok(());
         }
-        let at = entry.offset.map_or("compressed".into(), hex);
-        let file = self.files.get(entry.depth).map_or("", String::as_str);
-        writeln!(self.out, "{:<16}{:<16}{at:<16}{file}", hex(entry.start), hex(entry.length))
+        let at = status.offset.map_or("compressed".into(), hex);
+        let file = self.files.get(status.depth).map_or("", String::as_str);
+        writeln!(self.out, "{:<16}{:<16}{at:<16}{file}", hex(start), hex(status.len))
     }
 
-    fn object(&mut self, entry: &MapEntry) -> io::Result<()> {
-        let MapEntry { start, length, depth, present, zero, data, compressed, offset } = entry;
+    fn object(&mut self, start: u64, status: &BlockStatus) -> io::Result<()> {
+        let BlockStatus { len, depth, present, zero, data, compressed, offset } = status;
         write!(self.out, "{}", if self.begun { ",\n" } else { "[" })?;
-        write!(self.out, r#"{{ "start": {start}, "length": {length}, "depth": {depth}, "present": {present}, "#)?;
+        write!(self.out, r#"{{ "start": {start}, "length": {len}, "depth": {depth}, "present": {present}, "#)?;
         write!(self.out, r#""zero": {zero}, "data": {data}, "compressed": {compressed}"#)?;
         if let Some(offset) = offset {
             write!(self.out, r#", "offset": {offset}"#)?;

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use blockyard_image::nbd::{Link, ServerTls};
-use blockyard_ring::{Handle, Segments, Socket};
+use blockyard_ring::{Handle, Segments, Socket, write_rest};
 
 /// Bytes that must move for a client not to be taken for one that has stopped.
 const PROGRESS: usize = 64 << 10;
@@ -77,31 +77,24 @@ impl Stream {
 
     /// Sends all of `segments`.
     #[inline]
-    pub async fn write(&self, mut segments: Segments) -> (Segments, io::Result<()>) {
-        let mut done = match self.link().write_now(&segments) {
+    pub async fn write(&self, segments: Segments) -> (Segments, io::Result<()>) {
+        let done = match self.link().write_now(&segments) {
             Ok(n) if n == segments.len() => return (segments, Ok(())),
             Ok(n) => n,
             Err(e) => return (segments, Err(e)),
         };
         self.sending_since.set(Some(self.handle.now()));
         let mut noted = done;
-        let result = loop {
-            if done == segments.len() {
-                break Ok(());
-            }
-            let sent;
-            (segments, sent) = self.link().write(segments, done).await;
-            match sent {
-                Ok(n) => done += n,
-                Err(e) => break Err(e),
-            }
+        let sent = write_rest(segments, done, async |segments, done| {
             if done - noted >= PROGRESS {
                 noted = done;
                 self.sending_since.set(Some(self.handle.now()));
             }
-        };
+            self.link().write(segments, done).await
+        });
+        let sent = sent.await;
         self.sending_since.set(None);
-        (segments, result)
+        sent
     }
 
     /// Whether the client has kept an answer or a payload waiting for so long.

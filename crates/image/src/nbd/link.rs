@@ -8,7 +8,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 
-use blockyard_ring::{Segments, Socket};
+use blockyard_ring::{Segments, Socket, write_rest};
 use rustls::Connection;
 
 /// Bytes that are encrypted, or received, at a time.
@@ -88,20 +88,11 @@ impl Link {
     }
 
     /// Sends all of `segments`.
-    pub async fn write_full(&self, mut segments: Segments) -> (Segments, io::Result<()>) {
-        let mut done = match self.write_now(&segments) {
-            Ok(n) => n,
-            Err(e) => return (segments, Err(e)),
-        };
-        while done < segments.len() {
-            let sent;
-            (segments, sent) = self.write(segments, done).await;
-            match sent {
-                Ok(n) => done += n,
-                Err(e) => return (segments, Err(e)),
-            }
+    pub async fn write_full(&self, segments: Segments) -> (Segments, io::Result<()>) {
+        match self.write_now(&segments) {
+            Ok(done) => write_rest(segments, done, async |segments, done| self.write(segments, done).await).await,
+            Err(e) => (segments, Err(e)),
         }
-        (segments, Ok(()))
     }
 
     pub fn shutdown(&self) {

@@ -7,11 +7,12 @@ use blockyard_ring::{Handle, Segments, Storage};
 
 use crate::chain::{Chain, ChainError};
 use crate::error::ImageError;
+use crate::extent::BlockStatus;
 use crate::image::Image;
 use crate::store::Store;
 
 use super::reactors::on_reactor;
-use crate::survey::{self, BlockStatus};
+use crate::survey;
 
 const DATA: &str = "the disk";
 

@@ -32,7 +32,7 @@ pub use create::{NewImage, create};
 pub use details::{Details, details};
 pub use disk::{Disk, close};
 pub use file::{on_file, open_file};
-pub use map::{MapEntry, map};
+pub use map::map;
 pub use reactors::on_reactor;
 pub use rebase::{NewBacking, rebase, set_backing};
 pub use resize::{NewSize, resize};
