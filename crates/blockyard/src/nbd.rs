@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use blockyard_disk::{Disk, parse_time};
-use blockyard_export::nbd::{Exported, Limits, Server};
+use blockyard_export::nbd::{Exported, Limits, Server, Settings};
 use blockyard_export::{Listener, Reactors};
 use blockyard_image::nbd::ServerTls;
 use clap::Args;
@@ -138,41 +138,58 @@ impl NbdArgs {
         }
     }
 
-    /// What is wrong beyond what each option alone can tell.
-    pub fn check(&self) -> anyhow::Result<()> {
-        let demands = self.tls_required || self.tls_verify_peer;
+    /// What they mean, certificates included, as their files are now. Wrong is also what `disks` ask for and this has not.
+    pub fn settings(&self, disks: &[DiskArgs]) -> anyhow::Result<Arc<Settings>> {
+        let required = self.tls_required || self.tls_verify_peer;
         anyhow::ensure!(
-            self.tls_certificates.is_some() || !demands,
+            self.tls_certificates.is_some() || !required,
             "TLS is demanded of NBD clients: say where its certificates are (--tls-certificates, tls-certificates)"
         );
-        self.tls().map(drop)
-    }
-
-    fn tls(&self) -> anyhow::Result<Option<ServerTls>> {
-        let open =
-            |folder: &PathBuf| ServerTls::open(folder, self.tls_required || self.tls_verify_peer, self.tls_verify_peer);
-        self.tls_certificates.as_ref().map(open).transpose().map_err(anyhow::Error::msg)
-    }
-
-    fn limits(&self) -> Limits {
+        if let Some(disk) = disks.iter().find(|disk| !disk.tls_allow.is_empty() && self.tls_certificates.is_none()) {
+            let name = disk.name();
+            anyhow::bail!(
+                "disk \"{name}\": tls-allow names client certificates, and there is no TLS (--tls-certificates)"
+            );
+        }
+        let open = |folder: &PathBuf| ServerTls::open(folder, required, self.tls_verify_peer);
+        let tls = self.tls_certificates.as_ref().map(open).transpose().map_err(anyhow::Error::msg)?;
         let default = Limits::default();
-        Limits {
+        let limits = Limits {
             clients: self.max_clients.unwrap_or(default.clients),
             handshake: self.handshake.unwrap_or(default.handshake),
-        }
+        };
+        Ok(Arc::new(Settings { limits, tls }))
     }
 }
 
 /// The addresses that are listened on.
 pub struct Servers {
-    args: NbdArgs,
+    settings: Arc<Settings>,
     reactors: Arc<Reactors>,
     all: Vec<(NbdAddress, Server)>,
 }
 
 impl Servers {
-    pub fn new(args: NbdArgs, reactors: Arc<Reactors>) -> Self {
-        Servers { args, reactors, all: Vec::new() }
+    pub fn new(settings: Arc<Settings>, reactors: Arc<Reactors>) -> Self {
+        Servers { settings, reactors, all: Vec::new() }
+    }
+
+    /// Other settings, for clients that come from now on.
+    pub fn set(&mut self, settings: Arc<Settings>) {
+        let old = &self.settings;
+        if settings.limits != old.limits || settings.tls.is_some() || old.tls.is_some() {
+            let Limits { clients, handshake } = settings.limits;
+            let tls = match &settings.tls {
+                None => "none",
+                Some(tls) if tls.required => "demanded, certificates as they are now",
+                Some(_) => "offered, certificates as they are now",
+            };
+            tracing::info!(
+                "NBD clients from now on: at most {clients} of an address, {handshake:?} to choose; TLS: {tls}"
+            );
+        }
+        self.all.iter().for_each(|(_, server)| server.set(settings.clone()));
+        self.settings = settings;
     }
 
     /// Offers `disk` at `address`, as `args` say.
@@ -180,16 +197,12 @@ impl Servers {
         let name = args.nbd_name.as_deref().unwrap_or(disk.name());
         let description = args.description.as_deref().unwrap_or_default();
         let exported = Exported::new(disk.clone(), name, description, args.nbd_block_size).only_for(&args.tls_allow);
-        anyhow::ensure!(
-            args.tls_allow.is_empty() || self.args.tls_certificates.is_some(),
-            "disk {name}: tls-allow names client certificates, and there is no TLS (--tls-certificates)"
-        );
         if let Some((_, server)) = self.all.iter().find(|(at, _)| at == address) {
             server.add(exported);
             return Ok(());
         }
-        let (limits, tls) = (self.args.limits(), self.args.tls()?);
-        let server = Server::start(address.listen()?, &address.to_string(), limits, tls, self.reactors.clone());
+        let (settings, reactors) = (self.settings.clone(), self.reactors.clone());
+        let server = Server::start(address.listen()?, &address.to_string(), settings, reactors);
         let server = server.with_context(|| format!("listening on {address}"))?;
         server.add(exported);
         self.all.push((address.clone(), server));

@@ -1,7 +1,7 @@
 //! `blockyard serve`: opens the disks, listens, and waits for signals.
 //!
-//! SIGTERM and SIGINT: drain, flush, exit 0. SIGHUP: read the configuration anew, and look at the images' sizes again.
-//! SIGUSR1: statistics into the log.
+//! SIGTERM and SIGINT: drain, flush, exit 0. SIGHUP: read the configuration and the certificates of NBD anew, and look at
+//! the images' sizes again. SIGUSR1: statistics into the log.
 
 use std::sync::Arc;
 
@@ -27,8 +27,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         check(disk).map_err(Failure::usage)?;
     }
     let shares = Shares::new(options, &config).map_err(Failure::usage)?;
-    let nbd = options.nbd.or(&config.nbd);
-    nbd.check().map_err(Failure::usage)?;
+    let nbd = options.nbd.or(&config.nbd).settings(&config.disks).map_err(Failure::usage)?;
     if options.check_config {
         println!("configuration is good: {} disks", config.disks.len());
         return Ok(());
@@ -222,6 +221,10 @@ impl Yard {
         };
         if let Some(e) = config.disks.iter().find_map(|d| check(d).err()) {
             return tracing::error!("not reloaded: {e:#}");
+        }
+        match options.nbd.or(&config.nbd).settings(&config.disks) {
+            Ok(settings) => self.nbd.set(settings),
+            Err(e) => return tracing::error!("not reloaded: {e:#}"),
         }
         // At once: closing and opening disks takes its time.
         self.shares.set_groups(&config.groups);

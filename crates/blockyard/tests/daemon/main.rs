@@ -17,6 +17,7 @@
 //!   remote       images on an NBD server, which dies and comes back
 //!   shares       limits, groups, and their change at run time
 //!   tls          NBD under TLS: who may have what, and the same bytes
+//!   renewal      certificates, their revocation, and limits of NBD clients, changed at run time
 //! ```
 
 #[path = "../common/mod.rs"]
@@ -36,6 +37,7 @@ mod mistakes;
 mod pin;
 mod reload;
 mod remote;
+mod renewal;
 mod requests;
 mod shares;
 mod tls;

@@ -7,7 +7,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use blockyard_image::nbd::wire::{self, OptionHeader, OptionReply, opt, rep};
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, SerialNumber,
+};
 
 use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, blockyard, md5, tool};
 use crate::guest::{Guest, pattern};
@@ -15,17 +17,18 @@ use crate::remote::Peer;
 
 const SIZE: usize = 8 << 20;
 
-type Authority = CertifiedIssuer<'static, KeyPair>;
+pub type Authority = CertifiedIssuer<'static, KeyPair>;
 
-fn authority(name: &str) -> Authority {
+pub fn authority(name: &str) -> Authority {
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     params.distinguished_name.push(DnType::CommonName, name);
     CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
 }
 
-/// Writes `WHO-cert.pem` and `WHO-key.pem` into a folder, and the authority's certificate beside them.
-fn certify(folder: &Path, authority: &Authority, who: &str, name: &str, expired: bool) -> PathBuf {
+/// Writes `WHO-cert.pem` and `WHO-key.pem` into a folder, and the authority's certificate beside them. The name's bytes are
+/// the serial number.
+pub fn certify(folder: &Path, authority: &Authority, who: &str, name: &str, expired: bool) -> PathBuf {
     std::fs::create_dir_all(folder).unwrap();
     let mut params = CertificateParams::new(vec![name.to_string()]).unwrap();
     params.distinguished_name.push(DnType::CommonName, format!("{name} itself"));
@@ -34,6 +37,7 @@ fn certify(folder: &Path, authority: &Authority, who: &str, name: &str, expired:
         _ => ExtendedKeyUsagePurpose::ClientAuth,
     };
     params.extended_key_usages.push(usage);
+    params.serial_number = Some(SerialNumber::from_slice(name.as_bytes()));
     if expired {
         (params.not_before, params.not_after) = (rcgen::date_time_ymd(2001, 1, 1), rcgen::date_time_ymd(2002, 1, 1));
     }
@@ -45,21 +49,24 @@ fn certify(folder: &Path, authority: &Authority, who: &str, name: &str, expired:
     folder.into()
 }
 
-struct Stage {
-    folder: Folder,
-    socket: PathBuf,
-    disk: PathBuf,
-    server: PathBuf,
+pub struct Stage {
+    pub folder: Folder,
+    pub socket: PathBuf,
+    pub disk: PathBuf,
+    pub server: PathBuf,
+    /// The name that clients expect of it.
+    pub host: &'static str,
+    pub ours: Authority,
     /// Certificates of clients: good ones, of another authority's, none, one that has expired.
-    vm1: PathBuf,
-    vm2: PathBuf,
-    stranger: PathBuf,
-    nobody: PathBuf,
-    late: PathBuf,
+    pub vm1: PathBuf,
+    pub vm2: PathBuf,
+    pub stranger: PathBuf,
+    pub nobody: PathBuf,
+    pub late: PathBuf,
 }
 
 impl Stage {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let folder = Folder::new();
         let (ours, others) = (authority("ours"), authority("others"));
         let client = |name: &str, expired| certify(&folder.join(name), &ours, "client", name, expired);
@@ -73,6 +80,7 @@ impl Stage {
         std::fs::write(&disk, pattern(3, SIZE)).unwrap();
         Stage {
             socket: folder.join("n"),
+            host: "localhost",
             server: certify(&folder.join("server"), &ours, "server", "localhost", false),
             vm1: client("vm1.example", false),
             vm2: client("vm2.example", false),
@@ -81,16 +89,24 @@ impl Stage {
             nobody,
             disk,
             folder,
+            ours,
         }
     }
 
-    fn uri(&self, export: &str, certificates: &Path) -> String {
-        let (socket, folder) = (self.socket.display(), certificates.display());
-        format!("nbds+unix:///{export}?socket={socket}&tls-certificates={folder}&tls-hostname=localhost")
+    pub fn uri(&self, export: &str, certificates: &Path) -> String {
+        let (socket, folder, host) = (self.socket.display(), certificates.display(), self.host);
+        format!("nbds+unix:///{export}?socket={socket}&tls-certificates={folder}&tls-hostname={host}")
     }
 
-    /// The disk for all, and one of 1 MiB for vm1 alone.
-    fn serve(&self, table: &str) -> Daemon {
+    /// The disk for all, and one of 1 MiB for vm1 alone; `table`: more of the table `[nbd]`.
+    pub fn serve(&self, table: &str) -> Daemon {
+        let path = self.configure(table);
+        let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(path));
+        daemon.wait_ready();
+        daemon
+    }
+
+    pub fn configure(&self, table: &str) -> PathBuf {
         let (socket, disk, server) = (self.socket.display(), self.disk.display(), self.server.display());
         let config = format!(
             "[nbd]\ntls-certificates = \"{server}\"\n{table}\n\
@@ -99,19 +115,16 @@ impl Stage {
         );
         let path = self.folder.join("config.toml");
         std::fs::write(&path, config).unwrap();
-        let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(path));
-        daemon.wait_ready();
-        daemon
+        path
     }
 
     /// What three clients say of an export.
-    fn ask_all(&self, export: &str, certificates: &Path) -> [Finished; 3] {
+    pub fn ask_all(&self, export: &str, certificates: &Path) -> [Finished; 3] {
         let uri = self.uri(export, certificates);
         let object = format!("tls-creds-x509,id=t,endpoint=client,dir={}", certificates.display());
-        let path = self.socket.display();
-        let options = format!(
-            "driver=nbd,server.type=unix,server.path={path},export={export},tls-creds=t,tls-hostname=localhost"
-        );
+        let (path, host) = (self.socket.display(), self.host);
+        let options =
+            format!("driver=nbd,server.type=unix,server.path={path},export={export},tls-creds=t,tls-hostname={host}");
         [
             blockyard(["image", "info", &uri]),
             tool("nbdinfo", ["--size", &uri]),
@@ -120,7 +133,7 @@ impl Stage {
     }
 
     #[track_caller]
-    fn all_may(&self, export: &str, certificates: &Path) {
+    pub fn all_may(&self, export: &str, certificates: &Path) {
         for (who, answer) in ["blockyard", "libnbd", "QEMU"].iter().zip(self.ask_all(export, certificates)) {
             assert!(answer.status.success(), "{who}: {export}: {}{}", answer.out, answer.err);
         }
@@ -128,7 +141,7 @@ impl Stage {
 
     /// `says`: what our own client says.
     #[track_caller]
-    fn none_may(&self, export: &str, certificates: &Path, says: &str) {
+    pub fn none_may(&self, export: &str, certificates: &Path, says: &str) {
         let answers = self.ask_all(export, certificates);
         assert!(answers[0].err.contains(says), "{says}: {}", answers[0].err);
         for (who, answer) in ["blockyard", "libnbd", "QEMU"].iter().zip(answers) {

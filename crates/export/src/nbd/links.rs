@@ -45,9 +45,9 @@ thread_local! {
 }
 
 impl Link {
-    /// A new connection of this reactor.
-    pub fn enter(handle: &Handle, stream: &Rc<Stream>, server: &Arc<Shared>) -> Rc<Self> {
-        let deadline = Instant::now() + server.limits.handshake;
+    /// A new connection of this reactor, which has that time to choose an export.
+    pub fn enter(handle: &Handle, stream: &Rc<Stream>, server: &Arc<Shared>, handshake: Duration) -> Rc<Self> {
+        let deadline = Instant::now() + handshake;
         let (late, exported) = Default::default();
         let link = Rc::new(Link { server: server.clone(), stream: stream.clone(), deadline, late, exported });
         LOCAL.with(|links| links.all.borrow_mut().push(Rc::downgrade(&link)));

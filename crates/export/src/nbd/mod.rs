@@ -56,6 +56,13 @@ impl Default for Limits {
     }
 }
 
+/// How a server takes clients up.
+#[derive(Debug, Default)]
+pub struct Settings {
+    pub limits: Limits,
+    pub tls: Option<ServerTls>,
+}
+
 /// A disk under its name.
 #[derive(Debug)]
 pub struct Exported {
@@ -126,8 +133,8 @@ impl Exported {
 /// What the accepting thread, the reactors and the program share.
 pub struct Shared {
     exports: Mutex<Vec<Arc<Exported>>>,
-    limits: Limits,
-    tls: Option<ServerTls>,
+    /// Of clients that come; who is here keeps those under which he came.
+    settings: Mutex<Arc<Settings>>,
     log: Log,
     /// What it is called in the log.
     address: String,
@@ -141,8 +148,8 @@ impl Shared {
         self.exports.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn demands_tls(&self) -> bool {
-        self.tls.as_ref().is_some_and(|tls| tls.required)
+    fn settings(&self) -> Arc<Settings> {
+        self.settings.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Those that a client may see.
@@ -172,15 +179,13 @@ impl Server {
     pub fn start(
         listener: Listener,
         address: &str,
-        limits: Limits,
-        tls: Option<ServerTls>,
+        settings: Arc<Settings>,
         reactors: Arc<Reactors>,
     ) -> io::Result<Self> {
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
         let shared = Arc::new(Shared {
             exports: Mutex::default(),
-            limits,
-            tls,
+            settings: Mutex::new(settings),
             log: Log::default(),
             address: address.into(),
             clients: AtomicUsize::new(0),
@@ -197,6 +202,13 @@ impl Server {
 
     pub fn address(&self) -> &str {
         &self.shared.address
+    }
+
+    /// Other settings, for clients that come from now on.
+    pub fn set(&self, settings: Arc<Settings>) {
+        *self.shared.settings.lock().unwrap_or_else(PoisonError::into_inner) = settings;
+        // It may have room for more.
+        self.shared.ring();
     }
 
     /// Offers one more disk.
@@ -246,8 +258,9 @@ impl Shared {
 fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
     while !shared.stop.load(Ordering::SeqCst) {
         let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
-        if shared.clients.load(Ordering::SeqCst) >= shared.limits.clients {
-            let many = shared.limits.clients;
+        // In this order: a client that goes after it was counted here rings by this limit, or by a later one, which rings itself.
+        let many = shared.settings().limits.clients;
+        if shared.clients.load(Ordering::SeqCst) >= many {
             shared.log.warn(&shared.address, None, format_args!("{many} clients are here: others wait until one goes"));
             wait(shared);
             continue;
@@ -255,16 +268,19 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
         match listener.accept(shared.wake.as_fd()) {
             Ok(Some(fd)) => {
                 shared.clients.fetch_add(1, Ordering::SeqCst);
-                let client = Client(shared.clone());
+                let client = Client { server: shared.clone(), settings: shared.settings() };
                 // Dropped unrun when the reactor has ended.
                 reactors.next().run(move |handle| match Stream::new(handle, fd) {
                     Ok(stream) => {
                         let stream = Rc::new(stream);
                         // Known from here on to whoever ends the server.
-                        let link = Link::enter(handle, &stream, &client.0);
+                        let link = Link::enter(handle, &stream, &client.server, client.settings.limits.handshake);
                         handle.spawn(serve(handle.clone(), client, stream, link));
                     }
-                    Err(e) => client.0.log.warn(&client.0.address, None, format_args!("a client's socket: {e}")),
+                    Err(e) => {
+                        let server = &client.server;
+                        server.log.warn(&server.address, None, format_args!("a client's socket: {e}"));
+                    }
                 });
             }
             Ok(None) => {}
@@ -284,26 +300,29 @@ fn wait(shared: &Shared) {
 }
 
 /// A client is counted as long as it is here.
-struct Client(Arc<Shared>);
+struct Client {
+    server: Arc<Shared>,
+    settings: Arc<Settings>,
+}
 
 impl Drop for Client {
     fn drop(&mut self) {
-        let before = self.0.clients.fetch_sub(1, Ordering::SeqCst);
-        if before >= self.0.limits.clients {
-            self.0.ring();
+        let before = self.server.clients.fetch_sub(1, Ordering::SeqCst);
+        if before >= self.server.settings().limits.clients {
+            self.server.ring();
         }
     }
 }
 
 /// One client, from its first byte to its last.
 async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link>) {
-    let shared = &*client.0;
+    let shared = &*client.server;
     let mut inbox = Inbox::default();
-    let terms = match Negotiation::new(shared, &stream, &mut inbox).run().await {
+    let terms = match Negotiation::new(shared, &client.settings, &stream, &mut inbox).run().await {
         Ok(Some(terms)) => terms,
         Ok(None) => return,
         Err(_) if link.was_late() => {
-            let limit = shared.limits.handshake.as_secs();
+            let limit = client.settings.limits.handshake.as_secs_f64();
             return shared.log.warn(
                 &shared.address,
                 None,

@@ -7,6 +7,7 @@
 use std::io;
 use std::sync::Arc;
 
+use blockyard_image::nbd::ServerTls;
 use blockyard_image::nbd::wire::{self, Headers, OptionHeader, OptionReply, handshake, info, opt, rep};
 use blockyard_ring::Segments;
 
@@ -14,7 +15,7 @@ use super::block_status::{Context, Contexts};
 use super::connection::Terms;
 use super::inbox::Inbox;
 use super::stream::Stream;
-use super::{Exported, Shared};
+use super::{Exported, Settings, Shared};
 
 /// Bytes of an option's data that are looked at.
 const MOST_OPTION: u32 = 64 << 10;
@@ -24,6 +25,7 @@ const MOST_OPTIONS: u32 = 1024;
 
 pub struct Negotiation<'a> {
     shared: &'a Shared,
+    tls: Option<&'a ServerTls>,
     stream: &'a Stream,
     inbox: &'a mut Inbox,
     peer: Peer,
@@ -52,9 +54,9 @@ struct Asked {
 type Refusal = (u32, String);
 
 impl<'a> Negotiation<'a> {
-    pub fn new(shared: &'a Shared, stream: &'a Stream, inbox: &'a mut Inbox) -> Self {
-        let headers = Headers::Simple;
-        Negotiation { shared, stream, inbox, peer: Peer::default(), no_zeroes: false, headers, contexts: None }
+    pub fn new(shared: &'a Shared, settings: &'a Settings, stream: &'a Stream, inbox: &'a mut Inbox) -> Self {
+        let (tls, headers) = (settings.tls.as_ref(), Headers::Simple);
+        Negotiation { shared, tls, stream, inbox, peer: Peer::default(), no_zeroes: false, headers, contexts: None }
     }
 
     /// None: the client has ended it.
@@ -89,7 +91,10 @@ impl<'a> Negotiation<'a> {
                 continue;
             }
             let data = self.inbox.exactly(self.stream, header.len as usize).await?;
-            if self.shared.demands_tls() && !self.peer.tls && !matches!(header.option, opt::STARTTLS | opt::ABORT) {
+            if self.tls.is_some_and(|tls| tls.required)
+                && !self.peer.tls
+                && !matches!(header.option, opt::STARTTLS | opt::ABORT)
+            {
                 if header.option == opt::EXPORT_NAME {
                     return Err(invalid("it does not use TLS, which is required here".into()));
                 }
@@ -162,7 +167,7 @@ impl<'a> Negotiation<'a> {
 
     /// What came before TLS is forgotten; bytes that came with the wish for it are nobody's whom TLS could vouch for.
     async fn start_tls(&mut self, data: &[u8]) -> io::Result<()> {
-        let refusal = match &self.shared.tls {
+        let refusal = match self.tls {
             None => (rep::ERR_POLICY, "TLS is not set up on this server"),
             Some(_) if self.peer.tls => (rep::ERR_INVALID, "TLS is in use already"),
             Some(_) if !data.is_empty() => (rep::ERR_INVALID, "this option has no data"),

@@ -52,6 +52,15 @@ impl Folder<'_> {
         if self.has(REVOKED) { self.all(REVOKED) } else { Ok(Vec::new()) }
     }
 
+    /// Why a certificate and its key are not taken.
+    fn mismatched(&self, who: &str, error: &rustls::Error) -> String {
+        let certificate = format!("{who}-cert.pem");
+        match error {
+            rustls::Error::InconsistentKeys(_) => self.wrong(&certificate, format!("{who}-key.pem is not its key")),
+            other => self.wrong(&certificate, other),
+        }
+    }
+
     /// The certificates and the key of one who shows them.
     fn own(&self, who: &str) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), String> {
         let (certificate, key) = (format!("{who}-cert.pem"), format!("{who}-key.pem"));
@@ -80,7 +89,7 @@ pub fn client(folder: &Path, server: &str) -> Result<ClientConnection, String> {
         .with_webpki_verifier(verifier);
     let config = if folder.has("client-cert.pem") {
         let (certificates, key) = folder.own("client")?;
-        builder.with_client_auth_cert(certificates, key).map_err(|e| folder.wrong("client-cert.pem", e))?
+        builder.with_client_auth_cert(certificates, key).map_err(|e| folder.mismatched("client", &e))?
     } else {
         builder.with_no_client_auth()
     };
@@ -111,7 +120,7 @@ impl ServerTls {
             builder.with_no_client_auth()
         };
         let (certificates, key) = folder.own("server")?;
-        let config = builder.with_single_cert(certificates, key).map_err(|e| folder.wrong("server-cert.pem", e))?;
+        let config = builder.with_single_cert(certificates, key).map_err(|e| folder.mismatched("server", &e))?;
         Ok(ServerTls { config: Arc::new(config), required })
     }
 
