@@ -65,20 +65,68 @@ fails 1 '/dev/ublkb0: opening its character device: Permission denied' -- \
     setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0
 blockyard detach /dev/ublkb0
 [[ ! -e /dev/ublkc0 ]] || { echo "detach has left the device" && exit 1; }
-{ until [[ -e /dev/ublkc0 ]]; do sleep 0.01; done; chown 1000 /dev/ublkc0; } &
-setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0 >/tmp/out 2>/tmp/log &
-pid=$!
-for ((i = 0; i < 500; i++)); do grep -q ready /tmp/out && break || sleep 0.02; done
-grep -q 'as always for users without privileges' /tmp/log || { cat /tmp/log && exit 1; }
-# The rule gives both nodes to the user: only who may open the device can see that nobody else has it open.
-chown 1000 /dev/ublkb0
-load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=8M --do_verify=1
+user() { setpriv --reuid 1000 --clear-groups "$@"; }
+serve_as_user() {
+    { until [[ -e /dev/ublkc0 ]]; do sleep 0.01; done; chown 1000 /dev/ublkc0; } &
+    setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0 >/tmp/out 2>/tmp/log &
+    pid=$!
+    for ((i = 0; i < 500; i++)); do grep -q ready /tmp/out && return || sleep 0.02; done
+    cat /tmp/log
+    return 1
+}
+gone() { ! ls /dev/ublkb0 /dev/ublkc0 2>/dev/null || { cat /tmp/log && return 1; }; }
+
+# The block device stays root's. It goes with its server all the same, before that has ended, and every time.
+for ((round = 0; round < 5; round++)); do
+    serve_as_user
+    grep -q 'as always for users without privileges' /tmp/log || { cat /tmp/log && exit 1; }
+    [[ $round -gt 0 ]] || load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=8M --do_verify=1
+    stop
+    gone
+    ! grep WARN /tmp/log
+done
+
+# In use, it ends with its server, too, for the driver keeps none for a user; what was written before is in the image.
+serve_as_user
+mkfs.ext4 -q /dev/ublkb0
+mount /dev/ublkb0 /mnt
+dd if=/dev/urandom of=/mnt/f bs=1M count=4 status=none
+sum=$(md5sum </mnt/f)
 stop
-[[ ! -e /dev/ublkb0 ]] || { cat /tmp/log && exit 1; }
+[[ ! $zero_copy ]] || grep -q 'is in use, and ends with its server' /tmp/log || { cat /tmp/log && exit 1; }
+umount /mnt
+for ((i = 0; i < 100; i++)); do [[ ! -e /dev/ublkc0 ]] && break || sleep 0.05; done
+gone
+modprobe loop
+mount -o loop a.img /mnt
+[[ $(md5sum </mnt/f) == "$sum" ]]
+umount /mnt
+
+# Removed by its user: where the driver tells whether it is in use, or by force.
+serve_as_user
+exec 5</dev/ublkb0
+if [[ $zero_copy ]]; then
+    fails 1 'is in use' -- user /host/blockyard detach /dev/ublkb0
+    exec 5<&-
+    user /host/blockyard detach /dev/ublkb0
+else
+    fails 1 'only who may open it' -- user /host/blockyard detach /dev/ublkb0
+    exec 5<&-
+    user /host/blockyard detach --force /dev/ublkb0
+fi
+gone
+stop
+
+# The rule gives it both nodes.
+serve_as_user
+chown 1000 /dev/ublkb0
+stop
+gone
 "#;
 
 #[test]
 fn a_user_without_privileges_who_is_let() {
+    on_kernel("6", UNPRIVILEGED);
     on_kernel("7", UNPRIVILEGED);
 }
 

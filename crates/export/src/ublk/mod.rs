@@ -8,7 +8,8 @@
 //! What must hold
 //! - A device whose server died is taken over by the server of the same disk only, and loses no request: the kernel asks
 //!   again for what was not answered.
-//! - A device that somebody uses is not taken away from them by the end of this program: it waits for the next server.
+//! - A device that somebody uses is not taken away from them by the end of this program: it waits for the next server. But a
+//!   user's own the driver gives to no next server: it ends with its own, written back as far as that can.
 
 mod params;
 mod queue;
@@ -54,6 +55,8 @@ pub enum UblkError {
     Missing { id: u32 },
     #[error("/dev/ublkb{id} is in use: unmount it first")]
     InUse { id: u32 },
+    #[error("/dev/ublkb{id}: only who may open it can see whether somebody uses it (--force removes it all the same)")]
+    Unseen { id: u32 },
     #[error("/dev/ublkb{id}: {what}")]
     Device { id: u32, what: &'static str, source: io::Error },
     #[error("/dev/ublkb{id}, queue {queue}")]
@@ -290,7 +293,7 @@ impl Ublk {
         // Somebody has removed it: its number may be another disk's by now.
         let removed = self.shared.live.load(Ordering::SeqCst) == 0;
         let stopped = removed || self.let_go();
-        if !stopped && self.device.flags & abi::F_QUIESCE != 0 {
+        if !stopped && self.recovers() && self.device.flags & abi::F_QUIESCE != 0 {
             // Else it is left when this process ends, and not before.
             let quiesced = self.control.quiesce(&self.device, PATIENCE.as_millis() as u64);
             let _ = quiesced.inspect_err(|e| tracing::warn!(disk = self.name(), "quiescing its device: {e}"));
@@ -313,17 +316,30 @@ impl Ublk {
         if removed || !is_left(&mut self.control, &self.device) {
             return;
         }
-        match self.control.delete(&self.device) {
-            Err(e) if Errno::from_io_error(&e) != Some(Errno::NODEV) => {
-                tracing::warn!(disk = self.name(), "{} is not removed: {e}", path.display());
-            }
-            _ => {}
+        if let Err(e) = delete(&mut self.control, &self.device) {
+            tracing::warn!(disk = self.name(), "{} is not removed: {e}", path.display());
         }
     }
 
-    /// Stops the device if nobody has it open, or somebody else has stopped it.
+    /// Whether the driver keeps the device for another server. Of users without privileges it keeps none.
+    fn recovers(&self) -> bool {
+        self.device.flags & abi::F_USER_RECOVERY != 0
+    }
+
+    /// Stops the device if nobody has it open, or if it ends with this process anyway; or somebody else has stopped it.
     fn let_go(&mut self) -> bool {
-        match stop_unused(&mut self.control, &self.device).map_err(|e| (Errno::from_io_error(&e), e)) {
+        let mut stopped = stop_unused(&mut self.control, &self.device);
+        if let Err(e) = &stopped
+            && !self.recovers()
+            && let Some(why @ (Errno::BUSY | Errno::ACCESS)) = Errno::from_io_error(e)
+        {
+            if why == Errno::BUSY {
+                tracing::warn!(disk = self.name(), "{} is in use, and ends with its server", self.path().display());
+            }
+            // While it is served: what a file system on it has in memory is written now, or never.
+            stopped = self.control.stop(&self.device);
+        }
+        match stopped.map_err(|e| (Errno::from_io_error(&e), e)) {
             Ok(()) | Err((Some(Errno::NODEV | Errno::NXIO | Errno::NOENT), _)) => true,
             Err((Some(Errno::BUSY), _)) => false,
             Err((_, e)) => {
@@ -354,15 +370,21 @@ pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
         // Never started, or stopped by another: there is no block device.
         Ok(()) | Err((Some(Errno::NODEV | Errno::NXIO | Errno::NOENT), _)) => {}
         Err((Some(Errno::BUSY), _)) => return Err(UblkError::InUse { id }),
+        Err((Some(Errno::ACCESS), _)) if !force => return Err(UblkError::Unseen { id }),
         Err((_, e)) => return Err(error("stopping it")(e)),
     }
-    if !is_left(&mut control, &device) {
-        return Ok(server);
+    if is_left(&mut control, &device) {
+        delete(&mut control, &device).map_err(error("removing it"))?;
     }
-    match control.delete(&device) {
-        // Its server was faster.
-        Err(e) if Errno::from_io_error(&e) != Some(Errno::NODEV) => Err(error("removing it")(e)),
-        _ => Ok(server),
+    Ok(server)
+}
+
+/// Removes a device that was stopped. One that is still open goes when it is closed, which is not waited for.
+fn delete(control: &mut Control, device: &DeviceInfo) -> io::Result<()> {
+    match control.delete(device) {
+        // Somebody else was faster.
+        Err(e) if Errno::from_io_error(&e) != Some(Errno::NODEV) => Err(e),
+        _ => Ok(()),
     }
 }
 
@@ -371,11 +393,16 @@ fn is_left(control: &mut Control, device: &DeviceInfo) -> bool {
     control.info(device.id).is_ok_and(|info| info.note == device.note && info.state == abi::S_DEAD)
 }
 
-/// Stops a device if nobody uses it (`ResourceBusy`: somebody does); udev may have it open, for a moment.
+/// Stops a device if nobody uses it (`ResourceBusy`: somebody does; `PermissionDenied`: that cannot be seen); udev may have it
+/// open, for a moment.
 fn stop_unused(control: &mut Control, device: &DeviceInfo) -> io::Result<()> {
     let mut stop = || {
-        if device.flags & (abi::F_SAFE_STOP_DEV | abi::F_UNPRIVILEGED_DEV) == abi::F_SAFE_STOP_DEV {
-            return control.try_stop(device);
+        if device.flags & abi::F_SAFE_STOP_DEV != 0 {
+            let stopped = control.try_stop(device);
+            // (EINVAL: some drivers do not know whether a user may.)
+            if !matches!(&stopped, Err(e) if Errno::from_io_error(e) == Some(Errno::INVAL)) {
+                return stopped;
+            }
         }
         blockyard_ring::host::claim(&ublk::block_device(device.id)).and_then(|()| control.stop(device))
     };

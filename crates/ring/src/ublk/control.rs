@@ -7,19 +7,25 @@
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use io_uring::squeue::Entry128;
-use io_uring::types::Fd;
+use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, cqueue, opcode};
 
 use super::abi::{self, ControlCommand, DeviceInfo, Params, Plain};
 
 const PATH: &str = "/dev/ublk-control";
 
+/// How long it is waited for that a device is closed that was removed.
+const DELETE: Duration = Duration::from_secs(1);
+
 /// The way to the driver. See the module's page.
 pub struct Control {
     ring: IoUring<Entry128, cqueue::Entry>,
     file: OwnedFd,
+    /// The number of the last command.
+    last: u64,
 }
 
 /// The character device of a device, by which it is served.
@@ -37,13 +43,13 @@ impl Control {
         let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
         let file = rustix::fs::open(PATH, flags, rustix::fs::Mode::empty())?;
         let ring = IoUring::<Entry128, cqueue::Entry>::builder().build(4)?;
-        Ok(Control { ring, file })
+        Ok(Control { ring, file, last: 0 })
     }
 
     /// What the driver can do: `abi::F_...`.
     pub fn features(&mut self) -> io::Result<u64> {
         let mut bytes = [0; 8];
-        match self.command(abi::GET_FEATURES, u32::MAX, 0, &mut bytes, None) {
+        match self.command(abi::GET_FEATURES, u32::MAX, 0, &mut bytes, None, None) {
             Ok(_) => Ok(u64::from_ne_bytes(bytes)),
             // Before 6.5 nobody could ask.
             Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(0),
@@ -54,27 +60,27 @@ impl Control {
     /// Makes a device as `want` describes it (number `u32::MAX`: any); what it has become.
     pub fn add(&mut self, want: &DeviceInfo) -> io::Result<DeviceInfo> {
         let mut bytes = want.bytes().to_vec();
-        self.command(abi::ADD_DEV, want.id, 0, &mut bytes, None)?;
+        self.command(abi::ADD_DEV, want.id, 0, &mut bytes, None, None)?;
         Ok(DeviceInfo::parse(&bytes))
     }
 
     pub fn info(&mut self, id: u32) -> io::Result<DeviceInfo> {
         let mut bytes = DeviceInfo::default().bytes().to_vec();
-        self.command(abi::GET_DEV_INFO2, id, 0, &mut bytes, Some(character_device(id)))?;
+        self.command(abi::GET_DEV_INFO2, id, 0, &mut bytes, Some(character_device(id)), None)?;
         Ok(DeviceInfo::parse(&bytes))
     }
 
     pub fn params(&mut self, device: &DeviceInfo) -> io::Result<Params> {
         let params = Params { len: size_of::<Params>() as u32, ..Params::default() };
         let mut bytes = params.bytes().to_vec();
-        self.command(abi::GET_PARAMS, device.id, 0, &mut bytes, path(device))?;
+        self.command(abi::GET_PARAMS, device.id, 0, &mut bytes, path(device), None)?;
         Ok(Params::parse(&bytes))
     }
 
     pub fn set_params(&mut self, device: &DeviceInfo, params: &Params) -> io::Result<()> {
         let params = Params { len: size_of::<Params>() as u32, ..*params };
         let mut bytes = params.bytes().to_vec();
-        self.command(abi::SET_PARAMS, device.id, 0, &mut bytes, path(device)).map(|_| ())
+        self.command(abi::SET_PARAMS, device.id, 0, &mut bytes, path(device), None).map(|_| ())
     }
 
     /// Shows the block device, served by this process. Every queue has begun to fetch, or is about to.
@@ -87,19 +93,23 @@ impl Control {
         self.plain(abi::STOP_DEV, device, 0)
     }
 
-    /// The same, unless somebody has it open: `ResourceBusy`. Not for a user's own.
+    /// The same, unless somebody has it open: `ResourceBusy`. (EINVAL for a user's own device, by some drivers.)
     pub fn try_stop(&mut self, device: &DeviceInfo) -> io::Result<()> {
         self.plain(abi::TRY_STOP_DEV, device, 0)
     }
 
-    /// Removes it; its number is free when nobody has it open any more, which is not waited for (but before Linux 6.7).
+    /// Removes it; its number is free when nobody has it open any more, which is not waited for (a second at most before Linux
+    /// 6.7, and of a user's own).
     pub fn delete(&mut self, device: &DeviceInfo) -> io::Result<()> {
         match self.plain(abi::DEL_DEV_ASYNC, device, 0) {
             // (EINVAL: for a user's own device.)
-            Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {
-                self.plain(abi::DEL_DEV, device, 0)
-            }
-            done => done,
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {}
+            done => return done,
+        }
+        match self.command(abi::DEL_DEV, device.id, 0, &mut [], path(device), Some(DELETE)) {
+            // The driver has taken it out of sight.
+            Err(e) if e.kind() == io::ErrorKind::TimedOut => Ok(()),
+            done => done.map(|_| ()),
         }
     }
 
@@ -123,11 +133,19 @@ impl Control {
     }
 
     fn plain(&mut self, op: u32, device: &DeviceInfo, data: u64) -> io::Result<()> {
-        self.command(op, device.id, data, &mut [], path(device)).map(|_| ())
+        self.command(op, device.id, data, &mut [], path(device), None).map(|_| ())
     }
 
-    /// `bytes` go to the driver and come back; `path`: it asks for the device's path before them.
-    fn command(&mut self, op: u32, id: u32, data: u64, bytes: &mut [u8], path: Option<PathBuf>) -> io::Result<i32> {
+    /// `bytes` go to the driver and come back; `path`: it asks for the device's path before them. `patience`: `TimedOut` after it.
+    fn command(
+        &mut self,
+        op: u32,
+        id: u32,
+        data: u64,
+        bytes: &mut [u8],
+        path: Option<PathBuf>,
+        patience: Option<Duration>,
+    ) -> io::Result<i32> {
         let mut path = path.map(|p| p.into_os_string().into_encoded_bytes()).unwrap_or_default();
         if !path.is_empty() {
             path.push(0);
@@ -146,11 +164,12 @@ impl Control {
         };
         let mut cmd = [0; 80];
         cmd[..size_of::<ControlCommand>()].copy_from_slice(command.bytes());
-        let sqe = opcode::UringCmd80::new(Fd(self.file.as_raw_fd()), op).cmd(cmd).build();
+        self.last += 1;
+        let sqe = opcode::UringCmd80::new(Fd(self.file.as_raw_fd()), op).cmd(cmd).build().user_data(self.last);
         // SAFETY: `memory`, to which the entry points, stays until the completion has come, or for ever (below); the
         // queue is empty, for each command is waited for.
         unsafe { self.ring.submission().push(&sqe) }.map_err(io::Error::other)?;
-        let result = match self.wait() {
+        let result = match self.wait(patience) {
             Ok(result) => result,
             Err(e) => {
                 // The kernel may still write to it.
@@ -165,13 +184,20 @@ impl Control {
         Ok(result)
     }
 
-    fn wait(&mut self) -> io::Result<i32> {
+    /// The answer to the last command.
+    fn wait(&mut self, patience: Option<Duration>) -> io::Result<i32> {
+        let end = patience.map(|patience| Instant::now() + patience);
         loop {
-            match self.ring.submit_and_wait(1) {
+            let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+            let left = left.map(|left| Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos()));
+            let args = left.iter().fold(SubmitArgs::new(), |args, left| args.timespec(left));
+            match self.ring.submitter().submit_with_args(1, &args) {
+                Err(e) if e.raw_os_error() == Some(libc::ETIME) => return Err(io::ErrorKind::TimedOut.into()),
                 Err(e) if e.raw_os_error() != Some(libc::EINTR) => return Err(e),
                 _ => {}
             }
-            if let Some(cqe) = self.ring.completion().next() {
+            // (One before it may have been given up.)
+            if let Some(cqe) = self.ring.completion().find(|cqe| cqe.user_data() == self.last) {
                 return Ok(cqe.result());
             }
         }
