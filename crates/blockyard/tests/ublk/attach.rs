@@ -67,6 +67,7 @@ blockyard detach /dev/ublkb0
 [[ ! -e /dev/ublkc0 ]] || { echo "detach has left the device" && exit 1; }
 user() { setpriv --reuid 1000 --clear-groups "$@"; }
 serve_as_user() {
+    : >/tmp/out
     { until [[ -e /dev/ublkc0 ]]; do sleep 0.01; done; chown 1000 /dev/ublkc0; } &
     setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0 >/tmp/out 2>/tmp/log &
     pid=$!
