@@ -324,10 +324,14 @@ impl<S: Storage> Backend<S> {
         match self {
             Backend::Raw(raw) if fast => raw.write_zeroes_fast(offset, len, unmap).await,
             Backend::Raw(raw) => raw.write_zeroes(offset, len, unmap).await,
+            Backend::Image(image) if fast => Box::pin(image.write_zeroes_fast(offset, len, unmap)).await,
             Backend::Image(image) => Box::pin(image.write_zeroes(offset, len, unmap)).await,
             Backend::Null => Ok(()),
             Backend::Delay(delay) => {
-                let below = async |raw: &Raw<S>| raw.write_zeroes(offset, len, unmap).await;
+                let below = async |raw: &Raw<S>| match fast {
+                    true => raw.write_zeroes_fast(offset, len, unmap).await,
+                    false => raw.write_zeroes(offset, len, unmap).await,
+                };
                 Box::pin(delay.other(OpKind::WriteZeroes, below)).await
             }
             Backend::Gone(why) => gone(why),

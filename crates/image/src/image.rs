@@ -108,11 +108,24 @@ impl<S: Storage> Image<S> {
     }
 
     pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.zeroes(offset, len, unmap, false).await
+    }
+
+    /// As [`Image::write_zeroes`]; Unsupported, and nothing done, where more than the ends of the range would have to be
+    /// written.
+    pub async fn write_zeroes_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.zeroes(offset, len, unmap, true).await
+    }
+
+    async fn zeroes(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
         {
             let _pass = self.traffic.enter(&self.lane);
             match self.top() {
+                Layer::Raw { raw, .. } if fast => raw.write_zeroes_fast(offset, len, unmap).await?,
                 Layer::Raw { raw, .. } => raw.write_zeroes(offset, len, unmap).await?,
+                Layer::Qcow2(image) if fast => image.write_zeroes_fast(&self.below(), offset, len, unmap).await?,
                 Layer::Qcow2(image) => image.write_zeroes(&self.below(), offset, len, unmap).await?,
+                Layer::Cow(image) if fast => image.write_zeroes_fast(offset, len, unmap).await?,
                 Layer::Cow(image) => image.write_zeroes(offset, len, unmap).await?,
             }
         }

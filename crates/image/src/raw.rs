@@ -140,21 +140,29 @@ impl<S: Storage> Raw<S> {
 
     /// Zeroes; `unmap`: the host may have the space back. Durable after a flush, like a write.
     pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        match self.write_zeroes_fast(offset, len, unmap).await {
+        match self.zero_units(offset, len, unmap, false).await {
             Err(e) if e.kind() == io::ErrorKind::Unsupported => self.write_zero_bytes(offset, len).await,
             done => done,
         }
     }
 
-    /// As [`Raw::write_zeroes`]; Unsupported, where more than the ends of the range would have to be written.
+    /// As [`Raw::write_zeroes`]; Unsupported, and nothing done, where more than the ends of the range would have to be written.
     pub async fn write_zeroes_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.zero_units(offset, len, unmap, true).await
+    }
+
+    /// Unsupported: nothing is done.
+    async fn zero_units(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
         let (start, end) = self.whole_units(offset, len);
         if start >= end {
-            return self.write_zero_bytes(offset, len).await;
+            return if len == 0 { Ok(()) } else { Err(io::ErrorKind::Unsupported.into()) };
         }
         let zeroed = {
             let _guard = self.hold_parts(start, end - start).await;
-            self.storage.zero(start, end - start, unmap).await
+            match fast {
+                true => self.storage.zero_fast(start, end - start, unmap).await,
+                false => self.storage.zero(start, end - start, unmap).await,
+            }
         };
         zeroed?;
         self.write_zero_bytes(offset, start - offset).await?;
@@ -484,6 +492,29 @@ mod tests {
         let mut pieces: Vec<_> = disk.trace().iter().filter(|t| t.kind == OpKind::Write).map(|t| t.offset).collect();
         pieces.dedup();
         assert_eq!(pieces, [4096, 1 << 20, 2 << 20, 3 << 20]);
+    }
+
+    #[test]
+    fn zeroes_that_are_to_be_fast_are_never_written() {
+        let disk = SimDisk::new(SimImage::zeroed(8 << 20), SimConfig::new(1));
+        disk.fail(blockyard_ring::sim::Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always());
+        let raw = Raw::on(disk.clone(), BLOCKS);
+        run(async move {
+            for (offset, len) in [(4096, 3 << 20), (512, 1 << 20)] {
+                let refused = raw.write_zeroes_fast(offset, len, true).await.unwrap_err();
+                assert_eq!(refused.kind(), io::ErrorKind::Unsupported);
+            }
+        });
+        assert!(disk.trace().iter().all(|t| t.kind != OpKind::Write));
+        // Of a device, what is less than one of its blocks.
+        let junk = Junk { whole_blocks: 4096, ..Junk::of(1 << 16) };
+        let raw = Raw { unit: 4096, ..Raw::on(junk.clone(), RawShape { memory_align: 1, offset_align: 1 }) };
+        run(async move {
+            raw.write_zeroes_fast(512, 12288, true).await.unwrap();
+            assert_eq!(junk.calls(), ["zero 4096+8192", "write 512+3584 false", "write 12288+512 false"]);
+            assert!(raw.write_zeroes_fast(20480 + 512, 1024, true).await.is_err());
+            assert_eq!(junk.calls(), [""; 0]);
+        });
     }
 
     #[test]

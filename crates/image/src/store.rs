@@ -55,6 +55,13 @@ impl Storage for Store {
         }
     }
 
+    async fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        match self {
+            Store::File(file) => file.zero_fast(offset, len, unmap).await,
+            Store::Nbd(nbd) => Box::pin(nbd.zero_fast(offset, len, unmap)).await,
+        }
+    }
+
     async fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
         match self {
             Store::File(file) => file.allocate(offset, len).await,

@@ -38,6 +38,10 @@ pub trait Storage: 'static {
     fn discard(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<()>>;
     /// Zeroes the range without moving data; `unmap`: space may be given back. `Unsupported`: the caller writes zeroes.
     fn zero(&self, offset: u64, len: u64, unmap: bool) -> impl Future<Output = io::Result<()>>;
+    /// The same, at once; `Unsupported` also where whoever has the storage might write zeroes itself.
+    fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> impl Future<Output = io::Result<()>> {
+        self.zero(offset, len, unmap)
+    }
     /// Takes space for the range ahead, and makes the file as long where it was shorter; what was not there reads as zeroes.
     /// `Unsupported`: there is nothing to take, and the caller may set the length.
     fn allocate(&self, _offset: u64, _len: u64) -> impl Future<Output = io::Result<()>> {
@@ -252,6 +256,15 @@ impl Storage for UringFile {
             }
         }
         self.fallocate(libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await
+    }
+
+    async fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        match (self.block_device, unmap) {
+            // Of a device the kernel writes the zeroes itself, unless they are to be punched.
+            (true, true) => self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await,
+            (true, false) => Err(io::ErrorKind::Unsupported.into()),
+            (false, _) => self.zero(offset, len, unmap).await,
+        }
     }
 
     async fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {

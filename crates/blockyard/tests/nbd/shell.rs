@@ -34,6 +34,19 @@ fn commands_on_a_qcow2_disk() {
     crate::common::tool("qemu-img", ["check", "-q", image.to_str().unwrap()]).good();
 }
 
+/// qcow2 of version 2 has no entry for zeroes over a base.
+#[test]
+fn zeroes_that_cannot_be_fast() {
+    let folder = Folder::new();
+    let (base, image) = (folder.join("base.raw"), folder.join("disk.qcow2"));
+    std::fs::write(&base, vec![7; 64 << 20]).unwrap();
+    let create = ["create", "-q", "-f", "qcow2", "-o", "compat=0.10", "-F", "raw", "-b", base.to_str().unwrap()];
+    crate::common::tool("qemu-img", create.iter().chain(&[image.to_str().unwrap()])).good();
+    let disk = Served::start(&image, folder.join("s"), &[]);
+    script("slow_zeroes", &disk.uri());
+    disk.daemon.stop();
+}
+
 /// The default export is also the one without a name.
 #[test]
 fn commands_by_tcp_and_without_a_name() {

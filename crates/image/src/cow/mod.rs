@@ -199,6 +199,13 @@ impl<S: Storage> Cow<S> {
         self.mark(offset, len).await
     }
 
+    /// As [`Cow::write_zeroes`]; Unsupported, and nothing done, where they would have to be written.
+    pub async fn write_zeroes_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.shared.may_change(offset, len)?;
+        self.file.write_zeroes_fast(self.shared.host(offset), len, unmap).await?;
+        self.mark(offset, len).await
+    }
+
     /// Gives the space of whole sectors back: those of the file may read as zeroes then, the others stay as they are. (A bit
     /// that went away would bring back what was below.)
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {

@@ -110,6 +110,24 @@ fn what_is_written_is_read_and_stays() {
 }
 
 #[test]
+fn zeroes_that_are_to_be_fast_are_refused_where_the_host_has_none() {
+    Bench::new(2, SHAPES[0]).run(2, |bench| async move {
+        bench.create(2, 1 << 20).await;
+        let cow = bench.open(u64::MAX).await;
+        cow.write_zeroes_fast(4096, 8192, true).await.unwrap();
+        assert_eq!(read(&cow, 4096, 8192).await.unwrap(), vec![0; 8192]);
+        bench.disk.fail(Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always());
+        let before = bench.disk.trace().len();
+        let refused = cow.write_zeroes_fast(65536, 8192, true).await.unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::Unsupported);
+        assert!(bench.disk.trace()[before..].iter().all(|t| t.kind != OpKind::Write));
+        assert_eq!(read(&cow, 65536, 8192).await.unwrap(), pattern(0, 65536, 8192), "its bits were set");
+        cow.write_zeroes(65536, 8192, true).await.unwrap();
+        assert_eq!(read(&cow, 65536, 8192).await.unwrap(), vec![0; 8192]);
+    });
+}
+
+#[test]
 fn what_is_no_sector_or_beyond_the_disk_is_refused() {
     Bench::new(2, SHAPES[0]).run(2, |bench| async move {
         bench.create(3, 10 * 512 + 7).await;

@@ -106,6 +106,14 @@ impl Nbd {
         join::all(AT_A_TIME, work).await
     }
 
+    async fn zero_by(&self, flags: u16, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.may_write(export::SEND_WRITE_ZEROES)?;
+        let flags = if unmap { flags } else { flags | flag::NO_HOLE };
+        let ask = Ask { command: cmd::WRITE_ZEROES, flags, offset, len: self.there(offset, len) };
+        // Some servers take no more than they take of data.
+        self.ask_in_parts(ask, &Segments::default(), self.terms().maximum.into()).await
+    }
+
     fn may_write(&self, flag: u16) -> io::Result<()> {
         if self.remote.export().read_only {
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it is open for reading only"));
@@ -206,11 +214,12 @@ impl Storage for Nbd {
     }
 
     async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        self.may_write(export::SEND_WRITE_ZEROES)?;
-        let flags = if unmap { 0 } else { flag::NO_HOLE };
-        let ask = Ask { command: cmd::WRITE_ZEROES, flags, offset, len: self.there(offset, len) };
-        // Some servers take no more than they take of data.
-        self.ask_in_parts(ask, &Segments::default(), self.terms().maximum.into()).await
+        self.zero_by(0, offset, len, unmap).await
+    }
+
+    async fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.may_write(export::SEND_FAST_ZERO)?;
+        self.zero_by(flag::FAST_ZERO, offset, len, unmap).await
     }
 
     async fn set_len(&self, len: u64) -> io::Result<()> {

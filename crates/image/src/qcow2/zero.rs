@@ -27,16 +27,44 @@ const ZEROES: u64 = 1 << 20;
 /// What is to become of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wish {
-    /// Zeroes; host clusters are kept, or may be given back.
-    Zeroes { unmap: bool },
+    /// Zeroes; host clusters are kept, or may be given back. `fast`: Unsupported where whole units of data would have to be
+    /// written.
+    Zeroes { unmap: bool, fast: bool },
+    /// Whether that would be Unsupported; nothing is changed.
+    Look { unmap: bool },
     /// Zeroes if that is cheap.
     Discard,
+}
+
+impl Wish {
+    /// Host clusters stay.
+    fn keeps(self) -> bool {
+        matches!(self, Wish::Zeroes { unmap: false, .. } | Wish::Look { unmap: false })
+    }
 }
 
 impl<S: Storage> Qcow2<S> {
     /// Zeroes; `unmap`: host clusters may be given back. Durable after a flush.
     pub async fn write_zeroes<B: Below>(&self, below: &B, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        self.wipe(below, offset, len, Wish::Zeroes { unmap }).await
+        self.wipe(below, offset, len, Wish::Zeroes { unmap, fast: false }).await
+    }
+
+    /// As [`Qcow2::write_zeroes`]; Unsupported, and nothing done, where more than the ends of the range would have to be
+    /// written: there is no whole unit in it, or no entry that says zeroes (version 2; an external file that is to be read
+    /// by itself, where the host writes them).
+    pub async fn write_zeroes_fast<B: Below>(&self, below: &B, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        let (start, end) = self.whole_units(offset, len);
+        if start >= end {
+            return match self.is_zero(below, offset, len).await? {
+                true => Ok(()),
+                false => Err(io::ErrorKind::Unsupported.into()),
+            };
+        }
+        let shape = self.shape();
+        if shape.layout.version < 3 || shape.layout.extended_l2 {
+            self.wipe_units(below, start, end, Wish::Look { unmap }).await?;
+        }
+        self.wipe(below, offset, len, Wish::Zeroes { unmap, fast: true }).await
     }
 
     /// Gives host clusters back: whole units (clusters, or subclusters) only.
@@ -50,16 +78,22 @@ impl<S: Storage> Qcow2<S> {
     }
 
     async fn wipe<B: Below>(&self, below: &B, offset: u64, len: u64, wish: Wish) -> io::Result<()> {
-        let (unit, end) = (self.shape().unit, offset + len);
-        // The last unit of the disk may be cut short by its end.
-        let whole_end = if end == self.size() { end.next_multiple_of(unit) } else { end - end % unit };
-        let whole_start = offset.next_multiple_of(unit);
+        let (end, (whole_start, whole_end)) = (offset + len, self.whole_units(offset, len));
         if whole_start >= whole_end {
             return self.zero_edge(below, offset, len, wish).await;
         }
-        self.zero_edge(below, offset, whole_start - offset, wish).await?;
+        // First what may be refused.
         self.wipe_units(below, whole_start, whole_end, wish).await?;
+        self.zero_edge(below, offset, whole_start - offset, wish).await?;
         if whole_end < end { self.zero_edge(below, whole_end, end - whole_end, wish).await } else { Ok(()) }
+    }
+
+    /// The part of a range that consists of whole units, as start and end; none when the start is not below the end.
+    fn whole_units(&self, offset: u64, len: u64) -> (u64, u64) {
+        let (unit, end) = (self.shape().unit, offset + len);
+        // The last unit of the disk may be cut short by its end.
+        let whole_end = if end == self.size() { end.next_multiple_of(unit) } else { end - end % unit };
+        (offset.next_multiple_of(unit), whole_end)
     }
 
     /// Part of a unit: zeroes are data there.
@@ -122,11 +156,12 @@ impl<S: Storage> Qcow2<S> {
         let Some(new) = self.wiped(old, decoded, (start % size, end - start), all, below.exists(), wish) else {
             return match wish {
                 Wish::Discard => Ok(()),
+                Wish::Look { .. } | Wish::Zeroes { fast: true, .. } => Err(io::ErrorKind::Unsupported.into()),
                 // The caller holds the cluster, so this is not `write`.
-                Wish::Zeroes { .. } => self.zero_held(below, start, real_end - start).await,
+                Wish::Zeroes { fast: false, .. } => self.zero_held(below, start, real_end - start).await,
             };
         };
-        if new == old {
+        if new == old || matches!(wish, Wish::Look { .. }) {
             return Ok(());
         }
         self.own_table(shape.table(cluster)).await?;
@@ -135,7 +170,7 @@ impl<S: Storage> Qcow2<S> {
         if new.word & OFFSET_MASK != old.word & OFFSET_MASK || old.word & super::entry::COMPRESSED != 0 {
             self.let_go(old);
         }
-        if shape.layout.data_file && wish != (Wish::Zeroes { unmap: false }) {
+        if shape.layout.data_file && !wish.keeps() {
             self.data_file().discard(start, real_end - start).await?;
         }
         Ok(())
@@ -152,7 +187,7 @@ impl<S: Storage> Qcow2<S> {
         wish: Wish,
     ) -> Option<Entry> {
         let shape = self.shape();
-        let keep = wish == Wish::Zeroes { unmap: false } && decoded.copied && decoded.cluster.host().is_some();
+        let keep = wish.keeps() && decoded.copied && decoded.cluster.host().is_some();
         if shape.layout.extended_l2 {
             return self.wiped_subclusters(old, decoded, (inside, len), all, keep);
         }
@@ -189,8 +224,14 @@ impl<S: Storage> Qcow2<S> {
 
     /// The external file is to be read by itself, so zeroes are real ones there.
     async fn wipe_raw_data(&self, start: u64, end: u64, wish: Wish) -> io::Result<()> {
-        let unmap = wish != Wish::Zeroes { unmap: false };
-        self.data_file().write_zeroes(start, end - start, unmap).await
+        match (wish, !wish.keeps()) {
+            // The host is asked when it is done.
+            (Wish::Look { .. }, _) => Ok(()),
+            (Wish::Zeroes { fast: true, .. }, unmap) => {
+                self.data_file().write_zeroes_fast(start, end - start, unmap).await
+            }
+            (_, unmap) => self.data_file().write_zeroes(start, end - start, unmap).await,
+        }
     }
 
     /// Zeroes as data in clusters that the caller holds.

@@ -3,17 +3,10 @@
 use std::future::{Future, poll_fn};
 use std::time::{Duration, Instant};
 
-use blockyard_image::{Chain, ChainOptions, Image, Store};
-use blockyard_ring::{Executor, Segments};
+use blockyard_ring::Segments;
 
+use crate::on_image;
 use crate::peer::{Scratch, qemu_img};
-
-fn on_image(scratch: &Scratch, work: impl AsyncFnOnce(Image<Store>) + 'static) {
-    let chain = Chain::open(&ChainOptions::new(scratch.path("a.qcow2"))).unwrap();
-    let executor = Executor::new().unwrap();
-    let handle = executor.handle().clone();
-    executor.block_on(async move { work(chain.image(&handle).unwrap()).await }).unwrap();
-}
 
 /// A guest that never flushes frees and writes its small disk over and over: the file stays small.
 #[test]
