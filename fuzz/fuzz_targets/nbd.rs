@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use blockyard_disk::{Disk, DiskOptions, Source};
-use blockyard_export::nbd::{Exported, Limits, Server};
+use blockyard_export::nbd::{Exported, Server, Settings};
 use blockyard_export::{Listener, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
 use client::Talk;
@@ -35,7 +35,7 @@ fn world() -> &'static World {
         let socket = folder.join("s");
         let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
         let server =
-            Server::start(Listener::bind(&socket).unwrap(), "fuzz", Limits::default(), None, reactors).unwrap();
+            Server::start(Listener::bind(&socket).unwrap(), "fuzz", Arc::new(Settings::default()), reactors).unwrap();
         for (name, read_only) in [("disk", false), ("ro", true)] {
             let (name, serial, cache) = (name.to_string(), "fuzz".into(), CacheMode::None);
             let options = DiskOptions { name: name.clone(), serial, read_only, cache, filters: Vec::new() };
