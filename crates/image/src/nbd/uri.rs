@@ -85,9 +85,11 @@ impl Uri {
         Ok(Uri { host, export, tls: *tls, tls_certificates, tls_hostname })
     }
 
-    /// All exports of the same server, as an operator may allow them.
+    /// All exports of the same server, as an operator may allow them: a text to be shown, with FOLDER where certificates
+    /// are to be named.
     pub fn whole_server(&self) -> Uri {
-        Uri { export: String::new(), ..self.clone() }
+        let folder = || self.tls.then(|| "FOLDER".into());
+        Uri { export: String::new(), tls_certificates: self.tls_certificates.clone().or_else(folder), ..self.clone() }
     }
 
     /// `other`, with what this says of TLS where that says nothing.
@@ -225,6 +227,17 @@ mod tests {
             assert_eq!(Uri::parse(text).as_ref(), Ok(&uri), "{text}");
             assert_eq!(uri.to_string(), again);
             assert_eq!(Uri::parse(again), Ok(uri));
+        }
+    }
+
+    #[test]
+    fn what_an_operator_is_told_to_allow() {
+        for (export, server) in [
+            ("nbd://h/a/b", "nbd://h/"),
+            ("nbds://h/a", "nbds://h/?tls-certificates=FOLDER"),
+            ("nbds://h/a?tls-certificates=/etc/pki", "nbds://h/?tls-certificates=/etc/pki"),
+        ] {
+            assert_eq!(Uri::parse(export).unwrap().whole_server().to_string(), server);
         }
     }
 
