@@ -79,7 +79,7 @@ impl Inbox {
             let mut target = Segments::default();
             target.gather(payload, done, len - done);
             target.gather(&self.room, 0, ROOM);
-            let n = stream.read_owed(target).await.1?;
+            let n = stream.read_owed(target, len).await.1?;
             if n == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }

@@ -8,8 +8,11 @@ use std::time::{Duration, Instant};
 use blockyard_image::nbd::{Link, ServerTls};
 use blockyard_ring::{Handle, Segments, Socket, write_rest};
 
-/// Bytes that must move for a client not to be taken for one that has stopped.
-const PROGRESS: usize = 64 << 10;
+/// What must move of so many bytes for a client not to be taken for one that has stopped: by crumbs it would hold a large
+/// buffer for as long as it likes.
+fn progress(len: usize) -> usize {
+    (len / 16).max(64 << 10)
+}
 
 /// Bytes of answers that the kernel may keep for a client, as far as it allows it.
 const SENT_AHEAD: usize = 256 << 10;
@@ -19,9 +22,9 @@ pub struct Stream {
     /// Since TLS was begun.
     secure: OnceCell<Link>,
     handle: Handle,
-    /// Since when the client has not taken [`PROGRESS`] bytes of what is being sent.
+    /// Since when the client has made no [`progress`] in taking what is being sent.
     sending_since: Cell<Option<Instant>>,
-    /// Since when the client owes a payload, and has not sent [`PROGRESS`] bytes of it.
+    /// Since when the client owes a payload, and has made no [`progress`] in sending it.
     owed_since: Cell<Option<Instant>>,
     /// What it has sent of it since then.
     paid: Cell<usize>,
@@ -55,14 +58,14 @@ impl Stream {
         self.link().read(segments).await
     }
 
-    /// Reads as [`Stream::read`] does, of a payload that the client owes and a buffer waits for.
-    pub async fn read_owed(&self, segments: Segments) -> (Segments, io::Result<usize>) {
+    /// Reads as [`Stream::read`] does, of a payload of `len` bytes that the client owes and a buffer waits for.
+    pub async fn read_owed(&self, segments: Segments, len: usize) -> (Segments, io::Result<usize>) {
         if self.owed_since.get().is_none() {
             self.owed_since.set(Some(self.handle.now()));
         }
         let (segments, read) = self.read(segments).await;
         self.paid.set(self.paid.get() + read.as_ref().unwrap_or(&0));
-        if self.paid.get() >= PROGRESS {
+        if self.paid.get() >= progress(len) {
             self.paid.set(0);
             self.owed_since.set(Some(self.handle.now()));
         }
@@ -84,9 +87,9 @@ impl Stream {
             Err(e) => return (segments, Err(e)),
         };
         self.sending_since.set(Some(self.handle.now()));
-        let mut noted = done;
+        let (mut noted, progress) = (done, progress(segments.len()));
         let sent = write_rest(segments, done, async |segments, done| {
-            if done - noted >= PROGRESS {
+            if done - noted >= progress {
                 noted = done;
                 self.sending_since.set(Some(self.handle.now()));
             }

@@ -1,5 +1,8 @@
 //! Too many clients, and clients that do not take or send what they have asked for or announced.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use super::*;
 
 /// Clients that connect and say nothing, or half of what they should, in thousands all told.
@@ -106,6 +109,48 @@ fn writers_that_do_not_write() {
     }
     Good::new(&disk.socket).is_unharmed();
     ends(disk, held);
+}
+
+/// Clients that hold all the room there is, and move just enough to look alive: those that have large requests wait for a
+/// short time, and others not at all.
+#[test]
+fn clients_that_drip() {
+    /// A fifth of a second's.
+    const DRIP: usize = 40 << 10;
+    for command in [cmd::WRITE, cmd::READ] {
+        let (_folder, disk) = disk();
+        let (mut small, mut large) = (Good::new(&disk.socket), Raw::ready(&disk.socket, Headers::Simple));
+        let mut held: Vec<Raw> = (0..12).map(|_| Raw::ready(&disk.socket, Headers::Simple)).collect();
+        held.iter_mut().for_each(|raw| raw.request(command, 32 * MB, 32 * MB));
+        let over = Arc::new(AtomicBool::new(false));
+        let stop = over.clone();
+        let drip = std::thread::spawn(move || {
+            let mut bytes = vec![1; DRIP];
+            while !stop.load(Ordering::SeqCst) {
+                for raw in &mut held {
+                    // As much as goes, whether it was let go or not.
+                    let _ = raw.stream.set_nonblocking(true);
+                    let _ = match command {
+                        cmd::WRITE => raw.stream.write(&bytes),
+                        _ => raw.stream.read(&mut bytes),
+                    };
+                }
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            held
+        });
+        std::thread::sleep(Duration::from_millis(500));
+        let start = Instant::now();
+        large.request(cmd::WRITE, 0, MB);
+        large.write(&vec![3; MB as usize]);
+        small.is_unharmed();
+        assert_eq!(large.error(), 0);
+        let took = start.elapsed();
+        assert!(took > Duration::from_secs(2), "there was room: {took:?} shows nothing");
+        small.is_unharmed();
+        over.store(true, Ordering::SeqCst);
+        ends(disk, drip.join().unwrap());
+    }
 }
 
 /// SIGTERM in the middle of all of it: a client that floods, one that reads nothing, one that is half-open.
