@@ -9,7 +9,7 @@ use rcgen::{CertificateRevocationListParams, KeyIdMethod, RevokedCertParams, Ser
 
 use crate::common::{Daemon, SOON, Signal, tool};
 use crate::guest::{Guest, pattern};
-use crate::tls::{Authority, Stage, certify};
+use crate::tls::{Authority, Stage, authority, certify};
 
 const TAKEN_UP: &str = "NBD clients from now on: ";
 const REFUSED: &str = "not reloaded: ";
@@ -24,6 +24,10 @@ fn reload(daemon: &Daemon, says: &str) -> String {
 
 /// Writes a list of the certificates of these names, which the authority has revoked.
 fn revoke(folder: &Path, authority: &Authority, names: &[&str]) {
+    std::fs::write(folder.join("ca-crl.pem"), revoked_by(authority, names)).unwrap();
+}
+
+fn revoked_by(authority: &Authority, names: &[&str]) -> String {
     let revoked = |name: &&str| RevokedCertParams {
         serial_number: SerialNumber::from_slice(name.as_bytes()),
         revocation_time: rcgen::date_time_ymd(2021, 1, 1),
@@ -38,7 +42,7 @@ fn revoke(folder: &Path, authority: &Authority, names: &[&str]) {
         revoked_certs: names.iter().map(revoked).collect(),
         key_identifier_method: KeyIdMethod::Sha256,
     };
-    std::fs::write(folder.join("ca-crl.pem"), list.signed_by(authority).unwrap().pem().unwrap()).unwrap();
+    list.signed_by(authority).unwrap().pem().unwrap()
 }
 
 /// Clients that come see the new certificate, who is there stays, and files that are wrong leave the last good ones in use.
@@ -121,6 +125,30 @@ fn revoked_certificates() {
     let [ours, libnbd, _] = stage.ask_all("all", &stage.vm1);
     assert!(!ours.status.success() && ours.err.contains("Revoked"), "{}", ours.err);
     assert!(!libnbd.status.success() && libnbd.err.contains("certificate verification"), "{}", libnbd.err);
+    daemon.stop();
+}
+
+/// Whose authority has no list beside those of others is let go: nobody knows what it has revoked.
+#[test]
+fn lists_of_several_authorities() {
+    let stage = Stage::new();
+    let second = authority("second");
+    let theirs = certify(&stage.folder.join("theirs"), &second, "client", "vm3.example", false);
+    for folder in [&theirs, &stage.server] {
+        std::fs::write(folder.join("ca-cert.pem"), stage.ours.pem() + &second.pem()).unwrap();
+    }
+    let daemon = stage.serve("tls-verify-peer = true");
+    stage.all_may("all", &theirs);
+    revoke(&stage.server, &stage.ours, &["vm2.example"]);
+    reload(&daemon, TAKEN_UP);
+    stage.none_may("all", &theirs, "TLS: ");
+    daemon.wait_log("UnknownRevocationStatus");
+    let both = revoked_by(&stage.ours, &["vm2.example"]) + &revoked_by(&second, &["another"]);
+    std::fs::write(stage.server.join("ca-crl.pem"), both).unwrap();
+    reload(&daemon, TAKEN_UP);
+    stage.all_may("all", &theirs);
+    stage.all_may("all", &stage.vm1);
+    stage.none_may("all", &stage.vm2, "TLS: ");
     daemon.stop();
 }
 
