@@ -65,7 +65,7 @@ pub enum UblkError {
 
 fn explain_control(error: &io::Error) -> String {
     match Errno::from_io_error(error) {
-        Some(Errno::NOENT) => "the kernel's ublk driver is not loaded (modprobe ublk_drv; Linux 6.0 or later)".into(),
+        Some(Errno::NOENT) => "the kernel's ublk driver is not loaded (modprobe ublk_drv; Linux 6.1 or later)".into(),
         Some(Errno::ACCESS | Errno::PERM) => format!("{error}: only root may, or whom a udev rule lets (docs/ublk.md)"),
         _ => error.to_string(),
     }
