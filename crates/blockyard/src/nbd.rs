@@ -209,6 +209,11 @@ impl Servers {
         Ok(())
     }
 
+    /// Only clients of these names may have `disk` from now on; no names: all may.
+    pub fn allow(&self, disk: &Arc<Disk>, names: &[String]) {
+        self.all.iter().for_each(|(_, server)| server.allow(disk, names));
+    }
+
     /// Offers `disk` nowhere any more; an address that offers nothing is closed.
     pub fn withdraw(&mut self, disk: &Arc<Disk>) {
         self.all.iter().for_each(|(_, server)| server.remove(disk));

@@ -11,7 +11,6 @@ use blockyard_export::ublk::{Ublk, UblkOptions};
 use blockyard_export::vhost_user::{QueueShape, Tuning, VhostUser};
 use blockyard_export::{Listener, Reactors};
 use blockyard_image::Format;
-use blockyard_sched::Knobs;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 
@@ -230,7 +229,7 @@ impl Yard {
         self.shares.set_groups(&config.groups);
         for serving in &mut self.disks {
             if let Some(args) = config.disks.iter().find(|args| serving.is(args)) {
-                serving.apply(&args.knobs());
+                serving.apply(args, &self.nbd);
             }
         }
         let gone: Vec<_> = self.disks.extract_if(.., |d| !config.disks.contains(&d.args)).collect();
@@ -282,19 +281,25 @@ impl Yard {
 }
 
 impl Serving {
-    /// Whether the disk is the one described, whatever the knobs of its share.
+    /// Whether the disk is the one described, whatever the knobs of its share, and whoever may have it.
     fn is(&self, args: &DiskArgs) -> bool {
-        args.clone().with(&self.args.knobs()) == self.args
+        let same = DiskArgs { tls_allow: self.args.tls_allow.clone(), ..args.clone() };
+        same.with(&self.args.knobs()) == self.args
     }
 
-    /// Other knobs for its share, from now on; its guest notices nothing else.
-    fn apply(&mut self, knobs: &Knobs) {
-        if self.args.knobs() == *knobs {
-            return;
+    /// Other knobs for its share, and who may have it, from now on; its guest notices nothing else.
+    fn apply(&mut self, args: &DiskArgs, nbd: &Servers) {
+        let knobs = args.knobs();
+        if self.args.knobs() != knobs {
+            self.disk.share().set(&knobs, sched_time());
+            tracing::info!(disk = self.disk.name(), "the knobs of its share were changed");
         }
-        self.disk.share().set(knobs, sched_time());
-        self.args = self.args.clone().with(knobs);
-        tracing::info!(disk = self.disk.name(), "the knobs of its share were changed");
+        if self.args.tls_allow != args.tls_allow {
+            nbd.allow(&self.disk, &args.tls_allow);
+            let who = if args.tls_allow.is_empty() { "all".into() } else { args.tls_allow.join(", ") };
+            tracing::info!(disk = self.disk.name(), "NBD clients that may have it from now on: {who}");
+        }
+        self.args = args.clone();
     }
 
     /// Takes over a size that a person changed.

@@ -181,6 +181,45 @@ fn tls_is_demanded_from_now_on() {
     daemon.stop();
 }
 
+/// Clients that may have a disk come and go; others of it stay connected.
+#[test]
+fn who_may_have_a_disk_from_now_on() {
+    let stage = Stage::new();
+    let daemon = stage.serve("tls-required = true");
+    let vhost = stage.folder.join("s");
+    let other = Daemon::serve(stage.uri("vm1", &stage.vm1), &vhost, &[]);
+    let mut guest = Guest::connect(&vhost);
+    assert_eq!(guest.write(0, &pattern(4, 4096)), 0);
+    assert_eq!(guest.flush(), 0);
+    stage.none_may("vm1", &stage.vm2, "no such export");
+    let allow = |names: &str| {
+        let path = stage.configure("tls-required = true");
+        let config = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, config.replace("tls-allow = [\"VM1.example\"]", names)).unwrap();
+        reload(&daemon, "NBD clients that may have it from now on: ")
+    };
+    allow("tls-allow = [\"vm1.example\", \"vm2.example\"]");
+    stage.all_may("vm1", &stage.vm2);
+    stage.none_may("vm1", &stage.nobody, "no such export");
+    assert!(guest.read(0, 4096).unwrap() == pattern(4, 4096));
+    assert!(!other.log().contains("again"), "the client that was there had to come again: {}", other.log());
+    // The name of one who is connected is taken away.
+    let from = daemon.log().len();
+    let said = allow("tls-allow = [\"vm2.example\"]");
+    assert!(said.contains("from now on: vm2.example"), "{said}");
+    daemon.wait_log_after(from, "an NBD client went");
+    stage.none_may("vm1", &stage.vm1, "no such export");
+    stage.all_may("vm1", &stage.vm2);
+    allow("");
+    stage.all_may("vm1", &stage.nobody);
+    assert!(guest.read(0, 4096).unwrap() == pattern(4, 4096));
+    other.wait_log("connected again");
+    assert!(!daemon.log().contains("closing it"), "{}", daemon.log());
+    drop(guest);
+    other.stop();
+    daemon.stop();
+}
+
 /// Whether the server greets who has connected, in that time.
 fn is_greeted(stream: &mut UnixStream, limit: Duration) -> bool {
     stream.set_read_timeout(Some(limit)).unwrap();

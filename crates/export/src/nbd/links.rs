@@ -12,6 +12,7 @@ use blockyard_disk::{Disk, Served};
 use blockyard_ring::Handle;
 
 use super::buffers::Buffers;
+use super::negotiate::Peer;
 use super::stream::Stream;
 use super::{Exported, Shared};
 use crate::Reactors;
@@ -31,6 +32,8 @@ pub struct Link {
     deadline: Instant,
     late: Cell<bool>,
     exported: OnceCell<Arc<Exported>>,
+    /// Who the client is, when that is known.
+    peer: OnceCell<Peer>,
 }
 
 #[derive(Default)]
@@ -48,15 +51,16 @@ impl Link {
     /// A new connection of this reactor, which has that time to choose an export.
     pub fn enter(handle: &Handle, stream: &Rc<Stream>, server: &Arc<Shared>, handshake: Duration) -> Rc<Self> {
         let deadline = Instant::now() + handshake;
-        let (late, exported) = Default::default();
-        let link = Rc::new(Link { server: server.clone(), stream: stream.clone(), deadline, late, exported });
+        let (late, exported, peer) = Default::default();
+        let link = Rc::new(Link { server: server.clone(), stream: stream.clone(), deadline, late, exported, peer });
         LOCAL.with(|links| links.all.borrow_mut().push(Rc::downgrade(&link)));
         watch(handle);
         link
     }
 
     /// It has chosen its export.
-    pub fn chose(&self, exported: &Arc<Exported>) {
+    pub fn chose(&self, exported: &Arc<Exported>, peer: Peer) {
+        let _ = self.peer.set(peer);
         let _ = self.exported.set(exported.clone());
     }
 
@@ -66,6 +70,12 @@ impl Link {
 
     fn is_of(&self, disk: &Arc<Disk>) -> bool {
         self.exported.get().is_some_and(|exported| Arc::ptr_eq(&exported.disk, disk))
+    }
+
+    /// It has an export that its client may not have any more.
+    pub fn is_strange(&self) -> bool {
+        let chosen = self.exported.get().zip(self.peer.get());
+        chosen.is_some_and(|(exported, peer)| !exported.is_for(peer))
     }
 
     /// Whether it was let go, or may have to be later.
@@ -122,6 +132,17 @@ pub fn end_undecided(reactors: &Reactors, server: &Arc<Shared>) {
             let living = LOCAL.with(|links| links.living());
             let undecided = living.iter().filter(|link| link.exported.get().is_none());
             undecided.filter(|link| Arc::ptr_eq(&link.server, &server)).for_each(|link| link.stream.shutdown());
+        });
+    }
+}
+
+/// Ends the connections of clients that may not have `disk` any more.
+pub fn end_strangers(reactors: &Reactors, disk: &Arc<Disk>) {
+    for reactor in reactors.all() {
+        let disk = disk.clone();
+        reactor.run(move |_| {
+            let living = LOCAL.with(|links| links.living());
+            living.iter().filter(|link| link.is_of(&disk) && link.is_strange()).for_each(|link| link.stream.shutdown());
         });
     }
 }

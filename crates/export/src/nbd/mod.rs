@@ -73,7 +73,7 @@ pub struct Exported {
     flags: u16,
     block: BlockSize,
     /// Names of client certificates, one of which a client must have; none: any client may have the disk.
-    allowed: Vec<String>,
+    allowed: Mutex<Vec<String>>,
 }
 
 /// What requests should be multiples of, in bytes.
@@ -116,17 +116,23 @@ impl Exported {
         };
         let (name, description) = (cut(name), cut(description));
         let block = BlockSize { minimum, preferred };
-        Exported { disk, name, description, flags, block, allowed: Vec::new() }
+        Exported { disk, name, description, flags, block, allowed: Mutex::default() }
     }
 
     /// Only clients with a certificate that has one of these names may see it; no names: all may.
     pub fn only_for(self, names: &[String]) -> Self {
-        Exported { allowed: names.to_vec(), ..self }
+        self.allow(names);
+        self
+    }
+
+    fn allow(&self, names: &[String]) {
+        *self.allowed.lock().unwrap_or_else(PoisonError::into_inner) = names.to_vec();
     }
 
     fn is_for(&self, peer: &Peer) -> bool {
         let knows = |name: &String| peer.names.iter().any(|has| has.eq_ignore_ascii_case(name));
-        self.allowed.is_empty() || self.allowed.iter().any(knows)
+        let allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
+        allowed.is_empty() || allowed.iter().any(knows)
     }
 }
 
@@ -214,6 +220,12 @@ impl Server {
     /// Offers one more disk.
     pub fn add(&self, exported: Exported) {
         self.shared.exports.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(exported));
+    }
+
+    /// From now on only clients of these names may have the disk, as [`Exported::only_for`] says; others who have it go.
+    pub fn allow(&self, disk: &Arc<Disk>, names: &[String]) {
+        self.shared.exports().iter().filter(|exported| Arc::ptr_eq(&exported.disk, disk)).for_each(|e| e.allow(names));
+        links::end_strangers(&self.reactors, disk);
     }
 
     pub fn is_empty(&self) -> bool {
@@ -318,8 +330,8 @@ impl Drop for Client {
 async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link>) {
     let shared = &*client.server;
     let mut inbox = Inbox::default();
-    let terms = match Negotiation::new(shared, &client.settings, &stream, &mut inbox).run().await {
-        Ok(Some(terms)) => terms,
+    let (terms, peer) = match Negotiation::new(shared, &client.settings, &stream, &mut inbox).run().await {
+        Ok(Some(settled)) => settled,
         Ok(None) => return,
         Err(_) if link.was_late() => {
             let limit = client.settings.limits.handshake.as_secs_f64();
@@ -334,9 +346,9 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
         Err(e) => return shared.log.warn(&shared.address, None, format_args!("a client was let go: {e}")),
     };
     let exported = terms.exported.clone();
-    link.chose(&exported);
-    // It was removed while the client chose it.
-    if !shared.exports().iter().any(|e| Arc::ptr_eq(e, &exported)) {
+    link.chose(&exported, peer);
+    // It was removed, or the client's name was, while it chose.
+    if link.is_strange() || !shared.exports().iter().any(|e| Arc::ptr_eq(e, &exported)) {
         return;
     }
     let connection = match Connection::new(&handle, stream, terms) {

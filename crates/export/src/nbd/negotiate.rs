@@ -59,8 +59,8 @@ impl<'a> Negotiation<'a> {
         Negotiation { shared, tls, stream, inbox, peer: Peer::default(), no_zeroes: false, headers, contexts: None }
     }
 
-    /// None: the client has ended it.
-    pub async fn run(mut self) -> io::Result<Option<Terms>> {
+    /// What was settled, with whom. None: the client has ended it.
+    pub async fn run(mut self) -> io::Result<Option<(Terms, Peer)>> {
         let mut greeting = Vec::new();
         greeting.extend(wire::GREETING.to_be_bytes());
         greeting.extend(wire::OPTION.to_be_bytes());
@@ -102,7 +102,10 @@ impl<'a> Negotiation<'a> {
                 continue;
             }
             match header.option {
-                opt::EXPORT_NAME => return self.export_name(&data).await.map(Some),
+                opt::EXPORT_NAME => {
+                    let terms = self.export_name(&data).await?;
+                    return Ok(Some((terms, self.peer)));
+                }
                 opt::ABORT => {
                     // It may have gone without waiting for that.
                     let _ = self.answer(opt::ABORT, rep::ACK, &[]).await;
@@ -111,7 +114,7 @@ impl<'a> Negotiation<'a> {
                 opt::STARTTLS => self.start_tls(&data).await?,
                 opt::GO => {
                     if let Some(terms) = self.go(&data).await? {
-                        return Ok(Some(terms));
+                        return Ok(Some((terms, self.peer)));
                     }
                 }
                 option => self.option(option, &data).await?,
