@@ -60,6 +60,14 @@ impl NbdDevice {
         &self.path
     }
 
+    /// Whether [`NbdDevice::serve`], in another thread, has come as far as that requests are carried: the driver then tells who
+    /// serves, and only after that how long the device is.
+    pub fn is_up(path: &Path, size: u64) -> bool {
+        let attributes = Path::new("/sys/block").join(path.file_name().unwrap_or_default());
+        let sectors = std::fs::read_to_string(attributes.join("size")).ok().and_then(|text| text.trim().parse().ok());
+        attributes.join("pid").exists() && sectors == Some(size / BLOCK)
+    }
+
     /// Carries requests to the socket and back until the device is disconnected or the server is gone.
     pub fn serve(&self) -> io::Result<()> {
         let ended = self.call(DO_IT, 0);

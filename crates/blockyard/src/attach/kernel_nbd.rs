@@ -7,10 +7,16 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use blockyard_image::nbd::wire::{self, handshake, opt};
 use blockyard_ring::nbd_device::NbdDevice;
+
+/// How long the driver may take to start a device.
+const COMES_UP: Duration = Duration::from_secs(10);
 
 /// Makes a device of the export `name` at `socket`; `ended` is called when it has gone.
 pub fn start(socket: &Path, name: &str, ended: impl FnOnce() + Send + 'static) -> anyhow::Result<PathBuf> {
@@ -19,14 +25,25 @@ pub fn start(socket: &Path, name: &str, ended: impl FnOnce() + Send + 'static) -
     let device = NbdDevice::attach(&stream, size, flags).context("setting up a device of the kernel's NBD driver")?;
     let device = device.context("every /dev/nbdN is taken (modprobe nbd nbds_max=64 makes more)")?;
     let path = device.path().to_path_buf();
+    let gone = Arc::new(AtomicBool::new(false));
+    let has_gone = gone.clone();
     let serve = move || {
         if let Err(e) = device.serve() {
             tracing::warn!("{}: {e}", device.path().display());
         }
         drop(stream);
+        has_gone.store(true, Ordering::SeqCst);
         ended();
     };
     std::thread::Builder::new().name("nbd device".into()).spawn(serve).context("starting its thread")?;
+    // Whoever is told of the device may use it at once.
+    let deadline = Instant::now() + COMES_UP;
+    while !NbdDevice::is_up(&path, size) {
+        if gone.load(Ordering::SeqCst) || Instant::now() > deadline {
+            bail!("{} was set up and does not answer (see the kernel's log)", path.display());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
     Ok(path)
 }
 
