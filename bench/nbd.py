@@ -140,7 +140,7 @@ def table(chosen, results):
 
 def main():
     parser = compare.options(__doc__)
-    parser.add_argument("--reactors", type=int, default=2, help="of Blockyard; qemu-nbd has one thread, nbdkit 16")
+    parser.add_argument("--reactors", type=int, default=1, help="of Blockyard; qemu-nbd has one thread, nbdkit 16")
     parser.add_argument("--qemu-aio", default="threads", help="of qemu-nbd through the page cache")
     compare.report(parser.parse_args(), run, table)
 

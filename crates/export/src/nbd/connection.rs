@@ -57,6 +57,8 @@ pub struct Connection {
     /// An answer was sent.
     pub(super) sent: Signal,
     pub(super) in_flight: Cell<u32>,
+    /// Those of them that the disk has not answered.
+    pub(super) unanswered: Cell<u32>,
     /// Bytes of the buffers of requests in flight.
     pub(super) held: Cell<usize>,
     /// Bytes that were read and are not sent yet.
@@ -96,6 +98,7 @@ impl Connection {
             sender: Cell::default(),
             sent: Signal::new(handle),
             in_flight: Cell::new(0),
+            unanswered: Cell::new(0),
             held: Cell::new(0),
             unsent: Cell::new(0),
             ended: Cell::new(false),
@@ -152,12 +155,14 @@ impl Connection {
                     self.sent.wait().await;
                 }
                 self.in_flight.set(self.in_flight.get() + 1);
+                self.unanswered.set(self.unanswered.get() + 1);
                 let begun = self.begin(request, &mut inbox).await;
                 begun.inspect_err(|_| self.in_flight.set(self.in_flight.get() - 1))?;
                 if request.len >= LARGE && request.command == cmd::READ {
-                    // From the page cache it is answered at once: its data go out while they are in the processor's cache.
+                    // From the page cache it is answered at once: its data go out while they are in the processor's cache. A
+                    // disk that takes its time is to have the next one meanwhile.
                     self.handle.yield_now().await;
-                    while self.unsent.get() > MOST_UNSENT {
+                    while self.unsent.get() > MOST_UNSENT && self.unanswered.get() == 0 {
                         self.sent.wait().await;
                     }
                 }

@@ -75,6 +75,7 @@ impl Connection {
     pub fn reply(&self, request: &wire::Request, status: Result<(), u32>, body: Body) {
         let reply = Reply { request: *request, status, body };
         self.unsent.set(self.unsent.get() + reply.data_bytes());
+        self.unanswered.set(self.unanswered.get() - 1);
         self.replies.borrow_mut().push(reply);
         self.to_send.ring();
     }
