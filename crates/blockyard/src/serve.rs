@@ -246,11 +246,12 @@ impl Yard {
             if self.disks.iter().any(|d| d.args == args) {
                 continue;
             }
-            let name = args.name();
+            let (name, tls_allow) = (args.name(), args.tls_allow.clone());
             if let Err(e) = self.open(args) {
                 tracing::error!("{e:#}");
                 if let Some(at) = old.iter().position(|o| o.name() == name) {
-                    self.restore(old.swap_remove(at));
+                    // But who may not have it any more may not.
+                    self.restore(DiskArgs { tls_allow, ..old.swap_remove(at) });
                 }
             }
         }

@@ -11,7 +11,7 @@ use blockyard_ring::{Handle, Segments, Socket, write_rest};
 /// What must move of so many bytes for a client not to be taken for one that has stopped: by crumbs it would hold a large
 /// buffer for as long as it likes.
 fn progress(len: usize) -> usize {
-    (len / 16).max(64 << 10)
+    (len / 16).clamp(64 << 10, 1 << 20)
 }
 
 /// Bytes of answers that the kernel may keep for a client, as far as it allows it.
