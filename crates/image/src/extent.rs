@@ -62,6 +62,7 @@ impl BlockStatus {
     pub(crate) fn nothing(depth: usize, len: u64) -> Self {
         BlockStatus { len, depth, present: false, zero: true, data: false, compressed: false, offset: None }
     }
+
     /// Whether `next`, which begins where this ends, is the same, and goes on in the file.
     pub(crate) fn goes_on(&self, next: &BlockStatus) -> bool {
         let kind = |s: &BlockStatus| (s.depth, s.present, s.zero, s.data, s.compressed);

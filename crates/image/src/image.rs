@@ -112,7 +112,7 @@ impl<S: Storage> Image<S> {
     }
 
     /// As [`Image::write_zeroes`]; Unsupported, and nothing done, where more than the ends of the range would have to be
-    /// written.
+    /// written. (An NBD server below may refuse one part of a long range after it has done another: that is zeroes then.)
     pub async fn write_zeroes_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.zeroes(offset, len, unmap, true).await
     }

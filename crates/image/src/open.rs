@@ -17,8 +17,8 @@ use crate::range_lock::RangeLock;
 use crate::raw::Raw;
 use crate::store::Store;
 
-/// How long the lock of a process that has ended may linger (its rings are taken apart later, on a slow machine seconds later); how long a holder must live to be believed in (the kill may be on its
-/// way); and how often to look.
+/// How long the lock of a process that was killed may linger (its rings are taken apart later, on a slow machine seconds
+/// later); how long a holder must live to be believed in (the kill may be on its way); and how often to look.
 const LINGER: Duration = Duration::from_secs(5);
 const GLANCE: Duration = Duration::from_millis(50);
 const LINGER_STEP: Duration = Duration::from_millis(10);
@@ -297,8 +297,8 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), Open
     open(flags).map(|fd| (fd, false)).map_err(|e| explain(path, e.into()))
 }
 
-/// Locks the file, or says who else has it locked. A process that has ended keeps its lock for a moment, and so does a ring of
-/// this one, until the kernel has taken its io_uring apart: as long as no living holder is seen the lock is tried again.
+/// Locks the file, or says who else has it locked. A process that was killed keeps its lock for a moment, until the kernel has
+/// taken its io_uring apart: as long as no living holder is seen the lock is tried again.
 fn take_lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<Result<(), String>> {
     let start = Instant::now();
     loop {

@@ -104,6 +104,7 @@ pub(crate) type Descriptor = Arc<dyn AsFd + Send + Sync>;
 /// The descriptor of a file on one ring: kept alive by operations in flight.
 pub(crate) struct FileSlot {
     fd: Descriptor,
+    /// Of `fd`, for operations: without a call behind a pointer.
     raw: i32,
     registered: Option<u32>,
     handle: Handle,
