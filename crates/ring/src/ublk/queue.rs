@@ -79,10 +79,7 @@ struct Descriptors {
 
 impl Descriptors {
     fn map(device: &Device, queue: u16) -> io::Result<Self> {
-        let page = 4096usize;
-        let each = (usize::from(abi::MAX_DEPTH) * size_of::<Descriptor>()).next_multiple_of(page);
-        let bytes = (usize::from(device.info.depth) * size_of::<Descriptor>()).next_multiple_of(page);
-        let offset = (usize::from(queue) * each) as u64;
+        let (offset, bytes) = Self::place(device.info.depth, queue, rustix::param::page_size());
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
         // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
         let base = unsafe {
@@ -90,6 +87,13 @@ impl Descriptors {
         }?;
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("a mapping at address 0"))?;
         Ok(Descriptors { base, bytes })
+    }
+
+    /// Where in the character device those of a queue are, and how many bytes: whole pages of the host's, with room before
+    /// them for the deepest queues that there can be.
+    fn place(depth: u16, queue: u16, page: usize) -> (u64, usize) {
+        let bytes = |depth: u16| (usize::from(depth) * size_of::<Descriptor>()).next_multiple_of(page);
+        ((usize::from(queue) * bytes(abi::MAX_DEPTH)) as u64, bytes(depth))
     }
 
     fn read(&self, tag: u16) -> Descriptor {
@@ -256,5 +260,19 @@ impl Future for Fetch {
             0 => Ok(()),
             error => Err(io::Error::from_raw_os_error(error.checked_neg().unwrap_or(libc::EIO))),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The driver counts in pages of the host's: 24 bytes a request, 4096 requests at most.
+    #[test]
+    fn a_queues_requests_lie_where_the_hosts_pages_put_them() {
+        assert_eq!(Descriptors::place(64, 0, 4096), (0, 4096));
+        assert_eq!(Descriptors::place(256, 3, 4096), (3 * 98_304, 8192));
+        assert_eq!(Descriptors::place(256, 3, 16 << 10), (3 * 98_304, 16 << 10));
+        assert_eq!(Descriptors::place(256, 3, 64 << 10), (3 * (128 << 10), 64 << 10));
     }
 }
