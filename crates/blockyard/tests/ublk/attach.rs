@@ -103,6 +103,21 @@ mount -o loop a.img /mnt
 [[ $(md5sum </mnt/f) == "$sum" ]]
 umount /mnt
 
+# A driver that does not come to an end with it is not taken for one that has: in use it waits for the last who has it open,
+# and a list that goes on naming the device says that it was not taken out of sight.
+serve_as_user
+exec 5</dev/ublkb0
+mkdir -p /tmp/listed/ublkc0
+mount --bind /tmp/listed /sys/class/ublk-char
+stop
+exec 5<&-
+umount /sys/class/ublk-char
+grep -q '/dev/ublkb0 is not removed: the driver has not removed it for 5 s, and may do it yet' /tmp/log || {
+    cat /tmp/log && exit 1
+}
+for ((i = 0; i < 100; i++)); do [[ ! -e /dev/ublkc0 ]] && break || sleep 0.05; done
+gone
+
 # Removed by its user: where the driver tells whether it is in use, or by force.
 serve_as_user
 exec 5</dev/ublkb0

@@ -6,14 +6,11 @@
 use std::io;
 use std::time::{Duration, Instant};
 
-use blockyard_ring::ublk::Control;
 use blockyard_ring::ublk::abi::{self, DeviceInfo};
+use blockyard_ring::ublk::{CLASS, Control};
 use rustix::io::Errno;
 
 use super::{PATIENCE, UblkError, UblkOptions};
-
-/// Where the kernel lists devices.
-const CLASS: &str = "/sys/class/ublk-char";
 
 /// A disk's identity, as a device keeps it. (FNV-1a: it must be the same in every build of this program.)
 pub(super) fn note(identity: &str) -> u64 {

@@ -6,7 +6,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use io_uring::squeue::Entry128;
@@ -17,8 +17,17 @@ use super::abi::{self, ControlCommand, DeviceInfo, Params, Plain};
 
 const PATH: &str = "/dev/ublk-control";
 
-/// How long it is waited for that a device is closed that was removed.
-const DELETE: Duration = Duration::from_secs(1);
+/// Where the kernel lists the devices that it has.
+pub const CLASS: &str = "/sys/class/ublk-char";
+
+/// How long it is waited for that a device is closed that was removed, and for its removal.
+const CLOSED: Duration = Duration::from_secs(1);
+const REMOVED: Duration = Duration::from_secs(5);
+/// How often it is looked, meanwhile, whether that was long enough.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Says when an answer is not waited for any more, and what is said instead.
+type Enough<'a> = &'a dyn Fn() -> Option<io::Result<()>>;
 
 /// The way to the driver. See the module's page.
 pub struct Control {
@@ -99,18 +108,17 @@ impl Control {
     }
 
     /// Removes it; its number is free when nobody has it open any more, which is not waited for (a second at most before Linux
-    /// 6.7, and of a user's own).
+    /// 6.7, and of a user's own). `TimedOut`: the driver has not removed it in time, and may do it yet.
     pub fn delete(&mut self, device: &DeviceInfo) -> io::Result<()> {
         match self.plain(abi::DEL_DEV_ASYNC, device, 0) {
             // (EINVAL: for a user's own device.)
             Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {}
             done => return done,
         }
-        match self.command(abi::DEL_DEV, device.id, 0, &mut [], path(device), Some(DELETE)) {
-            // The driver has taken it out of sight.
-            Err(e) if e.kind() == io::ErrorKind::TimedOut => Ok(()),
-            done => done.map(|_| ()),
-        }
+        let (start, listed) = (Instant::now(), Path::new(CLASS).join(format!("ublkc{}", device.id)));
+        let was_listed = listed.exists();
+        let enough = || has_waited(start.elapsed(), was_listed && !listed.exists());
+        self.command(abi::DEL_DEV, device.id, 0, &mut [], path(device), Some(&enough)).map(|_| ())
     }
 
     /// Takes a device over whose server has died.
@@ -136,7 +144,8 @@ impl Control {
         self.command(op, device.id, data, &mut [], path(device), None).map(|_| ())
     }
 
-    /// `bytes` go to the driver and come back; `path`: it asks for the device's path before them. `patience`: `TimedOut` after it.
+    /// `bytes` go to the driver and come back; `path`: it asks for the device's path before them. `enough`: when its answer
+    /// is not waited for any more, and what is said instead.
     fn command(
         &mut self,
         op: u32,
@@ -144,7 +153,7 @@ impl Control {
         data: u64,
         bytes: &mut [u8],
         path: Option<PathBuf>,
-        patience: Option<Duration>,
+        enough: Option<Enough<'_>>,
     ) -> io::Result<i32> {
         let mut path = path.map(|p| p.into_os_string().into_encoded_bytes()).unwrap_or_default();
         if !path.is_empty() {
@@ -169,12 +178,12 @@ impl Control {
         // SAFETY: `memory`, to which the entry points, stays until the completion has come, or for ever (below); the
         // queue is empty, for each command is waited for.
         unsafe { self.ring.submission().push(&sqe) }.map_err(io::Error::other)?;
-        let result = match self.wait(patience) {
+        let result = match self.wait(enough) {
             Ok(result) => result,
-            Err(e) => {
+            Err(instead) => {
                 // The kernel may still write to it.
                 std::mem::forget(memory);
-                return Err(e);
+                return instead.map(|()| 0);
             }
         };
         if result < 0 {
@@ -184,27 +193,55 @@ impl Control {
         Ok(result)
     }
 
-    /// The answer to the last command.
-    fn wait(&mut self, patience: Option<Duration>) -> io::Result<i32> {
-        let end = patience.map(|patience| Instant::now() + patience);
+    /// The answer to the last command; the error is what `enough` says instead of it.
+    fn wait(&mut self, enough: Option<Enough<'_>>) -> Result<i32, io::Result<()>> {
+        let look = Timespec::new().nsec(LOOK.subsec_nanos());
+        let args = enough.iter().fold(SubmitArgs::new(), |args, _| args.timespec(&look));
         loop {
-            let left = end.map(|end| end.saturating_duration_since(Instant::now()));
-            let left = left.map(|left| Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos()));
-            let args = left.iter().fold(SubmitArgs::new(), |args, left| args.timespec(left));
             match self.ring.submitter().submit_with_args(1, &args) {
-                Err(e) if e.raw_os_error() == Some(libc::ETIME) => return Err(io::ErrorKind::TimedOut.into()),
-                Err(e) if e.raw_os_error() != Some(libc::EINTR) => return Err(e),
+                Err(e) if !matches!(e.raw_os_error(), Some(libc::EINTR | libc::ETIME)) => return Err(Err(e)),
                 _ => {}
             }
             // (One before it may have been given up.)
             if let Some(cqe) = self.ring.completion().find(|cqe| cqe.user_data() == self.last) {
                 return Ok(cqe.result());
             }
+            if let Some(instead) = enough.and_then(|enough| enough()) {
+                return Err(instead);
+            }
         }
     }
+}
+
+/// Whether a removal that the driver has not answered is waited for any more: one that is out of sight is done but for those
+/// who have it open.
+fn has_waited(waited: Duration, out_of_sight: bool) -> Option<io::Result<()>> {
+    if out_of_sight {
+        return (waited >= CLOSED).then_some(Ok(()));
+    }
+    let why = || format!("the driver has not removed it for {} s, and may do it yet", REMOVED.as_secs());
+    (waited >= REMOVED).then(|| Err(io::Error::new(io::ErrorKind::TimedOut, why())))
 }
 
 /// The owner of a device that anybody may make is known by the right to open its character device.
 fn path(device: &DeviceInfo) -> Option<PathBuf> {
     (device.flags & abi::F_UNPRIVILEGED_DEV != 0).then(|| character_device(device.id))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_removal_is_done_when_it_is_out_of_sight_and_no_time_makes_it_so() {
+        let waited = |ms, out_of_sight| {
+            let said = has_waited(Duration::from_millis(ms), out_of_sight);
+            said.map(|said| said.map_err(|e| e.kind()))
+        };
+        assert_eq!(waited(900, true), None);
+        assert_eq!(waited(1000, true), Some(Ok(())));
+        assert_eq!(waited(60_000, true), Some(Ok(())));
+        assert_eq!(waited(4_900, false), None);
+        assert_eq!(waited(5_000, false), Some(Err(io::ErrorKind::TimedOut)));
+    }
 }
