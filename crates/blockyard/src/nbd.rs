@@ -145,9 +145,15 @@ impl NbdArgs {
             self.tls_certificates.is_some() || !required,
             "TLS is demanded of NBD clients: say where its certificates are (--tls-certificates, tls-certificates)"
         );
-        if let Some(disk) = disks.iter().find(|disk| !disk.tls_allow.is_empty() && self.tls_certificates.is_none()) {
+        for disk in disks.iter().filter(|disk| !disk.tls_allow.is_empty()) {
             let name = disk.name();
-            anyhow::bail!(
+            // Who takes it for a lock of other ways in is to learn that it is none.
+            anyhow::ensure!(
+                disk.nbd.is_some(),
+                "disk \"{name}\": tls-allow is for NBD clients, and the disk has none (nbd): leave it out"
+            );
+            anyhow::ensure!(
+                self.tls_certificates.is_some(),
                 "disk \"{name}\": tls-allow names client certificates, and there is no TLS (--tls-certificates)"
             );
         }

@@ -206,6 +206,19 @@ fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
         let wrong = blockyard(["serve", "ram:1M", "--nbd", &address].iter().chain(options));
         assert!(!wrong.status.success() && wrong.err.contains(says), "{says}: {}", wrong.err);
     }
+    // No lock of other ways in, with TLS or without it.
+    let certificates = ["--tls-certificates", stage.server.to_str().unwrap()];
+    for tls in [&[][..], &certificates] {
+        let socket = stage.folder.join("vhost");
+        let other = ["serve", "ram:1M", "--name", "vm2", "--tls-allow", "x", "--vhost-user", socket.to_str().unwrap()];
+        let wrong = blockyard(other.iter().chain(tls));
+        assert_eq!(wrong.status.code(), Some(2), "{}", wrong.err);
+        assert!(
+            wrong.err.contains("disk \"vm2\": tls-allow is for NBD clients, and the disk has none"),
+            "{}",
+            wrong.err
+        );
+    }
 }
 
 /// All bytes, both ways, by clients of three kinds; and large ones at a time.
