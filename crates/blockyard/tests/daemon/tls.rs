@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use blockyard_image::nbd::wire::{self, OptionHeader, OptionReply, opt, rep};
+use blockyard_image::nbd::tls;
+use blockyard_image::nbd::wire::{self, Headers, OptionHeader, OptionReply, Request, SimpleReply, cmd, opt, rep};
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, SerialNumber,
 };
@@ -192,8 +193,16 @@ fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
     let daemon = stage.serve("");
     let plain = |export: &str| format!("nbd+unix:///{export}?socket={}", stage.socket.display());
     assert_eq!(tool("nbdinfo", ["--size", &plain("all")]).good().trim(), SIZE.to_string());
-    let hidden = blockyard(["image", "info", &plain("vm1")]);
-    assert!(hidden.err.contains("no such export"), "{}", hidden.err);
+    // One that is there under TLS only, and one that is not there: without TLS nobody can tell which is which.
+    for export in ["vm1", "none"] {
+        let hidden = blockyard(["image", "info", &plain(export)]);
+        assert!(hidden.err.contains("the server demands TLS"), "{}", hidden.err);
+        let hidden = tool("nbdinfo", [&plain(export)]);
+        assert!(hidden.err.contains(&format!("without TLS there is no export \"{export}\"")), "{}", hidden.err);
+    }
+    let list = tool("nbdinfo", ["--list", &plain("")]).good();
+    assert!(list.contains("\"all\"") && !list.contains("vm1"), "{list}");
+    stage.none_may("vm1", &stage.vm2, "no such export");
     stage.all_may("vm1", &stage.vm1);
     daemon.stop();
     for (options, says) in [
@@ -280,6 +289,54 @@ fn plain_bytes_behind_starttls_are_nobodys() {
     let _ = stream.read_to_end(&mut answer);
     assert!(answer.len() < 16, "an alert at most: {} bytes", answer.len());
     assert!(wire::u32_at(&[answer, vec![0; 4]].concat(), 0) != wire::OPTION_REPLY as u32);
+    daemon.stop();
+}
+
+/// A client that has said that it goes is answered what it has asked for, and then TLS ends before the connection: it knows
+/// that nobody has cut it.
+#[test]
+fn tls_ends_before_the_connection() {
+    let stage = Stage::new();
+    let daemon = stage.serve("");
+    for choose in [opt::GO, opt::ABORT] {
+        let mut stream = UnixStream::connect(&stage.socket).unwrap();
+        stream.set_read_timeout(Some(SOON)).unwrap();
+        stream.read_exact(&mut [0; 18]).unwrap();
+        let mut bytes = 3u32.to_be_bytes().to_vec();
+        OptionHeader { option: opt::STARTTLS, len: 0 }.put(&mut bytes);
+        stream.write_all(&bytes).unwrap();
+        stream.read_exact(&mut [0; OptionReply::BYTES]).unwrap();
+        let mut session = tls::client(&stage.vm1, stage.host).unwrap();
+        let name = b"\0\0\0\x03all\0\0";
+        let mut bytes = Vec::new();
+        let data: &[u8] = if choose == opt::GO { name } else { b"" };
+        OptionHeader { option: choose, len: data.len() as u32 }.put(&mut bytes);
+        bytes.extend(data);
+        if choose == opt::GO {
+            for command in [cmd::FLUSH, cmd::DISC] {
+                let request = Request { flags: 0, command, cookie: 7, offset: 0, len: 0 };
+                request.put(Headers::Simple, &mut bytes);
+            }
+        }
+        session.writer().write_all(&bytes).unwrap();
+        let (mut said, mut ended) = (Vec::new(), None);
+        while ended.is_none() {
+            session.complete_io(&mut stream).unwrap();
+            ended = match session.reader().read_to_end(&mut said) {
+                Ok(_) => Some("TLS has ended".to_string()),
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => None,
+                Err(e) => Some(e.to_string()),
+            };
+        }
+        assert_eq!(ended.as_deref(), Some("TLS has ended"));
+        let last = if choose == opt::GO { 16 } else { OptionReply::BYTES };
+        let last = &said[said.len() - last..];
+        match choose {
+            opt::GO => assert_eq!(SimpleReply::parse(last), Ok(SimpleReply { error: 0, cookie: 7 })),
+            _ => assert_eq!(OptionReply::parse(last).unwrap().reply, rep::ACK),
+        }
+        assert_eq!(stream.read(&mut [0]).unwrap(), 0);
+    }
     daemon.stop();
 }
 

@@ -65,10 +65,12 @@ fn commands_by_tcp_and_without_a_name() {
 
 #[test]
 fn block_status() {
-    let folder = Folder::new();
-    let disk = Served::empty(&folder, 64 * MB, &[]);
-    script("status", &disk.uri());
-    disk.daemon.stop();
+    for options in [&[][..], &["--nbd-block-size", "512"]] {
+        let folder = Folder::new();
+        let disk = Served::empty(&folder, 64 * MB, options);
+        script("status", &disk.uri());
+        disk.daemon.stop();
+    }
 }
 
 #[test]

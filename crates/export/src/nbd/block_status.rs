@@ -123,8 +123,11 @@ pub async fn chunks(
     reactor: &Handle,
 ) -> Result<Vec<Vec<u8>>, u32> {
     let one = request.flags & flag::REQ_ONE != 0;
-    let end = request.offset.checked_add(request.len).filter(|end| *end <= served.disk().capacity());
-    let end = end.filter(|_| request.len > 0).ok_or(errno::EINVAL)?;
+    let capacity = served.disk().capacity();
+    let end = request.offset.checked_add(request.len).filter(|end| *end <= capacity);
+    // What is told are whole blocks, up to the end of the disk.
+    let whole = |end: &u64| request.offset.is_multiple_of(block) && (end.is_multiple_of(block) || *end == capacity);
+    let end = end.filter(|end| request.len > 0 && whole(end)).ok_or(errno::EINVAL)?;
     // Without extended headers lengths have 32 bits; whole blocks of them are told.
     let longest = if headers == Headers::Extended { u64::MAX } else { u64::from(!4095_u32) };
     let mut told: Vec<(Context, Vec<(u64, u32)>)> = contexts.iter().map(|context| (context, Vec::new())).collect();

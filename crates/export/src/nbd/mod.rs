@@ -165,6 +165,12 @@ impl Shared {
         exports
     }
 
+    /// Whether there are exports for clients of certain names only.
+    fn has_exports_under_tls(&self) -> bool {
+        let is_open = |exported: &Arc<Exported>| exported.is_for(&Peer::default());
+        !self.exports().iter().all(is_open)
+    }
+
     /// The export of that name. The empty name means the only one. What a client may not see is not there.
     fn find(&self, name: &[u8], peer: &Peer) -> Option<Arc<Exported>> {
         let exports = self.visible(peer);
@@ -332,7 +338,7 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
     let mut inbox = Inbox::default();
     let (terms, peer) = match Negotiation::new(shared, &client.settings, &stream, &mut inbox).run().await {
         Ok(Some(settled)) => settled,
-        Ok(None) => return,
+        Ok(None) => return stream.close(),
         Err(_) if link.was_late() => {
             let limit = client.settings.limits.handshake.as_secs_f64();
             return shared.log.warn(
@@ -351,7 +357,7 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
     if link.is_strange() || !shared.exports().iter().any(|e| Arc::ptr_eq(e, &exported)) {
         return;
     }
-    let connection = match Connection::new(&handle, stream, terms) {
+    let connection = match Connection::new(&handle, stream.clone(), terms) {
         Ok(connection) => connection,
         Err(e) => {
             return shared.log.warn(&exported.name, None, format_args!("opening the disk for a client: {e}"));
@@ -359,6 +365,7 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
     };
     shared.log.info(&exported.name, None, format_args!("an NBD client connected"));
     let end = connection.run(inbox).await;
+    stream.close();
     // The last one that goes takes the reactor's spare buffers with it.
     drop(link);
     links::watch(&handle);

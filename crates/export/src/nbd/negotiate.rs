@@ -81,16 +81,15 @@ impl<'a> Negotiation<'a> {
             if !fixed && header.option != opt::EXPORT_NAME {
                 return Err(invalid(format!("option {} of a client that does not know fixed newstyle", header.option)));
             }
-            if header.len > MOST_OPTION {
-                if header.len > MOST_SKIPPED || header.option == opt::EXPORT_NAME {
-                    return Err(invalid(format!("option {} has {} bytes", header.option, header.len)));
-                }
-                self.inbox.skip(self.stream, header.len.into()).await?;
-                self.refuse(header.option, (rep::ERR_TOO_BIG, format!("an option may have {MOST_OPTION} bytes")))
-                    .await?;
-                continue;
+            let long = header.len > MOST_OPTION;
+            if long && (header.len > MOST_SKIPPED || header.option == opt::EXPORT_NAME) {
+                return Err(invalid(format!("option {} has {} bytes", header.option, header.len)));
             }
-            let data = self.inbox.exactly(self.stream, header.len as usize).await?;
+            // Whether TLS is demanded, whether the option is known at all, and whether it may have data comes before its length.
+            let data = match long {
+                true => self.inbox.skip(self.stream, header.len.into()).await.map(|()| vec![0])?,
+                false => self.inbox.exactly(self.stream, header.len as usize).await?,
+            };
             if self.tls.is_some_and(|tls| tls.required)
                 && !self.peer.tls
                 && !matches!(header.option, opt::STARTTLS | opt::ABORT)
@@ -112,6 +111,13 @@ impl<'a> Negotiation<'a> {
                     return Ok(None);
                 }
                 opt::STARTTLS => self.start_tls(&data).await?,
+                opt::GO | opt::INFO | opt::LIST_META_CONTEXT | opt::SET_META_CONTEXT if long => {
+                    if header.option == opt::SET_META_CONTEXT {
+                        self.contexts = None;
+                    }
+                    let refusal = (rep::ERR_TOO_BIG, format!("an option may have {MOST_OPTION} bytes"));
+                    self.refuse(header.option, refusal).await?;
+                }
                 opt::GO => {
                     if let Some(terms) = self.go(&data).await? {
                         return Ok(Some((terms, self.peer)));
@@ -252,7 +258,14 @@ impl<'a> Negotiation<'a> {
         let (name, count) = (fields.string()?, fields.u16()?);
         let infos = (0..count).map(|_| fields.u16()).collect::<Result<Vec<_>, _>>()?;
         fields.end()?;
-        Ok(Asked { exported: self.find(name)?, name: name.to_vec(), infos })
+        let exported = self.find(name).map_err(|refusal| match self.tls {
+            // It may be one of those that are there under TLS only, and whose names are nobody else's business.
+            Some(_) if !self.peer.tls && self.shared.has_exports_under_tls() => {
+                (rep::ERR_TLS_REQD, format!("without TLS {}", refusal.1))
+            }
+            _ => refusal,
+        })?;
+        Ok(Asked { exported, name: name.to_vec(), infos })
     }
 
     fn find(&self, name: &[u8]) -> Result<Arc<Exported>, Refusal> {
@@ -337,10 +350,11 @@ impl<'a> Fields<'a> {
 
     fn string(&mut self) -> Result<&'a [u8], Refusal> {
         let len = self.u32()? as usize;
-        if len > wire::MOST_STRING {
-            return Err((rep::ERR_TOO_BIG, format!("a name may have {} bytes", wire::MOST_STRING)));
+        let string = self.take(len)?;
+        match len {
+            0..=wire::MOST_STRING => Ok(string),
+            _ => Err((rep::ERR_TOO_BIG, format!("a name may have {} bytes", wire::MOST_STRING))),
         }
-        self.take(len)
     }
 
     fn end(&self) -> Result<(), Refusal> {

@@ -6,7 +6,7 @@
 use std::rc::Rc;
 
 use blockyard_disk::{Failure, Op, Status, Token};
-use blockyard_image::nbd::wire::{self, Chunk, Headers, SimpleReply, chunk, cmd, errno};
+use blockyard_image::nbd::wire::{self, Chunk, Headers, SimpleReply, chunk, cmd, errno, flag};
 use blockyard_ring::{MOST_PIECES, Segments};
 
 use super::connection::{Connection, is_heavy};
@@ -38,7 +38,13 @@ impl Token for Owed {
     #[inline]
     fn answer(self, status: Status, segments: Segments) {
         let Owed { connection, request } = self;
-        let op = if request.command == cmd::WRITE { Op::Write { fua: false } } else { Op::Read };
+        let op = match request.command {
+            cmd::WRITE => Op::Write { fua: false },
+            cmd::WRITE_ZEROES => {
+                Op::WriteZeroes { unmap: false, fua: false, fast: request.flags & flag::FAST_ZERO != 0 }
+            }
+            _ => Op::Read,
+        };
         let status = status.map_err(|failure| error_of(failure, op));
         let body = match request.command {
             cmd::READ | cmd::WRITE => Body::Buffer(segments),
@@ -56,7 +62,9 @@ pub fn error_of(failure: Failure, op: Op) -> u32 {
         Failure::ReadOnly => errno::EPERM,
         Failure::OutOfRange if op == Op::Read => errno::EINVAL,
         Failure::OutOfRange => errno::ENOSPC,
-        Failure::Unsupported => errno::ENOTSUP,
+        // Only who asks for fast zeroes takes it for an answer.
+        Failure::Unsupported if matches!(op, Op::WriteZeroes { fast: true, .. }) => errno::ENOTSUP,
+        Failure::Unsupported => errno::EIO,
     }
 }
 
@@ -214,4 +222,20 @@ impl Reply {
 
 fn block_status_kind(headers: Headers) -> u16 {
     if headers == Headers::Extended { chunk::BLOCK_STATUS_EXT } else { chunk::BLOCK_STATUS }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A client without the flag would take it for a server that cannot write zeroes at all.
+    #[test]
+    fn not_supported_is_an_answer_to_fast_zeroes_only() {
+        let zeroes = |fast| Op::WriteZeroes { unmap: true, fua: false, fast };
+        assert_eq!(error_of(Failure::Unsupported, zeroes(true)), errno::ENOTSUP);
+        for op in [zeroes(false), Op::Discard, Op::Read] {
+            assert_eq!(error_of(Failure::Unsupported, op), errno::EIO);
+        }
+        assert_eq!(error_of(Failure::OutOfRange, zeroes(false)), errno::ENOSPC);
+    }
 }

@@ -106,6 +106,11 @@ impl Stream {
         since.iter().flatten().any(|since| since.elapsed() > limit)
     }
 
+    /// All is said: ends TLS, if it is in use.
+    pub fn close(&self) {
+        self.link().close();
+    }
+
     pub fn shutdown(&self) {
         self.plain.shutdown();
     }

@@ -95,6 +95,13 @@ impl Link {
         }
     }
 
+    /// All is said: TLS ends before the socket is closed, as far as that goes without waiting. Nothing may be on its way.
+    pub fn close(&self) {
+        if let Link::Tls(secure) = self {
+            secure.close();
+        }
+    }
+
     pub fn shutdown(&self) {
         self.socket().shutdown();
     }
@@ -199,6 +206,15 @@ impl Secure {
         let taken = self.with(|session| session.writer().write(&plain))??;
         self.send_records().await?;
         Ok(taken)
+    }
+
+    fn close(&self) {
+        let mut records = Vec::new();
+        let _ = self.with(|session| {
+            session.send_close_notify();
+            while session.wants_write() && session.write_tls(&mut records).is_ok() {}
+        });
+        let _ = self.socket.write_now(&Segments::from_bytes(&records));
     }
 
     async fn send_records(&self) -> io::Result<()> {

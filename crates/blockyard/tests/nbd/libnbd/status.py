@@ -83,6 +83,11 @@ def wrong_requests():
     for length, offset in ((512, size), (1024, size - 512), (1 << 60, 0)):
         refused(h.block_status_64, length, offset, nothing, names=["EINVAL"])
     refused(h.block_status_64, 512, 0, nothing, nbd.CMD_FLAG_FUA | 1 << 9, names=["EINVAL"])
+    # What is told are whole blocks, and so is what is asked for.
+    block = h.get_block_size(nbd.SIZE_MINIMUM)
+    if block > 1:
+        refused(h.block_status_64, block, block // 2, nothing, names=["EINVAL"])
+        refused(h.block_status_64, block // 2, 0, nothing, nbd.CMD_FLAG_REQ_ONE, names=["EINVAL"])
     alive(h)
 
 
