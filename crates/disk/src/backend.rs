@@ -341,6 +341,15 @@ impl<S: Storage> Backend<S> {
 }
 
 impl<S: Storage> Backend<S> {
+    /// Unsupported where fast zeroes would be, as far as that is known before they are made.
+    pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        match self {
+            Backend::Raw(raw) => raw.may_zero_fast(offset, len),
+            Backend::Image(image) => Box::pin(image.may_zero_fast(offset, len, unmap)).await,
+            Backend::Null | Backend::Ram(_) | Backend::Delay(_) | Backend::Gone(_) => Ok(()),
+        }
+    }
+
     /// Where the bytes from `offset` on are, as far as they are alike; nothing is read.
     pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
         match self {

@@ -236,6 +236,12 @@ impl<S: Storage> Served<S> {
         self.enter().await.view.backend.status(offset, len).await
     }
 
+    /// Whether fast zeroes ([`Op::WriteZeroes`]) would be refused, as far as that is known before they are made.
+    pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> Status {
+        let looked = self.enter().await.view.backend.may_zero_fast(offset, len, unmap).await;
+        looked.map_err(|e| Failure::of(&e))
+    }
+
     /// For a queue that is drained: until [`Served::drained`], nothing waits for limits or shares.
     pub fn drain(&self) {
         self.turnstile.drain();

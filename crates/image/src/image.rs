@@ -111,10 +111,19 @@ impl<S: Storage> Image<S> {
         self.zeroes(offset, len, unmap, false).await
     }
 
-    /// As [`Image::write_zeroes`]; Unsupported, and nothing done, where more than the ends of the range would have to be
-    /// written. (An NBD server below may refuse one part of a long range after it has done another: that is zeroes then.)
+    /// As [`Image::write_zeroes`]; Unsupported, and nothing done, where they would have to be written.
     pub async fn write_zeroes_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.zeroes(offset, len, unmap, true).await
+    }
+
+    /// Unsupported where [`Image::write_zeroes_fast`] would be, as far as that is known before the host is asked.
+    pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        let _pass = self.traffic.enter(&self.lane);
+        match self.top() {
+            Layer::Raw { raw, .. } => raw.may_zero_fast(offset, len),
+            Layer::Qcow2(image) => image.may_zero_fast(&self.below(), offset, len, unmap).await,
+            Layer::Cow(_) => Ok(()),
+        }
     }
 
     async fn zeroes(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {

@@ -146,9 +146,17 @@ impl<S: Storage> Raw<S> {
         }
     }
 
-    /// As [`Raw::write_zeroes`]; Unsupported, and nothing done, where more than the ends of the range would have to be written.
+    /// As [`Raw::write_zeroes`]; Unsupported, and nothing done, where they would have to be written.
     pub async fn write_zeroes_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.may_zero_fast(offset, len)?;
         self.zero_units(offset, len, unmap, true).await
+    }
+
+    /// Unsupported where zeroes would have to be written for certain: in part of a device's block. Else the host is asked, when it
+    /// is done.
+    pub fn may_zero_fast(&self, offset: u64, len: u64) -> io::Result<()> {
+        let whole = self.whole_units(offset, len) == (offset, offset + len);
+        if whole { Ok(()) } else { Err(io::ErrorKind::Unsupported.into()) }
     }
 
     /// Unsupported: nothing is done.
@@ -510,10 +518,12 @@ mod tests {
         let junk = Junk { whole_blocks: 4096, ..Junk::of(1 << 16) };
         let raw = Raw { unit: 4096, ..Raw::on(junk.clone(), RawShape { memory_align: 1, offset_align: 1 }) };
         run(async move {
-            raw.write_zeroes_fast(512, 12288, true).await.unwrap();
-            assert_eq!(junk.calls(), ["zero 4096+8192", "write 512+3584 false", "write 12288+512 false"]);
-            assert!(raw.write_zeroes_fast(20480 + 512, 1024, true).await.is_err());
-            assert_eq!(junk.calls(), [""; 0]);
+            raw.write_zeroes_fast(4096, 8192, true).await.unwrap();
+            assert_eq!(junk.calls(), ["zero 4096+8192"]);
+            for (offset, len) in [(512, 12288 - 512), (4096, 8192 + 512), (20480 + 512, 1024)] {
+                assert!(raw.write_zeroes_fast(offset, len, true).await.is_err());
+                assert_eq!(junk.calls(), [""; 0]);
+            }
         });
     }
 

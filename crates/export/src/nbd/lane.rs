@@ -82,9 +82,10 @@ impl Lane {
                 }
                 Work::Status { request, only } => Box::pin(connection.status(request, only)).await,
                 Work::Cache(request) => Box::pin(connection.in_pieces(request, Op::Read, CACHED_AT_A_TIME)).await,
-                Work::Zeroes { request, op } => {
-                    Box::pin(connection.in_pieces(request, op, ZEROED_AT_A_TIME)).await;
-                }
+                Work::Zeroes { request, op } => match Box::pin(connection.may_zero(&request, op)).await {
+                    Ok(()) => Box::pin(connection.in_pieces(request, op, ZEROED_AT_A_TIME)).await,
+                    Err(error) => connection.reply(&request, Err(error), Body::None),
+                },
             }
             connection.idle.borrow_mut().push(self.clone());
         }
@@ -100,6 +101,18 @@ impl Connection {
             Ok(chunks) => self.reply(&request, Ok(()), Body::Chunks(chunks)),
             Err(error) => self.reply(&request, Err(error), Body::None),
         }
+    }
+
+    /// What is to be fast is refused as a whole, before its first piece is done: as far as that can be known.
+    async fn may_zero(&self, request: &wire::Request, op: Op) -> Result<(), u32> {
+        let Op::WriteZeroes { unmap, fast: true, .. } = op else { return Ok(()) };
+        let (mut at, end) = (request.offset, request.offset + request.len);
+        while at < end && !self.broken.get() && !self.ended.get() {
+            let len = (end - at).min(ZEROED_AT_A_TIME);
+            self.served.may_zero_fast(at, len, unmap).await.map_err(|failure| error_of(failure, op))?;
+            at += len;
+        }
+        Ok(())
     }
 
     /// A request that may take long, piece by piece, as long as the client is there. What is read, the client will want: it

@@ -106,12 +106,10 @@ impl Nbd {
         join::all(AT_A_TIME, work).await
     }
 
-    async fn zero_by(&self, flags: u16, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+    fn zeroes(&self, flags: u16, offset: u64, len: u64, unmap: bool) -> io::Result<Ask> {
         self.may_write(export::SEND_WRITE_ZEROES)?;
         let flags = if unmap { flags } else { flags | flag::NO_HOLE };
-        let ask = Ask { command: cmd::WRITE_ZEROES, flags, offset, len: self.there(offset, len) };
-        // Some servers take no more than they take of data.
-        self.ask_in_parts(ask, &Segments::default(), self.terms().maximum.into()).await
+        Ok(Ask { command: cmd::WRITE_ZEROES, flags, offset, len: self.there(offset, len) })
     }
 
     fn may_write(&self, flag: u16) -> io::Result<()> {
@@ -214,12 +212,21 @@ impl Storage for Nbd {
     }
 
     async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        self.zero_by(0, offset, len, unmap).await
+        let ask = self.zeroes(0, offset, len, unmap)?;
+        // Some servers take no more than they take of data.
+        self.ask_in_parts(ask, &Segments::default(), self.terms().maximum.into()).await
     }
 
     async fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.may_write(export::SEND_FAST_ZERO)?;
-        self.zero_by(flag::FAST_ZERO, offset, len, unmap).await
+        let ask = self.zeroes(flag::FAST_ZERO, offset, len, unmap)?;
+        // The one request that the largest size of data does not bind, so that it is refused as a whole, or done.
+        let done = self.ask_in_parts(ask, &Segments::default(), RANGE_MOST).await;
+        let too_long = ask.len > self.terms().maximum.into();
+        done.map_err(|e| match e.kind() {
+            io::ErrorKind::InvalidInput if too_long => io::ErrorKind::Unsupported.into(),
+            _ => e,
+        })
     }
 
     async fn set_len(&self, len: u64) -> io::Result<()> {

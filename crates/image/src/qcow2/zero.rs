@@ -27,8 +27,7 @@ const ZEROES: u64 = 1 << 20;
 /// What is to become of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wish {
-    /// Zeroes; host clusters are kept, or may be given back. `fast`: Unsupported where whole units of data would have to be
-    /// written.
+    /// Zeroes; host clusters are kept, or may be given back. `fast`: Unsupported where they would have to be written.
     Zeroes { unmap: bool, fast: bool },
     /// Whether that would be Unsupported; nothing is changed.
     Look { unmap: bool },
@@ -49,22 +48,29 @@ impl<S: Storage> Qcow2<S> {
         self.wipe(below, offset, len, Wish::Zeroes { unmap, fast: false }).await
     }
 
-    /// As [`Qcow2::write_zeroes`]; Unsupported, and nothing done, where more than the ends of the range would have to be
-    /// written: there is no whole unit in it, or no entry that says zeroes (version 2; an external file that is to be read
-    /// by itself, where the host writes them).
+    /// As [`Qcow2::write_zeroes`]; Unsupported, and nothing done, where that would be writing: see [`Qcow2::may_zero_fast`].
     pub async fn write_zeroes_fast<B: Below>(&self, below: &B, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        let (start, end) = self.whole_units(offset, len);
-        if start >= end {
-            return match self.is_zero(below, offset, len).await? {
-                true => Ok(()),
-                false => Err(io::ErrorKind::Unsupported.into()),
-            };
+        self.may_zero_fast(below, offset, len, unmap).await?;
+        self.wipe(below, offset, len, Wish::Zeroes { unmap, fast: true }).await
+    }
+
+    /// Unsupported where zeroes would have to be written as data: in a unit (cluster, or subcluster) of which the range is a part
+    /// only, and which has data there; and where there is no entry that says zeroes (version 2). Of an external file that is to be
+    /// read by itself the host is asked, when it is done.
+    pub async fn may_zero_fast<B: Below>(&self, below: &B, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        let (end, (whole_start, whole_end)) = (offset + len, self.whole_units(offset, len));
+        let some = whole_start < whole_end;
+        let edges = if some { [offset..whole_start, whole_end..end] } else { [offset..end, end..end] };
+        for edge in edges.into_iter().filter(|edge| !edge.is_empty()) {
+            if !self.is_zero(below, edge.start, edge.end - edge.start).await? {
+                return Err(io::ErrorKind::Unsupported.into());
+            }
         }
         let shape = self.shape();
-        if shape.layout.version < 3 || shape.layout.extended_l2 {
-            self.wipe_units(below, start, end, Wish::Look { unmap }).await?;
+        if some && (shape.layout.version < 3 || shape.layout.extended_l2) {
+            self.wipe_units(below, whole_start, whole_end, Wish::Look { unmap }).await?;
         }
-        self.wipe(below, offset, len, Wish::Zeroes { unmap, fast: true }).await
+        Ok(())
     }
 
     /// Gives host clusters back: whole units (clusters, or subclusters) only.

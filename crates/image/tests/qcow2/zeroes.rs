@@ -30,13 +30,17 @@ fn image(scratch: &Scratch, options: &str, over_base: bool) {
 fn zeroes_are_fast_or_refused_with_nothing_changed() {
     let (one, unit) = (CLUSTER, 2 << 10);
     for (options, over_base, (offset, len), unmap, fast) in [
-        // Whole clusters, with and without ends that are none.
+        // Whole clusters; at the end of the disk, too.
         ("compat=1.1", NO_BASE, (one, 4 * one), true, true),
         ("compat=1.1", NO_BASE, (one, 4 * one), false, true),
         ("compat=1.1", BASE, (one, 4 * one), false, true),
-        ("compat=1.1", BASE, (512, 4 * one), true, true),
+        ("compat=1.1", BASE, (SIZE - one, one), true, true),
         ("compat=1.1,compressed", NO_BASE, (one, 4 * one), true, true),
-        // Parts of clusters are data.
+        // Parts of clusters are data, wherever in the range they are.
+        ("compat=1.1", BASE, (512, 4 * one - 512), true, false),
+        ("compat=1.1", BASE, (one, 4 * one + 512), true, false),
+        ("compat=1.1", NO_BASE, (512, 4 * one), false, false),
+        ("extended_l2=on", BASE, (unit, 3 * one + 512), true, false),
         ("compat=1.1", NO_BASE, (512, 1024), true, false),
         ("compat=1.1", BASE, (one - 512, one), true, false),
         // Version 2 has no entry for zeroes; none at all will do where nothing is below, and space need not be kept.
@@ -81,4 +85,27 @@ fn zeroes_are_fast_or_refused_with_nothing_changed() {
         });
         judged_by_qemu(&scratch, "a.qcow2", &model);
     }
+}
+
+/// Parts of clusters that read as zeroes already have nothing that would have to be written.
+#[test]
+fn ends_that_are_zeroes_are_fast() {
+    let scratch = Scratch::new("fast-ends");
+    image(&scratch, "compat=1.1", BASE);
+    let mut model = Model(vec![7; SIZE as usize]);
+    let model = on_image(&scratch, async move |image| {
+        for at in [0, 4 * CLUSTER] {
+            image.write_zeroes(at, CLUSTER, true).await.unwrap();
+        }
+        image.write_zeroes_fast(512, 4 * CLUSTER, true).await.unwrap();
+        model.0[..5 * CLUSTER as usize].fill(0);
+        check(&image, &model, 0, SIZE as usize).await;
+        // The whole range is looked at before any of it is changed, however long it is.
+        image.may_zero_fast(512, 5 * CLUSTER - 512, true).await.unwrap();
+        let refused = image.may_zero_fast(512, 5 * CLUSTER, true).await.unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::Unsupported);
+        image.close().await.unwrap();
+        model
+    });
+    judged_by_qemu(&scratch, "a.qcow2", &model);
 }
