@@ -103,6 +103,32 @@ fn an_overlay_over_a_remote_base_outlives_its_server() {
     }
 }
 
+/// A server that is killed while nothing is asked of it is missed at once, and found again before anything is: by the connection of
+/// a reactor, and by the one that all share.
+#[test]
+fn a_server_that_comes_back_is_there_for_the_next_request() {
+    for shared in ["--shared=4", "--shared=1"] {
+        let stage = Stage::new();
+        let peer = stage.peer(&["--read-only", shared]);
+        let top = stage.overlay();
+        let daemon = Daemon::serve(&top, &stage.socket, &["--backing-folder", &stage.uri]);
+        let mut guest = Guest::connect(&stage.socket);
+        let expected = pattern(5, SIZE as usize);
+        assert!(guest.read(MIB / 512, 4096).unwrap() == expected[MIB as usize..][..4096]);
+        drop(peer);
+        daemon.wait_log("connecting again");
+        let peer = stage.peer(&["--read-only", shared]);
+        daemon.wait_log("connected again");
+        let said = daemon.log();
+        assert!(guest.read(2 * MIB / 512, 4096).unwrap() == expected[2 * MIB as usize..][..4096]);
+        assert_eq!(daemon.log(), said, "{shared}: the request was the one to miss it");
+        assert_eq!(said.matches(" again").count(), 2, "{shared}: {said}");
+        drop(guest);
+        drop(peer);
+        daemon.stop();
+    }
+}
+
 /// The whole disk as QEMU reads it, too.
 #[test]
 fn the_disk_is_the_same_for_qemu() {

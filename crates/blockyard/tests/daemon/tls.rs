@@ -364,6 +364,15 @@ fn a_remote_disk_under_tls_comes_back() {
         std::thread::sleep(Duration::from_millis(100));
         peer = start();
     }
+    // Also while nothing is asked for.
+    let from = daemon.log().len();
+    drop(peer);
+    daemon.wait_log_after(from, "connecting again");
+    let _peer = start();
+    daemon.wait_log_after(from, "connected again");
+    let from = daemon.log().len();
+    assert!(guest.read(0, 4096).unwrap() == whole[..4096]);
+    assert_eq!(&daemon.log()[from..], "", "the request was the one to miss it");
     let refused = blockyard(["image", "info", &stage.uri("all", &stage.nobody)]);
     assert!(refused.err.contains("blockyard: image"), "{}", refused.err);
     drop(guest);

@@ -7,6 +7,7 @@
 //! ```
 //! One task, the driver, connects, sends, receives and watches. Requests wait while it connects again, and are sent anew.
 //! What must hold:
+//! - A connection that ends between two requests is made anew at once, once, and nobody waits for that.
 //! - Waiting ends: without any progress for [`Options::reconnect`](super::Options::reconnect) all that wait fail, and what
 //!   comes then fails at once, until a connection is back. Progress is an answer, not a connection.
 //! - A write that was acknowledged and not flushed when the connection was lost may be lost with the server: from then on
@@ -40,34 +41,36 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// Sent at a time, in bytes and in requests; and what counts as progress of a long transfer.
 pub(super) const SENT_AT_A_TIME: usize = 256 << 10;
 const REQUESTS_AT_A_TIME: usize = 64;
-/// Times the limit of silence for which one request may stay unanswered while others are.
-const PASSED_OVER: u32 = 4;
 /// Pieces of a request's memory that are sent, or filled, as they are.
 pub(super) const PIECES: usize = 448;
 
 pub struct Client(Rc<Inner>);
 
 pub(super) struct Inner {
-    export: Arc<Export>,
-    handle: Handle,
+    pub(super) export: Arc<Export>,
+    pub(super) handle: Handle,
     pub(super) slots: RefCell<Slots>,
     socket: RefCell<Option<(Link, Terms)>>,
     /// There is something to send; to receive; to watch; to connect for.
     send: Signal,
     pub(super) receive: Signal,
-    watch: Signal,
+    pub(super) watch: Signal,
     work: Signal,
     /// The connection in use is of no more use.
     broken: Cell<bool>,
+    /// Something was answered over it.
+    used: Cell<bool>,
     ended: Cell<bool>,
     /// When an answer (or much of one) last came, or a request when there was none.
-    progress: Cell<Instant>,
+    pub(super) progress: Cell<Instant>,
     /// Since when there is no progress; how long to pause before the next try.
     trouble: Cell<Option<Instant>>,
     pause: Cell<Duration>,
     /// Requests fail at once: why, and when to try again.
     down: RefCell<Option<(String, Instant)>>,
     try_again: Cell<bool>,
+    /// A connection is made that nobody waits for: the last one was of use, and ended between two requests.
+    unasked: Cell<bool>,
     /// That was told already.
     given_up: Cell<bool>,
     /// Writes that were acknowledged, and those of them that a flush covered.
@@ -76,7 +79,7 @@ pub(super) struct Inner {
 }
 
 /// Whether a command changes the export.
-fn changes(command: u16) -> bool {
+pub(super) fn changes(command: u16) -> bool {
     matches!(command, cmd::WRITE | cmd::WRITE_ZEROES | cmd::TRIM)
 }
 
@@ -93,12 +96,14 @@ impl Client {
             watch: signal(),
             work: signal(),
             broken: Cell::new(false),
+            used: Cell::new(false),
             ended: Cell::new(false),
             progress: Cell::new(Instant::now()),
             trouble: Cell::new(None),
             pause: Cell::new(Duration::ZERO),
             down: RefCell::new(None),
             try_again: Cell::new(false),
+            unasked: Cell::new(false),
             given_up: Cell::new(false),
             acknowledged: Cell::new(0),
             flushed: Cell::new(0),
@@ -175,6 +180,11 @@ impl Inner {
             self.progress.set(Instant::now());
             self.receive.ring();
             self.watch.ring();
+            if self.unasked.take() {
+                // Its patience begins here.
+                self.trouble.set(Some(Instant::now()));
+                self.pause.set(Duration::ZERO);
+            }
         }
         self.send.ring();
         self.work.ring();
@@ -183,20 +193,40 @@ impl Inner {
 
     async fn drive(self: Rc<Self>) {
         while !self.ended.get() {
-            if !self.slots.borrow().has_to_send() && !self.try_again.take() {
+            if !self.slots.borrow().has_to_send() && !self.try_again.take() && !self.unasked.get() {
                 self.work.wait().await;
                 continue;
             }
             match self.connect().await {
                 Ok(dialed) => {
+                    if self.unasked.take() {
+                        self.tell_connected();
+                    }
                     let why = self.serve(dialed).await;
                     if !self.ended.get() {
                         self.lost_connection(&why);
                     }
                 }
+                Err(why) if self.unasked.take() => {
+                    tracing::warn!("image {}: {why}: tried again when something is asked for", self.export.uri);
+                    self.trouble.set(None);
+                    self.pause.set(Duration::ZERO);
+                }
                 Err(why) => self.give_up(why),
             }
         }
+    }
+
+    /// Before the next try. Who asks while nobody did does not wait for that.
+    async fn pause(&self, time: Duration) {
+        let (unasked, mut over) = (self.unasked.get(), pin!(self.handle.sleep(time)));
+        poll_fn(|cx| {
+            self.work.clear();
+            self.work.arm();
+            let asked = unasked && !self.unasked.get();
+            if asked || self.ended.get() { Poll::Ready(()) } else { over.as_mut().poll(cx) }
+        })
+        .await;
     }
 
     /// Connects within the time that is left.
@@ -207,14 +237,14 @@ impl Inner {
             return Ok(idle);
         }
         let options = self.export.options;
-        let began = self.trouble.get().unwrap_or_else(Instant::now);
+        let began = Instant::now();
         // Once it was given up: one try at a time.
         let patience = if self.down.borrow().is_some() { Duration::ZERO } else { options.reconnect };
-        let deadline = began + patience;
         loop {
-            let pause = self.pause.get().min(deadline.saturating_duration_since(Instant::now()));
+            let deadline = || self.trouble.get().unwrap_or(began) + patience;
+            let pause = self.pause.get().min(deadline().saturating_duration_since(Instant::now()));
             self.pause.set((self.pause.get() * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE));
-            self.handle.sleep(pause).await;
+            self.pause(pause).await;
             if self.ended.get() {
                 return Err("it is not used any more".into());
             }
@@ -223,7 +253,7 @@ impl Inner {
             let dialed = dialed.map_err(|e| e.to_string()).and_then(|dialed| dialed);
             match dialed.and_then(|dialed| self.export.check(&dialed.terms).map(|()| dialed)) {
                 Ok(dialed) => return Ok(dialed),
-                Err(why) if Instant::now() >= deadline => return Err(why),
+                Err(why) if Instant::now() >= deadline() => return Err(why),
                 Err(why) => {
                     if self.trouble.get().is_none() {
                         self.trouble.set(Some(began));
@@ -242,12 +272,13 @@ impl Inner {
             Err(e) => return format!("opening its socket for io_uring: {e}"),
         };
         self.broken.set(false);
+        self.used.set(false);
         self.down.take();
         self.progress.set(Instant::now());
         *self.socket.borrow_mut() = Some((socket.clone(), terms.clone()));
         let receiver = Receiver::new(self, &socket, &terms);
         let (mut sending, mut receiving) = (pin!(self.send_all(&socket, &terms)), pin!(receiver.run()));
-        let (mut watching, mut reason) = (pin!(self.watch()), None::<String>);
+        let (mut watching, mut reason) = (pin!(self.watch(&socket)), None::<String>);
         let (mut sent, mut received) = (false, false);
         let why = poll_fn(|cx| {
             if !sent && let Poll::Ready(why) = sending.as_mut().poll(cx) {
@@ -351,28 +382,6 @@ impl Inner {
         out
     }
 
-    /// Ends when the server falls silent.
-    async fn watch(&self) -> String {
-        let limit = self.export.options.timeout;
-        loop {
-            if self.slots.borrow().busy() == 0 {
-                self.watch.wait().await;
-                continue;
-            }
-            // Nothing is heard, or one request is passed over while others are answered.
-            let oldest = self.slots.borrow().oldest().unwrap_or_else(Instant::now);
-            let until = (self.progress.get().max(oldest) + limit).min(oldest + PASSED_OVER * limit);
-            if Instant::now() < until {
-                self.handle.sleep_until(until).await;
-                continue;
-            }
-            if self.slots.borrow().any_sent(changes) {
-                self.export.lose(&format!("the server has not answered a write for {} s", limit.as_secs_f32()));
-            }
-            return format!("the server has not answered for {} s", limit.as_secs_f32());
-        }
-    }
-
     /// Much of a long answer has come.
     pub(super) fn note_progress(&self) {
         self.progress.set(Instant::now());
@@ -381,11 +390,8 @@ impl Inner {
     /// A request was answered in full.
     pub(super) fn answered(&self, index: u32) {
         self.note_progress();
-        if let Some(since) = self.trouble.take() {
-            self.pause.set(Duration::ZERO);
-            self.given_up.set(false);
-            tracing::info!("image {}: connected again after {:.1} s", self.export.uri, since.elapsed().as_secs_f32());
-        }
+        self.used.set(true);
+        self.tell_connected();
         let mut slots = self.slots.borrow_mut();
         let slot = slots.get(index);
         match slot.ask {
@@ -401,12 +407,27 @@ impl Inner {
         slots.finish(index);
     }
 
+    fn tell_connected(&self) {
+        if let Some(since) = self.trouble.take() {
+            self.pause.set(Duration::ZERO);
+            self.given_up.set(false);
+            tracing::info!("image {}: connected again after {:.1} s", self.export.uri, since.elapsed().as_secs_f32());
+        }
+    }
+
     fn lost_connection(&self, why: &str) {
         let flushes = self.export.terms.has(wire::export::SEND_FLUSH);
         if flushes && self.acknowledged.get() > self.flushed.get() {
             self.export.lose(&format!("the connection was lost ({why})"));
         }
         let mut slots = self.slots.borrow_mut();
+        if slots.busy() == 0 && self.trouble.get().is_none() {
+            // A server that lets go of whoever asks for nothing is not to be asked for ever.
+            if !self.used.get() {
+                return tracing::info!("image {}: {why}: connecting when something is asked for", self.export.uri);
+            }
+            self.unasked.set(true);
+        }
         slots.send_again();
         if self.trouble.get().is_none() {
             self.trouble.set(Some(Instant::now()));

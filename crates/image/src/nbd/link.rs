@@ -8,8 +8,14 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 
-use blockyard_ring::{Segments, Socket, write_rest};
+use blockyard_ring::{Handle, Segments, Socket, Watch, write_rest};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
 use rustls::Connection;
+
+/// Why a connection is of no more use.
+pub(super) const CLOSED: &str = "the server closed the connection";
+pub(super) const UNASKED: &str = "the server has sent what nobody asked for";
 
 /// Bytes that are encrypted, or received, at a time.
 const AT_A_TIME: usize = 64 << 10;
@@ -59,6 +65,25 @@ impl Link {
                 (segments, read)
             }
         }
+    }
+
+    /// Whether the other side has ended, or says what nobody waits for: then why the connection is of no more use. Nobody may be
+    /// reading.
+    pub fn has_ended(&self) -> Option<String> {
+        match self {
+            Link::Plain(socket) => match recv(socket.fd(), &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+                Ok((_, 0)) => Some(CLOSED.into()),
+                Ok(_) => Some(UNASKED.into()),
+                Err(Errno::AGAIN | Errno::INTR) => None,
+                Err(e) => Some(format!("receiving: {}", io::Error::from(e))),
+            },
+            Link::Tls(secure) => secure.has_ended(),
+        }
+    }
+
+    /// See [`Handle::watch`].
+    pub fn watch(&self, handle: &Handle) -> io::Result<Watch> {
+        Ok(handle.watch(self.socket().fd().try_clone_to_owned()?))
     }
 
     /// The same connection from here on by TLS.
@@ -170,6 +195,31 @@ impl Secure {
                 self.take_records()?;
             } else if !self.receive().await? {
                 return Ok(0);
+            }
+        }
+    }
+
+    /// What comes where nobody asks is of TLS itself (a ticket for later sessions), or the end.
+    fn has_ended(&self) -> Option<String> {
+        let mut bytes = [0; 4096];
+        loop {
+            let n = match recv(self.socket.fd(), &mut bytes, RecvFlags::DONTWAIT) {
+                Ok((_, 0)) => return Some(CLOSED.into()),
+                Ok((_, n)) => n,
+                Err(Errno::AGAIN) => return None,
+                Err(Errno::INTR) => continue,
+                Err(e) => return Some(format!("receiving: {}", io::Error::from(e))),
+            };
+            let left = self.received.borrow_mut().split_off(self.used.replace(0));
+            *self.received.borrow_mut() = [&left, &bytes[..n]].concat();
+            while !self.is_empty() {
+                let taken = self.take_records().and_then(|()| self.with(|session| session.reader().read(&mut [0; 1])));
+                match taken {
+                    Ok(Ok(0)) => return Some(CLOSED.into()),
+                    Ok(Ok(_)) => return Some(UNASKED.into()),
+                    Ok(Err(e)) if e.kind() == io::ErrorKind::WouldBlock => {}
+                    Ok(Err(e)) | Err(e) => return Some(format!("receiving: {e}")),
+                }
             }
         }
     }

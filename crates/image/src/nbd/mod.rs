@@ -4,7 +4,8 @@
 //!   uri        where an export is                      wire       the protocol's numbers and headers
 //!   dial       a socket to the server, in time         negotiate  what server and client agree on
 //!   client     requests of one reactor, reconnecting   receive    replies, checked and put where they belong
-//!   remote     one export: facts, state, connections   hub        one connection for several reactors
+//!   watch      a server that is silent, or gone        hub        one connection for several reactors
+//!   remote     one export: facts, state, connections
 //!   storage    `Storage` over all of it
 //!   link, tls  a connection's bytes, plain or by TLS (the server's, too)
 //! ```
@@ -23,6 +24,7 @@ mod slots;
 mod storage;
 pub mod tls;
 pub mod uri;
+mod watch;
 pub mod wire;
 
 pub use link::Link;

@@ -10,7 +10,7 @@ use std::io;
 use blockyard_ring::Segments;
 
 use super::client::{Inner, PIECES, SENT_AT_A_TIME};
-use super::link::Link;
+use super::link::{CLOSED, Link, UNASKED};
 use super::negotiate::{Terms, printable};
 use super::slots::{Ask, Piece};
 use super::wire::{self, Chunk, Headers, SimpleReply, chunk, cmd, errno};
@@ -50,7 +50,7 @@ impl<'a> Receiver<'a> {
             }
             if self.client.slots.borrow().busy() == 0 {
                 if self.from < self.to {
-                    return "the server has sent what nobody asked for".into();
+                    return UNASKED.into();
                 }
                 self.client.receive.wait().await;
                 continue;
@@ -256,7 +256,7 @@ impl<'a> Receiver<'a> {
     /// Reads what there is.
     async fn read(&mut self, into: Segments) -> Result<usize, Broken> {
         match self.socket.read(into).await.1 {
-            Ok(0) => Err("the server closed the connection".into()),
+            Ok(0) => Err(CLOSED.into()),
             Ok(n) => {
                 self.moved += n;
                 if self.moved >= SENT_AT_A_TIME {

@@ -70,6 +70,11 @@ impl Slots {
         self.busy
     }
 
+    /// How many were sent so far.
+    pub fn sent(&self) -> u64 {
+        self.sent
+    }
+
     pub fn has_to_send(&self) -> bool {
         !self.to_send.is_empty()
     }

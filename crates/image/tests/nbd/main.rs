@@ -279,6 +279,39 @@ fn connections_that_end_in_the_middle_are_made_good() {
     });
 }
 
+/// A connection that ends while nothing is asked for is made anew without being asked, so that the next request finds one; and only
+/// once, for a server may let go of whoever asks for nothing.
+#[test]
+fn an_idle_connection_that_ends_is_made_anew_once() {
+    let server = Server::start(
+        Headers::Structured,
+        |_, disk| disk.patience = Some(Duration::from_millis(1500)),
+        evil(|_, request, disk| Some(good(request, disk))),
+    );
+    let connections = server.connections.clone();
+    on_image(&server, LONG, async move |raw| {
+        let read = async || {
+            let (segments, result) = raw.read(Segments::buffer(4096), 8192).await;
+            result.unwrap();
+            assert!(is_pattern(&segments, 8192));
+        };
+        for round in 0..2 {
+            // (The connection is another thread's.)
+            let before = connections.load(Ordering::SeqCst).max(1);
+            read().await;
+            let start = Instant::now();
+            while connections.load(Ordering::SeqCst) < before + 1 + round {
+                assert!(start.elapsed() < Duration::from_secs(10), "the end was not seen");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            // It was made for a request, or is made for none a second time.
+            std::thread::sleep(Duration::from_secs(4));
+            assert_eq!(connections.load(Ordering::SeqCst), before + 1 + round);
+        }
+        assert!(raw.storage().lost().is_none(), "nothing was written");
+    });
+}
+
 /// What was acknowledged and not flushed is lost with its connection, and is never called durable.
 #[test]
 fn unflushed_writes_are_lost_with_the_connection() {

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use blockyard_image::nbd::wire::{self, Chunk, Headers, OptionReply, Request, SimpleReply, chunk, cmd, opt, rep};
 
@@ -21,6 +22,8 @@ pub struct Disk {
     pub headers: Headers,
     pub size: u64,
     pub flags: u16,
+    /// How long a client may ask for nothing.
+    pub patience: Option<Duration>,
     pub bytes: Vec<u8>,
     pub written: Vec<u8>,
 }
@@ -45,7 +48,8 @@ impl Server {
         let (count, stop) = (connections.clone(), ended.clone());
         let thread = std::thread::spawn(move || {
             let bytes = (0..SIZE).map(|at| (at / 512 % 251) as u8).collect();
-            let mut disk = Disk { headers, size: SIZE, flags: FLUSH_TRIM_ZEROES, bytes, written: Vec::new() };
+            let (patience, written) = Default::default();
+            let mut disk = Disk { headers, size: SIZE, flags: FLUSH_TRIM_ZEROES, patience, bytes, written };
             for stream in listener.incoming() {
                 if *stop.lock().unwrap() {
                     return;
@@ -116,6 +120,7 @@ fn serve(mut stream: UnixStream, number: usize, disk: &mut Disk, evil: &mut Evil
             break;
         }
     }
+    stream.set_read_timeout(disk.patience)?;
     loop {
         let mut header = vec![0; disk.headers.request_bytes()];
         stream.read_exact(&mut header)?;
