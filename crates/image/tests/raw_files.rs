@@ -382,6 +382,34 @@ impl Drop for Loop {
     }
 }
 
+/// Fast zeroes are the device's own, in whole blocks of it; where the kernel would write them they are refused, and nothing changes.
+#[test]
+fn fast_zeroes_of_a_block_device() {
+    const LEN: u64 = 4 << 20;
+    for block in [512, 4096] {
+        for cache in [CacheMode::Writeback, CacheMode::None] {
+            let device = Loop::new(LEN, block);
+            let file = open(&device.device, cache);
+            on_image(&file, move |raw| async move {
+                put(&raw, 0, &vec![7; LEN as usize]).await;
+                let block = u64::from(block);
+                let (mib, half) = (1 << 20, block / 2);
+                for (offset, len, unmap) in
+                    [(0, mib, false), (half, mib, true), (0, mib + half, true), (half, half, true)]
+                {
+                    let refused = raw.write_zeroes_fast(offset, len, unmap).await.unwrap_err();
+                    assert_eq!(refused.kind(), std::io::ErrorKind::Unsupported, "{offset}+{len} {unmap}");
+                }
+                assert!(take(&raw, 0, LEN as usize).await.iter().all(|&byte| byte == 7));
+                raw.write_zeroes_fast(block, mib, true).await.unwrap();
+                let now = take(&raw, 0, LEN as usize).await;
+                let zeroes = block as usize..(block + mib) as usize;
+                assert!(now.iter().enumerate().all(|(at, &byte)| (byte == 0) == zeroes.contains(&at)));
+            });
+        }
+    }
+}
+
 #[test]
 fn a_block_device_has_its_size_its_shape_and_discards() {
     const LEN: u64 = 4 << 20;

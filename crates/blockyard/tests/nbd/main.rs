@@ -4,6 +4,7 @@
 //!   info       nbdinfo: what is listed and told, maps beside those of qemu-nbd
 //!   copy       nbdcopy, qemu-img, nbdfuse: whole disks in and out
 //!   shell      libnbd scripts (libnbd/): every option, command and error
+//!   zeroes     fast zeroes: of long ranges, and of disks that lie on another server
 //!   kit        nbdkit's nbd plugin in front, with filters that fail, wait, flip bits and try again
 //!   load       fio's nbd engine, verified
 //!   durable    several connections of one disk, kill -9, and what a flush has covered
@@ -29,3 +30,4 @@ mod load;
 mod names;
 mod pages;
 mod shell;
+mod zeroes;

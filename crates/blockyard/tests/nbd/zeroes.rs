@@ -1,0 +1,55 @@
+//! Fast zeroes: of ranges that are done in pieces, and of disks that lie on another server.
+
+use crate::common::{Folder, SOON, tool, until};
+use crate::stage::{MB, Served, beside, python, script, uri};
+
+/// A range of more than one piece is refused as a whole: its first piece is as it was.
+#[test]
+fn a_long_range_is_refused_before_any_of_it_is_changed() {
+    let folder = Folder::new();
+    let image = folder.join("disk.qcow2");
+    tool("qemu-img", ["create", "-q", "-f", "qcow2", image.to_str().unwrap(), "4G"]).good();
+    let disk = Served::start(&image, folder.join("s"), &[]);
+    let code = r#"
+h = nbd.NBD()
+h.connect_uri(URI)
+GB = 1 << 30
+for at in (0, 3 * GB):
+    h.pwrite(b"x" * 65536, at)
+for length in (3 * GB + 512, 3 * GB + 65536 - 512):
+    try:
+        h.zero(length, 0, nbd.CMD_FLAG_FAST_ZERO)
+        raise SystemExit(f"{length} bytes were not refused")
+    except nbd.Error as e:
+        assert e.errno == "ENOTSUP", e
+    for at in (0, 3 * GB):
+        assert h.pread(65536, at) == b"x" * 65536, at
+h.zero(3 * GB + 65536, 0, nbd.CMD_FLAG_FAST_ZERO)
+for at in (0, 3 * GB):
+    assert h.pread(65536, at) == bytes(65536), at
+"#;
+    python(&disk.uri(), code).good();
+    disk.daemon.stop();
+    tool("qemu-img", ["check", "-q", image.to_str().unwrap()]).good();
+}
+
+/// A disk that lies on another server has the fast zeroes of that one: it makes them, it refuses each, or it does not offer
+/// them.
+#[test]
+fn of_a_disk_on_another_server() {
+    for (mode, fast) in [("ignore", true), ("slow", false), ("none", false)] {
+        let folder = Folder::new();
+        let (base, behind) = (folder.join("base.raw"), folder.join("kit"));
+        std::fs::write(&base, vec![7; 32 * MB as usize]).unwrap();
+        let (path, socket) = (base.to_str().unwrap(), behind.to_str().unwrap());
+        let args = ["-f", "-U", socket, "--filter=nozero", "file", path, "zeromode=plugin"];
+        let mode = format!("fastzeromode={mode}");
+        let mut kit = beside("nbdkit", args.iter().copied().chain([mode.as_str()]));
+        until("nbdkit listens", SOON, || behind.exists() || !kit.running());
+        let disk = Served::start(uri(&behind, ""), folder.join("s"), &[]);
+        script(if fast { "fast_zeroes" } else { "slow_zeroes" }, &disk.uri());
+        let log = disk.daemon.stop();
+        assert!(!log.contains("ERROR"), "{mode}: {log}");
+        drop(kit);
+    }
+}
