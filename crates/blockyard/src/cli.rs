@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use blockyard_export::vhost_user::{Coalesce, PollMode};
+use blockyard_export::PollMode;
+use blockyard_export::vhost_user::Coalesce;
 use blockyard_image::{CacheMode, Format};
 use clap::{Args, Parser, Subcommand};
 use serde::Deserialize;
@@ -272,8 +273,8 @@ pub struct DiskArgs {
     #[serde(default)]
     pub serial: Option<String>,
 
-    /// What to do when a queue is empty: auto (sleep, look again or gather kicks, whichever proves best), off (sleep), or
-    /// microseconds for which to look again.
+    /// What to do when a queue is empty, or NBD clients ask for nothing: auto (sleep, look again or gather kicks, whichever
+    /// proves best), off (sleep), or microseconds for which to look again.
     #[arg(long, default_value = "auto", value_name = "MODE", value_parser = parse_poll)]
     #[serde(default = "auto_poll", deserialize_with = "config::poll")]
     pub poll: PollMode,

@@ -6,7 +6,8 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use blockyard_disk::Filter;
-use blockyard_export::vhost_user::{Coalesce, PollMode};
+use blockyard_export::PollMode;
+use blockyard_export::vhost_user::Coalesce;
 use blockyard_image::{ChainOptions, Format, nbd};
 use serde::{Deserialize, Deserializer};
 

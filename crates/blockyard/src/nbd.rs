@@ -202,7 +202,8 @@ impl Servers {
     pub fn offer(&mut self, address: &NbdAddress, disk: &Arc<Disk>, args: &DiskArgs) -> anyhow::Result<()> {
         let name = args.nbd_name.as_deref().unwrap_or(disk.name());
         let description = args.description.as_deref().unwrap_or_default();
-        let exported = Exported::new(disk.clone(), name, description, args.nbd_block_size).only_for(&args.tls_allow);
+        let exported = Exported::new(disk.clone(), name, description, args.nbd_block_size);
+        let exported = exported.polled(args.poll).only_for(&args.tls_allow);
         if let Some((_, server)) = self.all.iter().find(|(at, _)| at == address) {
             server.add(exported);
             return Ok(());

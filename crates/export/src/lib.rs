@@ -5,10 +5,12 @@ mod ending;
 mod listener;
 mod log;
 pub mod nbd;
+mod pace;
 mod reactors;
 pub mod ublk;
 pub mod vhost_user;
 
 pub use ending::{close, settle};
 pub use listener::{Listener, SocketError};
+pub use pace::PollMode;
 pub use reactors::Reactors;

@@ -1,5 +1,6 @@
 //! `blockyard serve` as a process.
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -161,6 +162,21 @@ impl Daemon {
         let mut links: Vec<_> = entries.filter_map(link).map(|l| l.to_string_lossy().into_owned()).collect();
         links.sort();
         links
+    }
+
+    /// How often each thread has been switched away from, of its own will and not, by number and name.
+    #[track_caller]
+    pub fn switches(&self) -> BTreeMap<String, (u64, u64)> {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
+        let count = |task: std::io::Result<std::fs::DirEntry>| {
+            let path = task.unwrap().path();
+            let status = std::fs::read_to_string(path.join("status")).unwrap();
+            let field = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim().to_string();
+            let count = |name: &str| field(name).parse().unwrap();
+            let thread = format!("{} {}", path.file_name().unwrap().to_string_lossy(), field("Name:"));
+            (thread, (count("voluntary_ctxt_switches:"), count("nonvoluntary_ctxt_switches:")))
+        };
+        tasks.map(count).collect()
     }
 
     /// A field of /proc/PID/status that counts kilobytes, for one VmRSS, in kilobytes.

@@ -1,6 +1,5 @@
 //! What a disk costs that nobody uses, and what front ends leave behind that come and go.
 
-use std::collections::BTreeMap;
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -11,23 +10,6 @@ use blockyard_bench::driver::{Connection, Data, Plan, request, status};
 
 use crate::common::{Daemon, Folder, SOON, until};
 use crate::guest::{Guest, pattern};
-
-/// How often each thread has been switched to and away from, of its own will and not, by thread and name.
-fn switches(daemon: &Daemon) -> BTreeMap<String, u64> {
-    let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.pid())).unwrap();
-    let count = |task: std::io::Result<std::fs::DirEntry>| {
-        let path = task.unwrap().path();
-        let status = std::fs::read_to_string(path.join("status")).unwrap();
-        let field = |name: &str| {
-            let line = status.lines().find_map(|l| l.strip_prefix(name)).unwrap();
-            line.trim().to_string()
-        };
-        let switches = |name: &str| field(name).parse::<u64>().unwrap();
-        let thread = format!("{} {}", path.file_name().unwrap().to_string_lossy(), field("Name:"));
-        (thread, switches("voluntary_ctxt_switches:") + switches("nonvoluntary_ctxt_switches:"))
-    };
-    tasks.map(count).collect()
-}
 
 #[test]
 fn idle_costs_nothing() {
@@ -42,9 +24,9 @@ fn idle_costs_nothing() {
     assert_eq!(guest.flush(), status::OK);
     // What cannot be done without waiting the kernel gives to threads of its own. The last of them waits for 5 s for more.
     std::thread::sleep(Duration::from_secs(6));
-    let before = switches(&daemon);
+    let before = daemon.switches();
     std::thread::sleep(Duration::from_secs(10));
-    assert_eq!(switches(&daemon), before, "a thread has been awake");
+    assert_eq!(daemon.switches(), before, "a thread has been awake");
     assert!(before.len() >= 3, "{before:?}");
     let (resident, anonymous) = (daemon.kilobytes("VmRSS"), daemon.kilobytes("RssAnon"));
     println!("resident: {resident} kB, of which anonymous {anonymous} kB; threads: {before:?}");

@@ -12,6 +12,7 @@
 //!   pages      the commands of docs/fio.md, docs/qemu.md, docs/libnbd.md
 //!   iotests    QEMU's own tests, with Blockyard for qemu-nbd
 //!   kernel     the kernel's driver, in a User Mode Linux guest
+//!   idle       clients that ask for nothing: when it sleeps, when it looks
 //!   hostile    half-open handshakes, floods, lies about lengths, clients that vanish and that do not read
 //! ```
 
@@ -22,6 +23,7 @@ mod stage;
 mod copy;
 mod durable;
 mod hostile;
+mod idle;
 mod info;
 mod iotests;
 mod kernel;

@@ -18,6 +18,7 @@ use blockyard_image::nbd::wire::{self, Headers, cmd, errno, export, flag};
 use blockyard_ring::{Handle, Segments, Signal, TaskId};
 
 use super::buffers::Buffers;
+use super::idle::Idle;
 use super::inbox::Inbox;
 use super::lane::{Lane, Work, ZEROED_AT_A_TIME};
 use super::reply::{Body, Reply};
@@ -63,11 +64,12 @@ pub struct Connection {
     pub(super) held: Cell<usize>,
     /// Bytes that were read and are not sent yet.
     pub(super) unsent: Cell<u64>,
+    pub(super) idle: Rc<Idle>,
     /// Nothing more is taken.
     pub(super) ended: Cell<bool>,
     /// Nothing more can be sent.
     pub(super) broken: Cell<bool>,
-    pub(super) idle: RefCell<Vec<Rc<Lane>>>,
+    pub(super) lanes: RefCell<Vec<Rc<Lane>>>,
     /// A request is on its way that costs much for few bytes: one at a time.
     pub(super) heavy: Cell<bool>,
     wrote: Cell<bool>,
@@ -87,6 +89,7 @@ impl Connection {
         let disk = &terms.exported.disk;
         let served = Served::local(handle, disk)?;
         let scrubs = matches!(disk.source(), Source::Null { .. } | Source::Delay { file: None, .. });
+        let idle = Idle::local(handle, &terms.exported);
         Ok(Rc::new(Connection {
             handle: handle.clone(),
             stream,
@@ -98,12 +101,13 @@ impl Connection {
             sender: Cell::default(),
             sent: Signal::new(handle),
             in_flight: Cell::new(0),
+            idle,
             unanswered: Cell::new(0),
             held: Cell::new(0),
             unsent: Cell::new(0),
             ended: Cell::new(false),
             broken: Cell::new(false),
-            idle: RefCell::default(),
+            lanes: RefCell::default(),
             heavy: Cell::new(false),
             wrote: Cell::new(false),
             scrubs,
@@ -131,7 +135,7 @@ impl Connection {
         self.ended.set(true);
         self.to_send.ring();
         sending.wait().await;
-        for lane in self.idle.borrow_mut().drain(..) {
+        for lane in self.lanes.borrow_mut().drain(..) {
             lane.close(&self.handle);
         }
         if self.wrote.get() {
@@ -156,8 +160,9 @@ impl Connection {
                 }
                 self.in_flight.set(self.in_flight.get() + 1);
                 self.unanswered.set(self.unanswered.get() + 1);
+                self.idle.came();
                 let begun = self.begin(request, &mut inbox).await;
-                begun.inspect_err(|_| self.in_flight.set(self.in_flight.get() - 1))?;
+                begun.inspect_err(|_| self.went())?;
                 if request.len >= LARGE && request.command == cmd::READ {
                     // From the page cache it is answered at once: its data go out while they are in the processor's cache. A
                     // disk that takes its time is to have the next one meanwhile.
@@ -181,6 +186,12 @@ impl Connection {
         }
     }
 
+    /// A request is answered, or cannot be.
+    pub(super) fn went(&self) {
+        self.in_flight.set(self.in_flight.get() - 1);
+        self.idle.leave();
+    }
+
     /// Starts a request; its payload is read first. An error: it was not answered, and what follows cannot be understood.
     async fn begin(self: &Rc<Self>, request: wire::Request, inbox: &mut Inbox) -> io::Result<()> {
         let wire::Request { command, len, .. } = request;
@@ -198,7 +209,10 @@ impl Connection {
                 return Ok(());
             }
             let payload = self.take(len as usize).await;
-            if let Err(e) = inbox.payload(&self.stream, &payload).await {
+            self.idle.leave();
+            let paid = inbox.payload(&self.stream, &payload).await;
+            self.idle.enter();
+            if let Err(e) = paid {
                 self.give_back(payload, len as usize);
                 return Err(e);
             }
@@ -349,7 +363,7 @@ impl Connection {
     }
 
     fn to_lane(self: &Rc<Self>, work: Work) {
-        let lane = self.idle.borrow_mut().pop();
+        let lane = self.lanes.borrow_mut().pop();
         let lane = lane.unwrap_or_else(|| Lane::start(self));
         lane.give(&self.handle, work);
     }

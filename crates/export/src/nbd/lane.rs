@@ -87,7 +87,7 @@ impl Lane {
                     Err(error) => connection.reply(&request, Err(error), Body::None),
                 },
             }
-            connection.idle.borrow_mut().push(self.clone());
+            connection.lanes.borrow_mut().push(self.clone());
         }
     }
 }

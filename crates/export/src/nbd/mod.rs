@@ -13,6 +13,7 @@
 mod block_status;
 mod buffers;
 mod connection;
+mod idle;
 mod inbox;
 mod lane;
 mod links;
@@ -34,7 +35,7 @@ use blockyard_image::nbd::wire::{self, Headers, export};
 use blockyard_ring::Handle;
 
 use crate::log::Log;
-use crate::{Listener, Reactors};
+use crate::{Listener, PollMode, Reactors};
 use connection::{Connection, End};
 use inbox::Inbox;
 use links::Link;
@@ -72,6 +73,8 @@ pub struct Exported {
     pub description: String,
     flags: u16,
     block: BlockSize,
+    /// What a connection does that has nothing to take.
+    poll: PollMode,
     /// Names of client certificates, one of which a client must have; none: any client may have the disk.
     allowed: Mutex<Vec<String>>,
 }
@@ -84,7 +87,6 @@ struct BlockSize {
 }
 
 impl Exported {
-    /// `block`: the smallest one that clients are told to use, where it is not to be the smallest that the disk takes.
     /// The transmission flags for a client that has chosen these headers.
     fn flags(&self, headers: Headers) -> u16 {
         let (mut flags, extended) = (self.flags, headers == Headers::Extended);
@@ -94,6 +96,7 @@ impl Exported {
         if extended { flags } else { flags & !export::BLOCK_STATUS_PAYLOAD }
     }
 
+    /// `block`: the smallest one that clients are told to use, where it is not to be the smallest that the disk takes.
     pub fn new(disk: Arc<Disk>, name: &str, description: &str, block: Option<u32>) -> Self {
         let source = disk.source();
         let mut flags = export::HAS_FLAGS | export::SEND_FLUSH | export::SEND_FUA | export::SEND_DF;
@@ -116,7 +119,12 @@ impl Exported {
         };
         let (name, description) = (cut(name), cut(description));
         let block = BlockSize { minimum, preferred };
-        Exported { disk, name, description, flags, block, allowed: Mutex::default() }
+        Exported { disk, name, description, flags, block, poll: PollMode::Auto, allowed: Mutex::default() }
+    }
+
+    /// What its connections do when they have nothing to take, where that is not to be found out by trial.
+    pub fn polled(self, poll: PollMode) -> Self {
+        Exported { poll, ..self }
     }
 
     /// Only clients with a certificate that has one of these names may see it; no names: all may.

@@ -97,6 +97,7 @@ impl Connection {
                 if self.ended.get() && self.in_flight.get() == 0 {
                     return;
                 }
+                self.idle.look(|| self.replies.borrow().is_empty() && !self.ended.get()).await;
                 self.to_send.wait().await;
                 continue;
             }
@@ -170,7 +171,7 @@ impl Connection {
         if let Body::Buffer(segments) = std::mem::replace(&mut reply.body, Body::None) {
             self.give_back(segments, reply.request.len as usize);
         }
-        self.in_flight.set(self.in_flight.get() - 1);
+        self.went();
     }
 }
 

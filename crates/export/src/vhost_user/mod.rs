@@ -10,7 +10,6 @@ mod channel;
 mod config;
 mod inflight;
 mod notify;
-mod pace;
 mod pin;
 mod placement;
 mod queue;
@@ -32,7 +31,6 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 
 pub use config::QueueShape;
 pub use notify::Coalesce;
-pub use pace::PollMode;
 
 /// The parts by themselves, for fuzzing and for tests that have no front end: not an interface to build on.
 #[doc(hidden)]
@@ -46,7 +44,7 @@ pub mod parts {
 }
 
 use crate::log::Log;
-use crate::{Listener, Reactors};
+use crate::{Listener, PollMode, Reactors};
 use channel::BackChannel;
 use queue::DeviceState;
 use session::Session;

@@ -1,6 +1,6 @@
 //! Where a reactor runs, seen from its guest.
 //!
-//! A guest that is confined to some of the processors may be served best from there: see [`super::pace`]. This only moves
+//! A guest that is confined to some of the processors may be served best from there: see [`crate::pace`]. This only moves
 //! the thread that calls, between the processors it had at first and those of them that are the guest's.
 
 use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};

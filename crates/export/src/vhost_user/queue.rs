@@ -26,10 +26,10 @@ use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch, park};
 
 use super::inflight::InflightRegion;
 use super::notify::{Call, Coalesce};
-use super::pace::PollMode;
 use super::placement::Placement;
 use super::request::{Ask, Terms, parse, wire_status};
 use super::virtqueue::{Head, RingError};
+use crate::PollMode;
 use crate::log::Log;
 use lane::{Lane, Load};
 use state::{Again, Core, Pending};

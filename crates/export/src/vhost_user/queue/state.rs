@@ -9,9 +9,9 @@ use blockyard_disk::Failure;
 use blockyard_ring::{GuestMemory, Segments};
 
 use super::QueueSetup;
+use crate::pace::Pacer;
 use crate::vhost_user::inflight::{Inflight, PackedChain};
 use crate::vhost_user::notify::{Call, Coalesce, Coalescer};
-use crate::vhost_user::pace::Pacer;
 use crate::vhost_user::placement::Placement;
 use crate::vhost_user::virtqueue::{Desc, Head, PackedRing, Ring, RingError, SplitRing};
 

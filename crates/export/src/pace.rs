@@ -1,5 +1,5 @@
-//! What a queue does when it has nothing to take: sleep until the kick, look again for a while first, or sleep on after a
-//! kick until more have gathered; and whether its reactor keeps to the guest's own processors.
+//! What a queue, or a client's connection, does when it has nothing to take: sleep until the kick, look again for a while
+//! first, or sleep on after a kick until more have gathered; and whether its reactor keeps to the guest's own processors.
 //!
 //! Which of these pays depends on where the host's scheduler runs guest and reactor, and no rule told that in our
 //! measurements. With a guest on another CPU and storage that answers at once, looking doubles throughput; where both share a
@@ -102,7 +102,8 @@ impl Count {
 
 #[derive(Clone, Copy, Debug)]
 enum State {
-    /// `rate` is that of the first window; `strange`: windows in a row that were unlike it.
+    /// `rate` is what is to be expected: the trial's, or that of the first window; `strange`: windows in a row that were
+    /// unlike it.
     Settled {
         until: Option<Instant>,
         rate: Option<f64>,
@@ -125,6 +126,8 @@ pub struct Pacer {
     settled: usize,
     vain: u32,
     state: State,
+    /// The trial was begun because the rate was strange.
+    doubted: bool,
     rest: Duration,
     /// Moving average of the pause between going empty and the next request, in nanoseconds.
     pause: f64,
@@ -146,6 +149,7 @@ impl Pacer {
             settled: 0,
             vain: 0,
             state: State::Settled { until: None, rate: None, strange: 0 },
+            doubted: false,
             rest: REST,
             pause: 1e9,
             empty_since: None,
@@ -244,7 +248,9 @@ impl Pacer {
                 self.began = (now, done);
                 let like = *rate.get_or_insert(here.rate());
                 *strange = if SAME_LOAD.contains(&(here.rate() / like)) { 0 } else { *strange + 1 };
-                if until.is_none_or(|u| now >= u) || *strange >= WINDOWS {
+                let doubted = *strange >= WINDOWS;
+                if until.is_none_or(|u| now >= u) || doubted {
+                    self.doubted = doubted;
                     self.begin_trial(now, done);
                 }
             }
@@ -295,7 +301,13 @@ impl Pacer {
             rates = ?self.counts.map(|c| c.rate().round()),
             "requests a second of each manner"
         );
+        // What a trial promises is to hold: client and reactor may have shared a processor in its slices, and part after it. If
+        // it was doubted already and says the same again, the first window is to be believed.
+        let promised = (!self.doubted || best != self.settled).then(|| self.counts[best].rate());
         self.settle(best, now, done);
+        if let State::Settled { rate, .. } = &mut self.state {
+            *rate = promised;
+        }
     }
 
     /// The manner with the best rate of those that gain enough.
@@ -425,6 +437,17 @@ mod tests {
             pacer.gathered(1, now, 0);
         }
         assert!(pacer.gather().is_none());
+    }
+
+    #[test]
+    fn a_trial_whose_promise_does_not_hold_is_made_again() {
+        let mut auto = Guest::new(PollMode::Auto, false);
+        // Until after the first trial, sleeping is fast.
+        let first = auto.run(us(20), |looks, _| if looks { 40.0 } else { 55.0 }, WINDOW + us(40_000));
+        assert!(first.looked < 0.5, "{first:?}");
+        assert!(matches!(auto.pacer.state, State::Settled { rate: Some(_), .. }), "{:?}", auto.pacer.state);
+        let later = auto.run(us(60), |looks, _| if looks { 40.0 } else { 15.0 }, REST / 2);
+        assert!(later.looked > 0.5, "{later:?}");
     }
 
     #[test]

@@ -1,0 +1,82 @@
+//! What the connections of a disk do, on one reactor, while none of them has a request: sleep, or look for a while.
+//!
+//! In: requests that come and go. Out: the reactor stays awake for as long as that proves to pay ([`Pacer`]), and takes the
+//! next bytes without a wake-up. What must hold: what the disk has is waited for asleep, however many look; and one
+//! connection looks at a time, for all.
+
+use std::cell::{Cell, RefCell};
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+
+use blockyard_disk::Disk;
+use blockyard_ring::Handle;
+
+use super::Exported;
+use crate::pace::Pacer;
+
+pub struct Idle {
+    handle: Handle,
+    disk: Arc<Disk>,
+    /// Requests that are here, but those whose payload is yet to come.
+    open: Cell<u32>,
+    /// Requests since ever.
+    came: Cell<u64>,
+    pacer: RefCell<Pacer>,
+    looks: Cell<bool>,
+}
+
+thread_local! {
+    static LOCAL: RefCell<Vec<Weak<Idle>>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Idle {
+    /// This thread's for that disk.
+    pub fn local(handle: &Handle, exported: &Exported) -> Rc<Self> {
+        LOCAL.with_borrow_mut(|all| {
+            all.retain(|idle| idle.strong_count() > 0);
+            let known = all.iter().filter_map(Weak::upgrade).find(|idle| Arc::ptr_eq(&idle.disk, &exported.disk));
+            known.unwrap_or_else(|| {
+                let pacer = RefCell::new(Pacer::new(exported.poll, false, handle.now()));
+                let (open, came, looks) = Default::default();
+                let idle = Idle { handle: handle.clone(), disk: exported.disk.clone(), open, came, pacer, looks };
+                let idle = Rc::new(idle);
+                all.push(Rc::downgrade(&idle));
+                idle
+            })
+        })
+    }
+
+    /// A request has come.
+    #[inline]
+    pub fn came(&self) {
+        self.came.set(self.came.get() + 1);
+        self.pacer.borrow_mut().came(self.handle.now());
+        self.enter();
+    }
+
+    /// It is here: it has its payload, if it is to have one.
+    #[inline]
+    pub fn enter(&self) {
+        self.open.set(self.open.get() + 1);
+    }
+
+    /// It is answered, or waits for its payload.
+    #[inline]
+    pub fn leave(&self) {
+        self.open.set(self.open.get() - 1);
+    }
+
+    /// A connection has nothing to do, as long as `idle` says so: it looks, if it is the last one, and if that pays.
+    pub async fn look(&self, idle: impl Fn() -> bool) {
+        if self.open.get() > 0 || self.looks.get() {
+            return;
+        }
+        let Some(limit) = self.pacer.borrow_mut().went_empty(self.handle.now(), self.came.get()) else { return };
+        let until = self.handle.now() + limit;
+        self.looks.set(true);
+        while self.open.get() == 0 && idle() && self.handle.now() < until {
+            self.handle.yield_now().await;
+        }
+        self.looks.set(false);
+    }
+}
