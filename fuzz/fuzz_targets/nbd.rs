@@ -11,13 +11,15 @@ mod client;
 #[path = "nbd/judge.rs"]
 mod judge;
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use blockyard_disk::{Disk, DiskOptions, Source};
 use blockyard_export::nbd::{Exported, Server, Settings};
 use blockyard_export::{Listener, Reactors};
-use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_image::{CacheMode, ChainOptions, Format};
 use client::Talk;
 use libfuzzer_sys::fuzz_target;
 
@@ -26,7 +28,7 @@ struct World {
     _server: Server,
 }
 
-/// Two disks: one to write to, of 1 MiB, and one to look at only.
+/// Two disks of 1 MiB: one to write to, in memory, and one to look at only, a file of data and holes.
 fn world() -> &'static World {
     static WORLD: OnceLock<World> = OnceLock::new();
     WORLD.get_or_init(|| {
@@ -36,10 +38,16 @@ fn world() -> &'static World {
         let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
         let server =
             Server::start(Listener::bind(&socket).unwrap(), "fuzz", Arc::new(Settings::default()), reactors).unwrap();
+        let holes = folder.join("holes.raw");
+        let file = File::create(&holes).unwrap();
+        file.set_len(1 << 20).unwrap();
+        (0..16u64).for_each(|n| file.write_all_at(&[n as u8 + 1; 4096], (n << 16) + (n % 3 << 12)).unwrap());
         for (name, read_only) in [("disk", false), ("ro", true)] {
             let (name, serial, cache) = (name.to_string(), "fuzz".into(), CacheMode::None);
             let options = DiskOptions { name: name.clone(), serial, read_only, cache, filters: Vec::new() };
-            let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
+            let image = if read_only { holes.clone() } else { "ram:1M".into() };
+            let image = ChainOptions { read_only, format: Some(Format::Raw), ..ChainOptions::new(image) };
+            let disk = Arc::new(Disk::new(options, Source::open(&image).unwrap()));
             server.add(Exported::new(disk, &name, "a disk of the fuzzer's", None));
         }
         World { socket, _server: server }

@@ -1,6 +1,6 @@
 //! Whether what the server has said is its protocol.
 
-use blockyard_image::nbd::wire::{self, Chunk, Headers, OptionReply, SimpleReply, chunk, cmd, rep};
+use blockyard_image::nbd::wire::{self, Chunk, Headers, OptionReply, Request, SimpleReply, chunk, cmd, flag, rep};
 
 use crate::client::Talk;
 
@@ -75,6 +75,15 @@ fn structured(talk: &Talk, headers: Headers, mut said: Said<'_>) -> Option<Vec<u
         assert!(!answered.contains(&header.cookie), "a chunk behind the last: {header:?}");
         if let Some(known) = known {
             let request = known.get(header.cookie as usize).unwrap_or_else(|| panic!("nobody asked: {header:?}"));
+            assert!(headers != Headers::Extended || header.offset == request.offset, "{header:?} of {request:?}");
+            match header.kind {
+                chunk::BLOCK_STATUS => status(request, &payload[4..], 8),
+                chunk::BLOCK_STATUS_EXT => {
+                    assert_eq!(wire::u32_at(payload, 4) as usize, (payload.len() - 8) / 16, "descriptors");
+                    status(request, &payload[8..], 16);
+                }
+                _ => {}
+            }
             if header.kind == chunk::OFFSET_DATA {
                 let at = wire::u64_at(payload, 0);
                 let end = at.checked_add(header.len - 8).unwrap();
@@ -89,6 +98,25 @@ fn structured(talk: &Talk, headers: Headers, mut said: Said<'_>) -> Option<Vec<u
         }
     }
     Some(answered)
+}
+
+/// Descriptors of `each` bytes: some, none empty, and with one asked for, one, and not longer than that.
+fn status(request: &Request, descriptors: &[u8], each: usize) {
+    assert!(!descriptors.is_empty() && descriptors.len().is_multiple_of(each), "{} bytes of {each}", descriptors.len());
+    let lengths = descriptors.chunks_exact(each).map(|descriptor| match each {
+        8 => wire::u32_at(descriptor, 0).into(),
+        _ => wire::u64_at(descriptor, 0),
+    });
+    let lengths: Vec<u64> = lengths.collect();
+    assert!(lengths.iter().all(|&len| len > 0), "an empty extent: {lengths:?}");
+    if request.flags & flag::PAYLOAD_LEN != 0 {
+        return;
+    }
+    if request.flags & flag::REQ_ONE != 0 {
+        assert!(lengths.len() == 1 && lengths[0] <= request.len, "{lengths:?} of {request:?}");
+    }
+    let before: u64 = lengths[..lengths.len() - 1].iter().sum();
+    assert!(before < request.len, "{lengths:?} of {request:?}");
 }
 
 fn once(answered: &mut Vec<u64>, cookie: u64) {

@@ -14,6 +14,8 @@ use blockyard_image::nbd::wire::{
 
 /// Of the export.
 pub const SIZE: u64 = 1 << 20;
+/// The byte that no answer has.
+pub const NEVER: u8 = 0xaa;
 /// Connections that are answered; later ones are closed.
 const CONNECTIONS: usize = 6;
 
@@ -268,8 +270,7 @@ fn answer(headers: Headers, request: &Request, bytes: &mut Bytes<'_>) -> Option<
                 // Any kind, with anything behind it.
                 kind_said = u16::from(bytes.u8()) << 8 | u16::from(bytes.u8());
                 let len = usize::from(bytes.u8());
-                // (But for the byte that stands for what never came.)
-                payload.extend(bytes.some(len).iter().map(|&byte| if byte == 0xaa { 0 } else { byte }));
+                payload.extend(bytes.some(len));
             }
             _ => {}
         }
@@ -279,5 +280,6 @@ fn answer(headers: Headers, request: &Request, bytes: &mut Bytes<'_>) -> Option<
         Chunk { flags, kind: kind_said, cookie, offset, len }.put(headers, &mut out);
         out.extend(payload);
     }
+    out.iter_mut().filter(|byte| **byte == NEVER).for_each(|byte| *byte = 0);
     Some(out)
 }
