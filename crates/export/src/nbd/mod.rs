@@ -79,6 +79,16 @@ pub struct Exported {
     allowed: Mutex<Vec<String>>,
 }
 
+/// What the protocol takes for a string: not too long, and without NUL.
+fn as_string(text: &str) -> String {
+    let mut len = 0;
+    let fits = |c: &char| {
+        len += c.len_utf8();
+        len <= wire::MOST_STRING
+    };
+    text.chars().filter(|c| *c != '\0').take_while(fits).collect()
+}
+
 /// What requests should be multiples of, in bytes.
 #[derive(Clone, Copy, Debug)]
 struct BlockSize {
@@ -109,15 +119,7 @@ impl Exported {
         let minimum = if source.chain().is_some() { blockyard_image::SECTOR as u32 } else { 1 };
         let minimum = block.unwrap_or(minimum).clamp(minimum, 4096).next_power_of_two();
         let preferred = source.logical_block().max(4096);
-        let cut = |text: &str| {
-            text.chars()
-                .scan(0, |n, c| {
-                    *n += c.len_utf8();
-                    (*n <= wire::MOST_STRING).then_some(c)
-                })
-                .collect()
-        };
-        let (name, description) = (cut(name), cut(description));
+        let (name, description) = (as_string(name), as_string(description));
         let block = BlockSize { minimum, preferred };
         Exported { disk, name, description, flags, block, poll: PollMode::Auto, allowed: Mutex::default() }
     }
@@ -382,5 +384,18 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
         End::Broken(why) => {
             shared.log.warn(&exported.name, None, format_args!("an NBD client was let go: {why}"));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_strings_of_the_protocol() {
+        assert_eq!(as_string("a disk"), "a disk");
+        assert_eq!(as_string("a\0 disk\0"), "a disk");
+        let long = as_string(&"ü".repeat(3000));
+        assert_eq!((long.len(), long.chars().count()), (4096, 2048));
     }
 }
