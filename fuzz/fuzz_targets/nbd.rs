@@ -6,6 +6,8 @@
 
 #![no_main]
 
+#[path = "nbd/bytes.rs"]
+mod bytes;
 #[path = "nbd/client.rs"]
 mod client;
 #[path = "nbd/judge.rs"]

@@ -7,6 +7,8 @@
 
 #![no_main]
 
+#[path = "nbd/bytes.rs"]
+mod bytes;
 #[path = "remote/server.rs"]
 mod server;
 

@@ -11,6 +11,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendFlags, send};
 
+use crate::bytes::Bytes;
+
 /// The longest that a conversation may take, on a busy machine.
 const SOON: Duration = Duration::from_secs(20);
 /// Bytes of a write's data, at most: of longer ones the client goes in the middle.
@@ -26,27 +28,6 @@ pub struct Talk {
     pub requests: Option<Vec<Request>>,
     /// The client goes without a word, and reads nothing of what there may still be.
     vanishes: bool,
-}
-
-/// The bytes, taken from the front.
-struct Bytes<'a>(&'a [u8]);
-
-impl Bytes<'_> {
-    fn u8(&mut self) -> u8 {
-        let Some((first, rest)) = self.0.split_first() else { return 0 };
-        self.0 = rest;
-        *first
-    }
-
-    fn u16(&mut self) -> u16 {
-        u16::from_le_bytes([self.u8(), self.u8()])
-    }
-
-    fn some(&mut self, len: usize) -> &[u8] {
-        let (now, later) = self.0.split_at(len.min(self.0.len()));
-        self.0 = later;
-        now
-    }
 }
 
 impl Talk {
@@ -113,8 +94,11 @@ impl Talk {
             let len = usize::from(bytes.u8());
             data.extend(bytes.some(len));
             // Now and then the header says something else than is there.
-            let len =
-                if shape & 0x38 == 0x38 { u32::from(bytes.u16()) << (shape >> 6 << 3) } else { data.len() as u32 };
+            let len = if shape & 0x38 == 0x38 {
+                u32::from(u16::from_le_bytes(bytes.array())) << (shape >> 6 << 3)
+            } else {
+                data.len() as u32
+            };
             OptionHeader { option, len }.put(&mut self.bytes);
             self.bytes.extend(data);
         }
@@ -126,8 +110,8 @@ impl Talk {
         while !bytes.0.is_empty() && whole {
             let (command, shape) = (u16::from(bytes.u8() % 10), bytes.u8());
             let mut flags = u16::from(bytes.u8()) & 0x3f;
-            let offset = (u64::from(bytes.u16()) << (shape & 7)) + u64::from(bytes.u8());
-            let mut len = u64::from(bytes.u16()) << ((shape >> 3 & 3) << 2);
+            let offset = (u64::from(u16::from_le_bytes(bytes.array())) << (shape & 7)) + u64::from(bytes.u8());
+            let mut len = u64::from(u16::from_le_bytes(bytes.array())) << ((shape >> 3 & 3) << 2);
             if shape & 0xe0 == 0xe0 {
                 len = u64::MAX >> (len & 63);
             }

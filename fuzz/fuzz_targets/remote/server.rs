@@ -12,6 +12,8 @@ use blockyard_image::nbd::wire::{
     self, Chunk, Headers, OptionHeader, OptionReply, Request, SimpleReply, chunk, cmd, export, info, opt, rep,
 };
 
+use crate::bytes::Bytes;
+
 /// Of the export.
 pub const SIZE: u64 = 1 << 20;
 /// The byte that no answer has.
@@ -91,27 +93,6 @@ impl Drop for Server {
             thread.join().unwrap();
         }
         let _ = std::fs::remove_file(&self.path);
-    }
-}
-
-/// The bytes, taken from the front.
-struct Bytes<'a>(&'a [u8]);
-
-impl Bytes<'_> {
-    fn u8(&mut self) -> u8 {
-        let Some((first, rest)) = self.0.split_first() else { return 0 };
-        self.0 = rest;
-        *first
-    }
-
-    fn u32(&mut self) -> u32 {
-        u32::from_le_bytes([self.u8(), self.u8(), self.u8(), self.u8()])
-    }
-
-    fn some(&mut self, len: usize) -> &[u8] {
-        let (now, later) = self.0.split_at(len.min(self.0.len()));
-        self.0 = later;
-        now
     }
 }
 
@@ -201,8 +182,8 @@ fn answer(headers: Headers, request: &Request, bytes: &mut Bytes<'_>) -> Option<
         return None;
     }
     if headers == Headers::Simple || shape & 7 == 7 {
-        let error = if shape & 8 != 0 { bytes.u32() } else { 0 };
-        let cookie = if shape & 0x30 == 0x30 { cookie ^ u64::from(bytes.u32()) } else { cookie };
+        let error = if shape & 8 != 0 { u32::from_le_bytes(bytes.array()) } else { 0 };
+        let cookie = if shape & 0x30 == 0x30 { cookie ^ u64::from(u32::from_le_bytes(bytes.array())) } else { cookie };
         SimpleReply { error, cookie }.put(&mut out);
         if error == 0 && request.command == cmd::READ && shape & 0x40 == 0 {
             out.resize(out.len() + request.len as usize, 1);
@@ -213,73 +194,77 @@ fn answer(headers: Headers, request: &Request, bytes: &mut Bytes<'_>) -> Option<
     let mut at = 0;
     for n in 0..=shape & 7 {
         let last = n == shape & 7;
-        let kind = bytes.u8();
-        let left = request.len - at;
-        let mut payload = Vec::new();
-        let mut kind_said = chunk::NONE;
-        match (request.command, kind & 7) {
-            (cmd::READ, 0..=3) if left > 0 => {
-                let len = if last { left } else { left.min(u64::from(kind >> 3) * 512 + 1) };
-                let offset = if kind == 0xfb { u64::from(bytes.u32()) } else { request.offset + at };
-                kind_said = chunk::OFFSET_DATA;
-                payload.extend(offset.to_be_bytes());
-                payload.resize(8 + len as usize, 1);
-                at += len;
-            }
-            (cmd::READ, 4..=5) if left > 0 => {
-                let len = if last { left } else { left.min(u64::from(kind >> 3) * 4096 + 1) };
-                let said = if kind == 0xfc { bytes.u32() } else { len as u32 };
-                kind_said = chunk::OFFSET_HOLE;
-                payload.extend((request.offset + at).to_be_bytes());
-                payload.extend(said.to_be_bytes());
-                at += len;
-            }
-            (cmd::BLOCK_STATUS, 0..=5) => {
-                kind_said = if headers == Headers::Extended && kind & 1 == 0 {
-                    chunk::BLOCK_STATUS_EXT
-                } else {
-                    chunk::BLOCK_STATUS
-                };
-                let extended = kind_said == chunk::BLOCK_STATUS_EXT;
-                payload.extend(if kind & 0xf0 == 0xf0 { bytes.u32() } else { 1 }.to_be_bytes());
-                let many = u32::from(kind >> 3 & 7) + 1;
-                if extended {
-                    payload.extend(many.to_be_bytes());
-                }
-                for _ in 0..many {
-                    let (len, flags) = (bytes.u32(), u32::from(bytes.u8()));
-                    if extended {
-                        payload.extend((u64::from(len) << (flags & 8)).to_be_bytes());
-                        payload.extend(u64::from(flags).to_be_bytes());
-                    } else {
-                        payload.extend(len.to_be_bytes());
-                        payload.extend(flags.to_be_bytes());
-                    }
-                }
-            }
-            (_, 6) => {
-                kind_said = if kind & 8 != 0 { chunk::ERROR_OFFSET } else { chunk::ERROR };
-                let len = usize::from(bytes.u8());
-                payload.extend(u32::from(kind >> 4).to_be_bytes());
-                let message = bytes.some(len).to_vec();
-                let said = if kind & 16 != 0 { u16::from(bytes.u8()) << 8 } else { message.len() as u16 };
-                payload.extend(said.to_be_bytes());
-                payload.extend(message);
-            }
-            (_, 7) => {
-                // Any kind, with anything behind it.
-                kind_said = u16::from(bytes.u8()) << 8 | u16::from(bytes.u8());
-                let len = usize::from(bytes.u8());
-                payload.extend(bytes.some(len));
-            }
-            _ => {}
-        }
+        let (kind, payload) = piece(headers, request, &mut at, last, bytes);
         let flags = if last { chunk::DONE } else { u16::from(shape & 0x80 != 0) };
-        let len = if shape & 0x78 == 0x78 { u64::from(bytes.u32()) } else { payload.len() as u64 };
-        let offset = if shape & 0x38 == 0x38 { u64::from(bytes.u32()) } else { request.offset };
-        Chunk { flags, kind: kind_said, cookie, offset, len }.put(headers, &mut out);
+        let len = if shape & 0x78 == 0x78 { u32::from_le_bytes(bytes.array()).into() } else { payload.len() as u64 };
+        let offset = if shape & 0x38 == 0x38 { u32::from_le_bytes(bytes.array()).into() } else { request.offset };
+        Chunk { flags, kind, cookie, offset, len }.put(headers, &mut out);
         out.extend(payload);
     }
     out.iter_mut().filter(|byte| **byte == NEVER).for_each(|byte| *byte = 0);
     Some(out)
+}
+
+/// A chunk's kind and payload. `at`: what of a read was answered so far.
+fn piece(headers: Headers, request: &Request, at: &mut u64, last: bool, bytes: &mut Bytes<'_>) -> (u16, Vec<u8>) {
+    let (kind, left) = (bytes.u8(), request.len - *at);
+    let some = |unit: u64| if last { left } else { left.min(u64::from(kind >> 3) * unit + 1) };
+    let mut payload = Vec::new();
+    let said = match (request.command, kind & 7) {
+        (cmd::READ, 0..=3) if left > 0 => {
+            let here = request.offset + *at;
+            let offset = if kind == 0xfb { u32::from_le_bytes(bytes.array()).into() } else { here };
+            payload.extend(offset.to_be_bytes());
+            payload.resize(8 + some(512) as usize, 1);
+            *at += some(512);
+            chunk::OFFSET_DATA
+        }
+        (cmd::READ, 4..=5) if left > 0 => {
+            let len = if kind == 0xfc { u32::from_le_bytes(bytes.array()) } else { some(4096) as u32 };
+            payload.extend((request.offset + *at).to_be_bytes());
+            payload.extend(len.to_be_bytes());
+            *at += some(4096);
+            chunk::OFFSET_HOLE
+        }
+        (cmd::BLOCK_STATUS, 0..=5) => return status(headers, kind, bytes),
+        (_, 6) => {
+            let len = usize::from(bytes.u8());
+            payload.extend(u32::from(kind >> 4).to_be_bytes());
+            let message = bytes.some(len).to_vec();
+            let len = if kind & 16 != 0 { u16::from(bytes.u8()) << 8 } else { message.len() as u16 };
+            payload.extend(len.to_be_bytes());
+            payload.extend(message);
+            if kind & 8 != 0 { chunk::ERROR_OFFSET } else { chunk::ERROR }
+        }
+        (_, 7) => {
+            // Any kind, with anything behind it.
+            let said = u16::from_be_bytes(bytes.array());
+            let len = usize::from(bytes.u8());
+            payload.extend(bytes.some(len));
+            said
+        }
+        _ => chunk::NONE,
+    };
+    (said, payload)
+}
+
+fn status(headers: Headers, kind: u8, bytes: &mut Bytes<'_>) -> (u16, Vec<u8>) {
+    let extended = headers == Headers::Extended && kind & 1 == 0;
+    let context = if kind & 0xf0 == 0xf0 { u32::from_le_bytes(bytes.array()) } else { 1 };
+    let many = u32::from(kind >> 3 & 7) + 1;
+    let mut payload = Vec::from(context.to_be_bytes());
+    if extended {
+        payload.extend(many.to_be_bytes());
+    }
+    for _ in 0..many {
+        let (len, flags) = (u32::from_le_bytes(bytes.array()), u32::from(bytes.u8()));
+        if extended {
+            payload.extend((u64::from(len) << (flags & 8)).to_be_bytes());
+            payload.extend(u64::from(flags).to_be_bytes());
+        } else {
+            payload.extend(len.to_be_bytes());
+            payload.extend(flags.to_be_bytes());
+        }
+    }
+    (if extended { chunk::BLOCK_STATUS_EXT } else { chunk::BLOCK_STATUS }, payload)
 }
