@@ -10,6 +10,8 @@ the rounds. A job of fio is a connection, and its depth is that connection's. CP
           brackets, and not compared
   cached  the same file in the page cache: qemu-nbd --cache=writeback with io_uring or threads (--qemu-aio), nbdkit as it is
   null    no storage at all: what the protocol costs
+
+With --host fio has the file itself, too, by io_uring: what the storage gives at that time.
 """
 
 import json
@@ -27,6 +29,7 @@ import compare
 ROOT = compare.ROOT
 TOOL = str(ROOT / "guests" / "tool")
 SYSTEMS = ["blockyard", "qemu-nbd", "nbdkit"]
+HOST = "host"
 TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -78,22 +81,28 @@ def cpu_seconds(pid):
     return (int(fields[11]) + int(fields[12])) / TICK
 
 
-def measure(system, row, image, folder, args):
+def fio(row, args, *target):
+    """fio's job of such a load; what it prints."""
     size = f"{min(args.size, 1024)}m" if row.under == "null" else f"{args.size // row.connections}m"
-    with server(system, row, image, folder, args) as back:
-        uri = f"nbd+unix:///disk?socket={back.socket}"
-        fio = [TOOL, "fio", "--output-format=json", "--name=load", "--ioengine=nbd", f"--uri={uri}", f"--rw={row.rw}",
-               f"--bs={row.bs}", f"--iodepth={row.depth}", f"--numjobs={row.connections}", "--group_reporting",
-               "--thread", "--norandommap", "--randrepeat=0", "--time_based", f"--runtime={args.seconds}",
-               f"--size={size}"]
-        if row.under != "null" and row.connections > 1:
-            fio.append(f"--offset_increment={size}")
-        before = cpu_seconds(back.process.pid)
-        out = subprocess.run(fio, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
-        if out.returncode:
-            sys.exit(f"{' '.join(fio)}: {out.stderr}")
-        used = cpu_seconds(back.process.pid) - before
-    job = json.loads(out.stdout[out.stdout.index("{"):])["jobs"][0]
+    command = [TOOL, "fio", "--output-format=json", "--name=load", *target, f"--rw={row.rw}", f"--bs={row.bs}",
+               f"--iodepth={row.depth}", f"--numjobs={row.connections}", "--group_reporting", "--thread", "--norandommap",
+               "--randrepeat=0", "--time_based", f"--runtime={args.seconds}", f"--size={size}"]
+    if row.under != "null" and row.connections > 1:
+        command.append(f"--offset_increment={size}")
+    out = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    if out.returncode:
+        sys.exit(f"{' '.join(command)}: {out.stderr}")
+    return json.loads(out.stdout[out.stdout.index("{"):])["jobs"][0]
+
+
+def measure(system, row, image, folder, args):
+    if system == HOST:
+        job, used = fio(row, args, "--ioengine=io_uring", f"--filename={image}", f"--direct={int(row.under == 'direct')}"), 0
+    else:
+        with server(system, row, image, folder, args) as back:
+            before = cpu_seconds(back.process.pid)
+            job = fio(row, args, "--ioengine=nbd", f"--uri=nbd+unix:///disk?socket={back.socket}")
+            used = cpu_seconds(back.process.pid) - before
     side = job["read" if "read" in row.rw else "write"]
     percentile = side["clat_ns"]["percentile"]
     return dict(iops=side["iops"], bytes_per_second=side["bw_bytes"], p50=percentile["50.000000"] / 1000,
@@ -105,13 +114,16 @@ def run(args):
     folder.mkdir(parents=True, exist_ok=True)
     wanted = re.compile(args.only or "")
     chosen = [row for row in rows() if wanted.search(row.name)]
-    results = {row.name: {system: [] for system in SYSTEMS} for row in chosen}
+    systems = SYSTEMS + [HOST] * args.host
+    results = {row.name: {system: [] for system in systems} for row in chosen}
     try:
         image = compare.prepare(folder, args.size << 20)
         for turn in range(args.rounds):
             for row in chosen:
-                at = turn % len(SYSTEMS)
-                for system in SYSTEMS[at:] + SYSTEMS[:at]:
+                at = turn % len(systems)
+                for system in systems[at:] + systems[:at]:
+                    if row.under == "null" and system == HOST:
+                        continue
                     if row.under != "null":
                         compare.settle(image, row.under == "cached")
                     figure = measure(system, row, image, folder, args)
@@ -127,6 +139,9 @@ def run(args):
 def table(chosen, results):
     out = ["| load | " + " | ".join(f"{s}, IOPS" for s in SYSTEMS) + " | to the better peer | p99 us | CPU us/I/O: " +
            " | ".join(SYSTEMS) + " | to the better peer |", "|---" + "|--:" * 9 + "|"]
+    host = any(HOST in by for by in results.values())
+    if host:
+        out = [out[0] + " host, IOPS | of the host |", out[1] + "--:|--:|"]
     for row in chosen:
         by = results[row.name]
         iops, cpu, p99 = ({s: statistics.median(f[key] for f in by[s]) for s in SYSTEMS} for key in ["iops", "cpu_us", "p99"])
@@ -135,12 +150,17 @@ def table(chosen, results):
             f"{iops['blockyard'] / max(iops[s] for s in row.peers):.2f}",
             " / ".join(row.cell(s, f"{p99[s]:,.0f}") for s in SYSTEMS), *(row.cell(s, f"{cpu[s]:.1f}") for s in SYSTEMS),
             f"{cpu['blockyard'] / min(cpu[s] for s in row.peers):.2f}"]) + " |")
+        if host:
+            there = [f["iops"] for f in by[HOST]]
+            of = statistics.median(there) if there else None
+            out[-1] += f" {of:,.0f} | {iops['blockyard'] / of:.2f} |" if of else "  |  |"
     return "\n".join(out)
 
 
 def main():
     parser = compare.options(__doc__)
     parser.add_argument("--reactors", type=int, default=1, help="of Blockyard; qemu-nbd has one thread, nbdkit 16")
+    parser.add_argument("--host", action="store_true", help="the file itself as one more system")
     parser.add_argument("--qemu-aio", default="threads", help="of qemu-nbd through the page cache")
     compare.report(parser.parse_args(), run, table)
 
