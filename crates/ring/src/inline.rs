@@ -9,24 +9,17 @@
 use std::cell::Cell;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, OFlags};
 
 use crate::host;
+use crate::pauses::Pauses;
 use crate::segments::Segments;
 
 /// So many writes in a row, and the other tasks get a turn: a task that does nothing else never waits by itself.
 const TURN: u32 = 32;
 /// Longer writes are the workers': several copy at a time.
 const LONGEST: usize = 256 << 10;
-/// A write that takes less has not blocked; one that takes more is looked at.
-const QUICK: Duration = Duration::from_micros(200);
-/// For how long a write that blocked sends the next ones to the workers; doubled each time, up to the most.
-const PAUSE: Duration = Duration::from_millis(20);
-const PAUSE_MOST: Duration = Duration::from_secs(2);
-/// So many writes that did not block make the pause short again.
-const FORGIVEN: u32 = 1000;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Way {
@@ -39,9 +32,8 @@ enum Way {
 
 pub(crate) struct InlineWrites {
     way: Cell<Way>,
-    until: Cell<Option<Instant>>,
-    pause: Cell<Duration>,
-    good: Cell<u32>,
+    /// A write that blocked sends the next ones to the workers.
+    pauses: Pauses,
     /// Writes since others had a turn.
     turn: Cell<u32>,
 }
@@ -51,13 +43,7 @@ impl InlineWrites {
         let regular = FileType::from_raw_mode(rustix::fs::fstat(fd)?.st_mode) == FileType::RegularFile;
         let direct = rustix::fs::fcntl_getfl(fd)?.contains(OFlags::DIRECT);
         let way = if regular && !direct { Way::Unknown } else { Way::Ring };
-        Ok(InlineWrites {
-            way: Cell::new(way),
-            until: Cell::new(None),
-            pause: Cell::new(PAUSE),
-            good: Cell::new(0),
-            turn: Cell::new(0),
-        })
+        Ok(InlineWrites { way: Cell::new(way), pauses: Pauses::default(), turn: Cell::new(0) })
     }
 
     /// Whether a write of `len` bytes may be made here.
@@ -71,20 +57,7 @@ impl InlineWrites {
         if self.way.get() == Way::Unknown {
             return self.find_out(fd, segments, offset);
         }
-        let began = Instant::now();
-        if self.until.get().is_some_and(|until| began < until) {
-            return None;
-        }
-        let switches = host::voluntary_switches();
-        let written = host::write_at(fd, segments, offset, 0);
-        // Time alone does not tell: a busy machine may have run others meanwhile.
-        let now = Instant::now();
-        if now - began > QUICK && host::voluntary_switches() != switches {
-            self.blocked(now);
-        } else {
-            self.went_well();
-        }
-        written.ok()
+        self.pauses.attempt(|| host::write_at(fd, segments, offset, 0))?.ok()
     }
 
     /// After a write here: whether its task is to let others go first.
@@ -103,26 +76,12 @@ impl InlineWrites {
         tracing::debug!(fd = fd.as_raw_fd(), way = ?self.way.get(), "page-cache writes");
         written.ok()
     }
-
-    fn blocked(&self, now: Instant) {
-        self.until.set(Some(now + self.pause.get()));
-        self.pause.set((self.pause.get() * 2).min(PAUSE_MOST));
-        self.good.set(0);
-    }
-
-    #[inline]
-    fn went_well(&self) {
-        self.good.set(self.good.get() + 1);
-        if self.good.get() >= FORGIVEN {
-            self.good.set(0);
-            self.pause.set(PAUSE);
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::os::fd::{AsFd, OwnedFd};
+    use std::time::Duration;
 
     use super::*;
 
@@ -166,20 +125,13 @@ mod tests {
     }
 
     #[test]
-    fn a_write_that_blocked_sends_the_next_ones_elsewhere_and_is_forgiven_later() {
+    fn a_write_that_blocked_sends_the_next_ones_elsewhere() {
         let (fd, inline) = of(Way::Inline);
         let bytes = Segments::from_bytes(b"x");
-        inline.blocked(Instant::now());
+        inline.pauses.blocked(Duration::from_millis(1));
         assert_eq!(inline.write(fd.as_fd(), &bytes, 0), None);
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(Duration::from_millis(25));
         assert_eq!(inline.write(fd.as_fd(), &bytes, 0), Some(1));
-        assert_eq!(inline.pause.get(), PAUSE * 2);
-        for _ in 0..FORGIVEN {
-            inline.went_well();
-        }
-        assert_eq!(inline.pause.get(), PAUSE);
-        (0..20).for_each(|_| inline.blocked(Instant::now()));
-        assert_eq!(inline.pause.get(), PAUSE_MOST);
     }
 
     #[test]

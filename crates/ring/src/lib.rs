@@ -8,6 +8,7 @@
 //!   memory     guest memory: regions, windows, bounds     segments  what one I/O moves: an iovec and its owner
 //!   buffers    guest memory registered with a ring        fault     shared memory that its owner takes away
 //!   nbd_device the kernel's NBD client
+//!   change_time  what writes past the page cache would wait for, done ahead      pauses  of what has blocked
 //!   host       locks, geometry, block-device calls, sockets' bits
 //! ```
 //!
@@ -16,6 +17,7 @@
 //! reaped. This is the only crate of the workspace that holds `unsafe`; its public functions are all safe.
 
 pub mod buffers;
+mod change_time;
 pub mod executor;
 mod fault;
 pub mod file;
@@ -23,6 +25,7 @@ pub mod host;
 mod inline;
 pub mod memory;
 pub mod nbd_device;
+mod pauses;
 pub mod remote;
 pub mod segments;
 pub mod sim;

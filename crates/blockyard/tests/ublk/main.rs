@@ -5,6 +5,7 @@
 //!   filesystems   mkfs, fio with checksums, discard, zeroes, resize, read-only, cache modes
 //!   crash         kill -9 under verified load, 20 times; a mounted device outlives SIGTERM
 //!   overlay       qcow2 overlays: what must be touched is copied, and right
+//!   workers       writes are made by the server itself
 //!   attach        `attach` and `detach`, their mistakes, users without privileges
 //! ```
 //! The image lies on ext4 of a disk of the guest, so that O_DIRECT and holes are real. The guest has the program under
@@ -18,3 +19,4 @@ mod crash;
 mod filesystems;
 mod overlay;
 mod stage;
+mod workers;

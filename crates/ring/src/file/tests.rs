@@ -1,0 +1,148 @@
+//! Tests of files on a ring.
+
+use super::*;
+use crate::executor::Executor;
+
+fn file(executor: &Executor) -> (UringFile, Arc<OwnedFd>) {
+    let fd = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let fd = Arc::new(fd);
+    (UringFile::new(executor.handle(), fd.clone()).unwrap(), fd)
+}
+
+#[test]
+fn a_lock_ends_with_its_file_not_with_what_the_kernel_still_holds() {
+    let path = std::env::temp_dir().join(format!("blockyard-locked-{}", std::process::id()));
+    let open = || OwnedFd::from(std::fs::File::options().create(true).append(true).open(&path).unwrap());
+    let first = open();
+    assert!(host::lock(&first, host::Lock::Exclusive).unwrap());
+    let _kernels = first.try_clone().unwrap();
+    let first = LockedFile::from(first);
+    assert!(!host::lock(open(), host::Lock::Exclusive).unwrap());
+    drop(first);
+    assert!(host::lock(open(), host::Lock::Exclusive).unwrap());
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn what_is_written_is_read() {
+    let executor = Executor::new().unwrap();
+    let (file, _fd) = file(&executor);
+    executor
+        .block_on(async move {
+            let (_, n) = file.write(Segments::from_bytes(b"hello, ring"), 4090, true).await;
+            assert_eq!(n.unwrap(), 11);
+            file.sync().await.unwrap();
+            let (segments, n) = file.read(Segments::buffer(64), 4090).await;
+            assert_eq!(n.unwrap(), 11, "a read stops at the end of the file");
+            let mut bytes = [0; 11];
+            segments.copy_out(0, &mut bytes);
+            assert_eq!(&bytes, b"hello, ring");
+            file.discard(4090, 5).await.unwrap();
+            let (segments, _) = file.read(segments, 4090).await;
+            segments.copy_out(0, &mut bytes);
+            assert_eq!(&bytes, b"\0\0\0\0\0, ring");
+            file.set_len(4092).await.unwrap();
+            assert_eq!(file.len().await.unwrap(), 4092);
+        })
+        .unwrap();
+}
+
+#[test]
+fn holes_are_told() {
+    let executor = Executor::new().unwrap();
+    let (file, _fd) = file(&executor);
+    executor
+        .block_on(async move {
+            file.set_len(1 << 20).await.unwrap();
+            assert_eq!(file.next_data(0).await.unwrap(), None);
+            file.write(Segments::from_bytes(&[7; 4096]), 65536, false).await.1.unwrap();
+            assert_eq!(file.next_data(0).await.unwrap(), Some(65536..69632));
+            assert_eq!(file.next_data(66000).await.unwrap(), Some(66000..69632));
+            assert_eq!(file.next_data(69632).await.unwrap(), None);
+            assert_eq!(file.next_data(2 << 20).await.unwrap(), None, "beyond the end");
+            assert_eq!(file.allocated().unwrap(), Some(4096));
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_task_that_only_writes_leaves_others_their_turn() {
+    let executor = Executor::new().unwrap();
+    let flags = rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::RDWR;
+    let fd = rustix::fs::open(std::env::temp_dir(), flags, 0o600.into()).unwrap();
+    let file = UringFile::new(executor.handle(), Arc::new(fd)).unwrap();
+    let (done, handle) = (Rc::new(std::cell::Cell::new(false)), executor.handle().clone());
+    executor
+        .block_on(async move {
+            let seen = done.clone();
+            handle.spawn(async move { seen.set(true) });
+            let mut segments = Segments::from_bytes(b"again and again");
+            for _ in 0..1000 {
+                segments = file.write(segments, 0, false).await.0;
+                if done.get() {
+                    return;
+                }
+            }
+            panic!("the other task never ran");
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_dropped_operation_keeps_its_memory_until_the_kernel_is_done() {
+    let executor = Executor::new().unwrap();
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    let file = UringFile::new(executor.handle(), Arc::new(reader)).unwrap();
+    executor
+        .block_on(async move {
+            {
+                // Polled once, then dropped while the kernel still wants to fill the buffer.
+                let read = file.read(Segments::buffer(4096), u64::MAX);
+                let mut read = Box::pin(read);
+                std::future::poll_fn(|cx| {
+                    assert!(read.as_mut().poll(cx).is_pending());
+                    std::task::Poll::Ready(())
+                })
+                .await;
+            }
+            file.slot.handle.yield_now().await;
+            rustix::io::write(&writer, b"late").unwrap();
+            let (segments, n) = {
+                let handle = file.slot.handle.clone();
+                for _ in 0..4 {
+                    handle.yield_now().await;
+                }
+                rustix::io::write(&writer, b"next").unwrap();
+                file.read(Segments::buffer(4), u64::MAX).await
+            };
+            assert_eq!(n.unwrap(), 4);
+            let mut bytes = [0; 4];
+            segments.copy_out(0, &mut bytes);
+            assert_eq!(&bytes, b"next", "the abandoned read took its own data");
+        })
+        .unwrap();
+}
+
+#[test]
+fn work_comes_in_from_other_threads_and_timers_fire_in_order() {
+    let executor = Executor::new().unwrap();
+    let remote = executor.remote();
+    let asker = std::thread::spawn(move || {
+        let sum = remote.ask(|handle, reply| {
+            let handle = handle.clone();
+            handle.clone().spawn(async move {
+                let start = std::time::Instant::now();
+                handle.sleep(std::time::Duration::from_millis(5)).await;
+                let slept = start.elapsed();
+                let value = handle.blocking(|| 41).await.unwrap();
+                reply.send((value + 1, slept));
+            });
+        });
+        remote.run(|handle| handle.stop());
+        sum
+    });
+    executor.run().unwrap();
+    let (value, slept) = asker.join().unwrap().unwrap();
+    assert_eq!(value, 42);
+    assert!(slept >= std::time::Duration::from_millis(5));
+}
