@@ -69,6 +69,30 @@ pub fn geometry(fd: impl AsFd) -> io::Result<Geometry> {
     Ok(geometry)
 }
 
+/// What a block device takes as one request; of more the kernel makes several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RequestLimits {
+    pub bytes: u64,
+    /// Pieces of memory, and bytes of each.
+    pub segments: u16,
+    pub segment_bytes: u32,
+}
+
+/// None: it is no block device, or the kernel does not tell.
+pub fn request_limits(device: impl AsFd) -> Option<RequestLimits> {
+    let stat = rustix::fs::fstat(device).ok()?;
+    if rustix::fs::FileType::from_raw_mode(stat.st_mode) != rustix::fs::FileType::BlockDevice {
+        return None;
+    }
+    let queue = device_folder(stat.st_rdev)?.join("queue");
+    let read = |name: &str| read_number(&queue.join(name)).filter(|n| *n > 0);
+    Some(RequestLimits {
+        bytes: u64::from(read("max_sectors_kb")?) << 10,
+        segments: read("max_segments")?.min(u16::MAX.into()) as u16,
+        segment_bytes: read("max_segment_size")?,
+    })
+}
+
 /// The folder in sysfs of a block device; a partition's queue is its parent's. None: no block device (tmpfs, NFS).
 fn device_folder(dev: u64) -> Option<PathBuf> {
     let link = format!("/sys/dev/block/{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));

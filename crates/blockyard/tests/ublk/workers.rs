@@ -1,5 +1,5 @@
 //! Who makes the writes: the server's own thread, not io_uring's workers, also where ext4 refuses what would have to wait for the
-//! file's time of change to be noted.
+//! file's time of change to be noted; and not a device below what would have to be split on the way.
 
 use crate::stage::on_kernel;
 
@@ -26,4 +26,25 @@ requests=$(figure requests)
 #[test]
 fn writes_are_not_left_to_workers_for_the_time_of_change() {
     on_kernel("7", WRITES);
+}
+
+const DEVICE: &str = r#"
+modprobe loop
+truncate -s 64M a.img
+device=$(losetup -f --show --direct-io=on a.img)
+below=/sys/block/${device#/dev/}/queue
+echo 256 >$below/max_sectors_kb
+serve $device --ublk=0
+above=/sys/block/ublkb0/queue
+for limit in max_segments max_segment_size max_sectors_kb; do
+    (($(cat $above/$limit) <= $(cat $below/$limit))) || { grep . $above/max_* $below/max_* && exit 1; }
+done
+load --name=a --filename=/dev/ublkb0 --rw=write --bs=1M --size=32M --do_verify=1
+stop
+(($(figure requests) >= 256 && $(figure copied) == 0)) || { cat /tmp/log && exit 1; }
+"#;
+
+#[test]
+fn no_request_is_larger_than_the_device_below_takes() {
+    on_kernel("7", DEVICE);
 }

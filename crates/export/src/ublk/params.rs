@@ -1,11 +1,16 @@
 //! What the kernel is told of the disk.
 
-use blockyard_disk::Disk;
+use blockyard_disk::{Disk, Source};
 use blockyard_image::SECTOR;
+use blockyard_ring::host::{self, RequestLimits};
 use blockyard_ring::ublk::abi::{self, Basic, Discard, Params};
 
 /// The longest discard, or range of zeroes, in sectors: 1 GiB.
 const RANGE_SECTORS: u32 = (1 << 30) / SECTOR as u32;
+/// The kernel's pages on x86: no limit may be less.
+const PAGE: u32 = 4096;
+/// The kernel's own limit, where a device tells none.
+const SEGMENT_BOUNDARY: u64 = u32::MAX as u64;
 
 /// `max_io`: bytes of a request, at most. `direct`: pages of whoever asks are what the image is read into and written from.
 pub(super) fn params(disk: &Disk, max_io: u32, direct: bool) -> Params {
@@ -50,8 +55,30 @@ pub(super) fn params(disk: &Disk, max_io: u32, direct: bool) -> Params {
     if direct {
         params.types |= abi::PARAM_DMA_ALIGN;
         params.dma_alignment = geometry.direct_memory.clamp(1, 2048).next_power_of_two() - 1;
+        if let Some(limits) = limits(&source) {
+            limit(&mut params, &limits);
+        }
     }
     params
+}
+
+/// Those of the device that is the image: requests reach it as they are.
+fn limits(source: &Source) -> Option<RequestLimits> {
+    let file = match source {
+        Source::Chain(chain) => chain.top().data.as_ref().unwrap_or(&chain.top().file),
+        source => source.file()?,
+    };
+    host::request_limits(file.fd()?)
+}
+
+/// The kernel refuses to split on the way what may not wait, and leaves it to a worker: so it is split before.
+fn limit(params: &mut Params, limits: &RequestLimits) {
+    let bytes = limits.bytes.clamp(PAGE.into(), u32::MAX.into()) as u32 / PAGE * PAGE;
+    params.basic.max_sectors = params.basic.max_sectors.min(bytes / SECTOR as u32);
+    params.types |= abi::PARAM_SEGMENT;
+    params.segment.boundary = SEGMENT_BOUNDARY;
+    params.segment.max_bytes = limits.segment_bytes.max(PAGE);
+    params.segment.max_segments = limits.segments;
 }
 
 /// Of the power of two that holds `n`.

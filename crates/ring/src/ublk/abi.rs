@@ -38,6 +38,7 @@ pub const ATTR_FUA: u32 = 1 << 3;
 pub const PARAM_BASIC: u32 = 1 << 0;
 pub const PARAM_DISCARD: u32 = 1 << 1;
 pub const PARAM_DMA_ALIGN: u32 = 1 << 4;
+pub const PARAM_SEGMENT: u32 = 1 << 5;
 
 /// Queue depth at most, and the bytes of the largest request.
 pub const MAX_DEPTH: u16 = 4096;
@@ -161,6 +162,17 @@ pub struct Discard {
     pub reserved: u16,
 }
 
+/// Of a request's pieces of memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Segment {
+    /// None crosses a multiple of this and one.
+    pub boundary: u64,
+    pub max_bytes: u32,
+    pub max_segments: u16,
+    pub reserved: u16,
+}
+
 /// `struct ublk_params`, as far as it is used here.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
@@ -174,7 +186,8 @@ pub struct Params {
     /// Addresses are multiples of this and one.
     pub dma_alignment: u32,
     pub dma_pad: u32,
-    pub end_pad: u32,
+    pub segment_pad: u32,
+    pub segment: Segment,
 }
 
 /// A request, as the driver describes it: `struct ublksrv_io_desc`.
@@ -199,6 +212,6 @@ const _: () = assert!(
         && size_of::<DeviceInfo>() == 64
         && size_of::<Basic>() == 32
         && size_of::<Discard>() == 20
-        && size_of::<Params>() == 8 + 32 + 20 + 16 + 32 + 8 + 4
+        && size_of::<Params>() == 8 + 32 + 20 + 16 + 32 + 8 + 4 + 16
         && size_of::<Descriptor>() == 24
 );
