@@ -2,8 +2,8 @@
 """Block devices of a host, in a QEMU guest (TCG): an image by ublk, raw and as a qcow2 overlay, against the kernel's loop device.
 
 The guest has two processors; the images lie on ext4 of a virtio disk, which the host has in a file opened with O_DIRECT. All systems are
-measured in one guest, one after the other, and each round begins with another one. Each writes all of its device first (an overlay: its
-first writes), so that all is allocated then. Figures are medians of the rounds; a ratio is the median of the rounds' ratios. `copy` is
+there at once in one guest, and take turns for each load; each round begins with another one. Each writes all of its device first (an
+overlay: its first writes), so that all is allocated then. Figures are medians of the rounds; a ratio is the median of the rounds' ratios. `copy` is
 the experiment of 2006: mount ext4, copy a file of 20 MB, unmount.
 """
 
@@ -49,30 +49,31 @@ mkdir /tmp/i
 mount /dev/vda /tmp/i
 cd /tmp/i
 head -c 20000000 /dev/urandom >/tmp/source
-measure() { # SYSTEM JOB FIO_ARGUMENTS...
-    local system=$1 job=$2
-    shift 2
-    sync
-    echo 3 >/proc/sys/vm/drop_caches
-    fio --name=a --filename=$device --rw=$job --direct=1 --ioengine=libaio --output-format=terse --terse-version=3 \
-        --time_based --runtime=$SECONDS_EACH "$@" |
-        { IFS=';' read -ra f; echo "result $system;$job;$((f[6] + f[47]));$((f[7] + f[48]))"; }
-}
-stage() { # SYSTEM KIND CACHE IMAGE
-    rm -f raw.img top.qcow2
-    dd if=/dev/zero of=raw.img bs=1M count=$SIZE oflag=direct status=none
-    local image=raw.img
-    [[ $4 == raw ]] || { image=top.qcow2; /host/blockyard image create -f qcow2 -b raw.img -F raw top.qcow2 >/dev/null; }
+declare -A devices=()
+begin() { # SYSTEM KIND CACHE IMAGE
+    local raw=${#devices[@]}.raw image
+    image=$raw
+    dd if=/dev/zero of=$raw bs=1M count=$SIZE oflag=direct status=none
+    [[ $4 == raw ]] || { image=${#devices[@]}.qcow2; /host/blockyard image create -f qcow2 -b $raw -F raw $image >/dev/null; }
     if [[ $2 == loop ]]; then
         device=$(losetup -f --show --direct-io=$3 $image)
     else
         device=$(/host/blockyard attach $image --cache $3)
     fi
     dd if=/dev/zero of=$device bs=1M count=$SIZE oflag=direct status=none
-    measure "$1" write --bs=1M --iodepth=4
-    measure "$1" read --bs=1M --iodepth=4
-    measure "$1" randread --bs=4k --iodepth=32
-    measure "$1" randwrite --bs=4k --iodepth=32
+    devices[$1]=$device
+}
+measure() { # SYSTEM JOB FIO_ARGUMENTS...
+    local system=$1 job=$2
+    shift 2
+    sync
+    echo 3 >/proc/sys/vm/drop_caches
+    fio --name=a --filename=${devices[$system]} --rw=$job --direct=1 --ioengine=libaio --output-format=terse --terse-version=3 \
+        --time_based --runtime=$SECONDS_EACH "$@" |
+        { IFS=';' read -ra f; echo "result $system;$job;$((f[6] + f[47]));$((f[7] + f[48]))"; }
+}
+copy() { # SYSTEM
+    local device=${devices[$1]}
     mkfs.ext4 -q $device
     sync
     echo 3 >/proc/sys/vm/drop_caches
@@ -86,15 +87,26 @@ stage() { # SYSTEM KIND CACHE IMAGE
     mount -o ro $device /mnt
     cmp /tmp/source /mnt/copy
     umount /mnt
-    if [[ $2 == loop ]]; then losetup -d $device; else /host/blockyard detach $device; fi
 }
 mapfile -t systems <<<"$SYSTEMS"
-for ((round = 0; round < ROUNDS; round++)); do
-    for ((i = 0; i < ${#systems[@]}; i++)); do
-        IFS=';' read -r name how <<<"${systems[(i + round) % ${#systems[@]}]}"
-        stage "$name" $how
-    done
+names=()
+for system in "${systems[@]}"; do
+    IFS=';' read -r name how <<<"$system"
+    begin "$name" $how
+    names+=("$name")
 done
+each() { # ROUND COMMAND ARGUMENTS...: with the name of each system as the first argument
+    local i
+    for ((i = 0; i < ${#names[@]}; i++)); do "$2" "${names[(i + $1) % ${#names[@]}]}" "${@:3}"; done
+}
+for ((round = 0; round < ROUNDS; round++)); do
+    each $round measure write --bs=1M --iodepth=4
+    each $round measure read --bs=1M --iodepth=4
+    each $round measure randread --bs=4k --iodepth=32
+    each $round measure randwrite --bs=4k --iodepth=32
+done
+# The last, for it discards.
+for ((round = 0; round < ROUNDS; round++)); do each $round copy; done
 """
 
 
@@ -107,17 +119,17 @@ def main():
     parser.add_argument("--size", type=int, default=128, help="of the image, in MiB")
     parser.add_argument("--program", type=pathlib.Path, default=ROOT / "target/release/blockyard")
     options = parser.parse_args()
+    chosen = {name: how for name, how in SYSTEMS.items() if re.fullmatch(options.only or ".*", name)}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", "/var/tmp")) as folder:
         folder = pathlib.Path(folder)
         disk, program, script = folder / "disk", folder / "blockyard", folder / "script"
         with open(disk, "wb") as file:
             # Written, not only allocated: else whoever comes to a place first pays for the host's own first writes.
-            for _ in range(options.size * 4 + 128):
+            for _ in range(options.size * 2 * len(chosen) + 128):
                 file.write(bytes(1 << 20))
             os.fsync(file.fileno())
         subprocess.run(["strip", "-o", program, options.program], check=True)
         script.write_text("set -euo pipefail\n" + SCRIPT)
-        chosen = {name: how for name, how in SYSTEMS.items() if re.fullmatch(options.only or ".*", name)}
         systems = "\n".join(f"{name};{how}" for name, how in chosen.items())
         environment = {"ROUNDS": options.rounds, "SECONDS_EACH": options.seconds, "SIZE": options.size, "SYSTEMS": systems}
         command = [ROOT / "guests/qemu", "--kernel", options.kernel, "--mem", "1G", "--timeout", "3000"]
