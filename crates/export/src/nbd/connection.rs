@@ -203,22 +203,7 @@ impl Connection {
             self.heavy.set(true);
         }
         if command == cmd::WRITE {
-            if let Err(error) = judged {
-                self.skip(len, inbox).await?;
-                self.reply(&request, Err(error), Body::None);
-                return Ok(());
-            }
-            let payload = self.take(len as usize).await;
-            self.idle.leave();
-            let paid = inbox.payload(&self.stream, &payload).await;
-            self.idle.enter();
-            if let Err(e) = paid {
-                self.give_back(payload, len as usize);
-                return Err(e);
-            }
-            let fua = request.flags & flag::FUA != 0 || !self.write_back();
-            self.hand_on(request, Op::Write { fua }, payload);
-            return Ok(());
+            return self.begin_write(request, judged, inbox).await;
         }
         let mut effect = len;
         let mut only = None;
@@ -269,6 +254,32 @@ impl Connection {
             cmd::CACHE => self.to_lane(Work::Cache(request)),
             _ => self.to_lane(Work::Status { request: wire::Request { len: effect, ..request }, only }),
         }
+        Ok(())
+    }
+
+    async fn begin_write(
+        self: &Rc<Self>,
+        request: wire::Request,
+        judged: Result<(), u32>,
+        inbox: &mut Inbox,
+    ) -> io::Result<()> {
+        if let Err(error) = judged {
+            self.skip(request.len, inbox).await?;
+            self.reply(&request, Err(error), Body::None);
+            return Ok(());
+        }
+        let len = request.len as usize;
+        let payload = self.take(len).await;
+        // It is the client's turn.
+        self.idle.leave();
+        let paid = inbox.payload(&self.stream, &payload).await;
+        self.idle.enter();
+        if let Err(e) = paid {
+            self.give_back(payload, len);
+            return Err(e);
+        }
+        let fua = request.flags & flag::FUA != 0 || !self.write_back();
+        self.hand_on(request, Op::Write { fua }, payload);
         Ok(())
     }
 
