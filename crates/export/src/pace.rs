@@ -302,8 +302,8 @@ impl Pacer {
             "requests a second of each manner"
         );
         // What a trial promises is to hold: client and reactor may have shared a processor in its slices, and part after it. If
-        // it was doubted already and says the same again, the first window is to be believed.
-        let promised = (!self.doubted || best != self.settled).then(|| self.counts[best].rate());
+        // it was doubted already, the first window is to be believed.
+        let promised = (!self.doubted).then(|| self.counts[best].rate());
         self.settle(best, now, done);
         if let State::Settled { rate, .. } = &mut self.state {
             *rate = promised;

@@ -19,7 +19,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::pauses::Pauses;
 
-/// For how many seconds writes are not asked to fail, after one that failed for another reason: it takes new space.
+/// For how many seconds, at most, writes are not asked to fail, after one that failed for another reason: it takes new space.
 const OTHERWISE: i64 = 1;
 
 /// How a write is made.
@@ -46,7 +46,7 @@ pub(crate) struct ChangeTime {
     ahead: Cell<bool>,
     /// The tick in which it was noted.
     noted: Cell<(i64, i64)>,
-    /// Until this second writes are plain.
+    /// Until then, in the seconds of the monotonic clock, writes are plain.
     plain_until: Cell<i64>,
     pauses: Pauses,
     /// Operations that may hold the file for long: then the call would block.
@@ -61,15 +61,15 @@ impl ChangeTime {
         Ok(ChangeTime { on: Cell::new(regular && direct), ahead, noted, plain_until, pauses, holders })
     }
 
-    /// How a write is to be made.
+    /// How a write is to be made. `alone`: the thread may be blocked for a while, if it must.
     #[inline]
-    pub fn first(&self, fd: BorrowedFd<'_>) -> Attempt {
-        if !self.on.get() {
+    pub fn first(&self, fd: BorrowedFd<'_>, alone: bool) -> Attempt {
+        if !self.on.get() || !alone {
             return Attempt::Plain;
         }
         if self.ahead.get() {
             self.note(fd);
-        } else if self.plain_until.get() != 0 && tick().0 < self.plain_until.get() {
+        } else if self.plain_until.get() != 0 && seconds() < self.plain_until.get() {
             return Attempt::Plain;
         }
         Attempt::Unless
@@ -77,10 +77,10 @@ impl ChangeTime {
 
     /// How it is to be made again; None: the result is the write's.
     #[inline]
-    pub fn next(&self, fd: BorrowedFd<'_>, attempt: Attempt, result: i32) -> Option<Attempt> {
+    pub fn next(&self, fd: BorrowedFd<'_>, attempt: Attempt, result: i32, alone: bool) -> Option<Attempt> {
         match (attempt, result) {
             (Attempt::Plain, _) => None,
-            (_, result) if result == -libc::EAGAIN => Some(self.refused(fd, attempt)),
+            (_, result) if result == -libc::EAGAIN => Some(self.refused(fd, attempt, alone)),
             (_, result) if result == -libc::EOPNOTSUPP => {
                 self.on.set(false);
                 Some(Attempt::Plain)
@@ -93,13 +93,13 @@ impl ChangeTime {
         }
     }
 
-    fn refused(&self, fd: BorrowedFd<'_>, attempt: Attempt) -> Attempt {
+    fn refused(&self, fd: BorrowedFd<'_>, attempt: Attempt, alone: bool) -> Attempt {
         if attempt == Attempt::Noted {
             self.ahead.set(false);
-            self.plain_until.set(tick().0 + OTHERWISE);
+            self.plain_until.set(seconds() + OTHERWISE);
             return Attempt::Plain;
         }
-        if self.note(fd) { Attempt::Noted } else { Attempt::Plain }
+        if alone && self.note(fd) { Attempt::Noted } else { Attempt::Plain }
     }
 
     /// Notes the time, unless it was in this tick. False: it was, or it cannot be just now.
@@ -125,6 +125,12 @@ impl ChangeTime {
         }
     }
 
+    /// A plain write may hold the file while it waits.
+    #[inline]
+    pub fn may_hold(&self, attempt: Attempt) -> Option<impl Drop + '_> {
+        (self.on.get() && attempt == Attempt::Plain).then(|| self.held())
+    }
+
     /// As long as it is kept, no time is noted: see `holders`.
     pub fn held(&self) -> impl Drop + '_ {
         self.holders.set(self.holders.get() + 1);
@@ -138,6 +144,10 @@ impl Drop for Held<'_> {
     fn drop(&mut self) {
         self.0.holders.set(self.0.holders.get() - 1);
     }
+}
+
+fn seconds() -> i64 {
+    clock_gettime(ClockId::MonotonicCoarse).tv_sec
 }
 
 /// The tick, as the time at its beginning, which is what files are given. No system call.
@@ -185,9 +195,9 @@ mod tests {
     fn a_file_that_refuses_nothing_is_left_as_it_is() {
         let (fd, change) = old_file();
         for _ in 0..3 {
-            let attempt = change.first(fd.as_fd());
+            let attempt = change.first(fd.as_fd(), true);
             assert_eq!(attempt, Attempt::Unless);
-            assert_eq!(change.next(fd.as_fd(), attempt, 4096), None);
+            assert_eq!(change.next(fd.as_fd(), attempt, 4096, true), None);
             next_tick();
         }
         assert_eq!(modified(&fd), 1);
@@ -196,15 +206,15 @@ mod tests {
     #[test]
     fn where_noting_the_time_helps_it_is_noted_ahead() {
         let (fd, change) = old_file();
-        let attempt = change.first(fd.as_fd());
-        assert_eq!(change.next(fd.as_fd(), attempt, AGAIN), Some(Attempt::Noted));
+        let attempt = change.first(fd.as_fd(), true);
+        assert_eq!(change.next(fd.as_fd(), attempt, AGAIN, true), Some(Attempt::Noted));
         let now = modified(&fd);
         assert!(now > 1);
         assert_eq!(rustix::fs::fstat(&fd).unwrap().st_atime, 1, "nobody has read it");
-        assert_eq!(change.next(fd.as_fd(), Attempt::Noted, 4096), None);
+        assert_eq!(change.next(fd.as_fd(), Attempt::Noted, 4096, true), None);
         assert!(change.ahead.get());
         let (_, before) = (next_tick(), change.noted.get());
-        assert_eq!(change.first(fd.as_fd()), Attempt::Unless);
+        assert_eq!(change.first(fd.as_fd(), true), Attempt::Unless);
         assert_ne!(change.noted.get(), before, "the next tick's first write notes it");
     }
 
@@ -212,41 +222,56 @@ mod tests {
     fn once_a_tick() {
         let (fd, change) = old_file();
         next_tick();
-        let again = [(); 2].map(|()| change.next(fd.as_fd(), Attempt::Unless, AGAIN));
+        let (before, again) = (tick(), [(); 2].map(|()| change.next(fd.as_fd(), Attempt::Unless, AGAIN, true)));
         // (A tick may end between the two.)
-        assert!(again == [Some(Attempt::Noted), Some(Attempt::Plain)] || change.noted.get() != tick(), "{again:?}");
+        assert!(again == [Some(Attempt::Noted), Some(Attempt::Plain)] || before != tick(), "{again:?}");
     }
 
     #[test]
     fn what_is_refused_for_another_reason_waits_where_it_must() {
         let (fd, change) = old_file();
-        assert_eq!(change.next(fd.as_fd(), Attempt::Noted, AGAIN), Some(Attempt::Plain));
-        assert_eq!(change.first(fd.as_fd()), Attempt::Plain, "for a second");
-        assert_eq!(change.next(fd.as_fd(), Attempt::Plain, AGAIN), None);
-        change.plain_until.set(tick().0);
-        assert_eq!(change.first(fd.as_fd()), Attempt::Unless);
+        assert_eq!(change.next(fd.as_fd(), Attempt::Noted, AGAIN, true), Some(Attempt::Plain));
+        assert_eq!(change.first(fd.as_fd(), true), Attempt::Plain, "for a second");
+        assert_eq!(change.next(fd.as_fd(), Attempt::Plain, AGAIN, true), None);
+        change.plain_until.set(seconds());
+        assert_eq!(change.first(fd.as_fd(), true), Attempt::Unless);
     }
 
     #[test]
     fn not_while_the_file_is_held() {
         let (fd, change) = old_file();
         let held = change.held();
-        assert_eq!(change.next(fd.as_fd(), Attempt::Unless, AGAIN), Some(Attempt::Plain));
+        assert_eq!(change.next(fd.as_fd(), Attempt::Unless, AGAIN, true), Some(Attempt::Plain));
         assert_eq!(modified(&fd), 1);
         drop(held);
-        assert_eq!(change.next(fd.as_fd(), Attempt::Unless, AGAIN), Some(Attempt::Noted));
+        assert_eq!(change.next(fd.as_fd(), Attempt::Unless, AGAIN, true), Some(Attempt::Noted));
+    }
+
+    #[test]
+    fn nor_while_others_would_wait() {
+        let (fd, change) = old_file();
+        assert_eq!(change.first(fd.as_fd(), false), Attempt::Plain);
+        assert_eq!(change.next(fd.as_fd(), Attempt::Unless, AGAIN, false), Some(Attempt::Plain));
+        let held = change.may_hold(Attempt::Plain);
+        assert!(held.is_some() && change.may_hold(Attempt::Unless).is_none());
+        assert_eq!(
+            change.next(fd.as_fd(), Attempt::Unless, AGAIN, true),
+            Some(Attempt::Plain),
+            "a write waits at a worker"
+        );
+        assert_eq!(modified(&fd), 1);
     }
 
     #[test]
     fn where_it_cannot_be_or_is_no_use_writes_are_plain() {
         let (fd, change) = old_file();
-        assert_eq!(change.next(fd.as_fd(), Attempt::Unless, -libc::EOPNOTSUPP), Some(Attempt::Plain));
-        assert_eq!(change.first(fd.as_fd()), Attempt::Plain);
+        assert_eq!(change.next(fd.as_fd(), Attempt::Unless, -libc::EOPNOTSUPP, true), Some(Attempt::Plain));
+        assert_eq!(change.first(fd.as_fd(), true), Attempt::Plain);
         let (_fd, change) = old_file();
         let path = rustix::fs::open(std::env::temp_dir(), OFlags::PATH, 0.into()).unwrap();
-        assert_eq!(change.next(path.as_fd(), Attempt::Unless, AGAIN), Some(Attempt::Plain), "no such descriptor");
+        assert_eq!(change.next(path.as_fd(), Attempt::Unless, AGAIN, true), Some(Attempt::Plain), "no such descriptor");
         assert!(!change.on.get());
         let buffered = file(OFlags::empty());
-        assert_eq!(ChangeTime::new(buffered.as_fd()).unwrap().first(buffered.as_fd()), Attempt::Plain);
+        assert_eq!(ChangeTime::new(buffered.as_fd()).unwrap().first(buffered.as_fd(), true), Attempt::Plain);
     }
 }

@@ -338,11 +338,16 @@ impl Handle {
     }
 
     pub async fn sleep_until(&self, at: Instant) {
+        let mut sleeper = NOBODY;
         std::future::poll_fn(|_| {
             if Instant::now() >= at {
                 return Poll::Ready(());
             }
-            self.0.timers.borrow_mut().push(Reverse((at, self.0.current.get())));
+            // Once, however often it is polled for other reasons.
+            let task = self.0.current.get();
+            if std::mem::replace(&mut sleeper, task) != task {
+                self.0.timers.borrow_mut().push(Reverse((at, task)));
+            }
             Poll::Pending
         })
         .await

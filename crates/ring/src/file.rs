@@ -186,17 +186,19 @@ impl UringFile {
         }
     }
 
-    /// One operation; or several, where the file's time of change is in its way.
+    /// One operation; or several, where the file's time of change is in its way. (Noting it may block, if rarely: nobody else's
+    /// writes are to wait for that, the less as they may be what it waits for.)
     #[inline]
     async fn write_once(&self, mut segments: Segments, offset: u64, rw_flags: i32) -> (i32, Segments) {
         self.count(segments.len());
-        let fd = self.slot.fd();
-        let mut attempt = self.change_time.first(fd);
+        let (fd, alone) = (self.slot.fd(), || self.slot.handle.files() == 1);
+        let mut attempt = self.change_time.first(fd, alone());
         loop {
+            let _held = self.change_time.may_hold(attempt);
             let action = Action::Write { offset, rw_flags: rw_flags | attempt.flags() };
             let result;
             (result, segments) = self.slot.handle.operation(action, segments, self.slot.clone()).await;
-            match self.change_time.next(fd, attempt, result) {
+            match self.change_time.next(fd, attempt, result, alone()) {
                 Some(again) => attempt = again,
                 None => return (result, segments),
             }

@@ -45,7 +45,8 @@ fn without_a_write_cache_writes_are_durable_and_the_guest_syncs_nothing() {
         // Past the page cache a write is durable by itself; in it, by an fdatasync that others may share.
         let fsyncs = if mode == "directsync" { 0 } else { writes };
         assert_eq!(of("FSYNC"), fsyncs, "{mode}: {operations:?}");
-        assert!(mode == "writethrough" || of("WRITE") == writes, "{mode}: {operations:?}");
+        // (One that takes new space may be refused on submission, with nothing written, and made again.)
+        assert!(mode == "writethrough" || of("WRITE") >= writes, "{mode}: {operations:?}");
         if let Some(syncs) = syncs {
             assert_eq!(syncs, vec![1; writes], "{mode}: each write is to be durable before its answer");
         }

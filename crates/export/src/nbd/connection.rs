@@ -212,7 +212,7 @@ impl Connection {
             if len > block_status::MOST_PAYLOAD {
                 return self.refuse_payload(request, inbox).await;
             }
-            let payload = inbox.exactly(&self.stream, len as usize).await?;
+            let payload = self.owed(inbox.exactly(&self.stream, len as usize)).await?;
             let Some(asked) = self.terms.contexts.narrowed(&payload) else {
                 self.reply(&request, Err(errno::EINVAL), Body::None);
                 return Ok(());
@@ -270,11 +270,7 @@ impl Connection {
         }
         let len = request.len as usize;
         let payload = self.take(len).await;
-        // It is the client's turn.
-        self.idle.leave();
-        let paid = inbox.payload(&self.stream, &payload).await;
-        self.idle.enter();
-        if let Err(e) = paid {
+        if let Err(e) = self.owed(inbox.payload(&self.stream, &payload)).await {
             self.give_back(payload, len);
             return Err(e);
         }
@@ -295,7 +291,15 @@ impl Connection {
         if len > MOST_SKIPPED {
             return Err(invalid(format!("it sends {len} bytes at once, which may be refused only by reading them")));
         }
-        inbox.skip(&self.stream, len).await
+        self.owed(inbox.skip(&self.stream, len)).await
+    }
+
+    /// What the client owes a request: it is the client's turn.
+    async fn owed<T>(&self, payload: impl Future<Output = T>) -> T {
+        self.idle.leave();
+        let paid = payload.await;
+        self.idle.enter();
+        paid
     }
 
     /// A buffer, when there is room for it.

@@ -93,6 +93,7 @@ impl Connection {
         let room = Segments::buffer(HEADERS);
         let (mut batch, mut text, mut out) = (Vec::new(), Vec::with_capacity(HEADERS), Segments::default());
         loop {
+            self.to_send.clear();
             if self.replies.borrow().is_empty() {
                 if self.ended.get() && self.in_flight.get() == 0 {
                     return;

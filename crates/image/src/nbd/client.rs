@@ -208,7 +208,9 @@ impl Inner {
                     }
                 }
                 Err(why) if self.unasked.take() => {
-                    tracing::warn!("image {}: {why}: tried again when something is asked for", self.export.uri);
+                    if !self.ended.get() {
+                        tracing::warn!("image {}: {why}: tried again when something is asked for", self.export.uri);
+                    }
                     self.trouble.set(None);
                     self.pause.set(Duration::ZERO);
                 }

@@ -17,6 +17,8 @@ use rustls::Connection;
 pub(super) const CLOSED: &str = "the server closed the connection";
 pub(super) const UNASKED: &str = "the server has sent what nobody asked for";
 
+/// Reads of what TLS sends by itself, at a time: who has more to say is not a server to stay with.
+const MOST_TICKETS: usize = 16;
 /// Bytes that are encrypted, or received, at a time.
 const AT_A_TIME: usize = 64 << 10;
 
@@ -202,7 +204,7 @@ impl Secure {
     /// What comes where nobody asks is of TLS itself (a ticket for later sessions), or the end.
     fn has_ended(&self) -> Option<String> {
         let mut bytes = [0; 4096];
-        loop {
+        for _ in 0..MOST_TICKETS {
             let n = match recv(self.socket.fd(), &mut bytes, RecvFlags::DONTWAIT) {
                 Ok((_, 0)) => return Some(CLOSED.into()),
                 Ok((_, n)) => n,
@@ -222,6 +224,7 @@ impl Secure {
                 }
             }
         }
+        Some(UNASKED.into())
     }
 
     /// Hands some of what was received to the session.

@@ -1,7 +1,8 @@
 //! Watches a connection: its server is to answer in time, and to be there also while nothing is asked for.
 //!
 //! In: the requests that are on their way, and when something last came. Out: why the connection is of no more use. What must hold:
-//! an idle connection wakes nobody, and its end is seen within [`LOOK`]; who asks for one thing after another pays for none of this.
+//! an idle connection wakes nobody, and its end is seen within twice [`LOOK`]; who asks for one thing after another pays for a timer a
+//! second.
 
 use std::future::poll_fn;
 use std::task::Poll;

@@ -116,7 +116,8 @@ impl Control {
             done => return done,
         }
         let (start, listed) = (Instant::now(), Path::new(CLASS).join(format!("ublkc{}", device.id)));
-        let was_listed = listed.exists();
+        // (Where devices are not listed at all there is nothing to go by but the time.)
+        let was_listed = listed.exists() || !Path::new(CLASS).exists();
         let enough = || has_waited(start.elapsed(), was_listed && !listed.exists());
         self.command(abi::DEL_DEV, device.id, 0, &mut [], path(device), Some(&enough)).map(|_| ())
     }
