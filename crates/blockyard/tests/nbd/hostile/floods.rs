@@ -141,7 +141,8 @@ fn clients_that_drip() {
         });
         std::thread::sleep(Duration::from_millis(500));
         let start = Instant::now();
-        large.request(cmd::WRITE, 0, MB);
+        // (Where the small one has nothing.)
+        large.request(cmd::WRITE, 8 * MB, MB);
         large.write(&vec![3; MB as usize]);
         small.is_unharmed();
         assert_eq!(large.error(), 0);
