@@ -172,3 +172,20 @@ pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     let written = write().inspect_err(|_| drop(std::fs::remove_file(&beside)));
     written.with_context(|| format!("writing {}", path.display()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A page that is drawn again from the file is the page that was drawn at once.
+    #[test]
+    fn what_is_read_is_what_was_written() {
+        let differences = (0..1000u32).map(|i| (f64::from(i) / 100.0 + 0.35) - 0.12);
+        let quotients = (1..1000u32).map(|i| 1.0 / f64::from(i));
+        let samples = differences.chain(quotients).map(|seconds| (1, seconds)).collect();
+        let run = Run { samples, seconds: 0.1 + 0.2, ..Run::default() };
+        let results = Results { runs: vec![run], ..Results::new(Vec::new(), Vec::new()) };
+        let text = serde_json::to_vec(&results).unwrap();
+        assert!(serde_json::from_slice::<Results>(&text).unwrap() == results, "numbers have changed on their way");
+    }
+}

@@ -219,7 +219,10 @@ fn memory_may_go_while_requests_are_in_it() {
             let chain = [out(header, 16), into(EXTRA, 4096), into(status, 1)];
             guest.offer(0, &chain);
             guest.offer(0, &[out(header, 16), into(EXTRA + 8192, 4096 + 1)]);
-            std::thread::sleep(Duration::from_millis(20));
+            // A flush that is answered came after them: both have been taken, and wait for the disk.
+            let (flush, flushed) = (guest.header(FLUSH, 0), guest.status());
+            guest.offer(0, &[out(flush, 16), into(flushed, 1)]);
+            guest.rings[0].wait(2);
             guest.connection.frontend().remove_mem_region(&extra.info).unwrap();
             drop(extra.fd);
             other.works(0, 0);
