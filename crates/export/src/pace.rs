@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 const LOOK: Duration = Duration::from_micros(50);
 /// The same for User Mode Linux, whose system calls take so long.
 const LOOK_LONG: Duration = Duration::from_micros(300);
+/// The same for clients beside those of 50 us: one whose processor falls asleep between two requests takes longer to come back.
+const LOOK_LONGER: Duration = Duration::from_micros(200);
 /// How long kicks are gathered.
 const GATHER: Duration = Duration::from_micros(200);
 /// A guest that pauses for longer has other cares than where its reactor runs.
@@ -25,7 +27,7 @@ const SLICE_REQUESTS: u64 = 32;
 const SLICE_MOST: Duration = Duration::from_millis(60);
 /// Gathers in a row that brought no second chain: this guest does not send any.
 const VAIN: u32 = 8;
-/// A manner this much slower than the best is tried no further.
+/// A manner this much slower than the best after half of the rounds is tried no further.
 const HOPELESS: f64 = 0.7;
 /// One that was decided for before, and is this much better than all others at once, needs no second look.
 const CLEAR: f64 = 1.15;
@@ -85,18 +87,40 @@ const FOR_STREAMS: &Plan = &Plan {
     slice: Duration::from_millis(12),
     rounds: 2,
 };
+/// NBD's clients.
+const FOR_CLIENTS: &Plan = &Plan {
+    manners: &[
+        SLEEP,
+        Manner { name: "look", look: LOOK, gain: 1.05, ..SLEEP },
+        Manner { name: "look longer", look: LOOK_LONGER, gain: 1.1, ..SLEEP },
+    ],
+    slice: Duration::from_millis(3),
+    rounds: 4,
+};
 const MANNERS_MOST: usize = 5;
+const ROUNDS_MOST: usize = 4;
 
-/// Requests and the time they took.
+/// Requests a second, in each slice of a manner. Their median is what counts: a slice in which the whole machine stood still
+/// says nothing.
 #[derive(Clone, Copy, Debug, Default)]
-struct Count {
-    requests: u64,
-    seconds: f64,
+struct Rates {
+    slices: [f64; ROUNDS_MOST],
+    count: usize,
 }
 
-impl Count {
-    fn rate(self) -> f64 {
-        if self.seconds > 0.0 { self.requests as f64 / self.seconds } else { 0.0 }
+impl Rates {
+    /// In ascending order.
+    fn add(&mut self, rate: f64) {
+        let at = self.slices[..self.count].partition_point(|r| *r <= rate);
+        self.slices.copy_within(at..self.count, at + 1);
+        self.slices[at] = rate;
+        self.count += 1;
+    }
+
+    /// 0 of none.
+    fn median(&self) -> f64 {
+        let (below, above) = (self.count.saturating_sub(1) / 2, self.count / 2);
+        if self.count == 0 { 0.0 } else { (self.slices[below] + self.slices[above]) / 2.0 }
     }
 }
 
@@ -132,7 +156,7 @@ pub struct Pacer {
     /// Moving average of the pause between going empty and the next request, in nanoseconds.
     pause: f64,
     empty_since: Option<Instant>,
-    counts: [Count; MANNERS_MOST],
+    rates: [Rates; MANNERS_MOST],
     /// Manners that this trial leaves out.
     out: [bool; MANNERS_MOST],
     /// When this slice, or window, began, and the count of requests then.
@@ -153,10 +177,15 @@ impl Pacer {
             rest: REST,
             pause: 1e9,
             empty_since: None,
-            counts: Default::default(),
+            rates: Default::default(),
             out: Default::default(),
             began: (now, 0),
         }
+    }
+
+    /// For clients that are told by a socket.
+    pub fn of_clients(mode: PollMode, now: Instant) -> Self {
+        Pacer { plan: FOR_CLIENTS, ..Pacer::new(mode, false, now) }
     }
 
     /// How the guest is told: by a stream (a pipe or socket) if it is a User Mode Linux.
@@ -238,7 +267,8 @@ impl Pacer {
 
     fn step(&mut self, now: Instant, done: u64) {
         let time = now.saturating_duration_since(self.began.0);
-        let here = Count { requests: done - self.began.1, seconds: time.as_secs_f64() };
+        let (requests, seconds) = (done - self.began.1, time.as_secs_f64().max(1e-9));
+        let here = requests as f64 / seconds;
         match &mut self.state {
             State::Settled { until, rate, strange } => {
                 // Trials begin at the end of a window: by then the average pause is this load's.
@@ -246,8 +276,8 @@ impl Pacer {
                     return;
                 }
                 self.began = (now, done);
-                let like = *rate.get_or_insert(here.rate());
-                *strange = if SAME_LOAD.contains(&(here.rate() / like)) { 0 } else { *strange + 1 };
+                let like = *rate.get_or_insert(here);
+                *strange = if SAME_LOAD.contains(&(here / like)) { 0 } else { *strange + 1 };
                 let doubted = *strange >= WINDOWS;
                 if until.is_none_or(|u| now >= u) || doubted {
                     self.doubted = doubted;
@@ -262,11 +292,9 @@ impl Pacer {
                     self.began = (now, done);
                 }
             }
-            State::Trial { round, .. } if time >= self.plan.slice && here.requests >= SLICE_REQUESTS => {
+            State::Trial { round, .. } if time >= self.plan.slice && requests >= SLICE_REQUESTS => {
                 let round = *round;
-                let count = &mut self.counts[self.manner];
-                count.requests += here.requests;
-                count.seconds += here.seconds;
+                self.rates[self.manner].add(here);
                 self.next_slice(round, now, done);
             }
             State::Trial { .. } => {}
@@ -274,7 +302,7 @@ impl Pacer {
     }
 
     fn begin_trial(&mut self, now: Instant, done: u64) {
-        self.counts = Default::default();
+        self.rates = Default::default();
         for (i, manner) in self.plan.manners.iter().enumerate() {
             self.out[i] = !self.suits(manner);
         }
@@ -289,8 +317,10 @@ impl Pacer {
             return self.begin_slice(round, next, now, done);
         }
         let best = self.best();
-        for i in 1..self.plan.manners.len() {
-            self.out[i] |= self.counts[i].rate() < self.counts[best].rate() * HOPELESS;
+        if (round + 1) * 2 >= self.plan.rounds {
+            for i in 1..self.plan.manners.len() {
+                self.out[i] |= self.rates[i].median() < self.rates[best].median() * HOPELESS;
+            }
         }
         let rivals = self.out[1..self.plan.manners.len()].iter().any(|out| !out) && !self.confirmed(best);
         if rivals && round + 1 < self.plan.rounds {
@@ -298,29 +328,29 @@ impl Pacer {
         }
         tracing::debug!(
             manner = self.plan.manners[best].name,
-            rates = ?self.counts.map(|c| c.rate().round()),
+            rates = ?self.rates.map(|r| r.median().round()),
             "requests a second of each manner"
         );
         // What a trial promises is to hold: client and reactor may have shared a processor in its slices, and part after it. If
         // it was doubted already, the first window is to be believed.
-        let promised = (!self.doubted).then(|| self.counts[best].rate());
+        let promised = (!self.doubted).then(|| self.rates[best].median());
         self.settle(best, now, done);
         if let State::Settled { rate, .. } = &mut self.state {
             *rate = promised;
         }
     }
 
-    /// The manner with the best rate of those that gain enough.
+    /// The manner with the best rate, each by what it must gain.
     fn best(&self) -> usize {
-        let of = |i: usize| self.counts[i].rate();
-        let enough = |&i: &usize| i == 0 || !self.out[i] && of(i) > of(0) * self.plan.manners[i].gain;
-        (0..self.plan.manners.len()).filter(enough).max_by(|&a, &b| of(a).total_cmp(&of(b))).unwrap_or(0)
+        let worth = |i: usize| self.rates[i].median() / self.plan.manners[i].gain;
+        let tried = (0..self.plan.manners.len()).filter(|&i| i == 0 || !self.out[i]);
+        tried.max_by(|&a, &b| worth(a).total_cmp(&worth(b)).then(b.cmp(&a))).unwrap_or(0)
     }
 
     /// Whether `best` is what was decided for before, and clearly better than all others.
     fn confirmed(&self, best: usize) -> bool {
-        let rate = self.counts[best].rate();
-        best == self.settled && (0..self.plan.manners.len()).all(|i| i == best || self.counts[i].rate() * CLEAR < rate)
+        let rate = self.rates[best].median();
+        best == self.settled && (0..self.plan.manners.len()).all(|i| i == best || self.rates[i].median() * CLEAR < rate)
     }
 
     fn begin_slice(&mut self, round: usize, manner: usize, now: Instant, done: u64) {
@@ -338,123 +368,4 @@ impl Pacer {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A guest that comes back `pause` after each request, and a host that serves it at `rate` requests a millisecond, as the
-    /// manner tells.
-    struct Guest {
-        pacer: Pacer,
-        now: Instant,
-        done: f64,
-    }
-
-    #[derive(Default, PartialEq, Debug)]
-    struct Shares {
-        looked: f64,
-        gathered: f64,
-    }
-
-    impl Guest {
-        fn new(mode: PollMode, by_stream: bool) -> Self {
-            let now = Instant::now();
-            let mut pacer = Pacer::new(mode, false, now);
-            pacer.told_by_stream(by_stream);
-            Guest { pacer, now, done: 0.0 }
-        }
-
-        /// Shares of the times the queue went empty at which it looked, and at which it gathered.
-        fn run(&mut self, pause: Duration, rate: impl Fn(bool, bool) -> f64, time: Duration) -> Shares {
-            let (start, mut times, mut shares) = (self.now, 0.0, Shares::default());
-            while self.now - start < time {
-                let looks = self.pacer.went_empty(self.now, self.done as u64).is_some();
-                let gathers = self.pacer.gather().is_some();
-                self.now += pause;
-                self.pacer.came(self.now);
-                self.now += Duration::from_secs_f64(1e-3 / rate(looks, gathers));
-                self.done += 1.0;
-                times += 1.0;
-                shares.looked += f64::from(u8::from(looks));
-                shares.gathered += f64::from(u8::from(gathers));
-            }
-            Shares { looked: shares.looked / times, gathered: shares.gathered / times }
-        }
-    }
-
-    const TIME: Duration = Duration::from_secs(4);
-
-    fn us(n: u64) -> Duration {
-        Duration::from_micros(n)
-    }
-
-    #[test]
-    fn looking_is_kept_where_it_pays_and_dropped_where_it_does_not() {
-        let mut auto = Guest::new(PollMode::Auto, false);
-        assert!(auto.run(us(2), |looks, _| if looks { 200.0 } else { 100.0 }, TIME).looked > 0.8);
-        let mut auto = Guest::new(PollMode::Auto, false);
-        assert!(auto.run(us(2), |looks, _| if looks { 90.0 } else { 100.0 }, TIME).looked < 0.1);
-        let mut off = Guest::new(PollMode::Off, true);
-        assert_eq!(off.run(us(2), |_, _| 100.0, TIME), Shares::default());
-    }
-
-    #[test]
-    fn a_guest_that_pauses_for_long_is_not_looked_for() {
-        for by_stream in [false, true] {
-            let mut auto = Guest::new(PollMode::Auto, by_stream);
-            assert_eq!(auto.run(us(1000), |looks, _| if looks { 200.0 } else { 100.0 }, TIME), Shares::default());
-        }
-    }
-
-    #[test]
-    fn streams_gather_where_that_pays() {
-        let gathering = |looks, gathers| {
-            if gathers {
-                25.0
-            } else if looks {
-                10.0
-            } else {
-                20.0
-            }
-        };
-        let shares = Guest::new(PollMode::Auto, true).run(us(20), gathering, TIME);
-        assert!(shares.gathered > 0.8, "{shares:?}");
-        assert_eq!(Guest::new(PollMode::Auto, false).run(us(20), gathering, TIME).gathered, 0.0);
-    }
-
-    #[test]
-    fn a_guest_that_sends_one_at_a_time_is_not_gathered_for() {
-        let now = Instant::now();
-        let mut pacer = Pacer::new(PollMode::Auto, false, now);
-        pacer.told_by_stream(true);
-        pacer.manner = pacer.plan.manners.iter().position(|m| !m.gather.is_zero()).unwrap();
-        pacer.pause = 1e4;
-        for _ in 0..VAIN - 1 {
-            pacer.gathered(1, now, 0);
-        }
-        pacer.gathered(2, now, 0);
-        assert!(pacer.gather().is_some(), "one good gather makes up for vain ones");
-        for _ in 0..VAIN {
-            pacer.gathered(1, now, 0);
-        }
-        assert!(pacer.gather().is_none());
-    }
-
-    #[test]
-    fn a_trial_whose_promise_does_not_hold_is_made_again() {
-        let mut auto = Guest::new(PollMode::Auto, false);
-        // Until after the first trial, sleeping is fast.
-        let first = auto.run(us(20), |looks, _| if looks { 40.0 } else { 55.0 }, WINDOW + us(40_000));
-        assert!(first.looked < 0.5, "{first:?}");
-        assert!(matches!(auto.pacer.state, State::Settled { rate: Some(_), .. }), "{:?}", auto.pacer.state);
-        let later = auto.run(us(60), |looks, _| if looks { 40.0 } else { 15.0 }, REST / 2);
-        assert!(later.looked > 0.5, "{later:?}");
-    }
-
-    #[test]
-    fn another_load_is_tried_at_once_and_not_after_the_rest() {
-        let mut auto = Guest::new(PollMode::Auto, false);
-        // Long enough for the rests to have grown.
-        auto.run(us(2), |looks, _| if looks { 90.0 } else { 100.0 }, TIME * 4);
-        assert!(auto.run(us(4), |looks, _| if looks { 40.0 } else { 20.0 }, TIME / 4).looked > 0.5);
-    }
-}
+mod tests;

@@ -36,7 +36,7 @@ impl Idle {
             all.retain(|idle| idle.strong_count() > 0);
             let known = all.iter().filter_map(Weak::upgrade).find(|idle| Arc::ptr_eq(&idle.disk, &exported.disk));
             known.unwrap_or_else(|| {
-                let pacer = RefCell::new(Pacer::new(exported.poll, false, handle.now()));
+                let pacer = RefCell::new(Pacer::of_clients(exported.poll, handle.now()));
                 let (open, came, looks) = Default::default();
                 let idle = Idle { handle: handle.clone(), disk: exported.disk.clone(), open, came, pacer, looks };
                 let idle = Rc::new(idle);

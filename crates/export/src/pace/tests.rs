@@ -1,0 +1,156 @@
+use super::*;
+
+/// A guest that comes back `pause` after each request, and a host that serves it at `rate` requests a millisecond, as the
+/// manner tells.
+struct Guest {
+    pacer: Pacer,
+    now: Instant,
+    done: f64,
+}
+
+#[derive(Default, PartialEq, Debug)]
+struct Shares {
+    looked: f64,
+    gathered: f64,
+}
+
+impl Guest {
+    fn new(mode: PollMode, by_stream: bool) -> Self {
+        let now = Instant::now();
+        let mut pacer = Pacer::new(mode, false, now);
+        pacer.told_by_stream(by_stream);
+        Guest { pacer, now, done: 0.0 }
+    }
+
+    /// Shares of the times the queue went empty at which it looked, and at which it gathered.
+    fn run(&mut self, pause: Duration, rate: impl Fn(bool, bool) -> f64, time: Duration) -> Shares {
+        let (start, mut times, mut shares) = (self.now, 0.0, Shares::default());
+        while self.now - start < time {
+            let looks = self.pacer.went_empty(self.now, self.done as u64).is_some();
+            let gathers = self.pacer.gather().is_some();
+            self.now += pause;
+            self.pacer.came(self.now);
+            self.now += Duration::from_secs_f64(1e-3 / rate(looks, gathers));
+            self.done += 1.0;
+            times += 1.0;
+            shares.looked += f64::from(u8::from(looks));
+            shares.gathered += f64::from(u8::from(gathers));
+        }
+        Shares { looked: shares.looked / times, gathered: shares.gathered / times }
+    }
+}
+
+const TIME: Duration = Duration::from_secs(4);
+
+fn us(n: u64) -> Duration {
+    Duration::from_micros(n)
+}
+
+#[test]
+fn looking_is_kept_where_it_pays_and_dropped_where_it_does_not() {
+    let mut auto = Guest::new(PollMode::Auto, false);
+    assert!(auto.run(us(2), |looks, _| if looks { 200.0 } else { 100.0 }, TIME).looked > 0.8);
+    let mut auto = Guest::new(PollMode::Auto, false);
+    assert!(auto.run(us(2), |looks, _| if looks { 90.0 } else { 100.0 }, TIME).looked < 0.1);
+    let mut off = Guest::new(PollMode::Off, true);
+    assert_eq!(off.run(us(2), |_, _| 100.0, TIME), Shares::default());
+}
+
+#[test]
+fn a_guest_that_pauses_for_long_is_not_looked_for() {
+    for by_stream in [false, true] {
+        let mut auto = Guest::new(PollMode::Auto, by_stream);
+        assert_eq!(auto.run(us(1000), |looks, _| if looks { 200.0 } else { 100.0 }, TIME), Shares::default());
+    }
+}
+
+#[test]
+fn streams_gather_where_that_pays() {
+    let gathering = |looks, gathers| {
+        if gathers {
+            25.0
+        } else if looks {
+            10.0
+        } else {
+            20.0
+        }
+    };
+    let shares = Guest::new(PollMode::Auto, true).run(us(20), gathering, TIME);
+    assert!(shares.gathered > 0.8, "{shares:?}");
+    assert_eq!(Guest::new(PollMode::Auto, false).run(us(20), gathering, TIME).gathered, 0.0);
+}
+
+#[test]
+fn a_guest_that_sends_one_at_a_time_is_not_gathered_for() {
+    let now = Instant::now();
+    let mut pacer = Pacer::new(PollMode::Auto, false, now);
+    pacer.told_by_stream(true);
+    pacer.manner = pacer.plan.manners.iter().position(|m| !m.gather.is_zero()).unwrap();
+    pacer.pause = 1e4;
+    for _ in 0..VAIN - 1 {
+        pacer.gathered(1, now, 0);
+    }
+    pacer.gathered(2, now, 0);
+    assert!(pacer.gather().is_some(), "one good gather makes up for vain ones");
+    for _ in 0..VAIN {
+        pacer.gathered(1, now, 0);
+    }
+    assert!(pacer.gather().is_none());
+}
+
+/// 30 ms of the first slice in which it looks.
+#[test]
+fn a_machine_that_stands_still_for_a_moment_decides_nothing() {
+    let mut auto = Guest::new(PollMode::Auto, false);
+    let stands = std::cell::Cell::new(true);
+    let rate = |looks, _| match looks {
+        true if stands.replace(false) => 1.0 / 30.0,
+        true => 30.0,
+        false => 20.0,
+    };
+    assert!(auto.run(us(20), rate, REST / 2).looked > 0.7);
+}
+
+#[test]
+fn a_client_that_is_slow_to_come_back_is_looked_for_longer() {
+    let now = Instant::now();
+    let run = |needs: Duration| {
+        let mut guest = Guest { pacer: Pacer::of_clients(PollMode::Auto, now), now, done: 0.0 };
+        let (mut looked, mut slept) = (0, 0);
+        while guest.now - now < TIME {
+            let look = guest.pacer.went_empty(guest.now, guest.done as u64);
+            // Whoever is not looked for has to be woken for.
+            guest.now += us(60);
+            guest.pacer.came(guest.now);
+            let found = look.is_some_and(|look| look >= needs);
+            guest.now += us(if found { 20 } else { 60 });
+            guest.done += 1.0;
+            looked += u32::from(look == Some(LOOK_LONGER));
+            slept += u32::from(look.is_none());
+        }
+        (looked as f64 / guest.done, f64::from(slept) / guest.done)
+    };
+    assert!(run(us(60)).0 > 0.8, "{:?}", run(us(60)));
+    // Where a short look does, there is no longer one; and none where none helps.
+    assert!(run(us(40)).0 < 0.1, "{:?}", run(us(40)));
+    assert!(run(us(400)).1 > 0.8, "{:?}", run(us(400)));
+}
+
+#[test]
+fn a_trial_whose_promise_does_not_hold_is_made_again() {
+    let mut auto = Guest::new(PollMode::Auto, false);
+    // Until after the first trial, sleeping is fast.
+    let first = auto.run(us(20), |looks, _| if looks { 40.0 } else { 55.0 }, WINDOW + us(40_000));
+    assert!(first.looked < 0.5, "{first:?}");
+    assert!(matches!(auto.pacer.state, State::Settled { rate: Some(_), .. }), "{:?}", auto.pacer.state);
+    let later = auto.run(us(60), |looks, _| if looks { 40.0 } else { 15.0 }, REST / 2);
+    assert!(later.looked > 0.5, "{later:?}");
+}
+
+#[test]
+fn another_load_is_tried_at_once_and_not_after_the_rest() {
+    let mut auto = Guest::new(PollMode::Auto, false);
+    // Long enough for the rests to have grown.
+    auto.run(us(2), |looks, _| if looks { 90.0 } else { 100.0 }, TIME * 4);
+    assert!(auto.run(us(4), |looks, _| if looks { 40.0 } else { 20.0 }, TIME / 4).looked > 0.5);
+}
