@@ -87,15 +87,27 @@ serve a.img --ublk=1 --cache writethrough
 load --name=a --filename=/dev/ublkb1 --rw=randwrite --bs=4k --size=4M --do_verify=1
 stop
 
-# Through the page cache data are copied, whatever the kernel can.
+# Through the page cache, too, the data stay with the kernel: it copies once.
 serve a.img --ublk=1 --cache writeback --queues 2 --queue-size 16 --reactors 2
 [[ $(ls -d /sys/block/ublkb1/mq/* | wc -l) == 2 && $(cat /sys/block/ublkb1/queue/nr_requests) == 16 ]]
-grep memfd:ublk /proc/$pid/maps >/dev/null
 load --name=a --filename=/dev/ublkb1 --rw=randrw --bs=4k --size=4M --numjobs=1 --do_verify=1
+load --name=b --filename=/dev/ublkb1 --rw=write --bs=1M --offset=4M --size=4M --do_verify=1
+md5=$(md5sum </dev/ublkb1)
+! grep memfd:ublk /proc/$pid/maps
+stop
+(($(figure copied) == 0 && $(figure bytes) > 8000000)) || { cat /tmp/log && exit 1; }
+[[ $(md5sum <a.img) == "$md5" ]]
+
+# Its end is in the middle of a block: what is beyond is zeroes, and is not written to the file.
+head -c 1000001 a.img >odd.img
+md5=$( (cat odd.img && head -c 447 /dev/zero) | md5sum)
+serve odd.img --ublk=1 --cache writeback
+[[ $(md5sum </dev/ublkb1) == "$md5" ]]
 stop
 
 # A disk in memory, and errors that a filter makes.
 serve ram:16M --ublk=1 --filter error:write=1,range=8388608-16777216
+grep memfd:ublk /proc/$pid/maps >/dev/null
 dd if=/dev/zero of=/dev/ublkb1 bs=1M count=4 oflag=direct status=none
 ! dd if=/dev/zero of=/dev/ublkb1 bs=64k seek=200 count=1 oflag=direct status=none 2>/dev/null
 dd if=/dev/ublkb1 of=/dev/null bs=1M count=16 iflag=direct status=none

@@ -165,7 +165,7 @@ impl Ublk {
     fn add(&mut self, options: &UblkOptions, zero_copy: bool) -> Result<(), UblkError> {
         let always = abi::F_CMD_IOCTL_ENCODE | abi::F_USER_RECOVERY | abi::F_USER_RECOVERY_REISSUE;
         let copies_none = abi::F_SUPPORT_ZERO_COPY | abi::F_AUTO_BUF_REG | abi::F_USER_COPY;
-        let zero_copy = zero_copy && self.features & copies_none == copies_none && is_direct(&self.shared.disk);
+        let zero_copy = zero_copy && self.features & copies_none == copies_none && has_files(&self.shared.disk);
         let sometimes = abi::F_UPDATE_SIZE | abi::F_QUIESCE | abi::F_SAFE_STOP_DEV;
         let mut want = DeviceInfo {
             queues: options.shape.queues,
@@ -192,7 +192,11 @@ impl Ublk {
 
     fn set_up(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
         let device = self.open()?;
-        let params = params::params(&self.shared.disk, self.device.max_io_bytes, self.zero_copy());
+        let params = params::params(
+            &self.shared.disk,
+            self.device.max_io_bytes,
+            self.zero_copy() && is_direct(&self.shared.disk),
+        );
         self.control.set_params(&self.device, &params).map_err(self.error("setting its parameters"))?;
         self.start_queues(&device, reactors)?;
         drop(device);
@@ -222,9 +226,9 @@ impl Ublk {
     fn may_go_on(&self, params: &Params) -> io::Result<()> {
         let disk = &self.shared.disk;
         let refuse = |what: &str| Err(io::Error::other(what.to_string()));
-        if self.zero_copy() && !is_direct(disk) {
+        if self.zero_copy() && !has_files(disk) {
             return refuse(
-                "its data stay with the kernel, and the image's do not (--cache none on files of this host)",
+                "its data stay with the kernel, and the image's do not (it has to lie in files of this host)",
             );
         }
         if 1 << params.basic.logical_shift < disk.source().logical_block() {
@@ -415,14 +419,22 @@ fn stop_unused(control: &mut Control, device: &DeviceInfo) -> io::Result<()> {
     stop()
 }
 
-/// Whether the image's files are read into, and written from, memory that the kernel names. Through the page cache, over the
-/// network and in memory data are copied anyway, and cheaper by this process; and a back end that leaves memory as it is
-/// must not be given the kernel's.
+/// Whether the image's files are read into, and written from, memory that the kernel names: the page cache copies once then,
+/// and not this process as well. What comes over the network or lies in memory is copied by this process anyway; and a back end
+/// that leaves memory as it is must not be given the kernel's.
+fn has_files(disk: &Disk) -> bool {
+    every_file(disk, |file| file.fd().is_some())
+}
+
+/// Whether they are past the page cache.
 fn is_direct(disk: &Disk) -> bool {
-    let here = |file: &ImageFile| file.direct() && file.fd().is_some();
+    every_file(disk, ImageFile::direct)
+}
+
+fn every_file(disk: &Disk, is: impl Fn(&ImageFile) -> bool) -> bool {
     match disk.source() {
-        Source::File(file) | Source::Delay { file: Some(file), .. } => here(&file),
-        Source::Chain(chain) => chain.layers().iter().all(|layer| here(&layer.file)),
+        Source::File(file) | Source::Delay { file: Some(file), .. } => is(&file),
+        Source::Chain(chain) => chain.layers().iter().all(|layer| is(&layer.file)),
         Source::Ram(_) | Source::Null { .. } | Source::Delay { file: None, .. } | Source::Gone { .. } => false,
     }
 }
