@@ -36,8 +36,10 @@ loader=("$tree/usr/lib64/ld-linux-x86-64.so.2" --inhibit-cache --library-path "$
 
 run='' guest_pid='' out_pid='' watch_pid=''
 
-# Removes what a run made and ends what it started, and nothing else.
+# Removes what a run made and ends what it started, and nothing else. To its end: a signal to the whole group that comes
+# when the guest has just ended would find `rm` at work, and end that.
 cleanup() {
+    trap '' INT TERM HUP
     local p
     # The guest leads a process group of its own (see run_guest): User Mode Linux has a process
     # per address space in there. (Asked of bash, for we may come before a number was noted.)
@@ -46,6 +48,7 @@ cleanup() {
     done
     # Until they are gone they may make files in the folder.
     wait 2>/dev/null || :
+    guest_pid=
     [[ -z $run ]] || rm -rf -- "$run"
 }
 
@@ -56,10 +59,12 @@ join() { # WORD...: with commas
 
 begin_run() {
     trap cleanup EXIT
-    trap 'exit 130' INT
-    trap 'exit 143' TERM
-    trap 'exit 129' HUP
-    run=$(mktemp -d "${TMPDIR:-/tmp}/blockyard-guest.XXXXXX")
+    # Also where `cleanup` has begun, and knows nothing of the signal yet: `exit` alone would make an end of it there.
+    trap 'cleanup && exit 130' INT
+    trap 'cleanup && exit 143' TERM
+    trap 'cleanup && exit 129' HUP
+    # No folder is made whose name does not get here.
+    run=$(trap '' INT TERM HUP && exec mktemp -d "${TMPDIR:-/tmp}/blockyard-guest.XXXXXX")
     mkdir "$run/job"
     mkfifo "$run/out"
 }

@@ -9,6 +9,7 @@
 //!   changes       the disk grows, memory is plugged in and out, under load
 //!   cow           UML's COW files, written here and by its own driver; what that driver reads wrong       UML
 //!   live          snapshot, commit, snapshot, stream, again and again under verified load              UML, QEMU
+//!   runner        the guests' runner, told to end while it cleans up                           UML
 //!   neighbours    one guest runs out of memory and swaps, the other's data are verified                 UML
 //! ```
 //! Guests cost seconds each, so a script shows as much as fits. Where the host must do something at a certain point the
@@ -27,4 +28,5 @@ mod flush;
 mod live;
 mod neighbours;
 mod qmp;
+mod runner;
 mod stage;
