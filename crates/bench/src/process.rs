@@ -8,10 +8,11 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process_group, test_kill_process_group};
 
 /// Set when the user wants it to end.
 #[derive(Clone, Default)]
@@ -43,10 +44,14 @@ pub struct Process {
     name: String,
     lines: Receiver<(Instant, String)>,
     errors: Arc<Mutex<String>>,
+    /// Gathers `errors`, until all have closed them.
+    listener: JoinHandle<()>,
 }
 
-/// How long one may take to end.
-const ENDING: Duration = Duration::from_secs(15);
+/// How long one may take to end: it removes what it made, and its disk may be slow.
+const ENDING: Duration = Duration::from_secs(30);
+/// How long what is left of one that has ended is waited for: its last words, and who was killed with it.
+const REST: Duration = Duration::from_secs(2);
 
 impl Process {
     /// Starts it, with its output line by line. It goes also if we are killed.
@@ -71,7 +76,7 @@ impl Process {
         let errors = Arc::new(Mutex::new(String::new()));
         let mut from = child.stderr.take().context("no standard error")?;
         let to = errors.clone();
-        std::thread::spawn(move || {
+        let listener = std::thread::spawn(move || {
             let mut bytes = [0; 4096];
             while let Ok(n @ 1..) = from.read(&mut bytes) {
                 let mut text = to.lock().unwrap_or_else(|e| e.into_inner());
@@ -81,7 +86,7 @@ impl Process {
                 }
             }
         });
-        Ok(Process { child, name, lines, errors })
+        Ok(Process { child, name, lines, errors, listener })
     }
 
     pub fn pid(&self) -> u32 {
@@ -118,10 +123,17 @@ impl Process {
             }
             std::thread::sleep(Duration::from_millis(5));
         };
-        // (The last of its words may be on their way still.)
-        std::thread::sleep(Duration::from_millis(20));
+        self.hear();
         anyhow::ensure!(status.success(), "{}: {status}: {}", self.name, self.errors().trim());
         Ok(())
+    }
+
+    /// The last of its words may be on their way still. (Whoever it has left behind may keep its standard error open.)
+    fn hear(&self) {
+        let begin = Instant::now();
+        while !self.listener.is_finished() && begin.elapsed() < REST {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// SIGTERM, and its end.
@@ -142,11 +154,15 @@ impl Process {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        // Who is left of the group takes its time; it has none.
+        // Who is left of the group takes its time; it has none. Until it is gone it may make files.
         if let Some(group) = group {
             let _ = kill_process_group(group, Signal::KILL);
+            let begin = Instant::now();
+            while test_kill_process_group(group).is_ok() && begin.elapsed() < REST {
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
-        std::thread::sleep(Duration::from_millis(20));
+        self.hear();
         Ok(())
     }
 }
