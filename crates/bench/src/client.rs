@@ -19,6 +19,8 @@ mod worker;
 pub mod workload;
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
@@ -113,6 +115,10 @@ pub struct Options {
     /// Seconds without a completion after which the run has failed
     #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = parse_seconds)]
     pub timeout: f64,
+    /// Once it is set the measured time is over. (For who has something done meanwhile, and cannot say how long that takes.)
+    #[arg(skip)]
+    #[serde(skip)]
+    pub over: Arc<AtomicBool>,
 }
 
 /// Sizes in bytes, and in so many of a hundred operations; the smallest divides all.
@@ -242,9 +248,10 @@ impl<'a> Setup<'a> {
             Some(n) => Limit::Operations(n / queues + u64::from(u64::from(queue) < n % queues)),
             None => Limit::Time { from: nanos(options.warmup), until: nanos(options.warmup + options.runtime) },
         };
+        let over = options.over.clone();
         let verifier = options.verify.then(|| Verifier::new(self.seed, options.bs as usize, first, blocks));
         let pacer = options.rate.map(|rate| Pacer::new(rate as f64 / queues as f64));
-        Load::new(Workload::new(mix, self.seed, queue), verifier, pacer, limit, options.bs)
+        Load::new(Workload::new(mix, self.seed, queue), verifier, pacer, limit, over, options.bs)
     }
 
     /// Sizes in blocks.

@@ -3,6 +3,9 @@
 //! In: the time (nanoseconds since the run began), and what became of each operation. Out: the next operation, and at the
 //! end a tally. It knows nothing of rings or files, and both kinds of load go through it.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use anyhow::Result;
 use hdrhistogram::Histogram;
 
@@ -121,6 +124,8 @@ pub struct Load {
     pub verifier: Option<Verifier>,
     pacer: Option<Pacer>,
     limit: Limit,
+    /// Set: the measured time is over.
+    over: Arc<AtomicBool>,
     stage: Stage,
     in_flight: u64,
     started: u64,
@@ -134,6 +139,7 @@ impl Load {
         verifier: Option<Verifier>,
         pacer: Option<Pacer>,
         limit: Limit,
+        over: Arc<AtomicBool>,
         block_size: u64,
     ) -> Result<Self> {
         let stage = if matches!(limit, Limit::Time { .. }) { Stage::WarmUp } else { Stage::Measured };
@@ -141,7 +147,7 @@ impl Load {
         if let Limit::Time { from, until } = limit {
             tally.slices = vec![Slice::default(); (until.saturating_sub(from) / SLICE) as usize];
         }
-        Ok(Load { workload, verifier, pacer, limit, stage, in_flight: 0, started: 0, block_size, tally })
+        Ok(Load { workload, verifier, pacer, limit, over, stage, in_flight: 0, started: 0, block_size, tally })
     }
 
     /// Whether operations that finish now are counted.
@@ -158,8 +164,8 @@ impl Load {
     pub fn tick(&mut self, now: u64) {
         match (self.limit, self.stage) {
             (Limit::Time { from, .. }, Stage::WarmUp) if now >= from => self.stage = Stage::Measured,
-            (Limit::Time { from, until }, Stage::Measured) if now >= until => {
-                self.tally.elapsed_ns = until - from;
+            (Limit::Time { from, until }, Stage::Measured) if now >= until || self.over.load(Ordering::Relaxed) => {
+                self.tally.elapsed_ns = now.min(until) - from;
                 self.stage = Stage::Drain;
             }
             (Limit::Operations(n), Stage::Measured) if self.started == n => self.stage = Stage::Drain,
@@ -299,7 +305,7 @@ mod tests {
             split: Split::default(),
         };
         let verifier = verify.then(|| Verifier::new(1, 512, 0, 100));
-        Load::new(Workload::new(mix, 1, 0), verifier, None, limit, 512).unwrap()
+        Load::new(Workload::new(mix, 1, 0), verifier, None, limit, Arc::default(), 512).unwrap()
     }
 
     fn operation(next: Next) -> Operation {
@@ -319,6 +325,17 @@ mod tests {
         load.tick(201);
         assert_eq!((load.tally.writes, load.tally.elapsed_ns), (3, 100));
         assert_eq!(load.next(202), Next::Over);
+    }
+
+    #[test]
+    fn the_measured_time_is_over_when_somebody_says_so() {
+        let mut load = load(Limit::Time { from: 100, until: 1000 }, false);
+        load.over.store(true, Ordering::Relaxed);
+        let o = operation(load.next(50));
+        load.tick(120);
+        load.finish(o, 50, 130, Ok(()), |_| ()).unwrap();
+        load.tick(150);
+        assert_eq!((load.tally.writes, load.tally.elapsed_ns, load.next(150)), (1, 50, Next::Over));
     }
 
     #[test]
