@@ -128,9 +128,9 @@ mod tests {
     fn a_write_that_blocked_sends_the_next_ones_elsewhere() {
         let (fd, inline) = of(Way::Inline);
         let bytes = Segments::from_bytes(b"x");
-        inline.pauses.blocked(Duration::from_millis(20));
+        inline.pauses.blocked(Duration::from_millis(100));
         assert_eq!(inline.write(fd.as_fd(), &bytes, 0), None);
-        std::thread::sleep(Duration::from_millis(420));
+        std::thread::sleep(Duration::from_millis(2020));
         assert_eq!(inline.write(fd.as_fd(), &bytes, 0), Some(1));
     }
 
