@@ -14,6 +14,8 @@ use blockyard_ring::{Executor, Segments, Storage};
 use server::{Disk, Evil, SIZE, Server, data, done, good, piece, simple};
 
 const SHORT: nbd::Options = nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_millis(400) };
+/// Where silence is not what is looked at: a machine that stands still for a moment is not taken for a silent server.
+const TALKING: nbd::Options = nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_secs(8) };
 const LONG: nbd::Options = nbd::Options { reconnect: Duration::from_secs(20), timeout: Duration::from_secs(20) };
 
 fn on_image<T: 'static>(
@@ -145,7 +147,7 @@ fn lies_end_in_errors() {
             Some(if is_honest.load(Ordering::SeqCst) { good(request, disk) } else { lie(request, disk) })
         };
         let server = Server::start(headers, |_, _| (), evil(answer));
-        on_image(&server, SHORT, async move |raw| {
+        on_image(&server, TALKING, async move |raw| {
             let start = Instant::now();
             let mut error = raw.read(Segments::buffer(4096), 4096).await.1;
             if says.contains("nobody asked") && error.is_ok() {
@@ -157,9 +159,9 @@ fn lies_end_in_errors() {
             }
             let error = error.expect_err(says).to_string();
             assert!(error.contains(says), "{says}: {error}");
-            assert!(start.elapsed() < Duration::from_secs(5), "{says}: {:?}", start.elapsed());
+            assert!(start.elapsed() < Duration::from_secs(7), "{says}: {:?}", start.elapsed());
             honest.store(true, Ordering::SeqCst);
-            for _ in 0..200 {
+            for _ in 0..1000 {
                 let (segments, result) = raw.read(Segments::buffer(4096), 4096).await;
                 if result.is_ok() {
                     assert!(is_pattern(&segments, 4096));
@@ -184,7 +186,7 @@ fn huge_lengths_are_not_believed() {
                 Some(bytes)
             };
             let server = Server::start(headers, |_, _| (), evil(answer));
-            on_image(&server, SHORT, async move |raw| {
+            on_image(&server, TALKING, async move |raw| {
                 let error = raw.read(Segments::buffer(512), 0).await.1.unwrap_err().to_string();
                 assert!(error.contains("answer") || error.contains("error of"), "{error}");
                 let error = raw.storage().next_data(0).await.unwrap_err().to_string();
@@ -242,7 +244,7 @@ fn a_silent_server_costs_bounded_time() {
             assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
             let start = Instant::now();
             raw.read(Segments::buffer(4096), 0).await.1.unwrap_err();
-            assert!(start.elapsed() < Duration::from_secs(2), "it is known to be gone: {:?}", start.elapsed());
+            assert!(start.elapsed() < Duration::from_secs(10), "it is known to be gone: {:?}", start.elapsed());
         });
     }
 }
@@ -388,7 +390,7 @@ fn an_export_that_comes_back_changed_is_not_used() {
             evil(|number, request, disk| if number == 1 { None } else { Some(good(request, disk)) }),
         );
         let says = says.clone();
-        on_image(&server, SHORT, async move |raw| {
+        on_image(&server, TALKING, async move |raw| {
             let error = raw.read(Segments::buffer(512), 0).await.1.unwrap_err().to_string();
             assert!(error.contains(what), "{error}");
             *says.lock().unwrap() = error;
@@ -403,7 +405,7 @@ fn a_server_that_does_not_negotiate_is_an_error_in_time() {
     let start = Instant::now();
     let error = Remote::open(&format!("nbd+unix:///?socket={}", path.display()), true, SHORT).unwrap_err();
     assert!(error.contains("does not answer"), "{error}");
-    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     drop(listener);
     let error = Remote::open(&format!("nbd+unix:///?socket={}", path.display()), true, SHORT).unwrap_err();
     assert!(error.contains("Connection refused"), "{error}");
