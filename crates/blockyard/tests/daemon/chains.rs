@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use blockyard_bench::client::workload::Pattern;
@@ -235,7 +236,7 @@ fn kill_9_under_load_with_durable_writes() {
         rw: Pattern::Randrw,
         queues: 2,
         depth: 16,
-        runtime: 2.5,
+        runtime: 120.0,
         verify: true,
         reconnect: true,
         ..Options::for_socket(stack.socket.clone())
@@ -243,12 +244,15 @@ fn kill_9_under_load_with_durable_writes() {
     let (report, daemon) = std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));
         for _ in 0..4 {
-            std::thread::sleep(Duration::from_millis(350));
+            daemon.until_served("write", "");
+            std::thread::sleep(Duration::from_millis(300));
             assert!(!client.is_finished(), "the load ended early");
             daemon.kill();
             stack.check(true);
             daemon = Daemon::serve_again(stack.top(), &stack.socket, &options);
         }
+        daemon.until_served("write", "");
+        load.over.store(true, Ordering::Relaxed);
         (client.join().unwrap().unwrap(), daemon)
     });
     assert_eq!((report.errors, report.first_error, report.reconnects), (0, None, 4));

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use blockyard_bench::client::workload::Pattern;
@@ -11,7 +11,7 @@ use blockyard_bench::client::{Options, measure};
 use blockyard_bench::driver::{Data, Plan, request, status};
 
 use crate::cache::dirty;
-use crate::common::{Daemon, Folder, SOON, Signal};
+use crate::common::{Daemon, Folder, SOON, Signal, until};
 use crate::guest::{ANSWER, Guest, bytes_of, pattern};
 
 const BLOCK: usize = 4096;
@@ -34,19 +34,16 @@ fn drain(guest: &mut Guest) -> usize {
 fn sigterm_answers_what_is_in_flight() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
-    let daemon = Daemon::serve(&image, &socket, &["--filter", "delay:write=300ms"]);
+    let daemon = Daemon::serve(&image, &socket, &["--filter", "delay:write=2s"]);
     let mut guest = Guest::connect(&socket);
     for slot in 0..16 {
         guest.queue().write_data(slot, &pattern(slot.into(), BLOCK));
         guest.queue().submit(slot, request::OUT, u64::from(slot) * 8, Data::ToDevice(BLOCK as u32));
     }
-    guest.queue().publish().unwrap();
-    // They are taken, and wait in the filter.
-    std::thread::sleep(Duration::from_millis(100));
-    assert!(guest.queue().reap().unwrap().is_none());
-    let start = Instant::now();
+    guest.all_taken(16);
+    assert!(guest.queue().reap().unwrap().is_none(), "they wait in the filter");
+    // In bounded time.
     daemon.stop();
-    assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
     assert_eq!(drain(&mut guest), 16);
     for slot in 0..16 {
         assert_eq!(bytes_of(&image, slot * BLOCK as u64, BLOCK), pattern(slot, BLOCK), "block {slot}");
@@ -54,8 +51,9 @@ fn sigterm_answers_what_is_in_flight() {
     assert!(!socket.exists());
 }
 
-/// Writes one block after the other until `over`, and then until nothing more is answered: the blocks answered.
-fn write_until(socket: &Path, over: &AtomicBool) -> Vec<u64> {
+/// Writes one block after the other until `over`, and then until nothing more is answered: the blocks answered. `count`: how many
+/// so far.
+fn write_until(socket: &Path, over: &AtomicBool, count: &AtomicUsize) -> Vec<u64> {
     let mut guest = Guest::with(socket, &Plan { slots: DEPTH, ..Plan::default() });
     let (mut next, mut answered) = (0, Vec::new());
     let mut carries = [0; DEPTH as usize];
@@ -73,6 +71,7 @@ fn write_until(socket: &Path, over: &AtomicBool) -> Vec<u64> {
         while let Some((slot, status)) = guest.queue().reap().unwrap() {
             assert_eq!(status, status::OK);
             answered.push(carries[usize::from(slot)]);
+            count.store(answered.len(), Ordering::Relaxed);
             free.push(slot);
             last = Instant::now();
         }
@@ -86,17 +85,16 @@ fn sigterm_in_mid_load_keeps_what_was_answered() {
         let folder = Folder::new();
         let (image, socket) = (folder.image("disk", 8 << 30), folder.join("s"));
         let daemon = Daemon::serve(&image, &socket, &["--cache", mode]);
-        let over = AtomicBool::new(false);
+        let (over, count) = (AtomicBool::new(false), AtomicUsize::new(0));
         let answered = std::thread::scope(|scope| {
-            let writer = scope.spawn(|| write_until(&socket, &over));
-            std::thread::sleep(Duration::from_millis(400));
-            let start = Instant::now();
+            let writer = scope.spawn(|| write_until(&socket, &over, &count));
+            until("there is a load", SOON, || count.load(Ordering::Relaxed) > 200);
+            std::thread::sleep(Duration::from_millis(300));
+            // In bounded time: it ends though the guest goes on.
             daemon.stop();
-            assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
             over.store(true, Ordering::Relaxed);
             writer.join().unwrap()
         });
-        assert!(answered.len() > 200, "only {} writes: no load", answered.len());
         let end = answered.iter().max().unwrap() + 1;
         assert_eq!(dirty(&image, end * BLOCK as u64), 0, "{mode}: flushed at the end");
         for block in answered {
@@ -133,11 +131,10 @@ fn sigterm_does_not_wait_for_front_ends() {
 fn further_signals_while_it_drains() {
     let folder = Folder::new();
     let socket = folder.join("s");
-    let mut daemon = Daemon::serve("ram:1M", &socket, &["--filter", "delay:write=300ms"]);
+    let mut daemon = Daemon::serve("ram:1M", &socket, &["--filter", "delay:write=1s"]);
     let mut guest = Guest::connect(&socket);
     guest.queue().submit(0, request::OUT, 0, Data::ToDevice(BLOCK as u32));
-    guest.queue().publish().unwrap();
-    std::thread::sleep(Duration::from_millis(100));
+    guest.all_taken(1);
     for signal in [Signal::TERM, Signal::HUP, Signal::USR1, Signal::TERM, Signal::INT] {
         daemon.signal(signal);
         std::thread::sleep(Duration::from_millis(5));
@@ -156,7 +153,7 @@ fn killed_again_and_again(packed: bool) {
         rw: Pattern::Randrw,
         queues: 2,
         depth: 16,
-        runtime: 2.5,
+        runtime: 120.0,
         flush_every: 20,
         verify: true,
         reconnect: true,
@@ -166,11 +163,14 @@ fn killed_again_and_again(packed: bool) {
     let (report, daemon) = std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));
         for _ in 0..5 {
-            std::thread::sleep(Duration::from_millis(350));
+            daemon.until_served("write", "");
+            std::thread::sleep(Duration::from_millis(300));
             assert!(!client.is_finished(), "the load ended early");
             daemon.kill();
-            daemon = Daemon::serve(&image, &socket, &options);
+            daemon = Daemon::serve_again(&image, &socket, &options);
         }
+        daemon.until_served("write", "");
+        load.over.store(true, Ordering::Relaxed);
         (client.join().unwrap().unwrap(), daemon)
     });
     assert_eq!((report.errors, report.first_error, report.reconnects), (0, None, 5));

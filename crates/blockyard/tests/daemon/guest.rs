@@ -1,7 +1,7 @@
 //! A guest of one queue: requests one at a time, and the pieces to make its own.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockyard_bench::driver::{Data, Plan, Queue, Session, SplitRing, feature, request, status};
 
@@ -85,6 +85,22 @@ impl Guest {
             bytes.extend(flags.to_le_bytes());
         }
         self.ask(request, 0, Data::ToDevice(bytes.len() as u32), &mut bytes)
+    }
+
+    /// Publishes what was submitted, and waits until the daemon has taken all of it from the ring: a flush behind it, in `slot`,
+    /// is answered. (What was submitted must take longer than that.)
+    #[track_caller]
+    pub fn all_taken(&mut self, slot: u16) {
+        self.queue().submit(slot, request::FLUSH, 0, Data::None);
+        self.queue().publish().unwrap();
+        let start = Instant::now();
+        loop {
+            match self.queue().reap().unwrap() {
+                Some(answer) => return assert_eq!(answer, (slot, status::OK)),
+                None => assert!(start.elapsed() < ANSWER, "the flush is not answered"),
+            }
+            self.queue().sleep(Some(Duration::from_millis(100))).unwrap();
+        }
     }
 
     /// Stops the queue as a guest does that shuts down, and goes.

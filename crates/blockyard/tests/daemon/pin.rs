@@ -46,7 +46,7 @@ fn pinned_memory_comes_and_goes_with_its_front_end() {
                 rw: Pattern::Randrw,
                 queues: 4,
                 depth: 16,
-                runtime: 1.0,
+                ops: Some(20_000),
                 flush_every: 50,
                 verify: true,
                 packed,

@@ -3,6 +3,7 @@
 //! Disks lie on `null:`, which costs nothing: what is measured is what the limits let pass.
 
 use std::process::Command;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blockyard_bench::client::report::Report;
@@ -10,7 +11,7 @@ use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
 use blockyard_bench::driver::{Data, Plan, request, status};
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, until};
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, at_last, holds, until};
 use crate::guest::{ANSWER, Guest};
 
 struct Yard {
@@ -63,16 +64,11 @@ fn good(options: &Options) -> Report {
 /// count for a time that is not theirs; that never more begin than may is proved where the time is simulated.)
 #[track_caller]
 fn at_rate(what: &str, rate: f64, mut found: impl FnMut() -> f64) {
-    let mut all = Vec::new();
-    for _ in 0..5 {
+    at_last(|| {
         let found = found();
-        all.push(found);
         assert!(found <= rate * 1.10, "{what}: {found} a second, and the limit is {rate}");
-        if (found / rate - 1.0).abs() < 0.02 {
-            return;
-        }
-    }
-    panic!("{what}: {all:?} a second, and the limit is {rate}");
+        holds((found / rate - 1.0).abs() < 0.02, || format!("{what}: {found} a second, and the limit is {rate}"))
+    });
 }
 
 #[test]
@@ -110,50 +106,52 @@ fn a_burst_is_spent_once() {
     let socket = folder.join("s");
     let daemon = Daemon::serve("null:1G", &socket, &["--iops", "500,max=4000,length=1"]);
     // 4000 in the first second, 500 a second behind it; the client counts completions, which come a moment late.
-    let mut all = Vec::new();
-    for _ in 0..3 {
+    at_last(|| {
         let took = good(&Options { ops: Some(4500), ..Options::for_socket(socket.clone()) }).seconds;
-        all.push(took);
         assert!(took > 1.95, "{took} s for 4500 operations");
-        if took < 2.05 {
-            return drop(daemon.stop());
+        if took >= 2.05 {
+            // Until it is full again.
+            std::thread::sleep(Duration::from_secs(8));
+            return Err(format!("{took} s for 4500 operations"));
         }
-        // Until it is full again.
-        std::thread::sleep(Duration::from_secs(8));
-    }
-    panic!("{all:?} s for 4500 operations");
+        Ok(())
+    });
+    daemon.stop();
 }
 
 #[test]
 fn a_change_reaches_who_waits_within_100_ms() {
     let text = |keys: &str| disk("a", keys);
-    let yard = Yard::start(&text("iops = 1"));
+    // A sector every 6 s.
+    const SLOW: &str = "bps = 85";
+    let yard = Yard::start(&text(SLOW));
     let mut guest = yard.guest("a");
-    let mut all = Vec::new();
-    // The first ones empty the bucket.
+    // The first one empties the bucket.
     guest.read(0, 512).unwrap();
     for keys in ["iops = 5000", "bps = \"1G\"", "", "weight = 5"] {
-        let waits = std::thread::scope(|scope| {
-            let waits = scope.spawn(|| {
-                guest.read(0, 512).unwrap();
-                Instant::now()
+        at_last(|| {
+            let from = yard.daemon.log().len();
+            let waits = std::thread::scope(|scope| {
+                let waits = scope.spawn(|| {
+                    guest.read(0, 512).unwrap();
+                    Instant::now()
+                });
+                std::thread::sleep(Duration::from_millis(300));
+                assert!(!waits.is_finished(), "a second read within 6 s passes at once");
+                let told = yard.reload(&text(keys));
+                waits.join().unwrap() - told
             });
-            std::thread::sleep(Duration::from_millis(300));
-            assert!(!waits.is_finished(), "a second read within a second passes at once");
-            let told = yard.reload(&text(keys));
-            waits.join().unwrap() - told
+            // Far below what is left of the 6 s.
+            assert!(waits < Duration::from_secs(3), "{keys}: {waits:?}");
+            yard.daemon.wait_log_after(from, "the knobs of its share were changed");
+            // And back.
+            let from = yard.daemon.log().len();
+            yard.reload(&text(SLOW));
+            yard.daemon.wait_log_after(from, "the knobs of its share were changed");
+            guest.read(0, 512).unwrap();
+            holds(waits < Duration::from_millis(100), || format!("{keys}: {waits:?}"))
         });
-        all.push(waits);
-        // Far below what is left of the second.
-        assert!(waits < Duration::from_millis(400), "{keys}: {waits:?}");
-        // And back.
-        let from = yard.daemon.log().len();
-        yard.reload(&text("iops = 1"));
-        yard.daemon.wait_log_after(from, "the knobs of its share were changed");
-        guest.read(0, 512).unwrap();
     }
-    all.sort();
-    assert!(all[1] < Duration::from_millis(100), "{all:?}");
     assert!(!yard.daemon.log().contains("closing it"), "{}", yard.daemon.log());
     yard.daemon.stop();
 }
@@ -163,10 +161,10 @@ fn a_change_reaches_who_waits_within_100_ms() {
 fn limits_change_under_load() {
     let text = |keys: &str| disk("a", keys);
     let yard = Yard::start(&text(""));
-    let load = Options { runtime: 6.0, ..yard.load("a") };
+    let load = Options { runtime: 120.0, ..yard.load("a") };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| good(&load));
-        std::thread::sleep(Duration::from_millis(500));
+        yard.daemon.until_served("read", "");
         for round in 0..10 {
             yard.reload(&text(&format!("iops = {}", 100 + round)));
             std::thread::sleep(Duration::from_millis(200));
@@ -174,8 +172,11 @@ fn limits_change_under_load() {
             std::thread::sleep(Duration::from_millis(200));
         }
         yard.reload(&text("iops = 1000"));
+        std::thread::sleep(Duration::from_millis(500));
+        load.over.store(true, Ordering::Relaxed);
         let report = client.join().unwrap();
-        assert!(report.operations > 20_000, "without a limit it is faster: {} operations", report.operations);
+        // (With limits all the time some thousands, at most.)
+        assert!(report.operations > 10_000, "without a limit it is faster: {} operations", report.operations);
     });
     let limited = yard.load("a");
     at_rate("after many changes", 1000.0, || good(&limited).iops);
@@ -189,31 +190,36 @@ fn disks_of_a_group_share_its_limit() {
         format!("reactors = 2\n{group}{}{}{}", disk("a", "group = \"g\""), disk("b", "group = \"g\""), disk("c", ""))
     };
     let yard = Yard::start(&text(2000));
-    let both = || {
-        let reports: Vec<Report> = std::thread::scope(|scope| {
-            let clients: Vec<_> = [("a", 64), ("b", 8)]
-                .map(|(name, depth)| Options { depth, ..yard.load(name) })
-                .map(|load| scope.spawn(move || good(&load)))
-                .into();
-            clients.into_iter().map(|client| client.join().unwrap()).collect()
+    let both = |rate: f64| {
+        at_last(|| {
+            let reports: Vec<Report> = std::thread::scope(|scope| {
+                let clients: Vec<_> = [("a", 64), ("b", 8)]
+                    .map(|(name, depth)| Options { depth, ..yard.load(name) })
+                    .map(|load| scope.spawn(move || good(&load)))
+                    .into();
+                clients.into_iter().map(|client| client.join().unwrap()).collect()
+            });
+            let all: f64 = reports.iter().map(|report| report.iops).sum();
+            assert!(all <= rate * 1.10, "both: {all} a second, and the limit is {rate}");
+            let part = reports[0].iops / all;
+            let good = (all / rate - 1.0).abs() < 0.02 && (0.45..0.55).contains(&part);
+            holds(good, || format!("{} and {} a second, and the limit is {rate}", reports[0].iops, reports[1].iops))
         });
-        let part = reports[0].iops / (reports[0].iops + reports[1].iops);
-        assert!((0.45..0.55).contains(&part), "equal ones get {} and {}", reports[0].iops, reports[1].iops);
-        reports.iter().map(|report| report.iops).sum()
     };
-    at_rate("both", 2000.0, both);
-    assert!(good(&yard.load("c")).iops > 5000.0, "one that is not in it");
+    both(2000.0);
+    assert!(good(&yard.load("c")).iops > 3000.0, "one that is not in it");
     let from = yard.daemon.log().len();
     yard.reload(&text(4000));
     yard.daemon.wait_log_after(from, "group");
-    at_rate("both, after the group's change", 4000.0, both);
+    both(4000.0);
     assert!(!yard.daemon.log().contains("closing it"), "{}", yard.daemon.log());
     yard.daemon.stop();
 }
 
 #[test]
 fn writes_that_wait_for_their_limit_hold_up_nothing_else() {
-    let yard = Yard::start(&disk("a", "iops-write = 1\nqueues = 2"));
+    // A sector every 5 s.
+    let yard = Yard::start(&disk("a", "bps-write = 102\nqueues = 2"));
     let mut guest = Guest::with(&yard.folder.join("a"), &Plan { queues: 2, ..Plan::default() });
     let [writes, others] = &mut guest.session.queues[..] else { panic!("two queues") };
     let mut write = || {
@@ -230,9 +236,9 @@ fn writes_that_wait_for_their_limit_hold_up_nothing_else() {
             let flush = others.call(request::FLUSH, 0, Data::None, &mut [], ANSWER);
             assert_eq!((read.unwrap(), flush.unwrap()), (status::OK, status::OK));
         }
-        assert!(start.elapsed() < Duration::from_millis(600), "{:?}", start.elapsed());
+        assert!(!waits.is_finished(), "what came behind the write was held up: {:?}", start.elapsed());
         waits.join().unwrap();
-        assert!(start.elapsed() > Duration::from_millis(900), "{:?}", start.elapsed());
+        assert!(start.elapsed() > Duration::from_millis(4500), "{:?}", start.elapsed());
     });
     yard.daemon.stop();
 }
@@ -267,7 +273,8 @@ fn wrong_knobs_change_nothing() {
         let from = yard.daemon.log().len();
         yard.reload(&text);
         let log = yard.daemon.wait_log_after(from, said);
-        assert!(log.lines().count() == 1 && log.contains("not reloaded: "), "{log}");
+        let lines = log.lines().filter(|l| !l.contains("front end")).count();
+        assert!(lines == 1 && log.contains("not reloaded: "), "{log}");
     }
     let start = Instant::now();
     guest.read(0, 512).unwrap();
@@ -284,11 +291,11 @@ fn a_limited_disk_ends_at_once() {
     let load = Options { depth: 64, runtime: 30.0, reconnect: false, ..Options::for_socket(socket.clone()) };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));
-        std::thread::sleep(Duration::from_millis(500));
+        daemon.until_served("read", "");
         let start = Instant::now();
         assert!(daemon.terminate().success());
         // 63 wait for a second each.
-        assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(8), "{:?}", start.elapsed());
         let _ = client.join().unwrap();
     });
 }
@@ -328,22 +335,33 @@ fn why_a_disk_is_slow_is_told() {
         with_device("thrash", ""),
         with_device("polite", "")
     ));
-    // Its limit: 10 at a time, 200 a second, are 50 ms each.
-    good(&Options { depth: 10, ..yard.load("limited") });
-    let [limits, neighbours, device] = reasons(&yard.daemon, "limited");
-    assert!((40_000.0..60_000.0).contains(&limits) && neighbours == 0.0 && device.is_nan(), "{limits} {neighbours}");
+    // Its limit: 10 at a time, 200 a second, are 50 ms each. (What is told are means since the disk is served.)
+    at_last(|| {
+        good(&Options { depth: 10, ..yard.load("limited") });
+        let [limits, neighbours, device] = reasons(&yard.daemon, "limited");
+        assert!(neighbours == 0.0 && device.is_nan(), "{neighbours} {device}");
+        holds((40_000.0..60_000.0).contains(&limits), || format!("{limits} us for its limits"))
+    });
     // The device: nobody else is there.
-    good(&Options { depth: 2, ..yard.load("polite") });
-    let [limits, neighbours, device] = reasons(&yard.daemon, "polite");
-    assert!(limits == 0.0 && neighbours < 100.0, "{limits} {neighbours}");
-    assert!((4_500.0..10_000.0).contains(&device), "{device}");
+    at_last(|| {
+        good(&Options { depth: 2, ..yard.load("polite") });
+        let [limits, neighbours, device] = reasons(&yard.daemon, "polite");
+        assert_eq!(limits, 0.0);
+        let good = neighbours < 100.0 && (4_500.0..10_000.0).contains(&device);
+        holds(good, || format!("{neighbours} us for its neighbours, {device} us of the device"))
+    });
     // A neighbour: of 800 reads a second there are 400, and 16 at a time wait 40 ms, less what the device takes.
+    let thrash = Options { depth: 256, runtime: 120.0, ..yard.load("thrash") };
     std::thread::scope(|scope| {
-        let thrash = scope.spawn(|| good(&Options { depth: 256, runtime: 4.0, ..yard.load("thrash") }));
+        let client = scope.spawn(|| good(&thrash));
+        yard.daemon.until_served("read", "thrash");
         std::thread::sleep(Duration::from_millis(500));
-        let polite = good(&Options { depth: 16, ..yard.load("polite") });
-        assert!((300.0..500.0).contains(&polite.iops), "{}", polite.iops);
-        thrash.join().unwrap();
+        at_last(|| {
+            let polite = good(&Options { depth: 16, ..yard.load("polite") }).iops;
+            holds((300.0..500.0).contains(&polite), || format!("{polite} a second beside a thrasher"))
+        });
+        thrash.over.store(true, Ordering::Relaxed);
+        client.join().unwrap();
     });
     let [limits, neighbours, _] = reasons(&yard.daemon, "polite");
     assert!(limits == 0.0 && neighbours > 5_000.0, "{limits} {neighbours}");

@@ -12,7 +12,7 @@ use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, SerialNumber,
 };
 
-use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, blockyard, md5, tool};
+use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, blockyard, md5, tool, until};
 use crate::guest::{Guest, pattern};
 use crate::remote::Peer;
 
@@ -366,6 +366,7 @@ fn a_remote_disk_under_tls_comes_back() {
     }
     // Also while nothing is asked for, of a connection that was of use.
     assert!(guest.read(0, 4096).unwrap() == whole[..4096]);
+    until("it has told of all three", SOON, || daemon.log().matches("connected again").count() >= 3);
     let from = daemon.log().len();
     drop(peer);
     daemon.wait_log_after(from, "connecting again");
