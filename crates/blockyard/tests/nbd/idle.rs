@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::common::Folder;
+use crate::common::{Folder, TOOL, until};
 use crate::stage::{Served, beside, python};
 
 /// How often the reactor went to sleep.
@@ -21,9 +21,8 @@ fn a_client_that_has_gone_quiet_costs_nothing() {
         let code = "import nbd, sys, time\nh = nbd.NBD()\nh.connect_uri(sys.argv[1])\n\
                     for i in range(20000): h.pread(4096, i % 1000 * 4096)\nprint('ready', flush=True)\ntime.sleep(600)";
         let mut client = beside("python3", ["-B", "-c", code, &disk.uri()]);
-        client.wait_ready();
-        std::thread::sleep(Duration::from_secs(6));
-        let before = disk.daemon.switches();
+        until("the client has asked", TOOL, || client.out().contains("ready") || !client.running());
+        let before = disk.daemon.quiet();
         std::thread::sleep(Duration::from_secs(4));
         assert_eq!(disk.daemon.switches(), before, "--poll {poll}: a thread has been awake");
         drop(client);

@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::Instant;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, guests, run, tool, until};
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, TOOL, guests, listens, run, tool, until};
 use crate::stage::{COPY, MB, Served, address, beside, same, sparse, uri};
 
 /// nbdkit with `filters` (the first is next to the client) and their parameters; the URI to reach it.
@@ -22,7 +22,7 @@ impl Kit {
         args.extend(["nbd".into(), behind.into()]);
         args.extend(parameters.iter().map(ToString::to_string));
         let mut daemon = beside("nbdkit", args);
-        until("nbdkit listens", SOON, || socket.exists() || !daemon.running());
+        until("nbdkit listens", SOON, || listens(&socket) || !daemon.running());
         assert!(daemon.running(), "{}", daemon.log());
         Kit { daemon, uri: uri(&socket, "") }
     }
@@ -62,7 +62,7 @@ fn a_slow_client_beside_a_fast_one() {
         tool("qemu-io", ["-f", "raw", "-c", "write -P 6 0 16M", "-c", "read -P 6 0 16M", "-c", "flush", &disk.uri()]);
     assert!(!out.good().contains("failed") && start.elapsed() < SOON);
     let mut slow = slow;
-    assert!(slow.ended(SOON).success() && !slow.out().contains("failed"), "{}", slow.out());
+    assert!(slow.ended(TOOL).success() && !slow.out().contains("failed"), "{}", slow.out());
     drop(kit);
     disk.daemon.stop();
 }

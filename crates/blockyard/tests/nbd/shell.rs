@@ -52,12 +52,18 @@ fn zeroes_that_cannot_be_fast() {
 fn commands_by_tcp_and_without_a_name() {
     let folder = Folder::new();
     let image = folder.image("disk.img", 32 * MB);
-    let port = free_port();
-    let address = format!("tcp:127.0.0.1:{port}");
-    let mut command = std::process::Command::new(crate::common::BLOCKYARD);
-    command.arg("serve").arg(&image).args(["--nbd", &address, "--cache", "writeback"]);
-    let mut daemon = crate::common::Daemon::start(&mut command);
-    daemon.wait_ready();
+    let (port, daemon) = loop {
+        let port = free_port();
+        let address = format!("tcp:127.0.0.1:{port}");
+        let mut command = std::process::Command::new(crate::common::BLOCKYARD);
+        command.arg("serve").arg(&image).args(["--nbd", &address, "--cache", "writeback"]);
+        let mut daemon = crate::common::Daemon::start(&mut command);
+        if daemon.became_ready() {
+            break (port, daemon);
+        }
+        // Somebody may have taken it since.
+        assert!(daemon.log().contains("Address already in use"), "{}", daemon.log());
+    };
     script("commands", &format!("nbd://127.0.0.1:{port}"));
     script("handshake", &format!("nbd://127.0.0.1:{port}"));
     daemon.stop();

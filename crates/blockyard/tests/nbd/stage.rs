@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, TOOL, guests, run, tool, until};
+use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, TOOL, guests, listens, run, tool, until};
 
 pub const MB: u64 = 1 << 20;
 
@@ -76,7 +76,7 @@ impl Stock {
             .arg(socket)
             .arg(image);
         let daemon = Daemon::start(&mut command);
-        until("qemu-nbd listens", SOON, || socket.exists());
+        until("qemu-nbd listens", SOON, || listens(socket));
         Stock { _daemon: daemon, uri: uri(socket, "disk") }
     }
 }

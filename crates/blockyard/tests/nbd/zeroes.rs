@@ -1,6 +1,6 @@
 //! Fast zeroes: of ranges that are done in pieces, and of disks that lie on another server.
 
-use crate::common::{Folder, SOON, tool, until};
+use crate::common::{Folder, SOON, listens, tool, until};
 use crate::stage::{MB, Served, beside, python, script, uri};
 
 /// A range of more than one piece is refused as a whole: its first piece is as it was.
@@ -45,7 +45,7 @@ fn of_a_disk_on_another_server() {
         let args = ["-f", "-U", socket, "--filter=nozero", "file", path, "zeromode=plugin"];
         let mode = format!("fastzeromode={mode}");
         let mut kit = beside("nbdkit", args.iter().copied().chain([mode.as_str()]));
-        until("nbdkit listens", SOON, || behind.exists() || !kit.running());
+        until("nbdkit listens", SOON, || listens(&behind) || !kit.running());
         let disk = Served::start(uri(&behind, ""), folder.join("s"), &[]);
         script(if fast { "fast_zeroes" } else { "slow_zeroes" }, &disk.uri());
         let log = disk.daemon.stop();

@@ -140,14 +140,18 @@ fn clients_that_drip() {
             held
         });
         std::thread::sleep(Duration::from_millis(500));
-        let start = Instant::now();
-        // (Where the small one has nothing.)
-        large.request(cmd::WRITE, 8 * MB, MB);
-        large.write(&vec![3; MB as usize]);
-        small.is_unharmed();
-        assert_eq!(large.error(), 0);
-        let took = start.elapsed();
-        assert!(took > Duration::from_secs(2), "there was room: {took:?} shows nothing");
+        // On a busy machine there may be room still at first: that shows nothing.
+        let mut took = Vec::new();
+        while took.last().is_none_or(|last| *last <= Duration::from_secs(2)) {
+            assert!(took.len() < 10, "there was room: {took:?}");
+            let start = Instant::now();
+            // (Where the small one has nothing.)
+            large.request(cmd::WRITE, 8 * MB, MB);
+            large.write(&vec![3; MB as usize]);
+            small.is_unharmed();
+            assert_eq!(large.error(), 0);
+            took.push(start.elapsed());
+        }
         small.is_unharmed();
         over.store(true, Ordering::SeqCst);
         ends(disk, drip.join().unwrap());
@@ -169,7 +173,7 @@ fn an_end_in_the_middle_of_a_flood() {
         bytes.extend([5; 65536]);
         let mut reader = raw.stream.try_clone().unwrap();
         let taking = std::thread::spawn(move || io::copy(&mut reader, &mut io::sink()));
-        let end = Instant::now() + SOON;
+        let end = Instant::now() + SOON * 3;
         while Instant::now() < end && raw.stream.write_all(&bytes).is_ok() {}
         let _ = taking.join();
         assert!(Instant::now() < end, "the flood was not ended by the server");
