@@ -2,11 +2,11 @@
 
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, Signal, TOOL, blockyard, guests, run, tool};
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, at_last, blockyard, guests, holds, run, tool};
 
 fn compare(folder: &Folder, arguments: &[&str]) -> Command {
     let mut command = Command::new(BLOCKYARD);
@@ -19,17 +19,24 @@ fn results(report: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(report.join("results.json")).unwrap()).unwrap()
 }
 
-/// Nothing but the report is in the folder, and no process names it.
+/// Nothing but the report is in the folder, and no process names it. (Who was killed with its group takes a moment to be gone.)
 #[track_caller]
 fn nothing_is_left(folder: &Folder) {
     let names: Vec<_> = std::fs::read_dir(&**folder).unwrap().map(|e| e.unwrap().file_name()).collect();
     let inside = || tool("find", [folder.to_str().unwrap()]).out;
     assert!(names.iter().all(|n| n == "report"), "left behind: {}", inside());
     let name = folder.to_str().unwrap().as_bytes();
-    let processes = std::fs::read_dir("/proc").unwrap().flatten();
-    let lines = processes.filter_map(|e| std::fs::read(e.path().join("cmdline")).ok());
-    let left: Vec<_> = lines.filter(|l| l.windows(name.len()).any(|w| w == name)).collect();
-    assert!(left.is_empty(), "{:?}", left.iter().map(|l| String::from_utf8_lossy(l)).collect::<Vec<_>>());
+    let left = || -> Vec<String> {
+        let processes = std::fs::read_dir("/proc").unwrap().flatten();
+        let lines = processes.filter_map(|e| std::fs::read(e.path().join("cmdline")).ok());
+        let left = lines.filter(|l| l.windows(name.len()).any(|w| w == name));
+        left.map(|l| String::from_utf8_lossy(&l).into_owned()).collect()
+    };
+    let start = Instant::now();
+    while !left().is_empty() {
+        assert!(start.elapsed() < SOON, "{:?}", left());
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 #[test]
@@ -52,12 +59,13 @@ fn a_report_is_whole_and_needs_nothing_else() {
         |run: &Value| run["samples"].as_array().unwrap().iter().map(|s| s[0].as_u64().unwrap()).collect::<Vec<_>>();
     let rates: Vec<_> = runs.iter().filter(|r| r["work"] == "rate:read").map(sizes).collect();
     assert!(rates.len() == 6 && rates.iter().all(|r| r.len() == 40 && *r == rates[0]));
-    for run in runs {
-        let (seconds, guest) = (run["seconds"].as_f64().unwrap(), run["guest_seconds"].as_f64().unwrap());
-        assert!(
-            seconds > 0.0 && (guest - seconds).abs() < 0.5 + 0.2 * seconds,
-            "{seconds} s, by the guest's clock {guest}"
-        );
+    // A clock that goes wrong goes wrong in all runs of a system; where the machine stands still for a moment, in one.
+    for system in ["host", "uml-blockyard", "uml-ubd"] {
+        let times = |run: &Value| (run["seconds"].as_f64().unwrap(), run["guest_seconds"].as_f64().unwrap());
+        let times: Vec<_> = runs.iter().filter(|r| r["system"] == system).map(times).collect();
+        assert!(times.iter().all(|(seconds, _)| *seconds > 0.0), "{times:?}");
+        let right = times.iter().filter(|(seconds, guest)| (guest - seconds).abs() < 0.5 + 0.2 * seconds).count();
+        assert!(right >= 4, "{system}: only {right} of these are near what the guest's clock says: {times:?}");
     }
     let served = runs.iter().find(|r| r["system"] == "uml-blockyard").unwrap();
     assert!(served["spent"]["service"].as_f64().unwrap() > 0.0 && served["cpu"]["backend"].is_number(), "{served}");
@@ -147,21 +155,25 @@ fn jobs_run_by_fio_and_without() {
     tool("fio", ["--parse-only", folder.join("job").to_str().unwrap()]).good();
     for job in ["fileserver", "fileserver-writes", "random-writes-64k", "stream-read"] {
         let own = ["bench", "job", job, name, "--engine", "own", "--seconds", "0.5", "--json"];
-        let report: Value = serde_json::from_str(&blockyard(own).good()).unwrap();
-        let (reads, writes) = (report["reads"].as_f64().unwrap(), report["writes"].as_f64().unwrap());
-        let share = reads / (reads + writes);
         let wanted = match job {
             "fileserver" => 0.8,
             "fileserver-writes" => 0.2,
             "stream-read" => 1.0,
             _ => 0.0,
         };
-        assert!((share - wanted).abs() < 0.1, "{job}: {share} of all are reads");
-        if job.starts_with("fileserver") {
+        // (Of what comes by chance: of a few operations it says nothing.)
+        at_last(|| {
+            let report: Value = serde_json::from_str(&blockyard(own).good()).unwrap();
+            let (reads, writes) = (report["reads"].as_f64().unwrap(), report["writes"].as_f64().unwrap());
+            let share = reads / (reads + writes);
+            holds((share - wanted).abs() < 0.1, || format!("{job}: {share} of all are reads"))?;
+            if !job.starts_with("fileserver") {
+                return Ok(());
+            }
             // 512 B 10%, 1k 5%, ... 64k 10%: 11,346 bytes on average.
             let mean = report["bytes_per_second"].as_f64().unwrap() / report["iops"].as_f64().unwrap();
-            assert!((mean / 11_345.9 - 1.0).abs() < 0.15, "{job}: {mean} bytes on average");
-        }
+            holds((mean / 11_345.9 - 1.0).abs() < 0.15, || format!("{job}: {mean} bytes on average"))
+        });
     }
     let done = blockyard(["bench", "job", "dd-rm", folder.to_str().unwrap()]).good();
     assert_eq!(

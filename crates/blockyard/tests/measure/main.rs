@@ -13,7 +13,10 @@ use std::process::Command;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use common::guest::run_guest;
-use common::{BLOCKYARD, Daemon, Finished, Folder, Guest, Kind, SOON, TOOL, blockyard, guests, run, tool, until};
+use common::{
+    BLOCKYARD, Daemon, Finished, Folder, Guest, Kind, SOON, TOOL, at_last, blockyard, guests, holds, listens, run,
+    tool, until,
+};
 
 fn rate(operation: &str, target: &str, options: &[&str]) -> Finished {
     blockyard(["bench", "rate", operation, target].iter().chain(options))
@@ -29,9 +32,8 @@ fn figures(command: &[&str], samples: &Path) -> Vec<(u64, f64, usize)> {
     out.lines().map(line).collect()
 }
 
-#[track_caller]
-fn near(what: &str, found: f64, truth: f64, tolerance: f64) {
-    assert!((found / truth - 1.0).abs() < tolerance, "{what}: {found}, and the truth is {truth}");
+fn near(what: &str, found: f64, truth: f64, tolerance: f64) -> Result<(), String> {
+    holds((found / truth - 1.0).abs() < tolerance, || format!("{what}: {found}, and the truth is {truth}"))
 }
 
 /// What measures times to a few percent runs alone; all else of this program runs beside one another.
@@ -55,14 +57,16 @@ fn a_known_delay_is_what_is_measured() {
     let (socket, samples) = (folder.join("s"), folder.join("samples"));
     let daemon = Daemon::serve("null:64M", &socket, &["--filter", DELAY]);
     for (operation, truth) in [("read", 0.020), ("write", 0.030), ("writesync", 0.055)] {
-        let fixed = ["--ops", "60", "--min-size", "4k", "--max-size", "4k", "--seed", "1"];
-        let out = rate(operation, socket.to_str().unwrap(), &fixed).good();
-        assert_eq!(out.lines().count(), 60);
-        std::fs::write(&samples, out).unwrap();
-        let [(4096, median, 60)] = figures(&["median"], &samples)[..] else { panic!("one size, 60 operations") };
-        near(operation, median, truth, 0.03);
-        let [(4096, least, _)] = figures(&["percentile", "0"], &samples)[..] else { panic!("one size") };
-        assert!(least >= truth, "{operation}: {least} s is less than the delay");
+        at_last(|| {
+            let fixed = ["--ops", "60", "--min-size", "4k", "--max-size", "4k", "--seed", "1"];
+            let out = rate(operation, socket.to_str().unwrap(), &fixed).good();
+            assert_eq!(out.lines().count(), 60);
+            std::fs::write(&samples, out).unwrap();
+            let [(4096, median, 60)] = figures(&["median"], &samples)[..] else { panic!("one size, 60 operations") };
+            let [(4096, least, _)] = figures(&["percentile", "0"], &samples)[..] else { panic!("one size") };
+            assert!(least >= truth, "{operation}: {least} s is less than the delay");
+            near(operation, median, truth, 0.03)
+        });
     }
     daemon.stop();
 }
@@ -80,19 +84,22 @@ fn fio_finds_the_same() {
         fio --name=x --filename=/dev/vda --ioengine=psync --direct=1 --rw=randread --bs=4k --number_ios=100 \
             --lat_percentiles=1 --output-format=json >/share/fio
         /share/blockyard bench rate read /dev/vda --direct --ops 100 --min-size 4k --max-size 4k >/share/rate";
-    let mut options = Guest::vhost(&socket, "").to_vec();
-    options.extend(["--share".into(), share.clone().into()]);
-    run_guest(Kind::Uml, options, script);
-    let out = std::fs::read_to_string(share.join("fio")).unwrap();
-    // Notes for people come first.
-    let fio: serde_json::Value = serde_json::from_str(&out[out.find('{').unwrap()..]).unwrap();
-    let percentiles = &fio["jobs"][0]["read"]["lat_ns"]["percentile"];
-    for (ours, its) in [("50", "50.000000"), ("99", "99.000000")] {
-        let [(4096, seconds, 100)] = figures(&["percentile", ours], &share.join("rate"))[..] else {
-            panic!("one size")
-        };
-        near(its, seconds, percentiles[its].as_f64().unwrap() / 1e9, 0.10);
-    }
+    at_last(|| {
+        let mut options = Guest::vhost(&socket, "").to_vec();
+        options.extend(["--share".into(), share.clone().into()]);
+        run_guest(Kind::Uml, options, script);
+        let out = std::fs::read_to_string(share.join("fio")).unwrap();
+        // Notes for people come first.
+        let fio: serde_json::Value = serde_json::from_str(&out[out.find('{').unwrap()..]).unwrap();
+        let percentiles = &fio["jobs"][0]["read"]["lat_ns"]["percentile"];
+        for (ours, its) in [("50", "50.000000"), ("99", "99.000000")] {
+            let [(4096, seconds, 100)] = figures(&["percentile", ours], &share.join("rate"))[..] else {
+                panic!("one size")
+            };
+            near(its, seconds, percentiles[its].as_f64().unwrap() / 1e9, 0.10)?;
+        }
+        Ok(())
+    });
     daemon.stop();
 }
 
@@ -105,7 +112,7 @@ fn nbd_server(folder: &Folder, image: &Path) -> (Daemon, String) {
     server.args(["--nbd-server", &format!("addr.type=unix,addr.path={}", socket.display())]);
     server.args(["--export", "type=nbd,id=e,node-name=f,name=disk,writable=on"]);
     let server = Daemon::start(&mut server);
-    until("the NBD server listens", SOON, || socket.exists());
+    until("the NBD server listens", SOON, || listens(&socket));
     let uri = format!("nbd+unix:///disk?socket={}", socket.display());
     (server, uri)
 }
