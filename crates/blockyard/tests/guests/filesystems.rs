@@ -27,7 +27,8 @@ exercise() { # FILE-SYSTEM DISK
     rm /mnt/*.0
     head -c 40M /dev/urandom >/mnt/big
     sync
-    sleep 0.2
+    # Long enough for the host to look, though it is busy.
+    sleep 1
     rm /mnt/big
     # XFS frees a file's blocks in the background, some time after rm and sync: umount waits for it.
     umount /mnt

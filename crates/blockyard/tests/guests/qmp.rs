@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::common::SOON;
+use crate::common::TOOL;
 
 pub struct Qmp {
     stream: BufReader<UnixStream>,
@@ -20,7 +20,7 @@ impl Qmp {
     #[track_caller]
     pub fn connect(path: &Path) -> Self {
         let stream = UnixStream::connect(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
-        stream.set_read_timeout(Some(SOON)).unwrap();
+        stream.set_read_timeout(Some(TOOL)).unwrap();
         let mut qmp = Qmp { stream: BufReader::new(stream), events: VecDeque::new() };
         let greeting = qmp.message();
         assert!(greeting.get("QMP").is_some(), "{greeting}");

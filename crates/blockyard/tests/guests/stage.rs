@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::common::{Daemon, Folder, Guest, Kind, SOON, Signal};
+use crate::common::{Daemon, Folder, Guest, Kind, Signal, TOOL};
 
 /// Shell functions for the scripts.
 const PRELUDE: &str = r#"
@@ -99,7 +99,7 @@ impl Stage {
     pub fn until_served(&mut self, kind: &str) {
         let start = std::time::Instant::now();
         while self.statistics().figure(kind, "requests") == 0 {
-            assert!(start.elapsed() < SOON, "no {kind} within {SOON:?}: {}", self.daemon().log());
+            assert!(start.elapsed() < TOOL, "no {kind} within {TOOL:?}: {}", self.daemon().log());
         }
     }
 }
