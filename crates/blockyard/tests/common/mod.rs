@@ -148,7 +148,7 @@ pub fn until(what: &str, limit: Duration, mut done: impl FnMut() -> bool) {
 #[track_caller]
 pub fn at_last(mut look: impl FnMut() -> Result<(), String>) {
     let mut all = Vec::new();
-    for _ in 0..5 {
+    for _ in 0..10 {
         match look() {
             Ok(()) => return,
             Err(what) => all.push(what),

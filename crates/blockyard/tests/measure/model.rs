@@ -26,7 +26,7 @@ fn rate_and_latency_are_those_of_its_figures() {
     let socket = folder.join("s");
     let daemon = Daemon::serve(IMAGE, &socket, &[]);
     at_last(|| {
-        let busy = client(&socket, &["--bs", "512", "--depth", "256", "--runtime", "3"]);
+        let busy = client(&socket, &["--bs", "512", "--depth", "256", "--runtime", "1.5"]);
         near("reads a second", iops(&busy), 32.0 / READ, 0.02)
     });
     // 32 writes of 1 MiB end at a time, each 0.508 s: 8 times that, and what the client takes to begin and to see the last end,
@@ -62,7 +62,7 @@ fn disks_of_one_device_share_its_rate() {
     std::fs::write(&config, format!("reactors = 2\n{disks}")).unwrap();
     let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&config));
     daemon.wait_ready();
-    let load = |socket| client(socket, &["--bs", "512", "--depth", "256", "--warmup", "0.5", "--runtime", "3"]);
+    let load = |socket| client(socket, &["--bs", "512", "--depth", "256", "--warmup", "0.4", "--runtime", "1.5"]);
     at_last(|| {
         let all: Vec<f64> = thread::scope(|scope| {
             let loads: Vec<_> = sockets.iter().map(|socket| scope.spawn(move || iops(&load(socket)))).collect();
