@@ -27,7 +27,7 @@ const SLICE_REQUESTS: u64 = 32;
 const SLICE_MOST: Duration = Duration::from_millis(60);
 /// Gathers in a row that brought no second chain: this guest does not send any.
 const VAIN: u32 = 8;
-/// A manner this much slower than the best after half of the rounds is tried no further.
+/// A manner this much slower than the best is tried no further.
 const HOPELESS: f64 = 0.7;
 /// One that was decided for before, and is this much better than all others at once, needs no second look.
 const CLEAR: f64 = 1.15;
@@ -69,12 +69,15 @@ struct Plan {
     slice: Duration,
     /// Slices of each manner.
     rounds: usize,
+    /// Slices after which it may be given up, or taken, before the others: what one of them shows may be a machine that stands still.
+    sure: usize,
 }
 
 const FOR_EVENTFDS: &Plan = &Plan {
     manners: &[SLEEP, Manner { name: "look", look: LOOK, gain: 1.05, ..SLEEP }, BESIDE],
     slice: Duration::from_millis(3),
     rounds: 4,
+    sure: 3,
 };
 const FOR_STREAMS: &Plan = &Plan {
     manners: &[
@@ -86,6 +89,7 @@ const FOR_STREAMS: &Plan = &Plan {
     ],
     slice: Duration::from_millis(12),
     rounds: 2,
+    sure: 1,
 };
 /// NBD's clients.
 const FOR_CLIENTS: &Plan = &Plan {
@@ -96,6 +100,7 @@ const FOR_CLIENTS: &Plan = &Plan {
     ],
     slice: Duration::from_millis(3),
     rounds: 4,
+    sure: 3,
 };
 const MANNERS_MOST: usize = 5;
 const ROUNDS_MOST: usize = 4;
@@ -317,12 +322,13 @@ impl Pacer {
             return self.begin_slice(round, next, now, done);
         }
         let best = self.best();
-        if (round + 1) * 2 >= self.plan.rounds {
+        let sure = round + 1 >= self.plan.sure;
+        if sure {
             for i in 1..self.plan.manners.len() {
                 self.out[i] |= self.rates[i].median() < self.rates[best].median() * HOPELESS;
             }
         }
-        let rivals = self.out[1..self.plan.manners.len()].iter().any(|out| !out) && !self.confirmed(best);
+        let rivals = self.out[1..self.plan.manners.len()].iter().any(|out| !out) && !(sure && self.confirmed(best));
         if rivals && round + 1 < self.plan.rounds {
             return self.begin_slice(round + 1, 0, now, done);
         }

@@ -2,7 +2,8 @@
 
 use crate::stage::on_kernel;
 
-/// Under verified load the server is killed ten times, on either kernel.
+/// Under verified load the server is killed ten times, on either kernel; the next one has the image in the page cache, or past it,
+/// in turn.
 const KILLS: &str = r#"
 truncate -s 64M a.img
 serve a.img --ublk=0
@@ -13,7 +14,7 @@ for ((n = 1; n <= 10; n++)); do
     kill -9 $pid
     wait $pid 2>/dev/null || :
     kill -0 $load
-    serve a.img --ublk=0
+    serve a.img --ublk=0 --cache $( ((n % 2)) && echo writeback || echo none)
     sleep 0.2
 done
 wait $load || { echo "the load failed" && exit 1; }

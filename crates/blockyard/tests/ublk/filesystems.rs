@@ -90,6 +90,8 @@ stop
 # Through the page cache, too, the data stay with the kernel: it copies once.
 serve a.img --ublk=1 --cache writeback --queues 2 --queue-size 16 --reactors 2
 [[ $(ls -d /sys/block/ublkb1/mq/* | wc -l) == 2 && $(cat /sys/block/ublkb1/queue/nr_requests) == 16 ]]
+# The next server may take it over with O_DIRECT.
+[[ $(cat /sys/block/ublkb1/queue/dma_alignment) == 511 ]]
 load --name=a --filename=/dev/ublkb1 --rw=randrw --bs=4k --size=4M --numjobs=1 --do_verify=1
 load --name=b --filename=/dev/ublkb1 --rw=write --bs=1M --offset=4M --size=4M --do_verify=1
 md5=$(md5sum </dev/ublkb1)

@@ -192,11 +192,9 @@ impl Ublk {
 
     fn set_up(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
         let device = self.open()?;
-        let params = params::params(
-            &self.shared.disk,
-            self.device.max_io_bytes,
-            self.zero_copy() && is_direct(&self.shared.disk),
-        );
+        // The page cache takes any; but the next server may go past it.
+        let alignment = self.zero_copy().then(|| memory_alignment(&self.shared.disk).unwrap_or(SECTOR as u32));
+        let params = params::params(&self.shared.disk, self.device.max_io_bytes, alignment);
         self.control.set_params(&self.device, &params).map_err(self.error("setting its parameters"))?;
         self.start_queues(&device, reactors)?;
         drop(device);
@@ -230,6 +228,9 @@ impl Ublk {
             return refuse(
                 "its data stay with the kernel, and the image's do not (it has to lie in files of this host)",
             );
+        }
+        if self.zero_copy() && memory_alignment(disk).is_some_and(|needed| params.memory_alignment() < needed) {
+            return refuse("the memory of its requests is aligned to less than the image takes");
         }
         if 1 << params.basic.logical_shift < disk.source().logical_block() {
             return refuse("its blocks are smaller than those that the image takes");
@@ -426,15 +427,25 @@ fn has_files(disk: &Disk) -> bool {
     every_file(disk, |file| file.fd().is_some())
 }
 
-/// Whether they are past the page cache.
-fn is_direct(disk: &Disk) -> bool {
-    every_file(disk, ImageFile::direct)
+/// What memory must be aligned to, in bytes, for those files that are past the page cache, if there are any.
+fn memory_alignment(disk: &Disk) -> Option<u32> {
+    let mut alignment = None;
+    every_file(disk, |file| {
+        if file.direct() {
+            alignment = alignment.max(Some(file.geometry().direct_memory));
+        }
+        true
+    });
+    alignment
 }
 
-fn every_file(disk: &Disk, is: impl Fn(&ImageFile) -> bool) -> bool {
+fn every_file(disk: &Disk, mut is: impl FnMut(&ImageFile) -> bool) -> bool {
     match disk.source() {
         Source::File(file) | Source::Delay { file: Some(file), .. } => is(&file),
-        Source::Chain(chain) => chain.layers().iter().all(|layer| is(&layer.file)),
+        Source::Chain(chain) => {
+            let mut files = chain.layers().iter().flat_map(|layer| [Some(&layer.file), layer.data.as_ref()]).flatten();
+            files.all(|file| is(file))
+        }
         Source::Ram(_) | Source::Null { .. } | Source::Delay { file: None, .. } | Source::Gone { .. } => false,
     }
 }

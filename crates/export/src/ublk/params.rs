@@ -12,8 +12,9 @@ const PAGE: u32 = 4096;
 /// The kernel's own limit, where a device tells none.
 const SEGMENT_BOUNDARY: u64 = u32::MAX as u64;
 
-/// `max_io`: bytes of a request, at most. `direct`: pages of whoever asks are what the image is read into and written from.
-pub(super) fn params(disk: &Disk, max_io: u32, direct: bool) -> Params {
+/// `max_io`: bytes of a request, at most. `alignment`: the pages of whoever asks are what the image is read into and written
+/// from, and this is what it needs of them, in bytes.
+pub(super) fn params(disk: &Disk, max_io: u32, alignment: Option<u32>) -> Params {
     let (source, options) = (disk.source(), disk.options());
     let geometry = source.geometry();
     let logical = source.logical_block();
@@ -52,9 +53,9 @@ pub(super) fn params(disk: &Disk, max_io: u32, direct: bool) -> Params {
     if !options.read_only {
         params.types |= abi::PARAM_DISCARD;
     }
-    if direct {
+    if let Some(alignment) = alignment {
         params.types |= abi::PARAM_DMA_ALIGN;
-        params.dma_alignment = geometry.direct_memory.clamp(1, 2048).next_power_of_two() - 1;
+        params.dma_alignment = alignment.clamp(1, 2048).next_power_of_two() - 1;
         if let Some(limits) = limits(&source) {
             limit(&mut params, &limits);
         }

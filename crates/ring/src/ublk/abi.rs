@@ -190,6 +190,13 @@ pub struct Params {
     pub segment: Segment,
 }
 
+impl Params {
+    /// What the memory of requests is aligned to, in bytes. (4 is the driver's own.)
+    pub fn memory_alignment(&self) -> u32 {
+        if self.types & PARAM_DMA_ALIGN != 0 { self.dma_alignment.saturating_add(1) } else { 4 }
+    }
+}
+
 /// A request, as the driver describes it: `struct ublksrv_io_desc`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
