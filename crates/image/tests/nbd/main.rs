@@ -244,7 +244,7 @@ fn a_silent_server_costs_bounded_time() {
             assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
             let start = Instant::now();
             raw.read(Segments::buffer(4096), 0).await.1.unwrap_err();
-            assert!(start.elapsed() < Duration::from_secs(10), "it is known to be gone: {:?}", start.elapsed());
+            assert!(start.elapsed() < Duration::from_secs(2), "it is known to be gone: {:?}", start.elapsed());
         });
     }
 }
