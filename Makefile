@@ -12,7 +12,7 @@ binary = $(CARGO_TARGET_DIR)/release/blockyard
 share = $(DESTDIR)$(PREFIX)/share
 units = $(DESTDIR)$(PREFIX)/lib/systemd/system
 
-.PHONY: help demo test bench build lint install uninstall clean
+.PHONY: help demo test soak bench build lint install uninstall clean
 
 help: ## list these commands
 	@echo "Blockyard: make COMMAND"
@@ -24,6 +24,9 @@ demo: ## boot a User Mode Linux guest on a Blockyard disk, and measure it beside
 
 test: ## install what the tests need, and run all of them
 	@scripts/test
+
+soak: ## run the tests that take hours: power cuts, long loads, fuzzing (scripts/soak PART runs one)
+	@scripts/soak
 
 bench: ## measure against the host's file and qemu-storage-daemon; writes docs/benchmarks.md
 	@bench/run
