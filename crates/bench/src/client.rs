@@ -112,7 +112,7 @@ pub struct Options {
     /// When the back end goes away: connect again for up to 10 seconds, and go on
     #[arg(long, conflicts_with = "file")]
     pub reconnect: bool,
-    /// Seconds without a completion after which the run has failed
+    /// Seconds without a completion, or without an answer from the back end (at most 10), after which the run fails
     #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = parse_seconds)]
     pub timeout: f64,
     /// Once it is set the measured time is over. (For who has something done meanwhile, and cannot say how long that takes.)

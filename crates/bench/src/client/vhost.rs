@@ -42,6 +42,7 @@ fn plan(options: &Options) -> Plan {
         event_idx: !options.no_event_idx,
         indirect: options.indirect,
         required: flush | mq,
+        answer_limit: Duration::from_secs_f64(options.timeout.min(10.0)),
         ..Plan::default()
     }
 }

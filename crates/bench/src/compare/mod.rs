@@ -12,7 +12,7 @@
 mod cpu;
 pub(crate) mod environment;
 mod stage;
-mod system;
+pub(crate) mod system;
 mod work;
 
 use std::path::PathBuf;

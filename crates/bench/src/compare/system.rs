@@ -99,6 +99,11 @@ impl System {
         format!("{}{image}", self.kind.entry().2)
     }
 
+    /// Whether it answers a guest's flush without a sync, so that nothing that it answers is durable.
+    pub fn drops_flushes(&self) -> bool {
+        self.kind == Kind::UmlUbd
+    }
+
     pub fn uml(&self) -> bool {
         matches!(self.kind, Kind::UmlUbd | Kind::UmlUbdSync | Kind::UmlBlockyard)
     }

@@ -116,9 +116,14 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Connects, and asks for the features offered. Nothing is agreed yet.
+    /// Connects. Nothing is agreed yet.
     pub fn open(path: &Path) -> Result<Self> {
-        let socket = UnixStream::connect(path).with_context(|| format!("connecting to {}", path.display()))?;
+        Self::open_within(path, Duration::from_secs(10))
+    }
+
+    /// Connects, and waits at most `limit` for room among the clients that the back end has not accepted yet.
+    pub fn open_within(path: &Path, limit: Duration) -> Result<Self> {
+        let socket = connect(path, limit).with_context(|| format!("connecting to {}", path.display()))?;
         let frontend = Frontend::from_stream(socket.try_clone()?, QUEUES_MAX);
         Ok(Connection {
             frontend,
@@ -281,13 +286,59 @@ impl Connection {
         let result = work(self);
         drop(done);
         let late = guard.join().unwrap_or(false);
-        if late { result.with_context(|| format!("no answer from the back end for {limit:?}")) } else { result }
+        if late {
+            result.with_context(|| {
+                format!("no answer from the back end for {limit:?}; another client may be connected to it")
+            })
+        } else {
+            result
+        }
     }
+}
+
+/// Linux bounds connect() on a Unix socket by the socket's send timeout. 0 would mean no bound.
+fn connect(path: &Path, limit: Duration) -> Result<UnixStream> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let limit = limit.max(Duration::from_millis(1));
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(limit))?;
+    match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
+        Err(rustix::io::Errno::AGAIN) => anyhow::bail!("the back end accepted no connection for {limit:?}"),
+        result => result?,
+    }
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, None)?;
+    Ok(socket.into())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A back end that accepts nobody: the first connections wait for it, the next finds no room.
+    #[test]
+    fn a_back_end_that_never_answers_is_an_error_in_bounded_time() {
+        let folder = std::env::temp_dir().join(format!("blockyard-backlog-{}", std::process::id()));
+        std::fs::create_dir(&folder).unwrap();
+        let path = folder.join("socket");
+        let listener = rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::STREAM, None);
+        let listener = listener.unwrap();
+        rustix::net::bind(&listener, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
+        rustix::net::listen(&listener, 0).unwrap();
+        let limit = Duration::from_millis(20);
+        let mut waiting = Connection::open_within(&path, limit).unwrap();
+        let silent = waiting.within(limit, |c| c.negotiate(0, 0, PROTOCOL)).unwrap_err();
+        assert!(format!("{silent:#}").contains("another client may be connected"), "{silent:#}");
+        let mut others = Vec::new();
+        let full = loop {
+            match Connection::open_within(&path, limit) {
+                Ok(other) => others.push(other),
+                Err(error) => break error,
+            }
+            assert!(others.len() < 8, "a backlog of 0 has no end");
+        };
+        assert!(format!("{full:#}").contains("accepted no connection for 20ms"), "{full:#}");
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
 
     #[test]
     fn the_configuration_space_is_read_where_the_specification_puts_it() {

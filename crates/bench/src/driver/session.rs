@@ -14,9 +14,6 @@ use super::connection::{BlockConfig, Connection, Inflight, PROTOCOL, RingSetup};
 use super::ring::{Ring, RingOptions};
 use super::{Memory, Queue, feature};
 
-/// A handshake that takes longer has failed.
-const HANDSHAKE: Duration = Duration::from_secs(10);
-
 /// What to negotiate and to set up.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
@@ -32,6 +29,8 @@ pub struct Plan {
     pub wanted: u64,
     pub required: u64,
     pub protocol: VhostUserProtocolFeatures,
+    /// Longest time that the back end may take to accept the connection, and for each exchange of messages.
+    pub answer_limit: Duration,
 }
 
 impl Default for Plan {
@@ -46,6 +45,7 @@ impl Default for Plan {
             wanted: feature::GUEST,
             required: 0,
             protocol: PROTOCOL,
+            answer_limit: Duration::from_secs(10),
         }
     }
 }
@@ -80,8 +80,8 @@ impl Link {
             RingOptions { size: plan.queue_size, slots: plan.slots, event_idx: true, indirect: plan.indirect };
         options.check()?;
         let memory = Memory::new(u64::from(plan.queues) * Queue::<R>::memory_needed(options, plan.data_len))?;
-        let mut connection = Connection::open(path)?;
-        let (config, inflight) = connection.within(HANDSHAKE, |c| {
+        let mut connection = Connection::open_within(path, plan.answer_limit)?;
+        let (config, inflight) = connection.within(plan.answer_limit, |c| {
             let config = Self::agree(c, plan, R::FEATURES)?;
             let inflight = c.inflight(plan.queues, plan.queue_size)?;
             Ok((config, inflight))
@@ -111,8 +111,8 @@ impl Link {
 
     /// Hands memory and rings over, and starts them.
     pub fn start(&mut self, rings: &[(RingSetup, u32)]) -> Result<()> {
-        let Link { connection, memory, inflight, .. } = self;
-        connection.within(HANDSHAKE, |c| {
+        let Link { connection, memory, inflight, plan, .. } = self;
+        connection.within(plan.answer_limit, |c| {
             if let Some(inflight) = inflight {
                 c.set_inflight(inflight)?;
             }
@@ -126,9 +126,9 @@ impl Link {
 
     /// A new connection to the same path, with what the first one agreed. Rings are started next.
     pub fn reopen(&mut self) -> Result<()> {
-        let mut connection = Connection::open(&self.path)?;
+        let mut connection = Connection::open_within(&self.path, self.plan.answer_limit)?;
         let (plan, layout) = (self.plan, self.layout);
-        let config = connection.within(HANDSHAKE, |c| Self::agree(c, &plan, layout))?;
+        let config = connection.within(plan.answer_limit, |c| Self::agree(c, &plan, layout))?;
         anyhow::ensure!(
             connection.features == self.connection.features,
             "the new back end offers other features: {:#x}, not {:#x}",
@@ -141,8 +141,8 @@ impl Link {
 
     /// Stops the queues as a guest that shuts down does.
     pub fn stop(&mut self) -> Result<()> {
-        let queues = self.plan.queues;
-        self.connection.within(HANDSHAKE, |c| (0..queues).try_for_each(|q| c.stop_ring(q).map(|_| ())))
+        let Plan { queues, answer_limit, .. } = self.plan;
+        self.connection.within(answer_limit, |c| (0..queues).try_for_each(|q| c.stop_ring(q).map(|_| ())))
     }
 }
 

@@ -18,6 +18,9 @@ pub fn sentences(results: &Results, work: &str) -> Vec<String> {
 fn sentence(results: &Results, work: &str, f: &Figures, host: Option<&Figures>) -> String {
     let time = |seconds: f64| words(seconds, Unit::Seconds);
     let mut parts = Vec::new();
+    if f.drops_flushes {
+        parts.push("not durable: it answers flushes without a sync".into());
+    }
     if let (Some(host), Some(ratio)) = (host, f.to_host) {
         let gap = f.median - host.median;
         let slower = if f.steps.is_empty() && gap > 0.0 {

@@ -1,10 +1,13 @@
 //! The figures of a work on each system: medians over the rounds.
 
+use crate::compare::system::System;
 use crate::results::{Results, Run};
 use crate::statistics::{median, quantile, sorted};
 
 pub struct Figures {
     pub system: String,
+    /// Whether the system answers flushes without a sync.
+    pub drops_flushes: bool,
     pub per_second: f64,
     /// Of the whole run, and of each of its commands.
     pub seconds: f64,
@@ -22,6 +25,13 @@ pub struct Figures {
     pub backend_cores: Option<f64>,
     /// Coefficient of variation of the throughput of each tenth of a second.
     pub burstiness: Option<f64>,
+}
+
+impl Figures {
+    /// The system's name for a table: it says if the row's writes are not durable.
+    pub fn row_name(&self) -> String {
+        if self.drops_flushes { format!("{} (not durable)", self.system) } else { self.system.clone() }
+    }
 }
 
 /// Of each system, in the order of the results.
@@ -46,6 +56,7 @@ fn one(results: &Results, work: &str, system: &str) -> Figures {
     let variations = runs().filter_map(|r| variation(&throughput(r)));
     Figures {
         system: system.into(),
+        drops_flushes: system.parse::<System>().is_ok_and(|s| s.drops_flushes()),
         per_second: mid(Run::per_second),
         seconds: mid(|r| r.seconds),
         steps: steps(&runs().collect::<Vec<_>>()),

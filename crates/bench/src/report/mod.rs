@@ -50,14 +50,14 @@ fn rows(results: &Results, work: &str) -> Vec<Vec<String>> {
     let line = |f: &Figures| {
         let times = f.steps.iter().map(|s| format!("{:.3}", s.1)).chain([format!("{:.3}", f.seconds)]);
         let to_host = f.to_host.map_or_else(String::new, |r| format!("{:.2}", 1.0 / r));
-        [f.system.clone()].into_iter().chain(times).chain([to_host]).collect()
+        [f.row_name()].into_iter().chain(times).chain([to_host]).collect()
     };
     [names.collect()].into_iter().chain(figures.iter().map(line)).collect()
 }
 
 fn row(f: &Figures) -> [String; 8] {
     [
-        f.system.clone(),
+        f.row_name(),
         short(f.per_second),
         short(f.bytes_per_second / 1e6),
         words(f.median, Unit::Seconds),
@@ -94,4 +94,28 @@ pub fn table(results: &Results) -> String {
         text.push('\n');
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_without_durability_says_so() {
+        let run = |system: &str| Run {
+            system: system.into(),
+            work: "rate:writesync".into(),
+            operations: 100,
+            seconds: 1.0,
+            ..Run::default()
+        };
+        let results = Results { runs: ["host", "uml-ubd", "uml-ubd-sync"].map(run).into(), ..Results::default() };
+        let names: Vec<_> = rows(&results, "rate:writesync").into_iter().map(|mut row| row.swap_remove(0)).collect();
+        assert_eq!(names, ["system", "host", "uml-ubd (not durable)", "uml-ubd-sync"]);
+        let told = table(&results);
+        assert!(
+            told.contains("uml-ubd: not durable: it answers flushes without a sync; as fast as the host"),
+            "{told}"
+        );
+    }
 }
