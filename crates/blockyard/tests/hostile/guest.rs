@@ -277,6 +277,11 @@ impl Guest {
         addr
     }
 
+    /// Writes over bytes that were placed before.
+    pub fn bytes_at(&self, addr: u64, bytes: &[u8]) {
+        self.memory.window(addr, bytes.len() as u64, 1).unwrap().write(0, bytes);
+    }
+
     pub fn header(&mut self, kind: u32, sector: u64) -> u64 {
         self.bytes(&(u128::from(kind) | u128::from(sector) << 64).to_le_bytes())
     }

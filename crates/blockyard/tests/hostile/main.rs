@@ -6,9 +6,12 @@
 //!   moving     memory that changes under the device, kicks without end, memory taken away
 //!   messages   vhost-user messages of every wrong kind                -> refused, or the front end is let go
 //!   floods     anything of this very often                            -> neither log nor memory nor descriptors grow
+//!   beside     a neighbour of the same reactor beside each of these   -> it is served while the attack goes on
+//!   turns      chains without end, descriptors that would block       -> the reactor goes on, the daemon ends
 //! ```
 //! After each: the other queue, the other disk, and (reset) the same queue work; the daemon ends as it should.
 
+mod beside;
 #[path = "../common/mod.rs"]
 mod common;
 mod daemon;
@@ -18,3 +21,4 @@ mod messages;
 mod moving;
 mod requests;
 mod rings;
+mod turns;

@@ -1,0 +1,168 @@
+//! A neighbour beside an attack: another disk of the same reactor is served while the attack goes on.
+//!
+//! A case calls [`beside`] with a function that makes one step of its attack after another, as long as
+//! [`Attack::goes_on`] returns true. In `make test` the neighbour's reads must be answered while the attack makes steps.
+//! With `BLOCKYARD_BESIDE=SECONDS` (scripts/soak.d/hostile) the neighbour's latencies are measured as well, alone and
+//! beside the attack in turns: its p99 beside is at most [`MOST_TIMES`] its p99 alone.
+//! The name of each such test begins with `beside_`, so that the soak part finds it.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::scope;
+use std::time::{Duration, Instant};
+
+use blockyard_bench::driver::request::IN;
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use super::daemon::{Daemon, OTHER};
+use super::guest::{D, Guest, Layout, NONE, into, out, rung};
+
+/// Reads of the neighbour, and steps of the attack meanwhile, in `make test`.
+const READS: u32 = 100;
+const STEPS: u64 = 10;
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Rounds of a measurement. Each has one part alone and one part beside the attack.
+const ROUNDS: u32 = 5;
+const MOST_TIMES: f64 = 3.0;
+
+/// One run of an attack, as its function sees it.
+pub struct Attack<'a> {
+    daemon: &'a Daemon,
+    ends: &'a AtomicBool,
+    steps: &'a AtomicU64,
+}
+
+impl Attack<'_> {
+    /// The socket of a disk. The neighbour uses `OTHER`; the attack takes `VICTIM` or `SLOW`.
+    pub fn socket(&self, disk: &str) -> PathBuf {
+        self.daemon.socket(disk)
+    }
+
+    /// Counts a step. False: the attack is over.
+    pub fn goes_on(&self) -> bool {
+        self.steps.fetch_add(1, Ordering::Relaxed);
+        !self.ends.load(Ordering::Relaxed)
+    }
+}
+
+/// Ends the attack, also when the neighbour's side panics.
+struct End<'a>(&'a AtomicBool);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Checks that the attack `what` does not keep a neighbour waiting. `attack` connects, and makes steps until it is over;
+/// it is run several times in a measurement.
+pub fn beside(what: &str, daemon: &Daemon, attack: impl Fn(&Attack<'_>) + Sync) {
+    let mut neighbour = Neighbour::start(daemon);
+    let Ok(seconds) = std::env::var("BLOCKYARD_BESIDE") else {
+        return during(daemon, &attack, |steps| neighbour.reads_while(steps, what));
+    };
+    let seconds: f64 = seconds.parse().expect("BLOCKYARD_BESIDE is a number of seconds");
+    let part = Duration::from_secs_f64(seconds / f64::from(2 * ROUNDS));
+    neighbour.p99(part / 4);
+    let (mut alone, mut beside) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        alone.push(neighbour.p99(part));
+        beside.push(during(daemon, &attack, |_| neighbour.p99(part)));
+    }
+    let median = |times: &mut Vec<Duration>| {
+        times.sort_unstable();
+        times[times.len() / 2]
+    };
+    let (alone, beside) = (median(&mut alone), median(&mut beside));
+    let times = beside.as_secs_f64() / alone.as_secs_f64();
+    println!("beside: {what}: p99 alone {alone:?}, beside {beside:?}, {times:.2} times");
+    assert!(times <= MOST_TIMES, "{what}: the neighbour's p99 is {beside:?}, {times:.1} times its {alone:?} alone");
+}
+
+/// Calls `look` while the attack goes on, with the number of its steps.
+fn during<T>(daemon: &Daemon, attack: &(impl Fn(&Attack<'_>) + Sync), look: impl FnOnce(&AtomicU64) -> T) -> T {
+    let (ends, steps) = (AtomicBool::new(false), AtomicU64::new(0));
+    scope(|scope| {
+        let attacker = scope.spawn(|| {
+            yields_to_all();
+            attack(&Attack { daemon, ends: &ends, steps: &steps });
+        });
+        let looked = {
+            let _end = End(&ends);
+            let start = Instant::now();
+            while steps.load(Ordering::Relaxed) == 0 {
+                assert!(!attacker.is_finished(), "the attack ended before its first step");
+                assert!(start.elapsed() < PATIENCE, "the attack makes no step");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            look(&steps)
+        };
+        attacker.join().unwrap();
+        looked
+    })
+}
+
+/// In a measurement the attack's own use of processors is not to slow the neighbour down: what its use of the daemon does
+/// is the question.
+fn yields_to_all() {
+    if std::env::var_os("BLOCKYARD_BESIDE").is_some() {
+        let thread = rustix::thread::gettid().as_raw_nonzero().to_string();
+        let done = Command::new("chrt").args(["--idle", "--pid", "0", &thread]).status().unwrap();
+        assert!(done.success(), "chrt --idle --pid 0 {thread}: {done}");
+    }
+}
+
+/// A front end with one read at a time.
+struct Neighbour {
+    guest: Guest,
+    chain: [D; 3],
+    status: u64,
+}
+
+impl Neighbour {
+    fn start(daemon: &Daemon) -> Self {
+        let mut guest = Guest::start(&daemon.socket(OTHER), Layout::Split);
+        let (header, status) = (guest.header(IN, 0), guest.status());
+        let data = guest.memory.take(4096, 4096).unwrap();
+        Neighbour { guest, chain: [out(header, 16), into(data, 4096), into(status, 1)], status }
+    }
+
+    /// One read; how long it took. Sleeps until the device signals, so it takes no processor time from the daemon.
+    fn read(&mut self, what: &str) -> Duration {
+        let start = Instant::now();
+        self.guest.bytes_at(self.status, &[NONE]);
+        self.guest.offer(0, &self.chain);
+        while self.guest.rings[0].reap(3).is_none() {
+            assert!(start.elapsed() < PATIENCE, "{what}: the neighbour's read is not answered");
+            let call = self.guest.rings[0].setup.call.clone();
+            let limit = Timespec { tv_sec: 1, tv_nsec: 0 };
+            let _ = rustix::event::poll(&mut [PollFd::new(&*call, PollFlags::IN)], Some(&limit));
+            rung(&call);
+        }
+        assert_eq!(self.guest.byte(self.status), 0, "{what}: the neighbour's read failed");
+        start.elapsed()
+    }
+
+    fn reads_while(&mut self, steps: &AtomicU64, what: &str) {
+        let (start, before) = (Instant::now(), steps.load(Ordering::Relaxed));
+        let made = || steps.load(Ordering::Relaxed) - before;
+        let mut reads = 0;
+        while reads < READS || made() < STEPS {
+            self.read(what);
+            reads += 1;
+            assert!(start.elapsed() < 2 * PATIENCE, "{what}: {reads} reads of the neighbour, {} steps", made());
+        }
+    }
+
+    fn p99(&mut self, time: Duration) -> Duration {
+        let start = Instant::now();
+        let mut times = Vec::new();
+        while start.elapsed() < time {
+            times.push(self.read("the measurement"));
+        }
+        times.sort_unstable();
+        times[times.len() * 99 / 100]
+    }
+}

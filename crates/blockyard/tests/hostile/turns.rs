@@ -1,0 +1,73 @@
+//! One guest beside others on a reactor: chains without end, and descriptors that would block.
+
+use std::path::Path;
+use std::sync::atomic::Ordering;
+
+use blockyard_bench::driver::request::IN;
+
+use super::beside::beside;
+use super::daemon::{Daemon, SLOW};
+use super::guest::{D, Guest, Layout, NEXT, NONE, WRITE, into, out};
+
+/// A split ring with a request in flight that takes its time, and behind it one chain of 1,026 descriptors again and again.
+/// The device refuses that one on the spot, because a part of its data lies outside the memory.
+struct Endless {
+    guest: Guest,
+    slow_status: u64,
+    /// The available index that the device sees.
+    shown: u16,
+}
+
+const SLOW_HEAD: u16 = 60;
+
+impl Endless {
+    fn start(path: &Path) -> Self {
+        let mut guest = Guest::start(path, Layout::Split);
+        let (slow, slow_status) = (guest.header(IN, 0), guest.bytes(&[0]));
+        let data = guest.memory.take(4096, 4096).unwrap();
+        let (header, status) = (guest.header(IN, 0), guest.status());
+        let mut chain = vec![out(header, 16)];
+        chain.extend((0..1023).map(|n| into(data + 1024 * (n % 4), 512)));
+        chain.extend([into(0x7fff_0000_0000, 512), into(status, 1)]);
+        let table = guest.table(&chain);
+        let ring = &guest.rings[0];
+        ring.write_split(0, table, 0);
+        ring.write_split(SLOW_HEAD, D { flags: NEXT, ..out(slow, 16) }, SLOW_HEAD + 1);
+        ring.write_split(SLOW_HEAD + 1, D { flags: WRITE | NEXT, ..out(data, 4096) }, SLOW_HEAD + 2);
+        ring.write_split(SLOW_HEAD + 2, into(slow_status, 1), 0);
+        Endless { guest, slow_status, shown: 0 }
+    }
+
+    /// Fills the ring again; how many chains the device has answered so far.
+    fn refill(&mut self) -> u16 {
+        let ring = &self.guest.rings[0];
+        let used = ring.used.load_u16(2, Ordering::Acquire);
+        let until = used.wrapping_add(ring.size - 1);
+        while self.shown != until {
+            let answered = self.guest.byte(self.slow_status) != NONE;
+            let head = if answered { SLOW_HEAD } else { 0 };
+            if answered {
+                self.guest.bytes_at(self.slow_status, &[NONE]);
+            }
+            let place = usize::from(self.shown % self.guest.rings[0].size);
+            self.guest.rings[0].avail.store_u16(4 + 2 * place, head, Ordering::Relaxed);
+            self.shown = self.shown.wrapping_add(1);
+        }
+        self.guest.rings[0].avail.store_u16(2, self.shown, Ordering::Release);
+        self.guest.rings[0].kick();
+        used
+    }
+}
+
+#[test]
+fn beside_chains_without_end() {
+    let daemon = Daemon::slow("200ms");
+    beside("chains without end", &daemon, |attack| {
+        let mut endless = Endless::start(&attack.socket(SLOW));
+        while attack.goes_on() {
+            endless.refill();
+            std::thread::yield_now();
+        }
+    });
+    daemon.end();
+}
