@@ -258,6 +258,12 @@ pub struct DiskArgs {
     #[serde(default)]
     pub copy_on_read: bool,
 
+    /// Write to the image although a live snapshot has put an overlay on it. The overlay, and all that was written to it, is
+    /// given up.
+    #[arg(long)]
+    #[serde(default)]
+    pub abandon_overlay: bool,
+
     /// Request queues offered to the guest: 1 to 256.
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     #[serde(default = "one")]

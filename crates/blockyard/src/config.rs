@@ -8,7 +8,7 @@ use std::time::Duration;
 use blockyard_disk::Filter;
 use blockyard_export::PollMode;
 use blockyard_export::vhost_user::Coalesce;
-use blockyard_image::{ChainOptions, Format, nbd};
+use blockyard_image::{ChainOptions, Format, Overlaid, nbd};
 use serde::{Deserialize, Deserializer};
 
 use crate::cli::{self, DiskArgs, UblkNumber};
@@ -152,6 +152,7 @@ impl DiskArgs {
             l2_cache: self.l2_cache,
             prime: self.prime,
             copy_on_read: self.copy_on_read,
+            overlaid: if self.abandon_overlay { Overlaid::Abandon } else { Overlaid::Refuse },
             folders: self.backing_folders.clone(),
             nbd: nbd::Options {
                 reconnect: self.nbd_reconnect,

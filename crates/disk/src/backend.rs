@@ -73,8 +73,8 @@ impl Source {
             return match opened? {
                 (Below::Nothing { size }, model) => Ok(Source::Delay { size, model, file: None }),
                 (Below::File(path), model) => {
-                    let ChainOptions { read_only, cache, nbd, .. } = *options;
-                    let file = Arc::new(ImageFile::open(&OpenOptions { path, read_only, cache, nbd })?);
+                    let ChainOptions { read_only, cache, nbd, overlaid, .. } = options.clone();
+                    let file = Arc::new(ImageFile::open(&OpenOptions { path, read_only, cache, nbd, overlaid })?);
                     Ok(Source::Delay { size: file.size(), model, file: Some(file) })
                 }
             };
@@ -87,8 +87,9 @@ impl Source {
         }
         match options.format.or_else(|| Format::of_name(&options.path)).unwrap_or(Format::Raw) {
             Format::Raw => {
-                let ChainOptions { path, read_only, cache, nbd, .. } = options.clone();
-                Ok(Source::File(Arc::new(ImageFile::open(&OpenOptions { path, read_only, cache, nbd })?)))
+                let ChainOptions { path, read_only, cache, nbd, overlaid, .. } = options.clone();
+                let open = OpenOptions { path, read_only, cache, nbd, overlaid };
+                Ok(Source::File(Arc::new(ImageFile::open(&open)?)))
             }
             format => {
                 let options = ChainOptions { format: Some(format), ..options.clone() };

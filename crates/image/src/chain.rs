@@ -21,7 +21,7 @@ use crate::format::Format;
 use crate::image::Image;
 use crate::layer::Layer;
 use crate::nbd::uri::{self, Uri};
-use crate::open::{ImageFile, OpenError, OpenOptions};
+use crate::open::{ImageFile, OpenError, OpenOptions, Overlaid};
 use crate::qcow2::{self, Header, Qcow2, Qcow2Options};
 use crate::store::Store;
 
@@ -53,6 +53,8 @@ pub struct ChainOptions {
     pub accept_changed_backing: bool,
     /// Of images that lie on an NBD server.
     pub nbd: crate::nbd::Options,
+    /// Of the topmost image.
+    pub overlaid: Overlaid,
 }
 
 impl ChainOptions {
@@ -71,6 +73,7 @@ impl ChainOptions {
             no_backing: false,
             accept_changed_backing: false,
             nbd: crate::nbd::Options::default(),
+            overlaid: Overlaid::default(),
         }
     }
 }
@@ -185,9 +188,14 @@ impl Chain {
         let read_only = files_read_only || depth == 0 && self.options.only_locked;
         let format =
             format.or_else(|| Format::of_name(path)).ok_or_else(|| ChainError::Format { path: path.clone() })?;
+        let overlaid = match depth {
+            0 => self.options.overlaid.clone(),
+            _ => Overlaid::Below(self.layers.iter().map(|above| above.file.path().into()).collect()),
+        };
         let open = |path: &Path| {
             let ChainOptions { cache, nbd, .. } = self.options;
-            let options = OpenOptions { nbd, ..OpenOptions::new(path, files_read_only, cache) };
+            let options =
+                OpenOptions { nbd, overlaid: overlaid.clone(), ..OpenOptions::new(path, files_read_only, cache) };
             ImageFile::open(&options).map(Arc::new)
         };
         let file = open(path)?;

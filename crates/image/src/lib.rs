@@ -46,7 +46,7 @@ pub use image::Image;
 pub use join::all as join_all;
 pub use layer::{Found, Layer, Layers};
 pub use lower::Lower;
-pub use open::{ImageFile, OpenError, OpenOptions};
+pub use open::{ImageFile, OpenError, OpenOptions, Overlaid};
 pub use overlay::GrownChain;
 pub use raw::{Raw, RawShape};
 pub use store::Store;

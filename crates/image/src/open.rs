@@ -13,6 +13,7 @@ use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::cache::CacheMode;
 use crate::nbd::{self, Remote};
+use crate::overlay::record;
 use crate::range_lock::RangeLock;
 use crate::raw::Raw;
 use crate::store::Store;
@@ -30,11 +31,24 @@ pub struct OpenOptions {
     pub cache: CacheMode,
     /// Of images that lie on an NBD server.
     pub nbd: nbd::Options,
+    pub overlaid: Overlaid,
+}
+
+/// What to do if the image is to be written to and a live snapshot has put an overlay on it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Overlaid {
+    #[default]
+    Refuse,
+    /// Open it and remove the record: the overlay is given up.
+    Abandon,
+    /// Open it if the record names one of these files: they hide what is written.
+    Below(Vec<PathBuf>),
 }
 
 impl OpenOptions {
     pub fn new(path: impl Into<PathBuf>, read_only: bool, cache: CacheMode) -> Self {
-        OpenOptions { path: path.into(), read_only, cache, nbd: nbd::Options::default() }
+        let (nbd, overlaid) = Default::default();
+        OpenOptions { path: path.into(), read_only, cache, nbd, overlaid }
     }
 }
 
@@ -46,6 +60,10 @@ pub enum OpenError {
     #[error("image {} is in use by {holder}: an image is opened for writing once only, \
              or by any number of readers (--read-only)", path.display())]
     Locked { path: PathBuf, holder: String },
+    #[error("image {}: a live snapshot has put overlay {} on it, and writing to it would damage the overlay: serve the \
+             overlay, or merge it (blockyard image commit), or give it up (blockyard serve --abandon-overlay)",
+             path.display(), overlay.to_string_lossy().escape_debug())]
+    Overlaid { path: PathBuf, overlay: PathBuf },
     #[error("image {}: {operation}", path.display())]
     Io { path: PathBuf, operation: &'static str, source: io::Error },
     #[error("image {}: {what}", path.display())]
@@ -92,6 +110,9 @@ impl ImageFile {
         match locked.map_err(failed("locking it (an OFD lock; network file systems may not have them)"))? {
             Ok(()) => {}
             Err(holder) => return Err(OpenError::Locked { path, holder }),
+        }
+        if !options.read_only {
+            options.judge_record(&fd)?;
         }
         let size = host::file_size(&fd).map_err(failed("finding its size"))?;
         let geometry = host::geometry(&fd).map_err(failed("reading the geometry of its device"))?;
@@ -215,6 +236,15 @@ impl ImageFile {
         self.fd().ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "it lies on an NBD server"))
     }
 
+    /// Records durably that the overlay lies on this image; see [`record`].
+    pub(crate) fn record_overlay(&self, overlay: &Path) -> io::Result<()> {
+        record::write(self.local()?, &self.path, overlay)
+    }
+
+    pub(crate) fn remove_overlay_record(&self) -> io::Result<()> {
+        self.fd().map_or(Ok(()), record::remove)
+    }
+
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -269,6 +299,30 @@ impl ImageFile {
     pub fn cache(&self) -> CacheMode {
         self.cache
     }
+}
+
+impl OpenOptions {
+    /// Returns an error if a live snapshot has put an overlay on the file and this open may not write beneath it.
+    fn judge_record(&self, fd: &OwnedFd) -> Result<(), OpenError> {
+        let path = self.path.clone();
+        let failed = |operation| move |source| OpenError::Io { path: self.path.clone(), operation, source };
+        let read = record::read(fd, &path).map_err(failed("reading the record of its overlay"))?;
+        let Some(overlay) = read else { return Ok(()) };
+        match &self.overlaid {
+            Overlaid::Abandon => {
+                record::remove(fd).map_err(failed("removing the record of its overlay"))?;
+                tracing::warn!("image {}: overlay {} is given up", path.display(), overlay.display());
+                Ok(())
+            }
+            Overlaid::Below(overlays) if overlays.iter().any(|known| is_same_file(known, &overlay)) => Ok(()),
+            Overlaid::Below(_) | Overlaid::Refuse => Err(OpenError::Overlaid { path, overlay }),
+        }
+    }
+}
+
+fn is_same_file(one: &Path, other: &Path) -> bool {
+    let place = |path| rustix::fs::stat(path).map(|stat| (stat.st_dev, stat.st_ino));
+    matches!((place(one), place(other)), (Ok(one), Ok(other)) if one == other)
 }
 
 /// Opens the file; the answer's second part says whether with O_DIRECT.

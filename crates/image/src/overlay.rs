@@ -6,6 +6,8 @@
 //! What must hold: the overlay is whole, durable and locked before it is in any chain; whoever opens it later, by the rules
 //! of its folder, finds what is below; at no moment may anybody else write to an image of either chain.
 
+pub(crate) mod record;
+
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -27,6 +29,7 @@ pub struct GrownChain {
     chain: Arc<Chain>,
     /// The topmost image of before, as it was open for writing.
     writer: Arc<ChainLayer>,
+    recorded: bool,
     unfinished: Unfinished,
 }
 
@@ -44,6 +47,12 @@ impl Drop for Unfinished {
 impl Drop for GrownChain {
     fn drop(&mut self) {
         if self.unfinished.0.is_some() {
+            if self.recorded
+                && let Err(e) = self.writer.file.remove_overlay_record()
+            {
+                let path = self.writer.file.path().display();
+                tracing::warn!("image {path}: removing the record of its overlay: {e}");
+            }
             // The images below have their memory to themselves, as before.
             cache_shares::apply(&self.chain.layers[1..], self.chain.options.l2_cache);
         }
@@ -53,6 +62,19 @@ impl Drop for GrownChain {
 impl GrownChain {
     pub fn chain(&self) -> &Arc<Chain> {
         &self.chain
+    }
+
+    /// Records with the image below, durably, that the overlay lies on it. Whoever opens that image for writing is refused
+    /// from then on. Called before the first write goes to the overlay.
+    pub fn record(&mut self) -> Result<(), ChainError> {
+        let file = &self.writer.file;
+        let recorded = file.record_overlay(&self.chain.options.path);
+        recorded.map_err(|e| {
+            let what = "recording its overlay (it needs a file system with extended attributes)";
+            ChainError::Image { path: file.path().into(), error: ImageError::io("image", None, what, e) }
+        })?;
+        self.recorded = true;
+        Ok(())
     }
 
     /// The overlay is in use: it stays, and the image below is locked as one that is only read.
@@ -114,7 +136,7 @@ impl Chain {
         let mut layers = vec![Arc::new(overlay), Arc::new(writer.as_read_only())];
         layers.extend(self.layers[1..].iter().cloned());
         cache_shares::apply(&layers, options.l2_cache);
-        Ok(GrownChain { chain: Arc::new(Chain { layers, options }), writer, unfinished })
+        Ok(GrownChain { chain: Arc::new(Chain { layers, options }), writer, recorded: false, unfinished })
     }
 
     /// What the overlay calls the image below it; all images of the chain must lie where it may have them.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, anyhow};
 use blockyard_image::qcow2::Preallocation;
 use blockyard_image::tools::{self, NewBacking, NewSize, Progress};
-use blockyard_image::{CacheMode, Chain, ChainOptions, Format};
+use blockyard_image::{CacheMode, Chain, ChainOptions, Format, Overlaid};
 use clap::Args;
 
 use super::progress::Show;
@@ -111,6 +111,7 @@ fn grow(chain: Arc<Chain>, into: usize, size: u64) -> Result<(), Failure> {
         only_locked: true,
         cache: chain.options().cache,
         folders,
+        overlaid: Overlaid::Below(chain.layers()[..into].iter().map(|above| above.file.path().into()).collect()),
         ..ChainOptions::new(layer.file.path())
     };
     drop(chain);

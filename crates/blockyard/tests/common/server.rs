@@ -32,7 +32,7 @@ impl Server {
     }
 
     pub fn snapshot(&self, overlay: PathBuf) -> Result<(), WorkError> {
-        self.disk.snapshot(&SnapshotOptions { overlay, shape: None })
+        self.disk.snapshot(&SnapshotOptions::new(overlay))
     }
 
     /// Ends as the program does at SIGTERM.

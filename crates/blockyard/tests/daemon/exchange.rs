@@ -32,7 +32,7 @@ impl Exchanges {
             while !until.load(Ordering::SeqCst) {
                 let round = count.load(Ordering::SeqCst);
                 let overlay = folder.join(format!("{round}.qcow2"));
-                disk.snapshot(&SnapshotOptions { overlay, shape: None })?;
+                disk.snapshot(&SnapshotOptions::new(overlay))?;
                 if round % 2 == 0 {
                     disk.commit(&Work::default())?;
                 } else {

@@ -1,7 +1,10 @@
 //! External snapshot: from now on the disk is written to a new overlay, and its image of today stays as it is.
 //!
 //! What must hold: every write that was answered before is in the old image, and durable there; every later one goes to the
-//! overlay. A failure, or a power cut, leaves the old image, complete, and at most an overlay with nothing in it.
+//! overlay. A failure, or a power cut, leaves the old image, complete, and at most an overlay with nothing in it. Before the
+//! first write to the overlay the old image records which overlay lies on it ([`GrownChain::record`]).
+//!
+//! [`GrownChain::record`]: blockyard_image::GrownChain::record
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,6 +22,15 @@ pub struct SnapshotOptions {
     pub overlay: PathBuf,
     /// How it is laid out; its size and backing file follow from the disk. None: as `blockyard image create -b` does it.
     pub shape: Option<CreateOptions>,
+    /// Go on if the image below cannot record its overlay (a block device, an NBD export, a file system without extended
+    /// attributes). Nothing then stops a later start that names that image from writing beneath the overlay.
+    pub unrecorded: bool,
+}
+
+impl SnapshotOptions {
+    pub fn new(overlay: impl Into<PathBuf>) -> Self {
+        SnapshotOptions { overlay: overlay.into(), shape: None, unrecorded: false }
+    }
 }
 
 impl Disk {
@@ -32,7 +44,7 @@ impl Disk {
 impl Worker {
     async fn snapshot(self, options: SnapshotOptions) -> Result<(), Why> {
         let old = self.chain()?;
-        let new = old.grow(&self.handle, &options.overlay, options.shape.as_ref()).await?;
+        let mut new = old.grow(&self.handle, &options.overlay, options.shape.as_ref()).await?;
         let served = self.served(&self.disk.source())?;
         // So that little is left to do behind the gate.
         self.settle(&served).await?;
@@ -40,6 +52,10 @@ impl Worker {
         self.settle(&served).await?;
         if served.close().await.is_err() {
             still_good(&self.disk)?;
+        }
+        match new.record() {
+            Err(e) if options.unrecorded => tracing::warn!(disk = self.disk.name(), "snapshot: {e}"),
+            recorded => recorded?,
         }
         gate.exchange(&Source::Chain(new.chain().clone()), None)?;
         new.keep();

@@ -4,4 +4,5 @@
 mod load;
 mod mistakes;
 mod peer;
+mod remembered;
 mod rounds;

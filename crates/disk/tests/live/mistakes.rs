@@ -17,7 +17,7 @@ const LARGE: usize = 128 << 20;
 type Run = fn(&Arc<Disk>, &Work) -> Result<(), WorkError>;
 
 fn snapshot(disk: &Arc<Disk>, overlay: PathBuf) -> Result<(), WorkError> {
-    disk.snapshot(&SnapshotOptions { overlay, shape: None })
+    disk.snapshot(&SnapshotOptions::new(overlay))
 }
 
 /// A raw image with an overlay on it, in use and under load.
@@ -92,7 +92,10 @@ fn an_overlay_that_cannot_be_made_is_not_there_and_the_disk_goes_on() {
     let shape =
         blockyard_image::qcow2::CreateOptions { cluster_size: 100, ..blockyard_image::qcow2::CreateOptions::new(0) };
     let overlay = scratch.path("odd.qcow2");
-    let error = disk.snapshot(&SnapshotOptions { overlay, shape: Some(shape) }).unwrap_err().to_string();
+    let error = disk
+        .snapshot(&SnapshotOptions { shape: Some(shape), ..SnapshotOptions::new(overlay) })
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("cluster size"), "{error}");
     assert!(!scratch.path("odd.qcow2").exists());
     fixture.end();

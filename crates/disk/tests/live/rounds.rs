@@ -11,7 +11,7 @@ use crate::peer::{Scratch, judge, qemu_img, random};
 const SIZE: usize = 8 << 20;
 
 fn snapshot(disk: &Arc<Disk>, overlay: PathBuf) {
-    disk.snapshot(&SnapshotOptions { overlay, shape: None }).unwrap();
+    disk.snapshot(&SnapshotOptions::new(overlay)).unwrap();
 }
 
 /// The backing file that the image names.

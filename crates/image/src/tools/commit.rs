@@ -53,7 +53,11 @@ pub fn commit(
         let into = part(&owned, &handle, depth..owned.layers().len())?;
         into.close().await.map_err(|e| failed(&owned, ImageError::io(BELOW, None, "closing it", e)))
     });
-    copied.and(closed)
+    copied.and(closed)?;
+    // It has everything that the overlays above it have: it may be served by itself.
+    let file = &chain.layers()[depth].file;
+    let removed = file.remove_overlay_record();
+    removed.map_err(|e| of_file(file, ImageError::io(BELOW, None, "removing the record of its overlay", e)))
 }
 
 fn failed(chain: &Chain, error: ImageError) -> ChainError {

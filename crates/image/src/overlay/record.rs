@@ -1,0 +1,54 @@
+//! The record of a live snapshot: which overlay lies on an image, kept with the image's file.
+//!
+//! A live snapshot moves a disk to a new overlay, but configurations still name the old image. A server that writes to the
+//! old image changes what the overlay shows.
+//! In: an open file. Out: the extended attribute [`ATTRIBUTE`], which holds the overlay's path.
+//! What must hold: the record is durable before a guest's first write goes to the overlay. It belongs to the file, follows
+//! a rename, works for every format, and other programs ignore it.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{XattrFlags, fgetxattr, fremovexattr, fsetxattr, fsync};
+use rustix::io::Errno;
+
+pub const ATTRIBUTE: &str = "user.blockyard.overlay";
+/// The largest value that Linux gives an attribute.
+const MAX_VALUE: usize = 64 << 10;
+
+/// Returns the overlay that the record of the image at `image` names; None if there is no record.
+pub fn read(fd: impl AsFd, image: &Path) -> io::Result<Option<PathBuf>> {
+    let mut value = vec![0; MAX_VALUE];
+    match fgetxattr(fd, ATTRIBUTE, &mut value[..]) {
+        Ok(len) => Ok(Some(real_folder(image).join(OsStr::from_bytes(&value[..len])))),
+        // Block devices have no such attributes.
+        Err(Errno::NODATA | Errno::NOTSUP | Errno::PERM) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Records that the overlay lies on the image. Durable when it returns.
+pub fn write(fd: impl AsFd, image: &Path, overlay: &Path) -> io::Result<()> {
+    let overlay = std::fs::canonicalize(overlay)?;
+    // A name without a folder stays true when the folder is renamed.
+    let name = overlay.strip_prefix(real_folder(image)).unwrap_or(&overlay);
+    fsetxattr(&fd, ATTRIBUTE, name.as_os_str().as_bytes(), XattrFlags::empty())?;
+    Ok(fsync(&fd)?)
+}
+
+/// Removes the record, if there is one. Durable when it returns.
+pub fn remove(fd: impl AsFd) -> io::Result<()> {
+    match fremovexattr(&fd, ATTRIBUTE) {
+        Ok(()) => Ok(fsync(&fd)?),
+        Err(Errno::NODATA | Errno::NOTSUP | Errno::PERM) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn real_folder(image: &Path) -> PathBuf {
+    let real = std::fs::canonicalize(image).unwrap_or_else(|_| image.into());
+    real.parent().map(PathBuf::from).unwrap_or_default()
+}
