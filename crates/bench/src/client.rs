@@ -31,6 +31,8 @@ use report::Report;
 use verify::Verifier;
 use workload::{Mix, Pacer, Pattern, Split, Workload};
 
+use crate::output;
+
 /// Load on a vhost-user-blk back end, with no virtual machine.
 #[derive(Clone, Debug, Serialize, clap::Args)]
 pub struct Options {
@@ -165,9 +167,9 @@ impl Options {
 pub fn run(options: &Options) -> Result<()> {
     let report = measure(options)?;
     if options.json {
-        println!("{}", serde_json::to_string(&report)?);
+        output::print(format_args!("{}\n", serde_json::to_string(&report)?))?;
     } else {
-        print!("{report}");
+        output::print(&report)?;
     }
     match &report.first_error {
         Some(first) => anyhow::bail!("{} operations failed, the first: {first}", report.errors),

@@ -10,6 +10,7 @@ use anyhow::Result;
 use serde::Serialize;
 
 use crate::client::workload::Random;
+use crate::output;
 use crate::results::{Results, Run};
 use crate::statistics::{median, quantile, sorted};
 
@@ -47,13 +48,16 @@ pub fn run(options: &Options) -> Result<bool> {
     let rows = rows(&old, &new, options.tolerate / 100.0);
     anyhow::ensure!(!rows.is_empty(), "the two have no work on a system in common");
     if options.json {
-        println!("{}", serde_json::to_string(&rows)?);
+        output::print(format_args!("{}\n", serde_json::to_string(&rows)?))?;
     } else {
-        println!("{:<24} {:<24} {:>7}  95% interval", "work", "system", "new/old");
+        output::print(format_args!("{:<24} {:<24} {:>7}  95% interval\n", "work", "system", "new/old"))?;
         for row in &rows {
             let verdict = if row.slower { "  SLOWER" } else { "" };
             let (low, high) = row.interval;
-            println!("{:<24} {:<24} {:>7.3}  {low:.3} to {high:.3}{verdict}", row.work, row.system, row.ratio);
+            output::print(format_args!(
+                "{:<24} {:<24} {:>7.3}  {low:.3} to {high:.3}{verdict}\n",
+                row.work, row.system, row.ratio
+            ))?;
         }
     }
     Ok(rows.iter().all(|r| !r.slower))

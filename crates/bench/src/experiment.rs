@@ -11,6 +11,8 @@ use std::process::Command;
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 
+use crate::output;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Experiment {
     /// Write a file of 32 MiB by dd, sync, remove it, sync (User Mode Linux, 2005)
@@ -102,7 +104,7 @@ pub fn run(experiment: Experiment, target: &Path) -> Result<()> {
     let marks = text.lines().filter_map(|l| l.strip_prefix("mark ")?.split_once(' '));
     let marks: Vec<(&str, f64)> = marks.filter_map(|(name, clock)| Some((name, clock.parse().ok()?))).collect();
     for (before, after) in marks.iter().zip(marks.iter().skip(1)).filter(|(_, after)| after.0 != "end") {
-        println!("{:<10} {:>9.3} s", after.0, (after.1 - before.1) / 1e6);
+        output::print(format_args!("{:<10} {:>9.3} s\n", after.0, (after.1 - before.1) / 1e6))?;
     }
     Ok(())
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 
+use crate::output::OutputError;
 use crate::samples::{self, bins};
 use crate::statistics::quantile;
 
@@ -60,7 +61,8 @@ fn print(input: &Input, q: f64) -> Result<()> {
     let samples = samples::read(reader).context(name)?;
     let mut out = std::io::stdout().lock();
     for bin in bins(&samples) {
-        writeln!(out, "{} {:.9} {}", bin.bytes, quantile(&bin.seconds, q), bin.seconds.len())?;
+        writeln!(out, "{} {:.9} {}", bin.bytes, quantile(&bin.seconds, q), bin.seconds.len())
+            .map_err(OutputError::from)?;
     }
     Ok(())
 }

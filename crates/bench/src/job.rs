@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use crate::client::{self, parse_seconds, workload::Pattern};
 use crate::experiment::{self, Experiment};
+use crate::output;
 use crate::results::{Run, Spent};
 use crate::target::{Place, guard};
 
@@ -157,9 +158,9 @@ pub enum Engine {
 pub fn run(options: &Options) -> Result<()> {
     let target = options.target.as_deref().unwrap_or("TARGET");
     match options.name {
-        Name::Experiment(experiment) if options.print => println!("{}", experiment.script()),
+        Name::Experiment(experiment) if options.print => output::print(format_args!("{}\n", experiment.script()))?,
         Name::Experiment(experiment) => return experiment_on(experiment, target, options.destroy),
-        Name::Job(job) if options.print => print!("{}", job.file(target, options.seconds, None)),
+        Name::Job(job) if options.print => output::print(job.file(target, options.seconds, None))?,
         Name::Job(job) => return load(options, job, target),
     }
     Ok(())
@@ -187,17 +188,23 @@ fn load(options: &Options, job: Job, target: &str) -> Result<()> {
     let fio = fio.context("fio is not installed, or cannot be used on this target: say --engine own")?;
     let run = by_fio(&fio, job, target, options.seconds)?;
     if options.json {
-        println!("{}", serde_json::to_string(&run)?);
+        output::print(format_args!("{}\n", serde_json::to_string(&run)?))?;
         return Ok(());
     }
     let latency = |q: f64| run.latency.iter().find(|l| l.0 == q).map_or(f64::NAN, |l| l.1 * 1e6);
-    println!("{} by fio, {:.2} s", job.name(), run.seconds);
-    println!("IOPS       {:>12.0}    {:.1} MB/s", run.per_second(), run.bytes_per_second() / 1e6);
-    println!("latency us {:>12.1}    p50\n           {:>12.1}    p99", latency(0.5), latency(0.99));
+    output::print(format_args!("{} by fio, {:.2} s\n", job.name(), run.seconds))?;
+    output::print(format_args!("IOPS       {:>12.0}    {:.1} MB/s\n", run.per_second(), run.bytes_per_second() / 1e6))?;
+    output::print(format_args!(
+        "latency us {:>12.1}    p50\n           {:>12.1}    p99\n",
+        latency(0.5),
+        latency(0.99)
+    ))?;
     if let Some(variation) = crate::report::variation(&run.throughput) {
-        println!("burstiness {variation:>12.3}    coefficient of variation of each tenth of a second");
+        output::print(format_args!(
+            "burstiness {variation:>12.3}    coefficient of variation of each tenth of a second\n"
+        ))?;
     }
-    println!("CPU        {:>12.2}    seconds of fio", run.cpu.guest);
+    output::print(format_args!("CPU        {:>12.2}    seconds of fio\n", run.cpu.guest))?;
     Ok(())
 }
 

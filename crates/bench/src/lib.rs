@@ -11,12 +11,16 @@
 //!   compare  `bench compare`: the same work on the host and in guests, in turn
 //!   calibrate  `bench calibrate`: what operations cost a device      costs  the file of that
 //!   neighbours  `bench neighbours`: disks of one device beside one another
+//!   output   what commands print
 //!   process  what goes with its value: processes, interruption
 //!   results  all of that as data         report  as a table and a page       draw  `bench plot`
 //!   diff     `bench diff`: two sets of results
 //!   statistics  quantiles                plot    pictures, as SVG and PNG
 //! ```
 //! `compare -> results -> {report, draw, diff} -> plot -> statistics`. Nothing points back.
+
+// These macros panic when the stream cannot be written; `blockyard_bench::output` and the log do not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod calibrate;
 pub mod client;
@@ -29,6 +33,7 @@ pub mod experiment;
 pub mod figures;
 pub mod job;
 pub mod neighbours;
+pub mod output;
 pub mod plot;
 pub mod process;
 pub mod rate;

@@ -14,6 +14,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::client::workload::Random;
 use crate::client::{parse_seconds, parse_size};
+use crate::output::{self, OutputError};
 use crate::target::{Access, Place, Target, guard};
 
 /// Random seeks and operations of random sizes, one at a time: prints size in bytes and duration in seconds of each.
@@ -68,24 +69,20 @@ pub fn run(options: &Options) -> Result<()> {
     let bar = bar(options);
     let mut shown = Instant::now();
     let end = run.each(|bytes, took, done, elapsed| {
-        writeln!(out, "{bytes} {:.9}", took.as_secs_f64())?;
+        writeln!(out, "{bytes} {:.9}", took.as_secs_f64()).map_err(OutputError::from)?;
         // A person, or a program that draws, sees them come; a fast target is not slowed down by it.
         if shown.elapsed() > Duration::from_millis(100) {
-            out.flush()?;
+            out.flush().map_err(OutputError::from)?;
             bar.set_position(if options.ops.is_some() { done } else { elapsed.as_millis() as u64 });
             shown = Instant::now();
         }
         Ok(())
     });
     bar.finish_and_clear();
-    // Nobody reads it any more: that is how `head` ends a stream.
-    match end.and_then(|()| Ok(out.flush()?)) {
-        Err(e) if e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) => {
-            drop(out.into_parts());
-            Ok(())
-        }
-        other => other,
-    }
+    let end = end.and_then(|()| Ok(out.flush().map_err(OutputError::from)?));
+    // What is left cannot be written either.
+    drop(out.into_parts());
+    end
 }
 
 fn bar(options: &Options) -> ProgressBar {
@@ -125,7 +122,7 @@ impl Run {
         anyhow::ensure!(size / block * block >= max, "{}: {size} bytes are less than --max-size {max}", options.target);
         let seed = options.seed.unwrap_or_else(|| {
             let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |t| t.as_nanos() as u64);
-            eprintln!("seed {seed}");
+            output::note(format_args!("seed {seed}"));
             seed
         });
         let mut buffer = Buffer::new(largest as usize);

@@ -1,7 +1,11 @@
 //! Blockyard: serves virtual disks to virtual machines from user space.
 //!
 //! The top floor: command line, configuration, start-up and shutdown. Exit status: 0 done, 1 failed, 2 usage; of
-//! `image check` also 3 (corrupt) and 4 (leaks only), of `image compare` 0 same, 1 different, 2 failed.
+//! `image check` also 3 (corrupt) and 4 (leaks only), of `image compare` 0 same, 1 different, 2 failed. 141: the reader of
+//! standard output has gone (`| head`), as a shell reports a program that SIGPIPE ended.
+
+// These macros panic when the stream cannot be written; `blockyard_bench::output` and the log do not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod attach;
 mod cli;
@@ -9,46 +13,53 @@ mod config;
 mod image;
 mod inherited;
 mod knobs;
+mod log;
 mod nbd;
 mod serve;
 mod shares;
 
 use std::process::ExitCode;
 
+use blockyard_bench::output::{self, OutputError};
 use clap::{CommandFactory, Parser};
 
 use cli::{Bench, Cli, Command};
 
+/// The shell's status of a program that SIGPIPE ended.
+const READER_HAS_GONE: u8 = 141;
+
 fn main() -> ExitCode {
     let cli = Cli::try_parse().unwrap_or_else(|e| refuse(&e));
-    start_log(cli.log);
-    let result = match cli.command {
-        Command::Serve(options) => serve::run(&options),
-        Command::Attach(options) => attach::attach(&options),
-        Command::Detach(options) => attach::detach(&options),
-        Command::Image(command) => match image::run(&command) {
-            Ok(status) => return ExitCode::from(status),
-            Err(failure) => Err(failure),
-        },
-        Command::Bench(bench) => match measure(&bench) {
-            Ok(status) => return ExitCode::from(status),
-            Err(failure) => Err(failure),
-        },
-        Command::Completions { shell } => {
-            clap_complete::generate(shell, &mut Cli::command(), "blockyard", &mut std::io::stdout());
-            Ok(())
-        }
-        Command::Man { folder } => {
-            clap_mangen::generate_to(Cli::command(), folder).map_err(|e| Failure::from(anyhow::Error::from(e)))
+    let server = matches!(cli.command, Command::Serve(_));
+    let done = log::start(cli.log, server).map_err(Failure::from).and_then(|()| run(&cli.command));
+    let status = match done {
+        Ok(status) => status,
+        Err(Failure { error, .. }) if error.downcast_ref().is_some_and(OutputError::reader_has_gone) => READER_HAS_GONE,
+        Err(Failure { error, status }) => {
+            log::last_words(&format!("blockyard: {error:#}"));
+            status
         }
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(Failure { error, status }) => {
-            eprintln!("blockyard: {error:#}");
-            ExitCode::from(status)
+    log::flush();
+    ExitCode::from(status)
+}
+
+/// Does what the command says; the exit status when it went well.
+fn run(command: &Command) -> Result<u8, Failure> {
+    match command {
+        Command::Serve(options) => serve::run(options)?,
+        Command::Attach(options) => attach::attach(options)?,
+        Command::Detach(options) => attach::detach(options)?,
+        Command::Image(command) => return image::run(command),
+        Command::Bench(bench) => return measure(bench),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(*shell, &mut Cli::command(), "blockyard", &mut script);
+            output::print(String::from_utf8_lossy(&script))?;
         }
+        Command::Man { folder } => clap_mangen::generate_to(Cli::command(), folder)?,
     }
+    Ok(0)
 }
 
 /// `bench`; the exit status when it went well.
@@ -89,7 +100,7 @@ fn refuse(error: &clap::Error) -> ! {
     let parts = text.trim_start_matches("error: ").split("\n\n");
     let parts = parts.take_while(|p| !p.starts_with("Usage:") && !p.starts_with("For more information"));
     let parts: Vec<_> = parts.map(|p| p.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
-    eprintln!("blockyard: {} (see --help)", parts.join("; "));
+    output::note(format_args!("blockyard: {} (see --help)", parts.join("; ")));
     std::process::exit(2)
 }
 
@@ -114,15 +125,4 @@ impl<E: Into<anyhow::Error>> From<E> for Failure {
     fn from(error: E) -> Self {
         Failure { error: error.into(), status: 1 }
     }
-}
-
-fn start_log(level: tracing::Level) {
-    // The journal has its own clock.
-    let journal = std::env::var_os("JOURNAL_STREAM").is_some();
-    let log = tracing_subscriber::fmt()
-        .with_writer(std::io::stderr)
-        .with_max_level(level)
-        .with_target(false)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()));
-    if journal { log.without_time().init() } else { log.init() }
 }

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use anyhow::Context;
+use blockyard_bench::output;
 use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source, Statistics, sched_time};
 use blockyard_export::ublk::{Ublk, UblkOptions};
 use blockyard_export::vhost_user::{QueueShape, Tuning, VhostUser};
@@ -18,7 +19,7 @@ use crate::cli::{DiskArgs, ServeOptions, UblkNumber};
 use crate::config::Config;
 use crate::nbd::Servers;
 use crate::shares::{self, Shares};
-use crate::{Failure, attach, inherited, knobs};
+use crate::{Failure, attach, inherited, knobs, log};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let config = read(options).map_err(Failure::usage)?;
@@ -28,13 +29,13 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let shares = Shares::new(options, &config).map_err(Failure::usage)?;
     let nbd = options.nbd.or(&config.nbd).settings(&config.disks).map_err(Failure::usage)?;
     if options.check_config {
-        println!("configuration is good: {} disks", config.disks.len());
+        output::print(format_args!("configuration is good: {} disks\n", config.disks.len()))?;
         return Ok(());
     }
-    // Before any thread, so that signals reach none of them but the one that waits.
     if options.attached {
         attach::leave_terminal();
     }
+    // From here on a signal waits until the start is over.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);
     let cpus = options.cpus.as_ref().map_or(&[][..], |c| &c.0);
@@ -53,7 +54,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         // The kernel writes pages of the device back when memory is short: its server is not to wait for memory then.
         yard.reactors.all().for_each(|reactor| reactor.run(|_| drop(blockyard_ring::host::set_io_flusher())));
     }
-    println!("ready");
+    log::say("ready");
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     for signal in signals.forever() {
         match signal {

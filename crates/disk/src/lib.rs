@@ -8,6 +8,9 @@
 //! What must hold: every request is answered exactly once (the types see to it); after a failed flush no write is ever
 //! acknowledged again; nothing on the way of a read or a write of a raw image allocates or takes a lock.
 
+// These macros panic when the stream cannot be written; `blockyard_bench::output` and the log do not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
 mod backend;
 mod dirty;
 mod disk;

@@ -6,6 +6,9 @@
 //! `open` makes an [`ImageFile`]: the descriptor, its lock and what the host says about it; it may be sent to any thread.
 //! Each reactor then makes its own [`Raw`] of it.
 
+// These macros panic when the stream cannot be written; `blockyard_bench::output` and the log do not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
 mod cache;
 mod cache_shares;
 mod chain;

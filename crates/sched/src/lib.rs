@@ -13,6 +13,9 @@
 //! does I/O; the floor above does. See docs/fair-share.md for why it is as it is, and for the sources.
 //! What must hold: an operation of a disk inside its limits and its share takes no lock; whoever waits is let in.
 
+// These macros panic when the stream cannot be written; `blockyard_bench::output` and the log do not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
 mod alone;
 mod board;
 mod cost;

@@ -19,6 +19,7 @@ use self::arithmetic::{enough, flush, in_proportion};
 use self::measure::{Measured, Plan};
 use crate::client::{parse_seconds, parse_size};
 use crate::costs::DeviceCosts;
+use crate::output;
 use crate::process::{Stop, fill};
 use crate::target::{Place, guard};
 
@@ -59,10 +60,10 @@ pub fn run(options: &Options) -> Result<()> {
     let (costs, measured) = calibrate(options, &stop)?;
     costs.save(&options.output)?;
     if options.json {
-        println!("{}", serde_json::to_string(&costs)?);
+        output::print(format_args!("{}\n", serde_json::to_string(&costs)?))?;
     } else {
-        print!("{}", table(&costs, &measured));
-        println!("{} is written", options.output.display());
+        output::print(table(&costs, &measured))?;
+        output::print(format_args!("{} is written\n", options.output.display()))?;
     }
     Ok(())
 }

@@ -23,6 +23,7 @@ use self::stage::Stage;
 use self::system::System;
 use self::work::{Amount, Work};
 use crate::client::{parse_seconds, parse_size};
+use crate::output;
 use crate::process::Stop;
 use crate::report;
 use crate::results::Results;
@@ -94,7 +95,7 @@ pub fn run(options: &Options) -> Result<()> {
         }
     }
     for (system, why) in &missing {
-        eprintln!("{system} is left out: {why}");
+        output::note(format_args!("{system} is left out: {why}"));
     }
     anyhow::ensure!(!systems.is_empty(), "none of the systems can be measured here");
     results.about = works.iter().map(|w| (w.to_string(), w.about(&options.amount()))).collect();
@@ -124,13 +125,17 @@ fn rounds(
             for system in systems[first..].iter().chain(&systems[..first]) {
                 if let Some(why) = work.refuses(system) {
                     if round == 1 {
-                        eprintln!("{work} is not done on {system}: {why}");
+                        output::note(format_args!("{work} is not done on {system}: {why}"));
                     }
                     continue;
                 }
                 let mut run = work.read(stage.play(system, work.contents(), &work.script(&amount))?)?;
                 run.round = round;
-                eprintln!("round {round} of {}: {work} on {system}: {}", options.rounds, report::figure(&run));
+                output::note(format_args!(
+                    "round {round} of {}: {work} on {system}: {}",
+                    options.rounds,
+                    report::figure(&run)
+                ));
                 results.runs.push(run);
                 if let Some(folder) = &options.report {
                     results.save(folder)?;
@@ -144,12 +149,12 @@ fn rounds(
 fn tell(options: &Options, results: &Results) -> Result<()> {
     if let Some(folder) = &options.report {
         report::write(results, folder)?;
-        eprintln!("{} is written", folder.join("index.html").display());
+        output::note(format_args!("{} is written", folder.join("index.html").display()));
     }
     if options.json {
-        println!("{}", serde_json::to_string(results)?);
+        output::print(format_args!("{}\n", serde_json::to_string(results)?))?;
     } else {
-        print!("{}", report::table(results));
+        output::print(report::table(results))?;
     }
     Ok(())
 }

@@ -28,6 +28,7 @@ use crate::client::report::{Latency, Report};
 use crate::client::{parse_seconds, parse_size};
 use crate::compare::environment::environment;
 use crate::costs::DeviceCosts;
+use crate::output;
 use crate::process::{Interrupted, Stop};
 use crate::results::replace;
 
@@ -151,7 +152,7 @@ fn costs(options: &Options, device: &Device, stop: &Stop) -> Result<DeviceCosts>
         let open = std::fs::File::open(folder).with_context(looking)?;
         return DeviceCosts::load(file, &blockyard_ring::host::backing_device(open).with_context(looking)?.0);
     }
-    eprintln!("calibrating the device of {}", folder.display());
+    output::note(format_args!("calibrating the device of {}", folder.display()));
     calibrate::of_folder(folder, options.size, 16.0, stop)
 }
 
@@ -164,7 +165,7 @@ fn play(options: &Options, rows: &[Row], known: &Known, stage: &Stage, rounds: &
             for scene in scenes[first..].iter().chain(&scenes[..first]) {
                 played.0.push((scene.name, stage.play(scene).with_context(|| row.name().to_string())?));
             }
-            eprintln!("round {} of {}: {}", round + 1, options.rounds, row.name());
+            output::note(format_args!("round {} of {}: {}", round + 1, options.rounds, row.name()));
             rounds.push(played);
         }
     }
@@ -193,9 +194,9 @@ fn tell(options: &Options, results: &Results) -> Result<()> {
         write(folder, &json, results)?;
     }
     if options.json {
-        println!("{json}");
+        output::print(format_args!("{json}\n"))?;
     } else {
-        print!("{}", table::table(&results.rows));
+        output::print(table::table(&results.rows))?;
     }
     Ok(())
 }

@@ -8,20 +8,21 @@
 mod kernel_nbd;
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
+use blockyard_bench::output;
 use blockyard_export::ublk::{self, Ublk};
 use blockyard_ring::nbd_device::NbdDevice;
 use rustix::process::{Pid, Signal};
 
-use crate::Failure;
 use crate::cli::{AttachOptions, DetachOptions};
 use crate::nbd::NbdAddress;
+use crate::{Failure, log};
 
 /// How long the server of a device may take to flush the image and end.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -51,7 +52,7 @@ pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
         Some(device) => {
             let name = Path::new(&device).file_name().unwrap_or_default();
             let _ = std::fs::rename(&log, log.with_file_name(name).with_extension("log"));
-            println!("{device}");
+            output::print(format_args!("{device}\n"))?;
             Ok(())
         }
         None => {
@@ -130,8 +131,7 @@ pub fn tell(ublk: Option<&Ublk>, nbd: Option<&NbdAddress>, name: &str) -> anyhow
         }
         _ => bail!("no device was made"),
     };
-    println!("{}", device.display());
-    std::io::stdout().flush().context("telling the device")?;
+    log::say(&device.display().to_string());
     Ok(ublk.is_none().then_some(device))
 }
 

@@ -1,5 +1,6 @@
 //! `image check`. Exit status: 0 sound, 1 the check failed, 3 corruptions, 4 leaks only.
 
+use blockyard_bench::output;
 use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::check::{self, Repair, Report};
 use blockyard_image::tools::on_file;
@@ -79,7 +80,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     };
     let answer = Answer { filename: options.image.file.display().to_string(), format: format.to_string(), ..answer };
     if !options.quiet {
-        lines.iter().for_each(|line| eprintln!("{line}"));
+        lines.iter().for_each(output::note);
     }
     if options.output.is_json() {
         print_json(&answer)?;

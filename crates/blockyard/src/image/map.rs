@@ -2,6 +2,7 @@
 
 use std::io::{self, BufWriter, Write};
 
+use blockyard_bench::output::OutputError;
 use blockyard_image::BlockStatus;
 use blockyard_image::tools::{self, Disk, on_reactor};
 use clap::Args;
@@ -43,7 +44,7 @@ pub fn run(options: &Options) -> Result<(), Failure> {
         tools::map(&disk, range, |start, status| lines.show(start, status)).await?;
         Ok(lines.end())
     });
-    Ok(printed.map_err(failed)??)
+    Ok(printed.map_err(failed)?.map_err(OutputError::from)?)
 }
 
 struct Lines<W: Write> {

@@ -26,7 +26,6 @@ mod size;
 mod snapshot;
 mod snapshots;
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -158,10 +157,9 @@ fn failed(error: ChainError) -> Failure {
     }
 }
 
-/// Prints a whole answer. (`println!` panics when nobody reads it any more.)
+/// Prints a whole answer.
 fn print(text: &str) -> Result<(), Failure> {
-    let mut out = std::io::stdout().lock();
-    Ok(out.write_all(text.as_bytes()).and_then(|()| out.flush())?)
+    Ok(blockyard_bench::output::print(text)?)
 }
 
 fn print_json(value: &impl serde::Serialize) -> Result<(), Failure> {

@@ -153,7 +153,7 @@ fn remove_on_signals() {
                 for path in list.iter() {
                     let _ = std::fs::remove_file(path);
                 }
-                eprintln!("blockyard: interrupted");
+                blockyard_bench::output::note("blockyard: interrupted");
                 std::process::exit(1);
             }
         });

@@ -1,9 +1,10 @@
 //! How far a long work has come: a bar on a terminal, or qemu-img's line where `-p` asks for it.
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
+use blockyard_bench::output;
 use blockyard_image::tools::Progress;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -56,7 +57,7 @@ impl Show {
                 draw(&bar, face, progress);
                 bar.finish_and_clear();
                 if face == Face::Line {
-                    println!();
+                    let _ = output::print("\n");
                 }
             });
             // Dropped in any case, so that a panic ends the other thread too.
@@ -81,6 +82,6 @@ fn draw(bar: &ProgressBar, face: Face, progress: &Progress) {
         return;
     }
     let percent = if total == 0 { 0.0 } else { done as f64 * 100.0 / total as f64 };
-    print!("    ({percent:.2}/100%)\r");
-    let _ = std::io::stdout().flush();
+    // A program that has stopped reading does not end the work.
+    let _ = output::print(format_args!("    ({percent:.2}/100%)\r"));
 }

@@ -16,6 +16,7 @@
 //!   load         queues over reactors, filters, statistics
 //!   remote       images on an NBD server, which dies and comes back
 //!   shares       limits, groups, and their change at run time
+//!   streams      standard output and error that fail or are not read
 //!   tls          NBD under TLS: who may have what, and the same bytes
 //!   renewal      certificates, their revocation, and limits of NBD clients, changed at run time
 //! ```
@@ -40,4 +41,5 @@ mod remote;
 mod renewal;
 mod requests;
 mod shares;
+mod streams;
 mod tls;

@@ -1,0 +1,31 @@
+//! Standard output and standard error of commands.
+//!
+//! What must hold: no failure to write them panics, as `println!` and `eprintln!` do (clippy refuses those). A failure to
+//! write standard output ends the command: quietly if the reader of a pipe has gone. Notes on standard error may be lost.
+
+use std::fmt::Display;
+use std::io::{self, Write};
+
+/// Standard output cannot be written.
+#[derive(Debug, thiserror::Error)]
+#[error("standard output cannot be written")]
+pub struct OutputError(#[from] io::Error);
+
+impl OutputError {
+    /// Returns whether the reader has closed the pipe, as `head` does when it has seen enough.
+    pub fn reader_has_gone(&self) -> bool {
+        self.0.kind() == io::ErrorKind::BrokenPipe
+    }
+}
+
+/// Prints `text` on standard output, and flushes it.
+pub fn print(text: impl Display) -> Result<(), OutputError> {
+    let mut out = io::stdout().lock();
+    write!(out, "{text}").and_then(|()| out.flush()).map_err(OutputError)
+}
+
+/// Prints a line on standard error. A line that cannot be written is dropped.
+pub fn note(line: impl Display) {
+    // One write a line, so that lines of several threads do not mix.
+    let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
+}

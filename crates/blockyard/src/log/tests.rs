@@ -1,0 +1,106 @@
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use super::*;
+
+/// A stream whose every write waits for the test, which says what becomes of it.
+struct Told {
+    answers: Receiver<Result<(), i32>>,
+    seen: Sender<String>,
+}
+
+impl Write for Told {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.seen.send(String::from_utf8_lossy(bytes).into_owned()).map_err(|_| io::ErrorKind::BrokenPipe)?;
+        match self.answers.recv() {
+            Ok(Ok(())) => Ok(bytes.len()),
+            Ok(Err(errno)) => Err(io::Error::from_raw_os_error(errno)),
+            Err(_) => Err(io::ErrorKind::BrokenPipe.into()),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+const ENOSPC: i32 = 28;
+
+fn queue() -> (&'static Queue, Sender<Result<(), i32>>, Receiver<String>) {
+    let queue: &'static Queue = Box::leak(Box::new(Queue::new("the test")));
+    let ((answer, answers), (seen, written)) = (channel(), channel());
+    queue.spawn("test", Told { answers, seen }).unwrap();
+    (queue, answer, written)
+}
+
+#[test]
+fn a_stream_that_is_not_read_holds_nobody_up_and_the_loss_is_counted() {
+    let (queue, answer, written) = queue();
+    queue.push(b"first\n");
+    assert_eq!(written.recv().unwrap(), "first\n");
+    // From here on the thread is stuck in a write. All of these return.
+    let message = [&[b'x'; 1023][..], b"\n"].concat();
+    for _ in 0..QUEUED / message.len() + 7 {
+        queue.push(&message);
+    }
+    assert!(!queue.flush(Duration::ZERO), "and a flush gives up");
+    answer.send(Ok(())).unwrap();
+    assert_eq!(written.recv().unwrap(), "blockyard: 7 messages dropped, because of the test: it was not read\n");
+    answer.send(Ok(())).unwrap();
+    assert_eq!(written.recv().unwrap().len(), QUEUED);
+    answer.send(Ok(())).unwrap();
+    assert!(queue.flush(Duration::MAX));
+    queue.push(b"last\n");
+    assert_eq!(written.recv().unwrap(), "last\n");
+}
+
+#[test]
+fn what_could_not_be_written_is_counted_and_told_when_it_works_again() {
+    let (queue, answer, written) = queue();
+    for line in ["one\n", "two\n"] {
+        queue.push(line.as_bytes());
+        assert_eq!(written.recv().unwrap(), line);
+        answer.send(Err(ENOSPC)).unwrap();
+        assert!(queue.flush(Duration::MAX), "a failure ends the wait");
+    }
+    queue.push(b"three\n");
+    assert_eq!(written.recv().unwrap(), "three\n");
+    answer.send(Ok(())).unwrap();
+    let told = "blockyard: 2 messages dropped, because of the test: No space left on device (os error 28)\n";
+    assert_eq!(written.recv().unwrap(), told);
+    // Not even that: it is told later.
+    answer.send(Err(ENOSPC)).unwrap();
+    queue.push(b"four\n");
+    assert_eq!(written.recv().unwrap(), "four\n");
+    answer.send(Ok(())).unwrap();
+    assert_eq!(written.recv().unwrap(), told);
+}
+
+#[test]
+fn a_line_that_was_cut_does_not_join_the_next() {
+    struct Cut(Sender<String>, u32);
+    impl Write for Cut {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.1 += 1;
+            match self.1 {
+                1 => Ok(3),
+                2 => Err(io::Error::from_raw_os_error(ENOSPC)),
+                _ => {
+                    self.0.send(String::from_utf8_lossy(bytes).into_owned()).unwrap();
+                    Ok(bytes.len())
+                }
+            }
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let queue: &'static Queue = Box::leak(Box::new(Queue::new("the test")));
+    let (seen, written) = channel();
+    queue.spawn("test", Cut(seen, 0)).unwrap();
+    queue.push(b"a long line\n");
+    assert!(queue.flush(Duration::MAX));
+    queue.push(b"the next\n");
+    assert_eq!(written.recv().unwrap(), "\nthe next\n");
+    assert!(written.recv().unwrap().starts_with("blockyard: 1 message dropped"));
+}

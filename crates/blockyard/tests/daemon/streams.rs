@@ -1,0 +1,159 @@
+//! Standard output and standard error that fail, fill up or are not read: they cost no disk anything.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, blockyard, listens, run, tool, until};
+use crate::guest::{Guest, pattern};
+
+const BLOCK: usize = 64 << 10;
+const BLOCKS: u64 = 64;
+
+/// A pipe that takes nothing more: its writer would wait for a reader.
+fn full_pipe() -> (OwnedFd, OwnedFd) {
+    let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+    let room = rustix::pipe::fcntl_setpipe_size(&writer, 4096).unwrap();
+    assert_eq!(rustix::io::write(&writer, &vec![b'x'; room]), Ok(room));
+    (reader, writer)
+}
+
+/// `blockyard serve` of a qcow2 image, with both streams the same file, as `2>&1 |` makes them.
+fn serve(folder: &Folder, stream: &OwnedFd) -> Daemon {
+    let image = folder.join("disk.qcow2");
+    blockyard(["image", "create", "-q", image.to_str().unwrap(), "16M"]).good();
+    let both = || Stdio::from(stream.try_clone().unwrap());
+    let mut command = Command::new(BLOCKYARD);
+    command.arg("serve").arg(&image).arg("--vhost-user").arg(folder.join("s"));
+    let daemon = Daemon::start_with(command.stdin(Stdio::null()).stdout(both()).stderr(both()));
+    until("it listens", SOON, || listens(&folder.join("s")));
+    daemon
+}
+
+/// Guests come and go, write, and leave the disk to a daemon that is ended: their writes are in the image.
+fn guests_lose_nothing(folder: &Folder, mut daemon: Daemon) {
+    let socket = folder.join("s");
+    for visit in 0..4 {
+        // Each visit, and each look at the statistics, is a line of the log or several.
+        let mut guest = Guest::connect(&socket);
+        for block in (visit..BLOCKS).step_by(4) {
+            assert_eq!(guest.write(block * (BLOCK / 512) as u64, &pattern(block, BLOCK)), 0);
+        }
+        daemon.signal(Signal::USR1);
+        daemon.signal(Signal::HUP);
+        guest.leave();
+    }
+    let status = daemon.terminate();
+    assert!(status.success(), "{status}");
+    assert!(!socket.exists(), "it has come to its end");
+    let (image, raw) = (folder.join("disk.qcow2"), folder.join("disk.raw"));
+    tool("qemu-img", ["convert", "-O", "raw", image.to_str().unwrap(), raw.to_str().unwrap()]).good();
+    let found = std::fs::read(raw).unwrap();
+    for block in 0..BLOCKS {
+        let at = block as usize * BLOCK;
+        assert!(found[at..at + BLOCK] == pattern(block, BLOCK), "block {block} was answered, and is not in the image");
+    }
+}
+
+#[test]
+fn a_reader_that_has_gone_costs_no_disk_anything() {
+    let folder = Folder::new();
+    let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+    let daemon = serve(&folder, &writer);
+    drop((reader, writer));
+    guests_lose_nothing(&folder, daemon);
+}
+
+#[test]
+fn a_full_pipe_that_is_not_read_costs_no_disk_anything() {
+    let folder = Folder::new();
+    let (_reader, writer) = full_pipe();
+    let daemon = serve(&folder, &writer);
+    guests_lose_nothing(&folder, daemon);
+}
+
+#[test]
+fn a_full_disk_under_the_log_costs_no_disk_anything() {
+    let folder = Folder::new();
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    let daemon = serve(&folder, &full.into());
+    guests_lose_nothing(&folder, daemon);
+}
+
+#[test]
+fn a_failure_to_start_is_not_held_up_by_its_message() {
+    let (_reader, writer) = full_pipe();
+    let mut command = Command::new(BLOCKYARD);
+    command.args(["serve", "/not/there", "--vhost-user", "/nonexistent/s"]);
+    let mut daemon = Daemon::start_with(command.stdin(Stdio::null()).stderr(Stdio::from(writer)));
+    assert_eq!(daemon.ended(SOON).code(), Some(1));
+}
+
+/// Commands that print on standard output, with files of `folder`.
+fn commands(folder: &Folder) -> Vec<Vec<String>> {
+    let image = folder.image("disk.raw", 1 << 20);
+    let config = folder.join("toml");
+    std::fs::write(&config, "[[disk]]\nimage = \"ram:1M\"\nvhost-user = \"/nonexistent/s\"\n").unwrap();
+    let mut results = File::create(folder.join("rates")).unwrap();
+    results.write_all(b"512 0.001\n512 0.002\n1024 0.001\n").unwrap();
+    let text = |path: &Path| path.to_str().unwrap().to_string();
+    let words = |line: &str| line.split(' ').map(str::to_string).collect::<Vec<_>>();
+    vec![
+        words("completions bash"),
+        words("bench job fileserver --print"),
+        [words("bench client --buffered --ops 10 --file"), vec![text(&image)]].concat(),
+        [words("bench rate read --ops 10"), vec![text(&image)]].concat(),
+        [words("bench median"), vec![text(&folder.join("rates"))]].concat(),
+        [words("image info"), vec![text(&image)]].concat(),
+        [words("image map"), vec![text(&image)]].concat(),
+        [words("image create"), vec![text(&folder.join("new.raw")), "1M".into()]].concat(),
+        [words("serve --check-config --config"), vec![text(&config)]].concat(),
+    ]
+}
+
+#[test]
+fn commands_end_quietly_when_the_reader_has_gone() {
+    let folder = Folder::new();
+    for arguments in commands(&folder) {
+        // The reader is closed before the command begins.
+        let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+        drop(reader);
+        let mut command = Command::new(BLOCKYARD);
+        let child = command.args(&arguments).stdin(Stdio::null()).stdout(Stdio::from(writer)).stderr(Stdio::piped());
+        let done = child.spawn().unwrap().wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&done.stderr);
+        let said: Vec<_> = said.lines().filter(|line| !line.starts_with("seed ")).collect();
+        // The status of a program that SIGPIPE has ended, as a shell gives it.
+        assert_eq!((done.status.code(), said), (Some(141), vec![]), "{arguments:?}");
+    }
+    let help = run(Command::new("bash").args(["-c", &format!("'{BLOCKYARD}' --help | head -n 1")]), TOOL);
+    assert_eq!((help.err.as_str(), help.out.lines().count()), ("", 1));
+}
+
+#[test]
+fn commands_say_that_standard_output_cannot_be_written() {
+    let folder = Folder::new();
+    for arguments in commands(&folder) {
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let mut command = Command::new(BLOCKYARD);
+        let child = command.args(&arguments).stdin(Stdio::null()).stdout(Stdio::from(full)).stderr(Stdio::piped());
+        let done = child.spawn().unwrap().wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(1), "{arguments:?}: {said}");
+        let line = "blockyard: standard output cannot be written: No space left on device (os error 28)";
+        assert_eq!(said.lines().last(), Some(line), "{arguments:?}: {said}");
+    }
+}
+
+#[test]
+fn commands_do_not_fail_for_want_of_standard_error() {
+    let folder = Folder::new();
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    let image = folder.image("disk.raw", 1 << 20);
+    let mut command = Command::new(BLOCKYARD);
+    command.args(["bench", "rate", "read", image.to_str().unwrap(), "--ops", "3"]);
+    let done = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::from(full)).output().unwrap();
+    assert_eq!((done.status.code(), String::from_utf8_lossy(&done.stdout).lines().count()), (Some(0), 3));
+}
