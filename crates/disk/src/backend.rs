@@ -74,7 +74,8 @@ impl Source {
                 (Below::Nothing { size }, model) => Ok(Source::Delay { size, model, file: None }),
                 (Below::File(path), model) => {
                     let ChainOptions { read_only, cache, nbd, overlaid, .. } = options.clone();
-                    let file = Arc::new(ImageFile::open(&OpenOptions { path, read_only, cache, nbd, overlaid })?);
+                    let open = OpenOptions { nbd, overlaid, ..OpenOptions::new(path, read_only, cache) };
+                    let file = Arc::new(ImageFile::open(&open)?);
                     Ok(Source::Delay { size: file.size(), model, file: Some(file) })
                 }
             };
@@ -88,7 +89,7 @@ impl Source {
         match options.format.or_else(|| Format::of_name(&options.path)).unwrap_or(Format::Raw) {
             Format::Raw => {
                 let ChainOptions { path, read_only, cache, nbd, overlaid, .. } = options.clone();
-                let open = OpenOptions { path, read_only, cache, nbd, overlaid };
+                let open = OpenOptions { nbd, overlaid, ..OpenOptions::new(path, read_only, cache) };
                 Ok(Source::File(Arc::new(ImageFile::open(&open)?)))
             }
             format => {

@@ -47,6 +47,8 @@ pub struct ChainOptions {
     /// Backing and data files lie in or below these; no folder: in or below that of the image itself. NBD URIs among them
     /// allow exports.
     pub folders: Vec<PathBuf>,
+    /// Lock no file of a chain that is only read: other programs may write to it meanwhile (`qemu-img --force-share`).
+    pub force_share: bool,
     /// Open the topmost image alone, as if nothing were below.
     pub no_backing: bool,
     /// A COW file's backing file may differ from what the COW file says of it.
@@ -70,6 +72,7 @@ impl ChainOptions {
             prime: false,
             copy_on_read: false,
             folders: Vec::new(),
+            force_share: false,
             no_backing: false,
             accept_changed_backing: false,
             nbd: crate::nbd::Options::default(),
@@ -193,9 +196,10 @@ impl Chain {
             _ => Overlaid::Below(self.layers.iter().map(|above| above.file.path().into()).collect()),
         };
         let open = |path: &Path| {
-            let ChainOptions { cache, nbd, .. } = self.options;
+            let ChainOptions { cache, nbd, force_share, .. } = self.options;
+            let overlaid = overlaid.clone();
             let options =
-                OpenOptions { nbd, overlaid: overlaid.clone(), ..OpenOptions::new(path, files_read_only, cache) };
+                OpenOptions { nbd, force_share, overlaid, ..OpenOptions::new(path, files_read_only, cache) };
             ImageFile::open(&options).map(Arc::new)
         };
         let file = open(path)?;

@@ -29,6 +29,8 @@ pub struct OpenOptions {
     pub path: PathBuf,
     pub read_only: bool,
     pub cache: CacheMode,
+    /// Takes no lock: another program may write to the file meanwhile. For readers only.
+    pub force_share: bool,
     /// Of images that lie on an NBD server.
     pub nbd: nbd::Options,
     pub overlaid: Overlaid,
@@ -48,7 +50,7 @@ pub enum Overlaid {
 impl OpenOptions {
     pub fn new(path: impl Into<PathBuf>, read_only: bool, cache: CacheMode) -> Self {
         let (nbd, overlaid) = Default::default();
-        OpenOptions { path: path.into(), read_only, cache, nbd, overlaid }
+        OpenOptions { path: path.into(), read_only, cache, force_share: false, nbd, overlaid }
     }
 }
 
@@ -105,7 +107,11 @@ impl ImageFile {
             let path = path.clone();
             move |source| OpenError::Io { path, operation, source }
         };
-        let lock = if options.read_only { Lock::Shared } else { Lock::Exclusive };
+        let lock = match options.read_only {
+            true if options.force_share => Lock::None,
+            true => Lock::Shared,
+            false => Lock::Exclusive,
+        };
         let locked = take_lock(fd.as_fd(), lock);
         match locked.map_err(failed("locking it (an OFD lock; network file systems may not have them)"))? {
             Ok(()) => {}

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use report::Info;
 
-use super::{Folders, Named, Output, failed, open, print, print_json, size, snapshots};
+use super::{Folders, Named, Output, Sharing, failed, open, print, print_json, size, snapshots};
 use crate::Failure;
 
 #[derive(Args)]
@@ -22,12 +22,15 @@ pub struct Options {
     #[command(flatten)]
     folders: Folders,
     #[command(flatten)]
+    sharing: Sharing,
+    #[command(flatten)]
     output: Output,
 }
 
 pub fn run(options: &Options) -> Result<(), Failure> {
     let chain = open(&ChainOptions {
         no_backing: !options.backing_chain,
+        force_share: options.sharing.force_share,
         ..options.folders.reading(&options.image.file, options.image.format)
     })?;
     let details = details(&chain).map_err(failed)?;

@@ -3,11 +3,11 @@
 use std::io::{self, BufWriter, Write};
 
 use blockyard_bench::output::OutputError;
-use blockyard_image::BlockStatus;
 use blockyard_image::tools::{self, Disk, on_reactor};
+use blockyard_image::{BlockStatus, ChainOptions};
 use clap::Args;
 
-use super::{Folders, Named, Output, failed, open, size};
+use super::{Folders, Named, Output, Sharing, failed, open, size};
 use crate::Failure;
 
 #[derive(Args)]
@@ -23,11 +23,16 @@ pub struct Options {
     #[command(flatten)]
     folders: Folders,
     #[command(flatten)]
+    sharing: Sharing,
+    #[command(flatten)]
     output: Output,
 }
 
 pub fn run(options: &Options) -> Result<(), Failure> {
-    let chain = open(&options.folders.reading(&options.image.file, options.image.format))?;
+    let chain = open(&ChainOptions {
+        force_share: options.sharing.force_share,
+        ..options.folders.reading(&options.image.file, options.image.format)
+    })?;
     let end = options.start_offset.saturating_add(options.max_length.unwrap_or(u64::MAX));
     let json = options.output.is_json();
     let range = options.start_offset..end;

@@ -1,7 +1,7 @@
 //! `blockyard image`: the commands of qemu-img, over `blockyard_image::tools`.
 //!
 //! ```text
-//!   info, map, compare, check  what images are  convert   one image into another
+//!   info, map, measure, compare, check  what images are  convert   one image into another
 //!   create               new images: options (settings), what is made of them (new), files (output)
 //!   commit, rebase       what is in an overlay, and what is below it
 //!   resize, snapshot     images that stay where they are
@@ -16,6 +16,7 @@ mod convert;
 mod create;
 mod info;
 mod map;
+mod measure;
 mod new;
 mod output;
 mod progress;
@@ -45,6 +46,8 @@ pub enum Command {
     Check(check::Options),
     /// Say where the bytes of an image are.
     Map(map::Options),
+    /// Say how many bytes a new image would take, empty or with the disk of another one.
+    Measure(measure::Options),
     /// Say whether two images hold the same disk. Exit status: 0 the same, 1 not the same, 2 failed.
     Compare(compare::Options),
     /// Make a new image of another format, with the same disk.
@@ -66,6 +69,7 @@ pub fn run(command: &Command) -> Result<u8, Failure> {
         Command::Info(options) => info::run(options).map(|()| 0),
         Command::Check(options) => check::run(options),
         Command::Map(options) => map::run(options).map(|()| 0),
+        Command::Measure(options) => measure::run(options).map(|()| 0),
         Command::Compare(options) => compare::run(options),
         Command::Convert(options) => convert::run(options).map(|()| 0),
         Command::Resize(options) => resize::run(options).map(|()| 0),
@@ -124,6 +128,15 @@ pub struct Folders {
     /// Backing and data files are opened in this folder and below; may be repeated [default: the image's own folder].
     #[arg(long = "backing-folder", value_name = "FOLDER")]
     backing_folders: Vec<PathBuf>,
+}
+
+/// Whether to read what another program may write to.
+#[derive(Args)]
+pub struct Sharing {
+    /// Take no lock: also images that are being written to, such as those of a running server. What was changed since its
+    /// last flush may be missing.
+    #[arg(short = 'U', long)]
+    force_share: bool,
 }
 
 impl Folders {

@@ -1,6 +1,6 @@
 //! info, map, compare.
 
-use crate::common::tool;
+use crate::common::{Daemon, tool};
 use crate::fixture::{Images, MIB, QCOW2, SIZE, image, image_any, json, qemu_img, qemu_io, same_answer, text};
 
 #[test]
@@ -75,6 +75,60 @@ fn files_that_end_in_the_middle_of_a_sector() {
     same_answer(&["map", "-f", "raw", text(&path)]);
     let empty = images.0.image("empty.raw", 0);
     assert_eq!(json(&image(&["map", "--json", text(&empty)])), json("[]"));
+}
+
+#[test]
+fn new_images_are_measured_as_qemu_measures_them() {
+    let images = Images::new();
+    let raw = images.raw("a.raw", 9 * MIB + 512, 1);
+    images.raw("base.raw", 7 * MIB, 1);
+    let overlay = images.qcow2("b.qcow2", "", Some(("base.raw", "raw")), SIZE, 3);
+    let marked = images.qcow2("c.qcow2", "", None, SIZE, 7);
+    qemu_img(&["bitmap", "--add", text(&marked), "one"]);
+    qemu_img(&["bitmap", "--add", "-g", "512", text(&marked), "a bitmap of a longer name"]);
+    let sources = [
+        vec!["--size", "0"],
+        vec!["--size", "1000003"],
+        vec!["--size", "3T"],
+        vec!["-f", "raw", text(&raw)],
+        vec![text(&overlay)],
+        vec![text(&marked)],
+    ];
+    let options = ["", "cluster_size=4k", "cluster_size=2M,refcount_bits=1", "compat=0.10", "extended_l2=on"];
+    let targets = options.map(|options| vec!["-O", "qcow2", "-o", options]);
+    for source in &sources {
+        same_answer(&[&["measure"], source.as_slice()].concat());
+        for target in &targets {
+            let target = if target[3].is_empty() { &target[..2] } else { &target[..] };
+            same_answer(&[&["measure"], target, source.as_slice()].concat());
+        }
+    }
+    let full = ["measure", "-O", "qcow2", "-o", "preallocation=falloc", text(&marked)];
+    assert_eq!(image(&full), qemu_img(&full));
+    let neither = image_any(&["measure", "-O", "qcow2"]);
+    assert_eq!(neither.status.code(), Some(2), "{}", neither.err);
+}
+
+/// A server has the image: others may look at it where they say that they know.
+#[test]
+fn a_served_image_is_shown_to_those_that_force_sharing() {
+    let images = Images::new();
+    images.raw("base.raw", 7 * MIB, 1);
+    let path = images.qcow2("served.qcow2", "", Some(("base.raw", "raw")), SIZE, 3);
+    let socket = images.path("socket");
+    let known = json(&qemu_img(&["map", "--output", "json", text(&path)]));
+    let measured = json(&qemu_img(&["measure", "-O", "qcow2", "--output", "json", text(&path)]));
+    let daemon = Daemon::serve(&path, &socket, &[]);
+    for command in ["info", "map"] {
+        let refused = image_any(&[command, text(&path)]);
+        assert_eq!(refused.status.code(), Some(1), "{command}");
+        assert!(refused.err.contains("is in use by blockyard"), "{}", refused.err);
+    }
+    assert_eq!(json(&image(&["map", "-U", "--json", text(&path)])), known);
+    assert_eq!(json(&image(&["measure", "-U", "-O", "qcow2", "--json", text(&path)])), measured);
+    let info = json(&image(&["info", "--force-share", "--backing-chain", "--json", text(&path)]));
+    assert_eq!((info[0]["virtual-size"].as_u64(), info[1]["format"].as_str()), (Some(SIZE), Some("raw")), "{info}");
+    drop(daemon);
 }
 
 /// Both compare, and say the same with the same status.

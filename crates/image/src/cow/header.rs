@@ -170,7 +170,7 @@ impl Header {
     }
 
     /// A header of the version for a new file.
-    pub(super) fn new(version: u32, alignment: u32, backing: &Backing<'_>) -> Result<Self, ImageError> {
+    pub fn new(version: u32, alignment: u32, backing: &Backing<'_>) -> Result<Self, ImageError> {
         let layout = match version {
             1 => Layout::One { little: true },
             2 => Layout::Two,

@@ -7,6 +7,7 @@
 //!   convert   one disk into another                      create    new images
 //!   commit    an image into the one below it             rebase    another backing file
 //!   resize    another size                               details   snapshots and bitmaps
+//!   measure   how large a new image would be
 //!   file      one image by itself, as its format has it
 //! ```
 //! In: chains, opened by the caller. Out: results for people and programs; errors that name the image.
@@ -20,6 +21,7 @@ mod details;
 mod disk;
 mod file;
 mod map;
+mod measure;
 mod reactors;
 mod rebase;
 mod resize;
@@ -33,6 +35,7 @@ pub use details::{Details, details};
 pub use disk::{Disk, close};
 pub use file::{on_file, open_file};
 pub use map::map;
+pub use measure::{Measure, measure};
 pub use reactors::on_reactor;
 pub use rebase::{NewBacking, rebase, set_backing};
 pub use resize::{NewSize, resize};

@@ -42,6 +42,11 @@ impl Bitmap {
     }
 }
 
+/// Bytes of a directory entry.
+pub fn entry_bytes(name_len: usize, extra_len: usize) -> u64 {
+    (FIXED + extra_len + name_len).next_multiple_of(8) as u64
+}
+
 /// The directory's bytes, and its entries.
 pub async fn read<S: Storage>(
     file: &Raw<S>,
