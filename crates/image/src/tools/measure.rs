@@ -109,7 +109,7 @@ fn refcount_bytes(clusters: u64, cluster: u64, bits: u32) -> u64 {
 
 /// Data, tables and directory of the source's bitmaps. None: its format has none.
 fn bitmap_bytes(source: &Arc<Chain>, cluster: u64) -> Result<Option<u64>, ChainError> {
-    if !source.top().qcow2().is_some_and(|image| image.header().version >= 3) {
+    if source.top().qcow2().is_none_or(|image| image.header().version < 3) {
         return Ok(None);
     }
     let Some(top) = details(source)?.into_iter().next() else { return Ok(None) };
