@@ -198,8 +198,7 @@ impl Chain {
         let open = |path: &Path| {
             let ChainOptions { cache, nbd, force_share, .. } = self.options;
             let overlaid = overlaid.clone();
-            let options =
-                OpenOptions { nbd, force_share, overlaid, ..OpenOptions::new(path, files_read_only, cache) };
+            let options = OpenOptions { nbd, force_share, overlaid, ..OpenOptions::new(path, files_read_only, cache) };
             ImageFile::open(&options).map(Arc::new)
         };
         let file = open(path)?;
