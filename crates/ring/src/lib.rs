@@ -8,6 +8,7 @@
 //!   memory     guest memory: regions, windows, bounds     segments  what one I/O moves: an iovec and its owner
 //!   buffers    guest memory registered with a ring        fault     shared memory that its owner takes away
 //!   nbd_device the kernel's NBD client
+//!   doorbell   signals to eventfds of other processes, without waiting
 //!   change_time  what writes past the page cache would wait for, done ahead      pauses  of what has blocked
 //!   host       locks, geometry, block-device calls, sockets' bits
 //! ```
@@ -21,6 +22,7 @@
 
 pub mod buffers;
 mod change_time;
+pub mod doorbell;
 pub mod executor;
 mod fault;
 pub mod file;

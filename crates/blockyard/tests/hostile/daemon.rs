@@ -96,14 +96,6 @@ impl Daemon {
         std::fs::read_to_string(self.proc("maps")).unwrap().lines().count()
     }
 
-    /// Processor time used so far.
-    pub fn processor_time(&self) -> Duration {
-        let stat = std::fs::read_to_string(self.proc("stat")).unwrap();
-        let fields: Vec<_> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
-        let ticks: u64 = fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap();
-        Duration::from_millis(ticks * 10)
-    }
-
     fn proc(&self, what: &str) -> PathBuf {
         Path::new("/proc").join(self.daemon.pid().to_string()).join(what)
     }

@@ -410,6 +410,19 @@ fn descriptors_of_the_wrong_kind_are_refused() {
         }
     }
     std::fs::remove_file(path).unwrap();
+    // To write to a pipe, or to wait for it, may block on what its other users do; and an epoll looks like an eventfd.
+    let (reader, writer) = std::io::pipe().unwrap();
+    let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+    let datagrams = std::os::unix::net::UnixDatagram::unbound().unwrap();
+    let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
+    for kick in [reader.as_fd(), socket.as_fd(), epoll.as_fd()] {
+        survives("no kick", NO, |g| send(&g.connection, SET_VRING_KICK, &words(&[0]), &[kick]));
+    }
+    for request in [SET_VRING_CALL, SET_VRING_ERR] {
+        for fd in [writer.as_fd(), datagrams.as_fd(), epoll.as_fd()] {
+            survives("no call", NO, |g| send(&g.connection, request, &words(&[0]), &[fd]));
+        }
+    }
     survives("a back channel of many descriptors", ANY, |g| {
         let event = event();
         send(&g.connection, FrontendReq::SET_BACKEND_REQ_FD, &[], &[event.as_fd(); 4])
@@ -426,29 +439,16 @@ fn dead_notifiers_cost_nothing() {
     let set = |guest: &Guest, request: FrontendReq, fd: BorrowedFd<'_>| {
         assert_eq!(send(&guest.connection, request, &words(&[0]), &[fd]), Fate::Done);
     };
-    // Calls into a pipe that nobody reads, then into one that nobody can.
-    let (reader, mut writer) = std::io::pipe().unwrap();
+    // Calls into a socket that is full and stays so, then into one whose other end is closed.
+    let (reader, mut writer) = std::os::unix::net::UnixStream::pair().unwrap();
+    writer.set_nonblocking(true).unwrap();
+    while writer.write(&[0; 4096]).is_ok() {}
+    writer.set_nonblocking(false).unwrap();
     set(&guest, FrontendReq::SET_VRING_CALL, writer.as_fd());
-    let full = vec![0; 1 << 20];
-    rustix::io::ioctl_fionbio(&writer, true).unwrap();
-    while writer.write(&full).is_ok() {}
     guest.works(0, 0);
     drop(reader);
     guest.works(0, 8);
     other.works(0, 0);
-    // Kicks from a pipe whose other end is closed, and from a socket.
-    let (reader, writer) = std::io::pipe().unwrap();
-    drop(writer);
-    let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
-    drop(ours);
-    for kick in [reader.as_fd(), theirs.as_fd()] {
-        set(&guest, FrontendReq::SET_VRING_KICK, kick);
-        let before = daemon.processor_time();
-        std::thread::sleep(Duration::from_millis(500));
-        let used = daemon.processor_time() - before;
-        assert!(used < Duration::from_millis(100), "{used:?} in half a second of silence");
-        other.works(0, 0);
-    }
     drop(guest);
     Guest::start(&daemon.socket(VICTIM), Layout::Split).works(0, 0);
     assert_eq!(daemon.complaints(), Vec::<String>::new());

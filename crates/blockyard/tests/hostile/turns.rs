@@ -1,13 +1,20 @@
 //! One guest beside others on a reactor: chains without end, and descriptors that would block.
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use blockyard_bench::driver::request::IN;
 
+use rustix::event::EventfdFlags;
+use vhost::vhost_user::message::FrontendReq;
+
 use super::beside::beside;
-use super::daemon::{Daemon, SLOW};
-use super::guest::{D, Guest, Layout, NEXT, NONE, WRITE, into, out};
+use super::daemon::{Daemon, SLOW, VICTIM};
+use super::guest::{BOTH, D, Guest, Layout, NEXT, NONE, WRITE, into, out};
+use super::messages::{Fate, send};
+use crate::common::SOON;
 
 /// A split ring with a request in flight that takes its time, and behind it one chain of 1,026 descriptors again and again.
 /// The device refuses that one on the spot, because a part of its data lies outside the memory.
@@ -64,10 +71,61 @@ fn beside_chains_without_end() {
     let daemon = Daemon::slow("200ms");
     beside("chains without end", &daemon, |attack| {
         let mut endless = Endless::start(&attack.socket(SLOW));
+        let mut answered = 0;
         while attack.goes_on() {
-            endless.refill();
-            std::thread::yield_now();
+            let start = Instant::now();
+            while std::mem::replace(&mut answered, endless.refill()) == answered {
+                assert!(start.elapsed() < SOON, "the ring stands still");
+                std::thread::yield_now();
+            }
         }
     });
+    assert_eq!(daemon.complaints(), Vec::<String>::new());
     daemon.end();
+}
+
+/// An eventfd that blocks who writes to it: its counter is at its maximum, and O_NONBLOCK is clear.
+fn blocking() -> OwnedFd {
+    let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    event
+}
+
+/// Gives queue 0 call and error descriptors that block, and makes the device use both; and lets go.
+fn breaks_with_blocking_descriptors(path: &Path, layout: Layout) {
+    let mut guest = Guest::start(path, layout);
+    let (call, error) = (blocking(), blocking());
+    for (request, fd) in [(FrontendReq::SET_VRING_CALL, &call), (FrontendReq::SET_VRING_ERR, &error)] {
+        assert_eq!(send(&guest.connection, request, &[0; 8], &[fd.as_fd()]), Fate::Done);
+        // A back end may have made it non-blocking: the open file is the front end's, too.
+        rustix::io::ioctl_fionbio(fd, false).unwrap();
+    }
+    guest.works(0, 0);
+    match layout {
+        Layout::Split => guest.rings[0].push_split(u16::MAX),
+        Layout::Packed => guest.rings[0].push_packed(out(0, 16), u16::MAX),
+    }
+    guest.rings[0].kick();
+    // The other queue of the same reactor goes on, and so does the session.
+    guest.works(1, 8);
+    guest.reset_ring(0);
+}
+
+#[test]
+fn beside_descriptors_that_would_block() {
+    for layout in BOTH {
+        let daemon = Daemon::start();
+        beside("descriptors that would block", &daemon, |attack| {
+            while attack.goes_on() {
+                breaks_with_blocking_descriptors(&attack.socket(VICTIM), *layout);
+            }
+        });
+        // One that is still there at the end.
+        let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
+        let call = blocking();
+        assert_eq!(send(&guest.connection, FrontendReq::SET_VRING_CALL, &[0; 8], &[call.as_fd()]), Fate::Done);
+        rustix::io::ioctl_fionbio(&call, false).unwrap();
+        guest.works(0, 0);
+        daemon.end();
+    }
 }

@@ -1,15 +1,22 @@
 //! Telling the guest: how, and how often.
 //!
-//! A virtual machine's front end takes an eventfd, and an interrupt a batch is right for it. User Mode Linux gives a stream
-//! (a pipe or a socket): there an interrupt is a Unix signal, costs more than the I/O, and stops the only CPU. For streams
+//! A virtual machine's front end takes an eventfd, and an interrupt a batch is right for it. User Mode Linux gives a Unix
+//! stream socket: there an interrupt is a Unix signal, costs more than the I/O, and stops the only CPU. For streams
 //! completions are therefore gathered: a signal at `most` pending ones, or `wait` after the first. A wait that brought nothing new was
 //! in vain (the guest waits for us), so the next `SKIP` are told at once; twice as many after each further one.
 
+//!
+//! The front end owns these descriptors too, and can clear O_NONBLOCK at any time. What must hold: a signal never waits. So
+//! an eventfd is signalled by a [`Doorbell`], a socket with MSG_DONTWAIT. Other kinds are refused: a pipe, or a socket
+//! that is read or of another family, has locks in the kernel that its other users hold while they wait for a page.
+
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::fs::FileType;
+use blockyard_ring::doorbell::{self, Doorbell};
+use rustix::net::{AddressFamily, SendFlags, SocketType, sockopt};
 
 use super::channel::BackChannel;
 
@@ -19,8 +26,10 @@ const SKIP_MOST: u32 = 4096;
 /// The way to the guest.
 pub enum Call {
     None,
-    /// An eventfd (virtual machines), or the end of a pipe or socket (User Mode Linux).
-    Fd(OwnedFd),
+    /// An eventfd (virtual machines).
+    Event(Doorbell),
+    /// A Unix stream socket (User Mode Linux).
+    Stream(OwnedFd),
     /// A message on the back channel (VHOST_USER_PROTOCOL_F_INBAND_NOTIFICATIONS).
     InBand {
         channel: Arc<BackChannel>,
@@ -29,37 +38,54 @@ pub enum Call {
 }
 
 impl Call {
-    pub fn fd(fd: OwnedFd) -> Self {
-        // A guest that reads its pipe late must not stop us: a full pipe is a signal that is still pending.
-        let _ = rustix::io::ioctl_fionbio(&fd, true);
-        Call::Fd(fd)
+    /// Error `InvalidInput`: the descriptor is neither an eventfd nor a Unix stream socket.
+    pub fn fd(fd: OwnedFd) -> io::Result<Self> {
+        if is_unix_stream(&fd) { Ok(Call::Stream(fd)) } else { Doorbell::new(&fd).map(Call::Event) }
     }
 
     pub fn is_stream(&self) -> bool {
-        matches!(self, Call::Fd(fd) if matches!(kind(fd), Some(FileType::Fifo | FileType::Socket)))
+        matches!(self, Call::Stream(_))
     }
 
     #[inline]
-    pub fn ring(&self) {
+    pub fn ring(&mut self) {
         match self {
             Call::None => {}
-            Call::Fd(fd) => {
-                let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
-            }
+            Call::Event(bell) => bell.ring(),
+            Call::Stream(socket) => send(socket),
             Call::InBand { channel, index } => channel.vring_call(*index),
         }
     }
 }
 
-/// Whether it is of a kind that front ends give to be told by. Others (a file on a network, a terminal) may block whoever
-/// writes to them, or ring without end.
-pub fn is_notifier(fd: impl AsFd) -> bool {
-    // An eventfd is of no kind at all.
-    matches!(kind(fd), Some(FileType::Fifo | FileType::Socket | FileType::Unknown))
+/// Signals an error descriptor, which happens once for a broken ring.
+pub fn signal_error(fd: &OwnedFd) {
+    if is_unix_stream(fd) {
+        send(fd);
+    } else {
+        let _ = doorbell::ring_once(fd);
+    }
 }
 
-fn kind(fd: impl AsFd) -> Option<FileType> {
-    rustix::fs::fstat(fd).ok().map(|s| FileType::from_raw_mode(s.st_mode))
+/// A full socket holds a signal that the guest has not read yet.
+fn send(socket: &OwnedFd) {
+    let _ = rustix::net::send(socket, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+}
+
+/// Whether a reactor may wait for kicks of this descriptor: an eventfd, which needs no reads.
+pub fn is_kick(fd: &OwnedFd) -> io::Result<bool> {
+    doorbell::is_eventfd(fd)
+}
+
+/// Whether a reactor may signal this descriptor.
+pub fn is_call(fd: &OwnedFd) -> io::Result<bool> {
+    if is_unix_stream(fd) { Ok(true) } else { doorbell::is_eventfd(fd) }
+}
+
+fn is_unix_stream(fd: impl AsFd) -> bool {
+    let fd = fd.as_fd();
+    sockopt::socket_domain(fd).is_ok_and(|domain| domain == AddressFamily::UNIX)
+        && sockopt::socket_type(fd).is_ok_and(|kind| kind == SocketType::STREAM)
 }
 
 /// When completions are told. Times of 0 tell at once.

@@ -25,7 +25,7 @@ use blockyard_disk::{Disk, Request, Run, Served, Status, Store, Token};
 use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch, park};
 
 use super::inflight::InflightRegion;
-use super::notify::{Call, Coalesce};
+use super::notify::{Call, Coalesce, signal_error};
 use super::placement::Placement;
 use super::request::{Ask, Terms, parse, wire_status};
 use super::virtqueue::{Head, RingError};
@@ -160,7 +160,7 @@ impl Queue {
     async fn run(self: Rc<Self>, mut watch: Option<Watch>, again: Vec<Again>) {
         self.take_again(again);
         // A predecessor may have published without telling.
-        self.core.borrow().call.ring();
+        self.core.borrow_mut().call.ring();
         let mut slow = 0;
         let mut gathered = false;
         loop {
@@ -444,7 +444,7 @@ impl Queue {
             format_args!("the guest broke its ring, and the queue stops until the guest resets it: {error}"),
         );
         if let Some(fd) = &core.error {
-            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+            signal_error(fd);
         }
     }
 

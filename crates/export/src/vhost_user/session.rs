@@ -29,6 +29,8 @@ use super::{Export, Tuning};
 /// Memory regions that a front end may add one by one.
 const MEMORY_SLOTS: u64 = 509;
 
+const NO_CALL: &str = "a call or error notifier that is neither an eventfd nor a Unix stream socket";
+
 /// What a ring is told before it starts.
 #[derive(Default)]
 struct Vring {
@@ -135,7 +137,9 @@ impl Session {
 
     fn call(&self, index: usize) -> Result<Call> {
         Ok(match (self.copy(&self.vrings[index].call)?, &self.channel) {
-            (Some(fd), _) => Call::fd(fd),
+            (Some(fd), _) => {
+                Call::fd(fd).map_err(|e| self.refuse(format_args!("queue {index}: signalling its calls: {e}")))?
+            }
             (None, Some(channel)) if self.in_band() => Call::InBand { channel: channel.clone(), index: index as u16 },
             (None, _) => Call::None,
         })
@@ -147,13 +151,18 @@ impl Session {
         copy.map_err(|e| self.refuse(format_args!("copying a descriptor: {e}")))
     }
 
-    /// A descriptor that may be followed, or written to from a reactor.
-    fn notifier(&self, fd: Option<File>) -> Result<Option<OwnedFd>> {
-        match fd.map(OwnedFd::from) {
-            Some(fd) if !notify::is_notifier(&fd) => {
-                Err(self.refuse(format_args!("a notifier that is no eventfd, pipe or socket")))
-            }
-            fd => Ok(fd),
+    /// A descriptor that a reactor may wait for or signal: no other user of it can make the reactor sleep.
+    fn notifier(
+        &self,
+        fd: Option<File>,
+        is_good: fn(&OwnedFd) -> std::io::Result<bool>,
+        wrong: &str,
+    ) -> Result<Option<OwnedFd>> {
+        let Some(fd) = fd.map(OwnedFd::from) else { return Ok(None) };
+        match is_good(&fd) {
+            Ok(true) => Ok(Some(fd)),
+            Ok(false) => Err(self.refuse(format_args!("{wrong}"))),
+            Err(e) => Err(self.refuse(format_args!("looking at a notifier: {e}"))),
         }
     }
 
@@ -311,7 +320,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let fd = self.notifier(fd)?;
+        let fd = self.notifier(fd, notify::is_kick, "a kick that is no eventfd")?;
         let vring = self.vring(index.into())?;
         vring.kick = fd;
         // A new kick for a running ring: it is a new start (QEMU does this when it switches to another notifier).
@@ -322,7 +331,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let fd = self.notifier(fd)?;
+        let fd = self.notifier(fd, notify::is_call, NO_CALL)?;
         self.vring(index.into())?.call = fd;
         let call = self.call(index.into())?;
         if let Some(queue) = &self.vrings[usize::from(index)].running {
@@ -332,7 +341,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let fd = self.notifier(fd)?;
+        let fd = self.notifier(fd, notify::is_call, NO_CALL)?;
         let error = self.copy(&fd)?;
         let vring = self.vring(index.into())?;
         vring.error = fd;

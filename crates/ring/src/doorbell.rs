@@ -1,0 +1,132 @@
+//! Signals to descriptors that another process owns: without ever waiting, whatever that process does to them.
+//!
+//! In: the eventfd that a front end sent. Out: its counter goes up by one for each ring.
+//! What must hold: no call here sleeps. A write to an eventfd does, if its counter is at its maximum and O_NONBLOCK is
+//! clear; both belong to the open file, which the front end shares and changes at any time, and `RWF_NOWAIT` is not
+//! supported by eventfds. A completion of io_uring signals a registered eventfd from inside the kernel, which never
+//! waits: so a doorbell is a ring of its own that completes an empty operation, by one system call.
+
+use std::cell::RefCell;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Mutex;
+
+use io_uring::{IoUring, opcode};
+
+/// Attempts to hand an operation over to a kernel that is short of memory.
+const ATTEMPTS: u32 = 8;
+
+/// A way to signal an eventfd. It holds the eventfd itself: the descriptor that it was made from may be closed.
+pub struct Doorbell(Box<IoUring>);
+
+impl Doorbell {
+    /// Error `InvalidInput`: the descriptor is no eventfd.
+    pub fn new(eventfd: impl AsFd) -> io::Result<Self> {
+        let bell = Doorbell::unattached()?;
+        bell.attach(eventfd)?;
+        Ok(bell)
+    }
+
+    /// Adds one to the eventfd's counter, or nothing if the counter is at its maximum.
+    #[inline]
+    pub fn ring(&mut self) {
+        // SAFETY: an empty operation names no memory. The queue has room: it is empty after each submission.
+        let _ = unsafe { self.0.submission().push(&opcode::Nop::new().build()) };
+        for _ in 0..ATTEMPTS {
+            if self.0.submit().is_ok() {
+                break;
+            }
+        }
+        self.0.completion().for_each(drop);
+    }
+
+    fn unattached() -> io::Result<Self> {
+        Ok(Doorbell(Box::new(IoUring::new(1)?)))
+    }
+
+    fn attach(&self, eventfd: impl AsFd) -> io::Result<()> {
+        self.0.submitter().register_eventfd(eventfd.as_fd().as_raw_fd())
+    }
+}
+
+/// Signals an eventfd that is rarely signalled, through a ring that all such eventfds of this thread share.
+pub fn ring_once(eventfd: impl AsFd) -> io::Result<()> {
+    thread_local! {
+        static BELL: RefCell<Option<Doorbell>> = const { RefCell::new(None) };
+    }
+    BELL.with_borrow_mut(|bell| {
+        let bell = match bell {
+            Some(bell) => bell,
+            None => bell.insert(Doorbell::unattached()?),
+        };
+        bell.attach(eventfd)?;
+        bell.ring();
+        bell.0.submitter().unregister_eventfd()
+    })
+}
+
+/// Whether a descriptor is an eventfd. Others of its kind (an epoll, a userfaultfd) look the same to `fstat`, and to poll
+/// them may wait for their owner.
+pub fn is_eventfd(fd: impl AsFd) -> io::Result<bool> {
+    static JUDGE: Mutex<Option<Doorbell>> = Mutex::new(None);
+    let mut judge = JUDGE.lock().unwrap_or_else(|e| e.into_inner());
+    let judge = match &mut *judge {
+        Some(judge) => judge,
+        None => judge.insert(Doorbell::unattached()?),
+    };
+    match judge.attach(fd) {
+        Ok(()) => judge.0.submitter().unregister_eventfd().map(|()| true),
+        Err(e) if e.kind() == io::ErrorKind::InvalidInput => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    fn count(event: &OwnedFd) -> u64 {
+        rustix::io::ioctl_fionbio(event, true).unwrap();
+        let mut count = [0; 8];
+        rustix::io::read(event, &mut count).map_or(0, |_| u64::from_ne_bytes(count))
+    }
+
+    #[test]
+    fn each_ring_counts_one() {
+        let event = eventfd(0, EventfdFlags::empty()).unwrap();
+        let mut bell = Doorbell::new(&event).unwrap();
+        (0..300).for_each(|_| bell.ring());
+        assert_eq!(count(&event), 300);
+        ring_once(&event).unwrap();
+        bell.ring();
+        ring_once(&event).unwrap();
+        assert_eq!(count(&event), 3);
+    }
+
+    /// If a ring waited, this test would not end.
+    #[test]
+    fn a_blocking_eventfd_at_its_maximum_keeps_nobody_waiting() {
+        let event = eventfd(0, EventfdFlags::empty()).unwrap();
+        rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        let mut bell = Doorbell::new(&event).unwrap();
+        (0..3).for_each(|_| bell.ring());
+        ring_once(&event).unwrap();
+        assert!(count(&event) >= u64::MAX - 1);
+        bell.ring();
+        assert_eq!(count(&event), 1);
+    }
+
+    #[test]
+    fn only_an_eventfd_is_one() {
+        let event = eventfd(0, EventfdFlags::empty()).unwrap();
+        let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
+        let (pipe, _end) = rustix::pipe::pipe().unwrap();
+        assert!(is_eventfd(&event).unwrap() && is_eventfd(&event).unwrap());
+        assert!(!is_eventfd(&epoll).unwrap() && !is_eventfd(&pipe).unwrap());
+        assert_eq!(Doorbell::new(&epoll).err().unwrap().kind(), io::ErrorKind::InvalidInput);
+    }
+}
