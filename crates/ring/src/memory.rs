@@ -14,7 +14,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicUsize, Ordering};
 
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -166,9 +166,27 @@ impl std::fmt::Debug for Region {
 #[derive(Clone, Debug, Default)]
 pub struct GuestMemory {
     regions: Vec<Arc<Region>>,
+    /// Where each region starts: they are searched here.
+    starts: Vec<u64>,
+    last: LastHit,
+}
+
+/// Index of the region found last: most addresses lie in the same region as the address before.
+#[derive(Debug, Default)]
+struct LastHit(AtomicUsize);
+
+impl Clone for LastHit {
+    fn clone(&self) -> Self {
+        Self::default()
+    }
 }
 
 impl GuestMemory {
+    fn of(regions: Vec<Arc<Region>>) -> Self {
+        let starts = regions.iter().map(|r| r.guest).collect();
+        GuestMemory { regions, starts, last: LastHit::default() }
+    }
+
     /// This memory and one more region.
     pub fn with(&self, region: Region) -> Result<Self, MemoryError> {
         let at = self.regions.partition_point(|r| r.guest < region.guest);
@@ -180,7 +198,7 @@ impl GuestMemory {
         }
         let mut regions = self.regions.clone();
         regions.insert(at, Arc::new(region));
-        Ok(GuestMemory { regions })
+        Ok(Self::of(regions))
     }
 
     /// This memory less the region at `guest` of `len` bytes.
@@ -189,7 +207,7 @@ impl GuestMemory {
         let at = at.ok_or(MemoryError::NoSuchRegion { guest, len })?;
         let mut regions = self.regions.clone();
         regions.remove(at);
-        Ok(GuestMemory { regions })
+        Ok(Self::of(regions))
     }
 
     pub fn regions(&self) -> &[Arc<Region>] {
@@ -249,8 +267,17 @@ impl GuestMemory {
     #[inline]
     fn find(&self, addr: u64, len: u64) -> Option<(&Arc<Region>, u64)> {
         addr.checked_add(len)?;
-        // A guest has a handful of regions: a scan of a short array is faster than a search.
-        let region = self.regions.iter().find(|r| addr >= r.guest && addr - r.guest < r.len)?;
+        let holds = |region: &&Arc<Region>| addr >= region.guest && addr - region.guest < region.len;
+        let last = self.last.0.load(Ordering::Relaxed);
+        let region = match self.regions.get(last).filter(holds) {
+            Some(region) => region,
+            None => {
+                let at = self.starts.partition_point(|start| *start <= addr).checked_sub(1)?;
+                let region = self.regions.get(at).filter(holds)?;
+                self.last.0.store(at, Ordering::Relaxed);
+                region
+            }
+        };
         Some((region, addr - region.guest))
     }
 }
@@ -367,6 +394,25 @@ mod tests {
         }
         assert!(matches!(memory.without(0, 0x1000), Err(MemoryError::NoSuchRegion { .. })));
         assert_eq!(memory.without(0, 0x4000).unwrap().regions().len(), 1);
+    }
+
+    #[test]
+    fn every_address_is_found_among_many_regions_in_any_order() {
+        let mut memory = GuestMemory::default();
+        // Regions of 4 KiB, with a hole behind every third one.
+        let starts: Vec<u64> = (1..100).map(|n| 0x1000 * (n + n / 3)).collect();
+        for start in starts.iter().rev() {
+            memory = memory.with(region(*start, 0x1000)).unwrap();
+        }
+        let mut addr = 0;
+        for _ in 0..20_000 {
+            addr = (addr + 0x5_4321) % (0x1000 * 140);
+            let want = starts.iter().position(|start| (*start..*start + 0x1000).contains(&addr));
+            let found = memory.find(addr, 1).map(|(region, offset)| (region.guest(), offset));
+            assert_eq!(found, want.map(|at| (starts[at], addr - starts[at])), "{addr:#x}");
+        }
+        let fewer = memory.without(starts[98], 0x1000).unwrap();
+        assert!(memory.find(starts[98], 1).is_some() && fewer.find(starts[98], 1).is_none());
     }
 
     #[test]
