@@ -4,6 +4,7 @@
 // These macros panic when the stream cannot be written; `blockyard_bench::output` and the log do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+mod budget;
 mod ending;
 mod listener;
 mod log;

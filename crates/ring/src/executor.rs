@@ -52,6 +52,7 @@ struct Inner {
     timers: RefCell<BinaryHeap<Reverse<(Instant, TaskId)>>>,
     current: Cell<TaskId>,
     now: Cell<Instant>,
+    turn: Cell<u64>,
     remote: Arc<Shared>,
     remote_rung: Cell<bool>,
     stop: Cell<bool>,
@@ -105,6 +106,7 @@ impl Executor {
             timers: RefCell::default(),
             current: Cell::new(NOBODY),
             now: Cell::new(Instant::now()),
+            turn: Cell::new(0),
             remote,
             remote_rung: Cell::new(false),
             stop: Cell::new(false),
@@ -239,6 +241,7 @@ impl Inner {
         }
         let now = Instant::now();
         self.now.set(now);
+        self.turn.set(self.turn.get() + 1);
         let mut timers = self.timers.borrow_mut();
         while timers.peek().is_some_and(|t| t.0.0 <= now) {
             if let Some(Reverse((_, task))) = timers.pop() {
@@ -318,6 +321,12 @@ impl Handle {
     #[inline]
     pub fn now(&self) -> Instant {
         self.0.now.get()
+    }
+
+    /// Number of the current turn. Each task is polled once in a turn, except by [`Handle::poll_now`].
+    #[inline]
+    pub fn turn(&self) -> u64 {
+        self.0.turn.get()
     }
 
     /// Lets all ready tasks, one submit-and-reap, and the tasks that it wakes go first.

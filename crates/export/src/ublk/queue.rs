@@ -21,6 +21,7 @@ use blockyard_ring::ublk::{Device, Fetch, Queue, QueueError, Tag};
 use blockyard_ring::{Handle, Remote, Reply, Segments, TaskId};
 
 use super::request::{errno, parse};
+use crate::budget::{Budget, REQUEST};
 
 /// What the queues of a device share with the thread that started them.
 pub(super) struct Shared {
@@ -51,6 +52,7 @@ struct Line {
     tasks: RefCell<Vec<TaskId>>,
     lanes: Cell<u32>,
     draining: Cell<bool>,
+    budget: Budget,
     leaving: Cell<bool>,
     counts: Cell<(u64, u64, u64)>,
     waiting: RefCell<Option<Reply<()>>>,
@@ -130,6 +132,7 @@ impl Line {
             tasks: RefCell::default(),
             lanes: Cell::new(queue.depth().into()),
             draining: Cell::new(false),
+            budget: Budget::default(),
             leaving: Cell::new(false),
             counts: Cell::default(),
             waiting: RefCell::new(None),
@@ -216,6 +219,11 @@ impl Lane {
             Err(e) => return -e.raw_os_error(),
         };
         let moves = matches!(op, Op::Read | Op::Write { .. });
+        // The reactor's other queues go on before this one serves more than its budget.
+        while line.budget.is_spent(line.handle.turn()) {
+            line.handle.yield_now().await;
+        }
+        line.budget.spend(line.handle.turn(), REQUEST, if moves { len } else { 0 });
         let mut segments = self.segments.take();
         if moves {
             self.tag.fill(&mut segments, len as usize);

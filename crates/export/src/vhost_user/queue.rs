@@ -30,6 +30,7 @@ use super::placement::Placement;
 use super::request::{Ask, Terms, parse, wire_status};
 use super::virtqueue::{Head, RingError};
 use crate::PollMode;
+use crate::budget::{self, Budget, REQUEST};
 use crate::log::Log;
 use lane::{Lane, Load};
 use state::{Again, Core, Pending};
@@ -95,6 +96,7 @@ pub struct Queue {
     requests: RefCell<Vec<Request<ChainToken>>>,
     runs: RefCell<Vec<Run<ChainToken>>>,
     wake: Signal,
+    budget: Budget,
     /// Requests that are not answered yet; a chain of several ranges has several.
     in_flight: Cell<u32>,
     done: Cell<u64>,
@@ -136,6 +138,7 @@ impl Queue {
             requests: RefCell::default(),
             runs: RefCell::default(),
             wake: Signal::new(handle),
+            budget: Budget::default(),
             in_flight: Cell::new(0),
             done: Cell::new(0),
             enabled: Cell::new(setup.enabled),
@@ -158,7 +161,7 @@ impl Queue {
     }
 
     async fn run(self: Rc<Self>, mut watch: Option<Watch>, again: Vec<Again>) {
-        self.take_again(again);
+        self.take_again(again).await;
         // A predecessor may have published without telling.
         self.core.borrow_mut().call.ring();
         let mut slow = 0;
@@ -173,17 +176,20 @@ impl Queue {
             let takes = self.enabled.get() && self.in_flight.get() < MOST_IN_FLIGHT && !self.core.borrow().broken;
             if takes && !stopping {
                 let taken = self.take(if slow > 0 { BATCH_IN_FLIGHT } else { BATCH_AT_ONCE });
+                let spent = self.has_spent(taken);
                 if std::mem::take(&mut gathered) {
                     self.core.borrow_mut().pacer.gathered(taken, self.handle.now(), self.done.get());
                 }
                 if taken > 0 {
                     self.core.borrow_mut().pacer.came(self.handle.now());
-                    if slow == 0 {
-                        self.handle.yield_now().await;
-                        // Still in flight after a submission and a look: this storage takes its time.
-                        slow = if self.in_flight.get() > 0 { SLOW_BATCHES } else { 0 };
-                        continue;
-                    }
+                }
+                if spent || (taken > 0 && slow == 0) {
+                    self.handle.yield_now().await;
+                    // Still in flight after a submission and a look: this storage takes its time.
+                    slow = if self.in_flight.get() > 0 { SLOW_BATCHES } else { slow.saturating_sub(1) };
+                    continue;
+                }
+                if taken > 0 {
                     // One system call submits all and waits.
                     slow -= 1;
                 }
@@ -273,12 +279,18 @@ impl Queue {
         }
     }
 
-    /// Takes up to `most` chains; how many it took. A broken ring takes none, for good.
+    /// Whether the reactor must go on to its other queues before this one takes more.
+    #[inline]
+    fn has_spent(&self, taken: usize) -> bool {
+        self.budget.is_spent(self.handle.turn()) || (taken > 0 && budget::is_over(self.handle.now(), Instant::now()))
+    }
+
+    /// Takes up to `most` chains, within the turn's budget; how many it took. A broken ring takes none, for good.
     #[inline]
     fn take(self: &Rc<Self>, most: usize) -> usize {
         let mut taken = 0;
         let mut requests = std::mem::take(&mut *self.requests.borrow_mut());
-        while taken < most {
+        while taken < most && !self.budget.is_spent(self.handle.turn()) {
             let popped = {
                 let mut core = self.core.borrow_mut();
                 let core = &mut *core;
@@ -319,11 +331,13 @@ impl Queue {
         let fua = !self.device.write_back.load(Ordering::Relaxed);
         let terms = Terms { memory: &core.memory, serial: &self.device.disk.options().serial, fua };
         let mut segments = core.pool.pop().unwrap_or_default();
+        let descriptors = core.descs.len() as u32 + REQUEST;
         let parsed = parse(head.id, &core.descs, terms, &mut segments)?;
         let entry = entry.unwrap_or_else(|| core.note_taken(head));
         let mut pending =
             Pending { parts: 1, failed: None, count: head.count, written: 1, status: parsed.status, entry };
         let arrived = self.handle.now();
+        self.budget.spend(self.handle.turn(), descriptors * parsed.ask.requests(), segments.len() as u64);
         match parsed.ask {
             Ask::One { op, offset, len } => {
                 if op == blockyard_disk::Op::Read {
@@ -411,8 +425,8 @@ impl Queue {
         self.wake.ring();
     }
 
-    /// Starts what a predecessor left unanswered.
-    fn take_again(self: &Rc<Self>, again: Vec<Again>) {
+    /// Starts what a predecessor left unanswered, a budget in each turn.
+    async fn take_again(self: &Rc<Self>, again: Vec<Again>) {
         if !again.is_empty() {
             self.device.log.info(
                 self.device.disk.name(),
@@ -429,6 +443,10 @@ impl Queue {
             if let Err(e) = head.and_then(|head| self.begin(head, Some(chain.entry()), &mut requests)) {
                 self.break_ring(&e);
                 break;
+            }
+            if self.has_spent(1) {
+                self.dispatch(std::mem::take(&mut requests));
+                self.handle.yield_now().await;
             }
         }
         self.dispatch(requests);

@@ -34,6 +34,17 @@ pub enum Ask {
     Now { status: Status, written: u32 },
 }
 
+impl Ask {
+    /// Number of requests that the disk gets, or 1 if it gets none.
+    #[inline]
+    pub fn requests(&self) -> u32 {
+        match self {
+            Ask::Ranges { ranges, .. } => ranges.len() as u32,
+            Ask::One { .. } | Ask::Now { .. } => 1,
+        }
+    }
+}
+
 #[derive(Debug)]
 pub struct Parsed {
     pub ask: Ask,

@@ -1,0 +1,76 @@
+//! What one queue may do in one turn of its reactor.
+//!
+//! In: what was taken, in descriptors and bytes, and the number of the turn. Out: whether the queue must let the reactor go
+//! on. What must hold: between two looks of the reactor at its other queues, a queue takes one budget and at most one more
+//! request, whatever it finds and whatever is in flight. A turn that lasts is over for all: each queue takes one batch of it.
+
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+/// Descriptors of a turn: about 100 us. A request costs as much as [`REQUEST`] of them besides.
+const DESCRIPTORS: u32 = 2048;
+pub const REQUEST: u32 = 8;
+/// Bytes of a turn. Storage that answers at once copies them before it answers.
+const BYTES: u64 = 1 << 20;
+/// Time since the turn began.
+const TIME: Duration = Duration::from_micros(200);
+
+/// A queue's account of the current turn.
+#[derive(Debug, Default)]
+pub struct Budget {
+    turn: Cell<u64>,
+    descriptors: Cell<u32>,
+    bytes: Cell<u64>,
+}
+
+impl Budget {
+    /// Books what was taken in turn number `turn`.
+    #[inline]
+    pub fn spend(&self, turn: u64, descriptors: u32, bytes: u64) {
+        if self.turn.replace(turn) != turn {
+            self.descriptors.set(0);
+            self.bytes.set(0);
+        }
+        self.descriptors.set(self.descriptors.get().saturating_add(descriptors));
+        self.bytes.set(self.bytes.get().saturating_add(bytes));
+    }
+
+    /// Whether nothing more may be taken in turn number `turn`.
+    #[inline]
+    pub fn is_spent(&self, turn: u64) -> bool {
+        self.turn.get() == turn && (self.descriptors.get() >= DESCRIPTORS || self.bytes.get() >= BYTES)
+    }
+}
+
+/// Whether a turn that began at `began` has lasted so long that each queue lets the others go on.
+#[inline]
+pub fn is_over(began: Instant, now: Instant) -> bool {
+    now.saturating_duration_since(began) >= TIME
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_turn_has_a_budget_of_each_kind_and_the_next_one_has_another() {
+        let budget = Budget::default();
+        assert!(!budget.is_spent(0) && !budget.is_spent(7));
+        budget.spend(7, DESCRIPTORS - 1, BYTES - 1);
+        assert!(!budget.is_spent(7));
+        budget.spend(7, 1, 0);
+        assert!(budget.is_spent(7) && !budget.is_spent(8));
+        budget.spend(8, 0, BYTES);
+        assert!(budget.is_spent(8));
+        budget.spend(9, u32::MAX, u64::MAX);
+        budget.spend(9, u32::MAX, u64::MAX);
+        assert!(budget.is_spent(9) && !budget.is_spent(10));
+    }
+
+    #[test]
+    fn a_turn_that_lasts_is_over() {
+        let began = Instant::now();
+        assert!(!is_over(began, began) && !is_over(began + TIME, began));
+        assert!(is_over(began, began + TIME));
+    }
+}

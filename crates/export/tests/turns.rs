@@ -1,0 +1,161 @@
+//! What a queue takes in one turn of its reactor, while a request of it is in flight.
+//!
+//! A guest shows many chains at once, behind a read that takes its time. A task beside the queue looks at the used index
+//! once a turn; its look may come before the queue in one turn and behind it in the next, so it sees two turns at most.
+//! What must hold: however many chains there are, a turn takes a bounded number of them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use blockyard_disk::{Disk, DiskOptions, Source};
+use blockyard_export::vhost_user::Coalesce;
+use blockyard_export::vhost_user::parts::{Call, DeviceState, Log, MAX_CHAIN, QueueHandle, QueueSetup};
+use blockyard_export::{PollMode, Reactors};
+use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_ring::{GuestMemory, Region, Window};
+
+const SIZE: u16 = 1024;
+const AVAIL: u64 = 0x1_0000;
+const USED: u64 = 0x2_0000;
+/// Headers, a status, and an indirect table.
+const SLOW: u64 = 0x3_0000;
+const HEADER: u64 = 0x3_0100;
+const STATUS: u64 = 0x3_0200;
+const TABLE: u64 = 0x4_0000;
+const DATA: u64 = 0x10_0000;
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+/// The chains behind the read, and the head of the first.
+const CHAINS: u16 = 500;
+const FIRST: u16 = 20;
+
+fn device() -> Arc<DeviceState> {
+    let options = DiskOptions {
+        name: "test".into(),
+        serial: String::new(),
+        read_only: false,
+        cache: CacheMode::None,
+        filters: vec!["delay:read=100ms".parse().unwrap()],
+    };
+    let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:16M")).unwrap()));
+    Arc::new(DeviceState { disk, write_back: AtomicBool::new(true), log: Log::default() })
+}
+
+struct Guest {
+    memory: GuestMemory,
+    all: Window,
+}
+
+impl Guest {
+    fn new() -> Self {
+        let region = Region::memfd("guest", 0, 0, 4 << 20).unwrap().0;
+        let memory = GuestMemory::default().with(region).unwrap();
+        let all = memory.window(0, 4 << 20, 16).unwrap();
+        let guest = Guest { memory, all };
+        // A read of 512 bytes, which waits for the disk's filter.
+        guest.descriptor(10, SLOW, 16, NEXT, 11);
+        guest.descriptor(11, DATA, 512, NEXT | WRITE, 12);
+        guest.descriptor(12, SLOW + 16, 1, WRITE, 0);
+        guest
+    }
+
+    fn descriptor(&self, index: u64, addr: u64, len: u32, flags: u16, next: u16) {
+        let at = 16 * index as usize;
+        self.all.copy_in(at, addr.to_le_bytes());
+        self.all.copy_in(at + 8, len.to_le_bytes());
+        self.all.copy_in(at + 12, flags.to_le_bytes());
+        self.all.copy_in(at + 14, next.to_le_bytes());
+    }
+
+    /// Makes all chains but the first name one indirect table: a header with this type, `data`, a status.
+    fn chain(&self, kind: u32, data: &[(u64, u32, u16)]) {
+        self.all.copy_in(HEADER as usize, kind.to_le_bytes());
+        let all = [(HEADER, 16, 0)].into_iter().chain(data.iter().copied()).chain([(STATUS, 1, WRITE)]);
+        let last = data.len() as u16 + 1;
+        for (index, (addr, len, flags)) in (0..).zip(all) {
+            let next = if index < last { NEXT } else { 0 };
+            self.descriptor(TABLE / 16 + u64::from(index), addr, len, flags | next, index + 1);
+        }
+        for chain in 0..CHAINS {
+            let head = FIRST + chain;
+            self.descriptor(head.into(), TABLE, 16 * (u32::from(last) + 1), INDIRECT, 0);
+            self.all.copy_in(AVAIL as usize + 6 + 2 * usize::from(chain), head.to_le_bytes());
+        }
+    }
+
+    fn setup(&self) -> QueueSetup {
+        QueueSetup {
+            index: 0,
+            device: device(),
+            memory: self.memory.clone(),
+            size: SIZE.into(),
+            parts: (0, AVAIL, USED),
+            base: 0,
+            packed: false,
+            event_idx: false,
+            inflight: None,
+            kick: None,
+            in_band: true,
+            call: Call::None,
+            error: None,
+            enabled: true,
+            poll: PollMode::Off,
+            coalesce: Coalesce::Auto,
+            peer: None,
+        }
+    }
+
+    /// Shows the read and, behind it, the other chains; the most chains that were used between two looks.
+    fn most_between_looks(&self) -> u16 {
+        let reactors = Reactors::start(1, &[]).unwrap();
+        let remote = reactors.next();
+        let queue = QueueHandle::start(remote.clone(), self.setup()).unwrap();
+        self.all.copy_in(AVAIL as usize + 4, 10u16.to_le_bytes());
+        self.all.store_u16(AVAIL as usize + 2, CHAINS + 1, Ordering::Release);
+        let used = self.memory.window(USED, 4, 4).unwrap();
+        let (sender, most) = std::sync::mpsc::channel();
+        // It looks from before the kick.
+        remote.run(move |handle| {
+            let tasks = handle.clone();
+            handle.spawn(async move {
+                let (mut most, mut before, mut turns) = (0, 0, 0);
+                while before < CHAINS {
+                    tasks.yield_now().await;
+                    assert!(turns < 100_000, "{before} chains were used");
+                    turns += 1;
+                    let now = used.load_u16(2, Ordering::Acquire);
+                    most = most.max(now - before);
+                    before = now;
+                }
+                sender.send(most).unwrap();
+            });
+        });
+        queue.kick();
+        let most = most.recv().unwrap();
+        queue.stop();
+        most
+    }
+}
+
+/// Data outside the guest's memory at the end of the longest chain: the queue refuses it on the spot.
+#[test]
+fn chains_that_are_answered_on_the_spot_leave_turns_to_others() {
+    let guest = Guest::new();
+    let mut data = vec![(DATA, 512, WRITE); MAX_CHAIN - 3];
+    data.push((1 << 40, 512, WRITE));
+    guest.chain(0, &data);
+    let most = guest.most_between_looks();
+    assert!(most <= 2 * 3, "{most} chains of {MAX_CHAIN} descriptors between two looks");
+    assert_eq!(guest.all.copy_out(STATUS as usize), [1]);
+}
+
+/// Storage that answers at once copies the bytes within the turn.
+#[test]
+fn bytes_that_are_copied_at_once_leave_turns_to_others() {
+    let guest = Guest::new();
+    guest.chain(1, &[(DATA, 256 << 10, 0)]);
+    let most = guest.most_between_looks();
+    assert!(most <= 2 * 5, "{most} writes of 256 KiB between two looks");
+    assert_eq!(guest.all.copy_out(STATUS as usize), [0]);
+}
