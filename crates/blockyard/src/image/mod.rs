@@ -4,11 +4,13 @@
 //!   info, map, measure, compare, check  what images are  convert   one image into another
 //!   create               new images: options (settings), what is made of them (new), files (output)
 //!   commit, rebase       what is in an overlay, and what is below it
-//!   resize, snapshot     images that stay where they are
+//!   resize, snapshot, bitmap, amend  images that stay where they are
 //!   progress             bars                  size      sizes as people write them
 //! ```
 //! In: the command line. Out: text for people, or JSON as qemu-img prints it; an exit status.
 
+mod amend;
+mod bitmap;
 mod check;
 mod commit;
 mod compare;
@@ -58,6 +60,10 @@ pub enum Command {
     Commit(commit::Options),
     /// Give an overlay another backing file, or none, with the same disk.
     Rebase(rebase::Options),
+    /// Add, remove, clear, merge, enable and disable bitmaps of a qcow2 image, which record what was written.
+    Bitmap(bitmap::Options),
+    /// Change options of a qcow2 image where it stands.
+    Amend(amend::Options),
     /// List, take, apply and delete snapshots inside a qcow2 image.
     Snapshot(snapshot::Options),
 }
@@ -75,6 +81,8 @@ pub fn run(command: &Command) -> Result<u8, Failure> {
         Command::Resize(options) => resize::run(options).map(|()| 0),
         Command::Commit(options) => commit::run(options).map(|()| 0),
         Command::Rebase(options) => rebase::run(options).map(|()| 0),
+        Command::Bitmap(options) => bitmap::run(options).map(|()| 0),
+        Command::Amend(options) => amend::run(options).map(|()| 0),
         Command::Snapshot(options) => snapshot::run(options).map(|()| 0),
     }
 }

@@ -74,6 +74,11 @@ impl Settings {
         self.format
     }
 
+    /// The keys that were said.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.left.iter().map(|(key, _)| key.as_str())
+    }
+
     pub fn has(&self, key: &str) -> bool {
         self.left.iter().any(|(other, _)| other == key)
     }

@@ -17,6 +17,7 @@
 mod common;
 mod fixture;
 
+mod bitmap;
 mod check;
 mod commit;
 mod convert;

@@ -6,6 +6,7 @@
 //! cut then costs the bitmaps, which is what they are for, and no data.
 
 pub mod directory;
+pub mod edit;
 
 use blockyard_ring::Storage;
 

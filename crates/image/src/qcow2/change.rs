@@ -17,6 +17,7 @@ use super::bytes;
 use super::check::stored::Refcounts;
 use super::check::{Tally, clear_bits, cover, flush, inspect, rebuild_refcounts, recount};
 use super::header::{AUTOCLEAR_KNOWN, Header, INCOMPATIBLE_DIRTY, SECTOR_BYTES};
+use super::rewrite::rewrite;
 use crate::error::ImageError;
 use crate::raw::Raw;
 
@@ -104,14 +105,13 @@ impl<'a, S: Storage> Change<'a, S> {
         if new.version < 3 {
             let mut headers = [self.old, new];
             cover(self.file, &mut headers).await?;
-            [_, new] = headers;
-            new.write_fixed(self.file).await?;
-            flush(self.file).await?;
+            let [old, covered] = headers;
+            new = covered;
+            put_header(self.file, &old, &mut new).await?;
             found = inspect(self.file, &new).await?;
         } else {
             new.incompatible |= INCOMPATIBLE_DIRTY;
-            new.write_fixed(self.file).await?;
-            flush(self.file).await?;
+            put_header(self.file, &self.old, &mut new).await?;
         }
         let mut headers = [new];
         let end = recount(self.file, &mut headers, &found).await?;
@@ -119,6 +119,15 @@ impl<'a, S: Storage> Change<'a, S> {
         clear_bits(self.file, &mut new, INCOMPATIBLE_DIRTY).await?;
         Ok((new, end))
     }
+}
+
+/// Puts the new header in place of the old one, at once and durably.
+async fn put_header<S: Storage>(file: &Raw<S>, old: &Header, new: &mut Header) -> Result<(), ImageError> {
+    if new.current_extensions() != old.current_extensions() {
+        return rewrite(file, old, new).await;
+    }
+    new.write_fixed(file).await?;
+    flush(file).await
 }
 
 pub async fn read_l1<S: Storage>(file: &Raw<S>, offset: u64, entries: u64) -> Result<Vec<u8>, ImageError> {

@@ -48,7 +48,7 @@ pub const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
 
 pub const SECTOR_BYTES: usize = 512;
 const V2_LENGTH: u32 = 72;
-const V3_LENGTH: u32 = 104;
+pub const V3_LENGTH: u32 = 104;
 const COMPRESSION_AT: usize = 104;
 const STRUCTURE: &str = "qcow2 header";
 

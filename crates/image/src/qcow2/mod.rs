@@ -10,6 +10,7 @@
 //! entries and refcounts.
 
 mod alloc;
+pub mod amend;
 pub mod backing;
 pub mod bitmap;
 mod buffers;
@@ -27,6 +28,7 @@ mod packing;
 pub mod refblock;
 mod reserve;
 pub mod resize;
+mod rewrite;
 mod shared;
 pub mod snapshot;
 mod tables;

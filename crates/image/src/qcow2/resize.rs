@@ -15,7 +15,7 @@ use self::tables::Tables;
 use super::bitmap;
 use super::change::{Change, length, trim};
 use super::check::flush;
-use super::header::{AUTOCLEAR_KNOWN, Header, MAX_L1_BYTES};
+use super::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, Header, MAX_L1_BYTES};
 use crate::SECTOR;
 use crate::error::ImageError;
 use crate::raw::Raw;
@@ -41,26 +41,32 @@ pub async fn resize<S: Storage>(file: &Raw<S>, data: Option<&Raw<S>>, wanted: Re
     if size == old.size {
         return Ok(());
     }
-    may_be_resized(file, old, data.is_some(), wanted).await?;
-    if size < old.size { shrink(change, data, size).await } else { grow(change, data, wanted).await }
+    may_be_resized(old, data.is_some(), wanted)?;
+    let bitmaps = bitmap::edit::Set::resized(file, old, size).await?;
+    if bitmaps.is_empty() {
+        return if size < old.size { shrink(change, data, size).await } else { grow(change, data, wanted).await };
+    }
+    // While the size changes the image has no bitmaps: a power cut costs them, and no data.
+    let mut without = old.clone();
+    without.autoclear &= !AUTOCLEAR_BITMAPS;
+    without.write_fixed(file).await?;
+    flush(file).await?;
+    let change = Change::begin(file).await?;
+    if size < change.old.size {
+        shrink(change, data, size).await?
+    } else {
+        grow(change, data, wanted).await?
+    };
+    bitmaps.store(Change::begin(file).await?).await
 }
 
-async fn may_be_resized<S: Storage>(
-    file: &Raw<S>,
-    old: &Header,
-    has_data: bool,
-    wanted: Resize,
-) -> Result<(), ImageError> {
+fn may_be_resized(old: &Header, has_data: bool, wanted: Resize) -> Result<(), ImageError> {
     let refuse = |what: String| Err(ImageError::refused(STRUCTURE, what));
     if !wanted.size.is_multiple_of(SECTOR) {
         return refuse(format!("{} bytes are no whole sectors", wanted.size));
     }
     if old.has_data_file() != has_data {
         return refuse("its external data file is needed, and none else".into());
-    }
-    if old.bitmaps.is_some() {
-        let names = bitmap::names(file, old).await?.join("\", \"");
-        return refuse(format!("the bitmaps \"{names}\" are of the old size: remove them first"));
     }
     let smaller = wanted.size < old.size;
     if smaller && !wanted.shrink {

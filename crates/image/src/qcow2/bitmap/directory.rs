@@ -3,13 +3,15 @@
 use blockyard_ring::Storage;
 
 use crate::error::ImageError;
-use crate::qcow2::bytes::{self, be16, be32, be64};
+use crate::qcow2::bytes::{self, be16, be32, be64, put32, put64};
 use crate::qcow2::header::{BitmapsExtension, Header};
 use crate::raw::Raw;
 
 const FIXED: usize = 24;
+/// The only type of bitmap that the format has.
+const DIRTY_TRACKING: u8 = 1;
 /// What QEMU allows all of a bitmap's data to take.
-const MAX_BITMAP_BYTES: u64 = 512 << 20;
+pub(super) const MAX_BITMAP_BYTES: u64 = 512 << 20;
 
 /// Not saved properly: what it says may be outdated.
 pub const IN_USE: u32 = 1;
@@ -26,6 +28,8 @@ pub struct Bitmap {
     pub table_size: u32,
     pub flags: u32,
     pub granularity_bits: u8,
+    /// Bytes of data that a later version of the format may have put between the fields and the name.
+    pub extra_len: u32,
     pub name: String,
 }
 
@@ -40,6 +44,24 @@ impl Bitmap {
         }
         None
     }
+}
+
+/// A directory of these bitmaps, without extra data. Their places in the old directory do not matter.
+pub fn encode(bitmaps: &[Bitmap]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for bitmap in bitmaps {
+        let at = bytes.len();
+        bytes.resize(at + FIXED, 0);
+        put64(&mut bytes, at, bitmap.table_offset);
+        put32(&mut bytes, at + 8, bitmap.table_size);
+        put32(&mut bytes, at + 12, bitmap.flags);
+        bytes[at + 16] = DIRTY_TRACKING;
+        bytes[at + 17] = bitmap.granularity_bits;
+        bytes[at + 18..at + 20].copy_from_slice(&(bitmap.name.len() as u16).to_be_bytes());
+        bytes.extend_from_slice(bitmap.name.as_bytes());
+        bytes.resize(bytes.len().next_multiple_of(8), 0);
+    }
+    bytes
 }
 
 /// Bytes of a directory entry.
@@ -79,6 +101,7 @@ fn entries(bytes: &[u8], count: u32, offset: u64) -> Result<Vec<Bitmap>, ImageEr
             table_size: be32(fixed, 8),
             flags: be32(fixed, 12),
             granularity_bits: fixed[17],
+            extra_len: be32(fixed, 20),
             name,
         });
         at += end.next_multiple_of(8);

@@ -1,0 +1,81 @@
+//! `image bitmap`: persistent bitmaps of a qcow2 image, which record what was written since a backup.
+
+use std::path::PathBuf;
+
+use anyhow::anyhow;
+use blockyard_image::Format;
+use blockyard_image::qcow2::bitmap::edit::{self, Edit};
+use blockyard_image::tools::on_file;
+use clap::Args;
+
+use super::{Named, failed, format, format_of, size};
+use crate::Failure;
+
+#[derive(Args)]
+pub struct Options {
+    #[command(flatten)]
+    image: Named,
+    /// The bitmap.
+    #[arg(value_name = "BITMAP")]
+    name: String,
+    #[command(flatten)]
+    what: What,
+    /// The image that has the bitmap of --merge [default: FILE].
+    #[arg(short = 'b', long, value_name = "FILE", requires = "merge")]
+    source_file: Option<PathBuf>,
+    /// The format of that image [default: as its name says].
+    #[arg(short = 'F', long, requires = "source_file", value_parser = format())]
+    source_format: Option<Format>,
+    /// Bytes of the disk for each bit of a new bitmap, 512 to 2G [default: a cluster, 4k to 64k].
+    #[arg(short, long, value_name = "SIZE", requires = "add", value_parser = size::parse)]
+    granularity: Option<u64>,
+}
+
+/// Several are done in this order, all at once.
+#[derive(Args)]
+#[group(required = true, multiple = true)]
+struct What {
+    /// Remove the bitmap.
+    #[arg(long, conflicts_with_all = ["add", "clear", "merge", "enable", "disable"])]
+    remove: bool,
+    /// Add an empty bitmap that records each write from now on.
+    #[arg(long)]
+    add: bool,
+    /// Clear all of its bits.
+    #[arg(long)]
+    clear: bool,
+    /// Set the bits that another bitmap has.
+    #[arg(long, value_name = "BITMAP")]
+    merge: Vec<String>,
+    /// Record each write from now on.
+    #[arg(long, conflicts_with = "disable")]
+    enable: bool,
+    /// Record no writes any more.
+    #[arg(long)]
+    disable: bool,
+}
+
+pub fn run(options: &Options) -> Result<(), Failure> {
+    let file = &options.image.file;
+    let source = options.source_file.as_ref().unwrap_or(file);
+    let source_format = if options.source_file.is_some() { options.source_format } else { options.image.format };
+    for (path, format) in [(file, options.image.format), (source, source_format)] {
+        if format_of(path, format)? != Format::Qcow2 {
+            return Err(anyhow!("image {}: only qcow2 images have bitmaps", path.display()).into());
+        }
+    }
+    let What { remove, add, clear, merge, enable, disable } = &options.what;
+    let mut edits = Vec::new();
+    edits.extend(remove.then_some(Edit::Remove));
+    edits.extend(add.then_some(Edit::Add { granularity: options.granularity }));
+    edits.extend(clear.then_some(Edit::Clear));
+    for name in merge {
+        let name = name.clone();
+        let bits = on_file(source, true, async move |raw| edit::read(&raw, &name).await).map_err(failed)?;
+        edits.push(Edit::Merge(bits));
+    }
+    edits.extend(enable.then_some(Edit::Record(true)));
+    edits.extend(disable.then_some(Edit::Record(false)));
+    let name = options.name.clone();
+    on_file(file, false, async move |raw| edit::edit(&raw, &name, &edits).await).map_err(failed)
+}

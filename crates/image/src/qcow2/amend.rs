@@ -1,0 +1,59 @@
+//! Options of a closed image that can change where it stands.
+//!
+//! In: a closed image, held exclusively. Out: the same disk, with other options.
+//! What must hold: the header is replaced at once ([`super::rewrite`]), so a power cut leaves the old options or the new ones.
+
+use blockyard_ring::Storage;
+
+use super::change::Change;
+use super::check::flush;
+use super::header::{AUTOCLEAR_KNOWN, COMPATIBLE_LAZY_REFCOUNTS, Header, V3_LENGTH};
+use super::rewrite::rewrite;
+use crate::error::ImageError;
+use crate::raw::Raw;
+
+const STRUCTURE: &str = "qcow2 options";
+
+/// What is to change; None: it stays.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Amend {
+    /// 2 or 3.
+    pub version: Option<u32>,
+    pub lazy_refcounts: Option<bool>,
+}
+
+/// Changes the options. Durable when it returns.
+pub async fn amend<S: Storage>(file: &Raw<S>, wanted: Amend) -> Result<(), ImageError> {
+    // An image that waits for a repair gets it here: without lazy refcounts, or in version 2, nothing would demand it.
+    let change = Change::begin(file).await?;
+    let (old, mut new) = (&change.old, change.old.clone());
+    new.autoclear &= AUTOCLEAR_KNOWN;
+    if let Some(version) = wanted.version {
+        set_version(&mut new, version)?;
+    }
+    if let Some(lazy) = wanted.lazy_refcounts {
+        if lazy && new.version < 3 {
+            return Err(ImageError::refused(STRUCTURE, "lazy refcounts need version 3: say compat=1.1 too"));
+        }
+        let others = new.compatible & !COMPATIBLE_LAZY_REFCOUNTS;
+        new.compatible = others | if lazy { COMPATIBLE_LAZY_REFCOUNTS } else { 0 };
+    }
+    if new.version != old.version {
+        return rewrite(file, old, &mut new).await;
+    }
+    new.write_fixed(file).await?;
+    flush(file).await
+}
+
+fn set_version(header: &mut Header, version: u32) -> Result<(), ImageError> {
+    match (header.version, version) {
+        (have, wanted) if have == wanted => Ok(()),
+        (2, 3) => {
+            header.version = 3;
+            header.header_length = V3_LENGTH;
+            Ok(())
+        }
+        // Zero clusters would have to be written out.
+        _ => Err(ImageError::refused(STRUCTURE, "an older version is made by `image convert -o compat=0.10`")),
+    }
+}
