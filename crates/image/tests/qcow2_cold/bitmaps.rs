@@ -1,6 +1,7 @@
 //! Persistent bitmaps, and what is owed to them before an image is written to.
 
 use blockyard_image::qcow2::Header;
+use blockyard_image::qcow2::bitmap::edit::{self, Edit};
 use blockyard_image::qcow2::bitmap::{names, prepare_for_writing};
 use blockyard_image::qcow2::header::AUTOCLEAR_BITMAPS;
 use blockyard_ring::sim::SimImage;
@@ -98,4 +99,44 @@ fn a_directory_that_lies_is_an_error_and_nothing_is_written() {
         let report = our_check(&copy, blockyard_image::qcow2::check::Repair::No);
         assert!(report.corruptions > 0 && report.findings[0].structure == "qcow2 bitmap directory", "{report:#?}");
     }
+}
+
+/// Each power cut leaves the old bitmaps or the new ones, and the disk.
+#[test]
+fn bitmaps_change_at_once_wherever_the_power_is_cut() {
+    let scratch = Scratch::new("bitmap-edit-cuts");
+    let path = scratch.path("image.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=1k", &path, "256k"]);
+    qemu_img(&["bitmap", "--add", "-g", "4k", &path, "old"]);
+    qemu_io(&path, &["write -P 1 0 64k"]);
+    let image = load(&path);
+    let before = guest(&image);
+    let bits = |image: &SimImage, name: &'static str| {
+        on_image(image, move |raw| async move { edit::read(&raw, name).await }).0
+    };
+    let merged = bits(&image, "old").unwrap();
+    let edits = [Edit::Add { granularity: Some(4096) }, Edit::Merge(merged.clone()), Edit::Record(false)];
+    let seen = [const { std::cell::Cell::new(0) }; 2];
+    let cuts = everywhere(
+        "bitmap",
+        &image,
+        |raw| {
+            let edits = edits.clone();
+            async move { edit::edit(&raw, "new", &edits).await }
+        },
+        |through, left| {
+            let opened = opened_sound(&left)?;
+            let (old, new) = (bits(&opened, "old"), bits(&opened, "new"));
+            if guest(&opened) != before || old.as_ref().ok() != Some(&merged) {
+                return Err(format!("the disk or the other bitmap has changed: {old:?}"));
+            }
+            match new {
+                Ok(new) if new == merged => seen[1].set(seen[1].get() + 1),
+                Err(e) if !through && e.to_string().contains("there is no bitmap") => seen[0].set(seen[0].get() + 1),
+                other => return Err(format!("{other:?}")),
+            }
+            Ok(())
+        },
+    );
+    assert!(cuts > 10 && seen[0].get() > 0 && seen[1].get() > 1, "{cuts} cuts, {seen:?}");
 }

@@ -1,6 +1,8 @@
 //! Disks that become larger and smaller, and images that are emptied.
 
 use blockyard_image::ImageError;
+use blockyard_image::qcow2::Header;
+use blockyard_image::qcow2::bitmap::prepare_for_writing;
 use blockyard_image::qcow2::check::Repair;
 use blockyard_image::qcow2::empty::make_empty;
 use blockyard_image::qcow2::resize::{Resize, resize};
@@ -154,6 +156,8 @@ fn what_cannot_be_is_refused_by_name() {
     refused(larger(&path, MIB + 1), "whole sectors");
     refused(larger(&path, 1 << 40), "larger than 32 MiB");
     qemu_img(&["bitmap", "--add", &path, "daily"]);
+    // A writer that does not keep it up to date.
+    on_file(&path, |raw| async move { prepare_for_writing(&raw, &mut Header::read(&raw).await?).await }).unwrap();
     refused(larger(&path, 2 * MIB), "\"daily\"");
     qemu_img(&["bitmap", "--remove", &path, "daily"]);
     qemu_img(&["snapshot", "-c", "one", &path]);
