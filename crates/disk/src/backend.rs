@@ -73,8 +73,8 @@ impl Source {
             return match opened? {
                 (Below::Nothing { size }, model) => Ok(Source::Delay { size, model, file: None }),
                 (Below::File(path), model) => {
-                    let ChainOptions { read_only, cache, nbd, overlaid, .. } = options.clone();
-                    let open = OpenOptions { nbd, overlaid, ..OpenOptions::new(path, read_only, cache) };
+                    let ChainOptions { read_only, cache, nbd, overlaid, journal, .. } = options.clone();
+                    let open = OpenOptions { nbd, overlaid, journal, ..OpenOptions::new(path, read_only, cache) };
                     let file = Arc::new(ImageFile::open(&open)?);
                     Ok(Source::Delay { size: file.size(), model, file: Some(file) })
                 }
@@ -88,8 +88,8 @@ impl Source {
         }
         match options.format.or_else(|| Format::of_name(&options.path)).unwrap_or(Format::Raw) {
             Format::Raw => {
-                let ChainOptions { path, read_only, cache, nbd, overlaid, .. } = options.clone();
-                let open = OpenOptions { nbd, overlaid, ..OpenOptions::new(path, read_only, cache) };
+                let ChainOptions { path, read_only, cache, nbd, overlaid, journal, .. } = options.clone();
+                let open = OpenOptions { nbd, overlaid, journal, ..OpenOptions::new(path, read_only, cache) };
                 Ok(Source::File(Arc::new(ImageFile::open(&open)?)))
             }
             format => {

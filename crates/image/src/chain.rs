@@ -10,6 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use blockyard_ring::sim::Journal;
 use blockyard_ring::{Executor, Handle, Storage};
 
 use crate::SECTOR;
@@ -57,6 +58,8 @@ pub struct ChainOptions {
     pub nbd: crate::nbd::Options,
     /// Of the topmost image.
     pub overlaid: Overlaid,
+    /// Notes what is done to the images' files, for simulated power cuts.
+    pub journal: Option<Journal>,
 }
 
 impl ChainOptions {
@@ -77,6 +80,7 @@ impl ChainOptions {
             accept_changed_backing: false,
             nbd: crate::nbd::Options::default(),
             overlaid: Overlaid::default(),
+            journal: None,
         }
     }
 }
@@ -196,9 +200,10 @@ impl Chain {
             _ => Overlaid::Below(self.layers.iter().map(|above| above.file.path().into()).collect()),
         };
         let open = |path: &Path| {
-            let ChainOptions { cache, nbd, force_share, .. } = self.options;
-            let overlaid = overlaid.clone();
-            let options = OpenOptions { nbd, force_share, overlaid, ..OpenOptions::new(path, files_read_only, cache) };
+            let ChainOptions { cache, nbd, force_share, ref journal, .. } = self.options;
+            let (overlaid, journal) = (overlaid.clone(), journal.clone());
+            let open = OpenOptions::new(path, files_read_only, cache);
+            let options = OpenOptions { nbd, force_share, overlaid, journal, ..open };
             ImageFile::open(&options).map(Arc::new)
         };
         let file = open(path)?;

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use blockyard_ring::host::{self, Geometry, Lock};
+use blockyard_ring::sim::{Journal, Recorded};
 use blockyard_ring::{Handle, LockedFile, UringFile};
 use rustix::fs::{FileType, Mode, OFlags};
 
@@ -34,6 +35,8 @@ pub struct OpenOptions {
     /// Of images that lie on an NBD server.
     pub nbd: nbd::Options,
     pub overlaid: Overlaid,
+    /// Notes what is done to the file, for simulated power cuts.
+    pub journal: Option<Journal>,
 }
 
 /// What to do if the image is to be written to and a live snapshot has put an overlay on it.
@@ -49,8 +52,8 @@ pub enum Overlaid {
 
 impl OpenOptions {
     pub fn new(path: impl Into<PathBuf>, read_only: bool, cache: CacheMode) -> Self {
-        let (nbd, overlaid) = Default::default();
-        OpenOptions { path: path.into(), read_only, cache, force_share: false, nbd, overlaid }
+        let (nbd, overlaid, journal) = Default::default();
+        OpenOptions { path: path.into(), read_only, cache, force_share: false, nbd, overlaid, journal }
     }
 }
 
@@ -92,6 +95,7 @@ pub struct ImageFile {
     is_device: bool,
     cache: CacheMode,
     pub(crate) range_lock: Arc<RangeLock>,
+    journal: Option<Journal>,
 }
 
 impl ImageFile {
@@ -133,6 +137,7 @@ impl ImageFile {
             is_device,
             cache: options.cache,
             range_lock: Arc::default(),
+            journal: options.journal.clone(),
             path,
         })
     }
@@ -159,6 +164,7 @@ impl ImageFile {
             is_device: true,
             cache: options.cache,
             range_lock: Arc::default(),
+            journal: None,
             medium: Medium::Nbd(remote),
         }
     }
@@ -166,7 +172,13 @@ impl ImageFile {
     /// The file on one reactor.
     pub fn storage(&self, handle: &Handle) -> io::Result<Store> {
         Ok(match &self.medium {
-            Medium::File(fd) => Store::File(UringFile::new(handle, fd.clone())?),
+            Medium::File(fd) => {
+                let file = UringFile::new(handle, fd.clone())?;
+                match &self.journal {
+                    None => Store::File(file),
+                    Some(journal) => Store::Recorded(Box::new(Recorded::new(file, journal, &self.path)?)),
+                }
+            }
             Medium::Nbd(remote) => Store::Nbd(remote.storage(handle)?),
         })
     }
@@ -224,6 +236,7 @@ impl ImageFile {
             is_device: self.is_device,
             cache: self.cache,
             range_lock: Arc::default(),
+            journal: self.journal.clone(),
         }
     }
 
@@ -244,11 +257,13 @@ impl ImageFile {
 
     /// Records durably that the overlay lies on this image; see [`record`].
     pub(crate) fn record_overlay(&self, overlay: &Path) -> io::Result<()> {
-        record::write(self.local()?, &self.path, overlay)
+        let write = || record::write(self.local()?, &self.path, overlay);
+        self.journal.as_ref().map_or_else(write, |journal| journal.note(&self.path, Some(overlay), write))
     }
 
     pub(crate) fn remove_overlay_record(&self) -> io::Result<()> {
-        self.fd().map_or(Ok(()), record::remove)
+        let remove = || self.fd().map_or(Ok(()), record::remove);
+        self.journal.as_ref().map_or_else(remove, |journal| journal.note(&self.path, None, remove))
     }
 
     pub fn path(&self) -> &Path {
@@ -300,6 +315,10 @@ impl ImageFile {
     /// A block device, not a file.
     pub fn is_device(&self) -> bool {
         self.is_device
+    }
+
+    pub(crate) fn journal(&self) -> Option<&Journal> {
+        self.journal.as_ref()
     }
 
     pub fn cache(&self) -> CacheMode {

@@ -100,6 +100,7 @@ impl Chain {
             format: Some(Format::Raw),
             read_only: file.read_only(),
             cache: file.cache(),
+            journal: file.journal().cloned(),
             ..ChainOptions::new(file.path())
         };
         let layer = ChainLayer { format: Format::Raw, file: file.clone(), data: None, meta: Meta::Raw };
@@ -216,7 +217,7 @@ fn new_file(options: &ChainOptions) -> Result<(Arc<ImageFile>, Unfinished), Chai
         })
     })?;
     let unfinished = Unfinished(Some(path.clone()));
-    let open = OpenOptions::new(path, false, options.cache);
+    let open = OpenOptions { journal: options.journal.clone(), ..OpenOptions::new(path, false, options.cache) };
     Ok((Arc::new(ImageFile::open(&open)?), unfinished))
 }
 

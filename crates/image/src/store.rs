@@ -6,6 +6,7 @@
 use std::io;
 use std::ops::Range;
 
+use blockyard_ring::sim::Recorded;
 use blockyard_ring::{Segments, Storage, UringFile};
 
 use crate::nbd::Nbd;
@@ -15,6 +16,8 @@ use crate::nbd::Nbd;
 pub enum Store {
     File(UringFile),
     Nbd(Nbd),
+    /// A file whose operations are in a journal, for simulated power cuts.
+    Recorded(Box<Recorded<UringFile>>),
 }
 
 impl Storage for Store {
@@ -23,6 +26,7 @@ impl Storage for Store {
         match self {
             Store::File(file) => file.read(segments, offset).await,
             Store::Nbd(nbd) => Box::pin(nbd.read(segments, offset)).await,
+            Store::Recorded(recorded) => Box::pin(recorded.read(segments, offset)).await,
         }
     }
 
@@ -31,6 +35,7 @@ impl Storage for Store {
         match self {
             Store::File(file) => file.write(segments, offset, durable).await,
             Store::Nbd(nbd) => Box::pin(nbd.write(segments, offset, durable)).await,
+            Store::Recorded(recorded) => Box::pin(recorded.write(segments, offset, durable)).await,
         }
     }
 
@@ -38,6 +43,7 @@ impl Storage for Store {
         match self {
             Store::File(file) => file.sync().await,
             Store::Nbd(nbd) => Box::pin(nbd.sync()).await,
+            Store::Recorded(recorded) => Box::pin(recorded.sync()).await,
         }
     }
 
@@ -45,6 +51,7 @@ impl Storage for Store {
         match self {
             Store::File(file) => file.discard(offset, len).await,
             Store::Nbd(nbd) => Box::pin(nbd.discard(offset, len)).await,
+            Store::Recorded(recorded) => Box::pin(recorded.discard(offset, len)).await,
         }
     }
 
@@ -52,6 +59,7 @@ impl Storage for Store {
         match self {
             Store::File(file) => file.zero(offset, len, unmap).await,
             Store::Nbd(nbd) => Box::pin(nbd.zero(offset, len, unmap)).await,
+            Store::Recorded(recorded) => Box::pin(recorded.zero(offset, len, unmap)).await,
         }
     }
 
@@ -59,6 +67,7 @@ impl Storage for Store {
         match self {
             Store::File(file) => file.zero_fast(offset, len, unmap).await,
             Store::Nbd(nbd) => Box::pin(nbd.zero_fast(offset, len, unmap)).await,
+            Store::Recorded(recorded) => Box::pin(recorded.zero_fast(offset, len, unmap)).await,
         }
     }
 
@@ -66,6 +75,7 @@ impl Storage for Store {
         match self {
             Store::File(file) => file.allocate(offset, len).await,
             Store::Nbd(nbd) => nbd.allocate(offset, len).await,
+            Store::Recorded(recorded) => Box::pin(recorded.allocate(offset, len)).await,
         }
     }
 
@@ -73,6 +83,7 @@ impl Storage for Store {
         match self {
             Store::File(file) => file.set_len(len).await,
             Store::Nbd(nbd) => nbd.set_len(len).await,
+            Store::Recorded(recorded) => Box::pin(recorded.set_len(len)).await,
         }
     }
 
@@ -80,6 +91,7 @@ impl Storage for Store {
         match self {
             Store::File(file) => file.len().await,
             Store::Nbd(nbd) => nbd.len().await,
+            Store::Recorded(recorded) => Box::pin(recorded.len()).await,
         }
     }
 
@@ -87,6 +99,7 @@ impl Storage for Store {
         match self {
             Store::File(file) => file.next_data(offset).await,
             Store::Nbd(nbd) => Box::pin(nbd.next_data(offset)).await,
+            Store::Recorded(recorded) => Box::pin(recorded.next_data(offset)).await,
         }
     }
 
@@ -94,6 +107,7 @@ impl Storage for Store {
         match self {
             Store::File(file) => file.allocated(),
             Store::Nbd(nbd) => nbd.allocated(),
+            Store::Recorded(recorded) => recorded.allocated(),
         }
     }
 
@@ -101,6 +115,7 @@ impl Storage for Store {
         match self {
             Store::File(file) => file.lost(),
             Store::Nbd(nbd) => nbd.lost(),
+            Store::Recorded(recorded) => recorded.lost(),
         }
     }
 }

@@ -4,6 +4,7 @@
 //!   disk     `SimDisk`: operations in flight, latency, faults, the cut      media    what is durable, what is cached
 //!   runner   `Sim`: tasks polled in seeded order, no ring, no clock         power    events counted, the switch
 //!   oracle   `Oracle`: what a disk may hold after a cut; judges any disk    fault    errors to inject
+//!   journal  what real files were asked, for cuts afterwards
 //! ```
 //!
 //! In: a [`SimImage`] (what a disk holds with the power off), a seed. Out: answers as from a real write-back disk, and,
@@ -30,6 +31,7 @@
 
 mod disk;
 mod fault;
+mod journal;
 mod media;
 mod oracle;
 mod power;
@@ -41,6 +43,7 @@ mod trace;
 
 pub use disk::{Latency, SimConfig, SimDisk};
 pub use fault::{Fault, FaultError};
+pub use journal::{Journal, LeftFile, Recorded, Replay};
 pub use media::SimImage;
 pub use oracle::{FlushToken, Mismatch, Oracle, ReadToken, WriteToken, pattern};
 pub use power::Power;
