@@ -59,8 +59,13 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// As [`Layer::try_lookup`], with what it needs loaded.
+    /// As [`Layer::try_lookup`], with what it needs loaded; and at once where a qcow2 image has no tables.
     pub(crate) async fn lookup(&self, offset: u64, len: u64) -> io::Result<Extent> {
+        if let Layer::Qcow2(image) = self
+            && let Some(len) = image.without_tables(offset, len)
+        {
+            return Ok(Extent { len, place: Place::Absent });
+        }
         loop {
             match self.try_lookup(offset, len) {
                 Some(extent) => return Ok(extent),

@@ -73,6 +73,9 @@ pub(crate) async fn status<S: Storage>(
 /// A host cluster that is kept although nothing is read from it is told too.
 fn kept<S: Storage>(layer: &Layer<S>, offset: u64, found: BlockStatus) -> BlockStatus {
     let Layer::Qcow2(image) = layer else { return found };
+    if image.without_tables(offset, found.len) == Some(found.len) {
+        return found;
+    }
     let cluster = image.shared().shape().cluster_size();
     let (here, host) = (found.len.min(cluster - offset % cluster), image.kept(offset));
     if host.is_some() {

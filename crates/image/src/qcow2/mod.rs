@@ -25,6 +25,7 @@ mod flush;
 pub mod header;
 mod open;
 mod packing;
+mod preallocate;
 pub mod refblock;
 mod reserve;
 pub mod resize;

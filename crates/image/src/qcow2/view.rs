@@ -17,7 +17,7 @@ use crate::traffic::Traffic;
 use super::bytes;
 use super::compressed::Decompressed;
 use super::entry::{Cluster, L1Entry, L2Entry, MAX_OFFSET};
-use super::shared::{Shape, Shared};
+use super::shared::{Shape, Shared, lock};
 use super::tables::{Entry, Found, Lines, Slice};
 
 /// Bytes of one L2 table that are read at once where requests follow one another.
@@ -97,6 +97,18 @@ impl<S: Storage> Qcow2<S> {
             }
             extent
         })
+    }
+
+    /// Number of bytes from `offset` on, at most `len`, for which there is no L2 table: they are absent. None: there is one
+    /// for `offset`. Costs a look at L1 entries, and loads nothing.
+    pub(crate) fn without_tables(&self, offset: u64, len: u64) -> Option<u64> {
+        let shape = self.shape();
+        let reach = shape.table_entries << shape.layout.cluster_bits;
+        let (first, end) = (offset / reach, (offset + len).div_ceil(reach));
+        let l1 = lock(&self.shared.l1);
+        let entries = l1.entries.get(first as usize..)?.iter().take((end - first) as usize);
+        let empty = entries.take_while(|word| **word == 0).count() as u64;
+        (empty > 0).then(|| len.min((first + empty) * reach - offset))
     }
 
     /// Where the host cluster has room for the byte at `offset`, be it there or not; None: it has none, or its entry is not

@@ -141,6 +141,12 @@ async fn hold_the_end(
 
 /// Gives clusters to a range that has none. A small write to a new cluster leaves the rest of it as it is, zeroes.
 async fn allocate<S: Storage>(image: &Image<S>, range: Range<u64>, preallocation: Preallocation) -> io::Result<()> {
+    if let Layer::Qcow2(top) = &image.layers()[0]
+        && preallocation != Preallocation::Full
+        && !top.shared().shape().layout.data_file
+    {
+        return top.preallocate(range, preallocation == Preallocation::Falloc).await;
+    }
     let cluster = image.layers()[0].cluster_size();
     let (step, len) = match preallocation {
         Preallocation::Full => (PIECE.max(cluster), PIECE.max(cluster)),

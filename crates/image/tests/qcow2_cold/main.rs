@@ -4,6 +4,7 @@ mod agree;
 mod bitmaps;
 mod chains;
 mod copying_down;
+mod counts;
 mod creation;
 mod cuts;
 mod damage;
