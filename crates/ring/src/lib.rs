@@ -32,6 +32,7 @@ pub mod memory;
 pub mod nbd_device;
 mod pauses;
 pub mod remote;
+pub mod resident;
 pub mod segments;
 pub mod sim;
 mod socket;

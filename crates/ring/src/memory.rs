@@ -105,6 +105,7 @@ impl Region {
         }
         .map_err(io)?;
         let base = NonNull::new(ptr.cast()).ok_or_else(bad)?;
+        crate::resident::release(base, map_len);
         let mapping = Mapping { base, map_len, fault: Some(Guard::new(base, map_len)) };
         Ok(Region { mapping, skip, guest, user, len })
     }
@@ -128,6 +129,11 @@ impl Region {
     /// The region's length in bytes.
     pub fn size(&self) -> u64 {
         self.len
+    }
+
+    /// Treats it as this process's own memory, not a guest's: see [`crate::resident`].
+    pub(crate) fn keep_resident(&self) {
+        crate::resident::keep(self.mapping.base, self.mapping.map_len);
     }
 
     /// Gives every page of it its memory, now. For who will pin it on a thread that others wait for.

@@ -77,6 +77,9 @@ md5=$(md5sum <a.img)
 # Read-only: the kernel lets nobody write.
 serve a.img --ublk=1 --read-only
 [[ $(blockdev --getro /dev/ublkb1) == 1 ]]
+# All of the program stays in memory, also if swap lies on the device.
+sed -n '/\/host\/blockyard/,/^VmFlags/p' /proc/$pid/smaps >/tmp/program
+[[ ! $(sed -n 's/^\(Size\|Rss\): *//p' /tmp/program | uniq -u) ]] && ! grep '^VmFlags' /tmp/program | grep -v ' lo' || { cat /tmp/program && exit 1; }
 ! dd if=/dev/zero of=/dev/ublkb1 bs=4k count=1 oflag=direct status=none 2>/dev/null
 [[ $(md5sum </dev/ublkb1) == "$md5" ]]
 stop
