@@ -14,6 +14,9 @@ pub const QUEUES: u16 = 2;
 /// Bytes of each disk.
 pub const CAPACITY: u64 = 32 << 20;
 
+/// The files of guests' memory, as `/proc/PID/maps` shows them: of the driver, and of the tests.
+const GUEST_MEMORY: [&str; 3] = ["/memfd:blockyard-bench", "/memfd:extra", "/memfd:hostile"];
+
 pub struct Daemon {
     daemon: common::Daemon,
     folder: Folder,
@@ -87,13 +90,15 @@ impl Daemon {
         until(&format!("{what}: at most {most} descriptors"), SOON, || self.descriptors() <= most);
     }
 
-    /// Waits until it has no more mappings than these.
+    /// Waits until it maps no more of guests' memory than these pieces.
     pub fn keeps_mappings(&self, most: usize) {
         until(&format!("at most {most} mappings"), SOON, || self.mappings() <= most);
     }
 
+    /// Mappings of guests' memory. (Those of the process itself come and go with its threads and its allocator.)
     pub fn mappings(&self) -> usize {
-        std::fs::read_to_string(self.proc("maps")).unwrap().lines().count()
+        let of_guests = |line: &&str| GUEST_MEMORY.iter().any(|name| line.contains(name));
+        std::fs::read_to_string(self.proc("maps")).unwrap().lines().filter(of_guests).count()
     }
 
     fn proc(&self, what: &str) -> PathBuf {
