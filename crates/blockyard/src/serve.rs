@@ -43,9 +43,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let reactors = Arc::new(reactors);
     let nbd = Servers::new(nbd, reactors.clone());
     let mut yard = Yard { reactors, shares, nbd, disks: Vec::new(), attached: options.attached };
-    for disk in config.disks {
-        yard.open(disk)?;
-    }
+    yard.open_all(config.disks)?;
     let mut by_nbd = None;
     if options.attached {
         let disk = yard.disks.first().context("no disk is served")?;
@@ -137,6 +135,22 @@ struct Serving {
 }
 
 impl Yard {
+    /// Opens the disks at the start. One that fails does not end the others; if all fail, the first error is the result.
+    fn open_all(&mut self, disks: Vec<DiskArgs>) -> anyhow::Result<()> {
+        let (all, mut failed) = (disks.len(), Vec::new());
+        for disk in disks {
+            failed.extend(self.open(disk).err());
+        }
+        if self.disks.is_empty() && !failed.is_empty() {
+            return Err(failed.swap_remove(0));
+        }
+        failed.iter().for_each(|e| tracing::error!("{e:#}"));
+        if !failed.is_empty() {
+            tracing::warn!("{} of {all} disks are not served; SIGHUP tries them again", failed.len());
+        }
+        Ok(())
+    }
+
     fn open(&mut self, args: DiskArgs) -> anyhow::Result<()> {
         let name = args.name();
         let source = Source::open(&args.chain())?;

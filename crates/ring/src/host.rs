@@ -248,7 +248,7 @@ pub fn lock(fd: impl AsFd, lock: Lock) -> io::Result<bool> {
 }
 
 /// `Ok(false)`: another lock is in the way. A length of 0 is all that follows.
-fn set_lock(fd: BorrowedFd<'_>, kind: libc::c_int, start: i64, len: i64) -> io::Result<bool> {
+pub(crate) fn set_lock(fd: BorrowedFd<'_>, kind: libc::c_int, start: i64, len: i64) -> io::Result<bool> {
     let flock = flock_of(kind, start, len);
     // SAFETY: F_OFD_SETLK reads the struct, which outlives the call.
     let rc = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &flock) };

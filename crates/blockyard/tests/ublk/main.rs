@@ -4,6 +4,8 @@
 //! ```text
 //!   filesystems   mkfs, fio with checksums, discard, zeroes, resize, read-only, cache modes
 //!   crash         kill -9 under verified load, 20 times; a mounted device outlives SIGTERM
+//!   takeover      what a server takes over and what it refuses; kills and races meanwhile; many devices
+//!   in_use        programs, loop devices, swap and mounts keep their device
 //!   overlay       qcow2 overlays: what must be touched is copied, and right
 //!   workers       writes are made by the server itself
 //!   attach        `attach` and `detach`, their mistakes, users without privileges
@@ -17,6 +19,8 @@ mod common;
 mod attach;
 mod crash;
 mod filesystems;
+mod in_use;
 mod overlay;
 mod stage;
+mod takeover;
 mod workers;

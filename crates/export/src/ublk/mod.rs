@@ -13,8 +13,10 @@
 
 mod params;
 mod queue;
+mod removal;
 mod request;
 mod takeover;
+mod users;
 
 use std::io;
 use std::path::PathBuf;
@@ -25,13 +27,14 @@ use std::time::{Duration, Instant};
 use blockyard_disk::{Disk, Source};
 use blockyard_image::{ImageFile, SECTOR};
 use blockyard_ring::ublk::abi::{self, DeviceInfo, Params};
-use blockyard_ring::ublk::{self, Control, Device, QueueError};
+use blockyard_ring::ublk::{self, Control, Device, NumberLock, QueueError};
 use rustix::io::Errno;
-use rustix::process::{Pid, test_kill_process};
 
 use crate::Reactors;
 use crate::vhost_user::QueueShape;
 use queue::{QueueHandle, Shared};
+pub use removal::remove;
+use removal::{delete, is_left, stop_unused};
 
 /// Bytes of a request at most: where they stay with the kernel, and where each tag has memory for them.
 const MAX_IO: u32 = 1 << 20;
@@ -53,8 +56,10 @@ pub enum UblkError {
     Another { id: u32 },
     #[error("there is no device /dev/ublkb{id}")]
     Missing { id: u32 },
-    #[error("/dev/ublkb{id} is in use: unmount it first")]
-    InUse { id: u32 },
+    #[error("/dev/ublkb{id} is in use{by}: unmount it first")]
+    InUse { id: u32, by: String },
+    #[error("/dev/ublkb{id} was removed and is still open{by}: close that, or give another number")]
+    StillOpen { id: u32, by: String },
     #[error("/dev/ublkb{id}: only who may open it can see whether somebody uses it (--force removes it all the same)")]
     Unseen { id: u32 },
     #[error("/dev/ublkb{id}: {what}")]
@@ -88,6 +93,8 @@ pub struct Ublk {
     features: u64,
     queues: Vec<QueueHandle>,
     shared: Arc<Shared>,
+    /// While the device is made or taken over.
+    lock: Option<NumberLock>,
 }
 
 impl Ublk {
@@ -101,11 +108,15 @@ impl Ublk {
     ) -> Result<Self, UblkError> {
         let mut control = Control::open().map_err(UblkError::Control)?;
         let features = control.features().map_err(UblkError::Control)?;
+        if let Err(e) = blockyard_ring::resident::lock() {
+            tracing::debug!("this process is not locked in memory, so its devices are not for swap: {e}");
+        }
         let (live, requests, bytes, copied) = Default::default();
         let durable = AtomicBool::new(!disk.options().cache.write_back());
         let shared = Arc::new(Shared { disk, durable, live, requests, bytes, copied, ended: Box::new(ended) });
-        let left = takeover::find(&mut control, options)?;
-        let mut export = Ublk { control, device: left.unwrap_or_default(), features, queues: Vec::new(), shared };
+        // Locked until it is served: other servers of the disk then find a device that has a server.
+        let (left, lock) = takeover::find(&mut control, options)?;
+        let mut export = Ublk { control, device: left.unwrap_or_default(), features, queues: Vec::new(), shared, lock };
         if left.is_some() {
             export.take_over(reactors)?;
         } else if let Err(e) = export.make(options, reactors, true) {
@@ -113,6 +124,7 @@ impl Ublk {
             tracing::info!(disk = export.name(), "no zero copy: {why}");
             export.make(options, reactors, false)?;
         }
+        export.lock = None;
         export.tell(left.is_some());
         Ok(export)
     }
@@ -163,6 +175,15 @@ impl Ublk {
     }
 
     fn add(&mut self, options: &UblkOptions, zero_copy: bool) -> Result<(), UblkError> {
+        if options.id.is_none() {
+            let lock = takeover::lock_new(|| self.add_device(options, zero_copy).map(|()| self.device.id))?;
+            self.lock = lock;
+            return Ok(());
+        }
+        self.add_device(options, zero_copy)
+    }
+
+    fn add_device(&mut self, options: &UblkOptions, zero_copy: bool) -> Result<(), UblkError> {
         let always = abi::F_CMD_IOCTL_ENCODE | abi::F_USER_RECOVERY | abi::F_USER_RECOVERY_REISSUE;
         let copies_none = abi::F_SUPPORT_ZERO_COPY | abi::F_AUTO_BUF_REG | abi::F_USER_COPY;
         let zero_copy = zero_copy && self.features & copies_none == copies_none && has_files(&self.shared.disk);
@@ -176,18 +197,34 @@ impl Ublk {
             note: takeover::note(&options.identity),
             ..DeviceInfo::default()
         };
-        let mut added = self.control.add(&want);
+        let mut added = self.add_when_free(&want);
         if matches!(&added, Err(e) if Errno::from_io_error(e) == Some(Errno::PERM)) {
             want.flags = want.flags & !copies_none | abi::F_UNPRIVILEGED_DEV;
             want.max_io_bytes = MAX_IO_COPIED;
-            added = self.control.add(&want);
+            added = self.add_when_free(&want);
         }
         self.device.id = want.id;
-        self.device = added.map_err(|e| match options.id {
-            Some(_) => self.error("adding it")(e),
-            None => UblkError::Control(e),
+        let id = want.id;
+        self.device = added.map_err(|e| match (options.id, Errno::from_io_error(&e)) {
+            (Some(_), Some(Errno::EXIST)) => UblkError::StillOpen { id, by: removal::by(id) },
+            (Some(_), _) => self.error("adding it")(e),
+            (None, _) => UblkError::Control(e),
         })?;
         Ok(())
+    }
+
+    /// Adds a device. The number of a removed device is free only when the last process has closed that device: the driver may
+    /// take a moment for it, also when the device was this server's.
+    fn add_when_free(&mut self, want: &DeviceInfo) -> io::Result<DeviceInfo> {
+        let start = Instant::now();
+        loop {
+            match self.control.add(want) {
+                Err(e) if Errno::from_io_error(&e) == Some(Errno::EXIST) && start.elapsed() < PATIENCE => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                done => return done,
+            }
+        }
     }
 
     fn set_up(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
@@ -204,7 +241,7 @@ impl Ublk {
     /// The device of a server that died. What fails here leaves it as it is, for another try.
     fn take_over(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
         let params = self.control.params(&self.device).map_err(self.error("reading its parameters"))?;
-        self.may_go_on(&params).map_err(self.error("it cannot go on with this image (blockyard detach removes it)"))?;
+        self.may_go_on(&params).map_err(self.error("this disk cannot take it over (blockyard detach removes it)"))?;
         takeover::begin(&mut self.control, &self.device).map_err(self.error("taking it over"))?;
         let device = self.open()?;
         if let Err(e) = self.start_queues(&device, reactors) {
@@ -231,6 +268,13 @@ impl Ublk {
         }
         if self.zero_copy() && memory_alignment(disk).is_some_and(|needed| params.memory_alignment() < needed) {
             return refuse("the memory of its requests is aligned to less than the image takes");
+        }
+        if disk.options().read_only && params.basic.attrs & abi::ATTR_READ_ONLY == 0 {
+            return refuse("it is writable, and the disk is read-only now");
+        }
+        let (bytes, image) = (params.basic.sectors * SECTOR, disk.capacity() / SECTOR * SECTOR);
+        if image < bytes {
+            return refuse(&format!("it has {bytes} bytes, and the image has {image} now"));
         }
         if 1 << params.basic.logical_shift < disk.source().logical_block() {
             return refuse("its blocks are smaller than those that the image takes");
@@ -259,12 +303,15 @@ impl Ublk {
     }
 
     fn start_queues(&mut self, device: &Device, reactors: &Reactors) -> Result<(), UblkError> {
+        let id = self.device.id;
+        let error = |queue: u16| move |source| UblkError::Queue { id, queue, source };
         for number in 0..self.device.queues {
-            let queue = QueueHandle::start(reactors.next(), device, number, &self.shared);
-            let id = self.device.id;
-            self.queues.push(queue.map_err(|source| UblkError::Queue { id, queue: number, source })?);
+            let queue = QueueHandle::new(reactors.next(), device, number, &self.shared);
+            self.queues.push(queue.map_err(error(number))?);
         }
-        Ok(())
+        // In this order: see `blockyard_ring::ublk::Queue`.
+        self.queues.iter().for_each(QueueHandle::fetch);
+        (0..).zip(&self.queues).try_for_each(|(number, queue)| queue.map().map_err(|e| error(number)(e.into())))
     }
 
     /// The disk has another size.
@@ -278,6 +325,8 @@ impl Ublk {
         let capacity = self.shared.disk.capacity();
         let changed = if self.device.flags & abi::F_UPDATE_SIZE == 0 {
             Err(io::Error::other("Linux 6.16 or later can; until then make the device anew"))
+        } else if self.would_lose(capacity) {
+            Err(io::Error::other("it is in use, and the image is smaller now; make the image as large as it was"))
         } else {
             self.control.update_size(&self.device, capacity / SECTOR)
         };
@@ -286,6 +335,12 @@ impl Ublk {
             Ok(()) => tracing::info!(disk, bytes = capacity, "{} has its size", path.display()),
             Err(e) => tracing::warn!(disk, bytes = capacity, "{} keeps its size: {e}", path.display()),
         }
+    }
+
+    /// Whether a device of `capacity` bytes is smaller than this one, which something uses. What cannot be seen counts as used.
+    fn would_lose(&mut self, capacity: u64) -> bool {
+        let smaller = self.control.params(&self.device).map(|p| capacity / SECTOR < p.basic.sectors);
+        smaller.unwrap_or(true) && users::check_unused(self.device.id).is_err()
     }
 
     /// Removes the device, when nobody uses it; else leaves it to the next server of the disk. Either way what was begun is
@@ -315,7 +370,12 @@ impl Ublk {
         tracing::info!(disk = self.name(), requests, bytes, copied, "{} is served no more", path.display());
         if !stopped {
             let id = self.device.id;
-            tracing::warn!(disk = self.name(), "{} is in use: it is kept, and waits for --ublk={id}", path.display());
+            tracing::warn!(
+                disk = self.name(),
+                "{} is in use{}: it is kept, and waits for --ublk={id}",
+                path.display(),
+                removal::by(id)
+            );
             return;
         }
         if removed || !is_left(&mut self.control, &self.device) {
@@ -359,65 +419,6 @@ impl Drop for Ublk {
     fn drop(&mut self) {
         self.stop();
     }
-}
-
-/// Removes a device, whoever serves it; the process that does, if there is one. `force`: also while it is in use.
-pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
-    let error = |what| move |source| UblkError::Device { id, what, source };
-    let mut control = Control::open().map_err(UblkError::Control)?;
-    let device = control.info(id).map_err(|e| match Errno::from_io_error(&e) {
-        Some(Errno::NODEV | Errno::NOENT) => UblkError::Missing { id },
-        _ => error("asking what it is")(e),
-    })?;
-    let server = Pid::from_raw(device.server.max(0)).filter(|pid| test_kill_process(*pid) != Err(Errno::SRCH));
-    let stopped = if force { control.stop(&device) } else { stop_unused(&mut control, &device) };
-    match stopped.map_err(|e| (Errno::from_io_error(&e), e)) {
-        // Never started, or stopped by another: there is no block device.
-        Ok(()) | Err((Some(Errno::NODEV | Errno::NXIO | Errno::NOENT), _)) => {}
-        Err((Some(Errno::BUSY), _)) => return Err(UblkError::InUse { id }),
-        Err((Some(Errno::ACCESS), _)) if !force => return Err(UblkError::Unseen { id }),
-        Err((_, e)) => return Err(error("stopping it")(e)),
-    }
-    if is_left(&mut control, &device) {
-        delete(&mut control, &device).map_err(error("removing it"))?;
-    }
-    Ok(server)
-}
-
-/// Removes a device that was stopped. One that is still open goes when it is closed, which is not waited for.
-fn delete(control: &mut Control, device: &DeviceInfo) -> io::Result<()> {
-    match control.delete(device) {
-        // Somebody else was faster.
-        Err(e) if Errno::from_io_error(&e) != Some(Errno::NODEV) => Err(e),
-        _ => Ok(()),
-    }
-}
-
-/// Whether a device that was stopped is still there, and not another of the same number: the driver removes any.
-fn is_left(control: &mut Control, device: &DeviceInfo) -> bool {
-    control.info(device.id).is_ok_and(|info| info.note == device.note && info.state == abi::S_DEAD)
-}
-
-/// Stops a device if nobody uses it (`ResourceBusy`: somebody does; `PermissionDenied`: that cannot be seen); udev may have it
-/// open, for a moment.
-fn stop_unused(control: &mut Control, device: &DeviceInfo) -> io::Result<()> {
-    let mut stop = || {
-        if device.flags & abi::F_SAFE_STOP_DEV != 0 {
-            let stopped = control.try_stop(device);
-            // (EINVAL: some drivers do not know whether a user may.)
-            if !matches!(&stopped, Err(e) if Errno::from_io_error(e) == Some(Errno::INVAL)) {
-                return stopped;
-            }
-        }
-        blockyard_ring::host::claim(&ublk::block_device(device.id)).and_then(|()| control.stop(device))
-    };
-    for _ in 0..20 {
-        match stop() {
-            Err(e) if Errno::from_io_error(&e) == Some(Errno::BUSY) => std::thread::sleep(Duration::from_millis(50)),
-            done => return done,
-        }
-    }
-    stop()
 }
 
 /// Whether the image's files are read into, and written from, memory that the kernel names: the page cache copies once then,

@@ -49,6 +49,7 @@ struct Line {
     key: (u32, u16),
     shared: Arc<Shared>,
     served: Rc<Served<Store>>,
+    queue: Rc<Queue>,
     tasks: RefCell<Vec<TaskId>>,
     lanes: Cell<u32>,
     draining: Cell<bool>,
@@ -65,13 +66,34 @@ pub(super) struct QueueHandle {
 }
 
 impl QueueHandle {
-    /// Starts a queue on a reactor; its commands are on their way when this answers.
-    pub fn start(remote: Remote, device: &Device, number: u16, shared: &Arc<Shared>) -> Result<Self, QueueError> {
+    /// Makes a queue on a reactor. The next steps are [`QueueHandle::fetch`] and [`QueueHandle::map`], each for all queues of the
+    /// device.
+    pub fn new(remote: Remote, device: &Device, number: u16, shared: &Arc<Shared>) -> Result<Self, QueueError> {
         let key = (device.info().id, number);
         let (device, shared) = (device.clone(), shared.clone());
-        let started = remote.ask(move |handle, reply| reply.send(Line::start(handle, &device, number, shared)));
-        let gone = || Err(std::io::Error::other("the reactor has ended").into());
-        started.unwrap_or_else(gone).map(|()| QueueHandle { remote, key })
+        let made = remote.ask(move |handle, reply| {
+            let made = Line::make(handle, &device, number, shared);
+            // The character device stays open as long as any of these lives.
+            drop(device);
+            reply.send(made);
+        });
+        made.unwrap_or_else(|| Err(gone().into())).map(|()| QueueHandle { remote, key })
+    }
+
+    /// Asks the driver for the first requests.
+    pub fn fetch(&self) {
+        self.with(Line::fetch);
+    }
+
+    /// Maps the queue's requests. The reactor has submitted the commands of [`QueueHandle::fetch`] by then: it submits before
+    /// it takes the next call.
+    pub fn map(&self) -> std::io::Result<()> {
+        let key = self.key;
+        let mapped = self.remote.ask(move |_, reply| {
+            let line = LOCAL.with_borrow(|l| l.get(&key).cloned());
+            reply.send(line.ok_or_else(gone).and_then(|line| line.queue.map()));
+        });
+        mapped.unwrap_or_else(|| Err(gone()))
     }
 
     /// From here on nothing waits for limits.
@@ -98,7 +120,8 @@ impl QueueHandle {
         self.remote.ask(move |_, reply| match LOCAL.with_borrow(|l| l.get(&key).cloned()) {
             Some(line) => {
                 *line.waiting.borrow_mut() = Some(reply);
-                f(&line);
+                // Without lanes it has never fetched.
+                if line.lanes.get() == 0 { line.end() } else { f(&line) }
             }
             None => reply.send(()),
         });
@@ -115,8 +138,12 @@ impl QueueHandle {
     }
 }
 
+fn gone() -> std::io::Error {
+    std::io::Error::other("the queue or its reactor has ended")
+}
+
 impl Line {
-    fn start(handle: &Handle, device: &Device, number: u16, shared: Arc<Shared>) -> Result<(), QueueError> {
+    fn make(handle: &Handle, device: &Device, number: u16, shared: Arc<Shared>) -> Result<(), QueueError> {
         if let Err(e) = blockyard_ring::host::set_io_flusher() {
             tracing::debug!("the reactor is not marked as one that writes pages back (PR_SET_IO_FLUSHER): {e}");
         }
@@ -129,23 +156,29 @@ impl Line {
             key,
             shared,
             served,
+            queue,
             tasks: RefCell::default(),
-            lanes: Cell::new(queue.depth().into()),
+            lanes: Cell::new(0),
             draining: Cell::new(false),
             budget: Budget::default(),
             leaving: Cell::new(false),
             counts: Cell::default(),
             waiting: RefCell::new(None),
         });
-        LOCAL.with_borrow_mut(|l| l.insert(key, line.clone()));
-        let lanes = (0..queue.depth()).map(|number| {
-            let lane = Rc::new(Lane { tag: queue.tag(number), status: Cell::new(Ok(())), segments: Cell::default() });
+        LOCAL.with_borrow_mut(|l| l.insert(key, line));
+        Ok(())
+    }
+
+    fn fetch(self: &Rc<Self>) {
+        self.lanes.set(self.queue.depth().into());
+        let lanes = (0..self.queue.depth()).map(|number| {
+            let tag = self.queue.tag(number);
+            let lane = Rc::new(Lane { tag, status: Cell::new(Ok(())), segments: Cell::default() });
             // Pushed here, so that the driver has all of them when the device is started.
             let first = lane.tag.fetch();
-            handle.spawn(lane.run(line.clone(), first))
+            self.handle.spawn(lane.run(self.clone(), first))
         });
-        line.tasks.borrow_mut().extend(lanes);
-        Ok(())
+        self.tasks.borrow_mut().extend(lanes);
     }
 
     fn leave(&self) {
@@ -161,9 +194,12 @@ impl Line {
     /// A lane has ended; the last one ends the queue.
     fn lane_ended(&self) {
         self.lanes.set(self.lanes.get() - 1);
-        if self.lanes.get() > 0 {
-            return;
+        if self.lanes.get() == 0 {
+            self.end();
         }
+    }
+
+    fn end(&self) {
         LOCAL.with_borrow_mut(|l| l.remove(&self.key));
         if self.draining.get() {
             self.served.drained();

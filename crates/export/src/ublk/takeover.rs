@@ -4,13 +4,17 @@
 //! another disk, for whoever has it mounted would find, and write to, the wrong one.
 
 use std::io;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use blockyard_ring::ublk::abi::{self, DeviceInfo};
-use blockyard_ring::ublk::{CLASS, Control};
+use blockyard_ring::ublk::{CLASS, Control, NumberLock};
 use rustix::io::Errno;
 
 use super::{PATIENCE, UblkError, UblkOptions};
+
+/// No device has this number.
+const ADDING: u32 = u32::MAX;
 
 /// A disk's identity, as a device keeps it. (FNV-1a: it must be the same in every build of this program.)
 pub(super) fn note(identity: &str) -> u64 {
@@ -18,25 +22,79 @@ pub(super) fn note(identity: &str) -> u64 {
     identity.as_bytes().iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
-/// The device that a server of this disk left. None: one is to be made.
-pub(super) fn find(control: &mut Control, options: &UblkOptions) -> Result<Option<DeviceInfo>, UblkError> {
+/// The device that a server of this disk left, and the lock on its number. No device: one is to be made.
+pub(super) fn find(
+    control: &mut Control,
+    options: &UblkOptions,
+) -> Result<(Option<DeviceInfo>, Option<NumberLock>), UblkError> {
     let ours = note(&options.identity);
-    let Some(id) = options.id else {
-        let of_ours = listed().into_iter().filter_map(|id| control.info(id).ok()).filter(|info| info.note == ours);
-        let id = of_ours.filter(|info| info.state == abi::S_QUIESCED || !is_alive(info)).map(|info| info.id).next();
-        return match id {
-            Some(id) => wait_left(control, id, ours),
-            None => Ok(None),
+    if let Some(id) = options.id {
+        let lock = lock(id);
+        return match wait_left(control, id, ours, lock.is_some())? {
+            Some(info) if info.note != ours => Err(UblkError::Another { id }),
+            found => Ok((found, lock)),
         };
-    };
-    match wait_left(control, id, ours)? {
-        Some(info) if info.note != ours => Err(UblkError::Another { id }),
-        found => Ok(found),
     }
+    let is_left = |info: &DeviceInfo| {
+        info.note == ours && !is_removed(info) && (info.state == abi::S_QUIESCED || !is_alive(info))
+    };
+    for id in listed() {
+        if !control.info(id).is_ok_and(|info| is_left(&info)) {
+            continue;
+        }
+        // Another server of the disk may have taken it over before this one had the lock.
+        let lock = lock(id);
+        if control.info(id).is_ok_and(|info| is_left(&info))
+            && let Some(info) = wait_left(control, id, ours, lock.is_some())?
+        {
+            return Ok((Some(info), lock));
+        }
+    }
+    Ok((None, None))
 }
 
-/// Waits for the end of a server that was killed; None: there is no such device.
-fn wait_left(control: &mut Control, id: u32, ours: u64) -> Result<Option<DeviceInfo>, UblkError> {
+/// Locks the number of a device, so that one process at a time makes, takes over or removes it, and each finds what the one
+/// before it has done. `None`: another process keeps the lock too long, or there are no such locks.
+///
+/// A process that lets the driver choose the number can lock it only when it has the device. From the one to the other it
+/// holds [`ADDING`]; so a device that was added and is not locked has no process that is about to start it.
+pub(super) fn lock(id: u32) -> Option<NumberLock> {
+    wait_for(|| {
+        let adding = NumberLock::try_new(ADDING)?;
+        if adding.is_some() { NumberLock::try_new(id) } else { Ok(None) }
+    })
+}
+
+/// Calls `add`, which makes a device of a number that the driver chooses, and locks that number.
+pub(super) fn lock_new<E>(add: impl FnOnce() -> Result<u32, E>) -> Result<Option<NumberLock>, E> {
+    let _adding = wait_for(|| NumberLock::try_new(ADDING));
+    add().map(|id| wait_for(|| NumberLock::try_new(id)))
+}
+
+fn wait_for(mut lock: impl FnMut() -> io::Result<Option<NumberLock>>) -> Option<NumberLock> {
+    let start = Instant::now();
+    while start.elapsed() < PATIENCE {
+        match lock() {
+            Ok(Some(lock)) => return Some(lock),
+            Ok(None) => std::thread::sleep(Duration::from_millis(10)),
+            Err(e) => {
+                tracing::debug!("locking the number of a device: {e}");
+                return None;
+            }
+        }
+    }
+    tracing::debug!("another process has the number of a device locked for {} s", PATIENCE.as_secs());
+    None
+}
+
+/// Whether a device was removed and some process still has it open: the driver keeps its number, and lists it no more.
+pub(super) fn is_removed(info: &DeviceInfo) -> bool {
+    let class = Path::new(CLASS);
+    info.state == abi::S_DEAD && class.exists() && !class.join(format!("ublkc{}", info.id)).exists()
+}
+
+/// Waits for the end of a server that was killed; None: there is no such device. `locked`: no other process is making it.
+fn wait_left(control: &mut Control, id: u32, ours: u64, locked: bool) -> Result<Option<DeviceInfo>, UblkError> {
     let error = |what, source| UblkError::Device { id, what, source };
     let start = Instant::now();
     loop {
@@ -47,16 +105,21 @@ fn wait_left(control: &mut Control, id: u32, ours: u64) -> Result<Option<DeviceI
         };
         match info.state {
             abi::S_QUIESCED => return Ok(Some(info)),
-            // Somebody else's, who may be about to start it.
+            // Its number is free when it is closed, for which `Ublk::add_when_free` waits.
+            abi::S_DEAD if is_removed(&info) => return Ok(None),
+            // Another disk's, whose server may be about to start it.
             abi::S_DEAD if info.note != ours => return Err(UblkError::Another { id }),
-            // Added, and never started, for its server died too early; or removed, and still open.
-            abi::S_DEAD if !is_alive(&info) => {
+            // Added, and never started, because its server died too early.
+            abi::S_DEAD if !is_alive(&info) && locked => {
                 let deleted = control.delete(&info);
                 if start.elapsed() > PATIENCE {
                     let why = deleted.err().unwrap_or_else(|| Errno::BUSY.into());
                     return Err(error("removing what a server has left of it", why));
                 }
                 std::thread::sleep(Duration::from_millis(10));
+            }
+            abi::S_DEAD if start.elapsed() > PATIENCE => {
+                return Err(error("another process is making or removing it", Errno::BUSY.into()));
             }
             _ if is_alive(&info) || start.elapsed() > PATIENCE => {
                 return Err(UblkError::Served { id, server: info.server });
@@ -66,17 +129,23 @@ fn wait_left(control: &mut Control, id: u32, ours: u64) -> Result<Option<DeviceI
     }
 }
 
-/// The kernel may still be taking the last server's requests apart.
+/// Makes the driver forget the last server. It may still be taking the requests of that server apart.
 pub(super) fn begin(control: &mut Control, info: &DeviceInfo) -> io::Result<()> {
     let start = Instant::now();
     loop {
-        match control.start_recovery(info) {
-            Err(e) if Errno::from_io_error(&e) == Some(Errno::BUSY) && start.elapsed() < PATIENCE => {
-                std::thread::sleep(Duration::from_millis(10));
-            }
-            done => return done,
+        let begun = control.start_recovery(info);
+        match begun.as_ref().map_err(Errno::from_io_error) {
+            Err(Some(Errno::BUSY)) if start.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(10)),
+            // Linux before 6.15 refuses if no queue of a quiesced device has had a server since the last time: that server
+            // was killed while it took the device over. There is nothing to forget then.
+            Err(Some(Errno::INVAL)) if is_quiesced(control, info.id) => return Ok(()),
+            _ => return begun,
         }
     }
+}
+
+fn is_quiesced(control: &mut Control, id: u32) -> bool {
+    control.info(id).is_ok_and(|info| info.state == abi::S_QUIESCED && info.flags & abi::F_USER_RECOVERY != 0)
 }
 
 fn is_alive(info: &DeviceInfo) -> bool {

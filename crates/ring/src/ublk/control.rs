@@ -5,7 +5,7 @@
 //! What must hold: the memory of a command stays until the kernel has answered it.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -47,10 +47,29 @@ pub fn block_device(id: u32) -> PathBuf {
     format!("/dev/ublkb{id}").into()
 }
 
+fn open() -> io::Result<OwnedFd> {
+    let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
+    Ok(rustix::fs::open(PATH, flags, rustix::fs::Mode::empty())?)
+}
+
+/// A device number that this process makes, takes over or removes a device of. Other processes of this program wait meanwhile.
+/// (An OFD lock on one byte of the control device: it ends with this value, and with the process.)
+pub struct NumberLock {
+    _file: OwnedFd,
+}
+
+impl NumberLock {
+    /// Locks the number of a device; `None` if another process has it locked.
+    pub fn try_new(id: u32) -> io::Result<Option<Self>> {
+        let file = open()?;
+        let locked = crate::host::set_lock(file.as_fd(), libc::F_WRLCK, id.into(), 1)?;
+        Ok(locked.then_some(NumberLock { _file: file }))
+    }
+}
+
 impl Control {
     pub fn open() -> io::Result<Self> {
-        let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
-        let file = rustix::fs::open(PATH, flags, rustix::fs::Mode::empty())?;
+        let file = open()?;
         let ring = IoUring::<Entry128, cqueue::Entry>::builder().build(4)?;
         Ok(Control { ring, file, last: 0 })
     }

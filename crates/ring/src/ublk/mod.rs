@@ -12,7 +12,7 @@ mod control;
 mod data;
 mod queue;
 
-pub use control::{CLASS, Control, block_device, character_device};
+pub use control::{CLASS, Control, NumberLock, block_device, character_device};
 pub(crate) use data::RequestData;
 pub(crate) use queue::Command;
 pub use queue::{Device, Fetch, Queue, QueueError, Tag};

@@ -5,9 +5,14 @@
 //! ```
 //! Each tag is one command after another. The driver wants all commands of a queue from one thread: the executor's.
 //!
+//! The order is: fetch for all tags of all queues, then [`Queue::map`], then the start of the device. Linux 6.12 remembers the
+//! memory of the first process that maps a queue, and forgets it only after a queue had all its commands: if the process dies
+//! between the two, the driver refuses every later process.
+//!
 //! What must hold: a tag's memory, by plain copy, stays while the driver may write to it, and is at least as long as the
 //! longest request. Commands that nobody waits for any more end with the ring, or when the device is stopped.
 
+use std::cell::OnceCell;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::pin::Pin;
@@ -123,7 +128,7 @@ enum Data {
 pub struct Queue {
     handle: Handle,
     file: Rc<FileSlot>,
-    descriptors: Descriptors,
+    descriptors: OnceCell<Descriptors>,
     device: Device,
     number: u16,
     data: Data,
@@ -142,18 +147,25 @@ impl Queue {
     /// Queue `number` of `device`, for the executor of this thread.
     pub fn new(handle: &Handle, device: &Device, number: u16) -> Result<Rc<Self>, QueueError> {
         let info = &device.info;
-        let descriptors = Descriptors::map(device, number)?;
         let data = if info.flags & abi::F_AUTO_BUF_REG != 0 {
             let entries = handle.buffers(|buffers, submitter| buffers.reserve(submitter, info.depth));
             Data::Registered(entries.map_err(QueueError::Entries)?)
         } else {
             let bytes = u64::from(info.max_io_bytes) * u64::from(info.depth);
             let (region, _) = Region::memfd("ublk", 0, 0, bytes).map_err(io::Error::other)?;
+            region.keep_resident();
             let memory = GuestMemory::default().with(region).map_err(io::Error::other)?;
             Data::Copied(Rc::new(memory))
         };
         let file = Rc::new(FileSlot::uncounted(handle, device.file.clone()));
-        Ok(Rc::new(Queue { handle: handle.clone(), file, descriptors, device: device.clone(), number, data }))
+        let (handle, device, descriptors) = (handle.clone(), device.clone(), OnceCell::new());
+        Ok(Rc::new(Queue { handle, file, descriptors, device, number, data }))
+    }
+
+    /// Maps the requests of the queue. All tags of all queues of the device fetch already; the device is started later.
+    pub fn map(&self) -> io::Result<()> {
+        let descriptors = Descriptors::map(&self.device, self.number)?;
+        self.descriptors.set(descriptors).map_err(|_| io::Error::other("the queue is mapped already"))
     }
 
     pub fn depth(&self) -> u16 {
@@ -221,7 +233,7 @@ impl Tag {
 
     /// The request that was fetched.
     pub fn descriptor(&self) -> Descriptor {
-        self.queue.descriptors.read(self.number)
+        self.queue.descriptors.get().expect("a queue is mapped before its device starts").read(self.number)
     }
 
     /// Bytes of a request, at most.

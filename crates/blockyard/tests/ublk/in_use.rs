@@ -1,0 +1,70 @@
+//! A device that something uses is not taken away, however it is used.
+
+use crate::stage::on_kernel;
+
+const OPEN: &str = r#"
+truncate -s 64M a.img
+serve a.img --ublk=0
+# A program that reads.
+sleep 100 </dev/ublkb0 &
+reader=$!
+until [[ $(readlink /proc/$reader/fd/0) == /dev/ublkb0 ]]; do sleep 0.01; done
+fails 1 "is in use by process $reader (sleep): unmount it first" -- blockyard detach /dev/ublkb0
+kill $reader
+# One that has a node of its own, under another name; and one that has a partition open.
+mknod /tmp/node b $(stat -c '0x%t 0x%T' /dev/ublkb0)
+sleep 100 <>/tmp/node &
+reader=$!
+until [[ $(readlink /proc/$reader/fd/0) == /tmp/node ]]; do sleep 0.01; done
+fails 1 'is in use by process' -- blockyard detach /dev/ublkb0
+kill $reader
+wait $reader 2>/dev/null || :
+# A partition table of one entry, at sector 2048, 32768 sectors long.
+entry='\0\0\0\0\x83\0\0\0\0\x08\0\0\0\x80\0\0'
+printf "$entry" | dd of=/dev/ublkb0 bs=1 seek=446 conv=notrunc status=none
+printf "\x55\xaa" | dd of=/dev/ublkb0 bs=1 seek=510 conv=notrunc status=none
+blockdev --rereadpt /dev/ublkb0
+until [[ -b /dev/ublkb0p1 ]]; do sleep 0.01; done
+sleep 100 </dev/ublkb0p1 &
+reader=$!
+until [[ $(readlink /proc/$reader/fd/0) == /dev/ublkb0p1 ]]; do sleep 0.01; done
+fails 1 'is in use by process' -- blockyard detach /dev/ublkb0
+kill $reader
+wait $reader 2>/dev/null || :
+# A loop device: the kernel itself has the file open.
+modprobe loop
+loop=$(losetup -f --show /dev/ublkb0)
+fails 1 "is in use" -- blockyard detach /dev/ublkb0
+losetup -d $loop
+# Swap, and a mount in another namespace.
+mkswap -q /dev/ublkb0p1
+swapon /dev/ublkb0p1
+fails 1 'is in use: unmount it first' -- blockyard detach /dev/ublkb0
+swapoff /dev/ublkb0p1
+mkfs.ext4 -q /dev/ublkb0p1
+unshare --mount --propagation private bash -c 'mount /dev/ublkb0p1 /mnt && echo >/tmp/mounted && exec sleep 100' &
+other=$!
+until [[ -s /tmp/mounted ]]; do sleep 0.01; done
+fails 1 'is in use' -- blockyard detach /dev/ublkb0
+kill $other
+wait $other 2>/dev/null || :
+
+# SIGTERM under load: the device is kept, and the load goes on with the next server.
+load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=32M --time_based --runtime=4 --verify_backlog=64 &
+load=$!
+until ls -l /proc/[0-9]*/fd 2>/dev/null | grep -q '/dev/ublkb0$'; do sleep 0.01; done
+stop
+grep -q '/dev/ublkb0 is in use by process .* (fio): it is kept, and waits for --ublk=0' /tmp/log || { cat /tmp/log && exit 1; }
+[[ -b /dev/ublkb0 ]]
+serve a.img --ublk=0
+wait $load
+blockyard detach /dev/ublkb0
+[[ ! -e /dev/ublkb0 ]]
+stop
+"#;
+
+#[test]
+fn a_device_in_use_is_not_taken_away() {
+    on_kernel("6", OPEN);
+    on_kernel("7", OPEN);
+}

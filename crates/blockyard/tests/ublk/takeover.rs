@@ -1,0 +1,162 @@
+//! What a server may take over, and what happens if it is killed while it does.
+
+use crate::stage::on_kernel;
+
+/// strace kills the server at a system call on the character device: after the driver was told that a takeover begins, before
+/// any queue fetches (open), and when all queues fetch (mmap). Each time the next server goes on.
+const KILLED: &str = r#"
+truncate -s 64M a.img
+serve a.img --ublk=0 --queues 2
+mkfs.ext4 -q /dev/ublkb0
+mount /dev/ublkb0 /mnt
+dd if=/dev/urandom of=/tmp/f bs=1M count=4 status=none
+cp /tmp/f /mnt/f
+kill -9 $pid
+wait $pid 2>/dev/null || :
+for call in open mmap open open; do
+    ! strace -qq -f -o /tmp/strace -e trace=$call -P /dev/ublkc0 -e inject=$call:signal=KILL \
+        /host/blockyard serve a.img --ublk=0 --queues 2 >/tmp/out 2>>/tmp/log
+    ! grep -q ready /tmp/out
+    grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }
+done
+serve a.img --ublk=0 --queues 2
+grep -q 'ublkb0 taken over' /tmp/log
+echo 3 >/proc/sys/vm/drop_caches
+cmp /mnt/f /tmp/f
+umount /mnt
+stop
+[[ ! -e /dev/ublkb0 ]]
+e2fsck -fn a.img >/dev/null
+! dmesg | grep -E 'I/O error|BUG|WARNING|Oops'
+"#;
+
+#[test]
+fn a_takeover_that_is_killed_is_begun_again() {
+    on_kernel("6", KILLED);
+    on_kernel("7", KILLED);
+}
+
+const REFUSED: &str = r#"
+truncate -s 64M a.img
+serve a.img --ublk=0
+mkfs.ext4 -q /dev/ublkb0
+mount /dev/ublkb0 /mnt
+echo hello >/mnt/f
+sync
+kill -9 $pid
+wait $pid 2>/dev/null || :
+refused() { # WORDS OPTIONS...
+    local words=$1
+    shift
+    fails 1 'this disk cannot take it over' "$words" -- blockyard serve a.img --ublk=0 "$@"
+}
+# A server that cannot write, for a device that is written to.
+refused 'it is writable, and the disk is read-only now' --read-only
+# An image that has become smaller.
+mv a.img whole.img
+truncate -s 32M a.img
+refused 'it has 67108864 bytes, and the image has 33554432 now'
+mv whole.img a.img
+serve a.img --ublk=0
+echo 3 >/proc/sys/vm/drop_caches
+[[ $(</mnt/f) == hello ]]
+
+# An image that becomes smaller while it is served.
+truncate -s 32M a.img
+kill -HUP $pid
+until grep 'ublkb0 keeps its size' /tmp/log; do sleep 0.01; done
+[[ ! $zero_copy ]] || grep -q 'keeps its size: it is in use, and the image is smaller now' /tmp/log
+[[ $(blockdev --getsize64 /dev/ublkb0) == 67108864 ]]
+truncate -s 64M a.img
+kill -HUP $pid
+if [[ $zero_copy ]]; then until grep -q 'ublkb0 has its size' /tmp/log; do sleep 0.01; done; fi
+umount /mnt
+# Nothing uses it now.
+truncate -s 48M a.img
+kill -HUP $pid
+if [[ $zero_copy ]]; then until [[ $(blockdev --getsize64 /dev/ublkb0) == 50331648 ]]; do sleep 0.01; done; fi
+stop
+[[ ! -e /dev/ublkb0 ]]
+"#;
+
+#[test]
+fn a_disk_that_became_less_takes_no_device_over() {
+    on_kernel("6", REFUSED);
+    on_kernel("7", REFUSED);
+}
+
+/// Several processes that want one device: one gets it, and each other finds what that one has left.
+const RACES: &str = r#"
+truncate -s 64M a.img
+each() { # COMMAND...: four at once; the successes, and what the others said
+    local jobs=() job
+    good=0
+    for n in 1 2 3 4; do "$@" >/tmp/each.$n 2>&1 & jobs+=($!); done
+    for job in "${jobs[@]}"; do wait $job && good=$((good + 1)) || :; done
+}
+for ((round = 0; round < 2; round++)); do
+    blockyard attach a.img --read-only >/dev/null
+    pkill -9 -f -- --attached
+    while pgrep -f -- --attached >/dev/null; do sleep 0.01; done
+    # One takes the device over; for the others new ones are made.
+    each blockyard attach a.img --read-only
+    [[ $good == 4 && $(sort -u /tmp/each.? | wc -l) == 4 ]] || { cat /tmp/each.? && exit 1; }
+    for device in $(cat /tmp/each.?); do
+        each blockyard detach $device
+        [[ $good == 1 && $(grep -l "there is no device $device" /tmp/each.? | wc -l) == 3 ]] || { cat /tmp/each.? && exit 1; }
+    done
+done
+# One number, wanted by all.
+each blockyard attach a.img --read-only --ublk=5
+[[ $good == 1 && $(grep -l '/dev/ublkb5 is served by process' /tmp/each.? | wc -l) == 3 ]] || { cat /tmp/each.? && exit 1; }
+blockyard detach /dev/ublkb5
+
+# The number of a removed device that a program still has open: it is waited for, and the program is named.
+blockyard attach a.img --ublk=5 >/dev/null
+sleep 100 5</dev/ublkb5 &
+sleeper=$!
+blockyard detach --force /dev/ublkb5
+fails 1 '/dev/ublkb5 was removed and is still open' "process $sleeper (sleep)" -- blockyard attach a.img --ublk=5
+{ sleep 0.5 && kill $sleeper; } &
+[[ $(blockyard attach a.img --ublk=5) == /dev/ublkb5 ]]
+blockyard detach /dev/ublkb5
+"#;
+
+#[test]
+fn of_several_that_want_one_device_one_gets_it() {
+    on_kernel("6", RACES);
+    on_kernel("7", RACES);
+}
+
+/// Also when room for zero copy ends: then a device is made anew, under the same number. A disk that fails ends no other.
+const MANY: &str = r#"
+disks() { # COUNT: the first is one that cannot be
+    printf '[[disk]]\nimage = "/tmp/images/none.img"\nublk = 100\n'
+    for ((n = 0; n < $1; n++)); do
+        truncate -s 8M d$n.img
+        printf '[[disk]]\nimage = "/tmp/images/d%d.img"\nublk = %d\n' $n $n
+    done
+}
+disks 40 >c.toml
+serve --config c.toml
+[[ $(ls /dev/ublkb* | wc -l) == 40 && ! -e /dev/ublkb100 ]]
+grep -q 'ERROR.*none.img' /tmp/log
+grep -q '1 of 41 disks are not served' /tmp/log
+[[ ! $zero_copy ]] || grep -q 'ublkb39 made: data are copied' /tmp/log
+cmp /dev/ublkb39 d39.img
+# It comes with the next reload.
+truncate -s 8M none.img
+kill -HUP $pid
+until [[ -b /dev/ublkb100 ]]; do sleep 0.01; done
+stop
+[[ ! -e /dev/ublkb39 ]]
+serve d0.img --ublk=3 --queues 256 --queue-size 32768
+cmp /dev/ublkb3 d0.img
+stop
+fails 1 'none2.img' -- blockyard serve none2.img --ublk
+"#;
+
+#[test]
+fn more_devices_than_have_room_for_zero_copy() {
+    on_kernel("7", MANY);
+}

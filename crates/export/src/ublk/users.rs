@@ -1,0 +1,130 @@
+//! Finds what has a block device open.
+//!
+//! An exclusive open fails if a file system, swap, or another device holds the block device. It does not fail if a program has
+//! the device open the plain way. Linux 7.0 and later count these opens too (`UBLK_CMD_TRY_STOP_DEV`). Before that, the
+//! open files of all processes are the only evidence: the kernel shows them in `/proc`.
+//!
+//! What must hold: this never waits for a file system. It asks for no attribute that a server would have to send.
+//! Not found: programs in a PID namespace that this process cannot see, files of other users if this process is not root, and a
+//! program that has mapped the device and has closed it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use blockyard_ring::{host, ublk};
+use rustix::fs::{AtFlags, CWD, FileType, StatxFlags};
+use rustix::io::Errno;
+
+/// A process that has the device open, or another device that is made of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum User {
+    Process { id: i32, name: String },
+    Loop(String),
+}
+
+impl std::fmt::Display for User {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            User::Process { id, name } => write!(f, "process {id} ({name})"),
+            User::Loop(device) => write!(f, "/dev/{device}"),
+        }
+    }
+}
+
+/// Fails with `ResourceBusy` if something uses block device `id`, and with `PermissionDenied` if this process cannot tell.
+pub(super) fn check_unused(id: u32) -> std::io::Result<()> {
+    host::claim(&ublk::block_device(id))?;
+    match find(id) {
+        Some(_) => Err(Errno::BUSY.into()),
+        None => Ok(()),
+    }
+}
+
+/// Returns a user of block device `id`, or of one of its partitions, if it finds one. The device may be removed already.
+pub(super) fn find(id: u32) -> Option<User> {
+    let path = ublk::block_device(id);
+    let numbers = numbers(Path::new("/sys/block").join(path.file_name()?));
+    process_with(Path::new("/proc"), &path, &numbers).or_else(|| loop_of(Path::new("/sys/block"), &path))
+}
+
+/// The device numbers of a disk and its partitions, as `/sys/block/DISK` lists them.
+fn numbers(disk: PathBuf) -> Vec<(u32, u32)> {
+    let partitions = fs::read_dir(&disk).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+    let number = |folder: PathBuf| {
+        let text = fs::read_to_string(folder.join("dev")).ok()?;
+        let (major, minor) = text.trim().split_once(':')?;
+        Some((major.parse().ok()?, minor.parse().ok()?))
+    };
+    partitions.chain([disk.clone()]).filter_map(number).collect()
+}
+
+/// A removed device has no numbers any more: then the name of the opened file tells.
+fn process_with(proc: &Path, device: &Path, numbers: &[(u32, u32)]) -> Option<User> {
+    let device = device.to_str()?;
+    let is_device = |link: &Path| {
+        let Ok(target) = fs::read_link(link) else { return false };
+        let Some(target) = target.to_str().filter(|t| t.starts_with('/')) else { return false };
+        let removed = target.strip_suffix(" (deleted)");
+        if numbers.is_empty() && removed.unwrap_or(target) == device {
+            return true;
+        }
+        let stat = rustix::fs::statx(CWD, link, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE);
+        stat.is_ok_and(|s| {
+            let block = FileType::from_raw_mode(s.stx_mode.into()) == FileType::BlockDevice;
+            block && numbers.contains(&(s.stx_rdev_major, s.stx_rdev_minor))
+        })
+    };
+    fs::read_dir(proc).ok()?.flatten().find_map(|process| {
+        let id = process.file_name().to_str()?.parse().ok()?;
+        let mut files = fs::read_dir(process.path().join("fd")).ok()?.flatten();
+        files.any(|file| is_device(&file.path())).then(|| {
+            let name = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
+            User::Process { id, name: name.trim().into() }
+        })
+    })
+}
+
+/// The kernel itself holds the file of a loop device.
+fn loop_of(block: &Path, device: &Path) -> Option<User> {
+    fs::read_dir(block).ok()?.flatten().find_map(|entry| {
+        let backing = fs::read_to_string(entry.path().join("loop/backing_file")).ok()?;
+        let file = Path::new(backing.trim_end().trim_end_matches(" (deleted)"));
+        (file == device).then(|| User::Loop(entry.file_name().to_string_lossy().into_owned()))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_process_is_found_by_the_name_of_a_removed_device() {
+        let proc = std::env::temp_dir().join(format!("blockyard-users-{}", std::process::id()));
+        let folder = |id: u32| proc.join(id.to_string()).join("fd");
+        for (id, target) in [(7, "/dev/ublkb33"), (8, "/dev/ublkb3 (deleted)"), (9, "socket:[1]")] {
+            fs::create_dir_all(folder(id)).unwrap();
+            symlink(target, folder(id).join("0")).unwrap();
+            fs::write(proc.join(id.to_string()).join("comm"), "dd\n").unwrap();
+        }
+        fs::create_dir_all(proc.join("self")).unwrap();
+        let found = process_with(&proc, Path::new("/dev/ublkb3"), &[]);
+        assert_eq!(found.map(|user| user.to_string()).as_deref(), Some("process 8 (dd)"));
+        assert_eq!(process_with(&proc, Path::new("/dev/ublkb4"), &[]), None);
+        fs::remove_dir_all(&proc).unwrap();
+    }
+
+    #[test]
+    fn a_loop_device_is_found_by_its_file() {
+        let block = std::env::temp_dir().join(format!("blockyard-loops-{}", std::process::id()));
+        for (name, file) in [("loop0", "/dev/ublkb33\n"), ("loop1", "/dev/ublkb3\n")] {
+            fs::create_dir_all(block.join(name).join("loop")).unwrap();
+            fs::write(block.join(name).join("loop/backing_file"), file).unwrap();
+        }
+        fs::create_dir_all(block.join("sda")).unwrap();
+        assert_eq!(loop_of(&block, Path::new("/dev/ublkb3")), Some(User::Loop("loop1".into())));
+        assert_eq!(loop_of(&block, Path::new("/dev/ublkb4")), None);
+        fs::remove_dir_all(&block).unwrap();
+    }
+}
