@@ -8,7 +8,7 @@ use std::io;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use blockyard_image::{BlockStatus, Store};
 use blockyard_ring::{Handle, Meter, Segments, Storage};
@@ -198,8 +198,9 @@ impl<S: Storage> Served<S> {
             return self.enter().await;
         }
         let operation = self.turnstile.operation(op, offset, len, requests);
+        let number = self.turnstile.arrive();
         loop {
-            let turn = self.turnstile.enter(&operation).await;
+            let turn = self.turnstile.enter(&operation, number).await;
             if let Some(gate) = self.gate.try_enter() {
                 let view = self.view.borrow().clone();
                 view.charged(len);
@@ -242,13 +243,26 @@ impl<S: Storage> Served<S> {
         looked.map_err(|e| Failure::of(&e))
     }
 
-    /// For a queue that is drained: until [`Served::drained`], nothing waits for limits or shares.
+    /// For a queue that is drained: requests that wait on this reactor for limits or shares pass at once. The disk owes for
+    /// them, see [`Served::held_back`].
     pub fn drain(&self) {
         self.turnstile.drain();
     }
 
-    pub fn drained(&self) {
-        self.turnstile.drained();
+    /// For an export that ends: until [`Served::resume`], no request of the disk waits on this reactor for limits or shares.
+    pub fn suspend(&self) {
+        self.turnstile.suspend();
+    }
+
+    pub fn resume(&self) {
+        self.turnstile.resume();
+    }
+
+    /// Returns how long a queue must wait before it looks again whether it may take requests: the disk owes for those that
+    /// drained queues let pass. None: it may.
+    #[inline]
+    pub fn held_back(&self) -> Option<Duration> {
+        self.turnstile.held_back()
     }
 
     #[inline]

@@ -43,11 +43,16 @@ pub(crate) struct Turnstile {
     share: Arc<Share>,
     /// None in simulations, which have no clock, and where nothing is limited or shared.
     handle: Option<Handle>,
-    /// Of reads, and of what writes: either may have a limit of its own.
     /// The disk is a device that may know no other way to zero a range than to write it.
     writes_zeroes: bool,
+    /// Of reads, and of what writes: either may have a limit of its own.
     lines: [Line; 2],
-    tickets: Cell<u64>,
+    /// Number of the last request that came.
+    came: Cell<u64>,
+    /// Requests up to this number pass at once: a queue was drained after they came.
+    drained: Cell<u64>,
+    /// Number of exports that end on this reactor: while it is not 0, nothing waits.
+    suspended: Cell<u32>,
     slots: RefCell<Vec<Arc<Slot>>>,
     /// Where streams have ended.
     ends: [Cell<u64>; STREAMS],
@@ -84,9 +89,9 @@ impl Pass<'_> {
 
 impl Turnstile {
     pub fn new(share: Arc<Share>, handle: Option<Handle>, writes_zeroes: bool) -> Self {
-        let (tickets, slots, ends, next_end) = Default::default();
+        let (came, drained, suspended, slots, ends, next_end) = Default::default();
         let lines = [(); 2].map(|()| Line { turn: share.line(), waiting: RefCell::default() });
-        Turnstile { share, handle, writes_zeroes, lines, tickets, slots, ends, next_end }
+        Turnstile { share, handle, writes_zeroes, lines, came, drained, suspended, slots, ends, next_end }
     }
 
     pub fn share(&self) -> &Arc<Share> {
@@ -134,16 +139,31 @@ impl Turnstile {
         known.is_some()
     }
 
+    /// Gives a request its number, once, before its first [`Turnstile::enter`].
     #[inline]
-    pub async fn enter(&self, operation: &Operation) -> Pass<'_> {
+    pub fn arrive(&self) -> u64 {
+        self.came.set(self.came.get() + 1);
+        self.came.get()
+    }
+
+    #[inline]
+    fn passes(&self, number: u64) -> bool {
+        number <= self.drained.get() || self.suspended.get() > 0
+    }
+
+    #[inline]
+    pub async fn enter(&self, operation: &Operation, number: u64) -> Pass<'_> {
         if self.is_open() {
             return Pass(None);
+        }
+        if self.passes(number) {
+            return Pass(Some((self, self.share.force(self.now(), operation))));
         }
         let limited = !self.share.is_unlimited() && !self.passes_limits(operation);
         let grant = if limited { None } else { self.share.ask(self.now(), operation) };
         match grant {
             Some(grant) => Pass(Some((self, grant))),
-            None => Pass(Some((self, Box::pin(self.wait(operation, limited)).await))),
+            None => Pass(Some((self, Box::pin(self.wait(operation, number, limited)).await))),
         }
     }
 
@@ -158,12 +178,15 @@ impl Turnstile {
         &self.lines[usize::from(operation.kind != Kind::Read)]
     }
 
-    async fn wait(&self, operation: &Operation, limited: bool) -> Grant {
+    async fn wait(&self, operation: &Operation, number: u64, limited: bool) -> Grant {
         let came = sched_time();
-        if limited {
-            self.stand_in_line(operation).await;
-        }
+        let _standing = Standing { share: &self.share, worth: self.share.join_line(operation) };
+        let drained = limited && !self.stand_in_line(operation, number).await;
         let passed = if limited { sched_time() } else { came };
+        if drained {
+            self.share.note_waits(passed - came, 0);
+            return self.share.force(passed, operation);
+        }
         let grant = match if limited { self.share.ask(passed, operation) } else { None } {
             Some(grant) => grant,
             None => self.wait_for_device(operation).await,
@@ -172,21 +195,23 @@ impl Turnstile {
         grant
     }
 
-    /// Waits until the limits let the operation pass, behind those that came before.
-    async fn stand_in_line(&self, operation: &Operation) {
+    /// Waits until the limits let the operation pass, behind those that came before. Returns false if a drain lets it pass.
+    async fn stand_in_line(&self, operation: &Operation, number: u64) -> bool {
         let line = self.line(operation);
-        let mut place = Place { line, ticket: None };
+        let mut place = Place { line, number: None };
         poll_fn(|cx| {
-            let ticket = *place.ticket.get_or_insert_with(|| {
-                self.tickets.set(self.tickets.get() + 1);
-                line.waiting.borrow_mut().push_back((self.tickets.get(), cx.waker().clone()));
-                self.tickets.get()
-            });
-            if line.waiting.borrow().front().is_some_and(|first| first.0 != ticket) {
+            if place.number.is_none() {
+                place.number = Some(number);
+                line.waiting.borrow_mut().push_back((number, cx.waker().clone()));
+            }
+            if self.passes(number) {
+                return Poll::Ready(false);
+            }
+            if line.waiting.borrow().front().is_some_and(|first| first.0 != number) {
                 return Poll::Pending;
             }
             match self.share.limit(sched_time(), operation, &line.turn) {
-                Ok(()) => Poll::Ready(()),
+                Ok(()) => Poll::Ready(true),
                 Err(opens) => {
                     let wait = Duration::from_nanos(opens.saturating_sub(sched_time()));
                     if let Some(handle) = &self.handle {
@@ -233,30 +258,61 @@ impl Turnstile {
         Pass(Some((self, self.share.sync(self.now()))))
     }
 
-    /// Nobody waits any more, until [`Turnstile::drained`]: a queue of this disk is drained.
+    /// Lets pass what waits now, because a queue of this disk is drained. The disk owes for it ([`Turnstile::held_back`]).
     pub fn drain(&self) {
-        self.share.drain(self.now());
+        self.drained.set(self.came.get());
+        self.share.release(self.now());
         let lines = self.lines.iter();
         lines.for_each(|line| line.waiting.borrow().iter().for_each(|(_, waker)| waker.wake_by_ref()));
     }
 
-    pub fn drained(&self) {
-        self.share.drained();
+    /// Lets everything pass until [`Turnstile::resume`], because an export of the disk ends.
+    pub fn suspend(&self) {
+        self.suspended.set(self.suspended.get() + 1);
+        self.drain();
+    }
+
+    pub fn resume(&self) {
+        // The disk may have been opened on this reactor after it was suspended on the others.
+        self.suspended.set(self.suspended.get().saturating_sub(1));
+    }
+
+    /// Returns how long a queue of the disk must wait before it looks again whether it may take requests. None: it may.
+    #[inline]
+    pub fn held_back(&self) -> Option<Duration> {
+        if self.is_open() || self.suspended.get() > 0 {
+            return None;
+        }
+        let now = self.now();
+        let until = self.share.held_back(now)?;
+        Some(Duration::from_nanos(until - now).min(LOOK))
     }
 }
 
-/// A place in the line before the limits. Whoever leaves it, in whatever way, lets the next one look.
+/// A request that waits for limits or the device, and counts for [`Share::held_back`].
+struct Standing<'a> {
+    share: &'a Share,
+    worth: u64,
+}
+
+impl Drop for Standing<'_> {
+    fn drop(&mut self) {
+        self.share.leave_line(self.worth);
+    }
+}
+
+/// A place in the line before the limits. When it is dropped, the next request in the line looks.
 struct Place<'a> {
     line: &'a Line,
-    ticket: Option<u64>,
+    number: Option<u64>,
 }
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
         let mut waiting = self.line.waiting.borrow_mut();
         match waiting.front() {
-            Some((first, _)) if Some(*first) == self.ticket => drop(waiting.pop_front()),
-            _ => waiting.retain(|(ticket, _)| Some(*ticket) != self.ticket),
+            Some((first, _)) if Some(*first) == self.number => drop(waiting.pop_front()),
+            _ => waiting.retain(|(number, _)| Some(*number) != self.number),
         }
         if let Some((_, next)) = waiting.front() {
             next.wake_by_ref();
@@ -285,3 +341,6 @@ impl Drop for Wait<'_> {
         slots.borrow_mut().push(self.slot.clone());
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -77,7 +77,7 @@ struct State {
 /// What an operation that may begin holds, until it is done ([`crate::Share::done`]).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Grant {
-    cost: u64,
+    pub(crate) cost: u64,
     /// When it was asked for, and when it began.
     asked: Time,
     at: Time,
@@ -291,17 +291,19 @@ impl Device {
         }
     }
 
-    fn let_one_in(&self, account: &Account, waiter: &Waiter, now: Time, moves: Moves) {
+    /// Returns false if the operation was dropped meanwhile: it costs nothing.
+    fn let_one_in(&self, account: &Account, waiter: &Waiter, now: Time, moves: Moves) -> bool {
         self.waiting.fetch_sub(1, SeqCst);
         account.waiting.fetch_sub(1, Relaxed);
-        // Who has gone costs nothing.
-        if waiter.slot.grant() {
+        let waits = waiter.slot.grant();
+        if waits {
             self.charge(account, now, waiter.cost, (waiter.requests, waiter.bytes), moves);
             let held = self.held(waiter.cost);
             self.in_flight.0.fetch_add(held, SeqCst);
             account.in_flight.fetch_add(held, Relaxed);
             account.operations.fetch_add(1, Relaxed);
         }
+        waits
     }
 
     /// Lets in those of the disk whose reservation is due, whatever else is on the way.
@@ -314,13 +316,26 @@ impl Device {
         }
     }
 
-    /// Lets in all of the disk's: it ends, and nobody is to wait for its last operations.
-    pub(crate) fn release(&self, account: &Account, now: Time) {
+    /// Lets in all operations of the disk that wait, because a queue of it is drained. Returns their cost.
+    pub(crate) fn release(&self, account: &Account, now: Time) -> u64 {
         let mut state = self.state();
+        let mut cost = 0u64;
         while let Some(waiter) = state.board.pop_of(account.number()) {
-            self.let_one_in(account, &waiter, now, Moves::Itself);
+            if self.let_one_in(account, &waiter, now, Moves::Itself) {
+                cost = cost.saturating_add(waiter.cost);
+            }
             waiter.waker.wake();
         }
+        cost
+    }
+
+    /// Time that the disk's share of the device takes for `cost`, in nanoseconds.
+    pub(crate) fn time_of(&self, account: &Account, cost: u64) -> u64 {
+        if self.is_shared() { account.time_of(cost) } else { 0 }
+    }
+
+    pub(crate) fn worth(&self, account: &Account, operation: &Operation) -> u64 {
+        self.time_of(account, self.costs.of_request(operation))
     }
 
     /// The operation has ended: there is room for another.
@@ -443,6 +458,7 @@ fn see(state: &State, now: Time, elapsed: u64) -> Seen {
     for (account, counts) in accounts().zip(&counts).filter(|(_, c)| c.busy) {
         let due = account.weight() / weights;
         seen.busy += 1;
+        account.set_rate(due * capacity);
         account.note_owed(due * capacity * elapsed as f64, counts.cost);
         account.set_margin((due * state.window.usual() * MARGIN) as u64);
         seen.delivered += counts.cost;

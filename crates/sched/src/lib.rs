@@ -3,6 +3,7 @@
 //! ```text
 //!   knobs    what an operator says of a disk or a group: weight, reservation, limits, latency target
 //!   limit    rates that are never exceeded            reserve   rates that come first
+//!   debt     what drained queues let pass, and until when it is paid
 //!   host     devices and groups ─► share   a disk's account: limits, then its share of the device
 //!              device   who may begin, who waits ─► board   those that wait, in order
 //!                ├ cost     what an operation costs, in nanoseconds of the device's time
@@ -19,6 +20,7 @@
 mod alone;
 mod board;
 mod cost;
+mod debt;
 mod device;
 mod host;
 mod knobs;

@@ -140,15 +140,34 @@ impl Limiter {
         Ok(Ok(()))
     }
 
-    /// Charges an operation that cannot wait.
-    pub fn force(&self, now: Time, operation: &Operation) {
+    /// Charges an operation that cannot wait. Returns when its limits would let the next one begin.
+    pub fn force(&self, now: Time, operation: &Operation) -> Time {
         if self.is_unlimited() {
-            return;
+            return 0;
         }
         self.note_time(now);
-        for (bucket, amount) in buckets(self.generation(self.changes.load(Acquire)), &amounts(operation)) {
+        let amounts = amounts(operation);
+        let charged = buckets(self.generation(self.changes.load(Acquire)), &amounts).map(|(bucket, amount)| {
             bucket.force(now, amount);
+            bucket.opens()
+        });
+        charged.max().unwrap_or(0)
+    }
+
+    /// Returns when all limits let an operation begin, if nothing passes before.
+    pub fn opens(&self) -> Time {
+        let meters = self.generation(self.changes.load(Acquire));
+        meters.iter().flat_map(Meter::existing).map(Bucket::opens).max().unwrap_or(0)
+    }
+
+    /// Nanoseconds that an operation takes up of the limit that it uses most of.
+    pub fn worth(&self, operation: &Operation) -> u64 {
+        if self.is_unlimited() {
+            return 0;
         }
+        let prices = |(bucket, amount): (&Bucket, u64)| bucket.price(amount);
+        let meters = self.generation(self.changes.load(Acquire));
+        buckets(meters, &amounts(operation)).map(prices).max().unwrap_or(0)
     }
 
     /// Takes back a charge: the operation does not begin, for another reason than these limits.

@@ -3,13 +3,14 @@
 //! In: an operation, and when. Out: whether its limits and its share let it begin. Everything on that way is a handful of
 //! atomic counters on cache lines of the disk's own; they are shared only by the reactors that serve this disk.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 
 use crate::Time;
 use crate::board::{Slot, before};
 use crate::cost::Operation;
+use crate::debt::Debt;
 use crate::device::{Device, Grant};
 use crate::knobs::Knobs;
 use crate::limit::{Limiter, Turn};
@@ -85,6 +86,8 @@ pub(crate) struct Account {
     number: OnceLock<usize>,
     /// Its own weight, or its part of its group's; the bits of an f64.
     weight: AtomicU64,
+    /// Cost of the device that was due to it in a nanosecond, at the last look; the bits of an f64.
+    rate: AtomicU64,
     latency_target: AtomicU64,
     sums: Sums,
 }
@@ -93,6 +96,8 @@ pub(crate) struct Account {
 const FRACTION: u32 = 20;
 /// So little at least is any disk's weight: more unequal than this nobody can be.
 const LEAST_WEIGHT: f64 = 0.01;
+/// Smallest rate at which a debt to the device is paid.
+const LEAST_RATE: f64 = 1e-4;
 
 /// Since the disk was opened.
 #[derive(Debug, Default)]
@@ -141,6 +146,7 @@ impl Account {
             busy_at: AtomicU64::default(),
             number: OnceLock::new(),
             weight: AtomicU64::default(),
+            rate: AtomicU64::new(1f64.to_bits()),
             latency_target: AtomicU64::default(),
             sums: Sums::default(),
         };
@@ -176,6 +182,15 @@ impl Account {
         let weight = weight.max(LEAST_WEIGHT);
         self.weight.store(weight.to_bits(), Relaxed);
         self.pace.store(((1u64 << (20 + FRACTION)) as f64 / weight).round() as u64, Relaxed);
+    }
+
+    pub fn set_rate(&self, rate: f64) {
+        self.rate.store(rate.max(LEAST_RATE).to_bits(), Relaxed);
+    }
+
+    /// Nanoseconds in which that much cost is due to it.
+    pub fn time_of(&self, cost: u64) -> u64 {
+        (cost as f64 / f64::from_bits(self.rate.load(Relaxed))) as u64
     }
 
     /// Its own, or its group's; 0: none.
@@ -305,8 +320,7 @@ pub struct Share {
     /// Among the disks of its group.
     turn: Option<Arc<Turn>>,
     device: Option<Arc<Device>>,
-    /// So many of its queues are being drained: nothing waits.
-    drains: AtomicU32,
+    debt: Debt,
 }
 
 impl Share {
@@ -316,7 +330,7 @@ impl Share {
         if let Some(device) = &device {
             let _ = account.number.set(device.join(&account));
         }
-        Share { account, limiter: Limiter::new(&knobs.limits), turn, device, drains: AtomicU32::new(0) }
+        Share { account, limiter: Limiter::new(&knobs.limits), turn, device, debt: Debt::default() }
     }
 
     pub fn device(&self) -> Option<&Arc<Device>> {
@@ -339,6 +353,8 @@ impl Share {
 
     /// Its group has other knobs.
     pub(crate) fn group_changed(&self, now: Time) {
+        // A debt is paid at the new rates.
+        self.debt.limits_changed(self.limits_open());
         match &self.device {
             Some(device) => device.weigh_anew(now),
             None => self.account.set_weight(f64::from(self.account.own_weight())),
@@ -365,12 +381,7 @@ impl Share {
     /// when to ask again.
     #[inline]
     pub fn limit(&self, now: Time, operation: &Operation, line: &Turn) -> Result<(), Time> {
-        let group = self.account.group.as_ref().map(|group| &group.limiter);
-        if self.drains() {
-            self.limiter.force(now, operation);
-            group.inspect(|limiter| limiter.force(now, operation));
-            return Ok(());
-        }
+        let group = self.group_limiter();
         self.limiter.take(now, operation, Some(line))?;
         let back = |_: &Time| self.limiter.refund(operation, Some(line));
         group.map_or(Ok(()), |limiter| limiter.take(now, operation, self.turn.as_deref()).inspect_err(back))
@@ -380,7 +391,6 @@ impl Share {
     #[inline]
     pub fn ask(&self, now: Time, operation: &Operation) -> Option<Grant> {
         match &self.device {
-            Some(device) if self.drains() => Some(device.force(&self.account, now, operation)),
             Some(device) => device.ask(&self.account, now, operation),
             None => Some(Grant::default()),
         }
@@ -391,9 +401,6 @@ impl Share {
     pub fn wait(&self, now: Time, operation: &Operation, slot: &Arc<Slot>, waker: &Waker) -> Option<Time> {
         let device = self.device.as_ref()?;
         device.wait(&self.account, now, operation, slot, waker);
-        if self.drains() {
-            device.release(&self.account, now);
-        }
         self.next_claim(now)
     }
 
@@ -471,22 +478,49 @@ impl Share {
         }
     }
 
-    /// From here on nothing of the disk waits, and what waits goes: one of its queues is drained. What its limits would have
-    /// held back is counted, and held back afterwards. Ends with [`Share::drained`].
-    pub fn drain(&self, now: Time) {
-        self.drains.fetch_add(1, SeqCst);
+    fn group_limiter(&self) -> Option<&Limiter> {
+        self.account.group.as_ref().map(|group| &group.limiter)
+    }
+
+    fn limits_open(&self) -> Time {
+        self.limiter.opens().max(self.group_limiter().map_or(0, Limiter::opens))
+    }
+
+    /// Lets an operation begin that cannot wait: its queue is drained. The limits and the device are owed for it.
+    pub fn force(&self, now: Time, operation: &Operation) -> Grant {
+        let opens = self.limiter.force(now, operation);
+        let opens = opens.max(self.group_limiter().map_or(0, |limiter| limiter.force(now, operation)));
+        self.debt.owe_limits(opens);
+        let Some(device) = &self.device else { return Grant::default() };
+        let grant = device.force(&self.account, now, operation);
+        self.debt.owe_device(now, device.time_of(&self.account, grant.cost));
+        grant
+    }
+
+    /// Lets in what waits for the device, because a queue of the disk is drained. The device is owed for it.
+    pub fn release(&self, now: Time) {
         if let Some(device) = &self.device {
-            device.release(&self.account, now);
+            let cost = device.release(&self.account, now);
+            self.debt.owe_device(now, device.time_of(&self.account, cost));
         }
     }
 
-    pub fn drained(&self) {
-        self.drains.fetch_sub(1, SeqCst);
+    /// Notes that an operation waits. Returns what it is worth, for [`Share::leave_line`].
+    pub fn join_line(&self, operation: &Operation) -> u64 {
+        let limits = self.limiter.worth(operation).max(self.group_limiter().map_or(0, |group| group.worth(operation)));
+        let device = self.device.as_ref().map_or(0, |device| device.worth(&self.account, operation));
+        self.debt.join(limits.max(device))
     }
 
+    pub fn leave_line(&self, worth: u64) {
+        self.debt.leave(worth);
+    }
+
+    /// Returns until when the queues of the disk must take no requests: what a drain let pass is not paid yet, or so much
+    /// waits already that a drain would let too much pass. None: they may.
     #[inline]
-    pub fn drains(&self) -> bool {
-        self.drains.load(SeqCst) > 0
+    pub fn held_back(&self, now: Time) -> Option<Time> {
+        self.debt.held_back(now)
     }
 
     pub fn figures(&self) -> Figures {

@@ -30,21 +30,29 @@ impl Daemon {
 
     /// Disks in memory, of which the slow one takes so long for a read.
     pub fn slow(delay: &str) -> Self {
-        Self::made(|_, _| format!("ram:{CAPACITY}"), delay)
+        Self::made(|_, _| format!("ram:{CAPACITY}"), delay, "")
+    }
+
+    /// Disks in memory, of which the victim has these limits.
+    pub fn limited(limits: &str) -> Self {
+        Self::made(|_, _| format!("ram:{CAPACITY}"), "400ms", limits)
     }
 
     /// `image` gives the image of a disk, in a folder if it wants to.
     pub fn with(image: impl Fn(&Folder, &str) -> String) -> Self {
-        Self::made(image, "400ms")
+        Self::made(image, "400ms", "")
     }
 
-    fn made(image: impl Fn(&Folder, &str) -> String, delay: &str) -> Self {
+    fn made(image: impl Fn(&Folder, &str) -> String, delay: &str, limits: &str) -> Self {
         let folder = Folder::new();
         let mut config = String::new();
         for disk in [VICTIM, OTHER, SLOW] {
             let (image, socket) = (image(&folder, disk), folder.join(disk));
             config += &format!("[[disk]]\nname = \"{disk}\"\nimage = \"{image}\"\nqueues = {QUEUES}\n");
             config += &format!("vhost-user = \"{}\"\n", socket.display());
+            if disk == VICTIM {
+                config += &format!("{limits}\n");
+            }
             if disk == SLOW {
                 config += &format!("filters = [\"delay:read={delay}\"]\n");
             }

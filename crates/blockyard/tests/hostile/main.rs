@@ -5,6 +5,7 @@
 //!   rings      rings that no driver makes                             -> that queue stops, one line in the log
 //!   moving     memory that changes under the device, kicks without end, memory taken away
 //!   messages   vhost-user messages of every wrong kind                -> refused, or the front end is let go
+//!   limits     queues that stop and start                    -> no more than the limits allow
 //!   floods     anything of this very often                            -> neither log nor memory nor descriptors grow
 //!   beside     a neighbour of the same reactor beside each of these   -> it is served while the attack goes on
 //!   turns      chains without end, descriptors that would block       -> the reactor goes on, the daemon ends
@@ -17,6 +18,7 @@ mod common;
 mod daemon;
 mod floods;
 mod guest;
+mod limits;
 mod messages;
 mod moving;
 mod requests;

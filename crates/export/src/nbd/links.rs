@@ -169,7 +169,7 @@ async fn end_here(handle: &Handle, disk: &Arc<Disk>) {
     }
     // What waits for limits is let through: nobody waits for that now.
     let served = Served::known(disk);
-    served.iter().for_each(|served| served.drain());
+    served.iter().for_each(|served| served.suspend());
     of_disk().iter().for_each(|link| link.stream.shutdown_read());
     let deadline = Instant::now() + LAST_ANSWERS;
     loop {
@@ -183,5 +183,5 @@ async fn end_here(handle: &Handle, disk: &Arc<Disk>) {
         drop(left);
         handle.sleep(Duration::from_millis(2)).await;
     }
-    served.iter().for_each(|served| served.drained());
+    served.iter().for_each(|served| served.resume());
 }

@@ -100,7 +100,7 @@ impl QueueHandle {
     pub fn drain(&self) {
         self.with(|line| {
             if !line.draining.replace(true) {
-                line.served.drain();
+                line.served.suspend();
             }
         });
     }
@@ -202,7 +202,7 @@ impl Line {
     fn end(&self) {
         LOCAL.with_borrow_mut(|l| l.remove(&self.key));
         if self.draining.get() {
-            self.served.drained();
+            self.served.resume();
         }
         let (requests, bytes, copied) = self.counts.get();
         self.shared.requests.fetch_add(requests, Ordering::Relaxed);

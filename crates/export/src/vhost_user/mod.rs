@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use blockyard_disk::Disk;
+use blockyard_disk::{Disk, Served, Store};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 pub use config::QueueShape;
@@ -125,6 +125,8 @@ impl VhostUser {
     pub fn stop(&mut self) {
         self.export.stop.store(true, Ordering::SeqCst);
         let _ = rustix::io::write(&self.export.wake, &1u64.to_ne_bytes());
+        // What a front end has in flight is not to wait for limits now.
+        self.export.each_served(Served::suspend);
         if let Some(connection) = &*lock(&self.export.connection) {
             // Only the reading half: a reply that is being written still goes out.
             let _ = connection.shutdown(std::net::Shutdown::Read);
@@ -132,6 +134,7 @@ impl VhostUser {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+        self.export.each_served(Served::resume);
     }
 }
 
@@ -142,6 +145,13 @@ impl Drop for VhostUser {
 }
 
 impl Export {
+    fn each_served(&self, f: fn(&Served<Store>)) {
+        for reactor in self.reactors.all() {
+            let disk = self.device.disk.clone();
+            reactor.run(move |_| drop(Served::known(&disk).inspect(|served| f(served))));
+        }
+    }
+
     /// Syncs the disk on every reactor that has written to it.
     fn settle(&self) {
         crate::ending::settle(&self.device.disk, &self.reactors);

@@ -154,14 +154,21 @@ impl Queue {
     }
 
     fn stop(&self, reply: Reply<u32>) {
-        // Whoever stops it waits for what is in flight, which must not wait for a limit.
+        // The front end waits for what is in flight, which must not wait for a limit.
         self.served.drain();
         *self.stopping.borrow_mut() = Some(reply);
         self.wake.ring();
     }
 
     async fn run(self: Rc<Self>, mut watch: Option<Watch>, again: Vec<Again>) {
+        // What a predecessor left is a restart, too. A drain waits for it, because the region names it.
+        while let Some(time) = self.held_back(!again.is_empty()) {
+            self.handle.sleep(time).await;
+        }
         self.take_again(again).await;
+        if self.stopping.borrow().is_some() {
+            self.served.drain();
+        }
         // A predecessor may have published without telling.
         self.core.borrow_mut().call.ring();
         let mut slow = 0;
@@ -174,7 +181,8 @@ impl Queue {
                 break;
             }
             let takes = self.enabled.get() && self.in_flight.get() < MOST_IN_FLIGHT && !self.core.borrow().broken;
-            if takes && !stopping {
+            let held_back = self.held_back(takes && !stopping);
+            if takes && !stopping && held_back.is_none() {
                 let taken = self.take(if slow > 0 { BATCH_IN_FLIGHT } else { BATCH_AT_ONCE });
                 let spent = self.has_spent(taken);
                 if std::mem::take(&mut gathered) {
@@ -207,6 +215,9 @@ impl Queue {
                 }
             }
             if !self.wake.arm() {
+                if let Some(time) = held_back {
+                    self.handle.wake_at(Instant::now() + time);
+                }
                 self.sleep().await;
             }
             self.core.borrow_mut().ring.disable_kicks();
@@ -218,6 +229,12 @@ impl Queue {
             }
         }
         self.retire();
+    }
+
+    /// Returns how long the queue must not take requests, because the disk owes for those of drained queues.
+    #[inline]
+    fn held_back(&self, takes: bool) -> Option<Duration> {
+        if takes { self.served.held_back() } else { None }
     }
 
     fn went_empty(&self) -> Option<Duration> {
@@ -479,7 +496,6 @@ impl Queue {
             self.handle.wake(lane.task.get());
         }
         if let Some(reply) = self.stopping.borrow_mut().take() {
-            self.served.drained();
             reply.send(core.ring.base());
         }
     }

@@ -1,0 +1,96 @@
+//! Which requests a drain lets pass. No limit here lets a second request pass while a test runs.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use blockyard_ring::Executor;
+use blockyard_sched::{Knobs, Limit, Limits};
+
+use super::*;
+
+const WRITE: Operation = Operation { kind: Kind::Write, bytes: 1 << 30, sequential: false, requests: 1 };
+
+/// A disk with a limit of a byte a second, and the requests that have passed.
+struct Stage {
+    handle: Handle,
+    turnstile: Rc<Turnstile>,
+    passed: Rc<RefCell<Vec<u64>>>,
+}
+
+impl Stage {
+    fn new(handle: &Handle) -> Self {
+        let bps = Some(Limit { rate: 1, max: None, length: Duration::from_secs(1) });
+        let knobs = Knobs { limits: Limits { bps, ..Limits::default() }, ..Knobs::default() };
+        let share = Arc::new(Share::new(None, None, &knobs));
+        let turnstile = Rc::new(Turnstile::new(share, Some(handle.clone()), false));
+        Stage { handle: handle.clone(), turnstile, passed: Rc::default() }
+    }
+
+    /// Requests come; returns which have passed so far.
+    async fn come(&self, count: u64) -> Vec<u64> {
+        for _ in 0..count {
+            let (turnstile, passed) = (self.turnstile.clone(), self.passed.clone());
+            self.handle.spawn(async move {
+                let number = turnstile.arrive();
+                drop(turnstile.enter(&WRITE, number).await);
+                passed.borrow_mut().push(number);
+            });
+        }
+        self.passed().await
+    }
+
+    async fn passed(&self) -> Vec<u64> {
+        for _ in 0..10 {
+            self.handle.yield_now().await;
+        }
+        self.passed.borrow().clone()
+    }
+}
+
+fn run(work: impl AsyncFnOnce(Stage) + 'static) {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    executor.block_on(async move { work(Stage::new(&handle)).await }).unwrap();
+}
+
+#[test]
+fn a_drain_lets_pass_what_stands_in_line_and_nothing_that_comes_later() {
+    run(async |stage| {
+        assert_eq!(stage.come(3).await, [1], "the limit lets one pass");
+        stage.turnstile.drain();
+        assert_eq!(stage.passed().await, [1, 2, 3]);
+        assert_eq!(stage.come(2).await, [1, 2, 3], "the drain is not over, and what comes waits all the same");
+        assert!(stage.turnstile.held_back().is_some(), "what passed is owed");
+        stage.turnstile.drain();
+        assert_eq!(stage.passed().await, [1, 2, 3, 4, 5]);
+    });
+}
+
+#[test]
+fn at_the_end_of_an_export_everything_passes() {
+    run(async |stage| {
+        assert_eq!(stage.come(2).await, [1]);
+        stage.turnstile.suspend();
+        assert_eq!(stage.come(2).await, [1, 2, 3, 4]);
+        assert_eq!(stage.turnstile.held_back(), None);
+        stage.turnstile.resume();
+        assert_eq!(stage.come(1).await, [1, 2, 3, 4]);
+        assert!(stage.turnstile.held_back().is_some());
+    });
+}
+
+#[test]
+fn a_line_that_is_left_counts_no_more() {
+    run(async |stage| {
+        assert!(stage.turnstile.held_back().is_none());
+        let number = stage.turnstile.arrive();
+        drop(stage.turnstile.enter(&WRITE, number).await);
+        assert!(stage.turnstile.held_back().is_none(), "one operation that passed in its time is no debt");
+        let number = stage.turnstile.arrive();
+        let mut waiting = Box::pin(stage.turnstile.enter(&WRITE, number));
+        poll_fn(|cx| Poll::Ready(assert!(waiting.as_mut().poll(cx).is_pending()))).await;
+        assert!(stage.turnstile.held_back().is_some(), "a line of more than half a minute");
+        drop(waiting);
+        assert!(stage.turnstile.held_back().is_none());
+    });
+}

@@ -1,0 +1,140 @@
+//! What a disk owes because drained queues let operations pass before their time.
+//!
+//! In: operations that passed because of a drain, and those that wait. Out: until when the queues of the disk take nothing.
+//! What must hold: over any time a disk that is drained again and again gets what its limits and its share allow, and what
+//! one drain lets pass; that is bounded, because the queues take nothing while [`MOST_IN_LINE`] waits.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::Time;
+
+/// Nanoseconds of limits or share that the waiting operations of a disk may be worth. Beyond this its queues take no more
+/// requests. This bounds what a drain lets pass, and with it the time until the debt is paid.
+pub(crate) const MOST_IN_LINE: u64 = 30_000_000_000;
+/// No operation in line is worth more.
+const MOST_WORTH: u64 = 1 << 50;
+/// Pause before a queue looks again whether the line has become shorter.
+const LOOK: u64 = 20_000_000;
+
+#[derive(Debug, Default)]
+pub(crate) struct Debt {
+    /// When the limits will have been paid, and when the device will have been.
+    limits: AtomicU64,
+    device: AtomicU64,
+    /// What the operations are worth that wait.
+    in_line: AtomicU64,
+}
+
+impl Debt {
+    /// The limits let the next operation begin at `opens`.
+    pub fn owe_limits(&self, opens: Time) {
+        self.limits.fetch_max(opens, Relaxed);
+    }
+
+    /// The limits have changed: they let the next operation begin at `opens`.
+    pub fn limits_changed(&self, opens: Time) {
+        self.limits.fetch_min(opens, Relaxed);
+    }
+
+    /// The device is owed that much of the time that is due to the disk.
+    pub fn owe_device(&self, now: Time, time: u64) {
+        if time > 0 {
+            let paid = |until: Time| Some(until.max(now).saturating_add(time));
+            let _ = self.device.fetch_update(Relaxed, Relaxed, paid);
+        }
+    }
+
+    /// Notes that an operation waits. Returns what it counts for, until [`Debt::leave`].
+    pub fn join(&self, worth: u64) -> u64 {
+        let worth = worth.min(MOST_WORTH);
+        self.in_line.fetch_add(worth, Relaxed);
+        worth
+    }
+
+    pub fn leave(&self, worth: u64) {
+        self.in_line.fetch_sub(worth, Relaxed);
+    }
+
+    #[inline]
+    pub fn held_back(&self, now: Time) -> Option<Time> {
+        let paid = self.limits.load(Relaxed).max(self.device.load(Relaxed));
+        if paid > now {
+            return Some(paid);
+        }
+        (self.in_line.load(Relaxed) > MOST_IN_LINE).then(|| now + LOOK)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Host, Kind, Knobs, Limit, Limits, Means, Operation};
+
+    const NOW: Time = 1_000_000_000;
+    const SECOND: u64 = 1_000_000_000;
+
+    fn write(bytes: u64) -> Operation {
+        Operation { kind: Kind::Write, bytes, sequential: false, requests: 1 }
+    }
+
+    fn bps(rate: u64) -> Knobs {
+        let bps = Some(Limit { rate, max: None, length: std::time::Duration::from_secs(1) });
+        Knobs { limits: Limits { bps, ..Limits::default() }, ..Knobs::default() }
+    }
+
+    #[test]
+    fn a_forced_operation_is_owed_to_the_limits_of_disk_and_group() {
+        let host = Host::default();
+        for (disk, group) in [(bps(1000), Knobs::default()), (Knobs::default(), bps(1000))] {
+            let share = host.share(None, Some(("g", &group)), &disk);
+            host.set_group("g", &group, NOW);
+            assert_eq!(share.held_back(NOW), None);
+            for _ in 0..3 {
+                let _ = share.force(NOW, &write(1000));
+            }
+            let paid = share.held_back(NOW).unwrap();
+            assert!((NOW + 29 * SECOND / 10..=NOW + 3 * SECOND).contains(&paid), "{paid}");
+            assert_eq!(share.held_back(paid), None);
+            // A faster limit is paid sooner, and no limit is owed nothing.
+            share.set(&if disk == Knobs::default() { disk.clone() } else { bps(100_000) }, NOW);
+            host.set_group("g", &if group == Knobs::default() { group.clone() } else { bps(100_000) }, NOW);
+            assert!(share.held_back(NOW).is_none_or(|paid| paid <= NOW + SECOND / 20));
+            share.set(&Knobs::default(), NOW);
+            host.set_group("g", &Knobs::default(), NOW);
+            assert_eq!(share.held_back(NOW), None);
+        }
+    }
+
+    #[test]
+    fn a_forced_operation_is_owed_to_the_neighbours_on_the_device() {
+        let host = Host::default();
+        let share = || host.share(Some(("d", &Means::FLASH)), None, &Knobs::default());
+        let (one, two) = (share(), share());
+        let read = Operation { kind: Kind::Read, ..write(4096) };
+        let alone = one.ask(NOW, &read).unwrap();
+        one.done(NOW, alone);
+        let _ = one.force(NOW, &read);
+        assert_eq!(one.held_back(NOW), None, "a disk that has the device to itself owes nothing");
+        let beside = two.ask(NOW, &read).unwrap();
+        two.done(NOW, beside);
+        for _ in 0..1000 {
+            let _ = one.force(NOW, &read);
+        }
+        let cost = one.device().unwrap().costs().of(&read);
+        assert!(one.held_back(NOW).unwrap() >= NOW + 1000 * cost);
+        assert_eq!(two.held_back(NOW), None);
+    }
+
+    /// What waits bounds what a drain lets pass.
+    #[test]
+    fn a_long_line_holds_the_queues_back() {
+        let share = Host::default().share(None, None, &bps(1000));
+        let mut line: Vec<u64> = (0..30).map(|_| share.join_line(&write(1000))).collect();
+        assert_eq!(share.held_back(NOW), None, "half a minute of waiting is allowed");
+        line.push(share.join_line(&write(1)));
+        assert_eq!(share.held_back(NOW), Some(NOW + LOOK));
+        line.push(share.join_line(&write(u64::MAX)));
+        line.drain(..).for_each(|worth| share.leave_line(worth));
+        assert_eq!(share.held_back(NOW), None);
+    }
+}
