@@ -54,12 +54,6 @@ impl Gate {
         }
     }
 
-    /// Requests that are on their way.
-    #[inline]
-    pub fn in_flight(&self) -> u64 {
-        self.in_flight.get()
-    }
-
     /// Enters if it is open.
     #[inline]
     pub fn try_enter(&self) -> Option<Pass<'_>> {

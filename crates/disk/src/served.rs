@@ -4,7 +4,9 @@
 //! What must hold: a request uses one view of the image from its admission to its answer.
 
 use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
 use std::io;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -12,7 +14,6 @@ use std::time::{Duration, Instant};
 
 use blockyard_image::{BlockStatus, Store};
 use blockyard_ring::{Handle, Meter, Segments, Storage};
-use blockyard_sched::{Kind, Operation};
 
 use crate::backend::{Backend, Source};
 use crate::dirty::DirtyMap;
@@ -50,10 +51,37 @@ pub(crate) struct View<S> {
     metered: Option<Metered>,
 }
 
-/// Operations and bytes.
+/// Work of an image's files: operations, and bytes of those that move any.
+#[derive(Clone, Copy, Default)]
+struct Work {
+    operations: u64,
+    bytes: u64,
+}
+
 struct Metered {
     did: Rc<Meter>,
-    paid: Cell<(u64, u64)>,
+    /// Work that has a request of its own, or was charged. The rest is done by the image's own tasks.
+    known: Cell<Work>,
+}
+
+impl Metered {
+    fn did(&self) -> Work {
+        let (operations, bytes) = self.did.counted();
+        Work { operations, bytes }
+    }
+}
+
+impl Work {
+    fn since(self, before: Work) -> Work {
+        Work {
+            operations: self.operations.saturating_sub(before.operations),
+            bytes: self.bytes.saturating_sub(before.bytes),
+        }
+    }
+
+    fn and(self, other: Work) -> Work {
+        Work { operations: self.operations + other.operations, bytes: self.bytes + other.bytes }
+    }
 }
 
 impl View<Store> {
@@ -63,34 +91,39 @@ impl View<Store> {
         }
         let meter = Rc::new(Meter::default());
         let backend = Backend::open(&handle.metered(&meter), source)?;
-        let paid = Cell::new(meter.counted());
-        Ok(View { backend, dirty, metered: Some(Metered { did: meter, paid }) })
+        let metered = Metered { did: meter, known: Cell::default() };
+        metered.known.set(metered.did());
+        Ok(View { backend, dirty, metered: Some(metered) })
     }
 }
 
 impl<S> View<S> {
-    /// A request of so many bytes was charged for one operation.
+    /// Does something for a request. Returns also the work of the image's files that its polls began.
     #[inline]
-    fn charged(&self, bytes: u64) {
-        if let Some(Metered { paid, .. }) = &self.metered {
-            let (operations, before) = paid.get();
-            paid.set((operations + 1, before + bytes));
-        }
+    async fn measured<T>(&self, request: impl Future<Output = T>) -> (T, Work) {
+        let Some(metered) = &self.metered else { return (request.await, Work::default()) };
+        let mut request = pin!(request);
+        let mut work = Work::default();
+        let done = poll_fn(|cx| {
+            let before = metered.did();
+            let polled = request.as_mut().poll(cx);
+            let new = metered.did().since(before);
+            metered.known.set(metered.known.get().and(new));
+            work = work.and(new);
+            polled
+        });
+        (done.await, work)
     }
 
-    /// Operations and bytes of its files that nobody was charged for.
+    /// Returns the work that a request does not pay for. It was charged for one operation of `charged` bytes, for which it did
+    /// `work`. What it was charged too much is no credit for others.
     #[inline]
-    fn uncharged(&self, in_flight: u64) -> Option<(u32, u64)> {
-        let Metered { did, paid } = self.metered.as_ref()?;
-        let ((did, moved), (paid_for, paid_bytes)) = (did.counted(), paid.get());
-        if paid_for > did + in_flight {
-            // Requests that needed no operation (holes) are no credit for others that need several.
-            paid.set((did + in_flight, moved));
-            return None;
-        }
-        let operations = did.checked_sub(paid_for).filter(|n| *n > 0)?;
-        paid.set((did, moved.max(paid_bytes)));
-        Some((operations.min(u32::MAX.into()) as u32, moved.saturating_sub(paid_bytes)))
+    fn uncharged(&self, work: Work, charged: u64) -> Option<Work> {
+        let Metered { known, .. } = self.metered.as_ref()?;
+        let own = work.since(Work { operations: 1, bytes: charged });
+        let all = self.metered.as_ref()?.did();
+        let more = own.and(all.since(known.replace(all)));
+        (more.operations > 0 || more.bytes > 0).then_some(more)
     }
 
     pub(crate) fn gone(why: &io::Error) -> Self {
@@ -101,6 +134,8 @@ impl<S> View<S> {
 /// A request that was let in.
 pub(crate) struct Admitted<'a, S> {
     view: Rc<View<S>>,
+    /// Bytes that it was charged for.
+    charged: u64,
     _gate: gate::Pass<'a>,
     _turn: turnstile::Pass<'a>,
 }
@@ -187,7 +222,7 @@ impl<S: Storage> Served<S> {
     #[inline]
     async fn enter(&self) -> Admitted<'_, S> {
         let gate = self.gate.enter().await;
-        Admitted { view: self.view.borrow().clone(), _gate: gate, _turn: turnstile::Pass::default() }
+        Admitted { view: self.view.borrow().clone(), charged: 0, _gate: gate, _turn: turnstile::Pass::default() }
     }
 
     /// Lets requests in that are one operation: when the limits and the disk's share let them, and the image is not being
@@ -203,8 +238,7 @@ impl<S: Storage> Served<S> {
             let turn = self.turnstile.enter(&operation, number).await;
             if let Some(gate) = self.gate.try_enter() {
                 let view = self.view.borrow().clone();
-                view.charged(len);
-                return Admitted { view, _gate: gate, _turn: turn };
+                return Admitted { view, charged: operation.moves(), _gate: gate, _turn: turn };
             }
             // Nothing is held while the gate is closed that others wait for.
             turn.give_back(&operation);
@@ -218,17 +252,16 @@ impl<S: Storage> Served<S> {
         // What will be refused costs nothing.
         let len = if self.admit(&request).is_ok() { request.len } else { 0 };
         let admitted = self.enter_for(request.op, request.offset, len, 1).await;
-        let finished = self.serve_in(&admitted.view, request).await;
-        self.settle_costs(&admitted.view);
+        let (finished, work) = admitted.view.measured(self.serve_in(&admitted.view, request)).await;
+        self.settle_costs(&admitted, work);
         finished
     }
 
     /// Charges the disk for what its image has done beyond its requests.
     #[inline]
-    fn settle_costs(&self, view: &View<S>) {
-        if let Some((operations, bytes)) = view.uncharged(self.gate.in_flight()) {
-            let more = Operation { kind: Kind::Write, bytes, sequential: false, requests: operations };
-            self.turnstile.share().charge_more(&more);
+    fn settle_costs(&self, admitted: &Admitted<'_, S>, work: Work) {
+        if let Some(more) = admitted.view.uncharged(work, admitted.charged) {
+            self.turnstile.share().charge_more(more.operations, more.bytes);
         }
     }
 

@@ -22,6 +22,17 @@ pub struct Operation {
     pub requests: u32,
 }
 
+impl Operation {
+    /// Bytes that it is charged for, beside its base: a discard, or zeroes that are not written, move none.
+    #[inline]
+    pub fn moves(&self) -> u64 {
+        match self.kind {
+            Kind::Read | Kind::Write => self.bytes,
+            Kind::Flush | Kind::Discard | Kind::WriteZeroes => 0,
+        }
+    }
+}
+
 /// No operation costs more: 17 s, so that virtual times stay far from their range.
 const MOST: u64 = 1 << 34;
 
@@ -90,6 +101,12 @@ impl Costs {
         if operation.kind == Kind::Flush { self.write_sequential.max(1) } else { self.of(operation) }
     }
 
+    /// What writes of metadata and copies cost.
+    pub(crate) fn of_more(&self, operations: u64, bytes: u64) -> u64 {
+        let of = |bytes| self.of(&Operation { kind: Kind::Write, bytes, sequential: false, requests: 1 });
+        of(0).saturating_mul(operations).saturating_add(of(bytes) - of(0)).min(MOST)
+    }
+
     /// At least 1.
     #[inline]
     pub fn of(&self, operation: &Operation) -> u64 {
@@ -118,5 +135,11 @@ mod tests {
         assert_eq!(Costs::FLASH.of(&read(1 << 20, true)), 906_000);
         assert_eq!(Costs::FLASH.of(&Operation { kind: Kind::Flush, ..read(0, false) }), 100_000);
         assert_eq!(Costs::FLASH.of(&read(u64::MAX, false)), MOST, "no length overflows");
+        assert_eq!(Costs::FLASH.of_more(3, 1 << 20), 45_000 + 900_000);
+        assert_eq!(Costs::FLASH.of_more(0, 1 << 20), 900_000);
+        assert_eq!(Costs::FLASH.of_more(u64::MAX, u64::MAX), MOST);
+        for (kind, moves) in [(Kind::Write, 512), (Kind::Discard, 0), (Kind::WriteZeroes, 0), (Kind::Flush, 0)] {
+            assert_eq!(Operation { kind, ..read(512, false) }.moves(), moves);
+        }
     }
 }

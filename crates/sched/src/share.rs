@@ -457,11 +457,10 @@ impl Share {
         self.device.as_ref().is_some_and(|device| device.is_shared())
     }
 
-    /// The disk has cost the device more than its requests told: so many operations (`requests`) for metadata, and copies.
-    pub fn charge_more(&self, operation: &Operation) {
+    /// Charges what the disk has cost the device beyond its requests: operations and bytes, for metadata and copies.
+    pub fn charge_more(&self, operations: u64, bytes: u64) {
         if let Some(device) = &self.device {
-            let one = device.costs().of(&Operation { bytes: 0, ..*operation });
-            let cost = one * u64::from(operation.requests.saturating_sub(1)) + device.costs().of(operation);
+            let cost = device.costs().of_more(operations, bytes);
             self.account.tag.fetch_add(self.account.step(cost), Relaxed);
             self.account.costs_more(cost);
         }

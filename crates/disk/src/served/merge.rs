@@ -99,9 +99,10 @@ impl<S: Storage> Served<S> {
         let len = if good { run.parts.iter().map(|part| part.len).sum() } else { 0 };
         let entered = self.enter_for(op, offset, len, run.parts.len() as u32).await;
         let admitted = self.now();
-        if !self.perform_run(&entered.view, run).await {
-            self.serve_each(&entered.view, run).await;
-            return self.settle_costs(&entered.view);
+        let (done, mut work) = entered.view.measured(self.perform_run(&entered.view, run)).await;
+        if !done {
+            work = work.and(entered.view.measured(self.serve_each(&entered.view, run)).await.1);
+            return self.settle_costs(&entered, work);
         }
         if let Some(first) = run.parts.first() {
             self.statistics.borrow_mut().record_merged(first.op, run.parts.len() as u64 - 1);
@@ -110,7 +111,7 @@ impl<S: Storage> Served<S> {
             let status = self.still_good(part.op);
             run.finished.push(self.conclude(part, admitted, status));
         }
-        self.settle_costs(&entered.view);
+        self.settle_costs(&entered, work);
     }
 
     /// One operation for all; false: there is none, or it failed.

@@ -240,3 +240,44 @@ fn a_resized_file_is_a_resized_disk() {
         .unwrap();
     std::fs::remove_file(&path).unwrap();
 }
+
+/// A file system without a way to zero a range writes the zeroes. They cost what they cost, whatever was discarded before.
+#[test]
+fn what_is_discarded_pays_for_no_other_work() {
+    const LEN: u64 = 64 << 20;
+    const ZEROES: u64 = 8 << 20;
+    for discards in [0, 1, 10] {
+        // tmpfs punches holes, and knows no FALLOC_FL_ZERO_RANGE.
+        let path = PathBuf::from(format!("/dev/shm/blockyard-served-{}-{discards}", std::process::id()));
+        std::fs::File::create(&path).unwrap().set_len(LEN).unwrap();
+        let open = OpenOptions::new(&path, false, CacheMode::Writeback);
+        let source = Source::File(Arc::new(ImageFile::open(&open).unwrap()));
+        let host = blockyard_sched::Host::default();
+        let share =
+            || host.share(Some(("d", &blockyard_sched::Means::FLASH)), None, &blockyard_sched::Knobs::default());
+        let (disk, neighbour) = (Arc::new(Disk::sharing(options(), source, share())), share());
+        let executor = Executor::new().unwrap();
+        let (handle, shared) = (executor.handle().clone(), disk.clone());
+        executor
+            .block_on(async move {
+                let served = Served::local(&handle, &shared).unwrap();
+                for _ in 0..discards {
+                    assert_eq!(ask(&served, Op::Discard, 0, LEN).await, Ok(()));
+                }
+                let zeroes = Op::WriteZeroes { unmap: false, fua: false, fast: false };
+                assert_eq!(ask(&served, zeroes, 0, ZEROES).await, Ok(()));
+                forget_local();
+            })
+            .unwrap();
+        let written = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&path).unwrap()) * 512;
+        std::fs::remove_file(&path).unwrap();
+        assert!(written >= ZEROES, "this file system zeroes without writing: {written} bytes are allocated");
+        // A look at the device, much later, sums up.
+        let read =
+            blockyard_sched::Operation { kind: blockyard_sched::Kind::Read, bytes: 0, sequential: false, requests: 1 };
+        neighbour.ask(turnstile::sched_time() + 60_000_000_000, &read).unwrap();
+        let cost = neighbour.device().unwrap().costs().write_per_mib * (ZEROES >> 20);
+        let used = disk.share().figures().used;
+        assert!(used >= cost, "after {discards} discards {ZEROES} bytes of zeroes cost {used} ns, of {cost}");
+    }
+}
