@@ -28,6 +28,7 @@ use crate::segments::Segments;
 use crate::uring::{Action, TaskId, Uring};
 use crate::wake::Watch;
 
+use crate::workers;
 /// The waking task of operations nobody waits for.
 pub(crate) const NOBODY: TaskId = TaskId::MAX;
 /// The internal operation that listens for other threads.
@@ -369,19 +370,7 @@ impl Handle {
 
     /// Runs `f`, which may block, on a thread of its own.
     pub async fn blocking<T: Send + 'static>(&self, f: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
-        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
-        let remote = self.0.remote.clone();
-        let task = self.0.current.get();
-        std::thread::Builder::new().name("blocking".into()).spawn(move || {
-            let _ = sender.send(f());
-            remote.push(Job::Wake(task));
-        })?;
-        std::future::poll_fn(|_| match receiver.try_recv() {
-            Ok(value) => Poll::Ready(Ok(value)),
-            Err(std::sync::mpsc::TryRecvError::Empty) => Poll::Pending,
-            Err(_) => Poll::Ready(Err(io::Error::other("the worker thread panicked"))),
-        })
-        .await
+        workers::alone(self, f).await
     }
 
     /// Follows an eventfd (or pipe, or socket): see [`Watch`].

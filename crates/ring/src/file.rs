@@ -4,6 +4,7 @@
 //! one and [`crate::sim`]) promise the same, and no more: a write is durable after a later `sync` that answered Ok, or at
 //! once when it was asked to be `durable`; writes in flight together land in any order, and may be torn by a power cut.
 
+use std::cell::Cell;
 use std::future::Future;
 use std::io;
 use std::ops::Range;
@@ -20,6 +21,7 @@ use crate::host;
 use crate::inline::InlineWrites;
 use crate::segments::Segments;
 use crate::uring::Action;
+use crate::workers::Workers;
 
 /// What an image needs of the file (or device) under it. All offsets and lengths are bytes.
 #[expect(clippy::len_without_is_empty, reason = "nobody asks whether a disk is empty")]
@@ -153,8 +155,17 @@ impl Drop for FileSlot {
 pub struct UringFile {
     slot: Rc<FileSlot>,
     block_device: bool,
+    blocking: Rc<Blocking>,
     inline: Rc<InlineWrites>,
     change_time: Rc<ChangeTime>,
+}
+
+/// Calls of a file that block.
+#[derive(Default)]
+struct Blocking {
+    /// The kernel has no command of io_uring that discards (Linux 6.12 has): the ioctl is called.
+    discards: Cell<bool>,
+    workers: Workers,
 }
 
 impl UringFile {
@@ -170,7 +181,7 @@ impl UringFile {
         }
         let mut slot = FileSlot::uncounted(handle, fd);
         slot.counted = counted;
-        Ok(UringFile { slot: Rc::new(slot), block_device, inline, change_time })
+        Ok(UringFile { slot: Rc::new(slot), block_device, blocking: Rc::default(), inline, change_time })
     }
 
     #[inline]
@@ -265,8 +276,7 @@ impl Storage for UringFile {
 
     async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         if self.block_device {
-            let fd = self.slot.fd.clone();
-            return self.slot.handle.blocking(move || host::block_discard(&fd, offset, len)).await?;
+            return self.discard_blocks(offset, len).await;
         }
         self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await
     }
@@ -300,7 +310,8 @@ impl Storage for UringFile {
 
     async fn set_len(&self, len: u64) -> io::Result<()> {
         let fd = self.slot.fd.clone();
-        self.slot.handle.blocking(move || rustix::fs::ftruncate(&fd, len).map_err(io::Error::from)).await?
+        let call = move || rustix::fs::ftruncate(&fd, len).map_err(io::Error::from);
+        self.blocking.workers.call(&self.slot.handle, call).await?
     }
 
     async fn len(&self) -> io::Result<u64> {
@@ -332,6 +343,24 @@ impl Storage for UringFile {
 }
 
 impl UringFile {
+    async fn discard_blocks(&self, offset: u64, len: u64) -> io::Result<()> {
+        if !self.blocking.discards.get() {
+            let (result, _) = self.operation(Action::Discard { offset, len }, Segments::default()).await;
+            match answer(result) {
+                // The ioctl tells a kernel without the command from a device that cannot discard.
+                Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL | libc::ENOSYS)) => {}
+                done => return done.map(drop),
+            }
+        } else {
+            self.count(0);
+        }
+        let fd = self.slot.fd.clone();
+        let call = move || host::block_discard(&fd, offset, len);
+        let done = self.blocking.workers.call(&self.slot.handle, call).await?;
+        self.blocking.discards.set(self.blocking.discards.get() || done.is_ok());
+        done
+    }
+
     /// The rest of a transfer that came back short or was interrupted: a signal, a full disk half-way, a huge request.
     async fn finish(
         &self,

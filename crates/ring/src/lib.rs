@@ -40,6 +40,7 @@ pub mod ublk;
 mod uring;
 mod wake;
 
+mod workers;
 pub use buffers::{Outcome, Refusal, Registration};
 pub use executor::{Executor, Handle, Meter};
 pub use file::{LockedFile, OpenMode, Storage, UringFile};

@@ -37,6 +37,10 @@ const FILES: u32 = 256;
 
 const CANCEL: u64 = u64::MAX;
 
+/// BLOCK_URING_CMD_DISCARD, `_IO(0x12, 0)`: the start is in the entry's `addr`, the length in its `addr3`, which is the first
+/// half of a command's bytes.
+const BLOCK_DISCARD: u32 = 0x1200;
+
 /// Names a task of an executor.
 pub type TaskId = u32;
 
@@ -75,6 +79,11 @@ pub(crate) enum Action {
     Sync,
     Fallocate {
         mode: i32,
+        offset: u64,
+        len: u64,
+    },
+    /// Of a block device, whose space is given back.
+    Discard {
         offset: u64,
         len: u64,
     },
@@ -394,6 +403,11 @@ fn build(action: Action, iov: &[libc::iovec], buffer: u16, target: squeue_target
         Action::Sync => with!(|fd| opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build()),
         Action::Fallocate { mode, offset, len } => {
             with!(|fd| opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build())
+        }
+        Action::Discard { offset, len } => {
+            let mut bytes = [0; 16];
+            bytes[..8].copy_from_slice(&len.to_ne_bytes());
+            with!(|fd| opcode::UringCmd16::new(fd, BLOCK_DISCARD).cmd(bytes).addr(Some(offset)).build())
         }
         Action::Ublk(command) => {
             let (bytes, address) = command.encode(iov);

@@ -174,3 +174,36 @@ async fn all<F: Future<Output = ()> + Unpin>(mut futures: Vec<F>) {
     })
     .await
 }
+
+/// A guest can ask for any number of discards at once: the threads that make them are few.
+#[test]
+fn many_discards_of_a_block_device_start_few_threads() {
+    const LEN: u64 = 16 << 20;
+    const RANGES: u64 = 256;
+    let threads = || {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap().filter_map(Result::ok);
+        let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+        names.filter(|name| name.trim() == "blocking").count()
+    };
+    let device = Loop::new(LEN, 512);
+    let file = open(&device.device, CacheMode::None);
+    on_image(&file, move |raw| async move {
+        put(&raw, 0, &vec![7; LEN as usize]).await;
+        let mut discards: Vec<_> = (0..RANGES)
+            .map(|range| {
+                let raw = raw.clone();
+                Box::pin(async move { raw.discard(range * (LEN / RANGES), LEN / RANGES).await.unwrap() })
+            })
+            .collect();
+        let mut most = 0;
+        std::future::poll_fn(|cx| {
+            discards.retain_mut(|discard| discard.as_mut().poll(cx).is_pending());
+            most = most.max(threads());
+            if discards.is_empty() { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+        })
+        .await;
+        // Those of this test, and of those that run beside it.
+        assert!(most <= 16, "{most} threads at a time for {RANGES} discards");
+        assert!(take(&raw, 0, LEN as usize).await.iter().all(|&byte| byte == 0));
+    });
+}

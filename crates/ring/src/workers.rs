@@ -1,0 +1,238 @@
+//! Threads for calls that block.
+//!
+//! In: a closure that may block. Out: its result, on the executor that waits for it. What must hold: a file has at most [`MOST`]
+//! such threads, however many requests a guest makes; calls begin in the order they came; a call whose future is dropped
+//! before it begins is left out; a call that panics is an error of its caller, which is woken.
+
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
+
+use crate::executor::Handle;
+use crate::remote::{Job, Remote};
+use crate::uring::TaskId;
+
+/// Threads of one file on one executor.
+pub(crate) const MOST: usize = 4;
+
+type Work = Box<dyn FnOnce() + Send>;
+
+/// Up to [`MOST`] threads, which end when nothing waits for them.
+#[derive(Clone, Default)]
+pub(crate) struct Workers(Arc<Mutex<Queue>>);
+
+#[derive(Default)]
+struct Queue {
+    threads: usize,
+    waiting: VecDeque<Work>,
+}
+
+impl Workers {
+    /// Runs `f` on one of the threads.
+    pub async fn call<T: Send + 'static>(
+        &self,
+        handle: &Handle,
+        f: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<T> {
+        let (work, result) = prepare(handle, f);
+        self.begin(work)?;
+        result.wait().await
+    }
+
+    fn begin(&self, work: Work) -> io::Result<()> {
+        let mut queue = self.queue();
+        queue.waiting.push_back(work);
+        if queue.threads == MOST {
+            return Ok(());
+        }
+        let workers = self.clone();
+        match std::thread::Builder::new().name("blocking".into()).spawn(move || workers.work()) {
+            Ok(_) => queue.threads += 1,
+            // The threads that there are do it.
+            Err(_) if queue.threads > 0 => {}
+            Err(e) => {
+                queue.waiting.pop_back();
+                return Err(e);
+            }
+        }
+        Ok(())
+    }
+
+    fn work(&self) {
+        loop {
+            let work = {
+                let mut queue = self.queue();
+                let Some(work) = queue.waiting.pop_front() else {
+                    queue.threads -= 1;
+                    return;
+                };
+                work
+            };
+            let _ = catch_unwind(AssertUnwindSafe(work));
+        }
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Runs `f` on a thread of its own.
+pub(crate) async fn alone<T: Send + 'static>(handle: &Handle, f: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
+    let (work, result) = prepare(handle, f);
+    std::thread::Builder::new().name("blocking".into()).spawn(work)?;
+    result.wait().await
+}
+
+/// What a call gives; dropped, the call need not begin.
+struct Outcome<T>(Receiver<T>, #[expect(dead_code, reason = "it is alive as long as the result is wanted")] Arc<()>);
+
+impl<T> Outcome<T> {
+    async fn wait(self) -> io::Result<T> {
+        poll_fn(|_| match self.0.try_recv() {
+            Ok(value) => Poll::Ready(Ok(value)),
+            Err(TryRecvError::Empty) => Poll::Pending,
+            Err(TryRecvError::Disconnected) => Poll::Ready(Err(io::Error::other("the worker thread panicked"))),
+        })
+        .await
+    }
+}
+
+/// Wakes the task that waits, also when the call panics.
+struct Wakes(Remote, TaskId);
+
+impl Drop for Wakes {
+    fn drop(&mut self) {
+        self.0.shared.push(Job::Wake(self.1));
+    }
+}
+
+fn prepare<T: Send + 'static>(handle: &Handle, f: impl FnOnce() -> T + Send + 'static) -> (Work, Outcome<T>) {
+    let (sender, receiver) = sync_channel(1);
+    let wanted = Arc::new(());
+    let alive = Arc::downgrade(&wanted);
+    let wakes = Wakes(handle.remote(), handle.current());
+    let work = move || {
+        // Dropped behind the sender, in which the task looks.
+        let _wakes = wakes;
+        let sender = sender;
+        if alive.strong_count() > 0 {
+            let _ = sender.send(f());
+        }
+    };
+    (Box::new(work), Outcome(receiver, wanted))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::Executor;
+
+    fn run(work: impl AsyncFnOnce(Handle) + 'static) {
+        let executor = Executor::new().unwrap();
+        let handle = executor.handle().clone();
+        executor.block_on(async move { work(handle).await }).unwrap();
+    }
+
+    #[test]
+    fn calls_beyond_the_threads_wait_and_begin_in_order() {
+        run(async |handle| {
+            let workers = Workers::default();
+            let (begun, order) = mpsc::channel();
+            let ended = Arc::new(AtomicUsize::new(0));
+            let gates: Vec<_> = (0..40)
+                .map(|number| {
+                    let (open, gate) = mpsc::channel::<()>();
+                    let (begun, ended, workers, calls) =
+                        (begun.clone(), ended.clone(), workers.clone(), handle.clone());
+                    handle.spawn(async move {
+                        let call = move || {
+                            begun.send(number).unwrap();
+                            gate.recv().unwrap();
+                        };
+                        workers.call(&calls, call).await.unwrap();
+                        ended.fetch_add(1, Ordering::Relaxed);
+                    });
+                    open
+                })
+                .collect();
+            for _ in 0..10 {
+                handle.yield_now().await;
+            }
+            let mut first: Vec<_> = (0..MOST).map(|_| order.recv().unwrap()).collect();
+            first.sort_unstable();
+            assert_eq!(first, (0..MOST).collect::<Vec<_>>());
+            assert_eq!(workers.queue().threads, MOST);
+            assert!(order.try_recv().is_err(), "the others wait");
+            for (number, gate) in gates.iter().enumerate() {
+                gate.send(()).unwrap();
+                if number + MOST < gates.len() {
+                    assert_eq!(order.recv().unwrap(), number + MOST);
+                }
+            }
+            while ended.load(Ordering::Relaxed) < gates.len() {
+                handle.sleep(std::time::Duration::from_millis(1)).await;
+            }
+        });
+    }
+
+    #[test]
+    fn a_call_that_nobody_waits_for_any_more_does_not_begin() {
+        run(async |handle| {
+            let workers = Workers::default();
+            let (open, gate) = mpsc::channel::<()>();
+            let gate = Arc::new(Mutex::new(gate));
+            let blocked: Vec<_> = (0..MOST)
+                .map(|_| {
+                    let gate = gate.clone();
+                    let mut call = Box::pin(workers.call(&handle, move || gate.lock().unwrap().recv().unwrap()));
+                    (std::task::Context::from_waker(std::task::Waker::noop()), &mut call).poll();
+                    call
+                })
+                .collect();
+            let begun = Arc::new(AtomicUsize::new(0));
+            let note = begun.clone();
+            let mut dropped = Box::pin(workers.call(&handle, move || note.fetch_add(1, Ordering::Relaxed)));
+            (std::task::Context::from_waker(std::task::Waker::noop()), &mut dropped).poll();
+            drop(dropped);
+            (0..MOST).for_each(|_| open.send(()).unwrap());
+            for call in blocked {
+                call.await.unwrap();
+            }
+            workers.call(&handle, || ()).await.unwrap();
+            assert_eq!(begun.load(Ordering::Relaxed), 0);
+        });
+    }
+
+    /// Polls a future once, which is not done.
+    trait Poll1 {
+        fn poll(self);
+    }
+
+    impl<F: Future + Unpin> Poll1 for (std::task::Context<'_>, &mut F) {
+        fn poll(mut self) {
+            assert!(std::pin::Pin::new(self.1).poll(&mut self.0).is_pending());
+        }
+    }
+
+    #[test]
+    fn a_call_that_panics_is_an_error_and_wakes_its_caller() {
+        run(async |handle| {
+            let workers = Workers::default();
+            for _ in 0..2 * MOST {
+                let error = workers.call(&handle, || panic!("on purpose")).await.unwrap_err();
+                assert_eq!(error.to_string(), "the worker thread panicked");
+            }
+            let error = alone(&handle, || panic!("on purpose")).await.unwrap_err();
+            assert_eq!(error.to_string(), "the worker thread panicked");
+            assert_eq!(workers.call(&handle, || 7).await.unwrap(), 7, "its thread goes on");
+        });
+    }
+}
