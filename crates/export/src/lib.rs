@@ -13,6 +13,7 @@ mod pace;
 mod reactors;
 pub mod ublk;
 pub mod vhost_user;
+mod watchdog;
 
 pub use ending::{close, settle};
 pub use listener::{Listener, SocketError};

@@ -33,7 +33,7 @@ impl Log {
 }
 
 #[derive(Debug, Default)]
-struct Budget(Mutex<State>);
+pub(crate) struct Budget(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
@@ -46,7 +46,7 @@ struct State {
 
 impl Budget {
     /// Whether a line may be written now: then how many were not, since the last one.
-    fn admit(&self, now: Instant) -> Option<u64> {
+    pub(crate) fn admit(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock().unwrap_or_else(|e| e.into_inner());
         let since = *state.since.get_or_insert(now);
         let back = now.saturating_duration_since(since).as_secs() / PAUSE.as_secs();
@@ -63,7 +63,7 @@ impl Budget {
     }
 }
 
-struct Withheld(u64);
+pub(crate) struct Withheld(pub u64);
 
 impl std::fmt::Display for Withheld {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

@@ -1,13 +1,17 @@
 //! The reactors of the program: threads that each run one executor, and serve the queues given to them.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
-use blockyard_ring::{Executor, Remote};
+use blockyard_ring::{Executor, Pulse, Remote};
+
+use crate::watchdog::Watchdog;
 
 pub struct Reactors {
     reactors: Vec<Reactor>,
+    watchdog: Option<Watchdog>,
     next: AtomicUsize,
 }
 
@@ -20,8 +24,15 @@ impl Reactors {
     /// Starts `count` of them, named `reactor-N`. Each keeps to one of `cpus`, in turn; with none named, to no one.
     pub fn start(count: usize, cpus: &[usize]) -> io::Result<Self> {
         let cpu = |number: usize| cpus.get(number % cpus.len().max(1)).copied();
-        let reactors = (0..count.max(1)).map(|n| Reactor::start(n, cpu(n))).collect::<io::Result<_>>()?;
-        Ok(Reactors { reactors, next: AtomicUsize::new(0) })
+        let mut reactors = Reactors { reactors: Vec::new(), watchdog: None, next: AtomicUsize::new(0) };
+        let mut pulses = Vec::new();
+        for number in 0..count.max(1) {
+            let (reactor, pulse) = Reactor::start(number, cpu(number))?;
+            reactors.reactors.push(reactor);
+            pulses.push((name(number), pulse));
+        }
+        reactors.watchdog = Some(Watchdog::start(pulses)?);
+        Ok(reactors)
     }
 
     /// The reactor for the next queue: they take turns.
@@ -38,6 +49,7 @@ impl Reactors {
 
 impl Drop for Reactors {
     fn drop(&mut self) {
+        self.watchdog = None;
         for reactor in &self.reactors {
             reactor.remote.run(|handle| handle.stop());
         }
@@ -50,7 +62,7 @@ impl Drop for Reactors {
 }
 
 impl Reactor {
-    fn start(number: usize, cpu: Option<usize>) -> io::Result<Self> {
+    fn start(number: usize, cpu: Option<usize>) -> io::Result<(Self, Arc<Pulse>)> {
         let (sender, receiver) = std::sync::mpsc::sync_channel(1);
         let body = move || {
             if let Some(cpu) = cpu
@@ -63,16 +75,22 @@ impl Reactor {
                 Ok(executor) => executor,
                 Err(e) => return drop(sender.send(Err(e))),
             };
-            let _ = sender.send(Ok(executor.remote()));
+            let _ = sender.send(Ok((executor.remote(), executor.handle().pulse().clone())));
             if let Err(e) = executor.run() {
-                tracing::error!("reactor {number} stops: io_uring_enter failed: {e}");
+                // Its disks are dead, and nothing here can serve them. A server's panics end the process.
+                panic!("io_uring_enter failed: {e}");
             }
             blockyard_disk::forget_local();
         };
-        let thread = std::thread::Builder::new().name(format!("reactor-{number}")).stack_size(512 << 10).spawn(body)?;
-        let remote = receiver.recv().map_err(|_| io::Error::other("the reactor's thread died at once"))??;
-        Ok(Reactor { remote, thread: Some(thread) })
+        let thread = std::thread::Builder::new().name(name(number)).stack_size(512 << 10).spawn(body)?;
+        let started = receiver.recv().map_err(|_| io::Error::other("the reactor's thread died at once"))?;
+        let (remote, pulse) = started?;
+        Ok((Reactor { remote, thread: Some(thread) }, pulse))
     }
+}
+
+fn name(number: usize) -> String {
+    format!("reactor-{number}")
 }
 
 /// Binds this thread to one processor.

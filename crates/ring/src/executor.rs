@@ -23,12 +23,13 @@ use std::time::{Duration, Instant};
 use crate::buffers::{Buffers, Registration};
 use crate::file::FileSlot;
 use crate::memory::GuestMemory;
+use crate::pulse::{Label, Pulse};
 use crate::remote::{Job, Remote, Shared};
 use crate::segments::Segments;
 use crate::uring::{Action, TaskId, Uring};
 use crate::wake::Watch;
-
 use crate::workers;
+
 /// The waking task of operations nobody waits for.
 pub(crate) const NOBODY: TaskId = TaskId::MAX;
 /// The internal operation that listens for other threads.
@@ -41,6 +42,7 @@ struct Task {
     waker: Waker,
     ready: bool,
     live: bool,
+    label: Label,
 }
 
 struct Inner {
@@ -57,6 +59,7 @@ struct Inner {
     remote: Arc<Shared>,
     remote_rung: Cell<bool>,
     stop: Cell<bool>,
+    pulse: Arc<Pulse>,
     /// Files open for writing on this ring.
     files: Cell<u32>,
 }
@@ -111,6 +114,7 @@ impl Executor {
             remote,
             remote_rung: Cell::new(false),
             stop: Cell::new(false),
+            pulse: Arc::default(),
             files: Cell::new(0),
         };
         // Coalescing of completions waits for tens of microseconds: the default slack of 50 would double that.
@@ -130,7 +134,9 @@ impl Executor {
     pub fn run(&self) -> io::Result<()> {
         let inner = &*self.handle.0;
         let outer = RUNS.replace(Some(self.handle.0.clone()));
+        inner.pulse.wakes();
         let ended = self.turns(inner);
+        inner.pulse.sleeps();
         RUNS.set(outer);
         ended
     }
@@ -141,6 +147,7 @@ impl Executor {
             inner.poll_ready();
             inner.turn()?;
             if inner.remote_rung.take() {
+                inner.pulse.polls(0);
                 if inner.uring.borrow_mut().take(listener).is_some() {
                     listener = inner.listen();
                 }
@@ -209,6 +216,7 @@ impl Inner {
             let task = &mut tasks[id as usize];
             task.ready = false;
             let Some(future) = task.future.take() else { return };
+            self.pulse.polls(task.label);
             // A clone of the waker would be an atomic operation a poll; it is moved out and back instead.
             (future, std::mem::replace(&mut task.waker, Waker::noop().clone()))
         };
@@ -232,11 +240,17 @@ impl Inner {
         let idle = self.ready.borrow().is_empty() && self.after.borrow().is_empty() && !self.stop.get();
         let wait = if idle {
             let next = self.timers.borrow().peek().map(|t| t.0.0);
+            self.pulse.sleeps();
             Some(next.map(|at| at.saturating_duration_since(Instant::now())))
         } else {
             None
         };
         self.uring.borrow_mut().turn(wait, |task| self.wake(task))?;
+        if idle {
+            self.pulse.wakes()
+        } else {
+            self.pulse.next_turn()
+        }
         for id in self.after.borrow_mut().drain(..) {
             self.wake(id);
         }
@@ -289,8 +303,10 @@ impl Handle {
         let inner = &*self.0;
         let id = inner.free.borrow_mut().pop().unwrap_or(inner.tasks.borrow().len() as TaskId);
         let waker = Waker::from(Arc::new(TaskWaker { id, remote: inner.remote.clone() }));
-        let task = Task { future: Some(Box::pin(future)), waker, ready: false, live: true };
         let mut tasks = inner.tasks.borrow_mut();
+        // What a task starts is for the same thing.
+        let label = tasks.get(inner.current.get() as usize).map_or(0, |task| task.label);
+        let task = Task { future: Some(Box::pin(future)), waker, ready: false, live: true, label };
         if id as usize == tasks.len() {
             tasks.push(task);
         } else {
@@ -299,6 +315,20 @@ impl Handle {
         drop(tasks);
         inner.wake(id);
         id
+    }
+
+    /// Names what the current task is for, and the tasks that it starts from now on: see [`Pulse::last_polled`].
+    pub fn label(&self, name: &str) {
+        let label = self.0.pulse.label(name);
+        self.0.pulse.polls(label);
+        if let Some(task) = self.0.tasks.borrow_mut().get_mut(self.current() as usize) {
+            task.label = label;
+        }
+    }
+
+    /// What this executor is at, for other threads.
+    pub fn pulse(&self) -> &Arc<Pulse> {
+        &self.0.pulse
     }
 
     /// Wakes a task of this executor.
@@ -368,7 +398,7 @@ impl Handle {
         self.0.timers.borrow_mut().push(Reverse((at, self.0.current.get())));
     }
 
-    /// Runs `f`, which may block, on a thread of its own.
+    /// Runs `f`, which may block, on a thread of its own. Not for what guests can ask for any number of times.
     pub async fn blocking<T: Send + 'static>(&self, f: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
         workers::alone(self, f).await
     }

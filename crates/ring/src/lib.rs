@@ -8,6 +8,7 @@
 //!   memory     guest memory: regions, windows, bounds     segments  what one I/O moves: an iovec and its owner
 //!   buffers    guest memory registered with a ring        fault     shared memory that its owner takes away
 //!   nbd_device the kernel's NBD client
+//!   workers    threads for calls that block             pulse     what an executor is at, for a thread that watches
 //!   doorbell   signals to eventfds of other processes, without waiting
 //!   change_time  what writes past the page cache would wait for, done ahead      pauses  of what has blocked
 //!   host       locks, geometry, block-device calls, sockets' bits
@@ -31,6 +32,7 @@ mod inline;
 pub mod memory;
 pub mod nbd_device;
 mod pauses;
+mod pulse;
 pub mod remote;
 pub mod resident;
 pub mod segments;
@@ -39,12 +41,13 @@ mod socket;
 pub mod ublk;
 mod uring;
 mod wake;
-
 mod workers;
+
 pub use buffers::{Outcome, Refusal, Registration};
 pub use executor::{Executor, Handle, Meter};
 pub use file::{LockedFile, OpenMode, Storage, UringFile};
 pub use memory::{GuestMemory, MemoryError, Region, Window};
+pub use pulse::{Pulse, Watcher};
 pub use remote::{Remote, Reply};
 pub use segments::{AlignedBuf, Segments};
 pub use socket::{MOST_PIECES, Socket, write_rest};

@@ -116,6 +116,7 @@ impl Connection {
 
     /// Serves the client until it goes, and all that it asked for is done.
     pub async fn run(self: Rc<Self>, inbox: Inbox) -> End {
+        self.handle.label(&format!("disk {}, over NBD", self.terms.exported.disk.name()));
         let sending = Signal::new(&self.handle);
         let (connection, done) = (self.clone(), sending.clone());
         let sender = self.handle.spawn(async move {

@@ -238,6 +238,7 @@ impl Token for LaneToken {
 
 impl Lane {
     async fn run(self: Rc<Self>, line: Rc<Line>, first: Fetch) {
+        line.handle.label(&format!("disk {}, ublk queue {}", line.shared.disk.name(), line.key.1));
         let mut fetch = first;
         while next(&line, &mut fetch).await {
             let result = self.serve(&line).await;

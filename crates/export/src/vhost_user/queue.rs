@@ -161,6 +161,7 @@ impl Queue {
     }
 
     async fn run(self: Rc<Self>, mut watch: Option<Watch>, again: Vec<Again>) {
+        self.handle.label(&format!("disk {}, queue {}", self.device.disk.name(), self.index));
         // What a predecessor left is a restart, too. A drain waits for it, because the region names it.
         while let Some(time) = self.held_back(!again.is_empty()) {
             self.handle.sleep(time).await;
