@@ -15,6 +15,7 @@ mod inherited;
 mod knobs;
 mod log;
 mod nbd;
+mod panics;
 mod serve;
 mod shares;
 
@@ -31,6 +32,9 @@ const READER_HAS_GONE: u8 = 141;
 fn main() -> ExitCode {
     let cli = Cli::try_parse().unwrap_or_else(|e| refuse(&e));
     let server = matches!(cli.command, Command::Serve(_));
+    if matches!(cli.command, Command::Serve(_) | Command::Attach(_)) {
+        panics::end_the_process();
+    }
     let done = log::start(cli.log, server).map_err(Failure::from).and_then(|()| run(&cli.command));
     let status = match done {
         Ok(status) => status,

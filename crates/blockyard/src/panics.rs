@@ -1,0 +1,65 @@
+//! What a panic of a server does: it ends the process.
+//!
+//! A thread that is gone leaves disks that nothing serves, and a process that looks alive. What must hold: the process ends with
+//! one line that names the thread and the reason, and by a signal, so that its supervisor starts it again. The line does not
+//! wait for its reader.
+
+use std::io;
+use std::panic::PanicHookInfo;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+/// Panics end the process from now on, on all threads.
+pub fn end_the_process() {
+    std::panic::set_hook(Box::new(|panic| {
+        tell(&line(panic));
+        std::process::abort();
+    }));
+}
+
+fn line(panic: &PanicHookInfo<'_>) -> String {
+    let thread = std::thread::current();
+    let thread = thread.name().unwrap_or("without a name");
+    let why = panic.payload_as_str().unwrap_or("a panic without a message").replace('\n', " ");
+    let place = panic.location().map(|place| format!(" at {place}")).unwrap_or_default();
+    format!(
+        "blockyard: thread {thread} panicked{place}: {why}; the server ends, so that its supervisor starts it again\n"
+    )
+}
+
+/// Writes to standard error, if that takes it now. (Not through the log: the panic may be the log's.)
+fn tell(line: &str) {
+    let stderr = io::stderr();
+    let soon = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+    if rustix::event::poll(&mut [PollFd::new(&stderr, PollFlags::OUT)], Some(&soon)).is_ok_and(|ready| ready > 0) {
+        let _ = rustix::io::write(&stderr, line.as_bytes());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::Command;
+
+    const CHILD: &str = "BLOCKYARD_TEST_PANICS";
+
+    /// Runs itself as another process, whose thread panics.
+    #[test]
+    fn a_thread_that_panics_ends_the_process_with_one_line() {
+        if std::env::var_os(CHILD).is_some() {
+            super::end_the_process();
+            let thread = std::thread::Builder::new().name("reactor-7".into());
+            let _ = thread.spawn(|| panic!("on\npurpose")).unwrap().join();
+            return;
+        }
+        let name = "panics::tests::a_thread_that_panics_ends_the_process_with_one_line";
+        let program = std::env::current_exe().unwrap();
+        let child = Command::new(program).args(["--exact", name, "--nocapture"]).env(CHILD, "1").output().unwrap();
+        let told = String::from_utf8_lossy(&child.stderr);
+        let lines: Vec<_> = told.lines().filter(|line| line.starts_with("blockyard: ")).collect();
+        assert_eq!(lines.len(), 1, "{told}");
+        assert!(lines[0].starts_with("blockyard: thread reactor-7 panicked at "), "{told}");
+        assert!(lines[0].contains(": on purpose; the server ends"), "{told}");
+        assert_eq!(child.status.signal(), Some(rustix::process::Signal::ABORT.as_raw()), "{:?}", child.status);
+    }
+}
