@@ -127,6 +127,9 @@ impl Turnstile {
     /// Whether it begins where another has ended.
     #[inline]
     fn follows(&self, offset: u64, bytes: u64) -> bool {
+        if let Some(follows) = self.share.follows(offset, bytes) {
+            return follows;
+        }
         let known = self.ends.iter().find(|end| end.get() == offset);
         match known {
             Some(end) => end.set(offset + bytes),

@@ -59,6 +59,8 @@ pub struct Device {
     waiting: AtomicUsize,
     /// More than one disk is here.
     shared: AtomicBool,
+    /// Its heads have one place at a time.
+    rotational: bool,
     /// More than one of them was busy when it was looked at last.
     crowded: AtomicBool,
     look_at: AtomicU64,
@@ -107,6 +109,7 @@ impl Device {
             window: Apart(AtomicU64::new(state.window.size())),
             waiting: AtomicUsize::new(0),
             shared: AtomicBool::new(false),
+            rotational: class == Class::ROTATIONAL,
             crowded: AtomicBool::new(false),
             look_at: AtomicU64::new(0),
             state: Mutex::new(state),
@@ -129,6 +132,11 @@ impl Device {
     /// Of the capacity that its costs promise, so much the device has shown: 1 is all of it.
     pub fn capacity(&self) -> f64 {
         self.state().window.capacity()
+    }
+
+    #[inline]
+    pub(crate) fn is_rotational(&self) -> bool {
+        self.rotational
     }
 
     #[inline]

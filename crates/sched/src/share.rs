@@ -321,6 +321,8 @@ pub struct Share {
     turn: Option<Arc<Turn>>,
     device: Option<Arc<Device>>,
     debt: Debt,
+    /// Where the disk's last operation ended, on a rotational device.
+    position: AtomicU64,
 }
 
 impl Share {
@@ -330,7 +332,14 @@ impl Share {
         if let Some(device) = &device {
             let _ = account.number.set(device.join(&account));
         }
-        Share { account, limiter: Limiter::new(&knobs.limits), turn, device, debt: Debt::default() }
+        Share {
+            account,
+            limiter: Limiter::new(&knobs.limits),
+            turn,
+            device,
+            debt: Debt::default(),
+            position: AtomicU64::new(u64::MAX),
+        }
     }
 
     pub fn device(&self) -> Option<&Arc<Device>> {
@@ -359,6 +368,14 @@ impl Share {
             Some(device) => device.weigh_anew(now),
             None => self.account.set_weight(f64::from(self.account.own_weight())),
         }
+    }
+
+    /// Whether an operation begins where the disk's last one ended. None: on this device several streams of a disk may each be
+    /// sequential. On a rotational device only one is, because between two of them the heads move.
+    #[inline]
+    pub fn follows(&self, offset: u64, bytes: u64) -> Option<bool> {
+        let device = self.device.as_ref()?;
+        device.is_rotational().then(|| self.position.swap(offset.saturating_add(bytes), Relaxed) == offset)
     }
 
     /// Nothing is limited, and nothing shared: there is nobody to ask.

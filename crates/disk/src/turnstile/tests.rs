@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockyard_ring::Executor;
-use blockyard_sched::{Knobs, Limit, Limits};
+use blockyard_sched::{Host, Knobs, Limit, Limits, Means};
 
 use super::*;
 
@@ -93,4 +93,22 @@ fn a_line_that_is_left_counts_no_more() {
         drop(waiting);
         assert!(stage.turnstile.held_back().is_none());
     });
+}
+
+/// Of streams that take turns each is sequential on flash. The heads of a rotational device seek between them.
+#[test]
+fn streams_that_take_turns_are_no_sequential_ones_on_a_rotational_device() {
+    for (means, several) in [(Means::FLASH, true), (Means::ROTATIONAL, false)] {
+        let host = Host::default();
+        let turnstile = Turnstile::new(host.share(Some(("d", &means)), None, &Knobs::default()), None, false);
+        let follows = |at: u64| turnstile.operation(Op::Read, at, 4096, 1).sequential;
+        let first = 1 << 20;
+        assert!(!follows(first));
+        assert!(follows(first + 4096) && follows(first + 8192), "one stream");
+        assert!(!follows(1 << 30));
+        for block in 1..8 {
+            assert_eq!(follows(first + ((2 + block) << 12)), several, "the first stream");
+            assert_eq!(follows((1 << 30) + (block << 12)), several, "the second one");
+        }
+    }
 }

@@ -1,9 +1,18 @@
 //! Where a reactor runs, seen from its guest.
 //!
+//! What must hold: home is where the thread was first, not where it has gone to be beside another guest.
+//!
 //! A guest that is confined to some of the processors may be served best from there: see [`crate::pace`]. This only moves
 //! the thread that calls, between the processors it had at first and those of them that are the guest's.
 
+use std::cell::Cell;
+
 use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
+
+thread_local! {
+    /// The processors of this thread, from before the first placement could move it.
+    static HOME: Cell<Option<CpuSet>> = const { Cell::new(None) };
+}
 
 #[derive(Debug, Default)]
 pub struct Placement {
@@ -16,7 +25,8 @@ impl Placement {
     /// For the thread that calls, and a front end's process.
     pub fn new(peer: Option<i32>) -> Self {
         let guest = peer.and_then(Pid::from_raw).and_then(|pid| sched_getaffinity(Some(pid)).ok());
-        let own = sched_getaffinity(None).ok();
+        let own = HOME.get().or_else(|| sched_getaffinity(None).ok());
+        HOME.set(own);
         Placement { sets: own.zip(guest).and_then(|(own, guest)| Some((own, narrower(own, guest)?))), beside: false }
     }
 
@@ -73,5 +83,20 @@ mod tests {
         assert_eq!(sched_getaffinity(None).unwrap(), first);
         placement.set(false);
         assert_eq!(sched_getaffinity(None).unwrap(), own);
+    }
+
+    #[test]
+    fn another_guest_s_processors_are_no_home() {
+        let own = sched_getaffinity(None).unwrap();
+        let first = set(&[(0..CpuSet::MAX_CPU).find(|&cpu| own.is_set(cpu)).unwrap()]);
+        // This thread's first placement knows its home.
+        assert!(!Placement::new(None).can_move());
+        let mut beside = Placement { sets: Some((own, first)), beside: false };
+        beside.set(true);
+        // A queue that starts now, of a guest that may run on the same processors as this test's process.
+        let late = Placement::new(Some(std::process::id() as i32));
+        beside.set(false);
+        assert_eq!(HOME.get(), Some(own));
+        assert!(late.sets.is_none_or(|(home, _)| home == own));
     }
 }
