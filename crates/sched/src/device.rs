@@ -337,6 +337,12 @@ impl Device {
         cost
     }
 
+    /// Whether the disk is ahead of its share while another one waits for the device.
+    pub(crate) fn is_ahead(&self, account: &Account) -> bool {
+        let waits = self.waiting.load(SeqCst) as u64 > account.waiting.load(Relaxed);
+        waits && self.is_shared() && !account.is_inside(self.tag.0.load(SeqCst))
+    }
+
     /// Time that the disk's share of the device takes for `cost`, in nanoseconds.
     pub(crate) fn time_of(&self, account: &Account, cost: u64) -> u64 {
         if self.is_shared() { account.time_of(cost) } else { 0 }

@@ -536,7 +536,7 @@ impl Share {
     /// waits already that a drain would let too much pass. None: they may.
     #[inline]
     pub fn held_back(&self, now: Time) -> Option<Time> {
-        self.debt.held_back(now)
+        self.debt.held_back(now, || self.device.as_ref().is_some_and(|device| device.is_ahead(&self.account)))
     }
 
     pub fn figures(&self) -> Figures {
