@@ -32,6 +32,7 @@ pub fn run<S: Storage>(
             cluster: plan.top().layout.cluster() / SECTOR as u64,
             unit: plan.top().layout.unit() / SECTOR as u64,
             hot: hot.clone(),
+            spread: plan.spread,
             rng: rng.fork(),
         };
         let (requests, failed, running) = (plan.requests, failed.clone(), running.clone());
@@ -102,6 +103,7 @@ struct Lane<S> {
     unit: u64,
     /// Places to which lanes come again and again.
     hot: Rc<Vec<u64>>,
+    spread: bool,
     rng: Rng,
 }
 
@@ -111,6 +113,14 @@ impl<S: Storage> Lane<S> {
             let range = self.range();
             let heard = if self.judge.poisoned() {
                 self.read(range).await?
+            } else if self.spread {
+                match self.rng.below(64) {
+                    0..22 => self.write(range).await?,
+                    22..42 => self.discard(range).await?,
+                    42..56 => self.zero(range).await?,
+                    56 => self.flush().await?,
+                    _ => self.read(range).await?,
+                }
             } else {
                 match self.rng.below(32) {
                     0..14 => self.write(range).await?,
@@ -130,6 +140,11 @@ impl<S: Storage> Lane<S> {
 
     /// Offset and length in bytes, whole sectors.
     fn range(&mut self) -> (u64, u64) {
+        if self.spread {
+            let count = self.unit * self.rng.between(1, 3);
+            let first = self.unit * self.rng.below(self.sectors / self.unit);
+            return (first * SECTOR as u64, count.min(self.sectors - first) * SECTOR as u64);
+        }
         let mut first = match self.rng.below(4) {
             0 => self.rng.below(self.sectors),
             _ => {

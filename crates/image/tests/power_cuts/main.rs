@@ -64,14 +64,14 @@ fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
 fn random_lives(plan: impl Fn(u64) -> Plan + Sync, percent: u64, failed_once: &[u64]) -> Tally {
     let cuts = lives::cuts(CUTS) * percent / 100;
     // QEMU is slow.
-    let by_qemu = if cuts > CUTS { 3 * percent } else { percent / 3 };
+    let by_qemu = if cuts > CUTS { 3 * percent } else { (percent / 3).max(1) };
     let new = || Tally { one_in: cuts * 4 / by_qemu, ..Tally::default() };
     lives::run(failed_once, cuts, new, |seed, tally| random_life(plan(seed), tally))
 }
 
 #[test]
 fn what_was_promised_survives_random_cuts() {
-    let tally = random_lives(Plan::quiet, 60, &QUIET);
+    let tally = random_lives(Plan::quiet, 50, &QUIET);
     assert!(tally.saw_all_operations() || !lives::is_thorough(CUTS), "{tally}");
 }
 
@@ -83,6 +83,11 @@ fn refcounts_are_right_in_files_that_grow() {
 #[test]
 fn clusters_are_not_used_again_while_somebody_may_use_them() {
     random_lives(Plan::reusing, 10, &[]);
+}
+
+#[test]
+fn freed_clusters_wait_for_a_durable_write_back() {
+    random_lives(Plan::relieving, 1, &[]);
 }
 
 #[test]

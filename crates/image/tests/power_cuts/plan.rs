@@ -42,6 +42,8 @@ pub struct Plan {
     pub copy_on_read: bool,
     /// How long operations take at most that are slow.
     pub slow: u64,
+    /// Requests go to the whole disk, give clusters back more often, and seldom flush: metadata are written back unasked.
+    pub spread: bool,
     pub trouble: Option<Trouble>,
 }
 
@@ -68,6 +70,7 @@ impl Plan {
             reserve: (cluster_bits < 14 || !rng.one_in(3)).then(|| cluster * rng.between(1, 40)),
             copy_on_read: rng.one_in(6),
             slow: 40,
+            spread: false,
             trouble: None,
         }
     }
@@ -113,6 +116,28 @@ impl Plan {
             requests: 16,
             reserve: Some(layout.cluster()),
             slow: 1000,
+            ..Plan::quiet(seed)
+        }
+    }
+
+    /// Tables by the dozen or the hundred, few of them in memory, hardly a flush: what was freed must wait for a write-back
+    /// that is durable, and clusters are scarce.
+    pub fn relieving(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x7265_6c69);
+        let (version, cluster_bits, refcount_order) = (3, 9, 4);
+        let (extended, data_file, raw_data_file) = (false, false, false);
+        let layout = Layout { version, cluster_bits, refcount_order, extended, data_file, raw_data_file };
+        let tables = if rng.one_in(16) { rng.between(100, 300) } else { rng.between(12, 18) };
+        let recipe = recipe(&mut rng, layout, tables * layout.l2_reach(), None);
+        let full = *rng.pick(&[30, 60, 100]);
+        Plan {
+            layers: vec![LayerPlan::Qcow2(Recipe { snapshot: false, full, ..recipe })],
+            lanes: rng.between(4, 8) as usize,
+            requests: 40,
+            cache: Some(0),
+            reserve: Some(layout.cluster() * rng.between(1, 3)),
+            copy_on_read: false,
+            spread: true,
             ..Plan::quiet(seed)
         }
     }
