@@ -3,16 +3,16 @@
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, bail};
+use blockyard_ring::inherited::{self, Claim};
 
 /// The socket that `fd:NAME` or `fd:NUMBER` means; the text is what follows `fd:`.
-pub fn socket(text: &str) -> anyhow::Result<OwnedFd> {
+pub fn socket(text: &str) -> anyhow::Result<(OwnedFd, Claim)> {
     let number = match text.parse::<i32>() {
         Ok(number) if number >= 3 => number,
         Ok(number) => bail!("fd:{number}: inherited sockets begin at 3"),
         Err(_) => named(text)?,
     };
-    blockyard_ring::host::inherited(number)
-        .with_context(|| format!("fd:{text}: no listening socket was inherited there"))
+    inherited::take(number).with_context(|| format!("fd:{text}: no listening socket was inherited there"))
 }
 
 /// The descriptor of a name in LISTEN_FDNAMES.

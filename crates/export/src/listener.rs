@@ -10,6 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
+use blockyard_ring::inherited::Claim;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
@@ -33,6 +34,8 @@ pub struct Listener {
     sockets: Vec<OwnedFd>,
     /// The path of one that we made, and which file that is.
     made: Option<(PathBuf, (u64, u64))>,
+    /// Of one that was inherited.
+    _claim: Option<Claim>,
 }
 
 impl Listener {
@@ -57,7 +60,7 @@ impl Listener {
         }
         let listener = UnixListener::bind(path).map_err(|source| SocketError::Listen { path: owned(), source })?;
         let made = identity(path).map(|file| (owned(), file));
-        Ok(Listener { sockets: vec![listener.into()], made })
+        Ok(Listener { sockets: vec![listener.into()], made, _claim: None })
     }
 
     /// Listens on TCP, on every address that the host's name has; an empty name or `*`: on all of this machine.
@@ -67,7 +70,7 @@ impl Listener {
             // The IPv6 one takes both; a machine may have no IPv6.
             let any = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port));
             let any = any.or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))).map_err(wrong)?;
-            return Ok(Listener { sockets: vec![any.into()], made: None });
+            return Ok(Listener { sockets: vec![any.into()], made: None, _claim: None });
         }
         let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(wrong)?.collect();
         let mut sockets = Vec::new();
@@ -81,14 +84,14 @@ impl Listener {
                 }
             }
         }
-        if sockets.is_empty() { Err(wrong(failed)) } else { Ok(Listener { sockets, made: None }) }
+        if sockets.is_empty() { Err(wrong(failed)) } else { Ok(Listener { sockets, made: None, _claim: None }) }
     }
 
-    /// A socket that somebody else made (systemd) and keeps.
-    pub fn inherited(fd: OwnedFd) -> Self {
+    /// A socket that another process made (systemd) and keeps.
+    pub fn inherited((fd, claim): (OwnedFd, Claim)) -> Self {
         // Somebody else may take a client before we do: then there is nothing to wait for.
         let _ = rustix::io::ioctl_fionbio(&fd, true);
-        Listener { sockets: vec![fd], made: None }
+        Listener { sockets: vec![fd], made: None, _claim: Some(claim) }
     }
 
     /// Waits for a connection; None when `wake` was rung.

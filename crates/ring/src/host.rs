@@ -1,9 +1,8 @@
 //! What the host is asked beside reads and writes: locks, geometry, block-device calls.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 
 use crate::segments::Segments;
 
@@ -274,29 +273,6 @@ fn flock_of(kind: libc::c_int, start: i64, len: i64) -> libc::flock {
     flock.l_whence = libc::SEEK_SET as _;
     (flock.l_start, flock.l_len) = (start, len);
     flock
-}
-
-/// Takes over a listening socket that this process was started with. Each number is given once.
-pub fn inherited(number: i32) -> io::Result<OwnedFd> {
-    static GIVEN: Mutex<Vec<i32>> = Mutex::new(Vec::new());
-    let mut given = GIVEN.lock().unwrap_or_else(|e| e.into_inner());
-    if number < 3 || given.contains(&number) {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    // SAFETY: fcntl on any number is harmless; it says whether the descriptor is open.
-    if unsafe { libc::fcntl(number, libc::F_GETFD) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor is open, and borrowed only for this look.
-    let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
-    // Descriptors of our own never listen before their owner is made, so a listening one at start is the parent's.
-    if !rustix::net::sockopt::socket_acceptconn(borrowed)? {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it does not listen"));
-    }
-    rustix::io::fcntl_setfd(borrowed, rustix::io::FdFlags::CLOEXEC)?;
-    given.push(number);
-    // SAFETY: open, a listening socket that nothing in this process owns (above), and given away once.
-    Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
 /// A process that has a file locked.

@@ -12,6 +12,7 @@
 //!   doorbell   signals to eventfds of other processes, without waiting
 //!   change_time  what writes past the page cache would wait for, done ahead      pauses  of what has blocked
 //!   host       locks, geometry, block-device calls, sockets' bits
+//!   inherited  listening sockets that the process was started with
 //! ```
 //!
 //! In: bytes' addresses and offsets that somebody above has already given a meaning. Out: results.
@@ -28,6 +29,7 @@ pub mod executor;
 mod fault;
 pub mod file;
 pub mod host;
+pub mod inherited;
 mod inline;
 pub mod memory;
 pub mod nbd_device;

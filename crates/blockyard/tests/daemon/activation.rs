@@ -92,6 +92,35 @@ fn a_socket_by_number() {
 }
 
 #[test]
+fn a_disk_that_a_reload_changes_keeps_its_socket() {
+    let manager = Manager::new();
+    let config = manager.folder.join("toml");
+    let configure = |more: &str| {
+        let text = format!("[[disk]]\nimage = \"null:1M\"\nvhost-user = \"fd:3\"\n{more}");
+        std::fs::write(&config, text).unwrap();
+    };
+    configure("");
+    let mut command = manager.command("root:data");
+    let mut daemon = Daemon::start_with(command.arg("serve").arg("--config").arg(&config).stderr(Stdio::piped()));
+    drop(command);
+    assert_eq!(manager.next(), "READY=1");
+    configure("queues = 3\n");
+    daemon.signal(Signal::HUP);
+    daemon.wait_log("reloaded: disks added 0, changed 1");
+    assert_eq!(Guest::connect(&manager.folder.join("first")).session.link.config.num_queues, 3);
+    // One more disk on the same socket would take the other one's guests; every other descriptor is the server's own.
+    let others = (5..40).map(|fd| format!("[[disk]]\nimage = \"ram:1M\"\nname = \"{fd}\"\nvhost-user = \"fd:{fd}\"\n"));
+    let same = "[[disk]]\nimage = \"null:2M\"\nvhost-user = \"fd:root\"\n";
+    configure(&format!("queues = 3\n{same}{}", others.collect::<String>()));
+    daemon.signal(Signal::HUP);
+    daemon.wait_log("not as wished 36");
+    assert_eq!(manager.capacity("first"), 1 << 20);
+    assert!(daemon.log().contains("another export has it"), "{}", daemon.log());
+    daemon.signal(Signal::TERM);
+    assert!(daemon.ended(SOON).success());
+}
+
+#[test]
 fn nbd_clients_come_by_a_socket_that_was_inherited() {
     let manager = Manager::new();
     let mut command = manager.command("root:nbd");
