@@ -34,6 +34,9 @@ pub struct Config {
     pub groups: BTreeMap<String, GroupArgs>,
     #[serde(default, rename = "disk")]
     pub disks: Vec<DiskArgs>,
+    /// The file itself, for messages about what was changed in it.
+    #[serde(skip)]
+    pub file: toml::Table,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -50,8 +53,9 @@ impl Config {
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let owned = || path.to_path_buf();
         let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: owned(), source })?;
-        let config: Config =
-            toml::from_str(&text).map_err(|e| ConfigError::Parse { path: owned(), message: one_line(&text, &e) })?;
+        let wrong = |e| ConfigError::Parse { path: owned(), message: one_line(&text, &e) };
+        let config: Config = toml::from_str(&text).map_err(wrong)?;
+        let config = Config { file: text.parse().map_err(wrong)?, ..config };
         config.check().map_err(|what| ConfigError::Value { path: owned(), what })?;
         Ok(config)
     }

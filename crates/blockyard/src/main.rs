@@ -16,6 +16,7 @@ mod knobs;
 mod log;
 mod nbd;
 mod panics;
+mod reload;
 mod serve;
 mod shares;
 

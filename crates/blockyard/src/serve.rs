@@ -1,13 +1,12 @@
 //! `blockyard serve`: opens the disks, listens, and waits for signals.
 //!
-//! SIGTERM and SIGINT: drain, flush, exit 0. SIGHUP: read the configuration and the certificates of NBD anew, and look at
-//! the images' sizes again. SIGUSR1: statistics into the log.
+//! SIGTERM and SIGINT: drain, flush, exit 0. SIGHUP: `reload`. SIGUSR1: statistics into the log.
 
 use std::sync::Arc;
 
 use anyhow::Context;
 use blockyard_bench::output;
-use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source, Statistics, sched_time};
+use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source, Statistics};
 use blockyard_export::ublk::{Ublk, UblkOptions};
 use blockyard_export::vhost_user::{QueueShape, Tuning, VhostUser};
 use blockyard_export::{Listener, Reactors};
@@ -18,10 +17,12 @@ use signal_hook::iterator::Signals;
 use crate::cli::{DiskArgs, ServeOptions, UblkNumber};
 use crate::config::Config;
 use crate::nbd::Servers;
+use crate::reload::Known;
 use crate::shares::{self, Shares};
 use crate::{Failure, attach, inherited, knobs, log};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
+    blockyard_ring::inherited::note();
     let config = read(options).map_err(Failure::usage)?;
     for disk in &config.disks {
         check(disk).map_err(Failure::usage)?;
@@ -42,7 +43,9 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let reactors = Reactors::start(reactors.into(), cpus).map_err(explain_io_uring)?;
     let reactors = Arc::new(reactors);
     let nbd = Servers::new(nbd, reactors.clone());
-    let mut yard = Yard { reactors, shares, nbd, disks: Vec::new(), attached: options.attached };
+    let file = config.file;
+    let mut yard =
+        Yard { reactors, shares, nbd, disks: Vec::new(), attached: options.attached, known: Known::new(file) };
     yard.open_all(config.disks)?;
     let mut by_nbd = None;
     if options.attached {
@@ -66,7 +69,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     yard.close()
 }
 
-fn read(options: &ServeOptions) -> anyhow::Result<Config> {
+pub fn read(options: &ServeOptions) -> anyhow::Result<Config> {
     match (&options.config, &options.disk) {
         (Some(path), _) => Ok(Config::read(path)?),
         (None, Some(disk)) => Ok(Config { disks: vec![disk.clone()], ..Config::default() }),
@@ -75,7 +78,7 @@ fn read(options: &ServeOptions) -> anyhow::Result<Config> {
 }
 
 /// What is wrong with a disk's options, beyond what each one alone can tell.
-fn check(disk: &DiskArgs) -> anyhow::Result<()> {
+pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     let image = disk.image.display();
     if disk.ways_in().is_empty() {
         anyhow::bail!("image {image}: say a way in: --vhost-user SOCKET, --nbd ADDRESS or --ublk");
@@ -117,21 +120,23 @@ fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
 }
 
 /// The disks being served.
-struct Yard {
-    reactors: Arc<Reactors>,
-    shares: Shares,
-    nbd: Servers,
-    disks: Vec<Serving>,
+pub struct Yard {
+    pub reactors: Arc<Reactors>,
+    pub shares: Shares,
+    pub nbd: Servers,
+    pub disks: Vec<Serving>,
+    /// The configuration file that is in effect.
+    pub known: Known,
     /// The program is there for one device, and ends with it.
     attached: bool,
 }
 
-struct Serving {
-    args: DiskArgs,
-    disk: Arc<Disk>,
+pub struct Serving {
+    pub args: DiskArgs,
+    pub disk: Arc<Disk>,
     /// The ways in that are this disk's own.
-    vhost_user: Option<VhostUser>,
-    ublk: Option<Ublk>,
+    pub vhost_user: Option<VhostUser>,
+    pub ublk: Option<Ublk>,
 }
 
 impl Yard {
@@ -151,7 +156,7 @@ impl Yard {
         Ok(())
     }
 
-    fn open(&mut self, args: DiskArgs) -> anyhow::Result<()> {
+    pub fn open(&mut self, args: DiskArgs) -> anyhow::Result<()> {
         let name = args.name();
         let source = Source::open(&args.chain())?;
         let mut serial = args.serial.clone().unwrap_or_else(|| name.clone());
@@ -227,60 +232,6 @@ impl Yard {
             .with_context(|| format!("disk {}: starting its export", disk.name()))
     }
 
-    /// SIGHUP. What is wrong is told, and leaves what runs as it is.
-    fn reload(&mut self, options: &ServeOptions) {
-        let config = match read(options) {
-            Ok(config) => config,
-            Err(e) => return tracing::error!("not reloaded: {e:#}"),
-        };
-        if let Some(e) = config.disks.iter().find_map(|d| check(d).err()) {
-            return tracing::error!("not reloaded: {e:#}");
-        }
-        match options.nbd.or(&config.nbd).settings(&config.disks) {
-            Ok(settings) => self.nbd.set(settings),
-            Err(e) => return tracing::error!("not reloaded: {e:#}"),
-        }
-        // At once: closing and opening disks takes its time.
-        self.shares.set_groups(&config.groups);
-        for serving in &mut self.disks {
-            if let Some(args) = config.disks.iter().find(|args| serving.is(args)) {
-                serving.apply(args, &self.nbd);
-            }
-        }
-        let gone: Vec<_> = self.disks.extract_if(.., |d| !config.disks.contains(&d.args)).collect();
-        let mut old = Vec::new();
-        for serving in gone {
-            tracing::info!(disk = serving.disk.name(), "removed or changed by the configuration: closing it");
-            old.push(serving.args.clone());
-            serving.close(&mut self.nbd, &self.reactors);
-        }
-        for serving in &mut self.disks {
-            serving.refresh();
-        }
-        for args in config.disks {
-            if self.disks.iter().any(|d| d.args == args) {
-                continue;
-            }
-            let (name, tls_allow) = (args.name(), args.tls_allow.clone());
-            if let Err(e) = self.open(args) {
-                tracing::error!("{e:#}");
-                if let Some(at) = old.iter().position(|o| o.name() == name) {
-                    // But who may not have it any more may not.
-                    self.restore(DiskArgs { tls_allow, ..old.swap_remove(at) });
-                }
-            }
-        }
-    }
-
-    /// A changed disk cannot be opened: it is served as before, until the next reload.
-    fn restore(&mut self, args: DiskArgs) {
-        let name = args.name();
-        match self.open(args) {
-            Ok(()) => tracing::warn!(disk = name, "it is served as before"),
-            Err(e) => tracing::error!(disk = name, "nor can it be served as before: {e:#}"),
-        }
-    }
-
     fn log_statistics(&self) {
         for serving in &self.disks {
             serving.log_statistics(&self.reactors);
@@ -297,40 +248,6 @@ impl Yard {
 }
 
 impl Serving {
-    /// Whether the disk is the one described, whatever the knobs of its share, and whoever may have it.
-    fn is(&self, args: &DiskArgs) -> bool {
-        let same = DiskArgs { tls_allow: self.args.tls_allow.clone(), ..args.clone() };
-        same.with(&self.args.knobs()) == self.args
-    }
-
-    /// Other knobs for its share, and who may have it, from now on; its guest notices nothing else.
-    fn apply(&mut self, args: &DiskArgs, nbd: &Servers) {
-        let knobs = args.knobs();
-        if self.args.knobs() != knobs {
-            self.disk.share().set(&knobs, sched_time());
-            tracing::info!(disk = self.disk.name(), "the knobs of its share were changed");
-        }
-        if self.args.tls_allow != args.tls_allow {
-            nbd.allow(&self.disk, &args.tls_allow);
-            let who = if args.tls_allow.is_empty() { "all".into() } else { args.tls_allow.join(", ") };
-            tracing::info!(disk = self.disk.name(), "NBD clients that may have it from now on: {who}");
-        }
-        self.args = args.clone();
-    }
-
-    /// Takes over a size that a person changed.
-    fn refresh(&mut self) {
-        match self.disk.refresh_capacity() {
-            Ok(Some(bytes)) => {
-                tracing::info!(disk = self.disk.name(), bytes, "the image has a new size");
-                self.vhost_user.iter().for_each(VhostUser::config_changed);
-                self.ublk.iter_mut().for_each(Ublk::config_changed);
-            }
-            Ok(None) => {}
-            Err(e) => tracing::error!(disk = self.disk.name(), "finding the image's size: {e}"),
-        }
-    }
-
     fn log_statistics(&self, reactors: &Reactors) {
         let mut all = Statistics::default();
         for reactor in reactors.all() {
@@ -367,7 +284,7 @@ impl Serving {
     }
 
     /// Drains, flushes, lets go; false when the flush failed.
-    fn close(mut self, nbd: &mut Servers, reactors: &Reactors) -> bool {
+    pub fn close(mut self, nbd: &mut Servers, reactors: &Reactors) -> bool {
         self.vhost_user.iter_mut().for_each(VhostUser::stop);
         self.ublk.iter_mut().for_each(Ublk::stop);
         nbd.withdraw(&self.disk);

@@ -69,7 +69,6 @@ impl Shares {
         for (name, group) in groups {
             if self.groups.insert(name.clone(), group.clone()).is_some_and(|old| old != *group) {
                 self.host.set_group(name, &group.knobs(), sched_time());
-                tracing::info!(group = name, "its knobs were changed");
             }
         }
     }

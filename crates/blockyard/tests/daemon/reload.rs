@@ -110,8 +110,9 @@ fn disks_come_go_and_change_around_a_busy_one() {
         assert_eq!(other.read(0, 4096).unwrap(), pattern(1, 4096));
 
         // Nothing new, nothing done.
-        let log = yard.reload(&[("busy", ""), ("other", "read-only = true"), ("last", "")], "serving");
-        assert_eq!(changes(&log), 1, "{log}");
+        let log = yard.reload(&[("busy", ""), ("other", "read-only = true"), ("last", "")], "reloaded: ");
+        assert_eq!(changes(&log), 2, "{log}");
+        assert!(log.contains("reloaded: disks added 1, changed 0, removed 0, not as wished 0"), "{log}");
         assert!(!client.is_finished(), "the load went on meanwhile");
         load.over.store(true, Ordering::Relaxed);
         let report = client.join().unwrap().unwrap();
@@ -152,6 +153,39 @@ fn a_disk_that_cannot_be_as_wished_stays_as_it_was() {
     yard.reload(&[("a", "queues = 2"), ("b", "")], "a.img on");
     assert_eq!(yard.guest("a").session.link.config.num_queues, 2);
     yard.daemon.stop();
+}
+
+#[test]
+fn a_reload_says_what_it_did() {
+    let mut yard = Yard::start(&[("a", "queues = 2"), ("b", "iops = 500"), ("c", ""), ("d", "")]);
+    let file = |start: &str| {
+        let path = yard.folder.join("toml");
+        let disks = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(path, format!("{start}{disks}")).unwrap();
+    };
+    configure(
+        &yard.folder,
+        &[("a", ""), ("b", "iops = \"2k\"\nweight = 300"), ("d", ""), ("e", "image = \"/not/there\"")],
+    );
+    file("reactors = 2\nfair-share = false\n");
+    let log = yard.hangup("reloaded: ");
+    for line in [
+        "not applied: reactors: 1 -> 2: only a restart",
+        "not applied: fair-share: true -> false: only a restart",
+        "changed: queues: 2 -> 1: closing and opening it, which disconnects its guests disk=\"a\"",
+        "changed while it is in use: iops: 500 -> \"2k\", weight: 100 -> 300 disk=\"b\"",
+        "removed from the configuration: closing it disk=\"c\"",
+        "it cannot be served as configured: image /not/there: there is no such file",
+        "skipped: it is not served disk=\"e\"",
+        "reloaded: disks added 0, changed 2, removed 1, not as wished 1",
+    ] {
+        assert!(log.contains(line), "{line:?} is not in it: {log}");
+    }
+    assert!(!log.contains("disk=\"d\""), "{log}");
+    // What is not applied is said each time, and no more.
+    let log = yard.hangup("reloaded: disks added 0, changed 0, removed 0");
+    assert!(log.contains("not applied: reactors: 1 -> 2") && !log.contains(": closing"), "{log}");
+    assert!(yard.daemon.terminate().success());
 }
 
 /// A guest with a back channel.

@@ -143,11 +143,11 @@ fn a_change_reaches_who_waits_within_100_ms() {
             });
             // Far below what is left of the 6 s.
             assert!(waits < Duration::from_secs(3), "{keys}: {waits:?}");
-            yard.daemon.wait_log_after(from, "the knobs of its share were changed");
+            yard.daemon.wait_log_after(from, "changed while it is in use: ");
             // And back.
             let from = yard.daemon.log().len();
             yard.reload(&text(SLOW));
-            yard.daemon.wait_log_after(from, "the knobs of its share were changed");
+            yard.daemon.wait_log_after(from, "changed while it is in use: ");
             guest.read(0, 512).unwrap();
             holds(waits < Duration::from_millis(100), || format!("{keys}: {waits:?}"))
         });
@@ -251,7 +251,8 @@ fn only_another_group_or_device_closes_a_disk() {
     for (keys, said) in [("group = \"h\"", true), ("group = \"h\"\nweight = 7", false), ("device = \"d\"", true)] {
         let from = yard.daemon.log().len();
         yard.reload(&format!("[group.g]\n[group.h]\n{}{}", disk("a", keys), disk("b", "")));
-        let log = yard.daemon.wait_log_after(from, if said { "serving null:1G" } else { "the knobs of its share" });
+        let log =
+            yard.daemon.wait_log_after(from, if said { "serving null:1G" } else { "changed while it is in use: " });
         assert_eq!(log.contains("closing it"), said, "{log}");
         assert!(!log.contains("disk=\"b\""), "{log}");
         yard.guest("a").read(0, 512).unwrap();
