@@ -18,6 +18,7 @@ mod vhost;
 mod worker;
 pub mod workload;
 
+use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -194,6 +195,10 @@ pub fn measure(options: &Options) -> Result<Report> {
     anyhow::ensure!(options.largest() <= 1 << 30, "--bs {}: 1g is the most", options.bs);
     match (&options.file, &options.socket) {
         (Some(file), _) => host::run(options, file),
+        (None, Some(path)) if std::fs::metadata(path).is_ok_and(|m| !m.file_type().is_socket()) => {
+            let path = path.display();
+            anyhow::bail!("{path} is no socket of a back end: --file {path} puts the load on a file or block device")
+        }
         (None, Some(socket)) => vhost::run(options, socket),
         (None, None) => anyhow::bail!("neither a socket nor a file to put load on"),
     }

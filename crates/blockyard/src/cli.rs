@@ -21,8 +21,8 @@ use crate::nbd::{NbdAddress, NbdArgs, parse_block};
     propagate_version = true
 )]
 pub struct Cli {
-    /// How much to tell on standard error: error, warn, info, debug.
-    #[arg(long, global = true, default_value = "info", value_name = "LEVEL")]
+    /// How much to tell on standard error: error, warn, info, debug, trace.
+    #[arg(long, global = true, default_value = "info", value_name = "LEVEL", value_parser = parse_level)]
     pub log: tracing::Level,
     #[command(subcommand)]
     pub command: Command,
@@ -85,12 +85,12 @@ pub struct ServeOptions {
     #[arg(long, hide = true)]
     pub attached: bool,
 
-    /// Only read the configuration file, and say what is wrong with it.
+    /// Only read the configuration file, look at the images, and say what is wrong with them.
     #[arg(long, requires = "config")]
     pub check_config: bool,
 
     /// Threads that serve queues, each with a ring of its own; queues are dealt out to them in turn [default: 1].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, value_name = "N", value_parser = parse_reactors)]
     pub reactors: Option<u16>,
 
     /// Processors that the reactors keep to, in turn, such as 0,2-3 [default: wherever the kernel puts them].
@@ -265,13 +265,13 @@ pub struct DiskArgs {
     pub abandon_overlay: bool,
 
     /// Request queues offered to the guest: 1 to 256.
-    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
-    #[serde(default = "one")]
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = parse_queues)]
+    #[serde(default = "one", deserialize_with = "config::queues")]
     pub queues: u16,
 
     /// Entries expected in each queue, which bounds the segments of one request: 4 to 32768, a power of two.
     #[arg(long, default_value_t = 128, value_name = "N", value_parser = parse_queue_size)]
-    #[serde(default = "default_queue_size")]
+    #[serde(default = "default_queue_size", deserialize_with = "config::queue_size")]
     pub queue_size: u16,
 
     /// The serial number the guest reads, up to 20 bytes [default: the disk's name].
@@ -370,13 +370,31 @@ pub fn parse_ublk(s: &str) -> Result<UblkNumber, String> {
     number.ok_or_else(|| format!("\"{s}\": the number of a ublk device is the N of /dev/ublkbN, 0 to 1048575"))
 }
 
+fn parse_level(s: &str) -> Result<tracing::Level, String> {
+    let levels = ["error", "warn", "info", "debug", "trace"];
+    let level = s.to_ascii_lowercase();
+    let known = levels.contains(&level.as_str()).then(|| level.parse().ok()).flatten();
+    known.ok_or_else(|| "a level is error, warn, info, debug or trace".into())
+}
+
+pub fn parse_reactors(s: &str) -> Result<u16, String> {
+    let number = s.parse().ok().filter(|n| (1..=256).contains(n));
+    number.ok_or_else(|| format!("\"{s}\": a number of reactors is from 1 to 256"))
+}
+
+pub fn parse_queues(s: &str) -> Result<u16, String> {
+    let number = s.parse().ok().filter(|n| (1..=256).contains(n));
+    number.ok_or_else(|| format!("\"{s}\": a number of queues is from 1 to 256"))
+}
+
 pub fn parse_size(s: &str) -> Result<u64, String> {
-    blockyard_disk::parse_size(s).ok_or_else(|| "a size is a number of bytes with an optional suffix k, M or G".into())
+    blockyard_disk::parse_size(s)
+        .ok_or_else(|| "a size is a number of bytes with an optional suffix k, M, G or T".into())
 }
 
 pub fn parse_queue_size(s: &str) -> Result<u16, String> {
     let size = s.parse().ok().filter(|n: &u16| n.is_power_of_two() && (4..=32768).contains(n));
-    size.ok_or_else(|| "a queue size is a power of two from 4 to 32768".into())
+    size.ok_or_else(|| format!("\"{s}\": a queue size is a power of two from 4 to 32768"))
 }
 
 pub fn parse_poll(s: &str) -> Result<PollMode, String> {

@@ -11,6 +11,8 @@ use blockyard_export::vhost_user::Coalesce;
 use blockyard_image::{ChainOptions, Format, Overlaid, nbd};
 use serde::{Deserialize, Deserializer};
 
+mod mistake;
+
 use crate::cli::{self, DiskArgs, UblkNumber};
 use crate::knobs::{self, GroupArgs};
 use crate::nbd::NbdArgs;
@@ -19,7 +21,7 @@ use crate::nbd::NbdArgs;
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Config {
     /// Threads that serve queues; read at start only.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "reactors")]
     pub reactors: Option<u16>,
     /// Whether disks get their shares of a device, or as much as they ask for.
     #[serde(default)]
@@ -43,7 +45,7 @@ pub struct Config {
 pub enum ConfigError {
     #[error("configuration {}: cannot read it", path.display())]
     Read { path: PathBuf, source: std::io::Error },
-    #[error("configuration {}: {}", path.display(), message.trim_end())]
+    #[error("configuration {}: {message}", path.display())]
     Parse { path: PathBuf, message: String },
     #[error("configuration {}: {what}", path.display())]
     Value { path: PathBuf, what: String },
@@ -53,7 +55,7 @@ impl Config {
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let owned = || path.to_path_buf();
         let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: owned(), source })?;
-        let wrong = |e| ConfigError::Parse { path: owned(), message: one_line(&text, &e) };
+        let wrong = |e| ConfigError::Parse { path: owned(), message: mistake::describe(&text, &e) };
         let config: Config = toml::from_str(&text).map_err(wrong)?;
         let config = Config { file: text.parse().map_err(wrong)?, ..config };
         config.check().map_err(|what| ConfigError::Value { path: owned(), what })?;
@@ -61,14 +63,11 @@ impl Config {
     }
 
     fn check(&self) -> Result<(), String> {
-        if self.reactors.is_some_and(|n| !(1..=256).contains(&n)) {
-            return Err("reactors is a number from 1 to 256".into());
-        }
         for (name, group) in &self.groups {
             knobs::check(&group.knobs()).map_err(|e| format!("group \"{name}\": {e}"))?;
         }
         let (mut names, mut sockets, mut exports) = (HashSet::new(), HashSet::new(), HashSet::new());
-        let mut devices = HashSet::new();
+        let (mut devices, mut images) = (HashSet::new(), Vec::new());
         for disk in &self.disks {
             let name = disk.name();
             if !names.insert(name.clone()) {
@@ -90,13 +89,24 @@ impl Config {
             {
                 return Err(format!("disk \"{name}\": another disk is /dev/ublkb{n} already"));
             }
-            if !(1..=256).contains(&disk.queues) {
-                return Err(format!("disk \"{name}\": queues is a number from 1 to 256"));
+            let image = disk.file();
+            let is_taken = |known: &&(String, Option<(u64, u64)>, bool)| {
+                image.is_some() && known.1 == image && !(known.2 && disk.read_only)
+            };
+            if let Some((other, ..)) = images.iter().find(is_taken) {
+                return Err(format!(
+                    "disk \"{name}\": disk \"{other}\" has the same image, {}: give one disk several ways in, or make both \
+                     read-only",
+                    disk.image.display()
+                ));
             }
-            cli::parse_queue_size(&disk.queue_size.to_string()).map_err(|e| format!("disk \"{name}\": {e}"))?;
+            images.push((name.clone(), image, disk.read_only));
             if let Some(group) = disk.group.as_ref().filter(|group| !self.groups.contains_key(*group)) {
                 return Err(format!("disk \"{name}\": there is no group \"{group}\" (a table [group.{group}])"));
             }
+        }
+        if self.disks.is_empty() {
+            return Err("it has no disk: add a table [[disk]] with the keys image and vhost-user, nbd or ublk".into());
         }
         Ok(())
     }
@@ -113,6 +123,12 @@ impl DiskArgs {
             let file = self.image.file_name().unwrap_or(self.image.as_os_str());
             file.to_string_lossy().into_owned()
         })
+    }
+
+    /// Device and inode of the image, if it is a file.
+    fn file(&self) -> Option<(u64, u64)> {
+        use std::os::unix::fs::MetadataExt;
+        std::fs::metadata(&self.image).ok().map(|meta| (meta.dev(), meta.ino()))
     }
 
     /// Where it is offered.
@@ -167,12 +183,6 @@ impl DiskArgs {
     }
 }
 
-/// TOML's own message spans lines and draws; a log wants one line, with the place.
-fn one_line(text: &str, error: &toml::de::Error) -> String {
-    let line = error.span().map_or(1, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
-    format!("line {line}: {}", error.message().replace('\n', "; "))
-}
-
 /// Seconds, as a number.
 pub fn seconds<'de, D: Deserializer<'de>>(d: D) -> Result<Duration, D::Error> {
     cli::of_seconds(f64::deserialize(d)?).map_err(serde::de::Error::custom)
@@ -205,11 +215,14 @@ pub fn parsed<'de, D: Deserializer<'de>, T>(d: D, parse: fn(&str) -> Result<T, S
     #[serde(untagged, expecting = "it is a number or a text")]
     enum Value {
         Word(String),
-        Number(u64),
+        Number(i64),
+        // No key takes one; the option's own message says so.
+        Fraction(f64),
     }
     let text = match Value::deserialize(d)? {
         Value::Word(word) => word,
         Value::Number(number) => number.to_string(),
+        Value::Fraction(number) => number.to_string(),
     };
     parse(&text).map_err(serde::de::Error::custom)
 }
@@ -226,6 +239,18 @@ pub fn ublk<'de, D: Deserializer<'de>>(d: D) -> Result<Option<UblkNumber>, D::Er
         Value::Wanted(wanted) => Ok(wanted.then_some(UblkNumber::Any)),
         Value::Number(number) => cli::parse_ublk(&number.to_string()).map(Some).map_err(serde::de::Error::custom),
     }
+}
+
+pub fn queues<'de, D: Deserializer<'de>>(d: D) -> Result<u16, D::Error> {
+    parsed(d, cli::parse_queues)
+}
+
+pub fn queue_size<'de, D: Deserializer<'de>>(d: D) -> Result<u16, D::Error> {
+    parsed(d, cli::parse_queue_size)
+}
+
+pub fn reactors<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u16>, D::Error> {
+    parsed(d, cli::parse_reactors).map(Some)
 }
 
 pub fn poll<'de, D: Deserializer<'de>>(d: D) -> Result<PollMode, D::Error> {
@@ -297,23 +322,42 @@ mod tests {
     fn errors_name_the_line_or_the_disk() {
         let disk = "[[disk]]\nimage = \"a\"\nvhost-user = \"s\"\n";
         for (text, part) in [
-            (format!("{disk}cach = \"none\"\n"), "line 4: unknown field `cach`"),
+            (format!("{disk}cach = \"none\"\n"), "line 4: unknown key `cach`: did you mean `cache`?"),
             (format!("{disk}cache = \"fast\"\n"), "cache mode \"fast\" is not known"),
             (format!("{disk}queue-size = 100\n"), "a power of two"),
             (format!("{disk}{disk}"), "two disks are called \"a\""),
-            (format!("{disk}nbd = \"tcp:5\"\n"), "line 4: \"tcp:5\": an NBD address is"),
-            (format!("{disk}ublk = \"x\"\n"), "line 4: it is true, false, or the N of /dev/ublkbN"),
+            (format!("{disk}nbd = \"tcp:5\"\n"), "\"tcp:5\": an NBD address is"),
+            (format!("{disk}ublk = \"x\"\n"), "line 4: ublk: it is true, false, or the N of /dev/ublkbN"),
             (format!("{disk}ublk = 4294967295\n"), "the number of a ublk device is"),
             (format!("{disk}ublk = 3\n[[disk]]\nimage = \"b\"\nublk = 3\n"), "disk \"b\": another disk is /dev/ublkb3"),
-            ("[nbd]\nmax-clients = 0\n".into(), "line 2: "),
-            (format!("{disk}weight = 0\n"), "line 4: a weight is a number from 1 to 10000"),
-            (format!("{disk}iops = \"10,max=5\"\n"), "line 4: limit \"10,max=5\": max is less than the rate"),
-            (format!("{disk}bps-read = true\n"), "line 4: it is a number or a text"),
-            (format!("{disk}reserve-bps = \"many\"\n"), "line 4: \"many\": a rate is a number"),
-            (format!("{disk}latency-target = 5\n"), "line 4: \"5\": a latency target is a number and a unit"),
+            ("[nbd]\nmax-clients = 0\n".into(), "line 2: max-clients: "),
+            (format!("{disk}weight = 0\n"), "line 4: weight: a weight is a number from 1 to 10000"),
+            (format!("{disk}iops = \"10,max=5\"\n"), "line 4: iops: limit \"10,max=5\": max is less than the rate"),
+            (format!("{disk}bps-read = true\n"), "line 4: bps-read: it is a number or a text"),
+            (format!("{disk}reserve-bps = \"many\"\n"), "line 4: reserve-bps: \"many\": a rate is a number"),
+            (
+                format!("{disk}latency-target = 5\n"),
+                "line 4: latency-target: \"5\": a latency target is a number and a unit",
+            ),
             (format!("{disk}group = \"g\"\n[group.h]\n"), "disk \"a\": there is no group \"g\""),
-            (format!("[group.g]\nwieght = 5\n{disk}"), "line 2: unknown field `wieght`"),
-            (format!("[group.g]\ngroup = \"h\"\n{disk}"), "line 2: unknown field `group`"),
+            (format!("[group.g]\nwieght = 5\n{disk}"), "line 2: unknown key `wieght`: did you mean `weight`?"),
+            (format!("[group.g]\ngroup = \"h\"\n{disk}"), "line 2: unknown key `group`"),
+            (format!("{disk}iops = 1.5\n"), "line 4: iops: limit \"1.5\": it is RATE"),
+            (format!("{disk}iops = -5\n"), "line 4: iops: limit \"-5\": it is RATE"),
+            (format!("{disk}queues = \"two\"\n"), "line 4: queues: \"two\": a number of queues is from 1 to 256"),
+            (format!("{disk}queues = 1.5\n"), "line 4: queues: \"1.5\": a number of queues is"),
+            (format!("{disk}read-only = \"yes\"\n"), "line 4: read-only: it is \"yes\", and must be true or false"),
+            (format!("{disk}name = 5\n"), "line 4: name: it is 5, and must be a text"),
+            (format!("{disk}nbd-timeout = \"x\"\n"), "line 4: nbd-timeout: it is \"x\", and must be a number"),
+            (format!("{disk}serail = \"x\"\n"), "line 4: unknown key `serail`: did you mean `serial`?"),
+            (format!("{disk}read_only = true\n"), "line 4: unknown key `read_only`: did you mean `read-only`?"),
+            (
+                format!("{disk}reactors = 2\n"),
+                "line 4: unknown key `reactors` in [[disk]] (docs/configuration.md has the keys)",
+            ),
+            ("reactors = \"x\"\n".into(), "line 1: reactors: \"x\": a number of reactors is from 1 to 256"),
+            (disk.replace("[[disk]]", "\n[disk]"), "line 2: [disk] is one table, and disks are a list: write [[disk]]"),
+            (String::new(), "it has no disk: add a table [[disk]]"),
             ("[group.g]\niops = 5\nreserve-iops = 6\n".into(), "group \"g\": reserve-iops is 6, more than"),
         ] {
             let error = read(&text).unwrap_err();

@@ -32,14 +32,14 @@ macro_rules! with_knobs {
             #[serde(default, deserialize_with = "crate::knobs::reserve")]
             pub reserve_iops: Option<u64>,
 
-            /// Bytes a second that are served before shares are looked at (suffixes k, M, G).
+            /// Bytes a second that are served before shares are looked at (suffixes k, M, G, T).
             #[arg(long, value_name = "RATE", value_parser = crate::knobs::parse_reserve,
                 help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::knobs::reserve")]
             pub reserve_bps: Option<u64>,
 
             /// Never more requests a second: RATE, or RATE,max=RATE,length=SECONDS, with so many for so long after a time
-            /// of less (suffixes k, M, G: powers of 1024).
+            /// of less (suffixes k, M, G, T: powers of 1024).
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::knobs::limit")]
             pub iops: Option<blockyard_sched::Limit>,
@@ -54,7 +54,7 @@ macro_rules! with_knobs {
             #[serde(default, deserialize_with = "crate::knobs::limit")]
             pub iops_write: Option<blockyard_sched::Limit>,
 
-            /// Never more bytes a second.
+            /// Never more bytes a second (suffixes k, M, G, T).
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::knobs::limit")]
             pub bps: Option<blockyard_sched::Limit>,
@@ -109,7 +109,7 @@ pub fn parse_weight(text: &str) -> Result<u32, String> {
 
 pub fn parse_reserve(text: &str) -> Result<u64, String> {
     let rate = parse_rate(text).filter(|rate| *rate > 0);
-    rate.ok_or_else(|| format!("\"{text}\": a rate is a number from 1, with an optional suffix k, M or G"))
+    rate.ok_or_else(|| format!("\"{text}\": a rate is a number from 1, with an optional suffix k, M, G or T"))
 }
 
 pub fn parse_target(text: &str) -> Result<Duration, String> {

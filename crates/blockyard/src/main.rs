@@ -101,12 +101,30 @@ fn refuse(error: &clap::Error) -> ! {
     if !error.use_stderr() || error.kind() == DisplayHelpOnMissingArgumentOrSubcommand {
         error.exit();
     }
+    if let Some(what) = negative(error) {
+        output::note(format_args!("blockyard: {what} (see --help)"));
+        std::process::exit(2)
+    }
     let text = error.render().to_string();
     let parts = text.trim_start_matches("error: ").split("\n\n");
     let parts = parts.take_while(|p| !p.starts_with("Usage:") && !p.starts_with("For more information"));
     let parts: Vec<_> = parts.map(|p| p.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
     output::note(format_args!("blockyard: {} (see --help)", parts.join("; ")));
     std::process::exit(2)
+}
+
+/// A negative number as a value: clap takes it for an option, and advises `-- -5`, which would make it an IMAGE.
+fn negative(error: &clap::Error) -> Option<String> {
+    use clap::error::{ContextKind, ContextValue, ErrorKind};
+    let Some(ContextValue::String(found)) = error.get(ContextKind::InvalidArg) else { return None };
+    let number = found.strip_prefix('-').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+    if error.kind() != ErrorKind::UnknownArgument || !number {
+        return None;
+    }
+    let arguments: Vec<_> = std::env::args().collect();
+    let at = arguments.iter().position(|argument| argument.starts_with(found.as_str()))?;
+    let option = arguments[..at].last().filter(|before| before.starts_with("--")).map(|option| format!("{option}: "));
+    Some(format!("{}'{}' is negative, and a value here is not", option.unwrap_or_default(), arguments[at]))
 }
 
 /// What ends the program: one line for a person, and the exit status.

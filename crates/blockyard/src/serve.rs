@@ -6,15 +6,16 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use blockyard_bench::output;
-use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source, Statistics};
+use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source, SourceError, Statistics};
 use blockyard_export::ublk::{Ublk, UblkOptions};
 use blockyard_export::vhost_user::{QueueShape, Tuning, VhostUser};
 use blockyard_export::{Listener, Reactors};
-use blockyard_image::Format;
+use blockyard_image::{CacheMode, ChainError, ChainOptions, Format, OpenError};
+use rustix::thread::CpuSet;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 
-use crate::cli::{DiskArgs, ServeOptions, UblkNumber};
+use crate::cli::{Cpus, DiskArgs, ServeOptions, UblkNumber};
 use crate::config::Config;
 use crate::nbd::Servers;
 use crate::reload::Known;
@@ -29,7 +30,13 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     }
     let shares = Shares::new(options, &config).map_err(Failure::usage)?;
     let nbd = options.nbd.or(&config.nbd).settings(&config.disks).map_err(Failure::usage)?;
+    if let Some(cpus) = &options.cpus {
+        check_cpus(cpus).map_err(Failure::usage)?;
+    }
     if options.check_config {
+        for disk in &config.disks {
+            look_at(disk).map_err(Failure::usage)?;
+        }
         output::print(format_args!("configuration is good: {} disks\n", config.disks.len()))?;
         return Ok(());
     }
@@ -106,6 +113,45 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Returns an error for a processor that this process may not use.
+fn check_cpus(cpus: &Cpus) -> anyhow::Result<()> {
+    let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return Ok(()) };
+    let is_allowed = |cpu: usize| cpu < CpuSet::MAX_CPU && allowed.is_set(cpu);
+    if let Some(cpu) = cpus.0.iter().find(|cpu| !is_allowed(**cpu)) {
+        let list: Vec<_> = (0..CpuSet::MAX_CPU).filter(|cpu| is_allowed(*cpu)).map(|cpu| cpu.to_string()).collect();
+        anyhow::bail!("--cpus: this process cannot use processor {cpu}: it may use {}", list.join(","));
+    }
+    Ok(())
+}
+
+/// Opens the image and closes it again, without a lock: another server may have it. An export of an NBD server is not
+/// looked at, and what is made at the start (ram:) is not made.
+fn look_at(disk: &DiskArgs) -> anyhow::Result<()> {
+    let name = disk.image.to_string_lossy();
+    if ["nbd:", "nbds:", "nbd+unix:", "nbds+unix:", "ram:"].iter().any(|scheme| name.starts_with(scheme)) {
+        return Ok(());
+    }
+    let (read_only, force_share, cache) = (true, true, CacheMode::Writeback);
+    let options = ChainOptions { read_only, force_share, cache, prime: false, copy_on_read: false, ..disk.chain() };
+    Source::open(&options).map(drop).map_err(|e| advise(e, disk)).with_context(|| format!("disk {}", disk.name()))
+}
+
+/// Adds what an option of `serve` can do about an image that cannot be opened.
+fn advise(error: SourceError, args: &DiskArgs) -> anyhow::Error {
+    let open = match &error {
+        SourceError::Open(e) | SourceError::Chain(ChainError::Open(e)) => Some(e),
+        _ => None,
+    };
+    let advice = match open {
+        Some(OpenError::Open { .. }) if args.image.starts_with("/dev/null") => {
+            "null:SIZE is a disk that forgets what is written"
+        }
+        Some(e) if e.may_be_read() && !args.read_only => "--read-only serves it without writing to it",
+        _ => return error.into(),
+    };
+    anyhow::anyhow!("{:#}; {advice}", anyhow::Error::from(error))
+}
+
 fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
     let hint = match error.raw_os_error() {
         // ENOSYS, EPERM
@@ -158,7 +204,7 @@ impl Yard {
 
     pub fn open(&mut self, args: DiskArgs) -> anyhow::Result<()> {
         let name = args.name();
-        let source = Source::open(&args.chain())?;
+        let source = Source::open(&args.chain()).map_err(|e| advise(e, &args))?;
         let mut serial = args.serial.clone().unwrap_or_else(|| name.clone());
         while serial.len() > 20 {
             serial.pop();

@@ -52,7 +52,7 @@ pub enum SourceError {
     Size { name: String },
     #[error("{name}: {why}")]
     Delay { name: String, why: String },
-    #[error("{name}: no memory for it")]
+    #[error("{name}: no memory for a disk of this size: choose a smaller one")]
     Memory { name: String, source: MemoryError },
 }
 
@@ -88,8 +88,9 @@ impl Source {
         }
         match options.format.or_else(|| Format::of_name(&options.path)).unwrap_or(Format::Raw) {
             Format::Raw => {
-                let ChainOptions { path, read_only, cache, nbd, overlaid, journal, .. } = options.clone();
-                let open = OpenOptions { nbd, overlaid, journal, ..OpenOptions::new(path, read_only, cache) };
+                let ChainOptions { path, read_only, cache, force_share, nbd, overlaid, journal, .. } = options.clone();
+                let open =
+                    OpenOptions { force_share, nbd, overlaid, journal, ..OpenOptions::new(path, read_only, cache) };
                 Ok(Source::File(Arc::new(ImageFile::open(&open)?)))
             }
             format => {

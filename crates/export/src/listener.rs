@@ -23,6 +23,8 @@ pub enum SocketError {
     Taken { path: PathBuf },
     #[error("socket {}: there is a file of that name that is no socket", path.display())]
     NotASocket { path: PathBuf },
+    #[error("socket {}: its folder {} does not exist: create it first", path.display(), folder.display())]
+    NoFolder { path: PathBuf, folder: PathBuf },
     #[error("socket {}: cannot listen on it", path.display())]
     Listen { path: PathBuf, source: io::Error },
     #[error("address {address}: cannot listen on it")]
@@ -58,7 +60,12 @@ impl Listener {
                 Err(source) => return Err(SocketError::Listen { path: owned(), source }),
             }
         }
-        let listener = UnixListener::bind(path).map_err(|source| SocketError::Listen { path: owned(), source })?;
+        let listener = UnixListener::bind(path).map_err(|source| match path.parent() {
+            Some(folder) if source.kind() == io::ErrorKind::NotFound && !folder.exists() => {
+                SocketError::NoFolder { path: owned(), folder: folder.into() }
+            }
+            _ => SocketError::Listen { path: owned(), source },
+        })?;
         let made = identity(path).map(|file| (owned(), file));
         Ok(Listener { sockets: vec![listener.into()], made, _claim: None })
     }

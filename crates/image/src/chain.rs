@@ -418,8 +418,13 @@ impl Next {
         if name.split_once(':').is_some_and(|(scheme, _)| !scheme.is_empty() && !scheme.contains('/')) {
             return Err(self.refuse("only files are supported, by their path"));
         }
-        let real =
-            std::fs::canonicalize(&self.path).map_err(|e| self.refuse(format!("{}: {e}", self.path.display())))?;
+        let real = std::fs::canonicalize(&self.path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => self.refuse(format!(
+                "{} is missing: restore it, or name the place where it is now (blockyard image rebase --unsafe)",
+                self.path.display()
+            )),
+            _ => self.refuse(format!("{}: {e}", self.path.display())),
+        })?;
         if allowed.folders.iter().any(|folder| real.starts_with(folder)) {
             return Ok(());
         }

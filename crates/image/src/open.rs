@@ -62,8 +62,8 @@ impl OpenOptions {
 pub enum OpenError {
     #[error("image {}: {hint}", path.display())]
     Open { path: PathBuf, hint: &'static str, source: io::Error },
-    #[error("image {} is in use by {holder}: an image is opened for writing once only, \
-             or by any number of readers (--read-only)", path.display())]
+    #[error("image {} is in use by {holder}: an image is opened by one writer, \
+             or by any number of readers", path.display())]
     Locked { path: PathBuf, holder: String },
     #[error("image {}: a live snapshot has put overlay {} on it, and writing to it would damage the overlay: serve the \
              overlay, or merge it (blockyard image commit), or give it up (blockyard serve --abandon-overlay)",
@@ -74,6 +74,22 @@ pub enum OpenError {
     #[error("image {}: {what}", path.display())]
     Remote { path: PathBuf, what: String },
 }
+
+impl OpenError {
+    /// Returns whether the image could perhaps be opened by a reader.
+    pub fn may_be_read(&self) -> bool {
+        use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+        match self {
+            OpenError::Open { source, .. } => matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem),
+            OpenError::Remote { what, .. } => what == READ_ONLY_EXPORT,
+            // The holder may be a writer, which bears no reader.
+            OpenError::Locked { .. } | OpenError::Overlaid { .. } | OpenError::Io { .. } => false,
+        }
+    }
+}
+
+/// Why an export cannot be opened for writing.
+pub(crate) const READ_ONLY_EXPORT: &str = "the server offers it for reading only";
 
 /// Where the bytes are.
 #[derive(Clone, Debug)]
@@ -356,7 +372,7 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), Open
     let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY;
     let open = |flags| rustix::fs::open(path, flags, Mode::empty());
     // A FIFO would hang the open below; a folder would say something odd. Look first.
-    let stat = rustix::fs::stat(path).map_err(|e| explain(path, e.into()))?;
+    let stat = rustix::fs::stat(path).map_err(|e| explain(path, options.read_only, e.into()))?;
     let kind = FileType::from_raw_mode(stat.st_mode);
     if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
         let source = io::Error::new(io::ErrorKind::InvalidInput, format!("it is a {kind:?}"));
@@ -370,10 +386,10 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), Open
                 path.display(),
                 if options.cache.write_back() { CacheMode::Writeback } else { CacheMode::Writethrough },
             ),
-            Err(e) => return Err(explain(path, e.into())),
+            Err(e) => return Err(explain(path, options.read_only, e.into())),
         }
     }
-    open(flags).map(|fd| (fd, false)).map_err(|e| explain(path, e.into()))
+    open(flags).map(|fd| (fd, false)).map_err(|e| explain(path, options.read_only, e.into()))
 }
 
 /// Locks the file, or says who else has it locked. A process that was killed keeps its lock for a moment, until the kernel has
@@ -395,13 +411,12 @@ fn take_lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<Result<(), String>> {
     }
 }
 
-fn explain(path: &Path, source: io::Error) -> OpenError {
+fn explain(path: &Path, read_only: bool, source: io::Error) -> OpenError {
     let hint = match source.kind() {
         io::ErrorKind::NotFound => "there is no such file",
-        io::ErrorKind::PermissionDenied => {
-            "no permission to open it (for reading only, say --read-only; else see its owner and mode)"
-        }
-        io::ErrorKind::ReadOnlyFilesystem => "it lies on a read-only file system: say --read-only",
+        io::ErrorKind::PermissionDenied if read_only => "no permission to read it (see its owner and mode)",
+        io::ErrorKind::PermissionDenied => "no permission to open it for writing (see its owner and mode)",
+        io::ErrorKind::ReadOnlyFilesystem => "it lies on a read-only file system, and is opened for writing",
         io::ErrorKind::IsADirectory => "it is a folder",
         _ => "cannot open it",
     };

@@ -42,7 +42,7 @@ pub struct Limits {
 }
 
 /// `rate` for ever; after a time of less, `max` for `length`. Text form: `1000`, `1000,max=5000,length=10` (seconds), with
-/// suffixes k, M, G (powers of 1024 for bytes; see [`parse_rate`]).
+/// suffixes k, M, G, T (powers of 1024; see [`parse_rate`]).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limit {
     pub rate: u64,
@@ -52,7 +52,10 @@ pub struct Limit {
 
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum KnobError {
-    #[error("limit \"{0}\": it is RATE[,max=RATE[,length=SECONDS]], such as 1000 or 1000,max=5000,length=10")]
+    #[error(
+        "limit \"{0}\": it is RATE[,max=RATE[,length=SECONDS]], such as 1000 or 1000,max=5000,length=10; a RATE is a whole \
+             number with an optional suffix k, M, G or T"
+    )]
     Form(String),
     #[error("limit \"{0}\": {1}")]
     Value(String, &'static str),
@@ -103,10 +106,11 @@ impl FromStr for Limit {
 pub fn parse_rate(text: &str) -> Option<u64> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
-        "" => 0,
-        "k" => 10,
-        "m" => 20,
-        "g" => 30,
+        "" | "b" => 0,
+        "k" | "kib" => 10,
+        "m" | "mib" => 20,
+        "g" | "gib" => 30,
+        "t" | "tib" => 40,
         _ => return None,
     };
     digits.parse::<u64>().ok()?.checked_mul(1 << shift).filter(|rate| *rate <= 1 << 50)
@@ -121,7 +125,25 @@ mod tests {
         assert_eq!("1000".parse(), Ok(Limit::of(1000)));
         let burst = Limit { rate: 50 << 20, max: Some(200 << 20), length: Duration::from_millis(2500) };
         assert_eq!("50M,max=200M,length=2.5".parse(), Ok(burst));
-        for bad in ["", "x", "0", "10,max=5", "10,length=5", "10,max=20,length=0", "10,max=20,length=x", "10,most=20"] {
+        for (text, bytes) in
+            [("5T", 5 << 40), ("5t", 5 << 40), ("7KiB", 7 << 10), ("7MiB", 7 << 20), ("7GiB", 7 << 30), ("9B", 9)]
+        {
+            assert_eq!(text.parse(), Ok(Limit::of(bytes)), "{text}");
+        }
+        for bad in [
+            "1.5",
+            "1.5M",
+            "-5",
+            "5P",
+            "",
+            "x",
+            "0",
+            "10,max=5",
+            "10,length=5",
+            "10,max=20,length=0",
+            "10,max=20,length=x",
+            "10,most=20",
+        ] {
             assert!(bad.parse::<Limit>().is_err(), "{bad}");
         }
     }

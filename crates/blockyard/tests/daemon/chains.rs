@@ -296,7 +296,7 @@ fn what_cannot_be_opened_is_told_in_one_line() {
 
     // The base belongs to others too, but nobody writes to it.
     let holder = Daemon::serve(&base, &folder.join("t"), &[]);
-    refused(top, &[], &["base.img is in use by blockyard", "--read-only"]);
+    refused(top, &[], &["base.img is in use by blockyard", "any number of readers"]);
     holder.stop();
     let daemon = stack.serve(&[]);
     refused(&base, &[], &["is in use by blockyard"]);
@@ -306,7 +306,7 @@ fn what_cannot_be_opened_is_told_in_one_line() {
     tool("qemu-img", ["rebase", "-u", "-F", "qcow2", "-b", "o1.qcow2", text(middle)]).good();
     refused(top, &[], &["o0.qcow2", "the chain is a circle"]);
     tool("qemu-img", ["rebase", "-u", "-F", "qcow2", "-b", "gone.qcow2", text(middle)]).good();
-    refused(top, &[], &["gone.qcow2", "No such file"]);
+    refused(top, &[], &["gone.qcow2", "is missing"]);
     std::fs::write(middle, vec![0; 65536]).unwrap();
     refused(top, &[], &["o0.qcow2", "qcow2 header at offset 0"]);
 }

@@ -80,9 +80,8 @@ fn an_image_twice_in_one_configuration() {
     };
     std::fs::write(&file, disk("a") + &disk("b")).unwrap();
     let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&file));
-    let holder = format!("is in use by blockyard (pid {}):", daemon.pid());
-    assert_eq!(daemon.ended(SOON).code(), Some(1));
-    daemon.wait_log(&holder);
+    assert_eq!(daemon.ended(SOON).code(), Some(2));
+    daemon.wait_log("disk \"b\": disk \"a\" has the same image");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
-use crate::common::{Daemon, Folder, Signal, blockyard};
+use crate::common::{BLOCKYARD, Daemon, Folder, Signal, blockyard};
 use crate::guest::{Guest, pattern};
 
 /// Runs `blockyard ARGS`, which must fail with `status` and one line that has all of `parts`.
@@ -30,8 +30,8 @@ fn option_values() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
     for (more, parts) in [
-        (&["--queues", "0"][..], &["'0'", "--queues", "1..=256"][..]),
-        (&["--queues", "257"], &["'257'", "1..=256"]),
+        (&["--queues", "0"][..], &["'0'", "--queues", "from 1 to 256"][..]),
+        (&["--queues", "257"], &["'257'", "from 1 to 256"]),
         (&["--queue-size", "100"], &["'100'", "a queue size is a power of two from 4 to 32768"]),
         (&["--queue-size", "2"], &["'2'", "from 4 to 32768"]),
         (&["--cache", "foo"], &["\"foo\" is not known", "writeback, writethrough, directsync, unsafe"]),
@@ -40,7 +40,15 @@ fn option_values() {
         (&["--l2-cache", "much"], &["a size is a number of bytes"]),
         (&["--reactors", "0"], &["'0'", "--reactors"]),
         (&["--poll", "often"], &["poll is auto, off, or microseconds"]),
-        (&["--coalesce", "-1"], &["-1"]),
+        (&["--coalesce", "-1"], &["--coalesce: '-1' is negative"]),
+        (&["--iops", "-5"], &["--iops: '-5' is negative, and a value here is not"]),
+        (&["--bps", "-5M"], &["--bps: '-5M' is negative"]),
+        (&["--l2-cache", "-5M"], &["--l2-cache: '-5M' is negative"]),
+        (&["--bps", "5P"], &["limit \"5P\"", "suffix k, M, G or T"]),
+        (&["--bps", "1.5M"], &["limit \"1.5M\"", "a whole number"]),
+        (&["--cpus", "99"], &["--cpus", "cannot use processor 99: it may use "]),
+        (&["--cpus", "4000"], &["--cpus", "cannot use processor 4000"]),
+        (&["--log", "loud"], &["'loud'", "--log", "a level is error, warn, info, debug or trace"]),
         (&["--filter", "slow:read=1ms"], &["\"slow:read=1ms\" is not known", "delay:KIND=TIME"]),
         (&["--weight", "0"], &["'0'", "--weight", "from 1 to 10000"]),
         (&["--iops", "0"], &["limit \"0\"", "a rate is at least 1"]),
@@ -68,6 +76,7 @@ fn option_values() {
     }
     let model = "delay:1G,parallel=8,raed=1ms";
     refused(&["serve", model, "--vhost-user", text(&socket)], 1, &[model, "\"raed=1ms\" is not known", "KIND=TIME"]);
+    refused(&["serve", "ram:100T", "--vhost-user", text(&socket)], 1, &["ram:100T", "choose a smaller one"]);
     assert!(!socket.exists());
 }
 
@@ -81,7 +90,7 @@ fn images() {
     serve(text(&folder.join("nothing")), 1, &["there is no such file"]);
     serve(text(&folder.join("no/folder")), 1, &["there is no such file"]);
     serve(text(&folder), 1, &["must be a regular file or a block device"]);
-    serve("/dev/null", 1, &["must be a regular file or a block device"]);
+    serve("/dev/null", 1, &["must be a regular file or a block device", "null:SIZE is a disk that forgets"]);
     let fifo = folder.join("fifo");
     rustix::fs::mkfifoat(rustix::fs::CWD, &fifo, rustix::fs::Mode::from_raw_mode(0o600)).unwrap();
     serve(text(&fifo), 1, &["must be a regular file or a block device"]);
@@ -116,7 +125,7 @@ fn sockets() {
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "precious");
 
     let nowhere = folder.join("nowhere/s");
-    serve(&nowhere, &[text(&nowhere), "cannot listen on it", "No such file or directory"]);
+    serve(&nowhere, &[text(&nowhere), "its folder", text(nowhere.parent().unwrap()), "does not exist: create it"]);
 
     // 107 bytes are the most that an address holds.
     let long = |len: usize| folder.join("x".repeat(len - folder.as_os_str().len() - 1));
@@ -150,9 +159,9 @@ fn configuration_files() {
     refused(&["serve", "--config", config], 2, &[config, "cannot read it", "No such file"]);
     let other = DISK.replace("[[disk]]", "[[disk]]\nname = \"other\"");
     for (content, parts) in [
-        (format!("{DISK}cach = \"none\"\n"), &["line 4: unknown field `cach`"][..]),
+        (format!("{DISK}cach = \"none\"\n"), &["line 4: unknown key `cach`: did you mean `cache`?"][..]),
         (format!("# A comment.\n\n{DISK}cache = \"fast\"\n"), &["line 6", "cache mode \"fast\" is not known"]),
-        (format!("{DISK}queues = \"four\"\n"), &["line 4", "invalid type", "expected u16"]),
+        (format!("{DISK}queues = \"four\"\n"), &["line 4: queues: \"four\"", "from 1 to 256"]),
         (format!("{DISK}read-only = maybe\n"), &["line 4"]),
         (format!("{DISK}[[disk\n"), &["line 4"]),
         (format!("{DISK}filters = [\"slow:read=1ms\"]\n"), &["line 4", "\"slow:read=1ms\" is not known"]),
@@ -166,9 +175,9 @@ fn configuration_files() {
             ),
             &["disk \"ram:2M\": another disk has that name at unix:a"],
         ),
-        (format!("reactors = 0\n{DISK}"), &["reactors is a number from 1 to 256"]),
-        (format!("{DISK}queues = 0\n"), &["disk \"ram:1M\": queues is a number from 1 to 256"]),
-        (format!("{DISK}queue-size = 100\n"), &["disk \"ram:1M\": a queue size is a power of two"]),
+        (format!("reactors = 0\n{DISK}"), &["line 1: reactors: \"0\": a number of reactors is from 1 to 256"]),
+        (format!("{DISK}queues = 0\n"), &["line 4: queues: \"0\": a number of queues is from 1 to 256"]),
+        (format!("{DISK}queue-size = 100\n"), &["line 4: queue-size: \"100\": a queue size is a power of two"]),
         (format!("{DISK}serial = \"123456789012345678901\"\n"), &["has 21 bytes"]),
         (format!("{DISK}{DISK}"), &["two disks are called \"ram:1M\""]),
         (format!("{DISK}{other}"), &["disk \"other\": another disk has the socket /nonexistent/s"]),
@@ -176,6 +185,9 @@ fn configuration_files() {
         (format!("{DISK}format = \"vmdk\"\n"), &["line 4", "format \"vmdk\" is not known"]),
         (format!("costs = \"/not/there\"\n{DISK}"), &["reading /not/there", "No such file"]),
         (format!("costs = \"/proc/self/status\"\n{DISK}"), &["/proc/self/status is no file of costs", "line 1"]),
+        (String::new(), &["it has no disk", "[[disk]]"]),
+        (DISK.replace("[[disk]]", "[disk]"), &["line 1: [disk] is one table", "write [[disk]]"]),
+        (format!("{DISK}iops = 1.5\n"), &["line 4: iops: limit \"1.5\"", "a whole number"]),
         (format!("{DISK}prime = true\n"), &["ram:1M", "--prime is for qcow2 and cow"]),
     ] {
         std::fs::write(&file, &content).unwrap();
@@ -185,26 +197,60 @@ fn configuration_files() {
 }
 
 #[test]
-fn checking_a_configuration_opens_nothing() {
+fn checking_a_configuration_looks_for_images() {
     let folder = Folder::new();
-    let (file, image, socket) = (folder.join("disks.toml"), folder.join("not-there"), folder.join("s"));
+    let (file, image, socket) = (folder.join("disks.toml"), folder.join("disk"), folder.join("s"));
     let content = format!("{DISK}[[disk]]\nimage = \"{}\"\nvhost-user = \"{}\"\n", image.display(), socket.display());
     std::fs::write(&file, content).unwrap();
-    let done = blockyard(["serve", "--check-config", "--config", text(&file)]);
-    assert_eq!(done.good(), "configuration is good: 2 disks\n");
-    assert!(!image.exists() && !socket.exists());
+    let arguments = ["serve", "--check-config", "--config", text(&file)];
+    refused(&arguments, 2, &["disk disk: image ", text(&image), "there is no such file"]);
+    // A server may have it.
+    folder.image("disk", 1 << 20);
+    let daemon = Daemon::serve(&image, &folder.join("other"), &[]);
+    assert_eq!(blockyard(arguments).good(), "configuration is good: 2 disks\n");
+    assert!(!socket.exists());
+    daemon.stop();
 }
 
 #[test]
-fn one_bad_disk_of_many_ends_the_start() {
+fn one_image_for_two_disks() {
+    let folder = Folder::new();
+    let (file, image) = (folder.join("disks.toml"), folder.image("disk", 1 << 20));
+    let link = folder.join("link");
+    std::os::unix::fs::symlink(&image, &link).unwrap();
+    let disk = |name: &str, image: &Path, more: &str| {
+        format!("[[disk]]\nname = \"{name}\"\nimage = \"{}\"\nvhost-user = \"/x/{name}\"\n{more}", image.display())
+    };
+    std::fs::write(&file, disk("a", &image, "") + &disk("b", &link, "")).unwrap();
+    let arguments = ["serve", "--check-config", "--config", text(&file)];
+    refused(&arguments, 2, &["disk \"b\": disk \"a\" has the same image", text(&link), "read-only"]);
+    let more = "read-only = true\n";
+    std::fs::write(&file, disk("a", &image, more) + &disk("b", &link, more)).unwrap();
+    assert_eq!(blockyard(arguments).good(), "configuration is good: 2 disks\n");
+}
+
+#[test]
+fn load_on_what_is_no_socket() {
+    let folder = Folder::new();
+    let image = folder.image("disk", 1 << 20);
+    refused(&["bench", "client", text(&image)], 1, &[text(&image), "is no socket", "--file"]);
+}
+
+#[test]
+fn one_bad_disk_of_many_does_not_end_the_others() {
     let folder = Folder::new();
     let (file, socket) = (folder.join("disks.toml"), folder.join("s"));
-    let good = format!("[[disk]]\nimage = \"ram:1M\"\nvhost-user = \"{}\"\n", socket.display());
-    std::fs::write(&file, format!("{good}{}", DISK.replace("ram:1M", "/not/there"))).unwrap();
-    let done = blockyard(["serve", "--config", text(&file)]);
-    assert_eq!((done.status.code(), done.out.as_str()), (Some(1), ""), "{}", done.err);
-    assert!(done.err.lines().last().unwrap().starts_with("blockyard: image /not/there: there is no such file"));
-    assert!(!socket.exists(), "the good disk's socket is taken along");
+    let good = format!("[[disk]]\nname = \"good\"\nimage = \"ram:1M\"\nvhost-user = \"{}\"\n", socket.display());
+    let bad = DISK.replace("ram:1M", "/not/there");
+    std::fs::write(&file, format!("{good}{bad}")).unwrap();
+    let mut daemon = Daemon::start(std::process::Command::new(BLOCKYARD).args(["serve", "--config", text(&file)]));
+    daemon.wait_ready();
+    assert_eq!(Guest::connect(&socket).capacity(), 1 << 20);
+    let log = daemon.stop();
+    assert!(log.contains("image /not/there: there is no such file") && log.contains("1 of 2 disks"), "{log}");
+    // If none can be served, the server has nothing to do.
+    std::fs::write(&file, bad).unwrap();
+    refused(&["serve", "--config", text(&file)], 1, &["image /not/there: there is no such file"]);
 }
 
 #[test]

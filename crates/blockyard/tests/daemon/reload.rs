@@ -126,7 +126,7 @@ fn a_bad_file_changes_nothing() {
     let yard = Yard::start(&[("a", ""), ("b", "")]);
     let (mut a, mut b) = (yard.guest("a"), yard.guest("b"));
     for (disks, said) in [
-        (&[("a", "cache = \"fast\"")][..], "line 4: cache mode \"fast\" is not known"),
+        (&[("a", "cache = \"fast\"")][..], "line 4: cache: cache mode \"fast\" is not known"),
         (&[("a", ""), ("a", "")], "two disks are called \"a\""),
         (&[("a", "serial = \"123456789012345678901\"")], "has 21 bytes"),
     ] {

@@ -267,8 +267,8 @@ fn wrong_knobs_change_nothing() {
     let mut guest = yard.guest("a");
     guest.read(0, 512).unwrap();
     for (text, said) in [
-        (disk("a", "iops = \"100,max=5\""), "line 5: limit \"100,max=5\": max is less than the rate"),
-        (disk("a", "weight = 10001"), "line 5: a weight is a number from 1 to 10000"),
+        (disk("a", "iops = \"100,max=5\""), "line 5: iops: limit \"100,max=5\": max is less than the rate"),
+        (disk("a", "weight = 10001"), "line 5: weight: a weight is a number from 1 to 10000"),
         (disk("a", "group = \"g\""), "disk \"a\": there is no group \"g\""),
         (format!("[group.g]\nreserve-bps = 5\nbps = 4\n{}", disk("a", "")), "group \"g\": reserve-bps is 5"),
     ] {

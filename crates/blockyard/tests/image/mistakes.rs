@@ -33,6 +33,7 @@ fn options_and_names() {
     refused(&["convert", text(&raw), text(&images.path("new"))], 2, &["new", "--format"]);
     refused(&["convert", "-S", "4q", text(&raw), text(&target)], 2, &["4q", "is no size"]);
     refused(&["convert", text(&raw), "/no/such/folder/new.raw"], 1, &["/no/such/folder/new.raw", "No such file"]);
+    refused(&["create", "-f", "raw", text(&target), "-5M"], 2, &["'-5M' is negative"]);
     assert!(!target.exists());
     assert_eq!(blockyard(["image"]).status.code(), Some(2));
 }
@@ -47,7 +48,8 @@ fn backing_files_that_are_not_there_or_not_allowed() {
     let allowed = image_any(&["map", "--backing-folder", text(&other.0), text(&overlay)]);
     assert!(allowed.status.success(), "{}", allowed.err);
     std::fs::remove_file(&base).unwrap();
-    refused(&["map", text(&overlay)], 1, &["overlay.qcow2", "base.raw", "No such file"]);
+    let way_out = "restore it, or name the place where it is now";
+    refused(&["map", text(&overlay)], 1, &["overlay.qcow2", "base.raw", "is missing", way_out]);
     // Alone it can be told of.
     assert!(image_any(&["info", text(&overlay)]).status.success());
 }

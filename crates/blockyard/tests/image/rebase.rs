@@ -68,7 +68,7 @@ fn only_the_name() {
     let top = images.chain("");
     let expected = copy(&images, &top);
     std::fs::rename(images.path("middle.qcow2"), images.path("moved.qcow2")).unwrap();
-    refused(&["rebase", "-b", "moved.qcow2", text(&top)], 1, &["top.qcow2", "middle.qcow2", "No such file"]);
+    refused(&["rebase", "-b", "moved.qcow2", text(&top)], 1, &["top.qcow2", "middle.qcow2", "is missing"]);
     assert_eq!(image(&["rebase", "-u", "-b", "moved.qcow2", text(&top)]), "");
     assert_eq!(backing(&top), (Some("moved.qcow2".into()), Some("qcow2".into())));
     sound_and_same((&top, "qcow2"), (&expected, "raw"));

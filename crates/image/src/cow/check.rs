@@ -183,7 +183,7 @@ pub(super) async fn check_spare_bits<S: Storage>(file: &Raw<S>, header: &Header)
         return Ok(());
     }
     let what = format!(
-        "bits are set beyond the disk's {} sectors: it can be read (--read-only) or repaired (blockyard image check \
+        "bits are set beyond the disk's {} sectors: it can be read or repaired (blockyard image check \
          --repair all), not written",
         header.sectors()
     );

@@ -271,7 +271,7 @@ impl Header {
             return Ok(());
         }
         let what = format!(
-            "version {} has no bits for the last {} sectors of this disk: it can be read (--read-only) or merged, not \
+            "version {} has no bits for the last {} sectors of this disk: it can be read or merged, not \
              written",
             self.version(),
             self.unrecorded()

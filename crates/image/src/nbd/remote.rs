@@ -64,7 +64,7 @@ impl Remote {
         let terms = dialed.terms.clone();
         if !read_only {
             if terms.has(export::READ_ONLY) {
-                return Err("the server offers it for reading only: say --read-only".into());
+                return Err(crate::open::READ_ONLY_EXPORT.into());
             }
             if terms.size % crate::SECTOR != 0 {
                 return Err(format!("its {} bytes are no whole sectors: it can be read only", terms.size));

@@ -114,8 +114,8 @@ async fn make_writable<S: Storage>(
             None => ("qcow2 image", None, "it is not sound"),
         };
         let what = format!(
-            "{text}. {} such findings: it is not opened for writing; see `blockyard image check`, which may repair it, or \
-             say --read-only",
+            "{text}. {} such findings: it is not opened for writing; see `blockyard image check`, which may repair it, or open \
+             it for reading",
             found.corruptions + found.check_errors
         );
         return Err(ImageError::invalid(structure, at, what));

@@ -1,0 +1,85 @@
+//! Mistakes in a configuration file, as one line for a person.
+//!
+//! In: the file and the error of the TOML parser, which is meant for programmers. Out: the line's number, the key, what is
+//! wrong, and what would be right.
+
+/// Describes what is wrong, and where.
+pub fn describe(text: &str, error: &toml::de::Error) -> String {
+    let at = error.span().map_or(0, |span| span.start.min(text.len()));
+    let number = text[..at].matches('\n').count() + 1;
+    let line = text.lines().nth(number - 1).unwrap_or_default();
+    let message = error.message().trim_end().replace('\n', "; ");
+    if message == "invalid type: map, expected a sequence" && line.trim_start().starts_with("[disk]") {
+        return format!("line {number}: [disk] is one table, and disks are a list: write [[disk]]");
+    }
+    if let Some(unknown) = message.strip_prefix("unknown field `") {
+        return format!("line {number}: {}", unknown_key(unknown, table_at(text, number)));
+    }
+    let what = wrong_type(&message).unwrap_or(message);
+    let key = line.split_once('=').map(|(key, _)| key.trim());
+    let is_key = |key: &&str| !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_');
+    match key.filter(is_key) {
+        Some(key) => format!("line {number}: {key}: {what}"),
+        None => format!("line {number}: {what}"),
+    }
+}
+
+/// `unknown`: what follows in the parser's message, which lists the keys that there are.
+fn unknown_key(unknown: &str, table: &str) -> String {
+    let mut quoted = unknown.split('`').step_by(2);
+    let key = quoted.next().unwrap_or_default();
+    let known = unknown.split('`').skip(2).step_by(2);
+    let nearest = known.map(|known| (distance(key, known), known)).min();
+    match nearest {
+        // Up to a third of it may be wrong.
+        Some((wrong, known)) if wrong * 3 <= key.chars().count().max(3) => {
+            format!("unknown key `{key}`: did you mean `{known}`?")
+        }
+        _ => format!("unknown key `{key}`{table} (docs/configuration.md has the keys)"),
+    }
+}
+
+/// The table in which a line is: ` in [[disk]]`.
+fn table_at(text: &str, line: usize) -> &str {
+    let header = text.lines().take(line).filter(|line| line.starts_with('[')).last();
+    match header.map(|header| header.split('#').next().unwrap_or_default().trim()) {
+        Some("[[disk]]") => " in [[disk]]",
+        Some("[nbd]") => " in [nbd]",
+        Some(_) => " in this table",
+        None => "",
+    }
+}
+
+/// Says in plain words that a value has the wrong type.
+fn wrong_type(message: &str) -> Option<String> {
+    let (found, wanted) = message.strip_prefix("invalid type: ")?.split_once(", expected ")?;
+    let value = ["string ", "integer ", "floating point ", "boolean "].iter().find_map(|kind| found.strip_prefix(kind));
+    let wanted = match wanted {
+        "a boolean" | "bool" => "true or false",
+        "a string" | "path string" => "a text",
+        "f64" | "f32" => "a number",
+        "a sequence" => "a list, such as [\"one\", \"two\"]",
+        wanted if wanted.starts_with(['u', 'i']) => "a whole number",
+        wanted => wanted,
+    };
+    Some(format!("it is {}, and must be {wanted}", value.unwrap_or(found).replace('`', "")))
+}
+
+/// The least number of letters to insert, remove or replace that makes one word the other; two that changed places are one.
+fn distance(one: &str, other: &str) -> usize {
+    let (one, other): (Vec<_>, Vec<_>) = (one.chars().collect(), other.chars().collect());
+    let mut rows = vec![(0..=other.len()).collect::<Vec<_>>()];
+    for i in 1..=one.len() {
+        let mut row = vec![i];
+        for j in 1..=other.len() {
+            let replaced = rows[i - 1][j - 1] + usize::from(one[i - 1] != other[j - 1]);
+            let mut least = replaced.min(rows[i - 1][j] + 1).min(row[j - 1] + 1);
+            if i > 1 && j > 1 && one[i - 1] == other[j - 2] && one[i - 2] == other[j - 1] {
+                least = least.min(rows[i - 2][j - 2] + 1);
+            }
+            row.push(least);
+        }
+        rows.push(row);
+    }
+    rows[one.len()][other.len()]
+}
