@@ -253,7 +253,7 @@ fn only_another_group_or_device_closes_a_disk() {
         yard.reload(&format!("[group.g]\n[group.h]\n{}{}", disk("a", keys), disk("b", "")));
         let log =
             yard.daemon.wait_log_after(from, if said { "serving null:1G" } else { "changed while it is in use: " });
-        assert_eq!(log.contains("closing it"), said, "{log}");
+        assert_eq!(log.contains("closing and opening it"), said, "{log}");
         assert!(!log.contains("disk=\"b\""), "{log}");
         yard.guest("a").read(0, 512).unwrap();
         b.read(0, 512).unwrap();
