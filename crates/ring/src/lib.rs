@@ -50,7 +50,7 @@ pub use executor::{Executor, Handle, Meter};
 pub use file::{LockedFile, OpenMode, Storage, UringFile};
 pub use memory::{GuestMemory, MemoryError, Region, Window};
 pub use pulse::{Pulse, Watcher};
-pub use remote::{Remote, Reply};
+pub use remote::{Answer, NoAnswer, Remote, Reply};
 pub use segments::{AlignedBuf, Segments};
 pub use socket::{MOST_PIECES, Socket, write_rest};
 pub use uring::TaskId;

@@ -7,6 +7,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, mpsc};
+use std::time::Instant;
 
 use crate::executor::Handle;
 use crate::uring::TaskId;
@@ -76,9 +77,37 @@ impl Remote {
 
     /// Runs `f` there and waits for what it sends. `None` when the executor ended without sending.
     pub fn ask<T: Send + 'static>(&self, f: impl FnOnce(&Handle, Reply<T>) + Send + 'static) -> Option<T> {
+        self.ask_later(f).0.recv().ok()
+    }
+
+    /// Runs `f` there; what it sends is waited for later.
+    pub fn ask_later<T: Send + 'static>(&self, f: impl FnOnce(&Handle, Reply<T>) + Send + 'static) -> Answer<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
         self.run(move |handle| f(handle, Reply(sender)));
-        receiver.recv().ok()
+        Answer(receiver)
+    }
+}
+
+/// What an executor was asked for, until it answers.
+#[must_use = "the executor may not have done it yet"]
+pub struct Answer<T>(mpsc::Receiver<T>);
+
+/// Why there is no answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoAnswer {
+    #[error("its reactor has ended")]
+    Ended,
+    #[error("its reactor has not answered in time")]
+    Late,
+}
+
+impl<T> Answer<T> {
+    /// Waits for the answer until `deadline`.
+    pub fn until(&self, deadline: Instant) -> Result<T, NoAnswer> {
+        self.0.recv_timeout(deadline.saturating_duration_since(Instant::now())).map_err(|e| match e {
+            mpsc::RecvTimeoutError::Timeout => NoAnswer::Late,
+            mpsc::RecvTimeoutError::Disconnected => NoAnswer::Ended,
+        })
     }
 }
 
@@ -93,7 +122,26 @@ impl<T> Reply<T> {
 
 #[cfg(test)]
 mod tests {
-    use crate::Executor;
+    use std::time::{Duration, Instant};
+
+    use crate::{Executor, NoAnswer};
+
+    #[test]
+    fn an_answer_comes_when_the_executor_has_done_it_and_not_before() {
+        let executor = Executor::new().unwrap();
+        let remote = executor.remote();
+        let answer = remote.ask_later(|handle, reply| {
+            reply.send(3);
+            handle.stop();
+        });
+        // It has not run yet.
+        assert_eq!(answer.until(Instant::now()), Err(NoAnswer::Late));
+        executor.run().unwrap();
+        assert_eq!(answer.until(Instant::now() + Duration::from_secs(60)), Ok(3));
+        drop(executor);
+        let answer = remote.ask_later(|_, reply| reply.send(3));
+        assert_eq!(answer.until(Instant::now() + Duration::from_secs(60)), Err(NoAnswer::Ended));
+    }
 
     #[test]
     fn whoever_asks_an_executor_that_has_ended_is_not_kept_waiting() {
