@@ -7,6 +7,7 @@
 //!   socket     connected sockets over io_uring            ublk      block devices of this host: control, queues
 //!   memory     guest memory: regions, windows, bounds     segments  what one I/O moves: an iovec and its owner
 //!   buffers    guest memory registered with a ring        fault     shared memory that its owner takes away
+//!   mapper     which files of front ends are mapped       quota     how much of them
 //!   nbd_device the kernel's NBD client
 //!   workers    threads for calls that block             pulse     what an executor is at, for a thread that watches
 //!   doorbell   signals to eventfds of other processes, without waiting
@@ -31,10 +32,12 @@ pub mod file;
 pub mod host;
 pub mod inherited;
 mod inline;
+mod mapper;
 pub mod memory;
 pub mod nbd_device;
 mod pauses;
 mod pulse;
+mod quota;
 pub mod remote;
 pub mod resident;
 pub mod segments;
@@ -48,8 +51,10 @@ mod workers;
 pub use buffers::{Outcome, Refusal, Registration};
 pub use executor::{Executor, Handle, Meter};
 pub use file::{LockedFile, OpenMode, Storage, UringFile};
+pub use mapper::{Mapper, MemoryFile};
 pub use memory::{GuestMemory, MemoryError, Region, Window};
 pub use pulse::{Pulse, Watcher};
+pub use quota::{Exceeded, MEMORY_SLOTS};
 pub use remote::{Answer, NoAnswer, Remote, Reply};
 pub use segments::{AlignedBuf, Segments};
 pub use socket::{MOST_PIECES, Socket, write_rest};

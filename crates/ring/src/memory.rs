@@ -19,6 +19,8 @@ use std::sync::atomic::{AtomicU16, AtomicU32, AtomicUsize, Ordering};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::fault::Guard;
+use crate::mapper::MemoryFile;
+use crate::quota::{Account, Charge, Exceeded};
 
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
@@ -36,6 +38,15 @@ pub enum MemoryError {
     FileTooShort { need: u64, have: u64 },
     #[error("mapping {len} bytes of guest memory")]
     Map { len: u64, source: std::io::Error },
+    #[error("mapping {len} bytes of guest memory: {why}")]
+    Exceeded { len: u64, why: Exceeded },
+    #[error(
+        "guest memory in {0}: another process may withhold its pages, which would stop every disk; use a memfd, or a file \
+         on tmpfs or hugetlbfs (--allow-any-memory-file accepts it, with that risk)"
+    )]
+    File(MemoryFile),
+    #[error("guest memory in a memfd that is sealed against writing")]
+    Sealed,
 }
 
 /// One shared mapping. Unmapped on drop.
@@ -43,6 +54,8 @@ struct Mapping {
     base: NonNull<u8>,
     map_len: usize,
     fault: Option<Guard>,
+    /// Of a front end's memory: its place in the account, until it is unmapped.
+    _charge: Option<Charge>,
 }
 
 // SAFETY: a mapping is plain shared memory; all access goes through volatile or atomic operations on bounds that were
@@ -74,6 +87,18 @@ impl Region {
     /// Maps `len` bytes of `fd` from `offset`; `guest` is the guest-physical address, `user` the address in the front
     /// end's own process, by which vhost-user names rings.
     pub fn map(fd: impl AsFd, offset: u64, guest: u64, user: u64, len: u64) -> Result<Self, MemoryError> {
+        Self::map_charged(fd, offset, guest, user, len, None)
+    }
+
+    /// The same for a front end's memory, which is accounted for.
+    pub(crate) fn map_charged(
+        fd: impl AsFd,
+        offset: u64,
+        guest: u64,
+        user: u64,
+        len: u64,
+        account: Option<&Arc<Account>>,
+    ) -> Result<Self, MemoryError> {
         let bad = || MemoryError::BadRange { guest, len };
         if len == 0 || guest.checked_add(len).is_none() || user.checked_add(len).is_none() {
             return Err(bad());
@@ -92,6 +117,8 @@ impl Region {
         let skip = (offset - start) as usize;
         let map_len = usize::try_from(len).ok().and_then(|l| l.checked_add(skip)).ok_or_else(bad)?;
         let map_len = map_len.checked_next_multiple_of(align as usize).filter(|_| align > 4096).unwrap_or(map_len);
+        let charge = account.map(|account| account.charge(map_len as u64)).transpose();
+        let charge = charge.map_err(|why| MemoryError::Exceeded { len, why })?;
         // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
         let ptr = unsafe {
             rustix::mm::mmap(
@@ -106,7 +133,7 @@ impl Region {
         .map_err(io)?;
         let base = NonNull::new(ptr.cast()).ok_or_else(bad)?;
         crate::resident::release(base, map_len);
-        let mapping = Mapping { base, map_len, fault: Some(Guard::new(base, map_len)) };
+        let mapping = Mapping { base, map_len, fault: Some(Guard::new(base, map_len)), _charge: charge };
         Ok(Region { mapping, skip, guest, user, len })
     }
 

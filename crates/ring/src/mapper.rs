@@ -1,0 +1,173 @@
+//! Front ends' memory files: which ones are mapped, and how much of them.
+//!
+//! In: descriptors that a front end sent. Out: regions. What must hold: a page of a file that is accepted cannot be withheld
+//! by another process (a page fault would then stop the reactor and every disk on it); mappings are bounded ([`crate::quota`]).
+//!
+//! Memory file systems (tmpfs and with it memfd, hugetlbfs, ramfs) are accepted, and file systems that lie on a disk of
+//! this host (ext4, XFS, Btrfs, F2FS): only root mounts them, so a fault there waits for a disk as it would for swap. User
+//! Mode Linux has its memory in such a file where /dev/shm is no tmpfs. Refused are FUSE, network file systems (NFS, CIFS,
+//! 9p), overlayfs (its upper layer may be FUSE, also for a user without rights), device files, and all that is not known.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use rustix::fs::{FileType, SealFlags};
+
+use crate::memory::{MemoryError, Region};
+use crate::quota::{Account, Quota};
+
+/// What a file of guest memory lies on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryFile {
+    /// Memory of this host.
+    Memory,
+    /// A disk of this host, by the name of its file system: page faults may wait for it.
+    Disk(&'static str),
+    /// Anything else: the name of its file system, where it has one here, and its number (statfs).
+    Other(&'static str, u64),
+    /// A device, a pipe or a folder.
+    NotRegular,
+}
+
+impl MemoryFile {
+    /// Looks at an open file.
+    pub fn of(fd: impl AsFd) -> std::io::Result<MemoryFile> {
+        let fd = fd.as_fd();
+        // Device files have the file system of their name, and pages of their driver.
+        let mode = rustix::fs::fstat(fd)?.st_mode;
+        if FileType::from_raw_mode(mode) != FileType::RegularFile {
+            return Ok(MemoryFile::NotRegular);
+        }
+        Ok(MemoryFile::of_type(rustix::fs::fstatfs(fd)?.f_type as u64 & 0xffff_ffff))
+    }
+
+    /// By the numbers of statfs(2).
+    fn of_type(number: u64) -> MemoryFile {
+        match number {
+            0x0102_1994 | 0x9584_58f6 | 0x8584_58f6 => MemoryFile::Memory,
+            0xef53 => MemoryFile::Disk("ext4"),
+            0x5846_5342 => MemoryFile::Disk("XFS"),
+            0x9123_683e => MemoryFile::Disk("Btrfs"),
+            0xf2f5_2010 => MemoryFile::Disk("F2FS"),
+            0x6573_5546 => MemoryFile::Other("FUSE", number),
+            0x794c_7630 => MemoryFile::Other("overlayfs", number),
+            0x6969 => MemoryFile::Other("NFS", number),
+            0x0102_1997 => MemoryFile::Other("9p", number),
+            0xff53_4d42 | 0xfe53_4d42 | 0x517b => MemoryFile::Other("CIFS", number),
+            _ => MemoryFile::Other("unknown", number),
+        }
+    }
+}
+
+impl std::fmt::Display for MemoryFile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            MemoryFile::Memory => f.write_str("memory"),
+            MemoryFile::Disk(name) => write!(f, "a file on {name}"),
+            MemoryFile::Other(name, number) => write!(f, "a file on a file system of type {number:#x} ({name})"),
+            MemoryFile::NotRegular => f.write_str("something that is no regular file"),
+        }
+    }
+}
+
+/// Maps one front end's memory, within bounds.
+#[derive(Clone)]
+pub struct Mapper {
+    account: Arc<Account>,
+    any_file: bool,
+}
+
+impl Mapper {
+    /// `any_file`: files that another process can withhold are accepted too.
+    pub fn new(any_file: bool) -> Mapper {
+        Mapper { account: Quota::of_process().account(), any_file }
+    }
+
+    /// Maps `len` bytes of `fd`: see [`Region::map`].
+    pub fn map(&self, fd: impl AsFd, offset: u64, guest: u64, user: u64, len: u64) -> Result<Region, MemoryError> {
+        self.accept(fd.as_fd(), len)?;
+        Region::map_charged(fd, offset, guest, user, len, Some(&self.account))
+    }
+
+    fn accept(&self, fd: BorrowedFd<'_>, len: u64) -> Result<(), MemoryError> {
+        let file = MemoryFile::of(fd).map_err(|source| MemoryError::Map { len, source })?;
+        if !self.any_file && matches!(file, MemoryFile::Other(..) | MemoryFile::NotRegular) {
+            return Err(MemoryError::File(file));
+        }
+        // Files without seals answer with an error.
+        let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
+        if seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
+            return Err(MemoryError::Sealed);
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for Mapper {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mapper").field("any_file", &self.any_file).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_systems_that_another_process_can_hold_are_told_apart() {
+        let fuse = 0x6573_5546;
+        assert_eq!(MemoryFile::of_type(fuse), MemoryFile::Other("FUSE", fuse));
+        for local in [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010] {
+            assert!(matches!(MemoryFile::of_type(local), MemoryFile::Disk(_)), "{local:#x}");
+        }
+        for other in [0x6969, 0x0102_1997, 0xff53_4d42, 0xfe53_4d42, 0x517b, 0x794c_7630, 0x9fa0, 0] {
+            assert!(matches!(MemoryFile::of_type(other), MemoryFile::Other(..)), "{other:#x}");
+        }
+    }
+
+    #[test]
+    fn memory_files_are_mapped_and_others_only_if_all_are() {
+        let memfd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&memfd, 4096).unwrap();
+        let mapper = Mapper::new(false);
+        mapper.map(&memfd, 0, 0, 0, 4096).unwrap();
+        // A file of procfs: its pages are made by whatever answers for it.
+        let other = std::fs::File::options().read(true).write(true).open("/proc/self/comm").unwrap();
+        let refused = mapper.map(&other, 0, 0, 0, 4096).unwrap_err();
+        assert!(matches!(refused, MemoryError::File(MemoryFile::Other("unknown", 0x9fa0))), "{refused}");
+        assert!(refused.to_string().contains("--allow-any-memory-file"), "{refused}");
+        let zero = std::fs::File::options().read(true).write(true).open("/dev/zero").unwrap();
+        let device = mapper.map(&zero, 0, 0, 0, 4096).unwrap_err();
+        assert!(matches!(device, MemoryError::File(MemoryFile::NotRegular)), "{device}");
+        let any = Mapper::new(true);
+        assert!(!matches!(any.map(&other, 0, 0, 0, 4096), Err(MemoryError::File(_))));
+        any.map(&zero, 0, 0, 0, 4096).unwrap();
+        rustix::fs::fcntl_add_seals(&memfd, SealFlags::FUTURE_WRITE).unwrap();
+        assert!(matches!(mapper.map(&memfd, 0, 0, 0, 4096), Err(MemoryError::Sealed)));
+    }
+
+    #[test]
+    fn mappings_that_requests_hold_are_counted_until_they_go() {
+        let quota = Quota::new(
+            crate::quota::Amount { bytes: 1 << 20, mappings: 100 },
+            crate::quota::Amount { bytes: 3 * 4096, mappings: 10 },
+        );
+        let mapper = Mapper { account: quota.account(), any_file: false };
+        let memfd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&memfd, 8192).unwrap();
+        let page = |guest| mapper.map(&memfd, 0, guest, guest, 4096);
+        let mut memory = crate::GuestMemory::default();
+        for guest in [0, 4096] {
+            memory = memory.with(page(guest).unwrap()).unwrap();
+        }
+        let window = memory.window(0, 8, 8).unwrap();
+        memory = memory.without(0, 4096).unwrap();
+        // Removed, and still held: a third page fits, a fourth does not.
+        let third = page(8192).unwrap();
+        assert!(matches!(page(12288), Err(MemoryError::Exceeded { .. })));
+        drop(window);
+        page(12288).unwrap();
+        drop((memory, third));
+        mapper.map(&memfd, 0, 0, 0, 8192).unwrap();
+    }
+}

@@ -1,0 +1,219 @@
+//! Bounds on the guest memory that front ends have mapped here.
+//!
+//! In: the mappings that front ends ask for. Out: a [`Charge`] for each one, or a refusal.
+//! What must hold: a charge lives as long as its mapping, so memory that requests in flight still hold is counted; no front
+//! end can map more than its own bound, nor use up the part of the address space that the others are guaranteed.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+/// Bytes that one front end may map. The largest guests have 24 TiB today, and few of them: 16 TiB leave room for a guest of
+/// 8 TiB whose table is replaced (the old table and the new one are mapped at the same time).
+const OWN_BYTES: u64 = 16 << 40;
+
+/// Regions that one front end may have in its table (the answer to VHOST_USER_GET_MAX_MEM_SLOTS).
+pub const MEMORY_SLOTS: u64 = 509;
+
+/// Mappings that one front end may have: an old and a new table, and in-flight regions.
+const OWN_MAPPINGS: u64 = 2 * MEMORY_SLOTS + 6;
+
+/// Bytes, and mappings.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Amount {
+    pub bytes: u64,
+    pub mappings: u64,
+}
+
+impl Amount {
+    fn map(self, f: impl Fn(u64) -> u64) -> Amount {
+        Amount { bytes: f(self.bytes), mappings: f(self.mappings) }
+    }
+
+    fn plus(self, other: Amount) -> Amount {
+        Amount { bytes: self.bytes.saturating_add(other.bytes), mappings: self.mappings.saturating_add(other.mappings) }
+    }
+
+    fn less(self, other: Amount) -> Amount {
+        Amount { bytes: self.bytes.saturating_sub(other.bytes), mappings: self.mappings.saturating_sub(other.mappings) }
+    }
+
+    fn fits(self, bound: Amount) -> bool {
+        self.bytes <= bound.bytes && self.mappings <= bound.mappings
+    }
+}
+
+/// Why a mapping is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exceeded {
+    /// The front end's own bound.
+    Own { bytes: u64, mappings: u64 },
+    /// What all front ends may have beyond their guaranteed parts is in use.
+    All { bytes: u64, mappings: u64 },
+}
+
+impl std::fmt::Display for Exceeded {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (who, (bytes, mappings)) = match self {
+            Exceeded::Own { bytes, mappings } => ("one front end may map", (bytes, mappings)),
+            Exceeded::All { bytes, mappings } => ("all front ends together may map", (bytes, mappings)),
+        };
+        write!(f, "it is more than {who}: {bytes} bytes in {mappings} mappings")
+    }
+}
+
+/// The bounds of all accounts, and what each has used.
+///
+/// One half of `all` is guaranteed: each account has an equal part of it. The other half goes to the accounts that need more,
+/// first come, first served.
+pub(crate) struct Quota {
+    all: Amount,
+    own: Amount,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    used: HashMap<u64, Amount>,
+    next: u64,
+}
+
+impl Quota {
+    pub(crate) fn new(all: Amount, own: Amount) -> Arc<Quota> {
+        Arc::new(Quota { all, own, state: Mutex::default() })
+    }
+
+    /// The quota of this process. Three quarters of its address space, and of the mappings that the kernel allows it: the rest
+    /// is for its own memory.
+    pub(crate) fn of_process() -> Arc<Quota> {
+        static PROCESS: OnceLock<Arc<Quota>> = OnceLock::new();
+        let make = || {
+            let limit = rustix::process::getrlimit(rustix::process::Resource::As).current;
+            let bytes = address_space().min(limit.unwrap_or(u64::MAX));
+            let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
+            // The kernel's default.
+            let mappings = text.trim().parse().unwrap_or(65530);
+            let own = Amount { bytes: OWN_BYTES, mappings: OWN_MAPPINGS };
+            Quota::new(Amount { bytes, mappings }.map(|n| n / 4 * 3), own)
+        };
+        PROCESS.get_or_init(make).clone()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    pub(crate) fn account(self: &Arc<Quota>) -> Arc<Account> {
+        let mut state = self.state();
+        let number = state.next;
+        state.next += 1;
+        state.used.insert(number, Amount::default());
+        Arc::new(Account { quota: self.clone(), number })
+    }
+}
+
+/// Bytes of address space that a process has: the stack lies near its end.
+fn address_space() -> u64 {
+    let place = 0u8;
+    ((&raw const place).addr() as u64).next_power_of_two()
+}
+
+/// What one front end has mapped.
+pub(crate) struct Account {
+    quota: Arc<Quota>,
+    number: u64,
+}
+
+impl Account {
+    /// Accounts for one mapping of `bytes` bytes.
+    pub(crate) fn charge(self: &Arc<Account>, bytes: u64) -> Result<Charge, Exceeded> {
+        let quota = &*self.quota;
+        let mut state = quota.state();
+        let amount = Amount { bytes, mappings: 1 };
+        let used = state.used.get(&self.number).copied().unwrap_or_default().plus(amount);
+        if !used.fits(quota.own) {
+            return Err(Exceeded::Own { bytes: quota.own.bytes, mappings: quota.own.mappings });
+        }
+        let half = quota.all.map(|n| n / 2);
+        let guaranteed = half.map(|n| n / state.used.len().max(1) as u64);
+        let others = state.used.iter().filter(|(number, _)| **number != self.number).map(|(_, used)| *used);
+        let (mut sum, mut beyond) = (used, used.less(guaranteed));
+        for other in others {
+            sum = sum.plus(other);
+            beyond = beyond.plus(other.less(guaranteed));
+        }
+        if !sum.fits(quota.all) || (!beyond.fits(half) && !used.fits(guaranteed)) {
+            return Err(Exceeded::All { bytes: quota.all.bytes, mappings: quota.all.mappings });
+        }
+        state.used.insert(self.number, used);
+        Ok(Charge { account: self.clone(), bytes })
+    }
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        self.quota.state().used.remove(&self.number);
+    }
+}
+
+/// One mapping that is accounted for; dropped, it is not any more.
+pub(crate) struct Charge {
+    account: Arc<Account>,
+    bytes: u64,
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        if let Some(used) = self.account.quota.state().used.get_mut(&self.account.number) {
+            *used = used.less(Amount { bytes: self.bytes, mappings: 1 });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn quota() -> Arc<Quota> {
+        Quota::new(Amount { bytes: 800, mappings: 40 }, Amount { bytes: 300, mappings: 20 })
+    }
+
+    #[test]
+    fn one_front_end_has_a_bound_of_its_own() {
+        let account = quota().account();
+        let first = account.charge(300).unwrap();
+        assert!(matches!(account.charge(1), Err(Exceeded::Own { bytes: 300, .. })));
+        assert!(matches!(account.charge(u64::MAX), Err(Exceeded::Own { .. })));
+        drop(first);
+        let small: Vec<_> = (0..20).map(|_| account.charge(1).unwrap()).collect();
+        assert!(matches!(account.charge(1), Err(Exceeded::Own { mappings: 20, .. })));
+        drop(small);
+        account.charge(300).unwrap();
+    }
+
+    #[test]
+    fn front_ends_that_take_all_they_can_leave_the_others_their_parts() {
+        let quota = Quota::new(Amount { bytes: 800, mappings: 4000 }, Amount { bytes: 300, mappings: 2000 });
+        let accounts: Vec<_> = (0..8).map(|_| quota.account()).collect();
+        let mut charges = Vec::new();
+        // Seven of eight take piece by piece until they get no more.
+        for account in &accounts[..7] {
+            while let Ok(charge) = account.charge(10) {
+                charges.push(charge);
+            }
+        }
+        let kept = accounts[7].charge(50).unwrap();
+        assert!(matches!(accounts[7].charge(10), Err(Exceeded::All { .. })), "beyond its part");
+        drop((charges, kept));
+        let most = accounts[7].charge(300).unwrap();
+        drop(most);
+        // A front end that is gone has no part any more.
+        drop(accounts);
+        let alone = quota.account();
+        alone.charge(300).unwrap();
+    }
+
+    #[test]
+    fn the_process_has_an_address_space() {
+        assert!((1 << 38..=1 << 57).contains(&address_space()), "{:#x}", address_space());
+    }
+}
