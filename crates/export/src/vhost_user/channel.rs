@@ -2,38 +2,58 @@
 //!
 //! The `vhost` crate's `Backend` knows neither configuration changes nor in-band calls, so these two messages, which carry
 //! at most one vring state, are written here.
+//!
+//! What must hold: no wait is longer than [`REPLY_TIME`], whatever the front end does. It has sent the socket's open file, and
+//! shares its flags and timeouts: each call here asks not to block, and `poll` waits with a deadline. A front end that owes
+//! acknowledgements is not waited for again before it has sent them.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Mutex;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
 
 const VERSION: u32 = 1;
 const NEED_REPLY: u32 = 1 << 3;
 const CONFIG_CHANGE_MSG: u32 = 2;
 const VRING_CALL: u32 = 4;
 
-/// The longest wait for the front end's acknowledgement; without one it is taken as not given.
+/// A header and a status.
+const REPLY_LEN: usize = 20;
+
+/// The longest wait for the front end to take a message and to acknowledge it.
 const REPLY_TIME: Duration = Duration::from_secs(1);
 
 /// Writers take turns: this is no way of requests, but for guests that ask for calls in messages.
 pub struct BackChannel {
-    socket: Mutex<OwnedFd>,
+    state: Mutex<State>,
     acknowledged: bool,
+    time: Duration,
+}
+
+struct State {
+    /// None: the front end closed it, or took a part of a message only.
+    socket: Option<OwnedFd>,
+    /// Acknowledgements that were asked for and have not come.
+    owed: u32,
+    /// The acknowledgement that is being received, and how much of it there is.
+    reply: [u8; REPLY_LEN],
+    got: usize,
 }
 
 impl BackChannel {
     /// `acknowledged`: the front end answers messages (VHOST_USER_PROTOCOL_F_REPLY_ACK).
     pub fn new(socket: OwnedFd, acknowledged: bool) -> Self {
-        let time = Some(REPLY_TIME);
-        let _ = rustix::net::sockopt::set_socket_timeout(&socket, rustix::net::sockopt::Timeout::Recv, time);
-        let _ = rustix::net::sockopt::set_socket_timeout(&socket, rustix::net::sockopt::Timeout::Send, time);
-        BackChannel { socket: Mutex::new(socket), acknowledged }
+        let state = State { socket: Some(socket), owed: 0, reply: [0; REPLY_LEN], got: 0 };
+        BackChannel { state: Mutex::new(state), acknowledged, time: REPLY_TIME }
     }
 
     /// Tells the front end to read the configuration space anew (a disk was resized).
     pub fn config_changed(&self) -> io::Result<()> {
-        self.send(CONFIG_CHANGE_MSG, &[], self.acknowledged)
+        self.send(CONFIG_CHANGE_MSG, &[])
     }
 
     /// An interrupt for queue `index`.
@@ -41,25 +61,145 @@ impl BackChannel {
         let mut state = [0; 8];
         state[..4].copy_from_slice(&u32::from(index).to_ne_bytes());
         // In simulated time (UML's time travel) the front end waits for nothing less than the acknowledged message.
-        let _ = self.send(VRING_CALL, &state, self.acknowledged);
+        let _ = self.send(VRING_CALL, &state);
     }
 
-    fn send(&self, request: u32, body: &[u8], acknowledged: bool) -> io::Result<()> {
-        let flags = VERSION | if acknowledged { NEED_REPLY } else { 0 };
+    fn send(&self, request: u32, body: &[u8]) -> io::Result<()> {
+        let flags = VERSION | if self.acknowledged { NEED_REPLY } else { 0 };
         let mut message = Vec::with_capacity(12 + body.len());
         for word in [request, flags, body.len() as u32] {
             message.extend(word.to_ne_bytes());
         }
         message.extend(body);
-        let socket = self.socket.lock().unwrap_or_else(|e| e.into_inner());
-        rustix::net::send(&*socket, &message, rustix::net::SendFlags::NOSIGNAL)?;
-        if acknowledged {
-            let mut reply = [0; 20];
-            let (got, _) = rustix::net::recv(&*socket, &mut reply[..], rustix::net::RecvFlags::WAITALL)?;
-            if got != reply.len() || reply[12..] != [0; 8] {
-                return Err(io::Error::other("the front end refused the message"));
+        let mut state = self.state.lock().unwrap_or_else(|e| e.into_inner());
+        let deadline = Instant::now() + self.time;
+        let result = state.exchange(&message, self.acknowledged, deadline);
+        if result.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::BrokenPipe) {
+            state.socket = None;
+        }
+        result
+    }
+}
+
+impl State {
+    /// Sends a message and waits for its acknowledgement. `BrokenPipe`: the channel is of no use any more.
+    fn exchange(&mut self, message: &[u8], acknowledged: bool, deadline: Instant) -> io::Result<()> {
+        self.receive()?;
+        let is_late = self.owed > 0;
+        loop {
+            match rustix::net::send(self.socket()?, message, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+                Ok(sent) if sent == message.len() => break,
+                Ok(_) => return Err(io::ErrorKind::BrokenPipe.into()),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) if is_late => {
+                    return Err(io::Error::other("the front end does not read its channel"));
+                }
+                Err(Errno::AGAIN) => self.wait(PollFlags::OUT, deadline)?,
+                Err(e) => return Err(io::Error::new(io::ErrorKind::BrokenPipe, e)),
+            }
+        }
+        if !acknowledged {
+            return Ok(());
+        }
+        self.owed += 1;
+        if is_late {
+            return Err(io::Error::other("the front end has not acknowledged earlier messages"));
+        }
+        while self.owed > 0 {
+            self.wait(PollFlags::IN, deadline)?;
+            self.receive()?;
+        }
+        if self.reply[12..] == [0; 8] { Ok(()) } else { Err(io::Error::other("the front end refused the message")) }
+    }
+
+    fn socket(&self) -> io::Result<&OwnedFd> {
+        self.socket.as_ref().ok_or_else(|| io::ErrorKind::BrokenPipe.into())
+    }
+
+    /// Takes the acknowledgements that are there. What the front end sends unasked is not read.
+    fn receive(&mut self) -> io::Result<()> {
+        while self.owed > 0 {
+            let socket = self.socket.as_ref().ok_or(io::ErrorKind::BrokenPipe)?;
+            match rustix::net::recv(socket, &mut self.reply[self.got..], RecvFlags::DONTWAIT) {
+                Ok((_, 0)) => return Err(io::ErrorKind::BrokenPipe.into()),
+                Ok((_, got)) => self.got += got,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(e) => return Err(io::Error::new(io::ErrorKind::BrokenPipe, e)),
+            }
+            if self.got == REPLY_LEN {
+                self.got = 0;
+                self.owed -= 1;
             }
         }
         Ok(())
+    }
+
+    fn wait(&self, flags: PollFlags, deadline: Instant) -> io::Result<()> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let time = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match rustix::event::poll(&mut [PollFd::new(self.socket()?, flags)], Some(&time)) {
+            Ok(0) => Err(io::ErrorKind::TimedOut.into()),
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn channel(time: Duration) -> (BackChannel, UnixStream, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        // The front end keeps the open file that it sends.
+        let kept = ours.try_clone().unwrap();
+        (BackChannel { time, ..BackChannel::new(ours.into(), true) }, kept, theirs)
+    }
+
+    /// Flags and timeouts of a socket belong to its open file, which the front end has too.
+    #[test]
+    fn a_front_end_that_undoes_flags_and_timeouts_holds_nobody() {
+        let (channel, kept, _theirs) = channel(Duration::from_millis(1));
+        kept.set_nonblocking(false).unwrap();
+        kept.set_read_timeout(None).unwrap();
+        kept.set_write_timeout(None).unwrap();
+        assert_eq!(channel.config_changed().unwrap_err().kind(), io::ErrorKind::TimedOut);
+        // Nothing is read on the other side: from here on nothing is waited for.
+        let sent = (0..100_000).take_while(|_| {
+            channel.vring_call(0);
+            channel.state.lock().unwrap().owed < 50_000
+        });
+        assert!(sent.count() > 10);
+        assert!(channel.config_changed().is_err());
+    }
+
+    #[test]
+    fn a_front_end_that_catches_up_is_waited_for_again() {
+        let (channel, _kept, mut theirs) = channel(Duration::from_millis(1));
+        for _ in 0..3 {
+            channel.config_changed().unwrap_err();
+        }
+        assert_eq!(channel.state.lock().unwrap().owed, 3);
+        theirs.write_all(&[0; 3 * REPLY_LEN]).unwrap();
+        theirs.read_exact(&mut [0; 36]).unwrap();
+        let channel = BackChannel { time: Duration::from_secs(60), ..channel };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                theirs.read_exact(&mut [0; 12]).unwrap();
+                // In pieces, and with a refusal.
+                theirs.write_all(&[0; 7]).unwrap();
+                theirs.write_all(&[1; 13]).unwrap();
+                theirs.read_exact(&mut [0; 12]).unwrap();
+                theirs.write_all(&[0; REPLY_LEN]).unwrap();
+            });
+            assert!(channel.config_changed().unwrap_err().to_string().contains("refused"));
+            channel.config_changed().unwrap();
+        });
+        drop(theirs);
+        assert_eq!(channel.config_changed().unwrap_err().kind(), io::ErrorKind::BrokenPipe);
     }
 }
