@@ -214,6 +214,11 @@ impl<S: Storage> Served<S> {
         &self.disk
     }
 
+    /// Counts a request that its export refused before it came here.
+    pub fn count_refused(&self, op: Op) {
+        self.statistics.borrow_mut().record_refused(op);
+    }
+
     pub fn statistics(&self) -> Statistics {
         self.statistics.borrow().clone()
     }

@@ -80,6 +80,13 @@ impl Statistics {
         kind.service.saturating_record(service.as_nanos() as u64);
     }
 
+    /// Counts a request that was refused at once: it has no times.
+    pub fn record_refused(&mut self, op: Op) {
+        let kind = self.kind(op);
+        kind.requests += 1;
+        kind.errors += 1;
+    }
+
     /// Counts requests, recorded one by one, that were done by the operation of a neighbour.
     pub fn record_merged(&mut self, op: Op, requests: u64) {
         self.kind(op).merged += requests;
@@ -149,5 +156,8 @@ mod tests {
         assert_eq!((s.requests, s.merged, s.errors, s.bytes), (3, 7, 1, 8192));
         assert!((s.queue_us[0] - 1.0).abs() < 0.05 && (s.service_us[2] - 3000.0).abs() < 40.0, "{s:?}");
         assert!(a.summary(OpKind::Flush).is_none());
+        a.record_refused(Op::Discard);
+        let s = a.summary(OpKind::Discard).unwrap();
+        assert_eq!((s.requests, s.errors, s.service_us), (1, 1, [0.0; 3]));
     }
 }

@@ -375,7 +375,10 @@ impl Queue {
                     requests.push(Request::new(op, offset, len, Segments::default(), arrived, token));
                 }
             }
-            Ask::Now { status, written } => {
+            Ask::Now { status, written, op } => {
+                if let Some(op) = op {
+                    self.served.count_refused(op);
+                }
                 pending.written = written;
                 core.pending[usize::from(head.id)] = pending;
                 self.in_flight.set(self.in_flight.get() + 1);

@@ -30,8 +30,8 @@ pub enum Ask {
     One { op: Op, offset: u64, len: u64 },
     /// Several ranges, answered by one status.
     Ranges { op: Op, ranges: Vec<(u64, u64)> },
-    /// Answered on the spot (GET_ID, or an error).
-    Now { status: Status, written: u32 },
+    /// Answered on the spot (GET_ID, or an error). `op`: what was refused, if it is an operation.
+    Now { status: Status, written: u32, op: Option<Op> },
 }
 
 impl Ask {
@@ -98,7 +98,16 @@ pub fn parse(head: u16, descs: &[Desc], terms: Terms<'_>, segments: &mut Segment
         _ => Err(Failure::Unsupported),
     };
     // Memory that is not the guest's, or lengths that do not fit: the request is bad, the ring is not.
-    let ask = ask.unwrap_or_else(|failure| Ask::Now { status: Err(failure), written: 1 });
+    let ask = ask.unwrap_or_else(|failure| {
+        let op = match kind {
+            0 => Some(Op::Read),
+            1 => Some(Op::Write { fua: terms.fua }),
+            11 => Some(Op::Discard),
+            13 => Some(Op::WriteZeroes { unmap: false, fua: terms.fua, fast: false }),
+            _ => None,
+        };
+        Ask::Now { status: Err(failure), written: 1, op }
+    });
     Ok(Parsed { ask, status })
 }
 
@@ -134,7 +143,7 @@ fn identify(serial: &str, writable: &[Desc], data_in: u64, segments: &mut Segmen
     let serial = &serial.as_bytes()[..serial.len().min(id.len())];
     id[..serial.len()].copy_from_slice(serial);
     segments.copy_in(0, &id[..len as usize]);
-    Ok(Ask::Now { status: Ok(()), written: len as u32 + 1 })
+    Ok(Ask::Now { status: Ok(()), written: len as u32 + 1, op: None })
 }
 
 fn ranges(zeroes: bool, fua: bool, readable: &[Desc], data: u64, segments: &mut Segments) -> Result<Ask, Failure> {
@@ -237,7 +246,10 @@ mod tests {
         let mut segments = Segments::default();
         let descs = [&descs[..1001], &[desc(0x4000, 288, true)], &descs[1001..]].concat();
         let parsed = ask(&memory, &descs, &mut segments).unwrap();
-        assert!(matches!(parsed.ask, Ask::Now { status: Err(Failure::Io), written: 1 }), "{parsed:?}");
+        assert!(
+            matches!(parsed.ask, Ask::Now { status: Err(Failure::Io), written: 1, op: Some(Op::Read) }),
+            "{parsed:?}"
+        );
         assert!(segments.count() <= PIECES + 500, "{} pieces", segments.count());
     }
 
@@ -248,7 +260,10 @@ mod tests {
         for (room, len) in [(0, 0), (5, 5), (20, 20), (30, 20)] {
             let descs = [desc(0, 16, false), desc(0x100, room, true), desc(0x200, 1, true)];
             let parsed = ask(&memory, &descs, &mut Segments::default()).unwrap();
-            assert!(matches!(parsed.ask, Ask::Now { status: Ok(()), written } if written == len + 1), "{parsed:?}");
+            assert!(
+                matches!(parsed.ask, Ask::Now { status: Ok(()), written, op: None } if written == len + 1),
+                "{parsed:?}"
+            );
         }
         assert_eq!(&memory.window(0x100, 21, 1).unwrap().copy_out(0), b"a serial of more tha\0");
     }
