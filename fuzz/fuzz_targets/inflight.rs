@@ -10,7 +10,7 @@ mod guest;
 use std::rc::Rc;
 
 use blockyard_export::vhost_user::parts::{Inflight, InflightRegion, MAX_CHAIN, Ring, queue_bytes};
-use blockyard_ring::Region;
+use blockyard_ring::{Mapper, Region};
 use guest::{Bytes, Shape, memory};
 use libfuzzer_sys::fuzz_target;
 
@@ -23,8 +23,8 @@ fuzz_target!(|data: &[u8]| {
     let (_, fd) = Region::memfd("fuzz", 0, 0, len).unwrap();
     let believed = bytes_of(content, shape.packed, len / u64::from(queues.max(1)) & !63);
     assert_eq!(rustix::io::pwrite(&fd, &believed, 0).unwrap(), believed.len());
-    let region = InflightRegion::map(fd, 0, len, queues).unwrap();
-    let Some(mut inflight) = region.queue(index, shape.packed) else { return };
+    let region = InflightRegion::map(&Mapper::new(false), fd, (0, len), queues).unwrap();
+    let Ok(Some(mut inflight)) = region.queue(index, shape.packed) else { return };
     // What the daemon itself refuses before it looks further.
     if inflight.size() < shape.size {
         return;
@@ -33,7 +33,7 @@ fuzz_target!(|data: &[u8]| {
     let Ok(mut ring) = shape.ring(&memory) else { return };
     recover(&mut ring, &mut inflight);
     // And again: what was recovered is consistent.
-    if let Some(mut inflight) = region.queue(index, shape.packed) {
+    if let Ok(Some(mut inflight)) = region.queue(index, shape.packed) {
         let Ok(mut ring) = shape.ring(&memory) else { return };
         recover(&mut ring, &mut inflight);
     }
@@ -44,6 +44,7 @@ fn bytes_of(content: &[u8], packed: bool, queue_bytes: u64) -> Vec<u8> {
     let mut bytes = content.to_vec();
     let (header, entry) = if packed { (32, 32) } else { (16, 16) };
     if bytes.len() > 12 && bytes[0] != 0xff && queue_bytes > header {
+        bytes[..8].fill(0);
         bytes[8..10].copy_from_slice(&1u16.to_le_bytes());
         bytes[10..12].copy_from_slice(&(((queue_bytes - header) / entry) as u16).to_le_bytes());
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use blockyard_export::PollMode;
-use blockyard_export::vhost_user::Coalesce;
+use blockyard_export::vhost_user::{Coalesce, SecondClient};
 use blockyard_image::{CacheMode, Format};
 use clap::{Args, Parser, Subcommand};
 use serde::Deserialize;
@@ -303,6 +303,18 @@ pub struct DiskArgs {
     #[serde(default)]
     pub pin_memory: bool,
 
+    /// Accept guest memory in files whose pages another process can withhold (FUSE, network file systems, overlayfs, device
+    /// files). Such a process can stop this reactor, and every disk on it, for as long as it likes.
+    #[arg(long)]
+    #[serde(default)]
+    pub allow_any_memory_file: bool,
+
+    /// What becomes of a front end that connects while another one is served: wait (until the other one is gone) or refuse
+    /// (its connection is closed). The log names it either way.
+    #[arg(long, default_value = "wait", value_name = "MODE", value_parser = parse_second_client, help_heading = "Ways in")]
+    #[serde(default, deserialize_with = "config::second_client")]
+    pub second_client: SecondClient,
+
     /// Put a filter before the disk, to test what is above: delay:read=1ms,flush=10ms or
     /// error:write=0.01,range=0-1048576 (bytes). May be repeated.
     #[arg(long = "filter", value_name = "FILTER")]
@@ -395,6 +407,14 @@ pub fn parse_size(s: &str) -> Result<u64, String> {
 pub fn parse_queue_size(s: &str) -> Result<u16, String> {
     let size = s.parse().ok().filter(|n: &u16| n.is_power_of_two() && (4..=32768).contains(n));
     size.ok_or_else(|| format!("\"{s}\": a queue size is a power of two from 4 to 32768"))
+}
+
+pub fn parse_second_client(s: &str) -> Result<SecondClient, String> {
+    match s {
+        "wait" => Ok(SecondClient::Wait),
+        "refuse" => Ok(SecondClient::Refuse),
+        _ => Err("it is wait or refuse".into()),
+    }
 }
 
 pub fn parse_poll(s: &str) -> Result<PollMode, String> {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use blockyard_disk::Filter;
 use blockyard_export::PollMode;
-use blockyard_export::vhost_user::Coalesce;
+use blockyard_export::vhost_user::{Coalesce, SecondClient};
 use blockyard_image::{ChainOptions, Format, Overlaid, nbd};
 use serde::{Deserialize, Deserializer};
 
@@ -251,6 +251,10 @@ pub fn queue_size<'de, D: Deserializer<'de>>(d: D) -> Result<u16, D::Error> {
 
 pub fn reactors<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u16>, D::Error> {
     parsed(d, cli::parse_reactors).map(Some)
+}
+
+pub fn second_client<'de, D: Deserializer<'de>>(d: D) -> Result<SecondClient, D::Error> {
+    parsed(d, cli::parse_second_client)
 }
 
 pub fn poll<'de, D: Deserializer<'de>>(d: D) -> Result<PollMode, D::Error> {

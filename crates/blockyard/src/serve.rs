@@ -261,6 +261,8 @@ impl Yard {
             coalesce: args.coalesce,
             in_band: args.in_band_notifications,
             pin_memory: args.pin_memory,
+            any_memory_file: args.allow_any_memory_file,
+            second_client: args.second_client,
         };
         VhostUser::start(disk.clone(), listener, shape, tuning, self.reactors.clone())
             .with_context(|| format!("disk {}: starting its export", disk.name()))

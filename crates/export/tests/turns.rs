@@ -95,6 +95,7 @@ impl Guest {
             packed: false,
             event_idx: false,
             inflight: None,
+            is_settled: false,
             kick: None,
             in_band: true,
             call: Call::None,

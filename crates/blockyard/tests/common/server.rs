@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use blockyard_disk::{Disk, DiskOptions, SnapshotOptions, Source, WorkError};
 use blockyard_export::PollMode;
-use blockyard_export::vhost_user::{Coalesce, QueueShape, Tuning, VhostUser};
+use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
 use blockyard_export::{Listener, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
 
@@ -25,7 +25,14 @@ impl Server {
         let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters };
         let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new(image)).unwrap()));
         let (shape, poll) = (QueueShape { queues: 2, size: 256 }, PollMode::Auto);
-        let tuning = Tuning { poll, coalesce: Coalesce::Auto, in_band: false, pin_memory: false };
+        let tuning = Tuning {
+            poll,
+            coalesce: Coalesce::Auto,
+            in_band: false,
+            pin_memory: false,
+            any_memory_file: false,
+            second_client: SecondClient::Wait,
+        };
         let listener = Listener::bind(socket).unwrap();
         let export = VhostUser::start(disk.clone(), listener, shape, tuning, reactors.clone()).unwrap();
         Server { disk, export, reactors }

@@ -15,6 +15,7 @@
 //!   exchange     front ends that come, go and die while the image below them is exchanged
 //!   load         queues over reactors, filters, statistics
 //!   remote       images on an NBD server, which dies and comes back
+//!   second       a front end that connects while another one is served
 //!   shares       limits, groups, and their change at run time
 //!   streams      standard output and error that fail or are not read
 //!   tls          NBD under TLS: who may have what, and the same bytes
@@ -40,6 +41,7 @@ mod reload;
 mod remote;
 mod renewal;
 mod requests;
+mod second;
 mod shares;
 mod streams;
 mod tls;

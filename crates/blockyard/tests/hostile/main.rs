@@ -8,6 +8,7 @@
 //!   limits     queues that stop and start                    -> no more than the limits allow
 //!   floods     anything of this very often                            -> neither log nor memory nor descriptors grow
 //!   beside     a neighbour of the same reactor beside each of these   -> it is served while the attack goes on
+//!   regions    address space taken, files that can be withheld, in-flight regions over a reset
 //!   turns      chains without end, descriptors that would block       -> the reactor goes on, the daemon ends
 //! ```
 //! After each: the other queue, the other disk, and (reset) the same queue work; the daemon ends as it should.
@@ -21,6 +22,7 @@ mod guest;
 mod limits;
 mod messages;
 mod moving;
+mod regions;
 mod requests;
 mod rings;
 mod turns;

@@ -311,6 +311,7 @@ fn garbage(seed: u64, len: usize, layout: Layout) -> Vec<u8> {
     let mut bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
     let (header, entry) = if layout == Layout::Split { (16, 16) } else { (32, 32) };
     let entries = (((len & !63) - header) / entry).min(32768) as u16;
+    bytes[..8].fill(0);
     bytes[8..10].copy_from_slice(&1u16.to_le_bytes());
     bytes[10..12].copy_from_slice(&entries.to_le_bytes());
     for at in (header..len - entry).step_by(entry) {

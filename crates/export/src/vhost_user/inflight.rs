@@ -4,11 +4,13 @@
 //! it to our successor, who takes the same requests again, oldest first, before anything new.
 //! What must hold: at every instruction at which we may be killed, the region and the ring together tell exactly which
 //! chains are unanswered. Kernel-visible order is program order here, so stores need only be kept in it (Release).
+//! A region may come from another back end: the fields of its header say how it is laid out, and one that cannot be read
+//! is an error, because requests in it would be lost.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-use blockyard_ring::{GuestMemory, MemoryError, Region, Window};
+use blockyard_ring::{GuestMemory, Mapper, MemoryError, Region, Window};
 
 use super::virtqueue::RingError;
 
@@ -17,7 +19,11 @@ const VERSION: u16 = 1;
 /// Entries of a queue that are made use of, however large a region is.
 const ENTRIES_MOST: usize = 32768;
 
-/// Offsets in the header and in an entry, in bytes, of the two layouts that the specification gives.
+/// Offsets in the header and in an entry, in bytes, of the two layouts that the specification gives. Both headers begin
+/// with features (8 bytes, 0), a version and the number of entries.
+const FEATURES: usize = 0;
+const VERSION_AT: usize = 8;
+const DESC_NUM: usize = 10;
 mod split {
     pub const LAST_BATCH_HEAD: usize = 12;
     pub const USED_IDX: usize = 14;
@@ -40,6 +46,17 @@ mod packed {
     pub const NUM: usize = 6;
     pub const COUNTER: usize = 8;
     pub const DESC: usize = 16;
+}
+
+/// A descriptor of a packed ring (address, length, id, flags) in the region's order (id, flags, length, address).
+fn to_region(ring: [u8; 16]) -> [u8; 16] {
+    let [a0, a1, a2, a3, a4, a5, a6, a7, l0, l1, l2, l3, i0, i1, f0, f1] = ring;
+    [i0, i1, f0, f1, l0, l1, l2, l3, a0, a1, a2, a3, a4, a5, a6, a7]
+}
+
+fn to_ring(region: [u8; 16]) -> [u8; 16] {
+    let [i0, i1, f0, f1, l0, l1, l2, l3, a0, a1, a2, a3, a4, a5, a6, a7] = region;
+    [a0, a1, a2, a3, a4, a5, a6, a7, l0, l1, l2, l3, i0, i1, f0, f1]
 }
 
 /// A packed ring's chain as it was taken.
@@ -91,8 +108,9 @@ pub struct InflightRegion {
 }
 
 impl InflightRegion {
-    pub fn map(fd: OwnedFd, offset: u64, len: u64, queues: u16) -> Result<Self, MemoryError> {
-        let memory = GuestMemory::default().with(Region::map(fd, offset, 0, 0, len)?)?;
+    /// Maps `len` bytes at `offset` of the front end's file.
+    pub fn map(mapper: &Mapper, fd: OwnedFd, (offset, len): (u64, u64), queues: u16) -> Result<Self, MemoryError> {
+        let memory = GuestMemory::default().with(mapper.map(fd, offset, 0, 0, len)?)?;
         // Counters are written whole: an offset that no front end makes up by accident is refused here.
         memory.window(0, 1, 8)?;
         let notes = len.checked_sub(NOTES).filter(|at| at.is_multiple_of(64));
@@ -118,16 +136,17 @@ impl InflightRegion {
         }
     }
 
-    /// The part of one queue; None when the region has none for it.
-    pub fn queue(&self, index: u16, is_packed: bool) -> Option<Inflight> {
+    /// The part of one queue; None if the region has none for it. An error: what is there cannot be read.
+    pub fn queue(&self, index: u16, is_packed: bool) -> Result<Option<Inflight>, RingError> {
         let (header, entry) = layout(is_packed);
-        let size = ((self.queue_bytes as usize).checked_sub(header)? / entry).min(ENTRIES_MOST);
-        if index >= self.queues || size == 0 {
-            return None;
+        let room = (self.queue_bytes as usize).saturating_sub(header) / entry;
+        if index >= self.queues || room == 0 {
+            return Ok(None);
         }
-        let len = (header + entry * size) as u64;
-        let window = self.memory.window(u64::from(index) * self.queue_bytes, len, 8).ok()?;
-        Some(Inflight::new(window, size as u16, is_packed))
+        let room = room.min(ENTRIES_MOST);
+        let len = (header + entry * room) as u64;
+        let window = self.memory.window(u64::from(index) * self.queue_bytes, len, 8)?;
+        Inflight::new(window, room as u16, is_packed).map(Some)
     }
 }
 
@@ -142,16 +161,28 @@ pub struct Inflight {
 }
 
 impl Inflight {
-    fn new(window: Window, size: u16, is_packed: bool) -> Self {
-        let mut inflight = Inflight { window, size, is_packed, counter: 0, batch: Vec::new() };
-        if inflight.load(8) != VERSION || inflight.load(10) != size {
-            inflight.format();
+    /// `room`: entries that the queue's part has room for.
+    fn new(window: Window, room: u16, is_packed: bool) -> Result<Self, RingError> {
+        let mut inflight = Inflight { window, size: room, is_packed, counter: 0, batch: Vec::new() };
+        let features = u64::from_le_bytes(inflight.window.copy_out(FEATURES));
+        let entries = inflight.load(DESC_NUM);
+        match inflight.load(VERSION_AT) {
+            0 => inflight.format(),
+            VERSION if features != 0 => return Err(RingError::Region("it has features that are not known")),
+            VERSION if entries == 0 || entries > room => {
+                return Err(RingError::Region("its header names no entries, or more than it has room for"));
+            }
+            VERSION => inflight.size = entries,
+            _ => return Err(RingError::Region("its version is not known")),
         }
         inflight.counter = inflight.entries().map(|e| inflight.counter_of(e)).max().unwrap_or(0);
-        inflight
+        Ok(inflight)
     }
 
     fn format(&mut self) {
+        // Killed in the midst of this, it is formatted again.
+        self.store(VERSION_AT, 0);
+        compiler_fence(Ordering::SeqCst);
         let zeroes = vec![0; self.window.len()];
         self.window.write(0, &zeroes);
         if self.is_packed {
@@ -162,8 +193,17 @@ impl Inflight {
             self.window.copy_in(packed::USED_WRAP, [1]);
             self.window.copy_in(packed::OLD_USED_WRAP, [1]);
         }
-        self.store(10, self.size);
-        self.store(8, VERSION);
+        self.store(DESC_NUM, self.size);
+        self.store(VERSION_AT, VERSION);
+        self.counter = 0;
+    }
+
+    /// The ring was stopped after its last request, and begins where its front end says: what is noted of its place is of
+    /// the ring before. Nothing happens if an entry is in flight all the same.
+    pub fn begin_anew(&mut self) {
+        if self.unanswered().is_empty() {
+            self.format();
+        }
     }
 
     /// Whether anything was ever noted here: else the base that the front end tells is the truth.
@@ -231,7 +271,7 @@ impl Inflight {
             if at >= self.size {
                 return u16::MAX;
             }
-            self.window.copy_in(self.at(at) + packed::DESC, *desc);
+            self.window.copy_in(self.at(at) + packed::DESC, to_region(*desc));
             last = at;
             at = self.load(self.at(at) + packed::NEXT);
         }
@@ -320,7 +360,7 @@ impl Inflight {
             if at >= self.size {
                 return Err(RingError::Region("a chain leads out of it"));
             }
-            raw.push(self.window.copy_out(self.at(at) + packed::DESC));
+            raw.push(to_ring(self.window.copy_out(self.at(at) + packed::DESC)));
             at = self.load(self.at(at) + packed::NEXT);
         }
         Ok(PackedChain { entry, raw })
@@ -373,119 +413,4 @@ impl Inflight {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn region(size: u16, is_packed: bool) -> InflightRegion {
-        let (fd, len) = allocate(1, size, is_packed).unwrap();
-        InflightRegion::map(fd, 0, len, 1).unwrap()
-    }
-
-    #[test]
-    fn split_tells_what_is_unanswered_in_order() {
-        let region = region(8, false);
-        let mut queue = region.queue(0, false).unwrap();
-        for head in [5, 2, 7, 0] {
-            queue.taken_split(head);
-        }
-        queue.pushed_split(2);
-        queue.published_split(1);
-        queue.pushed_split(0);
-        // Killed here: published or not, the ring's index decides.
-        assert_eq!(region.queue(0, false).unwrap().recover_split(1), [5, 7, 0]);
-        let region2 = region.clone();
-        let mut queue = region2.queue(0, false).unwrap();
-        queue.pushed_split(0);
-        assert_eq!(region.queue(0, false).unwrap().recover_split(2), [5, 7]);
-        assert!(region.queue(1, false).is_none());
-    }
-
-    #[test]
-    fn packed_keeps_the_descriptors() {
-        let region = region(8, true);
-        let mut queue = region.queue(0, true).unwrap();
-        let raw = |n: u8| [n; 16];
-        let a = queue.taken_packed(&[raw(1), raw(2)]);
-        let b = queue.taken_packed(&[raw(3)]);
-        let c = queue.taken_packed(&[raw(4), raw(5), raw(6)]);
-        queue.pushed_packed(b);
-        queue.publishing_packed(1, true);
-        queue.published_packed();
-        queue.pushed_packed(a);
-        queue.publishing_packed(3, true);
-        // Killed before the ring's flags were written: `a` is still unanswered.
-        let (chains, used) = region.queue(0, true).unwrap().recover_packed(|_, _| false).unwrap();
-        assert_eq!(used, (1, true));
-        assert_eq!(chains.iter().map(|c| c.entry).collect::<Vec<_>>(), [a, c]);
-        assert_eq!(chains[0].raw, [raw(1), raw(2)]);
-        // Killed after it: only `c` is.
-        let mut queue = region.queue(0, true).unwrap();
-        queue.pushed_packed(a);
-        queue.publishing_packed(3, true);
-        let (chains, used) = region.queue(0, true).unwrap().recover_packed(|_, _| true).unwrap();
-        assert_eq!((used, chains.len()), ((3, true), 1));
-        assert_eq!(chains[0].raw, [raw(4), raw(5), raw(6)]);
-    }
-
-    #[test]
-    fn a_damaged_region_is_said_to_be() {
-        let damaged = |entry: usize, at: usize, value: u16| {
-            let region = region(64, true);
-            let mut queue = region.queue(0, true).unwrap();
-            queue.taken_packed(&[[1; 16], [2; 16]]);
-            queue.window.store_u16(packed::HEADER + entry * packed::ENTRY + at, value, Ordering::Relaxed);
-            region.queue(0, true).unwrap().recover_packed(|_, _| false)
-        };
-        assert_eq!(damaged(5, packed::NUM, 9).unwrap().0.len(), 1, "an entry that nobody is at");
-        for (entry, at, value) in [(0, packed::NUM, 0), (0, packed::NUM, u16::MAX), (0, packed::NEXT, u16::MAX)] {
-            assert!(matches!(damaged(entry, at, value), Err(RingError::Region(_))), "{entry} {at} {value}");
-        }
-        // Many chains that are each as long as the region: no more is read than there is.
-        let region = region(64, true);
-        let mut queue = region.queue(0, true).unwrap();
-        for entry in 0..usize::from(queue.size()) {
-            assert_eq!(usize::from(queue.taken_packed(&[[1; 16]])), entry);
-            queue.window.store_u16(packed::HEADER + entry * packed::ENTRY + packed::NUM, 900, Ordering::Relaxed);
-        }
-        assert!(region.queue(0, true).unwrap().recover_packed(|_, _| false).is_err());
-    }
-
-    #[test]
-    fn counters_at_their_end_and_regions_without_end_are_borne() {
-        let region = region(8, false);
-        let mut queue = region.queue(0, false).unwrap();
-        queue.taken_split(3);
-        queue.window.copy_in(split::HEADER + 3 * split::ENTRY + split::COUNTER, u64::MAX.to_le_bytes());
-        let mut queue = region.queue(0, false).unwrap();
-        queue.taken_split(4);
-        assert_eq!(queue.recover_split(0).len(), 2);
-        // Sparse, and it stays so: only the entries that may be used are touched.
-        let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&fd, 1 << 40).unwrap();
-        let vast = InflightRegion::map(fd.try_clone().unwrap(), 0, 1 << 40, 1).unwrap();
-        for is_packed in [false, true] {
-            assert_eq!(vast.queue(0, is_packed).unwrap().size(), 32768);
-        }
-        assert!(rustix::fs::fstat(&fd).unwrap().st_blocks * 512 < 2 << 20);
-        assert!(InflightRegion::map(fd, 3, 4096, 1).is_err(), "counters would lie across words");
-    }
-
-    /// Every interleaving of taking, using and publishing leaves every entry free in the end.
-    #[test]
-    fn entries_taken_between_use_and_publication_are_not_lost() {
-        let region = region(8, true);
-        let mut queue = region.queue(0, true).unwrap();
-        for round in 0..2000u16 {
-            let a = queue.taken_packed(&[[1; 16]; 3]);
-            queue.pushed_packed(a);
-            let b = queue.taken_packed(&[[2; 16]; 2]);
-            assert!(a < queue.size() && b < queue.size() && a != b, "round {round}: {a} {b}");
-            queue.publishing_packed(1 + round % 7, true);
-            queue.published_packed();
-            queue.pushed_packed(b);
-            queue.publishing_packed(round % 7, false);
-            queue.published_packed();
-        }
-        assert_eq!(region.queue(0, true).unwrap().recover_packed(|_, _| false).unwrap().0, []);
-    }
-}
+mod tests;

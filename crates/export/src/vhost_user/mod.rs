@@ -9,6 +9,8 @@
 mod channel;
 mod config;
 mod inflight;
+mod memory;
+mod messages;
 mod notify;
 mod pin;
 mod placement;
@@ -17,16 +19,20 @@ mod request;
 mod session;
 mod socket;
 mod virtqueue;
+mod waiting;
 mod write_cache;
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, Served, Store};
+use blockyard_ring::Mapper;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 pub use config::QueueShape;
@@ -46,11 +52,12 @@ pub mod parts {
 use crate::log::Log;
 use crate::{Listener, PollMode, Reactors};
 use channel::BackChannel;
-use queue::DeviceState;
+use queue::{DeviceState, QueueHandle};
 use session::Session;
 use socket::Next;
+use waiting::{Client, Waiting};
 
-/// How queues are driven.
+/// How queues are driven, and front ends met.
 #[derive(Clone, Copy, Debug)]
 pub struct Tuning {
     pub poll: PollMode,
@@ -59,6 +66,19 @@ pub struct Tuning {
     pub in_band: bool,
     /// Register the guest's memory with io_uring, which pins it.
     pub pin_memory: bool,
+    /// Accept guest memory in files whose pages another process can withhold (FUSE, network file systems).
+    pub any_memory_file: bool,
+    pub second_client: SecondClient,
+}
+
+/// What becomes of a front end that connects while another one is served.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SecondClient {
+    /// It waits until the other one is gone.
+    #[default]
+    Wait,
+    /// Its connection is closed.
+    Refuse,
 }
 
 /// What sessions, the listening thread and the program share.
@@ -67,18 +87,36 @@ pub struct Export {
     shape: QueueShape,
     tuning: Tuning,
     reactors: Arc<Reactors>,
+    /// Of all front ends that come here, one after the other.
+    mapper: Mapper,
     /// The way to tell the front end of today something.
     channel: Mutex<Option<Arc<BackChannel>>>,
     /// The front end's connection, to end a read from outside.
     connection: Mutex<Option<UnixStream>>,
     stop: AtomicBool,
     wake: OwnedFd,
+    /// Waits of the session for reactors and storage, which end by themselves.
+    own_waits: AtomicU32,
 }
+
+/// One such wait, while it lasts.
+struct OwnWait(Arc<Export>);
+
+impl Drop for OwnWait {
+    fn drop(&mut self) {
+        self.0.own_waits.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// How long the end waits for a session that is not in a wait of its own. A descriptor of the front end may hold it: FUSE
+/// files answer, and sockets close, when another process lets them.
+const DESCRIPTOR_TIME: Duration = Duration::from_secs(5);
 
 /// A listening export; `stop` (or drop) ends it.
 pub struct VhostUser {
     export: Arc<Export>,
     thread: Option<JoinHandle<()>>,
+    descriptor_time: Duration,
 }
 
 impl VhostUser {
@@ -97,10 +135,12 @@ impl VhostUser {
             shape,
             tuning,
             reactors,
+            mapper: Mapper::new(tuning.any_memory_file),
             channel: Mutex::new(None),
             connection: Mutex::new(None),
             stop: AtomicBool::new(false),
             wake: rustix::event::eventfd(0, flags)?,
+            own_waits: AtomicU32::new(0),
         });
         let shared = export.clone();
         let name = format!("vhost {}", export.device.disk.name());
@@ -108,7 +148,7 @@ impl VhostUser {
             .name(name.chars().take(15).collect())
             .stack_size(512 << 10)
             .spawn(move || listen(&shared, &listener))?;
-        Ok(VhostUser { export, thread: Some(thread) })
+        Ok(VhostUser { export, thread: Some(thread), descriptor_time: DESCRIPTOR_TIME })
     }
 
     /// Tells the guest that the configuration changed: the disk has another size.
@@ -123,18 +163,42 @@ impl VhostUser {
 
     /// Stops taking requests, answers those in flight, and closes the socket.
     pub fn stop(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
         self.export.stop.store(true, Ordering::SeqCst);
         let _ = rustix::io::write(&self.export.wake, &1u64.to_ne_bytes());
         // What a front end has in flight is not to wait for limits now.
         self.export.each_served(Served::suspend);
         if let Some(connection) = &*lock(&self.export.connection) {
-            // Only the reading half: a reply that is being written still goes out.
-            let _ = connection.shutdown(std::net::Shutdown::Read);
+            // The session ends after the message that it works on. Its reply still goes out if there is room for it. If there
+            // is none, the front end does not read: then the session may wait in a write, and that half is ended too.
+            let half = if has_room(connection) { std::net::Shutdown::Read } else { std::net::Shutdown::Both };
+            let _ = connection.shutdown(half);
         }
-        if let Some(thread) = self.thread.take() {
+        if self.ends(&thread) {
             let _ = thread.join();
+            self.export.each_served(Served::resume);
+            return;
         }
+        // The thread is left behind; it ends with the process. Its queues are not.
+        let device = &self.export.device;
+        let what = format_args!("a descriptor of the front end does not answer: its queues are stopped without it");
+        device.log.warn(device.disk.name(), None, what);
+        QueueHandle::stop_all(device, &self.export.reactors);
         self.export.each_served(Served::resume);
+    }
+
+    /// Waits until the thread has ended. False: it waits for something that is not ours.
+    fn ends(&self, thread: &JoinHandle<()>) -> bool {
+        let mut since = Instant::now();
+        while !thread.is_finished() {
+            if self.export.own_waits.load(Ordering::SeqCst) > 0 {
+                since = Instant::now();
+            } else if since.elapsed() >= self.descriptor_time {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        true
     }
 }
 
@@ -152,9 +216,15 @@ impl Export {
         }
     }
 
-    /// Syncs the disk on every reactor that has written to it.
-    fn settle(&self) {
-        crate::ending::settle(&self.device.disk, &self.reactors);
+    /// From here on the session waits for a reactor or for storage, until the guard is dropped.
+    fn own_wait(self: &Arc<Self>) -> OwnWait {
+        self.own_waits.fetch_add(1, Ordering::SeqCst);
+        OwnWait(self.clone())
+    }
+
+    /// Syncs the disk on every reactor that has written to it; false if one of them failed.
+    fn settle(&self) -> bool {
+        crate::ending::settle(&self.device.disk, &self.reactors)
     }
 }
 
@@ -162,14 +232,22 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
+/// Whether a reply could be written to a connection without waiting.
+fn has_room(connection: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(connection, PollFlags::OUT)];
+    let _ = rustix::event::poll(&mut fds, Some(&Timespec::default()));
+    fds[0].revents().contains(PollFlags::OUT)
+}
+
 /// The export's thread.
 fn listen(export: &Arc<Export>, listener: &Listener) {
     let (disk, log) = (export.device.disk.name(), &export.device.log);
+    let mut waiting = Waiting::new(export, listener);
     while !export.stop.load(Ordering::SeqCst) {
-        match listener.accept(export.wake.as_fd()) {
-            Ok(Some(stream)) => {
+        match waiting.next() {
+            Ok(Some(client)) => {
                 log.info(disk, None, format_args!("a front end connected"));
-                match serve(export, stream.into()) {
+                match serve(export, client, &mut waiting) {
                     Ok(()) => log.info(disk, None, format_args!("the front end went away; listening again")),
                     Err(e) => log.warn(disk, None, format_args!("the front end was let go: {e}; listening again")),
                 }
@@ -178,39 +256,29 @@ fn listen(export: &Arc<Export>, listener: &Listener) {
             Err(e) => {
                 // Out of descriptors, most likely: listening goes on, slowly.
                 log.warn(disk, None, format_args!("accepting a front end failed: {e}"));
-                std::thread::sleep(std::time::Duration::from_millis(200));
+                std::thread::sleep(Duration::from_millis(200));
             }
         }
     }
 }
 
 /// Works through one front end's messages until it goes.
-fn serve(export: &Arc<Export>, stream: UnixStream) -> Result<(), String> {
+fn serve(export: &Arc<Export>, client: Client, waiting: &mut Waiting<'_>) -> Result<(), String> {
     let explain = |what: &'static str| move |e: io::Error| format!("{what}: {e}");
+    let Client { stream, process } = client;
     *lock(&export.connection) = Some(stream.try_clone().map_err(explain("copying its socket"))?);
     let peek = stream.try_clone().map_err(explain("copying its socket"))?;
-    let peer = blockyard_ring::host::peer_process(&stream);
-    let session = Arc::new(Mutex::new(Session::new(export.clone(), peer)));
+    let session = Arc::new(Mutex::new(Session::new(export.clone(), process)));
     let mut handler = BackendReqHandler::from_stream(stream, session.clone());
     let result = loop {
         if export.stop.load(Ordering::SeqCst) {
             break Ok(());
         }
+        waiting.until_readable(&peek, process);
         match socket::next(&peek) {
             Ok(Next::Gone) => break Ok(()),
-            Ok(Next::Kick { index, reply }) => {
-                let good = lock(&session).kicked(index);
-                if reply && let Err(e) = socket::acknowledge(&peek, socket::VRING_KICK, good) {
-                    break Err(e.to_string());
-                }
-            }
-            Ok(Next::BackChannel { fd, reply }) => {
-                let good = fd.is_some();
-                if let Some(fd) = fd {
-                    lock(&session).set_channel(fd);
-                }
-                let reply = reply && lock(&session).acknowledges();
-                if reply && let Err(e) = socket::acknowledge(&peek, socket::SET_BACKEND_REQ_FD, good) {
+            Ok(Next::Taken { request, reply, message }) => {
+                if let Err(e) = lock(&session).answer(&peek, request, reply, message) {
                     break Err(e.to_string());
                 }
             }
@@ -230,3 +298,6 @@ fn serve(export: &Arc<Export>, stream: UnixStream) -> Result<(), String> {
     *lock(&export.connection) = None;
     result
 }
+
+#[cfg(test)]
+mod tests;

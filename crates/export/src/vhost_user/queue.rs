@@ -68,6 +68,8 @@ pub struct QueueSetup {
     pub packed: bool,
     pub event_idx: bool,
     pub inflight: Option<InflightRegion>,
+    /// The front end's base is true, whatever the in-flight region says: nothing of the ring is in flight.
+    pub is_settled: bool,
     pub kick: Option<OwnedFd>,
     /// The front end kicks by messages: without a kick descriptor, do not look for chains by the clock.
     pub in_band: bool,

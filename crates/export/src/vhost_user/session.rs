@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use blockyard_ring::{GuestMemory, Region};
+use blockyard_ring::{GuestMemory, MEMORY_SLOTS};
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
     VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
@@ -21,23 +21,24 @@ use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut
 use super::channel::BackChannel;
 use super::config::{self, QueueShape};
 use super::inflight::{self, InflightRegion};
+use super::memory::Causes;
 use super::notify::{self, Call};
 use super::pin::Pins;
 use super::queue::{DeviceState, QueueHandle, QueueSetup};
 use super::{Export, Tuning};
 
-/// Memory regions that a front end may add one by one.
-const MEMORY_SLOTS: u64 = 509;
-
 const NO_CALL: &str = "a call or error notifier that is neither an eventfd nor a Unix stream socket";
 
 /// What a ring is told before it starts.
 #[derive(Default)]
-struct Vring {
+pub(super) struct Vring {
     size: u32,
     /// Addresses in the front end's own process: descriptors, available (driver), used (device).
-    parts: Option<(u64, u64, u64)>,
+    pub(super) parts: Option<(u64, u64, u64)>,
     base: u32,
+    /// This session has stopped the ring after its last request, so nothing of it is in flight, and what the front end says
+    /// of its base is true. (After the death of a back end only the in-flight region knows.)
+    is_settled: bool,
     kick: Option<OwnedFd>,
     call: Option<OwnedFd>,
     error: Option<OwnedFd>,
@@ -45,24 +46,37 @@ struct Vring {
     running: Option<QueueHandle>,
 }
 
+impl Vring {
+    /// Stops the ring, if it runs, after what it has in flight. False: its reactor has ended, and nothing is known of it.
+    fn stop(&mut self) -> bool {
+        let Some(queue) = self.running.take() else { return true };
+        let base = queue.stop();
+        self.is_settled = base.is_some();
+        self.base = base.unwrap_or(self.base);
+        base.is_some()
+    }
+}
+
 /// Our own refusal, which the front end hears of: the crate's errors come without an answer.
-fn no() -> Error {
+pub(super) fn no() -> Error {
     Error::ReqHandlerError(std::io::ErrorKind::InvalidInput.into())
 }
 
 /// The session's state; one thread works on it.
 pub struct Session {
-    export: Arc<Export>,
+    pub(super) export: Arc<Export>,
     pub(super) device: Arc<DeviceState>,
     shape: QueueShape,
     tuning: Tuning,
     /// The front end's process.
     peer: Option<i32>,
-    memory: GuestMemory,
+    pub(super) memory: GuestMemory,
+    /// The log says that memory is in a file on a disk.
+    pub(super) named_disk: bool,
     /// None: it is not pinned.
-    pins: Option<Pins>,
+    pub(super) pins: Option<Pins>,
     pub(super) features: u64,
-    protocol: VhostUserProtocolFeatures,
+    pub(super) protocol: VhostUserProtocolFeatures,
     pub(super) inflight: Option<InflightRegion>,
     pub(super) channel: Option<Arc<BackChannel>>,
     vrings: Vec<Vring>,
@@ -78,6 +92,7 @@ impl Session {
             peer,
             shape,
             memory: GuestMemory::default(),
+            named_disk: false,
             pins: export.tuning.pin_memory.then(|| Pins::new(export.device.clone())),
             features: 0,
             protocol: VhostUserProtocolFeatures::empty(),
@@ -90,38 +105,25 @@ impl Session {
 
     /// Stops all queues, each after what it has in flight.
     pub fn stop(&mut self) {
+        let _wait = self.export.own_wait();
         for vring in &mut self.vrings {
-            if let Some(queue) = vring.running.take() {
-                vring.base = queue.stop();
-            }
+            vring.stop();
         }
-    }
-
-    pub fn set_channel(&mut self, socket: OwnedFd) {
-        let channel = Arc::new(BackChannel::new(socket, self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)));
-        *self.export.channel.lock().unwrap_or_else(|e| e.into_inner()) = Some(channel.clone());
-        self.channel = Some(channel);
-    }
-
-    /// VHOST_USER_VRING_KICK: a kick by message.
-    pub fn kicked(&mut self, index: u32) -> bool {
-        let started = self.start(index as usize);
-        match self.vrings.get(index as usize).and_then(|v| v.running.as_ref()) {
-            Some(queue) => queue.kick(),
-            None => return false,
-        }
-        started.is_ok()
-    }
-
-    pub fn acknowledges(&self) -> bool {
-        self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
     }
 
     fn in_band(&self) -> bool {
         self.protocol.contains(VhostUserProtocolFeatures::INBAND_NOTIFICATIONS)
     }
 
-    fn vring(&mut self, index: u32) -> Result<&mut Vring> {
+    pub(super) fn queues(&self) -> impl Iterator<Item = &QueueHandle> {
+        self.vrings.iter().filter_map(|vring| vring.running.as_ref())
+    }
+
+    pub(super) fn running(&self, index: u32) -> Option<&QueueHandle> {
+        self.vrings.get(index as usize)?.running.as_ref()
+    }
+
+    pub(super) fn vring(&mut self, index: u32) -> Result<&mut Vring> {
         let queues = self.shape.queues;
         self.vrings.get_mut(index as usize).ok_or_else(|| {
             let device = &self.device;
@@ -130,7 +132,7 @@ impl Session {
         })
     }
 
-    fn refuse(&self, what: std::fmt::Arguments<'_>) -> Error {
+    pub(super) fn refuse(&self, what: std::fmt::Arguments<'_>) -> Error {
         self.device.log.warn(self.device.disk.name(), None, format_args!("refused: {what}"));
         no()
     }
@@ -167,7 +169,7 @@ impl Session {
     }
 
     /// Starts a ring if it is not running; all it needs must have been told.
-    fn start(&mut self, index: usize) -> Result<()> {
+    pub(super) fn start(&mut self, index: usize) -> Result<()> {
         let Some(vring) = self.vrings.get_mut(index) else { return Err(no()) };
         if vring.running.is_some() {
             return Ok(());
@@ -194,6 +196,7 @@ impl Session {
             packed: self.features & config::F_PACKED != 0,
             event_idx: self.features & config::F_EVENT_IDX != 0,
             inflight: self.inflight.clone(),
+            is_settled: self.vrings[index].is_settled,
             kick,
             in_band: self.in_band(),
             call,
@@ -204,6 +207,7 @@ impl Session {
             coalesce: self.tuning.coalesce,
             peer: self.peer,
         };
+        let _wait = self.export.own_wait();
         let reactor = self.export.reactors.next();
         if let Some(pins) = &mut self.pins {
             pins.join(&reactor, &self.memory);
@@ -217,22 +221,10 @@ impl Session {
         }
     }
 
-    fn replace_memory(&mut self, memory: GuestMemory) {
-        let old = std::mem::replace(&mut self.memory, memory);
-        if let Some(pins) = &self.pins {
-            pins.replace(&old, &self.memory);
-        }
-        for vring in &self.vrings {
-            if let Some(queue) = &vring.running {
-                queue.set_memory(self.memory.clone());
-            }
-        }
-    }
-
     fn reset(&mut self) {
         self.stop();
         for vring in &mut self.vrings {
-            *vring = Vring::default();
+            *vring = Vring { is_settled: true, ..Vring::default() };
         }
         self.features = 0;
         self.switch_write_cache(self.device.disk.options().cache.write_back());
@@ -274,14 +266,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         files: Vec<File>,
         _postcopy: Option<bool>,
     ) -> Result<Option<Vec<vhost::VhostUserMemoryRegionBase>>> {
-        let mut memory = GuestMemory::default();
-        for (region, file) in regions.iter().zip(files) {
-            let mapped =
-                Region::map(file, region.mmap_offset, region.guest_phys_addr, region.user_addr, region.memory_size);
-            memory = mapped.and_then(|r| memory.with(r)).map_err(|e| self.refuse(format_args!("memory table: {e}")))?;
-        }
-        self.replace_memory(memory);
-        Ok(None)
+        self.set_table(regions, files).map(|()| None)
     }
 
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
@@ -311,21 +296,29 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        let wait = self.export.own_wait();
         let vring = self.vring(index)?;
-        if let Some(queue) = vring.running.take() {
-            vring.base = queue.stop();
-        }
+        let is_stopped = vring.stop();
+        drop(wait);
         (vring.kick, vring.call, vring.error) = (None, None, None);
-        Ok(VhostUserVringState::new(index, vring.base))
+        let base = vring.base;
+        if !is_stopped {
+            // What the ring has come to is not known.
+            return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
+        }
+        Ok(VhostUserVringState::new(index, base))
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let fd = self.notifier(fd, notify::is_kick, "a kick that is no eventfd")?;
+        let wait = self.export.own_wait();
         let vring = self.vring(index.into())?;
         vring.kick = fd;
         // A new kick for a running ring: it is a new start (QEMU does this when it switches to another notifier).
-        if let Some(queue) = vring.running.take() {
-            vring.base = queue.stop();
+        let is_stopped = vring.stop();
+        drop(wait);
+        if !is_stopped {
+            return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
         }
         self.start(index.into())
     }
@@ -334,10 +327,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         let fd = self.notifier(fd, notify::is_call, NO_CALL)?;
         self.vring(index.into())?.call = fd;
         let call = self.call(index.into())?;
-        if let Some(queue) = &self.vrings[usize::from(index)].running {
-            queue.set_call(call);
-        }
-        Ok(())
+        let change = self.running(index.into()).map(|queue| queue.set_call(call));
+        self.in_effect(change)
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
@@ -345,10 +336,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         let error = self.copy(&fd)?;
         let vring = self.vring(index.into())?;
         vring.error = fd;
-        if let Some(queue) = &vring.running {
-            queue.set_error(error);
-        }
-        Ok(())
+        let change = self.running(index.into()).map(|queue| queue.set_error(error));
+        self.in_effect(change)
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
@@ -376,10 +365,8 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
         let vring = self.vring(index)?;
         vring.enabled = enable;
-        if let Some(queue) = &vring.running {
-            queue.set_enabled(enable);
-        }
-        Ok(())
+        let change = self.running(index).map(|queue| queue.set_enabled(enable));
+        self.in_effect(change)
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
@@ -403,7 +390,10 @@ impl VhostUserBackendReqHandlerMut for Session {
         let write_back = *byte != 0;
         if self.switch_write_cache(write_back) && !write_back {
             // What was written under the old promise must be durable under the new one.
-            self.export.settle();
+            let _wait = self.export.own_wait();
+            if !self.export.settle() {
+                return Err(self.refuse(format_args!("the write cache is off, and what was written cannot be synced")));
+            }
         }
         Ok(())
     }
@@ -430,8 +420,9 @@ impl VhostUserBackendReqHandlerMut for Session {
                     inflight.mmap_size
                 })));
         }
-        let region = InflightRegion::map(file.into(), inflight.mmap_offset, inflight.mmap_size, queues);
-        let region = region.map_err(|e| self.refuse(format_args!("in-flight region: {e}")))?;
+        let layout = (inflight.mmap_offset, inflight.mmap_size);
+        let region = InflightRegion::map(&self.export.mapper, file.into(), layout, queues);
+        let region = region.map_err(|e| self.refuse(format_args!("in-flight region: {}", Causes(&e))))?;
         self.take_over_write_cache(&region);
         self.inflight = Some(region);
         Ok(())
@@ -447,20 +438,11 @@ impl VhostUserBackendReqHandlerMut for Session {
         file: File,
         _postcopy: Option<bool>,
     ) -> Result<Option<vhost::VhostUserMemoryRegionBase>> {
-        if self.memory.regions().len() as u64 >= MEMORY_SLOTS {
-            return Err(self.refuse(format_args!("more than {MEMORY_SLOTS} memory regions")));
-        }
-        let mapped =
-            Region::map(file, region.mmap_offset, region.guest_phys_addr, region.user_addr, region.memory_size);
-        let memory = mapped.and_then(|r| self.memory.with(r));
-        self.replace_memory(memory.map_err(|e| self.refuse(format_args!("adding memory: {e}")))?);
-        Ok(None)
+        self.add_region(region, &file).map(|()| None)
     }
 
     fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
-        let memory = self.memory.without(region.guest_phys_addr, region.memory_size);
-        self.replace_memory(memory.map_err(|e| self.refuse(format_args!("removing memory: {e}")))?);
-        Ok(())
+        self.remove_region(region.guest_phys_addr, region.memory_size)
     }
 
     fn set_gpu_socket(&mut self, _gpu: GpuBackend) -> Result<()> {

@@ -1,42 +1,66 @@
 //! A look at each message before the `vhost` crate reads it.
 //!
-//! Two messages are taken here, because the crate does not know them or keeps what they bring to itself: a kick by message,
-//! and the descriptor of the back channel. All others are left on the socket.
+//! A message is taken here if the crate does not know it (a kick by message), keeps what it brings to itself (the back
+//! channel's descriptor), or ends the session where a refusal is enough. All others are left on the socket.
 
-use std::io::{self, IoSliceMut, Write};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+use vhost::vhost_user::message::VhostUserInflight;
 
 const SET_LOG_BASE: u32 = 6;
+const SET_VRING_ADDR: u32 = 9;
 const GET_VRING_BASE: u32 = 11;
+const SET_VRING_ENABLE: u32 = 18;
+const SET_BACKEND_REQ_FD: u32 = 21;
 const GET_INFLIGHT_FD: u32 = 31;
-pub const SET_BACKEND_REQ_FD: u32 = 21;
-pub const VRING_KICK: u32 = 35;
+const SET_INFLIGHT_FD: u32 = 32;
+const VRING_KICK: u32 = 35;
 const HEADER: usize = 12;
 const NEED_REPLY: u32 = 1 << 3;
 const REPLY: u32 = 1 << 2;
 const VERSION: u32 = 1;
 
+/// The longest body of a message that is taken here.
+const BODY_MOST: usize = 40;
+/// Bytes of an in-flight description's fields. The crate wants four bytes of padding behind them, which QEMU sends.
+const INFLIGHT: usize = 20;
+
 /// What comes next on a connection.
 pub enum Next {
     Gone,
-    /// Taken here: a kick by message.
-    Kick {
-        index: u32,
+    /// A message that was taken off the socket.
+    Taken {
+        request: u32,
+        /// An acknowledgement is asked for.
         reply: bool,
-    },
-    /// Taken here: the back channel's descriptor.
-    BackChannel {
-        fd: Option<OwnedFd>,
-        reply: bool,
+        message: Message,
     },
     /// Still on the socket.
     Other {
         request: u32,
     },
+}
+
+/// A message that was taken here.
+pub enum Message {
+    /// A kick by message.
+    Kick { index: u32 },
+    /// The back channel's descriptor.
+    BackChannel(Option<OwnedFd>),
+    /// Addresses of a ring's parts. The crate ends the session if they are not aligned.
+    Addresses { index: u32, flags: u32, descriptor: u64, used: u64, available: u64 },
+    /// The crate ends the session if the state is neither 0 nor 1.
+    Enable { index: u32, state: u32 },
+    /// An in-flight region is asked for by a description without padding.
+    AskInflight(VhostUserInflight),
+    /// An in-flight region, described without padding.
+    Inflight(VhostUserInflight, Option<OwnedFd>),
 }
 
 /// Messages that are answered by something else than a status: that cannot say no.
@@ -59,22 +83,58 @@ pub fn next(stream: &UnixStream) -> io::Result<Next> {
     if got < HEADER {
         return Ok(Next::Gone);
     }
-    let word = |at: usize| u32::from_ne_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
-    let (request, reply, size) = (word(0), word(4) & NEED_REPLY != 0, word(8) as usize);
-    match (request, size) {
-        (VRING_KICK, 8) => {
-            let mut message = [0; HEADER + 8];
-            take(stream, &mut message)?;
-            let [.., i0, i1, i2, i3, _, _, _, _] = message;
-            Ok(Next::Kick { index: u32::from_ne_bytes([i0, i1, i2, i3]), reply })
-        }
-        (SET_BACKEND_REQ_FD, size) if size <= 8 => {
-            let mut message = [0; HEADER + 8];
-            let fd = take(stream, &mut message[..HEADER + size])?;
-            Ok(Next::BackChannel { fd, reply })
-        }
-        _ => Ok(Next::Other { request }),
+    let (request, flags, size) = (word(&header, 0), word(&header, 4), word(&header, 8) as usize);
+    let is_taken = match request {
+        VRING_KICK | SET_VRING_ENABLE => size == 8,
+        SET_BACKEND_REQ_FD => size <= 8,
+        SET_VRING_ADDR => size == BODY_MOST,
+        GET_INFLIGHT_FD | SET_INFLIGHT_FD => size == INFLIGHT,
+        _ => false,
+    };
+    if !is_taken {
+        return Ok(Next::Other { request });
     }
+    let mut bytes = [0; HEADER + BODY_MOST];
+    let fd = take(stream, &mut bytes[..HEADER + size])?;
+    let message = message(request, &bytes[HEADER..], fd);
+    Ok(Next::Taken { request, reply: flags & NEED_REPLY != 0, message })
+}
+
+fn message(request: u32, body: &[u8], fd: Option<OwnedFd>) -> Message {
+    match request {
+        VRING_KICK => Message::Kick { index: word(body, 0) },
+        SET_BACKEND_REQ_FD => Message::BackChannel(fd),
+        SET_VRING_ADDR => Message::Addresses {
+            index: word(body, 0),
+            flags: word(body, 4),
+            descriptor: long(body, 8),
+            used: long(body, 16),
+            available: long(body, 24),
+        },
+        SET_VRING_ENABLE => Message::Enable { index: word(body, 0), state: word(body, 4) },
+        GET_INFLIGHT_FD => Message::AskInflight(inflight(body)),
+        _ => Message::Inflight(inflight(body), fd),
+    }
+}
+
+fn inflight(body: &[u8]) -> VhostUserInflight {
+    let half = |at: usize| u16::from_ne_bytes([body[at], body[at + 1]]);
+    VhostUserInflight {
+        mmap_size: long(body, 0),
+        mmap_offset: long(body, 8),
+        num_queues: half(16),
+        queue_size: half(18),
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> u32 {
+    u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn long(bytes: &[u8], at: usize) -> u64 {
+    let mut long = [0; 8];
+    long.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_ne_bytes(long)
 }
 
 /// Receives a message of known length, and the descriptor that comes with it.
@@ -94,12 +154,33 @@ fn take(stream: &UnixStream, message: &mut [u8]) -> io::Result<Option<OwnedFd>> 
     Ok(fds.next().and_then(|mut fds| fds.next()))
 }
 
-/// Answers a message that asked for it: 0 is success.
-pub fn acknowledge(mut stream: &UnixStream, request: u32, good: bool) -> io::Result<()> {
-    let mut reply = Vec::with_capacity(HEADER + 8);
-    for word in [request, VERSION | REPLY, 8] {
+/// Answers a message that asked for a status: 0 is success.
+pub fn acknowledge(stream: &UnixStream, request: u32, good: bool) -> io::Result<()> {
+    send(stream, request, &u64::from(!good).to_ne_bytes(), &[])
+}
+
+/// Answers GET_INFLIGHT_FD by a description without padding.
+pub fn give_inflight(stream: &UnixStream, inflight: &VhostUserInflight, file: BorrowedFd<'_>) -> io::Result<()> {
+    let mut body = [0; INFLIGHT];
+    body[..8].copy_from_slice(&{ inflight.mmap_size }.to_ne_bytes());
+    body[8..16].copy_from_slice(&{ inflight.mmap_offset }.to_ne_bytes());
+    body[16..18].copy_from_slice(&{ inflight.num_queues }.to_ne_bytes());
+    body[18..].copy_from_slice(&{ inflight.queue_size }.to_ne_bytes());
+    send(stream, GET_INFLIGHT_FD, &body, &[file])
+}
+
+fn send(stream: &UnixStream, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut reply = Vec::with_capacity(HEADER + body.len());
+    for word in [request, VERSION | REPLY, body.len() as u32] {
         reply.extend(word.to_ne_bytes());
     }
-    reply.extend(u64::from(!good).to_ne_bytes());
-    stream.write_all(&reply)
+    reply.extend(body);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        ancillary.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    let sent = rustix::net::sendmsg(stream, &[IoSlice::new(&reply)], &mut ancillary, SendFlags::NOSIGNAL)?;
+    // It is far shorter than what a socket takes at once.
+    if sent == reply.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }

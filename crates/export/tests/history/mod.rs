@@ -7,7 +7,7 @@ use std::rc::Rc;
 use blockyard_bench::driver::ring::{Buffer, Ring as Driver, RingOptions};
 use blockyard_bench::driver::{Memory, PackedRing, RingAddresses, SplitRing};
 use blockyard_export::vhost_user::parts::{self, Desc, Head, Inflight, InflightRegion, Ring, RingError, allocate};
-use blockyard_ring::{GuestMemory, Region};
+use blockyard_ring::{GuestMemory, Mapper, Region};
 
 #[derive(Clone, Copy, Debug)]
 pub enum Step {
@@ -111,9 +111,9 @@ impl<R: Layout> History<R> {
         let ring = R::device(map(&memory), driver.addresses(), options, driver.fresh_base()).unwrap();
         let region = tracked.then(|| {
             let (fd, len) = allocate(1, options.size, R::PACKED).unwrap();
-            InflightRegion::map(fd, 0, len, 1).unwrap()
+            InflightRegion::map(&Mapper::new(false), fd, (0, len), 1).unwrap()
         });
-        let inflight = region.as_ref().and_then(|r| r.queue(0, R::PACKED));
+        let inflight = region.as_ref().and_then(|r| r.queue(0, R::PACKED).unwrap());
         History {
             memory,
             options,
@@ -336,7 +336,7 @@ impl<R: Layout> History<R> {
         if !self.pushed.is_empty() {
             self.publish_until(after);
         }
-        self.inflight = self.region.as_ref().and_then(|r| r.queue(0, R::PACKED));
+        self.inflight = self.region.as_ref().and_then(|r| r.queue(0, R::PACKED).unwrap());
         let mut ring =
             R::device(map(&self.memory), self.driver.addresses(), self.options, self.driver.fresh_base()).unwrap();
         let inflight = self.inflight.as_mut().unwrap();

@@ -2,11 +2,13 @@
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use blockyard_ring::{GuestMemory, Remote};
+use blockyard_ring::{Answer, GuestMemory, Remote};
 
-use super::{LOCAL, Queue, QueueSetup};
+use super::{DeviceState, LOCAL, Queue, QueueSetup};
+use crate::Reactors;
 use crate::vhost_user::notify::Call;
 
 /// A running queue, as the control thread knows it.
@@ -24,47 +26,65 @@ impl QueueHandle {
         started.unwrap_or_else(|| Err("the reactor has ended".into())).map(|()| QueueHandle { remote, id })
     }
 
-    /// Takes nothing more, waits for what is in flight, and answers the base to go on from.
-    pub fn stop(self) -> u32 {
+    /// Takes nothing more, waits for what is in flight, and returns the base to go on from. None: the reactor has ended.
+    pub fn stop(self) -> Option<u32> {
         let id = self.id;
-        let base = self.remote.ask(move |_, reply| match LOCAL.with_borrow_mut(|l| l.remove(&id)) {
-            Some(queue) => queue.stop(reply),
-            None => reply.send(0),
-        });
-        base.unwrap_or(0)
+        self.remote.ask(move |_, reply| {
+            // Without the queue the reply is dropped.
+            if let Some(queue) = LOCAL.with_borrow_mut(|l| l.remove(&id)) {
+                queue.stop(reply);
+            }
+        })
     }
 
-    pub fn set_enabled(&self, enabled: bool) {
+    /// Stops all queues of a device, whose session cannot do it.
+    pub fn stop_all(device: &Arc<DeviceState>, reactors: &Reactors) {
+        for remote in reactors.all() {
+            let device = device.clone();
+            let ids = remote.ask(move |_, reply| {
+                let is_its = |queue: &Queue| Arc::ptr_eq(&queue.device, &device);
+                reply.send(LOCAL.with_borrow(|l| l.iter().filter(|(_, q)| is_its(q)).map(|(id, _)| *id).collect()))
+            });
+            let ids: Vec<u64> = ids.unwrap_or_default();
+            for id in ids {
+                QueueHandle { remote: remote.clone(), id }.stop();
+            }
+        }
+    }
+
+    pub fn set_enabled(&self, enabled: bool) -> Answer<()> {
         self.with(move |queue| {
             queue.enabled.set(enabled);
             queue.wake.ring();
-        });
+        })
     }
 
-    pub fn set_call(&self, call: Call) {
-        self.with(move |queue| queue.core.borrow_mut().set_call(call, queue.coalesce));
+    pub fn set_call(&self, call: Call) -> Answer<()> {
+        self.with(move |queue| queue.core.borrow_mut().set_call(call, queue.coalesce))
     }
 
-    pub fn set_error(&self, error: Option<OwnedFd>) {
-        self.with(move |queue| queue.core.borrow_mut().error = error);
+    pub fn set_error(&self, error: Option<OwnedFd>) -> Answer<()> {
+        self.with(move |queue| queue.core.borrow_mut().error = error)
     }
 
-    pub fn set_memory(&self, memory: GuestMemory) {
-        self.with(move |queue| queue.core.borrow_mut().set_memory(Rc::new(memory)));
+    pub fn set_memory(&self, memory: GuestMemory) -> Answer<()> {
+        self.with(move |queue| queue.core.borrow_mut().set_memory(Rc::new(memory)))
     }
 
-    /// The front end kicked by a message.
+    /// The front end kicked by a message. Nobody waits for its effect.
     pub fn kick(&self) {
-        self.with(|queue| queue.wake.ring());
+        drop(self.with(|queue| queue.wake.ring()));
     }
 
-    fn with(&self, f: impl FnOnce(&Rc<Queue>) + Send + 'static) {
+    /// Changes the queue on its reactor. The answer comes when that is done.
+    fn with(&self, f: impl FnOnce(&Rc<Queue>) + Send + 'static) -> Answer<()> {
         let id = self.id;
-        self.remote.run(move |_| {
+        self.remote.ask_later(move |_, reply| {
             let queue = LOCAL.with_borrow(|l| l.get(&id).cloned());
             if let Some(queue) = queue {
                 f(&queue);
             }
-        });
+            reply.send(());
+        })
     }
 }

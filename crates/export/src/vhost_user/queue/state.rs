@@ -69,11 +69,15 @@ impl Core {
         now: Instant,
     ) -> Result<(Core, Vec<Again>), RingError> {
         let memory = Rc::new(setup.memory.clone());
-        let mut inflight = setup.inflight.as_ref().and_then(|r| r.queue(setup.index, setup.packed));
-        if let Some(noted) = &inflight
-            && u32::from(noted.size()) < setup.size
-        {
-            return Err(RingError::Inflight { ring: setup.size, region: noted.size() });
+        let region = setup.inflight.as_ref().map(|region| region.queue(setup.index, setup.packed));
+        let mut inflight = region.transpose()?.flatten();
+        if let Some(noted) = &mut inflight {
+            if u32::from(noted.size()) < setup.size {
+                return Err(RingError::Inflight { ring: setup.size, region: noted.size() });
+            }
+            if setup.is_settled {
+                noted.begin_anew();
+            }
         }
         let (ring, again) = if setup.packed {
             Self::packed(setup, &memory, &mut inflight)?

@@ -58,7 +58,7 @@ pub enum RingError {
     Indirect { head: u16, what: &'static str },
     #[error("the descriptors at {head} are available anew, and not used yet")]
     Overrun { head: u16 },
-    #[error("the in-flight region is damaged: {0}")]
+    #[error("the in-flight region cannot be read: {0}")]
     Region(&'static str),
     #[error("descriptor chain at {head}: a readable descriptor follows a writable one")]
     Order { head: u16 },

@@ -1,0 +1,105 @@
+//! Memory regions: address space taken by one front end, files whose pages can be withheld, in-flight regions over a reset.
+
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use vhost::vhost_user::message::FrontendReq;
+
+use super::beside::beside;
+use super::daemon::{Daemon, OTHER, VICTIM};
+use super::guest::{BOTH, Guest, Layout};
+use super::messages::{Fate, send};
+
+/// Adds sparse regions, as large as the daemon takes them and then ever smaller ones, until it takes no page more. Returns
+/// the bytes that it has taken.
+fn take_all(guest: &Guest) -> u64 {
+    let file = rustix::fs::memfd_create("vast", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, 1 << 47).unwrap();
+    // Above the guest's own memory.
+    let (mut at, mut size) = (1u64 << 40, 1u64 << 46);
+    let start = at;
+    while size >= 4096 {
+        match add(guest, [at, size, at, 0], file.as_fd()) {
+            Fate::Done => at += size,
+            _ => size /= 2,
+        }
+    }
+    at - start
+}
+
+fn add(guest: &Guest, region: [u64; 4], file: BorrowedFd<'_>) -> Fate {
+    let body: Vec<u8> = [0].iter().chain(&region).flat_map(|word| word.to_le_bytes()).collect();
+    send(&guest.connection, FrontendReq::ADD_MEM_REG, &body, &[file])
+}
+
+#[test]
+fn a_front_end_that_maps_all_it_can_leaves_the_others_their_memory() {
+    let daemon = Daemon::start();
+    let attacker = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
+    let taken = take_all(&attacker);
+    assert!(((1 << 40)..=(16 << 40)).contains(&taken), "{taken:#x} bytes");
+    // A front end with a vast guest comes to another disk.
+    let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
+    let vast: OwnedFd = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&vast, 4 << 40).unwrap();
+    assert_eq!(add(&other, [1 << 44, 4 << 40, 1 << 44, 0], vast.as_fd()), Fate::Done);
+    other.works(0, 0);
+    let complaints = daemon.complained();
+    assert!(complaints.iter().any(|line| line.contains("it is more than one front end may map")), "{complaints:#?}");
+    // When it is gone, its successor has room.
+    drop(attacker);
+    let again = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
+    assert_eq!(take_all(&again), taken);
+    daemon.end();
+}
+
+#[test]
+fn beside_a_front_end_that_takes_address_space() {
+    let daemon = Daemon::start();
+    beside("a front end that takes address space", &daemon, |attack| {
+        while attack.goes_on() {
+            let guest = Guest::connect(&attack.socket(VICTIM), Layout::Split);
+            take_all(&guest);
+        }
+    });
+    daemon.end();
+}
+
+#[test]
+fn memory_whose_pages_can_be_withheld_is_refused() {
+    let daemon = Daemon::start();
+    let guest = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
+    // Files of procfs stand for all file systems that are not known to be memory or a local disk.
+    let file = File::options().read(true).write(true).open("/proc/self/comm").unwrap();
+    assert_eq!(add(&guest, [1 << 40, 4096, 1 << 40, 0], file.as_fd()), Fate::Refused);
+    let zero = File::options().read(true).write(true).open("/dev/zero").unwrap();
+    assert_eq!(add(&guest, [1 << 40, 4096, 1 << 40, 0], zero.as_fd()), Fate::Refused);
+    let complaints = daemon.complained();
+    assert!(complaints.iter().all(|line| line.contains("--allow-any-memory-file")), "{complaints:#?}");
+    daemon.end();
+}
+
+/// The front end keeps the in-flight region over RESET_DEVICE; the driver begins its ring anew.
+#[test]
+fn a_reset_device_serves_a_fresh_ring_with_the_same_in_flight_region() {
+    for layout in BOTH {
+        let daemon = Daemon::start();
+        let mut guest = Guest::connect(&daemon.socket(VICTIM), *layout);
+        let inflight = guest.connection.inflight(1, 64).unwrap().unwrap();
+        guest.connection.set_inflight(&inflight).unwrap();
+        guest.start_ring(0).unwrap();
+        for sector in 0..5 {
+            guest.works(0, sector);
+        }
+        guest.connection.message(FrontendReq::RESET_DEVICE as u32, &[], &[]).unwrap();
+        guest.rings[0].clear();
+        let features = guest.connection.features.to_le_bytes();
+        guest.connection.message(FrontendReq::SET_FEATURES as u32, &features, &[]).unwrap();
+        guest.start_ring(0).unwrap();
+        for sector in 0..50 {
+            guest.works(0, sector);
+        }
+        assert_eq!(daemon.complaints(), Vec::<String>::new());
+        daemon.end();
+    }
+}

@@ -1,0 +1,206 @@
+use super::*;
+
+fn region(size: u16, is_packed: bool) -> InflightRegion {
+    let (fd, len) = allocate(1, size, is_packed).unwrap();
+    InflightRegion::map(&Mapper::new(false), fd, (0, len), 1).unwrap()
+}
+
+#[test]
+fn split_tells_what_is_unanswered_in_order() {
+    let region = region(8, false);
+    let mut queue = region.queue(0, false).unwrap().unwrap();
+    for head in [5, 2, 7, 0] {
+        queue.taken_split(head);
+    }
+    queue.pushed_split(2);
+    queue.published_split(1);
+    queue.pushed_split(0);
+    // Killed here: published or not, the ring's index decides.
+    assert_eq!(region.queue(0, false).unwrap().unwrap().recover_split(1), [5, 7, 0]);
+    let region2 = region.clone();
+    let mut queue = region2.queue(0, false).unwrap().unwrap();
+    queue.pushed_split(0);
+    assert_eq!(region.queue(0, false).unwrap().unwrap().recover_split(2), [5, 7]);
+    assert!(region.queue(1, false).unwrap().is_none());
+}
+
+#[test]
+fn packed_keeps_the_descriptors() {
+    let region = region(8, true);
+    let mut queue = region.queue(0, true).unwrap().unwrap();
+    let raw = |n: u8| [n; 16];
+    let a = queue.taken_packed(&[raw(1), raw(2)]);
+    let b = queue.taken_packed(&[raw(3)]);
+    let c = queue.taken_packed(&[raw(4), raw(5), raw(6)]);
+    queue.pushed_packed(b);
+    queue.publishing_packed(1, true);
+    queue.published_packed();
+    queue.pushed_packed(a);
+    queue.publishing_packed(3, true);
+    // Killed before the ring's flags were written: `a` is still unanswered.
+    let (chains, used) = region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).unwrap();
+    assert_eq!(used, (1, true));
+    assert_eq!(chains.iter().map(|c| c.entry).collect::<Vec<_>>(), [a, c]);
+    assert_eq!(chains[0].raw, [raw(1), raw(2)]);
+    // Killed after it: only `c` is.
+    let mut queue = region.queue(0, true).unwrap().unwrap();
+    queue.pushed_packed(a);
+    queue.publishing_packed(3, true);
+    let (chains, used) = region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| true).unwrap();
+    assert_eq!((used, chains.len()), ((3, true), 1));
+    assert_eq!(chains[0].raw, [raw(4), raw(5), raw(6)]);
+}
+
+#[test]
+fn a_damaged_region_is_said_to_be() {
+    let damaged = |entry: usize, at: usize, value: u16| {
+        let region = region(64, true);
+        let mut queue = region.queue(0, true).unwrap().unwrap();
+        queue.taken_packed(&[[1; 16], [2; 16]]);
+        queue.window.store_u16(packed::HEADER + entry * packed::ENTRY + at, value, Ordering::Relaxed);
+        region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false)
+    };
+    assert_eq!(damaged(5, packed::NUM, 9).unwrap().0.len(), 1, "an entry that nobody is at");
+    for (entry, at, value) in [(0, packed::NUM, 0), (0, packed::NUM, u16::MAX), (0, packed::NEXT, u16::MAX)] {
+        assert!(matches!(damaged(entry, at, value), Err(RingError::Region(_))), "{entry} {at} {value}");
+    }
+    // Many chains that are each as long as the region: no more is read than there is.
+    let region = region(64, true);
+    let mut queue = region.queue(0, true).unwrap().unwrap();
+    for entry in 0..usize::from(queue.size()) {
+        assert_eq!(usize::from(queue.taken_packed(&[[1; 16]])), entry);
+        queue.window.store_u16(packed::HEADER + entry * packed::ENTRY + packed::NUM, 900, Ordering::Relaxed);
+    }
+    assert!(region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).is_err());
+}
+
+#[test]
+fn counters_at_their_end_and_regions_without_end_are_borne() {
+    let region = region(8, false);
+    let mut queue = region.queue(0, false).unwrap().unwrap();
+    queue.taken_split(3);
+    queue.window.copy_in(split::HEADER + 3 * split::ENTRY + split::COUNTER, u64::MAX.to_le_bytes());
+    let mut queue = region.queue(0, false).unwrap().unwrap();
+    queue.taken_split(4);
+    assert_eq!(queue.recover_split(0).len(), 2);
+    // Sparse, and it stays so: only the entries that may be used are touched.
+    let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, 1 << 40).unwrap();
+    let mapper = Mapper::new(false);
+    let vast = InflightRegion::map(&mapper, fd.try_clone().unwrap(), (0, 1 << 40), 1).unwrap();
+    for is_packed in [false, true] {
+        assert_eq!(vast.queue(0, is_packed).unwrap().unwrap().size(), 32768);
+    }
+    assert!(rustix::fs::fstat(&fd).unwrap().st_blocks * 512 < 2 << 20);
+    assert!(InflightRegion::map(&mapper, fd, (3, 4096), 1).is_err(), "counters would lie across words");
+}
+
+/// Every interleaving of taking, using and publishing leaves every entry free in the end.
+#[test]
+fn entries_taken_between_use_and_publication_are_not_lost() {
+    let region = region(8, true);
+    let mut queue = region.queue(0, true).unwrap().unwrap();
+    for round in 0..2000u16 {
+        let a = queue.taken_packed(&[[1; 16]; 3]);
+        queue.pushed_packed(a);
+        let b = queue.taken_packed(&[[2; 16]; 2]);
+        assert!(a < queue.size() && b < queue.size() && a != b, "round {round}: {a} {b}");
+        queue.publishing_packed(1 + round % 7, true);
+        queue.published_packed();
+        queue.pushed_packed(b);
+        queue.publishing_packed(round % 7, false);
+        queue.published_packed();
+    }
+    assert_eq!(region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).unwrap().0, []);
+}
+
+/// A region as libvhost-user lays it out for rings of 128: 128 entries in 2,112 bytes, where there is room for 131. `edit`
+/// changes it before it is mapped.
+fn foreign(is_packed: bool, entries: u16, len: u64, edit: impl FnOnce(&mut [u8])) -> InflightRegion {
+    let fd = rustix::fs::memfd_create("foreign", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let mut bytes = vec![0; len as usize];
+    bytes[VERSION_AT..][..2].copy_from_slice(&1u16.to_le_bytes());
+    bytes[DESC_NUM..][..2].copy_from_slice(&entries.to_le_bytes());
+    if is_packed {
+        bytes[packed::USED_WRAP..][..2].fill(1);
+    }
+    edit(&mut bytes);
+    assert_eq!(rustix::io::pwrite(&fd, &bytes, 0).unwrap(), bytes.len());
+    InflightRegion::map(&Mapper::new(false), fd, (0, len), 1).unwrap()
+}
+
+#[test]
+fn a_region_of_another_back_end_is_read_by_its_fields() {
+    let noted = foreign(false, 128, 2112, |bytes| {
+        for (head, counter) in [(0, 1u64), (6, 3)] {
+            let at = split::HEADER + split::ENTRY * head;
+            bytes[at] = 1;
+            bytes[at + split::COUNTER..][..8].copy_from_slice(&counter.to_le_bytes());
+        }
+        bytes[split::LAST_BATCH_HEAD..][..2].copy_from_slice(&3u16.to_le_bytes());
+        bytes[split::USED_IDX..][..2].copy_from_slice(&1u16.to_le_bytes());
+    });
+    let mut queue = noted.queue(0, false).unwrap().unwrap();
+    assert_eq!((queue.size(), queue.recover_split(1)), (128, vec![0, 6]));
+    // A packed one: a chain of entries 0 and 2, the fields of a descriptor in the specification's order.
+    let noted = foreign(true, 4, 192, |bytes| {
+        let mut entry = |number: usize, next: u16, id: u16| {
+            let at = packed::HEADER + packed::ENTRY * number;
+            bytes[at + packed::NEXT..][..2].copy_from_slice(&next.to_le_bytes());
+            bytes[at + packed::DESC..][..2].copy_from_slice(&id.to_le_bytes());
+            bytes[at + packed::DESC + 2..][..2].copy_from_slice(&1u16.to_le_bytes());
+            bytes[at + packed::DESC + 4..][..4].copy_from_slice(&512u32.to_le_bytes());
+            bytes[at + packed::DESC + 8..][..8].copy_from_slice(&0x1_2345_6000u64.to_le_bytes());
+        };
+        (entry(0, 2, 7), entry(2, 1, 7), entry(1, 3, 0), entry(3, 4, 0));
+        let first = packed::HEADER;
+        (bytes[first], bytes[first + packed::NUM], bytes[first + packed::LAST], bytes[first + packed::COUNTER]) =
+            (1, 2, 2, 1);
+        (bytes[packed::FREE_HEAD], bytes[packed::OLD_FREE_HEAD]) = (1, 1);
+    });
+    let (chains, used) = noted.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).unwrap();
+    let mut ring = [0; 16];
+    ring[..8].copy_from_slice(&0x1_2345_6000u64.to_le_bytes());
+    ring[8..12].copy_from_slice(&512u32.to_le_bytes());
+    (ring[12], ring[14]) = (7, 1);
+    assert_eq!((chains, used), (vec![PackedChain { entry: 0, raw: vec![ring; 2] }], (0, true)));
+}
+
+#[test]
+fn a_region_that_cannot_be_read_is_an_error() {
+    let unreadable = |edit: fn(&mut [u8])| foreign(false, 128, 2112, edit).queue(0, false);
+    for (what, edit) in [
+        ("another version", (|bytes: &mut [u8]| bytes[VERSION_AT] = 2) as fn(&mut [u8])),
+        ("unknown features", |bytes| bytes[FEATURES + 3] = 1),
+        ("more entries than there is room for", |bytes| bytes[DESC_NUM] = 132),
+        ("no entries", |bytes| bytes[DESC_NUM] = 0),
+    ] {
+        assert!(matches!(unreadable(edit), Err(RingError::Region(_))), "{what}");
+    }
+    assert_eq!(unreadable(|bytes| bytes[VERSION_AT] = 0).unwrap().unwrap().size(), 131, "a fresh one");
+}
+
+#[test]
+fn a_ring_that_begins_anew_leaves_nothing_of_the_one_before() {
+    for is_packed in [false, true] {
+        let region = region(8, is_packed);
+        let mut queue = region.queue(0, is_packed).unwrap().unwrap();
+        if is_packed {
+            let entry = queue.taken_packed(&[[1; 16]]);
+            queue.begin_anew();
+            assert!(queue.is_used(), "one is in flight");
+            queue.pushed_packed(entry);
+            queue.publishing_packed(1, true);
+            queue.published_packed();
+        } else {
+            queue.taken_split(3);
+            queue.begin_anew();
+            assert!(queue.is_used(), "one is in flight");
+            queue.pushed_split(3);
+            queue.published_split(1);
+        }
+        queue.begin_anew();
+        assert!(!queue.is_used());
+        assert!(!region.queue(0, is_packed).unwrap().unwrap().is_used());
+    }
+}

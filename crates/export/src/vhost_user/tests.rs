@@ -1,0 +1,54 @@
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
+
+use blockyard_bench::driver::Connection;
+use blockyard_bench::driver::connection::PROTOCOL;
+use blockyard_disk::{DiskOptions, Source};
+use blockyard_image::{CacheMode, ChainOptions};
+use rustix::net::sockopt;
+
+use super::*;
+
+/// A TCP connection whose closing takes a minute, because its other side does not read.
+fn lingering() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (theirs, _) = listener.accept().unwrap();
+    sockopt::set_socket_linger(&ours, Some(Duration::from_secs(60))).unwrap();
+    ours.set_nonblocking(true).unwrap();
+    while ours.write(&[0; 1 << 16]).is_ok() {}
+    ours.set_nonblocking(false).unwrap();
+    (ours, theirs)
+}
+
+/// The session's thread closes a descriptor that it was sent, and that takes its time.
+#[test]
+fn a_descriptor_that_does_not_close_does_not_hold_the_end() {
+    let socket = std::env::temp_dir().join(format!("blockyard-linger-{}", std::process::id()));
+    let (name, serial) = ("disk".to_string(), "disk".to_string());
+    let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
+    let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
+    let tuning = Tuning {
+        poll: PollMode::Off,
+        coalesce: Coalesce::Auto,
+        in_band: false,
+        pin_memory: false,
+        any_memory_file: false,
+        second_client: SecondClient::Wait,
+    };
+    let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
+    let shape = QueueShape { queues: 1, size: 64 };
+    let listener = Listener::bind(&socket).unwrap();
+    let mut export = VhostUser::start(disk, listener, shape, tuning, reactors).unwrap();
+    export.descriptor_time = Duration::from_millis(50);
+    let mut connection = Connection::open(&socket).unwrap();
+    connection.negotiate(0, 0, PROTOCOL).unwrap();
+    let (lingers, other) = lingering();
+    // ADD_MEM_REG of what is no memory.
+    let message: Vec<u8> = [37u32, 1, 40].iter().flat_map(|w| w.to_ne_bytes()).chain([1; 40]).collect();
+    connection.send_bytes(&message, &[lingers.as_fd()]).unwrap();
+    drop(lingers);
+    export.stop();
+    drop(other);
+}

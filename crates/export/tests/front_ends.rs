@@ -1,0 +1,294 @@
+//! Front ends against an export of this process, whose reactor the test can hold or end.
+
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::time::Duration;
+
+use blockyard_bench::driver::connection::PROTOCOL;
+use blockyard_bench::driver::ring::{Buffer, Ring, RingOptions};
+use blockyard_bench::driver::{Connection, Memory, RingSetup, SplitRing, feature};
+use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source};
+use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
+use blockyard_export::{Listener, PollMode, Reactors};
+use blockyard_image::{CacheMode, ChainOptions};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use vhost::vhost_user::message::FrontendReq as R;
+
+/// An export of a disk in memory.
+struct Export {
+    export: VhostUser,
+    disk: Arc<Disk>,
+    reactors: Arc<Reactors>,
+    socket: PathBuf,
+}
+
+impl Export {
+    fn start(second_client: SecondClient) -> Export {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let socket = std::env::temp_dir().join(format!("blockyard-front-end-{}-{number}", std::process::id()));
+        let (name, serial) = ("disk".to_string(), "disk".to_string());
+        let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
+        let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
+        let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
+        let tuning = Tuning {
+            poll: PollMode::Off,
+            coalesce: Coalesce::Auto,
+            in_band: false,
+            pin_memory: false,
+            any_memory_file: false,
+            second_client,
+        };
+        let (listener, shape) = (Listener::bind(&socket).unwrap(), QueueShape { queues: 1, size: 64 });
+        let export = VhostUser::start(disk.clone(), listener, shape, tuning, reactors.clone()).unwrap();
+        Export { export, disk, reactors, socket }
+    }
+
+    /// Keeps the reactor busy until the sender is dropped.
+    fn hold(&self) -> SyncSender<()> {
+        let (sender, receiver) = sync_channel(0);
+        self.reactors.next().run(move |_| {
+            let _ = receiver.recv();
+        });
+        sender
+    }
+
+    fn end_reactor(&self) {
+        self.reactors.next().run(|handle| handle.stop());
+        // Whatever is asked from here on is dropped.
+        while self.reactors.next().ask(|_, reply| reply.send(())).is_some() {
+            std::thread::yield_now();
+        }
+    }
+
+    fn connect(&self) -> Client {
+        let mut connection = Connection::open(&self.socket).unwrap();
+        connection.socket().set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        connection.negotiate(feature::GUEST, 0, PROTOCOL).unwrap();
+        let mut memory = Memory::new(1 << 20).unwrap();
+        connection.set_memory(&memory).unwrap();
+        let options = RingOptions { size: 64, slots: 4, event_idx: true, indirect: false };
+        let ring = SplitRing::new(&mut memory, options).unwrap();
+        let setup = RingSetup { index: 0, size: 64, addresses: ring.addresses(), kick: event(), call: event() };
+        Client { connection, memory, ring, setup }
+    }
+}
+
+fn event() -> Arc<OwnedFd> {
+    Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap())
+}
+
+struct Client {
+    connection: Connection,
+    memory: Memory,
+    ring: SplitRing,
+    setup: RingSetup,
+}
+
+impl Client {
+    fn start_ring(&mut self) {
+        self.connection.set_ring(&self.setup, 0, &self.memory).unwrap();
+        self.connection.enable(0, true).unwrap();
+    }
+
+    /// A message that asks for an acknowledgement, which is not read.
+    fn send(&self, request: R, body: &[u8], fds: &[&OwnedFd]) {
+        let mut bytes: Vec<u8> =
+            [request as u32, 1 | 8, body.len() as u32].iter().flat_map(|w| w.to_ne_bytes()).collect();
+        bytes.extend(body);
+        let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+        self.connection.send_bytes(&bytes, &fds).unwrap();
+    }
+
+    /// The body of a reply. None: the session has ended.
+    fn reply(&self, request: R) -> Option<Vec<u8>> {
+        let mut head = [0; 12];
+        let mut socket = self.connection.socket();
+        socket.read_exact(&mut head).ok()?;
+        assert_eq!(head[..4], (request as u32).to_ne_bytes());
+        let mut body = vec![0; usize::from(head[8])];
+        socket.read_exact(&mut body).unwrap();
+        Some(body)
+    }
+
+    fn ask(&self, request: R, body: &[u8], fds: &[&OwnedFd]) -> Option<Vec<u8>> {
+        self.send(request, body, fds);
+        self.reply(request)
+    }
+
+    /// Whether something comes within a moment.
+    fn hears(&self) -> bool {
+        let moment = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+        rustix::event::poll(&mut [PollFd::new(self.connection.socket(), PollFlags::IN)], Some(&moment)).unwrap() > 0
+    }
+}
+
+fn words(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|w| w.to_ne_bytes()).collect()
+}
+
+const DONE: [u8; 8] = [0; 8];
+
+/// Fails where `work` would never end.
+fn bounded<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (sender, receiver) = sync_channel(1);
+    std::thread::spawn(move || sender.send(work()));
+    receiver.recv_timeout(Duration::from_secs(60)).unwrap_or_else(|_| panic!("{what} does not end"))
+}
+
+#[test]
+fn changes_are_acknowledged_when_the_reactor_has_made_them() {
+    let export = Export::start(SecondClient::Wait);
+    let mut client = export.connect();
+    client.start_ring();
+    let file = rustix::fs::memfd_create("more", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, 8192).unwrap();
+    let at = 0x40_0000_0000u64;
+    let region = words(&[0, at, 4096, at, 0]);
+    let (start, len) = client.memory.range();
+    let table = words(&[2, start, len, client.memory.user_address(start), 0, at, 4096, at, 0]);
+    let path = format!("/proc/self/fd/{}", client.memory.region().mmap_handle);
+    let memory: OwnedFd = std::fs::File::options().read(true).write(true).open(path).unwrap().into();
+    let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let changes = [
+        (R::ADD_MEM_REG, region.clone(), vec![&file]),
+        (R::REM_MEM_REG, region, vec![]),
+        (R::SET_MEM_TABLE, table, vec![&memory, &file]),
+        (R::SET_VRING_ENABLE, words(&[0]), vec![]),
+        (R::SET_VRING_CALL, words(&[0]), vec![&event]),
+        (R::SET_VRING_ERR, words(&[0]), vec![&event]),
+    ];
+    for (request, body, fds) in changes {
+        let held = export.hold();
+        client.send(request, &body, &fds);
+        assert!(!client.hears(), "{request:?} is answered before the reactor knows of it");
+        drop(held);
+        assert_eq!(client.reply(request).unwrap(), DONE, "{request:?}");
+    }
+}
+
+#[test]
+fn a_front_end_that_reads_no_replies_does_not_hold_the_end() {
+    let Export { mut export, socket, reactors, .. } = Export::start(SecondClient::Wait);
+    let mut deaf = UnixStream::connect(&socket).unwrap();
+    deaf.set_nonblocking(true).unwrap();
+    let ask: Vec<u8> = [R::GET_FEATURES as u32, 1, 0].iter().flat_map(|w| w.to_ne_bytes()).collect();
+    // Until its questions fill the other socket too: then the session waits for room for an answer.
+    let mut full = 0;
+    while full < 20 {
+        match deaf.write(&ask) {
+            Ok(_) => full = 0,
+            Err(_) => {
+                full += 1;
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+    bounded("the export", move || export.stop());
+    drop((deaf, reactors));
+}
+
+#[test]
+fn an_in_flight_description_needs_no_padding() {
+    let export = Export::start(SecondClient::Wait);
+    let client = export.connect();
+    let mut body = words(&[0, 0]);
+    body.extend([1, 0, 64, 0]);
+    let reply = client.ask(R::GET_INFLIGHT_FD, &body, &[]).expect("the session goes on");
+    assert_eq!((reply.len(), &reply[16..]), (20, &body[16..]), "it is as long as the question");
+    let file = rustix::fs::memfd_create("inflight", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, 4096).unwrap();
+    let mut body = words(&[4096, 0]);
+    body.extend([1, 0, 64, 0]);
+    assert_eq!(client.ask(R::SET_INFLIGHT_FD, &body, &[&file]).unwrap(), DONE);
+    assert_ne!(client.ask(R::SET_INFLIGHT_FD, &body, &[]).unwrap(), DONE, "no descriptor");
+}
+
+#[test]
+fn a_message_that_cannot_be_is_refused_and_the_session_goes_on() {
+    let export = Export::start(SecondClient::Wait);
+    let mut client = export.connect();
+    let user = client.memory.user_address(client.memory.range().0);
+    for parts in [[8, 8192, 4096], [0, 8194, 4096], [0, 8192, 4097]] {
+        let [desc, used, avail] = parts.map(|offset| user + offset);
+        let refused = client.ask(R::SET_VRING_ADDR, &words(&[0, desc, used, avail, 0]), &[]);
+        assert_eq!(refused.expect("the session goes on"), 1u64.to_ne_bytes(), "{parts:?}");
+    }
+    let flags = client.ask(R::SET_VRING_ADDR, &words(&[2 << 32, user, user + 8192, user + 4096, 0]), &[]);
+    assert_eq!(flags.unwrap(), 1u64.to_ne_bytes(), "unknown flags");
+    assert_eq!(client.ask(R::SET_VRING_ENABLE, &words(&[2 << 32]), &[]).unwrap(), 1u64.to_ne_bytes());
+    client.start_ring();
+    assert_eq!(client.ask(R::SET_VRING_ENABLE, &words(&[0]), &[]).unwrap(), DONE);
+}
+
+#[test]
+fn a_request_for_data_outside_memory_is_counted_as_an_error() {
+    let export = Export::start(SecondClient::Wait);
+    let mut client = export.connect();
+    client.start_ring();
+    let (at, window) = client.memory.piece(64, 64).unwrap();
+    window.copy_in(32, [0xff]);
+    let buffer = |addr, len, device_writes| Buffer { addr, len, device_writes };
+    client.ring.lay(0, &[buffer(at, 16, false), buffer(1 << 60, 512, true), buffer(at + 32, 1, true)]);
+    client.ring.submit(0);
+    client.ring.publish();
+    rustix::io::write(&*client.setup.kick, &1u64.to_ne_bytes()).unwrap();
+    bounded("the request", move || {
+        while window.copy_out(32) == [0xff] {
+            std::thread::yield_now();
+        }
+        assert_eq!(window.copy_out(32), [1], "IOERR");
+    });
+    let disk = export.disk.clone();
+    let summary = export.reactors.next().ask(move |_, reply| {
+        reply.send(Served::known(&disk).and_then(|served| served.statistics().summary(OpKind::Read)));
+    });
+    let summary = summary.flatten().expect("a read was counted");
+    assert_eq!((summary.requests, summary.errors), (1, 1));
+}
+
+#[test]
+fn the_base_of_a_ring_whose_reactor_has_ended_is_not_made_up() {
+    let export = Export::start(SecondClient::Wait);
+    let mut client = export.connect();
+    client.start_ring();
+    export.end_reactor();
+    assert_eq!(client.ask(R::GET_VRING_BASE, &words(&[0]), &[]), None, "no base is an answer");
+}
+
+#[test]
+fn a_write_cache_that_cannot_be_synced_is_not_said_to_be_off() {
+    let export = Export::start(SecondClient::Wait);
+    let client = export.connect();
+    // Offset 32, one byte, a frontend's write; the byte: write-through.
+    let body: Vec<u8> = [32u32, 1, 1].iter().flat_map(|w| w.to_ne_bytes()).chain([0]).collect();
+    let on: Vec<u8> = body[..12].iter().copied().chain([1]).collect();
+    assert_eq!(client.ask(R::SET_CONFIG, &on, &[]).unwrap(), DONE);
+    export.end_reactor();
+    assert_eq!(client.ask(R::SET_CONFIG, &body, &[]).unwrap(), 1u64.to_ne_bytes());
+}
+
+#[test]
+fn a_second_front_end_waits_or_is_refused() {
+    let export = Export::start(SecondClient::Wait);
+    let first = export.connect();
+    let second = UnixStream::connect(&export.socket).unwrap();
+    (&second).write_all(&[1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]).unwrap();
+    assert_eq!(first.ask(R::SET_VRING_NUM, &words(&[64 << 32]), &[]).unwrap(), DONE);
+    drop(first);
+    second.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    (&second).read_exact(&mut [0; 20]).unwrap();
+    drop(second);
+
+    let export = Export::start(SecondClient::Refuse);
+    let first = export.connect();
+    let second = UnixStream::connect(&export.socket).unwrap();
+    second.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    assert_eq!((&second).read(&mut [0; 1]).unwrap(), 0, "closed");
+    assert_eq!(first.ask(R::SET_VRING_NUM, &words(&[64 << 32]), &[]).unwrap(), DONE);
+}
