@@ -83,15 +83,6 @@ impl Owner {
             }
         }
     }
-
-    /// Whether somebody else may change, or alone may read, what it owns.
-    fn is_shared(&self) -> bool {
-        match self {
-            Owner::Nobody | Owner::Heap(_) => false,
-            Owner::Guest(_) | Owner::Request(_) => true,
-            Owner::Several(all) => all.iter().any(Owner::is_shared),
-        }
-    }
 }
 
 /// An iovec of bounded length with its memory's owner. See the module's page.
@@ -148,13 +139,13 @@ impl Segments {
         self.owner = Owner::Request(data.clone());
     }
 
-    /// Data that the kernel keeps: only operations of io_uring can name them.
-    #[inline]
     /// Whether they are a block device's request, whose memory no process of ours sees.
     pub fn is_request(&self) -> bool {
         self.request().is_some()
     }
 
+    /// Data that the kernel keeps: only operations of io_uring can name them.
+    #[inline]
     pub(crate) fn request(&self) -> Option<&Rc<RequestData>> {
         match &self.owner {
             Owner::Request(data) => Some(data),
@@ -326,44 +317,27 @@ impl Segments {
         self.each(offset, len, |base, len| unsafe { base.write_bytes(0, len) });
     }
 
-    /// Where the first byte that is not zero lies in `len` bytes from `offset`, counted from there. For buffers of our own
-    /// that no operation has: a guest may change its memory at any time.
+    /// Where the first byte that is not zero lies in `len` bytes from `offset`, counted from there. Looks at copies: an
+    /// operation, or a guest, may change the memory at the same time.
     pub fn find_nonzero(&self, offset: usize, len: usize) -> Option<usize> {
-        let (mut before, mut found) = (0, None);
-        self.each_slice(offset, len, |bytes| {
-            if found.is_none() {
-                found = find_nonzero(bytes).map(|at| before + at);
-            }
-            before += bytes.len();
-        });
-        found
+        let mut copy = [0; COPIED];
+        (0..len).step_by(COPIED).find_map(|at| {
+            let here = &mut copy[..COPIED.min(len - at)];
+            self.copy_out(offset + at, here);
+            find_nonzero(here).map(|found| at + found)
+        })
     }
 
-    /// Where `len` bytes from `offset` first differ from those of `other` from `from`, counted from there. For buffers of
-    /// our own that no operation has.
+    /// Where `len` bytes from `offset` first differ from those of `other` from `from`, counted from there. Looks at copies,
+    /// too.
     pub fn find_difference(&self, offset: usize, other: &Segments, from: usize, len: usize) -> Option<usize> {
-        let (mut before, mut found) = (0, None);
-        self.each_slice(offset, len, |mine| {
-            let mut here = 0;
-            other.each_slice(from + before, mine.len(), |theirs| {
-                if found.is_none() {
-                    found = find_difference(&mine[here..here + theirs.len()], theirs).map(|at| before + here + at);
-                }
-                here += theirs.len();
-            });
-            before += mine.len();
-        });
-        found
-    }
-
-    /// As [`Segments::each`], for memory that nobody changes meanwhile.
-    fn each_slice(&self, offset: usize, len: usize, mut piece: impl FnMut(&[u8])) {
-        assert!(!self.owner.is_shared(), "a guest's memory is copied before it is looked at");
-        self.each(offset, len, |base, len| {
-            // SAFETY: `each` gives ranges inside memory the owner keeps alive; it is a buffer of this thread's, which is
-            // written through `Segments` only, and none of its functions is called from `piece`.
-            piece(unsafe { std::slice::from_raw_parts(base, len) });
-        });
+        let (mut mine, mut theirs) = ([0; COPIED], [0; COPIED]);
+        (0..len).step_by(COPIED).find_map(|at| {
+            let here = COPIED.min(len - at);
+            self.copy_out(offset + at, &mut mine[..here]);
+            other.copy_out(from + at, &mut theirs[..here]);
+            find_difference(&mine[..here], &theirs[..here]).map(|found| at + found)
+        })
     }
 
     /// Calls `piece` with the ranges that make up `offset`+`len`. Panics beyond the end: lengths are our own sums.
@@ -400,6 +374,8 @@ fn push(iov: &mut Vec<libc::iovec>, base: *mut u8, len: usize) {
 
 /// Bytes looked at together.
 const BLOCK: usize = 256;
+/// Bytes copied together before a look at them.
+const COPIED: usize = 4096;
 
 fn find_nonzero(bytes: &[u8]) -> Option<usize> {
     let zero = |block: &&[u8]| block.iter().fold(0, |all, byte| all | byte) == 0;
