@@ -17,6 +17,7 @@ use crate::backend::Source;
 use crate::dirty::DirtyMap;
 use crate::filter::Filter;
 use crate::flush::FlushGroup;
+use crate::once_a_second::OnceASecond;
 use crate::request::Failure;
 
 /// Bytes in the page cache that a disk with neighbours may leave to be written back: some milliseconds of a device's time.
@@ -61,6 +62,8 @@ pub struct Disk {
     ended: AtomicBool,
     /// The longest time for which requests were held back, in microseconds.
     held_back: AtomicU64,
+    /// Lines about requests that failed.
+    pub(crate) failures_told: OnceASecond,
 }
 
 /// How a disk is served at the moment.
@@ -89,7 +92,7 @@ impl Disk {
         let on_device = source.file().is_some_and(|file| file.is_device());
         let cached = source.file().is_some_and(|file| !file.direct());
         let serving = Mutex::new(Serving { source, dirty: None, reactors: Vec::new(), closed: false });
-        let (flushes, unsynced, dirty, poisoned, work, ended, held_back) = Default::default();
+        let (flushes, unsynced, dirty, poisoned, work, ended, held_back, failures_told) = Default::default();
         Disk {
             options,
             share,
@@ -105,6 +108,7 @@ impl Disk {
             work,
             ended,
             held_back,
+            failures_told,
         }
     }
 

@@ -18,6 +18,7 @@ mod filter;
 mod flush;
 mod gate;
 mod live;
+mod once_a_second;
 mod request;
 mod served;
 mod statistics;

@@ -8,8 +8,8 @@ use std::future::poll_fn;
 use std::io;
 use std::pin::pin;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blockyard_image::{BlockStatus, Store};
@@ -488,20 +488,11 @@ impl<S: Storage> Served<S> {
 
     fn failure(&self, op: Op, offset: u64, error: &io::Error) -> Failure {
         // A failing device fails every request: one line a second is enough to know it.
-        if once_a_second() {
+        if self.disk.failures_told.admits(Instant::now()) {
             tracing::warn!(disk = self.disk.name(), offset, "{} failed: {error}", OpKind::of(op).name());
         }
         if self.disk.poisoned().is_some() && op != Op::Read { Failure::Poisoned } else { Failure::of(error) }
     }
-}
-
-/// True at most once a second, whichever thread asks.
-fn once_a_second() -> bool {
-    static LAST: AtomicU64 = AtomicU64::new(0);
-    static START: OnceLock<Instant> = OnceLock::new();
-    let now = START.get_or_init(Instant::now).elapsed().as_millis() as u64 + 1000;
-    let last = LAST.load(Ordering::Relaxed);
-    now >= last + 1000 && LAST.compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
 }
 
 #[cfg(test)]

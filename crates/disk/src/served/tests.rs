@@ -3,6 +3,7 @@
 use super::*;
 use std::cell::Cell;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicU64;
 
 use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, RawShape};
 use blockyard_ring::Executor;
