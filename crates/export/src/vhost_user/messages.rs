@@ -76,6 +76,7 @@ impl Session {
         let channel = Arc::new(BackChannel::new(socket, self.acknowledges()));
         *super::lock(&self.export.channel) = Some(channel.clone());
         self.channel = Some(channel);
+        self.caller = Default::default();
     }
 
     fn acknowledges(&self) -> bool {

@@ -6,6 +6,7 @@
 //! `Export` is one socket for one disk. Its thread accepts a front end, works through its messages until it goes, stops
 //! its queues and listens again. Requests never pass this thread.
 
+mod caller;
 mod channel;
 mod config;
 mod inflight;

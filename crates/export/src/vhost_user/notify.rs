@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use blockyard_ring::doorbell::{self, Doorbell};
 use rustix::net::{AddressFamily, SendFlags, SocketType, sockopt};
 
-use super::channel::BackChannel;
+use super::caller::Caller;
 
 const SKIP: u32 = 16;
 const SKIP_MOST: u32 = 4096;
@@ -32,7 +32,7 @@ pub enum Call {
     Stream(OwnedFd),
     /// A message on the back channel (VHOST_USER_PROTOCOL_F_INBAND_NOTIFICATIONS).
     InBand {
-        channel: Arc<BackChannel>,
+        caller: Arc<Caller>,
         index: u16,
     },
 }
@@ -53,7 +53,7 @@ impl Call {
             Call::None => {}
             Call::Event(bell) => bell.ring(),
             Call::Stream(socket) => send(socket),
-            Call::InBand { channel, index } => channel.vring_call(*index),
+            Call::InBand { caller, index } => caller.call(*index),
         }
     }
 }

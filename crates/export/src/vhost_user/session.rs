@@ -5,6 +5,7 @@
 //! removed stays mapped until the last request in it is answered (regions are counted); `GET_VRING_BASE` and the end of
 //! a session wait for what is in flight.
 
+use std::cell::OnceCell;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
 
+use super::caller::Caller;
 use super::channel::BackChannel;
 use super::config::{self, QueueShape};
 use super::inflight::{self, InflightRegion};
@@ -79,6 +81,7 @@ pub struct Session {
     pub(super) protocol: VhostUserProtocolFeatures,
     pub(super) inflight: Option<InflightRegion>,
     pub(super) channel: Option<Arc<BackChannel>>,
+    pub(super) caller: OnceCell<Arc<Caller>>,
     vrings: Vec<Vring>,
 }
 
@@ -98,6 +101,7 @@ impl Session {
             protocol: VhostUserProtocolFeatures::empty(),
             inflight: None,
             channel: None,
+            caller: OnceCell::new(),
             vrings: (0..shape.queues).map(|_| Vring::default()).collect(),
             export,
         }
@@ -142,9 +146,21 @@ impl Session {
             (Some(fd), _) => {
                 Call::fd(fd).map_err(|e| self.refuse(format_args!("queue {index}: signalling its calls: {e}")))?
             }
-            (None, Some(channel)) if self.in_band() => Call::InBand { channel: channel.clone(), index: index as u16 },
+            (None, Some(channel)) if self.in_band() => {
+                let caller = self.caller(channel).map_err(|e| self.refuse(format_args!("a thread for calls: {e}")))?;
+                Call::InBand { caller, index: index as u16 }
+            }
             (None, _) => Call::None,
         })
+    }
+
+    /// What sends calls by messages on the channel of today.
+    fn caller(&self, channel: &Arc<BackChannel>) -> std::io::Result<Arc<Caller>> {
+        if let Some(caller) = self.caller.get() {
+            return Ok(caller.clone());
+        }
+        let caller = Caller::start(channel.clone(), self.shape.queues)?;
+        Ok(self.caller.get_or_init(|| caller).clone())
     }
 
     /// A running queue has descriptors of its own: it may be started anew with the same ones.

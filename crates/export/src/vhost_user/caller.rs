@@ -1,0 +1,102 @@
+//! Calls by messages, from a thread of their own.
+//!
+//! In: the numbers of queues whose guest is to be interrupted, from their reactors. Out: messages on the back channel, each
+//! acknowledged before the next one. What must hold: a reactor never waits for the front end, however late it
+//! acknowledges; a queue has at most one call waiting here, so nothing grows.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::Thread;
+
+use super::channel::BackChannel;
+
+/// The calls of one session. Dropped, it ends its thread.
+pub struct Caller {
+    calls: Arc<Calls>,
+    thread: Thread,
+}
+
+struct Calls {
+    /// By queue: a call is to be sent.
+    wanted: Box<[AtomicBool]>,
+    ended: AtomicBool,
+}
+
+impl Caller {
+    pub fn start(channel: Arc<BackChannel>, queues: u16) -> io::Result<Arc<Self>> {
+        let wanted = (0..queues).map(|_| AtomicBool::new(false)).collect();
+        let calls = Arc::new(Calls { wanted, ended: AtomicBool::new(false) });
+        let shared = calls.clone();
+        let thread = std::thread::Builder::new().name("calls".into()).stack_size(128 << 10);
+        let thread = thread.spawn(move || shared.send(&channel))?.thread().clone();
+        Ok(Arc::new(Caller { calls, thread }))
+    }
+
+    /// Sends a call for a queue soon; one for all that come before that.
+    pub fn call(&self, queue: u16) {
+        if !self.calls.wanted[usize::from(queue)].swap(true, Ordering::AcqRel) {
+            self.thread.unpark();
+        }
+    }
+}
+
+impl Drop for Caller {
+    fn drop(&mut self) {
+        self.calls.ended.store(true, Ordering::Release);
+        self.thread.unpark();
+    }
+}
+
+impl Calls {
+    fn send(&self, channel: &BackChannel) {
+        while !self.ended.load(Ordering::Acquire) {
+            for (queue, wanted) in (0..).zip(&self.wanted) {
+                if !self.ended.load(Ordering::Acquire) && wanted.swap(false, Ordering::AcqRel) {
+                    channel.vring_call(queue);
+                }
+            }
+            // A call that came meanwhile has left its token: this returns at once.
+            std::thread::park();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    /// The queue that the next call is for.
+    fn next(peer: &mut UnixStream) -> u8 {
+        let mut message = [0; 20];
+        peer.read_exact(&mut message).unwrap();
+        message[12]
+    }
+
+    fn acknowledge(peer: &mut UnixStream) {
+        let mut reply = [0; 20];
+        reply[..12].copy_from_slice(&[4, 0, 0, 0, 5, 0, 0, 0, 8, 0, 0, 0]);
+        peer.write_all(&reply).unwrap();
+    }
+
+    #[test]
+    fn calls_wait_for_acknowledgements_and_their_callers_do_not() {
+        let (ours, mut peer) = UnixStream::pair().unwrap();
+        let caller = Caller::start(Arc::new(BackChannel::new(ours.into(), true)), 4).unwrap();
+        caller.call(2);
+        assert_eq!(next(&mut peer), 2);
+        // More than any socket holds, before the first one is acknowledged: they become one.
+        (0..1_000_000).for_each(|_| caller.call(3));
+        acknowledge(&mut peer);
+        assert_eq!(next(&mut peer), 3);
+        acknowledge(&mut peer);
+        caller.call(1);
+        assert_eq!(next(&mut peer), 1);
+        acknowledge(&mut peer);
+        drop(caller);
+        assert_eq!(peer.read(&mut [0; 1]).unwrap(), 0, "its end is the channel's end");
+    }
+}
