@@ -1,7 +1,6 @@
 //! What a disk's bytes lie on: an image file, a chain of images, memory, or nothing.
 
 use std::io;
-use std::rc::Rc;
 use std::sync::Arc;
 
 use blockyard_image::{
@@ -13,9 +12,11 @@ use blockyard_ring::{GuestMemory, Handle, MemoryError, Region, Segments, Storage
 use crate::statistics::OpKind;
 
 mod delay;
+mod ram;
 
 use delay::Below;
 pub use delay::{Delay, Model};
+pub use ram::Ram;
 
 /// An opened back end, before any reactor uses it: may be sent to and shared by all of them.
 #[derive(Clone, Debug)]
@@ -233,7 +234,7 @@ impl Backend<Store> {
             Source::Delay { model, file, .. } => {
                 Backend::Delay(Delay::new(handle, model, file.as_ref().map(raw).transpose()?))
             }
-            Source::Ram(memory) => Backend::Ram(Ram::new(memory)),
+            Source::Ram(memory) => Backend::Ram(Ram::new(handle, memory)),
             Source::Gone { why, .. } => Backend::Gone(why.clone()),
         })
     }
@@ -253,7 +254,8 @@ impl<S: Storage> Backend<S> {
             Backend::Delay(delay) => Box::pin(delay.read(segments, offset)).await,
             Backend::Gone(why) => (segments, gone(why)),
             Backend::Ram(ram) => {
-                let result = ram.with(offset, segments.len(), |ram| segments.copy_from(0, ram, 0, segments.len()));
+                let copy = |ram: &Segments, at| segments.copy_from(at, ram, 0, ram.len());
+                let result = ram.in_pieces(offset, segments.len(), copy).await;
                 (segments, result)
             }
         }
@@ -270,7 +272,8 @@ impl<S: Storage> Backend<S> {
             Backend::Delay(delay) => Box::pin(delay.write(segments, offset, durable)).await,
             Backend::Gone(why) => (segments, gone(why)),
             Backend::Ram(ram) => {
-                let result = ram.with(offset, segments.len(), |ram| ram.copy_from(0, &segments, 0, segments.len()));
+                let copy = |ram: &Segments, at| ram.copy_from(0, &segments, at, ram.len());
+                let result = ram.in_pieces(offset, segments.len(), copy).await;
                 (segments, result)
             }
         }
@@ -318,7 +321,7 @@ impl<S: Storage> Backend<S> {
                 Box::pin(delay.other(OpKind::Discard, async |raw| raw.discard(offset, len).await)).await
             }
             Backend::Gone(why) => gone(why),
-            Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),
+            Backend::Ram(ram) => ram.zero(offset, len as usize).await,
         }
     }
 
@@ -338,7 +341,7 @@ impl<S: Storage> Backend<S> {
                 Box::pin(delay.other(OpKind::WriteZeroes, below)).await
             }
             Backend::Gone(why) => gone(why),
-            Backend::Ram(ram) => ram.with(offset, len as usize, |ram| ram.zero(0, ram.len())),
+            Backend::Ram(ram) => ram.zero(offset, len as usize).await,
         }
     }
 }
@@ -361,24 +364,5 @@ impl<S: Storage> Backend<S> {
             Backend::Null | Backend::Ram(_) | Backend::Delay(_) => Ok(BlockStatus::data(len)),
             Backend::Gone(why) => gone(why),
         }
-    }
-}
-
-/// A disk in memory, shared by all reactors; lost with the process.
-pub struct Ram {
-    memory: Rc<GuestMemory>,
-}
-
-impl Ram {
-    pub fn new(memory: &Arc<GuestMemory>) -> Self {
-        Ram { memory: Rc::new((**memory).clone()) }
-    }
-
-    fn with(&self, offset: u64, len: usize, f: impl FnOnce(&Segments)) -> io::Result<()> {
-        let mut segments = Segments::default();
-        segments.reset(&self.memory);
-        segments.push_guest(offset, len as u64).map_err(io::Error::other)?;
-        f(&segments);
-        Ok(())
     }
 }

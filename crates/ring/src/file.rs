@@ -104,6 +104,9 @@ impl Drop for LockedFile {
 /// What is read and written by a ring.
 pub(crate) type Descriptor = Arc<dyn AsFd + Send + Sync>;
 
+/// Bytes of the page cache that the kernel may copy on submission, which takes up to about 200 us.
+const LONGEST_ON_SUBMISSION: usize = 1 << 20;
+
 /// The descriptor of a file on one ring: kept alive by operations in flight.
 pub(crate) struct FileSlot {
     fd: Descriptor,
@@ -113,13 +116,22 @@ pub(crate) struct FileSlot {
     handle: Handle,
     /// It is counted among the files that are written to.
     counted: bool,
+    /// Its data go through the page cache.
+    cached: bool,
 }
 
 impl FileSlot {
     /// Not counted among the files: a socket, a character device.
     pub fn uncounted(handle: &Handle, fd: Descriptor) -> Self {
         let raw = fd.as_fd().as_raw_fd();
-        FileSlot { registered: handle.register_file(raw), fd, raw, handle: handle.clone(), counted: false }
+        FileSlot {
+            registered: handle.register_file(raw),
+            fd,
+            raw,
+            handle: handle.clone(),
+            counted: false,
+            cached: false,
+        }
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -136,6 +148,13 @@ impl FileSlot {
 
     pub fn registered(&self) -> Option<u32> {
         self.registered
+    }
+
+    /// Whether a worker of the kernel moves so many bytes. From the page cache they would be copied on submission, and the
+    /// reactor's other queues would wait for that.
+    #[inline]
+    pub fn leaves_to_worker(&self, bytes: usize) -> bool {
+        self.cached && bytes > LONGEST_ON_SUBMISSION
     }
 }
 
@@ -175,12 +194,14 @@ impl UringFile {
         let block_device = rustix::fs::FileType::from_raw_mode(mode) == rustix::fs::FileType::BlockDevice;
         let inline = Rc::new(InlineWrites::new(fd.as_fd())?);
         let change_time = Rc::new(ChangeTime::new(fd.as_fd())?);
-        let counted = rustix::fs::fcntl_getfl(&fd)? & rustix::fs::OFlags::RWMODE != rustix::fs::OFlags::RDONLY;
+        let flags = rustix::fs::fcntl_getfl(&fd)?;
+        let counted = flags & rustix::fs::OFlags::RWMODE != rustix::fs::OFlags::RDONLY;
         if counted {
             handle.count_files(1);
         }
         let mut slot = FileSlot::uncounted(handle, fd);
         slot.counted = counted;
+        slot.cached = !flags.contains(rustix::fs::OFlags::DIRECT);
         Ok(UringFile { slot: Rc::new(slot), block_device, blocking: Rc::default(), inline, change_time })
     }
 

@@ -193,6 +193,8 @@ impl Uring {
         // What the kernel keeps is registered already, and is none of the table's own entries.
         let named = segments.request().map_or(buffer, |data| data.entry());
         let stays = matches!(action, Action::Ublk(_));
+        let moves = matches!(action, Action::Read { .. } | Action::Write { .. });
+        let to_worker = moves && file.as_ref().is_some_and(|f| f.leaves_to_worker(segments.len()));
         let slot = Slot { state: State::Pending, multi, stays, task, result: 0, segments, file, buffer };
         let key = match self.free.pop() {
             Some(key) => {
@@ -214,6 +216,7 @@ impl Uring {
             };
         }
         let sqe = on_file!(|target| build(action, iov, named, target)).user_data(u64::from(key));
+        let sqe = if to_worker { sqe.flags(squeue::Flags::ASYNC) } else { sqe };
         self.push(&sqe);
         self.in_flight += 1;
         key

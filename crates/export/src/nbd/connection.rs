@@ -24,6 +24,7 @@ use super::lane::{Lane, Work, ZEROED_AT_A_TIME};
 use super::reply::{Body, Reply};
 use super::stream::Stream;
 use super::{Exported, block_status};
+use crate::budget::{Budget, REQUEST};
 
 /// Requests of one connection that are on their way at a time.
 const MOST_IN_FLIGHT: u32 = 128;
@@ -75,6 +76,7 @@ pub struct Connection {
     wrote: Cell<bool>,
     /// The disk leaves what is read as it was: see [`Source::Null`].
     scrubs: bool,
+    budget: Budget,
 }
 
 /// Why nothing more is taken.
@@ -111,6 +113,7 @@ impl Connection {
             heavy: Cell::new(false),
             wrote: Cell::new(false),
             scrubs,
+            budget: Budget::default(),
         }))
     }
 
@@ -171,6 +174,8 @@ impl Connection {
                     while self.unsent.get() > MOST_UNSENT && self.unanswered.get() == 0 {
                         self.sent.wait().await;
                     }
+                } else if self.has_spent(&request) {
+                    self.handle.yield_now().await;
                 }
             }
             if self.broken.get() {
@@ -185,6 +190,13 @@ impl Connection {
                 return if empty { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) };
             }
         }
+    }
+
+    /// Books a request. True: the reactor must go on to its other queues before this client's next one.
+    fn has_spent(&self, request: &wire::Request) -> bool {
+        let moves = matches!(request.command, cmd::READ | cmd::WRITE);
+        self.budget.spend(self.handle.turn(), REQUEST, if moves { request.len } else { 0 });
+        self.budget.is_spent(self.handle.turn())
     }
 
     /// A request is answered, or cannot be.

@@ -146,3 +146,24 @@ fn work_comes_in_from_other_threads_and_timers_fire_in_order() {
     assert_eq!(value, 42);
     assert!(slept >= std::time::Duration::from_millis(5));
 }
+
+/// On submission they would be copied by the reactor.
+#[test]
+fn long_copies_from_the_page_cache_are_a_workers() {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    executor
+        .block_on(async move {
+            let fd = rustix::fs::memfd_create("long", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+            let file = UringFile::new(&handle, Arc::new(fd)).unwrap();
+            let socket = FileSlot::uncounted(&handle, file.slot.fd.clone());
+            assert!(file.slot.leaves_to_worker((1 << 20) + 1));
+            assert!(!file.slot.leaves_to_worker(1 << 20) && !socket.leaves_to_worker(1 << 30));
+            let long = Segments::buffer(3 << 20);
+            long.copy_in((3 << 20) - 4, b"last");
+            assert_eq!(file.write(long, 0, false).await.1.unwrap(), 3 << 20);
+            let (long, read) = file.read(Segments::buffer(3 << 20), 0).await;
+            assert_eq!((read.unwrap(), long.find_nonzero(0, 3 << 20)), (3 << 20, Some((3 << 20) - 4)));
+        })
+        .unwrap();
+}
