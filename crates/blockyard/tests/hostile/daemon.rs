@@ -52,6 +52,7 @@ impl Daemon {
             config += &format!("vhost-user = \"{}\"\n", socket.display());
             if disk == VICTIM {
                 config += &format!("{limits}\n");
+                config += "in-band-notifications = true\n";
             }
             if disk == SLOW {
                 config += &format!("filters = [\"delay:read={delay}\"]\n");

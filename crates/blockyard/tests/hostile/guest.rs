@@ -10,7 +10,7 @@ use blockyard_bench::driver::connection::PROTOCOL;
 use blockyard_bench::driver::{Connection, Memory, RingAddresses, RingSetup, feature, request};
 use blockyard_ring::Window;
 use rustix::event::EventfdFlags;
-use vhost::vhost_user::message::FrontendReq;
+use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures};
 
 pub const NEXT: u16 = 1;
 pub const WRITE: u16 = 2;
@@ -235,11 +235,16 @@ pub struct Guest {
 impl Guest {
     /// Connected, with its memory shown; no ring is running.
     pub fn connect(path: &Path, layout: Layout) -> Self {
+        Self::connect_with(path, layout, PROTOCOL)
+    }
+
+    /// The same, with these features of the protocol.
+    pub fn connect_with(path: &Path, layout: Layout, protocol: VhostUserProtocolFeatures) -> Self {
         let mut connection = Connection::open(path).unwrap();
         connection.socket().set_read_timeout(Some(PATIENCE)).unwrap();
         let ring = if layout == Layout::Packed { feature::RING_PACKED } else { 0 };
         let wanted = feature::GUEST & !feature::EVENT_IDX | feature::INDIRECT_DESC | ring;
-        connection.negotiate(wanted, wanted & !feature::READ_ONLY, PROTOCOL).unwrap();
+        connection.negotiate(wanted, wanted & !feature::READ_ONLY, protocol).unwrap();
         let mut memory = Memory::new(8 << 20).unwrap();
         connection.set_memory(&memory).unwrap();
         let rings = (0..super::daemon::QUEUES).map(|q| Ring::new(&mut memory, layout, q)).collect();

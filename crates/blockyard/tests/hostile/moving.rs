@@ -183,13 +183,13 @@ fn an_in_flight_region_rewritten_while_in_use_changes_nothing() {
 }
 
 /// A region of the guest beside its first one.
-struct Extra {
-    info: VhostUserMemoryRegionInfo,
+pub struct Extra {
+    pub info: VhostUserMemoryRegionInfo,
     window: Window,
     fd: OwnedFd,
 }
 
-fn extra(guest_addr: u64, len: u64) -> Extra {
+pub fn extra(guest_addr: u64, len: u64) -> Extra {
     let user = 0x7e00_0000_0000 + guest_addr;
     let (region, fd) = blockyard_ring::Region::memfd("extra", guest_addr, user, len).unwrap();
     let memory = blockyard_ring::GuestMemory::default().with(region).unwrap();
@@ -203,7 +203,7 @@ fn extra(guest_addr: u64, len: u64) -> Extra {
     Extra { info, window: memory.window(guest_addr, len, 1).unwrap(), fd }
 }
 
-const EXTRA: u64 = 0x9_0000_0000;
+pub const EXTRA: u64 = 0x9_0000_0000;
 
 #[test]
 fn memory_may_go_while_requests_are_in_it() {

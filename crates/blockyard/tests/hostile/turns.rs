@@ -1,19 +1,23 @@
 //! One guest beside others on a reactor: chains without end, and descriptors that would block.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use blockyard_bench::driver::connection::PROTOCOL;
 use blockyard_bench::driver::request::IN;
 
 use rustix::event::EventfdFlags;
-use vhost::vhost_user::message::FrontendReq;
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures};
 
 use super::beside::beside;
 use super::daemon::{Daemon, SLOW, VICTIM};
 use super::guest::{BOTH, D, Guest, Layout, NEXT, NONE, WRITE, into, out};
 use super::messages::{Fate, send};
+use super::moving::{EXTRA, extra};
 use crate::common::SOON;
 
 /// A split ring with a request in flight that takes its time, and behind it one chain of 1,026 descriptors again and again.
@@ -28,13 +32,19 @@ struct Endless {
 const SLOW_HEAD: u16 = 60;
 
 impl Endless {
-    fn start(path: &Path) -> Self {
+    /// `regions`: as many memory regions besides, in which the data of the chains lie.
+    fn start(path: &Path, regions: u64) -> Self {
         let mut guest = Guest::start(path, Layout::Split);
+        let more: Vec<_> = (0..regions).map(|n| extra(EXTRA + 8192 * n, 4096)).collect();
+        for region in &more {
+            guest.connection.frontend().add_mem_region(&region.info).unwrap();
+        }
         let (slow, slow_status) = (guest.header(IN, 0), guest.bytes(&[0]));
         let data = guest.memory.take(4096, 4096).unwrap();
         let (header, status) = (guest.header(IN, 0), guest.status());
         let mut chain = vec![out(header, 16)];
-        chain.extend((0..1023).map(|n| into(data + 1024 * (n % 4), 512)));
+        let place = |n| if regions == 0 { data + 1024 * (n % 4) } else { EXTRA + 8192 * (n * 101 % regions) };
+        chain.extend((0..1023).map(|n| into(place(n), 512)));
         chain.extend([into(0x7fff_0000_0000, 512), into(status, 1)]);
         let table = guest.table(&chain);
         let ring = &guest.rings[0];
@@ -68,9 +78,18 @@ impl Endless {
 
 #[test]
 fn beside_chains_without_end() {
+    endless("chains without end", 0);
+}
+
+#[test]
+fn beside_chains_in_many_regions() {
+    endless("chains in 400 memory regions", 400);
+}
+
+fn endless(what: &str, regions: u64) {
     let daemon = Daemon::slow("200ms");
-    beside("chains without end", &daemon, |attack| {
-        let mut endless = Endless::start(&attack.socket(SLOW));
+    beside(what, &daemon, |attack| {
+        let mut endless = Endless::start(&attack.socket(SLOW), regions);
         let mut answered = 0;
         while attack.goes_on() {
             let start = Instant::now();
@@ -128,4 +147,26 @@ fn beside_descriptors_that_would_block() {
         guest.works(0, 0);
         daemon.end();
     }
+}
+
+/// The front end takes calls by messages, and neither acknowledges nor reads them.
+#[test]
+fn beside_calls_by_messages_that_are_not_acknowledged() {
+    let daemon = Daemon::start();
+    beside("calls by messages that are not acknowledged", &daemon, |attack| {
+        let by_messages = VhostUserProtocolFeatures::INBAND_NOTIFICATIONS | VhostUserProtocolFeatures::BACKEND_REQ;
+        let mut guest = Guest::connect_with(&attack.socket(VICTIM), Layout::Split, PROTOCOL | by_messages);
+        let (channel, _unread) = UnixStream::pair().unwrap();
+        let sent = send(&guest.connection, FrontendReq::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]);
+        assert_eq!(sent, Fate::Done);
+        guest.start_ring(0).unwrap();
+        // No descriptor for calls.
+        let none = 0x100u64.to_le_bytes();
+        assert_eq!(send(&guest.connection, FrontendReq::SET_VRING_CALL, &none, &[]), Fate::Done);
+        while attack.goes_on() {
+            guest.works(0, 0);
+        }
+    });
+    assert_eq!(daemon.complaints(), Vec::<String>::new());
+    daemon.end();
 }
