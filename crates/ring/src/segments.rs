@@ -6,41 +6,15 @@
 //! request (`clear`), so the steady state allocates nothing. Data that the kernel keeps to itself (ublk's zero copy) have
 //! entries that count from 0 and are never followed here: only their owner copies them.
 
-use std::alloc::Layout;
-use std::ptr::NonNull;
+mod heap;
+
+use std::io;
 use std::rc::Rc;
+
+pub use heap::AlignedBuf;
 
 use crate::memory::{GuestMemory, MemoryError};
 use crate::ublk::RequestData;
-
-/// Heap memory aligned for O_DIRECT, zeroed when made.
-pub struct AlignedBuf {
-    ptr: NonNull<u8>,
-    len: usize,
-}
-
-impl AlignedBuf {
-    const ALIGN: usize = 4096;
-
-    pub fn zeroed(len: usize) -> Self {
-        let layout = Self::layout(len);
-        // SAFETY: the layout's size is not zero.
-        let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
-        let Some(ptr) = NonNull::new(ptr) else { std::alloc::handle_alloc_error(layout) };
-        AlignedBuf { ptr, len }
-    }
-
-    fn layout(len: usize) -> Layout {
-        Layout::from_size_align(len.max(1), Self::ALIGN).expect("a buffer's length fits the address space")
-    }
-}
-
-impl Drop for AlignedBuf {
-    fn drop(&mut self) {
-        // SAFETY: allocated with this very layout.
-        unsafe { std::alloc::dealloc(self.ptr.as_ptr(), Self::layout(self.len)) }
-    }
-}
 
 #[derive(Clone, Default)]
 enum Owner {
@@ -96,9 +70,18 @@ pub struct Segments {
 impl Segments {
     /// A zeroed buffer of our own, aligned for O_DIRECT.
     pub fn buffer(len: usize) -> Self {
-        let buf = Rc::new(AlignedBuf::zeroed(len));
+        Self::of(AlignedBuf::zeroed(len))
+    }
+
+    /// A buffer as [`Segments::buffer`] makes it, whose pages take memory only from their first use on.
+    pub fn mapped_buffer(len: usize) -> io::Result<Self> {
+        AlignedBuf::mapped(len).map(Self::of)
+    }
+
+    fn of(buf: AlignedBuf) -> Self {
+        let len = buf.len;
         let iov = vec![libc::iovec { iov_base: buf.ptr.as_ptr().cast(), iov_len: len }];
-        Segments { iov, len, owner: Owner::Heap(buf) }
+        Segments { iov, len, owner: Owner::Heap(Rc::new(buf)) }
     }
 
     /// A buffer of our own that holds `bytes`.

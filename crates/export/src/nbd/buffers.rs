@@ -1,20 +1,17 @@
 //! The buffers that a reactor's connections read into and write from.
 //!
-//! In: lengths of requests. Out: buffers, and the room for them. What must hold: all connections of a reactor together hold
-//! at most [`MOST`] bytes for requests, and [`ALWAYS`] for each connection, whatever their clients do; who finds no room
-//! waits, and nobody waits while there is room; a recycled buffer holds anything, so whoever sends one has filled it.
+//! In: lengths of requests. Out: buffers, and the [`Room`] for them. What must hold: a recycled buffer holds anything, so
+//! whoever sends one has filled it; memory beyond the room that is taken is bounded by [`KEPT`], twice.
 
 use std::cell::{Cell, RefCell};
-use std::collections::VecDeque;
+use std::io;
 use std::rc::Rc;
 
-use blockyard_ring::{Handle, Segments, Signal};
+use blockyard_ring::{Handle, Segments};
 
-/// Bytes that requests of one reactor may hold.
-const MOST: usize = 256 << 20;
-/// Bytes that a connection may hold however many the others do: who asks for little does not wait for who asks for much.
-const ALWAYS: usize = 256 << 10;
-/// Bytes that are kept for later.
+use super::room::{Account, GUARANTEED, Need, Room};
+
+/// Bytes that are kept for later; and bytes of kept buffers that payloads use beyond the room that they have taken.
 const KEPT: usize = 32 << 20;
 /// The smallest buffer, and the number of sizes: each twice the last, up to the longest request.
 const SMALLEST: usize = 4096;
@@ -24,14 +21,17 @@ const SIZES: usize = 14;
 pub struct Buffers {
     free: RefCell<[Vec<Segments>; SIZES]>,
     kept: Cell<usize>,
-    taken: Cell<usize>,
-    waiting: RefCell<VecDeque<Rc<Waiting>>>,
+    /// Bytes of recycled buffers that are being filled by clients.
+    lent: Cell<usize>,
+    room: Room,
 }
 
-struct Waiting {
+/// The buffer of a long payload. Room for it is taken as the payload arrives: a client that only announces one holds none.
+pub struct Growing {
+    pub payload: Segments,
     len: usize,
-    signal: Signal,
-    granted: Cell<bool>,
+    taken: usize,
+    lent: usize,
 }
 
 thread_local! {
@@ -52,46 +52,73 @@ impl Buffers {
         LOCAL.with(Rc::clone)
     }
 
-    /// A buffer of `len` bytes, at most those of the longest request, when there is room for it; for who holds `held` bytes.
+    /// A buffer of `len` bytes, at most those of the longest request, when there is room for it.
     #[inline]
-    pub async fn take(&self, handle: &Handle, len: usize, held: usize) -> Segments {
-        let full = !self.waiting.borrow().is_empty() || self.taken.get() + rounded(len) > MOST;
-        if full && held + rounded(len) > ALWAYS {
-            self.wait(handle, len).await;
-        } else {
-            self.taken.set(self.taken.get() + rounded(len));
-        }
-        let recycled = self.free.borrow_mut()[size_class(len)].pop();
-        if let Some(mut buffer) = recycled {
-            self.kept.set(self.kept.get() - rounded(len));
-            if buffer.refit(len) {
-                return buffer;
+    pub async fn take(&self, handle: &Handle, len: usize, account: &Rc<Account>) -> Segments {
+        self.room.take(handle, account, rounded(len), Need::Buffer).await;
+        self.recycled(len).unwrap_or_else(|| {
+            let mut buffer = Segments::buffer(rounded(len));
+            let fits = buffer.refit(len);
+            debug_assert!(fits);
+            buffer
+        })
+    }
+
+    fn recycled(&self, len: usize) -> Option<Segments> {
+        let mut buffer = self.free.borrow_mut()[size_class(len)].pop()?;
+        self.kept.set(self.kept.get() - rounded(len));
+        buffer.refit(len).then_some(buffer)
+    }
+
+    /// A buffer for a payload of `len` bytes, which takes its room by [`Buffers::grow`].
+    pub fn growing(&self, len: usize) -> io::Result<Growing> {
+        let size = rounded(len);
+        let recycled = if self.lent.get() + size <= KEPT { self.recycled(len) } else { None };
+        let lent = if recycled.is_some() { size } else { 0 };
+        let payload = match recycled {
+            Some(payload) => payload,
+            None => {
+                let mut payload = Segments::mapped_buffer(size)?;
+                let fits = payload.refit(len);
+                debug_assert!(fits);
+                payload
             }
-        }
-        let mut buffer = Segments::buffer(rounded(len));
-        let fits = buffer.refit(len);
-        debug_assert!(fits);
-        buffer
+        };
+        self.lent.set(self.lent.get() + lent);
+        Ok(Growing { payload, len, taken: 0, lent })
     }
 
-    /// Waits in line for room.
-    async fn wait(&self, handle: &Handle, len: usize) {
-        let waiting = Rc::new(Waiting { len, signal: Signal::new(handle), granted: Cell::new(false) });
-        self.waiting.borrow_mut().push_back(waiting.clone());
-        super::links::watch(handle);
-        while !waiting.granted.get() {
-            waiting.signal.wait().await;
-        }
+    /// Takes room for more of the payload, as much as has arrived; the length that may be filled.
+    pub async fn grow(&self, handle: &Handle, growing: &mut Growing, account: &Rc<Account>) -> usize {
+        let more = growing.taken.clamp(GUARANTEED, rounded(growing.len) - growing.taken);
+        self.room.take(handle, account, more, Need::Payload).await;
+        growing.taken += more;
+        growing.taken.min(growing.len)
     }
 
-    /// Somebody waits: clients that do not take what was read for them keep others waiting.
+    /// The payload is complete, and its buffer one like others.
+    pub fn grown(&self, growing: Growing, account: &Rc<Account>) -> Segments {
+        debug_assert_eq!(growing.taken, rounded(growing.len));
+        self.lent.set(self.lent.get() - growing.lent);
+        self.room.payload_ended(account);
+        growing.payload
+    }
+
+    /// The payload will not be complete.
+    pub fn abandon(&self, growing: Growing, account: &Rc<Account>) {
+        self.lent.set(self.lent.get() - growing.lent);
+        self.room.payload_ended(account);
+        self.room.give_back(account, growing.taken);
+    }
+
+    /// Requests wait for room: clients that do not take what was read for them keep others waiting.
     pub fn are_short(&self) -> bool {
-        !self.waiting.borrow().is_empty()
+        self.room.is_short()
     }
 
     /// Takes back a buffer that was taken with this length.
     #[inline]
-    pub fn give_back(&self, buffer: Segments, len: usize) {
+    pub fn give_back(&self, buffer: Segments, len: usize, account: &Account) {
         let size = rounded(len);
         if self.kept.get() + size <= KEPT {
             self.kept.set(self.kept.get() + size);
@@ -99,17 +126,7 @@ impl Buffers {
         } else {
             drop(buffer);
         }
-        self.taken.set(self.taken.get() - size);
-        loop {
-            let Some(first) = self.waiting.borrow().front().cloned() else { break };
-            if self.taken.get() + rounded(first.len) > MOST {
-                break;
-            }
-            self.taken.set(self.taken.get() + rounded(first.len));
-            self.waiting.borrow_mut().pop_front();
-            first.granted.set(true);
-            first.signal.ring();
-        }
+        self.room.give_back(account, size);
     }
 
     /// For a reactor that has no connection any more.

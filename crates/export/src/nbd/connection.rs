@@ -12,6 +12,7 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Instant;
 
 use blockyard_disk::{Op, Request, Served, Source, Store};
 use blockyard_image::nbd::wire::{self, Headers, cmd, errno, export, flag};
@@ -22,14 +23,17 @@ use super::idle::Idle;
 use super::inbox::Inbox;
 use super::lane::{Lane, Work, ZEROED_AT_A_TIME};
 use super::reply::{Body, Reply};
+use super::room::{Account, GUARANTEED};
 use super::stream::Stream;
 use super::{Exported, block_status};
-use crate::budget::{Budget, REQUEST};
+use crate::budget::{self, Budget, REQUEST};
 
 /// Requests of one connection that are on their way at a time.
 const MOST_IN_FLIGHT: u32 = 128;
 /// Bytes that they hold: one client alone leaves the others room.
-pub(super) const MOST_HELD: usize = 64 << 20;
+const MOST_HELD: usize = 64 << 20;
+/// Requests that begin before the clock is read.
+const LOOK: u32 = 8;
 /// Bytes of a read that is begun before the next one is looked at.
 const LARGE: u64 = 128 << 10;
 /// Bytes that were read and not sent, beyond which no large read is begun.
@@ -73,10 +77,10 @@ pub struct Connection {
     pub(super) lanes: RefCell<Vec<Rc<Lane>>>,
     /// A request is on its way that costs much for few bytes: one at a time.
     pub(super) heavy: Cell<bool>,
+    budget: Budget,
     wrote: Cell<bool>,
     /// The disk leaves what is read as it was: see [`Source::Null`].
     scrubs: bool,
-    budget: Budget,
 }
 
 /// Why nothing more is taken.
@@ -111,9 +115,9 @@ impl Connection {
             broken: Cell::new(false),
             lanes: RefCell::default(),
             heavy: Cell::new(false),
+            budget: Budget::default(),
             wrote: Cell::new(false),
             scrubs,
-            budget: Budget::default(),
         }))
     }
 
@@ -167,15 +171,16 @@ impl Connection {
                 self.idle.came();
                 let begun = self.begin(request, &mut inbox).await;
                 begun.inspect_err(|_| self.went())?;
-                if request.len >= LARGE && request.command == cmd::READ {
+                let large_read = request.len >= LARGE && request.command == cmd::READ;
+                if self.must_yield(&request) || large_read {
+                    self.handle.yield_now().await;
+                }
+                if large_read {
                     // From the page cache it is answered at once: its data go out while they are in the processor's cache. A
                     // disk that takes its time is to have the next one meanwhile.
-                    self.handle.yield_now().await;
                     while self.unsent.get() > MOST_UNSENT && self.unanswered.get() == 0 {
                         self.sent.wait().await;
                     }
-                } else if self.has_spent(&request) {
-                    self.handle.yield_now().await;
                 }
             }
             if self.broken.get() {
@@ -192,11 +197,12 @@ impl Connection {
         }
     }
 
-    /// Books a request. True: the reactor must go on to its other queues before this client's next one.
-    fn has_spent(&self, request: &wire::Request) -> bool {
-        let moves = matches!(request.command, cmd::READ | cmd::WRITE);
-        self.budget.spend(self.handle.turn(), REQUEST, if moves { request.len } else { 0 });
-        self.budget.is_spent(self.handle.turn())
+    /// Books a request that began. True: other tasks of the reactor go on before the next one.
+    fn must_yield(&self, request: &wire::Request) -> bool {
+        let (turn, moves) = (self.handle.turn(), matches!(request.command, cmd::READ | cmd::WRITE));
+        self.budget.spend(turn, REQUEST, if moves { request.len } else { 0 });
+        let looks = self.in_flight.get().is_multiple_of(LOOK);
+        self.budget.is_spent(turn) || (looks && budget::is_over(self.handle.now(), Instant::now()))
     }
 
     /// A request is answered, or cannot be.
@@ -282,14 +288,36 @@ impl Connection {
             return Ok(());
         }
         let len = request.len as usize;
-        let payload = self.take(len).await;
-        if let Err(e) = self.owed(inbox.payload(&self.stream, &payload)).await {
-            self.give_back(payload, len);
-            return Err(e);
-        }
+        let payload = if len > GUARANTEED {
+            self.receive_long(len, inbox).await?
+        } else {
+            let payload = self.take(len).await;
+            if let Err(e) = self.owed(inbox.payload(&self.stream, &payload, 0..len)).await {
+                self.give_back(payload, len);
+                return Err(e);
+            }
+            payload
+        };
         let fua = request.flags & flag::FUA != 0 || !self.write_back();
         self.hand_on(request, Op::Write { fua }, payload);
         Ok(())
+    }
+
+    /// Receives a payload that is longer than what each connection may always hold: room for it is taken as it arrives.
+    async fn receive_long(&self, len: usize, inbox: &mut Inbox) -> io::Result<Segments> {
+        self.hold(len).await;
+        let mut growing = self.buffers.growing(len).inspect_err(|_| self.held.set(self.held.get() - len))?;
+        let mut done = 0;
+        while done < len {
+            let to = self.buffers.grow(&self.handle, &mut growing, self.account()).await;
+            if let Err(e) = self.owed(inbox.payload(&self.stream, &growing.payload, done..to)).await {
+                self.held.set(self.held.get() - len);
+                self.buffers.abandon(growing, self.account());
+                return Err(e);
+            }
+            done = to;
+        }
+        Ok(self.buffers.grown(growing, self.account()))
     }
 
     /// A request with a payload that it may not have.
@@ -315,18 +343,27 @@ impl Connection {
         paid
     }
 
-    /// A buffer, when there is room for it.
-    pub(super) async fn take(&self, len: usize) -> Segments {
+    pub(super) fn account(&self) -> &Rc<Account> {
+        &self.stream.account
+    }
+
+    /// Waits until this connection's requests may hold `len` bytes more.
+    async fn hold(&self, len: usize) {
         while self.held.get() > 0 && self.held.get() + len > MOST_HELD {
             self.sent.wait().await;
         }
-        let held = self.held.replace(self.held.get() + len);
-        self.buffers.take(&self.handle, len, held).await
+        self.held.set(self.held.get() + len);
+    }
+
+    /// A buffer, when there is room for it.
+    async fn take(&self, len: usize) -> Segments {
+        self.hold(len).await;
+        self.buffers.take(&self.handle, len, self.account()).await
     }
 
     pub(super) fn give_back(&self, buffer: Segments, len: usize) {
         self.held.set(self.held.get() - len);
-        self.buffers.give_back(buffer, len);
+        self.buffers.give_back(buffer, len, self.account());
     }
 
     /// Whether the request is one; the answer where it is none.

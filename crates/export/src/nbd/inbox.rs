@@ -4,6 +4,7 @@
 //! header is copied: the rest is read to where it goes.
 
 use std::io;
+use std::ops::Range;
 
 use blockyard_ring::Segments;
 
@@ -69,21 +70,24 @@ impl Inbox {
         Ok(bytes)
     }
 
-    /// Fills `payload` with what comes next; what comes behind it in the same read is kept.
-    pub async fn payload(&mut self, stream: &Stream, payload: &Segments) -> io::Result<()> {
-        let len = payload.len();
-        let mut done = (self.end - self.start).min(len);
-        payload.copy_from(0, &self.room, self.start, done);
-        self.start += done;
-        while done < len {
+    /// Fills the bytes `range` of `payload` with what comes next. What comes behind the whole payload in the same read is
+    /// kept.
+    pub async fn payload(&mut self, stream: &Stream, payload: &Segments, range: Range<usize>) -> io::Result<()> {
+        let Range { start, end } = range;
+        let mut done = start + (self.end - self.start).min(end - start);
+        payload.copy_from(start, &self.room, self.start, done - start);
+        self.start += done - start;
+        while done < end {
             let mut target = Segments::default();
-            target.gather(payload, done, len - done);
-            target.gather(&self.room, 0, ROOM);
-            let n = stream.read_owed(target, len).await.1?;
+            target.gather(payload, done, end - done);
+            if end == payload.len() {
+                target.gather(&self.room, 0, ROOM);
+            }
+            let n = stream.read_owed(target).await.1?;
             if n == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
-            let here = n.min(len - done);
+            let here = n.min(end - done);
             done += here;
             (self.start, self.end) = (0, n - here);
         }

@@ -11,7 +11,7 @@ use blockyard_image::nbd::wire::{self, errno};
 use blockyard_ring::{Handle, Segments, TaskId};
 
 use super::block_status::{self, Contexts};
-use super::connection::{Connection, MOST_HELD};
+use super::connection::Connection;
 use super::reply::{Body, Owed, error_of};
 
 /// Bytes that are read at a time of what a client wants cached, and zeroed at a time of what it wants zeroed.
@@ -111,6 +111,7 @@ impl Connection {
             let len = (end - at).min(ZEROED_AT_A_TIME);
             self.served.may_zero_fast(at, len, unmap).await.map_err(|failure| error_of(failure, op))?;
             at += len;
+            self.handle.yield_now().await;
         }
         Ok(())
     }
@@ -128,7 +129,7 @@ impl Connection {
             let len = (end - at).min(piece);
             let buffered = if op == Op::Read { len as usize } else { 0 };
             let buffer = match op {
-                Op::Read => self.buffers.take(&self.handle, buffered, MOST_HELD).await,
+                Op::Read => self.buffers.take(&self.handle, buffered, self.account()).await,
                 _ => Segments::default(),
             };
             let done = Rc::new(Cell::new(None));
@@ -136,10 +137,12 @@ impl Connection {
             self.served.serve(part).await.answer();
             let (ended, buffer) = done.take().unwrap_or((Err(Failure::Io), Segments::default()));
             if op == Op::Read {
-                self.buffers.give_back(buffer, buffered);
+                self.buffers.give_back(buffer, buffered, self.account());
             }
             status = ended.map_err(|failure| error_of(failure, op));
             at += len;
+            // What is answered on the spot must not keep the reactor from its other tasks.
+            self.handle.yield_now().await;
         }
         self.reply(&request, status, Body::None);
     }

@@ -19,6 +19,7 @@ mod lane;
 mod links;
 mod negotiate;
 mod reply;
+mod room;
 mod stream;
 
 use std::io;

@@ -3,15 +3,18 @@
 use std::cell::{Cell, OnceCell};
 use std::io;
 use std::os::fd::OwnedFd;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use blockyard_image::nbd::{Link, ServerTls};
 use blockyard_ring::{Handle, Segments, Socket, write_rest};
 
-/// What must move of so many bytes for a client not to be taken for one that has stopped: by crumbs it would hold a large
-/// buffer for as long as it likes.
-fn progress(len: usize) -> usize {
-    (len / 16).clamp(64 << 10, 1 << 20)
+use super::room::Account;
+
+/// Bytes that a client which holds `held` bytes of room must move, again and again, not to be taken for one that has
+/// stopped. In proportion: a client that moves little must not hold much.
+fn progress(held: usize) -> usize {
+    (held / 8).max(64 << 10)
 }
 
 /// Bytes of answers that the kernel may keep for a client, as far as it allows it.
@@ -22,6 +25,8 @@ pub struct Stream {
     /// Since TLS was begun.
     secure: OnceCell<Link>,
     handle: Handle,
+    /// The room that the client's requests hold.
+    pub account: Rc<Account>,
     /// Since when the client has made no [`progress`] in taking what is being sent.
     sending_since: Cell<Option<Instant>>,
     /// Since when the client owes a payload, and has made no [`progress`] in sending it.
@@ -36,9 +41,9 @@ impl Stream {
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&fd, SENT_AHEAD);
         // A client whose machine is gone is noticed, in the end.
         let _ = rustix::net::sockopt::set_socket_keepalive(&fd, true);
-        let (sending_since, owed_since, paid) = Default::default();
+        let (account, sending_since, owed_since, paid) = Default::default();
         let (plain, secure) = (Link::new(Socket::new(handle, fd)?, None), OnceCell::new());
-        Ok(Stream { plain, secure, handle: handle.clone(), sending_since, owed_since, paid })
+        Ok(Stream { plain, secure, handle: handle.clone(), account, sending_since, owed_since, paid })
     }
 
     #[inline]
@@ -58,14 +63,14 @@ impl Stream {
         self.link().read(segments).await
     }
 
-    /// Reads as [`Stream::read`] does, of a payload of `len` bytes that the client owes and a buffer waits for.
-    pub async fn read_owed(&self, segments: Segments, len: usize) -> (Segments, io::Result<usize>) {
+    /// Reads as [`Stream::read`] does, of a payload that the client owes and a buffer waits for.
+    pub async fn read_owed(&self, segments: Segments) -> (Segments, io::Result<usize>) {
         if self.owed_since.get().is_none() {
             self.owed_since.set(Some(self.handle.now()));
         }
         let (segments, read) = self.read(segments).await;
         self.paid.set(self.paid.get() + read.as_ref().unwrap_or(&0));
-        if self.paid.get() >= progress(len) {
+        if self.paid.get() >= progress(self.account.held()) {
             self.paid.set(0);
             self.owed_since.set(Some(self.handle.now()));
         }
@@ -87,9 +92,9 @@ impl Stream {
             Err(e) => return (segments, Err(e)),
         };
         self.sending_since.set(Some(self.handle.now()));
-        let (mut noted, progress) = (done, progress(segments.len()));
+        let mut noted = done;
         let sent = write_rest(segments, done, async |segments, done| {
-            if done - noted >= progress {
+            if done - noted >= progress(self.account.held()) {
                 noted = done;
                 self.sending_since.set(Some(self.handle.now()));
             }
@@ -100,10 +105,10 @@ impl Stream {
         sent
     }
 
-    /// Whether the client has kept an answer or a payload waiting for so long.
+    /// Whether the client holds room that others could have, and has kept an answer or a payload waiting for so long.
     pub fn stalls(&self, limit: Duration) -> bool {
         let since = [self.sending_since.get(), self.owed_since.get()];
-        since.iter().flatten().any(|since| since.elapsed() > limit)
+        self.account.shares() && since.iter().flatten().any(|since| since.elapsed() > limit)
     }
 
     /// All is said: ends TLS, if it is in use.

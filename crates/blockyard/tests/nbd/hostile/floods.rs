@@ -111,51 +111,76 @@ fn writers_that_do_not_write() {
     ends(disk, held);
 }
 
-/// Clients that hold all the room there is, and move just enough to look alive: those that have large requests wait for a
+/// Clients that hold all the room there is, and take just enough to look alive: those that have large requests wait for a
 /// short time, and others not at all.
 #[test]
 fn clients_that_drip() {
     /// A fifth of a second's.
     const DRIP: usize = 40 << 10;
-    for command in [cmd::WRITE, cmd::READ] {
-        let (_folder, disk) = disk();
-        let (mut small, mut large) = (Good::new(&disk.socket), Raw::ready(&disk.socket, Headers::Simple));
-        let mut held: Vec<Raw> = (0..12).map(|_| Raw::ready(&disk.socket, Headers::Simple)).collect();
-        held.iter_mut().for_each(|raw| raw.request(command, 32 * MB, 32 * MB));
-        let over = Arc::new(AtomicBool::new(false));
-        let stop = over.clone();
-        let drip = std::thread::spawn(move || {
-            let mut bytes = vec![1; DRIP];
-            while !stop.load(Ordering::SeqCst) {
-                for raw in &mut held {
-                    // As much as goes, whether it was let go or not.
-                    let _ = raw.stream.set_nonblocking(true);
-                    let _ = match command {
-                        cmd::WRITE => raw.stream.write(&bytes),
-                        _ => raw.stream.read(&mut bytes),
-                    };
-                }
-                std::thread::sleep(Duration::from_millis(200));
+    let (_folder, disk) = disk();
+    let (mut small, mut large) = (Good::new(&disk.socket), Raw::ready(&disk.socket, Headers::Simple));
+    let mut held: Vec<Raw> = (0..12).map(|_| Raw::ready(&disk.socket, Headers::Simple)).collect();
+    held.iter_mut().for_each(|raw| raw.request(cmd::READ, 32 * MB, 32 * MB));
+    let over = Arc::new(AtomicBool::new(false));
+    let stop = over.clone();
+    let drip = std::thread::spawn(move || {
+        let mut bytes = vec![1; DRIP];
+        while !stop.load(Ordering::SeqCst) {
+            for raw in &mut held {
+                // As much as goes, whether it was let go or not.
+                let _ = raw.stream.set_nonblocking(true);
+                let _ = raw.stream.read(&mut bytes);
             }
-            held
-        });
-        std::thread::sleep(Duration::from_millis(500));
-        // On a busy machine there may be room still at first: that shows nothing.
-        let mut took = Vec::new();
-        while took.last().is_none_or(|last| *last <= Duration::from_secs(2)) {
-            assert!(took.len() < 10, "there was room: {took:?}");
-            let start = Instant::now();
-            // (Where the small one has nothing.)
-            large.request(cmd::WRITE, 8 * MB, MB);
-            large.write(&vec![3; MB as usize]);
-            small.is_unharmed();
-            assert_eq!(large.error(), 0);
-            took.push(start.elapsed());
+            std::thread::sleep(Duration::from_millis(200));
         }
+        held
+    });
+    std::thread::sleep(Duration::from_millis(500));
+    // On a busy machine there may be room still at first: that shows nothing.
+    let mut took = Vec::new();
+    while took.last().is_none_or(|last| *last <= Duration::from_secs(2)) {
+        assert!(took.len() < 10, "there was room: {took:?}");
+        let start = Instant::now();
+        large.request(cmd::READ, 8 * MB, 4 * MB);
         small.is_unharmed();
-        over.store(true, Ordering::SeqCst);
-        ends(disk, drip.join().unwrap());
+        assert_eq!(large.error(), 0);
+        large.read(4 * MB as usize);
+        took.push(start.elapsed());
     }
+    small.is_unharmed();
+    over.store(true, Ordering::SeqCst);
+    ends(disk, drip.join().unwrap());
+}
+
+/// Clients that have announced more than all the room there is, and sent a part of it, hold that part: what others ask for
+/// is answered, without any of those clients being let go for it.
+#[test]
+fn payloads_that_are_announced_hold_no_room() {
+    let (_folder, disk) = disk();
+    let mut pipelined = Raw::ready(&disk.socket, Headers::Simple);
+    let mut held: Vec<Raw> = (0..24).map(|_| Raw::ready(&disk.socket, Headers::Simple)).collect();
+    for raw in &mut held {
+        raw.request(cmd::WRITE, 32 * MB, 32 * MB);
+        raw.write(&vec![1; 2 * MB as usize]);
+    }
+    let mut bytes = Vec::new();
+    for at in 0..128 {
+        Request { flags: 0, command: cmd::READ, cookie: at, offset: at << 12, len: 4096 }
+            .put(Headers::Simple, &mut bytes);
+    }
+    Request { flags: 0, command: cmd::WRITE, cookie: 128, offset: 0, len: 32 * MB }.put(Headers::Simple, &mut bytes);
+    pipelined.write(&bytes);
+    for _ in 0..128 {
+        assert_eq!(pipelined.error(), 0);
+        pipelined.read(4096);
+    }
+    pipelined.write(&vec![1; 32 * MB as usize]);
+    assert_eq!(pipelined.error(), 0);
+    for raw in &mut held {
+        raw.stream.set_nonblocking(true).unwrap();
+        assert_eq!(raw.stream.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::WouldBlock, "it was let go");
+    }
+    ends(disk, held);
 }
 
 /// SIGTERM in the middle of all of it: a client that floods, one that reads nothing, one that is half-open.
