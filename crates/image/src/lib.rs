@@ -21,6 +21,7 @@ mod format;
 mod image;
 mod join;
 mod layer;
+mod lock;
 mod lower;
 pub mod nbd;
 mod open;

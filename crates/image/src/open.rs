@@ -1,11 +1,10 @@
 //! Opening an image file: O_DIRECT where the cache mode asks for it, the lock, the geometry.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use blockyard_ring::host::{self, Geometry, Lock};
 use blockyard_ring::sim::{Journal, Recorded};
@@ -13,17 +12,12 @@ use blockyard_ring::{Handle, LockedFile, UringFile};
 use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::cache::CacheMode;
+use crate::lock::take_lock;
 use crate::nbd::{self, Remote};
 use crate::overlay::record;
 use crate::range_lock::RangeLock;
 use crate::raw::Raw;
 use crate::store::Store;
-
-/// How long the lock of a process that was killed may linger (its rings are taken apart later, on a slow machine seconds
-/// later); how long a holder must live to be believed in (the kill may be on its way); and how often to look.
-const LINGER: Duration = Duration::from_secs(5);
-const GLANCE: Duration = Duration::from_millis(50);
-const LINGER_STEP: Duration = Duration::from_millis(10);
 
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
@@ -132,7 +126,7 @@ impl ImageFile {
             true => Lock::Shared,
             false => Lock::Exclusive,
         };
-        let locked = take_lock(fd.as_fd(), lock);
+        let locked = take_lock(&path, fd.as_fd(), lock);
         match locked.map_err(failed("locking it (an OFD lock; network file systems may not have them)"))? {
             Ok(()) => {}
             Err(holder) => return Err(OpenError::Locked { path, holder }),
@@ -223,7 +217,7 @@ impl ImageFile {
         // A reader's lock at each moment, so that no writer comes between.
         let locked = host::lock(&fd, Lock::Shared)
             .and_then(|_| host::lock(mine, Lock::None))
-            .and_then(|_| take_lock(fd.as_fd(), Lock::Exclusive));
+            .and_then(|_| take_lock(&self.path, fd.as_fd(), Lock::Exclusive));
         if !matches!(locked, Ok(Ok(()))) {
             host::lock(mine, Lock::Shared).map_err(locking)?;
         }
@@ -390,25 +384,6 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), Open
         }
     }
     open(flags).map(|fd| (fd, false)).map_err(|e| explain(path, options.read_only, e.into()))
-}
-
-/// Locks the file, or says who else has it locked. A process that was killed keeps its lock for a moment, until the kernel has
-/// taken its io_uring apart: as long as no living holder is seen the lock is tried again.
-fn take_lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<Result<(), String>> {
-    let start = Instant::now();
-    loop {
-        if host::lock(fd, lock)? {
-            return Ok(Ok(()));
-        }
-        let holders = host::holders(fd);
-        let patience = if holders.iter().all(|h| h.leaving) { LINGER } else { GLANCE };
-        if start.elapsed() >= patience {
-            let names: Vec<_> = holders.iter().map(host::Holder::to_string).collect();
-            // None: a process of another user or container, which /proc does not show us.
-            return Ok(Err(if names.is_empty() { "another process".into() } else { names.join(", ") }));
-        }
-        std::thread::sleep(LINGER_STEP);
-    }
 }
 
 fn explain(path: &Path, read_only: bool, source: io::Error) -> OpenError {

