@@ -12,7 +12,7 @@ use rustls::client::WebPkiServerVerifier;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName};
-use rustls::server::WebPkiClientVerifier;
+use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::{ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection};
 
 const AUTHORITIES: &str = "ca-cert.pem";
@@ -65,7 +65,10 @@ impl Folder<'_> {
     fn own(&self, who: &str) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), String> {
         let (certificate, key) = (format!("{who}-cert.pem"), format!("{who}-key.pem"));
         let certificates = self.all(&certificate)?;
-        let key = PrivateKeyDer::from_pem_file(self.path(&key)).map_err(|e| self.wrong(&key, e))?;
+        let key = PrivateKeyDer::from_pem_file(self.path(&key)).map_err(|e| match e {
+            rustls::pki_types::pem::Error::NoItemsFound => self.wrong(&key, "there is no private key in it"),
+            e => self.wrong(&key, e),
+        })?;
         Ok((certificates, key))
     }
 }
@@ -120,7 +123,10 @@ impl ServerTls {
             builder.with_no_client_auth()
         };
         let (certificates, key) = folder.own("server")?;
-        let config = builder.with_single_cert(certificates, key).map_err(|e| folder.mismatched("server", &e))?;
+        let mut config = builder.with_single_cert(certificates, key).map_err(|e| folder.mismatched("server", &e))?;
+        // No sessions to resume: a resumed one does not judge the client's certificate again, which may have expired.
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        config.send_tls13_tickets = 0;
         Ok(ServerTls { config: Arc::new(config), required })
     }
 
@@ -182,7 +188,65 @@ fn element(bytes: &[u8]) -> Option<(u8, &[u8], &[u8])> {
 
 #[cfg(test)]
 mod tests {
+    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+    use rustls::HandshakeKind;
+    use rustls::version::{TLS12, TLS13};
+
     use super::*;
+
+    /// Carries all that one side has to say to the other.
+    fn carry(from: &mut Connection, to: &mut Connection) {
+        let mut records = Vec::new();
+        while from.wants_write() {
+            from.write_tls(&mut records).unwrap();
+        }
+        let mut records = &records[..];
+        while !records.is_empty() {
+            to.read_tls(&mut records).unwrap();
+            to.process_new_packets().unwrap();
+        }
+    }
+
+    /// A certificate is judged in a handshake only, so each connection has a whole one.
+    #[test]
+    fn a_client_that_comes_again_shows_its_certificate_again() {
+        let folder = std::env::temp_dir().join(format!("blockyard-tls-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        let write = |name: &str, text: String| std::fs::write(folder.join(name), text).unwrap();
+        write(AUTHORITIES, authority.pem());
+        for who in ["server", "client"] {
+            let key = KeyPair::generate().unwrap();
+            let certificate = CertificateParams::new(vec!["localhost".into()]).unwrap().signed_by(&key, &authority);
+            write(&format!("{who}-cert.pem"), certificate.unwrap().pem());
+            write(&format!("{who}-key.pem"), key.serialize_pem());
+        }
+        let key = std::fs::read_to_string(folder.join("server-key.pem")).unwrap();
+        write("server-key.pem", authority.pem());
+        let error = ServerTls::open(&folder, true, true).unwrap_err();
+        assert!(error.ends_with("server-key.pem: there is no private key in it"), "{error}");
+        write("server-key.pem", key);
+        let server = ServerTls::open(&folder, true, true).unwrap();
+        for version in [&TLS12, &TLS13] {
+            let (roots, own) = (Folder(&folder).authorities().unwrap(), Folder(&folder).own("client").unwrap());
+            let client = ClientConfig::builder_with_provider(provider()).with_protocol_versions(&[version]).unwrap();
+            let client = Arc::new(client.with_root_certificates(roots).with_client_auth_cert(own.0, own.1).unwrap());
+            for time in 0..3 {
+                let name = ServerName::try_from("localhost").unwrap();
+                let mut client = Connection::Client(ClientConnection::new(client.clone(), name).unwrap());
+                let mut server = server.session().unwrap();
+                for _ in 0..4 {
+                    carry(&mut client, &mut server);
+                    carry(&mut server, &mut client);
+                }
+                assert!(!server.is_handshaking() && !client.is_handshaking());
+                assert_eq!(server.handshake_kind(), Some(HandshakeKind::Full), "{version:?}, time {time}");
+            }
+        }
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
 
     #[test]
     fn common_names_are_found_where_they_are_and_nowhere_else() {
