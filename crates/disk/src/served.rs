@@ -487,11 +487,16 @@ impl<S: Storage> Served<S> {
     }
 
     fn failure(&self, op: Op, offset: u64, error: &io::Error) -> Failure {
+        let failure = Failure::of(error);
+        if failure == Failure::Unsupported && matches!(op, Op::WriteZeroes { fast: true, .. }) {
+            // An answer that the client asked for, and no fault of the disk.
+            return failure;
+        }
         // A failing device fails every request: one line a second is enough to know it.
         if self.disk.failures_told.admits(Instant::now()) {
             tracing::warn!(disk = self.disk.name(), offset, "{} failed: {error}", OpKind::of(op).name());
         }
-        if self.disk.poisoned().is_some() && op != Op::Read { Failure::Poisoned } else { Failure::of(error) }
+        if self.disk.poisoned().is_some() && op != Op::Read { Failure::Poisoned } else { failure }
     }
 }
 
