@@ -39,7 +39,8 @@ impl FromStr for NbdAddress {
             "tcp" => {
                 // (An IPv6 address is in brackets, and has colons of its own.)
                 let (host, port) = rest.rsplit_once(':').ok_or_else(wrong)?;
-                let port = port.parse().map_err(|_| wrong())?;
+                let port =
+                    port.parse().map_err(|_| format!("\"{text}\": \"{port}\" is no port: a port is 0 to 65535"))?;
                 let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
                 Ok(NbdAddress::Tcp { host: host.into(), port })
             }
@@ -238,7 +239,11 @@ mod tests {
             assert_eq!(text.parse::<NbdAddress>().unwrap().to_string(), text);
         }
         assert_eq!("tcp::7".parse(), Ok(NbdAddress::Tcp { host: String::new(), port: 7 }));
-        for text in ["/run/x", "unix:", "tcp:7", "tcp:host:", "tcp:host:70000", "udp:a:1", ""] {
+        for text in ["tcp:host:", "tcp:host:70000", "tcp:localhost:99999", "tcp:host:nbd"] {
+            let port = text.rsplit(':').next().unwrap();
+            assert!(text.parse::<NbdAddress>().unwrap_err().contains(&format!("\"{port}\" is no port")), "{text}");
+        }
+        for text in ["/run/x", "unix:", "tcp:7", "udp:a:1", ""] {
             assert!(text.parse::<NbdAddress>().unwrap_err().contains("an NBD address is"), "{text}");
         }
     }

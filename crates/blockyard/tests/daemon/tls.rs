@@ -167,7 +167,7 @@ fn who_may_have_what() {
     stage.none_may("all", &stage.late, "TLS: ");
     // (GnuTLS does not show a certificate to a server that names other authorities; rustls does.)
     stage.none_may("vm1", &stage.stranger, "TLS: ");
-    daemon.wait_log("a client was let go: TLS: ");
+    daemon.wait_log(") was let go: TLS: ");
     let plain = format!("nbd+unix:///all?socket={}", stage.socket.display());
     let refused = blockyard(["image", "info", &plain]);
     assert!(refused.err.contains("the server demands TLS: say nbds://"), "{}", refused.err);

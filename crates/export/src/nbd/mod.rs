@@ -43,6 +43,9 @@ use links::Link;
 use negotiate::{Negotiation, Peer};
 use stream::Stream;
 
+/// How soon a server that could not accept a client tries again.
+const RETRY: Duration = Duration::from_millis(200);
+
 /// What clients may do to a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -291,7 +294,7 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
         let many = shared.settings().limits.clients;
         if shared.clients.load(Ordering::SeqCst) >= many {
             shared.log.warn(&shared.address, None, format_args!("{many} clients are here: others wait until one goes"));
-            wait(shared);
+            wait(shared, None);
             continue;
         }
         match listener.accept(shared.wake.as_fd()) {
@@ -316,16 +319,17 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
             Err(e) => {
                 // Out of descriptors, most likely: listening goes on, slowly.
                 shared.log.warn(&shared.address, None, format_args!("accepting a client failed: {e}"));
-                std::thread::sleep(Duration::from_millis(200));
+                wait(shared, Some(RETRY));
             }
         }
     }
 }
 
-/// Until somebody rings: a client that has gone, or the end.
-fn wait(shared: &Shared) {
+/// Until somebody rings: a client that has gone, or the end; or until that time is over.
+fn wait(shared: &Shared, limit: Option<Duration>) {
     let mut fds = [rustix::event::PollFd::new(&shared.wake, rustix::event::PollFlags::IN)];
-    let _ = rustix::event::poll(&mut fds, None);
+    let limit = limit.and_then(|limit| rustix::event::Timespec::try_from(limit).ok());
+    let _ = rustix::event::poll(&mut fds, limit.as_ref());
 }
 
 /// A client is counted as long as it is here.
@@ -346,7 +350,7 @@ impl Drop for Client {
 /// One client, from its first byte to its last.
 async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link>) {
     let shared = &*client.server;
-    let mut inbox = Inbox::default();
+    let (mut inbox, from) = (Inbox::default(), stream.from());
     let (terms, peer) = match Negotiation::new(shared, &client.settings, &stream, &mut inbox).run().await {
         Ok(Some(settled)) => settled,
         Ok(None) => return stream.close(),
@@ -355,12 +359,12 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
             return shared.log.warn(
                 &shared.address,
                 None,
-                format_args!("a client chose nothing in {limit} s: it was let go"),
+                format_args!("a client ({from}) chose nothing in {limit} s: it was let go"),
             );
         }
         // It looked whether anybody listens.
         Err(e) if e.kind() == io::ErrorKind::UnexpectedEof || e.kind() == io::ErrorKind::ConnectionReset => return,
-        Err(e) => return shared.log.warn(&shared.address, None, format_args!("a client was let go: {e}")),
+        Err(e) => return shared.log.warn(&shared.address, None, format_args!("a client ({from}) was let go: {e}")),
     };
     let exported = terms.exported.clone();
     link.chose(&exported, peer);
@@ -371,19 +375,19 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
     let connection = match Connection::new(&handle, stream.clone(), terms) {
         Ok(connection) => connection,
         Err(e) => {
-            return shared.log.warn(&exported.name, None, format_args!("opening the disk for a client: {e}"));
+            return shared.log.warn(&exported.name, None, format_args!("opening the disk for a client ({from}): {e}"));
         }
     };
-    shared.log.info(&exported.name, None, format_args!("an NBD client connected"));
+    shared.log.info(&exported.name, None, format_args!("an NBD client connected ({from})"));
     let end = connection.run(inbox).await;
     stream.close();
     // The last one that goes takes the reactor's spare buffers with it.
     drop(link);
     links::watch(&handle);
     match end {
-        End::Gone => shared.log.info(&exported.name, None, format_args!("an NBD client went")),
+        End::Gone => shared.log.info(&exported.name, None, format_args!("an NBD client went ({from})")),
         End::Broken(why) => {
-            shared.log.warn(&exported.name, None, format_args!("an NBD client was let go: {why}"));
+            shared.log.warn(&exported.name, None, format_args!("an NBD client ({from}) was let go: {why}"));
         }
     }
 }

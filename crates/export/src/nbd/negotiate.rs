@@ -22,6 +22,9 @@ const MOST_OPTION: u32 = 64 << 10;
 /// Bytes of an option's data that are passed over, to say that they are too many.
 const MOST_SKIPPED: u32 = 32 << 20;
 const MOST_OPTIONS: u32 = 1024;
+/// Names of exports that an error lists, and bytes of a name: clients take messages of up to 4096 bytes.
+const MOST_NAMES: usize = 8;
+const MOST_NAME: usize = 200;
 
 pub struct Negotiation<'a> {
     shared: &'a Shared,
@@ -97,7 +100,7 @@ impl<'a> Negotiation<'a> {
                 if header.option == opt::EXPORT_NAME {
                     return Err(invalid("it does not use TLS, which is required here".into()));
                 }
-                self.refuse(header.option, (rep::ERR_TLS_REQD, "TLS is required here".into())).await?;
+                self.refuse_loudly(header.option, (rep::ERR_TLS_REQD, "TLS is required here".into())).await?;
                 continue;
             }
             match header.option {
@@ -247,7 +250,7 @@ impl<'a> Negotiation<'a> {
                 Ok(Some(asked))
             }
             Err(refusal) => {
-                self.refuse(option, refusal).await?;
+                self.refuse_loudly(option, refusal).await?;
                 Ok(None)
             }
         }
@@ -268,12 +271,24 @@ impl<'a> Negotiation<'a> {
         Ok(Asked { exported, name: name.to_vec(), infos })
     }
 
+    /// The names that the client could have said, as far as they fit in a line.
+    fn there_are(&self) -> String {
+        let exports = self.shared.visible(&self.peer);
+        if exports.is_empty() {
+            return String::new();
+        }
+        let names = exports.iter().take(MOST_NAMES).map(|e| format!("\"{}\"", printable(e.name.as_bytes())));
+        let names = names.collect::<Vec<_>>().join(", ");
+        let more = exports.len().saturating_sub(MOST_NAMES);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        format!(": there is {names}{more}")
+    }
+
     fn find(&self, name: &[u8]) -> Result<Arc<Exported>, Refusal> {
         let found = self.shared.find(name, &self.peer);
         found.ok_or_else(|| {
-            // Clients take messages of up to 4096 bytes, which is as long as a name may be.
-            let name = String::from_utf8_lossy(&name[..name.len().min(200)]);
-            (rep::ERR_UNKNOWN, format!("there is no export \"{name}\""))
+            let name = printable(name);
+            (rep::ERR_UNKNOWN, format!("there is no export \"{name}\"{}", self.there_are()))
         })
     }
 
@@ -284,7 +299,7 @@ impl<'a> Negotiation<'a> {
 
     /// The oldest way to choose: it cannot be refused but by ending the connection.
     async fn export_name(&mut self, name: &[u8]) -> io::Result<Terms> {
-        let exported = self.find(name).map_err(|(_, why)| invalid(why.escape_debug().to_string()))?;
+        let exported = self.find(name).map_err(|(_, why)| invalid(why))?;
         let mut reply = Vec::from(exported.disk.capacity().to_be_bytes());
         reply.extend(exported.flags(self.headers).to_be_bytes());
         if !self.no_zeroes {
@@ -292,6 +307,13 @@ impl<'a> Negotiation<'a> {
         }
         self.write(&reply).await?;
         Ok(self.terms(exported, name))
+    }
+
+    /// Refuses what keeps the client out, with a line in the log.
+    async fn refuse_loudly(&mut self, option: u32, refusal: Refusal) -> io::Result<()> {
+        let (name, from) = (&self.shared.address, self.stream.from());
+        self.shared.log.warn(name, None, format_args!("a client was refused ({from}): {}", refusal.1));
+        self.refuse(option, refusal).await
     }
 
     async fn refuse(&mut self, option: u32, (error, why): Refusal) -> io::Result<()> {
@@ -360,6 +382,11 @@ impl<'a> Fields<'a> {
     fn end(&self) -> Result<(), Refusal> {
         if self.0.is_empty() { Ok(()) } else { Err((rep::ERR_INVALID, "its data are too long".into())) }
     }
+}
+
+/// A client's text, for a log, a terminal or a message: control characters are escaped.
+fn printable(text: &[u8]) -> String {
+    String::from_utf8_lossy(&text[..text.len().min(MOST_NAME)]).escape_debug().to_string()
 }
 
 pub fn invalid(what: String) -> io::Error {

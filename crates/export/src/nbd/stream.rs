@@ -25,6 +25,8 @@ pub struct Stream {
     /// Since TLS was begun.
     secure: OnceCell<Link>,
     handle: Handle,
+    /// Where the client comes from, for the log.
+    from: String,
     /// The room that the client's requests hold.
     pub account: Rc<Account>,
     /// Since when the client has made no [`progress`] in taking what is being sent.
@@ -41,9 +43,14 @@ impl Stream {
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&fd, SENT_AHEAD);
         // A client whose machine is gone is noticed, in the end.
         let _ = rustix::net::sockopt::set_socket_keepalive(&fd, true);
+        let from = crate::listener::peer(&fd);
         let (account, sending_since, owed_since, paid) = Default::default();
         let (plain, secure) = (Link::new(Socket::new(handle, fd)?, None), OnceCell::new());
-        Ok(Stream { plain, secure, handle: handle.clone(), account, sending_since, owed_since, paid })
+        Ok(Stream { plain, secure, handle: handle.clone(), from, account, sending_since, owed_since, paid })
+    }
+
+    pub fn from(&self) -> &str {
+        &self.from
     }
 
     #[inline]

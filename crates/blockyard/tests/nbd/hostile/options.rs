@@ -103,6 +103,27 @@ fn words_that_are_not_of_the_protocol() {
     ends(disk, ());
 }
 
+/// What a client has sent is escaped where it is repeated: to the client, and in the log, which names the client and what
+/// it could have asked for.
+#[test]
+fn names_that_hold_control_characters() {
+    let (_folder, disk) = disk();
+    let evil = "no\0 \x1b[31msuch\n";
+    let mut raw = Raw::greeted(&disk.socket);
+    raw.option(opt::GO, &go(evil));
+    let (reply, text) = raw.reply();
+    assert_eq!(reply.reply, rep::ERR_UNKNOWN);
+    let text = String::from_utf8(text).unwrap();
+    assert_eq!(text, r#"there is no export "no\0 \u{1b}[31msuch\n": there is "disk""#);
+    raw.option(opt::EXPORT_NAME, evil.as_bytes());
+    raw.ends();
+    let me = format!("(pid {})", std::process::id());
+    disk.daemon.wait_log(&format!("a client was refused {me}: {text}"));
+    disk.daemon.wait_log(&format!("a client {me} was let go: {text}"));
+    let log = ends(disk, ());
+    assert!(!log.contains(['\0', '\x1b']), "{log:?}");
+}
+
 /// An option takes no more memory than it may, and there is an end to options.
 #[test]
 fn options_without_an_end() {
