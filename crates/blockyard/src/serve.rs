@@ -43,6 +43,9 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     if options.attached {
         attach::leave_terminal();
     }
+    if let Err(e) = blockyard_ring::host::raise_descriptor_limit() {
+        tracing::warn!("raising the limit of open descriptors (ulimit -n): {e}");
+    }
     // From here on a signal waits until the start is over.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);

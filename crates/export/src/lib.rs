@@ -5,6 +5,7 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod budget;
+mod descriptors;
 mod ending;
 mod listener;
 mod log;

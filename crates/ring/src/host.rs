@@ -4,6 +4,8 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
+use rustix::process::{Resource, Rlimit};
+
 use crate::segments::Segments;
 
 /// Entries of an iovec that one call takes (IOV_MAX).
@@ -273,6 +275,27 @@ fn flock_of(kind: libc::c_int, start: i64, len: i64) -> libc::flock {
     flock.l_whence = libc::SEEK_SET as _;
     (flock.l_start, flock.l_len) = (start, len);
     flock
+}
+
+/// Raises the limit of open descriptors to the most that the process may have.
+pub fn raise_descriptor_limit() -> io::Result<()> {
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })?;
+    Ok(())
+}
+
+/// The number of descriptors that the process may have.
+pub fn descriptor_limit() -> u64 {
+    rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+/// The number of descriptors that the process has.
+pub fn open_descriptors() -> io::Result<u64> {
+    // From Linux 6.2 on the folder's size is the number.
+    match rustix::fs::stat("/proc/self/fd")?.st_size {
+        0 => Ok(std::fs::read_dir("/proc/self/fd")?.count() as u64),
+        count => Ok(count as u64),
+    }
 }
 
 /// A process that has a file locked.

@@ -35,6 +35,7 @@ use blockyard_image::nbd::ServerTls;
 use blockyard_image::nbd::wire::{self, Headers, export};
 use blockyard_ring::Handle;
 
+use crate::descriptors;
 use crate::log::Log;
 use crate::{Listener, PollMode, Reactors};
 use connection::{Connection, End};
@@ -295,6 +296,18 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
         if shared.clients.load(Ordering::SeqCst) >= many {
             shared.log.warn(&shared.address, None, format_args!("{many} clients are here: others wait until one goes"));
             wait(shared, None);
+            continue;
+        }
+        if let Some((left, limit)) = descriptors::too_few() {
+            shared.log.warn(
+                &shared.address,
+                None,
+                format_args!(
+                    "{left} of {limit} descriptors are left, which are kept for the server itself: clients wait until others go \
+                     (raise the limit: ulimit -n, LimitNOFILE)"
+                ),
+            );
+            wait(shared, Some(RETRY));
             continue;
         }
         match listener.accept(shared.wake.as_fd()) {

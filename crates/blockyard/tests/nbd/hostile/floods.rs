@@ -1,9 +1,11 @@
 //! Too many clients, and clients that do not take or send what they have asked for or announced.
 
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
+use crate::common::BLOCKYARD;
 
 /// Clients that connect and say nothing, or half of what they should, in thousands all told.
 #[test]
@@ -59,6 +61,36 @@ fn a_thousand_connections() {
     });
     good.is_unharmed();
     ends(disk, held);
+}
+
+/// Clients that take all descriptors which they can have: what a reload opens is still there, and a low limit was raised.
+#[test]
+fn clients_that_use_up_descriptors() {
+    let folder = Folder::new();
+    let (socket, config, image) = (folder.join("s"), folder.join("toml"), folder.image("second.img", MB));
+    let configure = |more: &str| {
+        let nbd = format!("nbd = \"unix:{}\"", socket.display());
+        let limits = "max-clients = 10000\nhandshake = \"600s\"";
+        let disk = format!("[nbd]\n{limits}\n[[disk]]\nimage = \"ram:64M\"\nname = \"disk\"\n{nbd}\n{more}\n");
+        std::fs::write(&config, disk).unwrap();
+    };
+    configure("");
+    let script = "ulimit -Sn 64; ulimit -Hn 256; exec \"$0\" serve --config \"$1\"";
+    let mut daemon = Daemon::start(Command::new("bash").args(["-c", script, BLOCKYARD]).arg(&config));
+    daemon.wait_ready();
+    let mut held = Vec::new();
+    crate::common::until("all descriptors are taken", SOON, || {
+        held.extend((0..50).map_while(|_| rustix_connect(&socket)));
+        daemon.log().contains("of 256 descriptors are left, which are kept for the server itself")
+    });
+    assert!(daemon.descriptors().len() > 128, "the limit was not raised");
+    let second = format!("[[disk]]\nimage = \"{}\"\nnbd = \"unix:{}\"", image.display(), folder.join("t").display());
+    configure(&second);
+    daemon.signal(crate::common::Signal::HUP);
+    daemon.wait_log("second.img on unix:");
+    held.clear();
+    Good::new(&socket).is_unharmed();
+    stop(daemon);
 }
 
 /// Connects if that is possible at once.
