@@ -41,9 +41,10 @@ lint: ## format check and clippy
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 
 # Not after `build`: that belongs to the user, and this may be root, who has no cargo.
-install: ## program, man pages, completions, systemd units, guests to compare (PREFIX=/usr/local, DESTDIR=)
+install: ## program, man pages, documentation, completions, systemd units, guests to compare (PREFIX=/usr/local, DESTDIR=)
 	@test -x $(binary) || { echo "first: make build" >&2; exit 1; }
 	install -Dm755 $(binary) $(DESTDIR)$(PREFIX)/bin/blockyard
+	strip --strip-debug $(DESTDIR)$(PREFIX)/bin/blockyard
 	install -d $(share)/man/man1
 	$(binary) man $(share)/man/man1
 	install -d $(share)/bash-completion/completions $(share)/zsh/site-functions $(share)/fish/vendor_completions.d
@@ -56,6 +57,7 @@ install: ## program, man pages, completions, systemd units, guests to compare (P
 	install -Dm644 contrib/sysusers.conf $(DESTDIR)$(PREFIX)/lib/sysusers.d/blockyard.conf
 	install -Dm644 contrib/tmpfiles.conf $(DESTDIR)$(PREFIX)/lib/tmpfiles.d/blockyard.conf
 	install -Dm644 contrib/blockyard.toml $(share)/doc/blockyard/blockyard.toml
+	install -Dm644 -t $(share)/doc/blockyard/docs docs/*.md docs/*.svg
 	install -d $(share)/blockyard/guests
 	install -m755 guests/setup guests/tool guests/uml guests/qemu guests/guest-init $(share)/blockyard/guests
 	install -m644 guests/lib.sh guests/README.md $(share)/blockyard/guests

@@ -131,3 +131,26 @@ fn no_io_uring() {
     }
     assert!(!socket.exists());
 }
+
+/// A kernel may count a ring's memory as locked. Then the start says so; without a limit, as in the units, it succeeds.
+#[test]
+fn little_locked_memory() {
+    let folder = Folder::new();
+    let start = |limit: &str| {
+        let mut command = Command::new("bash");
+        command.args(["-c", "ulimit -l $1 && shift && exec \"$@\"", "bash", limit]);
+        if rustix::process::geteuid().is_root() {
+            command.args(["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-all"]);
+        }
+        command.args([BLOCKYARD, "serve", "ram:1M", "--name", "m", "--vhost-user"]).arg(folder.join("s"));
+        Daemon::start(&mut command)
+    };
+    let mut little = start("0");
+    if !little.became_ready() {
+        assert!(little.log().contains("io_uring got no memory (see ulimit -l)"), "{}", little.log());
+    }
+    drop(little);
+    let mut enough = start("hard");
+    enough.wait_ready();
+    enough.stop();
+}

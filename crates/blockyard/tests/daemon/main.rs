@@ -16,6 +16,7 @@
 //!   load         queues over reactors, filters, statistics
 //!   remote       images on an NBD server, which dies and comes back
 //!   second       a front end that connects while another one is served
+//!   install      `make install`: the program and its pages
 //!   shares       limits, groups, and their change at run time
 //!   streams      standard output and error that fail or are not read
 //!   tls          NBD under TLS: who may have what, and the same bytes
@@ -33,6 +34,7 @@ mod ending;
 mod exchange;
 mod hosts;
 mod idle;
+mod install;
 mod load;
 mod locks;
 mod mistakes;
