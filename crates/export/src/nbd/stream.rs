@@ -131,3 +131,15 @@ impl Stream {
         self.plain.shutdown_read();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_that_holds_much_must_move_much() {
+        assert_eq!(progress(256 << 10), 64 << 10);
+        assert_eq!(progress(32 << 20), 4 << 20);
+        assert_eq!(progress(64 << 20), 8 << 20);
+    }
+}
