@@ -5,26 +5,34 @@
 //! What must hold: a format is told or known by the file's name, never guessed; no file is opened outside the folders,
 //! whatever an image names; a chain ends.
 
+use std::ffi::OsStr;
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockyard_ring::sim::Journal;
 use blockyard_ring::{Executor, Handle, Storage};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 
 use crate::SECTOR;
 use crate::cache::CacheMode;
 use crate::cache_shares;
 use crate::cow::{self, Cow, CowOptions};
 use crate::error::{ImageError, Kind};
+use crate::file_id::FileId;
 use crate::format::Format;
 use crate::image::Image;
 use crate::layer::Layer;
 use crate::nbd::uri::{self, Uri};
-use crate::open::{ImageFile, OpenError, OpenOptions, Overlaid};
+use crate::open::{self, ImageFile, OpenError, OpenOptions, OpenedFiles, Overlaid};
 use crate::qcow2::{self, Header, Qcow2, Qcow2Options};
 use crate::store::Store;
+
+#[cfg(test)]
+mod tests;
 
 /// Images of one chain, at most.
 pub const MAX_DEPTH: usize = 200;
@@ -60,6 +68,8 @@ pub struct ChainOptions {
     pub overlaid: Overlaid,
     /// Notes what is done to the images' files, for simulated power cuts.
     pub journal: Option<Journal>,
+    /// The topmost image's files, if they do not have their names yet.
+    pub files: OpenedFiles,
 }
 
 impl ChainOptions {
@@ -81,6 +91,7 @@ impl ChainOptions {
             nbd: crate::nbd::Options::default(),
             overlaid: Overlaid::default(),
             journal: None,
+            files: OpenedFiles::default(),
         }
     }
 }
@@ -163,9 +174,15 @@ impl Chain {
         let allowed = Allowed::by(&options);
         let mut chain = Chain { layers: Vec::new(), options };
         let mut seen = Vec::new();
-        let mut next = Some(Next { path: chain.options.path.clone(), format: chain.options.format, named_by: None });
+        let mut next = Some(Next {
+            path: chain.options.path.clone(),
+            format: chain.options.format,
+            named_by: None,
+            found: chain.options.files.image.take(),
+        });
         while let Some(image) = next {
-            image.may_be_opened(&allowed, chain.layers.len(), &mut seen)?;
+            let image = image.find(&allowed)?;
+            image.may_be_opened(chain.layers.len(), &mut seen)?;
             let image = image.with_tls_of(&allowed);
             next = chain.open_layer(handle, image, &allowed).await?;
             if chain.options.no_backing {
@@ -199,14 +216,15 @@ impl Chain {
             0 => self.options.overlaid.clone(),
             _ => Overlaid::Below(self.layers.iter().map(|above| above.file.path().into()).collect()),
         };
-        let open = |path: &Path| {
+        let new_data = self.options.files.data.take();
+        let open = |next: &Next| {
             let ChainOptions { cache, nbd, force_share, ref journal, .. } = self.options;
-            let (overlaid, journal) = (overlaid.clone(), journal.clone());
-            let open = OpenOptions::new(path, files_read_only, cache);
-            let options = OpenOptions { nbd, force_share, overlaid, journal, ..open };
+            let (found, overlaid, journal) = (next.found.clone(), overlaid.clone(), journal.clone());
+            let open = OpenOptions::new(&next.path, files_read_only, cache);
+            let options = OpenOptions { found, nbd, force_share, overlaid, journal, ..open };
             ImageFile::open(&options).map(Arc::new)
         };
-        let file = open(path)?;
+        let file = open(&image)?;
         let wrong = |error| ChainError::Image { path: path.clone(), error };
         let failed = |e| wrong(ImageError::io("file", None, "opening it for io_uring", e));
         let raw = |file: &Arc<ImageFile>| file.raw(handle);
@@ -218,8 +236,10 @@ impl Chain {
                 let data = match data_file_name(&header).map_err(wrong)? {
                     Some(name) => {
                         let next = image.names(name, Some(Format::Raw));
-                        next.lies_in(allowed)?;
-                        Some(open(&next.path)?)
+                        Some(open(&match new_data {
+                            Some(fd) => Next { found: Some(fd), ..next },
+                            None => next.find(allowed)?,
+                        })?)
                     }
                     None => None,
                 };
@@ -270,10 +290,11 @@ impl Chain {
         if next.export().is_some() {
             return Err(next.refuse("a cow image's backing file is a file of this host"));
         }
-        next.lies_in(allowed)?;
-        let stat = std::fs::metadata(&next.path).map_err(|e| next.refuse(e.to_string()))?;
+        let next = next.find(allowed)?;
+        let Some(found) = &next.found else { return Ok(Some(next)) };
+        let stat = rustix::fs::fstat(found).map_err(|e| next.refuse(e.to_string()))?;
         let wrong = |error| ChainError::Image { path: image.path.clone(), error };
-        view.check_backing(stat.len(), stat.mtime()).map_err(wrong)?;
+        view.check_backing(stat.st_size as u64, stat.st_mtime).map_err(wrong)?;
         Ok(Some(next))
     }
 
@@ -340,7 +361,7 @@ impl Chain {
 /// What must not be in a chain twice.
 #[derive(PartialEq)]
 enum Place {
-    File(u64, u64),
+    File(FileId),
     Export(Box<Uri>),
 }
 
@@ -350,6 +371,8 @@ struct Next {
     format: Option<Format>,
     /// The image whose backing (or data) file it is, and the name it has there.
     named_by: Option<(PathBuf, String)>,
+    /// What is under the path, or is to be. An image's names are judged and opened by this alone: a link may change at any time.
+    found: Option<Arc<OwnedFd>>,
 }
 
 impl Next {
@@ -357,7 +380,7 @@ impl Next {
     fn names(&self, name: &str, format: Option<Format>) -> Next {
         let folder = self.path.parent().unwrap_or(Path::new(""));
         let path = if uri::is_uri(name) { name.into() } else { folder.join(name) };
-        Next { path, format, named_by: Some((self.path.clone(), name.into())) }
+        Next { path, format, named_by: Some((self.path.clone(), name.into())), found: None }
     }
 
     fn refuse(&self, what: impl Into<String>) -> ChainError {
@@ -381,16 +404,15 @@ impl Next {
         self
     }
 
-    fn may_be_opened(&self, allowed: &Allowed, depth: usize, seen: &mut Vec<Place>) -> Result<(), ChainError> {
-        self.lies_in(allowed)?;
+    fn may_be_opened(&self, depth: usize, seen: &mut Vec<Place>) -> Result<(), ChainError> {
         if depth >= MAX_DEPTH {
             return Err(self.refuse(format!("the chain is longer than {MAX_DEPTH} images")));
         }
-        let me = match self.export() {
-            Some(uri) => Place::Export(Box::new(uri.map_err(|e| self.refuse(e))?)),
+        let me = match (self.export(), &self.found) {
+            (Some(uri), _) => Place::Export(Box::new(uri.map_err(|e| self.refuse(e))?)),
             // What cannot be looked at cannot be opened either, and says why there.
-            None => match std::fs::metadata(&self.path) {
-                Ok(stat) => Place::File(stat.dev(), stat.ino()),
+            (None, found) => match found.as_ref().map_or_else(|| FileId::of_path(&self.path), FileId::of_fd) {
+                Ok(id) => Place::File(id),
                 Err(_) => return Ok(()),
             },
         };
@@ -401,13 +423,42 @@ impl Next {
         Ok(())
     }
 
-    /// A file that an image names is opened only where such files may lie, wherever links lead.
-    fn lies_in(&self, allowed: &Allowed) -> Result<(), ChainError> {
-        let Some((image, name)) = &self.named_by else { return Ok(()) };
+    /// Finds the file that an image names, and refuses one that lies where no such file may lie. The caller opens what was
+    /// found here: under the same path there may be another file by then.
+    fn find(mut self, allowed: &Allowed) -> Result<Next, ChainError> {
+        if self.named_by.is_none() || self.found.is_some() || self.is_allowed_export(allowed)? {
+            return Ok(self);
+        }
+        let missing = |e: Errno| match e {
+            Errno::NOENT => self.refuse(format!(
+                "{} is missing: restore it, or name the place where it is now (blockyard image rebase --unsafe)",
+                self.path.display()
+            )),
+            _ => self.refuse(format!("{}: {e}", self.path.display())),
+        };
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        let found = rustix::fs::open(&self.path, flags, Mode::empty()).map_err(missing)?;
+        let real = rustix::fs::readlink(open::through(&found), Vec::new()).map_err(missing)?;
+        let real = Path::new(OsStr::from_bytes(real.to_bytes()));
+        if !allowed.folders.iter().any(|folder| real.starts_with(folder)) {
+            let list: Vec<_> = allowed.folders.iter().map(|f| f.display().to_string()).collect();
+            return Err(self.refuse(format!(
+                "{} lies outside {}: say --backing-folder to allow its folder",
+                real.display(),
+                list.join(", ")
+            )));
+        }
+        self.found = Some(Arc::new(found));
+        Ok(self)
+    }
+
+    /// Whether the name is that of a server's export, which may be opened; an error for what is no file either.
+    fn is_allowed_export(&self, allowed: &Allowed) -> Result<bool, ChainError> {
+        let Some((image, name)) = &self.named_by else { return Ok(false) };
         if uri::is_uri(name) {
             let uri = Uri::parse(name).map_err(|e| self.refuse(e))?;
             return match allowed.exports.iter().any(|export| export.takes_in(&uri)) {
-                true => Ok(()),
+                true => Ok(true),
                 false => Err(self
                     .refuse(format!("it lies on a server: say --backing-folder {} to allow it", uri.whole_server()))),
             };
@@ -418,23 +469,16 @@ impl Next {
         if name.split_once(':').is_some_and(|(scheme, _)| !scheme.is_empty() && !scheme.contains('/')) {
             return Err(self.refuse("only files are supported, by their path"));
         }
-        let real = std::fs::canonicalize(&self.path).map_err(|e| match e.kind() {
-            std::io::ErrorKind::NotFound => self.refuse(format!(
-                "{} is missing: restore it, or name the place where it is now (blockyard image rebase --unsafe)",
-                self.path.display()
-            )),
-            _ => self.refuse(format!("{}: {e}", self.path.display())),
-        })?;
-        if allowed.folders.iter().any(|folder| real.starts_with(folder)) {
-            return Ok(());
-        }
-        let list: Vec<_> = allowed.folders.iter().map(|f| f.display().to_string()).collect();
-        Err(self.refuse(format!(
-            "{} lies outside {}: say --backing-folder to allow its folder",
-            real.display(),
-            list.join(", ")
-        )))
+        Ok(false)
     }
+}
+
+/// Returns how many images two chains end with in common: the same files, in the same formats.
+pub(crate) fn shared_layers(a: &[Arc<ChainLayer>], b: &[Arc<ChainLayer>]) -> usize {
+    let same = |(a, b): &(&Arc<ChainLayer>, &Arc<ChainLayer>)| {
+        a.format == b.format && a.file.id().is_some() && a.file.id() == b.file.id()
+    };
+    a.iter().rev().zip(b.iter().rev()).take_while(same).count()
 }
 
 /// What images may name as their backing or data files.

@@ -13,6 +13,7 @@ use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::cache::CacheMode;
 use crate::lock::take_lock;
+use crate::file_id::FileId;
 use crate::nbd::{self, Remote};
 use crate::overlay::record;
 use crate::range_lock::RangeLock;
@@ -22,6 +23,8 @@ use crate::store::Store;
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
     pub path: PathBuf,
+    /// A descriptor of the file (O_PATH will do). It is opened through this, whatever has its name now.
+    pub found: Option<Arc<OwnedFd>>,
     pub read_only: bool,
     pub cache: CacheMode,
     /// Takes no lock: another program may write to the file meanwhile. For readers only.
@@ -46,9 +49,17 @@ pub enum Overlaid {
 
 impl OpenOptions {
     pub fn new(path: impl Into<PathBuf>, read_only: bool, cache: CacheMode) -> Self {
-        let (nbd, overlaid, journal) = Default::default();
-        OpenOptions { path: path.into(), read_only, cache, force_share: false, nbd, overlaid, journal }
+        let (found, nbd, overlaid, journal) = Default::default();
+        OpenOptions { path: path.into(), found, read_only, cache, force_share: false, nbd, overlaid, journal }
     }
+}
+
+/// Descriptors of an image's files, which do not have their names yet. None: the file is found by its name.
+#[derive(Clone, Debug, Default)]
+pub struct OpenedFiles {
+    pub image: Option<Arc<OwnedFd>>,
+    /// The external data file of a qcow2 image.
+    pub data: Option<Arc<OwnedFd>>,
 }
 
 /// Why an image could not be opened: what, where, and what a person can do.
@@ -103,6 +114,8 @@ pub struct ImageFile {
     read_only: bool,
     direct: bool,
     is_device: bool,
+    /// None: it is no file of this host.
+    id: Option<FileId>,
     cache: CacheMode,
     pub(crate) range_lock: Arc<RangeLock>,
     journal: Option<Journal>,
@@ -145,6 +158,7 @@ impl ImageFile {
             read_only: options.read_only,
             direct,
             is_device,
+            id: Some(FileId::of(&stat)),
             cache: options.cache,
             range_lock: Arc::default(),
             journal: options.journal.clone(),
@@ -172,6 +186,7 @@ impl ImageFile {
             // No page cache of this host is between.
             direct: true,
             is_device: true,
+            id: None,
             cache: options.cache,
             range_lock: Arc::default(),
             journal: None,
@@ -230,8 +245,7 @@ impl ImageFile {
     /// By its descriptor: under its name there may be another file meanwhile.
     fn open_again(&self, flags: OFlags) -> io::Result<OwnedFd> {
         let flags = if self.direct { flags | OFlags::DIRECT } else { flags };
-        let fd = self.local()?;
-        Ok(rustix::fs::open(format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()), flags, Mode::empty())?)
+        Ok(rustix::fs::open(through(self.local()?.as_fd()), flags, Mode::empty())?)
     }
 
     /// What is known of the file, without its lock.
@@ -244,6 +258,7 @@ impl ImageFile {
             read_only: self.read_only,
             direct: self.direct,
             is_device: self.is_device,
+            id: self.id,
             cache: self.cache,
             range_lock: Arc::default(),
             journal: self.journal.clone(),
@@ -331,6 +346,11 @@ impl ImageFile {
         self.journal.as_ref()
     }
 
+    /// Which file of this host it is; None: it lies on an NBD server.
+    pub fn id(&self) -> Option<FileId> {
+        self.id
+    }
+
     pub fn cache(&self) -> CacheMode {
         self.cache
     }
@@ -356,17 +376,23 @@ impl OpenOptions {
 }
 
 fn is_same_file(one: &Path, other: &Path) -> bool {
-    let place = |path| rustix::fs::stat(path).map(|stat| (stat.st_dev, stat.st_ino));
-    matches!((place(one), place(other)), (Ok(one), Ok(other)) if one == other)
+    matches!((FileId::of_path(one), FileId::of_path(other)), (Ok(one), Ok(other)) if one == other)
+}
+
+/// The path that leads to the file of a descriptor.
+pub(crate) fn through(fd: impl AsFd) -> PathBuf {
+    format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()).into()
 }
 
 /// Opens the file; the answer's second part says whether with O_DIRECT.
 fn open_file(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), OpenError> {
     let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
     let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY;
-    let open = |flags| rustix::fs::open(path, flags, Mode::empty());
+    let found = options.found.as_ref().map(|fd| through(fd));
+    let place = found.as_deref().unwrap_or(path);
+    let open = |flags| rustix::fs::open(place, flags, Mode::empty());
     // A FIFO would hang the open below; a folder would say something odd. Look first.
-    let stat = rustix::fs::stat(path).map_err(|e| explain(path, options.read_only, e.into()))?;
+    let stat = rustix::fs::stat(place).map_err(|e| explain(path, options.read_only, e.into()))?;
     let kind = FileType::from_raw_mode(stat.st_mode);
     if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
         let source = io::Error::new(io::ErrorKind::InvalidInput, format!("it is a {kind:?}"));

@@ -114,9 +114,15 @@ fn grow(chain: Arc<Chain>, into: usize, size: u64) -> Result<(), Failure> {
         overlaid: Overlaid::Below(chain.layers()[..into].iter().map(|above| above.file.path().into()).collect()),
         ..ChainOptions::new(layer.file.path())
     };
+    let meant = layer.file.id();
+    // Its locks would be in the way.
     drop(chain);
+    let opened = open(&alone)?;
+    if opened.top().file.id() != meant {
+        return Err(anyhow!("image {}: another file has its name meanwhile", alone.path.display()).into());
+    }
     let wanted = NewSize { size, shrink: false, preallocation: Preallocation::Off };
-    tools::resize(&open(&alone)?, wanted).map_err(failed)
+    tools::resize(&opened, wanted).map_err(failed)
 }
 
 /// A COW file knows its backing file by its size and its time, which the commit has changed.

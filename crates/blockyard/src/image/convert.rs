@@ -1,15 +1,15 @@
 //! `image convert`.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::anyhow;
 use blockyard_image::tools::{self, ConvertOptions, Progress};
-use blockyard_image::{CacheMode, Chain, ChainLayer, ChainOptions, Format};
+use blockyard_image::{CacheMode, Chain, ChainOptions, Format, OpenedFiles};
 use clap::Args;
 
 use super::new::{self, Backing};
-use super::output::NewFile;
+use super::output::{NewFile, Sources};
 use super::progress::Show;
 use super::settings::{self, Settings};
 use super::{Folders, cache, failed, format, format_of, open, print, size, threads};
@@ -81,17 +81,24 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     let backing = Backing::find(options.backing.as_deref(), options.backing_format, &settings, &options.target);
     let backing = backing.map_err(Failure::usage)?;
     if options.no_create {
-        return copy(options, &source, &options.target, format, backing.as_ref(), false);
+        return copy(options, &source, OpenedFiles::default(), format, backing.as_ref(), false);
     }
-    if let Some(backing) = &backing {
-        backing.size(&options.folders)?;
+    let (mut sources, mut chain) = (Sources::default(), None);
+    sources.add_chain(&source);
+    match &backing {
+        Some(backing) if options.force => chain = Some(backing.chain(&options.folders, &options.target)?),
+        Some(backing) => {
+            backing.size(&options.folders)?;
+        }
+        None => {}
     }
+    chain.iter().for_each(|chain| sources.add_chain(chain));
     let new = new::plan(&settings, source.size(), backing.as_ref(), &options.target).map_err(Failure::usage)?;
-    let mut file = NewFile::create(&options.target, options.force)?;
-    file.make(new)?;
+    let mut file = NewFile::create(&options.target, options.force, &sources)?;
+    file.make(new, &sources)?;
     // What a device holds is anything.
     let fresh = !file.is_device() || format != Format::Raw;
-    copy(options, &source, file.temporary(), format, backing.as_ref(), fresh)?;
+    copy(options, &source, file.files(), format, backing.as_ref(), fresh)?;
     Ok(file.finish()?)
 }
 
@@ -99,7 +106,7 @@ pub fn run(options: &Options) -> Result<(), Failure> {
 fn copy(
     options: &Options,
     source: &Arc<Chain>,
-    path: &Path,
+    files: OpenedFiles,
     format: Format,
     backing: Option<&Backing>,
     fresh: bool,
@@ -107,10 +114,15 @@ fn copy(
     let mut folders = options.folders.backing_folders.clone();
     if let Some(backing) = backing {
         // It was named by the user.
-        folders.extend([new::folder(path).into(), new::folder(&backing.path).into()]);
+        folders.extend([new::folder(&options.target).into(), new::folder(&backing.path).into()]);
     }
-    let target =
-        open(&ChainOptions { format: Some(format), cache: options.target_cache, folders, ..ChainOptions::new(path) })?;
+    let target = open(&ChainOptions {
+        format: Some(format),
+        cache: options.target_cache,
+        folders,
+        files,
+        ..ChainOptions::new(&options.target)
+    })?;
     if target.size() < source.size() {
         let (has, needs) = (target.size(), source.size());
         return Err(anyhow!("{} has {has} bytes, and {needs} are needed", options.target.display()).into());
@@ -121,19 +133,8 @@ fn copy(
         sparse: options.sparse,
         compress: options.compress,
         fresh,
-        shared_from: shared_from(source, &target),
     };
     let progress = Arc::<Progress>::default();
     let work = || tools::convert(source, &target, &how, &progress).and_then(|()| tools::close(&target));
     options.show.during(&progress, work).map_err(failed)
-}
-
-/// The layer of the source that is the target's backing file, in the same place: both see the same from there on.
-fn shared_from(source: &Chain, target: &Chain) -> Option<usize> {
-    let place = |layer: &ChainLayer| {
-        let path = layer.file.path();
-        Some((std::fs::canonicalize(new::folder(path)).ok()?, path.file_name()?.to_owned()))
-    };
-    let backing = place(target.layers().get(1)?)?;
-    source.layers().iter().position(|layer| place(layer).as_ref() == Some(&backing))
 }

@@ -6,7 +6,7 @@ use blockyard_image::Format;
 use clap::Args;
 
 use super::new::{self, Backing};
-use super::output::NewFile;
+use super::output::{NewFile, Sources};
 use super::settings::{self, Settings};
 use super::{Folders, format, format_of, print, size};
 use crate::Failure;
@@ -65,8 +65,18 @@ pub fn run(options: &Options) -> Result<(), Failure> {
         (_, None) => return Err(Failure::usage(anyhow::anyhow!("{}: say its size", options.file.display()))),
     };
     let plan = new::plan(&settings, size, backing.as_ref(), &options.file).map_err(Failure::usage)?;
-    let mut file = NewFile::create(&options.file, options.force)?;
-    file.make(plan.clone())?;
+    let (mut sources, mut chain) = (Sources::default(), None);
+    if let Some(backing) = backing.as_ref().filter(|_| options.force) {
+        sources.add_path(&backing.path);
+        chain = match backing.chain(&options.folders, &options.file) {
+            // It need not be there, nor be in order.
+            Err(_) if options.backing_unsafe => None,
+            opened => Some(opened?),
+        };
+    }
+    chain.iter().for_each(|chain| sources.add_chain(chain));
+    let mut file = NewFile::create(&options.file, options.force, &sources)?;
+    file.make(plan.clone(), &sources)?;
     file.finish()?;
     if let Some(backing) = backing {
         backing.warn_if_far(&options.file);

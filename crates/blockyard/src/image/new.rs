@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockyard_image::qcow2::{Compression, CreateOptions, Preallocation};
@@ -54,6 +55,20 @@ impl Backing {
     pub fn size(&self, folders: &Folders) -> Result<u64> {
         let options = ChainOptions { no_backing: true, ..folders.reading(&self.path, Some(self.format)) };
         Ok(Chain::open(&options)?.size())
+    }
+
+    /// How to open it with all that is below it, for an image at `target`.
+    pub fn reading(&self, folders: &Folders, target: &Path) -> ChainOptions {
+        let mut options = folders.reading(&self.path, Some(self.format));
+        // It was named by the user.
+        options.folders.extend([folder(target).into(), folder(&self.path).into()]);
+        options
+    }
+
+    /// Opens it with all that is below it: files that `target` must not replace.
+    pub fn chain(&self, folders: &Folders, target: &Path) -> Result<Arc<Chain>> {
+        let chain = Chain::open(&self.reading(folders, target));
+        Ok(Arc::new(chain.context("--force needs to know the files of the backing file")?))
     }
 
     /// Name, size and time, as a COW file tells of its backing file.

@@ -1,161 +1,107 @@
-//! New files: under a name of their own until they are whole, so that an interrupted command leaves nothing, and a power cut
-//! at most that name.
+//! New files: they have no name until they are whole, so that a command that is interrupted or killed leaves nothing.
 //!
-//! What must hold: nothing that exists is replaced unless the user says so, nor while it is in use; the name is given when
-//! the content is durable, and is durable itself when the command ends.
+//! ```text
+//!   create ─► checks, locks what is to be replaced ─► pending: a file without a name ─► finish: it gets its name
+//! ```
+//! What must hold: nothing that exists is replaced unless the user says so, nor while it is in use, nor if the command itself
+//! reads it; what is to be replaced stays as it is until the new file is whole and durable (a block device: until all
+//! options are checked); the name is durable when the command ends.
 
-use std::fs::File;
-use std::io;
+mod pending;
+mod unfinished;
+
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
-use anyhow::{Context, anyhow, bail};
-use blockyard_image::ImageFile;
-use blockyard_image::tools::{self, NewImage, open_file};
-use rustix::fs::{CWD, RenameFlags};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
+use anyhow::{anyhow, bail};
+use blockyard_image::tools::{self, NewImage};
+use blockyard_image::{Chain, FileId, OpenedFiles};
 
-/// Files to be removed when a signal ends the program.
-static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+use super::new::folder;
+use pending::Pending;
 
-fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
-    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// A file that is being made; the files that it needs beside it are made under their own names.
+/// A new image, and its data file.
 pub struct NewFile {
-    path: PathBuf,
-    /// The same as `path` where that is a block device.
-    temporary: PathBuf,
-    /// What it is to replace, locked.
-    replaced: Option<ImageFile>,
+    image: Pending,
+    data: Option<Pending>,
     force: bool,
-    device: bool,
-    /// To be removed if it is not finished.
-    made: Vec<PathBuf>,
 }
 
 impl NewFile {
-    /// Makes an empty file beside `path`. (A block device is taken as it is.)
-    pub fn create(path: &Path, force: bool) -> anyhow::Result<Self> {
-        // What a link points to is replaced, not the link.
-        let real = std::fs::canonicalize(path);
-        let replaced = match &real {
-            Ok(_) if !force => bail!("{} exists already: say --force to replace it", path.display()),
-            Ok(real) => Some(open_file(real, false)?),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-            Err(e) => bail!("{}: {e}", path.display()),
-        };
-        let path = real.unwrap_or_else(|_| path.into());
-        let device = replaced.as_ref().is_some_and(ImageFile::is_device);
-        // A device is locked anew by those who write to it.
-        let replaced = replaced.filter(|_| !device);
-        let mut file = NewFile { temporary: path.clone(), path, replaced, force, device, made: Vec::new() };
-        if device {
-            return Ok(file);
-        }
-        let name = file.path.file_name().ok_or_else(|| anyhow!("{} is no name for a file", file.path.display()))?;
-        let name = format!(".{}.{}.part", name.to_string_lossy(), std::process::id());
-        file.temporary = file.path.with_file_name(name);
-        let temporary = file.temporary.clone();
-        file.add(&temporary).with_context(|| format!("creating {}", file.path.display()))?;
-        Ok(file)
+    /// Begins a file that is to be at `path`. (A block device is taken as it is.) `sources`: what the command reads.
+    pub fn create(path: &Path, force: bool, sources: &Sources) -> anyhow::Result<Self> {
+        sources.refuse(path)?;
+        let image =
+            Pending::create(path, force, || anyhow!("{} exists already: say --force to replace it", path.display()))?;
+        Ok(NewFile { image, data: None, force })
     }
 
     pub fn is_device(&self) -> bool {
-        self.device
+        self.image.is_device()
     }
 
     /// Makes the image in it, and its data file.
-    pub fn make(&mut self, new: NewImage) -> anyhow::Result<()> {
+    pub fn make(&mut self, new: NewImage, sources: &Sources) -> anyhow::Result<()> {
         if let NewImage::Qcow2 { data: Some(data), .. } = &new {
-            match self.add(data) {
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists && self.force => File::create(data).map(|_| ()),
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                    bail!("data file {} exists already: say --force to empty it", data.display())
-                }
-                done => done,
+            sources.refuse(data)?;
+            if self.image.is_at(data) {
+                bail!("data file {}: it cannot be the image itself", data.display());
             }
-            .with_context(|| format!("data file {}", data.display()))?;
+            let exists = || anyhow!("data file {} exists already: say --force to replace it", data.display());
+            let pending = Pending::create(data, self.force, exists);
+            self.data = Some(pending.map_err(|e| e.context(format!("data file {}", data.display())))?);
         }
-        Ok(tools::create(&self.temporary, new)?)
+        Ok(tools::create(self.image.path(), &self.files(), new)?)
     }
 
-    /// Makes an empty file that goes if this is not finished.
-    fn add(&mut self, path: &Path) -> io::Result<()> {
-        remove_on_signals();
-        let mut list = unfinished();
-        File::create_new(path)?;
-        list.push(path.into());
-        self.made.push(path.into());
-        Ok(())
+    /// Where the files are until they have their names.
+    pub fn files(&self) -> OpenedFiles {
+        OpenedFiles { image: self.image.file(), data: self.data.as_ref().and_then(Pending::file) }
     }
 
-    /// Where it is until it is finished.
-    pub fn temporary(&self) -> &Path {
-        &self.temporary
-    }
-
-    /// Gives the file its name; its content is durable already.
+    /// Gives the files their names; their content is durable already. The image comes last: it names the data file.
     pub fn finish(self) -> anyhow::Result<()> {
-        if self.device {
-            return Ok(());
-        }
-        let wrong = || format!("giving {} its name", self.path.display());
+        let data = self.data.map(Pending::finish).transpose()?;
+        let image = self.image.finish();
+        if image.is_err()
+            && let Some(data) = data
         {
-            // A signal now finds the file either unfinished or finished.
-            let mut list = unfinished();
-            rename(&self.temporary, &self.path, self.replaced.is_some()).with_context(wrong)?;
-            list.retain(|path| !self.made.contains(path));
+            data.take_back();
         }
-        let folders = self.made.iter().map(|path| sync_folder(path));
-        folders.collect::<io::Result<()>>().with_context(wrong)
+        image.map(|_| ())
     }
 }
 
-impl Drop for NewFile {
-    fn drop(&mut self) {
-        let mut list = unfinished();
-        for made in &self.made {
-            if list.contains(made) {
-                let _ = std::fs::remove_file(made);
+/// Files that the command reads, which it must not replace.
+#[derive(Default)]
+pub struct Sources(Vec<(FileId, PathBuf)>);
+
+impl Sources {
+    pub fn add_chain(&mut self, chain: &Chain) {
+        let files = chain.layers().iter().flat_map(|layer| [Some(&layer.file), layer.data.as_ref()]);
+        self.0.extend(files.flatten().filter_map(|file| Some((file.id()?, file.path().into()))));
+    }
+
+    pub fn add_path(&mut self, path: &Path) {
+        self.0.extend(FileId::of_path(path).ok().map(|id| (id, path.into())));
+    }
+
+    fn refuse(&self, path: &Path) -> anyhow::Result<()> {
+        let Ok(id) = FileId::of_path(path) else { return Ok(()) };
+        match self.0.iter().find(|(source, _)| *source == id) {
+            Some((_, source)) => {
+                bail!("{} cannot be replaced: the command reads it, as {}", path.display(), source.display())
             }
+            None => Ok(()),
         }
-        list.retain(|path| !self.made.contains(path));
     }
 }
 
-fn rename(from: &Path, to: &Path, replace: bool) -> io::Result<()> {
-    if replace {
-        return std::fs::rename(from, to);
+/// Whether two paths name the same place, at which there may be no file yet.
+fn same_place(a: &Path, b: &Path) -> bool {
+    let folder_of = |path| FileId::of_path(folder(path)).ok();
+    match (FileId::of_path(a), FileId::of_path(b)) {
+        (Ok(a), Ok(b)) => a == b,
+        (Err(_), Err(_)) => a.file_name() == b.file_name() && folder_of(a).is_some_and(|id| Some(id) == folder_of(b)),
+        _ => false,
     }
-    match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        // Not every file system can: somebody who made the file meanwhile loses it there.
-        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => std::fs::rename(from, to),
-        done => Ok(done?),
-    }
-}
-
-fn sync_folder(path: &Path) -> io::Result<()> {
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    File::open(folder)?.sync_all()
-}
-
-fn remove_on_signals() {
-    static STARTED: Once = Once::new();
-    STARTED.call_once(|| {
-        let Ok(mut signals) = Signals::new([SIGINT, SIGTERM, SIGHUP]) else { return };
-        std::thread::spawn(move || {
-            if signals.forever().next().is_some() {
-                // Held to the end, so that no file is finished any more.
-                let list = unfinished();
-                for path in list.iter() {
-                    let _ = std::fs::remove_file(path);
-                }
-                blockyard_bench::output::note("blockyard: interrupted");
-                std::process::exit(1);
-            }
-        });
-    });
 }

@@ -1,15 +1,14 @@
 //! `image rebase`.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::anyhow;
 use blockyard_image::tools::{self, NewBacking, Progress};
-use blockyard_image::{CacheMode, Chain, ChainOptions, Format};
+use blockyard_image::{CacheMode, Chain, ChainOptions, FileId, Format};
 use clap::Args;
 
-use super::new::{self, Backing};
+use super::new::Backing;
 use super::progress::Show;
 use super::{Folders, Named, cache, failed, format, format_of, open, threads};
 use crate::Failure;
@@ -106,12 +105,10 @@ fn safely(options: &Options, backing: Option<&Backing>, new: NewBacking) -> Resu
 }
 
 fn open_new(options: &Options, backing: &Backing) -> Result<Arc<Chain>, Failure> {
-    let mut folders = options.folders.backing_folders.clone();
-    // It was named by the user.
-    folders.extend([new::folder(&options.image.file).into(), new::folder(&backing.path).into()]);
-    let reading = options.folders.reading(&backing.path, Some(backing.format));
-    let base = open(&ChainOptions { cache: options.source_cache, folders, ..reading })?;
-    if base.layers().iter().any(|layer| is_same(layer.file.path(), &options.image.file)) {
+    let base =
+        open(&ChainOptions { cache: options.source_cache, ..backing.reading(&options.folders, &options.image.file) })?;
+    let own = FileId::of_path(&options.image.file).ok();
+    if own.is_some() && base.layers().iter().any(|layer| layer.file.id() == own) {
         let (name, file) = (&backing.name, options.image.file.display());
         return Err(anyhow!("image {file}: it is below {name}: the chain would be a circle").into());
     }
@@ -119,6 +116,5 @@ fn open_new(options: &Options, backing: &Backing) -> Result<Arc<Chain>, Failure>
 }
 
 fn is_same(a: &Path, b: &Path) -> bool {
-    let place = |path: &Path| std::fs::metadata(path).ok().map(|stat| (stat.dev(), stat.ino()));
-    place(a).is_some_and(|place_of_a| Some(place_of_a) == place(b))
+    FileId::of_path(a).is_ok_and(|a| FileId::of_path(b).is_ok_and(|b| a == b))
 }

@@ -36,10 +36,9 @@ fn what_exists_is_replaced_only_when_that_is_said() {
     assert_eq!(std::fs::read(&target).unwrap(), b"precious");
     image(&["convert", "--force", text(&source), text(&target)]);
     sound_and_same((&target, "raw"), (&source, "raw"));
-    // Onto itself: the image is in use.
     let itself = image_any(&["convert", "--force", text(&source), text(&source)]);
     assert_eq!(itself.status.code(), Some(1));
-    assert!(itself.err.contains("is in use by blockyard"), "{}", itself.err);
+    assert!(itself.err.contains("a.raw cannot be replaced: the command reads it"), "{}", itself.err);
     let names: Vec<_> = std::fs::read_dir(&*images.0).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(names.len(), 2, "nothing else is left: {names:?}");
 }
@@ -178,4 +177,42 @@ fn a_target_that_is_there_is_written_into() {
     let refused = image_any(&["convert", "-n", text(&source), text(&small)]);
     assert_eq!(refused.status.code(), Some(1));
     assert!(refused.err.contains("small.raw has 1048576 bytes, and 25165824 are needed"), "{}", refused.err);
+}
+
+/// Both of these have an image in common, and data of their own over it. (What is the same is passed over in whole MiB.)
+#[test]
+fn a_target_over_the_same_images_keeps_none_of_its_own_data() {
+    let images = Images::new();
+    let base = images.raw("base.raw", SIZE, 1);
+    qemu_io(&base, "raw", &["write -P 99 10M 6M"]);
+    images.qcow2("middle.qcow2", "", Some(("base.raw", "raw")), SIZE, 3);
+    let source = images.qcow2("source.qcow2", "", Some(("middle.qcow2", "qcow2")), SIZE, 5);
+    // Over the same image; over another one, that is over the same.
+    images.qcow2("other.qcow2", "", Some(("base.raw", "raw")), SIZE, 90);
+    for backing in ["middle.qcow2", "other.qcow2"] {
+        for own in ["write -P 77 12M 64k", "write -z 12M 1M", "write -P 78 20M 1M"] {
+            let target = images.qcow2("target.qcow2", "", Some((backing, "qcow2")), SIZE, 40);
+            qemu_io(&target, "qcow2", &[own]);
+            image(&["convert", "-n", text(&source), text(&target)]);
+            sound_and_same((&target, "qcow2"), (&source, "qcow2"));
+            std::fs::remove_file(&target).unwrap();
+        }
+    }
+}
+
+/// The same file below is not the same disk if its format is another one.
+#[test]
+fn a_backing_file_in_another_format_is_another_disk() {
+    let images = Images::new();
+    let base = images.qcow2("base.qcow2", "", None, SIZE, 1);
+    qemu_io(&base, "qcow2", &["write -P 99 10M 6M"]);
+    std::fs::File::options().write(true).open(&base).unwrap().set_len(SIZE).unwrap();
+    let (source, target) = (images.path("source.qcow2"), images.path("target.qcow2"));
+    qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", text(&source)]);
+    image(&["convert", "-B", "base.qcow2", "-F", "raw", text(&source), text(&target)]);
+    sound_and_same((&target, "qcow2"), (&source, "qcow2"));
+    let target = images.path("existing.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "raw", text(&target)]);
+    image(&["convert", "-n", text(&source), text(&target)]);
+    sound_and_same((&target, "qcow2"), (&source, "qcow2"));
 }

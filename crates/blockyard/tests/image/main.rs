@@ -10,6 +10,7 @@
 //!   rebase     another backing file
 //!   resize     another size
 //!   snapshot   taken, applied, deleted
+//!   replace    what `--force` replaces, and what it must not
 //!   mistakes   bad options and broken images: one line and an exit status
 //! ```
 
@@ -24,6 +25,7 @@ mod convert;
 mod create;
 mod mistakes;
 mod rebase;
+mod replace;
 mod resize;
 mod snapshot;
 mod tell;

@@ -55,18 +55,26 @@ fn backing_files_that_are_not_there_or_not_allowed() {
 }
 
 #[test]
-fn an_interrupted_conversion_leaves_nothing() {
+fn an_interrupted_or_killed_conversion_leaves_nothing() {
     let images = Images::new();
     let source = images.0.image("a.raw", 2 << 30);
     let target = images.path("b.raw");
-    let mut child = std::process::Command::new(crate::common::BLOCKYARD)
-        .args(["image", "convert", "-S", "0", "-t", "none", text(&source), text(&target)])
-        .stderr(std::process::Stdio::null())
-        .spawn()
-        .unwrap();
-    let files = || std::fs::read_dir(&*images.0).unwrap().count();
-    crate::common::until("a file is being made", crate::common::SOON, || files() == 2);
-    rustix::process::kill_process(rustix::process::Pid::from_child(&child), Signal::TERM).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(1));
-    assert_eq!(files(), 1);
+    for (signal, status) in [(Signal::TERM, Some(1)), (Signal::KILL, None)] {
+        let mut child = std::process::Command::new(crate::common::BLOCKYARD)
+            .args(["image", "convert", "-S", "0", "-t", "none", text(&source), text(&target)])
+            .stderr(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        // A file without a name: "FOLDER/#INODE (deleted)".
+        let descriptors = format!("/proc/{}/fd", child.id());
+        let is_new = |link: &std::path::Path| {
+            link.parent() == Some(&*images.0) && link.file_name().unwrap().to_string_lossy().starts_with('#')
+        };
+        let links =
+            || std::fs::read_dir(&descriptors).unwrap().filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
+        crate::common::until("a file is being made", crate::common::SOON, || links().any(|link| is_new(&link)));
+        rustix::process::kill_process(rustix::process::Pid::from_child(&child), signal).unwrap();
+        assert_eq!(child.wait().unwrap().code(), status);
+        assert_eq!(std::fs::read_dir(&*images.0).unwrap().count(), 1);
+    }
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use blockyard_ring::{Segments, Storage};
 
-use crate::chain::{Chain, ChainError};
+use crate::chain::{Chain, ChainError, shared_layers};
 use crate::error::ImageError;
 use crate::join;
 use crate::layer::Layer;
@@ -40,13 +40,11 @@ pub struct ConvertOptions {
     pub compress: bool,
     /// The target is new: it reads as zeroes (or as its backing file) where nothing was written.
     pub fresh: bool,
-    /// From this layer of the source on, both chains consist of the same files.
-    pub shared_from: Option<usize>,
 }
 
 impl Default for ConvertOptions {
     fn default() -> Self {
-        ConvertOptions { threads: 1, at_a_time: 8, sparse: HOLE, compress: false, fresh: true, shared_from: None }
+        ConvertOptions { threads: 1, at_a_time: 8, sparse: HOLE, compress: false, fresh: true }
     }
 }
 
@@ -71,6 +69,8 @@ struct Work {
     sweep: Sweep,
     options: ConvertOptions,
     progress: Arc<Progress>,
+    /// From these layers of the source and the target on, both have the same images.
+    shared_from: (usize, usize),
 }
 
 /// Copies all of `source` to `target`, which is as large at least. Nothing is durable until the target is closed.
@@ -82,7 +82,14 @@ pub fn convert(
 ) -> Result<(), ChainError> {
     let end = source.size().min(target.size());
     progress.expect(end);
-    let work = Arc::new(Work { sweep: Sweep::new(0..end), options: *options, progress: progress.clone() });
+    let (from, to) = (source.layers(), target.layers());
+    let shared = shared_layers(from, &to[1..]);
+    let work = Arc::new(Work {
+        sweep: Sweep::new(0..end),
+        options: *options,
+        progress: progress.clone(),
+        shared_from: (from.len() - shared, to.len() - shared),
+    });
     on_reactors(options.threads, |handle| {
         let (work, source, target) = (work.clone(), source.clone(), target.clone());
         async move { work.run(&Disk::of(&source, &handle).await?, &Disk::of(&target, &handle).await?).await }
@@ -150,18 +157,28 @@ impl<S: Storage, T: Storage> Copy<'_, S, T> {
             return Ok(data);
         }
         let found = self.source.status(offset, rest).await?;
-        let same = found.zero && options.fresh || options.shared_from.is_some_and(|layer| found.depth >= layer);
-        if !same && !found.zero {
+        let shared_from = self.work.shared_from;
+        let shared = found.depth >= shared_from.0;
+        if !shared && !found.zero {
             return Ok(data);
         }
-        let (mut len, mut what) = (found.len, if same { What::Same } else { What::Zero });
-        if found.zero && self.has_backing() {
+        let (mut len, mut what) = (found.len, if found.zero && options.fresh { What::Same } else { What::Zero });
+        if self.has_backing() {
             let there = self.target.status(offset, len).await?;
-            what = if there.zero || !found.zero { What::Same } else { What::Zero };
             len = there.len;
+            what = match found.zero {
+                // The target may have data of its own there, which hide the shared layers.
+                _ if shared && there.depth >= shared_from.1 => What::Same,
+                true if there.zero => What::Same,
+                true => What::Zero,
+                false => What::Data,
+            };
         }
         if what == What::Zero {
             len = len.min(ZEROES);
+        }
+        if what == What::Data {
+            return Ok(data);
         }
         // Whole pieces, so that those which follow begin at a multiple.
         let end = if len == rest { offset + len } else { (offset + len) / self.piece * self.piece };

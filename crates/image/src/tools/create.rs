@@ -1,18 +1,22 @@
-//! New images in files that are there already, and empty.
+//! New images in files that are there already, and empty; they need not have their names yet.
 //!
 //! What must hold: the image is durable when this answers; a file that a power cut leaves half-made is no image.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use blockyard_ring::{Segments, Storage};
 
+use crate::cache::CacheMode;
 use crate::chain::ChainError;
 use crate::cow;
 use crate::error::ImageError;
+use crate::open::{ImageFile, OpenOptions, OpenedFiles};
 use crate::qcow2::{self, Preallocation};
 use crate::raw::Raw;
 
-use super::file::{of_file, on_file, open_file, raw_of};
+use super::file::{of_file, on_open_file, raw_of};
 use super::reactors::on_reactor;
 
 /// Zeroes are written in pieces of this many bytes.
@@ -39,22 +43,25 @@ pub enum NewImage {
     },
 }
 
-/// Makes the file at `path` that image.
-pub fn create(path: &Path, new: NewImage) -> Result<(), ChainError> {
+/// Makes the file at `path`, or in `files`, that image.
+pub fn create(path: &Path, files: &OpenedFiles, new: NewImage) -> Result<(), ChainError> {
+    let open = |path: &Path, found: &Option<Arc<OwnedFd>>| {
+        ImageFile::open(&OpenOptions { found: found.clone(), ..OpenOptions::new(path, false, CacheMode::Writeback) })
+    };
+    let file = open(path, &files.image)?;
     match new {
         NewImage::Raw { size, preallocation } => {
-            on_file(path, false, async move |raw| create_raw(&raw, size, preallocation).await)
+            on_open_file(file, async move |raw| create_raw(&raw, size, preallocation).await)
         }
         NewImage::Qcow2 { options, data } => {
-            let file = open_file(path, false)?;
-            let data = data.map(|data| open_file(&data, false)).transpose()?;
+            let data = data.map(|data| open(&data, &files.data)).transpose()?;
             on_reactor(|handle| async move {
                 let main = raw_of(&handle, &file)?;
                 let data = data.as_ref().map(|data| raw_of(&handle, data)).transpose()?;
                 qcow2::create(&main, data.as_ref(), &options).await.map_err(|e| of_file(&file, e))
             })
         }
-        NewImage::Cow { backing, size, mtime, version, alignment } => on_file(path, false, async move |raw| {
+        NewImage::Cow { backing, size, mtime, version, alignment } => on_open_file(file, async move |raw| {
             let backing = cow::Backing { name: &backing, size, mtime };
             cow::create(&raw, &cow::CreateOptions { backing, version, alignment }).await.map(|_| ())
         }),

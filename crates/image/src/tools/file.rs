@@ -32,6 +32,12 @@ pub fn on_file<T: 'static>(
     read_only: bool,
     work: impl AsyncFnOnce(Raw<Store>) -> Result<T, ImageError> + 'static,
 ) -> Result<T, ChainError> {
-    let file = open_file(path, read_only)?;
+    on_open_file(open_file(path, read_only)?, work)
+}
+
+pub(super) fn on_open_file<T: 'static>(
+    file: ImageFile,
+    work: impl AsyncFnOnce(Raw<Store>) -> Result<T, ImageError> + 'static,
+) -> Result<T, ChainError> {
     on_reactor(|handle| async move { work(raw_of(&handle, &file)?).await.map_err(|e| of_file(&file, e)) })
 }

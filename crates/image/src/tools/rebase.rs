@@ -11,12 +11,11 @@
 #[cfg(test)]
 mod tests;
 
-use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
 use blockyard_ring::{Segments, Storage};
 
-use crate::chain::{Chain, ChainError, ChainLayer};
+use crate::chain::{Chain, ChainError, ChainLayer, shared_layers};
 use crate::cow;
 use crate::error::ImageError;
 use crate::extent::Place;
@@ -87,15 +86,9 @@ pub fn rebase(
     done.and(super::close(chain))
 }
 
-/// How many images both chains end with; the topmost image of `old` is none of them.
+/// The layers from which on both chains have the same images; the topmost image of `old` is none of them.
 fn shared_from(old: &[Arc<ChainLayer>], new: &[Arc<ChainLayer>]) -> (usize, usize) {
-    let place = |layer: &Arc<ChainLayer>| {
-        let stat = std::fs::metadata(layer.file.path()).ok()?;
-        Some((stat.dev(), stat.ino(), layer.format as u8))
-    };
-    let same =
-        |(a, b): &(&Arc<ChainLayer>, &Arc<ChainLayer>)| place(a).is_some_and(|place_of_a| Some(place_of_a) == place(b));
-    let count = old.iter().skip(1).rev().zip(new.iter().rev()).take_while(same).count();
+    let count = shared_layers(&old[1..], new);
     (old.len() - count, new.len() - count)
 }
 

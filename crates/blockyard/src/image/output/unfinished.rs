@@ -1,0 +1,86 @@
+//! Files under temporary names, `.NAME.PID.part`: removed when the command fails or a signal ends it, and by the next command
+//! for the same name if the process was killed.
+
+use std::ffi::OsStr;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, Once, PoisonError};
+
+use blockyard_image::tools::open_file;
+use rustix::process::{Pid, test_kill_process};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+/// Files to be removed when a signal ends the program.
+static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
+    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A temporary name. The file that has it goes when this is dropped, unless it is finished.
+pub struct Unfinished(PathBuf);
+
+impl Unfinished {
+    /// Makes a file under a temporary name beside `path`, by `make`.
+    pub fn add<T>(path: &Path, make: impl FnOnce(&Path) -> io::Result<T>) -> io::Result<(Self, T)> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let temporary = path.with_file_name(format!(".{name}.{}.part", std::process::id()));
+        let mut list = unfinished();
+        let made = make(&temporary)?;
+        list.push(temporary.clone());
+        Ok((Unfinished(temporary), made))
+    }
+
+    /// Gives the file its real name, by `rename`. A signal finds it either unfinished or finished.
+    pub fn finish(&self, rename: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
+        let mut list = unfinished();
+        rename(&self.0)?;
+        list.retain(|path| *path != self.0);
+        Ok(())
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        let mut list = unfinished();
+        if list.contains(&self.0) {
+            let _ = std::fs::remove_file(&self.0);
+        }
+        list.retain(|path| *path != self.0);
+    }
+}
+
+pub fn remove_on_signals() {
+    static STARTED: Once = Once::new();
+    STARTED.call_once(|| {
+        let Ok(mut signals) = Signals::new([SIGINT, SIGTERM, SIGHUP]) else { return };
+        std::thread::spawn(move || {
+            if signals.forever().next().is_some() {
+                // Held to the end, so that no file is finished any more.
+                let list = unfinished();
+                for path in list.iter() {
+                    let _ = std::fs::remove_file(path);
+                }
+                blockyard_bench::output::note("blockyard: interrupted");
+                std::process::exit(1);
+            }
+        });
+    });
+}
+
+/// Removes what killed processes left in the folder on their way to a file of this name. What a process of this host still
+/// makes stays, and so does what is locked: its process may be on another host, or in another PID namespace.
+pub fn remove_left_behind(in_folder: &Path, name: &OsStr) {
+    let Ok(entries) = std::fs::read_dir(in_folder) else { return };
+    let prefix = format!(".{}.", name.to_string_lossy());
+    for entry in entries.flatten() {
+        let Ok(entry_name) = entry.file_name().into_string() else { continue };
+        let process = entry_name.strip_prefix(&prefix).and_then(|rest| rest.strip_suffix(".part"));
+        let Some(process) = process.and_then(|process| process.parse().ok()).and_then(Pid::from_raw) else { continue };
+        let is_gone = test_kill_process(process) == Err(rustix::io::Errno::SRCH);
+        if is_gone && open_file(&entry.path(), false).is_ok() {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
