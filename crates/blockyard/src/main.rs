@@ -1,7 +1,7 @@
 //! Blockyard: serves virtual disks to virtual machines from user space.
 //!
 //! The top floor: command line, configuration, start-up and shutdown. Exit status: 0 done, 1 failed, 2 usage; of
-//! `image check` also 3 (corrupt) and 4 (leaks only), of `image compare` 0 same, 1 different, 2 failed. 141: the reader of
+//! `image check` also 3 (corrupt) and 4 (no danger to data), of `image compare` 0 same, 1 different, 2 failed. 141: the reader of
 //! standard output has gone (`| head`), as a shell reports a program that SIGPIPE ended.
 
 // These macros panic when the stream cannot be written; `blockyard_bench::output` and the log do not.

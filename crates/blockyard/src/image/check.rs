@@ -1,4 +1,4 @@
-//! `image check`. Exit status: 0 sound, 1 the check failed, 3 corruptions, 4 leaks only.
+//! `image check`. Exit status: 0 sound, 1 the check failed, 3 corruptions, 4 leaks only, or what opening the image mends.
 
 use blockyard_bench::output;
 use blockyard_image::qcow2::Header;
@@ -56,6 +56,9 @@ struct Answer {
     format: String,
     #[serde(skip_serializing_if = "is_zero")]
     fragmented_clusters: u64,
+    /// Refcounts and flags that are made right when the image is opened for writing. (qemu-img counts them as corruptions.)
+    #[serde(skip_serializing_if = "is_zero")]
+    mended_by_opening: u64,
 }
 
 fn is_zero(number: &u64) -> bool {
@@ -92,7 +95,7 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
         Answer { check_errors: 1.., .. } => {
             Err(anyhow::anyhow!("image {}: not all of it could be checked", options.image.file.display()).into())
         }
-        Answer { leaks: 1.., .. } => Ok(4),
+        Answer { leaks: 1.., .. } | Answer { mended_by_opening: 1.., .. } => Ok(4),
         _ => Ok(0),
     }
 }
@@ -115,10 +118,11 @@ fn of_qcow2(options: &Options) -> Result<Found, Failure> {
     }
     let Report { corruptions, leaks, corruptions_fixed, leaks_fixed, check_errors, .. } = report;
     let Report { image_end_offset, total_clusters, allocated_clusters, .. } = report;
-    let Report { fragmented_clusters, compressed_clusters, .. } = report;
+    let Report { fragmented_clusters, compressed_clusters, mended_by_opening, .. } = report;
     let answer = Answer {
         image_end_offset,
-        corruptions,
+        mended_by_opening,
+        corruptions: corruptions - mended_by_opening,
         leaks,
         corruptions_fixed,
         leaks_fixed,
@@ -162,7 +166,7 @@ impl Answer {
                 self.leaks_fixed, self.corruptions_fixed
             );
         }
-        if self.corruptions + self.leaks + self.check_errors == 0 {
+        if self.corruptions + self.leaks + self.check_errors + self.mended_by_opening == 0 {
             text += "No errors were found on the image.\n";
         }
         if self.corruptions > 0 {
@@ -172,6 +176,13 @@ impl Answer {
         if self.leaks > 0 {
             text += &format!("\n{} leaked clusters were found on the image.\n", self.leaks);
             text += "This means waste of disk space, but no harm to data.\n";
+        }
+        if self.mended_by_opening > 0 {
+            text += &format!(
+                "\n{} refcounts and flags are out of date: the image was not closed by its last user.\n\
+                 No data is in danger. Opening the image for writing, or --repair all, makes them right.\n",
+                self.mended_by_opening
+            );
         }
         if self.check_errors > 0 {
             text += &format!("\n{} internal errors have occurred during the check.\n", self.check_errors);

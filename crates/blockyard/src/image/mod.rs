@@ -44,7 +44,8 @@ pub enum Command {
     Create(create::Options),
     /// Say what an image is: its format, size, backing file, features.
     Info(info::Options),
-    /// Find out whether an image is sound, and repair it. Exit status: 0 sound, 1 failed, 3 corrupt, 4 leaks only.
+    /// Find out whether an image is sound, and repair it. Exit status: 0 sound, 1 failed, 3 corrupt, 4 no danger
+    /// to data (leaks, or what opening the image mends).
     Check(check::Options),
     /// Say where the bytes of an image are.
     Map(map::Options),

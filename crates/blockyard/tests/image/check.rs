@@ -3,6 +3,8 @@
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use blockyard_image::qcow2::Header;
+
 use crate::common::tool;
 use crate::fixture::{Images, MIB, QCOW2, SIZE, image, image_any, json, qemu_img, same_answer, sound_and_same, text};
 use crate::mistakes::refused;
@@ -107,4 +109,49 @@ fn cow_files() {
     assert_eq!(image_any(&["check", text(&path)]).status.code(), Some(3));
     assert_eq!(image_any(&["check", "-r", "all", text(&path)]).status.code(), Some(0));
     image(&["compare", text(&path), text(&images.path("base.raw"))]);
+}
+
+/// Ours ends with status 4 and says what to do, QEMU calls it corrupt; opening the image mends it.
+#[track_caller]
+fn mended_by_opening(path: &Path) {
+    assert_eq!(tool("qemu-img", ["check", text(path)]).status.code(), Some(2));
+    let done = image_any(&["check", text(path)]);
+    assert_eq!(done.status.code(), Some(4), "{}{}", done.out, done.err);
+    assert!(done.out.contains("Opening the image for writing, or --repair all"), "{}", done.out);
+    assert!(!done.out.contains("may be corrupted") && !done.out.contains("No errors"), "{}", done.out);
+    let told = json(&image_any(&["check", "--json", text(path)]).out);
+    assert!(told["mended-by-opening"].as_u64() > Some(0) && told.get("corruptions").is_none(), "{told}");
+    let (opened, repaired) = (path.with_extension("opened.qcow2"), path.with_extension("repaired.qcow2"));
+    std::fs::copy(path, &opened).unwrap();
+    std::fs::copy(path, &repaired).unwrap();
+    image(&["resize", "-q", text(&opened), "+1M"]);
+    assert_eq!(image_any(&["check", "-q", "-r", "all", text(&repaired)]).status.code(), Some(0));
+    for mended in [opened, repaired] {
+        image(&["check", text(&mended)]);
+        qemu_img(&["check", text(&mended)]);
+    }
+}
+
+#[test]
+fn an_image_that_was_not_closed_is_status_4() {
+    let images = Images::new();
+    let path = images.qcow2("a.qcow2", "lazy_refcounts=on", None, SIZE, 1);
+    let killed =
+        tool("qemu-io", ["-f", "qcow2", "-c", "write -P 9 16M 1M", "-c", "flush", "-c", "sigraise 9", text(&path)]);
+    assert!(!killed.status.success());
+    mended_by_opening(&path);
+    // With anything else wrong it is corrupt: an L1 entry with a reserved bit.
+    let header = Header::parse(&std::fs::read(&path).unwrap(), u64::MAX).unwrap();
+    write_at(&path, header.l1_offset + 7, &[1]);
+    assert_eq!(image_any(&["check", "-q", text(&path)]).status.code(), Some(3));
+}
+
+/// A cut of a command leaves them in an image of version 2.
+#[test]
+fn copied_flags_that_are_not_set_are_status_4() {
+    let images = Images::new();
+    let path = images.qcow2("a.qcow2", "compat=0.10", None, SIZE, 1);
+    let header = Header::parse(&std::fs::read(&path).unwrap(), u64::MAX).unwrap();
+    write_at(&path, header.l1_offset, &[0]);
+    mended_by_opening(&path);
 }

@@ -11,6 +11,7 @@
 //!   resize     another size
 //!   snapshot   taken, applied, deleted
 //!   replace    what `--force` replaces, and what it must not
+//!   mutants    damage at random, judged by both checkers
 //!   mistakes   bad options and broken images: one line and an exit status
 //! ```
 
@@ -24,6 +25,7 @@ mod commit;
 mod convert;
 mod create;
 mod mistakes;
+mod mutants;
 mod rebase;
 mod replace;
 mod resize;

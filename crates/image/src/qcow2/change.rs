@@ -15,7 +15,7 @@ use blockyard_ring::Storage;
 
 use super::bytes;
 use super::check::stored::Refcounts;
-use super::check::{Tally, clear_bits, cover, flush, inspect, rebuild_refcounts, recount};
+use super::check::{FindingKind, Tally, clear_bits, cover, flush, inspect, rebuild_refcounts, recount};
 use super::header::{AUTOCLEAR_KNOWN, Header, INCOMPATIBLE_DIRTY, SECTOR_BYTES};
 use super::rewrite::rewrite;
 use crate::error::ImageError;
@@ -49,7 +49,8 @@ impl<'a, S: Storage> Change<'a, S> {
             old = rebuild_refcounts(file).await?;
             found = inspect(file, &old).await?;
         }
-        let corrupt = found.report.findings.iter().find(|f| f.kind != super::check::FindingKind::Leak);
+        let corrupt =
+            found.report.findings.iter().find(|f| !matches!(f.kind, FindingKind::Leak | FindingKind::Harmless));
         if let Some(finding) = corrupt {
             let what = format!("{}; `blockyard image check --repair all` first", finding.text);
             return Err(ImageError::invalid(finding.structure.clone(), finding.offset, what));

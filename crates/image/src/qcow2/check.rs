@@ -84,16 +84,17 @@ pub async fn check_within<S: Storage>(
     let mut headers = [header.clone()];
     let found = pass(file, &headers, data_file_len, None, limits).await?;
     if repair == Repair::No {
-        return Ok(found.report);
+        return Ok(Report { mended_by_opening: mended_by_opening(&header, &found), ..found.report });
     }
     let wanted = if repair == Repair::All { !found.report.is_clean() } else { found.report.leaks > 0 };
     let left = if wanted {
         mend(file, &mut headers, data_file_len, &found, repair, limits).await?;
         [header] = headers.clone();
-        pass(file, &headers, data_file_len, None, limits).await?.report
+        &pass(file, &headers, data_file_len, None, limits).await?
     } else {
-        found.report.clone()
+        &found
     };
+    let (mended_by_opening, left) = (mended_by_opening(&header, left), left.report.clone());
     if left.corruptions == 0 && left.check_errors == 0 {
         clear_bits(file, &mut header, INCOMPATIBLE_DIRTY | INCOMPATIBLE_CORRUPT).await?;
     }
@@ -102,8 +103,23 @@ pub async fn check_within<S: Storage>(
         leaks_fixed: found.report.leaks.saturating_sub(left.leaks),
         findings: found.report.findings,
         findings_left_off: found.report.findings_left_off,
+        mended_by_opening,
         ..left
     })
+}
+
+/// How many of the corruptions the next user mends who opens the image for writing: those that the dirty bit stands for, or
+/// COPIED flags that are not set (a cut of a command leaves them in images of version 2, which has no dirty bit).
+fn mended_by_opening(header: &Header, found: &Tally) -> u64 {
+    let report = &found.report;
+    let is_known = found.severe.is_none() && !found.incomplete && report.check_errors == 0;
+    if header.has_corrupt() || !is_known || found.most > header.refcount_width().max() {
+        return 0;
+    }
+    if header.has_dirty() {
+        return report.corruptions - report.harmless;
+    }
+    if report.is_safe() { report.unset_flags } else { 0 }
 }
 
 /// What the dirty bit demands of who opens the image for writing: refcounts and COPIED flags made right from the tables, and

@@ -108,7 +108,8 @@ async fn make_writable<S: Storage>(
     };
     let found = check(file, data_len, Repair::No).await?;
     if !found.is_safe() {
-        let first = found.findings.iter().find(|finding| finding.kind != FindingKind::Leak);
+        let is_wrong = |kind| !matches!(kind, FindingKind::Leak | FindingKind::Harmless);
+        let first = found.findings.iter().find(|finding| is_wrong(finding.kind));
         let (structure, at, text) = match first {
             Some(f) => (f.structure.as_str(), Some(f.offset), f.text.as_str()),
             None => ("qcow2 image", None, "it is not sound"),

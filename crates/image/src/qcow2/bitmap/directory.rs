@@ -9,7 +9,7 @@ use crate::raw::Raw;
 
 const FIXED: usize = 24;
 /// The only type of bitmap that the format has.
-const DIRTY_TRACKING: u8 = 1;
+pub(super) const DIRTY_TRACKING: u8 = 1;
 /// What QEMU allows all of a bitmap's data to take.
 pub(super) const MAX_BITMAP_BYTES: u64 = 512 << 20;
 
@@ -17,16 +17,23 @@ pub(super) const MAX_BITMAP_BYTES: u64 = 512 << 20;
 pub const IN_USE: u32 = 1;
 /// Every write to the image is to be recorded.
 pub const AUTO: u32 = 1 << 1;
+/// Bytes of the disk for each bit: 512 to 2 GiB.
+pub(super) const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
+/// Bytes of a name.
+pub(super) const MAX_NAME: usize = 1023;
 
 /// What is needed to find a bitmap's clusters and to mark it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bitmap {
     /// Where the entry lies in the directory, in bytes.
     pub at: usize,
+    /// Its bytes, with padding.
+    pub len: u64,
     pub table_offset: u64,
     /// In entries.
     pub table_size: u32,
     pub flags: u32,
+    pub kind: u8,
     pub granularity_bits: u8,
     /// Bytes of data that a later version of the format may have put between the fields and the name.
     pub extra_len: u32,
@@ -43,6 +50,26 @@ impl Bitmap {
             return Some(format!("its table's offset {} is not aligned to a cluster", self.table_offset));
         }
         None
+    }
+
+    /// What QEMU does not accept of it, although its table can be followed.
+    pub fn odd(&self, header: &Header) -> Option<String> {
+        let pieces = header.size.div_ceil(1 << self.granularity_bits.min(63));
+        let needed = pieces.div_ceil(8).div_ceil(header.cluster_size());
+        Some(match self {
+            _ if self.table_size == 0 || self.table_offset == 0 => "it has no table".into(),
+            _ if self.kind != DIRTY_TRACKING => format!("its type {} is not known", self.kind),
+            _ if self.flags & !(IN_USE | AUTO) != 0 => format!("its flags {:#x} are not known", self.flags),
+            _ if !GRANULARITY_BITS.contains(&self.granularity_bits) => {
+                format!("its granularity is 2^{}: 2^9 to 2^31 are allowed", self.granularity_bits)
+            }
+            _ if self.name.is_empty() || self.name.len() > MAX_NAME => "its name must have 1 to 1023 bytes".into(),
+            _ if self.extra_len > 0 => format!("it has {} bytes of extra data, which are not known", self.extra_len),
+            _ if self.flags & IN_USE == 0 && u64::from(self.table_size) != needed => {
+                format!("its table has {} entries, and the disk's size needs {needed}", self.table_size)
+            }
+            _ => return None,
+        })
     }
 }
 
@@ -97,9 +124,11 @@ fn entries(bytes: &[u8], count: u32, offset: u64) -> Result<Vec<Bitmap>, ImageEr
         let name = String::from_utf8_lossy(&rest[end - name_len..end]).into_owned();
         bitmaps.push(Bitmap {
             at,
+            len: end.next_multiple_of(8) as u64,
             table_offset: be64(fixed, 0),
             table_size: be32(fixed, 8),
             flags: be32(fixed, 12),
+            kind: fixed[16],
             granularity_bits: fixed[17],
             extra_len: be32(fixed, 20),
             name,

@@ -9,7 +9,7 @@
 
 use blockyard_ring::Storage;
 
-use super::directory::{self, AUTO, Bitmap, IN_USE, MAX_BITMAP_BYTES};
+use super::directory::{self, AUTO, Bitmap, DIRTY_TRACKING, GRANULARITY_BITS, IN_USE, MAX_BITMAP_BYTES, MAX_NAME};
 use crate::error::ImageError;
 use crate::qcow2::bytes::{self, be64, put64};
 use crate::qcow2::change::Change;
@@ -20,9 +20,6 @@ use crate::qcow2::header::{
 use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 bitmaps";
-const MAX_NAME: usize = 1023;
-/// Bytes of the disk for each bit: 512 to 2 GiB.
-const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
 /// A table entry without a cluster: all bits of its part are set.
 const ALL_ONES: u64 = 1;
 
@@ -176,9 +173,18 @@ impl Set {
         if !granularity.is_power_of_two() || !GRANULARITY_BITS.contains(&granularity_bits) {
             return refuse(format!("a granularity is a power of two from 512 to 2G, not {granularity}"));
         }
-        let (at, table_offset, table_size, extra_len) = Default::default();
-        let entry =
-            Bitmap { at, table_offset, table_size, flags: AUTO, granularity_bits, extra_len, name: name.into() };
+        // What is 0 is decided when the set is stored.
+        let entry = Bitmap {
+            at: 0,
+            len: 0,
+            table_offset: 0,
+            table_size: 0,
+            flags: AUTO,
+            kind: DIRTY_TRACKING,
+            granularity_bits,
+            extra_len: 0,
+            name: name.into(),
+        };
         self.0.push(Held { entry, bits: Some(Bits::new(header.size, granularity_bits)?) });
         Ok(())
     }

@@ -86,8 +86,11 @@ impl<S: Storage> Flags<'_, S> {
             let tables: Vec<(u64, u64)> = words(&edit.bytes).filter(|(_, word)| *word != 0).collect();
             for (i, word) in tables {
                 let Ok(entry) = L1Entry::decode(word, self.layout) else { continue };
-                let Some(table) = entry.table.filter(|&table| table < self.file_len) else { continue };
                 let structure = format_args!("qcow2 L1 table entry {}", first + i);
+                if entry.table.is_none() && self.lone_flag(structure, at + i * 8) {
+                    edit.set(i, 8, 0);
+                }
+                let Some(table) = entry.table.filter(|&table| table < self.file_len) else { continue };
                 if let Some(copied) = self.judge(structure, at + i * 8, table, entry.copied) {
                     edit.set(i, 8, L1Entry { copied, ..entry }.encode());
                 }
@@ -147,6 +150,13 @@ impl<S: Storage> Flags<'_, S> {
             (true, Clear::Wrong) => true,
         };
         self.repair.is_some_and(|(_, change)| changed(change)).then_some(once)
+    }
+
+    /// Reports a COPIED flag of an entry that names no table; returns whether to clear it.
+    fn lone_flag(&mut self, structure: std::fmt::Arguments<'_>, at: u64) -> bool {
+        let text = format_args!("the COPIED flag is set, but there is no L2 table");
+        self.tally.find(FindingKind::Harmless, structure, at, text);
+        self.repair.is_some_and(|(_, change)| change.clear == Clear::Wrong)
     }
 
     async fn l2_table(&mut self, at: u64, l1_index: u64) -> Result<(), ImageError> {

@@ -29,6 +29,8 @@ pub enum FindingKind {
     BadTable,
     /// The refcount table or a refcount block cannot be used.
     RefcountStructure,
+    /// The format does not allow it, and nothing is in danger: all references are known.
+    Harmless,
     /// The host could not read it.
     Unreadable,
 }
@@ -61,6 +63,10 @@ pub struct Report {
     pub corruptions: u64,
     /// Of the corruptions: COPIED flags that are not set and might be. Nothing is in danger; a write copies more than it must.
     pub unset_flags: u64,
+    /// Of the corruptions: what the format does not allow although it endangers nothing.
+    pub harmless: u64,
+    /// Of the corruptions: what is mended as soon as the image is opened for writing. Nothing is in danger.
+    pub mended_by_opening: u64,
     pub leaks: u64,
     pub corruptions_fixed: u64,
     pub leaks_fixed: u64,
@@ -83,7 +89,7 @@ impl Report {
 
     /// Nothing that is in use can be taken for free, or for one's own.
     pub fn is_safe(&self) -> bool {
-        self.corruptions == self.unset_flags && self.check_errors == 0
+        self.corruptions == self.unset_flags + self.harmless && self.check_errors == 0
     }
 }
 
@@ -97,7 +103,7 @@ pub(in crate::qcow2) struct Tally {
     pub rebuild: bool,
     /// Something could not be followed, so that no count is known to be complete.
     pub incomplete: bool,
-    /// The first finding that is not [derived](FindingKind::is_derived).
+    /// The first finding that is neither [derived](FindingKind::is_derived) nor harmless.
     pub severe: Option<Finding>,
     /// Where the highest reference beyond the end of the file ends.
     pub beyond: u64,
@@ -125,14 +131,19 @@ impl Tally {
         match kind {
             FindingKind::Leak => self.report.leaks += 1,
             FindingKind::Unreadable => self.report.check_errors += 1,
+            FindingKind::Harmless => {
+                self.report.corruptions += 1;
+                self.report.harmless += 1;
+            }
             _ => self.report.corruptions += 1,
         }
-        if self.report.findings.len() >= MAX_FINDINGS && (kind.is_derived() || self.severe.is_some()) {
+        let is_severe = !kind.is_derived() && kind != FindingKind::Harmless;
+        if self.report.findings.len() >= MAX_FINDINGS && (!is_severe || self.severe.is_some()) {
             self.report.findings_left_off += 1;
             return;
         }
         let finding = Finding { kind, structure: structure.to_string(), offset, text: text.to_string() };
-        if !kind.is_derived() && self.severe.is_none() {
+        if is_severe && self.severe.is_none() {
             self.severe = Some(finding.clone());
         }
         if self.report.findings.len() < MAX_FINDINGS {

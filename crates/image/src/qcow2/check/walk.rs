@@ -17,7 +17,7 @@ use super::stored::Refcounts;
 use crate::error::{ImageError, Kind};
 use crate::qcow2::bitmap::directory;
 use crate::qcow2::bytes::{self, be64};
-use crate::qcow2::entry::{COMPRESSED, Cluster, L1Entry, L2Entry, Layout, OFFSET_MASK};
+use crate::qcow2::entry::{COMPRESSED, COPIED, Cluster, L1Entry, L2Entry, Layout, OFFSET_MASK};
 use crate::qcow2::header::Header;
 use crate::qcow2::snapshot::table;
 use crate::raw::Raw;
@@ -122,6 +122,11 @@ impl<S: Storage> Walk<'_, S> {
         self.tally.find(kind, site.structure, site.at, text);
     }
 
+    /// Something that the format does not allow, and that hides no reference.
+    fn odd(&mut self, site: Site<'_>, text: fmt::Arguments<'_>) {
+        self.tally.find(FindingKind::Harmless, site.structure, site.at, text);
+    }
+
     /// Counts the clusters of `len` bytes from `offset`; false: they lie beyond the end of the file, and are not counted.
     fn reference(&mut self, site: Site<'_>, offset: u64, len: u64, times: u64, exclusive: bool) -> bool {
         let bits = self.header.cluster_bits;
@@ -177,7 +182,12 @@ impl<S: Storage> Walk<'_, S> {
             Err(e) => return self.bad_table(structure, at, &e),
         };
         self.metadata(Site { structure: format_args!("{structure}"), at }, at, len);
-        for snapshot in &snapshots {
+        for (index, snapshot) in snapshots.iter().enumerate() {
+            // As in the entries of zeroes that an enlarged count brings in.
+            if header.version >= 3 && snapshot.disk_size.is_none() {
+                let site = Site { structure: format_args!("{structure} entry {index}"), at };
+                self.odd(site, format_args!("it does not say the disk's size, which version 3 demands"));
+            }
             let (offset, entries) = (snapshot.l1_offset, u64::from(snapshot.l1_size));
             let name = format!("qcow2 L1 table of snapshot \"{}\"", short(&snapshot.name()));
             match snapshot.l1_fault(header) {
@@ -209,6 +219,11 @@ impl<S: Storage> Walk<'_, S> {
             Err(e) => return self.bad_table(structure, at, &e),
         };
         self.metadata(Site { structure: format_args!("{structure}"), at }, at, extension.directory_size);
+        let (end, size) = (bitmaps.last().map_or(0, |bitmap| bitmap.at as u64 + bitmap.len), extension.directory_size);
+        if end != size {
+            let site = Site { structure: format_args!("{structure}"), at };
+            self.odd(site, format_args!("its entries take {end} bytes, and it has {size}"));
+        }
         for bitmap in &bitmaps {
             let (offset, entries) = (bitmap.table_offset, u64::from(bitmap.table_size));
             let name = format!("qcow2 table of bitmap \"{}\"", short(&bitmap.name));
@@ -217,7 +232,13 @@ impl<S: Storage> Walk<'_, S> {
                     let site = Site { structure: format_args!("{name}"), at: offset };
                     self.lost(FindingKind::BadTable, site, format_args!("{fault}"));
                 }
-                None => self.table(Table { offset, entries, times: 1, name }, tables),
+                None => {
+                    if let Some(what) = bitmap.odd(header) {
+                        let structure = format_args!("{structure} entry of bitmap \"{}\"", short(&bitmap.name));
+                        self.odd(Site { structure, at: at + bitmap.at as u64 }, format_args!("{what}"));
+                    }
+                    self.table(Table { offset, entries, times: 1, name }, tables);
+                }
             }
         }
     }
@@ -249,10 +270,16 @@ impl<S: Storage> Walk<'_, S> {
     /// L2 tables from the offset `from` on, with how often each is referenced; and where the next lot begins.
     async fn gather(&mut self, l1_tables: &[Table], from: u64) -> (BTreeMap<u64, u64>, Option<u64>) {
         let (mut l2_tables, mut next) = (BTreeMap::new(), None);
-        for table in l1_tables {
+        for (number, table) in l1_tables.iter().enumerate() {
             for first in (0..table.entries).step_by(PIECE_ENTRIES) {
                 let Some(piece) = self.piece(table, first).await else { break };
                 for (i, word) in words(&piece).filter(|(_, word)| *word != 0) {
+                    // (Those of the active table are judged with its flags.)
+                    if word == COPIED && number > 0 && from == 0 {
+                        let structure = format_args!("{} entry {}", table.name, first + i);
+                        let site = Site { structure, at: table.offset + (first + i) * 8 };
+                        self.odd(site, format_args!("the COPIED flag is set, but there is no L2 table"));
+                    }
                     let offset = self.l1_entry(table, first + i, word, from == 0);
                     let wanted = offset.filter(|&o| o >= from && next.is_none_or(|next| o < next));
                     let Some(offset) = wanted else { continue };
