@@ -1,6 +1,7 @@
 //! The configuration file: TOML, one `[[disk]]` table a disk, one `[group.NAME]` table a group. See docs/configuration.md.
 
 use std::collections::{BTreeMap, HashSet};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -145,6 +146,17 @@ impl DiskArgs {
     pub fn identity(&self) -> String {
         let path = || std::fs::canonicalize(&self.image).unwrap_or_else(|_| self.image.clone());
         self.name.clone().unwrap_or_else(|| path().to_string_lossy().into_owned())
+    }
+
+    /// Tells the image's file from another one that gets its path later. None: the disk has a name, or the image is no file.
+    pub fn file_identity(&self) -> Option<u64> {
+        if self.name.is_some() {
+            return None;
+        }
+        let file = std::fs::metadata(&self.image).ok()?;
+        // A file system gives the number of a removed file to another one; but that is born later.
+        let born = file.created().ok().and_then(|at| at.duration_since(std::time::UNIX_EPOCH).ok());
+        Some(file.ino() ^ born.unwrap_or_default().as_nanos() as u64)
     }
 
     /// The format that is told, or that the image's name says. Other names mean raw, unless they are those of formats that

@@ -277,7 +277,7 @@ impl Yard {
             UblkNumber::Number(number) => Some(number),
         };
         let shape = QueueShape { queues: args.queues, size: args.queue_size };
-        let options = UblkOptions { id, shape, identity: args.identity() };
+        let options = UblkOptions { id, shape, identity: args.identity(), file: args.file_identity() };
         let ended = attach::ended(disk.name().to_string(), self.attached);
         Ublk::start(disk.clone(), &options, &self.reactors, ended)
             .with_context(|| format!("disk {}: starting its export", disk.name()))

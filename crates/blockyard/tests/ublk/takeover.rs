@@ -53,10 +53,15 @@ refused() { # WORDS OPTIONS...
 # A server that cannot write, for a device that is written to.
 refused 'it is writable, and the disk is read-only now' --read-only
 # An image that has become smaller.
-mv a.img whole.img
+cp a.img whole.img
 truncate -s 32M a.img
 refused 'it has 67108864 bytes, and the image has 33554432 now'
-mv whole.img a.img
+cp whole.img a.img
+# Another file under the image's path: what is mounted has cached what the first one has.
+mv a.img first.img
+cp first.img a.img
+fails 1 'is in use, and another file has the path of its image now' -- blockyard serve a.img --ublk=0
+mv first.img a.img
 serve a.img --ublk=0
 echo 3 >/proc/sys/vm/drop_caches
 [[ $(</mnt/f) == hello ]]
@@ -75,6 +80,13 @@ umount /mnt
 truncate -s 48M a.img
 kill -HUP $pid
 if [[ $zero_copy ]]; then until [[ $(blockdev --getsize64 /dev/ublkb0) == 50331648 ]]; do sleep 0.01; done; fi
+# A device that nothing uses is made anew, of the file that has the path.
+kill -9 $pid
+wait $pid 2>/dev/null || :
+rm a.img
+dd if=/dev/urandom of=a.img bs=1M count=8 status=none
+serve a.img --ublk=0
+cmp /dev/ublkb0 a.img
 stop
 [[ ! -e /dev/ublkb0 ]]
 "#;

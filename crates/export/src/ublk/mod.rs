@@ -58,6 +58,11 @@ pub enum UblkError {
     Missing { id: u32 },
     #[error("/dev/ublkb{id} is in use{by}: unmount it first")]
     InUse { id: u32, by: String },
+    #[error(
+        "/dev/ublkb{id} is in use{by}, and another file has the path of its image now: put the first one back, or unmount the \
+         device and remove it (blockyard detach /dev/ublkb{id})"
+    )]
+    OtherFile { id: u32, by: String },
     #[error("/dev/ublkb{id} was removed and is still open{by}: close that, or give another number")]
     StillOpen { id: u32, by: String },
     #[error("/dev/ublkb{id}: only who may open it can see whether somebody uses it (--force removes it all the same)")]
@@ -84,6 +89,8 @@ pub struct UblkOptions {
     pub shape: QueueShape,
     /// Names the disk from one run of the program to the next.
     pub identity: String,
+    /// Tells the image's file from another one that gets its path later; None: the identity is no path.
+    pub file: Option<u64>,
 }
 
 /// A device that is served. `stop` (or drop) ends it.
@@ -115,7 +122,12 @@ impl Ublk {
         let durable = AtomicBool::new(!disk.options().cache.write_back());
         let shared = Arc::new(Shared { disk, durable, live, requests, bytes, copied, ended: Box::new(ended) });
         // Locked until it is served: other servers of the disk then find a device that has a server.
-        let (left, lock) = takeover::find(&mut control, options)?;
+        let (mut left, mut lock) = takeover::find(&mut control, options)?;
+        if let Some(device) = left.take_if(|device| takeover::is_other_file(device, options)) {
+            removal::replace(&mut control, &device)?;
+            // The driver chooses a number anew, which may be the same.
+            lock = lock.filter(|_| options.id.is_some());
+        }
         let mut export = Ublk { control, device: left.unwrap_or_default(), features, queues: Vec::new(), shared, lock };
         if left.is_some() {
             export.take_over(reactors)?;
@@ -194,7 +206,7 @@ impl Ublk {
             max_io_bytes: if zero_copy { MAX_IO } else { MAX_IO_COPIED },
             id: options.id.unwrap_or(u32::MAX),
             flags: always | sometimes & self.features | if zero_copy { copies_none } else { 0 },
-            note: takeover::note(&options.identity),
+            note: takeover::note(options),
             ..DeviceInfo::default()
         };
         let mut added = self.add_when_free(&want);

@@ -40,6 +40,19 @@ pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
     Ok(server)
 }
 
+/// Removes a device whose image's path belongs to another file now, if nothing uses it. If something does, it may have cached
+/// what the first file has.
+pub(super) fn replace(control: &mut Control, device: &DeviceInfo) -> Result<(), UblkError> {
+    let id = device.id;
+    let error =
+        |source| UblkError::Device { id, what: "removing it, because another file has the path of its image", source };
+    stop_unused(control, device).map_err(|e| match Errno::from_io_error(&e) {
+        Some(Errno::BUSY) => UblkError::OtherFile { id, by: by(id) },
+        _ => error(e),
+    })?;
+    delete(control, device).map_err(error)
+}
+
 /// Names what has a device open, for a message; empty if that is not known.
 pub(super) fn by(id: u32) -> String {
     users::find(id).map_or_else(String::new, |user| format!(" by {user}"))

@@ -16,10 +16,28 @@ use super::{PATIENCE, UblkError, UblkOptions};
 /// No device has this number.
 const ADDING: u32 = u32::MAX;
 
-/// A disk's identity, as a device keeps it. (FNV-1a: it must be the same in every build of this program.)
-pub(super) fn note(identity: &str) -> u64 {
+/// What a device keeps of its disk: the upper half tells the disk, the lower half the image's file, if that is known.
+pub(super) fn note(options: &UblkOptions) -> u64 {
+    let disk = hash(options.identity.as_bytes());
+    options.file.map_or(disk, |file| disk & HALF | hash(&file.to_le_bytes()) & !HALF)
+}
+
+const HALF: u64 = !0 << 32;
+
+fn is_ours(info: &DeviceInfo, options: &UblkOptions) -> bool {
+    (info.note ^ hash(options.identity.as_bytes())) & HALF == 0
+}
+
+/// Whether the device was made of another file, which had the image's path then. (The lower half of the disk's own hash: the
+/// device knows no file.)
+pub(super) fn is_other_file(info: &DeviceInfo, options: &UblkOptions) -> bool {
+    options.file.is_some() && info.note != note(options) && info.note != hash(options.identity.as_bytes())
+}
+
+/// FNV-1a: it must be the same in every build of this program.
+fn hash(bytes: &[u8]) -> u64 {
     let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
-    identity.as_bytes().iter().fold(0xcbf2_9ce4_8422_2325, step)
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
 /// The device that a server of this disk left, and the lock on its number. No device: one is to be made.
@@ -27,16 +45,15 @@ pub(super) fn find(
     control: &mut Control,
     options: &UblkOptions,
 ) -> Result<(Option<DeviceInfo>, Option<NumberLock>), UblkError> {
-    let ours = note(&options.identity);
     if let Some(id) = options.id {
         let lock = lock(id);
-        return match wait_left(control, id, ours, lock.is_some())? {
-            Some(info) if info.note != ours => Err(UblkError::Another { id }),
+        return match wait_left(control, id, options, lock.is_some())? {
+            Some(info) if !is_ours(&info, options) => Err(UblkError::Another { id }),
             found => Ok((found, lock)),
         };
     }
     let is_left = |info: &DeviceInfo| {
-        info.note == ours && !is_removed(info) && (info.state == abi::S_QUIESCED || !is_alive(info))
+        is_ours(info, options) && !is_removed(info) && (info.state == abi::S_QUIESCED || !is_alive(info))
     };
     for id in listed() {
         if !control.info(id).is_ok_and(|info| is_left(&info)) {
@@ -45,7 +62,7 @@ pub(super) fn find(
         // Another server of the disk may have taken it over before this one had the lock.
         let lock = lock(id);
         if control.info(id).is_ok_and(|info| is_left(&info))
-            && let Some(info) = wait_left(control, id, ours, lock.is_some())?
+            && let Some(info) = wait_left(control, id, options, lock.is_some())?
         {
             return Ok((Some(info), lock));
         }
@@ -94,7 +111,12 @@ pub(super) fn is_removed(info: &DeviceInfo) -> bool {
 }
 
 /// Waits for the end of a server that was killed; None: there is no such device. `locked`: no other process is making it.
-fn wait_left(control: &mut Control, id: u32, ours: u64, locked: bool) -> Result<Option<DeviceInfo>, UblkError> {
+fn wait_left(
+    control: &mut Control,
+    id: u32,
+    options: &UblkOptions,
+    locked: bool,
+) -> Result<Option<DeviceInfo>, UblkError> {
     let error = |what, source| UblkError::Device { id, what, source };
     let start = Instant::now();
     loop {
@@ -108,7 +130,7 @@ fn wait_left(control: &mut Control, id: u32, ours: u64, locked: bool) -> Result<
             // Its number is free when it is closed, for which `Ublk::add_when_free` waits.
             abi::S_DEAD if is_removed(&info) => return Ok(None),
             // Another disk's, whose server may be about to start it.
-            abi::S_DEAD if info.note != ours => return Err(UblkError::Another { id }),
+            abi::S_DEAD if !is_ours(&info, options) => return Err(UblkError::Another { id }),
             // Added, and never started, because its server died too early.
             abi::S_DEAD if !is_alive(&info) && locked => {
                 let deleted = control.delete(&info);
@@ -162,11 +184,29 @@ fn listed() -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::vhost_user::QueueShape;
+
+    fn options(identity: &str, file: Option<u64>) -> UblkOptions {
+        UblkOptions { id: None, shape: QueueShape { queues: 1, size: 1 }, identity: identity.into(), file }
+    }
 
     #[test]
     fn a_note_stays_the_same_for_ever() {
-        assert_eq!(note(""), 0xcbf2_9ce4_8422_2325);
-        assert_eq!(note("a"), 0xaf63_dc4c_8601_ec8c);
-        assert_ne!(note("/srv/a.img"), note("/srv/b.img"));
+        assert_eq!(note(&options("", None)), 0xcbf2_9ce4_8422_2325);
+        assert_eq!(note(&options("a", None)), 0xaf63_dc4c_8601_ec8c);
+        assert_eq!(note(&options("a", Some(1))), 0xaf63_dc4c_1d2a_efa4);
+    }
+
+    #[test]
+    fn a_note_tells_the_disk_and_the_file() {
+        let device = |identity, file| DeviceInfo { note: note(&options(identity, file)), ..DeviceInfo::default() };
+        let (first, second) = (options("/srv/a.img", Some(1)), options("/srv/a.img", Some(2)));
+        let of_first = device("/srv/a.img", Some(1));
+        assert!(is_ours(&of_first, &first) && !is_other_file(&of_first, &first));
+        assert!(is_ours(&of_first, &second) && is_other_file(&of_first, &second));
+        assert!(!is_ours(&device("/srv/b.img", Some(1)), &first));
+        // Where either side knows no file.
+        assert!(!is_other_file(&device("/srv/a.img", None), &first));
+        assert!(!is_other_file(&of_first, &options("/srv/a.img", None)));
     }
 }
