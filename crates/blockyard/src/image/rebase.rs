@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::anyhow;
-use blockyard_image::tools::{self, NewBacking, Progress};
+use blockyard_image::tools::{self, NewBacking, Progress, RebaseOptions};
 use blockyard_image::{CacheMode, Chain, ChainOptions, FileId, Format};
 use clap::Args;
 
@@ -27,6 +27,9 @@ pub struct Options {
     /// the disk is another one. Neither has to be there.
     #[arg(short = 'u', long = "unsafe")]
     only_name: bool,
+    /// Compress the clusters that the image takes up whole (qcow2).
+    #[arg(short, long, conflicts_with = "only_name")]
+    compress: bool,
     /// The cache mode in which the image is written; it is durable at the end.
     #[arg(short = 't', long, value_name = "MODE", default_value = "writeback", value_parser = cache())]
     cache: CacheMode,
@@ -61,6 +64,9 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     if backing.as_ref().is_some_and(|backing| is_same(&backing.path, &options.image.file)) {
         return Err(wrong("it cannot be its own backing file"));
     }
+    if options.compress && format != Format::Qcow2 {
+        return Err(Failure::usage(anyhow!("-c: compressed clusters are qcow2's alone")));
+    }
     if options.only_name {
         tools::set_backing(&Arc::new(tools::open_file(&options.image.file, false).map_err(failed)?), new)
             .map_err(failed)?;
@@ -89,9 +95,11 @@ fn safely(options: &Options, backing: Option<&Backing>, new: NewBacking) -> Resu
             format!("{} bytes, and a cow image's backing file is as large as its disk: {}", base.size(), chain.size());
         return Err(anyhow!("image {}: the new backing file has {what}", options.image.file.display()).into());
     }
-    if let Some(header) = chain.top().qcow2().map(|shared| shared.header())
-        && header.raw_data_file()
-    {
+    let header = chain.top().qcow2().map(|shared| shared.header());
+    if options.compress && header.as_ref().is_some_and(|header| header.has_data_file()) {
+        return Err(Failure::usage(anyhow!("-c: clusters in an external data file cannot be compressed")));
+    }
+    if header.is_some_and(|header| header.raw_data_file()) {
         return Err(anyhow!(
             "image {}: with a raw external data file it has no backing file",
             options.image.file.display()
@@ -99,7 +107,8 @@ fn safely(options: &Options, backing: Option<&Backing>, new: NewBacking) -> Resu
         .into());
     }
     let progress = Arc::<Progress>::default();
-    let work = || tools::rebase(&chain, base.as_ref(), threads(), &progress);
+    let how = RebaseOptions { threads: threads(), compress: options.compress };
+    let work = || tools::rebase(&chain, base.as_ref(), how, &progress);
     options.show.during(&progress, work).map_err(failed)?;
     tools::set_backing(&chain.top().file, new).map_err(failed)
 }

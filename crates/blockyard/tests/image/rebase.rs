@@ -1,6 +1,7 @@
 //! rebase: another backing file and the same disk, as QEMU sees it.
 
 use crate::commit::{copy, own};
+use crate::common::allocated;
 use crate::fixture::{Images, MIB, SIZE, image, image_any, json, qemu_img, sound_and_same, text};
 use crate::mistakes::refused;
 
@@ -44,6 +45,30 @@ fn the_disk_stays_what_it_is() {
             }
         }
     }
+}
+
+#[test]
+fn what_is_taken_up_is_compressed_if_that_is_asked_for() {
+    for options in ["compat=0.10", "extended_l2=on,cluster_size=128k", "compression_type=zstd,cluster_size=512"] {
+        let images = Images::new();
+        let top = images.chain(options);
+        let (expected, plain) = (copy(&images, &top), images.path("plain.qcow2"));
+        std::fs::copy(&top, &plain).unwrap();
+        let compressed =
+            |path: &std::path::Path| json(&image(&["check", "--json", text(path)]))["compressed-clusters"].as_u64();
+        let before = compressed(&top).unwrap();
+        image(&["rebase", "-b", "", text(&plain)]);
+        image(&["rebase", "-c", "-b", "", text(&top)]);
+        sound_and_same((&top, "qcow2"), (&expected, "raw"));
+        assert!(compressed(&top).unwrap() > before, "{options}");
+        assert!(allocated(&top) < allocated(&plain), "{options}: {} {}", allocated(&top), allocated(&plain));
+    }
+    let images = Images::new();
+    images.raw("base.raw", SIZE, 3);
+    let cow = images.path("a.cow");
+    image(&["create", "-q", "-b", "base.raw", text(&cow)]);
+    refused(&["rebase", "-c", "-b", "base.raw", text(&cow)], 2, &["-c", "qcow2's alone"]);
+    refused(&["rebase", "-c", "-u", "-b", "base.raw", text(&cow)], 2, &["--unsafe"]);
 }
 
 #[test]

@@ -13,12 +13,11 @@ use std::sync::Arc;
 use blockyard_ring::{Segments, Storage};
 
 use crate::chain::{Chain, ChainError, shared_layers};
-use crate::error::ImageError;
 use crate::join;
 use crate::layer::Layer;
-use crate::qcow2::{self, Qcow2};
 use crate::sweep::{Piece, Progress, Sweep};
 
+use super::compress;
 use super::disk::Disk;
 use super::reactors::on_reactors;
 
@@ -240,28 +239,10 @@ impl<S: Storage, T: Storage> Copy<'_, S, T> {
 
     async fn write(&self, bytes: Segments, offset: u64) -> Result<(), ChainError> {
         match &self.target.image.layers()[0] {
-            Layer::Qcow2(image) if self.work.options.compress => self.write_compressed(image, bytes, offset).await,
+            Layer::Qcow2(image) if self.work.options.compress => {
+                compress::write(self.target, image, &bytes, offset).await
+            }
             _ => self.target.write(bytes, offset).await,
         }
-    }
-
-    async fn write_compressed(&self, image: &Qcow2<T>, bytes: Segments, offset: u64) -> Result<(), ChainError> {
-        let (size, compression) = (self.grain as usize, image.shared().header().compression);
-        let mut plain = vec![0; size];
-        for at in (0..bytes.len()).step_by(size) {
-            let (len, offset) = (size.min(bytes.len() - at), offset + at as u64);
-            bytes.copy_out(at, &mut plain[..len]);
-            // Behind the end of the disk.
-            plain[len..].fill(0);
-            let failed = |e| self.target.failed(ImageError::io("the disk", offset, "writing compressed data", e));
-            let done = match qcow2::pack(&plain, compression).map_err(failed)? {
-                Some(packed) => image.write_compressed(offset, &packed).await.map_err(failed)?,
-                None => false,
-            };
-            if !done {
-                self.target.write(bytes.slice(at, len), offset).await?;
-            }
-        }
-        Ok(())
     }
 }

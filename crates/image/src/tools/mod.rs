@@ -3,7 +3,7 @@
 //! ```text
 //!   disk      an image with its name, for errors              map       the list of extents
 //!   reactors  executors, on one thread or several
-//!   compare   whether two disks are the same
+//!   compare   whether two disks are the same             compress  whole clusters
 //!   convert   one disk into another                      create    new images
 //!   commit    an image into the one below it             rebase    another backing file
 //!   resize    another size                               details   snapshots and bitmaps
@@ -15,6 +15,7 @@
 
 mod commit;
 mod compare;
+mod compress;
 mod convert;
 mod create;
 mod details;
@@ -37,5 +38,5 @@ pub use file::{on_file, open_file};
 pub use map::map;
 pub use measure::{Measure, measure};
 pub use reactors::on_reactor;
-pub use rebase::{NewBacking, rebase, set_backing};
+pub use rebase::{NewBacking, RebaseOptions, rebase, set_backing};
 pub use resize::{NewSize, resize};

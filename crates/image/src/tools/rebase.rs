@@ -27,6 +27,7 @@ use crate::qcow2::{self, Header};
 use crate::raw::Raw;
 use crate::sweep::{Piece, Progress, Sweep};
 
+use super::compress;
 use super::disk::Disk;
 use super::file::{of_file, raw_of};
 use super::reactors::{on_reactor, on_reactors};
@@ -37,7 +38,15 @@ const AT_A_TIME: usize = 8;
 /// The unit in which a COW file takes up what differs.
 const BLOCK: u64 = 4096;
 
+#[derive(Clone, Copy, Debug)]
+pub struct RebaseOptions {
+    pub threads: usize,
+    /// Compress the clusters that the image takes up whole.
+    pub compress: bool,
+}
+
 struct Work {
+    compress: bool,
     sweep: Sweep,
     progress: Arc<Progress>,
     /// From these layers of the old and the new chain on, both consist of the same files.
@@ -64,16 +73,17 @@ enum Action {
 pub fn rebase(
     chain: &Arc<Chain>,
     new: Option<&Arc<Chain>>,
-    threads: usize,
+    options: RebaseOptions,
     progress: &Arc<Progress>,
 ) -> Result<(), ChainError> {
     progress.expect(chain.size());
     let work = Arc::new(Work {
+        compress: options.compress,
         sweep: Sweep::new(0..chain.size()),
         progress: progress.clone(),
         shared_from: shared_from(chain.layers(), new.map_or(&[], |new| new.layers())),
     });
-    let done = on_reactors(threads, |handle| {
+    let done = on_reactors(options.threads, |handle| {
         let (work, chain, new) = (work.clone(), chain.clone(), new.cloned());
         async move {
             let new = match &new {
@@ -107,7 +117,7 @@ impl Work {
                 if buffers.0.is_empty() {
                     buffers = (Segments::buffer(piece as usize), Segments::buffer(piece as usize));
                 }
-                take_up(disk, new, &next, &buffers).await?;
+                self.take_up(disk, new, &next, &buffers).await?;
             }
             self.progress.add(next.len);
         }
@@ -141,56 +151,83 @@ impl Work {
         // Many short ranges are looked at together.
         Ok((rest.min(piece - at % piece), What::Compare))
     }
+
+    /// Writes what differs in a piece into the image, where it is not its own yet.
+    async fn take_up<S: Storage>(
+        &self,
+        disk: &Disk<S>,
+        new: Option<&Disk<S>>,
+        piece: &Piece<What>,
+        buffers: &(Segments, Segments),
+    ) -> Result<(), ChainError> {
+        let len = piece.len as usize;
+        let bytes = disk.read(buffers.0.slice(0, len), piece.offset).await?;
+        let other = buffers.1.slice(0, len);
+        let other = match new {
+            Some(new) => new.read(other, piece.offset).await?,
+            None => {
+                other.zero(0, len);
+                other
+            }
+        };
+        let grain = match &disk.image.layers()[0] {
+            Layer::Qcow2(image) if self.compress => image.shared().shape().cluster_size(),
+            Layer::Qcow2(image) => image.shared().shape().unit,
+            Layer::Raw { .. } | Layer::Cow(_) => BLOCK,
+        };
+        // All is found before anything is written.
+        let (mut runs, mut at) = (Vec::new(), 0);
+        while at < len {
+            let (here, own) = own(disk, piece.offset + at as u64, (len - at) as u64).await?;
+            if !own {
+                runs.extend(differing(&bytes, &other, piece.offset, at..at + here as usize, grain));
+            }
+            at += here as usize;
+        }
+        for (at, len, action) in runs {
+            let offset = piece.offset + at as u64;
+            match action {
+                Action::Leave => {}
+                Action::Zero => {
+                    let held = disk.image.hold_zeroes(offset, len as u64).await;
+                    held.map_err(disk.wrong(offset, "writing zeroes"))?;
+                }
+                Action::Write => self.write(disk, bytes.slice(at, len), offset).await?,
+            }
+        }
+        Ok(())
+    }
+
+    /// What begins or ends inside a cluster joins data that the image has: such clusters are not compressed.
+    async fn write<S: Storage>(&self, disk: &Disk<S>, bytes: Segments, offset: u64) -> Result<(), ChainError> {
+        let end = offset + bytes.len() as u64;
+        match &disk.image.layers()[0] {
+            Layer::Qcow2(image) if self.compress => {
+                let cluster = image.shared().shape().cluster_size();
+                let last = if end == disk.size() { end } else { end / cluster * cluster };
+                let whole = offset.next_multiple_of(cluster).min(end)..last;
+                if whole.is_empty() {
+                    return disk.write(bytes, offset).await;
+                }
+                let part = |from: u64, to: u64| bytes.slice((from - offset) as usize, (to - from) as usize);
+                if offset < whole.start {
+                    disk.write(part(offset, whole.start), offset).await?;
+                }
+                compress::write(disk, image, &part(whole.start, whole.end), whole.start).await?;
+                if whole.end < end {
+                    disk.write(part(whole.end, end), whole.end).await?;
+                }
+                Ok(())
+            }
+            _ => disk.write(bytes, offset).await,
+        }
+    }
 }
 
 /// Whether the topmost image has the bytes from `at` on itself, and how many alike.
 async fn own<S: Storage>(disk: &Disk<S>, at: u64, len: u64) -> Result<(u64, bool), ChainError> {
     let found = disk.image.find_above(1, at, len).await.map_err(disk.wrong(at, "finding"))?;
     Ok((found.len, found.place != Place::Absent))
-}
-
-/// Writes what differs in a piece into the image, where it is not its own yet.
-async fn take_up<S: Storage>(
-    disk: &Disk<S>,
-    new: Option<&Disk<S>>,
-    piece: &Piece<What>,
-    buffers: &(Segments, Segments),
-) -> Result<(), ChainError> {
-    let len = piece.len as usize;
-    let bytes = disk.read(buffers.0.slice(0, len), piece.offset).await?;
-    let other = buffers.1.slice(0, len);
-    let other = match new {
-        Some(new) => new.read(other, piece.offset).await?,
-        None => {
-            other.zero(0, len);
-            other
-        }
-    };
-    let grain = match &disk.image.layers()[0] {
-        Layer::Qcow2(image) => image.shared().shape().unit,
-        Layer::Raw { .. } | Layer::Cow(_) => BLOCK,
-    };
-    // All is found before anything is written.
-    let (mut runs, mut at) = (Vec::new(), 0);
-    while at < len {
-        let (here, own) = own(disk, piece.offset + at as u64, (len - at) as u64).await?;
-        if !own {
-            runs.extend(differing(&bytes, &other, piece.offset, at..at + here as usize, grain));
-        }
-        at += here as usize;
-    }
-    for (at, len, action) in runs {
-        let offset = piece.offset + at as u64;
-        match action {
-            Action::Leave => {}
-            Action::Zero => {
-                let held = disk.image.hold_zeroes(offset, len as u64).await;
-                held.map_err(disk.wrong(offset, "writing zeroes"))?;
-            }
-            Action::Write => disk.write(bytes.slice(at, len), offset).await?,
-        }
-    }
-    Ok(())
 }
 
 /// A part of what was read from `offset` on, in runs of which the same is to be done.
