@@ -28,7 +28,7 @@ use crate::image::Image;
 use crate::layer::Layer;
 use crate::nbd::uri::{self, Uri};
 use crate::open::{self, ImageFile, OpenError, OpenOptions, OpenedFiles, Overlaid};
-use crate::qcow2::{self, Header, Qcow2, Qcow2Options};
+use crate::qcow2::{self, Header, Qcow2, Qcow2Options, snapshot};
 use crate::store::Store;
 
 #[cfg(test)]
@@ -58,6 +58,8 @@ pub struct ChainOptions {
     pub folders: Vec<PathBuf>,
     /// Lock no file of a chain that is only read: other programs may write to it meanwhile (`qemu-img --force-share`).
     pub force_share: bool,
+    /// Show the disk as it was when this snapshot of the topmost image (a name or an id) was taken. For readers only.
+    pub snapshot: Option<String>,
     /// Open the topmost image alone, as if nothing were below.
     pub no_backing: bool,
     /// A COW file's backing file may differ from what the COW file says of it.
@@ -86,6 +88,7 @@ impl ChainOptions {
             copy_on_read: false,
             folders: Vec::new(),
             force_share: false,
+            snapshot: None,
             no_backing: false,
             accept_changed_backing: false,
             nbd: crate::nbd::Options::default(),
@@ -232,7 +235,10 @@ impl Chain {
             Format::Raw => (Meta::Raw, None, None),
             Format::Qcow2 => {
                 let main = raw(&file).map_err(failed)?;
-                let header = Header::read(&main).await.map_err(wrong)?;
+                let mut header = Header::read(&main).await.map_err(wrong)?;
+                if let (0, true, Some(name)) = (depth, read_only, &self.options.snapshot) {
+                    snapshot::show(&main, &mut header, name).await.map_err(wrong)?;
+                }
                 let data = match data_file_name(&header).map_err(wrong)? {
                     Some(name) => {
                         let next = image.names(name, Some(Format::Raw));

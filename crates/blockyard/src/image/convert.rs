@@ -1,11 +1,11 @@
 //! `image convert`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::anyhow;
-use blockyard_image::tools::{self, ConvertOptions, Progress};
-use blockyard_image::{CacheMode, Chain, ChainOptions, Format, OpenedFiles};
+use blockyard_image::tools::{self, ConvertOptions, Part, Progress};
+use blockyard_image::{CacheMode, ChainOptions, Format, OpenedFiles};
 use clap::Args;
 
 use super::new::{self, Backing};
@@ -17,13 +17,10 @@ use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {
-    /// The image that is read.
-    #[arg(value_name = "SOURCE")]
-    source: PathBuf,
-    /// The new image.
-    #[arg(value_name = "TARGET")]
-    target: PathBuf,
-    /// The source's format [default: as its name says].
+    /// The images that are read, and the new image. Of several, the new disk has one behind another.
+    #[arg(value_names = ["SOURCE", "TARGET"], num_args = 2.., required = true)]
+    files: Vec<PathBuf>,
+    /// The format of all sources [default: as each name says].
     #[arg(short = 'f', long = "format", visible_alias = "source-format", value_parser = format())]
     source_format: Option<Format>,
     /// The new image's format [default: as its name says].
@@ -35,6 +32,9 @@ pub struct Options {
     /// Compress the clusters of a new qcow2 image.
     #[arg(short, long)]
     compress: bool,
+    /// Copy the disk as it was when this snapshot (a name or an id) inside the source was taken.
+    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
+    snapshot: Option<String>,
     /// Make the new image an overlay of this one: it gets what differs. A relative name begins at the new image's folder.
     #[arg(short = 'B', long, value_name = "NAME")]
     backing: Option<String>,
@@ -50,6 +50,9 @@ pub struct Options {
     /// Requests in flight for each thread.
     #[arg(short = 'm', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=64))]
     parallel: u16,
+    /// Accepted for scripts that use qemu-img: writes are out of order always.
+    #[arg(short = 'W', long, hide = true)]
+    out_of_order: bool,
     /// The cache mode in which the source is read.
     #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback", value_parser = cache())]
     source_cache: CacheMode,
@@ -65,8 +68,32 @@ pub struct Options {
     show: Show,
 }
 
+impl Options {
+    fn target(&self) -> &Path {
+        &self.files[self.files.len() - 1]
+    }
+
+    fn sources(&self) -> Result<Vec<Part>, Failure> {
+        let named = |text: &String| {
+            let (_, name) = text.split_once('=').filter(|(key, _)| key.starts_with("snapshot.")).unwrap_or(("", text));
+            name.to_string()
+        };
+        let all = self.files[..self.files.len() - 1].iter();
+        all.map(|path| {
+            let reading = self.folders.reading(path, self.source_format);
+            let snapshot = self.snapshot.as_ref().map(named);
+            let chain = open(&ChainOptions { cache: self.source_cache, snapshot, ..reading })?;
+            if self.snapshot.is_some() && chain.top().qcow2().is_none() {
+                return Err(Failure::usage(anyhow!("-l: {} is no qcow2 image: it has no snapshots", path.display())));
+            }
+            Ok(Part::whole(chain))
+        })
+        .collect()
+    }
+}
+
 pub fn run(options: &Options) -> Result<(), Failure> {
-    let format = format_of(&options.target, options.target_format)?;
+    let format = format_of(options.target(), options.target_format)?;
     if let Some(help) = settings::help(format, &options.options) {
         return print(&help);
     }
@@ -74,27 +101,25 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     if options.compress && (format != Format::Qcow2 || settings.has("data_file")) {
         return Err(Failure::usage(anyhow!("compressed clusters are qcow2's alone, and not in external data files")));
     }
-    let source = open(&ChainOptions {
-        cache: options.source_cache,
-        ..options.folders.reading(&options.source, options.source_format)
-    })?;
-    let backing = Backing::find(options.backing.as_deref(), options.backing_format, &settings, &options.target);
+    let source = options.sources()?;
+    let backing = Backing::find(options.backing.as_deref(), options.backing_format, &settings, options.target());
     let backing = backing.map_err(Failure::usage)?;
     if options.no_create {
         return copy(options, &source, OpenedFiles::default(), format, backing.as_ref(), false);
     }
     let (mut sources, mut chain) = (Sources::default(), None);
-    sources.add_chain(&source);
+    source.iter().for_each(|part| sources.add_chain(&part.chain));
     match &backing {
-        Some(backing) if options.force => chain = Some(backing.chain(&options.folders, &options.target)?),
+        Some(backing) if options.force => chain = Some(backing.chain(&options.folders, options.target())?),
         Some(backing) => {
             backing.size(&options.folders)?;
         }
         None => {}
     }
     chain.iter().for_each(|chain| sources.add_chain(chain));
-    let new = new::plan(&settings, source.size(), backing.as_ref(), &options.target).map_err(Failure::usage)?;
-    let mut file = NewFile::create(&options.target, options.force, &sources)?;
+    let new =
+        new::plan(&settings, tools::size_of(&source), backing.as_ref(), options.target()).map_err(Failure::usage)?;
+    let mut file = NewFile::create(options.target(), options.force, &sources)?;
     file.make(new, &sources)?;
     // What a device holds is anything.
     let fresh = !file.is_device() || format != Format::Raw;
@@ -105,7 +130,7 @@ pub fn run(options: &Options) -> Result<(), Failure> {
 /// Fills the target, which exists, and makes it durable.
 fn copy(
     options: &Options,
-    source: &Arc<Chain>,
+    source: &[Part],
     files: OpenedFiles,
     format: Format,
     backing: Option<&Backing>,
@@ -114,18 +139,18 @@ fn copy(
     let mut folders = options.folders.backing_folders.clone();
     if let Some(backing) = backing {
         // It was named by the user.
-        folders.extend([new::folder(&options.target).into(), new::folder(&backing.path).into()]);
+        folders.extend([new::folder(options.target()).into(), new::folder(&backing.path).into()]);
     }
     let target = open(&ChainOptions {
         format: Some(format),
         cache: options.target_cache,
         folders,
         files,
-        ..ChainOptions::new(&options.target)
+        ..ChainOptions::new(options.target())
     })?;
-    if target.size() < source.size() {
-        let (has, needs) = (target.size(), source.size());
-        return Err(anyhow!("{} has {has} bytes, and {needs} are needed", options.target.display()).into());
+    let (has, needs) = (target.size(), tools::size_of(source));
+    if has < needs {
+        return Err(anyhow!("{} has {has} bytes, and {needs} are needed", options.target().display()).into());
     }
     let how = ConvertOptions {
         threads: threads(),

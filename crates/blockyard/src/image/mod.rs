@@ -1,7 +1,7 @@
 //! `blockyard image`: the commands of qemu-img, over `blockyard_image::tools`.
 //!
 //! ```text
-//!   info, map, measure, compare, check  what images are  convert   one image into another
+//!   info, map, measure, compare, check  what images are  convert, dd  images into another one
 //!   create               new images: options (settings), what is made of them (new), files (output)
 //!   commit, rebase       what is in an overlay, and what is below it
 //!   resize, snapshot, bitmap, amend  images that stay where they are
@@ -16,6 +16,7 @@ mod commit;
 mod compare;
 mod convert;
 mod create;
+mod dd;
 mod info;
 mod map;
 mod measure;
@@ -55,6 +56,8 @@ pub enum Command {
     Compare(compare::Options),
     /// Make a new image of another format, with the same disk.
     Convert(Box<convert::Options>),
+    /// Copy a part of a disk into a new image.
+    Dd(dd::Options),
     /// Give a disk another size.
     Resize(resize::Options),
     /// Write what an overlay holds into its backing file, and empty the overlay.
@@ -79,6 +82,7 @@ pub fn run(command: &Command) -> Result<u8, Failure> {
         Command::Measure(options) => measure::run(options).map(|()| 0),
         Command::Compare(options) => compare::run(options),
         Command::Convert(options) => convert::run(options).map(|()| 0),
+        Command::Dd(options) => dd::run(options).map(|()| 0),
         Command::Resize(options) => resize::run(options).map(|()| 0),
         Command::Commit(options) => commit::run(options).map(|()| 0),
         Command::Rebase(options) => rebase::run(options).map(|()| 0),

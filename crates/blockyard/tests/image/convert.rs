@@ -216,3 +216,69 @@ fn a_backing_file_in_another_format_is_another_disk() {
     image(&["convert", "-n", text(&source), text(&target)]);
     sound_and_same((&target, "qcow2"), (&source, "qcow2"));
 }
+
+#[test]
+fn several_sources_stand_one_behind_another() {
+    let images = Images::new();
+    let one = images.raw("one.raw", 5 * MIB + 512, 1);
+    let two = images.qcow2("two.qcow2", "", None, 7 * MIB + 1024, 30);
+    for (options, name) in [(&["-O", "raw"][..], "raw"), (&["-O", "qcow2"], "qcow2"), (&["-c", "-O", "qcow2"], "small")]
+    {
+        let (ours, theirs) = (images.path(&format!("ours.{name}")), images.path(&format!("theirs.{name}")));
+        let two_raw = images.path("two.raw");
+        qemu_img(&["convert", "-O", "raw", text(&two), text(&two_raw)]);
+        let sources = ["-f", "raw", text(&one), text(&two_raw), text(&one)];
+        image(&[&["convert"], options, &sources, &[text(&ours)]].concat());
+        qemu_img(&[&["convert"], options, &sources, &[text(&theirs)]].concat());
+        let format = if name == "raw" { "raw" } else { "qcow2" };
+        sound_and_same((&ours, format), (&theirs, format));
+    }
+    refused(&["convert", text(&one)], 2, &["TARGET"]);
+}
+
+#[test]
+fn a_snapshot_is_converted() {
+    let images = Images::new();
+    images.raw("base.raw", 7 * MIB, 1);
+    let path = images.qcow2("a.qcow2", "", Some(("base.raw", "raw")), 12 * MIB, 3);
+    let (then, raw) = (images.path("then.raw"), images.path("ours.raw"));
+    qemu_img(&["convert", "-O", "raw", text(&path), text(&then)]);
+    qemu_img(&["snapshot", "-c", "then", text(&path)]);
+    qemu_io(&path, "qcow2", &["write -P 99 0 3M", "write -z 4M 1M"]);
+    qemu_img(&["resize", "-q", text(&path), "20M"]);
+    for name in ["then", "1", "snapshot.name=then"] {
+        image(&["convert", "-W", "--force", "-l", name, text(&path), text(&raw)]);
+        sound_and_same((&raw, "raw"), (&then, "raw"));
+    }
+    refused(&["convert", "-l", "none", text(&path), text(&images.path("x.raw"))], 1, &["a.qcow2", "\"none\""]);
+    refused(&["convert", "-l", "1", text(&raw), text(&images.path("x.qcow2"))], 2, &["no qcow2 image"]);
+}
+
+#[test]
+fn dd_copies_a_part_as_qemu_img_does() {
+    let images = Images::new();
+    images.raw("base.raw", 7 * MIB, 1);
+    let path = images.qcow2("a.qcow2", "", Some(("base.raw", "raw")), 12 * MIB, 3);
+    let operands = [
+        &["bs=1M", "count=3", "skip=1"][..],
+        &["bs=512", "skip=2049"],
+        &["bs=64k", "count=1000"],
+        &["count=17"],
+        &["bs=1M", "skip=11"],
+    ];
+    for (number, operands) in operands.into_iter().enumerate() {
+        for format in ["raw", "qcow2"] {
+            let (ours, theirs) =
+                (images.path(&format!("ours{number}.{format}")), images.path(&format!("theirs{number}.{format}")));
+            let (from, to) = (format!("if={}", text(&path)), |path: &Path| format!("of={}", text(path)));
+            image(&[&["dd", "-O", format, &from, &to(&ours)], operands].concat());
+            qemu_img(&[&["dd", "-O", format, &from, &to(&theirs)], operands].concat());
+            sound_and_same((&ours, format), (&theirs, format));
+        }
+    }
+    let from = format!("if={}", text(&path));
+    refused(&["dd", &from, "of=x", "bs=7"], 2, &["whole sectors"]);
+    refused(&["dd", &from, "bs=7"], 2, &["of=FILE is missing"]);
+    refused(&["dd", &from, "of=x", "seek=7"], 2, &["\"seek=7\""]);
+    refused(&["dd", &from, &format!("of={}", text(&path)), "--force"], 1, &["cannot be replaced"]);
+}

@@ -106,6 +106,22 @@ pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageErr
     change.switch(new).await.map(|_| ())
 }
 
+/// Makes `header` that of the disk when the snapshot was taken, for an image that is only read.
+pub async fn show<S: Storage>(file: &Raw<S>, header: &mut Header, name: &str) -> Result<(), ImageError> {
+    let (snapshots, _) = table::read(file, header).await?;
+    let snapshot = &snapshots[find(&snapshots, name)?];
+    if let Some(fault) = snapshot.l1_fault(header) {
+        return Err(ImageError::invalid("qcow2 snapshot", snapshot.l1_offset, fault));
+    }
+    header.size = snapshot.disk_size.unwrap_or(header.size);
+    if header.l1_needed(header.size) > u64::from(snapshot.l1_size) {
+        let what = format!("its L1 table is too short for a disk of {} bytes", header.size);
+        return Err(ImageError::invalid("qcow2 snapshot", snapshot.l1_offset, what));
+    }
+    (header.l1_offset, header.l1_size) = (snapshot.l1_offset, snapshot.l1_size);
+    Ok(())
+}
+
 /// Removes a snapshot; what only it has needed becomes free.
 pub async fn delete<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageError> {
     let change = Change::begin(file).await?;

@@ -20,6 +20,7 @@ use crate::sweep::{Piece, Progress, Sweep};
 use super::compress;
 use super::disk::Disk;
 use super::reactors::on_reactors;
+use super::source::{self, Part, Source};
 
 /// Bytes read at a time; more where the target's clusters are larger.
 const PIECE: u64 = 1 << 20;
@@ -72,31 +73,35 @@ struct Work {
     shared_from: (usize, usize),
 }
 
-/// Copies all of `source` to `target`, which is as large at least. Nothing is durable until the target is closed.
+/// Copies `source`, its parts one behind another, to `target`, which is as large at least. Nothing is durable until the
+/// target is closed.
 pub fn convert(
-    source: &Arc<Chain>,
+    source: &[Part],
     target: &Arc<Chain>,
     options: &ConvertOptions,
     progress: &Arc<Progress>,
 ) -> Result<(), ChainError> {
-    let end = source.size().min(target.size());
+    let end = source::size_of(source).min(target.size());
     progress.expect(end);
-    let (from, to) = (source.layers(), target.layers());
-    let shared = shared_layers(from, &to[1..]);
-    let work = Arc::new(Work {
-        sweep: Sweep::new(0..end),
-        options: *options,
-        progress: progress.clone(),
-        shared_from: (from.len() - shared, to.len() - shared),
-    });
+    let to = target.layers();
+    let shared_from = match source {
+        [one] if one.range.start == 0 => {
+            let from = one.chain.layers();
+            let shared = shared_layers(from, &to[1..]);
+            (from.len() - shared, to.len() - shared)
+        }
+        // The same bytes are elsewhere on the two disks.
+        _ => (usize::MAX, usize::MAX),
+    };
+    let work = Arc::new(Work { sweep: Sweep::new(0..end), options: *options, progress: progress.clone(), shared_from });
     on_reactors(options.threads, |handle| {
-        let (work, source, target) = (work.clone(), source.clone(), target.clone());
-        async move { work.run(&Disk::of(&source, &handle).await?, &Disk::of(&target, &handle).await?).await }
+        let (work, source, target) = (work.clone(), source.to_vec(), target.clone());
+        async move { work.run(&Source::of(&source, &handle).await?, &Disk::of(&target, &handle).await?).await }
     })
 }
 
 impl Work {
-    async fn run<S: Storage, T: Storage>(&self, source: &Disk<S>, target: &Disk<T>) -> Result<(), ChainError> {
+    async fn run<S: Storage, T: Storage>(&self, source: &Source<S>, target: &Disk<T>) -> Result<(), ChainError> {
         let copy = Copy {
             work: self,
             source,
@@ -122,7 +127,7 @@ fn grain<T: Storage>(target: &Disk<T>, options: &ConvertOptions) -> u64 {
 /// One reactor's part of the work.
 struct Copy<'a, S, T> {
     work: &'a Work,
-    source: &'a Disk<S>,
+    source: &'a Source<S>,
     target: &'a Disk<T>,
     grain: u64,
     piece: u64,

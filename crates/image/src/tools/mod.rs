@@ -4,7 +4,8 @@
 //!   disk      an image with its name, for errors              map       the list of extents
 //!   reactors  executors, on one thread or several
 //!   compare   whether two disks are the same             compress  whole clusters
-//!   convert   one disk into another                      create    new images
+//!   source    parts of disks, one behind another
+//!   convert   them into another disk                      create    new images
 //!   commit    an image into the one below it             rebase    another backing file
 //!   resize    another size                               details   snapshots and bitmaps
 //!   measure   how large a new image would be
@@ -26,6 +27,7 @@ mod measure;
 mod reactors;
 mod rebase;
 mod resize;
+mod source;
 
 pub use crate::sweep::Progress;
 pub use commit::{commit, make_empty};
@@ -40,3 +42,4 @@ pub use measure::{Measure, measure};
 pub use reactors::on_reactor;
 pub use rebase::{NewBacking, RebaseOptions, rebase, set_backing};
 pub use resize::{NewSize, resize};
+pub use source::{Part, size_of};
