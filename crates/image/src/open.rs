@@ -12,8 +12,8 @@ use blockyard_ring::{Handle, LockedFile, UringFile};
 use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::cache::CacheMode;
-use crate::lock::take_lock;
 use crate::file_id::FileId;
+use crate::lock::take_lock;
 use crate::nbd::{self, Remote};
 use crate::overlay::record;
 use crate::range_lock::RangeLock;
