@@ -182,7 +182,10 @@ fn a_front_end_that_reads_no_replies_does_not_hold_the_end() {
     let mut full = 0;
     while full < 20 {
         match deaf.write(&ask) {
-            Ok(_) => full = 0,
+            Ok(written) => {
+                assert_eq!(written, ask.len());
+                full = 0;
+            }
             Err(_) => {
                 full += 1;
                 std::thread::sleep(Duration::from_millis(1));

@@ -388,7 +388,7 @@ pub(crate) fn through(fd: impl AsFd) -> PathBuf {
 fn open_file(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), OpenError> {
     let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
     let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY;
-    let found = options.found.as_ref().map(|fd| through(fd));
+    let found = options.found.as_ref().map(through);
     let place = found.as_deref().unwrap_or(path);
     let open = |flags| rustix::fs::open(place, flags, Mode::empty());
     // A FIFO would hang the open below; a folder would say something odd. Look first.

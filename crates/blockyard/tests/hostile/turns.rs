@@ -43,7 +43,7 @@ impl Endless {
         let data = guest.memory.take(4096, 4096).unwrap();
         let (header, status) = (guest.header(IN, 0), guest.status());
         let mut chain = vec![out(header, 16)];
-        let place = |n| if regions == 0 { data + 1024 * (n % 4) } else { EXTRA + 8192 * (n * 101 % regions) };
+        let place = |n: u64| if regions == 0 { data + 1024 * (n % 4) } else { EXTRA + 8192 * (n * 101 % regions) };
         chain.extend((0..1023).map(|n| into(place(n), 512)));
         chain.extend([into(0x7fff_0000_0000, 512), into(status, 1)]);
         let table = guest.table(&chain);

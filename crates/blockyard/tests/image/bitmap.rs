@@ -33,7 +33,7 @@ fn dirty(path: &Path, bitmap: &str) -> Vec<(u64, u64)> {
         x-dirty-bitmap=qemu:dirty-bitmap:$bitmap\"\n\
         kill \"$(cat \"$image.pid\")\"";
     let mut command = Command::new("sh");
-    command.args(["-c", &script]).arg(guests().join("tool")).arg(path).arg(bitmap);
+    command.args(["-c", script]).arg(guests().join("tool")).arg(path).arg(bitmap);
     // Dirty pieces are shown as pieces without data.
     let all = json(&run(&mut command, Duration::from_secs(60)).good());
     let piece = |p: &Value| (p["start"].as_u64().unwrap(), p["length"].as_u64().unwrap());

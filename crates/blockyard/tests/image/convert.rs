@@ -1,7 +1,10 @@
 //! convert: from everything to everything.
 
+use std::path::Path;
+
 use crate::common::allocated;
 use crate::fixture::{Images, MIB, QCOW2, SIZE, image, image_any, json, qemu_img, qemu_io, sound_and_same, text};
+use crate::mistakes::refused;
 
 #[test]
 fn everything_becomes_raw_and_stays_sparse() {

@@ -88,7 +88,7 @@ fn a_line_that_is_left_counts_no_more() {
         assert!(stage.turnstile.held_back().is_none(), "one operation that passed in its time is no debt");
         let number = stage.turnstile.arrive();
         let mut waiting = Box::pin(stage.turnstile.enter(&WRITE, number));
-        poll_fn(|cx| Poll::Ready(assert!(waiting.as_mut().poll(cx).is_pending()))).await;
+        assert!(poll_fn(|cx| Poll::Ready(waiting.as_mut().poll(cx).is_pending())).await);
         assert!(stage.turnstile.held_back().is_some(), "a line of more than half a minute");
         drop(waiting);
         assert!(stage.turnstile.held_back().is_none());

@@ -152,7 +152,9 @@ fn a_region_of_another_back_end_is_read_by_its_fields() {
             bytes[at + packed::DESC + 4..][..4].copy_from_slice(&512u32.to_le_bytes());
             bytes[at + packed::DESC + 8..][..8].copy_from_slice(&0x1_2345_6000u64.to_le_bytes());
         };
-        (entry(0, 2, 7), entry(2, 1, 7), entry(1, 3, 0), entry(3, 4, 0));
+        for (index, state, count) in [(0, 2, 7), (2, 1, 7), (1, 3, 0), (3, 4, 0)] {
+            entry(index, state, count);
+        }
         let first = packed::HEADER;
         (bytes[first], bytes[first + packed::NUM], bytes[first + packed::LAST], bytes[first + packed::COUNTER]) =
             (1, 2, 2, 1);
