@@ -60,6 +60,8 @@ pub struct ChainOptions {
     pub force_share: bool,
     /// Show the disk as it was when this snapshot of the topmost image (a name or an id) was taken. For readers only.
     pub snapshot: Option<String>,
+    /// End the chain above a backing file that may not be opened, instead of an error: see [`Chain::cut`].
+    pub cut_outside: bool,
     /// Open the topmost image alone, as if nothing were below.
     pub no_backing: bool,
     /// A COW file's backing file may differ from what the COW file says of it.
@@ -89,6 +91,7 @@ impl ChainOptions {
             folders: Vec::new(),
             force_share: false,
             snapshot: None,
+            cut_outside: false,
             no_backing: false,
             accept_changed_backing: false,
             nbd: crate::nbd::Options::default(),
@@ -163,9 +166,15 @@ impl ChainLayer {
 pub struct Chain {
     pub(crate) layers: Vec<Arc<ChainLayer>>,
     pub(crate) options: ChainOptions,
+    cut: Option<String>,
 }
 
 impl Chain {
+    /// Returns why the last image's backing file was not opened, if the options let the chain end above it.
+    pub fn cut(&self) -> Option<&str> {
+        self.cut.as_deref()
+    }
+
     /// Opens the chain; its metadata are read by a ring of their own.
     pub fn open(options: &ChainOptions) -> Result<Self, ChainError> {
         let executor = Executor::new().map_err(ChainError::Executor)?;
@@ -175,7 +184,7 @@ impl Chain {
 
     async fn open_on(handle: &Handle, options: ChainOptions) -> Result<Self, ChainError> {
         let allowed = Allowed::by(&options);
-        let mut chain = Chain { layers: Vec::new(), options };
+        let mut chain = Chain { layers: Vec::new(), options, cut: None };
         let mut seen = Vec::new();
         let mut next = Some(Next {
             path: chain.options.path.clone(),
@@ -184,7 +193,13 @@ impl Chain {
             found: chain.options.files.image.take(),
         });
         while let Some(image) = next {
-            let image = image.find(&allowed)?;
+            let image = match image.find(&allowed) {
+                Err(error) if chain.options.cut_outside && !chain.layers.is_empty() => {
+                    chain.cut = Some(error.to_string());
+                    break;
+                }
+                found => found?,
+            };
             image.may_be_opened(chain.layers.len(), &mut seen)?;
             let image = image.with_tls_of(&allowed);
             next = chain.open_layer(handle, image, &allowed).await?;

@@ -31,8 +31,12 @@ pub struct Options {
 pub fn run(options: &Options) -> Result<(), Failure> {
     let chain = open(&ChainOptions {
         force_share: options.sharing.force_share,
+        cut_outside: true,
         ..options.folders.reading(&options.image.file, options.image.format)
     })?;
+    if let Some(why) = chain.cut() {
+        tracing::warn!("{why}; what is below is shown as absent");
+    }
     let end = options.start_offset.saturating_add(options.max_length.unwrap_or(u64::MAX));
     let json = options.output.is_json();
     let range = options.start_offset..end;

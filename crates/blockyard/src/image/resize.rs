@@ -51,7 +51,7 @@ fn mode(text: &str) -> Result<Preallocation, String> {
 
 pub fn run(options: &Options) -> Result<(), Failure> {
     let reading = options.folders.reading(&options.image.file, options.image.format);
-    let chain = open(&ChainOptions { read_only: false, only_locked: true, ..reading })?;
+    let chain = open(&ChainOptions { read_only: false, only_locked: true, cut_outside: true, ..reading })?;
     let old = chain.size();
     let new = match options.size {
         Change::To(size) => Some(size),

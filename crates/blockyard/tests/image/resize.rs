@@ -131,3 +131,25 @@ fn what_cannot_be() {
     assert_eq!(size(&raw, "raw"), SIZE);
     assert_eq!(size(&path, "qcow2"), SIZE);
 }
+
+#[test]
+fn an_overlay_of_an_image_elsewhere() {
+    let (images, elsewhere) = (Images::new(), Images::new());
+    let base = elsewhere.raw("base.raw", SIZE, 3);
+    let path = images.qcow2("a.qcow2", "", Some((text(&base), "raw")), 10 * MIB, 5);
+    let (expected, own) = (copy(&images, &path), json(&image(&["map", "--json", text(&path)])));
+    for extent in json(&qemu_img(&["map", "--output", "json", text(&path)])).as_array().unwrap() {
+        let shown = own.as_array().unwrap().iter().any(|own| own == extent);
+        assert_eq!(shown, extent["depth"] == 0, "{extent} {own}");
+    }
+    let changes = [("9M", 9 * MIB), ("30M", 30 * MIB), ("31M", 31 * MIB)];
+    for (change, len) in changes {
+        image(&["resize", "--shrink", text(&path), change]);
+        set_len(&expected, len);
+        sound_and_same((&path, "qcow2"), (&expected, "raw"));
+    }
+    // The last cluster may have to be completed from the backing file.
+    let odd = images.qcow2("b.qcow2", "", Some((text(&base), "raw")), 10 * MIB + 512, 5);
+    refused(&["resize", text(&odd), "11M"], 1, &["b.qcow2", "--backing-folder"]);
+    image(&["resize", "--backing-folder", text(&elsewhere.path("")), text(&odd), "11M"]);
+}

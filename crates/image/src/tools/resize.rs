@@ -90,7 +90,12 @@ fn of_qcow2(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
         let wrong = |error| of_file(&top.file, error);
         let file = raw_of(&handle, &top.file)?;
         let data = top.data.as_ref().map(|data| raw_of(&handle, data)).transpose()?;
-        let below = chain.layers().get(1).map_or(0, |layer| layer.size());
+        let below = match chain.layers().get(1) {
+            Some(layer) => layer.size(),
+            // The backing file may be longer: what is new hides it.
+            None if chain.cut().is_some() => u64::MAX,
+            None => 0,
+        };
         if wanted.size > chain.size() && below > chain.size() {
             hold_the_end(&chain, &handle, file.clone(), data.clone()).await?;
         }
@@ -124,6 +129,12 @@ async fn hold_the_end(
     let io = |what: &'static str| move |e| wrong(ImageError::io("qcow2 last cluster", None, what, e));
     let header = Header::read(&file).await.map_err(wrong)?;
     let end = chain.size();
+    if let Some(why) = chain.cut()
+        && !end.is_multiple_of(header.cluster_size())
+    {
+        // The rest of the last cluster may have to be copied from there.
+        return Err(wrong(ImageError::refused("qcow2 last cluster", format!("the backing file is needed: {why}"))));
+    }
     let mut layers = chain.part(handle, 0..chain.layers().len()).map_err(io("opening the images below"))?.into_layers();
     let last = layers[0].lookup(end - SECTOR, SECTOR).await.map_err(io("finding"))?;
     if end.is_multiple_of(header.cluster_size()) || last.place != Place::Absent {
