@@ -266,7 +266,7 @@ impl Chain {
                 };
                 let below = self.below_qcow2(&image, &header)?;
                 let data_raw = data.as_ref().map(raw).transpose().map_err(failed)?;
-                let options = Qcow2Options { read_only, l2_cache: self.options.l2_cache, reserve: None };
+                let options = Qcow2Options { read_only, l2_cache: self.options.l2_cache, ..Qcow2Options::default() };
                 let view = Qcow2::open(header, main, data_raw, &options).await.map_err(wrong)?;
                 (Meta::Qcow2(view.shared().clone()), data, below)
             }

@@ -137,7 +137,7 @@ impl ChainLayer {
                 let main = raw(&file).map_err(failed)?;
                 let header = Header::read(&main).await.map_err(wrong)?;
                 let data = data.as_ref().map(raw).transpose().map_err(failed)?;
-                let options = Qcow2Options { read_only, l2_cache, reserve: None };
+                let options = Qcow2Options { read_only, l2_cache, ..Qcow2Options::default() };
                 Meta::Qcow2(Qcow2::open(header, main, data, &options).await.map_err(wrong)?.shared().clone())
             }
             Format::Cow => {

@@ -67,14 +67,14 @@ impl GrownChain {
     /// Records with the image below, durably, that the overlay lies on it. Whoever opens that image for writing is refused
     /// from then on. Called before the first write goes to the overlay.
     pub fn record(&mut self) -> Result<(), ChainError> {
+        // Also what failed half-way is removed with the overlay.
+        self.recorded = true;
         let file = &self.writer.file;
         let recorded = file.record_overlay(&self.chain.options.path);
         recorded.map_err(|e| {
             let what = "recording its overlay (it needs a file system with extended attributes)";
             ChainError::Image { path: file.path().into(), error: ImageError::io("image", None, what, e) }
-        })?;
-        self.recorded = true;
-        Ok(())
+        })
     }
 
     /// The overlay is in use: it stays, and the image below is locked as one that is only read.
@@ -129,7 +129,7 @@ impl Chain {
         let size = file.refresh_size();
         size.map_err(|e| wrong(ImageError::io(OVERLAY, None, "finding its length", e)))?;
         let header = Header::read(&raw()?).await.map_err(wrong)?;
-        let opened = Qcow2Options { read_only: false, l2_cache: options.l2_cache, reserve: None };
+        let opened = Qcow2Options { l2_cache: options.l2_cache, ..Qcow2Options::default() };
         let view = Qcow2::open(header, raw()?, None, &opened).await.map_err(wrong)?;
         let meta = Meta::Qcow2(view.shared().clone());
         let overlay = ChainLayer { format: Format::Qcow2, file, data: None, meta };

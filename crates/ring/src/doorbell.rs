@@ -6,7 +6,6 @@
 //! supported by eventfds. A completion of io_uring signals a registered eventfd from inside the kernel, which never
 //! waits: so a doorbell is a ring of its own that completes an empty operation, by one system call.
 
-use std::cell::RefCell;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Mutex;
@@ -49,16 +48,25 @@ impl Doorbell {
     }
 }
 
-/// Signals an eventfd that is rarely signalled, through a ring that all such eventfds of this thread share.
-pub fn ring_once(eventfd: impl AsFd) -> io::Result<()> {
-    thread_local! {
-        static BELL: RefCell<Option<Doorbell>> = const { RefCell::new(None) };
+/// A ring for what is rare, shared by all threads. Its users hold it for a few system calls that never wait.
+static SHARED: Mutex<Option<Doorbell>> = Mutex::new(None);
+
+fn shared<T>(work: impl FnOnce(&mut Doorbell) -> io::Result<T>) -> io::Result<T> {
+    let mut bell = SHARED.lock().unwrap_or_else(|e| e.into_inner());
+    match &mut *bell {
+        Some(bell) => work(bell),
+        None => work(bell.insert(Doorbell::unattached()?)),
     }
-    BELL.with_borrow_mut(|bell| {
-        let bell = match bell {
-            Some(bell) => bell,
-            None => bell.insert(Doorbell::unattached()?),
-        };
+}
+
+/// Makes the ring that [`ring_once`] and [`is_eventfd`] share, so that a lack of memory shows at the start.
+pub fn prepare() -> io::Result<()> {
+    shared(|_| Ok(()))
+}
+
+/// Signals an eventfd that is rarely signalled.
+pub fn ring_once(eventfd: impl AsFd) -> io::Result<()> {
+    shared(|bell| {
         bell.attach(eventfd)?;
         bell.ring();
         bell.0.submitter().unregister_eventfd()
@@ -68,17 +76,11 @@ pub fn ring_once(eventfd: impl AsFd) -> io::Result<()> {
 /// Whether a descriptor is an eventfd. Others of its kind (an epoll, a userfaultfd) look the same to `fstat`, and to poll
 /// them may wait for their owner.
 pub fn is_eventfd(fd: impl AsFd) -> io::Result<bool> {
-    static JUDGE: Mutex<Option<Doorbell>> = Mutex::new(None);
-    let mut judge = JUDGE.lock().unwrap_or_else(|e| e.into_inner());
-    let judge = match &mut *judge {
-        Some(judge) => judge,
-        None => judge.insert(Doorbell::unattached()?),
-    };
-    match judge.attach(fd) {
+    shared(|judge| match judge.attach(fd) {
         Ok(()) => judge.0.submitter().unregister_eventfd().map(|()| true),
         Err(e) if e.kind() == io::ErrorKind::InvalidInput => Ok(false),
         Err(e) => Err(e),
-    }
+    })
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use crate::Failure;
 #[derive(Args)]
 pub struct Options {
     /// The images that are read, and the new image. Of several, the new disk has one behind another.
-    #[arg(value_names = ["SOURCE", "TARGET"], num_args = 2.., required = true)]
+    #[arg(value_name = "SOURCE... TARGET", num_args = 1.., required = true)]
     files: Vec<PathBuf>,
     /// The format of all sources [default: as each name says].
     #[arg(short = 'f', long = "format", visible_alias = "source-format", value_parser = format())]
@@ -93,6 +93,9 @@ impl Options {
 }
 
 pub fn run(options: &Options) -> Result<(), Failure> {
+    if options.files.len() < 2 {
+        return Err(Failure::usage(anyhow!("say TARGET, the new image, behind {}", options.target().display())));
+    }
     let format = format_of(options.target(), options.target_format)?;
     if let Some(help) = settings::help(format, &options.options) {
         return print(&help);

@@ -19,7 +19,7 @@ use crate::Failure;
 pub struct Options {
     /// if=FILE: the image that is read. of=FILE: the new image. bs=SIZE: bytes of a block [default: 512]. count=N: blocks to
     /// copy [default: to the end of the disk]. skip=N: blocks to leave out before.
-    #[arg(value_name = "if=FILE of=FILE [bs=SIZE] [count=N] [skip=N]", required = true, num_args = 2..)]
+    #[arg(value_name = "if=FILE of=FILE [bs=SIZE] [count=N] [skip=N]", required = true, num_args = 1..)]
     operands: Vec<String>,
     /// The format of the image that is read [default: as its name says].
     #[arg(short = 'f', long = "format", value_parser = format())]

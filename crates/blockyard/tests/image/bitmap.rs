@@ -100,7 +100,7 @@ fn bits_are_kept_merged_and_resized() {
     assert_eq!(dirty(&path, "all"), all);
     image(&["resize", "--shrink", text(&path), "23900k"]);
     assert_eq!(dirty(&path, "all")[3], (23 << 20, (23900 << 10) - (23 << 20)));
-    image(&["resize", text(&path), "32M"]);
+    image(&["resize", "--preallocation", "metadata", text(&path), "32M"]);
     assert_eq!(dirty(&path, "all")[3].0, 23 << 20);
     assert!(dirty(&path, "all").last().unwrap().0 < 24 << 20, "what is new is not dirty");
     sound(&path);

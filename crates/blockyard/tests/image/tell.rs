@@ -105,6 +105,10 @@ fn new_images_are_measured_as_qemu_measures_them() {
     }
     let full = ["measure", "-O", "qcow2", "-o", "preallocation=falloc", text(&marked)];
     assert_eq!(image(&full), qemu_img(&full));
+    for options in ["cluster_size=0", "cluster_size=1", "refcount_bits=0", "cluster_size=512,refcount_bits=4096"] {
+        let wrong = image_any(&["measure", "--size", "1G", "-O", "qcow2", "-o", options]);
+        assert_eq!(wrong.status.code(), Some(1), "{options}: {}", wrong.err);
+    }
     let neither = image_any(&["measure", "-O", "qcow2"]);
     assert_eq!(neither.status.code(), Some(2), "{}", neither.err);
 }

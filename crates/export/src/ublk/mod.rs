@@ -188,6 +188,8 @@ impl Ublk {
 
     fn add(&mut self, options: &UblkOptions, zero_copy: bool) -> Result<(), UblkError> {
         if options.id.is_none() {
+            // The driver may choose the number of a device that was deleted a moment ago: this process must not lock itself out.
+            self.lock = None;
             let lock = takeover::lock_new(|| self.add_device(options, zero_copy).map(|()| self.device.id))?;
             self.lock = lock;
             return Ok(());
@@ -322,7 +324,11 @@ impl Ublk {
             self.queues.push(queue.map_err(error(number))?);
         }
         // In this order: see `blockyard_ring::ublk::Queue`.
-        self.queues.iter().for_each(QueueHandle::fetch);
+        let fetching: Vec<_> = self.queues.iter().map(QueueHandle::fetch).collect();
+        let until = Instant::now() + PATIENCE;
+        for (number, fetched) in (0..).zip(fetching) {
+            fetched.until(until).map_err(|e| error(number)(io::Error::other(e).into()))?;
+        }
         (0..).zip(&self.queues).try_for_each(|(number, queue)| queue.map().map_err(|e| error(number)(e.into())))
     }
 

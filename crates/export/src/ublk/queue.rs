@@ -18,7 +18,7 @@ use std::task::Poll;
 
 use blockyard_disk::{Disk, Op, Request, Served, Status, Store, Token};
 use blockyard_ring::ublk::{Device, Fetch, Queue, QueueError, Tag};
-use blockyard_ring::{Handle, Remote, Reply, Segments, TaskId};
+use blockyard_ring::{Answer, Handle, Remote, Reply, Segments, TaskId};
 
 use super::request::{errno, parse};
 use crate::budget::{Budget, REQUEST};
@@ -80,13 +80,22 @@ impl QueueHandle {
         made.unwrap_or_else(|| Err(gone().into())).map(|()| QueueHandle { remote, key })
     }
 
-    /// Asks the driver for the first requests.
-    pub fn fetch(&self) {
-        self.with(Line::fetch);
+    /// Asks the driver for the first requests. The answer comes when the reactor has submitted the commands.
+    pub fn fetch(&self) -> Answer<()> {
+        let key = self.key;
+        self.remote.ask_later(move |handle, reply| {
+            let (line, reactor) = (LOCAL.with_borrow(|l| l.get(&key).cloned()), handle.clone());
+            handle.spawn(async move {
+                if let Some(line) = line {
+                    line.fetch();
+                }
+                reactor.yield_now().await;
+                reply.send(());
+            });
+        })
     }
 
-    /// Maps the queue's requests. The reactor has submitted the commands of [`QueueHandle::fetch`] by then: it submits before
-    /// it takes the next call.
+    /// Maps the queue's requests, after all queues of the device have fetched: see `blockyard_ring::ublk::Queue`.
     pub fn map(&self) -> std::io::Result<()> {
         let key = self.key;
         let mapped = self.remote.ask(move |_, reply| {

@@ -11,6 +11,7 @@ use vhost::vhost_user::{Result, VhostUserBackendReqHandlerMut};
 
 use super::channel::BackChannel;
 use super::config;
+use super::notify::is_unix_stream;
 use super::session::{Session, no};
 use super::socket::{self, Message};
 
@@ -29,7 +30,7 @@ impl Session {
     fn take(&mut self, message: Message) -> Result<Option<(VhostUserInflight, File)>> {
         match message {
             Message::Kick { index } => self.kicked(index)?,
-            Message::BackChannel(fd) => self.set_channel(fd.ok_or_else(no)?),
+            Message::BackChannel(fd) => self.set_channel(fd.ok_or_else(no)?)?,
             Message::Addresses { index, flags, descriptor, used, available } => {
                 // The ring must not start with the addresses of before.
                 self.vring(index)?.parts = None;
@@ -72,11 +73,15 @@ impl Session {
         started
     }
 
-    fn set_channel(&mut self, socket: OwnedFd) {
+    fn set_channel(&mut self, socket: OwnedFd) -> Result<()> {
+        if !is_unix_stream(&socket) {
+            return Err(self.refuse(format_args!("a back channel that is no Unix stream socket")));
+        }
         let channel = Arc::new(BackChannel::new(socket, self.acknowledges()));
         *super::lock(&self.export.channel) = Some(channel.clone());
         self.channel = Some(channel);
         self.caller = Default::default();
+        Ok(())
     }
 
     fn acknowledges(&self) -> bool {

@@ -129,6 +129,7 @@ impl VhostUser {
         tuning: Tuning,
         reactors: Arc<Reactors>,
     ) -> io::Result<Self> {
+        blockyard_ring::doorbell::prepare()?;
         let write_back = AtomicBool::new(disk.options().cache.write_back());
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
         let export = Arc::new(Export {
@@ -155,10 +156,17 @@ impl VhostUser {
     /// Tells the guest that the configuration changed: the disk has another size.
     pub fn config_changed(&self) {
         let channel = lock(&self.export.channel).clone();
-        if let Some(channel) = channel
-            && let Err(e) = channel.config_changed()
-        {
-            tracing::warn!(disk = self.export.device.disk.name(), "the front end was not told of the new size: {e}");
+        let Some(channel) = channel else { return };
+        let disk = self.export.device.disk.clone();
+        // The front end owns the other end, and can hold up who sends. That is a thread that nothing waits for.
+        let told = std::thread::Builder::new().name("config".into()).stack_size(256 << 10).spawn(move || {
+            if let Err(e) = channel.config_changed() {
+                tracing::warn!(disk = disk.name(), "the front end was not told of the new size: {e}");
+            }
+        });
+        if let Err(e) = told {
+            let disk = self.export.device.disk.name();
+            tracing::warn!(disk, "the front end was not told of the new size: starting a thread: {e}");
         }
     }
 

@@ -16,7 +16,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blockyard_ring::doorbell::{self, Doorbell};
-use rustix::net::{AddressFamily, SendFlags, SocketType, sockopt};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketType, sockopt};
 
 use super::caller::Caller;
 
@@ -77,12 +78,26 @@ pub fn is_kick(fd: &OwnedFd) -> io::Result<bool> {
     doorbell::is_eventfd(fd)
 }
 
-/// Whether a reactor may signal this descriptor.
+/// Whether a reactor may signal, and close, this descriptor.
 pub fn is_call(fd: &OwnedFd) -> io::Result<bool> {
-    if is_unix_stream(fd) { Ok(true) } else { doorbell::is_eventfd(fd) }
+    if is_unix_stream(fd) { close_input(fd).map(|()| true) } else { doorbell::is_eventfd(fd) }
 }
 
-fn is_unix_stream(fd: impl AsFd) -> bool {
+/// Discards what a socket has received, and lets it receive nothing more. The last close of a socket closes the descriptors
+/// in its receive queue too, and that may wait for their owner: such a queue must not reach a reactor.
+fn close_input(socket: &OwnedFd) -> io::Result<()> {
+    rustix::net::shutdown(socket, Shutdown::Read)?;
+    let mut bytes = [0u8; 4096];
+    loop {
+        match rustix::net::recv(socket, &mut bytes, RecvFlags::DONTWAIT) {
+            Ok((0, _)) | Err(Errno::AGAIN) => return Ok(()),
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+pub(super) fn is_unix_stream(fd: impl AsFd) -> bool {
     let fd = fd.as_fd();
     sockopt::socket_domain(fd).is_ok_and(|domain| domain == AddressFamily::UNIX)
         && sockopt::socket_type(fd).is_ok_and(|kind| kind == SocketType::STREAM)
@@ -176,6 +191,23 @@ impl Coalescer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What the front end has put into the socket is gone before a reactor has it, and nothing more can be put there.
+    #[test]
+    fn a_call_socket_receives_nothing() {
+        use std::io::{Read, Write};
+        let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        theirs.write_all(&[7; 100_000]).unwrap();
+        let ours = OwnedFd::from(ours);
+        assert!(is_call(&ours).unwrap());
+        assert_eq!(theirs.write(&[7]).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+        let mut call = Call::fd(ours.try_clone().unwrap()).unwrap();
+        assert_eq!(std::os::unix::net::UnixStream::from(ours).read(&mut [0; 8]).unwrap(), 0, "nothing is left");
+        call.ring();
+        let mut signal = [0; 8];
+        theirs.read_exact(&mut signal).unwrap();
+        assert_eq!(u64::from_ne_bytes(signal), 1);
+    }
 
     #[test]
     fn a_wait_gathers_and_a_vain_one_is_not_repeated() {

@@ -63,7 +63,7 @@ impl<'a> Waiting<'a> {
                 return;
             }
             match self.listener.accept(served.as_fd()) {
-                Ok(Some(stream)) => self.came(Client::new(stream.into()), process),
+                Ok(Some(stream)) => self.came(Client::new(stream.into()), served, process),
                 Ok(None) => {}
                 // Most likely no descriptor is left. The next message asks again.
                 Err(_) => return,
@@ -71,7 +71,12 @@ impl<'a> Waiting<'a> {
         }
     }
 
-    fn came(&mut self, client: Client, served: Option<i32>) {
+    fn came(&mut self, client: Client, stream: &UnixStream, served: Option<i32>) {
+        if !ready(stream, PollFlags::RDHUP).is_empty() {
+            // The first one has gone, and this one may be the same front end again.
+            self.clients.push_back(client);
+            return;
+        }
         let (device, process) = (&self.export.device, Process(client.process));
         let served = Process(served);
         let name = device.disk.name();

@@ -9,6 +9,7 @@ use super::change::Change;
 use super::check::flush;
 use super::header::{AUTOCLEAR_KNOWN, COMPATIBLE_LAZY_REFCOUNTS, Header, V3_LENGTH};
 use super::rewrite::rewrite;
+use super::snapshot::table;
 use crate::error::ImageError;
 use crate::raw::Raw;
 
@@ -30,6 +31,11 @@ pub async fn amend<S: Storage>(file: &Raw<S>, wanted: Amend) -> Result<(), Image
     new.autoclear &= AUTOCLEAR_KNOWN;
     if let Some(version) = wanted.version {
         set_version(&mut new, version)?;
+        let (snapshots, _) = table::read(file, old).await?;
+        if new.version != old.version && snapshots.iter().any(|snapshot| snapshot.disk_size.is_none()) {
+            let what = "a snapshot of version 2 does not say the disk's size, which version 3 demands: delete it first";
+            return Err(ImageError::refused(STRUCTURE, what));
+        }
     }
     if let Some(lazy) = wanted.lazy_refcounts {
         if lazy && new.version < 3 {

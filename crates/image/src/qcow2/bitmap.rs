@@ -24,11 +24,7 @@ const FLAGS: usize = 12;
 ///
 /// Autoclear bits that are not known here are cleared. The raw external data bit stays: writes keep its promise.
 pub async fn prepare_for_writing<S: Storage>(file: &Raw<S>, header: &mut Header) -> Result<(), ImageError> {
-    if header.autoclear & !AUTOCLEAR_KNOWN != 0 {
-        header.autoclear &= AUTOCLEAR_KNOWN;
-        header.write_fixed(file).await?;
-        flush(file).await?;
-    }
+    drop_unknown_autoclear(file, header).await?;
     let Some(extension) = header.bitmaps else { return Ok(()) };
     let (mut directory, bitmaps) = directory::read(file, &extension).await?;
     let recording: Vec<&Bitmap> = bitmaps.iter().filter(|b| b.flags & (AUTO | IN_USE) == AUTO).collect();
@@ -44,6 +40,16 @@ pub async fn prepare_for_writing<S: Storage>(file: &Raw<S>, header: &mut Header)
     written.map_err(|e| ImageError::io("qcow2 bitmap directory", offset, "writing", e))?;
     flush(file).await?;
     set_consistent(file, header, true).await
+}
+
+/// Clears the autoclear bits that are not known here; durable when it returns.
+pub async fn drop_unknown_autoclear<S: Storage>(file: &Raw<S>, header: &mut Header) -> Result<(), ImageError> {
+    if header.autoclear & !AUTOCLEAR_KNOWN == 0 {
+        return Ok(());
+    }
+    header.autoclear &= AUTOCLEAR_KNOWN;
+    header.write_fixed(file).await?;
+    flush(file).await
 }
 
 async fn set_consistent<S: Storage>(file: &Raw<S>, header: &mut Header, consistent: bool) -> Result<(), ImageError> {

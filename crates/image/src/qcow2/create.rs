@@ -83,7 +83,7 @@ impl CreateOptions {
         }
     }
 
-    fn check(&self, has_data: bool) -> Result<(), ImageError> {
+    pub(crate) fn check(&self, has_data: bool) -> Result<(), ImageError> {
         let refuse = |what: &str| Err(ImageError::refused(STRUCTURE, what));
         if !matches!(self.version, 2 | 3) {
             return refuse("only versions 2 and 3 are known");

@@ -14,7 +14,7 @@ use crate::traffic::Traffic;
 use crate::turns::Turns;
 
 use super::alloc::Allocator;
-use super::bitmap::prepare_for_writing;
+use super::bitmap::{drop_unknown_autoclear, prepare_for_writing};
 use super::bytes;
 use super::check::{FindingKind, Repair, check, rebuild_refcounts};
 use super::entry::{self, L1Entry};
@@ -34,6 +34,8 @@ pub struct Qcow2Options {
     pub l2_cache: Option<u64>,
     /// Bytes of clusters reserved at once; None: few at first, then more.
     pub reserve: Option<u64>,
+    /// What is written changes nothing of the disk: bitmaps that record writes stay valid.
+    pub keeps_disk: bool,
 }
 
 impl<S: Storage> Qcow2<S> {
@@ -45,7 +47,7 @@ impl<S: Storage> Qcow2<S> {
         options: &Qcow2Options,
     ) -> Result<Self, ImageError> {
         if !options.read_only {
-            make_writable(&file, data.as_ref(), &mut header).await?;
+            make_writable(&file, data.as_ref(), &mut header, options.keeps_disk).await?;
         }
         let shape = Shape::of(&header);
         let l1 = read_l1(&file, &header).await?;
@@ -93,6 +95,7 @@ async fn make_writable<S: Storage>(
     file: &Raw<S>,
     data: Option<&Raw<S>>,
     header: &mut Header,
+    keeps_disk: bool,
 ) -> Result<(), ImageError> {
     if header.has_corrupt() {
         let what = "it is marked as corrupt: nothing is written to it; `blockyard image check --repair all` may help";
@@ -126,7 +129,7 @@ async fn make_writable<S: Storage>(
         tracing::info!("mending the qcow2 image: {leaks} clusters that nothing names, {flags} COPIED flags not set");
         *header = rebuild_refcounts(file).await?;
     }
-    prepare_for_writing(file, header).await
+    if keeps_disk { drop_unknown_autoclear(file, header).await } else { prepare_for_writing(file, header).await }
 }
 
 async fn length<S: Storage>(file: &Raw<S>) -> Result<u64, ImageError> {

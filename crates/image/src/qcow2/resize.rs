@@ -51,13 +51,26 @@ pub async fn resize<S: Storage>(file: &Raw<S>, data: Option<&Raw<S>>, wanted: Re
     without.autoclear &= !AUTOCLEAR_BITMAPS;
     without.write_fixed(file).await?;
     flush(file).await?;
-    let change = Change::begin(file).await?;
-    if size < change.old.size {
-        shrink(change, data, size).await?
-    } else {
-        grow(change, data, wanted).await?
-    };
-    bitmaps.store(Change::begin(file).await?).await
+    let (change, old_size) = (Change::begin(file).await?, change.old.size);
+    let done = if size < old_size { shrink(change, data, size).await } else { grow(change, data, wanted).await };
+    match done {
+        Ok(()) => bitmaps.store(Change::begin(file).await?).await,
+        Err(error) => {
+            bitmaps_as_they_were(file, old_size).await?;
+            Err(error)
+        }
+    }
+}
+
+/// A resize has failed: the bitmaps are still those of the disk, unless it has another size already.
+async fn bitmaps_as_they_were<S: Storage>(file: &Raw<S>, old_size: u64) -> Result<(), ImageError> {
+    let mut header = Header::read(file).await?;
+    if header.size != old_size || header.has_dirty() {
+        return Ok(());
+    }
+    header.autoclear |= AUTOCLEAR_BITMAPS;
+    header.write_fixed(file).await?;
+    flush(file).await
 }
 
 fn may_be_resized(old: &Header, has_data: bool, wanted: Resize) -> Result<(), ImageError> {

@@ -85,12 +85,12 @@ pub fn convert(
     progress.expect(end);
     let to = target.layers();
     let shared_from = match source {
-        [one] if one.range.start == 0 => {
+        [one] if one.range.start == 0 && one.chain.options().snapshot.is_none() => {
             let from = one.chain.layers();
             let shared = shared_layers(from, &to[1..]);
             (from.len() - shared, to.len() - shared)
         }
-        // The same bytes are elsewhere on the two disks.
+        // The same file shows other bytes at the same place.
         _ => (usize::MAX, usize::MAX),
     };
     let work = Arc::new(Work { sweep: Sweep::new(0..end), options: *options, progress: progress.clone(), shared_from });

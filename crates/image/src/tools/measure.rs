@@ -46,6 +46,8 @@ pub fn measure(new: &NewImage, source: Option<&Arc<Chain>>) -> Result<Measure, C
 }
 
 fn measure_qcow2(options: &CreateOptions, source: Option<&Arc<Chain>>) -> Result<Measure, ChainError> {
+    let checked = options.check(options.data_file.is_some());
+    checked.map_err(|error| ChainError::Image { path: "new image".into(), error })?;
     let cluster = options.cluster_size;
     let disk = options.size.next_multiple_of(cluster);
     let metadata = metadata_bytes(options, disk);
@@ -115,7 +117,7 @@ fn bitmap_bytes(source: &Arc<Chain>, cluster: u64) -> Result<Option<u64>, ChainE
     let Some(top) = details(source)?.into_iter().next() else { return Ok(None) };
     let (mut bytes, mut entries) = (0, 0);
     for bitmap in &top.bitmaps {
-        let bits = source.size().div_ceil(1 << bitmap.granularity_bits);
+        let bits = source.size().div_ceil(1 << bitmap.granularity_bits.min(63));
         let clusters = bits.div_ceil(8).div_ceil(cluster);
         bytes += clusters * cluster + (clusters * BITMAP_TABLE_ENTRY).next_multiple_of(cluster);
         entries += directory::entry_bytes(bitmap.name.len(), 0);

@@ -32,6 +32,9 @@ const WINDOW: u64 = 64 << 20;
 const PIECE: u64 = 1 << 20;
 const AT_A_TIME: usize = 8;
 
+/// What is written to an image that becomes larger changes nothing of its disk.
+const KEEPING: Qcow2Options = Qcow2Options { read_only: false, l2_cache: None, reserve: None, keeps_disk: true };
+
 #[derive(Clone, Copy, Debug)]
 pub struct NewSize {
     /// In bytes.
@@ -103,7 +106,7 @@ fn of_qcow2(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
         resize::resize(&file, data.as_ref(), resize).await.map_err(wrong)?;
         if wanted.size > chain.size() && wanted.preallocation != Preallocation::Off {
             let header = Header::read(&file).await.map_err(wrong)?;
-            let image = Qcow2::open(header, file, data, &Qcow2Options::default()).await.map_err(wrong)?;
+            let image = Qcow2::open(header, file, data, &KEEPING).await.map_err(wrong)?;
             // The cluster that has the old end is the chain's; what follows is the image's alone.
             let start = chain.size().next_multiple_of(image.shared().shape().cluster_size());
             let image = Image::new(vec![Layer::Qcow2(image)], false);
@@ -140,7 +143,7 @@ async fn hold_the_end(
     if end.is_multiple_of(header.cluster_size()) || last.place != Place::Absent {
         return Ok(());
     }
-    let top = Qcow2::open(header, file, data, &Qcow2Options::default()).await.map_err(wrong)?;
+    let top = Qcow2::open(header, file, data, &KEEPING).await.map_err(wrong)?;
     layers[0] = Layer::Qcow2(top);
     let image = Image::new(layers, false);
     let (bytes, read) = image.read(Segments::buffer(SECTOR as usize), end - SECTOR).await;

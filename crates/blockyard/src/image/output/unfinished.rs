@@ -78,7 +78,9 @@ pub fn remove_left_behind(in_folder: &Path, name: &OsStr) {
         let Ok(entry_name) = entry.file_name().into_string() else { continue };
         let process = entry_name.strip_prefix(&prefix).and_then(|rest| rest.strip_suffix(".part"));
         let Some(process) = process.and_then(|process| process.parse().ok()).and_then(Pid::from_raw) else { continue };
-        let is_gone = test_kill_process(process) == Err(rustix::io::Errno::SRCH);
+        // A process in a container may have the number that a killed one had there. This one has made no file here yet.
+        let is_gone =
+            process == rustix::process::getpid() || test_kill_process(process) == Err(rustix::io::Errno::SRCH);
         if is_gone && open_file(&entry.path(), false).is_ok() {
             let _ = std::fs::remove_file(entry.path());
         }

@@ -20,6 +20,8 @@ use crate::qcow2::header::{
 use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 bitmaps";
+/// Bytes of bits that a resize holds in memory.
+const MOST_HELD: usize = 1 << 30;
 /// A table entry without a cluster: all bits of its part are set.
 const ALL_ONES: u64 = 1;
 
@@ -73,7 +75,7 @@ pub async fn read<S: Storage>(file: &Raw<S>, name: &str) -> Result<Bits, ImageEr
     let header = Header::read(file).await?;
     let set = Set::load(file, &header).await?;
     let at = set.find(name)?;
-    set.trusted(at)?;
+    set.trusted(at, &header)?;
     Bits::read(file, &header, &set.0[at].entry).await
 }
 
@@ -84,21 +86,23 @@ impl Set {
     async fn load<S: Storage>(file: &Raw<S>, header: &Header) -> Result<Self, ImageError> {
         let Some(extension) = &header.bitmaps else { return Ok(Set(Vec::new())) };
         let (_, entries) = directory::read(file, extension).await?;
-        if let Some(later) = entries.iter().find(|entry| entry.extra_len > 0) {
-            let what = format!("bitmap \"{}\" has data of a later version of the format", later.name);
-            return Err(ImageError::unsupported(STRUCTURE, what));
-        }
         Ok(Set(entries.into_iter().map(|entry| Held { entry, bits: None }).collect()))
     }
 
     /// All of an image's bitmaps as they are to be for a disk of `size` bytes. What is new is not set.
     pub async fn resized<S: Storage>(file: &Raw<S>, header: &Header, size: u64) -> Result<Self, ImageError> {
         let mut set = Self::load(file, header).await?;
+        let mut held_bytes = 0;
         for at in 0..set.0.len() {
-            set.trusted(at)?;
+            set.trusted(at, header)?;
             let held = &mut set.0[at];
             let mut bits = Bits::read(file, header, &held.entry).await?;
             bits.resize(size)?;
+            held_bytes += bits.bytes.len();
+            if held_bytes > MOST_HELD {
+                let what = "all of them take more than 1 GiB of memory: remove some first";
+                return Err(ImageError::refused(STRUCTURE, what));
+            }
             held.bits = Some(bits);
         }
         Ok(set)
@@ -114,8 +118,9 @@ impl Set {
     }
 
     /// A bitmap in use was not saved by its last writer: its bits may be wrong.
-    fn trusted(&self, at: usize) -> Result<(), ImageError> {
+    fn trusted(&self, at: usize, header: &Header) -> Result<(), ImageError> {
         let entry = &self.0[at].entry;
+        can_be_written(entry, header)?;
         if entry.flags & IN_USE == 0 {
             return Ok(());
         }
@@ -138,7 +143,7 @@ impl Set {
             self.0.remove(at);
             return Ok(());
         }
-        self.trusted(at)?;
+        self.trusted(at, header)?;
         let held = &mut self.0[at];
         match edit {
             Edit::Record(true) => held.entry.flags |= AUTO,
@@ -193,6 +198,9 @@ impl Set {
     pub async fn store<S: Storage>(mut self, change: Change<'_, S>) -> Result<(), ImageError> {
         let mut new = change.old.clone();
         let cluster = new.cluster_size();
+        for held in self.0.iter().filter(|held| held.bits.is_none()) {
+            can_be_written(&held.entry, &new)?;
+        }
         let directory = directory::encode(&self.entries()).len() as u64;
         if directory > MAX_BITMAP_DIRECTORY_BYTES {
             return Err(ImageError::refused(STRUCTURE, "their directory would be larger than 64 MiB"));
@@ -223,6 +231,15 @@ impl Set {
 
     fn entries(&self) -> Vec<Bitmap> {
         self.0.iter().map(|held| held.entry.clone()).collect()
+    }
+}
+
+/// An entry that is not understood as a whole would be another one when it is written again.
+fn can_be_written(entry: &Bitmap, header: &Header) -> Result<(), ImageError> {
+    let odd = entry.odd(header).or(entry.name.contains(char::REPLACEMENT_CHARACTER).then(|| "its name is no text".into()));
+    match odd {
+        Some(what) => Err(ImageError::refused(STRUCTURE, format!("bitmap \"{}\": {what}: remove it first", entry.name))),
+        None => Ok(()),
     }
 }
 
