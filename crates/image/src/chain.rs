@@ -166,7 +166,7 @@ impl ChainLayer {
 pub struct Chain {
     pub(crate) layers: Vec<Arc<ChainLayer>>,
     pub(crate) options: ChainOptions,
-    cut: Option<String>,
+    pub(crate) cut: Option<String>,
 }
 
 impl Chain {

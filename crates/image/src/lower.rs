@@ -85,7 +85,7 @@ impl Chain {
             prime: false,
             ..self.options.clone()
         };
-        let mut lower = Lower { chain: Chain { layers: Vec::new(), options }, locks: Vec::new() };
+        let mut lower = Lower { chain: Chain { layers: Vec::new(), options, cut: None }, locks: Vec::new() };
         let file = lower.lock(&below.file)?;
         let data = below.data.as_ref().map(|data| lower.lock(data)).transpose()?;
         // While it is committed into, the image below is open twice, and keeps as much as before each time.
@@ -115,7 +115,7 @@ impl Chain {
             *layer = Arc::new(layer.open_again(handle, file, data, read_only, self.options.l2_cache).await?);
         }
         cache_shares::apply(&layers, self.options.l2_cache);
-        Ok(Arc::new(Chain { layers, options: self.options.clone() }))
+        Ok(Arc::new(Chain { layers, options: self.options.clone(), cut: None }))
     }
 }
 

@@ -104,7 +104,7 @@ impl Chain {
             ..ChainOptions::new(file.path())
         };
         let layer = ChainLayer { format: Format::Raw, file: file.clone(), data: None, meta: Meta::Raw };
-        Chain { layers: vec![Arc::new(layer)], options }
+        Chain { layers: vec![Arc::new(layer)], options, cut: None }
     }
 
     /// Makes a qcow2 image at `path`, where no file may be, on top of this chain. `shape` says how it is to be laid out (its
@@ -137,7 +137,7 @@ impl Chain {
         let mut layers = vec![Arc::new(overlay), Arc::new(writer.as_read_only())];
         layers.extend(self.layers[1..].iter().cloned());
         cache_shares::apply(&layers, options.l2_cache);
-        Ok(GrownChain { chain: Arc::new(Chain { layers, options }), writer, recorded: false, unfinished })
+        Ok(GrownChain { chain: Arc::new(Chain { layers, options, cut: None }), writer, recorded: false, unfinished })
     }
 
     /// What the overlay calls the image below it; all images of the chain must lie where it may have them.

@@ -68,6 +68,6 @@ impl Chain {
         let wrong = |error| ChainError::Image { path: self.options.path.clone(), error };
         let image = self.image(handle).map_err(|e| wrong(ImageError::io(TOP, None, "opening it for io_uring", e)))?;
         stand_alone(&image).await.map_err(wrong)?;
-        Ok(Arc::new(Chain { layers: vec![self.layers[0].clone()], options: self.options.clone() }))
+        Ok(Arc::new(Chain { layers: vec![self.layers[0].clone()], options: self.options.clone(), cut: None }))
     }
 }

@@ -236,9 +236,12 @@ impl Set {
 
 /// An entry that is not understood as a whole would be another one when it is written again.
 fn can_be_written(entry: &Bitmap, header: &Header) -> Result<(), ImageError> {
-    let odd = entry.odd(header).or(entry.name.contains(char::REPLACEMENT_CHARACTER).then(|| "its name is no text".into()));
+    let odd =
+        entry.odd(header).or(entry.name.contains(char::REPLACEMENT_CHARACTER).then(|| "its name is no text".into()));
     match odd {
-        Some(what) => Err(ImageError::refused(STRUCTURE, format!("bitmap \"{}\": {what}: remove it first", entry.name))),
+        Some(what) => {
+            Err(ImageError::refused(STRUCTURE, format!("bitmap \"{}\": {what}: remove it first", entry.name)))
+        }
         None => Ok(()),
     }
 }
