@@ -113,6 +113,9 @@ pub enum ChainError {
     Format { path: PathBuf },
     #[error("image {}: its backing file {}: {what}", path.display(), backing)]
     Backing { path: PathBuf, backing: String, what: String },
+    /// The file exists, and lies where no image may name files.
+    #[error("image {}: its backing file {backing}: {} lies outside {allowed}: say --backing-folder to allow its folder", path.display(), real.display())]
+    Outside { path: PathBuf, backing: String, real: PathBuf, allowed: String },
     #[error("starting io_uring")]
     Executor(#[source] std::io::Error),
 }
@@ -194,7 +197,7 @@ impl Chain {
         });
         while let Some(image) = next {
             let image = match image.find(&allowed) {
-                Err(error) if chain.options.cut_outside && !chain.layers.is_empty() => {
+                Err(error @ ChainError::Outside { .. }) if chain.options.cut_outside => {
                     chain.cut = Some(error.to_string());
                     break;
                 }
@@ -463,11 +466,8 @@ impl Next {
         let real = Path::new(OsStr::from_bytes(real.to_bytes()));
         if !allowed.folders.iter().any(|folder| real.starts_with(folder)) {
             let list: Vec<_> = allowed.folders.iter().map(|f| f.display().to_string()).collect();
-            return Err(self.refuse(format!(
-                "{} lies outside {}: say --backing-folder to allow its folder",
-                real.display(),
-                list.join(", ")
-            )));
+            let (path, backing) = self.named_by.clone().unwrap_or_default();
+            return Err(ChainError::Outside { path, backing, real: real.into(), allowed: list.join(", ") });
         }
         self.found = Some(Arc::new(found));
         Ok(self)

@@ -286,7 +286,7 @@ fn dd_copies_a_part() {
         }
     }
     let from = format!("if={}", text(&path));
-    refused(&["dd", &from, "of=x", "bs=7"], 2, &["whole sectors"]);
+    refused(&["dd", &from, "of=x", "bs=7", "count=3"], 2, &["whole sectors"]);
     refused(&["dd", &from, "bs=7"], 2, &["of=FILE is missing"]);
     refused(&["dd", &from, "of=x", "seek=7"], 2, &["\"seek=7\""]);
     refused(&["dd", &from, &format!("of={}", text(&path)), "--force"], 1, &["cannot be replaced"]);

@@ -44,7 +44,9 @@ fn backing_files_that_are_not_there_or_not_allowed() {
     let base = other.raw("base.raw", 4 * MIB, 1);
     let overlay = images.path("overlay.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-b", text(&base), "-F", "raw", text(&overlay)]);
-    refused(&["map", text(&overlay)], 1, &["overlay.qcow2", "base.raw", "lies outside", "--backing-folder"]);
+    let new = images.path("new.raw");
+    let outside = ["overlay.qcow2", "base.raw", "lies outside", "--backing-folder"];
+    refused(&["convert", text(&overlay), text(&new)], 1, &outside);
     let allowed = image_any(&["map", "--backing-folder", text(&other.0), text(&overlay)]);
     assert!(allowed.status.success(), "{}", allowed.err);
     std::fs::remove_file(&base).unwrap();

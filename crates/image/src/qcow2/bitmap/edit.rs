@@ -119,8 +119,10 @@ impl Set {
 
     /// A bitmap in use was not saved by its last writer: its bits may be wrong.
     fn trusted(&self, at: usize, header: &Header) -> Result<(), ImageError> {
-        let entry = &self.0[at].entry;
-        can_be_written(entry, header)?;
+        let Held { entry, bits } = &self.0[at];
+        if bits.is_none() {
+            can_be_written(entry, header)?;
+        }
         if entry.flags & IN_USE == 0 {
             return Ok(());
         }
