@@ -60,7 +60,7 @@ impl Export {
 
     fn end_reactor(&self) {
         self.reactors.next().run(|handle| handle.stop());
-        // Whatever is asked from here on is dropped.
+        // The reactor drops all later questions.
         while self.reactors.next().ask(|_, reply| reply.send(())).is_some() {
             std::thread::yield_now();
         }

@@ -12,7 +12,7 @@ use blockyard_ring::host::{self, Holder, Lock};
 /// How long the lock of a killed process may stay. The kernel takes an io_uring apart after its process has ended, and each
 /// request that is still on its way to a device keeps the file, and so its lock: on a slow device for many seconds.
 const LINGER: Duration = Duration::from_secs(30);
-/// After so long a person is told what the start waits for.
+/// Time after which the log says what the start waits for.
 const QUIET: Duration = Duration::from_secs(1);
 /// How long a holder must live to be believed in: the kill may be on its way.
 const GLANCE: Duration = Duration::from_millis(50);

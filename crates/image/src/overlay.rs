@@ -64,8 +64,8 @@ impl GrownChain {
         &self.chain
     }
 
-    /// Records with the image below, durably, that the overlay lies on it. Whoever opens that image for writing is refused
-    /// from then on. Called before the first write goes to the overlay.
+    /// Records with the image below, durably, that the overlay lies on it. From then on that image cannot be opened for
+    /// writing. Called before the first write goes to the overlay.
     pub fn record(&mut self) -> Result<(), ChainError> {
         // Also what failed half-way is removed with the overlay.
         self.recorded = true;

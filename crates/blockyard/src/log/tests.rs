@@ -67,7 +67,7 @@ fn what_could_not_be_written_is_counted_and_told_when_it_works_again() {
     answer.send(Ok(())).unwrap();
     let told = "blockyard: 2 messages dropped, because of the test: No space left on device (os error 28)\n";
     assert_eq!(written.recv().unwrap(), told);
-    // Not even that: it is told later.
+    // Not even that fits: a later write reports it.
     answer.send(Err(ENOSPC)).unwrap();
     queue.push(b"four\n");
     assert_eq!(written.recv().unwrap(), "four\n");

@@ -103,7 +103,7 @@ fn endless(what: &str, regions: u64) {
     daemon.end();
 }
 
-/// An eventfd that blocks who writes to it: its counter is at its maximum, and O_NONBLOCK is clear.
+/// An eventfd that blocks a writer: its counter is at its maximum, and O_NONBLOCK is clear.
 fn blocking() -> OwnedFd {
     let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
     rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();

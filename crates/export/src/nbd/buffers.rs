@@ -1,7 +1,7 @@
 //! The buffers that a reactor's connections read into and write from.
 //!
 //! In: lengths of requests. Out: buffers, and the [`Room`] for them. What must hold: a recycled buffer holds anything, so
-//! whoever sends one has filled it; memory beyond the room that is taken is bounded by [`KEPT`], twice.
+//! the client that sends a payload has filled it; memory beyond the room that is taken is bounded by [`KEPT`], twice.
 
 use std::cell::{Cell, RefCell};
 use std::io;

@@ -1,6 +1,6 @@
 //! Calls by messages, from a thread of their own.
 //!
-//! In: the numbers of queues whose guest is to be interrupted, from their reactors. Out: messages on the back channel, each
+//! In: from the reactors, the numbers of the queues that must interrupt their guest. Out: messages on the back channel, each
 //! acknowledged before the next one. What must hold: a reactor never waits for the front end, however late it
 //! acknowledges; a queue has at most one call waiting here, so nothing grows.
 

@@ -158,7 +158,7 @@ impl VhostUser {
         let channel = lock(&self.export.channel).clone();
         let Some(channel) = channel else { return };
         let disk = self.export.device.disk.clone();
-        // The front end owns the other end, and can hold up who sends. That is a thread that nothing waits for.
+        // The front end owns the other end of the channel, and can hold a sender up: nothing waits for this thread.
         let told = std::thread::Builder::new().name("config".into()).stack_size(256 << 10).spawn(move || {
             if let Err(e) = channel.config_changed() {
                 tracing::warn!(disk = disk.name(), "the front end was not told of the new size: {e}");

@@ -37,7 +37,7 @@ pub enum Next {
     /// A message that was taken off the socket.
     Taken {
         request: u32,
-        /// An acknowledgement is asked for.
+        /// The front end wants an acknowledgement.
         reply: bool,
         message: Message,
     },
@@ -57,7 +57,7 @@ pub enum Message {
     Addresses { index: u32, flags: u32, descriptor: u64, used: u64, available: u64 },
     /// The crate ends the session if the state is neither 0 nor 1.
     Enable { index: u32, state: u32 },
-    /// An in-flight region is asked for by a description without padding.
+    /// The front end asks for an in-flight region, and describes it without padding.
     AskInflight(VhostUserInflight),
     /// An in-flight region, described without padding.
     Inflight(VhostUserInflight, Option<OwnedFd>),

@@ -71,7 +71,7 @@ impl QueueHandle {
         self.with(move |queue| queue.core.borrow_mut().set_memory(Rc::new(memory)))
     }
 
-    /// The front end kicked by a message. Nobody waits for its effect.
+    /// The front end kicked by a message. No caller waits for its effect.
     pub fn kick(&self) {
         drop(self.with(|queue| queue.wake.ring()));
     }
