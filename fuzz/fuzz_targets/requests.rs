@@ -12,9 +12,9 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use blockyard_disk::{Disk, DiskOptions, Source};
-use blockyard_export::{PollMode, Reactors};
-use blockyard_export::vhost_user::parts::{Call, DeviceState, Log, QueueHandle, QueueSetup};
 use blockyard_export::vhost_user::Coalesce;
+use blockyard_export::vhost_user::parts::{Call, DeviceState, Log, QueueHandle, QueueSetup};
+use blockyard_export::{PollMode, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
 use guest::{Bytes, PARTS, Shape, change, memory};
 use libfuzzer_sys::fuzz_target;

@@ -10,7 +10,9 @@ mod guest;
 use std::rc::Rc;
 
 use blockyard_disk::Op;
-use blockyard_export::vhost_user::parts::{Ask, Head, Inflight, InflightRegion, MAX_CHAIN, Ring, Terms, allocate, parse};
+use blockyard_export::vhost_user::parts::{
+    Ask, Head, Inflight, InflightRegion, MAX_CHAIN, Ring, Terms, allocate, parse,
+};
 use blockyard_ring::{GuestMemory, Mapper, Segments};
 use guest::{Bytes, Shape, change, memory};
 use libfuzzer_sys::fuzz_target;
@@ -26,7 +28,8 @@ fuzz_target!(|data: &[u8]| {
         let (fd, len) = allocate(1, shape.size, shape.packed).unwrap();
         InflightRegion::map(&Mapper::new(false), fd, (0, len), 1).unwrap().queue(0, shape.packed).unwrap().unwrap()
     });
-    let mut device = Device { ring, memory, size: shape.size, inflight, taken: Vec::new(), segments: Segments::default() };
+    let mut device =
+        Device { ring, memory, size: shape.size, inflight, taken: Vec::new(), segments: Segments::default() };
     device.run(&mut Bytes(script));
 });
 
