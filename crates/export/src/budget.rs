@@ -7,8 +7,8 @@
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// Descriptors of a turn: about 100 us. A request costs as much as [`REQUEST`] of them besides.
-const DESCRIPTORS: u32 = 2048;
+/// Descriptors of a turn: about 50 us. A request costs as much as [`REQUEST`] of them besides.
+const DESCRIPTORS: u32 = 1024;
 pub const REQUEST: u32 = 8;
 /// Bytes of a turn. Storage that answers at once copies them before it answers.
 const BYTES: u64 = 1 << 20;
