@@ -115,6 +115,14 @@ pub struct Connection {
     pub queues_max: u64,
 }
 
+impl Drop for Connection {
+    /// Ends the connection at once. A close alone ends it only with the last copy of the descriptor, and a process that
+    /// another thread is just starting holds one until it runs its program.
+    fn drop(&mut self) {
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    }
+}
+
 impl Connection {
     /// Connects. Nothing is agreed yet.
     pub fn open(path: &Path) -> Result<Self> {
