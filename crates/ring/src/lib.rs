@@ -8,7 +8,7 @@
 //!   memory     guest memory: regions, windows, bounds     segments  what one I/O moves: an iovec and its owner
 //!   buffers    guest memory registered with a ring        fault     shared memory that its owner takes away
 //!   mapper     which files of front ends are mapped       quota     how much of them
-//!   nbd_device the kernel's NBD client
+//!   nbd_device the kernel's NBD client                    xen       xenstore, event channels, granted pages
 //!   workers    threads for calls that block             pulse     what an executor is at, for a thread that watches
 //!   doorbell   signals to eventfds of other processes, without waiting
 //!   change_time  what writes past the page cache would wait for, done ahead      pauses  of what has blocked
@@ -47,6 +47,7 @@ pub mod ublk;
 mod uring;
 mod wake;
 mod workers;
+pub mod xen;
 
 pub use buffers::{Outcome, Refusal, Registration};
 pub use executor::{Executor, Handle, Meter};

@@ -21,6 +21,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use crate::fault::Guard;
 use crate::mapper::MemoryFile;
 use crate::quota::{Account, Charge, Exceeded};
+use crate::xen::Release;
 
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
@@ -56,6 +57,8 @@ struct Mapping {
     fault: Option<Guard>,
     /// Of a front end's memory: its place in the account, until it is unmapped.
     _charge: Option<Charge>,
+    /// Of granted pages: dropped, and with it the grants, after the memory is unmapped.
+    _release: Option<Release>,
 }
 
 // SAFETY: a mapping is plain shared memory; all access goes through volatile or atomic operations on bounds that were
@@ -133,8 +136,18 @@ impl Region {
         .map_err(io)?;
         let base = NonNull::new(ptr.cast()).ok_or_else(bad)?;
         crate::resident::release(base, map_len);
-        let mapping = Mapping { base, map_len, fault: Some(Guard::new(base, map_len)), _charge: charge };
+        let mapping =
+            Mapping { base, map_len, fault: Some(Guard::new(base, map_len)), _charge: charge, _release: None };
         Ok(Region { mapping, skip, guest, user, len })
+    }
+
+    /// Pages that a guest of Xen grants, as one region at guest address 0. They stay as long as they are mapped.
+    ///
+    /// # Safety
+    /// `base` and `len` are a mapping that belongs to nothing else.
+    pub(crate) unsafe fn granted(base: NonNull<u8>, len: usize, release: Release) -> Self {
+        let mapping = Mapping { base, map_len: len, fault: None, _charge: None, _release: Some(release) };
+        Region { mapping, skip: 0, guest: 0, user: 0, len: len as u64 }
     }
 
     /// Memory of our own for `len` bytes, in a memfd that can be handed to a peer.
@@ -182,6 +195,18 @@ impl Region {
         debug_assert!(offset <= self.len);
         // SAFETY: skip + len lies inside the mapping, and offset <= len.
         unsafe { self.mapping.base.add(self.skip + offset as usize) }
+    }
+
+    /// The host address of `len` bytes from `offset`, if they lie in the region.
+    #[inline]
+    pub(crate) fn piece(&self, offset: u64, len: u64) -> Option<*mut u8> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        inside.then(|| self.at(offset).as_ptr())
+    }
+
+    /// The whole region as a window, which is aligned to its page.
+    pub fn window(self: &Arc<Self>) -> Window {
+        Window { ptr: self.at(0), len: self.len as usize, _region: self.clone() }
     }
 
     fn end(&self) -> u64 {

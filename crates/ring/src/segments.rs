@@ -10,10 +10,11 @@ mod heap;
 
 use std::io;
 use std::rc::Rc;
+use std::sync::Arc;
 
 pub use heap::AlignedBuf;
 
-use crate::memory::{GuestMemory, MemoryError};
+use crate::memory::{GuestMemory, MemoryError, Region};
 use crate::ublk::RequestData;
 
 #[derive(Clone, Default)]
@@ -21,6 +22,8 @@ enum Owner {
     #[default]
     Nobody,
     Guest(Rc<GuestMemory>),
+    /// Regions that were mapped for this request, or for several.
+    Regions(Vec<Arc<Region>>),
     Heap(Rc<AlignedBuf>),
     /// With the kernel: the entries are offsets in it.
     Request(Rc<RequestData>),
@@ -32,6 +35,9 @@ impl Owner {
     fn is(&self, other: &Owner) -> bool {
         match (self, other) {
             (Owner::Guest(mine), Owner::Guest(theirs)) => Rc::ptr_eq(mine, theirs),
+            (Owner::Regions(mine), Owner::Regions(theirs)) => {
+                mine.len() == theirs.len() && mine.iter().zip(theirs).all(|(a, b)| Arc::ptr_eq(a, b))
+            }
             (Owner::Heap(mine), Owner::Heap(theirs)) => Rc::ptr_eq(mine, theirs),
             (Owner::Request(mine), Owner::Request(theirs)) => Rc::ptr_eq(mine, theirs),
             _ => false,
@@ -113,6 +119,32 @@ impl Segments {
         self.owner = Owner::Guest(memory.clone());
     }
 
+    /// Empties it for a request in memory of regions, keeping the room of the vectors.
+    #[inline]
+    pub fn reset_regions(&mut self) {
+        self.iov.clear();
+        self.len = 0;
+        match &mut self.owner {
+            Owner::Regions(regions) => regions.clear(),
+            owner => *owner = Owner::Regions(Vec::new()),
+        }
+    }
+
+    /// Appends `len` bytes of `region` from `offset`, after [`Segments::reset_regions`].
+    #[inline]
+    pub fn push_region(&mut self, region: &Arc<Region>, offset: u64, len: u64) -> Result<(), MemoryError> {
+        let out_of_range = MemoryError::OutOfRange { addr: offset, len };
+        let (Owner::Regions(regions), Some(base)) = (&mut self.owner, region.piece(offset, len)) else {
+            return Err(out_of_range);
+        };
+        if !regions.last().is_some_and(|last| Arc::ptr_eq(last, region)) {
+            regions.push(region.clone());
+        }
+        push(&mut self.iov, base, len as usize);
+        self.len += len as usize;
+        Ok(())
+    }
+
     /// Makes it the first `len` bytes of data that the kernel keeps, keeping the vector's room.
     #[inline]
     pub(crate) fn reset_request(&mut self, data: &Rc<RequestData>, len: usize) {
@@ -161,9 +193,10 @@ impl Segments {
     /// Appends all of `other`, which may go before these do. False, and nothing is changed: its memory is another owner's.
     #[must_use]
     pub fn append(&mut self, other: &Segments) -> bool {
-        match (&self.owner, &other.owner) {
+        match (&mut self.owner, &other.owner) {
             // Nobody's segments are empty.
-            (Owner::Nobody, owner) => self.owner = owner.clone(),
+            (mine @ Owner::Nobody, owner) => *mine = owner.clone(),
+            (Owner::Regions(mine), Owner::Regions(theirs)) => mine.extend(theirs.iter().cloned()),
             (Owner::Guest(mine), Owner::Guest(theirs)) if Rc::ptr_eq(mine, theirs) => {}
             (Owner::Heap(mine), Owner::Heap(theirs)) if Rc::ptr_eq(mine, theirs) => {}
             _ => return false,
@@ -321,6 +354,15 @@ impl Segments {
             other.copy_out(from + at, &mut theirs[..here]);
             find_difference(&mine[..here], &theirs[..here]).map(|found| at + found)
         })
+    }
+
+    /// The address of `len` bytes from `offset`, which are one piece of memory of this process. Panics if they are not: lengths are
+    /// our own sums.
+    pub(crate) fn contiguous(&self, offset: usize, len: usize) -> *mut u8 {
+        assert!(self.request().is_none(), "a request's data have no address");
+        let mut found = None;
+        self.each(offset, len, |base, here| found = (here == len).then_some(base));
+        found.expect("a buffer is one piece")
     }
 
     /// Calls `piece` with the ranges that make up `offset`+`len`. Panics beyond the end: lengths are our own sums.

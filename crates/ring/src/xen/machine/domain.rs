@@ -1,0 +1,208 @@
+//! A domain of a [`super::Machine`]: the side of the front end.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use rustix::event::EventfdFlags;
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::{copy_of, lock};
+use crate::memory::{Region, Window};
+use crate::xen::Channel;
+use crate::xen::abi::{COPY_TO_GRANT, CopySegment, PAGE};
+
+/// Xen's numbers for copies that fail.
+const BAD_REFERENCE: i16 = -3;
+const BAD_COPY: i16 = -10;
+
+/// See the module's page.
+pub struct Domain {
+    number: u16,
+    memory: Arc<Region>,
+    file: OwnedFd,
+    grants: Mutex<Grants>,
+    channels: Mutex<HashMap<u32, Ends>>,
+    maps: AtomicU64,
+    copies: AtomicU64,
+}
+
+#[derive(Default)]
+struct Grants {
+    last: u32,
+    granted: HashMap<u32, Grant>,
+}
+
+struct Grant {
+    page: usize,
+    read_only: bool,
+    mapped: u32,
+}
+
+/// The eventfds of a channel, and whether a back end has bound it.
+struct Ends {
+    front: Arc<OwnedFd>,
+    back: Arc<OwnedFd>,
+    bound: bool,
+}
+
+/// The front end's end of a channel.
+pub struct FrontChannel {
+    pub port: u32,
+    front: Arc<OwnedFd>,
+    back: Arc<OwnedFd>,
+}
+
+impl FrontChannel {
+    /// Becomes readable with each event.
+    pub fn descriptor(&self) -> io::Result<OwnedFd> {
+        copy_of(&self.front)
+    }
+
+    /// Takes the events that have come; returns how many.
+    pub fn take(&self) -> u64 {
+        let mut count = [0; 8];
+        rustix::io::read(&self.front, &mut count).map_or(0, |_| u64::from_ne_bytes(count))
+    }
+
+    pub fn notify(&self) {
+        let _ = rustix::io::write(&self.back, &1u64.to_ne_bytes());
+    }
+}
+
+impl Domain {
+    pub(super) fn new(number: u16, pages: usize) -> io::Result<Self> {
+        let len = (pages * PAGE) as u64;
+        let (memory, file) = Region::memfd("domain", 0, 0, len).map_err(io::Error::other)?;
+        let (grants, channels, maps, copies) = Default::default();
+        Ok(Domain { number, memory: Arc::new(memory), file, grants, channels, maps, copies })
+    }
+
+    pub fn number(&self) -> u16 {
+        self.number
+    }
+
+    /// Its memory.
+    pub fn memory(&self) -> Window {
+        self.memory.window()
+    }
+
+    /// Grants page number `page`, and returns the reference.
+    pub fn grant(&self, page: usize, read_only: bool) -> u32 {
+        let mut grants = lock(&self.grants);
+        // As Xen's, the first references are for others.
+        grants.last = grants.last.max(7) + 1;
+        let reference = grants.last;
+        grants.granted.insert(reference, Grant { page, read_only, mapped: 0 });
+        reference
+    }
+
+    /// Takes a grant back. False: the page is mapped, and stays granted.
+    pub fn revoke(&self, reference: u32) -> bool {
+        let mut grants = lock(&self.grants);
+        let is_mapped = grants.granted.get(&reference).is_some_and(|grant| grant.mapped > 0);
+        !is_mapped && grants.granted.remove(&reference).is_some()
+    }
+
+    /// Mappings of its pages that back ends have now.
+    pub fn mapped(&self) -> u32 {
+        lock(&self.grants).granted.values().map(|grant| grant.mapped).sum()
+    }
+
+    /// Calls of back ends so far that have mapped pages, and pieces that they have copied.
+    pub fn counts(&self) -> (u64, u64) {
+        (self.maps.load(Ordering::Relaxed), self.copies.load(Ordering::Relaxed))
+    }
+
+    /// Makes a channel that a back end may bind.
+    pub fn channel(&self) -> io::Result<FrontChannel> {
+        let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map(Arc::new);
+        let (front, back) = (event()?, event()?);
+        let mut channels = lock(&self.channels);
+        let port = channels.keys().max().map_or(1, |last| last + 1);
+        channels.insert(port, Ends { front: front.clone(), back: back.clone(), bound: false });
+        Ok(FrontChannel { port, front, back })
+    }
+
+    pub(super) fn bind(&self, port: u32) -> io::Result<Channel> {
+        let mut channels = lock(&self.channels);
+        let ends = channels.get_mut(&port).filter(|ends| !ends.bound).ok_or(io::ErrorKind::InvalidInput)?;
+        ends.bound = true;
+        // A channel that was bound has an event, as with Xen.
+        let _ = rustix::io::write(&ends.back, &1u64.to_ne_bytes());
+        Ok(Channel::pair(ends.back.clone(), ends.front.clone()))
+    }
+
+    /// Maps pages one behind the other.
+    pub(in crate::xen) fn map(&self, references: &[u32], write: bool) -> io::Result<NonNull<u8>> {
+        let mut grants = lock(&self.grants);
+        let page = |reference: &u32| {
+            let grant = grants.granted.get(reference).filter(|grant| !(write && grant.read_only))?;
+            // A front end may grant what it does not have.
+            (grant.page < self.memory.size() as usize / PAGE).then_some(grant.page)
+        };
+        let pages = references.iter().map(page).collect::<Option<Vec<_>>>();
+        let pages = pages.filter(|pages| !pages.is_empty()).ok_or(io::ErrorKind::InvalidInput)?;
+        let protection = if write { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
+        let len = pages.len() * PAGE;
+        // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
+        let base =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE) }?;
+        for (at, page) in pages.iter().enumerate() {
+            let flags = MapFlags::SHARED | MapFlags::FIXED;
+            // SAFETY: it replaces one page of the mapping above, which nothing else knows yet.
+            let mapped = unsafe {
+                rustix::mm::mmap(
+                    base.cast::<u8>().add(at * PAGE).cast(),
+                    PAGE,
+                    protection,
+                    flags,
+                    self.file.as_fd(),
+                    (page * PAGE) as u64,
+                )
+            };
+            if let Err(e) = mapped {
+                // SAFETY: the mapping above.
+                let _ = unsafe { rustix::mm::munmap(base, len) };
+                return Err(e.into());
+            }
+        }
+        self.maps.fetch_add(1, Ordering::Relaxed);
+        for reference in references {
+            grants.granted.entry(*reference).and_modify(|grant| grant.mapped += 1);
+        }
+        NonNull::new(base.cast()).ok_or_else(|| io::Error::other("a mapping at address 0"))
+    }
+
+    /// Notes that pages are not mapped any more.
+    pub(in crate::xen) fn release(&self, references: &[u32]) {
+        let mut grants = lock(&self.grants);
+        for reference in references {
+            grants.granted.entry(*reference).and_modify(|grant| grant.mapped -= 1);
+        }
+    }
+
+    /// Does what Xen does for one segment of a batch.
+    pub(in crate::xen) fn copy(&self, segment: &mut CopySegment) {
+        self.copies.fetch_add(1, Ordering::Relaxed);
+        let to_guest = segment.flags == COPY_TO_GRANT;
+        let (there, here) = if to_guest { (segment.target, segment.source) } else { (segment.source, segment.target) };
+        let (reference, offset, len) = (there as u32, (there >> 32) as u16, u64::from(segment.len));
+        let grants = lock(&self.grants);
+        let Some(grant) = grants.granted.get(&reference).filter(|grant| !(to_guest && grant.read_only)) else {
+            return segment.status = BAD_REFERENCE;
+        };
+        let at = (grant.page * PAGE) as u64 + u64::from(offset);
+        let Some(page) = self.memory.piece(at, len).filter(|_| usize::from(offset) + len as usize <= PAGE) else {
+            return segment.status = BAD_COPY;
+        };
+        let (source, target) = if to_guest { (here as *const u8, page) } else { (page.cast_const(), here as *mut u8) };
+        // SAFETY: one is inside the domain's memory, the other a buffer that the batch keeps and that is long enough (see
+        // CopyBatch::push). They are different mappings.
+        unsafe { std::ptr::copy_nonoverlapping(source, target, len as usize) };
+        segment.status = 0;
+    }
+}

@@ -1,0 +1,228 @@
+//! The xenstore of a [`super::Machine`]: a tree, and a thread for each connection.
+//!
+//! Transactions work on a copy of the tree. At the end they fail with EAGAIN if the tree was changed meanwhile.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex};
+
+use super::lock;
+use crate::xen::abi::{Header, PAYLOAD_MAX, message};
+
+/// Paths and values, and who watches them.
+#[derive(Default)]
+pub(super) struct Tree {
+    nodes: Nodes,
+    generation: u64,
+    watches: Vec<Watch>,
+}
+
+type Nodes = BTreeMap<String, Vec<u8>>;
+
+struct Watch {
+    path: String,
+    token: Vec<u8>,
+    connection: Arc<Mutex<UnixStream>>,
+}
+
+/// A transaction under way.
+struct Copy {
+    nodes: Nodes,
+    generation: u64,
+    changed: Vec<String>,
+}
+
+/// Serves a connection on a thread of its own, until the other end is closed.
+pub(super) fn serve(tree: &Arc<Mutex<Tree>>, stream: UnixStream) -> io::Result<()> {
+    let (tree, answers) = (tree.clone(), Arc::new(Mutex::new(stream.try_clone()?)));
+    let body = move || {
+        let mut connection = Connection { tree, answers, copies: HashMap::new(), last: 0 };
+        let mut stream = stream;
+        while connection.request(&mut stream).is_ok() {}
+        let mine = &connection.answers;
+        lock(&connection.tree).watches.retain(|watch| !Arc::ptr_eq(&watch.connection, mine));
+    };
+    std::thread::Builder::new().name("xenstore".into()).spawn(body).map(drop)
+}
+
+struct Connection {
+    tree: Arc<Mutex<Tree>>,
+    answers: Arc<Mutex<UnixStream>>,
+    copies: HashMap<u32, Copy>,
+    last: u32,
+}
+
+type Answer = Result<Vec<u8>, &'static str>;
+
+impl Connection {
+    fn request(&mut self, stream: &mut UnixStream) -> io::Result<()> {
+        let mut header = [0; Header::BYTES];
+        stream.read_exact(&mut header)?;
+        let header = Header::parse(&header);
+        if header.len as usize > PAYLOAD_MAX {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let mut body = vec![0; header.len as usize];
+        stream.read_exact(&mut body)?;
+        let answer = self.answer(&header, &body);
+        let (kind, body) = match answer {
+            Ok(body) => (header.kind, body),
+            Err(name) => (message::ERROR, [name.as_bytes(), b"\0"].concat()),
+        };
+        send(&self.answers, Header { kind, ..header }, &body)?;
+        if header.kind == message::WATCH && kind == message::WATCH {
+            // Each watch reports once at the beginning.
+            let tree = lock(&self.tree);
+            if let Some(watch) = tree.watches.last() {
+                watch.report(&watch.path)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, header: &Header, body: &[u8]) -> Answer {
+        let mut parts = body.splitn(2, |byte| *byte == 0);
+        let path = std::str::from_utf8(parts.next().unwrap_or_default()).map_err(|_| "EINVAL")?;
+        let rest = parts.next().unwrap_or_default();
+        match header.kind {
+            message::TRANSACTION_START => return self.start(),
+            message::TRANSACTION_END => return self.end(header.transaction, path),
+            message::WATCH | message::UNWATCH => return self.watch(header.kind, path, rest),
+            _ => {}
+        }
+        if !path.starts_with('/') {
+            return Err("EINVAL");
+        }
+        if header.transaction != 0 {
+            let copy = self.copies.get_mut(&header.transaction).ok_or("ENOENT")?;
+            let (answer, changed) = act(&mut copy.nodes, header.kind, path, rest);
+            copy.changed.extend(changed.then(|| path.to_string()));
+            return answer;
+        }
+        let mut tree = lock(&self.tree);
+        let (answer, changed) = act(&mut tree.nodes, header.kind, path, rest);
+        if changed {
+            tree.changed(&[path.to_string()]);
+        }
+        answer
+    }
+
+    fn start(&mut self) -> Answer {
+        let tree = lock(&self.tree);
+        self.last += 1;
+        let copy = Copy { nodes: tree.nodes.clone(), generation: tree.generation, changed: Vec::new() };
+        self.copies.insert(self.last, copy);
+        Ok(format!("{}\0", self.last).into_bytes())
+    }
+
+    fn end(&mut self, transaction: u32, how: &str) -> Answer {
+        let copy = self.copies.remove(&transaction).ok_or("ENOENT")?;
+        let mut tree = lock(&self.tree);
+        if how == "T" && !copy.changed.is_empty() {
+            if tree.generation != copy.generation {
+                return Err("EAGAIN");
+            }
+            tree.nodes = copy.nodes;
+            tree.changed(&copy.changed);
+        }
+        Ok(b"OK\0".to_vec())
+    }
+
+    fn watch(&mut self, kind: u32, path: &str, rest: &[u8]) -> Answer {
+        let token = rest.split(|byte| *byte == 0).next().unwrap_or_default().to_vec();
+        let mut tree = lock(&self.tree);
+        let is_it =
+            |watch: &Watch| watch.path == path && watch.token == token && Arc::ptr_eq(&watch.connection, &self.answers);
+        let known = tree.watches.iter().position(is_it);
+        match (kind, known) {
+            (message::WATCH, Some(_)) => return Err("EEXIST"),
+            (message::WATCH, None) => {
+                tree.watches.push(Watch { path: path.into(), token, connection: self.answers.clone() });
+            }
+            (_, Some(at)) => drop(tree.watches.remove(at)),
+            (_, None) => return Err("ENOENT"),
+        }
+        Ok(b"OK\0".to_vec())
+    }
+}
+
+impl Tree {
+    fn changed(&mut self, paths: &[String]) {
+        self.generation += 1;
+        for watch in &self.watches {
+            for path in paths {
+                // Those above a removed node see it, and those below.
+                if is_below(path, &watch.path) || (is_below(&watch.path, path) && !self.nodes.contains_key(path)) {
+                    // A connection that has ended is removed by its own thread.
+                    let _ = watch.report(path);
+                }
+            }
+        }
+    }
+}
+
+impl Watch {
+    fn report(&self, path: &str) -> io::Result<()> {
+        let body = [path.as_bytes(), b"\0", &self.token, b"\0"].concat();
+        let header = Header { kind: message::WATCH_EVENT, request: 0, transaction: 0, len: 0 };
+        send(&self.connection, header, &body)
+    }
+}
+
+fn send(stream: &Mutex<UnixStream>, header: Header, body: &[u8]) -> io::Result<()> {
+    let header = Header { len: body.len() as u32, ..header };
+    lock(stream).write_all(&[&header.bytes()[..], body].concat())
+}
+
+/// Whether `path` is `above`, or lies below it.
+fn is_below(path: &str, above: &str) -> bool {
+    path.strip_prefix(above).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+}
+
+/// Does what one request says, and returns the answer, and whether it has changed something.
+fn act(nodes: &mut Nodes, kind: u32, path: &str, rest: &[u8]) -> (Answer, bool) {
+    let ok = || Ok(b"OK\0".to_vec());
+    match kind {
+        message::READ => (nodes.get(path).cloned().ok_or("ENOENT"), false),
+        message::DIRECTORY => (list(nodes, path), false),
+        message::WRITE => {
+            make(nodes, path);
+            nodes.insert(path.into(), rest.to_vec());
+            (ok(), true)
+        }
+        message::MKDIR => (ok(), make(nodes, path)),
+        message::RM => {
+            let before = nodes.len();
+            nodes.retain(|node, _| !is_below(node, path));
+            let changed = nodes.len() < before;
+            (if changed { ok() } else { Err("ENOENT") }, changed)
+        }
+        message::SET_PERMS => (if nodes.contains_key(path) { ok() } else { Err("ENOENT") }, false),
+        _ => (Err("ENOSYS"), false),
+    }
+}
+
+/// Makes a node and those above it; false: it is there.
+fn make(nodes: &mut Nodes, path: &str) -> bool {
+    let mut new = false;
+    for (at, _) in path.match_indices('/').skip(1).chain([(path.len(), "")]) {
+        new |= !nodes.contains_key(&path[..at]);
+        nodes.entry(path[..at].into()).or_default();
+    }
+    new
+}
+
+fn list(nodes: &Nodes, path: &str) -> Answer {
+    if path != "/" && !nodes.contains_key(path) {
+        return Err("ENOENT");
+    }
+    let below = format!("{}/", path.trim_end_matches('/'));
+    let names = nodes.range(below.clone()..).map_while(|(node, _)| node.strip_prefix(&below));
+    let mut answer = Vec::new();
+    for name in names.filter(|name| !name.contains('/')) {
+        answer.extend_from_slice(name.as_bytes());
+        answer.push(0);
+    }
+    Ok(answer)
+}

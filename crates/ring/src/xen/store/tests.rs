@@ -1,0 +1,80 @@
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use super::super::abi::{Header, message};
+use super::*;
+
+/// A store whose xenstored answers with these bytes, whatever is asked.
+fn answering(bytes: &[u8]) -> (Store, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    rustix::io::write(&theirs, bytes).unwrap();
+    (Store::over(ours.into()), theirs)
+}
+
+fn message(kind: u32, request: u32, body: &[u8]) -> Vec<u8> {
+    let header = Header { kind, request, transaction: 0, len: body.len() as u32 };
+    [&header.bytes()[..], body].concat()
+}
+
+fn asked(peer: &UnixStream) -> Vec<u8> {
+    let mut bytes = vec![0; 8192];
+    let len = rustix::io::read(peer, &mut bytes).unwrap();
+    bytes.truncate(len);
+    bytes
+}
+
+#[test]
+fn requests_are_as_the_wire_has_them() {
+    let (mut store, peer) = answering(&message(message::WRITE, 1, b"OK\0"));
+    store.write("/a/b", 7).unwrap();
+    assert_eq!(asked(&peer), [11, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 6, 0, 0, 0, b'/', b'a', b'/', b'b', 0, b'7']);
+    let (mut store, peer) = answering(&message(message::SET_PERMS, 1, b"OK\0"));
+    store.set_access("/a", 0, Access::None, &[(12, Access::Read)]).unwrap();
+    assert_eq!(&asked(&peer)[16..], b"/a\0n0\0r12\0");
+    let (mut store, peer) = answering(&message(message::WATCH, 1, b"OK\0"));
+    store.watch("/a", "t").unwrap();
+    assert_eq!(&asked(&peer)[16..], b"/a\0t\0");
+}
+
+#[test]
+fn errors_have_their_names() {
+    let (mut store, _peer) = answering(&message(message::ERROR, 1, b"EACCES\0"));
+    let error = store.write("/a", 1).unwrap_err();
+    assert_eq!(error.to_string(), "xenstore: /a: EACCES");
+    let (mut store, _peer) = answering(&message(message::ERROR, 1, b"ENOENT\0"));
+    assert_eq!(store.read("/a").unwrap(), None);
+    let (mut store, _peer) = answering(&message(message::READ, 1, b"\xff"));
+    assert!(matches!(store.read("/a"), Err(StoreError::NoText(_))));
+    let (mut store, _peer) = answering(&message(message::READ, 1, b"4\x005"));
+    assert!(matches!(store.read("/a"), Err(StoreError::NoText(_))));
+    let (mut store, _peer) = answering(b"");
+    assert!(matches!(store.write("/a", "x".repeat(4096)), Err(StoreError::TooLong(_))));
+}
+
+#[test]
+fn a_message_that_makes_no_sense_ends_the_connection() {
+    for bytes in [message(message::READ, 2, b""), message(message::WRITE, 1, b""), message(99, 1, b"")] {
+        let (mut store, _peer) = answering(&bytes);
+        assert!(matches!(store.read("/a"), Err(StoreError::Protocol(_))));
+        assert!(store.read("/a").unwrap_err().to_string().contains("broken"));
+    }
+    let too_long = Header { kind: message::READ, request: 1, transaction: 0, len: 4097 };
+    let (mut store, _peer) = answering(&too_long.bytes());
+    assert!(matches!(store.read("/a"), Err(StoreError::Protocol(_))));
+    let (mut store, peer) = answering(&message(message::READ, 1, b"1")[..10]);
+    drop(peer);
+    assert!(matches!(store.read("/a"), Err(StoreError::Io(_))));
+}
+
+#[test]
+fn many_changes_of_a_node_are_one_event() {
+    let event = message(message::WATCH_EVENT, 0, b"/a/state\0one\0");
+    let other = message(message::WATCH_EVENT, 0, b"/b\0two\0");
+    let (mut store, peer) = answering(&[event.repeat(100), message(message::READ, 1, b"4"), other].concat());
+    assert_eq!(store.read("/a").unwrap().as_deref(), Some("4"));
+    let wake = peer.as_fd();
+    let mut next = || store.event(wake, Some(Instant::now() + Duration::from_secs(60))).unwrap();
+    assert_eq!((next().as_deref(), next().as_deref()), (Some("one"), Some("two")));
+    // The request of before can be read there: it wakes.
+    assert_eq!(next(), None);
+}
