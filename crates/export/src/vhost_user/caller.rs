@@ -5,11 +5,12 @@
 //! acknowledges; a queue has at most one call waiting here, so nothing grows.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::Thread;
 
 use super::channel::BackChannel;
+use super::lock;
 
 /// The calls of one session. Dropped, it ends its thread.
 pub struct Caller {
@@ -18,6 +19,7 @@ pub struct Caller {
 }
 
 struct Calls {
+    channel: Mutex<Arc<BackChannel>>,
     /// By queue: a call is to be sent.
     wanted: Box<[AtomicBool]>,
     ended: AtomicBool,
@@ -26,11 +28,16 @@ struct Calls {
 impl Caller {
     pub fn start(channel: Arc<BackChannel>, queues: u16) -> io::Result<Arc<Self>> {
         let wanted = (0..queues).map(|_| AtomicBool::new(false)).collect();
-        let calls = Arc::new(Calls { wanted, ended: AtomicBool::new(false) });
+        let calls = Arc::new(Calls { channel: Mutex::new(channel), wanted, ended: AtomicBool::new(false) });
         let shared = calls.clone();
         let thread = std::thread::Builder::new().name("calls".into()).stack_size(128 << 10);
-        let thread = thread.spawn(move || shared.send(&channel))?.thread().clone();
+        let thread = thread.spawn(move || shared.send())?.thread().clone();
         Ok(Arc::new(Caller { calls, thread }))
+    }
+
+    /// Sends the next calls on another channel, also those of queues that run.
+    pub fn use_channel(&self, channel: Arc<BackChannel>) {
+        *lock(&self.calls.channel) = channel;
     }
 
     /// Sends a call for a queue soon; one for all that come before that.
@@ -49,10 +56,11 @@ impl Drop for Caller {
 }
 
 impl Calls {
-    fn send(&self, channel: &BackChannel) {
+    fn send(&self) {
         while !self.ended.load(Ordering::Acquire) {
             for (queue, wanted) in (0..).zip(&self.wanted) {
                 if !self.ended.load(Ordering::Acquire) && wanted.swap(false, Ordering::AcqRel) {
+                    let channel = lock(&self.channel).clone();
                     channel.vring_call(queue);
                 }
             }
@@ -96,7 +104,13 @@ mod tests {
         caller.call(1);
         assert_eq!(next(&mut peer), 1);
         acknowledge(&mut peer);
+        let (ours, mut other) = UnixStream::pair().unwrap();
+        caller.use_channel(Arc::new(BackChannel::new(ours.into(), true)));
+        caller.call(0);
+        assert_eq!(next(&mut other), 0, "a channel that is replaced");
+        acknowledge(&mut other);
+        assert_eq!(peer.read(&mut [0; 1]).unwrap(), 0, "the end of the first channel");
         drop(caller);
-        assert_eq!(peer.read(&mut [0; 1]).unwrap(), 0, "its end is the channel's end");
+        assert_eq!(other.read(&mut [0; 1]).unwrap(), 0, "its end is the channel's end");
     }
 }

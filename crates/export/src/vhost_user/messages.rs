@@ -79,8 +79,10 @@ impl Session {
         }
         let channel = Arc::new(BackChannel::new(socket, self.acknowledges()));
         *super::lock(&self.export.channel) = Some(channel.clone());
+        if let Some(caller) = self.caller.get() {
+            caller.use_channel(channel.clone());
+        }
         self.channel = Some(channel);
-        self.caller = Default::default();
         Ok(())
     }
 
