@@ -8,7 +8,7 @@
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use blockyard_bench::output;
@@ -76,6 +76,14 @@ pub fn flush() {
         let start = Instant::now();
         OUTPUT.flush(LAST_WORDS);
         ERRORS.flush(LAST_WORDS.saturating_sub(start.elapsed()));
+    }
+}
+
+/// The same for a panic, whose thread may hold a lock of the log: it tries them for a tenth of a second.
+pub fn flush_in_panic() {
+    let deadline = Instant::now() + Duration::from_millis(100);
+    while QUEUED_MODE.load(Ordering::Acquire) && !(OUTPUT.is_idle() && ERRORS.is_idle()) && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -158,6 +166,16 @@ impl Queue {
         let unwritten = |state: &mut State| state.busy || !state.bytes.is_empty();
         let waited = self.idle.wait_timeout_while(self.state(), limit, unwritten);
         !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+    }
+
+    /// Whether nothing is queued or being written, as far as that can be seen without waiting.
+    fn is_idle(&self) -> bool {
+        let state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(state)) => state.into_inner(),
+            Err(TryLockError::WouldBlock) => return false,
+        };
+        !state.busy && state.bytes.is_empty()
     }
 
     fn spawn(&'static self, thread: &str, out: impl Write + Send + 'static) -> io::Result<()> {

@@ -12,6 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 /// Panics end the process from now on, on all threads.
 pub fn end_the_process() {
     std::panic::set_hook(Box::new(|panic| {
+        crate::log::flush_in_panic();
         tell(&line(panic));
         std::process::abort();
     }));
