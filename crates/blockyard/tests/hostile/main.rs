@@ -8,6 +8,7 @@
 //!   limits     queues that stop and start                    -> no more than the limits allow
 //!   floods     anything of this very often                            -> neither log nor memory nor descriptors grow
 //!   beside     a neighbour of the same reactor beside each of these   -> it is served while the attack goes on
+//!   neighbours discards, garbage in flight, sessions, each without end    -> the neighbour is served meanwhile
 //!   regions    address space taken, files that can be withheld, in-flight regions over a reset
 //!   turns      chains without end, descriptors that would block       -> the reactor goes on, the daemon ends
 //! ```
@@ -22,6 +23,7 @@ mod guest;
 mod limits;
 mod messages;
 mod moving;
+mod neighbours;
 mod regions;
 mod requests;
 mod rings;

@@ -70,12 +70,12 @@ fn table(regions: &[[u64; 4]]) -> Vec<u8> {
     [words(&[regions.len() as u64]), regions.iter().flat_map(|r| words(r)).collect()].concat()
 }
 
-fn inflight(size: u64, offset: u64, queues: u16, queue_size: u16) -> Vec<u8> {
+pub fn inflight(size: u64, offset: u64, queues: u16, queue_size: u16) -> Vec<u8> {
     let last = (u32::from(queues) | u32::from(queue_size) << 16).to_le_bytes();
     [words(&[size, offset]), last.to_vec(), vec![0; 4]].concat()
 }
 
-fn memfd(len: u64) -> OwnedFd {
+pub fn memfd(len: u64) -> OwnedFd {
     let fd = rustix::fs::memfd_create("hostile", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, len).unwrap();
     fd
@@ -306,7 +306,7 @@ fn a_garbage_filled_in_flight_region_stops_its_queue_at_most() {
 }
 
 /// A header that is believed, and entries of which many say that they are in flight.
-fn garbage(seed: u64, len: usize, layout: Layout) -> Vec<u8> {
+pub fn garbage(seed: u64, len: usize, layout: Layout) -> Vec<u8> {
     let mut random = Random::new(seed + 1);
     let mut bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
     let (header, entry) = if layout == Layout::Split { (16, 16) } else { (32, 32) };

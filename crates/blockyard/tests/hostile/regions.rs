@@ -27,7 +27,7 @@ fn take_all(guest: &Guest) -> u64 {
     at - start
 }
 
-fn add(guest: &Guest, region: [u64; 4], file: BorrowedFd<'_>) -> Fate {
+pub fn add(guest: &Guest, region: [u64; 4], file: BorrowedFd<'_>) -> Fate {
     let body: Vec<u8> = [0].iter().chain(&region).flat_map(|word| word.to_le_bytes()).collect();
     send(&guest.connection, FrontendReq::ADD_MEM_REG, &body, &[file])
 }
