@@ -12,6 +12,7 @@ const fn ioctl(kind: u8, number: u32, size: usize) -> libc::c_ulong {
 }
 
 pub(super) const EVTCHN_BIND_INTERDOMAIN: libc::c_ulong = ioctl(b'E', 1, size_of::<BindInterdomain>());
+pub(super) const EVTCHN_UNBIND: libc::c_ulong = ioctl(b'E', 3, size_of::<u32>());
 pub(super) const EVTCHN_NOTIFY: libc::c_ulong = ioctl(b'E', 4, size_of::<u32>());
 pub(super) const EVTCHN_RESTRICT_DOMID: libc::c_ulong = ioctl(b'E', 6, size_of::<u16>());
 pub(super) const GNTDEV_MAP_GRANT_REF: libc::c_ulong = ioctl(b'G', 0, MAP_WORDS * 8);
@@ -134,7 +135,8 @@ mod tests {
     /// As a C compiler makes them of the kernel's headers.
     #[test]
     fn numbers_of_calls() {
-        assert_eq!([EVTCHN_BIND_INTERDOMAIN, EVTCHN_NOTIFY, EVTCHN_RESTRICT_DOMID], [0x84501, 0x44504, 0x24506]);
+        assert_eq!([EVTCHN_BIND_INTERDOMAIN, EVTCHN_UNBIND, EVTCHN_NOTIFY], [0x84501, 0x44503, 0x44504]);
+        assert_eq!(EVTCHN_RESTRICT_DOMID, 0x24506);
         assert_eq!(
             [GNTDEV_MAP_GRANT_REF, GNTDEV_UNMAP_GRANT_REF, GNTDEV_GRANT_COPY],
             [0x18_4700, 0x10_4701, 0x10_4708]

@@ -12,6 +12,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::abi::{self, BindInterdomain};
+use super::machine::Domain;
 
 /// See the module's page. The channel is unbound when it is dropped.
 pub struct Channel(Kind);
@@ -20,7 +21,20 @@ enum Kind {
     /// A file of /dev/xen/evtchn, which has this port and no other.
     Device { file: OwnedFd, port: u32 },
     /// Without a hypervisor: the other side's events come by one eventfd, and go by the other.
-    Pair { mine: Arc<OwnedFd>, theirs: Arc<OwnedFd> },
+    Pair { mine: Arc<OwnedFd>, theirs: Arc<OwnedFd>, domain: Arc<Domain>, port: u32 },
+}
+
+impl Drop for Channel {
+    /// The file may stay open for a while, because a ring of the kernel still watches it.
+    fn drop(&mut self) {
+        match &self.0 {
+            // SAFETY: the kernel reads a structure of one number.
+            Kind::Device { file, port } => unsafe {
+                libc::ioctl(file.as_raw_fd(), abi::EVTCHN_UNBIND, &raw const *port);
+            },
+            Kind::Pair { domain, port, .. } => domain.unbind(*port),
+        }
+    }
 }
 
 impl Channel {
@@ -39,8 +53,8 @@ impl Channel {
         Ok(Channel(Kind::Device { file, port: local as u32 }))
     }
 
-    pub(super) fn pair(mine: Arc<OwnedFd>, theirs: Arc<OwnedFd>) -> Self {
-        Channel(Kind::Pair { mine, theirs })
+    pub(super) fn pair(mine: Arc<OwnedFd>, theirs: Arc<OwnedFd>, domain: Arc<Domain>, port: u32) -> Self {
+        Channel(Kind::Pair { mine, theirs, domain, port })
     }
 
     /// A descriptor that becomes readable with each event, for [`crate::Handle::watch`].

@@ -31,9 +31,9 @@ impl Machine {
     }
 
     /// A connection of domain `domain` to xenstore. Rights are kept, and not looked at.
-    pub fn store(&self, _domain: u16) -> io::Result<Store> {
+    pub fn store(&self, domain: u16) -> io::Result<Store> {
         let (ours, theirs) = UnixStream::pair()?;
-        server::serve(&self.tree, theirs)?;
+        server::serve(&self.tree, domain, theirs)?;
         Ok(Store::over(ours.into()))
     }
 

@@ -127,13 +127,18 @@ impl Domain {
         Ok(FrontChannel { port, front, back })
     }
 
-    pub(super) fn bind(&self, port: u32) -> io::Result<Channel> {
+    /// Lets the next back end bind the channel.
+    pub(in crate::xen) fn unbind(&self, port: u32) {
+        lock(&self.channels).entry(port).and_modify(|ends| ends.bound = false);
+    }
+
+    pub(super) fn bind(self: &Arc<Self>, port: u32) -> io::Result<Channel> {
         let mut channels = lock(&self.channels);
         let ends = channels.get_mut(&port).filter(|ends| !ends.bound).ok_or(io::ErrorKind::InvalidInput)?;
         ends.bound = true;
         // A channel that was bound has an event, as with Xen.
         let _ = rustix::io::write(&ends.back, &1u64.to_ne_bytes());
-        Ok(Channel::pair(ends.back.clone(), ends.front.clone()))
+        Ok(Channel::pair(ends.back.clone(), ends.front.clone(), self.clone(), port))
     }
 
     /// Maps pages one behind the other.

@@ -34,10 +34,13 @@ struct Copy {
 }
 
 /// Serves a connection on a thread of its own, until the other end is closed.
-pub(super) fn serve(tree: &Arc<Mutex<Tree>>, stream: UnixStream) -> io::Result<()> {
+pub(super) fn serve(tree: &Arc<Mutex<Tree>>, domain: u16, stream: UnixStream) -> io::Result<()> {
+    let number = format!("/local/domain/{domain}/domid");
+    make(&mut lock(tree).nodes, &number);
+    lock(tree).nodes.insert(number, domain.to_string().into_bytes());
     let (tree, answers) = (tree.clone(), Arc::new(Mutex::new(stream.try_clone()?)));
     let body = move || {
-        let mut connection = Connection { tree, answers, copies: HashMap::new(), last: 0 };
+        let mut connection = Connection { tree, domain, answers, copies: HashMap::new(), last: 0 };
         let mut stream = stream;
         while connection.request(&mut stream).is_ok() {}
         let mine = &connection.answers;
@@ -48,6 +51,7 @@ pub(super) fn serve(tree: &Arc<Mutex<Tree>>, stream: UnixStream) -> io::Result<(
 
 struct Connection {
     tree: Arc<Mutex<Tree>>,
+    domain: u16,
     answers: Arc<Mutex<UnixStream>>,
     copies: HashMap<u32, Copy>,
     last: u32,
@@ -91,7 +95,9 @@ impl Connection {
             message::WATCH | message::UNWATCH => return self.watch(header.kind, path, rest),
             _ => {}
         }
-        if !path.starts_with('/') {
+        let own = format!("/local/domain/{}/{path}", self.domain);
+        let path = if path.starts_with('/') { path } else { &own };
+        if path.contains(|c: char| c.is_whitespace() || c.is_control()) {
             return Err("EINVAL");
         }
         if header.transaction != 0 {

@@ -60,6 +60,8 @@ fn a_channel_is_bound_once_and_carries_events_both_ways() {
     assert!(back.take().unwrap() && !back.take().unwrap());
     back.notify().unwrap();
     assert_eq!((front.take(), front.take()), (1, 0));
+    drop(back);
+    assert!(host.channel(3, front.port).is_ok());
 }
 
 fn grants() -> (Arc<Domain>, Grants) {
