@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use blockyard_export::PollMode;
 use blockyard_export::vhost_user::{Coalesce, SecondClient};
+use blockyard_export::xen::XenData;
 use blockyard_image::{CacheMode, Format};
 use clap::{Args, Parser, Subcommand};
 use serde::Deserialize;
@@ -12,6 +13,7 @@ use serde::Deserialize;
 use crate::config;
 use crate::knobs::with_knobs;
 use crate::nbd::{NbdAddress, NbdArgs, parse_block};
+use crate::xen::XenDevice;
 
 #[derive(Parser)]
 #[command(
@@ -36,6 +38,9 @@ pub enum Command {
     Attach(Box<AttachOptions>),
     /// Remove a block device that `attach` or `serve --ublk` has made.
     Detach(DetachOptions),
+    /// Give disks to guests of Xen, and take them away.
+    #[command(subcommand)]
+    Xen(crate::xen::Command),
     /// Make, look at, check and change disk images: the commands of qemu-img, with its options and its JSON.
     #[command(subcommand)]
     Image(Box<crate::image::Command>),
@@ -72,7 +77,7 @@ pub enum Bench {
     Diff(blockyard_bench::diff::Options),
 }
 
-#[derive(Args)]
+#[derive(Args, Default)]
 pub struct ServeOptions {
     #[command(flatten)]
     pub disk: Option<DiskArgs>,
@@ -192,6 +197,18 @@ pub struct DiskArgs {
     #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "any", value_parser = parse_ublk, help_heading = "Ways in")]
     #[serde(default, deserialize_with = "config::ublk")]
     pub ublk: Option<UblkNumber>,
+
+    /// Give the disk to a guest of Xen as its device, such as 3:xvda for domain number 3. A device of this program that has no
+    /// server any more is taken over.
+    #[arg(long, value_name = "DOMID:DEVICE", help_heading = "Ways in")]
+    #[serde(default, deserialize_with = "config::some_from_text")]
+    pub xen: Option<XenDevice>,
+
+    /// How the data of a guest of Xen come: map (its pages are mapped), copy (the hypervisor copies them) or auto (mapped if the
+    /// guest uses the same pages again, else copied).
+    #[arg(long, default_value = "auto", value_name = "MODE", value_parser = parse_xen_data, help_heading = "Ways in")]
+    #[serde(default, deserialize_with = "config::from_text")]
+    pub xen_data: XenData,
 
     /// Offer the disk to those NBD clients only whose certificate has this name (a DNS name of it, or its common name). May be
     /// repeated.
@@ -366,6 +383,10 @@ fn parse_seconds(s: &str) -> Result<Duration, String> {
 }
 
 fn parse_cache(s: &str) -> Result<CacheMode, String> {
+    s.parse()
+}
+
+fn parse_xen_data(s: &str) -> Result<XenData, String> {
     s.parse()
 }
 

@@ -68,7 +68,7 @@ impl Config {
             knobs::check(&group.knobs()).map_err(|e| format!("group \"{name}\": {e}"))?;
         }
         let (mut names, mut sockets, mut exports) = (HashSet::new(), HashSet::new(), HashSet::new());
-        let (mut devices, mut images) = (HashSet::new(), Vec::new());
+        let (mut devices, mut domains, mut images) = (HashSet::new(), HashSet::new(), Vec::new());
         for disk in &self.disks {
             let name = disk.name();
             if !names.insert(name.clone()) {
@@ -83,12 +83,15 @@ impl Config {
                 return Err(format!("disk \"{name}\": another disk has that name at {address} already"));
             }
             if disk.ways_in().is_empty() {
-                return Err(format!("disk \"{name}\": say a way in: vhost-user, nbd or ublk"));
+                return Err(format!("disk \"{name}\": say a way in: vhost-user, nbd, ublk or xen"));
             }
             if let Some(UblkNumber::Number(n)) = disk.ublk
                 && !devices.insert(n)
             {
                 return Err(format!("disk \"{name}\": another disk is /dev/ublkb{n} already"));
+            }
+            if let Some(device) = disk.xen.filter(|device| !domains.insert(*device)) {
+                return Err(format!("disk \"{name}\": another disk is {device} already"));
             }
             let image = disk.file();
             let is_taken = |known: &&(String, Option<(u64, u64)>, bool)| {
@@ -107,7 +110,9 @@ impl Config {
             }
         }
         if self.disks.is_empty() {
-            return Err("it has no disk: add a table [[disk]] with the keys image and vhost-user, nbd or ublk".into());
+            return Err(
+                "it has no disk: add a table [[disk]] with the keys image and vhost-user, nbd, ublk or xen".into()
+            );
         }
         Ok(())
     }
@@ -139,7 +144,8 @@ impl DiskArgs {
             UblkNumber::Number(number) => format!("/dev/ublkb{number}"),
         });
         let nbd = self.nbd.as_ref().map(ToString::to_string);
-        self.vhost_user.clone().into_iter().chain(nbd).chain(ublk).collect()
+        let xen = self.xen.map(|device| device.to_string());
+        self.vhost_user.clone().into_iter().chain(nbd).chain(ublk).chain(xen).collect()
     }
 
     /// What tells the disk from others, from one run of the program to the next.

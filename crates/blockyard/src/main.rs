@@ -19,6 +19,7 @@ mod panics;
 mod reload;
 mod serve;
 mod shares;
+mod xen;
 
 use std::process::ExitCode;
 
@@ -32,8 +33,9 @@ const READER_HAS_GONE: u8 = 141;
 
 fn main() -> ExitCode {
     let cli = Cli::try_parse().unwrap_or_else(|e| refuse(&e));
-    let server = matches!(cli.command, Command::Serve(_));
-    if matches!(cli.command, Command::Serve(_) | Command::Attach(_)) {
+    let xen_server = matches!(&cli.command, Command::Xen(command) if command.serves());
+    let server = xen_server || matches!(cli.command, Command::Serve(_));
+    if server || matches!(cli.command, Command::Attach(_)) {
         panics::end_the_process();
     }
     let done = log::start(cli.log, server).map_err(Failure::from).and_then(|()| run(&cli.command));
@@ -55,6 +57,7 @@ fn run(command: &Command) -> Result<u8, Failure> {
         Command::Serve(options) => serve::run(options)?,
         Command::Attach(options) => attach::attach(options)?,
         Command::Detach(options) => attach::detach(options)?,
+        Command::Xen(command) => xen::run(command)?,
         Command::Image(command) => return image::run(command),
         Command::Bench(bench) => return measure(bench),
         Command::Completions { shell } => {

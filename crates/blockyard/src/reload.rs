@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 use blockyard_disk::sched_time;
 use blockyard_export::ublk::Ublk;
 use blockyard_export::vhost_user::VhostUser;
+use blockyard_export::xen::Xen;
 use clap::Args;
 use toml::{Table, Value};
 
@@ -183,6 +184,7 @@ impl Serving {
                 tracing::info!(disk = self.disk.name(), bytes, old, "the image has a new size");
                 self.vhost_user.iter().for_each(VhostUser::config_changed);
                 self.ublk.iter_mut().for_each(Ublk::config_changed);
+                self.xen.iter().for_each(Xen::config_changed);
             }
             Ok(None) => {}
             Err(e) => tracing::error!(disk = self.disk.name(), "finding the image's size: {e}"),

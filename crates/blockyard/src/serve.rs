@@ -9,8 +9,10 @@ use blockyard_bench::output;
 use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source, SourceError, Statistics};
 use blockyard_export::ublk::{Ublk, UblkOptions};
 use blockyard_export::vhost_user::{QueueShape, Tuning, VhostUser};
+use blockyard_export::xen::{Xen, XenOptions};
 use blockyard_export::{Listener, Reactors};
 use blockyard_image::{CacheMode, ChainError, ChainOptions, Format, OpenError};
+use blockyard_ring::xen::Host;
 use rustix::thread::CpuSet;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
@@ -20,6 +22,7 @@ use crate::config::Config;
 use crate::nbd::Servers;
 use crate::reload::Known;
 use crate::shares::{self, Shares};
+use crate::xen::XenDevice;
 use crate::{Failure, attach, inherited, knobs, log};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
@@ -61,7 +64,10 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     if options.attached {
         let disk = yard.disks.first().context("no disk is served")?;
         let name = disk.args.nbd_name.as_deref().unwrap_or(disk.disk.name());
-        by_nbd = attach::tell(disk.ublk.as_ref(), disk.args.nbd.as_ref(), name)?;
+        match disk.args.xen {
+            Some(device) => log::say(&device.name.to_string()),
+            None => by_nbd = attach::tell(disk.ublk.as_ref(), disk.args.nbd.as_ref(), name)?,
+        }
         // The kernel writes pages of the device back when memory is short: its server is not to wait for memory then.
         yard.reactors.all().for_each(|reactor| reactor.run(|_| drop(blockyard_ring::host::set_io_flusher())));
     }
@@ -83,7 +89,9 @@ pub fn read(options: &ServeOptions) -> anyhow::Result<Config> {
     match (&options.config, &options.disk) {
         (Some(path), _) => Ok(Config::read(path)?),
         (None, Some(disk)) => Ok(Config { disks: vec![disk.clone()], ..Config::default() }),
-        (None, None) => anyhow::bail!("say an IMAGE and a way in (--vhost-user, --nbd, --ublk), or --config FILE"),
+        (None, None) => {
+            anyhow::bail!("say an IMAGE and a way in (--vhost-user, --nbd, --ublk, --xen), or --config FILE")
+        }
     }
 }
 
@@ -91,7 +99,7 @@ pub fn read(options: &ServeOptions) -> anyhow::Result<Config> {
 pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     let image = disk.image.display();
     if disk.ways_in().is_empty() {
-        anyhow::bail!("image {image}: say a way in: --vhost-user SOCKET, --nbd ADDRESS or --ublk");
+        anyhow::bail!("image {image}: say a way in: --vhost-user SOCKET, --nbd ADDRESS, --ublk or --xen DOMID:DEVICE");
     }
     let format = disk.format().map_err(anyhow::Error::msg)?;
     if format == Format::Raw {
@@ -186,6 +194,7 @@ pub struct Serving {
     /// The ways in that are this disk's own.
     pub vhost_user: Option<VhostUser>,
     pub ublk: Option<Ublk>,
+    pub xen: Option<Xen>,
 }
 
 impl Yard {
@@ -229,17 +238,19 @@ impl Yard {
             let offered = self.nbd.offer(address, &disk, &args);
             offered.with_context(|| format!("disk {name}: offering it by NBD"))?;
         }
-        let ublk = match args.ublk {
-            Some(number) => match self.ublk(&args, number, &disk) {
-                Ok(export) => Some(export),
-                Err(e) => {
-                    drop(vhost_user);
-                    self.nbd.withdraw(&disk);
-                    blockyard_export::close(&disk, &self.reactors);
-                    return Err(e);
-                }
-            },
-            None => None,
+        let ublk = args.ublk.map(|number| self.ublk(&args, number, &disk)).transpose();
+        let devices = ublk.and_then(|ublk| {
+            let xen = args.xen.map(|device| self.xen(&args, device, &disk)).transpose();
+            xen.map(|xen| (ublk, xen))
+        });
+        let (ublk, xen) = match devices {
+            Ok(devices) => devices,
+            Err(e) => {
+                drop(vhost_user);
+                self.nbd.withdraw(&disk);
+                blockyard_export::close(&disk, &self.reactors);
+                return Err(e);
+            }
         };
         tracing::info!(
             disk = name,
@@ -249,7 +260,7 @@ impl Yard {
             disk.source().chain().map_or_else(|| args.image.display().to_string(), |chain| chain.describe()),
             args.ways_in().join(" and ")
         );
-        self.disks.push(Serving { args, disk, vhost_user, ublk });
+        self.disks.push(Serving { args, disk, vhost_user, ublk, xen });
         Ok(())
     }
 
@@ -280,6 +291,15 @@ impl Yard {
         let options = UblkOptions { id, shape, identity: args.identity(), file: args.file_identity() };
         let ended = attach::ended(disk.name().to_string(), self.attached);
         Ublk::start(disk.clone(), &options, &self.reactors, ended)
+            .with_context(|| format!("disk {}: starting its export", disk.name()))
+    }
+
+    fn xen(&self, args: &DiskArgs, device: XenDevice, disk: &Arc<Disk>) -> anyhow::Result<Xen> {
+        let XenDevice { domain, name } = device;
+        let records = crate::xen::records();
+        let options = XenOptions { domain, device: name, queues: args.queues, data: args.xen_data, records };
+        let ended = attach::ended(disk.name().to_string(), self.attached);
+        Xen::start(disk.clone(), &options, &Host::Xen, self.reactors.clone(), ended)
             .with_context(|| format!("disk {}: starting its export", disk.name()))
     }
 
@@ -338,6 +358,7 @@ impl Serving {
     pub fn close(mut self, nbd: &mut Servers, reactors: &Reactors) -> bool {
         self.vhost_user.iter_mut().for_each(VhostUser::stop);
         self.ublk.iter_mut().for_each(Ublk::stop);
+        self.xen.iter_mut().for_each(Xen::stop);
         nbd.withdraw(&self.disk);
         self.log_statistics(reactors);
         blockyard_export::close(&self.disk, reactors)

@@ -15,6 +15,7 @@ mod reactors;
 pub mod ublk;
 pub mod vhost_user;
 mod watchdog;
+pub mod xen;
 
 pub use ending::{close, settle};
 pub use listener::{Listener, SocketError};

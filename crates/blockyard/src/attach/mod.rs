@@ -7,6 +7,7 @@
 
 mod kernel_nbd;
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -29,8 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 
 pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
     let way = Way::find(options)?;
-    let log = log_file(options)?;
-    let file = File::create(&log).with_context(|| format!("log {}", log.display()))?;
+    let log = log_file(&options.disk.name())?;
     let program = std::env::current_exe().context("finding this program")?;
     let mut command = Command::new(program);
     // Its own options, and those that stand before its name.
@@ -46,19 +46,27 @@ pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
             command.arg("--nbd").arg(format!("unix:{}", socket.display()));
         }
     }
+    start(command, &log, |device| Path::new(device).file_name().unwrap_or_default().to_os_string())
+}
+
+/// Starts a server in the background, with a log in file `log`. Prints its device when it is ready; then `name`, of the device, is
+/// what the log is called.
+pub fn start(mut command: Command, log: &Path, name: impl Fn(&str) -> OsString) -> Result<(), Failure> {
+    let file = File::create(log).with_context(|| format!("log {}", log.display()))?;
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
     let mut server = command.spawn().context("starting the server")?;
     match device_of(&mut server) {
         Some(device) => {
-            let name = Path::new(&device).file_name().unwrap_or_default();
-            let _ = std::fs::rename(&log, log.with_file_name(name).with_extension("log"));
+            let mut file = name(&device);
+            file.push(".log");
+            let _ = std::fs::rename(log, log.with_file_name(file));
             output::print(format_args!("{device}\n"))?;
             Ok(())
         }
         None => {
             let status = server.wait().context("waiting for the server")?;
-            let said = std::fs::read_to_string(&log).unwrap_or_default();
-            let _ = std::fs::remove_file(&log);
+            let said = std::fs::read_to_string(log).unwrap_or_default();
+            let _ = std::fs::remove_file(log);
             let last = said.lines().last().unwrap_or("it said nothing").trim_start_matches("blockyard: ").to_string();
             Err(Failure::with_status(status.code().map_or(1, |code| code as u8), anyhow!(last)))
         }
@@ -97,7 +105,7 @@ fn device_of(server: &mut Child) -> Option<String> {
 }
 
 /// Where the log of a device goes, under a name of its own until the device has one.
-fn log_file(options: &AttachOptions) -> anyhow::Result<PathBuf> {
+pub fn log_file(disk: &str) -> anyhow::Result<PathBuf> {
     let folder = if rustix::process::geteuid().is_root() {
         PathBuf::from("/run/blockyard")
     } else {
@@ -109,7 +117,7 @@ fn log_file(options: &AttachOptions) -> anyhow::Result<PathBuf> {
     if owner != rustix::process::geteuid().as_raw() {
         bail!("folder {} belongs to somebody else: the log cannot be there", folder.display());
     }
-    Ok(folder.join(format!("attach-{}-{}.log", options.disk.name().replace('/', "_"), std::process::id())))
+    Ok(folder.join(format!("attach-{}-{}.log", disk.replace('/', "_"), std::process::id())))
 }
 
 /// For the server, before anything else: the terminal's hang-up and its keys are not for it.

@@ -1,0 +1,164 @@
+//! `blockyard xen`: disks for guests of Xen, the short way.
+//!
+//! `attach` starts a server of one disk in the background, waits until the device is there, and prints its name. The guest may
+//! run already, or not yet. `detach` asks the guest to let go of the device; its server then flushes the image and ends.
+
+use std::fmt;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+use std::process::Command as Program;
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::{Context, anyhow};
+use blockyard_bench::output;
+use blockyard_export::xen::{self, Name};
+use blockyard_ring::xen::Host;
+use clap::{Args, Subcommand};
+
+use crate::cli::{DiskArgs, ServeOptions};
+use crate::{Failure, attach, serve};
+
+/// How long a guest may take to let go of a device. Linux asks its own users for as long as it takes.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// Give a disk to a guest: prints the device, and serves it in the background until `detach`, or the guest's end.
+    Attach(Box<Attach>),
+    /// Take a device away from its guest.
+    Detach(Detach),
+    /// List the devices of this program: domain, device, state, bytes.
+    List(List),
+}
+
+#[derive(Args)]
+pub struct Attach {
+    /// The guest's domain number (xl domid NAME).
+    #[arg(value_name = "DOMID")]
+    pub domain: u16,
+    #[command(flatten)]
+    pub disk: DiskArgs,
+    /// What the guest calls the device: xvda to xvdzz.
+    #[arg(value_name = "DEVICE", default_value = "xvda")]
+    pub guest_device: Name,
+    /// Be the server.
+    #[arg(long, hide = true)]
+    pub attached: bool,
+}
+
+#[derive(Args)]
+pub struct Detach {
+    #[arg(value_name = "DOMID")]
+    pub domain: u16,
+    #[arg(value_name = "DEVICE")]
+    pub device: Name,
+    /// Take it away although the guest uses it: what the guest has not written is lost.
+    #[arg(long)]
+    pub force: bool,
+}
+
+#[derive(Args)]
+pub struct List {
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl Command {
+    /// Whether this process is the server.
+    pub fn serves(&self) -> bool {
+        matches!(self, Command::Attach(attach) if attach.attached)
+    }
+}
+
+/// A device of a guest: `3:xvda`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct XenDevice {
+    pub domain: u16,
+    pub name: Name,
+}
+
+impl FromStr for XenDevice {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let parsed = s.split_once(':').and_then(|(domain, name)| Some((domain.parse().ok()?, name.parse().ok()?)));
+        let (domain, name) =
+            parsed.ok_or_else(|| format!("\"{s}\": a device of a guest is DOMID:DEVICE, such as 3:xvda"))?;
+        Ok(XenDevice { domain, name })
+    }
+}
+
+impl fmt::Display for XenDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "device {} of domain {}", self.name, self.domain)
+    }
+}
+
+/// The folder for what must outlive a server that is killed, but not the host.
+pub fn records() -> Option<PathBuf> {
+    let folder = PathBuf::from("/run/blockyard/xen");
+    match std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder) {
+        Ok(()) => Some(folder),
+        Err(e) => {
+            tracing::warn!(
+                "folder {}: {e}: a server that is killed leaves requests without an answer",
+                folder.display()
+            );
+            None
+        }
+    }
+}
+
+pub fn run(command: &Command) -> Result<(), Failure> {
+    match command {
+        Command::Attach(options) if options.attached => serve(options),
+        Command::Attach(options) => start(options),
+        Command::Detach(Detach { domain, device, force }) => {
+            let gone = xen::detach(&Host::Xen, *domain, *device, *force, PATIENCE)?;
+            if !gone {
+                let what = "the guest still uses it, or it has no server; it goes when the guest closes it (--force takes it away)";
+                return Err(anyhow!("device {device} of domain {domain}: {what}").into());
+            }
+            Ok(())
+        }
+        Command::List(List { json }) => list(*json),
+    }
+}
+
+/// This process again, in the background.
+fn start(options: &Attach) -> Result<(), Failure> {
+    let name = options.disk.name();
+    let log = attach::log_file(&name)?;
+    let program = std::env::current_exe().context("finding this program")?;
+    let mut command = Program::new(program);
+    command.args(std::env::args_os().skip(1)).arg("--attached");
+    let domain = options.domain;
+    attach::start(command, &log, |device| format!("xen-{domain}-{device}").into())
+}
+
+fn serve(options: &Attach) -> Result<(), Failure> {
+    let xen = Some(XenDevice { domain: options.domain, name: options.guest_device });
+    let disk = DiskArgs { xen, ..options.disk.clone() };
+    serve::run(&ServeOptions { disk: Some(disk), attached: true, ..ServeOptions::default() })
+}
+
+fn list(json: bool) -> Result<(), Failure> {
+    let found = xen::list(&Host::Xen)?;
+    if json {
+        let rows = found.iter().map(|d| {
+            let bytes = d.sectors.map(|sectors| sectors * 512);
+            serde_json::json!({
+                "domain": d.domain, "device": d.device.to_string(), "state": d.state, "bytes": bytes, "read-only": d.read_only,
+            })
+        });
+        output::print(format_args!("{:#}\n", serde_json::Value::from_iter(rows)))?;
+        return Ok(());
+    }
+    for d in found {
+        let bytes = d.sectors.map_or("-".into(), |sectors| (sectors * 512).to_string());
+        let mode = if d.read_only { " read-only" } else { "" };
+        output::print(format_args!("{} {} {bytes} {}{mode}\n", d.domain, d.device, d.state))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,276 @@
+//! The pages of a guest that a batch of requests needs, mapped or copied by as few calls as can be.
+//!
+//! In: requests of one batch. Out: their segments. Pages of reads are mapped to be written, those of writes only to be read: the
+//! guest grants no more. With persistent grants pages are mapped for both, and stay. Where data are copied (`copies`), segments
+//! are buffers of this process.
+//! What must hold: a request gets its own pages, all of them or none. What stays mapped is bounded. A page that cannot be mapped
+//! fails its request, and no other.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use blockyard_ring::xen::Grants;
+use blockyard_ring::{Region, Segments};
+
+use super::super::abi::{self, Ask, Place, SEGMENT_BYTES, SEGMENTS_OF_PAGE, Segment};
+use super::Counts;
+use super::copies::{Copies, Read};
+
+/// Pages that stay mapped, at most, of one queue. As many as front ends of Linux keep.
+const PERSISTENT: usize = 1056;
+const PAGE: u64 = 4096;
+
+/// What became of a request's segments.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// Bytes.
+    Filled(u64),
+    Impossible,
+}
+
+/// See the module's page.
+pub struct Pages {
+    grants: Grants,
+    persistent: Option<HashMap<u32, Page>>,
+    copies: Option<Copies>,
+    /// For the batch at hand: each request's segments in `segments`, and its pages in `found`, in the same order.
+    segments: Vec<Segment>,
+    found: Vec<Option<Page>>,
+    bounds: Vec<Option<(usize, usize)>>,
+    ranges: Vec<(usize, usize)>,
+    references: Vec<u32>,
+    requests: Vec<abi::Request>,
+}
+
+/// How the data of requests come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Data {
+    /// In pages that are mapped for each batch.
+    Mapped,
+    /// In pages that stay mapped, because the guest uses the same ones again.
+    Persistent,
+    Copied,
+}
+
+/// A page in a mapping.
+#[derive(Clone)]
+struct Page {
+    region: Arc<Region>,
+    offset: u64,
+}
+
+impl Pages {
+    pub fn new(grants: Grants, data: Data) -> Self {
+        let (segments, found, bounds, ranges, references, requests) = Default::default();
+        let persistent = (data == Data::Persistent).then(HashMap::new);
+        let copies = (data == Data::Copied).then(Copies::default);
+        Pages { grants, persistent, copies, segments, found, bounds, ranges, references, requests }
+    }
+
+    /// A vector for the requests of a batch; [`Pages::keep`] takes it back.
+    pub fn batch(&mut self) -> Vec<abi::Request> {
+        let mut requests = std::mem::take(&mut self.requests);
+        requests.clear();
+        requests
+    }
+
+    pub fn keep(&mut self, batch: Vec<abi::Request>) {
+        self.requests = batch;
+    }
+
+    /// Maps the pages of all requests of a batch, or copies what is to be written out of them.
+    pub fn prepare(&mut self, batch: &[abi::Request], counts: &Counts) {
+        for request in batch {
+            let from = self.segments.len();
+            let good = self.collect(request, counts);
+            if !good {
+                self.segments.truncate(from);
+            }
+            self.bounds.push(good.then_some((from, self.segments.len())));
+        }
+        if let Some(copies) = &mut self.copies {
+            return copies.prepare(&self.grants, batch, &self.segments, &self.bounds, counts);
+        }
+        self.found.resize_with(self.segments.len(), || None);
+        if self.persistent.is_some() {
+            self.map_group(batch, |_| true, true, counts);
+        } else {
+            self.map_group(batch, |ask| ask == Ask::Read, true, counts);
+            self.map_group(batch, |ask| ask != Ask::Read, false, counts);
+        }
+    }
+
+    /// Forgets the batch. What its requests need, they keep.
+    pub fn end_batch(&mut self) {
+        self.segments.clear();
+        self.found.clear();
+        self.bounds.clear();
+        self.copies.iter_mut().for_each(Copies::end_batch);
+    }
+
+    /// Where the data of a read go when the disk has read them, if they are copied.
+    pub fn note_read(&mut self, at: usize) -> Option<u32> {
+        let (copies, (from, to)) = (self.copies.as_mut()?, self.bounds[at]?);
+        Some(copies.note(&self.segments[from..to]))
+    }
+
+    /// Copies what was read to the guest, by one call, and calls `answer` with each read and its status.
+    pub fn finish_reads(&mut self, reads: &mut Vec<Read>, counts: &Counts, answer: impl FnMut(&Read, i16)) {
+        if let Some(copies) = &mut self.copies {
+            copies.finish(&self.grants, reads, counts, answer);
+        }
+    }
+
+    /// Takes back where the data of a read would have gone.
+    pub fn forget_read(&mut self, number: u32) {
+        self.copies.iter_mut().for_each(|copies| copies.forget(number));
+    }
+
+    /// Takes back the buffer of a request, or lets go of its pages.
+    pub fn give_back(&mut self, segments: &mut Segments) {
+        match &mut self.copies {
+            Some(copies) => copies.give_back(segments),
+            None => segments.reset_regions(),
+        }
+    }
+
+    /// Unmaps all that stayed.
+    pub fn clear(&mut self) {
+        self.end_batch();
+        self.persistent = None;
+    }
+
+    /// Makes `segments` the memory of request `at` of the batch.
+    pub fn fill(&mut self, at: usize, request: &abi::Request, segments: &mut Segments) -> Wanted {
+        if let Some(copies) = &mut self.copies {
+            let buffer = self.bounds[at].and_then(|_| copies.take(at));
+            let Some(buffer) = buffer else { return Wanted::Impossible };
+            *segments = buffer;
+            return Wanted::Filled(segments.len() as u64);
+        }
+        segments.reset_regions();
+        let Some((from, to)) = self.bounds[at] else { return Wanted::Impossible };
+        debug_assert_eq!(to - from, if moves(request.ask) { request.segments } else { 0 });
+        let mut len = 0;
+        for (segment, page) in self.segments[from..to].iter().zip(&self.found[from..to]) {
+            let (Some((offset, bytes)), Some(page)) = (segment.range(), page) else { return Wanted::Impossible };
+            if segments.push_region(&page.region, page.offset + u64::from(offset), bytes.into()).is_err() {
+                return Wanted::Impossible;
+            }
+            len += u64::from(bytes);
+        }
+        Wanted::Filled(len)
+    }
+
+    /// Appends the segments of a request. False: they are not to be had.
+    fn collect(&mut self, request: &abi::Request, counts: &Counts) -> bool {
+        if !moves(request.ask) {
+            return true;
+        }
+        let from = self.segments.len();
+        match &request.place {
+            Place::Here(segments) => self.segments.extend_from_slice(&segments[..request.segments]),
+            Place::Pages(references) => {
+                let pages = request.segments.div_ceil(SEGMENTS_OF_PAGE);
+                let mut left = request.segments;
+                for reference in &references[..pages] {
+                    let here = left.min(SEGMENTS_OF_PAGE);
+                    left -= here;
+                    if !self.collect_indirect(*reference, here, counts) {
+                        return false;
+                    }
+                }
+            }
+        }
+        self.segments[from..].iter().all(|segment| segment.range().is_some())
+    }
+
+    /// Copies the segments out of one page that describes them, once.
+    fn collect_indirect(&mut self, reference: u32, segments: usize, counts: &Counts) -> bool {
+        if let Some(copies) = &mut self.copies {
+            return copies.segments(&self.grants, reference, segments, &mut self.segments, counts);
+        }
+        let known = self.persistent.as_ref().and_then(|persistent| persistent.get(&reference));
+        let page = match known {
+            Some(page) => page.clone(),
+            None => {
+                // A front end with persistent grants keeps these pages, too, and may use them for data later.
+                let stays = self.persistent.as_ref().is_some_and(|persistent| persistent.len() < PERSISTENT);
+                let Ok(region) = self.grants.map(&[reference], self.persistent.is_some()) else { return false };
+                count(counts, 1);
+                let page = Page { region: Arc::new(region), offset: 0 };
+                if stays && let Some(persistent) = &mut self.persistent {
+                    persistent.insert(reference, page.clone());
+                }
+                page
+            }
+        };
+        let window = page.region.window();
+        for at in 0..segments {
+            let bytes = window.copy_out::<SEGMENT_BYTES>(page.offset as usize + at * SEGMENT_BYTES);
+            self.segments.push(Segment::parse(&bytes));
+        }
+        true
+    }
+
+    /// Finds the pages of those requests whose operation is one of `group`.
+    fn map_group(&mut self, batch: &[abi::Request], group: impl Fn(Ask) -> bool, write: bool, counts: &Counts) {
+        let mut ranges = std::mem::take(&mut self.ranges);
+        ranges.clear();
+        let of_group = batch.iter().zip(&self.bounds).filter(|(request, _)| group(request.ask));
+        ranges.extend(of_group.filter_map(|(_, range)| *range));
+        self.find(&ranges, write, counts);
+        // One page that cannot be mapped must not fail the others' requests.
+        for range in ranges.iter().filter(|_| ranges.len() > 1) {
+            if self.found[range.0..range.1].iter().any(Option::is_none) {
+                self.find(&[*range], write, counts);
+            }
+        }
+        self.ranges = ranges;
+    }
+
+    /// Finds the pages in these ranges of `segments`, and maps all that are not mapped in one call.
+    fn find(&mut self, ranges: &[(usize, usize)], write: bool, counts: &Counts) {
+        self.references.clear();
+        for at in ranges.iter().flat_map(|(from, to)| *from..*to) {
+            let reference = self.segments[at].reference;
+            self.found[at] = self.persistent.as_ref().and_then(|persistent| persistent.get(&reference)).cloned();
+            if self.found[at].is_none() && !(self.persistent.is_some() && self.references.contains(&reference)) {
+                self.references.push(reference);
+            }
+        }
+        if self.references.is_empty() {
+            return;
+        }
+        let Ok(region) = self.grants.map(&self.references, write) else { return };
+        count(counts, self.references.len());
+        let region = Arc::new(region);
+        let page = |at: usize| Page { region: region.clone(), offset: at as u64 * PAGE };
+        let Some(persistent) = &mut self.persistent else {
+            // In the order of the segments.
+            let mapped = ranges.iter().flat_map(|(from, to)| *from..*to).enumerate();
+            mapped.for_each(|(at, segment)| self.found[segment] = Some(page(at)));
+            return;
+        };
+        let new: HashMap<u32, Page> = self.references.iter().enumerate().map(|(at, r)| (*r, page(at))).collect();
+        for at in ranges.iter().flat_map(|(from, to)| *from..*to) {
+            if self.found[at].is_none() {
+                self.found[at] = new.get(&self.segments[at].reference).cloned();
+            }
+        }
+        if persistent.len() + new.len() <= PERSISTENT {
+            persistent.extend(new);
+        }
+    }
+}
+
+fn count(counts: &Counts, pages: usize) {
+    counts.maps.fetch_add(1, Ordering::Relaxed);
+    counts.pages.fetch_add(pages as u64, Ordering::Relaxed);
+}
+
+/// Whether a request has pages.
+pub(super) fn moves(ask: Ask) -> bool {
+    matches!(ask, Ask::Read | Ask::Write | Ask::Barrier | Ask::Flush)
+}

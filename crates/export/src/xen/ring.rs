@@ -1,0 +1,187 @@
+//! The ring that back end and front end share: requests one way, answers the other way in the same entries.
+//!
+//! What must hold: an entry is copied out once; the front end's index is believed only as far as the ring has entries without
+//! an answer; answers are written before the index that shows them, and the front end is told only when it has asked for it.
+
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{Ordering, fence};
+
+use blockyard_ring::Window;
+
+use super::abi::{Abi, ENTRY_MOST, HEADER, Request};
+use super::record::Record;
+
+/// Places in the header.
+const REQ_PROD: usize = 0;
+const REQ_EVENT: usize = 4;
+const RSP_PROD: usize = 8;
+const RSP_EVENT: usize = 12;
+
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{requests} requests without an answer in a ring of {entries}")]
+pub struct Overflow {
+    requests: u32,
+    entries: u32,
+}
+
+pub struct Ring {
+    window: Window,
+    abi: Abi,
+    entries: u32,
+    /// Requests taken, answers written, and answers shown. They run over.
+    taken: u32,
+    answered: u32,
+    shown: u32,
+    record: Option<Record>,
+}
+
+impl Ring {
+    /// Over the ring's pages. It goes on where the last back end has shown answers.
+    pub fn new(window: Window, abi: Abi) -> Self {
+        let entries = abi.entries(window.len() / 4096);
+        let shown = window.load_u32(RSP_PROD, Ordering::Acquire);
+        Ring { window, abi, entries, taken: shown, answered: shown, shown, record: None }
+    }
+
+    /// Keeps a record of what is taken. Returns the requests that the last server had taken and not answered.
+    pub fn keep_record(&mut self, path: &Path, key: u64) -> io::Result<Vec<Request>> {
+        let (record, taken, found) = Record::open(path, self.entries, key, self.shown)?;
+        self.record = Some(record);
+        self.taken = taken;
+        let abi = self.abi;
+        Ok(found.iter().map(|(slot, bytes)| Request { slot: *slot, ..Request::parse(abi, bytes) }).collect())
+    }
+
+    /// The next request, if there is one. An error: the front end's index cannot be, and the ring is not to be used any more.
+    #[inline]
+    pub fn pop(&mut self) -> Result<Option<Request>, Overflow> {
+        let produced = self.window.load_u32(REQ_PROD, Ordering::Acquire);
+        let requests = produced.wrapping_sub(self.answered);
+        if requests > self.entries {
+            return Err(Overflow { requests, entries: self.entries });
+        }
+        // An index that went back is not more than a wait for the front end.
+        if requests <= self.taken.wrapping_sub(self.answered) {
+            return Ok(None);
+        }
+        let at = self.place(self.taken);
+        let index = self.taken;
+        self.taken = index.wrapping_add(1);
+        let bytes = match self.abi {
+            Abi::X86_64 => self.window.copy_out::<ENTRY_MOST>(at),
+            Abi::X86_32 => {
+                let mut bytes = [0; ENTRY_MOST];
+                bytes[..108].copy_from_slice(&self.window.copy_out::<108>(at));
+                bytes
+            }
+        };
+        let slot = self.record.as_mut().map_or(0, |record| record.take(index, bytes));
+        Ok(Some(Request { slot, ..Request::parse(self.abi, &bytes) }))
+    }
+
+    /// Writes an answer to a request that was taken.
+    #[inline]
+    pub fn answer(&mut self, id: u64, operation: u8, slot: u32, status: i16) {
+        debug_assert_ne!(self.answered, self.taken, "an answer without a request");
+        let at = self.place(self.answered);
+        self.window.copy_in(at, id.to_le_bytes());
+        let [low, high] = status.to_le_bytes();
+        self.window.copy_in(at + 8, [operation, 0, low, high]);
+        if let Some(record) = &mut self.record {
+            record.answer(slot, self.answered);
+        }
+        self.answered = self.answered.wrapping_add(1);
+    }
+
+    /// Shows the front end all answers that were written. Returns whether it wants an event.
+    #[inline]
+    pub fn publish(&mut self) -> bool {
+        if self.shown == self.answered {
+            return false;
+        }
+        self.window.store_u32(RSP_PROD, self.answered, Ordering::Release);
+        if let Some(record) = &mut self.record {
+            record.shown();
+        }
+        fence(Ordering::SeqCst);
+        let wanted = self.window.load_u32(RSP_EVENT, Ordering::Acquire);
+        let old = std::mem::replace(&mut self.shown, self.answered);
+        self.shown.wrapping_sub(wanted) < self.shown.wrapping_sub(old)
+    }
+
+    /// Asks for an event with the next request. False: there is one already.
+    #[inline]
+    pub fn enable_events(&mut self) -> bool {
+        self.window.store_u32(REQ_EVENT, self.taken.wrapping_add(1), Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let requests = self.window.load_u32(REQ_PROD, Ordering::Acquire).wrapping_sub(self.answered);
+        requests <= self.taken.wrapping_sub(self.answered)
+    }
+
+    fn place(&self, index: u32) -> usize {
+        HEADER + (index & (self.entries - 1)) as usize * self.abi.entry()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use blockyard_ring::Region;
+
+    use super::super::abi::Ask;
+    use super::*;
+
+    fn window() -> Window {
+        Arc::new(Region::memfd("ring", 0, 0, 4096).unwrap().0).window()
+    }
+
+    /// What a front end does for one request: a read of one page, whose number is `id`.
+    fn put(window: &Window, index: u32, id: u8) {
+        let at = HEADER + index as usize % 32 * ENTRY_MOST;
+        window.write(at, &[0, 1, 0, 0, 0, 0, 0, 0, id]);
+        window.store_u32(REQ_PROD, index.wrapping_add(1), Ordering::Release);
+    }
+
+    #[test]
+    fn requests_are_answered_in_any_order_also_where_indices_run_over() {
+        let window = window();
+        window.store_u32(RSP_PROD, u32::MAX, Ordering::Relaxed);
+        window.store_u32(REQ_PROD, u32::MAX, Ordering::Relaxed);
+        window.store_u32(RSP_EVENT, 1, Ordering::Relaxed);
+        let mut ring = Ring::new(window.clone(), Abi::X86_64);
+        assert_eq!((ring.pop(), ring.publish(), ring.enable_events()), (Ok(None), false, true));
+        assert_eq!(window.load_u32(REQ_EVENT, Ordering::Relaxed), 0);
+        put(&window, u32::MAX, 5);
+        put(&window, 0, 6);
+        assert!(!ring.enable_events());
+        let mut pop = || ring.pop().unwrap().map(|request| (request.id, request.ask));
+        assert_eq!([pop(), pop(), pop()], [Some((5, Ask::Read)), Some((6, Ask::Read)), None]);
+        ring.answer(6, 0, 0, 0);
+        // The front end asked to be told of answer 1, which is index 0.
+        assert!(!ring.publish());
+        ring.answer(5, 0, 0, -1);
+        assert!(ring.publish());
+        assert_eq!(window.load_u32(RSP_PROD, Ordering::Relaxed), 1);
+        assert_eq!(window.copy_out(HEADER + 31 * ENTRY_MOST), [6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(window.copy_out(HEADER), [5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff]);
+    }
+
+    #[test]
+    fn an_index_that_runs_away_is_an_error_and_one_that_goes_back_is_none() {
+        let window = window();
+        let mut ring = Ring::new(window.clone(), Abi::X86_32);
+        window.store_u32(REQ_PROD, 33, Ordering::Relaxed);
+        assert_eq!(ring.pop(), Err(Overflow { requests: 33, entries: 32 }));
+        window.store_u32(REQ_PROD, 32, Ordering::Relaxed);
+        for _ in 0..32 {
+            assert!(ring.pop().unwrap().is_some());
+        }
+        assert_eq!(ring.pop(), Ok(None));
+        window.store_u32(REQ_PROD, 3, Ordering::Relaxed);
+        assert_eq!((ring.pop(), ring.enable_events()), (Ok(None), true));
+        window.store_u32(REQ_PROD, u32::MAX, Ordering::Relaxed);
+        assert!(ring.pop().is_err());
+    }
+}
