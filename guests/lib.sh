@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Shared by setup, tool, uml and qemu. Source it; it runs nothing.
+# Shared by setup, tool, uml, qemu and xen. Source it; it runs nothing.
 
 # Root's is the machine's: what root runs as another user (`make demo` does) must reach it.
 cache=/var/cache/blockyard
@@ -8,7 +8,7 @@ cache=${BLOCKYARD_TOOLS:-$cache}
 tree=$cache/tree
 
 # Raised by hand when a part's recipe changes: `setup` then builds it anew.
-declare -A version=([tree]=3 [uml]=1 [qemu]=1 [qemu7]=1 [iotests]=1 [selftests]=2)
+declare -A version=([tree]=3 [uml]=1 [qemu]=1 [qemu7]=1 [xen]=1 [iotests]=1 [selftests]=2)
 
 die() { # STATUS MESSAGE...
     local status=$1
@@ -32,7 +32,7 @@ libs=$tree/usr/lib/x86_64-linux-gnu
 # shellcheck disable=SC2034 # used by those who source this
 loader=("$tree/usr/lib64/ld-linux-x86-64.so.2" --inhibit-cache --library-path "$libs:$libs/ceph")
 
-# ---- the two runners ----
+# ---- the runners ----
 
 run='' guest_pid='' out_pid='' watch_pid=''
 
