@@ -490,6 +490,7 @@ fn a_device_goes_with_its_domain_or_when_it_is_detached() {
     export.stop();
     assert!(setup.ended.load(Ordering::SeqCst));
     assert_eq!((front.domain.mapped(), front.store.list(FRONT).unwrap()), (0, Vec::new()));
+    assert_eq!(front.store.list("/local/domain/0/backend").unwrap(), [""; 0]);
     assert!(matches!(xen::detach(&host, 7, device, false, Duration::ZERO), Err(xen::XenError::Missing { .. })));
     // A domain that is destroyed has no nodes.
     let _export = setup.start();

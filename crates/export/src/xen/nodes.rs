@@ -124,7 +124,17 @@ impl Paths {
     pub fn remove(&self, store: &mut Store) -> Result<(), StoreError> {
         store.transaction(|t| {
             t.remove(&self.front)?;
-            t.remove(&self.back)
+            t.remove(&self.back)?;
+            // Those above it that were made for it.
+            let mut path = self.back.as_str();
+            for _ in 0..2 {
+                path = path.rsplit_once('/').map_or("", |(above, _)| above);
+                if !t.list(path)?.is_empty() {
+                    break;
+                }
+                t.remove(path)?;
+            }
+            Ok(())
         })
     }
 

@@ -169,6 +169,29 @@ mod tests {
     }
 
     #[test]
+    fn the_next_server_takes_again_what_has_no_answer_and_goes_on() {
+        let window = window();
+        let path = std::env::temp_dir().join(format!("blockyard-record-{}", std::process::id()));
+        let mut ring = Ring::new(window.clone(), Abi::X86_64);
+        assert!(ring.keep_record(&path, 1).unwrap().is_empty());
+        (0..5).for_each(|index| put(&window, index, index as u8));
+        let taken: Vec<_> = (0..4).map(|_| ring.pop().unwrap().unwrap()).collect();
+        // Answers lie where the first requests were.
+        ring.answer(taken[2].id, 0, taken[2].slot, 0);
+        ring.publish();
+        ring.answer(taken[1].id, 0, taken[1].slot, 0);
+        // Killed, with an answer that is not shown.
+        drop(ring);
+        let mut ring = Ring::new(window.clone(), Abi::X86_64);
+        let mut again: Vec<_> = ring.keep_record(&path, 1).unwrap().iter().map(|request| request.id).collect();
+        again.sort();
+        assert_eq!(again, [0, 1, 3]);
+        assert_eq!(ring.pop().unwrap().map(|request| request.id), Some(4));
+        assert_eq!(ring.pop(), Ok(None));
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
     fn an_index_that_runs_away_is_an_error_and_one_that_goes_back_is_none() {
         let window = window();
         let mut ring = Ring::new(window.clone(), Abi::X86_32);
