@@ -19,6 +19,8 @@ pub struct Recipe {
     /// One snapshot, which shares all that there is.
     pub snapshot: bool,
     pub zstd: bool,
+    /// The L1 table has so many clusters at least.
+    pub l1_clusters: u64,
     /// The name and the format of the image below.
     pub below: Option<(String, &'static str)>,
     pub seed: u64,
@@ -86,7 +88,8 @@ impl Builder {
         let layout = self.recipe.layout;
         self.file.resize(self.cluster() as usize, 0);
         self.counts.push(1);
-        let l1_size = self.recipe.size.div_ceil(layout.l2_reach()).max(1);
+        let l1_least = (self.recipe.l1_clusters * self.cluster() / 8).max(1);
+        let l1_size = self.recipe.size.div_ceil(layout.l2_reach()).max(l1_least);
         let l1_at = self.allocate((l1_size * 8).div_ceil(self.cluster()));
         for index in 0..l1_size {
             if let Some(table) = self.table(index) {

@@ -106,8 +106,12 @@ pub fn counted_check(layers: &[Files]) -> Result<Findings, String> {
     Ok(check(&counted(layers)?.as_deref().unwrap_or(layers)[0]))
 }
 
+pub fn header(files: &Files) -> Result<Header, ImageError> {
+    Header::parse(&files.main.bytes(), files.main.len())
+}
+
 pub fn is_dirty(files: &Files) -> bool {
-    Header::parse(&files.main.bytes(), files.main.len()).is_ok_and(|header| header.has_dirty())
+    header(files).is_ok_and(|header| header.has_dirty())
 }
 
 /// What our own check finds, corruptions and what it could not read.

@@ -51,6 +51,12 @@ impl Life {
         life
     }
 
+    /// Offset and clusters of the topmost image's refcount table.
+    pub fn refcount_table(&self) -> (u64, u32) {
+        let header = chain::header(&self.layers[0]).expect("an image that was judged");
+        (header.refcount_table_offset, header.refcount_table_clusters)
+    }
+
     /// The disk is what it is, durably, and behind it nothing is left of the `before` bytes that it had.
     fn tell_oracle(&self, before: usize) {
         let (mut oracle, mut disk) = (self.oracle.borrow_mut(), self.view.disk.clone());

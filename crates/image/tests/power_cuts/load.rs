@@ -1,9 +1,11 @@
 //! The run: lanes of requests on one or two reactors' views of a chain, until they are through or the power goes.
 
 use std::cell::{Cell, RefCell};
+use std::ops::Range;
 use std::rc::Rc;
 
-use blockyard_image::Image;
+use blockyard_image::qcow2::{Compression, pack};
+use blockyard_image::{Image, Layer};
 use blockyard_ring::sim::{Power, Rng, SECTOR, Sim, pattern, yield_now};
 use blockyard_ring::{Segments, Storage};
 
@@ -24,12 +26,16 @@ pub fn run<S: Storage>(
     let failed = Rc::new(RefCell::new(None));
     let running = Rc::new(Cell::new(plan.lanes));
     let hot: Rc<Vec<u64>> = Rc::new((0..3).map(|_| rng.below(sectors)).collect());
+    let cluster = plan.top().layout.cluster() / SECTOR as u64;
+    let packed = plan.packs.then(|| Rc::new(Packed::half_of(sectors, cluster, rng)));
     for index in 0..plan.lanes {
         let lane = Lane {
             judge: judge.clone(),
             image: views[index % views.len()].clone(),
             sectors,
-            cluster: plan.top().layout.cluster() / SECTOR as u64,
+            packed: packed.clone(),
+            zstd: plan.top().zstd,
+            cluster,
             unit: plan.top().layout.unit() / SECTOR as u64,
             hot: hot.clone(),
             spread: plan.spread,
@@ -93,10 +99,32 @@ pub async fn read_all<S: Storage>(judge: &Judge, image: &Image<S>, capacity: u64
     Ok(())
 }
 
+/// The half of the disk in which a boot writes compressed clusters. Each cluster is written once at most and changed by no
+/// other request of this boot, because `Qcow2::write_compressed` demands that.
+struct Packed {
+    /// In clusters.
+    half: Range<u64>,
+    next: Cell<u64>,
+    /// The other half, in sectors: for the requests that change something.
+    rest: Range<u64>,
+}
+
+impl Packed {
+    fn half_of(sectors: u64, cluster: u64, rng: &mut Rng) -> Self {
+        let (middle, end) = (sectors / cluster / 2, sectors.div_ceil(cluster));
+        let lower = rng.one_in(2);
+        let half = if lower { 0..middle } else { middle..end };
+        let rest = if lower { middle * cluster..sectors } else { 0..middle * cluster };
+        Packed { next: Cell::new(half.start), half, rest }
+    }
+}
+
 /// One request in flight of some queue, always.
 struct Lane<S> {
     judge: Rc<Judge>,
     image: Rc<Image<S>>,
+    packed: Option<Rc<Packed>>,
+    zstd: bool,
     /// In sectors: the disk, a cluster, a unit of allocation.
     sectors: u64,
     cluster: u64,
@@ -113,6 +141,8 @@ impl<S: Storage> Lane<S> {
             let range = self.range();
             let heard = if self.judge.poisoned() {
                 self.read(range).await?
+            } else if let Some(packed) = self.packed.clone() {
+                self.pack_or_change(&packed, range).await?
             } else if self.spread {
                 match self.rng.below(64) {
                     0..22 => self.write(range).await?,
@@ -136,6 +166,44 @@ impl<S: Storage> Lane<S> {
             }
         }
         Ok(())
+    }
+
+    async fn pack_or_change(&mut self, packed: &Packed, range: (u64, u64)) -> Result<bool, String> {
+        let (start, end) = (packed.rest.start * SECTOR as u64, packed.rest.end * SECTOR as u64);
+        let offset = range.0.clamp(start, end - SECTOR as u64);
+        let changed = (offset, range.1.min(end - offset));
+        match self.rng.below(32) {
+            0..10 => self.pack(packed).await,
+            10..13 => self.write(changed).await,
+            13..18 => self.discard(changed).await,
+            18..25 => self.flush().await,
+            _ => self.read(range).await,
+        }
+    }
+
+    /// Writes the next cluster of the half as `tools::convert` does it.
+    async fn pack(&mut self, packed: &Packed) -> Result<bool, String> {
+        let cluster = packed.next.get();
+        if cluster == packed.half.end {
+            return self.flush().await;
+        }
+        packed.next.set(cluster + 1);
+        let (size, offset) = (self.cluster as usize * SECTOR, cluster * self.cluster * SECTOR as u64);
+        let inside = size.min(self.sectors as usize * SECTOR - offset as usize);
+        let mut plain = vec![0; size];
+        for sector in plain[..inside].chunks_mut(SECTOR) {
+            sector[..8].copy_from_slice(&self.rng.next_u64().to_le_bytes());
+        }
+        let kind = if self.zstd { Compression::Zstd } else { Compression::Zlib };
+        let small = pack(&plain, kind).unwrap().expect("mostly zeroes");
+        let Layer::Qcow2(top) = &self.image.layers()[0] else { unreachable!("the topmost image is qcow2") };
+        let token = self.judge.oracle.borrow_mut().write_started(offset, &plain[..inside]);
+        let result = match top.write_compressed(offset, &small).await {
+            // The image has something there.
+            Ok(false) => self.image.write(Segments::from_bytes(&plain[..inside]), offset).await.1,
+            done => done.map(|_| ()),
+        };
+        self.judge.changed("compressed write", token, result)
     }
 
     /// Offset and length in bytes, whole sectors.

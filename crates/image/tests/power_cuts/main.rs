@@ -91,6 +91,11 @@ fn freed_clusters_wait_for_a_durable_write_back() {
 }
 
 #[test]
+fn compressed_writes_survive_random_cuts() {
+    random_lives(Plan::packing, 4, &[]);
+}
+
+#[test]
 fn what_was_promised_survives_errors_and_cuts() {
     let tally = random_lives(Plan::troubled, 15, &TROUBLED);
     assert!(tally.troubled > 50 || !lives::is_thorough(CUTS), "{tally}");
@@ -100,7 +105,7 @@ fn what_was_promised_survives_errors_and_cuts() {
 #[test]
 fn what_was_promised_survives_a_cut_at_every_event() {
     let mut tally = Tally::default();
-    for (seed, shape) in (30_000..).zip(SHAPES.into_iter().cycle()).take(9) {
+    for (seed, shape) in (30_000..).zip(SHAPES.into_iter().cycle()).take(6) {
         let plan = Plan { shape, lanes: 4, requests: 6, ..Plan::quiet(seed) };
         let whole = (0..).find(|&events| {
             let boot = Life::new(plan.clone()).boot(events, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
@@ -110,6 +115,26 @@ fn what_was_promised_survives_a_cut_at_every_event() {
         println!("seed {seed}, {shape:?}: {whole:?} events");
     }
     println!("{tally}");
+}
+
+/// The boot that needs a new refcount table, cut at every event there is.
+#[test]
+fn a_new_refcount_table_survives_a_cut_at_every_event() {
+    let mut tally = Tally::default();
+    let plan = Plan::recounting(0);
+    let table = |life: &Life| life.refcount_table();
+    let mut life = Life::new(plan.clone());
+    let old = table(&life);
+    let events = life.boot(u64::MAX, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}")).events;
+    assert_ne!(table(&life), old, "the refcount table has moved");
+    let (mut before, mut after) = (0, 0);
+    for events in 0..events {
+        let mut life = Life::new(plan.clone());
+        life.boot(events, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+        *(if table(&life) == old { &mut before } else { &mut after }) += 1;
+    }
+    println!("{tally}; cuts that left the old table: {before}, and a new one: {after}");
+    assert!(before > 10 && after > 10, "{before} cuts left the old table, {after} a new one");
 }
 
 /// What is done to a closed image, twice of each kind.

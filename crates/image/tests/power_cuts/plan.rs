@@ -44,6 +44,8 @@ pub struct Plan {
     pub slow: u64,
     /// Requests go to the whole disk, give clusters back more often, and seldom flush: metadata are written back unasked.
     pub spread: bool,
+    /// Some requests write compressed clusters.
+    pub packs: bool,
     pub trouble: Option<Trouble>,
 }
 
@@ -71,6 +73,7 @@ impl Plan {
             copy_on_read: rng.one_in(6),
             slow: 40,
             spread: false,
+            packs: false,
             trouble: None,
         }
     }
@@ -138,6 +141,55 @@ impl Plan {
             reserve: Some(layout.cluster() * rng.between(1, 3)),
             copy_on_read: false,
             spread: true,
+            ..Plan::quiet(seed)
+        }
+    }
+
+    /// Compressed clusters are written where others were freed, and read again and again.
+    pub fn packing(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x7061_636b);
+        let layout = Layout {
+            version: 3,
+            cluster_bits: *rng.pick(&[9, 9, 9, 10, 12]),
+            refcount_order: *rng.pick(&[0, 1, 2, 4]),
+            extended: false,
+            data_file: false,
+            raw_data_file: false,
+        };
+        let size = rng.between(12, 60) * layout.cluster();
+        let recipe = recipe(&mut rng, layout, size, None);
+        Plan {
+            layers: vec![LayerPlan::Qcow2(Recipe { snapshot: false, full: *rng.pick(&[30, 60]), ..recipe })],
+            lanes: rng.between(4, 6) as usize,
+            requests: 30,
+            reserve: Some(layout.cluster() * rng.between(1, 3)),
+            copy_on_read: false,
+            packs: true,
+            ..Plan::quiet(seed)
+        }
+    }
+
+    /// A file that its refcount table can hardly count: the first requests make a new table necessary.
+    pub fn recounting(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x7265_636e);
+        let layout = Layout {
+            version: 3,
+            cluster_bits: 9,
+            refcount_order: 6,
+            extended: false,
+            data_file: false,
+            raw_data_file: false,
+        };
+        // Beside the L1 table there are the header, one cluster of the refcount table, and the blocks that it names.
+        let (per_table, left) = (layout.cluster() / 8, rng.between(0, 6));
+        let l1_clusters = per_table * layout.per_block() - 2 - per_table - left;
+        let recipe = recipe(&mut rng, layout, 64 * SECTOR as u64, None);
+        Plan {
+            layers: vec![LayerPlan::Qcow2(Recipe { snapshot: false, full: 0, l1_clusters, ..recipe })],
+            lanes: 2,
+            requests: 2,
+            reserve: Some(layout.cluster() * rng.between(4, 8)),
+            copy_on_read: false,
             ..Plan::quiet(seed)
         }
     }
@@ -223,6 +275,7 @@ fn recipe(rng: &mut Rng, layout: Layout, size: u64, below: Option<(String, &'sta
         full: *rng.pick(&[0, 0, 30, 60, 100]),
         snapshot: !layout.data_file && layout.largest_count() > 1 && rng.one_in(5),
         zstd: layout.version > 2 && rng.one_in(2),
+        l1_clusters: 0,
         below,
         seed: rng.next_u64(),
     }
