@@ -11,6 +11,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use blockyard_ring::inherited::Claim;
+use blockyard_ring::rights;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
@@ -99,6 +100,13 @@ impl Listener {
         // Somebody else may take a client before we do: then there is nothing to wait for.
         let _ = rustix::io::ioctl_fionbio(&fd, true);
         Listener { sockets: vec![fd], made: None, _claim: Some(claim) }
+    }
+
+    /// Connections that come from now on refuse file descriptors, where the kernel can (Linux 6.16).
+    pub fn refuse_descriptors(&self) {
+        for socket in &self.sockets {
+            rights::refuse(socket);
+        }
     }
 
     /// Waits for a connection; None when `wake` was rung.

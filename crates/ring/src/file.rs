@@ -138,6 +138,10 @@ impl FileSlot {
         self.fd.as_fd()
     }
 
+    pub fn descriptor(&self) -> &Descriptor {
+        &self.fd
+    }
+
     pub fn handle(&self) -> &Handle {
         &self.handle
     }

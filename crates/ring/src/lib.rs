@@ -5,6 +5,7 @@
 //!   wake       watched descriptors, signals               sim       `Storage` over a simulated disk
 //!   file       `Storage` over io_uring                    inline    page-cache writes made at once
 //!   socket     connected sockets over io_uring            ublk      block devices of this host: control, queues
+//!   rights     descriptors that arrive over Unix sockets
 //!   memory     guest memory: regions, windows, bounds     segments  what one I/O moves: an iovec and its owner
 //!   buffers    guest memory registered with a ring        fault     shared memory that its owner takes away
 //!   mapper     which files of front ends are mapped       quota     how much of them
@@ -40,6 +41,7 @@ mod pulse;
 mod quota;
 pub mod remote;
 pub mod resident;
+pub mod rights;
 pub mod segments;
 pub mod sim;
 mod socket;

@@ -6,14 +6,15 @@
 
 use std::cell::Cell;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use rustix::net::Shutdown;
+use rustix::net::{RecvFlags, Shutdown};
 
 use crate::executor::Handle;
 use crate::file::{FileSlot, answer};
+use crate::rights;
 use crate::segments::Segments;
 use crate::uring::Action;
 
@@ -23,47 +24,86 @@ pub const MOST_PIECES: usize = 1024;
 #[derive(Clone)]
 pub struct Socket(Rc<Connected>);
 
-/// And whether the connection outlives it.
-struct Connected(Rc<FileSlot>, Cell<bool>);
+struct Connected {
+    slot: Rc<FileSlot>,
+    /// The connection outlives it.
+    kept: Cell<bool>,
+    /// Descriptors may arrive with its bytes (`rights`).
+    brings_descriptors: bool,
+}
 
 impl Drop for Connected {
     fn drop(&mut self) {
-        if self.1.get() {
+        if self.kept.get() {
             return;
         }
-        let _ = rustix::net::shutdown(self.0.fd(), Shutdown::Both);
+        let _ = rustix::net::shutdown(self.slot.fd(), Shutdown::Both);
+        if self.brings_descriptors {
+            rights::discard(self.slot.descriptor());
+        }
     }
 }
 
 impl Socket {
     /// Takes a connected stream socket over; it becomes a blocking one, for that is what io_uring waits for by itself.
-    pub fn new(handle: &Handle, fd: OwnedFd) -> io::Result<Self> {
+    pub fn new(handle: &Handle, fd: impl AsFd + Send + Sync + 'static) -> io::Result<Self> {
         ignore_broken_pipes();
         rustix::io::ioctl_fionbio(&fd, false)?;
-        let slot = FileSlot::uncounted(handle, Arc::new(fd));
-        Ok(Socket(Rc::new(Connected(Rc::new(slot), Cell::new(false)))))
+        let brings_descriptors = rights::may_arrive(fd.as_fd());
+        let slot = Rc::new(FileSlot::uncounted(handle, Arc::new(fd)));
+        Ok(Socket(Rc::new(Connected { slot, kept: Cell::new(false), brings_descriptors })))
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.0.0.fd()
+        self.0.slot.fd()
     }
 
     /// The connection for somebody else, who goes on with it. Nothing may be on its way here, nor be begun.
     pub fn keep(&self) -> io::Result<OwnedFd> {
         let fd = self.fd().try_clone_to_owned()?;
-        self.0.1.set(true);
+        self.0.kept.set(true);
         Ok(fd)
     }
 
     /// Reads what is there, at least one byte; 0: the other side has ended.
     #[inline]
     pub async fn read(&self, mut segments: Segments) -> (Segments, io::Result<usize>) {
+        if self.0.brings_descriptors {
+            let read = Box::pin(self.read_after_look(&segments)).await;
+            return (segments, read);
+        }
         loop {
             let (result, back) = self.operation(Action::Read { offset: 0 }, segments).await;
             match answer(result) {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => segments = back,
                 result => return (back, result),
             }
+        }
+    }
+
+    async fn read_after_look(&self, segments: &Segments) -> io::Result<usize> {
+        loop {
+            if let Some(n) = self.read_now(segments)? {
+                return Ok(n);
+            }
+            answer(self.operation(Action::Readable, Segments::default()).await.0)?;
+        }
+    }
+
+    /// Reads what is there, at least one byte, without a way through the ring; 0: the other side has ended. None: nothing is there.
+    pub fn read_now(&self, segments: &Segments) -> io::Result<Option<usize>> {
+        if segments.request().is_some() {
+            let buffer = Segments::buffer(segments.len());
+            let read = self.read_now(&buffer)?;
+            segments.copy_from(0, &buffer, 0, read.unwrap_or(0));
+            return Ok(read);
+        }
+        if self.0.brings_descriptors {
+            return rights::read_now(self.fd(), segments);
+        }
+        match rights::receive(self.fd(), segments, RecvFlags::empty()) {
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(None),
+            read => read.map(|(n, _)| Some(n)),
         }
     }
 
@@ -135,7 +175,7 @@ impl Socket {
 
     #[inline]
     fn operation(&self, action: Action, segments: Segments) -> crate::executor::Operation {
-        self.0.0.handle().operation(action, segments, self.0.0.clone())
+        self.0.slot.handle().operation(action, segments, self.0.slot.clone())
     }
 }
 
@@ -188,7 +228,7 @@ mod tests {
             theirs.read_exact(&mut all).unwrap();
             assert!(all.iter().all(|byte| *byte == 7));
         });
-        let socket = Socket::new(executor.handle(), ours.into()).unwrap();
+        let socket = Socket::new(executor.handle(), ours).unwrap();
         executor
             .block_on(async move {
                 let (segments, read) = socket.read_full(Segments::buffer(10)).await;
@@ -215,7 +255,7 @@ mod tests {
     fn a_shutdown_ends_what_waits() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let executor = Executor::new().unwrap();
-        let socket = Socket::new(executor.handle(), ours.into()).unwrap();
+        let socket = Socket::new(executor.handle(), ours).unwrap();
         let (other, handle) = (socket.clone(), executor.handle().clone());
         executor
             .block_on(async move {

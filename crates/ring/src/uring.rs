@@ -90,6 +90,8 @@ pub(crate) enum Action {
     Poll {
         fd: i32,
     },
+    /// Ends when the file can be read, or has ended.
+    Readable,
     /// Stays with the kernel until a request comes: see `ublk`.
     Ublk(Command),
 }
@@ -416,6 +418,7 @@ fn build(action: Action, iov: &[libc::iovec], buffer: u16, target: squeue_target
             let (bytes, address) = command.encode(iov);
             with!(|fd| opcode::UringCmd16::new(fd, command.op).cmd(bytes).addr(Some(address)).build())
         }
+        Action::Readable => with!(|fd| opcode::PollAdd::new(fd, libc::POLLIN as u32).build()),
         Action::Poll { fd } => opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).multi(true).build(),
     }
 }

@@ -2,7 +2,7 @@
 
 use std::cell::{Cell, OnceCell};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -38,7 +38,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    pub fn new(handle: &Handle, fd: OwnedFd) -> io::Result<Self> {
+    pub fn new(handle: &Handle, fd: impl AsFd + Send + Sync + 'static) -> io::Result<Self> {
         let _ = rustix::net::sockopt::set_tcp_nodelay(&fd, true);
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&fd, SENT_AHEAD);
         // A client whose machine is gone is noticed, in the end.

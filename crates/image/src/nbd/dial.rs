@@ -101,6 +101,7 @@ fn connect(uri: &Uri, deadline: Instant) -> Result<OwnedFd, String> {
             let address = SocketAddrUnix::new(path).map_err(failed)?;
             let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
             let fd = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None).map_err(failed)?;
+            blockyard_ring::rights::refuse(&fd);
             // A full backlog makes connect() wait; it waits no longer than sending may.
             set_timeouts(&fd, Some(deadline)).map_err(|e| e.to_string())?;
             rustix::net::connect(&fd, &address).map_err(failed)?;

@@ -203,15 +203,15 @@ impl Secure {
 
     /// What comes where nobody asks is of TLS itself (a ticket for later sessions), or the end.
     fn has_ended(&self) -> Option<String> {
-        let mut bytes = [0; 4096];
+        let (mut bytes, room) = ([0; 4096], Segments::buffer(4096));
         for _ in 0..MOST_TICKETS {
-            let n = match recv(self.socket.fd(), &mut bytes, RecvFlags::DONTWAIT) {
-                Ok((_, 0)) => return Some(CLOSED.into()),
-                Ok((_, n)) => n,
-                Err(Errno::AGAIN) => return None,
-                Err(Errno::INTR) => continue,
-                Err(e) => return Some(format!("receiving: {}", io::Error::from(e))),
+            let n = match self.socket.read_now(&room) {
+                Ok(Some(0)) => return Some(CLOSED.into()),
+                Ok(Some(n)) => n,
+                Ok(None) => return None,
+                Err(e) => return Some(format!("receiving: {e}")),
             };
+            room.copy_out(0, &mut bytes[..n]);
             let left = self.received.borrow_mut().split_off(self.used.replace(0));
             *self.received.borrow_mut() = [&left, &bytes[..n]].concat();
             while !self.is_empty() {

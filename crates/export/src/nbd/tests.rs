@@ -1,0 +1,173 @@
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicU32;
+use std::sync::mpsc::channel;
+
+use blockyard_disk::{DiskOptions, OpKind, Served, Source};
+use blockyard_image::nbd::wire::{Request, cmd, handshake, opt};
+use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_ring::rights;
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sockopt};
+
+use super::*;
+
+/// The one export, of a disk in memory.
+const NAME: &str = "disk";
+const SIZE: u64 = 16 << 20;
+
+fn socket() -> PathBuf {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    std::env::temp_dir().join(format!("blockyard-nbd-{}-{number}", std::process::id()))
+}
+
+/// A server on one reactor.
+fn serve_on(listener: Listener) -> (Server, Arc<Disk>, Arc<Reactors>) {
+    let (name, serial, filters) = (NAME.to_string(), String::new(), Vec::new());
+    let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters };
+    let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new(format!("ram:{SIZE}"))).unwrap()));
+    let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
+    let server = Server::start(listener, "test", Arc::default(), reactors.clone()).unwrap();
+    server.add(Exported::new(disk.clone(), NAME, "", None).polled(PollMode::Off));
+    (server, disk, reactors)
+}
+
+struct Client(UnixStream);
+
+impl Client {
+    /// It has chosen the export.
+    fn ready(mut stream: UnixStream) -> Self {
+        stream.read_exact(&mut [0; 18]).unwrap();
+        let flags = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
+        let mut bytes = flags.to_be_bytes().to_vec();
+        bytes.extend(wire::OPTION.to_be_bytes());
+        bytes.extend([opt::EXPORT_NAME, NAME.len() as u32].map(u32::to_be_bytes).as_flattened());
+        bytes.extend(NAME.as_bytes());
+        stream.write_all(&bytes).unwrap();
+        stream.read_exact(&mut [0; 10]).unwrap();
+        Client(stream)
+    }
+
+    fn read_of(offset: u64, len: u64) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        Request { flags: 0, command: cmd::READ, cookie: 7, offset, len }.put(Headers::Simple, &mut bytes);
+        bytes
+    }
+
+    /// The answer to a read of so many bytes.
+    fn take_read(&mut self, len: usize) {
+        let mut bytes = vec![0xff; 16 + len];
+        self.0.read_exact(&mut bytes).unwrap();
+        assert_eq!(bytes[4..8], [0; 4], "no error");
+    }
+
+    fn reads(&mut self) {
+        self.0.write_all(&Self::read_of(512, 512)).unwrap();
+        self.take_read(512);
+    }
+
+    fn send_with(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> rustix::io::Result<usize> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+        rustix::net::sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
+    }
+}
+
+/// A TCP connection whose close waits for an hour, or until its other side is closed.
+fn lingering() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (theirs, _) = listener.accept().unwrap();
+    sockopt::set_socket_linger(&ours, Some(Duration::from_secs(3600))).unwrap();
+    ours.set_nonblocking(true).unwrap();
+    while ours.write(&[0; 1 << 16]).is_ok() {}
+    (ours, theirs)
+}
+
+#[test]
+fn clients_send_no_descriptors_where_the_kernel_can_refuse_them() {
+    let path = socket();
+    let (_server, ..) = serve_on(Listener::bind(&path).unwrap());
+    let mut client = Client::ready(UnixStream::connect(&path).unwrap());
+    let sent = client.send_with(&Client::read_of(0, 512), &[client.0.as_fd()]);
+    // A kernel before 6.16 takes them, and the next test says what follows.
+    let refuses = rights::refuse(UnixStream::pair().unwrap().0);
+    assert_eq!(sent.err(), refuses.then_some(Errno::PERM));
+    if refuses {
+        client.reads();
+    }
+}
+
+/// A client of an inherited socket may have connected before this server could refuse descriptors, as on older kernels. If the
+/// reactor closed the descriptor, this test would not end.
+#[test]
+fn a_client_that_sends_a_descriptor_is_let_go_and_holds_up_no_other() {
+    let path = socket();
+    let listener = Listener::bind(&path).unwrap();
+    let (early, late) = (UnixStream::connect(&path).unwrap(), UnixStream::connect(&path).unwrap());
+    let (server, _disk, reactors) = serve_on(listener);
+    let (lingers, other) = lingering();
+    let (mut client, mut beside) = (Client::ready(early), Client::ready(late));
+    client.reads();
+    // Meanwhile the reactor is busy: what it finds is the last reference to the descriptor.
+    let ((began, busy), (release, released)) = (channel(), channel::<()>());
+    reactors.next().run(move |_| {
+        began.send(()).unwrap();
+        let _ = released.recv();
+    });
+    busy.recv().unwrap();
+    client.send_with(&Client::read_of(0, 512), &[lingers.as_fd()]).unwrap();
+    drop((lingers, release));
+    assert!(client.0.read(&mut [0; 16]).is_ok_and(|n| n == 0), "it is let go, and gets no answer");
+    beside.reads();
+    assert_eq!(server.shared.clients.load(Ordering::SeqCst), 2, "it is counted until its socket is closed");
+    drop((beside, other));
+    // The reactor answers: it closed nothing that waits.
+    reactors.next().ask(|_, reply| reply.send(())).unwrap();
+}
+
+/// A task beside the connection counts the reads of each turn.
+#[test]
+fn requests_that_are_answered_on_the_spot_leave_turns_to_others() {
+    const READS: u64 = 400;
+    const LEN: u64 = 64 << 10;
+    let path = socket();
+    let (_server, disk, reactors) = serve_on(Listener::bind(&path).unwrap());
+    let mut client = Client::ready(UnixStream::connect(&path).unwrap());
+    let (sender, most) = channel();
+    reactors.next().run(move |handle| {
+        let tasks = handle.clone();
+        handle.spawn(async move {
+            let served = Served::local(&tasks, &disk).unwrap();
+            let (mut most, mut before, mut looks) = (0, 0, 0);
+            while before < READS {
+                tasks.yield_now().await;
+                looks += 1;
+                assert!(looks < 10_000_000, "{before} reads were answered");
+                let now = served.statistics().summary(OpKind::Read).map_or(0, |summary| summary.requests);
+                most = most.max(now - before);
+                before = now;
+            }
+            sender.send(most).unwrap();
+        });
+    });
+    let pipeline: Vec<u8> = (0..READS).flat_map(|n| Client::read_of(n % 256 * LEN, LEN)).collect();
+    client.0.write_all(&pipeline).unwrap();
+    (0..READS).for_each(|_| client.take_read(LEN as usize));
+    let most = most.recv().unwrap();
+    // A look sees two turns at most, of 1 MiB and one request each.
+    assert!(most <= 2 * 17, "{most} reads of 64 KiB between two looks");
+}
+
+#[test]
+fn names_are_strings_of_the_protocol() {
+    assert_eq!(as_string("a disk"), "a disk");
+    assert_eq!(as_string("a\0 disk\0"), "a disk");
+    let long = as_string(&"ü".repeat(3000));
+    assert_eq!((long.len(), long.chars().count()), (4096, 2048));
+}

@@ -1,0 +1,228 @@
+//! Descriptors that arrive with bytes over a Unix socket (SCM_RIGHTS), where only the bytes are wanted.
+//!
+//! The kernel closes such descriptors on the thread that reads the bytes, or that closes the socket. The last close of a descriptor
+//! may wait for its owner, for example if it is a socket that lingers. What must hold: a thread of an executor closes none of them.
+//!
+//! - From Linux 6.16 on a socket can refuse them ([`refuse`]). Then it is read like any other.
+//! - Before, and where bytes may have arrived earlier, each read looks at the bytes first (MSG_PEEK). The kernel then reports a
+//!   descriptor among them (MSG_CTRUNC) and closes none, because they are still queued. What is queued when the socket ends is
+//!   discarded by a thread ([`discard`]).
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, sockopt};
+
+use crate::file::Descriptor;
+use crate::segments::Segments;
+
+/// Linux 6.16, `asm-generic/socket.h`.
+const SO_PASSRIGHTS: libc::c_int = 83;
+/// Linux 6.5.
+const SO_PASSPIDFD: libc::c_int = 76;
+/// Bytes that are discarded at a time.
+const DISCARDED: usize = 16 << 10;
+
+/// Makes a Unix socket refuse descriptors: a sender gets EPERM. The connections that a listening socket gets from now on refuse
+/// them too. To be called before a socket is connected, because what is queued stays. False: the kernel is older than 6.16, or
+/// this is no Unix socket.
+pub fn refuse(socket: impl AsFd) -> bool {
+    set(socket.as_fd(), SO_PASSRIGHTS)
+}
+
+/// Clears an option.
+fn set(socket: BorrowedFd<'_>, option: libc::c_int) -> bool {
+    let (no, len) = (0 as libc::c_int, size_of::<libc::c_int>() as libc::socklen_t);
+    // SAFETY: the kernel reads `len` bytes, the size of `no`.
+    unsafe { libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const no).cast(), len) == 0 }
+}
+
+/// Whether descriptors may arrive with the bytes of a socket: then it is to be read by [`read_now`].
+pub(crate) fn may_arrive(socket: BorrowedFd<'_>) -> bool {
+    if !sockopt::socket_domain(socket).is_ok_and(|domain| domain == AddressFamily::UNIX) {
+        return false;
+    }
+    let (mut passes, mut len) = (1 as libc::c_int, size_of::<libc::c_int>() as libc::socklen_t);
+    let to = (&raw mut passes).cast();
+    // SAFETY: the kernel writes at most `len` bytes, the size of `passes`.
+    let got = unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PASSRIGHTS, to, &mut len) };
+    if got == 0 && passes == 0 {
+        return false;
+    }
+    // Whatever else would arrive beside bytes (a listening socket of systemd may ask for it) is reported in the same way.
+    for option in [libc::SO_PASSCRED, libc::SO_PASSSEC, SO_PASSPIDFD] {
+        set(socket, option);
+    }
+    true
+}
+
+/// Reads what is there, at least one byte, into the first of `segments`; 0: the other side has ended. None: nothing is there. An
+/// error (InvalidData): a descriptor is among the next bytes.
+pub(crate) fn read_now(socket: BorrowedFd<'_>, segments: &Segments) -> io::Result<Option<usize>> {
+    let (seen, has_descriptors) = match receive(socket, segments, RecvFlags::PEEK) {
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+        seen => seen?,
+    };
+    if has_descriptors {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "the other side has sent file descriptors"));
+    }
+    if seen == 0 {
+        return Ok(Some(0));
+    }
+    // These bytes and no more: what has arrived meanwhile was not looked at.
+    receive(socket, &segments.slice(0, seen), RecvFlags::empty()).map(|(n, _)| Some(n))
+}
+
+/// Receives without waiting; whether the kernel says that control data were left out.
+pub(crate) fn receive(socket: BorrowedFd<'_>, segments: &Segments, flags: RecvFlags) -> io::Result<(usize, bool)> {
+    assert!(segments.request().is_none(), "a request's memory is not this process's");
+    let iov = segments.iovecs();
+    // SAFETY: all zeroes is a valid `msghdr`: no name, no control data, no iovec.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = iov.as_ptr().cast_mut();
+    message.msg_iovlen = iov.len().min(crate::MOST_PIECES);
+    let flags = (flags | RecvFlags::DONTWAIT).bits() as libc::c_int;
+    loop {
+        // SAFETY: the message names the segments' iovec, whose memory its owner keeps for longer than this call, and which may be
+        // written to.
+        let got = unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, flags) };
+        match usize::try_from(got) {
+            Ok(n) => return Ok((n, message.msg_flags & libc::MSG_CTRUNC != 0)),
+            Err(_) => match io::Error::last_os_error() {
+                e if e.kind() == io::ErrorKind::Interrupted => {}
+                e => return Err(e),
+            },
+        }
+    }
+}
+
+/// Discards what is queued on a socket that was shut down. If descriptors are queued, a thread does it, and has the socket until
+/// they are closed.
+pub(crate) fn discard(socket: &Descriptor) {
+    let bytes = Segments::buffer(DISCARDED);
+    loop {
+        match read_now(socket.as_fd(), &bytes) {
+            Ok(None | Some(0)) => return,
+            Ok(Some(_)) => {}
+            Err(_) => break,
+        }
+    }
+    let (theirs, ours) = (socket.clone(), socket.clone());
+    let thread = std::thread::Builder::new().name("descriptors".into()).stack_size(64 << 10).spawn(move || {
+        let mut bytes = [0; 4096];
+        loop {
+            match rustix::net::recv(theirs.as_fd(), &mut bytes, RecvFlags::DONTWAIT) {
+                Ok((_, 1..)) | Err(Errno::INTR | Errno::CONNRESET) => {}
+                Ok(_) | Err(_) => break,
+            }
+        }
+    });
+    if thread.is_err() {
+        // The socket is never closed: to close it here may wait.
+        std::mem::forget(ours);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{IoSlice, Read, Write};
+    use std::mem::MaybeUninit;
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::UnixStream;
+    use std::time::Duration;
+
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+
+    use super::*;
+    use crate::{Executor, Socket};
+
+    /// A TCP connection whose close waits for an hour, or until its other side is closed.
+    fn lingering() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (theirs, _) = listener.accept().unwrap();
+        sockopt::set_socket_linger(&ours, Some(Duration::from_secs(3600))).unwrap();
+        ours.set_nonblocking(true).unwrap();
+        while ours.write(&[0; 1 << 16]).is_ok() {}
+        (ours, theirs)
+    }
+
+    fn send(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> rustix::io::Result<usize> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+        rustix::net::sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
+    }
+
+    /// Reads of the socket until an error or the end.
+    fn read_all(ours: UnixStream) -> (Vec<u8>, Option<io::Error>) {
+        let executor = Executor::new().unwrap();
+        let socket = Socket::new(executor.handle(), OwnedFd::from(ours)).unwrap();
+        let work = async move {
+            let mut all = Vec::new();
+            loop {
+                let (segments, read) = socket.read(Segments::buffer(64)).await;
+                match read {
+                    Ok(0) => return (all, None),
+                    Ok(n) => {
+                        let mut bytes = vec![0; n];
+                        segments.copy_out(0, &mut bytes);
+                        all.extend(bytes);
+                    }
+                    Err(e) => return (all, Some(e)),
+                }
+            }
+        };
+        executor.block_on(work).unwrap()
+    }
+
+    /// If the executor's thread closed the descriptors, this test would not end.
+    #[test]
+    fn an_executor_closes_no_descriptor_that_it_was_sent() {
+        for read_first in [true, false] {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let (lingers, other) = lingering();
+            let (mut reader, writer) = std::io::pipe().unwrap();
+            (&theirs).write_all(b"before").unwrap();
+            send(&theirs, b"with", &[lingers.as_fd(), writer.as_fd()]).unwrap();
+            (&theirs).write_all(b"behind").unwrap();
+            drop((lingers, writer));
+            if read_first {
+                let (bytes, end) = read_all(ours);
+                assert_eq!((bytes, end.unwrap().kind()), (Vec::new(), io::ErrorKind::InvalidData));
+            } else {
+                // The socket ends with all of it unread.
+                let executor = Executor::new().unwrap();
+                drop(Socket::new(executor.handle(), OwnedFd::from(ours)).unwrap());
+            }
+            drop(other);
+            // A thread has closed them both, one after the other.
+            assert_eq!(reader.read(&mut [0; 1]).unwrap(), 0);
+        }
+    }
+
+    #[test]
+    fn bytes_alone_are_read_as_ever() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        assert!(may_arrive(ours.as_fd()));
+        rustix::net::sockopt::set_socket_passcred(&ours, true).unwrap();
+        let peer = std::thread::spawn(move || (0..100u8).for_each(|n| (&theirs).write_all(&[n; 100]).unwrap()));
+        let (bytes, end) = read_all(ours);
+        peer.join().unwrap();
+        assert!(end.is_none(), "{end:?}");
+        assert_eq!(bytes, (0..100u8).flat_map(|n| [n; 100]).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_socket_that_refuses_descriptors_needs_no_look() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let refuses = refuse(&ours);
+        assert_eq!(may_arrive(ours.as_fd()), !refuses);
+        // A kernel before 6.16 takes them.
+        assert_eq!(send(&theirs, b"with", &[ours.as_fd()]).err(), refuses.then_some(Errno::PERM));
+        let (tcp, _other) = lingering();
+        assert!(!refuse(&tcp) && !may_arrive(tcp.as_fd()));
+    }
+}
