@@ -7,6 +7,8 @@
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
+use blockyard_ring::Handle;
+
 /// Descriptors of a turn: about 50 us. A request costs as much as [`REQUEST`] of them besides.
 const DESCRIPTORS: u32 = 1024;
 pub const REQUEST: u32 = 8;
@@ -35,6 +37,14 @@ impl Budget {
         self.bytes.set(self.bytes.get().saturating_add(bytes));
     }
 
+    /// Waits for a turn in which something may still be taken, and books this in it.
+    pub async fn admit(&self, handle: &Handle, descriptors: u32, bytes: u64) {
+        while self.is_spent(handle.turn()) {
+            handle.yield_now().await;
+        }
+        self.spend(handle.turn(), descriptors, bytes);
+    }
+
     /// Whether nothing more may be taken in turn number `turn`.
     #[inline]
     pub fn is_spent(&self, turn: u64) -> bool {
@@ -50,7 +60,41 @@ pub fn is_over(began: Instant, now: Instant) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::rc::Rc;
+
+    use blockyard_ring::Executor;
+
     use super::*;
+
+    /// As the lanes of a ublk queue do it, one for each tag: all requests are there at once.
+    #[test]
+    fn tasks_that_share_a_budget_are_admitted_over_several_turns() {
+        const TASKS: u64 = 1000;
+        for (bytes, most) in [(0, DESCRIPTORS / REQUEST), (64 << 10, 16)] {
+            let executor = Executor::new().unwrap();
+            let handle = executor.handle().clone();
+            let work = async move {
+                let (budget, admitted) = (Rc::new(Budget::default()), Rc::new(Cell::new(0)));
+                for _ in 0..TASKS {
+                    let (budget, admitted, tasks) = (budget.clone(), admitted.clone(), handle.clone());
+                    handle.spawn(async move {
+                        budget.admit(&tasks, REQUEST, bytes).await;
+                        admitted.set(admitted.get() + 1);
+                    });
+                }
+                let (mut before, mut turns) = (0, 0);
+                while before < TASKS {
+                    handle.yield_now().await;
+                    let now = admitted.get();
+                    // A look sees two turns at most.
+                    assert!(now - before <= 2 * u64::from(most), "{} tasks between two looks", now - before);
+                    (before, turns) = (now, turns + 1);
+                }
+                turns
+            };
+            assert!(executor.block_on(work).unwrap() >= TASKS / 2 / u64::from(most));
+        }
+    }
 
     #[test]
     fn a_turn_has_a_budget_of_each_kind_and_the_next_one_has_another() {

@@ -266,10 +266,7 @@ impl Lane {
         };
         let moves = matches!(op, Op::Read | Op::Write { .. });
         // The reactor's other queues go on before this one serves more than its budget.
-        while line.budget.is_spent(line.handle.turn()) {
-            line.handle.yield_now().await;
-        }
-        line.budget.spend(line.handle.turn(), REQUEST, if moves { len } else { 0 });
+        line.budget.admit(&line.handle, REQUEST, if moves { len } else { 0 }).await;
         let mut segments = self.segments.take();
         if moves {
             self.tag.fill(&mut segments, len as usize);
