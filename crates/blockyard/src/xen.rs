@@ -19,14 +19,14 @@ use clap::{Args, Subcommand};
 use crate::cli::{DiskArgs, ServeOptions};
 use crate::{Failure, attach, serve};
 
-/// How long a guest may take to let go of a device. Linux asks its own users for as long as it takes.
+/// How long a guest may take to let go of a device. Some drivers keep a device that is in use.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Subcommand)]
 pub enum Command {
     /// Give a disk to a guest: prints the device, and serves it in the background until `detach`, or the guest's end.
     Attach(Box<Attach>),
-    /// Take a device away from its guest.
+    /// Take a device away from its guest, which should have unmounted it: its driver may close it at once.
     Detach(Detach),
     /// List the devices of this program: domain, device, state, bytes.
     List(List),
@@ -53,7 +53,7 @@ pub struct Detach {
     pub domain: u16,
     #[arg(value_name = "DEVICE")]
     pub device: Name,
-    /// Take it away although the guest uses it: what the guest has not written is lost.
+    /// Take it away without asking the guest's driver: what the guest has not written is lost.
     #[arg(long)]
     pub force: bool,
 }
