@@ -2,14 +2,21 @@
 //!
 //! What must hold: whoever holds several took them in ascending order; a waiter that goes away leaves nothing behind.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
+/// What is held, by the first cluster of each run. A run costs the same, however long it is.
 #[derive(Debug, Default)]
-pub struct ClustersHeld(Mutex<HashMap<u64, Vec<Waker>>>);
+pub struct ClustersHeld(Mutex<BTreeMap<u64, Held>>);
+
+#[derive(Debug)]
+struct Held {
+    end: u64,
+    waiting: Vec<Waker>,
+}
 
 /// A run of clusters that is held; dropped, it is free again.
 pub struct Hold<'a> {
@@ -21,39 +28,41 @@ impl ClustersHeld {
     /// Waits for each of `clusters` (guest clusters, by number) in turn, and holds them.
     pub async fn hold(&self, clusters: Range<u64>) -> Hold<'_> {
         let mut hold = Hold { held: self, clusters: clusters.start..clusters.start };
-        for cluster in clusters {
-            poll_fn(|cx| {
-                let mut map = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-                match map.get_mut(&cluster) {
-                    Some(waiting) => {
-                        waiting.push(cx.waker().clone());
-                        Poll::Pending
-                    }
-                    None => {
-                        map.insert(cluster, Vec::new());
-                        Poll::Ready(())
-                    }
+        poll_fn(|cx| {
+            let mut runs = self.runs();
+            let mine = &mut hold.clusters;
+            // The run that holds the next cluster, or else the first run behind it. One's own ends before the next cluster.
+            let before = runs.range(..=mine.end).next_back().filter(|(_, run)| run.end > mine.end);
+            let other =
+                before.or_else(|| runs.range(mine.end..clusters.end.max(mine.end)).next()).map(|(first, _)| *first);
+            let free = other.map_or(clusters.end, |first| first.clamp(mine.end, clusters.end));
+            if free > mine.end {
+                mine.end = free;
+                runs.entry(mine.start).or_insert_with(|| Held { end: free, waiting: Vec::new() }).end = free;
+            }
+            match other.and_then(|first| runs.get_mut(&first)).filter(|_| free < clusters.end) {
+                Some(run) => {
+                    run.waiting.push(cx.waker().clone());
+                    Poll::Pending
                 }
-            })
-            .await;
-            hold.clusters.end = cluster + 1;
-        }
+                None => Poll::Ready(()),
+            }
+        })
+        .await;
         hold
     }
-}
 
-impl ClustersHeld {
-    fn release(&self, clusters: Range<u64>) {
-        let mut map = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let waiting: Vec<_> = clusters.filter_map(|cluster| map.remove(&cluster)).flatten().collect();
-        drop(map);
-        waiting.into_iter().for_each(Waker::wake);
+    fn runs(&self) -> MutexGuard<'_, BTreeMap<u64, Held>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
-        self.held.release(self.clusters.clone());
+        if !self.clusters.is_empty() {
+            let run = self.held.runs().remove(&self.clusters.start);
+            run.into_iter().flat_map(|run| run.waiting).for_each(Waker::wake);
+        }
     }
 }
 
@@ -95,7 +104,32 @@ mod tests {
                 }
             })
             .unwrap();
-            assert!(shared.0.0.lock().unwrap().is_empty());
+            assert!(shared.0.runs().is_empty());
         }
+    }
+
+    #[test]
+    fn a_run_is_held_as_one_up_to_what_another_holds() {
+        let held = ClustersHeld::default();
+        let poll = |hold: std::pin::Pin<&mut dyn Future<Output = ()>>| {
+            hold.poll(&mut std::task::Context::from_waker(Waker::noop())).is_ready()
+        };
+        let ends = || held.runs().iter().map(|(first, run)| (*first, run.end)).collect::<Vec<_>>();
+        let (mut middle, mut all) = (None, None);
+        assert!(poll(std::pin::pin!(async { middle = Some(held.hold(5000..5001).await) })));
+        {
+            let mut waits = std::pin::pin!(async { all = Some(held.hold(0..1 << 40).await) });
+            assert!(!poll(waits.as_mut()));
+            assert_eq!(ends(), [(0, 5000), (5000, 5001)]);
+            drop(middle);
+            assert!(poll(waits.as_mut()));
+        }
+        assert_eq!(ends(), [(0, 1 << 40)]);
+        {
+            let mut waits = std::pin::pin!(async { drop(held.hold(3..4).await) });
+            assert!(!poll(waits.as_mut()));
+        }
+        drop(all);
+        assert!(ends().is_empty());
     }
 }
