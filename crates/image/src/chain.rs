@@ -269,7 +269,9 @@ impl Chain {
                 };
                 let below = self.below_qcow2(&image, &header)?;
                 let data_raw = data.as_ref().map(raw).transpose().map_err(failed)?;
-                let options = Qcow2Options { read_only, l2_cache: self.options.l2_cache, ..Qcow2Options::default() };
+                // Only the topmost image's file may be without a name: it is found already, and no image names it.
+                let (l2_cache, unfinished) = (self.options.l2_cache, depth == 0 && image.found.is_some());
+                let options = Qcow2Options { read_only, l2_cache, unfinished, ..Qcow2Options::default() };
                 let view = Qcow2::open(header, main, data_raw, &options).await.map_err(wrong)?;
                 (Meta::Qcow2(view.shared().clone()), data, below)
             }

@@ -7,7 +7,8 @@
 //! ```
 //! What must hold: an entry is in the file only when the data it names, and their refcount, are durable; a cluster is free
 //! only when no durable entry names it. So a power cut leaves leaks, and old or new contents, nothing else.
-//! A flush that finds no changed metadata is one sync.
+//! A flush that finds no changed metadata is one sync. Of an image that has no name yet ([`super::Qcow2Options::unfinished`])
+//! a power cut leaves nothing, so there the syncs between are left out, and a flush is one sync at its end.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -49,7 +50,8 @@ impl<S: Storage> Qcow2<S> {
     /// All that was written before this call is durable when it answers.
     pub async fn flush(&self) -> io::Result<()> {
         let _turn = self.shared.writing_back.take().await;
-        self.write_back(true).await
+        self.write_back(true).await?;
+        self.sync_unfinished().await
     }
 
     /// Writes metadata that have changed where there are many, so that they may leave the memory; nothing is promised.
@@ -72,7 +74,7 @@ impl<S: Storage> Qcow2<S> {
     async fn write_back(&self, durable: bool) -> io::Result<()> {
         let changes = self.take_changes();
         if changes.is_empty() && !self.shared.alloc.has_changed_counts() {
-            let synced = self.sync().await;
+            let synced = self.barrier().await;
             // Their entries may be in the file since a write-back that was not durable; now they are.
             match &synced {
                 Ok(()) => self.shared.alloc.all_durable(changes.freed),
@@ -118,13 +120,13 @@ impl<S: Storage> Qcow2<S> {
     async fn write_changes(&self, changes: &Changes, durable: bool) -> io::Result<()> {
         let counts = self.write_changed_counts().await?;
         if changes.is_empty() {
-            return self.sync().await;
+            return self.barrier().await;
         }
-        self.sync().await.inspect_err(|_| self.shared.alloc.counts_written(&counts, false))?;
+        self.barrier().await.inspect_err(|_| self.shared.alloc.counts_written(&counts, false))?;
         let slices = changes.slices.iter().map(|copied| self.write_slice(copied));
         join::all(AT_A_TIME, slices).await?;
         join::all(AT_A_TIME, changes.l1.iter().map(|piece| self.write_l1(piece))).await?;
-        if durable { self.sync_metadata().await } else { Ok(()) }
+        if durable { self.barrier_metadata().await } else { Ok(()) }
     }
 
     /// Gives those that were written; the caller has the turn.
@@ -156,24 +158,42 @@ impl<S: Storage> Qcow2<S> {
         self.write_at(&format!("qcow2 L2 table {index}"), at, &copied.bytes).await
     }
 
+    /// What was written before is durable before anything that is written after. Nothing where the order does not matter.
+    async fn barrier(&self) -> io::Result<()> {
+        if self.shared.unfinished {
+            return self.not_lost();
+        }
+        self.sync().await
+    }
+
+    /// As [`Qcow2::barrier`], for the image's own file alone.
+    pub(super) async fn barrier_metadata(&self) -> io::Result<()> {
+        if self.shared.unfinished {
+            return self.not_lost();
+        }
+        self.sync_file(&self.file).await
+    }
+
+    /// The sync that barriers have left out.
+    async fn sync_unfinished(&self) -> io::Result<()> {
+        if self.shared.unfinished { self.sync().await } else { Ok(()) }
+    }
+
     async fn sync(&self) -> io::Result<()> {
         if let Some(data) = &self.data {
             self.sync_file(data).await?;
         }
-        self.sync_metadata().await
+        self.sync_file(&self.file).await
     }
 
-    /// The image's own file.
-    pub(super) async fn sync_metadata(&self) -> io::Result<()> {
-        self.sync_file(&self.file).await
+    fn not_lost(&self) -> io::Result<()> {
+        self.shared.lost().map_or(Ok(()), Err)
     }
 
     /// After one that failed no sync is worth anything: what it was told of is forgotten, and the next one would answer Ok.
     async fn sync_file(&self, file: &Raw<S>) -> io::Result<()> {
         let _turn = self.shared.syncing.take().await;
-        if let Some(e) = self.shared.lost() {
-            return Err(e);
-        }
+        self.not_lost()?;
         file.flush().await.inspect_err(|e| self.shared.lose(e))
     }
 
@@ -250,7 +270,8 @@ impl<S: Storage> Qcow2<S> {
         // What was let go of meanwhile, for nobody is left to use it.
         self.write_back(true).await?;
         self.give_back().await?;
-        self.write_back(true).await
+        self.write_back(true).await?;
+        self.sync_unfinished().await
     }
 
     async fn give_back(&self) -> io::Result<()> {

@@ -36,6 +36,9 @@ pub struct Qcow2Options {
     pub reserve: Option<u64>,
     /// What is written changes nothing of the disk: bitmaps that record writes stay valid.
     pub keeps_disk: bool,
+    /// Nothing finds the image before it is closed, not even after a power cut: its file has no name yet. So the order in
+    /// which writes become durable does not matter, and only flushes and the end sync.
+    pub unfinished: bool,
 }
 
 impl<S: Storage> Qcow2<S> {
@@ -67,6 +70,7 @@ impl<S: Storage> Qcow2<S> {
             shape,
             size: AtomicU64::new(header.size),
             read_only: options.read_only,
+            unfinished: options.unfinished,
             header: Mutex::new(header),
             l1: Mutex::new(l1),
             tables: Tables::new((cache / shape.slice_bytes()) as usize),

@@ -215,7 +215,7 @@ impl<S: Storage> Qcow2<S> {
         if let Some((first, _)) = plan.table_at {
             bytes::write(&self.file, first << bits, &plan.table_bytes()).await?;
         }
-        self.sync_metadata().await
+        self.barrier_metadata().await
     }
 
     /// A block that was there before.
@@ -248,7 +248,7 @@ impl<S: Storage> Qcow2<S> {
         header.refcount_table_offset = offset;
         header.refcount_table_clusters = clusters as u32;
         header.write_fixed(&self.file).await?;
-        self.sync_metadata().await?;
+        self.barrier_metadata().await?;
         *lock(&self.shared.header) = header;
         self.shared.alloc.let_go(super::alloc::Freed { start: old, count, compressed: false });
         Ok(())

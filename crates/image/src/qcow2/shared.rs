@@ -89,6 +89,8 @@ pub struct Shared {
     pub(super) shape: Shape,
     pub(super) size: AtomicU64,
     pub(super) read_only: bool,
+    /// See [`super::Qcow2Options::unfinished`].
+    pub(super) unfinished: bool,
     pub(super) header: Mutex<Header>,
     pub(super) l1: Mutex<L1>,
     pub(super) tables: Tables,

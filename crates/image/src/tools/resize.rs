@@ -33,7 +33,8 @@ const PIECE: u64 = 1 << 20;
 const AT_A_TIME: usize = 8;
 
 /// What is written to an image that becomes larger changes nothing of its disk.
-const KEEPING: Qcow2Options = Qcow2Options { read_only: false, l2_cache: None, reserve: None, keeps_disk: true };
+const KEEPING: Qcow2Options =
+    Qcow2Options { read_only: false, l2_cache: None, reserve: None, keeps_disk: true, unfinished: false };
 
 #[derive(Clone, Copy, Debug)]
 pub struct NewSize {

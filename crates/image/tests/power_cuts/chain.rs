@@ -185,8 +185,8 @@ impl Disks {
                 continue;
             }
             let header = Header::read(&file).await?;
-            let options =
-                Qcow2Options { read_only: n > top, l2_cache: plan.cache, reserve: plan.reserve, keeps_disk: false };
+            let (l2_cache, reserve) = (plan.cache, plan.reserve);
+            let options = Qcow2Options { read_only: n > top, l2_cache, reserve, ..Qcow2Options::default() };
             let first = Qcow2::open(header, file.clone(), data.clone(), &options).await?;
             let shared = first.shared().clone();
             views.iter_mut().for_each(|view| {

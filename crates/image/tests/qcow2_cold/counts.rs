@@ -83,3 +83,32 @@ fn clusters_are_taken_ahead_without_a_write_for_each() {
         });
     }
 }
+
+/// A new image has no name until it is whole, so a power cut leaves nothing of it, in whatever order it was written.
+#[test]
+fn an_image_without_a_name_is_synced_once() {
+    const SIZE: u64 = 8 * MIB;
+    on_new_image(CreateOptions { cluster_size: 512, ..CreateOptions::new(SIZE) }, async |disk| {
+        let header = Header::read(&raw(&disk)).await.unwrap();
+        let options = Qcow2Options { unfinished: true, l2_cache: Some(0), ..Qcow2Options::default() };
+        let image = Qcow2::open(header, raw(&disk), None, &options).await.unwrap();
+        let image = Image::new(vec![Layer::Qcow2(image)], false);
+        let before = count(&disk, OpKind::Sync);
+        let ones = vec![1; MIB as usize];
+        for at in (0..SIZE).step_by(ones.len()) {
+            image.write(Segments::from_bytes(&ones), at).await.1.unwrap();
+        }
+        assert_eq!(count(&disk, OpKind::Sync), before, "synced before its end");
+        image.close().await.unwrap();
+        assert_eq!(count(&disk, OpKind::Sync), before + 1);
+        let trace = disk.trace();
+        let last = |kind| trace.iter().rposition(|line| line.kind == kind && line.phase == Phase::Started);
+        assert!(last(OpKind::Sync) > last(OpKind::Write), "written behind the last sync");
+        let report = check(&raw(&disk), None, Repair::No).await.unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        assert_eq!(report.allocated_clusters, SIZE / 512);
+        image.write(Segments::from_bytes(&[2; 512]), 0).await.1.unwrap();
+        image.flush().await.unwrap();
+        assert_eq!(count(&disk, OpKind::Sync), before + 2, "a flush is a promise");
+    });
+}
