@@ -22,13 +22,18 @@ impl<S: Storage> Qcow2<S> {
         while cluster < end {
             let stop = end.min((shape.table(cluster) + 1) * shape.table_entries);
             let hold = self.shared.held.hold(cluster..stop).await;
+            // What is left, and its tables.
+            let left = |cluster: u64| (end - cluster) + (end - cluster).div_ceil(shape.table_entries);
+            if !keep_space {
+                self.reserve_ahead(left(cluster)).await?;
+            }
             self.own_table(shape.table(cluster)).await?;
             while cluster < stop {
-                let mut wanted = 0;
-                while cluster + wanted < stop && self.lacks_cluster(cluster + wanted).await? {
-                    wanted += 1;
+                let (lacking, count) = self.lacking(cluster, stop - cluster).await?;
+                if lacking && !keep_space {
+                    self.reserve_ahead(left(cluster)).await?;
                 }
-                cluster += if wanted == 0 { 1 } else { self.preallocate_run(cluster, wanted, keep_space).await? };
+                cluster += if lacking { self.preallocate_run(cluster, count, keep_space).await? } else { count };
             }
             drop(hold);
             self.relieve().await?;
@@ -36,10 +41,18 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    async fn lacks_cluster(&self, cluster: u64) -> io::Result<bool> {
-        let Entry { word, bitmap } = self.current_entry(cluster).await?;
-        let entry = L2Entry::decode(word, bitmap, self.shape().layout).unwrap_or(L2Entry::UNALLOCATED);
-        Ok(!matches!(entry.cluster, Cluster::Compressed { .. }) && entry.cluster.host().is_none())
+    /// Whether the guest cluster `first` has no host cluster, and how many from there on are alike, up to `most`.
+    async fn lacking(&self, first: u64, most: u64) -> io::Result<(bool, u64)> {
+        let lacks = |Entry { word, bitmap }: Entry| {
+            let entry = L2Entry::decode(word, bitmap, self.shape().layout).unwrap_or(L2Entry::UNALLOCATED);
+            !matches!(entry.cluster, Cluster::Compressed { .. }) && entry.cluster.host().is_none()
+        };
+        let lacking = lacks(self.current_entry(first).await?);
+        let mut count = 1;
+        while count < most && lacks(self.current_entry(first + count).await?) == lacking {
+            count += 1;
+        }
+        Ok((lacking, count))
     }
 
     /// Up to `wanted` clusters from `first` on; gives how many.
@@ -57,14 +70,14 @@ impl<S: Storage> Qcow2<S> {
             self.shared.alloc.put_back(Run { fresh: false, ..run });
             return Err(e);
         }
-        for number in 0..run.count {
+        let entry = |number: u64, old: Entry| {
             let word = ((run.start + number) << layout.cluster_bits) | COPIED;
-            let entry = |old: Entry| match layout.extended_l2 {
+            match layout.extended_l2 {
                 true => Entry { word, bitmap: Bitmap::ALL_ZERO.0 },
                 false => Entry { word: word | old.word & ZERO, bitmap: 0 },
-            };
-            self.change(first + number, entry).await?;
-        }
+            }
+        };
+        self.change_run(first, run.count, entry).await?;
         Ok(run.count)
     }
 }

@@ -19,6 +19,14 @@ use super::view::Qcow2;
 /// Refcount blocks looked through for free clusters before the file is made longer.
 const SEARCHED: usize = 4;
 
+/// Bytes of new refcount blocks that are one write.
+const WRITTEN_TOGETHER: usize = 1 << 20;
+
+const UNSUPPORTED: io::ErrorKind = io::ErrorKind::Unsupported;
+
+/// Bytes of refcounts that are made ready at once for clusters that are taken ahead.
+const COUNTED_AHEAD: u64 = 4 << 20;
+
 /// QEMU's limit for a refcount table, in bytes: it opens no larger one.
 const LARGEST_TABLE: u64 = 8 << 20;
 
@@ -40,18 +48,44 @@ impl<S: Storage> Qcow2<S> {
         let alloc = &self.shared.alloc;
         let bytes = alloc.next_run();
         let most = bytes >> self.shape().layout.cluster_bits;
+        if self.reserve_free(most).await? {
+            return Ok(());
+        }
+        match self.extend(most, true).await {
+            // The host has little left: less may do.
+            Err(e) if e.kind() == io::ErrorKind::StorageFull && most > 1 => self.extend(1, true).await,
+            done => done,
+        }
+    }
+
+    /// Reserves up to `wanted` clusters for which the host takes no space yet, unless some are reserved: all that a few MiB of
+    /// refcounts count, so that few of them need a sync.
+    pub(super) async fn reserve_ahead(&self, wanted: u64) -> io::Result<()> {
+        let alloc = &self.shared.alloc;
+        let _turn = self.shared.reserving.take().await;
+        let blocks = (COUNTED_AHEAD >> self.shape().layout.cluster_bits).max(1);
+        let most = wanted.min(blocks * alloc.per_block());
+        if alloc.has_some() || self.reserve_free(most).await? {
+            return Ok(());
+        }
+        match self.extend(most, false).await {
+            // Who takes clusters reserves less.
+            Err(e) if e.kind() == io::ErrorKind::StorageFull => Ok(()),
+            done => done,
+        }
+    }
+
+    /// Reserves free clusters of the file. False: none were found.
+    async fn reserve_free(&self, most: u64) -> io::Result<bool> {
+        let alloc = &self.shared.alloc;
         for _ in 0..SEARCHED {
             let Some((block, _)) = alloc.block_to_search() else { break };
             self.load_counts(block).await?;
             if alloc.reserve_in(block, most) {
-                return Ok(());
+                return Ok(true);
             }
         }
-        match self.extend(most).await {
-            // The host has little left: less may do.
-            Err(e) if e.kind() == io::ErrorKind::StorageFull && most > 1 => self.extend(1).await,
-            done => done,
-        }
+        Ok(false)
     }
 
     /// Brings a refcount block into memory.
@@ -109,8 +143,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(used >= wanted)
     }
 
-    /// Makes the file longer by `most` clusters, and by what refcounts for them need.
-    async fn extend(&self, most: u64) -> io::Result<()> {
+    /// Makes the file longer by `most` clusters, and by what refcounts for them need; `keep_space`: the host takes space.
+    async fn extend(&self, most: u64, keep_space: bool) -> io::Result<()> {
         let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);
         let mut plan = self.plan_growth(most);
         let (start, end) = (alloc.end(), plan.grown.end);
@@ -118,7 +152,7 @@ impl<S: Storage> Qcow2<S> {
         if end << bits >= MAX_OFFSET {
             return Err(ImageError::refused("qcow2 file", "it has reached the format's largest size, 64 PiB").into());
         }
-        self.lengthen(start << bits, end << bits).await?;
+        self.lengthen(start << bits, end << bits, keep_space).await?;
         if plan.blocks.is_empty() {
             return self.adopt(&plan).await;
         }
@@ -178,14 +212,15 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// The file reaches to `end` (bytes).
-    async fn lengthen(&self, start: u64, end: u64) -> io::Result<()> {
+    async fn lengthen(&self, start: u64, end: u64, keep_space: bool) -> io::Result<()> {
         let storage = self.file.storage();
         if self.file.is_device() {
             let enough = storage.len().await? >= end;
             return if enough { Ok(()) } else { Err(io::ErrorKind::StorageFull.into()) };
         }
-        match storage.allocate(start, end - start).await {
-            Err(e) if e.kind() == io::ErrorKind::Unsupported => {
+        let taken = if keep_space { storage.allocate(start, end - start).await } else { Err(UNSUPPORTED.into()) };
+        match taken {
+            Err(e) if e.kind() == UNSUPPORTED => {
                 if storage.len().await? < end {
                     storage.set_len(end).await?;
                 }
@@ -204,8 +239,10 @@ impl<S: Storage> Qcow2<S> {
             let what = "the file has grown beyond what 8 MiB of it can count";
             return Err(ImageError::refused("qcow2 refcount table", what).into());
         }
-        for &(block, cluster) in &plan.blocks {
-            bytes::write(&self.file, cluster << bits, &alloc.first_counts(block, tables)).await?;
+        // They lie side by side.
+        for some in plan.blocks.chunks((WRITTEN_TOGETHER >> bits).max(1)) {
+            let counts: Vec<u8> = some.iter().flat_map(|&(block, _)| alloc.first_counts(block, tables)).collect();
+            bytes::write(&self.file, some[0].1 << bits, &counts).await?;
         }
         for block in alloc.block_of(tables.start)..=alloc.block_of(tables.end - 1) {
             if !plan.grown.blocks.contains(&block) {
@@ -233,11 +270,10 @@ impl<S: Storage> Qcow2<S> {
             return self.switch_refcount_table(first << self.shape().layout.cluster_bits, clusters).await;
         }
         let (offset, table) = (lock(&self.shared.header).refcount_table_offset, plan.table_bytes());
-        for &(block, _) in &plan.blocks {
-            let at = block as usize * 8;
-            bytes::write(&self.file, offset + at as u64, &table[at..at + 8]).await?;
-        }
-        Ok(())
+        // Those between them are as they were.
+        let (Some(&(first, _)), Some(&(last, _))) = (plan.blocks.first(), plan.blocks.last()) else { return Ok(()) };
+        let (from, to) = (first as usize * 8, (last as usize + 1) * 8);
+        bytes::write(&self.file, offset + from as u64, &table[from..to]).await
     }
 
     /// The header names the new table, whose clusters count as used; the old one's are free when that is durable.

@@ -12,6 +12,7 @@
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::future::poll_fn;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
@@ -222,19 +223,34 @@ impl Tables {
     }
 
     /// Changes an entry and notes that the file is to follow; gives what was there. None: the slice is not here.
-    pub fn update(&self, number: u64, index: usize, change: impl FnOnce(Entry) -> Entry) -> Option<(Entry, Entry)> {
+    pub fn update(&self, number: u64, index: usize, change: impl Fn(Entry) -> Entry) -> Option<(Entry, Entry)> {
+        let mut seen = None;
+        self.update_run(number, index..index + 1, |_, old| {
+            let new = change(old);
+            seen = Some((old, new));
+            new
+        });
+        seen
+    }
+
+    /// Changes entries of one slice; `change` is told the number of each in `run`, from 0 on. False: the slice is not here.
+    pub fn update_run(&self, number: u64, run: Range<usize>, mut change: impl FnMut(u64, Entry) -> Entry) -> bool {
         let mut state = self.state();
-        let Some(Slot::Ready(slice)) = state.map.get(&number) else { return None };
+        let Some(Slot::Ready(slice)) = state.map.get(&number) else { return false };
         let slice = slice.clone();
-        let old = slice.get(index);
-        let new = change(old);
-        if new != old {
-            slice.set(index, new);
-            if !slice.dirty.swap(true, Ordering::AcqRel) {
-                state.dirty.push(slice);
+        let mut changed = false;
+        for (at, index) in run.enumerate() {
+            let old = slice.get(index);
+            let new = change(at as u64, old);
+            if new != old {
+                slice.set(index, new);
+                changed = true;
             }
         }
-        Some((old, new))
+        if changed && !slice.dirty.swap(true, Ordering::AcqRel) {
+            state.dirty.push(slice);
+        }
+        true
     }
 
     /// How many slices have changes that the file has not.

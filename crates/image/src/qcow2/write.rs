@@ -400,6 +400,26 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
+    /// As [`Qcow2::change`], for `count` entries from that of `first` on; `change` is told the number of each, from 0 on.
+    pub(super) async fn change_run(
+        &self,
+        first: u64,
+        count: u64,
+        change: impl Fn(u64, Entry) -> Entry,
+    ) -> io::Result<()> {
+        let mut done = 0;
+        while done < count {
+            let (number, index) = self.shape().slice(first + done);
+            let here = (count - done).min(self.shape().slice_entries - index as u64) as usize;
+            if self.shared.tables.update_run(number, index..index + here, |at, old| change(done + at, old)) {
+                done += here as u64;
+            } else {
+                self.load((first + done) << self.shape().layout.cluster_bits).await?;
+            }
+        }
+        Ok(())
+    }
+
     /// Host clusters that an entry named, and does no more.
     pub(super) fn let_go(&self, old: Entry) {
         let shape = self.shape();

@@ -112,3 +112,25 @@ fn an_image_without_a_name_is_synced_once() {
         assert_eq!(count(&disk, OpKind::Sync), before + 2, "a flush is a promise");
     });
 }
+
+#[test]
+fn refcounts_of_clusters_taken_ahead_are_made_together() {
+    const SIZE: u64 = 16 * MIB;
+    const TABLES: usize = (SIZE / (64 * 512)) as usize;
+    on_new_image(CreateOptions { cluster_size: 512, ..CreateOptions::new(SIZE) }, async |disk| {
+        let header = Header::read(&raw(&disk)).await.unwrap();
+        // By itself it would take as many clusters at a time as one refcount block counts, with a sync for each block.
+        let options = Qcow2Options { reserve: Some(256 * 512), ..Qcow2Options::default() };
+        let image = Qcow2::open(header, raw(&disk), None, &options).await.unwrap();
+        let before = (count(&disk, OpKind::Sync), count(&disk, OpKind::Write));
+        image.preallocate(0..SIZE, false).await.unwrap();
+        image.close().await.unwrap();
+        let (syncs, writes) = (count(&disk, OpKind::Sync) - before.0, count(&disk, OpKind::Write) - before.1);
+        assert!(syncs < 12, "{syncs} syncs");
+        // An L2 table, and its refcount block, for each 64 clusters.
+        assert!(writes < 2 * TABLES, "{writes} writes for {TABLES} tables");
+        let report = check(&raw(&disk), None, Repair::No).await.unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        assert_eq!(report.allocated_clusters, SIZE / 512);
+    });
+}
