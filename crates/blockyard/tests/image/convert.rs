@@ -291,3 +291,39 @@ fn dd_copies_a_part() {
     refused(&["dd", &from, "of=x", "seek=7"], 2, &["\"seek=7\""]);
     refused(&["dd", &from, &format!("of={}", text(&path)), "--force"], 1, &["cannot be replaced"]);
 }
+
+/// Several threads unpack clusters, in any order; the error names the one that is broken, and nothing is left.
+#[test]
+fn a_broken_compressed_cluster_is_named() {
+    let images = Images::new();
+    let raw = images.raw("source.raw", SIZE, 3);
+    for compression in ["zlib", "zstd"] {
+        let packed = images.path(&format!("{compression}.qcow2"));
+        let options = format!("compression_type={compression}");
+        qemu_img(&["convert", "-c", "-O", "qcow2", "-o", &options, text(&raw), text(&packed)]);
+        let whole = images.path(&format!("{compression}.raw"));
+        image(&["convert", text(&packed), text(&whole)]);
+        sound_and_same((&whole, "raw"), (&raw, "raw"));
+        let at = first_compressed(&packed);
+        let mut bytes = std::fs::read(&packed).unwrap();
+        bytes[at..at + 16].fill(0xff);
+        std::fs::write(&packed, bytes).unwrap();
+        let target = images.path("target.raw");
+        let done = image_any(&["convert", text(&packed), text(&target)]);
+        assert_eq!(done.status.code(), Some(1));
+        let named = format!("qcow2 compressed cluster at offset {at}");
+        assert!(done.err.contains(&named), "{named}: {}", done.err);
+        assert!(!target.exists());
+    }
+}
+
+/// Where the compressed data of the first cluster that has any begin in the file: by the format, version 3, 64 KiB.
+fn first_compressed(path: &std::path::Path) -> usize {
+    let bytes = std::fs::read(path).unwrap();
+    let word = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap());
+    let l1 = word(40) as usize;
+    let table = (word(l1) & 0x00ff_ffff_ffff_fe00) as usize;
+    let entry = (0..8192).map(|n| word(table + n * 8)).find(|entry| entry >> 62 == 1).unwrap();
+    // 62 - (cluster_bits - 8) bits are the offset.
+    (entry & ((1 << 54) - 1)) as usize
+}

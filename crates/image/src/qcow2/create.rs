@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Storage;
 
 use super::bytes;
 use super::check::flush;
@@ -21,8 +21,6 @@ use crate::error::ImageError;
 use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 image to be created";
-/// Zeroes are written in pieces of this many bytes.
-const PIECE: u64 = 1 << 20;
 const OVERLAY_CLUSTER: u64 = 128 << 10;
 
 /// What is taken ahead.
@@ -387,17 +385,7 @@ async fn take_space<S: Storage>(
             done => done.map_err(|e| ImageError::io(STRUCTURE, start, "reserving space", e)),
         },
         Preallocation::Full => {
-            let (mut zeroes, end) = (Segments::buffer(len.min(PIECE) as usize), start + len);
-            for at in (start..end).step_by(PIECE as usize) {
-                let here = (end - at).min(PIECE);
-                if zeroes.len() as u64 != here {
-                    zeroes = Segments::buffer(here as usize);
-                }
-                let result;
-                (zeroes, result) = file.write(zeroes, at, false).await;
-                result.map_err(|e| ImageError::io(STRUCTURE, at, "writing", e))?;
-            }
-            Ok(())
+            file.write_zero_bytes(start, len).await.map_err(|e| ImageError::io(STRUCTURE, start, "writing zeroes", e))
         }
     }
 }

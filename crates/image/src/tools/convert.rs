@@ -24,6 +24,10 @@ use super::source::{self, Part, Source};
 
 /// Bytes read at a time; more where the target's clusters are larger.
 const PIECE: u64 = 1 << 20;
+/// The same where the target is written through the page cache: what was read is still in the processor's cache when it is
+/// copied there, and this thread copies it. The clusters of a qcow2 image are taken piece by piece: smaller ones mix them up.
+const CACHED_RAW: u64 = 256 << 10;
+const CACHED_QCOW2: u64 = 512 << 10;
 /// Zeroes that are to be written at a time.
 const ZEROES: u64 = 64 << 20;
 /// The unit in which zeroes are left out of raw files.
@@ -71,6 +75,8 @@ struct Work {
     progress: Arc<Progress>,
     /// From these layers of the source and the target on, both have the same images.
     shared_from: (usize, usize),
+    /// The target bypasses the page cache.
+    direct: bool,
 }
 
 /// Copies `source`, its parts one behind another, to `target`, which is as large at least. Nothing is durable until the
@@ -93,7 +99,13 @@ pub fn convert(
         // The same file shows other bytes at the same place.
         _ => (usize::MAX, usize::MAX),
     };
-    let work = Arc::new(Work { sweep: Sweep::new(0..end), options: *options, progress: progress.clone(), shared_from });
+    let work = Arc::new(Work {
+        sweep: Sweep::new(0..end),
+        options: *options,
+        progress: progress.clone(),
+        shared_from,
+        direct: target.options().cache.direct(),
+    });
     on_reactors(options.threads, |handle| {
         let (work, source, target) = (work.clone(), source.to_vec(), target.clone());
         async move { work.run(&Source::of(&source, &handle).await?, &Disk::of(&target, &handle).await?).await }
@@ -102,16 +114,20 @@ pub fn convert(
 
 impl Work {
     async fn run<S: Storage, T: Storage>(&self, source: &Source<S>, target: &Disk<T>) -> Result<(), ChainError> {
-        let copy = Copy {
-            work: self,
-            source,
-            target,
-            grain: grain(target, &self.options),
-            piece: PIECE.max(target.image.layers()[0].cluster_size()),
-        };
+        let copy = Copy { work: self, source, target, grain: grain(target, &self.options), piece: self.piece(target) };
         let workers =
             (0..self.options.at_a_time).map(|_| async { copy.worker().await.inspect_err(|_| self.sweep.stop()) });
         join::all(self.options.at_a_time, workers).await
+    }
+
+    fn piece<T: Storage>(&self, target: &Disk<T>) -> u64 {
+        let top = &target.image.layers()[0];
+        let piece = match top {
+            _ if self.direct => PIECE,
+            Layer::Qcow2(_) => CACHED_QCOW2,
+            Layer::Raw { .. } | Layer::Cow(_) => CACHED_RAW,
+        };
+        piece.max(top.cluster_size())
     }
 }
 

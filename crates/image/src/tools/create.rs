@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Storage;
 
 use crate::cache::CacheMode;
 use crate::chain::ChainError;
@@ -18,9 +18,6 @@ use crate::raw::Raw;
 
 use super::file::{of_file, on_open_file, raw_of};
 use super::reactors::on_reactor;
-
-/// Zeroes are written in pieces of this many bytes.
-const PIECE: u64 = 1 << 20;
 
 /// An image that is to be.
 #[derive(Clone, Debug)]
@@ -90,15 +87,6 @@ pub(super) async fn take_space<S: Storage>(
         Preallocation::Falloc => {
             raw.storage().allocate(start, end - start).await.map_err(failed("taking its space (fallocate)"))
         }
-        Preallocation::Full => {
-            let mut at = start;
-            while at < end {
-                let len = PIECE.min(end - at);
-                let (_, written) = raw.write(Segments::buffer(len as usize), at, false).await;
-                written.map_err(failed("writing zeroes"))?;
-                at += len;
-            }
-            Ok(())
-        }
+        Preallocation::Full => raw.write_zero_bytes(start, end - start).await.map_err(failed("writing zeroes")),
     }
 }
