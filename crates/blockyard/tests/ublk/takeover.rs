@@ -3,7 +3,9 @@
 use crate::stage::on_kernel;
 
 /// strace kills the server at a system call on the character device: after the driver was told that a takeover begins, before
-/// any queue fetches (open), and when all queues fetch (mmap). Each time the next server goes on.
+/// any queue fetches (the last open), and when all queues fetch (mmap). Each time the next server goes on. At last strace kills
+/// it when the first of two queues fetches and the second one does not: strace delays the main thread until it traces the
+/// second reactor.
 const KILLED: &str = r#"
 truncate -s 64M a.img
 serve a.img --ublk=0 --queues 2
@@ -13,13 +15,24 @@ dd if=/dev/urandom of=/tmp/f bs=1M count=4 status=none
 cp /tmp/f /mnt/f
 kill -9 $pid
 wait $pid 2>/dev/null || :
-for call in open mmap open open; do
-    ! strace -qq -f -o /tmp/strace -e trace=$call -P /dev/ublkc0 -e inject=$call:signal=KILL \
+[[ $zero_copy ]] && last=1 || last=2
+for call in open:$last mmap:1 open:$last open:$last open:1; do
+    ! strace -qq -f -o /tmp/strace -e trace=${call%:*} -P /dev/ublkc0 -e inject=${call%:*}:signal=KILL:when=${call#*:} \
         /host/blockyard serve a.img --ublk=0 --queues 2 >/tmp/out 2>>/tmp/log
     ! grep -q ready /tmp/out
     grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }
 done
-serve a.img --ublk=0 --queues 2
+strace -qq -o /dev/null -e trace=open -P /dev/ublkc0 -e inject=open:delay_enter=2000000:when=$last \
+    /host/blockyard serve a.img --ublk=0 --queues 2 --reactors 2 >/tmp/out 2>>/tmp/log &
+server=$!
+until thread=$(grep -lx reactor-1 /proc/[0-9]*/task/*/comm 2>/dev/null); do sleep 0.01; done
+thread=${thread%/comm}
+# In the first call it is asked to make its queue; in the second one, to fetch. The third one would hand its commands over.
+strace -qq -o /tmp/strace -e trace=io_uring_enter -e inject=io_uring_enter:signal=KILL:when=3 -p ${thread##*/} &
+wait $server $! || :
+! grep -q ready /tmp/out
+serve a.img --ublk=0 --queues 2 --log debug
+[[ $zero_copy ]] || grep -q 'vacant=[12]' /tmp/log || { cat /tmp/strace /tmp/log && exit 1; }
 grep -q 'ublkb0 taken over' /tmp/log
 echo 3 >/proc/sys/vm/drop_caches
 cmp /mnt/f /tmp/f

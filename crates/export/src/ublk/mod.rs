@@ -256,6 +256,10 @@ impl Ublk {
     fn take_over(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
         let params = self.control.params(&self.device).map_err(self.error("reading its parameters"))?;
         self.may_go_on(&params).map_err(self.error("this disk cannot take it over (blockyard detach removes it)"))?;
+        if takeover::has_vacant_queues() {
+            let vacant = ublk::fill_vacant(self.open()?).map_err(self.error("taking it over"))?;
+            tracing::debug!(disk = self.name(), vacant, "queues that no server had since the last takeover");
+        }
         takeover::begin(&mut self.control, &self.device).map_err(self.error("taking it over"))?;
         let device = self.open()?;
         if let Err(e) = self.start_queues(&device, reactors) {

@@ -151,6 +151,17 @@ fn wait_left(
     }
 }
 
+/// Whether this kernel wants a thread for each vacant queue before a takeover begins: see `blockyard_ring::ublk::fill_vacant`.
+pub(super) fn has_vacant_queues() -> bool {
+    std::fs::read_to_string("/proc/sys/kernel/osrelease").is_ok_and(|release| leaves_vacant(&release))
+}
+
+fn leaves_vacant(release: &str) -> bool {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+    let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) else { return false };
+    ((6, 7)..(6, 15)).contains(&(major, minor))
+}
+
 /// Makes the driver forget the last server. It may still be taking the requests of that server apart.
 pub(super) fn begin(control: &mut Control, info: &DeviceInfo) -> io::Result<()> {
     let start = Instant::now();
@@ -158,7 +169,7 @@ pub(super) fn begin(control: &mut Control, info: &DeviceInfo) -> io::Result<()> 
         let begun = control.start_recovery(info);
         match begun.as_ref().map_err(Errno::from_io_error) {
             Err(Some(Errno::BUSY)) if start.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(10)),
-            // Linux before 6.15 refuses if no queue of a quiesced device has had a server since the last time: that server
+            // Linux before 6.7 refuses if no queue of a quiesced device has had a server since the last time: that server
             // was killed while it took the device over. There is nothing to forget then.
             Err(Some(Errno::INVAL)) if is_quiesced(control, info.id) => return Ok(()),
             _ => return begun,
@@ -195,6 +206,22 @@ mod tests {
         assert_eq!(note(&options("", None)), 0xcbf2_9ce4_8422_2325);
         assert_eq!(note(&options("a", None)), 0xaf63_dc4c_8601_ec8c);
         assert_eq!(note(&options("a", Some(1))), 0xaf63_dc4c_1d2a_efa4);
+    }
+
+    #[test]
+    fn kernels_that_leave_vacant_queues_are_known_by_their_release() {
+        for (release, leaves) in [
+            ("6.1.0-42-cloud-amd64", false),
+            ("6.6.114", false),
+            ("6.7.0", true),
+            ("6.12.107+deb13-cloud-amd64", true),
+            ("6.14-rc1", true),
+            ("6.15.0", false),
+            ("7.3.4+deb13-cloud-amd64", false),
+            ("", false),
+        ] {
+            assert_eq!(leaves_vacant(release), leaves, "{release}");
+        }
     }
 
     #[test]

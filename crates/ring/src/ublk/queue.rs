@@ -74,6 +74,10 @@ impl Device {
     pub fn info(&self) -> &DeviceInfo {
         &self.info
     }
+
+    pub(super) fn file(&self) -> &OwnedFd {
+        &self.file
+    }
 }
 
 /// The requests of a queue, written by the driver.
