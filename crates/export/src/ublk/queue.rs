@@ -260,7 +260,14 @@ impl Lane {
     /// Does what was fetched; bytes done, or minus an errno.
     async fn serve(self: &Rc<Self>, line: &Line) -> i32 {
         let fua = line.shared.durable.load(Ordering::Relaxed);
-        let (op, offset, len) = match parse(&self.tag.descriptor(), self.tag.most(), fua) {
+        let descriptor = match self.tag.descriptor() {
+            Ok(descriptor) => descriptor,
+            Err(e) => {
+                tracing::error!(disk = line.shared.disk.name(), queue = line.key.1, "mapping its requests: {e}");
+                return -rustix::io::Errno::IO.raw_os_error();
+            }
+        };
+        let (op, offset, len) = match parse(&descriptor, self.tag.most(), fua) {
             Ok(asked) => asked,
             Err(e) => return -e.raw_os_error(),
         };

@@ -7,7 +7,8 @@
 //!
 //! The order is: fetch for all tags of all queues, then [`Queue::map`], then the start of the device. Linux 6.12 remembers the
 //! memory of the first process that maps a queue, and forgets it only after a queue had all its commands: if the process dies
-//! between the two, the driver refuses every later process.
+//! between the two, the driver refuses every later process. Linux 7.3 hands out requests that waited for a server as soon as
+//! all tags fetch: the first request maps its queue, if `Queue::map` has not.
 //!
 //! What must hold: a tag's memory, by plain copy, stays while the driver may write to it, and is at least as long as the
 //! longest request. Commands that nobody waits for any more end with the ring, or when the device is stopped.
@@ -166,10 +167,17 @@ impl Queue {
         Ok(Rc::new(Queue { handle, file, descriptors, device, number, data }))
     }
 
-    /// Maps the requests of the queue. All tags of all queues of the device fetch already; the device is started later.
+    /// Maps the requests of the queue, unless they are mapped. All tags of all queues of the device fetch already.
     pub fn map(&self) -> io::Result<()> {
-        let descriptors = Descriptors::map(&self.device, self.number)?;
-        self.descriptors.set(descriptors).map_err(|_| io::Error::other("the queue is mapped already"))
+        self.descriptors().map(|_| ())
+    }
+
+    fn descriptors(&self) -> io::Result<&Descriptors> {
+        if let Some(descriptors) = self.descriptors.get() {
+            return Ok(descriptors);
+        }
+        let mapped = Descriptors::map(&self.device, self.number)?;
+        Ok(self.descriptors.get_or_init(|| mapped))
     }
 
     pub fn depth(&self) -> u16 {
@@ -236,8 +244,8 @@ impl Tag {
     }
 
     /// The request that was fetched.
-    pub fn descriptor(&self) -> Descriptor {
-        self.queue.descriptors.get().expect("a queue is mapped before its device starts").read(self.number)
+    pub fn descriptor(&self) -> io::Result<Descriptor> {
+        Ok(self.queue.descriptors()?.read(self.number))
     }
 
     /// Bytes of a request, at most.
@@ -282,6 +290,23 @@ impl Future for Fetch {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::executor::Executor;
+
+    /// Linux 7.3 hands out a new request as soon as its queue has all commands, and the main thread maps the queue later.
+    #[test]
+    fn a_request_before_the_queue_is_mapped_is_read() {
+        let file = rustix::fs::memfd_create("requests", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 4096).unwrap();
+        let (tag, sectors) = (2, 8u32);
+        let second_word = u64::from(tag) * size_of::<Descriptor>() as u64 + 4;
+        rustix::io::pwrite(&file, &sectors.to_ne_bytes(), second_word).unwrap();
+        let info = DeviceInfo { queues: 1, depth: 4, max_io_bytes: 4096, ..DeviceInfo::default() };
+        let device = Device { file: Arc::new(file), info };
+        let executor = Executor::new().unwrap();
+        let queue = Queue::new(executor.handle(), &device, 0).unwrap();
+        assert_eq!(queue.tag(tag).descriptor().unwrap().sectors, sectors);
+        queue.map().unwrap();
+    }
 
     /// The driver counts in pages of the host's: 24 bytes a request, 4096 requests at most.
     #[test]
