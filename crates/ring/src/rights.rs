@@ -111,12 +111,8 @@ pub(crate) fn discard(socket: &Descriptor) {
     let (theirs, ours) = (socket.clone(), socket.clone());
     let thread = std::thread::Builder::new().name("descriptors".into()).stack_size(64 << 10).spawn(move || {
         let mut bytes = [0; 4096];
-        loop {
-            match rustix::net::recv(theirs.as_fd(), &mut bytes, RecvFlags::DONTWAIT) {
-                Ok((_, 1..)) | Err(Errno::INTR | Errno::CONNRESET) => {}
-                Ok(_) | Err(_) => break,
-            }
-        }
+        let mut receive = || rustix::net::recv(theirs.as_fd(), &mut bytes, RecvFlags::DONTWAIT);
+        while let Ok((_, 1..)) | Err(Errno::INTR | Errno::CONNRESET) = receive() {}
     });
     if thread.is_err() {
         // The socket is never closed: to close it here may wait.

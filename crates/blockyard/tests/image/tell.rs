@@ -127,7 +127,7 @@ fn a_served_image_is_shown_to_those_that_force_sharing() {
         let refused = image_any(&[command, text(&path)]);
         assert_eq!(refused.status.code(), Some(1), "{command}");
         assert!(refused.err.contains("is in use by blockyard"), "{}", refused.err);
-        let theirs = tool("qemu-img", &[command, text(&path)]);
+        let theirs = tool("qemu-img", [command, text(&path)]);
         assert!(theirs.err.contains("Failed to lock byte 201"), "QEMU sees the lock: {}", theirs.err);
         qemu_img(&[command, "-U", "--output", "json", text(&path)]);
     }

@@ -142,7 +142,7 @@ impl Request {
     pub fn parse(abi: Abi, bytes: &[u8; ENTRY_MOST]) -> Self {
         let (id, sector, rest) = abi.places();
         let operation = bytes[0];
-        let offset = u64_at(bytes, sector).checked_mul(SECTOR).unwrap_or(u64::MAX);
+        let offset = u64_at(bytes, sector).saturating_mul(SECTOR);
         let mut request = Request {
             id: u64_at(bytes, id),
             operation,

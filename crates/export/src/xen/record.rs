@@ -33,6 +33,9 @@ const FREE: u32 = 0;
 const IN_FLIGHT: u32 = 1;
 const ANSWERED: u32 = 2;
 
+/// A request that was taken and not answered: its slot, and the ring's entry as it was taken.
+pub type InFlight = (u32, [u8; ENTRY_MOST]);
+
 /// The record of one queue.
 pub struct Record {
     window: Window,
@@ -44,12 +47,7 @@ pub struct Record {
 impl Record {
     /// Opens the record of a ring of `entries` entries, which `key` tells from other rings. `shown`: answers that the front end
     /// sees. Returns requests taken, and those that are in flight, with their slots; a new record has `shown`, and none.
-    pub fn open(
-        path: &Path,
-        entries: u32,
-        key: u64,
-        shown: u32,
-    ) -> io::Result<(Self, u32, Vec<(u32, [u8; ENTRY_MOST])>)> {
+    pub fn open(path: &Path, entries: u32, key: u64, shown: u32) -> io::Result<(Self, u32, Vec<InFlight>)> {
         let file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
         let len = (HEADER + entries as usize * SLOT) as u64;
         if file.metadata()?.len() != len {
@@ -60,7 +58,7 @@ impl Record {
         Ok(Self::over(Arc::new(region).window(), entries, key, shown))
     }
 
-    fn over(window: Window, entries: u32, key: u64, shown: u32) -> (Self, u32, Vec<(u32, [u8; ENTRY_MOST])>) {
+    fn over(window: Window, entries: u32, key: u64, shown: u32) -> (Self, u32, Vec<InFlight>) {
         let mut record = Record { window, free: Vec::new(), answered: Vec::new() };
         match record.read(entries, key, shown) {
             Some((taken, found)) => (record, taken, found),
@@ -72,7 +70,7 @@ impl Record {
     }
 
     /// What the last server has left, if it makes sense.
-    fn read(&mut self, entries: u32, key: u64, shown: u32) -> Option<(u32, Vec<(u32, [u8; ENTRY_MOST])>)> {
+    fn read(&mut self, entries: u32, key: u64, shown: u32) -> Option<(u32, Vec<InFlight>)> {
         let known = [self.load(0), self.load(ENTRIES), self.load(KEY), self.load(KEY + 4)];
         if known != [MAGIC, entries, key as u32, (key >> 32) as u32] {
             return None;
