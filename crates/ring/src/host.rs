@@ -216,17 +216,16 @@ pub enum Lock {
 const READING: i64 = 100;
 const WRITING: i64 = 101;
 const RESIZING: i64 = 103;
-const NO_READING: i64 = 200;
 const NO_WRITING: i64 = 201;
 const NO_RESIZING: i64 = 203;
 
 /// Locks the file for this open file description (OFD locks: they fall with the last descriptor, also when the process is
-/// killed): to write, all of it but two bytes, which QEMU's `-U` needs; to read, the bytes by which QEMU knows a reader, so that
-/// its readers may be there too and its writers may not. `Ok(false)`: somebody else has it locked.
+/// killed): to write, all of it; to read, the bytes by which QEMU knows a reader, so that its readers may be there too and
+/// its writers may not. `Ok(false)`: somebody else has it locked.
 pub fn lock(fd: impl AsFd, lock: Lock) -> io::Result<bool> {
     let fd = fd.as_fd();
     match lock {
-        Lock::Exclusive => return lock_exclusively(fd),
+        Lock::Exclusive => return set_lock(fd, libc::F_WRLCK, 0, 0),
         Lock::None => return set_lock(fd, libc::F_UNLCK, 0, 0),
         Lock::Shared => {}
     }
@@ -245,22 +244,6 @@ pub fn lock(fd: impl AsFd, lock: Lock) -> io::Result<bool> {
     let between = NO_WRITING - READING - 1;
     for (start, len) in [(0, READING), (READING + 1, between), (NO_WRITING + 1, 1), (NO_RESIZING + 1, 0)] {
         set_lock(fd, libc::F_UNLCK, start, len)?;
-    }
-    Ok(true)
-}
-
-/// QEMU opens a file with `-U` if it may lock `READING`, and if nothing has locked `NO_READING`.
-fn lock_exclusively(fd: BorrowedFd<'_>) -> io::Result<bool> {
-    // Of two processes that come at once, one fails at the first range.
-    let ranges = [(0, READING), (READING + 1, NO_READING - READING - 1), (NO_READING + 1, 0)];
-    for (at, (start, len)) in ranges.into_iter().enumerate() {
-        if !set_lock(fd, libc::F_WRLCK, start, len)? {
-            // A reader has none of these bytes locked: its lock stays what it was.
-            for (start, len) in &ranges[..at] {
-                set_lock(fd, libc::F_UNLCK, *start, *len)?;
-            }
-            return Ok(false);
-        }
     }
     Ok(true)
 }
