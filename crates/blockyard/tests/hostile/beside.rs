@@ -9,7 +9,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::scope;
+use std::thread::{self, Thread, scope};
 use std::time::{Duration, Instant};
 
 use blockyard_bench::driver::request::IN;
@@ -32,6 +32,8 @@ pub struct Attack<'a> {
     daemon: &'a Daemon,
     ends: &'a AtomicBool,
     steps: &'a AtomicU64,
+    /// Waits for the first step.
+    watcher: &'a Thread,
 }
 
 impl Attack<'_> {
@@ -42,7 +44,9 @@ impl Attack<'_> {
 
     /// Counts a step. False: the attack is over.
     pub fn goes_on(&self) -> bool {
-        self.steps.fetch_add(1, Ordering::Relaxed);
+        if self.steps.fetch_add(1, Ordering::Relaxed) == 0 {
+            self.watcher.unpark();
+        }
         !self.ends.load(Ordering::Relaxed)
     }
 }
@@ -83,11 +87,11 @@ pub fn beside(what: &str, daemon: &Daemon, attack: impl Fn(&Attack<'_>) + Sync) 
 
 /// Calls `look` while the attack goes on, with the number of its steps.
 fn during<T>(daemon: &Daemon, attack: &(impl Fn(&Attack<'_>) + Sync), look: impl FnOnce(&AtomicU64) -> T) -> T {
-    let (ends, steps) = (AtomicBool::new(false), AtomicU64::new(0));
+    let (ends, steps, watcher) = (AtomicBool::new(false), AtomicU64::new(0), thread::current());
     scope(|scope| {
         let attacker = scope.spawn(|| {
             yields_to_all();
-            attack(&Attack { daemon, ends: &ends, steps: &steps });
+            attack(&Attack { daemon, ends: &ends, steps: &steps, watcher: &watcher });
         });
         let looked = {
             let _end = End(&ends);
@@ -95,7 +99,7 @@ fn during<T>(daemon: &Daemon, attack: &(impl Fn(&Attack<'_>) + Sync), look: impl
             while steps.load(Ordering::Relaxed) == 0 {
                 assert!(!attacker.is_finished(), "the attack ended before its first step");
                 assert!(start.elapsed() < PATIENCE, "the attack makes no step");
-                std::thread::sleep(Duration::from_millis(1));
+                thread::park_timeout(PATIENCE);
             }
             look(&steps)
         };
