@@ -48,7 +48,9 @@ fn a_descriptor_that_does_not_close_does_not_hold_the_end() {
     // ADD_MEM_REG of what is no memory.
     let message: Vec<u8> = [37u32, 1, 40].iter().flat_map(|w| w.to_ne_bytes()).chain([1; 40]).collect();
     connection.send_bytes(&message, &[lingers.as_fd()]).unwrap();
-    drop(lingers);
+    // If the session has closed its copy before, this close is the one that waits.
+    let close = std::thread::spawn(move || drop(lingers));
     export.stop();
     drop(other);
+    close.join().unwrap();
 }

@@ -140,60 +140,71 @@ fn lies_end_in_errors() {
             piece(request, disk, chunk::ERROR, 1, &[0, 0, 0, 5, 1, 0, 65])
         }),
     ];
-    for (says, headers, lie) in lies {
-        let honest = Arc::new(AtomicBool::new(false));
-        let is_honest = honest.clone();
-        let answer = move |_, request: &Request, disk: &mut Disk| {
-            Some(if is_honest.load(Ordering::SeqCst) { good(request, disk) } else { lie(request, disk) })
-        };
-        let server = Server::start(headers, |_, _| (), evil(answer));
-        on_image(&server, TALKING, async move |raw| {
-            let start = Instant::now();
-            let mut error = raw.read(Segments::buffer(4096), 4096).await.1;
-            if says.contains("nobody asked") && error.is_ok() {
-                // What follows a good answer is found at the next one.
-                error = raw.read(Segments::buffer(4096), 4096).await.1;
-                if error.is_ok() {
-                    return;
-                }
-            }
-            let error = error.expect_err(says).to_string();
-            assert!(error.contains(says), "{says}: {error}");
-            assert!(start.elapsed() < Duration::from_secs(7), "{says}: {:?}", start.elapsed());
-            honest.store(true, Ordering::SeqCst);
-            for _ in 0..1000 {
-                let (segments, result) = raw.read(Segments::buffer(4096), 4096).await;
-                if result.is_ok() {
-                    assert!(is_pattern(&segments, 4096));
-                    return;
-                }
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            panic!("{says}: it never came back");
-        });
-    }
+    // Each client waits for its server most of the time.
+    std::thread::scope(|scope| {
+        for (says, headers, lie) in lies {
+            scope.spawn(move || {
+                let honest = Arc::new(AtomicBool::new(false));
+                let is_honest = honest.clone();
+                let answer = move |_, request: &Request, disk: &mut Disk| {
+                    Some(if is_honest.load(Ordering::SeqCst) { good(request, disk) } else { lie(request, disk) })
+                };
+                let server = Server::start(headers, |_, _| (), evil(answer));
+                on_image(&server, TALKING, async move |raw| {
+                    let start = Instant::now();
+                    let mut error = raw.read(Segments::buffer(4096), 4096).await.1;
+                    if says.contains("nobody asked") && error.is_ok() {
+                        // What follows a good answer is found at the next one.
+                        error = raw.read(Segments::buffer(4096), 4096).await.1;
+                        if error.is_ok() {
+                            return;
+                        }
+                    }
+                    let error = error.expect_err(says).to_string();
+                    assert!(error.contains(says), "{says}: {error}");
+                    assert!(start.elapsed() < Duration::from_secs(7), "{says}: {:?}", start.elapsed());
+                    honest.store(true, Ordering::SeqCst);
+                    for _ in 0..1000 {
+                        let (segments, result) = raw.read(Segments::buffer(4096), 4096).await;
+                        if result.is_ok() {
+                            assert!(is_pattern(&segments, 4096));
+                            return;
+                        }
+                        std::thread::sleep(Duration::from_millis(20));
+                    }
+                    panic!("{says}: it never came back");
+                });
+            });
+        }
+    });
 }
 
 /// Lengths that a server names are not allocated: chunks of four gigabytes and more, and a status without end.
 #[test]
 fn huge_lengths_are_not_believed() {
-    for headers in [Headers::Structured, Headers::Extended] {
-        for kind in [chunk::OFFSET_DATA, chunk::ERROR, chunk::BLOCK_STATUS, chunk::BLOCK_STATUS_EXT, chunk::NONE] {
-            let answer = move |_, request: &Request, disk: &mut Disk| {
-                let mut bytes = piece(request, disk, kind, 1, &[]);
-                let at = bytes.len() - if headers == Headers::Extended { 8 } else { 4 };
-                bytes[at..].fill(0xff);
-                Some(bytes)
-            };
-            let server = Server::start(headers, |_, _| (), evil(answer));
-            on_image(&server, TALKING, async move |raw| {
-                let error = raw.read(Segments::buffer(512), 0).await.1.unwrap_err().to_string();
-                assert!(error.contains("answer") || error.contains("error of"), "{error}");
-                let error = raw.storage().next_data(0).await.unwrap_err().to_string();
-                assert!(error.contains("cannot be reached"), "{error}");
-            });
+    std::thread::scope(|scope| {
+        for headers in [Headers::Structured, Headers::Extended] {
+            for kind in [chunk::OFFSET_DATA, chunk::ERROR, chunk::BLOCK_STATUS, chunk::BLOCK_STATUS_EXT, chunk::NONE] {
+                scope.spawn(move || a_huge_length_is_not_believed(headers, kind));
+            }
         }
-    }
+    });
+}
+
+fn a_huge_length_is_not_believed(headers: Headers, kind: u16) {
+    let answer = move |_, request: &Request, disk: &mut Disk| {
+        let mut bytes = piece(request, disk, kind, 1, &[]);
+        let at = bytes.len() - if headers == Headers::Extended { 8 } else { 4 };
+        bytes[at..].fill(0xff);
+        Some(bytes)
+    };
+    let server = Server::start(headers, |_, _| (), evil(answer));
+    on_image(&server, TALKING, async move |raw| {
+        let error = raw.read(Segments::buffer(512), 0).await.1.unwrap_err().to_string();
+        assert!(error.contains("answer") || error.contains("error of"), "{error}");
+        let error = raw.storage().next_data(0).await.unwrap_err().to_string();
+        assert!(error.contains("cannot be reached"), "{error}");
+    });
 }
 
 #[test]
