@@ -37,7 +37,6 @@ mod survey;
 mod sweep;
 pub mod tools;
 mod traffic;
-mod turns;
 
 pub use blockyard_ring::Storage;
 pub use blockyard_ring::host::Geometry;

@@ -18,7 +18,7 @@ use crate::SECTOR;
 use crate::extent::BlockStatus;
 use crate::open::ImageFile;
 use crate::range_lock::{RangeGuard, RangeLock};
-use crate::turns::Turns;
+use blockyard_ring::turns::Turns;
 
 #[cfg(test)]
 mod tests;

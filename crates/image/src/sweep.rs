@@ -5,7 +5,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use crate::turns::Turns;
+use blockyard_ring::turns::Turns;
 
 /// How much of a work is done, in bytes: for a progress bar.
 #[derive(Debug, Default)]

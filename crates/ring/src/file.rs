@@ -20,6 +20,7 @@ use crate::executor::{Handle, Operation};
 use crate::host;
 use crate::inline::InlineWrites;
 use crate::segments::Segments;
+use crate::turns::Turns;
 use crate::uring::Action;
 use crate::workers::Workers;
 
@@ -184,11 +185,19 @@ pub struct UringFile {
 }
 
 /// Calls of a file that block.
-#[derive(Default)]
 struct Blocking {
+    /// Changes of the file's extents, one at a time: each has the inode locked. The kernel gives each a worker thread, and
+    /// those that wait for the lock spin, which takes the processors from reactors and guests.
+    extents: Turns,
     /// The kernel has no command of io_uring that discards (Linux 6.12 has): the ioctl is called.
     discards: Cell<bool>,
     workers: Workers,
+}
+
+impl Default for Blocking {
+    fn default() -> Self {
+        Blocking { extents: Turns::new(1), discards: Cell::default(), workers: Workers::default() }
+    }
 }
 
 impl UringFile {
@@ -242,6 +251,7 @@ impl UringFile {
     }
 
     async fn fallocate(&self, mode: i32, offset: u64, len: u64) -> io::Result<()> {
+        let _turn = self.blocking.extents.take().await;
         let _held = self.change_time.held();
         let (result, _) = self.operation(Action::Fallocate { mode, offset, len }, Segments::default()).await;
         match answer(result) {

@@ -11,6 +11,7 @@
 //!   mapper     which files of front ends are mapped       quota     how much of them
 //!   nbd_device the kernel's NBD client                    xen       xenstore, event channels, granted pages
 //!   workers    threads for calls that block             pulse     what an executor is at, for a thread that watches
+//!   turns      how many may do something at a time
 //!   doorbell   signals to eventfds of other processes, without waiting
 //!   change_time  what writes past the page cache would wait for, done ahead      pauses  of what has blocked
 //!   host       locks, geometry, block-device calls, sockets' bits
@@ -45,6 +46,7 @@ pub mod rights;
 pub mod segments;
 pub mod sim;
 mod socket;
+pub mod turns;
 pub mod ublk;
 mod uring;
 mod wake;

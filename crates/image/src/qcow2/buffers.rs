@@ -5,7 +5,7 @@
 //! of [`Buffers`]; it holds the guest clusters that it needs, and waits for no others; reserving clusters and writing back
 //! metadata take no buffers. The images below have buffers of their own. So somebody always goes on.
 
-use crate::turns::Turns;
+use blockyard_ring::turns::Turns;
 
 /// Bytes of each kind. What is copied beside a first write is by far the most: with clusters of 64 KiB a thousand at a time.
 const BESIDE: u64 = 64 << 20;

@@ -11,7 +11,7 @@ use blockyard_ring::Storage;
 use crate::error::{ImageError, Kind};
 use crate::raw::Raw;
 use crate::traffic::Traffic;
-use crate::turns::Turns;
+use blockyard_ring::turns::Turns;
 
 use super::alloc::Allocator;
 use super::bitmap::{drop_unknown_autoclear, prepare_for_writing};

@@ -10,7 +10,7 @@ use std::sync::Mutex;
 use blockyard_ring::Storage;
 
 use crate::range_lock::RangeLock;
-use crate::turns::Turns;
+use blockyard_ring::turns::Turns;
 
 use super::alloc::Run;
 use super::bytes;

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::clusters_held::ClustersHeld;
 use crate::traffic::Traffic;
-use crate::turns::Turns;
+use blockyard_ring::turns::Turns;
 
 use super::alloc::{Allocator, Freed};
 use super::buffers::Buffers;

@@ -167,3 +167,38 @@ fn long_copies_from_the_page_cache_are_a_workers() {
         })
         .unwrap();
 }
+
+/// The kernel gives each change of extents a worker thread, and all of them wait for one lock.
+#[test]
+fn extents_are_changed_one_range_at_a_time() {
+    const RANGES: u64 = 64;
+    const LEN: u64 = 4096;
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    executor
+        .block_on(async move {
+            let fd = rustix::fs::memfd_create("extents", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+            let file = UringFile::new(&handle, Arc::new(fd)).unwrap();
+            let data = Segments::buffer((RANGES * LEN) as usize);
+            data.copy_in((RANGES * LEN) as usize - 4, b"last");
+            file.write(data, 0, false).await.1.unwrap();
+            let before = handle.uring().in_flight();
+            let mut ranges: Vec<_> = (0..RANGES)
+                .map(|range| {
+                    let file = file.clone();
+                    Box::pin(async move { file.discard(range * LEN, LEN).await.unwrap() })
+                })
+                .collect();
+            let mut most = 0;
+            std::future::poll_fn(|context| {
+                ranges.retain_mut(|range| range.as_mut().poll(context).is_pending());
+                most = most.max(handle.uring().in_flight() - before);
+                if ranges.is_empty() { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+            })
+            .await;
+            assert_eq!(most, 1);
+            let (data, read) = file.read(Segments::buffer((RANGES * LEN) as usize), 0).await;
+            assert_eq!((read.unwrap() as u64, data.find_nonzero(0, (RANGES * LEN) as usize)), (RANGES * LEN, None));
+        })
+        .unwrap();
+}

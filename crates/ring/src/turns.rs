@@ -148,7 +148,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use blockyard_ring::Executor;
+    use crate::Executor;
 
     #[test]
     fn never_more_at_a_time_and_nobody_is_forgotten() {
