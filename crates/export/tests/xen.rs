@@ -10,6 +10,7 @@ use blockyard_export::Reactors;
 use blockyard_export::xen::{self, Xen, XenData, XenOptions};
 use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_ring::Window;
+use blockyard_ring::xen::abi::message;
 use blockyard_ring::xen::machine::{Domain, FrontChannel};
 use blockyard_ring::xen::{Host, Machine, Node, Store};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -433,6 +434,27 @@ impl Front {
         }
         self.set("state", 3);
     }
+}
+
+/// The back end watches its own nodes too: a complaint must not cause the next one.
+#[test]
+fn a_state_that_is_no_text_causes_one_complaint() {
+    let setup = Setup::new(false);
+    let _export = setup.start();
+    let mut front = Front::new(&setup);
+    front.wait_for_state(2);
+    let path = format!("{FRONT}/state");
+    let garbage = [path.as_bytes(), b"\0", b"\xff"];
+    front.store.ask(message::WRITE, &path, &garbage).unwrap();
+    front.wait_for_state(5);
+    assert!(front.back("error").unwrap().contains("no text"));
+    // A further complaint would overwrite this.
+    front.store.write(&format!("{BACK}/error"), "seen").unwrap();
+    front.store.ask(message::WRITE, &path, &garbage).unwrap();
+    front.set("state", 1);
+    front.connect(PLAIN);
+    assert_eq!(front.done(1, FLUSH, 0, &[]), 0);
+    assert_eq!(front.back("error").as_deref(), Some("seen"));
 }
 
 #[test]

@@ -8,7 +8,6 @@
 //! What must hold: queues run only while the front end has its rings; a state is written only when it changes, so that two sides
 //! never wake one another without end.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -182,7 +181,7 @@ impl Device {
                 self.options.domain,
                 queues.len(),
                 match self.data(&wish) {
-                    Data::Mapped => "are mapped for each batch",
+                    Data::Mapped => "are mapped for each request",
                     Data::Persistent => "stay mapped",
                     Data::Copied => "are copied",
                 }
@@ -214,9 +213,7 @@ impl Device {
     fn record(&self, index: u16, keys: &QueueKeys) -> Option<(PathBuf, u64)> {
         let XenOptions { domain, device, records, .. } = &self.options;
         let path = records.as_ref()?.join(format!("{domain}-{device}-{index}"));
-        let mut key = DefaultHasher::new();
-        (&keys.references, keys.port).hash(&mut key);
-        Some((path, key.finish()))
+        Some((path, keys.fingerprint()))
     }
 
     /// Removes the records of a device that is gone.
@@ -246,6 +243,10 @@ impl Device {
 
     /// What a front end asked for cannot be: its device is closed.
     fn complain(&mut self, error: &NodeError) {
+        // The device watches its own nodes too. Without this check each complaint would cause the next one.
+        if self.refused {
+            return;
+        }
         self.shared.log.warn(
             self.shared.disk.name(),
             None,
@@ -318,8 +319,8 @@ pub fn list(host: &Host) -> Result<Vec<Listed>, XenError> {
     Ok(found)
 }
 
-/// Asks the server of a device, and the guest, to let go of it. With `force` the device is taken away although the guest uses it.
-/// Returns false if the guest still has it after `patience`; the device goes when the guest closes it.
+/// Asks the guest to close a device. With `force` it removes the device without asking.
+/// Returns false if the guest has not closed it after `patience`. The device goes when the guest closes it.
 pub fn detach(
     host: &Host,
     domain: u16,

@@ -71,6 +71,16 @@ pub struct QueueKeys {
     pub port: u32,
 }
 
+impl QueueKeys {
+    /// Tells these rings from others: FNV-1a of the references and the port. A later version of this program reads it, so it
+    /// must not change.
+    pub fn fingerprint(&self) -> u64 {
+        let numbers = self.references.iter().chain([&self.port]);
+        let bytes = numbers.flat_map(|number| number.to_le_bytes());
+        bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+    }
+}
+
 impl Paths {
     /// Of a device that this program makes. `own`: the domain of the back end.
     pub fn new(own: u16, options: &XenOptions) -> Self {

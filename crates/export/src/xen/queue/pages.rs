@@ -46,7 +46,7 @@ pub struct Pages {
 /// How the data of requests come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Data {
-    /// In pages that are mapped for each batch.
+    /// In pages that are mapped for each request.
     Mapped,
     /// In pages that stay mapped, because the guest uses the same ones again.
     Persistent,
@@ -79,7 +79,7 @@ impl Pages {
         self.requests = batch;
     }
 
-    /// Maps the pages of all requests of a batch, or copies what is to be written out of them.
+    /// Maps the pages of the requests of a batch, or copies what is to be written out of them.
     pub fn prepare(&mut self, batch: &[abi::Request], counts: &Counts) {
         for request in batch {
             let from = self.segments.len();
@@ -220,6 +220,13 @@ impl Pages {
         ranges.clear();
         let of_group = batch.iter().zip(&self.bounds).filter(|(request, _)| group(request.ask));
         ranges.extend(of_group.filter_map(|(_, range)| *range));
+        if self.persistent.is_none() {
+            // A mapping is unmapped as a whole. With one mapping for a batch, a request that is answered would leave its
+            // pages mapped. The guest takes its grants back then, and Linux's driver stops the device if it cannot (XSA-396).
+            ranges.iter().for_each(|range| self.find(&[*range], write, counts));
+            self.ranges = ranges;
+            return;
+        }
         self.find(&ranges, write, counts);
         // One page that cannot be mapped must not fail the others' requests.
         for range in ranges.iter().filter(|_| ranges.len() > 1) {
@@ -273,4 +280,39 @@ fn count(counts: &Counts, pages: usize) {
 /// Whether a request has pages.
 pub(super) fn moves(ask: Ask) -> bool {
     matches!(ask, Ask::Read | Ask::Write | Ask::Barrier | Ask::Flush)
+}
+
+#[cfg(test)]
+mod tests {
+    use blockyard_ring::xen::{Host, Machine};
+
+    use super::super::super::abi::{Abi, ENTRY_MOST, Request};
+    use super::*;
+
+    /// A read of one page.
+    fn read(reference: u32) -> Request {
+        let mut bytes = [0; ENTRY_MOST];
+        bytes[1] = 1;
+        bytes[24..28].copy_from_slice(&reference.to_le_bytes());
+        Request::parse(Abi::X86_64, &bytes)
+    }
+
+    #[test]
+    fn a_request_that_is_answered_is_not_mapped_although_its_batch_is_in_flight() {
+        let machine = Machine::new();
+        let domain = machine.add(3, 2).unwrap();
+        let batch = [read(domain.grant(0, false)), read(domain.grant(1, false))];
+        let mut pages = Pages::new(Host::Machine(machine).grants(3).unwrap(), Data::Mapped);
+        pages.prepare(&batch, &Counts::default());
+        let mut segments = [Segments::default(), Segments::default()];
+        for (at, segments) in segments.iter_mut().enumerate() {
+            assert_eq!(pages.fill(at, &batch[at], segments), Wanted::Filled(512));
+        }
+        pages.end_batch();
+        assert_eq!(domain.mapped(), 2);
+        pages.give_back(&mut segments[0]);
+        assert_eq!(domain.mapped(), 1);
+        pages.give_back(&mut segments[1]);
+        assert_eq!(domain.mapped(), 0);
+    }
 }
