@@ -79,7 +79,8 @@ pub fn flush() {
     }
 }
 
-/// The same for a panic, whose thread may hold a lock of the log: it tries them for a tenth of a second.
+/// Waits at most 100 ms until all queued text is written. For a panic hook: its thread may hold a lock of the log, so this
+/// never waits for a lock.
 pub fn flush_in_panic() {
     let deadline = Instant::now() + Duration::from_millis(100);
     while QUEUED_MODE.load(Ordering::Acquire) && !(OUTPUT.is_idle() && ERRORS.is_idle()) && Instant::now() < deadline {

@@ -1,7 +1,7 @@
 //! `blockyard xen`: disks for guests of Xen, the short way.
 //!
 //! `attach` starts a server of one disk in the background, waits until the device is there, and prints its name. The guest may
-//! run already, or not yet. `detach` asks the guest to let go of the device; its server then flushes the image and ends.
+//! run already, or not yet. `detach` asks the guest to close the device. The server then flushes the image and exits.
 
 use std::fmt;
 use std::os::unix::fs::DirBuilderExt;
@@ -19,7 +19,7 @@ use clap::{Args, Subcommand};
 use crate::cli::{DiskArgs, ServeOptions};
 use crate::{Failure, attach, serve};
 
-/// How long a guest may take to let go of a device. Some drivers keep a device that is in use.
+/// How long `detach` waits until the guest has closed the device. Some drivers keep a device that is in use.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Subcommand)]

@@ -7,6 +7,7 @@
 mod budget;
 mod descriptors;
 mod ending;
+mod fingerprint;
 mod listener;
 mod log;
 pub mod nbd;

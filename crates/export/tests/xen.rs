@@ -144,7 +144,7 @@ impl Front {
                 self.memory.write(page * PAGE, &[0; PAGE]);
                 self.set(&format!("{folder}{key}"), self.references[*page]);
             }
-            // The first request and the first answer are told.
+            // Both sides ask for an event with the first request and the first response.
             self.memory.store_u32(ring[0] * PAGE + 4, 1, Ordering::SeqCst);
             self.memory.store_u32(ring[0] * PAGE + 12, 1, Ordering::SeqCst);
             let channel = self.domain.channel().unwrap();

@@ -55,6 +55,7 @@ impl OpenOptions {
 }
 
 /// Descriptors of an image's files, which do not have their names yet. None: the file is found by its name.
+/// Never those of a file with a name: a qcow2 image without one is written without the syncs that order its metadata.
 #[derive(Clone, Debug, Default)]
 pub struct OpenedFiles {
     pub image: Option<Arc<OwnedFd>>,

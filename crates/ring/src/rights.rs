@@ -38,7 +38,7 @@ fn set(socket: BorrowedFd<'_>, option: libc::c_int) -> bool {
     unsafe { libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const no).cast(), len) == 0 }
 }
 
-/// Whether descriptors may arrive with the bytes of a socket: then it is to be read by [`read_now`].
+/// Returns whether descriptors may arrive with the bytes of a socket. If so, read it by [`read_now`] only.
 pub(crate) fn may_arrive(socket: BorrowedFd<'_>) -> bool {
     if !sockopt::socket_domain(socket).is_ok_and(|domain| domain == AddressFamily::UNIX) {
         return false;
@@ -70,7 +70,7 @@ pub(crate) fn read_now(socket: BorrowedFd<'_>, segments: &Segments) -> io::Resul
     if seen == 0 {
         return Ok(Some(0));
     }
-    // These bytes and no more: what has arrived meanwhile was not looked at.
+    // These bytes and no more: bytes that have arrived since were not checked.
     receive(socket, &segments.slice(0, seen), RecvFlags::empty()).map(|(n, _)| Some(n))
 }
 
@@ -134,7 +134,7 @@ mod tests {
     use super::*;
     use crate::{Executor, Socket};
 
-    /// A TCP connection whose close waits for an hour, or until its other side is closed.
+    /// A TCP connection with SO_LINGER of an hour and a full send buffer. Its close blocks until the other side is closed.
     fn lingering() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

@@ -1,4 +1,4 @@
-//! Attacks whose faults have tests of their own elsewhere, each with a neighbour beside it.
+//! Attacks that other modules test for errors. Here a neighbour reads from its own disk during each attack.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -137,7 +137,7 @@ fn beside_a_front_end_that_reads_no_replies() {
     daemon.end();
 }
 
-/// Each has the daemon make, and end, a session.
+/// The daemon starts and ends a session for each.
 #[test]
 fn beside_front_ends_that_come_and_go() {
     let daemon = Daemon::start();

@@ -78,7 +78,7 @@ impl Client {
     }
 }
 
-/// A TCP connection whose close waits for an hour, or until its other side is closed.
+/// A TCP connection with SO_LINGER of an hour and a full send buffer. Its close blocks until the other side is closed.
 fn lingering() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

@@ -12,32 +12,27 @@ use blockyard_ring::ublk::{CLASS, Control, NumberLock};
 use rustix::io::Errno;
 
 use super::{PATIENCE, UblkError, UblkOptions};
+use crate::fingerprint;
 
 /// No device has this number.
 const ADDING: u32 = u32::MAX;
 
 /// What a device keeps of its disk: the upper half tells the disk, the lower half the image's file, if that is known.
 pub(super) fn note(options: &UblkOptions) -> u64 {
-    let disk = hash(options.identity.as_bytes());
-    options.file.map_or(disk, |file| disk & HALF | hash(&file.to_le_bytes()) & !HALF)
+    let disk = fingerprint::of(options.identity.bytes());
+    options.file.map_or(disk, |file| disk & HALF | fingerprint::of(file.to_le_bytes()) & !HALF)
 }
 
 const HALF: u64 = !0 << 32;
 
 fn is_ours(info: &DeviceInfo, options: &UblkOptions) -> bool {
-    (info.note ^ hash(options.identity.as_bytes())) & HALF == 0
+    (info.note ^ fingerprint::of(options.identity.bytes())) & HALF == 0
 }
 
 /// Whether the device was made of another file, which had the image's path then. (The lower half of the disk's own hash: the
 /// device knows no file.)
 pub(super) fn is_other_file(info: &DeviceInfo, options: &UblkOptions) -> bool {
-    options.file.is_some() && info.note != note(options) && info.note != hash(options.identity.as_bytes())
-}
-
-/// FNV-1a: it must be the same in every build of this program.
-fn hash(bytes: &[u8]) -> u64 {
-    let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)
+    options.file.is_some() && info.note != note(options) && info.note != fingerprint::of(options.identity.bytes())
 }
 
 /// The device that a server of this disk left, and the lock on its number. No device: one is to be made.

@@ -28,7 +28,7 @@ const LAST: u8 = 7;
 /// What the ring begins with, before its entries.
 pub const HEADER: usize = 64;
 
-/// How a status is told.
+/// Status values of a response.
 pub const OK: i16 = 0;
 pub const ERROR: i16 = -1;
 pub const UNSUPPORTED: i16 = -2;
@@ -106,7 +106,7 @@ pub enum Ask {
     Flush,
     /// Bytes.
     Discard(u64),
-    /// Discards whose data must not be readable any more are refused.
+    /// A discard with BLKIF_DISCARD_SECURE. The back end refuses it.
     SecureDiscard,
     /// An operation that this back end does not have.
     Unknown,
@@ -125,7 +125,7 @@ pub enum Place {
 /// A request, as it was copied out of the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// The front end's number of it, which is never looked at.
+    /// The front end's number of the request. Its response repeats it.
     pub id: u64,
     /// The operation: answers repeat it, that of an indirect request its inner one.
     pub operation: u8,

@@ -40,7 +40,7 @@ pub(super) struct Device {
 #[derive(PartialEq, Eq)]
 enum Next {
     Wait,
-    /// The device was taken away, or its domain is gone.
+    /// The toolstack or `detach` removed the device, or its domain has ended.
     Remove,
 }
 
@@ -234,7 +234,7 @@ impl Device {
         }
     }
 
-    /// Answers what was taken, and lets go of the front end's rings.
+    /// Stops the queues: they answer what they have taken, and unmap the rings.
     fn disconnect(&mut self) {
         for queue in self.queues.drain(..) {
             queue.stop();

@@ -5,7 +5,7 @@
 //! ```
 //! In: a disk, and the domain and name of the device. Out: `/dev/xvda` in that domain, by its own driver.
 //! What must hold
-//! - The nodes are this program's own: it makes them, and removes them when the device is taken away or its domain is gone.
+//! - The nodes are this program's own: it makes them, and removes them when the device is detached or its domain has ended.
 //! - At the end of this program every request that was taken is answered, and the nodes stay. The next server of the same device
 //!   goes on with the rings as they are, and the guest only waits. If the program was killed, records (`record`) have what was taken.
 //! - Whatever a front end writes, its device is closed at worst, with one line in the log.
@@ -132,7 +132,7 @@ pub struct Xen {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the thread of the device is asked to do.
+/// Requests to the thread of the device: stop, or announce a new size.
 struct Control {
     wake: OwnedFd,
     stop: AtomicBool,
@@ -146,8 +146,8 @@ impl Control {
 }
 
 impl Xen {
-    /// Makes a device of `disk`, or takes over the one that a server of it has left. `ended` is called, by another thread, when
-    /// the device was taken away, or its domain is gone.
+    /// Makes a device of `disk`, or takes over the one that a server of it has left. Another thread calls `ended` when the device
+    /// is detached, or when its domain has ended.
     pub fn start(
         disk: Arc<Disk>,
         options: &XenOptions,

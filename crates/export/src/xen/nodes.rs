@@ -11,6 +11,7 @@ use blockyard_ring::xen::{Access, Node, Store, StoreError};
 
 use super::abi::{Abi, INDIRECT_SEGMENTS};
 use super::{XenData, XenOptions};
+use crate::fingerprint;
 
 /// The type of back end under which devices are found that this program has made.
 pub const KIND: &str = "blockyard";
@@ -72,12 +73,10 @@ pub struct QueueKeys {
 }
 
 impl QueueKeys {
-    /// Tells these rings from others: FNV-1a of the references and the port. A later version of this program reads it, so it
-    /// must not change.
+    /// Tells these rings from others.
     pub fn fingerprint(&self) -> u64 {
         let numbers = self.references.iter().chain([&self.port]);
-        let bytes = numbers.flat_map(|number| number.to_le_bytes());
-        bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+        fingerprint::of(numbers.flat_map(|number| number.to_le_bytes()))
     }
 }
 
@@ -208,7 +207,7 @@ impl Paths {
         node.write(&format!("{}/state", self.back), state as u8)
     }
 
-    /// Leaves a line for those who look at the nodes.
+    /// Writes the node `error`, which tools show.
     pub fn complain(&self, store: &mut Store, what: &str) -> Result<(), StoreError> {
         store.write(&format!("{}/error", self.back), what)
     }
@@ -276,7 +275,7 @@ fn short(text: &str) -> String {
     text.chars().take(40).flat_map(char::escape_debug).collect()
 }
 
-/// What the front end is told of the disk.
+/// What the back end writes about the disk.
 #[derive(Debug, PartialEq, Eq)]
 struct Shape {
     /// Of 512 bytes each, whatever the sector size is.

@@ -1,7 +1,7 @@
 //! A queue of a device on its reactor: takes requests out of the ring, hands them to the disk, answers, notifies.
 //!
 //! ```text
-//!   event ─► run: take a batch ─► map its pages, in one call ─► lanes ─► disk
+//!   event ─► run: take a batch ─► map or copy its pages ─► lanes ─► disk
 //!             ▲   publish, notify once ◄────────────────────── answers ◄──┘
 //! ```
 //! What must hold: a request that was taken is answered once; an answer is in the ring before the index that shows it; after
@@ -112,7 +112,7 @@ struct Queue {
     requests: RefCell<Vec<Request<Slot>>>,
     runs: RefCell<Vec<Run<Slot>>>,
     pool: RefCell<Vec<Segments>>,
-    /// Reads whose data are still to be copied to the guest.
+    /// Finished reads. Their data must be copied to the guest.
     reads: RefCell<Vec<Read>>,
     wake: Signal,
     budget: Budget,
@@ -344,7 +344,7 @@ impl Queue {
         taken
     }
 
-    /// Makes requests to the disk of those of the front end, with their pages mapped by as few calls as can be.
+    /// Makes requests to the disk of those of the front end, with their pages.
     fn begin(self: &Rc<Self>, batch: &[abi::Request]) {
         let mut pages = self.pages.borrow_mut();
         pages.prepare(batch, &self.shared.counts);
@@ -459,7 +459,7 @@ impl Queue {
         self.keep_room(&mut self.pages.borrow_mut(), segments);
     }
 
-    /// Lets go of a request's memory, and keeps the room of its vectors. Pages that nothing else keeps are unmapped here.
+    /// Releases a request's memory, and keeps its vectors for the next one. This unmaps pages that nothing else keeps.
     fn keep_room(&self, pages: &mut Pages, mut segments: Segments) {
         pages.give_back(&mut segments);
         let mut pool = self.pool.borrow_mut();

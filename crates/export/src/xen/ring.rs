@@ -1,7 +1,7 @@
 //! The ring that back end and front end share: requests one way, answers the other way in the same entries.
 //!
 //! What must hold: an entry is copied out once; the front end's index is believed only as far as the ring has entries without
-//! an answer; answers are written before the index that shows them, and the front end is told only when it has asked for it.
+//! an answer; answers are written before the index that shows them, and the front end gets an event only if it has asked for one.
 
 use std::io;
 use std::path::Path;

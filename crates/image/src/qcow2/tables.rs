@@ -233,7 +233,7 @@ impl Tables {
         seen
     }
 
-    /// Changes entries of one slice; `change` is told the number of each in `run`, from 0 on. False: the slice is not here.
+    /// Changes entries of one slice; `change` gets the number of each in `run`, from 0 on. False: the slice is not in memory.
     pub fn update_run(&self, number: u64, run: Range<usize>, mut change: impl FnMut(u64, Entry) -> Entry) -> bool {
         let mut state = self.state();
         let Some(Slot::Ready(slice)) = state.map.get(&number) else { return false };

@@ -400,7 +400,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// As [`Qcow2::change`], for `count` entries from that of `first` on; `change` is told the number of each, from 0 on.
+    /// As [`Qcow2::change`], for `count` entries from that of `first` on; `change` gets the number of each, from 0 on.
     pub(super) async fn change_run(
         &self,
         first: u64,

@@ -30,7 +30,7 @@ impl Machine {
         Arc::default()
     }
 
-    /// A connection of domain `domain` to xenstore. Rights are kept, and not looked at.
+    /// A connection of domain `domain` to xenstore. It stores permissions and does not enforce them.
     pub fn store(&self, domain: u16) -> io::Result<Store> {
         let (ours, theirs) = UnixStream::pair()?;
         server::serve(&self.tree, domain, theirs)?;

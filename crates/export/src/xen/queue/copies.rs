@@ -1,7 +1,7 @@
 //! Data that the hypervisor copies between pages of the guest and buffers of this process.
 //!
-//! In: the requests of a batch with their segments, and reads that the disk has done. Out: buffers, and statuses. What is to be
-//! written is copied before the disk gets it, what was read before it is answered: each batch by one call.
+//! In: the requests of a batch with their segments, and reads that the disk has done. Out: buffers, and statuses.
+//! Data of writes are copied before the disk gets them, data of reads before the response: each batch by one call.
 //! What must hold: a copy that fails, fails its request and no other. Buffers and lists are used again.
 
 use std::sync::atomic::Ordering;
@@ -38,7 +38,7 @@ pub struct Read {
 }
 
 impl Copies {
-    /// Makes the buffers of a batch, and copies to them what is to be written.
+    /// Makes the buffers of a batch, and copies the data of writes to them.
     pub fn prepare(
         &mut self,
         grants: &Grants,

@@ -1,4 +1,5 @@
-//! The pages of a guest that a batch of requests needs, mapped or copied by as few calls as can be.
+//! The pages of a guest that a batch of requests needs: one call maps the new pages of a batch if pages stay mapped, else those
+//! of a request.
 //!
 //! In: requests of one batch. Out: their segments. Pages of reads are mapped to be written, those of writes only to be read: the
 //! guest grants no more. With persistent grants pages are mapped for both, and stay. Where data are copied (`copies`), segments
@@ -79,7 +80,7 @@ impl Pages {
         self.requests = batch;
     }
 
-    /// Maps the pages of the requests of a batch, or copies what is to be written out of them.
+    /// Maps the pages of the requests of a batch, or copies the data of writes out of them.
     pub fn prepare(&mut self, batch: &[abi::Request], counts: &Counts) {
         for request in batch {
             let from = self.segments.len();
@@ -127,7 +128,7 @@ impl Pages {
         self.copies.iter_mut().for_each(|copies| copies.forget(number));
     }
 
-    /// Takes back the buffer of a request, or lets go of its pages.
+    /// Takes back the buffer of a request, or releases its pages.
     pub fn give_back(&mut self, segments: &mut Segments) {
         match &mut self.copies {
             Some(copies) => copies.give_back(segments),

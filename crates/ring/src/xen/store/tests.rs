@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 use super::super::abi::{Header, message};
 use super::*;
 
-/// A store whose xenstored answers with these bytes, whatever is asked.
+/// A store whose xenstored answers with these bytes, whatever the request is.
 fn answering(bytes: &[u8]) -> (Store, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     rustix::io::write(&theirs, bytes).unwrap();
