@@ -9,10 +9,11 @@ export CARGO_TARGET_DIR
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
 binary = $(CARGO_TARGET_DIR)/release/blockyard
+bench = $(binary)-bench
 share = $(DESTDIR)$(PREFIX)/share
 units = $(DESTDIR)$(PREFIX)/lib/systemd/system
 
-.PHONY: help demo test soak bench build lint install uninstall clean
+.PHONY: help demo test soak perf bench build lint install uninstall clean
 
 help: ## list these commands
 	@echo "Blockyard: make COMMAND"
@@ -28,23 +29,28 @@ test: ## install what the tests need, and run all of them
 soak: ## run the tests that take hours: power cuts, long loads, fuzzing (scripts/soak PART runs one)
 	@scripts/soak
 
+perf: ## compare rates, latencies and shares with their known figures, on a quiet machine
+	@scripts/setup test
+	$(CARGO) build --locked --workspace
+	$(CARGO) test --locked -p blockyard -p blockyard-bench --test perf --no-fail-fast -- --test-threads=1 --nocapture
+
 bench: ## measure against the host's file and qemu-storage-daemon; writes docs/benchmarks.md
 	@bench/run
 
-build: ## the program, optimised: target/release/blockyard (3 minutes the first time)
+build: ## the programs, optimised: target/release/blockyard and blockyard-bench (4 minutes the first time)
 	@scripts/setup build
 	$(CARGO) build --release --locked
 
-lint: ## format check and clippy
+lint: ## format check, lengths of files and commit subjects, clippy
 	@scripts/setup lint
 	$(CARGO) fmt --all --check
+	@scripts/check-lengths
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 
 # Not after `build`: that belongs to the user, and this may be root, who has no cargo.
-install: ## program, man pages, documentation, completions, systemd units, guests to compare (PREFIX=/usr/local, DESTDIR=)
-	@test -x $(binary) || { echo "first: make build" >&2; exit 1; }
-	install -Dm755 $(binary) $(DESTDIR)$(PREFIX)/bin/blockyard
-	strip --strip-debug $(DESTDIR)$(PREFIX)/bin/blockyard
+install: ## programs, man pages, documentation, completions, systemd units, guests to compare (PREFIX=/usr/local, DESTDIR=)
+	@test -x $(binary) -a -x $(bench) || { echo "first: make build" >&2; exit 1; }
+	install -Dm755 -t $(DESTDIR)$(PREFIX)/bin $(binary) $(bench)
 	install -d $(share)/man/man1
 	$(binary) man $(share)/man/man1
 	install -d $(share)/bash-completion/completions $(share)/zsh/site-functions $(share)/fish/vendor_completions.d
@@ -60,10 +66,12 @@ install: ## program, man pages, documentation, completions, systemd units, guest
 	install -Dm644 -t $(share)/doc/blockyard/docs docs/*.md docs/*.svg
 	install -d $(share)/blockyard/guests
 	install -m755 guests/setup guests/tool guests/uml guests/qemu guests/guest-init $(share)/blockyard/guests
-	install -m644 guests/lib.sh guests/README.md $(share)/blockyard/guests
+	install -m755 guests/xen guests/xen-block guests/xen-dom0 guests/xen-initramfs $(share)/blockyard/guests
+	install -m644 guests/lib.sh guests/xen-serve guests/README.md $(share)/blockyard/guests
+	install -Dm755 contrib/block-blockyard $(share)/blockyard/contrib/block-blockyard
 
 uninstall: ## remove what install put there
-	rm -f $(DESTDIR)$(PREFIX)/bin/blockyard $(share)/man/man1/blockyard.1 $(share)/man/man1/blockyard-*.1 \
+	rm -f $(DESTDIR)$(PREFIX)/bin/blockyard $(DESTDIR)$(PREFIX)/bin/blockyard-bench $(share)/man/man1/blockyard.1 $(share)/man/man1/blockyard-*.1 \
 		$(share)/bash-completion/completions/blockyard $(share)/zsh/site-functions/_blockyard \
 		$(share)/fish/vendor_completions.d/blockyard.fish $(units)/blockyard.service $(units)/blockyard@.service \
 		$(units)/blockyard@.socket $(DESTDIR)$(PREFIX)/lib/sysusers.d/blockyard.conf \

@@ -8,7 +8,7 @@ cache=${BLOCKYARD_TOOLS:-$cache}
 tree=$cache/tree
 
 # Raised by hand when a part's recipe changes: `setup` then builds it anew.
-declare -A version=([tree]=3 [uml]=1 [qemu]=1 [qemu7]=1 [xen]=1 [iotests]=1 [selftests]=2)
+declare -A version=([tree]=3 [uml]=1 [qemu]=1 [qemu7]=1 [xen]=1 [xenqemu]=1 [iotests]=1 [selftests]=2)
 
 die() { # STATUS MESSAGE...
     local status=$1

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use blockyard_disk::{Disk, DiskOptions, Source};
-use blockyard_export::nbd::{Exported, Server, Settings};
+use blockyard_export::nbd::{Exported, Offer, Server, Settings};
 use blockyard_export::{Listener, Reactors};
 use blockyard_image::{CacheMode, ChainOptions, Format};
 use client::Talk;
@@ -27,7 +27,7 @@ use libfuzzer_sys::fuzz_target;
 
 struct World {
     socket: PathBuf,
-    _server: Server,
+    _offers: Vec<Offer>,
 }
 
 /// Two disks of 1 MiB: one to write to, in memory, and one to look at only, a file of data and holes.
@@ -44,15 +44,16 @@ fn world() -> &'static World {
         let file = File::create(&holes).unwrap();
         file.set_len(1 << 20).unwrap();
         (0..16u64).for_each(|n| file.write_all_at(&[n as u8 + 1; 4096], (n << 16) + (n % 3 << 12)).unwrap());
+        let mut offers = Vec::new();
         for (name, read_only) in [("disk", false), ("ro", true)] {
             let (name, serial, cache) = (name.to_string(), "fuzz".into(), CacheMode::None);
             let options = DiskOptions { name: name.clone(), serial, read_only, cache, filters: Vec::new() };
             let image = if read_only { holes.clone() } else { "ram:1M".into() };
             let image = ChainOptions { read_only, format: Some(Format::Raw), ..ChainOptions::new(image) };
             let disk = Arc::new(Disk::new(options, Source::open(&image).unwrap()));
-            server.add(Exported::new(disk, &name, "a disk of the fuzzer's", None));
+            offers.push(server.offer(Exported::new(disk, &name, "a disk of the fuzzer's", None)));
         }
-        World { socket, _server: server }
+        World { socket, _offers: offers }
     })
 }
 

@@ -14,8 +14,9 @@ mod server;
 
 use std::time::{Duration, Instant};
 
-use blockyard_image::{CacheMode, ImageFile, OpenOptions, nbd};
-use blockyard_ring::{Executor, Segments, Storage};
+use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, nbd};
+use blockyard_ring::{Executor, Segments};
+use blockyard_storage::Storage;
 use libfuzzer_sys::fuzz_target;
 use server::{SIZE, Script, Server};
 
@@ -31,7 +32,7 @@ fuzz_target!(|data: &[u8]| {
     // A server that does not negotiate is an error, and that is all.
     if let Ok(file) = ImageFile::open(&options) {
         let executor = Executor::new().unwrap();
-        let raw = file.raw(executor.handle()).unwrap();
+        let raw = Raw::open(&file, executor.handle()).unwrap();
         let lies = script.lies();
         executor
             .block_on(async move {

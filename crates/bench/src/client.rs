@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   options -> Setup -> vhost (connection, reconnection)  -> worker (one thread a queue) --+-> load -> workload, verify
+//!                    |-> xen (a front end of blkif, in this process) -> worker --------+
 //!                    \-> host (the file, through io_uring, one thread a queue) ------------/
 //!                                                                     tallies -> report
 //! ```
@@ -17,6 +18,7 @@ pub mod verify;
 mod vhost;
 mod worker;
 pub mod workload;
+pub mod xen;
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
@@ -27,12 +29,13 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result};
 use serde::Serialize;
 
+use cpu::BackEnd;
 use load::{Limit, Load};
 use report::Report;
 use verify::Verifier;
 use workload::{Mix, Pacer, Pattern, Split, Workload};
 
-use crate::output;
+use blockyard_program::output;
 
 /// Load on a vhost-user-blk back end, with no virtual machine.
 #[derive(Clone, Debug, Serialize, clap::Args)]
@@ -122,6 +125,10 @@ pub struct Options {
     #[arg(skip)]
     #[serde(skip)]
     pub over: Arc<AtomicBool>,
+    /// The back end is in this process.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub back_end_is_here: bool,
 }
 
 /// Sizes in bytes, and in so many of a hundred operations; the smallest divides all.
@@ -145,6 +152,27 @@ impl Options {
     /// Bytes of the largest operation.
     fn largest(&self) -> u64 {
         self.bssplit.iter().flat_map(|s| &s.0).map(|s| s.0).max().unwrap_or(self.bs)
+    }
+
+    fn back_end(&self) -> BackEnd {
+        match self.backend_pid {
+            _ if self.back_end_is_here => BackEnd::Here,
+            Some(pid) => BackEnd::Process(pid),
+            None => BackEnd::Unknown,
+        }
+    }
+
+    /// Returns these options with `bs` set to the smallest size of `bssplit`. None: `bs` needs no change.
+    fn in_smallest_blocks(&self) -> Option<Options> {
+        let bs = self.bssplit.as_ref()?.0.iter().map(|s| s.0).min()?;
+        (bs != self.bs).then(|| Options { bs, ..self.clone() })
+    }
+
+    fn check(&self) -> Result<()> {
+        let bs = self.bs;
+        anyhow::ensure!(bs > 0 && bs.is_multiple_of(512), "--bs {bs}: a multiple of 512 is needed");
+        anyhow::ensure!(self.largest() <= 1 << 30, "--bs {bs}: 1g is the most");
+        Ok(())
     }
 
     /// The defaults, for a host file or block device.
@@ -181,18 +209,10 @@ pub fn run(options: &Options) -> Result<()> {
 /// Runs the load. Operations that were answered with an error are in the report; everything else that goes wrong is an
 /// error here.
 pub fn measure(options: &Options) -> Result<Report> {
-    if let Some(sizes) = &options.bssplit {
-        let bs = sizes.0.iter().map(|s| s.0).min().unwrap_or(options.bs);
-        if bs != options.bs {
-            return measure(&Options { bs, ..options.clone() });
-        }
+    if let Some(options) = options.in_smallest_blocks() {
+        return measure(&options);
     }
-    anyhow::ensure!(
-        options.bs > 0 && options.bs.is_multiple_of(512),
-        "--bs {}: a multiple of 512 is needed",
-        options.bs
-    );
-    anyhow::ensure!(options.largest() <= 1 << 30, "--bs {}: 1g is the most", options.bs);
+    options.check()?;
     match (&options.file, &options.socket) {
         (Some(file), _) => host::run(options, file),
         (None, Some(path)) if std::fs::metadata(path).is_ok_and(|m| !m.file_type().is_socket()) => {

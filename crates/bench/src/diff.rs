@@ -7,10 +7,10 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
+use blockyard_program::output;
 use serde::Serialize;
 
 use crate::client::workload::Random;
-use crate::output;
 use crate::results::{Results, Run};
 use crate::statistics::{median, quantile, sorted};
 

@@ -3,11 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use blockyard_program::file::replace;
 use clap::ValueEnum;
 
 use crate::plot::{Bars, Chart, svg::Svg};
 use crate::report::{self, charts};
-use crate::results::{Results, replace};
+
+use crate::results::Results;
 use crate::samples;
 
 /// Draws results again: a report's page, or one picture.

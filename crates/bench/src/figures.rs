@@ -4,8 +4,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
+use blockyard_program::output::OutputError;
 
-use crate::output::OutputError;
 use crate::samples::{self, bins};
 use crate::statistics::quantile;
 

@@ -7,13 +7,13 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result};
+use blockyard_program::output;
 use clap::ValueEnum;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde_json::Value;
 
 use crate::client::{self, parse_seconds, workload::Pattern};
 use crate::experiment::{self, Experiment};
-use crate::output;
 use crate::results::{Run, Spent};
 use crate::target::{Place, guard};
 

@@ -9,12 +9,12 @@ use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
+use blockyard_program::output::{self, OutputError};
 use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::client::workload::Random;
 use crate::client::{parse_seconds, parse_size};
-use crate::output::{self, OutputError};
 use crate::target::{Access, Place, Target, guard};
 
 /// Random seeks and operations of random sizes, one at a time: prints size in bytes and duration in seconds of each.

@@ -3,10 +3,10 @@
 //! In and out: JSON (all of it) and CSV (a line for each operation that was timed by itself). What must hold: a newer program
 //! reads what an older one wrote; a file is whole whenever the program ends.
 
-use std::io::Write;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use blockyard_program::file::replace;
 use serde::{Deserialize, Serialize};
 
 /// Raised when what is there comes to mean something else.
@@ -156,21 +156,6 @@ fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
         }
     }
     all
-}
-
-/// Writes a file beside, and renames it: the new contents are there, or the old ones, whatever happens.
-pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
-    let beside = path.with_extension(format!("new.{}", std::process::id()));
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let write = || {
-        let mut file = std::fs::File::create(&beside)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        std::fs::rename(&beside, path)?;
-        std::fs::File::open(folder)?.sync_all()
-    };
-    let written = write().inspect_err(|_| drop(std::fs::remove_file(&beside)));
-    written.with_context(|| format!("writing {}", path.display()))
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The command line. Options that a configuration file knows too are one struct, so that they cannot drift apart.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use serde::Deserialize;
 use crate::config;
 use crate::knobs::with_knobs;
 use crate::nbd::{NbdAddress, NbdArgs, parse_block};
-use crate::xen::XenDevice;
+use crate::xen::{XenArgs, XenDevice};
 
 #[derive(Parser)]
 #[command(
@@ -24,7 +25,7 @@ use crate::xen::XenDevice;
 )]
 pub struct Cli {
     /// How much to tell on standard error: error, warn, info, debug, trace.
-    #[arg(long, global = true, default_value = "info", value_name = "LEVEL", value_parser = parse_level)]
+    #[arg(long, global = true, default_value = "info", value_name = "LEVEL", value_parser = blockyard_program::log::parse_level)]
     pub log: tracing::Level,
     #[command(subcommand)]
     pub command: Command,
@@ -44,37 +45,16 @@ pub enum Command {
     /// Make, look at, check and change disk images: the commands of qemu-img, with its options and its JSON.
     #[command(subcommand)]
     Image(Box<crate::image::Command>),
-    /// Measure.
-    #[command(subcommand)]
-    Bench(Bench),
+    /// Measure (`blockyard bench --help` lists the commands; the program blockyard-bench has them).
+    #[command(disable_help_flag = true, disable_version_flag = true)]
+    Bench {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
+        arguments: Vec<OsString>,
+    },
     /// Print a shell's completions.
     Completions { shell: clap_complete::Shell },
     /// Write the man pages into a folder.
     Man { folder: PathBuf },
-}
-
-#[derive(Subcommand)]
-pub enum Bench {
-    /// Drive a vhost-user-blk server without a VM: load, latencies, verified data.
-    Client(Box<blockyard_bench::client::Options>),
-    /// Random seeks and operations of random sizes, one at a time: prints size in bytes and duration in seconds of each.
-    Rate(blockyard_bench::rate::Options),
-    /// The median duration for each size, of what `rate` printed.
-    Median(blockyard_bench::figures::Median),
-    /// A percentile of the durations for each size, of what `rate` printed.
-    Percentile(blockyard_bench::figures::Percentile),
-    /// One of the reports' loads on a target, by fio where it is installed.
-    Job(blockyard_bench::job::Options),
-    /// The same work on the host and in guests, in turn: a table, and a page with pictures.
-    Compare(Box<blockyard_bench::compare::Options>),
-    /// What operations cost a device: the figures that fair shares are reckoned by.
-    Calibrate(blockyard_bench::calibrate::Options),
-    /// Disks of one device beside one another: what a thrashing guest leaves the others, with fair shares and without.
-    Neighbours(Box<blockyard_bench::neighbours::Options>),
-    /// Draw a report again, or one picture of it (SVG, PNG).
-    Plot(blockyard_bench::draw::Options),
-    /// Compare two sets of results. Exit status: 0 nothing is slower, 1 something is, beyond the noise, 2 failed.
-    Diff(blockyard_bench::diff::Options),
 }
 
 #[derive(Args, Default)]
@@ -113,6 +93,9 @@ pub struct ServeOptions {
 
     #[command(flatten)]
     pub nbd: NbdArgs,
+
+    #[command(flatten)]
+    pub xen: XenArgs,
 }
 
 #[derive(Args)]
@@ -350,7 +333,7 @@ pub struct DiskArgs {
 }
 }
 
-fn one() -> u16 {
+pub fn one() -> u16 {
     1
 }
 
@@ -382,15 +365,15 @@ fn parse_seconds(s: &str) -> Result<Duration, String> {
     of_seconds(s.parse().unwrap_or(-1.0))
 }
 
-fn parse_cache(s: &str) -> Result<CacheMode, String> {
+fn parse_cache(s: &str) -> Result<CacheMode, blockyard_image::UnknownCacheMode> {
     s.parse()
 }
 
-fn parse_xen_data(s: &str) -> Result<XenData, String> {
+fn parse_xen_data(s: &str) -> Result<XenData, blockyard_export::xen::XenNameError> {
     s.parse()
 }
 
-fn parse_format(s: &str) -> Result<Format, String> {
+fn parse_format(s: &str) -> Result<Format, blockyard_image::UnknownFormat> {
     s.parse()
 }
 
@@ -401,13 +384,6 @@ pub fn parse_ublk(s: &str) -> Result<UblkNumber, String> {
     // The driver has 20 bits for them.
     let number = s.parse().ok().filter(|n| *n < 1 << 20).map(UblkNumber::Number);
     number.ok_or_else(|| format!("\"{s}\": the number of a ublk device is the N of /dev/ublkbN, 0 to 1048575"))
-}
-
-fn parse_level(s: &str) -> Result<tracing::Level, String> {
-    let levels = ["error", "warn", "info", "debug", "trace"];
-    let level = s.to_ascii_lowercase();
-    let known = levels.contains(&level.as_str()).then(|| level.parse().ok()).flatten();
-    known.ok_or_else(|| "a level is error, warn, info, debug or trace".into())
 }
 
 pub fn parse_reactors(s: &str) -> Result<u16, String> {

@@ -10,6 +10,7 @@ use blockyard_disk::Filter;
 use blockyard_export::PollMode;
 use blockyard_export::vhost_user::{Coalesce, SecondClient};
 use blockyard_image::{ChainOptions, Format, Overlaid, nbd};
+use blockyard_sched::Knobs;
 use serde::{Deserialize, Deserializer};
 
 mod mistake;
@@ -17,6 +18,7 @@ mod mistake;
 use crate::cli::{self, DiskArgs, UblkNumber};
 use crate::knobs::{self, GroupArgs};
 use crate::nbd::NbdArgs;
+use crate::xen::XenArgs;
 
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -33,6 +35,9 @@ pub struct Config {
     /// How NBD clients are dealt with.
     #[serde(default)]
     pub nbd: NbdArgs,
+    /// Disks that toolstacks of Xen ask for; read at start only.
+    #[serde(default)]
+    pub xen: XenArgs,
     #[serde(default, rename = "group")]
     pub groups: BTreeMap<String, GroupArgs>,
     #[serde(default, rename = "disk")]
@@ -82,7 +87,7 @@ impl Config {
             {
                 return Err(format!("disk \"{name}\": another disk has that name at {address} already"));
             }
-            if disk.ways_in().is_empty() {
+            if !disk.is_offered() {
                 return Err(format!("disk \"{name}\": say a way in: vhost-user, nbd, ublk or xen"));
             }
             if let Some(UblkNumber::Number(n)) = disk.ublk
@@ -109,7 +114,11 @@ impl Config {
                 return Err(format!("disk \"{name}\": there is no group \"{group}\" (a table [group.{group}])"));
             }
         }
-        if self.disks.is_empty() {
+        let xen_group = self.xen.defaults.as_ref().and_then(|defaults| defaults.group.as_ref());
+        if let Some(group) = xen_group.filter(|group| !self.groups.contains_key(*group)) {
+            return Err(format!("xen.defaults: there is no group \"{group}\" (a table [group.{group}])"));
+        }
+        if self.disks.is_empty() && self.xen.watch.is_empty() {
             return Err(
                 "it has no disk: add a table [[disk]] with the keys image and vhost-user, nbd, ublk or xen".into()
             );
@@ -118,11 +127,18 @@ impl Config {
     }
 }
 
+impl Config {
+    /// The knobs of each group of disks.
+    pub fn group_knobs(&self) -> BTreeMap<String, Knobs> {
+        self.groups.iter().map(|(name, group)| (name.clone(), group.knobs())).collect()
+    }
+}
+
 impl DiskArgs {
     /// The name given, or the image's own.
     pub fn name(&self) -> String {
         self.name.clone().unwrap_or_else(|| {
-            let remote = self.image.to_str().and_then(|name| nbd::Uri::parse(name).ok());
+            let remote = self.image.to_str().and_then(|name| blockyard_nbd::Uri::parse(name).ok());
             if let Some(uri) = remote {
                 return if uri.export.is_empty() { "nbd".into() } else { uri.export };
             }
@@ -137,15 +153,9 @@ impl DiskArgs {
         std::fs::metadata(&self.image).ok().map(|meta| (meta.dev(), meta.ino()))
     }
 
-    /// Where it is offered.
-    pub fn ways_in(&self) -> Vec<String> {
-        let ublk = self.ublk.map(|number| match number {
-            UblkNumber::Any => "a ublk device".to_string(),
-            UblkNumber::Number(number) => format!("/dev/ublkb{number}"),
-        });
-        let nbd = self.nbd.as_ref().map(ToString::to_string);
-        let xen = self.xen.map(|device| device.to_string());
-        self.vhost_user.clone().into_iter().chain(nbd).chain(ublk).chain(xen).collect()
+    /// Whether an export offers the disk.
+    pub fn is_offered(&self) -> bool {
+        self.vhost_user.is_some() || self.nbd.is_some() || self.ublk.is_some() || self.xen.is_some()
     }
 
     /// What tells the disk from others, from one run of the program to the next.
@@ -353,6 +363,8 @@ mod tests {
             (format!("{disk}ublk = 4294967295\n"), "the number of a ublk device is"),
             (format!("{disk}ublk = 3\n[[disk]]\nimage = \"b\"\nublk = 3\n"), "disk \"b\": another disk is /dev/ublkb3"),
             ("[nbd]\nmax-clients = 0\n".into(), "line 2: max-clients: "),
+            ("[xen]\nwatch = \"a/b\"\n".into(), "line 2: watch: \"a/b\": a type of back end is vbd"),
+            ("[xen]\nwatch = \"vbd\"\n[xen.defaults]\ngroup = \"g\"\n".into(), "xen.defaults: there is no group \"g\""),
             (format!("{disk}weight = 0\n"), "line 4: weight: a weight is a number from 1 to 10000"),
             (format!("{disk}iops = \"10,max=5\"\n"), "line 4: iops: limit \"10,max=5\": max is less than the rate"),
             (format!("{disk}bps-read = true\n"), "line 4: bps-read: it is a number or a text"),

@@ -5,13 +5,13 @@
 //! the next write that succeeds is followed by the count. At the end of the program a flush waits for a bounded time.
 //! (`tracing-appender` does not serve: its guard prints by `println!` in its destructor, and it does not tell what it lost.)
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use blockyard_bench::output;
+use blockyard_program::output;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
@@ -36,21 +36,8 @@ pub fn start(level: tracing::Level, server: bool) -> io::Result<()> {
         OUTPUT.spawn("output", Stream(io::stdout()))?;
         QUEUED_MODE.store(true, Ordering::Release);
     }
-    // The journal has its own clock.
-    let journal = std::env::var_os("JOURNAL_STREAM").is_some();
     let writer = if server { BoxMakeWriter::new(|| Message(&ERRORS)) } else { BoxMakeWriter::new(io::stderr) };
-    let log = tracing_subscriber::fmt()
-        .with_writer(writer)
-        // It would report a failed write by `eprintln!`, which panics.
-        .log_internal_errors(false)
-        .with_max_level(level)
-        .with_target(false)
-        .with_ansi(io::stderr().is_terminal());
-    if journal {
-        log.without_time().init()
-    } else {
-        log.init()
-    }
+    blockyard_program::log::start(level, writer);
     Ok(())
 }
 

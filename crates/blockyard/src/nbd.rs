@@ -5,14 +5,14 @@
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use anyhow::Context;
 use blockyard_disk::{Disk, parse_time};
-use blockyard_export::nbd::{Exported, Limits, Server, Settings};
+use blockyard_export::nbd::{Exported, Limits, Offer, Server, Settings};
 use blockyard_export::{Listener, Reactors};
-use blockyard_image::nbd::ServerTls;
+use blockyard_nbd::ServerTls;
 use clap::Args;
 use serde::Deserialize;
 
@@ -169,11 +169,11 @@ impl NbdArgs {
     }
 }
 
-/// The addresses that are listened on.
+/// The addresses that are listened on. Each is closed with its last offer.
 pub struct Servers {
     settings: Arc<Settings>,
     reactors: Arc<Reactors>,
-    all: Vec<(NbdAddress, Server)>,
+    all: Vec<(NbdAddress, Weak<Server>)>,
 }
 
 impl Servers {
@@ -195,37 +195,30 @@ impl Servers {
                 "NBD clients from now on: at most {clients} of an address, {handshake:?} to choose; TLS: {tls}"
             );
         }
-        self.all.iter().for_each(|(_, server)| server.set(settings.clone()));
+        self.listening().for_each(|server| server.set(settings.clone()));
         self.settings = settings;
     }
 
     /// Offers `disk` at `address`, as `args` say.
-    pub fn offer(&mut self, address: &NbdAddress, disk: &Arc<Disk>, args: &DiskArgs) -> anyhow::Result<()> {
+    pub fn offer(&mut self, address: &NbdAddress, disk: &Arc<Disk>, args: &DiskArgs) -> anyhow::Result<Offer> {
         let name = args.nbd_name.as_deref().unwrap_or(disk.name());
         let description = args.description.as_deref().unwrap_or_default();
         let exported = Exported::new(disk.clone(), name, description, args.nbd_block_size);
         let exported = exported.polled(args.poll).only_for(&args.tls_allow);
-        if let Some((_, server)) = self.all.iter().find(|(at, _)| at == address) {
-            server.add(exported);
-            return Ok(());
+        let listening = self.all.iter().find(|(at, _)| at == address);
+        if let Some(server) = listening.and_then(|(_, server)| server.upgrade()) {
+            return Ok(server.offer(exported));
         }
         let (settings, reactors) = (self.settings.clone(), self.reactors.clone());
         let server = Server::start(address.listen()?, &address.to_string(), settings, reactors);
         let server = server.with_context(|| format!("listening on {address}"))?;
-        server.add(exported);
-        self.all.push((address.clone(), server));
-        Ok(())
+        self.all.retain(|(_, server)| server.strong_count() > 0);
+        self.all.push((address.clone(), Arc::downgrade(&server)));
+        Ok(server.offer(exported))
     }
 
-    /// Only clients of these names may have `disk` from now on; no names: all may.
-    pub fn allow(&self, disk: &Arc<Disk>, names: &[String]) {
-        self.all.iter().for_each(|(_, server)| server.allow(disk, names));
-    }
-
-    /// Offers `disk` nowhere any more; an address that offers nothing is closed.
-    pub fn withdraw(&mut self, disk: &Arc<Disk>) {
-        self.all.iter().for_each(|(_, server)| server.remove(disk));
-        self.all.retain(|(_, server)| !server.is_empty());
+    fn listening(&self) -> impl Iterator<Item = Arc<Server>> {
+        self.all.iter().filter_map(|(_, server)| server.upgrade())
     }
 }
 

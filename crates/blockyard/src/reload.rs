@@ -5,20 +5,18 @@
 //! nothing; a disk that cannot be as the file says stays as it was.
 
 use std::collections::BTreeSet;
+use std::sync::PoisonError;
 
-use blockyard_disk::sched_time;
-use blockyard_export::ublk::Ublk;
-use blockyard_export::vhost_user::VhostUser;
-use blockyard_export::xen::Xen;
+use blockyard_yard::Change;
 use clap::Args;
 use toml::{Table, Value};
 
 use crate::cli::{DiskArgs, ServeOptions};
-use crate::nbd::Servers;
-use crate::serve::{Serving, Yard, check, read};
+use crate::config::Config;
+use crate::serve::{Server, check, read};
 
 /// Keys of the file that are read at start only.
-const AT_START: [&str; 3] = ["reactors", "fair-share", "costs"];
+const AT_START: [&str; 4] = ["reactors", "fair-share", "costs", "xen"];
 
 /// What the configuration file said when it was last applied.
 pub struct Known {
@@ -46,7 +44,7 @@ struct Tally {
     skipped: usize,
 }
 
-impl Yard {
+impl Server {
     /// Applies the configuration file as it is now. What is wrong with it is logged, and leaves what runs as it is.
     pub fn reload(&mut self, options: &ServeOptions) {
         let config = match read(options) {
@@ -57,7 +55,7 @@ impl Yard {
             return tracing::error!("not reloaded: {e:#}");
         }
         match options.nbd.or(&config.nbd).settings(&config.disks) {
-            Ok(settings) => self.nbd.set(settings),
+            Ok(settings) => self.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).set(settings),
             Err(e) => return tracing::error!("not reloaded: {e:#}"),
         }
         for key in AT_START {
@@ -71,31 +69,12 @@ impl Yard {
         }
         self.log_groups(&inner(&config.file, "group"));
         // At once: closing and opening disks takes its time.
-        self.shares.set_groups(&config.groups);
-        let mut tally = Tally::default();
-        for serving in &mut self.disks {
-            if let Some(args) = config.disks.iter().find(|args| serving.is(args)) {
-                tally.changed += usize::from(serving.apply(args, &self.nbd, &self.known, &config.file));
-            }
-        }
-        let gone: Vec<_> = self.disks.extract_if(.., |d| !config.disks.contains(&d.args)).collect();
-        let mut old = Vec::new();
-        for serving in gone {
-            let name = serving.disk.name();
-            if config.disks.iter().any(|args| args.name() == name) {
-                let what = changes(&self.known.disk(name), &table_of(&config.file, name));
-                tracing::info!(disk = name, "changed: {what}: closing and opening it, which disconnects its guests");
-            } else {
-                tracing::info!(disk = name, "removed from the configuration: closing it");
-                tally.removed += 1;
-            }
-            old.push(serving.args.clone());
-            serving.close(&mut self.nbd, &self.reactors);
-        }
-        for serving in &mut self.disks {
-            serving.refresh();
-        }
-        self.open_others(config.disks, old, &mut tally);
+        self.yard.set_groups(config.group_knobs());
+        let mut tally = Tally { changed: self.change_in_use(&config), ..Tally::default() };
+        let old = self.remove_others(&config, &mut tally);
+        // Those of toolstacks too.
+        self.served().for_each(|disk| self.refresh(&disk.name));
+        self.add_others(config.disks, old, &mut tally);
         self.known.file = config.file;
         if options.config.is_some() {
             let Tally { added, changed, removed, skipped } = tally;
@@ -105,15 +84,59 @@ impl Yard {
         }
     }
 
-    /// Opens the disks that are not served yet. `old`: those that were closed for it.
-    fn open_others(&mut self, disks: Vec<DiskArgs>, mut old: Vec<DiskArgs>, tally: &mut Tally) {
+    /// Applies what can be changed while clients are connected: knobs of shares, and names of clients. Returns the number of
+    /// disks that changed.
+    fn change_in_use(&mut self, config: &Config) -> usize {
+        let mut changed = 0;
+        for served in &mut self.disks {
+            let Some(args) = config.disks.iter().find(|args| is_same(served, args)) else { continue };
+            if served == args {
+                continue;
+            }
+            let name = args.name();
+            let (knobs, clients) = (args.knobs(), args.tls_allow.clone());
+            let change = Change {
+                clients: (served.tls_allow != clients).then_some(clients),
+                knobs: (served.knobs() != knobs).then_some(knobs),
+            };
+            if let Err(e) = self.yard.change(&name, change) {
+                tracing::error!("{e}");
+                continue;
+            }
+            let what = changes(&self.known.disk(&name), &table_of(&config.file, &name));
+            tracing::info!(disk = name, "changed while it is in use: {what}");
+            *served = args.clone();
+            changed += 1;
+        }
+        changed
+    }
+
+    /// Removes the disks that the configuration has no more, or has otherwise. Returns these.
+    fn remove_others(&mut self, config: &Config, tally: &mut Tally) -> Vec<DiskArgs> {
+        let gone: Vec<_> = self.disks.extract_if(.., |args| !config.disks.contains(args)).collect();
+        for args in &gone {
+            let name = args.name();
+            if config.disks.iter().any(|args| args.name() == name) {
+                let what = changes(&self.known.disk(&name), &table_of(&config.file, &name));
+                tracing::info!(disk = name, "changed: {what}: closing and opening it, which disconnects its guests");
+            } else {
+                tracing::info!(disk = name, "removed from the configuration: closing it");
+                tally.removed += 1;
+            }
+            self.remove(&name);
+        }
+        gone
+    }
+
+    /// Adds the disks that are not served yet. `old`: those that were removed for it.
+    fn add_others(&mut self, disks: Vec<DiskArgs>, mut old: Vec<DiskArgs>, tally: &mut Tally) {
         for args in disks {
-            if self.disks.iter().any(|d| d.args == args) {
+            if self.disks.contains(&args) {
                 continue;
             }
             let (name, tls_allow) = (args.name(), args.tls_allow.clone());
             let before = old.iter().position(|o| o.name() == name).map(|at| old.swap_remove(at));
-            match (self.open(args), before) {
+            match (self.add(args), before) {
                 (Ok(()), None) => tally.added += 1,
                 (Ok(()), Some(_)) => tally.changed += 1,
                 (Err(e), before) => {
@@ -129,12 +152,21 @@ impl Yard {
         }
     }
 
-    /// A changed disk cannot be opened: it is served as before, until the next reload.
+    /// Serves a disk as before, until the next reload, because it cannot be opened as it is configured now.
     fn restore(&mut self, args: DiskArgs) {
         let name = args.name();
-        match self.open(args) {
+        match self.add(args) {
             Ok(()) => tracing::warn!(disk = name, "it is served as before"),
             Err(e) => tracing::error!(disk = name, "nor can it be served as before: {e:#}"),
+        }
+    }
+
+    /// Takes over a size that a person changed.
+    fn refresh(&self, disk: &str) {
+        match self.yard.refresh(disk) {
+            Ok(Some(size)) => tracing::info!(disk, bytes = size.new, old = size.old, "the image has a new size"),
+            Ok(None) => {}
+            Err(e) => tracing::error!(disk, "{:#}", anyhow::Error::from(e)),
         }
     }
 
@@ -149,47 +181,10 @@ impl Yard {
     }
 }
 
-impl Serving {
-    /// Whether the disk is the one described, whatever the knobs of its share, and whichever clients may have it.
-    fn is(&self, args: &DiskArgs) -> bool {
-        let same = DiskArgs { tls_allow: self.args.tls_allow.clone(), ..args.clone() };
-        same.with(&self.args.knobs()) == self.args
-    }
-
-    /// Applies other knobs of its share, and other names of clients; its guest notices nothing else. Returns whether there
-    /// was anything to change.
-    fn apply(&mut self, args: &DiskArgs, nbd: &Servers, known: &Known, file: &Table) -> bool {
-        if self.args == *args {
-            return false;
-        }
-        let knobs = args.knobs();
-        if self.args.knobs() != knobs {
-            self.disk.share().set(&knobs, sched_time());
-        }
-        if self.args.tls_allow != args.tls_allow {
-            nbd.allow(&self.disk, &args.tls_allow);
-        }
-        let name = self.disk.name();
-        let what = changes(&known.disk(name), &table_of(file, name));
-        tracing::info!(disk = name, "changed while it is in use: {what}");
-        self.args = args.clone();
-        true
-    }
-
-    /// Takes over a size that a person changed.
-    fn refresh(&mut self) {
-        let old = self.disk.capacity();
-        match self.disk.refresh_capacity() {
-            Ok(Some(bytes)) => {
-                tracing::info!(disk = self.disk.name(), bytes, old, "the image has a new size");
-                self.vhost_user.iter().for_each(VhostUser::config_changed);
-                self.ublk.iter_mut().for_each(Ublk::config_changed);
-                self.xen.iter().for_each(Xen::config_changed);
-            }
-            Ok(None) => {}
-            Err(e) => tracing::error!(disk = self.disk.name(), "finding the image's size: {e}"),
-        }
-    }
+/// Whether the configuration describes the disk that is served, apart from the knobs of its share and the names of its clients.
+fn is_same(served: &DiskArgs, args: &DiskArgs) -> bool {
+    let same = DiskArgs { tls_allow: served.tls_allow.clone(), ..args.clone() };
+    same.with(&served.knobs()) == *served
 }
 
 /// The `[[disk]]` table of a disk, empty if there is none.

@@ -1,29 +1,29 @@
 //! `blockyard serve`: opens the disks, listens, and waits for signals.
 //!
-//! SIGTERM and SIGINT: drain, flush, exit 0. SIGHUP: `reload`. SIGUSR1: statistics into the log.
+//! SIGTERM and SIGINT: drain, flush, exit 0. SIGHUP: `reload`. SIGUSR1: statistics into the log. Signals are a client of the
+//! yard, which has the disks.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use anyhow::Context;
-use blockyard_bench::output;
-use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source, SourceError, Statistics};
-use blockyard_export::ublk::{Ublk, UblkOptions};
-use blockyard_export::vhost_user::{QueueShape, Tuning, VhostUser};
-use blockyard_export::xen::{Xen, XenOptions};
-use blockyard_export::{Listener, Reactors};
+use blockyard_disk::{Source, SourceError};
+use blockyard_export::Reactors;
 use blockyard_image::{CacheMode, ChainError, ChainOptions, Format, OpenError};
+use blockyard_program::ending::Failure;
+use blockyard_program::output;
 use blockyard_ring::xen::Host;
+use blockyard_yard::{DiskInfo, DiskSettings, DiskState, Ended, Way, Yard, YardError};
 use rustix::thread::CpuSet;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 
-use crate::cli::{Cpus, DiskArgs, ServeOptions, UblkNumber};
+use crate::cli::{Cpus, DiskArgs, ServeOptions};
 use crate::config::Config;
+use crate::exports::{self, Common};
 use crate::nbd::Servers;
 use crate::reload::Known;
-use crate::shares::{self, Shares};
-use crate::xen::XenDevice;
-use crate::{Failure, attach, inherited, knobs, log};
+use crate::xen::{Toolstacks, XenArgs};
+use crate::{attach, figures, knobs, log, shares};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     blockyard_ring::inherited::note();
@@ -31,7 +31,9 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     for disk in &config.disks {
         check(disk).map_err(Failure::usage)?;
     }
-    let shares = Shares::new(options, &config).map_err(Failure::usage)?;
+    let shares = shares::from_configuration(options, &config).map_err(Failure::usage)?;
+    let xen = options.xen.or(&config.xen);
+    xen.check().map_err(Failure::usage)?;
     let nbd = options.nbd.or(&config.nbd).settings(&config.disks).map_err(Failure::usage)?;
     if let Some(cpus) = &options.cpus {
         check_cpus(cpus).map_err(Failure::usage)?;
@@ -55,40 +57,23 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let cpus = options.cpus.as_ref().map_or(&[][..], |c| &c.0);
     let reactors = Reactors::start(reactors.into(), cpus).map_err(explain_io_uring)?;
     let reactors = Arc::new(reactors);
-    let nbd = Servers::new(nbd, reactors.clone());
-    let file = config.file;
-    let mut yard =
-        Yard { reactors, shares, nbd, disks: Vec::new(), attached: options.attached, known: Known::new(file) };
-    yard.open_all(config.disks)?;
-    let mut by_nbd = None;
-    if options.attached {
-        let disk = yard.disks.first().context("no disk is served")?;
-        let name = disk.args.nbd_name.as_deref().unwrap_or(disk.disk.name());
-        match disk.args.xen {
-            Some(device) => log::say(&device.name.to_string()),
-            None => by_nbd = attach::tell(disk.ublk.as_ref(), disk.args.nbd.as_ref(), name)?,
-        }
-        // The kernel writes pages of the device back when memory is short: its server is not to wait for memory then.
-        yard.reactors.all().for_each(|reactor| reactor.run(|_| drop(blockyard_ring::host::set_io_flusher())));
-    }
-    log::say("ready");
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
-    for signal in signals.forever() {
-        match signal {
-            SIGHUP => yard.reload(options),
-            SIGUSR1 => yard.log_statistics(),
-            _ => break,
-        }
-    }
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
-    by_nbd.iter().for_each(|device| attach::settle(device));
-    yard.close()
+    let nbd = Arc::new(Mutex::new(Servers::new(nbd, reactors.clone())));
+    let common = Common { nbd, attached: options.attached };
+    let yard = Yard::start(reactors.clone(), shares)?;
+    let mut server = Server { yard, common, disks: Vec::new(), known: Known::new(config.file) };
+    let served = server.serve(options, config.disks, xen, &mut signals);
+    let closed = server.close();
+    // The next server, or another program, may open the images at once.
+    reactors.stop();
+    served?;
+    closed
 }
 
 pub fn read(options: &ServeOptions) -> anyhow::Result<Config> {
     match (&options.config, &options.disk) {
         (Some(path), _) => Ok(Config::read(path)?),
         (None, Some(disk)) => Ok(Config { disks: vec![disk.clone()], ..Config::default() }),
+        (None, None) if !options.xen.watch.is_empty() => Ok(Config::default()),
         (None, None) => {
             anyhow::bail!("say an IMAGE and a way in (--vhost-user, --nbd, --ublk, --xen), or --config FILE")
         }
@@ -98,7 +83,7 @@ pub fn read(options: &ServeOptions) -> anyhow::Result<Config> {
 /// What is wrong with a disk's options, beyond what each one alone can tell.
 pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     let image = disk.image.display();
-    if disk.ways_in().is_empty() {
+    if !disk.is_offered() {
         anyhow::bail!("image {image}: say a way in: --vhost-user SOCKET, --nbd ADDRESS, --ublk or --xen DOMID:DEVICE");
     }
     let format = disk.format().map_err(anyhow::Error::msg)?;
@@ -135,11 +120,10 @@ fn check_cpus(cpus: &Cpus) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Opens the image and closes it again, without a lock: another server may have it. An export of an NBD server is not
-/// looked at, and what is made at the start (ram:) is not made.
+/// Opens the image and closes it again, without a lock: another server may have it. Does nothing for an image that is no file of
+/// this host (an export of an NBD server, `ram:`).
 fn look_at(disk: &DiskArgs) -> anyhow::Result<()> {
-    let name = disk.image.to_string_lossy();
-    if ["nbd:", "nbds:", "nbd+unix:", "nbds+unix:", "ram:"].iter().any(|scheme| name.starts_with(scheme)) {
+    if blockyard_storage::scheme_of(&disk.image).is_some() || disk.image.to_string_lossy().starts_with("ram:") {
         return Ok(());
     }
     let (read_only, force_share, cache) = (true, true, CacheMode::Writeback);
@@ -176,33 +160,69 @@ fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
     anyhow::Error::from(error).context(hint)
 }
 
-/// The disks being served.
-pub struct Yard {
-    pub reactors: Arc<Reactors>,
-    pub shares: Shares,
-    pub nbd: Servers,
-    pub disks: Vec<Serving>,
+/// Returns what the yard needs to know of a disk.
+pub fn settings(args: &DiskArgs, ways: Vec<Arc<dyn Way>>) -> DiskSettings {
+    let name = args.name();
+    DiskSettings {
+        serial: args.serial.clone().unwrap_or_else(|| name.clone()),
+        name,
+        image: args.chain(),
+        filters: args.filters.clone(),
+        device: args.device.clone(),
+        group: args.group.clone(),
+        knobs: args.knobs(),
+        ways,
+    }
+}
+
+/// The disks of the command line or of the configuration file, which the yard serves.
+pub struct Server {
+    pub yard: Yard,
+    pub common: Common,
+    /// As the configuration describes those that are served.
+    pub disks: Vec<DiskArgs>,
     /// The configuration file that is in effect.
     pub known: Known,
-    /// The program is there for one device, and ends with it.
-    attached: bool,
 }
 
-pub struct Serving {
-    pub args: DiskArgs,
-    pub disk: Arc<Disk>,
-    /// The ways in that are this disk's own.
-    pub vhost_user: Option<VhostUser>,
-    pub ublk: Option<Ublk>,
-    pub xen: Option<Xen>,
-}
+impl Server {
+    /// Opens the disks, and serves them until a signal ends that.
+    fn serve(
+        &mut self,
+        options: &ServeOptions,
+        disks: Vec<DiskArgs>,
+        xen: XenArgs,
+        signals: &mut Signals,
+    ) -> Result<(), Failure> {
+        self.add_all(disks)?;
+        let toolstacks = Toolstacks::start(xen, &Host::Xen, crate::xen::records, &self.yard)?;
+        let mut by_nbd = None;
+        if options.attached {
+            by_nbd = self.report_device()?;
+            // The kernel writes pages of the device back when memory is short: its server is not to wait for memory then.
+            let reactors = self.yard.reactors();
+            reactors.all().for_each(|reactor| reactor.run(|_| drop(blockyard_ring::host::set_io_flusher())));
+        }
+        log::say("ready");
+        let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+        for signal in signals.forever() {
+            match signal {
+                SIGHUP => self.reload(options),
+                SIGUSR1 => self.log_statistics(),
+                _ => break,
+            }
+        }
+        let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+        by_nbd.iter().for_each(|device| attach::settle(device));
+        toolstacks.finish();
+        Ok(())
+    }
 
-impl Yard {
-    /// Opens the disks at the start. One that fails does not end the others; if all fail, the first error is the result.
-    fn open_all(&mut self, disks: Vec<DiskArgs>) -> anyhow::Result<()> {
+    /// Adds the disks at the start. One that fails does not end the others; if all fail, the first error is the result.
+    fn add_all(&mut self, disks: Vec<DiskArgs>) -> anyhow::Result<()> {
         let (all, mut failed) = (disks.len(), Vec::new());
         for disk in disks {
-            failed.extend(self.open(disk).err());
+            failed.extend(self.add(disk).err());
         }
         if self.disks.is_empty() && !failed.is_empty() {
             return Err(failed.swap_remove(0));
@@ -214,153 +234,72 @@ impl Yard {
         Ok(())
     }
 
-    pub fn open(&mut self, args: DiskArgs) -> anyhow::Result<()> {
-        let name = args.name();
-        let source = Source::open(&args.chain()).map_err(|e| advise(e, &args))?;
-        let mut serial = args.serial.clone().unwrap_or_else(|| name.clone());
-        while serial.len() > 20 {
-            serial.pop();
-        }
-        let options = DiskOptions {
-            name: name.clone(),
-            serial,
-            read_only: args.read_only,
-            cache: args.cache,
-            filters: args.filters.clone(),
-        };
-        let share = self.shares.open(&args, &source)?;
-        let disk = Arc::new(Disk::sharing(options, source, share));
-        let vhost_user = match &args.vhost_user {
-            Some(socket) => Some(self.vhost_user(&args, socket, &disk)?),
-            None => None,
-        };
-        if let Some(address) = &args.nbd {
-            let offered = self.nbd.offer(address, &disk, &args);
-            offered.with_context(|| format!("disk {name}: offering it by NBD"))?;
-        }
-        let ublk = args.ublk.map(|number| self.ublk(&args, number, &disk)).transpose();
-        let devices = ublk.and_then(|ublk| {
-            let xen = args.xen.map(|device| self.xen(&args, device, &disk)).transpose();
-            xen.map(|xen| (ublk, xen))
-        });
-        let (ublk, xen) = match devices {
-            Ok(devices) => devices,
-            Err(e) => {
-                drop(vhost_user);
-                self.nbd.withdraw(&disk);
-                blockyard_export::close(&disk, &self.reactors);
-                return Err(e);
-            }
-        };
-        tracing::info!(
-            disk = name,
-            bytes = disk.capacity(),
-            cache = %args.cache,
-            "serving {} on {}",
-            disk.source().chain().map_or_else(|| args.image.display().to_string(), |chain| chain.describe()),
-            args.ways_in().join(" and ")
-        );
-        self.disks.push(Serving { args, disk, vhost_user, ublk, xen });
+    pub fn add(&mut self, args: DiskArgs) -> anyhow::Result<()> {
+        let added = self.yard.add(settings(&args, exports::ways(&args, &self.common)));
+        added.map_err(|e| match e {
+            YardError::Open(e) => advise(e, &args),
+            e => e.into(),
+        })?;
+        self.disks.push(args);
         Ok(())
     }
 
-    fn vhost_user(&self, args: &DiskArgs, socket: &str, disk: &Arc<Disk>) -> anyhow::Result<VhostUser> {
-        let listener = match socket.strip_prefix("fd:") {
-            Some(text) => Listener::inherited(inherited::socket(text)?),
-            None => Listener::bind(socket.as_ref())?,
-        };
-        let shape = QueueShape { queues: args.queues, size: args.queue_size };
-        let tuning = Tuning {
-            poll: args.poll,
-            coalesce: args.coalesce,
-            in_band: args.in_band_notifications,
-            pin_memory: args.pin_memory,
-            any_memory_file: args.allow_any_memory_file,
-            second_client: args.second_client,
-        };
-        VhostUser::start(disk.clone(), listener, shape, tuning, self.reactors.clone())
-            .with_context(|| format!("disk {}: starting its export", disk.name()))
+    /// Removes a disk, and logs its last figures.
+    pub fn remove(&self, name: &str) {
+        match self.yard.remove(name) {
+            Ok(ended) => log_end(&ended),
+            Err(e) => tracing::error!("{e}"),
+        }
     }
 
-    fn ublk(&self, args: &DiskArgs, number: UblkNumber, disk: &Arc<Disk>) -> anyhow::Result<Ublk> {
-        let id = match number {
-            UblkNumber::Any => None,
-            UblkNumber::Number(number) => Some(number),
-        };
-        let shape = QueueShape { queues: args.queues, size: args.queue_size };
-        let options = UblkOptions { id, shape, identity: args.identity(), file: args.file_identity() };
-        let ended = attach::ended(disk.name().to_string(), self.attached);
-        Ublk::start(disk.clone(), &options, &self.reactors, ended)
-            .with_context(|| format!("disk {}: starting its export", disk.name()))
+    /// Reports the device of the only disk to the process that started this server. See [`attach::tell`].
+    fn report_device(&self) -> anyhow::Result<Option<std::path::PathBuf>> {
+        let args = self.disks.first().context("no disk is served")?;
+        let name = args.name();
+        match args.xen {
+            Some(device) => {
+                log::say(&device.name.to_string());
+                Ok(None)
+            }
+            None => {
+                let export = args.nbd_name.as_deref().unwrap_or(&name);
+                attach::tell(self.yard.report(&name)?.device, args.nbd.as_ref(), export)
+            }
+        }
     }
 
-    fn xen(&self, args: &DiskArgs, device: XenDevice, disk: &Arc<Disk>) -> anyhow::Result<Xen> {
-        let XenDevice { domain, name } = device;
-        let records = crate::xen::records();
-        let options = XenOptions { domain, device: name, queues: args.queues, data: args.xen_data, records };
-        let ended = attach::ended(disk.name().to_string(), self.attached);
-        Xen::start(disk.clone(), &options, &Host::Xen, self.reactors.clone(), ended)
-            .with_context(|| format!("disk {}: starting its export", disk.name()))
+    /// Returns the disks that answer now. A command for a disk that is being opened or closed waits for that, and signals must
+    /// not wait with it.
+    pub fn served(&self) -> impl Iterator<Item = DiskInfo> {
+        let answers = |disk: &DiskInfo| matches!(disk.state, DiskState::Serving | DiskState::Busy);
+        self.yard.list().into_iter().filter(answers)
     }
 
     fn log_statistics(&self) {
-        for serving in &self.disks {
-            serving.log_statistics(&self.reactors);
+        for disk in self.served() {
+            // It may have gone meanwhile.
+            let Ok(report) = self.yard.report(&disk.name) else { continue };
+            if !report.clients.is_empty() {
+                tracing::info!(disk = report.name, "clients: {}", report.clients.join(", "));
+            }
+            figures::log(&report.name, &report.statistics, &report.share);
         }
     }
 
-    fn close(mut self) -> Result<(), Failure> {
-        let mut good = true;
-        for serving in self.disks {
-            good &= serving.close(&mut self.nbd, &self.reactors);
+    fn close(self) -> Result<(), Failure> {
+        let ended = self.yard.close();
+        ended.iter().for_each(|disk| figures::log(&disk.name, &disk.statistics, &disk.share));
+        if ended.iter().all(|disk| disk.is_flushed) {
+            return Ok(());
         }
-        if good { Ok(()) } else { Err(anyhow::anyhow!("not every disk could be flushed: see the log").into()) }
+        Err(anyhow::anyhow!("not every disk could be flushed: see the log").into())
     }
 }
 
-impl Serving {
-    fn log_statistics(&self, reactors: &Reactors) {
-        let mut all = Statistics::default();
-        for reactor in reactors.all() {
-            let disk = self.disk.clone();
-            let part = reactor.ask(move |_, reply| reply.send(Served::known(&disk).map(|s| s.statistics())));
-            if let Some(Some(part)) = part {
-                all.merge(&part);
-            }
-        }
-        let mut operations = 0;
-        for kind in OpKind::ALL {
-            let Some(s) = all.summary(kind) else { continue };
-            operations += s.requests - s.merged;
-            tracing::info!(
-                disk = self.disk.name(),
-                requests = s.requests,
-                merged = s.merged,
-                bytes = s.bytes,
-                errors = s.errors,
-                "{}: queue time p50 {:.0} us, p99 {:.0}, max {:.0}; service time p50 {:.0} us, p99 {:.0}, max {:.0}",
-                kind.name(),
-                s.queue_us[0],
-                s.queue_us[1],
-                s.queue_us[2],
-                s.service_us[0],
-                s.service_us[1],
-                s.service_us[2],
-            );
-        }
-        let share = self.disk.share();
-        if operations > 0 && !share.is_free() {
-            tracing::info!(disk = self.disk.name(), "share: {}", shares::describe(share, operations));
-        }
-    }
-
-    /// Drains, flushes, lets go; false when the flush failed.
-    pub fn close(mut self, nbd: &mut Servers, reactors: &Reactors) -> bool {
-        self.vhost_user.iter_mut().for_each(VhostUser::stop);
-        self.ublk.iter_mut().for_each(Ublk::stop);
-        self.xen.iter_mut().for_each(Xen::stop);
-        nbd.withdraw(&self.disk);
-        self.log_statistics(reactors);
-        blockyard_export::close(&self.disk, reactors)
+/// Logs the last figures of a disk, and whether its image could be flushed.
+pub fn log_end(ended: &Ended) {
+    figures::log(&ended.name, &ended.statistics, &ended.share);
+    if !ended.is_flushed {
+        tracing::error!(disk = ended.name, "its image could not be flushed");
     }
 }

@@ -3,6 +3,8 @@
 //! `attach` starts a server of one disk in the background, waits until the device is there, and prints its name. The guest may
 //! run already, or not yet. `detach` asks the guest to close the device. The server then flushes the image and exits.
 
+mod toolstack;
+
 use std::fmt;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
@@ -11,13 +13,16 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow};
-use blockyard_bench::output;
 use blockyard_export::xen::{self, Name};
+use blockyard_program::ending::Failure;
+use blockyard_program::output;
 use blockyard_ring::xen::Host;
 use clap::{Args, Subcommand};
 
+pub use toolstack::{Toolstacks, XenArgs};
+
 use crate::cli::{DiskArgs, ServeOptions};
-use crate::{Failure, attach, serve};
+use crate::{attach, serve};
 
 /// How long `detach` waits until the guest has closed the device. Some drivers keep a device that is in use.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -149,7 +154,7 @@ fn list(json: bool) -> Result<(), Failure> {
         let rows = found.iter().map(|d| {
             let bytes = d.sectors.map(|sectors| sectors * 512);
             serde_json::json!({
-                "domain": d.domain, "device": d.device.to_string(), "state": d.state, "bytes": bytes, "read-only": d.read_only,
+                "type": d.kind, "domain": d.domain, "device": d.device.to_string(), "state": d.state, "bytes": bytes, "read-only": d.read_only,
             })
         });
         output::print(format_args!("{:#}\n", serde_json::Value::from_iter(rows)))?;

@@ -7,7 +7,8 @@ use blockyard_image::{
     BlockStatus, Chain, ChainError, ChainOptions, Format, Geometry, Image, ImageFile, OpenError, OpenOptions, Raw,
     SECTOR, Store,
 };
-use blockyard_ring::{GuestMemory, Handle, MemoryError, Region, Segments, Storage};
+use blockyard_ring::{GuestMemory, Handle, MemoryError, Region, Segments};
+use blockyard_storage::Storage;
 
 use crate::statistics::OpKind;
 
@@ -15,7 +16,7 @@ mod delay;
 mod ram;
 
 use delay::Below;
-pub use delay::{Delay, Model};
+pub use delay::{Delay, Model, ModelError};
 pub use ram::Ram;
 
 /// An opened back end, before any reactor uses it: may be sent to and shared by all of them.
@@ -51,8 +52,8 @@ pub enum SourceError {
     Chain(#[from] ChainError),
     #[error("{name}: a size is a number of bytes with an optional suffix k, M, G or T (powers of 1024), at least 512")]
     Size { name: String },
-    #[error("{name}: {why}")]
-    Delay { name: String, why: String },
+    #[error("{name}: {error}")]
+    Delay { name: String, error: ModelError },
     #[error("{name}: no memory for a disk of this size: choose a smaller one")]
     Memory { name: String, source: MemoryError },
 }
@@ -70,7 +71,7 @@ impl Source {
             return Ok(Source::Null { size: size(text)? });
         }
         if let Some(text) = name.strip_prefix("delay:") {
-            let opened = Model::open(text).map_err(|why| SourceError::Delay { name: name.to_string(), why });
+            let opened = Model::open(text).map_err(|error| SourceError::Delay { name: name.to_string(), error });
             return match opened? {
                 (Below::Nothing { size }, model) => Ok(Source::Delay { size, model, file: None }),
                 (Below::File(path), model) => {
@@ -115,16 +116,7 @@ impl Source {
         match self {
             Source::File(file) | Source::Delay { file: Some(file), .. } => file.geometry(),
             Source::Chain(chain) => of_chain(chain),
-            Source::Null { .. } | Source::Delay { .. } | Source::Ram(_) | Source::Gone { .. } => Geometry {
-                logical_block: 512,
-                physical_block: 4096,
-                minimum_io: 4096,
-                optimal_io: 0,
-                alignment_offset: 0,
-                direct_memory: 1,
-                direct_offset: 1,
-                rotational: false,
-            },
+            Source::Null { .. } | Source::Delay { .. } | Source::Ram(_) | Source::Gone { .. } => Geometry::default(),
         }
     }
 
@@ -158,10 +150,7 @@ impl Source {
                 None => return Ok(None),
             },
         };
-        match (file.fd(), file.remote_image()) {
-            (Some(fd), _) => blockyard_ring::host::backing_device(fd).map(Some),
-            (None, remote) => Ok(remote.map(|remote| (remote.server(), false))),
-        }
+        file.device()
     }
 
     /// Its raw image, where it is one.
@@ -226,7 +215,7 @@ pub enum Backend<S> {
 
 impl Backend<Store> {
     pub fn open(handle: &Handle, source: &Source) -> io::Result<Self> {
-        let raw = |file: &Arc<ImageFile>| file.raw(handle);
+        let raw = |file: &Arc<ImageFile>| Raw::open(file, handle);
         Ok(match source {
             Source::File(file) => Backend::Raw(raw(file)?),
             Source::Chain(chain) => Backend::Image(chain.image(handle)?),

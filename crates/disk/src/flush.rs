@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn who_waited_for_a_sync_that_failed_syncs_for_himself() {
-        use blockyard_ring::sim::{Sim, yield_now};
+        use blockyard_storage::sim::{Sim, yield_now};
 
         let (sim, group, syncs) = (Sim::new(1), Rc::new(FlushGroup::default()), Rc::new(Cell::new(0)));
         let flush = |first: bool| {

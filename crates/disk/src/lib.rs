@@ -8,10 +8,11 @@
 //! What must hold: every request is answered exactly once (the types see to it); after a failed flush no write is ever
 //! acknowledged again; nothing on the way of a read or a write of a raw image allocates or takes a lock.
 
-// These macros panic when the stream cannot be written; `blockyard_bench::output` and the log do not.
+// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod backend;
+mod closed_gate;
 mod dirty;
 mod disk;
 mod filter;
@@ -26,11 +27,11 @@ mod turnstile;
 
 pub use backend::{Backend, Delay, Model, Ram, Source, SourceError, parse_size};
 pub use blockyard_image::Store;
+pub use closed_gate::GateError;
 pub use disk::{Disk, DiskOptions};
 pub use filter::{Filter, FilterError, parse_time};
-pub use gate::GateError;
 pub use live::{SnapshotOptions, Why, Work, WorkError};
 pub use request::{Failure, Finished, Op, Request, Status, Token, dropped_requests};
-pub use served::{Run, Served, forget_local};
+pub use served::{Run, Served};
 pub use statistics::{OpKind, Statistics, Summary};
 pub use turnstile::sched_time;

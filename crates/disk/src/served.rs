@@ -13,7 +13,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blockyard_image::{BlockStatus, Store};
-use blockyard_ring::{Handle, Meter, Segments, Storage};
+use blockyard_ring::{Handle, Meter, Segments};
+use blockyard_storage::Storage;
 
 use crate::backend::{Backend, Source};
 use crate::dirty::DirtyMap;
@@ -140,20 +141,14 @@ pub(crate) struct Admitted<'a, S> {
     _turn: turnstile::Pass<'a>,
 }
 
-thread_local! {
-    /// The disks of this reactor: all its queues of a disk share image and statistics.
-    static LOCAL: RefCell<Vec<Rc<Served<Store>>>> = RefCell::default();
-}
-
-/// Lets go of this reactor's disks, at its end.
-pub fn forget_local() {
-    LOCAL.with_borrow_mut(Vec::clear);
-}
+/// The disks of a reactor: all its queues of a disk share image and statistics.
+#[derive(Default)]
+struct Disks(RefCell<Vec<Rc<Served<Store>>>>);
 
 impl Served<Store> {
-    /// The disk on this thread's reactor; opened there at first use.
+    /// The disk on a reactor; opened there at first use.
     pub fn local(handle: &Handle, disk: &Arc<Disk>) -> io::Result<Rc<Self>> {
-        if let Some(served) = Self::known(disk) {
+        if let Some(served) = Self::known(handle, disk) {
             return Ok(served);
         }
         let served = {
@@ -169,7 +164,7 @@ impl Served<Store> {
             }
             Rc::new(served)
         };
-        LOCAL.with_borrow_mut(|l| l.push(served.clone()));
+        handle.local::<Disks>().0.borrow_mut().push(served.clone());
         Ok(served)
     }
 
@@ -184,14 +179,15 @@ impl Served<Store> {
         self.note_lost(&self.view.borrow());
     }
 
-    /// The disk on this thread's reactor, if it has been used there.
-    pub fn known(disk: &Arc<Disk>) -> Option<Rc<Self>> {
-        LOCAL.with_borrow(|l| l.iter().find(|s| Arc::ptr_eq(&s.disk, disk)).cloned())
+    /// The disk on a reactor, if it has been used there.
+    pub fn known(handle: &Handle, disk: &Arc<Disk>) -> Option<Rc<Self>> {
+        handle.local::<Disks>().0.borrow().iter().find(|s| Arc::ptr_eq(&s.disk, disk)).cloned()
     }
 
-    /// This thread's reactor serves the disk no more.
-    pub fn forget(disk: &Arc<Disk>) {
-        let gone: Vec<_> = LOCAL.with_borrow_mut(|l| l.extract_if(.., |s| Arc::ptr_eq(&s.disk, disk)).collect());
+    /// The reactor serves the disk no more.
+    pub fn forget(handle: &Handle, disk: &Arc<Disk>) {
+        let disks = handle.local::<Disks>();
+        let gone: Vec<_> = disks.0.borrow_mut().extract_if(.., |s| Arc::ptr_eq(&s.disk, disk)).collect();
         for remote in gone.iter().filter_map(|served| Some(served.handle.as_ref()?.remote())) {
             disk.serving().reactors.retain(|r| !r.is(&remote));
         }

@@ -11,7 +11,7 @@ pub fn settle(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     let mut good = true;
     for reactor in reactors.all() {
         let disk = disk.clone();
-        let settled = reactor.ask(move |handle, reply| match Served::known(&disk) {
+        let settled = reactor.ask(move |handle, reply| match Served::known(handle, &disk) {
             Some(served) => {
                 handle.spawn(async move { reply.send(served.settle().await.is_ok()) });
             }
@@ -29,8 +29,8 @@ pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     let mut good = settle(disk, reactors);
     for reactor in reactors.all() {
         let disk = disk.clone();
-        reactor.ask(move |_, reply| {
-            Served::forget(&disk);
+        reactor.ask(move |handle, reply| {
+            Served::forget(handle, &disk);
             reply.send(());
         });
     }
@@ -38,7 +38,7 @@ pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
         let disk = disk.clone();
         let closed = reactors.next().ask(move |handle, reply| match Served::local(handle, &disk) {
             Ok(served) => {
-                Served::forget(&disk);
+                Served::forget(handle, &disk);
                 handle.spawn(async move { reply.send(served.close().await.is_ok()) });
             }
             Err(e) => {

@@ -1,24 +1,28 @@
 //! The ways in to a disk. An export parses and checks what its protocol brings, once; hands [`blockyard_disk::Request`]s
 //! to the disk; and answers. Protocol types live here and nowhere else.
 
-// These macros panic when the stream cannot be written; `blockyard_bench::output` and the log do not.
+// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod budget;
 mod descriptors;
 mod ending;
+mod export;
 mod fingerprint;
+mod lanes;
 mod listener;
 mod log;
 pub mod nbd;
 mod pace;
 mod reactors;
+mod start;
 pub mod ublk;
 pub mod vhost_user;
 mod watchdog;
 pub mod xen;
 
 pub use ending::{close, settle};
+pub use export::Export;
 pub use listener::{Listener, SocketError};
 pub use pace::PollMode;
 pub use reactors::Reactors;

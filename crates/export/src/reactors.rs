@@ -1,8 +1,8 @@
 //! The reactors of the program: threads that each run one executor, and serve the queues given to them.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use blockyard_ring::{Executor, Pulse, Remote};
@@ -17,7 +17,7 @@ pub struct Reactors {
 
 struct Reactor {
     remote: Remote,
-    thread: Option<JoinHandle<()>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Reactors {
@@ -41,6 +41,20 @@ impl Reactors {
         self.reactors[at % self.reactors.len()].remote.clone()
     }
 
+    /// Ends all of them and waits for that. The files of their rings are closed then, and so are the locks on them; the kernel
+    /// closes those of a process that ends with its rings some time later. Later calls to the reactors have no answer.
+    pub fn stop(&self) {
+        for reactor in &self.reactors {
+            reactor.remote.run(|handle| handle.stop());
+        }
+        for reactor in &self.reactors {
+            let thread = reactor.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(thread) = thread {
+                let _ = thread.join();
+            }
+        }
+    }
+
     /// All of them, to ask each for its part of something.
     pub fn all(&self) -> impl Iterator<Item = &Remote> {
         self.reactors.iter().map(|r| &r.remote)
@@ -50,14 +64,7 @@ impl Reactors {
 impl Drop for Reactors {
     fn drop(&mut self) {
         self.watchdog = None;
-        for reactor in &self.reactors {
-            reactor.remote.run(|handle| handle.stop());
-        }
-        for reactor in &mut self.reactors {
-            if let Some(thread) = reactor.thread.take() {
-                let _ = thread.join();
-            }
-        }
+        self.stop();
     }
 }
 
@@ -80,12 +87,11 @@ impl Reactor {
                 // Its disks are dead, and nothing here can serve them. A server's panics end the process.
                 panic!("io_uring_enter failed: {e}");
             }
-            blockyard_disk::forget_local();
         };
         let thread = std::thread::Builder::new().name(name(number)).stack_size(512 << 10).spawn(body)?;
         let started = receiver.recv().map_err(|_| io::Error::other("the reactor's thread died at once"))?;
         let (remote, pulse) = started?;
-        Ok((Reactor { remote, thread: Some(thread) }, pulse))
+        Ok((Reactor { remote, thread: Mutex::new(Some(thread)) }, pulse))
     }
 }
 

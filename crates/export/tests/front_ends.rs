@@ -9,26 +9,26 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
-use blockyard_bench::driver::connection::PROTOCOL;
-use blockyard_bench::driver::ring::{Buffer, Ring, RingOptions};
-use blockyard_bench::driver::{Connection, Memory, RingSetup, SplitRing, feature};
 use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source};
+use blockyard_driver::connection::PROTOCOL;
+use blockyard_driver::ring::{Buffer, Ring, RingOptions};
+use blockyard_driver::{Connection, Memory, RingSetup, SplitRing, feature};
 use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
-use blockyard_export::{Listener, PollMode, Reactors};
+use blockyard_export::{Export, Listener, PollMode, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use vhost::vhost_user::message::FrontendReq as R;
 
 /// An export of a disk in memory.
-struct Export {
+struct Fixture {
     export: VhostUser,
     disk: Arc<Disk>,
     reactors: Arc<Reactors>,
     socket: PathBuf,
 }
 
-impl Export {
-    fn start(second_client: SecondClient) -> Export {
+impl Fixture {
+    fn start(second_client: SecondClient) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let socket = std::env::temp_dir().join(format!("blockyard-front-end-{}-{number}", std::process::id()));
@@ -46,7 +46,7 @@ impl Export {
         };
         let (listener, shape) = (Listener::bind(&socket).unwrap(), QueueShape { queues: 1, size: 64 });
         let export = VhostUser::start(disk.clone(), listener, shape, tuning, reactors.clone()).unwrap();
-        Export { export, disk, reactors, socket }
+        Fixture { export, disk, reactors, socket }
     }
 
     /// Keeps the reactor busy until the sender is dropped.
@@ -143,7 +143,7 @@ fn bounded<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'sta
 
 #[test]
 fn changes_are_acknowledged_when_the_reactor_has_made_them() {
-    let export = Export::start(SecondClient::Wait);
+    let export = Fixture::start(SecondClient::Wait);
     let mut client = export.connect();
     client.start_ring();
     let file = rustix::fs::memfd_create("more", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -174,7 +174,7 @@ fn changes_are_acknowledged_when_the_reactor_has_made_them() {
 
 #[test]
 fn a_front_end_that_reads_no_replies_does_not_hold_the_end() {
-    let Export { mut export, socket, reactors, .. } = Export::start(SecondClient::Wait);
+    let Fixture { mut export, socket, reactors, .. } = Fixture::start(SecondClient::Wait);
     let mut deaf = UnixStream::connect(&socket).unwrap();
     deaf.set_nonblocking(true).unwrap();
     let ask: Vec<u8> = [R::GET_FEATURES as u32, 1, 0].iter().flat_map(|w| w.to_ne_bytes()).collect();
@@ -198,7 +198,7 @@ fn a_front_end_that_reads_no_replies_does_not_hold_the_end() {
 
 #[test]
 fn an_in_flight_description_needs_no_padding() {
-    let export = Export::start(SecondClient::Wait);
+    let export = Fixture::start(SecondClient::Wait);
     let client = export.connect();
     let mut body = words(&[0, 0]);
     body.extend([1, 0, 64, 0]);
@@ -214,7 +214,7 @@ fn an_in_flight_description_needs_no_padding() {
 
 #[test]
 fn a_message_that_cannot_be_is_refused_and_the_session_goes_on() {
-    let export = Export::start(SecondClient::Wait);
+    let export = Fixture::start(SecondClient::Wait);
     let mut client = export.connect();
     let user = client.memory.user_address(client.memory.range().0);
     for parts in [[8, 8192, 4096], [0, 8194, 4096], [0, 8192, 4097]] {
@@ -231,7 +231,7 @@ fn a_message_that_cannot_be_is_refused_and_the_session_goes_on() {
 
 #[test]
 fn a_request_for_data_outside_memory_is_counted_as_an_error() {
-    let export = Export::start(SecondClient::Wait);
+    let export = Fixture::start(SecondClient::Wait);
     let mut client = export.connect();
     client.start_ring();
     let (at, window) = client.memory.piece(64, 64).unwrap();
@@ -248,8 +248,8 @@ fn a_request_for_data_outside_memory_is_counted_as_an_error() {
         assert_eq!(window.copy_out(32), [1], "IOERR");
     });
     let disk = export.disk.clone();
-    let summary = export.reactors.next().ask(move |_, reply| {
-        reply.send(Served::known(&disk).and_then(|served| served.statistics().summary(OpKind::Read)));
+    let summary = export.reactors.next().ask(move |handle, reply| {
+        reply.send(Served::known(handle, &disk).and_then(|served| served.statistics().summary(OpKind::Read)));
     });
     let summary = summary.flatten().expect("a read was counted");
     assert_eq!((summary.requests, summary.errors), (1, 1));
@@ -257,7 +257,7 @@ fn a_request_for_data_outside_memory_is_counted_as_an_error() {
 
 #[test]
 fn the_base_of_a_ring_whose_reactor_has_ended_is_not_made_up() {
-    let export = Export::start(SecondClient::Wait);
+    let export = Fixture::start(SecondClient::Wait);
     let mut client = export.connect();
     client.start_ring();
     export.end_reactor();
@@ -266,7 +266,7 @@ fn the_base_of_a_ring_whose_reactor_has_ended_is_not_made_up() {
 
 #[test]
 fn a_write_cache_that_cannot_be_synced_is_not_said_to_be_off() {
-    let export = Export::start(SecondClient::Wait);
+    let export = Fixture::start(SecondClient::Wait);
     let client = export.connect();
     // Offset 32, one byte, a frontend's write; the byte: write-through.
     let body: Vec<u8> = [32u32, 1, 1].iter().flat_map(|w| w.to_ne_bytes()).chain([0]).collect();
@@ -278,7 +278,7 @@ fn a_write_cache_that_cannot_be_synced_is_not_said_to_be_off() {
 
 #[test]
 fn a_second_front_end_waits_or_is_refused() {
-    let export = Export::start(SecondClient::Wait);
+    let export = Fixture::start(SecondClient::Wait);
     let first = export.connect();
     let second = UnixStream::connect(&export.socket).unwrap();
     (&second).write_all(&[1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]).unwrap();
@@ -288,7 +288,7 @@ fn a_second_front_end_waits_or_is_refused() {
     (&second).read_exact(&mut [0; 20]).unwrap();
     drop(second);
 
-    let export = Export::start(SecondClient::Refuse);
+    let export = Fixture::start(SecondClient::Refuse);
     let first = export.connect();
     let second = UnixStream::connect(&export.socket).unwrap();
     second.set_read_timeout(Some(Duration::from_secs(60))).unwrap();

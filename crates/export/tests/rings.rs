@@ -9,8 +9,8 @@ mod history;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockyard_bench::driver::ring::{Buffer, RingOptions};
-use blockyard_bench::driver::{Memory, PackedRing, SplitRing};
+use blockyard_driver::ring::{Buffer, RingOptions};
+use blockyard_driver::{Memory, PackedRing, SplitRing};
 use blockyard_export::vhost_user::parts;
 use history::{History, Layout, Step};
 use proptest::prelude::*;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
-use crate::nbd::uri::is_uri;
+use blockyard_storage::scheme_of;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
@@ -19,8 +19,8 @@ impl Format {
 
     /// What the file's name says; None: nothing that is known here (which does not make it raw).
     pub fn of_name(path: &Path) -> Option<Self> {
-        // What a server exports is a disk, whatever it is called, unless somebody says otherwise.
-        if path.to_str().is_some_and(is_uri) {
+        // What a scheme opens is a disk, whatever it is called, unless somebody says otherwise.
+        if scheme_of(path).is_some() {
             return Some(Format::Raw);
         }
         match path.extension()?.to_str()?.to_ascii_lowercase().as_str() {
@@ -39,13 +39,16 @@ impl fmt::Display for Format {
     }
 }
 
-impl FromStr for Format {
-    type Err = String;
+/// A name that is not among [`Format::NAMES`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("format \"{0}\" is not known: it is one of raw, qcow2, cow")]
+pub struct UnknownFormat(pub String);
 
-    fn from_str(s: &str) -> Result<Self, String> {
+impl FromStr for Format {
+    type Err = UnknownFormat;
+
+    fn from_str(s: &str) -> Result<Self, UnknownFormat> {
         let known = Self::NAMES.iter().find(|(name, _)| *name == s);
-        known
-            .map(|(_, format)| *format)
-            .ok_or_else(|| format!("format \"{s}\" is not known: it is one of raw, qcow2, cow"))
+        known.map(|(_, format)| *format).ok_or_else(|| UnknownFormat(s.into()))
     }
 }

@@ -6,14 +6,16 @@
 use std::io;
 use std::sync::Arc;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use crate::SECTOR;
 use crate::extent::{Below, BlockStatus, Extent, Place};
 use crate::layer::{Found, Layer, Layers};
 use crate::resolved::Resolved;
 use crate::survey;
-use crate::traffic::{Lane, Pass, Traffic};
+use crate::sync::traffic::{Lane, Pass, Traffic};
 
 /// What layers map alike may be as small and as large as this, in bytes, to be remembered.
 const SMALLEST_GRANULE: u64 = 2 << 10;

@@ -2,14 +2,16 @@
 
 use std::io;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use crate::cow::Cow;
 use crate::extent::{Below, Extent, Place};
-use crate::join;
 use crate::qcow2::Qcow2;
 use crate::raw::Raw;
 use crate::resolved::Resolved;
+use blockyard_ring::join;
 
 /// What can be in a chain.
 pub enum Layer<S> {

@@ -12,13 +12,12 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::turns::Turns;
+use blockyard_ring::{Handle, Segments};
+use blockyard_storage::{Alignment, ImageFile, RangeGuard, RangeLock, Storage, Store};
 
 use crate::SECTOR;
 use crate::extent::BlockStatus;
-use crate::open::ImageFile;
-use crate::range_lock::{RangeGuard, RangeLock};
-use blockyard_ring::turns::Turns;
 
 #[cfg(test)]
 mod tests;
@@ -33,28 +32,9 @@ const CACHED_ZERO_CHUNK: u64 = 256 << 10;
 const COPY: u64 = 1 << 20;
 const COPIES: u64 = 16;
 
-/// What O_DIRECT demands, in bytes (1: nothing).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RawShape {
-    pub memory_align: u32,
-    pub offset_align: u32,
-}
-
-impl RawShape {
-    pub fn of(file: &ImageFile) -> Self {
-        let geometry = file.geometry();
-        if !file.direct() {
-            return RawShape { memory_align: 1, offset_align: 1 };
-        }
-        // 0 is "O_DIRECT opens, but is not told how": the device's block is then what works.
-        let or = |n: u32| if n == 0 { geometry.logical_block } else { n };
-        RawShape { memory_align: or(geometry.direct_memory), offset_align: or(geometry.direct_offset) }
-    }
-
-    /// Writes of single sectors need read-modify-write.
-    fn splits_sectors(&self) -> bool {
-        u64::from(self.offset_align) > SECTOR
-    }
+/// Writes of single sectors need read-modify-write.
+fn splits_sectors(alignment: &Alignment) -> bool {
+    u64::from(alignment.offset_align) > SECTOR
 }
 
 fn turns() -> Arc<Turns> {
@@ -65,7 +45,7 @@ fn turns() -> Arc<Turns> {
 #[derive(Clone)]
 pub struct Raw<S> {
     storage: S,
-    shape: RawShape,
+    alignment: Alignment,
     /// What zeroing and discarding are to be multiples of: a block device refuses parts of its logical blocks.
     unit: u64,
     /// The file's length is to stay what the guest made it.
@@ -75,24 +55,24 @@ pub struct Raw<S> {
     zeroes: Arc<Turns>,
 }
 
+impl Raw<Store> {
+    /// The raw image that a file is, or that a format lies in, on one reactor.
+    pub fn open(file: &ImageFile, handle: &Handle) -> io::Result<Self> {
+        Ok(Raw::new(file.storage(handle)?, file.range_lock().clone()))
+    }
+}
+
 impl<S: Storage> Raw<S> {
-    /// The image in `file`, whose descriptor `storage` wraps.
-    pub fn new(storage: S, file: &ImageFile) -> Self {
-        let unit = if file.is_device() { u64::from(file.geometry().logical_block) } else { 1 };
-        Raw {
-            storage,
-            shape: RawShape::of(file),
-            unit,
-            exact: true,
-            lock: file.range_lock.clone(),
-            copies: turns(),
-            zeroes: turns(),
-        }
+    /// The image on `storage`. All reactors that use the same open file share the lock.
+    pub fn new(storage: S, lock: Arc<RangeLock>) -> Self {
+        let unit = if storage.capabilities().fixed_length { u64::from(storage.geometry().logical_block) } else { 1 };
+        let alignment = storage.alignment();
+        Raw { unit, lock, ..Raw::on(storage, alignment) }
     }
 
-    /// An image on storage that is no host file.
-    pub fn on(storage: S, shape: RawShape) -> Self {
-        Raw { storage, shape, unit: 1, exact: true, lock: Arc::default(), copies: turns(), zeroes: turns() }
+    /// An image on storage that does not say what it demands.
+    pub fn on(storage: S, alignment: Alignment) -> Self {
+        Raw { storage, alignment, unit: 1, exact: true, lock: Arc::default(), copies: turns(), zeroes: turns() }
     }
 
     /// The same file, which may end with a whole block of O_DIRECT's: its length means nothing. (Taking the rest of a block
@@ -119,7 +99,7 @@ impl<S: Storage> Raw<S> {
     /// Writes all of `segments` at `offset`; `durable`: on stable storage before the answer.
     #[inline]
     pub async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
-        if self.shape.splits_sectors() || !self.fits(&segments, offset) {
+        if splits_sectors(&self.alignment) || !self.fits(&segments, offset) {
             return self.write_with_care(segments, offset, durable).await;
         }
         let (segments, result) = self.storage.write(segments, offset, durable).await;
@@ -208,7 +188,7 @@ impl<S: Storage> Raw<S> {
 
     #[inline]
     fn fits(&self, segments: &Segments, offset: u64) -> bool {
-        let RawShape { memory_align, offset_align } = self.shape;
+        let Alignment { memory_align, offset_align } = self.alignment;
         (offset | segments.len() as u64) & (u64::from(offset_align) - 1) == 0
             // Kernels before 6.18 want each piece's length, not only the sum, to be whole blocks.
             && (memory_align == 1 || segments.is_aligned(memory_align as usize, offset_align as usize))
@@ -216,7 +196,7 @@ impl<S: Storage> Raw<S> {
 
     /// `offset`+`len` widened to whole blocks.
     fn widen(&self, offset: u64, len: u64) -> (u64, u64) {
-        let align = u64::from(self.shape.offset_align).max(SECTOR);
+        let align = u64::from(self.alignment.offset_align).max(SECTOR);
         let start = offset & !(align - 1);
         (start, (offset + len).next_multiple_of(align) - start)
     }
@@ -229,8 +209,8 @@ impl<S: Storage> Raw<S> {
     /// Holds the range's blocks if a read-modify-write of the same blocks could undo what the caller does: if sectors share
     /// a block, or if the range has part of a block.
     async fn hold_parts(&self, offset: u64, len: u64) -> Option<RangeGuard<'_>> {
-        let whole_blocks = (offset | len).is_multiple_of(self.shape.offset_align.into());
-        if !self.shape.splits_sectors() && whole_blocks {
+        let whole_blocks = (offset | len).is_multiple_of(self.alignment.offset_align.into());
+        if !splits_sectors(&self.alignment) && whole_blocks {
             return None;
         }
         let (start, len) = self.widen(offset, len);
@@ -265,13 +245,13 @@ impl<S: Storage> Raw<S> {
 
     /// Where the piece that begins at `at` ends: pieces meet at multiples of a block.
     fn copy_end(&self, at: u64, end: u64) -> u64 {
-        let piece = COPY.max(self.shape.offset_align.into());
+        let piece = COPY.max(self.alignment.offset_align.into());
         end.min((at / piece + 1) * piece)
     }
 
     async fn write_with_care(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
         let (start, len) = self.widen(offset, segments.len() as u64);
-        let care = self.shape.splits_sectors() || len != segments.len() as u64;
+        let care = splits_sectors(&self.alignment) || len != segments.len() as u64;
         let _guard = if care { Some(self.lock.hold(start..start + len).await) } else { None };
         if self.fits(&segments, offset) {
             let (segments, result) = self.storage.write(segments, offset, durable).await;
@@ -335,7 +315,7 @@ impl<S: Storage> Raw<S> {
         }
         let _turn = self.zeroes.take().await;
         let mut zeroes = Segments::default();
-        let chunk = if self.shape.offset_align == 1 { CACHED_ZERO_CHUNK } else { ZERO_CHUNK };
+        let chunk = if self.alignment.offset_align == 1 { CACHED_ZERO_CHUNK } else { ZERO_CHUNK };
         while len > 0 {
             let here = len.min(chunk - offset % chunk);
             if zeroes.len() as u64 != here {

@@ -5,7 +5,7 @@
 
 use std::io;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use crate::SECTOR;
 use crate::extent::{BlockStatus, Place};

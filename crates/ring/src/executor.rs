@@ -17,29 +17,41 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Context, Poll, Wake, Waker};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use crate::buffers::{Buffers, Registration};
 use crate::file::FileSlot;
+use crate::inbox::{Inbox, Job, SLOTS};
+use crate::locals::Locals;
 use crate::memory::GuestMemory;
+use crate::meter::Meter;
+use crate::operation::Operation;
 use crate::pulse::{Label, Pulse};
-use crate::remote::{Job, Remote, Shared};
+use crate::remote::Remote;
 use crate::segments::Segments;
 use crate::uring::{Action, TaskId, Uring};
 use crate::wake::Watch;
-use crate::workers;
+use crate::workers::Workers;
+
+mod time;
 
 /// The waking task of operations nobody waits for.
 pub(crate) const NOBODY: TaskId = TaskId::MAX;
 /// The internal operation that listens for other threads.
 const REMOTE: TaskId = TaskId::MAX - 1;
 
+/// Threads for calls that block, beside those of files.
+const BLOCKING: usize = 16;
+
 type Future_ = Pin<Box<dyn Future<Output = ()>>>;
 
 struct Task {
     future: Option<Future_>,
     waker: Waker,
+    /// The same waker, for its mark.
+    from_outside: Arc<TaskWaker>,
     ready: bool,
     live: bool,
     label: Label,
@@ -56,12 +68,15 @@ struct Inner {
     current: Cell<TaskId>,
     now: Cell<Instant>,
     turn: Cell<u64>,
-    remote: Arc<Shared>,
+    inbox: Arc<Inbox>,
     remote_rung: Cell<bool>,
     stop: Cell<bool>,
     pulse: Arc<Pulse>,
     /// Files open for writing on this ring.
     files: Cell<u32>,
+    locals: Locals,
+    /// For calls of this executor that block, and are no file's.
+    workers: Workers,
 }
 
 /// The executor; lives on the thread that made it.
@@ -73,26 +88,6 @@ pub struct Executor {
 #[derive(Clone)]
 pub struct Handle(Rc<Inner>, Option<Rc<Meter>>);
 
-/// Counts what the files do that were opened through a handle: see [`Handle::metered`].
-#[derive(Debug, Default)]
-pub struct Meter {
-    operations: Cell<u64>,
-    bytes: Cell<u64>,
-}
-
-impl Meter {
-    /// Operations that were begun, and the bytes of those that move any.
-    pub fn counted(&self) -> (u64, u64) {
-        (self.operations.get(), self.bytes.get())
-    }
-
-    #[inline]
-    pub(crate) fn count(&self, bytes: usize) {
-        self.operations.set(self.operations.get() + 1);
-        self.bytes.set(self.bytes.get() + bytes as u64);
-    }
-}
-
 thread_local! {
     /// The executor that runs on this thread: its tasks wake one another without a way round.
     static RUNS: RefCell<Option<Rc<Inner>>> = const { RefCell::new(None) };
@@ -100,7 +95,7 @@ thread_local! {
 
 impl Executor {
     pub fn new() -> io::Result<Self> {
-        let remote = Arc::new(Shared::new()?);
+        let inbox = Arc::new(Inbox::new()?);
         let inner = Inner {
             uring: RefCell::new(Uring::new()?),
             tasks: RefCell::default(),
@@ -111,11 +106,13 @@ impl Executor {
             current: Cell::new(NOBODY),
             now: Cell::new(Instant::now()),
             turn: Cell::new(0),
-            remote,
+            inbox,
             remote_rung: Cell::new(false),
             stop: Cell::new(false),
             pulse: Arc::default(),
             files: Cell::new(0),
+            locals: Locals::default(),
+            workers: Workers::of(BLOCKING),
         };
         // Coalescing of completions waits for tens of microseconds: the default slack of 50 would double that.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1_000));
@@ -147,21 +144,40 @@ impl Executor {
             inner.poll_ready();
             inner.turn()?;
             if inner.remote_rung.take() {
-                inner.pulse.polls(0);
                 if inner.uring.borrow_mut().take(listener).is_some() {
                     listener = inner.listen();
                 }
-                let _ = rustix::io::read(&inner.remote.event, &mut [0u8; 8]);
-                for job in inner.remote.take() {
-                    match job {
-                        Job::Call(f) => f(&self.handle),
-                        Job::Wake(task) => inner.wake(task),
-                    }
-                }
+                let _ = rustix::io::read(&inner.inbox.event, &mut [0u8; 8]);
+            }
+            if !inner.inbox.is_empty() {
+                self.take_in();
             }
         }
         inner.uring.borrow_mut().abandon(listener);
         Ok(())
+    }
+
+    /// Does what other threads have handed in. What comes meanwhile is left to the next turn.
+    fn take_in(&self) {
+        let inner = &*self.handle.0;
+        inner.pulse.polls(0);
+        for _ in 0..SLOTS {
+            let Some(job) = inner.inbox.pop() else { break };
+            self.do_job(job);
+        }
+        for job in inner.inbox.take_kept() {
+            self.do_job(job);
+        }
+        if inner.inbox.take_marked() {
+            inner.wake_marked();
+        }
+    }
+
+    fn do_job(&self, job: Job) {
+        match job {
+            Job::Call(f) => f(&self.handle),
+            Job::Wake(task) => self.handle.0.woken_from_outside(task),
+        }
     }
 
     /// Runs until `future` is done, and gives what it gives.
@@ -181,10 +197,11 @@ impl Executor {
 impl Drop for Executor {
     fn drop(&mut self) {
         let inner = &*self.handle.0;
-        inner.remote.close();
+        inner.inbox.close();
         // Tasks first: their futures abandon what they started. Then the kernel is given time to answer.
         let tasks = std::mem::take(&mut *inner.tasks.borrow_mut());
         drop(tasks);
+        inner.locals.clear();
         let deadline = Instant::now() + Duration::from_secs(5);
         while inner.uring.borrow().in_flight() > 0 && Instant::now() < deadline {
             let wait = Some(Some(Duration::from_millis(50)));
@@ -197,7 +214,7 @@ impl Drop for Executor {
 
 impl Inner {
     fn listen(&self) -> u32 {
-        let action = Action::Poll { fd: self.remote.event.as_raw_fd() };
+        let action = Action::Poll { fd: self.inbox.event.as_raw_fd() };
         self.uring.borrow_mut().start(REMOTE, action, Segments::default(), None)
     }
 
@@ -237,7 +254,8 @@ impl Inner {
     }
 
     fn turn(&self) -> io::Result<()> {
-        let idle = self.ready.borrow().is_empty() && self.after.borrow().is_empty() && !self.stop.get();
+        let none_ready = self.ready.borrow().is_empty() && self.after.borrow().is_empty();
+        let idle = none_ready && !self.stop.get() && self.inbox.may_sleep();
         let wait = if idle {
             let next = self.timers.borrow().peek().map(|t| t.0.0);
             self.pulse.sleeps();
@@ -247,6 +265,7 @@ impl Inner {
         };
         self.uring.borrow_mut().turn(wait, |task| self.wake(task))?;
         if idle {
+            self.inbox.awake();
             self.pulse.wakes()
         } else {
             self.pulse.next_turn()
@@ -264,6 +283,22 @@ impl Inner {
             }
         }
         Ok(())
+    }
+
+    /// A wake-up of another thread. The mark goes first: what comes from now on is another wake-up.
+    fn woken_from_outside(&self, id: TaskId) {
+        if let Some(task) = self.tasks.borrow().get(id as usize) {
+            task.from_outside.mark.swap(false, Ordering::SeqCst);
+        }
+        self.wake(id);
+    }
+
+    /// The ring of the inbox was full: the wakers say which tasks were meant.
+    fn wake_marked(&self) {
+        let is_marked = |task: &Task| task.from_outside.mark.swap(false, Ordering::SeqCst);
+        let marked: Vec<_> =
+            (0..).zip(&*self.tasks.borrow()).filter(|(_, task)| is_marked(task)).map(|(id, _)| id).collect();
+        marked.into_iter().for_each(|id| self.wake(id));
     }
 
     #[inline]
@@ -295,18 +330,19 @@ impl Handle {
 
     /// A way to this executor for other threads.
     pub fn remote(&self) -> Remote {
-        Remote { shared: self.0.remote.clone() }
+        Remote { inbox: self.0.inbox.clone() }
     }
 
     /// Starts a task. It is first polled in the next turn.
     pub fn spawn(&self, future: impl Future<Output = ()> + 'static) -> TaskId {
         let inner = &*self.0;
         let id = inner.free.borrow_mut().pop().unwrap_or(inner.tasks.borrow().len() as TaskId);
-        let waker = Waker::from(Arc::new(TaskWaker { id, remote: inner.remote.clone() }));
+        let from_outside = Arc::new(TaskWaker { id, inbox: inner.inbox.clone(), mark: AtomicBool::new(false) });
+        let waker = Waker::from(from_outside.clone());
         let mut tasks = inner.tasks.borrow_mut();
         // What a task starts is for the same thing.
         let label = tasks.get(inner.current.get() as usize).map_or(0, |task| task.label);
-        let task = Task { future: Some(Box::pin(future)), waker, ready: false, live: true, label };
+        let task = Task { future: Some(Box::pin(future)), waker, from_outside, ready: false, live: true, label };
         if id as usize == tasks.len() {
             tasks.push(task);
         } else {
@@ -348,6 +384,11 @@ impl Handle {
         self.0.stop.set(true);
     }
 
+    /// This executor's value of a type: what the queues, connections or disks of one reactor share.
+    pub fn local<T: std::any::Any + Default>(&self) -> Rc<T> {
+        self.0.locals.get()
+    }
+
     /// The time, read once a turn.
     #[inline]
     pub fn now(&self) -> Instant {
@@ -360,47 +401,16 @@ impl Handle {
         self.0.turn.get()
     }
 
-    /// Lets all ready tasks, one submit-and-reap, and the tasks that it wakes go first.
-    pub async fn yield_now(&self) {
-        let mut yielded = false;
-        std::future::poll_fn(|_| {
-            if std::mem::replace(&mut yielded, true) {
-                return Poll::Ready(());
-            }
-            self.0.after.borrow_mut().push(self.0.current.get());
-            Poll::Pending
-        })
-        .await
-    }
-
-    pub async fn sleep(&self, time: Duration) {
-        self.sleep_until(Instant::now() + time).await
-    }
-
-    pub async fn sleep_until(&self, at: Instant) {
-        let mut sleeper = NOBODY;
-        std::future::poll_fn(|_| {
-            if Instant::now() >= at {
-                return Poll::Ready(());
-            }
-            // Once, however often it is polled for other reasons.
-            let task = self.0.current.get();
-            if std::mem::replace(&mut sleeper, task) != task {
-                self.0.timers.borrow_mut().push(Reverse((at, task)));
-            }
-            Poll::Pending
-        })
-        .await
-    }
-
-    /// Wakes the current task at `at` (and perhaps before).
-    pub fn wake_at(&self, at: Instant) {
-        self.0.timers.borrow_mut().push(Reverse((at, self.0.current.get())));
-    }
-
-    /// Runs `f`, which may block, on a thread of its own. Not for what guests can ask for any number of times.
+    /// Runs `f`, which may block, on a thread of this executor's pool: see [`Workers`].
     pub async fn blocking<T: Send + 'static>(&self, f: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
-        workers::alone(self, f).await
+        let workers = self.0.workers.clone();
+        workers.call(self, f).await
+    }
+
+    /// A waker of the task that is being polled, for any thread.
+    pub(crate) fn current_waker(&self) -> Option<Waker> {
+        let tasks = self.0.tasks.borrow();
+        tasks.get(self.current() as usize).map(|task| Waker::from(task.from_outside.clone()))
     }
 
     /// Follows an eventfd (or pipe, or socket): see [`Watch`].
@@ -459,58 +469,29 @@ impl Handle {
     }
 }
 
-/// One operation in the kernel. Dropped early, it leaves its memory to the ring until the kernel has answered.
-pub(crate) struct Operation {
-    handle: Handle,
-    key: Option<u32>,
-}
-
-impl Future for Operation {
-    type Output = (i32, Segments);
-
-    #[inline]
-    fn poll(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Self::Output> {
-        let Some(key) = self.key else { return Poll::Ready((-libc::ECANCELED, Segments::default())) };
-        let inner = self.handle.0.clone();
-        let mut uring = inner.uring.borrow_mut();
-        match uring.take(key) {
-            Some(done) => {
-                self.key = None;
-                Poll::Ready(done)
-            }
-            None => {
-                uring.set_task(key, inner.current.get());
-                Poll::Pending
-            }
-        }
-    }
-}
-
-impl Drop for Operation {
-    fn drop(&mut self) {
-        if let Some(key) = self.key {
-            self.handle.0.uring.borrow_mut().abandon(key);
-        }
-    }
-}
-
-/// Wakes from any thread: from its own executor's at once, else through the other threads' way in.
+/// Wakes from any thread: from its own executor's at once, else through the inbox.
 struct TaskWaker {
     id: TaskId,
-    remote: Arc<Shared>,
+    inbox: Arc<Inbox>,
+    /// See [`Inbox::wake`].
+    mark: AtomicBool,
 }
 
 impl Wake for TaskWaker {
     fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
         let here = RUNS.with_borrow(|runs| match runs {
-            Some(inner) if Arc::ptr_eq(&inner.remote, &self.remote) => {
+            Some(inner) if Arc::ptr_eq(&inner.inbox, &self.inbox) => {
                 inner.wake(self.id);
                 true
             }
             _ => false,
         });
         if !here {
-            self.remote.push(Job::Wake(self.id));
+            self.inbox.wake(self.id, &self.mark);
         }
     }
 }

@@ -1,11 +1,10 @@
-//! `Storage`: the I/O that images are written against, and its implementation over io_uring.
+//! Files and block devices over io_uring.
 //!
-//! In: segments, an offset in bytes. Out: the segments again, with the number of bytes moved. Both implementations (this
-//! one and [`crate::sim`]) promise the same, and no more: a write is durable after a later `sync` that answered Ok, or at
-//! once when it was asked to be `durable`; writes in flight together land in any order, and may be torn by a power cut.
+//! In: segments, an offset in bytes. Out: the segments again, with the number of bytes moved. A write is durable after a
+//! later `sync` that answered Ok, or at once when it was asked to be `durable`; writes in flight together land in any
+//! order, and a power cut may tear them.
 
 use std::cell::Cell;
-use std::future::Future;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -16,60 +15,14 @@ use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 use crate::change_time::ChangeTime;
-use crate::executor::{Handle, Operation};
+use crate::executor::Handle;
 use crate::host;
 use crate::inline::InlineWrites;
+use crate::operation::Operation;
 use crate::segments::Segments;
 use crate::turns::Turns;
 use crate::uring::Action;
 use crate::workers::Workers;
-
-/// What an image needs of the file (or device) under it. All offsets and lengths are bytes.
-#[expect(clippy::len_without_is_empty, reason = "nobody asks whether a disk is empty")]
-pub trait Storage: 'static {
-    /// Reads into `segments` from `offset`; fewer bytes than asked only at the end of the file (or 0: beyond it).
-    fn read(&self, segments: Segments, offset: u64) -> impl Future<Output = (Segments, io::Result<usize>)>;
-    /// Writes `segments` at `offset`; `durable`: on stable storage before the answer (FUA).
-    fn write(
-        &self,
-        segments: Segments,
-        offset: u64,
-        durable: bool,
-    ) -> impl Future<Output = (Segments, io::Result<usize>)>;
-    /// All writes answered before this call are on stable storage when it answers (fdatasync).
-    fn sync(&self) -> impl Future<Output = io::Result<()>>;
-    /// Gives the range's space back to the host; it reads as zeroes, or as anything where the device says so.
-    fn discard(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<()>>;
-    /// Zeroes the range without moving data; `unmap`: space may be given back. `Unsupported`: the caller writes zeroes.
-    fn zero(&self, offset: u64, len: u64, unmap: bool) -> impl Future<Output = io::Result<()>>;
-    /// The same, at once; `Unsupported` also where whoever has the storage might write zeroes itself.
-    fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> impl Future<Output = io::Result<()>> {
-        self.zero(offset, len, unmap)
-    }
-    /// Takes space for the range ahead, and makes the file as long where it was shorter; what was not there reads as zeroes.
-    /// `Unsupported`: there is nothing to take, and the caller may set the length.
-    fn allocate(&self, _offset: u64, _len: u64) -> impl Future<Output = io::Result<()>> {
-        std::future::ready(Err(io::ErrorKind::Unsupported.into()))
-    }
-    /// Sets the file's length.
-    fn set_len(&self, len: u64) -> impl Future<Output = io::Result<()>>;
-    /// The length now.
-    fn len(&self) -> impl Future<Output = io::Result<u64>>;
-    /// Where the first data at or behind `offset` begin and end; None: there are holes only, up to the end. What lies in a
-    /// hole reads as zeroes. Less may be told than there is; and it may block for a moment, which is no matter where this is
-    /// asked.
-    fn next_data(&self, offset: u64) -> impl Future<Output = io::Result<Option<Range<u64>>>> {
-        std::future::ready(Ok(Some(offset..u64::MAX)))
-    }
-    /// Bytes that the file takes on its disk; None: that is not known.
-    fn allocated(&self) -> io::Result<Option<u64>> {
-        Ok(None)
-    }
-    /// What was written since the last sync may be gone, without any sync having said so: why. A later one will not say it.
-    fn lost(&self) -> Option<io::Error> {
-        None
-    }
-}
 
 /// How a file was opened, where it decides how it is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -269,9 +222,10 @@ pub(crate) fn answer(result: i32) -> io::Result<usize> {
     if result >= 0 { Ok(result as usize) } else { Err(io::Error::from_raw_os_error(-result)) }
 }
 
-impl Storage for UringFile {
+/// The operations of crate `storage`'s trait `Storage`, which says what they promise.
+impl UringFile {
     #[inline]
-    async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
+    pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
         let want = segments.len();
         let (result, segments) = self.operation(Action::Read { offset }, segments).await;
         match answer(result) {
@@ -281,7 +235,7 @@ impl Storage for UringFile {
     }
 
     #[inline]
-    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+    pub async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
         let want = segments.len();
         if !durable
             && self.inline.suits(want)
@@ -304,19 +258,19 @@ impl Storage for UringFile {
         }
     }
 
-    async fn sync(&self) -> io::Result<()> {
+    pub async fn sync(&self) -> io::Result<()> {
         let (result, _) = self.operation(Action::Sync, Segments::default()).await;
         answer(result).map(|_| ())
     }
 
-    async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+    pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         if self.block_device {
             return self.discard_blocks(offset, len).await;
         }
         self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await
     }
 
-    async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+    pub async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         // On a block device punching means "write zeroes, and unmap if that keeps them zeroes".
         if unmap {
             match self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await {
@@ -327,7 +281,7 @@ impl Storage for UringFile {
         self.fallocate(libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await
     }
 
-    async fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+    pub async fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         match (self.block_device, unmap) {
             // Of a device the kernel writes the zeroes itself, unless they are to be punched.
             (true, true) => self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await,
@@ -336,24 +290,24 @@ impl Storage for UringFile {
         }
     }
 
-    async fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
+    pub async fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
         if self.block_device {
             return Err(io::ErrorKind::Unsupported.into());
         }
         self.fallocate(0, offset, len).await
     }
 
-    async fn set_len(&self, len: u64) -> io::Result<()> {
+    pub async fn set_len(&self, len: u64) -> io::Result<()> {
         let fd = self.slot.fd.clone();
         let call = move || rustix::fs::ftruncate(&fd, len).map_err(io::Error::from);
         self.blocking.workers.call(&self.slot.handle, call).await?
     }
 
-    async fn len(&self) -> io::Result<u64> {
+    pub async fn len(&self) -> io::Result<u64> {
         host::file_size(&self.slot.fd)
     }
 
-    async fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
+    pub async fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
         // The position is nobody's business here.
         let seek = |to| rustix::fs::seek(&self.slot.fd, to);
         let start = match seek(SeekFrom::Data(offset)) {
@@ -371,7 +325,7 @@ impl Storage for UringFile {
         }
     }
 
-    fn allocated(&self) -> io::Result<Option<u64>> {
+    pub fn allocated(&self) -> io::Result<Option<u64>> {
         let blocks = rustix::fs::fstat(&self.slot.fd)?.st_blocks;
         Ok((!self.block_device).then_some(blocks as u64 * 512))
     }

@@ -28,6 +28,22 @@ pub struct Geometry {
     pub rotational: bool,
 }
 
+/// That of storage of which nothing is known.
+impl Default for Geometry {
+    fn default() -> Self {
+        Geometry {
+            logical_block: 512,
+            physical_block: 4096,
+            minimum_io: 4096,
+            optimal_io: 0,
+            alignment_offset: 0,
+            direct_memory: 1,
+            direct_offset: 1,
+            rotational: false,
+        }
+    }
+}
+
 /// The size in bytes of a regular file or a block device.
 pub fn file_size(fd: impl AsFd) -> io::Result<u64> {
     let stat = rustix::fs::fstat(fd.as_fd())?;

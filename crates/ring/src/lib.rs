@@ -2,8 +2,9 @@
 //!
 //! ```text
 //!   executor   one thread, one io_uring, many tasks       remote    work handed in from other threads
-//!   wake       watched descriptors, signals               sim       `Storage` over a simulated disk
-//!   file       `Storage` over io_uring                    inline    page-cache writes made at once
+//!   inbox      wake-ups and calls of other threads       operation one operation in the kernel
+//!   wake       watched descriptors, signals               join      several operations in one task
+//!   file       files and block devices over io_uring      inline    page-cache writes made at once
 //!   socket     connected sockets over io_uring            ublk      block devices of this host: control, queues
 //!   rights     descriptors that arrive over Unix sockets
 //!   memory     guest memory: regions, windows, bounds     segments  what one I/O moves: an iovec and its owner
@@ -22,7 +23,7 @@
 //! What must hold: memory handed to the kernel stays alive, and is not reused, until its completion has been
 //! reaped. This is the only crate of the workspace that holds `unsafe`; its public functions are all safe.
 
-// These macros panic when the stream cannot be written; `blockyard_bench::output` and the log do not.
+// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod buffers;
@@ -32,11 +33,16 @@ pub mod executor;
 mod fault;
 pub mod file;
 pub mod host;
+mod inbox;
 pub mod inherited;
 mod inline;
+pub mod join;
+mod locals;
 mod mapper;
 pub mod memory;
+mod meter;
 pub mod nbd_device;
+mod operation;
 mod pauses;
 mod pulse;
 mod quota;
@@ -44,7 +50,6 @@ pub mod remote;
 pub mod resident;
 pub mod rights;
 pub mod segments;
-pub mod sim;
 mod socket;
 pub mod turns;
 pub mod ublk;
@@ -54,10 +59,11 @@ mod workers;
 pub mod xen;
 
 pub use buffers::{Outcome, Refusal, Registration};
-pub use executor::{Executor, Handle, Meter};
-pub use file::{LockedFile, OpenMode, Storage, UringFile};
+pub use executor::{Executor, Handle};
+pub use file::{LockedFile, OpenMode, UringFile};
 pub use mapper::{Mapper, MemoryFile};
 pub use memory::{GuestMemory, MemoryError, Region, Window};
+pub use meter::Meter;
 pub use pulse::{Pulse, Watcher};
 pub use quota::{Exceeded, MEMORY_SLOTS};
 pub use remote::{Answer, NoAnswer, Remote, Reply};

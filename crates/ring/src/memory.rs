@@ -224,9 +224,32 @@ impl std::fmt::Debug for Region {
 #[derive(Clone, Debug, Default)]
 pub struct GuestMemory {
     regions: Vec<Arc<Region>>,
-    /// Where each region starts: they are searched here.
-    starts: Vec<u64>,
+    /// Where each region lies, close together: a guest can have each descriptor in another region.
+    spans: Vec<Span>,
     last: LastHit,
+}
+
+/// A region's guest addresses, and the host address of the first.
+#[derive(Clone, Copy, Debug)]
+struct Span {
+    start: u64,
+    len: u64,
+    host: NonNull<u8>,
+}
+
+// SAFETY: a Span is an address inside a mapping that the GuestMemory's Arc of its region keeps alive; see Mapping.
+unsafe impl Send for Span {}
+// SAFETY: as above.
+unsafe impl Sync for Span {}
+
+impl Span {
+    /// The host address of an offset into the region, below its length.
+    #[inline]
+    fn at(&self, offset: u64) -> *mut u8 {
+        debug_assert!(offset < self.len);
+        // SAFETY: the caller's offset is below the length, and that many bytes are mapped from `host` on.
+        unsafe { self.host.as_ptr().add(offset as usize) }
+    }
 }
 
 /// Index of the region found last: most addresses lie in the same region as the address before.
@@ -241,8 +264,8 @@ impl Clone for LastHit {
 
 impl GuestMemory {
     fn of(regions: Vec<Arc<Region>>) -> Self {
-        let starts = regions.iter().map(|r| r.guest).collect();
-        GuestMemory { regions, starts, last: LastHit::default() }
+        let spans = regions.iter().map(|r| Span { start: r.guest, len: r.len, host: r.at(0) }).collect();
+        GuestMemory { regions, spans, last: LastHit::default() }
     }
 
     /// This memory and one more region.
@@ -277,7 +300,8 @@ impl GuestMemory {
         if !addr.is_multiple_of(align) {
             return Err(MemoryError::Misaligned { addr, align });
         }
-        let (region, offset) = self.find(addr, len).ok_or(MemoryError::OutOfRange { addr, len })?;
+        let (index, offset) = self.find(addr, len).ok_or(MemoryError::OutOfRange { addr, len })?;
+        let region = &self.regions[index];
         if region.len - offset < len {
             return Err(MemoryError::OutOfRange { addr, len });
         }
@@ -292,9 +316,9 @@ impl GuestMemory {
     /// Writes one byte (a status) without the cost of a window.
     #[inline]
     pub fn write_byte(&self, addr: u64, byte: u8) -> Result<(), MemoryError> {
-        let (region, offset) = self.find(addr, 1).ok_or(MemoryError::OutOfRange { addr, len: 1 })?;
+        let (index, offset) = self.find(addr, 1).ok_or(MemoryError::OutOfRange { addr, len: 1 })?;
         // SAFETY: `find` gave an offset inside the region, which is mapped; volatile, because the guest reads it.
-        unsafe { region.at(offset).write_volatile(byte) };
+        unsafe { self.spans[index].at(offset).write_volatile(byte) };
         Ok(())
     }
 
@@ -313,30 +337,31 @@ impl GuestMemory {
         mut piece: impl FnMut(*mut u8, usize),
     ) -> Result<(), MemoryError> {
         while len > 0 {
-            let (region, offset) = self.find(addr, len).ok_or(MemoryError::OutOfRange { addr, len })?;
-            let here = len.min(region.len - offset);
-            piece(region.at(offset).as_ptr(), here as usize);
+            let (index, offset) = self.find(addr, len).ok_or(MemoryError::OutOfRange { addr, len })?;
+            let span = &self.spans[index];
+            let here = len.min(span.len - offset);
+            piece(span.at(offset), here as usize);
             addr += here;
             len -= here;
         }
         Ok(())
     }
 
+    /// Returns the index of the region that has the address `addr`, and the address's offset into it.
     #[inline]
-    fn find(&self, addr: u64, len: u64) -> Option<(&Arc<Region>, u64)> {
+    fn find(&self, addr: u64, len: u64) -> Option<(usize, u64)> {
         addr.checked_add(len)?;
-        let holds = |region: &&Arc<Region>| addr >= region.guest && addr - region.guest < region.len;
-        let last = self.last.0.load(Ordering::Relaxed);
-        let region = match self.regions.get(last).filter(holds) {
-            Some(region) => region,
-            None => {
-                let at = self.starts.partition_point(|start| *start <= addr).checked_sub(1)?;
-                let region = self.regions.get(at).filter(holds)?;
-                self.last.0.store(at, Ordering::Relaxed);
-                region
-            }
+        let offset = |index: usize| {
+            let span = self.spans.get(index)?;
+            Some(addr.wrapping_sub(span.start)).filter(|offset| *offset < span.len)
         };
-        Some((region, addr - region.guest))
+        let last = self.last.0.load(Ordering::Relaxed);
+        if let Some(offset) = offset(last) {
+            return Some((last, offset));
+        }
+        let index = self.spans.partition_point(|span| span.start <= addr).checked_sub(1)?;
+        self.last.0.store(index, Ordering::Relaxed);
+        Some((index, offset(index)?))
     }
 }
 
@@ -466,7 +491,7 @@ mod tests {
         for _ in 0..20_000 {
             addr = (addr + 0x5_4321) % (0x1000 * 140);
             let want = starts.iter().position(|start| (*start..*start + 0x1000).contains(&addr));
-            let found = memory.find(addr, 1).map(|(region, offset)| (region.guest(), offset));
+            let found = memory.find(addr, 1).map(|(index, offset)| (memory.regions[index].guest(), offset));
             assert_eq!(found, want.map(|at| (starts[at], addr - starts[at])), "{addr:#x}");
         }
         let fewer = memory.without(starts[98], 0x1000).unwrap();

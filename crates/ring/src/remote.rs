@@ -1,61 +1,18 @@
 //! Work handed to an executor's thread by other threads.
 //!
-//! In: closures, from anywhere. Out: they run on the executor's thread, in order. The queue's lock is taken by control
-//! threads, and by the executor only after its eventfd was rung: never on the way of a request.
+//! In: closures, from anywhere. Out: they run on the executor's thread, in order. They go through the [`Inbox`].
 
 use std::fmt;
-use std::io;
-use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
 use crate::executor::Handle;
-use crate::uring::TaskId;
-
-pub(crate) enum Job {
-    Call(Box<dyn FnOnce(&Handle) + Send>),
-    Wake(TaskId),
-}
-
-pub(crate) struct Shared {
-    /// None: the executor has ended, and nobody will take them.
-    jobs: Mutex<Option<Vec<Job>>>,
-    pub event: OwnedFd,
-}
-
-impl Shared {
-    pub fn new() -> io::Result<Self> {
-        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        Ok(Shared { jobs: Mutex::new(Some(Vec::new())), event: rustix::event::eventfd(0, flags)? })
-    }
-
-    pub fn push(&self, job: Job) {
-        match &mut *self.jobs.lock().unwrap_or_else(|e| e.into_inner()) {
-            // Who put the first one there rings, or has rung, and all are taken together.
-            Some(jobs) if !jobs.is_empty() => return jobs.push(job),
-            Some(jobs) => jobs.push(job),
-            // Who waits for its answer learns that there will be none.
-            None => return,
-        }
-        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
-    }
-
-    pub fn take(&self) -> Vec<Job> {
-        let mut jobs = self.jobs.lock().unwrap_or_else(|e| e.into_inner());
-        jobs.as_mut().map(std::mem::take).unwrap_or_default()
-    }
-
-    /// The executor ends: what it has not taken is dropped, and so is all that comes.
-    pub fn close(&self) {
-        let jobs = self.jobs.lock().unwrap_or_else(|e| e.into_inner()).take();
-        drop(jobs);
-    }
-}
+use crate::inbox::Inbox;
 
 /// A handle to an executor that may be used from any thread.
 #[derive(Clone)]
 pub struct Remote {
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) inbox: Arc<Inbox>,
 }
 
 impl fmt::Debug for Remote {
@@ -67,12 +24,12 @@ impl fmt::Debug for Remote {
 impl Remote {
     /// Whether both lead to the same executor.
     pub fn is(&self, other: &Remote) -> bool {
-        Arc::ptr_eq(&self.shared, &other.shared)
+        Arc::ptr_eq(&self.inbox, &other.inbox)
     }
 
     /// Runs `f` on the executor's thread, some time soon. Not run if the executor has ended.
     pub fn run(&self, f: impl FnOnce(&Handle) + Send + 'static) {
-        self.shared.push(Job::Call(Box::new(f)));
+        self.inbox.call(Box::new(f));
     }
 
     /// Runs `f` there and waits for what it sends. `None` when the executor ended without sending.
@@ -152,7 +109,7 @@ mod tests {
             let remote = remote.clone();
             move || remote.ask(|_, reply| reply.send(1))
         });
-        while remote.shared.jobs.lock().unwrap().as_ref().is_some_and(Vec::is_empty) {
+        while remote.inbox.is_empty() {
             std::thread::yield_now();
         }
         drop(executor);

@@ -234,6 +234,14 @@ impl Segments {
         self.len == 0
     }
 
+    /// Size in bytes of a buffer of our own, however little of it is in use. 0 for other memory.
+    pub fn capacity(&self) -> usize {
+        match &self.owner {
+            Owner::Heap(buf) => buf.len,
+            _ => 0,
+        }
+    }
+
     /// Entries of the iovec.
     pub fn count(&self) -> usize {
         self.iov.len()

@@ -174,7 +174,7 @@ impl Socket {
     }
 
     #[inline]
-    fn operation(&self, action: Action, segments: Segments) -> crate::executor::Operation {
+    fn operation(&self, action: Action, segments: Segments) -> crate::operation::Operation {
         self.0.slot.handle().operation(action, segments, self.0.slot.clone())
     }
 }

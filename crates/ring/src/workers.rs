@@ -1,7 +1,8 @@
-//! Threads for calls that block.
+//! Bounded pools of threads for calls that block.
 //!
 //! In: a closure that may block. Out: its result, on the executor that waits for it. What must hold: a file has at most [`MOST`]
-//! such threads, however many requests a guest makes; calls begin in the order they came; a call whose future is dropped
+//! such threads, however many requests a guest makes; calls begin in the order they came; a thread that has nothing to do
+//! waits for more for [`LINGER`], so that calls one after the other are made by one thread; a call whose future is dropped
 //! before it begins is left out; a call that panics is an error of its caller, which is woken.
 
 use std::collections::VecDeque;
@@ -9,29 +10,48 @@ use std::future::poll_fn;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::Poll;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
+use std::time::{Duration, Instant};
 
 use crate::executor::Handle;
-use crate::remote::{Job, Remote};
-use crate::uring::TaskId;
 
 /// Threads of one file on one executor.
 pub(crate) const MOST: usize = 4;
+/// Time that a thread waits for more work.
+const LINGER: Duration = Duration::from_secs(2);
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// Up to [`MOST`] threads, which end when nothing waits for them.
-#[derive(Clone, Default)]
-pub(crate) struct Workers(Arc<Mutex<Queue>>);
+/// A pool of threads, which end when nothing comes for a while.
+#[derive(Clone)]
+pub(crate) struct Workers(Arc<Pool>);
+
+struct Pool {
+    most: usize,
+    queue: Mutex<Queue>,
+    comes: Condvar,
+}
 
 #[derive(Default)]
 struct Queue {
     threads: usize,
+    /// Threads that wait for work.
+    idle: usize,
     waiting: VecDeque<Work>,
 }
 
+impl Default for Workers {
+    fn default() -> Self {
+        Workers::of(MOST)
+    }
+}
+
 impl Workers {
+    pub fn of(most: usize) -> Self {
+        Workers(Arc::new(Pool { most, queue: Mutex::default(), comes: Condvar::new() }))
+    }
+
     /// Runs `f` on one of the threads.
     pub async fn call<T: Send + 'static>(
         &self,
@@ -46,7 +66,11 @@ impl Workers {
     fn begin(&self, work: Work) -> io::Result<()> {
         let mut queue = self.queue();
         queue.waiting.push_back(work);
-        if queue.threads == MOST {
+        if queue.waiting.len() <= queue.idle {
+            self.0.comes.notify_one();
+            return Ok(());
+        }
+        if queue.threads == self.0.most {
             return Ok(());
         }
         let workers = self.clone();
@@ -63,29 +87,33 @@ impl Workers {
     }
 
     fn work(&self) {
-        loop {
-            let work = {
-                let mut queue = self.queue();
-                let Some(work) = queue.waiting.pop_front() else {
-                    queue.threads -= 1;
-                    return;
-                };
-                work
-            };
+        while let Some(work) = self.next() {
             let _ = catch_unwind(AssertUnwindSafe(work));
         }
     }
 
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Waits for work. None: the thread is to end, and is not counted any more.
+    fn next(&self) -> Option<Work> {
+        let mut queue = self.queue();
+        let deadline = Instant::now() + LINGER;
+        loop {
+            if let Some(work) = queue.waiting.pop_front() {
+                return Some(work);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                queue.threads -= 1;
+                return None;
+            }
+            queue.idle += 1;
+            queue = self.0.comes.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+            queue.idle -= 1;
+        }
     }
-}
 
-/// Runs `f` on a thread of its own.
-pub(crate) async fn alone<T: Send + 'static>(handle: &Handle, f: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
-    let (work, result) = prepare(handle, f);
-    std::thread::Builder::new().name("blocking".into()).spawn(work)?;
-    result.wait().await
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.0.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// What a call gives; dropped, the call need not begin.
@@ -103,11 +131,13 @@ impl<T> Outcome<T> {
 }
 
 /// Wakes the task that waits, also when the call panics.
-struct Wakes(Remote, TaskId);
+struct Wakes(Option<Waker>);
 
 impl Drop for Wakes {
     fn drop(&mut self) {
-        self.0.shared.push(Job::Wake(self.1));
+        if let Some(waker) = self.0.take() {
+            waker.wake();
+        }
     }
 }
 
@@ -115,7 +145,7 @@ fn prepare<T: Send + 'static>(handle: &Handle, f: impl FnOnce() -> T + Send + 's
     let (sender, receiver) = sync_channel(1);
     let wanted = Arc::new(());
     let alive = Arc::downgrade(&wanted);
-    let wakes = Wakes(handle.remote(), handle.current());
+    let wakes = Wakes(handle.current_waker());
     let work = move || {
         // Dropped behind the sender, in which the task looks.
         let _wakes = wakes;
@@ -184,6 +214,43 @@ mod tests {
     }
 
     #[test]
+    fn calls_one_after_the_other_are_made_by_one_thread() {
+        run(async |handle| {
+            let workers = Workers::default();
+            let first = workers.call(&handle, || std::thread::current().id()).await.unwrap();
+            // The answer comes before its thread waits again.
+            while workers.queue().idle == 0 {
+                handle.yield_now().await;
+            }
+            let second = workers.call(&handle, || std::thread::current().id()).await.unwrap();
+            assert_eq!(first, second);
+        });
+    }
+
+    #[test]
+    fn calls_of_an_executor_that_block_have_a_bound_of_threads() {
+        run(async |handle| {
+            let workers = Workers::of(2);
+            let (ends, gate) = mpsc::channel::<()>();
+            let gate = Arc::new(Mutex::new(gate));
+            let calls: Vec<_> = (0..10)
+                .map(|_| {
+                    let gate = gate.clone();
+                    let mut call = Box::pin(workers.call(&handle, move || gate.lock().unwrap().recv().unwrap()));
+                    (std::task::Context::from_waker(std::task::Waker::noop()), &mut call).poll();
+                    call
+                })
+                .collect();
+            assert_eq!(workers.queue().threads, 2);
+            (0..10).for_each(|_| ends.send(()).unwrap());
+            for call in calls {
+                call.await.unwrap();
+            }
+            assert!(workers.queue().threads <= 2);
+        });
+    }
+
+    #[test]
     fn a_call_that_nobody_waits_for_any_more_does_not_begin() {
         run(async |handle| {
             let workers = Workers::default();
@@ -230,7 +297,7 @@ mod tests {
                 let error = workers.call(&handle, || panic!("on purpose")).await.unwrap_err();
                 assert_eq!(error.to_string(), "the worker thread panicked");
             }
-            let error = alone(&handle, || panic!("on purpose")).await.unwrap_err();
+            let error = handle.blocking(|| panic!("on purpose")).await.unwrap_err();
             assert_eq!(error.to_string(), "the worker thread panicked");
             assert_eq!(workers.call(&handle, || 7).await.unwrap(), 7, "its thread goes on");
         });

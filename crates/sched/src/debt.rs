@@ -25,6 +25,8 @@ pub(crate) struct Debt {
     ahead: AtomicBool,
     /// What the operations are worth that wait.
     in_line: AtomicU64,
+    /// Number of operations that wait, for limits or for the device.
+    waiting: AtomicU64,
 }
 
 impl Debt {
@@ -51,11 +53,17 @@ impl Debt {
     pub fn join(&self, worth: u64) -> u64 {
         let worth = worth.min(MOST_WORTH);
         self.in_line.fetch_add(worth, Relaxed);
+        self.waiting.fetch_add(1, Relaxed);
         worth
     }
 
     pub fn leave(&self, worth: u64) {
         self.in_line.fetch_sub(worth, Relaxed);
+        self.waiting.fetch_sub(1, Relaxed);
+    }
+
+    pub fn waiting(&self) -> u64 {
+        self.waiting.load(Relaxed)
     }
 
     /// `is_ahead`: the disk is ahead of its share, and another one waits for the device.

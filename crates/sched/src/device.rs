@@ -20,7 +20,8 @@ use crate::Time;
 use crate::alone::{Alone, Likeness};
 use crate::board::{Board, Slot, Waiter, before, later};
 use crate::cost::{Calibration, Costs, Kind, Operation};
-use crate::share::{Account, Group};
+use crate::group::Group;
+use crate::share::Account;
 use crate::window::{Class, Seen, Window};
 
 /// A disk that has asked for nothing for so long is not counted on: the others have the device to themselves.

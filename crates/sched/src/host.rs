@@ -8,8 +8,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use crate::Time;
 use crate::cost::{Calibration, Costs};
 use crate::device::Device;
+use crate::group::Group;
 use crate::knobs::Knobs;
-use crate::share::{Group, Share};
+use crate::share::Share;
 use crate::window::Class;
 
 /// What is known of a device when its first disk is opened.

@@ -4,7 +4,7 @@
 //!   knobs    what an operator says of a disk or a group: weight, reservation, limits, latency target
 //!   limit    rates that are never exceeded            reserve   rates that come first
 //!   debt     what drained queues let pass, and until when it is paid
-//!   host     devices and groups ─► share   a disk's account: limits, then its share of the device
+//!   host     devices, group  ─► share   a disk's account: limits, then its share of the device
 //!              device   who may begin, who waits ─► board   those that wait, in order
 //!                ├ cost     what an operation costs, in nanoseconds of the device's time
 //!                ├ alone    what it takes without neighbours
@@ -14,7 +14,7 @@
 //! does I/O; the floor above does. See docs/fair-share.md for why it is as it is, and for the sources.
 //! What must hold: an operation of a disk inside its limits and its share takes no lock; whoever waits is let in.
 
-// These macros panic when the stream cannot be written; `blockyard_bench::output` and the log do not.
+// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod alone;
@@ -22,6 +22,7 @@ mod board;
 mod cost;
 mod debt;
 mod device;
+mod group;
 mod host;
 mod knobs;
 mod limit;
@@ -32,10 +33,11 @@ mod window;
 pub use board::Slot;
 pub use cost::{Calibration, Costs, Kind, Operation};
 pub use device::{Device, Grant};
+pub use group::Group;
 pub use host::{Host, Means};
 pub use knobs::{KnobError, Knobs, Limit, Limits, parse_rate};
 pub use limit::{Limiter, Turn};
-pub use share::{Figures, Group, Share};
+pub use share::{Figures, Share};
 pub use window::Class;
 
 /// Nanoseconds since a beginning that the caller chooses; of a clock that does not go back.

@@ -12,44 +12,10 @@ use crate::board::{Slot, before};
 use crate::cost::Operation;
 use crate::debt::Debt;
 use crate::device::{Device, Grant};
+use crate::group::Group;
 use crate::knobs::Knobs;
 use crate::limit::{Limiter, Turn};
 use crate::reserve::Reserve;
-
-/// Disks that are told what they get together.
-#[derive(Debug)]
-pub struct Group {
-    name: String,
-    weight: AtomicU32,
-    limiter: Limiter,
-    reserve: Reserve,
-    latency_target: AtomicU64,
-}
-
-impl Group {
-    pub fn new(name: &str, knobs: &Knobs) -> Self {
-        let (weight, latency_target) = Default::default();
-        let limiter = Limiter::new(&knobs.limits);
-        let group = Group { name: name.to_string(), weight, limiter, reserve: Reserve::default(), latency_target };
-        group.set(knobs);
-        group
-    }
-
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    pub(crate) fn set(&self, knobs: &Knobs) {
-        self.weight.store(knobs.weight.clamp(1, Knobs::MOST_WEIGHT), Relaxed);
-        self.limiter.set(&knobs.limits);
-        self.reserve.set(knobs);
-        self.latency_target.store(knobs.latency_target.map_or(0, |t| t.as_nanos() as u64), Relaxed);
-    }
-
-    pub(crate) fn weight(&self) -> u32 {
-        self.weight.load(Relaxed)
-    }
-}
 
 /// What the device and its disk both look at. What every operation touches stands together, first.
 #[repr(C, align(128))]
@@ -308,8 +274,9 @@ pub struct Figures {
     /// How long the device took for them, and what it would have taken without neighbours.
     pub service: u64,
     pub alone: u64,
-    /// Operations that wait now.
+    /// Operations that wait now: for the device, and for limits or the device.
     pub waiting: u64,
+    pub in_line: u64,
 }
 
 /// A disk's share: see the top of this file. Given up when dropped.
@@ -552,6 +519,7 @@ impl Share {
             service: get(&sums.service),
             alone: get(&sums.alone),
             waiting: get(&self.account.waiting),
+            in_line: self.debt.waiting(),
         }
     }
 }

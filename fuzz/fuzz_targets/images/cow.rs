@@ -3,13 +3,13 @@
 //! Input: the length of the hole behind the file's bytes, in units of 4 KiB, the work's seed and its memory; then the bytes.
 
 use blockyard_image::cow::{self, Cow, CowOptions, Repair};
-use blockyard_image::{CopyDown, Image, Layer, Raw, RawShape};
+use blockyard_image::{Alignment, CopyDown, Image, Layer, Raw};
 use blockyard_ring::Segments;
-use blockyard_ring::sim::Rng;
+use blockyard_storage::sim::Rng;
 
 use super::file::{File, run};
 
-const PLAIN: RawShape = RawShape { memory_align: 1, offset_align: 1 };
+const PLAIN: Alignment = Alignment { memory_align: 1, offset_align: 1 };
 
 /// Disks are merged, and repaired to their full length, up to these sizes: what is larger takes long.
 const MERGED: u64 = 1 << 16;

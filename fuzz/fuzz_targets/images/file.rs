@@ -7,7 +7,9 @@ use std::io;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 const PAGE: u64 = 4096;
 

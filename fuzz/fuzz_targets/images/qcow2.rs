@@ -3,13 +3,13 @@
 //! Input: the file's length and the work's seed, then the file's bytes.
 
 use blockyard_image::qcow2::{Header, Qcow2, Qcow2Options};
-use blockyard_image::{Image, Layer, Raw, RawShape};
+use blockyard_image::{Alignment, Image, Layer, Raw};
 use blockyard_ring::Segments;
-use blockyard_ring::sim::Rng;
+use blockyard_storage::sim::Rng;
 
 use super::file::{File, run};
 
-const PLAIN: RawShape = RawShape { memory_align: 1, offset_align: 1 };
+const PLAIN: Alignment = Alignment { memory_align: 1, offset_align: 1 };
 
 async fn open(file: &File, data: &File, read_only: bool) -> Option<Image<File>> {
     let raw = Raw::on(file.clone(), PLAIN);

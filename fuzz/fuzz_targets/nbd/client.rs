@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use blockyard_image::nbd::wire::{Headers, OptionHeader, Request, cmd, flag, opt};
+use blockyard_nbd::wire::{Headers, OptionHeader, Request, cmd, flag, opt};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendFlags, send};

@@ -1,6 +1,6 @@
 //! Whether what the server has said is its protocol.
 
-use blockyard_image::nbd::wire::{self, Chunk, Headers, OptionReply, Request, SimpleReply, chunk, cmd, flag, rep};
+use blockyard_nbd::wire::{self, Chunk, Headers, OptionReply, Request, SimpleReply, chunk, cmd, flag, rep};
 
 use crate::client::Talk;
 

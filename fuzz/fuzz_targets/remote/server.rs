@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use blockyard_image::nbd::wire::{
+use blockyard_nbd::wire::{
     self, Chunk, Headers, OptionHeader, OptionReply, Request, SimpleReply, chunk, cmd, export, info, opt, rep,
 };
 

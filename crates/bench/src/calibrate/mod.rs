@@ -13,13 +13,13 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use blockyard_program::costs::DeviceCosts;
+use blockyard_program::output;
 use blockyard_sched::Costs;
 
 use self::arithmetic::{enough, flush, in_proportion};
 use self::measure::{Measured, Plan};
 use crate::client::{parse_seconds, parse_size};
-use crate::costs::DeviceCosts;
-use crate::output;
 use crate::process::{Stop, fill};
 use crate::target::{Place, guard};
 
@@ -30,7 +30,7 @@ pub struct Options {
     #[arg(value_name = "TARGET")]
     target: PathBuf,
     /// The file of costs to make, or to change
-    #[arg(short, long, value_name = "FILE", default_value = crate::costs::USUAL)]
+    #[arg(short, long, value_name = "FILE", default_value = blockyard_program::costs::USUAL)]
     output: PathBuf,
     /// Seconds to measure, in all
     #[arg(long, value_name = "S", default_value_t = 24.0, value_parser = parse_seconds)]

@@ -1,6 +1,8 @@
-//! The CPU time of processes, from /proc: of the back end, and of ourselves.
+//! CPU time: of the back end's process, from /proc; of this process, and of each thread that makes
+//! load, from their clocks.
 
 use anyhow::{Context, Result};
+use rustix::time::ClockId;
 use serde::Serialize;
 
 /// CPU seconds of a process so far, user and system, all its threads (also those that have ended).
@@ -40,22 +42,47 @@ impl Usage {
     }
 }
 
+/// CPU nanoseconds of this thread so far.
+pub fn thread_nanos() -> u64 {
+    nanos(ClockId::ThreadCPUTime)
+}
+
+fn nanos(clock: ClockId) -> u64 {
+    let time = rustix::time::clock_gettime(clock);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Where the back end runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BackEnd {
+    #[default]
+    Unknown,
+    Process(u32),
+    /// In this process, as the load does. It uses what the load's threads do not use.
+    Here,
+}
+
 /// Reads the clocks of both processes when the measured part begins (with the first queue) and ends (with the last).
 pub struct Meter {
-    backend: Option<u32>,
+    backend: BackEnd,
     begin: Option<(f64, Option<f64>)>,
     end: Option<(f64, Option<f64>)>,
 }
 
 impl Meter {
-    pub fn new(backend: Option<u32>) -> Result<Self> {
+    pub fn new(backend: BackEnd) -> Result<Self> {
         let meter = Meter { backend, begin: None, end: None };
         meter.read()?;
         Ok(meter)
     }
 
     fn read(&self) -> Result<(f64, Option<f64>)> {
-        Ok((seconds(std::process::id())?, self.backend.map(seconds).transpose()?))
+        let own = nanos(ClockId::ProcessCPUTime) as f64 / 1e9;
+        match self.backend {
+            BackEnd::Unknown => Ok((own, None)),
+            BackEnd::Process(pid) => Ok((own, Some(seconds(pid)?))),
+            BackEnd::Here => Ok((own, Some(own))),
+        }
     }
 
     pub fn begin(&mut self) -> Result<()> {
@@ -70,11 +97,15 @@ impl Meter {
         self.end = self.read().ok();
     }
 
-    /// (ours, the back end's).
-    pub fn usage(&self, elapsed: f64, operations: u64) -> (Option<Usage>, Option<Usage>) {
+    /// (ours, the back end's). `load`: CPU seconds of the threads that make the load.
+    pub fn usage(&self, elapsed: f64, operations: u64, load: f64) -> (Option<Usage>, Option<Usage>) {
         let (Some(begin), Some(end)) = (self.begin, self.end) else { return (None, None) };
-        let usage = |from: f64, to: f64| Usage::new(to - from, elapsed, operations);
-        (Some(usage(begin.0, end.0)), begin.1.zip(end.1).map(|(from, to)| usage(from, to)))
+        let usage = |seconds: f64| Usage::new(seconds, elapsed, operations);
+        let (ours, theirs) = (end.0 - begin.0, begin.1.zip(end.1).map(|(from, to)| to - from));
+        match self.backend {
+            BackEnd::Here => (Some(usage(load)), Some(usage((ours - load).max(0.0)))),
+            _ => (Some(usage(ours)), theirs.map(usage)),
+        }
     }
 }
 
@@ -95,5 +126,14 @@ mod tests {
         let usage = Usage::new(2.0, 4.0, 1_000_000);
         assert_eq!((usage.cores, usage.iops_per_core, usage.seconds_per_million_ios), (0.5, 500_000.0, 2.0));
         assert_eq!(Usage::new(0.0, 1.0, 10).iops_per_core, 0.0);
+    }
+    #[test]
+    fn a_back_end_of_this_process_uses_what_the_load_does_not() {
+        let mut meter = Meter::new(BackEnd::Here).unwrap();
+        (meter.begin, meter.end) = (Some((1.0, Some(1.0))), Some((4.0, Some(4.0))));
+        let (client, back_end) = meter.usage(2.0, 1_000_000, 1.0);
+        assert_eq!(client.map(|u| (u.seconds, u.cores)), Some((1.0, 0.5)));
+        assert_eq!(back_end.map(|u| (u.seconds, u.iops_per_core)), Some((2.0, 500_000.0)));
+        assert!(thread_nanos() > 0);
     }
 }

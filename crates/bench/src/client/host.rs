@@ -12,10 +12,10 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use blockyard_ring::{Executor, Handle, Segments, Storage, UringFile, host};
+use blockyard_ring::{Executor, Handle, Segments, UringFile, host};
 use rustix::fs::{Mode, OFlags};
 
-use super::cpu::Meter;
+use super::cpu::{BackEnd, Meter};
 use super::load::{Failure, Load, Next, Tally};
 use super::report::{Report, Target};
 use super::workload::{Kind, Operation};
@@ -41,7 +41,7 @@ pub fn run(options: &Options, path: &Path) -> Result<Report> {
     let filler = if options.rw.writes() { setup.filler() } else { Vec::new() };
     let (sender, events) = std::sync::mpsc::channel();
     let epoch = Instant::now();
-    let mut meter = Meter::new(None)?;
+    let mut meter = Meter::new(BackEnd::Unknown)?;
     let mut threads = Vec::new();
     for queue in 0..options.queues {
         let (load, fd, filler, sender) = (setup.load(queue)?, fd.clone(), filler.clone(), sender.clone());

@@ -26,6 +26,8 @@ pub struct Tally {
     pub slices: Vec<Slice>,
     pub kicks: u64,
     pub signals: u64,
+    /// CPU time of the thread that makes the load, in nanoseconds; 0: not counted by itself.
+    pub cpu_ns: u64,
     /// Requests that were answered with an error, in the whole run, and the first of them.
     pub errors: u64,
     pub first_error: Option<String>,
@@ -46,6 +48,7 @@ impl Tally {
             slices: Vec::new(),
             kicks: 0,
             signals: 0,
+            cpu_ns: 0,
             errors: 0,
             first_error: None,
             verified: 0,
@@ -69,6 +72,7 @@ impl Tally {
         }
         self.kicks += other.kicks;
         self.signals += other.signals;
+        self.cpu_ns += other.cpu_ns;
         self.errors += other.errors;
         self.first_error = self.first_error.take().or(other.first_error);
         self.verified += other.verified;
@@ -279,7 +283,7 @@ pub enum Failure {
 
 impl std::fmt::Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        use crate::driver::status;
+        use blockyard_driver::status;
         match self {
             Failure::Status(status::IOERR) => write!(f, "status 1 (I/O error)"),
             Failure::Status(status::UNSUPP) => write!(f, "status 2 (unsupported)"),

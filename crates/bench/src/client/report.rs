@@ -12,10 +12,10 @@ use super::load::{Slice, Tally};
 /// What was on the other side.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Target {
-    /// `vhost-user` or `file`.
+    /// `vhost-user`, `xen` or `file`.
     pub kind: &'static str,
     pub capacity_bytes: u64,
-    /// `split` or `packed`; none for a file.
+    /// `split`, `packed` or `blkif`; none for a file.
     pub ring: Option<&'static str>,
     pub queue_size: Option<u16>,
     /// Negotiated feature bits.
@@ -49,6 +49,17 @@ impl Latency {
     }
 }
 
+/// Grant operations of a back end of Xen: pages and pieces, and the calls that they took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Grants {
+    pub maps_per_io: f64,
+    pub copies_per_io: f64,
+    /// To map, to unmap, to copy.
+    pub calls_per_io: f64,
+    /// Grants that were mapped still when their request was answered.
+    pub still_mapped: u64,
+}
+
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     pub options: Options,
@@ -66,6 +77,9 @@ pub struct Report {
     pub signals: u64,
     pub kicks_per_io: f64,
     pub signals_per_io: f64,
+    /// What a back end of Xen did to get at the data.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub grants: Option<Grants>,
     pub client_cpu: Option<Usage>,
     pub backend_cpu: Option<Usage>,
     /// Requests answered with an error, warm-up included.
@@ -87,7 +101,7 @@ impl Report {
         let operations = tally.reads + tally.writes + tally.flushes;
         let per = |a: f64, b: f64| if b > 0.0 { a / b } else { 0.0 };
         let bytes = tally.bytes as f64;
-        let (client_cpu, backend_cpu) = meter.usage(seconds, operations);
+        let (client_cpu, backend_cpu) = meter.usage(seconds, operations, tally.cpu_ns as f64 / 1e9);
         Report {
             options: options.clone(),
             target,
@@ -103,6 +117,7 @@ impl Report {
             signals: tally.signals,
             kicks_per_io: per(tally.kicks as f64, operations as f64),
             signals_per_io: per(tally.signals as f64, operations as f64),
+            grants: None,
             client_cpu,
             backend_cpu,
             errors: tally.errors,
@@ -140,6 +155,13 @@ impl Display for Report {
             writeln!(f, "kicks      {:>12.3}    per I/O, {} in all", self.kicks_per_io, self.kicks)?;
             writeln!(f, "signals    {:>12.3}    per I/O, {} in all", self.signals_per_io, self.signals)?;
         }
+        if let Some(g) = &self.grants {
+            writeln!(
+                f,
+                "grants     {:>12.3}    calls per I/O; {:.3} pages mapped, {:.3} pieces copied per I/O",
+                g.calls_per_io, g.maps_per_io, g.copies_per_io
+            )?;
+        }
         for (name, usage) in [("client", &self.client_cpu), ("back end", &self.backend_cpu)] {
             let Some(u) = usage else { continue };
             writeln!(
@@ -163,6 +185,7 @@ impl Display for Report {
 
 #[cfg(test)]
 mod tests {
+    use super::super::cpu::BackEnd;
     use super::*;
 
     fn report() -> Report {
@@ -173,7 +196,7 @@ mod tests {
         }
         (tally.reads, tally.writes, tally.kicks, tally.signals) = (750, 250, 100, 500);
         tally.elapsed_ns = 500_000_000;
-        let mut meter = Meter::new(Some(std::process::id())).unwrap();
+        let mut meter = Meter::new(BackEnd::Process(std::process::id())).unwrap();
         meter.begin().unwrap();
         meter.end();
         Report::new(

@@ -11,6 +11,7 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockyard_driver::{Link, PackedRing, Plan, Queue, Ring, RingSetup, SplitRing, feature, ring};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
 use super::cpu::Meter;
@@ -18,7 +19,6 @@ use super::load::Tally;
 use super::report::{Report, Target};
 use super::worker::{Event, Outbox, PAUSE, RUN, STOP, Shared, Wiring, Worker};
 use super::{Options, Setup};
-use crate::driver::{Link, PackedRing, Plan, Queue, Ring, RingSetup, SplitRing, feature, ring};
 
 /// How long a back end may be away.
 const AWAY: Duration = Duration::from_secs(10);
@@ -69,7 +69,7 @@ fn drive<R: Ring>(options: &Options, socket: &Path) -> Result<Report> {
         protocol_features: link.connection.protocol.bits(),
         seed: setup.seed,
     };
-    let mut meter = Meter::new(options.backend_pid)?;
+    let mut meter = Meter::new(options.back_end())?;
     let queues = link.queues::<R>()?;
     let rings: Vec<_> = queues.iter().map(|q| (q.setup(), q.ring.fresh_base())).collect();
     link.start(&rings)?;
@@ -96,8 +96,8 @@ struct Supervisor<'a, R> {
     hands: Vec<Hand>,
     /// Queues of workers that are done.
     idle: Vec<Option<Box<Queue<R>>>>,
-    events: Receiver<Event<R>>,
-    sender: Option<Sender<Event<R>>>,
+    events: Receiver<Event<Queue<R>>>,
+    sender: Option<Sender<Event<Queue<R>>>>,
     bell: Arc<OwnedFd>,
     tally: Tally,
     reconnects: u64,
@@ -180,7 +180,7 @@ impl<'a, R: Ring> Supervisor<'a, R> {
         }
     }
 
-    fn next_event(&self) -> Result<Option<Event<R>>> {
+    fn next_event(&self) -> Result<Option<Event<Queue<R>>>> {
         match self.events.try_recv() {
             Ok(event) => Ok(Some(event)),
             Err(TryRecvError::Empty) => Ok(None),
@@ -189,7 +189,7 @@ impl<'a, R: Ring> Supervisor<'a, R> {
         }
     }
 
-    fn take(&mut self, event: Event<R>, meter: &mut Meter) -> Result<()> {
+    fn take(&mut self, event: Event<Queue<R>>, meter: &mut Meter) -> Result<()> {
         match event {
             Event::Begin => meter.begin()?,
             Event::End => meter.end(),

@@ -11,10 +11,11 @@ use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockyard_driver::{Data, RequestQueue, request, status};
 
+use super::cpu;
 use super::load::{Failure, Load, Next};
 use super::workload::{Kind, Operation};
-use crate::driver::{Data, Queue, Ring, request, status};
 
 /// What the supervisor wants of a worker. It writes the call eventfd after a change, in case the worker sleeps.
 pub const RUN: u8 = 0;
@@ -31,7 +32,7 @@ pub struct Shared {
     pub progress: AtomicU64,
 }
 
-pub enum Event<R> {
+pub enum Event<Q> {
     /// The measured part of a queue begins, has ended.
     Begin,
     End,
@@ -43,19 +44,19 @@ pub enum Event<R> {
     /// Done, or failed. The queue comes back: a later back end is told of it all the same.
     Over {
         index: usize,
-        queue: Box<Queue<R>>,
+        queue: Box<Q>,
         result: Result<Box<Load>>,
     },
 }
 
 /// Events, and an eventfd that wakes their receiver.
-pub struct Outbox<R> {
-    pub events: Sender<Event<R>>,
+pub struct Outbox<Q> {
+    pub events: Sender<Event<Q>>,
     pub bell: Arc<OwnedFd>,
 }
 
-impl<R> Outbox<R> {
-    fn send(&self, event: Event<R>) {
+impl<Q> Outbox<Q> {
+    fn send(&self, event: Event<Q>) {
         // Nobody listens any more when the run has failed elsewhere.
         let _ = self.events.send(event);
         let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
@@ -63,10 +64,10 @@ impl<R> Outbox<R> {
 }
 
 /// What a worker shares with its supervisor, and how it works.
-pub struct Wiring<R> {
+pub struct Wiring<Q> {
     pub index: usize,
     pub shared: Arc<Shared>,
-    pub outbox: Outbox<R>,
+    pub outbox: Outbox<Q>,
     pub resume: Receiver<()>,
     pub epoch: Instant,
     pub block_size: u32,
@@ -76,21 +77,21 @@ pub struct Wiring<R> {
     pub inflight_known: bool,
 }
 
-pub struct Worker<R> {
-    queue: Queue<R>,
+pub struct Worker<Q> {
+    queue: Q,
     load: Load,
-    wiring: Wiring<R>,
+    wiring: Wiring<Q>,
     /// What each slot carries, and since when.
     slots: Vec<(Operation, u64)>,
     free: Vec<u16>,
-    /// Kicks and signals when the counting began.
-    marks: Option<(u64, u64)>,
+    /// Kicks, signals and this thread's CPU time when the counting began.
+    marks: Option<((u64, u64), u64)>,
     last_done: u64,
     stalled_since: Option<u64>,
 }
 
-impl<R: Ring> Worker<R> {
-    pub fn new(queue: Queue<R>, load: Load, wiring: Wiring<R>) -> Self {
+impl<Q: RequestQueue> Worker<Q> {
+    pub fn new(queue: Q, load: Load, wiring: Wiring<Q>) -> Self {
         let nothing = (Operation::one(Kind::Flush, 0), 0);
         Worker {
             queue,
@@ -169,16 +170,16 @@ impl<R: Ring> Worker<R> {
         if self.load.counting() == self.marks.is_some() {
             return Ok(());
         }
-        self.queue.take_signals()?;
-        let (kicks, signals) = (self.queue.kicks, self.queue.signals);
+        let ((kicks, signals), cpu) = (self.queue.notifications()?, cpu::thread_nanos());
         match self.marks.take() {
             None => {
-                self.marks = Some((kicks, signals));
+                self.marks = Some(((kicks, signals), cpu));
                 self.wiring.outbox.send(Event::Begin);
             }
-            Some(marks) => {
+            Some((marks, since)) => {
                 self.load.tally.kicks = kicks - marks.0;
                 self.load.tally.signals = signals - marks.1;
+                self.load.tally.cpu_ns = cpu - since;
                 self.wiring.outbox.send(Event::End);
             }
         }
@@ -231,7 +232,7 @@ impl<R: Ring> Worker<R> {
             return self.queue.sleep(limit);
         }
         for _ in 0..SPINS {
-            if self.queue.ring.ready() {
+            if self.queue.ready() {
                 break;
             }
             std::hint::spin_loop();

@@ -3,7 +3,7 @@
 //! ```text
 //!   system       what is compared            work         what is done: scripts, and what they print
 //!   stage        images, servers, guests     environment  what figures depend on
-//!   cpu          processor time
+//!   cpu          processor time                  tables       the tables of docs/benchmarks.md
 //! ```
 //! In: names of works and systems. Out: [`Results`], saved after each run; a table, and a report if wanted.
 //! What must hold: systems take turns, and each round begins with another one, so that a machine which slows down slows down
@@ -13,17 +13,18 @@ mod cpu;
 pub(crate) mod environment;
 mod stage;
 pub(crate) mod system;
+mod tables;
 mod work;
 
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
+use blockyard_program::output;
 
 use self::stage::Stage;
 use self::system::System;
 use self::work::{Amount, Work};
 use crate::client::{parse_seconds, parse_size};
-use crate::output;
 use crate::process::Stop;
 use crate::report;
 use crate::results::Results;
@@ -41,21 +42,27 @@ pub struct Options {
     /// How often each is measured
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
-    /// Bytes of the disk
-    #[arg(long, value_name = "SIZE", default_value = "300m", value_parser = parse_size)]
-    size: u64,
+    /// Bytes of the disk [default: 300m; of a table 2g, of overlays 4g]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    size: Option<u64>,
     /// Operations of a run, at most
     #[arg(long, value_name = "N", default_value_t = 2000, value_parser = clap::value_parser!(u64).range(1..))]
     ops: u64,
-    /// Seconds of a run, at most
-    #[arg(long, value_name = "S", default_value = "20", value_parser = parse_seconds)]
-    seconds: f64,
+    /// Seconds of a run, at most [default: 20; of a table 2]
+    #[arg(long, value_name = "S", value_parser = parse_seconds)]
+    seconds: Option<f64>,
     /// Bytes of the smallest operation
     #[arg(long, value_name = "SIZE", default_value = "512", value_parser = parse_size)]
     min_size: u64,
     /// Bytes of the largest operation
     #[arg(long, value_name = "SIZE", default_value = "1m", value_parser = parse_size)]
     max_size: u64,
+    /// Measure a table of docs/benchmarks.md instead, and print it as Markdown
+    #[arg(long, value_enum, value_name = "NAME", conflicts_with_all = ["works", "systems", "report", "ops", "min_size", "max_size"])]
+    table: Option<tables::Name>,
+    /// Only rows of the table with this text in their names
+    #[arg(long, value_name = "TEXT", default_value = "", requires = "table")]
+    only: String,
     /// Write a page with pictures (index.html) and all figures (results.json, results.csv) into this folder
     #[arg(long, value_name = "DIR")]
     report: Option<PathBuf>,
@@ -66,7 +73,12 @@ pub struct Options {
 
 impl Options {
     fn amount(&self) -> Amount {
-        Amount { ops: self.ops, seconds: self.seconds, min_size: self.min_size, max_size: self.max_size }
+        Amount {
+            ops: self.ops,
+            seconds: self.seconds.unwrap_or(20.0),
+            min_size: self.min_size,
+            max_size: self.max_size,
+        }
     }
 }
 
@@ -75,6 +87,11 @@ const USUAL: [&str; 4] = ["host", "uml-ubd", "uml-ubd-sync", "uml-blockyard"];
 pub fn run(options: &Options) -> Result<()> {
     let stop = Stop::on_signals()?;
     let guests = guests();
+    if let Some(name) = options.table {
+        let Options { rounds, seconds, size, json, .. } = *options;
+        let plan = tables::Plan { name, rounds, seconds, size, only: &options.only, json };
+        return tables::run(&plan, guests, stop);
+    }
     let parsed = |names: &[&str]| names.iter().filter_map(|n| n.parse().ok()).collect::<Vec<System>>();
     let wanted = if options.systems.is_empty() { parsed(&USUAL) } else { options.systems.clone() };
     let works = match &options.works[..] {
@@ -101,7 +118,7 @@ pub fn run(options: &Options) -> Result<()> {
     results.about = works.iter().map(|w| (w.to_string(), w.about(&options.amount()))).collect();
     results.about.extend(systems.iter().map(|s| (s.to_string(), s.about())));
     results.absent = missing;
-    let mut stage = Stage::new(guests, options.size, stop)?;
+    let mut stage = Stage::new(guests, options.size.unwrap_or(300 << 20), stop)?;
     let end = rounds(options, &systems, &works, &mut stage, &mut results);
     drop(stage);
     if !results.runs.is_empty() {
@@ -117,12 +134,10 @@ fn rounds(
     stage: &mut Stage,
     results: &mut Results,
 ) -> Result<()> {
-    let amount =
-        Amount { ops: options.ops, seconds: options.seconds, min_size: options.min_size, max_size: options.max_size };
+    let amount = options.amount();
     for round in 1..=options.rounds {
         for work in works {
-            let first = (round as usize - 1) % systems.len();
-            for system in systems[first..].iter().chain(&systems[..first]) {
+            for system in tables::order(round as usize - 1, systems.len()).map(|n| &systems[n]) {
                 if let Some(why) = work.refuses(system) {
                     if round == 1 {
                         output::note(format_args!("{work} is not done on {system}: {why}"));
@@ -159,12 +174,13 @@ fn tell(options: &Options, results: &Results) -> Result<()> {
     Ok(())
 }
 
-/// The folder of the guests' runners: `$BLOCKYARD_GUESTS`, or beside the installed program, or the checkout that it was
-/// built in.
+/// Returns the folder of the guests' runners: `$BLOCKYARD_GUESTS`, or that of the installed program (in `bin` or in
+/// `libexec/blockyard`), or that of the checkout that it was built in.
 fn guests() -> Option<PathBuf> {
     let program = std::env::current_exe().ok()?;
     let named = std::env::var_os("BLOCKYARD_GUESTS").map(PathBuf::from);
-    let beside = ["../share/blockyard/guests", "../../guests"].map(|p| program.parent().map(|f| f.join(p)));
+    let beside = ["../share/blockyard/guests", "../../share/blockyard/guests", "../../guests"]
+        .map(|p| program.parent().map(|f| f.join(p)));
     let mut all = named.into_iter().chain(beside.into_iter().flatten());
     all.find(|folder| folder.join("lib.sh").exists())
 }

@@ -3,7 +3,7 @@
 //! In: a system and a script. Out: what the script printed, the time between its marks by the host's clock, and CPU time.
 //!
 //! A script prints `mark begin CLOCK` and `mark end CLOCK` (its own clock, in microseconds) around what is measured, and blocks
-//! of data: `data NAME`, lines, `end NAME`. It finds the disk in `$DISK`, this program in `$BLOCKYARD`, fio in `$FIO`.
+//! of data: `data NAME`, lines, `end NAME`. It finds the disk in `$DISK`, this program in `$BENCH`, fio in `$FIO`.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -11,6 +11,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockyard_program::peer;
 
 use super::cpu::Snapshot;
 use super::system::{Image, Kind, System};
@@ -27,7 +28,9 @@ const LONG: f64 = 1.0;
 pub struct Stage {
     folder: PathBuf,
     guests: Option<PathBuf>,
+    /// The server, and this program: guests and scripts run it.
     program: PathBuf,
+    bench: PathBuf,
     size: u64,
     seccomp: Option<String>,
     stop: Stop,
@@ -50,8 +53,8 @@ impl Stage {
         let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
         let folder = base.join(format!("blockyard-bench.{}", std::process::id()));
         std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
-        let program = std::env::current_exe().context("finding this program")?;
-        Ok(Stage { folder, guests, program, size, seccomp: None, stop })
+        let bench = std::env::current_exe().context("finding this program")?;
+        Ok(Stage { folder, guests, program: peer::find("blockyard")?, bench, size, seccomp: None, stop })
     }
 
     /// The raw image that all systems use, or lie over.
@@ -164,14 +167,14 @@ impl Stage {
         let mut server = self.server(system, &image)?;
         let file = self.folder.join("script");
         let target = self.target(system, &image);
-        let program = if system.uml() || system.qemu() { Path::new("/host/blockyard") } else { &self.program };
+        let program = if system.uml() || system.qemu() { Path::new("/host/blockyard-bench") } else { &self.bench };
         let fio = match &self.guests {
             Some(guests) if !system.uml() && !system.qemu() => format!("{} fio", guests.join("tool").display()),
             _ => "fio".into(),
         };
         // (A guest's console is a terminal: nobody is to draw bars on it.)
         let head = format!(
-            "set -euo pipefail\nexec 2> >(exec cat >&2)\nDISK='{target}' BLOCKYARD='{}' FIO='{fio}' FOLDER='{}'\n",
+            "set -euo pipefail\nexec 2> >(exec cat >&2)\nDISK='{target}' BENCH='{}' FIO='{fio}' FOLDER='{}'\n",
             program.display(),
             self.folder.display()
         );
@@ -224,9 +227,9 @@ impl Stage {
             _ => format!("vhost={}/s", self.folder.display()),
         };
         // Its name there is the file's.
-        let copy = self.folder.join("blockyard");
+        let copy = self.folder.join("blockyard-bench");
         if !copy.exists() {
-            std::fs::copy(&self.program, &copy)?;
+            std::fs::copy(&self.bench, &copy)?;
         }
         let guests = self.guests.clone().context("no guests are installed")?;
         let mut command = Command::new(guests.join(if system.uml() { "uml" } else { "qemu" }));

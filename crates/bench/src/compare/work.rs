@@ -102,7 +102,7 @@ impl Work {
         let Amount { ops, seconds, min_size, max_size } = amount;
         match self {
             Work::Rate(operation) => format!(
-                "rate() {{ $BLOCKYARD bench rate {} \"$DISK\" --direct --destroy --min-size {min_size} --max-size {max_size} \"$@\"; }}\n\
+                "rate() {{ $BENCH rate {} \"$DISK\" --direct --destroy --min-size {min_size} --max-size {max_size} \"$@\"; }}\n\
                  out=$(mktemp)\n\
                  rate --ops 20 --seed 2 >\"$out\"\n\
                  mark begin\nrate --ops {ops} --seconds {seconds} --seed 1 >\"$out\"\nmark end\n\

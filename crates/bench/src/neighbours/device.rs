@@ -4,11 +4,11 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use anyhow::{Context, Result};
+use blockyard_program::costs::DeviceCosts;
 use blockyard_sched::Costs;
 
 use crate::client::parse_size;
 use crate::client::report::Report;
-use crate::costs::DeviceCosts;
 
 #[derive(Clone, Debug)]
 pub enum Device {
@@ -114,7 +114,7 @@ pub fn spent(costs: &Costs, report: &Report) -> f64 {
 mod tests {
     use super::*;
     use crate::client::Options;
-    use crate::client::cpu::Meter;
+    use crate::client::cpu::{BackEnd, Meter};
     use crate::client::load::Tally;
     use crate::client::report::Target;
 
@@ -143,7 +143,7 @@ mod tests {
         (tally.reads, tally.flushes, tally.elapsed_ns) = ((0.5e9 / each) as u64, 8_000, 1_000_000_000);
         tally.bytes = tally.reads * 4096;
         let options = Options::for_socket("s".into());
-        let report = Report::new(&options, Target::default(), &tally, &Meter::new(None).unwrap(), 0);
+        let report = Report::new(&options, Target::default(), &tally, &Meter::new(BackEnd::Unknown).unwrap(), 0);
         assert!((spent(&costs, &report) / 1e9 - 1.0).abs() < 1e-3, "{}", spent(&costs, &report));
     }
 }

@@ -3,13 +3,13 @@
 //! In: the reports of all rounds. Out: figures. What must hold: rates are compared with those of the same round; the names are
 //! those of resctl-bench where it has one (isol-01, lat-imp, work-csv), over slices of 100 ms.
 
+use blockyard_program::costs::DeviceCosts;
 use serde::Serialize;
 
 use super::device::spent;
 use super::rows::{BPS, EQUALS, IOPS, IOPS_READ, IOPS_WRITE, LENGTH, MAX, RATE, Row, WEIGHTS, reserved};
 use crate::client::load::{SLICE, Slice};
 use crate::client::report::Report;
-use crate::costs::DeviceCosts;
 use crate::statistics::{median, quantile, sorted};
 
 /// The reports of each scene of a row, once.
@@ -303,7 +303,7 @@ fn over(slices: &[Slice]) -> f64 {
 mod tests {
     use super::*;
     use crate::client::Options;
-    use crate::client::cpu::Meter;
+    use crate::client::cpu::{BackEnd, Meter};
     use crate::client::load::Tally;
     use crate::client::report::Target;
     use crate::neighbours::rows::{Loads, Polite};
@@ -317,7 +317,7 @@ mod tests {
         let slice = Slice { operations: each, bytes: each * 4096, latency_ns: each * latency_us * 1000 };
         tally.slices = vec![slice; 10];
         let options = Options::for_socket("s".into());
-        Some(Report::new(&options, Target::default(), &tally, &Meter::new(None).unwrap(), 0))
+        Some(Report::new(&options, Target::default(), &tally, &Meter::new(BackEnd::Unknown).unwrap(), 0))
     }
 
     fn costs() -> DeviceCosts {

@@ -17,6 +17,9 @@ mod table;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use blockyard_program::costs::DeviceCosts;
+use blockyard_program::file::replace;
+use blockyard_program::output;
 use serde::Serialize;
 
 use self::device::{Device, Model};
@@ -27,10 +30,7 @@ use crate::calibrate;
 use crate::client::report::{Latency, Report};
 use crate::client::{parse_seconds, parse_size};
 use crate::compare::environment::environment;
-use crate::costs::DeviceCosts;
-use crate::output;
 use crate::process::{Interrupted, Stop};
-use crate::results::replace;
 
 /// 16 servers: 70,000 operations of 4 KiB a second, 2 GiB a second.
 const MODEL: &str = "parallel=16,read=200us,write=200us,flush=1ms,bandwidth=2g";

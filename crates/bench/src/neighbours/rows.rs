@@ -4,10 +4,11 @@
 
 use std::str::FromStr;
 
+use blockyard_program::costs::DeviceCosts;
+
 use super::scene::{Disk, Scene, load, thrasher};
 use crate::client::workload::Pattern;
 use crate::client::{Options as Load, Sizes};
-use crate::costs::DeviceCosts;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Row {

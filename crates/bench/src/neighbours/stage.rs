@@ -8,6 +8,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockyard_program::costs::DeviceCosts;
+use blockyard_program::peer;
 use toml::{Table, Value};
 
 use super::device::{Device, NAME};
@@ -16,7 +18,6 @@ use super::scene::{Disk, Scene, load};
 use crate::client::report::{Latency, Report};
 use crate::client::workload::Pattern;
 use crate::client::{self, Options as Load};
-use crate::costs::DeviceCosts;
 use crate::process::{Process, Stop, fill};
 
 /// A server that is not ready by then will not be.
@@ -44,7 +45,7 @@ impl Stage {
         let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
         let folder = base.join(format!("blockyard-neighbours.{}", std::process::id()));
         std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
-        let program = std::env::current_exe().context("finding this program")?;
+        let program = peer::find("blockyard")?;
         let (device, stop) = (device.clone(), stop.clone());
         let mut stage = Stage { folder, images: None, device, size, reactors, program, stop };
         if let Device::Folder(target) = &stage.device {

@@ -14,11 +14,13 @@ use std::fmt::Write;
 use std::path::Path;
 
 use anyhow::Result;
+use blockyard_program::file::replace;
 
 use self::figures::Figures;
 pub use self::figures::variation;
 use crate::plot::scale::{Unit, short, words};
-use crate::results::{Results, Run, replace};
+
+use crate::results::{Results, Run};
 
 /// `index.html`, and the figures beside it.
 pub fn write(results: &Results, folder: &Path) -> Result<()> {

@@ -16,6 +16,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
+use blockyard_nbd::uri::{self, Uri};
 
 /// Bytes of a sector.
 const SECTOR: u64 = 512;
@@ -49,15 +50,15 @@ pub enum Place {
     File(PathBuf),
     /// A vhost-user-blk server's socket.
     Vhost(PathBuf),
-    Nbd(nbd::Address),
+    Nbd(Uri),
 }
 
 impl Place {
     /// `nbd://HOST[:PORT][/EXPORT]`, `nbd+unix:///[EXPORT]?socket=PATH`, `vhost-user:SOCKET`, or a path: a socket is a
     /// vhost-user-blk server's.
     pub fn parse(text: &str) -> Result<Self> {
-        if text.starts_with("nbd:") || text.starts_with("nbd+unix:") {
-            return nbd::Address::parse(text).map(Place::Nbd);
+        if uri::is_uri(text) || text.starts_with("nbd:") {
+            return nbd::parse(text).map(Place::Nbd);
         }
         if let Some(path) = text.strip_prefix("vhost-user:") {
             return Ok(Place::Vhost(path.into()));

@@ -6,9 +6,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use blockyard_driver::{Data, Plan, Session, SplitRing, feature, request, status};
 
 use super::{Access, SECTOR, Target};
-use crate::driver::{Data, Plan, Session, SplitRing, feature, request, status};
 
 /// A request that takes longer has failed.
 const LIMIT: Duration = Duration::from_secs(60);

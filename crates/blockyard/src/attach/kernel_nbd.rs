@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use blockyard_image::nbd::wire::{self, handshake, opt};
+use blockyard_nbd::wire::{self, handshake, opt};
 use blockyard_ring::nbd_device::NbdDevice;
 
 /// How long the driver may take to start a device.

@@ -16,14 +16,15 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
-use blockyard_bench::output;
-use blockyard_export::ublk::{self, Ublk};
+use blockyard_export::ublk;
+use blockyard_program::ending::Failure;
+use blockyard_program::output;
 use blockyard_ring::nbd_device::NbdDevice;
 use rustix::process::{Pid, Signal};
 
 use crate::cli::{AttachOptions, DetachOptions};
+use crate::log;
 use crate::nbd::NbdAddress;
-use crate::{Failure, log};
 
 /// How long the server of a device may take to flush the image and end.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -128,9 +129,10 @@ pub fn leave_terminal() {
 
 /// Tells who started this server what the device is called. Without ublk it is made here: of an export by NBD; then it is the
 /// answer, for [`settle`].
-pub fn tell(ublk: Option<&Ublk>, nbd: Option<&NbdAddress>, name: &str) -> anyhow::Result<Option<PathBuf>> {
+pub fn tell(ublk: Option<PathBuf>, nbd: Option<&NbdAddress>, name: &str) -> anyhow::Result<Option<PathBuf>> {
+    let is_ublk = ublk.is_some();
     let device = match (ublk, nbd) {
-        (Some(ublk), _) => ublk.path(),
+        (Some(device), _) => device,
         (None, Some(NbdAddress::Unix(socket))) => {
             let device = kernel_nbd::start(socket, name, ended(name.to_string(), true));
             // Nobody else is to come.
@@ -140,7 +142,7 @@ pub fn tell(ublk: Option<&Ublk>, nbd: Option<&NbdAddress>, name: &str) -> anyhow
         _ => bail!("no device was made"),
     };
     log::say(&device.display().to_string());
-    Ok(ublk.is_none().then_some(device))
+    Ok((!is_ublk).then_some(device))
 }
 
 /// Before the end of a server whose device is the NBD client's: what the kernel has of it and has not written back comes

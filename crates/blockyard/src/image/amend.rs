@@ -4,11 +4,11 @@ use anyhow::anyhow;
 use blockyard_image::Format;
 use blockyard_image::qcow2::amend::{self, Amend};
 use blockyard_image::tools::on_file;
+use blockyard_program::ending::Failure;
 use clap::Args;
 
 use super::settings::Settings;
 use super::{Named, failed, format_of, print};
-use crate::Failure;
 
 /// What `image convert` can change, and this cannot, is refused by name.
 const KEYS: [(&str, &str); 2] = [

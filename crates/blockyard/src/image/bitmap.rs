@@ -6,10 +6,10 @@ use anyhow::anyhow;
 use blockyard_image::Format;
 use blockyard_image::qcow2::bitmap::edit::{self, Edit};
 use blockyard_image::tools::on_file;
+use blockyard_program::ending::Failure;
 use clap::Args;
 
 use super::{Named, failed, format, format_of, size};
-use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {

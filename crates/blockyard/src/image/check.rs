@@ -1,15 +1,15 @@
 //! `image check`. Exit status: 0 sound, 1 the check failed, 3 corruptions, 4 leaks only, or what opening the image mends.
 
-use blockyard_bench::output;
 use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::check::{self, Repair, Report};
 use blockyard_image::tools::on_file;
 use blockyard_image::{Format, SECTOR, cow};
+use blockyard_program::ending::Failure;
+use blockyard_program::output;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use super::{Named, Output, format_of, new, print, print_json};
-use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {

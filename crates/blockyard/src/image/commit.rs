@@ -8,11 +8,11 @@ use anyhow::{Context, anyhow};
 use blockyard_image::qcow2::Preallocation;
 use blockyard_image::tools::{self, NewBacking, NewSize, Progress};
 use blockyard_image::{CacheMode, Chain, ChainOptions, Format, Overlaid};
+use blockyard_program::ending::Failure;
 use clap::Args;
 
 use super::progress::Show;
 use super::{Folders, Named, cache, failed, new, open, print, size};
-use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {

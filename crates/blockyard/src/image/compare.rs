@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use blockyard_image::tools::{Comparison, Progress, compare};
 use blockyard_image::{Chain, Format};
+use blockyard_program::ending::Failure;
 use clap::Args;
 use serde::Serialize;
 
 use super::progress::Show;
 use super::{Folders, Output, format, print, print_json, threads};
-use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {

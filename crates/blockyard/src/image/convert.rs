@@ -6,6 +6,7 @@ use std::sync::Arc;
 use anyhow::anyhow;
 use blockyard_image::tools::{self, ConvertOptions, Part, Progress};
 use blockyard_image::{CacheMode, ChainOptions, Format, OpenedFiles};
+use blockyard_program::ending::Failure;
 use clap::Args;
 
 use super::new::{self, Backing};
@@ -13,7 +14,6 @@ use super::output::{NewFile, Sources};
 use super::progress::Show;
 use super::settings::{self, Settings};
 use super::{Folders, cache, failed, format, format_of, open, print, size, threads};
-use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {

@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 
 use blockyard_image::Format;
+use blockyard_program::ending::Failure;
 use clap::Args;
 
 use super::new::{self, Backing};
 use super::output::{NewFile, Sources};
 use super::settings::{self, Settings};
 use super::{Folders, format, format_of, print, size};
-use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {

@@ -4,13 +4,13 @@ mod report;
 
 use blockyard_image::ChainOptions;
 use blockyard_image::tools::details;
+use blockyard_program::ending::Failure;
 use clap::Args;
 use serde_json::Value;
 
 use report::Info;
 
 use super::{Folders, Named, Output, Sharing, failed, open, print, print_json, size, snapshots};
-use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {

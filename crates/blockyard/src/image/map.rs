@@ -2,13 +2,13 @@
 
 use std::io::{self, BufWriter, Write};
 
-use blockyard_bench::output::OutputError;
 use blockyard_image::tools::{self, Disk, on_reactor};
 use blockyard_image::{BlockStatus, ChainOptions};
+use blockyard_program::ending::Failure;
+use blockyard_program::output::OutputError;
 use clap::Args;
 
 use super::{Folders, Named, Output, Sharing, failed, open, size};
-use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {

@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 use anyhow::anyhow;
 use blockyard_image::tools::{self, Measure};
 use blockyard_image::{ChainOptions, Format, SECTOR};
+use blockyard_program::ending::Failure;
 use clap::Args;
 use serde_json::{Map, Value};
 
 use super::new::{self, Backing};
 use super::settings::{self, Settings};
 use super::{Folders, Output, Sharing, failed, format, open, print, print_json, size};
-use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {

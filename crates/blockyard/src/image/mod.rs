@@ -34,10 +34,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockyard_image::{CacheMode, Chain, ChainError, ChainOptions, Format};
+use blockyard_program::ending::Failure;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand, ValueEnum};
-
-use crate::Failure;
 
 #[derive(Subcommand)]
 pub enum Command {
@@ -185,7 +184,7 @@ fn failed(error: ChainError) -> Failure {
 
 /// Prints a whole answer.
 fn print(text: &str) -> Result<(), Failure> {
-    Ok(blockyard_bench::output::print(text)?)
+    Ok(blockyard_program::output::print(text)?)
 }
 
 fn print_json(value: &impl serde::Serialize) -> Result<(), Failure> {

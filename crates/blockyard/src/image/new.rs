@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, bail};
 use blockyard_image::qcow2::{Compression, CreateOptions, Preallocation};
 use blockyard_image::tools::NewImage;
-use blockyard_image::{Chain, ChainOptions, Format, nbd};
+use blockyard_image::{Chain, ChainOptions, Format};
 
 use super::Folders;
 use super::settings::Settings;
@@ -33,7 +33,7 @@ impl Backing {
         settings: &Settings,
         target: &Path,
     ) -> Result<Option<Self>> {
-        let said = settings.text("backing_fmt").map(str::parse).transpose().map_err(|e: String| anyhow!(e))?;
+        let said = settings.text("backing_fmt").map(str::parse::<blockyard_image::Format>).transpose()?;
         let name = name.or(settings.text("backing_file"));
         name.map(|name| Backing::new(name, format.or(said), target)).transpose()
     }
@@ -43,7 +43,7 @@ impl Backing {
         if name.is_empty() {
             bail!("the backing file's name is empty");
         }
-        let path = if nbd::uri::is_uri(name) { name.into() } else { folder(target).join(name) };
+        let path = if blockyard_nbd::uri::is_uri(name) { name.into() } else { folder(target).join(name) };
         let format = format.or_else(|| Format::of_name(&path));
         let format = format.ok_or_else(|| {
             anyhow!("backing file {name}: its format is not known by its name: say -F raw, qcow2 or cow")
@@ -73,7 +73,7 @@ impl Backing {
 
     /// Name, size and time, as a COW file tells of its backing file.
     pub fn of_cow(&self) -> Result<(String, u64, i64)> {
-        if nbd::uri::is_uri(&self.name) {
+        if blockyard_nbd::uri::is_uri(&self.name) {
             bail!("backing file {}: a cow image's backing file is a file of this host", self.name);
         }
         if self.format != Format::Raw {
@@ -88,7 +88,7 @@ impl Backing {
 
     /// Whoever opens an image looks for backing files in its own folder, if nothing else is said.
     pub fn warn_if_far(&self, target: &Path) {
-        if let Ok(uri) = nbd::Uri::parse(&self.name) {
+        if let Ok(uri) = blockyard_nbd::Uri::parse(&self.name) {
             let server = uri.whole_server();
             return tracing::warn!(
                 "the backing file lies on a server: say --backing-folder {server} to open the image"

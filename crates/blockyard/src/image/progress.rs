@@ -4,8 +4,8 @@ use std::io::IsTerminal;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-use blockyard_bench::output;
 use blockyard_image::tools::Progress;
+use blockyard_program::output;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use anyhow::anyhow;
 use blockyard_image::tools::{self, NewBacking, Progress, RebaseOptions};
 use blockyard_image::{CacheMode, Chain, ChainOptions, FileId, Format};
+use blockyard_program::ending::Failure;
 use clap::Args;
 
 use super::new::Backing;
 use super::progress::Show;
 use super::{Folders, Named, cache, failed, format, format_of, open, threads};
-use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {

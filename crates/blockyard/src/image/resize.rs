@@ -4,11 +4,11 @@ use anyhow::anyhow;
 use blockyard_image::qcow2::Preallocation;
 use blockyard_image::tools::{self, NewSize};
 use blockyard_image::{ChainOptions, SECTOR};
+use blockyard_program::ending::Failure;
 use clap::Args;
 
 use super::settings::preallocation;
 use super::{Folders, Named, failed, open, print, size};
-use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {

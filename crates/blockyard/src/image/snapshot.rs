@@ -6,11 +6,11 @@ use anyhow::anyhow;
 use blockyard_image::Format;
 use blockyard_image::qcow2::snapshot::{self, Snapshot};
 use blockyard_image::tools::on_file;
+use blockyard_program::ending::Failure;
 use clap::Args;
 
 use super::snapshots::{Told, lines};
 use super::{Named, Output, failed, format_of, print, print_json};
-use crate::Failure;
 
 #[derive(Args)]
 pub struct Options {

@@ -15,6 +15,7 @@ use super::{Folder, SOON, collect, guests, wait};
 pub enum Kind {
     Uml,
     Qemu,
+    Xen,
 }
 
 /// A guest that runs; dropped, it is ended.
@@ -24,8 +25,8 @@ pub struct Guest {
     errors: Option<std::thread::JoinHandle<String>>,
     seen: String,
     end: Instant,
-    /// Holds the script, and QEMU's runner's own folder.
-    folder: Folder,
+    /// Holds the script, and QEMU's runner's own folder. A guest that serves many tests has none.
+    folder: Option<Folder>,
 }
 
 impl Guest {
@@ -38,20 +39,48 @@ impl Guest {
         script: &str,
         limit: Duration,
     ) -> Self {
+        let folder = Folder::new();
+        // The runner's own folder goes into ours, for `job`. (UML would put its memory there.)
+        let temporary = (kind == Kind::Qemu).then(|| folder.to_path_buf());
+        Self::start_in(kind, options, script, limit, folder, temporary)
+    }
+
+    /// The same for a QEMU guest that no destructor ends, because it stays for tests to come: it must end by itself. It leaves no
+    /// files. It has started when it has written a line that begins with `ready`.
+    #[track_caller]
+    pub fn start_to_stay<S: Into<OsString>>(
+        options: impl IntoIterator<Item = S>,
+        script: &str,
+        limit: Duration,
+        ready: &str,
+    ) -> Self {
+        let mut guest = Self::start_in(Kind::Qemu, options, script, limit, Folder::new(), None);
+        guest.expect(ready);
+        guest.folder = None;
+        guest
+    }
+
+    fn start_in<S: Into<OsString>>(
+        kind: Kind,
+        options: impl IntoIterator<Item = S>,
+        script: &str,
+        limit: Duration,
+        folder: Folder,
+        temporary: Option<PathBuf>,
+    ) -> Self {
         let runner = guests().join(match kind {
             Kind::Uml => "uml",
             Kind::Qemu => "qemu",
+            Kind::Xen => "xen",
         });
-        let folder = Folder::new();
         let file = folder.join("script");
         std::fs::write(&file, format!("set -euo pipefail\n{script}\n")).unwrap();
         let mut command = Command::new(runner);
         command.args(options.into_iter().map(Into::into));
         command.arg("--timeout").arg(limit.as_secs().to_string()).arg(file);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        // The runner's own folder goes into ours, for `job`. (UML would put its memory there.)
-        if kind == Kind::Qemu {
-            command.env("TMPDIR", &*folder);
+        if let Some(temporary) = temporary {
+            command.env("TMPDIR", temporary);
         }
         let mut runner = command.spawn().unwrap_or_else(|e| panic!("starting {command:?}: {e}"));
         let (send, lines) = channel();
@@ -59,7 +88,14 @@ impl Guest {
         std::thread::spawn(move || out.lines().map_while(Result::ok).try_for_each(|line| send.send(line)));
         let errors = Some(collect(runner.stderr.take().unwrap()));
         // The runner has its own limit, and tells more when that is over: this one is for the runner.
-        Guest { runner, lines, errors, seen: String::new(), end: Instant::now() + limit + SOON, folder }
+        let end = Instant::now() + limit + SOON;
+        Guest { runner, lines, errors, seen: String::new(), end, folder: Some(folder) }
+    }
+
+    /// Begins a new part of the run: the output so far is forgotten, and the guest has `limit` from now.
+    pub fn begin_part(&mut self, limit: Duration) {
+        self.seen.clear();
+        self.end = Instant::now() + limit;
     }
 
     /// A disk option for a vhost-user socket.
@@ -91,7 +127,8 @@ impl Guest {
     /// What a QEMU guest reads its script from as it boots; once a boot, so after a reset it must be given again.
     #[track_caller]
     pub fn job(&self) -> PathBuf {
-        let mut entries = std::fs::read_dir(&*self.folder).unwrap().map(|e| e.unwrap().path().join("job.tar"));
+        let folder = self.folder.as_ref().expect("the guest has a folder");
+        let mut entries = std::fs::read_dir(&**folder).unwrap().map(|e| e.unwrap().path().join("job.tar"));
         entries.find(|job| job.exists()).expect("the runner's folder has a job.tar")
     }
 

@@ -31,8 +31,13 @@ pub use guest::{Guest, Kind};
 pub use rustix::process::Signal;
 pub use server::Server;
 
-/// The program under test.
-pub const BLOCKYARD: &str = env!("CARGO_BIN_EXE_blockyard");
+/// The program under test. Tests of `blockyard-bench` find it beside that one: `cargo test --workspace` builds both.
+pub const BLOCKYARD: &str = match (option_env!("CARGO_BIN_EXE_blockyard"), option_env!("CARGO_BIN_EXE_blockyard-bench"))
+{
+    (Some(program), _) => program,
+    (None, Some(bench)) => bench.split_at(bench.len() - "-bench".len()).0,
+    (None, None) => panic!("cargo names no program"),
+};
 /// For what takes a moment: longer means that it hangs.
 pub const SOON: Duration = Duration::from_secs(10);
 /// For a tool's whole run, on a busy machine.
@@ -141,25 +146,6 @@ pub fn until(what: &str, limit: Duration, mut done: impl FnMut() -> bool) {
         assert!(start.elapsed() < limit, "not within {limit:?}: {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
-}
-
-/// What is measured is as it should be at last. (The machine may stand still for a moment, or have something else to do; what
-/// is wrong is wrong each time.)
-#[track_caller]
-pub fn at_last(mut look: impl FnMut() -> Result<(), String>) {
-    let mut all = Vec::new();
-    for _ in 0..10 {
-        match look() {
-            Ok(()) => return,
-            Err(what) => all.push(what),
-        }
-    }
-    panic!("{all:#?}");
-}
-
-/// `good`, or what is found instead.
-pub fn holds(good: bool, found: impl FnOnce() -> String) -> Result<(), String> {
-    if good { Ok(()) } else { Err(found()) }
 }
 
 /// Whether somebody listens on a socket. (It is there before that: between bind and listen a client is refused.)

@@ -5,9 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockyard_disk::{Disk, DiskOptions, SnapshotOptions, Source, WorkError};
-use blockyard_export::PollMode;
 use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
-use blockyard_export::{Listener, Reactors};
+use blockyard_export::{Export, Listener, PollMode, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
 
 /// One disk on a socket.

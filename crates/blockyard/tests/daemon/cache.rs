@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use blockyard_bench::driver::{Data, feature, request, status};
+use blockyard_driver::{Data, feature, request, status};
 use blockyard_ring::{GuestMemory, Region};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserConfigFlags;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
-use blockyard_bench::driver::{request, status};
+use blockyard_driver::{request, status};
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, allocated, run, tool};
 use crate::guest::{Guest, bytes_of, pattern};

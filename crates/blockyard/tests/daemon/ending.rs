@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
-use blockyard_bench::driver::{Data, Plan, request, status};
+use blockyard_driver::{Data, Plan, request, status};
 
 use crate::cache::dirty;
 use crate::common::{Daemon, Folder, SOON, Signal, until};

@@ -1,7 +1,6 @@
 //! Front ends that come, go and die, and a disk that is closed, while requests are held back for an exchange of images.
 
-use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -10,8 +9,9 @@ use std::time::Duration;
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
 use blockyard_disk::{Disk, SnapshotOptions, Why, Work, WorkError};
+use blockyard_driver::{Data, Plan, Queue, Session, SplitRing, request};
 
-use crate::common::{BLOCKYARD, Folder, SOON, Server, tool, until};
+use crate::common::{Folder, SOON, Server, tool, until};
 
 const SIZE: u64 = 16 << 20;
 /// Requests are in flight for so long, so that the gate waits for them, and others wait at it, most of the time.
@@ -50,6 +50,49 @@ impl Exchanges {
     }
 }
 
+/// A front end that writes on two queues, and then goes as a process goes that is killed: with requests in flight, and without
+/// a message.
+struct Dying {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
+}
+
+impl Dying {
+    fn start(socket: &Path) -> Self {
+        let plan = Plan { queues: 2, ..Plan::default() };
+        let mut session = Session::<SplitRing>::start(socket, &plan).unwrap();
+        let stop = Arc::new(AtomicBool::new(false));
+        let until = stop.clone();
+        let thread = std::thread::spawn(move || {
+            let mut next = 0;
+            let mut submit = |queue: &mut Queue<SplitRing>, slot| {
+                next += 1;
+                let sector = next * 7919 % (SIZE / 4096) * 8;
+                queue.submit(slot, request::OUT, sector, Data::ToDevice(4096));
+            };
+            for queue in &mut session.queues {
+                (0..plan.slots).for_each(|slot| submit(queue, slot));
+                queue.publish().unwrap();
+            }
+            while !until.load(Ordering::SeqCst) {
+                for queue in &mut session.queues {
+                    while let Some((slot, _)) = queue.reap().unwrap() {
+                        submit(queue, slot);
+                    }
+                    queue.publish().unwrap();
+                    queue.sleep(Some(Duration::from_millis(2))).unwrap();
+                }
+            }
+        });
+        Dying { stop, thread }
+    }
+
+    fn die(self) {
+        self.stop.store(true, Ordering::SeqCst);
+        self.thread.join().unwrap();
+    }
+}
+
 #[test]
 fn front_ends_come_go_and_die_while_images_are_exchanged() {
     let folder = Folder::new();
@@ -75,13 +118,10 @@ fn front_ends_come_go_and_die_while_images_are_exchanged() {
         let report = report.unwrap();
         assert_eq!((report.errors, report.first_error), (0, None), "round {round}");
         assert!(report.verified_blocks > 0);
-        // One that is killed.
-        let mut command = Command::new(BLOCKYARD);
-        command.args(["bench", "client", "--rw", "randwrite", "--queues", "2", "--runtime", "30"]).arg(&socket);
-        let mut client = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        // One that dies.
+        let client = Dying::start(&socket);
         std::thread::sleep(Duration::from_millis(100 + 17 * (round % 6)));
-        client.kill().unwrap();
-        client.wait().unwrap();
+        client.die();
     }
     exchanges.stop.store(true, Ordering::SeqCst);
     exchanges.thread.join().unwrap().unwrap();
@@ -95,17 +135,14 @@ fn a_disk_is_closed_while_its_images_are_exchanged() {
         let folder = Folder::new();
         let (image, socket) = (folder.image("base.img", SIZE), folder.join("s"));
         let server = Server::start(&image, &socket, &[SLOW]);
-        let mut command = Command::new(BLOCKYARD);
-        command.args(["bench", "client", "--rw", "randwrite", "--queues", "2", "--runtime", "30"]).arg(&socket);
-        let mut client = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let client = Dying::start(&socket);
         let exchanges = Exchanges::start(&server.disk, folder.to_path_buf());
         until("there is an overlay", SOON, || folder.join("0.qcow2").exists());
         std::thread::sleep(Duration::from_millis(300 + 37 * round));
         server.end();
         let error = exchanges.thread.join().unwrap().unwrap_err();
         assert!(matches!(*error.why, Why::Ended), "{error}");
-        client.kill().unwrap();
-        client.wait().unwrap();
+        client.die();
         let last = (0..100).rev().map(|n| folder.join(format!("{n}.qcow2"))).find(|path| path.exists());
         tool("qemu-img", ["check".as_ref(), last.expect("an overlay").as_os_str()]).good();
     }

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use blockyard_bench::driver::{Data, Plan, Queue, Session, SplitRing, feature, request, status};
+use blockyard_driver::{Data, Plan, Queue, Session, SplitRing, feature, request, status};
 
 /// Every answer comes within this, or the daemon hangs.
 pub const ANSWER: Duration = Duration::from_secs(10);

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use blockyard_bench::driver::{Connection, Data, Plan, request, status};
+use blockyard_driver::{Connection, Data, Plan, request, status};
 
 use crate::common::{Daemon, Folder, SOON, until};
 use crate::guest::{Guest, pattern};
@@ -74,9 +74,8 @@ fn visit(socket: &Path, number: u64) {
         // Everything but the ring's start.
         3 => {
             let plan = Plan::default();
-            let mut link =
-                blockyard_bench::driver::Link::open::<blockyard_bench::driver::SplitRing>(socket, &plan).unwrap();
-            let queues = link.queues::<blockyard_bench::driver::SplitRing>().unwrap();
+            let mut link = blockyard_driver::Link::open::<blockyard_driver::SplitRing>(socket, &plan).unwrap();
+            let queues = link.queues::<blockyard_driver::SplitRing>().unwrap();
             let setup = queues[0].setup();
             link.connection.set_memory(&link.memory).unwrap();
             link.connection.set_ring(&setup, 0, &link.memory).unwrap();

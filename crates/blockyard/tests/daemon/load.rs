@@ -2,7 +2,7 @@
 
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
-use blockyard_bench::driver::{Data, Ring, request, status};
+use blockyard_driver::{Data, Ring, request, status};
 
 use crate::common::{Daemon, Folder, Signal, until};
 use crate::guest::{ANSWER, Guest, pattern};
@@ -92,6 +92,7 @@ fn queue_time_and_service_time_are_apart() {
     assert!(figure(&log, "read", "queue time p50 ") < 2_000.0, "{log}");
     assert!(figure(&log, "write", "service time p50 ") < 15_000.0, "{log}");
     assert!(figure(&log, "flush", "service time p50 ") > 4_900.0, "{log}");
+    assert!(log.contains(&format!("clients: process {} disk=\"disk", std::process::id())), "{log}");
     assert_eq!(figure(&log, "read", "requests="), 200.0, "{log}");
     assert_eq!(figure(&log, "read", "bytes="), 200.0 * 4096.0, "{log}");
     // A disk that nothing was asked of any more says the same.

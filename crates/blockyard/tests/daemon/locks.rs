@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use blockyard_bench::driver::{Data, request};
+use blockyard_driver::{Data, request};
 use blockyard_ring::host::{self, Lock};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 

@@ -1,4 +1,4 @@
-//! The daemon as its users meet it, without a virtual machine: the guest is the driver of `blockyard_bench`.
+//! The daemon as its users meet it, without a virtual machine: the guest is the front end of `blockyard_driver`.
 //!
 //! ```text
 //!   mistakes     options, configuration files, images, sockets: one clear line and an exit status
@@ -16,7 +16,7 @@
 //!   load         queues over reactors, filters, statistics
 //!   remote       images on an NBD server, which dies and comes back
 //!   second       a front end that connects while another one is served
-//!   install      `make install`: the program and its pages
+//!   bench        `blockyard bench` becomes another program
 //!   shares       limits, groups, and their change at run time
 //!   streams      standard output and error that fail or are not read
 //!   tls          NBD under TLS: who may have what, and the same bytes
@@ -25,16 +25,17 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod disks;
 mod guest;
 
 mod activation;
+mod bench;
 mod cache;
 mod chains;
 mod ending;
 mod exchange;
 mod hosts;
 mod idle;
-mod install;
 mod load;
 mod locks;
 mod mistakes;

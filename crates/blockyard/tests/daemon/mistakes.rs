@@ -230,13 +230,6 @@ fn one_image_for_two_disks() {
 }
 
 #[test]
-fn load_on_what_is_no_socket() {
-    let folder = Folder::new();
-    let image = folder.image("disk", 1 << 20);
-    refused(&["bench", "client", text(&image)], 1, &[text(&image), "is no socket", "--file"]);
-}
-
-#[test]
 fn one_bad_disk_of_many_does_not_end_the_others() {
     let folder = Folder::new();
     let (file, socket) = (folder.join("disks.toml"), folder.join("s"));

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
-use blockyard_bench::driver::{Plan, status};
+use blockyard_driver::{Plan, status};
 use blockyard_ring::Region;
 use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
-use blockyard_bench::driver::connection::PROTOCOL;
-use blockyard_bench::driver::{Plan, feature, status};
+use blockyard_driver::connection::PROTOCOL;
+use blockyard_driver::{Plan, feature, status};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, until};
@@ -97,9 +97,7 @@ fn disks_come_go_and_change_around_a_busy_one() {
 
         let log = yard.reload(&[("new", "queues = 3"), ("busy", ""), ("other", "read-only = true")], "other.img on");
         assert!(!log.contains("busy"), "{log}");
-        assert!(
-            other.queue().call(0, 0, blockyard_bench::driver::Data::None, &mut [], Duration::from_millis(200)).is_err()
-        );
+        assert!(other.queue().call(0, 0, blockyard_driver::Data::None, &mut [], Duration::from_millis(200)).is_err());
         let mut other = yard.guest("other");
         assert!(other.has(feature::READ_ONLY));
         assert_eq!(other.read(0, 4096).unwrap(), pattern(1, 4096));

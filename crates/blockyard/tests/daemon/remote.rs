@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
-use blockyard_bench::driver::status;
+use blockyard_driver::status;
 
 use crate::common::{Daemon, Folder, SOON, blockyard, guests, listens, md5, tool, until};
 use crate::guest::{Guest, pattern};

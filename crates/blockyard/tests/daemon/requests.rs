@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use blockyard_bench::driver::{Buffer, Data, Ring, feature, request, status};
+use blockyard_driver::{Buffer, Data, Ring, feature, request, status};
 
 use crate::common::{Daemon, Folder, allocated};
 use crate::guest::{ANSWER, Guest, bytes_of, pattern};
@@ -94,7 +94,7 @@ fn memory_that_o_direct_does_not_like() {
         let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
         let daemon = Daemon::serve(&image, &socket, &["--cache", mode]);
         for skew in [0, 1, 2, 16, 511] {
-            let mut guest = Guest::with(&socket, &blockyard_bench::driver::Plan { slots: 64, ..Default::default() });
+            let mut guest = Guest::with(&socket, &blockyard_driver::Plan { slots: 64, ..Default::default() });
             let mut data = pattern(skew, 1024);
             assert_eq!(skewed(&mut guest, request::OUT, 5, skew, &mut data), status::OK, "{mode}, skew {skew}");
             assert_eq!(bytes_of(&image, 5 * 512, 1024), pattern(skew, 1024), "{mode}, skew {skew}");

@@ -2,7 +2,7 @@
 
 use std::os::unix::net::UnixStream;
 
-use blockyard_bench::driver::status;
+use blockyard_driver::status;
 
 use crate::common::{Daemon, Folder};
 use crate::guest::Guest;

@@ -1,270 +1,179 @@
 //! Limits and groups, on the command line and in the configuration, and their change while guests are at work.
 //!
-//! Disks lie on `null:`, which costs nothing: what is measured is what the limits let pass.
+//! Disks lie on `null:`, which costs nothing. A machine that stands still makes requests slower, and never faster: these tests
+//! wait for events, and check that nothing is faster than its limit. `tests/perf` measures the rates.
 
-use std::process::Command;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use blockyard_bench::client::report::Report;
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
-use blockyard_bench::driver::{Data, Plan, request, status};
+use blockyard_driver::{Data, Plan, request, status};
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, at_last, holds, until};
+use crate::common::{Daemon, Folder};
+use crate::disks::{Disks, disk, good};
 use crate::guest::{ANSWER, Guest};
 
-struct Yard {
-    daemon: Daemon,
-    folder: Folder,
-}
+/// A limit that lets one sector pass, and the next one after 25 s. (Beyond 30 s the queues of a disk take nothing.)
+const SLOW: &str = "bps = 20";
 
-impl Yard {
-    /// `FOLDER` in the text is the folder of the sockets.
-    fn start(text: &str) -> Self {
-        let folder = Folder::new();
-        write(&folder, text);
-        let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(folder.join("toml")));
-        daemon.wait_ready();
-        Yard { daemon, folder }
-    }
-
-    /// Has another text read; when it was told to.
-    fn reload(&self, text: &str) -> Instant {
-        write(&self.folder, text);
-        self.daemon.signal(Signal::HUP);
-        Instant::now()
-    }
-
-    fn guest(&self, disk: &str) -> Guest {
-        Guest::connect(&self.folder.join(disk))
-    }
-
-    fn load(&self, disk: &str) -> Options {
-        Options { warmup: 0.3, runtime: 2.0, ..Options::for_socket(self.folder.join(disk)) }
-    }
-}
-
-fn write(folder: &Folder, text: &str) {
-    std::fs::write(folder.join("toml"), text.replace("FOLDER", folder.to_str().unwrap())).unwrap();
-}
-
-/// A disk's table, with more keys.
-fn disk(name: &str, keys: &str) -> String {
-    format!("[[disk]]\nname = \"{name}\"\nimage = \"null:1G\"\nvhost-user = \"FOLDER/{name}\"\n{keys}\n")
-}
-
-fn good(options: &Options) -> Report {
-    let report = measure(options).unwrap();
-    assert_eq!((report.errors, &report.first_error, report.reconnects), (0, &None, 0));
-    report
-}
-
-/// Within 2% of the rate, unless the machine is so busy that it cannot be said: then another time. (Completions that come late
-/// count for a time that is not theirs; that never more begin than may is proved where the time is simulated.)
+/// Fails if more passed in `seconds` than a limit of `rate` a second lets pass: its bucket holds 10 ms, or one operation.
 #[track_caller]
-fn at_rate(what: &str, rate: f64, mut found: impl FnMut() -> f64) {
-    at_last(|| {
-        let found = found();
-        assert!(found <= rate * 1.10, "{what}: {found} a second, and the limit is {rate}");
-        holds((found / rate - 1.0).abs() < 0.02, || format!("{what}: {found} a second, and the limit is {rate}"))
-    });
+fn never_faster(what: &str, rate: f64, operation: f64, amount: f64, seconds: f64) {
+    let most = rate * (seconds + 0.01) + operation;
+    assert!(amount <= most, "{what}: {amount} in {seconds} s, and the limit is {rate} a second");
 }
 
 #[test]
-fn limits_hold_for_seconds() {
-    let yard = Yard::start(&format!(
+fn nothing_is_faster_than_its_limit() {
+    let disks = Disks::start(&format!(
         "reactors = 2\n{}{}{}{}",
         disk("iops", "iops = 3000\nqueues = 2"),
         disk("writes", "iops-write = 1500"),
         disk("bps", "bps = \"40M\""),
         disk("both", "bps-read = \"64M\"\niops-read = 500\nbps-write = 1")
     ));
-    let queues = Options { queues: 2, ..yard.load("iops") };
-    at_rate("operations", 3000.0, || good(&queues).iops);
-    let mixed = Options { rw: Pattern::Randrw, ..yard.load("writes") };
-    at_rate("writes", 1500.0, || {
-        let report = good(&mixed);
-        assert!(report.reads > report.writes / 2, "reads are not limited");
-        report.writes as f64 / report.seconds
-    });
+    let report = good(&Options { queues: 2, ops: Some(1000), ..disks.load("iops") });
+    never_faster("operations", 3000.0, 1.0, report.operations as f64, report.seconds);
+    let report = good(&Options { rw: Pattern::Randrw, ops: Some(1000), ..disks.load("writes") });
+    assert!(report.reads > report.writes / 2, "reads are not limited");
+    never_faster("writes", 1500.0, 1.0, report.writes as f64, report.seconds);
     for (bs, depth) in [(4096, 32), (256 << 10, 4)] {
-        let options = Options { bs, depth, ..yard.load("bps") };
-        at_rate(&format!("bytes in operations of {bs}"), (40u64 << 20) as f64, || good(&options).bytes_per_second);
+        let report = good(&Options { bs, depth, ops: Some((16 << 20) / bs), ..disks.load("bps") });
+        let bytes = (report.operations * bs) as f64;
+        never_faster(&format!("bytes in operations of {bs}"), f64::from(40 << 20), bs as f64, bytes, report.seconds);
     }
-    // Of two the one that is reached first.
-    let small = Options { bs: 4096, ..yard.load("both") };
-    at_rate("small reads", 500.0, || good(&small).iops);
-    let large = Options { bs: 256 << 10, depth: 8, ..yard.load("both") };
-    at_rate("large reads", 256.0, || good(&large).iops);
-    yard.daemon.stop();
+    // Of two limits the one that is reached first.
+    for (bs, depth, rate) in [(4096, 32, 500.0), (256 << 10, 8, 256.0)] {
+        let report = good(&Options { bs, depth, ops: Some(100), ..disks.load("both") });
+        never_faster(&format!("reads of {bs} bytes"), rate, 1.0, report.operations as f64, report.seconds);
+    }
+    disks.daemon.stop();
 }
 
 #[test]
 fn a_burst_is_spent_once() {
     let folder = Folder::new();
     let socket = folder.join("s");
-    let daemon = Daemon::serve("null:1G", &socket, &["--iops", "500,max=4000,length=1"]);
-    // 4000 in the first second, 500 a second behind it; the client counts completions, which come a moment late.
-    at_last(|| {
-        let took = good(&Options { ops: Some(4500), ..Options::for_socket(socket.clone()) }).seconds;
-        assert!(took > 1.95, "{took} s for 4500 operations");
-        if took >= 2.05 {
-            // Until it is full again.
-            std::thread::sleep(Duration::from_secs(8));
-            return Err(format!("{took} s for 4500 operations"));
-        }
-        Ok(())
-    });
+    let daemon = Daemon::serve("null:1G", &socket, &["--iops", "500,max=4000,length=0.25"]);
+    // 1000 in the first 0.25 s, 500 a second behind it.
+    let took = good(&Options { ops: Some(1250), ..Options::for_socket(socket) }).seconds;
+    assert!(took > 0.70, "{took} s for 1250 operations");
     daemon.stop();
 }
 
 #[test]
-fn a_change_reaches_who_waits_within_100_ms() {
-    let text = |keys: &str| disk("a", keys);
-    // A sector every 6 s.
-    const SLOW: &str = "bps = 85";
-    let yard = Yard::start(&text(SLOW));
-    let mut guest = yard.guest("a");
-    // The first one empties the bucket.
-    guest.read(0, 512).unwrap();
-    for keys in ["iops = 5000", "bps = \"1G\"", "", "weight = 5"] {
-        at_last(|| {
-            let from = yard.daemon.log().len();
-            let waits = std::thread::scope(|scope| {
-                let waits = scope.spawn(|| {
-                    guest.read(0, 512).unwrap();
-                    Instant::now()
-                });
-                std::thread::sleep(Duration::from_millis(300));
-                assert!(!waits.is_finished(), "a second read within 6 s passes at once");
-                let told = yard.reload(&text(keys));
-                waits.join().unwrap() - told
-            });
-            // Far below what is left of the 6 s.
-            assert!(waits < Duration::from_secs(3), "{keys}: {waits:?}");
-            yard.daemon.wait_log_after(from, "changed while it is in use: ");
-            // And back.
-            let from = yard.daemon.log().len();
-            yard.reload(&text(SLOW));
-            yard.daemon.wait_log_after(from, "changed while it is in use: ");
-            guest.read(0, 512).unwrap();
-            holds(waits < Duration::from_millis(100), || format!("{keys}: {waits:?}"))
+fn a_change_reaches_requests_that_wait() {
+    let changes = [("a", "iops = 5000"), ("b", "bps = \"1G\""), ("c", ""), ("d", "weight = 5")];
+    let mut keys = changes.map(|(name, _)| (name, SLOW));
+    let text = |keys: &[(&str, &str)]| keys.iter().map(|(name, keys)| disk(name, keys)).collect::<String>();
+    let disks = Disks::start(&text(&keys));
+    for (at, change) in changes.into_iter().enumerate() {
+        let name = change.0;
+        let mut guest = disks.guest(name);
+        guest.read(0, 512).unwrap();
+        std::thread::scope(|scope| {
+            let second = scope.spawn(move || guest.read(0, 512).unwrap());
+            disks.until_waiting(name, 1);
+            keys[at] = change;
+            disks.reload(&text(&keys), "changed while it is in use: ");
+            second.join().unwrap();
         });
     }
-    assert!(!yard.daemon.log().contains("closing it"), "{}", yard.daemon.log());
-    yard.daemon.stop();
+    assert!(!disks.daemon.log().contains("closing it"), "{}", disks.daemon.log());
+    disks.daemon.stop();
 }
 
-/// The limit comes and goes under load, and holds from 100 ms after it came.
 #[test]
 fn limits_change_under_load() {
     let text = |keys: &str| disk("a", keys);
-    let yard = Yard::start(&text(""));
-    let load = Options { runtime: 120.0, ..yard.load("a") };
+    let disks = Disks::start(&text(""));
+    let load = Options { runtime: 120.0, ..disks.load("a") };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| good(&load));
-        yard.daemon.until_served("read", "");
+        disks.daemon.until_served("read", "");
         for round in 0..10 {
-            yard.reload(&text(&format!("iops = {}", 100 + round)));
-            std::thread::sleep(Duration::from_millis(200));
-            yard.reload(&text(""));
-            std::thread::sleep(Duration::from_millis(200));
+            disks.reload(&text(&format!("iops = {}", 100 + round)), "changed while it is in use: ");
+            disks.reload(&text(""), "changed while it is in use: ");
         }
-        yard.reload(&text("iops = 1000"));
-        std::thread::sleep(Duration::from_millis(500));
+        disks.reload(&text("iops = 1000"), "changed while it is in use: ");
         load.over.store(true, Ordering::Relaxed);
-        let report = client.join().unwrap();
-        // (With limits all the time some thousands, at most.)
-        assert!(report.operations > 10_000, "without a limit it is faster: {} operations", report.operations);
+        client.join().unwrap();
     });
-    let limited = yard.load("a");
-    at_rate("after many changes", 1000.0, || good(&limited).iops);
-    yard.daemon.stop();
+    let report = good(&Options { ops: Some(300), ..disks.load("a") });
+    never_faster("after many changes", 1000.0, 1.0, report.operations as f64, report.seconds);
+    disks.daemon.stop();
 }
 
 #[test]
 fn disks_of_a_group_share_its_limit() {
-    let text = |rate: u32| {
-        let group = format!("[group.g]\niops = {rate}\n");
+    let text = |limit: &str| {
+        let group = format!("[group.g]\n{limit}\n");
         format!("reactors = 2\n{group}{}{}{}", disk("a", "group = \"g\""), disk("b", "group = \"g\""), disk("c", ""))
     };
-    let yard = Yard::start(&text(2000));
-    let both = |rate: f64| {
-        at_last(|| {
-            let reports: Vec<Report> = std::thread::scope(|scope| {
-                let clients: Vec<_> = [("a", 64), ("b", 8)]
-                    .map(|(name, depth)| Options { depth, ..yard.load(name) })
-                    .map(|load| scope.spawn(move || good(&load)))
-                    .into();
-                clients.into_iter().map(|client| client.join().unwrap()).collect()
-            });
-            let all: f64 = reports.iter().map(|report| report.iops).sum();
-            assert!(all <= rate * 1.10, "both: {all} a second, and the limit is {rate}");
-            let part = reports[0].iops / all;
-            let good = (all / rate - 1.0).abs() < 0.02 && (0.45..0.55).contains(&part);
-            holds(good, || format!("{} and {} a second, and the limit is {rate}", reports[0].iops, reports[1].iops))
-        });
-    };
-    both(2000.0);
-    // (More than the group may have by half, and no more than a busy machine gives.)
-    assert!(good(&yard.load("c")).iops > 3000.0, "one that is not in it");
-    let from = yard.daemon.log().len();
-    yard.reload(&text(4000));
-    yard.daemon.wait_log_after(from, "group");
-    both(4000.0);
-    assert!(!yard.daemon.log().contains("closing it"), "{}", yard.daemon.log());
-    yard.daemon.stop();
+    let disks = Disks::start(&text(SLOW));
+    let [mut a, mut b, mut c] = ["a", "b", "c"].map(|name| disks.guest(name));
+    b.read(0, 512).unwrap();
+    // With the bucket of both empty, one that is not in the group still passes.
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| a.read(0, 512).unwrap());
+        disks.daemon.until_served("read", "b");
+        c.read(0, 512).unwrap();
+        let second = scope.spawn(|| b.read(0, 512).unwrap());
+        disks.until_waiting("b", 1);
+        assert!(!waits.is_finished(), "the limit is that of both");
+        disks.reload(&text("bps = \"1G\""), "group");
+        waits.join().unwrap();
+        second.join().unwrap();
+    });
+    assert!(!disks.daemon.log().contains("closing it"), "{}", disks.daemon.log());
+    disks.daemon.stop();
 }
 
 #[test]
 fn writes_that_wait_for_their_limit_hold_up_nothing_else() {
-    // A sector every 5 s.
-    let yard = Yard::start(&disk("a", "bps-write = 102\nqueues = 2"));
-    let mut guest = Guest::with(&yard.folder.join("a"), &Plan { queues: 2, ..Plan::default() });
+    let disks = Disks::start(&disk("a", "bps-write = 20\nqueues = 2"));
+    let mut guest = Guest::with(&disks.folder.join("a"), &Plan { queues: 2, ..Plan::default() });
     let [writes, others] = &mut guest.session.queues[..] else { panic!("two queues") };
     let mut write = || {
         let data = Data::ToDevice(512);
         assert_eq!(writes.call(request::OUT, 0, data, &mut [1; 512], ANSWER).unwrap(), status::OK);
     };
     write();
-    let start = Instant::now();
     std::thread::scope(|scope| {
         let waits = scope.spawn(write);
-        std::thread::sleep(Duration::from_millis(100));
+        disks.until_waiting("a", 1);
         for _ in 0..10 {
             let read = others.call(request::IN, 0, Data::FromDevice(512), &mut [0; 512], ANSWER);
             let flush = others.call(request::FLUSH, 0, Data::None, &mut [], ANSWER);
             assert_eq!((read.unwrap(), flush.unwrap()), (status::OK, status::OK));
         }
-        assert!(!waits.is_finished(), "what came behind the write was held up: {:?}", start.elapsed());
+        assert!(!waits.is_finished(), "a second sector within 25 s");
+        disks.reload(&disk("a", "queues = 2"), "changed while it is in use: ");
         waits.join().unwrap();
-        assert!(start.elapsed() > Duration::from_millis(4500), "{:?}", start.elapsed());
     });
-    yard.daemon.stop();
+    disks.daemon.stop();
 }
 
 #[test]
 fn only_another_group_or_device_closes_a_disk() {
-    let yard = Yard::start(&format!("[group.g]\n[group.h]\n{}{}", disk("a", "group = \"g\""), disk("b", "")));
-    let mut b = yard.guest("b");
+    let disks = Disks::start(&format!("[group.g]\n[group.h]\n{}{}", disk("a", "group = \"g\""), disk("b", "")));
+    let mut b = disks.guest("b");
     for (keys, said) in [("group = \"h\"", true), ("group = \"h\"\nweight = 7", false), ("device = \"d\"", true)] {
-        let from = yard.daemon.log().len();
-        yard.reload(&format!("[group.g]\n[group.h]\n{}{}", disk("a", keys), disk("b", "")));
-        let log =
-            yard.daemon.wait_log_after(from, if said { "serving null:1G" } else { "changed while it is in use: " });
+        let text = format!("[group.g]\n[group.h]\n{}{}", disk("a", keys), disk("b", ""));
+        let log = disks.reload(&text, if said { "serving null:1G" } else { "changed while it is in use: " });
         assert_eq!(log.contains("closing and opening it"), said, "{log}");
         assert!(!log.contains("disk=\"b\""), "{log}");
-        yard.guest("a").read(0, 512).unwrap();
+        disks.guest("a").read(0, 512).unwrap();
         b.read(0, 512).unwrap();
     }
-    yard.daemon.stop();
+    disks.daemon.stop();
 }
 
 #[test]
 fn wrong_knobs_change_nothing() {
-    let yard = Yard::start(&disk("a", "iops = 1"));
-    let mut guest = yard.guest("a");
+    let disks = Disks::start(&disk("a", "iops = 1"));
+    let mut guest = disks.guest("a");
     guest.read(0, 512).unwrap();
     for (text, said) in [
         (disk("a", "iops = \"100,max=5\""), "line 5: iops: limit \"100,max=5\": max is less than the rate"),
@@ -272,9 +181,7 @@ fn wrong_knobs_change_nothing() {
         (disk("a", "group = \"g\""), "disk \"a\": there is no group \"g\""),
         (format!("[group.g]\nreserve-bps = 5\nbps = 4\n{}", disk("a", "")), "group \"g\": reserve-bps is 5"),
     ] {
-        let from = yard.daemon.log().len();
-        yard.reload(&text);
-        let log = yard.daemon.wait_log_after(from, said);
+        let log = disks.reload(&text, said);
         let lines = log.lines().filter(|l| !l.contains("front end")).count();
         assert!(lines == 1 && log.contains("not reloaded: "), "{log}");
     }
@@ -282,7 +189,7 @@ fn wrong_knobs_change_nothing() {
     guest.read(0, 512).unwrap();
     guest.read(0, 512).unwrap();
     assert!(start.elapsed() > Duration::from_millis(900), "the limit is what it was: {:?}", start.elapsed());
-    yard.daemon.stop();
+    disks.daemon.stop();
 }
 
 #[test]
@@ -297,7 +204,7 @@ fn a_limited_disk_ends_at_once() {
         let start = Instant::now();
         assert!(daemon.terminate().success());
         // 63 wait for a second each.
-        assert!(start.elapsed() < Duration::from_secs(8), "{:?}", start.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(40), "{:?}", start.elapsed());
         let _ = client.join().unwrap();
     });
 }
@@ -305,70 +212,40 @@ fn a_limited_disk_ends_at_once() {
 /// Four servers of 5 ms: 800 reads a second.
 const DEVICE: &str = "image = \"delay:1G,parallel=4,read=5ms,device=d\"";
 
-/// Microseconds that each operation of a disk waited for its limits and for its neighbours, and that the device took.
-fn reasons(daemon: &Daemon, disk: &str) -> [f64; 3] {
-    let from = daemon.log().len();
-    daemon.signal(Signal::USR1);
-    let of_disk = format!("disk=\"{disk}\"");
-    let mut line = String::new();
-    until("the log says what became of the share", SOON, || {
-        let log = daemon.log()[from..].to_string();
-        line = log.lines().find(|l| l.contains("share: ") && l.contains(&of_disk)).unwrap_or_default().to_string();
-        !line.is_empty()
-    });
-    let number = |before: &str, after: &str| {
-        let Some((_, rest)) = line.split_once(before) else { return f64::NAN };
-        let text = rest.split_once(after).unwrap_or_else(|| panic!("no {after:?}: {line}")).0;
-        text.parse().unwrap_or_else(|e| panic!("{e}: {text:?} in {line}"))
-    };
-    [
-        number("waited ", " us for its limits"),
-        number("limits, ", " us for its neighbours"),
-        number("took ", " us, without"),
-    ]
-}
-
 #[test]
-fn why_a_disk_is_slow_is_told() {
+fn why_a_disk_is_slow_is_reported() {
     let with_device = |name: &str, keys: &str| disk(name, keys).replace("image = \"null:1G\"", DEVICE);
-    let yard = Yard::start(&format!(
+    let disks = Disks::start(&format!(
         "reactors = 2\n{}{}{}",
         disk("limited", "iops = 200"),
         with_device("thrash", ""),
         with_device("polite", "")
     ));
-    // Its limit: 10 at a time, 200 a second, are 50 ms each. (What is told are means since the disk is served. A machine that
-    // stands still now and then makes them longer.)
-    at_last(|| {
-        good(&Options { depth: 10, ..yard.load("limited") });
-        let [limits, neighbours, device] = reasons(&yard.daemon, "limited");
-        assert!(neighbours == 0.0 && device.is_nan(), "{neighbours} {device}");
-        holds((40_000.0..60_000.0).contains(&limits), || format!("{limits} us for its limits"))
-    });
-    // The device: nobody else is there.
-    at_last(|| {
-        good(&Options { depth: 2, ..yard.load("polite") });
-        let [limits, neighbours, device] = reasons(&yard.daemon, "polite");
-        assert_eq!(limits, 0.0);
-        let good = neighbours < 100.0 && (4_500.0..10_000.0).contains(&device);
-        holds(good, || format!("{neighbours} us for its neighbours, {device} us of the device"))
-    });
-    // A neighbour: of 800 reads a second there are 400, and 16 at a time wait 40 ms, less what the device takes.
-    let thrash = Options { depth: 256, runtime: 120.0, ..yard.load("thrash") };
+    let figure = |disk: &str, before: &str| {
+        let line = disks.share(disk);
+        let number = line.split_once(before).map(|(_, rest)| rest.split_once(" us").unwrap().0.parse::<f64>().unwrap());
+        number.unwrap_or_else(|| panic!("no {before:?}: {line}"))
+    };
+    // 10 at a time, 200 a second, are 50 ms each, except the first ones.
+    good(&Options { depth: 10, ops: Some(60), ..disks.load("limited") });
+    assert!(figure("limited", "waited ") > 25_000.0, "{}", disks.share("limited"));
+    assert!(disks.share("limited").contains("no device is shared"));
+    // The device, while no other disk uses it.
+    good(&Options { depth: 2, ops: Some(40), ..disks.load("polite") });
+    assert_eq!(figure("polite", "waited "), 0.0);
+    assert!(figure("polite", "took ") > 3_000.0, "{}", disks.share("polite"));
+    let thrash = Options { depth: 256, runtime: 120.0, ..disks.load("thrash") };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| good(&thrash));
-        yard.daemon.until_served("read", "thrash");
-        std::thread::sleep(Duration::from_millis(500));
-        at_last(|| {
-            let polite = good(&Options { depth: 16, ..yard.load("polite") }).iops;
-            holds((300.0..500.0).contains(&polite), || format!("{polite} a second beside a thrasher"))
-        });
+        disks.daemon.until_served("read", "thrash");
+        // 200 operations at a time, of which the device does four.
+        good(&Options { depth: 200, ops: Some(400), ..disks.load("polite") });
         thrash.over.store(true, Ordering::Relaxed);
         client.join().unwrap();
     });
-    let [limits, neighbours, _] = reasons(&yard.daemon, "polite");
-    assert!(limits == 0.0 && neighbours > 5_000.0, "{limits} {neighbours}");
-    let [limits, neighbours, _] = reasons(&yard.daemon, "thrash");
-    assert!(limits == 0.0 && neighbours > 100_000.0, "{limits} {neighbours}");
-    yard.daemon.stop();
+    for name in ["polite", "thrash"] {
+        assert_eq!(figure(name, "waited "), 0.0);
+        assert!(figure(name, "limits, ") > 5_000.0, "{}", disks.share(name));
+    }
+    disks.daemon.stop();
 }

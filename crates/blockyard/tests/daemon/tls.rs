@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use blockyard_image::nbd::tls;
-use blockyard_image::nbd::wire::{self, Headers, OptionHeader, OptionReply, Request, SimpleReply, cmd, opt, rep};
+use blockyard_nbd::tls;
+use blockyard_nbd::wire::{self, Headers, OptionHeader, OptionReply, Request, SimpleReply, cmd, opt, rep};
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, SerialNumber,
 };

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use blockyard_image::cow::{self, Backing, Cow, CowOptions, CreateOptions};
 use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, Store};
-use blockyard_ring::sim::{Rng, pattern};
 use blockyard_ring::{Executor, Segments};
+use blockyard_storage::sim::{Rng, pattern};
 
 use crate::common::guest::run_guest;
 use crate::common::{Daemon, Folder, Guest, Kind, md5};
@@ -96,7 +96,7 @@ impl Files {
         let open = |path: &Path| {
             let options = OpenOptions::new(path, false, CacheMode::None);
             let file = Arc::new(ImageFile::open(&options).unwrap());
-            file.raw(executor.handle()).unwrap()
+            Raw::open(&file, executor.handle()).unwrap()
         };
         executor.block_on(work(open(&self.cow), &open)).unwrap();
     }

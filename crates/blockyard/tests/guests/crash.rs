@@ -5,6 +5,7 @@ use std::time::Duration;
 use crate::common::{Guest, Kind};
 use crate::stage::{Stage, script_with_prelude};
 
+/// Kills of each daemon, and kills of both that find requests in flight.
 const KILLS: u32 = 20;
 /// An emulated guest is slower than the disk: without a delay most kills would find nothing in flight.
 const DELAY: &str = "delay:read=8ms,write=8ms";
@@ -42,7 +43,11 @@ fn twenty_kills_of_each_daemon_under_load_in_qemu() {
     let mut guest = Guest::start(Kind::Qemu, disks, &script_with_prelude(SCRIPT), Duration::from_secs(150));
     guest.expect("started");
     let mut hits = 0;
-    for n in 0..KILLS {
+    // A busy machine leaves more kills without a request in flight: then there are more kills.
+    for n in 0.. {
+        if n >= KILLS && hits >= KILLS {
+            break;
+        }
         for stage in &mut stages {
             // In the middle of something, and at another moment each time.
             stage.until_served("write");
@@ -52,7 +57,6 @@ fn twenty_kills_of_each_daemon_under_load_in_qemu() {
             stage.kill_and_restart();
         }
     }
-    assert!(hits >= KILLS, "only {hits} of {} kills found requests in flight", 2 * KILLS);
     for stage in &mut stages {
         stage.until_served("write");
         stage.go_on();

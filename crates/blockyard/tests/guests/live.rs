@@ -44,8 +44,12 @@ fn exchange(kind: Kind) {
     let (base, socket) = (folder.image("base.img", SIZE), folder.join("disk.sock"));
     let server = Server::start(&base, &socket, &[]);
     let script = script_with_prelude(SCRIPT);
-    let queues = if kind == Kind::Qemu { ",queues=2" } else { "" };
-    let mut guest = Guest::start(kind, Guest::vhost(&socket, queues), &script, Duration::from_secs(180));
+    let mut options = Guest::vhost(&socket, "").to_vec();
+    if kind == Kind::Qemu {
+        // With two processors the emulator now and then delivers no timer interrupt to one of them, and the guest hangs.
+        options.extend(["--smp".into(), "1".into()]);
+    }
+    let mut guest = Guest::start(kind, options, &script, Duration::from_secs(180));
     guest.expect("begun");
     let mut rounds = 0;
     while guest.running() {

@@ -11,6 +11,7 @@
 //!   live          snapshot, commit, snapshot, stream, again and again under verified load              UML, QEMU
 //!   runner        the guests' runner, told to end while it cleans up                           UML
 //!   neighbours    one guest runs out of memory and swaps, the other's data are verified                 UML
+//!   xen           a file system in a PV guest of an emulated Xen                          Xen
 //! ```
 //! Guests cost seconds each, so a script shows as much as fits. Where the host must do something at a certain point the
 //! script says `tell WORD`, and goes on when the host has made the disk larger (`Stage::go_on`).
@@ -30,3 +31,4 @@ mod neighbours;
 mod qmp;
 mod runner;
 mod stage;
+mod xen;

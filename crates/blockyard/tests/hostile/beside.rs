@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, Thread, scope};
 use std::time::{Duration, Instant};
 
-use blockyard_bench::driver::request::IN;
+use blockyard_driver::request::IN;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::daemon::{Daemon, OTHER};

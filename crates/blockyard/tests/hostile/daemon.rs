@@ -11,6 +11,8 @@ pub const VICTIM: &str = "victim";
 pub const OTHER: &str = "other";
 pub const SLOW: &str = "slow";
 pub const QUEUES: u16 = 2;
+/// Queues of each disk of a crowded daemon.
+pub const MANY_QUEUES: u16 = 16;
 /// Bytes of each disk.
 pub const CAPACITY: u64 = 32 << 20;
 
@@ -33,6 +35,11 @@ impl Daemon {
         Self::made(|_, _| format!("ram:{CAPACITY}"), delay, "")
     }
 
+    /// Disks with many queues, which share one reactor with all others. `image` as of [`Daemon::with`].
+    pub fn crowded(image: impl Fn(&Folder, &str) -> String) -> Self {
+        Self::configured(image, "200ms", "", MANY_QUEUES, "reactors = 1\n")
+    }
+
     /// Disks in memory, of which the victim has these limits.
     pub fn limited(limits: &str) -> Self {
         Self::made(|_, _| format!("ram:{CAPACITY}"), "400ms", limits)
@@ -44,11 +51,21 @@ impl Daemon {
     }
 
     fn made(image: impl Fn(&Folder, &str) -> String, delay: &str, limits: &str) -> Self {
+        Self::configured(image, delay, limits, QUEUES, "")
+    }
+
+    fn configured(
+        image: impl Fn(&Folder, &str) -> String,
+        delay: &str,
+        limits: &str,
+        queues: u16,
+        server: &str,
+    ) -> Self {
         let folder = Folder::new();
-        let mut config = String::new();
+        let mut config = String::from(server);
         for disk in [VICTIM, OTHER, SLOW] {
             let (image, socket) = (image(&folder, disk), folder.join(disk));
-            config += &format!("[[disk]]\nname = \"{disk}\"\nimage = \"{image}\"\nqueues = {QUEUES}\n");
+            config += &format!("[[disk]]\nname = \"{disk}\"\nimage = \"{image}\"\nqueues = {queues}\n");
             config += &format!("vhost-user = \"{}\"\n", socket.display());
             if disk == VICTIM {
                 config += &format!("{limits}\n");
@@ -63,6 +80,17 @@ impl Daemon {
         let mut daemon = common::Daemon::start(Command::new(BLOCKYARD).args(["serve", "--config"]).arg(&path));
         daemon.wait_ready();
         Daemon { daemon, folder }
+    }
+
+    /// Waits until requests of the disk wait for its limits or for its device.
+    pub fn until_waiting(&self, disk: &str) {
+        let of_disk = format!("disk=\"{disk}\"");
+        until("requests wait for their share", SOON, || {
+            let from = self.daemon.log().len();
+            self.daemon.signal(common::Signal::USR1);
+            let log = self.daemon.wait_log_after(from, "share: ");
+            log.lines().any(|line| line.contains("share: ") && line.contains(&of_disk) && !line.contains("; 0 wait"))
+        });
     }
 
     pub fn socket(&self, disk: &str) -> PathBuf {

@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use blockyard_bench::driver::request::{DISCARD, IN, OUT};
+use blockyard_driver::request::{DISCARD, IN, OUT};
 use vhost::vhost_user::message::FrontendReq;
 
 use super::daemon::{CAPACITY, Daemon, OTHER, VICTIM};

@@ -6,11 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use blockyard_bench::driver::connection::PROTOCOL;
-use blockyard_bench::driver::{Connection, Memory, RingAddresses, RingSetup, feature, request};
+use blockyard_driver::connection::PROTOCOL;
+use blockyard_driver::{Connection, Memory, RingAddresses, RingSetup, feature, request};
 use blockyard_ring::Window;
 use rustix::event::EventfdFlags;
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures};
+
+use super::daemon::QUEUES;
 
 pub const NEXT: u16 = 1;
 pub const WRITE: u16 = 2;
@@ -240,6 +242,10 @@ impl Guest {
 
     /// The same, with these features of the protocol.
     pub fn connect_with(path: &Path, layout: Layout, protocol: VhostUserProtocolFeatures) -> Self {
+        Self::connect_queues(path, layout, protocol, QUEUES)
+    }
+
+    fn connect_queues(path: &Path, layout: Layout, protocol: VhostUserProtocolFeatures, queues: u16) -> Self {
         let mut connection = Connection::open(path).unwrap();
         connection.socket().set_read_timeout(Some(PATIENCE)).unwrap();
         let ring = if layout == Layout::Packed { feature::RING_PACKED } else { 0 };
@@ -247,14 +253,19 @@ impl Guest {
         connection.negotiate(wanted, wanted & !feature::READ_ONLY, protocol).unwrap();
         let mut memory = Memory::new(8 << 20).unwrap();
         connection.set_memory(&memory).unwrap();
-        let rings = (0..super::daemon::QUEUES).map(|q| Ring::new(&mut memory, layout, q)).collect();
+        let rings = (0..queues).map(|q| Ring::new(&mut memory, layout, q)).collect();
         let scratch = memory.take(2048, 64).unwrap();
         Guest { connection, memory, rings, layout, scratch }
     }
 
     /// Connected and running.
     pub fn start(path: &Path, layout: Layout) -> Self {
-        let mut guest = Self::connect(path, layout);
+        Self::start_queues(path, layout, QUEUES)
+    }
+
+    /// The same, with so many queues.
+    pub fn start_queues(path: &Path, layout: Layout, queues: u16) -> Self {
+        let mut guest = Self::connect_queues(path, layout, PROTOCOL, queues);
         for queue in 0..guest.rings.len() {
             guest.start_ring(queue).unwrap();
         }

@@ -1,6 +1,6 @@
 //! Front ends that stop and start their queues so that their disk's limits do not hold.
 
-use blockyard_bench::driver::request::OUT;
+use blockyard_driver::request::OUT;
 
 use super::beside::beside;
 use super::daemon::{Daemon, OTHER, VICTIM};
@@ -32,14 +32,15 @@ fn queues_that_stop_and_start_do_not_get_past_their_limits() {
         guest.rings[0].wait(1);
         offer(&mut guest, SIZE / 2);
         // The queue takes some, which stand in line, and then no more. Only a stop lets them pass.
+        daemon.until_waiting(VICTIM);
         guest.connection.stop_ring(0).unwrap();
         let passed = answered(&mut guest);
         assert!(passed < usize::from(SIZE / 2), "{layout:?}: a drain lets pass all that was offered");
+        assert!(passed > 0, "{layout:?}: the queue took nothing");
         for round in 0..20 {
             guest.rings[0].clear();
             guest.start_ring(0).unwrap();
             offer(&mut guest, 1);
-            // A message is answered behind the turns that the kick has caused.
             guest.connection.stop_ring(0).unwrap();
             assert_eq!(answered(&mut guest), 0, "{layout:?}, round {round}");
         }

@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-use blockyard_bench::driver::Connection;
+use blockyard_driver::Connection;
 use vhost::vhost_user::message::FrontendReq;
 
 use super::daemon::{Daemon, OTHER, QUEUES, VICTIM};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use blockyard_bench::driver::request::{FLUSH, IN, OUT};
+use blockyard_driver::request::{FLUSH, IN, OUT};
 use blockyard_ring::Window;
 use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;

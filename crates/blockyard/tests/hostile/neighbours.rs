@@ -4,24 +4,25 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
-use blockyard_bench::driver::connection::PROTOCOL;
-use blockyard_bench::driver::request::{DISCARD, WRITE_ZEROES};
+use blockyard_driver::connection::PROTOCOL;
+use blockyard_driver::request::{DISCARD, WRITE_ZEROES};
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures};
 
 use super::beside::{Attack, beside};
-use super::daemon::{CAPACITY, Daemon, OTHER, VICTIM};
+use super::daemon::{CAPACITY, Daemon, MANY_QUEUES, OTHER, VICTIM};
 use super::guest::{BOTH, Guest, Layout, into, out};
 use super::messages::{Fate, garbage, inflight, memfd, send};
 use super::regions::add;
+use crate::common::Folder;
 
 /// Ranges of a request: as many as the device offers.
 const RANGES: u64 = 64;
-/// Requests of the ring at a time.
-const REQUESTS: usize = 60;
+/// Requests of all rings at a time.
+const REQUESTS: u16 = 60;
 
-/// Fills the ring with requests of 64 ranges of 4 KiB each, as often as the device has answered all of them.
-fn ranges_without_end(attack: &Attack<'_>, kind: u32) {
-    let mut guest = Guest::start(&attack.socket(VICTIM), Layout::Split);
+/// Fills the rings with requests of 64 ranges of 4 KiB each, as often as the device has answered all of them.
+fn ranges_without_end(attack: &Attack<'_>, queues: u16, kind: u32) {
+    let mut guest = Guest::start_queues(&attack.socket(VICTIM), Layout::Split, queues);
     let mut ranges = Vec::new();
     for n in 0..RANGES {
         ranges.extend((n * 64).to_le_bytes());
@@ -30,41 +31,52 @@ fn ranges_without_end(attack: &Attack<'_>, kind: u32) {
     }
     let (header, ranges, status) = (guest.header(kind, 0), guest.bytes(&ranges), guest.status());
     let table = guest.table(&[out(header, 16), out(ranges, RANGES as u32 * 16), into(status, 1)]);
+    let requests = REQUESTS.div_ceil(queues);
     while attack.goes_on() {
-        for _ in 0..REQUESTS {
-            guest.rings[0].offer(&[table]);
+        for ring in &mut guest.rings {
+            for _ in 0..requests {
+                ring.offer(&[table]);
+            }
+            ring.kick();
         }
-        guest.rings[0].kick();
-        for _ in 0..REQUESTS {
-            guest.rings[0].wait(1);
+        for ring in &mut guest.rings {
+            for _ in 0..requests {
+                ring.wait(1);
+            }
         }
     }
     assert_eq!(guest.byte(status), 0);
 }
 
 /// The victim is a file. The neighbour's disk is in memory, so it does not share the file system's locks.
-fn beside_ranges(what: &str, kind: u32) {
-    let daemon = Daemon::with(|folder, disk| {
-        if disk != VICTIM {
-            return format!("ram:{CAPACITY}");
-        }
-        let path = folder.join("victim.raw");
-        File::create(&path).unwrap().set_len(CAPACITY).unwrap();
-        path.display().to_string()
-    });
-    beside(what, &daemon, |attack| ranges_without_end(attack, kind));
+fn victim_in_a_file(folder: &Folder, disk: &str) -> String {
+    if disk != VICTIM {
+        return format!("ram:{CAPACITY}");
+    }
+    let path = folder.join("victim.raw");
+    File::create(&path).unwrap().set_len(CAPACITY).unwrap();
+    path.display().to_string()
+}
+
+fn beside_ranges(what: &str, daemon: Daemon, queues: u16, kind: u32) {
+    beside(what, &daemon, |attack| ranges_without_end(attack, queues, kind));
     assert_eq!(daemon.complaints(), Vec::<String>::new());
     daemon.end();
 }
 
 #[test]
 fn beside_discards_without_end() {
-    beside_ranges("discards without end", DISCARD);
+    beside_ranges("discards without end", Daemon::with(victim_in_a_file), 1, DISCARD);
+}
+
+#[test]
+fn beside_discards_of_many_queues() {
+    beside_ranges("discards of many queues", Daemon::crowded(victim_in_a_file), MANY_QUEUES, DISCARD);
 }
 
 #[test]
 fn beside_zeroes_without_end() {
-    beside_ranges("zeroes without end", WRITE_ZEROES);
+    beside_ranges("zeroes without end", Daemon::with(victim_in_a_file), 1, WRITE_ZEROES);
 }
 
 #[test]

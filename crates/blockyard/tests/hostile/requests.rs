@@ -1,7 +1,7 @@
 //! Bad requests on a sound ring, and odd ones that are right: each is answered by its status, and nobody complains.
 
-use blockyard_bench::driver::request::{DISCARD, FLUSH, ID, IN, OUT, WRITE_ZEROES};
-use blockyard_bench::driver::status::{IOERR, OK, UNSUPP};
+use blockyard_driver::request::{DISCARD, FLUSH, ID, IN, OUT, WRITE_ZEROES};
+use blockyard_driver::status::{IOERR, OK, UNSUPP};
 
 use super::daemon::{CAPACITY, Daemon, OTHER, VICTIM};
 use super::guest::{BOTH, D, Guest, into, out};

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use blockyard_bench::driver::request::{FLUSH, IN, OUT};
+use blockyard_driver::request::{FLUSH, IN, OUT};
 
 use super::daemon::{Daemon, OTHER, SLOW, VICTIM};
 use super::guest::{BOTH, D, Guest, INDIRECT, Layout, NEXT, SIZE, WRITE, into, out, rung};

@@ -6,40 +6,42 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use blockyard_bench::driver::connection::PROTOCOL;
-use blockyard_bench::driver::request::IN;
+use blockyard_driver::connection::PROTOCOL;
+use blockyard_driver::request::IN;
 
 use rustix::event::EventfdFlags;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures};
 
 use super::beside::beside;
-use super::daemon::{Daemon, SLOW, VICTIM};
+use super::daemon::{CAPACITY, Daemon, MANY_QUEUES, SLOW, VICTIM};
 use super::guest::{BOTH, D, Guest, Layout, NEXT, NONE, WRITE, into, out};
 use super::messages::{Fate, send};
 use super::moving::{EXTRA, extra};
 use crate::common::SOON;
 
-/// A split ring with a request in flight that takes its time, and behind it one chain of 1,026 descriptors again and again.
-/// The device refuses that one on the spot, because a part of its data lies outside the memory.
+/// Split rings, each with a request in flight that takes its time, and behind it one chain of 1,026 descriptors again and
+/// again. The device refuses that one on the spot, because a part of its data lies outside the memory.
 struct Endless {
     guest: Guest,
-    slow_status: u64,
-    /// The available index that the device sees.
-    shown: u16,
+    /// Of each ring, where the slow request's status is.
+    slow_status: Vec<u64>,
+    /// Of each ring, the available index that the device sees.
+    shown: Vec<u16>,
 }
 
 const SLOW_HEAD: u16 = 60;
 
 impl Endless {
     /// `regions`: as many memory regions besides, in which the data of the chains lie.
-    fn start(path: &Path, regions: u64) -> Self {
-        let mut guest = Guest::start(path, Layout::Split);
+    fn start(path: &Path, queues: u16, regions: u64) -> Self {
+        let mut guest = Guest::start_queues(path, Layout::Split, queues);
         let more: Vec<_> = (0..regions).map(|n| extra(EXTRA + 8192 * n, 4096)).collect();
         for region in &more {
             guest.connection.frontend().add_mem_region(&region.info).unwrap();
         }
-        let (slow, slow_status) = (guest.header(IN, 0), guest.bytes(&[0]));
+        let slow = guest.header(IN, 0);
+        let slow_status: Vec<_> = (0..queues).map(|_| guest.bytes(&[0])).collect();
         let data = guest.memory.take(4096, 4096).unwrap();
         let (header, status) = (guest.header(IN, 0), guest.status());
         let mut chain = vec![out(header, 16)];
@@ -47,50 +49,61 @@ impl Endless {
         chain.extend((0..1023).map(|n| into(place(n), 512)));
         chain.extend([into(0x7fff_0000_0000, 512), into(status, 1)]);
         let table = guest.table(&chain);
-        let ring = &guest.rings[0];
-        ring.write_split(0, table, 0);
-        ring.write_split(SLOW_HEAD, D { flags: NEXT, ..out(slow, 16) }, SLOW_HEAD + 1);
-        ring.write_split(SLOW_HEAD + 1, D { flags: WRITE | NEXT, ..out(data, 4096) }, SLOW_HEAD + 2);
-        ring.write_split(SLOW_HEAD + 2, into(slow_status, 1), 0);
-        Endless { guest, slow_status, shown: 0 }
+        for (ring, slow_status) in guest.rings.iter().zip(&slow_status) {
+            ring.write_split(0, table, 0);
+            ring.write_split(SLOW_HEAD, D { flags: NEXT, ..out(slow, 16) }, SLOW_HEAD + 1);
+            ring.write_split(SLOW_HEAD + 1, D { flags: WRITE | NEXT, ..out(data, 4096) }, SLOW_HEAD + 2);
+            ring.write_split(SLOW_HEAD + 2, into(*slow_status, 1), 0);
+        }
+        Endless { guest, slow_status, shown: vec![0; queues.into()] }
     }
 
-    /// Fills the ring again; how many chains the device has answered so far.
-    fn refill(&mut self) -> u16 {
-        let ring = &self.guest.rings[0];
+    /// Fills the rings again; how many chains of each the device has answered so far.
+    fn refill(&mut self) -> Vec<u16> {
+        (0..self.shown.len()).map(|queue| self.refill_ring(queue)).collect()
+    }
+
+    fn refill_ring(&mut self, queue: usize) -> u16 {
+        let (ring, slow_status) = (&self.guest.rings[queue], self.slow_status[queue]);
         let used = ring.used.load_u16(2, Ordering::Acquire);
         let until = used.wrapping_add(ring.size - 1);
-        while self.shown != until {
-            let answered = self.guest.byte(self.slow_status) != NONE;
+        let shown = &mut self.shown[queue];
+        while *shown != until {
+            let answered = self.guest.byte(slow_status) != NONE;
             let head = if answered { SLOW_HEAD } else { 0 };
             if answered {
-                self.guest.bytes_at(self.slow_status, &[NONE]);
+                self.guest.bytes_at(slow_status, &[NONE]);
             }
-            let place = usize::from(self.shown % self.guest.rings[0].size);
-            self.guest.rings[0].avail.store_u16(4 + 2 * place, head, Ordering::Relaxed);
-            self.shown = self.shown.wrapping_add(1);
+            let place = usize::from(*shown % ring.size);
+            ring.avail.store_u16(4 + 2 * place, head, Ordering::Relaxed);
+            *shown = shown.wrapping_add(1);
         }
-        self.guest.rings[0].avail.store_u16(2, self.shown, Ordering::Release);
-        self.guest.rings[0].kick();
+        ring.avail.store_u16(2, *shown, Ordering::Release);
+        ring.kick();
         used
     }
 }
 
 #[test]
 fn beside_chains_without_end() {
-    endless("chains without end", 0);
+    endless("chains without end", Daemon::slow("200ms"), 1, 0);
 }
 
 #[test]
 fn beside_chains_in_many_regions() {
-    endless("chains in 400 memory regions", 400);
+    endless("chains in 400 memory regions", Daemon::slow("200ms"), 1, 400);
 }
 
-fn endless(what: &str, regions: u64) {
-    let daemon = Daemon::slow("200ms");
+#[test]
+fn beside_chains_of_many_queues() {
+    let daemon = Daemon::crowded(|_, _| format!("ram:{CAPACITY}"));
+    endless("chains of many queues", daemon, MANY_QUEUES, 0);
+}
+
+fn endless(what: &str, daemon: Daemon, queues: u16, regions: u64) {
     beside(what, &daemon, |attack| {
-        let mut endless = Endless::start(&attack.socket(SLOW), regions);
-        let mut answered = 0;
+        let mut endless = Endless::start(&attack.socket(SLOW), queues, regions);
+        let mut answered = Vec::new();
         while attack.goes_on() {
             let start = Instant::now();
             while std::mem::replace(&mut answered, endless.refill()) == answered {

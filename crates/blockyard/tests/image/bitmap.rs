@@ -31,7 +31,10 @@ fn dirty(path: &Path, bitmap: &str) -> Vec<(u64, u64)> {
         \"$0\" qemu-nbd -f qcow2 -B \"$bitmap\" -k \"$image.nbd\" --fork --pid-file=\"$image.pid\" \"$image.copy\"\n\
         \"$0\" qemu-img map --output=json --image-opts \"driver=nbd,server.type=unix,server.path=$image.nbd,\
         x-dirty-bitmap=qemu:dirty-bitmap:$bitmap\"\n\
-        kill \"$(cat \"$image.pid\")\"";
+        server=$(cat \"$image.pid\")\n\
+        kill \"$server\"\n\
+        while [ -e \"/proc/$server/exe\" ]; do sleep 0.01; done";
+    // (Until the server has gone it writes to the copy, which the next call makes anew.)
     let mut command = Command::new("sh");
     command.args(["-c", script]).arg(guests().join("tool")).arg(path).arg(bitmap);
     // Dirty pieces are shown as pieces without data.

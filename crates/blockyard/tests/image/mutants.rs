@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use blockyard_image::qcow2::Header;
-use blockyard_ring::sim::Rng;
+use blockyard_storage::sim::Rng;
 
 use crate::common::tool;
 use crate::fixture::{Images, MIB, image_any, qemu_img, qemu_io, text};

@@ -1,6 +1,6 @@
 //! `attach` and `detach`, as people use them.
 
-use crate::stage::on_kernel;
+use crate::stage::{on_both_kernels, on_kernel};
 
 const ATTACH: &str = r#"
 truncate -s 64M a.img b.img
@@ -50,8 +50,7 @@ blockyard detach $device
 
 #[test]
 fn a_device_comes_and_goes() {
-    on_kernel("6", ATTACH);
-    on_kernel("7", ATTACH);
+    on_both_kernels(ATTACH);
 }
 
 /// A user whom the machine's owner lets use the driver: what a udev rule would do is done here by hand.
@@ -142,8 +141,7 @@ gone
 
 #[test]
 fn a_user_without_privileges_who_is_let() {
-    on_kernel("6", UNPRIVILEGED);
-    on_kernel("7", UNPRIVILEGED);
+    on_both_kernels(UNPRIVILEGED);
 }
 
 /// Without ublk it is the kernel's NBD client; without that, too, it says what to load.

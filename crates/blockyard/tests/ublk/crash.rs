@@ -1,24 +1,22 @@
 //! The server dies, the device does not.
 
-use crate::stage::on_kernel;
+use crate::stage::{on_both_kernels, on_kernel};
 
 /// Under verified load the server is killed ten times, on either kernel; the next one has the image in the page cache, or past it,
 /// in turn.
 const KILLS: &str = r#"
 truncate -s 64M a.img
 serve a.img --ublk=0
-load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=48M --time_based --runtime=40 --verify_backlog=64 &
-load=$!
-sleep 0.5
+begin_load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=48M
+answered ublkb0
 for ((n = 1; n <= 10; n++)); do
     kill -9 $pid
     wait $pid 2>/dev/null || :
     kill -0 $load
     serve a.img --ublk=0 --cache $( ((n % 2)) && echo writeback || echo none)
-    sleep 0.2
+    answered ublkb0
 done
-wait $load || { echo "the load failed" && exit 1; }
-grep -qE 'err= *0' /tmp/fio.log || { cat /tmp/fio.log && exit 1; }
+end_load
 [[ $(grep -c 'ublkb0 taken over' /tmp/log) == 10 ]]
 stop
 [[ ! -e /dev/ublkb0 ]]
@@ -70,6 +68,5 @@ e2fsck -fn a.img >/dev/null
 
 #[test]
 fn a_mounted_device_outlives_its_server() {
-    on_kernel("6", KEPT);
-    on_kernel("7", KEPT);
+    on_both_kernels(KEPT);
 }

@@ -1,6 +1,6 @@
 //! A device that something uses is not taken away, however it is used.
 
-use crate::stage::on_kernel;
+use crate::stage::on_both_kernels;
 
 const OPEN: &str = r#"
 truncate -s 64M a.img
@@ -50,14 +50,14 @@ kill $other
 wait $other 2>/dev/null || :
 
 # SIGTERM under load: the device is kept, and the load goes on with the next server.
-load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=32M --time_based --runtime=4 --verify_backlog=64 &
-load=$!
-until ls -l /proc/[0-9]*/fd 2>/dev/null | grep -q '/dev/ublkb0$'; do sleep 0.01; done
+begin_load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=32M
+answered ublkb0
 stop
 grep -q '/dev/ublkb0 is in use by process .* (fio): it is kept, and waits for --ublk=0' /tmp/log || { cat /tmp/log && exit 1; }
 [[ -b /dev/ublkb0 ]]
 serve a.img --ublk=0
-wait $load
+answered ublkb0
+end_load
 blockyard detach /dev/ublkb0
 [[ ! -e /dev/ublkb0 ]]
 stop
@@ -65,6 +65,5 @@ stop
 
 #[test]
 fn a_device_in_use_is_not_taken_away() {
-    on_kernel("6", OPEN);
-    on_kernel("7", OPEN);
+    on_both_kernels(OPEN);
 }

@@ -1,11 +1,52 @@
-//! A guest with the program under test, a disk for images and the ublk driver.
+//! Guests with the program under test, a disk for images and the ublk driver. An emulated boot takes seconds, so a guest runs
+//! the scripts of several tests, one after another.
+//!
+//! What must hold: a script finds what it finds after a boot: its guest, else idle, has no device, no process, no module and no
+//! file of an earlier one. A guest whose script failed, or that cannot be cleaned, runs no other. A guest ends with this process.
 
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
 use std::process::Command;
-use std::sync::OnceLock;
+use std::sync::Mutex;
 use std::time::Duration;
 
-use crate::common::{BLOCKYARD, Folder, Guest, Kind, TOOL, run};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+use crate::common::{BLOCKYARD, Folder, Guest, TOOL, run};
+
+/// What a guest does: it runs each script that comes through its FIFO, and says how the script ended and whether the guest is clean.
+const SERVE_SCRIPTS: &str = r#"
+clean() {
+    pkill -KILL -f '^/host/blockyard|^sleep|^fio|^strace' || :
+    cd /
+    while umount -q /mnt; do :; done
+    for control in /dev/ublkc*; do
+        [[ ! -e $control ]] || /host/blockyard detach --force "/dev/ublkb${control#/dev/ublkc}" || return
+    done
+    [[ ! -e /sys/module/loop ]] || losetup -D
+    for ((try = 0; try < 100; try++)); do umount -q /tmp/images && break || sleep 0.05; done
+    for module in loop nbd ublk_drv; do
+        [[ ! -e /sys/module/$module ]] || for ((try = 0; try < 100; try++)); do modprobe -r $module && break || sleep 0.05; done
+    done
+    ! grep -E ' (/mnt|/tmp/images) ' /proc/mounts || return
+    rm -rf /tmp/* /run/blockyard
+    chmod 1777 /tmp
+    mount -t tmpfs tmpfs /mnt
+    dmesg -C
+    ! pgrep -f '^/host/blockyard' && [[ ! -e /sys/module/ublk_drv && ! -e /sys/module/loop && ! -e /sys/module/nbd ]]
+}
+exec 4<"$GUEST_INPUT"
+echo "guest: ready"
+while read -r bytes <&4; do
+    head -c "$bytes" <&4 >/run/script
+    status=0
+    (cd /tmp && exec setsid bash -euo pipefail /run/script </dev/null 4<&-) || status=$?
+    ((status == 0)) || { echo "script: ended with status $status" && break; }
+    clean >/run/cleaned 2>&1 || { echo "script: passed, guest not clean: $(tr '\n' ' ' </run/cleaned)" && break; }
+    echo 'script: passed'
+done
+"#;
 
 /// Shell functions for the scripts.
 const PRELUDE: &str = r#"
@@ -46,6 +87,32 @@ load() { # ARGUMENTS...
         --group_reporting "$@" || { cat /tmp/fio.log && return 1; }
 }
 
+# The same in the background, until it is told to end. (The limit is for a load that nothing ends.)
+begin_load() { # ARGUMENTS...
+    load --time_based --runtime=100 --verify_backlog=64 "$@" >/dev/null &
+    load=$!
+}
+
+# Ends it: the load must have run until now, without an error. At SIGTERM fio ends with a status of its own.
+end_load() {
+    local ended=0
+    pkill -TERM -x fio || { cat /tmp/fio.log && return 1; }
+    wait $load || ended=$?
+    [[ $ended == 1 ]] && grep -q 'terminating on signal 15' /tmp/fio.log && grep -qE 'err= *0' /tmp/fio.log || {
+        cat /tmp/fio.log && return 1
+    }
+}
+
+# Waits until a device has answered some more reads and writes of the load.
+answered() { # NAME
+    local from now
+    read -r -a from </sys/block/$1/stat
+    until read -r -a now </sys/block/$1/stat && ((now[0] > from[0] + 16 && now[4] > from[4] + 16)); do
+        kill -0 $load
+        sleep 0.02
+    done
+}
+
 fails() { # STATUS WORD... -- COMMAND...: the command fails so, and its message has the words
     local status=$1 got=0 words=() word said
     shift
@@ -70,30 +137,69 @@ case $(uname -r) in
 esac
 "#;
 
-/// Boots a kernel (6 or 7), runs the script, ends well: the output.
-#[track_caller]
-pub fn on_kernel(kernel: &str, script: &str) -> String {
-    let folder = Folder::new();
-    let disk = folder.image("disk.img", 400 << 20);
-    let options = [
-        "--kernel".into(),
-        kernel.into(),
-        "--file".into(),
-        program().to_string_lossy().into_owned(),
-        "--disk".into(),
-        format!("file={}", disk.display()),
-    ];
-    Guest::start(Kind::Qemu, options, &format!("{PRELUDE}{script}"), Duration::from_secs(120)).finish()
+/// What a script may take.
+const LIMIT: Duration = Duration::from_secs(120);
+/// What all scripts of a guest may take; then its runner ends it.
+const ALL: Duration = Duration::from_secs(1800);
+
+/// A guest that waits for a script, or runs one.
+struct Stage {
+    kernel: &'static str,
+    guest: Guest,
+    /// The guest ends when nothing has this FIFO open.
+    scripts: File,
 }
 
-/// The program without what debuggers read: it is copied into each guest.
-fn program() -> PathBuf {
-    static STRIPPED: OnceLock<(Folder, PathBuf)> = OnceLock::new();
-    let (_, path) = STRIPPED.get_or_init(|| {
+/// Clean guests that no test uses. They outlive the tests, and end with the process.
+static IDLE: Mutex<Vec<Stage>> = Mutex::new(Vec::new());
+
+impl Stage {
+    #[track_caller]
+    fn boot(kernel: &'static str) -> Self {
         let folder = Folder::new();
-        let path = folder.join("blockyard");
-        run(Command::new("strip").arg("-o").arg(&path).arg(BLOCKYARD), TOOL).good();
-        (folder, path)
-    });
-    path.clone()
+        let disk = folder.image("disk.img", 400 << 20);
+        let fifo = folder.join("scripts");
+        mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        // Without what debuggers read, because it is copied into the guest.
+        let program = folder.join("blockyard");
+        run(Command::new("strip").arg("-o").arg(&program).arg(BLOCKYARD), TOOL).good();
+        // For reading, too: the open of a FIFO without a reader would wait.
+        let scripts = OpenOptions::new().read(true).write(true).open(&fifo).unwrap();
+        let mut options: Vec<OsString> = vec!["--kernel".into(), kernel.into(), "--file".into(), program.into()];
+        options.extend(["--input".into(), fifo.into(), "--disk".into(), format!("file={}", disk.display()).into()]);
+        let guest = Guest::start_to_stay(options, SERVE_SCRIPTS, ALL, "guest: ready");
+        Stage { kernel, guest, scripts }
+    }
+
+    #[track_caller]
+    fn run(mut self, script: &str) {
+        self.guest.begin_part(LIMIT);
+        let script = format!("{PRELUDE}{script}");
+        self.scripts.write_all(format!("{}\n{script}", script.len()).as_bytes()).unwrap();
+        let end = self.guest.expect("script: ");
+        let kernel = self.kernel;
+        assert_eq!(end, "passed", "on kernel {kernel}:\n{}", self.guest.seen());
+        IDLE.lock().unwrap().push(self);
+    }
+}
+
+/// Runs the script on a kernel (6 or 7), in a guest that nothing else uses meanwhile.
+#[track_caller]
+pub fn on_kernel(kernel: &'static str, script: &str) {
+    let idle = {
+        let mut idle = IDLE.lock().unwrap();
+        idle.iter().position(|stage| stage.kernel == kernel).map(|at| idle.swap_remove(at))
+    };
+    idle.unwrap_or_else(|| Stage::boot(kernel)).run(script);
+}
+
+/// Runs the script on both kernels: first on one that has an idle guest.
+#[track_caller]
+pub fn on_both_kernels(script: &str) {
+    let newer_first = {
+        let idle = IDLE.lock().unwrap();
+        idle.iter().any(|stage| stage.kernel == "7") && !idle.iter().any(|stage| stage.kernel == "6")
+    };
+    let kernels = if newer_first { ["7", "6"] } else { ["6", "7"] };
+    kernels.into_iter().for_each(|kernel| on_kernel(kernel, script));
 }

@@ -1,6 +1,6 @@
 //! What a server may take over, and what happens if it is killed while it does.
 
-use crate::stage::on_kernel;
+use crate::stage::{on_both_kernels, on_kernel};
 
 /// strace kills the server at a system call on the character device: after the driver was told that a takeover begins, before
 /// any queue fetches (the last open), and when all queues fetch (mmap). Each time the next server goes on. At last strace kills
@@ -17,19 +17,33 @@ kill -9 $pid
 wait $pid 2>/dev/null || :
 [[ $zero_copy ]] && last=1 || last=2
 for call in open:$last mmap:1 open:$last open:$last open:1; do
-    ! strace -qq -f -o /tmp/strace -e trace=${call%:*} -P /dev/ublkc0 -e inject=${call%:*}:signal=KILL:when=${call#*:} \
+    ! strace -qq -f --seccomp-bpf -o /tmp/strace -e trace=${call%:*} -P /dev/ublkc0 -e inject=${call%:*}:signal=KILL:when=${call#*:} \
         /host/blockyard serve a.img --ublk=0 --queues 2 >/tmp/out 2>>/tmp/log
     ! grep -q ready /tmp/out
     grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }
 done
-strace -qq -o /dev/null -e trace=open -P /dev/ublkc0 -e inject=open:delay_enter=2000000:when=$last \
+# Killed between the fetches of two queues. The server stops when it opens the device, and the first strace leaves it so. The
+# second one has the thread of the second queue before the server goes on.
+strace -f --seccomp-bpf -o /tmp/first -e trace=open -P /dev/ublkc0 -e inject=open:signal=STOP:when=$last \
     /host/blockyard serve a.img --ublk=0 --queues 2 --reactors 2 >/tmp/out 2>>/tmp/log &
-server=$!
-until thread=$(grep -lx reactor-1 /proc/[0-9]*/task/*/comm 2>/dev/null); do sleep 0.01; done
-thread=${thread%/comm}
-# In the first call it is asked to make its queue; in the second one, to fetch. The third one would hand its commands over.
-strace -qq -o /tmp/strace -e trace=io_uring_enter -e inject=io_uring_enter:signal=KILL:when=3 -p ${thread##*/} &
-wait $server $! || :
+first=$!
+until_or_say() { # COMMAND...
+    local n=0
+    until "$@"; do ((++n < 2000)) || { echo "never: $*" && cat /tmp/first /tmp/log "$thread/status" && exit 1; } && sleep 0.01; done
+}
+thread=
+until_or_say grep -qs 'stopped by SIGSTOP' /tmp/first
+thread=$(grep -lx reactor-1 /proc/[0-9]*/task/*/comm) && thread=${thread%/comm}
+server=${thread#/proc/} server=${server%%/*}
+kill -9 $first
+until_or_say grep -q '^TracerPid:.0$' $thread/status
+# In the first call it is asked to make its queue. The second one, or the third, would hand its commands over.
+strace -qq -o /tmp/strace -e trace=io_uring_enter -e inject=io_uring_enter:signal=KILL:when=2 -p ${thread##*/} &
+second=$!
+until_or_say grep -q '^TracerPid:.[1-9]' $thread/status
+kill -CONT $server
+until_or_say test ! -e /proc/$server/exe
+wait $first $second || :
 ! grep -q ready /tmp/out
 serve a.img --ublk=0 --queues 2 --log debug
 [[ $zero_copy ]] || grep -q 'vacant=[12]' /tmp/log || { cat /tmp/strace /tmp/log && exit 1; }
@@ -45,8 +59,7 @@ e2fsck -fn a.img >/dev/null
 
 #[test]
 fn a_takeover_that_is_killed_is_begun_again() {
-    on_kernel("6", KILLED);
-    on_kernel("7", KILLED);
+    on_both_kernels(KILLED);
 }
 
 const REFUSED: &str = r#"
@@ -106,8 +119,7 @@ stop
 
 #[test]
 fn a_disk_that_became_less_takes_no_device_over() {
-    on_kernel("6", REFUSED);
-    on_kernel("7", REFUSED);
+    on_both_kernels(REFUSED);
 }
 
 /// Several processes that want one device: one gets it, and each other finds what that one has left.
@@ -149,8 +161,7 @@ blockyard detach /dev/ublkb5
 
 #[test]
 fn of_several_that_want_one_device_one_gets_it() {
-    on_kernel("6", RACES);
-    on_kernel("7", RACES);
+    on_both_kernels(RACES);
 }
 
 /// Also when room for zero copy ends: then a device is made anew, under the same number. A disk that fails ends no other.

@@ -16,6 +16,7 @@ echo hist:keys=opcode >$handed/trigger
 fio --eta=never --output=/tmp/fio.log --name=a --filename=/dev/ublkb0 --ioengine=libaio --direct=1 --iodepth=1 \
     --rw=randwrite --bs=4k --size=32M --number_ios=300 --rate_iops=100
 by_workers=$(sed -n 's/^ *Hits: //p' $handed/hist)
+echo '!hist:keys=opcode' >$handed/trigger
 stop
 requests=$(figure requests)
 ((requests >= 300 && by_workers < 150)) || { echo "$requests requests, workers made $by_workers" && exit 1; }

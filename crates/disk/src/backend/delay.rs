@@ -17,7 +17,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use blockyard_image::{Format, Raw, SECTOR};
-use blockyard_ring::{Handle, Segments, Storage};
+use blockyard_ring::{Handle, Segments};
+use blockyard_storage::Storage;
 
 use super::parse_size;
 use crate::filter::{Dice, MOST_TIME, TIME_FORM, parse_time};
@@ -27,6 +28,33 @@ const FORM: &str = "a model of a device is delay:SIZE or delay:file=PATH, then [
                                [,spread=exponential[,seed=N]][,device=NAME]";
 const SIZE_FORM: &str = "a number of bytes with an optional suffix k, M, G or T (powers of 1024)";
 const MOST_PARALLEL: usize = 65_536;
+
+/// What is wrong with a model's text form.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ModelError {
+    #[error("\"{0}\" has no value: {FORM}")]
+    NoValue(String),
+    #[error("\"{key}={value}\" is not known: {FORM}")]
+    Unknown { key: String, value: String },
+    #[error("a size is {SIZE_FORM}, at least {SECTOR}")]
+    Size,
+    #[error("{key} \"{value}\": {TIME_FORM}")]
+    Time { key: String, value: String },
+    #[error("parallel is a number from 1 to {MOST_PARALLEL}, not \"{0}\"")]
+    Parallel(String),
+    #[error("bandwidth \"{0}\": it is {SIZE_FORM}, at least 1")]
+    Bandwidth(String),
+    #[error("spread is exponential, or not given at all, not \"{0}\"")]
+    Spread(String),
+    #[error("seed \"{0}\" is not a number")]
+    SeedNumber(String),
+    #[error("seed has no meaning without spread=exponential")]
+    Seed,
+    #[error("another disk describes the device \"{device}\" otherwise: all its disks must say the same of it")]
+    Otherwise { device: String },
+    #[error("below a model lies a raw image, and the name of {} says {format}", path.display())]
+    NotRaw { path: PathBuf, format: Format },
+}
 
 /// A device that exists as arithmetic only.
 #[derive(Debug)]
@@ -70,29 +98,29 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Model {
     /// Reads what follows `delay:`. What the disk has, and its device, which others may have already.
-    pub(super) fn open(text: &str) -> Result<(Below, Arc<Self>), String> {
+    pub(super) fn open(text: &str) -> Result<(Below, Arc<Self>), ModelError> {
         let mut parts = text.split(',');
         let below = Below::read(parts.next().unwrap_or_default())?;
         let mut shape = Shape { servers: 1, times: [Duration::ZERO; 5], bandwidth: None, exponential: None };
         let (mut name, mut seed) = (None, None);
         for part in parts {
-            let (key, value) = part.split_once('=').ok_or_else(|| format!("\"{part}\" has no value: {FORM}"))?;
+            let (key, value) = part.split_once('=').ok_or_else(|| ModelError::NoValue(part.into()))?;
             match key {
                 "device" if !value.is_empty() => name = Some(value.to_string()),
-                "seed" => seed = Some(value.parse().map_err(|_| format!("seed \"{value}\" is not a number"))?),
+                "seed" => seed = Some(value.parse().map_err(|_| ModelError::SeedNumber(value.into()))?),
                 _ => shape.set(key, value)?,
             }
         }
         match (&mut shape.exponential, seed) {
             (Some(of_shape), Some(seed)) => *of_shape = seed,
-            (None, Some(_)) => return Err("seed has no meaning without spread=exponential".into()),
+            (None, Some(_)) => return Err(ModelError::Seed),
             (_, None) => {}
         }
         Ok((below, Model::shared(name, shape)?))
     }
 
     /// The device of that name, or a new one.
-    fn shared(name: Option<String>, shape: Shape) -> Result<Arc<Self>, String> {
+    fn shared(name: Option<String>, shape: Shape) -> Result<Arc<Self>, ModelError> {
         let mut named = lock(&NAMED);
         named.retain(|model| model.strong_count() > 0);
         if let Some(known) = named.iter().filter_map(Weak::upgrade).find(|model| name.is_some() && model.name == name) {
@@ -100,9 +128,7 @@ impl Model {
                 return Ok(known);
             }
             let name = name.unwrap_or_default();
-            return Err(format!(
-                "another disk describes the device \"{name}\" otherwise: all its disks must say the same of it"
-            ));
+            return Err(ModelError::Otherwise { device: name });
         }
         let dice = Dice::new(shape.exponential.unwrap_or_default());
         let state = Mutex::new(State { free: BinaryHeap::with_capacity(shape.servers), dice });
@@ -136,17 +162,15 @@ impl Model {
 }
 
 impl Below {
-    fn read(text: &str) -> Result<Self, String> {
+    fn read(text: &str) -> Result<Self, ModelError> {
         if let Some(path) = text.strip_prefix("file=").map(PathBuf::from) {
             return match Format::of_name(&path).unwrap_or(Format::Raw) {
                 Format::Raw => Ok(Below::File(path)),
-                other => {
-                    Err(format!("below a model lies a raw image, and the name of {} says {other}", path.display()))
-                }
+                other => Err(ModelError::NotRaw { path, format: other }),
             };
         }
         let size = parse_size(text).filter(|s| (SECTOR..1 << 62).contains(s));
-        let size = size.ok_or_else(|| format!("a size is {SIZE_FORM}, at least {SECTOR}"))?;
+        let size = size.ok_or(ModelError::Size)?;
         Ok(Below::Nothing { size: size & !(SECTOR - 1) })
     }
 }
@@ -200,25 +224,24 @@ impl<S: Storage> Delay<S> {
 }
 
 impl Shape {
-    fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
+    fn set(&mut self, key: &str, value: &str) -> Result<(), ModelError> {
         if let Some(kind) = OpKind::ALL.into_iter().find(|k| k.name() == key) {
-            self.times[kind as usize] = parse_time(value).ok_or_else(|| format!("{key} \"{value}\": {TIME_FORM}"))?;
+            self.times[kind as usize] =
+                parse_time(value).ok_or_else(|| ModelError::Time { key: key.into(), value: value.into() })?;
             return Ok(());
         }
         match key {
             "parallel" => {
                 let servers = value.parse().ok().filter(|n| (1..=MOST_PARALLEL).contains(n));
-                self.servers = servers
-                    .ok_or_else(|| format!("parallel is a number from 1 to {MOST_PARALLEL}, not \"{value}\""))?;
+                self.servers = servers.ok_or_else(|| ModelError::Parallel(value.into()))?;
             }
             "bandwidth" => {
                 let bytes = parse_size(value).filter(|b| *b > 0);
-                self.bandwidth =
-                    Some(bytes.ok_or_else(|| format!("bandwidth \"{value}\": it is {SIZE_FORM}, at least 1"))?);
+                self.bandwidth = Some(bytes.ok_or_else(|| ModelError::Bandwidth(value.into()))?);
             }
             "spread" if value == "exponential" => self.exponential = Some(0),
-            "spread" => return Err(format!("spread is exponential, or not given at all, not \"{value}\"")),
-            _ => return Err(format!("\"{key}={value}\" is not known: {FORM}")),
+            "spread" => return Err(ModelError::Spread(value.into())),
+            _ => return Err(ModelError::Unknown { key: key.into(), value: value.into() }),
         }
         Ok(())
     }

@@ -17,9 +17,9 @@ use blockyard_image::{Chain, ChainError, CopyDown, Image, ImageError, Lower, Sto
 
 use super::{Why, Work, WorkError, Worker, still_good};
 use crate::backend::Source;
+use crate::closed_gate::{ClosedGate, GateError};
 use crate::dirty::DirtyMap;
 use crate::disk::Disk;
-use crate::gate::{ClosedGate, GateError};
 use crate::served::Served;
 
 /// Passes over what was written meanwhile, while the guest goes on; and how many bytes may be left for behind the gate.

@@ -23,8 +23,8 @@ use blockyard_image::{Chain, ChainError, ImageError, Store};
 use blockyard_ring::{Executor, Handle};
 
 use crate::backend::Source;
+use crate::closed_gate::GateError;
 use crate::disk::Disk;
-use crate::gate::GateError;
 use crate::served::Served;
 
 pub use snapshot::SnapshotOptions;

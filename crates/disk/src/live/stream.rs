@@ -9,8 +9,8 @@ use blockyard_image::{ChainError, copy_up};
 
 use super::{Why, Work, WorkError, Worker};
 use crate::backend::Source;
+use crate::closed_gate::GateError;
 use crate::disk::Disk;
-use crate::gate::GateError;
 
 impl Disk {
     /// See the module's page. (qemu's word for it; others say flatten.)

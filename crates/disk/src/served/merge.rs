@@ -12,7 +12,9 @@
 use std::future::{Future, poll_fn};
 use std::task::Poll;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use super::{Served, View};
 use crate::request::{Finished, Op, Request, Token};

@@ -5,9 +5,9 @@ use std::cell::Cell;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 
-use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, RawShape};
+use blockyard_image::{Alignment, CacheMode, ImageFile, OpenOptions, Raw};
 use blockyard_ring::Executor;
-use blockyard_ring::sim::{Fault, OpKind as SimOp, Phase, Sim, SimConfig, SimDisk, SimImage};
+use blockyard_storage::sim::{Fault, OpKind as SimOp, Phase, Sim, SimConfig, SimDisk, SimImage};
 
 use crate::DiskOptions;
 
@@ -40,7 +40,7 @@ fn options() -> DiskOptions {
 fn simulated(options: DiskOptions) -> (SimDisk, Served<SimDisk>) {
     let sim = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
     let disk = Arc::new(Disk::new(options, Source::Null { size: CAPACITY }));
-    let raw = Raw::on(sim.clone(), RawShape { memory_align: 1, offset_align: 1 });
+    let raw = Raw::on(sim.clone(), Alignment { memory_align: 1, offset_align: 1 });
     (sim, Served::new(disk, Backend::Raw(raw), None))
 }
 
@@ -159,7 +159,7 @@ fn in_the_page_cache_durable_writes_share_one_sync_and_its_failure() {
         let (path, source) = cached_file(CAPACITY);
         let disk = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
         fault.into_iter().for_each(|fault| disk.fail(fault));
-        let raw = Raw::on(disk.clone(), RawShape { memory_align: 1, offset_align: 1 });
+        let raw = Raw::on(disk.clone(), Alignment { memory_align: 1, offset_align: 1 });
         let served = Rc::new(Served::new(Arc::new(Disk::new(options(), source)), Backend::Raw(raw), None));
         let sim = Sim::new(1);
         let writes: Vec<_> = (0..8)
@@ -236,7 +236,6 @@ fn a_resized_file_is_a_resized_disk() {
             file.set_len(512).unwrap();
             assert_eq!(shared.refresh_capacity().unwrap(), Some(512));
             assert_eq!(ask(&served, WRITE, 512, 512).await, Err(Failure::OutOfRange));
-            forget_local();
         })
         .unwrap();
     std::fs::remove_file(&path).unwrap();
@@ -267,7 +266,6 @@ fn what_is_discarded_pays_for_no_other_work() {
                 }
                 let zeroes = Op::WriteZeroes { unmap: false, fua: false, fast: false };
                 assert_eq!(ask(&served, zeroes, 0, ZEROES).await, Ok(()));
-                forget_local();
             })
             .unwrap();
         let written = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&path).unwrap()) * 512;

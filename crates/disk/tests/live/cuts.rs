@@ -17,8 +17,8 @@ use blockyard_image::qcow2::CreateOptions;
 use blockyard_image::qcow2::check::{Repair, check};
 use blockyard_image::tools::on_file;
 use blockyard_image::{CacheMode, Chain, ChainOptions, Format};
-use blockyard_ring::sim::{FlushToken, Journal, LeftFile, Oracle, Rng, WriteToken, pattern};
 use blockyard_ring::{Executor, Segments};
+use blockyard_storage::sim::{FlushToken, Journal, LeftFile, Oracle, Rng, WriteToken, pattern};
 
 use crate::load::{Reactor, SECTOR, ask, close};
 use crate::peer::{Scratch, qemu_img};

@@ -11,10 +11,10 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use blockyard_disk::{Disk, Op, Request, Served, Status, Token, forget_local};
+use blockyard_disk::{Disk, Op, Request, Served, Status, Token};
 use blockyard_image::Store;
-use blockyard_ring::sim::Rng;
 use blockyard_ring::{Executor, Remote, Segments};
+use blockyard_storage::sim::Rng;
 
 pub const SECTOR: u64 = 512;
 const LANES: u64 = 8;
@@ -33,7 +33,6 @@ impl Reactor {
             let executor = Executor::new().unwrap();
             sender.send(executor.remote()).unwrap();
             executor.run().unwrap();
-            forget_local();
         });
         Reactor { remote: receiver.recv().unwrap(), thread: Some(thread) }
     }
@@ -71,15 +70,15 @@ pub fn close(disk: &Arc<Disk>, reactors: &[Reactor]) {
     }
     for reactor in &reactors[1..] {
         let disk = disk.clone();
-        reactor.remote.ask(move |_, reply| {
-            Served::forget(&disk);
+        reactor.remote.ask(move |handle, reply| {
+            Served::forget(handle, &disk);
             reply.send(());
         });
     }
     assert_eq!(reactors[0].on(disk, async |served| served.close().await), Ok(()));
     let disk = disk.clone();
-    reactors[0].remote.ask(move |_, reply| {
-        Served::forget(&disk);
+    reactors[0].remote.ask(move |handle, reply| {
+        Served::forget(handle, &disk);
         reply.send(());
     });
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_disk::{Disk, DiskOptions, Source};
 use blockyard_image::{CacheMode, ChainOptions};
-use blockyard_ring::sim::Rng;
+use blockyard_storage::sim::Rng;
 
 /// A folder that goes with the test. On a disk: /tmp is often memory, which has no O_DIRECT.
 pub struct Scratch(PathBuf);

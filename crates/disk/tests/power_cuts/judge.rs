@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blockyard_disk::{Disk, Failure, Op, Status};
-use blockyard_ring::sim::{FlushToken, OpKind, Oracle, Phase, SimDisk, Trace};
+use blockyard_storage::sim::{FlushToken, OpKind, Oracle, Phase, SimDisk, Trace};
 
 use super::plan::Plan;
 

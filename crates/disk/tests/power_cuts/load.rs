@@ -8,10 +8,11 @@ use std::time::Instant;
 
 use blockyard_disk::{Backend, Disk, DiskOptions, Op, Request, Served, Source, Status, Token};
 use blockyard_image::{CacheMode, Raw};
-use blockyard_ring::sim::{
+use blockyard_ring::{GuestMemory, Region, Segments};
+use blockyard_storage::Storage;
+use blockyard_storage::sim::{
     Latency, OpKind, Oracle, Phase, Power, Rng, SECTOR, Sim, SimConfig, SimDisk, SimImage, pattern, yield_now,
 };
-use blockyard_ring::{GuestMemory, Region, Segments, Storage};
 
 use super::judge::Judge;
 use super::plan::Plan;
@@ -262,7 +263,12 @@ async fn read_all<S: Storage>(judge: &Judge, served: &Served<S>, capacity: u64) 
     Ok(())
 }
 
-fn check(judge: &Judge, token: blockyard_ring::sim::ReadToken, offset: u64, segments: &Segments) -> Result<(), String> {
+fn check(
+    judge: &Judge,
+    token: blockyard_storage::sim::ReadToken,
+    offset: u64,
+    segments: &Segments,
+) -> Result<(), String> {
     let mut content = vec![0; segments.len()];
     segments.copy_out(0, &mut content);
     judge.oracle.borrow_mut().check_read(token, offset, &content).map_err(|e| e.to_string())
@@ -360,7 +366,7 @@ impl<S: Storage> Lane<S> {
         &self,
         asked: super::judge::Asked,
         status: Status,
-        token: blockyard_ring::sim::WriteToken,
+        token: blockyard_storage::sim::WriteToken,
         durable: bool,
     ) -> Result<bool, String> {
         let heard = self.judge.answered(asked, status)?;

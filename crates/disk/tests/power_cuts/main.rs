@@ -13,8 +13,9 @@ mod plan;
 
 use std::io;
 
-use blockyard_ring::sim::{OpKind, Rng};
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+use blockyard_storage::Storage;
+use blockyard_storage::sim::{OpKind, Rng};
 
 use load::{Life, Tally};
 use plan::{Plan, SHAPES, Trouble};

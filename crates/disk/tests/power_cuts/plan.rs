@@ -3,20 +3,20 @@
 use std::io;
 
 use blockyard_disk::Failure;
-use blockyard_image::RawShape;
-use blockyard_ring::sim::{Fault, OpKind, Rng, SECTOR};
+use blockyard_image::Alignment;
+use blockyard_storage::sim::{Fault, OpKind, Rng, SECTOR};
 
 /// The page cache; O_DIRECT on 512-byte blocks, and on 4096-byte blocks under 512-byte sectors.
-pub const SHAPES: [RawShape; 3] = [
-    RawShape { memory_align: 1, offset_align: 1 },
-    RawShape { memory_align: 512, offset_align: 512 },
-    RawShape { memory_align: 512, offset_align: 4096 },
+pub const SHAPES: [Alignment; 3] = [
+    Alignment { memory_align: 1, offset_align: 1 },
+    Alignment { memory_align: 512, offset_align: 512 },
+    Alignment { memory_align: 512, offset_align: 4096 },
 ];
 
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub seed: u64,
-    pub shape: RawShape,
+    pub shape: Alignment,
     /// Bytes the guest may address; the file is shorter by `missing`, at first.
     pub capacity: u64,
     pub missing: u64,

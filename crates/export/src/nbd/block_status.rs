@@ -8,7 +8,7 @@ use std::io;
 
 use blockyard_disk::{Failure, Op, Served, Store};
 use blockyard_image::BlockStatus;
-use blockyard_image::nbd::wire::{self, Headers, errno, flag, state};
+use blockyard_nbd::wire::{self, Headers, errno, flag, state};
 use blockyard_ring::Handle;
 
 use super::reply::error_of;

@@ -34,10 +34,6 @@ pub struct Growing {
     lent: usize,
 }
 
-thread_local! {
-    static LOCAL: Rc<Buffers> = Rc::default();
-}
-
 fn size_class(len: usize) -> usize {
     (len.max(SMALLEST).next_power_of_two() / SMALLEST).trailing_zeros() as usize
 }
@@ -47,11 +43,6 @@ fn rounded(len: usize) -> usize {
 }
 
 impl Buffers {
-    /// This thread's.
-    pub fn local() -> Rc<Self> {
-        LOCAL.with(Rc::clone)
-    }
-
     /// A buffer of `len` bytes, at most those of the longest request, when there is room for it.
     #[inline]
     pub async fn take(&self, handle: &Handle, len: usize, account: &Rc<Account>) -> Segments {

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use blockyard_disk::{Op, Request, Served, Source, Store};
-use blockyard_image::nbd::wire::{self, Headers, cmd, errno, export, flag};
+use blockyard_nbd::wire::{self, Headers, cmd, errno, export, flag};
 use blockyard_ring::{Handle, Segments, Signal, TaskId};
 
 use super::buffers::Buffers;
@@ -94,6 +94,7 @@ impl Connection {
     pub fn new(handle: &Handle, stream: Rc<Stream>, terms: Terms) -> io::Result<Rc<Self>> {
         let disk = &terms.exported.disk;
         let served = Served::local(handle, disk)?;
+        let budget = Budget::of(handle, disk);
         let scrubs = matches!(disk.source(), Source::Null { .. } | Source::Delay { file: None, .. });
         let idle = Idle::local(handle, &terms.exported);
         Ok(Rc::new(Connection {
@@ -101,7 +102,7 @@ impl Connection {
             stream,
             terms,
             served,
-            buffers: Buffers::local(),
+            buffers: handle.local::<Buffers>(),
             replies: RefCell::default(),
             to_send: Signal::new(handle),
             sender: Cell::default(),
@@ -115,7 +116,7 @@ impl Connection {
             broken: Cell::new(false),
             lanes: RefCell::default(),
             heavy: Cell::new(false),
-            budget: Budget::default(),
+            budget,
             wrote: Cell::new(false),
             scrubs,
         }))
@@ -166,13 +167,17 @@ impl Connection {
                 while self.in_flight.get() >= MOST_IN_FLIGHT {
                     self.sent.wait().await;
                 }
+                while self.budget.is_spent(self.handle.turn()) {
+                    self.handle.yield_now().await;
+                }
                 self.in_flight.set(self.in_flight.get() + 1);
                 self.unanswered.set(self.unanswered.get() + 1);
                 self.idle.came();
                 let begun = self.begin(request, &mut inbox).await;
                 begun.inspect_err(|_| self.went())?;
                 let large_read = request.len >= LARGE && request.command == cmd::READ;
-                if self.must_yield(&request) || large_read {
+                self.book(&request);
+                if self.has_lasted() || large_read {
                     self.handle.yield_now().await;
                 }
                 if large_read {
@@ -197,12 +202,15 @@ impl Connection {
         }
     }
 
-    /// Books a request that began. True: other tasks of the reactor go on before the next one.
-    fn must_yield(&self, request: &wire::Request) -> bool {
-        let (turn, moves) = (self.handle.turn(), matches!(request.command, cmd::READ | cmd::WRITE));
-        self.budget.spend(turn, REQUEST, if moves { request.len } else { 0 });
-        let looks = self.in_flight.get().is_multiple_of(LOOK);
-        self.budget.is_spent(turn) || (looks && budget::is_over(self.handle.now(), Instant::now()))
+    /// Books a request that began.
+    fn book(&self, request: &wire::Request) {
+        let moves = matches!(request.command, cmd::READ | cmd::WRITE);
+        self.budget.spend(self.handle.turn(), REQUEST, if moves { request.len } else { 0 });
+    }
+
+    /// Whether other tasks of the reactor go on before the next request, because the turn has lasted.
+    fn has_lasted(&self) -> bool {
+        self.in_flight.get().is_multiple_of(LOOK) && budget::is_over(self.handle.now(), Instant::now())
     }
 
     /// A request is answered, or cannot be.

@@ -25,24 +25,24 @@ pub struct Idle {
     looks: Cell<bool>,
 }
 
-thread_local! {
-    static LOCAL: RefCell<Vec<Weak<Idle>>> = const { RefCell::new(Vec::new()) };
-}
+/// Those of a reactor, one for each disk.
+#[derive(Default)]
+struct Idles(RefCell<Vec<Weak<Idle>>>);
 
 impl Idle {
-    /// This thread's for that disk.
+    /// The reactor's for that disk.
     pub fn local(handle: &Handle, exported: &Exported) -> Rc<Self> {
-        LOCAL.with_borrow_mut(|all| {
-            all.retain(|idle| idle.strong_count() > 0);
-            let known = all.iter().filter_map(Weak::upgrade).find(|idle| Arc::ptr_eq(&idle.disk, &exported.disk));
-            known.unwrap_or_else(|| {
-                let pacer = RefCell::new(Pacer::of_clients(exported.poll, handle.now()));
-                let (open, came, looks) = Default::default();
-                let idle = Idle { handle: handle.clone(), disk: exported.disk.clone(), open, came, pacer, looks };
-                let idle = Rc::new(idle);
-                all.push(Rc::downgrade(&idle));
-                idle
-            })
+        let all = handle.local::<Idles>();
+        let mut all = all.0.borrow_mut();
+        all.retain(|idle| idle.strong_count() > 0);
+        let known = all.iter().filter_map(Weak::upgrade).find(|idle| Arc::ptr_eq(&idle.disk, &exported.disk));
+        known.unwrap_or_else(|| {
+            let pacer = RefCell::new(Pacer::of_clients(exported.poll, handle.now()));
+            let (open, came, looks) = Default::default();
+            let idle = Idle { handle: handle.clone(), disk: exported.disk.clone(), open, came, pacer, looks };
+            let idle = Rc::new(idle);
+            all.push(Rc::downgrade(&idle));
+            idle
         })
     }
 

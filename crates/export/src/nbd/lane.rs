@@ -7,7 +7,7 @@ use std::rc::{Rc, Weak};
 use std::task::Poll;
 
 use blockyard_disk::{Failure, Op, Request};
-use blockyard_image::nbd::wire::{self, errno};
+use blockyard_nbd::wire::{self, errno};
 use blockyard_ring::{Handle, Segments, TaskId};
 
 use super::block_status::{self, Contexts};

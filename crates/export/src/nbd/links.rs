@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, Served};
-use blockyard_ring::Handle;
+use blockyard_ring::{Handle, Remote};
 
 use super::buffers::Buffers;
 use super::negotiate::Peer;
@@ -43,17 +43,13 @@ struct Links {
     watched: Cell<bool>,
 }
 
-thread_local! {
-    static LOCAL: Rc<Links> = Rc::default();
-}
-
 impl Link {
     /// A new connection of this reactor, which has that time to choose an export.
     pub fn enter(handle: &Handle, stream: &Rc<Stream>, server: &Arc<Shared>, handshake: Duration) -> Rc<Self> {
         let deadline = Instant::now() + handshake;
         let (late, exported, peer) = Default::default();
         let link = Rc::new(Link { server: server.clone(), stream: stream.clone(), deadline, late, exported, peer });
-        LOCAL.with(|links| links.all.borrow_mut().push(Rc::downgrade(&link)));
+        handle.local::<Links>().all.borrow_mut().push(Rc::downgrade(&link));
         watch(handle);
         link
     }
@@ -100,7 +96,7 @@ impl Links {
     /// Runs while somebody may dawdle. A connection that has chosen, and whose answers have room, is none of its business:
     /// an idle client wakes nobody.
     async fn watch(self: Rc<Self>, handle: Handle) {
-        let buffers = Buffers::local();
+        let buffers = handle.local::<Buffers>();
         loop {
             handle.sleep(LOOK).await;
             let living = self.living();
@@ -118,7 +114,7 @@ impl Links {
 
 /// Looks for those that dawdle, from now on.
 pub fn watch(handle: &Handle) {
-    let links = LOCAL.with(Rc::clone);
+    let links = handle.local::<Links>();
     if !links.watched.replace(true) {
         handle.spawn(links.watch(handle.clone()));
     }
@@ -128,8 +124,8 @@ pub fn watch(handle: &Handle) {
 pub fn end_undecided(reactors: &Reactors, server: &Arc<Shared>) {
     for reactor in reactors.all() {
         let server = server.clone();
-        reactor.run(move |_| {
-            let living = LOCAL.with(|links| links.living());
+        reactor.run(move |handle| {
+            let living = handle.local::<Links>().living();
             let undecided = living.iter().filter(|link| link.exported.get().is_none());
             undecided.filter(|link| Arc::ptr_eq(&link.server, &server)).for_each(|link| link.stream.shutdown());
         });
@@ -140,11 +136,24 @@ pub fn end_undecided(reactors: &Reactors, server: &Arc<Shared>) {
 pub fn end_strangers(reactors: &Reactors, disk: &Arc<Disk>) {
     for reactor in reactors.all() {
         let disk = disk.clone();
-        reactor.run(move |_| {
-            let living = LOCAL.with(|links| links.living());
+        reactor.run(move |handle| {
+            let living = handle.local::<Links>().living();
             living.iter().filter(|link| link.is_of(&disk) && link.is_strange()).for_each(|link| link.stream.shutdown());
         });
     }
+}
+
+/// Describes the clients that have chosen `disk`, those of the first reactor first.
+pub fn clients(reactors: &Reactors, disk: &Arc<Disk>) -> Vec<String> {
+    let of_reactor = |reactor: &Remote| {
+        let disk = disk.clone();
+        reactor.ask(move |handle, reply| {
+            let living = handle.local::<Links>().living();
+            let links = living.iter().filter(|link| link.is_of(&disk));
+            reply.send(links.map(|link| link.stream.from().to_string()).collect::<Vec<_>>());
+        })
+    };
+    reactors.all().filter_map(of_reactor).flatten().collect()
 }
 
 /// Ends the connections of `disk` on all reactors: what they have asked for is answered, as far as they take it in time.
@@ -162,13 +171,13 @@ pub fn end(reactors: &Reactors, disk: &Arc<Disk>) {
 }
 
 async fn end_here(handle: &Handle, disk: &Arc<Disk>) {
-    let links = LOCAL.with(Rc::clone);
+    let links = handle.local::<Links>();
     let of_disk = || links.living().into_iter().filter(|link| link.is_of(disk)).collect::<Vec<_>>();
     if of_disk().is_empty() {
         return;
     }
     // What waits for limits is let through: nobody waits for that now.
-    let served = Served::known(disk);
+    let served = Served::known(handle, disk);
     served.iter().for_each(|served| served.suspend());
     of_disk().iter().for_each(|link| link.stream.shutdown_read());
     let deadline = Instant::now() + LAST_ANSWERS;

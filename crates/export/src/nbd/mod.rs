@@ -5,7 +5,7 @@
 //! ```
 //! A `Server` is one address; it has any number of disks, by name. Its thread accepts clients and deals them out to the
 //! reactors; all else happens there. A flush on one connection covers what was written on all of them, because it is the
-//! disk's. Source: the NBD project's proto.md, whose numbers are in `image/nbd/wire.rs`.
+//! disk's. Source: the NBD project's proto.md, whose numbers are in crate `nbd`.
 //!
 //! What must hold: a client that says nothing, or takes nothing, costs a bounded amount, for a bounded time where others
 //! wait; a server that ends waits for requests, not for clients.
@@ -31,13 +31,13 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use blockyard_disk::Disk;
-use blockyard_image::nbd::ServerTls;
-use blockyard_image::nbd::wire::{self, Headers, export};
+use blockyard_nbd::ServerTls;
+use blockyard_nbd::wire::{self, Headers, export};
 use blockyard_ring::Handle;
 
 use crate::descriptors;
 use crate::log::Log;
-use crate::{Listener, PollMode, Reactors};
+use crate::{Export, Listener, PollMode, Reactors};
 use connection::{Connection, End};
 use inbox::Inbox;
 use links::Link;
@@ -194,7 +194,7 @@ impl Shared {
     }
 }
 
-/// A listening server; `stop` (or drop) ends it.
+/// A listening server. Drop closes its address, and the connections of clients that have not chosen a disk.
 pub struct Server {
     shared: Arc<Shared>,
     /// Not among what clients share: the last of these ends the reactors, and waits for them.
@@ -208,7 +208,7 @@ impl Server {
         address: &str,
         settings: Arc<Settings>,
         reactors: Arc<Reactors>,
-    ) -> io::Result<Self> {
+    ) -> io::Result<Arc<Self>> {
         listener.refuse_descriptors();
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
         let shared = Arc::new(Shared {
@@ -225,7 +225,7 @@ impl Server {
             .name("nbd".into())
             .stack_size(256 << 10)
             .spawn(move || listen(&body, &listener, &dealt))?;
-        Ok(Server { shared, reactors, thread: Some(thread) })
+        Ok(Arc::new(Server { shared, reactors, thread: Some(thread) }))
     }
 
     pub fn address(&self) -> &str {
@@ -239,9 +239,11 @@ impl Server {
         self.shared.ring();
     }
 
-    /// Offers one more disk.
-    pub fn add(&self, exported: Exported) {
+    /// Offers one more disk, until the offer is dropped.
+    pub fn offer(self: &Arc<Self>, exported: Exported) -> Offer {
+        let disk = exported.disk.clone();
         self.shared.exports.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(exported));
+        Offer { server: self.clone(), disk, is_stopped: false }
     }
 
     /// From now on only clients of these names may have the disk, as [`Exported::only_for`] says; others who have it go.
@@ -250,33 +252,53 @@ impl Server {
         links::end_strangers(&self.reactors, disk);
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.shared.exports().is_empty()
-    }
-
     /// Offers a disk no more: answers what its clients have asked, and lets them go.
-    pub fn remove(&self, disk: &Arc<Disk>) {
+    fn remove(&self, disk: &Arc<Disk>) {
         let mut exports = self.shared.exports.lock().unwrap_or_else(PoisonError::into_inner);
         exports.retain(|exported| !Arc::ptr_eq(&exported.disk, disk));
         drop(exports);
         links::end(&self.reactors, disk);
     }
+}
 
-    /// Lets go of all clients, and closes the address.
-    pub fn stop(&mut self) {
+impl Drop for Server {
+    fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
         self.shared.ring();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
         links::end_undecided(&self.reactors, &self.shared);
-        for exported in self.shared.exports() {
-            self.remove(&exported.disk);
-        }
     }
 }
 
-impl Drop for Server {
+/// A disk that a server offers. The address is closed with its last offer.
+pub struct Offer {
+    server: Arc<Server>,
+    disk: Arc<Disk>,
+    is_stopped: bool,
+}
+
+impl Export for Offer {
+    /// NBD has no message for it: clients see the size when they connect.
+    fn resize(&mut self) {}
+
+    fn stop(&mut self) {
+        if !std::mem::replace(&mut self.is_stopped, true) {
+            self.server.remove(&self.disk);
+        }
+    }
+
+    fn allow(&mut self, names: &[String]) {
+        self.server.allow(&self.disk, names);
+    }
+
+    fn clients(&self) -> Vec<String> {
+        links::clients(&self.server.reactors, &self.disk)
+    }
+}
+
+impl Drop for Offer {
     fn drop(&mut self) {
         self.stop();
     }

@@ -7,8 +7,8 @@
 use std::io;
 use std::sync::Arc;
 
-use blockyard_image::nbd::ServerTls;
-use blockyard_image::nbd::wire::{self, Headers, OptionHeader, OptionReply, handshake, info, opt, rep};
+use blockyard_nbd::ServerTls;
+use blockyard_nbd::wire::{self, Headers, OptionHeader, OptionReply, handshake, info, opt, rep};
 use blockyard_ring::Segments;
 
 use super::block_status::{Context, Contexts};

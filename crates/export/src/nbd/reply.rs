@@ -6,7 +6,7 @@
 use std::rc::Rc;
 
 use blockyard_disk::{Failure, Op, Status, Token};
-use blockyard_image::nbd::wire::{self, Chunk, Headers, SimpleReply, chunk, cmd, errno, flag};
+use blockyard_nbd::wire::{self, Chunk, Headers, SimpleReply, chunk, cmd, errno, flag};
 use blockyard_ring::{MOST_PIECES, Segments};
 
 use super::connection::{Connection, is_heavy};

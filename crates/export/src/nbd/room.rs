@@ -12,7 +12,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use blockyard_image::nbd::wire;
+use blockyard_nbd::wire;
 use blockyard_ring::{Handle, Signal};
 
 /// Bytes that connections of one reactor share.

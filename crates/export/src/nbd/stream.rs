@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use blockyard_image::nbd::{Link, ServerTls};
+use blockyard_nbd::{Link, ServerTls};
 use blockyard_ring::{Handle, Segments, Socket, write_rest};
 
 use super::room::Account;

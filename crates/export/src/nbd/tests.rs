@@ -7,8 +7,8 @@ use std::sync::atomic::AtomicU32;
 use std::sync::mpsc::channel;
 
 use blockyard_disk::{DiskOptions, OpKind, Served, Source};
-use blockyard_image::nbd::wire::{Request, cmd, handshake, opt};
 use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_nbd::wire::{Request, cmd, handshake, opt};
 use blockyard_ring::rights;
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sockopt};
@@ -26,14 +26,14 @@ fn socket() -> PathBuf {
 }
 
 /// A server on one reactor.
-fn serve_on(listener: Listener) -> (Server, Arc<Disk>, Arc<Reactors>) {
+fn serve_on(listener: Listener) -> (Offer, Arc<Disk>, Arc<Reactors>) {
     let (name, serial, filters) = (NAME.to_string(), String::new(), Vec::new());
     let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters };
     let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new(format!("ram:{SIZE}"))).unwrap()));
     let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
     let server = Server::start(listener, "test", Arc::default(), reactors.clone()).unwrap();
-    server.add(Exported::new(disk.clone(), NAME, "", None).polled(PollMode::Off));
-    (server, disk, reactors)
+    let offer = server.offer(Exported::new(disk.clone(), NAME, "", None).polled(PollMode::Off));
+    (offer, disk, reactors)
 }
 
 struct Client(UnixStream);
@@ -92,7 +92,7 @@ fn lingering() -> (TcpStream, TcpStream) {
 #[test]
 fn clients_send_no_descriptors_where_the_kernel_can_refuse_them() {
     let path = socket();
-    let (_server, ..) = serve_on(Listener::bind(&path).unwrap());
+    let (_offer, ..) = serve_on(Listener::bind(&path).unwrap());
     let mut client = Client::ready(UnixStream::connect(&path).unwrap());
     let sent = client.send_with(&Client::read_of(0, 512), &[client.0.as_fd()]);
     // A kernel before 6.16 takes them, and the next test says what follows.
@@ -110,7 +110,7 @@ fn a_client_that_sends_a_descriptor_is_let_go_and_holds_up_no_other() {
     let path = socket();
     let listener = Listener::bind(&path).unwrap();
     let (early, late) = (UnixStream::connect(&path).unwrap(), UnixStream::connect(&path).unwrap());
-    let (server, _disk, reactors) = serve_on(listener);
+    let (offer, _disk, reactors) = serve_on(listener);
     let (lingers, other) = lingering();
     let (mut client, mut beside) = (Client::ready(early), Client::ready(late));
     client.reads();
@@ -125,7 +125,7 @@ fn a_client_that_sends_a_descriptor_is_let_go_and_holds_up_no_other() {
     drop((lingers, release));
     assert!(client.0.read(&mut [0; 16]).is_ok_and(|n| n == 0), "it is let go, and gets no answer");
     beside.reads();
-    assert_eq!(server.shared.clients.load(Ordering::SeqCst), 2, "it is counted until its socket is closed");
+    assert_eq!(offer.server.shared.clients.load(Ordering::SeqCst), 2, "it is counted until its socket is closed");
     drop((beside, other));
     // The reactor answers: it closed nothing that waits.
     reactors.next().ask(|_, reply| reply.send(())).unwrap();
@@ -137,7 +137,7 @@ fn requests_that_are_answered_on_the_spot_leave_turns_to_others() {
     const READS: u64 = 400;
     const LEN: u64 = 64 << 10;
     let path = socket();
-    let (_server, disk, reactors) = serve_on(Listener::bind(&path).unwrap());
+    let (_offer, disk, reactors) = serve_on(Listener::bind(&path).unwrap());
     let mut client = Client::ready(UnixStream::connect(&path).unwrap());
     let (sender, most) = channel();
     reactors.next().run(move |handle| {

@@ -30,8 +30,8 @@ use blockyard_ring::ublk::abi::{self, DeviceInfo, Params};
 use blockyard_ring::ublk::{self, Control, Device, NumberLock, QueueError};
 use rustix::io::Errno;
 
-use crate::Reactors;
 use crate::vhost_user::QueueShape;
+use crate::{Export, Reactors};
 use queue::{QueueHandle, Shared};
 pub use removal::remove;
 use removal::{delete, is_left, stop_unused};
@@ -269,7 +269,7 @@ impl Ublk {
         drop(device);
         self.control.end_recovery(&self.device).map_err(self.error("taking it over"))?;
         if params.basic.sectors != self.shared.disk.capacity() / SECTOR {
-            self.resize();
+            self.set_size();
         }
         Ok(())
     }
@@ -336,14 +336,7 @@ impl Ublk {
         (0..).zip(&self.queues).try_for_each(|(number, queue)| queue.map().map_err(|e| error(number)(e.into())))
     }
 
-    /// The disk has another size.
-    pub fn config_changed(&mut self) {
-        if self.shared.live.load(Ordering::SeqCst) > 0 {
-            self.resize();
-        }
-    }
-
-    fn resize(&mut self) {
+    fn set_size(&mut self) {
         let capacity = self.shared.disk.capacity();
         let changed = if self.device.flags & abi::F_UPDATE_SIZE == 0 {
             Err(io::Error::other("Linux 6.16 or later can; until then make the device anew"))
@@ -365,9 +358,45 @@ impl Ublk {
         smaller.unwrap_or(true) && users::check_unused(self.device.id).is_err()
     }
 
+    /// Whether the driver keeps the device for another server. Of users without privileges it keeps none.
+    fn recovers(&self) -> bool {
+        self.device.flags & abi::F_USER_RECOVERY != 0
+    }
+
+    /// Stops the device if nobody has it open, or if it ends with this process anyway; or somebody else has stopped it.
+    fn let_go(&mut self) -> bool {
+        let mut stopped = stop_unused(&mut self.control, &self.device);
+        if let Err(e) = &stopped
+            && !self.recovers()
+            && let Some(why @ (Errno::BUSY | Errno::ACCESS)) = Errno::from_io_error(e)
+        {
+            if why == Errno::BUSY {
+                tracing::warn!(disk = self.name(), "{} is in use, and ends with its server", self.path().display());
+            }
+            // While it is served: what a file system on it has in memory is written now, or never.
+            stopped = self.control.stop(&self.device);
+        }
+        match stopped.map_err(|e| (Errno::from_io_error(&e), e)) {
+            Ok(()) | Err((Some(Errno::NODEV | Errno::NXIO | Errno::NOENT), _)) => true,
+            Err((Some(Errno::BUSY), _)) => false,
+            Err((_, e)) => {
+                tracing::warn!(disk = self.name(), "stopping {}: {e}", self.path().display());
+                false
+            }
+        }
+    }
+}
+
+impl Export for Ublk {
+    fn resize(&mut self) {
+        if self.shared.live.load(Ordering::SeqCst) > 0 {
+            self.set_size();
+        }
+    }
+
     /// Removes the device, when nobody uses it; else leaves it to the next server of the disk. Either way what was begun is
     /// answered.
-    pub fn stop(&mut self) {
+    fn stop(&mut self) {
         if self.queues.is_empty() {
             return;
         }
@@ -408,32 +437,12 @@ impl Ublk {
         }
     }
 
-    /// Whether the driver keeps the device for another server. Of users without privileges it keeps none.
-    fn recovers(&self) -> bool {
-        self.device.flags & abi::F_USER_RECOVERY != 0
+    fn clients(&self) -> Vec<String> {
+        vec![format!("this host's kernel, as {}", self.path().display())]
     }
 
-    /// Stops the device if nobody has it open, or if it ends with this process anyway; or somebody else has stopped it.
-    fn let_go(&mut self) -> bool {
-        let mut stopped = stop_unused(&mut self.control, &self.device);
-        if let Err(e) = &stopped
-            && !self.recovers()
-            && let Some(why @ (Errno::BUSY | Errno::ACCESS)) = Errno::from_io_error(e)
-        {
-            if why == Errno::BUSY {
-                tracing::warn!(disk = self.name(), "{} is in use, and ends with its server", self.path().display());
-            }
-            // While it is served: what a file system on it has in memory is written now, or never.
-            stopped = self.control.stop(&self.device);
-        }
-        match stopped.map_err(|e| (Errno::from_io_error(&e), e)) {
-            Ok(()) | Err((Some(Errno::NODEV | Errno::NXIO | Errno::NOENT), _)) => true,
-            Err((Some(Errno::BUSY), _)) => false,
-            Err((_, e)) => {
-                tracing::warn!(disk = self.name(), "stopping {}: {e}", self.path().display());
-                false
-            }
-        }
+    fn device(&self) -> Option<PathBuf> {
+        Some(self.path())
     }
 }
 

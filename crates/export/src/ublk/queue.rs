@@ -38,9 +38,14 @@ pub(super) struct Shared {
     pub ended: Box<dyn Fn() + Send + Sync>,
 }
 
-thread_local! {
-    /// The queues of this reactor, by device and number.
-    static LOCAL: RefCell<HashMap<(u32, u16), Rc<Line>>> = RefCell::default();
+/// The queues of a reactor, by device and number.
+#[derive(Default)]
+struct Lines(RefCell<HashMap<(u32, u16), Rc<Line>>>);
+
+impl Lines {
+    fn find(handle: &Handle, key: (u32, u16)) -> Option<Rc<Line>> {
+        handle.local::<Lines>().0.borrow().get(&key).cloned()
+    }
 }
 
 /// A queue and its lanes.
@@ -84,7 +89,7 @@ impl QueueHandle {
     pub fn fetch(&self) -> Answer<()> {
         let key = self.key;
         self.remote.ask_later(move |handle, reply| {
-            let (line, reactor) = (LOCAL.with_borrow(|l| l.get(&key).cloned()), handle.clone());
+            let (line, reactor) = (Lines::find(handle, key), handle.clone());
             handle.spawn(async move {
                 if let Some(line) = line {
                     line.fetch();
@@ -98,8 +103,8 @@ impl QueueHandle {
     /// Maps the queue's requests, after all queues of the device have fetched: see `blockyard_ring::ublk::Queue`.
     pub fn map(&self) -> std::io::Result<()> {
         let key = self.key;
-        let mapped = self.remote.ask(move |_, reply| {
-            let line = LOCAL.with_borrow(|l| l.get(&key).cloned());
+        let mapped = self.remote.ask(move |handle, reply| {
+            let line = Lines::find(handle, key);
             reply.send(line.ok_or_else(gone).and_then(|line| line.queue.map()));
         });
         mapped.unwrap_or_else(|| Err(gone()))
@@ -126,7 +131,7 @@ impl QueueHandle {
 
     fn end(&self, f: impl FnOnce(&Rc<Line>) + Send + 'static) {
         let key = self.key;
-        self.remote.ask(move |_, reply| match LOCAL.with_borrow(|l| l.get(&key).cloned()) {
+        self.remote.ask(move |handle, reply| match Lines::find(handle, key) {
             Some(line) => {
                 *line.waiting.borrow_mut() = Some(reply);
                 // Without lanes it has never fetched.
@@ -138,8 +143,8 @@ impl QueueHandle {
 
     fn with(&self, f: impl FnOnce(&Rc<Line>) + Send + 'static) {
         let key = self.key;
-        self.remote.run(move |_| {
-            let line = LOCAL.with_borrow(|l| l.get(&key).cloned());
+        self.remote.run(move |handle| {
+            let line = Lines::find(handle, key);
             if let Some(line) = line {
                 f(&line);
             }
@@ -159,6 +164,7 @@ impl Line {
         let served = Served::local(handle, &shared.disk)?;
         let queue = Queue::new(handle, device, number)?;
         let key = (device.info().id, number);
+        let budget = Budget::of(handle, &shared.disk);
         shared.live.fetch_add(1, Ordering::SeqCst);
         let line = Rc::new(Line {
             handle: handle.clone(),
@@ -169,12 +175,12 @@ impl Line {
             tasks: RefCell::default(),
             lanes: Cell::new(0),
             draining: Cell::new(false),
-            budget: Budget::default(),
+            budget,
             leaving: Cell::new(false),
             counts: Cell::default(),
             waiting: RefCell::new(None),
         });
-        LOCAL.with_borrow_mut(|l| l.insert(key, line));
+        handle.local::<Lines>().0.borrow_mut().insert(key, line);
         Ok(())
     }
 
@@ -209,7 +215,8 @@ impl Line {
     }
 
     fn end(&self) {
-        LOCAL.with_borrow_mut(|l| l.remove(&self.key));
+        let line = self.handle.local::<Lines>().0.borrow_mut().remove(&self.key);
+        drop(line);
         if self.draining.get() {
             self.served.resume();
         }

@@ -3,7 +3,7 @@
 //! ```text
 //!   socket ─► thread (accept, one front end at a time) ─► session (messages) ─► queues, on the reactors
 //! ```
-//! `Export` is one socket for one disk. Its thread accepts a front end, works through its messages until it goes, stops
+//! `VhostUser` is one socket for one disk. Its thread accepts a front end, works through its messages until it goes, stops
 //! its queues and listens again. Requests never pass this thread.
 
 mod caller;
@@ -51,7 +51,7 @@ pub mod parts {
 }
 
 use crate::log::Log;
-use crate::{Listener, PollMode, Reactors};
+use crate::{Export, Listener, PollMode, Reactors};
 use channel::BackChannel;
 use queue::{DeviceState, QueueHandle};
 use session::Session;
@@ -83,7 +83,7 @@ pub enum SecondClient {
 }
 
 /// What sessions, the listening thread and the program share.
-pub struct Export {
+pub struct Shared {
     device: Arc<DeviceState>,
     shape: QueueShape,
     tuning: Tuning,
@@ -92,16 +92,23 @@ pub struct Export {
     mapper: Mapper,
     /// The way to tell the front end of today something.
     channel: Mutex<Option<Arc<BackChannel>>>,
-    /// The front end's connection, to end a read from outside.
-    connection: Mutex<Option<UnixStream>>,
+    /// The front end that is served.
+    connection: Mutex<Option<Connection>>,
     stop: AtomicBool,
     wake: OwnedFd,
     /// Waits of the session for reactors and storage, which end by themselves.
     own_waits: AtomicU32,
 }
 
+struct Connection {
+    /// Ends a read from outside.
+    stream: UnixStream,
+    /// The front end's process, if it is known.
+    process: Option<i32>,
+}
+
 /// One such wait, while it lasts.
-struct OwnWait(Arc<Export>);
+struct OwnWait(Arc<Shared>);
 
 impl Drop for OwnWait {
     fn drop(&mut self) {
@@ -115,7 +122,7 @@ const DESCRIPTOR_TIME: Duration = Duration::from_secs(5);
 
 /// A listening export; `stop` (or drop) ends it.
 pub struct VhostUser {
-    export: Arc<Export>,
+    export: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
     descriptor_time: Duration,
 }
@@ -132,7 +139,7 @@ impl VhostUser {
         blockyard_ring::doorbell::prepare()?;
         let write_back = AtomicBool::new(disk.options().cache.write_back());
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        let export = Arc::new(Export {
+        let export = Arc::new(Shared {
             device: Arc::new(DeviceState { disk, write_back, log: Log::default() }),
             shape,
             tuning,
@@ -153,49 +160,6 @@ impl VhostUser {
         Ok(VhostUser { export, thread: Some(thread), descriptor_time: DESCRIPTOR_TIME })
     }
 
-    /// Tells the guest that the configuration changed: the disk has another size.
-    pub fn config_changed(&self) {
-        let channel = lock(&self.export.channel).clone();
-        let Some(channel) = channel else { return };
-        let disk = self.export.device.disk.clone();
-        // The front end owns the other end of the channel, and can hold a sender up: nothing waits for this thread.
-        let told = std::thread::Builder::new().name("config".into()).stack_size(256 << 10).spawn(move || {
-            if let Err(e) = channel.config_changed() {
-                tracing::warn!(disk = disk.name(), "the front end was not told of the new size: {e}");
-            }
-        });
-        if let Err(e) = told {
-            let disk = self.export.device.disk.name();
-            tracing::warn!(disk, "the front end was not told of the new size: starting a thread: {e}");
-        }
-    }
-
-    /// Stops taking requests, answers those in flight, and closes the socket.
-    pub fn stop(&mut self) {
-        let Some(thread) = self.thread.take() else { return };
-        self.export.stop.store(true, Ordering::SeqCst);
-        let _ = rustix::io::write(&self.export.wake, &1u64.to_ne_bytes());
-        // What a front end has in flight is not to wait for limits now.
-        self.export.each_served(Served::suspend);
-        if let Some(connection) = &*lock(&self.export.connection) {
-            // The session ends after the message that it works on. Its reply still goes out if there is room for it. If there
-            // is none, the front end does not read: then the session may wait in a write, and that half is ended too.
-            let half = if has_room(connection) { std::net::Shutdown::Read } else { std::net::Shutdown::Both };
-            let _ = connection.shutdown(half);
-        }
-        if self.ends(&thread) {
-            let _ = thread.join();
-            self.export.each_served(Served::resume);
-            return;
-        }
-        // The thread is left behind; it ends with the process. Its queues are not.
-        let device = &self.export.device;
-        let what = format_args!("a descriptor of the front end does not answer: its queues are stopped without it");
-        device.log.warn(device.disk.name(), None, what);
-        QueueHandle::stop_all(device, &self.export.reactors);
-        self.export.each_served(Served::resume);
-    }
-
     /// Waits until the thread has ended. False: it waits for something that is not ours.
     fn ends(&self, thread: &JoinHandle<()>) -> bool {
         let mut since = Instant::now();
@@ -211,17 +175,69 @@ impl VhostUser {
     }
 }
 
+impl Export for VhostUser {
+    fn resize(&mut self) {
+        let channel = lock(&self.export.channel).clone();
+        let Some(channel) = channel else { return };
+        let disk = self.export.device.disk.clone();
+        // The front end owns the other end of the channel, and can hold a sender up: nothing waits for this thread.
+        let told = std::thread::Builder::new().name("config".into()).stack_size(256 << 10).spawn(move || {
+            if let Err(e) = channel.config_changed() {
+                tracing::warn!(disk = disk.name(), "the front end was not told of the new size: {e}");
+            }
+        });
+        if let Err(e) = told {
+            let disk = self.export.device.disk.name();
+            tracing::warn!(disk, "the front end was not told of the new size: starting a thread: {e}");
+        }
+    }
+
+    fn stop(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        self.export.stop.store(true, Ordering::SeqCst);
+        let _ = rustix::io::write(&self.export.wake, &1u64.to_ne_bytes());
+        // What a front end has in flight is not to wait for limits now.
+        self.export.each_served(Served::suspend);
+        if let Some(Connection { stream, .. }) = &*lock(&self.export.connection) {
+            // The session ends after the message that it works on. Its reply still goes out if there is room for it. If there
+            // is none, the front end does not read: then the session may wait in a write, and that half is ended too.
+            let half = if has_room(stream) { std::net::Shutdown::Read } else { std::net::Shutdown::Both };
+            let _ = stream.shutdown(half);
+        }
+        if self.ends(&thread) {
+            let _ = thread.join();
+            self.export.each_served(Served::resume);
+            return;
+        }
+        // The thread is left behind; it ends with the process. Its queues are not.
+        let device = &self.export.device;
+        let what = format_args!("a descriptor of the front end does not answer: its queues are stopped without it");
+        device.log.warn(device.disk.name(), None, what);
+        QueueHandle::stop_all(device, &self.export.reactors);
+        self.export.each_served(Served::resume);
+    }
+
+    fn clients(&self) -> Vec<String> {
+        let connection = lock(&self.export.connection);
+        let describe = |connection: &Connection| match connection.process {
+            Some(process) => format!("process {process}"),
+            None => "a process of another namespace".into(),
+        };
+        connection.iter().map(describe).collect()
+    }
+}
+
 impl Drop for VhostUser {
     fn drop(&mut self) {
         self.stop();
     }
 }
 
-impl Export {
+impl Shared {
     fn each_served(&self, f: fn(&Served<Store>)) {
         for reactor in self.reactors.all() {
             let disk = self.device.disk.clone();
-            reactor.run(move |_| drop(Served::known(&disk).inspect(|served| f(served))));
+            reactor.run(move |handle| drop(Served::known(handle, &disk).inspect(|served| f(served))));
         }
     }
 
@@ -249,7 +265,7 @@ fn has_room(connection: &UnixStream) -> bool {
 }
 
 /// The export's thread.
-fn listen(export: &Arc<Export>, listener: &Listener) {
+fn listen(export: &Arc<Shared>, listener: &Listener) {
     let (disk, log) = (export.device.disk.name(), &export.device.log);
     let mut waiting = Waiting::new(export, listener);
     while !export.stop.load(Ordering::SeqCst) {
@@ -271,12 +287,22 @@ fn listen(export: &Arc<Export>, listener: &Listener) {
     }
 }
 
+/// Why a front end is let go.
+#[derive(Debug, thiserror::Error)]
+enum LetGo {
+    #[error("copying its socket: {0}")]
+    Copying(io::Error),
+    /// A message that cannot be answered.
+    #[error("{0}")]
+    Protocol(Box<dyn std::error::Error + Send + Sync>),
+}
+
 /// Works through one front end's messages until it goes.
-fn serve(export: &Arc<Export>, client: Client, waiting: &mut Waiting<'_>) -> Result<(), String> {
-    let explain = |what: &'static str| move |e: io::Error| format!("{what}: {e}");
+fn serve(export: &Arc<Shared>, client: Client, waiting: &mut Waiting<'_>) -> Result<(), LetGo> {
     let Client { stream, process } = client;
-    *lock(&export.connection) = Some(stream.try_clone().map_err(explain("copying its socket"))?);
-    let peek = stream.try_clone().map_err(explain("copying its socket"))?;
+    let connection = stream.try_clone().map_err(LetGo::Copying)?;
+    *lock(&export.connection) = Some(Connection { stream: connection, process });
+    let peek = stream.try_clone().map_err(LetGo::Copying)?;
     let session = Arc::new(Mutex::new(Session::new(export.clone(), process)));
     let mut handler = BackendReqHandler::from_stream(stream, session.clone());
     let result = loop {
@@ -288,18 +314,18 @@ fn serve(export: &Arc<Export>, client: Client, waiting: &mut Waiting<'_>) -> Res
             Ok(Next::Gone) => break Ok(()),
             Ok(Next::Taken { request, reply, message }) => {
                 if let Err(e) = lock(&session).answer(&peek, request, reply, message) {
-                    break Err(e.to_string());
+                    break Err(LetGo::Protocol(e.into()));
                 }
             }
             Ok(Next::Other { request }) => match handler.handle_request() {
                 Ok(()) => {}
                 // It would wait for its answer for ever.
-                Err(e) if socket::is_question(request) => break Err(e.to_string()),
+                Err(e) if socket::is_question(request) => break Err(LetGo::Protocol(e.into())),
                 Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => {}
                 Err(Error::Disconnected) => break Ok(()),
-                Err(e) => break Err(e.to_string()),
+                Err(e) => break Err(LetGo::Protocol(e.into())),
             },
-            Err(e) => break Err(e.to_string()),
+            Err(e) => break Err(LetGo::Protocol(e.into())),
         }
     };
     lock(&session).stop();

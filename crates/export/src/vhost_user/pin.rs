@@ -14,10 +14,9 @@ use blockyard_ring::{GuestMemory, Registration, Remote};
 
 use super::queue::DeviceState;
 
-thread_local! {
-    /// The registrations of this reactor, by the session's number.
-    static LOCAL: RefCell<HashMap<u64, Registration>> = RefCell::default();
-}
+/// The registrations of a reactor, by the session's number.
+#[derive(Default)]
+struct Registrations(RefCell<HashMap<u64, Registration>>);
 
 /// A session's registrations, wherever they are; they end with it.
 pub struct Pins {
@@ -52,12 +51,14 @@ impl Pins {
     fn register(&self, number: usize, memory: &GuestMemory) {
         let (session, memory, device) = (self.session, memory.clone(), self.device.clone());
         self.reactors[number].run(move |handle| {
-            let outcome = LOCAL.with_borrow_mut(|local| {
-                let registration =
-                    local.entry(session).or_insert_with(|| handle.register_memory(&GuestMemory::default()));
+            let outcome = {
+                let registrations = handle.local::<Registrations>();
+                let mut registrations = registrations.0.borrow_mut();
+                let new = || handle.register_memory(&GuestMemory::default());
+                let registration = registrations.entry(session).or_insert_with(new);
                 registration.replace(&memory);
                 registration.outcome()
-            });
+            };
             // One reactor speaks for all, as long as all goes well.
             if number == 0 || outcome.refused.is_some() {
                 device.log.info(device.disk.name(), None, format_args!("{outcome}"));
@@ -70,7 +71,10 @@ impl Drop for Pins {
     fn drop(&mut self) {
         let session = self.session;
         for reactor in &self.reactors {
-            reactor.run(move |_| drop(LOCAL.with_borrow_mut(|local| local.remove(&session))));
+            reactor.run(move |handle| {
+                let gone = handle.local::<Registrations>().0.borrow_mut().remove(&session);
+                drop(gone);
+            });
         }
     }
 }

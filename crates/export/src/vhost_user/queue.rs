@@ -10,7 +10,6 @@
 //! nothing is in flight. Lanes and segment lists are reused: the steady state allocates nothing.
 
 mod handle;
-mod lane;
 mod state;
 
 use std::cell::{Cell, RefCell};
@@ -21,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, Request, Run, Served, Status, Store, Token};
+use blockyard_disk::{Disk, Request, Served, Status, Store, Token};
 use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch, park};
 
 use super::inflight::InflightRegion;
@@ -31,8 +30,9 @@ use super::request::{Ask, Terms, parse, wire_status};
 use super::virtqueue::{Head, RingError};
 use crate::PollMode;
 use crate::budget::{self, Budget, REQUEST};
+use crate::lanes::Lanes;
 use crate::log::Log;
-use lane::{Lane, Load};
+use crate::start::StartError;
 use state::{Again, Core, Pending};
 
 pub use handle::QueueHandle;
@@ -82,10 +82,9 @@ pub struct QueueSetup {
     pub peer: Option<i32>,
 }
 
-thread_local! {
-    /// The queues of this reactor, by number.
-    static LOCAL: RefCell<HashMap<u64, Rc<Queue>>> = RefCell::default();
-}
+/// The queues of a reactor, by number.
+#[derive(Default)]
+struct Queues(RefCell<HashMap<u64, Rc<Queue>>>);
 
 pub struct Queue {
     index: u16,
@@ -93,10 +92,9 @@ pub struct Queue {
     device: Arc<DeviceState>,
     served: Rc<Served<Store>>,
     core: RefCell<Core>,
-    idle: RefCell<Vec<Rc<Lane>>>,
-    /// Room for the requests of one batch, and for runs of neighbours among them.
+    lanes: Rc<Lanes<ChainToken>>,
+    /// Room for the requests of one batch.
     requests: RefCell<Vec<Request<ChainToken>>>,
-    runs: RefCell<Vec<Run<ChainToken>>>,
     wake: Signal,
     budget: Budget,
     /// Requests that are not answered yet; a chain of several ranges has several.
@@ -123,24 +121,25 @@ impl Token for ChainToken {
 }
 
 impl Queue {
-    fn start(handle: &Handle, setup: QueueSetup, id: u64) -> Result<(), String> {
+    fn start(handle: &Handle, setup: QueueSetup, id: u64) -> Result<(), StartError> {
         let disk = &setup.device.disk;
-        let served = Served::local(handle, disk).map_err(|e| format!("opening the disk on its reactor: {e}"))?;
+        let served = Served::local(handle, disk).map_err(StartError::disk)?;
+        let device = setup.device.clone();
+        let lanes = Lanes::new(handle, served.clone(), move || device.write_back.load(Ordering::Relaxed));
         let mut setup = setup;
         let kick = setup.kick.take();
         let clocked = kick.is_none() && !setup.in_band;
         let placement = Placement::new(setup.peer);
-        let (core, again) = Core::new(&mut setup, placement, handle.now()).map_err(|e| e.to_string())?;
+        let (core, again) = Core::new(&mut setup, placement, handle.now()).map_err(|e| StartError::ring("", e))?;
         let queue = Rc::new(Queue {
             index: setup.index,
             handle: handle.clone(),
             served,
             core: RefCell::new(core),
-            idle: RefCell::default(),
+            lanes,
             requests: RefCell::default(),
-            runs: RefCell::default(),
             wake: Signal::new(handle),
-            budget: Budget::default(),
+            budget: Budget::of(handle, &setup.device.disk),
             in_flight: Cell::new(0),
             done: Cell::new(0),
             enabled: Cell::new(setup.enabled),
@@ -149,7 +148,7 @@ impl Queue {
             stopping: RefCell::new(None),
             device: setup.device,
         });
-        LOCAL.with_borrow_mut(|l| l.insert(id, queue.clone()));
+        handle.local::<Queues>().0.borrow_mut().insert(id, queue.clone());
         let watch = kick.map(|fd| handle.watch(fd));
         handle.spawn(queue.run(watch, again));
         Ok(())
@@ -245,7 +244,8 @@ impl Queue {
         let core = &mut *core;
         let look = core.pacer.went_empty(self.handle.now(), self.done.get());
         // The thread is everybody's whose queue is here: it follows a guest only while it is the only one.
-        core.placement.set(core.pacer.beside() && LOCAL.with_borrow(|l| l.len() == 1));
+        let is_alone = || self.handle.local::<Queues>().0.borrow().len() == 1;
+        core.placement.set(core.pacer.beside() && is_alone());
         look
     }
 
@@ -390,32 +390,10 @@ impl Queue {
         Ok(())
     }
 
-    /// Gives each request, and each run of neighbours, to a lane that has none, and starts it.
+    /// Hands the requests to the disk, and keeps the room of their list.
     #[inline]
-    fn dispatch(self: &Rc<Self>, mut requests: Vec<Request<ChainToken>>) {
-        let mut batch = requests.drain(..);
-        loop {
-            let load = match self.served.neighbours(batch.as_slice()) {
-                0 => break,
-                1 => batch.next().map(Load::One),
-                many => {
-                    let mut run = self.runs.borrow_mut().pop().unwrap_or_default();
-                    run.fill(batch.by_ref().take(many));
-                    Some(Load::Run(run))
-                }
-            };
-            let lane = self.idle.borrow_mut().pop();
-            let lane = lane.unwrap_or_else(|| {
-                let lane = Rc::new(Lane::default());
-                let (device, served) = (self.device.clone(), self.served.clone());
-                let task = self.handle.spawn(lane.clone().run(Rc::downgrade(self), device, served));
-                lane.task.set(task);
-                lane
-            });
-            lane.load.set(load);
-            self.handle.poll_now(lane.task.get());
-        }
-        drop(batch);
+    fn dispatch(&self, mut requests: Vec<Request<ChainToken>>) {
+        self.lanes.dispatch(&mut requests);
         *self.requests.borrow_mut() = requests;
     }
 
@@ -467,7 +445,8 @@ impl Queue {
                 self.break_ring(&e);
                 break;
             }
-            if self.has_spent(1) {
+            let mut has_taken = 1;
+            while self.has_spent(std::mem::take(&mut has_taken)) {
                 self.dispatch(std::mem::take(&mut requests));
                 self.handle.yield_now().await;
             }
@@ -497,10 +476,7 @@ impl Queue {
             core.call.ring();
         }
         core.ring.disable_kicks();
-        for lane in self.idle.borrow_mut().drain(..) {
-            lane.closed.set(true);
-            self.handle.wake(lane.task.get());
-        }
+        self.lanes.close();
         if let Some(reply) = self.stopping.borrow_mut().take() {
             reply.send(core.ring.base());
         }

@@ -27,7 +27,7 @@ use super::memory::Causes;
 use super::notify::{self, Call};
 use super::pin::Pins;
 use super::queue::{DeviceState, QueueHandle, QueueSetup};
-use super::{Export, Tuning};
+use super::{Shared, Tuning};
 
 const NO_CALL: &str = "a call or error notifier that is neither an eventfd nor a Unix stream socket";
 
@@ -66,7 +66,7 @@ pub(super) fn no() -> Error {
 
 /// The session's state; one thread works on it.
 pub struct Session {
-    pub(super) export: Arc<Export>,
+    pub(super) export: Arc<Shared>,
     pub(super) device: Arc<DeviceState>,
     shape: QueueShape,
     tuning: Tuning,
@@ -86,7 +86,7 @@ pub struct Session {
 }
 
 impl Session {
-    pub fn new(export: Arc<Export>, peer: Option<i32>) -> Self {
+    pub fn new(export: Arc<Shared>, peer: Option<i32>) -> Self {
         let shape = export.shape;
         export.device.write_back.store(export.device.disk.options().cache.write_back(), Ordering::Relaxed);
         Session {

@@ -2,9 +2,9 @@ use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
 
-use blockyard_bench::driver::Connection;
-use blockyard_bench::driver::connection::PROTOCOL;
 use blockyard_disk::{DiskOptions, Source};
+use blockyard_driver::Connection;
+use blockyard_driver::connection::PROTOCOL;
 use blockyard_image::{CacheMode, ChainOptions};
 use rustix::net::sockopt;
 

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::{Export, SecondClient};
+use super::{SecondClient, Shared};
 use crate::Listener;
 
 /// Clients that wait with a descriptor each.
@@ -36,13 +36,13 @@ impl Client {
 }
 
 pub struct Waiting<'a> {
-    export: &'a Export,
+    export: &'a Shared,
     listener: &'a Listener,
     clients: VecDeque<Client>,
 }
 
 impl<'a> Waiting<'a> {
-    pub fn new(export: &'a Export, listener: &'a Listener) -> Self {
+    pub fn new(export: &'a Shared, listener: &'a Listener) -> Self {
         Waiting { export, listener, clients: VecDeque::new() }
     }
 

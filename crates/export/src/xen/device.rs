@@ -4,9 +4,13 @@
 //!   front   1 Initialising ─► 3 Initialised ─► 4 Connected ─► 5 Closing ─► 6 Closed ─► 1 ...
 //!   back    2 InitWait ─────► 4 Connected ──────────────────► 5 Closing ─► 6 Closed ─► 2 ...
 //! ```
+//! A front end that was saved and restored with its domain comes again in state 1 or 3, with other rings.
+//!
 //! In: watches of the nodes of both sides. Out: queues on reactors, states, the log.
-//! What must hold: queues run only while the front end has its rings; a state is written only when it changes, so that two sides
-//! never wake one another without end.
+//! What must hold
+//! - Queues run only while the front end has its rings.
+//! - A state is written only when it changes, so that two sides never wake one another without end.
+//! - Queues go on while the connection to xenstore is lost. The thread opens another one.
 
 use std::os::fd::AsFd;
 use std::path::PathBuf;
@@ -16,10 +20,13 @@ use std::sync::atomic::Ordering;
 use blockyard_disk::Disk;
 use blockyard_ring::xen::{Host, Node, Store, StoreError};
 
-use super::nodes::{KIND, MAX_QUEUES, NodeError, Paths, QueueKeys, State, Wish};
+use super::claim::images;
+use super::nodes::{KIND, MAX_QUEUES, NodeError, Paths, QueueKeys, SERVER, State, Wish};
 use super::queue::{Counts, Data, QueueHandle, QueueSetup, Shared};
+use super::reopen::Reopen;
 use super::{Control, Name, XenData, XenError, XenOptions, own_domain};
 use crate::Reactors;
+use crate::start::StartError;
 
 pub(super) struct Device {
     options: XenOptions,
@@ -32,15 +39,20 @@ pub(super) struct Device {
     queues: Vec<QueueHandle>,
     /// The state that this side has written.
     state: Option<State>,
+    /// What the front end asked for when its rings were taken.
+    wish: Option<Wish>,
+    /// The front end has said that it is connected, since its rings were taken.
+    front_connected: bool,
     /// The front end asked for what cannot be; it may begin anew.
     refused: bool,
+    reopen: Reopen,
 }
 
 /// What the loop does next.
 #[derive(PartialEq, Eq)]
 enum Next {
     Wait,
-    /// The toolstack or `detach` removed the device, or its domain has ended.
+    /// The toolstack or `detach` removed the device, or its domain has ended. Another one may have its name.
     Remove,
 }
 
@@ -55,16 +67,21 @@ impl Device {
         control: Arc<Control>,
     ) -> Self {
         let shared = Arc::new(Shared { disk, log: Default::default(), counts: Counts::default() });
-        let (queues, state, refused) = Default::default();
-        Device { options, host, reactors, store, paths, control, shared, queues, state, refused }
+        let (queues, state, wish, front_connected, refused, reopen) = Default::default();
+        #[rustfmt::skip]
+        let device = Device {
+            options, host, reactors, store, paths, control, shared, queues, state, wish, front_connected, refused, reopen,
+        };
+        device
     }
 
     /// Before the thread: watches, and offers what this side can do, unless the front end is connected already.
     pub fn begin(&mut self) -> Result<(), NodeError> {
         self.state = self.paths.back_state(&mut self.store)?;
-        self.store.watch(&self.paths.back, "back")?;
-        self.store.watch(&format!("{}/state", self.paths.front), "front")?;
-        if self.state != Some(State::Connected) {
+        watch(&mut self.store, &self.paths)?;
+        // A toolstack that wants the device back waits for state 6.
+        let stays = self.paths.online(&mut self.store)? == Some(true);
+        if self.state != Some(State::Connected) && stays {
             self.offer()?;
         }
         Ok(())
@@ -79,34 +96,64 @@ impl Device {
             match self.step() {
                 Ok(Next::Wait) => {}
                 Ok(Next::Remove) => break true,
+                Err(e) if e.is_lost() => {
+                    self.reopen(&e);
+                    continue;
+                }
                 Err(e) => self.complain(&e),
             }
             if let Err(e) = self.store.event(self.control.wake.as_fd(), None) {
-                tracing::error!(disk = self.name(), "the device is not followed any more: {e}");
-                break false;
+                self.reopen(&e.into());
+                continue;
             }
             let _ = rustix::io::read(&self.control.wake, &mut [0; 8]);
         };
         self.disconnect();
-        if gone && let Err(e) = self.paths.remove(&mut self.store) {
-            tracing::warn!(disk = self.name(), "removing the nodes of {}: {e}", self.options.device);
-        }
-        if gone {
+        if gone && self.remove_nodes() {
             self.remove_records();
+        }
+        if !gone
+            && !self.paths.toolstack
+            && let Err(e) = self.paths.note_image(&mut self.store, &images(&self.shared.disk))
+        {
+            tracing::warn!(disk = self.name(), "writing the image of {}: {e}", self.options.device);
         }
         self.log_counts();
         gone
+    }
+
+    /// Opens another connection to xenstore, unless the service stops before. Meanwhile the queues go on.
+    fn reopen(&mut self, error: &NodeError) {
+        let Device { host, control, paths, shared, reopen, .. } = self;
+        let name = shared.disk.name();
+        shared.log.warn(name, None, format_args!("the device is served, but its states are not followed: {error}"));
+        if let Some(store) = reopen.open(host, control, |store| watch(store, paths)) {
+            self.store = store;
+            shared.log.info(name, None, format_args!("xenstore is back: the states of the device are followed again"));
+        }
     }
 
     fn name(&self) -> &str {
         self.shared.disk.name()
     }
 
+    /// Returns false if a later device has this name. The records are that device's then.
+    fn remove_nodes(&mut self) -> bool {
+        if self.paths.toolstack {
+            return true;
+        }
+        // The queues may have waited long for the disk.
+        self.paths.remove(&mut self.store).unwrap_or_else(|e| {
+            tracing::warn!(disk = self.name(), "removing the nodes of {}: {e}", self.options.device);
+            true
+        })
+    }
+
     fn step(&mut self) -> Result<Next, NodeError> {
         let front = self.paths.front_state(&mut self.store)?;
         let Some(online) = self.paths.online(&mut self.store)? else { return Ok(Next::Remove) };
         let is_there = self.store.read(&format!("{}/backend", self.paths.front))?.is_some();
-        if !is_there {
+        if !is_there || !self.paths.is_same(&mut self.store)? || self.is_made_anew()? {
             return Ok(Next::Remove);
         }
         match front {
@@ -121,16 +168,20 @@ impl Device {
                     self.offer()?;
                 }
             }
-            Some(State::Initialised | State::Connected) if self.queues.is_empty() && !self.refused => self.connect()?,
+            // A device that goes away takes no rings, unless requests may wait in them.
+            Some(State::Initialised) if self.queues.is_empty() && online && !self.refused => self.connect()?,
+            Some(State::Initialised) if !self.queues.is_empty() => self.reconnect()?,
+            Some(State::Connected) if self.queues.is_empty() && !self.refused => self.connect()?,
+            Some(State::Connected) => self.front_connected = true,
             Some(State::Closing) => self.set_state(State::Closing)?,
             Some(State::Closed) => {
                 self.disconnect();
                 // The next rings may be in the same pages.
                 self.remove_records();
-                self.set_state(State::Closed)?;
                 if !online {
                     return Ok(Next::Remove);
                 }
+                self.set_state(State::Closed)?;
             }
             _ => {}
         }
@@ -141,6 +192,23 @@ impl Device {
             self.set_state(State::Closing)?;
         }
         Ok(Next::Wait)
+    }
+
+    /// Whether a toolstack has removed the device and made another one of the same name, which may ask for another disk.
+    fn is_made_anew(&mut self) -> Result<bool, StoreError> {
+        let known = self.paths.toolstack && self.state.is_some_and(|state| state != State::Initialising);
+        Ok(known && self.paths.back_state(&mut self.store)? == Some(State::Initialising))
+    }
+
+    /// The front end is in state 3 while its rings are served. After a restore in the same domain it has other rings.
+    fn reconnect(&mut self) -> Result<(), NodeError> {
+        let wish = self.paths.wish(&mut self.store, &self.options)?;
+        if self.front_connected || self.wish.as_ref() != Some(&wish) {
+            self.disconnect();
+            self.remove_records();
+            self.connect()?;
+        }
+        Ok(())
     }
 
     fn offer(&mut self) -> Result<(), StoreError> {
@@ -161,17 +229,20 @@ impl Device {
     fn connect(&mut self) -> Result<(), NodeError> {
         let wish = self.paths.wish(&mut self.store, &self.options)?;
         let Wish { abi, queues, .. } = &wish;
+        let fua = !self.shared.disk.options().cache.write_back() || self.paths.offered_no_flush(&mut self.store)?;
         for (number, keys) in (0..).zip(queues) {
-            match self.queue(number, keys, &wish) {
+            match self.queue(number, keys, &wish, fua) {
                 Ok(queue) => self.queues.push(queue),
-                Err(what) => {
+                Err(error) => {
                     self.disconnect();
-                    return Err(NodeError::Queue { number, what });
+                    return Err(NodeError::Queue { number, error });
                 }
             }
         }
         self.paths.connect(&mut self.store, &self.shared.disk)?;
         self.state = Some(State::Connected);
+        self.control.connected.store(true, Ordering::SeqCst);
+        self.front_connected = false;
         let pages = queues.first().map_or(0, |queue| queue.references.len());
         self.shared.log.info(
             self.shared.disk.name(),
@@ -187,15 +258,16 @@ impl Device {
                 }
             ),
         );
+        self.wish = Some(wish);
         Ok(())
     }
 
-    fn queue(&self, index: u16, keys: &QueueKeys, wish: &Wish) -> Result<QueueHandle, String> {
+    fn queue(&self, index: u16, keys: &QueueKeys, wish: &Wish, fua: bool) -> Result<QueueHandle, StartError> {
         let domain = self.options.domain;
-        let grants = self.host.grants(domain).map_err(|e| format!("opening its grants: {e}"))?;
-        let ring = grants.map(&keys.references, true).map_err(|e| format!("mapping its ring: {e}"))?;
+        let grants = self.host.grants(domain).map_err(|e| StartError::ring("opening its grants", e))?;
+        let ring = grants.map(&keys.references, true).map_err(|e| StartError::ring("mapping its ring", e))?;
         let channel = self.host.channel(domain, keys.port);
-        let channel = channel.map_err(|e| format!("binding its event channel {}: {e}", keys.port))?;
+        let channel = channel.map_err(|e| StartError::ring(format!("binding its event channel {}", keys.port), e))?;
         let setup = QueueSetup {
             index,
             shared: self.shared.clone(),
@@ -204,6 +276,7 @@ impl Device {
             channel,
             grants,
             data: self.data(wish),
+            fua,
             record: self.record(index, keys),
         };
         QueueHandle::start(self.reactors.next(), setup)
@@ -236,6 +309,7 @@ impl Device {
 
     /// Stops the queues: they answer what they have taken, and unmap the rings.
     fn disconnect(&mut self) {
+        self.control.connected.store(false, Ordering::SeqCst);
         for queue in self.queues.drain(..) {
             queue.stop();
         }
@@ -254,8 +328,11 @@ impl Device {
         );
         self.refused = true;
         self.disconnect();
-        let _ = self.paths.complain(&mut self.store, &error.to_string());
-        let _ = self.set_state(State::Closing);
+        let told = self.paths.complain(&mut self.store, &error.to_string());
+        if told.and_then(|()| self.set_state(State::Closing)).is_err_and(|e| e.is_lost()) {
+            // After the next connection.
+            self.refused = false;
+        }
     }
 
     fn log_counts(&self) {
@@ -277,9 +354,17 @@ impl Device {
     }
 }
 
+/// Watches what both sides write.
+fn watch(store: &mut Store, paths: &Paths) -> Result<(), StoreError> {
+    store.watch(&paths.back, "back")?;
+    store.watch(&format!("{}/state", paths.front), "front")
+}
+
 /// A device of this program, as xenstore has it.
 #[derive(Clone, Debug)]
 pub struct Listed {
+    /// The type of back end, by which a toolstack found it.
+    pub kind: String,
     pub domain: u16,
     pub device: Name,
     /// `connected`, or what it waits for.
@@ -294,29 +379,39 @@ pub fn list(host: &Host) -> Result<Vec<Listed>, XenError> {
     let mut store = host.store().map_err(XenError::Host)?;
     let failed = |e: NodeError| XenError::Host(std::io::Error::other(e));
     let own = own_domain(&mut store).map_err(failed)?;
-    let top = format!("/local/domain/{own}/backend/{KIND}");
+    let top = format!("/local/domain/{own}/backend");
     let mut found = Vec::new();
     let mut look = || -> Result<(), StoreError> {
-        for domain in store.list(&top)? {
-            for number in store.list(&format!("{top}/{domain}"))? {
-                let (Ok(domain), Some(device)) = (domain.parse(), number.parse().ok().and_then(Name::of_number)) else {
-                    continue;
-                };
-                let path = format!("{top}/{domain}/{number}");
-                let state = match store.read(&format!("{path}/state"))?.as_deref() {
-                    Some("1" | "2") => "waiting for the guest",
-                    Some("3" | "4") => "connected",
-                    _ => "closing",
-                };
-                let sectors = store.read(&format!("{path}/sectors"))?.and_then(|text| text.parse().ok());
-                let read_only = store.read(&format!("{path}/mode"))?.as_deref() == Some("r");
-                found.push(Listed { domain, device, state, sectors, read_only });
+        for kind in store.list(&top)? {
+            for domain in store.list(&format!("{top}/{kind}"))? {
+                for number in store.list(&format!("{top}/{kind}/{domain}"))? {
+                    let path = format!("{top}/{kind}/{domain}/{number}");
+                    if let (Ok(domain), Some(device)) = (domain.parse(), Name::of_node(&number)) {
+                        found.extend(listed(&mut store, &path, &kind, domain, device)?);
+                    }
+                }
             }
         }
         Ok(())
     };
     look().map_err(|e| failed(e.into()))?;
     Ok(found)
+}
+
+/// `None`: another program serves the device.
+fn listed(store: &mut Store, path: &str, kind: &str, domain: u16, device: Name) -> Result<Option<Listed>, StoreError> {
+    let is_ours = kind == KIND || store.read(&format!("{path}/{SERVER}"))?.as_deref() == Some(KIND);
+    if !is_ours {
+        return Ok(None);
+    }
+    let state = match store.read(&format!("{path}/state"))?.as_deref() {
+        Some("1" | "2") => "waiting for the guest",
+        Some("3" | "4") => "connected",
+        _ => "closing",
+    };
+    let sectors = store.read(&format!("{path}/sectors"))?.and_then(|text| text.parse().ok());
+    let read_only = store.read(&format!("{path}/mode"))?.as_deref() == Some("r");
+    Ok(Some(Listed { kind: kind.into(), domain, device, state, sectors, read_only }))
 }
 
 /// Asks the guest to close a device. With `force` it removes the device without asking.
@@ -331,8 +426,9 @@ pub fn detach(
     let mut store = host.store().map_err(XenError::Host)?;
     let failed = |source: NodeError| XenError::Nodes { domain, device, source: Box::new(source) };
     let own = own_domain(&mut store).map_err(failed)?;
-    let paths = Paths::new(own, &XenOptions { domain, device, queues: 1, data: XenData::Auto, records: None });
+    let mut paths = Paths::new(own, &XenOptions { domain, device, queues: 1, data: XenData::Auto, records: None });
     let store_failed = |e: StoreError| failed(e.into());
+    paths.adopt(&mut store).map_err(store_failed)?;
     if paths.online(&mut store).map_err(store_failed)?.is_none() {
         return Err(XenError::Missing { domain, device });
     }
@@ -340,12 +436,12 @@ pub fn detach(
         paths.remove(&mut store).map_err(store_failed)?;
         return Ok(true);
     }
-    store.write(&format!("{}/online", paths.back), 0).map_err(store_failed)?;
-    paths.set_state(&mut store, State::Closing).map_err(store_failed)?;
+    paths.ask_to_close(&mut store).map_err(store_failed)?;
     store.watch(&paths.back, "back").map_err(store_failed)?;
     let (never, _writer) = rustix::pipe::pipe().map_err(|e| XenError::Host(e.into()))?;
     let deadline = std::time::Instant::now() + patience;
-    while paths.online(&mut store).map_err(store_failed)?.is_some() {
+    let is_there = |store: &mut Store| Ok(paths.online(store)?.is_some() && paths.is_same(store)?);
+    while is_there(&mut store).map_err(store_failed)? {
         if store.event(never.as_fd(), Some(deadline)).map_err(store_failed)?.is_none() {
             return Ok(false);
         }

@@ -1,20 +1,40 @@
 //! The nodes of a device in xenstore: those that the back end writes, and those that it reads of the front end.
 //!
-//! In: what a guest wrote. Out: a ring's references and ports, each a number in its range. What must hold: nothing that a guest
-//! writes makes more rings, pages or queues than were offered.
+//! In: what a guest wrote. Out: a ring's references and ports, each a number in its range.
+//! What must hold
+//! - Nothing that a guest writes makes more rings, pages or queues than were offered.
+//! - A write never makes nodes of a device that is gone.
+//! - A server changes no node of a later device that has the same name: `incarnation` tells them apart.
 
 use std::fmt::Display;
+use std::hash::{BuildHasher, Hasher, RandomState};
 
 use blockyard_disk::{Disk, Source};
 use blockyard_image::SECTOR;
-use blockyard_ring::xen::{Access, Node, Store, StoreError};
+use blockyard_ring::xen::{Access, Node, Store, StoreError, Transaction};
 
 use super::abi::{Abi, INDIRECT_SEGMENTS};
+use super::watch::{ToolstackDevice, Wanted};
 use super::{XenData, XenOptions};
 use crate::fingerprint;
 
 /// The type of back end under which devices are found that this program has made.
 pub const KIND: &str = "blockyard";
+
+/// The node in a toolstack's device that says which program serves it.
+pub const SERVER: &str = "server";
+
+/// The back end's node that says how many queues it offers.
+const QUEUES: &str = "multi-queue-max-queues";
+
+/// The node of a device that this program has made: a random number.
+const INCARNATION: &str = "incarnation";
+
+/// The back end's node that says whether it takes flushes.
+const FLUSH: &str = "feature-flush-cache";
+
+/// The node in a device of this program that says which image it has.
+const IMAGE: &str = "image";
 
 /// The most that is offered: 16 pages of a ring.
 pub const MAX_PAGE_ORDER: u32 = 4;
@@ -32,7 +52,7 @@ pub enum State {
 }
 
 impl State {
-    fn parse(text: &str) -> Option<Self> {
+    pub fn parse(text: &str) -> Option<Self> {
         use State::*;
         let all = [Initialising, InitWait, Initialised, Connected, Closing, Closed];
         all.into_iter().find(|state| text == (*state as u8).to_string())
@@ -44,6 +64,12 @@ impl State {
 pub struct Paths {
     pub back: String,
     pub front: String,
+    /// A toolstack has made the nodes, and removes them.
+    pub toolstack: bool,
+    pub cdrom: bool,
+    /// Tells a device that this program has made from others that had its name before or will have it.
+    /// `None`: a toolstack or an older version has made it.
+    incarnation: Option<String>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -54,8 +80,25 @@ pub enum NodeError {
     Missing(String),
     #[error("the front end's {key} is \"{value}\"; {wanted}")]
     Value { key: String, value: String, wanted: String },
-    #[error("queue {number}: {what}")]
-    Queue { number: u16, what: String },
+    #[error("queue {number}: {error}")]
+    Queue { number: u16, error: crate::start::StartError },
+    #[error("another server has the device: {0}")]
+    Served(String),
+    #[error("locking {path}: {source}")]
+    Lock { path: std::path::PathBuf, source: std::io::Error },
+    #[error(
+        "the device of the guest has image {0}; give that image, or remove the device first (blockyard xen detach)"
+    )]
+    OtherImage(String),
+    #[error("the toolstack has removed or changed the nodes since it asked for the disk")]
+    Changed,
+}
+
+impl NodeError {
+    /// Whether the connection to xenstore cannot be used any more.
+    pub fn is_lost(&self) -> bool {
+        matches!(self, NodeError::Store(e) if e.is_lost())
+    }
 }
 
 /// What the front end asks for.
@@ -87,12 +130,79 @@ impl Paths {
         Paths {
             back: format!("/local/domain/{own}/backend/{KIND}/{domain}/{number}"),
             front: format!("/local/domain/{domain}/device/vbd/{number}"),
+            toolstack: false,
+            cdrom: false,
+            incarnation: None,
         }
     }
 
-    /// Makes the nodes of both sides, and shows each domain its own. False: they are there, made by this program before.
-    pub fn make(&self, store: &mut Store, own: u16, options: &XenOptions, read_only: bool) -> Result<bool, NodeError> {
+    /// Of a device whose nodes a toolstack has made.
+    pub fn of_toolstack(own: u16, wanted: &Wanted) -> Self {
+        let Wanted { frontend, cdrom, .. } = wanted;
+        Paths { front: frontend.clone(), cdrom: *cdrom, ..Self::of_device(own, &wanted.device) }
+    }
+
+    /// Of the back end's side of a device whose nodes a toolstack has made.
+    pub fn of_device(own: u16, device: &ToolstackDevice) -> Self {
+        let (front, incarnation) = Default::default();
+        Paths { back: device.path(own), front, toolstack: true, cdrom: false, incarnation }
+    }
+
+    /// Takes the device that has these nodes now as the one that is meant.
+    pub fn adopt(&mut self, store: &mut Store) -> Result<(), StoreError> {
+        self.incarnation = store.read(&format!("{}/{INCARNATION}", self.back))?;
+        Ok(())
+    }
+
+    /// Whether the nodes are still those of the same device. A toolstack's device has no number: state 1 tells that it is new.
+    pub fn is_same(&self, node: &mut impl Node) -> Result<bool, StoreError> {
+        Ok(self.toolstack || node.read(&format!("{}/{INCARNATION}", self.back))? == self.incarnation)
+    }
+
+    /// Before a disk is there: the terms on which a front end makes its rings. Returns false if the device is not new.
+    pub fn claim(&self, store: &mut Store, queues: u16) -> Result<bool, StoreError> {
+        store.transaction(|t| {
+            let is_new = t.read(&format!("{}/state", self.back))?.as_deref() == Some("1");
+            if is_new {
+                self.offer_rings(t, queues)?;
+                self.state_in(t, State::InitWait)?;
+            }
+            Ok(is_new)
+        })
+    }
+
+    fn offer_rings(&self, t: &mut Transaction<'_>, queues: u16) -> Result<(), StoreError> {
+        t.write(&format!("{}/max-ring-page-order", self.back), MAX_PAGE_ORDER)?;
+        t.write(&format!("{}/{QUEUES}", self.back), queues.min(MAX_QUEUES))
+    }
+
+    /// Tells the toolstack's script that the disk is there. Returns false if the nodes do not ask for it any more.
+    pub fn accept(&self, store: &mut Store, wanted: &Wanted) -> Result<bool, StoreError> {
+        store.transaction(|t| {
+            for (key, value) in [("params", &wanted.target), ("frontend", &wanted.frontend), ("mode", &wanted.mode)] {
+                if t.read(&format!("{}/{key}", self.back))?.as_ref() != Some(value) {
+                    return Ok(false);
+                }
+            }
+            t.write(&format!("{}/{SERVER}", self.back), KIND)?;
+            t.write(&format!("{}/hotplug-status", self.back), "connected")?;
+            Ok(true)
+        })
+    }
+
+    /// Makes the nodes of both sides, and shows each domain its own. False: they are there, made by this program before, for
+    /// one of the same images.
+    pub fn make(
+        &mut self,
+        store: &mut Store,
+        own: u16,
+        options: &XenOptions,
+        images: &[String],
+        read_only: bool,
+    ) -> Result<bool, NodeError> {
         let (domain, number) = (options.domain, options.device.number());
+        // Its keys come from the kernel's random numbers.
+        let incarnation = format!("{:016x}", RandomState::new().build_hasher().finish());
         let made = store.transaction(|t| {
             if let Some(back) = t.read(&format!("{}/backend", self.front))? {
                 return Ok(Err(back));
@@ -104,8 +214,10 @@ impl Paths {
             let mut back = |key: &str, value: &dyn Display| t.write(&format!("{}/{key}", self.back), value);
             back("frontend", &self.front)?;
             back("frontend-id", &domain)?;
+            back(INCARNATION, &incarnation)?;
             back("online", &1)?;
             back("removable", &0)?;
+            images.first().map_or(Ok(()), |image| back(IMAGE, image))?;
             back("dev", &options.device)?;
             back("mode", &if read_only { "r" } else { "w" })?;
             back("device-type", &"disk")?;
@@ -119,8 +231,18 @@ impl Paths {
             Ok(Ok(()))
         })?;
         match made {
-            Ok(()) => Ok(true),
-            Err(back) if back == self.back => Ok(false),
+            Ok(()) => {
+                self.incarnation = Some(incarnation);
+                Ok(true)
+            }
+            Err(back) if back == self.back => match store.read(&format!("{}/{IMAGE}", self.back))? {
+                Some(image) if !images.contains(&image) => Err(NodeError::OtherImage(image)),
+                _ => {
+                    self.adopt(store)?;
+                    self.note_image(store, images)?;
+                    Ok(false)
+                }
+            },
             Err(back) => Err(NodeError::Value {
                 key: "backend".into(),
                 value: back,
@@ -129,9 +251,18 @@ impl Paths {
         }
     }
 
-    /// Removes the nodes of both sides.
-    pub fn remove(&self, store: &mut Store) -> Result<(), StoreError> {
+    /// Writes which image the device has, for the next server. Work on a disk that is served may change it.
+    pub fn note_image(&self, store: &mut Store, images: &[String]) -> Result<(), StoreError> {
+        let Some(image) = images.first() else { return Ok(()) };
+        self.change(store, |t| t.write(&format!("{}/{IMAGE}", self.back), image))
+    }
+
+    /// Removes the nodes of both sides. Returns false, and removes nothing, if a later device has this name.
+    pub fn remove(&self, store: &mut Store) -> Result<bool, StoreError> {
         store.transaction(|t| {
+            if !self.is_same(t)? && t.read(&format!("{}/online", self.back))?.is_some() {
+                return Ok(false);
+            }
             t.remove(&self.front)?;
             t.remove(&self.back)?;
             // Those above it that were made for it.
@@ -143,7 +274,7 @@ impl Paths {
                 }
                 t.remove(path)?;
             }
-            Ok(())
+            Ok(true)
         })
     }
 
@@ -161,7 +292,27 @@ impl Paths {
     }
 
     pub fn set_state(&self, store: &mut Store, state: State) -> Result<(), StoreError> {
-        store.write(&format!("{}/state", self.back), state as u8)
+        self.change(store, |t| self.state_in(t, state))
+    }
+
+    /// Asks the guest to close the device, which is to go.
+    pub fn ask_to_close(&self, store: &mut Store) -> Result<(), StoreError> {
+        self.change(store, |t| {
+            t.write(&format!("{}/online", self.back), 0)?;
+            self.state_in(t, State::Closing)
+        })
+    }
+
+    /// Writes nodes of this side, unless the device is gone, or a later one has its name.
+    fn change(
+        &self,
+        store: &mut Store,
+        mut changes: impl FnMut(&mut Transaction<'_>) -> Result<(), StoreError>,
+    ) -> Result<(), StoreError> {
+        store.transaction(|t| {
+            let is_there = t.read(&format!("{}/online", self.back))?.is_some();
+            if is_there && self.is_same(t)? { changes(t) } else { Ok(()) }
+        })
     }
 
     /// Tells the front end what this back end can do.
@@ -172,14 +323,13 @@ impl Paths {
         let flushes = u8::from(disk.options().cache.write_back());
         let discards = u8::from(!disk.options().read_only);
         let granularity = source.discard_unit().max(source.logical_block());
-        store.transaction(|t| {
+        self.change(store, |t| {
+            self.offer_rings(t, options.queues)?;
             let mut offer = |key: &str, value: u32| t.write(&format!("{}/{key}", self.back), value);
-            offer("feature-flush-cache", flushes.into())?;
+            offer(FLUSH, flushes.into())?;
             offer("feature-barrier", flushes.into())?;
             offer("feature-persistent", persistent)?;
             offer("feature-max-indirect-segments", INDIRECT_SEGMENTS as u32)?;
-            offer("max-ring-page-order", MAX_PAGE_ORDER)?;
-            offer("multi-queue-max-queues", options.queues.min(MAX_QUEUES).into())?;
             offer("feature-discard", discards.into())?;
             if discards > 0 {
                 offer("discard-granularity", granularity)?;
@@ -192,8 +342,8 @@ impl Paths {
 
     /// Tells the front end what the disk is, and that it may begin. Also tells a new size.
     pub fn connect(&self, store: &mut Store, disk: &Disk) -> Result<(), StoreError> {
-        let Shape { sectors, logical, physical, info } = Shape::of(disk);
-        store.transaction(|t| {
+        let Shape { sectors, logical, physical, info } = Shape::of(disk, self.cdrom);
+        self.change(store, |t| {
             let mut tell = |key: &str, value: u64| t.write(&format!("{}/{key}", self.back), value);
             tell("sectors", sectors)?;
             tell("sector-size", logical.into())?;
@@ -209,7 +359,53 @@ impl Paths {
 
     /// Writes the node `error`, which tools show.
     pub fn complain(&self, store: &mut Store, what: &str) -> Result<(), StoreError> {
-        store.write(&format!("{}/error", self.back), what)
+        self.change(store, |t| t.write(&format!("{}/error", self.back), what))
+    }
+
+    /// Writes why a device has no disk, and closes it, unless it is in use. Returns whether it is in use.
+    /// `hotplug-error` is for the toolstack's script.
+    pub fn refuse(&self, store: &mut Store, what: &str) -> Result<bool, StoreError> {
+        let mut in_use = false;
+        self.change(store, |t| {
+            in_use = self.in_use(t)?;
+            t.write(&format!("{}/error", self.back), what)?;
+            t.write(&format!("{}/hotplug-error", self.back), what)?;
+            if in_use {
+                return Ok(());
+            }
+            t.write(&format!("{}/hotplug-status", self.back), "error")?;
+            self.state_in(t, State::Closed)
+        })?;
+        Ok(in_use)
+    }
+
+    /// Returns whether a guest uses the device. The last server may have left requests in its rings.
+    pub fn in_use(&self, node: &mut impl Node) -> Result<bool, StoreError> {
+        let back = node.read(&format!("{}/state", self.back))?;
+        if !matches!(back.as_deref(), Some("4" | "5")) {
+            return Ok(false);
+        }
+        let Some(frontend) = node.read(&format!("{}/frontend", self.back))? else { return Ok(false) };
+        // The path may be no path. If xenstore is lost, the next call says so.
+        let front = node.read(&format!("{frontend}/state")).unwrap_or_default();
+        Ok(front.is_some_and(|state| state != "6"))
+    }
+
+    /// State 6 after the end of a device. Returns false, and writes nothing, if the toolstack has made a new one of the same name.
+    pub fn close(&self, store: &mut Store) -> Result<bool, StoreError> {
+        let mut is_old = true;
+        self.change(store, |t| {
+            let state = t.read(&format!("{}/state", self.back))?;
+            is_old = state.as_deref() != Some("1");
+            let offline = t.read(&format!("{}/online", self.back))?.as_deref() == Some("0");
+            if is_old || offline { self.state_in(t, State::Closed) } else { Ok(()) }
+        })?;
+        Ok(is_old)
+    }
+
+    /// Returns whether the front end was offered no flush. A front end that is connected keeps to the offer of the last server.
+    pub fn offered_no_flush(&self, store: &mut Store) -> Result<bool, StoreError> {
+        Ok(store.read(&format!("{}/{FLUSH}", self.back))?.as_deref() == Some("0"))
     }
 
     /// What the front end asks for.
@@ -220,7 +416,9 @@ impl Paths {
             let wanted = "x86_64-abi and x86_32-abi are served".into();
             NodeError::Value { key: "protocol".into(), value: short(&protocol.unwrap_or_default()), wanted }
         })?;
-        let most = options.queues.min(MAX_QUEUES).into();
+        // A front end that is connected keeps to what the last server has offered.
+        let offered = keys.store.read(&format!("{}/{QUEUES}", self.back))?.and_then(|text| text.parse().ok());
+        let most = offered.unwrap_or(options.queues).clamp(1, MAX_QUEUES).into();
         let queues = keys.number("multi-queue-num-queues", 1, most)?.unwrap_or(1);
         let order = keys.number("ring-page-order", 0, MAX_PAGE_ORDER)?;
         let persistent = keys.text("feature-persistent")?.as_deref() == Some("1");
@@ -271,7 +469,7 @@ impl Keys<'_> {
 }
 
 /// A guest's text for the log.
-fn short(text: &str) -> String {
+pub fn short(text: &str) -> String {
     text.chars().take(40).flat_map(char::escape_debug).collect()
 }
 
@@ -285,18 +483,19 @@ struct Shape {
     info: u32,
 }
 
-/// A bit of `info`.
+/// Bits of `info`.
+const CDROM: u32 = 1;
 const READ_ONLY: u32 = 4;
 
 impl Shape {
-    fn of(disk: &Disk) -> Self {
+    fn of(disk: &Disk, cdrom: bool) -> Self {
         let source: Source = disk.source();
         let logical = source.logical_block();
         Shape {
             sectors: disk.capacity() / u64::from(logical) * u64::from(logical) / SECTOR,
             logical,
             physical: source.geometry().physical_block.max(logical),
-            info: if disk.options().read_only { READ_ONLY } else { 0 },
+            info: if disk.options().read_only { READ_ONLY } else { 0 } | if cdrom { CDROM } else { 0 },
         }
     }
 }

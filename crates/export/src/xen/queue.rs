@@ -8,7 +8,6 @@
 //! `stop` nothing is taken, and the reply is sent when nothing is in flight and no page of the guest is mapped.
 
 mod copies;
-mod lane;
 mod pages;
 
 use std::cell::{Cell, RefCell};
@@ -19,16 +18,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use blockyard_disk::{Disk, Failure, Op, Request, Run, Served, Status, Store, Token};
+use blockyard_disk::{Disk, Failure, Op, Request, Served, Status, Store, Token};
 use blockyard_ring::xen::{Channel, Grants};
 use blockyard_ring::{Handle, Region, Remote, Reply, Segments, Signal, Watch, park};
 
 use super::abi::{self, Abi, Ask};
 use super::ring::Ring;
 use crate::budget::{Budget, REQUEST};
+use crate::lanes::Lanes;
 use crate::log::Log;
+use crate::start::StartError;
 use copies::Read;
-use lane::{Lane, Load};
 pub use pages::Data;
 use pages::{Pages, Wanted};
 
@@ -63,14 +63,15 @@ pub struct QueueSetup {
     pub channel: Channel,
     pub grants: Grants,
     pub data: Data,
+    /// Each write is durable before its answer, because the front end was offered no flush.
+    pub fua: bool,
     /// Where the record of what is taken is kept, and what tells this ring from others.
     pub record: Option<(PathBuf, u64)>,
 }
 
-thread_local! {
-    /// The queues of this reactor, by number.
-    static LOCAL: RefCell<HashMap<u64, Rc<Queue>>> = RefCell::default();
-}
+/// The queues of a reactor, by number.
+#[derive(Default)]
+struct Queues(RefCell<HashMap<u64, Rc<Queue>>>);
 
 /// A running queue, as the control thread knows it.
 pub struct QueueHandle {
@@ -79,19 +80,20 @@ pub struct QueueHandle {
 }
 
 impl QueueHandle {
-    pub fn start(remote: Remote, setup: QueueSetup) -> Result<Self, String> {
+    pub fn start(remote: Remote, setup: QueueSetup) -> Result<Self, StartError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let started = remote.ask(move |handle, reply| reply.send(Queue::start(handle, setup, id)));
-        started.unwrap_or_else(|| Err("the reactor has ended".into())).map(|()| QueueHandle { remote, id })
+        started.unwrap_or_else(|| Err(StartError::ended())).map(|()| QueueHandle { remote, id })
     }
 
     /// Takes nothing more, waits for what is in flight, and unmaps all.
     pub fn stop(self) {
         let id = self.id;
-        self.remote.ask(move |_, reply| {
+        self.remote.ask(move |handle, reply| {
             // Without the queue the reply is dropped.
-            if let Some(queue) = LOCAL.with_borrow_mut(|l| l.remove(&id)) {
+            let queue = handle.local::<Queues>().0.borrow_mut().remove(&id);
+            if let Some(queue) = queue {
                 queue.stop(reply);
             }
         });
@@ -108,9 +110,8 @@ struct Queue {
     pages: RefCell<Pages>,
     /// Each write is durable before its answer, because the front end was offered no flush.
     fua: bool,
-    idle: RefCell<Vec<Rc<Lane>>>,
+    lanes: Rc<Lanes<Slot>>,
     requests: RefCell<Vec<Request<Slot>>>,
-    runs: RefCell<Vec<Run<Slot>>>,
     pool: RefCell<Vec<Segments>>,
     /// Finished reads. Their data must be copied to the guest.
     reads: RefCell<Vec<Read>>,
@@ -161,6 +162,11 @@ fn is_barrier(request: &abi::Request) -> bool {
     request.ask == Ask::Barrier || (request.ask == Ask::Flush && request.segments > 0)
 }
 
+/// The most bytes that a request moves.
+fn bytes(request: &abi::Request) -> usize {
+    request.segments * 4096
+}
+
 fn wire_status(status: Status) -> i16 {
     match status {
         Ok(()) => abi::OK,
@@ -170,40 +176,43 @@ fn wire_status(status: Status) -> i16 {
 }
 
 impl Queue {
-    fn start(handle: &Handle, setup: QueueSetup, id: u64) -> Result<(), String> {
-        let QueueSetup { index, shared, ring, abi, channel, grants, data, record } = setup;
-        let served =
-            Served::local(handle, &shared.disk).map_err(|e| format!("opening the disk on its reactor: {e}"))?;
-        let watch = channel.descriptor().map_err(|e| format!("watching the event channel: {e}"))?;
+    fn start(handle: &Handle, setup: QueueSetup, id: u64) -> Result<(), StartError> {
+        let QueueSetup { index, shared, ring, abi, channel, grants, data, fua, record } = setup;
+        let served = Served::local(handle, &shared.disk).map_err(StartError::disk)?;
+        let watch = channel.descriptor().map_err(|e| StartError::ring("watching the event channel", e))?;
         let watch = handle.watch(watch);
         let mut ring = Ring::new(Arc::new(ring).window(), abi);
         let again = match record {
-            Some((path, key)) => ring.keep_record(&path, key).map_err(|e| format!("record {}: {e}", path.display()))?,
+            Some((path, key)) => {
+                ring.keep_record(&path, key).map_err(|e| StartError::ring(format!("record {}", path.display()), e))?
+            }
             None => Vec::new(),
         };
         let pages = Pages::new(grants, data);
+        let budget = Budget::of(handle, &shared.disk);
+        // The guest cannot change the cache.
+        let lanes = Lanes::new(handle, served.clone(), || true);
         let queue = Rc::new(Queue {
             index,
             handle: handle.clone(),
-            fua: !shared.disk.options().cache.write_back(),
+            fua,
             shared,
             served,
             ring: RefCell::new(ring),
             channel,
             pages: RefCell::new(pages),
-            idle: RefCell::default(),
+            lanes,
             requests: RefCell::default(),
-            runs: RefCell::default(),
             pool: RefCell::default(),
             reads: RefCell::default(),
             wake: Signal::new(handle),
-            budget: Budget::default(),
+            budget,
             in_flight: Cell::new(0),
             barrier: Cell::new(None),
             broken: Cell::new(false),
             stopping: RefCell::new(None),
         });
-        LOCAL.with_borrow_mut(|l| l.insert(id, queue.clone()));
+        handle.local::<Queues>().0.borrow_mut().insert(id, queue.clone());
         handle.spawn(queue.run(watch, again));
         Ok(())
     }
@@ -228,6 +237,8 @@ impl Queue {
                 break;
             }
             let takes = !stopping && !self.broken.get();
+            // Requests that finish free their buffers, and ring `wake`.
+            let takes = takes && self.room() > 0;
             let held_back = if takes { self.served.held_back() } else { None };
             if takes && held_back.is_none() {
                 if self.barrier.get().is_some() {
@@ -280,10 +291,37 @@ impl Queue {
             }
             !is_barrier
         });
-        for batch in again.chunks(BATCH) {
-            self.begin(batch);
-            self.handle.yield_now().await;
+        let mut rest = &again[..];
+        while !rest.is_empty() {
+            self.wake.clear();
+            self.publish();
+            let count = self.fitting(&rest[..rest.len().min(BATCH)]);
+            let (batch, later) = rest.split_at(count);
+            rest = later;
+            if count > 0 {
+                self.begin(batch);
+                self.handle.yield_now().await;
+            } else if !self.wake.arm() {
+                park().await;
+            }
         }
+    }
+
+    /// Bytes of requests that may be taken. A queue without a request in flight takes one of any size.
+    fn room(&self) -> usize {
+        let least = usize::from(self.in_flight.get() == 0);
+        self.pages.borrow().room().max(least)
+    }
+
+    /// How many of these requests there is room for.
+    fn fitting(&self, requests: &[abi::Request]) -> usize {
+        let mut room = self.room();
+        let fits = |request: &&abi::Request| {
+            let fits = room > 0;
+            room = room.saturating_sub(bytes(request));
+            fits
+        };
+        requests.iter().take_while(fits).count()
     }
 
     /// Lets the next event come. A channel that fails is of a domain that is gone.
@@ -320,16 +358,18 @@ impl Queue {
     fn take(self: &Rc<Self>) -> usize {
         let mut batch = self.pages.borrow_mut().batch();
         let turn = self.handle.turn();
-        while batch.len() < BATCH && !self.budget.is_spent(turn) && self.barrier.get().is_none() {
+        let mut room = self.room();
+        while batch.len() < BATCH && room > 0 && !self.budget.is_spent(turn) && self.barrier.get().is_none() {
             match self.ring.borrow_mut().pop() {
                 Ok(None) => break,
                 Ok(Some(request)) => {
+                    room = room.saturating_sub(bytes(&request));
                     if is_barrier(&request) {
                         self.barrier.set(Some(request));
                     } else {
                         batch.push(request);
                     }
-                    self.budget.spend(turn, REQUEST + request.segments as u32, request.segments as u64 * 4096);
+                    self.budget.spend(turn, REQUEST + request.segments as u32, bytes(&request) as u64);
                 }
                 Err(e) => {
                     self.break_queue(&e.to_string());
@@ -401,24 +441,9 @@ impl Queue {
         }
     }
 
-    /// Gives each request, and each run of neighbours, to a lane that has none, and starts it.
-    fn dispatch(self: &Rc<Self>, mut requests: Vec<Request<Slot>>) {
-        let mut batch = requests.drain(..);
-        loop {
-            let load = match self.served.neighbours(batch.as_slice()) {
-                0 => break,
-                1 => batch.next().map(Load::One),
-                many => {
-                    let mut run = self.runs.borrow_mut().pop().unwrap_or_default();
-                    run.fill(batch.by_ref().take(many));
-                    Some(Load::Run(run))
-                }
-            };
-            let lane = self.idle.borrow_mut().pop();
-            let lane = lane.unwrap_or_else(|| Lane::start(self));
-            lane.give(load, &self.handle);
-        }
-        drop(batch);
+    /// Hands the requests to the disk, and keeps the room of their list.
+    fn dispatch(&self, mut requests: Vec<Request<Slot>>) {
+        self.lanes.dispatch(&mut requests);
         *self.requests.borrow_mut() = requests;
     }
 
@@ -481,9 +506,7 @@ impl Queue {
 
     /// The end: nothing is in flight.
     fn retire(&self) -> Option<Reply<()>> {
-        for lane in self.idle.borrow_mut().drain(..) {
-            lane.close(&self.handle);
-        }
+        self.lanes.close();
         self.pages.borrow_mut().clear();
         self.pool.borrow_mut().clear();
         self.stopping.borrow_mut().take()

@@ -13,10 +13,33 @@ fn names_have_the_numbers_that_guests_know() {
     ] {
         let parsed: Name = name.parse().unwrap();
         assert_eq!((parsed.number(), parsed.to_string().as_str()), (number, name));
-        assert_eq!(Name::of_number(number), Some(parsed));
+        assert_eq!(Name::of_node(&number.to_string()), Some(parsed));
     }
     for name in ["", "xvd", "sda", "xvdA", "xvda1", "xvdaaa"] {
         assert!(name.parse::<Name>().is_err(), "{name}");
     }
-    assert_eq!(Name::of_number(51713), None);
+    // hda, a partition, and what no guest has.
+    for number in ["768", "51713", "4294967295"] {
+        assert_eq!(Name::of_node(number).unwrap().to_string(), number);
+    }
+    for text in ["051712", "+51712", "-1", "", "4294967296", "51712x"] {
+        assert_eq!(Name::of_node(text), None, "{text}");
+    }
+}
+
+#[test]
+fn a_detach_makes_no_nodes_of_a_device_that_is_gone() {
+    let machine = blockyard_ring::xen::Machine::new();
+    let mut store = machine.store(0).unwrap();
+    let device = "xvda".parse().unwrap();
+    let paths = Paths::new(0, &XenOptions { domain: 7, device, queues: 1, data: XenData::Auto, records: None });
+    // Its server has removed the nodes since `detach` has seen them.
+    paths.ask_to_close(&mut store).unwrap();
+    assert_eq!(store.list(&paths.back).unwrap(), [""; 0]);
+    store.write(&format!("{}/online", paths.back), 1).unwrap();
+    paths.ask_to_close(&mut store).unwrap();
+    assert_eq!(
+        (paths.online(&mut store).unwrap(), paths.back_state(&mut store).unwrap().map(|s| s as u8)),
+        (Some(false), Some(5))
+    );
 }

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::rc::Rc;
 
-use blockyard_bench::driver::ring::{Buffer, Ring as Driver, RingOptions};
-use blockyard_bench::driver::{Memory, PackedRing, RingAddresses, SplitRing};
+use blockyard_driver::ring::{Buffer, Ring as Driver, RingOptions};
+use blockyard_driver::{Memory, PackedRing, RingAddresses, SplitRing};
 use blockyard_export::vhost_user::parts::{self, Desc, Head, Inflight, InflightRegion, Ring, RingError, allocate};
 use blockyard_ring::{GuestMemory, Mapper, Region};
 

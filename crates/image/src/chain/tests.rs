@@ -1,4 +1,10 @@
+use std::path::PathBuf;
+
+use blockyard_storage::{CacheMode, ImageFile, OpenOptions};
+
+use super::names::{Allowed, Next};
 use super::*;
+use crate::format::Format;
 
 struct Scratch(PathBuf);
 

@@ -326,7 +326,7 @@ impl Drop for Taken<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use blockyard_ring::sim::Rng;
+    use blockyard_storage::sim::Rng;
 
     fn loaded(pages: u64) -> Bitmap {
         let bitmap = Bitmap::new(pages * PAGE as u64, u64::MAX);

@@ -2,7 +2,9 @@
 //!
 //! What must hold: nothing is written unless a repair was asked for; memory does not grow with what is wrong.
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use super::bitmap::PAGE;
 use super::{BITMAP, Header, read_header_and_len};

@@ -1,7 +1,8 @@
 //! check, emptying and merge on the simulated disk.
 
-use blockyard_ring::sim::{OpKind, Phase, SimConfig, SimDisk, SimImage, pattern};
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+use blockyard_storage::Storage;
+use blockyard_storage::sim::{OpKind, Phase, SimConfig, SimDisk, SimImage, pattern};
 
 use super::bitmap::PAGE_SECTORS;
 use super::tests::{Bench, SHAPES, backing, read, size_of, write};

@@ -4,7 +4,9 @@
 //! and one that existed has its old backing file or its new one. (Two names longer than 479 bytes may be mixed up: a header
 //! of which more than one sector changes is not changed at once.)
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use super::header::{Backing, HEADER, Header};
 use super::read_header;

@@ -1,6 +1,6 @@
 //! A file without sectors of its own: what it is after its commit.
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::check::check_spare_bits;
 use super::{BITMAP, bitmap_end, read_header};

@@ -11,12 +11,14 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use super::bitmap::Taken;
 use super::{BITMAP, Cow, Shared, bitmap_end};
 use crate::error::ImageError;
-use crate::join;
+use blockyard_ring::join;
 
 /// Writes of the bitmap in flight.
 const WRITES: usize = 16;

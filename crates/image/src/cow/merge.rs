@@ -2,13 +2,15 @@
 
 use std::ops::Range;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use super::Cow;
 use crate::error::ImageError;
 use crate::extent::Place;
-use crate::join;
 use crate::raw::Raw;
+use blockyard_ring::join;
 
 /// Data are copied in pieces of so many bytes, so many at a time.
 const PIECE: u64 = 1 << 20;

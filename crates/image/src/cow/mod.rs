@@ -36,15 +36,17 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use crate::SECTOR;
 use crate::error::ImageError;
 use crate::extent::{Extent, Place};
-use crate::range_lock::RangeLock;
 use crate::raw::Raw;
 use bitmap::{Bitmap, PAGE, PAGE_SECTORS};
 use blockyard_ring::turns::Turns;
+use blockyard_storage::RangeLock;
 pub use check::{Repair, Report, check, info};
 pub use create::{CreateOptions, create, set_backing};
 pub use empty::make_empty;

@@ -4,16 +4,16 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use blockyard_ring::sim::{Fault, OpKind, Oracle, Phase, Rng, Sim, SimConfig, SimDisk, SimImage, pattern};
+use blockyard_storage::sim::{Fault, OpKind, Oracle, Phase, Rng, Sim, SimConfig, SimDisk, SimImage, pattern};
 use proptest::prelude::*;
 
 use super::*;
-use crate::raw::RawShape;
+use blockyard_storage::Alignment;
 
-pub(super) const SHAPES: [RawShape; 3] = [
-    RawShape { memory_align: 1, offset_align: 1 },
-    RawShape { memory_align: 512, offset_align: 512 },
-    RawShape { memory_align: 512, offset_align: 4096 },
+pub(super) const SHAPES: [Alignment; 3] = [
+    Alignment { memory_align: 1, offset_align: 1 },
+    Alignment { memory_align: 512, offset_align: 512 },
+    Alignment { memory_align: 512, offset_align: 4096 },
 ];
 
 /// A disk of so many pages of the bitmap, and a bit.
@@ -33,7 +33,7 @@ pub(super) struct Bench {
 }
 
 impl Bench {
-    pub fn new(seed: u64, shape: RawShape) -> Self {
+    pub fn new(seed: u64, shape: Alignment) -> Self {
         let disk = SimDisk::new(SimImage::zeroed(0), SimConfig::new(seed));
         Bench { raw: Raw::on(disk.clone(), shape), disk }
     }

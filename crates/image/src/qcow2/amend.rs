@@ -3,7 +3,7 @@
 //! In: a closed image, held exclusively. Out: the same disk, with other options.
 //! What must hold: the header is replaced at once ([`super::rewrite`]), so a power cut leaves the old options or the new ones.
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::change::Change;
 use super::check::flush;

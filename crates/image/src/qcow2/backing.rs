@@ -3,7 +3,7 @@
 //! In: an open header, a name and its format. Out: the header's cluster with them. What must hold: at every power cut the
 //! image names the old file with its format, or the new one with its own ([`super::rewrite`]).
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::header::{AUTOCLEAR_KNOWN, Header, MAX_BACKING_NAME};
 use super::rewrite::rewrite;

@@ -8,7 +8,7 @@
 pub mod directory;
 pub mod edit;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use self::directory::{AUTO, Bitmap, IN_USE};
 use super::bytes::{self, put32};

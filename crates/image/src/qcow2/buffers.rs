@@ -43,13 +43,15 @@ mod tests {
     use std::rc::Rc;
     use std::sync::Arc;
 
-    use blockyard_ring::sim::{Rng, Sim, SimConfig, SimDisk, SimImage};
-    use blockyard_ring::{Segments, Storage};
+    use blockyard_ring::Segments;
+    use blockyard_storage::Storage;
+    use blockyard_storage::sim::{Rng, Sim, SimConfig, SimDisk, SimImage};
 
     use crate::qcow2::{CreateOptions, Header, Qcow2, Qcow2Options, create, pack};
-    use crate::{Image, Layer, Raw, RawShape, join};
+    use crate::{Alignment, Image, Layer, Raw};
+    use blockyard_ring::join;
 
-    const SHAPE: RawShape = RawShape { memory_align: 1, offset_align: 1 };
+    const SHAPE: Alignment = Alignment { memory_align: 1, offset_align: 1 };
     const CLUSTER: u64 = 2 << 20;
 
     /// A disk that knows how many bytes are on their way, and how many were at most. Small operations are not the buffers

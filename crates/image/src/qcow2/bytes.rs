@@ -2,7 +2,9 @@
 
 use std::io;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use crate::raw::Raw;
 

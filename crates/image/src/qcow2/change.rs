@@ -11,7 +11,7 @@
 //! anew, as the dirty bit demands. Version 2 has no such bit: what it may be left with is refcounts that are too high (leaks)
 //! and COPIED flags that are not set though they might be (a write then copies once more than it must).
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::bytes;
 use super::check::stored::Refcounts;

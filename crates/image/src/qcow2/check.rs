@@ -20,7 +20,7 @@ mod report;
 pub(super) mod stored;
 mod walk;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use self::counts::Counts;
 use self::flags::{Clear, Flags};

@@ -7,7 +7,9 @@ use std::collections::VecDeque;
 use std::io::{self, Read};
 use std::rc::Rc;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use crate::error::ImageError;
 
@@ -60,7 +62,7 @@ impl<S: Storage> Qcow2<S> {
         let packed = bytes::read(&self.file, host, len as usize).await?;
         let size = self.shape().cluster_size() as usize;
         let plain = unpack(&packed, self.shared.compression, size)
-            .map_err(|what| ImageError::invalid("qcow2 compressed cluster", host, what))?;
+            .map_err(|e| ImageError::invalid("qcow2 compressed cluster", host, e.to_string()))?;
         let plain = Rc::new(plain);
         self.decompressed.keep(word, now, plain.clone(), size);
         Ok(plain)
@@ -88,14 +90,22 @@ impl Decompressed {
     }
 }
 
+/// Compressed data that are not what their method writes.
+#[derive(Debug, thiserror::Error)]
+#[error("its {bytes} bytes of compressed data are broken: {source}")]
+pub struct BrokenData {
+    pub bytes: usize,
+    pub source: io::Error,
+}
+
 /// Decompresses one cluster of `size` bytes; what follows it in `packed` belongs to others.
-pub fn unpack(packed: &[u8], compression: Compression, size: usize) -> Result<Vec<u8>, String> {
+pub fn unpack(packed: &[u8], compression: Compression, size: usize) -> Result<Vec<u8>, BrokenData> {
     let mut plain = vec![0; size];
     let result = match compression {
         Compression::Zlib => flate2::read::DeflateDecoder::new(packed).read_exact(&mut plain),
         Compression::Zstd => unpack_zstd(packed, &mut plain),
     };
-    result.map_err(|e| format!("its {} bytes of compressed data are broken: {e}", packed.len()))?;
+    result.map_err(|source| BrokenData { bytes: packed.len(), source })?;
     Ok(plain)
 }
 

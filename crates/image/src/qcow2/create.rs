@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::bytes;
 use super::check::flush;

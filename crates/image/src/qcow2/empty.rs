@@ -1,6 +1,6 @@
 //! An image without contents of its own: what an overlay is after its commit.
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::bitmap;
 use super::change::{Change, trim};

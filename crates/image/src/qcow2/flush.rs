@@ -14,11 +14,11 @@ use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::Ordering;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use crate::error::ImageError;
-use crate::join;
 use crate::raw::Raw;
+use blockyard_ring::join;
 
 use super::alloc::{ChangedSection, Freed};
 use super::bytes;

@@ -8,7 +8,7 @@
 mod parse;
 mod tests;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::bytes::{self, put32, put64};
 use super::refblock::RefcountWidth;

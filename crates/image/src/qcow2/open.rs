@@ -6,11 +6,11 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use crate::error::{ImageError, Kind};
 use crate::raw::Raw;
-use crate::traffic::Traffic;
+use crate::sync::traffic::Traffic;
 use blockyard_ring::turns::Turns;
 
 use super::alloc::Allocator;

@@ -7,10 +7,10 @@
 use std::io;
 use std::sync::Mutex;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
-use crate::range_lock::RangeLock;
 use blockyard_ring::turns::Turns;
+use blockyard_storage::RangeLock;
 
 use super::alloc::Run;
 use super::bytes;
@@ -132,10 +132,10 @@ impl<S: Storage> Qcow2<S> {
 
 #[cfg(test)]
 mod tests {
-    use blockyard_ring::sim::{Sim, SimConfig, SimDisk, SimImage};
+    use blockyard_storage::sim::{Sim, SimConfig, SimDisk, SimImage};
 
     use crate::qcow2::{CreateOptions, Header, Qcow2, Qcow2Options, create};
-    use crate::{Raw, RawShape};
+    use crate::{Alignment, Raw};
 
     /// As a conversion does it: no flush until the end.
     #[test]
@@ -143,7 +143,7 @@ mod tests {
         const CLUSTERS: u64 = 64 * 60;
         let disk = SimDisk::new(SimImage::zeroed(0), SimConfig::new(1));
         let most = Sim::new(1).block_on(async move {
-            let file = Raw::on(disk, RawShape { memory_align: 1, offset_align: 1 });
+            let file = Raw::on(disk, Alignment { memory_align: 1, offset_align: 1 });
             let options = CreateOptions { cluster_size: 512, ..CreateOptions::new(CLUSTERS * 512) };
             create(&file, None, &options).await.unwrap();
             let header = Header::read(&file).await.unwrap();

@@ -6,7 +6,7 @@
 use std::io;
 use std::ops::Range;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::alloc::Run;
 use super::entry::{Bitmap, COPIED, Cluster, L2Entry, ZERO};

@@ -6,7 +6,7 @@
 use std::io;
 use std::ops::Range;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use crate::error::ImageError;
 

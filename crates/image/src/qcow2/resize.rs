@@ -9,7 +9,7 @@ mod tail;
 
 use std::ops::Range;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use self::tables::Tables;
 use super::bitmap;

@@ -5,8 +5,8 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use crate::clusters_held::ClustersHeld;
-use crate::traffic::Traffic;
+use crate::sync::clusters_held::ClustersHeld;
+use crate::sync::traffic::Traffic;
 use blockyard_ring::turns::Turns;
 
 use super::alloc::{Allocator, Freed};

@@ -7,7 +7,7 @@ pub mod table;
 
 use std::time::Duration;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 pub use self::table::Snapshot;
 use super::bitmap;

@@ -7,12 +7,14 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use crate::error::ImageError;
 use crate::extent::{Extent, Place};
 use crate::raw::Raw;
-use crate::traffic::Traffic;
+use crate::sync::traffic::Traffic;
 
 use super::bytes;
 use super::compressed::Decompressed;

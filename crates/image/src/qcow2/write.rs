@@ -10,11 +10,13 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use crate::error::ImageError;
 use crate::extent::{Below, Place};
-use crate::join;
+use blockyard_ring::join;
 
 use super::alloc::{Freed, Run};
 use super::bytes;

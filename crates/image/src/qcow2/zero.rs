@@ -8,7 +8,9 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::task::Poll;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use crate::extent::{Below, Place};
 

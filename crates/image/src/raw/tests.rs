@@ -2,11 +2,11 @@ use super::*;
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
-use blockyard_ring::sim::{OpKind, Sim, SimConfig, SimDisk, SimImage, yield_now};
 use blockyard_ring::{GuestMemory, Region};
+use blockyard_storage::sim::{OpKind, Sim, SimConfig, SimDisk, SimImage, yield_now};
 
-const DIRECT: RawShape = RawShape { memory_align: 512, offset_align: 512 };
-const BLOCKS: RawShape = RawShape { memory_align: 512, offset_align: 4096 };
+const DIRECT: Alignment = Alignment { memory_align: 512, offset_align: 512 };
+const BLOCKS: Alignment = Alignment { memory_align: 512, offset_align: 4096 };
 
 /// A file whose last block holds what is no part of it, as a device's blocks do; it notes the calls.
 #[derive(Clone, Default)]
@@ -129,7 +129,7 @@ fn a_block_written_whole_at_the_end_lets_the_file_keep_its_length() {
 #[test]
 fn a_block_device_is_asked_for_whole_blocks_only() {
     let junk = Junk { whole_blocks: 4096, ..Junk::of(1 << 16) };
-    let raw = Raw { unit: 4096, ..Raw::on(junk.clone(), RawShape { memory_align: 1, offset_align: 1 }) };
+    let raw = Raw { unit: 4096, ..Raw::on(junk.clone(), Alignment { memory_align: 1, offset_align: 1 }) };
     let (calls, check) = (junk.clone(), junk.clone());
     run(async move {
         raw.discard(512, 12288).await.unwrap();
@@ -148,7 +148,7 @@ fn a_block_device_is_asked_for_whole_blocks_only() {
 #[test]
 fn zeroes_that_must_be_written_come_in_aligned_pieces() {
     let disk = SimDisk::new(SimImage::zeroed(8 << 20), SimConfig::new(1));
-    disk.fail(blockyard_ring::sim::Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always());
+    disk.fail(blockyard_storage::sim::Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always());
     let raw = Raw::on(disk.clone(), BLOCKS);
     run(async move { raw.write_zeroes(4096, 3 << 20, false).await.unwrap() });
     let mut pieces: Vec<_> = disk.trace().iter().filter(|t| t.kind == OpKind::Write).map(|t| t.offset).collect();
@@ -159,7 +159,7 @@ fn zeroes_that_must_be_written_come_in_aligned_pieces() {
 #[test]
 fn zeroes_that_are_to_be_fast_are_never_written() {
     let disk = SimDisk::new(SimImage::zeroed(8 << 20), SimConfig::new(1));
-    disk.fail(blockyard_ring::sim::Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always());
+    disk.fail(blockyard_storage::sim::Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always());
     let raw = Raw::on(disk.clone(), BLOCKS);
     run(async move {
         for (offset, len) in [(4096, 3 << 20), (512, 1 << 20)] {
@@ -170,7 +170,7 @@ fn zeroes_that_are_to_be_fast_are_never_written() {
     assert!(disk.trace().iter().all(|t| t.kind != OpKind::Write));
     // Of a device, what is less than one of its blocks.
     let junk = Junk { whole_blocks: 4096, ..Junk::of(1 << 16) };
-    let raw = Raw { unit: 4096, ..Raw::on(junk.clone(), RawShape { memory_align: 1, offset_align: 1 }) };
+    let raw = Raw { unit: 4096, ..Raw::on(junk.clone(), Alignment { memory_align: 1, offset_align: 1 }) };
     run(async move {
         raw.write_zeroes_fast(4096, 8192, true).await.unwrap();
         assert_eq!(junk.calls(), ["zero 4096+8192"]);
@@ -191,7 +191,7 @@ fn what_fits_o_direct() {
         pieces.iter().for_each(|&(at, len)| segments.push_guest(at, len).unwrap());
         segments
     };
-    let shape = |memory_align, offset_align| Raw::on(Junk::default(), RawShape { memory_align, offset_align });
+    let shape = |memory_align, offset_align| Raw::on(Junk::default(), Alignment { memory_align, offset_align });
     let odd = [(1, 512), (1024, 512)];
     let torn = [(0, 256), (1024, 768)];
     assert!(shape(1, 1).fits(&of(&odd), 3));

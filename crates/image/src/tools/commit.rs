@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use blockyard_ring::Handle;
 
 use crate::chain::{Chain, ChainError};
-use crate::commit::CopyDown;
+use crate::copying::commit::CopyDown;
+use crate::copying::sweep::Progress;
 use crate::error::ImageError;
 use crate::format::Format;
 use crate::image::Image;
-use crate::store::Store;
-use crate::sweep::Progress;
 use crate::{cow, qcow2};
+use blockyard_storage::Store;
 
 use super::file::{of_file, raw_of};
 use super::reactors::{on_reactor, on_reactors};

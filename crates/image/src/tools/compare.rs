@@ -5,12 +5,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use crate::SECTOR;
 use crate::chain::{Chain, ChainError};
-use crate::join;
-use crate::sweep::{Piece, Progress, Sweep};
+use crate::copying::sweep::{Piece, Progress, Sweep};
+use blockyard_ring::join;
 
 use super::disk::Disk;
 use super::reactors::on_reactors;

@@ -1,6 +1,8 @@
 //! Writes of whole clusters, compressed.
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use crate::chain::ChainError;
 use crate::error::ImageError;

@@ -10,12 +10,14 @@
 
 use std::sync::Arc;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use crate::chain::{Chain, ChainError, shared_layers};
-use crate::join;
+use crate::copying::sweep::{Piece, Progress, Sweep};
 use crate::layer::Layer;
-use crate::sweep::{Piece, Progress, Sweep};
+use blockyard_ring::join;
 
 use super::compress;
 use super::disk::Disk;

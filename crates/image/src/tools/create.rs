@@ -6,15 +6,16 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
-use crate::cache::CacheMode;
 use crate::chain::ChainError;
+use crate::chain::OpenedFiles;
 use crate::cow;
 use crate::error::ImageError;
-use crate::open::{ImageFile, OpenOptions, OpenedFiles};
 use crate::qcow2::{self, Preallocation};
 use crate::raw::Raw;
+use blockyard_storage::CacheMode;
+use blockyard_storage::{ImageFile, OpenOptions};
 
 use super::file::{of_file, on_open_file, raw_of};
 use super::reactors::on_reactor;

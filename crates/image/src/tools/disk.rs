@@ -3,13 +3,15 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use blockyard_ring::{Handle, Segments, Storage};
+use blockyard_ring::{Handle, Segments};
+
+use blockyard_storage::Storage;
 
 use crate::chain::{Chain, ChainError};
 use crate::error::ImageError;
 use crate::extent::BlockStatus;
 use crate::image::Image;
-use crate::store::Store;
+use blockyard_storage::Store;
 
 use super::reactors::on_reactor;
 use crate::survey;

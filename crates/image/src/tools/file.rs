@@ -4,12 +4,12 @@ use std::path::Path;
 
 use blockyard_ring::Handle;
 
-use crate::cache::CacheMode;
 use crate::chain::ChainError;
 use crate::error::ImageError;
-use crate::open::{ImageFile, OpenOptions};
 use crate::raw::Raw;
-use crate::store::Store;
+use blockyard_storage::CacheMode;
+use blockyard_storage::Store;
+use blockyard_storage::{ImageFile, OpenOptions};
 
 use super::reactors::on_reactor;
 
@@ -19,7 +19,7 @@ pub fn open_file(path: &Path, read_only: bool) -> Result<ImageFile, ChainError> 
 }
 
 pub(super) fn raw_of(handle: &Handle, file: &ImageFile) -> Result<Raw<Store>, ChainError> {
-    file.raw(handle).map_err(|e| of_file(file, ImageError::io("file", None, "opening it for io_uring", e)))
+    Raw::open(file, handle).map_err(|e| of_file(file, ImageError::io("file", None, "opening it for io_uring", e)))
 }
 
 pub(super) fn of_file(file: &ImageFile, error: ImageError) -> ChainError {

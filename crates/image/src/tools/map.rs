@@ -1,6 +1,6 @@
 //! The list of a disk's extents, as `qemu-img map` makes it.
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use crate::chain::ChainError;
 use crate::extent::BlockStatus;

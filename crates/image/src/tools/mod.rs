@@ -29,7 +29,7 @@ mod rebase;
 mod resize;
 mod source;
 
-pub use crate::sweep::Progress;
+pub use crate::copying::sweep::Progress;
 pub use commit::{commit, make_empty};
 pub use compare::{Comparison, compare};
 pub use convert::{ConvertOptions, convert};

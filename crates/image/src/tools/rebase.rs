@@ -13,19 +13,21 @@ mod tests;
 
 use std::sync::Arc;
 
-use blockyard_ring::{Segments, Storage};
+use blockyard_ring::Segments;
+
+use blockyard_storage::Storage;
 
 use crate::chain::{Chain, ChainError, ChainLayer, shared_layers};
+use crate::copying::sweep::{Piece, Progress, Sweep};
 use crate::cow;
 use crate::error::ImageError;
 use crate::extent::Place;
 use crate::format::Format;
-use crate::join;
 use crate::layer::Layer;
-use crate::open::ImageFile;
 use crate::qcow2::{self, Header};
 use crate::raw::Raw;
-use crate::sweep::{Piece, Progress, Sweep};
+use blockyard_ring::join;
+use blockyard_storage::ImageFile;
 
 use super::compress;
 use super::disk::Disk;

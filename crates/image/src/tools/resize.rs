@@ -7,7 +7,9 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use blockyard_ring::{Handle, Segments, Storage};
+use blockyard_ring::{Handle, Segments};
+
+use blockyard_storage::Storage;
 
 use crate::SECTOR;
 use crate::chain::{Chain, ChainError};
@@ -15,13 +17,13 @@ use crate::error::ImageError;
 use crate::extent::Place;
 use crate::format::Format;
 use crate::image::Image;
-use crate::join;
 use crate::layer::Layer;
-use crate::open::ImageFile;
 use crate::qcow2::resize::{self, Resize};
 use crate::qcow2::{Header, Preallocation, Qcow2, Qcow2Options};
 use crate::raw::Raw;
-use crate::store::Store;
+use blockyard_ring::join;
+use blockyard_storage::ImageFile;
+use blockyard_storage::Store;
 
 use super::create::take_space;
 use super::file::{of_file, raw_of};

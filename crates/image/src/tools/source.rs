@@ -3,11 +3,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use blockyard_ring::{Handle, Segments, Storage};
+use blockyard_ring::{Handle, Segments};
+
+use blockyard_storage::Storage;
 
 use crate::chain::{Chain, ChainError};
 use crate::extent::BlockStatus;
-use crate::store::Store;
+use blockyard_storage::Store;
 
 use super::disk::Disk;
 

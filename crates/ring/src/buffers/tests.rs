@@ -8,7 +8,7 @@ use std::task::Poll;
 
 use super::*;
 use crate::executor::Executor;
-use crate::file::{Storage, UringFile};
+use crate::file::UringFile;
 use crate::segments::Segments;
 
 const PAGE: u64 = 4096;

@@ -28,9 +28,10 @@ use super::abi::{self, Descriptor, DeviceInfo};
 use super::control::character_device;
 use super::data::RequestData;
 use crate::buffers::Refusal;
-use crate::executor::{Handle, Operation};
+use crate::executor::Handle;
 use crate::file::FileSlot;
 use crate::memory::{GuestMemory, Region};
+use crate::operation::Operation;
 use crate::segments::Segments;
 use crate::uring::Action;
 

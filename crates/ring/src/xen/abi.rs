@@ -88,6 +88,7 @@ pub mod message {
     pub const SET_PERMS: u32 = 14;
     pub const WATCH_EVENT: u32 = 15;
     pub const ERROR: u32 = 16;
+    pub const DIRECTORY_PART: u32 = 22;
 }
 
 /// Bytes of a message's body, at most.

@@ -89,7 +89,7 @@ impl Grants {
                 if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
             }
             Kind::Machine(domain) => {
-                batch.segments.iter_mut().for_each(|segment| domain.copy(segment));
+                domain.copy(&mut batch.segments);
                 Ok(())
             }
         }

@@ -9,11 +9,12 @@ mod server;
 
 use std::collections::HashMap;
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-pub use domain::{Domain, FrontChannel};
+pub use domain::{Domain, FrontChannel, GrantCounts};
 
 use super::{Channel, Store};
 use server::Tree;
@@ -21,8 +22,18 @@ use server::Tree;
 /// See the module's page.
 #[derive(Default)]
 pub struct Machine {
+    /// Number of the domain that the back end is in.
+    own: u16,
     tree: Arc<Mutex<Tree>>,
     domains: Mutex<HashMap<u16, Arc<Domain>>>,
+    connections: Mutex<Connections>,
+}
+
+/// The back end's connections to xenstore.
+#[derive(Default)]
+struct Connections {
+    refused: bool,
+    streams: Vec<Weak<Mutex<UnixStream>>>,
 }
 
 impl Machine {
@@ -30,11 +41,45 @@ impl Machine {
         Arc::default()
     }
 
+    /// A machine whose back end is in domain `own`, a driver domain.
+    pub fn with_driver_domain(own: u16) -> Arc<Self> {
+        Arc::new(Machine { own, ..Machine::default() })
+    }
+
+    /// The back end's connection to xenstore.
+    pub(super) fn own_store(&self) -> io::Result<Store> {
+        let mut connections = lock(&self.connections);
+        if connections.refused {
+            return Err(io::ErrorKind::ConnectionRefused.into());
+        }
+        let (store, stream) = self.open(self.own)?;
+        connections.streams.retain(|stream| stream.strong_count() > 0);
+        connections.streams.push(stream);
+        Ok(store)
+    }
+
+    /// Closes the back end's connections to xenstore, and refuses new ones until [`Machine::restore_store`].
+    pub fn lose_store(&self) {
+        let mut connections = lock(&self.connections);
+        connections.refused = true;
+        for stream in connections.streams.drain(..).filter_map(|stream| stream.upgrade()) {
+            let _ = lock(&stream).shutdown(Shutdown::Both);
+        }
+    }
+
+    pub fn restore_store(&self) {
+        lock(&self.connections).refused = false;
+    }
+
     /// A connection of domain `domain` to xenstore. It stores permissions and does not enforce them.
     pub fn store(&self, domain: u16) -> io::Result<Store> {
+        self.open(domain).map(|(store, _)| store)
+    }
+
+    fn open(&self, domain: u16) -> io::Result<(Store, Weak<Mutex<UnixStream>>)> {
         let (ours, theirs) = UnixStream::pair()?;
-        server::serve(&self.tree, domain, theirs)?;
-        Ok(Store::over(ours.into()))
+        let stream = server::serve(&self.tree, domain, theirs)?;
+        Ok((Store::over(ours.into()), stream))
     }
 
     /// Makes a domain with `pages` pages of memory.

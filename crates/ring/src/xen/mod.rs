@@ -37,7 +37,7 @@ impl Host {
     pub fn store(&self) -> io::Result<Store> {
         match self {
             Host::Xen => Store::open(),
-            Host::Machine(machine) => machine.store(0),
+            Host::Machine(machine) => machine.own_store(),
         }
     }
 

@@ -22,6 +22,9 @@ use super::abi::{Header, PAYLOAD_MAX, message};
 /// How long an answer is waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// Requests for the names below one node, each of which returns up to [`PAYLOAD_MAX`] bytes.
+const PARTS_MOST: usize = 256;
+
 /// How often a transaction is begun anew because others changed the same nodes.
 const CONFLICTS: u32 = 100;
 
@@ -38,6 +41,8 @@ pub enum StoreError {
     NoText(String),
     #[error("xenstore: {0}")]
     Protocol(&'static str),
+    #[error("xenstore: {0}: too many nodes below it")]
+    TooMany(String),
     #[error("xenstore: other domains change the same nodes again and again")]
     Conflict,
 }
@@ -46,6 +51,11 @@ impl StoreError {
     /// Whether the node is not there.
     pub fn is_missing(&self) -> bool {
         matches!(self, StoreError::Refused { name, .. } if name == "ENOENT")
+    }
+
+    /// Whether the connection cannot be used any more. Other errors are of one request.
+    pub fn is_lost(&self) -> bool {
+        matches!(self, StoreError::Io(_) | StoreError::Protocol(_))
     }
 }
 
@@ -124,10 +134,36 @@ pub trait Node {
     fn list(&mut self, path: &str) -> Result<Vec<String>, StoreError> {
         let names = match self.ask(message::DIRECTORY, path, &[path.as_bytes(), b"\0"]) {
             Err(e) if e.is_missing() => return Ok(Vec::new()),
+            Err(StoreError::Refused { name, .. }) if name == "E2BIG" => self.list_in_parts(path)?,
             names => names?,
         };
         let names = names.split(|byte| *byte == 0).filter(|name| !name.is_empty());
         Ok(names.map(|name| String::from_utf8_lossy(name).into_owned()).collect())
+    }
+
+    /// The names below a node that are too many for one message, each with NUL.
+    fn list_in_parts(&mut self, path: &str) -> Result<Vec<u8>, StoreError> {
+        let mut names: Vec<u8> = Vec::new();
+        let mut generation = Vec::new();
+        for _ in 0..PARTS_MOST {
+            let offset = format!("{}\0", names.len());
+            let part = self.ask(message::DIRECTORY_PART, path, &[path.as_bytes(), b"\0", offset.as_bytes()])?;
+            let at =
+                part.iter().position(|byte| *byte == 0).ok_or(StoreError::Protocol("a part without its number"))?;
+            if !names.is_empty() && part[..at] != generation {
+                // The names have changed.
+                names.clear();
+                continue;
+            }
+            generation = part[..at].to_vec();
+            let more = &part[at + 1..];
+            names.extend_from_slice(more);
+            // An empty name is the end.
+            if more.is_empty() || more == b"\0" || more.ends_with(b"\0\0") {
+                return Ok(names);
+            }
+        }
+        Err(StoreError::TooMany(path.into()))
     }
 
     /// Gives a node to domain `owner`, with rights for other domains, and `others` for those that are not named. Nodes that are
@@ -197,6 +233,9 @@ impl Store {
         loop {
             if let Some(token) = self.events.pop_first() {
                 return Ok(Some(token));
+            }
+            if self.broken {
+                return Err(StoreError::Protocol("the connection is broken"));
             }
             match wait(&[self.file.as_fd(), wake], deadline)? {
                 Some(0) => {

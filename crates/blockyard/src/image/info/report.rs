@@ -164,10 +164,10 @@ impl Info {
             // As QEMU tells it, in whole sectors.
             virtual_size: file.size().next_multiple_of(SECTOR),
             filename: file.path().display().to_string(),
-            format: match (file.fd(), file.is_device()) {
-                (None, _) => "nbd",
-                (Some(_), true) => "host_device",
-                (Some(_), false) => "file",
+            format: match (file.opened(), file.is_device()) {
+                (Some(opened), _) => opened.kind(),
+                (None, true) => "host_device",
+                (None, false) => "file",
             }
             .into(),
             actual_size: blocks * 512,

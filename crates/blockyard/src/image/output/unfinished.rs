@@ -62,7 +62,7 @@ pub fn remove_on_signals() {
                 for path in list.iter() {
                     let _ = std::fs::remove_file(path);
                 }
-                blockyard_bench::output::note("blockyard: interrupted");
+                blockyard_program::output::note("blockyard: interrupted");
                 std::process::exit(1);
             }
         });

@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use blockyard_image::nbd::wire::{self, Headers, OptionHeader, OptionReply, Request, SimpleReply, cmd, opt, rep};
+use blockyard_nbd::wire::{self, Headers, OptionHeader, OptionReply, Request, SimpleReply, cmd, opt, rep};
 
 use crate::common::{Daemon, Folder, SOON};
 use crate::stage::{MB, Served};

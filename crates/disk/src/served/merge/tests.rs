@@ -6,9 +6,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockyard_image::{Raw, RawShape};
-use blockyard_ring::sim::{Fault, OpKind as SimOp, Phase, Sim, SimConfig, SimDisk, SimImage};
+use blockyard_image::{Alignment, Raw};
 use blockyard_ring::{GuestMemory, Region};
+use blockyard_storage::sim::{Fault, OpKind as SimOp, Phase, Sim, SimConfig, SimDisk, SimImage};
 use proptest::prelude::*;
 
 use crate::{Backend, Disk, DiskOptions, Failure, OpKind, Source, Status};
@@ -41,11 +41,11 @@ struct Stage {
 
 impl Stage {
     fn new(len: u64) -> Self {
-        Self::with(len, len, RawShape { memory_align: 1, offset_align: 1 }, options())
+        Self::with(len, len, Alignment { memory_align: 1, offset_align: 1 }, options())
     }
 
     /// A disk of `capacity` bytes, of which `len` are there.
-    fn with(len: u64, capacity: u64, shape: RawShape, options: DiskOptions) -> Self {
+    fn with(len: u64, capacity: u64, shape: Alignment, options: DiskOptions) -> Self {
         let sim = SimDisk::new(SimImage::zeroed(len), SimConfig::new(1));
         let disk = Arc::new(Disk::new(options, Source::Null { size: capacity }));
         let served = Served::new(disk, Backend::Raw(Raw::on(sim.clone(), shape)), None);
@@ -287,7 +287,7 @@ fn a_bad_request_drags_no_neighbour_along() {
         assert_eq!(stage.batch(batch).await, [OK; 2], "in memory of two guests");
         assert_eq!(stage.counted(OpKind::Write), (4, 0, 1, 3 * 512));
     });
-    let shape = RawShape { memory_align: 1, offset_align: 1 };
+    let shape = Alignment { memory_align: 1, offset_align: 1 };
     let stage = Stage::with(MIB, MIB, shape, DiskOptions { read_only: true, ..options() });
     run(async move {
         assert_eq!(stage.ask(&[(WRITE, 0, 512), (WRITE, 512, 512)]).await, [Err(Failure::ReadOnly); 2]);
@@ -297,7 +297,7 @@ fn a_bad_request_drags_no_neighbour_along() {
 
 #[test]
 fn filters_meet_each_request() {
-    let shape = RawShape { memory_align: 1, offset_align: 1 };
+    let shape = Alignment { memory_align: 1, offset_align: 1 };
     for (filter, answer) in [("error:read=1,range=512-1024", IO), ("error:flush=1", OK)] {
         let filters = vec![filter.parse().unwrap()];
         let stage = Stage::with(MIB, MIB, shape, DiskOptions { filters, ..options() });
@@ -314,7 +314,7 @@ fn filters_meet_each_request() {
 #[test]
 fn the_end_of_a_file_reads_as_zeroes() {
     for offset_align in [1, 512, 4096] {
-        let shape = RawShape { memory_align: offset_align, offset_align };
+        let shape = Alignment { memory_align: offset_align, offset_align };
         let stage = Stage::with(9000, 32 << 10, shape, options());
         run(async move {
             let text = vec![7; 9000];
@@ -366,7 +366,7 @@ fn some_batches(durable: Op) -> impl Strategy<Value = Vec<Vec<Ask>>> {
 fn outcome(
     batches: &[Vec<Ask>],
     bad: Option<u64>,
-    shape: RawShape,
+    shape: Alignment,
     merges: bool,
 ) -> (Vec<Status>, Vec<u8>, Vec<u8>, u64) {
     let capacity = (SECTORS * 512) as u64;
@@ -428,7 +428,7 @@ proptest! {
     /// Whether neighbours are merged shows in no answer and in no byte.
     #[test]
     fn merged_or_not_is_the_same((batches, bad) in batches(), align in prop::sample::select(vec![1, 512, 4096])) {
-        let shape = RawShape { memory_align: align, offset_align: align };
+        let shape = Alignment { memory_align: align, offset_align: align };
         let (merged, apart) = (outcome(&batches, bad, shape, true), outcome(&batches, bad, shape, false));
         prop_assert_eq!(merged.0, apart.0);
         prop_assert!(merged.1 == apart.1, "read other bytes");

@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_ring::{Answer, GuestMemory, Remote};
 
-use super::{DeviceState, LOCAL, Queue, QueueSetup};
+use super::{DeviceState, Queue, QueueSetup, Queues};
 use crate::Reactors;
+use crate::start::StartError;
 use crate::vhost_user::notify::Call;
 
 /// A running queue, as the control thread knows it.
@@ -19,19 +20,20 @@ pub struct QueueHandle {
 
 impl QueueHandle {
     /// Starts a queue on a reactor; an error says why the ring cannot be.
-    pub fn start(remote: Remote, setup: QueueSetup) -> Result<QueueHandle, String> {
+    pub fn start(remote: Remote, setup: QueueSetup) -> Result<QueueHandle, StartError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let started = remote.ask(move |handle, reply| reply.send(Queue::start(handle, setup, id)));
-        started.unwrap_or_else(|| Err("the reactor has ended".into())).map(|()| QueueHandle { remote, id })
+        started.unwrap_or_else(|| Err(StartError::ended())).map(|()| QueueHandle { remote, id })
     }
 
     /// Takes nothing more, waits for what is in flight, and returns the base to go on from. None: the reactor has ended.
     pub fn stop(self) -> Option<u32> {
         let id = self.id;
-        self.remote.ask(move |_, reply| {
+        self.remote.ask(move |handle, reply| {
             // Without the queue the reply is dropped.
-            if let Some(queue) = LOCAL.with_borrow_mut(|l| l.remove(&id)) {
+            let queue = handle.local::<Queues>().0.borrow_mut().remove(&id);
+            if let Some(queue) = queue {
                 queue.stop(reply);
             }
         })
@@ -41,9 +43,10 @@ impl QueueHandle {
     pub fn stop_all(device: &Arc<DeviceState>, reactors: &Reactors) {
         for remote in reactors.all() {
             let device = device.clone();
-            let ids = remote.ask(move |_, reply| {
+            let ids = remote.ask(move |handle, reply| {
                 let is_its = |queue: &Queue| Arc::ptr_eq(&queue.device, &device);
-                reply.send(LOCAL.with_borrow(|l| l.iter().filter(|(_, q)| is_its(q)).map(|(id, _)| *id).collect()))
+                let queues = handle.local::<Queues>();
+                reply.send(queues.0.borrow().iter().filter(|(_, q)| is_its(q)).map(|(id, _)| *id).collect())
             });
             let ids: Vec<u64> = ids.unwrap_or_default();
             for id in ids {
@@ -79,8 +82,8 @@ impl QueueHandle {
     /// Changes the queue on its reactor. The answer comes when that is done.
     fn with(&self, f: impl FnOnce(&Rc<Queue>) + Send + 'static) -> Answer<()> {
         let id = self.id;
-        self.remote.ask_later(move |_, reply| {
-            let queue = LOCAL.with_borrow(|l| l.get(&id).cloned());
+        self.remote.ask_later(move |handle, reply| {
+            let queue = handle.local::<Queues>().0.borrow().get(&id).cloned();
             if let Some(queue) = queue {
                 f(&queue);
             }

@@ -1,27 +1,42 @@
 //! Data that the hypervisor copies between pages of the guest and buffers of this process.
 //!
 //! In: the requests of a batch with their segments, and reads that the disk has done. Out: buffers, and statuses.
-//! Data of writes are copied before the disk gets them, data of reads before the response: each batch by one call.
-//! What must hold: a copy that fails, fails its request and no other. Buffers and lists are used again.
+//! Data of writes are copied before the disk gets them, data of reads before the response, and pages that describe segments
+//! before both: each batch by one call.
+//! What must hold: a copy that fails, fails its request and no other. Buffers and lists are used again. `held` has the bytes of
+//! all buffers that requests have, so that the queue can bound them.
 
 use std::sync::atomic::Ordering;
 
 use blockyard_ring::Segments;
-use blockyard_ring::xen::{CopyBatch, CopyStatus, Grants};
+use blockyard_ring::xen::{CopyBatch, Grants};
 
 use super::super::abi::{self, Ask, SEGMENT_BYTES, Segment};
 use super::Counts;
-use super::pages::moves;
+use super::pages::{moves, tables};
 
-/// Buffers that are kept, at most.
+/// Buffers that are kept, at most, and their bytes.
 const BUFFERS: usize = 64;
+const KEPT: usize = 8 << 20;
+
+/// With this many bytes in buffers of requests a queue takes no further request.
+const HELD: usize = 32 << 20;
 
 #[derive(Default)]
 pub(super) struct Copies {
     batch: CopyBatch,
     buffers: Vec<Segments>,
+    /// Bytes of the buffers that are kept, and of those that requests have.
+    kept: usize,
+    held: usize,
     /// Those of the requests of the batch at hand; `None`: it has none, or its data could not be copied.
     filled: Vec<Option<Segments>>,
+    /// The segments that pages of the batch at hand describe, and which of these pages could be read.
+    descriptions: Segments,
+    tables: Vec<bool>,
+    /// The page and the offset in `descriptions` that come next.
+    table: usize,
+    described: usize,
     /// Where the data of reads go, by number, and the numbers that are free.
     targets: Vec<Vec<Segment>>,
     free: Vec<u32>,
@@ -64,11 +79,20 @@ impl Copies {
             let Some((from, to)) = bounds else { continue };
             if moves(request.ask) && request.ask != Ask::Read {
                 let good = statuses.by_ref().take(to - from).filter(|status| status.is_ok()).count() == to - from;
-                *filled = filled.take().filter(|_| good && copied);
+                if !(good && copied)
+                    && let Some(buffer) = filled.take()
+                {
+                    self.held = self.held.saturating_sub(buffer.capacity());
+                }
             }
         }
         drop(statuses);
         self.batch.clear();
+    }
+
+    /// Bytes of requests that the queue may take.
+    pub fn room(&self) -> usize {
+        HELD.saturating_sub(self.held)
     }
 
     /// The buffer of request `at` of the batch.
@@ -80,28 +104,44 @@ impl Copies {
         self.filled.clear();
     }
 
-    /// Appends the segments that a page of the guest describes to `to`. False: the page cannot be read.
-    pub fn segments(
-        &mut self,
-        grants: &Grants,
-        reference: u32,
-        segments: usize,
-        to: &mut Vec<Segment>,
-        counts: &Counts,
-    ) -> bool {
-        let len = segments * SEGMENT_BYTES;
-        let mut buffer = self.buffer(len);
-        // The batch is empty: each prepares its own, and clears it.
-        let good = self.batch.push(grants, &buffer, 0, (reference, 0, len as u16), false)
-            && copy(grants, &mut self.batch, counts)
-            && self.batch.statuses().all(CopyStatus::is_ok);
-        self.batch.clear();
-        for at in (0..len).step_by(SEGMENT_BYTES).filter(|_| good) {
-            let mut bytes = [0; SEGMENT_BYTES];
-            buffer.copy_out(at, &mut bytes);
-            to.push(Segment::parse(&bytes));
+    /// Copies the pages that describe segments of a batch's requests, by one call.
+    pub fn describe(&mut self, grants: &Grants, batch: &[abi::Request], counts: &Counts) {
+        let tables = || batch.iter().filter(|request| moves(request.ask)).flat_map(tables);
+        let len = tables().map(|(_, segments)| segments * SEGMENT_BYTES).sum();
+        self.tables.clear();
+        (self.table, self.described) = (0, 0);
+        if len == 0 {
+            return;
         }
-        self.give_back(&mut buffer);
+        if !self.descriptions.refit(len) {
+            self.descriptions = Segments::buffer(len);
+        }
+        let mut at = 0;
+        for (reference, segments) in tables() {
+            let bytes = segments * SEGMENT_BYTES;
+            let added = self.batch.push(grants, &self.descriptions, at, (reference, 0, bytes as u16), false);
+            debug_assert!(added, "a page has room for all its segments");
+            at += bytes;
+        }
+        let copied = copy(grants, &mut self.batch, counts);
+        self.tables.extend(self.batch.statuses().map(|status| copied && status.is_ok()));
+        self.batch.clear();
+    }
+
+    /// Appends the segments of the next request that has them in pages. The calls have the order of the batch.
+    /// False: a page cannot be read.
+    pub fn segments(&mut self, request: &abi::Request, to: &mut Vec<Segment>) -> bool {
+        let mut good = true;
+        for (_, segments) in tables(request) {
+            good &= self.tables[self.table];
+            self.table += 1;
+            for _ in 0..segments {
+                let mut bytes = [0; SEGMENT_BYTES];
+                self.descriptions.copy_out(self.described, &mut bytes);
+                self.described += SEGMENT_BYTES;
+                to.push(Segment::parse(&bytes));
+            }
+        }
         good
     }
 
@@ -148,7 +188,10 @@ impl Copies {
     }
 
     pub fn give_back(&mut self, segments: &mut Segments) {
-        if self.buffers.len() < BUFFERS && !segments.is_empty() {
+        let bytes = segments.capacity();
+        self.held = self.held.saturating_sub(bytes);
+        if self.buffers.len() < BUFFERS && !segments.is_empty() && self.kept + bytes <= KEPT {
+            self.kept += bytes;
             self.buffers.push(std::mem::take(segments));
         } else {
             segments.release();
@@ -158,9 +201,11 @@ impl Copies {
     /// A buffer of `len` bytes, which hold anything.
     fn buffer(&mut self, len: usize) -> Segments {
         let mut buffer = self.buffers.pop().unwrap_or_default();
+        self.kept -= buffer.capacity();
         if len == 0 || !buffer.refit(len) {
             buffer = Segments::buffer(len);
         }
+        self.held += buffer.capacity();
         buffer
     }
 }
@@ -188,4 +233,24 @@ fn copy(grants: &Grants, batch: &mut CopyBatch, counts: &Counts) -> bool {
     counts.copies.fetch_add(1, Ordering::Relaxed);
     counts.copied.fetch_add(batch.len() as u64, Ordering::Relaxed);
     grants.copy(batch).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_held_and_what_is_kept_is_counted_by_the_size_of_the_buffers() {
+        let mut copies = Copies::default();
+        let mut buffers: Vec<_> = (0..32).map(|_| copies.buffer(1 << 20)).collect();
+        assert_eq!((copies.room(), copies.kept), (0, 0));
+        buffers.iter_mut().for_each(|buffer| copies.give_back(buffer));
+        assert_eq!((copies.room(), copies.kept), (HELD, KEPT));
+        // Small requests in large buffers.
+        let mut buffers: Vec<_> = (0..16).map(|_| copies.buffer(4096)).collect();
+        assert_eq!((copies.room(), copies.kept), (HELD - KEPT - 8 * 4096, 0));
+        buffers.iter_mut().for_each(|buffer| copies.give_back(buffer));
+        assert_eq!(copies.room(), HELD);
+        assert!(copies.kept <= KEPT);
+    }
 }

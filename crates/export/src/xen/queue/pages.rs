@@ -82,6 +82,9 @@ impl Pages {
 
     /// Maps the pages of the requests of a batch, or copies the data of writes out of them.
     pub fn prepare(&mut self, batch: &[abi::Request], counts: &Counts) {
+        if let Some(copies) = &mut self.copies {
+            copies.describe(&self.grants, batch, counts);
+        }
         for request in batch {
             let from = self.segments.len();
             let good = self.collect(request, counts);
@@ -128,6 +131,11 @@ impl Pages {
         self.copies.iter_mut().for_each(|copies| copies.forget(number));
     }
 
+    /// Bytes of requests that the queue may take. Pages that are mapped are the guest's memory, and have no bound here.
+    pub fn room(&self) -> usize {
+        self.copies.as_ref().map_or(usize::MAX, Copies::room)
+    }
+
     /// Takes back the buffer of a request, or releases its pages.
     pub fn give_back(&mut self, segments: &mut Segments) {
         match &mut self.copies {
@@ -170,15 +178,16 @@ impl Pages {
             return true;
         }
         let from = self.segments.len();
-        match &request.place {
-            Place::Here(segments) => self.segments.extend_from_slice(&segments[..request.segments]),
-            Place::Pages(references) => {
-                let pages = request.segments.div_ceil(SEGMENTS_OF_PAGE);
-                let mut left = request.segments;
-                for reference in &references[..pages] {
-                    let here = left.min(SEGMENTS_OF_PAGE);
-                    left -= here;
-                    if !self.collect_indirect(*reference, here, counts) {
+        match (&request.place, &mut self.copies) {
+            (Place::Here(segments), _) => self.segments.extend_from_slice(&segments[..request.segments]),
+            (Place::Pages(_), Some(copies)) => {
+                if !copies.segments(request, &mut self.segments) {
+                    return false;
+                }
+            }
+            (Place::Pages(_), None) => {
+                for (reference, here) in tables(request) {
+                    if !self.collect_indirect(reference, here, counts) {
                         return false;
                     }
                 }
@@ -187,11 +196,8 @@ impl Pages {
         self.segments[from..].iter().all(|segment| segment.range().is_some())
     }
 
-    /// Copies the segments out of one page that describes them, once.
+    /// Copies the segments out of one mapped page that describes them, once.
     fn collect_indirect(&mut self, reference: u32, segments: usize, counts: &Counts) -> bool {
-        if let Some(copies) = &mut self.copies {
-            return copies.segments(&self.grants, reference, segments, &mut self.segments, counts);
-        }
         let known = self.persistent.as_ref().and_then(|persistent| persistent.get(&reference));
         let page = match known {
             Some(page) => page.clone(),
@@ -283,6 +289,17 @@ pub(super) fn moves(ask: Ask) -> bool {
     matches!(ask, Ask::Read | Ask::Write | Ask::Barrier | Ask::Flush)
 }
 
+/// The pages that describe a request's segments: references, and how many segments each has.
+pub(super) fn tables(request: &abi::Request) -> impl Iterator<Item = (u32, usize)> {
+    let references: &[u32] = match &request.place {
+        Place::Pages(references) => &references[..request.segments.div_ceil(SEGMENTS_OF_PAGE)],
+        Place::Here(_) => &[],
+    };
+    let segments = request.segments;
+    let here = move |at: usize| (segments - at * SEGMENTS_OF_PAGE).min(SEGMENTS_OF_PAGE);
+    references.iter().enumerate().map(move |(at, reference)| (*reference, here(at)))
+}
+
 #[cfg(test)]
 mod tests {
     use blockyard_ring::xen::{Host, Machine};
@@ -315,5 +332,60 @@ mod tests {
         assert_eq!(domain.mapped(), 1);
         pages.give_back(&mut segments[1]);
         assert_eq!(domain.mapped(), 0);
+    }
+    /// An indirect write whose segments page `reference` describes.
+    fn indirect_write(reference: u32, segments: u8) -> Request {
+        let mut bytes = [0; ENTRY_MOST];
+        bytes[..3].copy_from_slice(&[6, 1, segments]);
+        bytes[28..32].copy_from_slice(&reference.to_le_bytes());
+        Request::parse(Abi::X86_64, &bytes)
+    }
+
+    #[test]
+    fn pages_that_describe_segments_of_a_batch_are_copied_by_one_call() {
+        let machine = Machine::new();
+        let domain = machine.add(3, 64).unwrap();
+        let memory = domain.memory();
+        let references: Vec<u32> = (0..64).map(|page| domain.grant(page, true)).collect();
+        // Pages 0 to 3 describe 12 segments each, of pages 16 to 63, which have their numbers in them.
+        for (page, reference) in references.iter().enumerate().skip(16) {
+            memory.write(page * PAGE as usize, &[page as u8; PAGE as usize]);
+            let (table, at) = ((page - 16) / 12, (page - 16) % 12);
+            let mut bytes = [0; SEGMENT_BYTES];
+            bytes[..4].copy_from_slice(&reference.to_le_bytes());
+            bytes[5] = 7;
+            memory.write(table * PAGE as usize + at * SEGMENT_BYTES, &bytes);
+        }
+        let mut batch: Vec<_> = references[..4].iter().map(|table| indirect_write(*table, 12)).collect();
+        // A page that the guest has not granted fails its request, and no other. One request has its segments with it.
+        batch.insert(1, indirect_write(99_999, 12));
+        batch.insert(2, read(references[16]));
+        let mut pages = Pages::new(Host::Machine(machine).grants(3).unwrap(), Data::Copied);
+        for _ in 0..2 {
+            let counts = Counts::default();
+            pages.prepare(&batch, &counts);
+            for (at, (request, table)) in batch.iter().zip([Some(0), None, None, Some(1), Some(2), Some(3)]).enumerate()
+            {
+                let mut segments = Segments::default();
+                let filled = pages.fill(at, request, &mut segments);
+                match (at, table) {
+                    (1, _) => assert_eq!(filled, Wanted::Impossible),
+                    (2, _) => assert_eq!(filled, Wanted::Filled(512)),
+                    (_, table) => {
+                        assert_eq!(filled, Wanted::Filled(12 * PAGE));
+                        for page in 0..12 {
+                            let mut byte = [0];
+                            segments.copy_out(page * PAGE as usize, &mut byte);
+                            assert_eq!(usize::from(byte[0]), 16 + table.unwrap() * 12 + page);
+                        }
+                    }
+                }
+                pages.give_back(&mut segments);
+            }
+            pages.end_batch();
+            // One for the pages that describe, one for the data.
+            assert_eq!(counts.copies.load(Ordering::Relaxed), 2);
+            assert_eq!(counts.copied.load(Ordering::Relaxed), 5 + 4 * 12);
+        }
     }
 }

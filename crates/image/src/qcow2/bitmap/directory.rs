@@ -1,6 +1,6 @@
 //! The bitmap directory: an entry of variable length for each persistent bitmap.
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use crate::error::ImageError;
 use crate::qcow2::bytes::{self, be16, be32, be64, put32, put64};

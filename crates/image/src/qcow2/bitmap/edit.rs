@@ -7,7 +7,7 @@
 //! What must hold: at every power cut the image has the old bitmaps or the new ones ([`crate::qcow2::change`]).
 //! Limits are those that QEMU checks when it loads bitmaps.
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::directory::{self, AUTO, Bitmap, DIRTY_TRACKING, GRANULARITY_BITS, IN_USE, MAX_BITMAP_BYTES, MAX_NAME};
 use crate::error::ImageError;

@@ -6,7 +6,7 @@
 
 use std::collections::HashSet;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::counts::Counts;
 use super::report::{FindingKind, Tally};

@@ -4,7 +4,7 @@
 //! caller makes them the image's by one write of the header's sector.
 //! What must hold: nothing that was there is written over; the new structures count themselves.
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use crate::error::ImageError;
 use crate::qcow2::bytes;

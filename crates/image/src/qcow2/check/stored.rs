@@ -5,7 +5,7 @@
 
 use std::collections::HashSet;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::counts::{Counts, PAGE};
 use super::report::{FindingKind, Tally};

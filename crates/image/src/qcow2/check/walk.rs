@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Bound;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::counts::Counts;
 use super::report::{FindingKind, Tally};

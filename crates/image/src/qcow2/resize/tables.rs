@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::tail::Tail;
 use crate::error::ImageError;

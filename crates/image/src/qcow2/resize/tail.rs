@@ -1,7 +1,7 @@
 //! The rest of the last cluster of a disk that grows: behind the old end there may be what a program left, or what a longer
 //! backing file has. It is to read as zeroes when the disk reaches over it.
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use super::tables::Tables;
 use crate::error::ImageError;
@@ -65,7 +65,7 @@ pub async fn of<S: Storage>(tables: &Tables<'_, S>, data: Option<&Raw<S>>, below
             let io = |e| ImageError::io(STRUCTURE, host, "reading", e);
             let packed = bytes::read(tables.change.file, host, len as usize).await.map_err(io)?;
             let plain = unpack(&packed, old.compression, cluster_size as usize);
-            let mut plain = plain.map_err(|what| ImageError::invalid(STRUCTURE, host, what))?;
+            let mut plain = plain.map_err(|e| ImageError::invalid(STRUCTURE, host, e.to_string()))?;
             if plain[inside as usize..].iter().all(|&byte| byte == 0) {
                 return Ok(Tail::Zero);
             }

@@ -3,7 +3,7 @@
 //! In: the bytes that the header points to. Out: the entries, all they hold kept. What must hold: an entry lies inside the
 //! file, and the table takes at most 64 MiB.
 
-use blockyard_ring::Storage;
+use blockyard_storage::Storage;
 
 use crate::error::ImageError;
 use crate::qcow2::bytes::{self, be16, be32, be64};
@@ -14,6 +14,11 @@ const FIXED: usize = 40;
 /// Extra data known here: the size of the machine's state in 64 bits, the size of the disk.
 const KNOWN_EXTRA: usize = 16;
 const MAX_EXTRA: usize = 1024;
+
+/// An entry with more extra data than any version of the format has.
+#[derive(Debug, thiserror::Error)]
+#[error("it has {0} bytes of extra data: at most {MAX_EXTRA} are allowed")]
+struct TooMuchExtra(usize);
 const PIECE: u64 = 1 << 16;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,12 +63,12 @@ impl Snapshot {
     }
 
     /// Reads the entry at the start of `bytes`, and how long it is; None: it goes on behind them.
-    fn decode(bytes: &[u8]) -> Option<Result<(Snapshot, usize), String>> {
+    fn decode(bytes: &[u8]) -> Option<Result<(Snapshot, usize), TooMuchExtra>> {
         let fixed = bytes.get(..FIXED)?;
         let (id_len, name_len, extra_len) =
             (be16(fixed, 12) as usize, be16(fixed, 14) as usize, be32(fixed, 36) as usize);
         if extra_len > MAX_EXTRA {
-            return Some(Err(format!("it has {extra_len} bytes of extra data: at most {MAX_EXTRA} are allowed")));
+            return Some(Err(TooMuchExtra(extra_len)));
         }
         let extra = bytes.get(FIXED..FIXED + extra_len)?;
         let id = bytes.get(FIXED + extra_len..)?.get(..id_len)?;
@@ -119,7 +124,7 @@ pub async fn read<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(Vec<Sna
                 snapshots.push(snapshot);
                 at = (at + len).min(table.len());
             }
-            Some(Err(what)) => return Err(entry(snapshots.len(), at as u64, what)),
+            Some(Err(e)) => return Err(entry(snapshots.len(), at as u64, e.to_string())),
             _ if table.len() as u64 == room => {
                 let what = "it ends beyond the end of the file, or the table takes more than 64 MiB".into();
                 return Err(entry(snapshots.len(), at as u64, what));
@@ -197,6 +202,6 @@ mod tests {
         assert!(Snapshot::decode(&bytes[..whole]).unwrap().is_ok());
         let mut much = bytes.clone();
         much[36] = 0xff;
-        assert!(Snapshot::decode(&much).unwrap().unwrap_err().contains("extra data"));
+        assert!(Snapshot::decode(&much).unwrap().unwrap_err().to_string().contains("extra data"));
     }
 }

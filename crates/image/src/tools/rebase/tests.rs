@@ -1,14 +1,15 @@
 //! A rebase on the simulated disk, cut at each of its events: whatever is left shows what was shown before.
 
-use blockyard_ring::sim::{Power, Sim, SimConfig, SimDisk, SimImage, pattern};
+use blockyard_storage::sim::{Power, Sim, SimConfig, SimDisk, SimImage, pattern};
 
 use super::*;
 use crate::cow::{Cow, CowOptions};
 use crate::image::Image;
 use crate::qcow2::{CreateOptions, Qcow2, Qcow2Options};
-use crate::raw::{Raw, RawShape};
+use crate::raw::Raw;
+use blockyard_storage::Alignment;
 
-const SHAPE: RawShape = RawShape { memory_align: 512, offset_align: 512 };
+const SHAPE: Alignment = Alignment { memory_align: 512, offset_align: 512 };
 const SIZE: u64 = 3 << 20;
 /// Images that one cut may leave, of which each is judged.
 const OUTCOMES: u64 = 2;

@@ -26,8 +26,34 @@ pub struct Domain {
     file: OwnedFd,
     grants: Mutex<Grants>,
     channels: Mutex<HashMap<u32, Ends>>,
-    maps: AtomicU64,
-    copies: AtomicU64,
+    counts: Counters,
+}
+
+/// What back ends have done with the pages of a domain: calls, and pages or pieces that they were
+/// for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GrantCounts {
+    pub map_calls: u64,
+    pub mapped: u64,
+    pub unmap_calls: u64,
+    pub copy_calls: u64,
+    pub copied: u64,
+}
+
+impl GrantCounts {
+    /// Calls of all kinds.
+    pub fn calls(&self) -> u64 {
+        self.map_calls + self.unmap_calls + self.copy_calls
+    }
+}
+
+#[derive(Default)]
+struct Counters {
+    map_calls: AtomicU64,
+    mapped: AtomicU64,
+    unmap_calls: AtomicU64,
+    copy_calls: AtomicU64,
+    copied: AtomicU64,
 }
 
 #[derive(Default)]
@@ -77,8 +103,8 @@ impl Domain {
     pub(super) fn new(number: u16, pages: usize) -> io::Result<Self> {
         let len = (pages * PAGE) as u64;
         let (memory, file) = Region::memfd("domain", 0, 0, len).map_err(io::Error::other)?;
-        let (grants, channels, maps, copies) = Default::default();
-        Ok(Domain { number, memory: Arc::new(memory), file, grants, channels, maps, copies })
+        let (grants, channels, counts) = Default::default();
+        Ok(Domain { number, memory: Arc::new(memory), file, grants, channels, counts })
     }
 
     pub fn number(&self) -> u16 {
@@ -112,9 +138,17 @@ impl Domain {
         lock(&self.grants).granted.values().map(|grant| grant.mapped).sum()
     }
 
-    /// Calls of back ends so far that have mapped pages, and pieces that they have copied.
-    pub fn counts(&self) -> (u64, u64) {
-        (self.maps.load(Ordering::Relaxed), self.copies.load(Ordering::Relaxed))
+    /// Grant operations of back ends so far.
+    pub fn counts(&self) -> GrantCounts {
+        let Counters { map_calls, mapped, unmap_calls, copy_calls, copied } = &self.counts;
+        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        GrantCounts {
+            map_calls: of(map_calls),
+            mapped: of(mapped),
+            unmap_calls: of(unmap_calls),
+            copy_calls: of(copy_calls),
+            copied: of(copied),
+        }
     }
 
     /// Makes a channel that a back end may bind.
@@ -175,7 +209,8 @@ impl Domain {
                 return Err(e.into());
             }
         }
-        self.maps.fetch_add(1, Ordering::Relaxed);
+        self.counts.map_calls.fetch_add(1, Ordering::Relaxed);
+        self.counts.mapped.fetch_add(pages.len() as u64, Ordering::Relaxed);
         for reference in references {
             grants.granted.entry(*reference).and_modify(|grant| grant.mapped += 1);
         }
@@ -184,15 +219,21 @@ impl Domain {
 
     /// Notes that pages are not mapped any more.
     pub(in crate::xen) fn release(&self, references: &[u32]) {
+        self.counts.unmap_calls.fetch_add(1, Ordering::Relaxed);
         let mut grants = lock(&self.grants);
         for reference in references {
             grants.granted.entry(*reference).and_modify(|grant| grant.mapped -= 1);
         }
     }
 
-    /// Does what Xen does for one segment of a batch.
-    pub(in crate::xen) fn copy(&self, segment: &mut CopySegment) {
-        self.copies.fetch_add(1, Ordering::Relaxed);
+    /// Does what Xen does for the segments of a batch.
+    pub(in crate::xen) fn copy(&self, segments: &mut [CopySegment]) {
+        self.counts.copy_calls.fetch_add(1, Ordering::Relaxed);
+        self.counts.copied.fetch_add(segments.len() as u64, Ordering::Relaxed);
+        segments.iter_mut().for_each(|segment| self.copy_segment(segment));
+    }
+
+    fn copy_segment(&self, segment: &mut CopySegment) {
         let to_guest = segment.flags == COPY_TO_GRANT;
         let (there, here) = if to_guest { (segment.target, segment.source) } else { (segment.source, segment.target) };
         let (reference, offset, len) = (there as u32, (there >> 32) as u16, u64::from(segment.len));

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use super::lock;
 use crate::xen::abi::{Header, PAYLOAD_MAX, message};
@@ -33,12 +33,13 @@ struct Copy {
     changed: Vec<String>,
 }
 
-/// Serves a connection on a thread of its own, until the other end is closed.
-pub(super) fn serve(tree: &Arc<Mutex<Tree>>, domain: u16, stream: UnixStream) -> io::Result<()> {
+/// Serves a connection on a thread of its own, until the other end is closed. Returns the stream, which is gone with the thread.
+pub(super) fn serve(tree: &Arc<Mutex<Tree>>, domain: u16, stream: UnixStream) -> io::Result<Weak<Mutex<UnixStream>>> {
     let number = format!("/local/domain/{domain}/domid");
     make(&mut lock(tree).nodes, &number);
     lock(tree).nodes.insert(number, domain.to_string().into_bytes());
     let (tree, answers) = (tree.clone(), Arc::new(Mutex::new(stream.try_clone()?)));
+    let served = Arc::downgrade(&answers);
     let body = move || {
         let mut connection = Connection { tree, domain, answers, copies: HashMap::new(), last: 0 };
         let mut stream = stream;
@@ -46,7 +47,8 @@ pub(super) fn serve(tree: &Arc<Mutex<Tree>>, domain: u16, stream: UnixStream) ->
         let mine = &connection.answers;
         lock(&connection.tree).watches.retain(|watch| !Arc::ptr_eq(&watch.connection, mine));
     };
-    std::thread::Builder::new().name("xenstore".into()).spawn(body).map(drop)
+    std::thread::Builder::new().name("xenstore".into()).spawn(body)?;
+    Ok(served)
 }
 
 struct Connection {
@@ -76,9 +78,10 @@ impl Connection {
         };
         send(&self.answers, Header { kind, ..header }, &body)?;
         if header.kind == message::WATCH && kind == message::WATCH {
-            // Each watch reports once at the beginning.
+            // Each watch reports once at the beginning. Meanwhile other connections may have added theirs.
             let tree = lock(&self.tree);
-            if let Some(watch) = tree.watches.last() {
+            let mine = |watch: &&Watch| Arc::ptr_eq(&watch.connection, &self.answers);
+            if let Some(watch) = tree.watches.iter().rfind(mine) {
                 watch.report(&watch.path)?;
             }
         }
@@ -191,7 +194,8 @@ fn act(nodes: &mut Nodes, kind: u32, path: &str, rest: &[u8]) -> (Answer, bool) 
     let ok = || Ok(b"OK\0".to_vec());
     match kind {
         message::READ => (nodes.get(path).cloned().ok_or("ENOENT"), false),
-        message::DIRECTORY => (list(nodes, path), false),
+        message::DIRECTORY => (list(nodes, path).and_then(fits), false),
+        message::DIRECTORY_PART => (list(nodes, path).and_then(|names| part(&names, rest)), false),
         message::WRITE => {
             make(nodes, path);
             nodes.insert(path.into(), rest.to_vec());
@@ -231,4 +235,81 @@ fn list(nodes: &Nodes, path: &str) -> Answer {
         answer.push(0);
     }
     Ok(answer)
+}
+
+fn fits(names: Vec<u8>) -> Answer {
+    if names.len() > PAYLOAD_MAX { Err("E2BIG") } else { Ok(names) }
+}
+
+/// Those of the names that fit into an answer, from an offset on. An empty name ends the last part.
+fn part(names: &[u8], offset: &[u8]) -> Answer {
+    let offset = std::str::from_utf8(offset).ok().and_then(|text| text.trim_end_matches('\0').parse::<usize>().ok());
+    let rest = names.get(offset.ok_or("EINVAL")?..).unwrap_or_default();
+    // The number of the list: what it has, as a test changes it.
+    let number = names.iter().fold(names.len() as u64, |sum, byte| sum.wrapping_mul(31).wrapping_add((*byte).into()));
+    let mut answer = format!("{number}\0").into_bytes();
+    let room = PAYLOAD_MAX - answer.len() - 1;
+    let fitting = match rest.get(..room) {
+        Some(part) => part.iter().rposition(|byte| *byte == 0).map_or(0, |at| at + 1),
+        None => rest.len(),
+    };
+    answer.extend_from_slice(&rest[..fitting]);
+    if fitting == rest.len() {
+        answer.push(0);
+    }
+    Ok(answer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A connection, and its request to watch `/x`.
+    fn connect(tree: &Arc<Mutex<Tree>>) -> UnixStream {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        serve(tree, 0, theirs).unwrap();
+        ours.set_read_timeout(Some(std::time::Duration::from_secs(20))).unwrap();
+        ours
+    }
+
+    fn watch(stream: &mut UnixStream, token: &str) {
+        let body = [b"/x\0", token.as_bytes(), b"\0"].concat();
+        let header = Header { kind: message::WATCH, request: 1, transaction: 0, len: body.len() as u32 };
+        stream.write_all(&[&header.bytes()[..], &body].concat()).unwrap();
+    }
+
+    /// Returns the next message: its kind and its body.
+    fn next(stream: &mut UnixStream) -> (u32, Vec<u8>) {
+        let mut header = [0; Header::BYTES];
+        stream.read_exact(&mut header).unwrap();
+        let header = Header::parse(&header);
+        let mut body = vec![0; header.len as usize];
+        stream.read_exact(&mut body).unwrap();
+        (header.kind, body)
+    }
+
+    fn watches(stream: &mut UnixStream, token: &str) {
+        let event = [b"/x\0", token.as_bytes(), b"\0"].concat();
+        assert_eq!(next(stream), (message::WATCH, b"OK\0".to_vec()));
+        assert_eq!(next(stream), (message::WATCH_EVENT, event));
+    }
+
+    #[test]
+    fn a_new_watch_reports_itself_although_another_connection_adds_one() {
+        let tree = Arc::new(Mutex::new(Tree::default()));
+        let (mut one, mut two) = (connect(&tree), connect(&tree));
+        watch(&mut one, "first");
+        watches(&mut one, "first");
+        // The answer to the next request waits for this lock.
+        let answers = lock(&tree).watches[0].connection.clone();
+        let held = lock(&answers);
+        watch(&mut one, "second");
+        while lock(&tree).watches.len() < 2 {
+            std::thread::yield_now();
+        }
+        watch(&mut two, "third");
+        watches(&mut two, "third");
+        drop(held);
+        watches(&mut one, "second");
+    }
 }

@@ -93,6 +93,8 @@ fn pages_are_mapped_in_the_order_of_their_references() {
     assert_eq!(&bytes, b"ge 2page 0");
     segments.release();
     assert_eq!(domain.mapped(), 0);
+    let counts = GrantCounts { map_calls: 1, mapped: 2, unmap_calls: 1, ..GrantCounts::default() };
+    assert_eq!(domain.counts(), counts);
     assert!(domain.revoke(first) && !domain.revoke(first));
 }
 
@@ -128,7 +130,17 @@ fn each_copy_has_its_status() {
     let mut bytes = [0; 10];
     buffer.copy_out(0, &mut bytes);
     assert_eq!((&bytes, &domain.memory().copy_out(PAGE + 4088)), (b"from guest", b"to guest"));
-    assert_eq!(domain.counts(), (0, 4));
+    assert_eq!(domain.counts(), GrantCounts { copy_calls: 1, copied: 4, ..GrantCounts::default() });
     batch.clear();
     assert!(batch.is_empty());
+}
+
+#[test]
+fn a_node_may_have_more_names_than_a_message_has_room_for() {
+    let machine = Machine::new();
+    let mut store = machine.store(0).unwrap();
+    let names: Vec<_> = (1000..2000).map(|number| format!("node-{number}")).collect();
+    let made = store.transaction(|t| names.iter().try_for_each(|name| t.make(&format!("/x/{name}"))));
+    made.unwrap();
+    assert_eq!(store.list("/x").unwrap(), names);
 }

@@ -78,3 +78,25 @@ fn many_changes_of_a_node_are_one_event() {
     // The request of before can be read there: it wakes.
     assert_eq!(next(), None);
 }
+
+#[test]
+fn names_that_are_too_many_for_one_message_come_in_parts() {
+    let part = |request, body: &[u8]| message(message::DIRECTORY_PART, request, body);
+    let answers = [
+        message(message::ERROR, 1, b"E2BIG\0"),
+        part(2, b"7\0one\0two\0"),
+        // Somebody has made a node meanwhile.
+        part(3, b"8\0three\0"),
+        part(4, b"8\0one\0two\0new\0"),
+        part(5, b"8\0three\0\0"),
+    ];
+    let (mut store, peer) = answering(&answers.concat());
+    assert_eq!(store.list("/a").unwrap(), ["one", "two", "new", "three"]);
+    let asked = asked(&peer);
+    let offsets = [b"/a\x000\0".as_slice(), b"/a\x008\0", b"/a\x0012\0"];
+    let times = offsets.map(|offset| asked.windows(offset.len()).filter(|bytes| *bytes == offset).count());
+    assert_eq!(times, [2, 1, 1]);
+    let endless = [message(message::ERROR, 1, b"E2BIG\0"), part(2, b"no number")].concat();
+    let (mut store, _peer) = answering(&endless);
+    assert!(matches!(store.list("/a"), Err(StoreError::Protocol(_))));
+}

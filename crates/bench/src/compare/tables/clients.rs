@@ -1,0 +1,136 @@
+//! The host's file, qemu-storage-daemon and Blockyard, through one load generator: the same file, the same client. The client
+//! sleeps on the call eventfd like a guest does, unless a row says otherwise. For the host it does the same load by io_uring.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+use super::place::{Image, Place, Server, back_end, load, settle};
+use super::{Figures, Measured, Row, Table, cell, grouped, markdown};
+
+/// What lies under the servers.
+#[derive(Clone, Copy, PartialEq)]
+enum Under {
+    Direct,
+    Cached,
+    Null,
+}
+
+struct Load {
+    name: String,
+    options: String,
+    under: Under,
+}
+
+pub struct Clients {
+    place: Place,
+    base: PathBuf,
+    loads: Vec<Load>,
+}
+
+/// In the order of a row's systems; `host` is left out where there is no storage.
+const SYSTEMS: [&str; 3] = ["host", "qsd", "blockyard"];
+
+fn loads() -> Vec<Load> {
+    let load = |name: &str, options: &str, under| Load { name: name.into(), options: options.into(), under };
+    let mut loads = Vec::new();
+    for (size, order, pattern) in [("4k", "random", "rand"), ("64k", "random", "rand"), ("1m", "sequential", "")] {
+        for rw in ["read", "write"] {
+            for depth in [32, 1] {
+                let name = format!("{} {order} {rw}, depth {depth}", size.replace('m', "M"));
+                let options = format!("--rw {pattern}{rw} --bs {size} --depth {depth}");
+                loads.push(load(&name, &options, Under::Direct));
+            }
+        }
+    }
+    for (rw, depth) in [("read", 32), ("read", 1), ("write", 32)] {
+        let options = format!("--rw rand{rw} --bs 4k --depth {depth} --size 1g");
+        loads.push(load(&format!("4k random {rw}, page cache, depth {depth}"), &options, Under::Cached));
+    }
+    let null = "--rw randread --bs 4k --depth 32";
+    loads.push(load("null, 4k random read, depth 32", null, Under::Null));
+    loads.push(load("null, 4k random read, depth 32, client polls", &format!("{null} --poll"), Under::Null));
+    loads
+}
+
+impl Clients {
+    pub fn new(place: Place) -> Result<Self> {
+        let base = place.base()?;
+        Ok(Clients { place, base, loads: loads() })
+    }
+
+    fn systems(&self, row: usize) -> &'static [&'static str] {
+        if self.loads[row].under == Under::Null { &SYSTEMS[1..] } else { &SYSTEMS }
+    }
+}
+
+impl Table for Clients {
+    fn rows(&self) -> Vec<Row> {
+        let systems = |row| self.systems(row).iter().map(ToString::to_string).collect();
+        self.loads.iter().enumerate().map(|(n, load)| Row { name: load.name.clone(), systems: systems(n) }).collect()
+    }
+
+    fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
+        let Load { options, under, .. } = &self.loads[row];
+        let cached = *under == Under::Cached;
+        settle(&self.base, cached)?;
+        let options = format!("{options} --runtime {}", self.place.seconds);
+        let server = match self.systems(row)[system] {
+            "host" => {
+                let buffered = cached.then(|| OsString::from("--buffered"));
+                return load(&options, ["--file".into(), self.base.clone().into()].into_iter().chain(buffered));
+            }
+            "qsd" => Server::Qsd,
+            _ => Server::Blockyard,
+        };
+        let format = if *under == Under::Null { "null" } else { "raw" };
+        let image = Image { path: &self.base, format, cached };
+        let (mut server, socket) = self.place.vhost_user(server, &image)?;
+        let figures = load(&options, back_end(&server, &socket))?;
+        server.end()?;
+        Ok(figures)
+    }
+
+    fn markdown(&self, measured: &[Measured]) -> String {
+        let head = [
+            "load",
+            "system",
+            "IOPS",
+            "MB/s",
+            "p50 us",
+            "p99 us",
+            "back end: CPU s per M I/Os",
+            "IOPS per core",
+            "to host",
+            "to qsd",
+            "per core to qsd",
+        ];
+        let mut lines = Vec::new();
+        for m in measured {
+            let number = |name: &str| m.row.systems.iter().position(|s| s == name);
+            for (n, system) in m.row.systems.iter().enumerate() {
+                let figure = |key: &str| m.median(n, key);
+                let to = |other: &str, key: &str| {
+                    let other = number(other).filter(|_| system == "blockyard")?;
+                    Some(m.median(n, key)? / m.median(other, key)?)
+                };
+                let ratio = |value: Option<f64>| cell(value, |x| format!("{x:.2}"));
+                lines.push(vec![
+                    if n == 0 { m.row.name.clone() } else { String::new() },
+                    system.clone(),
+                    cell(figure("iops"), grouped),
+                    cell(figure("bytes_per_second"), |x| grouped(x / 1e6)),
+                    cell(figure("p50_us"), |x| format!("{x:.0}")),
+                    cell(figure("p99_us"), |x| format!("{x:.0}")),
+                    ratio(figure("cpu_us")),
+                    cell(figure("cpu_us").filter(|cpu| *cpu > 0.0), |x| grouped(1e6 / x)),
+                    ratio(to("host", "iops")),
+                    ratio(to("qsd", "iops")),
+                    ratio(to("qsd", "cpu_us").map(|x| 1.0 / x)),
+                ]);
+            }
+        }
+        markdown(&head.map(String::from), &lines)
+    }
+}

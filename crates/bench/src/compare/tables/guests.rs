@@ -1,0 +1,168 @@
+//! Two experiments of 2006 in a User Mode Linux guest, on a raw disk and on a copy-on-write overlay of the same contents.
+//!
+//! ```text
+//!   copy   mount, copy a file of 20 MB, unmount: seconds by the guest's clock
+//!   boot   from the start of the kernel until the guest has started from a root file system on the disk: it mounts it for
+//!          writing, runs programs that read 60 MB of it, writes a log, syncs. Seconds by the host's clock
+//! ```
+//! Each measurement makes the disk anew. The guest runs on processor 0, the back end anywhere. What must hold: the bases are what
+//! they were.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use super::place::{Image, Place, Server, run, settle};
+use super::{Figures, Measured, Row, Table, cell, markdown};
+use crate::process::Process;
+
+const COPY: &str = r#"set -e
+head -c 20000000 /dev/urandom >/tmp/source; sync
+begin=${EPOCHREALTIME/./}
+mount /dev/vda /mnt; cp /tmp/source /mnt/copy; umount /mnt
+end=${EPOCHREALTIME/./}
+mount -o ro /dev/vda /mnt; cmp /tmp/source /mnt/copy
+echo "took $((end - begin))"
+"#;
+
+const BOOT: &str = r#"set -e
+mount /dev/vda /mnt
+chroot /mnt /bin/bash -c '
+    set -e
+    mount -t proc proc /proc
+    for program in bash ls find grep sed date stat; do /usr/bin/$program --version >/dev/null; done
+    find /etc /usr/bin /usr/lib -type f | head -n 2000 | xargs cat | head -c 60000000 | sha256sum >/var/boot.log
+    date >>/var/boot.log
+    umount /proc'
+umount /mnt
+echo "took 0"
+"#;
+
+/// Names of the rows, their scripts, and the contents of their disks.
+const EXPERIMENTS: [(&str, &str, &str); 2] =
+    [("mount, copy 20 MB, unmount", COPY, "copy-base.img"), ("boot", BOOT, "boot-base.img")];
+
+/// Names of the systems; which server; whether it serves an overlay.
+const SYSTEMS: [(&str, Server, bool); 4] = [
+    ("blockyard, raw", Server::Blockyard, false),
+    ("blockyard, overlay", Server::Blockyard, true),
+    ("qsd, raw", Server::Qsd, false),
+    ("qsd, overlay (its defaults)", Server::Qsd, true),
+];
+
+/// A script that is silent for so long has failed.
+const SILENCE: Duration = Duration::from_secs(300);
+
+pub struct OverlayGuests {
+    place: Place,
+    /// Checksums of the bases.
+    sums: Vec<u32>,
+}
+
+impl OverlayGuests {
+    pub fn new(place: Place) -> Result<Self> {
+        let [copy, boot] = EXPERIMENTS.map(|(_, _, base)| place.folder.join(base));
+        let options = ["-q", "-t", "ext4", "-E", "lazy_itable_init=0,lazy_journal_init=0"];
+        run(place.tool("mke2fs")?.args(options).arg(&copy).arg("512M"))?;
+        let find = ". \"$1/lib.sh\" && printf %s \"$cache\"";
+        let cache = run(Command::new("bash").args(["-c", find, "cache"]).arg(place.guests()?))?;
+        let root = Path::new(&cache).join("root.img");
+        std::fs::copy(&root, &boot).with_context(|| format!("copying {} (guests/setup makes it)", root.display()))?;
+        let sums = [&copy, &boot].map(|base| sum(base)).into_iter().collect::<Result<_>>()?;
+        Ok(OverlayGuests { place, sums })
+    }
+
+    /// The disk of a system: a copy of the base, or an overlay on it; made anew.
+    fn disk(&self, server: Server, overlay: bool, base: &Path) -> Result<PathBuf> {
+        let disk = self.place.folder.join(if overlay { "disk.qcow2" } else { "disk.img" });
+        let _ = std::fs::remove_file(&disk);
+        match (overlay, server) {
+            (false, _) => run(Command::new("cp").arg("--sparse=never").args([base, &disk])).map(drop)?,
+            (true, Server::Qsd) => self.place.qemu_img("create -q -f qcow2 -F raw -b", &[base, &disk])?,
+            (true, Server::Blockyard) => {
+                let mut command = Command::new(&self.place.program);
+                command.args(["image", "create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).args([base, &disk]);
+                run(&mut command)?;
+            }
+        }
+        settle(&disk, false)?;
+        Ok(disk)
+    }
+
+    /// Seconds that a script takes in a guest: by its own clock if it says them, else by the host's.
+    fn guest(&self, script: &str, socket: &Path) -> Result<f64> {
+        let file = self.place.folder.join("script");
+        std::fs::write(&file, script)?;
+        let mut command = Command::new(self.place.guests()?.join("uml"));
+        command.args(["--timeout", "300", "--mem", "512M", "--cpu", "0", "--disk"]);
+        command.arg(format!("vhost={}", socket.display())).arg(&file);
+        let begin = Instant::now();
+        let mut guest = Process::start(&command)?;
+        let mut took = None;
+        while let Some((_, line)) = guest.line(&self.place.stop, Instant::now() + SILENCE)? {
+            took = line.strip_prefix("took ").and_then(|text| text.parse::<f64>().ok()).or(took);
+        }
+        guest.finish()?;
+        let seconds = begin.elapsed().as_secs_f64();
+        let own = took.context("the script does not say how long it took")? / 1e6;
+        Ok(if own > 0.0 { own } else { seconds })
+    }
+}
+
+impl Table for OverlayGuests {
+    fn rows(&self) -> Vec<Row> {
+        let systems = || SYSTEMS.iter().map(|s| s.0.to_string()).collect();
+        EXPERIMENTS.iter().map(|(name, ..)| Row { name: name.to_string(), systems: systems() }).collect()
+    }
+
+    fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
+        let ((_, script, base), (_, server, overlay)) = (EXPERIMENTS[row], SYSTEMS[system]);
+        let base = self.place.folder.join(base);
+        let disk = self.disk(server, overlay, &base)?;
+        settle(&base, false)?;
+        let format = if overlay { "qcow2" } else { "raw" };
+        let (mut back, socket) = self.place.vhost_user(server, &Image { path: &disk, format, cached: false })?;
+        let seconds = self.guest(script, &socket)?;
+        back.end()?;
+        Ok(Figures::from([("seconds", seconds)]))
+    }
+
+    fn markdown(&self, measured: &[Measured]) -> String {
+        let names = SYSTEMS.iter().map(|s| s.0.to_string());
+        let head: Vec<_> = ["experiment".into()].into_iter().chain(names).chain(["overlay to raw".into()]).collect();
+        let line = |m: &Measured| {
+            let seconds = |system| m.median(system, "seconds");
+            let ratio = seconds(1).zip(seconds(0)).map(|(overlay, raw)| overlay / raw);
+            let mut cells = vec![m.row.name.clone()];
+            cells.extend((0..SYSTEMS.len()).map(|system| cell(seconds(system), |x| format!("{x:.3} s"))));
+            cells.push(cell(ratio, |x| format!("{x:.3}")));
+            cells
+        };
+        markdown(&head, &measured.iter().map(line).collect::<Vec<_>>())
+    }
+
+    fn check(&self) -> Result<()> {
+        for ((_, _, base), before) in EXPERIMENTS.iter().zip(&self.sums) {
+            anyhow::ensure!(
+                sum(&self.place.folder.join(base))? == *before,
+                "{base} has changed, and is only to be read"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// CRC32C of a file.
+fn sum(path: &Path) -> Result<u32> {
+    use std::io::Read;
+    let mut file = std::fs::File::open(path)?;
+    let (mut sum, mut piece) = (0, vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut piece)? {
+            0 => return Ok(sum),
+            len => sum = crc32c::crc32c_append(sum, &piece[..len]),
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! `bench compare --table`: the tables of docs/benchmarks.md. Many loads, each on several systems, in interleaved rounds.
+//!
+//! ```text
+//!   place     folder, images, servers        clients   the host's file, qemu-storage-daemon, Blockyard: one load generator
+//!   overlays  copy-on-write images           guests    experiments in a guest, on a raw disk and on overlays
+//!   nbd       NBD servers, by fio
+//! ```
+//! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: in each round the systems of a row are measured
+//! one right after the other, so that a slow minute of the machine hits all of them; figures are medians of the rounds.
+
+mod clients;
+mod guests;
+mod nbd;
+mod overlays;
+mod place;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use anyhow::Result;
+use blockyard_program::output;
+
+use self::place::Place;
+use crate::process::Stop;
+
+/// Names of tables.
+#[derive(Clone, Copy, Debug, PartialEq, clap::ValueEnum)]
+pub enum Name {
+    /// The host's file, qemu-storage-daemon and Blockyard under the loads of `bench client`
+    Clients,
+    /// Copy-on-write images: Blockyard's qcow2, its raw, and qemu-storage-daemon's qcow2
+    Overlays,
+    /// The experiments of 2006 in a User Mode Linux guest: copy and boot, on a raw disk and on overlays
+    OverlayGuests,
+    /// NBD servers under fio: Blockyard, qemu-nbd and nbdkit
+    Nbd,
+}
+
+/// How a table is measured.
+pub struct Plan<'a> {
+    pub name: Name,
+    pub rounds: u32,
+    pub seconds: Option<f64>,
+    pub size: Option<u64>,
+    /// Only rows with this text in their names.
+    pub only: &'a str,
+    pub json: bool,
+}
+
+/// The figures of one measurement, by their names.
+type Figures = BTreeMap<&'static str, f64>;
+
+struct Row {
+    name: String,
+    systems: Vec<String>,
+}
+
+/// Rows, how they are measured, and what the table looks like.
+trait Table {
+    fn rows(&self) -> Vec<Row>;
+
+    /// Measures a system of a row once; both by their numbers.
+    fn measure(&mut self, row: usize, system: usize) -> Result<Figures>;
+
+    fn markdown(&self, measured: &[Measured]) -> String;
+
+    /// Checks what the measurements must have left as it was.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A row with the figures of all rounds, for each system.
+struct Measured {
+    row: Row,
+    number: usize,
+    figures: Vec<Vec<Figures>>,
+}
+
+impl Measured {
+    /// Returns the median of a figure, if each round has it.
+    fn median(&self, system: usize, key: &str) -> Option<f64> {
+        let mut values = self.figures[system].iter().map(|f| f.get(key).copied()).collect::<Option<Vec<f64>>>()?;
+        values.sort_by(f64::total_cmp);
+        let middle = values.len() / 2;
+        match values.len() {
+            0 => None,
+            n if n % 2 == 1 => Some(values[middle]),
+            _ => Some((values[middle - 1] + values[middle]) / 2.0),
+        }
+    }
+}
+
+/// The order of systems in a round: each round begins with another one.
+pub fn order(round: usize, systems: usize) -> impl Iterator<Item = usize> {
+    (0..systems).map(move |n| (n + round) % systems)
+}
+
+pub fn run(plan: &Plan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<()> {
+    let (size, seconds) = match plan.name {
+        Name::Overlays => (4 << 30, 2.0),
+        _ => (2 << 30, 2.0),
+    };
+    let place = Place::new(guests, plan.size.unwrap_or(size), plan.seconds.unwrap_or(seconds), stop.clone())?;
+    let mut table: Box<dyn Table> = match plan.name {
+        Name::Clients => Box::new(clients::Clients::new(place)?),
+        Name::Overlays => Box::new(overlays::Overlays::new(place)?),
+        Name::OverlayGuests => Box::new(guests::OverlayGuests::new(place)?),
+        Name::Nbd => Box::new(nbd::Nbd::new(place)?),
+    };
+    let measured = rounds(table.as_mut(), plan.rounds, plan.only, &stop)?;
+    table.check()?;
+    let text = if plan.json { json(&measured) } else { table.markdown(&measured) };
+    output::print(text)?;
+    Ok(())
+}
+
+fn rounds(table: &mut dyn Table, rounds: u32, only: &str, stop: &Stop) -> Result<Vec<Measured>> {
+    let chosen = table.rows().into_iter().enumerate().filter(|(_, row)| row.name.contains(only));
+    let new = |(number, row): (usize, Row)| Measured { figures: vec![Vec::new(); row.systems.len()], row, number };
+    let mut measured: Vec<_> = chosen.map(new).collect();
+    anyhow::ensure!(!measured.is_empty(), "--only {only}: no row has such a name");
+    for round in 0..rounds {
+        for Measured { row, number, figures } in &mut measured {
+            for system in order(round as usize, row.systems.len()) {
+                stop.check()?;
+                let figure = table.measure(*number, system)?;
+                let told: Vec<_> = figure.iter().map(|(name, value)| format!("{name} {value:.3}")).collect();
+                let (name, system_name) = (&row.name, &row.systems[system]);
+                output::note(format_args!(
+                    "round {} of {rounds}: {name} on {system_name}: {}",
+                    round + 1,
+                    told.join(", ")
+                ));
+                figures[system].push(figure);
+            }
+        }
+    }
+    Ok(measured)
+}
+
+/// All figures of all rounds.
+fn json(measured: &[Measured]) -> String {
+    let row = |m: &Measured| {
+        let systems =
+            m.row.systems.iter().zip(&m.figures).map(|(name, figures)| (name.clone(), serde_json::json!(figures)));
+        (m.row.name.clone(), serde_json::Value::Object(systems.collect()))
+    };
+    format!("{}\n", serde_json::Value::Object(measured.iter().map(row).collect()))
+}
+
+/// A whole number with commas between its thousands.
+fn grouped(number: f64) -> String {
+    let digits = format!("{number:.0}");
+    let groups: Vec<_> = digits.as_bytes().rchunks(3).rev().map(String::from_utf8_lossy).collect();
+    groups.join(",")
+}
+
+/// A cell for a figure that may be missing.
+fn cell(figure: Option<f64>, text: impl Fn(f64) -> String) -> String {
+    figure.map(text).unwrap_or_default()
+}
+
+/// A table of Markdown: `head` is its first line, all columns but the first are figures.
+fn markdown(head: &[String], lines: &[Vec<String>]) -> String {
+    let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
+    let mut text = line(head);
+    text += &format!("|---{}|\n", "|--:".repeat(head.len() - 1));
+    lines.iter().for_each(|cells| text += &line(cells));
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Its figure is the number of the measurement.
+    struct Counts {
+        calls: Vec<(usize, usize)>,
+    }
+
+    impl Table for Counts {
+        fn rows(&self) -> Vec<Row> {
+            let row = |name: &str, systems: &[&str]| Row {
+                name: name.into(),
+                systems: systems.iter().map(ToString::to_string).collect(),
+            };
+            vec![row("reads", &["a", "b", "c"]), row("writes", &["a"]), row("more reads", &["a", "b"])]
+        }
+
+        fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
+            self.calls.push((row, system));
+            Ok(Figures::from([("calls", self.calls.len() as f64)]))
+        }
+
+        fn markdown(&self, _: &[Measured]) -> String {
+            String::new()
+        }
+    }
+
+    #[test]
+    fn rounds_are_interleaved_and_begin_with_another_system() {
+        let mut table = Counts { calls: Vec::new() };
+        let measured = rounds(&mut table, 3, "reads", &Stop::default()).unwrap();
+        let first = [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)];
+        let second = [(0, 1), (0, 2), (0, 0), (2, 1), (2, 0)];
+        let third = [(0, 2), (0, 0), (0, 1), (2, 0), (2, 1)];
+        assert_eq!(table.calls, [first, second, third].concat());
+        // The calls of system 0 in row 0 were the first, the eighth and the twelfth.
+        assert_eq!(measured[0].median(0, "calls"), Some(8.0));
+        assert_eq!(measured[0].median(0, "other"), None);
+        assert!(rounds(&mut table, 1, "nothing", &Stop::default()).is_err());
+    }
+
+    #[test]
+    fn cells() {
+        assert_eq!([0.0, 999.4, 1000.0, 1_234_567.0].map(grouped), ["0", "999", "1,000", "1,234,567"]);
+        let head = ["load".to_string(), "IOPS".to_string()];
+        assert_eq!(markdown(&head, &[head.to_vec()]), "| load | IOPS |\n|---|--:|\n| load | IOPS |\n");
+    }
+}

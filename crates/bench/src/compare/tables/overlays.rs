@@ -1,0 +1,215 @@
+//! Copy-on-write images: Blockyard's qcow2 beside its own raw and qemu-storage-daemon's qcow2.
+//!
+//! Before each measurement of first writes the overlay is made anew. All overlays lie over the same base, a raw file in which
+//! every block was written.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+
+use super::place::{Image, Place, Server, back_end, load, settle};
+use super::{Figures, Measured, Row, Table, cell, grouped, markdown};
+
+/// What `blockyard image create -b` chooses, and QEMU's own.
+const OURS: &str = "extended_l2=on,cluster_size=128k";
+const QEMUS: &str = "cluster_size=64k";
+/// First writes of a measurement.
+const OPS: u64 = 8000;
+
+/// How an image is made.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Made {
+    Raw,
+    /// Allocated, and laid out on the host in the order of the disk.
+    Full,
+    /// Empty, over the raw file.
+    Overlay,
+    /// Seven overlays over a full image.
+    Chain,
+    /// 1 TiB: all clusters are allocated in holes of the file. Reads cost nothing, lookups do.
+    Tera,
+}
+
+/// A back end over an image with qcow2 options.
+#[derive(Clone, Copy)]
+struct System {
+    name: &'static str,
+    server: Server,
+    made: Made,
+    options: &'static str,
+}
+
+struct Load {
+    name: &'static str,
+    options: String,
+    systems: Vec<System>,
+    cached: bool,
+}
+
+pub struct Overlays {
+    place: Place,
+    base: PathBuf,
+    loads: Vec<Load>,
+}
+
+fn loads() -> Vec<Load> {
+    use Server::{Blockyard, Qsd};
+    let system = |name, server, made| System { name, server, made, options: QEMUS };
+    let wide = |name, server, made| System { name, server, made, options: OURS };
+    let raw = system("blockyard raw", Blockyard, Made::Raw);
+    let full = vec![raw, system("blockyard qcow2", Blockyard, Made::Full), system("qsd qcow2", Qsd, Made::Full)];
+    let all = [full.clone(), vec![wide("blockyard qcow2, extended L2", Blockyard, Made::Full)]].concat();
+    let first = vec![
+        raw,
+        system("blockyard, 64k", Blockyard, Made::Overlay),
+        system("qsd, 64k", Qsd, Made::Overlay),
+        wide("blockyard, extended L2, 128k", Blockyard, Made::Overlay),
+        wide("qsd, extended L2, 128k", Qsd, Made::Overlay),
+    ];
+    let chains = vec![
+        system("chain of 1", Blockyard, Made::Full),
+        system("chain of 8", Blockyard, Made::Chain),
+        system("qsd, chain of 8", Qsd, Made::Chain),
+    ];
+    let tera = vec![
+        system("blockyard", Blockyard, Made::Tera),
+        wide("blockyard, extended L2, 128k", Blockyard, Made::Tera),
+        system("qsd", Qsd, Made::Tera),
+    ];
+    let read = "--rw randread --bs 4k --depth 32";
+    let cached = format!("{read} --size 1g");
+    let writes = |bs: &str, ops: u64| format!("--rw randwrite --bs {bs} --depth 32 --ops {ops}");
+    let load =
+        |name, options: String, systems: &[System], cached| Load { name, options, systems: systems.to_vec(), cached };
+    vec![
+        load("allocated, 4k random read, depth 32", read.into(), &all, false),
+        load("allocated, 4k random write, depth 32", "--rw randwrite --bs 4k --depth 32".into(), &all, false),
+        load("allocated, 4k random read, depth 1", "--rw randread --bs 4k --depth 1".into(), &full, false),
+        load("allocated, 64k random write, depth 32", "--rw randwrite --bs 64k --depth 32".into(), &full, false),
+        load("allocated, 1M read, depth 8", "--rw read --bs 1m --depth 8".into(), &full, false),
+        load("allocated, 4k random read, page cache, depth 32", cached.clone(), &full, true),
+        load("first writes, 4k random, depth 32", writes("4k", OPS), &first, false),
+        load(
+            "first writes, 4k random, depth 32, flush every 32",
+            writes("4k", OPS) + " --flush-every 32",
+            &first,
+            false,
+        ),
+        load("first writes, 64k random, depth 32", writes("64k", OPS / 4), &first, false),
+        load("chain, 4k random read, depth 32", read.into(), &chains, false),
+        load("image of 1 TiB, 4k random read, depth 32", read.into(), &tera, false),
+        load("chain, 4k random read, page cache, depth 32", cached, &chains, true),
+    ]
+}
+
+impl Overlays {
+    pub fn new(place: Place) -> Result<Self> {
+        let base = place.base()?;
+        Ok(Overlays { place, base, loads: loads() })
+    }
+
+    /// The image's path and format, ready for a measurement.
+    fn image(&self, made: Made, options: &str) -> Result<(PathBuf, &'static str)> {
+        if made == Made::Raw {
+            return Ok((self.base.clone(), "raw"));
+        }
+        let kind = if options == OURS { "wide" } else { "plain" };
+        let image = self.place.folder.join(format!("{made:?}-{kind}.qcow2").to_lowercase());
+        let overlay = |below: &Path, format: &str, image: &Path| {
+            let _ = std::fs::remove_file(image);
+            let words = format!("create -q -f qcow2 -o {options} -F {format} -b");
+            self.place.qemu_img(&words, &[below, image])
+        };
+        match made {
+            Made::Overlay => overlay(&self.base, "raw", &image)?,
+            _ if image.exists() => {}
+            Made::Full => {
+                // Copied once more, in order: a file system lays out what is written here and there as it comes.
+                let parts = self.place.folder.join("parts.qcow2");
+                self.place.qemu_img(&format!("convert -f raw -O qcow2 -o {options}"), &[&self.base, &parts])?;
+                std::fs::copy(&parts, &image)?;
+                std::fs::remove_file(&parts)?;
+            }
+            Made::Chain => {
+                let mut below = self.image(Made::Full, options)?.0;
+                for number in 2..=8 {
+                    let link = self.place.folder.join(format!("link-{number}.qcow2"));
+                    let link = if number < 8 { link } else { image.clone() };
+                    overlay(&below, "qcow2", &link)?;
+                    below = link;
+                }
+            }
+            _ => {
+                let words = format!("create -q -f qcow2 -o preallocation=metadata,{options}");
+                self.place.qemu_img(&words, &[&image, Path::new("1T")])?;
+            }
+        }
+        Ok((image, "qcow2"))
+    }
+}
+
+impl Table for Overlays {
+    fn rows(&self) -> Vec<Row> {
+        let systems = |load: &Load| load.systems.iter().map(|s| s.name.to_string()).collect();
+        self.loads.iter().map(|load| Row { name: load.name.into(), systems: systems(load) }).collect()
+    }
+
+    fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
+        let Load { options, systems, cached, .. } = &self.loads[row];
+        let System { server, made, options: qcow2, .. } = systems[system];
+        let (path, format) = self.image(made, qcow2)?;
+        settle(&self.base, *cached)?;
+        settle(&path, *cached)?;
+        let options = match options.contains("--ops") {
+            true => options.clone(),
+            false => format!("{options} --runtime {}", self.place.seconds),
+        };
+        let (mut server, socket) = self.place.vhost_user(server, &Image { path: &path, format, cached: *cached })?;
+        let mut figures = load(&options, back_end(&server, &socket))?;
+        figures.insert("memory_mib", memory(server.pid())?);
+        server.end()?;
+        Ok(figures)
+    }
+
+    fn markdown(&self, measured: &[Measured]) -> String {
+        let head = [
+            "load",
+            "system",
+            "IOPS",
+            "p50 us",
+            "p99 us",
+            "back end: CPU s per M I/Os",
+            "IOPS per core",
+            "memory, MiB",
+            "to the first",
+        ];
+        let mut lines = Vec::new();
+        for m in measured {
+            for (n, system) in m.row.systems.iter().enumerate() {
+                let figure = |key: &str| m.median(n, key);
+                let whole = |key: &str| cell(figure(key), |x| format!("{x:.0}"));
+                let to_first = figure("iops").zip(m.median(0, "iops")).map(|(own, first)| own / first);
+                lines.push(vec![
+                    if n == 0 { m.row.name.clone() } else { String::new() },
+                    system.clone(),
+                    cell(figure("iops"), grouped),
+                    whole("p50_us"),
+                    whole("p99_us"),
+                    cell(figure("cpu_us"), |x| format!("{x:.2}")),
+                    cell(figure("cpu_us").filter(|cpu| *cpu > 0.0), |x| grouped(1e6 / x)),
+                    whole("memory_mib"),
+                    cell(to_first, |x| format!("{x:.2}")),
+                ]);
+            }
+        }
+        markdown(&head.map(String::from), &lines)
+    }
+}
+
+/// What a process has in memory of its own, in MiB: not the files and the client's memory that it maps.
+fn memory(pid: u32) -> Result<f64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kilobytes = line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok());
+    kilobytes.map(|k| k / 1024.0).ok_or_else(|| anyhow::anyhow!("process {pid} says nothing of its memory"))
+}

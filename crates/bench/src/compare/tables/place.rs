@@ -1,0 +1,179 @@
+//! Where tables are measured: a folder with images, servers on sockets, tools. All of it goes with its value.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use blockyard_program::peer;
+use clap::Parser;
+
+use super::Figures;
+use crate::client;
+use crate::process::{Process, Stop, fill};
+
+/// A server listens after this time, or has failed.
+const LISTENS: Duration = Duration::from_secs(20);
+
+pub struct Place {
+    pub folder: PathBuf,
+    guests: Option<PathBuf>,
+    pub program: PathBuf,
+    pub stop: Stop,
+    pub size: u64,
+    pub seconds: f64,
+}
+
+/// Back ends that speak vhost-user.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Server {
+    Blockyard,
+    Qsd,
+}
+
+/// What a back end serves.
+pub struct Image<'a> {
+    pub path: &'a Path,
+    /// `raw`, `qcow2`, or `null` for no storage at all.
+    pub format: &'static str,
+    pub cached: bool,
+}
+
+impl Place {
+    pub fn new(guests: Option<PathBuf>, size: u64, seconds: f64, stop: Stop) -> Result<Self> {
+        let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
+        let folder = base.join(format!("blockyard-table.{}", std::process::id()));
+        std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        Ok(Place { folder, guests, program: peer::find("blockyard")?, stop, size, seconds })
+    }
+
+    pub fn guests(&self) -> Result<&Path> {
+        self.guests.as_deref().context("no guests are installed (BLOCKYARD_GUESTS names their folder)")
+    }
+
+    /// A program of the guests' tree.
+    pub fn tool(&self, name: &str) -> Result<Command> {
+        let mut command = Command::new(self.guests()?.join("tool"));
+        command.arg(name);
+        Ok(command)
+    }
+
+    pub fn qemu_img(&self, words: &str, files: &[&Path]) -> Result<()> {
+        run(self.tool("qemu-img")?.args(words.split_whitespace()).args(files)).map(drop)
+    }
+
+    /// The raw file: every block of it is written.
+    pub fn base(&self) -> Result<PathBuf> {
+        let path = self.folder.join("base.img");
+        if !path.exists() {
+            fill(&path, self.size, &self.stop)?;
+        }
+        Ok(path)
+    }
+
+    /// Starts a server, and waits until it listens.
+    pub fn start(&self, command: &Command, socket: &Path) -> Result<Process> {
+        let server = Process::start(command)?;
+        let begin = Instant::now();
+        while !socket.exists() {
+            self.stop.check()?;
+            anyhow::ensure!(begin.elapsed() < LISTENS, "the server does not listen: {}", server.errors().trim());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // Between bind and listen a client is refused.
+        std::thread::sleep(Duration::from_millis(50));
+        Ok(server)
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        let socket = self.folder.join("s");
+        let _ = std::fs::remove_file(&socket);
+        socket
+    }
+
+    /// A back end on a socket.
+    pub fn vhost_user(&self, server: Server, image: &Image<'_>) -> Result<(Process, PathBuf)> {
+        let socket = self.socket();
+        let Image { path, format, cached } = image;
+        let command = if server == Server::Blockyard {
+            let mut command = Command::new(&self.program);
+            command.args(["--log", "error", "serve"]);
+            match *format {
+                "null" => command.arg("null:2G"),
+                "raw" => command.arg(path).args(["--format", "raw"]),
+                format => command.arg(path).args(["--format", format, "--prime"]),
+            };
+            command.args(["--cache", if *cached { "writeback" } else { "none" }, "--vhost-user"]).arg(&socket);
+            command
+        } else {
+            let mut command = self.tool("qemu-storage-daemon")?;
+            if *format == "null" {
+                command.args(["--blockdev", "driver=null-co,node-name=r0,size=2147483648,read-zeroes=off"]);
+            } else {
+                let direct = if *cached { "off" } else { "on" };
+                let file =
+                    format!("driver=file,node-name=f0,filename={},aio=io_uring,cache.direct={direct}", path.display());
+                command.args(["--blockdev", &file, "--blockdev", &format!("driver={format},node-name=r0,file=f0")]);
+            }
+            let export = "type=vhost-user-blk,id=e0,node-name=r0,writable=on,num-queues=1,addr.type=unix,addr.path=";
+            command.args(["--export", &format!("{export}{}", socket.display())]);
+            command
+        };
+        Ok((self.start(&command, &socket)?, socket))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// Runs a command to its end; what it printed.
+pub fn run(command: &mut Command) -> Result<String> {
+    let done = command.output().with_context(|| format!("starting {}", command.get_program().display()))?;
+    anyhow::ensure!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr).trim());
+    Ok(String::from_utf8_lossy(&done.stdout).into_owned())
+}
+
+/// Nothing of the file is dirty, and it is in the page cache or out of it: a direct write of a cached page costs more.
+pub fn settle(path: &Path, cached: bool) -> Result<()> {
+    let mut file = std::fs::File::open(path).with_context(|| format!("opening {}", path.display()))?;
+    file.sync_all()?;
+    if cached {
+        std::io::copy(&mut file, &mut std::io::sink())?;
+    } else {
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
+    }
+    Ok(())
+}
+
+/// Puts a load of `bench client` on a target. `words` and `more`: its options.
+pub fn load(words: &str, more: impl IntoIterator<Item = OsString>) -> Result<Figures> {
+    #[derive(Parser)]
+    #[command(no_binary_name = true)]
+    struct Load {
+        #[command(flatten)]
+        options: client::Options,
+    }
+    let words = words.split_whitespace().map(OsString::from);
+    let report = client::measure(&Load::try_parse_from(words.chain(more))?.options)?;
+    if let Some(first) = &report.first_error {
+        anyhow::bail!("{} operations failed, the first: {first}", report.errors);
+    }
+    let latency = &report.latency_us;
+    let mut figures = Figures::from([
+        ("iops", report.iops),
+        ("bytes_per_second", report.bytes_per_second),
+        ("p50_us", latency.p50),
+        ("p99_us", latency.p99),
+    ]);
+    figures.extend(report.backend_cpu.map(|cpu| ("cpu_us", cpu.seconds_per_million_ios)));
+    Ok(figures)
+}
+
+/// The options that name a back end and its process.
+pub fn back_end(server: &Process, socket: &Path) -> [OsString; 3] {
+    ["--backend-pid".into(), server.pid().to_string().into(), socket.into()]
+}

@@ -1,0 +1,93 @@
+//! `blockyard-bench`, which `blockyard bench` starts: the command line of all measurements.
+//!
+//! Exit status: 0 done, 1 failed, 2 usage, 130 interrupted, 141 the reader of standard output has gone. `diff`: 0 nothing is
+//! slower, 1 something is, 2 failed.
+
+// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
+use std::process::ExitCode;
+
+use blockyard_bench::process::Interrupted;
+use blockyard_bench::{calibrate, client, compare, diff, draw, figures, job, neighbours, rate, xen};
+use blockyard_program::ending::{Failure, refuse};
+use blockyard_program::outline::Outline;
+use blockyard_program::{log, output};
+use clap::{CommandFactory, Parser, Subcommand};
+
+/// Measure.
+#[derive(Parser)]
+#[command(name = "blockyard-bench", bin_name = "blockyard bench", version, propagate_version = true)]
+struct Cli {
+    /// How much to tell on standard error: error, warn, info, debug, trace.
+    #[arg(long, global = true, default_value = "warn", value_name = "LEVEL", value_parser = log::parse_level)]
+    log: tracing::Level,
+    #[command(subcommand)]
+    command: Bench,
+}
+
+#[derive(Subcommand)]
+enum Bench {
+    /// Drive a vhost-user-blk server without a VM: load, latencies, verified data.
+    Client(Box<client::Options>),
+    /// Random seeks and operations of random sizes, one at a time: prints size in bytes and duration in seconds of each.
+    Rate(rate::Options),
+    /// The median duration for each size, of what `rate` printed.
+    Median(figures::Median),
+    /// A percentile of the durations for each size, of what `rate` printed.
+    Percentile(figures::Percentile),
+    /// One of the reports' loads on a target, by fio where it is installed.
+    Job(job::Options),
+    /// The same work on the host and in guests, in turn: a table, and a page with pictures.
+    Compare(Box<compare::Options>),
+    /// What operations cost a device: the figures that fair shares are reckoned by.
+    Calibrate(calibrate::Options),
+    /// Disks that share one device: what a thrashing guest leaves the others, with fair shares and without.
+    Neighbours(Box<neighbours::Options>),
+    /// The blkif back end, without a hypervisor, beside the vhost-user back end on the same image.
+    Xen(xen::Options),
+    /// Draw a report again, or one picture of it (SVG, PNG).
+    Plot(draw::Options),
+    /// Compare two sets of results. Exit status: 0 nothing is slower, 1 something is, beyond the noise, 2 failed.
+    Diff(diff::Options),
+    /// Print these commands and their options as JSON: `blockyard` writes man pages and completions from it.
+    #[command(hide = true)]
+    Outline,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::try_parse().unwrap_or_else(|e| refuse(&e));
+    log::start(cli.log, std::io::stderr);
+    let status = run(&cli.command).unwrap_or_else(|failure| failure.end(|line| output::note(line)));
+    ExitCode::from(status)
+}
+
+/// Returns the exit status of a command that went well.
+fn run(command: &Bench) -> Result<u8, Failure> {
+    match command {
+        Bench::Client(options) => client::run(options)?,
+        Bench::Rate(options) => rate::run(options)?,
+        Bench::Median(options) => figures::median(options)?,
+        Bench::Percentile(options) => figures::percentile(options)?,
+        Bench::Job(options) => job::run(options)?,
+        Bench::Plot(options) => draw::run(options)?,
+        Bench::Compare(options) => interruptible(compare::run(options))?,
+        Bench::Neighbours(options) => interruptible(neighbours::run(options))?,
+        Bench::Calibrate(options) => interruptible(calibrate::run(options))?,
+        Bench::Xen(options) => xen::run(options)?,
+        Bench::Diff(options) => {
+            let same = diff::run(options).map_err(|e| Failure::with_status(2, e))?;
+            return Ok(u8::from(!same));
+        }
+        Bench::Outline => output::print(format_args!("{}\n", serde_json::to_string(&Outline::of(&Cli::command()))?))?,
+    }
+    Ok(0)
+}
+
+/// An interrupted run ends with the status that a shell gives to a program that SIGINT ended.
+fn interruptible(result: anyhow::Result<()>) -> Result<(), Failure> {
+    result.map_err(|e| {
+        let status = if e.is::<Interrupted>() { 130 } else { 1 };
+        Failure::with_status(status, e)
+    })
+}

@@ -1,0 +1,192 @@
+//! `blockyard bench xen`: the blkif back end and a front end of our own in this process, beside the
+//! vhost-user back end on the same image, under the same load.
+//!
+//! ```text
+//!   image ── disk ── reactors ─┬─ vhost-user ── socket ──────────────── load
+//!                              └─ xen ── machine (no hypervisor) ────── load
+//! ```
+//! In: an image, a load. Out: a table, or JSON. What must hold: all rows use the same disk,
+//! reactors and load, one after the other, in each round. The back end's CPU time is that of this
+//! process, less that of the load's threads.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::Context;
+use blockyard_disk::{Disk, DiskOptions, Source};
+use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
+use blockyard_export::xen::{Name, Xen, XenData, XenOptions};
+use blockyard_export::{Export, Listener, PollMode, Reactors};
+use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_program::output;
+use blockyard_ring::xen::{Host, Machine};
+use serde::Serialize;
+
+use crate::client;
+use crate::client::report::Report;
+use crate::client::xen::{FrontEnd, Loads};
+
+/// The domain and the device that the load is in.
+const DOMAIN: u16 = 1;
+const DEVICE: &str = "xvda";
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// The image, or null:SIZE, ram:SIZE. Writes of the load change it.
+    #[arg(value_name = "IMAGE")]
+    image: PathBuf,
+    #[command(flatten)]
+    load: Loads,
+    /// Cache mode of the disk, as `serve` has it.
+    #[arg(long, value_name = "MODE", default_value = "none")]
+    cache: CacheMode,
+    /// Threads that serve queues.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    reactors: u16,
+    /// How often each row is measured; the table has the round with the median IOPS.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=100))]
+    rounds: u16,
+    /// Only rows whose name contains this.
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    only: String,
+    /// A JSON array of all measurements instead of the table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// A back end, and how it is driven.
+#[derive(Clone, Copy)]
+enum Kind {
+    VhostUser(PollMode),
+    Xen { data: XenData, persistent: bool },
+}
+
+/// The first and the last row of Xen are what `auto` does for front ends with persistent grants and
+/// without.
+const ROWS: [(&str, Kind); 5] = [
+    ("vhost-user", Kind::VhostUser(PollMode::Auto)),
+    ("vhost-user, no polling", Kind::VhostUser(PollMode::Off)),
+    ("xen, persistent grants", Kind::Xen { data: XenData::Auto, persistent: true }),
+    ("xen, mapped", Kind::Xen { data: XenData::Map, persistent: false }),
+    ("xen, copied", Kind::Xen { data: XenData::Auto, persistent: false }),
+];
+
+#[derive(Serialize)]
+struct Measured {
+    row: &'static str,
+    round: u16,
+    report: Report,
+}
+
+pub fn run(options: &Options) -> anyhow::Result<()> {
+    let rows: Vec<_> = ROWS.into_iter().filter(|(name, _)| name.contains(&options.only)).collect();
+    anyhow::ensure!(!rows.is_empty(), "--only {}: no row has such a name", options.only);
+    let stage = Stage::new(options)?;
+    let mut measured = Vec::new();
+    for round in 0..options.rounds {
+        for (row, kind) in &rows {
+            let report = stage.measure(*kind).with_context(|| format!("row \"{row}\""))?;
+            if let Some(first) = &report.first_error {
+                anyhow::bail!("row \"{row}\": {} operations failed, the first: {first}", report.errors);
+            }
+            measured.push(Measured { row, round, report });
+        }
+    }
+    anyhow::ensure!(blockyard_export::close(&stage.disk, &stage.reactors), "closing {}", options.image.display());
+    let text = if options.json { format!("{}\n", serde_json::to_string(&measured)?) } else { table(&rows, &measured) };
+    Ok(output::print(text)?)
+}
+
+struct Stage<'a> {
+    options: &'a Options,
+    disk: Arc<Disk>,
+    reactors: Arc<Reactors>,
+    socket: PathBuf,
+}
+
+impl<'a> Stage<'a> {
+    fn new(options: &'a Options) -> anyhow::Result<Self> {
+        let chain = ChainOptions { cache: options.cache, ..ChainOptions::new(&options.image) };
+        let source = Source::open(&chain).with_context(|| format!("opening {}", options.image.display()))?;
+        let disk = DiskOptions {
+            name: "bench".into(),
+            serial: "bench".into(),
+            read_only: false,
+            cache: options.cache,
+            filters: Vec::new(),
+        };
+        let reactors = Arc::new(Reactors::start(options.reactors.into(), &[])?);
+        let socket = std::env::temp_dir().join(format!("blockyard-bench-{}.sock", std::process::id()));
+        Ok(Stage { options, disk: Arc::new(Disk::new(disk, source)), reactors, socket })
+    }
+
+    fn measure(&self, kind: Kind) -> anyhow::Result<Report> {
+        match kind {
+            Kind::VhostUser(poll) => self.vhost_user(poll),
+            Kind::Xen { data, persistent } => self.xen(data, persistent),
+        }
+    }
+
+    fn vhost_user(&self, poll: PollMode) -> anyhow::Result<Report> {
+        let load = self.options.load.options(self.socket.clone());
+        let tuning = Tuning {
+            poll,
+            coalesce: Coalesce::Auto,
+            in_band: false,
+            pin_memory: false,
+            any_memory_file: false,
+            second_client: SecondClient::Refuse,
+        };
+        // A request takes three descriptors.
+        let size = (load.depth * 3).next_power_of_two().max(128);
+        let shape = QueueShape { queues: load.queues, size };
+        let listener = Listener::bind(&self.socket)?;
+        let mut export = VhostUser::start(self.disk.clone(), listener, shape, tuning, self.reactors.clone())?;
+        let report = client::measure(&load);
+        export.stop();
+        report
+    }
+
+    fn xen(&self, data: XenData, persistent: bool) -> anyhow::Result<Report> {
+        let load = self.options.load.options(self.socket.clone());
+        let machine = Machine::new();
+        let device: Name = DEVICE.parse().map_err(anyhow::Error::msg)?;
+        let options = XenOptions { domain: DOMAIN, device, queues: load.queues, data, records: None };
+        let host = Host::Machine(machine.clone());
+        let mut export = Xen::start(self.disk.clone(), &options, &host, self.reactors.clone(), || ())?;
+        let front_end = FrontEnd { domain: DOMAIN, device: device.number(), persistent };
+        let report = client::xen::measure(&load, &machine, front_end);
+        export.stop();
+        report
+    }
+}
+
+/// One line a row, of the round with the median IOPS.
+fn table(rows: &[(&'static str, Kind)], measured: &[Measured]) -> String {
+    let mut text = format!(
+        "{:<24}{:>10}{:>12}{:>13}{:>10}{:>10}{:>9}{:>9}{:>9}{:>10}\n",
+        "", "IOPS", "CPU us/I/O", "IOPS/core", "I/O/kick", "I/O/sig", "p99 us", "maps/IO", "cop/IO", "gcalls/IO"
+    );
+    for (name, _) in rows {
+        let mut reports: Vec<_> = measured.iter().filter(|m| m.row == *name).map(|m| &m.report).collect();
+        reports.sort_by(|a, b| a.iops.total_cmp(&b.iops));
+        let Some(report) = reports.get(reports.len() / 2) else { continue };
+        let cpu = report.backend_cpu.as_ref();
+        let per = |per_io: f64| if per_io > 0.0 { format!("{:.1}", 1.0 / per_io) } else { "-".into() };
+        let grants = report.grants.map(|g| [g.maps_per_io, g.copies_per_io, g.calls_per_io]);
+        let grant = |at: usize| grants.map_or("-".into(), |all| format!("{:.3}", all[at]));
+        text += &format!(
+            "{name:<24}{:>10.0}{:>12.2}{:>13.0}{:>10}{:>10}{:>9.0}{:>9}{:>9}{:>9}\n",
+            report.iops,
+            cpu.map_or(0.0, |cpu| cpu.seconds_per_million_ios),
+            cpu.map_or(0.0, |cpu| cpu.iops_per_core),
+            per(report.kicks_per_io),
+            per(report.signals_per_io),
+            report.latency_us.p99,
+            grant(0),
+            grant(1),
+            grant(2),
+        );
+    }
+    text
+}

@@ -1,0 +1,203 @@
+//! `bench compare`, `plot`, `diff`, `job`: what they write, what they leave behind, how they end.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, blockyard, guests, run, tool};
+
+fn compare(folder: &Folder, arguments: &[&str]) -> Command {
+    let mut command = Command::new(BLOCKYARD);
+    command.args(["bench", "compare", "--size", "96m", "--ops", "40", "--max-size", "64k"]).args(arguments);
+    command.env("TMPDIR", &**folder).env("BLOCKYARD_GUESTS", guests());
+    command
+}
+
+fn results(report: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(report.join("results.json")).unwrap()).unwrap()
+}
+
+/// Nothing but the report is in the folder, and no process names it. (Who was killed with its group takes a moment to be gone.)
+#[track_caller]
+fn nothing_is_left(folder: &Folder) {
+    let names: Vec<_> = std::fs::read_dir(&**folder).unwrap().map(|e| e.unwrap().file_name()).collect();
+    let inside = || tool("find", [folder.to_str().unwrap()]).out;
+    assert!(names.iter().all(|n| n == "report"), "left behind: {}", inside());
+    let name = folder.to_str().unwrap().as_bytes();
+    let left = || -> Vec<String> {
+        let processes = std::fs::read_dir("/proc").unwrap().flatten();
+        let lines = processes.filter_map(|e| std::fs::read(e.path().join("cmdline")).ok());
+        let left = lines.filter(|l| l.windows(name.len()).any(|w| w == name));
+        left.map(|l| String::from_utf8_lossy(&l).into_owned()).collect()
+    };
+    let start = Instant::now();
+    while !left().is_empty() {
+        assert!(start.elapsed() < SOON, "{:?}", left());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_report_is_whole_and_needs_nothing_else() {
+    let folder = Folder::new();
+    let report = folder.join("report");
+    let options =
+        ["rate:writesync", "rate:read", "job:dd-rm", "--systems", "host,uml-blockyard,uml-ubd,ublk", "--rounds", "2"];
+    let done = run(compare(&folder, &options).arg("--report").arg(&report), Duration::from_secs(300));
+    nothing_is_left(&folder);
+    assert!(done.err.contains("ublk is left out"), "{}", done.err);
+    let table = done.good();
+    assert!(table.contains("uml-ubd") && table.contains("dd-sync") && table.contains("guest"), "{table}");
+    let json = results(&report);
+    let runs = json["runs"].as_array().unwrap();
+    assert_eq!(runs.len(), 18, "three works, three systems, two rounds");
+    // Every system has done the same: its sizes are those of the seed.
+    let sizes =
+        |run: &Value| run["samples"].as_array().unwrap().iter().map(|s| s[0].as_u64().unwrap()).collect::<Vec<_>>();
+    let rates: Vec<_> = runs.iter().filter(|r| r["work"] == "rate:read").map(sizes).collect();
+    assert!(rates.len() == 6 && rates.iter().all(|r| r.len() == 40 && *r == rates[0]));
+    // A clock that goes wrong goes wrong in all runs of a system; where the machine stands still for a moment, in one.
+    for system in ["host", "uml-blockyard", "uml-ubd"] {
+        let times = |run: &Value| (run["seconds"].as_f64().unwrap(), run["guest_seconds"].as_f64().unwrap());
+        let times: Vec<_> = runs.iter().filter(|r| r["system"] == system).map(times).collect();
+        assert!(times.iter().all(|(seconds, _)| *seconds > 0.0), "{times:?}");
+        let right = times.iter().filter(|(seconds, guest)| (guest - seconds).abs() < 0.5 + 0.2 * seconds).count();
+        assert!(right >= 4, "{system}: only {right} of these are near what the guest's clock says: {times:?}");
+    }
+    let served = runs.iter().find(|r| r["system"] == "uml-blockyard").unwrap();
+    assert!(served["spent"]["service"].as_f64().unwrap() > 0.0 && served["cpu"]["backend"].is_number(), "{served}");
+    let csv = std::fs::read_to_string(report.join("results.csv")).unwrap();
+    assert_eq!(csv.lines().count(), 1 + 12 * 40);
+    let page = std::fs::read_to_string(report.join("index.html")).unwrap();
+    for outside in ["<script", "src=", "url(", "@import"] {
+        assert!(!page.contains(outside), "the page asks for more: {outside}");
+    }
+    let links = page.matches("http").count();
+    assert_eq!(links, page.matches("http://www.w3.org/2000/svg").count(), "the page names other places");
+    pictures(&folder, &report);
+}
+
+/// Drawn again from the data alone.
+fn pictures(folder: &Folder, report: &Path) {
+    let plot = |more: &[&str]| blockyard(["bench", "plot", report.to_str().unwrap()].iter().chain(more)).good();
+    let (svg, png, again) = (folder.join("a.svg"), folder.join("a.png"), folder.join("again"));
+    plot(&["-o", svg.to_str().unwrap(), "--work", "rate:read", "--title", "A & B"]);
+    let text = std::fs::read_to_string(&svg).unwrap();
+    assert!(text.contains("A &amp; B") && text.contains("uml-ubd") && text.contains("</svg>"));
+    plot(&["-o", png.to_str().unwrap(), "--picture", "rate"]);
+    assert!(std::fs::read(&png).unwrap().starts_with(b"\x89PNG\r\n"));
+    plot(&["-o", again.to_str().unwrap()]);
+    let page = |folder: &Path| std::fs::read_to_string(folder.join("index.html")).unwrap();
+    assert!(page(&again) == page(report), "the page is another one");
+    let wrong = blockyard(["bench", "plot", report.to_str().unwrap(), "-o", "/nonexistent/x.svg"]);
+    assert_eq!(wrong.status.code(), Some(1));
+}
+
+#[test]
+fn a_loss_is_told_from_noise() {
+    let folder = Folder::new();
+    let runs = |factor: f64| {
+        let run = |(i, noise): (usize, &f64)| {
+            serde_json::json!({"system": "s", "work": "w", "round": i + 1, "seconds": 1.0 / (factor * noise), "operations": 1000,
+                "bytes": 0, "cpu": {"guest": 0.0, "backend": null, "kernel": 0.0}})
+        };
+        let runs: Vec<_> = [1.0, 1.02, 0.99, 1.01, 0.98].iter().enumerate().map(run).collect();
+        serde_json::json!({"format": 1, "environment": [], "command": [], "runs": runs}).to_string()
+    };
+    let (old, new) = (folder.join("old.json"), folder.join("new.json"));
+    std::fs::write(&old, runs(1.0)).unwrap();
+    for (factor, status) in [(1.0, 0), (1.2, 0), (0.85, 1)] {
+        std::fs::write(&new, runs(factor)).unwrap();
+        let done = blockyard(["bench", "diff", old.to_str().unwrap(), new.to_str().unwrap()]);
+        assert_eq!(done.status.code(), Some(status), "{factor}: {}{}", done.out, done.err);
+        assert_eq!(done.out.contains("SLOWER"), status == 1);
+    }
+    assert_eq!(blockyard(["bench", "diff", old.to_str().unwrap(), "/nonexistent"]).status.code(), Some(2));
+}
+
+/// At any moment: while images are made, a guest boots, or a load runs.
+#[test]
+fn an_interruption_leaves_nothing_but_finished_rounds() {
+    for wait in [0, 300, 900, 2500, 5000] {
+        let folder = Folder::new();
+        let report = folder.join("report");
+        let mut command = compare(&folder, &["rate:read", "--systems", "host,uml-blockyard", "--rounds", "100"]);
+        command.arg("--report").arg(&report).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut daemon = Daemon::start(&mut command);
+        std::thread::sleep(Duration::from_millis(wait));
+        // Not SIGINT: a shell has its background processes ignore that.
+        daemon.signal(Signal::TERM);
+        let status = daemon.ended(TOOL);
+        assert_eq!(status.code().or(Some(130)), Some(130), "{status}: {}", daemon.log());
+        nothing_is_left(&folder);
+        let rounds = daemon.log().lines().filter(|l| l.starts_with("round ")).count();
+        if rounds > 0 {
+            assert_eq!(results(&report)["runs"].as_array().unwrap().len(), rounds);
+            assert!(report.join("index.html").exists());
+        }
+    }
+}
+
+#[test]
+fn a_table_has_a_line_for_each_system() {
+    let folder = Folder::new();
+    let table = |more: &[&str]| {
+        let mut command = Command::new(BLOCKYARD);
+        command.args(["bench", "compare", "--table", "clients", "--rounds", "2", "--seconds", "0.05", "--size", "1m"]);
+        command.args(["--only", "client polls"]).args(more).env("TMPDIR", &*folder).env("BLOCKYARD_GUESTS", guests());
+        let done = run(&mut command, TOOL);
+        nothing_is_left(&folder);
+        done.good()
+    };
+    let markdown = table(&[]);
+    let cells: Vec<Vec<_>> = markdown.lines().map(|line| line.split('|').map(str::trim).collect()).collect();
+    assert_eq!((cells.len(), cells[2][1], cells[2][2]), (4, "null, 4k random read, depth 32, client polls", "qsd"));
+    assert_eq!((cells[3][1], cells[3][2]), ("", "blockyard"));
+    // Its IOPS, and their ratio to those of qemu-storage-daemon.
+    assert!(cells[3][3].replace(',', "").parse::<u64>().unwrap() > 0 && cells[3][10].parse::<f64>().unwrap() > 0.0);
+    let json: Value = serde_json::from_str(&table(&["--json"])).unwrap();
+    let rounds = json[cells[2][1]]["blockyard"].as_array().unwrap();
+    assert!(rounds.len() == 2 && rounds.iter().all(|round| round["cpu_us"].is_number()), "{json}");
+}
+
+#[test]
+fn jobs_run_by_fio_and_without() {
+    let folder = Folder::new();
+    let image = folder.image("disk", 64 << 20);
+    let name = image.to_str().unwrap();
+    let printed = blockyard(["bench", "job", "fileserver", name, "--print"]).good();
+    assert!(printed.contains("bssplit=512/10:1k/5:2k/5:4k/60:8k/2:16k/4:32k/4:64k/10"), "{printed}");
+    // fio itself takes what is printed.
+    std::fs::write(folder.join("job"), &printed).unwrap();
+    tool("fio", ["--parse-only", folder.join("job").to_str().unwrap()]).good();
+    for job in ["fileserver", "fileserver-writes", "random-writes-64k", "stream-read"] {
+        let own = ["bench", "job", job, name, "--engine", "own", "--seconds", "0.5", "--json"];
+        let wanted = match job {
+            "fileserver" => 0.8,
+            "fileserver-writes" => 0.2,
+            "stream-read" => 1.0,
+            _ => 0.0,
+        };
+        let report: Value = serde_json::from_str(&blockyard(own).good()).unwrap();
+        let (reads, writes) = (report["reads"].as_f64().unwrap(), report["writes"].as_f64().unwrap());
+        assert!(reads + writes > 100.0, "{job}: {report}");
+        // Six times the standard deviation of what comes by chance.
+        let chance = |deviation: f64| 6.0 * deviation / (reads + writes).sqrt();
+        let share = reads / (reads + writes);
+        let most = chance((wanted * (1.0f64 - wanted)).sqrt());
+        assert!((share - wanted).abs() <= most, "{job}: {share} of all are reads");
+        if job.starts_with("fileserver") {
+            // 512 B 10%, 1k 5%, ... 64k 10%: 11,346 bytes on average, with a standard deviation of 19,135.
+            let mean = report["bytes_per_second"].as_f64().unwrap() / report["iops"].as_f64().unwrap();
+            assert!((mean - 11_345.9).abs() < chance(19_135.0), "{job}: {mean} bytes on average");
+        }
+    }
+    let done = blockyard(["bench", "job", "dd-rm", folder.to_str().unwrap()]).good();
+    assert_eq!(
+        done.lines().map(|l| l.split(' ').next().unwrap()).collect::<Vec<_>>(),
+        ["dd", "dd-sync", "rm", "rm-sync"]
+    );
+    assert_eq!(blockyard(["bench", "job", "nothing", name]).status.code(), Some(2));
+}

@@ -1,0 +1,194 @@
+//! `blockyard bench`: `rate`, `median` and `percentile` against back ends whose delay is known, against fio, over NBD;
+//! `compare` and what comes of it.
+
+mod calibrate;
+#[path = "../../../blockyard/tests/common/mod.rs"]
+mod common;
+mod compare;
+mod install;
+mod model;
+mod neighbours;
+mod streams;
+mod xen;
+
+use std::path::Path;
+use std::process::Command;
+
+use common::guest::run_guest;
+use common::{
+    BLOCKYARD, Daemon, Finished, Folder, Guest, Kind, SOON, TOOL, blockyard, guests, listens, run, tool, until,
+};
+
+/// What `blockyard bench` becomes.
+const BENCH: &str = env!("CARGO_BIN_EXE_blockyard-bench");
+
+fn rate(operation: &str, target: &str, options: &[&str]) -> Finished {
+    blockyard(["bench", "rate", operation, target].iter().chain(options))
+}
+
+/// (size in bytes, seconds, number of operations) of each line that `bench median` or `percentile` prints.
+fn figures(command: &[&str], samples: &Path) -> Vec<(u64, f64, usize)> {
+    let out = blockyard(["bench"].iter().chain(command).map(AsRef::as_ref).chain([samples.as_os_str()])).good();
+    let line = |line: &str| {
+        let columns: Vec<_> = line.split(' ').collect();
+        (columns[0].parse().unwrap(), columns[1].parse().unwrap(), columns[2].parse().unwrap())
+    };
+    out.lines().map(line).collect()
+}
+
+/// Fails if a time in seconds is shorter than it can be. A busy machine makes every time longer; `make perf` measures how long.
+#[track_caller]
+fn not_shorter(what: &str, found: f64, truth: f64) {
+    assert!(found > truth * 0.995, "{what}: {found} s, and the truth is {truth}");
+}
+
+/// Fails if a rate is higher than it can be.
+#[track_caller]
+fn not_faster(what: &str, found: f64, truth: f64) {
+    assert!(found > 0.0 && found < truth * 1.005, "{what}: {found} a second, and the truth is {truth}");
+}
+
+/// Delays, in milliseconds, that make what the machine adds small.
+const DELAY: &str = "delay:read=20ms,write=30ms,flush=25ms";
+
+#[test]
+fn no_operation_is_shorter_than_its_delay() {
+    let folder = Folder::new();
+    let (socket, samples) = (folder.join("s"), folder.join("samples"));
+    let daemon = Daemon::serve("null:64M", &socket, &["--filter", DELAY]);
+    for (operation, truth) in [("read", 0.020), ("write", 0.030), ("writesync", 0.055)] {
+        let fixed = ["--ops", "20", "--min-size", "4k", "--max-size", "4k", "--seed", "1"];
+        let out = rate(operation, socket.to_str().unwrap(), &fixed).good();
+        assert_eq!(out.lines().count(), 20);
+        std::fs::write(&samples, out).unwrap();
+        let [(4096, median, 20)] = figures(&["median"], &samples)[..] else { panic!("one size, 20 operations") };
+        let [(4096, least, _)] = figures(&["percentile", "0"], &samples)[..] else { panic!("one size") };
+        assert!(least >= truth && median >= least, "{operation}: {least} s is less than the delay, or {median} s");
+    }
+    daemon.stop();
+}
+
+/// In a guest, on the same disk, one request of 4 KiB at a time.
+#[test]
+fn fio_finds_no_shorter_delay_either() {
+    let folder = Folder::new();
+    let (socket, share) = (folder.join("s"), folder.join("share"));
+    std::fs::create_dir(&share).unwrap();
+    std::fs::copy(BENCH, share.join("blockyard-bench")).unwrap();
+    let daemon = Daemon::serve("null:64M", &socket, &["--filter", DELAY]);
+    let script = "
+        fio --name=x --filename=/dev/vda --ioengine=psync --direct=1 --rw=randread --bs=4k --number_ios=100 \
+            --lat_percentiles=1 --output-format=json >/share/fio
+        /share/blockyard-bench rate read /dev/vda --direct --ops 100 --min-size 4k --max-size 4k >/share/rate";
+    let mut options = Guest::vhost(&socket, "").to_vec();
+    options.extend(["--share".into(), share.clone().into()]);
+    run_guest(Kind::Uml, options, script);
+    let out = std::fs::read_to_string(share.join("fio")).unwrap();
+    // Notes for people come first.
+    let fio: serde_json::Value = serde_json::from_str(&out[out.find('{').unwrap()..]).unwrap();
+    let percentiles = &fio["jobs"][0]["read"]["lat_ns"]["percentile"];
+    for (ours, its) in [("50", "50.000000"), ("99", "99.000000")] {
+        let [(4096, seconds, 100)] = figures(&["percentile", ours], &share.join("rate"))[..] else {
+            panic!("one size")
+        };
+        let fios = percentiles[its].as_f64().unwrap() / 1e9;
+        assert!(
+            seconds >= 0.020 && fios >= 0.020 * 0.98,
+            "{ours}%: {seconds} s, and {fios} s by fio, with 20 ms of delay"
+        );
+    }
+    daemon.stop();
+}
+
+/// A server of QEMU's with the export `disk` of `image`, and its URI.
+fn nbd_server(folder: &Folder, image: &Path) -> (Daemon, String) {
+    let socket = folder.join("n");
+    let mut server = Command::new(guests().join("tool"));
+    server.args(["qemu-storage-daemon", "--blockdev"]);
+    server.arg(format!("driver=file,node-name=f,filename={}", image.display()));
+    server.args(["--nbd-server", &format!("addr.type=unix,addr.path={}", socket.display())]);
+    server.args(["--export", "type=nbd,id=e,node-name=f,name=disk,writable=on"]);
+    let server = Daemon::start(&mut server);
+    until("the NBD server listens", SOON, || listens(&socket));
+    let uri = format!("nbd+unix:///disk?socket={}", socket.display());
+    (server, uri)
+}
+
+/// Durations of which every percentile is known.
+#[test]
+fn figures_are_those_that_can_be_computed() {
+    let folder = Folder::new();
+    let samples = folder.join("samples");
+    let line = |size: u32, n: u32| format!("{size} {:.6}\n", f64::from(n) * 1e-6);
+    // In an order that is not theirs: 5 and 1001 have no common divisor.
+    let text: String = [512, 65536].iter().flat_map(|&size| (0..1001).map(move |n| line(size, n * 5 % 1001))).collect();
+    std::fs::write(&samples, "# size duration\n".to_string() + &text).unwrap();
+    assert_eq!(figures(&["median"], &samples), [(512, 0.0005, 1001), (65536, 0.0005, 1001)]);
+    for (percent, seconds) in [("0", 0.0), ("5", 50e-6), ("99", 990e-6), ("99.9", 999e-6), ("100", 1e-3)] {
+        assert_eq!(figures(&["percentile", percent], &samples)[1], (65536, seconds, 1001), "{percent}");
+    }
+    std::fs::write(&samples, "512 0.1\n512 fast\n").unwrap();
+    let wrong = blockyard(["bench", "median", samples.to_str().unwrap()]);
+    assert_eq!(wrong.status.code(), Some(1));
+    assert!(wrong.err.contains("line 2") && wrong.err.contains("samples"), "{}", wrong.err);
+    assert_eq!(blockyard(["bench", "percentile", "101"]).status.code(), Some(2));
+}
+
+#[test]
+fn nbd_servers_are_measured() {
+    let folder = Folder::new();
+    let image = folder.image("disk", 8 << 20);
+    let (_server, target) = nbd_server(&folder, &image);
+    for operation in ["read", "write", "writesync"] {
+        let out = rate(operation, &target, &["--ops", "50", "--max-size", "64k", "--seed", "3"]).good();
+        assert_eq!(out.lines().count(), 50, "{operation}");
+    }
+    let written = std::fs::read(&image).unwrap();
+    assert!(written.iter().filter(|b| **b != 0).count() > 200_000, "the writes are not in the image");
+    let refused = rate("read", &target.replace("disk", "none"), &[]);
+    assert!(refused.status.code() == Some(1) && refused.err.contains("no such export"), "{}", refused.err);
+}
+
+#[test]
+fn what_holds_a_file_system_is_not_written_to() {
+    let folder = Folder::new();
+    let image = folder.image("disk", 16 << 20);
+    let name = image.to_str().unwrap();
+    tool("mkfs.ext4", ["-q", "-F", name]).good();
+    let before = std::fs::read(&image).unwrap();
+    let refused = rate("write", name, &["--ops", "10"]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(refused.err.contains("--destroy") && refused.err.contains("ext4"), "{}", refused.err);
+    rate("read", name, &["--ops", "10"]).good();
+    assert!(std::fs::read(&image).unwrap() == before, "it was written to");
+    let socket = folder.join("s");
+    let daemon = Daemon::serve(&image, &socket, &[]);
+    let refused = rate("writesync", socket.to_str().unwrap(), &["--ops", "10"]);
+    assert!(refused.err.contains("ext4"), "{}", refused.err);
+    rate("writesync", socket.to_str().unwrap(), &["--ops", "10", "--destroy"]).good();
+    daemon.stop();
+    assert!(std::fs::read(&image).unwrap() != before, "nothing was written");
+}
+
+#[test]
+fn load_on_what_is_no_socket() {
+    let folder = Folder::new();
+    let image = folder.image("disk", 1 << 20);
+    let refused = blockyard(["bench", "client", image.to_str().unwrap()]);
+    assert_eq!(refused.status.code(), Some(1));
+    for part in [image.to_str().unwrap(), "is no socket", "--file"] {
+        assert!(refused.err.contains(part), "{part}: {}", refused.err);
+    }
+}
+
+/// A reader that has gone ends a command quietly, with the status of a broken pipe; what it read are whole lines.
+#[test]
+fn whoever_reads_may_stop() {
+    let folder = Folder::new();
+    let image = folder.image("disk", 16 << 20);
+    let script = format!("'{BLOCKYARD}' bench rate read '{}' --seconds 30 | head -n 5", image.display());
+    let done = run(Command::new("bash").args(["-o", "pipefail", "-c", &script]), TOOL);
+    assert_eq!(done.out.lines().count(), 5, "{}", done.err);
+    assert_eq!(done.status.code(), Some(141), "{}", done.err);
+    assert!(done.err.lines().all(|line| line.starts_with("seed ")), "{}", done.err);
+}

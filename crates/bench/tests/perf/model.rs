@@ -1,0 +1,175 @@
+//! The model of a device (`delay:`), and known delays: rates and latencies are those that the figures say.
+
+use std::path::Path;
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::common::guest::run_guest;
+use crate::common::{BLOCKYARD, Daemon, Folder, Guest, Kind, TOOL, blockyard, run};
+use crate::figures::Figures;
+
+/// What `blockyard bench` becomes.
+const BENCH: &str = env!("CARGO_BIN_EXE_blockyard-bench");
+
+/// 32 servers; a read of 512 bytes is one's for 4 ms and for 512 x 32 / 64 MiB.
+const IMAGE: &str = "delay:1G,parallel=32,read=4ms,write=8ms,bandwidth=64M";
+const READ: f64 = 4e-3 + 512.0 * 32.0 / (64 << 20) as f64;
+
+/// Returns what `bench client --json` says of a load.
+fn client(socket: &Path, options: &[&str]) -> Value {
+    let mut command = Command::new(BLOCKYARD);
+    command.args(["bench", "client", "--json", "--seed", "1"]).args(options).arg(socket);
+    serde_json::from_str(&run(&mut command, TOOL).good()).unwrap()
+}
+
+fn iops(report: &Value) -> f64 {
+    report["iops"].as_f64().unwrap()
+}
+
+#[test]
+fn rate_and_latency_of_a_model() {
+    let mut figures = Figures::default();
+    let folder = Folder::new();
+    let socket = folder.join("s");
+    let daemon = Daemon::serve(IMAGE, &socket, &[]);
+    let busy = client(&socket, &["--bs", "512", "--depth", "256", "--runtime", "1.5"]);
+    figures.near("reads/s at depth 256", iops(&busy), 32.0 / READ, 0.02);
+    // 32 writes of 1 MiB end at a time, each 0.508 s: 8 times that.
+    let busy = client(&socket, &["--bs", "1m", "--depth", "64", "--ops", "256", "--rw", "randwrite"]);
+    figures.near("s for 256 writes of 1 MiB", busy["seconds"].as_f64().unwrap(), 8.0 * 0.508, 0.02);
+    // Alone, and beside others while there is a server for each.
+    for depth in ["1", "32"] {
+        let idle = client(&socket, &["--bs", "512", "--depth", depth, "--runtime", "1"]);
+        let p50 = idle["latency_us"]["p50"].as_f64().unwrap() / 1e6;
+        figures.near(&format!("s, median of reads at depth {depth}"), p50, READ, 0.10);
+    }
+    daemon.stop();
+    figures.judge();
+}
+
+#[test]
+fn disks_of_one_device_share_its_rate() {
+    let mut figures = Figures::default();
+    let folder = Folder::new();
+    let sockets = [folder.join("0"), folder.join("1"), folder.join("2")];
+    let image = |disk: usize| if disk == 2 { IMAGE.to_string() } else { format!("{IMAGE},device=both") };
+    let disk = |(n, s): (usize, &std::path::PathBuf)| {
+        format!("[[disk]]\nname = \"{n}\"\nimage = \"{}\"\nvhost-user = \"{}\"\n", image(n), s.display())
+    };
+    let config = folder.join("config");
+    let disks: String = sockets.iter().enumerate().map(disk).collect();
+    std::fs::write(&config, format!("reactors = 2\n{disks}")).unwrap();
+    let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&config));
+    daemon.wait_ready();
+    let load = |socket| client(socket, &["--bs", "512", "--depth", "256", "--warmup", "0.4", "--runtime", "1.5"]);
+    let all: Vec<f64> = thread::scope(|scope| {
+        let loads: Vec<_> = sockets.iter().map(|socket| scope.spawn(move || iops(&load(socket)))).collect();
+        loads.into_iter().map(|load| load.join().unwrap()).collect()
+    });
+    figures.near("reads/s of two disks on one device", all[0] + all[1], 32.0 / READ, 0.03);
+    figures.near("reads/s of the second of them", all[1], 16.0 / READ, 0.10);
+    figures.near("reads/s of a disk with a device of its own", all[2], 32.0 / READ, 0.03);
+    daemon.stop();
+    figures.judge();
+}
+
+#[test]
+fn a_model_before_an_image() {
+    let mut figures = Figures::default();
+    let folder = Folder::new();
+    let (socket, image) = (folder.join("s"), folder.image("disk", 16 << 20));
+    let model = format!("delay:file={},parallel=8,read=20ms,write=40ms,flush=20ms", image.display());
+    let daemon = Daemon::serve(&model, &socket, &[]);
+    let options = ["--rw", "randrw", "--bs", "4k", "--depth", "32", "--ops", "600", "--flush-every", "100"];
+    let found = client(&socket, &options);
+    let figure = |name: &str| found[name].as_f64().unwrap();
+    let served = figure("reads") * 20e-3 + figure("writes") * 40e-3;
+    // Flushes take a server each, and there is a little to come before and after.
+    figures.near("s for 600 operations", figure("seconds"), served / 8.0, 0.15);
+    daemon.stop();
+    figures.judge();
+}
+
+/// Delays, in milliseconds, that make what the machine adds small.
+const DELAY: &str = "delay:read=20ms,write=30ms,flush=25ms";
+
+/// Seconds that `bench percentile` prints for operations of 4 KiB.
+fn percentile(samples: &Path, percent: &str) -> f64 {
+    let out = blockyard(["bench".as_ref(), "percentile".as_ref(), percent.as_ref(), samples.as_os_str()]).good();
+    out.split(' ').nth(1).unwrap().parse().unwrap()
+}
+
+#[test]
+fn known_delays() {
+    let mut figures = Figures::default();
+    let folder = Folder::new();
+    let (socket, samples) = (folder.join("s"), folder.join("samples"));
+    let daemon = Daemon::serve("null:64M", &socket, &["--filter", DELAY]);
+    for (operation, truth) in [("read", 0.020), ("write", 0.030), ("writesync", 0.055)] {
+        let target = socket.to_str().unwrap();
+        let fixed = ["bench", "rate", operation, target, "--ops", "60", "--min-size", "4k", "--max-size", "4k"];
+        std::fs::write(&samples, blockyard(fixed).good()).unwrap();
+        figures.near(&format!("s, median of {operation}"), percentile(&samples, "50"), truth, 0.03);
+    }
+    daemon.stop();
+    figures.judge();
+}
+
+/// In a guest, on the same disk, one request of 4 KiB at a time.
+#[test]
+fn fio_finds_the_same() {
+    let mut figures = Figures::default();
+    let folder = Folder::new();
+    let (socket, share) = (folder.join("s"), folder.join("share"));
+    std::fs::create_dir(&share).unwrap();
+    std::fs::copy(BENCH, share.join("blockyard-bench")).unwrap();
+    let daemon = Daemon::serve("null:64M", &socket, &["--filter", DELAY]);
+    let script = "
+        fio --name=x --filename=/dev/vda --ioengine=psync --direct=1 --rw=randread --bs=4k --number_ios=100 \
+            --lat_percentiles=1 --output-format=json >/share/fio
+        /share/blockyard-bench rate read /dev/vda --direct --ops 100 --min-size 4k --max-size 4k >/share/rate";
+    let mut options = Guest::vhost(&socket, "").to_vec();
+    options.extend(["--share".into(), share.clone().into()]);
+    run_guest(Kind::Uml, options, script);
+    let out = std::fs::read_to_string(share.join("fio")).unwrap();
+    // Notes for people come first.
+    let fio: Value = serde_json::from_str(&out[out.find('{').unwrap()..]).unwrap();
+    for (ours, its) in [("50", "50.000000"), ("99", "99.000000")] {
+        let fios = fio["jobs"][0]["read"]["lat_ns"]["percentile"][its].as_f64().unwrap() / 1e9;
+        figures.near(&format!("s, percentile {ours}, beside fio's"), percentile(&share.join("rate"), ours), fios, 0.10);
+    }
+    daemon.stop();
+    figures.judge();
+}
+
+/// `bench neighbours` on a model of 8,000 operations a second.
+#[test]
+fn neighbours_of_a_model() {
+    let mut figures = Figures::default();
+    let folder = Folder::new();
+    let model = "parallel=8,read=1ms,write=1ms,flush=2ms,bandwidth=1g";
+    let mut command = Command::new(BLOCKYARD);
+    command.args(["bench", "neighbours", "--model", model, "--rows", "thrash-d1,weights,lone", "--rounds", "1"]);
+    command.args(["--seconds", "0.5", "--json"]).env("TMPDIR", &*folder);
+    let json: Value = serde_json::from_str(&run(&mut command, Duration::from_secs(120)).good()).unwrap();
+    let figure = |row: &str, name: &str| {
+        let with = |key: &'static str, value: &str, all: &Value| {
+            all.as_array().unwrap().iter().find(|found| found[key] == value).unwrap().clone()
+        };
+        let row = with("row", row, &json["rows"]);
+        with("name", name, &row["figures"])["median"].as_f64().unwrap()
+    };
+    let (alone, most) = (1e6 / (1000.0 + 30.5), 8e6 / (1000.0 + 30.5));
+    figures.row("operations/s, one at a time", figure("thrash-d1", "alone"), alone * 0.3..alone * 1.02);
+    figures.row("operations/s, one disk", figure("lone", "without"), most * 0.3..most * 1.05);
+    // Without the scheduler one request stands behind a thousand.
+    let without = figure("thrash-d1", "without");
+    figures.row("operations/s beside a thrasher, no scheduler", without, 0.0..0.25 * alone);
+    figures.row("operations/s beside a thrasher", figure("thrash-d1", "with"), 4.0 * without..alone * 1.02);
+    figures.row("worst error of four weights, %", figure("weights", "worst error %"), 0.0..10.0);
+    figures.row("busy with four weights, %", figure("weights", "busy %"), 30.0..106.0);
+    figures.judge();
+}

@@ -1,0 +1,119 @@
+//! Which exports a disk has, and how its options start them.
+//!
+//! A further export is one more [`Way`] here, and one more line in [`ALL`].
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use blockyard_disk::Disk;
+use blockyard_export::ublk::{Ublk, UblkOptions};
+use blockyard_export::vhost_user::{QueueShape, Tuning, VhostUser};
+use blockyard_export::xen::{Xen, XenOptions};
+use blockyard_export::{Export, Listener, Reactors};
+use blockyard_ring::xen::Host;
+use blockyard_yard::{Way, WayError};
+
+use crate::cli::{DiskArgs, UblkNumber};
+use crate::nbd::Servers;
+use crate::xen::{XenDevice, records};
+use crate::{attach, inherited};
+
+/// What the exports of all disks have in common.
+#[derive(Clone)]
+pub struct Common {
+    pub nbd: Arc<Mutex<Servers>>,
+    /// The program exists for one device, and ends with it.
+    pub attached: bool,
+}
+
+type Started = Result<Box<dyn Export>, WayError>;
+
+/// Returns an export of a disk, if its options ask for that one.
+type Asked = fn(&DiskArgs, &Common) -> Option<Arc<dyn Way>>;
+
+/// Exports start in this order. The last ones make devices that someone uses at once.
+const ALL: [Asked; 4] = [vhost_user, nbd, ublk, xen];
+
+/// Returns the exports that a disk's options ask for.
+pub fn ways(args: &DiskArgs, common: &Common) -> Vec<Arc<dyn Way>> {
+    ALL.iter().filter_map(|asked| asked(args, common)).collect()
+}
+
+/// An export at an address, which a function starts.
+struct At<F> {
+    address: String,
+    start: F,
+}
+
+impl<F: Fn(&Arc<Disk>, &Arc<Reactors>) -> Started + Send + Sync> Way for At<F> {
+    fn describe(&self) -> String {
+        self.address.clone()
+    }
+
+    fn start(&self, disk: &Arc<Disk>, reactors: &Arc<Reactors>) -> Started {
+        (self.start)(disk, reactors)
+    }
+}
+
+fn at<F: Fn(&Arc<Disk>, &Arc<Reactors>) -> Started + Send + Sync + 'static>(
+    address: impl ToString,
+    start: F,
+) -> Option<Arc<dyn Way>> {
+    Some(Arc::new(At { address: address.to_string(), start }))
+}
+
+fn vhost_user(args: &DiskArgs, _: &Common) -> Option<Arc<dyn Way>> {
+    let socket = args.vhost_user.clone()?;
+    let tuning = Tuning {
+        poll: args.poll,
+        coalesce: args.coalesce,
+        in_band: args.in_band_notifications,
+        pin_memory: args.pin_memory,
+        any_memory_file: args.allow_any_memory_file,
+        second_client: args.second_client,
+    };
+    let shape = shape(args);
+    at(socket.clone(), move |disk, reactors| {
+        let listener = match socket.strip_prefix("fd:") {
+            Some(text) => Listener::inherited(inherited::socket(text)?),
+            None => Listener::bind(socket.as_ref())?,
+        };
+        Ok(Box::new(VhostUser::start(disk.clone(), listener, shape, tuning, reactors.clone())?))
+    })
+}
+
+fn nbd(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
+    let address = args.nbd.clone()?;
+    let (args, servers) = (args.clone(), common.nbd.clone());
+    at(address.to_string(), move |disk, _| {
+        let mut servers = servers.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(Box::new(servers.offer(&address, disk, &args)?))
+    })
+}
+
+fn ublk(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
+    let (id, address) = match args.ublk? {
+        UblkNumber::Any => (None, "a ublk device".to_string()),
+        UblkNumber::Number(number) => (Some(number), format!("/dev/ublkb{number}")),
+    };
+    let (args, attached) = (args.clone(), common.attached);
+    at(address, move |disk, reactors| {
+        let options = UblkOptions { id, shape: shape(&args), identity: args.identity(), file: args.file_identity() };
+        let ended = attach::ended(disk.name().to_string(), attached);
+        Ok(Box::new(Ublk::start(disk.clone(), &options, reactors, ended)?))
+    })
+}
+
+fn xen(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
+    let device = args.xen?;
+    let (queues, data, attached) = (args.queues, args.xen_data, common.attached);
+    at(device, move |disk, reactors| {
+        let XenDevice { domain, name: device } = device;
+        let options = XenOptions { domain, device, queues, data, records: records() };
+        let ended = attach::ended(disk.name().to_string(), attached);
+        Ok(Box::new(Xen::start(disk.clone(), &options, &Host::Xen, reactors.clone(), ended)?))
+    })
+}
+
+fn shape(args: &DiskArgs) -> QueueShape {
+    QueueShape { queues: args.queues, size: args.queue_size }
+}

@@ -1,0 +1,55 @@
+//! The figures of a disk, in the log.
+
+use blockyard_disk::{OpKind, Statistics};
+use blockyard_sched::{Figures, Share};
+
+/// Logs a line for each kind of operation, and a line about the share.
+pub fn log(disk: &str, statistics: &Statistics, share: &Share) {
+    let mut operations = 0;
+    for kind in OpKind::ALL {
+        let Some(s) = statistics.summary(kind) else { continue };
+        operations += s.requests - s.merged;
+        tracing::info!(
+            disk,
+            requests = s.requests,
+            merged = s.merged,
+            bytes = s.bytes,
+            errors = s.errors,
+            "{}: queue time p50 {:.0} us, p99 {:.0}, max {:.0}; service time p50 {:.0} us, p99 {:.0}, max {:.0}",
+            kind.name(),
+            s.queue_us[0],
+            s.queue_us[1],
+            s.queue_us[2],
+            s.service_us[0],
+            s.service_us[1],
+            s.service_us[2],
+        );
+    }
+    if operations > 0 && !share.is_free() {
+        tracing::info!(disk, "share: {}", describe(share, operations));
+    }
+}
+
+/// Describes what a share did. Means are of so many operations.
+fn describe(share: &Share, operations: u64) -> String {
+    let Figures { weight, owed, used, donated, limited, waited, service, alone, in_line, .. } = share.figures();
+    let mean = |nanos: u64| nanos as f64 / 1e3 / operations.max(1) as f64;
+    let seconds = |nanos: u64| nanos as f64 / 1e9;
+    let waits = format!("{:.0} us for its limits, {:.0} us for its neighbours", mean(limited), mean(waited));
+    let Some(device) = share.device() else {
+        return format!("no device is shared; each operation waited {waits}; {in_line} wait");
+    };
+    format!(
+        "weight {weight:.1} on device {}: owed {:.3} s, used {:.3} s, donated {:.3} s; each operation waited {waits}; the \
+         device took {:.0} us, without neighbours {:.0} us; {in_line} wait; the device shows {:.0}% of its capacity, with {:.0} us \
+         of work on the way at most",
+        device.name(),
+        seconds(owed),
+        seconds(used),
+        seconds(donated),
+        mean(service),
+        mean(alone),
+        device.capacity() * 100.0,
+        device.window() as f64 / 1e3,
+    )
+}

@@ -1,0 +1,87 @@
+//! A server of several disks on `null:`, described by a configuration file that tests change.
+
+use std::process::Command;
+use std::time::Instant;
+
+use blockyard_bench::client::report::Report;
+use blockyard_bench::client::{Options, measure};
+
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, until};
+use crate::guest::Guest;
+
+pub struct Disks {
+    pub daemon: Daemon,
+    pub folder: Folder,
+}
+
+impl Disks {
+    /// `FOLDER` in the text is the folder of the sockets.
+    pub fn start(text: &str) -> Self {
+        let folder = Folder::new();
+        write(&folder, text);
+        let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(folder.join("toml")));
+        daemon.wait_ready();
+        Disks { daemon, folder }
+    }
+
+    /// Has another text read. Returns when the signal was sent.
+    pub fn begin_reload(&self, text: &str) -> Instant {
+        write(&self.folder, text);
+        self.daemon.signal(Signal::HUP);
+        Instant::now()
+    }
+
+    /// Has another text read, and waits until the log says what came of it.
+    pub fn reload(&self, text: &str, said: &str) -> String {
+        let from = self.daemon.log().len();
+        self.begin_reload(text);
+        self.daemon.wait_log_after(from, said)
+    }
+
+    /// Returns what the log says of a disk's share.
+    pub fn share(&self, disk: &str) -> String {
+        let from = self.daemon.log().len();
+        self.daemon.signal(Signal::USR1);
+        let of_disk = format!("disk=\"{disk}\"");
+        let mut line = String::new();
+        until("the log has a line about the share", SOON, || {
+            let log = self.daemon.log()[from..].to_string();
+            line = log.lines().find(|l| l.contains("share: ") && l.contains(&of_disk)).unwrap_or_default().to_string();
+            !line.is_empty()
+        });
+        line
+    }
+
+    /// Waits until at least so many requests of a disk wait for its limits or for its device.
+    pub fn until_waiting(&self, disk: &str, requests: u64) {
+        until("requests wait for their share", SOON, || {
+            let line = self.share(disk);
+            let waiting = line.split("; ").find_map(|part| part.split_once(" wait")?.0.parse::<u64>().ok());
+            waiting.is_some_and(|waiting| waiting >= requests)
+        });
+    }
+
+    pub fn guest(&self, disk: &str) -> Guest {
+        Guest::connect(&self.folder.join(disk))
+    }
+
+    pub fn load(&self, disk: &str) -> Options {
+        Options::for_socket(self.folder.join(disk))
+    }
+}
+
+fn write(folder: &Folder, text: &str) {
+    std::fs::write(folder.join("toml"), text.replace("FOLDER", folder.to_str().unwrap())).unwrap();
+}
+
+/// A disk's table, with more keys.
+pub fn disk(name: &str, keys: &str) -> String {
+    format!("[[disk]]\nname = \"{name}\"\nimage = \"null:1G\"\nvhost-user = \"FOLDER/{name}\"\n{keys}\n")
+}
+
+/// Runs a load, which must not fail.
+pub fn good(options: &Options) -> Report {
+    let report = measure(options).unwrap();
+    assert_eq!((report.errors, &report.first_error, report.reconnects), (0, &None, 0));
+    report
+}

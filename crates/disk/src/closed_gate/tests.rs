@@ -1,0 +1,202 @@
+//! Reactors of several threads, and a gate that is closed under their load.
+
+use super::*;
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::thread::JoinHandle;
+
+use blockyard_image::{CacheMode, ChainOptions, Store};
+use blockyard_ring::{Executor, Remote, Segments};
+
+use crate::{DiskOptions, Op, OpKind, Request, Status, Token};
+
+const SIZE: u64 = 1 << 20;
+
+fn disk(filters: &[&str]) -> Arc<Disk> {
+    let filters = filters.iter().map(|f| f.parse().unwrap()).collect();
+    let (name, serial) = ("gated".into(), String::new());
+    let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters };
+    Arc::new(Disk::new(options, ram()))
+}
+
+fn ram() -> Source {
+    Source::open(&ChainOptions::new(format!("ram:{SIZE}"))).unwrap()
+}
+
+struct Reactor {
+    remote: Remote,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Reactor {
+    fn start() -> Self {
+        let (sender, receiver) = mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let executor = Executor::new().unwrap();
+            sender.send(executor.remote()).unwrap();
+            executor.run().unwrap();
+        });
+        Reactor { remote: receiver.recv().unwrap(), thread: Some(thread) }
+    }
+}
+
+impl Drop for Reactor {
+    fn drop(&mut self) {
+        self.remote.run(|handle| handle.stop());
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}
+
+struct Answered(Rc<RefCell<Vec<u8>>>);
+
+impl Token for Answered {
+    fn answer(self, status: Status, segments: Segments) {
+        assert_eq!(status, Ok(()));
+        let mut bytes = vec![0; segments.len()];
+        segments.copy_out(0, &mut bytes);
+        *self.0.borrow_mut() = bytes;
+    }
+}
+
+async fn ask(served: &Served<Store>, op: Op, bytes: &[u8]) -> Vec<u8> {
+    let (segments, answer) = (Segments::buffer(bytes.len()), Rc::new(RefCell::default()));
+    segments.copy_in(0, bytes);
+    let request = Request::new(op, 0, bytes.len() as u64, segments, Instant::now(), Answered(answer.clone()));
+    served.serve(request).await.answer();
+    answer.take()
+}
+
+const WRITE: Op = Op::Write { fua: false };
+
+#[derive(Default)]
+struct Load {
+    asked: AtomicU64,
+    answered: AtomicU64,
+    stop: AtomicBool,
+}
+
+/// So many requests at a time until told to stop, each counted when it is asked and when it is answered.
+fn load(reactor: &Reactor, disk: &Arc<Disk>, load: &Arc<Load>, lanes: usize) -> mpsc::Receiver<()> {
+    let (sender, done) = mpsc::channel();
+    for _ in 0..lanes {
+        let (disk, load, sender) = (disk.clone(), load.clone(), sender.clone());
+        reactor.remote.run(move |handle| {
+            let served = Served::local(handle, &disk).unwrap();
+            let handle_ = handle.clone();
+            handle.spawn(async move {
+                while !load.stop.load(SeqCst) {
+                    load.asked.fetch_add(1, SeqCst);
+                    ask(&served, WRITE, &[1; 512]).await;
+                    load.answered.fetch_add(1, SeqCst);
+                    handle_.yield_now().await;
+                }
+                drop(sender);
+            });
+        });
+    }
+    done
+}
+
+fn wait_for(what: impl Fn() -> bool) {
+    let until = Instant::now() + Duration::from_secs(20);
+    while !what() {
+        assert!(Instant::now() < until, "waited in vain");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// How many requests a reactor has done.
+fn served(reactor: &Reactor, disk: &Arc<Disk>) -> Option<u64> {
+    let disk = disk.clone();
+    let done = move |served: Rc<Served<Store>>| Some(served.statistics().summary(OpKind::Write)?.requests);
+    reactor.remote.ask(move |handle, reply| reply.send(Served::known(handle, &disk).and_then(done))).flatten()
+}
+
+#[test]
+fn nothing_is_in_flight_behind_a_closed_gate_and_all_goes_on_after_it() {
+    let (reactors, disk) = ([Reactor::start(), Reactor::start()], disk(&["delay:write=1ms"]));
+    let all = Arc::new(Load::default());
+    let ends = reactors.each_ref().map(|reactor| load(reactor, &disk, &all, 8));
+    for round in 0..50u64 {
+        wait_for(|| all.answered.load(SeqCst) > 32 * round);
+        let gate = disk.close_gate("a test").unwrap();
+        let before = reactors.each_ref().map(|reactor| served(reactor, &disk));
+        std::thread::sleep(Duration::from_millis(4));
+        let after = reactors.each_ref().map(|reactor| served(reactor, &disk));
+        assert_eq!(after, before, "served behind a closed gate");
+        drop(gate);
+    }
+    all.stop.store(true, SeqCst);
+    for end in ends {
+        assert!(end.recv().is_err(), "every request is answered, and every task ends");
+    }
+    assert_eq!(all.asked.load(SeqCst), all.answered.load(SeqCst));
+    assert!(disk.longest_held_back() >= Duration::from_millis(4));
+}
+
+#[test]
+fn an_exchanged_image_is_everybody_s() {
+    let (reactors, disk, new) = ([Reactor::start(), Reactor::start()], disk(&[]), ram());
+    let on = |reactor: &Reactor, op: Op, byte: u8| {
+        let disk = disk.clone();
+        reactor.remote.ask(move |handle, reply| {
+            let served = Served::local(handle, &disk).unwrap();
+            handle.spawn(async move { reply.send(ask(&served, op, &[byte; 512]).await[0]) });
+        })
+    };
+    on(&reactors[0], WRITE, 7).unwrap();
+    assert_eq!(on(&reactors[1], Op::Read, 0), Some(7));
+    let dirty = Arc::new(DirtyMap::new(SIZE));
+    disk.close_gate("a test").unwrap().exchange(&new, Some(&dirty)).unwrap();
+    let read: Vec<_> = reactors.iter().map(|r| on(r, Op::Read, 9)).collect();
+    assert_eq!(read, [Some(0), Some(0)], "both reactors read the new image");
+    assert_eq!(dirty.bytes(), 0);
+    on(&reactors[1], WRITE, 8).unwrap();
+    assert_eq!((on(&reactors[0], Op::Read, 0), dirty.bytes()), (Some(8), 64 << 10));
+    // One that opens the disk only now has the new image as well.
+    let late = Reactor::start();
+    assert_eq!(on(&late, Op::Read, 0), Some(8));
+}
+
+#[test]
+fn a_reactor_that_opens_the_disk_behind_a_closed_gate_waits_as_well() {
+    let (reactor, disk, new) = (Reactor::start(), disk(&[]), ram());
+    let gate = disk.close_gate("a test").unwrap();
+    let (all, other) = (Arc::new(Load::default()), disk.clone());
+    let end = load(&reactor, &disk, &all, 1);
+    wait_for(|| all.asked.load(SeqCst) == 1);
+    gate.exchange(&new, None).unwrap();
+    assert_eq!(all.answered.load(SeqCst), 0);
+    drop(gate);
+    wait_for(|| all.answered.load(SeqCst) > 1);
+    all.stop.store(true, SeqCst);
+    assert!(end.recv().is_err());
+    let Source::Ram(memory) = new else { unreachable!() };
+    let mut written = Segments::default();
+    written.reset(&Rc::new((*memory).clone()));
+    written.push_guest(0, 1).unwrap();
+    let mut byte = [0];
+    written.copy_out(0, &mut byte);
+    assert_eq!(byte, [1], "it was opened on the image of before, and writes to the one that it was exchanged for");
+    drop(other);
+}
+
+#[test]
+fn a_reactor_that_has_ended_keeps_nobody_waiting() {
+    let (reactors, disk) = ([Reactor::start(), Reactor::start()], disk(&[]));
+    for reactor in &reactors {
+        let disk = disk.clone();
+        reactor.remote.ask(move |handle, reply| {
+            Served::local(handle, &disk).unwrap();
+            reply.send(())
+        });
+    }
+    let [first, second] = reactors;
+    drop(first);
+    let gate = disk.close_gate("a test").unwrap();
+    drop(second);
+    drop(gate);
+    disk.close_gate("a test").unwrap().exchange(&ram(), None).unwrap();
+}

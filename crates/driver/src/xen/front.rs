@@ -1,0 +1,183 @@
+//! The front end of one device: its nodes in xenstore, its states, and what it asks for.
+
+use std::fmt::Display;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use blockyard_ring::Window;
+use blockyard_ring::xen::machine::Domain;
+use blockyard_ring::xen::{Machine, Node, Store};
+
+use super::request::Abi;
+use super::ring::FrontRing;
+use super::state;
+
+/// Names and values of nodes.
+pub type Nodes = Vec<(String, String)>;
+
+/// What a front end asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Terms {
+    pub queues: usize,
+    /// Order of the ring's pages; `None`: one page, and no word about it, as front ends have it
+    /// that know no more.
+    pub order: Option<u32>,
+    pub persistent: bool,
+    pub abi: Abi,
+}
+
+impl Terms {
+    pub const PLAIN: Terms = Terms { queues: 1, order: None, persistent: false, abi: Abi::X86_64 };
+
+    /// Pages of each ring.
+    pub fn ring_pages(&self) -> usize {
+        1 << self.order.unwrap_or(0)
+    }
+}
+
+/// See the module's page. The rings are the first pages of the domain's memory.
+pub struct Front {
+    pub domain: Arc<Domain>,
+    pub memory: Window,
+    pub store: Store,
+    path: String,
+    back: Option<String>,
+    limit: Duration,
+}
+
+impl Front {
+    /// The front end of device number `device` of a domain. It waits for each change of the other
+    /// side at most for `limit`.
+    pub fn new(machine: &Machine, domain: Arc<Domain>, device: u32, limit: Duration) -> Result<Self> {
+        let mut store = machine.store(domain.number())?;
+        let path = format!("/local/domain/{}/device/vbd/{device}", domain.number());
+        store.watch(&path, "front")?;
+        Ok(Front { memory: domain.memory(), domain, store, path, back: None, limit })
+    }
+
+    /// Path of its own nodes.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// Writes one of its own nodes.
+    pub fn set(&mut self, key: &str, value: impl Display) -> Result<()> {
+        Ok(self.store.write(&format!("{}/{key}", self.path), value)?)
+    }
+
+    /// Reads a node of the back end that its own node `backend` names.
+    pub fn back(&mut self, key: &str) -> Result<Option<String>> {
+        let back = self.back.as_ref().context("the device's back end is not known yet")?;
+        Ok(self.store.read(&format!("{back}/{key}"))?)
+    }
+
+    /// Reads a number that the back end wrote; 0 if there is none.
+    pub fn back_number(&mut self, key: &str) -> Result<u64> {
+        let text = self.back(key)?.unwrap_or_else(|| "0".into());
+        text.parse().with_context(|| format!("the back end's {key} is \"{text}\""))
+    }
+
+    /// Waits until a node of the back end has this value.
+    pub fn wait(&mut self, key: &str, value: Option<&str>) -> Result<()> {
+        let back = self.back.as_ref().context("the device's back end is not known yet")?;
+        wait_for_node(&mut self.store, &format!("{back}/{key}"), value, self.limit)
+    }
+
+    pub fn wait_for_state(&mut self, state: u8) -> Result<()> {
+        self.find_back()?;
+        self.wait("state", Some(&state.to_string()))
+    }
+
+    /// Reads which back end serves the device, once a toolstack has made it, and watches that.
+    fn find_back(&mut self) -> Result<()> {
+        let path = format!("{}/backend", self.path);
+        let back = until(&mut self.store, self.limit, |store| Ok(store.read(&path)?));
+        let back = back.context("nothing has made the device")?;
+        if self.back.as_ref() != Some(&back) {
+            if let Some(last) = &self.back {
+                self.store.unwatch(last, "back")?;
+            }
+            self.store.watch(&back, "back")?;
+            self.back = Some(back);
+        }
+        Ok(())
+    }
+
+    /// Makes empty rings in the domain's pages from `first` on, and the nodes that describe them: keys and values, not written
+    /// yet. `references`: those of all of the domain's first pages.
+    pub fn rings(&self, terms: &Terms, first: usize, references: &[u32]) -> Result<(Vec<FrontRing>, Nodes)> {
+        let pages = terms.ring_pages();
+        let mut keys = vec![
+            ("feature-persistent".to_string(), u8::from(terms.persistent).to_string()),
+            ("protocol".to_string(), terms.abi.name().to_string()),
+        ];
+        if terms.queues > 1 {
+            keys.push(("multi-queue-num-queues".into(), terms.queues.to_string()));
+        }
+        if let Some(order) = terms.order {
+            keys.push(("ring-page-order".into(), order.to_string()));
+        }
+        let mut rings = Vec::new();
+        for number in 0..terms.queues {
+            let folder = if terms.queues > 1 { format!("queue-{number}/") } else { String::new() };
+            let first = first + number * pages;
+            for (at, reference) in references[first..first + pages].iter().enumerate() {
+                let key = if terms.order.is_some() { format!("ring-ref{at}") } else { "ring-ref".into() };
+                keys.push((format!("{folder}{key}"), reference.to_string()));
+            }
+            let channel = self.domain.channel()?;
+            keys.push((format!("{folder}event-channel"), channel.port.to_string()));
+            rings.push(FrontRing::new(self.memory.clone(), first, pages, terms.abi, channel)?);
+        }
+        Ok((rings, keys))
+    }
+
+    /// Writes keys of its rings, and says that it has them. What it said of earlier rings must not
+    /// hold for these.
+    pub fn offer(&mut self, keys: &[(String, String)]) -> Result<()> {
+        for key in ["multi-queue-num-queues", "ring-page-order"] {
+            self.store.remove(&format!("{}/{key}", self.path))?;
+        }
+        for (key, value) in keys {
+            self.set(key, value)?;
+        }
+        self.set("state", state::INITIALISED)
+    }
+
+    /// Makes rings, and waits until the back end has taken them.
+    pub fn connect(&mut self, terms: &Terms, references: &[u32]) -> Result<Vec<FrontRing>> {
+        self.wait_for_state(state::INIT_WAIT)?;
+        let (rings, keys) = self.rings(terms, 0, references)?;
+        self.offer(&keys)?;
+        self.wait_for_state(state::CONNECTED)?;
+        self.set("state", state::CONNECTED)?;
+        Ok(rings)
+    }
+
+    /// Lets go of the device, and waits until the back end has, too.
+    pub fn close(&mut self) -> Result<()> {
+        self.set("state", state::CLOSED)?;
+        self.wait_for_state(state::CLOSED)
+    }
+}
+
+/// Waits until a node has this value. `store` must watch it.
+pub fn wait_for_node(store: &mut Store, path: &str, value: Option<&str>, limit: Duration) -> Result<()> {
+    until(store, limit, |store| Ok((store.read(path)?.as_deref() == value).then_some(())))
+        .with_context(|| format!("{path} does not become {value:?}"))
+}
+
+/// Calls `look` at once, and after each event of a watch, until it returns something.
+fn until<T>(store: &mut Store, limit: Duration, mut look: impl FnMut(&mut Store) -> Result<Option<T>>) -> Result<T> {
+    let (never, _writer) = rustix::pipe::pipe()?;
+    let deadline = Instant::now() + limit;
+    loop {
+        if let Some(found) = look(store)? {
+            return Ok(found);
+        }
+        let event = store.event(never.as_fd(), Some(deadline))?;
+        anyhow::ensure!(event.is_some(), "nothing has changed for {limit:?}");
+    }
+}

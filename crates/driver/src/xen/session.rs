@@ -1,0 +1,129 @@
+//! A connected device and its queues: what a load and most tests start from.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Result;
+use blockyard_ring::xen::Machine;
+
+use super::front::{Front, Terms};
+use super::queue::{Queue, QueueOptions};
+use super::request::{DIRECT_SEGMENTS, INDIRECT_SEGMENTS};
+use super::{PAGE, SECTOR, state};
+
+/// What to negotiate and to set up.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// `persistent` holds only if the back end offers it.
+    pub terms: Terms,
+    /// Requests in flight a queue.
+    pub slots: u16,
+    /// Bytes of data a request.
+    pub data_len: u32,
+    /// Longest time that the back end may take for each step.
+    pub limit: Duration,
+}
+
+impl Plan {
+    /// Returns a plan with the smallest ring that holds `slots` requests.
+    pub fn new(queues: u16, slots: u16, data_len: u32, persistent: bool) -> Self {
+        let mut terms = Terms { queues: queues.into(), persistent, ..Terms::PLAIN };
+        while terms.abi.entries(terms.ring_pages()) < u32::from(slots) {
+            terms.order = Some(terms.order.unwrap_or(0) + 1);
+        }
+        Plan { terms, slots, data_len, limit: Duration::from_secs(10) }
+    }
+}
+
+/// What the back end says of itself and of the disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Offer {
+    pub sectors: u64,
+    pub sector_size: u64,
+    pub read_only: bool,
+    pub flush: bool,
+    pub barrier: bool,
+    pub discard: bool,
+    pub persistent: bool,
+    pub max_indirect_segments: u64,
+    pub max_ring_page_order: u64,
+    pub max_queues: u64,
+}
+
+impl Offer {
+    /// Reads it; what describes the disk is there once the back end is connected.
+    fn read(front: &mut Front) -> Result<Self> {
+        let mut number = |key: &str| front.back_number(key);
+        Ok(Offer {
+            sectors: number("sectors")?,
+            sector_size: number("sector-size")?,
+            read_only: number("info")? & 4 != 0,
+            flush: number("feature-flush-cache")? == 1,
+            barrier: number("feature-barrier")? == 1,
+            discard: number("feature-discard")? == 1,
+            persistent: number("feature-persistent")? == 1,
+            max_indirect_segments: number("feature-max-indirect-segments")?,
+            max_ring_page_order: number("max-ring-page-order")?,
+            max_queues: number("multi-queue-max-queues")?.max(1),
+        })
+    }
+
+    /// Whether the plan can be had.
+    fn allows(&self, plan: &Plan) -> Result<()> {
+        let Plan { terms, slots, data_len, .. } = plan;
+        let segments = (*data_len as usize).div_ceil(PAGE) as u64;
+        let most = self.max_indirect_segments.clamp(DIRECT_SEGMENTS as u64, INDIRECT_SEGMENTS as u64);
+        anyhow::ensure!(segments <= most, "requests of {data_len} bytes: the back end takes {most} pages at most");
+        anyhow::ensure!(
+            data_len.is_multiple_of(SECTOR as u32),
+            "requests of {data_len} bytes: whole sectors are needed"
+        );
+        let (order, entries) = (u64::from(terms.order.unwrap_or(0)), terms.abi.entries(terms.ring_pages()));
+        anyhow::ensure!(
+            order <= self.max_ring_page_order && u32::from(*slots) <= entries,
+            "{slots} requests in flight: the back end's rings have 2^{} pages at most",
+            self.max_ring_page_order
+        );
+        anyhow::ensure!(
+            terms.queues as u64 <= self.max_queues,
+            "{} queues: the back end has {} at most",
+            terms.queues,
+            self.max_queues
+        );
+        Ok(())
+    }
+}
+
+pub struct Session {
+    pub front: Front,
+    pub queues: Vec<Queue>,
+    pub offer: Offer,
+    /// The plan as it was agreed.
+    pub plan: Plan,
+}
+
+impl Session {
+    /// Adds domain `number` to the machine, and connects it to its device `device`, which a
+    /// toolstack has made or makes.
+    pub fn start(machine: &Machine, number: u16, device: u32, plan: &Plan) -> Result<Self> {
+        let mut plan = *plan;
+        let options = QueueOptions { slots: plan.slots, data_len: plan.data_len, persistent: plan.terms.persistent };
+        let rings = plan.terms.queues * plan.terms.ring_pages();
+        let domain = machine.add(number, rings + plan.terms.queues * options.pages())?;
+        let references: Vec<_> = (0..rings).map(|page| domain.grant(page, false)).collect();
+        let mut front = Front::new(machine, Arc::clone(&domain), device, plan.limit)?;
+        front.wait_for_state(state::INIT_WAIT)?;
+        let offer = Offer::read(&mut front)?;
+        offer.allows(&plan)?;
+        plan.terms.persistent &= offer.persistent;
+        let options = QueueOptions { persistent: plan.terms.persistent, ..options };
+        let shared = front.connect(&plan.terms, &references)?;
+        let queues = shared
+            .into_iter()
+            .enumerate()
+            .map(|(index, ring)| Queue::new(domain.clone(), ring, index, rings + index * options.pages(), options));
+        let queues = queues.collect::<Result<_>>()?;
+        let offer = Offer::read(&mut front)?;
+        Ok(Session { front, queues, offer, plan })
+    }
+}

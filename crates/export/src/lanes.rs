@@ -1,0 +1,121 @@
+//! Lanes: tasks that each carry one request, or one run of neighbours, after another to the disk and back.
+//!
+//! In: the batches of a queue. Out: answers, by the requests' tokens.
+//! What must hold: each request has a lane of its own while it is with the disk. Lanes are reused, so the steady state
+//! allocates nothing.
+
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::rc::{Rc, Weak};
+use std::task::Poll;
+
+use blockyard_disk::{Request, Run, Served, Store, Token};
+use blockyard_ring::{Handle, TaskId};
+
+/// The lanes of one queue.
+pub struct Lanes<T: Token> {
+    handle: Handle,
+    served: Rc<Served<Store>>,
+    /// Whether the guest sees a volatile write cache now. It may change while a write is with the disk.
+    has_write_back: Rc<dyn Fn() -> bool>,
+    idle: RefCell<Vec<Rc<Lane<T>>>>,
+    /// Room for runs of neighbours.
+    runs: RefCell<Vec<Run<T>>>,
+}
+
+struct Lane<T: Token> {
+    load: Cell<Option<Load<T>>>,
+    task: Cell<TaskId>,
+    is_closed: Cell<bool>,
+}
+
+/// What one operation does.
+enum Load<T: Token> {
+    One(Request<T>),
+    Run(Run<T>),
+}
+
+impl<T: Token + 'static> Lanes<T> {
+    pub fn new(handle: &Handle, served: Rc<Served<Store>>, has_write_back: impl Fn() -> bool + 'static) -> Rc<Self> {
+        let (idle, runs) = (RefCell::default(), RefCell::default());
+        Rc::new(Lanes { handle: handle.clone(), served, has_write_back: Rc::new(has_write_back), idle, runs })
+    }
+
+    /// Gives each request, and each run of neighbours, to an idle lane, and starts it. Empties `requests`.
+    #[inline]
+    pub fn dispatch(self: &Rc<Self>, requests: &mut Vec<Request<T>>) {
+        let mut batch = requests.drain(..);
+        loop {
+            let load = match self.served.neighbours(batch.as_slice()) {
+                0 => break,
+                1 => batch.next().map(Load::One),
+                many => {
+                    let mut run = self.runs.borrow_mut().pop().unwrap_or_default();
+                    run.fill(batch.by_ref().take(many));
+                    Some(Load::Run(run))
+                }
+            };
+            let lane = self.idle.borrow_mut().pop();
+            let lane = lane.unwrap_or_else(|| self.open());
+            lane.load.set(load);
+            self.handle.poll_now(lane.task.get());
+        }
+    }
+
+    fn open(self: &Rc<Self>) -> Rc<Lane<T>> {
+        let lane = Rc::new(Lane { load: Cell::default(), task: Cell::default(), is_closed: Cell::new(false) });
+        let (served, has_write_back) = (self.served.clone(), self.has_write_back.clone());
+        let task = self.handle.spawn(Self::run(Rc::downgrade(self), served, has_write_back, lane.clone()));
+        lane.task.set(task);
+        lane
+    }
+
+    async fn run(
+        lanes: Weak<Self>,
+        served: Rc<Served<Store>>,
+        has_write_back: Rc<dyn Fn() -> bool>,
+        lane: Rc<Lane<T>>,
+    ) {
+        loop {
+            let next = poll_fn(|_| match lane.load.take() {
+                Some(load) => Poll::Ready(Some(load)),
+                None if lane.is_closed.get() => Poll::Ready(None),
+                None => Poll::Pending,
+            });
+            let Some(load) = next.await else { return };
+            // If the guest has switched its write cache off meanwhile, the answer promises more than the request asked for.
+            let promises_more = |volatile: bool| volatile && !has_write_back();
+            match load {
+                Load::One(request) => {
+                    let volatile = request.is_volatile();
+                    let mut finished = served.serve(request).await;
+                    if promises_more(volatile) {
+                        finished = finished.and(served.settle().await);
+                    }
+                    finished.answer();
+                }
+                Load::Run(mut run) => {
+                    let volatile = run.is_volatile();
+                    served.serve_run(&mut run).await;
+                    let settled = if promises_more(volatile) { served.settle().await } else { Ok(()) };
+                    run.finished().for_each(|finished| finished.and(settled).answer());
+                    if let Some(lanes) = lanes.upgrade() {
+                        lanes.runs.borrow_mut().push(run);
+                    }
+                }
+            }
+            match lanes.upgrade() {
+                Some(lanes) => lanes.idle.borrow_mut().push(lane.clone()),
+                None => return,
+            }
+        }
+    }
+
+    /// Ends the idle lanes.
+    pub fn close(&self) {
+        for lane in self.idle.borrow_mut().drain(..) {
+            lane.is_closed.set(true);
+            self.handle.wake(lane.task.get());
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! A new connection to xenstore after the old one was lost: xenstored was slow for too long, or has ended.
+//!
+//! What must hold: a thread that waits here stops when its service stops. However often the connection is lost, attempts become
+//! rare.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use blockyard_ring::xen::{Host, Store, StoreError};
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use super::Control;
+
+/// The pause after the first attempt that fails. Each further one is twice as long, up to the longest.
+const FIRST: Duration = Duration::from_secs(1);
+const LONGEST: Duration = Duration::from_secs(30);
+
+/// The attempts of one thread.
+#[derive(Default)]
+pub(super) struct Reopen {
+    pause: Duration,
+    /// When the last attempt succeeded.
+    last: Option<Instant>,
+}
+
+impl Reopen {
+    /// Opens a connection with the watches that `watch` makes. Between attempts each call of [`Control::ring`] causes one more.
+    /// `None`: the service stops.
+    pub fn open(
+        &mut self,
+        host: &Host,
+        control: &Control,
+        watch: impl Fn(&mut Store) -> Result<(), StoreError>,
+    ) -> Option<Store> {
+        // A connection that is lost again soon does not begin with an attempt at once.
+        if self.last.is_none_or(|last| last.elapsed() > LONGEST) {
+            self.pause = Duration::ZERO;
+        }
+        loop {
+            control.pause(self.pause);
+            if control.stop.load(Ordering::SeqCst) {
+                return None;
+            }
+            self.pause = next(self.pause);
+            if let Ok(mut store) = host.store()
+                && watch(&mut store).is_ok()
+            {
+                self.last = Some(Instant::now());
+                return Some(store);
+            }
+        }
+    }
+}
+
+fn next(pause: Duration) -> Duration {
+    (pause * 2).clamp(FIRST, LONGEST)
+}
+
+impl Control {
+    /// Waits for `time`, or until [`Control::ring`].
+    pub fn pause(&self, time: Duration) {
+        let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
+        let mut polled = [PollFd::new(&self.wake, PollFlags::IN)];
+        let _ = rustix::event::poll(&mut polled, Some(&time));
+        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_to_a_bound() {
+        let mut pause = Duration::ZERO;
+        let pauses: Vec<_> = (0..7)
+            .map(|_| {
+                pause = next(pause);
+                pause.as_secs()
+            })
+            .collect();
+        assert_eq!(pauses, [1, 2, 4, 8, 16, 30, 30]);
+    }
+}

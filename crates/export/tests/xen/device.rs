@@ -1,0 +1,368 @@
+//! States, rings, operations; servers that come and go.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use blockyard_disk::{Disk, DiskOptions, Source};
+use blockyard_driver::xen::operation::{BARRIER, DISCARD, FLUSH, INDIRECT, READ, WRITE};
+use blockyard_driver::xen::request::indirect;
+use blockyard_driver::xen::{Abi, PAGE, Terms};
+use blockyard_export::Export;
+use blockyard_export::xen::{self, XenData};
+use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_ring::xen::{Host, Node};
+use blockyard_storage::sim::Journal;
+
+use crate::guest::{Guest, Setup, disk_with, options};
+
+const BACK: &str = "/local/domain/0/backend/blockyard/7/51712";
+const FRONT: &str = "/local/domain/7/device/vbd/51712";
+const PLAIN: Terms = Terms::PLAIN;
+
+#[test]
+fn data_come_back_over_rings_of_all_kinds() {
+    for (terms, data) in [
+        (PLAIN, XenData::Map),
+        (PLAIN, XenData::Auto),
+        (Terms { persistent: true, ..PLAIN }, XenData::Auto),
+        (Terms { persistent: true, ..PLAIN }, XenData::Copy),
+        (Terms { abi: Abi::X86_32, ..PLAIN }, XenData::Map),
+        (Terms { order: Some(4), persistent: true, ..PLAIN }, XenData::Map),
+        (Terms { queues: 4, order: Some(1), ..PLAIN }, XenData::Copy),
+    ] {
+        let setup = Setup::new(false);
+        let mut export = setup.start_with(data);
+        let mut front = Guest::new(&setup);
+        front.connect(terms);
+        assert_eq!(front.back("sectors").as_deref(), Some("32768"));
+        // More than a ring has, on each queue.
+        let queues = terms.queues;
+        for round in 0..70 {
+            let (queue, number) = (round % queues, round as u8 + 1);
+            front.fill(100, number);
+            front.fill(101, number ^ 0xff);
+            front.ask(queue, round as u64, WRITE, round as u64 * 16, &[100, 101]);
+            assert_eq!(front.answer(queue), (round as u64, 0));
+        }
+        for round in 0..70 {
+            let (queue, number) = (round % queues, round as u8 + 1);
+            front.ask(queue, round as u64, READ, round as u64 * 16, &[102, 103]);
+            assert_eq!(front.answer(queue), (round as u64, 0));
+            assert!(front.holds(102, number) && front.holds(103, number ^ 0xff), "{round}");
+        }
+        let rings = (queues * terms.ring_pages()) as u32;
+        let kept = if terms.persistent && data != XenData::Copy { 4 } else { 0 };
+        assert_eq!(front.mapped(), rings + kept);
+        front.set("state", 6);
+        front.wait_for_state(6);
+        assert_eq!(front.mapped(), 0);
+        export.stop();
+    }
+}
+
+#[test]
+fn flushes_barriers_discards_and_indirect_requests() {
+    operations(XenData::Map);
+    operations(XenData::Copy);
+}
+
+fn operations(data: XenData) {
+    let setup = Setup::new(false);
+    let _export = setup.start_with(data);
+    let mut front = Guest::new(&setup);
+    front.connect(Terms { persistent: true, ..PLAIN });
+    assert_eq!(front.back("feature-max-indirect-segments").as_deref(), Some("256"));
+    front.fill(100, 5);
+    assert_eq!(front.done(1, FLUSH, 0, &[]), 0);
+    assert_eq!(front.done(2, BARRIER, 8, &[100]), 0);
+    assert_eq!(front.done(3, BARRIER, 0, &[]), 0);
+    assert_eq!(front.done(4, READ, 8, &[101]), 0);
+    assert!(front.holds(101, 5));
+    // 256 pages by one request, whose segments a page describes.
+    (200..456).for_each(|page| front.fill(page, page as u8));
+    let pages: Vec<usize> = (200..456).collect();
+    let described = front.segments(&pages);
+    front.front.memory.write(110 * PAGE, &described);
+    let rest = indirect(front.references[110]);
+    front.put(0, 5, 0, [INDIRECT, WRITE, 0, 1], &rest);
+    assert_eq!(front.answer(0), (5, 0));
+    assert_eq!(front.done(6, READ, 255 * 8, &[101]), 0);
+    assert!(front.holds(101, 455u16 as u8));
+    let discard = 16u64.to_le_bytes();
+    front.put(0, 7, 0, [DISCARD, 0, 0, 0], &discard);
+    assert_eq!(front.answer(0), (7, 0));
+    assert_eq!(front.done(8, READ, 8, &[101]), 0);
+    assert!(front.holds(101, 0));
+    front.put(0, 9, 0, [DISCARD, 1, 0, 0], &discard);
+    assert_eq!(front.answer(0), (9, -2), "a secure discard is refused by name");
+    front.put(0, 10, 0, [77, 0, 0, 0], &[]);
+    assert_eq!(front.answer(0), (10, -2));
+}
+
+#[test]
+fn the_next_server_goes_on_with_the_rings_as_they_are() {
+    let setup = Setup::new(false);
+    let mut export = setup.start();
+    let mut front = Guest::new(&setup);
+    front.connect(PLAIN);
+    front.fill(100, 3);
+    assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
+    export.stop();
+    assert_eq!((front.mapped(), front.back("state").as_deref()), (0, Some("4")));
+    // Asked while there is no server.
+    front.ask(0, 2, READ, 0, &[101]);
+    let _export = setup.start();
+    assert_eq!(front.answer(0), (2, 0));
+    assert!(front.holds(101, 3));
+    assert!(!setup.ended.load(Ordering::SeqCst));
+}
+
+#[test]
+fn a_device_goes_with_its_domain_or_when_it_is_detached() {
+    let setup = Setup::new(true);
+    let mut export = setup.start();
+    let mut front = Guest::new(&setup);
+    front.connect(PLAIN);
+    assert_eq!((front.back("info").as_deref(), front.back("feature-discard").as_deref()), (Some("4"), Some("0")));
+    assert_eq!(front.done(1, WRITE, 0, &[100]), -1, "it is read-only");
+    let host = Host::Machine(setup.machine.clone());
+    let listed = xen::list(&host).unwrap();
+    let row: Vec<_> =
+        listed.iter().map(|d| (d.domain, d.device.to_string(), d.state, d.sectors, d.read_only)).collect();
+    assert_eq!(row, [(7, "xvda".to_string(), "connected", Some(32768), true)]);
+    // The guest uses it: it stays, and is served.
+    let device = "xvda".parse().unwrap();
+    assert!(!xen::detach(&host, 7, device, false, Duration::from_millis(1)).unwrap());
+    front.wait_for_state(5);
+    assert_eq!(front.done(2, FLUSH, 0, &[]), 0);
+    front.set("state", 6);
+    front.front.wait("state", None).unwrap();
+    export.stop();
+    assert!(setup.ended.load(Ordering::SeqCst));
+    assert_eq!((front.mapped(), front.front.store.list(FRONT).unwrap()), (0, Vec::new()));
+    assert_eq!(front.front.store.list("/local/domain/0/backend").unwrap(), [""; 0]);
+    assert!(matches!(xen::detach(&host, 7, device, false, Duration::ZERO), Err(xen::XenError::Missing { .. })));
+    // A domain that is destroyed has no nodes.
+    let _export = setup.start();
+    front.connect(PLAIN);
+    front.front.store.remove("/local/domain/7").unwrap();
+    front.front.wait("state", None).unwrap();
+    assert!(xen::list(&host).unwrap().is_empty());
+}
+
+/// `detach --force` because the server waits for its disk; then `attach` of another image under the same name.
+#[test]
+fn a_server_whose_device_was_taken_away_leaves_the_next_device_of_that_name_alone() {
+    let mut setup = Setup::new(false);
+    setup.disk = disk_with(&["delay:write=500ms"]);
+    let mut export = setup.start();
+    let mut front = Guest::new(&setup);
+    front.connect(PLAIN);
+    front.ask(0, 1, WRITE, 0, &[100]);
+    front.wait_until_taken(0);
+    let mut store = setup.machine.store(0).unwrap();
+    let other = setup.beside();
+    let host = Host::Machine(setup.machine.clone());
+    xen::detach(&host, 7, "xvda".parse().unwrap(), true, Duration::ZERO).unwrap();
+    while !export.clients().is_empty() {
+        std::thread::yield_now();
+    }
+    let _second = other.start();
+    let made = store.read(&format!("{BACK}/incarnation")).unwrap();
+    assert!(made.is_some());
+    export.stop();
+    assert_eq!(store.read(&format!("{BACK}/incarnation")).unwrap(), made);
+    assert_eq!(store.read(&format!("{BACK}/state")).unwrap().as_deref(), Some("2"));
+    assert!(setup.ended.load(Ordering::SeqCst) && !other.ended.load(Ordering::SeqCst));
+}
+
+/// The nodes of another device come all at once, so that the server sees none missing.
+#[test]
+fn a_server_that_finds_another_device_of_that_name_ends_without_a_change() {
+    let setup = Setup::new(false);
+    let mut export = setup.start();
+    let mut front = Guest::new(&setup);
+    front.connect(PLAIN);
+    let done = front.front.store.transaction(|t| {
+        t.write(&format!("{BACK}/incarnation"), "0123456789abcdef")?;
+        t.write(&format!("{BACK}/state"), 1)?;
+        t.write(&format!("{FRONT}/state"), 5)
+    });
+    done.unwrap();
+    while !setup.ended.load(Ordering::SeqCst) {
+        std::thread::yield_now();
+    }
+    export.stop();
+    assert_eq!((front.back("state").as_deref(), front.mapped()), (Some("1"), 0));
+}
+
+#[test]
+fn requests_are_answered_while_xenstore_is_lost_and_states_are_followed_when_it_is_back() {
+    let setup = Setup::new(false);
+    let mut export = setup.start();
+    let mut front = Guest::new(&setup);
+    front.connect(PLAIN);
+    setup.machine.lose_store();
+    setup.wait_for_line();
+    front.fill(100, 6);
+    assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
+    assert_eq!(export.clients(), ["domain 7"]);
+    // Seen only by the next connection.
+    front.set("state", 6);
+    assert_eq!(front.done(2, READ, 0, &[101]), 0);
+    assert!(front.holds(101, 6));
+    setup.machine.restore_store();
+    // It also ends the pause between two attempts.
+    export.resize();
+    front.wait_for_state(6);
+    assert_eq!(front.mapped(), 0);
+    let lines = setup.lines();
+    assert!(lines.len() == 1 && lines[0].contains("its states are not followed"), "{lines:?}");
+    assert!(!setup.ended.load(Ordering::SeqCst));
+    front.set("state", 1);
+    front.connect(PLAIN);
+    // A server that stops does not wait for xenstore.
+    setup.machine.lose_store();
+    export.stop();
+    assert_eq!((front.mapped(), front.back("state").as_deref()), (0, Some("4")));
+}
+
+#[test]
+fn a_new_size_is_told() {
+    let setup = Setup::new(false);
+    let mut export = setup.start();
+    let mut front = Guest::new(&setup);
+    front.connect(PLAIN);
+    front.front.store.write(&format!("{BACK}/sectors"), "old").unwrap();
+    export.resize();
+    front.front.wait("sectors", Some("32768")).unwrap();
+}
+
+#[test]
+fn a_front_end_that_was_restored_in_its_domain_comes_with_other_rings() {
+    let setup = Setup::new(false);
+    let _export = setup.start();
+    let mut front = Guest::new(&setup);
+    front.connect(PLAIN);
+    front.fill(100, 4);
+    assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
+    // It did not close the device before it was saved.
+    front.offer_again(PLAIN, 8);
+    front.ask(0, 2, READ, 0, &[101]);
+    assert_eq!(front.answer(0), (2, 0));
+    assert!(front.holds(101, 4));
+    front.wait_for_state(4);
+    assert!(front.front.domain.revoke(front.references[0]), "its first ring is not mapped any more");
+}
+
+#[test]
+fn the_next_server_takes_as_many_queues_as_the_last_one_has_offered() {
+    let setup = Setup::new(false);
+    let mut export = setup.start();
+    let mut front = Guest::new(&setup);
+    front.connect(Terms { queues: 2, ..PLAIN });
+    export.stop();
+    let _next = setup.start_of(&setup.disk, xen::XenOptions { queues: 1, ..options() }).unwrap();
+    for queue in [0, 1] {
+        front.ask(queue, 5, READ, 0, &[100]);
+        assert_eq!(front.answer(queue), (5, 0));
+    }
+    assert_eq!(front.back("state").as_deref(), Some("4"));
+    // A front end that begins anew gets what this server offers.
+    front.set("state", 6);
+    front.wait_for_state(6);
+    front.set("state", 1);
+    front.wait_for_state(2);
+    assert_eq!(front.back("multi-queue-max-queues").as_deref(), Some("1"));
+}
+
+/// A guest without persistent grants: one page of data, named 256 times by each request, in a ring of 16 pages.
+#[test]
+fn a_guest_cannot_make_the_server_keep_hundreds_of_megabytes() {
+    const REQUESTS: u64 = 150;
+    let mut setup = Setup::new(false);
+    setup.disk = disk_with(&["delay:write=100ms"]);
+    let _export = setup.start_with(XenData::Auto);
+    let mut front = Guest::new(&setup);
+    front.connect(Terms { order: Some(4), ..PLAIN });
+    let described = front.segments(&[111; 256]);
+    front.front.memory.write(110 * PAGE, &described);
+    let rest = indirect(front.references[110]);
+    for id in 0..REQUESTS {
+        front.put(0, id, 0, [INDIRECT, WRITE, 0, 1], &rest);
+    }
+    // Each request is 257 copies, of 1 MiB.
+    let (mut most, mut answered) = (0, 0);
+    while answered < REQUESTS {
+        let taken = front.front.domain.counts().copied / 257;
+        most = most.max(taken.saturating_sub(answered + u64::from(front.rings[0].ready())));
+        while let Some(answer) = front.rings[0].pop() {
+            assert_eq!(answer.status, 0);
+            answered += 1;
+        }
+        std::thread::yield_now();
+    }
+    assert!((1..=32).contains(&most), "one ring of one guest took {most} MiB");
+}
+
+/// The guest flushes only if it was offered flushes when it connected.
+#[test]
+fn the_next_server_makes_writes_durable_of_a_front_end_that_was_offered_no_flush() {
+    let path = std::env::temp_dir().join(format!("blockyard-xen-flush-{}", std::process::id()));
+    std::fs::write(&path, vec![0; 1 << 20]).unwrap();
+    let journal = Journal::default();
+    let chain =
+        ChainOptions { cache: CacheMode::Writeback, journal: Some(journal.clone()), ..ChainOptions::new(&path) };
+    let source = Source::open(&chain).unwrap();
+    let disk = |cache| {
+        let (name, serial) = ("flush".into(), String::new());
+        let options = DiskOptions { name, serial, read_only: false, cache, filters: Vec::new() };
+        Arc::new(Disk::new(options, source.clone()))
+    };
+    // Lines of the journal for one write: its begin and end, and those of a sync.
+    for (first, lines) in [(CacheMode::Writethrough, 4), (CacheMode::Writeback, 2)] {
+        let setup = Setup::new(false);
+        let mut export = setup.start_of(&disk(first), options()).unwrap();
+        let mut front = Guest::new(&setup);
+        front.connect(PLAIN);
+        export.stop();
+        let _next = setup.start_of(&disk(CacheMode::Writeback), options()).unwrap();
+        assert_eq!(front.done(1, READ, 0, &[100]), 0);
+        let before = journal.len();
+        assert_eq!(front.done(2, WRITE, 0, &[100]), 0);
+        assert_eq!(journal.len() - before, lines, "{first:?}");
+    }
+    std::fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn a_second_server_of_a_device_in_use_is_refused_and_the_guest_keeps_its_disk() {
+    let folder = std::env::temp_dir().join(format!("blockyard-xen-second-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let recorded = || xen::XenOptions { records: Some(folder.clone()), ..options() };
+    let (setup, other) = (Setup::new(false), Setup::new(false));
+    let mut export = setup.start_of(&setup.disk, recorded()).unwrap();
+    let mut front = Guest::new(&setup);
+    front.connect(PLAIN);
+    let refused = |disk, options| setup.start_of(disk, options).err().expect("it is not refused").to_string();
+    let live = refused(&setup.disk, recorded());
+    assert!(live.contains("domain 7, device xvda: another server has the device"), "{live}");
+    assert_eq!((front.done(1, FLUSH, 0, &[]), front.back("state").as_deref()), (0, Some("4")));
+    export.stop();
+    // Also without a folder, and so without a lock.
+    for options in [recorded(), options()] {
+        let image = refused(&other.disk, options);
+        assert!(image.contains(&format!("has image {}", setup.disk.name())), "{image}");
+    }
+    assert_eq!(front.back("state").as_deref(), Some("4"));
+    let mut next = setup.start_of(&setup.disk, recorded()).unwrap();
+    assert_eq!(front.done(2, FLUSH, 0, &[]), 0);
+    // The lock goes with the device.
+    assert!(folder.join("7-xvda.lock").exists());
+    front.front.store.remove("/local/domain/7").unwrap();
+    front.front.wait("state", None).unwrap();
+    next.stop();
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+    std::fs::remove_dir(&folder).unwrap();
+}

@@ -1,0 +1,202 @@
+//! A back end's disk in memory, and a domain whose front end is the test driver's.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use blockyard_disk::{Disk, DiskOptions, Source};
+use blockyard_driver::xen::{Entry, Front, FrontRing, PAGE, Terms, segment};
+use blockyard_export::Reactors;
+use blockyard_export::xen::{Xen, XenData, XenError, XenOptions};
+use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_ring::xen::{Host, Machine};
+
+use crate::lines;
+
+pub const LIMIT: Duration = Duration::from_secs(60);
+/// Number of the device `xvda`.
+pub const XVDA: u32 = 51712;
+
+/// A back end, and what its devices need.
+pub struct Setup {
+    pub machine: Arc<Machine>,
+    pub reactors: Arc<Reactors>,
+    pub disk: Arc<Disk>,
+    pub ended: Arc<AtomicBool>,
+}
+
+impl Setup {
+    pub fn new(read_only: bool) -> Self {
+        let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
+        Setup { machine: Machine::new(), reactors, disk: disk(read_only), ended: Arc::default() }
+    }
+
+    /// Another disk on the same machine and reactor.
+    pub fn beside(&self) -> Self {
+        let (machine, reactors) = (self.machine.clone(), self.reactors.clone());
+        Setup { machine, reactors, disk: disk(false), ended: Arc::default() }
+    }
+
+    pub fn start(&self) -> Xen {
+        self.start_with(XenData::Map)
+    }
+
+    pub fn start_with(&self, data: XenData) -> Xen {
+        self.start_for(7, data)
+    }
+
+    pub fn start_for(&self, domain: u16, data: XenData) -> Xen {
+        self.start_of(&self.disk, XenOptions { domain, data, ..options() }).unwrap()
+    }
+
+    pub fn start_of(&self, disk: &Arc<Disk>, options: XenOptions) -> Result<Xen, XenError> {
+        let host = Host::Machine(self.machine.clone());
+        let ended = self.ended.clone();
+        let ended = move || ended.store(true, Ordering::SeqCst);
+        Xen::start(disk.clone(), &options, &host, self.reactors.clone(), ended)
+    }
+
+    /// The warnings about its disk.
+    pub fn lines(&self) -> Vec<String> {
+        lines::of(self.disk.name())
+    }
+
+    /// Waits for the first of them.
+    pub fn wait_for_line(&self) {
+        let deadline = Instant::now() + LIMIT;
+        while self.lines().is_empty() {
+            assert!(Instant::now() < deadline, "nothing is in the log");
+            std::thread::yield_now();
+        }
+    }
+}
+
+pub fn options() -> XenOptions {
+    XenOptions { domain: 7, device: "xvda".parse().unwrap(), queues: 4, data: XenData::Map, records: None }
+}
+
+/// A disk of 16 MiB with a name of its own.
+pub fn disk(read_only: bool) -> Arc<Disk> {
+    make_disk(read_only, &[])
+}
+
+/// A disk that is slow, or fails.
+pub fn disk_with(filters: &[&str]) -> Arc<Disk> {
+    make_disk(false, filters)
+}
+
+fn make_disk(read_only: bool, filters: &[&str]) -> Arc<Disk> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    lines::keep();
+    let options = DiskOptions {
+        name: format!("disk-{}", NEXT.fetch_add(1, Ordering::Relaxed)),
+        serial: String::new(),
+        read_only,
+        cache: CacheMode::None,
+        filters: filters.iter().map(|filter| filter.parse().unwrap()).collect(),
+    };
+    Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:16M")).unwrap()))
+}
+
+/// A domain with 512 pages, all granted. Pages 0 to 63 are for rings, the others for data.
+pub struct Guest {
+    pub front: Front,
+    pub rings: Vec<FrontRing>,
+    pub references: Vec<u32>,
+}
+
+impl Guest {
+    pub fn new(setup: &Setup) -> Self {
+        Self::of(&setup.machine, 7, XVDA)
+    }
+
+    pub fn of(machine: &Machine, domain: u16, device: u32) -> Self {
+        let domain = machine.add(domain, 512).unwrap();
+        let references = (0..512).map(|page| domain.grant(page, false)).collect();
+        let front = Front::new(machine, domain, device, LIMIT).unwrap();
+        Guest { front, rings: Vec::new(), references }
+    }
+
+    pub fn connect(&mut self, terms: Terms) {
+        self.rings = self.front.connect(&terms, &self.references).unwrap();
+    }
+
+    /// Offers rings in the pages from `first` on, whatever the back end's state.
+    pub fn offer_again(&mut self, terms: Terms, first: usize) {
+        let (rings, keys) = self.front.rings(&terms, first, &self.references).unwrap();
+        self.rings = rings;
+        self.front.offer(&keys).unwrap();
+    }
+
+    pub fn set(&mut self, key: &str, value: impl std::fmt::Display) {
+        self.front.set(key, value).unwrap();
+    }
+
+    pub fn back(&mut self, key: &str) -> Option<String> {
+        self.front.back(key).unwrap()
+    }
+
+    pub fn wait_for_state(&mut self, state: u8) {
+        self.front.wait_for_state(state).unwrap();
+    }
+
+    /// Mappings of its pages that back ends have now.
+    pub fn mapped(&self) -> u32 {
+        self.front.domain.mapped()
+    }
+
+    /// Puts an entry into a ring, and shows it.
+    pub fn put(&mut self, queue: usize, id: u64, sector: u64, head: [u8; 4], rest: &[u8]) {
+        self.rings[queue].send(&Entry { head, id, sector, rest });
+    }
+
+    /// A read or a write of whole pages.
+    pub fn ask(&mut self, queue: usize, id: u64, operation: u8, sector: u64, pages: &[usize]) {
+        let rest = self.segments(pages);
+        self.put(queue, id, sector, [operation, pages.len() as u8, 0, 0], &rest);
+    }
+
+    pub fn segments(&self, pages: &[usize]) -> Vec<u8> {
+        pages.iter().flat_map(|page| segment(self.references[*page], 0, 7)).collect()
+    }
+
+    /// Waits for the next answer: number and status.
+    pub fn answer(&mut self, queue: usize) -> (u64, i16) {
+        let answer = self.rings[queue].wait(LIMIT).unwrap();
+        (answer.id, answer.status)
+    }
+
+    /// The next answers, in the order of their numbers.
+    pub fn answers(&mut self, queue: usize, count: usize) -> Vec<(u64, i16)> {
+        let mut answers: Vec<_> = (0..count).map(|_| self.answer(queue)).collect();
+        answers.sort();
+        answers
+    }
+
+    pub fn done(&mut self, id: u64, operation: u8, sector: u64, pages: &[usize]) -> i16 {
+        self.ask(0, id, operation, sector, pages);
+        let (answered, status) = self.answer(0);
+        assert_eq!(answered, id);
+        status
+    }
+
+    /// Fills a page with a number.
+    pub fn fill(&self, page: usize, number: u8) {
+        self.front.memory.write(page * PAGE, &[number; PAGE]);
+    }
+
+    pub fn holds(&self, page: usize, number: u8) -> bool {
+        let mut bytes = [0; PAGE];
+        self.front.memory.read(page * PAGE, &mut bytes);
+        bytes == [number; PAGE]
+    }
+
+    /// Waits until the back end has taken all requests of a queue.
+    pub fn wait_until_taken(&self, queue: usize) {
+        let deadline = Instant::now() + LIMIT;
+        while !self.rings[queue].is_drained() {
+            assert!(Instant::now() < deadline, "the back end takes no requests");
+            std::thread::yield_now();
+        }
+    }
+}

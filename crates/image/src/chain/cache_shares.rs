@@ -1,0 +1,69 @@
+//! The L2 tables that a chain keeps in memory: one limit for all of its images, shared out among them.
+//!
+//! In: the limit, and what each image would take to keep all of its tables. Out: what each may keep.
+//! What must hold: all together they stay within the limit, or have no more than [`LEAST`] each. Every image gets that much; of
+//! the rest the topmost takes what it needs, but no more than half while another below needs some: who looks through an image
+//! that has nothing looks into the next one too.
+
+use std::sync::Arc;
+
+use super::member::ChainLayer;
+use crate::qcow2::L2_CACHE_LIMIT;
+
+/// Bytes that every image may keep, if it needs them: with clusters of 64 KiB they describe 256 MiB.
+const LEAST: u64 = 32 << 10;
+
+/// Tells the images of a chain (the topmost first) what they may keep. None: as much as they need, up to [`L2_CACHE_LIMIT`].
+pub fn apply(layers: &[Arc<ChainLayer>], limit: Option<u64>) {
+    let images: Vec<_> = layers.iter().filter_map(|layer| layer.qcow2()).collect();
+    let needs: Vec<u64> = images.iter().map(|image| image.table_bytes()).collect();
+    for (image, share) in images.iter().zip(share_out(limit.unwrap_or(L2_CACHE_LIMIT), &needs)) {
+        image.limit_cache(share);
+    }
+}
+
+fn share_out(limit: u64, needs: &[u64]) -> Vec<u64> {
+    let mut shares: Vec<u64> = needs.iter().map(|&need| need.min(LEAST)).collect();
+    let mut rest = limit.saturating_sub(shares.iter().sum());
+    for image in 0..needs.len() {
+        let others = (image + 1..needs.len()).any(|below| needs[below] > shares[below]);
+        let more = (needs[image] - shares[image]).min(if others { rest / 2 } else { rest });
+        shares[image] += more;
+        rest -= more;
+    }
+    // What those below have left over.
+    for (share, need) in shares.iter_mut().zip(needs) {
+        let more = rest.min(need - *share);
+        *share += more;
+        rest -= more;
+    }
+    shares
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const M: u64 = 1 << 20;
+
+    #[test]
+    fn who_is_above_comes_first_and_nobody_goes_without() {
+        for (limit, needs, shares) in [
+            (32 * M, vec![5 * M], vec![5 * M]),
+            (32 * M, vec![128 * M], vec![32 * M]),
+            (32 * M, vec![4 * M, 4 * M, 8 * M], vec![4 * M, 4 * M, 8 * M]),
+            (32 * M, vec![4 * M, 128 * M], vec![4 * M, 28 * M]),
+            (32 * M, vec![128 * M, 4 * M], vec![28 * M, 4 * M]),
+            (32 * M, vec![100 * M, 4096], vec![32 * M - 4096, 4096]),
+            (0, vec![100 * M, 4096], vec![LEAST, 4096]),
+            (2 * M, vec![], vec![]),
+        ] {
+            assert_eq!(share_out(limit, &needs), shares, "{limit} bytes for {needs:?}");
+        }
+        let three = share_out(32 * M, &[128 * M; 3]);
+        assert_eq!(three.iter().sum::<u64>(), 32 * M);
+        assert!(three[0] >= 15 * M && three[1] >= 7 * M && three[2] >= 7 * M, "{three:?}");
+        let deep = share_out(32 * M, &[128 * M; 200]);
+        assert!(deep.iter().sum::<u64>() <= 32 * M && deep[0] > 12 * M && deep.iter().all(|&s| s >= LEAST), "{deep:?}");
+    }
+}

@@ -1,0 +1,251 @@
+//! Opening a chain, image by image, and its form on each reactor.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use blockyard_ring::{Executor, Handle};
+use blockyard_storage::{ImageFile, OpenOptions, Overlaid, Storage, Store};
+
+use crate::SECTOR;
+use crate::cow::{Cow, CowOptions};
+use crate::error::{ImageError, Kind};
+use crate::format::{Format, UnknownFormat};
+use crate::image::Image;
+use crate::layer::Layer;
+use crate::qcow2::{Header, Qcow2, Qcow2Options, snapshot};
+use crate::raw::Raw;
+
+use super::cache_shares;
+use super::error::ChainError;
+use super::member::{ChainLayer, Meta};
+use super::names::{Allowed, Next};
+use super::options::ChainOptions;
+
+/// An opened chain, the topmost image first.
+#[derive(Debug)]
+pub struct Chain {
+    pub(crate) layers: Vec<Arc<ChainLayer>>,
+    pub(crate) options: ChainOptions,
+    pub(crate) cut: Option<String>,
+}
+
+impl Chain {
+    /// Returns why the last image's backing file was not opened, if the options let the chain end above it.
+    pub fn cut(&self) -> Option<&str> {
+        self.cut.as_deref()
+    }
+
+    /// Opens the chain; its metadata are read by a ring of their own.
+    pub fn open(options: &ChainOptions) -> Result<Self, ChainError> {
+        let executor = Executor::new().map_err(ChainError::Executor)?;
+        let (handle, options) = (executor.handle().clone(), options.clone());
+        executor.block_on(async move { Chain::open_on(&handle, options).await }).map_err(ChainError::Executor)?
+    }
+
+    async fn open_on(handle: &Handle, options: ChainOptions) -> Result<Self, ChainError> {
+        let allowed = Allowed::by(&options);
+        let mut chain = Chain { layers: Vec::new(), options, cut: None };
+        let mut seen = Vec::new();
+        let mut next = Some(Next {
+            path: chain.options.path.clone(),
+            format: chain.options.format,
+            named_by: None,
+            found: chain.options.files.image.take(),
+        });
+        while let Some(image) = next {
+            let image = match image.find(&allowed) {
+                Err(error @ ChainError::Outside { .. }) if chain.options.cut_outside => {
+                    chain.cut = Some(error.to_string());
+                    break;
+                }
+                found => found?,
+            };
+            image.may_be_opened(chain.layers.len(), &mut seen)?;
+            let image = image.permitted(&allowed);
+            next = chain.open_layer(handle, image, &allowed).await?;
+            if chain.options.no_backing {
+                break;
+            }
+        }
+        cache_shares::apply(&chain.layers, chain.options.l2_cache);
+        if chain.options.prime {
+            let image = chain.image(handle).map_err(ChainError::Executor)?;
+            if let Err(e) = image.prime().await {
+                tracing::warn!("image {}: loading its metadata ahead: {e}", chain.options.path.display());
+            }
+        }
+        Ok(chain)
+    }
+
+    /// Opens one image, and says which is below it.
+    async fn open_layer(
+        &mut self,
+        handle: &Handle,
+        image: Next,
+        allowed: &Allowed,
+    ) -> Result<Option<Next>, ChainError> {
+        let Next { path, format, .. } = &image;
+        let (depth, into) = (self.layers.len(), self.options.commit_into);
+        let files_read_only = if depth == 0 { self.options.read_only } else { into != Some(depth) };
+        let read_only = files_read_only || depth == 0 && self.options.only_locked;
+        let format =
+            format.or_else(|| Format::of_name(path)).ok_or_else(|| ChainError::Format { path: path.clone() })?;
+        let overlaid = match depth {
+            0 => self.options.overlaid.clone(),
+            _ => Overlaid::Below(self.layers.iter().map(|above| above.file.path().into()).collect()),
+        };
+        let new_data = self.options.files.data.take();
+        let open = |next: &Next| {
+            let ChainOptions { cache, nbd, force_share, ref journal, .. } = self.options;
+            let (found, overlaid, journal) = (next.found.clone(), overlaid.clone(), journal.clone());
+            let open = OpenOptions::new(&next.path, files_read_only, cache);
+            let options = OpenOptions { found, nbd, force_share, overlaid, journal, ..open };
+            ImageFile::open(&options).map(Arc::new)
+        };
+        let file = open(&image)?;
+        let wrong = |error| ChainError::Image { path: path.clone(), error };
+        let failed = |e| wrong(ImageError::io("file", None, "opening it for io_uring", e));
+        let raw = |file: &Arc<ImageFile>| Raw::open(file, handle);
+        let (meta, data, below) = match format {
+            Format::Raw => (Meta::Raw, None, None),
+            Format::Qcow2 => {
+                let main = raw(&file).map_err(failed)?;
+                let mut header = Header::read(&main).await.map_err(wrong)?;
+                if let (0, true, Some(name)) = (depth, read_only, &self.options.snapshot) {
+                    snapshot::show(&main, &mut header, name).await.map_err(wrong)?;
+                }
+                let data = match data_file_name(&header).map_err(wrong)? {
+                    Some(name) => {
+                        let next = image.names(name, Some(Format::Raw));
+                        Some(open(&match new_data {
+                            Some(fd) => Next { found: Some(fd), ..next },
+                            None => next.find(allowed)?,
+                        })?)
+                    }
+                    None => None,
+                };
+                let below = self.below_qcow2(&image, &header)?;
+                let data_raw = data.as_ref().map(raw).transpose().map_err(failed)?;
+                // Only the topmost image's file may be without a name: it is found already, and no image names it.
+                let (l2_cache, unfinished) = (self.options.l2_cache, depth == 0 && image.found.is_some());
+                let options = Qcow2Options { read_only, l2_cache, unfinished, ..Qcow2Options::default() };
+                let view = Qcow2::open(header, main, data_raw, &options).await.map_err(wrong)?;
+                (Meta::Qcow2(view.shared().clone()), data, below)
+            }
+            Format::Cow => {
+                let options = CowOptions {
+                    read_only,
+                    accept_changed_backing: self.options.accept_changed_backing || self.options.no_backing,
+                    ..CowOptions::default()
+                };
+                let view = Cow::open(raw(&file).map_err(failed)?, &options).await.map_err(wrong)?;
+                let below = self.below_cow(&image, &view, allowed)?;
+                (Meta::Cow(view.shared().clone()), None, below)
+            }
+        };
+        self.layers.push(Arc::new(ChainLayer { format, file, data, meta }));
+        Ok(below)
+    }
+
+    fn below_qcow2(&self, image: &Next, header: &Header) -> Result<Option<Next>, ChainError> {
+        let Some(name) = header.backing.as_deref().filter(|_| !self.options.no_backing) else { return Ok(None) };
+        let wrong = |what: String| ChainError::Backing { path: image.path.clone(), backing: name.into(), what };
+        let format = match header.backing_format.as_deref() {
+            Some(format) => Some(format.parse().map_err(|e: UnknownFormat| wrong(e.to_string()))?),
+            None => Format::of_name(Path::new(name)),
+        };
+        let what = "its format is told neither by the image nor by its name: `blockyard image rebase --unsafe` can write it down";
+        let format = Some(format.ok_or_else(|| wrong(what.into()))?);
+        Ok(Some(image.names(name, format)))
+    }
+
+    /// A COW file's backing file is raw, and has not changed since.
+    fn below_cow<S: Storage>(
+        &self,
+        image: &Next,
+        view: &Cow<S>,
+        allowed: &Allowed,
+    ) -> Result<Option<Next>, ChainError> {
+        if self.options.no_backing {
+            return Ok(None);
+        }
+        let next = image.names(&view.header().backing, Some(Format::Raw));
+        if next.scheme().is_some() {
+            return Err(next.refuse("a cow image's backing file is a file of this host"));
+        }
+        let next = next.find(allowed)?;
+        let Some(found) = &next.found else { return Ok(Some(next)) };
+        let stat = rustix::fs::fstat(found).map_err(|e| next.refuse(e.to_string()))?;
+        let wrong = |error| ChainError::Image { path: image.path.clone(), error };
+        view.check_backing(stat.st_size as u64, stat.st_mtime).map_err(wrong)?;
+        Ok(Some(next))
+    }
+
+    /// The chain on one reactor.
+    pub fn image(&self, handle: &Handle) -> std::io::Result<Image<Store>> {
+        self.part(handle, 0..self.layers.len())
+    }
+
+    /// Some images of the chain, on one reactor, as if there were no others.
+    pub fn part(&self, handle: &Handle, part: Range<usize>) -> std::io::Result<Image<Store>> {
+        let raw = |file: &Arc<ImageFile>| Raw::open(file, handle);
+        let layer = |layer: &Arc<ChainLayer>| {
+            let main = raw(&layer.file)?;
+            Ok(match &layer.meta {
+                Meta::Raw => Layer::Raw { raw: main, size: layer.file.size().next_multiple_of(SECTOR) },
+                Meta::Qcow2(shared) => {
+                    Layer::Qcow2(Qcow2::view(shared.clone(), main, layer.data.as_ref().map(raw).transpose()?))
+                }
+                Meta::Cow(shared) => Layer::Cow(Cow::view(shared.clone(), main)),
+            })
+        };
+        let layers: std::io::Result<Vec<_>> = self.layers[part].iter().map(layer).collect();
+        Ok(Image::new(layers?, self.options.copy_on_read && !self.options.read_only))
+    }
+
+    /// Bytes of the guest's disk, in whole sectors.
+    pub fn size(&self) -> u64 {
+        self.top().size()
+    }
+
+    /// What the topmost image allocates at a time, and its cluster, in bytes.
+    pub fn units(&self) -> (u64, u64) {
+        match &self.top().meta {
+            Meta::Raw => (SECTOR, SECTOR),
+            Meta::Qcow2(shared) => (shared.shape().unit, shared.shape().cluster_size()),
+            // Sectors; but reads are in one piece where a page is.
+            Meta::Cow(_) => (SECTOR, 4096),
+        }
+    }
+
+    pub fn options(&self) -> &ChainOptions {
+        &self.options
+    }
+
+    pub fn layers(&self) -> &[Arc<ChainLayer>] {
+        &self.layers
+    }
+
+    /// The images' files and formats, the topmost first, as a log shows them.
+    pub fn describe(&self) -> String {
+        let layer = |layer: &Arc<ChainLayer>| {
+            let data = layer.data.as_ref().map(|data| format!(" with data file {}", data.path().display()));
+            format!("{} ({}{})", layer.file.path().display(), layer.format, data.unwrap_or_default())
+        };
+        self.layers.iter().map(layer).collect::<Vec<_>>().join(" over ")
+    }
+
+    /// The image that is written to.
+    pub fn top(&self) -> &ChainLayer {
+        &self.layers[0]
+    }
+}
+
+fn data_file_name(header: &Header) -> Result<Option<&str>, ImageError> {
+    if !header.has_data_file() {
+        return Ok(None);
+    }
+    let what = "the image has an external data file, and does not say its name";
+    header.data_file.as_deref().map(Some).ok_or_else(|| ImageError::new(Kind::Unsupported, "qcow2 header", None, what))
+}

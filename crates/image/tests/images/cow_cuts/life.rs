@@ -1,0 +1,345 @@
+//! A COW file and its backing file through their boots. What is found after each cut is judged, and is where the next begins.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::rc::Rc;
+
+use blockyard_image::cow::{self, Backing, Cow, CowOptions, CreateOptions, Header};
+use blockyard_image::{CopyDown, Image, ImageError, Kind, Layer, Raw, Storage};
+use blockyard_ring::Segments;
+use blockyard_storage::sim::{
+    Latency, OpKind, Oracle, Phase, Power, Rng, SECTOR, Sim, SimConfig, SimDisk, SimHandle, SimImage, Trace, pattern,
+};
+
+use super::lane::{Load, SPOT_SECTORS, Stack, spot_start};
+use super::plan::Plan;
+use crate::lives::Count;
+
+/// What has happened, over many boots.
+#[derive(Debug, Default)]
+pub struct Tally {
+    pub cuts: u64,
+    pub survived: u64,
+    flushes: u64,
+    syncs: u64,
+    /// Cuts that left bits the file did not have before.
+    bits_grew: u64,
+    commits_cut: u64,
+    rebases_cut: u64,
+    /// Files that were cut while they were made: none yet, or whole.
+    unborn: u64,
+    born: u64,
+    troubled: u64,
+}
+
+impl Tally {
+    pub fn saw_everything(&self) -> bool {
+        let rare = [self.commits_cut, self.rebases_cut, self.unborn, self.born, self.troubled];
+        self.syncs > self.flushes && self.bits_grew > self.cuts / 4 && rare.iter().all(|&n| n > 30)
+    }
+}
+
+impl Count for Tally {
+    fn cuts(&self) -> u64 {
+        self.cuts
+    }
+
+    fn add(&mut self, other: &Tally) {
+        let Tally { cuts, survived, flushes, syncs, bits_grew, commits_cut, rebases_cut, unborn, born, troubled } =
+            other;
+        self.cuts += cuts;
+        self.survived += survived;
+        self.flushes += flushes;
+        self.syncs += syncs;
+        self.bits_grew += bits_grew;
+        self.commits_cut += commits_cut;
+        self.rebases_cut += rebases_cut;
+        self.unborn += unborn;
+        self.born += born;
+        self.troubled += troubled;
+    }
+}
+
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Tally { cuts, survived, flushes, syncs, bits_grew, commits_cut, rebases_cut, unborn, born, troubled } =
+            self;
+        write!(f, "{cuts} cuts, {survived} whole runs, {flushes} flushes, {syncs} syncs of the file, ")?;
+        write!(f, "{bits_grew} loads left new bits, {commits_cut} commits and {rebases_cut} rebases cut, ")?;
+        write!(f, "{unborn} files cut before they were there and {born} after, {troubled} loads with errors")
+    }
+}
+
+/// A name that fits a header's first sector, which is written at once.
+fn name(rebases: u64) -> String {
+    format!("/golden/{}/{rebases}.img", "n".repeat(100))
+}
+
+/// What a guest would read: offsets and bytes.
+type Found = Vec<(u64, Vec<u8>)>;
+
+fn backing_size(plan: &Plan) -> u64 {
+    spot_start(plan.spots - 1) + SPOT_SECTORS * SECTOR as u64
+}
+
+pub struct Life {
+    plan: Plan,
+    rng: Rng,
+    cow: SimImage,
+    base: SimImage,
+    oracle: Rc<RefCell<Oracle>>,
+    own_sectors: u64,
+    rebases: u64,
+}
+
+/// Both disks under power.
+struct Boot {
+    power: Power,
+    cow: SimDisk,
+    base: SimDisk,
+}
+
+impl Life {
+    pub fn new(plan: Plan) -> Self {
+        let (mut oracle, sim) = (Oracle::new(), Sim::new(plan.seed));
+        let empty = SimImage::zeroed(backing_size(&plan)).atomic(plan.atomic);
+        let base = SimDisk::new(empty, SimConfig::new(plan.seed));
+        for spot in 0..plan.spots {
+            let offset = spot_start(spot);
+            let data = pattern(1, offset, SPOT_SECTORS as usize * SECTOR);
+            let token = oracle.write_started(offset, &data);
+            oracle.write_answered(token, true, true);
+            let base = base.clone();
+            sim.block_on(async move { base.write(Segments::from_bytes(&data), offset, true).await.1 })
+                .unwrap()
+                .unwrap();
+        }
+        let (rng, oracle) = (Rng::new(plan.seed), Rc::new(RefCell::new(oracle)));
+        let cow = SimImage::zeroed(0).atomic(plan.atomic);
+        Life { plan, rng, cow, base: base.power_cut(), oracle, own_sectors: 0, rebases: 0 }
+    }
+
+    /// About as many events as a load has: a random one below is likely to be in it.
+    pub fn events(&self) -> u64 {
+        (self.plan.lanes * self.plan.requests) as u64 * 3
+    }
+
+    fn explain(&self, cut_after: u64, what: &str) -> impl Fn(String) -> String + use<> {
+        let start = format!("seed {}, {what} cut after {cut_after} events", self.plan.seed);
+        let plan = format!("{:?}", self.plan);
+        move |e| format!("{start}: {e}\n{plan}")
+    }
+
+    fn boot(&mut self, cut_after: u64) -> Boot {
+        let power = Power::cut_after(cut_after);
+        let mut disk = |image: &SimImage| {
+            let rng = &mut self.rng;
+            // Now and then operations of a kind take long, so that others come in between.
+            let mut slow = |most| if rng.one_in(4) { 40 } else { most };
+            let latency = Latency { read: slow(4), write: slow(6), sync: slow(10), other: slow(6) };
+            let config = SimConfig::new(rng.next_u64());
+            let discard_zeroes = self.plan.discard_zeroes;
+            SimDisk::new(image.clone(), SimConfig { latency, discard_zeroes, power: power.clone(), ..config })
+        };
+        let (cow, base) = (disk(&self.cow), disk(&self.base));
+        Boot { power, cow, base }
+    }
+
+    /// Runs `work`; None: the power was cut meanwhile.
+    fn run<T: 'static, F: Future<Output = T> + 'static>(
+        &mut self,
+        boot: &Boot,
+        work: impl FnOnce(SimHandle) -> F,
+    ) -> Result<Option<T>, String> {
+        let sim = Sim::new(self.rng.next_u64()).step_limit(2_000_000);
+        let mut work = Box::pin(work(sim.handle().clone()));
+        let (disks, mut gave_up) = ([boot.cow.clone(), boot.base.clone()], false);
+        let watched = std::future::poll_fn(move |cx| {
+            if disks[0].is_off() && !std::mem::replace(&mut gave_up, true) {
+                disks.iter().for_each(SimDisk::give_up);
+            }
+            // The power goes while others are polled.
+            cx.waker().wake_by_ref();
+            work.as_mut().poll(cx)
+        });
+        let value = sim.block_on(watched).map_err(|e| format!("somebody is left without an answer: {e}"))?;
+        Ok((!boot.power.is_off()).then_some(value))
+    }
+
+    /// Makes the file, cut after so many events; true: it was made before. What is not there then is made.
+    pub fn be_created(&mut self, cut_after: u64, tally: &mut Tally) -> Result<bool, String> {
+        let explain = self.explain(cut_after, "making it");
+        let survived = self.create(cut_after).map_err(&explain)?;
+        tally.count(survived);
+        let opened = self.open_left(self.cow.clone()).map_err(&explain)?;
+        if survived && !opened {
+            return Err(explain("the file was made, and does not open".into()));
+        }
+        tally.born += u64::from(!survived && opened);
+        tally.unborn += u64::from(!survived && !opened);
+        if !opened {
+            self.cow = SimImage::zeroed(0).atomic(self.plan.atomic);
+            self.create(u64::MAX).map_err(&explain)?;
+        }
+        self.judge(self.cow.clone(), self.base.clone()).map_err(explain)?;
+        Ok(survived)
+    }
+
+    fn create(&mut self, cut_after: u64) -> Result<bool, String> {
+        let boot = self.boot(cut_after);
+        let file = Raw::on(boot.cow.clone(), self.plan.shape);
+        let (size, version, alignment) = (backing_size(&self.plan), self.plan.version, self.plan.alignment);
+        let made = self.run(&boot, |_| async move {
+            let backing = Backing { name: &name(0), size, mtime: 1 };
+            cow::create(&file, &CreateOptions { backing, version, alignment }).await.map_err(|e| e.to_string())
+        })?;
+        let survived = made.transpose()?.is_some();
+        self.cow = boot.cow.power_cut();
+        Ok(survived)
+    }
+
+    /// Whether what a cut left of a new file opens; nothing but "that is no COW file" may be why not.
+    fn open_left(&self, image: SimImage) -> Result<bool, String> {
+        let file = Raw::on(SimDisk::new(image, SimConfig::new(1)), self.plan.shape);
+        let opened = Sim::new(1).block_on(async move { Cow::open(file, &CowOptions::default()).await.map(|_| ()) });
+        match opened.map_err(|e| e.to_string())? {
+            Ok(()) => Ok(true),
+            Err(e) if e.kind == Kind::Invalid && e.offset == Some(0) => Ok(false),
+            Err(e) => Err(e.to_string()),
+        }
+    }
+
+    /// A guest's load; true: it was through before the cut. The file's storage is `wrap`'s.
+    pub fn load<S: Storage + Clone>(
+        &mut self,
+        cut_after: u64,
+        wrap: impl Fn(SimDisk) -> S,
+        tally: &mut Tally,
+    ) -> Result<bool, String> {
+        let explain = self.explain(cut_after, "a load");
+        let boot = self.boot(cut_after);
+        if let Some((_, fault)) = &self.plan.trouble {
+            boot.cow.fail(fault.clone());
+            tally.troubled += 1;
+        }
+        let file = Raw::on(wrap(boot.cow.clone()), self.plan.shape);
+        let base = Raw::on(boot.base.clone(), self.plan.shape);
+        let (plan, oracle, power, rng) = (self.plan.clone(), self.oracle.clone(), boot.power.clone(), self.rng.fork());
+        let load = Load { plan, oracle, power, rng, flushes: Rc::default() };
+        let flushes = load.flushes.clone();
+        let result = self.run(&boot, |handle| async move { load.run(&handle, file, base).await }).map_err(&explain)?;
+        result.transpose().map_err(&explain)?;
+        let survived = !boot.power.is_off();
+        tally.count(survived);
+        tally.flushes += flushes.get();
+        let synced = |t: &&Trace| t.kind == OpKind::Sync && t.phase == Phase::Answered;
+        tally.syncs += boot.cow.trace().iter().filter(synced).count() as u64;
+        let own = self.own_sectors;
+        self.judge_left(&boot).map_err(explain)?;
+        tally.bits_grew += u64::from(self.own_sectors > own);
+        Ok(survived)
+    }
+
+    /// Copies the file's sectors into the backing file, cut after so many events: the disk stays as it is.
+    pub fn commit(&mut self, cut_after: u64, tally: &mut Tally) -> Result<bool, String> {
+        let explain = self.explain(cut_after, "a commit");
+        let boot = self.boot(cut_after);
+        let file = Raw::on(boot.cow.clone(), self.plan.shape);
+        let base = Raw::on(boot.base.clone(), self.plan.shape);
+        let options = CowOptions { bitmap_memory: self.plan.memory, ..CowOptions::default() };
+        let committed = self.run(&boot, |_| async move {
+            let cow = Cow::open(file.clone(), &options).await?;
+            let size = cow.size();
+            let (from, into) = (Layer::Cow(cow), Layer::Raw { raw: base, size });
+            let (from, into) = (Image::new(vec![from], false), Image::new(vec![into], false));
+            CopyDown::new(0..size, 1, Default::default()).run(&from, &into, async |_| Ok(())).await?;
+            into.close().await.map_err(|e| ImageError::io("backing file", None, "closing", e))?;
+            cow::make_empty(&file).await
+        });
+        let survived = committed.map_err(&explain)?.transpose().map_err(|e| explain(e.to_string()))?.is_some();
+        tally.count(survived);
+        tally.commits_cut += u64::from(!survived);
+        self.judge_left(&boot).map_err(&explain)?;
+        if survived && self.own_sectors > 0 {
+            return Err(explain(format!("{} sectors are left", self.own_sectors)));
+        }
+        Ok(survived)
+    }
+
+    /// Writes another backing file's name into the header, cut after so many events.
+    pub fn rebase(&mut self, cut_after: u64, tally: &mut Tally) -> Result<bool, String> {
+        let explain = self.explain(cut_after, "a rebase");
+        let boot = self.boot(cut_after);
+        let file = Raw::on(boot.cow.clone(), self.plan.shape);
+        let (size, next) = (backing_size(&self.plan), self.rebases + 1);
+        let rebased = self.run(&boot, |_| async move {
+            cow::set_backing(&file, &Backing { name: &name(next), size, mtime: 1 }).await
+        });
+        let survived = rebased.map_err(&explain)?.transpose().map_err(|e| explain(e.to_string()))?.is_some();
+        tally.count(survived);
+        tally.rebases_cut += u64::from(!survived);
+        self.rebases = next;
+        let header = self.judge_left(&boot).map_err(&explain)?;
+        let old = header.backing == name(next - 1);
+        if header.backing != name(next) && (survived || !old) {
+            return Err(explain(format!("its backing file is {}", header.backing)));
+        }
+        self.rebases = if old { next - 1 } else { next };
+        Ok(survived)
+    }
+
+    /// Some of the images that a cut here may leave; the last is what the next boot finds.
+    fn judge_left(&mut self, boot: &Boot) -> Result<Header, String> {
+        for _ in 0..2 {
+            self.look(boot.cow.power_cut(), boot.base.power_cut())?;
+        }
+        (self.cow, self.base) = (boot.cow.power_cut(), boot.base.power_cut());
+        self.judge(self.cow.clone(), self.base.clone())
+    }
+
+    /// Judges what is found, and takes it for what there is.
+    fn judge(&mut self, cow: SimImage, base: SimImage) -> Result<Header, String> {
+        let (report, found) = self.look(cow, base)?;
+        self.own_sectors = report.own_sectors;
+        let mut oracle = self.oracle.borrow_mut();
+        for (offset, bytes) in found {
+            oracle.check_after_cut(offset, &bytes).map_err(|e| e.to_string())?;
+        }
+        Ok(report.header)
+    }
+
+    /// The file opens, has no fault, and holds what was promised.
+    fn look(&self, cow: SimImage, base: SimImage) -> Result<(cow::Report, Found), String> {
+        let file = Raw::on(SimDisk::new(cow, SimConfig::new(1)), self.plan.shape);
+        let base = Raw::on(SimDisk::new(base, SimConfig::new(1)), self.plan.shape);
+        let spots = self.plan.spots;
+        let looked = async move {
+            let report = cow::info(&file).await?;
+            let options = CowOptions { read_only: true, ..CowOptions::default() };
+            let stack = Stack { cow: Cow::open(file, &options).await?, base };
+            let mut found = Vec::new();
+            for spot in 0..spots {
+                found.push((spot_start(spot), stack.read(spot_start(spot), SPOT_SECTORS * SECTOR as u64).await?));
+            }
+            Ok::<_, Box<dyn std::error::Error>>((report, found))
+        };
+        let (report, found) = Sim::new(1).block_on(looked).map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
+        // A block of O_DIRECT's that was written at the end of the file may leave it as long as the block.
+        let block = u64::from(self.plan.shape.offset_align);
+        if !report.corruptions.is_empty() || report.leaked >= block {
+            return Err(format!("{:?}, {} bytes leaked", report.corruptions, report.leaked));
+        }
+        let oracle = self.oracle.borrow();
+        for (offset, bytes) in &found {
+            oracle.allows_after_cut(*offset, bytes).map_err(|e| e.to_string())?;
+        }
+        Ok((report, found))
+    }
+}
+
+impl Tally {
+    fn count(&mut self, survived: bool) {
+        self.cuts += u64::from(!survived);
+        self.survived += u64::from(survived);
+    }
+}

@@ -1,0 +1,166 @@
+//! Power cuts: a COW file over its backing file, both on simulated disks of one power supply, cut at any moment.
+//!
+//! ```text
+//!   plan   what a life is like: header, memory, trouble; decided by its seed
+//!   life   boots: a guest's load on one or two reactors, a commit, another backing file; each until it is through or cut
+//!   lane   one guest's requests, and what the oracle is told of them
+//! ```
+//! After each cut the file must open, check without a fault, and hold over its backing file what was promised. A failure
+//! names its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` makes as many random cuts.
+
+use crate::lives;
+
+mod lane;
+mod life;
+mod plan;
+
+use std::io;
+
+use blockyard_image::Storage;
+use blockyard_ring::Segments;
+use blockyard_storage::sim::Rng;
+
+use self::life::{Life, Tally};
+use self::plan::Plan;
+
+/// Random cuts of an ordinary run.
+const CUTS: u64 = 5_000;
+
+/// Seeds that have failed once.
+const FAILED_ONCE: [u64; 0] = [];
+
+/// Some boots of one disk, each cut at a random event of it.
+fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
+    let mut rng = Rng::new(plan.seed);
+    let mut life = Life::new(plan);
+    life.be_created(rng.below(14), tally)?;
+    for _ in 0..3 {
+        let events = rng.below(life.events());
+        life.load(events, |disk| disk, tally)?;
+        let (what, events) = (rng.below(4), rng.below(30));
+        match what {
+            0 => drop(life.commit(events, tally)?),
+            1 => drop(life.rebase(events / 5, tally)?),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn what_was_promised_survives_random_cuts() {
+    let life = |seed, tally: &mut Tally| random_life(Plan::random(seed), tally);
+    let tally = lives::run(&FAILED_ONCE, lives::cuts(CUTS), Tally::default, life);
+    assert!(tally.saw_everything() || !lives::is_thorough(CUTS), "{tally}");
+}
+
+#[test]
+fn what_was_promised_survives_a_cut_at_every_event() {
+    let mut tally = Tally::default();
+    for seed in 0..6 {
+        let plan = Plan { requests: 8, lanes: 5, ..Plan::quiet(seed) };
+        let whole = (0..).find(|&events| {
+            let mut life = Life::new(plan.clone());
+            life.be_created(u64::MAX, &mut Tally::default()).unwrap();
+            life.load(events, |disk| disk, &mut tally).unwrap()
+        });
+        println!("seed {seed}, version {}, {:?}: {whole:?} events", plan.version, plan.shape);
+        assert!(whole > Some(40), "a run of only {whole:?} events");
+    }
+    println!("{tally}");
+}
+
+/// Making a file, committing it and giving it another backing file, cut at each of their events.
+#[test]
+fn what_is_done_to_a_closed_file_survives_a_cut_at_every_event() {
+    let (mut tally, mut most) = (Tally::default(), 0);
+    for seed in 100..106 {
+        let plan = Plan::quiet(seed);
+        let each = |step: &dyn Fn(&mut Life, u64, &mut Tally) -> bool, tally: &mut Tally| {
+            (0..).find(|&events| {
+                let mut life = Life::new(plan.clone());
+                life.be_created(u64::MAX, &mut Tally::default()).unwrap();
+                life.load(u64::MAX, |disk| disk, &mut Tally::default()).unwrap();
+                step(&mut life, events, tally)
+            })
+        };
+        let created = (0..).find(|&events| Life::new(plan.clone()).be_created(events, &mut tally).unwrap());
+        let committed = each(&|life, events, tally| life.commit(events, tally).unwrap(), &mut tally);
+        let rebased = each(&|life, events, tally| life.rebase(events, tally).unwrap(), &mut tally);
+        assert!(created > Some(5) && committed > Some(7) && rebased > Some(3), "{created:?} {committed:?} {rebased:?}");
+        most = most.max(committed.unwrap_or_default());
+    }
+    println!("{tally}");
+    assert!(most > 20, "no commit copied much: {most} events");
+}
+
+/// What a storage that breaks its promises does wrong.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Lie {
+    NoSync,
+    /// Data may be behind the bits then.
+    NoSyncBeforeTheBits,
+    LosesPieces,
+}
+
+#[derive(Clone)]
+struct Liar<S> {
+    disk: S,
+    lie: Lie,
+    syncs: std::rc::Rc<std::cell::Cell<u64>>,
+}
+
+impl<S: Storage> Storage for Liar<S> {
+    async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
+        self.disk.read(segments, offset).await
+    }
+
+    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+        let len = segments.len();
+        if self.lie == Lie::LosesPieces && len > 4096 {
+            let (_, n) = self.disk.write(segments.slice(0, 4096), offset, durable).await;
+            return (segments, n.map(|_| len));
+        }
+        self.disk.write(segments, offset, durable).await
+    }
+
+    async fn sync(&self) -> io::Result<()> {
+        self.syncs.set(self.syncs.get() + 1);
+        match self.lie {
+            Lie::NoSync => Ok(()),
+            Lie::NoSyncBeforeTheBits if self.syncs.get() % 2 == 1 => Ok(()),
+            _ => self.disk.sync().await,
+        }
+    }
+
+    async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.disk.discard(offset, len).await
+    }
+
+    async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.disk.zero(offset, len, unmap).await
+    }
+
+    async fn set_len(&self, len: u64) -> io::Result<()> {
+        self.disk.set_len(len).await
+    }
+
+    async fn len(&self) -> io::Result<u64> {
+        self.disk.len().await
+    }
+}
+
+/// The judges are judged: a storage that lies is found out.
+#[test]
+fn liars_are_caught() {
+    for lie in [Lie::NoSync, Lie::NoSyncBeforeTheBits, Lie::LosesPieces] {
+        let caught = (0..150).filter(|&seed| {
+            let mut life = Life::new(Plan { lanes: 2, ..Plan::quiet(seed) });
+            life.be_created(u64::MAX, &mut Tally::default()).unwrap();
+            let events = Rng::new(seed).below(life.events());
+            life.load(events, |disk| Liar { disk, lie, syncs: Default::default() }, &mut Tally::default()).is_err()
+        });
+        let caught = caught.count();
+        assert!(caught >= 10, "{lie:?} was caught in {caught} of 150 runs");
+    }
+}

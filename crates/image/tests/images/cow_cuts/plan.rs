@@ -1,0 +1,81 @@
+//! What a life is like: decided by its seed.
+
+use std::io::ErrorKind::{Other, StorageFull, Unsupported};
+
+use blockyard_image::Alignment;
+use blockyard_storage::sim::{Fault, OpKind, Rng};
+
+/// The page cache; O_DIRECT on 512-byte blocks, and on 4096-byte blocks under 512-byte sectors.
+const SHAPES: [Alignment; 3] = [
+    Alignment { memory_align: 1, offset_align: 1 },
+    Alignment { memory_align: 512, offset_align: 512 },
+    Alignment { memory_align: 512, offset_align: 4096 },
+];
+
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub seed: u64,
+    pub version: u32,
+    pub alignment: u32,
+    pub shape: Alignment,
+    /// Parts of the disk that are used, 16 MiB from one another: each has its own page of the bitmap.
+    pub spots: u64,
+    /// Bytes of the bitmap in memory.
+    pub memory: u64,
+    pub reactors: usize,
+    /// Requests in flight, over all queues, and how many each of these lanes makes.
+    pub lanes: usize,
+    pub requests: usize,
+    /// What the device writes whole or not at all.
+    pub atomic: usize,
+    pub discard_zeroes: bool,
+    /// Operations of the COW file that fail, in guests' loads.
+    pub trouble: Option<(OpKind, Fault)>,
+}
+
+impl Plan {
+    /// Nothing fails but the power.
+    pub fn quiet(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x706c_616e);
+        let version = *rng.pick(&[1, 2, 3, 3, 3]);
+        let alignment = if version == 3 { *rng.pick(&[512, 4096, 4096, 65536]) } else { 512 };
+        let spots = rng.between(1, 12);
+        Plan {
+            seed,
+            version,
+            alignment,
+            shape: *rng.pick(&SHAPES),
+            spots,
+            // Eight pages, or all there are.
+            memory: if rng.one_in(2) { 1 } else { u64::MAX },
+            reactors: rng.between(1, 2) as usize,
+            lanes: rng.between(1, 7) as usize,
+            requests: 9,
+            atomic: *rng.pick(&[512, 512, 1024, 4096]),
+            discard_zeroes: rng.one_in(2),
+            trouble: None,
+        }
+    }
+
+    pub fn random(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x7472_6f75);
+        let trouble = rng.one_in(3).then(|| {
+            let kinds = [
+                (OpKind::Read, Other),
+                (OpKind::Write, Other),
+                (OpKind::Write, StorageFull),
+                (OpKind::Sync, Other),
+                (OpKind::Sync, Other),
+                (OpKind::Zero, Unsupported),
+                (OpKind::Discard, Other),
+            ];
+            let (kind, error) = *rng.pick(&kinds);
+            let fault = Fault::new(kind, error);
+            (
+                kind,
+                if error == Unsupported { fault.always() } else { fault.after(rng.below(12)).times(rng.between(1, 3)) },
+            )
+        });
+        Plan { trouble, ..Plan::quiet(seed) }
+    }
+}

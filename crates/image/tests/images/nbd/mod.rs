@@ -1,0 +1,425 @@
+//! The NBD client against a server that does what it is told: right, wrong, dying and silent.
+
+mod server;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use blockyard_image::nbd::{self, Remote};
+use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, Store};
+use blockyard_nbd::wire::{Headers, Request, chunk, cmd, errno};
+use blockyard_ring::{Executor, Segments};
+use blockyard_storage::Storage;
+
+use self::server::{Disk, Evil, SIZE, Server, data, done, good, piece, simple};
+
+const SHORT: nbd::Options = nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_millis(400) };
+/// Where silence is not what is looked at: a machine that stands still for a moment is not taken for a silent server.
+const TALKING: nbd::Options = nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_secs(8) };
+const LONG: nbd::Options = nbd::Options { reconnect: Duration::from_secs(20), timeout: Duration::from_secs(20) };
+
+fn on_image<T: 'static>(
+    server: &Server,
+    options: nbd::Options,
+    work: impl AsyncFnOnce(Raw<Store>) -> T + 'static,
+) -> T {
+    let options = OpenOptions { nbd: options, ..OpenOptions::new(server.uri(), false, CacheMode::None) };
+    let file = ImageFile::open(&options).unwrap();
+    let executor = Executor::new().unwrap();
+    let raw = Raw::open(&file, executor.handle()).unwrap();
+    executor.block_on(async move { work(raw).await }).unwrap()
+}
+
+/// Whether the bytes are those of `good`'s disk from `offset` on.
+fn is_pattern(segments: &Segments, offset: u64) -> bool {
+    let mut bytes = vec![0; segments.len()];
+    segments.copy_out(0, &mut bytes);
+    (offset..).zip(bytes).all(|(at, byte)| byte == (at / 512 % 251) as u8)
+}
+
+fn evil(work: impl FnMut(usize, &Request, &mut Disk) -> Option<Vec<u8>> + Send + 'static) -> Evil {
+    Box::new(work)
+}
+
+#[test]
+fn all_kinds_of_headers_and_sizes() {
+    for headers in [Headers::Simple, Headers::Structured, Headers::Extended] {
+        let server = Server::start(headers, |_, _| (), evil(|_, request, disk| Some(good(request, disk))));
+        on_image(&server, LONG, async |raw| {
+            for (offset, len) in [(0, 512), (512, 4096), (3, 5), (100, 70_000), (0, SIZE), (SIZE - 512, 512)] {
+                let (segments, result) = raw.read(Segments::buffer(len as usize), offset).await;
+                result.unwrap();
+                assert!(is_pattern(&segments, offset), "{offset}+{len}");
+            }
+            raw.write(Segments::from_bytes(&[0xee; 3000]), 5000, true).await.1.unwrap();
+            let (segments, _) = raw.read(Segments::buffer(3000), 5000).await;
+            assert_eq!(segments.find_difference(0, &Segments::from_bytes(&[0xee; 3000]), 0, 3000), None);
+            raw.flush().await.unwrap();
+            let behind = raw.storage().write(Segments::buffer(512), SIZE, false).await.1;
+            assert!(behind.unwrap_err().to_string().contains("behind the end"));
+            assert_eq!(raw.storage().len().await.unwrap(), SIZE);
+        });
+    }
+}
+
+#[test]
+fn many_chunks_in_any_order_and_holes() {
+    let server = Server::start(
+        Headers::Structured,
+        |_, _| (),
+        evil(|_, request, disk| {
+            let mut out = Vec::new();
+            let third = request.len / 4;
+            for part in [2, 0, 3] {
+                let at = request.offset + part * third;
+                let bytes = disk.bytes[at as usize..(at + third) as usize].to_vec();
+                out.extend(data(request, disk, at, &bytes, 0));
+            }
+            let mut hole = (request.offset + third).to_be_bytes().to_vec();
+            hole.extend((third as u32).to_be_bytes());
+            out.extend(piece(request, disk, chunk::OFFSET_HOLE, 0, &hole));
+            out.extend(done(request, disk));
+            Some(out)
+        }),
+    );
+    on_image(&server, LONG, async |raw| {
+        let segments = Segments::from_bytes(&[9; 65536]);
+        let (segments, result) = raw.read(segments, 8192).await;
+        result.unwrap();
+        assert!(is_pattern(&segments.slice(0, 16384), 8192));
+        assert_eq!(segments.find_nonzero(16384, 16384), None);
+        assert!(is_pattern(&segments.slice(32768, 32768), 8192 + 32768));
+    });
+}
+
+/// Each answer of a server that lies ends the connection, and the request with an error that says why, in time; a server that
+/// comes to its senses is used again.
+#[test]
+fn lies_end_in_errors() {
+    type Lie = fn(&Request, &Disk) -> Vec<u8>;
+    let lies: [(&str, Headers, Lie); 19] = [
+        ("no reply", Headers::Simple, |_, _| vec![0x42; 64]),
+        ("no reply", Headers::Structured, |_, _| vec![0x42; 64]),
+        ("was not sent", Headers::Simple, |request, _| simple(0, request.cookie + 1)),
+        ("was not sent", Headers::Simple, |request, _| simple(0, request.cookie ^ (7 << 32))),
+        ("was not sent", Headers::Extended, |request, disk| done(&Request { cookie: u64::MAX, ..*request }, disk)),
+        ("nobody asked for", Headers::Simple, |request, disk| {
+            let bytes = vec![1; request.len as usize + 4];
+            data(request, disk, request.offset, &bytes, 0)
+        }),
+        ("simple reply where it may not", Headers::Structured, |request, _| simple(0, request.cookie)),
+        ("simple reply where it may not", Headers::Extended, |request, _| simple(5, request.cookie)),
+        ("no reply", Headers::Simple, |request, disk| {
+            piece(
+                request,
+                &Disk { headers: Headers::Structured, bytes: Vec::new(), written: Vec::new(), ..*disk },
+                0,
+                1,
+                &[],
+            )
+        }),
+        ("names 512", Headers::Extended, |request, disk| done(&Request { offset: 512, ..*request }, disk)),
+        ("are no answer", Headers::Structured, |request, disk| {
+            data(request, disk, request.offset + request.len, &[1; 512], 1)
+        }),
+        ("are no answer", Headers::Structured, |request, disk| data(request, disk, u64::MAX, &[1; 512], 1)),
+        ("are no answer", Headers::Structured, |request, disk| {
+            let one = data(request, disk, request.offset, &vec![1; request.len as usize], 0);
+            [one.clone(), one].concat()
+        }),
+        ("answers a request of", Headers::Structured, |request, disk| {
+            data(request, disk, request.offset, &vec![1; request.len as usize + 1], 1)
+        }),
+        ("ends after 512 of", Headers::Structured, |request, disk| {
+            data(request, disk, request.offset, &[1; 512], chunk::DONE)
+        }),
+        ("ends after 0 of", Headers::Extended, done),
+        ("is no answer here", Headers::Structured, |request, disk| piece(request, disk, 77, 1, &[0; 12])),
+        ("error of 5 bytes", Headers::Structured, |request, disk| piece(request, disk, chunk::ERROR, 1, &[0; 5])),
+        ("longer than the error", Headers::Structured, |request, disk| {
+            piece(request, disk, chunk::ERROR, 1, &[0, 0, 0, 5, 1, 0, 65])
+        }),
+    ];
+    // Each client waits for its server most of the time.
+    std::thread::scope(|scope| {
+        for (says, headers, lie) in lies {
+            scope.spawn(move || {
+                let honest = Arc::new(AtomicBool::new(false));
+                let is_honest = honest.clone();
+                let answer = move |_, request: &Request, disk: &mut Disk| {
+                    Some(if is_honest.load(Ordering::SeqCst) { good(request, disk) } else { lie(request, disk) })
+                };
+                let server = Server::start(headers, |_, _| (), evil(answer));
+                on_image(&server, TALKING, async move |raw| {
+                    let start = Instant::now();
+                    let mut error = raw.read(Segments::buffer(4096), 4096).await.1;
+                    if says.contains("nobody asked") && error.is_ok() {
+                        // What follows a good answer is found at the next one.
+                        error = raw.read(Segments::buffer(4096), 4096).await.1;
+                        if error.is_ok() {
+                            return;
+                        }
+                    }
+                    let error = error.expect_err(says).to_string();
+                    assert!(error.contains(says), "{says}: {error}");
+                    assert!(start.elapsed() < Duration::from_secs(7), "{says}: {:?}", start.elapsed());
+                    honest.store(true, Ordering::SeqCst);
+                    for _ in 0..1000 {
+                        let (segments, result) = raw.read(Segments::buffer(4096), 4096).await;
+                        if result.is_ok() {
+                            assert!(is_pattern(&segments, 4096));
+                            return;
+                        }
+                        std::thread::sleep(Duration::from_millis(20));
+                    }
+                    panic!("{says}: it never came back");
+                });
+            });
+        }
+    });
+}
+
+/// Lengths that a server names are not allocated: chunks of four gigabytes and more, and a status without end.
+#[test]
+fn huge_lengths_are_not_believed() {
+    std::thread::scope(|scope| {
+        for headers in [Headers::Structured, Headers::Extended] {
+            for kind in [chunk::OFFSET_DATA, chunk::ERROR, chunk::BLOCK_STATUS, chunk::BLOCK_STATUS_EXT, chunk::NONE] {
+                scope.spawn(move || a_huge_length_is_not_believed(headers, kind));
+            }
+        }
+    });
+}
+
+fn a_huge_length_is_not_believed(headers: Headers, kind: u16) {
+    let answer = move |_, request: &Request, disk: &mut Disk| {
+        let mut bytes = piece(request, disk, kind, 1, &[]);
+        let at = bytes.len() - if headers == Headers::Extended { 8 } else { 4 };
+        bytes[at..].fill(0xff);
+        Some(bytes)
+    };
+    let server = Server::start(headers, |_, _| (), evil(answer));
+    on_image(&server, TALKING, async move |raw| {
+        let error = raw.read(Segments::buffer(512), 0).await.1.unwrap_err().to_string();
+        assert!(error.contains("answer") || error.contains("error of"), "{error}");
+        let error = raw.storage().next_data(0).await.unwrap_err().to_string();
+        assert!(error.contains("cannot be reached"), "{error}");
+    });
+}
+
+#[test]
+fn errors_of_the_server_are_told_and_nothing_else_happens() {
+    let server = Server::start(
+        Headers::Structured,
+        |_, _| (),
+        evil(|_, request, disk| {
+            let mut error = errno::EIO.to_be_bytes().to_vec();
+            error.extend(8u16.to_be_bytes());
+            error.extend(b"bad\nluck");
+            Some(match request.command {
+                cmd::READ if request.offset >= 4096 => piece(request, disk, chunk::ERROR, 1, &error),
+                cmd::TRIM => piece(request, disk, chunk::ERROR, 1, &[0, 0, 0, 95, 0, 0]),
+                _ => good(request, disk),
+            })
+        }),
+    );
+    let connections = server.connections.clone();
+    on_image(&server, LONG, async move |raw| {
+        let error = raw.read(Segments::buffer(512), 4096).await.1.unwrap_err().to_string();
+        assert!(error.contains("I/O error (\"bad luck\")"), "{error}");
+        raw.read(Segments::buffer(512), 0).await.1.unwrap();
+        raw.discard(0, 4096).await.unwrap();
+        assert_eq!(connections.load(Ordering::SeqCst), 1);
+    });
+}
+
+#[test]
+fn a_silent_server_costs_bounded_time() {
+    for drips in [false, true] {
+        let server = Server::start(
+            Headers::Simple,
+            |_, _| (),
+            evil(move |_, request, disk| {
+                if drips {
+                    std::thread::sleep(Duration::from_millis(50));
+                    return Some(good(request, disk)[..20].to_vec());
+                }
+                std::thread::sleep(Duration::from_millis(900));
+                None
+            }),
+        );
+        on_image(&server, SHORT, async move |raw| {
+            let start = Instant::now();
+            let error = raw.read(Segments::buffer(4096), 0).await.1.unwrap_err().to_string();
+            assert!(error.contains("cannot be reached"), "{error}");
+            assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+            let start = Instant::now();
+            raw.read(Segments::buffer(4096), 0).await.1.unwrap_err();
+            assert!(start.elapsed() < Duration::from_secs(2), "it is known to be gone: {:?}", start.elapsed());
+        });
+    }
+}
+
+/// A server that closes in the middle of answers, again and again: what was asked is asked anew, and all answers are right.
+#[test]
+fn connections_that_end_in_the_middle_are_made_good() {
+    let server = Server::start(
+        Headers::Structured,
+        |_, _| (),
+        evil({
+            let mut requests = 0;
+            move |number, request, disk| {
+                requests += 1;
+                let answer = good(request, disk);
+                // Some bytes of the answer, and the end.
+                if number < 8 && requests % 5 == 0 { None } else { Some(answer) }
+            }
+        }),
+    );
+    let connections = server.connections.clone();
+    on_image(&server, LONG, async move |raw| {
+        for round in 0..20 {
+            for at in 0..16 {
+                let offset = (round * 16 + at) % 32 * 4096;
+                let (segments, result) = raw.read(Segments::buffer(32768), offset).await;
+                result.unwrap();
+                assert!(is_pattern(&segments, offset));
+            }
+        }
+        assert_eq!(connections.load(Ordering::SeqCst), 8);
+        raw.flush().await.unwrap();
+        assert!(raw.storage().lost().is_none(), "nothing was written");
+    });
+}
+
+/// A connection that ends while nothing is asked for is made anew without being asked, so that the next request finds one; and only
+/// once, for a server may let go of whoever asks for nothing.
+#[test]
+fn an_idle_connection_that_ends_is_made_anew_once() {
+    let server = Server::start(
+        Headers::Structured,
+        |_, disk| disk.patience = Some(Duration::from_millis(1500)),
+        evil(|_, request, disk| Some(good(request, disk))),
+    );
+    let connections = server.connections.clone();
+    on_image(&server, LONG, async move |raw| {
+        let read = async || {
+            let (segments, result) = raw.read(Segments::buffer(4096), 8192).await;
+            result.unwrap();
+            assert!(is_pattern(&segments, 8192));
+        };
+        for _ in 0..2 {
+            read().await;
+            let before = connections.load(Ordering::SeqCst);
+            let start = Instant::now();
+            while connections.load(Ordering::SeqCst) == before {
+                assert!(start.elapsed() < Duration::from_secs(10), "the end was not seen");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            // It was made for a request, or is made for none a second time.
+            std::thread::sleep(Duration::from_secs(4));
+            assert_eq!(connections.load(Ordering::SeqCst), before + 1);
+        }
+        assert!(raw.storage().lost().is_none(), "nothing was written");
+    });
+}
+
+/// What was acknowledged and not flushed is lost with its connection, and is never called durable.
+#[test]
+fn unflushed_writes_are_lost_with_the_connection() {
+    for flushed in [true, false] {
+        let closes = Arc::new(AtomicBool::new(false));
+        let now = closes.clone();
+        let server = Server::start(
+            Headers::Simple,
+            |_, _| (),
+            evil(
+                move |_, request, disk| {
+                    if now.swap(false, Ordering::SeqCst) { None } else { Some(good(request, disk)) }
+                },
+            ),
+        );
+        on_image(&server, LONG, async move |raw| {
+            raw.write(Segments::from_bytes(&[1; 512]), 0, false).await.1.unwrap();
+            if flushed {
+                raw.flush().await.unwrap();
+            }
+            closes.store(true, Ordering::SeqCst);
+            // A write that was not answered is sent again, if nothing else is lost.
+            let write = raw.write(Segments::from_bytes(&[2; 512]), 512, false).await.1;
+            assert_eq!((write.is_ok(), raw.flush().await.is_ok()), (flushed, flushed));
+            assert_eq!(raw.storage().lost().is_none(), flushed);
+            let (segments, result) = raw.read(Segments::buffer(512), 0).await;
+            result.unwrap();
+            assert_eq!(segments.find_difference(0, &Segments::from_bytes(&[1; 512]), 0, 512), None);
+            let late = raw.write(Segments::from_bytes(&[3; 512]), 0, true).await.1;
+            assert_eq!(late.is_ok(), flushed);
+            if let Err(e) = late {
+                assert!(e.to_string().contains("since the last flush may be lost"), "{e}");
+            }
+        });
+    }
+}
+
+/// It might still do the write, after a later one.
+#[test]
+fn a_server_that_is_silent_with_a_write_on_its_way_is_lost() {
+    let server = Server::start(
+        Headers::Simple,
+        |_, _| (),
+        evil(|_, request, disk| {
+            if request.command == cmd::WRITE {
+                std::thread::sleep(Duration::from_millis(900));
+            }
+            Some(good(request, disk))
+        }),
+    );
+    on_image(&server, SHORT, async |raw| {
+        let error = raw.write(Segments::buffer(512), 0, false).await.1.unwrap_err().to_string();
+        assert!(error.contains("not answered a write"), "{error}");
+        assert!(raw.flush().await.is_err() && raw.storage().lost().is_some());
+    });
+}
+
+#[test]
+fn an_export_that_comes_back_changed_is_not_used() {
+    let says = Arc::new(Mutex::new(String::new()));
+    type Change = fn(&mut Disk);
+    let changes: [(&str, Change); 3] = [
+        ("has 524288 bytes now", |disk| disk.size = SIZE / 2),
+        ("can do less", |disk| disk.flags = 1),
+        ("can do less", |disk| disk.flags |= 2),
+    ];
+    for (what, change) in changes {
+        let server = Server::start(
+            Headers::Simple,
+            move |number, disk| {
+                if number > 1 {
+                    change(disk);
+                }
+            },
+            evil(|number, request, disk| if number == 1 { None } else { Some(good(request, disk)) }),
+        );
+        let says = says.clone();
+        on_image(&server, TALKING, async move |raw| {
+            let error = raw.read(Segments::buffer(512), 0).await.1.unwrap_err().to_string();
+            assert!(error.contains(what), "{error}");
+            *says.lock().unwrap() = error;
+        });
+    }
+}
+
+#[test]
+fn a_server_that_does_not_negotiate_is_an_error_in_time() {
+    let path = std::env::temp_dir().join(format!("blockyard-mute-{}", std::process::id()));
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let start = Instant::now();
+    let error = Remote::open(&format!("nbd+unix:///?socket={}", path.display()), true, SHORT).unwrap_err();
+    assert!(error.to_string().contains("does not answer"), "{error}");
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    drop(listener);
+    let error = Remote::open(&format!("nbd+unix:///?socket={}", path.display()), true, SHORT).unwrap_err();
+    assert!(error.to_string().contains("Connection refused"), "{error}");
+    std::fs::remove_file(&path).unwrap();
+}

@@ -1,0 +1,186 @@
+//! A small NBD server that does what it is told, right or wrong. It offers simple or structured replies, and serves connections
+//! one after the other until it is dropped.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use blockyard_nbd::wire::{self, Chunk, Headers, OptionReply, Request, SimpleReply, chunk, cmd, opt, rep};
+
+pub const SIZE: u64 = 1 << 20;
+const FLUSH_TRIM_ZEROES: u16 = 1 | 1 << 2 | 1 << 5 | 1 << 6;
+
+/// What a server does with a request: bytes to answer with, or None to close the connection.
+pub type Evil = Box<dyn FnMut(usize, &Request, &mut Disk) -> Option<Vec<u8>> + Send>;
+
+/// What it serves.
+pub struct Disk {
+    pub headers: Headers,
+    pub size: u64,
+    pub flags: u16,
+    /// How long a client may ask for nothing.
+    pub patience: Option<Duration>,
+    pub bytes: Vec<u8>,
+    pub written: Vec<u8>,
+}
+
+pub struct Server {
+    path: PathBuf,
+    thread: Option<JoinHandle<()>>,
+    /// Connections that were taken.
+    pub connections: Arc<AtomicUsize>,
+    ended: Arc<Mutex<bool>>,
+}
+
+impl Server {
+    /// `setup` may change what is served before each connection.
+    pub fn start(headers: Headers, mut setup: impl FnMut(usize, &mut Disk) + Send + 'static, mut evil: Evil) -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("blockyard-nbd-{}-{number}", std::process::id()));
+        let listener = UnixListener::bind(&path).unwrap();
+        let connections = Arc::new(AtomicUsize::new(0));
+        let ended = Arc::new(Mutex::new(false));
+        let (count, stop) = (connections.clone(), ended.clone());
+        let thread = std::thread::spawn(move || {
+            let bytes = (0..SIZE).map(|at| (at / 512 % 251) as u8).collect();
+            let (patience, written) = Default::default();
+            let mut disk = Disk { headers, size: SIZE, flags: FLUSH_TRIM_ZEROES, patience, bytes, written };
+            for stream in listener.incoming() {
+                if *stop.lock().unwrap() {
+                    return;
+                }
+                let number = count.fetch_add(1, Ordering::SeqCst) + 1;
+                setup(number, &mut disk);
+                // The client may have gone in the middle of anything.
+                let _ = serve(stream.unwrap(), number, &mut disk, &mut evil);
+            }
+        });
+        Server { path, thread: Some(thread), connections, ended }
+    }
+
+    pub fn uri(&self) -> String {
+        format!("nbd+unix:///x?socket={}", self.path.display())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        *self.ended.lock().unwrap() = true;
+        let _ = UnixStream::connect(&self.path);
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+fn serve(mut stream: UnixStream, number: usize, disk: &mut Disk, evil: &mut Evil) -> std::io::Result<()> {
+    let mut hello = wire::GREETING.to_be_bytes().to_vec();
+    hello.extend(wire::OPTION.to_be_bytes());
+    hello.extend(3u16.to_be_bytes());
+    stream.write_all(&hello)?;
+    stream.read_exact(&mut [0; 4])?;
+    loop {
+        let mut header = [0; 16];
+        stream.read_exact(&mut header)?;
+        let header = wire::OptionHeader::parse(&header).unwrap();
+        let mut data = vec![0; header.len as usize];
+        stream.read_exact(&mut data)?;
+        let mut out = Vec::new();
+        let mut answer = |reply, data: &[u8]| {
+            OptionReply { option: header.option, reply, len: data.len() as u32 }.put(&mut out);
+            out.extend(data);
+        };
+        match (header.option, disk.headers) {
+            (opt::EXTENDED_HEADERS, Headers::Extended) | (opt::STRUCTURED_REPLY, Headers::Structured) => {
+                answer(rep::ACK, b"")
+            }
+            (opt::SET_META_CONTEXT, _) => {
+                let mut context = 9u32.to_be_bytes().to_vec();
+                context.extend(b"base:allocation");
+                answer(rep::META_CONTEXT, &context);
+                answer(rep::ACK, b"");
+            }
+            (opt::GO, _) => {
+                let mut info = 0u16.to_be_bytes().to_vec();
+                info.extend(disk.size.to_be_bytes());
+                info.extend(disk.flags.to_be_bytes());
+                answer(rep::INFO, &info);
+                answer(rep::ACK, b"");
+            }
+            _ => answer(rep::ERR_UNSUP, b""),
+        }
+        stream.write_all(&out)?;
+        if header.option == opt::GO {
+            break;
+        }
+    }
+    stream.set_read_timeout(disk.patience)?;
+    loop {
+        let mut header = vec![0; disk.headers.request_bytes()];
+        stream.read_exact(&mut header)?;
+        let request = Request::parse(disk.headers, &header).unwrap();
+        if request.command == cmd::DISC {
+            return Ok(());
+        }
+        disk.written.resize(if request.command == cmd::WRITE { request.len as usize } else { 0 }, 0);
+        stream.read_exact(&mut disk.written)?;
+        match evil(number, &request, disk) {
+            Some(bytes) => stream.write_all(&bytes)?,
+            None => return Ok(()),
+        }
+    }
+}
+
+/// As a good server answers.
+pub fn good(request: &Request, disk: &mut Disk) -> Vec<u8> {
+    let range = request.offset as usize..(request.offset + request.len) as usize;
+    match request.command {
+        cmd::READ => data(request, disk, request.offset, &disk.bytes[range], chunk::DONE),
+        cmd::WRITE => {
+            let written = std::mem::take(&mut disk.written);
+            disk.bytes[range].copy_from_slice(&written);
+            done(request, disk)
+        }
+        _ => done(request, disk),
+    }
+}
+
+pub fn done(request: &Request, disk: &Disk) -> Vec<u8> {
+    match disk.headers {
+        Headers::Simple => simple(0, request.cookie),
+        _ => piece(request, disk, chunk::NONE, chunk::DONE, &[]),
+    }
+}
+
+pub fn simple(error: u32, cookie: u64) -> Vec<u8> {
+    let mut out = Vec::new();
+    SimpleReply { error, cookie }.put(&mut out);
+    out
+}
+
+/// A chunk with this payload.
+pub fn piece(request: &Request, disk: &Disk, kind: u16, flags: u16, payload: &[u8]) -> Vec<u8> {
+    let mut out = Vec::new();
+    let Request { cookie, offset, .. } = *request;
+    Chunk { flags, kind, cookie, offset, len: payload.len() as u64 }.put(disk.headers, &mut out);
+    out.extend(payload);
+    out
+}
+
+/// Data that are said to be at `offset`.
+pub fn data(request: &Request, disk: &Disk, offset: u64, bytes: &[u8], flags: u16) -> Vec<u8> {
+    if disk.headers == Headers::Simple {
+        let mut out = simple(0, request.cookie);
+        out.extend(bytes);
+        return out;
+    }
+    let mut payload = offset.to_be_bytes().to_vec();
+    payload.extend(bytes);
+    piece(request, disk, chunk::OFFSET_DATA, flags, &payload)
+}

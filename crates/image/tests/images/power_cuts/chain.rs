@@ -1,0 +1,198 @@
+//! A chain of images on simulated disks that share one power supply.
+
+use std::cell::RefCell;
+use std::io;
+use std::rc::Rc;
+
+use blockyard_image::qcow2::check::{self, Repair, Report};
+use blockyard_image::qcow2::{Header, Qcow2, Qcow2Options, rebuild_refcounts};
+use blockyard_image::{Alignment, Image, ImageError, Layer, Raw};
+use blockyard_storage::Storage;
+use blockyard_storage::sim::{Sim, SimConfig, SimDisk, SimImage};
+
+use super::build::build;
+use super::check::{Findings, Parsed, Snapshot};
+use super::plan::{LayerPlan, Plan};
+
+/// An image's files with the power off. Raw images have no header.
+#[derive(Clone)]
+pub struct Files {
+    pub main: SimImage,
+    pub data: Option<SimImage>,
+    pub qcow2: bool,
+}
+
+/// The name of the n-th image from above, where it is a file.
+pub fn file_name(n: usize) -> String {
+    format!("layer-{n}")
+}
+
+/// As the plan has them to begin with, the topmost first.
+pub fn make(plan: &Plan) -> Vec<Files> {
+    let sim = |bytes: &[u8]| SimImage::from_bytes(bytes).atomic(plan.atomic);
+    let layer = |layer: &LayerPlan| match layer {
+        LayerPlan::Raw(size) => {
+            let bytes = blockyard_storage::sim::pattern(plan.seed ^ size, 0, *size as usize);
+            Files { main: sim(&bytes), data: None, qcow2: false }
+        }
+        LayerPlan::Qcow2(recipe) => {
+            let built = build(recipe);
+            Files { main: sim(&built.file), data: built.data.as_deref().map(sim), qcow2: true }
+        }
+    };
+    plan.layers.iter().map(layer).collect()
+}
+
+/// What the guest sees of the images from `layers[0]` on, by the slow way.
+pub fn contents(layers: &[Files]) -> Result<Vec<u8>, String> {
+    layers.iter().rev().try_fold(Vec::new(), |below, files| {
+        let bytes = files.main.bytes();
+        if !files.qcow2 {
+            return Ok(bytes);
+        }
+        Parsed::new(&bytes).read(None, files.data.as_ref().map(SimImage::bytes).as_deref(), &below)
+    })
+}
+
+/// All that there is to see of a chain.
+#[derive(Clone, PartialEq, Eq)]
+pub struct View {
+    pub disk: Vec<u8>,
+    /// Names and what they show.
+    pub snapshots: Vec<(String, Vec<u8>)>,
+}
+
+impl View {
+    /// Where it differs from another one.
+    pub fn differs(&self, other: &View) -> String {
+        let name = |view: &View| view.snapshots.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        let sides = std::iter::once(("disk", &self.disk, &other.disk));
+        let snapshots = self.snapshots.iter().zip(&other.snapshots);
+        let sides = sides.chain(snapshots.map(|((name, ours), (_, theirs))| (&name[..], ours, theirs)));
+        let differences = sides.filter(|(_, ours, theirs)| ours != theirs).map(|(name, ours, theirs)| {
+            let at = ours.iter().zip(theirs).position(|(a, b)| a != b);
+            format!("{name} of {} and {} bytes, from byte {at:?} on", ours.len(), theirs.len())
+        });
+        format!("snapshots {:?} and {:?}; {}", name(self), name(other), differences.collect::<Vec<_>>().join(", "))
+    }
+}
+
+pub fn view(layers: &[Files]) -> Result<View, String> {
+    let below = contents(&layers[1..])?;
+    let (bytes, data) = (layers[0].main.bytes(), layers[0].data.as_ref().map(SimImage::bytes));
+    let parsed = Parsed::new(&bytes);
+    let disk = parsed.read(None, data.as_deref(), &below)?;
+    let shown = |(n, snapshot): (usize, &Snapshot)| Ok((snapshot.name.clone(), parsed.read(Some(n), None, &below)?));
+    let snapshots = parsed.snapshots.iter().enumerate().map(shown).collect::<Result<_, String>>()?;
+    Ok(View { disk, snapshots })
+}
+
+pub fn check(files: &Files) -> Findings {
+    Parsed::new(&files.main.bytes()).check()
+}
+
+/// The chain as the next to open it for writing finds it, where the dirty bit demands that the image is counted anew.
+pub fn counted(layers: &[Files]) -> Result<Option<Vec<Files>>, String> {
+    if !is_dirty(&layers[0]) {
+        return Ok(None);
+    }
+    let mut layers = layers.to_vec();
+    layers[0].main = work_on(&layers[0].main, async |raw| rebuild_refcounts(&raw).await.map(|_| ()))?;
+    Ok(Some(layers))
+}
+
+/// The check of the image as [`counted`] gives it.
+pub fn counted_check(layers: &[Files]) -> Result<Findings, String> {
+    Ok(check(&counted(layers)?.as_deref().unwrap_or(layers)[0]))
+}
+
+pub fn header(files: &Files) -> Result<Header, ImageError> {
+    Header::parse(&files.main.bytes(), files.main.len())
+}
+
+pub fn is_dirty(files: &Files) -> bool {
+    header(files).is_ok_and(|header| header.has_dirty())
+}
+
+/// What our own check finds, corruptions and what it could not read.
+pub fn our_check(files: &Files) -> Result<Report, String> {
+    let report = Rc::new(RefCell::new(None));
+    let told = report.clone();
+    work_on(&files.main, async move |raw| {
+        *told.borrow_mut() = Some(check::check(&raw, None, Repair::No).await?);
+        Ok(())
+    })?;
+    Ok(report.take().expect("it was told"))
+}
+
+/// The image after some work, on a disk that keeps its power.
+fn work_on(
+    image: &SimImage,
+    work: impl AsyncFnOnce(Raw<SimDisk>) -> Result<(), ImageError> + 'static,
+) -> Result<SimImage, String> {
+    let disk = SimDisk::new(image.clone(), SimConfig::new(1));
+    let raw = Raw::on(disk.clone(), Alignment { memory_align: 1, offset_align: 1 });
+    Sim::new(1).block_on(async move { work(raw).await }).map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
+    Ok(disk.power_cut())
+}
+
+/// The files with the power on.
+pub struct Disks {
+    pub layers: Vec<(SimDisk, Option<SimDisk>)>,
+    pub qcow2: Vec<bool>,
+}
+
+impl Disks {
+    pub fn new(layers: &[Files], mut config: impl FnMut() -> SimConfig) -> Self {
+        let mut on = |image: &SimImage| SimDisk::new(image.clone(), config());
+        let disks = layers.iter().map(|files| (on(&files.main), files.data.as_ref().map(&mut on))).collect();
+        Disks { layers: disks, qcow2: layers.iter().map(|files| files.qcow2).collect() }
+    }
+
+    pub fn all(&self) -> impl Iterator<Item = &SimDisk> {
+        self.layers.iter().flat_map(|(main, data)| std::iter::once(main).chain(data))
+    }
+
+    /// The files of the topmost image.
+    pub fn top(&self) -> impl Iterator<Item = &SimDisk> {
+        std::iter::once(&self.layers[0].0).chain(&self.layers[0].1)
+    }
+
+    /// What a cut leaves: one of many possibilities.
+    pub fn power_cut(&self) -> Vec<Files> {
+        let files = |((main, data), &qcow2): (&(SimDisk, Option<SimDisk>), &bool)| Files {
+            main: main.power_cut(),
+            data: data.as_ref().map(SimDisk::power_cut),
+            qcow2,
+        };
+        self.layers.iter().zip(&self.qcow2).map(files).collect()
+    }
+
+    /// Opens the chain from the `top`-th image on, that one for writing, and gives as many views of it as there are reactors.
+    pub async fn open<S: Storage + Clone>(
+        &self,
+        plan: &Plan,
+        top: usize,
+        wrap: impl Fn(SimDisk) -> S,
+    ) -> io::Result<Vec<Image<S>>> {
+        let mut views: Vec<Vec<Layer<S>>> = (0..plan.reactors).map(|_| Vec::new()).collect();
+        for (n, (main, data)) in self.layers.iter().enumerate().skip(top) {
+            let raw = |disk: &SimDisk| Raw::on(wrap(disk.clone()), plan.shape);
+            let (file, data) = (raw(main), data.as_ref().map(raw));
+            if !self.qcow2[n] {
+                let size = main.len().await?;
+                views.iter_mut().for_each(|view| view.push(Layer::Raw { raw: file.clone(), size }));
+                continue;
+            }
+            let header = Header::read(&file).await?;
+            let (l2_cache, reserve) = (plan.cache, plan.reserve);
+            let options = Qcow2Options { read_only: n > top, l2_cache, reserve, ..Qcow2Options::default() };
+            let first = Qcow2::open(header, file.clone(), data.clone(), &options).await?;
+            let shared = first.shared().clone();
+            views.iter_mut().for_each(|view| {
+                view.push(Layer::Qcow2(Qcow2::view(shared.clone(), file.clone(), data.clone())));
+            });
+        }
+        Ok(views.into_iter().map(|layers| Image::new(layers, plan.copy_on_read)).collect())
+    }
+}

@@ -1,0 +1,129 @@
+//! The judge of one boot: the oracle, and the rules of answers that it does not know.
+//!
+//! - Nothing fails without cause: where no error is injected, none is told.
+//! - A flush is not answered Ok once a sync of the image's files has failed. Reads are not judged any more then.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::rc::Rc;
+
+use blockyard_ring::Segments;
+use blockyard_storage::sim::{FlushToken, OpKind, Oracle, Phase, Power, ReadToken, WriteToken};
+
+use super::chain::Disks;
+use super::plan::Plan;
+
+pub struct Judge {
+    pub oracle: Rc<RefCell<Oracle>>,
+    pub disks: Rc<Disks>,
+    pub power: Power,
+    /// Errors are to be expected; and such as make the disk above refuse all further work.
+    trouble: bool,
+    syncs_fail: bool,
+    poisoned: Cell<bool>,
+    pub flushes: Cell<u64>,
+    pub errors: Cell<u64>,
+}
+
+impl Judge {
+    pub fn new(plan: &Plan, oracle: Rc<RefCell<Oracle>>, disks: Rc<Disks>, power: Power) -> Self {
+        let syncs_fail = plan.trouble.as_ref().is_some_and(|t| t.kind == OpKind::Sync);
+        Judge {
+            oracle,
+            disks,
+            power,
+            trouble: plan.trouble.is_some(),
+            syncs_fail,
+            poisoned: Cell::new(false),
+            flushes: Cell::new(0),
+            errors: Cell::new(0),
+        }
+    }
+
+    /// The disk above accepts reads only.
+    pub fn poisoned(&self) -> bool {
+        self.poisoned.get()
+    }
+
+    /// A request was answered. `Ok(false)`: by a machine that is off, so nobody heard it.
+    fn heard(&self, what: &str, result: &io::Result<()>) -> Result<bool, String> {
+        if self.power.is_off() {
+            return Ok(false);
+        }
+        if let Err(e) = result {
+            self.errors.set(self.errors.get() + 1);
+            if !self.trouble {
+                return Err(format!("{what}: {e}"));
+            }
+        }
+        Ok(true)
+    }
+
+    /// What was acknowledged and not flushed may be lost.
+    fn poison(&self) {
+        if !self.poisoned.replace(true) {
+            let mut oracle = self.oracle.borrow_mut();
+            let failed = oracle.flush_started();
+            oracle.flush_answered(failed, false);
+        }
+    }
+
+    pub fn changed(&self, what: &str, token: WriteToken, result: io::Result<()>) -> Result<bool, String> {
+        let heard = self.heard(what, &result)?;
+        if heard {
+            if result.is_err() && self.syncs_fail {
+                self.poison();
+            }
+            self.oracle.borrow_mut().write_answered(token, result.is_ok(), false);
+        }
+        Ok(heard)
+    }
+
+    /// A request that changes nothing was answered.
+    pub fn told(&self, what: &str, result: io::Result<()>) -> Result<bool, String> {
+        let heard = self.heard(what, &result)?;
+        if heard && result.is_err() && self.syncs_fail {
+            self.poison();
+        }
+        Ok(heard)
+    }
+
+    pub fn flushed(&self, token: FlushToken, result: io::Result<()>) -> Result<bool, String> {
+        let heard = self.heard("flush", &result)?;
+        if !heard {
+            return Ok(false);
+        }
+        if result.is_ok() && self.a_sync_has_failed() {
+            return Err("a flush was answered Ok, and a sync had failed".into());
+        }
+        self.flushes.set(self.flushes.get() + 1);
+        self.oracle.borrow_mut().flush_answered(token, result.is_ok());
+        if result.is_err() {
+            self.poison();
+        }
+        Ok(true)
+    }
+
+    fn a_sync_has_failed(&self) -> bool {
+        let failed = |t: &blockyard_storage::sim::Trace| t.kind == OpKind::Sync && t.phase == Phase::Failed;
+        self.syncs_fail && self.disks.top().any(|disk| disk.trace().iter().any(failed))
+    }
+
+    pub fn read(
+        &self,
+        token: ReadToken,
+        offset: u64,
+        segments: &Segments,
+        result: io::Result<()>,
+    ) -> Result<bool, String> {
+        let heard = self.heard("read", &result)?;
+        // What a failed sync has lost may be read, or what was there before: the place is new, its content is not.
+        let mut oracle = self.oracle.borrow_mut();
+        if heard && result.is_ok() && !self.a_sync_has_failed() {
+            let mut content = vec![0; segments.len()];
+            segments.copy_out(0, &mut content);
+            oracle.check_read(token, offset, &content).map_err(|e| e.to_string())?;
+        }
+        Ok(heard)
+    }
+}

@@ -1,0 +1,304 @@
+//! A chain through its boots, and what is done to it between them. What is found after each cut is judged, and is where the
+//! next begins.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use blockyard_image::Image;
+use blockyard_storage::Storage;
+use blockyard_storage::sim::{Latency, Oracle, Power, Rng, Sim, SimConfig, SimDisk};
+
+use super::chain::{self, Disks, Files, View};
+use super::judge::Judge;
+use super::load;
+use super::operation::{Done, Operation, Outcome};
+use super::plan::Plan;
+use super::qemu;
+use super::tally::Tally;
+
+/// Images judged after each cut, of the many that it may leave.
+const JUDGED: usize = 3;
+
+/// How a boot, or an operation, ended.
+pub struct Boot {
+    pub survived: bool,
+    pub events: u64,
+}
+
+pub struct Life {
+    plan: Plan,
+    rng: Rng,
+    layers: Vec<Files>,
+    view: View,
+    leaks: u64,
+    /// What an operation that was cut may have left until the image is opened for writing: the dirty bit; in version 2, which
+    /// has none, COPIED flags that are not set.
+    dirty: bool,
+    careful: bool,
+    oracle: Rc<RefCell<Oracle>>,
+}
+
+impl Life {
+    pub fn new(plan: Plan) -> Self {
+        let layers = chain::make(&plan);
+        let view = chain::view(&layers).expect("an image of our own");
+        let findings = chain::check(&layers[0]);
+        let sound = findings.corruptions.is_empty() && findings.careful == 0 && findings.leaks == 0;
+        assert!(sound, "to begin with: {findings:?}\n{plan:?}");
+        let (rng, oracle) = (Rng::new(plan.seed), Rc::new(RefCell::new(Oracle::new())));
+        let life = Life { plan, rng, layers, view, leaks: 0, dirty: false, careful: false, oracle };
+        life.tell_oracle(0);
+        life
+    }
+
+    /// Offset and clusters of the topmost image's refcount table.
+    pub fn refcount_table(&self) -> (u64, u32) {
+        let header = chain::header(&self.layers[0]).expect("an image that was judged");
+        (header.refcount_table_offset, header.refcount_table_clusters)
+    }
+
+    /// The disk is what it is, durably, and behind it nothing is left of the `before` bytes that it had.
+    fn tell_oracle(&self, before: usize) {
+        let (mut oracle, mut disk) = (self.oracle.borrow_mut(), self.view.disk.clone());
+        disk.resize(disk.len().max(before), 0);
+        let token = oracle.write_started(0, &disk);
+        oracle.write_answered(token, true, true);
+    }
+
+    /// One boot, cut after so many events. The storage is `wrap`'s.
+    pub fn boot<S: Storage + Clone>(
+        &mut self,
+        cut_after: u64,
+        wrap: impl Fn(SimDisk) -> S + Copy + 'static,
+        tally: &mut Tally,
+    ) -> Result<Boot, String> {
+        let plan = self.plan.clone();
+        self.boot_and_judge(cut_after, wrap, tally)
+            .map_err(|e| format!("seed {}, cut after {cut_after} events: {e}\n{plan:?}", plan.seed))
+    }
+
+    fn boot_and_judge<S: Storage + Clone>(
+        &mut self,
+        cut_after: u64,
+        wrap: impl Fn(SimDisk) -> S + Copy + 'static,
+        tally: &mut Tally,
+    ) -> Result<Boot, String> {
+        let plan = Rc::new(self.plan.clone());
+        let power = Power::cut_after(cut_after);
+        let config = self.config(&power);
+        let disks = Rc::new(Disks::new(&self.layers, config));
+        if let Some(trouble) = &plan.trouble {
+            trouble.strike(&disks);
+        }
+        let judge = Rc::new(Judge::new(&plan, self.oracle.clone(), disks.clone(), power.clone()));
+        let sim = Sim::new(self.rng.next_u64()).step_limit(3_000_000);
+        let opened = {
+            let (disks, plan) = (disks.clone(), plan.clone());
+            load::wait(&sim, &power, &judge.disks, async move { disks.open(&plan, 0, wrap).await })?
+        };
+        let (mut closed, was_opened) = (false, opened.is_ok());
+        match opened {
+            Ok(views) => {
+                let views: Vec<_> = views.into_iter().map(Rc::new).collect();
+                if load::run(&plan, self.view.disk.len() as u64, &judge, &sim, &views, &mut self.rng)? {
+                    closed = self.end(&judge, &sim, &views)?;
+                }
+            }
+            Err(_) if power.is_off() || plan.trouble.is_some() => {}
+            Err(e) => return Err(format!("it does not open: {e}")),
+        }
+        if was_opened {
+            (self.dirty, self.careful) = (false, false);
+        }
+        let survived = !power.is_off();
+        tally.count(&judge, survived);
+        self.judge_boot(&judge, closed, tally)?;
+        Ok(Boot { survived, events: power.events() })
+    }
+
+    /// The load is through: everything is read; then the image is closed, as often as not. True: it was, and well.
+    fn end<S: Storage>(&mut self, judge: &Rc<Judge>, sim: &Sim, views: &[Rc<Image<S>>]) -> Result<bool, String> {
+        judge.disks.all().for_each(|disk| disk.heal());
+        let (of, image, capacity) = (judge.clone(), views[views.len() - 1].clone(), self.view.disk.len() as u64);
+        let (power, disks) = (&judge.power, &judge.disks);
+        load::wait(sim, power, disks, async move { load::read_all(&of, &image, capacity).await })??;
+        if self.rng.one_in(2) || judge.power.is_off() {
+            return Ok(false);
+        }
+        let (image, of) = (views[0].clone(), judge.clone());
+        load::wait(sim, power, disks, async move {
+            let token = of.oracle.borrow_mut().flush_started();
+            let result = image.close().await;
+            let good = result.is_ok();
+            of.flushed(token, result).map(|heard| heard && good)
+        })?
+    }
+
+    fn config(&mut self, power: &Power) -> impl FnMut() -> SimConfig + use<> {
+        let (mut rng, discard_zeroes, power) = (self.rng.fork(), self.plan.discard_zeroes, power.clone());
+        let slowest = self.plan.slow;
+        move || {
+            // Now and then operations of a kind take long, so that others come in between.
+            let mut slow = |most| if rng.one_in(4) { slowest } else { most };
+            let latency = Latency { read: slow(4), write: slow(6), sync: slow(10), other: slow(6) };
+            SimConfig { latency, discard_zeroes, power: power.clone(), ..SimConfig::new(rng.next_u64()) }
+        }
+    }
+
+    /// Some of the images that a cut here may leave; the last is what the next boot finds.
+    fn judge_boot(&mut self, judge: &Judge, closed: bool, tally: &mut Tally) -> Result<(), String> {
+        for nth in 1..=JUDGED {
+            let layers = judge.disks.power_cut();
+            self.are_unchanged(&layers, 1)?;
+            let view = self.judge_image(&layers, nth == 1, tally)?;
+            if view.snapshots != self.view.snapshots {
+                return Err("a snapshot was changed".into());
+            }
+            let leaks = chain::check(&layers[0]).leaks;
+            if closed && leaks > self.leaks && self.plan.trouble.is_none() {
+                return Err(format!("{} clusters leaked, in an image that was closed", leaks - self.leaks));
+            }
+            if nth < JUDGED {
+                self.oracle.borrow().allows_after_cut(0, &view.disk).map_err(|e| e.to_string())?;
+            } else {
+                self.oracle.borrow_mut().check_after_cut(0, &view.disk).map_err(|e| e.to_string())?;
+                (self.leaks, self.layers, self.view) = (leaks, layers, view);
+            }
+        }
+        Ok(())
+    }
+
+    /// The images from the `first` on are what they were.
+    fn are_unchanged(&self, layers: &[Files], first: usize) -> Result<(), String> {
+        let unchanged = |(now, before): (&Files, &Files)| now.main.bytes() == before.main.bytes();
+        match layers.iter().zip(&self.layers).skip(first).all(unchanged) {
+            true => Ok(()),
+            false => Err("an image below was changed".into()),
+        }
+    }
+
+    /// The image opens and is sound. Gives what is to be seen of it.
+    fn judge_image(&self, layers: &[Files], ours: bool, tally: &mut Tally) -> Result<View, String> {
+        let view = chain::view(layers)?;
+        if !self.dirty && chain::is_dirty(&layers[0]) {
+            return Err("the dirty bit is set".into());
+        }
+        let counted = chain::counted(layers)?;
+        let layers = counted.as_deref().unwrap_or(layers);
+        if counted.is_some() && chain::view(layers)? != view {
+            return Err("counting anew has changed what it shows".into());
+        }
+        let findings = chain::check(&layers[0]);
+        tally.judged += 1;
+        tally.leaky += u64::from(findings.leaks > 0);
+        if !findings.corruptions.is_empty() || findings.careful > 0 && !self.careful {
+            return Err(format!("the image is corrupt: {findings:#?}"));
+        }
+        if ours {
+            let report = chain::our_check(&layers[0])?;
+            // Clusters beyond the end of the file are no leaks to it.
+            let same = report.corruptions == findings.careful && report.leaks <= findings.leaks;
+            if !same || report.check_errors > 0 {
+                return Err(format!("our check finds other than the slow one, {findings:?}: {report:#?}"));
+            }
+        }
+        if tally.one_in > 0 && tally.judged.is_multiple_of(tally.one_in) && findings.careful == 0 {
+            tally.by_qemu += 1;
+            qemu::judge(layers, &view.disk)?;
+        }
+        Ok(view)
+    }
+
+    /// Does something to the closed chain, as a whole and then cut somewhere. What the cut has left is where it goes on.
+    pub fn operate(&mut self, tally: &mut Tally) -> Result<(), String> {
+        let operation = self.next_operation();
+        let whole = self.operate_once(&operation, u64::MAX, false, tally)?;
+        let cut_after = self.rng.below(whole.events + 1);
+        self.operate_once(&operation, cut_after, true, tally).map(|_| ())
+    }
+
+    pub fn next_operation(&mut self) -> Operation {
+        Operation::random(&mut self.rng, &self.plan, &self.view)
+    }
+
+    /// Does it, cut after so many events. `keep`: it goes on from what is left.
+    pub fn operate_once(
+        &mut self,
+        operation: &Operation,
+        cut_after: u64,
+        keep: bool,
+        tally: &mut Tally,
+    ) -> Result<Boot, String> {
+        let plan = self.plan.clone();
+        let explain = |e| format!("seed {}, {operation:?} cut after {cut_after} events: {e}\n{plan:?}", plan.seed);
+        let power = Power::cut_after(cut_after);
+        let config = self.config(&power);
+        let disks = Disks::new(&self.layers, config);
+        let seed = self.rng.next_u64();
+        let outcome = operation.run(&plan, &self.view, disks, &power, seed).map_err(explain)?;
+        let survived = !power.is_off();
+        tally.operated(operation, &outcome, survived);
+        let (dirty, careful) = (self.dirty, self.careful);
+        self.judge_operation(operation, &outcome, keep, tally).map_err(explain)?;
+        if !keep {
+            (self.dirty, self.careful) = (dirty, careful);
+        }
+        Ok(Boot { survived, events: outcome.events })
+    }
+
+    fn judge_operation(
+        &mut self,
+        operation: &Operation,
+        outcome: &Outcome,
+        keep: bool,
+        tally: &mut Tally,
+    ) -> Result<(), String> {
+        let after = operation.after(&self.view);
+        let done = outcome.done == Some(Done::Well);
+        if done {
+            (self.dirty, self.careful) = (false, false);
+        } else {
+            let version = self.plan.top().layout.version;
+            (self.dirty, self.careful) = (self.dirty || version > 2, self.careful || version == 2);
+        }
+        // What has ended is durable, and all images are alike.
+        let judged = if done { 1 } else { JUDGED };
+        for nth in 1..=judged {
+            let layers = outcome.disks.power_cut();
+            let view = self.judge_image(&layers, nth == 1, tally)?;
+            self.are_unchanged(&layers, operation.changes())?;
+            if *operation == Operation::Commit {
+                judge_commit(&layers[1..], &view.disk, done)?;
+            }
+            let (old, new) = (view == self.view, view == after);
+            if !(new && outcome.done != Some(Done::Refused) || old && !done) {
+                let (old, new) = (view.differs(&self.view), view.differs(&after));
+                let ended =
+                    format!("{:?}; it differs from what it was: {old}; from what it was to be: {new}", outcome.done);
+                return Err(format!("neither what it was nor what it was to be; {ended}"));
+            }
+            tally.states[usize::from(new)] += 1;
+            if nth == judged && keep {
+                let before = self.view.disk.len();
+                (self.layers, self.view) = (layers, view);
+                self.leaks = chain::counted_check(&self.layers)?.leaks;
+                self.tell_oracle(before);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The image below is sound at each moment; when all is done it holds the disk by itself.
+fn judge_commit(below: &[Files], disk: &[u8], done: bool) -> Result<(), String> {
+    if below[0].qcow2 {
+        let findings = chain::counted_check(below)?;
+        if !findings.corruptions.is_empty() {
+            return Err(format!("the image below is corrupt: {findings:#?}"));
+        }
+    }
+    match done && !chain::contents(below)?.starts_with(disk) {
+        true => Err("the image below does not hold the disk".into()),
+        false => Ok(()),
+    }
+}

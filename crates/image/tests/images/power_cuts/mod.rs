@@ -1,0 +1,182 @@
+//! Power cuts: chains of images on simulated disks, under concurrent requests, cut at any moment, and judged.
+//!
+//! ```text
+//!   plan    what a run is like, decided by its seed      build   the images it begins with
+//!   chain   their files on disks with one power supply   load    lanes of requests, until they are through or the power goes
+//!   life    boot after boot                              judge   what is told to the oracle, and its other rules
+//!   operation  what is done to the closed image between boots    tally   what has happened
+//!   liars   storage that breaks its promises             lives   seeds, on all processors
+//!   check   references against refcounts, and reading, the slow way (format: its numbers); qemu: QEMU's opinion
+//! ```
+//! A failure names its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` makes as many random cuts.
+
+use crate::lives;
+
+mod build;
+mod chain;
+mod check;
+mod format;
+mod judge;
+mod liars;
+mod life;
+mod load;
+mod operation;
+mod plan;
+mod qemu;
+mod tally;
+
+use blockyard_image::Alignment;
+use blockyard_storage::sim::Rng;
+
+use self::liars::{Liar, Lie};
+use self::life::Life;
+use self::operation::KINDS;
+use self::plan::{Plan, SHAPES};
+use self::tally::Tally;
+
+/// Random cuts of an ordinary run.
+const CUTS: u64 = 6_000;
+
+/// Seeds of plans that have failed once.
+const QUIET: [u64; 1] = [2451];
+const GROWING: [u64; 0] = [];
+const TROUBLED: [u64; 11] = [171, 236, 395, 446, 449, 483, 485, 639, 722, 755, 959];
+
+/// A whole boot, to see how long one is; then some cut at random events, each going on from what the one before left, and
+/// things that are done to the image in between.
+fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
+    let mut rng = Rng::new(plan.seed);
+    let events = Life::new(plan.clone()).boot(u64::MAX, |disk| disk, tally)?.events;
+    for _ in 0..3 {
+        let mut life = Life::new(plan.clone());
+        for _ in 0..4 {
+            life.boot(rng.below(events + 1), |disk| disk, tally)?;
+            if rng.one_in(2) {
+                life.operate(tally)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// So many percent of all cuts.
+fn random_lives(plan: impl Fn(u64) -> Plan + Sync, percent: u64, failed_once: &[u64]) -> Tally {
+    let cuts = lives::cuts(CUTS) * percent / 100;
+    // QEMU is slow.
+    let by_qemu = if cuts > CUTS { 3 * percent } else { (percent / 3).max(1) };
+    let new = || Tally { one_in: cuts * 4 / by_qemu, ..Tally::default() };
+    lives::run(failed_once, cuts, new, |seed, tally| random_life(plan(seed), tally))
+}
+
+#[test]
+fn what_was_promised_survives_random_cuts() {
+    let tally = random_lives(Plan::quiet, 50, &QUIET);
+    assert!(tally.saw_all_operations() || !lives::is_thorough(CUTS), "{tally}");
+}
+
+#[test]
+fn refcounts_are_right_in_files_that_grow() {
+    random_lives(Plan::growing, 15, &GROWING);
+}
+
+#[test]
+fn clusters_are_not_used_again_while_somebody_may_use_them() {
+    random_lives(Plan::reusing, 10, &[]);
+}
+
+#[test]
+fn freed_clusters_wait_for_a_durable_write_back() {
+    random_lives(Plan::relieving, 1, &[]);
+}
+
+#[test]
+fn compressed_writes_survive_random_cuts() {
+    random_lives(Plan::packing, 4, &[]);
+}
+
+#[test]
+fn what_was_promised_survives_errors_and_cuts() {
+    let tally = random_lives(Plan::troubled, 15, &TROUBLED);
+    assert!(tally.troubled > 50 || !lives::is_thorough(CUTS), "{tally}");
+}
+
+/// Small runs, cut at every event there is.
+#[test]
+fn what_was_promised_survives_a_cut_at_every_event() {
+    let mut tally = Tally::default();
+    for (seed, shape) in (30_000..).zip(SHAPES.into_iter().cycle()).take(6) {
+        let plan = Plan { shape, lanes: 4, requests: 6, ..Plan::quiet(seed) };
+        let whole = (0..).find(|&events| {
+            let boot = Life::new(plan.clone()).boot(events, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+            assert!(!boot.survived || events > 20, "a run of only {events} events");
+            boot.survived
+        });
+        println!("seed {seed}, {shape:?}: {whole:?} events");
+    }
+    println!("{tally}");
+}
+
+/// The boot that needs a new refcount table, cut at every event there is.
+#[test]
+fn a_new_refcount_table_survives_a_cut_at_every_event() {
+    let mut tally = Tally::default();
+    let plan = Plan::recounting(0);
+    let table = |life: &Life| life.refcount_table();
+    let mut life = Life::new(plan.clone());
+    let old = table(&life);
+    let events = life.boot(u64::MAX, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}")).events;
+    assert_ne!(table(&life), old, "the refcount table has moved");
+    let (mut before, mut after) = (0, 0);
+    for events in 0..events {
+        let mut life = Life::new(plan.clone());
+        life.boot(events, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+        *(if table(&life) == old { &mut before } else { &mut after }) += 1;
+    }
+    println!("{tally}; cuts that left the old table: {before}, and a new one: {after}");
+    assert!(before > 10 && after > 10, "{before} cuts left the old table, {after} a new one");
+}
+
+/// What is done to a closed image, twice of each kind.
+#[test]
+fn what_is_done_between_boots_survives_a_cut_at_every_event() {
+    let (mut tally, mut left) = (Tally::default(), [2; KINDS.len()]);
+    for seed in 40_000.. {
+        if left == [0; KINDS.len()] {
+            break;
+        }
+        let mut life = Life::new(Plan { lanes: 4, requests: 6, ..Plan::quiet(seed) });
+        life.boot(u64::MAX, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+        let operation = life.next_operation();
+        let left = &mut left[operation.kind()];
+        let mut cut =
+            |events| life.operate_once(&operation, events, false, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+        let events = cut(u64::MAX).events;
+        if *left > 0 && events > 8 {
+            *left -= 1;
+            (0..events).for_each(|events| assert!(!cut(events).survived));
+            println!("seed {seed}, {operation:?}: {events} events");
+        }
+    }
+    println!("{tally}");
+}
+
+/// The judges are judged: a storage that lies is found out. How often depends on where cuts happen to fall, so there are many
+/// more runs than are needed; they end when it has been caught often enough.
+#[test]
+fn liars_are_caught() {
+    const ENOUGH: usize = 5;
+    // A cut has to come behind one sync of two and before the next.
+    for (lie, runs) in [(Lie::NoSync, 60), (Lie::HalfTheSyncs, 800), (Lie::LosesPieces, 60), (Lie::DiscardsMore, 120)] {
+        let is_caught = |&seed: &u64| {
+            let mut rng = Rng::new(seed);
+            let shape = Alignment { memory_align: 1, offset_align: 1 };
+            let plan = Plan { shape, lanes: 6, requests: 12, ..Plan::quiet(seed) };
+            let events = if rng.one_in(2) { u64::MAX } else { rng.below(200) };
+            let mut life = Life::new(plan);
+            life.boot(events, move |disk| Liar::new(disk, lie), &mut Tally::default()).is_err()
+        };
+        let caught: Vec<u64> = (0..runs).filter(is_caught).take(ENOUGH).collect();
+        println!("{lie:?}: caught with the seeds {caught:?}");
+        assert_eq!(caught.len(), ENOUGH, "{lie:?} was caught in so few of {runs} runs");
+    }
+}

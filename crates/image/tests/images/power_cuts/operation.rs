@@ -1,0 +1,187 @@
+//! What is done to a closed chain between two boots: snapshots, other sizes, commits. Cut at any event, each is done or not.
+
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use blockyard_image::qcow2::empty::make_empty;
+use blockyard_image::qcow2::resize::{Resize, resize};
+use blockyard_image::qcow2::{Header, snapshot};
+use blockyard_image::{CopyDown, ImageError, Kind, Raw, Storage};
+use blockyard_storage::sim::{Power, Rng, SECTOR, Sim, SimDisk};
+
+use super::chain::{Disks, View};
+use super::load;
+use super::plan::Plan;
+
+/// Snapshots that an image has at most here.
+const SNAPSHOTS: usize = 3;
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum Operation {
+    Create(String),
+    Apply(String),
+    Delete(String),
+    /// To so many bytes.
+    Resize(u64),
+    /// Into the image below, which shows the disk then; the topmost image is empty after it.
+    Commit,
+}
+
+/// The kinds of operations, by the names that a tally has for them.
+pub const KINDS: [&str; 5] = ["create", "apply", "delete", "resize", "commit"];
+
+/// How one ended.
+pub struct Outcome {
+    pub disks: Rc<Disks>,
+    pub events: u64,
+    /// None: the power went, or the storage failed.
+    pub done: Option<Done>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Done {
+    Well,
+    /// It cannot be, and nothing was changed.
+    Refused,
+}
+
+impl Operation {
+    /// One that this chain allows, or nearly.
+    pub fn random(rng: &mut Rng, plan: &Plan, view: &View) -> Self {
+        let taken = |rng: &mut Rng| rng.pick(&view.snapshots).0.clone();
+        // What a snapshot does not have itself it shows of the image below, as that is now.
+        if plan.layers.len() > 1 && view.snapshots.is_empty() && rng.one_in(3) {
+            return Operation::Commit;
+        }
+        let room = view.snapshots.len() < SNAPSHOTS;
+        match rng.below(8) {
+            2..4 if !view.snapshots.is_empty() => Operation::Apply(taken(rng)),
+            4 | 5 if !view.snapshots.is_empty() => Operation::Delete(taken(rng)),
+            0..4 if room => Operation::Create(format!("taken-{}", rng.next_u64())),
+            _ => {
+                let now = view.disk.len() as u64 / SECTOR as u64;
+                // Disks do not grow from one life's step to the next without end.
+                let most = plan.top().size / SECTOR as u64 * 3 / 2 + 8;
+                let sectors = if rng.one_in(3) { now.saturating_sub(rng.below(12)) } else { rng.between(1, most) };
+                Operation::Resize(sectors.max(1) * SECTOR as u64)
+            }
+        }
+    }
+
+    pub fn kind(&self) -> usize {
+        match self {
+            Operation::Create(_) => 0,
+            Operation::Apply(_) => 1,
+            Operation::Delete(_) => 2,
+            Operation::Resize(_) => 3,
+            Operation::Commit => 4,
+        }
+    }
+
+    /// The images that it may write to: so many, from above.
+    pub fn changes(&self) -> usize {
+        if *self == Operation::Commit { 2 } else { 1 }
+    }
+
+    /// What there is to see when it is done.
+    pub fn after(&self, before: &View) -> View {
+        let mut view = before.clone();
+        match self {
+            Operation::Create(name) => view.snapshots.push((name.clone(), view.disk.clone())),
+            Operation::Apply(name) => {
+                let (_, shown) = view.snapshots.iter().find(|(known, _)| known == name).expect("a snapshot");
+                view.disk = shown.clone();
+            }
+            Operation::Delete(name) => view.snapshots.retain(|(known, _)| known != name),
+            Operation::Resize(size) => view.disk.resize(*size as usize, 0),
+            Operation::Commit => {}
+        }
+        view
+    }
+
+    /// Does it on `disks`, whose power may go meanwhile; the topmost image shows `view`.
+    pub fn run(&self, plan: &Plan, view: &View, disks: Disks, power: &Power, seed: u64) -> Result<Outcome, String> {
+        let disks = Rc::new(disks);
+        let trouble = plan.trouble.is_some();
+        if let Some(trouble) = &plan.trouble {
+            trouble.strike(&disks);
+        }
+        let work = Work { plan: plan.clone(), disks: disks.clone(), size: view.disk.len() as u64 };
+        let (operation, sim) = (self.clone(), Sim::new(seed).step_limit(3_000_000));
+        let result = load::wait(&sim, power, &disks, async move { work.run(operation).await })?;
+        let events = power.events();
+        let done = match result {
+            _ if power.is_off() => None,
+            Ok(()) => Some(Done::Well),
+            Err(e) if e.kind == Kind::Refused || e.kind == Kind::Unsupported => Some(Done::Refused),
+            Err(_) if trouble => None,
+            Err(e) => return Err(format!("it failed: {e}")),
+        };
+        Ok(Outcome { disks, events, done })
+    }
+}
+
+struct Work {
+    plan: Plan,
+    disks: Rc<Disks>,
+    /// Bytes of the topmost image's disk.
+    size: u64,
+}
+
+impl Work {
+    async fn run(self, operation: Operation) -> Result<(), ImageError> {
+        let (main, data) = self.files(0);
+        match operation {
+            Operation::Create(name) => {
+                snapshot::create(&main, &name, Duration::from_secs(1_700_000_000)).await.map(|_| ())
+            }
+            Operation::Apply(name) => snapshot::apply(&main, &name).await,
+            Operation::Delete(name) => snapshot::delete(&main, &name).await,
+            Operation::Resize(size) => {
+                let below = self.size_of(1).await?;
+                resize(&main, data.as_ref(), Resize { size, shrink: true, below }).await
+            }
+            Operation::Commit => self.commit(main).await,
+        }
+    }
+
+    /// The files of the n-th image from above.
+    fn files(&self, n: usize) -> (Raw<SimDisk>, Option<Raw<SimDisk>>) {
+        let raw = |disk: &SimDisk| Raw::on(disk.clone(), self.plan.shape);
+        let (main, data) = &self.disks.layers[n];
+        (raw(main), data.as_ref().map(raw))
+    }
+
+    /// Bytes of the n-th image's disk; 0: there is none.
+    async fn size_of(&self, n: usize) -> Result<u64, ImageError> {
+        match self.disks.qcow2.get(n) {
+            None => Ok(0),
+            Some(true) => Ok(Header::read(&self.files(n).0).await?.size),
+            Some(false) => self.disks.layers[n].0.len().await.map_err(failed),
+        }
+    }
+
+    async fn commit(&self, main: Raw<SimDisk>) -> Result<(), ImageError> {
+        if self.size_of(1).await? < self.size {
+            match self.disks.qcow2[1] {
+                true => {
+                    let wanted = Resize { size: self.size, shrink: false, below: self.size_of(2).await? };
+                    resize(&self.files(1).0, None, wanted).await?;
+                }
+                false => self.disks.layers[1].0.set_len(self.size).await.map_err(failed)?,
+            }
+        }
+        let open = async |top| Ok(self.disks.open(&self.plan, top, |disk| disk).await.map_err(failed)?.swap_remove(0));
+        let (from, into) = (open(0).await?, open(1).await?);
+        let copy = CopyDown::new(0..self.size, 1, Arc::default());
+        copy.run(&from, &into, async |_| Ok(())).await?;
+        into.close().await.map_err(failed)?;
+        make_empty(&main).await
+    }
+}
+
+fn failed(error: io::Error) -> ImageError {
+    ImageError::io("chain", None, "working on it", error)
+}

@@ -1,0 +1,317 @@
+//! What a run is like: decided by its seed.
+
+use std::io;
+
+use blockyard_image::Alignment;
+use blockyard_storage::sim::{Fault, OpKind, Rng, SECTOR};
+
+use super::build::Recipe;
+use super::chain::{Disks, file_name};
+use super::format::Layout;
+
+/// The page cache; O_DIRECT on 512-byte blocks, and on 4096-byte blocks under 512-byte sectors.
+pub const SHAPES: [Alignment; 3] = [
+    Alignment { memory_align: 1, offset_align: 1 },
+    Alignment { memory_align: 512, offset_align: 512 },
+    Alignment { memory_align: 512, offset_align: 4096 },
+];
+
+#[derive(Clone, Debug)]
+pub enum LayerPlan {
+    /// Bytes.
+    Raw(u64),
+    Qcow2(Recipe),
+}
+
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub seed: u64,
+    /// The topmost first; that one is qcow2.
+    pub layers: Vec<LayerPlan>,
+    pub shape: Alignment,
+    /// What the device writes whole or not at all.
+    pub atomic: usize,
+    pub discard_zeroes: bool,
+    pub reactors: usize,
+    /// Requests in flight, over all reactors, and how many each of these lanes makes.
+    pub lanes: usize,
+    pub requests: usize,
+    /// Bytes of L2 tables kept; bytes reserved at once.
+    pub cache: Option<u64>,
+    pub reserve: Option<u64>,
+    pub copy_on_read: bool,
+    /// How long operations take at most that are slow.
+    pub slow: u64,
+    /// Requests go to the whole disk, give clusters back more often, and seldom flush: metadata are written back unasked.
+    pub spread: bool,
+    /// Some requests write compressed clusters.
+    pub packs: bool,
+    pub trouble: Option<Trouble>,
+}
+
+impl Plan {
+    /// Nothing fails but the power.
+    pub fn quiet(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x7163_6f77);
+        let cluster_bits = *rng.pick(&[9, 9, 9, 9, 10, 11, 12, 12, 12, 13, 14, 16, 16]);
+        let layout = layout(&mut rng, cluster_bits);
+        let sectors = capacity(&mut rng, layout);
+        let capacity = sectors * SECTOR as u64;
+        let layers = layers(&mut rng, layout, capacity);
+        let cluster = layout.cluster();
+        Plan {
+            seed,
+            layers,
+            shape: *rng.pick(&SHAPES),
+            atomic: *rng.pick(&[512, 512, 4096]),
+            discard_zeroes: rng.one_in(2),
+            reactors: rng.between(1, 2) as usize,
+            lanes: rng.between(2, 8) as usize,
+            requests: rng.between(4, 12) as usize,
+            cache: rng.one_in(2).then_some(0),
+            reserve: (cluster_bits < 14 || !rng.one_in(3)).then(|| cluster * rng.between(1, 40)),
+            copy_on_read: rng.one_in(6),
+            slow: 40,
+            spread: false,
+            packs: false,
+            trouble: None,
+        }
+    }
+
+    /// A file that grows all the time, with refcount blocks that count little.
+    pub fn growing(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x6772_6f77);
+        let layout = Layout {
+            version: 3,
+            cluster_bits: 9,
+            refcount_order: *rng.pick(&[5, 6, 6]),
+            extended: false,
+            data_file: false,
+            raw_data_file: false,
+        };
+        let capacity = rng.between(100, 400) * SECTOR as u64;
+        let recipe = Recipe { snapshot: false, full: *rng.pick(&[0, 30]), ..recipe(&mut rng, layout, capacity, None) };
+        Plan {
+            layers: vec![LayerPlan::Qcow2(recipe)],
+            lanes: rng.between(3, 6) as usize,
+            requests: 12,
+            reserve: Some(layout.cluster() * rng.between(1, 70)),
+            ..Plan::quiet(seed)
+        }
+    }
+
+    /// Few clusters, freed and used again all the time, while reads and writes take longer than whole flushes.
+    pub fn reusing(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x7265_7573);
+        let layout = Layout {
+            version: 3,
+            cluster_bits: 9,
+            refcount_order: 4,
+            extended: false,
+            data_file: false,
+            raw_data_file: false,
+        };
+        let size = rng.between(6, 20) * SECTOR as u64;
+        let recipe = recipe(&mut rng, layout, size, None);
+        Plan {
+            layers: vec![LayerPlan::Qcow2(Recipe { snapshot: false, full: 100, ..recipe })],
+            lanes: rng.between(6, 10) as usize,
+            requests: 16,
+            reserve: Some(layout.cluster()),
+            slow: 1000,
+            ..Plan::quiet(seed)
+        }
+    }
+
+    /// Tables by the dozen or the hundred, few of them in memory, hardly a flush: what was freed must wait for a write-back
+    /// that is durable, and clusters are scarce.
+    pub fn relieving(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x7265_6c69);
+        let (version, cluster_bits, refcount_order) = (3, 9, 4);
+        let (extended, data_file, raw_data_file) = (false, false, false);
+        let layout = Layout { version, cluster_bits, refcount_order, extended, data_file, raw_data_file };
+        let tables = if rng.one_in(16) { rng.between(100, 300) } else { rng.between(12, 18) };
+        let recipe = recipe(&mut rng, layout, tables * layout.l2_reach(), None);
+        let full = *rng.pick(&[30, 60, 100]);
+        Plan {
+            layers: vec![LayerPlan::Qcow2(Recipe { snapshot: false, full, ..recipe })],
+            lanes: rng.between(4, 8) as usize,
+            requests: 40,
+            cache: Some(0),
+            reserve: Some(layout.cluster() * rng.between(1, 3)),
+            copy_on_read: false,
+            spread: true,
+            ..Plan::quiet(seed)
+        }
+    }
+
+    /// Compressed clusters are written where others were freed, and read again and again.
+    pub fn packing(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x7061_636b);
+        let layout = Layout {
+            version: 3,
+            cluster_bits: *rng.pick(&[9, 9, 9, 10, 12]),
+            refcount_order: *rng.pick(&[0, 1, 2, 4]),
+            extended: false,
+            data_file: false,
+            raw_data_file: false,
+        };
+        let size = rng.between(12, 60) * layout.cluster();
+        let recipe = recipe(&mut rng, layout, size, None);
+        Plan {
+            layers: vec![LayerPlan::Qcow2(Recipe { snapshot: false, full: *rng.pick(&[30, 60]), ..recipe })],
+            lanes: rng.between(4, 6) as usize,
+            requests: 30,
+            reserve: Some(layout.cluster() * rng.between(1, 3)),
+            copy_on_read: false,
+            packs: true,
+            ..Plan::quiet(seed)
+        }
+    }
+
+    /// A file that its refcount table can hardly count: the first requests make a new table necessary.
+    pub fn recounting(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x7265_636e);
+        let layout = Layout {
+            version: 3,
+            cluster_bits: 9,
+            refcount_order: 6,
+            extended: false,
+            data_file: false,
+            raw_data_file: false,
+        };
+        // Beside the L1 table there are the header, one cluster of the refcount table, and the blocks that it names.
+        let (per_table, left) = (layout.cluster() / 8, rng.between(0, 6));
+        let l1_clusters = per_table * layout.per_block() - 2 - per_table - left;
+        let recipe = recipe(&mut rng, layout, 64 * SECTOR as u64, None);
+        Plan {
+            layers: vec![LayerPlan::Qcow2(Recipe { snapshot: false, full: 0, l1_clusters, ..recipe })],
+            lanes: 2,
+            requests: 2,
+            reserve: Some(layout.cluster() * rng.between(4, 8)),
+            copy_on_read: false,
+            ..Plan::quiet(seed)
+        }
+    }
+
+    pub fn troubled(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x7472_6f75);
+        let plan = if rng.one_in(4) { Plan::growing(seed) } else { Plan::quiet(seed) };
+        Plan { trouble: Some(Trouble::random(&mut rng)), ..plan }
+    }
+
+    pub fn top(&self) -> &Recipe {
+        match &self.layers[0] {
+            LayerPlan::Qcow2(recipe) => recipe,
+            LayerPlan::Raw(_) => unreachable!("the topmost image is qcow2"),
+        }
+    }
+}
+
+fn layout(rng: &mut Rng, cluster_bits: u32) -> Layout {
+    let extended = cluster_bits >= 14 && rng.one_in(2);
+    let version = if !extended && rng.one_in(4) { 2 } else { 3 };
+    let data_file = version > 2 && rng.one_in(8);
+    Layout {
+        version,
+        cluster_bits,
+        refcount_order: if version == 2 { 4 } else { *rng.pick(&[0, 1, 2, 3, 4, 4, 5, 6, 6]) },
+        extended,
+        data_file,
+        raw_data_file: data_file && rng.one_in(2),
+    }
+}
+
+/// In sectors: some clusters, some tables where they are small; often not whole clusters.
+fn capacity(rng: &mut Rng, layout: Layout) -> u64 {
+    let clusters = match layout.cluster_bits {
+        9 if rng.one_in(4) => rng.between(700, 1400),
+        9..=11 => rng.between(24, 200),
+        12..=13 => rng.between(6, 40),
+        _ => rng.between(2, 12),
+    };
+    let sectors = clusters * layout.cluster() / SECTOR as u64;
+    if rng.one_in(2) { sectors } else { sectors - rng.below(layout.cluster() / SECTOR as u64) }
+}
+
+fn layers(rng: &mut Rng, layout: Layout, capacity: u64) -> Vec<LayerPlan> {
+    let depth = if layout.raw_data_file { 0 } else { *rng.pick(&[0, 0, 1, 1, 1, 2]) };
+    // From below upwards.
+    let mut layers: Vec<LayerPlan> = Vec::new();
+    for number in (1..=depth).rev() {
+        // Images may be shorter or longer than those above them.
+        let size = match rng.below(4) {
+            0 => rng.between(1, capacity / SECTOR as u64) * SECTOR as u64,
+            1 => capacity + rng.below(20) * SECTOR as u64,
+            _ => capacity,
+        };
+        if number == depth && rng.one_in(2) {
+            layers.push(LayerPlan::Raw(size));
+            continue;
+        }
+        let bits = *rng.pick(&[9, 10, 12, 14, 16]);
+        let layout = Layout { data_file: false, raw_data_file: false, ..self::layout(rng, bits) };
+        let recipe = recipe(rng, layout, size, below(&layers, number + 1));
+        layers.push(LayerPlan::Qcow2(Recipe { snapshot: false, ..recipe }));
+    }
+    layers.push(LayerPlan::Qcow2(recipe(rng, layout, capacity, below(&layers, 1))));
+    layers.reverse();
+    layers
+}
+
+/// Name and format of the image that was planned last, if there is one.
+fn below(layers: &[LayerPlan], number: usize) -> Option<(String, &'static str)> {
+    let format = match layers.last()? {
+        LayerPlan::Raw(_) => "raw",
+        LayerPlan::Qcow2(_) => "qcow2",
+    };
+    Some((file_name(number), format))
+}
+
+fn recipe(rng: &mut Rng, layout: Layout, size: u64, below: Option<(String, &'static str)>) -> Recipe {
+    Recipe {
+        layout,
+        size,
+        full: *rng.pick(&[0, 0, 30, 60, 100]),
+        snapshot: !layout.data_file && layout.largest_count() > 1 && rng.one_in(5),
+        zstd: layout.version > 2 && rng.one_in(2),
+        l1_clusters: 0,
+        below,
+        seed: rng.next_u64(),
+    }
+}
+
+/// Operations that fail.
+#[derive(Clone, Debug)]
+pub struct Trouble {
+    pub kind: OpKind,
+    pub fault: Fault,
+    /// It strikes the external data file, where there is one.
+    pub data_file: bool,
+}
+
+impl Trouble {
+    /// The files of the topmost image have it from now on.
+    pub fn strike(&self, disks: &Disks) {
+        let (main, data) = &disks.layers[0];
+        data.as_ref().filter(|_| self.data_file).unwrap_or(main).fail(self.fault.clone());
+    }
+
+    fn random(rng: &mut Rng) -> Self {
+        use io::ErrorKind::{Other, StorageFull};
+        let kinds = [
+            (OpKind::Read, Other),
+            (OpKind::Write, Other),
+            (OpKind::Write, StorageFull),
+            (OpKind::SetLen, StorageFull),
+            (OpKind::SetLen, Other),
+            (OpKind::Sync, Other),
+            (OpKind::Sync, StorageFull),
+            (OpKind::Discard, Other),
+        ];
+        let (kind, error) = *rng.pick(&kinds);
+        let most = if matches!(kind, OpKind::Sync | OpKind::SetLen) { 6 } else { 40 };
+        let fault = Fault::new(kind, error).after(rng.below(most)).times(rng.between(1, 3));
+        Trouble { kind, fault, data_file: rng.one_in(2) }
+    }
+}

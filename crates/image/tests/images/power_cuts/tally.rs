@@ -1,0 +1,89 @@
+//! What has happened, over many lives.
+
+use std::fmt;
+
+use super::judge::Judge;
+use super::operation::{Done, KINDS, Operation, Outcome};
+use crate::lives::Count;
+
+#[derive(Debug, Default)]
+pub struct Tally {
+    pub cuts: u64,
+    pub survived: u64,
+    pub flushes: u64,
+    pub events: u64,
+    pub judged: u64,
+    /// Errors told to the guest, and boots that had some.
+    pub errors: u64,
+    pub troubled: u64,
+    /// Images that had leaks.
+    pub leaky: u64,
+    /// Images judged by QEMU; one in so many is, none if 0.
+    pub by_qemu: u64,
+    pub one_in: u64,
+    /// Operations that were cut, by kind; and such as cannot be.
+    pub operations: [u64; KINDS.len()],
+    pub refused: u64,
+    /// Images that were found as they had been before an operation, and as they were to be after it.
+    pub states: [u64; 2],
+}
+
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Tally { cuts, survived, flushes, events, judged, errors, troubled, leaky, by_qemu, .. } = self;
+        write!(f, "{cuts} cuts, {survived} whole runs, {flushes} flushes, {events} events, {judged} images judged, ")?;
+        write!(f, "{leaky} with leaks, {by_qemu} by QEMU too, {errors} errors in {troubled} runs")?;
+        if self.operations.iter().sum::<u64>() == 0 {
+            return Ok(());
+        }
+        let kinds: Vec<_> = KINDS.iter().zip(self.operations).map(|(kind, cuts)| format!("{cuts} {kind}")).collect();
+        let (refused, [old, new]) = (self.refused, self.states);
+        write!(f, "; operations cut: {}, {refused} refused, {old} images old, {new} new", kinds.join(", "))
+    }
+}
+
+impl Tally {
+    pub fn count(&mut self, judge: &Judge, survived: bool) {
+        self.cuts += u64::from(!survived);
+        self.survived += u64::from(survived);
+        self.flushes += judge.flushes.get();
+        self.events += judge.power.events();
+        self.errors += judge.errors.get();
+        self.troubled += u64::from(judge.errors.get() > 0);
+    }
+
+    pub fn operated(&mut self, operation: &Operation, outcome: &Outcome, survived: bool) {
+        self.cuts += u64::from(!survived);
+        self.survived += u64::from(survived);
+        self.events += outcome.events;
+        self.operations[operation.kind()] += u64::from(!survived);
+        self.refused += u64::from(outcome.done == Some(Done::Refused));
+    }
+
+    /// Each kind of operation was cut, and left the old state and the new.
+    pub fn saw_all_operations(&self) -> bool {
+        self.operations.iter().chain(&self.states).all(|&n| n > 30)
+    }
+}
+
+impl Count for Tally {
+    fn cuts(&self) -> u64 {
+        self.cuts
+    }
+
+    fn add(&mut self, other: &Tally) {
+        let Tally { cuts, survived, flushes, events, judged, errors, troubled, leaky, by_qemu, refused, .. } = other;
+        self.cuts += cuts;
+        self.survived += survived;
+        self.flushes += flushes;
+        self.events += events;
+        self.judged += judged;
+        self.errors += errors;
+        self.troubled += troubled;
+        self.leaky += leaky;
+        self.by_qemu += by_qemu;
+        self.refused += refused;
+        self.operations.iter_mut().zip(other.operations).for_each(|(sum, more)| *sum += more);
+        self.states.iter_mut().zip(other.states).for_each(|(sum, more)| *sum += more);
+    }
+}

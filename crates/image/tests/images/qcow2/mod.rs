@@ -1,0 +1,226 @@
+//! qcow2 images written here and by QEMU, read by the other.
+//!
+//! Random work on chains, each read compared with a model in memory; at the end `qemu-img check` and `qemu-img compare`
+//! judge the files.
+
+mod caches;
+mod freed;
+mod locks;
+mod peer;
+mod reactors;
+mod zeroes;
+
+use std::rc::Rc;
+
+use blockyard_image::{Chain, ChainOptions, Format, Image, Store};
+use blockyard_ring::{Executor, Segments};
+use blockyard_storage::sim::Rng;
+
+use self::peer::{Scratch, qemu_img};
+
+const SIZE: u64 = 24 << 20;
+
+/// What an image should hold.
+struct Model(Vec<u8>);
+
+async fn write(image: &Image<Store>, model: &mut Model, offset: u64, bytes: &[u8]) {
+    image.write(Segments::from_bytes(bytes), offset).await.1.unwrap();
+    model.0[offset as usize..][..bytes.len()].copy_from_slice(bytes);
+}
+
+async fn check(image: &Image<Store>, model: &Model, offset: u64, len: usize) {
+    let (segments, result) = image.read(Segments::buffer(len), offset).await;
+    result.unwrap();
+    let mut bytes = vec![0; len];
+    segments.copy_out(0, &mut bytes);
+    let wrong = bytes.iter().zip(&model.0[offset as usize..][..len]).position(|(a, b)| a != b);
+    if let Some(at) = wrong {
+        panic!("offset {}: {} is not {}", offset + at as u64, bytes[at], model.0[offset as usize + at]);
+    }
+}
+
+/// Writes, zeroes, discards (which leave zeroes, or what was: read back), flushes.
+async fn work(image: Rc<Image<Store>>, mut model: Model, seed: u64, rounds: usize) -> Model {
+    let mut rng = Rng::new(seed);
+    for round in 0..rounds {
+        let offset = rng.below(SIZE / 512) * 512;
+        let longest = if rng.one_in(8) { 3 << 20 } else { 100 << 10 };
+        let len = (rng.between(1, longest / 512) * 512).min(SIZE - offset);
+        match rng.below(12) {
+            0 => {
+                let unmap = rng.one_in(2);
+                let zeroed = match round % 3 {
+                    0 => image.write_zeroes_fast(offset, len, unmap).await,
+                    _ => image.write_zeroes(offset, len, unmap).await,
+                };
+                if zeroed.as_ref().is_err_and(|e| e.kind() == std::io::ErrorKind::Unsupported) {
+                    check(&image, &model, offset, len as usize).await;
+                    continue;
+                }
+                zeroed.unwrap();
+                model.0[offset as usize..][..len as usize].fill(0);
+            }
+            1 => {
+                image.discard(offset, len).await.unwrap();
+                let (segments, result) = image.read(Segments::buffer(len as usize), offset).await;
+                result.unwrap();
+                let mut now = vec![0; len as usize];
+                segments.copy_out(0, &mut now);
+                for (now, was) in now.iter().zip(&mut model.0[offset as usize..]) {
+                    assert!(*now == 0 || now == was, "a discard shows something else");
+                    *was = *now;
+                }
+            }
+            2 => image.flush().await.unwrap(),
+            3..=4 => check(&image, &model, offset, len as usize).await,
+            _ => {
+                let byte = (round % 251 + 1) as u8;
+                let bytes: Vec<u8> = (0..len).map(|i| byte ^ (i >> 9) as u8).collect();
+                write(&image, &mut model, offset, &bytes).await;
+            }
+        }
+    }
+    check(&image, &model, 0, SIZE as usize).await;
+    model
+}
+
+/// Opens, works, closes; gives what the disk holds.
+fn session(options: &ChainOptions, model: Model, seed: u64) -> Model {
+    let chain = Chain::open(options).unwrap();
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    executor
+        .block_on(async move {
+            let image = Rc::new(chain.image(&handle).unwrap());
+            check(&image, &model, 0, SIZE as usize).await;
+            let model = work(image.clone(), model, seed, 150).await;
+            image.close().await.unwrap();
+            model
+        })
+        .unwrap()
+}
+
+/// Work on `a.qcow2`.
+fn on_image<T: 'static>(scratch: &Scratch, work: impl AsyncFnOnce(Image<Store>) -> T + 'static) -> T {
+    let chain = Chain::open(&ChainOptions::new(scratch.path("a.qcow2"))).unwrap();
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    executor.block_on(async move { work(chain.image(&handle).unwrap()).await }).unwrap()
+}
+
+/// What QEMU reads, and whether it finds the image sound.
+fn judged_by_qemu(scratch: &Scratch, name: &str, model: &Model) {
+    let expected = scratch.path("expected.raw");
+    std::fs::write(&expected, &model.0).unwrap();
+    qemu_img(&["check", "-f", "qcow2", scratch.name(name)]);
+    qemu_img(&["compare", "-f", "qcow2", "-F", "raw", scratch.name(name), scratch.name("expected.raw")]);
+}
+
+#[test]
+fn images_of_qemu_are_written_here_and_read_there() {
+    let matrix = [
+        "compat=1.1",
+        "compat=0.10",
+        "cluster_size=512",
+        "cluster_size=4k",
+        "cluster_size=2M",
+        "refcount_bits=1",
+        "refcount_bits=2",
+        "refcount_bits=64,cluster_size=4k",
+        "extended_l2=on",
+        "extended_l2=on,cluster_size=128k",
+        "extended_l2=on,cluster_size=16k,refcount_bits=8",
+        "preallocation=metadata",
+        "lazy_refcounts=on",
+        "data_file=data.bin",
+        "data_file=data.bin,data_file_raw=on",
+    ];
+    for (number, options) in matrix.into_iter().enumerate() {
+        println!("{options}");
+        let scratch = Scratch::new("matrix");
+        let data = scratch.path("data.bin");
+        let options = options.replace("data.bin", data.to_str().unwrap());
+        qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, scratch.name("a.qcow2"), &SIZE.to_string()]);
+        let mut model = Model(vec![0; SIZE as usize]);
+        for session_number in 0..2 {
+            let options = ChainOptions::new(scratch.path("a.qcow2"));
+            model = session(&options, model, number as u64 * 2 + session_number);
+            judged_by_qemu(&scratch, "a.qcow2", &model);
+        }
+    }
+}
+
+#[test]
+fn overlays_over_all_kinds_of_bases() {
+    let bases =
+        [("raw", ""), ("qcow2", "compat=0.10"), ("qcow2", "extended_l2=on"), ("qcow2", "compression_type=zstd")];
+    let overlays = ["compat=1.1", "compat=0.10", "extended_l2=on,cluster_size=128k", "cluster_size=4k"];
+    for (number, (format, base)) in bases.into_iter().enumerate() {
+        for (other, overlay) in overlays.into_iter().enumerate() {
+            println!("{overlay} over {format} {base}");
+            let scratch = Scratch::new("overlay");
+            let mut rng = Rng::new(number as u64);
+            // Shorter than the overlay, and partly compressible, partly not, partly zeroes.
+            let short = (SIZE - (3 << 20)) as usize + 512;
+            let mut model = Model(vec![0; SIZE as usize]);
+            for piece in model.0[..short].chunks_mut(40_000) {
+                match rng.below(3) {
+                    0 => piece.fill(rng.below(256) as u8),
+                    1 => piece.iter_mut().for_each(|b| *b = rng.below(256) as u8),
+                    _ => {}
+                }
+            }
+            std::fs::write(scratch.path("source.raw"), &model.0[..short]).unwrap();
+            let mut convert = vec!["convert", "-f", "raw", "-O", format];
+            if format == "qcow2" {
+                convert.extend(["-o", base]);
+                if base != "extended_l2=on" {
+                    convert.push("-c");
+                }
+            }
+            convert.extend([scratch.name("source.raw"), scratch.name("base")]);
+            qemu_img(&convert);
+            qemu_img(&[
+                "create",
+                "-q",
+                "-f",
+                "qcow2",
+                "-o",
+                overlay,
+                "-F",
+                format,
+                "-b",
+                "base",
+                scratch.name("a.qcow2"),
+                &SIZE.to_string(),
+            ]);
+            let before = std::fs::read(scratch.path("base")).unwrap();
+            let options = ChainOptions { format: Some(Format::Qcow2), ..ChainOptions::new(scratch.path("a.qcow2")) };
+            let model = session(&options, model, (number * 4 + other) as u64);
+            judged_by_qemu(&scratch, "a.qcow2", &model);
+            assert!(before == std::fs::read(scratch.path("base")).unwrap(), "the base was changed");
+        }
+    }
+}
+
+/// Behind the end of an image in the middle there are zeroes, not what the longer image below has.
+#[test]
+fn a_middle_image_that_is_shorter_hides_what_is_below_its_end() {
+    let scratch = Scratch::new("short");
+    std::fs::write(scratch.path("base.raw"), vec![7; SIZE as usize]).unwrap();
+    let create = |name: &'static str, below: &str, format: &str, size: u64| {
+        let options = ["create", "-q", "-f", "qcow2", "-F", format, "-b", below, scratch.name(name), &size.to_string()];
+        qemu_img(&options);
+    };
+    create("middle.qcow2", "base.raw", "raw", 5 << 20);
+    create("a.qcow2", "middle.qcow2", "qcow2", SIZE);
+    create("b.qcow2", "a.qcow2", "qcow2", SIZE);
+    let mut model = Model(vec![0; SIZE as usize]);
+    model.0[..5 << 20].fill(7);
+    for name in ["a.qcow2", "b.qcow2"] {
+        judged_by_qemu(&scratch, name, &model);
+        session(&ChainOptions::new(scratch.path(name)), Model(model.0.clone()), 5);
+        // What was written is gone again for the next one, which must find the middle as it was.
+        create(name, if name == "a.qcow2" { "middle.qcow2" } else { "a.qcow2" }, "qcow2", SIZE);
+    }
+}

@@ -1,0 +1,190 @@
+//! One image on two reactors, threads of their own: lanes of requests on both, a cache of tables that is far too small.
+//!
+//! Sectors are dealt out to lanes in stripes, so that many lanes share clusters and no two share a sector: each knows what
+//! its own sectors hold, and every read is judged by that. At the end QEMU reads and checks the image.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::{Arc, Barrier, Mutex};
+use std::time::{Duration, Instant};
+
+use blockyard_image::{CacheMode, Chain, ChainOptions, Format, Image, Store};
+use blockyard_ring::{Executor, Handle, Segments};
+use blockyard_storage::sim::Rng;
+
+use super::peer::{Scratch, qemu_img};
+
+const SECTOR: u64 = 512;
+const SIZE: u64 = 6 << 20;
+const REACTORS: u64 = 2;
+const LANES: u64 = 8;
+/// Sectors of a stripe, in the half of the disk that is dealt out finely, and in the other.
+const STRIPES: [u64; 2] = [3, 205];
+const TIME: Duration = Duration::from_millis(1500);
+
+/// The lane that a sector belongs to.
+fn owner(sector: u64) -> u64 {
+    let coarse = sector >= SIZE / SECTOR / 2;
+    sector / STRIPES[usize::from(coarse)] % (REACTORS * LANES)
+}
+
+struct Lane {
+    number: u64,
+    image: Rc<Image<Store>>,
+    /// Sector by sector of the whole disk; it is true of the lane's own only.
+    disk: Vec<u8>,
+    rng: Rng,
+}
+
+impl Lane {
+    /// A range of one's own.
+    fn range(&mut self) -> (usize, usize) {
+        let sectors = SIZE / SECTOR;
+        let mut start = self.rng.below(sectors);
+        while owner(start) != self.number {
+            start = (start + 1) % sectors;
+        }
+        let most = if self.rng.one_in(2) { 8 } else { 205 };
+        let longest = (start..sectors).take(most).take_while(|&s| owner(s) == self.number).count() as u64;
+        ((start * SECTOR) as usize, (self.rng.between(1, longest) * SECTOR) as usize)
+    }
+
+    async fn read(&self, (at, len): (usize, usize)) -> Vec<u8> {
+        let (segments, result) = self.image.read(Segments::buffer(len), at as u64).await;
+        result.unwrap();
+        let mut bytes = vec![0; len];
+        segments.copy_out(0, &mut bytes);
+        bytes
+    }
+
+    async fn step(&mut self) {
+        let range = self.range();
+        let (at, len) = range;
+        let mine = at..at + len;
+        match self.rng.below(16) {
+            0 => {
+                self.image.write_zeroes(at as u64, len as u64, self.rng.one_in(2)).await.unwrap();
+                self.disk[mine].fill(0);
+            }
+            1 => {
+                self.image.discard(at as u64, len as u64).await.unwrap();
+                let now = self.read(range).await;
+                for (now, was) in now.iter().zip(&mut self.disk[mine]) {
+                    assert!(*now == 0 || *now == *was, "a discard shows something else");
+                    *was = *now;
+                }
+            }
+            2 => self.image.flush().await.unwrap(),
+            3 => self.image.populate(at as u64, len as u64).await.unwrap(),
+            4..9 => self.check(range).await,
+            _ => {
+                let bytes: Vec<u8> = (0..len).map(|_| self.rng.next_u64() as u8).collect();
+                self.image.write(Segments::from_bytes(&bytes), at as u64).await.1.unwrap();
+                self.disk[mine].copy_from_slice(&bytes);
+            }
+        }
+    }
+
+    async fn check(&self, range: (usize, usize)) {
+        let found = self.read(range).await;
+        let expected = &self.disk[range.0..][..range.1];
+        if let Some(wrong) = found.chunks(512).zip(expected.chunks(512)).position(|(a, b)| a != b) {
+            panic!("lane {}: sector {} is not as it was written", self.number, range.0 / 512 + wrong);
+        }
+    }
+}
+
+/// One reactor's lanes; gives what each knows of the disk.
+fn reactor(chain: &Chain, number: u64, seed: u64, disk: &[u8]) -> Vec<(u64, Vec<u8>)> {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let image = Rc::new(chain.image(&handle).unwrap());
+    let (left, found) = (Rc::new(Cell::new(LANES)), Rc::new(std::cell::RefCell::new(Vec::new())));
+    for lane in number * LANES..(number + 1) * LANES {
+        let rng = Rng::new(seed ^ lane);
+        let mut lane = Lane { number: lane, image: image.clone(), disk: disk.to_vec(), rng };
+        let (left, found) = (left.clone(), found.clone());
+        handle.spawn(async move {
+            let end = Instant::now() + TIME;
+            while Instant::now() < end {
+                lane.step().await;
+            }
+            found.borrow_mut().push((lane.number, lane.disk));
+            left.set(left.get() - 1);
+        });
+    }
+    let all = found.clone();
+    executor.block_on(async move { wait(&handle, &left).await }).unwrap();
+    all.take()
+}
+
+async fn wait(handle: &Handle, left: &Cell<u64>) {
+    while left.get() > 0 {
+        handle.sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Runs all lanes, closes the image, and gives what it should hold.
+fn run(options: &ChainOptions, seed: u64, mut disk: Vec<u8>) -> Vec<u8> {
+    let chain = Arc::new(Chain::open(options).unwrap());
+    let (start, found) = (Barrier::new(REACTORS as usize), Mutex::new(Vec::new()));
+    std::thread::scope(|threads| {
+        for number in 0..REACTORS {
+            let (chain, start, found, disk) = (&chain, &start, &found, &disk);
+            threads.spawn(move || {
+                start.wait();
+                let lanes = reactor(chain, number, seed, disk);
+                found.lock().unwrap().extend(lanes);
+            });
+        }
+    });
+    for (number, lane) in found.into_inner().unwrap() {
+        for sector in (0..SIZE / SECTOR).filter(|&s| owner(s) == number) {
+            let at = (sector * SECTOR) as usize;
+            disk[at..at + 512].copy_from_slice(&lane[at..at + 512]);
+        }
+    }
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    executor.block_on(async move { chain.image(&handle).unwrap().close().await }).unwrap().unwrap();
+    disk
+}
+
+#[test]
+fn every_lane_of_two_reactors_reads_what_it_wrote() {
+    let images = [
+        ("cluster_size=512", true),
+        ("cluster_size=512,refcount_bits=64", false),
+        ("cluster_size=4k,compat=0.10", true),
+        ("cluster_size=16k,extended_l2=on", true),
+        ("cluster_size=64k,extended_l2=on", false),
+        ("cluster_size=64k", true),
+    ];
+    for (seed, (options, overlay)) in (1..).zip(images) {
+        println!("{options}, over a base: {overlay}");
+        let scratch = Scratch::new("reactors");
+        let (top, expected) = (scratch.name("a.qcow2"), scratch.name("expected.raw"));
+        let mut rng = Rng::new(seed);
+        let mut disk = vec![0; SIZE as usize];
+        let size = SIZE.to_string();
+        let mut create = vec!["create", "-q", "-f", "qcow2", "-o", options];
+        if overlay {
+            disk.chunks_mut(60_000).step_by(2).for_each(|piece| piece.fill(rng.next_u64() as u8));
+            std::fs::write(scratch.path("base.raw"), &disk).unwrap();
+            create.extend(["-F", "raw", "-b", "base.raw"]);
+        }
+        create.extend([top, &size]);
+        qemu_img(&create);
+        let options = ChainOptions {
+            format: Some(Format::Qcow2),
+            l2_cache: Some(0),
+            cache: if rng.one_in(2) { CacheMode::None } else { CacheMode::Writeback },
+            copy_on_read: rng.one_in(3),
+            ..ChainOptions::new(scratch.path("a.qcow2"))
+        };
+        let disk = run(&options, seed, disk);
+        std::fs::write(scratch.path("expected.raw"), &disk).unwrap();
+        qemu_img(&["check", "-f", "qcow2", top]);
+        qemu_img(&["compare", "-f", "qcow2", "-F", "raw", top, expected]);
+    }
+}

@@ -1,0 +1,111 @@
+//! Zeroes that are fast, or refused with nothing changed: which images have entries for them.
+
+use blockyard_ring::Segments;
+
+use super::peer::{Scratch, qemu_img};
+use super::{Model, check, judged_by_qemu, on_image};
+
+const SIZE: u64 = 4 << 20;
+const CLUSTER: u64 = 64 << 10;
+const NO_BASE: bool = false;
+const BASE: bool = true;
+
+/// An image over a base with data, or one that has all its data itself, compressed or not: bytes of 7.
+fn image(scratch: &Scratch, options: &str, over_base: bool) {
+    std::fs::write(scratch.path("base.raw"), vec![7; SIZE as usize]).unwrap();
+    let (options, compressed) = match options.strip_suffix(",compressed") {
+        Some(options) => (options, &["-c"][..]),
+        None => (options, &[][..]),
+    };
+    let (name, base) = (scratch.name("a.qcow2"), scratch.name("base.raw"));
+    if over_base {
+        qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, "-F", "raw", "-b", base, name]);
+    } else {
+        let convert = ["convert", "-f", "raw", "-O", "qcow2", "-o", options, base, name];
+        qemu_img(&[&convert[..1], compressed, &convert[1..]].concat());
+    }
+}
+
+#[test]
+fn zeroes_are_fast_or_refused_with_nothing_changed() {
+    let (one, unit) = (CLUSTER, 2 << 10);
+    for (options, over_base, (offset, len), unmap, fast) in [
+        // Whole clusters; at the end of the disk, too.
+        ("compat=1.1", NO_BASE, (one, 4 * one), true, true),
+        ("compat=1.1", NO_BASE, (one, 4 * one), false, true),
+        ("compat=1.1", BASE, (one, 4 * one), false, true),
+        ("compat=1.1", BASE, (SIZE - one, one), true, true),
+        ("compat=1.1,compressed", NO_BASE, (one, 4 * one), true, true),
+        // Parts of clusters are data, wherever in the range they are.
+        ("compat=1.1", BASE, (512, 4 * one - 512), true, false),
+        ("compat=1.1", BASE, (one, 4 * one + 512), true, false),
+        ("compat=1.1", NO_BASE, (512, 4 * one), false, false),
+        ("extended_l2=on", BASE, (unit, 3 * one + 512), true, false),
+        ("compat=1.1", NO_BASE, (512, 1024), true, false),
+        ("compat=1.1", BASE, (one - 512, one), true, false),
+        // Version 2 has no entry for zeroes; none at all will do where nothing is below, and space need not be kept.
+        ("compat=0.10", NO_BASE, (one, 4 * one), true, true),
+        ("compat=0.10", NO_BASE, (one, 4 * one), false, false),
+        ("compat=0.10", BASE, (one, 4 * one), true, false),
+        ("compat=0.10", BASE, (512, 4 * one), true, false),
+        // Subclusters; a compressed cluster has none.
+        ("extended_l2=on", BASE, (unit, 3 * unit), true, true),
+        ("extended_l2=on", BASE, (unit, 512), true, false),
+        ("extended_l2=on,compressed", NO_BASE, (one, one), true, true),
+        ("extended_l2=on,compressed", NO_BASE, (one, one + unit), true, false),
+        // A file that is to be read by itself: the host's zeroes.
+        ("data_file=DATA,data_file_raw=on", NO_BASE, (one, 4 * one), true, true),
+        ("data_file=DATA,data_file_raw=on", NO_BASE, (one, 4 * one), false, true),
+    ] {
+        let case = format!("{options} {over_base} {offset}+{len} {unmap}");
+        println!("{case}");
+        let scratch = Scratch::new("fast");
+        image(&scratch, &options.replace("DATA", scratch.name("data.bin")), over_base);
+        let mut model = Model(vec![7; SIZE as usize]);
+        if fast {
+            model.0[offset as usize..][..len as usize].fill(0);
+        }
+        let model = on_image(&scratch, async move |image| {
+            let done = image.write_zeroes_fast(offset, len, unmap).await;
+            match done {
+                Ok(()) => assert!(fast, "{case}: was not refused"),
+                Err(e) => assert!(!fast && e.kind() == std::io::ErrorKind::Unsupported, "{case}: {e}"),
+            }
+            check(&image, &model, 0, SIZE as usize).await;
+            image.write_zeroes(offset, len, unmap).await.unwrap();
+            model.0[offset as usize..][..len as usize].fill(0);
+            if fast {
+                image.write_zeroes_fast(offset, len, unmap).await.unwrap();
+            }
+            image.write(Segments::from_bytes(&[9; 512]), offset).await.1.unwrap();
+            model.0[offset as usize..][..512].fill(9);
+            check(&image, &model, 0, SIZE as usize).await;
+            image.close().await.unwrap();
+            model
+        });
+        judged_by_qemu(&scratch, "a.qcow2", &model);
+    }
+}
+
+/// Parts of clusters that read as zeroes already have nothing that would have to be written.
+#[test]
+fn ends_that_are_zeroes_are_fast() {
+    let scratch = Scratch::new("fast-ends");
+    image(&scratch, "compat=1.1", BASE);
+    let mut model = Model(vec![7; SIZE as usize]);
+    let model = on_image(&scratch, async move |image| {
+        for at in [0, 4 * CLUSTER] {
+            image.write_zeroes(at, CLUSTER, true).await.unwrap();
+        }
+        image.write_zeroes_fast(512, 4 * CLUSTER, true).await.unwrap();
+        model.0[..5 * CLUSTER as usize].fill(0);
+        check(&image, &model, 0, SIZE as usize).await;
+        // The whole range is looked at before any of it is changed, however long it is.
+        image.may_zero_fast(512, 5 * CLUSTER - 512, true).await.unwrap();
+        let refused = image.may_zero_fast(512, 5 * CLUSTER, true).await.unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::Unsupported);
+        image.close().await.unwrap();
+        model
+    });
+    judged_by_qemu(&scratch, "a.qcow2", &model);
+}

@@ -1,0 +1,286 @@
+//! A connection's bytes: as they are, or by TLS.
+//!
+//! In: segments to fill, or to send. Out: the same as of a [`Socket`], which this is in the place of. Under TLS bytes are copied;
+//! one sends at a time, and one receives. What must hold: a record that does not verify ends the connection.
+
+use std::cell::{Cell, RefCell};
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+
+use blockyard_ring::{Handle, Segments, Socket, Watch, write_rest};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
+use rustls::Connection;
+
+/// Why a connection is of no more use.
+pub const CLOSED: &str = "the server closed the connection";
+pub const UNASKED: &str = "the server has sent what nobody asked for";
+
+/// Reads of what TLS sends by itself, at a time: who has more to say is not a server to stay with.
+const MOST_TICKETS: usize = 16;
+/// Bytes that are encrypted, or received, at a time.
+const AT_A_TIME: usize = 64 << 10;
+
+#[derive(Clone)]
+pub enum Link {
+    Plain(Socket),
+    Tls(Rc<Secure>),
+}
+
+/// A socket under TLS.
+pub struct Secure {
+    socket: Socket,
+    /// None: somebody else goes on with it.
+    session: RefCell<Option<Connection>>,
+    /// Received, and not decrypted yet; what of it is done.
+    received: RefCell<Vec<u8>>,
+    used: Cell<usize>,
+}
+
+impl Link {
+    /// `session`: its handshake is done, or is to be done by [`Link::handshake`].
+    pub fn new(socket: Socket, session: Option<Connection>) -> Self {
+        match session {
+            None => Link::Plain(socket),
+            Some(session) => {
+                let (received, used) = Default::default();
+                Link::Tls(Rc::new(Secure { socket, session: RefCell::new(Some(session)), received, used }))
+            }
+        }
+    }
+
+    fn socket(&self) -> &Socket {
+        match self {
+            Link::Plain(socket) => socket,
+            Link::Tls(secure) => &secure.socket,
+        }
+    }
+
+    /// Reads what is there, at least one byte; 0: the other side has ended.
+    #[inline]
+    pub async fn read(&self, segments: Segments) -> (Segments, io::Result<usize>) {
+        match self {
+            Link::Plain(socket) => socket.read(segments).await,
+            Link::Tls(secure) => {
+                let read = Box::pin(secure.read(&segments)).await;
+                (segments, read)
+            }
+        }
+    }
+
+    /// Whether the other side has ended, or says what nobody waits for: then why the connection is of no more use. Nobody may be
+    /// reading.
+    pub fn has_ended(&self) -> Option<String> {
+        match self {
+            Link::Plain(socket) => match recv(socket.fd(), &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+                Ok((_, 0)) => Some(CLOSED.into()),
+                Ok(_) => Some(UNASKED.into()),
+                Err(Errno::AGAIN | Errno::INTR) => None,
+                Err(e) => Some(format!("receiving: {}", io::Error::from(e))),
+            },
+            Link::Tls(secure) => secure.has_ended(),
+        }
+    }
+
+    /// See [`Handle::watch`].
+    pub fn watch(&self, handle: &Handle) -> io::Result<Watch> {
+        Ok(handle.watch(self.socket().fd().try_clone_to_owned()?))
+    }
+
+    /// The same connection from here on by TLS.
+    pub fn under_tls(&self, session: Connection) -> Link {
+        Link::new(self.socket().clone(), Some(session))
+    }
+
+    /// Sends as much as goes at once, from the start on; what goes through TLS does not.
+    #[inline]
+    pub fn write_now(&self, segments: &Segments) -> io::Result<usize> {
+        match self {
+            Link::Plain(socket) => socket.write_now(segments),
+            Link::Tls(_) => Ok(0),
+        }
+    }
+
+    /// Sends some of `segments` from `offset`, as much as the socket takes.
+    #[inline]
+    pub async fn write(&self, segments: Segments, offset: usize) -> (Segments, io::Result<usize>) {
+        match self {
+            Link::Plain(socket) => socket.write(segments, offset).await,
+            Link::Tls(secure) => {
+                let sent = Box::pin(secure.write(&segments, offset)).await;
+                (segments, sent)
+            }
+        }
+    }
+
+    /// Sends all of `segments`.
+    pub async fn write_full(&self, segments: Segments) -> (Segments, io::Result<()>) {
+        match self.write_now(&segments) {
+            Ok(done) => write_rest(segments, done, async |segments, done| self.write(segments, done).await).await,
+            Err(e) => (segments, Err(e)),
+        }
+    }
+
+    /// All is said: TLS ends before the socket is closed, as far as that goes without waiting. Nothing may be on its way.
+    pub fn close(&self) {
+        if let Link::Tls(secure) = self {
+            secure.close();
+        }
+    }
+
+    pub fn shutdown(&self) {
+        self.socket().shutdown();
+    }
+
+    pub fn shutdown_read(&self) {
+        self.socket().shutdown_read();
+    }
+
+    /// The connection for somebody else, who goes on with it. Nothing may be on its way here, nor be begun.
+    pub fn keep(&self) -> io::Result<(OwnedFd, Option<Connection>)> {
+        let session = match self {
+            Link::Plain(_) => None,
+            Link::Tls(secure) if secure.used.get() < secure.received.borrow().len() => {
+                return Err(io::Error::other("there is more to be read"));
+            }
+            Link::Tls(secure) => secure.session.take(),
+        };
+        Ok((self.socket().keep()?, session))
+    }
+
+    /// The handshake, on the side of a server. The names of the client, if it has shown a certificate.
+    pub async fn handshake(&self) -> io::Result<Vec<String>> {
+        let Link::Tls(secure) = self else { return Ok(Vec::new()) };
+        loop {
+            secure.send_records().await?;
+            if !secure.with(|session| session.is_handshaking())? {
+                return secure.with(|session| crate::tls::names(session));
+            }
+            if let Err(e) = secure.take_records() {
+                // The client is told why.
+                let _ = secure.send_records().await;
+                return Err(e);
+            }
+            if secure.is_empty()
+                && secure.with(|session| session.is_handshaking() && !session.wants_write())?
+                && !secure.receive().await?
+            {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+    }
+}
+
+impl Secure {
+    fn with<T>(&self, work: impl FnOnce(&mut Connection) -> T) -> io::Result<T> {
+        let mut session = self.session.borrow_mut();
+        session.as_mut().map(work).ok_or_else(|| io::Error::other("the TLS session is somebody else's"))
+    }
+
+    fn is_empty(&self) -> bool {
+        self.used.get() == self.received.borrow().len()
+    }
+
+    async fn read(&self, segments: &Segments) -> io::Result<usize> {
+        let mut plain = vec![0; segments.len().min(AT_A_TIME)];
+        loop {
+            match self.with(|session| session.reader().read(&mut plain))? {
+                Ok(n) => {
+                    segments.copy_in(0, &plain[..n]);
+                    return Ok(n);
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                Err(e) => return Err(e),
+            }
+            if !self.is_empty() {
+                self.take_records()?;
+            } else if !self.receive().await? {
+                return Ok(0);
+            }
+        }
+    }
+
+    /// What comes where nobody asks is of TLS itself (a ticket for later sessions), or the end.
+    fn has_ended(&self) -> Option<String> {
+        let (mut bytes, room) = ([0; 4096], Segments::buffer(4096));
+        for _ in 0..MOST_TICKETS {
+            let n = match self.socket.read_now(&room) {
+                Ok(Some(0)) => return Some(CLOSED.into()),
+                Ok(Some(n)) => n,
+                Ok(None) => return None,
+                Err(e) => return Some(format!("receiving: {e}")),
+            };
+            room.copy_out(0, &mut bytes[..n]);
+            let left = self.received.borrow_mut().split_off(self.used.replace(0));
+            *self.received.borrow_mut() = [&left, &bytes[..n]].concat();
+            while !self.is_empty() {
+                let taken = self.take_records().and_then(|()| self.with(|session| session.reader().read(&mut [0; 1])));
+                match taken {
+                    Ok(Ok(0)) => return Some(CLOSED.into()),
+                    Ok(Ok(_)) => return Some(UNASKED.into()),
+                    Ok(Err(e)) if e.kind() == io::ErrorKind::WouldBlock => {}
+                    Ok(Err(e)) | Err(e) => return Some(format!("receiving: {e}")),
+                }
+            }
+        }
+        Some(UNASKED.into())
+    }
+
+    /// Hands some of what was received to the session.
+    fn take_records(&self) -> io::Result<()> {
+        let received = self.received.borrow();
+        let mut rest = &received[self.used.get()..];
+        if rest.is_empty() {
+            return Ok(());
+        }
+        self.with(|session| {
+            session.read_tls(&mut rest)?;
+            session.process_new_packets().map_err(|e| io::Error::new(io::ErrorKind::InvalidData, format!("TLS: {e}")))
+        })??;
+        self.used.set(received.len() - rest.len());
+        Ok(())
+    }
+
+    /// Receives more; false: the other side has ended.
+    async fn receive(&self) -> io::Result<bool> {
+        let (segments, n) = self.socket.read(Segments::buffer(AT_A_TIME)).await;
+        let mut received = self.received.borrow_mut();
+        received.clear();
+        received.resize(n?, 0);
+        segments.copy_out(0, &mut received);
+        self.used.set(0);
+        Ok(!received.is_empty())
+    }
+
+    async fn write(&self, segments: &Segments, offset: usize) -> io::Result<usize> {
+        let mut plain = vec![0; (segments.len() - offset).min(AT_A_TIME)];
+        segments.slice(offset, plain.len()).copy_out(0, &mut plain);
+        let taken = self.with(|session| session.writer().write(&plain))??;
+        self.send_records().await?;
+        Ok(taken)
+    }
+
+    fn close(&self) {
+        let mut records = Vec::new();
+        let _ = self.with(|session| {
+            session.send_close_notify();
+            while session.wants_write() && session.write_tls(&mut records).is_ok() {}
+        });
+        let _ = self.socket.write_now(&Segments::from_bytes(&records));
+    }
+
+    async fn send_records(&self) -> io::Result<()> {
+        let mut records = Vec::new();
+        self.with(|session| {
+            while session.wants_write() {
+                session.write_tls(&mut records)?;
+            }
+            io::Result::Ok(())
+        })??;
+        if records.is_empty() {
+            return Ok(());
+        }
+        self.socket.write_full(Segments::from_bytes(&records)).await.1
+    }
+}

@@ -1,0 +1,179 @@
+//! The file of what operations cost devices: written by `bench calibrate`, read by `serve --costs`.
+//!
+//! In: the costs of a device. Out: TOML, one `[[device]]` table a device. What must hold: writing one device's keeps those of
+//! the others, and a power cut leaves the file as it was, or as it was to be.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use blockyard_sched::Costs;
+use serde::{Deserialize, Serialize};
+use toml::{Table, Value};
+
+use crate::file::replace;
+
+/// Where it is when nothing else is said.
+pub const USUAL: &str = "/var/lib/blockyard/costs.toml";
+
+/// One `[[device]]`; all but the first two in nanoseconds.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DeviceCosts {
+    /// `MAJOR:MINOR`, or a name.
+    pub device: String,
+    #[serde(default)]
+    pub description: String,
+    pub read: u64,
+    pub read_sequential: u64,
+    pub read_per_mib: u64,
+    pub write: u64,
+    pub write_sequential: u64,
+    pub write_per_mib: u64,
+    pub flush: u64,
+    pub discard: u64,
+    pub write_zeroes: u64,
+    /// The cost of what must be in flight for 98% of the most that the device can do.
+    pub window: u64,
+    /// Of 4 KiB, when nothing else is in flight.
+    pub base_latency_read: u64,
+    pub base_latency_write: u64,
+}
+
+impl DeviceCosts {
+    pub fn costs(&self) -> Costs {
+        Costs {
+            read: self.read,
+            read_sequential: self.read_sequential,
+            read_per_mib: self.read_per_mib,
+            write: self.write,
+            write_sequential: self.write_sequential,
+            write_per_mib: self.write_per_mib,
+            flush: self.flush,
+            discard: self.discard,
+            write_zeroes: self.write_zeroes,
+        }
+    }
+
+    /// Puts it into the file, in the place of what is there of the same device.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let name = || path.display().to_string();
+        let text = match std::fs::read_to_string(path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => String::new(),
+            read => read.with_context(|| format!("reading {}", name()))?,
+        };
+        let text = self.put(&text).with_context(|| format!("{} is no file of costs", name()))?;
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        }
+        replace(path, text.as_bytes())
+    }
+
+    /// The text with this device's costs in it.
+    fn put(&self, text: &str) -> Result<String> {
+        let mut all: Table = text.parse()?;
+        let devices = all.entry("device").or_insert_with(|| Value::Array(Vec::new()));
+        let devices = devices.as_array_mut().context("\"device\" is not an array of tables: [[device]]")?;
+        let own = Value::try_from(self)?;
+        let same = |value: &&mut Value| value.get("device").and_then(Value::as_str) == Some(&self.device);
+        match devices.iter_mut().find(same) {
+            Some(place) => *place = own,
+            None => devices.push(own),
+        }
+        Ok(toml::to_string(&all)?)
+    }
+
+    /// What the file says of a device.
+    pub fn load(path: &Path, device: &str) -> Result<Self> {
+        let found = read(path)?.into_iter().find(|d| d.device == device);
+        found.with_context(|| format!("{} says nothing of device {device}: run bench calibrate", path.display()))
+    }
+
+    fn check(&self) -> Result<()> {
+        let c = self;
+        let all =
+            [c.read, c.read_sequential, c.write, c.write_sequential, c.flush, c.discard, c.write_zeroes, c.window];
+        anyhow::ensure!(
+            !all.contains(&0),
+            "device \"{}\": an operation costs at least 1 ns, and so does the window",
+            c.device
+        );
+        Ok(())
+    }
+}
+
+/// All devices of a file.
+pub fn read(path: &Path) -> Result<Vec<DeviceCosts>> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct File {
+        #[serde(default)]
+        device: Vec<DeviceCosts>,
+    }
+    let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+    let parse = || {
+        let file: File = toml::from_str(&text).map_err(|e| {
+            let line = e.span().map_or(1, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
+            anyhow::anyhow!("line {line}: {}", e.message().replace('\n', "; "))
+        })?;
+        file.device.iter().try_for_each(DeviceCosts::check)?;
+        Ok(file.device)
+    };
+    parse().map_err(|e: anyhow::Error| e.context(format!("{} is no file of costs", path.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(name: &str, read: u64) -> DeviceCosts {
+        DeviceCosts { device: name.into(), read, window: 7, ..DeviceCosts::default() }
+    }
+
+    #[test]
+    fn a_device_is_replaced_and_others_stay() {
+        let first = device("8:0", 1).put("# by hand\n").unwrap();
+        let both = device("model", 2).put(&first).unwrap();
+        let third = device("8:0", 3).put(&both).unwrap();
+        let table: Table = third.parse().unwrap();
+        let devices = table["device"].as_array().unwrap();
+        let told: Vec<_> =
+            devices.iter().map(|d| (d["device"].as_str().unwrap(), d["read"].as_integer().unwrap())).collect();
+        assert_eq!(told, [("8:0", 3), ("model", 2)]);
+        assert!(third.contains("base-latency-read = 0") && third.contains("read-per-mib"), "{third}");
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let path = std::env::temp_dir().join(format!("blockyard-costs-{}.toml", std::process::id()));
+        let full = |name: &str, read| DeviceCosts {
+            read_sequential: 1,
+            write: 2,
+            write_sequential: 3,
+            flush: 4,
+            discard: 5,
+            write_zeroes: 6,
+            ..device(name, read)
+        };
+        for read in [7, 8] {
+            full("8:0", read).save(&path).unwrap();
+        }
+        full("model", 9).save(&path).unwrap();
+        assert_eq!(read(&path).unwrap(), [full("8:0", 8), full("model", 9)]);
+        assert_eq!(DeviceCosts::load(&path, "model").unwrap().costs().read, 9);
+        let wrong = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            format!("{:#}", read(&path).unwrap_err())
+        };
+        assert!(DeviceCosts::load(&path, "8:1").unwrap_err().to_string().contains("nothing of device 8:1"));
+        assert!(wrong("\n[[device]]\ndevice = \"a\"\n").contains("line 2: missing field"));
+        let zero = device("a", 0).put("").unwrap();
+        assert!(wrong(&zero).contains("at least 1 ns"));
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn what_is_no_file_of_costs_is_left_alone() {
+        assert!(device("a", 1).put("device = 3\n").unwrap_err().to_string().contains("[[device]]"));
+        assert!(device("a", 1).put("[[device").is_err());
+    }
+}

@@ -1,0 +1,19 @@
+//! What the two programs share: `blockyard`, which serves disks, and `blockyard-bench`, which measures.
+//!
+//! ```text
+//!   output    standard output and standard error of commands      log       the log's format and level
+//!   ending    how a program ends: one line, an exit status        peer      where the other program is
+//!   outline   a command line as data, for man pages and completions
+//!   costs     the file of device costs: bench calibrate writes it, serve reads it      file   replaces a file
+//! ```
+
+// These macros panic when the stream cannot be written; `output` and the log do not.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
+pub mod costs;
+pub mod ending;
+pub mod file;
+pub mod log;
+pub mod outline;
+pub mod output;
+pub mod peer;

@@ -1,0 +1,47 @@
+//! Waiting of tasks: for a turn, for a time.
+
+use std::cmp::Reverse;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use super::{Handle, NOBODY};
+
+impl Handle {
+    /// Lets all ready tasks, one submit-and-reap, and the tasks that it wakes go first.
+    pub async fn yield_now(&self) {
+        let mut yielded = false;
+        std::future::poll_fn(|_| {
+            if std::mem::replace(&mut yielded, true) {
+                return Poll::Ready(());
+            }
+            self.0.after.borrow_mut().push(self.0.current.get());
+            Poll::Pending
+        })
+        .await
+    }
+
+    pub async fn sleep(&self, time: Duration) {
+        self.sleep_until(Instant::now() + time).await
+    }
+
+    pub async fn sleep_until(&self, at: Instant) {
+        let mut sleeper = NOBODY;
+        std::future::poll_fn(|_| {
+            if Instant::now() >= at {
+                return Poll::Ready(());
+            }
+            // Once, however often it is polled for other reasons.
+            let task = self.0.current.get();
+            if std::mem::replace(&mut sleeper, task) != task {
+                self.0.timers.borrow_mut().push(Reverse((at, task)));
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    /// Wakes the current task at `at` (and perhaps before).
+    pub fn wake_at(&self, at: Instant) {
+        self.0.timers.borrow_mut().push(Reverse((at, self.0.current.get())));
+    }
+}

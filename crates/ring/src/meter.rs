@@ -1,0 +1,23 @@
+//! How much the files do that were opened through a handle.
+
+use std::cell::Cell;
+
+/// Counts what the files do that were opened through a handle: see [`crate::Handle::metered`].
+#[derive(Debug, Default)]
+pub struct Meter {
+    operations: Cell<u64>,
+    bytes: Cell<u64>,
+}
+
+impl Meter {
+    /// Operations that were begun, and the bytes of those that move any.
+    pub fn counted(&self) -> (u64, u64) {
+        (self.operations.get(), self.bytes.get())
+    }
+
+    #[inline]
+    pub(crate) fn count(&self, bytes: usize) {
+        self.operations.set(self.operations.get() + 1);
+        self.bytes.set(self.bytes.get() + bytes as u64);
+    }
+}

@@ -1,0 +1,46 @@
+//! One operation in the kernel, as the task that waits for it sees it.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use crate::executor::Handle;
+use crate::segments::Segments;
+
+/// One operation in the kernel. Dropped early, it leaves its memory to the ring until the kernel has answered.
+pub(crate) struct Operation {
+    pub handle: Handle,
+    pub key: Option<u32>,
+}
+
+impl Future for Operation {
+    type Output = (i32, Segments);
+
+    #[inline]
+    fn poll(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(key) = self.key else { return Poll::Ready((-libc::ECANCELED, Segments::default())) };
+        let done = {
+            let mut uring = self.handle.uring();
+            let done = uring.take(key);
+            if done.is_none() {
+                uring.set_task(key, self.handle.current());
+            }
+            done
+        };
+        match done {
+            Some(done) => {
+                self.key = None;
+                Poll::Ready(done)
+            }
+            None => Poll::Pending,
+        }
+    }
+}
+
+impl Drop for Operation {
+    fn drop(&mut self) {
+        if let Some(key) = self.key {
+            self.handle.uring().abandon(key);
+        }
+    }
+}

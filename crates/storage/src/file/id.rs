@@ -1,0 +1,32 @@
+//! Which file of this host something is, whatever names it has.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::path::Path;
+
+use rustix::fs::{FileType, Stat};
+
+/// A file by its inode, a block device by its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileId {
+    File { device: u64, inode: u64 },
+    BlockDevice { number: u64 },
+}
+
+impl FileId {
+    pub fn of(stat: &Stat) -> Self {
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::BlockDevice => FileId::BlockDevice { number: stat.st_rdev },
+            _ => FileId::File { device: stat.st_dev, inode: stat.st_ino },
+        }
+    }
+
+    /// Returns the file that a path leads to.
+    pub fn of_path(path: &Path) -> io::Result<Self> {
+        Ok(FileId::of(&rustix::fs::stat(path)?))
+    }
+
+    pub fn of_fd(fd: impl AsFd) -> io::Result<Self> {
+        Ok(FileId::of(&rustix::fs::fstat(fd)?))
+    }
+}

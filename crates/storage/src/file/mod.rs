@@ -1,0 +1,166 @@
+//! Files and block devices of this host.
+//!
+//! ```text
+//!   lock     the lock of an image file, and how long a start waits for it
+//!   record   which overlay a live snapshot has put on a file
+//!   id       which file it is, whatever names it has
+//! ```
+//! In: a path or a descriptor. Out: an open, locked file; and [`HostFile`], which is the same on one reactor.
+
+use std::future::Future;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use blockyard_ring::{Segments, UringFile};
+use rustix::fs::{FileType, Mode, OFlags};
+
+use crate::Geometry;
+use crate::cache::CacheMode;
+use crate::open::{OpenError, OpenOptions, Overlaid};
+use crate::storage::{Capabilities, Storage};
+
+mod id;
+pub mod lock;
+pub(crate) mod record;
+
+pub use id::FileId;
+
+/// A file or block device on one reactor.
+#[derive(Clone)]
+pub struct HostFile {
+    pub(crate) file: UringFile,
+    pub(crate) geometry: Geometry,
+    pub(crate) capabilities: Capabilities,
+}
+
+/// Each method gives the file's own future, so that the wrapper costs a request nothing.
+impl Storage for HostFile {
+    #[inline]
+    fn read(&self, segments: Segments, offset: u64) -> impl Future<Output = (Segments, io::Result<usize>)> {
+        self.file.read(segments, offset)
+    }
+
+    #[inline]
+    fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> impl Future<Output = (Segments, io::Result<usize>)> {
+        self.file.write(segments, offset, durable)
+    }
+
+    fn sync(&self) -> impl Future<Output = io::Result<()>> {
+        self.file.sync()
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<()>> {
+        self.file.discard(offset, len)
+    }
+
+    fn zero(&self, offset: u64, len: u64, unmap: bool) -> impl Future<Output = io::Result<()>> {
+        self.file.zero(offset, len, unmap)
+    }
+
+    fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> impl Future<Output = io::Result<()>> {
+        self.file.zero_fast(offset, len, unmap)
+    }
+
+    fn allocate(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<()>> {
+        self.file.allocate(offset, len)
+    }
+
+    fn set_len(&self, len: u64) -> impl Future<Output = io::Result<()>> {
+        self.file.set_len(len)
+    }
+
+    fn len(&self) -> impl Future<Output = io::Result<u64>> {
+        self.file.len()
+    }
+
+    fn next_data(&self, offset: u64) -> impl Future<Output = io::Result<Option<Range<u64>>>> {
+        self.file.next_data(offset)
+    }
+
+    fn allocated(&self) -> io::Result<Option<u64>> {
+        self.file.allocated()
+    }
+
+    fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
+    }
+}
+
+/// Returns a path that leads to the file of a descriptor.
+pub fn path_of(fd: impl AsFd) -> PathBuf {
+    format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()).into()
+}
+
+/// Opens the file; the answer's second part says whether with O_DIRECT.
+pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), OpenError> {
+    let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
+    let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY;
+    let found = options.found.as_ref().map(path_of);
+    let place = found.as_deref().unwrap_or(path);
+    let open = |flags| rustix::fs::open(place, flags, Mode::empty());
+    // A FIFO would hang the open below; a folder would say something odd. Look first.
+    let stat = rustix::fs::stat(place).map_err(|e| explain(path, options.read_only, e.into()))?;
+    let kind = FileType::from_raw_mode(stat.st_mode);
+    if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
+        let source = io::Error::new(io::ErrorKind::InvalidInput, format!("it is a {kind:?}"));
+        return Err(OpenError::Open { path: path.into(), hint: "it must be a regular file or a block device", source });
+    }
+    if options.cache.direct() {
+        match open(flags | OFlags::DIRECT) {
+            Ok(fd) => return Ok((fd, true)),
+            Err(rustix::io::Errno::INVAL) => tracing::warn!(
+                "image {}: its file system has no O_DIRECT: using the host's page cache (as cache mode {} would)",
+                path.display(),
+                if options.cache.write_back() { CacheMode::Writeback } else { CacheMode::Writethrough },
+            ),
+            Err(e) => return Err(explain(path, options.read_only, e.into())),
+        }
+    }
+    open(flags).map(|fd| (fd, false)).map_err(|e| explain(path, options.read_only, e.into()))
+}
+
+fn explain(path: &Path, read_only: bool, source: io::Error) -> OpenError {
+    let hint = match source.kind() {
+        io::ErrorKind::NotFound => "there is no such file",
+        io::ErrorKind::PermissionDenied if read_only => "no permission to read it (see its owner and mode)",
+        io::ErrorKind::PermissionDenied => "no permission to open it for writing (see its owner and mode)",
+        io::ErrorKind::ReadOnlyFilesystem => "it lies on a read-only file system, and is opened for writing",
+        io::ErrorKind::IsADirectory => "it is a folder",
+        _ => "cannot open it",
+    };
+    OpenError::Open { path: path.into(), hint, source }
+}
+
+impl OpenOptions {
+    /// Returns an error if a live snapshot has put an overlay on the file and this open may not write beneath it.
+    pub(crate) fn judge_record(&self, fd: &OwnedFd) -> Result<(), OpenError> {
+        let path = self.path.clone();
+        let failed = |operation| move |source| OpenError::Io { path: self.path.clone(), operation, source };
+        let read = record::read(fd, &path).map_err(failed("reading the record of its overlay"))?;
+        let Some(overlay) = read else { return Ok(()) };
+        match &self.overlaid {
+            Overlaid::Abandon => {
+                record::remove(fd).map_err(failed("removing the record of its overlay"))?;
+                tracing::warn!("image {}: overlay {} is given up", path.display(), overlay.display());
+                Ok(())
+            }
+            Overlaid::Below(overlays) if overlays.iter().any(|known| is_same_file(known, &overlay)) => Ok(()),
+            Overlaid::Below(_) | Overlaid::Refuse => Err(OpenError::Overlaid { path, overlay }),
+        }
+    }
+}
+
+fn is_same_file(one: &Path, other: &Path) -> bool {
+    matches!((FileId::of_path(one), FileId::of_path(other)), (Ok(one), Ok(other)) if one == other)
+}

@@ -1,0 +1,116 @@
+//! An export as all its connections know it: its facts, and what may be lost.
+//!
+//! What must hold: a new connection is as good as the first was; what was acknowledged and may be lost stays lost.
+
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use blockyard_nbd::negotiate::Terms;
+use blockyard_nbd::uri::Uri;
+use blockyard_nbd::wire::export;
+use blockyard_nbd::{Kind, NbdError};
+
+use super::dial::Dialed;
+use crate::Geometry;
+use crate::storage::Capabilities;
+
+/// How patient a remote image is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// How long requests wait for a lost connection to come back.
+    pub reconnect: Duration,
+    /// How long a server may take for an answer, before the connection counts as lost; and for opening one.
+    pub timeout: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { reconnect: Duration::from_secs(30), timeout: Duration::from_secs(30) }
+    }
+}
+
+/// What all connections to an export share.
+#[derive(Debug)]
+pub struct Export {
+    pub uri: Uri,
+    pub options: Options,
+    pub read_only: bool,
+    /// Of the first connection; those of later ones must not be worse.
+    pub terms: Terms,
+    /// A connection that nobody uses at the moment.
+    pub(super) idle: Mutex<Option<Dialed>>,
+    /// What was acknowledged may be gone: why.
+    pub(super) lost: OnceLock<String>,
+}
+
+/// No page cache of this host is between.
+pub(super) const EXPORT: Capabilities = Capabilities { direct: true, fixed_length: true };
+
+pub(super) fn unsuitable(what: impl Into<String>) -> NbdError {
+    NbdError::new(Kind::Unsuitable, what)
+}
+
+impl Export {
+    pub fn geometry(&self) -> Geometry {
+        let terms = &self.terms;
+        Geometry {
+            logical_block: terms.minimum.max(512),
+            physical_block: terms.preferred.max(512),
+            minimum_io: terms.preferred.max(512),
+            optimal_io: 0,
+            alignment_offset: 0,
+            direct_memory: 1,
+            direct_offset: terms.minimum,
+            rotational: terms.has(export::ROTATIONAL),
+        }
+    }
+
+    pub fn take_idle(&self) -> Option<Dialed> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// For the next who wants one; one at most is kept.
+    pub fn put_idle(&self, dialed: Dialed) {
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*idle {
+            None => *idle = Some(dialed),
+            Some(_) => dialed.end(),
+        }
+    }
+
+    /// What was acknowledged may be gone: nothing is written any more until the image is opened anew.
+    pub fn lose(&self, why: &str) {
+        let why = format!("{why}: what was acknowledged since the last flush may be lost");
+        if self.lost.set(why).is_ok() {
+            tracing::error!("image {}: {}", self.uri, self.lost.get().map_or("", String::as_str));
+        }
+    }
+
+    pub fn lost(&self) -> Option<&str> {
+        self.lost.get().map(String::as_str)
+    }
+
+    /// A new connection is as good as the first was.
+    pub fn check(&self, new: &Terms) -> Result<(), NbdError> {
+        let old = &self.terms;
+        if new.size != old.size {
+            return Err(unsuitable(format!("the export has {} bytes now, and had {}", new.size, old.size)));
+        }
+        if new.minimum > old.minimum || new.maximum < old.maximum {
+            return Err(unsuitable("the server has other limits for requests now"));
+        }
+        let needed = export::SEND_FLUSH | export::SEND_FUA | export::SEND_TRIM | export::SEND_WRITE_ZEROES;
+        if !self.read_only && (new.has(export::READ_ONLY) || old.flags & needed & !new.flags != 0) {
+            return Err(unsuitable("the export can do less now than when it was opened (flags)"));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Export {
+    fn drop(&mut self) {
+        if let Some(idle) = self.take_idle() {
+            idle.end();
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Storage that an NBD server serves.
+//!
+//! ```text
+//!   dial       a socket to the server, in time; the protocol itself is crate `nbd`
+//!   client     requests of one reactor, reconnecting   receive    replies, checked and put where they belong
+//!   watch      a server that is silent, or gone        hub        one connection for several reactors
+//!   remote     one export that is open               export     what its connections share
+//!   state      what a client's parts share
+//!   storage    `Storage` over all of it
+//! ```
+//! In: a URI, and reads, writes, zeroes, trims and flushes. Out: the same on the server. What must hold: nothing that the
+//! server says is believed before it is checked; a server that lies, drips or falls silent costs bounded memory and time;
+//! what it acknowledged and may have lost is never called durable.
+
+use std::io;
+use std::sync::Arc;
+
+use blockyard_nbd::uri::{self, Host, Uri};
+use blockyard_ring::Handle;
+
+use crate::Geometry;
+use crate::error::StorageError;
+use crate::open::{OpenOptions, Opened};
+use crate::schemes::{Scheme, Store};
+use crate::storage::Capabilities;
+
+mod client;
+mod dial;
+mod export;
+mod hub;
+mod receive;
+mod remote;
+mod slots;
+mod state;
+mod storage;
+mod watch;
+
+use export::EXPORT;
+pub use export::Options;
+pub use remote::Remote;
+pub use storage::Nbd;
+
+impl Opened for Remote {
+    fn storage(self: Arc<Self>, handle: &Handle) -> io::Result<Store> {
+        Nbd::on(&self, handle).map(Store::Nbd)
+    }
+
+    fn name(&self) -> String {
+        self.export().uri.to_string()
+    }
+
+    fn kind(&self) -> &'static str {
+        "nbd"
+    }
+
+    fn size(&self) -> u64 {
+        self.terms().size
+    }
+
+    fn geometry(&self) -> Geometry {
+        self.export().geometry()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        EXPORT
+    }
+
+    /// The server is the device that its exports share.
+    fn device(&self) -> io::Result<Option<(String, bool)>> {
+        let server = match &self.export().uri.host {
+            Host::Tcp(name, port) => format!("nbd:{name}:{port}"),
+            Host::Unix(path) => format!("nbd:{}", path.display()),
+        };
+        Ok(Some((server, false)))
+    }
+}
+
+/// NBD URIs.
+pub(crate) struct NbdScheme;
+
+impl Scheme for NbdScheme {
+    fn forms(&self) -> &'static str {
+        uri::FORMS
+    }
+
+    fn owns(&self, name: &str) -> bool {
+        uri::is_uri(name)
+    }
+
+    fn open(&self, name: &str, options: &OpenOptions) -> Result<Arc<dyn Opened>, StorageError> {
+        Ok(Remote::open(name, options.read_only, options.nbd)?)
+    }
+
+    fn normalize(&self, name: &str) -> Result<String, StorageError> {
+        Ok(Uri::parse(name)?.to_string())
+    }
+
+    /// The operator's certificates complete the name.
+    fn permit(&self, allowed: &str, name: &str) -> Option<String> {
+        let (allowed, name) = (Uri::parse(allowed).ok()?, Uri::parse(name).ok()?);
+        allowed.takes_in(&name).then(|| allowed.complete(&name).to_string())
+    }
+
+    fn allowance(&self, name: &str) -> String {
+        Uri::parse(name).map_or_else(|_| name.into(), |uri| uri.whole_server().to_string())
+    }
+}

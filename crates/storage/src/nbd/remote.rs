@@ -1,0 +1,73 @@
+//! One export of a server, as an image that is open: what is known of it, and what all reactors share.
+//!
+//! In: a URI. Out: facts, and the hub. What must hold: an export that is written to has one
+//! connection at a time, so that its flush covers all that was acknowledged; so has one whose server does not promise that
+//! several are as good as one (NBD_FLAG_CAN_MULTI_CONN). Then reactors go through a [`Hub`].
+
+use std::io;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use super::dial::dial;
+use super::export::{Export, Options, unsuitable};
+use super::hub::Hub;
+use blockyard_nbd::negotiate::Terms;
+use blockyard_nbd::uri::Uri;
+use blockyard_nbd::wire::export;
+use blockyard_nbd::{Kind, NbdError};
+
+/// See the module's page.
+#[derive(Debug)]
+pub struct Remote {
+    export: Arc<Export>,
+    hub: OnceLock<Hub>,
+    /// Whoever starts the hub.
+    starting: Mutex<()>,
+}
+
+impl Remote {
+    pub fn open(text: &str, read_only: bool, options: Options) -> Result<Arc<Self>, NbdError> {
+        let uri = Uri::parse(text)?;
+        let dialed = dial(&uri, options.timeout)?;
+        let terms = dialed.terms.clone();
+        if !read_only {
+            if terms.has(export::READ_ONLY) {
+                return Err(NbdError::new(Kind::ReadOnly, "the server offers it for reading only"));
+            }
+            if terms.size % crate::SECTOR != 0 {
+                return Err(unsuitable(format!("its {} bytes are no whole sectors: it can be read only", terms.size)));
+            }
+            if !terms.has(export::SEND_FLUSH) {
+                tracing::warn!("image {uri}: the server offers no flush: what it has answered counts as durable");
+            }
+        }
+        let (idle, lost) = (Mutex::new(Some(dialed)), OnceLock::new());
+        let export = Arc::new(Export { uri, options, read_only, terms, idle, lost });
+        Ok(Arc::new(Remote { export, hub: OnceLock::new(), starting: Mutex::default() }))
+    }
+
+    pub fn terms(&self) -> &Terms {
+        &self.export.terms
+    }
+
+    /// Whether each reactor may have a connection of its own.
+    pub(super) fn is_shared_out(&self) -> bool {
+        self.export.read_only && self.export.terms.has(export::CAN_MULTI_CONN)
+    }
+
+    /// Starts the hub, if no reactor has done so before.
+    pub(super) fn start_hub(&self) -> io::Result<()> {
+        let _starting = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.hub.get().is_none() {
+            let _ = self.hub.set(Hub::start(&self.export)?);
+        }
+        Ok(())
+    }
+
+    pub(super) fn hub(&self) -> Option<&Hub> {
+        self.hub.get()
+    }
+
+    pub(super) fn export(&self) -> &Arc<Export> {
+        &self.export
+    }
+}

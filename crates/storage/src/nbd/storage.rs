@@ -1,0 +1,275 @@
+//! `Storage` over an NBD export.
+//!
+//! In: what images ask of a file. Out: requests that the server takes: in its blocks, not larger than it likes them.
+//! What must hold: a durable write is durable by the server's word (FUA, or a flush after it); nothing is asked for that the
+//! server does not offer.
+
+use std::cell::RefCell;
+use std::io;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blockyard_ring::{Handle, Segments, join};
+
+use super::client::Client;
+use super::export::EXPORT;
+use super::remote::Remote;
+use super::slots::{Ask, Piece};
+use crate::Geometry;
+use crate::storage::{Capabilities, Storage};
+use blockyard_nbd::negotiate::Terms;
+use blockyard_nbd::wire::{cmd, export, flag, state};
+
+/// Ranges that move no data, asked for at a time.
+const RANGE_MOST: u64 = 1 << 30;
+/// Requests of one operation that are on their way together.
+const AT_A_TIME: usize = 16;
+
+/// An export on one reactor.
+#[derive(Clone)]
+pub struct Nbd {
+    remote: Arc<Remote>,
+    /// None: through the hub.
+    client: Option<Rc<Client>>,
+    /// What was last told of holes.
+    known: Rc<RefCell<Known>>,
+}
+
+/// Pieces of the disk from `start` on.
+#[derive(Default)]
+struct Known {
+    start: u64,
+    pieces: Vec<Piece>,
+}
+
+impl Nbd {
+    /// The export on one reactor.
+    pub(super) fn on(remote: &Arc<Remote>, handle: &Handle) -> io::Result<Self> {
+        let client = match remote.is_shared_out() {
+            true => Some(Rc::new(Client::new(handle, remote.export()))),
+            false => {
+                remote.start_hub()?;
+                None
+            }
+        };
+        Ok(Nbd { remote: remote.clone(), client, known: Rc::default() })
+    }
+
+    fn terms(&self) -> &Terms {
+        self.remote.terms()
+    }
+
+    /// What was acknowledged may be lost: see [`Storage::lost`].
+    fn loss(&self) -> Option<io::Error> {
+        self.remote.export().lost().map(|why| io::Error::other(why.to_string()))
+    }
+
+    /// One request. The segments come back, of a read filled.
+    async fn ask(&self, ask: Ask, segments: Segments) -> (Segments, io::Result<Vec<Piece>>) {
+        if let Some(client) = &self.client {
+            return client.ask(ask, segments).await;
+        }
+        let Some(hub) = self.remote.hub() else { return (segments, Err(io::Error::other("it has no connection"))) };
+        let (len, reads) = (segments.len(), ask.command == cmd::READ);
+        let mut data = Vec::new();
+        if ask.command == cmd::WRITE {
+            data.resize(len, 0);
+            segments.copy_out(0, &mut data);
+        }
+        let answer = hub.run(async move |client| {
+            let theirs = if reads { Segments::buffer(len) } else { Segments::from_bytes(&data) };
+            let (theirs, result) = client.ask(ask, theirs).await;
+            result.map(|pieces| {
+                let mut data = vec![0; if reads { len } else { 0 }];
+                theirs.copy_out(0, &mut data);
+                (pieces, data)
+            })
+        });
+        match answer.await {
+            Ok(Ok((pieces, data))) => {
+                segments.copy_in(0, &data);
+                (segments, Ok(pieces))
+            }
+            Ok(Err(e)) | Err(e) => (segments, Err(e)),
+        }
+    }
+
+    /// Requests of at most `most` bytes each, which move the segments, where there are any.
+    async fn ask_in_parts(&self, ask: Ask, segments: &Segments, most: u64) -> io::Result<()> {
+        let moves = !segments.is_empty();
+        let mut parts = Vec::new();
+        let mut done = 0;
+        while done < ask.len {
+            let len = most.min(ask.len - done);
+            parts.push((done, Ask { offset: ask.offset + done, len, ..ask }));
+            done += len;
+        }
+        let work = parts.into_iter().map(async |(at, part)| {
+            let piece = if moves { segments.slice(at as usize, part.len as usize) } else { Segments::default() };
+            self.ask(part, piece).await.1.map(|_| ())
+        });
+        join::all(AT_A_TIME, work).await
+    }
+
+    fn zeroes(&self, flags: u16, offset: u64, len: u64, unmap: bool) -> io::Result<Ask> {
+        self.may_write(export::SEND_WRITE_ZEROES)?;
+        let flags = if unmap { flags } else { flags | flag::NO_HOLE };
+        Ok(Ask { command: cmd::WRITE_ZEROES, flags, offset, len: self.there(offset, len) })
+    }
+
+    fn may_write(&self, flag: u16) -> io::Result<()> {
+        if self.remote.export().read_only {
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it is open for reading only"));
+        }
+        if flag != 0 && !self.terms().has(flag) { Err(io::ErrorKind::Unsupported.into()) } else { Ok(()) }
+    }
+
+    /// How many of `len` bytes from `offset` there are.
+    fn there(&self, offset: u64, len: u64) -> u64 {
+        len.min(self.terms().size.saturating_sub(offset))
+    }
+
+    /// What is known from `offset` on: the bytes, and whether they read as zeroes.
+    async fn status(&self, offset: u64) -> io::Result<(u64, bool)> {
+        if let Some(known) = self.known.borrow().find(offset) {
+            return Ok(known);
+        }
+        let ask = Ask { command: cmd::BLOCK_STATUS, flags: 0, offset, len: self.there(offset, RANGE_MOST) };
+        let pieces = self.ask(ask, Segments::default()).await.1?;
+        let known = Known { start: offset, pieces };
+        let found = known.find(offset).ok_or_else(|| io::Error::other("the server's status is empty"));
+        // What can be written to may be data in a moment, by whichever reactor.
+        if self.remote.export().read_only {
+            *self.known.borrow_mut() = known;
+        }
+        found
+    }
+}
+
+impl Known {
+    fn find(&self, offset: u64) -> Option<(u64, bool)> {
+        let mut at = self.start;
+        if offset < at {
+            return None;
+        }
+        for (len, flags) in &self.pieces {
+            at += len;
+            if offset < at {
+                return Some((at - offset, flags & state::ZERO != 0));
+            }
+        }
+        None
+    }
+}
+
+impl Storage for Nbd {
+    async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
+        let (len, most) = (segments.len() as u64, u64::from(self.terms().maximum));
+        let here = self.there(offset, len);
+        let ask = Ask { command: cmd::READ, flags: 0, offset, len: here };
+        if here == len && (1..=most).contains(&len) {
+            let (segments, result) = self.ask(ask, segments).await;
+            return (segments, result.map(|_| here as usize));
+        }
+        let part = segments.slice(0, here as usize);
+        let result = self.ask_in_parts(ask, &part, most).await;
+        (segments, result.map(|()| here as usize))
+    }
+
+    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+        let (len, most) = (segments.len() as u64, u64::from(self.terms().maximum));
+        if let Err(e) = self.may_write(0) {
+            return (segments, Err(e));
+        }
+        if self.there(offset, len) < len {
+            return (segments, Err(io::Error::new(io::ErrorKind::InvalidInput, "behind the end of the export")));
+        }
+        let fua = durable && self.terms().has(export::SEND_FUA);
+        let ask = Ask { command: cmd::WRITE, flags: if fua { flag::FUA } else { 0 }, offset, len };
+        let (segments, mut result) = if len <= most {
+            let (segments, result) = self.ask(ask, segments).await;
+            (segments, result.map(|_| ()))
+        } else {
+            let result = self.ask_in_parts(ask, &segments, most).await;
+            (segments, result)
+        };
+        if durable && !fua && result.is_ok() {
+            result = self.sync().await;
+        }
+        (segments, result.map(|()| len as usize))
+    }
+
+    async fn sync(&self) -> io::Result<()> {
+        if let Some(lost) = self.loss() {
+            return Err(lost);
+        }
+        if self.remote.export().read_only || !self.terms().has(export::SEND_FLUSH) {
+            return Ok(());
+        }
+        let ask = Ask { command: cmd::FLUSH, flags: 0, offset: 0, len: 0 };
+        self.ask(ask, Segments::default()).await.1.map(|_| ())
+    }
+
+    async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.may_write(export::SEND_TRIM)?;
+        let ask = Ask { command: cmd::TRIM, flags: 0, offset, len: self.there(offset, len) };
+        self.ask_in_parts(ask, &Segments::default(), RANGE_MOST).await
+    }
+
+    async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        let ask = self.zeroes(0, offset, len, unmap)?;
+        // Some servers take no more than they take of data.
+        self.ask_in_parts(ask, &Segments::default(), self.terms().maximum.into()).await
+    }
+
+    async fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.may_write(export::SEND_FAST_ZERO)?;
+        let ask = self.zeroes(flag::FAST_ZERO, offset, len, unmap)?;
+        // The one request that the largest size of data does not bind, so that it is refused as a whole, or done.
+        let done = self.ask_in_parts(ask, &Segments::default(), RANGE_MOST).await;
+        let too_long = ask.len > self.terms().maximum.into();
+        done.map_err(|e| match e.kind() {
+            io::ErrorKind::InvalidInput if too_long => io::ErrorKind::Unsupported.into(),
+            _ => e,
+        })
+    }
+
+    async fn set_len(&self, len: u64) -> io::Result<()> {
+        match len == self.terms().size {
+            true => Ok(()),
+            false => Err(io::Error::new(io::ErrorKind::Unsupported, "an NBD export has the size that it has")),
+        }
+    }
+
+    async fn len(&self) -> io::Result<u64> {
+        Ok(self.terms().size)
+    }
+
+    async fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
+        if self.terms().allocation.is_none() {
+            return Ok(Some(offset..u64::MAX));
+        }
+        let mut at = offset;
+        while at < self.terms().size {
+            let (len, zero) = self.status(at).await?;
+            if !zero {
+                return Ok(Some(at..at + len));
+            }
+            at += len;
+        }
+        Ok(None)
+    }
+
+    fn lost(&self) -> Option<io::Error> {
+        self.loss()
+    }
+
+    fn geometry(&self) -> Geometry {
+        self.remote.export().geometry()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        EXPORT
+    }
+}

@@ -1,0 +1,454 @@
+//! Opening what an image lies on, by its name: a file of this host, or what a row of the table of schemes opens.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blockyard_ring::host::{self, Geometry, Lock};
+use blockyard_ring::{Handle, LockedFile, UringFile};
+use rustix::fs::{FileType, Mode, OFlags};
+
+use crate::cache::CacheMode;
+use crate::error::{Kind, StorageError};
+use crate::file::lock::{LockError, take_lock};
+use crate::file::{self, FileId, HostFile, path_of, record};
+use crate::nbd;
+use crate::range_lock::RangeLock;
+use crate::schemes::{SCHEMES, Store, scheme_of};
+use crate::sim::{Journal, Recorded};
+use crate::storage::{Alignment, Capabilities};
+
+#[derive(Clone, Debug)]
+pub struct OpenOptions {
+    pub path: PathBuf,
+    /// A descriptor of the file (O_PATH will do). It is opened through this, whatever has its name now.
+    pub found: Option<Arc<OwnedFd>>,
+    pub read_only: bool,
+    pub cache: CacheMode,
+    /// Takes no lock: another program may write to the file meanwhile. For readers only.
+    pub force_share: bool,
+    /// Of images that lie on an NBD server.
+    pub nbd: nbd::Options,
+    pub overlaid: Overlaid,
+    /// Notes what is done to the file, for simulated power cuts.
+    pub journal: Option<Journal>,
+}
+
+/// What to do if the image is to be written to and a live snapshot has put an overlay on it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Overlaid {
+    #[default]
+    Refuse,
+    /// Open it and remove the record: the overlay is given up.
+    Abandon,
+    /// Open it if the record names one of these files: they hide what is written.
+    Below(Vec<PathBuf>),
+}
+
+impl OpenOptions {
+    pub fn new(path: impl Into<PathBuf>, read_only: bool, cache: CacheMode) -> Self {
+        let (found, nbd, overlaid, journal) = Default::default();
+        OpenOptions { path: path.into(), found, read_only, cache, force_share: false, nbd, overlaid, journal }
+    }
+}
+
+/// Why an image could not be opened: what, where, and what a person can do.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    #[error("image {}: {hint}", path.display())]
+    Open { path: PathBuf, hint: &'static str, source: io::Error },
+    #[error("image {} is in use by {holder}: an image is opened by one writer, \
+             or by any number of readers", path.display())]
+    Locked { path: PathBuf, holder: String },
+    #[error("image {}: a live snapshot has put overlay {} on it, and writing to it would damage the overlay: serve the \
+             overlay, or merge it (blockyard image commit), or give it up (blockyard serve --abandon-overlay)",
+             path.display(), overlay.to_string_lossy().escape_debug())]
+    Overlaid { path: PathBuf, overlay: PathBuf },
+    #[error("image {}: {operation}", path.display())]
+    Io { path: PathBuf, operation: &'static str, source: io::Error },
+    #[error("image {}: there is no such file, and no storage is named like this: say a path, or {forms}", path.display())]
+    Scheme { path: PathBuf, forms: String },
+    #[error("image {}: {error}", path.display())]
+    Storage { path: PathBuf, error: StorageError },
+}
+
+impl OpenError {
+    /// Returns whether the image could perhaps be opened by a reader.
+    pub fn may_be_read(&self) -> bool {
+        use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+        match self {
+            OpenError::Open { source, .. } => matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem),
+            OpenError::Storage { error, .. } => error.kind == Kind::ReadOnly,
+            // The holder may be a writer, which bears no reader.
+            OpenError::Locked { .. } | OpenError::Overlaid { .. } | OpenError::Io { .. } | OpenError::Scheme { .. } => {
+                false
+            }
+        }
+    }
+}
+
+/// An open storage that is no file of this host, before any reactor uses it.
+pub trait Opened: fmt::Debug + Send + Sync {
+    /// The storage on one reactor.
+    fn storage(self: Arc<Self>, handle: &Handle) -> io::Result<Store>;
+    /// The name by which an image may name it, normalized.
+    fn name(&self) -> String;
+    /// What it is, as `image info` shows it: "nbd".
+    fn kind(&self) -> &'static str;
+    /// Bytes.
+    fn size(&self) -> u64;
+    fn geometry(&self) -> Geometry;
+    fn capabilities(&self) -> Capabilities;
+    /// The device that its bytes lie on, which other disks may share, and whether it turns. None: no other disk can have it.
+    fn device(&self) -> io::Result<Option<(String, bool)>>;
+}
+
+/// Where the bytes are.
+#[derive(Clone, Debug)]
+enum Medium {
+    File(Arc<LockedFile>),
+    Other(Arc<dyn Opened>),
+}
+
+/// An open, locked image file. The lock is on the open file description: it lasts as long as the last copy of this. (What a
+/// scheme opens is such a file, too. It locks itself, if it can be locked.)
+#[derive(Debug)]
+pub struct ImageFile {
+    path: PathBuf,
+    medium: Medium,
+    size: AtomicU64,
+    geometry: Geometry,
+    capabilities: Capabilities,
+    read_only: bool,
+    /// None: it is no file of this host.
+    id: Option<FileId>,
+    cache: CacheMode,
+    range_lock: Arc<RangeLock>,
+    journal: Option<Journal>,
+}
+
+impl ImageFile {
+    pub fn open(options: &OpenOptions) -> Result<Self, OpenError> {
+        match scheme_of(&options.path) {
+            Some((scheme, name)) => {
+                let failed = |error| OpenError::Storage { path: options.path.clone(), error };
+                Ok(ImageFile::other(scheme.open(name, options).map_err(failed)?, options))
+            }
+            None if is_unknown_uri(&options.path) => {
+                let forms = SCHEMES.iter().map(|scheme| scheme.forms()).collect::<Vec<_>>().join(", or ");
+                Err(OpenError::Scheme { path: options.path.clone(), forms })
+            }
+            None => ImageFile::open_file(options),
+        }
+    }
+
+    fn open_file(options: &OpenOptions) -> Result<Self, OpenError> {
+        let path = options.path.clone();
+        let (fd, direct) = file::open(&path, options)?;
+        let failed = |operation| {
+            let path = path.clone();
+            move |source| OpenError::Io { path, operation, source }
+        };
+        let lock = match options.read_only {
+            true if options.force_share => Lock::None,
+            true => Lock::Shared,
+            false => Lock::Exclusive,
+        };
+        take_lock(&path, fd.as_fd(), lock).map_err(|e| match e {
+            LockError::Held(holder) => OpenError::Locked { path: path.clone(), holder },
+            LockError::Io(e) => failed("locking it (an OFD lock; network file systems may not have them)")(e),
+        })?;
+        if !options.read_only {
+            options.judge_record(&fd)?;
+        }
+        let size = host::file_size(&fd).map_err(failed("finding its size"))?;
+        let geometry = host::geometry(&fd).map_err(failed("reading the geometry of its device"))?;
+        let stat = rustix::fs::fstat(&fd).map_err(io::Error::from).map_err(failed("finding what it is"))?;
+        let fixed_length = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
+        Ok(ImageFile {
+            medium: Medium::File(Arc::new(fd.into())),
+            size: AtomicU64::new(size),
+            geometry,
+            capabilities: Capabilities { direct, fixed_length },
+            read_only: options.read_only,
+            id: Some(FileId::of(&stat)),
+            cache: options.cache,
+            range_lock: Arc::default(),
+            journal: options.journal.clone(),
+            path,
+        })
+    }
+
+    fn other(opened: Arc<dyn Opened>, options: &OpenOptions) -> Self {
+        ImageFile {
+            path: options.path.clone(),
+            size: AtomicU64::new(opened.size()),
+            geometry: opened.geometry(),
+            capabilities: opened.capabilities(),
+            read_only: options.read_only,
+            id: None,
+            cache: options.cache,
+            range_lock: Arc::default(),
+            journal: None,
+            medium: Medium::Other(opened),
+        }
+    }
+
+    /// The file on one reactor.
+    pub fn storage(&self, handle: &Handle) -> io::Result<Store> {
+        Ok(match &self.medium {
+            Medium::File(fd) => {
+                let (file, geometry) = (UringFile::new(handle, fd.clone())?, self.geometry);
+                let file = HostFile { file, geometry, capabilities: self.capabilities };
+                match &self.journal {
+                    None => Store::File(file),
+                    Some(journal) => Store::Recorded(Box::new(Recorded::new(file, journal, &self.path)?)),
+                }
+            }
+            Medium::Other(opened) => opened.clone().storage(handle)?,
+        })
+    }
+
+    /// The same file by a descriptor that only reads, and is not locked yet: see [`ImageFile::hand_lock_to`].
+    pub fn reader(&self) -> io::Result<ImageFile> {
+        let fd = self.open_again(OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY)?;
+        Ok(ImageFile { medium: Medium::File(Arc::new(fd.into())), read_only: true, ..self.twin() })
+    }
+
+    /// The same file by a descriptor that also writes; it takes this one's lock over, and more: nobody else may have the file
+    /// open. [`ImageFile::hand_lock_to`] gives the lock back.
+    pub fn writer(&self) -> Result<ImageFile, OpenError> {
+        let failed = |operation| move |source| OpenError::Io { path: self.path.clone(), operation, source };
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
+        let opening = "opening it once more, to write to it";
+        let mine = self.local().map_err(failed(opening))?;
+        let fd = Arc::new(LockedFile::from(self.open_again(flags).map_err(failed(opening))?));
+        let writer = ImageFile { medium: Medium::File(fd.clone()), read_only: false, ..self.twin() };
+        let locking = failed("locking it (an OFD lock)");
+        // A reader's lock at each moment, so that no writer comes between.
+        let locked = host::lock(&fd, Lock::Shared)
+            .and_then(|_| host::lock(mine, Lock::None))
+            .map_err(LockError::Io)
+            .and_then(|_| take_lock(&self.path, fd.as_fd(), Lock::Exclusive));
+        if locked.is_err() {
+            host::lock(mine, Lock::Shared).map_err(locking)?;
+        }
+        match locked {
+            Ok(()) => Ok(writer),
+            Err(LockError::Held(holder)) => Err(OpenError::Locked { path: self.path.clone(), holder }),
+            Err(LockError::Io(e)) => Err(locking(e)),
+        }
+    }
+
+    /// By its descriptor: under its name there may be another file meanwhile.
+    fn open_again(&self, flags: OFlags) -> io::Result<OwnedFd> {
+        let flags = if self.direct() { flags | OFlags::DIRECT } else { flags };
+        Ok(rustix::fs::open(path_of(self.local()?.as_fd()), flags, Mode::empty())?)
+    }
+
+    /// What is known of the file, without its lock.
+    fn twin(&self) -> ImageFile {
+        ImageFile {
+            path: self.path.clone(),
+            medium: self.medium.clone(),
+            size: AtomicU64::new(self.size()),
+            geometry: self.geometry,
+            capabilities: self.capabilities,
+            read_only: self.read_only,
+            id: self.id,
+            cache: self.cache,
+            range_lock: Arc::default(),
+            journal: self.journal.clone(),
+        }
+    }
+
+    /// From a writer's lock to a reader's, which `reader` has from now on. At no moment may anybody else write to the file.
+    pub fn hand_lock_to(&self, reader: &ImageFile) -> io::Result<()> {
+        let (Medium::File(mine), Medium::File(theirs)) = (&self.medium, &reader.medium) else { return Ok(()) };
+        host::lock(mine, Lock::Shared)?;
+        if Arc::ptr_eq(mine, theirs) {
+            return Ok(());
+        }
+        host::lock(theirs, Lock::Shared)?;
+        host::lock(mine, Lock::None).map(|_| ())
+    }
+
+    fn local(&self) -> io::Result<&Arc<LockedFile>> {
+        self.fd().ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "it is no file of this host"))
+    }
+
+    /// Records durably that the overlay lies on this image; see [`record`].
+    pub fn record_overlay(&self, overlay: &Path) -> io::Result<()> {
+        let write = || record::write(self.local()?, &self.path, overlay);
+        self.journal.as_ref().map_or_else(write, |journal| journal.note(&self.path, Some(overlay), write))
+    }
+
+    pub fn remove_overlay_record(&self) -> io::Result<()> {
+        let remove = || self.fd().map_or(Ok(()), record::remove);
+        self.journal.as_ref().map_or_else(remove, |journal| journal.note(&self.path, None, remove))
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// None: it is no file of this host.
+    pub fn fd(&self) -> Option<&Arc<LockedFile>> {
+        match &self.medium {
+            Medium::File(fd) => Some(fd),
+            Medium::Other(_) => None,
+        }
+    }
+
+    /// What a scheme opened; None: it is a file of this host.
+    pub fn opened(&self) -> Option<&dyn Opened> {
+        match &self.medium {
+            Medium::File(_) => None,
+            Medium::Other(opened) => Some(&**opened),
+        }
+    }
+
+    /// The device that its bytes lie on, which other disks may share, and whether it turns. None: no other disk can have it.
+    pub fn device(&self) -> io::Result<Option<(String, bool)>> {
+        match &self.medium {
+            Medium::File(fd) => host::backing_device(fd).map(Some),
+            Medium::Other(opened) => opened.device(),
+        }
+    }
+
+    /// The file's length in bytes, which need not be a multiple of a sector.
+    pub fn size(&self) -> u64 {
+        self.size.load(Ordering::Relaxed)
+    }
+
+    /// Asks the file again how long it is (it was resized by a person); answers the new length.
+    pub fn refresh_size(&self) -> io::Result<u64> {
+        let Some(fd) = self.fd() else { return Ok(self.size()) };
+        let size = host::file_size(fd)?;
+        self.size.store(size, Ordering::Relaxed);
+        Ok(size)
+    }
+
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    pub fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Whether the page cache is really bypassed: `cache` may have asked for it in vain.
+    pub fn direct(&self) -> bool {
+        self.capabilities.direct
+    }
+
+    /// A block device or an export, not a file.
+    pub fn is_device(&self) -> bool {
+        self.capabilities.fixed_length
+    }
+
+    /// What requests must be multiples of.
+    pub fn alignment(&self) -> Alignment {
+        Alignment::of(&self.geometry, self.capabilities)
+    }
+
+    /// Shared by all reactors that use this open file.
+    pub fn range_lock(&self) -> &Arc<RangeLock> {
+        &self.range_lock
+    }
+
+    pub fn journal(&self) -> Option<&Journal> {
+        self.journal.as_ref()
+    }
+
+    /// Which file of this host it is; None: it is none.
+    pub fn id(&self) -> Option<FileId> {
+        self.id
+    }
+
+    pub fn cache(&self) -> CacheMode {
+        self.cache
+    }
+}
+
+/// Returns whether the name is meant as a URI, and is not by chance the path of a file.
+fn is_unknown_uri(path: &Path) -> bool {
+    path.to_str().is_some_and(|name| name.contains("://")) && !path.exists()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scratch(name: &str, len: u64) -> PathBuf {
+        let path = std::env::temp_dir().join(format!("blockyard-open-{name}-{}", std::process::id()));
+        std::fs::File::create(&path).unwrap().set_len(len).unwrap();
+        path
+    }
+
+    fn options(path: &Path, read_only: bool) -> OpenOptions {
+        OpenOptions::new(path, read_only, CacheMode::Writeback)
+    }
+
+    #[test]
+    fn one_writer_or_many_readers() {
+        let path = scratch("lock", 1000);
+        let writer = ImageFile::open(&options(&path, false)).unwrap();
+        assert_eq!(writer.size(), 1000);
+        assert!(matches!(ImageFile::open(&options(&path, true)), Err(OpenError::Locked { .. })));
+        drop(writer);
+        let _a = ImageFile::open(&options(&path, true)).unwrap();
+        let _b = ImageFile::open(&options(&path, true)).unwrap();
+        assert!(matches!(ImageFile::open(&options(&path, false)), Err(OpenError::Locked { .. })));
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn a_writer_becomes_a_reader_and_nobody_gets_between() {
+        let path = scratch("reader", 4096);
+        let writer = ImageFile::open(&options(&path, false)).unwrap();
+        // Under its old name there is another file, which is not meant.
+        let moved = path.with_extension("moved");
+        std::fs::rename(&path, &moved).unwrap();
+        let _other = scratch("reader", 1);
+        let reader = writer.reader().unwrap();
+        assert!(ImageFile::open(&options(&moved, true)).is_err());
+        writer.hand_lock_to(&reader).unwrap();
+        let _second = ImageFile::open(&options(&moved, true)).unwrap();
+        assert!(ImageFile::open(&options(&moved, false)).is_err());
+        assert!(matches!(reader.writer(), Err(OpenError::Locked { .. })), "there is a second reader");
+        drop(_second);
+        drop(writer);
+        let writer = reader.writer().unwrap();
+        assert!(ImageFile::open(&options(&moved, true)).is_err());
+        writer.hand_lock_to(&reader).unwrap();
+        drop(writer);
+        assert!(ImageFile::open(&options(&moved, false)).is_err(), "the reader's lock is its own");
+        drop(reader);
+        ImageFile::open(&options(&moved, false)).unwrap();
+        std::fs::remove_file(&moved).unwrap();
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn a_uri_of_an_unknown_scheme_is_refused_with_those_that_are_known() {
+        let error = ImageFile::open(&options(Path::new("http://host/disk.img"), false)).unwrap_err().to_string();
+        assert!(error.starts_with("image http://host/disk.img: there is no such file"), "{error}");
+        for scheme in SCHEMES {
+            assert!(error.contains(scheme.forms()), "{error}");
+        }
+    }
+
+    #[test]
+    fn errors_name_the_file_and_the_way_out() {
+        let missing = ImageFile::open(&options(Path::new("/nonexistent/x.img"), false)).unwrap_err();
+        assert_eq!(missing.to_string(), "image /nonexistent/x.img: there is no such file");
+        let folder = ImageFile::open(&options(&std::env::temp_dir(), false)).unwrap_err();
+        assert!(folder.to_string().contains("must be a regular file or a block device"), "{folder}");
+        let device = ImageFile::open(&options(Path::new("/dev/null"), false)).unwrap_err();
+        assert!(device.to_string().contains("must be a regular file or a block device"), "{device}");
+    }
+}

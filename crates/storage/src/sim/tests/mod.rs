@@ -1,0 +1,34 @@
+//! The simulated disk by hand-made cases (`cases`), and by random work that the oracle judges (`work`).
+
+use std::io;
+
+use super::*;
+use crate::Storage;
+use blockyard_ring::Segments;
+
+mod cases;
+mod work;
+
+const DISK: u64 = 32 * SECTOR as u64;
+
+fn disk(seed: u64) -> SimDisk {
+    SimDisk::new(SimImage::zeroed(DISK), SimConfig::new(seed))
+}
+
+async fn put(disk: &impl Storage, offset: u64, bytes: &[u8], durable: bool) -> io::Result<usize> {
+    disk.write(Segments::from_bytes(bytes), offset, durable).await.1
+}
+
+async fn take(disk: &impl Storage, offset: u64, len: usize) -> io::Result<Vec<u8>> {
+    let (segments, n) = disk.read(Segments::buffer(len), offset).await;
+    let mut bytes = vec![0; n?];
+    segments.copy_out(0, &mut bytes);
+    Ok(bytes)
+}
+
+/// Runs `work` on a disk of seed `seed` until it is done, and cuts the power then.
+fn then_cut<F: Future<Output = ()> + 'static>(seed: u64, work: impl FnOnce(SimDisk) -> F) -> SimImage {
+    let disk = disk(seed);
+    Sim::new(seed).block_on(work(disk.clone())).unwrap();
+    disk.power_cut()
+}

@@ -1,0 +1,33 @@
+//! Errors of commands: which disk, what was tried, and why it failed.
+
+use std::io;
+use std::path::PathBuf;
+
+use blockyard_disk::SourceError;
+
+use crate::settings::WayError;
+
+#[derive(Debug, thiserror::Error)]
+pub enum YardError {
+    #[error("no disk is called \"{disk}\"")]
+    NotFound { disk: String },
+    #[error("a disk is called \"{disk}\" already: choose another name")]
+    NameTaken { disk: String },
+    /// The caller could not say what the disk is.
+    #[error(transparent)]
+    Settings(WayError),
+    #[error(transparent)]
+    Open(SourceError),
+    #[error("image {}: finding its device", image.display())]
+    Device { image: PathBuf, source: io::Error },
+    #[error("disk {disk}: starting its export")]
+    Export { disk: String, source: WayError },
+    #[error("disk {disk}: finding the image's size")]
+    Size { disk: String, source: io::Error },
+    #[error("disk {disk}: {running} jobs run already, and no more may: wait until one of them ends, or cancel one")]
+    TooManyJobs { disk: String, running: usize },
+    #[error("disk {disk}: starting a thread")]
+    Thread { disk: String, source: io::Error },
+    #[error("the server ends, and takes no more commands")]
+    Closing,
+}

@@ -1,0 +1,225 @@
+//! The thread that owns the table of disks.
+//!
+//! A disk is in the table from the first command for its name to the last. While a command runs, a thread of the pool owns the
+//! disk, and further commands for it wait in its entry.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, SyncSender};
+use std::sync::{Arc, mpsc};
+
+use blockyard_disk::Disk;
+use blockyard_export::Reactors;
+
+use crate::job::Jobs;
+use crate::pool::Pool;
+use crate::served::{Ended, ServedDisk, describe_image};
+use crate::settings::DiskSettings;
+use crate::shares::Shares;
+
+/// Commands of each lane that run at a time.
+const AT_A_TIME: usize = 4;
+
+/// What all commands use.
+pub(crate) struct Context {
+    pub reactors: Arc<Reactors>,
+    pub shares: Shares,
+    pub jobs: Jobs,
+    /// No disk is added any more.
+    pub is_closing: AtomicBool,
+}
+
+/// What a command does: it gets the disk of that name, if there is one, and returns the disk that is there afterwards, and its
+/// answer. The answer runs when the table has the disk again, so that its receiver finds what the command has done.
+pub(crate) type Operation = Box<dyn FnOnce(&Context, Option<ServedDisk>) -> (Option<ServedDisk>, Answer) + Send>;
+pub(crate) type Answer = Box<dyn FnOnce()>;
+
+pub(crate) enum Message {
+    Do { name: String, state: DiskState, operation: Operation },
+    Done { name: String, disk: Option<Box<ServedDisk>> },
+    List(SyncSender<Vec<DiskInfo>>),
+    Close(SyncSender<Vec<Ended>>),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DiskState {
+    /// Its image is being opened, or its exports start.
+    Opening,
+    Serving,
+    /// A command is at work on it. Clients notice nothing of that.
+    Busy,
+    /// Its exports end, and its image is flushed and closed.
+    Closing,
+}
+
+/// A row of the list of disks.
+#[derive(Clone, Debug)]
+pub struct DiskInfo {
+    pub name: String,
+    pub state: DiskState,
+    /// The image that was named when the disk was added. None while it is being opened.
+    pub image: Option<PathBuf>,
+    /// The images that it consists of now.
+    pub images: String,
+    /// In bytes; 0 while the image is being opened.
+    pub capacity: u64,
+    pub is_read_only: bool,
+    /// Where it is offered.
+    pub ways: Vec<String>,
+}
+
+struct Entry {
+    /// Disks are listed in the order of their arrival.
+    arrival: u64,
+    state: DiskState,
+    /// None: a thread of the pool has it, or it is not there yet.
+    disk: Option<Box<ServedDisk>>,
+    /// What the list shows of it.
+    shown: Option<(Arc<Disk>, DiskSettings)>,
+    waiting: VecDeque<(DiskState, Operation)>,
+}
+
+/// The end of the yard: the caller that waits for it, and the figures of the disks that have ended so far.
+struct Closing {
+    reply: SyncSender<Vec<Ended>>,
+    sender: Sender<Ended>,
+    ended: Receiver<Ended>,
+}
+
+pub(crate) struct Keeper {
+    context: Arc<Context>,
+    messages: Sender<Message>,
+    entries: BTreeMap<String, Entry>,
+    arrivals: u64,
+    /// Opening an image may take as long as a server of another host likes. It holds up no other command.
+    opening: Pool,
+    others: Pool,
+    closing: Option<Closing>,
+}
+
+impl Keeper {
+    pub fn new(context: Arc<Context>, messages: Sender<Message>) -> Self {
+        let (opening, others) = (Pool::new("yard open", AT_A_TIME), Pool::new("yard", AT_A_TIME));
+        Keeper { context, messages, entries: BTreeMap::new(), arrivals: 0, opening, others, closing: None }
+    }
+
+    /// Carries out commands until the yard is closed.
+    pub fn run(mut self, messages: &Receiver<Message>) {
+        for message in messages {
+            match message {
+                Message::Do { name, state, operation } => self.take(name, state, operation),
+                Message::Done { name, disk } => self.put_back(name, disk),
+                Message::List(reply) => drop(reply.send(self.list())),
+                Message::Close(reply) => self.close(reply),
+            }
+            if self.closing.is_some() && self.entries.values().all(|entry| entry.state == DiskState::Opening) {
+                break;
+            }
+        }
+        if let Some(Closing { reply, sender, ended }) = self.closing {
+            drop(sender);
+            let _ = reply.send(ended.try_iter().collect());
+        }
+    }
+
+    fn take(&mut self, name: String, state: DiskState, operation: Operation) {
+        self.arrivals += 1;
+        let arrival = self.arrivals;
+        let new = || Entry { arrival, state, disk: None, shown: None, waiting: VecDeque::new() };
+        let is_new = !self.entries.contains_key(&name);
+        let entry = self.entries.entry(name.clone()).or_insert_with(new);
+        if is_new || entry.disk.is_some() {
+            self.begin(name, state, operation);
+        } else {
+            entry.waiting.push_back((state, operation));
+        }
+    }
+
+    /// Gives the disk to a thread of the pool.
+    fn begin(&mut self, name: String, state: DiskState, operation: Operation) {
+        let Some(entry) = self.entries.get_mut(&name) else { return };
+        // An addition under the name of a served disk opens nothing: it is refused, and must not wait for slow images.
+        let opens = state == DiskState::Opening && entry.disk.is_none();
+        entry.state = if state == DiskState::Opening && !opens { DiskState::Busy } else { state };
+        let done = Done { messages: self.messages.clone(), name, disk: None };
+        let (disk, context) = (entry.disk.take(), self.context.clone());
+        let pool = if opens { &self.opening } else { &self.others };
+        pool.run(Box::new(move || {
+            let mut done = done;
+            let (disk, answer) = operation(&context, disk.map(|disk| *disk));
+            done.disk = disk.map(Box::new);
+            drop(done);
+            answer();
+        }));
+    }
+
+    fn put_back(&mut self, name: String, disk: Option<Box<ServedDisk>>) {
+        let Some(entry) = self.entries.get_mut(&name) else { return };
+        entry.shown = disk.as_ref().map(|disk| (disk.disk.clone(), disk.settings.clone()));
+        entry.disk = disk;
+        match entry.waiting.pop_front() {
+            Some((state, operation)) => self.begin(name, state, operation),
+            None if entry.disk.is_some() => entry.state = DiskState::Serving,
+            None => drop(self.entries.remove(&name)),
+        }
+    }
+
+    fn list(&self) -> Vec<DiskInfo> {
+        // A command for a disk that is not there has an entry too, until it is done.
+        let is_disk = |entry: &Entry| entry.shown.is_some() || entry.state == DiskState::Opening;
+        let mut entries: Vec<_> = self.entries.iter().filter(|(_, entry)| is_disk(entry)).collect();
+        entries.sort_by_key(|(_, entry)| entry.arrival);
+        entries.into_iter().map(|(name, entry)| entry.info(name)).collect()
+    }
+
+    fn close(&mut self, reply: SyncSender<Vec<Ended>>) {
+        self.context.is_closing.store(true, Ordering::SeqCst);
+        let (sender, ended) = mpsc::channel();
+        for name in self.entries.keys().cloned().collect::<Vec<_>>() {
+            self.take(name, DiskState::Closing, close(sender.clone()));
+        }
+        self.closing = Some(Closing { reply, sender, ended });
+    }
+}
+
+/// Closes a disk and sends its last figures.
+fn close(ended: Sender<Ended>) -> Operation {
+    Box::new(move |context, disk| {
+        disk.into_iter().for_each(|disk| drop(ended.send(disk.close(context))));
+        (None, Box::new(|| ()))
+    })
+}
+
+/// Reports the end of a command, whether it returns or panics.
+struct Done {
+    messages: Sender<Message>,
+    name: String,
+    disk: Option<Box<ServedDisk>>,
+}
+
+impl Drop for Done {
+    fn drop(&mut self) {
+        let (name, disk) = (std::mem::take(&mut self.name), self.disk.take());
+        let _ = self.messages.send(Message::Done { name, disk });
+    }
+}
+
+impl Entry {
+    fn info(&self, name: &str) -> DiskInfo {
+        let (name, state) = (name.to_string(), self.state);
+        let Some((disk, settings)) = &self.shown else {
+            let (image, images, ways) = Default::default();
+            return DiskInfo { name, state, image, images, capacity: 0, is_read_only: false, ways };
+        };
+        DiskInfo {
+            name,
+            state,
+            image: Some(settings.image.path.clone()),
+            images: describe_image(settings, disk),
+            capacity: disk.capacity(),
+            is_read_only: settings.image.read_only,
+            ways: settings.ways.iter().map(|way| way.describe()).collect(),
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! One disk with its exports, and what a command does with it. All of this runs on a thread of the pool.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use blockyard_disk::{Disk, DiskOptions, Served, Source, Statistics, sched_time};
+use blockyard_export::{Export, Reactors};
+use blockyard_sched::{Knobs, Share};
+
+use crate::error::YardError;
+use crate::keeper::Context;
+use crate::settings::DiskSettings;
+use crate::shares::Shares;
+
+/// Length of a serial number in bytes (virtio 1.2, section 5.2.6.1).
+const SERIAL_BYTES: usize = 20;
+
+/// A disk as it is at the moment of the report.
+pub struct Report {
+    pub name: String,
+    /// Each client that is connected, described for people.
+    pub clients: Vec<String>,
+    /// The block device of this host that an export has made.
+    pub device: Option<PathBuf>,
+    pub statistics: Statistics,
+    pub share: Arc<Share>,
+}
+
+/// The last figures of a disk that is served no more.
+pub struct Ended {
+    pub name: String,
+    pub statistics: Statistics,
+    pub share: Arc<Share>,
+    /// Whether all acknowledged writes are durable and the image was closed.
+    pub is_flushed: bool,
+}
+
+/// What changes while clients are connected. None: it stays as it is.
+#[derive(Clone, Debug, Default)]
+pub struct Change {
+    pub knobs: Option<Knobs>,
+    /// Names in the certificates of the clients that may connect. Empty: every client may.
+    pub clients: Option<Vec<String>>,
+}
+
+/// Capacity in bytes, before and after.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resized {
+    pub old: u64,
+    pub new: u64,
+}
+
+pub(crate) struct ServedDisk {
+    pub settings: DiskSettings,
+    pub disk: Arc<Disk>,
+    exports: Vec<Box<dyn Export>>,
+}
+
+impl ServedDisk {
+    /// Opens the image and starts the exports. After an error nothing of it is left: no export, no lock on the image.
+    pub fn open(settings: DiskSettings, reactors: &Arc<Reactors>, shares: &Shares) -> Result<Self, YardError> {
+        let source = Source::open(&settings.image).map_err(YardError::Open)?;
+        let share = shares.open(&settings, &source)?;
+        let disk = Arc::new(Disk::sharing(options(&settings), source, share));
+        let mut exports = Vec::new();
+        for way in &settings.ways {
+            match way.start(&disk, reactors) {
+                Ok(export) => exports.push(export),
+                Err(source) => {
+                    exports.clear();
+                    // A client may have connected already. Then a reactor has the image open.
+                    blockyard_export::close(&disk, reactors);
+                    return Err(YardError::Export { disk: settings.name, source });
+                }
+            }
+        }
+        let ways: Vec<_> = settings.ways.iter().map(|way| way.describe()).collect();
+        tracing::info!(
+            disk = settings.name,
+            bytes = disk.capacity(),
+            cache = %settings.image.cache,
+            "serving {} on {}",
+            describe_image(&settings, &disk),
+            ways.join(" and ")
+        );
+        Ok(ServedDisk { settings, disk, exports })
+    }
+
+    /// Ends the jobs and the exports, then flushes and closes the image.
+    pub fn close(mut self, context: &Context) -> Ended {
+        let reactors = &context.reactors;
+        context.jobs.end(&self.disk);
+        self.exports.iter_mut().for_each(|export| export.stop());
+        let statistics = statistics(&self.disk, reactors);
+        let is_flushed = blockyard_export::close(&self.disk, reactors);
+        Ended { name: self.settings.name, statistics, share: self.disk.share().clone(), is_flushed }
+    }
+
+    pub fn report(&self, reactors: &Reactors) -> Report {
+        Report {
+            name: self.settings.name.clone(),
+            clients: self.exports.iter().flat_map(|export| export.clients()).collect(),
+            device: self.exports.iter().find_map(|export| export.device()),
+            statistics: statistics(&self.disk, reactors),
+            share: self.disk.share().clone(),
+        }
+    }
+
+    pub fn change(&mut self, change: &Change) {
+        if let Some(knobs) = &change.knobs {
+            self.disk.share().set(knobs, sched_time());
+            self.settings.knobs = knobs.clone();
+        }
+        if let Some(clients) = &change.clients {
+            self.exports.iter_mut().for_each(|export| export.allow(clients));
+        }
+    }
+
+    /// Takes over the size that the image has now, and notifies clients of a new one.
+    pub fn refresh(&mut self) -> Result<Option<Resized>, YardError> {
+        let old = self.disk.capacity();
+        let failed = |source| YardError::Size { disk: self.settings.name.clone(), source };
+        let Some(new) = self.disk.refresh_capacity().map_err(failed)? else { return Ok(None) };
+        self.exports.iter_mut().for_each(|export| export.resize());
+        Ok(Some(Resized { old, new }))
+    }
+}
+
+/// Describes the images that a disk consists of at the moment.
+pub(crate) fn describe_image(settings: &DiskSettings, disk: &Disk) -> String {
+    let source = disk.source();
+    source.chain().map_or_else(|| settings.image.path.display().to_string(), |chain| chain.describe())
+}
+
+fn options(settings: &DiskSettings) -> DiskOptions {
+    let mut serial = settings.serial.clone();
+    while serial.len() > SERIAL_BYTES {
+        serial.pop();
+    }
+    DiskOptions {
+        name: settings.name.clone(),
+        serial,
+        read_only: settings.image.read_only,
+        cache: settings.image.cache,
+        filters: settings.filters.clone(),
+    }
+}
+
+/// Returns the sum of what all reactors counted for `disk`.
+fn statistics(disk: &Arc<Disk>, reactors: &Reactors) -> Statistics {
+    let mut all = Statistics::default();
+    for reactor in reactors.all() {
+        let disk = disk.clone();
+        let part = reactor.ask(move |handle, reply| reply.send(Served::known(handle, &disk).map(|s| s.statistics())));
+        if let Some(Some(part)) = part {
+            all.merge(&part);
+        }
+    }
+    all
+}

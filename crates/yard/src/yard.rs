@@ -1,0 +1,203 @@
+//! The handle to the yard. Each call sends one command to the keeper and waits for its answer.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+
+use blockyard_export::Reactors;
+use blockyard_sched::Knobs;
+
+use crate::error::YardError;
+use crate::job::{Job, JobKind, Jobs};
+use crate::keeper::{Answer, Context, DiskInfo, DiskState, Keeper, Message, Operation};
+use crate::served::{Change, Ended, Report, Resized, ServedDisk};
+use crate::settings::{DiskSettings, WayError};
+use crate::shares::Shares;
+
+/// The set of disks that this process serves. Clones are handles to the same set.
+///
+/// Calls block their thread until the command is done, except those with `then`. No reactor may call them. The last handle that
+/// goes closes the yard and waits for nothing: call [`Yard::close`] first to learn what was flushed.
+#[derive(Clone)]
+pub struct Yard(Arc<Handle>);
+
+struct Handle {
+    messages: Sender<Message>,
+    context: Arc<Context>,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        let _ = self.messages.send(Message::Close(mpsc::sync_channel(1).0));
+    }
+}
+
+impl Yard {
+    /// Starts a yard without disks. `reactors` serve the queues of its disks.
+    pub fn start(reactors: Arc<Reactors>, shares: Shares) -> io::Result<Self> {
+        let (messages, receiver) = mpsc::channel();
+        let context = Context { reactors, shares, jobs: Jobs::default(), is_closing: AtomicBool::new(false) };
+        let context = Arc::new(context);
+        let keeper = Keeper::new(context.clone(), messages.clone());
+        std::thread::Builder::new().name("yard keeper".into()).spawn(move || keeper.run(&receiver))?;
+        Ok(Yard(Arc::new(Handle { messages, context })))
+    }
+
+    /// Opens a disk and starts its exports. After an error nothing of the disk is left.
+    pub fn add(&self, settings: DiskSettings) -> Result<(), YardError> {
+        let (answer, receiver) = answer();
+        self.send_add(settings.name.clone(), || Ok(settings), answer);
+        receiver.recv().unwrap_or(Err(YardError::Closing))
+    }
+
+    /// Does the same without a wait. `settings` says what the disk is, and may block. `then` gets the result before the next
+    /// command for the disk begins. Both run on another thread; after the end of the yard they do not run.
+    pub fn add_then(
+        &self,
+        name: String,
+        settings: impl FnOnce() -> Result<DiskSettings, WayError> + Send + 'static,
+        then: impl FnOnce(Result<(), YardError>) + Send + 'static,
+    ) {
+        self.send_add(name, settings, at_once(then));
+    }
+
+    fn send_add(
+        &self,
+        name: String,
+        settings: impl FnOnce() -> Result<DiskSettings, WayError> + Send + 'static,
+        answer: impl FnOnce(Result<(), YardError>) -> Answer + Send + 'static,
+    ) {
+        let named = name.clone();
+        let operation = Box::new(move |context: &Context, disk: Option<ServedDisk>| match disk {
+            Some(disk) => (Some(disk), answer(Err(YardError::NameTaken { disk: named }))),
+            None => match open(context, named, settings) {
+                Ok(disk) => (Some(disk), answer(Ok(()))),
+                Err(e) => (None, answer(Err(e))),
+            },
+        });
+        self.send(name, DiskState::Opening, operation);
+    }
+
+    /// Ends the exports of a disk, flushes its image and closes it. Running jobs of the disk are cancelled first.
+    pub fn remove(&self, name: &str) -> Result<Ended, YardError> {
+        let (answer, receiver) = answer();
+        self.send_remove(name.into(), answer);
+        receiver.recv().unwrap_or(Err(YardError::Closing))
+    }
+
+    /// Does the same without a wait. `then` gets the result on another thread before the next command for the disk begins;
+    /// after the end of the yard it does not run.
+    pub fn remove_then(&self, name: String, then: impl FnOnce(Result<Ended, YardError>) + Send + 'static) {
+        self.send_remove(name, at_once(then));
+    }
+
+    fn send_remove(&self, name: String, answer: impl FnOnce(Result<Ended, YardError>) -> Answer + Send + 'static) {
+        let named = name.clone();
+        let operation = Box::new(move |context: &Context, disk: Option<ServedDisk>| {
+            let ended = disk.map(|disk| disk.close(context));
+            (None, answer(ended.ok_or(YardError::NotFound { disk: named })))
+        });
+        self.send(name, DiskState::Closing, operation);
+    }
+
+    /// Returns a row for each disk, in the order in which the disks were added. Waits for no command.
+    pub fn list(&self) -> Vec<DiskInfo> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let _ = self.0.messages.send(Message::List(sender));
+        receiver.recv().unwrap_or_default()
+    }
+
+    /// Returns the clients and the figures of a disk.
+    pub fn report(&self, name: &str) -> Result<Report, YardError> {
+        self.with(name, |context, disk| Ok(disk.report(&context.reactors)))
+    }
+
+    /// Changes a disk while clients are connected.
+    pub fn change(&self, name: &str, change: Change) -> Result<(), YardError> {
+        self.with(name, move |_, disk| {
+            disk.change(&change);
+            Ok(())
+        })
+    }
+
+    /// Takes over the size that a disk's image has now. None: it has not changed.
+    pub fn refresh(&self, name: &str) -> Result<Option<Resized>, YardError> {
+        self.with(name, |_, disk| disk.refresh())
+    }
+
+    /// Starts a snapshot, commit or stream of a disk. Other commands for the disk go on beside it.
+    pub fn start_job(&self, name: &str, kind: JobKind) -> Result<Job, YardError> {
+        self.with(name, |context, disk| context.jobs.start(&disk.settings.name, &disk.disk, kind))
+    }
+
+    /// Returns the jobs that run, and the last ones that have ended, in the order of their starts.
+    pub fn jobs(&self) -> Vec<Job> {
+        self.0.context.jobs.list()
+    }
+
+    /// Gives groups of disks other knobs, at once.
+    pub fn set_groups(&self, groups: BTreeMap<String, Knobs>) {
+        self.0.context.shares.set_groups(groups);
+    }
+
+    pub fn reactors(&self) -> &Arc<Reactors> {
+        &self.0.context.reactors
+    }
+
+    /// Removes all disks and ends the yard, for all handles. Disks that are being opened are not waited for, because no client
+    /// has written to them yet.
+    pub fn close(&self) -> Vec<Ended> {
+        self.0.context.is_closing.store(true, Ordering::SeqCst);
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let _ = self.0.messages.send(Message::Close(sender));
+        receiver.recv().unwrap_or_default()
+    }
+
+    /// Runs a command on a disk that is served, and waits for its answer.
+    fn with<T: Send + 'static>(
+        &self,
+        name: &str,
+        command: impl FnOnce(&Context, &mut ServedDisk) -> Result<T, YardError> + Send + 'static,
+    ) -> Result<T, YardError> {
+        let (answer, receiver) = answer();
+        let named = name.to_string();
+        let operation = Box::new(move |context: &Context, mut disk: Option<ServedDisk>| {
+            let result = disk.as_mut().map(|disk| command(context, disk));
+            (disk, answer(result.unwrap_or(Err(YardError::NotFound { disk: named }))))
+        });
+        self.send(name.into(), DiskState::Busy, operation);
+        receiver.recv().unwrap_or(Err(YardError::Closing))
+    }
+
+    fn send(&self, name: String, state: DiskState, operation: Operation) {
+        let _ = self.0.messages.send(Message::Do { name, state, operation });
+    }
+}
+
+/// An answer to a caller that waits. The table has the disk again when the caller gets it.
+fn answer<T: Send + 'static>() -> (impl FnOnce(T) -> Answer + Send + 'static, Receiver<T>) {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    (move |result| Box::new(move || drop(sender.send(result))) as Answer, receiver)
+}
+
+/// An answer to a caller that does not wait. The command ends with it.
+fn at_once<T: 'static>(then: impl FnOnce(T) + Send + 'static) -> impl FnOnce(T) -> Answer + Send + 'static {
+    move |result| {
+        then(result);
+        Box::new(|| ())
+    }
+}
+
+fn open(
+    context: &Context,
+    name: String,
+    settings: impl FnOnce() -> Result<DiskSettings, WayError>,
+) -> Result<ServedDisk, YardError> {
+    let settings = DiskSettings { name, ..settings().map_err(YardError::Settings)? };
+    if context.is_closing.load(Ordering::SeqCst) {
+        return Err(YardError::Closing);
+    }
+    ServedDisk::open(settings, &context.reactors, &context.shares)
+}

@@ -1,0 +1,319 @@
+//! The yard as a library: commands take effect whole, in order for each disk, and hold up no other disk.
+
+use std::collections::BTreeMap;
+use std::error::Error as _;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex};
+
+use blockyard_disk::{Disk, SnapshotOptions};
+use blockyard_export::{Export, Reactors};
+use blockyard_image::ChainOptions;
+use blockyard_sched::Knobs;
+use blockyard_yard::{
+    Change, DiskSettings, DiskState, JobKind, JobState, Resized, Shares, Way, WayError, Yard, YardError,
+};
+
+/// What happens to an export, in the order in which it happens.
+type Events = Arc<Mutex<Vec<String>>>;
+
+/// An export without clients, which notes what is done with it.
+struct Note {
+    name: String,
+    events: Events,
+}
+
+impl Note {
+    fn note(&self, event: &str) {
+        self.events.lock().unwrap().push(format!("{} {event}", self.name));
+    }
+}
+
+impl Export for Note {
+    fn resize(&mut self) {
+        self.note("resize");
+    }
+
+    fn stop(&mut self) {
+        self.note("stop");
+    }
+
+    fn allow(&mut self, names: &[String]) {
+        self.note(&format!("allow {}", names.join(",")));
+    }
+
+    fn clients(&self) -> Vec<String> {
+        vec![format!("client of {}", self.name)]
+    }
+}
+
+impl Drop for Note {
+    fn drop(&mut self) {
+        self.note("gone");
+    }
+}
+
+/// Starts a [`Note`], or fails.
+struct NoteWay {
+    name: &'static str,
+    events: Events,
+    fails: bool,
+    /// The start waits for this channel.
+    held: Option<Mutex<Receiver<()>>>,
+}
+
+impl Way for NoteWay {
+    fn describe(&self) -> String {
+        self.name.into()
+    }
+
+    fn start(&self, _: &Arc<Disk>, _: &Arc<Reactors>) -> Result<Box<dyn Export>, WayError> {
+        if let Some(held) = &self.held {
+            let _ = held.lock().unwrap().recv();
+        }
+        if self.fails {
+            return Err("the address is taken".into());
+        }
+        let note = Note { name: self.name.into(), events: self.events.clone() };
+        note.note("start");
+        Ok(Box::new(note))
+    }
+}
+
+struct Stage {
+    yard: Yard,
+    events: Events,
+    folder: PathBuf,
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        self.yard.close();
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+impl Stage {
+    fn new(test: &str) -> Self {
+        let folder = std::env::temp_dir().join(format!("blockyard-yard-{test}-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let reactors = Arc::new(Reactors::start(2, &[]).unwrap());
+        let yard = Yard::start(reactors, Shares::new(true, Vec::new(), BTreeMap::new())).unwrap();
+        Stage { yard, events: Events::default(), folder }
+    }
+
+    fn image(&self, name: &str, bytes: u64) -> PathBuf {
+        let path = self.folder.join(name);
+        std::fs::File::create(&path).unwrap().set_len(bytes).unwrap();
+        path
+    }
+
+    fn way(&self, name: &'static str) -> NoteWay {
+        NoteWay { name, events: self.events.clone(), fails: false, held: None }
+    }
+
+    /// A way with a start that waits until the sender goes.
+    fn held_way(&self, name: &'static str) -> (NoteWay, SyncSender<()>) {
+        let (sender, receiver) = sync_channel(0);
+        (NoteWay { held: Some(Mutex::new(receiver)), ..self.way(name) }, sender)
+    }
+
+    /// Serves a disk, has as many others opened as are opened at a time, which wait until the result is dropped, and asks for
+    /// the name of the first one again.
+    fn with_slow_images(&self) -> Vec<SyncSender<()>> {
+        self.yard.add(disk("served", "ram:1M", vec![self.way("served")])).unwrap();
+        let mut held = Vec::new();
+        for name in ["1", "2", "3", "4"] {
+            let (way, hold) = self.held_way(name);
+            held.push(hold);
+            let settings = disk(name, "ram:1M", vec![way]);
+            self.yard.add_then(name.into(), || Ok(settings), |_| ());
+        }
+        let settings = disk("served", "ram:1M", vec![self.way("second")]);
+        self.yard.add_then("served".into(), || Ok(settings), |_| ());
+        held
+    }
+
+    fn events(&self) -> Vec<String> {
+        self.events.lock().unwrap().clone()
+    }
+
+    fn states(&self) -> Vec<(String, DiskState)> {
+        self.yard.list().into_iter().map(|disk| (disk.name, disk.state)).collect()
+    }
+}
+
+fn disk(name: &str, image: impl Into<PathBuf>, ways: Vec<NoteWay>) -> DiskSettings {
+    DiskSettings {
+        name: name.into(),
+        serial: "a serial number of more than twenty bytes".into(),
+        image: ChainOptions::new(image),
+        filters: Vec::new(),
+        device: None,
+        group: None,
+        knobs: Knobs::default(),
+        ways: ways.into_iter().map(|way| Arc::new(way) as Arc<dyn Way>).collect(),
+    }
+}
+
+#[test]
+fn disks_come_change_and_go() {
+    let stage = Stage::new("come");
+    let (yard, image) = (&stage.yard, stage.image("a.raw", 1 << 20));
+    yard.add(disk("b", "ram:1M", vec![stage.way("first"), stage.way("second")])).unwrap();
+    yard.add(disk("a", &image, vec![stage.way("third")])).unwrap();
+    let list = yard.list();
+    assert_eq!(list.iter().map(|disk| &*disk.name).collect::<Vec<_>>(), ["b", "a"], "in the order of their arrival");
+    assert_eq!(
+        (list[0].state, list[0].capacity, &*list[0].ways.join(" ")),
+        (DiskState::Serving, 1 << 20, "first second")
+    );
+    assert_eq!(list[1].image.as_deref(), Some(&*image));
+    let taken = yard.add(disk("a", "ram:1M", Vec::new()));
+    assert!(matches!(&taken, Err(YardError::NameTaken { disk }) if disk == "a"), "{taken:?}");
+
+    assert_eq!(yard.report("a").unwrap().clients, ["client of third"]);
+    assert_eq!(yard.refresh("a").unwrap(), None);
+    std::fs::File::options().write(true).open(&image).unwrap().set_len(2 << 20).unwrap();
+    assert_eq!(yard.refresh("a").unwrap(), Some(Resized { old: 1 << 20, new: 2 << 20 }));
+    let knobs = Knobs { weight: 7, ..Knobs::default() };
+    yard.change("b", Change { knobs: Some(knobs), clients: Some(vec!["x".into()]) }).unwrap();
+    assert_eq!(yard.report("b").unwrap().share.figures().weight, 7.0);
+
+    assert!(yard.remove("a").unwrap().is_flushed);
+    let missing = yard.remove("a").map(|ended| ended.name);
+    assert!(matches!(&missing, Err(YardError::NotFound { disk }) if disk == "a"), "{missing:?}");
+    assert_eq!(stage.states(), [("b".into(), DiskState::Serving)]);
+    assert_eq!(yard.close().iter().map(|ended| (&*ended.name, ended.is_flushed)).collect::<Vec<_>>(), [("b", true)]);
+    assert!(matches!(yard.add(disk("c", "ram:1M", Vec::new())), Err(YardError::Closing)));
+    let expected = [
+        "first start",
+        "second start",
+        "third start",
+        "third resize",
+        "first allow x",
+        "second allow x",
+        "third stop",
+        "third gone",
+        "first stop",
+        "second stop",
+        "first gone",
+        "second gone",
+    ];
+    assert_eq!(stage.events(), expected);
+}
+
+#[test]
+fn a_disk_that_cannot_be_added_leaves_nothing() {
+    let stage = Stage::new("fails");
+    let (yard, image) = (&stage.yard, stage.image("disk.raw", 1 << 20));
+    let failing = NoteWay { fails: true, ..stage.way("second") };
+    let error = yard.add(disk("a", &image, vec![stage.way("first"), failing])).unwrap_err();
+    assert_eq!(error.to_string(), "disk a: starting its export");
+    assert_eq!(error.source().unwrap().to_string(), "the address is taken");
+    assert_eq!(stage.events(), ["first start", "first gone"]);
+    assert!(yard.list().is_empty());
+    let missing = yard.add(disk("a", stage.folder.join("missing.raw"), Vec::new())).unwrap_err();
+    assert!(missing.to_string().contains("missing.raw"), "{missing}");
+    let settings = || Err("the toolstack names no image".into());
+    let (sender, receiver) = sync_channel(1);
+    yard.add_then("a".into(), settings, move |result| sender.send(result.unwrap_err().to_string()).unwrap());
+    assert_eq!(receiver.recv().unwrap(), "the toolstack names no image");
+    // The image is not locked: it can be opened again.
+    yard.add(disk("a", &image, vec![stage.way("third")])).unwrap();
+}
+
+#[test]
+fn commands_for_a_disk_wait_for_one_another_and_for_no_other_disk() {
+    let stage = Stage::new("order");
+    let yard = &stage.yard;
+    // As many as are opened at a time.
+    let (mut held, names) = (Vec::new(), ["1", "2", "3", "4"]);
+    let (sender, receiver) = sync_channel(16);
+    for name in names {
+        let (way, hold) = stage.held_way(name);
+        held.push(hold);
+        let (settings, sender) = (disk(name, "ram:1M", vec![way]), sender.clone());
+        yard.add_then(
+            name.into(),
+            || Ok(settings),
+            move |result| {
+                result.unwrap();
+                sender.send(format!("added {name}")).unwrap();
+            },
+        );
+    }
+    let after = sender.clone();
+    yard.remove_then("1".into(), move |result| after.send(format!("removed {}", result.unwrap().name)).unwrap());
+    let (settings, after) = (disk("1", "ram:2M", vec![stage.way("1")]), sender.clone());
+    yard.add_then(
+        "1".into(),
+        || Ok(settings),
+        move |result| {
+            result.unwrap();
+            after.send("added 1 again".into()).unwrap();
+        },
+    );
+    // Answered although every thread that opens disks is held.
+    assert_eq!(stage.states(), names.map(|name| (name.to_string(), DiskState::Opening)));
+    assert!(matches!(yard.report("other"), Err(YardError::NotFound { .. })));
+    assert!(receiver.try_recv().is_err());
+    drop(held.remove(0));
+    let events: Vec<_> = (0..3).map(|_| receiver.recv().unwrap()).collect();
+    assert_eq!(events, ["added 1", "removed 1", "added 1 again"]);
+    // A command that waits finds the last disk of that name.
+    yard.report("1").unwrap();
+    assert_eq!(yard.list()[0].capacity, 2 << 20);
+    // The end waits for no disk that is being opened.
+    let ended = yard.close();
+    assert_eq!(ended.iter().map(|disk| &*disk.name).collect::<Vec<_>>(), ["1"]);
+    drop(held);
+}
+
+#[test]
+fn jobs_run_beside_other_commands_and_end_with_their_disk() {
+    let stage = Stage::new("jobs");
+    let (yard, image) = (&stage.yard, stage.image("disk.raw", 1 << 20));
+    yard.add(disk("a", &image, vec![stage.way("a")])).unwrap();
+    yard.add(disk("none", "ram:1M", Vec::new())).unwrap();
+    let overlay = stage.folder.join("overlay.qcow2");
+    let options = SnapshotOptions { unrecorded: true, ..SnapshotOptions::new(&overlay) };
+    let snapshot = yard.start_job("a", JobKind::Snapshot(options)).unwrap();
+    snapshot.wait().unwrap();
+    assert!(yard.list()[0].images.contains("overlay.qcow2"), "{:?}", yard.list());
+    let commit = yard.start_job("a", JobKind::Commit).unwrap();
+    commit.wait().unwrap();
+    let refused = yard.start_job("none", JobKind::Stream).unwrap();
+    let why = refused.wait().unwrap_err().to_string();
+    assert!(why.contains("no image"), "{why}");
+    let stream = yard.start_job("a", JobKind::Stream).unwrap();
+    assert!(yard.remove("a").unwrap().is_flushed);
+    assert!(!matches!(stream.state(), JobState::Running), "a disk went before its job");
+    let numbers: Vec<_> = yard.jobs().iter().map(|job| (job.number(), job.disk().to_string())).collect();
+    assert_eq!(numbers, [(1, "a".into()), (2, "a".into()), (3, "none".into()), (4, "a".into())]);
+    assert!(matches!(yard.start_job("a", JobKind::Commit), Err(YardError::NotFound { .. })));
+}
+
+#[test]
+fn the_end_closes_a_disk_whose_name_is_asked_for_again_while_images_open_slowly() {
+    let stage = Stage::new("taken");
+    let yard = &stage.yard;
+    let held = stage.with_slow_images();
+    let ended = yard.close();
+    assert_eq!(ended.iter().map(|disk| &*disk.name).collect::<Vec<_>>(), ["served"], "it was not flushed and closed");
+    drop(held);
+}
+
+/// SIGUSR1 asks for a report on the main thread, which also waits for SIGTERM.
+#[test]
+fn commands_for_a_served_disk_do_not_wait_for_images_that_open_slowly() {
+    let stage = Stage::new("slow");
+    let yard = &stage.yard;
+    let held = stage.with_slow_images();
+    let (sender, receiver) = sync_channel(1);
+    let asked = yard.clone();
+    std::thread::spawn(move || sender.send(asked.report("served").unwrap().clients));
+    let answered = receiver.recv_timeout(std::time::Duration::from_secs(60));
+    drop(held);
+    assert_eq!(answered.as_deref(), Ok(&["client of served".to_string()][..]));
+}
