@@ -17,14 +17,14 @@ kill -9 $pid
 wait $pid 2>/dev/null || :
 [[ $zero_copy ]] && last=1 || last=2
 for call in open:$last mmap:1 open:$last open:$last open:1; do
-    ! strace -qq -f --seccomp-bpf -o /tmp/strace -e trace=${call%:*} -P /dev/ublkc0 -e inject=${call%:*}:signal=KILL:when=${call#*:} \
+    ! strace -qq -f -o /tmp/strace -e trace=${call%:*} -P /dev/ublkc0 -e inject=${call%:*}:signal=KILL:when=${call#*:} \
         /host/blockyard serve a.img --ublk=0 --queues 2 >/tmp/out 2>>/tmp/log
     ! grep -q ready /tmp/out
     grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }
 done
 # Killed between the fetches of two queues. The server stops when it opens the device, and the first strace leaves it so. The
 # second one has the thread of the second queue before the server goes on.
-strace -f --seccomp-bpf -o /tmp/first -e trace=open -P /dev/ublkc0 -e inject=open:signal=STOP:when=$last \
+strace -f -o /tmp/first -e trace=open -P /dev/ublkc0 -e inject=open:signal=STOP:when=$last \
     /host/blockyard serve a.img --ublk=0 --queues 2 --reactors 2 >/tmp/out 2>>/tmp/log &
 first=$!
 until_or_say() { # COMMAND...

@@ -42,6 +42,9 @@ const MAX_IO_COPIED: u32 = 512 << 10;
 
 /// How long a device node, or the end of a server that was killed, is waited for.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How long a start waits for this server's own reactors to fetch. A loaded machine can stop a thread for seconds; a takeover that
+/// gives up leaves its device without a server.
+const START: Duration = Duration::from_secs(30);
 
 #[derive(Debug, thiserror::Error)]
 pub enum UblkError {
@@ -329,7 +332,7 @@ impl Ublk {
         }
         // In this order: see `blockyard_ring::ublk::Queue`.
         let fetching: Vec<_> = self.queues.iter().map(QueueHandle::fetch).collect();
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + START;
         for (number, fetched) in (0..).zip(fetching) {
             fetched.until(until).map_err(|e| error(number)(io::Error::other(e).into()))?;
         }
