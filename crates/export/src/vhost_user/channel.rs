@@ -28,12 +28,14 @@ const REPLY_LEN: usize = 20;
 const REPLY_TIME: Duration = Duration::from_secs(1);
 
 /// Writers take turns: this is no way of requests, but for guests that ask for calls in messages.
+#[derive(Debug)]
 pub struct BackChannel {
     state: Mutex<State>,
     acknowledged: bool,
     time: Duration,
 }
 
+#[derive(Debug)]
 struct State {
     /// None: the front end closed it, or took a part of a message only.
     socket: Option<OwnedFd>,

@@ -3,16 +3,18 @@
 //! What must hold: a change is acknowledged when every running queue works with the new table. A front end uses new memory
 //! as soon as it has the acknowledgement, and takes memory away that it has removed.
 
-use std::error::Error;
-use std::fmt::{self, Display};
 use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use blockyard_ring::{Answer, GuestMemory, MEMORY_SLOTS, MemoryError, MemoryFile, Region};
 use vhost::vhost_user::Result;
 use vhost::vhost_user::message::VhostUserMemoryRegion;
 
+use super::refusal::Causes;
 use super::session::Session;
+use super::state::MemoryRegion;
+use crate::descriptors;
 
 /// The longest wait for a reactor to take a change. A reactor that takes longer is broken.
 const EFFECT_TIME: Duration = Duration::from_secs(10);
@@ -20,21 +22,26 @@ const EFFECT_TIME: Duration = Duration::from_secs(10);
 impl Session {
     /// All memory anew (SET_MEM_TABLE).
     pub(super) fn set_table(&mut self, regions: &[VhostUserMemoryRegion], files: Vec<File>) -> Result<()> {
-        let mut memory = GuestMemory::default();
+        let (mut memory, mut table) = (GuestMemory::default(), Vec::with_capacity(regions.len()));
         for (region, file) in regions.iter().zip(files) {
-            let mapped = self.map(region, &file).and_then(|region| memory.with(region));
+            let region = described(region);
+            let mapped = self.map(&region, &file).and_then(|region| memory.with(region));
             memory = mapped.map_err(|e| self.refuse(format_args!("memory table: {}", Causes(&e))))?;
+            table.push(MemoryRegion { file: kept(file), ..region });
         }
+        self.state.memory = table;
         self.replace_memory(memory)
     }
 
     /// One region more (ADD_MEM_REG).
-    pub(super) fn add_region(&mut self, region: &VhostUserMemoryRegion, file: &File) -> Result<()> {
+    pub(super) fn add_region(&mut self, region: &VhostUserMemoryRegion, file: File) -> Result<()> {
         if self.memory.regions().len() as u64 >= MEMORY_SLOTS {
             return Err(self.refuse(format_args!("more than {MEMORY_SLOTS} memory regions")));
         }
-        let memory = self.map(region, file).and_then(|region| self.memory.with(region));
+        let region = described(region);
+        let memory = self.map(&region, &file).and_then(|region| self.memory.with(region));
         let memory = memory.map_err(|e| self.refuse(format_args!("adding memory: {}", Causes(&e))))?;
+        self.state.memory.push(MemoryRegion { file: kept(file), ..region });
         self.replace_memory(memory)
     }
 
@@ -42,12 +49,28 @@ impl Session {
     pub(super) fn remove_region(&mut self, guest: u64, len: u64) -> Result<()> {
         let memory = self.memory.without(guest, len);
         let memory = memory.map_err(|e| self.refuse(format_args!("removing memory: {e}")))?;
+        self.state.memory.retain(|region| (region.guest, region.size) != (guest, len));
         self.replace_memory(memory)
     }
 
-    fn map(&mut self, region: &VhostUserMemoryRegion, file: &File) -> std::result::Result<Region, MemoryError> {
-        let (guest, user) = (region.guest_phys_addr, region.user_addr);
-        let mapped = self.export.mapper.map(file, region.mmap_offset, guest, user, region.memory_size)?;
+    /// Maps the state's table, which another session has built.
+    pub(super) fn map_table(&mut self) -> Result<()> {
+        let table = std::mem::take(&mut self.state.memory);
+        let mut memory = GuestMemory::default();
+        for region in &table {
+            let Some(file) = &region.file else {
+                return Err(self.refuse(format_args!("memory at {:#x}: its descriptor was not kept", region.guest)));
+            };
+            let mapped = self.map(region, file).and_then(|region| memory.with(region));
+            memory = mapped.map_err(|e| self.refuse(format_args!("memory table: {}", Causes(&e))))?;
+        }
+        self.state.memory = table;
+        self.replace_memory(memory)
+    }
+
+    fn map(&mut self, region: &MemoryRegion, file: impl AsFd) -> std::result::Result<Region, MemoryError> {
+        let MemoryRegion { guest, user, size, offset, .. } = *region;
+        let mapped = self.export.mapper.map(&file, offset, guest, user, size)?;
         if let Ok(MemoryFile::Disk(name)) = MemoryFile::of(file)
             && !std::mem::replace(&mut self.named_disk, true)
         {
@@ -79,15 +102,17 @@ impl Session {
     }
 }
 
-/// An error and its causes on one line.
-pub(super) struct Causes<'a>(pub &'a dyn Error);
-
-impl Display for Causes<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        Display::fmt(self.0, f)?;
-        match self.0.source() {
-            Some(cause) => write!(f, ": {}", Causes(cause)),
-            None => Ok(()),
-        }
+fn described(region: &VhostUserMemoryRegion) -> MemoryRegion {
+    MemoryRegion {
+        guest: region.guest_phys_addr,
+        user: region.user_addr,
+        size: region.memory_size,
+        offset: region.mmap_offset,
+        file: None,
     }
+}
+
+/// Returns the descriptor for the state, unless the process needs those that are left. The memory stays mapped without it.
+fn kept(file: File) -> Option<OwnedFd> {
+    descriptors::too_few().is_none().then(|| file.into())
 }

@@ -16,9 +16,11 @@ mod notify;
 mod pin;
 mod placement;
 mod queue;
+mod refusal;
 mod request;
 mod session;
 mod socket;
+mod state;
 mod virtqueue;
 mod waiting;
 mod write_cache;
@@ -56,6 +58,7 @@ use channel::BackChannel;
 use queue::{DeviceState, QueueHandle};
 use session::Session;
 use socket::Next;
+use state::SessionState;
 use waiting::{Client, Waiting};
 
 /// How queues are driven, and front ends met.
@@ -136,21 +139,7 @@ impl VhostUser {
         tuning: Tuning,
         reactors: Arc<Reactors>,
     ) -> io::Result<Self> {
-        blockyard_ring::doorbell::prepare()?;
-        let write_back = AtomicBool::new(disk.options().cache.write_back());
-        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        let export = Arc::new(Shared {
-            device: Arc::new(DeviceState { disk, write_back, log: Log::default() }),
-            shape,
-            tuning,
-            reactors,
-            mapper: Mapper::new(tuning.any_memory_file),
-            channel: Mutex::new(None),
-            connection: Mutex::new(None),
-            stop: AtomicBool::new(false),
-            wake: rustix::event::eventfd(0, flags)?,
-            own_waits: AtomicU32::new(0),
-        });
+        let export = Shared::new(disk, shape, tuning, reactors)?;
         let shared = export.clone();
         let name = format!("vhost {}", export.device.disk.name());
         let thread = std::thread::Builder::new()
@@ -234,6 +223,29 @@ impl Drop for VhostUser {
 }
 
 impl Shared {
+    fn new(disk: Arc<Disk>, shape: QueueShape, tuning: Tuning, reactors: Arc<Reactors>) -> io::Result<Arc<Self>> {
+        blockyard_ring::doorbell::prepare()?;
+        let write_back = AtomicBool::new(disk.options().cache.write_back());
+        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
+        Ok(Arc::new(Shared {
+            device: Arc::new(DeviceState { disk, write_back, log: Log::default() }),
+            shape,
+            tuning,
+            reactors,
+            mapper: Mapper::new(tuning.any_memory_file),
+            channel: Mutex::new(None),
+            connection: Mutex::new(None),
+            stop: AtomicBool::new(false),
+            wake: rustix::event::eventfd(0, flags)?,
+            own_waits: AtomicU32::new(0),
+        }))
+    }
+
+    /// The state of a front end that has set nothing yet.
+    fn new_state(&self) -> SessionState {
+        SessionState::new(self.shape.queues, self.device.disk.options().cache.write_back())
+    }
+
     fn each_served(&self, f: fn(&Served<Store>)) {
         for reactor in self.reactors.all() {
             let disk = self.device.disk.clone();
@@ -301,37 +313,60 @@ enum LetGo {
 fn serve(export: &Arc<Shared>, client: Client, waiting: &mut Waiting<'_>) -> Result<(), LetGo> {
     let Client { stream, process } = client;
     let connection = stream.try_clone().map_err(LetGo::Copying)?;
+    let session = Session::new(export.clone(), process, export.new_state()).map_err(|e| LetGo::Protocol(e.into()))?;
+    let mut messages = Messages::new(stream, session).map_err(LetGo::Copying)?;
     *lock(&export.connection) = Some(Connection { stream: connection, process });
-    let peek = stream.try_clone().map_err(LetGo::Copying)?;
-    let session = Arc::new(Mutex::new(Session::new(export.clone(), process)));
-    let mut handler = BackendReqHandler::from_stream(stream, session.clone());
     let result = loop {
         if export.stop.load(Ordering::SeqCst) {
             break Ok(());
         }
-        waiting.until_readable(&peek, process);
-        match socket::next(&peek) {
-            Ok(Next::Gone) => break Ok(()),
-            Ok(Next::Taken { request, reply, message }) => {
-                if let Err(e) = lock(&session).answer(&peek, request, reply, message) {
-                    break Err(LetGo::Protocol(e.into()));
-                }
-            }
-            Ok(Next::Other { request }) => match handler.handle_request() {
-                Ok(()) => {}
-                // It would wait for its answer for ever.
-                Err(e) if socket::is_question(request) => break Err(LetGo::Protocol(e.into())),
-                Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => {}
-                Err(Error::Disconnected) => break Ok(()),
-                Err(e) => break Err(LetGo::Protocol(e.into())),
-            },
-            Err(e) => break Err(LetGo::Protocol(e.into())),
+        waiting.until_readable(&messages.stream, process);
+        match messages.next() {
+            Ok(true) => {}
+            Ok(false) => break Ok(()),
+            Err(e) => break Err(e),
         }
     };
-    lock(&session).stop();
+    let state = lock(&messages.session).release();
     *lock(&export.channel) = None;
     *lock(&export.connection) = None;
+    // The descriptors of a front end may take their time to close.
+    drop(state);
     result
+}
+
+/// The messages of one front end, and the session that they change.
+struct Messages {
+    stream: UnixStream,
+    session: Arc<Mutex<Session>>,
+    handler: BackendReqHandler<Mutex<Session>>,
+}
+
+impl Messages {
+    fn new(stream: UnixStream, session: Session) -> io::Result<Self> {
+        let session = Arc::new(Mutex::new(session));
+        let handler = BackendReqHandler::from_stream(stream.try_clone()?, session.clone());
+        Ok(Messages { stream, session, handler })
+    }
+
+    /// Waits for the next message, and works on it. False: the front end has gone.
+    fn next(&mut self) -> Result<bool, LetGo> {
+        match socket::next(&self.stream).map_err(|e| LetGo::Protocol(e.into()))? {
+            Next::Gone => Ok(false),
+            Next::Taken { request, reply, message } => {
+                let answered = lock(&self.session).answer(&self.stream, request, reply, message);
+                answered.map(|()| true).map_err(|e| LetGo::Protocol(e.into()))
+            }
+            Next::Other { request } => match self.handler.handle_request() {
+                Ok(()) => Ok(true),
+                // It would wait for its answer for ever.
+                Err(e) if socket::is_question(request) => Err(LetGo::Protocol(e.into())),
+                Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => Ok(true),
+                Err(Error::Disconnected) => Ok(false),
+                Err(e) => Err(LetGo::Protocol(e.into())),
+            },
+        }
+    }
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
-//! One front end's session: the state that vhost-user messages build up, and the queues that come of it.
+//! The handler of one front end's messages: changes the session's state, and does on reactors what follows from it.
 //!
-//! In: messages, parsed by the `vhost` crate. Out: queues started, stopped and changed on reactors.
+//! In: messages, parsed by the `vhost` crate. Out: a [`SessionState`], and queues started, stopped and changed on reactors.
 //! What must hold: a ring's addresses are resolved when it starts, against the memory table of that time; memory that is
 //! removed stays mapped until the last request in it is answered (regions are counted); `GET_VRING_BASE` and the end of
-//! a session wait for what is in flight.
+//! a session wait for what is in flight. A change stays recorded if a reactor or the process cannot carry it out.
 
 use std::cell::OnceCell;
 use std::fs::File;
@@ -23,48 +23,16 @@ use super::caller::Caller;
 use super::channel::BackChannel;
 use super::config::{self, QueueShape};
 use super::inflight::{self, InflightRegion};
-use super::memory::Causes;
 use super::notify::{self, Call};
 use super::pin::Pins;
 use super::queue::{DeviceState, QueueHandle, QueueSetup};
+use super::refusal::{Causes, no};
+use super::state::{Change, Effect, InflightFile, Parts, Refusal, SessionState};
 use super::{Shared, Tuning};
 
 const NO_CALL: &str = "a call or error notifier that is neither an eventfd nor a Unix stream socket";
 
-/// What a ring is told before it starts.
-#[derive(Default)]
-pub(super) struct Vring {
-    size: u32,
-    /// Addresses in the front end's own process: descriptors, available (driver), used (device).
-    pub(super) parts: Option<(u64, u64, u64)>,
-    base: u32,
-    /// This session has stopped the ring after its last request, so nothing of it is in flight, and what the front end says
-    /// of its base is true. (After the death of a back end only the in-flight region knows.)
-    is_settled: bool,
-    kick: Option<OwnedFd>,
-    call: Option<OwnedFd>,
-    error: Option<OwnedFd>,
-    enabled: bool,
-    running: Option<QueueHandle>,
-}
-
-impl Vring {
-    /// Stops the ring, if it runs, after what it has in flight. False: its reactor has ended, and nothing is known of it.
-    fn stop(&mut self) -> bool {
-        let Some(queue) = self.running.take() else { return true };
-        let base = queue.stop();
-        self.is_settled = base.is_some();
-        self.base = base.unwrap_or(self.base);
-        base.is_some()
-    }
-}
-
-/// Our own refusal, which the front end hears of: the crate's errors come without an answer.
-pub(super) fn no() -> Error {
-    Error::ReqHandlerError(std::io::ErrorKind::InvalidInput.into())
-}
-
-/// The session's state; one thread works on it.
+/// A session; one thread works on it.
 pub struct Session {
     pub(super) export: Arc<Shared>,
     pub(super) device: Arc<DeviceState>,
@@ -72,68 +40,87 @@ pub struct Session {
     tuning: Tuning,
     /// The front end's process.
     peer: Option<i32>,
+    pub(super) state: SessionState,
+    /// The state's memory table, mapped.
     pub(super) memory: GuestMemory,
     /// The log says that memory is in a file on a disk.
     pub(super) named_disk: bool,
     /// None: it is not pinned.
     pub(super) pins: Option<Pins>,
-    pub(super) features: u64,
-    pub(super) protocol: VhostUserProtocolFeatures,
+    /// The state's in-flight region, mapped.
     pub(super) inflight: Option<InflightRegion>,
-    pub(super) channel: Option<Arc<BackChannel>>,
     pub(super) caller: OnceCell<Arc<Caller>>,
-    vrings: Vec<Vring>,
+    /// The rings that run.
+    queues: Vec<Option<QueueHandle>>,
 }
 
 impl Session {
-    pub fn new(export: Arc<Shared>, peer: Option<i32>) -> Self {
-        let shape = export.shape;
-        export.device.write_back.store(export.device.disk.options().cache.write_back(), Ordering::Relaxed);
-        Session {
+    /// A session that begins with `state`, which is new or was [released](Session::release) by another session: maps its
+    /// memory and starts its rings.
+    pub fn new(export: Arc<Shared>, peer: Option<i32>, state: SessionState) -> Result<Self> {
+        export.device.write_back.store(state.write_back, Ordering::Relaxed);
+        let mut session = Session {
             device: export.device.clone(),
             tuning: export.tuning,
             peer,
-            shape,
+            shape: export.shape,
             memory: GuestMemory::default(),
             named_disk: false,
             pins: export.tuning.pin_memory.then(|| Pins::new(export.device.clone())),
-            features: 0,
-            protocol: VhostUserProtocolFeatures::empty(),
             inflight: None,
-            channel: None,
             caller: OnceCell::new(),
-            vrings: (0..shape.queues).map(|_| Vring::default()).collect(),
+            queues: state.vrings.iter().map(|_| None).collect(),
+            state,
             export,
+        };
+        let begun = session.begin();
+        if begun.is_err() {
+            session.release();
         }
+        begun.map(|()| session)
     }
 
-    /// Stops all queues, each after what it has in flight.
-    pub fn stop(&mut self) {
+    /// Makes what the state describes.
+    fn begin(&mut self) -> Result<()> {
+        self.map_table()?;
+        if let Some(told) = &self.state.inflight {
+            let file = self.duplicate(&told.file)?;
+            self.inflight = Some(self.map_inflight(file, (told.offset, told.len), told.queues)?);
+        }
+        *super::lock(&self.export.channel) = self.state.back_channel.clone();
+        for index in 0..self.state.vrings.len() {
+            if std::mem::take(&mut self.state.vrings[index].started) {
+                self.start(index)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Stops all queues, each after what it has in flight, and returns the state. This session begins anew.
+    pub fn release(&mut self) -> SessionState {
         let _wait = self.export.own_wait();
-        for vring in &mut self.vrings {
-            vring.stop();
+        for index in 0..self.queues.len() {
+            let started = self.state.vrings[index].started;
+            self.stop(index);
+            self.state.vrings[index].started = started;
         }
+        std::mem::replace(&mut self.state, self.export.new_state())
     }
 
-    fn in_band(&self) -> bool {
-        self.protocol.contains(VhostUserProtocolFeatures::INBAND_NOTIFICATIONS)
+    /// Stops a ring, if it runs, after what it has in flight. False: its reactor has ended, and nothing is known of it.
+    fn stop(&mut self, index: usize) -> bool {
+        let Some(queue) = self.queues[index].take() else { return true };
+        let base = queue.stop();
+        self.state.vrings[index].stopped(base);
+        base.is_some()
     }
 
     pub(super) fn queues(&self) -> impl Iterator<Item = &QueueHandle> {
-        self.vrings.iter().filter_map(|vring| vring.running.as_ref())
+        self.queues.iter().flatten()
     }
 
-    pub(super) fn running(&self, index: u32) -> Option<&QueueHandle> {
-        self.vrings.get(index as usize)?.running.as_ref()
-    }
-
-    pub(super) fn vring(&mut self, index: u32) -> Result<&mut Vring> {
-        let queues = self.shape.queues;
-        self.vrings.get_mut(index as usize).ok_or_else(|| {
-            let device = &self.device;
-            device.log.warn(device.disk.name(), None, format_args!("the front end names queue {index} of {queues}"));
-            no()
-        })
+    pub(super) fn running(&self, index: usize) -> Option<&QueueHandle> {
+        self.queues.get(index)?.as_ref()
     }
 
     pub(super) fn refuse(&self, what: std::fmt::Arguments<'_>) -> Error {
@@ -141,12 +128,41 @@ impl Session {
         no()
     }
 
+    pub(super) fn allowed<T>(&self, outcome: std::result::Result<T, Refusal>) -> Result<T> {
+        outcome.map_err(|why| self.refuse(format_args!("{why}")))
+    }
+
+    /// Makes one change of the state, and does what follows from it.
+    pub(super) fn apply(&mut self, change: Change) -> Result<()> {
+        let effect = self.state.apply(change);
+        match self.allowed(effect)? {
+            Effect::None => Ok(()),
+            Effect::Features { before } => {
+                self.settle_write_cache(before);
+                Ok(())
+            }
+            Effect::Restart(index) => self.restart(index),
+            Effect::Call(index) => {
+                let call = self.call(index)?;
+                self.in_effect(self.running(index).map(|queue| queue.set_call(call)))
+            }
+            Effect::Error(index) => {
+                let error = self.copy(&self.state.vrings[index].error)?;
+                self.in_effect(self.running(index).map(|queue| queue.set_error(error)))
+            }
+            Effect::Enable(index) => {
+                let enabled = self.state.vrings[index].enabled;
+                self.in_effect(self.running(index).map(|queue| queue.set_enabled(enabled)))
+            }
+        }
+    }
+
     fn call(&self, index: usize) -> Result<Call> {
-        Ok(match (self.copy(&self.vrings[index].call)?, &self.channel) {
+        Ok(match (self.copy(&self.state.vrings[index].call)?, &self.state.back_channel) {
             (Some(fd), _) => {
                 Call::fd(fd).map_err(|e| self.refuse(format_args!("queue {index}: signalling its calls: {e}")))?
             }
-            (None, Some(channel)) if self.in_band() => {
+            (None, Some(channel)) if self.state.in_band() => {
                 let caller = self.caller(channel).map_err(|e| self.refuse(format_args!("a thread for calls: {e}")))?;
                 Call::InBand { caller, index: index as u16 }
             }
@@ -163,10 +179,13 @@ impl Session {
         Ok(self.caller.get_or_init(|| caller).clone())
     }
 
-    /// A running queue has descriptors of its own: it may be started anew with the same ones.
+    /// A running queue has descriptors of its own: the state keeps those that it was given.
     fn copy(&self, fd: &Option<OwnedFd>) -> Result<Option<OwnedFd>> {
-        let copy = fd.as_ref().map(OwnedFd::try_clone).transpose();
-        copy.map_err(|e| self.refuse(format_args!("copying a descriptor: {e}")))
+        fd.as_ref().map(|fd| self.duplicate(fd)).transpose()
+    }
+
+    pub(super) fn duplicate(&self, fd: &OwnedFd) -> Result<OwnedFd> {
+        fd.try_clone().map_err(|e| self.refuse(format_args!("copying a descriptor: {e}")))
     }
 
     /// A descriptor that a reactor may wait for or signal: no other user of it can make the reactor sleep.
@@ -186,39 +205,35 @@ impl Session {
 
     /// Starts a ring if it is not running; all it needs must have been told.
     pub(super) fn start(&mut self, index: usize) -> Result<()> {
-        let Some(vring) = self.vrings.get_mut(index) else { return Err(no()) };
-        if vring.running.is_some() {
+        let Some(vring) = self.state.vrings.get(index) else { return Err(no()) };
+        if vring.started {
             return Ok(());
         }
-        let Some(parts) = vring.parts else {
+        let Some(Parts { descriptors, available, used }) = vring.parts else {
             return Err(self.refuse(format_args!("queue {index} is started before its addresses are set")));
         };
-        let kick = vring.kick.take();
-        let (size, base, enabled) = (vring.size, vring.base, vring.enabled);
         let guest = |address: u64| {
             self.memory.guest_address(address).ok_or_else(|| {
                 self.refuse(format_args!("queue {index}: ring address {address:#x} is not in the memory table"))
             })
         };
-        let parts = (guest(parts.0)?, guest(parts.1)?, guest(parts.2)?);
-        let (call, error) = (self.call(index)?, self.copy(&self.vrings[index].error)?);
         let setup = QueueSetup {
             index: index as u16,
             device: self.device.clone(),
             memory: self.memory.clone(),
-            size,
-            parts,
-            base,
-            packed: self.features & config::F_PACKED != 0,
-            event_idx: self.features & config::F_EVENT_IDX != 0,
+            size: vring.size,
+            parts: (guest(descriptors)?, guest(available)?, guest(used)?),
+            base: vring.base,
+            packed: self.state.has(config::F_PACKED),
+            event_idx: self.state.has(config::F_EVENT_IDX),
             inflight: self.inflight.clone(),
-            is_settled: self.vrings[index].is_settled,
-            kick,
-            in_band: self.in_band(),
-            call,
-            error,
+            is_settled: vring.is_settled,
+            kick: self.copy(&vring.kick)?,
+            in_band: self.state.in_band(),
+            call: self.call(index)?,
+            error: self.copy(&vring.error)?,
             // Without protocol features rings are enabled from the start.
-            enabled: enabled || self.features & config::F_PROTOCOL == 0,
+            enabled: vring.enabled || !self.state.has(config::F_PROTOCOL),
             poll: self.tuning.poll,
             coalesce: self.tuning.coalesce,
             peer: self.peer,
@@ -228,22 +243,36 @@ impl Session {
         if let Some(pins) = &mut self.pins {
             pins.join(&reactor, &self.memory);
         }
-        match QueueHandle::start(reactor, setup) {
-            Ok(queue) => {
-                self.vrings[index].running = Some(queue);
-                Ok(())
-            }
-            Err(e) => Err(self.refuse(format_args!("queue {index} cannot start: {e}"))),
+        let queue = QueueHandle::start(reactor, setup);
+        self.queues[index] = Some(queue.map_err(|e| self.refuse(format_args!("queue {index} cannot start: {e}")))?);
+        self.state.vrings[index].started = true;
+        Ok(())
+    }
+
+    /// A new kick for a running ring is a new start (QEMU does this when it switches to another notifier).
+    fn restart(&mut self, index: usize) -> Result<()> {
+        let wait = self.export.own_wait();
+        let is_stopped = self.stop(index);
+        drop(wait);
+        if !is_stopped {
+            return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
         }
+        self.start(index)
     }
 
     fn reset(&mut self) {
-        self.stop();
-        for vring in &mut self.vrings {
-            *vring = Vring { is_settled: true, ..Vring::default() };
+        let wait = self.export.own_wait();
+        for index in 0..self.queues.len() {
+            self.stop(index);
         }
-        self.features = 0;
+        drop(wait);
+        self.state.reset();
         self.switch_write_cache(self.device.disk.options().cache.write_back());
+    }
+
+    fn map_inflight(&self, file: OwnedFd, layout: (u64, u64), queues: u16) -> Result<InflightRegion> {
+        let region = InflightRegion::map(&self.export.mapper, file, layout, queues);
+        region.map_err(|e| self.refuse(format_args!("in-flight region: {}", Causes(&e))))
     }
 }
 
@@ -267,13 +296,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_features(&mut self, features: u64) -> Result<()> {
-        let unknown = features & !config::features(&self.device.disk);
-        if unknown != 0 {
-            return Err(self.refuse(format_args!("features {unknown:#x} were not offered")));
-        }
-        let before = std::mem::replace(&mut self.features, features);
-        self.settle_write_cache(before);
-        Ok(())
+        self.apply(Change::Features { accepted: features, offered: config::features(&self.device.disk) })
     }
 
     fn set_mem_table(
@@ -286,36 +309,33 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
-        if num == 0 || num > 32768 {
-            return Err(self.refuse(format_args!("queue {index} of {num} entries")));
-        }
-        self.vring(index)?.size = num;
-        Ok(())
+        self.apply(Change::Size { index, entries: num })
     }
 
     fn set_vring_addr(
         &mut self,
         index: u32,
-        _flags: VhostUserVringAddrFlags,
-        descriptor: u64,
+        flags: VhostUserVringAddrFlags,
+        descriptors: u64,
         used: u64,
         available: u64,
         _log: u64,
     ) -> Result<()> {
-        self.vring(index)?.parts = Some((descriptor, available, used));
-        Ok(())
+        let parts = Parts { descriptors, available, used };
+        self.apply(Change::Addresses { index, flags: flags.bits(), parts })
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
-        self.vring(index)?.base = base;
-        Ok(())
+        self.apply(Change::Base { index, base })
     }
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        let found = self.state.vring(index).map(|(at, _)| at);
+        let at = self.allowed(found)?;
         let wait = self.export.own_wait();
-        let vring = self.vring(index)?;
-        let is_stopped = vring.stop();
+        let is_stopped = self.stop(at);
         drop(wait);
+        let vring = &mut self.state.vrings[at];
         (vring.kick, vring.call, vring.error) = (None, None, None);
         let base = vring.base;
         if !is_stopped {
@@ -327,33 +347,17 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let fd = self.notifier(fd, notify::is_kick, "a kick that is no eventfd")?;
-        let wait = self.export.own_wait();
-        let vring = self.vring(index.into())?;
-        vring.kick = fd;
-        // A new kick for a running ring: it is a new start (QEMU does this when it switches to another notifier).
-        let is_stopped = vring.stop();
-        drop(wait);
-        if !is_stopped {
-            return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
-        }
-        self.start(index.into())
+        self.apply(Change::Kick { index: index.into(), fd })
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let fd = self.notifier(fd, notify::is_call, NO_CALL)?;
-        self.vring(index.into())?.call = fd;
-        let call = self.call(index.into())?;
-        let change = self.running(index.into()).map(|queue| queue.set_call(call));
-        self.in_effect(change)
+        self.apply(Change::Call { index: index.into(), fd })
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let fd = self.notifier(fd, notify::is_call, NO_CALL)?;
-        let error = self.copy(&fd)?;
-        let vring = self.vring(index.into())?;
-        vring.error = fd;
-        let change = self.running(index.into()).map(|queue| queue.set_error(error));
-        self.in_effect(change)
+        self.apply(Change::Error { index: index.into(), fd })
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
@@ -370,8 +374,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_protocol_features(&mut self, features: u64) -> Result<()> {
-        self.protocol = VhostUserProtocolFeatures::from_bits_truncate(features);
-        Ok(())
+        self.apply(Change::Protocol(features))
     }
 
     fn get_queue_num(&mut self) -> Result<u64> {
@@ -379,14 +382,11 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
-        let vring = self.vring(index)?;
-        vring.enabled = enable;
-        let change = self.running(index).map(|queue| queue.set_enabled(enable));
-        self.in_effect(change)
+        self.apply(Change::Enable { index, state: enable.into() })
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
-        let mut space = config::space(&self.device.disk, self.shape, self.device.write_back.load(Ordering::Relaxed));
+        let mut space = config::space(&self.device.disk, self.shape, self.state.write_back);
         // Front ends ask for as much as they know of; what lies beyond our fields is zero.
         let (offset, end) = (offset as usize, offset as usize + size as usize);
         space.resize(space.len().max(end), 0);
@@ -400,7 +400,7 @@ impl VhostUserBackendReqHandlerMut for Session {
                 self.refuse(format_args!("the guest writes {} bytes at {offset} of its configuration", buf.len()))
             );
         };
-        if self.features & config::F_CONFIG_WCE == 0 {
+        if !self.state.has(config::F_CONFIG_WCE) {
             return Err(self.refuse(format_args!("the write cache is switched, but CONFIG_WCE was not negotiated")));
         }
         let write_back = *byte != 0;
@@ -415,32 +415,22 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_inflight_fd(&mut self, inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        let packed = self.features & config::F_PACKED != 0;
+        self.allowed(self.state.check_inflight_shape(inflight))?;
         let (queues, size) = (inflight.num_queues, inflight.queue_size);
-        if queues == 0 || queues > self.shape.queues || size == 0 || size > 32768 {
-            return Err(self.refuse(format_args!("an in-flight region for {queues} queues of {size} entries")));
-        }
-        let made = inflight::allocate(queues, size, packed);
+        let made = inflight::allocate(queues, size, self.state.has(config::F_PACKED));
         let (fd, len) = made.map_err(|e| self.refuse(format_args!("in-flight region: {e}")))?;
         let reply = VhostUserInflight { mmap_size: len, mmap_offset: 0, num_queues: queues, queue_size: size };
         Ok((reply, fd.into()))
     }
 
     fn set_inflight_fd(&mut self, inflight: &VhostUserInflight, file: File) -> Result<()> {
-        let (queues, size) = (inflight.num_queues, inflight.queue_size);
-        let packed = self.features & config::F_PACKED != 0;
-        let need = inflight::queue_bytes(size, packed) * u64::from(queues);
-        if queues == 0 || size == 0 || inflight.mmap_size < need {
-            return Err(self
-                .refuse(format_args!("in-flight region of {} bytes for {queues} queues of {size} entries", {
-                    inflight.mmap_size
-                })));
-        }
-        let layout = (inflight.mmap_offset, inflight.mmap_size);
-        let region = InflightRegion::map(&self.export.mapper, file.into(), layout, queues);
-        let region = region.map_err(|e| self.refuse(format_args!("in-flight region: {}", Causes(&e))))?;
+        self.allowed(self.state.check_inflight_room(inflight))?;
+        let (offset, len, queues) = (inflight.mmap_offset, inflight.mmap_size, inflight.num_queues);
+        let file = OwnedFd::from(file);
+        let region = self.map_inflight(self.duplicate(&file)?, (offset, len), queues)?;
         self.take_over_write_cache(&region);
         self.inflight = Some(region);
+        self.state.inflight = Some(InflightFile { file, offset, len, queues });
         Ok(())
     }
 
@@ -454,7 +444,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         file: File,
         _postcopy: Option<bool>,
     ) -> Result<Option<vhost::VhostUserMemoryRegionBase>> {
-        self.add_region(region, &file).map(|()| None)
+        self.add_region(region, file).map(|()| None)
     }
 
     fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
@@ -490,3 +480,6 @@ impl VhostUserBackendReqHandlerMut for Session {
         Err(Error::InvalidOperation("dirty memory is not logged"))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,339 @@
+//! A session over a socket pair: the test sends a message and has the session work on it, on one thread.
+
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+
+use blockyard_disk::{Disk, DiskOptions, Source};
+use blockyard_driver::ring::{Buffer, Ring, RingOptions};
+use blockyard_driver::{Memory, SplitRing};
+use blockyard_image::{CacheMode, ChainOptions};
+use config::{F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_PROTOCOL, F_VERSION_1};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use vhost::vhost_user::message::FrontendReq as R;
+
+use super::super::{Coalesce, Messages, SecondClient, state};
+use super::*;
+use crate::{PollMode, Reactors};
+
+const FEATURES: u64 = F_PROTOCOL | F_VERSION_1 | F_EVENT_IDX | F_FLUSH | F_CONFIG_WCE;
+const SIZE: u16 = 64;
+const DONE: Option<u64> = Some(0);
+const REFUSED: Option<u64> = Some(1);
+
+fn export() -> Arc<Shared> {
+    let (name, serial) = ("disk".to_string(), "disk".to_string());
+    let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
+    let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
+    let tuning = Tuning {
+        poll: PollMode::Off,
+        coalesce: Coalesce::Auto,
+        in_band: false,
+        pin_memory: false,
+        any_memory_file: false,
+        second_client: SecondClient::Wait,
+    };
+    let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
+    Shared::new(disk, QueueShape { queues: 2, size: SIZE }, tuning, reactors).unwrap()
+}
+
+fn event() -> OwnedFd {
+    rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap()
+}
+
+fn words(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+/// The index of a ring, and a number for it.
+fn of_ring(index: u32, number: u32) -> Vec<u8> {
+    [index, number].iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+/// A description of an in-flight region for `queues` queues, without padding.
+fn inflight(bytes: u64, queues: u16) -> Vec<u8> {
+    let mut body = words(&[bytes, 0]);
+    body.extend([queues, SIZE].iter().flat_map(|half| half.to_ne_bytes()));
+    body
+}
+
+/// A front end, and the session at the other end of its socket.
+struct Front {
+    export: Arc<Shared>,
+    stream: UnixStream,
+    messages: Messages,
+    memory: Memory,
+    ring: SplitRing,
+    kick: OwnedFd,
+    call: OwnedFd,
+}
+
+impl Front {
+    /// Features are negotiated, and nothing else.
+    fn new() -> Self {
+        let export = export();
+        let (stream, theirs) = UnixStream::pair().unwrap();
+        let session = Session::new(export.clone(), None, export.new_state()).unwrap();
+        let messages = Messages::new(theirs, session).unwrap();
+        let mut memory = Memory::new(1 << 20).unwrap();
+        let options = RingOptions { size: SIZE, slots: 4, event_idx: true, indirect: false };
+        let ring = SplitRing::new(&mut memory, options).unwrap();
+        let mut front = Front { export, stream, messages, memory, ring, kick: event(), call: event() };
+        let offered = front.send(R::GET_FEATURES, &[], &[]).unwrap();
+        assert_eq!(offered & FEATURES, FEATURES);
+        assert_eq!(front.send(R::SET_FEATURES, &words(&[FEATURES]), &[]), None, "no acknowledgement yet");
+        let protocol = VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::RESET_DEVICE
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+        front.send(R::SET_PROTOCOL_FEATURES, &words(&[protocol.bits()]), &[]);
+        front
+    }
+
+    /// Memory, in-flight region and ring 0 are set, and the ring runs.
+    fn started() -> Self {
+        let mut front = Front::new();
+        let (memory, region) = front.region();
+        assert_eq!(front.send(R::ADD_MEM_REG, &region, &[&memory]), DONE);
+        let (file, len) = inflight::allocate(2, SIZE, false).unwrap();
+        assert_eq!(front.send(R::SET_INFLIGHT_FD, &inflight(len, 2), &[&file]), DONE);
+        assert_eq!(front.send(R::SET_VRING_NUM, &of_ring(0, SIZE.into()), &[]), DONE);
+        assert_eq!(front.send(R::SET_VRING_ADDR, &front.addresses(), &[]), DONE);
+        assert_eq!(front.send(R::SET_VRING_BASE, &of_ring(0, 0), &[]), DONE);
+        let (kick, call) = (front.kick.try_clone().unwrap(), front.call.try_clone().unwrap());
+        assert_eq!(front.send(R::SET_VRING_CALL, &words(&[0]), &[&call]), DONE);
+        assert_eq!(front.send(R::SET_VRING_KICK, &words(&[0]), &[&kick]), DONE);
+        assert_eq!(front.send(R::SET_VRING_ENABLE, &of_ring(0, 1), &[]), DONE);
+        front
+    }
+
+    /// The descriptor of the memory, and the body of the message that adds it.
+    fn region(&self) -> (OwnedFd, Vec<u8>) {
+        let path = format!("/proc/self/fd/{}", self.memory.region().mmap_handle);
+        let file = File::options().read(true).write(true).open(path).unwrap();
+        let (start, len) = self.memory.range();
+        (file.into(), words(&[0, start, len, self.memory.user_address(start), 0]))
+    }
+
+    fn addresses(&self) -> Vec<u8> {
+        let at = self.ring.addresses();
+        let [desc, used, avail] = [at.desc, at.used, at.avail].map(|guest| self.memory.user_address(guest));
+        words(&[0, desc, used, avail, 0])
+    }
+
+    /// Sends a message, and has the session work on it. Returns the first word of the answer, if there is one.
+    fn send(&mut self, request: R, body: &[u8], fds: &[&OwnedFd]) -> Option<u64> {
+        let mut bytes: Vec<u8> =
+            [request as u32, 1 | 8, body.len() as u32].iter().flat_map(|word| word.to_ne_bytes()).collect();
+        bytes.extend(body);
+        let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(&fds)));
+        let parts = [std::io::IoSlice::new(&bytes)];
+        rustix::net::sendmsg(&self.stream, &parts, &mut control, SendFlags::NOSIGNAL).unwrap();
+        assert!(self.messages.next().unwrap(), "the session goes on");
+        self.stream.set_nonblocking(true).unwrap();
+        let mut answer = [0; 64];
+        match self.stream.read(&mut answer) {
+            Ok(_) => Some(u64::from_ne_bytes(answer[12..20].try_into().unwrap())),
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => None,
+            Err(e) => panic!("{e}"),
+        }
+    }
+
+    fn session(&self) -> std::sync::MutexGuard<'_, Session> {
+        super::super::lock(&self.messages.session)
+    }
+
+    /// The state as text, with the numbers of its descriptors.
+    fn state(&self) -> String {
+        format!("{:?}", self.session().state)
+    }
+
+    /// Reads a sector through the ring.
+    fn read(&mut self) {
+        let (at, window) = self.memory.piece(1024, 64).unwrap();
+        window.copy_in(528, [0xff]);
+        let buffer = |addr, len, device_writes| Buffer { addr, len, device_writes };
+        self.ring.lay(0, &[buffer(at, 16, false), buffer(at + 16, 512, true), buffer(at + 528, 1, true)]);
+        self.ring.submit(0);
+        self.ring.publish();
+        let signalled = self.ring.arm();
+        rustix::io::write(&self.kick, &1u64.to_ne_bytes()).unwrap();
+        while !signalled && !self.ring.ready() {
+            let mut fds = [PollFd::new(&self.call, PollFlags::IN)];
+            let minute = Timespec { tv_sec: 60, tv_nsec: 0 };
+            assert!(rustix::event::poll(&mut fds, Some(&minute)).unwrap() > 0, "the request is not answered");
+            rustix::io::read(&self.call, &mut [0; 8]).unwrap();
+        }
+        assert_eq!((window.copy_out(528), self.ring.reap().is_some()), ([0], true));
+    }
+}
+
+impl Drop for Front {
+    fn drop(&mut self) {
+        self.session().release();
+    }
+}
+
+#[test]
+fn messages_lead_to_the_state_that_they_describe() {
+    let front = Front::started();
+    let session = front.session();
+    let state = &session.state;
+    let (start, len) = front.memory.range();
+    assert_eq!(state.features, FEATURES);
+    assert!(state.acknowledges() && state.protocol.contains(VhostUserProtocolFeatures::INFLIGHT_SHMFD));
+    let [region] = &state.memory[..] else { panic!("{:?}", state.memory) };
+    assert_eq!((region.guest, region.size, region.offset), (start, len, 0));
+    assert_eq!(region.user, front.memory.user_address(start));
+    assert!(region.file.is_some());
+    assert_eq!(state.inflight.as_ref().map(|file| (file.offset, file.queues)), Some((0, 2)));
+    let at = front.ring.addresses();
+    let [descriptors, available, used] = [at.desc, at.avail, at.used].map(|guest| front.memory.user_address(guest));
+    let ring = &state.vrings[0];
+    assert_eq!((ring.size, ring.base, ring.enabled, ring.started), (SIZE.into(), 0, true, true));
+    assert_eq!(ring.parts, Some(Parts { descriptors, available, used }));
+    assert!(ring.kick.is_some() && ring.call.is_some() && ring.error.is_none());
+    assert!(!state.vrings[1].started && !state.vrings[1].enabled);
+}
+
+#[test]
+fn a_refused_message_leaves_the_state_as_it_was() {
+    let mut front = Front::started();
+    front.read();
+    let before = front.state();
+    let file = rustix::fs::memfd_create("short", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, 4096).unwrap();
+    let (pipe, _other) = rustix::pipe::pipe().unwrap();
+    let (memory, region) = front.region();
+    let at = 0x40_0000_0000u64;
+    let no_region = words(&[0, at, 4096, at, 0]);
+    let messages: [(R, Vec<u8>, &[&OwnedFd]); 13] = [
+        (R::SET_FEATURES, words(&[FEATURES | 1 << 63]), &[]),
+        (R::SET_VRING_NUM, of_ring(0, 0), &[]),
+        (R::SET_VRING_NUM, of_ring(2, 64), &[]),
+        (R::SET_VRING_BASE, of_ring(2, 0), &[]),
+        (R::SET_VRING_ENABLE, of_ring(0, 2), &[]),
+        (R::SET_VRING_ENABLE, of_ring(9, 1), &[]),
+        (R::SET_VRING_KICK, words(&[0]), &[&pipe]),
+        (R::SET_VRING_CALL, words(&[0]), &[&pipe]),
+        (R::SET_VRING_ERR, words(&[0]), &[&file]),
+        // It overlaps the region that is there.
+        (R::ADD_MEM_REG, region, &[&memory]),
+        (R::ADD_MEM_REG, words(&[0, at, 8192, at, 0]), &[&file]),
+        (R::REM_MEM_REG, no_region, &[]),
+        (R::SET_INFLIGHT_FD, inflight(64, 2), &[&file]),
+    ];
+    for (request, body, fds) in messages {
+        assert_eq!(front.send(request, &body, fds), REFUSED, "{request:?}");
+        assert_eq!(front.state(), before, "{request:?}");
+    }
+    // A region of the table cannot be mapped: the table of before stays.
+    let (start, len) = front.memory.range();
+    let user = front.memory.user_address(start);
+    let (memory, _) = front.region();
+    assert_eq!(front.send(R::SET_MEM_TABLE, &words(&[1, start, len * 2, user, 0]), &[&memory]), REFUSED);
+    assert_eq!(front.state(), before, "SET_MEM_TABLE");
+    front.read();
+}
+
+#[test]
+fn memory_that_is_removed_leaves_the_state() {
+    let mut front = Front::new();
+    let (memory, region) = front.region();
+    assert_eq!(front.send(R::ADD_MEM_REG, &region, &[&memory]), DONE);
+    let file = rustix::fs::memfd_create("more", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, 8192).unwrap();
+    let at = 0x40_0000_0000u64;
+    assert_eq!(front.send(R::ADD_MEM_REG, &words(&[0, at, 4096, at, 4096]), &[&file]), DONE);
+    let regions = |front: &Front| front.session().state.memory.iter().map(|r| (r.guest, r.offset)).collect::<Vec<_>>();
+    let (start, _) = front.memory.range();
+    assert_eq!(regions(&front), [(start, 0), (at, 4096)]);
+    assert_eq!(front.send(R::REM_MEM_REG, &region, &[]), DONE);
+    assert_eq!(regions(&front), [(at, 4096)]);
+    let (_, len) = front.memory.range();
+    let table = words(&[1, start, len, front.memory.user_address(start), 0]);
+    assert_eq!(front.send(R::SET_MEM_TABLE, &table, &[&memory]), DONE);
+    assert_eq!(regions(&front), [(start, 0)]);
+}
+
+/// A fresh session that has the state of another one serves the same ring.
+#[test]
+fn a_state_that_is_taken_over_goes_on_where_it_was() {
+    let mut front = Front::started();
+    (0..3).for_each(|_| front.read());
+    let mut state = front.session().release();
+    assert_eq!(front.session().state.features, 0, "the session that gave it away begins anew");
+    let ring = &state.vrings[0];
+    assert_eq!((ring.base, ring.is_settled, ring.started, ring.enabled), (3, true, true, true));
+    assert_eq!(state.features, FEATURES);
+    // What the guest has set of its write cache is not what a new session begins with.
+    assert!(std::mem::replace(&mut state.write_back, false));
+    let (parts, memory) = (ring.parts, format!("{:?}", state.memory));
+    let next = Session::new(front.export.clone(), None, state).unwrap();
+    assert!(!front.export.device.write_back.load(Ordering::Relaxed));
+    *front.session() = next;
+    {
+        let session = front.session();
+        let ring = &session.state.vrings[0];
+        assert!(session.running(0).is_some() && session.running(1).is_none());
+        assert_eq!((session.state.features, ring.parts, ring.started, ring.enabled), (FEATURES, parts, true, true));
+        assert_eq!(format!("{:?}", session.state.memory), memory);
+        assert!(session.inflight.is_some());
+    }
+    (0..2).for_each(|_| front.read());
+    assert_eq!(front.send(R::GET_VRING_BASE, &of_ring(0, 0), &[]), Some(5 << 32), "queue 0, base 5");
+    let session = front.session();
+    let ring = &session.state.vrings[0];
+    assert_eq!((ring.base, ring.is_settled, ring.started), (5, true, false));
+    assert!(ring.kick.is_none() && ring.call.is_none());
+}
+
+/// A ring that was disabled or stopped is so in the next session.
+#[test]
+fn a_ring_that_is_disabled_or_stopped_stays_so() {
+    let mut front = Front::started();
+    assert_eq!(front.send(R::SET_VRING_ENABLE, &of_ring(0, 0), &[]), DONE);
+    let state = front.session().release();
+    let next = Session::new(front.export.clone(), None, state).unwrap();
+    assert!(next.running(0).is_some() && !next.state.vrings[0].enabled);
+    *front.session() = next;
+    assert_eq!(front.send(R::SET_VRING_ENABLE, &of_ring(0, 1), &[]), DONE);
+    front.read();
+    assert_eq!(front.send(R::GET_VRING_BASE, &of_ring(0, 0), &[]), Some(1 << 32));
+    let state = front.session().release();
+    let next = Session::new(front.export.clone(), None, state).unwrap();
+    assert!(next.running(0).is_none());
+}
+
+#[test]
+fn a_state_that_cannot_be_mapped_is_not_taken_over() {
+    let front = Front::started();
+    let mut state = front.session().release();
+    state.memory[0].file = None;
+    assert!(Session::new(front.export.clone(), None, state).is_err());
+    // Its memory is there, and its ring is not in it.
+    let front = Front::started();
+    let mut state = front.session().release();
+    state.vrings[0].parts = Some(Parts { descriptors: 0, available: 0, used: 0 });
+    assert!(Session::new(front.export.clone(), None, state).is_err());
+    let reactor = front.export.reactors.next();
+    assert!(reactor.ask(|_, reply| reply.send(())).is_some(), "the reactor goes on");
+}
+
+#[test]
+fn a_reset_leaves_memory_and_in_flight_region() {
+    let mut front = Front::started();
+    front.read();
+    assert_eq!(front.send(R::RESET_DEVICE, &[], &[]), DONE);
+    let session = front.session();
+    let settled = state::Vring { is_settled: true, ..state::Vring::default() };
+    assert_eq!(format!("{:?}", session.state.vrings[0]), format!("{settled:?}"));
+    assert_eq!((session.state.features, session.state.memory.len()), (0, 1));
+    assert!(session.state.inflight.is_some() && session.running(0).is_none());
+}

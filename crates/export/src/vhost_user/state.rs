@@ -1,0 +1,311 @@
+//! The state of a session: what a front end has set, as data.
+//!
+//! In: one [`Change`] for each message. Out: the [`Effect`] that the handler ([`super::session`]) must carry out on reactors.
+//! The state has no threads, reactors or mappings. It can be written out, and another handler can take it over.
+//! What must hold: [`SessionState::apply`] makes a change as a whole, or refuses it and leaves the state as it was. There is
+//! one exception, [`Change::Addresses`].
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use vhost::vhost_user::message::{VhostUserInflight, VhostUserProtocolFeatures, VhostUserVringAddrFlags};
+
+use super::channel::BackChannel;
+use super::config;
+use super::inflight::queue_bytes;
+
+/// Most entries of a virtqueue (virtio 1.2, 2.7).
+const ENTRIES_MOST: u32 = 32768;
+
+/// What a front end has set.
+#[derive(Debug)]
+pub struct SessionState {
+    /// Feature bits that the driver has accepted.
+    pub features: u64,
+    pub protocol: VhostUserProtocolFeatures,
+    /// The guest sees a volatile write cache.
+    pub write_back: bool,
+    /// The memory table, in the order of its messages.
+    pub memory: Vec<MemoryRegion>,
+    pub inflight: Option<InflightFile>,
+    /// The socket for messages to the front end, and the acknowledgements that the front end owes on it. It is shared with the
+    /// threads that send these messages.
+    pub back_channel: Option<Arc<BackChannel>>,
+    pub vrings: Vec<Vring>,
+}
+
+/// A region of the memory table.
+#[derive(Debug)]
+pub struct MemoryRegion {
+    /// Guest-physical address.
+    pub guest: u64,
+    /// Address in the front end's process.
+    pub user: u64,
+    pub size: u64,
+    /// Where the region begins in its file, in bytes.
+    pub offset: u64,
+    /// None: the process had too few descriptors left to keep it. Another handler cannot take this session over.
+    pub file: Option<OwnedFd>,
+}
+
+/// The file of an in-flight region, and where the region is in it.
+#[derive(Debug)]
+pub struct InflightFile {
+    pub file: OwnedFd,
+    pub offset: u64,
+    /// Length in bytes.
+    pub len: u64,
+    pub queues: u16,
+}
+
+/// What a front end has set of one ring.
+#[derive(Debug, Default)]
+pub struct Vring {
+    pub size: u32,
+    pub parts: Option<Parts>,
+    /// The index to begin at. Of a ring that runs: where it began.
+    pub base: u32,
+    /// This session has stopped the ring after its last request, so nothing of it is in flight, and what the front end says
+    /// of its base is true. (After the death of a back end only the in-flight region knows.)
+    pub is_settled: bool,
+    pub kick: Option<OwnedFd>,
+    pub call: Option<OwnedFd>,
+    pub error: Option<OwnedFd>,
+    pub enabled: bool,
+    /// The ring runs. In a state that was taken out: the next handler must start it.
+    pub started: bool,
+}
+
+/// Addresses of a ring's parts, in the front end's process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Parts {
+    pub descriptors: u64,
+    /// The available ring (packed: the driver's area).
+    pub available: u64,
+    /// The used ring (packed: the device's area).
+    pub used: u64,
+}
+
+impl Parts {
+    fn are_aligned(&self) -> bool {
+        self.descriptors.is_multiple_of(16) && self.available.is_multiple_of(2) && self.used.is_multiple_of(4)
+    }
+}
+
+/// What one message changes.
+#[derive(Debug)]
+pub enum Change {
+    Features {
+        accepted: u64,
+        /// The feature bits that the device offers.
+        offered: u64,
+    },
+    Protocol(u64),
+    Size {
+        index: u32,
+        entries: u32,
+    },
+    /// If it is refused, the ring has no addresses: it must not start with those of before.
+    Addresses {
+        index: u32,
+        flags: u32,
+        parts: Parts,
+    },
+    Base {
+        index: u32,
+        base: u32,
+    },
+    Kick {
+        index: u32,
+        fd: Option<OwnedFd>,
+    },
+    Call {
+        index: u32,
+        fd: Option<OwnedFd>,
+    },
+    Error {
+        index: u32,
+        fd: Option<OwnedFd>,
+    },
+    /// `state` is 0 or 1.
+    Enable {
+        index: u32,
+        state: u32,
+    },
+}
+
+/// What the handler must do after a change.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Effect {
+    None,
+    /// The driver has accepted features, after it had accepted these: its write cache may be another one.
+    Features {
+        before: u64,
+    },
+    /// Start the ring; stop it first if it runs.
+    Restart(usize),
+    /// Give a ring that runs its new call descriptor.
+    Call(usize),
+    /// Give a ring that runs its new error descriptor.
+    Error(usize),
+    /// Enable or disable a ring that runs.
+    Enable(usize),
+}
+
+/// Why a message is refused.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("features {0:#x} were not offered")]
+    Features(u64),
+    #[error("the front end names queue {index} of {queues}")]
+    NoSuchQueue { index: u32, queues: usize },
+    #[error("queue {index} of {entries} entries")]
+    Size { index: u32, entries: u32 },
+    #[error("queue {index}: its parts are not aligned: {:#x}, {:#x}, {:#x} (flags {flags:#x})",
+        parts.descriptors, parts.available, parts.used)]
+    Addresses { index: u32, flags: u32, parts: Parts },
+    #[error("queue {index}: SET_VRING_ENABLE of {state}")]
+    Enable { index: u32, state: u32 },
+    #[error("a message of {0:?}, which was not negotiated")]
+    NotNegotiated(VhostUserProtocolFeatures),
+    #[error("an in-flight region for {queues} queues of {entries} entries")]
+    InflightShape { queues: u16, entries: u16 },
+    #[error("in-flight region of {bytes} bytes for {queues} queues of {entries} entries")]
+    InflightRoom { bytes: u64, queues: u16, entries: u16 },
+}
+
+impl SessionState {
+    /// The state of a front end that has set nothing yet.
+    pub fn new(queues: u16, write_back: bool) -> Self {
+        SessionState {
+            features: 0,
+            protocol: VhostUserProtocolFeatures::empty(),
+            write_back,
+            memory: Vec::new(),
+            inflight: None,
+            back_channel: None,
+            vrings: (0..queues).map(|_| Vring::default()).collect(),
+        }
+    }
+
+    /// Makes one change, and returns what must be done about it.
+    pub fn apply(&mut self, change: Change) -> Result<Effect, Refusal> {
+        match change {
+            Change::Features { accepted, offered } => {
+                let unknown = accepted & !offered;
+                if unknown != 0 {
+                    return Err(Refusal::Features(unknown));
+                }
+                return Ok(Effect::Features { before: std::mem::replace(&mut self.features, accepted) });
+            }
+            Change::Protocol(bits) => self.protocol = VhostUserProtocolFeatures::from_bits_truncate(bits),
+            Change::Size { index, entries } => {
+                if entries == 0 || entries > ENTRIES_MOST {
+                    return Err(Refusal::Size { index, entries });
+                }
+                self.vring(index)?.1.size = entries;
+            }
+            Change::Addresses { index, flags, parts } => {
+                let vring = self.vring(index)?.1;
+                let good = VhostUserVringAddrFlags::from_bits(flags).is_some() && parts.are_aligned();
+                vring.parts = good.then_some(parts);
+                if !good {
+                    return Err(Refusal::Addresses { index, flags, parts });
+                }
+            }
+            Change::Base { index, base } => self.vring(index)?.1.base = base,
+            Change::Kick { index, fd } => {
+                let (at, vring) = self.vring(index)?;
+                vring.kick = fd;
+                return Ok(Effect::Restart(at));
+            }
+            Change::Call { index, fd } => {
+                let (at, vring) = self.vring(index)?;
+                vring.call = fd;
+                return Ok(Effect::Call(at));
+            }
+            Change::Error { index, fd } => {
+                let (at, vring) = self.vring(index)?;
+                vring.error = fd;
+                return Ok(Effect::Error(at));
+            }
+            Change::Enable { index, state } => {
+                if !self.has(config::F_PROTOCOL) || state > 1 {
+                    return Err(Refusal::Enable { index, state });
+                }
+                let (at, vring) = self.vring(index)?;
+                vring.enabled = state == 1;
+                return Ok(Effect::Enable(at));
+            }
+        }
+        Ok(Effect::None)
+    }
+
+    /// Returns a ring with its number.
+    pub fn vring(&mut self, index: u32) -> Result<(usize, &mut Vring), Refusal> {
+        let queues = self.vrings.len();
+        let vring = self.vrings.get_mut(index as usize).ok_or(Refusal::NoSuchQueue { index, queues })?;
+        Ok((index as usize, vring))
+    }
+
+    /// Whether the driver has accepted a feature.
+    pub fn has(&self, feature: u64) -> bool {
+        self.features & feature != 0
+    }
+
+    /// Refuses a message of a protocol feature that was not negotiated.
+    pub fn negotiated(&self, feature: VhostUserProtocolFeatures) -> Result<(), Refusal> {
+        if self.protocol.contains(feature) { Ok(()) } else { Err(Refusal::NotNegotiated(feature)) }
+    }
+
+    /// Notifications are messages (VHOST_USER_PROTOCOL_F_INBAND_NOTIFICATIONS).
+    pub fn in_band(&self) -> bool {
+        self.protocol.contains(VhostUserProtocolFeatures::INBAND_NOTIFICATIONS)
+    }
+
+    /// Messages may ask for an acknowledgement (VHOST_USER_PROTOCOL_F_REPLY_ACK).
+    pub fn acknowledges(&self) -> bool {
+        self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
+    }
+
+    /// Refuses to make an in-flight region that no queue of this device can have.
+    pub fn check_inflight_shape(&self, asked: &VhostUserInflight) -> Result<(), Refusal> {
+        let (queues, entries) = (asked.num_queues, asked.queue_size);
+        if queues == 0 || usize::from(queues) > self.vrings.len() || entries == 0 || u32::from(entries) > ENTRIES_MOST {
+            return Err(Refusal::InflightShape { queues, entries });
+        }
+        Ok(())
+    }
+
+    /// Refuses an in-flight region that is too small for its queues.
+    pub fn check_inflight_room(&self, told: &VhostUserInflight) -> Result<(), Refusal> {
+        let (queues, entries, bytes) = (told.num_queues, told.queue_size, told.mmap_size);
+        let need = queue_bytes(entries, self.has(config::F_PACKED)) * u64::from(queues);
+        if queues == 0 || entries == 0 || bytes < need {
+            return Err(Refusal::InflightRoom { bytes, queues, entries });
+        }
+        Ok(())
+    }
+
+    /// Forgets the rings and the features. The front end keeps memory, in-flight region, protocol features and back channel
+    /// over a reset.
+    pub fn reset(&mut self) {
+        for vring in &mut self.vrings {
+            *vring = Vring { is_settled: true, ..Vring::default() };
+        }
+        self.features = 0;
+    }
+}
+
+impl Vring {
+    /// The ring was stopped at `base`. None: its reactor has ended, and nothing is known of the ring.
+    pub fn stopped(&mut self, base: Option<u32>) {
+        self.started = false;
+        self.is_settled = base.is_some();
+        self.base = base.unwrap_or(self.base);
+    }
+}
+
+#[cfg(test)]
+mod tests;
