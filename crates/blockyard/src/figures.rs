@@ -1,6 +1,8 @@
 //! The figures of a disk, in the log.
 
 use blockyard_disk::{OpKind, Statistics};
+use blockyard_export::PolicyFigures;
+use blockyard_export::policy::pace::{PaceFigures, Polling};
 use blockyard_sched::{Figures, Share};
 
 /// Logs a line for each kind of operation, and a line about the share.
@@ -28,6 +30,29 @@ pub fn log(disk: &str, statistics: &Statistics, share: &Share) {
     if operations > 0 && !share.is_free() {
         tracing::info!(disk, "share: {}", describe(share, operations));
     }
+}
+
+/// Logs what the policies chose for a disk. A policy that had nothing to choose has no line.
+pub fn log_policies(disk: &str, policies: &PolicyFigures) {
+    if let Some(text) = describe_pace(&policies.pace) {
+        tracing::info!(disk, "polling: {text}");
+    }
+}
+
+/// Describes what trials found. None: there was no trial.
+fn describe_pace(figures: &PaceFigures) -> Option<String> {
+    let tried: Vec<_> = Polling::ALL
+        .into_iter()
+        .filter_map(|kind| {
+            let tried = figures.of(kind);
+            let rate = tried.rate()?;
+            Some(format!("{} chosen {} times at {rate:.0} requests/s", kind.name(), tried.chosen))
+        })
+        .collect();
+    let (early, given_up) = (figures.early, figures.given_up);
+    (!tried.is_empty()).then(|| {
+        format!("{}; {early} trials began early at a change of the rate, {given_up} were given up", tried.join(", "))
+    })
 }
 
 /// Describes what a share did. Means are of so many operations.

@@ -283,12 +283,16 @@ impl Server {
                 tracing::info!(disk = report.name, "clients: {}", report.clients.join(", "));
             }
             figures::log(&report.name, &report.statistics, &report.share);
+            figures::log_policies(&report.name, &report.policies);
         }
     }
 
     fn close(self) -> Result<(), Failure> {
         let ended = self.yard.close();
-        ended.iter().for_each(|disk| figures::log(&disk.name, &disk.statistics, &disk.share));
+        for disk in &ended {
+            figures::log(&disk.name, &disk.statistics, &disk.share);
+            figures::log_policies(&disk.name, &disk.policies);
+        }
         if ended.iter().all(|disk| disk.is_flushed) {
             return Ok(());
         }
@@ -299,6 +303,7 @@ impl Server {
 /// Logs the last figures of a disk, and whether its image could be flushed.
 pub fn log_end(ended: &Ended) {
     figures::log(&ended.name, &ended.statistics, &ended.share);
+    figures::log_policies(&ended.name, &ended.policies);
     if !ended.is_flushed {
         tracing::error!(disk = ended.name, "its image could not be flushed");
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use blockyard_disk::{Disk, DiskOptions, Served, Source, Statistics, sched_time};
-use blockyard_export::{Export, Reactors};
+use blockyard_export::{Export, PolicyFigures, Reactors};
 use blockyard_sched::{Knobs, Share};
 
 use crate::error::YardError;
@@ -23,6 +23,7 @@ pub struct Report {
     /// The block device of this host that an export has made.
     pub device: Option<PathBuf>,
     pub statistics: Statistics,
+    pub policies: PolicyFigures,
     pub share: Arc<Share>,
 }
 
@@ -30,6 +31,7 @@ pub struct Report {
 pub struct Ended {
     pub name: String,
     pub statistics: Statistics,
+    pub policies: PolicyFigures,
     pub share: Arc<Share>,
     /// Whether all acknowledged writes are durable and the image was closed.
     pub is_flushed: bool,
@@ -91,17 +93,19 @@ impl ServedDisk {
         let reactors = &context.reactors;
         context.jobs.end(&self.disk);
         self.exports.iter_mut().for_each(|export| export.stop());
-        let statistics = statistics(&self.disk, reactors);
+        let (statistics, policies) = statistics(&self.disk, reactors);
         let is_flushed = blockyard_export::close(&self.disk, reactors);
-        Ended { name: self.settings.name, statistics, share: self.disk.share().clone(), is_flushed }
+        Ended { name: self.settings.name, statistics, policies, share: self.disk.share().clone(), is_flushed }
     }
 
     pub fn report(&self, reactors: &Reactors) -> Report {
+        let (statistics, policies) = statistics(&self.disk, reactors);
         Report {
             name: self.settings.name.clone(),
             clients: self.exports.iter().flat_map(|export| export.clients()).collect(),
             device: self.exports.iter().find_map(|export| export.device()),
-            statistics: statistics(&self.disk, reactors),
+            statistics,
+            policies,
             share: self.disk.share().clone(),
         }
     }
@@ -147,14 +151,19 @@ fn options(settings: &DiskSettings) -> DiskOptions {
 }
 
 /// Returns the sum of what all reactors counted for `disk`.
-fn statistics(disk: &Arc<Disk>, reactors: &Reactors) -> Statistics {
-    let mut all = Statistics::default();
+fn statistics(disk: &Arc<Disk>, reactors: &Reactors) -> (Statistics, PolicyFigures) {
+    let (mut all, mut policies) = (Statistics::default(), PolicyFigures::default());
     for reactor in reactors.all() {
         let disk = disk.clone();
-        let part = reactor.ask(move |handle, reply| reply.send(Served::known(handle, &disk).map(|s| s.statistics())));
-        if let Some(Some(part)) = part {
-            all.merge(&part);
+        let part = reactor.ask(move |handle, reply| {
+            let statistics = Served::known(handle, &disk).map(|served| served.statistics());
+            reply.send((statistics, PolicyFigures::known(handle, &disk)));
+        });
+        let Some((statistics, chosen)) = part else { continue };
+        policies.merge(&chosen);
+        if let Some(statistics) = statistics {
+            all.merge(&statistics);
         }
     }
-    all
+    (all, policies)
 }

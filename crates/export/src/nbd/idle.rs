@@ -12,7 +12,8 @@ use blockyard_disk::Disk;
 use blockyard_ring::Handle;
 
 use super::Exported;
-use crate::pace::Pacer;
+use crate::policy::Counters;
+use crate::policy::pace::Pacer;
 
 pub struct Idle {
     handle: Handle,
@@ -37,7 +38,8 @@ impl Idle {
         all.retain(|idle| idle.strong_count() > 0);
         let known = all.iter().filter_map(Weak::upgrade).find(|idle| Arc::ptr_eq(&idle.disk, &exported.disk));
         known.unwrap_or_else(|| {
-            let pacer = RefCell::new(Pacer::of_clients(exported.poll, handle.now()));
+            let counters = Counters::local(handle, &exported.disk);
+            let pacer = RefCell::new(Pacer::of_clients(exported.poll, handle.now(), counters));
             let (open, came, looks) = Default::default();
             let idle = Idle { handle: handle.clone(), disk: exported.disk.clone(), open, came, pacer, looks };
             let idle = Rc::new(idle);

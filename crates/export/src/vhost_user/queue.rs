@@ -32,6 +32,7 @@ use crate::PollMode;
 use crate::budget::{self, Budget, REQUEST};
 use crate::lanes::Lanes;
 use crate::log::Log;
+use crate::policy::Counters;
 use crate::start::StartError;
 use state::{Again, Core, Pending};
 
@@ -130,7 +131,9 @@ impl Queue {
         let kick = setup.kick.take();
         let clocked = kick.is_none() && !setup.in_band;
         let placement = Placement::new(setup.peer);
-        let (core, again) = Core::new(&mut setup, placement, handle.now()).map_err(|e| StartError::ring("", e))?;
+        let counters = Counters::local(handle, &setup.device.disk);
+        let core = Core::new(&mut setup, placement, handle.now(), counters);
+        let (core, again) = core.map_err(|e| StartError::ring("", e))?;
         let queue = Rc::new(Queue {
             index: setup.index,
             handle: handle.clone(),

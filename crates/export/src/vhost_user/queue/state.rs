@@ -9,7 +9,8 @@ use blockyard_disk::Failure;
 use blockyard_ring::{GuestMemory, Segments};
 
 use super::QueueSetup;
-use crate::pace::Pacer;
+use crate::policy::Counters;
+use crate::policy::pace::Pacer;
 use crate::vhost_user::inflight::{Inflight, PackedChain};
 use crate::vhost_user::notify::{Call, Coalesce, Coalescer};
 use crate::vhost_user::placement::Placement;
@@ -67,6 +68,7 @@ impl Core {
         setup: &mut QueueSetup,
         placement: Placement,
         now: Instant,
+        counters: Rc<Counters>,
     ) -> Result<(Core, Vec<Again>), RingError> {
         let memory = Rc::new(setup.memory.clone());
         let region = setup.inflight.as_ref().map(|region| region.queue(setup.index, setup.packed));
@@ -86,7 +88,7 @@ impl Core {
         };
         let call = std::mem::replace(&mut setup.call, Call::None);
         let coalescer = Coalescer::new(setup.coalesce.wait(call.is_stream()), ring.size());
-        let mut pacer = Pacer::new(setup.poll, placement.can_move(), now);
+        let mut pacer = Pacer::new(setup.poll, placement.can_move(), now, counters);
         pacer.told_by_stream(call.is_stream());
         let core = Core {
             pending: vec![Pending::default(); usize::from(ring.size())],

@@ -1,5 +1,10 @@
 use super::*;
 
+/// The origin of all times in these tests. What it is has no effect.
+fn origin() -> Instant {
+    Instant::now()
+}
+
 /// A guest that comes back `pause` after each request, and a host that serves it at `rate` requests a millisecond, as the
 /// manner tells.
 struct Guest {
@@ -16,8 +21,8 @@ struct Shares {
 
 impl Guest {
     fn new(mode: PollMode, by_stream: bool) -> Self {
-        let now = Instant::now();
-        let mut pacer = Pacer::new(mode, false, now);
+        let now = origin();
+        let mut pacer = Pacer::new(mode, false, now, Rc::default());
         pacer.told_by_stream(by_stream);
         Guest { pacer, now, done: 0.0 }
     }
@@ -82,8 +87,8 @@ fn streams_gather_where_that_pays() {
 
 #[test]
 fn a_guest_that_sends_one_at_a_time_is_not_gathered_for() {
-    let now = Instant::now();
-    let mut pacer = Pacer::new(PollMode::Auto, false, now);
+    let now = origin();
+    let mut pacer = Pacer::new(PollMode::Auto, false, now, Rc::default());
     pacer.told_by_stream(true);
     pacer.manner = pacer.plan.manners.iter().position(|m| !m.gather.is_zero()).unwrap();
     pacer.pause = 1e4;
@@ -114,9 +119,9 @@ fn a_machine_that_stands_still_for_a_moment_decides_nothing() {
 
 #[test]
 fn a_client_that_is_slow_to_come_back_is_looked_for_longer() {
-    let now = Instant::now();
+    let now = origin();
     let run = |needs: Duration| {
-        let mut guest = Guest { pacer: Pacer::of_clients(PollMode::Auto, now), now, done: 0.0 };
+        let mut guest = Guest { pacer: Pacer::of_clients(PollMode::Auto, now, Rc::default()), now, done: 0.0 };
         let (mut looked, mut slept) = (0, 0);
         while guest.now - now < TIME {
             let look = guest.pacer.went_empty(guest.now, guest.done as u64);
@@ -154,4 +159,64 @@ fn another_load_is_tried_at_once_and_not_after_the_rest() {
     // Long enough for the rests to have grown.
     auto.run(us(2), |looks, _| if looks { 90.0 } else { 100.0 }, TIME * 4);
     assert!(auto.run(us(4), |looks, _| if looks { 40.0 } else { 20.0 }, TIME / 4).looked > 0.5);
+}
+
+/// Numbers in 0..1 (splitmix64).
+struct Seeded(u64);
+
+impl Seeded {
+    fn next(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+/// Rates vary by a quarter, and one request in ten thousand takes longer than a slice. Looking gains a fifth, or loses one.
+#[test]
+fn noisy_traces_are_decided_by_their_medians() {
+    for seed in 0..20 {
+        for gain in [1.2, 0.8] {
+            let random = std::cell::RefCell::new(Seeded(seed));
+            let rate = |looks: bool, _| {
+                let mut random = random.borrow_mut();
+                let (noise, rare) = (random.next(), random.next());
+                let rate = if looks { 40.0 * gain } else { 40.0 } * (0.75 + noise / 2.0);
+                if rare < 1e-4 { 0.1 } else { rate }
+            };
+            let mut auto = Guest::new(PollMode::Auto, false);
+            let shares = auto.run(us(5), rate, TIME);
+            assert_eq!(shares.looked > 0.5, gain > 1.0, "seed {seed}, gain {gain}: {shares:?}");
+        }
+    }
+}
+
+#[test]
+fn figures_have_what_was_chosen_and_the_rates_that_were_seen() {
+    let counters = Rc::<Counters>::default();
+    let mut pacer = Pacer::new(PollMode::Auto, false, origin(), counters.clone());
+    pacer.told_by_stream(false);
+    let mut guest = Guest { pacer, ..Guest::new(PollMode::Auto, false) };
+    guest.run(us(20), |looks, _| if looks { 40.0 } else { 20.0 }, TIME);
+    let figures = counters.pace.get();
+    let (sleep, look) = (figures.of(Polling::Sleep), figures.of(Polling::Look));
+    assert!(look.chosen > 0 && sleep.chosen == 0, "{figures:?}");
+    // A request takes its pause of 20 us, and 25 or 50 us.
+    assert!((look.rate().unwrap() / 22_222.0 - 1.0).abs() < 0.05, "{figures:?}");
+    assert!((sleep.rate().unwrap() / 14_286.0 - 1.0).abs() < 0.05, "{figures:?}");
+    assert!(figures.of(Polling::Gather).rate().is_none(), "a plan for eventfds has none");
+    let mut both = figures;
+    both.merge(&figures);
+    assert_eq!(both.of(Polling::Look).chosen, look.chosen * 2);
+    assert_eq!(both.of(Polling::Look).rate(), look.rate());
+    assert_eq!((figures.given_up, figures.early), (0, 0));
+    // A guest that stops in the middle of a trial.
+    while !matches!(guest.pacer.state, State::Trial { .. }) {
+        guest.run(us(20), |_, _| 5.0, us(1000));
+    }
+    guest.run(SLICE_MOST * 2, |_, _| 5.0, SLICE_MOST * 4);
+    assert_eq!(counters.pace.get().given_up, 1);
+    assert!(counters.pace.get().early > 0, "another rate");
 }

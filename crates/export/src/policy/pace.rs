@@ -8,8 +8,14 @@
 //! CPU each kick costs two switches of address space, and gathering kicks saves them; a guest with one request at a time
 //! never lets that CPU sleep. So it is tried: slices of each manner in turn, and the rate of requests decides. A manner
 //! that burns or waits must gain to be kept; an idle queue costs nothing.
+//!
+//! In: the time, the number of requests, and when the queue goes empty or takes requests. Out: how long to look or to gather, and
+//! whether to run on the guest's processors. `vhost_user/queue.rs` and `nbd/idle.rs` carry that out.
 
+use std::rc::Rc;
 use std::time::{Duration, Instant};
+
+use super::Counters;
 
 /// How long one look lasts at most; a guest that pauses for twice as long is not waited for.
 const LOOK: Duration = Duration::from_micros(50);
@@ -48,9 +54,80 @@ pub enum PollMode {
     Fixed(Duration),
 }
 
+/// What is done when a queue has nothing to take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Polling {
+    Sleep,
+    Look,
+    LookLonger,
+    Gather,
+    Beside,
+    GatherBeside,
+}
+
+impl Polling {
+    pub const ALL: [Polling; 6] =
+        [Polling::Sleep, Polling::Look, Polling::LookLonger, Polling::Gather, Polling::Beside, Polling::GatherBeside];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Polling::Sleep => "sleep",
+            Polling::Look => "look",
+            Polling::LookLonger => "look longer",
+            Polling::Gather => "gather",
+            Polling::Beside => "beside the guest",
+            Polling::GatherBeside => "gather beside the guest",
+        }
+    }
+}
+
+/// What trials measured and decided.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PaceFigures {
+    /// By the number of [`Polling`].
+    kinds: [Tried; Polling::ALL.len()],
+    /// Trials that ended without a decision, because the guest paused.
+    pub given_up: u64,
+    /// Trials that began early, because the rate had changed.
+    pub early: u64,
+}
+
+/// What trials found about one kind of polling.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Tried {
+    /// Trials that decided for it.
+    pub chosen: u64,
+    pub slices: u64,
+    /// Sum of the rates of its slices, in requests per second.
+    rates: f64,
+}
+
+impl Tried {
+    /// Returns the mean rate of the slices in requests per second. None: it was not tried.
+    pub fn rate(&self) -> Option<f64> {
+        (self.slices > 0).then(|| self.rates / self.slices as f64)
+    }
+}
+
+impl PaceFigures {
+    pub fn of(&self, kind: Polling) -> Tried {
+        self.kinds[kind as usize]
+    }
+
+    pub fn merge(&mut self, other: &PaceFigures) {
+        for (mine, theirs) in self.kinds.iter_mut().zip(&other.kinds) {
+            mine.chosen += theirs.chosen;
+            mine.slices += theirs.slices;
+            mine.rates += theirs.rates;
+        }
+        self.given_up += other.given_up;
+        self.early += other.early;
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Manner {
-    name: &'static str,
+    kind: Polling,
     look: Duration,
     gather: Duration,
     beside: bool,
@@ -58,8 +135,9 @@ struct Manner {
     gain: f64,
 }
 
-const SLEEP: Manner = Manner { name: "sleep", look: Duration::ZERO, gather: Duration::ZERO, beside: false, gain: 1.0 };
-const BESIDE: Manner = Manner { name: "beside the guest", beside: true, gain: 1.03, ..SLEEP };
+const SLEEP: Manner =
+    Manner { kind: Polling::Sleep, look: Duration::ZERO, gather: Duration::ZERO, beside: false, gain: 1.0 };
+const BESIDE: Manner = Manner { kind: Polling::Beside, beside: true, gain: 1.03, ..SLEEP };
 
 /// What is tried, and how: the plain manner first.
 #[derive(Debug)]
@@ -74,7 +152,7 @@ struct Plan {
 }
 
 const FOR_EVENTFDS: &Plan = &Plan {
-    manners: &[SLEEP, Manner { name: "look", look: LOOK, gain: 1.05, ..SLEEP }, BESIDE],
+    manners: &[SLEEP, Manner { kind: Polling::Look, look: LOOK, gain: 1.05, ..SLEEP }, BESIDE],
     slice: Duration::from_millis(3),
     rounds: 4,
     sure: 3,
@@ -82,10 +160,10 @@ const FOR_EVENTFDS: &Plan = &Plan {
 const FOR_STREAMS: &Plan = &Plan {
     manners: &[
         SLEEP,
-        Manner { name: "look", look: LOOK_LONG, gain: 1.1, ..SLEEP },
-        Manner { name: "gather", gather: GATHER, gain: 1.05, ..SLEEP },
+        Manner { kind: Polling::Look, look: LOOK_LONG, gain: 1.1, ..SLEEP },
+        Manner { kind: Polling::Gather, gather: GATHER, gain: 1.05, ..SLEEP },
         BESIDE,
-        Manner { name: "gather beside the guest", gather: GATHER, gain: 1.05, ..BESIDE },
+        Manner { kind: Polling::GatherBeside, gather: GATHER, gain: 1.05, ..BESIDE },
     ],
     slice: Duration::from_millis(12),
     rounds: 2,
@@ -95,8 +173,8 @@ const FOR_STREAMS: &Plan = &Plan {
 const FOR_CLIENTS: &Plan = &Plan {
     manners: &[
         SLEEP,
-        Manner { name: "look", look: LOOK, gain: 1.05, ..SLEEP },
-        Manner { name: "look longer", look: LOOK_LONGER, gain: 1.1, ..SLEEP },
+        Manner { kind: Polling::Look, look: LOOK, gain: 1.05, ..SLEEP },
+        Manner { kind: Polling::LookLonger, look: LOOK_LONGER, gain: 1.1, ..SLEEP },
     ],
     slice: Duration::from_millis(3),
     rounds: 4,
@@ -145,7 +223,7 @@ enum State {
 }
 
 #[derive(Debug)]
-pub struct Pacer {
+pub(crate) struct Pacer {
     mode: PollMode,
     plan: &'static Plan,
     /// The reactor can keep to the guest's processors.
@@ -166,10 +244,11 @@ pub struct Pacer {
     out: [bool; MANNERS_MOST],
     /// When this slice, or window, began, and the count of requests then.
     began: (Instant, u64),
+    counters: Rc<Counters>,
 }
 
 impl Pacer {
-    pub fn new(mode: PollMode, may_beside: bool, now: Instant) -> Self {
+    pub fn new(mode: PollMode, may_beside: bool, now: Instant, counters: Rc<Counters>) -> Self {
         Pacer {
             mode,
             plan: FOR_EVENTFDS,
@@ -185,12 +264,13 @@ impl Pacer {
             rates: Default::default(),
             out: Default::default(),
             began: (now, 0),
+            counters,
         }
     }
 
     /// For clients that are told by a socket.
-    pub fn of_clients(mode: PollMode, now: Instant) -> Self {
-        Pacer { plan: FOR_CLIENTS, ..Pacer::new(mode, false, now) }
+    pub fn of_clients(mode: PollMode, now: Instant, counters: Rc<Counters>) -> Self {
+        Pacer { plan: FOR_CLIENTS, ..Pacer::new(mode, false, now, counters) }
     }
 
     /// How the guest is told: by a stream (a pipe or socket) if it is a User Mode Linux.
@@ -290,7 +370,10 @@ impl Pacer {
                 }
             }
             // The guest paused: that says nothing about any manner.
-            State::Trial { .. } if time > SLICE_MOST => self.settle(self.settled, now, done),
+            State::Trial { .. } if time > SLICE_MOST => {
+                self.count(|figures| figures.given_up += 1);
+                self.settle(self.settled, now, done);
+            }
             State::Trial { counting, .. } if !*counting => {
                 if time >= self.plan.slice / 4 {
                     *counting = true;
@@ -300,6 +383,11 @@ impl Pacer {
             State::Trial { round, .. } if time >= self.plan.slice && requests >= SLICE_REQUESTS => {
                 let round = *round;
                 self.rates[self.manner].add(here);
+                let kind = self.plan.manners[self.manner].kind;
+                self.count(|figures| {
+                    let tried = &mut figures.kinds[kind as usize];
+                    (tried.slices, tried.rates) = (tried.slices + 1, tried.rates + here);
+                });
                 self.next_slice(round, now, done);
             }
             State::Trial { .. } => {}
@@ -312,6 +400,8 @@ impl Pacer {
             self.out[i] = !self.suits(manner);
         }
         if self.out[1..self.plan.manners.len()].iter().any(|out| !out) {
+            let early = u64::from(self.doubted);
+            self.count(|figures| figures.early += early);
             self.begin_slice(0, 0, now, done);
         }
     }
@@ -332,11 +422,8 @@ impl Pacer {
         if rivals && round + 1 < self.plan.rounds {
             return self.begin_slice(round + 1, 0, now, done);
         }
-        tracing::debug!(
-            manner = self.plan.manners[best].name,
-            rates = ?self.rates.map(|r| r.median().round()),
-            "requests a second of each manner"
-        );
+        let kind = self.plan.manners[best].kind;
+        self.count(|figures| figures.kinds[kind as usize].chosen += 1);
         // What a trial promises is to hold: client and reactor may have shared a processor in its slices, and part after it. If
         // it was doubted already, the first window is to be believed.
         let promised = (!self.doubted).then(|| self.rates[best].median());
@@ -363,6 +450,13 @@ impl Pacer {
         self.manner = manner;
         self.state = State::Trial { round, counting: false };
         self.began = (now, done);
+    }
+
+    /// Trials count, at the end of a slice; requests do not.
+    fn count(&self, f: impl FnOnce(&mut PaceFigures)) {
+        let mut figures = self.counters.pace.get();
+        f(&mut figures);
+        self.counters.pace.set(figures);
     }
 
     fn settle(&mut self, manner: usize, now: Instant, done: u64) {

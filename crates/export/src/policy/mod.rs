@@ -1,0 +1,71 @@
+//! The policies of exports. Each one receives the time and what its caller has observed, and returns decisions.
+//!
+//! ```text
+//!   pace   what a queue does when it has nothing to take
+//! ```
+//!
+//! What must hold: nothing in this folder calls the system, starts a thread or reads a clock. The code that carries a decision
+//! out is beside its caller. What the policies chose, and the rates that they saw, are figures of the disk ([`PolicyFigures`]).
+
+pub mod pace;
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::{Arc, Weak};
+
+use blockyard_disk::Disk;
+use blockyard_ring::Handle;
+
+use pace::PaceFigures;
+
+/// What the policies chose for a disk, and the rates that they saw. Figures of several reactors can be added.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PolicyFigures {
+    pub pace: PaceFigures,
+}
+
+impl PolicyFigures {
+    /// Returns what the policies chose for `disk` on the reactor of `handle`.
+    pub fn known(handle: &Handle, disk: &Arc<Disk>) -> Self {
+        handle.local::<Disks>().of(disk).map_or_else(Self::default, |counters| counters.figures())
+    }
+
+    pub fn merge(&mut self, other: &PolicyFigures) {
+        self.pace.merge(&other.pace);
+    }
+}
+
+/// The figures of one disk on one reactor. All its queues and connections there add to them, and the figures outlive those.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub pace: Cell<PaceFigures>,
+}
+
+/// The counters of a reactor. A disk that is closed leaves its entry until the next one comes.
+#[derive(Default)]
+struct Disks(RefCell<Vec<(Weak<Disk>, Rc<Counters>)>>);
+
+impl Disks {
+    fn of(&self, disk: &Arc<Disk>) -> Option<Rc<Counters>> {
+        let all = self.0.borrow();
+        all.iter().find(|(of, _)| of.as_ptr() == Arc::as_ptr(disk)).map(|(_, counters)| counters.clone())
+    }
+}
+
+impl Counters {
+    /// Returns the counters of `disk` on the reactor of `handle`.
+    pub fn local(handle: &Handle, disk: &Arc<Disk>) -> Rc<Self> {
+        let all = handle.local::<Disks>();
+        all.of(disk).unwrap_or_else(|| {
+            let counters = Rc::<Counters>::default();
+            let mut entries = all.0.borrow_mut();
+            entries.retain(|(of, _)| of.strong_count() > 0);
+            entries.push((Arc::downgrade(disk), counters.clone()));
+            counters
+        })
+    }
+
+    fn figures(&self) -> PolicyFigures {
+        PolicyFigures { pace: self.pace.get() }
+    }
+}
