@@ -2,6 +2,7 @@
 
 use blockyard_disk::{OpKind, Statistics};
 use blockyard_export::PolicyFigures;
+use blockyard_export::policy::notify::NotifyFigures;
 use blockyard_export::policy::pace::{PaceFigures, Polling};
 use blockyard_sched::{Figures, Share};
 
@@ -37,6 +38,9 @@ pub fn log_policies(disk: &str, policies: &PolicyFigures) {
     if let Some(text) = describe_pace(&policies.pace) {
         tracing::info!(disk, "polling: {text}");
     }
+    if policies.notify.signals > 0 {
+        tracing::info!(disk, "signals: {}", describe_signals(&policies.notify));
+    }
 }
 
 /// Describes what trials found. None: there was no trial.
@@ -53,6 +57,18 @@ fn describe_pace(figures: &PaceFigures) -> Option<String> {
     (!tried.is_empty()).then(|| {
         format!("{}; {early} trials began early at a change of the rate, {given_up} were given up", tried.join(", "))
     })
+}
+
+fn describe_signals(figures: &NotifyFigures) -> String {
+    let NotifyFigures { completions, signals, full, gathered, vain, skipped } = figures;
+    let mut text = format!("{signals} for {completions} completions");
+    if full + gathered + vain + skipped > 0 {
+        text += &format!(
+            "; {full} with enough pending, {gathered} after a wait that gathered more, {vain} after a wait in vain, \
+             {skipped} at once because waits were in vain"
+        );
+    }
+    text
 }
 
 /// Describes what a share did. Means are of so many operations.

@@ -1,13 +1,17 @@
 //! The policies of exports. Each one receives the time and what its caller has observed, and returns decisions.
 //!
 //! ```text
-//!   pace   what a queue does when it has nothing to take
+//!   pace     what a queue does when it has nothing to take
+//!   notify   when the guest is notified of completions
 //! ```
 //!
 //! What must hold: nothing in this folder calls the system, starts a thread or reads a clock. The code that carries a decision
 //! out is beside its caller. What the policies chose, and the rates that they saw, are figures of the disk ([`PolicyFigures`]).
 
+pub mod notify;
 pub mod pace;
+#[cfg(test)]
+mod seeded;
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -16,12 +20,14 @@ use std::sync::{Arc, Weak};
 use blockyard_disk::Disk;
 use blockyard_ring::Handle;
 
+use notify::NotifyFigures;
 use pace::PaceFigures;
 
 /// What the policies chose for a disk, and the rates that they saw. Figures of several reactors can be added.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PolicyFigures {
     pub pace: PaceFigures,
+    pub notify: NotifyFigures,
 }
 
 impl PolicyFigures {
@@ -32,6 +38,7 @@ impl PolicyFigures {
 
     pub fn merge(&mut self, other: &PolicyFigures) {
         self.pace.merge(&other.pace);
+        self.notify.merge(&other.notify);
     }
 }
 
@@ -39,6 +46,7 @@ impl PolicyFigures {
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub pace: Cell<PaceFigures>,
+    pub notify: Cell<NotifyFigures>,
 }
 
 /// The counters of a reactor. A disk that is closed leaves its entry until the next one comes.
@@ -66,6 +74,6 @@ impl Counters {
     }
 
     fn figures(&self) -> PolicyFigures {
-        PolicyFigures { pace: self.pace.get() }
+        PolicyFigures { pace: self.pace.get(), notify: self.notify.get() }
     }
 }

@@ -38,8 +38,8 @@ use blockyard_ring::Mapper;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
+pub use crate::policy::notify::Coalesce;
 pub use config::QueueShape;
-pub use notify::Coalesce;
 
 /// The parts by themselves, for fuzzing and for tests that have no front end: not an interface to build on.
 #[doc(hidden)]

@@ -24,7 +24,7 @@ use blockyard_disk::{Disk, Request, Served, Status, Store, Token};
 use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch, park};
 
 use super::inflight::InflightRegion;
-use super::notify::{Call, Coalesce, signal_error};
+use super::notify::{Call, signal_error};
 use super::placement::Placement;
 use super::request::{Ask, Terms, parse, wire_status};
 use super::virtqueue::{Head, RingError};
@@ -33,6 +33,7 @@ use crate::budget::{self, Budget, REQUEST};
 use crate::lanes::Lanes;
 use crate::log::Log;
 use crate::policy::Counters;
+use crate::policy::notify::Coalesce;
 use crate::start::StartError;
 use state::{Again, Core, Pending};
 

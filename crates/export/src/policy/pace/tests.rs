@@ -1,4 +1,5 @@
 use super::*;
+use crate::policy::seeded::Seeded;
 
 /// The origin of all times in these tests. What it is has no effect.
 fn origin() -> Instant {
@@ -159,19 +160,6 @@ fn another_load_is_tried_at_once_and_not_after_the_rest() {
     // Long enough for the rests to have grown.
     auto.run(us(2), |looks, _| if looks { 90.0 } else { 100.0 }, TIME * 4);
     assert!(auto.run(us(4), |looks, _| if looks { 40.0 } else { 20.0 }, TIME / 4).looked > 0.5);
-}
-
-/// Numbers in 0..1 (splitmix64).
-struct Seeded(u64);
-
-impl Seeded {
-    fn next(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
-    }
 }
 
 /// Rates vary by a quarter, and one request in ten thousand takes longer than a slice. Looking gains a fifth, or loses one.

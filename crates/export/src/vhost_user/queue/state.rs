@@ -10,9 +10,10 @@ use blockyard_ring::{GuestMemory, Segments};
 
 use super::QueueSetup;
 use crate::policy::Counters;
+use crate::policy::notify::{Coalesce, Coalescer};
 use crate::policy::pace::Pacer;
 use crate::vhost_user::inflight::{Inflight, PackedChain};
-use crate::vhost_user::notify::{Call, Coalesce, Coalescer};
+use crate::vhost_user::notify::Call;
 use crate::vhost_user::placement::Placement;
 use crate::vhost_user::virtqueue::{Desc, Head, PackedRing, Ring, RingError, SplitRing};
 
@@ -42,6 +43,7 @@ pub(super) struct Core {
     pub(super) coalescer: Coalescer,
     pub(super) pacer: Pacer,
     pub(super) placement: Placement,
+    counters: Rc<Counters>,
     pub(super) error: Option<OwnedFd>,
     /// Used elements pushed and not published.
     pub(super) unpublished: u32,
@@ -87,8 +89,8 @@ impl Core {
             Self::split(setup, &memory, &mut inflight)?
         };
         let call = std::mem::replace(&mut setup.call, Call::None);
-        let coalescer = Coalescer::new(setup.coalesce.wait(call.is_stream()), ring.size());
-        let mut pacer = Pacer::new(setup.poll, placement.can_move(), now, counters);
+        let coalescer = Coalescer::new(setup.coalesce.wait(call.is_stream()), ring.size(), counters.clone());
+        let mut pacer = Pacer::new(setup.poll, placement.can_move(), now, counters.clone());
         pacer.told_by_stream(call.is_stream());
         let core = Core {
             pending: vec![Pending::default(); usize::from(ring.size())],
@@ -101,6 +103,7 @@ impl Core {
             coalescer,
             pacer,
             placement,
+            counters,
             error: setup.error.take(),
             unpublished: 0,
             broken: false,
@@ -195,7 +198,8 @@ impl Core {
     }
 
     pub(super) fn set_call(&mut self, call: Call, coalesce: Coalesce) {
-        self.coalescer = Coalescer::new(coalesce.wait(call.is_stream()), self.ring.size());
+        let wait = coalesce.wait(call.is_stream());
+        self.coalescer = Coalescer::new(wait, self.ring.size(), self.counters.clone());
         self.pacer.told_by_stream(call.is_stream());
         self.call = call;
         // Whatever was told to the old one may be lost.

@@ -1,0 +1,220 @@
+//! How often the guest is notified.
+//!
+//! An interrupt a batch is right for a virtual machine. For User Mode Linux an interrupt is a Unix signal, costs more than the
+//! I/O, and stops the only CPU. For its sockets completions are therefore gathered: a signal at `most` pending ones, or `wait`
+//! after the first. A wait that brought nothing new was in vain (the guest waits for us), so the next `SKIP` are told at once;
+//! twice as many after each further one.
+//!
+//! In: the time, and the number of completions that were published. Out: whether to signal now, and when to ask again.
+//! `vhost_user/notify.rs` signals.
+
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use super::Counters;
+
+const SKIP: u32 = 16;
+const SKIP_MOST: u32 = 4096;
+
+/// When completions are told. Times of 0 tell at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Coalesce {
+    /// Gather for streams, tell eventfds at once.
+    Auto,
+    /// Gather for this long, whoever listens.
+    Fixed(Duration),
+}
+
+impl Coalesce {
+    /// The longest wait for a kind of listener.
+    pub fn wait(self, is_stream: bool) -> Duration {
+        match self {
+            Coalesce::Auto if is_stream => Duration::from_micros(400),
+            Coalesce::Auto => Duration::ZERO,
+            Coalesce::Fixed(wait) => wait,
+        }
+    }
+}
+
+/// What was decided about signals.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NotifyFigures {
+    /// Completions that the guest wanted to be notified of.
+    pub completions: u64,
+    /// Signals that were decided on.
+    pub signals: u64,
+    /// Of these, those at once because enough completions were pending.
+    pub full: u64,
+    /// Those after a wait that brought more completions.
+    pub gathered: u64,
+    /// Those after a wait in vain.
+    pub vain: u64,
+    /// Those at once because a wait was in vain before.
+    pub skipped: u64,
+}
+
+impl NotifyFigures {
+    pub fn merge(&mut self, other: &NotifyFigures) {
+        self.completions += other.completions;
+        self.signals += other.signals;
+        self.full += other.full;
+        self.gathered += other.gathered;
+        self.vain += other.vain;
+        self.skipped += other.skipped;
+    }
+}
+
+/// Decides when the guest is notified.
+#[derive(Debug)]
+pub(crate) struct Coalescer {
+    wait: Duration,
+    most: u32,
+    pending: u32,
+    /// When the wait ends, and how many were pending when it began.
+    due: Option<(Instant, u32)>,
+    skip: u32,
+    next_skip: u32,
+    counters: Rc<Counters>,
+}
+
+impl Coalescer {
+    pub fn new(wait: Duration, queue_size: u16, counters: Rc<Counters>) -> Self {
+        let most = (u32::from(queue_size) / 4).clamp(1, 32);
+        Coalescer { wait, most, pending: 0, due: None, skip: 0, next_skip: SKIP, counters }
+    }
+
+    /// `new` completions were published that the guest wants to hear of; true: tell it now.
+    #[inline]
+    pub fn published(&mut self, new: u32, now: Instant) -> bool {
+        self.count(|figures| figures.completions += u64::from(new));
+        if self.wait.is_zero() {
+            return self.tell(|_| {});
+        }
+        self.pending += new;
+        if self.skip > 0 {
+            self.skip -= 1;
+            return self.tell(|figures| figures.skipped += 1);
+        }
+        if self.pending >= self.most {
+            self.next_skip = SKIP;
+            return self.tell(|figures| figures.full += 1);
+        }
+        self.due.get_or_insert((now + self.wait, self.pending));
+        false
+    }
+
+    /// When to look again, if anything is held back.
+    pub fn due(&self) -> Option<Instant> {
+        self.due.map(|(at, _)| at)
+    }
+
+    /// True when a wait is over: tell the guest now.
+    pub fn expired(&mut self, now: Instant) -> bool {
+        match self.due {
+            Some((at, began)) if now >= at => {
+                if self.pending == began {
+                    self.skip = self.next_skip;
+                    self.next_skip = (self.next_skip * 2).min(SKIP_MOST);
+                    return self.tell(|figures| figures.vain += 1);
+                }
+                self.next_skip = SKIP;
+                self.tell(|figures| figures.gathered += 1)
+            }
+            _ => false,
+        }
+    }
+
+    #[inline]
+    fn tell(&mut self, reason: impl FnOnce(&mut NotifyFigures)) -> bool {
+        self.pending = 0;
+        self.due = None;
+        self.count(|figures| {
+            figures.signals += 1;
+            reason(figures);
+        });
+        true
+    }
+
+    #[inline]
+    fn count(&self, f: impl FnOnce(&mut NotifyFigures)) {
+        let mut figures = self.counters.notify.get();
+        f(&mut figures);
+        self.counters.notify.set(figures);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::seeded::Seeded;
+
+    #[test]
+    fn a_wait_gathers_and_a_vain_one_is_not_repeated() {
+        let start = Instant::now();
+        let us = |n| start + Duration::from_micros(n);
+        let mut c = Coalescer::new(Duration::from_micros(400), 128, Rc::default());
+        assert!(!c.published(1, us(0)) && !c.published(5, us(10)));
+        assert!(!c.expired(us(399)));
+        assert!(c.expired(us(400)) && c.due().is_none());
+        // Thirty-two at once need no wait.
+        assert!(c.published(32, us(500)));
+        // One alone waits in vain: the next sixteen are told at once, then it is tried again.
+        assert!(!c.published(1, us(600)) && c.expired(us(1000)));
+        assert!((0..16).all(|n| c.published(1, us(1001 + n))));
+        assert!(!c.published(1, us(2000)) && c.expired(us(2400)));
+        assert!((0..32).all(|n| c.published(1, us(2401 + n))), "and twice as many after the next vain one");
+        assert!(!c.published(1, us(3000)) && !c.published(1, us(3001)) && c.expired(us(3400)));
+        assert!(!c.published(1, us(3500)) && c.expired(us(3900)));
+        assert!(
+            (0..16).all(|n| c.published(1, us(3901 + n))) && !c.published(1, us(4000)),
+            "a good one makes up for them"
+        );
+    }
+
+    #[test]
+    fn eventfds_are_told_at_once() {
+        assert_eq!(Coalesce::Auto.wait(false), Duration::ZERO);
+        assert!(Coalescer::new(Duration::ZERO, 128, Rc::default()).published(1, Instant::now()));
+    }
+    /// Batches of 1 to 4 completions, at random times. The reactor looks when they come and when a wait ends.
+    #[test]
+    fn no_completion_of_a_trace_waits_longer_than_the_bound() {
+        const WAIT: Duration = Duration::from_micros(400);
+        for seed in 1..50 {
+            let (counters, mut random) = (Rc::<Counters>::default(), Seeded(seed));
+            let mut c = Coalescer::new(WAIT, 64, counters.clone());
+            let (mut now, mut oldest, mut pending, mut all, mut signals) = (Instant::now(), None, 0, 0, 0);
+            // Busy, idle, and busy again.
+            for most_pause in [20.0, 2000.0, 100.0].into_iter().flat_map(|pause| [pause; 500]) {
+                let next = now + Duration::from_secs_f64(random.next() * most_pause / 1e6);
+                if let Some(due) = c.due().filter(|due| *due <= next) {
+                    assert!(due - oldest.take().unwrap() <= WAIT, "seed {seed}");
+                    assert!(!c.expired(due - Duration::from_nanos(1)) && c.expired(due));
+                    (pending, signals) = (0, signals + 1);
+                }
+                now = next;
+                let new = 1 + (random.next() * 4.0) as u32;
+                (pending, all) = (pending + new, all + new);
+                oldest.get_or_insert(now);
+                if c.published(new, now) {
+                    (oldest, pending, signals) = (None, 0, signals + 1);
+                }
+                assert!(pending < 16, "a quarter of the queue is told at once");
+                assert_eq!(c.due().is_some(), pending > 0, "what is held back has an end");
+            }
+            let figures = counters.notify.get();
+            assert_eq!((figures.completions, figures.signals), (u64::from(all), signals));
+            assert_eq!(figures.signals, figures.full + figures.gathered + figures.vain + figures.skipped);
+            assert!(figures.full > 0 && figures.gathered > 0 && figures.vain > 0 && figures.skipped > 0, "{figures:?}");
+            assert!(figures.signals * 2 < figures.completions, "{figures:?}");
+        }
+    }
+
+    #[test]
+    fn figures_of_reactors_are_added() {
+        let one = NotifyFigures { completions: 1, signals: 2, full: 3, gathered: 4, vain: 5, skipped: 6 };
+        let mut both = one;
+        both.merge(&one);
+        assert_eq!(both, NotifyFigures { completions: 2, signals: 4, full: 6, gathered: 8, vain: 10, skipped: 12 });
+    }
+}
