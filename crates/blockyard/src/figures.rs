@@ -4,6 +4,7 @@ use blockyard_disk::{OpKind, Statistics};
 use blockyard_export::PolicyFigures;
 use blockyard_export::policy::notify::NotifyFigures;
 use blockyard_export::policy::pace::{PaceFigures, Polling};
+use blockyard_export::policy::placement::PlacementFigures;
 use blockyard_sched::{Figures, Share};
 
 /// Logs a line for each kind of operation, and a line about the share.
@@ -37,6 +38,10 @@ pub fn log(disk: &str, statistics: &Statistics, share: &Share) {
 pub fn log_policies(disk: &str, policies: &PolicyFigures) {
     if let Some(text) = describe_pace(&policies.pace) {
         tracing::info!(disk, "polling: {text}");
+    }
+    if policies.placement.to_guest > 0 {
+        let PlacementFigures { to_guest, home } = policies.placement;
+        tracing::info!(disk, "placement: {to_guest} moves to the guest's processors, {home} moves back");
     }
     if policies.notify.signals > 0 {
         tracing::info!(disk, "signals: {}", describe_signals(&policies.notify));

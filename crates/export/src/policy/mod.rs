@@ -1,8 +1,9 @@
 //! The policies of exports. Each one receives the time and what its caller has observed, and returns decisions.
 //!
 //! ```text
-//!   pace     what a queue does when it has nothing to take
-//!   notify   when the guest is notified of completions
+//!   pace        what a queue does when it has nothing to take
+//!   notify      when the guest is notified of completions
+//!   placement   on which processors a reactor runs
 //! ```
 //!
 //! What must hold: nothing in this folder calls the system, starts a thread or reads a clock. The code that carries a decision
@@ -10,6 +11,7 @@
 
 pub mod notify;
 pub mod pace;
+pub mod placement;
 #[cfg(test)]
 mod seeded;
 
@@ -22,12 +24,14 @@ use blockyard_ring::Handle;
 
 use notify::NotifyFigures;
 use pace::PaceFigures;
+use placement::PlacementFigures;
 
 /// What the policies chose for a disk, and the rates that they saw. Figures of several reactors can be added.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PolicyFigures {
     pub pace: PaceFigures,
     pub notify: NotifyFigures,
+    pub placement: PlacementFigures,
 }
 
 impl PolicyFigures {
@@ -39,6 +43,7 @@ impl PolicyFigures {
     pub fn merge(&mut self, other: &PolicyFigures) {
         self.pace.merge(&other.pace);
         self.notify.merge(&other.notify);
+        self.placement.merge(&other.placement);
     }
 }
 
@@ -47,6 +52,7 @@ impl PolicyFigures {
 pub(crate) struct Counters {
     pub pace: Cell<PaceFigures>,
     pub notify: Cell<NotifyFigures>,
+    pub placement: Cell<PlacementFigures>,
 }
 
 /// The counters of a reactor. A disk that is closed leaves its entry until the next one comes.
@@ -74,6 +80,6 @@ impl Counters {
     }
 
     fn figures(&self) -> PolicyFigures {
-        PolicyFigures { pace: self.pace.get(), notify: self.notify.get() }
+        PolicyFigures { pace: self.pace.get(), notify: self.notify.get(), placement: self.placement.get() }
     }
 }

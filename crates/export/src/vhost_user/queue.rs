@@ -25,7 +25,7 @@ use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch, park};
 
 use super::inflight::InflightRegion;
 use super::notify::{Call, signal_error};
-use super::placement::Placement;
+use super::placement;
 use super::request::{Ask, Terms, parse, wire_status};
 use super::virtqueue::{Head, RingError};
 use crate::PollMode;
@@ -34,6 +34,7 @@ use crate::lanes::Lanes;
 use crate::log::Log;
 use crate::policy::Counters;
 use crate::policy::notify::Coalesce;
+use crate::policy::placement::Placement;
 use crate::start::StartError;
 use state::{Again, Core, Pending};
 
@@ -131,8 +132,8 @@ impl Queue {
         let mut setup = setup;
         let kick = setup.kick.take();
         let clocked = kick.is_none() && !setup.in_band;
-        let placement = Placement::new(setup.peer);
         let counters = Counters::local(handle, &setup.device.disk);
+        let placement = Placement::new(placement::home(), placement::guest(setup.peer), counters.clone());
         let core = Core::new(&mut setup, placement, handle.now(), counters);
         let (core, again) = core.map_err(|e| StartError::ring("", e))?;
         let queue = Rc::new(Queue {
@@ -249,7 +250,9 @@ impl Queue {
         let look = core.pacer.went_empty(self.handle.now(), self.done.get());
         // The thread is everybody's whose queue is here: it follows a guest only while it is the only one.
         let is_alone = || self.handle.local::<Queues>().0.borrow().len() == 1;
-        core.placement.set(core.pacer.beside() && is_alone());
+        if let Some(processors) = core.placement.moves(core.pacer.beside() && is_alone()) {
+            placement::move_to(processors);
+        }
         look
     }
 
@@ -475,7 +478,9 @@ impl Queue {
     /// The end: nothing is in flight.
     fn retire(&self) {
         let mut core = self.core.borrow_mut();
-        core.placement.set(false);
+        if let Some(processors) = core.placement.moves(false) {
+            placement::move_to(processors);
+        }
         if core.coalescer.due().is_some() {
             core.call.ring();
         }

@@ -12,9 +12,9 @@ use super::QueueSetup;
 use crate::policy::Counters;
 use crate::policy::notify::{Coalesce, Coalescer};
 use crate::policy::pace::Pacer;
+use crate::policy::placement::Placement;
 use crate::vhost_user::inflight::{Inflight, PackedChain};
 use crate::vhost_user::notify::Call;
-use crate::vhost_user::placement::Placement;
 use crate::vhost_user::virtqueue::{Desc, Head, PackedRing, Ring, RingError, SplitRing};
 
 /// A chain between being taken and being answered.

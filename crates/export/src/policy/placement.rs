@@ -1,0 +1,110 @@
+//! On which processors a reactor runs, seen from its guest.
+//!
+//! A guest that is confined to some of the processors may be served best from there: [`super::pace`] tries it.
+//!
+//! In: the processors of the reactor's thread and of the guest's process, and whether the reactor is to run beside the guest.
+//! Out: processors to move to. `vhost_user/placement.rs` reads the processors and moves the thread.
+
+use std::rc::Rc;
+
+use rustix::thread::CpuSet;
+
+use super::Counters;
+
+/// How often reactors were moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PlacementFigures {
+    pub to_guest: u64,
+    pub home: u64,
+}
+
+impl PlacementFigures {
+    pub fn merge(&mut self, other: &PlacementFigures) {
+        self.to_guest += other.to_guest;
+        self.home += other.home;
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Placement {
+    /// The reactor's own processors and the guest's, where the guest's are fewer.
+    sets: Option<(CpuSet, CpuSet)>,
+    beside: bool,
+    counters: Rc<Counters>,
+}
+
+impl Placement {
+    /// `home`: the processors that the reactor's thread had at first. None: they are not known.
+    pub fn new(home: Option<CpuSet>, guest: Option<CpuSet>, counters: Rc<Counters>) -> Self {
+        let sets = home.zip(guest).and_then(|(home, guest)| Some((home, narrower(home, guest)?)));
+        Placement { sets, beside: false, counters }
+    }
+
+    pub fn can_move(&self) -> bool {
+        self.sets.is_some()
+    }
+
+    /// Returns the processors to move to: the guest's, or home. None: the thread stays where it is.
+    #[inline]
+    pub fn moves(&mut self, beside: bool) -> Option<&CpuSet> {
+        let (home, guest) = self.sets.as_ref().filter(|_| beside != self.beside)?;
+        self.beside = beside;
+        let mut figures = self.counters.placement.get();
+        if beside {
+            figures.to_guest += 1;
+        } else {
+            figures.home += 1;
+        }
+        self.counters.placement.set(figures);
+        Some(if beside { guest } else { home })
+    }
+}
+
+/// The processors of both sets, if they are fewer than `own` and there are any.
+fn narrower(own: CpuSet, guest: CpuSet) -> Option<CpuSet> {
+    let mut both = CpuSet::new();
+    for cpu in (0..CpuSet::MAX_CPU).filter(|&cpu| own.is_set(cpu) && guest.is_set(cpu)) {
+        both.set(cpu);
+    }
+    (both.count() > 0 && both.count() < own.count()).then_some(both)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(cpus: &[usize]) -> CpuSet {
+        let mut set = CpuSet::new();
+        cpus.iter().for_each(|&cpu| set.set(cpu));
+        set
+    }
+
+    #[test]
+    fn a_guest_that_may_run_anywhere_is_no_reason_to_move() {
+        let can_move = |home: &[usize], guest: &[usize]| {
+            let mut placement = Placement::new(Some(set(home)), Some(set(guest)), Rc::default());
+            let moves = placement.moves(true).copied();
+            assert_eq!(moves.is_some(), placement.can_move());
+            moves
+        };
+        assert_eq!(can_move(&[0, 1], &[0, 1, 2]), None);
+        assert_eq!(can_move(&[0], &[1]), None, "no processor in common");
+        assert_eq!(can_move(&[0, 1, 2], &[1, 2, 3]), Some(set(&[1, 2])));
+        assert!(!Placement::new(None, Some(set(&[0])), Rc::default()).can_move());
+        assert!(!Placement::new(Some(set(&[0, 1])), None, Rc::default()).can_move());
+    }
+
+    #[test]
+    fn it_moves_once_and_comes_home_once() {
+        let counters = Rc::<Counters>::default();
+        let mut placement = Placement::new(Some(set(&[0, 1])), Some(set(&[1])), counters.clone());
+        let trace = [false, false, true, true, true, false, false, true];
+        let moves = trace.map(|beside| placement.moves(beside).copied());
+        let (home, guest) = (Some(set(&[0, 1])), Some(set(&[1])));
+        assert_eq!(moves, [None, None, guest, None, None, home, None, guest]);
+        let mut figures = counters.placement.get();
+        assert_eq!(figures, PlacementFigures { to_guest: 2, home: 1 });
+        figures.merge(&counters.placement.get());
+        assert_eq!(figures, PlacementFigures { to_guest: 4, home: 2 });
+    }
+}
