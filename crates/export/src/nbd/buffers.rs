@@ -102,6 +102,11 @@ impl Buffers {
         self.room.give_back(account, growing.taken);
     }
 
+    /// Calls `alarm` from now on when a request must wait for room.
+    pub fn on_shortage(&self, alarm: fn(&Handle)) {
+        self.room.on_shortage(alarm);
+    }
+
     /// Requests wait for room: clients that do not take what was read for them keep others waiting.
     pub fn are_short(&self) -> bool {
         self.room.is_short()

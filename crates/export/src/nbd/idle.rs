@@ -11,7 +11,7 @@ use std::sync::Arc;
 use blockyard_disk::Disk;
 use blockyard_ring::Handle;
 
-use super::Exported;
+use super::exported::Exported;
 use crate::policy::Counters;
 use crate::policy::pace::Pacer;
 

@@ -1,25 +1,31 @@
 //! Lanes: tasks that each carry one request after another to the disk and back. They are reused, so that the steady state
 //! allocates nothing.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::rc::{Rc, Weak};
 use std::task::Poll;
 
 use blockyard_disk::{Failure, Op, Request};
 use blockyard_nbd::wire::{self, errno};
-use blockyard_ring::{Handle, Segments, TaskId};
+use blockyard_ring::{Segments, TaskId};
 
 use super::block_status::{self, Contexts};
-use super::connection::Connection;
-use super::reply::{Body, Owed, error_of};
+use super::connection::{Connection, Owed, ZEROED_AT_A_TIME};
+use super::reply::{Body, error_of};
 
-/// Bytes that are read at a time of what a client wants cached, and zeroed at a time of what it wants zeroed.
+/// Bytes that are read at a time of what a client wants cached.
 const CACHED_AT_A_TIME: u64 = 1 << 20;
-pub const ZEROED_AT_A_TIME: u64 = 1 << 30;
+
+/// The lanes of a connection.
+pub struct Lanes {
+    connection: Rc<Connection>,
+    /// Those that have nothing to do.
+    idle: RefCell<Vec<Rc<Lane>>>,
+}
 
 #[derive(Default)]
-pub struct Lane {
+struct Lane {
     work: Cell<Option<Work>>,
     task: Cell<TaskId>,
     closed: Cell<bool>,
@@ -44,25 +50,36 @@ pub enum Work {
     },
 }
 
-impl Lane {
-    pub fn start(connection: &Rc<Connection>) -> Rc<Self> {
-        let lane = Rc::new(Lane::default());
-        lane.task.set(connection.handle.spawn(lane.clone().run(Rc::downgrade(connection))));
-        lane
+impl Lanes {
+    pub fn new(connection: Rc<Connection>) -> Rc<Self> {
+        Rc::new(Lanes { connection, idle: RefCell::default() })
     }
 
     /// Starts `work` here and now.
-    pub fn give(&self, handle: &Handle, work: Work) {
-        self.work.set(Some(work));
-        handle.poll_now(self.task.get());
+    pub fn give(self: &Rc<Self>, work: Work) {
+        let idle = self.idle.borrow_mut().pop();
+        let lane = idle.unwrap_or_else(|| Lane::start(self));
+        lane.work.set(Some(work));
+        self.connection.handle.poll_now(lane.task.get());
     }
 
-    pub fn close(&self, handle: &Handle) {
-        self.closed.set(true);
-        handle.wake(self.task.get());
+    /// Ends the lanes that have nothing to do.
+    pub fn close(&self) {
+        for lane in self.idle.borrow_mut().drain(..) {
+            lane.closed.set(true);
+            self.connection.handle.wake(lane.task.get());
+        }
+    }
+}
+
+impl Lane {
+    fn start(lanes: &Rc<Lanes>) -> Rc<Self> {
+        let lane = Rc::new(Lane::default());
+        lane.task.set(lanes.connection.handle.spawn(lane.clone().run(Rc::downgrade(lanes))));
+        lane
     }
 
-    async fn run(self: Rc<Self>, connection: Weak<Connection>) {
+    async fn run(self: Rc<Self>, lanes: Weak<Lanes>) {
         loop {
             let next = poll_fn(|_| match self.work.take() {
                 Some(work) => Poll::Ready(Some(work)),
@@ -71,7 +88,8 @@ impl Lane {
             });
             let Some(work) = next.await else { return };
             // Whoever waits for an answer keeps its connection.
-            let Some(connection) = connection.upgrade() else { return };
+            let Some(lanes) = lanes.upgrade() else { return };
+            let connection = &lanes.connection;
             match work {
                 Work::Request { request, flushes } => {
                     let mut finished = connection.served.serve(request).await;
@@ -87,7 +105,7 @@ impl Lane {
                     Err(error) => connection.reply(&request, Err(error), Body::None),
                 },
             }
-            connection.lanes.borrow_mut().push(self.clone());
+            lanes.idle.borrow_mut().push(self.clone());
         }
     }
 }

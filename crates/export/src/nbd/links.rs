@@ -12,9 +12,9 @@ use blockyard_disk::{Disk, Served};
 use blockyard_ring::{Handle, Remote};
 
 use super::buffers::Buffers;
-use super::negotiate::Peer;
+use super::exported::{Exported, Peer};
+use super::shared::Shared;
 use super::stream::Stream;
-use super::{Exported, Shared};
 use crate::Reactors;
 
 /// How often it is looked for those that dawdle, while there can be any.
@@ -50,6 +50,7 @@ impl Link {
         let (late, exported, peer) = Default::default();
         let link = Rc::new(Link { server: server.clone(), stream: stream.clone(), deadline, late, exported, peer });
         handle.local::<Links>().all.borrow_mut().push(Rc::downgrade(&link));
+        handle.local::<Buffers>().on_shortage(watch);
         watch(handle);
         link
     }

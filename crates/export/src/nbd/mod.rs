@@ -1,7 +1,7 @@
-//! NBD: disks for whoever speaks the network block device protocol: the host's kernel, QEMU, libnbd; over Unix sockets and TCP.
+//! NBD: disks for clients of the network block device protocol (the host's kernel, QEMU, libnbd), over Unix sockets and TCP.
 //!
 //! ```text
-//!   address ─► thread (accept) ─► reactor: negotiation ─► connection ─► requests, side by side
+//!   address ─► thread (accept) ─► reactor: negotiation ─► receiver ─► lanes (requests, side by side) ─► sender
 //! ```
 //! A `Server` is one address; it has any number of disks, by name. Its thread accepts clients and deals them out to the
 //! reactors; all else happens there. A flush on one connection covers what was written on all of them, because it is the
@@ -13,14 +13,19 @@
 mod block_status;
 mod buffers;
 mod connection;
+mod exported;
 mod idle;
 mod inbox;
 mod lane;
 mod links;
 mod negotiate;
+mod receive;
 mod reply;
 mod room;
+mod send;
+mod shared;
 mod stream;
+mod terms;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -31,168 +36,23 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use blockyard_disk::Disk;
-use blockyard_nbd::ServerTls;
-use blockyard_nbd::wire::{self, Headers, export};
 use blockyard_ring::Handle;
 
 use crate::descriptors;
 use crate::log::Log;
-use crate::{Export, Listener, PollMode, Reactors};
-use connection::{Connection, End};
+use crate::{Export, Listener, Reactors};
 use inbox::Inbox;
 use links::Link;
-use negotiate::{Negotiation, Peer};
+use negotiate::Negotiation;
+use receive::{End, Receiver};
+use shared::Shared;
 use stream::Stream;
+
+pub use exported::Exported;
+pub use shared::{Limits, Settings};
 
 /// How soon a server that could not accept a client tries again.
 const RETRY: Duration = Duration::from_millis(200);
-
-/// What clients may do to a server.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Clients at a time; others wait until one goes.
-    pub clients: usize,
-    /// The time in which a client must have chosen its export.
-    pub handshake: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Limits { clients: 256, handshake: Duration::from_secs(10) }
-    }
-}
-
-/// How a server takes clients up.
-#[derive(Debug, Default)]
-pub struct Settings {
-    pub limits: Limits,
-    pub tls: Option<ServerTls>,
-}
-
-/// A disk under its name.
-#[derive(Debug)]
-pub struct Exported {
-    pub disk: Arc<Disk>,
-    pub name: String,
-    /// Told to clients that ask.
-    pub description: String,
-    flags: u16,
-    block: BlockSize,
-    /// What a connection does that has nothing to take.
-    poll: PollMode,
-    /// Names of client certificates, one of which a client must have; none: any client may have the disk.
-    allowed: Mutex<Vec<String>>,
-}
-
-/// What the protocol takes for a string: not too long, and without NUL.
-fn as_string(text: &str) -> String {
-    let mut len = 0;
-    let fits = |c: &char| {
-        len += c.len_utf8();
-        len <= wire::MOST_STRING
-    };
-    text.chars().filter(|c| *c != '\0').take_while(fits).collect()
-}
-
-/// What requests should be multiples of, in bytes.
-#[derive(Clone, Copy, Debug)]
-struct BlockSize {
-    minimum: u32,
-    preferred: u32,
-}
-
-impl Exported {
-    /// The transmission flags for a client that has chosen these headers.
-    fn flags(&self, headers: Headers) -> u16 {
-        let (mut flags, extended) = (self.flags, headers == Headers::Extended);
-        if headers == Headers::Simple {
-            flags &= !export::SEND_DF;
-        }
-        if extended { flags } else { flags & !export::BLOCK_STATUS_PAYLOAD }
-    }
-
-    /// `block`: the smallest one that clients are told to use, where it is not to be the smallest that the disk takes.
-    pub fn new(disk: Arc<Disk>, name: &str, description: &str, block: Option<u32>) -> Self {
-        let source = disk.source();
-        let mut flags = export::HAS_FLAGS | export::SEND_FLUSH | export::SEND_FUA | export::SEND_DF;
-        flags |= export::CAN_MULTI_CONN | export::SEND_CACHE | export::BLOCK_STATUS_PAYLOAD;
-        flags |= match disk.options().read_only {
-            true => export::READ_ONLY,
-            false => export::SEND_TRIM | export::SEND_WRITE_ZEROES | export::SEND_FAST_ZERO,
-        };
-        // A raw image takes single bytes (what O_DIRECT does not take goes through a buffer); others take sectors.
-        let minimum = if source.chain().is_some() { blockyard_image::SECTOR as u32 } else { 1 };
-        let minimum = block.unwrap_or(minimum).clamp(minimum, 4096).next_power_of_two();
-        let preferred = source.logical_block().max(4096);
-        let (name, description) = (as_string(name), as_string(description));
-        let block = BlockSize { minimum, preferred };
-        Exported { disk, name, description, flags, block, poll: PollMode::Auto, allowed: Mutex::default() }
-    }
-
-    /// What its connections do when they have nothing to take, where that is not to be found out by trial.
-    pub fn polled(self, poll: PollMode) -> Self {
-        Exported { poll, ..self }
-    }
-
-    /// Only clients with a certificate that has one of these names may see it; no names: all may.
-    pub fn only_for(self, names: &[String]) -> Self {
-        self.allow(names);
-        self
-    }
-
-    fn allow(&self, names: &[String]) {
-        *self.allowed.lock().unwrap_or_else(PoisonError::into_inner) = names.to_vec();
-    }
-
-    fn is_for(&self, peer: &Peer) -> bool {
-        let knows = |name: &String| peer.names.iter().any(|has| has.eq_ignore_ascii_case(name));
-        let allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
-        allowed.is_empty() || allowed.iter().any(knows)
-    }
-}
-
-/// What the accepting thread, the reactors and the program share.
-pub struct Shared {
-    exports: Mutex<Vec<Arc<Exported>>>,
-    /// Of clients that come; who is here keeps those under which he came.
-    settings: Mutex<Arc<Settings>>,
-    log: Log,
-    /// What it is called in the log.
-    address: String,
-    clients: AtomicUsize,
-    stop: AtomicBool,
-    wake: OwnedFd,
-}
-
-impl Shared {
-    fn exports(&self) -> Vec<Arc<Exported>> {
-        self.exports.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn settings(&self) -> Arc<Settings> {
-        self.settings.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Those that a client may see.
-    fn visible(&self, peer: &Peer) -> Vec<Arc<Exported>> {
-        let mut exports = self.exports();
-        exports.retain(|exported| exported.is_for(peer));
-        exports
-    }
-
-    /// Whether there are exports for clients of certain names only.
-    fn has_exports_under_tls(&self) -> bool {
-        let is_open = |exported: &Arc<Exported>| exported.is_for(&Peer::default());
-        !self.exports().iter().all(is_open)
-    }
-
-    /// The export of that name. The empty name means the only one. What a client may not see is not there.
-    fn find(&self, name: &[u8], peer: &Peer) -> Option<Arc<Exported>> {
-        let exports = self.visible(peer);
-        let named = exports.iter().find(|exported| exported.name.as_bytes() == name);
-        named.or(if name.is_empty() && exports.len() == 1 { exports.first() } else { None }).cloned()
-    }
-}
 
 /// A listening server. Drop closes its address, and the connections of clients that have not chosen a disk.
 pub struct Server {
@@ -304,12 +164,6 @@ impl Drop for Offer {
     }
 }
 
-impl Shared {
-    fn ring(&self) {
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-    }
-}
-
 /// The server's thread.
 fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
     while !shared.stop.load(Ordering::SeqCst) {
@@ -334,24 +188,7 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
             continue;
         }
         match listener.accept(shared.wake.as_fd()) {
-            Ok(Some(fd)) => {
-                shared.clients.fetch_add(1, Ordering::SeqCst);
-                let fd = Accepted { fd, server: shared.clone() };
-                let client = Client { server: shared.clone(), settings: shared.settings() };
-                // Dropped unrun when the reactor has ended.
-                reactors.next().run(move |handle| match Stream::new(handle, fd) {
-                    Ok(stream) => {
-                        let stream = Rc::new(stream);
-                        // Known from here on to whoever ends the server.
-                        let link = Link::enter(handle, &stream, &client.server, client.settings.limits.handshake);
-                        handle.spawn(serve(handle.clone(), client, stream, link));
-                    }
-                    Err(e) => {
-                        let server = &client.server;
-                        server.log.warn(&server.address, None, format_args!("a client's socket: {e}"));
-                    }
-                });
-            }
+            Ok(Some(fd)) => deal_out(shared, reactors, fd),
             Ok(None) => {}
             Err(e) => {
                 // Out of descriptors, most likely: listening goes on, slowly.
@@ -360,6 +197,26 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
             }
         }
     }
+}
+
+/// Gives a client to the next reactor.
+fn deal_out(shared: &Arc<Shared>, reactors: &Reactors, fd: OwnedFd) {
+    shared.clients.fetch_add(1, Ordering::SeqCst);
+    let fd = Accepted { fd, server: shared.clone() };
+    let client = Client { server: shared.clone(), settings: shared.settings() };
+    // Dropped unrun when the reactor has ended.
+    reactors.next().run(move |handle| match Stream::new(handle, fd) {
+        Ok(stream) => {
+            let stream = Rc::new(stream);
+            // Known from here on to what ends the server.
+            let link = Link::enter(handle, &stream, &client.server, client.settings.limits.handshake);
+            handle.spawn(serve(handle.clone(), client, stream, link));
+        }
+        Err(e) => {
+            let server = &client.server;
+            server.log.warn(&server.address, None, format_args!("a client's socket: {e}"));
+        }
+    });
 }
 
 /// Until somebody rings: a client that has gone, or the end; or until that time is over.
@@ -420,14 +277,14 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
     if link.is_strange() || !shared.exports().iter().any(|e| Arc::ptr_eq(e, &exported)) {
         return;
     }
-    let connection = match Connection::new(&handle, stream.clone(), terms) {
-        Ok(connection) => connection,
+    let receiver = match Receiver::new(&handle, stream.clone(), terms) {
+        Ok(receiver) => receiver,
         Err(e) => {
             return shared.log.warn(&exported.name, None, format_args!("opening the disk for a client ({from}): {e}"));
         }
     };
     shared.log.info(&exported.name, None, format_args!("an NBD client connected ({from})"));
-    let end = connection.run(inbox).await;
+    let end = receiver.run(inbox).await;
     stream.close();
     // The last one that goes takes the reactor's spare buffers with it.
     drop(link);

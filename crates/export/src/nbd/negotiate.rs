@@ -12,10 +12,11 @@ use blockyard_nbd::wire::{self, Headers, OptionHeader, OptionReply, handshake, i
 use blockyard_ring::Segments;
 
 use super::block_status::{Context, Contexts};
-use super::connection::Terms;
+use super::exported::{Exported, Peer};
 use super::inbox::Inbox;
+use super::shared::{Settings, Shared};
 use super::stream::Stream;
-use super::{Exported, Settings, Shared};
+use super::terms::Terms;
 
 /// Bytes of an option's data that are looked at.
 const MOST_OPTION: u32 = 64 << 10;
@@ -36,14 +37,6 @@ pub struct Negotiation<'a> {
     headers: Headers,
     /// Chosen contexts, and the export whose they are.
     contexts: Option<(Vec<u8>, Contexts)>,
-}
-
-/// Who the client is, as far as that is known.
-#[derive(Debug, Default)]
-pub struct Peer {
-    pub tls: bool,
-    /// Of its certificate, which was verified.
-    pub names: Vec<String>,
 }
 
 /// What a client asks for.

@@ -28,6 +28,8 @@ pub struct Room {
     shared: Cell<usize>,
     waiting: RefCell<VecDeque<Rc<Waiting>>>,
     reserve: RefCell<Reserve>,
+    /// What to do when a request must wait.
+    alarm: Cell<Option<fn(&Handle)>>,
 }
 
 /// What one connection holds.
@@ -86,7 +88,9 @@ impl Room {
     #[inline]
     pub async fn take(&self, handle: &Handle, account: &Rc<Account>, size: usize, need: Need) {
         if let Some(waiting) = self.enter(handle, account, size, need) {
-            super::links::watch(handle);
+            if let Some(alarm) = self.alarm.get() {
+                alarm(handle);
+            }
             while !waiting.granted.get() {
                 waiting.signal.wait().await;
             }
@@ -107,6 +111,11 @@ impl Room {
         // It may be the payload that the reserve is for.
         self.serve();
         Some(waiting)
+    }
+
+    /// Calls `alarm` from now on when a request must wait.
+    pub fn on_shortage(&self, alarm: fn(&Handle)) {
+        self.alarm.set(Some(alarm));
     }
 
     pub fn is_short(&self) -> bool {

@@ -1,0 +1,111 @@
+//! A disk under a name, and the clients that may have it.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use blockyard_disk::Disk;
+use blockyard_nbd::wire::{self, Headers, export};
+
+use crate::PollMode;
+
+/// A disk under its name.
+#[derive(Debug)]
+pub struct Exported {
+    pub disk: Arc<Disk>,
+    pub name: String,
+    /// Told to clients that ask.
+    pub description: String,
+    pub(super) flags: u16,
+    pub(super) block: BlockSize,
+    /// What a connection does that has nothing to take.
+    pub(super) poll: PollMode,
+    /// Names of client certificates, one of which a client must have; none: any client may have the disk.
+    allowed: Mutex<Vec<String>>,
+}
+
+/// What the protocol takes for a string: not too long, and without NUL.
+fn as_string(text: &str) -> String {
+    let mut len = 0;
+    let fits = |c: &char| {
+        len += c.len_utf8();
+        len <= wire::MOST_STRING
+    };
+    text.chars().filter(|c| *c != '\0').take_while(fits).collect()
+}
+
+/// What requests should be multiples of, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BlockSize {
+    pub minimum: u32,
+    pub preferred: u32,
+}
+
+impl Exported {
+    /// The transmission flags for a client that has chosen these headers.
+    pub(super) fn flags(&self, headers: Headers) -> u16 {
+        let (mut flags, extended) = (self.flags, headers == Headers::Extended);
+        if headers == Headers::Simple {
+            flags &= !export::SEND_DF;
+        }
+        if extended { flags } else { flags & !export::BLOCK_STATUS_PAYLOAD }
+    }
+
+    /// `block`: the smallest one that clients are told to use, where it is not to be the smallest that the disk takes.
+    pub fn new(disk: Arc<Disk>, name: &str, description: &str, block: Option<u32>) -> Self {
+        let source = disk.source();
+        let mut flags = export::HAS_FLAGS | export::SEND_FLUSH | export::SEND_FUA | export::SEND_DF;
+        flags |= export::CAN_MULTI_CONN | export::SEND_CACHE | export::BLOCK_STATUS_PAYLOAD;
+        flags |= match disk.options().read_only {
+            true => export::READ_ONLY,
+            false => export::SEND_TRIM | export::SEND_WRITE_ZEROES | export::SEND_FAST_ZERO,
+        };
+        // A raw image takes single bytes (what O_DIRECT does not take goes through a buffer); others take sectors.
+        let minimum = if source.chain().is_some() { blockyard_image::SECTOR as u32 } else { 1 };
+        let minimum = block.unwrap_or(minimum).clamp(minimum, 4096).next_power_of_two();
+        let preferred = source.logical_block().max(4096);
+        let (name, description) = (as_string(name), as_string(description));
+        let block = BlockSize { minimum, preferred };
+        Exported { disk, name, description, flags, block, poll: PollMode::Auto, allowed: Mutex::default() }
+    }
+
+    /// What its connections do when they have nothing to take, where that is not to be found out by trial.
+    pub fn polled(self, poll: PollMode) -> Self {
+        Exported { poll, ..self }
+    }
+
+    /// Only clients with a certificate that has one of these names may see it; no names: all may.
+    pub fn only_for(self, names: &[String]) -> Self {
+        self.allow(names);
+        self
+    }
+
+    pub(super) fn allow(&self, names: &[String]) {
+        *self.allowed.lock().unwrap_or_else(PoisonError::into_inner) = names.to_vec();
+    }
+
+    pub(super) fn is_for(&self, peer: &Peer) -> bool {
+        let knows = |name: &String| peer.names.iter().any(|has| has.eq_ignore_ascii_case(name));
+        let allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
+        allowed.is_empty() || allowed.iter().any(knows)
+    }
+}
+
+/// Who the client is, as far as that is known.
+#[derive(Debug, Default)]
+pub struct Peer {
+    pub tls: bool,
+    /// Of its certificate, which was verified.
+    pub names: Vec<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_strings_of_the_protocol() {
+        assert_eq!(as_string("a disk"), "a disk");
+        assert_eq!(as_string("a\0 disk\0"), "a disk");
+        let long = as_string(&"ü".repeat(3000));
+        assert_eq!((long.len(), long.chars().count()), (4096, 2048));
+    }
+}

@@ -1,0 +1,218 @@
+//! Requests and answers of one connection, byte by byte.
+
+use blockyard_nbd::wire::{Chunk, chunk, errno, flag, rep};
+
+use super::*;
+
+/// A client that has chosen [`NAME`].
+struct Asker {
+    stream: UnixStream,
+    headers: Headers,
+}
+
+impl Asker {
+    fn new(server: &Paired, headers: Headers) -> Self {
+        if headers == Headers::Simple {
+            return Asker { stream: Client::ready(server.connect()).0, headers };
+        }
+        let mut stream = server.connect();
+        let _greeting: [u8; 18] = bytes(&mut stream);
+        stream.write_all(&u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES).to_be_bytes()).unwrap();
+        let name = [&(NAME.len() as u32).to_be_bytes(), NAME.as_bytes()].concat();
+        let context = b"base:allocation";
+        let query = [&1u32.to_be_bytes()[..], &(context.len() as u32).to_be_bytes(), context].concat();
+        let headers_option = if headers == Headers::Extended { opt::EXTENDED_HEADERS } else { opt::STRUCTURED_REPLY };
+        for (option, data) in [
+            (headers_option, vec![]),
+            (opt::SET_META_CONTEXT, [name.clone(), query].concat()),
+            (opt::GO, [name, vec![0, 0]].concat()),
+        ] {
+            let mut message = wire::OPTION.to_be_bytes().to_vec();
+            message.extend([option, data.len() as u32].map(u32::to_be_bytes).as_flattened());
+            message.extend(data);
+            stream.write_all(&message).unwrap();
+            loop {
+                let head: [u8; 20] = bytes(&mut stream);
+                stream.read_exact(&mut vec![0; wire::u32_at(&head, 16) as usize]).unwrap();
+                if wire::u32_at(&head, 12) == rep::ACK {
+                    break;
+                }
+                assert_eq!(wire::u32_at(&head, 12) & rep::ERROR, 0);
+            }
+        }
+        Asker { stream, headers }
+    }
+
+    fn send(&mut self, command: u16, flags: u16, offset: u64, len: u64, payload: &[u8]) {
+        let mut bytes = Vec::new();
+        Request { flags, command, cookie: offset ^ 0x5a, offset, len }.put(self.headers, &mut bytes);
+        bytes.extend(payload);
+        self.stream.write_all(&bytes).unwrap();
+    }
+
+    /// The error of a simple answer to a request at `offset`.
+    fn simple(&mut self, offset: u64) -> u32 {
+        let head: [u8; 16] = bytes(&mut self.stream);
+        let reply = wire::SimpleReply::parse(&head).expect("a simple answer");
+        assert_eq!(reply.cookie, offset ^ 0x5a);
+        reply.error
+    }
+
+    fn ask(&mut self, command: u16, flags: u16, offset: u64, len: u64, payload: &[u8]) -> u32 {
+        self.send(command, flags, offset, len, payload);
+        self.simple(offset)
+    }
+
+    /// The next chunk and its payload.
+    fn chunk(&mut self) -> (Chunk, Vec<u8>) {
+        let mut head = vec![0; self.headers.chunk_bytes()];
+        self.stream.read_exact(&mut head).unwrap();
+        let chunk = Chunk::parse(self.headers, &head).expect("a chunk");
+        let mut payload = vec![0; chunk.len as usize];
+        self.stream.read_exact(&mut payload).unwrap();
+        (chunk, payload)
+    }
+}
+
+#[test]
+fn what_is_written_is_read() {
+    let server = Paired::new();
+    let mut asker = Asker::new(&server, Headers::Simple);
+    let long: Vec<u8> = (0..1 << 20).map(|n: u32| (n / 7) as u8).collect();
+    for (offset, data) in [(3, &b"abc"[..]), (4096, &long[..]), (SIZE - 2, &b"xy"[..])] {
+        assert_eq!(asker.ask(cmd::WRITE, flag::FUA, offset, data.len() as u64, data), 0);
+        asker.send(cmd::READ, 0, offset, data.len() as u64, &[]);
+        assert_eq!(asker.simple(offset), 0);
+        let mut read = vec![0; data.len()];
+        asker.stream.read_exact(&mut read).unwrap();
+        assert!(read == data, "at {offset}");
+    }
+    assert_eq!(asker.ask(cmd::FLUSH, 0, 0, 0, &[]), 0);
+    assert_eq!(asker.ask(cmd::CACHE, 0, 0, SIZE, &[]), 0);
+    assert_eq!(asker.ask(cmd::WRITE_ZEROES, flag::NO_HOLE, 4096, 4096, &[]), 0);
+    assert_eq!(asker.ask(cmd::TRIM, 0, 8192, 4096, &[]), 0);
+    asker.send(cmd::READ, 0, 4096, 4096, &[]);
+    assert_eq!((asker.simple(4096), bytes::<4096>(&mut asker.stream)), (0, [0; 4096]));
+}
+
+#[test]
+fn a_refused_request_leaves_the_next_one_to_be_understood() {
+    let server = Paired::new();
+    let mut asker = Asker::new(&server, Headers::Simple);
+    let payload = [0x25; 512];
+    let too_long = u64::from(wire::MOST_PAYLOAD) + 1;
+    for (command, flags, offset, len, error) in [
+        (cmd::READ, 0, SIZE - 511, 512, errno::EINVAL),
+        (cmd::READ, 0, u64::MAX, 512, errno::EINVAL),
+        (cmd::READ, flag::DF, 0, 512, errno::EINVAL),
+        (cmd::READ, 0, 0, too_long, errno::EINVAL),
+        (cmd::WRITE, 0, SIZE - 511, 512, errno::ENOSPC),
+        (cmd::WRITE, flag::NO_HOLE, 0, 512, errno::EINVAL),
+        (cmd::WRITE_ZEROES, 0, SIZE, 1, errno::ENOSPC),
+        (cmd::TRIM, 0, SIZE, 1, errno::EINVAL),
+        (cmd::FLUSH, 0, 1, 0, errno::EINVAL),
+        (cmd::BLOCK_STATUS, 0, 0, 512, errno::EINVAL),
+        (77, 0, 0, 0, errno::EINVAL),
+    ] {
+        let sent = if command == cmd::WRITE { &payload[..] } else { &[] };
+        assert_eq!(asker.ask(command, flags, offset, len, sent), error, "{command} {flags:#x} {offset} {len}");
+    }
+    Client(asker.stream).reads();
+}
+
+#[test]
+fn a_read_only_disk_is_not_changed() {
+    let server = Paired::offering([Exported::new(disk(NAME, true), NAME, "", None)]);
+    let mut asker = Asker::new(&server, Headers::Simple);
+    assert_eq!(asker.ask(cmd::WRITE, 0, 0, 4, b"data"), errno::EPERM);
+    assert_eq!(asker.ask(cmd::TRIM, 0, 0, 512, &[]), errno::EPERM);
+    assert_eq!(asker.ask(cmd::WRITE_ZEROES, 0, 0, 512, &[]), errno::EPERM);
+    assert_eq!(asker.ask(cmd::FLUSH, 0, 0, 0, &[]), 0);
+    Client(asker.stream).reads();
+}
+
+#[test]
+fn requests_are_in_blocks_where_the_export_has_them() {
+    let server = Paired::offering([Exported::new(disk(NAME, false), NAME, "", Some(512))]);
+    let mut asker = Asker::new(&server, Headers::Simple);
+    assert_eq!(asker.ask(cmd::WRITE, 0, 512, 256, &[0; 256]), errno::EINVAL);
+    assert_eq!(asker.ask(cmd::TRIM, 0, 256, 512, &[]), errno::EINVAL);
+    assert_eq!(asker.ask(cmd::CACHE, 0, 1, 1, &[]), 0, "it changes nothing");
+    assert_eq!(asker.ask(cmd::WRITE, 0, 512, 512, &[0; 512]), 0);
+}
+
+#[test]
+fn structured_answers_say_where_data_are_and_what_is_wrong() {
+    for headers in [Headers::Structured, Headers::Extended] {
+        let server = Paired::new();
+        let mut asker = Asker::new(&server, headers);
+        asker.send(cmd::READ, flag::DF, 4096, 512, &[]);
+        let (data, payload) = asker.chunk();
+        assert_eq!((data.kind, data.flags, data.cookie), (chunk::OFFSET_DATA, chunk::DONE, 4096 ^ 0x5a));
+        assert_eq!((wire::u64_at(&payload, 0), &payload[8..]), (4096, &[0; 512][..]));
+        asker.send(cmd::READ, 0, SIZE, 1, &[]);
+        let (error, payload) = asker.chunk();
+        assert_eq!((error.kind, error.flags), (chunk::ERROR, chunk::DONE));
+        assert_eq!((wire::u32_at(&payload, 0), payload.len()), (errno::EINVAL, 6 + usize::from(payload[5])));
+        asker.send(cmd::BLOCK_STATUS, flag::REQ_ONE, 0, 4096, &[]);
+        let (status, payload) = asker.chunk();
+        let extended = headers == Headers::Extended;
+        assert_eq!(status.kind, if extended { chunk::BLOCK_STATUS_EXT } else { chunk::BLOCK_STATUS });
+        assert_eq!((wire::u32_at(&payload, 0), payload.len()), (1, if extended { 24 } else { 12 }));
+        // With extended headers the payload's length is said; without them there may be none.
+        asker.send(cmd::TRIM, flag::PAYLOAD_LEN, 0, if extended { 4 } else { 0 }, if extended { b"data" } else { &[] });
+        assert_eq!(wire::u32_at(&asker.chunk().1, 0), errno::EINVAL);
+        asker.send(cmd::READ, 0, 0, 1, &[]);
+        assert_eq!(asker.chunk().1.len(), 9);
+    }
+}
+
+#[test]
+fn many_requests_are_each_answered_once() {
+    const MANY: u64 = 1000;
+    let server = Paired::new();
+    let mut asker = Asker::new(&server, Headers::Simple);
+    let mut requests = Vec::new();
+    for cookie in 0..MANY {
+        Request { flags: 0, command: cmd::READ, cookie, offset: cookie * 8, len: 8 }
+            .put(Headers::Simple, &mut requests);
+    }
+    let mut sender = asker.stream.try_clone().unwrap();
+    let sender = std::thread::spawn(move || sender.write_all(&requests).unwrap());
+    let mut cookies: Vec<u64> = (0..MANY).map(|_| wire::u64_at(&bytes::<24>(&mut asker.stream), 8)).collect();
+    cookies.sort_unstable();
+    assert!(cookies.into_iter().eq(0..MANY));
+    sender.join().unwrap();
+}
+
+#[test]
+fn a_connection_ends_with_its_last_answer() {
+    let server = Paired::new();
+    let mut asker = Asker::new(&server, Headers::Simple);
+    asker.send(cmd::WRITE, 0, 0, 3, b"end");
+    asker.send(cmd::DISC, 0, 0, 0, &[]);
+    // Nothing is taken after it.
+    asker.send(cmd::READ, 0, 0, 3, &[]);
+    assert_eq!(asker.simple(0), 0);
+    assert!(is_let_go(&mut asker.stream));
+    let mut other = Asker::new(&server, Headers::Simple);
+    other.send(cmd::READ, 0, 0, 3, &[]);
+    assert_eq!((other.simple(0), &bytes(&mut other.stream)), (0, b"end"));
+}
+
+#[test]
+fn a_client_that_breaks_the_protocol_is_let_go_alone() {
+    let server = Paired::new();
+    let mut beside = Client::ready(server.connect());
+    let mut broken = Asker::new(&server, Headers::Simple);
+    broken.stream.write_all(&[0x11; 28]).unwrap();
+    assert!(is_let_go(&mut broken.stream), "no request's magic");
+    let mut long = Asker::new(&server, Headers::Extended);
+    long.send(cmd::TRIM, flag::PAYLOAD_LEN, 0, (64 << 20) + 1, &[]);
+    assert!(is_let_go(&mut long.stream), "more than is passed over");
+    let mut short = Asker::new(&server, Headers::Simple);
+    short.send(cmd::WRITE, 0, 0, 512, &[1; 100]);
+    short.stream.shutdown(std::net::Shutdown::Write).unwrap();
+    assert!(is_let_go(&mut short.stream), "it goes in the middle of a payload");
+    beside.reads();
+}
