@@ -42,13 +42,13 @@ pub struct Options {
     /// How often each is measured
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
-    /// Bytes of the disk [default: 300m; of a table 2g, of overlays 4g]
+    /// Bytes of the disk [default: 300m; of a table its own]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     size: Option<u64>,
     /// Operations of a run, at most
     #[arg(long, value_name = "N", default_value_t = 2000, value_parser = clap::value_parser!(u64).range(1..))]
     ops: u64,
-    /// Seconds of a run, at most [default: 20; of a table 2]
+    /// Seconds of a run, at most [default: 20; of a table its own]
     #[arg(long, value_name = "S", value_parser = parse_seconds)]
     seconds: Option<f64>,
     /// Bytes of the smallest operation
@@ -63,6 +63,9 @@ pub struct Options {
     /// Only rows of the table with this text in their names
     #[arg(long, value_name = "TEXT", default_value = "", requires = "table")]
     only: String,
+    /// Only systems of the table with this name; may be repeated
+    #[arg(long = "peer", value_name = "NAME", requires = "table")]
+    peers: Vec<String>,
     /// Write a page with pictures (index.html) and all figures (results.json, results.csv) into this folder
     #[arg(long, value_name = "DIR")]
     report: Option<PathBuf>,
@@ -89,7 +92,7 @@ pub fn run(options: &Options) -> Result<()> {
     let guests = guests();
     if let Some(name) = options.table {
         let Options { rounds, seconds, size, json, .. } = *options;
-        let plan = tables::Plan { name, rounds, seconds, size, only: &options.only, json };
+        let plan = tables::Plan { name, rounds, seconds, size, only: &options.only, peers: &options.peers, json };
         return tables::run(&plan, guests, stop);
     }
     let parsed = |names: &[&str]| names.iter().filter_map(|n| n.parse().ok()).collect::<Vec<System>>();

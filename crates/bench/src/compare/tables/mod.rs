@@ -3,7 +3,7 @@
 //! ```text
 //!   place     folder, images, servers        clients   the host's file, qemu-storage-daemon, Blockyard: one load generator
 //!   overlays  copy-on-write images           guests    experiments in a guest, on a raw disk and on overlays
-//!   nbd       NBD servers, by fio
+//!   nbd       NBD servers, by fio                  thrash    two guests, one of which swaps (thrash_scripts: what they run)
 //! ```
 //! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: in each round the systems of a row are measured
 //! one right after the other, so that a slow minute of the machine hits all of them; figures are medians of the rounds.
@@ -13,8 +13,10 @@ mod guests;
 mod nbd;
 mod overlays;
 mod place;
+mod thrash;
+mod thrash_scripts;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use anyhow::Result;
@@ -34,6 +36,19 @@ pub enum Name {
     OverlayGuests,
     /// NBD servers under fio: Blockyard, qemu-nbd and nbdkit
     Nbd,
+    /// A guest beside one that runs out of memory and swaps, with fair shares and without
+    Thrash,
+}
+
+impl Name {
+    /// Bytes of the disk and seconds of a run, unless the user says otherwise.
+    fn usual(self) -> (u64, f64) {
+        match self {
+            Name::Overlays => (4 << 30, 2.0),
+            Name::Thrash => (1 << 30, 15.0),
+            Name::Clients | Name::OverlayGuests | Name::Nbd => (2 << 30, 2.0),
+        }
+    }
 }
 
 /// How a table is measured.
@@ -44,6 +59,8 @@ pub struct Plan<'a> {
     pub size: Option<u64>,
     /// Only rows with this text in their names.
     pub only: &'a str,
+    /// Only systems with one of these names, if there are any.
+    pub peers: &'a [String],
     pub json: bool,
 }
 
@@ -97,32 +114,38 @@ pub fn order(round: usize, systems: usize) -> impl Iterator<Item = usize> {
 }
 
 pub fn run(plan: &Plan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<()> {
-    let (size, seconds) = match plan.name {
-        Name::Overlays => (4 << 30, 2.0),
-        _ => (2 << 30, 2.0),
-    };
+    let (size, seconds) = plan.name.usual();
     let place = Place::new(guests, plan.size.unwrap_or(size), plan.seconds.unwrap_or(seconds), stop.clone())?;
     let mut table: Box<dyn Table> = match plan.name {
         Name::Clients => Box::new(clients::Clients::new(place)?),
         Name::Overlays => Box::new(overlays::Overlays::new(place)?),
         Name::OverlayGuests => Box::new(guests::OverlayGuests::new(place)?),
         Name::Nbd => Box::new(nbd::Nbd::new(place)?),
+        Name::Thrash => Box::new(thrash::Thrash::new(place)?),
     };
-    let measured = rounds(table.as_mut(), plan.rounds, plan.only, &stop)?;
+    let measured = rounds(table.as_mut(), plan, &stop)?;
     table.check()?;
     let text = if plan.json { json(&measured) } else { table.markdown(&measured) };
     output::print(text)?;
     Ok(())
 }
 
-fn rounds(table: &mut dyn Table, rounds: u32, only: &str, stop: &Stop) -> Result<Vec<Measured>> {
+fn rounds(table: &mut dyn Table, plan: &Plan<'_>, stop: &Stop) -> Result<Vec<Measured>> {
+    let Plan { rounds, only, peers, .. } = *plan;
     let chosen = table.rows().into_iter().enumerate().filter(|(_, row)| row.name.contains(only));
     let new = |(number, row): (usize, Row)| Measured { figures: vec![Vec::new(); row.systems.len()], row, number };
     let mut measured: Vec<_> = chosen.map(new).collect();
     anyhow::ensure!(!measured.is_empty(), "--only {only}: no row has such a name");
+    let has = |peer: &String| measured.iter().any(|m| m.row.systems.contains(peer));
+    if let Some(wrong) = peers.iter().find(|peer| !has(peer)) {
+        let all: BTreeSet<_> = measured.iter().flat_map(|m| &m.row.systems).collect();
+        anyhow::bail!("--peer {wrong}: the table has {all:?}");
+    }
     for round in 0..rounds {
         for Measured { row, number, figures } in &mut measured {
-            for system in order(round as usize, row.systems.len()) {
+            let wanted = |system: &usize| peers.is_empty() || peers.contains(&row.systems[*system]);
+            let systems: Vec<usize> = (0..row.systems.len()).filter(wanted).collect();
+            for system in order(round as usize, systems.len()).map(|n| systems[n]) {
                 stop.check()?;
                 let figure = table.measure(*number, system)?;
                 let told: Vec<_> = figure.iter().map(|(name, value)| format!("{name} {value:.3}")).collect();
@@ -201,7 +224,9 @@ mod tests {
     #[test]
     fn rounds_are_interleaved_and_begin_with_another_system() {
         let mut table = Counts { calls: Vec::new() };
-        let measured = rounds(&mut table, 3, "reads", &Stop::default()).unwrap();
+        let plan =
+            |rounds, only| Plan { name: Name::Nbd, rounds, seconds: None, size: None, only, peers: &[], json: false };
+        let measured = rounds(&mut table, &plan(3, "reads"), &Stop::default()).unwrap();
         let first = [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)];
         let second = [(0, 1), (0, 2), (0, 0), (2, 1), (2, 0)];
         let third = [(0, 2), (0, 0), (0, 1), (2, 0), (2, 1)];
@@ -209,7 +234,14 @@ mod tests {
         // The calls of system 0 in row 0 were the first, the eighth and the twelfth.
         assert_eq!(measured[0].median(0, "calls"), Some(8.0));
         assert_eq!(measured[0].median(0, "other"), None);
-        assert!(rounds(&mut table, 1, "nothing", &Stop::default()).is_err());
+        assert!(rounds(&mut table, &plan(1, "nothing"), &Stop::default()).is_err());
+        // Of the systems that are wanted each round begins with another one, too.
+        let (peers, wrong) = (["c", "a"].map(String::from), ["d".to_string()]);
+        table.calls.clear();
+        let measured = rounds(&mut table, &Plan { peers: &peers, ..plan(2, "reads") }, &Stop::default()).unwrap();
+        assert_eq!(table.calls, [(0, 0), (0, 2), (2, 0), (0, 2), (0, 0), (2, 0)]);
+        assert_eq!(measured[0].median(1, "calls"), None);
+        assert!(rounds(&mut table, &Plan { peers: &wrong, ..plan(1, "reads") }, &Stop::default()).is_err());
     }
 
     #[test]

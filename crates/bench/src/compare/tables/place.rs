@@ -130,6 +130,18 @@ impl Drop for Place {
     }
 }
 
+/// Writes a durable file of zeroes: each block has its place.
+pub fn zeroes(path: &Path, size: u64, stop: &Stop) -> Result<()> {
+    use std::io::Write;
+    let mut file = std::fs::File::create(path).with_context(|| format!("creating {}", path.display()))?;
+    let piece = vec![0; 1 << 20];
+    for _ in 0..size.div_ceil(1 << 20) {
+        stop.check()?;
+        file.write_all(&piece).with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(file.sync_all()?)
+}
+
 /// Runs a command to its end; what it printed.
 pub fn run(command: &mut Command) -> Result<String> {
     let done = command.output().with_context(|| format!("starting {}", command.get_program().display()))?;
