@@ -163,6 +163,27 @@ fn a_table_has_a_line_for_each_system() {
 }
 
 #[test]
+fn image_tools_are_compared_and_judged() {
+    let folder = Folder::new();
+    let mut command = Command::new(BLOCKYARD);
+    command.args(["bench", "compare", "--table", "image-tools", "--rounds", "1", "--size", "8m"]);
+    command.args(["--only", "sparse"]).env("TMPDIR", &*folder).env("BLOCKYARD_GUESTS", guests());
+    let done = run(&mut command, TOOL);
+    nothing_is_left(&folder);
+    let markdown = done.good();
+    let rows: Vec<Vec<_>> = markdown.lines().skip(2).map(|line| line.split('|').map(str::trim).collect()).collect();
+    let names: Vec<_> = rows.iter().map(|cells| cells[1]).collect();
+    let convert = ["raw to qcow2", "qcow2 to raw", "raw to raw"].map(|what| format!("convert {what}, sparse"));
+    assert_eq!(names[..3], convert);
+    assert_eq!(names[3..], ["map, sparse", "compare raw and qcow2, sparse"]);
+    // Seconds of qemu-img and of Blockyard, the ratio, CPU seconds of both.
+    for cells in rows {
+        let figures: Vec<f64> = cells[2..7].iter().map(|cell| cell.parse().unwrap()).collect();
+        assert!(figures[..3].iter().all(|figure| *figure > 0.0), "{cells:?}");
+    }
+}
+
+#[test]
 fn jobs_run_by_fio_and_without() {
     let folder = Folder::new();
     let image = folder.image("disk", 64 << 20);

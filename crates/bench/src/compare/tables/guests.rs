@@ -10,12 +10,12 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result};
 
 use super::place::{Image, Place, Server, run, settle};
-use super::{Figures, Measured, Row, Table, cell, markdown};
+use super::{Figures, Measured, Row, SILENCE, Table, cell, markdown};
 use crate::process::Process;
 
 const COPY: &str = r#"set -e
@@ -51,9 +51,6 @@ const SYSTEMS: [(&str, Server, bool); 4] = [
     ("qsd, raw", Server::Qsd, false),
     ("qsd, overlay (its defaults)", Server::Qsd, true),
 ];
-
-/// A script that is silent for so long has failed.
-const SILENCE: Duration = Duration::from_secs(300);
 
 pub struct OverlayGuests {
     place: Place,

@@ -3,6 +3,7 @@
 //! ```text
 //!   place     folder, images, servers        clients   the host's file, qemu-storage-daemon, Blockyard: one load generator
 //!   overlays  copy-on-write images           guests    experiments in a guest, on a raw disk and on overlays
+//!   image_tools  `blockyard image` beside `qemu-img` (image_works: the rows)
 //!   nbd       NBD servers, by fio                  thrash    two guests, one of which swaps (thrash_scripts: what they run)
 //! ```
 //! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: in each round the systems of a row are measured
@@ -10,6 +11,8 @@
 
 mod clients;
 mod guests;
+mod image_tools;
+mod image_works;
 mod nbd;
 mod overlays;
 mod place;
@@ -18,12 +21,14 @@ mod thrash_scripts;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::Result;
 use blockyard_program::output;
 
 use self::place::Place;
 use crate::process::Stop;
+use crate::statistics::median;
 
 /// Names of tables.
 #[derive(Clone, Copy, Debug, PartialEq, clap::ValueEnum)]
@@ -36,6 +41,8 @@ pub enum Name {
     OverlayGuests,
     /// NBD servers under fio: Blockyard, qemu-nbd and nbdkit
     Nbd,
+    /// `blockyard image` and `qemu-img`: the same work on the same files
+    ImageTools,
     /// A guest beside one that runs out of memory and swaps, with fair shares and without
     Thrash,
 }
@@ -46,6 +53,7 @@ impl Name {
         match self {
             Name::Overlays => (4 << 30, 2.0),
             Name::Thrash => (1 << 30, 15.0),
+            Name::ImageTools => (1 << 30, 0.0),
             Name::Clients | Name::OverlayGuests | Name::Nbd => (2 << 30, 2.0),
         }
     }
@@ -63,6 +71,9 @@ pub struct Plan<'a> {
     pub peers: &'a [String],
     pub json: bool,
 }
+
+/// A program or a script that is silent for so long has failed.
+const SILENCE: Duration = Duration::from_secs(300);
 
 /// The figures of one measurement, by their names.
 type Figures = BTreeMap<&'static str, f64>;
@@ -97,14 +108,15 @@ struct Measured {
 impl Measured {
     /// Returns the median of a figure, if each round has it.
     fn median(&self, system: usize, key: &str) -> Option<f64> {
-        let mut values = self.figures[system].iter().map(|f| f.get(key).copied()).collect::<Option<Vec<f64>>>()?;
-        values.sort_by(f64::total_cmp);
-        let middle = values.len() / 2;
-        match values.len() {
-            0 => None,
-            n if n % 2 == 1 => Some(values[middle]),
-            _ => Some((values[middle - 1] + values[middle]) / 2.0),
-        }
+        let values: Option<Vec<f64>> = self.figures[system].iter().map(|f| f.get(key).copied()).collect();
+        values.filter(|values| !values.is_empty()).map(median)
+    }
+
+    /// Returns the median of the rounds' ratios of a figure, between two systems.
+    fn ratio(&self, own: usize, other: usize, key: &str) -> Option<f64> {
+        let pairs = self.figures[own].iter().zip(&self.figures[other]);
+        let ratios: Option<Vec<f64>> = pairs.map(|(a, b)| Some(a.get(key)? / b.get(key)?)).collect();
+        ratios.filter(|ratios| !ratios.is_empty()).map(median)
     }
 }
 
@@ -121,6 +133,7 @@ pub fn run(plan: &Plan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<()> {
         Name::Overlays => Box::new(overlays::Overlays::new(place)?),
         Name::OverlayGuests => Box::new(guests::OverlayGuests::new(place)?),
         Name::Nbd => Box::new(nbd::Nbd::new(place)?),
+        Name::ImageTools => Box::new(image_tools::ImageTools::new(place, plan.only)?),
         Name::Thrash => Box::new(thrash::Thrash::new(place)?),
     };
     let measured = rounds(table.as_mut(), plan, &stop)?;
@@ -234,6 +247,9 @@ mod tests {
         // The calls of system 0 in row 0 were the first, the eighth and the twelfth.
         assert_eq!(measured[0].median(0, "calls"), Some(8.0));
         assert_eq!(measured[0].median(0, "other"), None);
+        // System 1 was the second, the sixth and the thirteenth; the median of 2 / 1, 6 / 8 and 13 / 12.
+        assert_eq!(measured[0].ratio(1, 0, "calls"), Some(13.0 / 12.0));
+        assert_eq!(measured[0].ratio(1, 0, "other"), None);
         assert!(rounds(&mut table, &plan(1, "nothing"), &Stop::default()).is_err());
         // Of the systems that are wanted each round begins with another one, too.
         let (peers, wrong) = (["c", "a"].map(String::from), ["d".to_string()]);

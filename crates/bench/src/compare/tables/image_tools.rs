@@ -1,0 +1,273 @@
+//! `blockyard image` beside `qemu-img`: the same work on the same files, at equal durability.
+//!
+//! ```text
+//!   durability  `blockyard image` syncs what it has written before it ends. `qemu-img` leaves that to the kernel in some
+//!               commands. So each run of it ends with an fsync of the file that it wrote, and of its folder, within the
+//!               measured time. Its cache mode is its default
+//!   start       both programs start directly: the wrapper guests/tool is not in the figures. The row "start" shows
+//!               what the dynamic linker takes
+//!   sources     are in the page cache, outputs are new files. The system is synced before each run
+//!   memory      is touched before each run, as much as the largest output takes: a virtual machine gives free memory
+//!               back to its host, and the first program that used it again would pay for all
+//!   CPU         user and system time of the process with all of its threads, as bash reports it
+//! ```
+//! In: the works of `image_works`. Out: seconds of the wall and of the processor. What must hold: the first result of each
+//! program is what `qemu-img compare` and `qemu-img check` accept.
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+
+use super::image_works::{Begin, Work, works};
+use super::place::{Place, run, settle};
+use super::{Figures, Measured, Row, Table, cell, markdown};
+use crate::client::workload::Random;
+use crate::process::{Process, Stop, fill};
+
+const QEMU: usize = 0;
+const SYSTEMS: [&str; 2] = ["qemu-img", "blockyard"];
+const MIB: u64 = 1 << 20;
+/// Prints the seconds that a command took: of the wall, of user and of system time. It has no processes of its own.
+const TIMED: &str = r#"TIMEFORMAT='took %3R %3U %3S'; { time "$@" >/dev/null 2>&3; } 3>&2 2>&1"#;
+
+pub struct ImageTools {
+    place: Place,
+    works: Vec<Work>,
+    /// The command that the wrapper guests/tool ends with.
+    qemu_img: Vec<String>,
+    modules: String,
+    /// Rows and systems whose first result was judged.
+    judged: BTreeSet<(usize, usize)>,
+}
+
+impl ImageTools {
+    pub fn new(place: Place, only: &str) -> Result<Self> {
+        let find = r#". "$1/lib.sh" && printf '%s\n' "$libs" "$tree/usr/bin/qemu-img" "${loader[@]}""#;
+        let found = run(Command::new("bash").args(["-c", find, "find"]).arg(place.guests()?))?;
+        let mut lines = found.lines().map(String::from);
+        let libs = lines.next().context("guests/lib.sh names no libraries")?;
+        let program = lines.next().context("guests/lib.sh names no program")?;
+        let qemu_img = lines.chain(["--argv0".into(), "qemu-img".into(), program]).collect();
+        let works = works();
+        let tools =
+            ImageTools { place, works, qemu_img, modules: format!("{libs}/qemu"), judged: BTreeSet::new() };
+        let wanted = tools.works.iter().filter(|work| work.name.contains(only));
+        let sources: BTreeSet<&str> = wanted.flat_map(|work| work.sources()).collect();
+        sources.into_iter().try_for_each(|source| tools.source(source))?;
+        Ok(tools)
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.place.folder.join(name)
+    }
+
+    /// Makes a source of the works, unless it is there.
+    fn source(&self, name: &str) -> Result<()> {
+        let (path, size, stop) = (self.file(name), self.place.size, &self.place.stop);
+        if path.exists() {
+            return Ok(());
+        }
+        let convert = |from: &str, options: &str| {
+            self.source(from)?;
+            let from = self.file(from);
+            self.place.qemu_img(&format!("convert -f raw -O qcow2 {options}"), &[&from, &path])
+        };
+        match name {
+            "dense.raw" => fill(&path, size, stop)?,
+            "small.raw" => fill(&path, size / 16, stop)?,
+            "sparse.raw" => sparse(&path, size * 8, stop)?,
+            "text.raw" => text(&path, size / 4, stop)?,
+            "dense.qcow2" => convert("dense.raw", "")?,
+            "sparse.qcow2" => convert("sparse.raw", "")?,
+            "zlib.qcow2" => convert("text.raw", "-c -o compression_type=zlib")?,
+            "zstd.qcow2" => convert("text.raw", "-c -o compression_type=zstd")?,
+            "empty.qcow2" => {
+                self.place.qemu_img("create -q -f qcow2 -o cluster_size=512", &[&path, Path::new("128G")])?;
+            }
+            "tiny.qcow2" => self.place.qemu_img("create -q -f qcow2", &[&path, Path::new("1G")])?,
+            _ => self.overlay(&path)?,
+        }
+        settle(&path, true)
+    }
+
+    /// An overlay on a copy of the dense image, with a quarter of the disk.
+    fn overlay(&self, path: &Path) -> Result<()> {
+        self.source("dense.qcow2")?;
+        std::fs::copy(self.file("dense.qcow2"), self.file("below.qcow2"))?;
+        self.place.qemu_img("create -q -f qcow2 -b below.qcow2 -F qcow2", &[path])?;
+        let mut command = self.place.tool("qemu-io")?;
+        command.args(["-f", "qcow2"]);
+        for piece in (0..self.place.size / MIB).step_by(4) {
+            command.args(["-c", &format!("write -q -P {} {}M 1M", piece % 255 + 1, piece)]);
+        }
+        run(command.arg(path)).map(drop)
+    }
+
+    /// The file that a work writes, as it is before the work.
+    fn begin(&self, work: &Work) -> Result<PathBuf> {
+        let out = self.file(work.out);
+        let copies: &[(&str, &str)] = match work.begin {
+            Begin::Nothing => &[],
+            Begin::Tiny => &[("tiny.qcow2", work.out)],
+            Begin::Overlay => &[("overlay.qcow2", work.out), ("dense.qcow2", "below.qcow2")],
+        };
+        let _ = std::fs::remove_file(&out);
+        for (from, to) in copies {
+            std::fs::copy(self.file(from), self.file(to))?;
+            std::fs::File::open(self.file(to))?.sync_all()?;
+        }
+        Ok(out)
+    }
+
+    /// The program of a system with the arguments of a work.
+    fn command(&self, work: &Work, system: usize, out: &Path) -> Vec<String> {
+        let ours = [self.place.program.display().to_string(), "image".into()];
+        let (program, words) = match system {
+            QEMU => (&self.qemu_img[..], &work.theirs),
+            _ if work.name == "start" => (&ours[..1], &work.ours),
+            _ => (&ours[..], &work.ours),
+        };
+        let (folder, out) = (self.place.folder.display().to_string(), out.display().to_string());
+        let place = |word: &str| match word {
+            "{none}" => String::new(),
+            word => word.replace("{dir}", &folder).replace("{out}", &out),
+        };
+        program.iter().cloned().chain(words.split_whitespace().map(place)).collect()
+    }
+
+    /// Runs a program to its end: seconds of the wall, and of the processor.
+    fn timed(&self, words: &[String]) -> Result<(f64, f64)> {
+        let mut command = Command::new("bash");
+        command.args(["-c", TIMED, "timed"]).args(words).env("QEMU_MODULE_DIR", &self.modules);
+        let mut process = Process::start(&command)?;
+        let mut took = None;
+        // A program of this table prints nothing until its end: it may take as long as it needs.
+        while let Some((_, line)) = process.line(&self.place.stop, Instant::now() + super::SILENCE)? {
+            took = line.strip_prefix("took ").map(String::from).or(took);
+        }
+        process.finish().with_context(|| words.join(" "))?;
+        let numbers = took.context("bash does not say how long a program took")?;
+        let numbers: Vec<f64> = numbers.split(' ').map(str::parse).collect::<Result<_, _>>()?;
+        let [wall, user, system] = numbers[..] else { anyhow::bail!("bash prints other times: {numbers:?}") };
+        Ok((wall, user + system))
+    }
+
+    /// Expects that the result holds the disk of its source.
+    fn judge(&self, work: &Work, out: &Path) -> Result<()> {
+        let Some((source, form, to)) = work.judge else { return Ok(()) };
+        self.place.qemu_img(&format!("compare -q -f {form} -F {to}"), &[&self.file(source), out])?;
+        if to == "qcow2" {
+            self.place.qemu_img("check -q -f qcow2", &[out])?;
+        }
+        Ok(())
+    }
+}
+
+impl Table for ImageTools {
+    fn rows(&self) -> Vec<Row> {
+        let systems = || SYSTEMS.map(String::from).to_vec();
+        self.works.iter().map(|work| Row { name: work.name.clone(), systems: systems() }).collect()
+    }
+
+    fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
+        let work = &self.works[row];
+        for source in &work.reads {
+            settle(&self.file(source), true)?;
+        }
+        let out = self.begin(work)?;
+        if work.writes() {
+            std::hint::black_box(vec![1_u8; (self.place.size * 9 / 8) as usize]);
+        }
+        rustix::fs::sync();
+        let (mut wall, cpu) = self.timed(&self.command(work, system, &out))?;
+        if system == QEMU && out.exists() {
+            let begin = Instant::now();
+            let below = work.name.starts_with("commit").then(|| self.file("below.qcow2"));
+            for path in below.iter().chain([&out, &self.place.folder]) {
+                std::fs::File::open(path)?.sync_all()?;
+            }
+            wall += begin.elapsed().as_secs_f64();
+        }
+        if self.judged.insert((row, system)) && out.exists() {
+            self.judge(work, &out).with_context(|| format!("{}: the result of {}", work.name, SYSTEMS[system]))?;
+        }
+        let _ = std::fs::remove_file(&out);
+        Ok(Figures::from([("wall", wall), ("cpu", cpu)]))
+    }
+
+    fn markdown(&self, measured: &[Measured]) -> String {
+        let head = [
+            "work",
+            "qemu-img, s",
+            "blockyard, s",
+            "blockyard / qemu-img",
+            "CPU s, qemu-img",
+            "CPU s, blockyard",
+        ];
+        let line = |m: &Measured| {
+            let seconds = |system, key| cell(m.median(system, key), |x| format!("{x:.3}"));
+            vec![
+                m.row.name.clone(),
+                seconds(0, "wall"),
+                seconds(1, "wall"),
+                // Of each round: what else the machine did falls on both.
+                cell(m.ratio(1, 0, "wall"), |x| format!("{x:.2}")),
+                seconds(0, "cpu"),
+                seconds(1, "cpu"),
+            ]
+        };
+        markdown(&head.map(String::from), &measured.iter().map(line).collect::<Vec<_>>())
+    }
+}
+
+/// A file in which one MiB of 32 has data, and the others are holes.
+fn sparse(path: &Path, size: u64, stop: &Stop) -> Result<()> {
+    pieces(path, size, 32, stop, &mut |random, piece| {
+        piece.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&random.word().to_ne_bytes()));
+    })
+}
+
+/// A file that compresses to about a third, as text does.
+fn text(path: &Path, size: u64, stop: &Stop) -> Result<()> {
+    let mut random = Random::new(2, 0);
+    let mut word = || {
+        let len = 2 + random.below(8);
+        let letters: Vec<u8> = (0..len).map(|_| b'a' + random.below(26) as u8).collect();
+        [letters, b" ".to_vec()].concat()
+    };
+    let words: Vec<Vec<u8>> = (0..4000).map(|_| word()).collect();
+    pieces(path, size, 1, stop, &mut |random, piece| {
+        let mut rest = piece;
+        while !rest.is_empty() {
+            let word = &words[random.below(words.len() as u64) as usize];
+            let len = word.len().min(rest.len());
+            let (head, tail) = std::mem::take(&mut rest).split_at_mut(len);
+            head.copy_from_slice(&word[..len]);
+            rest = tail;
+        }
+    })
+}
+
+/// Writes one MiB in each `every` MiB of a durable file.
+fn pieces(
+    path: &Path,
+    size: u64,
+    every: u64,
+    stop: &Stop,
+    fill: &mut dyn FnMut(&mut Random, &mut [u8]),
+) -> Result<()> {
+    let file = std::fs::File::create(path).with_context(|| format!("creating {}", path.display()))?;
+    file.set_len(size)?;
+    let (mut random, mut piece) = (Random::new(1, 0), vec![0; MIB as usize]);
+    for at in (0..size).step_by((MIB * every) as usize) {
+        stop.check()?;
+        let len = (size - at).min(MIB) as usize;
+        fill(&mut random, &mut piece[..len]);
+        file.write_all_at(&piece[..len], at).with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(file.sync_all()?)
+}
