@@ -66,6 +66,9 @@ pub struct Options {
     /// Only systems of the table with this name; may be repeated
     #[arg(long = "peer", value_name = "NAME", requires = "table")]
     peers: Vec<String>,
+    /// Kernel of the guest of the table `ublk` [default: 7]
+    #[arg(long, value_name = "6|7", value_parser = ["6", "7"], requires = "table")]
+    kernel: Option<String>,
     /// Write a page with pictures (index.html) and all figures (results.json, results.csv) into this folder
     #[arg(long, value_name = "DIR")]
     report: Option<PathBuf>,
@@ -92,7 +95,8 @@ pub fn run(options: &Options) -> Result<()> {
     let guests = guests();
     if let Some(name) = options.table {
         let Options { rounds, seconds, size, json, .. } = *options;
-        let plan = tables::Plan { name, rounds, seconds, size, only: &options.only, peers: &options.peers, json };
+        let (only, peers, kernel) = (&options.only, &options.peers, options.kernel.as_deref());
+        let plan = tables::Plan { name, rounds, seconds, size, only, peers, kernel, json };
         return tables::run(&plan, guests, stop);
     }
     let parsed = |names: &[&str]| names.iter().filter_map(|n| n.parse().ok()).collect::<Vec<System>>();

@@ -131,7 +131,7 @@ impl System {
         if self.kind == Kind::Ublk {
             let there = Path::new("/dev/ublk-control").exists();
             return Some(if there {
-                "it is measured in guests: bench/ublk.py".into()
+                "it is measured in guests: `blockyard bench compare --table ublk`".into()
             } else {
                 "this kernel has no ublk (/dev/ublk-control)".into()
             });

@@ -140,7 +140,7 @@ impl Table for OverlayGuests {
         markdown(&head, &measured.iter().map(line).collect::<Vec<_>>())
     }
 
-    fn check(&self) -> Result<()> {
+    fn check(&mut self) -> Result<()> {
         for ((_, _, base), before) in EXPERIMENTS.iter().zip(&self.sums) {
             anyhow::ensure!(
                 sum(&self.place.folder.join(base))? == *before,

@@ -53,8 +53,7 @@ impl ImageTools {
         let program = lines.next().context("guests/lib.sh names no program")?;
         let qemu_img = lines.chain(["--argv0".into(), "qemu-img".into(), program]).collect();
         let works = works();
-        let tools =
-            ImageTools { place, works, qemu_img, modules: format!("{libs}/qemu"), judged: BTreeSet::new() };
+        let tools = ImageTools { place, works, qemu_img, modules: format!("{libs}/qemu"), judged: BTreeSet::new() };
         let wanted = tools.works.iter().filter(|work| work.name.contains(only));
         let sources: BTreeSet<&str> = wanted.flat_map(|work| work.sources()).collect();
         sources.into_iter().try_for_each(|source| tools.source(source))?;
@@ -200,14 +199,8 @@ impl Table for ImageTools {
     }
 
     fn markdown(&self, measured: &[Measured]) -> String {
-        let head = [
-            "work",
-            "qemu-img, s",
-            "blockyard, s",
-            "blockyard / qemu-img",
-            "CPU s, qemu-img",
-            "CPU s, blockyard",
-        ];
+        let head =
+            ["work", "qemu-img, s", "blockyard, s", "blockyard / qemu-img", "CPU s, qemu-img", "CPU s, blockyard"];
         let line = |m: &Measured| {
             let seconds = |system, key| cell(m.median(system, key), |x| format!("{x:.3}"));
             vec![
@@ -253,13 +246,7 @@ fn text(path: &Path, size: u64, stop: &Stop) -> Result<()> {
 }
 
 /// Writes one MiB in each `every` MiB of a durable file.
-fn pieces(
-    path: &Path,
-    size: u64,
-    every: u64,
-    stop: &Stop,
-    fill: &mut dyn FnMut(&mut Random, &mut [u8]),
-) -> Result<()> {
+fn pieces(path: &Path, size: u64, every: u64, stop: &Stop, fill: &mut dyn FnMut(&mut Random, &mut [u8])) -> Result<()> {
     let file = std::fs::File::create(path).with_context(|| format!("creating {}", path.display()))?;
     file.set_len(size)?;
     let (mut random, mut piece) = (Random::new(1, 0), vec![0; MIB as usize]);

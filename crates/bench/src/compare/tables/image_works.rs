@@ -61,7 +61,8 @@ pub fn works() -> Vec<Work> {
     let mut works = vec![Work::new("start", "--version", "--version")];
     works.extend(conversions());
     for (name, source) in [EMPTY, ("sparse", "sparse.qcow2")] {
-        let (ours, theirs) = (format!("map --json {{dir}}/{source}"), format!("map --output=json -f qcow2 {{dir}}/{source}"));
+        let (ours, theirs) =
+            (format!("map --json {{dir}}/{source}"), format!("map --output=json -f qcow2 {{dir}}/{source}"));
         works.push(Work::new(format!("map, {name}"), ours, theirs).reads(&[source]));
     }
     for (name, source) in [EMPTY, ("dense", "dense.qcow2")] {
@@ -88,11 +89,8 @@ pub fn works() -> Vec<Work> {
         "resize -f qcow2 --preallocation=metadata {out} +200G",
     );
     let commit = Work::new("commit, 256 MiB", "commit {out}", "commit -f qcow2 {out}");
-    let rebase = Work::new(
-        "rebase to none, 256 MiB of 1 GiB",
-        "rebase -b {none} {out}",
-        "rebase -f qcow2 -b {none} {out}",
-    );
+    let rebase =
+        Work::new("rebase to none, 256 MiB of 1 GiB", "rebase -b {none} {out}", "rebase -f qcow2 -b {none} {out}");
     works.push(resize.begins(Begin::Tiny, "out.qcow2"));
     works.push(commit.begins(Begin::Overlay, "over.qcow2"));
     works.push(rebase.begins(Begin::Overlay, "over.qcow2"));
@@ -119,12 +117,6 @@ fn conversions() -> Vec<Work> {
         convert("raw to compressed (zlib)", "text.raw", "raw", "qcow2", "-c"),
         convert("raw to compressed (zstd)", "text.raw", "raw", "qcow2", "-c -o compression_type=zstd"),
         convert(EMPTY.0, EMPTY.1, "qcow2", "qcow2", ""),
-        convert(
-            "to an image with clusters of 512 bytes, 64 MiB",
-            "small.raw",
-            "raw",
-            "qcow2",
-            "-o cluster_size=512",
-        ),
+        convert("to an image with clusters of 512 bytes, 64 MiB", "small.raw", "raw", "qcow2", "-o cluster_size=512"),
     ]
 }

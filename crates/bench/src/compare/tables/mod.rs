@@ -5,6 +5,7 @@
 //!   overlays  copy-on-write images           guests    experiments in a guest, on a raw disk and on overlays
 //!   image_tools  `blockyard image` beside `qemu-img` (image_works: the rows)
 //!   nbd       NBD servers, by fio                  thrash    two guests, one of which swaps (thrash_scripts: what they run)
+//!   ublk      block devices of a host, in a QEMU guest
 //! ```
 //! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: in each round the systems of a row are measured
 //! one right after the other, so that a slow minute of the machine hits all of them; figures are medians of the rounds.
@@ -18,6 +19,7 @@ mod overlays;
 mod place;
 mod thrash;
 mod thrash_scripts;
+mod ublk;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -45,6 +47,8 @@ pub enum Name {
     ImageTools,
     /// A guest beside one that runs out of memory and swaps, with fair shares and without
     Thrash,
+    /// Block devices of a host, in a QEMU guest: ublk and the kernel's loop device
+    Ublk,
 }
 
 impl Name {
@@ -54,6 +58,7 @@ impl Name {
             Name::Overlays => (4 << 30, 2.0),
             Name::Thrash => (1 << 30, 15.0),
             Name::ImageTools => (1 << 30, 0.0),
+            Name::Ublk => (128 << 20, 3.0),
             Name::Clients | Name::OverlayGuests | Name::Nbd => (2 << 30, 2.0),
         }
     }
@@ -69,7 +74,21 @@ pub struct Plan<'a> {
     pub only: &'a str,
     /// Only systems with one of these names, if there are any.
     pub peers: &'a [String],
+    /// The guest's kernel, where a table has a choice.
+    pub kernel: Option<&'a str>,
     pub json: bool,
+}
+
+impl Plan<'_> {
+    /// Whether a row is measured.
+    fn wants(&self, row: &str) -> bool {
+        row.contains(self.only)
+    }
+
+    /// Whether a system is measured.
+    fn wants_peer(&self, system: &str) -> bool {
+        self.peers.is_empty() || self.peers.iter().any(|peer| peer == system)
+    }
 }
 
 /// A program or a script that is silent for so long has failed.
@@ -93,7 +112,7 @@ trait Table {
     fn markdown(&self, measured: &[Measured]) -> String;
 
     /// Checks what the measurements must have left as it was.
-    fn check(&self) -> Result<()> {
+    fn check(&mut self) -> Result<()> {
         Ok(())
     }
 }
@@ -135,6 +154,7 @@ pub fn run(plan: &Plan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<()> {
         Name::Nbd => Box::new(nbd::Nbd::new(place)?),
         Name::ImageTools => Box::new(image_tools::ImageTools::new(place, plan.only)?),
         Name::Thrash => Box::new(thrash::Thrash::new(place)?),
+        Name::Ublk => Box::new(ublk::Ublk::new(place, plan)?),
     };
     let measured = rounds(table.as_mut(), plan, &stop)?;
     table.check()?;
@@ -145,7 +165,7 @@ pub fn run(plan: &Plan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<()> {
 
 fn rounds(table: &mut dyn Table, plan: &Plan<'_>, stop: &Stop) -> Result<Vec<Measured>> {
     let Plan { rounds, only, peers, .. } = *plan;
-    let chosen = table.rows().into_iter().enumerate().filter(|(_, row)| row.name.contains(only));
+    let chosen = table.rows().into_iter().enumerate().filter(|(_, row)| plan.wants(&row.name));
     let new = |(number, row): (usize, Row)| Measured { figures: vec![Vec::new(); row.systems.len()], row, number };
     let mut measured: Vec<_> = chosen.map(new).collect();
     anyhow::ensure!(!measured.is_empty(), "--only {only}: no row has such a name");
@@ -156,7 +176,7 @@ fn rounds(table: &mut dyn Table, plan: &Plan<'_>, stop: &Stop) -> Result<Vec<Mea
     }
     for round in 0..rounds {
         for Measured { row, number, figures } in &mut measured {
-            let wanted = |system: &usize| peers.is_empty() || peers.contains(&row.systems[*system]);
+            let wanted = |system: &usize| plan.wants_peer(&row.systems[*system]);
             let systems: Vec<usize> = (0..row.systems.len()).filter(wanted).collect();
             for system in order(round as usize, systems.len()).map(|n| systems[n]) {
                 stop.check()?;
@@ -237,8 +257,17 @@ mod tests {
     #[test]
     fn rounds_are_interleaved_and_begin_with_another_system() {
         let mut table = Counts { calls: Vec::new() };
-        let plan =
-            |rounds, only| Plan { name: Name::Nbd, rounds, seconds: None, size: None, only, peers: &[], json: false };
+        let all = Plan {
+            name: Name::Nbd,
+            rounds: 1,
+            seconds: None,
+            size: None,
+            only: "",
+            peers: &[],
+            kernel: None,
+            json: false,
+        };
+        let plan = |rounds, only| Plan { rounds, only, ..all };
         let measured = rounds(&mut table, &plan(3, "reads"), &Stop::default()).unwrap();
         let first = [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)];
         let second = [(0, 1), (0, 2), (0, 0), (2, 1), (2, 0)];
