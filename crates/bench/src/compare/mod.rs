@@ -69,6 +69,12 @@ pub struct Options {
     /// Kernel of the guest of the table `ublk` [default: 7]
     #[arg(long, value_name = "6|7", value_parser = ["6", "7"], requires = "table")]
     kernel: Option<String>,
+    /// Processors of the guest of the table `uml`: a list, or any [default: any]
+    #[arg(long, value_name = "LIST", requires = "table")]
+    guest_cpus: Option<String>,
+    /// Processors of the back end of the table `uml` [default: those of the guest]
+    #[arg(long, value_name = "LIST", requires = "table")]
+    server_cpus: Option<String>,
     /// Write a page with pictures (index.html) and all figures (results.json, results.csv) into this folder
     #[arg(long, value_name = "DIR")]
     report: Option<PathBuf>,
@@ -96,7 +102,8 @@ pub fn run(options: &Options) -> Result<()> {
     if let Some(name) = options.table {
         let Options { rounds, seconds, size, json, .. } = *options;
         let (only, peers, kernel) = (&options.only, &options.peers, options.kernel.as_deref());
-        let plan = tables::Plan { name, rounds, seconds, size, only, peers, kernel, json };
+        let (guest_cpus, server_cpus) = (options.guest_cpus.as_deref(), options.server_cpus.as_deref());
+        let plan = tables::Plan { name, rounds, seconds, size, only, peers, kernel, guest_cpus, server_cpus, json };
         return tables::run(&plan, guests, stop);
     }
     let parsed = |names: &[&str]| names.iter().filter_map(|n| n.parse().ok()).collect::<Vec<System>>();

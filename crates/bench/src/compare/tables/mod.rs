@@ -5,7 +5,7 @@
 //!   overlays  copy-on-write images           guests    experiments in a guest, on a raw disk and on overlays
 //!   image_tools  `blockyard image` beside `qemu-img` (image_works: the rows)
 //!   nbd       NBD servers, by fio                  thrash    two guests, one of which swaps (thrash_scripts: what they run)
-//!   ublk      block devices of a host, in a QEMU guest
+//!   ublk      block devices of a host, in a QEMU guest   uml   drivers in a User Mode Linux guest
 //! ```
 //! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: in each round the systems of a row are measured
 //! one right after the other, so that a slow minute of the machine hits all of them; figures are medians of the rounds.
@@ -20,6 +20,7 @@ mod place;
 mod thrash;
 mod thrash_scripts;
 mod ublk;
+mod uml;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -49,6 +50,8 @@ pub enum Name {
     Thrash,
     /// Block devices of a host, in a QEMU guest: ublk and the kernel's loop device
     Ublk,
+    /// A User Mode Linux guest on its own disk driver and on Blockyard, at equal durability
+    Uml,
 }
 
 impl Name {
@@ -59,6 +62,7 @@ impl Name {
             Name::Thrash => (1 << 30, 15.0),
             Name::ImageTools => (1 << 30, 0.0),
             Name::Ublk => (128 << 20, 3.0),
+            Name::Uml => (512 << 20, 1.0),
             Name::Clients | Name::OverlayGuests | Name::Nbd => (2 << 30, 2.0),
         }
     }
@@ -76,6 +80,9 @@ pub struct Plan<'a> {
     pub peers: &'a [String],
     /// The guest's kernel, where a table has a choice.
     pub kernel: Option<&'a str>,
+    /// Processors of the guest and of the back end, where a table has a choice.
+    pub guest_cpus: Option<&'a str>,
+    pub server_cpus: Option<&'a str>,
     pub json: bool,
 }
 
@@ -155,6 +162,7 @@ pub fn run(plan: &Plan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<()> {
         Name::ImageTools => Box::new(image_tools::ImageTools::new(place, plan.only)?),
         Name::Thrash => Box::new(thrash::Thrash::new(place)?),
         Name::Ublk => Box::new(ublk::Ublk::new(place, plan)?),
+        Name::Uml => Box::new(uml::Uml::new(place, plan)?),
     };
     let measured = rounds(table.as_mut(), plan, &stop)?;
     table.check()?;
@@ -265,6 +273,8 @@ mod tests {
             only: "",
             peers: &[],
             kernel: None,
+            guest_cpus: None,
+            server_cpus: None,
             json: false,
         };
         let plan = |rounds, only| Plan { rounds, only, ..all };
