@@ -6,11 +6,13 @@
 //!   image_tools  `blockyard image` beside `qemu-img` (image_works: the rows)
 //!   nbd       NBD servers, by fio                  thrash    two guests, one of which swaps (thrash_scripts: what they run)
 //!   ublk      block devices of a host, in a QEMU guest   uml   drivers in a User Mode Linux guest
+//!   demo      the experiment of `make demo`
 //! ```
 //! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: in each round the systems of a row are measured
 //! one right after the other, so that a slow minute of the machine hits all of them; figures are medians of the rounds.
 
 mod clients;
+mod demo;
 mod guests;
 mod image_tools;
 mod image_works;
@@ -52,6 +54,8 @@ pub enum Name {
     Ublk,
     /// A User Mode Linux guest on its own disk driver and on Blockyard, at equal durability
     Uml,
+    /// The experiment of `make demo`: a table for people, not Markdown
+    Demo,
 }
 
 impl Name {
@@ -60,6 +64,7 @@ impl Name {
         match self {
             Name::Overlays => (4 << 30, 2.0),
             Name::Thrash => (1 << 30, 15.0),
+            Name::Demo => (512 << 20, 0.0),
             Name::ImageTools => (1 << 30, 0.0),
             Name::Ublk => (128 << 20, 3.0),
             Name::Uml => (512 << 20, 1.0),
@@ -163,6 +168,7 @@ pub fn run(plan: &Plan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<()> {
         Name::Thrash => Box::new(thrash::Thrash::new(place)?),
         Name::Ublk => Box::new(ublk::Ublk::new(place, plan)?),
         Name::Uml => Box::new(uml::Uml::new(place, plan)?),
+        Name::Demo => Box::new(demo::Demo::new(place)?),
     };
     let measured = rounds(table.as_mut(), plan, &stop)?;
     table.check()?;
