@@ -1,5 +1,6 @@
 //! The figures of a disk, in the log.
 
+use blockyard_disk::WriteFigures;
 use blockyard_disk::{OpKind, Statistics};
 use blockyard_export::PolicyFigures;
 use blockyard_export::policy::notify::NotifyFigures;
@@ -29,9 +30,23 @@ pub fn log(disk: &str, statistics: &Statistics, share: &Share) {
             s.service_us[2],
         );
     }
+    if let Some(text) = describe_writes(&statistics.writes) {
+        tracing::info!(disk, "writes: {text}");
+    }
     if operations > 0 && !share.is_free() {
         tracing::info!(disk, "share: {}", describe(share, operations));
     }
+}
+
+/// Describes what reactors did about writes by themselves. None: nothing.
+fn describe_writes(writes: &WriteFigures) -> Option<String> {
+    let WriteFigures { inline, blocked, left, noted, refused } = writes;
+    (*writes != WriteFigures::default()).then(|| {
+        format!(
+            "reactors made {inline} to the page cache, noted {noted} times of change, and made {refused} again that were \
+             refused; such work blocked {blocked} times and was left to others {left} times"
+        )
+    })
 }
 
 /// Logs what the policies chose for a disk. A policy that had nothing to choose has no line.

@@ -72,7 +72,7 @@ impl ClosedGate {
             let view = served.next.take().map_or_else(|| View::open(handle, &new, map.clone()).map(Rc::new), Ok);
             let gone = |e: &std::io::Error| Rc::new(View::gone(e));
             let (view, answer) = view.map_or_else(|e| (gone(&e), Err(e)), |view| (view, Ok(())));
-            *served.view.borrow_mut() = view;
+            served.exchange(view);
             let _ = reply.send(answer);
         });
         if let Err(e) = exchanged {
@@ -86,7 +86,7 @@ impl ClosedGate {
         let why = why.to_string();
         self.disk.serving().source = Source::Gone { size: self.disk.capacity(), why: why.clone() };
         let _ = self.each(move |served, _, reply| {
-            *served.view.borrow_mut() = Rc::new(View::gone(&std::io::Error::other(why.clone())));
+            served.exchange(Rc::new(View::gone(&std::io::Error::other(why.clone()))));
             let _ = reply.send(Ok(()));
         });
     }

@@ -27,6 +27,7 @@ mod turnstile;
 
 pub use backend::{Backend, Delay, Model, Ram, Source, SourceError, parse_size};
 pub use blockyard_image::Store;
+pub use blockyard_ring::WriteFigures;
 pub use closed_gate::GateError;
 pub use disk::{Disk, DiskOptions};
 pub use filter::{Filter, FilterError, parse_time};

@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blockyard_image::{BlockStatus, Store};
-use blockyard_ring::{Handle, Meter, Segments};
+use blockyard_ring::{Handle, Meter, Segments, WriteFigures};
 use blockyard_storage::Storage;
 
 use crate::backend::{Backend, Source};
@@ -127,6 +127,11 @@ impl<S> View<S> {
         (more.operations > 0 || more.bytes > 0).then_some(more)
     }
 
+    /// What the policies of writes chose for the files of this view.
+    fn writes(&self) -> WriteFigures {
+        self.metered.as_ref().map_or_else(WriteFigures::default, |metered| metered.did.writes())
+    }
+
     pub(crate) fn gone(why: &io::Error) -> Self {
         View { backend: Backend::Gone(why.to_string()), dirty: None, metered: None }
     }
@@ -216,7 +221,15 @@ impl<S: Storage> Served<S> {
     }
 
     pub fn statistics(&self) -> Statistics {
-        self.statistics.borrow().clone()
+        let mut statistics = self.statistics.borrow().clone();
+        statistics.writes.merge(&self.view.borrow().writes());
+        statistics
+    }
+
+    /// Goes on with another view of the image. What was counted for the old one stays in the statistics.
+    pub(crate) fn exchange(&self, view: Rc<View<S>>) {
+        let old = self.view.replace(view);
+        self.statistics.borrow_mut().writes.merge(&old.writes());
     }
 
     /// Lets something in that is nobody's request: at once, but while the image is exchanged.

@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use blockyard_ring::WriteFigures;
 use hdrhistogram::Histogram;
 
 use crate::request::Op;
@@ -65,6 +66,8 @@ impl Kind {
 #[derive(Clone, Default)]
 pub struct Statistics {
     kinds: [Option<Box<Kind>>; 5],
+    /// What the policies of writes chose for the files of the disk.
+    pub writes: WriteFigures,
 }
 
 impl Statistics {
@@ -98,6 +101,7 @@ impl Statistics {
     }
 
     pub fn merge(&mut self, other: &Statistics) {
+        self.writes.merge(&other.writes);
         for (mine, theirs) in self.kinds.iter_mut().zip(&other.kinds) {
             let Some(theirs) = theirs else { continue };
             let mine = mine.get_or_insert_with(|| Box::new(Kind::new()));
@@ -151,7 +155,10 @@ mod tests {
         b.record(Op::Read, 4096, us, ms, false);
         a.record_merged(Op::Read, 3);
         b.record_merged(Op::Read, 4);
+        a.writes.noted = 1;
+        b.writes = WriteFigures { inline: 1, blocked: 2, left: 3, noted: 4, refused: 5 };
         a.merge(&b);
+        assert_eq!(a.writes, WriteFigures { inline: 1, blocked: 2, left: 3, noted: 5, refused: 5 });
         let s = a.summary(OpKind::Read).unwrap();
         assert_eq!((s.requests, s.merged, s.errors, s.bytes), (3, 7, 1, 8192));
         assert!((s.queue_us[0] - 1.0).abs() < 0.05 && (s.service_us[2] - 3000.0).abs() < 40.0, "{s:?}");

@@ -4,6 +4,10 @@
 //! later `sync` that answered Ok, or at once when it was asked to be `durable`; writes in flight together land in any
 //! order, and a power cut may tear them.
 
+mod attempts;
+mod change_time;
+mod inline;
+
 use std::cell::Cell;
 use std::io;
 use std::ops::Range;
@@ -14,11 +18,12 @@ use std::sync::Arc;
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
-use crate::change_time::ChangeTime;
 use crate::executor::Handle;
 use crate::host;
-use crate::inline::InlineWrites;
+use crate::meter::Meter;
 use crate::operation::Operation;
+use crate::policy::change_time::ChangeTime;
+use crate::policy::inline::InlineWrites;
 use crate::segments::Segments;
 use crate::turns::Turns;
 use crate::uring::Action;
@@ -158,8 +163,9 @@ impl UringFile {
     pub fn new(handle: &Handle, fd: Arc<impl AsFd + Send + Sync + 'static>) -> io::Result<Self> {
         let mode = rustix::fs::fstat(&fd)?.st_mode;
         let block_device = rustix::fs::FileType::from_raw_mode(mode) == rustix::fs::FileType::BlockDevice;
-        let inline = Rc::new(InlineWrites::new(fd.as_fd())?);
-        let change_time = Rc::new(ChangeTime::new(fd.as_fd())?);
+        let counters = handle.meter().map(Meter::counters).unwrap_or_default();
+        let inline = Rc::new(inline::policy(fd.as_fd(), counters.clone())?);
+        let change_time = Rc::new(change_time::policy(fd.as_fd(), counters)?);
         let flags = rustix::fs::fcntl_getfl(&fd)?;
         let counted = flags & rustix::fs::OFlags::RWMODE != rustix::fs::OFlags::RDONLY;
         if counted {
@@ -190,13 +196,13 @@ impl UringFile {
     async fn write_once(&self, mut segments: Segments, offset: u64, rw_flags: i32) -> (i32, Segments) {
         self.count(segments.len());
         let (fd, alone) = (self.slot.fd(), || self.slot.handle.files() == 1);
-        let mut attempt = self.change_time.first(fd, alone());
+        let mut attempt = change_time::first(&self.change_time, fd, alone());
         loop {
             let _held = self.change_time.may_hold(attempt);
             let action = Action::Write { offset, rw_flags: rw_flags | attempt.flags() };
             let result;
             (result, segments) = self.slot.handle.operation(action, segments, self.slot.clone()).await;
-            match self.change_time.next(fd, attempt, result, alone()) {
+            match change_time::next(&self.change_time, fd, attempt, result, alone()) {
                 Some(again) => attempt = again,
                 None => return (result, segments),
             }
@@ -241,7 +247,7 @@ impl UringFile {
             && self.inline.suits(want)
             && segments.request().is_none()
             && self.slot.handle.files() == 1
-            && let Some(n) = self.inline.write(self.slot.fd(), &segments, offset)
+            && let Some(n) = inline::write(&self.inline, self.slot.fd(), &segments, offset)
             && n == want
         {
             self.count(n);

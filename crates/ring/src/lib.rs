@@ -4,7 +4,7 @@
 //!   executor   one thread, one io_uring, many tasks       remote    work handed in from other threads
 //!   inbox      wake-ups and calls of other threads       operation one operation in the kernel
 //!   wake       watched descriptors, signals               join      several operations in one task
-//!   file       files and block devices over io_uring      inline    page-cache writes made at once
+//!   file       files and block devices over io_uring      policy    which writes the reactor makes, or prepares, itself
 //!   socket     connected sockets over io_uring            ublk      block devices of this host: control, queues
 //!   rights     descriptors that arrive over Unix sockets
 //!   memory     guest memory: regions, windows, bounds     segments  what one I/O moves: an iovec and its owner
@@ -14,7 +14,6 @@
 //!   workers    threads for calls that block             pulse     what an executor is at, for a thread that watches
 //!   turns      how many may do something at a time
 //!   doorbell   signals to eventfds of other processes, without waiting
-//!   change_time  what writes past the page cache would wait for, done ahead      pauses  of what has blocked
 //!   host       locks, geometry, block-device calls, sockets' bits
 //!   inherited  listening sockets that the process was started with
 //! ```
@@ -27,7 +26,6 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod buffers;
-mod change_time;
 pub mod doorbell;
 pub mod executor;
 mod fault;
@@ -35,7 +33,6 @@ pub mod file;
 pub mod host;
 mod inbox;
 pub mod inherited;
-mod inline;
 pub mod join;
 mod locals;
 mod mapper;
@@ -43,7 +40,7 @@ pub mod memory;
 mod meter;
 pub mod nbd_device;
 mod operation;
-mod pauses;
+mod policy;
 mod pulse;
 mod quota;
 pub mod remote;
@@ -64,6 +61,7 @@ pub use file::{LockedFile, OpenMode, UringFile};
 pub use mapper::{Mapper, MemoryFile};
 pub use memory::{GuestMemory, MemoryError, Region, Window};
 pub use meter::Meter;
+pub use policy::WriteFigures;
 pub use pulse::{Pulse, Watcher};
 pub use quota::{Exceeded, MEMORY_SLOTS};
 pub use remote::{Answer, NoAnswer, Remote, Reply};

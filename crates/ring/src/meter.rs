@@ -1,18 +1,31 @@
 //! How much the files do that were opened through a handle.
 
 use std::cell::Cell;
+use std::rc::Rc;
+
+use crate::policy::{Counters, WriteFigures};
 
 /// Counts what the files do that were opened through a handle: see [`crate::Handle::metered`].
 #[derive(Debug, Default)]
 pub struct Meter {
     operations: Cell<u64>,
     bytes: Cell<u64>,
+    writes: Rc<Counters>,
 }
 
 impl Meter {
     /// Operations that were begun, and the bytes of those that move any.
     pub fn counted(&self) -> (u64, u64) {
         (self.operations.get(), self.bytes.get())
+    }
+
+    /// What the policies of writes chose for the files.
+    pub fn writes(&self) -> WriteFigures {
+        self.writes.figures()
+    }
+
+    pub(crate) fn counters(&self) -> Rc<Counters> {
+        self.writes.clone()
     }
 
     #[inline]

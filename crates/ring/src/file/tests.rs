@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::executor::Executor;
+use crate::policy::WriteFigures;
 
 fn file(executor: &Executor) -> (UringFile, Arc<OwnedFd>) {
     let fd = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -201,4 +202,25 @@ fn extents_are_changed_one_range_at_a_time() {
             assert_eq!((read.unwrap() as u64, data.find_nonzero(0, (RANGES * LEN) as usize)), (RANGES * LEN, None));
         })
         .unwrap();
+}
+
+#[test]
+fn the_meter_has_what_the_reactor_wrote_by_itself() {
+    let executor = Executor::new().unwrap();
+    let meter = Rc::new(Meter::default());
+    let flags = rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::RDWR;
+    let fd = rustix::fs::open(std::env::temp_dir(), flags, 0o600.into()).unwrap();
+    let file = UringFile::new(&executor.handle().metered(&meter), Arc::new(fd)).unwrap();
+    // As if its file system could not promise that a write does not block.
+    file.inline.tried(true);
+    let write = async move {
+        for _ in 0..3 {
+            file.write(Segments::from_bytes(b"three times"), 0, false).await.1.unwrap();
+        }
+        file.write(Segments::from_bytes(b"durable"), 0, true).await.1.unwrap();
+    };
+    executor.block_on(write).unwrap();
+    let WriteFigures { inline, left, .. } = meter.writes();
+    assert_eq!(inline + left, 3, "{:?}", meter.writes());
+    assert!(inline > 0);
 }

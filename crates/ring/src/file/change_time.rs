@@ -1,0 +1,149 @@
+//! Notes a file's time of change when [`crate::policy::change_time`] says so.
+//!
+//! What must hold: the time is none but what the write itself would set.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::rc::Rc;
+
+use rustix::fs::{FileType, OFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::attempts::attempt;
+use crate::policy::Counters;
+use crate::policy::change_time::{Attempt, ChangeTime, Clock, Next};
+
+/// The kernel's coarse clocks. Reading them is no system call.
+struct CoarseClocks;
+
+impl Clock for CoarseClocks {
+    #[inline]
+    fn tick(&self) -> (i64, i64) {
+        let now = clock_gettime(ClockId::RealtimeCoarse);
+        (now.tv_sec, now.tv_nsec)
+    }
+
+    #[inline]
+    fn seconds(&self) -> i64 {
+        clock_gettime(ClockId::MonotonicCoarse).tv_sec
+    }
+}
+
+/// Returns the policy for the file.
+pub fn policy(fd: BorrowedFd<'_>, counters: Rc<Counters>) -> io::Result<ChangeTime> {
+    let regular = FileType::from_raw_mode(rustix::fs::fstat(fd)?.st_mode) == FileType::RegularFile;
+    let direct = rustix::fs::fcntl_getfl(fd)?.contains(OFlags::DIRECT);
+    Ok(ChangeTime::new(regular && direct, counters))
+}
+
+/// Returns how a write is to be made. Notes the time before, if that is due.
+#[inline]
+pub fn first(policy: &ChangeTime, fd: BorrowedFd<'_>, alone: bool) -> Attempt {
+    let (attempt, is_due) = policy.first(&CoarseClocks, alone);
+    if is_due {
+        note(policy, fd);
+    }
+    attempt
+}
+
+/// Returns how the write is to be made again. None: the result is the write's.
+#[inline]
+pub fn next(policy: &ChangeTime, fd: BorrowedFd<'_>, attempt: Attempt, result: i32, alone: bool) -> Option<Attempt> {
+    match policy.next(&CoarseClocks, attempt, result, alone) {
+        Next::Done => None,
+        Next::Again(attempt) => Some(attempt),
+        Next::Note if note(policy, fd) => Some(Attempt::Noted),
+        Next::Note => Some(Attempt::Plain),
+    }
+}
+
+/// Notes the time; false: it cannot be just now.
+fn note(policy: &ChangeTime, fd: BorrowedFd<'_>) -> bool {
+    let time = |tv_nsec| Timespec { tv_sec: 0, tv_nsec };
+    let times = Timestamps { last_access: time(UTIME_OMIT), last_modification: time(UTIME_NOW) };
+    match attempt(&policy.pauses, || rustix::fs::futimens(fd, &times)) {
+        Some(Ok(())) => {
+            policy.was_noted();
+            true
+        }
+        Some(Err(e)) => {
+            tracing::debug!("noting the time of change: {e}");
+            policy.cannot_be_noted();
+            false
+        }
+        None => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::{AsFd, OwnedFd};
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    const AGAIN: i32 = -libc::EAGAIN;
+
+    /// A file of 1970, as if it were one that is written past the page cache.
+    fn old_file() -> (OwnedFd, ChangeTime) {
+        let fd = rustix::fs::open(std::env::temp_dir(), OFlags::TMPFILE | OFlags::RDWR, 0o600.into()).unwrap();
+        let then = || Timespec { tv_sec: 1, tv_nsec: 0 };
+        rustix::fs::futimens(&fd, &Timestamps { last_access: then(), last_modification: then() }).unwrap();
+        (fd, ChangeTime::new(true, Rc::default()))
+    }
+
+    fn modified(fd: &OwnedFd) -> i64 {
+        rustix::fs::fstat(fd).unwrap().st_mtime as i64
+    }
+
+    #[test]
+    fn the_time_is_noted_and_nothing_else() {
+        let (fd, policy) = old_file();
+        assert_eq!(first(&policy, fd.as_fd(), true), Attempt::Unless);
+        assert_eq!(modified(&fd), 1);
+        assert_eq!(next(&policy, fd.as_fd(), Attempt::Unless, AGAIN, true), Some(Attempt::Noted));
+        let seconds = CoarseClocks.tick().0;
+        assert!((seconds - 60..=seconds).contains(&modified(&fd)));
+        assert_eq!(rustix::fs::fstat(&fd).unwrap().st_atime, 1, "nothing has read it");
+        assert_eq!(next(&policy, fd.as_fd(), Attempt::Noted, 4096, true), None);
+    }
+
+    #[test]
+    fn nothing_is_noted_while_the_file_is_held() {
+        let (fd, policy) = old_file();
+        let held = policy.held();
+        assert_eq!(next(&policy, fd.as_fd(), Attempt::Unless, AGAIN, true), Some(Attempt::Plain));
+        assert_eq!(modified(&fd), 1);
+        drop(held);
+        assert_eq!(next(&policy, fd.as_fd(), Attempt::Unless, AGAIN, true), Some(Attempt::Noted));
+        assert!(modified(&fd) > 1);
+    }
+
+    #[test]
+    fn nor_in_a_pause() {
+        let (fd, policy) = old_file();
+        let now = Instant::now();
+        policy.pauses.done(now, now + Duration::from_secs(3600), || true);
+        assert_eq!(next(&policy, fd.as_fd(), Attempt::Unless, AGAIN, true), Some(Attempt::Plain));
+        assert_eq!(modified(&fd), 1);
+    }
+
+    #[test]
+    fn where_it_cannot_be_noted_writes_are_plain() {
+        let (_fd, policy) = old_file();
+        let path = rustix::fs::open(std::env::temp_dir(), OFlags::PATH, 0.into()).unwrap();
+        assert_eq!(
+            next(&policy, path.as_fd(), Attempt::Unless, AGAIN, true),
+            Some(Attempt::Plain),
+            "no such descriptor"
+        );
+        assert_eq!(first(&policy, path.as_fd(), true), Attempt::Plain);
+    }
+
+    #[test]
+    fn files_in_the_page_cache_need_none_of_this() {
+        let (fd, _) = old_file();
+        let policy = super::policy(fd.as_fd(), Rc::default()).unwrap();
+        assert_eq!(first(&policy, fd.as_fd(), true), Attempt::Plain);
+    }
+}

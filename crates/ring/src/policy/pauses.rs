@@ -1,0 +1,108 @@
+//! For work that a reactor does by itself although it may block: after it blocked, others do it for a while.
+//!
+//! In: when the work is due, when it was done, and whether the thread slept. Out: whether the reactor may do it. What must hold: a
+//! reactor is blocked by such work for a small part of its time only: a twentieth, unless it blocks for seconds at a time.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use super::Counters;
+
+/// What takes less has not blocked; what takes more is looked at.
+const QUICK: Duration = Duration::from_micros(200);
+/// A pause is so many times as long as the work has blocked.
+const TIMES: u32 = 20;
+/// And no longer: then it is tried again.
+const MOST: Duration = Duration::from_secs(60);
+
+#[derive(Default)]
+pub(crate) struct Pauses {
+    until: Cell<Option<Instant>>,
+    counters: Rc<Counters>,
+}
+
+impl Pauses {
+    pub fn new(counters: Rc<Counters>) -> Self {
+        Pauses { until: Cell::default(), counters }
+    }
+
+    /// Whether the work may be done at `now`.
+    #[inline]
+    pub fn allows(&self, now: Instant) -> bool {
+        let allows = self.until.get().is_none_or(|until| now >= until);
+        if !allows {
+            self.counters.count(|figures| figures.left += 1);
+        }
+        allows
+    }
+
+    /// The work was done. `has_slept` is called only after slow work. Time alone does not tell whether the work has blocked,
+    /// because a busy machine may have run others meanwhile.
+    #[inline]
+    pub fn done(&self, began: Instant, ended: Instant, has_slept: impl FnOnce() -> bool) {
+        let took = ended.saturating_duration_since(began);
+        if took > QUICK && has_slept() {
+            self.counters.count(|figures| figures.blocked += 1);
+            self.until.set(Some(ended + (took * TIMES).min(MOST)));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ms(n: u64) -> Duration {
+        Duration::from_millis(n)
+    }
+
+    #[test]
+    fn what_blocked_is_left_alone_for_a_while() {
+        let counters = Rc::<Counters>::default();
+        let (pauses, start) = (Pauses::new(counters.clone()), Instant::now());
+        assert!(pauses.allows(start));
+        pauses.done(start, start + ms(100), || true);
+        let (end, tick) = (start + ms(2100), Duration::from_nanos(1));
+        assert!(!pauses.allows(start + ms(100)) && !pauses.allows(end - tick));
+        assert!(pauses.allows(end));
+        pauses.done(end, end + QUICK, || unreachable!("quick work is not looked at"));
+        assert!(pauses.allows(end + QUICK));
+        assert_eq!((counters.figures().blocked, counters.figures().left), (1, 2));
+    }
+
+    #[test]
+    fn slow_work_that_did_not_sleep_has_not_blocked() {
+        let (pauses, start) = (Pauses::default(), Instant::now());
+        pauses.done(start, start + ms(100), || false);
+        assert!(pauses.allows(start + ms(100)));
+    }
+
+    #[test]
+    fn it_is_tried_again() {
+        let (pauses, start) = (Pauses::default(), Instant::now());
+        let end = start + Duration::from_secs(3600);
+        pauses.done(start, end, || true);
+        assert!(!pauses.allows(end + MOST - ms(1)) && pauses.allows(end + MOST));
+    }
+
+    /// Work is due every millisecond. One in three blocks, for 0.3 to 4.8 ms.
+    #[test]
+    fn a_reactor_is_blocked_for_a_twentieth_of_its_time() {
+        let (pauses, start) = (Pauses::default(), Instant::now());
+        let (mut now, mut blocked, mut random) = (start, Duration::ZERO, 1u64);
+        while now - start < Duration::from_secs(60) {
+            now += ms(1);
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            if !pauses.allows(now) {
+                continue;
+            }
+            let blocks = (random >> 40) % 3 == 0;
+            let took = Duration::from_micros(if blocks { 300 + 300 * ((random >> 50) % 16) } else { 5 });
+            pauses.done(now, now + took, || blocks);
+            now += took;
+            blocked += if blocks { took } else { Duration::ZERO };
+        }
+        assert!(blocked * 20 < now - start && blocked * 60 > now - start, "{blocked:?} of {:?}", now - start);
+    }
+}
