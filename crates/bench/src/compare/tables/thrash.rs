@@ -137,11 +137,10 @@ impl Thrash {
         thrasher.expect("ready", READY)?;
         worker.expect("ready", READY)?;
         thrasher.tell("thrash", if thrashes { "yes" } else { "no" })?;
-        while thrashes {
-            let pages = thrasher.expect("swapped", READY)?;
-            if pages.split(' ').next().and_then(|n| n.parse().ok()).unwrap_or(0) > THRASHES {
-                break;
-            }
+        let mut pages = if thrashes { 0 } else { u64::MAX };
+        while pages <= THRASHES {
+            let figures = thrasher.expect("swapped", READY)?;
+            pages = figures.split(' ').next().and_then(|n| n.parse().ok()).context("the thrasher prints no figure")?;
         }
         let (before, begin) = (Snapshot::take(), Instant::now());
         worker.tell("work", "")?;
