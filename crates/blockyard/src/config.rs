@@ -1,30 +1,25 @@
 //! The configuration file: TOML, one `[[disk]]` table a disk, one `[group.NAME]` table a group. See docs/configuration.md.
 
 use std::collections::{BTreeMap, HashSet};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
-use std::time::Duration;
 
-use blockyard_disk::Filter;
-use blockyard_export::PollMode;
-use blockyard_export::vhost_user::{Coalesce, SecondClient};
-use blockyard_image::{ChainOptions, Format, Overlaid, nbd};
 use blockyard_sched::Knobs;
-use serde::{Deserialize, Deserializer};
+use serde::Deserialize;
 
 mod mistake;
 
-use crate::cli::{self, DiskArgs, UblkNumber};
-use crate::knobs::{self, GroupArgs};
-use crate::nbd::NbdArgs;
-use crate::xen::XenArgs;
+use crate::options::disk::DiskArgs;
+use crate::options::knobs::{self, GroupArgs};
+use crate::options::nbd::NbdArgs;
+use crate::options::serve::ServeOptions;
+use crate::options::values::{self, UblkNumber};
+use crate::options::xen::XenArgs;
 
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Config {
     /// Threads that serve queues; read at start only.
-    #[serde(default, deserialize_with = "reactors")]
+    #[serde(default, deserialize_with = "values::reactors")]
     pub reactors: Option<u16>,
     /// Whether disks get their shares of a device, or as much as they ask for.
     #[serde(default)]
@@ -58,6 +53,18 @@ pub enum ConfigError {
 }
 
 impl Config {
+    /// The configuration that the options name, or that they make by themselves.
+    pub fn of(options: &ServeOptions) -> anyhow::Result<Self> {
+        match (&options.config, &options.disk) {
+            (Some(path), _) => Ok(Config::read(path)?),
+            (None, Some(disk)) => Ok(Config { disks: vec![disk.clone()], ..Config::default() }),
+            (None, None) if !options.xen.watch.is_empty() => Ok(Config::default()),
+            (None, None) => {
+                anyhow::bail!("say an IMAGE and a way in (--vhost-user, --nbd, --ublk, --xen), or --config FILE")
+            }
+        }
+    }
+
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let owned = || path.to_path_buf();
         let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: owned(), source })?;
@@ -132,165 +139,6 @@ impl Config {
     pub fn group_knobs(&self) -> BTreeMap<String, Knobs> {
         self.groups.iter().map(|(name, group)| (name.clone(), group.knobs())).collect()
     }
-}
-
-impl DiskArgs {
-    /// The name given, or the image's own.
-    pub fn name(&self) -> String {
-        self.name.clone().unwrap_or_else(|| {
-            let remote = self.image.to_str().and_then(|name| blockyard_nbd::Uri::parse(name).ok());
-            if let Some(uri) = remote {
-                return if uri.export.is_empty() { "nbd".into() } else { uri.export };
-            }
-            let file = self.image.file_name().unwrap_or(self.image.as_os_str());
-            file.to_string_lossy().into_owned()
-        })
-    }
-
-    /// Device and inode of the image, if it is a file.
-    fn file(&self) -> Option<(u64, u64)> {
-        use std::os::unix::fs::MetadataExt;
-        std::fs::metadata(&self.image).ok().map(|meta| (meta.dev(), meta.ino()))
-    }
-
-    /// Whether an export offers the disk.
-    pub fn is_offered(&self) -> bool {
-        self.vhost_user.is_some() || self.nbd.is_some() || self.ublk.is_some() || self.xen.is_some()
-    }
-
-    /// What tells the disk from others, from one run of the program to the next.
-    pub fn identity(&self) -> String {
-        let path = || std::fs::canonicalize(&self.image).unwrap_or_else(|_| self.image.clone());
-        self.name.clone().unwrap_or_else(|| path().to_string_lossy().into_owned())
-    }
-
-    /// Tells the image's file from another one that gets its path later. None: the disk has a name, or the image is no file.
-    pub fn file_identity(&self) -> Option<u64> {
-        if self.name.is_some() {
-            return None;
-        }
-        let file = std::fs::metadata(&self.image).ok()?;
-        // A file system gives the number of a removed file to another one; but that is born later.
-        let born = file.created().ok().and_then(|at| at.duration_since(std::time::UNIX_EPOCH).ok());
-        Some(file.ino() ^ born.unwrap_or_default().as_nanos() as u64)
-    }
-
-    /// The format that is told, or that the image's name says. Other names mean raw, unless they are those of formats that
-    /// are not served.
-    pub fn format(&self) -> Result<Format, String> {
-        if let Some(format) = self.format.or_else(|| Format::of_name(&self.image)) {
-            return Ok(format);
-        }
-        let extension = self.image.extension().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
-        if matches!(extension.as_str(), "vmdk" | "vdi" | "vhd" | "vhdx") {
-            return Err(format!(
-                "image {}: its name says {extension}, which is not served; --format raw serves the file's bytes as they are",
-                self.image.display()
-            ));
-        }
-        Ok(Format::Raw)
-    }
-
-    /// What the image is opened with.
-    pub fn chain(&self) -> ChainOptions {
-        ChainOptions {
-            format: self.format().ok(),
-            read_only: self.read_only,
-            cache: self.cache,
-            l2_cache: self.l2_cache,
-            prime: self.prime,
-            copy_on_read: self.copy_on_read,
-            overlaid: if self.abandon_overlay { Overlaid::Abandon } else { Overlaid::Refuse },
-            folders: self.backing_folders.clone(),
-            nbd: nbd::Options {
-                reconnect: self.nbd_reconnect,
-                timeout: self.nbd_timeout.max(Duration::from_millis(100)),
-            },
-            ..ChainOptions::new(&self.image)
-        }
-    }
-}
-
-/// Seconds, as a number.
-pub fn seconds<'de, D: Deserializer<'de>>(d: D) -> Result<Duration, D::Error> {
-    cli::of_seconds(f64::deserialize(d)?).map_err(serde::de::Error::custom)
-}
-
-pub fn from_text<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Display>>(d: D) -> Result<T, D::Error> {
-    String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
-}
-
-/// A text, where the key is there.
-pub fn some_from_text<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Display>>(
-    d: D,
-) -> Result<Option<T>, D::Error> {
-    from_text(d).map(Some)
-}
-
-/// A number of bytes, or a text with a suffix.
-pub fn size<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
-    parsed(d, cli::parse_size).map(Some)
-}
-
-pub fn filters<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Filter>, D::Error> {
-    let texts = Vec::<String>::deserialize(d)?;
-    texts.iter().map(|t| t.parse().map_err(serde::de::Error::custom)).collect()
-}
-
-/// A text or a number, as the option of the command line is read.
-pub fn parsed<'de, D: Deserializer<'de>, T>(d: D, parse: fn(&str) -> Result<T, String>) -> Result<T, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged, expecting = "it is a number or a text")]
-    enum Value {
-        Word(String),
-        Number(i64),
-        // No key takes one; the option's own message says so.
-        Fraction(f64),
-    }
-    let text = match Value::deserialize(d)? {
-        Value::Word(word) => word,
-        Value::Number(number) => number.to_string(),
-        Value::Fraction(number) => number.to_string(),
-    };
-    parse(&text).map_err(serde::de::Error::custom)
-}
-
-/// true: any device; a number: this one.
-pub fn ublk<'de, D: Deserializer<'de>>(d: D) -> Result<Option<UblkNumber>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged, expecting = "it is true, false, or the N of /dev/ublkbN")]
-    enum Value {
-        Wanted(bool),
-        Number(u32),
-    }
-    match Value::deserialize(d)? {
-        Value::Wanted(wanted) => Ok(wanted.then_some(UblkNumber::Any)),
-        Value::Number(number) => cli::parse_ublk(&number.to_string()).map(Some).map_err(serde::de::Error::custom),
-    }
-}
-
-pub fn queues<'de, D: Deserializer<'de>>(d: D) -> Result<u16, D::Error> {
-    parsed(d, cli::parse_queues)
-}
-
-pub fn queue_size<'de, D: Deserializer<'de>>(d: D) -> Result<u16, D::Error> {
-    parsed(d, cli::parse_queue_size)
-}
-
-pub fn reactors<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u16>, D::Error> {
-    parsed(d, cli::parse_reactors).map(Some)
-}
-
-pub fn second_client<'de, D: Deserializer<'de>>(d: D) -> Result<SecondClient, D::Error> {
-    parsed(d, cli::parse_second_client)
-}
-
-pub fn poll<'de, D: Deserializer<'de>>(d: D) -> Result<PollMode, D::Error> {
-    parsed(d, cli::parse_poll)
-}
-
-pub fn coalesce<'de, D: Deserializer<'de>>(d: D) -> Result<Coalesce, D::Error> {
-    parsed(d, cli::parse_coalesce)
 }
 
 #[cfg(test)]

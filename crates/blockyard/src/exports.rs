@@ -2,6 +2,8 @@
 //!
 //! A further export is one more [`Way`] here, and one more line in [`ALL`].
 
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use blockyard_disk::Disk;
@@ -12,9 +14,10 @@ use blockyard_export::{Export, Listener, Reactors};
 use blockyard_ring::xen::Host;
 use blockyard_yard::{Way, WayError};
 
-use crate::cli::{DiskArgs, UblkNumber};
 use crate::nbd::Servers;
-use crate::xen::{XenDevice, records};
+use crate::options::disk::DiskArgs;
+use crate::options::values::UblkNumber;
+use crate::options::xen::XenDevice;
 use crate::{attach, inherited};
 
 /// What the exports of all disks have in common.
@@ -112,6 +115,21 @@ fn xen(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
         let ended = attach::ended(disk.name().to_string(), attached);
         Ok(Box::new(Xen::start(disk.clone(), &options, &Host::Xen, reactors.clone(), ended)?))
     })
+}
+
+/// The folder for what must outlive a server that is killed, but not the host.
+pub fn records() -> Option<PathBuf> {
+    let folder = PathBuf::from("/run/blockyard/xen");
+    match std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder) {
+        Ok(()) => Some(folder),
+        Err(e) => {
+            tracing::warn!(
+                "folder {}: {e}: a server that is killed leaves requests without an answer",
+                folder.display()
+            );
+            None
+        }
+    }
 }
 
 fn shape(args: &DiskArgs) -> QueueShape {

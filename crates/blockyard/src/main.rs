@@ -9,19 +9,22 @@
 
 mod attach;
 mod bench;
+mod changes;
 mod cli;
 mod config;
+mod disks;
 mod exports;
 mod figures;
 mod image;
 mod inherited;
-mod knobs;
 mod log;
 mod nbd;
+mod options;
 mod panics;
 mod reload;
 mod serve;
 mod shares;
+mod toolstack;
 mod xen;
 
 use std::process::ExitCode;

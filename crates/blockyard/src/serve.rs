@@ -6,35 +6,37 @@
 use std::sync::{Arc, Mutex};
 
 use anyhow::Context;
-use blockyard_disk::{Source, SourceError};
 use blockyard_export::Reactors;
-use blockyard_image::{CacheMode, ChainError, ChainOptions, Format, OpenError};
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
 use blockyard_ring::xen::Host;
-use blockyard_yard::{DiskInfo, DiskSettings, DiskState, Ended, Way, Yard, YardError};
+use blockyard_yard::{DiskInfo, DiskState, Yard, YardError};
 use rustix::thread::CpuSet;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 
-use crate::cli::{Cpus, DiskArgs, ServeOptions};
+use crate::changes::Known;
 use crate::config::Config;
+use crate::disks::{advise, check, log_end, look_at, settings};
 use crate::exports::{self, Common};
-use crate::nbd::Servers;
-use crate::reload::Known;
-use crate::xen::{Toolstacks, XenArgs};
-use crate::{attach, figures, knobs, log, shares};
+use crate::nbd::{self, Servers};
+use crate::options::disk::DiskArgs;
+use crate::options::serve::ServeOptions;
+use crate::options::values::Cpus;
+use crate::options::xen::XenArgs;
+use crate::toolstack::Toolstacks;
+use crate::{attach, figures, log, shares};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     blockyard_ring::inherited::note();
-    let config = read(options).map_err(Failure::usage)?;
+    let config = Config::of(options).map_err(Failure::usage)?;
     for disk in &config.disks {
         check(disk).map_err(Failure::usage)?;
     }
     let shares = shares::from_configuration(options, &config).map_err(Failure::usage)?;
     let xen = options.xen.or(&config.xen);
     xen.check().map_err(Failure::usage)?;
-    let nbd = options.nbd.or(&config.nbd).settings(&config.disks).map_err(Failure::usage)?;
+    let nbd = nbd::settings(&options.nbd.or(&config.nbd), &config.disks).map_err(Failure::usage)?;
     if let Some(cpus) = &options.cpus {
         check_cpus(cpus).map_err(Failure::usage)?;
     }
@@ -69,46 +71,6 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     closed
 }
 
-pub fn read(options: &ServeOptions) -> anyhow::Result<Config> {
-    match (&options.config, &options.disk) {
-        (Some(path), _) => Ok(Config::read(path)?),
-        (None, Some(disk)) => Ok(Config { disks: vec![disk.clone()], ..Config::default() }),
-        (None, None) if !options.xen.watch.is_empty() => Ok(Config::default()),
-        (None, None) => {
-            anyhow::bail!("say an IMAGE and a way in (--vhost-user, --nbd, --ublk, --xen), or --config FILE")
-        }
-    }
-}
-
-/// What is wrong with a disk's options, beyond what each one alone can tell.
-pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
-    let image = disk.image.display();
-    if !disk.is_offered() {
-        anyhow::bail!("image {image}: say a way in: --vhost-user SOCKET, --nbd ADDRESS, --ublk or --xen DOMID:DEVICE");
-    }
-    let format = disk.format().map_err(anyhow::Error::msg)?;
-    if format == Format::Raw {
-        let of_chains = [
-            ("--l2-cache", disk.l2_cache.is_some()),
-            ("--prime", disk.prime),
-            ("--backing-folder", !disk.backing_folders.is_empty()),
-            ("--copy-on-read", disk.copy_on_read),
-        ];
-        if let Some((option, _)) = of_chains.iter().find(|(_, given)| *given) {
-            anyhow::bail!("image {image}: {option} is for qcow2 and cow images, and this one is raw");
-        }
-    }
-    if disk.copy_on_read && disk.read_only {
-        anyhow::bail!("image {image}: --copy-on-read writes, and --read-only forbids it");
-    }
-    knobs::check(&disk.knobs()).map_err(|e| anyhow::anyhow!("disk \"{}\": {e}", disk.name()))?;
-    let serial = disk.serial.as_deref().unwrap_or_default();
-    if serial.len() > 20 {
-        anyhow::bail!("serial \"{serial}\" has {} bytes, and may have 20", serial.len());
-    }
-    Ok(())
-}
-
 /// Returns an error for a processor that this process may not use.
 fn check_cpus(cpus: &Cpus) -> anyhow::Result<()> {
     let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return Ok(()) };
@@ -118,33 +80,6 @@ fn check_cpus(cpus: &Cpus) -> anyhow::Result<()> {
         anyhow::bail!("--cpus: this process cannot use processor {cpu}: it may use {}", list.join(","));
     }
     Ok(())
-}
-
-/// Opens the image and closes it again, without a lock: another server may have it. Does nothing for an image that is no file of
-/// this host (an export of an NBD server, `ram:`).
-fn look_at(disk: &DiskArgs) -> anyhow::Result<()> {
-    if blockyard_storage::scheme_of(&disk.image).is_some() || disk.image.to_string_lossy().starts_with("ram:") {
-        return Ok(());
-    }
-    let (read_only, force_share, cache) = (true, true, CacheMode::Writeback);
-    let options = ChainOptions { read_only, force_share, cache, prime: false, copy_on_read: false, ..disk.chain() };
-    Source::open(&options).map(drop).map_err(|e| advise(e, disk)).with_context(|| format!("disk {}", disk.name()))
-}
-
-/// Adds what an option of `serve` can do about an image that cannot be opened.
-fn advise(error: SourceError, args: &DiskArgs) -> anyhow::Error {
-    let open = match &error {
-        SourceError::Open(e) | SourceError::Chain(ChainError::Open(e)) => Some(e),
-        _ => None,
-    };
-    let advice = match open {
-        Some(OpenError::Open { .. }) if args.image.starts_with("/dev/null") => {
-            "null:SIZE is a disk that forgets what is written"
-        }
-        Some(e) if e.may_be_read() && !args.read_only => "--read-only serves it without writing to it",
-        _ => return error.into(),
-    };
-    anyhow::anyhow!("{:#}; {advice}", anyhow::Error::from(error))
 }
 
 fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
@@ -158,21 +93,6 @@ fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
         _ => "starting a reactor",
     };
     anyhow::Error::from(error).context(hint)
-}
-
-/// Returns what the yard needs to know of a disk.
-pub fn settings(args: &DiskArgs, ways: Vec<Arc<dyn Way>>) -> DiskSettings {
-    let name = args.name();
-    DiskSettings {
-        serial: args.serial.clone().unwrap_or_else(|| name.clone()),
-        name,
-        image: args.chain(),
-        filters: args.filters.clone(),
-        device: args.device.clone(),
-        group: args.group.clone(),
-        knobs: args.knobs(),
-        ways,
-    }
 }
 
 /// The disks of the command line or of the configuration file, which the yard serves.
@@ -195,7 +115,7 @@ impl Server {
         signals: &mut Signals,
     ) -> Result<(), Failure> {
         self.add_all(disks)?;
-        let toolstacks = Toolstacks::start(xen, &Host::Xen, crate::xen::records, &self.yard)?;
+        let toolstacks = Toolstacks::start(xen, &Host::Xen, exports::records, &self.yard)?;
         let mut by_nbd = None;
         if options.attached {
             by_nbd = self.report_device()?;
@@ -297,14 +217,5 @@ impl Server {
             return Ok(());
         }
         Err(anyhow::anyhow!("not every disk could be flushed: see the log").into())
-    }
-}
-
-/// Logs the last figures of a disk, and whether its image could be flushed.
-pub fn log_end(ended: &Ended) {
-    figures::log(&ended.name, &ended.statistics, &ended.share);
-    figures::log_policies(&ended.name, &ended.policies);
-    if !ended.is_flushed {
-        tracing::error!(disk = ended.name, "its image could not be flushed");
     }
 }

@@ -6,8 +6,8 @@ use blockyard_program::costs::{USUAL, read};
 use blockyard_sched::Calibration;
 use blockyard_yard::{DeviceMeans, Shares};
 
-use crate::cli::ServeOptions;
 use crate::config::Config;
+use crate::options::serve::ServeOptions;
 
 /// Reads what was measured of the devices, and makes the shares of the disks to come.
 pub fn from_configuration(options: &ServeOptions, config: &Config) -> anyhow::Result<Shares> {

@@ -3,13 +3,7 @@
 //! `attach` starts a server of one disk in the background, waits until the device is there, and prints its name. The guest may
 //! run already, or not yet. `detach` asks the guest to close the device. The server then flushes the image and exits.
 
-mod toolstack;
-
-use std::fmt;
-use std::os::unix::fs::DirBuilderExt;
-use std::path::PathBuf;
 use std::process::Command as Program;
-use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, anyhow};
@@ -19,9 +13,9 @@ use blockyard_program::output;
 use blockyard_ring::xen::Host;
 use clap::{Args, Subcommand};
 
-pub use toolstack::{Toolstacks, XenArgs};
-
-use crate::cli::{DiskArgs, ServeOptions};
+use crate::options::disk::DiskArgs;
+use crate::options::serve::ServeOptions;
+use crate::options::xen::XenDevice;
 use crate::{attach, serve};
 
 /// How long `detach` waits until the guest has closed the device. Some drivers keep a device that is in use.
@@ -73,45 +67,6 @@ impl Command {
     /// Whether this process is the server.
     pub fn serves(&self) -> bool {
         matches!(self, Command::Attach(attach) if attach.attached)
-    }
-}
-
-/// A device of a guest: `3:xvda`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct XenDevice {
-    pub domain: u16,
-    pub name: Name,
-}
-
-impl FromStr for XenDevice {
-    type Err = String;
-
-    fn from_str(s: &str) -> Result<Self, String> {
-        let parsed = s.split_once(':').and_then(|(domain, name)| Some((domain.parse().ok()?, name.parse().ok()?)));
-        let (domain, name) =
-            parsed.ok_or_else(|| format!("\"{s}\": a device of a guest is DOMID:DEVICE, such as 3:xvda"))?;
-        Ok(XenDevice { domain, name })
-    }
-}
-
-impl fmt::Display for XenDevice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "device {} of domain {}", self.name, self.domain)
-    }
-}
-
-/// The folder for what must outlive a server that is killed, but not the host.
-pub fn records() -> Option<PathBuf> {
-    let folder = PathBuf::from("/run/blockyard/xen");
-    match std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder) {
-        Ok(()) => Some(folder),
-        Err(e) => {
-            tracing::warn!(
-                "folder {}: {e}: a server that is killed leaves requests without an answer",
-                folder.display()
-            );
-            None
-        }
     }
 }
 

@@ -22,9 +22,9 @@ use blockyard_program::output;
 use blockyard_ring::nbd_device::NbdDevice;
 use rustix::process::{Pid, Signal};
 
-use crate::cli::{AttachOptions, DetachOptions};
 use crate::log;
-use crate::nbd::NbdAddress;
+use crate::options::nbd::NbdAddress;
+use crate::options::serve::{AttachOptions, DetachOptions};
 
 /// How long the server of a device may take to flush the image and end.
 const PATIENCE: Duration = Duration::from_secs(120);

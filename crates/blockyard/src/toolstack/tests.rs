@@ -2,11 +2,12 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::symlink;
 use std::time::{Duration, Instant};
 
+use blockyard_image::CacheMode;
 use blockyard_ring::xen::{Machine, Node, Store};
 
 use super::*;
-use crate::cli::ServeOptions;
 use crate::config::Config;
+use crate::options::serve::ServeOptions;
 use crate::shares;
 
 /// A folder that is removed at the end.

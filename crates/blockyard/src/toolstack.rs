@@ -15,21 +15,17 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, bail};
 use blockyard_disk::Disk;
 use blockyard_export::xen::{ToolstackDevice, Wanted, Watch, WatchOptions, Xen, XenData, XenOptions};
 use blockyard_export::{Export, Reactors};
-use blockyard_image::{CacheMode, Format};
+use blockyard_image::Format;
 use blockyard_ring::xen::Host;
 use blockyard_yard::{DiskSettings, Way, WayError, Yard, YardError};
-use clap::Args;
-use serde::{Deserialize, Deserializer};
 
-use super::XenDevice;
-use crate::cli::DiskArgs;
-use crate::config;
-use crate::knobs::{self, with_knobs};
-use crate::serve::{check, log_end, settings};
+use crate::disks::{check, log_end, settings};
+use crate::options::disk::DiskArgs;
+use crate::options::xen::{XenArgs, XenDefaults, XenDevice};
 
 /// The hotplug script by which xl's disks are known: contrib/block-blockyard.
 const SCRIPT: &str = "block-blockyard";
@@ -40,132 +36,33 @@ const VBD: &str = "vbd";
 /// Time until the server opens the image of a device in use again.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// Back ends that are watched for disks of toolstacks: options, and the table `[xen]`.
-#[derive(Args, Clone, Debug, Default, Deserialize, PartialEq)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct XenArgs {
-    /// Serve the disks that a toolstack of Xen asks for by nodes in backend/TYPE: vbd (xl's disks with script=block-blockyard), or
-    /// a type of its own. May be repeated.
-    #[arg(long = "xen-watch", value_name = "TYPE", value_parser = parse_kind, help_heading = "Xen")]
-    #[serde(default, deserialize_with = "kinds")]
-    pub watch: Vec<String>,
-
-    /// Open the images of these disks in or below this folder only. May be repeated.
-    #[arg(long = "xen-folder", value_name = "FOLDER", help_heading = "Xen")]
-    #[serde(default)]
-    pub folders: Vec<PathBuf>,
-
-    /// What these disks are opened with. (No option.)
-    #[arg(skip)]
-    #[serde(default)]
-    pub defaults: Option<XenDefaults>,
-}
-
-with_knobs! {
-/// The table `[xen.defaults]`: keys of a `[[disk]]` table, for each disk that a toolstack asks for. (No command takes them.)
-#[derive(Args, Clone, Debug, Deserialize, PartialEq)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct XenDefaults {
-    #[arg(skip)]
-    #[serde(default, deserialize_with = "config::from_text")]
-    pub cache: CacheMode,
-    #[arg(skip)]
-    #[serde(default, deserialize_with = "config::from_text")]
-    pub xen_data: XenData,
-    #[arg(skip)]
-    #[serde(default = "crate::cli::one", deserialize_with = "config::queues")]
-    pub queues: u16,
-    #[arg(skip)]
-    #[serde(default, deserialize_with = "config::size")]
-    pub l2_cache: Option<u64>,
-    #[arg(skip)]
-    #[serde(default)]
-    pub group: Option<String>,
-}
-}
-
-fn parse_kind(text: &str) -> Result<String, String> {
-    let is_good = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"-_".contains(&b);
-    let good = (1..=32).contains(&text.len()) && text.bytes().all(is_good);
-    good.then(|| text.into())
-        .ok_or_else(|| format!("\"{text}\": a type of back end is vbd, or letters a to z, 0-9, - and _"))
-}
-
-/// A text, or a list of texts.
-fn kinds<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<String>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged, expecting = "it is a type of back end, such as \"vbd\", or a list of them")]
-    enum Value {
-        One(String),
-        Many(Vec<String>),
-    }
-    let kinds = match Value::deserialize(d)? {
-        Value::One(kind) => vec![kind],
-        Value::Many(kinds) => kinds,
+/// The disk that a toolstack asks for, as a `[[disk]]` table would describe it.
+fn disk_of(args: &XenArgs, wanted: &Wanted) -> anyhow::Result<DiskArgs> {
+    let Target { format, path } = Target::parse(&wanted.target, &args.folders)?;
+    let ToolstackDevice { domain, device, .. } = &wanted.device;
+    let mut table = toml::Table::new();
+    let image = path.to_str().context("its name is no UTF-8")?;
+    table.insert("image".into(), image.into());
+    table.insert("name".into(), format!("{domain}:{device}").into());
+    let disk: DiskArgs = table.try_into()?;
+    let mut disk = DiskArgs {
+        format,
+        read_only: wanted.read_only,
+        xen: Some(XenDevice { domain: *domain, name: *device }),
+        ..disk
     };
-    kinds.iter().map(|kind| parse_kind(kind).map_err(serde::de::Error::custom)).collect()
-}
-
-impl XenArgs {
-    /// Options win over the configuration.
-    pub fn or(&self, config: &XenArgs) -> XenArgs {
-        let or = |own: &Vec<PathBuf>, other: &Vec<PathBuf>| if own.is_empty() { other.clone() } else { own.clone() };
-        XenArgs {
-            watch: if self.watch.is_empty() { config.watch.clone() } else { self.watch.clone() },
-            folders: or(&self.folders, &config.folders),
-            defaults: config.defaults.clone(),
-        }
+    if let Some(defaults) = &args.defaults {
+        let XenDefaults { cache, xen_data, queues, l2_cache, ref group, .. } = *defaults;
+        let group = group.clone();
+        disk = DiskArgs { cache, xen_data, queues, l2_cache, group, ..disk }.with(&defaults.knobs());
     }
-
-    /// What is wrong with them together.
-    pub fn check(&self) -> anyhow::Result<()> {
-        if !self.watch.is_empty() && self.folders.is_empty() {
-            bail!(
-                "xen: say the folders in which images of toolstacks may lie: --xen-folder FOLDER, or folders in [xen]"
-            );
-        }
-        let twice = (1..self.watch.len()).find(|at| self.watch[..*at].contains(&self.watch[*at]));
-        if let Some(at) = twice {
-            bail!("xen: backend/{} is watched already", self.watch[at]);
-        }
-        match &self.defaults {
-            Some(defaults) => knobs::check(&defaults.knobs()).map_err(|e| anyhow!("xen.defaults: {e}")),
-            None => Ok(()),
-        }
+    if disk.format() == Ok(Format::Raw) {
+        disk.l2_cache = None;
+    } else {
+        disk.backing_folders = args.folders.clone();
     }
-
-    /// The disk that a toolstack asks for, as a `[[disk]]` table would describe it.
-    fn disk(&self, wanted: &Wanted) -> anyhow::Result<DiskArgs> {
-        let Target { format, path } = Target::parse(&wanted.target, &self.folders)?;
-        let ToolstackDevice { domain, device, .. } = &wanted.device;
-        let mut table = toml::Table::new();
-        let image = path.to_str().context("its name is no UTF-8")?;
-        table.insert("image".into(), image.into());
-        table.insert("name".into(), format!("{domain}:{device}").into());
-        let args: DiskArgs = table.try_into()?;
-        let mut args = DiskArgs {
-            format,
-            read_only: wanted.read_only,
-            xen: Some(XenDevice { domain: *domain, name: *device }),
-            ..args
-        };
-        if let Some(defaults) = &self.defaults {
-            let XenDefaults { cache, xen_data, queues, l2_cache, ref group, .. } = *defaults;
-            let group = group.clone();
-            args = DiskArgs { cache, xen_data, queues, l2_cache, group, ..args }.with(&defaults.knobs());
-        }
-        if args.format() == Ok(Format::Raw) {
-            args.l2_cache = None;
-        } else {
-            args.backing_folders = self.folders.clone();
-        }
-        check(&args)?;
-        Ok(args)
-    }
-
-    fn queues(&self) -> u16 {
-        self.defaults.as_ref().map_or(1, |defaults| defaults.queues)
-    }
+    check(&disk)?;
+    Ok(disk)
 }
 
 /// What a toolstack's target means: `[FORMAT:]PATH`.
@@ -302,7 +199,7 @@ impl Shared {
         if &*wanted.device.kind == VBD && Path::new("/sys/bus/xen-backend/drivers/vbd").exists() {
             bail!("the kernel's own back end takes the devices of backend/vbd: rmmod xen_blkback");
         }
-        let args = self.args.disk(&wanted)?;
+        let args = disk_of(&self.args, &wanted)?;
         let (queues, data) = (args.queues, args.xen_data);
         let way = ToolstackWay { shared: Arc::downgrade(self), wanted, queues, data };
         Ok(settings(&args, vec![Arc::new(way)]))

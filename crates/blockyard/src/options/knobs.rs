@@ -6,11 +6,10 @@
 use std::time::Duration;
 
 use blockyard_disk::parse_time;
-use blockyard_sched::{Knobs, Limit, Limits, parse_rate};
+use blockyard_sched::{Knobs, Limit, parse_rate};
 use serde::{Deserialize, Deserializer};
 
-use crate::cli::DiskArgs;
-use crate::config::parsed;
+use super::values::parsed;
 
 /// A struct of options, with the knobs as further fields. (Were they a struct inside, with serde's `flatten`, mistakes in a
 /// file would lose their line.)
@@ -21,58 +20,58 @@ macro_rules! with_knobs {
             $($fields)*
 
             /// The share of the device in proportion to other disks': 1 to 10000.
-            #[arg(long, default_value_t = 100, value_name = "N", value_parser = crate::knobs::parse_weight,
+            #[arg(long, default_value_t = 100, value_name = "N", value_parser = crate::options::knobs::parse_weight,
                 help_heading = "Share and limits")]
-            #[serde(default = "crate::knobs::default_weight", deserialize_with = "crate::knobs::weight")]
+            #[serde(default = "crate::options::knobs::default_weight", deserialize_with = "crate::options::knobs::weight")]
             pub weight: u32,
 
             /// Requests a second that are served before shares are looked at.
-            #[arg(long, value_name = "RATE", value_parser = crate::knobs::parse_reserve,
+            #[arg(long, value_name = "RATE", value_parser = crate::options::knobs::parse_reserve,
                 help_heading = "Share and limits")]
-            #[serde(default, deserialize_with = "crate::knobs::reserve")]
+            #[serde(default, deserialize_with = "crate::options::knobs::reserve")]
             pub reserve_iops: Option<u64>,
 
             /// Bytes a second that are served before shares are looked at (suffixes k, M, G, T).
-            #[arg(long, value_name = "RATE", value_parser = crate::knobs::parse_reserve,
+            #[arg(long, value_name = "RATE", value_parser = crate::options::knobs::parse_reserve,
                 help_heading = "Share and limits")]
-            #[serde(default, deserialize_with = "crate::knobs::reserve")]
+            #[serde(default, deserialize_with = "crate::options::knobs::reserve")]
             pub reserve_bps: Option<u64>,
 
             /// Never more requests a second: RATE, or RATE,max=RATE,length=SECONDS, with so many for so long after a time
             /// of less (suffixes k, M, G, T: powers of 1024).
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
-            #[serde(default, deserialize_with = "crate::knobs::limit")]
+            #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub iops: Option<blockyard_sched::Limit>,
 
             /// Never more reads a second.
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
-            #[serde(default, deserialize_with = "crate::knobs::limit")]
+            #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub iops_read: Option<blockyard_sched::Limit>,
 
             /// Never more writes a second.
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
-            #[serde(default, deserialize_with = "crate::knobs::limit")]
+            #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub iops_write: Option<blockyard_sched::Limit>,
 
             /// Never more bytes a second (suffixes k, M, G, T).
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
-            #[serde(default, deserialize_with = "crate::knobs::limit")]
+            #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub bps: Option<blockyard_sched::Limit>,
 
             /// Never more bytes read a second.
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
-            #[serde(default, deserialize_with = "crate::knobs::limit")]
+            #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub bps_read: Option<blockyard_sched::Limit>,
 
             /// Never more bytes written a second.
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
-            #[serde(default, deserialize_with = "crate::knobs::limit")]
+            #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub bps_write: Option<blockyard_sched::Limit>,
 
             /// The mean service time that others must leave, at the cost of their shares, to who asks for no more than the
             /// own one: a number and us, ms or s.
-            #[arg(long, value_name = "TIME", value_parser = crate::knobs::parse_target, help_heading = "Share and limits")]
-            #[serde(default, deserialize_with = "crate::knobs::target")]
+            #[arg(long, value_name = "TIME", value_parser = crate::options::knobs::parse_target, help_heading = "Share and limits")]
+            #[serde(default, deserialize_with = "crate::options::knobs::target")]
             pub latency_target: Option<std::time::Duration>,
         }
 
@@ -135,27 +134,6 @@ pub fn target<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Duration>, D::Er
 
 pub fn limit<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Limit>, D::Error> {
     parsed(d, parse_limit).map(Some)
-}
-
-impl DiskArgs {
-    /// The same disk with other knobs.
-    pub fn with(self, knobs: &Knobs) -> Self {
-        let Knobs { weight, reserve_iops, reserve_bps, ref limits, latency_target } = *knobs;
-        let Limits { iops, iops_read, iops_write, bps, bps_read, bps_write } = *limits;
-        DiskArgs {
-            weight,
-            reserve_iops,
-            reserve_bps,
-            iops,
-            iops_read,
-            iops_write,
-            bps,
-            bps_read,
-            bps_write,
-            latency_target,
-            ..self
-        }
-    }
 }
 
 /// What is wrong with knobs, beyond what each one alone can tell.

@@ -1,0 +1,92 @@
+//! One disk, from its options to the yard and to its last line in the log.
+
+use std::sync::Arc;
+
+use anyhow::Context;
+use blockyard_disk::{Source, SourceError};
+use blockyard_image::{CacheMode, ChainError, ChainOptions, Format, OpenError};
+use blockyard_yard::{DiskSettings, Ended, Way};
+
+use crate::figures;
+use crate::options::disk::DiskArgs;
+use crate::options::knobs;
+
+/// What is wrong with a disk's options, beyond what each one alone can tell.
+pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
+    let image = disk.image.display();
+    if !disk.is_offered() {
+        anyhow::bail!("image {image}: say a way in: --vhost-user SOCKET, --nbd ADDRESS, --ublk or --xen DOMID:DEVICE");
+    }
+    let format = disk.format().map_err(anyhow::Error::msg)?;
+    if format == Format::Raw {
+        let of_chains = [
+            ("--l2-cache", disk.l2_cache.is_some()),
+            ("--prime", disk.prime),
+            ("--backing-folder", !disk.backing_folders.is_empty()),
+            ("--copy-on-read", disk.copy_on_read),
+        ];
+        if let Some((option, _)) = of_chains.iter().find(|(_, given)| *given) {
+            anyhow::bail!("image {image}: {option} is for qcow2 and cow images, and this one is raw");
+        }
+    }
+    if disk.copy_on_read && disk.read_only {
+        anyhow::bail!("image {image}: --copy-on-read writes, and --read-only forbids it");
+    }
+    knobs::check(&disk.knobs()).map_err(|e| anyhow::anyhow!("disk \"{}\": {e}", disk.name()))?;
+    let serial = disk.serial.as_deref().unwrap_or_default();
+    if serial.len() > 20 {
+        anyhow::bail!("serial \"{serial}\" has {} bytes, and may have 20", serial.len());
+    }
+    Ok(())
+}
+
+/// Opens the image and closes it again, without a lock: another server may have it. Does nothing for an image that is no file of
+/// this host (an export of an NBD server, `ram:`).
+pub fn look_at(disk: &DiskArgs) -> anyhow::Result<()> {
+    if blockyard_storage::scheme_of(&disk.image).is_some() || disk.image.to_string_lossy().starts_with("ram:") {
+        return Ok(());
+    }
+    let (read_only, force_share, cache) = (true, true, CacheMode::Writeback);
+    let options = ChainOptions { read_only, force_share, cache, prime: false, copy_on_read: false, ..disk.chain() };
+    Source::open(&options).map(drop).map_err(|e| advise(e, disk)).with_context(|| format!("disk {}", disk.name()))
+}
+
+/// Adds what an option of `serve` can do about an image that cannot be opened.
+pub fn advise(error: SourceError, args: &DiskArgs) -> anyhow::Error {
+    let open = match &error {
+        SourceError::Open(e) | SourceError::Chain(ChainError::Open(e)) => Some(e),
+        _ => None,
+    };
+    let advice = match open {
+        Some(OpenError::Open { .. }) if args.image.starts_with("/dev/null") => {
+            "null:SIZE is a disk that forgets what is written"
+        }
+        Some(e) if e.may_be_read() && !args.read_only => "--read-only serves it without writing to it",
+        _ => return error.into(),
+    };
+    anyhow::anyhow!("{:#}; {advice}", anyhow::Error::from(error))
+}
+
+/// Returns what the yard needs to know of a disk.
+pub fn settings(args: &DiskArgs, ways: Vec<Arc<dyn Way>>) -> DiskSettings {
+    let name = args.name();
+    DiskSettings {
+        serial: args.serial.clone().unwrap_or_else(|| name.clone()),
+        name,
+        image: args.chain(),
+        filters: args.filters.clone(),
+        device: args.device.clone(),
+        group: args.group.clone(),
+        knobs: args.knobs(),
+        ways,
+    }
+}
+
+/// Logs the last figures of a disk, and whether its image could be flushed.
+pub fn log_end(ended: &Ended) {
+    figures::log(&ended.name, &ended.statistics, &ended.share);
+    figures::log_policies(&ended.name, &ended.policies);
+    if !ended.is_flushed {
+        tracing::error!(disk = ended.name, "its image could not be flushed");
+    }
+}

@@ -1,0 +1,143 @@
+//! Options of NBD: addresses, and how all clients are dealt with.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use blockyard_disk::parse_time;
+use clap::Args;
+use serde::Deserialize;
+
+use super::values::parsed;
+
+/// Where NBD clients come.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NbdAddress {
+    Unix(PathBuf),
+    Tcp { host: String, port: u16 },
+    Inherited(String),
+}
+
+impl FromStr for NbdAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("\"{text}\": an NBD address is unix:PATH, tcp:HOST:PORT, fd:N or fd:NAME");
+        let (kind, rest) = text.split_once(':').filter(|(_, rest)| !rest.is_empty()).ok_or_else(wrong)?;
+        match kind {
+            "unix" => Ok(NbdAddress::Unix(rest.into())),
+            "fd" => Ok(NbdAddress::Inherited(rest.into())),
+            "tcp" => {
+                // (An IPv6 address is in brackets, and has colons of its own.)
+                let (host, port) = rest.rsplit_once(':').ok_or_else(wrong)?;
+                let port =
+                    port.parse().map_err(|_| format!("\"{text}\": \"{port}\" is no port: a port is 0 to 65535"))?;
+                let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+                Ok(NbdAddress::Tcp { host: host.into(), port })
+            }
+            _ => Err(wrong()),
+        }
+    }
+}
+
+impl fmt::Display for NbdAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            NbdAddress::Unix(path) => write!(f, "unix:{}", path.display()),
+            NbdAddress::Tcp { host, port } if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
+            NbdAddress::Tcp { host, port } => write!(f, "tcp:{host}:{port}"),
+            NbdAddress::Inherited(name) => write!(f, "fd:{name}"),
+        }
+    }
+}
+
+/// How all NBD clients are dealt with: options, and the table `[nbd]`.
+#[derive(Args, Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct NbdArgs {
+    /// NBD clients of an address at a time; others wait [default: 256].
+    #[arg(long = "nbd-max-clients", value_name = "N", value_parser = parse_clients, help_heading = "NBD")]
+    #[serde(default, deserialize_with = "clients")]
+    pub max_clients: Option<usize>,
+
+    /// The time in which an NBD client must have chosen its export [default: 10s].
+    #[arg(long = "nbd-handshake", value_name = "TIME", value_parser = parse_handshake, help_heading = "NBD")]
+    #[serde(default, deserialize_with = "handshake")]
+    pub handshake: Option<Duration>,
+
+    /// Offer TLS to NBD clients, with server-cert.pem and server-key.pem of this folder, and ca-cert.pem to judge theirs.
+    #[arg(long, value_name = "FOLDER", help_heading = "NBD")]
+    #[serde(default)]
+    pub tls_certificates: Option<PathBuf>,
+
+    /// Serve no NBD client without TLS.
+    #[arg(long, help_heading = "NBD")]
+    #[serde(default)]
+    pub tls_required: bool,
+
+    /// Serve no NBD client without a certificate that ca-cert.pem vouches for. (Means --tls-required.)
+    #[arg(long, help_heading = "NBD")]
+    #[serde(default)]
+    pub tls_verify_peer: bool,
+}
+
+fn parse_clients(text: &str) -> Result<usize, String> {
+    let clients = text.parse().ok().filter(|clients| (1..=100_000).contains(clients));
+    clients.ok_or_else(|| "max-clients is a number from 1 to 100000".into())
+}
+
+pub fn parse_block(text: &str) -> Result<u32, String> {
+    let size = text.parse().ok().filter(|size: &u32| size.is_power_of_two() && *size <= 4096);
+    size.ok_or_else(|| "an NBD block size is a power of two from 1 to 4096".into())
+}
+
+pub fn block<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<u32>, D::Error> {
+    parsed(d, parse_block).map(Some)
+}
+
+fn parse_handshake(text: &str) -> Result<Duration, String> {
+    let time = parse_time(text).filter(|time| !time.is_zero() && *time <= Duration::from_secs(3600));
+    time.ok_or_else(|| format!("\"{text}\": a time is a number and a unit (us, ms or s), up to 3600s"))
+}
+
+fn clients<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<usize>, D::Error> {
+    parsed(d, parse_clients).map(Some)
+}
+
+fn handshake<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<Duration>, D::Error> {
+    parsed(d, parse_handshake).map(Some)
+}
+
+impl NbdArgs {
+    /// What is said here, else there.
+    pub fn or(&self, other: &NbdArgs) -> NbdArgs {
+        NbdArgs {
+            max_clients: self.max_clients.or(other.max_clients),
+            handshake: self.handshake.or(other.handshake),
+            tls_certificates: self.tls_certificates.clone().or_else(|| other.tls_certificates.clone()),
+            tls_required: self.tls_required || other.tls_required,
+            tls_verify_peer: self.tls_verify_peer || other.tls_verify_peer,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_as_they_are_written() {
+        for text in ["unix:/run/a:b", "tcp:localhost:10809", "tcp:[::1]:1", "tcp:*:5", "fd:3", "fd:nbd"] {
+            assert_eq!(text.parse::<NbdAddress>().unwrap().to_string(), text);
+        }
+        assert_eq!("tcp::7".parse(), Ok(NbdAddress::Tcp { host: String::new(), port: 7 }));
+        for text in ["tcp:host:", "tcp:host:70000", "tcp:localhost:99999", "tcp:host:nbd"] {
+            let port = text.rsplit(':').next().unwrap();
+            assert!(text.parse::<NbdAddress>().unwrap_err().contains(&format!("\"{port}\" is no port")), "{text}");
+        }
+        for text in ["/run/x", "unix:", "tcp:7", "udp:a:1", ""] {
+            assert!(text.parse::<NbdAddress>().unwrap_err().contains("an NBD address is"), "{text}");
+        }
+    }
+}

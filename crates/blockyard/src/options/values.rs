@@ -1,0 +1,208 @@
+//! Values of options and of keys in the configuration file: both are read by the same functions.
+//!
+//! In: a word of the command line, or a value of a TOML file. Out: a value in its range, or what is wrong with it.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use blockyard_disk::Filter;
+use blockyard_export::PollMode;
+use blockyard_export::vhost_user::{Coalesce, SecondClient};
+use blockyard_export::xen::XenData;
+use blockyard_image::{CacheMode, Format};
+use serde::{Deserialize, Deserializer};
+
+/// The N of /dev/ublkbN.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum UblkNumber {
+    Any,
+    Number(u32),
+}
+
+/// A list of processors.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Cpus(pub Vec<usize>);
+
+/// As taskset(1) and the kernel write it: numbers and ranges.
+pub fn parse_cpus(s: &str) -> Result<Cpus, String> {
+    let bad = || "a list of processors is numbers and ranges, such as 0,2-3".to_string();
+    let mut cpus = Vec::new();
+    for part in s.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let number = |text: &str| text.parse::<usize>().map_err(|_| bad());
+        let range = number(first)?..=number(last)?;
+        if range.is_empty() || *range.end() > 4095 {
+            return Err(bad());
+        }
+        cpus.extend(range);
+    }
+    Ok(Cpus(cpus))
+}
+
+pub fn one() -> u16 {
+    1
+}
+
+/// A second, or parts of it, or up to a day.
+pub fn of_seconds(seconds: f64) -> Result<Duration, String> {
+    if !(0.0..=86400.0).contains(&seconds) {
+        return Err("a number of seconds from 0 to 86400".into());
+    }
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+pub fn parse_seconds(s: &str) -> Result<Duration, String> {
+    of_seconds(s.parse().unwrap_or(-1.0))
+}
+
+pub fn parse_cache(s: &str) -> Result<CacheMode, blockyard_image::UnknownCacheMode> {
+    s.parse()
+}
+
+pub fn parse_xen_data(s: &str) -> Result<XenData, blockyard_export::xen::XenNameError> {
+    s.parse()
+}
+
+pub fn parse_format(s: &str) -> Result<Format, blockyard_image::UnknownFormat> {
+    s.parse()
+}
+
+pub fn parse_ublk(s: &str) -> Result<UblkNumber, String> {
+    if s == "any" {
+        return Ok(UblkNumber::Any);
+    }
+    // The driver has 20 bits for them.
+    let number = s.parse().ok().filter(|n| *n < 1 << 20).map(UblkNumber::Number);
+    number.ok_or_else(|| format!("\"{s}\": the number of a ublk device is the N of /dev/ublkbN, 0 to 1048575"))
+}
+
+pub fn parse_reactors(s: &str) -> Result<u16, String> {
+    let number = s.parse().ok().filter(|n| (1..=256).contains(n));
+    number.ok_or_else(|| format!("\"{s}\": a number of reactors is from 1 to 256"))
+}
+
+pub fn parse_queues(s: &str) -> Result<u16, String> {
+    let number = s.parse().ok().filter(|n| (1..=256).contains(n));
+    number.ok_or_else(|| format!("\"{s}\": a number of queues is from 1 to 256"))
+}
+
+pub fn parse_size(s: &str) -> Result<u64, String> {
+    blockyard_disk::parse_size(s)
+        .ok_or_else(|| "a size is a number of bytes with an optional suffix k, M, G or T".into())
+}
+
+pub fn parse_queue_size(s: &str) -> Result<u16, String> {
+    let size = s.parse().ok().filter(|n: &u16| n.is_power_of_two() && (4..=32768).contains(n));
+    size.ok_or_else(|| format!("\"{s}\": a queue size is a power of two from 4 to 32768"))
+}
+
+pub fn parse_second_client(s: &str) -> Result<SecondClient, String> {
+    match s {
+        "wait" => Ok(SecondClient::Wait),
+        "refuse" => Ok(SecondClient::Refuse),
+        _ => Err("it is wait or refuse".into()),
+    }
+}
+
+pub fn parse_poll(s: &str) -> Result<PollMode, String> {
+    match s {
+        "auto" => Ok(PollMode::Auto),
+        "off" => Ok(PollMode::Off),
+        _ => microseconds(s, "poll").map(PollMode::Fixed),
+    }
+}
+
+pub fn parse_coalesce(s: &str) -> Result<Coalesce, String> {
+    match s {
+        "auto" => Ok(Coalesce::Auto),
+        "off" => Ok(Coalesce::Fixed(Duration::ZERO)),
+        _ => microseconds(s, "coalesce").map(Coalesce::Fixed),
+    }
+}
+
+fn microseconds(s: &str, what: &str) -> Result<Duration, String> {
+    let time = s.parse().ok().filter(|us| *us <= 100_000).map(Duration::from_micros);
+    time.ok_or_else(|| format!("{what} is auto, off, or microseconds from 0 to 100000"))
+}
+
+/// Seconds, as a number.
+pub fn seconds<'de, D: Deserializer<'de>>(d: D) -> Result<Duration, D::Error> {
+    of_seconds(f64::deserialize(d)?).map_err(serde::de::Error::custom)
+}
+
+pub fn from_text<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Display>>(d: D) -> Result<T, D::Error> {
+    String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
+}
+
+/// A text, where the key is there.
+pub fn some_from_text<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Display>>(
+    d: D,
+) -> Result<Option<T>, D::Error> {
+    from_text(d).map(Some)
+}
+
+/// A number of bytes, or a text with a suffix.
+pub fn size<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
+    parsed(d, parse_size).map(Some)
+}
+
+pub fn filters<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Filter>, D::Error> {
+    let texts = Vec::<String>::deserialize(d)?;
+    texts.iter().map(|t| t.parse().map_err(serde::de::Error::custom)).collect()
+}
+
+/// A text or a number, as the option of the command line is read.
+pub fn parsed<'de, D: Deserializer<'de>, T>(d: D, parse: fn(&str) -> Result<T, String>) -> Result<T, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "it is a number or a text")]
+    enum Value {
+        Word(String),
+        Number(i64),
+        // No key takes one; the option's own message says so.
+        Fraction(f64),
+    }
+    let text = match Value::deserialize(d)? {
+        Value::Word(word) => word,
+        Value::Number(number) => number.to_string(),
+        Value::Fraction(number) => number.to_string(),
+    };
+    parse(&text).map_err(serde::de::Error::custom)
+}
+
+/// true: any device; a number: this one.
+pub fn ublk<'de, D: Deserializer<'de>>(d: D) -> Result<Option<UblkNumber>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "it is true, false, or the N of /dev/ublkbN")]
+    enum Value {
+        Wanted(bool),
+        Number(u32),
+    }
+    match Value::deserialize(d)? {
+        Value::Wanted(wanted) => Ok(wanted.then_some(UblkNumber::Any)),
+        Value::Number(number) => parse_ublk(&number.to_string()).map(Some).map_err(serde::de::Error::custom),
+    }
+}
+
+pub fn queues<'de, D: Deserializer<'de>>(d: D) -> Result<u16, D::Error> {
+    parsed(d, parse_queues)
+}
+
+pub fn queue_size<'de, D: Deserializer<'de>>(d: D) -> Result<u16, D::Error> {
+    parsed(d, parse_queue_size)
+}
+
+pub fn reactors<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u16>, D::Error> {
+    parsed(d, parse_reactors).map(Some)
+}
+
+pub fn second_client<'de, D: Deserializer<'de>>(d: D) -> Result<SecondClient, D::Error> {
+    parsed(d, parse_second_client)
+}
+
+pub fn poll<'de, D: Deserializer<'de>>(d: D) -> Result<PollMode, D::Error> {
+    parsed(d, parse_poll)
+}
+
+pub fn coalesce<'de, D: Deserializer<'de>>(d: D) -> Result<Coalesce, D::Error> {
+    parsed(d, parse_coalesce)
+}

@@ -1,0 +1,138 @@
+//! Options of Xen: the device of a guest, and the back ends that are watched for disks of toolstacks.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use anyhow::{anyhow, bail};
+use blockyard_export::xen::{Name, XenData};
+use blockyard_image::CacheMode;
+use clap::Args;
+use serde::{Deserialize, Deserializer};
+
+use super::knobs::{self, with_knobs};
+use super::values;
+
+/// A device of a guest: `3:xvda`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct XenDevice {
+    pub domain: u16,
+    pub name: Name,
+}
+
+impl FromStr for XenDevice {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let parsed = s.split_once(':').and_then(|(domain, name)| Some((domain.parse().ok()?, name.parse().ok()?)));
+        let (domain, name) =
+            parsed.ok_or_else(|| format!("\"{s}\": a device of a guest is DOMID:DEVICE, such as 3:xvda"))?;
+        Ok(XenDevice { domain, name })
+    }
+}
+
+impl fmt::Display for XenDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "device {} of domain {}", self.name, self.domain)
+    }
+}
+
+/// Back ends that are watched for disks of toolstacks: options, and the table `[xen]`.
+#[derive(Args, Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct XenArgs {
+    /// Serve the disks that a toolstack of Xen asks for by nodes in backend/TYPE: vbd (xl's disks with script=block-blockyard), or
+    /// a type of its own. May be repeated.
+    #[arg(long = "xen-watch", value_name = "TYPE", value_parser = parse_kind, help_heading = "Xen")]
+    #[serde(default, deserialize_with = "kinds")]
+    pub watch: Vec<String>,
+
+    /// Open the images of these disks in or below this folder only. May be repeated.
+    #[arg(long = "xen-folder", value_name = "FOLDER", help_heading = "Xen")]
+    #[serde(default)]
+    pub folders: Vec<PathBuf>,
+
+    /// What these disks are opened with. (No option.)
+    #[arg(skip)]
+    #[serde(default)]
+    pub defaults: Option<XenDefaults>,
+}
+
+with_knobs! {
+/// The table `[xen.defaults]`: keys of a `[[disk]]` table, for each disk that a toolstack asks for. (No command takes them.)
+#[derive(Args, Clone, Debug, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct XenDefaults {
+    #[arg(skip)]
+    #[serde(default, deserialize_with = "values::from_text")]
+    pub cache: CacheMode,
+    #[arg(skip)]
+    #[serde(default, deserialize_with = "values::from_text")]
+    pub xen_data: XenData,
+    #[arg(skip)]
+    #[serde(default = "values::one", deserialize_with = "values::queues")]
+    pub queues: u16,
+    #[arg(skip)]
+    #[serde(default, deserialize_with = "values::size")]
+    pub l2_cache: Option<u64>,
+    #[arg(skip)]
+    #[serde(default)]
+    pub group: Option<String>,
+}
+}
+
+fn parse_kind(text: &str) -> Result<String, String> {
+    let is_good = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"-_".contains(&b);
+    let good = (1..=32).contains(&text.len()) && text.bytes().all(is_good);
+    good.then(|| text.into())
+        .ok_or_else(|| format!("\"{text}\": a type of back end is vbd, or letters a to z, 0-9, - and _"))
+}
+
+/// A text, or a list of texts.
+fn kinds<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<String>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "it is a type of back end, such as \"vbd\", or a list of them")]
+    enum Value {
+        One(String),
+        Many(Vec<String>),
+    }
+    let kinds = match Value::deserialize(d)? {
+        Value::One(kind) => vec![kind],
+        Value::Many(kinds) => kinds,
+    };
+    kinds.iter().map(|kind| parse_kind(kind).map_err(serde::de::Error::custom)).collect()
+}
+
+impl XenArgs {
+    /// Options win over the configuration.
+    pub fn or(&self, config: &XenArgs) -> XenArgs {
+        let or = |own: &Vec<PathBuf>, other: &Vec<PathBuf>| if own.is_empty() { other.clone() } else { own.clone() };
+        XenArgs {
+            watch: if self.watch.is_empty() { config.watch.clone() } else { self.watch.clone() },
+            folders: or(&self.folders, &config.folders),
+            defaults: config.defaults.clone(),
+        }
+    }
+
+    /// What is wrong with them together.
+    pub fn check(&self) -> anyhow::Result<()> {
+        if !self.watch.is_empty() && self.folders.is_empty() {
+            bail!(
+                "xen: say the folders in which images of toolstacks may lie: --xen-folder FOLDER, or folders in [xen]"
+            );
+        }
+        let twice = (1..self.watch.len()).find(|at| self.watch[..*at].contains(&self.watch[*at]));
+        if let Some(at) = twice {
+            bail!("xen: backend/{} is watched already", self.watch[at]);
+        }
+        match &self.defaults {
+            Some(defaults) => knobs::check(&defaults.knobs()).map_err(|e| anyhow!("xen.defaults: {e}")),
+            None => Ok(()),
+        }
+    }
+
+    /// Queues of each of these disks.
+    pub fn queues(&self) -> u16 {
+        self.defaults.as_ref().map_or(1, |defaults| defaults.queues)
+    }
+}
