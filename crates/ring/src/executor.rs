@@ -495,3 +495,6 @@ impl Wake for TaskWaker {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -101,3 +101,114 @@ pub async fn park() {
     let mut polled = false;
     std::future::poll_fn(|_| if std::mem::replace(&mut polled, true) { Poll::Ready(()) } else { Poll::Pending }).await
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use rustix::event::EventfdFlags;
+
+    use super::*;
+    use crate::Executor;
+
+    fn work(f: impl AsyncFnOnce(Handle) + 'static) {
+        let executor = Executor::new().unwrap();
+        let handle = executor.handle().clone();
+        executor.block_on(async move { f(handle).await }).unwrap();
+    }
+
+    /// Spawns a task that counts its wake-ups.
+    fn counts(handle: &Handle, mut arm: impl FnMut() + 'static) -> Rc<Cell<u32>> {
+        let polls = Rc::new(Cell::new(0));
+        let count = polls.clone();
+        handle.spawn(std::future::poll_fn(move |_| {
+            arm();
+            count.set(count.get() + 1);
+            Poll::Pending
+        }));
+        polls
+    }
+
+    #[test]
+    fn a_watch_wakes_its_task_at_each_ring_and_needs_no_read() {
+        work(async |handle| {
+            let ours = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+            let theirs = ours.as_fd().try_clone_to_owned().unwrap();
+            let mut watch = handle.watch(ours);
+            for round in 1..=100u64 {
+                watch.arm();
+                rustix::io::write(&theirs, &1u64.to_ne_bytes()).unwrap();
+                // Not to be woken is not to end.
+                park().await;
+                let mut counter = [0; 8];
+                if round == 100 {
+                    rustix::io::read(&theirs, &mut counter).unwrap();
+                    assert_eq!(u64::from_ne_bytes(counter), 100, "somebody else has read the counter");
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn a_watch_wakes_the_task_that_armed_it_last_and_none_after_its_end() {
+        work(async |handle| {
+            let ours = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+            let theirs = ours.as_fd().try_clone_to_owned().unwrap();
+            let ring = || rustix::io::write(&theirs, &1u64.to_ne_bytes()).unwrap();
+            let watch = Rc::new(std::cell::RefCell::new(Some(handle.watch(ours))));
+            let armed = watch.clone();
+            let first = counts(&handle, move || armed.borrow_mut().as_mut().into_iter().for_each(Watch::arm));
+            handle.yield_now().await;
+            assert_eq!(first.get(), 1);
+            watch.borrow_mut().as_mut().unwrap().arm();
+            ring();
+            park().await;
+            assert_eq!(first.get(), 1, "the first is woken no more");
+            drop(watch.take());
+            handle.yield_now().await;
+            ring();
+            handle.yield_now().await;
+            handle.yield_now().await;
+            assert_eq!(first.get(), 1);
+            assert_eq!(handle.uring().in_flight(), 1, "its poll has left the ring, the executor's own stays");
+        });
+    }
+
+    #[test]
+    fn a_ring_before_the_wait_is_kept_once() {
+        work(async |handle| {
+            let signal = Signal::new(&handle);
+            signal.ring();
+            signal.ring();
+            signal.wait().await;
+            let waits = signal.clone();
+            let polls = counts(&handle, move || assert!(waits.poll_wait().is_pending(), "two rings were kept"));
+            handle.yield_now().await;
+            assert_eq!(polls.get(), 1);
+        });
+    }
+
+    #[test]
+    fn a_ring_wakes_the_task_that_waits_and_only_the_first_one_does() {
+        work(async |handle| {
+            let signal = Signal::new(&handle);
+            let armed = signal.clone();
+            let polls = counts(&handle, move || {
+                armed.clear();
+                assert!(!armed.arm());
+            });
+            handle.yield_now().await;
+            for round in 2..10 {
+                signal.ring();
+                signal.ring();
+                assert!(signal.0.rung.get(), "it is noted until it is cleared");
+                handle.yield_now().await;
+                assert_eq!(polls.get(), round);
+            }
+            // Rung between `clear` and `arm`: the task must not park.
+            signal.clear();
+            signal.ring();
+            assert!(signal.arm());
+        });
+    }
+}

@@ -1,0 +1,374 @@
+use std::future::poll_fn;
+use std::sync::atomic::AtomicU32;
+use std::sync::mpsc;
+use std::task::Poll;
+
+use super::*;
+use crate::UringFile;
+
+/// What tasks have done, in order.
+#[derive(Clone, Default)]
+struct Log(Rc<RefCell<Vec<&'static str>>>);
+
+impl Log {
+    fn add(&self, what: &'static str) {
+        self.0.borrow_mut().push(what);
+    }
+
+    fn taken(&self) -> Vec<&'static str> {
+        self.0.take()
+    }
+}
+
+/// Logs its name when it is dropped.
+struct Logs(Log, &'static str);
+
+impl Drop for Logs {
+    fn drop(&mut self) {
+        self.0.add(self.1);
+    }
+}
+
+/// Runs `f` when it is dropped.
+struct AtEnd<F: FnMut()>(F);
+
+impl<F: FnMut()> Drop for AtEnd<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
+
+fn work<T: 'static>(f: impl AsyncFnOnce(Handle) -> T + 'static) -> T {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    executor.block_on(async move { f(handle).await }).unwrap()
+}
+
+/// Waits for one poll more, which somebody else must cause.
+async fn once_more() {
+    crate::park().await;
+}
+
+#[test]
+fn tasks_are_polled_in_the_order_they_were_woken_and_once_a_turn() {
+    work(async |handle| {
+        let log = Log::default();
+        let sleeper = |name: &'static str| {
+            let log = log.clone();
+            handle.spawn(async move {
+                once_more().await;
+                log.add(name);
+            })
+        };
+        let [a, b, c] = ["a", "b", "c"].map(sleeper);
+        handle.yield_now().await;
+        assert_eq!(log.taken(), [""; 0], "nothing has woken them");
+        // More wake-ups of one task are one poll.
+        for id in [c, a, c, b, a] {
+            handle.wake(id);
+        }
+        let turn = handle.turn();
+        handle.yield_now().await;
+        assert_eq!((log.taken(), handle.turn()), (vec!["c", "a", "b"], turn + 1));
+    });
+}
+
+#[test]
+fn a_task_is_first_polled_after_all_that_were_ready() {
+    work(async |handle| {
+        let log = Log::default();
+        for name in ["first", "second"] {
+            let (log, spawner) = (log.clone(), handle.clone());
+            handle.spawn(async move {
+                log.add(name);
+                let (log, turn) = (log.clone(), spawner.turn());
+                spawner.clone().spawn(async move {
+                    assert_eq!(spawner.turn(), turn + 1);
+                    log.add("child");
+                });
+            });
+        }
+        assert_eq!(log.taken(), [""; 0], "a spawn polls nothing");
+        handle.yield_now().await;
+        handle.yield_now().await;
+        assert_eq!(log.taken(), ["first", "second", "child", "child"]);
+    });
+}
+
+/// The task that waits for the last read of a batch: it finds all others of the batch done.
+#[test]
+fn a_yield_lets_go_first_what_the_next_reap_wakes() {
+    work(async |handle| {
+        let log = Log::default();
+        let (ring, theirs) = rustix::pipe::pipe().unwrap();
+        rustix::io::write(&theirs, b"x").unwrap();
+        let file = UringFile::new(&handle, Arc::new(ring)).unwrap();
+        let reader = log.clone();
+        handle.spawn(async move {
+            file.read(Segments::buffer(1), u64::MAX).await.1.unwrap();
+            reader.add("read");
+        });
+        // The spawned task begins its read in the next turn, and the reap of that turn wakes it.
+        handle.yield_now().await;
+        handle.yield_now().await;
+        log.add("yielded");
+        assert_eq!(log.taken(), ["read", "yielded"]);
+    });
+}
+
+#[test]
+fn a_task_that_wakes_itself_is_polled_again() {
+    work(async |_| {
+        let mut polls = 0;
+        poll_fn(move |cx| {
+            polls += 1;
+            cx.waker().wake_by_ref();
+            if polls == 3 { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+    });
+}
+
+#[test]
+fn a_poll_inside_a_task_is_of_the_other_task_and_of_this_turn() {
+    work(async |handle| {
+        let log = Log::default();
+        let (other, seen) = (log.clone(), Rc::new(Cell::new((NOBODY, 0))));
+        let (inner, noted) = (handle.clone(), seen.clone());
+        let id = handle.spawn(async move {
+            loop {
+                noted.set((inner.current(), inner.turn()));
+                other.add("polled");
+                once_more().await;
+            }
+        });
+        let (me, turn) = (handle.current(), handle.turn());
+        handle.poll_now(id);
+        assert_eq!((log.taken(), seen.get(), handle.current()), (vec!["polled"], (id, turn), me));
+        // It was ready for the next turn, and is polled then too: perhaps for nothing.
+        handle.yield_now().await;
+        log.taken();
+        handle.yield_now().await;
+        assert_eq!(log.taken(), [""; 0]);
+    });
+}
+
+#[test]
+fn a_task_that_has_ended_is_not_woken_and_its_place_is_given_away() {
+    work(async |handle| {
+        let log = Log::default();
+        let (dropped, keeps) = (log.clone(), handle.clone());
+        let (give, taken) = mpsc::channel();
+        let first = handle.spawn(async move {
+            let _at_end = Logs(dropped.clone(), "dropped");
+            poll_fn(|cx| Poll::Ready(give.send(cx.waker().clone()).unwrap())).await;
+            dropped.add("ended");
+            let _ = &keeps;
+        });
+        handle.yield_now().await;
+        assert_eq!(log.taken(), ["ended", "dropped"]);
+        let stale = taken.recv().unwrap();
+        // Neither way leads anywhere now.
+        stale.wake_by_ref();
+        handle.wake(first);
+        handle.poll_now(first);
+        let (again, polls) = (log.clone(), Rc::new(Cell::new(0)));
+        let count = polls.clone();
+        let second = handle.spawn(async move {
+            poll_fn(|_| {
+                count.set(count.get() + 1);
+                if count.get() == 3 { Poll::Ready(()) } else { Poll::Pending }
+            })
+            .await;
+            again.add("second");
+        });
+        assert_eq!(second, first, "the place is free");
+        handle.yield_now().await;
+        // A wake-up that was meant for the first is one for nothing of the second.
+        stale.wake();
+        handle.yield_now().await;
+        assert_eq!((polls.get(), log.taken()), (2, vec![]));
+        handle.wake(second);
+        handle.yield_now().await;
+        assert_eq!((polls.get(), log.taken()), (3, vec!["second"]));
+    });
+}
+
+/// Its future's drop may spawn: the place must not be given away before.
+#[test]
+fn a_task_that_spawns_when_it_is_dropped_keeps_its_place_until_then() {
+    work(async |handle| {
+        let log = Log::default();
+        let (spawner, child, given) = (handle.clone(), log.clone(), Rc::new(Cell::new(NOBODY)));
+        let child_id = given.clone();
+        let id = handle.spawn(async move {
+            let _at_end = AtEnd(move || {
+                let child = child.clone();
+                child_id.set(spawner.spawn(async move { child.add("child") }));
+            });
+        });
+        handle.yield_now().await;
+        handle.yield_now().await;
+        assert_ne!(given.get(), id);
+        assert_eq!(log.taken(), ["child"]);
+    });
+}
+
+/// Each wake-up of another thread leads to a poll that begins after it.
+#[test]
+fn wake_ups_of_another_thread_reach_a_task_that_sleeps() {
+    const ROUNDS: u32 = 500;
+    let asked = Arc::new(AtomicU32::new(0));
+    let (give, waker) = mpsc::channel::<Waker>();
+    let (answer, answers) = mpsc::channel();
+    let theirs = asked.clone();
+    let thread = std::thread::spawn(move || {
+        let waker = waker.recv().unwrap();
+        for round in 1..=ROUNDS {
+            theirs.store(round, Ordering::SeqCst);
+            waker.wake_by_ref();
+            while answers.recv().unwrap() < round {}
+        }
+    });
+    work(async move |_| {
+        let mut given = false;
+        poll_fn(move |cx| {
+            if !std::mem::replace(&mut given, true) {
+                give.send(cx.waker().clone()).unwrap();
+            }
+            let round = asked.load(Ordering::SeqCst);
+            answer.send(round).unwrap();
+            if round == ROUNDS { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+    });
+    thread.join().unwrap();
+}
+
+#[test]
+fn a_task_may_be_woken_after_its_executor_is_gone() {
+    let (give, waker) = mpsc::channel::<Waker>();
+    work(async move |_| poll_fn(|cx| Poll::Ready(give.send(cx.waker().clone()).unwrap())).await);
+    let waker = waker.recv().unwrap();
+    waker.wake_by_ref();
+    std::thread::spawn(move || waker.wake()).join().unwrap();
+}
+
+#[test]
+fn an_executor_that_is_stopped_says_that_its_work_is_not_done_and_can_go_on() {
+    let executor = Executor::new().unwrap();
+    let (handle, log) = (executor.handle().clone(), Log::default());
+    let (stops, logs) = (handle.clone(), log.clone());
+    handle.spawn(async move {
+        stops.stop();
+        stops.yield_now().await;
+        logs.add("went on");
+    });
+    assert!(executor.block_on(std::future::pending::<()>()).is_err());
+    assert_eq!(log.taken(), [""; 0]);
+    // The next run finds the task where it was.
+    let inner = handle.clone();
+    let done = executor.block_on(async move {
+        inner.yield_now().await;
+        3
+    });
+    assert_eq!((done.unwrap(), log.taken()), (3, vec!["went on"]));
+}
+
+#[test]
+fn tasks_in_flight_are_dropped_with_their_executor() {
+    let executor = Executor::new().unwrap();
+    let (handle, log) = (executor.handle().clone(), Log::default());
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    let file = UringFile::new(&handle, Arc::new(reader)).unwrap();
+    for name in ["first", "second"] {
+        let (file, at_end) = (file.clone(), Logs(log.clone(), name));
+        handle.spawn(async move {
+            let _at_end = at_end;
+            let _ = file.read(Segments::buffer(4096), u64::MAX).await;
+            unreachable!("nothing is written to the pipe before the end");
+        });
+    }
+    let turns = handle.clone();
+    executor.block_on(async move { turns.yield_now().await }).unwrap();
+    // Those of the tasks, and the executor's own, which is being cancelled.
+    assert_eq!(handle.uring().in_flight(), 2 + 1);
+    // The kernel answers what was abandoned: the executor's end takes the answers in.
+    drop((file, writer));
+    drop(executor);
+    assert_eq!(log.taken(), ["first", "second"]);
+    assert_eq!(handle.uring().in_flight(), 0);
+}
+
+#[test]
+fn timers_fire_in_the_order_of_their_times_and_never_before() {
+    work(async |handle| {
+        let (log, start) = (Log::default(), Instant::now());
+        let left = Rc::new(Cell::new(4));
+        let done = crate::Signal::new(&handle);
+        // Those that are over already come at once.
+        for (name, at) in [("third", 3000), ("first", 1000), ("second", 2000), ("over", 0)] {
+            let (log, timers, left, done) = (log.clone(), handle.clone(), left.clone(), done.clone());
+            handle.spawn(async move {
+                let at = start + Duration::from_micros(at);
+                timers.sleep_until(at).await;
+                assert!(Instant::now() >= at);
+                log.add(name);
+                left.set(left.get() - 1);
+                done.ring();
+            });
+        }
+        while left.get() > 0 {
+            done.wait().await;
+        }
+        assert_eq!(log.taken(), ["over", "first", "second", "third"]);
+    });
+}
+
+/// More than the submission queue and the completion queue have room for.
+#[test]
+fn every_operation_of_a_large_batch_is_answered_once() {
+    const READS: u32 = 5000;
+    work(async |handle| {
+        let fd = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let bytes: Vec<u8> = (0..READS * 4).map(|at| (at / 4 % 251) as u8).collect();
+        rustix::io::pwrite(&fd, &bytes, 0).unwrap();
+        let file = UringFile::new(&handle, Arc::new(fd)).unwrap();
+        let done = Rc::new(Cell::new(0));
+        let all = crate::Signal::new(&handle);
+        for number in 0..READS {
+            let (file, done, all) = (file.clone(), done.clone(), all.clone());
+            handle.spawn(async move {
+                let (segments, read) = file.read(Segments::buffer(4), u64::from(number) * 4).await;
+                let mut found = [0; 4];
+                segments.copy_out(0, &mut found);
+                assert_eq!((read.unwrap(), found), (4, [(number % 251) as u8; 4]));
+                done.set(done.get() + 1);
+                if done.get() == READS {
+                    all.ring();
+                }
+            });
+        }
+        all.wait().await;
+        // The next ones use the same slots again.
+        assert_eq!(handle.uring().in_flight(), 1, "but the listener, all are answered");
+    });
+}
+
+#[test]
+fn what_a_metered_handle_opens_is_counted_and_nothing_else() {
+    work(async |handle| {
+        let meter = Rc::new(Meter::default());
+        let open = |handle: &Handle| {
+            let fd = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+            UringFile::new(handle, Arc::new(fd)).unwrap()
+        };
+        let (counted, other) = (open(&handle.metered(&meter)), open(&handle));
+        for file in [&counted, &other] {
+            file.write(Segments::buffer(300), 0, false).await.1.unwrap();
+            file.read(Segments::buffer(200), 0).await.1.unwrap();
+            file.sync().await.unwrap();
+        }
+        assert_eq!(meter.counted(), (3, 500));
+    });
+}
