@@ -199,9 +199,9 @@ impl Drop for Executor {
         let inner = &*self.handle.0;
         inner.inbox.close();
         // Tasks first: their futures abandon what they started. Then the kernel is given time to answer.
-        let tasks = std::mem::take(&mut *inner.tasks.borrow_mut());
-        drop(tasks);
+        inner.drop_tasks();
         inner.locals.clear();
+        inner.drop_tasks();
         let deadline = Instant::now() + Duration::from_secs(5);
         while inner.uring.borrow().in_flight() > 0 && Instant::now() < deadline {
             let wait = Some(Some(Duration::from_millis(50)));
@@ -216,6 +216,19 @@ impl Inner {
     fn listen(&self) -> u32 {
         let action = Action::Poll { fd: self.inbox.event.as_raw_fd() };
         self.uring.borrow_mut().start(REMOTE, action, Segments::default(), None)
+    }
+
+    /// Drops all tasks, and those that their futures spawn when they are dropped.
+    fn drop_tasks(&self) {
+        loop {
+            // A free place is one of the table that goes.
+            self.free.borrow_mut().clear();
+            let tasks = std::mem::take(&mut *self.tasks.borrow_mut());
+            if tasks.is_empty() {
+                return;
+            }
+            drop(tasks);
+        }
     }
 
     fn poll_ready(&self) {

@@ -300,6 +300,33 @@ fn tasks_in_flight_are_dropped_with_their_executor() {
     assert_eq!(handle.uring().in_flight(), 0);
 }
 
+/// A value that a task keeps, and with it the executor: both must go.
+#[test]
+fn a_task_that_is_spawned_while_the_executor_ends_ends_too() {
+    let executor = Executor::new().unwrap();
+    let (handle, log) = (executor.handle().clone(), Log::default());
+    // Places that are free, so that a new task gets one of them.
+    for _ in 0..3 {
+        handle.spawn(async {});
+    }
+    let turns = handle.clone();
+    executor.block_on(async move { turns.yield_now().await }).unwrap();
+    let (spawner, at_end) = (handle.clone(), log.clone());
+    let spawns = AtEnd(move || {
+        let late = Logs(at_end.clone(), "late");
+        spawner.spawn(async move {
+            let _late = late;
+            once_more().await;
+        });
+    });
+    handle.spawn(async move {
+        let _spawns = spawns;
+        once_more().await;
+    });
+    drop(executor);
+    assert_eq!(log.taken(), ["late"]);
+}
+
 #[test]
 fn timers_fire_in_the_order_of_their_times_and_never_before() {
     work(async |handle| {
