@@ -266,4 +266,143 @@ mod tests {
             .unwrap();
         drop(theirs);
     }
+
+    /// A socket with little room on each side, and the other side.
+    fn narrow(executor: &Executor) -> (Socket, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        rustix::net::sockopt::set_socket_send_buffer_size(&ours, 4096).unwrap();
+        (Socket::new(executor.handle(), ours).unwrap(), theirs)
+    }
+
+    /// What is sent in several steps begins and ends where it should, whatever its pieces.
+    #[test]
+    fn a_write_goes_on_where_the_last_one_stopped() {
+        let executor = Executor::new().unwrap();
+        let (socket, mut theirs) = narrow(&executor);
+        let bytes: Vec<u8> = (0..200_000u32).map(|at| (at % 251) as u8).collect();
+        let peer = std::thread::spawn(move || {
+            let mut all = Vec::new();
+            theirs.read_to_end(&mut all).unwrap();
+            all
+        });
+        let sent = bytes.clone();
+        executor
+            .block_on(async move {
+                let whole = Segments::from_bytes(&sent);
+                let mut pieces = Segments::default();
+                for (offset, len) in [(0, 70_001), (70_001, 3), (70_004, 129_996)] {
+                    let piece = Segments::from_bytes(&sent[offset..offset + len]);
+                    pieces.gather(&piece, 0, len);
+                }
+                assert_eq!((pieces.len(), pieces.count()), (whole.len(), 3));
+                let steps = Cell::new(0);
+                let (pieces, done) = write_rest(pieces, 0, async |segments, done| {
+                    steps.set(steps.get() + 1);
+                    socket.write(segments, done).await
+                })
+                .await;
+                done.unwrap();
+                assert_eq!((pieces.len(), pieces.count()), (whole.len(), 3), "they come back as they were");
+                assert!(steps.get() > 1, "the socket has room for all of it");
+            })
+            .unwrap();
+        assert!(peer.join().unwrap() == bytes);
+    }
+
+    #[test]
+    fn a_peer_that_closes_in_the_middle_ends_reads_and_writes_with_an_error() {
+        let executor = Executor::new().unwrap();
+        let (socket, mut theirs) = narrow(&executor);
+        let handle = executor.handle().clone();
+        executor
+            .block_on(async move {
+                // Full: the write waits, and the peer goes while it does.
+                while socket.write_now(&Segments::buffer(4096)).unwrap() > 0 {}
+                let (writer, written) = (socket.clone(), Rc::new(Cell::new(None)));
+                let (result, done) = (written.clone(), crate::Signal::new(&handle));
+                let ended = done.clone();
+                handle.spawn(async move {
+                    let (segments, sent) = writer.write_full(Segments::buffer(1 << 20)).await;
+                    assert_eq!(segments.len(), 1 << 20);
+                    result.set(Some(sent.unwrap_err().kind()));
+                    ended.ring();
+                });
+                handle.yield_now().await;
+                assert_eq!(written.take(), None, "it waits for room");
+                theirs.write_all(b"012").unwrap();
+                let (segments, read) = socket.read(Segments::buffer(10)).await;
+                assert_eq!((segments.len(), read.unwrap()), (10, 3));
+                theirs.write_all(b"34567").unwrap();
+                drop(theirs);
+                done.wait().await;
+                assert!(matches!(written.take(), Some(io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)));
+                // It has left bytes unread: the kernel says so before it gives what it had sent, or not at all.
+                let end = socket.read_full(Segments::buffer(6)).await.1.unwrap_err().kind();
+                assert!(matches!(end, io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset), "{end:?}");
+                assert!(socket.write_now(&Segments::buffer(1)).is_err());
+            })
+            .unwrap();
+    }
+
+    #[test]
+    fn what_arrived_before_the_end_is_read_and_the_end_is_no_error() {
+        let executor = Executor::new().unwrap();
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let socket = Socket::new(executor.handle(), ours).unwrap();
+        assert_eq!(socket.read_now(&Segments::buffer(4)).unwrap(), None, "nothing is there");
+        theirs.write_all(b"abcde").unwrap();
+        drop(theirs);
+        executor
+            .block_on(async move {
+                let (segments, read) = socket.read_full(Segments::buffer(4)).await;
+                read.unwrap();
+                let mut bytes = [0; 4];
+                segments.copy_out(0, &mut bytes);
+                assert_eq!(&bytes, b"abcd");
+                assert_eq!(socket.read_now(&Segments::buffer(4)).unwrap(), Some(1));
+                assert_eq!(socket.read_now(&Segments::buffer(4)).unwrap(), Some(0));
+                assert_eq!(socket.read(Segments::buffer(4)).await.1.unwrap(), 0);
+            })
+            .unwrap();
+    }
+
+    #[test]
+    fn a_connection_that_is_kept_outlives_its_socket_and_others_end_with_the_last_clone() {
+        for kept in [true, false] {
+            let executor = Executor::new().unwrap();
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            // A second descriptor: to close the first one alone does not end the connection.
+            let second = ours.try_clone().unwrap();
+            let socket = Socket::new(executor.handle(), ours).unwrap();
+            let clone = socket.clone();
+            drop(socket);
+            assert_eq!(clone.write_now(&Segments::from_bytes(b"first")).unwrap(), 5);
+            let fd = kept.then(|| clone.keep().unwrap());
+            drop(clone);
+            let sent = (&second).write(b" last");
+            assert_eq!(sent.is_ok(), kept);
+            drop((fd, second));
+            let mut all = Vec::new();
+            theirs.read_to_end(&mut all).unwrap();
+            assert_eq!(all, if kept { &b"first last"[..] } else { b"first" });
+        }
+    }
+
+    #[test]
+    fn a_shutdown_of_reading_leaves_writing() {
+        let executor = Executor::new().unwrap();
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let socket = Socket::new(executor.handle(), ours).unwrap();
+        let (other, handle) = (socket.clone(), executor.handle().clone());
+        executor
+            .block_on(async move {
+                handle.spawn(async move { other.shutdown_read() });
+                assert_eq!(socket.read(Segments::buffer(10)).await.1.unwrap(), 0);
+                socket.write_full(Segments::from_bytes(b"still")).await.1.unwrap();
+            })
+            .unwrap();
+        let mut bytes = [0; 5];
+        theirs.read_exact(&mut bytes).unwrap();
+        assert_eq!(&bytes, b"still");
+    }
 }

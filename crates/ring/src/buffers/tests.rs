@@ -335,3 +335,52 @@ fn who_may_not_pin_goes_without() {
     };
     executor.block_on(all).unwrap();
 }
+
+fn reserve(handle: &Handle, number: u16) -> Result<Vec<u16>, Refusal> {
+    handle.buffers(|buffers, submitter| buffers.reserve(submitter, number))
+}
+
+#[test]
+fn entries_are_reserved_all_or_none_and_come_back() {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle();
+    let mut first = reserve(handle, 100).unwrap();
+    assert_eq!((first.len(), free(handle)), (100, usize::from(ENTRIES) - 100));
+    let second = reserve(handle, ENTRIES - 100).unwrap();
+    assert_eq!(free(handle), 0);
+    // Nobody has an entry twice.
+    first.extend(&second);
+    first.sort();
+    assert_eq!(first, (0..ENTRIES).collect::<Vec<_>>());
+    assert_eq!(reserve(handle, 1), Err(Refusal::Full));
+    handle.buffers(|buffers, _| buffers.give_back(second));
+    assert_eq!(reserve(handle, ENTRIES - 99), Err(Refusal::Full));
+    assert_eq!(free(handle), usize::from(ENTRIES) - 100, "a refusal takes nothing");
+    assert_eq!(reserve(handle, 0), Ok(Vec::new()));
+}
+
+#[test]
+fn a_region_finds_no_room_beside_reserved_entries_and_takes_none() {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle();
+    let (memory, _files) = guest(&[PAGE * 3]);
+    let mut reserved = reserve(handle, ENTRIES).unwrap();
+    let two = reserved.split_off(usize::from(ENTRIES) - 2);
+    handle.buffers(|buffers, _| {
+        buffers.most = PAGE as usize;
+        buffers.give_back(two);
+    });
+    // Two slices of three have room.
+    let mut registration = handle.register_memory(&memory);
+    let outcome = registration.outcome();
+    assert_eq!((outcome.regions, outcome.plain, outcome.refused), (0, 1, Some(Refusal::Full)));
+    assert_eq!(free(handle), 2, "the two are empty again");
+    assert_eq!(handle.buffers(|buffers, _| buffers.slices.len()), 0);
+    // A refusal is not for ever: the region that comes again finds what has come free.
+    handle.buffers(|buffers, _| buffers.give_back(reserved.split_off(10)));
+    registration.replace(&GuestMemory::default());
+    registration.replace(&memory);
+    good(&registration, 1);
+    drop(registration);
+    assert_eq!(free(handle), usize::from(ENTRIES) - 10);
+}

@@ -157,3 +157,88 @@ fn memory_that_others_change_may_be_looked_at() {
         ends.store(true, std::sync::atomic::Ordering::Relaxed);
     });
 }
+
+#[test]
+fn slices_of_any_place_have_the_bytes_of_that_place() {
+    let memory = guest();
+    let mut segments = Segments::default();
+    segments.reset(&memory);
+    for at in [0x100, 0x300, 0x500] {
+        segments.push_guest(at, 3).unwrap();
+    }
+    segments.copy_in(0, b"abcdefghi");
+    for from in 0..=9 {
+        for len in 0..=9 - from {
+            let slice = segments.slice(from, len);
+            let mut out = vec![0; len];
+            slice.copy_out(0, &mut out);
+            assert_eq!((slice.len(), out.as_slice()), (len, &b"abcdefghi"[from..from + len]));
+            // No empty entries: some operations refuse them.
+            assert_eq!(
+                slice.count(),
+                (from..from + len).map(|at| at / 3).collect::<std::collections::BTreeSet<_>>().len()
+            );
+        }
+    }
+}
+
+#[test]
+fn nothing_beyond_the_end_is_touched() {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    let segments = Segments::buffer(16).slice(4, 8);
+    for (offset, len) in [(8, 1), (1, usize::MAX), (usize::MAX, 1)] {
+        let touched = catch_unwind(AssertUnwindSafe(|| segments.zero(offset, len)));
+        assert!(touched.is_err(), "{offset} {len}");
+    }
+    segments.zero(8, 0);
+    assert!(catch_unwind(AssertUnwindSafe(|| segments.copy_from(0, &Segments::buffer(7), 0, 8))).is_err());
+}
+
+#[test]
+fn pieces_of_regions_stay_inside_them_and_keep_them() {
+    let region = Arc::new(Region::memfd("test", 0, 0, 0x2000).unwrap().0);
+    let mut segments = Segments::default();
+    assert!(segments.push_region(&region, 0, 1).is_err(), "it is not for regions yet");
+    segments.reset_regions();
+    segments.push_region(&region, 0x1000, 0x800).unwrap();
+    segments.push_region(&region, 0x1800, 0x800).unwrap();
+    for (offset, len) in [(0x2000, 1), (0x1fff, 2), (u64::MAX, 2), (1, u64::MAX)] {
+        assert!(segments.push_region(&region, offset, len).is_err(), "{offset:#x} {len:#x}");
+    }
+    assert_eq!((segments.count(), segments.len()), (1, 0x1000), "an error adds nothing");
+    assert!(segments.push_guest(0, 1).is_err(), "another owner's");
+    // Held once by the segments, however many pieces it has, and by each slice.
+    assert_eq!(Arc::strong_count(&region), 2);
+    let slice = segments.slice(0x7ff, 2);
+    segments.reset_regions();
+    assert_eq!((segments.len(), Arc::strong_count(&region)), (0, 2));
+    slice.copy_in(0, b"xy");
+    drop(slice);
+    assert_eq!(Arc::strong_count(&region), 1);
+}
+
+/// A guest may name the same memory twice.
+#[test]
+fn a_copy_onto_itself_moves_the_bytes() {
+    let buffer = Segments::from_bytes(b"0123456789");
+    let (to, from) = (buffer.slice(2, 6), buffer.slice(0, 6));
+    to.copy_from(0, &from, 0, 6);
+    let mut out = [0; 10];
+    buffer.copy_out(0, &mut out);
+    assert_eq!(&out, b"0101234589");
+}
+
+#[test]
+fn every_entry_must_be_aligned() {
+    let memory = guest();
+    let of = |pieces: &[(u64, u64)]| {
+        let mut segments = Segments::default();
+        segments.reset(&memory);
+        pieces.iter().for_each(|(at, len)| segments.push_guest(*at, *len).unwrap());
+        segments
+    };
+    assert!(of(&[(0x1000, 512), (0x3000, 1024)]).is_aligned(4096, 512));
+    for pieces in [[(0x1000, 512), (0x3000, 256)], [(0x1000, 512), (0x3100, 512)], [(0x1000, 100), (0x3000, 412)]] {
+        assert!(!of(&pieces).is_aligned(512, 512), "{pieces:x?}");
+    }
+}
