@@ -13,8 +13,9 @@ use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source};
 use blockyard_driver::connection::PROTOCOL;
 use blockyard_driver::ring::{Buffer, Ring, RingOptions};
 use blockyard_driver::{Connection, Memory, RingSetup, SplitRing, feature};
+use blockyard_export::policy::notify::NotifyFigures;
 use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
-use blockyard_export::{Export, Listener, PollMode, Reactors};
+use blockyard_export::{Export, Listener, PolicyFigures, PollMode, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use vhost::vhost_user::message::FrontendReq as R;
@@ -229,11 +230,8 @@ fn a_message_that_cannot_be_is_refused_and_the_session_goes_on() {
     assert_eq!(client.ask(R::SET_VRING_ENABLE, &words(&[0]), &[]).unwrap(), DONE);
 }
 
-#[test]
-fn a_request_for_data_outside_memory_is_counted_as_an_error() {
-    let export = Fixture::start(SecondClient::Wait);
-    let mut client = export.connect();
-    client.start_ring();
+/// Reads data to where no memory is, and waits for the answer.
+fn read_outside_memory(client: &mut Client) {
     let (at, window) = client.memory.piece(64, 64).unwrap();
     window.copy_in(32, [0xff]);
     let buffer = |addr, len, device_writes| Buffer { addr, len, device_writes };
@@ -247,12 +245,38 @@ fn a_request_for_data_outside_memory_is_counted_as_an_error() {
         }
         assert_eq!(window.copy_out(32), [1], "IOERR");
     });
+}
+
+#[test]
+fn a_request_for_data_outside_memory_is_counted_as_an_error() {
+    let export = Fixture::start(SecondClient::Wait);
+    let mut client = export.connect();
+    client.start_ring();
+    read_outside_memory(&mut client);
     let disk = export.disk.clone();
     let summary = export.reactors.next().ask(move |handle, reply| {
         reply.send(Served::known(handle, &disk).and_then(|served| served.statistics().summary(OpKind::Read)));
     });
     let summary = summary.flatten().expect("a read was counted");
     assert_eq!((summary.requests, summary.errors), (1, 1));
+}
+
+#[test]
+fn figures_of_policies_outlive_the_queue() {
+    let export = Fixture::start(SecondClient::Wait);
+    let mut client = export.connect();
+    client.start_ring();
+    read_outside_memory(&mut client);
+    // The queue publishes and signals before it ends.
+    assert!(client.ask(R::GET_VRING_BASE, &words(&[0]), &[]).is_some());
+    drop(client);
+    let figures = |disk: Arc<Disk>| {
+        export.reactors.next().ask(move |handle, reply| reply.send(PolicyFigures::known(handle, &disk))).unwrap()
+    };
+    let NotifyFigures { completions, signals, .. } = figures(export.disk.clone()).notify;
+    assert_eq!((completions, signals), (1, 1));
+    let other = Fixture::start(SecondClient::Wait);
+    assert_eq!(figures(other.disk.clone()), PolicyFigures::default(), "a disk of another reactor");
 }
 
 #[test]
