@@ -119,3 +119,6 @@ impl<T: Token + 'static> Lanes<T> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

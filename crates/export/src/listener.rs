@@ -165,3 +165,6 @@ pub fn peer(fd: impl AsFd) -> String {
 fn identity(path: &Path) -> Option<(u64, u64)> {
     std::fs::symlink_metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,145 @@
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+
+use rustix::event::EventfdFlags;
+
+use super::*;
+
+/// A folder of a test, which goes with it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("blockyard-listener-{name}-{}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Folder(path)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.0.join("socket")
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn eventfd(count: u32) -> OwnedFd {
+    rustix::event::eventfd(count, EventfdFlags::CLOEXEC).unwrap()
+}
+
+/// The next connection. A listener that never has one would leave this waiting.
+fn accept(listener: &Listener) -> OwnedFd {
+    listener.accept(eventfd(0).as_fd()).unwrap().expect("a connection")
+}
+
+#[test]
+fn a_socket_that_a_killed_server_left_is_replaced_and_a_live_one_is_not() {
+    let folder = Folder::new("live");
+    let path = folder.socket();
+    let listener = Listener::bind(&path).unwrap();
+    assert!(matches!(Listener::bind(&path), Err(SocketError::Taken { .. })));
+    // The one that was asked whether it lives has seen a client that went. It has the next one too.
+    drop(accept(&listener));
+    let mut client = UnixStream::connect(&path).unwrap();
+    client.write_all(b"to the first").unwrap();
+    let mut bytes = [0; 12];
+    UnixStream::from(accept(&listener)).read_exact(&mut bytes).unwrap();
+    assert_eq!(&bytes, b"to the first");
+    // Killed: its socket is closed, and its name stays.
+    let left = folder.0.join("left");
+    fs::hard_link(&path, &left).unwrap();
+    drop(listener);
+    fs::rename(&left, &path).unwrap();
+    assert!(path.exists());
+    let listener = Listener::bind(&path).unwrap();
+    let _client = UnixStream::connect(&path).unwrap();
+    accept(&listener);
+}
+
+#[test]
+fn a_file_that_is_no_socket_is_left_alone() {
+    let folder = Folder::new("file");
+    let path = folder.socket();
+    fs::write(&path, "data").unwrap();
+    assert!(matches!(Listener::bind(&path), Err(SocketError::NotASocket { .. })));
+    assert_eq!(fs::read(&path).unwrap(), b"data");
+    fs::remove_file(&path).unwrap();
+    // Nor is a link followed, wherever it leads.
+    let target = folder.0.join("target");
+    drop(UnixListener::bind(&target).unwrap());
+    std::os::unix::fs::symlink(&target, &path).unwrap();
+    assert!(matches!(Listener::bind(&path), Err(SocketError::NotASocket { .. })));
+    assert!(target.exists() && fs::symlink_metadata(&path).unwrap().is_symlink());
+}
+
+#[test]
+fn a_listener_removes_its_own_socket_and_not_its_successors() {
+    let folder = Folder::new("own");
+    let path = folder.socket();
+    drop(Listener::bind(&path).unwrap());
+    assert!(!path.exists());
+    let first = Listener::bind(&path).unwrap();
+    // Kept, so that the number of the file is not given to the next one.
+    let kept = folder.0.join("kept");
+    fs::rename(&path, &kept).unwrap();
+    let second = Listener::bind(&path).unwrap();
+    drop(first);
+    let _client = UnixStream::connect(&path).unwrap();
+    accept(&second);
+}
+
+#[test]
+fn names_that_cannot_be_are_told_apart() {
+    let folder = Folder::new("names");
+    let missing = folder.0.join("missing").join("socket");
+    let wrong = Listener::bind(&missing).err().unwrap();
+    assert!(matches!(&wrong, SocketError::NoFolder { folder, .. } if missing.parent() == Some(folder)), "{wrong}");
+    let padded = |len: usize| {
+        let name = len - folder.0.as_os_str().len() - 1;
+        folder.0.join("x".repeat(name))
+    };
+    assert!(matches!(Listener::bind(&padded(108)), Err(SocketError::TooLong { len: 108, .. })));
+    drop(Listener::bind(&padded(107)).unwrap());
+}
+
+#[test]
+fn whoever_waits_for_a_connection_is_woken_without_one() {
+    let folder = Folder::new("wake");
+    let listener = Listener::bind(&folder.socket()).unwrap();
+    assert!(listener.accept(eventfd(1).as_fd()).unwrap().is_none());
+    // With both, the connection is not lost.
+    let _client = UnixStream::connect(folder.socket()).unwrap();
+    assert!(listener.accept(eventfd(1).as_fd()).unwrap().is_some());
+    assert!(listener.accept(eventfd(1).as_fd()).unwrap().is_none());
+}
+
+#[test]
+fn connections_are_taken_from_every_socket_of_an_address() {
+    let mut listener = Listener::bind_tcp("127.0.0.1", 0).unwrap();
+    let other = Listener::bind_tcp("127.0.0.1", 0).unwrap();
+    let ports = [listener.port().unwrap(), other.port().unwrap()];
+    assert!(ports[0] != 0 && ports[0] != ports[1]);
+    let mut other = other;
+    listener.sockets.append(&mut other.sockets);
+    for port in [ports[1], ports[0], ports[1]] {
+        let client = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let stream = accept(&listener);
+        assert_eq!(peer(&stream), client.local_addr().unwrap().to_string());
+        // It waits by itself, whatever its listener does.
+        assert!(!rustix::fs::fcntl_getfl(&stream).unwrap().contains(rustix::fs::OFlags::NONBLOCK));
+    }
+    assert!(matches!(Listener::bind_tcp("127.0.0.1", ports[0]), Err(SocketError::Address { .. })));
+}
+
+#[test]
+fn a_unix_peer_is_named_by_its_process() {
+    let (one, _other) = UnixStream::pair().unwrap();
+    assert_eq!(peer(&one), format!("pid {}", std::process::id()));
+    let folder = Folder::new("peer");
+    let listener = Listener::bind(&folder.socket()).unwrap();
+    assert_eq!(listener.port(), None);
+}
