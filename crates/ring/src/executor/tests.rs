@@ -56,8 +56,10 @@ fn tasks_are_polled_in_the_order_they_were_woken_and_once_a_turn() {
         let sleeper = |name: &'static str| {
             let log = log.clone();
             handle.spawn(async move {
-                once_more().await;
-                log.add(name);
+                loop {
+                    once_more().await;
+                    log.add(name);
+                }
             })
         };
         let [a, b, c] = ["a", "b", "c"].map(sleeper);
@@ -201,12 +203,15 @@ fn a_task_that_spawns_when_it_is_dropped_keeps_its_place_until_then() {
         let log = Log::default();
         let (spawner, child, given) = (handle.clone(), log.clone(), Rc::new(Cell::new(NOBODY)));
         let child_id = given.clone();
-        let id = handle.spawn(async move {
-            let _at_end = AtEnd(move || {
-                let child = child.clone();
-                child_id.set(spawner.spawn(async move { child.add("child") }));
-            });
+        let spawns = AtEnd(move || {
+            let child = child.clone();
+            child_id.set(spawner.spawn(async move { child.add("child") }));
         });
+        // The closure goes with the future, and not when that is done.
+        let id = handle.spawn(poll_fn(move |_| {
+            let _ = &spawns;
+            Poll::Ready(())
+        }));
         handle.yield_now().await;
         handle.yield_now().await;
         assert_ne!(given.get(), id);
@@ -331,20 +336,23 @@ fn a_task_that_is_spawned_while_the_executor_ends_ends_too() {
 fn timers_fire_in_the_order_of_their_times_and_never_before() {
     work(async |handle| {
         let (log, start) = (Log::default(), Instant::now());
-        let left = Rc::new(Cell::new(4));
+        let (left, mut tasks) = (Rc::new(Cell::new(4)), Vec::new());
         let done = crate::Signal::new(&handle);
         // Those that are over already come at once.
         for (name, at) in [("third", 3000), ("first", 1000), ("second", 2000), ("over", 0)] {
             let (log, timers, left, done) = (log.clone(), handle.clone(), left.clone(), done.clone());
-            handle.spawn(async move {
+            tasks.push(handle.spawn(async move {
                 let at = start + Duration::from_micros(at);
                 timers.sleep_until(at).await;
                 assert!(Instant::now() >= at);
                 log.add(name);
                 left.set(left.get() - 1);
                 done.ring();
-            });
+            }));
         }
+        // To be woken for another reason ends no wait.
+        handle.yield_now().await;
+        tasks.into_iter().for_each(|task| handle.wake(task));
         while left.get() > 0 {
             done.wait().await;
         }
