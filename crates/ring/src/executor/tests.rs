@@ -163,7 +163,11 @@ fn a_task_that_has_ended_is_not_woken_and_its_place_is_given_away() {
         let (give, taken) = mpsc::channel();
         let first = handle.spawn(async move {
             let _at_end = Logs(dropped.clone(), "dropped");
-            poll_fn(|cx| Poll::Ready(give.send(cx.waker().clone()).unwrap())).await;
+            poll_fn(|cx| {
+                give.send(cx.waker().clone()).unwrap();
+                Poll::Ready(())
+            })
+            .await;
             dropped.add("ended");
             let _ = &keeps;
         });
@@ -253,7 +257,13 @@ fn wake_ups_of_another_thread_reach_a_task_that_sleeps() {
 #[test]
 fn a_task_may_be_woken_after_its_executor_is_gone() {
     let (give, waker) = mpsc::channel::<Waker>();
-    work(async move |_| poll_fn(|cx| Poll::Ready(give.send(cx.waker().clone()).unwrap())).await);
+    work(async move |_| {
+        poll_fn(|cx| {
+            give.send(cx.waker().clone()).unwrap();
+            Poll::Ready(())
+        })
+        .await
+    });
     let waker = waker.recv().unwrap();
     waker.wake_by_ref();
     std::thread::spawn(move || waker.wake()).join().unwrap();
