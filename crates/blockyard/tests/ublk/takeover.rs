@@ -3,9 +3,8 @@
 use crate::stage::{on_both_kernels, on_kernel};
 
 /// strace kills the server at a system call on the character device: after the driver was told that a takeover begins, before
-/// any queue fetches (the last open), and when all queues fetch (mmap). Each time the next server goes on. At last strace kills
-/// it when the first of two queues fetches and the second one does not: strace delays the main thread until it traces the
-/// second reactor.
+/// any queue fetches (the last open), and when all queues fetch (mmap). Each time the next server goes on. At last it is killed
+/// when the first of two queues has fetched and the second one has not.
 const KILLED: &str = r#"
 truncate -s 64M a.img
 serve a.img --ublk=0 --queues 2
@@ -22,31 +21,39 @@ for call in open:$last mmap:1 open:$last open:$last open:1; do
     ! grep -q ready /tmp/out
     grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }
 done
-# Killed between the fetches of two queues. The server stops when it opens the device, and the first strace leaves it so. The
-# second one has the thread of the second queue before the server goes on.
+# Killed between the fetches of two queues. The server stops when it opens the device, and the first strace leaves it so. Then
+# one strace holds the thread of the second queue: in its first io_uring_enter it is asked to make its queue, the next one would
+# hand commands over or wait. Another strace shows when the first queue has fetched.
 strace -f -o /tmp/first -e trace=open -P /dev/ublkc0 -e inject=open:signal=STOP:when=$last \
     /host/blockyard serve a.img --ublk=0 --queues 2 --reactors 2 >/tmp/out 2>>/tmp/log &
 first=$!
 until_or_say() { # COMMAND...
     local n=0
-    until "$@"; do ((++n < 2000)) || { echo "never: $*" && cat /tmp/first /tmp/log "$thread/status" && exit 1; } && sleep 0.01; done
+    until "$@"; do
+        ((++n < 2000)) || { echo "never: $*" && cat /tmp/first /tmp/fetches /tmp/log "$server/status" && exit 1; }
+        sleep 0.01
+    done
 }
-thread=
+server=
 until_or_say grep -qs 'stopped by SIGSTOP' /tmp/first
-thread=$(grep -lx reactor-1 /proc/[0-9]*/task/*/comm) && thread=${thread%/comm}
-server=${thread#/proc/} server=${server%%/*}
+for number in 0 1; do
+    thread[number]=$(grep -lx reactor-$number /proc/[0-9]*/task/*/comm) && thread[number]=${thread[number]%/comm}
+done
+server=${thread[0]%/task/*}
 kill -9 $first
-until_or_say grep -q '^TracerPid:.0$' $thread/status
-# In the first call it is asked to make its queue. The second one, or the third, would hand its commands over.
-strace -qq -o /tmp/strace -e trace=io_uring_enter -e inject=io_uring_enter:signal=KILL:when=2 -p ${thread##*/} &
-second=$!
-until_or_say grep -q '^TracerPid:.[1-9]' $thread/status
-kill -CONT $server
-until_or_say test ! -e /proc/$server/exe
-wait $first $second || :
+for number in 0 1; do until_or_say grep -q '^TracerPid:.0$' ${thread[number]}/status; done
+strace -qq -o /tmp/held -e trace=io_uring_enter -e inject=io_uring_enter:delay_enter=1000s:when=2 -p ${thread[1]##*/} &
+held=$!
+strace -qq -o /tmp/fetches -e trace=io_uring_enter -p ${thread[0]##*/} &
+fetches=$!
+for number in 0 1; do until_or_say grep -q '^TracerPid:.[1-9]' ${thread[number]}/status; done
+kill -CONT ${server#/proc/}
+until_or_say grep -q '= 128$' /tmp/fetches
+kill -9 ${server#/proc/} $held
+wait $first $held $fetches || :
 ! grep -q ready /tmp/out
 serve a.img --ublk=0 --queues 2 --log debug
-[[ $zero_copy ]] || grep -q 'vacant=[12]' /tmp/log || { cat /tmp/strace /tmp/log && exit 1; }
+[[ $zero_copy ]] || grep -q 'vacant=1' /tmp/log || { cat /tmp/held /tmp/fetches /tmp/log && exit 1; }
 grep -q 'ublkb0 taken over' /tmp/log
 echo 3 >/proc/sys/vm/drop_caches
 cmp /mnt/f /tmp/f
