@@ -22,8 +22,8 @@ for call in open:$last mmap:1 open:$last open:$last open:1; do
     grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }
 done
 # Killed between the fetches of two queues. The server stops when it opens the device, and the first strace leaves it so. Then
-# one strace holds the thread of the second queue: in its first io_uring_enter it is asked to make its queue, the next one would
-# hand commands over or wait. Another strace shows when the first queue has fetched.
+# one strace holds the thread of the second queue at its first mprotect: its heap grows for the tasks that fetch, and they have
+# submitted nothing yet. Another strace shows when the first queue has fetched.
 strace -f -o /tmp/first -e trace=open -P /dev/ublkc0 -e inject=open:signal=STOP:when=$last \
     /host/blockyard serve a.img --ublk=0 --queues 2 --reactors 2 >/tmp/out 2>>/tmp/log &
 first=$!
@@ -42,7 +42,7 @@ done
 server=${thread[0]%/task/*}
 kill -9 $first
 for number in 0 1; do until_or_say grep -q '^TracerPid:.0$' ${thread[number]}/status; done
-strace -qq -o /tmp/held -e trace=io_uring_enter -e inject=io_uring_enter:delay_enter=1000s:when=2 -p ${thread[1]##*/} &
+strace -qq -o /tmp/held -e trace=mprotect -e inject=mprotect:delay_enter=1000s -p ${thread[1]##*/} &
 held=$!
 strace -qq -o /tmp/fetches -e trace=io_uring_enter -p ${thread[0]##*/} &
 fetches=$!
