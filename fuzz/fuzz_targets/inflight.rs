@@ -1,6 +1,8 @@
-//! In-flight regions of garbage, as a front end may hand to a back end that begins: recovered, and gone on from.
+//! In-flight regions of garbage, as a front end may hand to a back end that begins: recovered, and
+//! gone on from.
 //!
-//! Input: the ring's shape, the region's length, how much of the rest is region; the rest is the guest's memory.
+//! Input: the ring's shape, the region's length, how much of the rest is region; the rest is the
+//! guest's memory.
 
 #![no_main]
 

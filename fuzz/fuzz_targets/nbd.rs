@@ -1,8 +1,10 @@
-//! An NBD client of the fuzzer's own making, at a whole server: a real socket, reactors, disks in memory.
+//! An NBD client of the fuzzer's own making, at a whole server: a real socket, reactors, disks in
+//! memory.
 //!
-//! Input: a byte that says how far a good client has brought the connection and what follows; then either that client's raw
-//! bytes, or the options and requests that they describe. What must hold: nothing panics; the connection comes to its end
-//! soon after the client's; what the server has said is well-formed; each request is answered at most once.
+//! Input: a byte that says how far a good client has brought the connection and what follows; then
+//! either that client's raw bytes, or the options and requests that they describe. What must hold:
+//! nothing panics; the connection comes to its end soon after the client's; what the server has
+//! said is well-formed; each request is answered at most once.
 
 #![no_main]
 
@@ -30,7 +32,8 @@ struct World {
     _offers: Vec<Offer>,
 }
 
-/// Two disks of 1 MiB: one to write to, in memory, and one to look at only, a file of data and holes.
+/// Two disks of 1 MiB: one to write to, in memory, and one to look at only, a file of data and
+/// holes.
 fn world() -> &'static World {
     static WORLD: OnceLock<World> = OnceLock::new();
     WORLD.get_or_init(|| {

@@ -1,9 +1,10 @@
-//! An NBD server of the fuzzer's own making, at the client for images on NBD servers: a real socket, its whole negotiation, and replies
-//! of all kinds.
+//! An NBD server of the fuzzer's own making, at the client for images on NBD servers: a real
+//! socket, its whole negotiation, and replies of all kinds.
 //!
-//! Input: a byte that says how far a good server has brought the connection, and with which headers; then either that server's raw
-//! bytes, or what it is to answer to each request. What must hold: nothing panics, and each request ends soon, with data that
-//! the server has sent or with an error.
+//! Input: a byte that says how far a good server has brought the connection, and with which
+//! headers; then either that server's raw bytes, or what it is to answer to each request. What must
+//! hold: nothing panics, and each request ends soon, with data that the server has sent or with an
+//! error.
 
 #![no_main]
 
@@ -39,7 +40,8 @@ fuzz_target!(|data: &[u8]| {
                 for (offset, len) in [(0, 4096), (512, 65536), (SIZE - 4096, 4096)] {
                     let (segments, result) = raw.read(Segments::from_bytes(&vec![server::NEVER; len]), offset).await;
                     if result.is_ok() {
-                        // Every byte has come, or is a hole: none is what was there before. (The server never sends it.)
+                        // Every byte has come, or is a hole: none is what was there before. (The
+                        // server never sends it.)
                         let mut bytes = vec![0; len];
                         segments.copy_out(0, &mut bytes);
                         assert!(lies || !bytes.contains(&server::NEVER), "bytes at {offset}+{len} never came");

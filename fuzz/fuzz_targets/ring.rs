@@ -1,4 +1,5 @@
-//! Ring memory as data: chains taken, parsed, used and published, while the memory changes in between.
+//! Ring memory as data: chains taken, parsed, used and published, while the memory changes in
+//! between.
 //!
 //! Input: the ring's shape, a number of operations and their bytes, then the guest's memory.
 

@@ -1,4 +1,5 @@
-//! `blockyard bench client`: load on a vhost-user-blk back end, or the same load on a host file, measured and verified.
+//! `blockyard bench client`: load on a vhost-user-blk back end, or the same load on a host file,
+//! measured and verified.
 //!
 //! ```text
 //!   options -> Setup -> vhost (connection, reconnection)  -> worker (one thread a queue) --+-> load -> workload, verify
@@ -7,8 +8,9 @@
 //!                                                                     tallies -> report
 //! ```
 //!
-//! In: options. Out: a table or JSON on standard output. What must hold: a run in which a request failed, or read what
-//! was not last written, is an error; the client itself is never what limits a back end (see `worker`).
+//! In: options. Out: a table or JSON on standard output. What must hold: a run in which a request
+//! failed, or read what was not last written, is an error; the client itself is never what limits a
+//! back end (see `worker`).
 
 pub mod cpu;
 mod host;
@@ -58,7 +60,8 @@ pub struct Options {
     /// Bytes of one operation, a multiple of 512 (suffixes k, m, g)
     #[arg(long, value_name = "SIZE", default_value = "4k", value_parser = parse_size)]
     pub bs: u64,
-    /// Operations of several sizes: SIZE/PERCENT:..., as fio's option of this name (not with --verify)
+    /// Operations of several sizes: SIZE/PERCENT:..., as fio's option of this name (not with
+    /// --verify)
     #[arg(long, value_name = "LIST", conflicts_with_all = ["bs", "verify"], value_parser = parse_split)]
     pub bssplit: Option<Sizes>,
     /// Operations in flight, each queue
@@ -67,7 +70,8 @@ pub struct Options {
     /// Queues, one thread each
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub queues: u16,
-    /// Descriptors of a ring; a request takes 3 of them, or 1 with --indirect [default: what the depth needs, at least 128]
+    /// Descriptors of a ring; a request takes 3 of them, or 1 with --indirect [default: what the
+    /// depth needs, at least 128]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=32768))]
     pub queue_size: Option<u16>,
     /// Seconds to measure
@@ -103,10 +107,12 @@ pub struct Options {
     /// Watch the used ring without sleeping (takes a core)
     #[arg(long, conflicts_with = "file")]
     pub poll: bool,
-    /// Decides the order of operations and the contents written [default: another one each time, reported]
+    /// Decides the order of operations and the contents written [default: another one each time,
+    /// reported]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Give every block a header and a CRC32C, check what is read, and read back all that was written at the end
+    /// Give every block a header and a CRC32C, check what is read, and read back all that was
+    /// written at the end
     #[arg(long)]
     pub verify: bool,
     /// One JSON object instead of the table
@@ -118,10 +124,12 @@ pub struct Options {
     /// When the back end goes away: connect again for up to 10 seconds, and go on
     #[arg(long, conflicts_with = "file")]
     pub reconnect: bool,
-    /// Seconds without a completion, or without an answer from the back end (at most 10), after which the run fails
+    /// Seconds without a completion, or without an answer from the back end (at most 10), after
+    /// which the run fails
     #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = parse_seconds)]
     pub timeout: f64,
-    /// Once it is set the measured time is over. (For who has something done meanwhile, and cannot say how long that takes.)
+    /// Once it is set the measured time is over. (For who has something done meanwhile, and cannot
+    /// say how long that takes.)
     #[arg(skip)]
     #[serde(skip)]
     pub over: Arc<AtomicBool>,
@@ -137,14 +145,19 @@ pub struct Sizes(pub Vec<(u64, u8)>);
 
 pub(crate) fn parse_split(text: &str) -> Result<Sizes> {
     let part = |part: &str| {
-        let (size, share) = part.split_once('/').context("say SIZE/PERCENT:SIZE/PERCENT:..., such as 4k/60:64k/40")?;
+        let (size, share) = part
+            .split_once('/')
+            .context("say SIZE/PERCENT:SIZE/PERCENT:..., such as 4k/60:64k/40")?;
         Ok((parse_size(size)?, share.parse()?))
     };
     let sizes = text.split(':').map(part).collect::<Result<Vec<(u64, u8)>>>()?;
     let all: u32 = sizes.iter().map(|s| u32::from(s.1)).sum();
     anyhow::ensure!(all == 100, "the shares are {all} in a hundred");
     let least = sizes.iter().map(|s| s.0).min().unwrap_or(0);
-    anyhow::ensure!(least > 0 && sizes.iter().all(|s| s.0.is_multiple_of(least)), "the smallest size must divide all");
+    anyhow::ensure!(
+        least > 0 && sizes.iter().all(|s| s.0.is_multiple_of(least)),
+        "the smallest size must divide all"
+    );
     Ok(Sizes(sizes))
 }
 
@@ -162,7 +175,8 @@ impl Options {
         }
     }
 
-    /// Returns these options with `bs` set to the smallest size of `bssplit`. None: `bs` needs no change.
+    /// Returns these options with `bs` set to the smallest size of `bssplit`. None: `bs` needs no
+    /// change.
     fn in_smallest_blocks(&self) -> Option<Options> {
         let bs = self.bssplit.as_ref()?.0.iter().map(|s| s.0).min()?;
         (bs != self.bs).then(|| Options { bs, ..self.clone() })
@@ -206,8 +220,8 @@ pub fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// Runs the load. Operations that were answered with an error are in the report; everything else that goes wrong is an
-/// error here.
+/// Runs the load. Operations that were answered with an error are in the report; everything else
+/// that goes wrong is an error here.
 pub fn measure(options: &Options) -> Result<Report> {
     if let Some(options) = options.in_smallest_blocks() {
         return measure(&options);
@@ -217,7 +231,9 @@ pub fn measure(options: &Options) -> Result<Report> {
         (Some(file), _) => host::run(options, file),
         (None, Some(path)) if std::fs::metadata(path).is_ok_and(|m| !m.file_type().is_socket()) => {
             let path = path.display();
-            anyhow::bail!("{path} is no socket of a back end: --file {path} puts the load on a file or block device")
+            anyhow::bail!(
+                "{path} is no socket of a back end: --file {path} puts the load on a file or block device"
+            )
         }
         (None, Some(socket)) => vhost::run(options, socket),
         (None, None) => anyhow::bail!("neither a socket nor a file to put load on"),
@@ -235,21 +251,38 @@ struct Setup<'a> {
 impl<'a> Setup<'a> {
     fn new(options: &'a Options, capacity: u64) -> Result<Self> {
         let (bs, offset) = (options.bs, options.offset);
-        anyhow::ensure!(offset.is_multiple_of(bs), "--offset {offset} is not a multiple of --bs {bs}");
+        anyhow::ensure!(
+            offset.is_multiple_of(bs),
+            "--offset {offset} is not a multiple of --bs {bs}"
+        );
         let left = capacity.saturating_sub(offset);
         let size = options.size.unwrap_or(left);
-        anyhow::ensure!(size <= left, "--offset {offset} and --size {size} reach beyond the disk's {capacity} bytes");
-        // Another one each time: what an earlier run left on the disk must not pass for what this one writes.
-        let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64);
-        let setup = Setup { options, seed: options.seed.unwrap_or_else(clock), first: offset / bs, blocks: size / bs };
-        let least = if options.verify { 2 * u64::from(options.depth) } else { options.largest() / bs };
+        anyhow::ensure!(
+            size <= left,
+            "--offset {offset} and --size {size} reach beyond the disk's {capacity} bytes"
+        );
+        // Another one each time: what an earlier run left on the disk must not pass for what this
+        // one writes.
+        let clock =
+            || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64);
+        let setup = Setup {
+            options,
+            seed: options.seed.unwrap_or_else(clock),
+            first: offset / bs,
+            blocks: size / bs,
+        };
+        let least =
+            if options.verify { 2 * u64::from(options.depth) } else { options.largest() / bs };
         let here = setup.part(0).1;
-        anyhow::ensure!(here >= least, "{size} bytes are {here} blocks a queue, at least {least} are needed");
+        anyhow::ensure!(
+            here >= least,
+            "{size} bytes are {here} blocks a queue, at least {least} are needed"
+        );
         Ok(setup)
     }
 
-    /// First block and number of blocks of a queue. Random queues share the disk; sequential ones and those that know
-    /// what they have written have a part each.
+    /// First block and number of blocks of a queue. Random queues share the disk; sequential ones
+    /// and those that know what they have written have a part each.
     fn part(&self, queue: u16) -> (u64, u64) {
         if self.options.rw.is_random() && !self.options.verify {
             return (self.first, self.blocks);
@@ -273,10 +306,14 @@ impl<'a> Setup<'a> {
         let nanos = |seconds: f64| (seconds * 1e9) as u64;
         let limit = match options.ops {
             Some(n) => Limit::Operations(n / queues + u64::from(u64::from(queue) < n % queues)),
-            None => Limit::Time { from: nanos(options.warmup), until: nanos(options.warmup + options.runtime) },
+            None => Limit::Time {
+                from: nanos(options.warmup),
+                until: nanos(options.warmup + options.runtime),
+            },
         };
         let over = options.over.clone();
-        let verifier = options.verify.then(|| Verifier::new(self.seed, options.bs as usize, first, blocks));
+        let verifier =
+            options.verify.then(|| Verifier::new(self.seed, options.bs as usize, first, blocks));
         let pacer = options.rate.map(|rate| Pacer::new(rate as f64 / queues as f64));
         Load::new(Workload::new(mix, self.seed, queue), verifier, pacer, limit, over, options.bs)
     }
@@ -287,7 +324,8 @@ impl<'a> Setup<'a> {
         Split(sizes.map(|(size, share)| ((size / self.options.bs) as u32, *share)).collect())
     }
 
-    /// What blocks hold that are written without `--verify`: nothing that could be taken for zeroes.
+    /// What blocks hold that are written without `--verify`: nothing that could be taken for
+    /// zeroes.
     fn filler(&self) -> Vec<u8> {
         let mut random = workload::Random::new(self.seed, u64::MAX);
         (0..self.options.largest() / 8).flat_map(|_| random.word().to_le_bytes()).collect()
@@ -306,7 +344,8 @@ pub(crate) fn parse_size(text: &str) -> Result<u64> {
         "t" => 40,
         other => anyhow::bail!("'{other}' is no suffix of a size: k, m, g or t"),
     };
-    let number: u64 = digits.parse().context("a size is a whole number and a suffix, such as 64k")?;
+    let number: u64 =
+        digits.parse().context("a size is a whole number and a suffix, such as 64k")?;
     number.checked_mul(1 << shift).context("the size does not fit 64 bits")
 }
 
@@ -347,7 +386,9 @@ mod tests {
 
     #[test]
     fn ranges_that_do_not_fit_are_refused() {
-        let refused = |change: fn(&mut Options)| Setup::new(&options(change), 1 << 20).err().unwrap().to_string();
+        let refused = |change: fn(&mut Options)| {
+            Setup::new(&options(change), 1 << 20).err().unwrap().to_string()
+        };
         assert!(refused(|o| o.offset = 100).contains("multiple of --bs"));
         assert!(refused(|o| o.size = Some(2 << 20)).contains("beyond the disk's 1048576 bytes"));
         assert!(refused(|o| o.offset = 2 << 20).contains("at least 1"));

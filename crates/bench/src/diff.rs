@@ -1,8 +1,10 @@
-//! `blockyard bench diff`: whether a second set of results is slower than the first, beyond the noise.
+//! `blockyard bench diff`: whether a second set of results is slower than the first, beyond the
+//! noise.
 //!
-//! In: two files of results. Out: for each work on each system the ratio of rates (new to old) and its 95% confidence
-//! interval; exit status 1 when a row is slower beyond it. What must hold: the interval is from the rounds themselves
-//! (percentile bootstrap of the ratio of medians), with a seed of its own, so that the same files give the same answer.
+//! In: two files of results. Out: for each work on each system the ratio of rates (new to old) and
+//! its 95% confidence interval; exit status 1 when a row is slower beyond it. What must hold: the
+//! interval is from the rounds themselves (percentile bootstrap of the ratio of medians), with a
+//! seed of its own, so that the same files give the same answer.
 
 use std::path::PathBuf;
 
@@ -14,7 +16,8 @@ use crate::client::workload::Random;
 use crate::results::{Results, Run};
 use crate::statistics::{median, quantile, sorted};
 
-/// Compares two sets of results. Exit status: 0 nothing is slower, 1 a row is slower beyond the noise, 2 failed.
+/// Compares two sets of results. Exit status: 0 nothing is slower, 1 a row is slower beyond the
+/// noise, 2 failed.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     #[arg(value_name = "OLD")]
@@ -50,7 +53,10 @@ pub fn run(options: &Options) -> Result<bool> {
     if options.json {
         output::print(format_args!("{}\n", serde_json::to_string(&rows)?))?;
     } else {
-        output::print(format_args!("{:<24} {:<24} {:>7}  95% interval\n", "work", "system", "new/old"))?;
+        output::print(format_args!(
+            "{:<24} {:<24} {:>7}  95% interval\n",
+            "work", "system", "new/old"
+        ))?;
         for row in &rows {
             let verdict = if row.slower { "  SLOWER" } else { "" };
             let (low, high) = row.interval;
@@ -67,7 +73,9 @@ pub fn rows(old: &Results, new: &Results, tolerate: f64) -> Vec<Row> {
     let mut rows = Vec::new();
     for work in old.works() {
         for system in old.systems() {
-            let rates = |results: &Results| results.of(work, system).map(Run::per_second).collect::<Vec<_>>();
+            let rates = |results: &Results| {
+                results.of(work, system).map(Run::per_second).collect::<Vec<_>>()
+            };
             let (before, after) = (rates(old), rates(new));
             if before.is_empty() || after.is_empty() {
                 continue;
@@ -86,7 +94,9 @@ pub fn rows(old: &Results, new: &Results, tolerate: f64) -> Vec<Row> {
 fn interval(before: &[f64], after: &[f64]) -> (f64, f64) {
     let mut random = Random::new(0x5eed, 0);
     let mut draw = |from: &[f64]| {
-        let picked = (0..from.len()).map(|_| from[random.below(from.len() as u64) as usize]).collect::<Vec<_>>();
+        let picked = (0..from.len())
+            .map(|_| from[random.below(from.len() as u64) as usize])
+            .collect::<Vec<_>>();
         median(picked)
     };
     let ratios = sorted((0..RESAMPLES).map(|_| draw(after) / draw(before)));
@@ -119,7 +129,10 @@ mod tests {
         assert!(!slower(&old, &[1004.0, 991.0, 1008.0, 996.0, 1001.0], 0.0));
         assert!(slower(&old, &[900.0, 910.0, 890.0, 905.0, 895.0], 0.0));
         assert!(!slower(&old, &[900.0, 910.0, 890.0, 905.0, 895.0], 0.2));
-        assert!(!slower(&[1000.0, 500.0, 2000.0], &[900.0, 450.0, 1800.0], 0.0), "so noisy that 10% are nothing");
+        assert!(
+            !slower(&[1000.0, 500.0, 2000.0], &[900.0, 450.0, 1800.0], 0.0),
+            "so noisy that 10% are nothing"
+        );
         assert!(!slower(&[1000.0], &[500.0], 0.0), "one round tells nothing of the noise");
         assert!(rows(&results(&[1.0]), &Results::default(), 0.0).is_empty());
     }

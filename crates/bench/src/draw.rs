@@ -56,7 +56,8 @@ pub fn run(options: &Options) -> Result<()> {
         std::fs::create_dir_all(&options.output)?;
         return report::write(&Results::load(&options.files[0])?, &options.output);
     }
-    let svg = if is_results(&options.files[0]) { of_results(options)? } else { of_samples(options)? };
+    let svg =
+        if is_results(&options.files[0]) { of_results(options)? } else { of_samples(options)? };
     let bytes = if extension == "png" { crate::plot::png::render(&svg)? } else { svg.into_bytes() };
     replace(&options.output, &bytes)
 }
@@ -66,24 +67,37 @@ fn is_results(path: &Path) -> bool {
 }
 
 fn of_results(options: &Options) -> Result<String> {
-    anyhow::ensure!(options.files.len() == 1, "one file of results at a time: `bench diff` compares two");
+    anyhow::ensure!(
+        options.files.len() == 1,
+        "one file of results at a time: `bench diff` compares two"
+    );
     let results = Results::load(&options.files[0])?;
     let works = results.works();
     let wanted = match &options.work {
         Some(work) => {
             let all = || works.join(", ");
-            vec![*works.iter().find(|w| *w == work).with_context(|| format!("\"{work}\" is none of {}", all()))?]
+            vec![
+                *works
+                    .iter()
+                    .find(|w| *w == work)
+                    .with_context(|| format!("\"{work}\" is none of {}", all()))?,
+            ]
         }
         None => works,
     };
-    let pictures: Vec<Svg> = wanted.iter().filter_map(|work| picture(&results, work, options)).collect();
+    let pictures: Vec<Svg> =
+        wanted.iter().filter_map(|work| picture(&results, work, options)).collect();
     anyhow::ensure!(!pictures.is_empty(), "the results have no such figures");
-    let about = options.title.clone().unwrap_or_else(|| format!("Host against guest: {}", wanted.join(", ")));
+    let about = options
+        .title
+        .clone()
+        .unwrap_or_else(|| format!("Host against guest: {}", wanted.join(", ")));
     Ok(Svg::stack(&pictures).file(&about))
 }
 
 fn picture(results: &Results, work: &str, options: &Options) -> Option<Svg> {
-    let titled = |title: String| options.title.as_ref().map_or(title, |own| format!("{own} ({work})"));
+    let titled =
+        |title: String| options.title.as_ref().map_or(title, |own| format!("{own} ({work})"));
     let chart = match options.picture {
         Picture::Size => charts::by_size(results, work),
         Picture::Latency => charts::latencies(results, work),
@@ -100,11 +114,14 @@ fn picture(results: &Results, work: &str, options: &Options) -> Option<Svg> {
 fn of_samples(options: &Options) -> Result<String> {
     let curve = |(number, path): (usize, &PathBuf)| {
         let name = path.file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-        let file = std::fs::File::open(path).with_context(|| format!("opening {}", path.display()))?;
-        let samples = samples::read(std::io::BufReader::new(file)).with_context(|| path.display().to_string())?;
+        let file =
+            std::fs::File::open(path).with_context(|| format!("opening {}", path.display()))?;
+        let samples = samples::read(std::io::BufReader::new(file))
+            .with_context(|| path.display().to_string())?;
         Ok(charts::curve(&name, number, &samples))
     };
     let series = options.files.iter().enumerate().map(curve).collect::<Result<Vec<_>>>()?;
-    let chart = charts::sizes(options.title.as_deref().unwrap_or("How long one operation takes"), series);
+    let chart =
+        charts::sizes(options.title.as_deref().unwrap_or("How long one operation takes"), series);
     Ok(chart.draw().file(&chart.title))
 }

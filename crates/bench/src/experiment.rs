@@ -1,8 +1,8 @@
 //! The reports' experiments that are no load: a few commands of everyday life, each timed.
 //!
-//! In: a name. Out: a script that prints a mark (a name, a clock in microseconds) before the first command and after each; in
-//! a guest on its disk, on the host in a folder. What must hold: each system begins alike, and what a command left to be
-//! written is waited for.
+//! In: a name. Out: a script that prints a mark (a name, a clock in microseconds) before the first
+//! command and after each; in a guest on its disk, on the host in a folder. What must hold: each
+//! system begins alike, and what a command left to be written is waited for.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -56,9 +56,11 @@ impl Experiment {
         }
     }
 
-    /// `$DISK` is a block device of the guest's own; or `$FOLDER` a folder on the host, for what mounts nothing.
+    /// `$DISK` is a block device of the guest's own; or `$FOLDER` a folder on the host, for what
+    /// mounts nothing.
     pub fn script(self) -> String {
-        const MAKE: &str = "mke2fs -q -F -t ext4 -E lazy_itable_init=0,lazy_journal_init=0 \"$DISK\"";
+        const MAKE: &str =
+            "mke2fs -q -F -t ext4 -E lazy_itable_init=0,lazy_journal_init=0 \"$DISK\"";
         match self {
             Experiment::DdRm => format!(
                 "if [ -b \"$DISK\" ]; then {MAKE}; mount \"$DISK\" /mnt; cd /mnt; else cd \"$FOLDER\"; fi\n\
@@ -95,15 +97,31 @@ pub fn run(experiment: Experiment, target: &Path) -> Result<()> {
     );
     let mut script = String::from("set -euo pipefail\n");
     let (disk, folder) = if device { (target, Path::new("")) } else { (Path::new(""), target) };
-    let _ = writeln!(script, "mark() {{ echo \"mark $1 ${{EPOCHREALTIME/./}}\"; }}\n{}", experiment.script());
+    let _ = writeln!(
+        script,
+        "mark() {{ echo \"mark $1 ${{EPOCHREALTIME/./}}\"; }}\n{}",
+        experiment.script()
+    );
     let mut command = Command::new("bash");
-    let out =
-        command.args(["-c", &script]).env("DISK", disk).env("FOLDER", folder).output().context("starting bash")?;
-    anyhow::ensure!(out.status.success(), "{}: {}", experiment.name(), String::from_utf8_lossy(&out.stderr).trim());
+    let out = command
+        .args(["-c", &script])
+        .env("DISK", disk)
+        .env("FOLDER", folder)
+        .output()
+        .context("starting bash")?;
+    anyhow::ensure!(
+        out.status.success(),
+        "{}: {}",
+        experiment.name(),
+        String::from_utf8_lossy(&out.stderr).trim()
+    );
     let text = String::from_utf8_lossy(&out.stdout);
     let marks = text.lines().filter_map(|l| l.strip_prefix("mark ")?.split_once(' '));
-    let marks: Vec<(&str, f64)> = marks.filter_map(|(name, clock)| Some((name, clock.parse().ok()?))).collect();
-    for (before, after) in marks.iter().zip(marks.iter().skip(1)).filter(|(_, after)| after.0 != "end") {
+    let marks: Vec<(&str, f64)> =
+        marks.filter_map(|(name, clock)| Some((name, clock.parse().ok()?))).collect();
+    for (before, after) in
+        marks.iter().zip(marks.iter().skip(1)).filter(|(_, after)| after.0 != "end")
+    {
         output::print(format_args!("{:<10} {:>9.3} s\n", after.0, (after.1 - before.1) / 1e6))?;
     }
     Ok(())

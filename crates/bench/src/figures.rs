@@ -17,8 +17,8 @@ pub struct Input {
     pub file: Option<PathBuf>,
 }
 
-/// The median duration for each size. Prints size in bytes, duration in seconds, number of operations. More than 32 sizes
-/// are put together, a quarter of an octave wide.
+/// The median duration for each size. Prints size in bytes, duration in seconds, number of
+/// operations. More than 32 sizes are put together, a quarter of an octave wide.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Median {
     #[command(flatten)]

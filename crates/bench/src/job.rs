@@ -1,7 +1,7 @@
 //! `blockyard bench job`: the loads of the reports that this project began with, by name.
 //!
-//! In: a name. Out: a job file for fio, and a run of it on a target; without fio the same load by our own engine (`client`).
-//! What must hold: what runs is what `--print` shows.
+//! In: a name. Out: a job file for fio, and a run of it on a target; without fio the same load by
+//! our own engine (`client`). What must hold: what runs is what `--print` shows.
 
 use std::path::Path;
 use std::process::Command;
@@ -20,7 +20,8 @@ use crate::target::{Place, guard};
 /// A load with a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Job {
-    /// IOMeter's file server mix (Xen, 2011): 512 B to 64 KiB, 80% reads as in the job file, depth 256, 2 jobs
+    /// IOMeter's file server mix (Xen, 2011): 512 B to 64 KiB, 80% reads as in the job file, depth
+    /// 256, 2 jobs
     Fileserver,
     /// The same with 80% writes, as the report's text has it
     FileserverWrites,
@@ -90,9 +91,16 @@ impl Job {
     pub fn file(self, target: &str, seconds: f64, log: Option<&str>) -> String {
         let Parts { pattern, reads, sizes, depth, jobs } = self.parts();
         let rw = pattern.to_possible_value().map(|v| v.get_name().to_string()).unwrap_or_default();
-        let size = if sizes.contains('/') { format!("bssplit={sizes}") } else { format!("bs={sizes}") };
-        let mix = if matches!(pattern, Pattern::Randrw) { format!("rwmixread={reads}\n") } else { String::new() };
-        let log = log.map(|log| format!("write_bw_log={log}\nlog_avg_msec=100\nper_job_logs=0\n")).unwrap_or_default();
+        let size =
+            if sizes.contains('/') { format!("bssplit={sizes}") } else { format!("bs={sizes}") };
+        let mix = if matches!(pattern, Pattern::Randrw) {
+            format!("rwmixread={reads}\n")
+        } else {
+            String::new()
+        };
+        let log = log
+            .map(|log| format!("write_bw_log={log}\nlog_avg_msec=100\nper_job_logs=0\n"))
+            .unwrap_or_default();
         format!(
             "[global]\nioengine=libaio\ndirect=1\nfilename={target}\ntime_based=1\nruntime={seconds}\nrandrepeat=1\n\
              randseed=1\nnorandommap=1\ngroup_reporting=1\npercentile_list=1:5:10:25:50:75:90:95:99:99.9\n{log}\n\
@@ -109,10 +117,13 @@ impl Job {
             Place::File(path) => (options.file, options.socket) = (Some(path.clone()), None),
             Place::Vhost(path) => options.socket = Some(path.clone()),
             Place::Nbd(_) => {
-                anyhow::bail!("over NBD jobs are run by fio (its nbd engine) only, and there is none here")
+                anyhow::bail!(
+                    "over NBD jobs are run by fio (its nbd engine) only, and there is none here"
+                )
             }
         }
-        (options.rw, options.rwmixread, options.depth, options.queues) = (pattern, reads, depth, jobs);
+        (options.rw, options.rwmixread, options.depth, options.queues) =
+            (pattern, reads, depth, jobs);
         (options.runtime, options.seed) = (seconds, Some(1));
         if sizes.contains('/') {
             options.bssplit = Some(client::parse_split(sizes)?);
@@ -128,7 +139,8 @@ impl Job {
 pub struct Options {
     #[arg(value_name = "NAME", value_parser = Name::parser())]
     pub name: Name,
-    /// A file, a block device, or a vhost-user-blk socket; for dd-rm a folder, for copy a block device
+    /// A file, a block device, or a vhost-user-blk socket; for dd-rm a folder, for copy a block
+    /// device
     #[arg(value_name = "TARGET", required_unless_present = "print")]
     pub target: Option<String>,
     /// Seconds to run
@@ -158,7 +170,9 @@ pub enum Engine {
 pub fn run(options: &Options) -> Result<()> {
     let target = options.target.as_deref().unwrap_or("TARGET");
     match options.name {
-        Name::Experiment(experiment) if options.print => output::print(format_args!("{}\n", experiment.script()))?,
+        Name::Experiment(experiment) if options.print => {
+            output::print(format_args!("{}\n", experiment.script()))?
+        }
         Name::Experiment(experiment) => return experiment_on(experiment, target, options.destroy),
         Name::Job(job) if options.print => output::print(job.file(target, options.seconds, None))?,
         Name::Job(job) => return load(options, job, target),
@@ -183,9 +197,13 @@ fn load(options: &Options, job: Job, target: &str) -> Result<()> {
     let fio = matches!(place, Place::File(_)).then(fio).flatten();
     let engine = options.engine.unwrap_or(if fio.is_some() { Engine::Fio } else { Engine::Own });
     if engine == Engine::Own {
-        return client::run(&client::Options { json: options.json, ..job.options(&place, options.seconds)? });
+        return client::run(&client::Options {
+            json: options.json,
+            ..job.options(&place, options.seconds)?
+        });
     }
-    let fio = fio.context("fio is not installed, or cannot be used on this target: say --engine own")?;
+    let fio =
+        fio.context("fio is not installed, or cannot be used on this target: say --engine own")?;
     let run = by_fio(&fio, job, target, options.seconds)?;
     if options.json {
         output::print(format_args!("{}\n", serde_json::to_string(&run)?))?;
@@ -193,7 +211,11 @@ fn load(options: &Options, job: Job, target: &str) -> Result<()> {
     }
     let latency = |q: f64| run.latency.iter().find(|l| l.0 == q).map_or(f64::NAN, |l| l.1 * 1e6);
     output::print(format_args!("{} by fio, {:.2} s\n", job.name(), run.seconds))?;
-    output::print(format_args!("IOPS       {:>12.0}    {:.1} MB/s\n", run.per_second(), run.bytes_per_second() / 1e6))?;
+    output::print(format_args!(
+        "IOPS       {:>12.0}    {:.1} MB/s\n",
+        run.per_second(),
+        run.bytes_per_second() / 1e6
+    ))?;
     output::print(format_args!(
         "latency us {:>12.1}    p50\n           {:>12.1}    p99\n",
         latency(0.5),
@@ -219,9 +241,16 @@ fn by_fio(fio: &Path, job: Job, target: &str, seconds: f64) -> Result<Run> {
     std::fs::create_dir(&folder)?;
     let done = (|| {
         std::fs::write(folder.join("job"), job.file(target, seconds, Some("log")))?;
-        let out = Command::new(fio).current_dir(&folder).args(["--output-format=json", "job"]).output()?;
+        let out = Command::new(fio)
+            .current_dir(&folder)
+            .args(["--output-format=json", "job"])
+            .output()?;
         let text = String::from_utf8_lossy(&out.stdout).into_owned();
-        anyhow::ensure!(out.status.success(), "fio: {}{text}", String::from_utf8_lossy(&out.stderr));
+        anyhow::ensure!(
+            out.status.success(),
+            "fio: {}{text}",
+            String::from_utf8_lossy(&out.stderr)
+        );
         let log = std::fs::read_to_string(folder.join("log_bw.log")).unwrap_or_default();
         read(&text, &log)
     })();
@@ -240,11 +269,14 @@ pub fn read(text: &str, log: &str) -> Result<Run> {
     let operations = sum("total_ios");
     anyhow::ensure!(operations > 0.0, "fio did nothing");
     // Of a mix, what most operations were.
-    let side = if number("read", "total_ios") >= number("write", "total_ios") { "read" } else { "write" };
+    let side =
+        if number("read", "total_ios") >= number("write", "total_ios") { "read" } else { "write" };
     let percentiles = job[side]["clat_ns"]["percentile"].as_object().into_iter().flatten();
-    let latency = percentiles.filter_map(|(q, ns)| Some((q.parse::<f64>().ok()? / 100.0, ns.as_f64()? / 1e9)));
+    let latency = percentiles
+        .filter_map(|(q, ns)| Some((q.parse::<f64>().ok()? / 100.0, ns.as_f64()? / 1e9)));
     let seconds = number("read", "runtime").max(number("write", "runtime")) / 1e3;
-    let (user, system) = (job["usr_cpu"].as_f64().unwrap_or(0.0), job["sys_cpu"].as_f64().unwrap_or(0.0));
+    let (user, system) =
+        (job["usr_cpu"].as_f64().unwrap_or(0.0), job["sys_cpu"].as_f64().unwrap_or(0.0));
     Ok(Run {
         seconds,
         operations: operations as u64,
@@ -252,7 +284,10 @@ pub fn read(text: &str, log: &str) -> Result<Run> {
         latency: latency.map(|(q, s)| ((q * 1e6).round() / 1e6, s)).collect(),
         throughput: throughput(log),
         cpu: crate::results::Cpu { guest: (user + system) / 100.0 * seconds, ..Default::default() },
-        spent: Spent { submission: job[side]["slat_ns"]["mean"].as_f64().map(|ns| ns / 1e9), ..Spent::default() },
+        spent: Spent {
+            submission: job[side]["slat_ns"]["mean"].as_f64().map(|ns| ns / 1e9),
+            ..Spent::default()
+        },
         ..Run::default()
     })
 }
@@ -280,13 +315,22 @@ mod tests {
     #[test]
     fn job_files_are_those_of_the_reports() {
         let file = Job::Fileserver.file("/dev/vdb", 10.0, None);
-        for line in ["[fileserver]", "rw=randrw", "rwmixread=80", "iodepth=256", "numjobs=2", "filename=/dev/vdb"] {
+        for line in [
+            "[fileserver]",
+            "rw=randrw",
+            "rwmixread=80",
+            "iodepth=256",
+            "numjobs=2",
+            "filename=/dev/vdb",
+        ] {
             assert!(file.lines().any(|l| l == line), "{line} is missing:\n{file}");
         }
         assert!(Job::FileserverWrites.file("x", 1.0, None).contains("rwmixread=20\n"));
         let shares = client::parse_split(FILESERVER).unwrap();
         assert_eq!(shares.0.iter().map(|s| u32::from(s.1)).sum::<u32>(), 100);
-        assert!(Job::RandomWrites.file("x", 1.0, None).contains("bs=64k\niodepth=256\nnumjobs=4\n"));
+        assert!(
+            Job::RandomWrites.file("x", 1.0, None).contains("bs=64k\niodepth=256\nnumjobs=4\n")
+        );
     }
 
     #[test]
@@ -296,8 +340,15 @@ mod tests {
               "read": {"total_ios": 100, "io_bytes": 409600, "runtime": 2000, "slat_ns": {"mean": 2000.0},
                        "clat_ns": {"percentile": {"50.000000": 1000000, "99.900000": 5000000}}},
               "write": {"total_ios": 20, "io_bytes": 81920, "runtime": 2000}}]}"#;
-        let run = read(text, "100, 1000, 0, 4096, 0, 0\n100, 1000, 1, 4096, 0, 0\n201, 500, 0, 4096, 0\n").unwrap();
-        assert_eq!((run.operations, run.bytes, run.seconds, run.cpu.guest), (120, 491520, 2.0, 0.5));
+        let run = read(
+            text,
+            "100, 1000, 0, 4096, 0, 0\n100, 1000, 1, 4096, 0, 0\n201, 500, 0, 4096, 0\n",
+        )
+        .unwrap();
+        assert_eq!(
+            (run.operations, run.bytes, run.seconds, run.cpu.guest),
+            (120, 491520, 2.0, 0.5)
+        );
         assert_eq!(run.latency, [(0.5, 0.001), (0.999, 0.005)]);
         assert_eq!((run.spent.submission, run.throughput), (Some(2e-6), vec![204800.0, 51200.0]));
         assert!(read("fio: failed", "").is_err());

@@ -1,4 +1,5 @@
-//! Load generators, the systems that they are compared on, and what comes of it. `main.rs` is their command line.
+//! Load generators, the systems that they are compared on, and what comes of it. `main.rs` is their
+//! command line.
 //!
 //! ```text
 //!   client   `bench client`: load on a vhost-user-blk back end (or a host file), measured and verified
@@ -17,7 +18,8 @@
 //! ```
 //! `compare -> results -> {report, draw, diff} -> plot -> statistics`. Nothing points back.
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do not.
+// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
+// not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod calibrate;

@@ -1,15 +1,18 @@
 //! `blockyard-bench`, which `blockyard bench` starts: the command line of all measurements.
 //!
-//! Exit status: 0 done, 1 failed, 2 usage, 130 interrupted, 141 the reader of standard output has gone. `diff`: 0 nothing is
-//! slower, 1 something is, 2 failed.
+//! Exit status: 0 done, 1 failed, 2 usage, 130 interrupted, 141 the reader of standard output has
+//! gone. `diff`: 0 nothing is slower, 1 something is, 2 failed.
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do not.
+// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
+// not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 use std::process::ExitCode;
 
 use blockyard_bench::process::Interrupted;
-use blockyard_bench::{calibrate, client, compare, diff, draw, figures, job, neighbours, rate, xen};
+use blockyard_bench::{
+    calibrate, client, compare, diff, draw, figures, job, neighbours, rate, xen,
+};
 use blockyard_program::ending::{Failure, refuse};
 use blockyard_program::outline::Outline;
 use blockyard_program::{log, output};
@@ -17,7 +20,12 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 /// Measure.
 #[derive(Parser)]
-#[command(name = "blockyard-bench", bin_name = "blockyard bench", version, propagate_version = true)]
+#[command(
+    name = "blockyard-bench",
+    bin_name = "blockyard bench",
+    version,
+    propagate_version = true
+)]
 struct Cli {
     /// How much to tell on standard error: error, warn, info, debug, trace.
     #[arg(long, global = true, default_value = "warn", value_name = "LEVEL", value_parser = log::parse_level)]
@@ -30,7 +38,8 @@ struct Cli {
 enum Bench {
     /// Drive a vhost-user-blk server without a VM: load, latencies, verified data.
     Client(Box<client::Options>),
-    /// Random seeks and operations of random sizes, one at a time: prints size in bytes and duration in seconds of each.
+    /// Random seeks and operations of random sizes, one at a time: prints size in bytes and
+    /// duration in seconds of each.
     Rate(rate::Options),
     /// The median duration for each size, of what `rate` printed.
     Median(figures::Median),
@@ -42,15 +51,18 @@ enum Bench {
     Compare(Box<compare::Options>),
     /// What operations cost a device: the figures that fair shares are reckoned by.
     Calibrate(calibrate::Options),
-    /// Disks that share one device: what a thrashing guest leaves the others, with fair shares and without.
+    /// Disks that share one device: what a thrashing guest leaves the others, with fair shares and
+    /// without.
     Neighbours(Box<neighbours::Options>),
     /// The blkif back end, without a hypervisor, beside the vhost-user back end on the same image.
     Xen(xen::Options),
     /// Draw a report again, or one picture of it (SVG, PNG).
     Plot(draw::Options),
-    /// Compare two sets of results. Exit status: 0 nothing is slower, 1 something is, beyond the noise, 2 failed.
+    /// Compare two sets of results. Exit status: 0 nothing is slower, 1 something is, beyond the
+    /// noise, 2 failed.
     Diff(diff::Options),
-    /// Print these commands and their options as JSON: `blockyard` writes man pages and completions from it.
+    /// Print these commands and their options as JSON: `blockyard` writes man pages and completions
+    /// from it.
     #[command(hide = true)]
     Outline,
 }
@@ -79,7 +91,10 @@ fn run(command: &Bench) -> Result<u8, Failure> {
             let same = diff::run(options).map_err(|e| Failure::with_status(2, e))?;
             return Ok(u8::from(!same));
         }
-        Bench::Outline => output::print(format_args!("{}\n", serde_json::to_string(&Outline::of(&Cli::command()))?))?,
+        Bench::Outline => output::print(format_args!(
+            "{}\n",
+            serde_json::to_string(&Outline::of(&Cli::command()))?
+        ))?,
     }
     Ok(0)
 }

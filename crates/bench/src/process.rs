@@ -1,4 +1,5 @@
-//! What does not outlive what it was made for: processes, and an interruption that ends them; and files of random bytes.
+//! What does not outlive what it was made for: processes, and an interruption that ends them; and
+//! files of random bytes.
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::FileExt;
@@ -27,7 +28,9 @@ impl Stop {
     /// Set by SIGINT, SIGTERM and SIGHUP from now on.
     pub fn on_signals() -> Result<Self> {
         let stop = Stop::default();
-        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
+        for signal in
+            [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
+        {
             signal_hook::flag::register(signal, stop.0.clone()).context("watching for signals")?;
         }
         Ok(stop)
@@ -50,7 +53,8 @@ pub struct Process {
 
 /// How long one may take to end: it removes what it made, and its disk may be slow.
 const ENDING: Duration = Duration::from_secs(30);
-/// How long what is left of one that has ended is waited for: its last words, and who was killed with it.
+/// How long what is left of one that has ended is waited for: its last words, and who was killed
+/// with it.
 const REST: Duration = Duration::from_secs(2);
 
 impl Process {
@@ -58,7 +62,10 @@ impl Process {
     pub fn start(command: &Command) -> Result<Self> {
         let name = command.get_program().to_string_lossy().into_owned();
         let mut under = Command::new("setpriv");
-        under.args(["--pdeathsig", "TERM", "--"]).arg(command.get_program()).args(command.get_args());
+        under
+            .args(["--pdeathsig", "TERM", "--"])
+            .arg(command.get_program())
+            .args(command.get_args());
         for (key, value) in command.get_envs() {
             if let Some(value) = value {
                 under.env(key, value);
@@ -67,7 +74,9 @@ impl Process {
         // A group of its own: a script's commands end with it.
         under.process_group(0);
         under.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = under.spawn().with_context(|| format!("starting {name} (by setpriv, of util-linux)"))?;
+        let mut child = under
+            .spawn()
+            .with_context(|| format!("starting {name} (by setpriv, of util-linux)"))?;
         let (send, lines) = channel();
         let out = BufReader::new(child.stdout.take().context("no standard output")?);
         std::thread::spawn(move || {
@@ -107,7 +116,12 @@ impl Process {
                 Err(RecvTimeoutError::Disconnected) => return Ok(None),
                 Err(RecvTimeoutError::Timeout) => {}
             }
-            anyhow::ensure!(Instant::now() < limit, "{} says nothing any more: {}", self.name, self.errors());
+            anyhow::ensure!(
+                Instant::now() < limit,
+                "{} says nothing any more: {}",
+                self.name,
+                self.errors()
+            );
         }
     }
 
@@ -118,7 +132,12 @@ impl Process {
             match self.child.try_wait()? {
                 Some(status) => break status,
                 None => {
-                    anyhow::ensure!(begin.elapsed() < ENDING, "{} does not end: {}", self.name, self.errors().trim())
+                    anyhow::ensure!(
+                        begin.elapsed() < ENDING,
+                        "{} does not end: {}",
+                        self.name,
+                        self.errors().trim()
+                    )
                 }
             }
             std::thread::sleep(Duration::from_millis(5));
@@ -128,7 +147,8 @@ impl Process {
         Ok(())
     }
 
-    /// The last of its words may be on their way still. (Whoever it has left behind may keep its standard error open.)
+    /// The last of its words may be on their way still. (Whoever it has left behind may keep its
+    /// standard error open.)
     fn hear(&self) {
         let begin = Instant::now();
         while !self.listener.is_finished() && begin.elapsed() < REST {
@@ -183,7 +203,9 @@ pub fn fill(path: &Path, size: u64, stop: &Stop) -> Result<()> {
         let mut done = 0;
         while done < size {
             stop.check()?;
-            piece.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&random.word().to_ne_bytes()));
+            piece
+                .chunks_exact_mut(8)
+                .for_each(|word| word.copy_from_slice(&random.word().to_ne_bytes()));
             let len = (size - done).min(PIECE as u64);
             file.write_all_at(&piece[..len as usize], done)?;
             done += len;

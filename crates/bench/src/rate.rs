@@ -1,9 +1,11 @@
-//! `blockyard bench rate`: random seeks and operations of random sizes, one after the other, each timed.
+//! `blockyard bench rate`: random seeks and operations of random sizes, one after the other, each
+//! timed.
 //!
-//! In: a target and what to do. Out: two columns on standard output as the operations end, size in bytes and duration in
-//! seconds. (After the `rate` of the first of the reports that this project began with.)
-//! What must hold: the seed decides sizes and places; nothing that is in use, or holds a file system, is written to unless
-//! that was asked for; what was printed is whole lines, whenever the run ends.
+//! In: a target and what to do. Out: two columns on standard output as the operations end, size in
+//! bytes and duration in seconds. (After the `rate` of the first of the reports that this project
+//! began with.) What must hold: the seed decides sizes and places; nothing that is in use, or holds
+//! a file system, is written to unless that was asked for; what was printed is whole lines,
+//! whenever the run ends.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -17,13 +19,15 @@ use crate::client::workload::Random;
 use crate::client::{parse_seconds, parse_size};
 use crate::target::{Access, Place, Target, guard};
 
-/// Random seeks and operations of random sizes, one at a time: prints size in bytes and duration in seconds of each.
+/// Random seeks and operations of random sizes, one at a time: prints size in bytes and duration in
+/// seconds of each.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     /// What each operation is
     #[arg(value_enum, value_name = "OPERATION")]
     pub operation: Operation,
-    /// A file, a block device, a vhost-user-blk socket, or nbd://HOST[:PORT][/EXPORT], nbd+unix:///[EXPORT]?socket=PATH
+    /// A file, a block device, a vhost-user-blk socket, or nbd://HOST[:PORT][/EXPORT],
+    /// nbd+unix:///[EXPORT]?socket=PATH
     #[arg(value_name = "TARGET")]
     pub target: String,
     /// Operations to do [default: no limit, for --seconds]
@@ -41,7 +45,8 @@ pub struct Options {
     /// Decides sizes and places [default: another one each time, told on standard error]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// O_DIRECT: past the host's page cache (files and devices; a vhost-user or NBD server decides for itself)
+    /// O_DIRECT: past the host's page cache (files and devices; a vhost-user or NBD server decides
+    /// for itself)
     #[arg(long)]
     pub direct: bool,
     /// Write also to a device that is in use, or to what holds a file system
@@ -70,7 +75,8 @@ pub fn run(options: &Options) -> Result<()> {
     let mut shown = Instant::now();
     let end = run.each(|bytes, took, done, elapsed| {
         writeln!(out, "{bytes} {:.9}", took.as_secs_f64()).map_err(OutputError::from)?;
-        // A person, or a program that draws, sees them come; a fast target is not slowed down by it.
+        // A person, or a program that draws, sees them come; a fast target is not slowed down by
+        // it.
         if shown.elapsed() > Duration::from_millis(100) {
             out.flush().map_err(OutputError::from)?;
             bar.set_position(if options.ops.is_some() { done } else { elapsed.as_millis() as u64 });
@@ -91,7 +97,10 @@ fn bar(options: &Options) -> ProgressBar {
     }
     let seconds = options.seconds.unwrap_or(SECONDS);
     let bar = ProgressBar::new(options.ops.unwrap_or((seconds * 1000.0) as u64));
-    bar.set_style(ProgressStyle::with_template("{wide_bar} {percent:>3}% {eta:>4}").expect("a template of ours"));
+    bar.set_style(
+        ProgressStyle::with_template("{wide_bar} {percent:>3}% {eta:>4}")
+            .expect("a template of ours"),
+    );
     bar
 }
 
@@ -110,7 +119,10 @@ impl Run {
     pub fn open(options: &Options) -> Result<Self> {
         let (min, max) = (options.min_size, options.max_size);
         anyhow::ensure!(max <= LARGEST, "--max-size {max}: at most {LARGEST} bytes");
-        anyhow::ensure!(min <= max && min > 0, "--min-size {min} is not from 1 to --max-size {max}");
+        anyhow::ensure!(
+            min <= max && min > 0,
+            "--min-size {min} is not from 1 to --max-size {max}"
+        );
         let writes = options.operation != Operation::Read;
         let durable = options.operation == Operation::Writesync;
         let largest = max.max(guard::LOOKED_AT as u64);
@@ -118,10 +130,18 @@ impl Run {
         let mut target = place.open(Access { writes, durable, direct: options.direct, largest })?;
         let (size, block) = (target.size(), target.block());
         let whole = min.is_multiple_of(block) && max.is_multiple_of(block);
-        anyhow::ensure!(whole, "--min-size {min} and --max-size {max} are to be multiples of {block} bytes here");
-        anyhow::ensure!(size / block * block >= max, "{}: {size} bytes are less than --max-size {max}", options.target);
+        anyhow::ensure!(
+            whole,
+            "--min-size {min} and --max-size {max} are to be multiples of {block} bytes here"
+        );
+        anyhow::ensure!(
+            size / block * block >= max,
+            "{}: {size} bytes are less than --max-size {max}",
+            options.target
+        );
         let seed = options.seed.unwrap_or_else(|| {
-            let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |t| t.as_nanos() as u64);
+            let seed =
+                SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |t| t.as_nanos() as u64);
             output::note(format_args!("seed {seed}"));
             seed
         });
@@ -146,8 +166,12 @@ impl Run {
         })
     }
 
-    /// Does all operations; `tell`: bytes, how long it took, operations done, time since the run began.
-    pub fn each(&mut self, mut tell: impl FnMut(u64, Duration, u64, Duration) -> Result<()>) -> Result<()> {
+    /// Does all operations; `tell`: bytes, how long it took, operations done, time since the run
+    /// began.
+    pub fn each(
+        &mut self,
+        mut tell: impl FnMut(u64, Duration, u64, Duration) -> Result<()>,
+    ) -> Result<()> {
         let begin = Instant::now();
         let places = self.target.size() / self.sizes.block;
         for done in 1..=self.ops {
@@ -236,7 +260,8 @@ mod tests {
             assert!(size.is_multiple_of(512) && (512..=1 << 20).contains(&size), "{size}");
             octaves[(size / 512).ilog2() as usize] += 1;
         }
-        // An octave is an eleventh of all; what is less than a block wide counts for the block below.
+        // An octave is an eleventh of all; what is less than a block wide counts for the block
+        // below.
         assert!(octaves[..11].iter().all(|n| (9_500..10_500).contains(n)), "{octaves:?}");
         assert_eq!(Sizes { min: 4096, max: 4096, block: 512 }.draw(&mut random), 4096);
     }
@@ -273,14 +298,18 @@ mod tests {
         std::fs::write(&path, vec![0; 1 << 20]).unwrap();
         let second = sizes(&options(name, Operation::Writesync)).unwrap();
         assert!((&first, &written) == (&second.0, &second.1), "the same seed wrote something else");
-        assert_ne!(first, sizes(&Options { seed: Some(8), ..options(name, Operation::Read) }).unwrap().0);
+        assert_ne!(
+            first,
+            sizes(&Options { seed: Some(8), ..options(name, Operation::Read) }).unwrap().0
+        );
         let mut ext4 = vec![0; 1 << 20];
         ext4[0x438..0x43a].copy_from_slice(&[0x53, 0xef]);
         std::fs::write(&path, &ext4).unwrap();
         let refused = sizes(&options(name, Operation::Write)).unwrap_err();
         assert!(format!("{refused:#}").contains("ext4"), "{refused:#}");
         assert!(sizes(&options(name, Operation::Read)).unwrap().1 == ext4);
-        let destroyed = sizes(&Options { destroy: true, ..options(name, Operation::Write) }).unwrap().1;
+        let destroyed =
+            sizes(&Options { destroy: true, ..options(name, Operation::Write) }).unwrap().1;
         std::fs::remove_file(&path).unwrap();
         assert!(destroyed != ext4);
     }

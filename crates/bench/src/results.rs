@@ -1,7 +1,9 @@
-//! What was measured, as data: what `bench compare` writes, and everything else is drawn and computed from.
+//! What was measured, as data: what `bench compare` writes, and everything else is drawn and
+//! computed from.
 //!
-//! In and out: JSON (all of it) and CSV (a line for each operation that was timed by itself). What must hold: a newer program
-//! reads what an older one wrote; a file is whole whenever the program ends.
+//! In and out: JSON (all of it) and CSV (a line for each operation that was timed by itself). What
+//! must hold: a newer program reads what an older one wrote; a file is whole whenever the program
+//! ends.
 
 use std::path::Path;
 
@@ -53,7 +55,8 @@ pub struct Run {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub steps: Vec<(String, f64)>,
     pub cpu: Cpu,
-    /// Where an operation's time went, as far as it was measured: seconds, the mean or median of each.
+    /// Where an operation's time went, as far as it was measured: seconds, the mean or median of
+    /// each.
     #[serde(default)]
     pub spent: Spent,
 }
@@ -89,10 +92,15 @@ impl Results {
     pub fn load(path: &Path) -> Result<Self> {
         let path = if path.is_dir() { path.join("results.json") } else { path.to_path_buf() };
         let text = std::fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
-        let results: Results =
-            serde_json::from_slice(&text).with_context(|| format!("{} is no file of results", path.display()))?;
+        let results: Results = serde_json::from_slice(&text)
+            .with_context(|| format!("{} is no file of results", path.display()))?;
         let newer = results.format > FORMAT;
-        anyhow::ensure!(!newer, "{} is of format {}; this program knows {FORMAT}", path.display(), results.format);
+        anyhow::ensure!(
+            !newer,
+            "{} is of format {}; this program knows {FORMAT}",
+            path.display(),
+            results.format
+        );
         Ok(results)
     }
 
@@ -107,7 +115,11 @@ impl Results {
         let mut text = String::from("system,work,round,bytes,seconds\n");
         for run in &self.runs {
             for (bytes, seconds) in &run.samples {
-                let _ = writeln!(text, "{},{},{},{bytes},{seconds:.9}", run.system, run.work, run.round);
+                let _ = writeln!(
+                    text,
+                    "{},{},{},{bytes},{seconds:.9}",
+                    run.system, run.work, run.round
+                );
             }
         }
         text
@@ -171,6 +183,9 @@ mod tests {
         let run = Run { samples, seconds: 0.1 + 0.2, ..Run::default() };
         let results = Results { runs: vec![run], ..Results::new(Vec::new(), Vec::new()) };
         let text = serde_json::to_vec(&results).unwrap();
-        assert!(serde_json::from_slice::<Results>(&text).unwrap() == results, "numbers have changed on their way");
+        assert!(
+            serde_json::from_slice::<Results>(&text).unwrap() == results,
+            "numbers have changed on their way"
+        );
     }
 }

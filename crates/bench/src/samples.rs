@@ -1,6 +1,8 @@
-//! What `bench rate` prints, read again: one operation a line, its size in bytes and its duration in seconds.
+//! What `bench rate` prints, read again: one operation a line, its size in bytes and its duration
+//! in seconds.
 //!
-//! In: text. Out: samples, sorted into bins by size. What must hold: a line that is no sample is named, not passed over.
+//! In: text. Out: samples, sorted into bins by size. What must hold: a line that is no sample is
+//! named, not passed over.
 
 use std::io::BufRead;
 
@@ -22,7 +24,8 @@ pub fn read(input: impl BufRead) -> Result<Vec<Sample>> {
         if text.is_empty() || text.starts_with('#') {
             continue;
         }
-        let sample = parse(text).with_context(|| format!("line {}: \"{text}\" is no size and duration", number + 1))?;
+        let sample = parse(text)
+            .with_context(|| format!("line {}: \"{text}\" is no size and duration", number + 1))?;
         samples.push(sample);
     }
     Ok(samples)
@@ -31,7 +34,8 @@ pub fn read(input: impl BufRead) -> Result<Vec<Sample>> {
 fn parse(line: &str) -> Option<Sample> {
     let mut columns = line.split_ascii_whitespace();
     let (bytes, seconds) = (columns.next()?.parse().ok()?, columns.next()?.parse::<f64>().ok()?);
-    (columns.next().is_none() && seconds >= 0.0 && seconds.is_finite()).then_some(Sample { bytes, seconds })
+    (columns.next().is_none() && seconds >= 0.0 && seconds.is_finite())
+        .then_some(Sample { bytes, seconds })
 }
 
 /// Operations of about the same size.
@@ -48,13 +52,15 @@ pub const BINS_AN_OCTAVE: u32 = 4;
 /// So many sizes are shown as they are.
 const FEW_SIZES: usize = 32;
 
-/// By size, the smallest first. A few sizes only are a bin each; many are put together by a quarter of an octave, so that
-/// the bins are evenly wide where sizes are drawn log-uniformly.
+/// By size, the smallest first. A few sizes only are a bin each; many are put together by a quarter
+/// of an octave, so that the bins are evenly wide where sizes are drawn log-uniformly.
 pub fn bins(samples: &[Sample]) -> Vec<Bin> {
     let mut samples = samples.to_vec();
     samples.sort_by(|a, b| a.bytes.cmp(&b.bytes).then(a.seconds.total_cmp(&b.seconds)));
     let few = samples.chunk_by(|a, b| a.bytes == b.bytes).count() <= FEW_SIZES;
-    let together = |a: &Sample, b: &Sample| if few { a.bytes == b.bytes } else { step(a.bytes) == step(b.bytes) };
+    let together = |a: &Sample, b: &Sample| {
+        if few { a.bytes == b.bytes } else { step(a.bytes) == step(b.bytes) }
+    };
     samples.chunk_by(together).map(bin).collect()
 }
 
@@ -77,7 +83,8 @@ mod tests {
     #[test]
     fn two_columns_are_read_and_what_is_not_is_named() {
         let text = "# comment\n512 0.001\n\n 4096\t2.5e-4 \n";
-        let wanted = [Sample { bytes: 512, seconds: 0.001 }, Sample { bytes: 4096, seconds: 0.00025 }];
+        let wanted =
+            [Sample { bytes: 512, seconds: 0.001 }, Sample { bytes: 4096, seconds: 0.00025 }];
         assert_eq!(read(text.as_bytes()).unwrap(), wanted);
         for bad in ["512", "x 1", "512 y", "512 -1", "512 inf", "512 1 1"] {
             let error = read(format!("512 1\n{bad}\n").as_bytes()).unwrap_err().to_string();
@@ -89,11 +96,15 @@ mod tests {
     fn few_sizes_stay_and_many_are_put_together() {
         let sample = |bytes, seconds| Sample { bytes, seconds };
         let few = bins(&[sample(4096, 3.0), sample(512, 1.0), sample(4096, 2.0)]);
-        assert_eq!(few, [Bin { bytes: 512, seconds: vec![1.0] }, Bin { bytes: 4096, seconds: vec![2.0, 3.0] }]);
+        assert_eq!(
+            few,
+            [Bin { bytes: 512, seconds: vec![1.0] }, Bin { bytes: 4096, seconds: vec![2.0, 3.0] }]
+        );
         let many: Vec<_> = (1..=2048).map(|i| sample(i * 512, i as f64)).collect();
         let bins = bins(&many);
         assert_eq!(bins.iter().map(|b| b.seconds.len()).sum::<usize>(), 2048);
-        // 512 B to 1 MiB are 11 octaves; 1 MiB begins one more, and the first ones hold multiples of 512 only.
+        // 512 B to 1 MiB are 11 octaves; 1 MiB begins one more, and the first ones hold multiples
+        // of 512 only.
         assert!((36..=45).contains(&bins.len()), "{}", bins.len());
         assert_eq!(bins.last().unwrap().bytes, 1 << 20);
         assert!(bins.windows(2).all(|w| w[0].bytes < w[1].bytes));

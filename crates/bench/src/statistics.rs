@@ -1,7 +1,8 @@
 //! Figures of samples: quantiles, and how far to trust them.
 //!
-//! In: numbers in order. Out: numbers. What must hold: quantiles are those of Hyndman and Fan's definition 7 (linear between
-//! the two nearest samples; what numpy and R do when nothing else is said), so that others can compute them again.
+//! In: numbers in order. Out: numbers. What must hold: quantiles are those of Hyndman and Fan's
+//! definition 7 (linear between the two nearest samples; what numpy and R do when nothing else is
+//! said), so that others can compute them again.
 
 /// The quantile `q` (0 to 1) of samples in ascending order; NaN of none.
 pub fn quantile(sorted: &[f64], q: f64) -> f64 {
@@ -31,9 +32,21 @@ mod tests {
     #[test]
     fn quantiles_are_those_of_numpy() {
         let samples = [1.0, 2.0, 4.0, 8.0, 16.0];
-        let wanted = [(0.0, 1.0), (0.1, 1.4), (0.25, 2.0), (0.5, 4.0), (0.6, 5.6), (0.95, 14.4), (1.0, 16.0)];
+        let wanted = [
+            (0.0, 1.0),
+            (0.1, 1.4),
+            (0.25, 2.0),
+            (0.5, 4.0),
+            (0.6, 5.6),
+            (0.95, 14.4),
+            (1.0, 16.0),
+        ];
         for (q, value) in wanted {
-            assert!((quantile(&samples, q) - value).abs() < 1e-12, "{q}: {}", quantile(&samples, q));
+            assert!(
+                (quantile(&samples, q) - value).abs() < 1e-12,
+                "{q}: {}",
+                quantile(&samples, q)
+            );
         }
         assert_eq!(quantile(&[3.0], 0.99), 3.0);
         assert!(quantile(&[], 0.5).is_nan());

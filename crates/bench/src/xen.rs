@@ -87,13 +87,24 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         for (row, kind) in &rows {
             let report = stage.measure(*kind).with_context(|| format!("row \"{row}\""))?;
             if let Some(first) = &report.first_error {
-                anyhow::bail!("row \"{row}\": {} operations failed, the first: {first}", report.errors);
+                anyhow::bail!(
+                    "row \"{row}\": {} operations failed, the first: {first}",
+                    report.errors
+                );
             }
             measured.push(Measured { row, round, report });
         }
     }
-    anyhow::ensure!(blockyard_export::close(&stage.disk, &stage.reactors), "closing {}", options.image.display());
-    let text = if options.json { format!("{}\n", serde_json::to_string(&measured)?) } else { table(&rows, &measured) };
+    anyhow::ensure!(
+        blockyard_export::close(&stage.disk, &stage.reactors),
+        "closing {}",
+        options.image.display()
+    );
+    let text = if options.json {
+        format!("{}\n", serde_json::to_string(&measured)?)
+    } else {
+        table(&rows, &measured)
+    };
     Ok(output::print(text)?)
 }
 
@@ -107,7 +118,8 @@ struct Stage<'a> {
 impl<'a> Stage<'a> {
     fn new(options: &'a Options) -> anyhow::Result<Self> {
         let chain = ChainOptions { cache: options.cache, ..ChainOptions::new(&options.image) };
-        let source = Source::open(&chain).with_context(|| format!("opening {}", options.image.display()))?;
+        let source =
+            Source::open(&chain).with_context(|| format!("opening {}", options.image.display()))?;
         let disk = DiskOptions {
             name: "bench".into(),
             serial: "bench".into(),
@@ -116,7 +128,8 @@ impl<'a> Stage<'a> {
             filters: Vec::new(),
         };
         let reactors = Arc::new(Reactors::start(options.reactors.into(), &[])?);
-        let socket = std::env::temp_dir().join(format!("blockyard-bench-{}.sock", std::process::id()));
+        let socket =
+            std::env::temp_dir().join(format!("blockyard-bench-{}.sock", std::process::id()));
         Ok(Stage { options, disk: Arc::new(Disk::new(disk, source)), reactors, socket })
     }
 
@@ -141,7 +154,8 @@ impl<'a> Stage<'a> {
         let size = (load.depth * 3).next_power_of_two().max(128);
         let shape = QueueShape { queues: load.queues, size };
         let listener = Listener::bind(&self.socket)?;
-        let mut export = VhostUser::start(self.disk.clone(), listener, shape, tuning, self.reactors.clone())?;
+        let mut export =
+            VhostUser::start(self.disk.clone(), listener, shape, tuning, self.reactors.clone())?;
         let report = client::measure(&load);
         export.stop();
         report
@@ -151,9 +165,11 @@ impl<'a> Stage<'a> {
         let load = self.options.load.options(self.socket.clone());
         let machine = Machine::new();
         let device: Name = DEVICE.parse().map_err(anyhow::Error::msg)?;
-        let options = XenOptions { domain: DOMAIN, device, queues: load.queues, data, records: None };
+        let options =
+            XenOptions { domain: DOMAIN, device, queues: load.queues, data, records: None };
         let host = Host::Machine(machine.clone());
-        let mut export = Xen::start(self.disk.clone(), &options, &host, self.reactors.clone(), || ())?;
+        let mut export =
+            Xen::start(self.disk.clone(), &options, &host, self.reactors.clone(), || ())?;
         let front_end = FrontEnd { domain: DOMAIN, device: device.number(), persistent };
         let report = client::xen::measure(&load, &machine, front_end);
         export.stop();
@@ -165,14 +181,25 @@ impl<'a> Stage<'a> {
 fn table(rows: &[(&'static str, Kind)], measured: &[Measured]) -> String {
     let mut text = format!(
         "{:<24}{:>10}{:>12}{:>13}{:>10}{:>10}{:>9}{:>9}{:>9}{:>10}\n",
-        "", "IOPS", "CPU us/I/O", "IOPS/core", "I/O/kick", "I/O/sig", "p99 us", "maps/IO", "cop/IO", "gcalls/IO"
+        "",
+        "IOPS",
+        "CPU us/I/O",
+        "IOPS/core",
+        "I/O/kick",
+        "I/O/sig",
+        "p99 us",
+        "maps/IO",
+        "cop/IO",
+        "gcalls/IO"
     );
     for (name, _) in rows {
-        let mut reports: Vec<_> = measured.iter().filter(|m| m.row == *name).map(|m| &m.report).collect();
+        let mut reports: Vec<_> =
+            measured.iter().filter(|m| m.row == *name).map(|m| &m.report).collect();
         reports.sort_by(|a, b| a.iops.total_cmp(&b.iops));
         let Some(report) = reports.get(reports.len() / 2) else { continue };
         let cpu = report.backend_cpu.as_ref();
-        let per = |per_io: f64| if per_io > 0.0 { format!("{:.1}", 1.0 / per_io) } else { "-".into() };
+        let per =
+            |per_io: f64| if per_io > 0.0 { format!("{:.1}", 1.0 / per_io) } else { "-".into() };
         let grants = report.grants.map(|g| [g.maps_per_io, g.copies_per_io, g.calls_per_io]);
         let grant = |at: usize| grants.map_or("-".into(), |all| format!("{:.3}", all[at]));
         text += &format!(

@@ -26,14 +26,16 @@ pub struct Cli {
 pub enum Command {
     /// Serve a disk image (or many, by --config) to guests.
     Serve(Box<ServeOptions>),
-    /// Make a disk image a block device of this host: prints the device, and serves it in the background until `detach`.
+    /// Make a disk image a block device of this host: prints the device, and serves it in the
+    /// background until `detach`.
     Attach(Box<AttachOptions>),
     /// Remove a block device that `attach` or `serve --ublk` has made.
     Detach(DetachOptions),
     /// Give disks to guests of Xen, and take them away.
     #[command(subcommand)]
     Xen(crate::xen::Command),
-    /// Make, look at, check and change disk images: the commands of qemu-img, with its options and its JSON.
+    /// Make, look at, check and change disk images: the commands of qemu-img, with its options and
+    /// its JSON.
     #[command(subcommand)]
     Image(Box<crate::image::Command>),
     /// Measure (`blockyard bench --help` lists the commands; the program blockyard-bench has them).

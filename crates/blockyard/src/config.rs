@@ -1,4 +1,5 @@
-//! The configuration file: TOML, one `[[disk]]` table a disk, one `[group.NAME]` table a group. See docs/configuration.md.
+//! The configuration file: TOML, one `[[disk]]` table a disk, one `[group.NAME]` table a group. See
+//! docs/configuration.md.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -60,14 +61,17 @@ impl Config {
             (None, Some(disk)) => Ok(Config { disks: vec![disk.clone()], ..Config::default() }),
             (None, None) if !options.xen.watch.is_empty() => Ok(Config::default()),
             (None, None) => {
-                anyhow::bail!("say an IMAGE and a way in (--vhost-user, --nbd, --ublk, --xen), or --config FILE")
+                anyhow::bail!(
+                    "say an IMAGE and a way in (--vhost-user, --nbd, --ublk, --xen), or --config FILE"
+                )
             }
         }
     }
 
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let owned = || path.to_path_buf();
-        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read { path: owned(), source })?;
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Read { path: owned(), source })?;
         let wrong = |e| ConfigError::Parse { path: owned(), message: mistake::describe(&text, &e) };
         let config: Config = toml::from_str(&text).map_err(wrong)?;
         let config = Config { file: text.parse().map_err(wrong)?, ..config };
@@ -79,20 +83,32 @@ impl Config {
         for (name, group) in &self.groups {
             knobs::check(&group.knobs()).map_err(|e| format!("group \"{name}\": {e}"))?;
         }
-        let (mut names, mut sockets, mut exports) = (HashSet::new(), HashSet::new(), HashSet::new());
+        let (mut names, mut sockets, mut exports) =
+            (HashSet::new(), HashSet::new(), HashSet::new());
         let (mut devices, mut domains, mut images) = (HashSet::new(), HashSet::new(), Vec::new());
         for disk in &self.disks {
             let name = disk.name();
             if !names.insert(name.clone()) {
-                return Err(format!("two disks are called \"{name}\": give one of them a name of its own"));
+                return Err(format!(
+                    "two disks are called \"{name}\": give one of them a name of its own"
+                ));
             }
-            if let Some(socket) = disk.vhost_user.as_ref().filter(|socket| !sockets.insert((*socket).clone())) {
-                return Err(format!("disk \"{name}\": another disk has the socket {socket} already"));
+            if let Some(socket) =
+                disk.vhost_user.as_ref().filter(|socket| !sockets.insert((*socket).clone()))
+            {
+                return Err(format!(
+                    "disk \"{name}\": another disk has the socket {socket} already"
+                ));
             }
             if let Some(address) = &disk.nbd
-                && !exports.insert((address.to_string(), disk.nbd_name.clone().unwrap_or_else(|| name.clone())))
+                && !exports.insert((
+                    address.to_string(),
+                    disk.nbd_name.clone().unwrap_or_else(|| name.clone()),
+                ))
             {
-                return Err(format!("disk \"{name}\": another disk has that name at {address} already"));
+                return Err(format!(
+                    "disk \"{name}\": another disk has that name at {address} already"
+                ));
             }
             if !disk.is_offered() {
                 return Err(format!("disk \"{name}\": say a way in: vhost-user, nbd, ublk or xen"));
@@ -117,13 +133,19 @@ impl Config {
                 ));
             }
             images.push((name.clone(), image, disk.read_only));
-            if let Some(group) = disk.group.as_ref().filter(|group| !self.groups.contains_key(*group)) {
-                return Err(format!("disk \"{name}\": there is no group \"{group}\" (a table [group.{group}])"));
+            if let Some(group) =
+                disk.group.as_ref().filter(|group| !self.groups.contains_key(*group))
+            {
+                return Err(format!(
+                    "disk \"{name}\": there is no group \"{group}\" (a table [group.{group}])"
+                ));
             }
         }
         let xen_group = self.xen.defaults.as_ref().and_then(|defaults| defaults.group.as_ref());
         if let Some(group) = xen_group.filter(|group| !self.groups.contains_key(*group)) {
-            return Err(format!("xen.defaults: there is no group \"{group}\" (a table [group.{group}])"));
+            return Err(format!(
+                "xen.defaults: there is no group \"{group}\" (a table [group.{group}])"
+            ));
         }
         if self.disks.is_empty() && self.xen.watch.is_empty() {
             return Err(
@@ -150,7 +172,8 @@ mod tests {
     use super::*;
 
     fn read(text: &str) -> Result<Config, String> {
-        let path = std::env::temp_dir().join(format!("blockyard-config-{:?}.toml", std::thread::current().id()));
+        let path = std::env::temp_dir()
+            .join(format!("blockyard-config-{:?}.toml", std::thread::current().id()));
         std::fs::write(&path, text).unwrap();
         let result = Config::read(&path).map_err(|e| e.to_string());
         std::fs::remove_file(&path).unwrap();
@@ -185,7 +208,11 @@ mod tests {
             iops: Some(Limit::of(2000)),
             iops_read: Some(Limit { max: Some(600), ..Limit::of(300) }),
             iops_write: Some(Limit::of(30)),
-            bps: Some(Limit { rate: 50 << 20, max: Some(200 << 20), length: Duration::from_millis(2500) }),
+            bps: Some(Limit {
+                rate: 50 << 20,
+                max: Some(200 << 20),
+                length: Duration::from_millis(2500),
+            }),
             bps_read: Some(Limit::of(1 << 30)),
             bps_write: Some(Limit::of(1_000_000)),
         };
@@ -194,7 +221,10 @@ mod tests {
         let knobs = Knobs { weight: 250, reserve_iops, reserve_bps, limits, latency_target };
         assert_eq!((config.disks[0].knobs(), config.groups["g"].knobs()), (knobs.clone(), knobs));
         assert_eq!(config.groups["h"].knobs(), Knobs::default());
-        assert_eq!((config.disks[0].group.as_deref(), config.disks[0].device.as_deref()), (Some("g"), Some("d")));
+        assert_eq!(
+            (config.disks[0].group.as_deref(), config.disks[0].device.as_deref()),
+            (Some("g"), Some("d"))
+        );
         assert_eq!((config.fair_share, config.costs), (Some(false), Some("/etc/costs".into())));
     }
 
@@ -202,45 +232,93 @@ mod tests {
     fn errors_name_the_line_or_the_disk() {
         let disk = "[[disk]]\nimage = \"a\"\nvhost-user = \"s\"\n";
         for (text, part) in [
-            (format!("{disk}cach = \"none\"\n"), "line 4: unknown key `cach`: did you mean `cache`?"),
+            (
+                format!("{disk}cach = \"none\"\n"),
+                "line 4: unknown key `cach`: did you mean `cache`?",
+            ),
             (format!("{disk}cache = \"fast\"\n"), "cache mode \"fast\" is not known"),
             (format!("{disk}queue-size = 100\n"), "a power of two"),
             (format!("{disk}{disk}"), "two disks are called \"a\""),
             (format!("{disk}nbd = \"tcp:5\"\n"), "\"tcp:5\": an NBD address is"),
-            (format!("{disk}ublk = \"x\"\n"), "line 4: ublk: it is true, false, or the N of /dev/ublkbN"),
+            (
+                format!("{disk}ublk = \"x\"\n"),
+                "line 4: ublk: it is true, false, or the N of /dev/ublkbN",
+            ),
             (format!("{disk}ublk = 4294967295\n"), "the number of a ublk device is"),
-            (format!("{disk}ublk = 3\n[[disk]]\nimage = \"b\"\nublk = 3\n"), "disk \"b\": another disk is /dev/ublkb3"),
+            (
+                format!("{disk}ublk = 3\n[[disk]]\nimage = \"b\"\nublk = 3\n"),
+                "disk \"b\": another disk is /dev/ublkb3",
+            ),
             ("[nbd]\nmax-clients = 0\n".into(), "line 2: max-clients: "),
-            ("[xen]\nwatch = \"a/b\"\n".into(), "line 2: watch: \"a/b\": a type of back end is vbd"),
-            ("[xen]\nwatch = \"vbd\"\n[xen.defaults]\ngroup = \"g\"\n".into(), "xen.defaults: there is no group \"g\""),
+            (
+                "[xen]\nwatch = \"a/b\"\n".into(),
+                "line 2: watch: \"a/b\": a type of back end is vbd",
+            ),
+            (
+                "[xen]\nwatch = \"vbd\"\n[xen.defaults]\ngroup = \"g\"\n".into(),
+                "xen.defaults: there is no group \"g\"",
+            ),
             (format!("{disk}weight = 0\n"), "line 4: weight: a weight is a number from 1 to 10000"),
-            (format!("{disk}iops = \"10,max=5\"\n"), "line 4: iops: limit \"10,max=5\": max is less than the rate"),
+            (
+                format!("{disk}iops = \"10,max=5\"\n"),
+                "line 4: iops: limit \"10,max=5\": max is less than the rate",
+            ),
             (format!("{disk}bps-read = true\n"), "line 4: bps-read: it is a number or a text"),
-            (format!("{disk}reserve-bps = \"many\"\n"), "line 4: reserve-bps: \"many\": a rate is a number"),
+            (
+                format!("{disk}reserve-bps = \"many\"\n"),
+                "line 4: reserve-bps: \"many\": a rate is a number",
+            ),
             (
                 format!("{disk}latency-target = 5\n"),
                 "line 4: latency-target: \"5\": a latency target is a number and a unit",
             ),
             (format!("{disk}group = \"g\"\n[group.h]\n"), "disk \"a\": there is no group \"g\""),
-            (format!("[group.g]\nwieght = 5\n{disk}"), "line 2: unknown key `wieght`: did you mean `weight`?"),
+            (
+                format!("[group.g]\nwieght = 5\n{disk}"),
+                "line 2: unknown key `wieght`: did you mean `weight`?",
+            ),
             (format!("[group.g]\ngroup = \"h\"\n{disk}"), "line 2: unknown key `group`"),
             (format!("{disk}iops = 1.5\n"), "line 4: iops: limit \"1.5\": it is RATE"),
             (format!("{disk}iops = -5\n"), "line 4: iops: limit \"-5\": it is RATE"),
-            (format!("{disk}queues = \"two\"\n"), "line 4: queues: \"two\": a number of queues is from 1 to 256"),
+            (
+                format!("{disk}queues = \"two\"\n"),
+                "line 4: queues: \"two\": a number of queues is from 1 to 256",
+            ),
             (format!("{disk}queues = 1.5\n"), "line 4: queues: \"1.5\": a number of queues is"),
-            (format!("{disk}read-only = \"yes\"\n"), "line 4: read-only: it is \"yes\", and must be true or false"),
+            (
+                format!("{disk}read-only = \"yes\"\n"),
+                "line 4: read-only: it is \"yes\", and must be true or false",
+            ),
             (format!("{disk}name = 5\n"), "line 4: name: it is 5, and must be a text"),
-            (format!("{disk}nbd-timeout = \"x\"\n"), "line 4: nbd-timeout: it is \"x\", and must be a number"),
-            (format!("{disk}serail = \"x\"\n"), "line 4: unknown key `serail`: did you mean `serial`?"),
-            (format!("{disk}read_only = true\n"), "line 4: unknown key `read_only`: did you mean `read-only`?"),
+            (
+                format!("{disk}nbd-timeout = \"x\"\n"),
+                "line 4: nbd-timeout: it is \"x\", and must be a number",
+            ),
+            (
+                format!("{disk}serail = \"x\"\n"),
+                "line 4: unknown key `serail`: did you mean `serial`?",
+            ),
+            (
+                format!("{disk}read_only = true\n"),
+                "line 4: unknown key `read_only`: did you mean `read-only`?",
+            ),
             (
                 format!("{disk}reactors = 2\n"),
                 "line 4: unknown key `reactors` in [[disk]] (docs/configuration.md has the keys)",
             ),
-            ("reactors = \"x\"\n".into(), "line 1: reactors: \"x\": a number of reactors is from 1 to 256"),
-            (disk.replace("[[disk]]", "\n[disk]"), "line 2: [disk] is one table, and disks are a list: write [[disk]]"),
+            (
+                "reactors = \"x\"\n".into(),
+                "line 1: reactors: \"x\": a number of reactors is from 1 to 256",
+            ),
+            (
+                disk.replace("[[disk]]", "\n[disk]"),
+                "line 2: [disk] is one table, and disks are a list: write [[disk]]",
+            ),
             (String::new(), "it has no disk: add a table [[disk]]"),
-            ("[group.g]\niops = 5\nreserve-iops = 6\n".into(), "group \"g\": reserve-iops is 6, more than"),
+            (
+                "[group.g]\niops = 5\nreserve-iops = 6\n".into(),
+                "group \"g\": reserve-iops is 6, more than",
+            ),
         ] {
             let error = read(&text).unwrap_err();
             assert!(error.contains(part) && !error.contains('\n'), "{error}");

@@ -15,7 +15,9 @@ use crate::options::knobs;
 pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     let image = disk.image.display();
     if !disk.is_offered() {
-        anyhow::bail!("image {image}: say a way in: --vhost-user SOCKET, --nbd ADDRESS, --ublk or --xen DOMID:DEVICE");
+        anyhow::bail!(
+            "image {image}: say a way in: --vhost-user SOCKET, --nbd ADDRESS, --ublk or --xen DOMID:DEVICE"
+        );
     }
     let format = disk.format().map_err(anyhow::Error::msg)?;
     if format == Format::Raw {
@@ -26,7 +28,9 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
             ("--copy-on-read", disk.copy_on_read),
         ];
         if let Some((option, _)) = of_chains.iter().find(|(_, given)| *given) {
-            anyhow::bail!("image {image}: {option} is for qcow2 and cow images, and this one is raw");
+            anyhow::bail!(
+                "image {image}: {option} is for qcow2 and cow images, and this one is raw"
+            );
         }
     }
     if disk.copy_on_read && disk.read_only {
@@ -40,15 +44,27 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Opens the image and closes it again, without a lock: another server may have it. Does nothing for an image that is no file of
-/// this host (an export of an NBD server, `ram:`).
+/// Opens the image and closes it again, without a lock: another server may have it. Does nothing
+/// for an image that is no file of this host (an export of an NBD server, `ram:`).
 pub fn look_at(disk: &DiskArgs) -> anyhow::Result<()> {
-    if blockyard_storage::scheme_of(&disk.image).is_some() || disk.image.to_string_lossy().starts_with("ram:") {
+    if blockyard_storage::scheme_of(&disk.image).is_some()
+        || disk.image.to_string_lossy().starts_with("ram:")
+    {
         return Ok(());
     }
     let (read_only, force_share, cache) = (true, true, CacheMode::Writeback);
-    let options = ChainOptions { read_only, force_share, cache, prime: false, copy_on_read: false, ..disk.chain() };
-    Source::open(&options).map(drop).map_err(|e| advise(e, disk)).with_context(|| format!("disk {}", disk.name()))
+    let options = ChainOptions {
+        read_only,
+        force_share,
+        cache,
+        prime: false,
+        copy_on_read: false,
+        ..disk.chain()
+    };
+    Source::open(&options)
+        .map(drop)
+        .map_err(|e| advise(e, disk))
+        .with_context(|| format!("disk {}", disk.name()))
 }
 
 /// Adds what an option of `serve` can do about an image that cannot be opened.
@@ -61,7 +77,9 @@ pub fn advise(error: SourceError, args: &DiskArgs) -> anyhow::Error {
         Some(OpenError::Open { .. }) if args.image.starts_with("/dev/null") => {
             "null:SIZE is a disk that forgets what is written"
         }
-        Some(e) if e.may_be_read() && !args.read_only => "--read-only serves it without writing to it",
+        Some(e) if e.may_be_read() && !args.read_only => {
+            "--read-only serves it without writing to it"
+        }
         _ => return error.into(),
     };
     anyhow::anyhow!("{:#}; {advice}", anyhow::Error::from(error))

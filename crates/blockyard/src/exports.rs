@@ -100,7 +100,12 @@ fn ublk(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
     };
     let (args, attached) = (args.clone(), common.attached);
     at(address, move |disk, reactors| {
-        let options = UblkOptions { id, shape: shape(&args), identity: args.identity(), file: args.file_identity() };
+        let options = UblkOptions {
+            id,
+            shape: shape(&args),
+            identity: args.identity(),
+            file: args.file_identity(),
+        };
         let ended = attach::ended(disk.name().to_string(), attached);
         Ok(Box::new(Ublk::start(disk.clone(), &options, reactors, ended)?))
     })

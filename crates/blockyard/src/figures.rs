@@ -56,7 +56,10 @@ pub fn log_policies(disk: &str, policies: &PolicyFigures) {
     }
     if policies.placement.to_guest > 0 {
         let PlacementFigures { to_guest, home } = policies.placement;
-        tracing::info!(disk, "placement: {to_guest} moves to the guest's processors, {home} moves back");
+        tracing::info!(
+            disk,
+            "placement: {to_guest} moves to the guest's processors, {home} moves back"
+        );
     }
     if policies.notify.signals > 0 {
         tracing::info!(disk, "signals: {}", describe_signals(&policies.notify));
@@ -75,7 +78,10 @@ fn describe_pace(figures: &PaceFigures) -> Option<String> {
         .collect();
     let (early, given_up) = (figures.early, figures.given_up);
     (!tried.is_empty()).then(|| {
-        format!("{}; {early} trials began early at a change of the rate, {given_up} were given up", tried.join(", "))
+        format!(
+            "{}; {early} trials began early at a change of the rate, {given_up} were given up",
+            tried.join(", ")
+        )
     })
 }
 
@@ -93,10 +99,15 @@ fn describe_signals(figures: &NotifyFigures) -> String {
 
 /// Describes what a share did. Means are of so many operations.
 fn describe(share: &Share, operations: u64) -> String {
-    let Figures { weight, owed, used, donated, limited, waited, service, alone, in_line, .. } = share.figures();
+    let Figures { weight, owed, used, donated, limited, waited, service, alone, in_line, .. } =
+        share.figures();
     let mean = |nanos: u64| nanos as f64 / 1e3 / operations.max(1) as f64;
     let seconds = |nanos: u64| nanos as f64 / 1e9;
-    let waits = format!("{:.0} us for its limits, {:.0} us for its neighbours", mean(limited), mean(waited));
+    let waits = format!(
+        "{:.0} us for its limits, {:.0} us for its neighbours",
+        mean(limited),
+        mean(waited)
+    );
     let Some(device) = share.device() else {
         return format!("no device is shared; each operation waited {waits}; {in_line} wait");
     };

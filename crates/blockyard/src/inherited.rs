@@ -1,4 +1,5 @@
-//! Sockets that were opened for us: systemd's socket activation (sd_listen_fds(3)), or a parent's descriptor.
+//! Sockets that were opened for us: systemd's socket activation (sd_listen_fds(3)), or a parent's
+//! descriptor.
 
 use std::os::fd::OwnedFd;
 
@@ -12,7 +13,8 @@ pub fn socket(text: &str) -> anyhow::Result<(OwnedFd, Claim)> {
         Ok(number) => bail!("fd:{number}: inherited sockets begin at 3"),
         Err(_) => named(text)?,
     };
-    inherited::take(number).with_context(|| format!("fd:{text}: no listening socket was inherited there"))
+    inherited::take(number)
+        .with_context(|| format!("fd:{text}: no listening socket was inherited there"))
 }
 
 /// The descriptor of a name in LISTEN_FDNAMES.

@@ -1,9 +1,12 @@
-//! Standard error and standard output of a server: each has a bounded queue, and a thread that writes it.
+//! Standard error and standard output of a server: each has a bounded queue, and a thread that
+//! writes it.
 //!
-//! In: messages of any thread. Out: the same text, in order. What must hold: no caller waits for a reader of the text, and no
-//! failure to write it harms a disk. A message that finds its queue full, or that cannot be written, is dropped and counted;
-//! the next write that succeeds is followed by the count. At the end of the program a flush waits for a bounded time.
-//! (`tracing-appender` does not serve: its guard prints by `println!` in its destructor, and it does not tell what it lost.)
+//! In: messages of any thread. Out: the same text, in order. What must hold: no caller waits for a
+//! reader of the text, and no failure to write it harms a disk. A message that finds its queue
+//! full, or that cannot be written, is dropped and counted; the next write that succeeds is
+//! followed by the count. At the end of the program a flush waits for a bounded time.
+//! (`tracing-appender` does not serve: its guard prints by `println!` in its destructor, and it
+//! does not tell what it lost.)
 
 use std::io::{self, Write};
 use std::os::fd::AsFd;
@@ -28,26 +31,32 @@ static OUTPUT: Queue = Queue::new("standard output");
 /// Whether the queues have threads.
 static QUEUED_MODE: AtomicBool = AtomicBool::new(false);
 
-/// Starts the log. `server`: standard error and standard output are written through queues. A command writes them itself, and
-/// waits for their readers.
+/// Starts the log. `server`: standard error and standard output are written through queues. A
+/// command writes them itself, and waits for their readers.
 pub fn start(level: tracing::Level, server: bool) -> io::Result<()> {
     if server {
         ERRORS.spawn("log", Stream(io::stderr()))?;
         OUTPUT.spawn("output", Stream(io::stdout()))?;
         QUEUED_MODE.store(true, Ordering::Release);
     }
-    let writer = if server { BoxMakeWriter::new(|| Message(&ERRORS)) } else { BoxMakeWriter::new(io::stderr) };
+    let writer = if server {
+        BoxMakeWriter::new(|| Message(&ERRORS))
+    } else {
+        BoxMakeWriter::new(io::stderr)
+    };
     blockyard_program::log::start(level, writer);
     Ok(())
 }
 
-/// Prints a line of a server on standard output. Log messages from before come first, unless they take too long.
+/// Prints a line of a server on standard output. Log messages from before come first, unless they
+/// take too long.
 pub fn say(line: &str) {
     ERRORS.flush(ORDER);
     OUTPUT.push(format!("{line}\n").as_bytes());
 }
 
-/// Prints a line on standard error, behind the log, and waits a bounded time until it is written. For the end of the program.
+/// Prints a line on standard error, behind the log, and waits a bounded time until it is written.
+/// For the end of the program.
 pub fn last_words(line: &str) {
     if QUEUED_MODE.load(Ordering::Acquire) {
         ERRORS.push(format!("{line}\n").as_bytes());
@@ -57,7 +66,8 @@ pub fn last_words(line: &str) {
     }
 }
 
-/// Waits until all queued text is written, but not for long. The end of the program loses what is not.
+/// Waits until all queued text is written, but not for long. The end of the program loses what is
+/// not.
 pub fn flush() {
     if QUEUED_MODE.load(Ordering::Acquire) {
         let start = Instant::now();
@@ -66,11 +76,14 @@ pub fn flush() {
     }
 }
 
-/// Waits at most 100 ms until all queued text is written. For a panic hook: its thread may hold a lock of the log, so this
-/// never waits for a lock.
+/// Waits at most 100 ms until all queued text is written. For a panic hook: its thread may hold a
+/// lock of the log, so this never waits for a lock.
 pub fn flush_in_panic() {
     let deadline = Instant::now() + Duration::from_millis(100);
-    while QUEUED_MODE.load(Ordering::Acquire) && !(OUTPUT.is_idle() && ERRORS.is_idle()) && Instant::now() < deadline {
+    while QUEUED_MODE.load(Ordering::Acquire)
+        && !(OUTPUT.is_idle() && ERRORS.is_idle())
+        && Instant::now() < deadline
+    {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -89,8 +102,8 @@ impl Write for Message {
     }
 }
 
-/// A standard stream, written without the lock that the standard library has for it: a panic message must not wait there
-/// behind a write that blocks.
+/// A standard stream, written without the lock that the standard library has for it: a panic
+/// message must not wait there behind a write that blocks.
 struct Stream<F>(F);
 
 impl<F: AsFd> Write for Stream<F> {
@@ -98,7 +111,9 @@ impl<F: AsFd> Write for Stream<F> {
         loop {
             match rustix::io::write(&self.0, bytes) {
                 // Another process has made the open file non-blocking.
-                Err(Errno::AGAIN) => _ = rustix::event::poll(&mut [PollFd::new(&self.0, PollFlags::OUT)], None),
+                Err(Errno::AGAIN) => {
+                    _ = rustix::event::poll(&mut [PollFd::new(&self.0, PollFlags::OUT)], None)
+                }
                 done => return Ok(done?),
             }
         }
@@ -216,7 +231,10 @@ impl Queue {
         }
         let plural = if dropped == 1 { "" } else { "s" };
         let reason = why.as_ref().map_or_else(|| "it was not read".into(), ToString::to_string);
-        let line = format!("blockyard: {dropped} message{plural} dropped, because of {}: {reason}\n", self.name);
+        let line = format!(
+            "blockyard: {dropped} message{plural} dropped, because of {}: {reason}\n",
+            self.name
+        );
         if write_all(out, line.as_bytes()).1.is_err() {
             let mut state = self.state();
             state.dropped += dropped;

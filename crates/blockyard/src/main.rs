@@ -1,10 +1,12 @@
 //! Blockyard: serves virtual disks to virtual machines from user space.
 //!
-//! The top floor: command line, configuration, start-up and shutdown. Exit status: 0 done, 1 failed, 2 usage; of
-//! `image check` also 3 (corrupt) and 4 (no danger to data), of `image compare` 0 same, 1 different, 2 failed. 141: the reader of
-//! standard output has gone (`| head`), as a shell reports a program that SIGPIPE ended.
+//! The top floor: command line, configuration, start-up and shutdown. Exit status: 0 done, 1
+//! failed, 2 usage; of `image check` also 3 (corrupt) and 4 (no danger to data), of `image compare`
+//! 0 same, 1 different, 2 failed. 141: the reader of standard output has gone (`| head`), as a
+//! shell reports a program that SIGPIPE ended.
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do not.
+// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
+// not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod attach;
@@ -59,10 +61,17 @@ fn run(command: &Command) -> Result<u8, Failure> {
         Command::Bench { arguments } => return Err(bench::become_it(arguments).into()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
-            clap_complete::generate(*shell, &mut bench::with_its_commands(Cli::command()), "blockyard", &mut script);
+            clap_complete::generate(
+                *shell,
+                &mut bench::with_its_commands(Cli::command()),
+                "blockyard",
+                &mut script,
+            );
             output::print(String::from_utf8_lossy(&script))?;
         }
-        Command::Man { folder } => clap_mangen::generate_to(bench::with_its_commands(Cli::command()), folder)?,
+        Command::Man { folder } => {
+            clap_mangen::generate_to(bench::with_its_commands(Cli::command()), folder)?
+        }
     }
     Ok(0)
 }

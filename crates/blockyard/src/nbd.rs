@@ -1,6 +1,7 @@
 //! The servers that listen on NBD addresses.
 //!
-//! What must hold: an address that several disks name is one server; it listens as long as one of them is offered there.
+//! What must hold: an address that several disks name is one server; it listens as long as one of
+//! them is offered there.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
@@ -15,8 +16,8 @@ use crate::inherited;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::{NbdAddress, NbdArgs};
 
-/// Returns what the options of NBD mean, with the certificates as their files are now. Returns an error if a disk requires TLS
-/// and no certificates are configured.
+/// Returns what the options of NBD mean, with the certificates as their files are now. Returns an
+/// error if a disk requires TLS and no certificates are configured.
 pub fn settings(args: &NbdArgs, disks: &[DiskArgs]) -> anyhow::Result<Arc<Settings>> {
     let required = args.tls_required || args.tls_verify_peer;
     anyhow::ensure!(
@@ -76,7 +77,12 @@ impl Servers {
     }
 
     /// Offers `disk` at `address`, as `args` say.
-    pub fn offer(&mut self, address: &NbdAddress, disk: &Arc<Disk>, args: &DiskArgs) -> anyhow::Result<Offer> {
+    pub fn offer(
+        &mut self,
+        address: &NbdAddress,
+        disk: &Arc<Disk>,
+        args: &DiskArgs,
+    ) -> anyhow::Result<Offer> {
         let name = args.nbd_name.as_deref().unwrap_or(disk.name());
         let description = args.description.as_deref().unwrap_or_default();
         let exported = Exported::new(disk.clone(), name, description, args.nbd_block_size);

@@ -1,8 +1,8 @@
 //! What a panic of a server does: it ends the process.
 //!
-//! A thread that is gone leaves disks that nothing serves, and a process that looks alive. What must hold: the process ends with
-//! one line that names the thread and the reason, and by a signal, so that its supervisor starts it again. The line does not
-//! wait for its reader.
+//! A thread that is gone leaves disks that nothing serves, and a process that looks alive. What
+//! must hold: the process ends with one line that names the thread and the reason, and by a signal,
+//! so that its supervisor starts it again. The line does not wait for its reader.
 
 use std::io;
 use std::panic::PanicHookInfo;
@@ -28,11 +28,14 @@ fn line(panic: &PanicHookInfo<'_>) -> String {
     )
 }
 
-/// Writes to standard error, if that takes it now. (Not through the log: the panic may be the log's.)
+/// Writes to standard error, if that takes it now. (Not through the log: the panic may be the
+/// log's.)
 fn tell(line: &str) {
     let stderr = io::stderr();
     let soon = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-    if rustix::event::poll(&mut [PollFd::new(&stderr, PollFlags::OUT)], Some(&soon)).is_ok_and(|ready| ready > 0) {
+    if rustix::event::poll(&mut [PollFd::new(&stderr, PollFlags::OUT)], Some(&soon))
+        .is_ok_and(|ready| ready > 0)
+    {
         let _ = rustix::io::write(&stderr, line.as_bytes());
     }
 }
@@ -55,12 +58,21 @@ mod tests {
         }
         let name = "panics::tests::a_thread_that_panics_ends_the_process_with_one_line";
         let program = std::env::current_exe().unwrap();
-        let child = Command::new(program).args(["--exact", name, "--nocapture"]).env(CHILD, "1").output().unwrap();
+        let child = Command::new(program)
+            .args(["--exact", name, "--nocapture"])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
         let told = String::from_utf8_lossy(&child.stderr);
         let lines: Vec<_> = told.lines().filter(|line| line.starts_with("blockyard: ")).collect();
         assert_eq!(lines.len(), 1, "{told}");
         assert!(lines[0].starts_with("blockyard: thread reactor-7 panicked at "), "{told}");
         assert!(lines[0].contains(": on purpose; the server ends"), "{told}");
-        assert_eq!(child.status.signal(), Some(rustix::process::Signal::ABORT.as_raw()), "{:?}", child.status);
+        assert_eq!(
+            child.status.signal(),
+            Some(rustix::process::Signal::ABORT.as_raw()),
+            "{:?}",
+            child.status
+        );
     }
 }

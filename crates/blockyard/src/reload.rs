@@ -1,8 +1,10 @@
-//! SIGHUP: reads the configuration and the certificates of NBD anew, and looks at the images' sizes again.
+//! SIGHUP: reads the configuration and the certificates of NBD anew, and looks at the images' sizes
+//! again.
 //!
-//! In: the configuration file. Out: disks that come, go and change, and a log of it: each changed key with its old and its
-//! new value, keys that only a restart applies, disks that could not be served. What must hold: a file that is wrong changes
-//! nothing; a disk that cannot be as the file says stays as it was.
+//! In: the configuration file. Out: disks that come, go and change, and a log of it: each changed
+//! key with its old and its new value, keys that only a restart applies, disks that could not be
+//! served. What must hold: a file that is wrong changes nothing; a disk that cannot be as the file
+//! says stays as it was.
 
 use std::sync::PoisonError;
 
@@ -30,7 +32,8 @@ struct Tally {
 }
 
 impl Server {
-    /// Applies the configuration file as it is now. What is wrong with it is logged, and leaves what runs as it is.
+    /// Applies the configuration file as it is now. What is wrong with it is logged, and leaves
+    /// what runs as it is.
     pub fn reload(&mut self, options: &ServeOptions) {
         let config = match Config::of(options) {
             Ok(config) => config,
@@ -40,7 +43,9 @@ impl Server {
             return tracing::error!("not reloaded: {e:#}");
         }
         match nbd::settings(&options.nbd.or(&config.nbd), &config.disks) {
-            Ok(settings) => self.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).set(settings),
+            Ok(settings) => {
+                self.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).set(settings)
+            }
             Err(e) => return tracing::error!("not reloaded: {e:#}"),
         }
         for key in AT_START {
@@ -69,12 +74,14 @@ impl Server {
         }
     }
 
-    /// Applies what can be changed while clients are connected: knobs of shares, and names of clients. Returns the number of
-    /// disks that changed.
+    /// Applies what can be changed while clients are connected: knobs of shares, and names of
+    /// clients. Returns the number of disks that changed.
     fn change_in_use(&mut self, config: &Config) -> usize {
         let mut changed = 0;
         for served in &mut self.disks {
-            let Some(args) = config.disks.iter().find(|args| is_same(served, args)) else { continue };
+            let Some(args) = config.disks.iter().find(|args| is_same(served, args)) else {
+                continue;
+            };
             if served == args {
                 continue;
             }
@@ -103,7 +110,10 @@ impl Server {
             let name = args.name();
             if config.disks.iter().any(|args| args.name() == name) {
                 let what = changes(&self.known.disk(&name), &table_of(&config.file, &name));
-                tracing::info!(disk = name, "changed: {what}: closing and opening it, which disconnects its guests");
+                tracing::info!(
+                    disk = name,
+                    "changed: {what}: closing and opening it, which disconnects its guests"
+                );
             } else {
                 tracing::info!(disk = name, "removed from the configuration: closing it");
                 tally.removed += 1;
@@ -137,7 +147,8 @@ impl Server {
         }
     }
 
-    /// Serves a disk as before, until the next reload, because it cannot be opened as it is configured now.
+    /// Serves a disk as before, until the next reload, because it cannot be opened as it is
+    /// configured now.
     fn restore(&mut self, args: DiskArgs) {
         let name = args.name();
         match self.add(args) {
@@ -149,7 +160,9 @@ impl Server {
     /// Takes over a size that a person changed.
     fn refresh(&self, disk: &str) {
         match self.yard.refresh(disk) {
-            Ok(Some(size)) => tracing::info!(disk, bytes = size.new, old = size.old, "the image has a new size"),
+            Ok(Some(size)) => {
+                tracing::info!(disk, bytes = size.new, old = size.old, "the image has a new size")
+            }
             Ok(None) => {}
             Err(e) => tracing::error!(disk, "{:#}", anyhow::Error::from(e)),
         }
@@ -166,7 +179,8 @@ impl Server {
     }
 }
 
-/// Whether the configuration describes the disk that is served, apart from the knobs of its share and the names of its clients.
+/// Whether the configuration describes the disk that is served, apart from the knobs of its share
+/// and the names of its clients.
 fn is_same(served: &DiskArgs, args: &DiskArgs) -> bool {
     let same = DiskArgs { tls_allow: served.tls_allow.clone(), ..args.clone() };
     same.with(&served.knobs()) == *served

@@ -1,7 +1,7 @@
 //! `blockyard serve`: opens the disks, listens, and waits for signals.
 //!
-//! SIGTERM and SIGINT: drain, flush, exit 0. SIGHUP: `reload`. SIGUSR1: statistics into the log. Signals are a client of the
-//! yard, which has the disks.
+//! SIGTERM and SIGINT: drain, flush, exit 0. SIGHUP: `reload`. SIGUSR1: statistics into the log.
+//! Signals are a client of the yard, which has the disks.
 
 use std::sync::{Arc, Mutex};
 
@@ -76,8 +76,14 @@ fn check_cpus(cpus: &Cpus) -> anyhow::Result<()> {
     let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return Ok(()) };
     let is_allowed = |cpu: usize| cpu < CpuSet::MAX_CPU && allowed.is_set(cpu);
     if let Some(cpu) = cpus.0.iter().find(|cpu| !is_allowed(**cpu)) {
-        let list: Vec<_> = (0..CpuSet::MAX_CPU).filter(|cpu| is_allowed(*cpu)).map(|cpu| cpu.to_string()).collect();
-        anyhow::bail!("--cpus: this process cannot use processor {cpu}: it may use {}", list.join(","));
+        let list: Vec<_> = (0..CpuSet::MAX_CPU)
+            .filter(|cpu| is_allowed(*cpu))
+            .map(|cpu| cpu.to_string())
+            .collect();
+        anyhow::bail!(
+            "--cpus: this process cannot use processor {cpu}: it may use {}",
+            list.join(",")
+        );
     }
     Ok(())
 }
@@ -119,9 +125,12 @@ impl Server {
         let mut by_nbd = None;
         if options.attached {
             by_nbd = self.report_device()?;
-            // The kernel writes pages of the device back when memory is short: its server is not to wait for memory then.
+            // The kernel writes pages of the device back when memory is short: its server is not to
+            // wait for memory then.
             let reactors = self.yard.reactors();
-            reactors.all().for_each(|reactor| reactor.run(|_| drop(blockyard_ring::host::set_io_flusher())));
+            reactors
+                .all()
+                .for_each(|reactor| reactor.run(|_| drop(blockyard_ring::host::set_io_flusher())));
         }
         log::say("ready");
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
@@ -138,7 +147,8 @@ impl Server {
         Ok(())
     }
 
-    /// Adds the disks at the start. One that fails does not end the others; if all fail, the first error is the result.
+    /// Adds the disks at the start. One that fails does not end the others; if all fail, the first
+    /// error is the result.
     fn add_all(&mut self, disks: Vec<DiskArgs>) -> anyhow::Result<()> {
         let (all, mut failed) = (disks.len(), Vec::new());
         for disk in disks {
@@ -149,7 +159,10 @@ impl Server {
         }
         failed.iter().for_each(|e| tracing::error!("{e:#}"));
         if !failed.is_empty() {
-            tracing::warn!("{} of {all} disks are not served; SIGHUP tries them again", failed.len());
+            tracing::warn!(
+                "{} of {all} disks are not served; SIGHUP tries them again",
+                failed.len()
+            );
         }
         Ok(())
     }
@@ -172,7 +185,8 @@ impl Server {
         }
     }
 
-    /// Reports the device of the only disk to the process that started this server. See [`attach::tell`].
+    /// Reports the device of the only disk to the process that started this server. See
+    /// [`attach::tell`].
     fn report_device(&self) -> anyhow::Result<Option<std::path::PathBuf>> {
         let args = self.disks.first().context("no disk is served")?;
         let name = args.name();
@@ -188,8 +202,8 @@ impl Server {
         }
     }
 
-    /// Returns the disks that answer now. A command for a disk that is being opened or closed waits for that, and signals must
-    /// not wait with it.
+    /// Returns the disks that answer now. A command for a disk that is being opened or closed waits
+    /// for that, and signals must not wait with it.
     pub fn served(&self) -> impl Iterator<Item = DiskInfo> {
         let answers = |disk: &DiskInfo| matches!(disk.state, DiskState::Serving | DiskState::Busy);
         self.yard.list().into_iter().filter(answers)

@@ -1,4 +1,5 @@
-//! The shares of the program's disks, from the configuration and from what was measured of the devices.
+//! The shares of the program's disks, from the configuration and from what was measured of the
+//! devices.
 
 use std::path::Path;
 

@@ -6,8 +6,8 @@
 //! In: targets, as toolstacks write them. Out: disks that are served, or a reason why not.
 //! What must hold
 //! - No image outside the configured folders is opened, wherever names and links lead.
-//! - An image that does not open delays no disk that is served. The yard opens four at a time: four that do not open delay all
-//!   further ones.
+//! - An image that does not open delays no disk that is served. The yard opens four at a time: four
+//!   that do not open delay all further ones.
 //! - A device is reported closed to its toolstack after its image is closed.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -17,7 +17,9 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use blockyard_disk::Disk;
-use blockyard_export::xen::{ToolstackDevice, Wanted, Watch, WatchOptions, Xen, XenData, XenOptions};
+use blockyard_export::xen::{
+    ToolstackDevice, Wanted, Watch, WatchOptions, Xen, XenData, XenOptions,
+};
 use blockyard_export::{Export, Reactors};
 use blockyard_image::Format;
 use blockyard_ring::xen::Host;
@@ -54,7 +56,8 @@ fn disk_of(args: &XenArgs, wanted: &Wanted) -> anyhow::Result<DiskArgs> {
     if let Some(defaults) = &args.defaults {
         let XenDefaults { cache, xen_data, queues, l2_cache, ref group, .. } = *defaults;
         let group = group.clone();
-        disk = DiskArgs { cache, xen_data, queues, l2_cache, group, ..disk }.with(&defaults.knobs());
+        disk =
+            DiskArgs { cache, xen_data, queues, l2_cache, group, ..disk }.with(&defaults.knobs());
     }
     if disk.format() == Ok(Format::Raw) {
         disk.l2_cache = None;
@@ -79,7 +82,8 @@ impl Target {
             None => (None, text),
             Some((prefix, path)) => {
                 let known = Format::NAMES.iter().find(|(name, _)| *name == prefix);
-                let (_, format) = known.with_context(|| format!("target {text:?}: it is [FORMAT:]PATH of a file"))?;
+                let (_, format) = known
+                    .with_context(|| format!("target {text:?}: it is [FORMAT:]PATH of a file"))?;
                 (Some(*format), path)
             }
         };
@@ -108,7 +112,8 @@ fn allowed(path: &Path, folders: &[PathBuf]) -> anyhow::Result<PathBuf> {
 
 /// Whether root has made it a link to a block device, as udev does it in /dev/vg0.
 fn is_link_to_device(path: &Path) -> bool {
-    let is_roots_link = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.is_symlink() && meta.uid() == 0);
+    let is_roots_link =
+        std::fs::symlink_metadata(path).is_ok_and(|meta| meta.is_symlink() && meta.uid() == 0);
     is_roots_link && std::fs::metadata(path).is_ok_and(|meta| meta.file_type().is_block_device())
 }
 
@@ -141,11 +146,17 @@ impl Toolstacks {
             return Ok(Toolstacks(None));
         }
         let (host, yard) = (host.clone(), yard.clone());
-        let shared = Arc::new(Shared { args, host, yard, records: records(), watches: OnceLock::new() });
+        let shared =
+            Arc::new(Shared { args, host, yard, records: records(), watches: OnceLock::new() });
         let mut watches = Vec::new();
         for kind in &shared.args.watch {
             let script = (kind == VBD).then(|| SCRIPT.to_string());
-            let options = WatchOptions { kind: kind.clone(), script, queues: shared.args.queues(), retry: RETRY };
+            let options = WatchOptions {
+                kind: kind.clone(),
+                script,
+                queues: shared.args.queues(),
+                retry: RETRY,
+            };
             let disks = Arc::downgrade(&shared);
             let watch = Watch::start(options, &shared.host, move |wanted| {
                 disks.upgrade().iter().for_each(|shared| shared.add(wanted.clone()));
@@ -173,7 +184,9 @@ impl Shared {
         self.yard.add_then(name(&wanted.device), settings, move |added| match added {
             // The next server takes the device.
             Ok(()) | Err(YardError::Closing) => {}
-            Err(e) => shared.watch(&device).refuse(&device, &format!("{:#}", anyhow::Error::from(e))),
+            Err(e) => {
+                shared.watch(&device).refuse(&device, &format!("{:#}", anyhow::Error::from(e)))
+            }
         });
     }
 
@@ -191,7 +204,10 @@ impl Shared {
 
     fn watch(&self, device: &ToolstackDevice) -> &Watch {
         let watches = self.watches.wait();
-        let (_, watch) = watches.iter().find(|(kind, _)| **kind == *device.kind).expect("a watch reports its own type");
+        let (_, watch) = watches
+            .iter()
+            .find(|(kind, _)| **kind == *device.kind)
+            .expect("a watch reports its own type");
         watch
     }
 
@@ -224,14 +240,19 @@ impl Way for ToolstackWay {
         self.wanted.device.to_string()
     }
 
-    fn start(&self, disk: &Arc<Disk>, reactors: &Arc<Reactors>) -> Result<Box<dyn Export>, WayError> {
+    fn start(
+        &self,
+        disk: &Arc<Disk>,
+        reactors: &Arc<Reactors>,
+    ) -> Result<Box<dyn Export>, WayError> {
         let shared = self.shared.upgrade().ok_or("the server ends")?;
         let ToolstackDevice { domain, device, .. } = self.wanted.device;
         let records = shared.records.clone();
         let options = XenOptions { domain, device, queues: self.queues, data: self.data, records };
         let (of, device) = (self.shared.clone(), self.wanted.device.clone());
         let ended = move || of.upgrade().iter().for_each(|shared| shared.remove(device.clone()));
-        let xen = Xen::take(disk.clone(), &options, &self.wanted, &shared.host, reactors.clone(), ended)?;
+        let xen =
+            Xen::take(disk.clone(), &options, &self.wanted, &shared.host, reactors.clone(), ended)?;
         Ok(Box::new(xen))
     }
 }

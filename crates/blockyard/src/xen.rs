@@ -1,7 +1,8 @@
 //! `blockyard xen`: disks for guests of Xen, the short way.
 //!
-//! `attach` starts a server of one disk in the background, waits until the device is there, and prints its name. The guest may
-//! run already, or not yet. `detach` asks the guest to close the device. The server then flushes the image and exits.
+//! `attach` starts a server of one disk in the background, waits until the device is there, and
+//! prints its name. The guest may run already, or not yet. `detach` asks the guest to close the
+//! device. The server then flushes the image and exits.
 
 use std::process::Command as Program;
 use std::time::Duration;
@@ -18,14 +19,17 @@ use crate::options::serve::ServeOptions;
 use crate::options::xen::XenDevice;
 use crate::{attach, serve};
 
-/// How long `detach` waits until the guest has closed the device. Some drivers keep a device that is in use.
+/// How long `detach` waits until the guest has closed the device. Some drivers keep a device that
+/// is in use.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Give a disk to a guest: prints the device, and serves it in the background until `detach`, or the guest's end.
+    /// Give a disk to a guest: prints the device, and serves it in the background until `detach`,
+    /// or the guest's end.
     Attach(Box<Attach>),
-    /// Take a device away from its guest, which should have unmounted it: its driver may close it at once.
+    /// Take a device away from its guest, which should have unmounted it: its driver may close it
+    /// at once.
     Detach(Detach),
     /// List the devices of this program: domain, device, state, bytes.
     List(List),

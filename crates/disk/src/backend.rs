@@ -4,8 +4,8 @@ use std::io;
 use std::sync::Arc;
 
 use blockyard_image::{
-    BlockStatus, Chain, ChainError, ChainOptions, Format, Geometry, Image, ImageFile, OpenError, OpenOptions, Raw,
-    SECTOR, Store,
+    BlockStatus, Chain, ChainError, ChainOptions, Format, Geometry, Image, ImageFile, OpenError,
+    OpenOptions, Raw, SECTOR, Store,
 };
 use blockyard_ring::{GuestMemory, Handle, MemoryError, Region, Segments};
 use blockyard_storage::Storage;
@@ -26,7 +26,8 @@ pub enum Source {
     File(Arc<ImageFile>),
     /// An image of another format, and what is below it.
     Chain(Arc<Chain>),
-    /// Reads nothing (the guest's buffer stays as it is), forgets writes: the cost of everything above the image.
+    /// Reads nothing (the guest's buffer stays as it is), forgets writes: the cost of everything
+    /// above the image.
     Null {
         size: u64,
     },
@@ -37,7 +38,8 @@ pub enum Source {
         file: Option<Arc<ImageFile>>,
     },
     Ram(Arc<GuestMemory>),
-    /// The image was lost while it was exchanged for another: nothing can be read or written any more.
+    /// The image was lost while it was exchanged for another: nothing can be read or written any
+    /// more.
     Gone {
         size: u64,
         why: String,
@@ -50,7 +52,9 @@ pub enum SourceError {
     Open(#[from] OpenError),
     #[error(transparent)]
     Chain(#[from] ChainError),
-    #[error("{name}: a size is a number of bytes with an optional suffix k, M, G or T (powers of 1024), at least 512")]
+    #[error(
+        "{name}: a size is a number of bytes with an optional suffix k, M, G or T (powers of 1024), at least 512"
+    )]
     Size { name: String },
     #[error("{name}: {error}")]
     Delay { name: String, error: ModelError },
@@ -59,40 +63,64 @@ pub enum SourceError {
 }
 
 impl Source {
-    /// Opens an image by path, or `null:SIZE`, `ram:SIZE` or `delay:SIZE,...`. A file whose format is not told is raw, unless its name says
-    /// another.
+    /// Opens an image by path, or `null:SIZE`, `ram:SIZE` or `delay:SIZE,...`. A file whose format
+    /// is not told is raw, unless its name says another.
     pub fn open(options: &ChainOptions) -> Result<Self, SourceError> {
         let name = options.path.to_string_lossy();
         let size = |text: &str| {
             let size = parse_size(text).filter(|s| *s >= SECTOR && *s < 1 << 62);
-            size.map(|s| s & !(SECTOR - 1)).ok_or_else(|| SourceError::Size { name: name.to_string() })
+            size.map(|s| s & !(SECTOR - 1))
+                .ok_or_else(|| SourceError::Size { name: name.to_string() })
         };
         if let Some(text) = name.strip_prefix("null:") {
             return Ok(Source::Null { size: size(text)? });
         }
         if let Some(text) = name.strip_prefix("delay:") {
-            let opened = Model::open(text).map_err(|error| SourceError::Delay { name: name.to_string(), error });
+            let opened = Model::open(text)
+                .map_err(|error| SourceError::Delay { name: name.to_string(), error });
             return match opened? {
                 (Below::Nothing { size }, model) => Ok(Source::Delay { size, model, file: None }),
                 (Below::File(path), model) => {
-                    let ChainOptions { read_only, cache, nbd, overlaid, journal, .. } = options.clone();
-                    let open = OpenOptions { nbd, overlaid, journal, ..OpenOptions::new(path, read_only, cache) };
+                    let ChainOptions { read_only, cache, nbd, overlaid, journal, .. } =
+                        options.clone();
+                    let open = OpenOptions {
+                        nbd,
+                        overlaid,
+                        journal,
+                        ..OpenOptions::new(path, read_only, cache)
+                    };
                     let file = Arc::new(ImageFile::open(&open)?);
                     Ok(Source::Delay { size: file.size(), model, file: Some(file) })
                 }
             };
         }
         if let Some(text) = name.strip_prefix("ram:") {
-            let region = Region::memfd("blockyard-ram", 0, 0, size(text)?).map(|(region, _)| region);
+            let region =
+                Region::memfd("blockyard-ram", 0, 0, size(text)?).map(|(region, _)| region);
             let memory = region.and_then(|r| GuestMemory::default().with(r));
-            let memory = memory.map_err(|source| SourceError::Memory { name: name.to_string(), source })?;
+            let memory =
+                memory.map_err(|source| SourceError::Memory { name: name.to_string(), source })?;
             return Ok(Source::Ram(Arc::new(memory)));
         }
         match options.format.or_else(|| Format::of_name(&options.path)).unwrap_or(Format::Raw) {
             Format::Raw => {
-                let ChainOptions { path, read_only, cache, force_share, nbd, overlaid, journal, .. } = options.clone();
-                let open =
-                    OpenOptions { force_share, nbd, overlaid, journal, ..OpenOptions::new(path, read_only, cache) };
+                let ChainOptions {
+                    path,
+                    read_only,
+                    cache,
+                    force_share,
+                    nbd,
+                    overlaid,
+                    journal,
+                    ..
+                } = options.clone();
+                let open = OpenOptions {
+                    force_share,
+                    nbd,
+                    overlaid,
+                    journal,
+                    ..OpenOptions::new(path, read_only, cache)
+                };
                 Ok(Source::File(Arc::new(ImageFile::open(&open)?)))
             }
             format => {
@@ -102,10 +130,13 @@ impl Source {
         }
     }
 
-    /// Bytes a guest may address: whole sectors, the last one zero-filled where the file ends inside it.
+    /// Bytes a guest may address: whole sectors, the last one zero-filled where the file ends
+    /// inside it.
     pub fn capacity(&self) -> u64 {
         match self {
-            Source::File(file) | Source::Delay { file: Some(file), .. } => file.size().next_multiple_of(SECTOR),
+            Source::File(file) | Source::Delay { file: Some(file), .. } => {
+                file.size().next_multiple_of(SECTOR)
+            }
             Source::Chain(chain) => chain.size(),
             Source::Null { size } | Source::Delay { size, .. } | Source::Gone { size, .. } => *size,
             Source::Ram(memory) => memory.regions().iter().map(|r| r.size()).sum(),
@@ -116,17 +147,22 @@ impl Source {
         match self {
             Source::File(file) | Source::Delay { file: Some(file), .. } => file.geometry(),
             Source::Chain(chain) => of_chain(chain),
-            Source::Null { .. } | Source::Delay { .. } | Source::Ram(_) | Source::Gone { .. } => Geometry::default(),
+            Source::Null { .. } | Source::Delay { .. } | Source::Ram(_) | Source::Gone { .. } => {
+                Geometry::default()
+            }
         }
     }
 
-    /// The smallest unit a guest should use, in bytes: what O_DIRECT takes without read-modify-write. That of a chain is
-    /// always a sector, so that its images may lie on any device, today and tomorrow.
+    /// The smallest unit a guest should use, in bytes: what O_DIRECT takes without
+    /// read-modify-write. That of a chain is always a sector, so that its images may lie on any
+    /// device, today and tomorrow.
     pub fn logical_block(&self) -> u32 {
         match self.file() {
-            Some(file) if file.direct() => {
-                file.geometry().direct_offset.clamp(SECTOR as u32, 4096).max(file.geometry().logical_block.min(4096))
-            }
+            Some(file) if file.direct() => file
+                .geometry()
+                .direct_offset
+                .clamp(SECTOR as u32, 4096)
+                .max(file.geometry().logical_block.min(4096)),
             _ => SECTOR as u32,
         }
     }
@@ -139,11 +175,14 @@ impl Source {
         }
     }
 
-    /// The device that its bytes lie on, which other disks may share: its name, and whether it turns. None: there is none, or
-    /// nobody else can have it. Of a chain that of the topmost image counts.
+    /// The device that its bytes lie on, which other disks may share: its name, and whether it
+    /// turns. None: there is none, or nobody else can have it. Of a chain that of the topmost image
+    /// counts.
     pub fn device(&self) -> io::Result<Option<(String, bool)>> {
         let file = match self {
-            Source::Delay { model, .. } => return Ok(model.name().map(|name| (format!("delay:{name}"), false))),
+            Source::Delay { model, .. } => {
+                return Ok(model.name().map(|name| (format!("delay:{name}"), false)));
+            }
             Source::Chain(chain) => &chain.top().file,
             _ => match self.file() {
                 Some(file) => file,
@@ -170,8 +209,8 @@ impl Source {
     }
 }
 
-/// What the guest is told of a chain: its images may lie on several devices, and what is allocated at a time counts more
-/// than what they prefer.
+/// What the guest is told of a chain: its images may lie on several devices, and what is allocated
+/// at a time counts more than what they prefer.
 fn of_chain(chain: &Chain) -> Geometry {
     let device = chain.top().file.geometry();
     let (unit, cluster) = chain.units();
@@ -201,8 +240,8 @@ pub fn parse_size(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-/// A back end on one reactor. What is rare and large is done in a future of its own, so that those of reads and writes, of
-/// which there are many, stay small.
+/// A back end on one reactor. What is rare and large is done in a future of its own, so that those
+/// of reads and writes, of which there are many, stay small.
 pub enum Backend<S> {
     Raw(Raw<S>),
     Image(Image<S>),
@@ -250,10 +289,15 @@ impl<S: Storage> Backend<S> {
         }
     }
 
-    /// `durable`: on stable storage before the answer; not for images, which have metadata to be written in order: see
-    /// [`Backend::flushes_whole`].
+    /// `durable`: on stable storage before the answer; not for images, which have metadata to be
+    /// written in order: see [`Backend::flushes_whole`].
     #[inline]
-    pub async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
+    pub async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<()>) {
         match self {
             Backend::Raw(raw) => raw.write(segments, offset, durable).await,
             Backend::Image(image) => image.write(segments, offset).await,
@@ -268,7 +312,8 @@ impl<S: Storage> Backend<S> {
         }
     }
 
-    /// Only a flush makes a write durable: its data are found by metadata, which are written in an order.
+    /// Only a flush makes a write durable: its data are found by metadata, which are written in an
+    /// order.
     #[inline]
     pub fn flushes_whole(&self) -> bool {
         matches!(self, Backend::Image(_))
@@ -288,12 +333,15 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.flush().await,
             Backend::Image(image) => Box::pin(image.flush()).await,
             Backend::Null | Backend::Ram(_) => Ok(()),
-            Backend::Delay(delay) => Box::pin(delay.other(OpKind::Flush, async |raw| raw.flush().await)).await,
+            Backend::Delay(delay) => {
+                Box::pin(delay.other(OpKind::Flush, async |raw| raw.flush().await)).await
+            }
             Backend::Gone(why) => gone(why),
         }
     }
 
-    /// For the end, on one reactor, when no request is on its way: flushes, and leaves the image as it is to be found.
+    /// For the end, on one reactor, when no request is on its way: flushes, and leaves the image as
+    /// it is to be found.
     pub async fn close(&self) -> io::Result<()> {
         match self {
             Backend::Image(image) => image.close().await,
@@ -307,7 +355,8 @@ impl<S: Storage> Backend<S> {
             Backend::Image(image) => Box::pin(image.discard(offset, len)).await,
             Backend::Null => Ok(()),
             Backend::Delay(delay) => {
-                Box::pin(delay.other(OpKind::Discard, async |raw| raw.discard(offset, len).await)).await
+                Box::pin(delay.other(OpKind::Discard, async |raw| raw.discard(offset, len).await))
+                    .await
             }
             Backend::Gone(why) => gone(why),
             Backend::Ram(ram) => ram.zero(offset, len as usize).await,
@@ -315,11 +364,19 @@ impl<S: Storage> Backend<S> {
     }
 
     /// Durable after a flush. `fast`: Unsupported, where zeroes would have to be written.
-    pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
+    pub async fn write_zeroes(
+        &self,
+        offset: u64,
+        len: u64,
+        unmap: bool,
+        fast: bool,
+    ) -> io::Result<()> {
         match self {
             Backend::Raw(raw) if fast => raw.write_zeroes_fast(offset, len, unmap).await,
             Backend::Raw(raw) => raw.write_zeroes(offset, len, unmap).await,
-            Backend::Image(image) if fast => Box::pin(image.write_zeroes_fast(offset, len, unmap)).await,
+            Backend::Image(image) if fast => {
+                Box::pin(image.write_zeroes_fast(offset, len, unmap)).await
+            }
             Backend::Image(image) => Box::pin(image.write_zeroes(offset, len, unmap)).await,
             Backend::Null => Ok(()),
             Backend::Delay(delay) => {

@@ -5,8 +5,9 @@
 //!   each reactor     requests in flight end │ new ones wait here          │ they go on, on the new image
 //! ```
 //! In: the closing, from a thread that is no reactor. Out: a time in which nothing is in flight.
-//! What must hold: every request that begins before the gate closes ends before [`Disk::close_gate`] answers, every other
-//! one begins after it was opened; the gate opens again whatever happens.
+//! What must hold: every request that begins before the gate closes ends before
+//! [`Disk::close_gate`] answers, every other one begins after it was opened; the gate opens again
+//! whatever happens.
 
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
@@ -42,8 +43,9 @@ pub struct ClosedGate {
 }
 
 impl Disk {
-    /// Closes the gate, and waits until no request is in flight. Not for a reactor's thread, which would wait for itself.
-    /// One at a time: the caller has [`Disk::begin_work`]'s turn. Public for tests of exports, which hold requests by it.
+    /// Closes the gate, and waits until no request is in flight. Not for a reactor's thread, which
+    /// would wait for itself. One at a time: the caller has [`Disk::begin_work`]'s turn. Public for
+    /// tests of exports, which hold requests by it.
     #[doc(hidden)]
     pub fn close_gate(self: &Arc<Self>, purpose: &'static str) -> Result<ClosedGate, GateError> {
         let gate = ClosedGate { disk: self.clone(), since: Instant::now(), purpose };
@@ -54,8 +56,13 @@ impl Disk {
 }
 
 impl ClosedGate {
-    /// Every reactor goes on with this image, or, if one of them cannot, none does. `dirty`: what notes where is written.
-    pub fn exchange(&self, source: &Source, dirty: Option<&Arc<DirtyMap>>) -> Result<(), GateError> {
+    /// Every reactor goes on with this image, or, if one of them cannot, none does. `dirty`: what
+    /// notes where is written.
+    pub fn exchange(
+        &self,
+        source: &Source,
+        dirty: Option<&Arc<DirtyMap>>,
+    ) -> Result<(), GateError> {
         let (new, map) = (source.clone(), dirty.cloned());
         self.each(move |served, handle, reply| {
             let view = View::open(handle, &new, map.clone());
@@ -69,7 +76,10 @@ impl ClosedGate {
         let (new, map) = (source.clone(), dirty.cloned());
         let exchanged = self.each(move |served, handle, reply| {
             // A reactor that has opened the disk between the two has looked at neither.
-            let view = served.next.take().map_or_else(|| View::open(handle, &new, map.clone()).map(Rc::new), Ok);
+            let view = served
+                .next
+                .take()
+                .map_or_else(|| View::open(handle, &new, map.clone()).map(Rc::new), Ok);
             let gone = |e: &std::io::Error| Rc::new(View::gone(e));
             let (view, answer) = view.map_or_else(|e| (gone(&e), Err(e)), |view| (view, Ok(())));
             served.exchange(view);
@@ -91,7 +101,8 @@ impl ClosedGate {
         });
     }
 
-    /// Asks every reactor that has the disk open, all at once, and waits for their answers; the first error.
+    /// Asks every reactor that has the disk open, all at once, and waits for their answers; the
+    /// first error.
     fn each(
         &self,
         ask: impl Fn(&Served<Store>, &Handle, mpsc::Sender<Answer>) + Clone + Send + 'static,
@@ -136,7 +147,11 @@ impl Drop for ClosedGate {
         let time = self.since.elapsed();
         self.disk.note_held_back(time);
         let ms = time.as_secs_f64() * 1e3;
-        tracing::info!(disk = self.disk.name(), "{}: requests were held back for {ms:.1} ms", self.purpose);
+        tracing::info!(
+            disk = self.disk.name(),
+            "{}: requests were held back for {ms:.1} ms",
+            self.purpose
+        );
     }
 }
 

@@ -1,8 +1,9 @@
 //! Which parts of a disk were changed while they were being copied.
 //!
-//! In: ranges that guests have written, zeroed or discarded, from all reactors. Out: the parts, once each.
-//! What must hold: a change is noted after it was made (or failed half-way) and before it is answered; so whoever takes a
-//! part, copies it, and later finds the map empty while nothing is in flight, has copied the last state of everything.
+//! In: ranges that guests have written, zeroed or discarded, from all reactors. Out: the parts,
+//! once each. What must hold: a change is noted after it was made (or failed half-way) and before
+//! it is answered; so whoever takes a part, copies it, and later finds the map empty while nothing
+//! is in flight, has copied the last state of everything.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -25,7 +26,11 @@ impl DirtyMap {
     pub fn new(size: u64) -> Self {
         let part = size.div_ceil(MOST).next_power_of_two().max(SMALLEST);
         let words = size.div_ceil(part).div_ceil(64);
-        DirtyMap { bits: part.trailing_zeros(), size, words: (0..words).map(|_| AtomicU64::new(0)).collect() }
+        DirtyMap {
+            bits: part.trailing_zeros(),
+            size,
+            words: (0..words).map(|_| AtomicU64::new(0)).collect(),
+        }
     }
 
     pub fn changing(&self, offset: u64, len: u64) -> Changing<'_> {
@@ -39,14 +44,16 @@ impl DirtyMap {
         }
         for part in offset >> self.bits..=(end - 1) >> self.bits {
             let (word, bit) = (&self.words[part as usize / 64], 1 << (part % 64));
-            // Also where it is noted already: it may be on its way to be taken, by who has not read what was changed.
+            // Also where it is noted already: it may be on its way to be taken, by who has not read
+            // what was changed.
             word.fetch_or(bit, Ordering::AcqRel);
         }
     }
 
     /// Bytes that are noted, at most.
     pub fn bytes(&self) -> u64 {
-        self.words.iter().map(|w| u64::from(w.load(Ordering::Acquire).count_ones())).sum::<u64>() << self.bits
+        self.words.iter().map(|w| u64::from(w.load(Ordering::Acquire).count_ones())).sum::<u64>()
+            << self.bits
     }
 
     /// Takes the first noted part at or behind `offset`, as offset and length.

@@ -1,8 +1,8 @@
 //! A disk: what all reactors share of it.
 //!
-//! It is read on the way of a request, and written only when something goes wrong or a person changes it, and at flushes.
-//! What must hold: after a failed flush no write is acknowledged; its image changes only while nothing is in flight
-//! (see [`crate::gate`]).
+//! It is read on the way of a request, and written only when something goes wrong or a person
+//! changes it, and at flushes. What must hold: after a failed flush no write is acknowledged; its
+//! image changes only while nothing is in flight (see [`crate::gate`]).
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,7 +20,8 @@ use crate::flush::FlushGroup;
 use crate::once_a_second::OnceASecond;
 use crate::request::Failure;
 
-/// Bytes in the page cache that a disk with neighbours may leave to be written back: some milliseconds of a device's time.
+/// Bytes in the page cache that a disk with neighbours may leave to be written back: some
+/// milliseconds of a device's time.
 const MOST_DIRTY: u64 = 8 << 20;
 
 /// What a disk is set up with.
@@ -54,7 +55,8 @@ pub struct Disk {
     pub(crate) dirty: AtomicU64,
     /// Why nothing is written any more: see [`Failure::Poisoned`].
     poisoned: OnceLock<String>,
-    /// For control threads, and for reactors when they open the disk: never on the way of a request.
+    /// For control threads, and for reactors when they open the disk: never on the way of a
+    /// request.
     serving: Mutex<Serving>,
     /// Whoever works on the image of the disk while it is served: one at a time.
     pub(crate) work: Mutex<()>,
@@ -87,12 +89,16 @@ impl Disk {
 
     pub fn sharing(options: DiskOptions, source: Source, share: Arc<Share>) -> Self {
         let capacity = AtomicU64::new(source.capacity());
-        let dirties =
-            source.chain().map_or_else(|| source.file(), |chain| Some(&chain.top().file)).is_some_and(|f| !f.direct());
+        let dirties = source
+            .chain()
+            .map_or_else(|| source.file(), |chain| Some(&chain.top().file))
+            .is_some_and(|f| !f.direct());
         let on_device = source.file().is_some_and(|file| file.is_device());
         let cached = source.file().is_some_and(|file| !file.direct());
-        let serving = Mutex::new(Serving { source, dirty: None, reactors: Vec::new(), closed: false });
-        let (flushes, unsynced, dirty, poisoned, work, ended, held_back, failures_told) = Default::default();
+        let serving =
+            Mutex::new(Serving { source, dirty: None, reactors: Vec::new(), closed: false });
+        let (flushes, unsynced, dirty, poisoned, work, ended, held_back, failures_told) =
+            Default::default();
         Disk {
             options,
             share,
@@ -134,8 +140,8 @@ impl Disk {
         self.serving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// For the end of the disk, from a thread that is no reactor: no work on its image begins any more, and what is under
-    /// way is cancelled and waited for.
+    /// For the end of the disk, from a thread that is no reactor: no work on its image begins any
+    /// more, and what is under way is cancelled and waited for.
     pub fn end_work(&self) {
         self.ended.store(true, Ordering::SeqCst);
         drop(self.work.lock().unwrap_or_else(PoisonError::into_inner));
@@ -173,7 +179,8 @@ impl Disk {
         self.poisoned.get().map(String::as_str)
     }
 
-    /// Notes an acknowledged write. Read far more often than written: reactors do not fight over it.
+    /// Notes an acknowledged write. Read far more often than written: reactors do not fight over
+    /// it.
     #[inline]
     pub(crate) fn note_unsynced(&self) {
         if !self.unsynced.load(Ordering::SeqCst) {
@@ -181,8 +188,8 @@ impl Disk {
         }
     }
 
-    /// Notes what was written to the page cache. True: so much that the disk is to sync it, for it has neighbours, and what the
-    /// kernel writes back later comes before theirs.
+    /// Notes what was written to the page cache. True: so much that the disk is to sync it, for it
+    /// has neighbours, and what the kernel writes back later comes before theirs.
     #[inline]
     pub(crate) fn dirties(&self, bytes: u64) -> bool {
         self.dirties
@@ -190,8 +197,9 @@ impl Disk {
             && self.dirty.fetch_add(bytes, Ordering::Relaxed) + bytes > MOST_DIRTY
     }
 
-    /// Whether a durable write past the page cache that failed may have taken other writes with it, unseen by the next
-    /// sync: it ends in a flush of the device's cache, and the device tells of a lost one only once.
+    /// Whether a durable write past the page cache that failed may have taken other writes with it,
+    /// unseen by the next sync: it ends in a flush of the device's cache, and the device tells of a
+    /// lost one only once.
     pub(crate) fn taken_along(&self, error: &io::Error) -> bool {
         match Failure::of(error) {
             // Refused before anything was done.

@@ -7,19 +7,23 @@ use std::time::Duration;
 
 use crate::statistics::OpKind;
 
-/// One filter. Text forms, as `--filter` takes them (times with a unit: us, ms, s; ranges in bytes, the end excluded):
-/// `delay:read=500us,write=2ms,flush=10ms` and `error:read=0.01,write=1,range=1048576-2097152`.
+/// One filter. Text forms, as `--filter` takes them (times with a unit: us, ms, s; ranges in bytes,
+/// the end excluded): `delay:read=500us,write=2ms,flush=10ms` and
+/// `error:read=0.01,write=1,range=1048576-2097152`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Filter {
     /// Each request of a kind waits this long before it goes on.
     Delay { times: [Duration; 5] },
-    /// Requests of a kind that touch the range fail with an I/O error, with this probability (0 to 1).
+    /// Requests of a kind that touch the range fail with an I/O error, with this probability (0 to
+    /// 1).
     Error { odds: [f64; 5], range: Range<u64> },
 }
 
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum FilterError {
-    #[error("filter \"{0}\" is not known: it is delay:KIND=TIME,... or error:KIND=PROBABILITY,...[,range=START-END]")]
+    #[error(
+        "filter \"{0}\" is not known: it is delay:KIND=TIME,... or error:KIND=PROBABILITY,...[,range=START-END]"
+    )]
     Unknown(String),
     #[error("filter value \"{0}\": {1}")]
     Value(String, &'static str),
@@ -37,7 +41,8 @@ impl Filter {
     pub fn fails(&self, kind: OpKind, offset: u64, len: u64, dice: &Dice) -> bool {
         let Filter::Error { odds, range } = self else { return false };
         let odds = odds[kind as usize];
-        let touches = kind == OpKind::Flush || (offset < range.end && range.start < offset.saturating_add(len));
+        let touches = kind == OpKind::Flush
+            || (offset < range.end && range.start < offset.saturating_add(len));
         odds > 0.0 && touches && dice.roll() < odds
     }
 }
@@ -94,7 +99,8 @@ fn parse_odds(s: &str) -> Result<f64, FilterError> {
 }
 
 fn parse_range(s: &str) -> Result<Range<u64>, FilterError> {
-    let bad = || FilterError::Value(s.to_string(), "a range is START-END in bytes, the end excluded");
+    let bad =
+        || FilterError::Value(s.to_string(), "a range is START-END in bytes, the end excluded");
     let (start, end) = s.split_once('-').ok_or_else(bad)?;
     let range = start.parse().map_err(|_| bad())?..end.parse().map_err(|_| bad())?;
     if range.is_empty() { Err(bad()) } else { Ok(range) }
@@ -148,7 +154,8 @@ mod tests {
     fn errors_come_in_their_range_at_their_rate() {
         let filter: Filter = "error:read=0.25,range=1000-2000".parse().unwrap();
         let dice = Dice::new(7);
-        let fails = |offset| (0..10_000).filter(|_| filter.fails(OpKind::Read, offset, 100, &dice)).count();
+        let fails =
+            |offset| (0..10_000).filter(|_| filter.fails(OpKind::Read, offset, 100, &dice)).count();
         assert_eq!((fails(900), fails(2000)), (0, 0));
         assert!((2300..2700).contains(&fails(1999)));
         assert!(!filter.fails(OpKind::Write, 1000, 100, &dice));

@@ -1,11 +1,13 @@
 //! Flush groups: flushes that wait together share one sync of the storage.
 //!
-//! A flush covers the writes answered before it came. A sync that is already running may have begun before some of them,
-//! so a flush that comes meanwhile waits for the next one; all that wait then share it.
+//! A flush covers the writes answered before it came. A sync that is already running may have begun
+//! before some of them, so a flush that comes meanwhile waits for the next one; all that wait then
+//! share it.
 //!
-//! What must hold: one sync of an image at a time, on whichever reactor. The kernel tells a failed write-back to one sync
-//! of a file description and forgets it; a second sync at the same time would answer Ok for data that is lost. The lock
-//! is taken a few times a flush, and by nothing else.
+//! What must hold: one sync of an image at a time, on whichever reactor. The kernel tells a failed
+//! write-back to one sync of a file description and forgets it; a second sync at the same time
+//! would answer Ok for data that is lost. The lock is taken a few times a flush, and by nothing
+//! else.
 
 use std::future::{Future, poll_fn};
 use std::sync::Mutex;
@@ -26,9 +28,13 @@ struct State {
 }
 
 impl FlushGroup {
-    /// Runs `sync` for this flush, or waits for one that begins after this call. `Err` only from a sync of one's own:
-    /// the caller poisons the disk in `sync` then, and those who waited try (and fail) for themselves.
-    pub async fn flush<E, F: Future<Output = Result<(), E>>>(&self, sync: impl Fn() -> F) -> Result<(), E> {
+    /// Runs `sync` for this flush, or waits for one that begins after this call. `Err` only from a
+    /// sync of one's own: the caller poisons the disk in `sync` then, and those who waited try (and
+    /// fail) for themselves.
+    pub async fn flush<E, F: Future<Output = Result<(), E>>>(
+        &self,
+        sync: impl Fn() -> F,
+    ) -> Result<(), E> {
         let mine = self.state().begun + 1;
         let number = poll_fn(|cx| {
             let mut state = self.state();
@@ -90,7 +96,8 @@ mod tests {
                 let group = Rc::new(FlushGroup::default());
                 let (gate, done) = (Signal::new(&handle), Rc::new(Cell::new(0)));
                 for _ in 0..10 {
-                    let (group, gate, done, syncs) = (group.clone(), gate.clone(), done.clone(), counted.clone());
+                    let (group, gate, done, syncs) =
+                        (group.clone(), gate.clone(), done.clone(), counted.clone());
                     handle.spawn(async move {
                         group
                             .flush(|| {
@@ -113,7 +120,11 @@ mod tests {
                 for _ in 0..5 {
                     handle.sleep(std::time::Duration::from_millis(1)).await;
                 }
-                assert_eq!((counted.get(), done.get()), (2, 1), "the nine others wait for one new sync");
+                assert_eq!(
+                    (counted.get(), done.get()),
+                    (2, 1),
+                    "the nine others wait for one new sync"
+                );
                 gate.ring();
                 while done.get() < 10 {
                     handle.sleep(std::time::Duration::from_millis(1)).await;
@@ -127,7 +138,8 @@ mod tests {
     fn who_waited_for_a_sync_that_failed_syncs_for_himself() {
         use blockyard_storage::sim::{Sim, yield_now};
 
-        let (sim, group, syncs) = (Sim::new(1), Rc::new(FlushGroup::default()), Rc::new(Cell::new(0)));
+        let (sim, group, syncs) =
+            (Sim::new(1), Rc::new(FlushGroup::default()), Rc::new(Cell::new(0)));
         let flush = |first: bool| {
             let (group, syncs) = (group.clone(), syncs.clone());
             sim.spawn(async move {
@@ -153,7 +165,10 @@ mod tests {
             }
             answers
         });
-        assert_eq!((answers.unwrap(), syncs.get()), (vec![Err("the first sync fails"), Ok(()), Ok(())], 2));
+        assert_eq!(
+            (answers.unwrap(), syncs.get()),
+            (vec![Err("the first sync fails"), Ok(()), Ok(())], 2)
+        );
     }
 
     trait WaitThenOk {

@@ -1,8 +1,10 @@
-//! One reactor's side of a disk's gate: counts requests in flight, and holds new ones while the gate is closed.
+//! One reactor's side of a disk's gate: counts requests in flight, and holds new ones while the
+//! gate is closed.
 //!
-//! In: requests; the closing and opening, which `closed_gate` asks for. Out: a message when nothing is in flight.
-//! What must hold: a request that waits at the gate holds nothing that another request needs. While the gate is open, it costs
-//! a request a look at a cell of its own reactor, and a count.
+//! In: requests; the closing and opening, which `closed_gate` asks for. Out: a message when nothing
+//! is in flight. What must hold: a request that waits at the gate holds nothing that another
+//! request needs. While the gate is open, it costs a request a look at a cell of its own reactor,
+//! and a count.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;

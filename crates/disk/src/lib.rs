@@ -4,11 +4,13 @@
 //!   export ── Request<token> ──► Disk::serve ── filters ── image ──► ring
 //!   export ◄── token, status ─── Finished    ◄─ statistics ◄────────┘
 //! ```
-//! In: requests that know no protocol, one by one or as runs of neighbours. Out: each request's token, once, with a status.
-//! What must hold: every request is answered exactly once (the types see to it); after a failed flush no write is ever
-//! acknowledged again; nothing on the way of a read or a write of a raw image allocates or takes a lock.
+//! In: requests that know no protocol, one by one or as runs of neighbours. Out: each request's
+//! token, once, with a status. What must hold: every request is answered exactly once (the types
+//! see to it); after a failed flush no write is ever acknowledged again; nothing on the way of a
+//! read or a write of a raw image allocates or takes a lock.
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do not.
+// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
+// not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod backend;

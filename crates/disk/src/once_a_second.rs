@@ -16,9 +16,14 @@ pub(crate) struct OnceASecond {
 impl OnceASecond {
     pub fn admits(&self, now: Instant) -> bool {
         const SECOND: u64 = Duration::from_secs(1).as_millis() as u64;
-        let since = now.saturating_duration_since(*self.start.get_or_init(|| now)).as_millis() as u64;
+        let since =
+            now.saturating_duration_since(*self.start.get_or_init(|| now)).as_millis() as u64;
         let next = self.next.load(Ordering::Relaxed);
-        since >= next && self.next.compare_exchange(next, since + SECOND, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+        since >= next
+            && self
+                .next
+                .compare_exchange(next, since + SECOND, Ordering::Relaxed, Ordering::Relaxed)
+                .is_ok()
     }
 }
 
@@ -31,9 +36,14 @@ mod tests {
         let (one, other) = (OnceASecond::default(), OnceASecond::default());
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
-        let written =
-            |lines: &OnceASecond| (0..3000).step_by(100).filter(|ms| lines.admits(at(*ms))).collect::<Vec<_>>();
+        let written = |lines: &OnceASecond| {
+            (0..3000).step_by(100).filter(|ms| lines.admits(at(*ms))).collect::<Vec<_>>()
+        };
         assert_eq!(written(&one), [0, 1000, 2000]);
-        assert_eq!(written(&other), [0, 1000, 2000], "a disk that fails does not silence another one");
+        assert_eq!(
+            written(&other),
+            [0, 1000, 2000],
+            "a disk that fails does not silence another one"
+        );
     }
 }

@@ -3,8 +3,9 @@
 //! ```text
 //!   Request ──(serve)──► Finished ──(answer)──► the export's token, with a status
 //! ```
-//! Each state consumes the one before, so a request cannot be answered twice. One that is dropped unanswered is a bug of
-//! ours: debug builds panic; release builds answer it with an I/O error, and count.
+//! Each state consumes the one before, so a request cannot be answered twice. One that is dropped
+//! unanswered is a bug of ours: debug builds panic; release builds answer it with an I/O error, and
+//! count.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +22,8 @@ pub enum Op {
     },
     Flush,
     Discard,
-    /// `unmap`: space may be given back. `fua` as for a write. `fast`: refused where zeroes would have to be written.
+    /// `unmap`: space may be given back. `fua` as for a write. `fast`: refused where zeroes would
+    /// have to be written.
     WriteZeroes {
         unmap: bool,
         fua: bool,
@@ -37,14 +39,17 @@ pub enum Failure {
     ReadOnly,
     OutOfRange,
     Unsupported,
-    /// An earlier flush failed: what was acknowledged since the last good one may be lost, so nothing more is promised.
+    /// An earlier flush failed: what was acknowledged since the last good one may be lost, so
+    /// nothing more is promised.
     Poisoned,
 }
 
 impl Failure {
     pub fn of(error: &io::Error) -> Self {
         match error.kind() {
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => Failure::NoSpace,
+            io::ErrorKind::StorageFull
+            | io::ErrorKind::QuotaExceeded
+            | io::ErrorKind::FileTooLarge => Failure::NoSpace,
             io::ErrorKind::Unsupported => Failure::Unsupported,
             _ => Failure::Io,
         }
@@ -59,7 +64,8 @@ pub trait Token {
     fn answer(self, status: Status, segments: Segments);
 }
 
-/// One thing asked of a disk. `offset` and `len` are bytes; `len` equals the segments' for reads and writes.
+/// One thing asked of a disk. `offset` and `len` are bytes; `len` equals the segments' for reads
+/// and writes.
 pub struct Request<T: Token> {
     pub op: Op,
     pub offset: u64,
@@ -79,7 +85,14 @@ pub struct Finished<T: Token> {
 }
 
 impl<T: Token> Request<T> {
-    pub fn new(op: Op, offset: u64, len: u64, segments: Segments, arrived: Instant, token: T) -> Self {
+    pub fn new(
+        op: Op,
+        offset: u64,
+        len: u64,
+        segments: Segments,
+        arrived: Instant,
+        token: T,
+    ) -> Self {
         Request { op, offset, len, arrived, segments, owed: Owed(Some(token)) }
     }
 

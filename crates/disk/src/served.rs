@@ -1,4 +1,5 @@
-//! A disk as one reactor serves it: its view of the image, its statistics, and the way of a request through it.
+//! A disk as one reactor serves it: its view of the image, its statistics, and the way of a request
+//! through it.
 //!
 //! In: requests, from the queues of this reactor. Out: their answers.
 //! What must hold: a request uses one view of the image from its admission to its answer.
@@ -61,7 +62,8 @@ struct Work {
 
 struct Metered {
     did: Rc<Meter>,
-    /// Work that has a request of its own, or was charged. The rest is done by the image's own tasks.
+    /// Work that has a request of its own, or was charged. The rest is done by the image's own
+    /// tasks.
     known: Cell<Work>,
 }
 
@@ -86,7 +88,11 @@ impl Work {
 }
 
 impl View<Store> {
-    pub(crate) fn open(handle: &Handle, source: &Source, dirty: Option<Arc<DirtyMap>>) -> io::Result<Self> {
+    pub(crate) fn open(
+        handle: &Handle,
+        source: &Source,
+        dirty: Option<Arc<DirtyMap>>,
+    ) -> io::Result<Self> {
         if source.chain().is_none() && source.file().is_none() {
             return Ok(View { backend: Backend::open(handle, source)?, dirty, metered: None });
         }
@@ -99,7 +105,8 @@ impl View<Store> {
 }
 
 impl<S> View<S> {
-    /// Does something for a request. Returns also the work of the image's files that its polls began.
+    /// Does something for a request. Returns also the work of the image's files that its polls
+    /// began.
     #[inline]
     async fn measured<T>(&self, request: impl Future<Output = T>) -> (T, Work) {
         let Some(metered) = &self.metered else { return (request.await, Work::default()) };
@@ -116,8 +123,9 @@ impl<S> View<S> {
         (done.await, work)
     }
 
-    /// Returns the work that a request does not pay for. It was charged for one operation of `charged` bytes, for which it did
-    /// `work`. What it was charged too much is no credit for others.
+    /// Returns the work that a request does not pay for. It was charged for one operation of
+    /// `charged` bytes, for which it did `work`. What it was charged too much is no credit for
+    /// others.
     #[inline]
     fn uncharged(&self, work: Work, charged: u64) -> Option<Work> {
         let Metered { known, .. } = self.metered.as_ref()?;
@@ -192,7 +200,8 @@ impl Served<Store> {
     /// The reactor serves the disk no more.
     pub fn forget(handle: &Handle, disk: &Arc<Disk>) {
         let disks = handle.local::<Disks>();
-        let gone: Vec<_> = disks.0.borrow_mut().extract_if(.., |s| Arc::ptr_eq(&s.disk, disk)).collect();
+        let gone: Vec<_> =
+            disks.0.borrow_mut().extract_if(.., |s| Arc::ptr_eq(&s.disk, disk)).collect();
         for remote in gone.iter().filter_map(|served| Some(served.handle.as_ref()?.remote())) {
             disk.serving().reactors.retain(|r| !r.is(&remote));
         }
@@ -208,7 +217,16 @@ impl<S: Storage> Served<S> {
         let (view, next) = (RefCell::new(Rc::new(view)), RefCell::new(None));
         let dice = Dice::new(0x9e37_79b9_7f4a_7c15);
         let turnstile = Turnstile::new(disk.share().clone(), handle.clone(), disk.on_device);
-        Served { disk, gate: Gate::default(), view, next, handle, turnstile, statistics: RefCell::default(), dice }
+        Served {
+            disk,
+            gate: Gate::default(),
+            view,
+            next,
+            handle,
+            turnstile,
+            statistics: RefCell::default(),
+            dice,
+        }
     }
 
     pub fn disk(&self) -> &Arc<Disk> {
@@ -226,7 +244,8 @@ impl<S: Storage> Served<S> {
         statistics
     }
 
-    /// Goes on with another view of the image. What was counted for the old one stays in the statistics.
+    /// Goes on with another view of the image. What was counted for the old one stays in the
+    /// statistics.
     pub(crate) fn exchange(&self, view: Rc<View<S>>) {
         let old = self.view.replace(view);
         self.statistics.borrow_mut().writes.merge(&old.writes());
@@ -236,11 +255,16 @@ impl<S: Storage> Served<S> {
     #[inline]
     async fn enter(&self) -> Admitted<'_, S> {
         let gate = self.gate.enter().await;
-        Admitted { view: self.view.borrow().clone(), charged: 0, _gate: gate, _turn: turnstile::Pass::default() }
+        Admitted {
+            view: self.view.borrow().clone(),
+            charged: 0,
+            _gate: gate,
+            _turn: turnstile::Pass::default(),
+        }
     }
 
-    /// Lets requests in that are one operation: when the limits and the disk's share let them, and the image is not being
-    /// exchanged.
+    /// Lets requests in that are one operation: when the limits and the disk's share let them, and
+    /// the image is not being exchanged.
     #[inline]
     async fn enter_for(&self, op: Op, offset: u64, len: u64, requests: u32) -> Admitted<'_, S> {
         if self.turnstile.is_open() {
@@ -284,19 +308,21 @@ impl<S: Storage> Served<S> {
         self.enter().await.view.backend.status(offset, len).await
     }
 
-    /// Whether fast zeroes ([`Op::WriteZeroes`]) would be refused, as far as that is known before they are made.
+    /// Whether fast zeroes ([`Op::WriteZeroes`]) would be refused, as far as that is known before
+    /// they are made.
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> Status {
         let looked = self.enter().await.view.backend.may_zero_fast(offset, len, unmap).await;
         looked.map_err(|e| Failure::of(&e))
     }
 
-    /// For a queue that is drained: requests that wait on this reactor for limits or shares pass at once. The disk owes for
-    /// them, see [`Served::held_back`].
+    /// For a queue that is drained: requests that wait on this reactor for limits or shares pass at
+    /// once. The disk owes for them, see [`Served::held_back`].
     pub fn drain(&self) {
         self.turnstile.drain();
     }
 
-    /// For an export that ends: until [`Served::resume`], no request of the disk waits on this reactor for limits or shares.
+    /// For an export that ends: until [`Served::resume`], no request of the disk waits on this
+    /// reactor for limits or shares.
     pub fn suspend(&self) {
         self.turnstile.suspend();
     }
@@ -305,8 +331,8 @@ impl<S: Storage> Served<S> {
         self.turnstile.resume();
     }
 
-    /// Returns how long a queue must wait before it looks again whether it may take requests: the disk owes for those that
-    /// drained queues let pass. None: it may.
+    /// Returns how long a queue must wait before it looks again whether it may take requests: the
+    /// disk owes for those that drained queues let pass. None: it may.
     #[inline]
     pub fn held_back(&self) -> Option<Duration> {
         self.turnstile.held_back()
@@ -319,9 +345,12 @@ impl<S: Storage> Served<S> {
         let status = match self.admit(&request) {
             Ok(()) => {
                 let segments = std::mem::take(&mut request.segments);
-                let (segments, result) = self.perform(view, op, request.offset, len, segments).await;
+                let (segments, result) =
+                    self.perform(view, op, request.offset, len, segments).await;
                 request.segments = segments;
-                result.map_err(|e| self.failure(op, request.offset, &e)).and_then(|()| self.still_good(op))
+                result
+                    .map_err(|e| self.failure(op, request.offset, &e))
+                    .and_then(|()| self.still_good(op))
             }
             Err(failure) => Err(failure),
         };
@@ -330,9 +359,21 @@ impl<S: Storage> Served<S> {
 
     /// Counts a request whose fate is known.
     #[inline]
-    fn conclude<T: Token>(&self, request: Request<T>, admitted: Instant, status: Status) -> Finished<T> {
-        let (queue, service) = (admitted.saturating_duration_since(request.arrived), self.now() - admitted);
-        self.statistics.borrow_mut().record(request.op, request.len, queue, service, status.is_ok());
+    fn conclude<T: Token>(
+        &self,
+        request: Request<T>,
+        admitted: Instant,
+        status: Status,
+    ) -> Finished<T> {
+        let (queue, service) =
+            (admitted.saturating_duration_since(request.arrived), self.now() - admitted);
+        self.statistics.borrow_mut().record(
+            request.op,
+            request.len,
+            queue,
+            service,
+            status.is_ok(),
+        );
         request.finish(status)
     }
 
@@ -349,7 +390,9 @@ impl<S: Storage> Served<S> {
             return self.still_good(Op::Flush);
         }
         let closed = self.enter().await.view.backend.close().await;
-        closed.inspect_err(|e| self.disk.poison("closing the image", e)).map_err(|e| self.failure(Op::Flush, 0, &e))
+        closed
+            .inspect_err(|e| self.disk.poison("closing the image", e))
+            .map_err(|e| self.failure(Op::Flush, 0, &e))
     }
 
     #[inline]
@@ -375,7 +418,11 @@ impl<S: Storage> Served<S> {
     /// On a poisoned disk only reads are answered Ok, also when they were on their way before.
     #[inline]
     fn still_good(&self, op: Op) -> Status {
-        if op != Op::Read && self.disk.poisoned().is_some() { Err(Failure::Poisoned) } else { Ok(()) }
+        if op != Op::Read && self.disk.poisoned().is_some() {
+            Err(Failure::Poisoned)
+        } else {
+            Ok(())
+        }
     }
 
     #[inline]
@@ -405,7 +452,10 @@ impl<S: Storage> Served<S> {
             Op::Write { fua } => self.write(view, segments, offset, fua && keeps).await,
             Op::Flush if !keeps || self.disk.options().read_only => (segments, Ok(())),
             Op::Flush => (segments, self.flush(view).await),
-            Op::Discard => (segments, view.backend.discard(offset, len).await.inspect_err(|_| self.note_lost(view))),
+            Op::Discard => (
+                segments,
+                view.backend.discard(offset, len).await.inspect_err(|_| self.note_lost(view)),
+            ),
             Op::WriteZeroes { unmap, fua, fast } => {
                 let zeroed = view.backend.write_zeroes(offset, len, unmap, fast).await;
                 (segments, self.conclude_zeroes(view, zeroed, fua && keeps).await)
@@ -421,9 +471,10 @@ impl<S: Storage> Served<S> {
         offset: u64,
         durable: bool,
     ) -> (Segments, io::Result<()>) {
-        // In the page cache many durable writes share a sync. They must: the kernel tells a lost page to one sync of an open
-        // file and forgets it, so that of two at a time one would answer Ok for data that is gone.
-        // Images have metadata besides, which a flush puts in order.
+        // In the page cache many durable writes share a sync. They must: the kernel tells a lost
+        // page to one sync of an open file and forgets it, so that of two at a time one would
+        // answer Ok for data that is gone. Images have metadata besides, which a flush puts in
+        // order.
         let shares = durable && (self.disk.cached || view.backend.flushes_whole());
         let durable = durable && !shares;
         let len = segments.len() as u64;
@@ -448,16 +499,25 @@ impl<S: Storage> Served<S> {
     /// An image syncs for itself now and then. What such a sync was told, no flush will hear again.
     fn note_lost(&self, view: &View<S>) {
         if let Some(e) = view.backend.lost() {
-            let what = if view.backend.flushes_whole() { "writing metadata" } else { "keeping what was written" };
+            let what = if view.backend.flushes_whole() {
+                "writing metadata"
+            } else {
+                "keeping what was written"
+            };
             self.disk.poison(what, &e);
         }
     }
 
-    async fn conclude_zeroes(&self, view: &View<S>, zeroed: io::Result<()>, durable: bool) -> io::Result<()> {
+    async fn conclude_zeroes(
+        &self,
+        view: &View<S>,
+        zeroed: io::Result<()>,
+        durable: bool,
+    ) -> io::Result<()> {
         zeroed.inspect_err(|_| self.note_lost(view))?;
         self.disk.note_unsynced();
-        // Zeroed ranges are metadata, which only a sync makes durable: the group's, for a sync beside it could take its
-        // error away.
+        // Zeroed ranges are metadata, which only a sync makes durable: the group's, for a sync
+        // beside it could take its error away.
         if durable { self.flush(view).await } else { Ok(()) }
     }
 
@@ -465,7 +525,8 @@ impl<S: Storage> Served<S> {
         self.disk
             .flushes
             .flush(async || {
-                // Those who waited for a sync that failed come here next: they must not find a second one that lies.
+                // Those who waited for a sync that failed come here next: they must not find a
+                // second one that lies.
                 if self.disk.poisoned().is_some() {
                     return Err(io::Error::other("the disk is poisoned"));
                 }
@@ -503,7 +564,12 @@ impl<S: Storage> Served<S> {
         }
         // A failing device fails every request: one line a second is enough to know it.
         if self.disk.failures_told.admits(Instant::now()) {
-            tracing::warn!(disk = self.disk.name(), offset, "{} failed: {error}", OpKind::of(op).name());
+            tracing::warn!(
+                disk = self.disk.name(),
+                offset,
+                "{} failed: {error}",
+                OpKind::of(op).name()
+            );
         }
         if self.disk.poisoned().is_some() && op != Op::Read { Failure::Poisoned } else { failure }
     }

@@ -1,7 +1,7 @@
 //! What a disk has done, on one reactor: counted without a lock, merged when somebody reads.
 //!
-//! Queue time (from the queue to the image) and service time (in the image and below) are kept apart: the first is ours
-//! to explain (limits, neighbours), the second the device's.
+//! Queue time (from the queue to the image) and service time (in the image and below) are kept
+//! apart: the first is ours to explain (limits, neighbours), the second the device's.
 
 use std::time::Duration;
 
@@ -20,7 +20,8 @@ pub enum OpKind {
 }
 
 impl OpKind {
-    pub const ALL: [OpKind; 5] = [OpKind::Read, OpKind::Write, OpKind::Flush, OpKind::Discard, OpKind::WriteZeroes];
+    pub const ALL: [OpKind; 5] =
+        [OpKind::Read, OpKind::Write, OpKind::Flush, OpKind::Discard, OpKind::WriteZeroes];
 
     pub fn of(op: Op) -> Self {
         match op {
@@ -57,8 +58,16 @@ struct Kind {
 impl Kind {
     fn new() -> Self {
         // Two significant digits: figures within 1%, and small enough to stay in the cache.
-        let histogram = || Histogram::new_with_bounds(1, 60_000_000_000, 2).expect("constant bounds");
-        Kind { requests: 0, merged: 0, errors: 0, bytes: 0, queue: histogram(), service: histogram() }
+        let histogram =
+            || Histogram::new_with_bounds(1, 60_000_000_000, 2).expect("constant bounds");
+        Kind {
+            requests: 0,
+            merged: 0,
+            errors: 0,
+            bytes: 0,
+            queue: histogram(),
+            service: histogram(),
+        }
     }
 }
 
@@ -134,7 +143,8 @@ impl Statistics {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Summary {
     pub requests: u64,
-    /// Of these, those done by the operation of a neighbour: so many operations fewer than requests.
+    /// Of these, those done by the operation of a neighbour: so many operations fewer than
+    /// requests.
     pub merged: u64,
     pub errors: u64,
     pub bytes: u64,
@@ -161,7 +171,10 @@ mod tests {
         assert_eq!(a.writes, WriteFigures { inline: 1, blocked: 2, left: 3, noted: 5, refused: 5 });
         let s = a.summary(OpKind::Read).unwrap();
         assert_eq!((s.requests, s.merged, s.errors, s.bytes), (3, 7, 1, 8192));
-        assert!((s.queue_us[0] - 1.0).abs() < 0.05 && (s.service_us[2] - 3000.0).abs() < 40.0, "{s:?}");
+        assert!(
+            (s.queue_us[0] - 1.0).abs() < 0.05 && (s.service_us[2] - 3000.0).abs() < 40.0,
+            "{s:?}"
+        );
         assert!(a.summary(OpKind::Flush).is_none());
         a.record_refused(Op::Discard);
         let s = a.summary(OpKind::Discard).unwrap();

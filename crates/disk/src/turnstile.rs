@@ -1,12 +1,14 @@
-//! The turnstile of a disk on one reactor: where requests wait for the disk's limits, and for its share of the device.
+//! The turnstile of a disk on one reactor: where requests wait for the disk's limits, and for its
+//! share of the device.
 //!
 //! ```text
 //!   request ──► limits, in line ──► share of the device ──► pass ──► image ──► the pass is dropped
 //! ```
-//! In: requests, before anything else is done for them. Out: a pass each, and how long that took. The arithmetic is `sched`'s;
-//! here is the waiting. What must hold: a disk without limits, on a device of its own, pays nothing; requests inside their
-//! limits and their share take no lock; reads of one reactor pass the limits in the order they came, and so do writes; a request that is dropped
-//! while it waits leaves nothing behind.
+//! In: requests, before anything else is done for them. Out: a pass each, and how long that took.
+//! The arithmetic is `sched`'s; here is the waiting. What must hold: a disk without limits, on a
+//! device of its own, pays nothing; requests inside their limits and their share take no lock;
+//! reads of one reactor pass the limits in the order they came, and so do writes; a request that is
+//! dropped while it waits leaves nothing behind.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -21,7 +23,8 @@ use blockyard_sched::{Grant, Kind, Operation, Share, Slot, Time, Turn};
 use crate::request::Op;
 use crate::statistics::OpKind;
 
-/// Limits are looked at again at least this often while somebody waits for them: they may have been changed.
+/// Limits are looked at again at least this often while somebody waits for them: they may have been
+/// changed.
 const LOOK: Duration = Duration::from_millis(20);
 /// And not for each request by itself: what they let pass meanwhile passes at once.
 const GATHER: Duration = Duration::from_micros(300);
@@ -91,7 +94,18 @@ impl Turnstile {
     pub fn new(share: Arc<Share>, handle: Option<Handle>, writes_zeroes: bool) -> Self {
         let (came, drained, suspended, slots, ends, next_end) = Default::default();
         let lines = [(); 2].map(|()| Line { turn: share.line(), waiting: RefCell::default() });
-        Turnstile { share, handle, writes_zeroes, lines, came, drained, suspended, slots, ends, next_end }
+        Turnstile {
+            share,
+            handle,
+            writes_zeroes,
+            lines,
+            came,
+            drained,
+            suspended,
+            slots,
+            ends,
+            next_end,
+        }
     }
 
     pub fn share(&self) -> &Arc<Share> {
@@ -109,8 +123,9 @@ impl Turnstile {
         self.handle.as_ref().map_or(0, |handle| time_of(handle.now()))
     }
 
-    /// What a request is to the device. A flush is little by itself; what it makes the device do is charged to whoever does it.
-    /// Zeroes that a device may have to write cost what their bytes cost.
+    /// What a request is to the device. A flush is little by itself; what it makes the device do is
+    /// charged to whoever does it. Zeroes that a device may have to write cost what their bytes
+    /// cost.
     #[inline]
     pub fn operation(&self, op: Op, offset: u64, bytes: u64, requests: u32) -> Operation {
         let kind = match OpKind::of(op) {
@@ -198,7 +213,8 @@ impl Turnstile {
         grant
     }
 
-    /// Waits until the limits let the operation pass, behind those that came before. Returns false if a drain lets it pass.
+    /// Waits until the limits let the operation pass, behind those that came before. Returns false
+    /// if a drain lets it pass.
     async fn stand_in_line(&self, operation: &Operation, number: u64) -> bool {
         let line = self.line(operation);
         let mut place = Place { line, number: None };
@@ -253,7 +269,8 @@ impl Turnstile {
         .await
     }
 
-    /// A sync of the disk begins: it is charged, and the device is busy with it until the answer is dropped.
+    /// A sync of the disk begins: it is charged, and the device is busy with it until the answer is
+    /// dropped.
     pub fn sync(&self) -> Pass<'_> {
         if self.is_open() {
             return Pass(None);
@@ -261,12 +278,15 @@ impl Turnstile {
         Pass(Some((self, self.share.sync(self.now()))))
     }
 
-    /// Lets pass what waits now, because a queue of this disk is drained. The disk owes for it ([`Turnstile::held_back`]).
+    /// Lets pass what waits now, because a queue of this disk is drained. The disk owes for it
+    /// ([`Turnstile::held_back`]).
     pub fn drain(&self) {
         self.drained.set(self.came.get());
         self.share.release(self.now());
         let lines = self.lines.iter();
-        lines.for_each(|line| line.waiting.borrow().iter().for_each(|(_, waker)| waker.wake_by_ref()));
+        lines.for_each(|line| {
+            line.waiting.borrow().iter().for_each(|(_, waker)| waker.wake_by_ref())
+        });
     }
 
     /// Lets everything pass until [`Turnstile::resume`], because an export of the disk ends.
@@ -280,7 +300,8 @@ impl Turnstile {
         self.suspended.set(self.suspended.get().saturating_sub(1));
     }
 
-    /// Returns how long a queue of the disk must wait before it looks again whether it may take requests. None: it may.
+    /// Returns how long a queue of the disk must wait before it looks again whether it may take
+    /// requests. None: it may.
     #[inline]
     pub fn held_back(&self) -> Option<Duration> {
         if self.is_open() || self.suspended.get() > 0 {

@@ -1,8 +1,9 @@
 //! The vhost-user connection: negotiation, memory, queues, and messages of any content.
 //!
-//! In: a socket's path. Out: what the back end offers and what was agreed. Most messages go through the `vhost` crate's
-//! `Frontend`; ring indices (its call has 16 bits, packed rings have 32), eventfds, and whatever a hostile test wants to
-//! send are written here. Dropping the connection closes it, at any moment.
+//! In: a socket's path. Out: what the back end offers and what was agreed. Most messages go through
+//! the `vhost` crate's `Frontend`; ring indices (its call has 16 bits, packed rings have 32),
+//! eventfds, and whatever a hostile test wants to send are written here. Dropping the connection
+//! closes it, at any moment.
 
 use std::fs::File;
 use std::io::{IoSlice, Read};
@@ -16,7 +17,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use vhost::vhost_user::message::{
-    FrontendReq, VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures,
+    FrontendReq, VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight,
+    VhostUserProtocolFeatures,
 };
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VringConfigData};
@@ -38,8 +40,8 @@ const VERSION: u32 = 1;
 const NEED_REPLY: u32 = 8;
 const HEADER: usize = 12;
 
-/// The part of virtio-blk's configuration space that every back end has. Lengths in the units of the specification:
-/// sectors are 512 bytes.
+/// The part of virtio-blk's configuration space that every back end has. Lengths in the units of
+/// the specification: sectors are 512 bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockConfig {
     pub capacity_sectors: u64,
@@ -116,8 +118,9 @@ pub struct Connection {
 }
 
 impl Drop for Connection {
-    /// Ends the connection at once. A close alone ends it only with the last copy of the descriptor, and a process that
-    /// another thread is just starting holds one until it runs its program.
+    /// Ends the connection at once. A close alone ends it only with the last copy of the
+    /// descriptor, and a process that another thread is just starting holds one until it runs its
+    /// program.
     fn drop(&mut self) {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
     }
@@ -129,9 +132,11 @@ impl Connection {
         Self::open_within(path, Duration::from_secs(10))
     }
 
-    /// Connects, and waits at most `limit` for room among the clients that the back end has not accepted yet.
+    /// Connects, and waits at most `limit` for room among the clients that the back end has not
+    /// accepted yet.
     pub fn open_within(path: &Path, limit: Duration) -> Result<Self> {
-        let socket = connect(path, limit).with_context(|| format!("connecting to {}", path.display()))?;
+        let socket =
+            connect(path, limit).with_context(|| format!("connecting to {}", path.display()))?;
         let frontend = Frontend::from_stream(socket.try_clone()?, QUEUES_MAX);
         Ok(Connection {
             frontend,
@@ -144,16 +149,22 @@ impl Connection {
         })
     }
 
-    /// Owner, features and protocol features: of `wanted` and `protocol`, what the back end offers. Features in
-    /// `required` it must offer.
-    pub fn negotiate(&mut self, wanted: u64, required: u64, protocol: VhostUserProtocolFeatures) -> Result<()> {
+    /// Owner, features and protocol features: of `wanted` and `protocol`, what the back end offers.
+    /// Features in `required` it must offer.
+    pub fn negotiate(
+        &mut self,
+        wanted: u64,
+        required: u64,
+        protocol: VhostUserProtocolFeatures,
+    ) -> Result<()> {
         self.frontend.set_owner().context("SET_OWNER")?;
         self.offered = self.frontend.get_features().context("GET_FEATURES")?;
         let missing = required & !self.offered;
         anyhow::ensure!(missing == 0, "the back end does not offer {}", feature::names(missing));
         self.features = (wanted | required) & self.offered;
         if self.features & feature::PROTOCOL_FEATURES != 0 {
-            self.offered_protocol = self.frontend.get_protocol_features().context("GET_PROTOCOL_FEATURES")?;
+            self.offered_protocol =
+                self.frontend.get_protocol_features().context("GET_PROTOCOL_FEATURES")?;
             self.protocol = protocol & self.offered_protocol;
             self.frontend.set_protocol_features(self.protocol).context("SET_PROTOCOL_FEATURES")?;
         }
@@ -174,8 +185,12 @@ impl Connection {
     pub fn config(&mut self) -> Result<BlockConfig> {
         let empty = [0; BlockConfig::BYTES];
         let flags = VhostUserConfigFlags::empty();
-        let (_, bytes) = self.frontend.get_config(0, empty.len() as u32, flags, &empty).context("GET_CONFIG")?;
-        let bytes = bytes.as_slice().try_into().context("GET_CONFIG answered with another length than asked")?;
+        let (_, bytes) =
+            self.frontend.get_config(0, empty.len() as u32, flags, &empty).context("GET_CONFIG")?;
+        let bytes = bytes
+            .as_slice()
+            .try_into()
+            .context("GET_CONFIG answered with another length than asked")?;
         Ok(BlockConfig::parse(bytes))
     }
 
@@ -196,14 +211,17 @@ impl Connection {
 
     /// Hands the buffer (back) to the back end.
     pub fn set_inflight(&mut self, inflight: &Inflight) -> Result<()> {
-        self.frontend.set_inflight_fd(&inflight.layout, inflight.file.as_raw_fd()).context("SET_INFLIGHT_FD")
+        self.frontend
+            .set_inflight_fd(&inflight.layout, inflight.file.as_raw_fd())
+            .context("SET_INFLIGHT_FD")
     }
 
     /// Sets a queue up in QEMU's order, not yet enabled.
     pub fn set_ring(&mut self, ring: &RingSetup, base: u32, memory: &Memory) -> Result<()> {
         let index = usize::from(ring.index);
         self.frontend.set_vring_num(index, ring.size).context("SET_VRING_NUM")?;
-        self.vring_state(FrontendReq::SET_VRING_BASE, ring.index, base).context("SET_VRING_BASE")?;
+        self.vring_state(FrontendReq::SET_VRING_BASE, ring.index, base)
+            .context("SET_VRING_BASE")?;
         let data = VringConfigData {
             queue_max_size: ring.size,
             queue_size: ring.size,
@@ -215,11 +233,14 @@ impl Connection {
         };
         self.frontend.set_vring_addr(index, &data).context("SET_VRING_ADDR")?;
         let number = u64::from(ring.index).to_le_bytes();
-        self.message(FrontendReq::SET_VRING_KICK as u32, &number, &[ring.kick.as_fd()]).context("SET_VRING_KICK")?;
-        self.message(FrontendReq::SET_VRING_CALL as u32, &number, &[ring.call.as_fd()]).context("SET_VRING_CALL")
+        self.message(FrontendReq::SET_VRING_KICK as u32, &number, &[ring.kick.as_fd()])
+            .context("SET_VRING_KICK")?;
+        self.message(FrontendReq::SET_VRING_CALL as u32, &number, &[ring.call.as_fd()])
+            .context("SET_VRING_CALL")
     }
 
-    /// Starts or stops the processing of a queue; without protocol features it runs from its first kick.
+    /// Starts or stops the processing of a queue; without protocol features it runs from its first
+    /// kick.
     pub fn enable(&mut self, index: u16, enable: bool) -> Result<()> {
         if self.features & feature::PROTOCOL_FEATURES == 0 {
             return Ok(());
@@ -227,7 +248,8 @@ impl Connection {
         self.frontend.set_vring_enable(index.into(), enable).context("SET_VRING_ENABLE")
     }
 
-    /// Stops a queue; the back end answers with where it stopped once nothing is in flight any more.
+    /// Stops a queue; the back end answers with where it stopped once nothing is in flight any
+    /// more.
     pub fn stop_ring(&mut self, index: u16) -> Result<u32> {
         self.frontend.get_vring_base(index.into()).context("GET_VRING_BASE")
     }
@@ -261,7 +283,10 @@ impl Connection {
         let mut reply = [0; HEADER + 8];
         (&self.socket).read_exact(&mut reply)?;
         let (head, value) = reply.split_at(HEADER);
-        anyhow::ensure!(head[..4] == request.to_le_bytes(), "the back end answered another message");
+        anyhow::ensure!(
+            head[..4] == request.to_le_bytes(),
+            "the back end answered another message"
+        );
         let value = u64::from_le_bytes(value.try_into()?);
         anyhow::ensure!(value == 0, "the back end refused it ({value})");
         Ok(())
@@ -272,16 +297,28 @@ impl Connection {
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !fds.is_empty() {
-            anyhow::ensure!(control.push(SendAncillaryMessage::ScmRights(fds)), "more than 32 descriptors");
+            anyhow::ensure!(
+                control.push(SendAncillaryMessage::ScmRights(fds)),
+                "more than 32 descriptors"
+            );
         }
-        let sent = rustix::net::sendmsg(&self.socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
+        let sent = rustix::net::sendmsg(
+            &self.socket,
+            &[IoSlice::new(bytes)],
+            &mut control,
+            SendFlags::NOSIGNAL,
+        )?;
         std::io::Write::write_all(&mut (&self.socket), &bytes[sent..])?;
         Ok(())
     }
 
-    /// Runs `work`; if that takes longer than `limit` the socket is shut down, so that a back end which never answers is
-    /// an error and not a hang.
-    pub fn within<T>(&mut self, limit: Duration, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+    /// Runs `work`; if that takes longer than `limit` the socket is shut down, so that a back end
+    /// which never answers is an error and not a hang.
+    pub fn within<T>(
+        &mut self,
+        limit: Duration,
+        work: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<T> {
         let (done, wait) = std::sync::mpsc::channel::<()>();
         let socket = self.socket.try_clone()?;
         let guard = std::thread::spawn(move || {
@@ -307,11 +344,18 @@ impl Connection {
 /// Linux bounds connect() on a Unix socket by the socket's send timeout. 0 would mean no bound.
 fn connect(path: &Path, limit: Duration) -> Result<UnixStream> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let socket = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
     let limit = limit.max(Duration::from_millis(1));
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(limit))?;
     match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
-        Err(rustix::io::Errno::AGAIN) => anyhow::bail!("the back end accepted no connection for {limit:?}"),
+        Err(rustix::io::Errno::AGAIN) => {
+            anyhow::bail!("the back end accepted no connection for {limit:?}")
+        }
         result => result?,
     }
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, None)?;
@@ -328,7 +372,11 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("blockyard-backlog-{}", std::process::id()));
         std::fs::create_dir(&folder).unwrap();
         let path = folder.join("socket");
-        let listener = rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::STREAM, None);
+        let listener = rustix::net::socket(
+            rustix::net::AddressFamily::UNIX,
+            rustix::net::SocketType::STREAM,
+            None,
+        );
         let listener = listener.unwrap();
         rustix::net::bind(&listener, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
         rustix::net::listen(&listener, 0).unwrap();
@@ -360,7 +408,10 @@ mod tests {
         bytes[56] = 1;
         let config = BlockConfig::parse(&bytes);
         assert_eq!(config.capacity_sectors, 0x1234_5678_9abc_def0);
-        assert_eq!((config.blk_size, config.physical_block_exp, config.wce, config.num_queues), (4096, 3, 1, 7));
+        assert_eq!(
+            (config.blk_size, config.physical_block_exp, config.wce, config.num_queues),
+            (4096, 3, 1, 7)
+        );
         assert_eq!((config.max_discard_sectors, config.write_zeroes_may_unmap), (99, 1));
     }
 }

@@ -1,4 +1,5 @@
-//! The device's side of both ring layouts, as the specification has it and as simple as can be: for the tests.
+//! The device's side of both ring layouts, as the specification has it and as simple as can be: for
+//! the tests.
 
 use std::sync::atomic::Ordering;
 
@@ -110,7 +111,11 @@ impl Device for SplitDevice {
         self.used = old.wrapping_add(1);
         used.store_u16(2, self.used, Ordering::Release);
         if self.event_idx {
-            need_event(avail.load_u16(4 + 2 * self.size as usize, Ordering::Relaxed), self.used, old)
+            need_event(
+                avail.load_u16(4 + 2 * self.size as usize, Ordering::Relaxed),
+                self.used,
+                old,
+            )
         } else {
             avail.load_u16(0, Ordering::Relaxed) == 0
         }
@@ -123,7 +128,11 @@ impl Device for SplitDevice {
 
     fn want_none(&mut self) {
         self.parts[2].store_u16(0, 1, Ordering::Relaxed);
-        self.parts[2].store_u16(4 + 8 * self.size as usize, self.avail.wrapping_sub(1), Ordering::Relaxed);
+        self.parts[2].store_u16(
+            4 + 8 * self.size as usize,
+            self.avail.wrapping_sub(1),
+            Ordering::Relaxed,
+        );
     }
 }
 
@@ -220,7 +229,9 @@ mod tests {
     /// Header, and where the status byte goes, of a chain of the shape that a slot has.
     fn header(memory: &Memory, chain: &Chain) -> (u32, u64, Window) {
         let (first, last) = (chain.buffers[0], chain.buffers[chain.buffers.len() - 1]);
-        assert!((first.len, first.device_writes, last.len, last.device_writes) == (16, false, 1, true));
+        assert!(
+            (first.len, first.device_writes, last.len, last.device_writes) == (16, false, 1, true)
+        );
         let header = memory.window(first.addr, 16, 1).unwrap();
         let status = memory.window(last.addr, 1, 1).unwrap();
         (header.load_u32(0, Ordering::Relaxed), u64::from_le_bytes(header.copy_out(8)), status)
@@ -249,7 +260,8 @@ mod tests {
             }
             with_device.extend(device.take(&memory));
             if with_device.len() > random.below(options.slots.into()) as usize {
-                let chain: Chain = with_device.swap_remove(random.below(with_device.len() as u64) as usize);
+                let chain: Chain =
+                    with_device.swap_remove(random.below(with_device.len() as u64) as usize);
                 let (kind, sector, status) = header(&memory, &chain);
                 let data = match chain.buffers[1..chain.buffers.len() - 1] {
                     [] => Data::None,
@@ -280,7 +292,8 @@ mod tests {
     }
 
     fn notifies<D: Device>(event_idx: bool) {
-        let (memory, mut queue, mut device) = queue::<D>(RingOptions { event_idx, ..options(16, 5) });
+        let (memory, mut queue, mut device) =
+            queue::<D>(RingOptions { event_idx, ..options(16, 5) });
         let flush = |queue: &mut Queue<D::Ring>, slot| {
             queue.submit(slot, request::FLUSH, 0, Data::None);
             queue.ring.publish()
@@ -325,7 +338,8 @@ mod tests {
         assert_eq!(queue.resume_base(false), queue.ring.fresh_base());
         queue.publish().unwrap();
         let mut device = D::new(&memory, &queue.ring, true);
-        let again: Vec<_> = std::iter::from_fn(|| device.take(&memory)).map(|c| header(&memory, &c).1).collect();
+        let again: Vec<_> =
+            std::iter::from_fn(|| device.take(&memory)).map(|c| header(&memory, &c).1).collect();
         assert_eq!(again, [0, 1, 2, 4]);
     }
 
@@ -341,7 +355,9 @@ mod tests {
         queue.publish().unwrap();
         let chain = device.take(&memory).unwrap();
         device.give(&Chain { id: 4, ..chain }, 1);
-        assert!(queue.reap().unwrap_err().to_string().contains("descriptor 4, which is not in flight"));
+        assert!(
+            queue.reap().unwrap_err().to_string().contains("descriptor 4, which is not in flight")
+        );
     }
 
     #[test]

@@ -7,9 +7,10 @@
 //!   memory       one shared region, handed out in pieces         split, packed   the rings' layouts (`Ring`)
 //! ```
 //!
-//! In: a socket's path and what to negotiate. Out: requests' status bytes and data. What must hold: between the ring and
-//! the back end stands only the virtio 1.2 specification; nothing here assumes our own back end. Every part can be used
-//! by itself and holds back nothing: tests write whatever descriptors, indices and messages they like.
+//! In: a socket's path and what to negotiate. Out: requests' status bytes and data. What must hold:
+//! between the ring and the back end stands only the virtio 1.2 specification; nothing here assumes
+//! our own back end. Every part can be used by itself and holds back nothing: tests write whatever
+//! descriptors, indices and messages they like.
 
 pub mod connection;
 #[cfg(test)]
@@ -103,6 +104,7 @@ pub mod status {
     pub const OK: u8 = 0;
     pub const IOERR: u8 = 1;
     pub const UNSUPP: u8 = 2;
-    /// What this driver writes there before it submits: a back end that answers without a status shows.
+    /// What this driver writes there before it submits: a back end that answers without a status
+    /// shows.
     pub const NONE: u8 = 0xff;
 }

@@ -1,6 +1,7 @@
 //! The guest's memory: one shared region, handed out from its start.
 //!
-//! In: sizes and alignments. Out: guest addresses, and windows to read and write there. Nothing is ever given back.
+//! In: sizes and alignments. Out: guest addresses, and windows to read and write there. Nothing is
+//! ever given back.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -8,8 +9,9 @@ use anyhow::{Context, Result};
 use blockyard_ring::{GuestMemory, Region, Window};
 use vhost::VhostUserMemoryRegionInfo;
 
-/// Where the region lies for the guest, and in the front end's process as it tells the back end: two different numbers, and
-/// neither zero, so that a back end which mixes them up does not get away with it.
+/// Where the region lies for the guest, and in the front end's process as it tells the back end:
+/// two different numbers, and neither zero, so that a back end which mixes them up does not get
+/// away with it.
 const GUEST_BASE: u64 = 0x1_0000_0000;
 const USER_BASE: u64 = 0x7f00_0000_0000;
 
@@ -32,8 +34,9 @@ impl Memory {
     pub fn take(&mut self, len: u64, align: u64) -> Result<u64> {
         let start = self.taken.next_multiple_of(align);
         let end = start.checked_add(len).filter(|end| *end <= self.len);
-        self.taken =
-            end.with_context(|| format!("{len} bytes more than the {} of the guest's memory are needed", self.len))?;
+        self.taken = end.with_context(|| {
+            format!("{len} bytes more than the {} of the guest's memory are needed", self.len)
+        })?;
         Ok(GUEST_BASE + start)
     }
 

@@ -1,15 +1,17 @@
 //! The packed virtqueue, driver side (virtio 1.2, section 2.8).
 //!
-//! A chain's descriptors are written into the ring each time it is submitted (the device overwrites them), its buffer id
-//! is its slot. What must hold: the flags of a chain's first descriptor are stored last, with Release; a used
-//! descriptor is read after its flags were loaded with Acquire.
+//! A chain's descriptors are written into the ring each time it is submitted (the device overwrites
+//! them), its buffer id is its slot. What must hold: the flags of a chain's first descriptor are
+//! stored last, with Release; a used descriptor is read after its flags were loaded with Acquire.
 
 use std::sync::atomic::{Ordering, fence};
 
 use anyhow::Result;
 use blockyard_ring::Window;
 
-use super::ring::{Buffer, CHAIN_MAX, DESCRIPTOR, INDIRECT, NEXT, Ring, RingAddresses, RingOptions, need_event};
+use super::ring::{
+    Buffer, CHAIN_MAX, DESCRIPTOR, INDIRECT, NEXT, Ring, RingAddresses, RingOptions, need_event,
+};
 use super::{Memory, feature};
 
 const AVAIL: u16 = 1 << 7;
@@ -136,7 +138,8 @@ impl Ring for PackedRing {
                 let at = table as usize + at * DESCRIPTOR as usize;
                 tables.copy_in(at, buffer.addr.to_le_bytes());
                 tables.copy_in(at + 8, buffer.len.to_le_bytes());
-                // In a table the order is the chain, and the id is the ring's: only WRITE says anything here.
+                // In a table the order is the chain, and the id is the ring's: only WRITE says
+                // anything here.
                 tables.copy_in(at + 12, (u32::from(buffer.flags()) << 16).to_le_bytes());
             }
             let len = (chain.len() as u64 * DESCRIPTOR) as u32;
@@ -167,7 +170,11 @@ impl Ring for PackedRing {
             }
             self.avail.advance(1, self.options.size);
         }
-        self.desc.store_u16(first.at as usize * DESCRIPTOR as usize + 14, first_flags, Ordering::Release);
+        self.desc.store_u16(
+            first.at as usize * DESCRIPTOR as usize + 14,
+            first_flags,
+            Ordering::Release,
+        );
         self.added += count;
     }
 
@@ -177,7 +184,8 @@ impl Ring for PackedRing {
         if added == 0 {
             return false;
         }
-        // The descriptors must be seen before we look whether the device sleeps: else both sides wait for each other.
+        // The descriptors must be seen before we look whether the device sleeps: else both sides
+        // wait for each other.
         fence(Ordering::SeqCst);
         let event = self.device_event.load_u32(0, Ordering::Relaxed);
         let (offset, flags) = (event as u16, (event >> 16) as u16 & 3);
@@ -226,8 +234,9 @@ impl Ring for PackedRing {
         self.driver_event.store_u32(0, u32::from(EVENT_DISABLE) << 16, Ordering::Relaxed);
     }
 
-    /// The driver's place among the used descriptors, for both halves: a packed ring holds no index in memory, so the
-    /// back end takes its own from the in-flight buffer. Call after `reap` gave None.
+    /// The driver's place among the used descriptors, for both halves: a packed ring holds no index
+    /// in memory, so the back end takes its own from the in-flight buffer. Call after `reap` gave
+    /// None.
     fn base(&self) -> u32 {
         let bits = u32::from(self.used.bits());
         bits | bits << 16

@@ -1,10 +1,11 @@
 //! Requests in slots: a header, a data buffer and a status byte each, laid out in the ring once.
 //!
-//! In: a request type, a sector, what data goes which way. Out: slots with their status. A request costs the header's 16
-//! bytes, the status byte and the ring's entry; descriptors are only written when a slot changes its shape.
+//! In: a request type, a sector, what data goes which way. Out: slots with their status. A request
+//! costs the header's 16 bytes, the status byte and the ring's entry; descriptors are only written
+//! when a slot changes its shape.
 //!
-//! What must hold: a slot that is in flight is not touched until `reap` has given it back; an id from the device is
-//! checked against the slots in flight before it is believed.
+//! What must hold: a slot that is in flight is not touched until `reap` has given it back; an id
+//! from the device is checked against the slots in flight before it is believed.
 
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -74,11 +75,12 @@ pub struct Queue<R> {
     data: Window,
     kick: Arc<OwnedFd>,
     call: Arc<OwnedFd>,
-    /// An edge-triggered epoll of `call` alone: a wake-up is one system call. (Reading `call` would be two, because back
-    /// ends make it non-blocking, QEMU's for one, and that flag is shared.)
+    /// An edge-triggered epoll of `call` alone: a wake-up is one system call. (Reading `call` would
+    /// be two, because back ends make it non-blocking, QEMU's for one, and that flag is shared.)
     waiter: OwnedFd,
     in_flight: usize,
-    /// Notifications so far: kicks that we sent, signals that the back end sent (see `take_signals`).
+    /// Notifications so far: kicks that we sent, signals that the back end sent (see
+    /// `take_signals`).
     pub kicks: u64,
     pub signals: u64,
 }
@@ -92,16 +94,28 @@ impl<R: Ring> Queue<R> {
     }
 
     /// A queue whose slots have `data_len` bytes for data each.
-    pub fn new(memory: &mut Memory, index: u16, options: RingOptions, data_len: u32) -> Result<Self> {
+    pub fn new(
+        memory: &mut Memory,
+        index: u16,
+        options: RingOptions,
+        data_len: u32,
+    ) -> Result<Self> {
         let ring = R::new(memory, options)?;
         let slots = u64::from(options.slots);
         let (lines_addr, lines) = memory.piece(LINE * slots, 4096)?;
         let stride = data_len.next_multiple_of(4096);
         let (data_addr, data) = memory.piece(u64::from(stride) * slots, 4096)?;
-        let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map(Arc::new);
+        let event = || {
+            rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map(Arc::new)
+        };
         let (kick, call) = (event()?, event()?);
         let waiter = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        epoll::add(&waiter, &*call, epoll::EventData::new_u64(0), epoll::EventFlags::IN | epoll::EventFlags::ET)?;
+        epoll::add(
+            &waiter,
+            &*call,
+            epoll::EventData::new_u64(0),
+            epoll::EventFlags::IN | epoll::EventFlags::ET,
+        )?;
         Ok(Queue {
             ring,
             index,
@@ -147,7 +161,8 @@ impl<R: Ring> Queue<R> {
         self.data.read(slot as usize * self.data_len as usize, bytes);
     }
 
-    /// Puts a request into a free slot and the slot into the ring; the device sees it after `publish`.
+    /// Puts a request into a free slot and the slot into the ring; the device sees it after
+    /// `publish`.
     #[inline]
     pub fn submit(&mut self, slot: u16, request: u32, sector: u64, data: Data) {
         let state = &mut self.slots[slot as usize];
@@ -198,20 +213,26 @@ impl<R: Ring> Queue<R> {
         let Some((id, _)) = self.ring.reap() else { return Ok(None) };
         match self.slots.get_mut(id as usize) {
             Some(slot) if slot.in_flight => slot.in_flight = false,
-            _ => anyhow::bail!("queue {}: the back end has used descriptor {id}, which is not in flight", self.index),
+            _ => anyhow::bail!(
+                "queue {}: the back end has used descriptor {id}, which is not in flight",
+                self.index
+            ),
         }
         self.in_flight -= 1;
         let [status] = self.lines.copy_out(id as usize * LINE as usize + STATUS as usize);
         Ok(Some((id as u16, status)))
     }
 
-    /// Sleeps until the device signals a used chain (or somebody else writes the call eventfd), or for `limit`. May
-    /// return for nothing.
+    /// Sleeps until the device signals a used chain (or somebody else writes the call eventfd), or
+    /// for `limit`. May return for nothing.
     pub fn sleep(&mut self, limit: Option<Duration>) -> Result<()> {
         if !self.ring.arm() {
-            let limit = limit.map(|l| Timespec { tv_sec: l.as_secs() as _, tv_nsec: l.subsec_nanos().into() });
+            let limit = limit
+                .map(|l| Timespec { tv_sec: l.as_secs() as _, tv_nsec: l.subsec_nanos().into() });
             let mut events = [MaybeUninit::uninit()];
-            rustix::io::retry_on_intr(|| epoll::wait(&self.waiter, &mut events, limit.as_ref()).map(|_| ()))?;
+            rustix::io::retry_on_intr(|| {
+                epoll::wait(&self.waiter, &mut events, limit.as_ref()).map(|_| ())
+            })?;
         }
         self.ring.disarm();
         Ok(())
@@ -228,9 +249,10 @@ impl<R: Ring> Queue<R> {
         Ok(())
     }
 
-    /// Makes the ring ready for the next back end, and gives its SET_VRING_BASE. `known`: that back end finds in the
-    /// in-flight buffer what its predecessor had taken. Else the ring is emptied and everything in flight submitted
-    /// again, as a guest does that resets the device. The last one is gone, and all it has used is reaped.
+    /// Makes the ring ready for the next back end, and gives its SET_VRING_BASE. `known`: that back
+    /// end finds in the in-flight buffer what its predecessor had taken. Else the ring is emptied
+    /// and everything in flight submitted again, as a guest does that resets the device. The last
+    /// one is gone, and all it has used is reaped.
     pub fn resume_base(&mut self, known: bool) -> u32 {
         if known {
             return self.ring.base();
@@ -242,8 +264,16 @@ impl<R: Ring> Queue<R> {
         self.ring.fresh_base()
     }
 
-    /// One request, waited for: its status byte. `data` goes to the device or comes from it, as `request` has it.
-    pub fn call(&mut self, request: u32, sector: u64, data: Data, bytes: &mut [u8], limit: Duration) -> Result<u8> {
+    /// One request, waited for: its status byte. `data` goes to the device or comes from it, as
+    /// `request` has it.
+    pub fn call(
+        &mut self,
+        request: u32,
+        sector: u64,
+        data: Data,
+        bytes: &mut [u8],
+        limit: Duration,
+    ) -> Result<u8> {
         anyhow::ensure!(self.in_flight == 0, "a single request wants the queue for itself");
         if let Data::ToDevice(_) = data {
             self.write_data(0, bytes);
@@ -259,7 +289,9 @@ impl<R: Ring> Queue<R> {
                 return Ok(status);
             }
             let left = limit.checked_sub(start.elapsed());
-            self.sleep(Some(left.ok_or_else(|| anyhow::anyhow!("no answer to a request for {limit:?}"))?))?;
+            self.sleep(Some(
+                left.ok_or_else(|| anyhow::anyhow!("no answer to a request for {limit:?}"))?,
+            ))?;
         }
     }
 }

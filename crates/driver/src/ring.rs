@@ -1,7 +1,7 @@
 //! What both layouts of a virtqueue have in common, seen from the driver.
 //!
-//! In: slots, each with a chain of buffers that was laid out before. Out: slots that the device has used. A slot is in the
-//! ring at most once; the caller sees to that.
+//! In: slots, each with a chain of buffers that was laid out before. Out: slots that the device has
+//! used. A slot is in the ring at most once; the caller sees to that.
 
 use anyhow::Result;
 
@@ -30,7 +30,8 @@ impl Buffer {
     }
 }
 
-/// Guest addresses of a ring's three parts. Packed: descriptor ring, driver's and device's event suppression.
+/// Guest addresses of a ring's three parts. Packed: descriptor ring, driver's and device's event
+/// suppression.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingAddresses {
     pub desc: u64,
@@ -52,8 +53,12 @@ pub struct RingOptions {
 impl RingOptions {
     /// Whether the slots' chains always find room.
     pub fn check(&self) -> Result<()> {
-        let need = if self.indirect { self.slots as usize } else { self.slots as usize * CHAIN_MAX };
-        anyhow::ensure!(self.slots > 0 && self.size > 0, "a ring needs a size and a depth of at least 1");
+        let need =
+            if self.indirect { self.slots as usize } else { self.slots as usize * CHAIN_MAX };
+        anyhow::ensure!(
+            self.slots > 0 && self.size > 0,
+            "a ring needs a size and a depth of at least 1"
+        );
         anyhow::ensure!(
             need <= self.size as usize,
             "a depth of {} takes {need} descriptors, the ring has {}: give a larger --queue-size or --indirect",
@@ -72,13 +77,15 @@ pub trait Ring: Send + Sized + 'static {
     fn new(memory: &mut super::Memory, options: RingOptions) -> Result<Self>;
     fn addresses(&self) -> RingAddresses;
     fn size(&self) -> u16;
-    /// Sets a slot's chain (1 to `CHAIN_MAX` buffers); it stays for later submissions. Not while the slot is in the ring.
+    /// Sets a slot's chain (1 to `CHAIN_MAX` buffers); it stays for later submissions. Not while
+    /// the slot is in the ring.
     fn lay(&mut self, slot: u16, chain: &[Buffer]);
     /// Makes the slot's chain available with the next `publish`.
     fn submit(&mut self, slot: u16);
     /// Shows the device what was submitted; true: it wants a kick for that.
     fn publish(&mut self) -> bool;
-    /// The next used chain: its id as the device wrote it, unchecked, and the bytes it says it wrote.
+    /// The next used chain: its id as the device wrote it, unchecked, and the bytes it says it
+    /// wrote.
     fn reap(&mut self) -> Option<(u32, u32)>;
     /// Whether `reap` would give something.
     fn ready(&self) -> bool;
@@ -86,7 +93,8 @@ pub trait Ring: Send + Sized + 'static {
     fn arm(&mut self) -> bool;
     /// Asks for no signals.
     fn disarm(&mut self);
-    /// What SET_VRING_BASE says after the back end has crashed: the ring's own used index (see the implementations).
+    /// What SET_VRING_BASE says after the back end has crashed: the ring's own used index (see the
+    /// implementations).
     fn base(&self) -> u32;
     /// SET_VRING_BASE of a ring that was just made or reset.
     fn fresh_base(&self) -> u32;
@@ -94,7 +102,8 @@ pub trait Ring: Send + Sized + 'static {
     fn reset(&mut self);
 }
 
-/// Whether a step of an index from `old` to `new` passes the one at which the other side wants to be told.
+/// Whether a step of an index from `old` to `new` passes the one at which the other side wants to
+/// be told.
 #[inline]
 pub fn need_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)

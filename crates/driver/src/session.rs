@@ -1,8 +1,9 @@
 //! From a path to running queues, and again after the back end has gone away.
 //!
-//! In: a `Plan`. Out: a `Link` (connection, memory, the in-flight buffer) and the queues, which may move to threads of
-//! their own. What must hold: memory and rings live as long as the link, whatever connections come and go; the in-flight
-//! buffer is asked for once, and handed to every later back end, as QEMU does.
+//! In: a `Plan`. Out: a `Link` (connection, memory, the in-flight buffer) and the queues, which may
+//! move to threads of their own. What must hold: memory and rings live as long as the link,
+//! whatever connections come and go; the in-flight buffer is asked for once, and handed to every
+//! later back end, as QEMU does.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -29,7 +30,8 @@ pub struct Plan {
     pub wanted: u64,
     pub required: u64,
     pub protocol: VhostUserProtocolFeatures,
-    /// Longest time that the back end may take to accept the connection, and for each exchange of messages.
+    /// Longest time that the back end may take to accept the connection, and for each exchange of
+    /// messages.
     pub answer_limit: Duration,
 }
 
@@ -76,17 +78,31 @@ pub struct Link {
 impl Link {
     /// Connects for rings of the layout `R`; queues are made and started next.
     pub fn open<R: Ring>(path: &Path, plan: &Plan) -> Result<Self> {
-        let options =
-            RingOptions { size: plan.queue_size, slots: plan.slots, event_idx: true, indirect: plan.indirect };
+        let options = RingOptions {
+            size: plan.queue_size,
+            slots: plan.slots,
+            event_idx: true,
+            indirect: plan.indirect,
+        };
         options.check()?;
-        let memory = Memory::new(u64::from(plan.queues) * Queue::<R>::memory_needed(options, plan.data_len))?;
+        let memory = Memory::new(
+            u64::from(plan.queues) * Queue::<R>::memory_needed(options, plan.data_len),
+        )?;
         let mut connection = Connection::open_within(path, plan.answer_limit)?;
         let (config, inflight) = connection.within(plan.answer_limit, |c| {
             let config = Self::agree(c, plan, R::FEATURES)?;
             let inflight = c.inflight(plan.queues, plan.queue_size)?;
             Ok((config, inflight))
         })?;
-        Ok(Link { path: path.into(), plan: *plan, layout: R::FEATURES, connection, memory, inflight, config })
+        Ok(Link {
+            path: path.into(),
+            plan: *plan,
+            layout: R::FEATURES,
+            connection,
+            memory,
+            inflight,
+            config,
+        })
     }
 
     fn agree(connection: &mut Connection, plan: &Plan, layout: u64) -> Result<BlockConfig> {
@@ -97,7 +113,11 @@ impl Link {
             BlockConfig::default()
         };
         let queues = connection.queues_max.min(u64::from(config.num_queues.max(1)));
-        anyhow::ensure!(u64::from(plan.queues) <= queues, "the back end has {queues} queues, not {}", plan.queues);
+        anyhow::ensure!(
+            u64::from(plan.queues) <= queues,
+            "the back end has {queues} queues, not {}",
+            plan.queues
+        );
         Ok(config)
     }
 
@@ -105,8 +125,15 @@ impl Link {
     pub fn queues<R: Ring>(&mut self) -> Result<Vec<Queue<R>>> {
         let plan = self.plan;
         let event_idx = self.connection.features & feature::EVENT_IDX != 0;
-        let options = RingOptions { size: plan.queue_size, slots: plan.slots, event_idx, indirect: plan.indirect };
-        (0..plan.queues).map(|index| Queue::new(&mut self.memory, index, options, plan.data_len)).collect()
+        let options = RingOptions {
+            size: plan.queue_size,
+            slots: plan.slots,
+            event_idx,
+            indirect: plan.indirect,
+        };
+        (0..plan.queues)
+            .map(|index| Queue::new(&mut self.memory, index, options, plan.data_len))
+            .collect()
     }
 
     /// Hands memory and rings over, and starts them.
@@ -142,7 +169,8 @@ impl Link {
     /// Stops the queues as a guest that shuts down does.
     pub fn stop(&mut self) -> Result<()> {
         let Plan { queues, answer_limit, .. } = self.plan;
-        self.connection.within(answer_limit, |c| (0..queues).try_for_each(|q| c.stop_ring(q).map(|_| ())))
+        self.connection
+            .within(answer_limit, |c| (0..queues).try_for_each(|q| c.stop_ring(q).map(|_| ())))
     }
 }
 
@@ -161,12 +189,13 @@ impl<R: Ring> Session<R> {
         Ok(Session { link, queues })
     }
 
-    /// Connects again after the back end has gone away: with an in-flight buffer the rings stay as they are, without
-    /// one what was in flight is submitted again in fresh rings. Then kicks.
+    /// Connects again after the back end has gone away: with an in-flight buffer the rings stay as
+    /// they are, without one what was in flight is submitted again in fresh rings. Then kicks.
     pub fn restart(&mut self) -> Result<()> {
         self.link.reopen()?;
         let known = self.link.inflight.is_some();
-        let rings: Vec<_> = self.queues.iter_mut().map(|q| (q.setup(), q.resume_base(known))).collect();
+        let rings: Vec<_> =
+            self.queues.iter_mut().map(|q| (q.setup(), q.resume_base(known))).collect();
         self.link.start(&rings)?;
         for queue in &mut self.queues {
             queue.publish()?;

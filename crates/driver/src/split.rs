@@ -1,15 +1,18 @@
 //! The split virtqueue, driver side (virtio 1.2, section 2.7).
 //!
-//! Head descriptors come first (one a slot, so a chain's id is its slot), then the slots' second descriptors, then their
-//! third. What must hold: a descriptor, a header, an entry of the available ring are written before the index that
-//! shows them is stored with Release; a used entry is read after its index was loaded with Acquire.
+//! Head descriptors come first (one a slot, so a chain's id is its slot), then the slots' second
+//! descriptors, then their third. What must hold: a descriptor, a header, an entry of the available
+//! ring are written before the index that shows them is stored with Release; a used entry is read
+//! after its index was loaded with Acquire.
 
 use std::sync::atomic::{Ordering, fence};
 
 use anyhow::Result;
 use blockyard_ring::Window;
 
-use super::ring::{Buffer, CHAIN_MAX, DESCRIPTOR, INDIRECT, NEXT, Ring, RingAddresses, RingOptions, need_event};
+use super::ring::{
+    Buffer, CHAIN_MAX, DESCRIPTOR, INDIRECT, NEXT, Ring, RingAddresses, RingOptions, need_event,
+};
 use super::{Memory, feature};
 
 const NO_INTERRUPT: u16 = 1;
@@ -119,16 +122,29 @@ impl Ring for SplitRing {
             for (at, buffer) in chain.iter().enumerate() {
                 let next = if at < last { self.index(slot, at + 1) } else { 0 };
                 let index = self.index(slot, at);
-                self.write_descriptor(index, buffer.addr, buffer.len, buffer.flags() | more(at), next);
+                self.write_descriptor(
+                    index,
+                    buffer.addr,
+                    buffer.len,
+                    buffer.flags() | more(at),
+                    next,
+                );
             }
             return;
         };
         let table = slot as u64 * DESCRIPTOR * CHAIN_MAX as u64;
         for (at, buffer) in chain.iter().enumerate() {
-            let bytes = descriptor(buffer.addr, buffer.len, buffer.flags() | more(at), at as u16 + 1);
+            let bytes =
+                descriptor(buffer.addr, buffer.len, buffer.flags() | more(at), at as u16 + 1);
             tables.copy_in(table as usize + at * DESCRIPTOR as usize, bytes);
         }
-        self.write_descriptor(slot, addr + table, (chain.len() as u64 * DESCRIPTOR) as u32, INDIRECT, 0);
+        self.write_descriptor(
+            slot,
+            addr + table,
+            (chain.len() as u64 * DESCRIPTOR) as u32,
+            INDIRECT,
+            0,
+        );
     }
 
     #[inline]
@@ -144,7 +160,8 @@ impl Ring for SplitRing {
         }
         self.published = new;
         self.avail.store_u16(INDEX, new, Ordering::Release);
-        // The index must be seen before we look whether the device sleeps: else both sides wait for each other.
+        // The index must be seen before we look whether the device sleeps: else both sides wait for
+        // each other.
         fence(Ordering::SeqCst);
         if self.options.event_idx {
             need_event(self.used.load_u16(self.avail_event(), Ordering::Relaxed), new, old)
@@ -185,7 +202,11 @@ impl Ring for SplitRing {
     fn disarm(&mut self) {
         if self.options.event_idx {
             // An event index that has just gone by comes round again after 65536 used chains only.
-            self.avail.store_u16(self.used_event(), self.last_used.wrapping_sub(1), Ordering::Relaxed);
+            self.avail.store_u16(
+                self.used_event(),
+                self.last_used.wrapping_sub(1),
+                Ordering::Relaxed,
+            );
         } else {
             self.avail.store_u16(0, NO_INTERRUPT, Ordering::Relaxed);
         }

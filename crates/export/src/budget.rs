@@ -1,9 +1,10 @@
 //! What the queues of one disk may do in one turn of their reactor.
 //!
-//! In: what a queue took, in descriptors and bytes, and the number of the turn. Out: whether the queue may take more.
-//! What must hold: between two looks of the reactor at its other disks, all queues of a disk together take one budget and at
-//! most one more request, whatever they find and whatever is in flight. A queue that the others left nothing comes before
-//! them in the next turn. A turn that lasts is over for all: each queue takes one batch of it.
+//! In: what a queue took, in descriptors and bytes, and the number of the turn. Out: whether the
+//! queue may take more. What must hold: between two looks of the reactor at its other disks, all
+//! queues of a disk together take one budget and at most one more request, whatever they find and
+//! whatever is in flight. A queue that the others left nothing comes before them in the next turn.
+//! A turn that lasts is over for all: each queue takes one batch of it.
 
 use std::cell::{Cell, RefCell};
 use std::rc::{Rc, Weak};
@@ -31,7 +32,8 @@ struct Account {
     turn: Cell<u64>,
     descriptors: Cell<u32>,
     bytes: Cell<u64>,
-    /// The longest row of turns in which a queue got nothing: among those that got nothing in the last turn, and in this one.
+    /// The longest row of turns in which a queue got nothing: among those that got nothing in the
+    /// last turn, and in this one.
     longest_before: Cell<u32>,
     longest: Cell<u32>,
 }
@@ -44,7 +46,8 @@ impl Account {
             self.descriptors.set(0);
             self.bytes.set(0);
             let longest = self.longest.take();
-            // A queue that got nothing asks again in the next turn. If it did not, it wants nothing any more.
+            // A queue that got nothing asks again in the next turn. If it did not, it wants nothing
+            // any more.
             self.longest_before.set(if last.wrapping_add(1) == turn { longest } else { 0 });
         }
     }
@@ -55,7 +58,8 @@ impl Account {
     }
 }
 
-/// A queue's part of its disk's account. A queue that may take nothing must ask again in the next turn, if it still wants.
+/// A queue's part of its disk's account. A queue that may take nothing must ask again in the next
+/// turn, if it still wants.
 #[derive(Debug, Default)]
 pub struct Budget {
     account: Rc<Account>,
@@ -100,8 +104,8 @@ impl Budget {
         self.spend(handle.turn(), descriptors, bytes);
     }
 
-    /// Whether the queue may take nothing more in turn number `turn`. If it has taken nothing in this turn, the account
-    /// notes that, and the queue comes earlier in the next turn.
+    /// Whether the queue may take nothing more in turn number `turn`. If it has taken nothing in
+    /// this turn, the account notes that, and the queue comes earlier in the next turn.
     #[inline]
     pub fn is_spent(&self, turn: u64) -> bool {
         let account = &*self.account;
@@ -143,7 +147,8 @@ mod tests {
             let work = async move {
                 let (budget, admitted) = (Rc::new(Budget::default()), Rc::new(Cell::new(0)));
                 for _ in 0..TASKS {
-                    let (budget, admitted, tasks) = (budget.clone(), admitted.clone(), handle.clone());
+                    let (budget, admitted, tasks) =
+                        (budget.clone(), admitted.clone(), handle.clone());
                     handle.spawn(async move {
                         budget.admit(&tasks, REQUEST, bytes).await;
                         admitted.set(admitted.get() + 1);
@@ -154,7 +159,11 @@ mod tests {
                     handle.yield_now().await;
                     let now = admitted.get();
                     // A look sees two turns at most.
-                    assert!(now - before <= 2 * u64::from(most), "{} tasks between two looks", now - before);
+                    assert!(
+                        now - before <= 2 * u64::from(most),
+                        "{} tasks between two looks",
+                        now - before
+                    );
                     (before, turns) = (now, turns + 1);
                 }
                 turns
@@ -178,7 +187,8 @@ mod tests {
         assert!(budget.is_spent(9) && !budget.is_spent(10));
     }
 
-    /// Queues that always want more, polled in the same order in each turn: the order that favours the first.
+    /// Queues that always want more, polled in the same order in each turn: the order that favours
+    /// the first.
     fn rounds(account: &Rc<Account>, queues: usize, turns: u64, take: u32) -> Vec<u32> {
         let queue = || Budget { account: account.clone(), ..Budget::default() };
         let queues: Vec<_> = (0..queues).map(|_| (queue(), Cell::new(0))).collect();
@@ -191,7 +201,10 @@ mod tests {
                     taken.set(taken.get() + take);
                 }
             }
-            assert!((DESCRIPTORS..DESCRIPTORS + take).contains(&together), "{together} descriptors in a turn");
+            assert!(
+                (DESCRIPTORS..DESCRIPTORS + take).contains(&together),
+                "{together} descriptors in a turn"
+            );
         }
         queues.iter().map(|(_, taken)| taken.get()).collect()
     }
@@ -222,7 +235,8 @@ mod tests {
     fn a_disk_has_one_account_on_a_reactor() {
         let disk = || {
             let (name, serial, cache) = (String::new(), String::new(), CacheMode::None);
-            let options = DiskOptions { name, serial, read_only: false, cache, filters: Vec::new() };
+            let options =
+                DiskOptions { name, serial, read_only: false, cache, filters: Vec::new() };
             Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()))
         };
         let (one, other) = (disk(), disk());

@@ -1,7 +1,7 @@
 //! File descriptors: a reserve that clients cannot use up.
 //!
-//! What must hold: while clients have all descriptors that they may have, a reload still opens its configuration,
-//! certificates and images.
+//! What must hold: while clients have all descriptors that they may have, a reload still opens its
+//! configuration, certificates and images.
 
 use blockyard_ring::host;
 

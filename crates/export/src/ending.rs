@@ -22,8 +22,8 @@ pub fn settle(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     good
 }
 
-/// Ends `disk`, which has no export any more: syncs it, lets go of it on every reactor, and leaves its image as it is to be
-/// found. False when that failed.
+/// Ends `disk`, which has no export any more: syncs it, lets go of it on every reactor, and leaves
+/// its image as it is to be found. False when that failed.
 pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     disk.end_work();
     let mut good = settle(disk, reactors);

@@ -6,18 +6,20 @@ use std::path::PathBuf;
 ///
 /// What must hold: no call waits for a client without a bound, because clients can be hostile.
 pub trait Export: Send {
-    /// Notifies clients that the disk has a new size. Those that cannot take it keep the old one, and the log says so.
+    /// Notifies clients that the disk has a new size. Those that cannot take it keep the old one,
+    /// and the log says so.
     fn resize(&mut self);
 
-    /// Takes no more requests, answers those that were taken, and ends. Requests that wait for a limit pass. A second call
-    /// does nothing.
+    /// Takes no more requests, answers those that were taken, and ends. Requests that wait for a
+    /// limit pass. A second call does nothing.
     fn stop(&mut self);
 
-    /// Lets a client connect from now on only if its certificate has one of these names. No name: every client may. Exports
-    /// without certificates do nothing.
+    /// Lets a client connect from now on only if its certificate has one of these names. No name:
+    /// every client may. Exports without certificates do nothing.
     fn allow(&mut self, _names: &[String]) {}
 
-    /// Describes each client that is connected, for people: `process 4711`, `192.0.2.7:40312`, `domain 3`.
+    /// Describes each client that is connected, for people: `process 4711`, `192.0.2.7:40312`,
+    /// `domain 3`.
     fn clients(&self) -> Vec<String>;
 
     /// The block device of this host that the export has made.

@@ -1,4 +1,5 @@
-//! A hash that is the same in every build of this program: what one server leaves names things by it for the next server.
+//! A hash that is the same in every build of this program: what one server leaves names things by
+//! it for the next server.
 
 /// FNV-1a (64 bits).
 pub fn of(bytes: impl IntoIterator<Item = u8>) -> u64 {

@@ -1,8 +1,9 @@
-//! Lanes: tasks that each carry one request, or one run of neighbours, after another to the disk and back.
+//! Lanes: tasks that each carry one request, or one run of neighbours, after another to the disk
+//! and back.
 //!
-//! In: the batches of a queue. Out: answers, by the requests' tokens.
-//! What must hold: each request has a lane of its own while it is with the disk. Lanes are reused, so the steady state
-//! allocates nothing.
+//! In: the batches of a queue. Out: answers, by the requests' tokens. What must hold: each request
+//! has a lane of its own while it is with the disk. Lanes are reused, so the steady state allocates
+//! nothing.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -16,7 +17,8 @@ use blockyard_ring::{Handle, TaskId};
 pub struct Lanes<T: Token> {
     handle: Handle,
     served: Rc<Served<Store>>,
-    /// Whether the guest sees a volatile write cache now. It may change while a write is with the disk.
+    /// Whether the guest sees a volatile write cache now. It may change while a write is with the
+    /// disk.
     has_write_back: Rc<dyn Fn() -> bool>,
     idle: RefCell<Vec<Rc<Lane<T>>>>,
     /// Room for runs of neighbours.
@@ -36,12 +38,23 @@ enum Load<T: Token> {
 }
 
 impl<T: Token + 'static> Lanes<T> {
-    pub fn new(handle: &Handle, served: Rc<Served<Store>>, has_write_back: impl Fn() -> bool + 'static) -> Rc<Self> {
+    pub fn new(
+        handle: &Handle,
+        served: Rc<Served<Store>>,
+        has_write_back: impl Fn() -> bool + 'static,
+    ) -> Rc<Self> {
         let (idle, runs) = (RefCell::default(), RefCell::default());
-        Rc::new(Lanes { handle: handle.clone(), served, has_write_back: Rc::new(has_write_back), idle, runs })
+        Rc::new(Lanes {
+            handle: handle.clone(),
+            served,
+            has_write_back: Rc::new(has_write_back),
+            idle,
+            runs,
+        })
     }
 
-    /// Gives each request, and each run of neighbours, to an idle lane, and starts it. Empties `requests`.
+    /// Gives each request, and each run of neighbours, to an idle lane, and starts it. Empties
+    /// `requests`.
     #[inline]
     pub fn dispatch(self: &Rc<Self>, requests: &mut Vec<Request<T>>) {
         let mut batch = requests.drain(..);
@@ -63,9 +76,14 @@ impl<T: Token + 'static> Lanes<T> {
     }
 
     fn open(self: &Rc<Self>) -> Rc<Lane<T>> {
-        let lane = Rc::new(Lane { load: Cell::default(), task: Cell::default(), is_closed: Cell::new(false) });
+        let lane = Rc::new(Lane {
+            load: Cell::default(),
+            task: Cell::default(),
+            is_closed: Cell::new(false),
+        });
         let (served, has_write_back) = (self.served.clone(), self.has_write_back.clone());
-        let task = self.handle.spawn(Self::run(Rc::downgrade(self), served, has_write_back, lane.clone()));
+        let task =
+            self.handle.spawn(Self::run(Rc::downgrade(self), served, has_write_back, lane.clone()));
         lane.task.set(task);
         lane
     }
@@ -83,7 +101,8 @@ impl<T: Token + 'static> Lanes<T> {
                 None => Poll::Pending,
             });
             let Some(load) = next.await else { return };
-            // If the guest has switched its write cache off meanwhile, the answer promises more than the request asked for.
+            // If the guest has switched its write cache off meanwhile, the answer promises more
+            // than the request asked for.
             let promises_more = |volatile: bool| volatile && !has_write_back();
             match load {
                 Load::One(request) => {
@@ -97,7 +116,8 @@ impl<T: Token + 'static> Lanes<T> {
                 Load::Run(mut run) => {
                     let volatile = run.is_volatile();
                     served.serve_run(&mut run).await;
-                    let settled = if promises_more(volatile) { served.settle().await } else { Ok(()) };
+                    let settled =
+                        if promises_more(volatile) { served.settle().await } else { Ok(()) };
                     run.finished().for_each(|finished| finished.and(settled).answer());
                     if let Some(lanes) = lanes.upgrade() {
                         lanes.runs.borrow_mut().push(run);

@@ -1,7 +1,9 @@
-//! The ways in to a disk. An export parses and checks what its protocol brings, once; hands [`blockyard_disk::Request`]s
-//! to the disk; and answers. Protocol types live here and nowhere else.
+//! The ways in to a disk. An export parses and checks what its protocol brings, once; hands
+//! [`blockyard_disk::Request`]s to the disk; and answers. Protocol types live here and nowhere
+//! else.
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do not.
+// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
+// not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod budget;

@@ -1,7 +1,8 @@
-//! Listening sockets of exports: Unix sockets, TCP addresses, and those that somebody else opened (systemd).
+//! Listening sockets of exports: Unix sockets, TCP addresses, and those that somebody else opened
+//! (systemd).
 //!
-//! In: where to listen. Out: connected sockets. What must hold: a socket of ours that nobody listens on is replaced, anybody
-//! else's file is not; one that we made is removed in the end.
+//! In: where to listen. Out: connected sockets. What must hold: a socket of ours that nobody
+//! listens on is replaced, anybody else's file is not; one that we made is removed in the end.
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
@@ -42,7 +43,8 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at `path`. A socket there that nobody listens on (its server was killed) is replaced.
+    /// Listens at `path`. A socket there that nobody listens on (its server was killed) is
+    /// replaced.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         let owned = || path.to_path_buf();
         let len = path.as_os_str().len();
@@ -55,7 +57,9 @@ impl Listener {
             }
             match UnixStream::connect(path) {
                 Ok(_) => return Err(SocketError::Taken { path: owned() }),
-                Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => drop(std::fs::remove_file(path)),
+                Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
+                    drop(std::fs::remove_file(path))
+                }
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                 // Not allowed to ask: it may be alive.
                 Err(source) => return Err(SocketError::Listen { path: owned(), source }),
@@ -71,13 +75,15 @@ impl Listener {
         Ok(Listener { sockets: vec![listener.into()], made, _claim: None })
     }
 
-    /// Listens on TCP, on every address that the host's name has; an empty name or `*`: on all of this machine.
+    /// Listens on TCP, on every address that the host's name has; an empty name or `*`: on all of
+    /// this machine.
     pub fn bind_tcp(host: &str, port: u16) -> Result<Self, SocketError> {
         let wrong = |source| SocketError::Address { address: format!("{host}:{port}"), source };
         if matches!(host, "" | "*") {
             // The IPv6 one takes both; a machine may have no IPv6.
             let any = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port));
-            let any = any.or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))).map_err(wrong)?;
+            let any =
+                any.or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))).map_err(wrong)?;
             return Ok(Listener { sockets: vec![any.into()], made: None, _claim: None });
         }
         let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(wrong)?.collect();
@@ -92,7 +98,11 @@ impl Listener {
                 }
             }
         }
-        if sockets.is_empty() { Err(wrong(failed)) } else { Ok(Listener { sockets, made: None, _claim: None }) }
+        if sockets.is_empty() {
+            Err(wrong(failed))
+        } else {
+            Ok(Listener { sockets, made: None, _claim: None })
+        }
     }
 
     /// A socket that another process made (systemd) and keeps.
@@ -102,7 +112,8 @@ impl Listener {
         Listener { sockets: vec![fd], made: None, _claim: Some(claim) }
     }
 
-    /// Connections that come from now on refuse file descriptors, where the kernel can (Linux 6.16).
+    /// Connections that come from now on refuse file descriptors, where the kernel can (Linux
+    /// 6.16).
     pub fn refuse_descriptors(&self) {
         for socket in &self.sockets {
             rights::refuse(socket);
@@ -112,12 +123,15 @@ impl Listener {
     /// Waits for a connection; None when `wake` was rung.
     pub fn accept(&self, wake: BorrowedFd<'_>) -> io::Result<Option<OwnedFd>> {
         let sockets = self.sockets.iter().map(|socket| PollFd::new(socket, PollFlags::IN));
-        let mut fds: Vec<_> = sockets.chain([PollFd::from_borrowed_fd(wake, PollFlags::IN)]).collect();
+        let mut fds: Vec<_> =
+            sockets.chain([PollFd::from_borrowed_fd(wake, PollFlags::IN)]).collect();
         match rustix::event::poll(&mut fds, None) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(e) => return Err(e.into()),
         }
-        let Some(at) = fds[..self.sockets.len()].iter().position(|fd| fd.revents().contains(PollFlags::IN)) else {
+        let Some(at) =
+            fds[..self.sockets.len()].iter().position(|fd| fd.revents().contains(PollFlags::IN))
+        else {
             return Ok(None);
         };
         match rustix::net::accept_with(self.sockets[at].as_fd(), SocketFlags::CLOEXEC) {
@@ -151,7 +165,10 @@ impl Drop for Listener {
 
 /// Where a connected socket's other end is: an address, or the process that connected.
 pub fn peer(fd: impl AsFd) -> String {
-    let address = rustix::net::getpeername(fd.as_fd()).ok().flatten().and_then(|a| SocketAddr::try_from(a).ok());
+    let address = rustix::net::getpeername(fd.as_fd())
+        .ok()
+        .flatten()
+        .and_then(|a| SocketAddr::try_from(a).ok());
     match address {
         Some(address) => address.to_string(),
         None => match blockyard_ring::host::peer_process(fd) {

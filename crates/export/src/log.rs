@@ -1,7 +1,8 @@
 //! Lines in the log that a guest or a front end can cause as often as it likes.
 //!
-//! What must hold: however often they come, the log grows slowly, and what is written tells how much was not. News and
-//! warnings are counted apart, so that a front end which comes and goes does not hide what is wrong.
+//! What must hold: however often they come, the log grows slowly, and what is written tells how
+//! much was not. News and warnings are counted apart, so that a front end which comes and goes does
+//! not hide what is wrong.
 
 use std::fmt::Arguments;
 use std::sync::Mutex;
@@ -67,7 +68,11 @@ pub(crate) struct Withheld(pub u64);
 
 impl std::fmt::Display for Withheld {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if self.0 > 0 { write!(f, " ({} lines were left out before this one)", self.0) } else { Ok(()) }
+        if self.0 > 0 {
+            write!(f, " ({} lines were left out before this one)", self.0)
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -79,7 +84,9 @@ mod tests {
     fn a_flood_leaves_a_burst_and_then_one_line_a_pause() {
         let (budget, start) = (Budget::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
-        let written = |from: u64, to: u64| (from..to).filter_map(|ms| budget.admit(at(ms))).collect::<Vec<_>>();
+        let written = |from: u64, to: u64| {
+            (from..to).filter_map(|ms| budget.admit(at(ms))).collect::<Vec<_>>()
+        };
         assert_eq!(written(0, 9_999), [0; BURST as usize]);
         assert_eq!(written(10_000, 30_000), [9_989, 9_999]);
         // After a long silence the burst is there again.

@@ -1,4 +1,5 @@
-//! The reactors of the program: threads that each run one executor, and serve the queues given to them.
+//! The reactors of the program: threads that each run one executor, and serve the queues given to
+//! them.
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,10 +22,12 @@ struct Reactor {
 }
 
 impl Reactors {
-    /// Starts `count` of them, named `reactor-N`. Each keeps to one of `cpus`, in turn; with none named, to no one.
+    /// Starts `count` of them, named `reactor-N`. Each keeps to one of `cpus`, in turn; with none
+    /// named, to no one.
     pub fn start(count: usize, cpus: &[usize]) -> io::Result<Self> {
         let cpu = |number: usize| cpus.get(number % cpus.len().max(1)).copied();
-        let mut reactors = Reactors { reactors: Vec::new(), watchdog: None, next: AtomicUsize::new(0) };
+        let mut reactors =
+            Reactors { reactors: Vec::new(), watchdog: None, next: AtomicUsize::new(0) };
         let mut pulses = Vec::new();
         for number in 0..count.max(1) {
             let (reactor, pulse) = Reactor::start(number, cpu(number))?;
@@ -41,8 +44,9 @@ impl Reactors {
         self.reactors[at % self.reactors.len()].remote.clone()
     }
 
-    /// Ends all of them and waits for that. The files of their rings are closed then, and so are the locks on them; the kernel
-    /// closes those of a process that ends with its rings some time later. Later calls to the reactors have no answer.
+    /// Ends all of them and waits for that. The files of their rings are closed then, and so are
+    /// the locks on them; the kernel closes those of a process that ends with its rings some time
+    /// later. Later calls to the reactors have no answer.
     pub fn stop(&self) {
         for reactor in &self.reactors {
             reactor.remote.run(|handle| handle.stop());
@@ -84,12 +88,15 @@ impl Reactor {
             };
             let _ = sender.send(Ok((executor.remote(), executor.handle().pulse().clone())));
             if let Err(e) = executor.run() {
-                // Its disks are dead, and nothing here can serve them. A server's panics end the process.
+                // Its disks are dead, and nothing here can serve them. A server's panics end the
+                // process.
                 panic!("io_uring_enter failed: {e}");
             }
         };
-        let thread = std::thread::Builder::new().name(name(number)).stack_size(512 << 10).spawn(body)?;
-        let started = receiver.recv().map_err(|_| io::Error::other("the reactor's thread died at once"))?;
+        let thread =
+            std::thread::Builder::new().name(name(number)).stack_size(512 << 10).spawn(body)?;
+        let started =
+            receiver.recv().map_err(|_| io::Error::other("the reactor's thread died at once"))?;
         let (remote, pulse) = started?;
         Ok((Reactor { remote, thread: Mutex::new(Some(thread)) }, pulse))
     }
@@ -103,9 +110,13 @@ fn name(number: usize) -> String {
 fn keep_to(cpu: usize) -> io::Result<()> {
     let mut set = rustix::thread::CpuSet::new();
     if cpu >= rustix::thread::CpuSet::MAX_CPU {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("there is no processor {cpu}")));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("there is no processor {cpu}"),
+        ));
     }
     set.set(cpu);
-    rustix::thread::sched_setaffinity(None, &set)
-        .map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, format!("processor {cpu} cannot be used: {e}")))
+    rustix::thread::sched_setaffinity(None, &set).map_err(|e| {
+        io::Error::new(io::ErrorKind::InvalidInput, format!("processor {cpu} cannot be used: {e}"))
+    })
 }

@@ -33,7 +33,10 @@ impl StartError {
         StartError { kind: StartKind::Disk, context, source: Some(source.into()) }
     }
 
-    pub fn ring(context: impl Into<String>, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+    pub fn ring(
+        context: impl Into<String>,
+        source: impl Into<Box<dyn Error + Send + Sync>>,
+    ) -> Self {
         StartError { kind: StartKind::Ring, context: context.into(), source: Some(source.into()) }
     }
 }

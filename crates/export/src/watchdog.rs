@@ -1,8 +1,8 @@
 //! A thread that names what stalls a reactor.
 //!
-//! In: the pulse of each reactor. Out: a log message for a turn that does not end, and another one when it has ended. What
-//! must hold: reactors do nothing for it but store what they are at; while all of them sleep, it sleeps, too; a stall is one
-//! message, and many stalls are few.
+//! In: the pulse of each reactor. Out: a log message for a turn that does not end, and another one
+//! when it has ended. What must hold: reactors do nothing for it but store what they are at; while
+//! all of them sleep, it sleeps, too; a stall is one message, and many stalls are few.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,8 +13,9 @@ use blockyard_ring::{Pulse, Watcher};
 
 use crate::log::{Budget, Withheld};
 
-/// Time between two looks, and looks that see the same turn before it is a stall: more than a second. Looks are counted, and not
-/// the time: a process that stood still as a whole has no stalled reactor.
+/// Time between two looks, and looks that see the same turn before it is a stall: more than a
+/// second. Looks are counted, and not the time: a process that stood still as a whole has no
+/// stalled reactor.
 const PERIOD: Duration = Duration::from_millis(400);
 const LOOKS: u32 = 3;
 
@@ -31,7 +32,10 @@ impl Watchdog {
         reactors.iter().for_each(|(_, pulse)| pulse.watched_by(&watcher));
         let (watching, stopped) = (watcher.clone(), stop.clone());
         let body = move || watch(&watching, &stopped, &reactors);
-        let thread = std::thread::Builder::new().name("watchdog".into()).stack_size(256 << 10).spawn(body)?;
+        let thread = std::thread::Builder::new()
+            .name("watchdog".into())
+            .stack_size(256 << 10)
+            .spawn(body)?;
         Ok(Watchdog { watcher, stop, thread: Some(thread) })
     }
 }
@@ -116,7 +120,10 @@ mod tests {
     fn a_turn_that_does_not_end_is_told_once() {
         let mut look = Look::default();
         let mut sees = |turns: &[u64]| {
-            let seen: Vec<_> = turns.iter().filter_map(|turn| look.sees(Some(*turn).filter(|t| t % 2 == 1))).collect();
+            let seen: Vec<_> = turns
+                .iter()
+                .filter_map(|turn| look.sees(Some(*turn).filter(|t| t % 2 == 1)))
+                .collect();
             look.reported |= seen.contains(&Seen::Stalls);
             seen
         };

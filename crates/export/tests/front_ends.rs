@@ -32,10 +32,18 @@ impl Fixture {
     fn start(second_client: SecondClient) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let socket = std::env::temp_dir().join(format!("blockyard-front-end-{}-{number}", std::process::id()));
+        let socket = std::env::temp_dir()
+            .join(format!("blockyard-front-end-{}-{number}", std::process::id()));
         let (name, serial) = ("disk".to_string(), "disk".to_string());
-        let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
-        let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
+        let options = DiskOptions {
+            name,
+            serial,
+            read_only: false,
+            cache: CacheMode::None,
+            filters: Vec::new(),
+        };
+        let disk =
+            Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
         let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
         let tuning = Tuning {
             poll: PollMode::Off,
@@ -45,8 +53,10 @@ impl Fixture {
             any_memory_file: false,
             second_client,
         };
-        let (listener, shape) = (Listener::bind(&socket).unwrap(), QueueShape { queues: 1, size: 64 });
-        let export = VhostUser::start(disk.clone(), listener, shape, tuning, reactors.clone()).unwrap();
+        let (listener, shape) =
+            (Listener::bind(&socket).unwrap(), QueueShape { queues: 1, size: 64 });
+        let export =
+            VhostUser::start(disk.clone(), listener, shape, tuning, reactors.clone()).unwrap();
         Fixture { export, disk, reactors, socket }
     }
 
@@ -75,7 +85,13 @@ impl Fixture {
         connection.set_memory(&memory).unwrap();
         let options = RingOptions { size: 64, slots: 4, event_idx: true, indirect: false };
         let ring = SplitRing::new(&mut memory, options).unwrap();
-        let setup = RingSetup { index: 0, size: 64, addresses: ring.addresses(), kick: event(), call: event() };
+        let setup = RingSetup {
+            index: 0,
+            size: 64,
+            addresses: ring.addresses(),
+            kick: event(),
+            call: event(),
+        };
         Client { connection, memory, ring, setup }
     }
 }
@@ -99,8 +115,10 @@ impl Client {
 
     /// A message that asks for an acknowledgement, which is not read.
     fn send(&self, request: R, body: &[u8], fds: &[&OwnedFd]) {
-        let mut bytes: Vec<u8> =
-            [request as u32, 1 | 8, body.len() as u32].iter().flat_map(|w| w.to_ne_bytes()).collect();
+        let mut bytes: Vec<u8> = [request as u32, 1 | 8, body.len() as u32]
+            .iter()
+            .flat_map(|w| w.to_ne_bytes())
+            .collect();
         bytes.extend(body);
         let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
         self.connection.send_bytes(&bytes, &fds).unwrap();
@@ -125,7 +143,12 @@ impl Client {
     /// Whether something comes within a moment.
     fn hears(&self) -> bool {
         let moment = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-        rustix::event::poll(&mut [PollFd::new(self.connection.socket(), PollFlags::IN)], Some(&moment)).unwrap() > 0
+        rustix::event::poll(
+            &mut [PollFd::new(self.connection.socket(), PollFlags::IN)],
+            Some(&moment),
+        )
+        .unwrap()
+            > 0
     }
 }
 
@@ -154,7 +177,8 @@ fn changes_are_acknowledged_when_the_reactor_has_made_them() {
     let (start, len) = client.memory.range();
     let table = words(&[2, start, len, client.memory.user_address(start), 0, at, 4096, at, 0]);
     let path = format!("/proc/self/fd/{}", client.memory.region().mmap_handle);
-    let memory: OwnedFd = std::fs::File::options().read(true).write(true).open(path).unwrap().into();
+    let memory: OwnedFd =
+        std::fs::File::options().read(true).write(true).open(path).unwrap().into();
     let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
     let changes = [
         (R::ADD_MEM_REG, region.clone(), vec![&file]),
@@ -178,7 +202,8 @@ fn a_front_end_that_reads_no_replies_does_not_hold_the_end() {
     let Fixture { mut export, socket, reactors, .. } = Fixture::start(SecondClient::Wait);
     let mut deaf = UnixStream::connect(&socket).unwrap();
     deaf.set_nonblocking(true).unwrap();
-    let ask: Vec<u8> = [R::GET_FEATURES as u32, 1, 0].iter().flat_map(|w| w.to_ne_bytes()).collect();
+    let ask: Vec<u8> =
+        [R::GET_FEATURES as u32, 1, 0].iter().flat_map(|w| w.to_ne_bytes()).collect();
     // Until its questions fill the other socket too: then the session waits for room for an answer.
     let mut full = 0;
     while full < 20 {
@@ -223,9 +248,13 @@ fn a_message_that_cannot_be_is_refused_and_the_session_goes_on() {
         let refused = client.ask(R::SET_VRING_ADDR, &words(&[0, desc, used, avail, 0]), &[]);
         assert_eq!(refused.expect("the session goes on"), 1u64.to_ne_bytes(), "{parts:?}");
     }
-    let flags = client.ask(R::SET_VRING_ADDR, &words(&[2 << 32, user, user + 8192, user + 4096, 0]), &[]);
+    let flags =
+        client.ask(R::SET_VRING_ADDR, &words(&[2 << 32, user, user + 8192, user + 4096, 0]), &[]);
     assert_eq!(flags.unwrap(), 1u64.to_ne_bytes(), "unknown flags");
-    assert_eq!(client.ask(R::SET_VRING_ENABLE, &words(&[2 << 32]), &[]).unwrap(), 1u64.to_ne_bytes());
+    assert_eq!(
+        client.ask(R::SET_VRING_ENABLE, &words(&[2 << 32]), &[]).unwrap(),
+        1u64.to_ne_bytes()
+    );
     client.start_ring();
     assert_eq!(client.ask(R::SET_VRING_ENABLE, &words(&[0]), &[]).unwrap(), DONE);
 }
@@ -235,7 +264,9 @@ fn read_outside_memory(client: &mut Client) {
     let (at, window) = client.memory.piece(64, 64).unwrap();
     window.copy_in(32, [0xff]);
     let buffer = |addr, len, device_writes| Buffer { addr, len, device_writes };
-    client.ring.lay(0, &[buffer(at, 16, false), buffer(1 << 60, 512, true), buffer(at + 32, 1, true)]);
+    client
+        .ring
+        .lay(0, &[buffer(at, 16, false), buffer(1 << 60, 512, true), buffer(at + 32, 1, true)]);
     client.ring.submit(0);
     client.ring.publish();
     rustix::io::write(&*client.setup.kick, &1u64.to_ne_bytes()).unwrap();
@@ -255,7 +286,10 @@ fn a_request_for_data_outside_memory_is_counted_as_an_error() {
     read_outside_memory(&mut client);
     let disk = export.disk.clone();
     let summary = export.reactors.next().ask(move |handle, reply| {
-        reply.send(Served::known(handle, &disk).and_then(|served| served.statistics().summary(OpKind::Read)));
+        reply.send(
+            Served::known(handle, &disk)
+                .and_then(|served| served.statistics().summary(OpKind::Read)),
+        );
     });
     let summary = summary.flatten().expect("a read was counted");
     assert_eq!((summary.requests, summary.errors), (1, 1));
@@ -271,7 +305,11 @@ fn figures_of_policies_outlive_the_queue() {
     assert!(client.ask(R::GET_VRING_BASE, &words(&[0]), &[]).is_some());
     drop(client);
     let figures = |disk: Arc<Disk>| {
-        export.reactors.next().ask(move |handle, reply| reply.send(PolicyFigures::known(handle, &disk))).unwrap()
+        export
+            .reactors
+            .next()
+            .ask(move |handle, reply| reply.send(PolicyFigures::known(handle, &disk)))
+            .unwrap()
     };
     let NotifyFigures { completions, signals, .. } = figures(export.disk.clone()).notify;
     assert_eq!((completions, signals), (1, 1));

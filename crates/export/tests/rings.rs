@@ -1,8 +1,10 @@
-//! The device's side of both ring layouts against the driver's side of the bench, which knows nothing of it.
+//! The device's side of both ring layouts against the driver's side of the bench, which knows
+//! nothing of it.
 //!
-//! Random histories of a driver and a device: chains are offered, taken, used and published in any order, either side
-//! sleeps, the device is handed over, or dies at any point and is replaced. What must hold: chains arrive as they were
-//! offered, in order; used ones come back once; a side that sleeps is told; a successor finds exactly what is unanswered.
+//! Random histories of a driver and a device: chains are offered, taken, used and published in any
+//! order, either side sleeps, the device is handed over, or dies at any point and is replaced. What
+//! must hold: chains arrive as they were offered, in order; used ones come back once; a side that
+//! sleeps is told; a successor finds exactly what is unanswered.
 
 mod history;
 
@@ -75,16 +77,19 @@ fn what_a_killed_device_leaves_behind() {
     let some = |count| Step::Use { count, which: 0 };
     let one = [offer(1), Step::Take(1), some(1), Step::Publish, Step::Reap(1)];
     // Killed with a batch that was used and not shown; the next device shows a part of it.
-    let batch = [offer(3), Step::Take(3), some(3), Step::Crash(0), some(1), Step::Publish, Step::Reap(3)];
+    let batch =
+        [offer(3), Step::Take(3), some(3), Step::Crash(0), some(1), Step::Publish, Step::Reap(3)];
     // Killed when a whole ring was shown at once, and not noted.
     let lap = [offer(3), Step::Take(3), some(3), Step::Crash(2), Step::Reap(3)];
     // Taken between being used and being shown.
-    let between = [offer(1), Step::Take(1), some(1), offer(1), Step::Take(1), Step::Publish, Step::Reap(1)];
+    let between =
+        [offer(1), Step::Take(1), some(1), offer(1), Step::Take(1), Step::Publish, Step::Reap(1)];
     for steps in [&batch[..], &lap, &[&between[..]; 500].concat(), &[&one[..]; 700].concat()] {
         History::<SplitRing>::new(RingOptions { size: 16, ..options }, true).run(steps);
         History::<PackedRing>::new(options, true).run(steps);
         // Every descriptor of the ring in one chain of one entry.
-        History::<PackedRing>::new(RingOptions { size: 3, indirect: true, ..options }, true).run(steps);
+        History::<PackedRing>::new(RingOptions { size: 3, indirect: true, ..options }, true)
+            .run(steps);
     }
 }
 
@@ -92,8 +97,14 @@ fn what_a_killed_device_leaves_behind() {
 #[test]
 fn a_ring_is_handed_over_at_any_place() {
     let options = RingOptions { size: 4, slots: 1, event_idx: false, indirect: false };
-    let steps =
-        |shape| [Step::Offer { count: 1, shape }, Step::Take(1), Step::Use { count: 1, which: 0 }, Step::Publish];
+    let steps = |shape| {
+        [
+            Step::Offer { count: 1, shape },
+            Step::Take(1),
+            Step::Use { count: 1, which: 0 },
+            Step::Publish,
+        ]
+    };
     for shape in 0..500 {
         let mut history = History::<PackedRing>::new(options, false);
         for n in 0..20 {
@@ -128,7 +139,12 @@ fn indices_come_round() {
     for event_idx in [false, true] {
         comes_round::<SplitRing>(RingOptions { size: 16, slots: 5, event_idx, indirect: false });
         comes_round::<PackedRing>(RingOptions { size: 13, slots: 4, event_idx, indirect: false });
-        comes_round::<PackedRing>(RingOptions { size: 32768, slots: 9, event_idx, indirect: false });
+        comes_round::<PackedRing>(RingOptions {
+            size: 32768,
+            slots: 9,
+            event_idx,
+            indirect: false,
+        });
     }
 }
 
@@ -150,7 +166,8 @@ fn nobody_oversleeps<R: Layout>(options: RingOptions, count: u32) {
     for slot in 0..options.slots {
         driver.lay(slot, &[Buffer { addr: u64::from(slot), len: 1, device_writes: true }]);
     }
-    let (guest, addresses, fresh) = (history::map(&memory), driver.addresses(), driver.fresh_base());
+    let (guest, addresses, fresh) =
+        (history::map(&memory), driver.addresses(), driver.fresh_base());
     let (kicked, called) = (kick.clone(), call.clone());
     let device = std::thread::spawn(move || {
         let mut ring = R::device(guest, addresses, options, fresh).unwrap();
@@ -210,8 +227,14 @@ fn nobody_oversleeps<R: Layout>(options: RingOptions, count: u32) {
 fn neither_side_oversleeps() {
     for event_idx in [false, true] {
         for (size, slots) in [(1, 1), (8, 3), (64, 32)] {
-            nobody_oversleeps::<SplitRing>(RingOptions { size, slots, event_idx, indirect: true }, 30_000);
-            nobody_oversleeps::<PackedRing>(RingOptions { size: size + 5, slots, event_idx, indirect: true }, 30_000);
+            nobody_oversleeps::<SplitRing>(
+                RingOptions { size, slots, event_idx, indirect: true },
+                30_000,
+            );
+            nobody_oversleeps::<PackedRing>(
+                RingOptions { size: size + 5, slots, event_idx, indirect: true },
+                30_000,
+            );
         }
     }
 }
@@ -222,7 +245,8 @@ fn sizes_and_places_that_cannot_be_are_errors() {
     let mut memory = Memory::new(4 << 20).unwrap();
     let start = memory.take(2 << 20, 4096).unwrap();
     let parts = (start, start + (1 << 20), start + (1 << 20) + (1 << 19));
-    let (guest, end) = (std::rc::Rc::new(history::map(&memory)), memory.range().0 + memory.range().1);
+    let (guest, end) =
+        (std::rc::Rc::new(history::map(&memory)), memory.range().0 + memory.range().1);
     let split = |size, parts| parts::SplitRing::new(guest.clone(), parts, size, 0, true);
     let packed = |size, parts, base| parts::PackedRing::new(guest.clone(), parts, size, base, true);
     for (size, good, good_packed) in [
@@ -236,7 +260,11 @@ fn sizes_and_places_that_cannot_be_are_errors() {
         assert_eq!(split(size, parts).is_ok(), good, "{size}");
         assert_eq!(packed(size, parts, 0x8000_8000).is_ok(), good_packed, "{size}");
     }
-    for bad in [(start + 8, parts.1, parts.2), (start, parts.1 + 1, parts.2), (start, parts.1, parts.2 + 2)] {
+    for bad in [
+        (start + 8, parts.1, parts.2),
+        (start, parts.1 + 1, parts.2),
+        (start, parts.1, parts.2 + 2),
+    ] {
         assert!(split(8, bad).is_err() && packed(8, bad, 0x8000_8000).is_err(), "{bad:x?}");
     }
     for bad in [(end - 16, parts.1, parts.2), (0, parts.1, parts.2), (!15, parts.1, parts.2)] {

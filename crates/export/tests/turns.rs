@@ -1,15 +1,18 @@
 //! What a queue takes in one turn of its reactor, while a request of it is in flight.
 //!
-//! A guest shows many chains at once, behind a read that takes its time. A task beside the queue looks at the used index
-//! once a turn; its look may come before the queue in one turn and behind it in the next, so it sees two turns at most.
-//! What must hold: however many chains there are, a turn takes a bounded number of them.
+//! A guest shows many chains at once, behind a read that takes its time. A task beside the queue
+//! looks at the used index once a turn; its look may come before the queue in one turn and behind
+//! it in the next, so it sees two turns at most. What must hold: however many chains there are, a
+//! turn takes a bounded number of them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use blockyard_disk::{Disk, DiskOptions, Source};
 use blockyard_export::vhost_user::Coalesce;
-use blockyard_export::vhost_user::parts::{Call, DeviceState, Log, MAX_CHAIN, QueueHandle, QueueSetup};
+use blockyard_export::vhost_user::parts::{
+    Call, DeviceState, Log, MAX_CHAIN, QueueHandle, QueueSetup,
+};
 use blockyard_export::{PollMode, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_ring::{GuestMemory, Region, Window};
@@ -68,10 +71,12 @@ impl Guest {
         self.all.copy_in(at + 14, next.to_le_bytes());
     }
 
-    /// Makes all chains but the first name one indirect table: a header with this type, `data`, a status.
+    /// Makes all chains but the first name one indirect table: a header with this type, `data`, a
+    /// status.
     fn chain(&self, kind: u32, data: &[(u64, u32, u16)]) {
         self.all.copy_in(HEADER as usize, kind.to_le_bytes());
-        let all = [(HEADER, 16, 0)].into_iter().chain(data.iter().copied()).chain([(STATUS, 1, WRITE)]);
+        let all =
+            [(HEADER, 16, 0)].into_iter().chain(data.iter().copied()).chain([(STATUS, 1, WRITE)]);
         let last = data.len() as u16 + 1;
         for (index, (addr, len, flags)) in (0..).zip(all) {
             let next = if index < last { NEXT } else { 0 };
@@ -107,7 +112,8 @@ impl Guest {
         }
     }
 
-    /// Shows the read and, behind it, the other chains; the most chains that were used between two looks.
+    /// Shows the read and, behind it, the other chains; the most chains that were used between two
+    /// looks.
     fn most_between_looks(&self) -> u16 {
         let reactors = Reactors::start(1, &[]).unwrap();
         let remote = reactors.next();
@@ -139,7 +145,8 @@ impl Guest {
     }
 }
 
-/// Data outside the guest's memory at the end of the longest chain: the queue refuses it on the spot.
+/// Data outside the guest's memory at the end of the longest chain: the queue refuses it on the
+/// spot.
 #[test]
 fn chains_that_are_answered_on_the_spot_leave_turns_to_others() {
     let guest = Guest::new();

@@ -1,5 +1,5 @@
-//! What is wrong with an image: one error for all formats. It names the structure and where it lies, so that a person (or
-//! another tool) can look at the very bytes.
+//! What is wrong with an image: one error for all formats. It names the structure and where it
+//! lies, so that a person (or another tool) can look at the very bytes.
 
 use std::fmt;
 use std::io;
@@ -36,10 +36,20 @@ impl ImageError {
         offset: impl Into<Option<u64>>,
         what: impl Into<String>,
     ) -> Self {
-        ImageError { kind, structure: structure.into(), offset: offset.into(), what: what.into(), source: None }
+        ImageError {
+            kind,
+            structure: structure.into(),
+            offset: offset.into(),
+            what: what.into(),
+            source: None,
+        }
     }
 
-    pub fn invalid(structure: impl Into<String>, offset: impl Into<Option<u64>>, what: impl Into<String>) -> Self {
+    pub fn invalid(
+        structure: impl Into<String>,
+        offset: impl Into<Option<u64>>,
+        what: impl Into<String>,
+    ) -> Self {
         Self::new(Kind::Invalid, structure, offset, what)
     }
 

@@ -12,7 +12,8 @@ pub enum Place {
     Data(u64),
     /// They read as zeroes.
     Zero,
-    /// In a compressed cluster; the descriptor is the format's own. The extent lies in that one cluster.
+    /// In a compressed cluster; the descriptor is the format's own. The extent lies in that one
+    /// cluster.
     Compressed(u64),
     /// The layer below knows.
     Absent,
@@ -55,12 +56,28 @@ pub struct BlockStatus {
 impl BlockStatus {
     /// `len` bytes of data, somewhere in the topmost layer.
     pub fn data(len: u64) -> Self {
-        BlockStatus { len, depth: 0, present: true, zero: false, data: true, compressed: false, offset: None }
+        BlockStatus {
+            len,
+            depth: 0,
+            present: true,
+            zero: false,
+            data: true,
+            compressed: false,
+            offset: None,
+        }
     }
 
     /// `len` bytes that none of `depth` layers has.
     pub(crate) fn nothing(depth: usize, len: u64) -> Self {
-        BlockStatus { len, depth, present: false, zero: true, data: false, compressed: false, offset: None }
+        BlockStatus {
+            len,
+            depth,
+            present: false,
+            zero: true,
+            data: false,
+            compressed: false,
+            offset: None,
+        }
     }
 
     /// Whether `next`, which begins where this ends, is the same, and goes on in the file.
@@ -72,8 +89,13 @@ impl BlockStatus {
 
 /// The layers below one that writes: where it finds what it has not.
 pub trait Below {
-    /// Fills `segments` with what the layers below hold from `offset` on; beyond their end there are zeroes.
-    fn read_below(&self, segments: Segments, offset: u64) -> impl Future<Output = (Segments, io::Result<()>)>;
+    /// Fills `segments` with what the layers below hold from `offset` on; beyond their end there
+    /// are zeroes.
+    fn read_below(
+        &self,
+        segments: Segments,
+        offset: u64,
+    ) -> impl Future<Output = (Segments, io::Result<()>)>;
     /// Whether that is known to be zeroes, without reading data.
     fn zero_below(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<bool>>;
     /// There is something below.

@@ -1,4 +1,5 @@
-//! Image formats and their names. A format is told, or known by the file's name; never guessed from what a guest wrote.
+//! Image formats and their names. A format is told, or known by the file's name; never guessed from
+//! what a guest wrote.
 
 use std::fmt;
 use std::path::Path;
@@ -15,7 +16,8 @@ pub enum Format {
 }
 
 impl Format {
-    pub const NAMES: [(&str, Format); 3] = [("raw", Format::Raw), ("qcow2", Format::Qcow2), ("cow", Format::Cow)];
+    pub const NAMES: [(&str, Format); 3] =
+        [("raw", Format::Raw), ("qcow2", Format::Qcow2), ("cow", Format::Cow)];
 
     /// What the file's name says; None: nothing that is known here (which does not make it raw).
     pub fn of_name(path: &Path) -> Option<Self> {
@@ -34,7 +36,8 @@ impl Format {
 
 impl fmt::Display for Format {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = Self::NAMES.iter().find(|(_, format)| format == self).map_or("", |(name, _)| name);
+        let name =
+            Self::NAMES.iter().find(|(_, format)| format == self).map_or("", |(name, _)| name);
         f.write_str(name)
     }
 }

@@ -1,7 +1,7 @@
 //! A chain of images as one reactor has it open: the disk that a guest sees.
 //!
-//! In: reads, writes, discards, zeroes and flushes of the guest's disk. Out: operations on the files of the chain.
-//! What must hold: only the topmost image is written to.
+//! In: reads, writes, discards, zeroes and flushes of the guest's disk. Out: operations on the
+//! files of the chain. What must hold: only the topmost image is written to.
 
 use std::io;
 use std::sync::Arc;
@@ -33,7 +33,8 @@ pub struct Image<S> {
 }
 
 impl<S: Storage> Image<S> {
-    /// `layers`: the topmost first, at least one. `traffic` is that of the topmost image, or a new one for raw images.
+    /// `layers`: the topmost first, at least one. `traffic` is that of the topmost image, or a new
+    /// one for raw images.
     pub fn new(layers: Vec<Layer<S>>, copy_on_read: bool) -> Self {
         let traffic = match layers.first() {
             Some(Layer::Qcow2(image)) => image.traffic(),
@@ -113,12 +114,14 @@ impl<S: Storage> Image<S> {
         self.zeroes(offset, len, unmap, false).await
     }
 
-    /// As [`Image::write_zeroes`]; Unsupported, and nothing done, where they would have to be written.
+    /// As [`Image::write_zeroes`]; Unsupported, and nothing done, where they would have to be
+    /// written.
     pub async fn write_zeroes_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.zeroes(offset, len, unmap, true).await
     }
 
-    /// Unsupported where [`Image::write_zeroes_fast`] would be, as far as that is known before the host is asked.
+    /// Unsupported where [`Image::write_zeroes_fast`] would be, as far as that is known before the
+    /// host is asked.
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         let _pass = self.traffic.enter(&self.lane);
         match self.top() {
@@ -134,8 +137,12 @@ impl<S: Storage> Image<S> {
             match self.top() {
                 Layer::Raw { raw, .. } if fast => raw.write_zeroes_fast(offset, len, unmap).await?,
                 Layer::Raw { raw, .. } => raw.write_zeroes(offset, len, unmap).await?,
-                Layer::Qcow2(image) if fast => image.write_zeroes_fast(&self.below(), offset, len, unmap).await?,
-                Layer::Qcow2(image) => image.write_zeroes(&self.below(), offset, len, unmap).await?,
+                Layer::Qcow2(image) if fast => {
+                    image.write_zeroes_fast(&self.below(), offset, len, unmap).await?
+                }
+                Layer::Qcow2(image) => {
+                    image.write_zeroes(&self.below(), offset, len, unmap).await?
+                }
                 Layer::Cow(image) if fast => image.write_zeroes_fast(offset, len, unmap).await?,
                 Layer::Cow(image) => image.write_zeroes(offset, len, unmap).await?,
             }
@@ -143,8 +150,8 @@ impl<S: Storage> Image<S> {
         self.give_space_back().await
     }
 
-    /// A guest that frees and writes again and never flushes is not to fill the host. The caller has no pass: space is given
-    /// back when nobody is on the way to it.
+    /// A guest that frees and writes again and never flushes is not to fill the host. The caller
+    /// has no pass: space is given back when nobody is on the way to it.
     async fn give_space_back(&self) -> io::Result<()> {
         match self.top() {
             Layer::Qcow2(image) if image.owes_space() => image.flush().await,
@@ -152,7 +159,8 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Zeroes that the topmost image is to know of itself, also where there are zeroes below: what is below may change.
+    /// Zeroes that the topmost image is to know of itself, also where there are zeroes below: what
+    /// is below may change.
     pub async fn hold_zeroes(&self, offset: u64, len: u64) -> io::Result<()> {
         match self.top() {
             Layer::Raw { .. } | Layer::Cow(_) => self.write_zeroes(offset, len, true).await,
@@ -163,7 +171,8 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// All that was written before this call is durable when it answers. One at a time, over all reactors.
+    /// All that was written before this call is durable when it answers. One at a time, over all
+    /// reactors.
     pub async fn flush(&self) -> io::Result<()> {
         match self.top() {
             Layer::Raw { raw, .. } => raw.flush().await,
@@ -181,13 +190,14 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// As long as it is kept, what is freed in the topmost image is not used again: for others who read its file by
-    /// themselves, and may have looked things up before.
+    /// As long as it is kept, what is freed in the topmost image is not used again: for others who
+    /// read its file by themselves, and may have looked things up before.
     pub fn hold_freed(&self) -> Pass<'_> {
         self.traffic.enter(&self.lane)
     }
 
-    /// Flushes, and leaves the files as they are to be found: for the end, when no request is on its way.
+    /// Flushes, and leaves the files as they are to be found: for the end, when no request is on
+    /// its way.
     pub async fn close(&self) -> io::Result<()> {
         match self.top() {
             Layer::Raw { raw, .. } => raw.flush().await,
@@ -204,13 +214,15 @@ impl<S: Storage> Image<S> {
 
     async fn populate_held(&self, offset: u64, len: u64) -> io::Result<()> {
         match self.top() {
-            // Their sectors cannot be taken up without a guest's write being overtaken; and a read costs no more below.
+            // Their sectors cannot be taken up without a guest's write being overtaken; and a read
+            // costs no more below.
             Layer::Raw { .. } | Layer::Cow(_) => Ok(()),
             Layer::Qcow2(image) => image.populate(&self.below(), offset, len).await,
         }
     }
 
-    /// Which layer holds the bytes from `offset` on, and how many of them alike; a layer beyond the last: none, zeroes.
+    /// Which layer holds the bytes from `offset` on, and how many of them alike; a layer beyond the
+    /// last: none, zeroes.
     pub async fn find(&self, offset: u64, len: u64) -> io::Result<Found> {
         let _pass = self.traffic.enter(&self.lane);
         Layers::new(&self.layers).find(offset, len).await
@@ -222,11 +234,13 @@ impl<S: Storage> Image<S> {
         survey::status(&self.layers, &[], offset, len).await
     }
 
-    /// What the `upper` topmost images alone say of the bytes from `offset` on: `Absent` where none of them has any.
+    /// What the `upper` topmost images alone say of the bytes from `offset` on: `Absent` where none
+    /// of them has any.
     pub async fn find_above(&self, upper: usize, offset: u64, mut len: u64) -> io::Result<Extent> {
         let _pass = self.traffic.enter(&self.lane);
         for layer in &self.layers[..upper] {
-            // Behind the end of an image are zeroes, whatever lies below; a disk may end inside its last sector.
+            // Behind the end of an image are zeroes, whatever lies below; a disk may end inside its
+            // last sector.
             let size = layer.size().next_multiple_of(SECTOR);
             if offset >= size {
                 return Ok(Extent { len, place: Place::Zero });

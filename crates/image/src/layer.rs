@@ -34,7 +34,8 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// What it knows of the bytes from `offset` on, which lie inside its size. None: [`Layer::load`] first.
+    /// What it knows of the bytes from `offset` on, which lie inside its size. None:
+    /// [`Layer::load`] first.
     #[inline]
     fn try_lookup(&self, offset: u64, len: u64) -> Option<Extent> {
         match self {
@@ -61,7 +62,8 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// As [`Layer::try_lookup`], with what it needs loaded; and at once where a qcow2 image has no tables.
+    /// As [`Layer::try_lookup`], with what it needs loaded; and at once where a qcow2 image has no
+    /// tables.
     pub(crate) async fn lookup(&self, offset: u64, len: u64) -> io::Result<Extent> {
         if let Layer::Qcow2(image) = self
             && let Some(len) = image.without_tables(offset, len)
@@ -86,7 +88,12 @@ impl<S: Storage> Layer<S> {
 
     /// Reads what a lookup has found here; `offset` is the guest's.
     #[inline]
-    async fn read_place(&self, segments: Segments, offset: u64, place: Place) -> (Segments, io::Result<()>) {
+    async fn read_place(
+        &self,
+        segments: Segments,
+        offset: u64,
+        place: Place,
+    ) -> (Segments, io::Result<()>) {
         match (self, place) {
             (Layer::Raw { raw, .. }, Place::Data(host)) => raw.read(segments, host).await,
             (Layer::Qcow2(image), Place::Data(host)) => image.read_data(segments, host).await,
@@ -141,13 +148,17 @@ impl<'a, S: Storage> Layers<'a, S> {
 }
 
 impl<S: Storage> Layers<'_, S> {
-    /// Where the bytes from `offset` on are. `Err`: this layer's metadata are to be loaded for this offset.
+    /// Where the bytes from `offset` on are. `Err`: this layer's metadata are to be loaded for this
+    /// offset.
     #[inline]
     pub fn try_find(&self, offset: u64, len: u64) -> Result<Found, usize> {
         let Some(resolved) = self.resolved else { return self.ask(0, offset, len) };
         let size = self.layers[0].size();
         if offset >= size {
-            return Ok(Found { layer: self.layers.len(), extent: Extent { len, place: Place::Zero } });
+            return Ok(Found {
+                layer: self.layers.len(),
+                extent: Extent { len, place: Place::Zero },
+            });
         }
         let extent = self.layers[0].try_lookup(offset, len.min(size - offset)).ok_or(0usize)?;
         if extent.place != Place::Absent {
@@ -168,7 +179,8 @@ impl<S: Storage> Layers<'_, S> {
     fn ask(&self, first: usize, offset: u64, mut len: u64) -> Result<Found, usize> {
         for (layer, image) in self.layers.iter().enumerate().skip(first) {
             let size = image.size();
-            // An image may be smaller than the one above it: behind its end are zeroes, whatever lies below.
+            // An image may be smaller than the one above it: behind its end are zeroes, whatever
+            // lies below.
             if offset >= size {
                 break;
             }
@@ -191,7 +203,12 @@ impl<S: Storage> Layers<'_, S> {
     }
 
     #[inline]
-    async fn read_found(&self, segments: Segments, offset: u64, found: Found) -> (Segments, io::Result<()>) {
+    async fn read_found(
+        &self,
+        segments: Segments,
+        offset: u64,
+        found: Found,
+    ) -> (Segments, io::Result<()>) {
         match self.layers.get(found.layer) {
             Some(layer) => layer.read_place(segments, offset, found.extent.place).await,
             None => {
@@ -214,8 +231,9 @@ impl<S: Storage> Layers<'_, S> {
         }
     }
 
-    /// Each extent by an operation of its own, several at a time. All are found first: an operation that has begun may hold
-    /// what loading metadata waits for, and must be polled until it is through.
+    /// Each extent by an operation of its own, several at a time. All are found first: an operation
+    /// that has begun may hold what loading metadata waits for, and must be polled until it is
+    /// through.
     async fn read_pieces(&self, segments: &Segments, offset: u64) -> io::Result<()> {
         /// Operations in flight for one request.
         const AT_A_TIME: usize = 16;

@@ -1,11 +1,14 @@
 //! Disk images: what a guest's offset means in a file on the host.
 //!
-//! In: reads, writes, discards, zeroes and flushes at offsets in bytes. Out: operations on [`Storage`]. An image is
-//! generic over its storage, so the same code runs over io_uring and over the simulated disk.
+//! In: reads, writes, discards, zeroes and flushes at offsets in bytes. Out: operations on
+//! [`Storage`]. An image is generic over its storage, so the same code runs over io_uring and over
+//! the simulated disk.
 //!
-//! Crate `storage` opens an [`ImageFile`], which may be sent to any thread. Each reactor then makes its own [`Raw`] of it.
+//! Crate `storage` opens an [`ImageFile`], which may be sent to any thread. Each reactor then makes
+//! its own [`Raw`] of it.
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do not.
+// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
+// not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod chain;
@@ -25,10 +28,12 @@ pub mod tools;
 
 pub use blockyard_ring::join::all as join_all;
 pub use blockyard_storage::{
-    Alignment, CacheMode, FileId, Geometry, ImageFile, OpenError, OpenOptions, Overlaid, SECTOR, Storage, StorageError,
-    Store, UnknownCacheMode, nbd,
+    Alignment, CacheMode, FileId, Geometry, ImageFile, OpenError, OpenOptions, Overlaid, SECTOR,
+    Storage, StorageError, Store, UnknownCacheMode, nbd,
 };
-pub use chain::{Chain, ChainError, ChainLayer, ChainOptions, GrownChain, Lower, MAX_DEPTH, OpenedFiles};
+pub use chain::{
+    Chain, ChainError, ChainLayer, ChainOptions, GrownChain, Lower, MAX_DEPTH, OpenedFiles,
+};
 pub use copying::commit::CopyDown;
 pub use copying::stream::{copy_up, stand_alone};
 pub use copying::sweep::Progress;

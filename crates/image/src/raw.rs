@@ -1,12 +1,13 @@
 //! Raw images: the guest's offset is the file's offset.
 //!
-//! In: segments and offsets in bytes, inside `capacity`. Out: one operation on the storage for each request that meets
-//! O_DIRECT's demands; others go through a buffer of our own.
-//! What must hold: a file whose length is no multiple of a sector reads as zeroes up to the end of its last sector, and
-//! grows to it when that sector is written (as QEMU does), never further; a write of part of a block never undoes what
-//! was written to, or zeroed in, the rest of the block. (Requests that overlap and are in flight at once are in no order.)
-//! What a power cut may do until a flush, and only to such files: tear the last sector where the file ended; leave the file
-//! as long as the last whole block of O_DIRECT's, where that is larger than a sector.
+//! In: segments and offsets in bytes, inside `capacity`. Out: one operation on the storage for each
+//! request that meets O_DIRECT's demands; others go through a buffer of our own. What must hold: a
+//! file whose length is no multiple of a sector reads as zeroes up to the end of its last sector,
+//! and grows to it when that sector is written (as QEMU does), never further; a write of part of a
+//! block never undoes what was written to, or zeroed in, the rest of the block. (Requests that
+//! overlap and are in flight at once are in no order.) What a power cut may do until a flush, and
+//! only to such files: tear the last sector where the file ended; leave the file as long as the
+//! last whole block of O_DIRECT's, where that is larger than a sector.
 
 use std::io;
 use std::ops::Range;
@@ -22,13 +23,14 @@ use crate::extent::BlockStatus;
 #[cfg(test)]
 mod tests;
 
-/// Zeroes are written in pieces of this many bytes where the host has no cheaper way. Those for the page cache are copied
-/// there, and they stay in the processor's cache meanwhile.
+/// Zeroes are written in pieces of this many bytes where the host has no cheaper way. Those for the
+/// page cache are copied there, and they stay in the processor's cache meanwhile.
 const ZERO_CHUNK: u64 = 1 << 20;
 const CACHED_ZERO_CHUNK: u64 = 256 << 10;
 
-/// Requests that do not suit O_DIRECT are copied in pieces of at most this many bytes, so many pieces at a time: whatever a
-/// guest asks for, its copies take 16 MiB of memory, and the zeroes that are written for it no more.
+/// Requests that do not suit O_DIRECT are copied in pieces of at most this many bytes, so many
+/// pieces at a time: whatever a guest asks for, its copies take 16 MiB of memory, and the zeroes
+/// that are written for it no more.
 const COPY: u64 = 1 << 20;
 const COPIES: u64 = 16;
 
@@ -41,12 +43,14 @@ fn turns() -> Arc<Turns> {
     Arc::new(Turns::new(COPIES))
 }
 
-/// A raw image on one reactor. Clones, and those made of one file, are the same image: they share the lock.
+/// A raw image on one reactor. Clones, and those made of one file, are the same image: they share
+/// the lock.
 #[derive(Clone)]
 pub struct Raw<S> {
     storage: S,
     alignment: Alignment,
-    /// What zeroing and discarding are to be multiples of: a block device refuses parts of its logical blocks.
+    /// What zeroing and discarding are to be multiples of: a block device refuses parts of its
+    /// logical blocks.
     unit: u64,
     /// The file's length is to stay what the guest made it.
     exact: bool,
@@ -65,18 +69,30 @@ impl Raw<Store> {
 impl<S: Storage> Raw<S> {
     /// The image on `storage`. All reactors that use the same open file share the lock.
     pub fn new(storage: S, lock: Arc<RangeLock>) -> Self {
-        let unit = if storage.capabilities().fixed_length { u64::from(storage.geometry().logical_block) } else { 1 };
+        let unit = if storage.capabilities().fixed_length {
+            u64::from(storage.geometry().logical_block)
+        } else {
+            1
+        };
         let alignment = storage.alignment();
         Raw { unit, lock, ..Raw::on(storage, alignment) }
     }
 
     /// An image on storage that does not say what it demands.
     pub fn on(storage: S, alignment: Alignment) -> Self {
-        Raw { storage, alignment, unit: 1, exact: true, lock: Arc::default(), copies: turns(), zeroes: turns() }
+        Raw {
+            storage,
+            alignment,
+            unit: 1,
+            exact: true,
+            lock: Arc::default(),
+            copies: turns(),
+            zeroes: turns(),
+        }
     }
 
-    /// The same file, which may end with a whole block of O_DIRECT's: its length means nothing. (Taking the rest of a block
-    /// back would undo what makes the file longer meanwhile.)
+    /// The same file, which may end with a whole block of O_DIRECT's: its length means nothing.
+    /// (Taking the rest of a block back would undo what makes the file longer meanwhile.)
     pub fn in_whole_blocks(self) -> Self {
         Raw { exact: false, ..self }
     }
@@ -98,7 +114,12 @@ impl<S: Storage> Raw<S> {
 
     /// Writes all of `segments` at `offset`; `durable`: on stable storage before the answer.
     #[inline]
-    pub async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
+    pub async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<()>) {
         if splits_sectors(&self.alignment) || !self.fits(&segments, offset) {
             return self.write_with_care(segments, offset, durable).await;
         }
@@ -126,19 +147,22 @@ impl<S: Storage> Raw<S> {
     /// Zeroes; `unmap`: the host may have the space back. Durable after a flush, like a write.
     pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         match self.zero_units(offset, len, unmap, false).await {
-            Err(e) if e.kind() == io::ErrorKind::Unsupported => self.write_zero_bytes(offset, len).await,
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => {
+                self.write_zero_bytes(offset, len).await
+            }
             done => done,
         }
     }
 
-    /// As [`Raw::write_zeroes`]; Unsupported, and nothing done, where they would have to be written.
+    /// As [`Raw::write_zeroes`]; Unsupported, and nothing done, where they would have to be
+    /// written.
     pub async fn write_zeroes_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.may_zero_fast(offset, len)?;
         self.zero_units(offset, len, unmap, true).await
     }
 
-    /// Unsupported where zeroes would have to be written for certain: in part of a device's block. Else the host is asked, when it
-    /// is done.
+    /// Unsupported where zeroes would have to be written for certain: in part of a device's block.
+    /// Else the host is asked, when it is done.
     pub fn may_zero_fast(&self, offset: u64, len: u64) -> io::Result<()> {
         let whole = self.whole_units(offset, len) == (offset, offset + len);
         if whole { Ok(()) } else { Err(io::ErrorKind::Unsupported.into()) }
@@ -162,7 +186,8 @@ impl<S: Storage> Raw<S> {
         self.write_zero_bytes(end, offset + len - end).await
     }
 
-    /// Whether the bytes from `offset` on are data or a hole, as far as they are alike. Behind the file's end is a hole.
+    /// Whether the bytes from `offset` on are data or a hole, as far as they are alike. Behind the
+    /// file's end is a hole.
     pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
         let (data, len) = self.data_or_hole(offset, len).await?;
         Ok(BlockStatus { zero: !data, data, offset: Some(offset), ..BlockStatus::data(len) })
@@ -201,13 +226,14 @@ impl<S: Storage> Raw<S> {
         (start, (offset + len).next_multiple_of(align) - start)
     }
 
-    /// The part of a range that consists of whole units, as start and end; none when the start is not below the end.
+    /// The part of a range that consists of whole units, as start and end; none when the start is
+    /// not below the end.
     fn whole_units(&self, offset: u64, len: u64) -> (u64, u64) {
         (offset.next_multiple_of(self.unit), (offset + len) & !(self.unit - 1))
     }
 
-    /// Holds the range's blocks if a read-modify-write of the same blocks could undo what the caller does: if sectors share
-    /// a block, or if the range has part of a block.
+    /// Holds the range's blocks if a read-modify-write of the same blocks could undo what the
+    /// caller does: if sectors share a block, or if the range has part of a block.
     async fn hold_parts(&self, offset: u64, len: u64) -> Option<RangeGuard<'_>> {
         let whole_blocks = (offset | len).is_multiple_of(self.alignment.offset_align.into());
         if !splits_sectors(&self.alignment) && whole_blocks {
@@ -226,16 +252,23 @@ impl<S: Storage> Raw<S> {
         Ok(buffer)
     }
 
-    async fn read_through_buffer(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
+    async fn read_through_buffer(
+        &self,
+        segments: Segments,
+        offset: u64,
+    ) -> (Segments, io::Result<()>) {
         let (mut at, end) = (offset, offset + segments.len() as u64);
         while at < end {
             let stop = self.copy_end(at, end);
             let _turn = self.copies.take().await;
             let (start, len) = self.widen(at, stop - at);
             match self.read_blocks(start, len as usize).await {
-                Ok(buffer) => {
-                    segments.copy_from((at - offset) as usize, &buffer, (at - start) as usize, (stop - at) as usize)
-                }
+                Ok(buffer) => segments.copy_from(
+                    (at - offset) as usize,
+                    &buffer,
+                    (at - start) as usize,
+                    (stop - at) as usize,
+                ),
                 Err(e) => return (segments, Err(e)),
             }
             at = stop;
@@ -249,7 +282,12 @@ impl<S: Storage> Raw<S> {
         end.min((at / piece + 1) * piece)
     }
 
-    async fn write_with_care(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
+    async fn write_with_care(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<()>) {
         let (start, len) = self.widen(offset, segments.len() as u64);
         let care = splits_sectors(&self.alignment) || len != segments.len() as u64;
         let _guard = if care { Some(self.lock.hold(start..start + len).await) } else { None };
@@ -262,7 +300,12 @@ impl<S: Storage> Raw<S> {
     }
 
     /// Writes copies, piece by piece; the caller holds what is not written whole.
-    async fn write_through_buffer(&self, segments: &Segments, offset: u64, durable: bool) -> io::Result<()> {
+    async fn write_through_buffer(
+        &self,
+        segments: &Segments,
+        offset: u64,
+        durable: bool,
+    ) -> io::Result<()> {
         let (mut at, end) = (offset, offset + segments.len() as u64);
         while at < end {
             let stop = self.copy_end(at, end);
@@ -280,8 +323,15 @@ impl<S: Storage> Raw<S> {
         Ok(())
     }
 
-    /// Read-modify-write of the blocks that hold `part` of a write at `offset`; the caller holds them.
-    async fn modify(&self, segments: &Segments, offset: u64, part: Range<u64>, durable: bool) -> io::Result<()> {
+    /// Read-modify-write of the blocks that hold `part` of a write at `offset`; the caller holds
+    /// them.
+    async fn modify(
+        &self,
+        segments: &Segments,
+        offset: u64,
+        part: Range<u64>,
+        durable: bool,
+    ) -> io::Result<()> {
         let part_len = part.end - part.start;
         let (start, len) = self.widen(part.start, part_len);
         let (file_end, block_end) = (self.storage.len().await?, start + len);
@@ -296,7 +346,8 @@ impl<S: Storage> Raw<S> {
         Ok(())
     }
 
-    /// A whole block written at the end of the file has made it `grown` bytes long: the guest's disk is to stay as it is.
+    /// A whole block written at the end of the file has made it `grown` bytes long: the guest's
+    /// disk is to stay as it is.
     async fn take_back(&self, end: u64, grown: u64) {
         let result = match self.storage.len().await {
             Ok(len) if len == grown => self.storage.set_len(end).await,

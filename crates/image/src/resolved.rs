@@ -1,7 +1,9 @@
-//! Where the layers below hold what, found once: in a long chain each layer would be asked anew by every read.
+//! Where the layers below hold what, found once: in a long chain each layer would be asked anew by
+//! every read.
 //!
-//! In: places that a lookup found. Out: the same, by one look. What must hold: layers below never change, so that what was
-//! found stays true; a place is kept for a whole granule only, which lies alike in one layer.
+//! In: places that a lookup found. Out: the same, by one look. What must hold: layers below never
+//! change, so that what was found stays true; a place is kept for a whole granule only, which lies
+//! alike in one layer.
 
 use std::cell::RefCell;
 
@@ -27,9 +29,14 @@ impl Resolved {
     /// For a disk of `size` bytes whose layers map `granule` bytes (a power of two) alike.
     pub fn new(size: u64, granule: u64) -> Self {
         let places = size.div_ceil(granule).clamp(1, MOST).next_power_of_two();
-        let nothing =
-            Known { granule: None, found: Found { layer: 0, extent: Extent { len: 0, place: Place::Absent } } };
-        Resolved { granule_bits: granule.trailing_zeros(), known: RefCell::new(vec![nothing; places as usize]) }
+        let nothing = Known {
+            granule: None,
+            found: Found { layer: 0, extent: Extent { len: 0, place: Place::Absent } },
+        };
+        Resolved {
+            granule_bits: granule.trailing_zeros(),
+            known: RefCell::new(vec![nothing; places as usize]),
+        }
     }
 
     /// The granule that holds `offset`, as start and length.
@@ -37,7 +44,8 @@ impl Resolved {
         (offset >> self.granule_bits << self.granule_bits, 1 << self.granule_bits)
     }
 
-    /// Where the bytes from `offset` on are, as far as the granules that are known lie side by side.
+    /// Where the bytes from `offset` on are, as far as the granules that are known lie side by
+    /// side.
     #[inline]
     pub fn find(&self, offset: u64, len: u64) -> Option<Found> {
         let known = self.known.borrow();
@@ -88,16 +96,22 @@ mod tests {
         const GRANULE: u64 = 2048;
         let resolved = Resolved::new(1 << 20, GRANULE);
         let keep = |granule: u64, layer: usize, place: Place| {
-            resolved.keep(granule * GRANULE, Found { layer, extent: Extent { len: GRANULE, place } });
+            resolved
+                .keep(granule * GRANULE, Found { layer, extent: Extent { len: GRANULE, place } });
         };
         (0..100).for_each(|n| keep(n, 1, Place::Data((1 << 20) + n * GRANULE)));
         keep(100, 2, Place::Data((1 << 20) + 100 * GRANULE));
         (101..104).for_each(|n| keep(n, 2, Place::Zero));
         keep(104, 2, Place::Compressed(7));
         keep(105, 2, Place::Compressed(7));
-        let find = |offset, len| resolved.find(offset, len).map(|found| (found.layer, found.extent.len));
+        let find =
+            |offset, len| resolved.find(offset, len).map(|found| (found.layer, found.extent.len));
         assert_eq!(find(512, 4096), Some((1, 4096)));
-        assert_eq!(find(512, 1 << 20), Some((1, 100 * GRANULE - 512)), "another layer's may lie behind it by chance");
+        assert_eq!(
+            find(512, 1 << 20),
+            Some((1, 100 * GRANULE - 512)),
+            "another layer's may lie behind it by chance"
+        );
         assert_eq!(find(101 * GRANULE, 1 << 20), Some((2, 3 * GRANULE)));
         assert_eq!(find(104 * GRANULE, 2 * GRANULE), Some((2, GRANULE)));
         assert_eq!(find(106 * GRANULE, 512), None);

@@ -1,7 +1,7 @@
 //! Where the bytes of a chain are, without reading them: the answer that `qemu-img map` gives.
 //!
-//! In: a range. Out: a [`BlockStatus`], for as much of the range as is alike. What reads as zeroes is known by the image's
-//! tables, by the length of the images below, or by holes in raw files.
+//! In: a range. Out: a [`BlockStatus`], for as much of the range as is alike. What reads as zeroes
+//! is known by the image's tables, by the length of the images below, or by holes in raw files.
 
 use std::io;
 
@@ -11,8 +11,8 @@ use crate::SECTOR;
 use crate::extent::{BlockStatus, Place};
 use crate::layer::Layer;
 
-/// Which layers may name data that were never written: they take less of the disk than their refcounts say. As QEMU
-/// finds out whether metadata were preallocated.
+/// Which layers may name data that were never written: they take less of the disk than their
+/// refcounts say. As QEMU finds out whether metadata were preallocated.
 pub(crate) async fn sparse_layers<S: Storage>(layers: &[Layer<S>]) -> io::Result<Vec<bool>> {
     let mut sparse = Vec::new();
     for layer in layers {
@@ -32,7 +32,8 @@ pub(crate) async fn sparse_layers<S: Storage>(layers: &[Layer<S>]) -> io::Result
     Ok(sparse)
 }
 
-/// What is known of the bytes from `offset` on, which lie inside the disk. `sparse`: see [`sparse_layers`]; empty: none of them.
+/// What is known of the bytes from `offset` on, which lie inside the disk. `sparse`: see
+/// [`sparse_layers`]; empty: none of them.
 pub(crate) async fn status<S: Storage>(
     layers: &[Layer<S>],
     sparse: &[bool],
@@ -43,9 +44,18 @@ pub(crate) async fn status<S: Storage>(
     loop {
         let layer = &layers[depth];
         // The disk may end in the middle of its last sector.
-        let extent = layer.lookup(offset, len.min(layer.size().next_multiple_of(SECTOR) - offset)).await?;
+        let extent =
+            layer.lookup(offset, len.min(layer.size().next_multiple_of(SECTOR) - offset)).await?;
         len = extent.len;
-        let found = BlockStatus { len, depth, present: true, zero: false, data: true, compressed: false, offset: None };
+        let found = BlockStatus {
+            len,
+            depth,
+            present: true,
+            zero: false,
+            data: true,
+            compressed: false,
+            offset: None,
+        };
         return match (layer, extent.place) {
             (_, Place::Absent) => {
                 if layers.get(depth + 1).is_some_and(|below| offset < below.size()) {
@@ -55,7 +65,9 @@ pub(crate) async fn status<S: Storage>(
                 let kept = kept(layer, offset, found);
                 Ok(BlockStatus { present: false, zero: true, data: false, ..kept })
             }
-            (_, Place::Zero) => Ok(BlockStatus { zero: true, data: false, ..kept(layer, offset, found) }),
+            (_, Place::Zero) => {
+                Ok(BlockStatus { zero: true, data: false, ..kept(layer, offset, found) })
+            }
             (_, Place::Compressed(_)) => Ok(BlockStatus { compressed: true, ..found }),
             (Layer::Raw { raw, .. }, Place::Data(host)) => {
                 let (data, len) = raw.data_or_hole(host, len).await?;

@@ -1,11 +1,13 @@
-//! The NBD protocol, for the server (`export`), the client of images (`image`) and the benchmark's client (`bench`).
+//! The NBD protocol, for the server (`export`), the client of images (`image`) and the benchmark's
+//! client (`bench`).
 //!
 //! ```text
 //!   wire       numbers and headers                     uri        where an export is
 //!   error      what went wrong with a peer
 //!   negotiate  a client's side of the option phase     link, tls  the bytes of a connection, plain or by TLS
 //! ```
-//! Source: the NBD project's proto.md and uri.md. What must hold: a value of the other side is checked before it is used.
+//! Source: the NBD project's proto.md and uri.md. What must hold: a value of the other side is
+//! checked before it is used.
 
 pub mod error;
 pub mod link;

@@ -1,7 +1,8 @@
 //! A connection's bytes: as they are, or by TLS.
 //!
-//! In: segments to fill, or to send. Out: the same as of a [`Socket`], which this is in the place of. Under TLS bytes are copied;
-//! one sends at a time, and one receives. What must hold: a record that does not verify ends the connection.
+//! In: segments to fill, or to send. Out: the same as of a [`Socket`], which this is in the place
+//! of. Under TLS bytes are copied; one sends at a time, and one receives. What must hold: a record
+//! that does not verify ends the connection.
 
 use std::cell::{Cell, RefCell};
 use std::io::{self, Read, Write};
@@ -45,7 +46,12 @@ impl Link {
             None => Link::Plain(socket),
             Some(session) => {
                 let (received, used) = Default::default();
-                Link::Tls(Rc::new(Secure { socket, session: RefCell::new(Some(session)), received, used }))
+                Link::Tls(Rc::new(Secure {
+                    socket,
+                    session: RefCell::new(Some(session)),
+                    received,
+                    used,
+                }))
             }
         }
     }
@@ -69,16 +75,18 @@ impl Link {
         }
     }
 
-    /// Whether the other side has ended, or says what nobody waits for: then why the connection is of no more use. Nobody may be
-    /// reading.
+    /// Whether the other side has ended, or says what nobody waits for: then why the connection is
+    /// of no more use. Nobody may be reading.
     pub fn has_ended(&self) -> Option<String> {
         match self {
-            Link::Plain(socket) => match recv(socket.fd(), &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-                Ok((_, 0)) => Some(CLOSED.into()),
-                Ok(_) => Some(UNASKED.into()),
-                Err(Errno::AGAIN | Errno::INTR) => None,
-                Err(e) => Some(format!("receiving: {}", io::Error::from(e))),
-            },
+            Link::Plain(socket) => {
+                match recv(socket.fd(), &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+                    Ok((_, 0)) => Some(CLOSED.into()),
+                    Ok(_) => Some(UNASKED.into()),
+                    Err(Errno::AGAIN | Errno::INTR) => None,
+                    Err(e) => Some(format!("receiving: {}", io::Error::from(e))),
+                }
+            }
             Link::Tls(secure) => secure.has_ended(),
         }
     }
@@ -117,12 +125,16 @@ impl Link {
     /// Sends all of `segments`.
     pub async fn write_full(&self, segments: Segments) -> (Segments, io::Result<()>) {
         match self.write_now(&segments) {
-            Ok(done) => write_rest(segments, done, async |segments, done| self.write(segments, done).await).await,
+            Ok(done) => {
+                write_rest(segments, done, async |segments, done| self.write(segments, done).await)
+                    .await
+            }
             Err(e) => (segments, Err(e)),
         }
     }
 
-    /// All is said: TLS ends before the socket is closed, as far as that goes without waiting. Nothing may be on its way.
+    /// All is said: TLS ends before the socket is closed, as far as that goes without waiting.
+    /// Nothing may be on its way.
     pub fn close(&self) {
         if let Link::Tls(secure) = self {
             secure.close();
@@ -137,7 +149,8 @@ impl Link {
         self.socket().shutdown_read();
     }
 
-    /// The connection for somebody else, who goes on with it. Nothing may be on its way here, nor be begun.
+    /// The connection for somebody else, who goes on with it. Nothing may be on its way here, nor
+    /// be begun.
     pub fn keep(&self) -> io::Result<(OwnedFd, Option<Connection>)> {
         let session = match self {
             Link::Plain(_) => None,
@@ -149,7 +162,8 @@ impl Link {
         Ok((self.socket().keep()?, session))
     }
 
-    /// The handshake, on the side of a server. The names of the client, if it has shown a certificate.
+    /// The handshake, on the side of a server. The names of the client, if it has shown a
+    /// certificate.
     pub async fn handshake(&self) -> io::Result<Vec<String>> {
         let Link::Tls(secure) = self else { return Ok(Vec::new()) };
         loop {
@@ -175,7 +189,10 @@ impl Link {
 impl Secure {
     fn with<T>(&self, work: impl FnOnce(&mut Connection) -> T) -> io::Result<T> {
         let mut session = self.session.borrow_mut();
-        session.as_mut().map(work).ok_or_else(|| io::Error::other("the TLS session is somebody else's"))
+        session
+            .as_mut()
+            .map(work)
+            .ok_or_else(|| io::Error::other("the TLS session is somebody else's"))
     }
 
     fn is_empty(&self) -> bool {
@@ -215,7 +232,9 @@ impl Secure {
             let left = self.received.borrow_mut().split_off(self.used.replace(0));
             *self.received.borrow_mut() = [&left, &bytes[..n]].concat();
             while !self.is_empty() {
-                let taken = self.take_records().and_then(|()| self.with(|session| session.reader().read(&mut [0; 1])));
+                let taken = self
+                    .take_records()
+                    .and_then(|()| self.with(|session| session.reader().read(&mut [0; 1])));
                 match taken {
                     Ok(Ok(0)) => return Some(CLOSED.into()),
                     Ok(Ok(_)) => return Some(UNASKED.into()),
@@ -236,7 +255,9 @@ impl Secure {
         }
         self.with(|session| {
             session.read_tls(&mut rest)?;
-            session.process_new_packets().map_err(|e| io::Error::new(io::ErrorKind::InvalidData, format!("TLS: {e}")))
+            session
+                .process_new_packets()
+                .map_err(|e| io::Error::new(io::ErrorKind::InvalidData, format!("TLS: {e}")))
         })??;
         self.used.set(received.len() - rest.len());
         Ok(())

@@ -1,7 +1,8 @@
 //! The option phase of a client: what server and client agree on.
 //!
-//! In: a connected stream, blocking, that keeps a deadline of its own, and an export's name. Out: [`Terms`]. What must hold:
-//! no reply is longer than this asks for; numbers that no disk can have are refused here, so that others may reckon with them.
+//! In: a connected stream, blocking, that keeps a deadline of its own, and an export's name. Out:
+//! [`Terms`]. What must hold: no reply is longer than this asks for; numbers that no disk can have
+//! are refused here, so that others may reckon with them.
 
 use std::io::{Read, Write};
 
@@ -60,7 +61,9 @@ pub fn start_tls(stream: &mut impl Stream) -> Result<(), NbdError> {
         Err(NbdError::protocol("the server answers STARTTLS with more than yes or no"))
     })? {
         Answer::Granted => Ok(()),
-        Answer::Refused(_, message) if message.is_empty() => Err(NbdError::new(Kind::Refused, "the server has no TLS")),
+        Answer::Refused(_, message) if message.is_empty() => {
+            Err(NbdError::new(Kind::Refused, "the server has no TLS"))
+        }
         Answer::Refused(_, message) => {
             Err(NbdError::new(Kind::Refused, format!("the server has no TLS (\"{message}\")")))
         }
@@ -70,13 +73,17 @@ pub fn start_tls(stream: &mut impl Stream) -> Result<(), NbdError> {
 /// Asks for all that this client can make use of, and for the export.
 pub fn agree(stream: &mut impl Stream, name: &str) -> Result<Terms, NbdError> {
     let mut headers = Headers::Simple;
-    for (option, these) in [(opt::EXTENDED_HEADERS, Headers::Extended), (opt::STRUCTURED_REPLY, Headers::Structured)] {
+    for (option, these) in
+        [(opt::EXTENDED_HEADERS, Headers::Extended), (opt::STRUCTURED_REPLY, Headers::Structured)]
+    {
         match ask(stream, option, &[], |_, _| Ok(()))? {
             Answer::Granted => {
                 headers = these;
                 break;
             }
-            Answer::Refused(rep::ERR_TLS_REQD, _) => return Err(refusal(name, rep::ERR_TLS_REQD, "")),
+            Answer::Refused(rep::ERR_TLS_REQD, _) => {
+                return Err(refusal(name, rep::ERR_TLS_REQD, ""));
+            }
             Answer::Refused(..) => {}
         }
     }
@@ -97,23 +104,29 @@ pub fn agree(stream: &mut impl Stream, name: &str) -> Result<Terms, NbdError> {
     Ok(Terms { headers, allocation, ..go(stream, name)? })
 }
 
-/// Asks for the export. Requests and replies then have simple headers, unless the server has granted others before.
+/// Asks for the export. Requests and replies then have simple headers, unless the server has
+/// granted others before.
 pub fn go(stream: &mut impl Stream, name: &str) -> Result<Terms, NbdError> {
     let mut data = named(name);
     data.extend(1u16.to_be_bytes());
     data.extend(info::BLOCK_SIZE.to_be_bytes());
     let (mut told, mut blocks) = (None, None);
     let answer = ask(stream, opt::GO, &data, |kind, data| {
-        let of = (kind == rep::INFO).then(|| data.first_chunk().map(|kind| u16::from_be_bytes(*kind))).flatten();
+        let of = (kind == rep::INFO)
+            .then(|| data.first_chunk().map(|kind| u16::from_be_bytes(*kind)))
+            .flatten();
         match (of, data.len()) {
             (Some(info::EXPORT), 12) => {
                 told = Some((wire::u64_at(data, 2), u16::from_be_bytes([data[10], data[11]])));
             }
             (Some(info::BLOCK_SIZE), 14) => {
-                blocks = Some((wire::u32_at(data, 2), wire::u32_at(data, 6), wire::u32_at(data, 10)));
+                blocks =
+                    Some((wire::u32_at(data, 2), wire::u32_at(data, 6), wire::u32_at(data, 10)));
             }
             (Some(info::EXPORT | info::BLOCK_SIZE), len) => {
-                return Err(NbdError::protocol(format!("the server describes the export in {len} bytes")));
+                return Err(NbdError::protocol(format!(
+                    "the server describes the export in {len} bytes"
+                )));
             }
             _ => {}
         }
@@ -122,10 +135,19 @@ pub fn go(stream: &mut impl Stream, name: &str) -> Result<Terms, NbdError> {
     if let Answer::Refused(error, message) = answer {
         return Err(refusal(name, error, &message));
     }
-    let (size, flags) = told.ok_or_else(|| NbdError::protocol("the server does not say how large the export is"))?;
+    let (size, flags) =
+        told.ok_or_else(|| NbdError::protocol("the server does not say how large the export is"))?;
     let blocks = blocks.unwrap_or((1, 4096, wire::MOST_PAYLOAD));
     let (headers, allocation) = (Headers::Simple, None);
-    let terms = Terms { size, flags, minimum: blocks.0, preferred: blocks.1, maximum: blocks.2, headers, allocation };
+    let terms = Terms {
+        size,
+        flags,
+        minimum: blocks.0,
+        preferred: blocks.1,
+        maximum: blocks.2,
+        headers,
+        allocation,
+    };
     terms.sound()
 }
 
@@ -139,10 +161,14 @@ impl Terms {
             return Err(unsuitable(format!("an export of {} bytes is no disk", self.size)));
         }
         let Terms { minimum, preferred, maximum, .. } = self;
-        let good =
-            minimum.is_power_of_two() && minimum <= BLOCK_MOST && preferred.is_power_of_two() && maximum >= minimum;
+        let good = minimum.is_power_of_two()
+            && minimum <= BLOCK_MOST
+            && preferred.is_power_of_two()
+            && maximum >= minimum;
         if !good {
-            return Err(unsuitable(format!("blocks of {minimum}, {preferred} and at most {maximum} bytes cannot be")));
+            return Err(unsuitable(format!(
+                "blocks of {minimum}, {preferred} and at most {maximum} bytes cannot be"
+            )));
         }
         self.preferred = preferred.clamp(minimum.max(512), 2 << 20);
         self.maximum = maximum.min(wire::MOST_PAYLOAD) & !(minimum - 1);
@@ -186,18 +212,27 @@ pub fn ask(
     send(stream, &out)?;
     for _ in 0..REPLIES_MOST {
         let header: [u8; OptionReply::BYTES] = bytes(stream)?;
-        let reply = OptionReply::parse(&header).map_err(|_| NbdError::protocol("the answer to an option is none"))?;
+        let reply = OptionReply::parse(&header)
+            .map_err(|_| NbdError::protocol("the answer to an option is none"))?;
         if reply.option != option {
-            return Err(NbdError::protocol(format!("option {option} is answered as if it were {}", reply.option)));
+            return Err(NbdError::protocol(format!(
+                "option {option} is answered as if it were {}",
+                reply.option
+            )));
         }
         if reply.len > REPLY_MOST {
-            return Err(NbdError::protocol(format!("the answer to option {option} has {} bytes", reply.len)));
+            return Err(NbdError::protocol(format!(
+                "the answer to option {option} has {} bytes",
+                reply.len
+            )));
         }
         let mut data = vec![0; reply.len as usize];
         stream.read_exact(&mut data).map_err(gone)?;
         match reply.reply {
             rep::ACK => return Ok(Answer::Granted),
-            error if error & rep::ERROR != 0 => return Ok(Answer::Refused(error, printable(&data))),
+            error if error & rep::ERROR != 0 => {
+                return Ok(Answer::Refused(error, printable(&data)));
+            }
             kind => part(kind, &data)?,
         }
     }
@@ -215,7 +250,9 @@ fn refusal(name: &str, error: u32, message: &str) -> NbdError {
         rep::ERR_POLICY => "the server's policy forbids it",
         rep::ERR_SHUTDOWN => "the server is shutting down",
         rep::ERR_UNSUP => "the server does not know NBD_OPT_GO",
-        rep::ERR_BLOCK_SIZE_REQD => "the server demands block sizes that this client did not ask for",
+        rep::ERR_BLOCK_SIZE_REQD => {
+            "the server demands block sizes that this client did not ask for"
+        }
         _ => "the server refuses the export",
     };
     let message = if message.is_empty() { String::new() } else { format!(" (\"{message}\")") };
@@ -325,7 +362,10 @@ mod tests {
     fn old_and_new_servers_are_understood() {
         let go = reply(opt::GO, rep::ACK, b"");
         let terms = with(&[export_info(10 << 20, 1), go.clone()]).unwrap();
-        assert_eq!((terms.size, terms.headers, terms.allocation), (10 << 20, Headers::Simple, None));
+        assert_eq!(
+            (terms.size, terms.headers, terms.allocation),
+            (10 << 20, Headers::Simple, None)
+        );
         assert_eq!((terms.minimum, terms.preferred, terms.maximum), (1, 4096, 32 << 20));
         let mut context = 5u32.to_be_bytes().to_vec();
         context.extend(b"base:allocation");
@@ -356,11 +396,20 @@ mod tests {
             (vec![export_info(4096, 0), go()], "flags 0x0 are none"),
             (vec![export_info(4096, 1), block_info([0, 0, 0]), go()], "cannot be"),
             (vec![export_info(4096, 1), block_info([513, 4096, 1 << 20]), go()], "cannot be"),
-            (vec![export_info(4096, 1), block_info([1 << 20, 1 << 20, 1 << 20]), go()], "cannot be"),
+            (
+                vec![export_info(4096, 1), block_info([1 << 20, 1 << 20, 1 << 20]), go()],
+                "cannot be",
+            ),
             (vec![export_info(4096, 1), block_info([4096, 4096, 512]), go()], "cannot be"),
-            (vec![export_info(4095, 1), block_info([4096, 4096, 4096]), go()], "smaller than its block"),
+            (
+                vec![export_info(4095, 1), block_info([4096, 4096, 4096]), go()],
+                "smaller than its block",
+            ),
             (vec![reply(opt::GO, rep::INFO, b"\0\0abc"), go()], "in 5 bytes"),
-            (vec![reply(opt::GO, rep::ERR_UNKNOWN, b"none\nhere")], "no such export (\"none here\")"),
+            (
+                vec![reply(opt::GO, rep::ERR_UNKNOWN, b"none\nhere")],
+                "no such export (\"none here\")",
+            ),
             (vec![reply(opt::GO, rep::ERR_TLS_REQD, b"")], "nbds://"),
             (vec![reply(opt::STRUCTURED_REPLY, rep::ACK, b"")], "as if it were 8"),
             (vec![reply(opt::GO, rep::INFO, &[9; 20000])], "has 20000 bytes"),

@@ -1,9 +1,10 @@
 //! TLS for both sides: certificates from a folder, and who the other side is.
 //!
-//! In: a folder with the file names that QEMU and nbdkit use (`ca-cert.pem`, `ca-crl.pem`, `server-cert.pem`, `server-key.pem`,
-//! `client-cert.pem`, `client-key.pem`). Out: sessions, and the names of a peer's certificate. What must hold: a server is
-//! believed only by a certificate of `ca-cert.pem`'s, for its own name; a client's names are told only from a certificate that
-//! was verified. (Pre-shared keys are not among what rustls does.)
+//! In: a folder with the file names that QEMU and nbdkit use (`ca-cert.pem`, `ca-crl.pem`,
+//! `server-cert.pem`, `server-key.pem`, `client-cert.pem`, `client-key.pem`). Out: sessions, and
+//! the names of a peer's certificate. What must hold: a server is believed only by a certificate of
+//! `ca-cert.pem`'s, for its own name; a client's names are told only from a certificate that was
+//! verified. (Pre-shared keys are not among what rustls does.)
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -14,7 +15,9 @@ use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName};
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
-use rustls::{ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection};
+use rustls::{
+    ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection,
+};
 
 use crate::error::{Kind, NbdError};
 
@@ -40,7 +43,11 @@ impl Folder<'_> {
     fn all<T: PemObject>(&self, name: &str) -> Result<Vec<T>, NbdError> {
         let read = || T::pem_file_iter(self.path(name))?.collect::<Result<Vec<_>, _>>();
         let all = read().map_err(|e| self.wrong(name, e))?;
-        if all.is_empty() { Err(self.wrong(name, "there is nothing of that kind in it")) } else { Ok(all) }
+        if all.is_empty() {
+            Err(self.wrong(name, "there is nothing of that kind in it"))
+        } else {
+            Ok(all)
+        }
     }
 
     fn authorities(&self) -> Result<Arc<RootCertStore>, NbdError> {
@@ -59,17 +66,24 @@ impl Folder<'_> {
     fn mismatched(&self, who: &str, error: rustls::Error) -> NbdError {
         let certificate = format!("{who}-cert.pem");
         match error {
-            rustls::Error::InconsistentKeys(_) => self.wrong(&certificate, format!("{who}-key.pem is not its key")),
+            rustls::Error::InconsistentKeys(_) => {
+                self.wrong(&certificate, format!("{who}-key.pem is not its key"))
+            }
             other => self.wrong(&certificate, other),
         }
     }
 
     /// The certificates and the key of one who shows them.
-    fn own(&self, who: &str) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), NbdError> {
+    fn own(
+        &self,
+        who: &str,
+    ) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), NbdError> {
         let (certificate, key) = (format!("{who}-cert.pem"), format!("{who}-key.pem"));
         let certificates = self.all(&certificate)?;
         let key = PrivateKeyDer::from_pem_file(self.path(&key)).map_err(|e| match e {
-            rustls::pki_types::pem::Error::NoItemsFound => self.wrong(&key, "there is no private key in it"),
+            rustls::pki_types::pem::Error::NoItemsFound => {
+                self.wrong(&key, "there is no private key in it")
+            }
             e => self.wrong(&key, e),
         })?;
         Ok((certificates, key))
@@ -84,11 +98,13 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-/// A client's session with the server of that name. The client shows its own certificate, where the folder has one.
+/// A client's session with the server of that name. The client shows its own certificate, where the
+/// folder has one.
 pub fn client(folder: &Path, server: &str) -> Result<ClientConnection, NbdError> {
     let folder = Folder(folder);
-    let name = ServerName::try_from(server.to_string())
-        .map_err(|_| tls(format!("\"{server}\" is no name that a certificate can have: say tls-hostname")))?;
+    let name = ServerName::try_from(server.to_string()).map_err(|_| {
+        tls(format!("\"{server}\" is no name that a certificate can have: say tls-hostname"))
+    })?;
     let verifier = WebPkiServerVerifier::builder_with_provider(folder.authorities()?, provider())
         .with_crls(folder.revoked()?)
         .build()
@@ -99,7 +115,9 @@ pub fn client(folder: &Path, server: &str) -> Result<ClientConnection, NbdError>
         .with_webpki_verifier(verifier);
     let config = if folder.has("client-cert.pem") {
         let (certificates, key) = folder.own("client")?;
-        builder.with_client_auth_cert(certificates, key).map_err(|e| folder.mismatched("client", e))?
+        builder
+            .with_client_auth_cert(certificates, key)
+            .map_err(|e| folder.mismatched("client", e))?
     } else {
         builder.with_no_client_auth()
     };
@@ -115,22 +133,30 @@ pub struct ServerTls {
 }
 
 impl ServerTls {
-    /// `verify_peer`: clients must show a certificate of `ca-cert.pem`'s. Else they may, where there is that file.
+    /// `verify_peer`: clients must show a certificate of `ca-cert.pem`'s. Else they may, where
+    /// there is that file.
     pub fn open(folder: &Path, required: bool, verify_peer: bool) -> Result<Self, NbdError> {
         let folder = Folder(folder);
-        let builder =
-            ServerConfig::builder_with_provider(provider()).with_safe_default_protocol_versions().map_err(tls)?;
+        let builder = ServerConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .map_err(tls)?;
         let builder = if verify_peer || folder.has(AUTHORITIES) {
-            let verifier = WebPkiClientVerifier::builder_with_provider(folder.authorities()?, provider())
-                .with_crls(folder.revoked()?);
+            let verifier =
+                WebPkiClientVerifier::builder_with_provider(folder.authorities()?, provider())
+                    .with_crls(folder.revoked()?);
             let verifier = if verify_peer { verifier } else { verifier.allow_unauthenticated() };
-            builder.with_client_cert_verifier(verifier.build().map_err(|e| folder.wrong(AUTHORITIES, e))?)
+            builder.with_client_cert_verifier(
+                verifier.build().map_err(|e| folder.wrong(AUTHORITIES, e))?,
+            )
         } else {
             builder.with_no_client_auth()
         };
         let (certificates, key) = folder.own("server")?;
-        let mut config = builder.with_single_cert(certificates, key).map_err(|e| folder.mismatched("server", e))?;
-        // No sessions to resume: a resumed one does not judge the client's certificate again, which may have expired.
+        let mut config = builder
+            .with_single_cert(certificates, key)
+            .map_err(|e| folder.mismatched("server", e))?;
+        // No sessions to resume: a resumed one does not judge the client's certificate again, which
+        // may have expired.
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
         Ok(ServerTls { config: Arc::new(config), required })
@@ -141,7 +167,8 @@ impl ServerTls {
     }
 }
 
-/// What a peer's certificate, which the session has verified, calls it: DNS names, and the subject's common name.
+/// What a peer's certificate, which the session has verified, calls it: DNS names, and the
+/// subject's common name.
 pub fn names(session: &Connection) -> Vec<String> {
     let Some([certificate, ..]) = session.peer_certificates() else { return Vec::new() };
     let Ok(parsed) = webpki::EndEntityCert::try_from(certificate) else { return Vec::new() };
@@ -225,7 +252,9 @@ mod tests {
         write(AUTHORITIES, authority.pem());
         for who in ["server", "client"] {
             let key = KeyPair::generate().unwrap();
-            let certificate = CertificateParams::new(vec!["localhost".into()]).unwrap().signed_by(&key, &authority);
+            let certificate = CertificateParams::new(vec!["localhost".into()])
+                .unwrap()
+                .signed_by(&key, &authority);
             write(&format!("{who}-cert.pem"), certificate.unwrap().pem());
             write(&format!("{who}-key.pem"), key.serialize_pem());
         }
@@ -236,19 +265,29 @@ mod tests {
         write("server-key.pem", key);
         let server = ServerTls::open(&folder, true, true).unwrap();
         for version in [&TLS12, &TLS13] {
-            let (roots, own) = (Folder(&folder).authorities().unwrap(), Folder(&folder).own("client").unwrap());
-            let client = ClientConfig::builder_with_provider(provider()).with_protocol_versions(&[version]).unwrap();
-            let client = Arc::new(client.with_root_certificates(roots).with_client_auth_cert(own.0, own.1).unwrap());
+            let (roots, own) =
+                (Folder(&folder).authorities().unwrap(), Folder(&folder).own("client").unwrap());
+            let client = ClientConfig::builder_with_provider(provider())
+                .with_protocol_versions(&[version])
+                .unwrap();
+            let client = Arc::new(
+                client.with_root_certificates(roots).with_client_auth_cert(own.0, own.1).unwrap(),
+            );
             for time in 0..3 {
                 let name = ServerName::try_from("localhost").unwrap();
-                let mut client = Connection::Client(ClientConnection::new(client.clone(), name).unwrap());
+                let mut client =
+                    Connection::Client(ClientConnection::new(client.clone(), name).unwrap());
                 let mut server = server.session().unwrap();
                 for _ in 0..4 {
                     carry(&mut client, &mut server);
                     carry(&mut server, &mut client);
                 }
                 assert!(!server.is_handshaking() && !client.is_handshaking());
-                assert_eq!(server.handshake_kind(), Some(HandshakeKind::Full), "{version:?}, time {time}");
+                assert_eq!(
+                    server.handshake_kind(),
+                    Some(HandshakeKind::Full),
+                    "{version:?}, time {time}"
+                );
             }
         }
         std::fs::remove_dir_all(&folder).unwrap();
@@ -267,8 +306,13 @@ mod tests {
         };
         let cn = [0x55, 4, 3];
         let hidden = of(12, cn, b"admin");
-        let subject =
-            [of(12, [0x55, 4, 10], &hidden), of(19, cn, b"vm1"), of(12, cn, b"vm2"), of(4, cn, b"no")].concat();
+        let subject = [
+            of(12, [0x55, 4, 10], &hidden),
+            of(19, cn, b"vm1"),
+            of(12, cn, b"vm2"),
+            of(4, cn, b"no"),
+        ]
+        .concat();
         assert_eq!(common_names(&subject), ["vm1", "vm2"]);
         let whole = [&[0x30, 0x81, subject.len() as u8], &subject[..]].concat();
         assert_eq!(common_names(&whole), ["vm1", "vm2"]);

@@ -1,7 +1,8 @@
 //! NBD URIs, as the NBD project's uri.md has them.
 //!
-//! In: text, of a person or of an image's header. Out: where the server is, and which of its exports is meant; and the text
-//! again. What must hold: what is not understood is refused, never passed over.
+//! In: text, of a person or of an image's header. Out: where the server is, and which of its
+//! exports is meant; and the text again. What must hold: what is not understood is refused, never
+//! passed over.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -10,7 +11,8 @@ use crate::error::{Kind, NbdError};
 use crate::wire::{MOST_STRING, PORT};
 
 /// What such a URI may look like, for messages.
-pub const FORMS: &str = "nbd://HOST[:PORT][/EXPORT] or nbd+unix:///[EXPORT]?socket=PATH (nbds: with TLS)";
+pub const FORMS: &str =
+    "nbd://HOST[:PORT][/EXPORT] or nbd+unix:///[EXPORT]?socket=PATH (nbds: with TLS)";
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Uri {
@@ -43,10 +45,13 @@ pub fn is_uri(name: &str) -> bool {
 
 impl Uri {
     pub fn parse(text: &str) -> Result<Self, NbdError> {
-        let wrong = |what: &str| NbdError::new(Kind::Name, format!("{what}: say {FORMS}")).about(format!("\"{text}\""));
+        let wrong = |what: &str| {
+            NbdError::new(Kind::Name, format!("{what}: say {FORMS}")).about(format!("\"{text}\""))
+        };
         let (scheme, rest) = text.split_once("://").ok_or_else(|| wrong("it is no NBD URI"))?;
         let known = SCHEMES.iter().find(|(name, ..)| *name == scheme);
-        let (_, tls, unix) = known.ok_or_else(|| wrong(&format!("the scheme \"{scheme}\" is not known")))?;
+        let (_, tls, unix) =
+            known.ok_or_else(|| wrong(&format!("the scheme \"{scheme}\" is not known")))?;
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         if rest.contains('#') || query.contains('#') {
             return Err(wrong("it has a fragment (write # as %23)"));
@@ -86,41 +91,53 @@ impl Uri {
         Ok(Uri { host, export, tls: *tls, tls_certificates, tls_hostname })
     }
 
-    /// All exports of the same server, as an operator may allow them: a text to be shown, with FOLDER where certificates
-    /// are to be named.
+    /// All exports of the same server, as an operator may allow them: a text to be shown, with
+    /// FOLDER where certificates are to be named.
     pub fn whole_server(&self) -> Uri {
         let folder = || self.tls.then(|| "FOLDER".into());
-        Uri { export: String::new(), tls_certificates: self.tls_certificates.clone().or_else(folder), ..self.clone() }
+        Uri {
+            export: String::new(),
+            tls_certificates: self.tls_certificates.clone().or_else(folder),
+            ..self.clone()
+        }
     }
 
     /// `other`, with what this says of TLS where that says nothing.
     pub fn complete(&self, other: &Uri) -> Uri {
-        let tls_certificates = other.tls_certificates.clone().or_else(|| self.tls_certificates.clone());
+        let tls_certificates =
+            other.tls_certificates.clone().or_else(|| self.tls_certificates.clone());
         let tls_hostname = other.tls_hostname.clone().or_else(|| self.tls_hostname.clone());
         Uri { tls_certificates, tls_hostname, ..other.clone() }
     }
 
-    /// Whether this, as an operator allows it, takes in `other`: the same server, reached in the same way; and the same
-    /// export, or one below it as a path is, where this names any.
-    /// What it says of TLS `other` may leave out.
+    /// Whether this, as an operator allows it, takes in `other`: the same server, reached in the
+    /// same way; and the same export, or one below it as a path is, where this names any. What it
+    /// says of TLS `other` may leave out.
     pub fn takes_in(&self, other: &Uri) -> bool {
         let same = Uri { export: other.export.clone(), ..self.clone() } == self.complete(other);
         let export = self.export.trim_end_matches('/');
         same && (export.is_empty()
-            || other.export.strip_prefix(export).is_some_and(|rest| rest.is_empty() || rest.starts_with('/')))
+            || other
+                .export
+                .strip_prefix(export)
+                .is_some_and(|rest| rest.is_empty() || rest.starts_with('/')))
     }
 }
 
 /// A host and perhaps a port; an IPv6 address is in brackets, and has colons of its own.
 fn tcp(authority: &str) -> Result<Host, &'static str> {
     let (name, port) = match authority.rsplit_once(':').filter(|(_, port)| !port.ends_with(']')) {
-        Some((name, port)) => (name, port.parse().ok().filter(|port| *port > 0).ok_or("the port is none")?),
+        Some((name, port)) => {
+            (name, port.parse().ok().filter(|port| *port > 0).ok_or("the port is none")?)
+        }
         None => (authority, PORT),
     };
     let bare = name.strip_prefix('[').and_then(|name| name.strip_suffix(']'));
     let good = match bare {
         Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
-        None => !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c)),
+        None => {
+            !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
+        }
     };
     if good { Ok(Host::Tcp(bare.unwrap_or(name).into(), port)) } else { Err("the host is none") }
 }
@@ -135,7 +152,10 @@ fn decode(text: &str) -> Result<String, &'static str> {
             bytes.push(*first);
             continue;
         }
-        let digits = more.get(..2).and_then(|hex| std::str::from_utf8(hex).ok()).filter(|hex| !hex.starts_with('+'));
+        let digits = more
+            .get(..2)
+            .and_then(|hex| std::str::from_utf8(hex).ok())
+            .filter(|hex| !hex.starts_with('+'));
         let byte = digits.and_then(|hex| u8::from_str_radix(hex, 16).ok());
         bytes.push(byte.ok_or("a % is not followed by two hexadecimal digits")?);
         rest = &more[2..];
@@ -177,7 +197,9 @@ impl fmt::Display for Uri {
         }
         f.write_str("/")?;
         encode(f, &self.export, PLAIN)?;
-        query.extend(self.tls_certificates.iter().map(|path| ("tls-certificates", path.to_string_lossy())));
+        query.extend(
+            self.tls_certificates.iter().map(|path| ("tls-certificates", path.to_string_lossy())),
+        );
         query.extend(self.tls_hostname.iter().map(|name| ("tls-hostname", name.as_str().into())));
         for (number, (key, value)) in query.iter().enumerate() {
             write!(f, "{}{key}=", if number == 0 { "?" } else { "&" })?;
@@ -193,7 +215,13 @@ mod tests {
 
     fn tcp(name: &str, port: u16, export: &str) -> Uri {
         let (tls, tls_certificates, tls_hostname) = Default::default();
-        Uri { host: Host::Tcp(name.into(), port), export: export.into(), tls, tls_certificates, tls_hostname }
+        Uri {
+            host: Host::Tcp(name.into(), port),
+            export: export.into(),
+            tls,
+            tls_certificates,
+            tls_hostname,
+        }
     }
 
     fn unix(path: &str, export: &str) -> Uri {
@@ -222,7 +250,11 @@ mod tests {
                 "nbds://10.0.0.1:5000/x?tls-certificates=/etc/pki%20%26%20more&tls-hostname=host.example",
                 secret,
             ),
-            ("nbds+unix:///?socket=s", "nbds+unix:///?socket=s", Uri { tls: true, ..unix("s", "") }),
+            (
+                "nbds+unix:///?socket=s",
+                "nbds+unix:///?socket=s",
+                Uri { tls: true, ..unix("s", "") },
+            ),
         ];
         for (text, again, uri) in all {
             assert_eq!(Uri::parse(text).unwrap(), uri, "{text}");

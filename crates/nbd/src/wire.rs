@@ -1,7 +1,7 @@
 //! The numbers and headers of the NBD protocol, as both sides of it need them.
 //!
-//! All are big-endian on the wire. Source: the NBD project's proto.md. What must hold: nothing here judges a value beyond
-//! its magic; whoever reads one does.
+//! All are big-endian on the wire. Source: the NBD project's proto.md. What must hold: nothing here
+//! judges a value beyond its magic; whoever reads one does.
 
 /// The server's greeting, which [`OPTION`] and the handshake flags follow.
 pub const GREETING: u64 = u64::from_be_bytes(*b"NBDMAGIC");
@@ -266,9 +266,18 @@ impl Chunk {
         if u32_at(bytes, 0) != if extended { Self::EXTENDED_MAGIC } else { Self::MAGIC } {
             return Err(u32_at(bytes, 0));
         }
-        let (offset, len) =
-            if extended { (u64_at(bytes, 16), u64_at(bytes, 24)) } else { (0, u32_at(bytes, 16).into()) };
-        Ok(Chunk { flags: u16_at(bytes, 4), kind: u16_at(bytes, 6), cookie: u64_at(bytes, 8), offset, len })
+        let (offset, len) = if extended {
+            (u64_at(bytes, 16), u64_at(bytes, 24))
+        } else {
+            (0, u32_at(bytes, 16).into())
+        };
+        Ok(Chunk {
+            flags: u16_at(bytes, 4),
+            kind: u16_at(bytes, 6),
+            cookie: u64_at(bytes, 8),
+            offset,
+            len,
+        })
     }
 
     #[inline]
@@ -324,9 +333,11 @@ impl OptionReply {
 
     pub fn parse(bytes: &[u8]) -> Result<Self, u64> {
         match u64_at(bytes, 0) {
-            OPTION_REPLY => {
-                Ok(OptionReply { option: u32_at(bytes, 8), reply: u32_at(bytes, 12), len: u32_at(bytes, 16) })
-            }
+            OPTION_REPLY => Ok(OptionReply {
+                option: u32_at(bytes, 8),
+                reply: u32_at(bytes, 12),
+                len: u32_at(bytes, 16),
+            }),
             other => Err(other),
         }
     }
@@ -346,7 +357,13 @@ mod tests {
     #[test]
     fn what_is_put_is_parsed() {
         for headers in [Headers::Simple, Headers::Structured, Headers::Extended] {
-            let request = Request { flags: 1, command: cmd::WRITE, cookie: 7 << 40, offset: 5 << 33, len: 4096 };
+            let request = Request {
+                flags: 1,
+                command: cmd::WRITE,
+                cookie: 7 << 40,
+                offset: 5 << 33,
+                len: 4096,
+            };
             let mut bytes = Vec::new();
             request.put(headers, &mut bytes);
             assert_eq!(bytes.len(), headers.request_bytes());
@@ -356,10 +373,19 @@ mod tests {
         }
         for headers in [Headers::Structured, Headers::Extended] {
             let offset = if headers == Headers::Extended { 9 << 33 } else { 0 };
-            let chunk = Chunk { flags: chunk::DONE, kind: chunk::OFFSET_DATA, cookie: 7 << 40, offset, len: 4104 };
+            let chunk = Chunk {
+                flags: chunk::DONE,
+                kind: chunk::OFFSET_DATA,
+                cookie: 7 << 40,
+                offset,
+                len: 4104,
+            };
             let mut bytes = Vec::new();
             chunk.put(headers, &mut bytes);
-            assert_eq!((bytes.len(), Chunk::parse(headers, &bytes)), (headers.chunk_bytes(), Ok(chunk)));
+            assert_eq!(
+                (bytes.len(), Chunk::parse(headers, &bytes)),
+                (headers.chunk_bytes(), Ok(chunk))
+            );
         }
         let mut bytes = Vec::new();
         SimpleReply { error: errno::EIO, cookie: 3 }.put(&mut bytes);

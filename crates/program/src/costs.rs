@@ -1,7 +1,8 @@
 //! The file of what operations cost devices: written by `bench calibrate`, read by `serve --costs`.
 //!
-//! In: the costs of a device. Out: TOML, one `[[device]]` table a device. What must hold: writing one device's keeps those of
-//! the others, and a power cut leaves the file as it was, or as it was to be.
+//! In: the costs of a device. Out: TOML, one `[[device]]` table a device. What must hold: writing
+//! one device's keeps those of the others, and a power cut leaves the file as it was, or as it was
+//! to be.
 
 use std::path::Path;
 
@@ -63,7 +64,8 @@ impl DeviceCosts {
         };
         let text = self.put(&text).with_context(|| format!("{} is no file of costs", name()))?;
         if let Some(folder) = path.parent() {
-            std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+            std::fs::create_dir_all(folder)
+                .with_context(|| format!("creating {}", folder.display()))?;
         }
         replace(path, text.as_bytes())
     }
@@ -72,9 +74,11 @@ impl DeviceCosts {
     fn put(&self, text: &str) -> Result<String> {
         let mut all: Table = text.parse()?;
         let devices = all.entry("device").or_insert_with(|| Value::Array(Vec::new()));
-        let devices = devices.as_array_mut().context("\"device\" is not an array of tables: [[device]]")?;
+        let devices =
+            devices.as_array_mut().context("\"device\" is not an array of tables: [[device]]")?;
         let own = Value::try_from(self)?;
-        let same = |value: &&mut Value| value.get("device").and_then(Value::as_str) == Some(&self.device);
+        let same =
+            |value: &&mut Value| value.get("device").and_then(Value::as_str) == Some(&self.device);
         match devices.iter_mut().find(same) {
             Some(place) => *place = own,
             None => devices.push(own),
@@ -85,13 +89,23 @@ impl DeviceCosts {
     /// What the file says of a device.
     pub fn load(path: &Path, device: &str) -> Result<Self> {
         let found = read(path)?.into_iter().find(|d| d.device == device);
-        found.with_context(|| format!("{} says nothing of device {device}: run bench calibrate", path.display()))
+        found.with_context(|| {
+            format!("{} says nothing of device {device}: run bench calibrate", path.display())
+        })
     }
 
     fn check(&self) -> Result<()> {
         let c = self;
-        let all =
-            [c.read, c.read_sequential, c.write, c.write_sequential, c.flush, c.discard, c.write_zeroes, c.window];
+        let all = [
+            c.read,
+            c.read_sequential,
+            c.write,
+            c.write_sequential,
+            c.flush,
+            c.discard,
+            c.write_zeroes,
+            c.window,
+        ];
         anyhow::ensure!(
             !all.contains(&0),
             "device \"{}\": an operation costs at least 1 ns, and so does the window",
@@ -109,10 +123,13 @@ pub fn read(path: &Path) -> Result<Vec<DeviceCosts>> {
         #[serde(default)]
         device: Vec<DeviceCosts>,
     }
-    let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+    let text =
+        std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
     let parse = || {
         let file: File = toml::from_str(&text).map_err(|e| {
-            let line = e.span().map_or(1, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
+            let line = e
+                .span()
+                .map_or(1, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
             anyhow::anyhow!("line {line}: {}", e.message().replace('\n', "; "))
         })?;
         file.device.iter().try_for_each(DeviceCosts::check)?;
@@ -136,15 +153,21 @@ mod tests {
         let third = device("8:0", 3).put(&both).unwrap();
         let table: Table = third.parse().unwrap();
         let devices = table["device"].as_array().unwrap();
-        let told: Vec<_> =
-            devices.iter().map(|d| (d["device"].as_str().unwrap(), d["read"].as_integer().unwrap())).collect();
+        let told: Vec<_> = devices
+            .iter()
+            .map(|d| (d["device"].as_str().unwrap(), d["read"].as_integer().unwrap()))
+            .collect();
         assert_eq!(told, [("8:0", 3), ("model", 2)]);
-        assert!(third.contains("base-latency-read = 0") && third.contains("read-per-mib"), "{third}");
+        assert!(
+            third.contains("base-latency-read = 0") && third.contains("read-per-mib"),
+            "{third}"
+        );
     }
 
     #[test]
     fn what_is_written_is_read() {
-        let path = std::env::temp_dir().join(format!("blockyard-costs-{}.toml", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("blockyard-costs-{}.toml", std::process::id()));
         let full = |name: &str, read| DeviceCosts {
             read_sequential: 1,
             write: 2,
@@ -164,7 +187,12 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             format!("{:#}", read(&path).unwrap_err())
         };
-        assert!(DeviceCosts::load(&path, "8:1").unwrap_err().to_string().contains("nothing of device 8:1"));
+        assert!(
+            DeviceCosts::load(&path, "8:1")
+                .unwrap_err()
+                .to_string()
+                .contains("nothing of device 8:1")
+        );
         assert!(wrong("\n[[device]]\ndevice = \"a\"\n").contains("line 2: missing field"));
         let zero = device("a", 0).put("").unwrap();
         assert!(wrong(&zero).contains("at least 1 ns"));

@@ -1,7 +1,7 @@
 //! How a program ends: errors as one line for a person, and the exit status.
 //!
-//! Exit status of every command: 0 done, 1 failed, 2 usage, 141 the reader of standard output has gone (`| head`). 141 is what a
-//! shell reports of a program that SIGPIPE ended.
+//! Exit status of every command: 0 done, 1 failed, 2 usage, 141 the reader of standard output has
+//! gone (`| head`). 141 is what a shell reports of a program that SIGPIPE ended.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
@@ -27,7 +27,8 @@ impl Failure {
         Failure { error: error.into(), status }
     }
 
-    /// Returns the exit status. Hands the line for the person to `tell`, unless the reader of standard output has gone.
+    /// Returns the exit status. Hands the line for the person to `tell`, unless the reader of
+    /// standard output has gone.
     pub fn end(self, tell: impl FnOnce(&str)) -> u8 {
         if self.error.downcast_ref().is_some_and(OutputError::reader_has_gone) {
             return READER_HAS_GONE;
@@ -43,7 +44,8 @@ impl<E: Into<anyhow::Error>> From<E> for Failure {
     }
 }
 
-/// Ends the program after clap has refused its arguments, or has printed help or the version. A mistake is one line.
+/// Ends the program after clap has refused its arguments, or has printed help or the version. A
+/// mistake is one line.
 pub fn refuse(error: &clap::Error) -> ! {
     if !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         error.exit();
@@ -54,22 +56,31 @@ pub fn refuse(error: &clap::Error) -> ! {
     }
     let text = error.render().to_string();
     let parts = text.trim_start_matches("error: ").split("\n\n");
-    let parts = parts.take_while(|p| !p.starts_with("Usage:") && !p.starts_with("For more information"));
+    let parts =
+        parts.take_while(|p| !p.starts_with("Usage:") && !p.starts_with("For more information"));
     let parts: Vec<_> = parts.map(|p| p.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
     output::note(format_args!("blockyard: {} (see --help)", parts.join("; ")));
     std::process::exit(2)
 }
 
-/// Returns a message about a negative number as a value. clap reads it as an option, and advises `-- -5`, which would make it
-/// an IMAGE.
+/// Returns a message about a negative number as a value. clap reads it as an option, and advises
+/// `-- -5`, which would make it an IMAGE.
 fn negative(error: &clap::Error) -> Option<String> {
     let Some(ContextValue::String(found)) = error.get(ContextKind::InvalidArg) else { return None };
-    let number = found.strip_prefix('-').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+    let number =
+        found.strip_prefix('-').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
     if error.kind() != ErrorKind::UnknownArgument || !number {
         return None;
     }
     let arguments: Vec<_> = std::env::args().collect();
     let at = arguments.iter().position(|argument| argument.starts_with(found.as_str()))?;
-    let option = arguments[..at].last().filter(|before| before.starts_with("--")).map(|option| format!("{option}: "));
-    Some(format!("{}'{}' is negative, and a value here is not", option.unwrap_or_default(), arguments[at]))
+    let option = arguments[..at]
+        .last()
+        .filter(|before| before.starts_with("--"))
+        .map(|option| format!("{option}: "));
+    Some(format!(
+        "{}'{}' is negative, and a value here is not",
+        option.unwrap_or_default(),
+        arguments[at]
+    ))
 }

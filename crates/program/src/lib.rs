@@ -1,4 +1,5 @@
-//! What the two programs share: `blockyard`, which serves disks, and `blockyard-bench`, which measures.
+//! What the two programs share: `blockyard`, which serves disks, and `blockyard-bench`, which
+//! measures.
 //!
 //! ```text
 //!   output    standard output and standard error of commands      log       the log's format and level

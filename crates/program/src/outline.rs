@@ -1,14 +1,16 @@
 //! A command line as data.
 //!
-//! `blockyard-bench` prints the outline of its commands as JSON. `blockyard` puts them below its command `bench`, so that one
-//! program writes all man pages and completions. An outline has what these need: it does not parse.
+//! `blockyard-bench` prints the outline of its commands as JSON. `blockyard` puts them below its
+//! command `bench`, so that one program writes all man pages and completions. An outline has what
+//! these need: it does not parse.
 
 use clap::builder::PossibleValue;
 use clap::{Arg, ArgAction, Command, ValueHint};
 use serde::{Deserialize, Serialize};
 
-/// A command, its arguments, and the commands below it. Options that the program gives to all commands are left out, as
-/// `--help` and `--log` are: the command that it becomes a part of has them.
+/// A command, its arguments, and the commands below it. Options that the program gives to all
+/// commands are left out, as `--help` and `--log` are: the command that it becomes a part of has
+/// them.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Outline {
     name: String,
@@ -47,7 +49,11 @@ impl Outline {
             about: command.get_about().map(ToString::to_string),
             long_about: command.get_long_about().map(ToString::to_string),
             arguments: arguments.map(Argument::of).collect(),
-            commands: command.get_subcommands().filter(|c| !c.is_hide_set()).map(Outline::of).collect(),
+            commands: command
+                .get_subcommands()
+                .filter(|c| !c.is_hide_set())
+                .map(Outline::of)
+                .collect(),
         }
     }
 
@@ -72,7 +78,8 @@ impl Outline {
 impl Argument {
     fn of(arg: &Arg) -> Self {
         let takes_value = arg.get_action().takes_values();
-        let value = |v: PossibleValue| (v.get_name().to_string(), v.get_help().map(ToString::to_string));
+        let value =
+            |v: PossibleValue| (v.get_name().to_string(), v.get_help().map(ToString::to_string));
         // Of a flag these are "true" and "false".
         let values = if takes_value { arg.get_possible_values() } else { Vec::new() };
         Argument {
@@ -82,12 +89,22 @@ impl Argument {
             help: arg.get_help().map(ToString::to_string),
             long_help: arg.get_long_help().map(ToString::to_string),
             heading: arg.get_help_heading().map(Into::into),
-            value_names: arg.get_value_names().into_iter().flatten().map(ToString::to_string).collect(),
+            value_names: arg
+                .get_value_names()
+                .into_iter()
+                .flatten()
+                .map(ToString::to_string)
+                .collect(),
             values: values.into_iter().filter(|v| !v.is_hide_set()).map(value).collect(),
-            defaults: arg.get_default_values().iter().map(|v| v.to_string_lossy().into_owned()).collect(),
+            defaults: arg
+                .get_default_values()
+                .iter()
+                .map(|v| v.to_string_lossy().into_owned())
+                .collect(),
             hint: format!("{:?}", arg.get_value_hint()),
             takes_value,
-            value_optional: takes_value && arg.get_num_args().is_some_and(|range| range.min_values() == 0),
+            value_optional: takes_value
+                && arg.get_num_args().is_some_and(|range| range.min_values() == 0),
             repeats: matches!(arg.get_action(), ArgAction::Append),
             required: arg.is_required_set(),
         }
@@ -192,7 +209,9 @@ mod tests {
         let text = serde_json::to_string(&outline).unwrap();
         let mut command = serde_json::from_str::<Outline>(&text).unwrap().command();
         assert_eq!(Outline::of(&command), outline);
-        let help = |of: &mut Command| of.find_subcommand_mut("one").unwrap().render_long_help().to_string();
+        let help = |of: &mut Command| {
+            of.find_subcommand_mut("one").unwrap().render_long_help().to_string()
+        };
         assert!(command.find_subcommand("two").is_none());
         assert_eq!(help(&mut command), help(&mut Cli::command()));
     }

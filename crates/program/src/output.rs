@@ -1,7 +1,8 @@
 //! Standard output and standard error of commands.
 //!
-//! What must hold: no failure to write them panics, as `println!` and `eprintln!` do (clippy refuses those). A failure to
-//! write standard output ends the command: quietly if the reader of a pipe has gone. Notes on standard error may be lost.
+//! What must hold: no failure to write them panics, as `println!` and `eprintln!` do (clippy
+//! refuses those). A failure to write standard output ends the command: quietly if the reader of a
+//! pipe has gone. Notes on standard error may be lost.
 
 use std::fmt::Display;
 use std::io::{self, Write};

@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 
 /// The program is in none of the places.
 #[derive(Debug, thiserror::Error)]
-#[error("{name} is missing: it is not in {places}; install it beside blockyard, or build it (make build)")]
+#[error(
+    "{name} is missing: it is not in {places}; install it beside blockyard, or build it (make build)"
+)]
 pub struct Missing {
     name: String,
     places: String,
@@ -18,14 +20,23 @@ pub fn find(name: &str) -> Result<PathBuf, Missing> {
     find_in(name, own.as_deref().and_then(Path::parent), std::env::var_os("PATH").as_deref())
 }
 
-fn find_in(name: &str, own_folder: Option<&Path>, path: Option<&OsStr>) -> Result<PathBuf, Missing> {
+fn find_in(
+    name: &str,
+    own_folder: Option<&Path>,
+    path: Option<&OsStr>,
+) -> Result<PathBuf, Missing> {
     let near = own_folder.map(|folder| [folder.to_path_buf(), folder.join("../libexec/blockyard")]);
     let near: Vec<_> = near.into_iter().flatten().collect();
     let folders = near.iter().cloned().chain(path.into_iter().flat_map(std::env::split_paths));
-    let program = |file: &PathBuf| file.metadata().is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0);
+    let program = |file: &PathBuf| {
+        file.metadata().is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
+    };
     folders.map(|folder| folder.join(name)).find(program).ok_or_else(|| {
         let near = near.iter().map(|folder| folder.display().to_string());
-        Missing { name: name.into(), places: near.chain(["PATH".into()]).collect::<Vec<_>>().join(", ") }
+        Missing {
+            name: name.into(),
+            places: near.chain(["PATH".into()]).collect::<Vec<_>>().join(", "),
+        }
     })
 }
 

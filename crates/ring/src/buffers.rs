@@ -1,16 +1,19 @@
 //! Guest memory registered with a ring: its pages are pinned once, and not anew by each operation.
 //!
-//! In: the regions that somebody wants registered ([`Registration`]), the iovecs of operations. Out: the entry of the
-//! ring's table that holds all of an iovec, or none; then the operation goes the plain way, which works always.
+//! In: the regions that somebody wants registered ([`Registration`]), the iovecs of operations.
+//! Out: the entry of the ring's table that holds all of an iovec, or none; then the operation goes
+//! the plain way, which works always.
 //!
 //! What must hold
-//! - An entry is found by address. The table keeps its region mapped as long as it can be found, so that an address in it
-//!   is that region's and nobody else's.
-//! - An entry that an operation names is neither emptied nor given to another region: the kernel looks at the table when
-//!   it takes an operation in, which is later than the operation was made. It leaves the search at once, and the table
-//!   when its last operation was reaped. What the kernel has pinned it lets go after its own last use.
-//! - Pages stay pinned when a front end gives them back (a hole punched into its file: balloons do that). The entry then
-//!   means pages that are the guest's no longer: such front ends must not be registered, and nothing here can tell.
+//! - An entry is found by address. The table keeps its region mapped as long as it can be found, so
+//!   that an address in it is that region's and nobody else's.
+//! - An entry that an operation names is neither emptied nor given to another region: the kernel
+//!   looks at the table when it takes an operation in, which is later than the operation was made.
+//!   It leaves the search at once, and the table when its last operation was reaped. What the
+//!   kernel has pinned it lets go after its own last use.
+//! - Pages stay pinned when a front end gives them back (a hole punched into its file: balloons do
+//!   that). The entry then means pages that are the guest's no longer: such front ends must not be
+//!   registered, and nothing here can tell.
 
 use std::fmt::{Display, Formatter};
 use std::io;
@@ -40,7 +43,8 @@ impl Registration {
         Registration { handle: handle.clone(), regions: Vec::new() }
     }
 
-    /// Makes `memory` what is registered: what is new comes, what is gone goes. All of a region is registered, or none.
+    /// Makes `memory` what is registered: what is new comes, what is gone goes. All of a region is
+    /// registered, or none.
     pub fn replace(&mut self, memory: &GuestMemory) {
         let new = memory.regions().to_vec();
         let old = std::mem::replace(&mut self.regions, new);
@@ -79,12 +83,18 @@ impl Display for Refusal {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         let error = |errno: i32| io::Error::from_raw_os_error(errno);
         match *self {
-            Refusal::NoTable(errno) => write!(f, "the ring's table of buffers (Linux 5.19): {}", error(errno)),
-            Refusal::Full => write!(f, "the ring's table of {ENTRIES} buffers, of 1 GiB at most, is full"),
+            Refusal::NoTable(errno) => {
+                write!(f, "the ring's table of buffers (Linux 5.19): {}", error(errno))
+            }
+            Refusal::Full => {
+                write!(f, "the ring's table of {ENTRIES} buffers, of 1 GiB at most, is full")
+            }
             Refusal::Pin(errno) => {
                 let hint = match errno {
                     libc::ENOMEM => " (see ulimit -l)",
-                    libc::EFAULT | libc::EOPNOTSUPP => " (its file is on a disk, or has a hole that cannot be filled)",
+                    libc::EFAULT | libc::EOPNOTSUPP => {
+                        " (its file is on a disk, or has a hole that cannot be filled)"
+                    }
                     _ => "",
                 };
                 write!(f, "pinning it: {}{hint}", error(errno))
@@ -111,7 +121,10 @@ impl Display for Outcome {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         if self.regions > 0 || self.refused.is_none() {
             let (regions, bytes) = (self.regions, self.bytes);
-            write!(f, "guest memory is registered with io_uring: {bytes} bytes in {regions} regions")?;
+            write!(
+                f,
+                "guest memory is registered with io_uring: {bytes} bytes in {regions} regions"
+            )?;
             if !self.vectored {
                 write!(f, ", for requests of one piece (Linux 6.15 has it for more)")?;
             }
@@ -120,7 +133,10 @@ impl Display for Outcome {
             Some(why) if self.regions > 0 => {
                 write!(f, "; {} regions are not, and are used without: {why}", self.plain)
             }
-            Some(why) => write!(f, "guest memory is not registered with io_uring, and is used without: {why}"),
+            Some(why) => write!(
+                f,
+                "guest memory is not registered with io_uring, and is used without: {why}"
+            ),
             None => Ok(()),
         }
     }
@@ -170,7 +186,8 @@ impl Buffers {
         Buffers { table: Table::None, members, slices, uses, leaving, most: MOST }
     }
 
-    /// The entry that holds all of `iov` (`len` bytes), which has one operation more from here on; or [`NONE`].
+    /// The entry that holds all of `iov` (`len` bytes), which has one operation more from here on;
+    /// or [`NONE`].
     #[inline]
     pub fn take(&mut self, iov: &[libc::iovec], len: usize) -> u16 {
         if self.slices.is_empty() {
@@ -193,7 +210,8 @@ impl Buffers {
     fn find(&self, iov: &[libc::iovec], len: usize) -> Option<u16> {
         let first = iov.first()?;
         let vectored = matches!(self.table, Table::Ready { vectored: true, .. });
-        // Pieces may lie upon one another, so that they are longer than their entry; the kernel has a limit there.
+        // Pieces may lie upon one another, so that they are longer than their entry; the kernel has
+        // a limit there.
         if len > MOST || (iov.len() > 1 && !vectored) {
             return None;
         }
@@ -247,12 +265,15 @@ impl Buffers {
     }
 
     fn leave(&mut self, submitter: &Submitter<'_>, region: &Arc<Region>) {
-        let Some(at) = self.members.iter().position(|m| Arc::ptr_eq(&m.region, region)) else { return };
+        let Some(at) = self.members.iter().position(|m| Arc::ptr_eq(&m.region, region)) else {
+            return;
+        };
         self.members[at].users -= 1;
         if self.members[at].users > 0 {
             return;
         }
-        // Out of the search first: it is the member that keeps the addresses from being somebody else's.
+        // Out of the search first: it is the member that keeps the addresses from being somebody
+        // else's.
         let span = region.span();
         let gone = self.slices.extract_if(.., |s| span.contains(&s.start)).map(|s| s.entry);
         self.leaving.extend(gone);
@@ -285,8 +306,8 @@ impl Buffers {
         if matches!(self.table, Table::None) {
             let mut probe = Probe::new();
             let _ = submitter.register_probe(&mut probe);
-            let vectored =
-                probe.is_supported(opcode::ReadvFixed::CODE) && probe.is_supported(opcode::WritevFixed::CODE);
+            let vectored = probe.is_supported(opcode::ReadvFixed::CODE)
+                && probe.is_supported(opcode::WritevFixed::CODE);
             self.table = match submitter.register_buffers_sparse(ENTRIES.into()) {
                 Ok(()) => Table::Ready { free: (0..ENTRIES).rev().collect(), vectored },
                 Err(e) => Table::Refused(e.raw_os_error().unwrap_or_default()),
@@ -304,13 +325,15 @@ impl Buffers {
         let Table::Ready { free, .. } = &mut self.table else { return Err(Refusal::NoTable(0)) };
         let entry = free.pop().ok_or(Refusal::Full)?;
         let piece = libc::iovec { iov_base: start as *mut _, iov_len: end - start };
-        // SAFETY: the kernel pins the pages that are mapped there now, and never looks at the addresses again but to find
-        // its way in them; so what becomes of the mapping later endangers nobody. It is guest memory, which every
-        // party may write at any time.
-        unsafe { submitter.register_buffers_update(entry.into(), &[piece], None) }.map(|()| entry).map_err(|e| {
-            free.push(entry);
-            Refusal::Pin(e.raw_os_error().unwrap_or_default())
-        })
+        // SAFETY: the kernel pins the pages that are mapped there now, and never looks at the
+        // addresses again but to find its way in them; so what becomes of the mapping later
+        // endangers nobody. It is guest memory, which every party may write at any time.
+        unsafe { submitter.register_buffers_update(entry.into(), &[piece], None) }
+            .map(|()| entry)
+            .map_err(|e| {
+                free.push(entry);
+                Refusal::Pin(e.raw_os_error().unwrap_or_default())
+            })
     }
 
     /// Empties an entry that no operation names. If that fails, it is not used again.
@@ -326,7 +349,9 @@ impl Buffers {
     fn outcome(&self, regions: &[Arc<Region>]) -> Outcome {
         let vectored = matches!(self.table, Table::Ready { vectored: true, .. });
         let mut outcome = Outcome { regions: 0, bytes: 0, vectored, plain: 0, refused: None };
-        for member in self.members.iter().filter(|m| regions.iter().any(|r| Arc::ptr_eq(&m.region, r))) {
+        for member in
+            self.members.iter().filter(|m| regions.iter().any(|r| Arc::ptr_eq(&m.region, r)))
+        {
             match member.registered {
                 Ok(()) => {
                     outcome.regions += 1;

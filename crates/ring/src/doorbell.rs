@@ -1,10 +1,12 @@
-//! Signals to descriptors that another process owns: without ever waiting, whatever that process does to them.
+//! Signals to descriptors that another process owns: without ever waiting, whatever that process
+//! does to them.
 //!
-//! In: the eventfd that a front end sent. Out: its counter goes up by one for each ring.
-//! What must hold: no call here sleeps. A write to an eventfd does, if its counter is at its maximum and O_NONBLOCK is
-//! clear; both belong to the open file, which the front end shares and changes at any time, and `RWF_NOWAIT` is not
-//! supported by eventfds. A completion of io_uring signals a registered eventfd from inside the kernel, which never
-//! waits: so a doorbell is a ring of its own that completes an empty operation, by one system call.
+//! In: the eventfd that a front end sent. Out: its counter goes up by one for each ring. What must
+//! hold: no call here sleeps. A write to an eventfd does, if its counter is at its maximum and
+//! O_NONBLOCK is clear; both belong to the open file, which the front end shares and changes at any
+//! time, and `RWF_NOWAIT` is not supported by eventfds. A completion of io_uring signals a
+//! registered eventfd from inside the kernel, which never waits: so a doorbell is a ring of its own
+//! that completes an empty operation, by one system call.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -15,7 +17,8 @@ use io_uring::{IoUring, opcode};
 /// Attempts to hand an operation over to a kernel that is short of memory.
 const ATTEMPTS: u32 = 8;
 
-/// A way to signal an eventfd. It holds the eventfd itself: the descriptor that it was made from may be closed.
+/// A way to signal an eventfd. It holds the eventfd itself: the descriptor that it was made from
+/// may be closed.
 pub struct Doorbell(Box<IoUring>);
 
 impl Doorbell {
@@ -29,7 +32,8 @@ impl Doorbell {
     /// Adds one to the eventfd's counter, or nothing if the counter is at its maximum.
     #[inline]
     pub fn ring(&mut self) {
-        // SAFETY: an empty operation names no memory. The queue has room: it is empty after each submission.
+        // SAFETY: an empty operation names no memory. The queue has room: it is empty after each
+        // submission.
         let _ = unsafe { self.0.submission().push(&opcode::Nop::new().build()) };
         for _ in 0..ATTEMPTS {
             if self.0.submit().is_ok() {
@@ -48,7 +52,8 @@ impl Doorbell {
     }
 }
 
-/// A ring for what is rare, shared by all threads. Its users hold it for a few system calls that never wait.
+/// A ring for what is rare, shared by all threads. Its users hold it for a few system calls that
+/// never wait.
 static SHARED: Mutex<Option<Doorbell>> = Mutex::new(None);
 
 fn shared<T>(work: impl FnOnce(&mut Doorbell) -> io::Result<T>) -> io::Result<T> {
@@ -59,7 +64,8 @@ fn shared<T>(work: impl FnOnce(&mut Doorbell) -> io::Result<T>) -> io::Result<T>
     }
 }
 
-/// Makes the ring that [`ring_once`] and [`is_eventfd`] share, so that a lack of memory shows at the start.
+/// Makes the ring that [`ring_once`] and [`is_eventfd`] share, so that a lack of memory shows at
+/// the start.
 pub fn prepare() -> io::Result<()> {
     shared(|_| Ok(()))
 }
@@ -73,8 +79,8 @@ pub fn ring_once(eventfd: impl AsFd) -> io::Result<()> {
     })
 }
 
-/// Whether a descriptor is an eventfd. Others of its kind (an epoll, a userfaultfd) look the same to `fstat`, and to poll
-/// them may wait for their owner.
+/// Whether a descriptor is an eventfd. Others of its kind (an epoll, a userfaultfd) look the same
+/// to `fstat`, and to poll them may wait for their owner.
 pub fn is_eventfd(fd: impl AsFd) -> io::Result<bool> {
     shared(|judge| match judge.attach(fd) {
         Ok(()) => judge.0.submitter().unregister_eventfd().map(|()| true),
@@ -125,7 +131,8 @@ mod tests {
     #[test]
     fn only_an_eventfd_is_one() {
         let event = eventfd(0, EventfdFlags::empty()).unwrap();
-        let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
+        let epoll =
+            rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
         let (pipe, _end) = rustix::pipe::pipe().unwrap();
         assert!(is_eventfd(&event).unwrap() && is_eventfd(&event).unwrap());
         assert!(!is_eventfd(&epoll).unwrap() && !is_eventfd(&pipe).unwrap());

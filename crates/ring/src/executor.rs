@@ -1,12 +1,13 @@
 //! A single-thread executor over one io_uring: the reactor.
 //!
-//! A turn: poll the tasks that were ready when it began, submit what they started (one system call), reap what has
-//! completed, wake. It blocks only when no task is ready, until a completion, a timer or work from another thread.
-//! Tasks are polled in the order they were woken, so a task woken by the first completion of a batch runs after all
-//! of the batch: that is how completions are published and signalled once a batch.
+//! A turn: poll the tasks that were ready when it began, submit what they started (one system
+//! call), reap what has completed, wake. It blocks only when no task is ready, until a completion,
+//! a timer or work from another thread. Tasks are polled in the order they were woken, so a task
+//! woken by the first completion of a batch runs after all of the batch: that is how completions
+//! are published and signalled once a batch.
 //!
-//! What must hold: tasks live on this thread alone; nothing here takes a lock (other threads' work comes through
-//! [`crate::Remote`]); a task is woken by its number, and may be woken for nothing.
+//! What must hold: tasks live on this thread alone; nothing here takes a lock (other threads' work
+//! comes through [`crate::Remote`]); a task is woken by its number, and may be woken for nothing.
 
 use std::cell::{Cell, RefCell, RefMut};
 use std::cmp::Reverse;
@@ -114,7 +115,8 @@ impl Executor {
             locals: Locals::default(),
             workers: Workers::of(BLOCKING),
         };
-        // Coalescing of completions waits for tens of microseconds: the default slack of 50 would double that.
+        // Coalescing of completions waits for tens of microseconds: the default slack of 50 would
+        // double that.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1_000));
         Ok(Executor { handle: Handle(Rc::new(inner), None) })
     }
@@ -190,7 +192,9 @@ impl Executor {
             handle.stop();
         });
         self.run()?;
-        result.take().ok_or_else(|| io::Error::other("the executor was stopped before its work was done"))
+        result
+            .take()
+            .ok_or_else(|| io::Error::other("the executor was stopped before its work was done"))
     }
 }
 
@@ -198,7 +202,8 @@ impl Drop for Executor {
     fn drop(&mut self) {
         let inner = &*self.handle.0;
         inner.inbox.close();
-        // Tasks first: their futures abandon what they started. Then the kernel is given time to answer.
+        // Tasks first: their futures abandon what they started. Then the kernel is given time to
+        // answer.
         inner.drop_tasks();
         inner.locals.clear();
         inner.drop_tasks();
@@ -247,7 +252,8 @@ impl Inner {
             task.ready = false;
             let Some(future) = task.future.take() else { return };
             self.pulse.polls(task.label);
-            // A clone of the waker would be an atomic operation a poll; it is moved out and back instead.
+            // A clone of the waker would be an atomic operation a poll; it is moved out and back
+            // instead.
             (future, std::mem::replace(&mut task.waker, Waker::noop().clone()))
         };
         let outer = self.current.replace(id);
@@ -309,8 +315,11 @@ impl Inner {
     /// The ring of the inbox was full: the wakers say which tasks were meant.
     fn wake_marked(&self) {
         let is_marked = |task: &Task| task.from_outside.mark.swap(false, Ordering::SeqCst);
-        let marked: Vec<_> =
-            (0..).zip(&*self.tasks.borrow()).filter(|(_, task)| is_marked(task)).map(|(id, _)| id).collect();
+        let marked: Vec<_> = (0..)
+            .zip(&*self.tasks.borrow())
+            .filter(|(_, task)| is_marked(task))
+            .map(|(id, _)| id)
+            .collect();
         marked.into_iter().for_each(|id| self.wake(id));
     }
 
@@ -350,12 +359,20 @@ impl Handle {
     pub fn spawn(&self, future: impl Future<Output = ()> + 'static) -> TaskId {
         let inner = &*self.0;
         let id = inner.free.borrow_mut().pop().unwrap_or(inner.tasks.borrow().len() as TaskId);
-        let from_outside = Arc::new(TaskWaker { id, inbox: inner.inbox.clone(), mark: AtomicBool::new(false) });
+        let from_outside =
+            Arc::new(TaskWaker { id, inbox: inner.inbox.clone(), mark: AtomicBool::new(false) });
         let waker = Waker::from(from_outside.clone());
         let mut tasks = inner.tasks.borrow_mut();
         // What a task starts is for the same thing.
         let label = tasks.get(inner.current.get() as usize).map_or(0, |task| task.label);
-        let task = Task { future: Some(Box::pin(future)), waker, from_outside, ready: false, live: true, label };
+        let task = Task {
+            future: Some(Box::pin(future)),
+            waker,
+            from_outside,
+            ready: false,
+            live: true,
+            label,
+        };
         if id as usize == tasks.len() {
             tasks.push(task);
         } else {
@@ -366,7 +383,8 @@ impl Handle {
         id
     }
 
-    /// Names what the current task is for, and the tasks that it starts from now on: see [`Pulse::last_polled`].
+    /// Names what the current task is for, and the tasks that it starts from now on: see
+    /// [`Pulse::last_polled`].
     pub fn label(&self, name: &str) {
         let label = self.0.pulse.label(name);
         self.0.pulse.polls(label);
@@ -385,8 +403,8 @@ impl Handle {
         self.0.wake(id);
     }
 
-    /// Polls a task here and now, inside the task that calls: what it starts is submitted with the caller's own. Not for a
-    /// task that is being polled.
+    /// Polls a task here and now, inside the task that calls: what it starts is submitted with the
+    /// caller's own. Not for a task that is being polled.
     #[inline]
     pub fn poll_now(&self, id: TaskId) {
         self.0.poll(id);
@@ -408,14 +426,18 @@ impl Handle {
         self.0.now.get()
     }
 
-    /// Number of the current turn. Each task is polled once in a turn, except by [`Handle::poll_now`].
+    /// Number of the current turn. Each task is polled once in a turn, except by
+    /// [`Handle::poll_now`].
     #[inline]
     pub fn turn(&self) -> u64 {
         self.0.turn.get()
     }
 
     /// Runs `f`, which may block, on a thread of this executor's pool: see [`Workers`].
-    pub async fn blocking<T: Send + 'static>(&self, f: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
+    pub async fn blocking<T: Send + 'static>(
+        &self,
+        f: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<T> {
         let workers = self.0.workers.clone();
         workers.call(self, f).await
     }
@@ -431,22 +453,32 @@ impl Handle {
         Watch::new(self, fd)
     }
 
-    /// Registers guest memory with this executor's ring, as far as that can be: its pages are pinned, all of them, and
-    /// operations in them cost less. See [`crate::buffers`] for who must not.
+    /// Registers guest memory with this executor's ring, as far as that can be: its pages are
+    /// pinned, all of them, and operations in them cost less. See [`crate::buffers`] for who must
+    /// not.
     pub fn register_memory(&self, memory: &GuestMemory) -> Registration {
         let mut registration = Registration::new(self);
         registration.replace(memory);
         registration
     }
 
-    pub(crate) fn buffers<T>(&self, f: impl FnOnce(&mut Buffers, &io_uring::Submitter<'_>) -> T) -> T {
+    pub(crate) fn buffers<T>(
+        &self,
+        f: impl FnOnce(&mut Buffers, &io_uring::Submitter<'_>) -> T,
+    ) -> T {
         let mut uring = self.0.uring.borrow_mut();
         let (buffers, submitter) = uring.buffers();
         f(buffers, &submitter)
     }
 
-    pub(crate) fn operation(&self, action: Action, segments: Segments, file: Rc<FileSlot>) -> Operation {
-        let key = self.0.uring.borrow_mut().start(self.0.current.get(), action, segments, Some(file));
+    pub(crate) fn operation(
+        &self,
+        action: Action,
+        segments: Segments,
+        file: Rc<FileSlot>,
+    ) -> Operation {
+        let key =
+            self.0.uring.borrow_mut().start(self.0.current.get(), action, segments, Some(file));
         Operation { handle: self.clone(), key: Some(key) }
     }
 
@@ -473,8 +505,8 @@ impl Handle {
         self.0.uring.borrow_mut().register_file(fd)
     }
 
-    /// The ring is busy while it reaps; an operation's file can only be let go of then, so the table entry stays until
-    /// the ring is gone in that (rare) case.
+    /// The ring is busy while it reaps; an operation's file can only be let go of then, so the
+    /// table entry stays until the ring is gone in that (rare) case.
     pub(crate) fn unregister_file(&self, index: u32) {
         if let Ok(mut uring) = self.0.uring.try_borrow_mut() {
             uring.unregister_file(index);

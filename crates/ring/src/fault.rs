@@ -1,12 +1,14 @@
 //! Memory of others that goes away under us.
 //!
-//! A front end can cut short the file that it shares, and a pool of huge pages can run dry: touching what is missing then
-//! raises SIGBUS, which would end the process and every other guest's disk with it. The handler here puts zeroed memory
-//! of our own in the place of the whole mapping: that guest's rings are lost, nothing else is. (The kernel's own accesses
-//! just fail, with EFAULT.)
+//! A front end can cut short the file that it shares, and a pool of huge pages can run dry:
+//! touching what is missing then raises SIGBUS, which would end the process and every other guest's
+//! disk with it. The handler here puts zeroed memory of our own in the place of the whole mapping:
+//! that guest's rings are lost, nothing else is. (The kernel's own accesses just fail, with
+//! EFAULT.)
 //!
-//! What must hold: a mapping is noted before it is touched and forgotten before it is unmapped; the handler allocates
-//! nothing and takes no lock; a fault that is not in a noted mapping ends the process as it always did.
+//! What must hold: a mapping is noted before it is touched and forgotten before it is unmapped; the
+//! handler allocates nothing and takes no lock; a fault that is not in a noted mapping ends the
+//! process as it always did.
 
 use std::ptr::{NonNull, null_mut};
 use std::sync::OnceLock;
@@ -59,14 +61,21 @@ impl Guard {
         let base = base.as_ptr() as usize;
         let mut block = &FIRST;
         loop {
-            let taken = |s: &&Slot| s.base.compare_exchange(0, base, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+            let taken = |s: &&Slot| {
+                s.base.compare_exchange(0, base, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+            };
             if let Some(slot) = block.slots.iter().find(taken) {
                 slot.len.store(len, Ordering::Release);
                 return Guard(slot);
             }
             block = block.next().unwrap_or_else(|| {
                 let new = Box::into_raw(Box::new(Block::new()));
-                match block.next.compare_exchange(null_mut(), new, Ordering::AcqRel, Ordering::Acquire) {
+                match block.next.compare_exchange(
+                    null_mut(),
+                    new,
+                    Ordering::AcqRel,
+                    Ordering::Acquire,
+                ) {
                     // SAFETY: just made, and given to the table for ever.
                     Ok(_) => unsafe { &*new },
                     Err(other) => {
@@ -91,7 +100,8 @@ impl Drop for Guard {
 
 fn install() -> libc::sigaction {
     // SAFETY: all-zero sigactions are valid values of a plain C struct.
-    let (mut action, mut before): (libc::sigaction, libc::sigaction) = unsafe { std::mem::zeroed() };
+    let (mut action, mut before): (libc::sigaction, libc::sigaction) =
+        unsafe { std::mem::zeroed() };
     action.sa_sigaction = on_fault as extern "C" fn(_, _, _) as usize;
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
     // SAFETY: both structs outlive the call; the handler does only what a signal handler may.
@@ -115,7 +125,8 @@ extern "C" fn on_fault(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc:
         block = here.next();
     }
     if let Some(before) = BEFORE.get() {
-        // SAFETY: what stood there before is put back; the access is then tried again, and meets it.
+        // SAFETY: what stood there before is put back; the access is then tried again, and meets
+        // it.
         unsafe { libc::sigaction(libc::SIGBUS, before, null_mut()) };
     }
 }
@@ -128,8 +139,8 @@ fn replace(base: usize, len: usize) -> bool {
     );
     // SAFETY: errno is the thread's own; the code that was interrupted finds it as it was.
     let errno = unsafe { *libc::__errno_location() };
-    // SAFETY: the range is exactly a mapping of ours, which the faulting thread holds; raw memory stands in for raw
-    // memory there, and whoever reads it believes nothing of what it says anyway.
+    // SAFETY: the range is exactly a mapping of ours, which the faulting thread holds; raw memory
+    // stands in for raw memory there, and whoever reads it believes nothing of what it says anyway.
     let place = unsafe { libc::mmap(base as *mut _, len, protection, flags, -1, 0) };
     static WRITTEN: AtomicU32 = AtomicU32::new(0);
     if place != libc::MAP_FAILED && WRITTEN.fetch_add(1, Ordering::Relaxed) < LINES {

@@ -1,8 +1,8 @@
 //! Files and block devices over io_uring.
 //!
-//! In: segments, an offset in bytes. Out: the segments again, with the number of bytes moved. A write is durable after a
-//! later `sync` that answered Ok, or at once when it was asked to be `durable`; writes in flight together land in any
-//! order, and a power cut may tear them.
+//! In: segments, an offset in bytes. Out: the segments again, with the number of bytes moved. A
+//! write is durable after a later `sync` that answered Ok, or at once when it was asked to be
+//! `durable`; writes in flight together land in any order, and a power cut may tear them.
 
 mod attempts;
 mod change_time;
@@ -36,8 +36,9 @@ pub struct OpenMode {
     pub direct: bool,
 }
 
-/// An open file whose lock (see [`host::lock`]) ends with the last copy of this. Closing it is not enough: a ring that had it
-/// registered keeps the kernel's file, and with it the lock, until it has been taken apart.
+/// An open file whose lock (see [`host::lock`]) ends with the last copy of this. Closing it is not
+/// enough: a ring that had it registered keeps the kernel's file, and with it the lock, until it
+/// has been taken apart.
 #[derive(Debug)]
 pub struct LockedFile(OwnedFd);
 
@@ -113,8 +114,8 @@ impl FileSlot {
         self.registered
     }
 
-    /// Whether a worker of the kernel moves so many bytes. From the page cache they would be copied on submission, and the
-    /// reactor's other queues would wait for that.
+    /// Whether a worker of the kernel moves so many bytes. From the page cache they would be copied
+    /// on submission, and the reactor's other queues would wait for that.
     #[inline]
     pub fn leaves_to_worker(&self, bytes: usize) -> bool {
         self.cached && bytes > LONGEST_ON_SUBMISSION
@@ -144,8 +145,9 @@ pub struct UringFile {
 
 /// Calls of a file that block.
 struct Blocking {
-    /// Changes of the file's extents, one at a time: each has the inode locked. The kernel gives each a worker thread, and
-    /// those that wait for the lock spin, which takes the processors from reactors and guests.
+    /// Changes of the file's extents, one at a time: each has the inode locked. The kernel gives
+    /// each a worker thread, and those that wait for the lock spin, which takes the processors from
+    /// reactors and guests.
     extents: Turns,
     /// The kernel has no command of io_uring that discards (Linux 6.12 has): the ioctl is called.
     discards: Cell<bool>,
@@ -162,7 +164,8 @@ impl UringFile {
     /// `fd` may be shared by several executors; each registers it with its own ring.
     pub fn new(handle: &Handle, fd: Arc<impl AsFd + Send + Sync + 'static>) -> io::Result<Self> {
         let mode = rustix::fs::fstat(&fd)?.st_mode;
-        let block_device = rustix::fs::FileType::from_raw_mode(mode) == rustix::fs::FileType::BlockDevice;
+        let block_device =
+            rustix::fs::FileType::from_raw_mode(mode) == rustix::fs::FileType::BlockDevice;
         let counters = handle.meter().map(Meter::counters).unwrap_or_default();
         let inline = Rc::new(inline::policy(fd.as_fd(), counters.clone())?);
         let change_time = Rc::new(change_time::policy(fd.as_fd(), counters)?);
@@ -174,7 +177,13 @@ impl UringFile {
         let mut slot = FileSlot::uncounted(handle, fd);
         slot.counted = counted;
         slot.cached = !flags.contains(rustix::fs::OFlags::DIRECT);
-        Ok(UringFile { slot: Rc::new(slot), block_device, blocking: Rc::default(), inline, change_time })
+        Ok(UringFile {
+            slot: Rc::new(slot),
+            block_device,
+            blocking: Rc::default(),
+            inline,
+            change_time,
+        })
     }
 
     #[inline]
@@ -190,10 +199,16 @@ impl UringFile {
         }
     }
 
-    /// One operation; or several, where the file's time of change is in its way. (Noting it may block, if rarely: nobody else's
-    /// writes are to wait for that, the less as they may be what it waits for.)
+    /// One operation; or several, where the file's time of change is in its way. (Noting it may
+    /// block, if rarely: nobody else's writes are to wait for that, the less as they may be what it
+    /// waits for.)
     #[inline]
-    async fn write_once(&self, mut segments: Segments, offset: u64, rw_flags: i32) -> (i32, Segments) {
+    async fn write_once(
+        &self,
+        mut segments: Segments,
+        offset: u64,
+        rw_flags: i32,
+    ) -> (i32, Segments) {
         self.count(segments.len());
         let (fd, alone) = (self.slot.fd(), || self.slot.handle.files() == 1);
         let mut attempt = change_time::first(&self.change_time, fd, alone());
@@ -201,7 +216,8 @@ impl UringFile {
             let _held = self.change_time.may_hold(attempt);
             let action = Action::Write { offset, rw_flags: rw_flags | attempt.flags() };
             let result;
-            (result, segments) = self.slot.handle.operation(action, segments, self.slot.clone()).await;
+            (result, segments) =
+                self.slot.handle.operation(action, segments, self.slot.clone()).await;
             match change_time::next(&self.change_time, fd, attempt, result, alone()) {
                 Some(again) => attempt = again,
                 None => return (result, segments),
@@ -212,10 +228,16 @@ impl UringFile {
     async fn fallocate(&self, mode: i32, offset: u64, len: u64) -> io::Result<()> {
         let _turn = self.blocking.extents.take().await;
         let _held = self.change_time.held();
-        let (result, _) = self.operation(Action::Fallocate { mode, offset, len }, Segments::default()).await;
+        let (result, _) =
+            self.operation(Action::Fallocate { mode, offset, len }, Segments::default()).await;
         match answer(result) {
             Ok(_) => Ok(()),
-            Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV)) => {
+            Err(e)
+                if matches!(
+                    e.raw_os_error(),
+                    Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV)
+                ) =>
+            {
                 Err(io::Error::new(io::ErrorKind::Unsupported, e))
             }
             Err(e) => Err(e),
@@ -241,7 +263,12 @@ impl UringFile {
     }
 
     #[inline]
-    pub async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+    pub async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<usize>) {
         let want = segments.len();
         if !durable
             && self.inline.suits(want)
@@ -279,7 +306,10 @@ impl UringFile {
     pub async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         // On a block device punching means "write zeroes, and unmap if that keeps them zeroes".
         if unmap {
-            match self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await {
+            match self
+                .fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len)
+                .await
+            {
                 Err(e) if e.kind() == io::ErrorKind::Unsupported => {}
                 done => return done,
             }
@@ -290,7 +320,10 @@ impl UringFile {
     pub async fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         match (self.block_device, unmap) {
             // Of a device the kernel writes the zeroes itself, unless they are to be punched.
-            (true, true) => self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await,
+            (true, true) => {
+                self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len)
+                    .await
+            }
             (true, false) => Err(io::ErrorKind::Unsupported.into()),
             (false, _) => self.zero(offset, len, unmap).await,
         }
@@ -320,7 +353,9 @@ impl UringFile {
             Ok(start) => start,
             Err(Errno::NXIO) => return Ok(None),
             // Not every file system and device can say: then all may be data.
-            Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(Some(offset..u64::MAX)),
+            Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
+                return Ok(Some(offset..u64::MAX));
+            }
             Err(e) => return Err(e.into()),
         };
         match seek(SeekFrom::Hole(start)) {
@@ -340,10 +375,15 @@ impl UringFile {
 impl UringFile {
     async fn discard_blocks(&self, offset: u64, len: u64) -> io::Result<()> {
         if !self.blocking.discards.get() {
-            let (result, _) = self.operation(Action::Discard { offset, len }, Segments::default()).await;
+            let (result, _) =
+                self.operation(Action::Discard { offset, len }, Segments::default()).await;
             match answer(result) {
                 // The ioctl tells a kernel without the command from a device that cannot discard.
-                Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL | libc::ENOSYS)) => {}
+                Err(e)
+                    if matches!(
+                        e.raw_os_error(),
+                        Some(libc::EOPNOTSUPP | libc::EINVAL | libc::ENOSYS)
+                    ) => {}
                 done => return done.map(drop),
             }
         } else {
@@ -356,7 +396,8 @@ impl UringFile {
         done
     }
 
-    /// The rest of a transfer that came back short or was interrupted: a signal, a full disk half-way, a huge request.
+    /// The rest of a transfer that came back short or was interrupted: a signal, a full disk
+    /// half-way, a huge request.
     async fn finish(
         &self,
         action: Action,
@@ -373,7 +414,9 @@ impl UringFile {
             let rest = segments.slice(done, segments.len() - done);
             let (action, is_read) = match action {
                 Action::Read { offset } => (Action::Read { offset: offset + done as u64 }, true),
-                Action::Write { offset, rw_flags } => (Action::Write { offset: offset + done as u64, rw_flags }, false),
+                Action::Write { offset, rw_flags } => {
+                    (Action::Write { offset: offset + done as u64, rw_flags }, false)
+                }
                 other => (other, false),
             };
             let (result, _) = self.operation(action, rest).await;

@@ -49,18 +49,23 @@ pub fn file_size(fd: impl AsFd) -> io::Result<u64> {
     let stat = rustix::fs::fstat(fd.as_fd())?;
     match rustix::fs::FileType::from_raw_mode(stat.st_mode) {
         rustix::fs::FileType::RegularFile => Ok(stat.st_size as u64),
-        // Seeking to the end is the way that needs no ioctl; the position is nobody's business here.
-        rustix::fs::FileType::BlockDevice => Ok(rustix::fs::seek(fd, rustix::fs::SeekFrom::End(0))?),
-        kind => {
-            Err(io::Error::new(io::ErrorKind::InvalidInput, format!("it is a {kind:?}, not a file or block device")))
+        // Seeking to the end is the way that needs no ioctl; the position is nobody's business
+        // here.
+        rustix::fs::FileType::BlockDevice => {
+            Ok(rustix::fs::seek(fd, rustix::fs::SeekFrom::End(0))?)
         }
+        kind => Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("it is a {kind:?}, not a file or block device"),
+        )),
     }
 }
 
 /// Reads the geometry of the device that holds `fd` (or that it is), from sysfs and statx.
 pub fn geometry(fd: impl AsFd) -> io::Result<Geometry> {
     let stat = rustix::fs::fstat(fd.as_fd())?;
-    let is_device = rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::BlockDevice;
+    let is_device =
+        rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::BlockDevice;
     let dev = if is_device { stat.st_rdev } else { stat.st_dev };
     let folder = device_folder(dev);
     let folder = folder.as_deref();
@@ -72,7 +77,9 @@ pub fn geometry(fd: impl AsFd) -> io::Result<Geometry> {
         physical_block: read("queue/physical_block_size").max(logical),
         minimum_io: read("queue/minimum_io_size"),
         optimal_io: read("queue/optimal_io_size"),
-        alignment_offset: folder.and_then(|f| read_number(&f.join("alignment_offset"))).unwrap_or(0),
+        alignment_offset: folder
+            .and_then(|f| read_number(&f.join("alignment_offset")))
+            .unwrap_or(0),
         direct_memory,
         direct_offset,
         rotational: read("queue/rotational") == 1,
@@ -110,22 +117,30 @@ pub fn request_limits(device: impl AsFd) -> Option<RequestLimits> {
     })
 }
 
-/// The folder in sysfs of a block device; a partition's queue is its parent's. None: no block device (tmpfs, NFS).
+/// The folder in sysfs of a block device; a partition's queue is its parent's. None: no block
+/// device (tmpfs, NFS).
 fn device_folder(dev: u64) -> Option<PathBuf> {
     let link = format!("/sys/dev/block/{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
     let folder = std::fs::canonicalize(link).ok()?;
-    if folder.join("queue").exists() { Some(folder) } else { folder.parent().map(Path::to_path_buf) }
+    if folder.join("queue").exists() {
+        Some(folder)
+    } else {
+        folder.parent().map(Path::to_path_buf)
+    }
 }
 
-/// The device that a file lies on, or that it is, as "major:minor", and whether it turns. Of a partition it is the whole disk,
-/// for all of them share one queue. A file system without a block device (tmpfs, NFS, Btrfs) is one by itself.
+/// The device that a file lies on, or that it is, as "major:minor", and whether it turns. Of a
+/// partition it is the whole disk, for all of them share one queue. A file system without a block
+/// device (tmpfs, NFS, Btrfs) is one by itself.
 pub fn backing_device(fd: impl AsFd) -> io::Result<(String, bool)> {
     let stat = rustix::fs::fstat(fd.as_fd())?;
-    let is_device = rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::BlockDevice;
+    let is_device =
+        rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::BlockDevice;
     let dev = if is_device { stat.st_rdev } else { stat.st_dev };
     let own = format!("{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
     let Some(folder) = device_folder(dev) else { return Ok((own, false)) };
-    let whole = std::fs::read_to_string(folder.join("dev")).map_or(own, |numbers| numbers.trim().to_string());
+    let whole = std::fs::read_to_string(folder.join("dev"))
+        .map_or(own, |numbers| numbers.trim().to_string());
     // A virtual disk says that it turns when nobody has told the guest otherwise.
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     let is_virtual = name.starts_with("vd") || name.starts_with("xvd");
@@ -133,16 +148,24 @@ pub fn backing_device(fd: impl AsFd) -> io::Result<(String, bool)> {
 }
 
 fn read_number(path: &Path) -> Option<u32> {
-    std::fs::read_to_string(path).ok()?.trim().parse::<i64>().ok().and_then(|n| u32::try_from(n).ok())
+    std::fs::read_to_string(path)
+        .ok()?
+        .trim()
+        .parse::<i64>()
+        .ok()
+        .and_then(|n| u32::try_from(n).ok())
 }
 
-/// (memory, offset) alignment that O_DIRECT demands, where the kernel tells (6.1); (0, 0): not supported.
+/// (memory, offset) alignment that O_DIRECT demands, where the kernel tells (6.1); (0, 0): not
+/// supported.
 fn direct_alignment(fd: impl AsFd) -> Option<(u32, u32)> {
     // SAFETY: an all-zero statx is a valid value of a plain C struct.
     let mut stat: libc::statx = unsafe { std::mem::zeroed() };
     let raw = fd.as_fd().as_raw_fd();
     // SAFETY: an empty path with AT_EMPTY_PATH asks about `raw`; `stat` is ours to be written.
-    let rc = unsafe { libc::statx(raw, c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &mut stat) };
+    let rc = unsafe {
+        libc::statx(raw, c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &mut stat)
+    };
     (rc == 0 && stat.stx_mask & libc::STATX_DIOALIGN != 0)
         .then_some((stat.stx_dio_mem_align, stat.stx_dio_offset_align))
 }
@@ -162,17 +185,25 @@ pub fn block_discard(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     }
 }
 
-/// Writes `segments` at `offset`, on this thread and at once; how many bytes it was (pwritev2's answer).
-pub(crate) fn write_at(fd: impl AsFd, segments: &Segments, offset: u64, flags: libc::c_int) -> io::Result<usize> {
+/// Writes `segments` at `offset`, on this thread and at once; how many bytes it was (pwritev2's
+/// answer).
+pub(crate) fn write_at(
+    fd: impl AsFd,
+    segments: &Segments,
+    offset: u64,
+    flags: libc::c_int,
+) -> io::Result<usize> {
     let iov = segments.iovecs();
     let count = iov.len().min(IOV_MOST) as libc::c_int;
     // SAFETY: the entries point into memory that `segments` keeps alive, which the call only reads.
-    let n = unsafe { libc::pwritev2(fd.as_fd().as_raw_fd(), iov.as_ptr(), count, offset as libc::off_t, flags) };
+    let n = unsafe {
+        libc::pwritev2(fd.as_fd().as_raw_fd(), iov.as_ptr(), count, offset as libc::off_t, flags)
+    };
     if n >= 0 { Ok(n as usize) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Tells the kernel that this thread, and those it starts, write pages back: then memory that they ask for never waits for
-/// pages that are to be written to them.
+/// Tells the kernel that this thread, and those it starts, write pages back: then memory that they
+/// ask for never waits for pages that are to be written to them.
 pub fn set_io_flusher() -> io::Result<()> {
     const PR_SET_IO_FLUSHER: libc::c_int = 57;
     // SAFETY: plain numbers.
@@ -180,19 +211,21 @@ pub fn set_io_flusher() -> io::Result<()> {
     if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whether a block device could be claimed just now; `ResourceBusy`: it is mounted, or has another owner.
+/// Whether a block device could be claimed just now; `ResourceBusy`: it is mounted, or has another
+/// owner.
 pub fn claim(device: &Path) -> io::Result<()> {
     let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::EXCL | rustix::fs::OFlags::CLOEXEC;
     Ok(rustix::fs::open(device, flags, rustix::fs::Mode::empty()).map(drop)?)
 }
 
-/// The process at the other end of a Unix socket; None: it is not known here (another PID namespace).
+/// The process at the other end of a Unix socket; None: it is not known here (another PID
+/// namespace).
 pub fn peer_process(socket: impl AsFd) -> Option<i32> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     let (fd, to) = (socket.as_fd().as_raw_fd(), (&raw mut peer).cast());
-    // SAFETY: the kernel writes at most `len` bytes, the size of `peer`, which is ours. (Plain integers: unlike rustix's, this
-    // process number may be 0.)
+    // SAFETY: the kernel writes at most `len` bytes, the size of `peer`, which is ours. (Plain
+    // integers: unlike rustix's, this process number may be 0.)
     let rc = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, to, &mut len) };
     (rc == 0 && peer.pid > 0).then_some(peer.pid)
 }
@@ -206,7 +239,8 @@ pub(crate) fn voluntary_switches() -> i64 {
     usage.ru_nvcsw
 }
 
-/// A time since 1970 as the clock on the wall shows it: year, month, day, hour, minute, second. None: there is no such year.
+/// A time since 1970 as the clock on the wall shows it: year, month, day, hour, minute, second.
+/// None: there is no such year.
 pub fn local_time(seconds: i64) -> Option<[i32; 6]> {
     // SAFETY: an all-zero tm is a valid value of a plain C struct.
     let mut tm: libc::tm = unsafe { std::mem::zeroed() };
@@ -227,17 +261,18 @@ pub enum Lock {
     None,
 }
 
-/// The bytes by which QEMU's processes tell one another what they do with an image: each has read locks on those of what it
-/// does, and on those of what it bears nobody else to do.
+/// The bytes by which QEMU's processes tell one another what they do with an image: each has read
+/// locks on those of what it does, and on those of what it bears nobody else to do.
 const READING: i64 = 100;
 const WRITING: i64 = 101;
 const RESIZING: i64 = 103;
 const NO_WRITING: i64 = 201;
 const NO_RESIZING: i64 = 203;
 
-/// Locks the file for this open file description (OFD locks: they fall with the last descriptor, also when the process is
-/// killed): to write, all of it; to read, the bytes by which QEMU knows a reader, so that its readers may be there too and
-/// its writers may not. `Ok(false)`: somebody else has it locked.
+/// Locks the file for this open file description (OFD locks: they fall with the last descriptor,
+/// also when the process is killed): to write, all of it; to read, the bytes by which QEMU knows a
+/// reader, so that its readers may be there too and its writers may not. `Ok(false)`: somebody else
+/// has it locked.
 pub fn lock(fd: impl AsFd, lock: Lock) -> io::Result<bool> {
     let fd = fd.as_fd();
     match lock {
@@ -258,14 +293,21 @@ pub fn lock(fd: impl AsFd, lock: Lock) -> io::Result<bool> {
     }
     // What a writer had besides, who is a reader from now on.
     let between = NO_WRITING - READING - 1;
-    for (start, len) in [(0, READING), (READING + 1, between), (NO_WRITING + 1, 1), (NO_RESIZING + 1, 0)] {
+    for (start, len) in
+        [(0, READING), (READING + 1, between), (NO_WRITING + 1, 1), (NO_RESIZING + 1, 0)]
+    {
         set_lock(fd, libc::F_UNLCK, start, len)?;
     }
     Ok(true)
 }
 
 /// `Ok(false)`: another lock is in the way. A length of 0 is all that follows.
-pub(crate) fn set_lock(fd: BorrowedFd<'_>, kind: libc::c_int, start: i64, len: i64) -> io::Result<bool> {
+pub(crate) fn set_lock(
+    fd: BorrowedFd<'_>,
+    kind: libc::c_int,
+    start: i64,
+    len: i64,
+) -> io::Result<bool> {
     let flock = flock_of(kind, start, len);
     // SAFETY: F_OFD_SETLK reads the struct, which outlives the call.
     let rc = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &flock) };
@@ -281,7 +323,11 @@ fn is_locked(fd: BorrowedFd<'_>, byte: i64) -> io::Result<bool> {
     let mut flock = flock_of(libc::F_WRLCK, byte, 1);
     // SAFETY: F_OFD_GETLK reads and writes the struct, which is ours and outlives the call.
     let rc = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &mut flock) };
-    if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(libc::c_int::from(flock.l_type) != libc::F_UNLCK) }
+    if rc < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(libc::c_int::from(flock.l_type) != libc::F_UNLCK)
+    }
 }
 
 fn flock_of(kind: libc::c_int, start: i64, len: i64) -> libc::flock {
@@ -296,7 +342,10 @@ fn flock_of(kind: libc::c_int, start: i64, len: i64) -> libc::flock {
 /// Raises the limit of open descriptors to the most that the process may have.
 pub fn raise_descriptor_limit() -> io::Result<()> {
     let limit = rustix::process::getrlimit(Resource::Nofile);
-    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })?;
+    rustix::process::setrlimit(
+        Resource::Nofile,
+        Rlimit { current: limit.maximum, maximum: limit.maximum },
+    )?;
     Ok(())
 }
 
@@ -329,32 +378,49 @@ impl std::fmt::Display for Holder {
     }
 }
 
-/// Who has the file locked, this process included, as far as /proc lets us see: for the message to a person.
+/// Who has the file locked, this process included, as far as /proc lets us see: for the message to
+/// a person.
 pub fn holders(fd: impl AsFd) -> Vec<Holder> {
     let Ok(ours) = rustix::fs::fstat(fd.as_fd()) else { return Vec::new() };
     let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
     let pids = processes.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
     let locks = |fd: &std::fs::DirEntry, pid: u32| {
         use std::os::unix::fs::MetadataExt;
-        let same = std::fs::metadata(fd.path()).is_ok_and(|m| m.dev() == ours.st_dev && m.ino() == ours.st_ino);
+        let same = std::fs::metadata(fd.path())
+            .is_ok_and(|m| m.dev() == ours.st_dev && m.ino() == ours.st_ino);
         // The kernel tells there which locks came through this very descriptor.
-        let info = || std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", fd.file_name().to_string_lossy()));
+        let info = || {
+            std::fs::read_to_string(format!(
+                "/proc/{pid}/fdinfo/{}",
+                fd.file_name().to_string_lossy()
+            ))
+        };
         // (flock(2) is another matter, and in nobody's way.)
         same && info().is_ok_and(|text| text.contains("OFDLCK") || text.contains("POSIX"))
     };
     let holds = |pid: &u32| {
-        std::fs::read_dir(format!("/proc/{pid}/fd")).is_ok_and(|fds| fds.flatten().any(|fd| locks(&fd, *pid)))
+        std::fs::read_dir(format!("/proc/{pid}/fd"))
+            .is_ok_and(|fds| fds.flatten().any(|fd| locks(&fd, *pid)))
     };
     pids.filter(holds).map(holder).collect()
 }
 
 fn holder(pid: u32) -> Holder {
     const PF_EXITING: u32 = 4;
-    let read = |what: &str| std::fs::read_to_string(format!("/proc/{pid}/{what}")).unwrap_or_default();
-    // proc(5): the name in the second field may hold anything, parentheses too; the flags are the ninth field.
+    let read =
+        |what: &str| std::fs::read_to_string(format!("/proc/{pid}/{what}")).unwrap_or_default();
+    // proc(5): the name in the second field may hold anything, parentheses too; the flags are the
+    // ninth field.
     let stat = read("stat");
-    let flags = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(6)?.parse::<u32>().ok());
-    Holder { pid, name: read("comm").trim().into(), leaving: flags.is_none_or(|f| f & PF_EXITING != 0) }
+    let flags = stat
+        .rsplit(')')
+        .next()
+        .and_then(|rest| rest.split_whitespace().nth(6)?.parse::<u32>().ok());
+    Holder {
+        pid,
+        name: read("comm").trim().into(),
+        leaving: flags.is_none_or(|f| f & PF_EXITING != 0),
+    }
 }
 
 #[cfg(test)]
@@ -379,7 +445,8 @@ mod tests {
     fn folder() -> Folder {
         static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
         let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let folder = std::env::temp_dir().join(format!("blockyard-host-{}-{number}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("blockyard-host-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         Folder(folder)
     }
@@ -396,7 +463,15 @@ mod tests {
     fn locks_are_between_open_file_descriptions() {
         let folder = folder();
         let path = folder.join("lock");
-        let open = || std::fs::File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
+        let open = || {
+            std::fs::File::options()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .open(&path)
+                .unwrap()
+        };
         let (a, b) = (open(), open());
         assert!(lock(&a, Lock::Shared).unwrap());
         assert!(lock(&b, Lock::Shared).unwrap());

@@ -1,12 +1,14 @@
-//! The one way in to an executor for other threads: a bounded ring of slots, many producers, one consumer.
+//! The one way in to an executor for other threads: a bounded ring of slots, many producers, one
+//! consumer.
 //!
-//! In: wake-ups of tasks and calls, from any thread. Out: both, on the executor's thread, once a turn.
-//! What must hold:
-//! - A wake-up takes no lock, allocates nothing and never waits: librbd's callbacks, worker threads and other reactors
-//!   complete requests by it.
-//! - A task has at most one wake-up in the ring. If the ring is full, the wake-up stays as a mark on the task's waker, and
-//!   the executor looks at all wakers. No wake-up is lost.
-//! - Calls are for control. Those that find the ring full are kept in a list behind a lock. Calls of one thread run in order.
+//! In: wake-ups of tasks and calls, from any thread. Out: both, on the executor's thread, once a
+//! turn. What must hold:
+//! - A wake-up takes no lock, allocates nothing and never waits: librbd's callbacks, worker threads
+//!   and other reactors complete requests by it.
+//! - A task has at most one wake-up in the ring. If the ring is full, the wake-up stays as a mark
+//!   on the task's waker, and the executor looks at all wakers. No wake-up is lost.
+//! - Calls are for control. Those that find the ring full are kept in a list behind a lock. Calls
+//!   of one thread run in order.
 //! - The eventfd is written only when the executor sleeps, once a sleep.
 
 use std::io;
@@ -61,7 +63,8 @@ impl Inbox {
 
     /// Wakes a task. `mark` is its waker's: it is set until the executor has seen the wake-up.
     pub fn wake(&self, task: TaskId, mark: &AtomicBool) {
-        // A mark that is set already stands for this wake-up, too: the executor clears it before it polls the task.
+        // A mark that is set already stands for this wake-up, too: the executor clears it before it
+        // polls the task.
         if mark.swap(true, SeqCst) {
             return;
         }
@@ -71,14 +74,16 @@ impl Inbox {
         self.notify();
     }
 
-    /// Hands a call in. Dropped if the executor has ended: a caller that waits for its answer learns that there is none.
+    /// Hands a call in. Dropped if the executor has ended: a caller that waits for its answer
+    /// learns that there is none.
     pub fn call(&self, call: Box<dyn FnOnce(&Handle) + Send>) {
         if self.closed.load(SeqCst) {
             return;
         }
         let job = Job::Call(call);
         // A call must not overtake those that are kept.
-        let refused = if self.kept_len.load(SeqCst) == 0 { self.ring.push(job).err() } else { Some(job) };
+        let refused =
+            if self.kept_len.load(SeqCst) == 0 { self.ring.push(job).err() } else { Some(job) };
         if let Some(job) = refused {
             let mut kept = self.kept();
             kept.push(job);
@@ -104,8 +109,8 @@ impl Inbox {
         self.ring.is_empty() && self.kept_len.load(SeqCst) == 0 && !self.marked.load(SeqCst)
     }
 
-    /// The executor is about to sleep: from here on producers write the eventfd. False: there are jobs already, and the
-    /// executor must not sleep.
+    /// The executor is about to sleep: from here on producers write the eventfd. False: there are
+    /// jobs already, and the executor must not sleep.
     pub fn may_sleep(&self) -> bool {
         self.sleeping.store(true, SeqCst);
         // Either this sees what a producer has handed in, or the producer sees `sleeping`.
@@ -131,7 +136,8 @@ impl Inbox {
             return Vec::new();
         }
         let mut kept = self.kept();
-        // What a thread put into the ring before another thread's call was kept is in the ring by now.
+        // What a thread put into the ring before another thread's call was kept is in the ring by
+        // now.
         let mut jobs = Vec::new();
         while let Some(job) = self.ring.pop() {
             jobs.push(job);

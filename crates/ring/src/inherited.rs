@@ -1,8 +1,9 @@
-//! Listening sockets that this process was started with: socket activation of systemd, or a parent's descriptors.
+//! Listening sockets that this process was started with: socket activation of systemd, or a
+//! parent's descriptors.
 //!
-//! In: descriptor numbers, as a person writes them. Out: sockets. What must hold: a number that means no descriptor of the
-//! parent is refused, also after the start, when this process may have a listening socket of its own there; at any time one
-//! export at most has a socket.
+//! In: descriptor numbers, as a person writes them. Out: sockets. What must hold: a number that
+//! means no descriptor of the parent is refused, also after the start, when this process may have a
+//! listening socket of its own there; at any time one export at most has a socket.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -11,7 +12,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::io::FdFlags;
 
-static SOCKETS: Mutex<Sockets> = Mutex::new(Sockets { noted: BTreeSet::new(), kept: BTreeMap::new() });
+static SOCKETS: Mutex<Sockets> =
+    Mutex::new(Sockets { noted: BTreeSet::new(), kept: BTreeMap::new() });
 
 struct Sockets {
     /// Numbers of descriptors that were inherited, and that nothing here owns.
@@ -24,7 +26,8 @@ fn sockets() -> MutexGuard<'static, Sockets> {
     SOCKETS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The right to accept connections of an inherited socket. Dropped, another export may have the socket.
+/// The right to accept connections of an inherited socket. Dropped, another export may have the
+/// socket.
 #[derive(Debug)]
 pub struct Claim(i32);
 
@@ -36,11 +39,12 @@ impl Drop for Claim {
     }
 }
 
-/// Notes which descriptors from 3 on this process was started with. To be called at start: a descriptor of its own that was
-/// made without close-on-exec must not be taken for one of them.
+/// Notes which descriptors from 3 on this process was started with. To be called at start: a
+/// descriptor of its own that was made without close-on-exec must not be taken for one of them.
 pub fn note() {
     let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return };
-    let numbers = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let numbers =
+        entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     let numbers: Vec<_> = numbers.filter(|number| *number >= 3).collect();
     sockets().noted.extend(numbers.into_iter().filter(|number| survives_exec(*number)));
 }
@@ -56,7 +60,8 @@ fn survives_exec(number: i32) -> bool {
 pub fn take(number: i32) -> io::Result<(OwnedFd, Claim)> {
     let mut sockets = sockets();
     if sockets.noted.contains(&number) {
-        // SAFETY: the parent opened it, and nothing in this process closes it before it is in `kept`.
+        // SAFETY: the parent opened it, and nothing in this process closes it before it is in
+        // `kept`.
         let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
         if !rustix::net::sockopt::socket_acceptconn(borrowed)? {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it does not listen"));
@@ -68,7 +73,10 @@ pub fn take(number: i32) -> io::Result<(OwnedFd, Claim)> {
         sockets.kept.insert(number, (owned, false));
     }
     let Some((socket, in_use)) = sockets.kept.get_mut(&number) else {
-        return Err(io::Error::new(io::ErrorKind::NotFound, "this process was not started with it"));
+        return Err(io::Error::new(
+            io::ErrorKind::NotFound,
+            "this process was not started with it",
+        ));
     };
     if *in_use {
         return Err(io::Error::new(io::ErrorKind::AddrInUse, "another export has it"));

@@ -6,7 +6,8 @@ use std::task::Poll;
 
 type Begun<'a, E> = Pin<Box<dyn Future<Output = Result<(), E>> + 'a>>;
 
-/// Runs all, at most `at_a_time` together; gives the first error, after all that were begun have ended.
+/// Runs all, at most `at_a_time` together; gives the first error, after all that were begun have
+/// ended.
 pub async fn all<'a, E>(
     at_a_time: usize,
     work: impl IntoIterator<Item = impl Future<Output = Result<(), E>> + 'a>,

@@ -19,10 +19,12 @@
 //! ```
 //!
 //! In: bytes' addresses and offsets that somebody above has already given a meaning. Out: results.
-//! What must hold: memory handed to the kernel stays alive, and is not reused, until its completion has been
-//! reaped. This is the only crate of the workspace that holds `unsafe`; its public functions are all safe.
+//! What must hold: memory handed to the kernel stays alive, and is not reused, until its completion
+//! has been reaped. This is the only crate of the workspace that holds `unsafe`; its public
+//! functions are all safe.
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do not.
+// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
+// not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod buffers;

@@ -1,4 +1,5 @@
-//! State that one executor keeps for the crates above: a value of each type, made when it is first asked for.
+//! State that one executor keeps for the crates above: a value of each type, made when it is first
+//! asked for.
 //!
 //! What must hold: it ends with its executor, also if a value holds a handle to it.
 
@@ -61,14 +62,18 @@ mod tests {
     fn each_executor_has_one_value_of_a_type() {
         let (one, other) = (Executor::new().unwrap(), Executor::new().unwrap());
         one.handle().local::<Count>().0.set(3);
-        assert_eq!((one.handle().local::<Count>().0.get(), other.handle().local::<Count>().0.get()), (3, 0));
+        assert_eq!(
+            (one.handle().local::<Count>().0.get(), other.handle().local::<Count>().0.get()),
+            (3, 0)
+        );
     }
 
     #[test]
     fn values_end_with_their_executor() {
         let executor = Executor::new().unwrap();
         let sentinel = Rc::new(());
-        *executor.handle().local::<Cycle>().0.borrow_mut() = Some((executor.handle().clone(), sentinel.clone()));
+        *executor.handle().local::<Cycle>().0.borrow_mut() =
+            Some((executor.handle().clone(), sentinel.clone()));
         drop(executor);
         assert_eq!(Rc::strong_count(&sentinel), 1);
     }

@@ -1,12 +1,15 @@
 //! Front ends' memory files: which ones are mapped, and how much of them.
 //!
-//! In: descriptors that a front end sent. Out: regions. What must hold: a page of a file that is accepted cannot be withheld
-//! by another process (a page fault would then stop the reactor and every disk on it); mappings are bounded ([`crate::quota`]).
+//! In: descriptors that a front end sent. Out: regions. What must hold: a page of a file that is
+//! accepted cannot be withheld by another process (a page fault would then stop the reactor and
+//! every disk on it); mappings are bounded ([`crate::quota`]).
 //!
-//! Memory file systems (tmpfs and with it memfd, hugetlbfs, ramfs) are accepted, and file systems that lie on a disk of
-//! this host (ext4, XFS, Btrfs, F2FS): only root mounts them, so a fault there waits for a disk as it would for swap. User
-//! Mode Linux has its memory in such a file where /dev/shm is no tmpfs. Refused are FUSE, network file systems (NFS, CIFS,
-//! 9p), overlayfs (its upper layer may be FUSE, also for a user without rights), device files, and all that is not known.
+//! Memory file systems (tmpfs and with it memfd, hugetlbfs, ramfs) are accepted, and file systems
+//! that lie on a disk of this host (ext4, XFS, Btrfs, F2FS): only root mounts them, so a fault
+//! there waits for a disk as it would for swap. User Mode Linux has its memory in such a file where
+//! /dev/shm is no tmpfs. Refused are FUSE, network file systems (NFS, CIFS, 9p), overlayfs (its
+//! upper layer may be FUSE, also for a user without rights), device files, and all that is not
+//! known.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -64,7 +67,9 @@ impl std::fmt::Display for MemoryFile {
         match self {
             MemoryFile::Memory => f.write_str("memory"),
             MemoryFile::Disk(name) => write!(f, "a file on {name}"),
-            MemoryFile::Other(name, number) => write!(f, "a file on a file system of type {number:#x} ({name})"),
+            MemoryFile::Other(name, number) => {
+                write!(f, "a file on a file system of type {number:#x} ({name})")
+            }
             MemoryFile::NotRegular => f.write_str("something that is no regular file"),
         }
     }
@@ -84,7 +89,14 @@ impl Mapper {
     }
 
     /// Maps `len` bytes of `fd`: see [`Region::map`].
-    pub fn map(&self, fd: impl AsFd, offset: u64, guest: u64, user: u64, len: u64) -> Result<Region, MemoryError> {
+    pub fn map(
+        &self,
+        fd: impl AsFd,
+        offset: u64,
+        guest: u64,
+        user: u64,
+        len: u64,
+    ) -> Result<Region, MemoryError> {
         self.accept(fd.as_fd(), len)?;
         Region::map_charged(fd, offset, guest, user, len, Some(&self.account))
     }
@@ -120,21 +132,27 @@ mod tests {
         for local in [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010] {
             assert!(matches!(MemoryFile::of_type(local), MemoryFile::Disk(_)), "{local:#x}");
         }
-        for other in [0x6969, 0x0102_1997, 0xff53_4d42, 0xfe53_4d42, 0x517b, 0x794c_7630, 0x9fa0, 0] {
+        for other in [0x6969, 0x0102_1997, 0xff53_4d42, 0xfe53_4d42, 0x517b, 0x794c_7630, 0x9fa0, 0]
+        {
             assert!(matches!(MemoryFile::of_type(other), MemoryFile::Other(..)), "{other:#x}");
         }
     }
 
     #[test]
     fn memory_files_are_mapped_and_others_only_if_all_are() {
-        let memfd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
+        let memfd =
+            rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&memfd, 4096).unwrap();
         let mapper = Mapper::new(false);
         mapper.map(&memfd, 0, 0, 0, 4096).unwrap();
         // A file of procfs: its pages are made by whatever answers for it.
-        let other = std::fs::File::options().read(true).write(true).open("/proc/self/comm").unwrap();
+        let other =
+            std::fs::File::options().read(true).write(true).open("/proc/self/comm").unwrap();
         let refused = mapper.map(&other, 0, 0, 0, 4096).unwrap_err();
-        assert!(matches!(refused, MemoryError::File(MemoryFile::Other("unknown", 0x9fa0))), "{refused}");
+        assert!(
+            matches!(refused, MemoryError::File(MemoryFile::Other("unknown", 0x9fa0))),
+            "{refused}"
+        );
         assert!(refused.to_string().contains("--allow-any-memory-file"), "{refused}");
         let zero = std::fs::File::options().read(true).write(true).open("/dev/zero").unwrap();
         let device = mapper.map(&zero, 0, 0, 0, 4096).unwrap_err();

@@ -1,15 +1,17 @@
 //! Guest memory: regions of shared mappings, and bounds-checked windows into them.
 //!
-//! In: file descriptors and the layout that a front end sent. Out: `Window`s (contiguous, checked once, read and
-//! written by offset) and, through [`crate::Segments`], iovecs.
+//! In: file descriptors and the layout that a front end sent. Out: `Window`s (contiguous, checked
+//! once, read and written by offset) and, through [`crate::Segments`], iovecs.
 //!
 //! What must hold
-//! - A `GuestMemory` is immutable. Hot-adding or removing a region makes a new one; who still holds the old one
-//!   (a request in flight) keeps its mappings alive, so a region can go while I/O to it is on the way.
-//! - Another process writes this memory at any time. Every access is a volatile or atomic one, and nothing read here is
-//!   ever trusted to read the same twice: callers copy first and check the copy.
-//! - A file that is shorter than its region would turn an access into SIGBUS: it is refused when it is mapped; one that
-//!   is cut short later costs its owner the region (see `fault`).
+//! - A `GuestMemory` is immutable. Hot-adding or removing a region makes a new one; who still holds
+//!   the old one (a request in flight) keeps its mappings alive, so a region can go while I/O to it
+//!   is on the way.
+//! - Another process writes this memory at any time. Every access is a volatile or atomic one, and
+//!   nothing read here is ever trusted to read the same twice: callers copy first and check the
+//!   copy.
+//! - A file that is shorter than its region would turn an access into SIGBUS: it is refused when it
+//!   is mapped; one that is cut short later costs its owner the region (see `fault`).
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
@@ -61,8 +63,9 @@ struct Mapping {
     _release: Option<Release>,
 }
 
-// SAFETY: a mapping is plain shared memory; all access goes through volatile or atomic operations on bounds that were
-// checked, so moving or sharing the handle between threads adds no access that another process could not make anyway.
+// SAFETY: a mapping is plain shared memory; all access goes through volatile or atomic operations
+// on bounds that were checked, so moving or sharing the handle between threads adds no access that
+// another process could not make anyway.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -70,8 +73,8 @@ unsafe impl Sync for Mapping {}
 impl Drop for Mapping {
     fn drop(&mut self) {
         self.fault = None;
-        // SAFETY: base and map_len are what mmap returned and was given; nobody holds a pointer into the mapping, because
-        // every Window and Segments holds the Arc<Region> that owns this.
+        // SAFETY: base and map_len are what mmap returned and was given; nobody holds a pointer
+        // into the mapping, because every Window and Segments holds the Arc<Region> that owns this.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.map_len) };
     }
 }
@@ -87,9 +90,15 @@ pub struct Region {
 }
 
 impl Region {
-    /// Maps `len` bytes of `fd` from `offset`; `guest` is the guest-physical address, `user` the address in the front
-    /// end's own process, by which vhost-user names rings.
-    pub fn map(fd: impl AsFd, offset: u64, guest: u64, user: u64, len: u64) -> Result<Self, MemoryError> {
+    /// Maps `len` bytes of `fd` from `offset`; `guest` is the guest-physical address, `user` the
+    /// address in the front end's own process, by which vhost-user names rings.
+    pub fn map(
+        fd: impl AsFd,
+        offset: u64,
+        guest: u64,
+        user: u64,
+        len: u64,
+    ) -> Result<Self, MemoryError> {
         Self::map_charged(fd, offset, guest, user, len, None)
     }
 
@@ -109,7 +118,8 @@ impl Region {
         let need = offset.checked_add(len).ok_or_else(bad)?;
         let io = |e: rustix::io::Errno| MemoryError::Map { len, source: e.into() };
         let stat = rustix::fs::fstat(fd.as_fd()).map_err(io)?;
-        let is_file = rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::RegularFile;
+        let is_file =
+            rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::RegularFile;
         // hugetlbfs and memfd report their true size here too.
         if is_file && (stat.st_size as u64) < need {
             return Err(MemoryError::FileTooShort { need, have: stat.st_size as u64 });
@@ -118,8 +128,12 @@ impl Region {
         let align = (stat.st_blksize as u64).clamp(4096, 1 << 30).next_power_of_two();
         let start = offset & !(align - 1);
         let skip = (offset - start) as usize;
-        let map_len = usize::try_from(len).ok().and_then(|l| l.checked_add(skip)).ok_or_else(bad)?;
-        let map_len = map_len.checked_next_multiple_of(align as usize).filter(|_| align > 4096).unwrap_or(map_len);
+        let map_len =
+            usize::try_from(len).ok().and_then(|l| l.checked_add(skip)).ok_or_else(bad)?;
+        let map_len = map_len
+            .checked_next_multiple_of(align as usize)
+            .filter(|_| align > 4096)
+            .unwrap_or(map_len);
         let charge = account.map(|account| account.charge(map_len as u64)).transpose();
         let charge = charge.map_err(|why| MemoryError::Exceeded { len, why })?;
         // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
@@ -136,22 +150,34 @@ impl Region {
         .map_err(io)?;
         let base = NonNull::new(ptr.cast()).ok_or_else(bad)?;
         crate::resident::release(base, map_len);
-        let mapping =
-            Mapping { base, map_len, fault: Some(Guard::new(base, map_len)), _charge: charge, _release: None };
+        let mapping = Mapping {
+            base,
+            map_len,
+            fault: Some(Guard::new(base, map_len)),
+            _charge: charge,
+            _release: None,
+        };
         Ok(Region { mapping, skip, guest, user, len })
     }
 
-    /// Pages that a guest of Xen grants, as one region at guest address 0. They stay as long as they are mapped.
+    /// Pages that a guest of Xen grants, as one region at guest address 0. They stay as long as
+    /// they are mapped.
     ///
     /// # Safety
     /// `base` and `len` are a mapping that belongs to nothing else.
     pub(crate) unsafe fn granted(base: NonNull<u8>, len: usize, release: Release) -> Self {
-        let mapping = Mapping { base, map_len: len, fault: None, _charge: None, _release: Some(release) };
+        let mapping =
+            Mapping { base, map_len: len, fault: None, _charge: None, _release: Some(release) };
         Region { mapping, skip: 0, guest: 0, user: 0, len: len as u64 }
     }
 
     /// Memory of our own for `len` bytes, in a memfd that can be handed to a peer.
-    pub fn memfd(name: &str, guest: u64, user: u64, len: u64) -> Result<(Self, OwnedFd), MemoryError> {
+    pub fn memfd(
+        name: &str,
+        guest: u64,
+        user: u64,
+        len: u64,
+    ) -> Result<(Self, OwnedFd), MemoryError> {
         let io = |e: rustix::io::Errno| MemoryError::Map { len, source: e.into() };
         let fd = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).map_err(io)?;
         rustix::fs::ftruncate(&fd, len).map_err(io)?;
@@ -176,12 +202,14 @@ impl Region {
         crate::resident::keep(self.mapping.base, self.mapping.map_len);
     }
 
-    /// Gives every page of it its memory, now. For who will pin it on a thread that others wait for.
+    /// Gives every page of it its memory, now. For who will pin it on a thread that others wait
+    /// for.
     pub fn populate(&self) -> std::io::Result<()> {
         let (base, len) = (self.mapping.base.as_ptr().cast(), self.mapping.map_len);
-        // SAFETY: the range is this mapping's own, and its contents stay as they are. What cannot be had is an error here,
-        // and no signal.
-        unsafe { rustix::mm::madvise(base, len, rustix::mm::Advice::LinuxPopulateWrite) }.map_err(Into::into)
+        // SAFETY: the range is this mapping's own, and its contents stay as they are. What cannot
+        // be had is an error here, and no signal.
+        unsafe { rustix::mm::madvise(base, len, rustix::mm::Advice::LinuxPopulateWrite) }
+            .map_err(Into::into)
     }
 
     /// Where it lies in this process.
@@ -190,7 +218,8 @@ impl Region {
         start..start + self.len as usize
     }
 
-    /// The host address of `offset` bytes into the region. Callers have checked `offset` against `len`.
+    /// The host address of `offset` bytes into the region. Callers have checked `offset` against
+    /// `len`.
     fn at(&self, offset: u64) -> NonNull<u8> {
         debug_assert!(offset <= self.len);
         // SAFETY: skip + len lies inside the mapping, and offset <= len.
@@ -237,7 +266,8 @@ struct Span {
     host: NonNull<u8>,
 }
 
-// SAFETY: a Span is an address inside a mapping that the GuestMemory's Arc of its region keeps alive; see Mapping.
+// SAFETY: a Span is an address inside a mapping that the GuestMemory's Arc of its region keeps
+// alive; see Mapping.
 unsafe impl Send for Span {}
 // SAFETY: as above.
 unsafe impl Sync for Span {}
@@ -247,7 +277,8 @@ impl Span {
     #[inline]
     fn at(&self, offset: u64) -> *mut u8 {
         debug_assert!(offset < self.len);
-        // SAFETY: the caller's offset is below the length, and that many bytes are mapped from `host` on.
+        // SAFETY: the caller's offset is below the length, and that many bytes are mapped from
+        // `host` on.
         unsafe { self.host.as_ptr().add(offset as usize) }
     }
 }
@@ -264,7 +295,8 @@ impl Clone for LastHit {
 
 impl GuestMemory {
     fn of(regions: Vec<Arc<Region>>) -> Self {
-        let spans = regions.iter().map(|r| Span { start: r.guest, len: r.len, host: r.at(0) }).collect();
+        let spans =
+            regions.iter().map(|r| Span { start: r.guest, len: r.len, host: r.at(0) }).collect();
         GuestMemory { regions, spans, last: LastHit::default() }
     }
 
@@ -317,18 +349,24 @@ impl GuestMemory {
     #[inline]
     pub fn write_byte(&self, addr: u64, byte: u8) -> Result<(), MemoryError> {
         let (index, offset) = self.find(addr, 1).ok_or(MemoryError::OutOfRange { addr, len: 1 })?;
-        // SAFETY: `find` gave an offset inside the region, which is mapped; volatile, because the guest reads it.
+        // SAFETY: `find` gave an offset inside the region, which is mapped; volatile, because the
+        // guest reads it.
         unsafe { self.spans[index].at(offset).write_volatile(byte) };
         Ok(())
     }
 
-    /// Translates an address of the front end's process into a guest address (vhost-user names rings that way).
+    /// Translates an address of the front end's process into a guest address (vhost-user names
+    /// rings that way).
     pub fn guest_address(&self, user: u64) -> Option<u64> {
-        self.regions.iter().find(|r| user >= r.user && user - r.user < r.len).map(|r| r.guest + (user - r.user))
+        self.regions
+            .iter()
+            .find(|r| user >= r.user && user - r.user < r.len)
+            .map(|r| r.guest + (user - r.user))
     }
 
-    /// Calls `piece` with each host (address, length) that makes up `addr`+`len`, in order. Regions that touch are
-    /// crossed; a hole is an error, and then some pieces may have been given already.
+    /// Calls `piece` with each host (address, length) that makes up `addr`+`len`, in order. Regions
+    /// that touch are crossed; a hole is an error, and then some pieces may have been given
+    /// already.
     #[inline]
     pub(crate) fn pieces(
         &self,
@@ -337,7 +375,8 @@ impl GuestMemory {
         mut piece: impl FnMut(*mut u8, usize),
     ) -> Result<(), MemoryError> {
         while len > 0 {
-            let (index, offset) = self.find(addr, len).ok_or(MemoryError::OutOfRange { addr, len })?;
+            let (index, offset) =
+                self.find(addr, len).ok_or(MemoryError::OutOfRange { addr, len })?;
             let span = &self.spans[index];
             let here = len.min(span.len - offset);
             piece(span.at(offset), here as usize);
@@ -347,7 +386,8 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// Returns the index of the region that has the address `addr`, and the address's offset into it.
+    /// Returns the index of the region that has the address `addr`, and the address's offset into
+    /// it.
     #[inline]
     fn find(&self, addr: u64, len: u64) -> Option<(usize, u64)> {
         addr.checked_add(len)?;
@@ -365,8 +405,8 @@ impl GuestMemory {
     }
 }
 
-/// A checked, contiguous piece of guest memory. Accesses beyond its end, or misaligned ones, panic: the caller derives
-/// offsets from sizes that it negotiated, never from what the guest wrote.
+/// A checked, contiguous piece of guest memory. Accesses beyond its end, or misaligned ones, panic:
+/// the caller derives offsets from sizes that it negotiated, never from what the guest wrote.
 #[derive(Clone)]
 pub struct Window {
     ptr: NonNull<u8>,
@@ -388,7 +428,11 @@ impl Window {
 
     #[inline]
     fn at(&self, offset: usize, len: usize, align: usize) -> *mut u8 {
-        assert!(offset <= self.len && len <= self.len - offset, "window access {offset}+{len} beyond {}", self.len);
+        assert!(
+            offset <= self.len && len <= self.len - offset,
+            "window access {offset}+{len} beyond {}",
+            self.len
+        );
         // SAFETY: offset <= len of the window, which lies inside the mapping.
         let ptr = unsafe { self.ptr.as_ptr().add(offset) };
         assert!((ptr as usize) & (align - 1) == 0, "window access misaligned");
@@ -423,11 +467,13 @@ impl Window {
         unsafe { AtomicU32::from_ptr(ptr) }.store(value.to_le(), order);
     }
 
-    /// Copies `N` bytes out, once; what the guest writes meanwhile may be in the copy or not, but the copy is then ours.
+    /// Copies `N` bytes out, once; what the guest writes meanwhile may be in the copy or not, but
+    /// the copy is then ours.
     #[inline]
     pub fn copy_out<const N: usize>(&self, offset: usize) -> [u8; N] {
         let ptr = self.at(offset, N, 1).cast::<[u8; N]>();
-        // SAFETY: in bounds; [u8; N] has alignment 1; volatile, because the guest may write at the same time.
+        // SAFETY: in bounds; [u8; N] has alignment 1; volatile, because the guest may write at the
+        // same time.
         unsafe { ptr.read_volatile() }
     }
 
@@ -473,7 +519,10 @@ mod tests {
         let memory = memory.with(region(0, 0x4000)).unwrap();
         assert_eq!(memory.regions()[0].guest(), 0);
         for (guest, len) in [(0x3fff, 1), (0, 0x4001), (0x4fff, 2), (0x4000, 0x1000)] {
-            assert!(matches!(memory.with(region(guest, len)), Err(MemoryError::Overlap { .. })), "{guest:#x}");
+            assert!(
+                matches!(memory.with(region(guest, len)), Err(MemoryError::Overlap { .. })),
+                "{guest:#x}"
+            );
         }
         assert!(matches!(memory.without(0, 0x1000), Err(MemoryError::NoSuchRegion { .. })));
         assert_eq!(memory.without(0, 0x4000).unwrap().regions().len(), 1);
@@ -491,7 +540,8 @@ mod tests {
         for _ in 0..20_000 {
             addr = (addr + 0x5_4321) % (0x1000 * 140);
             let want = starts.iter().position(|start| (*start..*start + 0x1000).contains(&addr));
-            let found = memory.find(addr, 1).map(|(index, offset)| (memory.regions[index].guest(), offset));
+            let found =
+                memory.find(addr, 1).map(|(index, offset)| (memory.regions[index].guest(), offset));
             assert_eq!(found, want.map(|at| (starts[at], addr - starts[at])), "{addr:#x}");
         }
         let fewer = memory.without(starts[98], 0x1000).unwrap();
@@ -501,13 +551,19 @@ mod tests {
     #[test]
     fn a_file_cut_short_reads_as_zeroes_from_then_on() {
         let (region, fd) = Region::memfd("test", 0, 0, 0x3000).unwrap();
-        let memory = GuestMemory::default().with(region).unwrap().with(self::region(0x3000, 0x1000)).unwrap();
-        let (window, other) = (memory.window(0, 0x3000, 1).unwrap(), memory.window(0x3000, 16, 1).unwrap());
+        let memory = GuestMemory::default()
+            .with(region)
+            .unwrap()
+            .with(self::region(0x3000, 0x1000))
+            .unwrap();
+        let (window, other) =
+            (memory.window(0, 0x3000, 1).unwrap(), memory.window(0x3000, 16, 1).unwrap());
         window.write(0x2ffc, b"good");
         other.write(0, b"safe");
         rustix::fs::ftruncate(&fd, 0x1000).unwrap();
         // Other threads' accesses are caught too.
-        std::thread::scope(|s| s.spawn(move || assert_eq!(window.copy_out(0x2ffc), [0; 4])).join()).unwrap();
+        std::thread::scope(|s| s.spawn(move || assert_eq!(window.copy_out(0x2ffc), [0; 4])).join())
+            .unwrap();
         memory.write_byte(0x2000, 7).unwrap();
         assert_eq!(memory.window(0x2000, 1, 1).unwrap().copy_out(0), [7]);
         assert_eq!(&other.copy_out(0), b"safe");
@@ -515,7 +571,8 @@ mod tests {
 
     #[test]
     fn more_regions_than_a_block_of_the_table_may_fault() {
-        let regions: Vec<_> = (0..200).map(|_| Region::memfd("test", 0, 0, 0x1000).unwrap()).collect();
+        let regions: Vec<_> =
+            (0..200).map(|_| Region::memfd("test", 0, 0, 0x1000).unwrap()).collect();
         for (region, fd) in regions {
             rustix::fs::ftruncate(&fd, 0).unwrap();
             let memory = GuestMemory::default().with(region).unwrap();
@@ -539,7 +596,11 @@ mod tests {
 
     #[test]
     fn pieces_cross_touching_regions_and_stop_at_holes() {
-        let memory = GuestMemory::default().with(region(0, 0x1000)).unwrap().with(region(0x1000, 0x1000)).unwrap();
+        let memory = GuestMemory::default()
+            .with(region(0, 0x1000))
+            .unwrap()
+            .with(region(0x1000, 0x1000))
+            .unwrap();
         let mut lens = Vec::new();
         memory.pieces(0xf00, 0x200, |_, len| lens.push(len)).unwrap();
         assert_eq!(lens, [0x100, 0x100]);
@@ -550,6 +611,9 @@ mod tests {
     fn a_file_shorter_than_its_region_is_refused() {
         let fd = rustix::fs::memfd_create("short", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&fd, 4096).unwrap();
-        assert!(matches!(Region::map(&fd, 0, 0, 0, 8192), Err(MemoryError::FileTooShort { need: 8192, have: 4096 })));
+        assert!(matches!(
+            Region::map(&fd, 0, 0, 0, 8192),
+            Err(MemoryError::FileTooShort { need: 8192, have: 4096 })
+        ));
     }
 }

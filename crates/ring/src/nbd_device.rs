@@ -1,7 +1,8 @@
-//! The kernel's own NBD client, `/dev/nbdN`: a connected socket and an export's shape become a block device.
+//! The kernel's own NBD client, `/dev/nbdN`: a connected socket and an export's shape become a
+//! block device.
 //!
-//! What must hold: the socket is past negotiation, with simple replies; whoever is in [`NbdDevice::serve`] keeps the device, and when
-//! that ends there is none any more.
+//! What must hold: the socket is past negotiation, with simple replies; whoever is in
+//! [`NbdDevice::serve`] keeps the device, and when that ends there is none any more.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -30,7 +31,8 @@ impl NbdDevice {
         Ok(NbdDevice { file, path: path.into() })
     }
 
-    /// The first device that nobody has, with `socket` and the export's size in bytes and flags. None: all are taken.
+    /// The first device that nobody has, with `socket` and the export's size in bytes and flags.
+    /// None: all are taken.
     pub fn attach(socket: impl AsFd, size: u64, flags: u16) -> io::Result<Option<Self>> {
         for number in 0..4096 {
             let path = PathBuf::from(format!("/dev/nbd{number}"));
@@ -60,15 +62,18 @@ impl NbdDevice {
         &self.path
     }
 
-    /// Whether [`NbdDevice::serve`], in another thread, has come as far as that requests are carried: the driver then tells who
-    /// serves, and only after that how long the device is.
+    /// Whether [`NbdDevice::serve`], in another thread, has come as far as that requests are
+    /// carried: the driver then tells who serves, and only after that how long the device is.
     pub fn is_up(path: &Path, size: u64) -> bool {
         let attributes = Path::new("/sys/block").join(path.file_name().unwrap_or_default());
-        let sectors = std::fs::read_to_string(attributes.join("size")).ok().and_then(|text| text.trim().parse().ok());
+        let sectors = std::fs::read_to_string(attributes.join("size"))
+            .ok()
+            .and_then(|text| text.trim().parse().ok());
         attributes.join("pid").exists() && sectors == Some(size / BLOCK)
     }
 
-    /// Carries requests to the socket and back until the device is disconnected or the server is gone.
+    /// Carries requests to the socket and back until the device is disconnected or the server is
+    /// gone.
     pub fn serve(&self) -> io::Result<()> {
         let ended = self.call(DO_IT, 0);
         self.call(CLEAR_SOCK, 0)?;
@@ -87,7 +92,8 @@ impl NbdDevice {
 
     fn call(&self, request: u64, value: u64) -> io::Result<()> {
         // SAFETY: these requests take a number, and no pointer.
-        let rc = unsafe { libc::ioctl(self.file.as_raw_fd(), request as _, value as libc::c_ulong) };
+        let rc =
+            unsafe { libc::ioctl(self.file.as_raw_fd(), request as _, value as libc::c_ulong) };
         if rc >= 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 }

@@ -7,7 +7,8 @@ use std::task::{Context, Poll};
 use crate::executor::Handle;
 use crate::segments::Segments;
 
-/// One operation in the kernel. Dropped early, it leaves its memory to the ring until the kernel has answered.
+/// One operation in the kernel. Dropped early, it leaves its memory to the ring until the kernel
+/// has answered.
 pub(crate) struct Operation {
     pub handle: Handle,
     pub key: Option<u32>,
@@ -18,7 +19,9 @@ impl Future for Operation {
 
     #[inline]
     fn poll(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Self::Output> {
-        let Some(key) = self.key else { return Poll::Ready((-libc::ECANCELED, Segments::default())) };
+        let Some(key) = self.key else {
+            return Poll::Ready((-libc::ECANCELED, Segments::default()));
+        };
         let done = {
             let mut uring = self.handle.uring();
             let done = uring.take(key);

@@ -1,8 +1,8 @@
 //! What an executor is at, for a thread that watches it.
 //!
-//! In: the executor's turns, and the labels of its tasks. Out: whether it is asleep, whether a turn goes on for long, and which task
-//! was polled last. What must hold: it costs a turn one store, and a poll another, without a lock; an executor that only
-//! sleeps wakes no one.
+//! In: the executor's turns, and the labels of its tasks. Out: whether it is asleep, whether a turn
+//! goes on for long, and which task was polled last. What must hold: it costs a turn one store, and
+//! a poll another, without a lock; an executor that only sleeps wakes no one.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -95,7 +95,8 @@ impl Pulse {
     }
 
     pub(crate) fn sleeps(&self) {
-        self.turns.store(self.turns.load(Ordering::Relaxed).wrapping_add(1) & !1, Ordering::Relaxed);
+        self.turns
+            .store(self.turns.load(Ordering::Relaxed).wrapping_add(1) & !1, Ordering::Relaxed);
     }
 
     pub(crate) fn wakes(&self) {

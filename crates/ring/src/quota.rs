@@ -1,14 +1,16 @@
 //! Bounds on the guest memory that front ends have mapped here.
 //!
-//! In: the mappings that front ends ask for. Out: a [`Charge`] for each one, or a refusal.
-//! What must hold: a charge lives as long as its mapping, so memory that requests in flight still hold is counted; no front
-//! end can map more than its own bound, nor use up the part of the address space that the others are guaranteed.
+//! In: the mappings that front ends ask for. Out: a [`Charge`] for each one, or a refusal. What
+//! must hold: a charge lives as long as its mapping, so memory that requests in flight still hold
+//! is counted; no front end can map more than its own bound, nor use up the part of the address
+//! space that the others are guaranteed.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-/// Bytes that one front end may map. The largest guests have 24 TiB today, and few of them: 16 TiB leave room for a guest of
-/// 8 TiB whose table is replaced (the old table and the new one are mapped at the same time).
+/// Bytes that one front end may map. The largest guests have 24 TiB today, and few of them: 16 TiB
+/// leave room for a guest of 8 TiB whose table is replaced (the old table and the new one are
+/// mapped at the same time).
 const OWN_BYTES: u64 = 16 << 40;
 
 /// Regions that one front end may have in its table (the answer to VHOST_USER_GET_MAX_MEM_SLOTS).
@@ -30,11 +32,17 @@ impl Amount {
     }
 
     fn plus(self, other: Amount) -> Amount {
-        Amount { bytes: self.bytes.saturating_add(other.bytes), mappings: self.mappings.saturating_add(other.mappings) }
+        Amount {
+            bytes: self.bytes.saturating_add(other.bytes),
+            mappings: self.mappings.saturating_add(other.mappings),
+        }
     }
 
     fn less(self, other: Amount) -> Amount {
-        Amount { bytes: self.bytes.saturating_sub(other.bytes), mappings: self.mappings.saturating_sub(other.mappings) }
+        Amount {
+            bytes: self.bytes.saturating_sub(other.bytes),
+            mappings: self.mappings.saturating_sub(other.mappings),
+        }
     }
 
     fn fits(self, bound: Amount) -> bool {
@@ -55,7 +63,9 @@ impl std::fmt::Display for Exceeded {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (who, (bytes, mappings)) = match self {
             Exceeded::Own { bytes, mappings } => ("one front end may map", (bytes, mappings)),
-            Exceeded::All { bytes, mappings } => ("all front ends together may map", (bytes, mappings)),
+            Exceeded::All { bytes, mappings } => {
+                ("all front ends together may map", (bytes, mappings))
+            }
         };
         write!(f, "it is more than {who}: {bytes} bytes in {mappings} mappings")
     }
@@ -63,8 +73,8 @@ impl std::fmt::Display for Exceeded {
 
 /// The bounds of all accounts, and what each has used.
 ///
-/// One half of `all` is guaranteed: each account has an equal part of it. The other half goes to the accounts that need more,
-/// first come, first served.
+/// One half of `all` is guaranteed: each account has an equal part of it. The other half goes to
+/// the accounts that need more, first come, first served.
 pub(crate) struct Quota {
     all: Amount,
     own: Amount,
@@ -82,8 +92,8 @@ impl Quota {
         Arc::new(Quota { all, own, state: Mutex::default() })
     }
 
-    /// The quota of this process. Three quarters of its address space, and of the mappings that the kernel allows it: the rest
-    /// is for its own memory.
+    /// The quota of this process. Three quarters of its address space, and of the mappings that the
+    /// kernel allows it: the rest is for its own memory.
     pub(crate) fn of_process() -> Arc<Quota> {
         static PROCESS: OnceLock<Arc<Quota>> = OnceLock::new();
         let make = || {
@@ -135,7 +145,8 @@ impl Account {
         }
         let half = quota.all.map(|n| n / 2);
         let guaranteed = half.map(|n| n / state.used.len().max(1) as u64);
-        let others = state.used.iter().filter(|(number, _)| **number != self.number).map(|(_, used)| *used);
+        let others =
+            state.used.iter().filter(|(number, _)| **number != self.number).map(|(_, used)| *used);
         let (mut sum, mut beyond) = (used, used.less(guaranteed));
         for other in others {
             sum = sum.plus(other);
@@ -192,7 +203,10 @@ mod tests {
 
     #[test]
     fn front_ends_that_take_all_they_can_leave_the_others_their_parts() {
-        let quota = Quota::new(Amount { bytes: 800, mappings: 4000 }, Amount { bytes: 300, mappings: 2000 });
+        let quota = Quota::new(
+            Amount { bytes: 800, mappings: 4000 },
+            Amount { bytes: 300, mappings: 2000 },
+        );
         let accounts: Vec<_> = (0..8).map(|_| quota.account()).collect();
         let mut charges = Vec::new();
         // Seven of eight take piece by piece until they get no more.

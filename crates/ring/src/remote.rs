@@ -1,6 +1,7 @@
 //! Work handed to an executor's thread by other threads.
 //!
-//! In: closures, from anywhere. Out: they run on the executor's thread, in order. They go through the [`Inbox`].
+//! In: closures, from anywhere. Out: they run on the executor's thread, in order. They go through
+//! the [`Inbox`].
 
 use std::fmt;
 use std::sync::{Arc, mpsc};
@@ -33,12 +34,18 @@ impl Remote {
     }
 
     /// Runs `f` there and waits for what it sends. `None` when the executor ended without sending.
-    pub fn ask<T: Send + 'static>(&self, f: impl FnOnce(&Handle, Reply<T>) + Send + 'static) -> Option<T> {
+    pub fn ask<T: Send + 'static>(
+        &self,
+        f: impl FnOnce(&Handle, Reply<T>) + Send + 'static,
+    ) -> Option<T> {
         self.ask_later(f).0.recv().ok()
     }
 
     /// Runs `f` there; what it sends is waited for later.
-    pub fn ask_later<T: Send + 'static>(&self, f: impl FnOnce(&Handle, Reply<T>) + Send + 'static) -> Answer<T> {
+    pub fn ask_later<T: Send + 'static>(
+        &self,
+        f: impl FnOnce(&Handle, Reply<T>) + Send + 'static,
+    ) -> Answer<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
         self.run(move |handle| f(handle, Reply(sender)));
         Answer(receiver)
@@ -61,7 +68,8 @@ pub enum NoAnswer {
 impl<T> Answer<T> {
     /// Waits for the answer until `deadline`.
     pub fn until(&self, deadline: Instant) -> Result<T, NoAnswer> {
-        self.0.recv_timeout(deadline.saturating_duration_since(Instant::now())).map_err(|e| match e {
+        self.0.recv_timeout(deadline.saturating_duration_since(Instant::now())).map_err(|e| match e
+        {
             mpsc::RecvTimeoutError::Timeout => NoAnswer::Late,
             mpsc::RecvTimeoutError::Disconnected => NoAnswer::Ended,
         })

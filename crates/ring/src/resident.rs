@@ -1,10 +1,12 @@
 //! Keeps this process in memory, for servers of the host's own block devices.
 //!
-//! If swap lies on such a device, the kernel must not swap out what the server needs to answer it: it would have to read that
-//! back from the device. `PR_SET_IO_FLUSHER` does not prevent this, and neither does a memory limit of the server's control
-//! group: pages of the program's file belong to the group that read them first.
+//! If swap lies on such a device, the kernel must not swap out what the server needs to answer it:
+//! it would have to read that back from the device. `PR_SET_IO_FLUSHER` does not prevent this, and
+//! neither does a memory limit of the server's control group: pages of the program's file belong to
+//! the group that read them first.
 //!
-//! What must hold: memory of guests stays swappable. It is mapped here too, and is not needed to answer a block device.
+//! What must hold: memory of guests stays swappable. It is mapped here too, and is not needed to
+//! answer a block device.
 
 use std::collections::HashSet;
 use std::io;
@@ -17,14 +19,17 @@ static LOCKED: AtomicBool = AtomicBool::new(false);
 
 const CAP_IPC_LOCK: u32 = 14;
 
-/// Locks the memory of this process, now and in future, except guests' memory: the program and its libraries as a whole, all
-/// else when it is first used. Needs CAP_IPC_LOCK. (Without it a limit applies, and later allocations could fail.)
+/// Locks the memory of this process, now and in future, except guests' memory: the program and its
+/// libraries as a whole, all else when it is first used. Needs CAP_IPC_LOCK. (Without it a limit
+/// applies, and later allocations could fail.)
 pub fn lock() -> io::Result<()> {
     if LOCKED.load(Ordering::SeqCst) {
         return Ok(());
     }
     let status = std::fs::read_to_string("/proc/self/status")?;
-    let effective = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok());
+    let effective = status
+        .lines()
+        .find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok());
     if effective.unwrap_or_default() & 1 << CAP_IPC_LOCK == 0 {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it needs CAP_IPC_LOCK"));
     }
@@ -32,8 +37,11 @@ pub fn lock() -> io::Result<()> {
     rustix::mm::mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT)?;
     let maps = std::fs::read_to_string("/proc/self/maps")?;
     let mappings: Vec<_> = maps.lines().filter_map(Mapping::parse).collect();
-    let programs: HashSet<_> =
-        mappings.iter().filter(|m| m.executable && m.path.starts_with('/')).map(|m| m.path).collect();
+    let programs: HashSet<_> = mappings
+        .iter()
+        .filter(|m| m.executable && m.path.starts_with('/'))
+        .map(|m| m.path)
+        .collect();
     for mapping in &mappings {
         let Some(base) = NonNull::new(mapping.start as *mut u8) else { continue };
         if programs.contains(mapping.path) {
@@ -77,7 +85,8 @@ impl<'a> Mapping<'a> {
     fn parse(line: &'a str) -> Option<Self> {
         let (range, rest) = line.split_once(' ')?;
         let (start, end) = range.split_once('-')?;
-        let (start, end) = (usize::from_str_radix(start, 16).ok()?, usize::from_str_radix(end, 16).ok()?);
+        let (start, end) =
+            (usize::from_str_radix(start, 16).ok()?, usize::from_str_radix(end, 16).ok()?);
         let (mode, rest) = rest.split_once(' ')?;
         // Offset, device, inode; then blanks and the path, which may have blanks, too.
         let path = rest.splitn(4, ' ').nth(3).unwrap_or_default().trim_start();
@@ -93,9 +102,16 @@ mod tests {
     #[test]
     fn lines_of_maps() {
         let line = "7f00-7f10 r-xp 00001000 fe:00 1234                     /usr/bin/a program";
-        let mapping = Mapping { start: 0x7f00, len: 0x10, executable: true, shared: false, path: "/usr/bin/a program" };
+        let mapping = Mapping {
+            start: 0x7f00,
+            len: 0x10,
+            executable: true,
+            shared: false,
+            path: "/usr/bin/a program",
+        };
         assert_eq!(Mapping::parse(line), Some(mapping));
-        let mapping = Mapping::parse("1000-3000 rw-s 00000000 00:01 9 /memfd:ublk (deleted)").unwrap();
+        let mapping =
+            Mapping::parse("1000-3000 rw-s 00000000 00:01 9 /memfd:ublk (deleted)").unwrap();
         assert!(mapping.shared && mapping.len == 0x2000 && mapping.path.starts_with("/memfd:ublk"));
         assert_eq!(Mapping::parse("1000-3000 rw-p 00000000 00:00 0 ").unwrap().path, "");
         assert_eq!(Mapping::parse("text"), None);

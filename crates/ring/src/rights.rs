@@ -1,12 +1,15 @@
-//! Descriptors that arrive with bytes over a Unix socket (SCM_RIGHTS), where only the bytes are wanted.
+//! Descriptors that arrive with bytes over a Unix socket (SCM_RIGHTS), where only the bytes are
+//! wanted.
 //!
-//! The kernel closes such descriptors on the thread that reads the bytes, or that closes the socket. The last close of a descriptor
-//! may wait for its owner, for example if it is a socket that lingers. What must hold: a thread of an executor closes none of them.
+//! The kernel closes such descriptors on the thread that reads the bytes, or that closes the
+//! socket. The last close of a descriptor may wait for its owner, for example if it is a socket
+//! that lingers. What must hold: a thread of an executor closes none of them.
 //!
 //! - From Linux 6.16 on a socket can refuse them ([`refuse`]). Then it is read like any other.
-//! - Before, and where bytes may have arrived earlier, each read looks at the bytes first (MSG_PEEK). The kernel then reports a
-//!   descriptor among them (MSG_CTRUNC) and closes none, because they are still queued. What is queued when the socket ends is
-//!   discarded by a thread ([`discard`]).
+//! - Before, and where bytes may have arrived earlier, each read looks at the bytes first
+//!   (MSG_PEEK). The kernel then reports a descriptor among them (MSG_CTRUNC) and closes none,
+//!   because they are still queued. What is queued when the socket ends is discarded by a thread
+//!   ([`discard`]).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -24,9 +27,9 @@ const SO_PASSPIDFD: libc::c_int = 76;
 /// Bytes that are discarded at a time.
 const DISCARDED: usize = 16 << 10;
 
-/// Makes a Unix socket refuse descriptors: a sender gets EPERM. The connections that a listening socket gets from now on refuse
-/// them too. To be called before a socket is connected, because what is queued stays. False: the kernel is older than 6.16, or
-/// this is no Unix socket.
+/// Makes a Unix socket refuse descriptors: a sender gets EPERM. The connections that a listening
+/// socket gets from now on refuse them too. To be called before a socket is connected, because what
+/// is queued stays. False: the kernel is older than 6.16, or this is no Unix socket.
 pub fn refuse(socket: impl AsFd) -> bool {
     set(socket.as_fd(), SO_PASSRIGHTS)
 }
@@ -35,10 +38,14 @@ pub fn refuse(socket: impl AsFd) -> bool {
 fn set(socket: BorrowedFd<'_>, option: libc::c_int) -> bool {
     let (no, len) = (0 as libc::c_int, size_of::<libc::c_int>() as libc::socklen_t);
     // SAFETY: the kernel reads `len` bytes, the size of `no`.
-    unsafe { libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const no).cast(), len) == 0 }
+    unsafe {
+        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, (&raw const no).cast(), len)
+            == 0
+    }
 }
 
-/// Returns whether descriptors may arrive with the bytes of a socket. If so, read it by [`read_now`] only.
+/// Returns whether descriptors may arrive with the bytes of a socket. If so, read it by
+/// [`read_now`] only.
 pub(crate) fn may_arrive(socket: BorrowedFd<'_>) -> bool {
     if !sockopt::socket_domain(socket).is_ok_and(|domain| domain == AddressFamily::UNIX) {
         return false;
@@ -46,26 +53,32 @@ pub(crate) fn may_arrive(socket: BorrowedFd<'_>) -> bool {
     let (mut passes, mut len) = (1 as libc::c_int, size_of::<libc::c_int>() as libc::socklen_t);
     let to = (&raw mut passes).cast();
     // SAFETY: the kernel writes at most `len` bytes, the size of `passes`.
-    let got = unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PASSRIGHTS, to, &mut len) };
+    let got = unsafe {
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PASSRIGHTS, to, &mut len)
+    };
     if got == 0 && passes == 0 {
         return false;
     }
-    // Whatever else would arrive beside bytes (a listening socket of systemd may ask for it) is reported in the same way.
+    // Whatever else would arrive beside bytes (a listening socket of systemd may ask for it) is
+    // reported in the same way.
     for option in [libc::SO_PASSCRED, libc::SO_PASSSEC, SO_PASSPIDFD] {
         set(socket, option);
     }
     true
 }
 
-/// Reads what is there, at least one byte, into the first of `segments`; 0: the other side has ended. None: nothing is there. An
-/// error (InvalidData): a descriptor is among the next bytes.
+/// Reads what is there, at least one byte, into the first of `segments`; 0: the other side has
+/// ended. None: nothing is there. An error (InvalidData): a descriptor is among the next bytes.
 pub(crate) fn read_now(socket: BorrowedFd<'_>, segments: &Segments) -> io::Result<Option<usize>> {
     let (seen, has_descriptors) = match receive(socket, segments, RecvFlags::PEEK) {
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
         seen => seen?,
     };
     if has_descriptors {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "the other side has sent file descriptors"));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "the other side has sent file descriptors",
+        ));
     }
     if seen == 0 {
         return Ok(Some(0));
@@ -75,7 +88,11 @@ pub(crate) fn read_now(socket: BorrowedFd<'_>, segments: &Segments) -> io::Resul
 }
 
 /// Receives without waiting; whether the kernel says that control data were left out.
-pub(crate) fn receive(socket: BorrowedFd<'_>, segments: &Segments, flags: RecvFlags) -> io::Result<(usize, bool)> {
+pub(crate) fn receive(
+    socket: BorrowedFd<'_>,
+    segments: &Segments,
+    flags: RecvFlags,
+) -> io::Result<(usize, bool)> {
     assert!(segments.request().is_none(), "a request's memory is not this process's");
     let iov = segments.iovecs();
     // SAFETY: all zeroes is a valid `msghdr`: no name, no control data, no iovec.
@@ -84,8 +101,8 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, segments: &Segments, flags: RecvFl
     message.msg_iovlen = iov.len().min(crate::MOST_PIECES);
     let flags = (flags | RecvFlags::DONTWAIT).bits() as libc::c_int;
     loop {
-        // SAFETY: the message names the segments' iovec, whose memory its owner keeps for longer than this call, and which may be
-        // written to.
+        // SAFETY: the message names the segments' iovec, whose memory its owner keeps for longer
+        // than this call, and which may be written to.
         let got = unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, flags) };
         match usize::try_from(got) {
             Ok(n) => return Ok((n, message.msg_flags & libc::MSG_CTRUNC != 0)),
@@ -97,8 +114,8 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, segments: &Segments, flags: RecvFl
     }
 }
 
-/// Discards what is queued on a socket that was shut down. If descriptors are queued, a thread does it, and has the socket until
-/// they are closed.
+/// Discards what is queued on a socket that was shut down. If descriptors are queued, a thread does
+/// it, and has the socket until they are closed.
 pub(crate) fn discard(socket: &Descriptor) {
     let bytes = Segments::buffer(DISCARDED);
     loop {
@@ -109,11 +126,13 @@ pub(crate) fn discard(socket: &Descriptor) {
         }
     }
     let (theirs, ours) = (socket.clone(), socket.clone());
-    let thread = std::thread::Builder::new().name("descriptors".into()).stack_size(64 << 10).spawn(move || {
-        let mut bytes = [0; 4096];
-        let mut receive = || rustix::net::recv(theirs.as_fd(), &mut bytes, RecvFlags::DONTWAIT);
-        while let Ok((_, 1..)) | Err(Errno::INTR | Errno::CONNRESET) = receive() {}
-    });
+    let thread = std::thread::Builder::new().name("descriptors".into()).stack_size(64 << 10).spawn(
+        move || {
+            let mut bytes = [0; 4096];
+            let mut receive = || rustix::net::recv(theirs.as_fd(), &mut bytes, RecvFlags::DONTWAIT);
+            while let Ok((_, 1..)) | Err(Errno::INTR | Errno::CONNRESET) = receive() {}
+        },
+    );
     if thread.is_err() {
         // The socket is never closed: to close it here may wait.
         std::mem::forget(ours);
@@ -134,7 +153,8 @@ mod tests {
     use super::*;
     use crate::{Executor, Socket};
 
-    /// A TCP connection with SO_LINGER of an hour and a full send buffer. Its close blocks until the other side is closed.
+    /// A TCP connection with SO_LINGER of an hour and a full send buffer. Its close blocks until
+    /// the other side is closed.
     fn lingering() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -204,7 +224,9 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         assert!(may_arrive(ours.as_fd()));
         rustix::net::sockopt::set_socket_passcred(&ours, true).unwrap();
-        let peer = std::thread::spawn(move || (0..100u8).for_each(|n| (&theirs).write_all(&[n; 100]).unwrap()));
+        let peer = std::thread::spawn(move || {
+            (0..100u8).for_each(|n| (&theirs).write_all(&[n; 100]).unwrap())
+        });
         let (bytes, end) = read_all(ours);
         peer.join().unwrap();
         assert!(end.is_none(), "{end:?}");

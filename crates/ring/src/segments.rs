@@ -1,10 +1,11 @@
 //! What one I/O moves: an iovec, and the owner that keeps its memory alive.
 //!
-//! In: pieces of guest memory (checked by [`GuestMemory`]) or a buffer of our own. Out: an iovec for the kernel.
-//! What must hold: every entry points into memory that `owner` keeps alive, so a `Segments` that travels into an
-//! operation and back makes that operation sound whoever is dropped meanwhile. The vector is reused from request to
-//! request (`clear`), so the steady state allocates nothing. Data that the kernel keeps to itself (ublk's zero copy) have
-//! entries that count from 0 and are never followed here: only their owner copies them.
+//! In: pieces of guest memory (checked by [`GuestMemory`]) or a buffer of our own. Out: an iovec
+//! for the kernel. What must hold: every entry points into memory that `owner` keeps alive, so a
+//! `Segments` that travels into an operation and back makes that operation sound whoever is dropped
+//! meanwhile. The vector is reused from request to request (`clear`), so the steady state allocates
+//! nothing. Data that the kernel keeps to itself (ublk's zero copy) have entries that count from 0
+//! and are never followed here: only their owner copies them.
 
 mod heap;
 
@@ -36,7 +37,8 @@ impl Owner {
         match (self, other) {
             (Owner::Guest(mine), Owner::Guest(theirs)) => Rc::ptr_eq(mine, theirs),
             (Owner::Regions(mine), Owner::Regions(theirs)) => {
-                mine.len() == theirs.len() && mine.iter().zip(theirs).all(|(a, b)| Arc::ptr_eq(a, b))
+                mine.len() == theirs.len()
+                    && mine.iter().zip(theirs).all(|(a, b)| Arc::ptr_eq(a, b))
             }
             (Owner::Heap(mine), Owner::Heap(theirs)) => Rc::ptr_eq(mine, theirs),
             (Owner::Request(mine), Owner::Request(theirs)) => Rc::ptr_eq(mine, theirs),
@@ -79,7 +81,8 @@ impl Segments {
         Self::of(AlignedBuf::zeroed(len))
     }
 
-    /// A buffer as [`Segments::buffer`] makes it, whose pages take memory only from their first use on.
+    /// A buffer as [`Segments::buffer`] makes it, whose pages take memory only from their first use
+    /// on.
     pub fn mapped_buffer(len: usize) -> io::Result<Self> {
         AlignedBuf::mapped(len).map(Self::of)
     }
@@ -97,8 +100,8 @@ impl Segments {
         segments
     }
 
-    /// For a buffer of our own that nobody else has any more: makes it one piece of `len` bytes again, which hold anything.
-    /// False, and nothing is changed: it is none, or it is shorter.
+    /// For a buffer of our own that nobody else has any more: makes it one piece of `len` bytes
+    /// again, which hold anything. False, and nothing is changed: it is none, or it is shorter.
     #[must_use]
     pub fn refit(&mut self, len: usize) -> bool {
         let Owner::Heap(buf) = &self.owner else { return false };
@@ -132,9 +135,15 @@ impl Segments {
 
     /// Appends `len` bytes of `region` from `offset`, after [`Segments::reset_regions`].
     #[inline]
-    pub fn push_region(&mut self, region: &Arc<Region>, offset: u64, len: u64) -> Result<(), MemoryError> {
+    pub fn push_region(
+        &mut self,
+        region: &Arc<Region>,
+        offset: u64,
+        len: u64,
+    ) -> Result<(), MemoryError> {
         let out_of_range = MemoryError::OutOfRange { addr: offset, len };
-        let (Owner::Regions(regions), Some(base)) = (&mut self.owner, region.piece(offset, len)) else {
+        let (Owner::Regions(regions), Some(base)) = (&mut self.owner, region.piece(offset, len))
+        else {
             return Err(out_of_range);
         };
         if !regions.last().is_some_and(|last| Arc::ptr_eq(last, region)) {
@@ -176,8 +185,8 @@ impl Segments {
         self.owner = Owner::Nobody;
     }
 
-    /// Appends guest memory. Pieces that touch on the host become one entry. On an error the segments are unusable
-    /// until the next `reset`.
+    /// Appends guest memory. Pieces that touch on the host become one entry. On an error the
+    /// segments are unusable until the next `reset`.
     #[inline]
     pub fn push_guest(&mut self, addr: u64, len: u64) -> Result<(), MemoryError> {
         let Owner::Guest(memory) = &self.owner else {
@@ -190,7 +199,8 @@ impl Segments {
         })
     }
 
-    /// Appends all of `other`, which may go before these do. False, and nothing is changed: its memory is another owner's.
+    /// Appends all of `other`, which may go before these do. False, and nothing is changed: its
+    /// memory is another owner's.
     #[must_use]
     pub fn append(&mut self, other: &Segments) -> bool {
         match (&mut self.owner, &other.owner) {
@@ -208,7 +218,8 @@ impl Segments {
         true
     }
 
-    /// Appends `len` bytes of `other` from `offset`, whoever owns them: for what goes out as one, in order.
+    /// Appends `len` bytes of `other` from `offset`, whoever owns them: for what goes out as one,
+    /// in order.
     pub fn gather(&mut self, other: &Segments, offset: usize, len: usize) {
         if other.request().is_some() {
             // Its entries mean nothing beside others'.
@@ -247,16 +258,21 @@ impl Segments {
         self.iov.len()
     }
 
-    /// Whether every entry's address and length are multiples of these powers of two: O_DIRECT's demand.
+    /// Whether every entry's address and length are multiples of these powers of two: O_DIRECT's
+    /// demand.
     #[inline]
     pub fn is_aligned(&self, address: usize, length: usize) -> bool {
-        self.iov.iter().all(|v| v.iov_base as usize & (address - 1) == 0 && v.iov_len & (length - 1) == 0)
+        self.iov
+            .iter()
+            .all(|v| v.iov_base as usize & (address - 1) == 0 && v.iov_len & (length - 1) == 0)
     }
 
     /// The `len` bytes from `offset`, as segments of their own that share the owner.
     pub fn slice(&self, offset: usize, len: usize) -> Segments {
         let mut iov = Vec::new();
-        self.each(offset, len, |base, len| iov.push(libc::iovec { iov_base: base.cast(), iov_len: len }));
+        self.each(offset, len, |base, len| {
+            iov.push(libc::iovec { iov_base: base.cast(), iov_len: len })
+        });
         Segments { iov, len, owner: self.owner.clone() }
     }
 
@@ -269,8 +285,9 @@ impl Segments {
                 // SAFETY: a Rust slice of ours.
                 return unsafe { data.write(base as usize, now.as_ptr(), len) };
             }
-            // SAFETY: `each` gives ranges inside memory the owner keeps alive; `bytes` is a Rust slice of ours, which
-            // never lies in guest memory or in an AlignedBuf (those are only reached through Segments).
+            // SAFETY: `each` gives ranges inside memory the owner keeps alive; `bytes` is a Rust
+            // slice of ours, which never lies in guest memory or in an AlignedBuf (those are only
+            // reached through Segments).
             unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), base, len) };
         });
     }
@@ -292,7 +309,8 @@ impl Segments {
     /// Copies `len` bytes from `other` at `from` into `self` at `to`.
     pub fn copy_from(&self, to: usize, other: &Segments, from: usize, len: usize) {
         match (self.request(), other.request()) {
-            // SAFETY: both ranges are alive; they may overlap when a guest names the same memory twice, so `copy`.
+            // SAFETY: both ranges are alive; they may overlap when a guest names the same memory
+            // twice, so `copy`.
             (None, None) => self.each_pair(to, other, from, len, |dst, src, len| unsafe {
                 std::ptr::copy(src, dst, len);
             }),
@@ -312,7 +330,8 @@ impl Segments {
         }
     }
 
-    /// Calls `piece` with the ranges of `self` from `to` and those of `other` from `from`, `len` bytes, side by side.
+    /// Calls `piece` with the ranges of `self` from `to` and those of `other` from `from`, `len`
+    /// bytes, side by side.
     fn each_pair(
         &self,
         to: usize,
@@ -341,8 +360,8 @@ impl Segments {
         self.each(offset, len, |base, len| unsafe { base.write_bytes(0, len) });
     }
 
-    /// Where the first byte that is not zero lies in `len` bytes from `offset`, counted from there. Looks at copies: an
-    /// operation, or a guest, may change the memory at the same time.
+    /// Where the first byte that is not zero lies in `len` bytes from `offset`, counted from there.
+    /// Looks at copies: an operation, or a guest, may change the memory at the same time.
     pub fn find_nonzero(&self, offset: usize, len: usize) -> Option<usize> {
         let mut copy = [0; COPIED];
         (0..len).step_by(COPIED).find_map(|at| {
@@ -352,9 +371,15 @@ impl Segments {
         })
     }
 
-    /// Where `len` bytes from `offset` first differ from those of `other` from `from`, counted from there. Looks at copies,
-    /// too.
-    pub fn find_difference(&self, offset: usize, other: &Segments, from: usize, len: usize) -> Option<usize> {
+    /// Where `len` bytes from `offset` first differ from those of `other` from `from`, counted from
+    /// there. Looks at copies, too.
+    pub fn find_difference(
+        &self,
+        offset: usize,
+        other: &Segments,
+        from: usize,
+        len: usize,
+    ) -> Option<usize> {
         let (mut mine, mut theirs) = ([0; COPIED], [0; COPIED]);
         (0..len).step_by(COPIED).find_map(|at| {
             let here = COPIED.min(len - at);
@@ -364,8 +389,8 @@ impl Segments {
         })
     }
 
-    /// The address of `len` bytes from `offset`, which are one piece of memory of this process. Panics if they are not: lengths are
-    /// our own sums.
+    /// The address of `len` bytes from `offset`, which are one piece of memory of this process.
+    /// Panics if they are not: lengths are our own sums.
     pub(crate) fn contiguous(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(self.request().is_none(), "a request's data have no address");
         let mut found = None;
@@ -373,9 +398,14 @@ impl Segments {
         found.expect("a buffer is one piece")
     }
 
-    /// Calls `piece` with the ranges that make up `offset`+`len`. Panics beyond the end: lengths are our own sums.
+    /// Calls `piece` with the ranges that make up `offset`+`len`. Panics beyond the end: lengths
+    /// are our own sums.
     fn each(&self, mut offset: usize, mut len: usize, mut piece: impl FnMut(*mut u8, usize)) {
-        assert!(offset <= self.len && len <= self.len - offset, "segments: {offset}+{len} beyond {}", self.len);
+        assert!(
+            offset <= self.len && len <= self.len - offset,
+            "segments: {offset}+{len} beyond {}",
+            self.len
+        );
         for v in &self.iov {
             if len == 0 {
                 return;
@@ -400,7 +430,9 @@ impl Segments {
 #[inline]
 fn push(iov: &mut Vec<libc::iovec>, base: *mut u8, len: usize) {
     match iov.last_mut() {
-        Some(last) if last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == base => last.iov_len += len,
+        Some(last) if last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == base => {
+            last.iov_len += len
+        }
         _ => iov.push(libc::iovec { iov_base: base.cast(), iov_len: len }),
     }
 }

@@ -1,8 +1,9 @@
 //! A connected stream socket on one executor's io_uring.
 //!
-//! In: segments to fill, or to send. Out: the segments again, with the number of bytes moved. What must hold: a read or write
-//! that is dropped early goes on in the kernel, with its memory and the descriptor, until it is answered; [`Socket::shutdown`]
-//! makes sure that it is, and comes with the last clone's end.
+//! In: segments to fill, or to send. Out: the segments again, with the number of bytes moved. What
+//! must hold: a read or write that is dropped early goes on in the kernel, with its memory and the
+//! descriptor, until it is answered; [`Socket::shutdown`] makes sure that it is, and comes with the
+//! last clone's end.
 
 use std::cell::Cell;
 use std::io;
@@ -45,7 +46,8 @@ impl Drop for Connected {
 }
 
 impl Socket {
-    /// Takes a connected stream socket over; it becomes a blocking one, for that is what io_uring waits for by itself.
+    /// Takes a connected stream socket over; it becomes a blocking one, for that is what io_uring
+    /// waits for by itself.
     pub fn new(handle: &Handle, fd: impl AsFd + Send + Sync + 'static) -> io::Result<Self> {
         ignore_broken_pipes();
         rustix::io::ioctl_fionbio(&fd, false)?;
@@ -58,7 +60,8 @@ impl Socket {
         self.0.slot.fd()
     }
 
-    /// The connection for somebody else, who goes on with it. Nothing may be on its way here, nor be begun.
+    /// The connection for somebody else, who goes on with it. Nothing may be on its way here, nor
+    /// be begun.
     pub fn keep(&self) -> io::Result<OwnedFd> {
         let fd = self.fd().try_clone_to_owned()?;
         self.0.kept.set(true);
@@ -90,7 +93,8 @@ impl Socket {
         }
     }
 
-    /// Reads what is there, at least one byte, without a way through the ring; 0: the other side has ended. None: nothing is there.
+    /// Reads what is there, at least one byte, without a way through the ring; 0: the other side
+    /// has ended. None: nothing is there.
     pub fn read_now(&self, segments: &Segments) -> io::Result<Option<usize>> {
         if segments.request().is_some() {
             let buffer = Segments::buffer(segments.len());
@@ -129,19 +133,22 @@ impl Socket {
         message.msg_iov = iov.as_ptr().cast_mut();
         message.msg_iovlen = iov.len().min(MOST_PIECES);
         let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-        // SAFETY: the message names the segments' iovec, whose memory its owner keeps for longer than this call; the kernel
-        // only reads it.
+        // SAFETY: the message names the segments' iovec, whose memory its owner keeps for longer
+        // than this call; the kernel only reads it.
         let sent = unsafe { libc::sendmsg(self.fd().as_raw_fd(), &message, flags) };
         match usize::try_from(sent) {
             Ok(n) => Ok(n),
             Err(_) => match io::Error::last_os_error() {
-                e if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(0),
+                e if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+                    Ok(0)
+                }
                 e => Err(e),
             },
         }
     }
 
-    /// Sends some of `segments` from `offset`, as much as the socket takes; 0 after an interruption.
+    /// Sends some of `segments` from `offset`, as much as the socket takes; 0 after an
+    /// interruption.
     #[inline]
     pub async fn write(&self, segments: Segments, offset: usize) -> (Segments, io::Result<usize>) {
         let action = Action::Write { offset: 0, rw_flags: 0 };
@@ -168,7 +175,8 @@ impl Socket {
         let _ = rustix::net::shutdown(self.fd(), Shutdown::Both);
     }
 
-    /// Ends the reading direction: what waits for the other side's bytes is answered, what is sent still goes out.
+    /// Ends the reading direction: what waits for the other side's bytes is answered, what is sent
+    /// still goes out.
     pub fn shutdown_read(&self) {
         let _ = rustix::net::shutdown(self.fd(), Shutdown::Read);
     }
@@ -179,7 +187,8 @@ impl Socket {
     }
 }
 
-/// Sends what `segments` have from `done` on, by as many turns of `write`, which sends some from an offset, as that takes.
+/// Sends what `segments` have from `done` on, by as many turns of `write`, which sends some from an
+/// offset, as that takes.
 pub async fn write_rest(
     mut segments: Segments,
     mut done: usize,
@@ -196,8 +205,9 @@ pub async fn write_rest(
     (segments, Ok(()))
 }
 
-/// A write of io_uring to a socket whose other side has gone raises SIGPIPE, and has no flag that says otherwise. Rust's
-/// start-up sees to that; a process that began in another way (a fuzzer) has not been through it.
+/// A write of io_uring to a socket whose other side has gone raises SIGPIPE, and has no flag that
+/// says otherwise. Rust's start-up sees to that; a process that began in another way (a fuzzer) has
+/// not been through it.
 fn ignore_broken_pipes() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
@@ -236,7 +246,8 @@ mod tests {
                 let mut bytes = [0; 10];
                 segments.copy_out(0, &mut bytes);
                 assert_eq!(&bytes, b"0123456789");
-                let (one, two) = (Segments::from_bytes(&[7; 1 << 20]), Segments::from_bytes(&vec![7; 2 << 20]));
+                let (one, two) =
+                    (Segments::from_bytes(&[7; 1 << 20]), Segments::from_bytes(&vec![7; 2 << 20]));
                 let mut out = Segments::default();
                 out.gather(&one, 0, one.len());
                 out.gather(&two, 0, two.len());
@@ -302,7 +313,11 @@ mod tests {
                 })
                 .await;
                 done.unwrap();
-                assert_eq!((pieces.len(), pieces.count()), (whole.len(), 3), "they come back as they were");
+                assert_eq!(
+                    (pieces.len(), pieces.count()),
+                    (whole.len(), 3),
+                    "they come back as they were"
+                );
                 assert!(steps.get() > 1, "the socket has room for all of it");
             })
             .unwrap();
@@ -335,10 +350,17 @@ mod tests {
                 theirs.write_all(b"34567").unwrap();
                 drop(theirs);
                 done.wait().await;
-                assert!(matches!(written.take(), Some(io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)));
-                // It has left bytes unread: the kernel says so before it gives what it had sent, or not at all.
+                assert!(matches!(
+                    written.take(),
+                    Some(io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+                ));
+                // It has left bytes unread: the kernel says so before it gives what it had sent, or
+                // not at all.
                 let end = socket.read_full(Segments::buffer(6)).await.1.unwrap_err().kind();
-                assert!(matches!(end, io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset), "{end:?}");
+                assert!(
+                    matches!(end, io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset),
+                    "{end:?}"
+                );
                 assert!(socket.write_now(&Segments::buffer(1)).is_err());
             })
             .unwrap();

@@ -1,8 +1,9 @@
 //! How many may do something at a time, or how much: a thing counts one, or its bytes.
 //!
-//! What must hold: who came first is first, also where what is free would do for one who came later (else those who want
-//! much would wait for ever); whoever waits is in the queue, once; what ends wakes the first of them only, so that a thousand
-//! waiters cost no more than one. Where nobody waits, taking a turn is one exchange of an atomic, and ending it one more.
+//! What must hold: who came first is first, also where what is free would do for one who came later
+//! (else those who want much would wait for ever); whoever waits is in the queue, once; what ends
+//! wakes the first of them only, so that a thousand waiters cost no more than one. Where nobody
+//! waits, taking a turn is one exchange of an atomic, and ending it one more.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -15,8 +16,8 @@ use std::task::{Context, Poll, Waker};
 pub struct Turns {
     all: u64,
     free: AtomicU64,
-    /// The length of the queue. Written before who waits looks at `free` once more, and read after `free` has grown: one of
-    /// the two sees the other.
+    /// The length of the queue. Written before who waits looks at `free` once more, and read after
+    /// `free` has grown: one of the two sees the other.
     waiting: AtomicUsize,
     queue: Mutex<Queue>,
 }
@@ -30,7 +31,12 @@ struct Queue {
 
 impl Turns {
     pub fn new(at_a_time: u64) -> Self {
-        Turns { all: at_a_time, free: AtomicU64::new(at_a_time), waiting: AtomicUsize::new(0), queue: Mutex::default() }
+        Turns {
+            all: at_a_time,
+            free: AtomicU64::new(at_a_time),
+            waiting: AtomicUsize::new(0),
+            queue: Mutex::default(),
+        }
     }
 
     /// Waits for a turn, which ends when the guard is dropped.
@@ -48,7 +54,9 @@ impl Turns {
     }
 
     fn try_take(&self, wanted: u64) -> bool {
-        self.free.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |free| free.checked_sub(wanted)).is_ok()
+        self.free
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |free| free.checked_sub(wanted))
+            .is_ok()
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -154,13 +162,17 @@ mod tests {
     fn never_more_at_a_time_and_nobody_is_forgotten() {
         let executor = Executor::new().unwrap();
         let handle = executor.handle().clone();
-        let (turns, inside, done) = (Rc::new(Turns::new(3)), Rc::new(Cell::new(0)), Rc::new(Cell::new(0)));
+        let (turns, inside, done) =
+            (Rc::new(Turns::new(3)), Rc::new(Cell::new(0)), Rc::new(Cell::new(0)));
         for task in 0..50u64 {
-            let (handle, turns, inside, done) = (handle.clone(), turns.clone(), inside.clone(), done.clone());
+            let (handle, turns, inside, done) =
+                (handle.clone(), turns.clone(), inside.clone(), done.clone());
             handle.clone().spawn(async move {
                 for round in 0..4 {
                     // Woken while it waits, and for nothing.
-                    handle.wake_at(std::time::Instant::now() + Duration::from_micros(50 * (task % 5)));
+                    handle.wake_at(
+                        std::time::Instant::now() + Duration::from_micros(50 * (task % 5)),
+                    );
                     let _turn = turns.take().await;
                     inside.set(inside.get() + 1);
                     assert!(inside.get() <= 3);
@@ -232,7 +244,8 @@ mod tests {
         assert!(poll(one.as_mut()).0.is_ready());
     }
 
-    /// Takers on several threads: no wake-up is lost between "nothing is free" and the end of a turn.
+    /// Takers on several threads: no wake-up is lost between "nothing is free" and the end of a
+    /// turn.
     #[test]
     fn on_several_threads_nobody_is_forgotten() {
         let (turns, inside) = (Turns::new(5), AtomicU64::new(0));
@@ -262,7 +275,8 @@ mod tests {
     }
 
     fn block_on<F: Future>(future: F) -> F::Output {
-        let (mut future, waker) = (pin!(future), Waker::from(Arc::new(Sleeper(std::thread::current()))));
+        let (mut future, waker) =
+            (pin!(future), Waker::from(Arc::new(Sleeper(std::thread::current()))));
         loop {
             if let Poll::Ready(done) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
                 return done;

@@ -6,16 +6,19 @@
 //!                    └── future dropped: Orphan ──────────────┴──► slot free, memory released only now
 //! ```
 //! Lifetime rules, which all of `unsafe` in this file rests on:
-//! 1. `user_data` is the index of a slot. A slot is freed only after its last CQE was reaped, so an index in the kernel is
-//!    never reused while the kernel may still answer it.
-//! 2. The slot owns what the operation touches: the segments (iovec and the memory behind it) and the file. They leave the
-//!    slot at the last completion only. A future that is dropped leaves them there (`Orphan`).
-//! 3. An SQE is pushed after its slot is filled; the iovec it points to is the slot's vector, whose heap block does not
-//!    move when the slab grows.
-//! 4. Memory may be registered with the ring, too (see `buffers`). That changes nothing of rule 2: the slot owns the memory
-//!    of an operation that names a registered buffer as it owns any other's. A slot that names one counts for it from
-//!    before its SQE is pushed until its last CQE is reaped, and the table's entry stays what it is for as long.
-//! 5. The ring is dropped after every slot has come back (`drain`), or leaks its slots' memory: never freed under the kernel.
+//! 1. `user_data` is the index of a slot. A slot is freed only after its last CQE was reaped, so an
+//!    index in the kernel is never reused while the kernel may still answer it.
+//! 2. The slot owns what the operation touches: the segments (iovec and the memory behind it) and
+//!    the file. They leave the slot at the last completion only. A future that is dropped leaves
+//!    them there (`Orphan`).
+//! 3. An SQE is pushed after its slot is filled; the iovec it points to is the slot's vector, whose
+//!    heap block does not move when the slab grows.
+//! 4. Memory may be registered with the ring, too (see `buffers`). That changes nothing of rule 2:
+//!    the slot owns the memory of an operation that names a registered buffer as it owns any
+//!    other's. A slot that names one counts for it from before its SQE is pushed until its last CQE
+//!    is reaped, and the table's entry stays what it is for as long.
+//! 5. The ring is dropped after every slot has come back (`drain`), or leaks its slots' memory:
+//!    never freed under the kernel.
 
 use std::io;
 use std::rc::Rc;
@@ -29,7 +32,8 @@ use crate::file::FileSlot;
 use crate::segments::Segments;
 use crate::ublk::Command;
 
-/// Entries of the submission queue; a full one is submitted early, so it bounds a batch and not the operations in flight.
+/// Entries of the submission queue; a full one is submitted early, so it bounds a batch and not the
+/// operations in flight.
 const SQ_ENTRIES: u32 = 256;
 const CQ_ENTRIES: u32 = 4096;
 /// Room in the table of registered files.
@@ -37,8 +41,8 @@ const FILES: u32 = 256;
 
 const CANCEL: u64 = u64::MAX;
 
-/// BLOCK_URING_CMD_DISCARD, `_IO(0x12, 0)`: the start is in the entry's `addr`, the length in its `addr3`, which is the first
-/// half of a command's bytes.
+/// BLOCK_URING_CMD_DISCARD, `_IO(0x12, 0)`: the start is in the entry's `addr`, the length in its
+/// `addr3`, which is the first half of a command's bytes.
 const BLOCK_DISCARD: u32 = 0x1200;
 
 /// Names a task of an executor.
@@ -110,8 +114,9 @@ pub(crate) struct Uring {
 
 /// The affinity for the kernel's worker threads (fdatasync, writes that allocate): no CPU at all.
 ///
-/// The kernel keeps the last idle worker of a ring for ever, and wakes it every 5 s, unless it finds it on a CPU that is
-/// not in this set: then it ends. It makes the next one when there is work, and puts that where this thread may run.
+/// The kernel keeps the last idle worker of a ring for ever, and wakes it every 5 s, unless it
+/// finds it on a CPU that is not in this set: then it ends. It makes the next one when there is
+/// work, and puts that where this thread may run.
 fn no_cpu() -> libc::cpu_set_t {
     // SAFETY: all zeroes is a valid value of a plain C bit set, the empty one.
     unsafe { std::mem::zeroed() }
@@ -127,10 +132,13 @@ impl Uring {
             }
             builder.build(SQ_ENTRIES)
         };
-        // Kernels before 6.1 know no deferred task work: EINVAL, and the plain ring does the same, slower.
+        // Kernels before 6.1 know no deferred task work: EINVAL, and the plain ring does the same,
+        // slower.
         let ring = build(true).or_else(|e| match e.raw_os_error() {
             Some(libc::EINVAL) => {
-                tracing::info!("this kernel's io_uring has no deferred task work (6.1 has): using a plain ring");
+                tracing::info!(
+                    "this kernel's io_uring has no deferred task work (6.1 has): using a plain ring"
+                );
                 build(false)
             }
             _ => Err(e),
@@ -139,7 +147,9 @@ impl Uring {
         let free_files = match files {
             Ok(()) => (0..FILES).rev().collect(),
             Err(e) => {
-                tracing::info!("files are not registered with io_uring ({e}): using plain descriptors");
+                tracing::info!(
+                    "files are not registered with io_uring ({e}): using plain descriptors"
+                );
                 Vec::new()
             }
         };
@@ -182,7 +192,13 @@ impl Uring {
 
     /// Starts an operation for `task`; the answer is its slot.
     #[inline]
-    pub fn start(&mut self, task: TaskId, action: Action, segments: Segments, file: Option<Rc<FileSlot>>) -> u32 {
+    pub fn start(
+        &mut self,
+        task: TaskId,
+        action: Action,
+        segments: Segments,
+        file: Option<Rc<FileSlot>>,
+    ) -> u32 {
         let multi = matches!(action, Action::Poll { .. });
         let fixed = file.as_ref().and_then(|f| f.registered());
         let fd = file.as_ref().map_or(-1, |f| f.raw());
@@ -197,7 +213,8 @@ impl Uring {
         let stays = matches!(action, Action::Ublk(_));
         let moves = matches!(action, Action::Read { .. } | Action::Write { .. });
         let to_worker = moves && file.as_ref().is_some_and(|f| f.leaves_to_worker(segments.len()));
-        let slot = Slot { state: State::Pending, multi, stays, task, result: 0, segments, file, buffer };
+        let slot =
+            Slot { state: State::Pending, multi, stays, task, result: 0, segments, file, buffer };
         let key = match self.free.pop() {
             Some(key) => {
                 self.slots[key as usize] = slot;
@@ -227,16 +244,19 @@ impl Uring {
     #[inline]
     fn push(&mut self, sqe: &squeue::Entry) {
         loop {
-            // SAFETY: rules 1 to 3 of this module: what the entry points to lives in its slot until the completion.
+            // SAFETY: rules 1 to 3 of this module: what the entry points to lives in its slot until
+            // the completion.
             if unsafe { self.ring.submission().push(sqe) }.is_ok() {
                 return;
             }
-            // Full: hand over what there is. An error here (EBUSY, EAGAIN, EINTR) is the kernel asking for time.
+            // Full: hand over what there is. An error here (EBUSY, EAGAIN, EINTR) is the kernel
+            // asking for time.
             let _ = self.ring.submit();
         }
     }
 
-    /// The result and the segments of a finished operation, or None while it is pending. Frees the slot.
+    /// The result and the segments of a finished operation, or None while it is pending. Frees the
+    /// slot.
     #[inline]
     pub fn take(&mut self, key: u32) -> Option<(i32, Segments)> {
         let slot = &mut self.slots[key as usize];
@@ -276,8 +296,13 @@ impl Uring {
         }
     }
 
-    /// Submits; waits for a completion when `wait` says so (at most that long). Then reaps: `wake` for each task.
-    pub fn turn(&mut self, wait: Option<Option<Duration>>, wake: impl FnMut(TaskId)) -> io::Result<()> {
+    /// Submits; waits for a completion when `wait` says so (at most that long). Then reaps: `wake`
+    /// for each task.
+    pub fn turn(
+        &mut self,
+        wait: Option<Option<Duration>>,
+        wake: impl FnMut(TaskId),
+    ) -> io::Result<()> {
         let result = match wait {
             None => {
                 let sq = self.ring.submission();
@@ -294,8 +319,12 @@ impl Uring {
         self.reap(wake);
         match result.map_err(|e| (e.raw_os_error(), e)) {
             Ok(_) => Ok(()),
-            // A signal, the time-out, or the kernel short of memory or completion room: all are retried on the next turn.
-            Err((Some(libc::EINTR | libc::ETIME | libc::EAGAIN | libc::EBUSY | libc::ENOMEM), _)) => Ok(()),
+            // A signal, the time-out, or the kernel short of memory or completion room: all are
+            // retried on the next turn.
+            Err((
+                Some(libc::EINTR | libc::ETIME | libc::EAGAIN | libc::EBUSY | libc::ENOMEM),
+                _,
+            )) => Ok(()),
             Err((_, e)) => Err(e),
         }
     }
@@ -330,7 +359,9 @@ impl Uring {
                     self.free.push(key);
                 }
                 State::Orphan => {}
-                State::Free | State::Done => debug_assert!(false, "a completion for a slot that has none to come"),
+                State::Free | State::Done => {
+                    debug_assert!(false, "a completion for a slot that has none to come")
+                }
             }
         }
         if self.buffers.has_leaving() {
@@ -361,7 +392,12 @@ mod squeue_target {
 }
 
 /// `buffer`: the registered buffer that holds all of `iov`, or [`buffers::NONE`].
-fn build(action: Action, iov: &[libc::iovec], buffer: u16, target: squeue_target::Target) -> squeue::Entry {
+fn build(
+    action: Action,
+    iov: &[libc::iovec],
+    buffer: u16,
+    target: squeue_target::Target,
+) -> squeue::Entry {
     use squeue_target::Target;
     macro_rules! with {
         (|$fd:ident| $body:expr) => {
@@ -379,10 +415,17 @@ fn build(action: Action, iov: &[libc::iovec], buffer: u16, target: squeue_target
         }
         Action::Write { offset, rw_flags } if registered && iov.len() == 1 => {
             let (base, len) = (iov[0].iov_base.cast_const().cast(), iov[0].iov_len as u32);
-            with!(|fd| opcode::WriteFixed::new(fd, base, len, buffer).offset(offset).rw_flags(rw_flags).build())
+            with!(|fd| opcode::WriteFixed::new(fd, base, len, buffer)
+                .offset(offset)
+                .rw_flags(rw_flags)
+                .build())
         }
         Action::Read { offset } if registered => {
-            with!(|fd| { opcode::ReadvFixed::new(fd, iov.as_ptr(), iov.len() as u32, buffer).offset(offset).build() })
+            with!(|fd| {
+                opcode::ReadvFixed::new(fd, iov.as_ptr(), iov.len() as u32, buffer)
+                    .offset(offset)
+                    .build()
+            })
         }
         Action::Write { offset, rw_flags } if registered => with!(|fd| {
             opcode::WritevFixed::new(fd, iov.as_ptr(), iov.len() as u32, buffer)
@@ -395,15 +438,22 @@ fn build(action: Action, iov: &[libc::iovec], buffer: u16, target: squeue_target
             let (base, len) = (iov[0].iov_base.cast(), iov[0].iov_len as u32);
             with!(|fd| opcode::Read::new(fd, base, len).offset(offset).build())
         }
-        Action::Write { offset, rw_flags } if iov.len() == 1 && iov[0].iov_len <= u32::MAX as usize => {
+        Action::Write { offset, rw_flags }
+            if iov.len() == 1 && iov[0].iov_len <= u32::MAX as usize =>
+        {
             let (base, len) = (iov[0].iov_base.cast_const().cast(), iov[0].iov_len as u32);
             with!(|fd| opcode::Write::new(fd, base, len).offset(offset).rw_flags(rw_flags).build())
         }
         Action::Read { offset } => {
-            with!(|fd| opcode::Readv::new(fd, iov.as_ptr(), iov.len() as u32).offset(offset).build())
+            with!(|fd| opcode::Readv::new(fd, iov.as_ptr(), iov.len() as u32)
+                .offset(offset)
+                .build())
         }
         Action::Write { offset, rw_flags } => with!(|fd| {
-            opcode::Writev::new(fd, iov.as_ptr(), iov.len() as u32).offset(offset).rw_flags(rw_flags).build()
+            opcode::Writev::new(fd, iov.as_ptr(), iov.len() as u32)
+                .offset(offset)
+                .rw_flags(rw_flags)
+                .build()
         }),
         Action::Sync => with!(|fd| opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build()),
         Action::Fallocate { mode, offset, len } => {
@@ -412,13 +462,21 @@ fn build(action: Action, iov: &[libc::iovec], buffer: u16, target: squeue_target
         Action::Discard { offset, len } => {
             let mut bytes = [0; 16];
             bytes[..8].copy_from_slice(&len.to_ne_bytes());
-            with!(|fd| opcode::UringCmd16::new(fd, BLOCK_DISCARD).cmd(bytes).addr(Some(offset)).build())
+            with!(|fd| opcode::UringCmd16::new(fd, BLOCK_DISCARD)
+                .cmd(bytes)
+                .addr(Some(offset))
+                .build())
         }
         Action::Ublk(command) => {
             let (bytes, address) = command.encode(iov);
-            with!(|fd| opcode::UringCmd16::new(fd, command.op).cmd(bytes).addr(Some(address)).build())
+            with!(|fd| opcode::UringCmd16::new(fd, command.op)
+                .cmd(bytes)
+                .addr(Some(address))
+                .build())
         }
         Action::Readable => with!(|fd| opcode::PollAdd::new(fd, libc::POLLIN as u32).build()),
-        Action::Poll { fd } => opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).multi(true).build(),
+        Action::Poll { fd } => {
+            opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).multi(true).build()
+        }
     }
 }

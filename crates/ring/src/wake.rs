@@ -9,8 +9,8 @@ use crate::executor::{Handle, NOBODY};
 use crate::segments::Segments;
 use crate::uring::{Action, TaskId};
 
-/// A descriptor that is rung by somebody else. The poll is multishot and edge-triggered: an eventfd's counter is never
-/// read, so a ring of it costs this side no system call.
+/// A descriptor that is rung by somebody else. The poll is multishot and edge-triggered: an
+/// eventfd's counter is never read, so a ring of it costs this side no system call.
 pub struct Watch {
     handle: Handle,
     fd: OwnedFd,
@@ -22,12 +22,14 @@ impl Watch {
         Watch { handle: handle.clone(), fd, key: None }
     }
 
-    /// Makes sure rings are noted from here on; the current task is woken by each (and may be woken for nothing).
+    /// Makes sure rings are noted from here on; the current task is woken by each (and may be woken
+    /// for nothing).
     pub fn arm(&mut self) {
         let task = self.handle.current();
         let mut uring = self.handle.uring();
         if let Some(key) = self.key {
-            // None: still armed. Some: the kernel ended the multishot (its queue was full, or an error): arm anew.
+            // None: still armed. Some: the kernel ended the multishot (its queue was full, or an
+            // error): arm anew.
             match uring.take(key) {
                 None => return uring.set_task(key, task),
                 Some(_) => self.key = None,
@@ -46,7 +48,8 @@ impl Drop for Watch {
     }
 }
 
-/// Tells one waiting task of this executor that something changed. Rings before the wait are kept (one).
+/// Tells one waiting task of this executor that something changed. Rings before the wait are kept
+/// (one).
 #[derive(Clone)]
 pub struct Signal(Rc<SignalInner>);
 
@@ -58,7 +61,11 @@ struct SignalInner {
 
 impl Signal {
     pub fn new(handle: &Handle) -> Self {
-        Signal(Rc::new(SignalInner { handle: handle.clone(), rung: Cell::new(false), task: Cell::new(NOBODY) }))
+        Signal(Rc::new(SignalInner {
+            handle: handle.clone(),
+            rung: Cell::new(false),
+            task: Cell::new(NOBODY),
+        }))
     }
 
     #[inline]
@@ -79,7 +86,8 @@ impl Signal {
         self.0.rung.set(false);
     }
 
-    /// From here on rings wake the current task, which is about to [`park`]. True: it was rung since `clear`, do not park.
+    /// From here on rings wake the current task, which is about to [`park`]. True: it was rung
+    /// since `clear`, do not park.
     #[inline]
     pub fn arm(&self) -> bool {
         self.0.task.set(self.0.handle.current());
@@ -96,10 +104,14 @@ impl Signal {
     }
 }
 
-/// Sleeps until woken by anything (a watch, a signal, a timer): the caller has armed its sources, and checks them all after.
+/// Sleeps until woken by anything (a watch, a signal, a timer): the caller has armed its sources,
+/// and checks them all after.
 pub async fn park() {
     let mut polled = false;
-    std::future::poll_fn(|_| if std::mem::replace(&mut polled, true) { Poll::Ready(()) } else { Poll::Pending }).await
+    std::future::poll_fn(|_| {
+        if std::mem::replace(&mut polled, true) { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await
 }
 
 #[cfg(test)]
@@ -143,7 +155,11 @@ mod tests {
                 let mut counter = [0; 8];
                 if round == 100 {
                     rustix::io::read(&theirs, &mut counter).unwrap();
-                    assert_eq!(u64::from_ne_bytes(counter), 100, "somebody else has read the counter");
+                    assert_eq!(
+                        u64::from_ne_bytes(counter),
+                        100,
+                        "somebody else has read the counter"
+                    );
                 }
             }
         });
@@ -157,7 +173,9 @@ mod tests {
             let ring = || rustix::io::write(&theirs, &1u64.to_ne_bytes()).unwrap();
             let watch = Rc::new(std::cell::RefCell::new(Some(handle.watch(ours))));
             let armed = watch.clone();
-            let first = counts(&handle, move || armed.borrow_mut().as_mut().into_iter().for_each(Watch::arm));
+            let first = counts(&handle, move || {
+                armed.borrow_mut().as_mut().into_iter().for_each(Watch::arm)
+            });
             handle.yield_now().await;
             assert_eq!(first.get(), 1);
             watch.borrow_mut().as_mut().unwrap().arm();
@@ -170,7 +188,11 @@ mod tests {
             handle.yield_now().await;
             handle.yield_now().await;
             assert_eq!(first.get(), 1);
-            assert_eq!(handle.uring().in_flight(), 1, "its poll has left the ring, the executor's own stays");
+            assert_eq!(
+                handle.uring().in_flight(),
+                1,
+                "its poll has left the ring, the executor's own stays"
+            );
         });
     }
 
@@ -182,7 +204,9 @@ mod tests {
             signal.ring();
             signal.wait().await;
             let waits = signal.clone();
-            let polls = counts(&handle, move || assert!(waits.poll_wait().is_pending(), "two rings were kept"));
+            let polls = counts(&handle, move || {
+                assert!(waits.poll_wait().is_pending(), "two rings were kept")
+            });
             handle.yield_now().await;
             assert_eq!(polls.get(), 1);
         });

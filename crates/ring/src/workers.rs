@@ -1,9 +1,10 @@
 //! Bounded pools of threads for calls that block.
 //!
-//! In: a closure that may block. Out: its result, on the executor that waits for it. What must hold: a file has at most [`MOST`]
-//! such threads, however many requests a guest makes; calls begin in the order they came; a thread that has nothing to do
-//! waits for more for [`LINGER`], so that calls one after the other are made by one thread; a call whose future is dropped
-//! before it begins is left out; a call that panics is an error of its caller, which is woken.
+//! In: a closure that may block. Out: its result, on the executor that waits for it. What must
+//! hold: a file has at most [`MOST`] such threads, however many requests a guest makes; calls begin
+//! in the order they came; a thread that has nothing to do waits for more for [`LINGER`], so that
+//! calls one after the other are made by one thread; a call whose future is dropped before it
+//! begins is left out; a call that panics is an error of its caller, which is woken.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -106,7 +107,8 @@ impl Workers {
                 return None;
             }
             queue.idle += 1;
-            queue = self.0.comes.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+            queue =
+                self.0.comes.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
             queue.idle -= 1;
         }
     }
@@ -117,14 +119,19 @@ impl Workers {
 }
 
 /// What a call gives; dropped, the call need not begin.
-struct Outcome<T>(Receiver<T>, #[expect(dead_code, reason = "it is alive as long as the result is wanted")] Arc<()>);
+struct Outcome<T>(
+    Receiver<T>,
+    #[expect(dead_code, reason = "it is alive as long as the result is wanted")] Arc<()>,
+);
 
 impl<T> Outcome<T> {
     async fn wait(self) -> io::Result<T> {
         poll_fn(|_| match self.0.try_recv() {
             Ok(value) => Poll::Ready(Ok(value)),
             Err(TryRecvError::Empty) => Poll::Pending,
-            Err(TryRecvError::Disconnected) => Poll::Ready(Err(io::Error::other("the worker thread panicked"))),
+            Err(TryRecvError::Disconnected) => {
+                Poll::Ready(Err(io::Error::other("the worker thread panicked")))
+            }
         })
         .await
     }
@@ -141,7 +148,10 @@ impl Drop for Wakes {
     }
 }
 
-fn prepare<T: Send + 'static>(handle: &Handle, f: impl FnOnce() -> T + Send + 'static) -> (Work, Outcome<T>) {
+fn prepare<T: Send + 'static>(
+    handle: &Handle,
+    f: impl FnOnce() -> T + Send + 'static,
+) -> (Work, Outcome<T>) {
     let (sender, receiver) = sync_channel(1);
     let wanted = Arc::new(());
     let alive = Arc::downgrade(&wanted);
@@ -236,7 +246,9 @@ mod tests {
             let calls: Vec<_> = (0..10)
                 .map(|_| {
                     let gate = gate.clone();
-                    let mut call = Box::pin(workers.call(&handle, move || gate.lock().unwrap().recv().unwrap()));
+                    let mut call = Box::pin(
+                        workers.call(&handle, move || gate.lock().unwrap().recv().unwrap()),
+                    );
                     (std::task::Context::from_waker(std::task::Waker::noop()), &mut call).poll();
                     call
                 })
@@ -259,14 +271,17 @@ mod tests {
             let blocked: Vec<_> = (0..MOST)
                 .map(|_| {
                     let gate = gate.clone();
-                    let mut call = Box::pin(workers.call(&handle, move || gate.lock().unwrap().recv().unwrap()));
+                    let mut call = Box::pin(
+                        workers.call(&handle, move || gate.lock().unwrap().recv().unwrap()),
+                    );
                     (std::task::Context::from_waker(std::task::Waker::noop()), &mut call).poll();
                     call
                 })
                 .collect();
             let begun = Arc::new(AtomicUsize::new(0));
             let note = begun.clone();
-            let mut dropped = Box::pin(workers.call(&handle, move || note.fetch_add(1, Ordering::Relaxed)));
+            let mut dropped =
+                Box::pin(workers.call(&handle, move || note.fetch_add(1, Ordering::Relaxed)));
             (std::task::Context::from_waker(std::task::Waker::noop()), &mut dropped).poll();
             drop(dropped);
             (0..MOST).for_each(|_| open.send(()).unwrap());

@@ -1,8 +1,10 @@
-//! What the scheduler costs a request, in nanoseconds: `cargo run --release -p blockyard-sched --example price`.
+//! What the scheduler costs a request, in nanoseconds: `cargo run --release -p blockyard-sched
+//! --example price`.
 //!
-//! One thread; each figure is the median of some rounds. "alone": one disk asks, and has the device to itself. "inside": the
-//! disks take turns, and all are inside their share. "waits": all are ahead of their share; each operation waits among the
-//! others, and is let in by the end of one before it. The time that it spends waiting is not the scheduler's, and not counted.
+//! One thread; each figure is the median of some rounds. "alone": one disk asks, and has the device
+//! to itself. "inside": the disks take turns, and all are inside their share. "waits": all are
+//! ahead of their share; each operation waits among the others, and is let in by the end of one
+//! before it. The time that it spends waiting is not the scheduler's, and not counted.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -17,7 +19,9 @@ const OPERATIONS: u64 = 400_000;
 
 fn disks(count: usize) -> Vec<Arc<Share>> {
     let host = Host::default();
-    (0..count).map(|_| host.share(Some(("device", &Means::FLASH)), None, &Knobs::default())).collect()
+    (0..count)
+        .map(|_| host.share(Some(("device", &Means::FLASH)), None, &Knobs::default()))
+        .collect()
 }
 
 /// Nanoseconds an operation.
@@ -59,7 +63,8 @@ fn inside(count: usize) -> f64 {
 fn waits(count: usize) -> f64 {
     let shares = disks(count);
     let mut clock = Clock(1_000_000_000);
-    // Each disk has four operations under way or waiting: more than the window, so that nobody goes by himself.
+    // Each disk has four operations under way or waiting: more than the window, so that nobody goes
+    // by himself.
     let mut under: Vec<(usize, Arc<Slot>, Option<blockyard_sched::Grant>)> = Vec::new();
     for n in 0..4 * count.max(64) {
         let (disk, slot) = (n % count, Arc::<Slot>::default());
@@ -77,7 +82,9 @@ fn waits(count: usize) -> f64 {
             at = (at + 1) % under.len();
             let (disk, slot, grant) = &mut under[at];
             let now = clock.tick();
-            let ended = grant.take().or_else(|| slot.take().then(|| shares[*disk].granted(now, now, &READ)));
+            let ended = grant
+                .take()
+                .or_else(|| slot.take().then(|| shares[*disk].granted(now, now, &READ)));
             let Some(ended) = ended else { continue };
             shares[*disk].done(now, ended);
             *grant = shares[*disk].ask(now, &READ);

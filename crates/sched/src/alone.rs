@@ -1,8 +1,10 @@
-//! What an operation takes while its disk has the device to itself: what neighbours are measured against.
+//! What an operation takes while its disk has the device to itself: what neighbours are measured
+//! against.
 //!
-//! In: service times, with what else was on the device when they began. Out: the time to expect of an operation by its kind,
-//! its size, and how many of its own disk's were on the way. A service time with nobody else there is taken as it is; those
-//! beside neighbours only where they are shorter, on the whole, than what is known: neighbours make nothing faster.
+//! In: service times, with what else was on the device when they began. Out: the time to expect of
+//! an operation by its kind, its size, and how many of its own disk's were on the way. A service
+//! time with nobody else there is taken as it is; those beside neighbours only where they are
+//! shorter, on the whole, than what is known: neighbours make nothing faster.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -38,20 +40,30 @@ impl Likeness {
     /// `beside`: operations of the same disk that are on the way.
     #[inline]
     pub fn of(kind: Kind, bytes: u64, beside: u64) -> Self {
-        let size = ((bytes.max(4096) - 1) >> 12).checked_ilog2().map_or(0, |log| log as usize + 1).min(SIZES - 1);
+        let size = ((bytes.max(4096) - 1) >> 12)
+            .checked_ilog2()
+            .map_or(0, |log| log as usize + 1)
+            .min(SIZES - 1);
         let depth = beside.checked_ilog2().map_or(0, |log| log as usize + 1).min(DEPTHS - 1);
         Likeness(((kind as usize * SIZES + size) * DEPTHS + depth) as u16)
     }
 }
 
 impl Alone {
-    /// Starts with what a calibration tells. A device that takes `alone` for what costs it less works on several at a time;
-    /// then it takes so many times the cost for any operation, and more only where they are more than that.
+    /// Starts with what a calibration tells. A device that takes `alone` for what costs it less
+    /// works on several at a time; then it takes so many times the cost for any operation, and more
+    /// only where they are more than that.
     pub fn new(calibration: &Calibration) -> Self {
         let alone = Alone { cells: (0..KINDS * SIZES * DEPTHS).map(|_| Cell::default()).collect() };
-        for (kind, known) in [(Kind::Read, calibration.alone_read), (Kind::Write, calibration.alone_write)] {
-            let cost = |bytes| calibration.costs.of(&Operation { kind, bytes, sequential: false, requests: 1 });
-            for (size, depth) in (0..SIZES).flat_map(|size| (0..DEPTHS).map(move |depth| (size, depth))) {
+        for (kind, known) in
+            [(Kind::Read, calibration.alone_read), (Kind::Write, calibration.alone_write)]
+        {
+            let cost = |bytes| {
+                calibration.costs.of(&Operation { kind, bytes, sequential: false, requests: 1 })
+            };
+            for (size, depth) in
+                (0..SIZES).flat_map(|size| (0..DEPTHS).map(move |depth| (size, depth)))
+            {
                 let (bytes, beside) = (4096 << size, (1 << depth) >> 1);
                 let time = u128::from(cost(bytes)) * u128::from(known) / u128::from(cost(4096));
                 let time = u64::try_from(time).unwrap_or(u64::MAX).max((beside + 1) * cost(bytes));
@@ -92,7 +104,8 @@ impl Alone {
         }
     }
 
-    /// What was learnt grows old: a device that has become slower must not look as if it had neighbours for ever. Once a second.
+    /// What was learnt grows old: a device that has become slower must not look as if it had
+    /// neighbours for ever. Once a second.
     pub fn age(&self) {
         for cell in &self.cells {
             let known = cell.expected.load(Relaxed);
@@ -155,6 +168,9 @@ mod tests {
         assert_eq!(of(4097, 0), of(8192, 0));
         assert_ne!(of(4096, 1), of(4096, 0));
         assert_eq!(of(4096, 2), of(4096, 3));
-        assert_eq!(Likeness::of(Kind::WriteZeroes, u64::MAX, u64::MAX).0 as usize, KINDS * SIZES * DEPTHS - 1);
+        assert_eq!(
+            Likeness::of(Kind::WriteZeroes, u64::MAX, u64::MAX).0 as usize,
+            KINDS * SIZES * DEPTHS - 1
+        );
     }
 }

@@ -1,8 +1,9 @@
 //! Who waits for the device: what is kept under its lock.
 //!
-//! In: requests of disks that are ahead of their share, in the order they came. Out: the next one, lowest tag first.
-//! What must hold: a disk's requests keep their order; a disk with requests here has one place in the heap, under the tag
-//! at which its first one begins. Tags wrap: they are compared by their distance, which stays far below half their range.
+//! In: requests of disks that are ahead of their share, in the order they came. Out: the next one,
+//! lowest tag first. What must hold: a disk's requests keep their order; a disk with requests here
+//! has one place in the heap, under the tag at which its first one begins. Tags wrap: they are
+//! compared by their distance, which stays far below half their range.
 
 use std::cmp::Ordering;
 use std::collections::{BinaryHeap, VecDeque};
@@ -33,7 +34,8 @@ impl Slot {
         self.0.compare_exchange(GRANTED, IDLE, SeqCst, SeqCst).is_ok()
     }
 
-    /// Nobody waits any more. True: the request was let in meanwhile, and its grant is to be given back.
+    /// Nobody waits any more. True: the request was let in meanwhile, and its grant is to be given
+    /// back.
     pub fn cancel(&self) -> bool {
         self.0.swap(IDLE, SeqCst) == GRANTED
     }
@@ -97,8 +99,8 @@ impl Board {
         self.queues[disk].push_back(waiter);
     }
 
-    /// The disk whose turn it is, and its tag. It keeps no place in the heap: the caller says where it goes on
-    /// ([`Board::again`]), whether it takes the disk's request ([`Board::take`]) or not.
+    /// The disk whose turn it is, and its tag. It keeps no place in the heap: the caller says where
+    /// it goes on ([`Board::again`]), whether it takes the disk's request ([`Board::take`]) or not.
     pub fn turn(&mut self) -> Option<(usize, u64)> {
         self.heads.pop().map(|head| (head.disk, head.tag))
     }
@@ -143,7 +145,9 @@ mod tests {
     fn the_lowest_tag_goes_first_also_where_tags_wrap() {
         let mut board = Board::default();
         let near_end = u64::MAX - 5;
-        for (disk, tag) in [(0, near_end.wrapping_add(10)), (1, near_end), (2, near_end.wrapping_add(5))] {
+        for (disk, tag) in
+            [(0, near_end.wrapping_add(10)), (1, near_end), (2, near_end.wrapping_add(5))]
+        {
             board.push(disk, tag, waiter(disk as u64));
         }
         board.push(1, 0, waiter(11));
@@ -162,7 +166,9 @@ mod tests {
         board.push(4, 5, waiter(3));
         assert_eq!(board.pop_of(4).map(|w| w.cost), Some(3));
         assert_eq!(pop(&mut board), Some((3, 2)));
-        assert!(pop(&mut board).is_none() && board.pop_of(3).is_none() && board.pop_of(9).is_none());
+        assert!(
+            pop(&mut board).is_none() && board.pop_of(3).is_none() && board.pop_of(9).is_none()
+        );
     }
 
     #[test]

@@ -1,6 +1,8 @@
-//! What an operation costs a device: nanoseconds of the device's time, of which a device that is busy gives a second a second.
+//! What an operation costs a device: nanoseconds of the device's time, of which a device that is
+//! busy gives a second a second.
 //!
-//! The linear model of Linux's blk-iocost: a base by type, and by whether it follows the one before, and so much a byte.
+//! The linear model of Linux's blk-iocost: a base by type, and by whether it follows the one
+//! before, and so much a byte.
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -23,7 +25,8 @@ pub struct Operation {
 }
 
 impl Operation {
-    /// Bytes that it is charged for, beside its base: a discard, or zeroes that are not written, move none.
+    /// Bytes that it is charged for, beside its base: a discard, or zeroes that are not written,
+    /// move none.
     #[inline]
     pub fn moves(&self) -> u64 {
         match self.kind {
@@ -94,16 +97,22 @@ impl Costs {
         write_zeroes: 20_000_000,
     };
 
-    /// What a request is charged when it comes: of a flush little, for several of them may share one sync of the device. That
-    /// is charged when it is done.
+    /// What a request is charged when it comes: of a flush little, for several of them may share
+    /// one sync of the device. That is charged when it is done.
     #[inline]
     pub(crate) fn of_request(&self, operation: &Operation) -> u64 {
-        if operation.kind == Kind::Flush { self.write_sequential.max(1) } else { self.of(operation) }
+        if operation.kind == Kind::Flush {
+            self.write_sequential.max(1)
+        } else {
+            self.of(operation)
+        }
     }
 
     /// What writes of metadata and copies cost.
     pub(crate) fn of_more(&self, operations: u64, bytes: u64) -> u64 {
-        let of = |bytes| self.of(&Operation { kind: Kind::Write, bytes, sequential: false, requests: 1 });
+        let of = |bytes| {
+            self.of(&Operation { kind: Kind::Write, bytes, sequential: false, requests: 1 })
+        };
         of(0).saturating_mul(operations).saturating_add(of(bytes) - of(0)).min(MOST)
     }
 
@@ -130,7 +139,8 @@ mod tests {
 
     #[test]
     fn base_and_bytes() {
-        let read = |bytes, sequential| Operation { kind: Kind::Read, bytes, sequential, requests: 1 };
+        let read =
+            |bytes, sequential| Operation { kind: Kind::Read, bytes, sequential, requests: 1 };
         assert_eq!(Costs::FLASH.of(&read(4096, false)), 9_000 + 900_000 / 256);
         assert_eq!(Costs::FLASH.of(&read(1 << 20, true)), 906_000);
         assert_eq!(Costs::FLASH.of(&Operation { kind: Kind::Flush, ..read(0, false) }), 100_000);
@@ -138,7 +148,9 @@ mod tests {
         assert_eq!(Costs::FLASH.of_more(3, 1 << 20), 45_000 + 900_000);
         assert_eq!(Costs::FLASH.of_more(0, 1 << 20), 900_000);
         assert_eq!(Costs::FLASH.of_more(u64::MAX, u64::MAX), MOST);
-        for (kind, moves) in [(Kind::Write, 512), (Kind::Discard, 0), (Kind::WriteZeroes, 0), (Kind::Flush, 0)] {
+        for (kind, moves) in
+            [(Kind::Write, 512), (Kind::Discard, 0), (Kind::WriteZeroes, 0), (Kind::Flush, 0)]
+        {
             assert_eq!(Operation { kind, ..read(512, false) }.moves(), moves);
         }
     }

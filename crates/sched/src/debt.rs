@@ -1,15 +1,17 @@
 //! What a disk owes because drained queues let operations pass before their time.
 //!
-//! In: operations that passed because of a drain, and those that wait. Out: until when the queues of the disk take nothing.
-//! What must hold: over any time a disk that is drained again and again gets what its limits and its share allow, and what
-//! one drain lets pass; that is bounded, because the queues take nothing while [`MOST_IN_LINE`] waits.
+//! In: operations that passed because of a drain, and those that wait. Out: until when the queues
+//! of the disk take nothing. What must hold: over any time a disk that is drained again and again
+//! gets what its limits and its share allow, and what one drain lets pass; that is bounded, because
+//! the queues take nothing while [`MOST_IN_LINE`] waits.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use crate::Time;
 
-/// Nanoseconds of limits or share that the waiting operations of a disk may be worth. Beyond this its queues take no more
-/// requests. This bounds what a drain lets pass, and with it the time until the debt is paid.
+/// Nanoseconds of limits or share that the waiting operations of a disk may be worth. Beyond this
+/// its queues take no more requests. This bounds what a drain lets pass, and with it the time until
+/// the debt is paid.
 pub(crate) const MOST_IN_LINE: u64 = 30_000_000_000;
 /// No operation in line is worth more.
 const MOST_WORTH: u64 = 1 << 50;
@@ -115,7 +117,11 @@ mod tests {
             assert_eq!(share.held_back(paid), None);
             // A faster limit is paid sooner, and no limit is owed nothing.
             share.set(&if disk == Knobs::default() { disk.clone() } else { bps(100_000) }, NOW);
-            host.set_group("g", &if group == Knobs::default() { group.clone() } else { bps(100_000) }, NOW);
+            host.set_group(
+                "g",
+                &if group == Knobs::default() { group.clone() } else { bps(100_000) },
+                NOW,
+            );
             assert!(share.held_back(NOW).is_none_or(|paid| paid <= NOW + SECOND / 20));
             share.set(&Knobs::default(), NOW);
             host.set_group("g", &Knobs::default(), NOW);
@@ -143,7 +149,8 @@ mod tests {
         assert_eq!(two.held_back(NOW), None);
     }
 
-    /// What the device does in a second is not known for certain. A disk that waits for it shows that it is busy.
+    /// What the device does in a second is not known for certain. A disk that waits for it shows
+    /// that it is busy.
     #[test]
     fn a_disk_that_is_ahead_of_its_share_is_held_back_while_another_waits() {
         let host = Host::default();

@@ -4,11 +4,12 @@
 //!   ask ── fewer than the window on the way, or the disk inside its share, or its reservation due ──► grant
 //!    └──── else ► wait ► the board, lowest tag first ── done makes room ────────────────────────────► grant ► done
 //! ```
-//! In: operations of its disks, and when. Out: when each may begin. Each disk has a tag, the virtual time at which its next
-//! operation begins; an operation moves it on by cost / weight. The device's virtual time is the tag of what began last in
-//! turn. A disk whose tag is ahead of it by no more than a margin has had no more than its share: it never waits, and takes no
-//! lock. Nothing is saved up: who comes back begins at the device's virtual time.
-//! What must hold: whoever waits is let in when room is made (a wait is counted before the window is looked at once more, and
+//! In: operations of its disks, and when. Out: when each may begin. Each disk has a tag, the
+//! virtual time at which its next operation begins; an operation moves it on by cost / weight. The
+//! device's virtual time is the tag of what began last in turn. A disk whose tag is ahead of it by
+//! no more than a margin has had no more than its share: it never waits, and takes no lock. Nothing
+//! is saved up: who comes back begins at the device's virtual time. What must hold: whoever waits
+//! is let in when room is made (a wait is counted before the window is looked at once more, and
 //! `done` makes room before it looks for waits); with nothing on the way, somebody goes.
 
 use std::collections::HashMap;
@@ -24,20 +25,22 @@ use crate::group::Group;
 use crate::share::Account;
 use crate::window::{Class, Seen, Window};
 
-/// A disk that has asked for nothing for so long is not counted on: the others have the device to themselves.
+/// A disk that has asked for nothing for so long is not counted on: the others have the device to
+/// themselves.
 const ABSENT: u64 = 10_000_000_000;
 /// And for so long: its part of a group's weight is the others'.
 const QUIET: u64 = 100_000_000;
 /// What a disk that is ahead of its share by its reservation may owe: so much of the device's time.
 const DEBT: u64 = 10_000_000;
 
-/// How far a disk may get ahead of its share before it waits, in parts of its part of the window: operations do not
-/// come evenly.
+/// How far a disk may get ahead of its share before it waits, in parts of its part of the window:
+/// operations do not come evenly.
 const MARGIN: f64 = 1.0;
 
 /// An operation holds no more of the window than so many small ones.
 const MOST_HELD: u64 = 4;
-const SMALL: Operation = Operation { kind: Kind::Read, bytes: 4096, sequential: false, requests: 1 };
+const SMALL: Operation =
+    Operation { kind: Kind::Read, bytes: 4096, sequential: false, requests: 1 };
 
 /// On a line of the cache of its own.
 #[repr(align(128))]
@@ -89,7 +92,8 @@ pub struct Grant {
     by_itself: bool,
 }
 
-/// What an operation that begins moves on: the device's virtual time, or, out of turn, only its own disk's tag.
+/// What an operation that begins moves on: the device's virtual time, or, out of turn, only its own
+/// disk's tag.
 #[derive(Clone, Copy, PartialEq)]
 enum Moves {
     Time,
@@ -99,7 +103,8 @@ enum Moves {
 impl Device {
     pub fn new(name: &str, class: Class, calibration: &Calibration) -> Self {
         let window = Window::new(class, calibration.window);
-        let state = State { board: Board::default(), accounts: Vec::new(), window, looked: 0, aged: 0 };
+        let state =
+            State { board: Board::default(), accounts: Vec::new(), window, looked: 0, aged: 0 };
         Device {
             name: name.to_string(),
             costs: calibration.costs,
@@ -145,8 +150,8 @@ impl Device {
         self.shared.load(Relaxed)
     }
 
-    /// What an operation of a cost holds of the window. A large one keeps a device busy for longer, but not more of it: most
-    /// devices work on several at a time, whatever their size.
+    /// What an operation of a cost holds of the window. A large one keeps a device busy for longer,
+    /// but not more of it: most devices work on several at a time, whatever their size.
     #[inline]
     fn held(&self, cost: u64) -> u64 {
         cost.min(self.most_held)
@@ -178,8 +183,8 @@ impl Device {
         self.weigh(&state, self.look_at.load(Relaxed));
     }
 
-    /// Whether the operation may begin now; None: it is to [`Device::wait`]. Takes no lock, but the first time a disk comes
-    /// and once a look.
+    /// Whether the operation may begin now; None: it is to [`Device::wait`]. Takes no lock, but the
+    /// first time a disk comes and once a look.
     #[inline]
     pub(crate) fn ask(&self, account: &Account, now: Time, operation: &Operation) -> Option<Grant> {
         if now >= self.look_at.load(Relaxed) {
@@ -191,7 +196,8 @@ impl Device {
         let cost = self.costs.of_request(operation);
         if self.shared.load(Relaxed) {
             let tag = self.tag.0.load(SeqCst);
-            let room = self.waiting.load(SeqCst) == 0 && self.in_flight.0.load(SeqCst) < self.window.0.load(Relaxed);
+            let room = self.waiting.load(SeqCst) == 0
+                && self.in_flight.0.load(SeqCst) < self.window.0.load(Relaxed);
             if !room && !account.is_inside(tag) && !account.reservation_is_due(now) {
                 return None;
             }
@@ -234,11 +240,20 @@ impl Device {
     }
 
     /// The disk's tag goes on by what the operation costs it, and the device's with it.
-    fn charge(&self, account: &Account, now: Time, cost: u64, (requests, bytes): (u32, u64), moves: Moves) {
+    fn charge(
+        &self,
+        account: &Account,
+        now: Time,
+        cost: u64,
+        (requests, bytes): (u32, u64),
+        moves: Moves,
+    ) {
         let device = self.tag.0.load(SeqCst);
         let step = account.step(cost);
-        // By its reservation a disk gets ahead of its share; it is not to pay for that longer than a moment.
-        let debt = account.has_reservation().then(|| device.wrapping_add(account.step(cost.max(DEBT))));
+        // By its reservation a disk gets ahead of its share; it is not to pay for that longer than
+        // a moment.
+        let debt =
+            account.has_reservation().then(|| device.wrapping_add(account.step(cost.max(DEBT))));
         let goes_on = |own| {
             let next = later(own, device).wrapping_add(step);
             Some(debt.filter(|most| before(*most, next)).unwrap_or(next))
@@ -247,16 +262,28 @@ impl Device {
         let own = account.tag.fetch_update(Relaxed, Relaxed, goes_on).unwrap_or(device);
         let begins = later(own, device);
         if moves == Moves::Time && before(device, begins) {
-            let _ = self.tag.0.fetch_update(SeqCst, Relaxed, |tag| before(tag, begins).then_some(begins));
+            let _ = self
+                .tag
+                .0
+                .fetch_update(SeqCst, Relaxed, |tag| before(tag, begins).then_some(begins));
         }
         account.charge_reservation(now, requests, bytes);
         account.began();
     }
 
-    /// The operation takes its place among those that wait; the slot tells when it is let in, which may be at once.
-    pub(crate) fn wait(&self, account: &Account, now: Time, operation: &Operation, slot: &Arc<Slot>, waker: &Waker) {
+    /// The operation takes its place among those that wait; the slot tells when it is let in, which
+    /// may be at once.
+    pub(crate) fn wait(
+        &self,
+        account: &Account,
+        now: Time,
+        operation: &Operation,
+        slot: &Arc<Slot>,
+        waker: &Waker,
+    ) {
         slot.begin();
-        let (cost, bytes, requests) = (self.costs.of_request(operation), operation.bytes, operation.requests);
+        let (cost, bytes, requests) =
+            (self.costs.of_request(operation), operation.bytes, operation.requests);
         let waiter = Waiter { slot: slot.clone(), waker: waker.clone(), cost, bytes, requests };
         let mut state = self.state();
         let tag = later(account.tag.load(Relaxed), self.tag.0.load(SeqCst));
@@ -270,7 +297,13 @@ impl Device {
     }
 
     /// For an operation that was let in after a wait.
-    pub(crate) fn granted(&self, account: &Account, asked: Time, now: Time, operation: &Operation) -> Grant {
+    pub(crate) fn granted(
+        &self,
+        account: &Account,
+        asked: Time,
+        now: Time,
+        operation: &Operation,
+    ) -> Grant {
         let beside = account.operations.load(Relaxed).saturating_sub(1);
         let likeness = Likeness::of(operation.kind, operation.bytes, beside);
         Grant { cost: self.costs.of_request(operation), asked, at: now, likeness, by_itself: false }
@@ -280,7 +313,8 @@ impl Device {
     fn let_in(&self, state: &mut State, now: Time) {
         while self.waiting.load(SeqCst) > 0 {
             let in_flight = self.in_flight.0.load(SeqCst);
-            // Who has the device to itself waits for nobody, nor do those who waited until a moment ago.
+            // Who has the device to itself waits for nobody, nor do those who waited until a moment
+            // ago.
             if in_flight > 0 && in_flight >= self.window.0.load(Relaxed) && self.is_shared() {
                 break;
             }
@@ -325,7 +359,8 @@ impl Device {
         }
     }
 
-    /// Lets in all operations of the disk that wait, because a queue of it is drained. Returns their cost.
+    /// Lets in all operations of the disk that wait, because a queue of it is drained. Returns
+    /// their cost.
     pub(crate) fn release(&self, account: &Account, now: Time) -> u64 {
         let mut state = self.state();
         let mut cost = 0u64;
@@ -402,7 +437,8 @@ impl Device {
         self.weigh(state, now);
     }
 
-    /// Weights of groups are divided among those of their disks that are busy (as blk-iocost flattens its tree).
+    /// Weights of groups are divided among those of their disks that are busy (as blk-iocost
+    /// flattens its tree).
     fn weigh(&self, state: &State, now: Time) {
         let accounts = || state.accounts.iter().flatten();
         let mut sums: HashMap<*const Group, u64> = HashMap::new();
@@ -431,7 +467,8 @@ impl Device {
         self.weigh(&self.state(), now);
     }
 
-    /// What is seen since the last time decides on the window; by whoever comes first when it is due.
+    /// What is seen since the last time decides on the window; by whoever comes first when it is
+    /// due.
     #[cold]
     fn look(&self, now: Time) {
         let mut state = self.state();
@@ -444,7 +481,8 @@ impl Device {
         let tag = self.tag.0.load(SeqCst);
         for account in state.accounts.iter().flatten() {
             // Tags wrap: none is left so far behind that it would seem to be ahead.
-            let _ = account.tag.fetch_update(Relaxed, Relaxed, |own| before(own, tag).then_some(tag));
+            let _ =
+                account.tag.fetch_update(Relaxed, Relaxed, |own| before(own, tag).then_some(tag));
             if account.present.load(Relaxed) && !account.is_busy(now, ABSENT) && account.is_idle() {
                 account.present.store(false, Relaxed);
             }
@@ -469,7 +507,8 @@ fn see(state: &State, now: Time, elapsed: u64) -> Seen {
     let accounts = || state.accounts.iter().flatten();
     let capacity = state.window.capacity();
     let counts: Vec<_> = accounts().map(|account| account.take_counts(now)).collect();
-    let weights: f64 = accounts().zip(&counts).filter(|(_, c)| c.busy).map(|(a, _)| a.weight()).sum();
+    let weights: f64 =
+        accounts().zip(&counts).filter(|(_, c)| c.busy).map(|(a, _)| a.weight()).sum();
     for (account, counts) in accounts().zip(&counts).filter(|(_, c)| c.busy) {
         let due = account.weight() / weights;
         seen.busy += 1;

@@ -21,7 +21,13 @@ impl Group {
     pub fn new(name: &str, knobs: &Knobs) -> Self {
         let (weight, latency_target) = Default::default();
         let limiter = Limiter::new(&knobs.limits);
-        let group = Group { name: name.to_string(), weight, limiter, reserve: Reserve::default(), latency_target };
+        let group = Group {
+            name: name.to_string(),
+            weight,
+            limiter,
+            reserve: Reserve::default(),
+            latency_target,
+        };
         group.set(knobs);
         group
     }

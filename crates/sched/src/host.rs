@@ -1,6 +1,7 @@
 //! The devices and groups of a program, by name.
 //!
-//! In: the disks, as they are opened. Out: for each a [`Share`] of the device that it lies on, with the others that do.
+//! In: the disks, as they are opened. Out: for each a [`Share`] of the device that it lies on, with
+//! the others that do.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -21,8 +22,10 @@ pub struct Means {
 }
 
 impl Means {
-    pub const FLASH: Means = Means { class: Class::FLASH, calibration: Calibration::of(Costs::FLASH) };
-    pub const ROTATIONAL: Means = Means { class: Class::ROTATIONAL, calibration: Calibration::of(Costs::ROTATIONAL) };
+    pub const FLASH: Means =
+        Means { class: Class::FLASH, calibration: Calibration::of(Costs::FLASH) };
+    pub const ROTATIONAL: Means =
+        Means { class: Class::ROTATIONAL, calibration: Calibration::of(Costs::ROTATIONAL) };
 }
 
 /// All devices and groups. Those that nobody uses any more are forgotten.
@@ -43,8 +46,14 @@ impl Host {
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A disk's share: of the device of that name, if it has one; in a group, with the group's knobs, if it is in one.
-    pub fn share(&self, device: Option<(&str, &Means)>, group: Option<(&str, &Knobs)>, knobs: &Knobs) -> Arc<Share> {
+    /// A disk's share: of the device of that name, if it has one; in a group, with the group's
+    /// knobs, if it is in one.
+    pub fn share(
+        &self,
+        device: Option<(&str, &Means)>,
+        group: Option<(&str, &Knobs)>,
+        knobs: &Knobs,
+    ) -> Arc<Share> {
         let mut names = self.names();
         let device = device.map(|(name, means)| {
             let known = names.devices.get(name).and_then(Weak::upgrade);
@@ -89,7 +98,10 @@ mod tests {
     fn disks_of_a_name_share() {
         let host = Host::default();
         let flash = Some(("a", &Means::FLASH));
-        let (one, two) = (host.share(flash, None, &Knobs::default()), host.share(flash, None, &Knobs::default()));
+        let (one, two) = (
+            host.share(flash, None, &Knobs::default()),
+            host.share(flash, None, &Knobs::default()),
+        );
         let other = host.share(Some(("b", &Means::FLASH)), None, &Knobs::default());
         let device = |share: &Arc<Share>| share.device().map(Arc::as_ptr);
         assert_eq!(device(&one), device(&two));
@@ -105,7 +117,12 @@ mod tests {
         let share = |own| host.share(Some(("a", &Means::FLASH)), Some(("g", &group)), &weight(own));
         let (one, two) = (share(100), share(200));
         for (now, share) in [(1, &one), (2, &two)] {
-            let read = crate::Operation { kind: crate::Kind::Read, bytes: 4096, sequential: false, requests: 1 };
+            let read = crate::Operation {
+                kind: crate::Kind::Read,
+                bytes: 4096,
+                sequential: false,
+                requests: 1,
+            };
             share.ask(now, &read).expect("there is room");
         }
         assert_eq!((one.figures().weight, two.figures().weight), (100.0, 200.0));

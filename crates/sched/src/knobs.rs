@@ -13,8 +13,8 @@ pub struct Knobs {
     /// Bytes a second that the disk gets before shares are looked at.
     pub reserve_bps: Option<u64>,
     pub limits: Limits,
-    /// The mean service time that neighbours must leave the disk while it asks for no more than its share, at the cost of
-    /// their own shares.
+    /// The mean service time that neighbours must leave the disk while it asks for no more than its
+    /// share, at the cost of their own shares.
     pub latency_target: Option<Duration>,
 }
 
@@ -41,8 +41,9 @@ pub struct Limits {
     pub bps_write: Option<Limit>,
 }
 
-/// `rate` for ever; after a time of less, `max` for `length`. Text form: `1000`, `1000,max=5000,length=10` (seconds), with
-/// suffixes k, M, G, T (powers of 1024; see [`parse_rate`]).
+/// `rate` for ever; after a time of less, `max` for `length`. Text form: `1000`,
+/// `1000,max=5000,length=10` (seconds), with suffixes k, M, G, T (powers of 1024; see
+/// [`parse_rate`]).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limit {
     pub rate: u64,
@@ -123,11 +124,17 @@ mod tests {
     #[test]
     fn text_forms() {
         assert_eq!("1000".parse(), Ok(Limit::of(1000)));
-        let burst = Limit { rate: 50 << 20, max: Some(200 << 20), length: Duration::from_millis(2500) };
+        let burst =
+            Limit { rate: 50 << 20, max: Some(200 << 20), length: Duration::from_millis(2500) };
         assert_eq!("50M,max=200M,length=2.5".parse(), Ok(burst));
-        for (text, bytes) in
-            [("5T", 5 << 40), ("5t", 5 << 40), ("7KiB", 7 << 10), ("7MiB", 7 << 20), ("7GiB", 7 << 30), ("9B", 9)]
-        {
+        for (text, bytes) in [
+            ("5T", 5 << 40),
+            ("5t", 5 << 40),
+            ("7KiB", 7 << 10),
+            ("7MiB", 7 << 20),
+            ("7GiB", 7 << 30),
+            ("9B", 9),
+        ] {
             assert_eq!(text.parse(), Ok(Limit::of(bytes)), "{text}");
         }
         for bad in [

@@ -1,17 +1,20 @@
 //! Limits: rates that are never exceeded, and what may pass at once after a time of less.
 //!
-//! In: operations, and when. Out: "begin", or when to ask again. Any thread asks, at the same time as others; nobody waits for
-//! anybody, and who asks late loses nothing while he is less than half of what a bucket holds late.
+//! In: operations, and when. Out: "begin", or when to ask again. Any thread asks, at the same time
+//! as others; nobody waits for anybody, and who asks late loses nothing while he is less than half
+//! of what a bucket holds late.
 //!
-//! A limit is a bucket that holds 10 ms of its rate; one with a burst is such a bucket of `max`, and one of `rate` that holds
-//! the burst, `(max - rate) * length`. A bucket is a time: when it will be full again if nothing more passes (the virtual
-//! scheduling algorithm of ITU-T I.371). What must hold:
+//! A limit is a bucket that holds 10 ms of its rate; one with a burst is such a bucket of `max`,
+//! and one of `rate` that holds the burst, `(max - rate) * length`. A bucket is a time: when it
+//! will be full again if nothing more passes (the virtual scheduling algorithm of ITU-T I.371).
+//! What must hold:
 //!
-//! - Of a bucket of rate R that holds H passes, over any time T, at most `R * T + H`; with requests larger than half of H at
-//!   most half of H and one request more than `R * T`. While somebody always asks it is `R * T`, to the last request, for ever:
-//!   fractions of a nanosecond are kept.
-//! - Whether an operation may begin does not depend on its size: small ones on another reactor starve no large one. So the
-//!   last one to pass may leave a debt, however large it is, and the next one waits for it.
+//! - Of a bucket of rate R that holds H passes, over any time T, at most `R * T + H`; with requests
+//!   larger than half of H at most half of H and one request more than `R * T`. While somebody
+//!   always asks it is `R * T`, to the last request, for ever: fractions of a nanosecond are kept.
+//! - Whether an operation may begin does not depend on its size: small ones on another reactor
+//!   starve no large one. So the last one to pass may leave a debt, however large it is, and the
+//!   next one waits for it.
 //! - All limits are charged, or none.
 //! - Of several that wait each has its part in turn ([`Turn`]).
 
@@ -69,9 +72,9 @@ impl Limiter {
         !self.limited.load(Relaxed)
     }
 
-    /// Changes the limits, at any time and any number of times. What is the same goes on as it was; of the rest each bucket
-    /// is as full as before, and a debt is paid at the new rate where that is the faster one. Those who were told to ask later
-    /// should ask now.
+    /// Changes the limits, at any time and any number of times. What is the same goes on as it was;
+    /// of the rest each bucket is as full as before, and a debt is paid at the new rate where that
+    /// is the faster one. Those who were told to ask later should ask now.
     pub fn set(&self, limits: &Limits) {
         let mut set = self.set.lock().unwrap_or_else(PoisonError::into_inner);
         if *set == *limits {
@@ -87,13 +90,14 @@ impl Limiter {
         *set = limits.clone();
     }
 
-    /// One that waits for these limits beside others, who are to have as much of them as it has, in proportion to weights.
+    /// One that waits for these limits beside others, who are to have as much of them as it has, in
+    /// proportion to weights.
     pub fn join(&self, weight: u32) -> Arc<Turn> {
         self.turns.join(weight)
     }
 
-    /// Lets an operation begin and charges it; or says when to ask again, and charges nothing. With a turn, that may be at
-    /// once: others come first.
+    /// Lets an operation begin and charges it; or says when to ask again, and charges nothing. With
+    /// a turn, that may be at once: others come first.
     pub fn take(&self, now: Time, operation: &Operation, turn: Option<&Turn>) -> Result<(), Time> {
         if self.is_unlimited() {
             return Ok(());
@@ -107,7 +111,12 @@ impl Limiter {
         }
     }
 
-    fn try_take(&self, now: Time, amounts: &[u64; 6], turn: Option<&Turn>) -> Result<Result<(), Time>, Changed> {
+    fn try_take(
+        &self,
+        now: Time,
+        amounts: &[u64; 6],
+        turn: Option<&Turn>,
+    ) -> Result<Result<(), Time>, Changed> {
         let change = self.changes.load(Acquire);
         let meters = self.generation(change);
         let (mut opens, mut refused) = (now, false);
@@ -129,13 +138,16 @@ impl Limiter {
         for (charged, (bucket, amount)) in buckets(meters, amounts).enumerate() {
             // Another reactor was quicker.
             if let Err(opens) = bucket.charge(now, amount, || self.still(change))? {
-                buckets(meters, amounts).take(charged).for_each(|(bucket, amount)| bucket.refund(amount));
+                buckets(meters, amounts)
+                    .take(charged)
+                    .for_each(|(bucket, amount)| bucket.refund(amount));
                 return Ok(Err(opens));
             }
         }
         if let Some(turn) = turn {
-            counted(meters, amounts)
-                .for_each(|(limit, meter, amount)| self.turns.pass(limit, turn, meter.price(amount)));
+            counted(meters, amounts).for_each(|(limit, meter, amount)| {
+                self.turns.pass(limit, turn, meter.price(amount))
+            });
         }
         Ok(Ok(()))
     }
@@ -147,10 +159,12 @@ impl Limiter {
         }
         self.note_time(now);
         let amounts = amounts(operation);
-        let charged = buckets(self.generation(self.changes.load(Acquire)), &amounts).map(|(bucket, amount)| {
-            bucket.force(now, amount);
-            bucket.opens()
-        });
+        let charged = buckets(self.generation(self.changes.load(Acquire)), &amounts).map(
+            |(bucket, amount)| {
+                bucket.force(now, amount);
+                bucket.opens()
+            },
+        );
         charged.max().unwrap_or(0)
     }
 
@@ -178,7 +192,9 @@ impl Limiter {
         let (meters, amounts) = (self.generation(self.changes.load(Acquire)), amounts(operation));
         buckets(meters, &amounts).for_each(|(bucket, amount)| bucket.refund(amount));
         if let Some(turn) = turn {
-            let refund = |(limit, meter, amount): (_, &Meter, _)| self.turns.refund(limit, turn, meter.price(amount));
+            let refund = |(limit, meter, amount): (_, &Meter, _)| {
+                self.turns.refund(limit, turn, meter.price(amount))
+            };
             counted(meters, &amounts).for_each(refund);
         }
     }
@@ -229,7 +245,8 @@ impl Meter {
     }
 }
 
-/// Rate and contents, in nanoseconds of the rate, of one of a limit's buckets; a rate of 0 is no bucket.
+/// Rate and contents, in nanoseconds of the rate, of one of a limit's buckets; a rate of 0 is no
+/// bucket.
 fn shape(limit: &Limit, which: usize) -> (u64, u64) {
     const HOLDS: u64 = Duration::from_millis(10).as_nanos() as u64;
     let rate = limit.rate.max(1);
@@ -237,18 +254,26 @@ fn shape(limit: &Limit, which: usize) -> (u64, u64) {
         (0, max) => (max.unwrap_or(rate), HOLDS),
         (_, None) => (0, 0),
         (_, Some(max)) => {
-            let burst = u128::from(max.saturating_sub(rate)) * limit.length.as_nanos() / u128::from(rate);
+            let burst =
+                u128::from(max.saturating_sub(rate)) * limit.length.as_nanos() / u128::from(rate);
             (rate, u64::try_from(burst).unwrap_or(u64::MAX).clamp(HOLDS, 1 << 62))
         }
     }
 }
 
 fn all(limits: &Limits) -> [Option<Limit>; 6] {
-    [limits.iops, limits.iops_read, limits.iops_write, limits.bps, limits.bps_read, limits.bps_write]
+    [
+        limits.iops,
+        limits.iops_read,
+        limits.iops_write,
+        limits.bps,
+        limits.bps_read,
+        limits.bps_write,
+    ]
 }
 
-/// What an operation takes of each limit, in the order of [`all`]. A discard is a write that moves no bytes; a flush is neither
-/// read nor write.
+/// What an operation takes of each limit, in the order of [`all`]. A discard is a write that moves
+/// no bytes; a flush is neither read nor write.
 #[inline]
 fn amounts(operation: &Operation) -> [u64; 6] {
     let (requests, bytes) = (u64::from(operation.requests.max(1)), operation.bytes);
@@ -262,15 +287,26 @@ fn amounts(operation: &Operation) -> [u64; 6] {
 
 /// The limits that count for an operation, and how much of each it takes.
 #[inline]
-fn counted<'a>(meters: &'a [Meter; 6], amounts: &'a [u64; 6]) -> impl Iterator<Item = (usize, &'a Meter, u64)> {
-    let all = meters.iter().zip(amounts).enumerate().map(|(limit, (meter, amount))| (limit, meter, *amount));
+fn counted<'a>(
+    meters: &'a [Meter; 6],
+    amounts: &'a [u64; 6],
+) -> impl Iterator<Item = (usize, &'a Meter, u64)> {
+    let all = meters
+        .iter()
+        .zip(amounts)
+        .enumerate()
+        .map(|(limit, (meter, amount))| (limit, meter, *amount));
     all.filter(|(_, meter, amount)| *amount > 0 && meter.buckets[0].exists())
 }
 
 /// Their buckets.
 #[inline]
-fn buckets<'a>(meters: &'a [Meter; 6], amounts: &'a [u64; 6]) -> impl Iterator<Item = (&'a Bucket, u64)> {
-    counted(meters, amounts).flat_map(|(_, meter, amount)| meter.existing().map(move |bucket| (bucket, amount)))
+fn buckets<'a>(
+    meters: &'a [Meter; 6],
+    amounts: &'a [u64; 6],
+) -> impl Iterator<Item = (&'a Bucket, u64)> {
+    counted(meters, amounts)
+        .flat_map(|(_, meter, amount)| meter.existing().map(move |bucket| (bucket, amount)))
 }
 
 #[cfg(test)]

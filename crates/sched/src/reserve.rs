@@ -1,4 +1,5 @@
-//! A reservation: so many operations or bytes a second that come before everybody's shares (mClock's reservation tags).
+//! A reservation: so many operations or bytes a second that come before everybody's shares
+//! (mClock's reservation tags).
 //!
 //! Whatever the disk gets counts, by its share or not: it gets the greater of the two.
 
@@ -7,7 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use crate::Time;
 use crate::knobs::Knobs;
 
-/// What was missed is made up for as far back as this, nanoseconds. It is not more than this that an idle disk saves up.
+/// What was missed is made up for as far back as this, nanoseconds. It is not more than this that
+/// an idle disk saves up.
 const CATCH_UP: u64 = 100_000_000;
 
 #[derive(Debug, Default)]
@@ -16,7 +18,8 @@ pub(crate) struct Reserve {
     bytes: Clock,
 }
 
-/// When the next one is due; `interval`: nanoseconds between two, with 20 binary places; 0: nothing is reserved.
+/// When the next one is due; `interval`: nanoseconds between two, with 20 binary places; 0: nothing
+/// is reserved.
 #[derive(Debug, Default)]
 struct Clock {
     interval: AtomicU64,
@@ -25,8 +28,9 @@ struct Clock {
 
 impl Clock {
     fn set(&self, rate: Option<u64>) {
-        let interval =
-            rate.filter(|rate| *rate > 0).map_or(0, |rate| ((1_000_000_000u128 << 20) / u128::from(rate)) as u64);
+        let interval = rate
+            .filter(|rate| *rate > 0)
+            .map_or(0, |rate| ((1_000_000_000u128 << 20) / u128::from(rate)) as u64);
         self.interval.store(interval, Relaxed);
     }
 
@@ -42,7 +46,9 @@ impl Clock {
             let step = ((u128::from(interval) * u128::from(count)) >> 20) as u64;
             // What was had beyond it is not held against the disk for longer than a moment.
             let most = now.saturating_add(step.max(CATCH_UP));
-            let next = |due: u64| Some(due.max(now.saturating_sub(CATCH_UP)).saturating_add(step).min(most));
+            let next = |due: u64| {
+                Some(due.max(now.saturating_sub(CATCH_UP)).saturating_add(step).min(most))
+            };
             let _ = self.due.fetch_update(Relaxed, Relaxed, next);
         }
     }
@@ -101,7 +107,10 @@ mod tests {
                 served += 1;
             }
         }
-        assert!((3000..=3000 + 302).contains(&served), "{served}: 3000, and 100 ms of them saved up");
+        assert!(
+            (3000..=3000 + 302).contains(&served),
+            "{served}: 3000, and 100 ms of them saved up"
+        );
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! One disk's account: its share of a device, its reservation, its limits, and what became of them.
 //!
-//! In: an operation, and when. Out: whether its limits and its share let it begin. Everything on that way is a handful of
-//! atomic counters on cache lines of the disk's own; they are shared only by the reactors that serve this disk.
+//! In: an operation, and when. Out: whether its limits and its share let it begin. Everything on
+//! that way is a handful of atomic counters on cache lines of the disk's own; they are shared only
+//! by the reactors that serve this disk.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
@@ -32,8 +33,8 @@ pub(crate) struct Account {
     /// Cost and number of its operations that are on the way.
     pub in_flight: AtomicU64,
     pub operations: AtomicU64,
-    // Since the last look: operations that began; those that ended: their cost, number, time in the device and since they were
-    // asked for, and what it would have been alone.
+    // Since the last look: operations that began; those that ended: their cost, number, time in the
+    // device and since they were asked for, and what it would have been alone.
     begun: AtomicU64,
     cost: AtomicU64,
     served: AtomicU64,
@@ -181,7 +182,8 @@ impl Account {
 
     #[inline]
     pub fn reservation_is_due(&self, now: Time) -> bool {
-        self.reserve.is_due(now) || self.group.as_ref().is_some_and(|group| group.reserve.is_due(now))
+        self.reserve.is_due(now)
+            || self.group.as_ref().is_some_and(|group| group.reserve.is_due(now))
     }
 
     #[inline]
@@ -259,12 +261,14 @@ impl Account {
     }
 }
 
-/// What became of a disk's share since it was opened; all but `weight` and `waiting` in nanoseconds.
+/// What became of a disk's share since it was opened; all but `weight` and `waiting` in
+/// nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Figures {
     /// Its weight, or its part of its group's.
     pub weight: f64,
-    /// Of the device's time: what was due to it while it was busy, what it used, what it left to others.
+    /// Of the device's time: what was due to it while it was busy, what it used, what it left to
+    /// others.
     pub owed: u64,
     pub used: u64,
     pub donated: u64,
@@ -337,12 +341,15 @@ impl Share {
         }
     }
 
-    /// Whether an operation begins where the disk's last one ended. None: on this device several streams of a disk may each be
-    /// sequential. On a rotational device only one is, because between two of them the heads move.
+    /// Whether an operation begins where the disk's last one ended. None: on this device several
+    /// streams of a disk may each be sequential. On a rotational device only one is, because
+    /// between two of them the heads move.
     #[inline]
     pub fn follows(&self, offset: u64, bytes: u64) -> Option<bool> {
         let device = self.device.as_ref()?;
-        device.is_rotational().then(|| self.position.swap(offset.saturating_add(bytes), Relaxed) == offset)
+        device
+            .is_rotational()
+            .then(|| self.position.swap(offset.saturating_add(bytes), Relaxed) == offset)
     }
 
     /// Nothing is limited, and nothing shared: there is nobody to ask.
@@ -353,7 +360,8 @@ impl Share {
 
     #[inline]
     pub fn is_unlimited(&self) -> bool {
-        self.limiter.is_unlimited() && self.account.group.as_ref().is_none_or(|group| group.limiter.is_unlimited())
+        self.limiter.is_unlimited()
+            && self.account.group.as_ref().is_none_or(|group| group.limiter.is_unlimited())
     }
 
     /// One of several lines of operations that wait for the disk's limits.
@@ -361,14 +369,16 @@ impl Share {
         self.limiter.join(Knobs::WEIGHT)
     }
 
-    /// Whether the disk's limits, and its group's, let the first operation of a line begin, which they then have counted; else
-    /// when to ask again.
+    /// Whether the disk's limits, and its group's, let the first operation of a line begin, which
+    /// they then have counted; else when to ask again.
     #[inline]
     pub fn limit(&self, now: Time, operation: &Operation, line: &Turn) -> Result<(), Time> {
         let group = self.group_limiter();
         self.limiter.take(now, operation, Some(line))?;
         let back = |_: &Time| self.limiter.refund(operation, Some(line));
-        group.map_or(Ok(()), |limiter| limiter.take(now, operation, self.turn.as_deref()).inspect_err(back))
+        group.map_or(Ok(()), |limiter| {
+            limiter.take(now, operation, self.turn.as_deref()).inspect_err(back)
+        })
     }
 
     /// Whether the operation may begin; None: it is to [`Share::wait`].
@@ -380,9 +390,16 @@ impl Share {
         }
     }
 
-    /// The operation waits for the device; `slot` tells when it may begin ([`Slot::take`]), and the waker is woken then. With
-    /// a reservation it is also to [`Share::claim`] at the time that is answered.
-    pub fn wait(&self, now: Time, operation: &Operation, slot: &Arc<Slot>, waker: &Waker) -> Option<Time> {
+    /// The operation waits for the device; `slot` tells when it may begin ([`Slot::take`]), and the
+    /// waker is woken then. With a reservation it is also to [`Share::claim`] at the time that is
+    /// answered.
+    pub fn wait(
+        &self,
+        now: Time,
+        operation: &Operation,
+        slot: &Arc<Slot>,
+        waker: &Waker,
+    ) -> Option<Time> {
         let device = self.device.as_ref()?;
         device.wait(&self.account, now, operation, slot, waker);
         self.next_claim(now)
@@ -405,7 +422,9 @@ impl Share {
     /// What an operation that was let in after a wait is [`Share::done`] with.
     /// `asked`: when it came.
     pub fn granted(&self, asked: Time, now: Time, operation: &Operation) -> Grant {
-        self.device.as_ref().map_or_else(Grant::default, |device| device.granted(&self.account, asked, now, operation))
+        self.device.as_ref().map_or_else(Grant::default, |device| {
+            device.granted(&self.account, asked, now, operation)
+        })
     }
 
     #[inline]
@@ -426,7 +445,8 @@ impl Share {
         }
     }
 
-    /// The disk makes the device sync what was written: it does not wait, for it may hold what others wait for, but pays.
+    /// The disk makes the device sync what was written: it does not wait, for it may hold what
+    /// others wait for, but pays.
     pub fn sync(&self, now: Time) -> Grant {
         self.device.as_ref().map_or_else(Grant::default, |device| device.sync(&self.account, now))
     }
@@ -441,7 +461,8 @@ impl Share {
         self.device.as_ref().is_some_and(|device| device.is_shared())
     }
 
-    /// Charges what the disk has cost the device beyond its requests: operations and bytes, for metadata and copies.
+    /// Charges what the disk has cost the device beyond its requests: operations and bytes, for
+    /// metadata and copies.
     pub fn charge_more(&self, operations: u64, bytes: u64) {
         if let Some(device) = &self.device {
             let cost = device.costs().of_more(operations, bytes);
@@ -469,10 +490,12 @@ impl Share {
         self.limiter.opens().max(self.group_limiter().map_or(0, Limiter::opens))
     }
 
-    /// Lets an operation begin that cannot wait: its queue is drained. The limits and the device are owed for it.
+    /// Lets an operation begin that cannot wait: its queue is drained. The limits and the device
+    /// are owed for it.
     pub fn force(&self, now: Time, operation: &Operation) -> Grant {
         let opens = self.limiter.force(now, operation);
-        let opens = opens.max(self.group_limiter().map_or(0, |limiter| limiter.force(now, operation)));
+        let opens =
+            opens.max(self.group_limiter().map_or(0, |limiter| limiter.force(now, operation)));
         self.debt.owe_limits(opens);
         let Some(device) = &self.device else { return Grant::default() };
         let grant = device.force(&self.account, now, operation);
@@ -480,7 +503,8 @@ impl Share {
         grant
     }
 
-    /// Lets in what waits for the device, because a queue of the disk is drained. The device is owed for it.
+    /// Lets in what waits for the device, because a queue of the disk is drained. The device is
+    /// owed for it.
     pub fn release(&self, now: Time) {
         if let Some(device) = &self.device {
             let cost = device.release(&self.account, now);
@@ -490,8 +514,12 @@ impl Share {
 
     /// Notes that an operation waits. Returns what it is worth, for [`Share::leave_line`].
     pub fn join_line(&self, operation: &Operation) -> u64 {
-        let limits = self.limiter.worth(operation).max(self.group_limiter().map_or(0, |group| group.worth(operation)));
-        let device = self.device.as_ref().map_or(0, |device| device.worth(&self.account, operation));
+        let limits = self
+            .limiter
+            .worth(operation)
+            .max(self.group_limiter().map_or(0, |group| group.worth(operation)));
+        let device =
+            self.device.as_ref().map_or(0, |device| device.worth(&self.account, operation));
         self.debt.join(limits.max(device))
     }
 
@@ -499,11 +527,13 @@ impl Share {
         self.debt.leave(worth);
     }
 
-    /// Returns until when the queues of the disk must take no requests: what a drain let pass is not paid yet, or so much
-    /// waits already that a drain would let too much pass. None: they may.
+    /// Returns until when the queues of the disk must take no requests: what a drain let pass is
+    /// not paid yet, or so much waits already that a drain would let too much pass. None: they may.
     #[inline]
     pub fn held_back(&self, now: Time) -> Option<Time> {
-        self.debt.held_back(now, || self.device.as_ref().is_some_and(|device| device.is_ahead(&self.account)))
+        self.debt.held_back(now, || {
+            self.device.as_ref().is_some_and(|device| device.is_ahead(&self.account))
+        })
     }
 
     pub fn figures(&self) -> Figures {
@@ -541,7 +571,8 @@ mod tests {
         const OPERATIONS: u64 = 1_000_000_000;
         let weights = [1, 7, 977, 9973];
         let costs = [4_001, 12_503, 1_777, 13];
-        let accounts = weights.map(|weight| Account::new(&Knobs { weight, ..Knobs::default() }, None));
+        let accounts =
+            weights.map(|weight| Account::new(&Knobs { weight, ..Knobs::default() }, None));
         let steps: [u64; 4] = std::array::from_fn(|i| accounts[i].step(costs[i]));
         // They go through the end of the range.
         let mut tags = [u64::MAX - 1_000_000; 4];
@@ -562,7 +593,10 @@ mod tests {
             let due = all * f64::from(weight) / f64::from(sum);
             // At any moment an operation is under way; nothing else may be missing but a millionth.
             let most = 2.0 * cost.max(4_001 * u64::from(weight)) as f64 + due * 1e-6;
-            assert!((used - due).abs() <= most, "weight {weight} has used {used} ns, and {due} are due");
+            assert!(
+                (used - due).abs() <= most,
+                "weight {weight} has used {used} ns, and {due} are due"
+            );
         }
     }
 }

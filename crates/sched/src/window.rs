@@ -1,13 +1,15 @@
-//! How much may be on the way to a device: the window, in nanoseconds of its cost, and its capacity.
+//! How much may be on the way to a device: the window, in nanoseconds of its cost, and its
+//! capacity.
 //!
 //! In: what was seen since the last look. Out: the window until the next one.
 //!
 //! Three wishes, the later ones weaker:
-//! 1. a disk with a latency target that asks for no more than its share meets it, whatever that costs its neighbours (a
-//!    tenth of their share they keep);
-//! 2. any other disk that asks for no more than its share has its operations served within [`SLOWED`] of the time they take
-//!    without neighbours, as long as those who wait get no less of what is delivered than their share; and within
-//!    [`UNTOUCHED`] as long as they get their share of all that the device can deliver;
+//! 1. a disk with a latency target that asks for no more than its share meets it, whatever that
+//!    costs its neighbours (a tenth of their share they keep);
+//! 2. any other disk that asks for no more than its share has its operations served within
+//!    [`SLOWED`] of the time they take without neighbours, as long as those who wait get no less of
+//!    what is delivered than their share; and within [`UNTOUCHED`] as long as they get their share
+//!    of all that the device can deliver;
 //! 3. the device is busy: the window grows until the queue in the device costs [`Class::queue`].
 
 /// A disk inside its share may be slowed to so much of its time alone...
@@ -15,7 +17,8 @@ pub(crate) const SLOWED: f64 = 1.5;
 /// ...and this is as good as alone.
 pub(crate) const UNTOUCHED: f64 = 1.03;
 
-/// Fewer operations than this say nothing; those that are hardly slowed are to be many, or those of so long a time.
+/// Fewer operations than this say nothing; those that are hardly slowed are to be many, or those of
+/// so long a time.
 const ENOUGH: u64 = 8;
 const MANY: u64 = 100;
 const LONG: u64 = 400_000_000;
@@ -26,7 +29,8 @@ const LEAST: f64 = 1_000.0;
 /// What kind of device it is.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Class {
-    /// Time that operations may spend in the device's own queue while all disks ask for more than their share, nanoseconds.
+    /// Time that operations may spend in the device's own queue while all disks ask for more than
+    /// their share, nanoseconds.
     pub queue: u64,
     /// Time between two looks, nanoseconds.
     pub period: u64,
@@ -50,14 +54,15 @@ pub(crate) struct Seen {
     pub pressing: u64,
     /// The part of the device that is due to the disks that waited, 0 to 1.
     pub due: f64,
-    /// Operations of disks inside their share, without a latency target of their own: how many, their time, and what it
-    /// would have been alone.
+    /// Operations of disks inside their share, without a latency target of their own: how many,
+    /// their time, and what it would have been alone.
     pub inside: u64,
     pub inside_service: u64,
     pub inside_alone: u64,
     /// What disks inside their share hold of the window now.
     pub inside_held: u64,
-    /// The worst mean service time over its latency target, of disks inside their share that have one.
+    /// The worst mean service time over its latency target, of disks inside their share that have
+    /// one.
     pub missed: Option<f64>,
     /// All operations: how many, their time, and what it would have been alone.
     pub all: u64,
@@ -145,7 +150,11 @@ impl Window {
             (Some(one), None) | (None, Some(one)) => one,
             (None, None) if self.inside_at.is_some_and(|at| now < at.saturating_add(GONE)) => {
                 // They come so rarely that nothing is known yet.
-                if seen.gets(self.capacity * seen.elapsed as f64) { 1.0 } else { self.grown(seen, 1.02) }
+                if seen.gets(self.capacity * seen.elapsed as f64) {
+                    1.0
+                } else {
+                    self.grown(seen, 1.02)
+                }
             }
             (None, None) => {
                 self.inside = Inside::default();
@@ -160,7 +169,8 @@ impl Window {
 
     /// What the device delivers, a nanosecond: over a time, for operations end in flocks.
     fn rate(&mut self, seen: &Seen) -> f64 {
-        let (delivered, elapsed) = (self.recent.0 + seen.delivered as f64, self.recent.1 + seen.elapsed as f64);
+        let (delivered, elapsed) =
+            (self.recent.0 + seen.delivered as f64, self.recent.1 + seen.elapsed as f64);
         let keep = if elapsed > 10.0 * self.class.period as f64 { 0.8 } else { 1.0 };
         self.recent = (delivered * keep, elapsed * keep);
         let rate = delivered / elapsed;
@@ -223,7 +233,9 @@ impl Window {
 
 fn for_target(seen: &Seen, missed: f64) -> f64 {
     match missed {
-        _ if missed > 1.0 && seen.gets(0.1 * seen.delivered as f64) => 1.0 / missed.clamp(1.05, 1.2),
+        _ if missed > 1.0 && seen.gets(0.1 * seen.delivered as f64) => {
+            1.0 / missed.clamp(1.05, 1.2)
+        }
         _ if missed > 1.0 => 1.03,
         _ if missed > 0.9 => 1.0,
         _ => 1.05,
@@ -254,30 +266,52 @@ mod tests {
     #[test]
     fn it_grows_until_the_queue_is_long_enough_and_shrinks_when_it_is_too_long() {
         let mut window = Window::new(Class::FLASH, None);
-        let busy =
-            Seen { delivered: 20_000_000, pressing: 20_000_000, due: 1.0, all: 100, all_alone: 5_000_000, ..seen() };
+        let busy = Seen {
+            delivered: 20_000_000,
+            pressing: 20_000_000,
+            due: 1.0,
+            all: 100,
+            all_alone: 5_000_000,
+            ..seen()
+        };
         assert!(after(&mut window, &Seen { all_service: 50_000_000, ..busy }, 20) > 2_000_000);
         assert!(after(&mut window, &Seen { all_service: 500_000_000, ..busy }, 60) < 200_000);
     }
 
     #[test]
     fn those_inside_their_share_are_protected_but_not_below_the_others_share() {
-        let polite = Seen { inside: 100, inside_alone: 4_000_000, inside_service: 20_000_000, all: 200, ..seen() };
+        let polite = Seen {
+            inside: 100,
+            inside_alone: 4_000_000,
+            inside_service: 20_000_000,
+            all: 200,
+            ..seen()
+        };
         let mut window = Window::new(Class::FLASH, None);
         let more = Seen { delivered: 10_000_000, pressing: 8_000_000, ..polite };
-        assert!(after(&mut window, &more, 20) < 100_000, "they get more than their half of what is delivered");
+        assert!(
+            after(&mut window, &more, 20) < 100_000,
+            "they get more than their half of what is delivered"
+        );
         let less = Seen { delivered: 10_000_000, pressing: 4_000_000, ..polite };
         let before = window.size();
         assert!(after(&mut window, &less, 20) > before, "they get less than their half of it");
-        // Hardly slowed, and they have their half of all the device can do: nearer to nothing at all.
-        let slightly = Seen { inside_service: 4_300_000, delivered: 14_000_000, pressing: 12_000_000, ..polite };
+        // Hardly slowed, and they have their half of all the device can do: nearer to nothing at
+        // all.
+        let slightly = Seen {
+            inside_service: 4_300_000,
+            delivered: 14_000_000,
+            pressing: 12_000_000,
+            ..polite
+        };
         let before = window.size();
         assert!(after(&mut window, &slightly, 20) < before);
     }
 
     #[test]
     fn a_latency_target_goes_before_shares_but_starves_nobody() {
-        let polite = Seen { missed: Some(2.0), delivered: 10_000_000, pressing: 2_000_000, ..seen() };
+        let polite =
+            Seen { missed: Some(2.0), delivered: 10_000_000, pressing: 2_000_000, ..seen() };
         let mut window = Window::new(Class::FLASH, None);
         assert!(after(&mut window, &polite, 30) < 50_000);
         let before = window.size();
@@ -288,15 +322,24 @@ mod tests {
     #[test]
     fn it_waits_for_those_inside_their_share_to_come_back_for_a_second() {
         let mut window = Window::new(Class::FLASH, None);
-        let polite =
-            Seen { inside: 100, inside_alone: 4_000_000, inside_service: 8_000_000, pressing: 30_000_000, ..seen() };
+        let polite = Seen {
+            inside: 100,
+            inside_alone: 4_000_000,
+            inside_service: 8_000_000,
+            pressing: 30_000_000,
+            ..seen()
+        };
         window.look(0, &polite);
         let size = window.size();
-        let busy = Seen { delivered: 30_000_000, pressing: 30_000_000, due: 0.9, all: 100, ..seen() };
+        let busy =
+            Seen { delivered: 30_000_000, pressing: 30_000_000, due: 0.9, all: 100, ..seen() };
         window.look(500_000_000, &busy);
         assert_eq!(window.size(), size);
         window.look(600_000_000, &Seen { pressing: 15_000_000, ..busy });
-        assert!(window.size() > size && window.size() < size * 21 / 20, "unless others get less than they might");
+        assert!(
+            window.size() > size && window.size() < size * 21 / 20,
+            "unless others get less than they might"
+        );
         let size = window.size();
         window.look(1_500_000_000, &busy);
         assert!(window.size() > size);

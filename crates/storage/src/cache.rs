@@ -34,7 +34,8 @@ impl CacheMode {
         matches!(self, CacheMode::None | CacheMode::Directsync)
     }
 
-    /// Whether a guest is first told of a volatile write cache (it may switch it, where its protocol lets it).
+    /// Whether a guest is first told of a volatile write cache (it may switch it, where its
+    /// protocol lets it).
     pub fn write_back(self) -> bool {
         !matches!(self, CacheMode::Writethrough | CacheMode::Directsync)
     }
@@ -54,7 +55,9 @@ impl fmt::Display for CacheMode {
 
 /// A name that is not among [`CacheMode::NAMES`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cache mode \"{0}\" is not known: it is one of none, writeback, writethrough, directsync, unsafe")]
+#[error(
+    "cache mode \"{0}\" is not known: it is one of none, writeback, writethrough, directsync, unsafe"
+)]
 pub struct UnknownCacheMode(pub String);
 
 impl FromStr for CacheMode {

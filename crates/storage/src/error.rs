@@ -1,4 +1,5 @@
-//! Why a storage that a scheme names cannot be opened, or its name is wrong: one error for all schemes.
+//! Why a storage that a scheme names cannot be opened, or its name is wrong: one error for all
+//! schemes.
 
 use std::error::Error;
 use std::fmt;
@@ -40,7 +41,10 @@ impl From<NbdError> for StorageError {
             error::Kind::Name => Kind::Name,
             error::Kind::ReadOnly => Kind::ReadOnly,
             error::Kind::Closed | error::Kind::Silent | error::Kind::Io => Kind::Unreachable,
-            error::Kind::Tls | error::Kind::Refused | error::Kind::Protocol | error::Kind::Unsuitable => Kind::Refused,
+            error::Kind::Tls
+            | error::Kind::Refused
+            | error::Kind::Protocol
+            | error::Kind::Unsuitable => Kind::Refused,
         };
         StorageError { kind, source: error.into() }
     }

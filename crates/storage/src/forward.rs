@@ -1,7 +1,9 @@
-//! Methods of [`Storage`](crate::Storage) that only hand the call on, written once for all that need them.
+//! Methods of [`Storage`](crate::Storage) that only hand the call on, written once for all that
+//! need them.
 
-/// Writes the named methods of an `impl Storage`. The braces say where they go: patterns of `self`, each with `inline` or
-/// `boxed` and the storage. `boxed` keeps the future of a rare storage out of the size of the others' futures.
+/// Writes the named methods of an `impl Storage`. The braces say where they go: patterns of `self`,
+/// each with `inline` or `boxed` and the storage. `boxed` keeps the future of a rare storage out of
+/// the size of the others' futures.
 ///
 /// ```text
 ///   forward! { { Recorded { storage, .. } => inline storage } read len lost }

@@ -1,4 +1,5 @@
-//! What an image lies on: files and block devices of this host, exports of NBD servers, the simulated disk.
+//! What an image lies on: files and block devices of this host, exports of NBD servers, the
+//! simulated disk.
 //!
 //! ```text
 //!   storage   the trait `Storage`, alignment, capabilities     file    files and block devices: opening, lock, records
@@ -8,15 +9,16 @@
 //!   error     why a name cannot be opened
 //!   cache     cache modes                                      range_lock   read-modify-write, one at a time
 //! ```
-//! In: a name (a path or a URI). Out: an [`ImageFile`], which may be sent to any thread; and [`Store`], which is the
-//! same on one reactor.
+//! In: a name (a path or a URI). Out: an [`ImageFile`], which may be sent to any thread; and
+//! [`Store`], which is the same on one reactor.
 //!
-//! A further storage is a folder with three types, and a row in `schemes.rs`: a [`Scheme`] opens a name and gives an
-//! [`Opened`], which gives a [`Storage`] to each reactor. A layer that wraps a storage (encryption, a cache, a journal)
-//! is a `Storage` over a `Storage`; it writes the methods that it changes, and forwards the others: see
-//! [`sim::Recorded`].
+//! A further storage is a folder with three types, and a row in `schemes.rs`: a [`Scheme`] opens a
+//! name and gives an [`Opened`], which gives a [`Storage`] to each reactor. A layer that wraps a
+//! storage (encryption, a cache, a journal) is a `Storage` over a `Storage`; it writes the methods
+//! that it changes, and forwards the others: see [`sim::Recorded`].
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do not.
+// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
+// not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 #[macro_use]

@@ -1,4 +1,5 @@
-//! Opening what an image lies on, by its name: a file of this host, or what a row of the table of schemes opens.
+//! Opening what an image lies on, by its name: a file of this host, or what a row of the table of
+//! schemes opens.
 
 use std::fmt;
 use std::io;
@@ -24,7 +25,8 @@ use crate::storage::{Alignment, Capabilities};
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
     pub path: PathBuf,
-    /// A descriptor of the file (O_PATH will do). It is opened through this, whatever has its name now.
+    /// A descriptor of the file (O_PATH will do). It is opened through this, whatever has its name
+    /// now.
     pub found: Option<Arc<OwnedFd>>,
     pub read_only: bool,
     pub cache: CacheMode,
@@ -51,7 +53,16 @@ pub enum Overlaid {
 impl OpenOptions {
     pub fn new(path: impl Into<PathBuf>, read_only: bool, cache: CacheMode) -> Self {
         let (found, nbd, overlaid, journal) = Default::default();
-        OpenOptions { path: path.into(), found, read_only, cache, force_share: false, nbd, overlaid, journal }
+        OpenOptions {
+            path: path.into(),
+            found,
+            read_only,
+            cache,
+            force_share: false,
+            nbd,
+            overlaid,
+            journal,
+        }
     }
 }
 
@@ -80,12 +91,15 @@ impl OpenError {
     pub fn may_be_read(&self) -> bool {
         use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
         match self {
-            OpenError::Open { source, .. } => matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem),
+            OpenError::Open { source, .. } => {
+                matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem)
+            }
             OpenError::Storage { error, .. } => error.kind == Kind::ReadOnly,
             // The holder may be a writer, which bears no reader.
-            OpenError::Locked { .. } | OpenError::Overlaid { .. } | OpenError::Io { .. } | OpenError::Scheme { .. } => {
-                false
-            }
+            OpenError::Locked { .. }
+            | OpenError::Overlaid { .. }
+            | OpenError::Io { .. }
+            | OpenError::Scheme { .. } => false,
         }
     }
 }
@@ -102,7 +116,8 @@ pub trait Opened: fmt::Debug + Send + Sync {
     fn size(&self) -> u64;
     fn geometry(&self) -> Geometry;
     fn capabilities(&self) -> Capabilities;
-    /// The device that its bytes lie on, which other disks may share, and whether it turns. None: no other disk can have it.
+    /// The device that its bytes lie on, which other disks may share, and whether it turns. None:
+    /// no other disk can have it.
     fn device(&self) -> io::Result<Option<(String, bool)>>;
 }
 
@@ -113,8 +128,9 @@ enum Medium {
     Other(Arc<dyn Opened>),
 }
 
-/// An open, locked image file. The lock is on the open file description: it lasts as long as the last copy of this. (What a
-/// scheme opens is such a file, too. It locks itself, if it can be locked.)
+/// An open, locked image file. The lock is on the open file description: it lasts as long as the
+/// last copy of this. (What a scheme opens is such a file, too. It locks itself, if it can be
+/// locked.)
 #[derive(Debug)]
 pub struct ImageFile {
     path: PathBuf,
@@ -138,7 +154,8 @@ impl ImageFile {
                 Ok(ImageFile::other(scheme.open(name, options).map_err(failed)?, options))
             }
             None if is_unknown_uri(&options.path) => {
-                let forms = SCHEMES.iter().map(|scheme| scheme.forms()).collect::<Vec<_>>().join(", or ");
+                let forms =
+                    SCHEMES.iter().map(|scheme| scheme.forms()).collect::<Vec<_>>().join(", or ");
                 Err(OpenError::Scheme { path: options.path.clone(), forms })
             }
             None => ImageFile::open_file(options),
@@ -159,14 +176,18 @@ impl ImageFile {
         };
         take_lock(&path, fd.as_fd(), lock).map_err(|e| match e {
             LockError::Held(holder) => OpenError::Locked { path: path.clone(), holder },
-            LockError::Io(e) => failed("locking it (an OFD lock; network file systems may not have them)")(e),
+            LockError::Io(e) => {
+                failed("locking it (an OFD lock; network file systems may not have them)")(e)
+            }
         })?;
         if !options.read_only {
             options.judge_record(&fd)?;
         }
         let size = host::file_size(&fd).map_err(failed("finding its size"))?;
         let geometry = host::geometry(&fd).map_err(failed("reading the geometry of its device"))?;
-        let stat = rustix::fs::fstat(&fd).map_err(io::Error::from).map_err(failed("finding what it is"))?;
+        let stat = rustix::fs::fstat(&fd)
+            .map_err(io::Error::from)
+            .map_err(failed("finding what it is"))?;
         let fixed_length = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
         Ok(ImageFile {
             medium: Medium::File(Arc::new(fd.into())),
@@ -205,28 +226,33 @@ impl ImageFile {
                 let file = HostFile { file, geometry, capabilities: self.capabilities };
                 match &self.journal {
                     None => Store::File(file),
-                    Some(journal) => Store::Recorded(Box::new(Recorded::new(file, journal, &self.path)?)),
+                    Some(journal) => {
+                        Store::Recorded(Box::new(Recorded::new(file, journal, &self.path)?))
+                    }
                 }
             }
             Medium::Other(opened) => opened.clone().storage(handle)?,
         })
     }
 
-    /// The same file by a descriptor that only reads, and is not locked yet: see [`ImageFile::hand_lock_to`].
+    /// The same file by a descriptor that only reads, and is not locked yet: see
+    /// [`ImageFile::hand_lock_to`].
     pub fn reader(&self) -> io::Result<ImageFile> {
         let fd = self.open_again(OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY)?;
         Ok(ImageFile { medium: Medium::File(Arc::new(fd.into())), read_only: true, ..self.twin() })
     }
 
-    /// The same file by a descriptor that also writes; it takes this one's lock over, and more: nobody else may have the file
-    /// open. [`ImageFile::hand_lock_to`] gives the lock back.
+    /// The same file by a descriptor that also writes; it takes this one's lock over, and more:
+    /// nobody else may have the file open. [`ImageFile::hand_lock_to`] gives the lock back.
     pub fn writer(&self) -> Result<ImageFile, OpenError> {
-        let failed = |operation| move |source| OpenError::Io { path: self.path.clone(), operation, source };
+        let failed =
+            |operation| move |source| OpenError::Io { path: self.path.clone(), operation, source };
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
         let opening = "opening it once more, to write to it";
         let mine = self.local().map_err(failed(opening))?;
         let fd = Arc::new(LockedFile::from(self.open_again(flags).map_err(failed(opening))?));
-        let writer = ImageFile { medium: Medium::File(fd.clone()), read_only: false, ..self.twin() };
+        let writer =
+            ImageFile { medium: Medium::File(fd.clone()), read_only: false, ..self.twin() };
         let locking = failed("locking it (an OFD lock)");
         // A reader's lock at each moment, so that no writer comes between.
         let locked = host::lock(&fd, Lock::Shared)
@@ -238,7 +264,9 @@ impl ImageFile {
         }
         match locked {
             Ok(()) => Ok(writer),
-            Err(LockError::Held(holder)) => Err(OpenError::Locked { path: self.path.clone(), holder }),
+            Err(LockError::Held(holder)) => {
+                Err(OpenError::Locked { path: self.path.clone(), holder })
+            }
             Err(LockError::Io(e)) => Err(locking(e)),
         }
     }
@@ -265,9 +293,12 @@ impl ImageFile {
         }
     }
 
-    /// From a writer's lock to a reader's, which `reader` has from now on. At no moment may anybody else write to the file.
+    /// From a writer's lock to a reader's, which `reader` has from now on. At no moment may anybody
+    /// else write to the file.
     pub fn hand_lock_to(&self, reader: &ImageFile) -> io::Result<()> {
-        let (Medium::File(mine), Medium::File(theirs)) = (&self.medium, &reader.medium) else { return Ok(()) };
+        let (Medium::File(mine), Medium::File(theirs)) = (&self.medium, &reader.medium) else {
+            return Ok(());
+        };
         host::lock(mine, Lock::Shared)?;
         if Arc::ptr_eq(mine, theirs) {
             return Ok(());
@@ -277,13 +308,16 @@ impl ImageFile {
     }
 
     fn local(&self) -> io::Result<&Arc<LockedFile>> {
-        self.fd().ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "it is no file of this host"))
+        self.fd()
+            .ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "it is no file of this host"))
     }
 
     /// Records durably that the overlay lies on this image; see [`record`].
     pub fn record_overlay(&self, overlay: &Path) -> io::Result<()> {
         let write = || record::write(self.local()?, &self.path, overlay);
-        self.journal.as_ref().map_or_else(write, |journal| journal.note(&self.path, Some(overlay), write))
+        self.journal
+            .as_ref()
+            .map_or_else(write, |journal| journal.note(&self.path, Some(overlay), write))
     }
 
     pub fn remove_overlay_record(&self) -> io::Result<()> {
@@ -311,7 +345,8 @@ impl ImageFile {
         }
     }
 
-    /// The device that its bytes lie on, which other disks may share, and whether it turns. None: no other disk can have it.
+    /// The device that its bytes lie on, which other disks may share, and whether it turns. None:
+    /// no other disk can have it.
     pub fn device(&self) -> io::Result<Option<(String, bool)>> {
         match &self.medium {
             Medium::File(fd) => host::backing_device(fd).map(Some),
@@ -384,7 +419,8 @@ mod tests {
     use super::*;
 
     fn scratch(name: &str, len: u64) -> PathBuf {
-        let path = std::env::temp_dir().join(format!("blockyard-open-{name}-{}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("blockyard-open-{name}-{}", std::process::id()));
         std::fs::File::create(&path).unwrap().set_len(len).unwrap();
         path
     }
@@ -419,7 +455,10 @@ mod tests {
         writer.hand_lock_to(&reader).unwrap();
         let _second = ImageFile::open(&options(&moved, true)).unwrap();
         assert!(ImageFile::open(&options(&moved, false)).is_err());
-        assert!(matches!(reader.writer(), Err(OpenError::Locked { .. })), "there is a second reader");
+        assert!(
+            matches!(reader.writer(), Err(OpenError::Locked { .. })),
+            "there is a second reader"
+        );
         drop(_second);
         drop(writer);
         let writer = reader.writer().unwrap();
@@ -435,7 +474,9 @@ mod tests {
 
     #[test]
     fn a_uri_of_an_unknown_scheme_is_refused_with_those_that_are_known() {
-        let error = ImageFile::open(&options(Path::new("http://host/disk.img"), false)).unwrap_err().to_string();
+        let error = ImageFile::open(&options(Path::new("http://host/disk.img"), false))
+            .unwrap_err()
+            .to_string();
         assert!(error.starts_with("image http://host/disk.img: there is no such file"), "{error}");
         for scheme in SCHEMES {
             assert!(error.contains(scheme.forms()), "{error}");
@@ -444,11 +485,18 @@ mod tests {
 
     #[test]
     fn errors_name_the_file_and_the_way_out() {
-        let missing = ImageFile::open(&options(Path::new("/nonexistent/x.img"), false)).unwrap_err();
+        let missing =
+            ImageFile::open(&options(Path::new("/nonexistent/x.img"), false)).unwrap_err();
         assert_eq!(missing.to_string(), "image /nonexistent/x.img: there is no such file");
         let folder = ImageFile::open(&options(&std::env::temp_dir(), false)).unwrap_err();
-        assert!(folder.to_string().contains("must be a regular file or a block device"), "{folder}");
+        assert!(
+            folder.to_string().contains("must be a regular file or a block device"),
+            "{folder}"
+        );
         let device = ImageFile::open(&options(Path::new("/dev/null"), false)).unwrap_err();
-        assert!(device.to_string().contains("must be a regular file or a block device"), "{device}");
+        assert!(
+            device.to_string().contains("must be a regular file or a block device"),
+            "{device}"
+        );
     }
 }

@@ -1,8 +1,9 @@
 //! Keeps read-modify-write apart from other writes to the same blocks.
 //!
-//! Only images whose O_DIRECT unit is larger than a sector need this: there a write of part of a block reads the block,
-//! changes it and writes it whole, and would undo a write to the rest of the block that came in between. All writes of
-//! such an image take their blocks first. Reactors share the lock; images with 512-byte units never touch it.
+//! Only images whose O_DIRECT unit is larger than a sector need this: there a write of part of a
+//! block reads the block, changes it and writes it whole, and would undo a write to the rest of the
+//! block that came in between. All writes of such an image take their blocks first. Reactors share
+//! the lock; images with 512-byte units never touch it.
 
 use std::future::poll_fn;
 use std::ops::Range;
@@ -70,7 +71,9 @@ mod tests {
             let end = rng.between(start + 1, (start + 8).min(inside.len() as u64));
             let guard = lock.hold(start..end).await;
             let cells = &inside[start as usize..end as usize];
-            cells.iter().for_each(|c| assert_eq!(c.fetch_add(1, Ordering::SeqCst), 0, "two hold {start}..{end}"));
+            cells.iter().for_each(|c| {
+                assert_eq!(c.fetch_add(1, Ordering::SeqCst), 0, "two hold {start}..{end}")
+            });
             for _ in 0..rng.below(3) {
                 yield_now().await;
             }
@@ -86,7 +89,8 @@ mod tests {
     #[test]
     fn no_byte_is_held_twice_and_everybody_gets_it() {
         for seed in 0..200 {
-            let (sim, shared) = (Sim::new(seed).step_limit(100_000), Rc::new((RangeLock::default(), cells())));
+            let (sim, shared) =
+                (Sim::new(seed).step_limit(100_000), Rc::new((RangeLock::default(), cells())));
             let mut rng = Rng::new(seed);
             let tasks: Vec<_> = (0..8)
                 .map(|_| {
@@ -107,16 +111,19 @@ mod tests {
 
     #[test]
     fn reactors_of_several_threads_share_it() {
-        let (lock, inside) = (std::sync::Arc::new(RangeLock::default()), std::sync::Arc::new(cells()));
+        let (lock, inside) =
+            (std::sync::Arc::new(RangeLock::default()), std::sync::Arc::new(cells()));
         let threads: Vec<_> = (0..4)
             .map(|thread| {
                 let (lock, inside) = (lock.clone(), inside.clone());
                 std::thread::spawn(move || {
                     let executor = Executor::new().unwrap();
                     let handle = executor.handle().clone();
-                    let (left, done) = (Rc::new(std::cell::Cell::new(4)), blockyard_ring::Signal::new(&handle));
+                    let (left, done) =
+                        (Rc::new(std::cell::Cell::new(4)), blockyard_ring::Signal::new(&handle));
                     for task in 0..4 {
-                        let (lock, inside, left, done) = (lock.clone(), inside.clone(), left.clone(), done.clone());
+                        let (lock, inside, left, done) =
+                            (lock.clone(), inside.clone(), left.clone(), done.clone());
                         handle.spawn(async move {
                             visit(&lock, &inside, Rng::new(thread * 4 + task), 500).await;
                             left.set(left.get() - 1);

@@ -1,8 +1,8 @@
 //! The table of storages: how each is named, what opens it, and its form on one reactor.
 //!
-//! What must hold: a file costs what it costs by itself, because each request goes through a `match` that the compiler
-//! inlines. Other storages do their requests in futures of their own, so that those of files, of which there are many,
-//! stay small.
+//! What must hold: a file costs what it costs by itself, because each request goes through a
+//! `match` that the compiler inlines. Other storages do their requests in futures of their own, so
+//! that those of files, of which there are many, stay small.
 
 use std::io;
 use std::path::Path;
@@ -26,8 +26,8 @@ pub trait Scheme: Sync {
     fn open(&self, name: &str, options: &OpenOptions) -> Result<Arc<dyn Opened>, StorageError>;
     /// Returns the one spelling that all names of the same storage have.
     fn normalize(&self, name: &str) -> Result<String, StorageError>;
-    /// Returns the name as it is to be opened, if the operator's `allowed` lets images name it. It may add what only the
-    /// operator knows, such as certificates.
+    /// Returns the name as it is to be opened, if the operator's `allowed` lets images name it. It
+    /// may add what only the operator knows, such as certificates.
     fn permit(&self, allowed: &str, name: &str) -> Option<String>;
     /// What the operator can allow, so that the name is permitted.
     fn allowance(&self, name: &str) -> String;
@@ -97,12 +97,17 @@ mod tests {
             permit("nbds://host?tls-certificates=/c", "nbds://host/a").as_deref(),
             Some("nbds://host/a?tls-certificates=/c")
         );
-        for (allowed, name) in
-            [("nbd://host", "nbd://other/a"), ("nbd://host/a", "nbd://host/b"), ("/folder", "nbd://host/a")]
-        {
+        for (allowed, name) in [
+            ("nbd://host", "nbd://other/a"),
+            ("nbd://host/a", "nbd://host/b"),
+            ("/folder", "nbd://host/a"),
+        ] {
             assert_eq!(permit(allowed, name), None, "{allowed} {name}");
         }
-        assert_eq!(scheme.normalize("nbd://host:10809/a").unwrap(), scheme.normalize("nbd://host/a").unwrap());
+        assert_eq!(
+            scheme.normalize("nbd://host:10809/a").unwrap(),
+            scheme.normalize("nbd://host/a").unwrap()
+        );
     }
 
     /// Storage with demands. Its answers are all different.
@@ -113,7 +118,12 @@ mod tests {
         async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
             (segments, Ok(offset as usize))
         }
-        async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+        async fn write(
+            &self,
+            segments: Segments,
+            offset: u64,
+            durable: bool,
+        ) -> (Segments, io::Result<usize>) {
             (segments, Ok(offset as usize + usize::from(durable)))
         }
         fn sync(&self) -> impl Future<Output = io::Result<()>> {
@@ -141,7 +151,12 @@ mod tests {
             Some(io::ErrorKind::TimedOut.into())
         }
         fn geometry(&self) -> Geometry {
-            Geometry { logical_block: 4096, direct_offset: 4096, direct_memory: 512, ..Geometry::default() }
+            Geometry {
+                logical_block: 4096,
+                direct_offset: 4096,
+                direct_memory: 512,
+                ..Geometry::default()
+            }
         }
         fn capabilities(&self) -> Capabilities {
             Capabilities { direct: true, fixed_length: true }
@@ -175,10 +190,16 @@ mod tests {
         let file = Arc::new(std::fs::File::open("/proc/self/exe").unwrap());
         let file = blockyard_ring::UringFile::new(executor.handle(), file).unwrap();
         let alone = size_of_val(&file.read(Segments::default(), 0));
-        let store =
-            Store::File(HostFile { file, geometry: Geometry::default(), capabilities: Capabilities::default() });
+        let store = Store::File(HostFile {
+            file,
+            geometry: Geometry::default(),
+            capabilities: Capabilities::default(),
+        });
         let through = size_of_val(&store.read(Segments::default(), 0));
         // Its own arguments, and where it is.
-        assert!(through <= alone + size_of::<Segments>() + 64, "{through} bytes, {alone} without the table");
+        assert!(
+            through <= alone + size_of::<Segments>() + 64,
+            "{through} bytes, {alone} without the table"
+        );
     }
 }

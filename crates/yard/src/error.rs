@@ -24,7 +24,9 @@ pub enum YardError {
     Export { disk: String, source: WayError },
     #[error("disk {disk}: finding the image's size")]
     Size { disk: String, source: io::Error },
-    #[error("disk {disk}: {running} jobs run already, and no more may: wait until one of them ends, or cancel one")]
+    #[error(
+        "disk {disk}: {running} jobs run already, and no more may: wait until one of them ends, or cancel one"
+    )]
     TooManyJobs { disk: String, running: usize },
     #[error("disk {disk}: starting a thread")]
     Thread { disk: String, source: io::Error },

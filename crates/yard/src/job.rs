@@ -1,4 +1,5 @@
-//! Jobs: snapshot, commit and stream. Each runs on a thread of its own beside the other commands for its disk.
+//! Jobs: snapshot, commit and stream. Each runs on a thread of its own beside the other commands
+//! for its disk.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -77,8 +78,8 @@ impl Job {
         (progress.done(), progress.total())
     }
 
-    /// Ends a commit or a stream soon. Its state is [`JobState::Failed`] then, except if it was done already. A snapshot goes on,
-    /// because it takes no longer than an answer.
+    /// Ends a commit or a stream soon. Its state is [`JobState::Failed`] then, except if it was
+    /// done already. A snapshot goes on, because it takes no longer than an answer.
     pub fn cancel(&self) {
         self.0.work.cancel();
     }
@@ -92,7 +93,9 @@ impl Job {
         let mut state = self.0.state();
         loop {
             match &*state {
-                JobState::Running => state = self.0.ended.wait(state).unwrap_or_else(PoisonError::into_inner),
+                JobState::Running => {
+                    state = self.0.ended.wait(state).unwrap_or_else(PoisonError::into_inner)
+                }
                 JobState::Done => return Ok(()),
                 JobState::Failed(why) => return Err(why.clone()),
             }

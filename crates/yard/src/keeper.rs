@@ -1,7 +1,7 @@
 //! The thread that owns the table of disks.
 //!
-//! A disk is in the table from the first command for its name to the last. While a command runs, a thread of the pool owns the
-//! disk, and further commands for it wait in its entry.
+//! A disk is in the table from the first command for its name to the last. While a command runs, a
+//! thread of the pool owns the disk, and further commands for it wait in its entry.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
@@ -30,9 +30,11 @@ pub(crate) struct Context {
     pub is_closing: AtomicBool,
 }
 
-/// What a command does: it gets the disk of that name, if there is one, and returns the disk that is there afterwards, and its
-/// answer. The answer runs when the table has the disk again, so that its receiver finds what the command has done.
-pub(crate) type Operation = Box<dyn FnOnce(&Context, Option<ServedDisk>) -> (Option<ServedDisk>, Answer) + Send>;
+/// What a command does: it gets the disk of that name, if there is one, and returns the disk that
+/// is there afterwards, and its answer. The answer runs when the table has the disk again, so that
+/// its receiver finds what the command has done.
+pub(crate) type Operation =
+    Box<dyn FnOnce(&Context, Option<ServedDisk>) -> (Option<ServedDisk>, Answer) + Send>;
 pub(crate) type Answer = Box<dyn FnOnce()>;
 
 pub(crate) enum Message {
@@ -80,7 +82,8 @@ struct Entry {
     waiting: VecDeque<(DiskState, Operation)>,
 }
 
-/// The end of the yard: the caller that waits for it, and the figures of the disks that have ended so far.
+/// The end of the yard: the caller that waits for it, and the figures of the disks that have ended
+/// so far.
 struct Closing {
     reply: SyncSender<Vec<Ended>>,
     sender: Sender<Ended>,
@@ -92,7 +95,8 @@ pub(crate) struct Keeper {
     messages: Sender<Message>,
     entries: BTreeMap<String, Entry>,
     arrivals: u64,
-    /// Opening an image may take as long as a server of another host likes. It holds up no other command.
+    /// Opening an image may take as long as a server of another host likes. It holds up no other
+    /// command.
     opening: Pool,
     others: Pool,
     closing: Option<Closing>,
@@ -101,7 +105,15 @@ pub(crate) struct Keeper {
 impl Keeper {
     pub fn new(context: Arc<Context>, messages: Sender<Message>) -> Self {
         let (opening, others) = (Pool::new("yard open", AT_A_TIME), Pool::new("yard", AT_A_TIME));
-        Keeper { context, messages, entries: BTreeMap::new(), arrivals: 0, opening, others, closing: None }
+        Keeper {
+            context,
+            messages,
+            entries: BTreeMap::new(),
+            arrivals: 0,
+            opening,
+            others,
+            closing: None,
+        }
     }
 
     /// Carries out commands until the yard is closed.
@@ -113,7 +125,9 @@ impl Keeper {
                 Message::List(reply) => drop(reply.send(self.list())),
                 Message::Close(reply) => self.close(reply),
             }
-            if self.closing.is_some() && self.entries.values().all(|entry| entry.state == DiskState::Opening) {
+            if self.closing.is_some()
+                && self.entries.values().all(|entry| entry.state == DiskState::Opening)
+            {
                 break;
             }
         }
@@ -139,7 +153,8 @@ impl Keeper {
     /// Gives the disk to a thread of the pool.
     fn begin(&mut self, name: String, state: DiskState, operation: Operation) {
         let Some(entry) = self.entries.get_mut(&name) else { return };
-        // An addition under the name of a served disk opens nothing: it is refused, and must not wait for slow images.
+        // An addition under the name of a served disk opens nothing: it is refused, and must not
+        // wait for slow images.
         let opens = state == DiskState::Opening && entry.disk.is_none();
         entry.state = if state == DiskState::Opening && !opens { DiskState::Busy } else { state };
         let done = Done { messages: self.messages.clone(), name, disk: None };

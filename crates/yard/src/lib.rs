@@ -9,10 +9,11 @@
 //!   shares    which disks share a device or a group
 //!   job       snapshot, commit and stream, which run for long
 //! ```
-//! In: calls of any thread that is no reactor. Out: disks that exports offer, and their figures as structs.
-//! What must hold: a command takes effect whole, or leaves the disk as it was; commands for one disk run in the order of
-//! their calls; a command that blocks (an image on a slow server) holds up no command for another disk. Signals, the
-//! configuration file and toolstacks are clients of the yard. It knows nothing of them.
+//! In: calls of any thread that is no reactor. Out: disks that exports offer, and their figures as
+//! structs. What must hold: a command takes effect whole, or leaves the disk as it was; commands
+//! for one disk run in the order of their calls; a command that blocks (an image on a slow server)
+//! holds up no command for another disk. Signals, the configuration file and toolstacks are clients
+//! of the yard. It knows nothing of them.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 

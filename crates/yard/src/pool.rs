@@ -1,5 +1,5 @@
-//! Threads that carry out commands: at most a fixed number, which start when there is work and end when there is none, so that an
-//! idle server has no memory in their stacks.
+//! Threads that carry out commands: at most a fixed number, which start when there is work and end
+//! when there is none, so that an idle server has no memory in their stacks.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -44,8 +44,8 @@ impl Pool {
         Pool { queue: Arc::default(), name, most }
     }
 
-    /// Runs `task` on a thread of the pool, after those that came before it if all threads are busy. Without any thread (the
-    /// kernel gives none) it runs on this one.
+    /// Runs `task` on a thread of the pool, after those that came before it if all threads are
+    /// busy. Without any thread (the kernel gives none) it runs on this one.
     pub fn run(&self, task: Task) {
         let mut locked = lock(&self.queue);
         locked.tasks.push_back(task);

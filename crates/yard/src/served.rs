@@ -1,4 +1,5 @@
-//! One disk with its exports, and what a command does with it. All of this runs on a thread of the pool.
+//! One disk with its exports, and what a command does with it. All of this runs on a thread of the
+//! pool.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -59,8 +60,13 @@ pub(crate) struct ServedDisk {
 }
 
 impl ServedDisk {
-    /// Opens the image and starts the exports. After an error nothing of it is left: no export, no lock on the image.
-    pub fn open(settings: DiskSettings, reactors: &Arc<Reactors>, shares: &Shares) -> Result<Self, YardError> {
+    /// Opens the image and starts the exports. After an error nothing of it is left: no export, no
+    /// lock on the image.
+    pub fn open(
+        settings: DiskSettings,
+        reactors: &Arc<Reactors>,
+        shares: &Shares,
+    ) -> Result<Self, YardError> {
         let source = Source::open(&settings.image).map_err(YardError::Open)?;
         let share = shares.open(&settings, &source)?;
         let disk = Arc::new(Disk::sharing(options(&settings), source, share));
@@ -95,7 +101,13 @@ impl ServedDisk {
         self.exports.iter_mut().for_each(|export| export.stop());
         let (statistics, policies) = statistics(&self.disk, reactors);
         let is_flushed = blockyard_export::close(&self.disk, reactors);
-        Ended { name: self.settings.name, statistics, policies, share: self.disk.share().clone(), is_flushed }
+        Ended {
+            name: self.settings.name,
+            statistics,
+            policies,
+            share: self.disk.share().clone(),
+            is_flushed,
+        }
     }
 
     pub fn report(&self, reactors: &Reactors) -> Report {
@@ -133,7 +145,9 @@ impl ServedDisk {
 /// Describes the images that a disk consists of at the moment.
 pub(crate) fn describe_image(settings: &DiskSettings, disk: &Disk) -> String {
     let source = disk.source();
-    source.chain().map_or_else(|| settings.image.path.display().to_string(), |chain| chain.describe())
+    source
+        .chain()
+        .map_or_else(|| settings.image.path.display().to_string(), |chain| chain.describe())
 }
 
 fn options(settings: &DiskSettings) -> DiskOptions {

@@ -17,7 +17,11 @@ pub trait Way: Send + Sync {
     fn describe(&self) -> String;
 
     /// Starts the export. After an error nothing of it is left.
-    fn start(&self, disk: &Arc<Disk>, reactors: &Arc<Reactors>) -> Result<Box<dyn Export>, WayError>;
+    fn start(
+        &self,
+        disk: &Arc<Disk>,
+        reactors: &Arc<Reactors>,
+    ) -> Result<Box<dyn Export>, WayError>;
 }
 
 #[derive(Clone)]
@@ -29,7 +33,8 @@ pub struct DiskSettings {
     /// The image, with its format and cache mode.
     pub image: ChainOptions,
     pub filters: Vec<Filter>,
-    /// The name of the device that the disk shares with others. None: the device on which its image lies.
+    /// The name of the device that the disk shares with others. None: the device on which its image
+    /// lies.
     pub device: Option<String>,
     /// The name of its group of disks, which share one weight, limits and reservation.
     pub group: Option<String>,

@@ -1,7 +1,8 @@
-//! The shares of the yard's disks: on which device each of them lies, what is known of that device, and groups.
+//! The shares of the yard's disks: on which device each of them lies, what is known of that device,
+//! and groups.
 //!
-//! In: settings of disks and groups. Out: a [`Share`] for each disk. What must hold: disks on one device share one [`Host`]
-//! entry; a change of a group's knobs reaches requests that wait already.
+//! In: settings of disks and groups. Out: a [`Share`] for each disk. What must hold: disks on one
+//! device share one [`Host`] entry; a change of a group's knobs reaches requests that wait already.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -36,25 +37,35 @@ impl Shares {
     /// Makes the share of a disk. `source` is its open image.
     pub fn open(&self, settings: &DiskSettings, source: &Source) -> Result<Arc<Share>, YardError> {
         let image = || settings.image.path.clone();
-        let lies_on = source.device().map_err(|source| YardError::Device { image: image(), source })?;
+        let lies_on =
+            source.device().map_err(|source| YardError::Device { image: image(), source })?;
         let rotational = lies_on.as_ref().is_some_and(|(_, rotational)| *rotational);
         let names = [settings.device.as_deref(), lies_on.as_ref().map(|(name, _)| name.as_str())];
         let means = self.means(names, rotational);
-        let device = names.into_iter().flatten().next().filter(|_| self.is_fair).map(|name| (name, &means));
+        let device =
+            names.into_iter().flatten().next().filter(|_| self.is_fair).map(|name| (name, &means));
         let groups = self.groups.read().unwrap_or_else(PoisonError::into_inner);
-        let group = settings.group.as_deref().map(|name| (name, groups.get(name).cloned().unwrap_or_default()));
+        let group = settings
+            .group
+            .as_deref()
+            .map(|name| (name, groups.get(name).cloned().unwrap_or_default()));
         let group = group.as_ref().map(|(name, knobs)| (*name, knobs));
         Ok(self.host.share(device, group, &settings.knobs))
     }
 
-    /// Returns what was measured of the device under one of its names, or what such devices usually do.
+    /// Returns what was measured of the device under one of its names, or what such devices usually
+    /// do.
     fn means(&self, names: [Option<&str>; 2], rotational: bool) -> Means {
         let usual = if rotational { Means::ROTATIONAL } else { Means::FLASH };
-        let known = names.iter().flatten().find_map(|name| self.measured.iter().find(|known| known.device == *name));
+        let known = names
+            .iter()
+            .flatten()
+            .find_map(|name| self.measured.iter().find(|known| known.device == *name));
         known.map_or(usual, |known| Means { calibration: known.calibration, ..usual })
     }
 
-    /// Gives groups other knobs. A group that `groups` does not name keeps its knobs, because disks may be in it still.
+    /// Gives groups other knobs. A group that `groups` does not name keeps its knobs, because disks
+    /// may be in it still.
     pub fn set_groups(&self, groups: BTreeMap<String, Knobs>) {
         let mut known = self.groups.write().unwrap_or_else(PoisonError::into_inner);
         for (name, knobs) in groups {

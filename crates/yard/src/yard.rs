@@ -18,8 +18,9 @@ use crate::shares::Shares;
 
 /// The set of disks that this process serves. Clones are handles to the same set.
 ///
-/// Calls block their thread until the command is done, except those with `then`. No reactor may call them. The last handle that
-/// goes closes the yard and waits for nothing: call [`Yard::close`] first to learn what was flushed.
+/// Calls block their thread until the command is done, except those with `then`. No reactor may
+/// call them. The last handle that goes closes the yard and waits for nothing: call [`Yard::close`]
+/// first to learn what was flushed.
 #[derive(Clone)]
 pub struct Yard(Arc<Handle>);
 
@@ -38,10 +39,13 @@ impl Yard {
     /// Starts a yard without disks. `reactors` serve the queues of its disks.
     pub fn start(reactors: Arc<Reactors>, shares: Shares) -> io::Result<Self> {
         let (messages, receiver) = mpsc::channel();
-        let context = Context { reactors, shares, jobs: Jobs::default(), is_closing: AtomicBool::new(false) };
+        let context =
+            Context { reactors, shares, jobs: Jobs::default(), is_closing: AtomicBool::new(false) };
         let context = Arc::new(context);
         let keeper = Keeper::new(context.clone(), messages.clone());
-        std::thread::Builder::new().name("yard keeper".into()).spawn(move || keeper.run(&receiver))?;
+        std::thread::Builder::new()
+            .name("yard keeper".into())
+            .spawn(move || keeper.run(&receiver))?;
         Ok(Yard(Arc::new(Handle { messages, context })))
     }
 
@@ -52,8 +56,9 @@ impl Yard {
         receiver.recv().unwrap_or(Err(YardError::Closing))
     }
 
-    /// Does the same without a wait. `settings` says what the disk is, and may block. `then` gets the result before the next
-    /// command for the disk begins. Both run on another thread; after the end of the yard they do not run.
+    /// Does the same without a wait. `settings` says what the disk is, and may block. `then` gets
+    /// the result before the next command for the disk begins. Both run on another thread; after
+    /// the end of the yard they do not run.
     pub fn add_then(
         &self,
         name: String,
@@ -80,20 +85,29 @@ impl Yard {
         self.send(name, DiskState::Opening, operation);
     }
 
-    /// Ends the exports of a disk, flushes its image and closes it. Running jobs of the disk are cancelled first.
+    /// Ends the exports of a disk, flushes its image and closes it. Running jobs of the disk are
+    /// cancelled first.
     pub fn remove(&self, name: &str) -> Result<Ended, YardError> {
         let (answer, receiver) = answer();
         self.send_remove(name.into(), answer);
         receiver.recv().unwrap_or(Err(YardError::Closing))
     }
 
-    /// Does the same without a wait. `then` gets the result on another thread before the next command for the disk begins;
-    /// after the end of the yard it does not run.
-    pub fn remove_then(&self, name: String, then: impl FnOnce(Result<Ended, YardError>) + Send + 'static) {
+    /// Does the same without a wait. `then` gets the result on another thread before the next
+    /// command for the disk begins; after the end of the yard it does not run.
+    pub fn remove_then(
+        &self,
+        name: String,
+        then: impl FnOnce(Result<Ended, YardError>) + Send + 'static,
+    ) {
         self.send_remove(name, at_once(then));
     }
 
-    fn send_remove(&self, name: String, answer: impl FnOnce(Result<Ended, YardError>) -> Answer + Send + 'static) {
+    fn send_remove(
+        &self,
+        name: String,
+        answer: impl FnOnce(Result<Ended, YardError>) -> Answer + Send + 'static,
+    ) {
         let named = name.clone();
         let operation = Box::new(move |context: &Context, disk: Option<ServedDisk>| {
             let ended = disk.map(|disk| disk.close(context));
@@ -102,7 +116,8 @@ impl Yard {
         self.send(name, DiskState::Closing, operation);
     }
 
-    /// Returns a row for each disk, in the order in which the disks were added. Waits for no command.
+    /// Returns a row for each disk, in the order in which the disks were added. Waits for no
+    /// command.
     pub fn list(&self) -> Vec<DiskInfo> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let _ = self.0.messages.send(Message::List(sender));
@@ -146,8 +161,8 @@ impl Yard {
         &self.0.context.reactors
     }
 
-    /// Removes all disks and ends the yard, for all handles. Disks that are being opened are not waited for, because no client
-    /// has written to them yet.
+    /// Removes all disks and ends the yard, for all handles. Disks that are being opened are not
+    /// waited for, because no client has written to them yet.
     pub fn close(&self) -> Vec<Ended> {
         self.0.context.is_closing.store(true, Ordering::SeqCst);
         let (sender, receiver) = mpsc::sync_channel(1);
@@ -183,7 +198,9 @@ fn answer<T: Send + 'static>() -> (impl FnOnce(T) -> Answer + Send + 'static, Re
 }
 
 /// An answer to a caller that does not wait. The command ends with it.
-fn at_once<T: 'static>(then: impl FnOnce(T) + Send + 'static) -> impl FnOnce(T) -> Answer + Send + 'static {
+fn at_once<T: 'static>(
+    then: impl FnOnce(T) + Send + 'static,
+) -> impl FnOnce(T) -> Answer + Send + 'static {
     move |result| {
         then(result);
         Box::new(|| ())

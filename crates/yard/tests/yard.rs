@@ -1,4 +1,5 @@
-//! The yard as a library: commands take effect whole, in order for each disk, and hold up no other disk.
+//! The yard as a library: commands take effect whole, in order for each disk, and hold up no other
+//! disk.
 
 use std::collections::BTreeMap;
 use std::error::Error as _;
@@ -11,7 +12,8 @@ use blockyard_export::{Export, Reactors};
 use blockyard_image::ChainOptions;
 use blockyard_sched::Knobs;
 use blockyard_yard::{
-    Change, DiskSettings, DiskState, JobKind, JobState, Resized, Shares, Way, WayError, Yard, YardError,
+    Change, DiskSettings, DiskState, JobKind, JobState, Resized, Shares, Way, WayError, Yard,
+    YardError,
 };
 
 /// What happens to an export, in the order in which it happens.
@@ -95,7 +97,8 @@ impl Drop for Stage {
 
 impl Stage {
     fn new(test: &str) -> Self {
-        let folder = std::env::temp_dir().join(format!("blockyard-yard-{test}-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("blockyard-yard-{test}-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let reactors = Arc::new(Reactors::start(2, &[]).unwrap());
         let yard = Yard::start(reactors, Shares::new(true, Vec::new(), BTreeMap::new())).unwrap();
@@ -118,8 +121,8 @@ impl Stage {
         (NoteWay { held: Some(Mutex::new(receiver)), ..self.way(name) }, sender)
     }
 
-    /// Serves a disk, has as many others opened as are opened at a time, which wait until the result is dropped, and asks for
-    /// the name of the first one again.
+    /// Serves a disk, has as many others opened as are opened at a time, which wait until the
+    /// result is dropped, and asks for the name of the first one again.
     fn with_slow_images(&self) -> Vec<SyncSender<()>> {
         self.yard.add(disk("served", "ram:1M", vec![self.way("served")])).unwrap();
         let mut held = Vec::new();
@@ -163,7 +166,11 @@ fn disks_come_change_and_go() {
     yard.add(disk("b", "ram:1M", vec![stage.way("first"), stage.way("second")])).unwrap();
     yard.add(disk("a", &image, vec![stage.way("third")])).unwrap();
     let list = yard.list();
-    assert_eq!(list.iter().map(|disk| &*disk.name).collect::<Vec<_>>(), ["b", "a"], "in the order of their arrival");
+    assert_eq!(
+        list.iter().map(|disk| &*disk.name).collect::<Vec<_>>(),
+        ["b", "a"],
+        "in the order of their arrival"
+    );
     assert_eq!(
         (list[0].state, list[0].capacity, &*list[0].ways.join(" ")),
         (DiskState::Serving, 1 << 20, "first second")
@@ -184,7 +191,10 @@ fn disks_come_change_and_go() {
     let missing = yard.remove("a").map(|ended| ended.name);
     assert!(matches!(&missing, Err(YardError::NotFound { disk }) if disk == "a"), "{missing:?}");
     assert_eq!(stage.states(), [("b".into(), DiskState::Serving)]);
-    assert_eq!(yard.close().iter().map(|ended| (&*ended.name, ended.is_flushed)).collect::<Vec<_>>(), [("b", true)]);
+    assert_eq!(
+        yard.close().iter().map(|ended| (&*ended.name, ended.is_flushed)).collect::<Vec<_>>(),
+        [("b", true)]
+    );
     assert!(matches!(yard.add(disk("c", "ram:1M", Vec::new())), Err(YardError::Closing)));
     let expected = [
         "first start",
@@ -217,7 +227,9 @@ fn a_disk_that_cannot_be_added_leaves_nothing() {
     assert!(missing.to_string().contains("missing.raw"), "{missing}");
     let settings = || Err("the toolstack names no image".into());
     let (sender, receiver) = sync_channel(1);
-    yard.add_then("a".into(), settings, move |result| sender.send(result.unwrap_err().to_string()).unwrap());
+    yard.add_then("a".into(), settings, move |result| {
+        sender.send(result.unwrap_err().to_string()).unwrap()
+    });
     assert_eq!(receiver.recv().unwrap(), "the toolstack names no image");
     // The image is not locked: it can be opened again.
     yard.add(disk("a", &image, vec![stage.way("third")])).unwrap();
@@ -244,7 +256,9 @@ fn commands_for_a_disk_wait_for_one_another_and_for_no_other_disk() {
         );
     }
     let after = sender.clone();
-    yard.remove_then("1".into(), move |result| after.send(format!("removed {}", result.unwrap().name)).unwrap());
+    yard.remove_then("1".into(), move |result| {
+        after.send(format!("removed {}", result.unwrap().name)).unwrap()
+    });
     let (settings, after) = (disk("1", "ram:2M", vec![stage.way("1")]), sender.clone());
     yard.add_then(
         "1".into(),
@@ -289,7 +303,8 @@ fn jobs_run_beside_other_commands_and_end_with_their_disk() {
     let stream = yard.start_job("a", JobKind::Stream).unwrap();
     assert!(yard.remove("a").unwrap().is_flushed);
     assert!(!matches!(stream.state(), JobState::Running), "a disk went before its job");
-    let numbers: Vec<_> = yard.jobs().iter().map(|job| (job.number(), job.disk().to_string())).collect();
+    let numbers: Vec<_> =
+        yard.jobs().iter().map(|job| (job.number(), job.disk().to_string())).collect();
     assert_eq!(numbers, [(1, "a".into()), (2, "a".into()), (3, "none".into()), (4, "a".into())]);
     assert!(matches!(yard.start_job("a", JobKind::Commit), Err(YardError::NotFound { .. })));
 }
@@ -300,7 +315,11 @@ fn the_end_closes_a_disk_whose_name_is_asked_for_again_while_images_open_slowly(
     let yard = &stage.yard;
     let held = stage.with_slow_images();
     let ended = yard.close();
-    assert_eq!(ended.iter().map(|disk| &*disk.name).collect::<Vec<_>>(), ["served"], "it was not flushed and closed");
+    assert_eq!(
+        ended.iter().map(|disk| &*disk.name).collect::<Vec<_>>(),
+        ["served"],
+        "it was not flushed and closed"
+    );
     drop(held);
 }
 

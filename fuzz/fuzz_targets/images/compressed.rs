@@ -1,4 +1,5 @@
-//! Compressed clusters as data: they give a cluster or an error, in bounded memory; what is packed here is unpacked here.
+//! Compressed clusters as data: they give a cluster or an error, in bounded memory; what is packed
+//! here is unpacked here.
 
 use blockyard_image::qcow2::{Compression, pack, unpack};
 
@@ -16,6 +17,9 @@ pub fn fuzz(data: &[u8]) {
     plain.resize(size, 0);
     if let Some(packed) = pack(&plain, compression).expect("memory can be packed") {
         assert!(packed.len() < plain.len());
-        assert!(unpack(&packed, compression, size).expect("what is packed here is unpacked here") == plain);
+        assert!(
+            unpack(&packed, compression, size).expect("what is packed here is unpacked here")
+                == plain
+        );
     }
 }

@@ -1,6 +1,8 @@
-//! A COW file as data: whatever it holds, it is opened or refused, read, checked, and written to only if it is sound.
+//! A COW file as data: whatever it holds, it is opened or refused, read, checked, and written to
+//! only if it is sound.
 //!
-//! Input: the length of the hole behind the file's bytes, in units of 4 KiB, the work's seed and its memory; then the bytes.
+//! Input: the length of the hole behind the file's bytes, in units of 4 KiB, the work's seed and
+//! its memory; then the bytes.
 
 use blockyard_image::cow::{self, Cow, CowOptions, Repair};
 use blockyard_image::{Alignment, CopyDown, Image, Layer, Raw};
@@ -11,7 +13,8 @@ use super::file::{File, run};
 
 const PLAIN: Alignment = Alignment { memory_align: 1, offset_align: 1 };
 
-/// Disks are merged, and repaired to their full length, up to these sizes: what is larger takes long.
+/// Disks are merged, and repaired to their full length, up to these sizes: what is larger takes
+/// long.
 const MERGED: u64 = 1 << 16;
 const REPAIRED: u64 = 1 << 30;
 
@@ -37,7 +40,11 @@ fn place(rng: &mut Rng, size: u64) -> (u64, u64) {
 async fn read_some(image: &Image<File>, rng: &mut Rng) {
     for _ in 0..8 {
         let (offset, len) = place(rng, image.size());
-        image.read(Segments::buffer(len as usize), offset).await.1.expect("a file in memory is read");
+        image
+            .read(Segments::buffer(len as usize), offset)
+            .await
+            .1
+            .expect("a file in memory is read");
     }
 }
 
@@ -53,7 +60,11 @@ async fn change_some(file: &File, base: &File, rng: &mut Rng, memory: u64) {
             1 => image.write_zeroes(offset, len, rng.one_in(2)).await.unwrap(),
             2 => image.flush().await.unwrap(),
             _ => {
-                image.write(Segments::from_bytes(&vec![round; len as usize]), offset).await.1.unwrap();
+                image
+                    .write(Segments::from_bytes(&vec![round; len as usize]), offset)
+                    .await
+                    .1
+                    .unwrap();
                 last = Some((offset, len, round));
                 continue;
             }
@@ -73,7 +84,8 @@ async fn change_some(file: &File, base: &File, rng: &mut Rng, memory: u64) {
 /// Whatever could be read can be repaired, and then has no fault.
 async fn repair(file: &File) {
     let all = Repair { leaks: true, corruptions: true };
-    let small = cow::info(&raw(file)).await.is_ok_and(|report| report.header.backing_size <= REPAIRED);
+    let small =
+        cow::info(&raw(file)).await.is_ok_and(|report| report.header.backing_size <= REPAIRED);
     if small && cow::check(&raw(file), all).await.is_ok() {
         let report = cow::info(&raw(file)).await.unwrap();
         assert!(report.corruptions.is_empty() && report.leaked == 0, "{report:?}");
@@ -82,13 +94,18 @@ async fn repair(file: &File) {
 }
 
 async fn merge_and_commit(file: &File, base: &File) {
-    let Some(cow) = open(file, false, u64::MAX).await.filter(|cow| cow.size() <= MERGED) else { return };
+    let Some(cow) = open(file, false, u64::MAX).await.filter(|cow| cow.size() <= MERGED) else {
+        return;
+    };
     let merged = File::default();
     cow::merge(&cow, &raw(base), &raw(&merged), |_| ()).await.unwrap();
     let size = cow.size();
     let below = Layer::Raw { raw: raw(&File::new(&[], size)), size };
     let (from, into) = (Image::new(vec![Layer::Cow(cow)], false), Image::new(vec![below], false));
-    CopyDown::new(0..size, 1, Default::default()).run(&from, &into, async |_| Ok(())).await.unwrap();
+    CopyDown::new(0..size, 1, Default::default())
+        .run(&from, &into, async |_| Ok(()))
+        .await
+        .unwrap();
     cow::make_empty(&raw(file)).await.unwrap();
     assert_eq!(cow::info(&raw(file)).await.unwrap().own_sectors, 0);
 }

@@ -33,7 +33,8 @@ impl File {
         let mut pages = self.pages.borrow_mut();
         for (i, &byte) in bytes.iter().enumerate() {
             let at = offset + i as u64;
-            pages.entry(at / PAGE).or_insert_with(|| vec![0; PAGE as usize])[(at % PAGE) as usize] = byte;
+            pages.entry(at / PAGE).or_insert_with(|| vec![0; PAGE as usize])
+                [(at % PAGE) as usize] = byte;
         }
     }
 
@@ -44,8 +45,10 @@ impl File {
             return;
         }
         for (&page, bytes) in pages.range_mut(offset / PAGE..=end / PAGE) {
-            let (from, to) =
-                (offset.max(page * PAGE) - page * PAGE, end.min((page + 1) * PAGE).saturating_sub(page * PAGE));
+            let (from, to) = (
+                offset.max(page * PAGE) - page * PAGE,
+                end.min((page + 1) * PAGE).saturating_sub(page * PAGE),
+            );
             if from < to {
                 bytes[from as usize..to as usize].fill(0);
             }
@@ -73,7 +76,12 @@ impl Storage for File {
         (segments, Ok(n))
     }
 
-    async fn write(&self, segments: Segments, offset: u64, _: bool) -> (Segments, io::Result<usize>) {
+    async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        _: bool,
+    ) -> (Segments, io::Result<usize>) {
         self.changed();
         let mut bytes = vec![0; segments.len()];
         segments.copy_out(0, &mut bytes);

@@ -1,4 +1,5 @@
-//! A qcow2 image as data: whatever it holds, it is opened or refused, read, checked, and written to only if it is sound.
+//! A qcow2 image as data: whatever it holds, it is opened or refused, read, checked, and written to
+//! only if it is sound.
 //!
 //! Input: the file's length and the work's seed, then the file's bytes.
 
@@ -16,7 +17,10 @@ async fn open(file: &File, data: &File, read_only: bool) -> Option<Image<File>> 
     let header = Header::read(&raw).await.ok()?;
     let data = header.has_data_file().then(|| Raw::on(data.clone(), PLAIN));
     let options = Qcow2Options { read_only, l2_cache: Some(1 << 16), ..Qcow2Options::default() };
-    Some(Image::new(vec![Layer::Qcow2(Qcow2::open(header, raw, data, &options).await.ok()?)], false))
+    Some(Image::new(
+        vec![Layer::Qcow2(Qcow2::open(header, raw, data, &options).await.ok()?)],
+        false,
+    ))
 }
 
 fn place(rng: &mut Rng, size: u64) -> (u64, u64) {

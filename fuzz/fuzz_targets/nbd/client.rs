@@ -22,7 +22,8 @@ const MOST_DATA: u64 = 32 << 10;
 #[derive(Default)]
 pub struct Talk {
     pub bytes: Vec<u8>,
-    /// Settled by a good client before the fuzzer's bytes begin; None: they begin with the handshake.
+    /// Settled by a good client before the fuzzer's bytes begin; None: they begin with the
+    /// handshake.
     pub headers: Option<Headers>,
     /// Requests by their cookies, if they are known, all of them, and well-formed up to the end.
     pub requests: Option<Vec<Request>>,

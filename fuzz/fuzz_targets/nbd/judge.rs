@@ -7,7 +7,8 @@ use crate::client::Talk;
 struct Said<'a>(&'a [u8]);
 
 impl<'a> Said<'a> {
-    /// None: the connection was broken off here, as it may be at any place once the client has gone.
+    /// None: the connection was broken off here, as it may be at any place once the client has
+    /// gone.
     fn take(&mut self, len: usize) -> Option<&'a [u8]> {
         let (now, later) = self.0.split_at_checked(len)?;
         self.0 = later;
@@ -19,7 +20,8 @@ pub fn judge(talk: &Talk, said: &[u8]) {
     let mut said = Said(said);
     let Some(greeting) = said.take(18) else { return };
     assert_eq!((wire::u64_at(greeting, 0), wire::u64_at(greeting, 8)), (wire::GREETING, wire::OPTION));
-    // Without a good handshake before it nobody knows where options end and requests begin (NBD_OPT_EXPORT_NAME).
+    // Without a good handshake before it nobody knows where options end and requests begin
+    // (NBD_OPT_EXPORT_NAME).
     let Some(headers) = talk.headers else { return };
     loop {
         let Some(bytes) = said.take(OptionReply::BYTES) else { return };
@@ -43,7 +45,8 @@ pub fn judge(talk: &Talk, said: &[u8]) {
     }
 }
 
-/// Cookies that were answered, each once. None: the stream was broken off, or what was asked is not known.
+/// Cookies that were answered, each once. None: the stream was broken off, or what was asked is not
+/// known.
 fn simple(talk: &Talk, mut said: Said<'_>) -> Option<Vec<u64>> {
     let requests = talk.requests.as_ref()?;
     let mut answered = Vec::new();
@@ -62,7 +65,8 @@ fn structured(talk: &Talk, headers: Headers, mut said: Said<'_>) -> Option<Vec<u
     let mut answered = Vec::new();
     let known = talk.requests.as_ref();
     while !said.0.is_empty() {
-        // Structured replies are for reads and block status; others may be answered simply, without extended headers.
+        // Structured replies are for reads and block status; others may be answered simply, without
+        // extended headers.
         if headers == Headers::Structured && wire::u32_at(said.0.get(..4)?, 0) == SimpleReply::MAGIC {
             let reply = SimpleReply::parse(said.take(SimpleReply::BYTES)?).unwrap();
             let reads = known.is_some_and(|known| known[reply.cookie as usize].command == cmd::READ);
@@ -100,7 +104,8 @@ fn structured(talk: &Talk, headers: Headers, mut said: Said<'_>) -> Option<Vec<u
     Some(answered)
 }
 
-/// Descriptors of `each` bytes: some, none empty, and with one asked for, one, and not longer than that.
+/// Descriptors of `each` bytes: some, none empty, and with one asked for, one, and not longer than
+/// that.
 fn status(request: &Request, descriptors: &[u8], each: usize) {
     assert!(!descriptors.is_empty() && descriptors.len().is_multiple_of(each), "{} bytes of {each}", descriptors.len());
     let lengths = descriptors.chunks_exact(each).map(|descriptor| match each {

@@ -23,7 +23,8 @@ const CONNECTIONS: usize = 6;
 
 #[derive(Clone)]
 pub struct Script {
-    /// Settled by a good server before the fuzzer's bytes begin; None: they begin with the greeting.
+    /// Settled by a good server before the fuzzer's bytes begin; None: they begin with the
+    /// greeting.
     headers: Option<Headers>,
     /// The bytes are said as they are, to whatever the client says.
     raw: bool,
@@ -172,8 +173,8 @@ fn settle(stream: &mut UnixStream, headers: Headers, script: &Script) -> std::io
     }
 }
 
-/// An answer whose parts the fuzzer chooses: mostly of the right kind, with a number here and there that it chooses, too. None:
-/// the server goes.
+/// An answer whose parts the fuzzer chooses: mostly of the right kind, with a number here and there
+/// that it chooses, too. None: the server goes.
 fn answer(headers: Headers, request: &Request, bytes: &mut Bytes<'_>) -> Option<Vec<u8>> {
     let mut out = Vec::new();
     let cookie = request.cookie;

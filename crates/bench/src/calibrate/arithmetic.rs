@@ -1,7 +1,8 @@
 //! From rates to costs.
 //!
-//! In: how long the device took for an operation of each sort while it had plenty of them. Out: the linear model of
-//! [`blockyard_sched::Costs`]. What must hold: the model gives back what was measured, at 4 KiB and at 1 MiB.
+//! In: how long the device took for an operation of each sort while it had plenty of them. Out: the
+//! linear model of [`blockyard_sched::Costs`]. What must hold: the model gives back what was
+//! measured, at 4 KiB and at 1 MiB.
 
 use blockyard_sched::Costs;
 
@@ -30,17 +31,22 @@ pub struct Line {
 const PART: f64 = 1.0 / 256.0;
 
 impl Times {
-    /// Through both points that were measured of sequential operations. Where the kernel has put small ones together, they
-    /// can cost less than their bytes; no base is less than a hundredth of the operation.
+    /// Through both points that were measured of sequential operations. Where the kernel has put
+    /// small ones together, they can cost less than their bytes; no base is less than a hundredth
+    /// of the operation.
     pub fn line(&self) -> Line {
         let per_mib = ((self.stream - self.sequential) / (1.0 - PART)).max(0.0);
         let base = |time: f64| (time - per_mib * PART).max(time / 100.0).max(1.0).round() as u64;
-        Line { random: base(self.random), sequential: base(self.sequential), per_mib: per_mib.round() as u64 }
+        Line {
+            random: base(self.random),
+            sequential: base(self.sequential),
+            per_mib: per_mib.round() as u64,
+        }
     }
 }
 
-/// One round of what tells the cost of a flush: the rate of reads alone and beside pairs of write and flush, and the rate of
-/// those pairs.
+/// One round of what tells the cost of a flush: the rate of reads alone and beside pairs of write
+/// and flush, and the rate of those pairs.
 #[derive(Clone, Copy, Debug)]
 pub struct Displaced {
     pub reads_alone: f64,
@@ -58,15 +64,16 @@ impl Displaced {
     }
 }
 
-/// The cost of a flush: what is left of the pair's without the write of 16 KiB. Not less than a small write, for it is never
-/// free; not more than how long it takes.
+/// The cost of a flush: what is left of the pair's without the write of 16 KiB. Not less than a
+/// small write, for it is never free; not more than how long it takes.
 pub fn flush(pair: f64, write: &Line, takes: f64) -> u64 {
     let written = write.random as f64 + write.per_mib as f64 / 64.0;
     let least = write.random as f64;
     (pair - written).clamp(least, takes.max(least)).round() as u64
 }
 
-/// Which depth is enough: the first that gives 98% of the most. `rates`: by depth, in ascending order.
+/// Which depth is enough: the first that gives 98% of the most. `rates`: by depth, in ascending
+/// order.
 pub fn enough(rates: &[(u16, f64)]) -> u16 {
     let most = rates.iter().map(|r| r.1).fold(0.0, f64::max);
     rates.iter().find(|r| r.1 >= 0.98 * most).map_or(1, |r| r.0)
@@ -89,11 +96,18 @@ mod tests {
 
     #[test]
     fn the_model_gives_back_what_was_measured() {
-        let times = Times { random: 12_500.0, sequential: 9_000.0, stream: 1_009_000.0, alone: 200_000.0 };
+        let times =
+            Times { random: 12_500.0, sequential: 9_000.0, stream: 1_009_000.0, alone: 200_000.0 };
         let line = times.line();
-        let costs =
-            Costs { read: line.random, read_sequential: line.sequential, read_per_mib: line.per_mib, ..Costs::FLASH };
-        for (bytes, sequential, time) in [(4096, false, 12_500), (4096, true, 9_000), (1 << 20, true, 1_009_000)] {
+        let costs = Costs {
+            read: line.random,
+            read_sequential: line.sequential,
+            read_per_mib: line.per_mib,
+            ..Costs::FLASH
+        };
+        for (bytes, sequential, time) in
+            [(4096, false, 12_500), (4096, true, 9_000), (1 << 20, true, 1_009_000)]
+        {
             let cost = costs.of(&operation(bytes, sequential));
             assert!(cost.abs_diff(time) <= 2, "{bytes} {sequential}: {cost}, measured {time}");
         }
@@ -101,7 +115,8 @@ mod tests {
 
     #[test]
     fn no_cost_is_nothing() {
-        let merged = Times { random: 3_000.0, sequential: 2_000.0, stream: 1_000_000.0, alone: 1.0 };
+        let merged =
+            Times { random: 3_000.0, sequential: 2_000.0, stream: 1_000_000.0, alone: 1.0 };
         let line = merged.line();
         assert_eq!((line.random, line.sequential), (30, 20));
         let odd = Times { stream: 1_000.0, ..merged };

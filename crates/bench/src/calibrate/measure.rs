@@ -1,7 +1,7 @@
 //! The rounds: every step for a short while, in turn, several times; medians.
 //!
-//! In: a file or a block device, and whether it may be written to. Out: rates and times. What must hold: nothing is written
-//! unless it may be; what is discarded is not read or written again.
+//! In: a file or a block device, and whether it may be written to. Out: rates and times. What must
+//! hold: nothing is written unless it may be; what is discarded is not read or written again.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -79,7 +79,8 @@ impl Plan<'_> {
         }
         let middle = |name: &str| median(figures.get(name).into_iter().flatten().copied());
         let rate = |name: &str| 1e9 / middle(name);
-        let depths: Vec<_> = DEPTHS.iter().zip(depths).map(|(depth, rates)| (*depth, median(rates))).collect();
+        let depths: Vec<_> =
+            DEPTHS.iter().zip(depths).map(|(depth, rates)| (*depth, median(rates))).collect();
         let at = |depth| depths.iter().find(|d| d.0 == depth).map_or(f64::NAN, |d| 1e9 / d.1);
         let reads = Times {
             random: at(PLENTY),
@@ -112,7 +113,13 @@ impl Plan<'_> {
         Ok(())
     }
 
-    fn written(&self, each: f64, round: u32, reads_alone: f64, figures: &mut Figures) -> Result<()> {
+    fn written(
+        &self,
+        each: f64,
+        round: u32,
+        reads_alone: f64,
+        figures: &mut Figures,
+    ) -> Result<()> {
         let mut note = |name, rate| figures.entry(name).or_default().push(rate);
         note("random write", self.rate(Pattern::Randwrite, 4096, PLENTY, each)?);
         note("sequential write", self.rate(Pattern::Write, 4096, PLENTY, each)?);
@@ -130,7 +137,8 @@ impl Plan<'_> {
         });
         let pairs = pairs.map_err(|_| anyhow::anyhow!("a thread has died"))?? / 2.0;
         note("pair", Displaced { reads_alone, reads: reads?, pairs }.pair());
-        // Holes are made in the last sixteenth, where nothing else is done: first discarded, then zeroed.
+        // Holes are made in the last sixteenth, where nothing else is done: first discarded, then
+        // zeroed.
         for (name, flags) in [
             ("discard", FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE),
             ("write zeroes", FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE),
@@ -145,7 +153,15 @@ impl Plan<'_> {
     fn load(&self, rw: Pattern, bs: u64, depth: u16, seconds: f64) -> Load {
         let size = Some(self.size / 16 * 15);
         let warmup = (seconds / 5.0).min(0.1);
-        Load { rw, bs, depth, size, runtime: seconds - warmup, warmup, ..Load::for_file(self.path.into()) }
+        Load {
+            rw,
+            bs,
+            depth,
+            size,
+            runtime: seconds - warmup,
+            warmup,
+            ..Load::for_file(self.path.into())
+        }
     }
 
     fn rate(&self, rw: Pattern, bs: u64, depth: u16, seconds: f64) -> Result<f64> {
@@ -159,22 +175,30 @@ impl Plan<'_> {
         if let Some(first) = report.first_error {
             anyhow::bail!("{}: {first}", self.path.display());
         }
-        anyhow::ensure!(report.operations > 0, "{}: nothing was done in {} s", self.path.display(), load.runtime);
+        anyhow::ensure!(
+            report.operations > 0,
+            "{}: nothing was done in {} s",
+            self.path.display(),
+            load.runtime
+        );
         Ok(report.iops)
     }
 
     /// Nanoseconds of one call; None: the file or the device does not know it.
     fn clear(&self, flags: FallocateFlags, seconds: f64, round: u32) -> Result<Option<f64>> {
         self.stop.check()?;
-        let fd = rustix::fs::open(self.path, OFlags::RDWR | OFlags::CLOEXEC, rustix::fs::Mode::empty())
-            .with_context(|| format!("opening {}", self.path.display()))?;
+        let fd =
+            rustix::fs::open(self.path, OFlags::RDWR | OFlags::CLOEXEC, rustix::fs::Mode::empty())
+                .with_context(|| format!("opening {}", self.path.display()))?;
         let (first, places) = (self.size / 16 * 15, self.size / 16 / CLEARED);
         let (begin, mut done) = (Instant::now(), 0u64);
         while done == 0 || begin.elapsed() < Duration::from_secs_f64(seconds) {
             let place = (u64::from(round) * 101 + done) % places;
             match rustix::fs::fallocate(&fd, flags, first + place * CLEARED, CLEARED) {
                 Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NODEV) => return Ok(None),
-                other => other.with_context(|| format!("clearing a part of {}", self.path.display()))?,
+                other => {
+                    other.with_context(|| format!("clearing a part of {}", self.path.display()))?
+                }
             }
             done += 1;
         }

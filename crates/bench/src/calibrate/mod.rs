@@ -3,8 +3,9 @@
 //! ```text
 //!   options -> measure (rounds of short loads, by the client's engine) -> arithmetic (the linear model) -> costs (the file)
 //! ```
-//! In: a folder, a file, or a block device. Out: a table, and a file of costs with this device's in it. What must hold: only a
-//! file of our own is written to, unless it is said; that file does not stay.
+//! In: a folder, a file, or a block device. Out: a table, and a file of costs with this device's in
+//! it. What must hold: only a file of our own is written to, unless it is said; that file does not
+//! stay.
 
 mod arithmetic;
 mod measure;
@@ -23,10 +24,12 @@ use crate::client::{parse_seconds, parse_size};
 use crate::process::{Stop, fill};
 use crate::target::{Place, guard};
 
-/// What operations cost a device: measures it for a while, and notes the figures where `serve --costs` finds them.
+/// What operations cost a device: measures it for a while, and notes the figures where `serve
+/// --costs` finds them.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
-    /// A folder on the device (a file is made there, and removed), or a file or block device, which is only read
+    /// A folder on the device (a file is made there, and removed), or a file or block device, which
+    /// is only read
     #[arg(value_name = "TARGET")]
     target: PathBuf,
     /// The file of costs to make, or to change
@@ -86,17 +89,27 @@ pub fn of_folder(folder: &Path, size: u64, seconds: f64, stop: &Stop) -> Result<
 fn calibrate(options: &Options, stop: &Stop) -> Result<(DeviceCosts, Measured)> {
     let name = options.target.display();
     let kind = std::fs::metadata(&options.target).with_context(|| format!("looking at {name}"))?;
-    let own = if kind.is_dir() { Some(Own::make(&options.target, options.size.max(LEAST), stop)?) } else { None };
+    let own = if kind.is_dir() {
+        Some(Own::make(&options.target, options.size.max(LEAST), stop)?)
+    } else {
+        None
+    };
     let path = own.as_ref().map_or(options.target.as_path(), |own| &own.0);
     if own.is_none() && options.writes && !options.destroy {
-        guard::look(&Place::File(path.into())).with_context(|| format!("{name} is not written to"))?;
+        guard::look(&Place::File(path.into()))
+            .with_context(|| format!("{name} is not written to"))?;
     }
     let file = std::fs::File::open(path).with_context(|| format!("opening {name}"))?;
-    let size = blockyard_ring::host::file_size(&file).with_context(|| format!("{name} cannot be measured"))?;
+    let size = blockyard_ring::host::file_size(&file)
+        .with_context(|| format!("{name} cannot be measured"))?;
     let size = size.min(options.size.max(LEAST)) >> 24 << 24;
-    anyhow::ensure!(size >= LEAST, "{name} has less than {} MiB: too small to be measured", LEAST >> 20);
-    let (device, _) =
-        blockyard_ring::host::backing_device(&file).with_context(|| format!("finding the device of {name}"))?;
+    anyhow::ensure!(
+        size >= LEAST,
+        "{name} has less than {} MiB: too small to be measured",
+        LEAST >> 20
+    );
+    let (device, _) = blockyard_ring::host::backing_device(&file)
+        .with_context(|| format!("finding the device of {name}"))?;
     let writes = own.is_some() || options.writes;
     let plan = Plan { path, size, writes, rounds: options.rounds, seconds: options.seconds, stop };
     let measured = plan.measure()?;
@@ -143,7 +156,8 @@ fn costs(device: String, measured: &Measured) -> DeviceCosts {
     };
     if let Some(written) = &measured.written {
         let write = written.times.line();
-        (costs.write, costs.write_sequential, costs.write_per_mib) = (write.random, write.sequential, write.per_mib);
+        (costs.write, costs.write_sequential, costs.write_per_mib) =
+            (write.random, write.sequential, write.per_mib);
         costs.flush = flush(written.pair, &write, written.flush);
         costs.discard = written.discard.map_or(costs.discard, nanos);
         costs.write_zeroes = written.write_zeroes.map_or(costs.write_zeroes, nanos);
@@ -167,12 +181,20 @@ fn table(costs: &DeviceCosts, measured: &Measured) -> String {
         let _ = writeln!(text, "{name:<20} {:>12.1} us   {about}", cost as f64 / 1e3);
     };
     let model = costs.costs();
-    let busy =
-        |base: u64, per_mib: u64| format!("{:.0} a second of 4 KiB", 1e9 / (base as f64 + per_mib as f64 / 256.0));
-    let speed =
-        |base: u64, per_mib: u64| format!("{:.0} MB/s of 1 MiB", (1 << 20) as f64 * 1e3 / (base + per_mib) as f64);
-    let Costs { read, read_sequential, read_per_mib, write, write_sequential, write_per_mib, .. } = model;
-    let guess = if measured.written.is_some() { "" } else { ", not measured: in the proportion of the defaults" };
+    let busy = |base: u64, per_mib: u64| {
+        format!("{:.0} a second of 4 KiB", 1e9 / (base as f64 + per_mib as f64 / 256.0))
+    };
+    let speed = |base: u64, per_mib: u64| {
+        format!("{:.0} MB/s of 1 MiB", (1 << 20) as f64 * 1e3 / (base + per_mib) as f64)
+    };
+    let Costs {
+        read, read_sequential, read_per_mib, write, write_sequential, write_per_mib, ..
+    } = model;
+    let guess = if measured.written.is_some() {
+        ""
+    } else {
+        ", not measured: in the proportion of the defaults"
+    };
     line("read", read, busy(read, read_per_mib));
     line("read, sequential", read_sequential, busy(read_sequential, read_per_mib));
     line("read, each MiB", read_per_mib, speed(read_sequential, read_per_mib));
@@ -189,12 +211,25 @@ fn table(costs: &DeviceCosts, measured: &Measured) -> String {
         None => guess[2..].to_string(),
     };
     line("discard", costs.discard, known(measured.written.as_ref().map(|w| w.discard)));
-    line("write zeroes", costs.write_zeroes, known(measured.written.as_ref().map(|w| w.write_zeroes)));
+    line(
+        "write zeroes",
+        costs.write_zeroes,
+        known(measured.written.as_ref().map(|w| w.write_zeroes)),
+    );
     let depth = enough(&measured.depths);
-    line("window", costs.window, format!("{depth} random reads of 4 KiB in flight give 98% of the most"));
+    line(
+        "window",
+        costs.window,
+        format!("{depth} random reads of 4 KiB in flight give 98% of the most"),
+    );
     line("latency of a read", costs.base_latency_read, "4 KiB, nothing else in flight".into());
-    line("latency of a write", costs.base_latency_write, format!("4 KiB, nothing else in flight{guess}"));
-    let rates: Vec<_> = measured.depths.iter().map(|(depth, rate)| format!("{depth}: {rate:.0}")).collect();
+    line(
+        "latency of a write",
+        costs.base_latency_write,
+        format!("4 KiB, nothing else in flight{guess}"),
+    );
+    let rates: Vec<_> =
+        measured.depths.iter().map(|(depth, rate)| format!("{depth}: {rate:.0}")).collect();
     text + "random reads a second, by depth: " + &rates.join(", ") + "\n"
 }
 
@@ -204,7 +239,12 @@ mod tests {
     use super::*;
 
     fn measured(written: bool) -> Measured {
-        let times = arithmetic::Times { random: 20_000.0, sequential: 10_000.0, stream: 1e6, alone: 150_000.0 };
+        let times = arithmetic::Times {
+            random: 20_000.0,
+            sequential: 10_000.0,
+            stream: 1e6,
+            alone: 150_000.0,
+        };
         let written = written.then_some(Written {
             times,
             pair: 400_000.0,

@@ -8,7 +8,8 @@ use serde::Serialize;
 /// CPU seconds of a process so far, user and system, all its threads (also those that have ended).
 pub fn seconds(pid: u32) -> Result<f64> {
     let path = format!("/proc/{pid}/stat");
-    let stat = std::fs::read_to_string(&path).with_context(|| format!("reading {path}: is the process there?"))?;
+    let stat = std::fs::read_to_string(&path)
+        .with_context(|| format!("reading {path}: is the process there?"))?;
     let ticks = parse(&stat).with_context(|| format!("{path} has an unknown form"))?;
     Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
 }
@@ -62,7 +63,8 @@ pub enum BackEnd {
     Here,
 }
 
-/// Reads the clocks of both processes when the measured part begins (with the first queue) and ends (with the last).
+/// Reads the clocks of both processes when the measured part begins (with the first queue) and ends
+/// (with the last).
 pub struct Meter {
     backend: BackEnd,
     begin: Option<(f64, Option<f64>)>,
@@ -98,7 +100,12 @@ impl Meter {
     }
 
     /// (ours, the back end's). `load`: CPU seconds of the threads that make the load.
-    pub fn usage(&self, elapsed: f64, operations: u64, load: f64) -> (Option<Usage>, Option<Usage>) {
+    pub fn usage(
+        &self,
+        elapsed: f64,
+        operations: u64,
+        load: f64,
+    ) -> (Option<Usage>, Option<Usage>) {
         let (Some(begin), Some(end)) = (self.begin, self.end) else { return (None, None) };
         let usage = |seconds: f64| Usage::new(seconds, elapsed, operations);
         let (ours, theirs) = (end.0 - begin.0, begin.1.zip(end.1).map(|(from, to)| to - from));
@@ -124,7 +131,10 @@ mod tests {
     #[test]
     fn usage_is_by_time_and_by_operation() {
         let usage = Usage::new(2.0, 4.0, 1_000_000);
-        assert_eq!((usage.cores, usage.iops_per_core, usage.seconds_per_million_ios), (0.5, 500_000.0, 2.0));
+        assert_eq!(
+            (usage.cores, usage.iops_per_core, usage.seconds_per_million_ios),
+            (0.5, 500_000.0, 2.0)
+        );
         assert_eq!(Usage::new(0.0, 1.0, 10).iops_per_core, 0.0);
     }
     #[test]

@@ -1,7 +1,7 @@
 //! The same load on a host file or block device: what a back end is compared with.
 //!
-//! In: options and a path. Out: the report. One thread and one io_uring a queue, one task a slot, no descriptor and no
-//! ring in between; O_DIRECT unless asked otherwise.
+//! In: options and a path. Out: the report. One thread and one io_uring a queue, one task a slot,
+//! no descriptor and no ring in between; O_DIRECT unless asked otherwise.
 
 use std::cell::{Cell, RefCell};
 use std::os::fd::OwnedFd;
@@ -36,7 +36,8 @@ pub fn run(options: &Options, path: &Path) -> Result<Report> {
     let fd = rustix::fs::open(path, access | direct | OFlags::CLOEXEC, Mode::empty())
         .with_context(|| format!("opening {}", path.display()))?;
     let fd = Arc::new(fd);
-    let capacity = host::file_size(&fd).with_context(|| format!("{} cannot be a disk", path.display()))?;
+    let capacity =
+        host::file_size(&fd).with_context(|| format!("{} cannot be a disk", path.display()))?;
     let setup = Setup::new(options, capacity)?;
     let filler = if options.rw.writes() { setup.filler() } else { Vec::new() };
     let (sender, events) = std::sync::mpsc::channel();
@@ -44,8 +45,10 @@ pub fn run(options: &Options, path: &Path) -> Result<Report> {
     let mut meter = Meter::new(BackEnd::Unknown)?;
     let mut threads = Vec::new();
     for queue in 0..options.queues {
-        let (load, fd, filler, sender) = (setup.load(queue)?, fd.clone(), filler.clone(), sender.clone());
-        let (depth, block_size, largest) = (options.depth, options.bs as usize, options.largest() as usize);
+        let (load, fd, filler, sender) =
+            (setup.load(queue)?, fd.clone(), filler.clone(), sender.clone());
+        let (depth, block_size, largest) =
+            (options.depth, options.bs as usize, options.largest() as usize);
         let work = move || {
             let result = drive(load, &fd, &filler, &sender, epoch, depth, (block_size, largest));
             let _ = sender.send(Event::Over(result.map(Box::new)));
@@ -66,7 +69,8 @@ pub fn run(options: &Options, path: &Path) -> Result<Report> {
         }
     }
     threads.into_iter().for_each(|t| drop(t.join()));
-    let target = Target { kind: "file", capacity_bytes: capacity, seed: setup.seed, ..Target::default() };
+    let target =
+        Target { kind: "file", capacity_bytes: capacity, seed: setup.seed, ..Target::default() };
     Ok(Report::new(options, target, &tally, &meter, 0))
 }
 
@@ -150,7 +154,9 @@ impl Slots {
             match next {
                 Next::Over => return Ok(()),
                 Next::Finish => self.handle.sleep(LULL).await,
-                Next::At(at) => self.handle.sleep_until(self.epoch + Duration::from_nanos(at)).await,
+                Next::At(at) => {
+                    self.handle.sleep_until(self.epoch + Duration::from_nanos(at)).await
+                }
                 Next::Do(operation) => {
                     let (back, outcome) = self.operate(operation, segments).await;
                     segments = back;
@@ -162,10 +168,15 @@ impl Slots {
         }
     }
 
-    async fn operate(&self, operation: Operation, segments: Segments) -> (Segments, std::io::Result<()>) {
+    async fn operate(
+        &self,
+        operation: Operation,
+        segments: Segments,
+    ) -> (Segments, std::io::Result<()>) {
         let offset = operation.block * self.block_size as u64;
         let len = operation.count as usize * self.block_size;
-        let whole = |n| if n == len { Ok(()) } else { Err(std::io::ErrorKind::UnexpectedEof.into()) };
+        let whole =
+            |n| if n == len { Ok(()) } else { Err(std::io::ErrorKind::UnexpectedEof.into()) };
         if operation.kind != Kind::Flush && len < segments.len() {
             let part = segments.slice(0, len);
             let moved = match operation.kind {

@@ -1,7 +1,9 @@
-//! One queue's work from its first operation to its last: warm-up, measured part, draining, reading back.
+//! One queue's work from its first operation to its last: warm-up, measured part, draining, reading
+//! back.
 //!
-//! In: the time (nanoseconds since the run began), and what became of each operation. Out: the next operation, and at the
-//! end a tally. It knows nothing of rings or files, and both kinds of load go through it.
+//! In: the time (nanoseconds since the run began), and what became of each operation. Out: the next
+//! operation, and at the end a tally. It knows nothing of rings or files, and both kinds of load go
+//! through it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -146,12 +148,24 @@ impl Load {
         over: Arc<AtomicBool>,
         block_size: u64,
     ) -> Result<Self> {
-        let stage = if matches!(limit, Limit::Time { .. }) { Stage::WarmUp } else { Stage::Measured };
+        let stage =
+            if matches!(limit, Limit::Time { .. }) { Stage::WarmUp } else { Stage::Measured };
         let mut tally = Tally::new()?;
         if let Limit::Time { from, until } = limit {
             tally.slices = vec![Slice::default(); (until.saturating_sub(from) / SLICE) as usize];
         }
-        Ok(Load { workload, verifier, pacer, limit, over, stage, in_flight: 0, started: 0, block_size, tally })
+        Ok(Load {
+            workload,
+            verifier,
+            pacer,
+            limit,
+            over,
+            stage,
+            in_flight: 0,
+            started: 0,
+            block_size,
+            tally,
+        })
     }
 
     /// Whether operations that finish now are counted.
@@ -167,12 +181,18 @@ impl Load {
     #[inline]
     pub fn tick(&mut self, now: u64) {
         match (self.limit, self.stage) {
-            (Limit::Time { from, .. }, Stage::WarmUp) if now >= from => self.stage = Stage::Measured,
-            (Limit::Time { from, until }, Stage::Measured) if now >= until || self.over.load(Ordering::Relaxed) => {
+            (Limit::Time { from, .. }, Stage::WarmUp) if now >= from => {
+                self.stage = Stage::Measured
+            }
+            (Limit::Time { from, until }, Stage::Measured)
+                if now >= until || self.over.load(Ordering::Relaxed) =>
+            {
                 self.tally.elapsed_ns = now.min(until) - from;
                 self.stage = Stage::Drain;
             }
-            (Limit::Operations(n), Stage::Measured) if self.started == n => self.stage = Stage::Drain,
+            (Limit::Operations(n), Stage::Measured) if self.started == n => {
+                self.stage = Stage::Drain
+            }
             _ => {}
         }
         if self.stage == Stage::Drain && self.in_flight == 0 {
@@ -246,7 +266,8 @@ impl Load {
             let bytes = if moves { self.block_size * u64::from(operation.count) } else { 0 };
             self.tally.bytes += bytes;
             if let Limit::Time { from, .. } = self.limit
-                && let Some(slice) = self.tally.slices.get_mut((now.saturating_sub(from) / SLICE) as usize)
+                && let Some(slice) =
+                    self.tally.slices.get_mut((now.saturating_sub(from) / SLICE) as usize)
             {
                 slice.operations += 1;
                 slice.bytes += bytes;
@@ -259,13 +280,18 @@ impl Load {
         }
         let Some(verifier) = &mut self.verifier else { return Ok(()) };
         verifier.release(operation, ok);
-        if operation.kind == Kind::Read && ok { verifier.check_read(operation.block, read) } else { Ok(()) }
+        if operation.kind == Kind::Read && ok {
+            verifier.check_read(operation.block, read)
+        } else {
+            Ok(())
+        }
     }
 
     #[cold]
     fn fail(&mut self, operation: Operation, failure: Failure) {
         self.tally.errors += 1;
-        let (offset, len) = (operation.block * self.block_size, u64::from(operation.count) * self.block_size);
+        let (offset, len) =
+            (operation.block * self.block_size, u64::from(operation.count) * self.block_size);
         let what = match operation.kind {
             Kind::Read => format!("read of {len} bytes at offset {offset}"),
             Kind::Write => format!("write of {len} bytes at offset {offset}"),
@@ -351,7 +377,8 @@ mod tests {
             let o = operation(load.next(now * ms));
             load.finish(o, now * ms, (now + 1) * ms, Ok(()), |_| ()).unwrap();
         }
-        let slice = |operations| Slice { operations, bytes: 512 * operations, latency_ns: operations * ms };
+        let slice =
+            |operations| Slice { operations, bytes: 512 * operations, latency_ns: operations * ms };
         assert!(load.tally.slices == [2, 1, 0].map(slice), "the last one was too late");
         let mut both = Tally::new().unwrap();
         both.merge(load.tally).unwrap();
@@ -369,7 +396,13 @@ mod tests {
         load.finish(b, 0, 9, Err(Failure::Status(1)), |_| ()).unwrap();
         load.tick(9);
         assert_eq!((load.tally.writes, load.tally.errors, load.tally.elapsed_ns), (2, 1, 9));
-        assert!(load.tally.first_error.as_ref().unwrap().contains("write of 512 bytes at offset 512: status 1"));
+        assert!(
+            load.tally
+                .first_error
+                .as_ref()
+                .unwrap()
+                .contains("write of 512 bytes at offset 512: status 1")
+        );
         // The failed one is not expected to be there.
         let back = operation(load.next(10));
         assert_eq!(back, Operation::one(Kind::Read, 0));

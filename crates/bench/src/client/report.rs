@@ -96,7 +96,13 @@ pub struct Report {
 }
 
 impl Report {
-    pub fn new(options: &Options, target: Target, tally: &Tally, meter: &Meter, reconnects: u64) -> Self {
+    pub fn new(
+        options: &Options,
+        target: Target,
+        tally: &Tally,
+        meter: &Meter,
+        reconnects: u64,
+    ) -> Self {
         let seconds = tally.elapsed_ns as f64 / 1e9;
         let operations = tally.reads + tally.writes + tally.flushes;
         let per = |a: f64, b: f64| if b > 0.0 { a / b } else { 0.0 };
@@ -133,7 +139,10 @@ impl Report {
 impl Display for Report {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         let o = &self.options;
-        let pattern = serde_json::to_value(o.rw).ok().and_then(|v| v.as_str().map(String::from)).unwrap_or_default();
+        let pattern = serde_json::to_value(o.rw)
+            .ok()
+            .and_then(|v| v.as_str().map(String::from))
+            .unwrap_or_default();
         let ring = self.target.ring.map(|r| format!(", {r} ring")).unwrap_or_default();
         writeln!(
             f,
@@ -148,12 +157,22 @@ impl Display for Report {
         )?;
         let l = &self.latency_us;
         writeln!(f, "latency us {:>12.1}    mean", l.mean)?;
-        for (name, value) in [("p50", l.p50), ("p90", l.p90), ("p99", l.p99), ("p99.9", l.p999), ("max", l.max)] {
+        for (name, value) in
+            [("p50", l.p50), ("p90", l.p90), ("p99", l.p99), ("p99.9", l.p999), ("max", l.max)]
+        {
             writeln!(f, "           {value:>12.1}    {name}")?;
         }
         if self.target.ring.is_some() {
-            writeln!(f, "kicks      {:>12.3}    per I/O, {} in all", self.kicks_per_io, self.kicks)?;
-            writeln!(f, "signals    {:>12.3}    per I/O, {} in all", self.signals_per_io, self.signals)?;
+            writeln!(
+                f,
+                "kicks      {:>12.3}    per I/O, {} in all",
+                self.kicks_per_io, self.kicks
+            )?;
+            writeln!(
+                f,
+                "signals    {:>12.3}    per I/O, {} in all",
+                self.signals_per_io, self.signals
+            )?;
         }
         if let Some(g) = &self.grants {
             writeln!(
@@ -174,7 +193,11 @@ impl Display for Report {
             writeln!(f, "verified   {:>12}    blocks read and compared", self.verified_blocks)?;
         }
         if o.reconnect {
-            writeln!(f, "reconnects {:>12}    longest stall {:.1} ms", self.reconnects, self.longest_stall_ms)?;
+            writeln!(
+                f,
+                "reconnects {:>12}    longest stall {:.1} ms",
+                self.reconnects, self.longest_stall_ms
+            )?;
         }
         if let Some(error) = &self.first_error {
             writeln!(f, "errors     {:>12}    the first: {error}", self.errors)?;
@@ -189,7 +212,11 @@ mod tests {
     use super::*;
 
     fn report() -> Report {
-        let options = Options { verify: true, reconnect: true, ..Options::for_socket("/run/disk.sock".into()) };
+        let options = Options {
+            verify: true,
+            reconnect: true,
+            ..Options::for_socket("/run/disk.sock".into())
+        };
         let mut tally = Tally::new().unwrap();
         for latency in 1..=1000 {
             tally.latency.saturating_record(latency * 1000);
@@ -254,7 +281,9 @@ mod tests {
     #[test]
     fn the_table_names_its_units() {
         let text = report().to_string();
-        for part in ["IOPS", "MB/s", "latency us", "p99.9", "kicks", "signals", "CPU s", "reconnects"] {
+        for part in
+            ["IOPS", "MB/s", "latency us", "p99.9", "kicks", "signals", "CPU s", "reconnects"]
+        {
             assert!(text.contains(part), "{part} in {text}");
         }
     }

@@ -1,10 +1,11 @@
 //! Data that proves where and when it was written.
 //!
-//! In: blocks to write, blocks that were read. Out: contents, or the first thing that is wrong with them. Every block
-//! written carries a header (magic, offset, generation, seed, length), filler made from those, and a CRC32C of it all.
+//! In: blocks to write, blocks that were read. Out: contents, or the first thing that is wrong with
+//! them. Every block written carries a header (magic, offset, generation, seed, length), filler
+//! made from those, and a CRC32C of it all.
 //!
-//! What must hold: a block that is being written is in no other request, and a block that is being read in no write
-//! (`claim`): so what a read must find is always one generation, known here.
+//! What must hold: a block that is being written is in no other request, and a block that is being
+//! read in no write (`claim`): so what a read must find is always one generation, known here.
 
 use anyhow::{Result, bail};
 
@@ -49,7 +50,8 @@ impl Verifier {
         (block - self.first) as usize
     }
 
-    /// Moves the operation on to the next block where it is alone, and takes that. There are more blocks than slots.
+    /// Moves the operation on to the next block where it is alone, and takes that. There are more
+    /// blocks than slots.
     pub fn claim(&mut self, mut operation: Operation) -> Operation {
         if operation.kind == Kind::Flush {
             return operation;
@@ -199,7 +201,10 @@ mod tests {
         v.check(12, &bytes).unwrap();
         v.check(13, &[7; SIZE]).unwrap();
         assert_eq!(v.checked, 1);
-        assert_eq!((v.written_from(0), v.written_from(12), v.written_from(13)), (Some(12), Some(12), None));
+        assert_eq!(
+            (v.written_from(0), v.written_from(12), v.written_from(13)),
+            (Some(12), Some(12), None)
+        );
     }
 
     #[test]
@@ -210,7 +215,11 @@ mod tests {
             let mut bad = bytes.clone();
             bad[at] ^= 0x10;
             let error = v.check(12, &bad).unwrap_err().to_string();
-            assert!(error.contains("offset 6144") && error.contains(&format!("byte is at {}", 6144 + at)), "{error}");
+            assert!(
+                error.contains("offset 6144")
+                    && error.contains(&format!("byte is at {}", 6144 + at)),
+                "{error}"
+            );
         }
     }
 

@@ -1,7 +1,9 @@
-//! The run on a vhost-user-blk back end: owns the connection, starts the workers, watches over both.
+//! The run on a vhost-user-blk back end: owns the connection, starts the workers, watches over
+//! both.
 //!
-//! In: options and a path. Out: the report. What must hold: while rings are handed to a new back end no worker touches
-//! its own; a back end that goes away, or goes silent, ends the run with an error and not with a hang.
+//! In: options and a path. Out: the report. What must hold: while rings are handed to a new back
+//! end no worker touches its own; a back end that goes away, or goes silent, ends the run with an
+//! error and not with a hang.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -26,7 +28,11 @@ const AWAY: Duration = Duration::from_secs(10);
 const WATCH: Duration = Duration::from_millis(250);
 
 pub fn run(options: &Options, socket: &Path) -> Result<Report> {
-    if options.packed { drive::<PackedRing>(options, socket) } else { drive::<SplitRing>(options, socket) }
+    if options.packed {
+        drive::<PackedRing>(options, socket)
+    } else {
+        drive::<SplitRing>(options, socket)
+    }
 }
 
 fn plan(options: &Options) -> Plan {
@@ -50,13 +56,21 @@ fn plan(options: &Options) -> Plan {
 fn drive<R: Ring>(options: &Options, socket: &Path) -> Result<Report> {
     let mut link = Link::open::<R>(socket, &plan(options))?;
     let features = link.connection.features;
-    let block = if features & feature::BLK_SIZE != 0 { u64::from(link.config.blk_size) } else { 512 };
-    anyhow::ensure!(options.bs.is_multiple_of(block.max(1)), "--bs {}: the disk has blocks of {block}", options.bs);
+    let block =
+        if features & feature::BLK_SIZE != 0 { u64::from(link.config.blk_size) } else { 512 };
+    anyhow::ensure!(
+        options.bs.is_multiple_of(block.max(1)),
+        "--bs {}: the disk has blocks of {block}",
+        options.bs
+    );
     let read_only = features & feature::READ_ONLY != 0;
     anyhow::ensure!(!(read_only && options.rw.writes()), "the disk is read-only");
     let capacity = match link.config.capacity_sectors.saturating_mul(512) {
         // A back end without CONFIG: the person knows.
-        0 => options.size.context("the back end tells no capacity: give --size")?.saturating_add(options.offset),
+        0 => options
+            .size
+            .context("the back end tells no capacity: give --size")?
+            .saturating_add(options.offset),
         capacity => capacity,
     };
     let setup = Setup::new(options, capacity)?;
@@ -143,7 +157,9 @@ impl<'a, R: Ring> Supervisor<'a, R> {
                 inflight_known: self.link.inflight.is_some(),
             };
             let worker = Worker::new(queue, setup.load(index as u16)?, wiring);
-            let thread = std::thread::Builder::new().name(format!("queue{index}")).spawn(move || worker.run())?;
+            let thread = std::thread::Builder::new()
+                .name(format!("queue{index}"))
+                .spawn(move || worker.run())?;
             self.hands.push(Hand { shared, resume: Some(resume), thread });
         }
         Ok(())
@@ -165,7 +181,10 @@ impl<'a, R: Ring> Supervisor<'a, R> {
                 return Ok(());
             }
             if self.lost() {
-                anyhow::ensure!(self.options.reconnect, "the back end closed the connection in the middle of the run");
+                anyhow::ensure!(
+                    self.options.reconnect,
+                    "the back end closed the connection in the middle of the run"
+                );
                 self.reconnect(meter)?;
                 progress.iter_mut().for_each(|p| p.1 = Instant::now());
             }
@@ -174,7 +193,10 @@ impl<'a, R: Ring> Supervisor<'a, R> {
                 if now != seen.0 || self.idle[index].is_some() {
                     *seen = (now, Instant::now());
                 }
-                anyhow::ensure!(seen.1.elapsed() < limit, "queue {index}: the back end finished nothing for {limit:?}");
+                anyhow::ensure!(
+                    seen.1.elapsed() < limit,
+                    "queue {index}: the back end finished nothing for {limit:?}"
+                );
             }
             self.doze()?;
         }
@@ -208,7 +230,8 @@ impl<'a, R: Ring> Supervisor<'a, R> {
     fn doze(&self) -> Result<()> {
         let limit = Timespec { tv_sec: 0, tv_nsec: WATCH.subsec_nanos().into() };
         let socket = self.link.connection.socket();
-        let mut fds = [PollFd::new(&*self.bell, PollFlags::IN), PollFd::new(socket, PollFlags::RDHUP)];
+        let mut fds =
+            [PollFd::new(&*self.bell, PollFlags::IN), PollFd::new(socket, PollFlags::RDHUP)];
         rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&limit)))?;
         let _ = rustix::io::read(&*self.bell, &mut [0u8; 8]);
         Ok(())
@@ -217,7 +240,8 @@ impl<'a, R: Ring> Supervisor<'a, R> {
     /// Whether the back end has closed the connection.
     fn lost(&self) -> bool {
         let mut fds = [PollFd::new(self.link.connection.socket(), PollFlags::RDHUP)];
-        rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|n| n > 0)
+        rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))
+            .is_ok_and(|n| n > 0)
     }
 
     fn command(&self, command: u8) {
@@ -229,7 +253,9 @@ impl<'a, R: Ring> Supervisor<'a, R> {
 
     /// Stands the workers still, hands everything to the next back end, and lets them go on.
     fn reconnect(&mut self, meter: &mut Meter) -> Result<()> {
-        tracing::info!("the back end has closed the connection: connecting again for up to {AWAY:?}");
+        tracing::info!(
+            "the back end has closed the connection: connecting again for up to {AWAY:?}"
+        );
         let deadline = Instant::now() + AWAY;
         self.command(PAUSE);
         let mut still = vec![false; self.hands.len()];
@@ -249,7 +275,8 @@ impl<'a, R: Ring> Supervisor<'a, R> {
         }
         while let Err(error) = self.link.reopen().and_then(|()| self.link.start(&self.rings)) {
             if Instant::now() > deadline {
-                return Err(error.context(format!("the back end went away and was not back after {AWAY:?}")));
+                return Err(error
+                    .context(format!("the back end went away and was not back after {AWAY:?}")));
             }
             std::thread::sleep(Duration::from_millis(20));
         }

@@ -1,8 +1,9 @@
-//! One queue's thread: reap, submit, publish, wait; and standing still while the back end is replaced.
+//! One queue's thread: reap, submit, publish, wait; and standing still while the back end is
+//! replaced.
 //!
-//! In: a queue and its load. Out: events to the supervisor, which owns the connection. What must hold: a turn reads the
-//! clock once and allocates nothing; the back end is kicked only when it asks for it, and asked for a signal only when
-//! this thread is about to sleep.
+//! In: a queue and its load. Out: events to the supervisor, which owns the connection. What must
+//! hold: a turn reads the clock once and allocates nothing; the back end is kicked only when it
+//! asks for it, and asked for a signal only when this thread is about to sleep.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -17,7 +18,8 @@ use super::cpu;
 use super::load::{Failure, Load, Next};
 use super::workload::{Kind, Operation};
 
-/// What the supervisor wants of a worker. It writes the call eventfd after a change, in case the worker sleeps.
+/// What the supervisor wants of a worker. It writes the call eventfd after a change, in case the
+/// worker sleeps.
 pub const RUN: u8 = 0;
 pub const PAUSE: u8 = 1;
 pub const STOP: u8 = 2;
@@ -149,7 +151,8 @@ impl<Q: RequestQueue> Worker<Q> {
             let (operation, started) = self.slots[slot as usize];
             let outcome = if status == status::OK { Ok(()) } else { Err(Failure::Status(status)) };
             let queue = &self.queue;
-            self.load.finish(operation, started, now, outcome, |bytes| queue.read_data(slot, bytes))?;
+            self.load
+                .finish(operation, started, now, outcome, |bytes| queue.read_data(slot, bytes))?;
             self.free.push(slot);
             reaped += 1;
         }
@@ -240,7 +243,8 @@ impl<Q: RequestQueue> Worker<Q> {
         Ok(())
     }
 
-    /// The back end is gone: takes what it had finished, gets the ring ready for the next one, and waits for that.
+    /// The back end is gone: takes what it had finished, gets the ring ready for the next one, and
+    /// waits for that.
     fn pause(&mut self) -> Result<()> {
         let now = self.now();
         self.reap(now)?;

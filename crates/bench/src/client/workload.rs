@@ -1,7 +1,7 @@
 //! Which operation comes next: patterns, mixes, flushes, and the pace.
 //!
-//! In: a seed, a range of blocks. Out: operations, the same for the same seed. One of these a queue; block numbers are
-//! absolute (byte offset / block size).
+//! In: a seed, a range of blocks. Out: operations, the same for the same seed. One of these a
+//! queue; block numbers are absolute (byte offset / block size).
 
 use clap::ValueEnum;
 use serde::Serialize;
@@ -237,7 +237,9 @@ mod tests {
         let split = Split(vec![(1, 10), (8, 60), (16, 30)]);
         for pattern in [Pattern::Randread, Pattern::Write] {
             let operations = some(&Mix { split: split.clone(), ..mix(pattern) }, 1, 0);
-            assert!(operations.iter().all(|o| o.block >= 100 && o.block + u64::from(o.count) <= 150));
+            assert!(
+                operations.iter().all(|o| o.block >= 100 && o.block + u64::from(o.count) <= 150)
+            );
             for (count, share) in [(1, 10), (8, 60), (16, 30)] {
                 let found = operations.iter().filter(|o| o.count == count).count();
                 assert!(found.abs_diff(share * 10) < 60, "{found} of 1000 have {count} blocks");

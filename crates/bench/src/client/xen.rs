@@ -40,7 +40,8 @@ pub struct Loads {
     /// Bytes of one operation, a multiple of 512, at most 1m (suffixes k, m)
     #[arg(long, value_name = "SIZE", default_value = "4k", value_parser = parse_size)]
     pub bs: u64,
-    /// Operations of several sizes: SIZE/PERCENT:..., as fio's option of this name (not with --verify)
+    /// Operations of several sizes: SIZE/PERCENT:..., as fio's option of this name (not with
+    /// --verify)
     #[arg(long, value_name = "LIST", conflicts_with_all = ["bs", "verify"], value_parser = parse_split)]
     pub bssplit: Option<Sizes>,
     /// Operations in flight, each queue
@@ -65,9 +66,11 @@ impl Loads {
     /// The load as [`super::measure`] and [`measure`] take it, on a back end of this process at
     /// `socket`.
     pub fn options(&self, socket: PathBuf) -> Options {
-        let Loads { rw, rwmixread, bs, bssplit, depth, queues, runtime, ops, verify } = self.clone();
+        let Loads { rw, rwmixread, bs, bssplit, depth, queues, runtime, ops, verify } =
+            self.clone();
         let defaults = Options::for_socket(socket);
-        let load = Options { rw, rwmixread, bs, bssplit, depth, queues, runtime, ops, verify, ..defaults };
+        let load =
+            Options { rw, rwmixread, bs, bssplit, depth, queues, runtime, ops, verify, ..defaults };
         Options { back_end_is_here: true, ..load }
     }
 }
@@ -87,7 +90,8 @@ pub fn measure(options: &Options, machine: &Machine, front_end: FrontEnd) -> Res
         return measure(&options, machine, front_end);
     }
     options.check()?;
-    let mut plan = Plan::new(options.queues, options.depth, options.largest() as u32, front_end.persistent);
+    let mut plan =
+        Plan::new(options.queues, options.depth, options.largest() as u32, front_end.persistent);
     plan.limit = Duration::from_secs_f64(options.timeout.min(10.0));
     let Session { mut front, queues, offer, plan } =
         Session::start(machine, front_end.domain, front_end.device, &plan)?;
@@ -106,7 +110,10 @@ pub fn measure(options: &Options, machine: &Machine, front_end: FrontEnd) -> Res
     finished?;
     front.set("state", state::CLOSING)?;
     front.close()?;
-    anyhow::ensure!(front.domain.mapped() == 0, "the back end has closed the device, and left pages mapped");
+    anyhow::ensure!(
+        front.domain.mapped() == 0,
+        "the back end has closed the device, and left pages mapped"
+    );
     let mut report = Report::new(options, target, &run.tally, &run.meter, 0);
     report.grants = Some(run.grants(report.operations));
     Ok(report)
@@ -114,9 +121,16 @@ pub fn measure(options: &Options, machine: &Machine, front_end: FrontEnd) -> Res
 
 fn setup<'a>(options: &'a Options, offer: &Offer) -> Result<Setup<'a>> {
     let block = offer.sector_size.max(1);
-    anyhow::ensure!(options.bs.is_multiple_of(block), "--bs {}: the disk has blocks of {block}", options.bs);
+    anyhow::ensure!(
+        options.bs.is_multiple_of(block),
+        "--bs {}: the disk has blocks of {block}",
+        options.bs
+    );
     anyhow::ensure!(!(offer.read_only && options.rw.writes()), "the disk is read-only");
-    anyhow::ensure!(options.flush_every == 0 || offer.flush, "--flush-every: the back end has no flush");
+    anyhow::ensure!(
+        options.flush_every == 0 || offer.flush,
+        "--flush-every: the back end has no flush"
+    );
     Setup::new(options, offer.sectors * 512)
 }
 
@@ -142,10 +156,12 @@ impl<'a> Run<'a> {
     fn start(setup: &Setup<'a>, queues: Vec<Queue>) -> Result<Self> {
         let options = setup.options;
         let (sender, events) = std::sync::mpsc::channel();
-        let bell = Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let bell =
+            Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let meter = Meter::new(BackEnd::Here)?;
         let (hands, marks, still_mapped) = Default::default();
-        let mut run = Run { options, hands, events, tally: Tally::new()?, meter, marks, still_mapped };
+        let mut run =
+            Run { options, hands, events, tally: Tally::new()?, meter, marks, still_mapped };
         let filler = if options.rw.writes() { setup.filler() } else { Vec::new() };
         let epoch = Instant::now();
         for (index, queue) in queues.into_iter().enumerate() {
@@ -165,7 +181,9 @@ impl<'a> Run<'a> {
                 inflight_known: true,
             };
             let worker = Worker::new(queue, setup.load(index as u16)?, wiring);
-            let thread = std::thread::Builder::new().name(format!("queue{index}")).spawn(move || worker.run())?;
+            let thread = std::thread::Builder::new()
+                .name(format!("queue{index}"))
+                .spawn(move || worker.run())?;
             run.hands.push(Hand { shared, event, thread, is_over: false });
         }
         Ok(run)
@@ -186,7 +204,10 @@ impl<'a> Run<'a> {
                 if now != seen.0 || hand.is_over {
                     *seen = (now, Instant::now());
                 }
-                anyhow::ensure!(seen.1.elapsed() < limit, "queue {index}: the back end finished nothing for {limit:?}");
+                anyhow::ensure!(
+                    seen.1.elapsed() < limit,
+                    "queue {index}: the back end finished nothing for {limit:?}"
+                );
             }
         }
         Ok(())

@@ -5,7 +5,8 @@ use std::collections::HashMap;
 /// CPU time so far, in clock ticks.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    /// process: its parent, whether it is a thread of the kernel, its ticks and those of children that it has waited for.
+    /// process: its parent, whether it is a thread of the kernel, its ticks and those of children
+    /// that it has waited for.
     processes: HashMap<u32, (u32, bool, u64, u64)>,
 }
 
@@ -13,7 +14,9 @@ impl Snapshot {
     pub fn take() -> Self {
         let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
         let pids = entries.filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
-        let stat = |pid: u32| Some((pid, parse(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)?));
+        let stat = |pid: u32| {
+            Some((pid, parse(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)?))
+        };
         Snapshot { processes: pids.filter_map(stat).collect() }
     }
 
@@ -30,11 +33,17 @@ impl Snapshot {
         seconds(ticks)
     }
 
-    /// Seconds of the kernel's own threads since `before` (workers of io_uring belong to their processes). What those used
-    /// that have ended meanwhile nobody knows any more.
+    /// Seconds of the kernel's own threads since `before` (workers of io_uring belong to their
+    /// processes). What those used that have ended meanwhile nobody knows any more.
     pub fn kernel_since(&self, before: &Snapshot) -> f64 {
         let old = |pid| before.processes.get(pid).map_or(0, |p| p.2);
-        seconds(self.processes.iter().filter(|(_, p)| p.1).map(|(pid, p)| p.2.saturating_sub(old(pid))).sum())
+        seconds(
+            self.processes
+                .iter()
+                .filter(|(_, p)| p.1)
+                .map(|(pid, p)| p.2.saturating_sub(old(pid)))
+                .sum(),
+        )
     }
 }
 
@@ -42,13 +51,19 @@ fn seconds(ticks: u64) -> f64 {
     ticks as f64 / rustix::param::clock_ticks_per_second() as f64
 }
 
-/// proc(5): parent is field 4, flags 9, user and system time 14 and 15, those of waited-for children 16 and 17.
+/// proc(5): parent is field 4, flags 9, user and system time 14 and 15, those of waited-for
+/// children 16 and 17.
 fn parse(stat: &str) -> Option<(u32, bool, u64, u64)> {
     const PF_KTHREAD: u64 = 0x0020_0000;
     let fields: Vec<&str> = stat[stat.rfind(')')? + 1..].split_ascii_whitespace().collect();
     let number = |at: usize| fields.get(at - 3)?.parse::<u64>().ok();
     let flags = number(9)?;
-    Some((number(4)? as u32, flags & PF_KTHREAD != 0, number(14)? + number(15)?, number(16)? + number(17)?))
+    Some((
+        number(4)? as u32,
+        flags & PF_KTHREAD != 0,
+        number(14)? + number(15)?,
+        number(16)? + number(17)?,
+    ))
 }
 
 #[cfg(test)]
@@ -61,7 +76,8 @@ mod tests {
         assert_eq!(parse(text), Some((1, false, 300, 10)));
         assert!(parse("2 (kthreadd) S 0 0 0 0 -1 2129984 0 0 0 0 1 2 0 0 20 0 1 0 1").unwrap().1);
         let before = Snapshot::take();
-        let mut child = std::process::Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
+        let mut child =
+            std::process::Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
         let own = |s: &Snapshot| s.tree(std::process::id());
         let begin = std::time::Instant::now();
         while own(&Snapshot::take()) - own(&before) < 0.1 {

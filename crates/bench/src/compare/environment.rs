@@ -20,16 +20,24 @@ pub fn environment(image_folder: &Path, guests: Option<&Path>) -> Vec<(String, S
         ("blockyard", env!("CARGO_PKG_VERSION").to_string()),
     ];
     if let Some(guests) = guests {
-        let version = |name: &str, option: &str| output(Command::new(guests.join("tool")).args([name, option]));
+        let version = |name: &str, option: &str| {
+            output(Command::new(guests.join("tool")).args([name, option]))
+        };
         all.push(("QEMU", version("qemu-storage-daemon", "--version")));
         all.push(("fio", version("fio", "--version")));
     }
-    all.into_iter().filter(|(_, value)| !value.is_empty()).map(|(name, value)| (name.to_string(), value)).collect()
+    all.into_iter()
+        .filter(|(_, value)| !value.is_empty())
+        .map(|(name, value)| (name.to_string(), value))
+        .collect()
 }
 
 /// The first line that a command prints; nothing, if it cannot.
 fn output(command: &mut Command) -> String {
-    let out = command.output().map(|o| String::from_utf8_lossy(&o.stdout).into_owned()).unwrap_or_default();
+    let out = command
+        .output()
+        .map(|o| String::from_utf8_lossy(&o.stdout).into_owned())
+        .unwrap_or_default();
     out.lines().next().unwrap_or_default().trim().to_string()
 }
 

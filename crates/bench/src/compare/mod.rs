@@ -5,9 +5,10 @@
 //!   stage        images, servers, guests     environment  what figures depend on
 //!   cpu          processor time                  tables       the tables of docs/benchmarks.md
 //! ```
-//! In: names of works and systems. Out: [`Results`], saved after each run; a table, and a report if wanted.
-//! What must hold: systems take turns, and each round begins with another one, so that a machine which slows down slows down
-//! all; whenever it is interrupted, nothing of it stays but the rounds that were finished.
+//! In: names of works and systems. Out: [`Results`], saved after each run; a table, and a report if
+//! wanted. What must hold: systems take turns, and each round begins with another one, so that a
+//! machine which slows down slows down all; whenever it is interrupted, nothing of it stays but the
+//! rounds that were finished.
 
 mod cpu;
 pub(crate) mod environment;
@@ -32,11 +33,13 @@ use crate::results::Results;
 /// The same work on the host and in guests, in turn: a table, and with --report a page.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
-    /// What to do: rate:read, rate:write, rate:writesync, or job:NAME with a name of `bench job` [default: the three rates]
+    /// What to do: rate:read, rate:write, rate:writesync, or job:NAME with a name of `bench job`
+    /// [default: the three rates]
     #[arg(value_name = "WORK", value_parser = |s: &str| s.parse::<Work>())]
     works: Vec<Work>,
-    /// host, uml-ubd, uml-ubd-sync, uml-blockyard, qemu-virtio, qemu-qsd, qemu-blockyard, nbd, nbd-qsd; with :qcow2 or :overlay
-    /// where the image is not to be raw [default: host and those of UML]
+    /// host, uml-ubd, uml-ubd-sync, uml-blockyard, qemu-virtio, qemu-qsd, qemu-blockyard, nbd,
+    /// nbd-qsd; with :qcow2 or :overlay where the image is not to be raw [default: host and those
+    /// of UML]
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = |s: &str| s.parse::<System>())]
     systems: Vec<System>,
     /// How often each is measured
@@ -75,7 +78,8 @@ pub struct Options {
     /// Processors of the back end of the table `uml` [default: those of the guest]
     #[arg(long, value_name = "LIST", requires = "table")]
     server_cpus: Option<String>,
-    /// Write a page with pictures (index.html) and all figures (results.json, results.csv) into this folder
+    /// Write a page with pictures (index.html) and all figures (results.json, results.csv) into
+    /// this folder
     #[arg(long, value_name = "DIR")]
     report: Option<PathBuf>,
     /// Print all figures as JSON instead of the table
@@ -102,21 +106,41 @@ pub fn run(options: &Options) -> Result<()> {
     if let Some(name) = options.table {
         let Options { rounds, seconds, size, json, .. } = *options;
         let (only, peers, kernel) = (&options.only, &options.peers, options.kernel.as_deref());
-        let (guest_cpus, server_cpus) = (options.guest_cpus.as_deref(), options.server_cpus.as_deref());
-        let plan = tables::Plan { name, rounds, seconds, size, only, peers, kernel, guest_cpus, server_cpus, json };
+        let (guest_cpus, server_cpus) =
+            (options.guest_cpus.as_deref(), options.server_cpus.as_deref());
+        let plan = tables::Plan {
+            name,
+            rounds,
+            seconds,
+            size,
+            only,
+            peers,
+            kernel,
+            guest_cpus,
+            server_cpus,
+            json,
+        };
         return tables::run(&plan, guests, stop);
     }
-    let parsed = |names: &[&str]| names.iter().filter_map(|n| n.parse().ok()).collect::<Vec<System>>();
+    let parsed =
+        |names: &[&str]| names.iter().filter_map(|n| n.parse().ok()).collect::<Vec<System>>();
     let wanted = if options.systems.is_empty() { parsed(&USUAL) } else { options.systems.clone() };
     let works = match &options.works[..] {
-        [] => ["rate:writesync", "rate:write", "rate:read"].iter().filter_map(|w| w.parse().ok()).collect(),
+        [] => ["rate:writesync", "rate:write", "rate:read"]
+            .iter()
+            .filter_map(|w| w.parse().ok())
+            .collect(),
         works => works.to_vec(),
     };
     if let Some(folder) = &options.report {
-        std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        std::fs::create_dir_all(folder)
+            .with_context(|| format!("creating {}", folder.display()))?;
     }
     let temporary = std::env::temp_dir();
-    let facts = environment::environment(options.report.as_deref().unwrap_or(&temporary), guests.as_deref());
+    let facts = environment::environment(
+        options.report.as_deref().unwrap_or(&temporary),
+        guests.as_deref(),
+    );
     let mut results = Results::new(std::env::args().collect(), facts);
     let (mut systems, mut missing) = (Vec::new(), Vec::new());
     for system in wanted {
@@ -158,7 +182,8 @@ fn rounds(
                     }
                     continue;
                 }
-                let mut run = work.read(stage.play(system, work.contents(), &work.script(&amount))?)?;
+                let mut run =
+                    work.read(stage.play(system, work.contents(), &work.script(&amount))?)?;
                 run.round = round;
                 output::note(format_args!(
                     "round {round} of {}: {work} on {system}: {}",
@@ -188,8 +213,8 @@ fn tell(options: &Options, results: &Results) -> Result<()> {
     Ok(())
 }
 
-/// Returns the folder of the guests' runners: `$BLOCKYARD_GUESTS`, or that of the installed program (in `bin` or in
-/// `libexec/blockyard`), or that of the checkout that it was built in.
+/// Returns the folder of the guests' runners: `$BLOCKYARD_GUESTS`, or that of the installed program
+/// (in `bin` or in `libexec/blockyard`), or that of the checkout that it was built in.
 fn guests() -> Option<PathBuf> {
     let program = std::env::current_exe().ok()?;
     let named = std::env::var_os("BLOCKYARD_GUESTS").map(PathBuf::from);

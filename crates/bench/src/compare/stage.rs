@@ -1,9 +1,12 @@
-//! Where systems are measured: a folder with images, a server, a guest. All of it goes with its value.
+//! Where systems are measured: a folder with images, a server, a guest. All of it goes with its
+//! value.
 //!
-//! In: a system and a script. Out: what the script printed, the time between its marks by the host's clock, and CPU time.
+//! In: a system and a script. Out: what the script printed, the time between its marks by the
+//! host's clock, and CPU time.
 //!
-//! A script prints `mark begin CLOCK` and `mark end CLOCK` (its own clock, in microseconds) around what is measured, and blocks
-//! of data: `data NAME`, lines, `end NAME`. It finds the disk in `$DISK`, this program in `$BENCH`, fio in `$FIO`.
+//! A script prints `mark begin CLOCK` and `mark end CLOCK` (its own clock, in microseconds) around
+//! what is measured, and blocks of data: `data NAME`, lines, `end NAME`. It finds the disk in
+//! `$DISK`, this program in `$BENCH`, fio in `$FIO`.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -48,28 +51,42 @@ pub struct Played {
 }
 
 impl Stage {
-    /// A folder below `TMPDIR` or /var/tmp: images are to be on a disk. `size`: of the disks, in bytes.
+    /// A folder below `TMPDIR` or /var/tmp: images are to be on a disk. `size`: of the disks, in
+    /// bytes.
     pub fn new(guests: Option<PathBuf>, size: u64, stop: Stop) -> Result<Self> {
         let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
         let folder = base.join(format!("blockyard-bench.{}", std::process::id()));
         std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
         let bench = std::env::current_exe().context("finding this program")?;
-        Ok(Stage { folder, guests, program: peer::find("blockyard")?, bench, size, seccomp: None, stop })
+        Ok(Stage {
+            folder,
+            guests,
+            program: peer::find("blockyard")?,
+            bench,
+            size,
+            seccomp: None,
+            stop,
+        })
     }
 
     /// The raw image that all systems use, or lie over.
     fn base(&self, contents: Contents) -> Result<PathBuf> {
-        let path = self.folder.join(if contents == Contents::Linux { "linux.img" } else { "base.img" });
+        let path =
+            self.folder.join(if contents == Contents::Linux { "linux.img" } else { "base.img" });
         match contents {
             _ if path.exists() => {}
             Contents::Random => fill(&path, self.size, &self.stop)?,
             Contents::Linux => {
                 let guests = self.guests.as_deref().context("no guests are installed")?;
                 let find = ". \"$1/lib.sh\" && printf %s \"$cache\"";
-                let folder = Command::new("bash").args(["-c", find, "cache"]).arg(guests).output()?;
-                let root = Path::new(&String::from_utf8_lossy(&folder.stdout).into_owned()).join("root.img");
+                let folder =
+                    Command::new("bash").args(["-c", find, "cache"]).arg(guests).output()?;
+                let root = Path::new(&String::from_utf8_lossy(&folder.stdout).into_owned())
+                    .join("root.img");
                 let copied = std::fs::copy(&root, &path);
-                copied.with_context(|| format!("copying {} (guests/setup qemu makes it)", root.display()))?;
+                copied.with_context(|| {
+                    format!("copying {} (guests/setup qemu makes it)", root.display())
+                })?;
             }
         }
         Ok(path)
@@ -79,8 +96,15 @@ impl Stage {
     fn image(&self, system: &System, contents: Contents) -> Result<PathBuf> {
         let base = self.base(contents)?;
         let make = |arguments: &[&std::ffi::OsStr]| {
-            let done = Command::new(&self.program).args(["--log", "error", "image"]).args(arguments).output()?;
-            anyhow::ensure!(done.status.success(), "making an image: {}", String::from_utf8_lossy(&done.stderr));
+            let done = Command::new(&self.program)
+                .args(["--log", "error", "image"])
+                .args(arguments)
+                .output()?;
+            anyhow::ensure!(
+                done.status.success(),
+                "making an image: {}",
+                String::from_utf8_lossy(&done.stderr)
+            );
             Ok(())
         };
         let (qcow2, overlay) = (base.with_extension("qcow2"), self.folder.join("overlay.qcow2"));
@@ -89,13 +113,23 @@ impl Stage {
             Image::Qcow2 => {
                 if !qcow2.exists() {
                     let [f, raw, o, q] = ["-f", "raw", "-O", "qcow2"].map(AsRef::as_ref);
-                    make(&["convert".as_ref(), "-q".as_ref(), f, raw, o, q, base.as_ref(), qcow2.as_ref()])?;
+                    make(&[
+                        "convert".as_ref(),
+                        "-q".as_ref(),
+                        f,
+                        raw,
+                        o,
+                        q,
+                        base.as_ref(),
+                        qcow2.as_ref(),
+                    ])?;
                 }
                 qcow2
             }
             Image::Overlay => {
                 let _ = std::fs::remove_file(&overlay);
-                let [create, f, q, b, big, raw] = ["create", "-f", "qcow2", "-b", "-F", "raw"].map(AsRef::as_ref);
+                let [create, f, q, b, big, raw] =
+                    ["create", "-f", "qcow2", "-b", "-F", "raw"].map(AsRef::as_ref);
                 make(&[create, overlay.as_ref(), f, q, b, base.as_ref(), big, raw])?;
                 overlay
             }
@@ -117,12 +151,17 @@ impl Stage {
 
     /// The server of the system's disk, listening, if it has one.
     fn server(&self, system: &System, image: &Path) -> Result<Option<Process>> {
-        let (socket, format) = (self.folder.join("s"), if system.image == Image::Raw { "raw" } else { "qcow2" });
+        let (socket, format) =
+            (self.folder.join("s"), if system.image == Image::Raw { "raw" } else { "qcow2" });
         let _ = std::fs::remove_file(&socket);
         let command = match system.kind {
             Kind::UmlBlockyard | Kind::QemuBlockyard => {
                 let mut command = Command::new(&self.program);
-                command.arg("serve").arg(image).args(["--format", format, "--vhost-user"]).arg(&socket);
+                command
+                    .arg("serve")
+                    .arg(image)
+                    .args(["--format", format, "--vhost-user"])
+                    .arg(&socket);
                 command
             }
             Kind::Nbd => {
@@ -133,8 +172,16 @@ impl Stage {
             }
             Kind::QemuQsd | Kind::NbdQsd => {
                 let mut command = self.tool("qemu-storage-daemon")?;
-                let file = format!("driver=file,node-name=f,filename={},aio=io_uring,cache.direct=on", image.display());
-                command.args(["--blockdev", &file, "--blockdev", &format!("driver={format},node-name=d,file=f")]);
+                let file = format!(
+                    "driver=file,node-name=f,filename={},aio=io_uring,cache.direct=on",
+                    image.display()
+                );
+                command.args([
+                    "--blockdev",
+                    &file,
+                    "--blockdev",
+                    &format!("driver={format},node-name=d,file=f"),
+                ]);
                 let path = socket.display();
                 if system.nbd() {
                     command.args(["--nbd-server", &format!("addr.type=unix,addr.path={path}")]);
@@ -167,9 +214,15 @@ impl Stage {
         let mut server = self.server(system, &image)?;
         let file = self.folder.join("script");
         let target = self.target(system, &image);
-        let program = if system.uml() || system.qemu() { Path::new("/host/blockyard-bench") } else { &self.bench };
+        let program = if system.uml() || system.qemu() {
+            Path::new("/host/blockyard-bench")
+        } else {
+            &self.bench
+        };
         let fio = match &self.guests {
-            Some(guests) if !system.uml() && !system.qemu() => format!("{} fio", guests.join("tool").display()),
+            Some(guests) if !system.uml() && !system.qemu() => {
+                format!("{} fio", guests.join("tool").display())
+            }
             _ => "fio".into(),
         };
         // (A guest's console is a terminal: nobody is to draw bars on it.)
@@ -190,7 +243,10 @@ impl Stage {
         };
         let mut played = played.map_err(|e| {
             let script = said[said.len().saturating_sub(5)..].join("; ");
-            let log = server.as_ref().map(|s| format!("; the server: {}", s.errors().trim())).unwrap_or_default();
+            let log = server
+                .as_ref()
+                .map(|s| format!("; the server: {}", s.errors().trim()))
+                .unwrap_or_default();
             e.context(format!("{system}: the script says: {script}{log}"))
         })?;
         drop(player);
@@ -207,8 +263,12 @@ impl Stage {
         match system.kind {
             Kind::Host | Kind::Ublk => image.display().to_string(),
             Kind::UmlUbd | Kind::UmlUbdSync => "/dev/ubda".into(),
-            Kind::Nbd | Kind::NbdQsd => format!("nbd+unix:///disk?socket={}/s", self.folder.display()),
-            Kind::UmlBlockyard | Kind::QemuVirtio | Kind::QemuQsd | Kind::QemuBlockyard => "/dev/vda".into(),
+            Kind::Nbd | Kind::NbdQsd => {
+                format!("nbd+unix:///disk?socket={}/s", self.folder.display())
+            }
+            Kind::UmlBlockyard | Kind::QemuVirtio | Kind::QemuQsd | Kind::QemuBlockyard => {
+                "/dev/vda".into()
+            }
         }
     }
 
@@ -244,7 +304,8 @@ impl Stage {
         Ok(command)
     }
 
-    /// How UML guests catch system calls: by seccomp where the kernel can, for it is several times as fast.
+    /// How UML guests catch system calls: by seccomp where the kernel can, for it is several times
+    /// as fast.
     fn seccomp(&mut self, guests: &Path) -> Result<String> {
         if let Some(mode) = &self.seccomp {
             return Ok(mode.clone());
@@ -280,7 +341,8 @@ impl Stage {
                 (["end", name], Some(block)) if name == block => inside = None,
                 (_, Some(block)) => data.entry(block.clone()).or_default().push(line),
                 (["mark", name, clock], None) => {
-                    let clock = clock.parse().with_context(|| format!("a mark without a clock: {line}"))?;
+                    let clock =
+                        clock.parse().with_context(|| format!("a mark without a clock: {line}"))?;
                     marks.push((name.to_string(), came, clock, Snapshot::take()));
                 }
                 (["data", name], None) => inside = Some(name.to_string()),
@@ -289,14 +351,18 @@ impl Stage {
         }
         // Without a beginning it began with the guest.
         if !marks.iter().any(|m| m.0 == "begin") {
-            let clock = marks.first().map_or(0, |m| m.2.saturating_sub((m.1 - started).as_micros() as u64));
+            let clock =
+                marks.first().map_or(0, |m| m.2.saturating_sub((m.1 - started).as_micros() as u64));
             marks.insert(0, ("begin".into(), started, clock, before));
         }
         let from = marks.iter().position(|m| m.0 == "begin").unwrap_or(0);
         let Some(to) = marks.iter().position(|m| m.0 == "end").filter(|to| *to > from) else {
             anyhow::bail!("the script ended without its marks: {}", player.errors().trim())
         };
-        let steps = marks[from..to].windows(2).map(|m| (m[1].0.clone(), (m[1].1 - m[0].1).as_secs_f64())).collect();
+        let steps = marks[from..to]
+            .windows(2)
+            .map(|m| (m[1].0.clone(), (m[1].1 - m[0].1).as_secs_f64()))
+            .collect();
         let (begin, end) = (&marks[from], &marks[to]);
         let seconds = (end.1 - begin.1).as_secs_f64();
         let guest_seconds = end.2.saturating_sub(begin.2) as f64 / 1e6;
@@ -307,7 +373,8 @@ impl Stage {
             kernel: end.3.kernel_since(&begin.3),
         };
         let run = Run { steps, seconds, guest_seconds: Some(guest_seconds), cpu, ..Run::default() };
-        // A mark may come some milliseconds late: of a short run they would say more than the clocks.
+        // A mark may come some milliseconds late: of a short run they would say more than the
+        // clocks.
         let clock = if guest_seconds >= LONG { seconds / guest_seconds } else { 1.0 };
         Ok(Played { run, data, clock, spent: Spent::default() })
     }
@@ -319,7 +386,8 @@ impl Drop for Stage {
     }
 }
 
-/// The server's own figures, from the last words of its log: medians of what most of its requests were.
+/// The server's own figures, from the last words of its log: medians of what most of its requests
+/// were.
 fn spent(log: &str) -> Spent {
     let figure = |line: &str, after: &str| -> Option<f64> {
         let rest = &line[line.find(after)? + after.len()..];
@@ -328,7 +396,11 @@ fn spent(log: &str) -> Spent {
     let count = |line: &str| line.split("requests=").nth(1)?.split(' ').next()?.parse::<u64>().ok();
     let lines = log.lines().filter(|l| l.contains("queue time p50") && !l.contains(" flush:"));
     let Some(line) = lines.max_by_key(|l| count(l).unwrap_or(0)) else { return Spent::default() };
-    Spent { submission: None, queueing: figure(line, "queue time p50 "), service: figure(line, "service time p50 ") }
+    Spent {
+        submission: None,
+        queueing: figure(line, "queue time p50 "),
+        service: figure(line, "service time p50 "),
+    }
 }
 
 #[cfg(test)]

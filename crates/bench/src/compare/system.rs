@@ -24,12 +24,20 @@ impl Kind {
         ("host", Kind::Host, "the host's file, without a guest"),
         ("uml-ubd", Kind::UmlUbd, "User Mode Linux, its own driver: page cache, flushes dropped"),
         ("uml-ubd-sync", Kind::UmlUbdSync, "the same with O_SYNC: each write durable"),
-        ("uml-blockyard", Kind::UmlBlockyard, "User Mode Linux on Blockyard: O_DIRECT, flushes honoured"),
+        (
+            "uml-blockyard",
+            Kind::UmlBlockyard,
+            "User Mode Linux on Blockyard: O_DIRECT, flushes honoured",
+        ),
         ("qemu-virtio", Kind::QemuVirtio, "QEMU's own virtio-blk: O_DIRECT, flushes honoured"),
         ("qemu-qsd", Kind::QemuQsd, "QEMU on qemu-storage-daemon: O_DIRECT, flushes honoured"),
         ("qemu-blockyard", Kind::QemuBlockyard, "QEMU on Blockyard: O_DIRECT, flushes honoured"),
         ("nbd", Kind::Nbd, "Blockyard by NBD, on a Unix socket: O_DIRECT, flushes honoured"),
-        ("nbd-qsd", Kind::NbdQsd, "qemu-storage-daemon by NBD, on a Unix socket: O_DIRECT, flushes honoured"),
+        (
+            "nbd-qsd",
+            Kind::NbdQsd,
+            "qemu-storage-daemon by NBD, on a Unix socket: O_DIRECT, flushes honoured",
+        ),
         ("ublk", Kind::Ublk, "a ublk block device"),
     ];
 
@@ -99,7 +107,8 @@ impl System {
         format!("{}{image}", self.kind.entry().2)
     }
 
-    /// Whether it answers a guest's flush without a sync, so that nothing that it answers is durable.
+    /// Whether it answers a guest's flush without a sync, so that nothing that it answers is
+    /// durable.
     pub fn drops_flushes(&self) -> bool {
         self.kind == Kind::UmlUbd
     }
@@ -155,7 +164,14 @@ mod tests {
 
     #[test]
     fn names_there_and_back() {
-        for name in ["host", "uml-ubd-sync", "nbd:qcow2", "nbd-qsd", "qemu-blockyard:overlay", "uml-blockyard:qcow2"] {
+        for name in [
+            "host",
+            "uml-ubd-sync",
+            "nbd:qcow2",
+            "nbd-qsd",
+            "qemu-blockyard:overlay",
+            "uml-blockyard:qcow2",
+        ] {
             assert_eq!(name.parse::<System>().unwrap().to_string(), name);
         }
         for bad in ["", "xen", "host:qcow2", "qemu-qsd:vmdk"] {

@@ -72,7 +72,10 @@ impl Work {
             Work::Rate(Operation::Write) => "random writes",
             Work::Rate(Operation::Writesync) => "random writes, each durable when it ends",
             Work::Job(job) => {
-                return format!("fio's job of this name (`bench job {} --print`), {seconds} s each round", job.name());
+                return format!(
+                    "fio's job of this name (`bench job {} --print`), {seconds} s each round",
+                    job.name()
+                );
             }
             Work::Experiment(experiment) => return experiment.about().into(),
         };
@@ -82,14 +85,20 @@ impl Work {
     }
 
     pub fn contents(&self) -> Contents {
-        if let Work::Experiment(experiment) = self { experiment.contents() } else { Contents::Random }
+        if let Work::Experiment(experiment) = self {
+            experiment.contents()
+        } else {
+            Contents::Random
+        }
     }
 
     /// Why it cannot be done on a system, if it cannot.
     pub fn refuses(&self, system: &System) -> Option<&'static str> {
         let guest = system.uml() || system.qemu();
         match self {
-            Work::Experiment(experiment) if !guest && (experiment.mounts() || system.kind != Kind::Host) => {
+            Work::Experiment(experiment)
+                if !guest && (experiment.mounts() || system.kind != Kind::Host) =>
+            {
                 Some("it mounts the disk: that needs a guest")
             }
             Work::Job(_) if system.nbd() => Some("jobs are run by fio on files and devices"),
@@ -124,20 +133,32 @@ impl Work {
         let Played { mut run, data, clock, spent } = played;
         run.work = self.to_string();
         if let Work::Job(_) = self {
-            let text = |name: &str| data.get(name).map(|lines| lines.join("\n")).unwrap_or_default();
+            let text =
+                |name: &str| data.get(name).map(|lines| lines.join("\n")).unwrap_or_default();
             let told = job::read(&text("fio"), &text("log"))?;
-            // How long it took is the host's to say; what was laid out before, and drained after, is in it.
+            // How long it took is the host's to say; what was laid out before, and drained after,
+            // is in it.
             let seconds = told.seconds * clock;
             let latency = told.latency.iter().map(|(q, s)| (*q, s * clock)).collect();
             let spent = Spent { submission: told.spent.submission, ..spent };
             let Run { cpu, work, system, .. } = run;
-            return Ok(Run { seconds, latency, guest_seconds: Some(told.seconds), cpu, work, system, spent, ..told });
+            return Ok(Run {
+                seconds,
+                latency,
+                guest_seconds: Some(told.seconds),
+                cpu,
+                work,
+                system,
+                spent,
+                ..told
+            });
         }
         if let Work::Experiment(_) = self {
             return Ok(Run { operations: 1, spent, ..run });
         }
         let lines = data.get("samples").context("the script printed no samples")?;
-        let samples = samples::read(lines.join("\n").as_bytes()).context("what the script printed")?;
+        let samples =
+            samples::read(lines.join("\n").as_bytes()).context("what the script printed")?;
         anyhow::ensure!(!samples.is_empty(), "no operation was timed");
         run.spent = spent;
         run.operations = samples.len() as u64;

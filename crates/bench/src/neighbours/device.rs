@@ -38,9 +38,11 @@ impl FromStr for Model {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let mut model = Model { text: text.into(), parallel: 0, read: 0, write: 0, flush: 0, bandwidth: 0 };
+        let mut model =
+            Model { text: text.into(), parallel: 0, read: 0, write: 0, flush: 0, bandwidth: 0 };
         for part in text.split(',') {
-            let (key, value) = part.split_once('=').with_context(|| format!("\"{part}\" has no value"))?;
+            let (key, value) =
+                part.split_once('=').with_context(|| format!("\"{part}\" has no value"))?;
             match key {
                 "parallel" => model.parallel = value.parse()?,
                 "read" => model.read = nanoseconds(value)?,
@@ -48,11 +50,16 @@ impl FromStr for Model {
                 "flush" => model.flush = nanoseconds(value)?,
                 "bandwidth" => model.bandwidth = parse_size(value)?,
                 "spread" => {}
-                _ => anyhow::bail!("a model has parallel, read, write, flush, bandwidth and spread, not \"{key}\""),
+                _ => anyhow::bail!(
+                    "a model has parallel, read, write, flush, bandwidth and spread, not \"{key}\""
+                ),
             }
         }
         let all = [model.parallel, model.read, model.write, model.flush, model.bandwidth];
-        anyhow::ensure!(!all.contains(&0), "a model needs parallel, read, write, flush and bandwidth, none of them 0");
+        anyhow::ensure!(
+            !all.contains(&0),
+            "a model needs parallel, read, write, flush and bandwidth, none of them 0"
+        );
         Ok(model)
     }
 }
@@ -103,10 +110,13 @@ pub fn spent(costs: &Costs, report: &Report) -> f64 {
     let moved = (report.reads + report.writes).max(1) as f64;
     let mib = report.bytes_per_second * report.seconds / moved / f64::from(1 << 20);
     let random = report.options.rw.is_random();
-    let read = if random { costs.read } else { costs.read_sequential } as f64 + mib * costs.read_per_mib as f64;
-    let write = if random { costs.write } else { costs.write_sequential } as f64 + mib * costs.write_per_mib as f64;
+    let read = if random { costs.read } else { costs.read_sequential } as f64
+        + mib * costs.read_per_mib as f64;
+    let write = if random { costs.write } else { costs.write_sequential } as f64
+        + mib * costs.write_per_mib as f64;
     let flush = costs.flush as f64;
-    let all = report.reads as f64 * read + report.writes as f64 * write + report.flushes as f64 * flush;
+    let all =
+        report.reads as f64 * read + report.writes as f64 * write + report.flushes as f64 * flush;
     all / report.seconds
 }
 
@@ -127,9 +137,17 @@ mod tests {
         assert_eq!((costs.read, costs.write, costs.flush), (12_500, 25_000, 62_500));
         // 2 GiB a second: a MiB takes a 2048th of it.
         assert_eq!(costs.read_per_mib, 488_281);
-        assert!(costs.base_latency_read.abs_diff(200_000 + 4096 * 16 * 1_000_000_000 / (2 << 30)) < 20);
+        assert!(
+            costs.base_latency_read.abs_diff(200_000 + 4096 * 16 * 1_000_000_000 / (2 << 30)) < 20
+        );
         assert_eq!(model.image(1 << 30), format!("delay:1073741824,{TEXT},device=model"));
-        for bad in ["", "parallel=1", "parallel=0,read=1us,write=1us,flush=1us,bandwidth=1", "read=5", "x=1"] {
+        for bad in [
+            "",
+            "parallel=1",
+            "parallel=0,read=1us,write=1us,flush=1us,bandwidth=1",
+            "read=5",
+            "x=1",
+        ] {
             assert!(bad.parse::<Model>().is_err(), "{bad}");
         }
     }
@@ -140,10 +158,17 @@ mod tests {
         // 4 KiB reads at the model's rate for half of the time, flushes at theirs for the other.
         let each = 12_500.0 + 488_281.0 / 256.0;
         let mut tally = Tally::new().unwrap();
-        (tally.reads, tally.flushes, tally.elapsed_ns) = ((0.5e9 / each) as u64, 8_000, 1_000_000_000);
+        (tally.reads, tally.flushes, tally.elapsed_ns) =
+            ((0.5e9 / each) as u64, 8_000, 1_000_000_000);
         tally.bytes = tally.reads * 4096;
         let options = Options::for_socket("s".into());
-        let report = Report::new(&options, Target::default(), &tally, &Meter::new(BackEnd::Unknown).unwrap(), 0);
+        let report = Report::new(
+            &options,
+            Target::default(),
+            &tally,
+            &Meter::new(BackEnd::Unknown).unwrap(),
+            0,
+        );
         assert!((spent(&costs, &report) / 1e9 - 1.0).abs() < 1e-3, "{}", spent(&costs, &report));
     }
 }

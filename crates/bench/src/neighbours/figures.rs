@@ -1,13 +1,16 @@
 //! What came of a row: figures, each with what it should be.
 //!
-//! In: the reports of all rounds. Out: figures. What must hold: rates are compared with those of the same round; the names are
-//! those of resctl-bench where it has one (isol-01, lat-imp, work-csv), over slices of 100 ms.
+//! In: the reports of all rounds. Out: figures. What must hold: rates are compared with those of
+//! the same round; the names are those of resctl-bench where it has one (isol-01, lat-imp,
+//! work-csv), over slices of 100 ms.
 
 use blockyard_program::costs::DeviceCosts;
 use serde::Serialize;
 
 use super::device::spent;
-use super::rows::{BPS, EQUALS, IOPS, IOPS_READ, IOPS_WRITE, LENGTH, MAX, RATE, Row, WEIGHTS, reserved};
+use super::rows::{
+    BPS, EQUALS, IOPS, IOPS_READ, IOPS_WRITE, LENGTH, MAX, RATE, Row, WEIGHTS, reserved,
+};
 use crate::client::load::{SLICE, Slice};
 use crate::client::report::Report;
 use crate::statistics::{median, quantile, sorted};
@@ -124,14 +127,19 @@ impl Rounds<'_> {
     }
 
     fn thrash(&self, slower: f64) -> Vec<Figure> {
-        let rate = |name: &str, scene: &'static str| self.each(name, Unit::PerSecond, move |r| r.rate(scene));
+        let rate = |name: &str, scene: &'static str| {
+            self.each(name, Unit::PerSecond, move |r| r.rate(scene))
+        };
         let p99 = |name: &str, scene: &'static str| {
             self.each(name, Unit::Microseconds, move |r| r.of(scene, |r| r.latency_us.p99))
         };
         let thrasher = |name: &str, scene: &'static str| {
-            self.each(name, Unit::PerSecond, move |r| r.reports(scene).nth(1).map_or(f64::NAN, |r| r.iops))
+            self.each(name, Unit::PerSecond, move |r| {
+                r.reports(scene).nth(1).map_or(f64::NAN, |r| r.iops)
+            })
         };
-        let longer = |r: &Round| r.of("with", |r| r.latency_us.p99) / r.of("alone", |r| r.latency_us.p99);
+        let longer =
+            |r: &Round| r.of("with", |r| r.latency_us.p99) / r.of("alone", |r| r.latency_us.p99);
         vec![
             rate("alone", "alone"),
             self.each("half", Unit::PerSecond, Round::half),
@@ -152,27 +160,36 @@ impl Rounds<'_> {
         ]
     }
 
-    /// The first percentile of the slices' rates, in a hundred of what half of the device gives; more than that is that.
+    /// The first percentile of the slices' rates, in a hundred of what half of the device gives;
+    /// more than that is that.
     fn isolation(&self, name: &str, scene: &str) -> Figure {
         let of_round = |round: &Round| {
             let wanted = round.half() * SLICE as f64 / 1e9;
             let part = |slice: &Slice| (100.0 * slice.operations as f64 / wanted).min(100.0);
-            round.reports(scene).next().map(|r| r.slices.iter().map(part).collect::<Vec<_>>()).unwrap_or_default()
+            round
+                .reports(scene)
+                .next()
+                .map(|r| r.slices.iter().map(part).collect::<Vec<_>>())
+                .unwrap_or_default()
         };
         let slices = sorted(self.rounds.iter().flat_map(of_round));
         Figure::new(name, Unit::Percent, vec![quantile(&slices, 0.01)])
     }
 
-    /// How much longer operations took than alone, in a hundred: the mean of all slices; less is nothing. Who asks for more
-    /// than half of the device takes longer for that alone, and it is not held against the neighbour.
+    /// How much longer operations took than alone, in a hundred: the mean of all slices; less is
+    /// nothing. Who asks for more than half of the device takes longer for that alone, and it is
+    /// not held against the neighbour.
     fn impact(&self, name: &str, scene: &str) -> Figure {
         let of_round = |round: &Round| {
-            let alone = round.of("alone", |r| r.latency_us.mean) * 1e3 * round.rate("alone") / round.half();
+            let alone =
+                round.of("alone", |r| r.latency_us.mean) * 1e3 * round.rate("alone") / round.half();
             let longer = |slice: &Slice| {
                 let mean = slice.latency_ns as f64 / slice.operations as f64;
                 (100.0 * (mean / alone - 1.0)).max(0.0)
             };
-            let with = |slices: &[Slice]| slices.iter().filter(|s| s.operations > 0).map(longer).collect::<Vec<_>>();
+            let with = |slices: &[Slice]| {
+                slices.iter().filter(|s| s.operations > 0).map(longer).collect::<Vec<_>>()
+            };
             round.reports(scene).next().map(|r| with(&r.slices)).unwrap_or_default()
         };
         let slices: Vec<f64> = self.rounds.iter().flat_map(of_round).collect();
@@ -183,24 +200,29 @@ impl Rounds<'_> {
     fn weights(&self) -> Vec<Figure> {
         let owed = |n: usize| f64::from(WEIGHTS[n]) / f64::from(WEIGHTS.iter().sum::<u32>());
         let share = |round: &Round, n: usize| {
-            let spent: Vec<f64> = round.reports("with").map(|r| spent(&self.costs.costs(), r)).collect();
+            let spent: Vec<f64> =
+                round.reports("with").map(|r| spent(&self.costs.costs(), r)).collect();
             spent.get(n).map_or(f64::NAN, |own| own / spent.iter().sum::<f64>())
         };
         let error = |round: &Round, n: usize| share(round, n) / owed(n) - 1.0;
         let places = 0..WEIGHTS.len();
-        let shares = places.clone().map(|n| self.percent(format!("share {}", WEIGHTS[n]), |r| share(r, n)));
-        let worst = |round: &Round| places.clone().map(|n| error(round, n).abs()).fold(0.0, f64::max);
+        let shares =
+            places.clone().map(|n| self.percent(format!("share {}", WEIGHTS[n]), |r| share(r, n)));
+        let worst =
+            |round: &Round| places.clone().map(|n| error(round, n).abs()).fold(0.0, f64::max);
         let worst = self.percent("worst error %", worst).goal(Goal::AtMost(3.0));
         let busy = self.percent("busy %", |r| r.spent("with", self.costs) / 1e9);
         shares.chain([worst, busy]).collect()
     }
 
     fn equal(&self) -> Vec<Figure> {
-        let fairness =
-            |scene: &'static str| move |round: &Round| jain(&round.reports(scene).map(|r| r.iops).collect::<Vec<_>>());
+        let fairness = |scene: &'static str| {
+            move |round: &Round| jain(&round.reports(scene).map(|r| r.iops).collect::<Vec<_>>())
+        };
         let least = |round: &Round| {
             let rates: Vec<f64> = round.reports("with").map(|r| r.iops).collect();
-            rates.iter().copied().fold(f64::INFINITY, f64::min) * EQUALS as f64 / rates.iter().sum::<f64>()
+            rates.iter().copied().fold(f64::INFINITY, f64::min) * EQUALS as f64
+                / rates.iter().sum::<f64>()
         };
         vec![
             self.each("Jain's index", Unit::Number, fairness("with")).goal(Goal::AtLeast(0.99)),
@@ -220,17 +242,22 @@ impl Rounds<'_> {
         ]
     }
 
-    /// The second that is farthest from the limit, by how much of it; where only reads or writes are limited, the whole.
+    /// The second that is farthest from the limit, by how much of it; where only reads or writes
+    /// are limited, the whole.
     fn limits(&self) -> Vec<Figure> {
         let farthest = |scene: &'static str, limit: u64, what: fn(&Slice) -> u64| {
             let off = move |r: &Report| {
-                seconds(&r.slices, what).map(|sum| (sum / limit as f64 - 1.0).abs()).fold(0.0, f64::max)
+                seconds(&r.slices, what)
+                    .map(|sum| (sum / limit as f64 - 1.0).abs())
+                    .fold(0.0, f64::max)
             };
-            self.percent(format!("{scene} off %"), move |round| round.of(scene, off)).goal(Goal::AtMost(2.0))
+            self.percent(format!("{scene} off %"), move |round| round.of(scene, off))
+                .goal(Goal::AtMost(2.0))
         };
         let off = |scene: &'static str, limit: u64, what: fn(&Report) -> u64| {
             let off = move |r: &Report| (what(r) as f64 / r.seconds / limit as f64 - 1.0).abs();
-            self.percent(format!("{scene} off %"), move |round| round.of(scene, off)).goal(Goal::AtMost(2.0))
+            self.percent(format!("{scene} off %"), move |round| round.of(scene, off))
+                .goal(Goal::AtMost(2.0))
         };
         vec![
             farthest("iops", IOPS, |s| s.operations),
@@ -242,23 +269,35 @@ impl Rounds<'_> {
 
     fn burst(&self) -> Vec<Figure> {
         let burst = |r: &Report| {
-            r.slices.iter().take((LENGTH * 1e9) as usize / SLICE as usize).map(|s| s.operations).sum::<u64>()
+            r.slices
+                .iter()
+                .take((LENGTH * 1e9) as usize / SLICE as usize)
+                .map(|s| s.operations)
+                .sum::<u64>()
         };
         let after = |r: &Report| {
             // The bucket is empty, and the rate is what it will be.
             let slices = &r.slices[r.slices.len().min(20)..];
-            slices.iter().map(|s| s.operations).sum::<u64>() as f64 / (slices.len() as f64 * SLICE as f64 / 1e9)
+            slices.iter().map(|s| s.operations).sum::<u64>() as f64
+                / (slices.len() as f64 * SLICE as f64 / 1e9)
         };
         vec![
-            self.percent("burst of max %", |r| r.of("burst", |r| burst(r) as f64 / (MAX as f64 * LENGTH))),
-            self.percent("most over %", |r| r.of("burst", |r| over(&r.slices))).goal(Goal::AtMost(2.0)),
-            self.percent("after, off %", |r| r.of("burst", |r| (after(r) / RATE as f64 - 1.0).abs()))
+            self.percent("burst of max %", |r| {
+                r.of("burst", |r| burst(r) as f64 / (MAX as f64 * LENGTH))
+            }),
+            self.percent("most over %", |r| r.of("burst", |r| over(&r.slices)))
                 .goal(Goal::AtMost(2.0)),
+            self.percent("after, off %", |r| {
+                r.of("burst", |r| (after(r) / RATE as f64 - 1.0).abs())
+            })
+            .goal(Goal::AtMost(2.0)),
         ]
     }
 
     fn lone(&self) -> Vec<Figure> {
-        let one = |name: &str, scene: &'static str| self.each(name, Unit::PerSecond, move |r| r.rate(scene));
+        let one = |name: &str, scene: &'static str| {
+            self.each(name, Unit::PerSecond, move |r| r.rate(scene))
+        };
         let kept = |name: &str, with: &'static str, without: &'static str| {
             self.percent(name, move |r| r.rate(with) / r.rate(without)).goal(Goal::AtLeast(99.0))
         };
@@ -281,11 +320,13 @@ fn jain(rates: &[f64]) -> f64 {
 
 /// The sums of each second, one beginning with each slice.
 fn seconds(slices: &[Slice], what: fn(&Slice) -> u64) -> impl Iterator<Item = f64> {
-    slices.windows((1_000_000_000 / SLICE) as usize).map(move |w| w.iter().map(what).sum::<u64>() as f64)
+    slices
+        .windows((1_000_000_000 / SLICE) as usize)
+        .map(move |w| w.iter().map(what).sum::<u64>() as f64)
 }
 
-/// By how much more was let through, from the beginning until any slice's end, than `MAX` while the burst lasts and `RATE`
-/// behind it allow; as a part of what they allow in a second.
+/// By how much more was let through, from the beginning until any slice's end, than `MAX` while the
+/// burst lasts and `RATE` behind it allow; as a part of what they allow in a second.
 fn over(slices: &[Slice]) -> f64 {
     let mut sum = 0.0;
     let mut most = f64::NEG_INFINITY;
@@ -311,13 +352,21 @@ mod tests {
     /// A second of so many operations, each so long.
     fn report(operations: u64, latency_us: u64) -> Option<Report> {
         let mut tally = Tally::new().unwrap();
-        (tally.reads, tally.bytes, tally.elapsed_ns) = (operations, operations * 4096, 1_000_000_000);
+        (tally.reads, tally.bytes, tally.elapsed_ns) =
+            (operations, operations * 4096, 1_000_000_000);
         tally.latency.saturating_record_n(latency_us * 1000, operations);
         let each = operations / 10;
-        let slice = Slice { operations: each, bytes: each * 4096, latency_ns: each * latency_us * 1000 };
+        let slice =
+            Slice { operations: each, bytes: each * 4096, latency_ns: each * latency_us * 1000 };
         tally.slices = vec![slice; 10];
         let options = Options::for_socket("s".into());
-        Some(Report::new(&options, Target::default(), &tally, &Meter::new(BackEnd::Unknown).unwrap(), 0))
+        Some(Report::new(
+            &options,
+            Target::default(),
+            &tally,
+            &Meter::new(BackEnd::Unknown).unwrap(),
+            0,
+        ))
     }
 
     fn costs() -> DeviceCosts {
@@ -327,7 +376,11 @@ mod tests {
     #[track_caller]
     fn is(figures: &[Figure], name: &str, value: f64, met: Option<bool>) {
         let figure = figures.iter().find(|f| f.name == name).unwrap_or_else(|| panic!("no {name}"));
-        assert!((figure.median - value).abs() < 0.01 * value.abs().max(0.1), "{name}: {}", figure.median);
+        assert!(
+            (figure.median - value).abs() < 0.01 * value.abs().max(0.1),
+            "{name}: {}",
+            figure.median
+        );
         assert_eq!(figure.met(), met, "{name}");
     }
 
@@ -371,7 +424,9 @@ mod tests {
         is(&figures, "share 8", 53.33, None);
         is(&figures, "worst error %", 0.0, Some(true));
         is(&figures, "busy %", 10.5, None);
-        assert!((jain(&[1.0, 1.0, 1.0]) - 1.0).abs() < 1e-9 && (jain(&[1.0, 0.0]) - 0.5).abs() < 1e-9);
+        assert!(
+            (jain(&[1.0, 1.0, 1.0]) - 1.0).abs() < 1e-9 && (jain(&[1.0, 0.0]) - 0.5).abs() < 1e-9
+        );
     }
 
     #[test]

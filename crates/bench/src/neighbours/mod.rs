@@ -1,11 +1,13 @@
-//! `blockyard bench neighbours`: what guests of one device do to each other, with fair shares and without.
+//! `blockyard bench neighbours`: what guests of one device do to each other, with fair shares and
+//! without.
 //!
 //! ```text
 //!   rows     what is played: scenes            scene    disks, knobs, loads        stage   images, server, clients
 //!   device   a folder's disk, or a model       figures  what came of it            table   for people
 //! ```
-//! In: rows, and a folder or a model of a device. Out: a table, JSON, a picture. What must hold: scenes take turns, and each
-//! round begins with another one, so that a disk that becomes slower does so for all; nothing stays but the report.
+//! In: rows, and a folder or a model of a device. Out: a table, JSON, a picture. What must hold:
+//! scenes take turns, and each round begins with another one, so that a disk that becomes slower
+//! does so for all; nothing stays but the report.
 
 mod device;
 mod figures;
@@ -35,7 +37,8 @@ use crate::process::{Interrupted, Stop};
 /// 16 servers: 70,000 operations of 4 KiB a second, 2 GiB a second.
 const MODEL: &str = "parallel=16,read=200us,write=200us,flush=1ms,bandwidth=2g";
 
-/// Disks of one device beside one another, with fair shares and without: what a thrashing guest leaves the others.
+/// Disks of one device beside one another, with fair shares and without: what a thrashing guest
+/// leaves the others.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
     /// On the disk of this folder; files are made there, and removed
@@ -57,7 +60,8 @@ pub struct Options {
     /// Bytes of each disk
     #[arg(long, value_name = "SIZE", default_value = "1g", value_parser = parse_size)]
     size: u64,
-    /// What operations cost the device, as `bench calibrate` wrote it [default: of a folder, calibrates first]
+    /// What operations cost the device, as `bench calibrate` wrote it [default: of a folder,
+    /// calibrates first]
     #[arg(long, value_name = "FILE", requires = "target")]
     costs: Option<PathBuf>,
     /// The server's threads
@@ -105,9 +109,14 @@ pub struct Client {
 
 pub fn run(options: &Options) -> Result<()> {
     let stop = Stop::on_signals()?;
-    anyhow::ensure!(options.seconds >= 0.3, "--seconds {}: slices are 0.1 s, so 0.3 is the least", options.seconds);
+    anyhow::ensure!(
+        options.seconds >= 0.3,
+        "--seconds {}: slices are 0.1 s, so 0.3 is the least",
+        options.seconds
+    );
     if let Some(folder) = &options.report {
-        std::fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        std::fs::create_dir_all(folder)
+            .with_context(|| format!("creating {}", folder.display()))?;
     }
     let device = match &options.target {
         Some(folder) => Device::Folder(folder.clone()),
@@ -115,7 +124,9 @@ pub fn run(options: &Options) -> Result<()> {
     };
     let model = matches!(device, Device::Model(_));
     let wanted = match &options.rows[..] {
-        [] => ALL.iter().map(|(_, row, _)| *row).filter(|row| model || *row != Row::Equal).collect(),
+        [] => {
+            ALL.iter().map(|(_, row, _)| *row).filter(|row| model || *row != Row::Equal).collect()
+        }
         rows => rows.to_vec(),
     };
     let costs = costs(options, &device, &stop)?;
@@ -134,10 +145,16 @@ pub fn run(options: &Options) -> Result<()> {
             rounds: rounds.iter().map(clients).collect(),
         });
         let folder = options.target.clone().unwrap_or_else(std::env::temp_dir);
-        let name = options.target.as_ref().map_or("model".to_string(), |folder| folder.display().to_string());
+        let name = options
+            .target
+            .as_ref()
+            .map_or("model".to_string(), |folder| folder.display().to_string());
         let rows = rows.collect();
         let (environment, command) = (environment(&folder, None), std::env::args().collect());
-        tell(options, &Results { environment, command, device: name, costs: known.costs.clone(), rows })?;
+        tell(
+            options,
+            &Results { environment, command, device: name, costs: known.costs.clone(), rows },
+        )?;
     }
     end
 }
@@ -150,20 +167,31 @@ fn costs(options: &Options, device: &Device, stop: &Stop) -> Result<DeviceCosts>
     if let Some(file) = &options.costs {
         let looking = || format!("looking at {}", folder.display());
         let open = std::fs::File::open(folder).with_context(looking)?;
-        return DeviceCosts::load(file, &blockyard_ring::host::backing_device(open).with_context(looking)?.0);
+        return DeviceCosts::load(
+            file,
+            &blockyard_ring::host::backing_device(open).with_context(looking)?.0,
+        );
     }
     output::note(format_args!("calibrating the device of {}", folder.display()));
     calibrate::of_folder(folder, options.size, 16.0, stop)
 }
 
-fn play(options: &Options, rows: &[Row], known: &Known, stage: &Stage, rounds: &mut [Vec<Round>]) -> Result<()> {
+fn play(
+    options: &Options,
+    rows: &[Row],
+    known: &Known,
+    stage: &Stage,
+    rounds: &mut [Vec<Round>],
+) -> Result<()> {
     for round in 0..options.rounds {
         for (row, rounds) in rows.iter().zip(&mut *rounds) {
             let scenes = row.scenes(known, options.seconds);
             let first = round as usize % scenes.len();
             let mut played = Round(Vec::new());
             for scene in scenes[first..].iter().chain(&scenes[..first]) {
-                played.0.push((scene.name, stage.play(scene).with_context(|| row.name().to_string())?));
+                played
+                    .0
+                    .push((scene.name, stage.play(scene).with_context(|| row.name().to_string())?));
             }
             output::note(format_args!("round {} of {}: {}", round + 1, options.rounds, row.name()));
             rounds.push(played);
@@ -182,7 +210,8 @@ fn clients(round: &Round) -> Vec<Client> {
         slices: report.slices.iter().map(|s| s.operations).collect(),
     };
     let of_scene = |(scene, reports): &(&'static str, Vec<Option<Report>>)| {
-        let reports = reports.iter().enumerate().filter_map(|(disk, report)| Some((disk, report.as_ref()?)));
+        let reports =
+            reports.iter().enumerate().filter_map(|(disk, report)| Some((disk, report.as_ref()?)));
         reports.map(|(disk, report)| client(scene, disk, report)).collect::<Vec<_>>()
     };
     round.0.iter().flat_map(of_scene).collect()
@@ -203,6 +232,7 @@ fn tell(options: &Options, results: &Results) -> Result<()> {
 
 fn write(folder: &Path, json: &str, results: &Results) -> Result<()> {
     replace(&folder.join("neighbours.json"), json.as_bytes())?;
-    let picture = table::picture(&results.rows).file("Neighbours on one device, with fair shares and without");
+    let picture = table::picture(&results.rows)
+        .file("Neighbours on one device, with fair shares and without");
     replace(&folder.join("neighbours.svg"), picture.as_bytes())
 }

@@ -1,6 +1,7 @@
 //! The rows: which scenes each is made of.
 //!
-//! In: a row's name, and what operations cost the device. Out: scenes. What comes of them is told in `figures`.
+//! In: a row's name, and what operations cost the device. Out: scenes. What comes of them is told
+//! in `figures`.
 
 use std::str::FromStr;
 
@@ -42,8 +43,16 @@ pub enum Loads {
 pub const ALL: [(&str, Row, &str); 15] = [
     ("thrash-d1", Row::Thrash(Polite::D1, false), "polite: random reads of 4 KiB, one at a time"),
     ("thrash-d8", Row::Thrash(Polite::D8, false), "polite: random reads of 4 KiB, depth 8"),
-    ("thrash-stream", Row::Thrash(Polite::Stream, false), "polite: reads of 1 MiB, one after the other, depth 4"),
-    ("thrash-db", Row::Thrash(Polite::Database, false), "polite: random writes of 8 KiB, one at a time, each flushed"),
+    (
+        "thrash-stream",
+        Row::Thrash(Polite::Stream, false),
+        "polite: reads of 1 MiB, one after the other, depth 4",
+    ),
+    (
+        "thrash-db",
+        Row::Thrash(Polite::Database, false),
+        "polite: random writes of 8 KiB, one at a time, each flushed",
+    ),
     ("thrash-d1-target", Row::Thrash(Polite::D1, true), "as thrash-d1, with a latency target"),
     ("thrash-d8-target", Row::Thrash(Polite::D8, true), "as thrash-d8, with a latency target"),
     ("weights", Row::Weights(Loads::Same), "weights 1:2:4:8, all random reads of 4 KiB, depth 128"),
@@ -52,10 +61,22 @@ pub const ALL: [(&str, Row, &str); 15] = [
         Row::Weights(Loads::Sizes),
         "weights 1:2:4:8, 4 KiB, 16 KiB, 64 KiB, and 4 KiB mixed with 64 KiB",
     ),
-    ("weights-mix", Row::Weights(Loads::Mixes), "weights 1:2:4:8, reads, writes, half of each, 7 reads in 10"),
+    (
+        "weights-mix",
+        Row::Weights(Loads::Mixes),
+        "weights 1:2:4:8, reads, writes, half of each, 7 reads in 10",
+    ),
     ("equal-64", Row::Equal, "64 disks of equal weight, random reads of 4 KiB, depth 32"),
-    ("reserve", Row::Reserve, "a disk of weight 10 with a reservation of 30% beside three thrashers of weight 100"),
-    ("limits", Row::Limits, "iops=5000; bps=40M; iops-read=3000 and iops-write=1000, mostly reads, mostly writes"),
+    (
+        "reserve",
+        Row::Reserve,
+        "a disk of weight 10 with a reservation of 30% beside three thrashers of weight 100",
+    ),
+    (
+        "limits",
+        Row::Limits,
+        "iops=5000; bps=40M; iops-read=3000 and iops-write=1000, mostly reads, mostly writes",
+    ),
     ("burst", Row::Burst, "iops=2000,max=6000,length=1, from the first operation on"),
     ("work-conserving", Row::Busy, "four disks, 4 KiB, half reads, half writes, depth 64"),
     ("lone", Row::Lone, "one disk alone, random reads of 4 KiB, depth 128 and one at a time"),
@@ -104,16 +125,22 @@ impl Row {
         match self {
             Row::Thrash(polite, target) => polite.scenes(target, known, seconds),
             Row::Weights(loads) => vec![Scene::new("with", true, loads.disks(), seconds)],
-            Row::Equal => [("without", false), ("with", true)].map(|(name, fair)| equal(name, fair, seconds)).into(),
+            Row::Equal => [("without", false), ("with", true)]
+                .map(|(name, fair)| equal(name, fair, seconds))
+                .into(),
             Row::Reserve => reserve(&known.costs, seconds),
             Row::Limits => limits(seconds.max(3.0)),
             Row::Burst => {
                 let disk = Disk::new("limited", load(Pattern::Randread, 4096, 64));
                 let disk = disk.knob("iops", format!("{RATE},max={MAX},length={LENGTH}"));
-                vec![Scene { warmup: 0.0, ..Scene::new("burst", true, vec![disk], seconds.max(4.0)) }]
+                vec![Scene {
+                    warmup: 0.0,
+                    ..Scene::new("burst", true, vec![disk], seconds.max(4.0))
+                }]
             }
             Row::Busy => {
-                let disk = |n: usize| Disk::new(&format!("busy{n}"), load(Pattern::Randrw, 4096, 64));
+                let disk =
+                    |n: usize| Disk::new(&format!("busy{n}"), load(Pattern::Randrw, 4096, 64));
                 let disks: Vec<_> = (0..4).map(disk).collect();
                 [("without", false), ("with", true)]
                     .map(|(name, fair)| Scene::new(name, fair, disks.clone(), seconds))
@@ -121,10 +148,18 @@ impl Row {
             }
             Row::Lone => {
                 let scene = |name, fair, depth| {
-                    Scene::new(name, fair, vec![Disk::new("lone", load(Pattern::Randread, 4096, depth))], seconds)
+                    Scene::new(
+                        name,
+                        fair,
+                        vec![Disk::new("lone", load(Pattern::Randread, 4096, depth))],
+                        seconds,
+                    )
                 };
                 let at_once = [scene("without", false, 128), scene("with", true, 128)];
-                at_once.into_iter().chain([scene("without, d1", false, 1), scene("with, d1", true, 1)]).collect()
+                at_once
+                    .into_iter()
+                    .chain([scene("without, d1", false, 1), scene("with, d1", true, 1)])
+                    .collect()
             }
         }
     }
@@ -164,11 +199,14 @@ impl Polite {
 impl Loads {
     fn disks(self) -> Vec<Disk> {
         let read = |bs| load(Pattern::Randread, bs, 128);
-        let split = |sizes: &[(u64, u8)]| Load { bssplit: Some(Sizes(sizes.to_vec())), ..read(4096) };
+        let split =
+            |sizes: &[(u64, u8)]| Load { bssplit: Some(Sizes(sizes.to_vec())), ..read(4096) };
         let mixed = |rwmixread| Load { rwmixread, ..load(Pattern::Randrw, 4096, 128) };
         let loads = match self {
             Loads::Same => [read(4096), read(4096), read(4096), read(4096)],
-            Loads::Sizes => [read(4096), read(16 << 10), read(64 << 10), split(&[(4096, 50), (64 << 10, 50)])],
+            Loads::Sizes => {
+                [read(4096), read(16 << 10), read(64 << 10), split(&[(4096, 50), (64 << 10, 50)])]
+            }
             Loads::Mixes => [read(4096), load(Pattern::Randwrite, 4096, 128), mixed(50), mixed(70)],
         };
         let disk = |(weight, load): (u32, Load)| {

@@ -58,7 +58,8 @@ pub fn load(rw: Pattern, bs: u64, depth: u16) -> Load {
     Load { rw, bs, depth, ..Load::for_socket("unused".into()) }
 }
 
-/// A guest that swaps: 4 KiB at random places, as many reads as writes, 256 in flight on each of four queues.
+/// A guest that swaps: 4 KiB at random places, as many reads as writes, 256 in flight on each of
+/// four queues.
 pub fn thrasher() -> Disk {
     Disk::new("thrasher", Load { queues: 4, ..load(Pattern::Randrw, 4096, 256) }).beside()
 }

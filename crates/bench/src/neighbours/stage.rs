@@ -1,7 +1,7 @@
 //! Where a scene is played: images, a server with a configuration, a client for each disk.
 //!
-//! In: a scene. Out: each client's report. What must hold: all of it goes with its value; who is measured is measured while
-//! its neighbours work.
+//! In: a scene. Out: each client's report. What must hold: all of it goes with its value; who is
+//! measured is measured while its neighbours work.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -50,7 +50,8 @@ impl Stage {
         let mut stage = Stage { folder, images: None, device, size, reactors, program, stop };
         if let Device::Folder(target) = &stage.device {
             let images = target.join(format!(".blockyard-neighbours.{}", std::process::id()));
-            std::fs::create_dir(&images).with_context(|| format!("creating {}", images.display()))?;
+            std::fs::create_dir(&images)
+                .with_context(|| format!("creating {}", images.display()))?;
             stage.images = Some(images);
         }
         Ok(stage)
@@ -60,16 +61,19 @@ impl Stage {
         self.folder.join("costs.toml")
     }
 
-    /// Completes what is known, and hands the costs to the servers to come. A model's latencies alone are measured, too: the
-    /// server's timers add to them, and what it takes for alone is to be what it can see.
+    /// Completes what is known, and hands the costs to the servers to come. A model's latencies
+    /// alone are measured, too: the server's timers add to them, and what it takes for alone is to
+    /// be what it can see.
     pub fn reckon_by(&self, mut costs: DeviceCosts) -> Result<Known> {
         let alone = |rw, depth| {
-            let scene = Scene::new("alone", false, vec![Disk::new("alone", load(rw, 4096, depth))], ALONE);
+            let scene =
+                Scene::new("alone", false, vec![Disk::new("alone", load(rw, 4096, depth))], ALONE);
             let report = self.play(&scene)?.into_iter().flatten().next();
             Ok(report.context("nothing was measured")?.latency_us)
         };
         let nanoseconds = |microseconds: f64| (microseconds * 1e3) as u64;
-        let (one, eight): (Latency, Latency) = (alone(Pattern::Randread, 1)?, alone(Pattern::Randread, 8)?);
+        let (one, eight): (Latency, Latency) =
+            (alone(Pattern::Randread, 1)?, alone(Pattern::Randread, 8)?);
         if matches!(self.device, Device::Model(_)) {
             costs.base_latency_read = costs.base_latency_read.max(nanoseconds(one.p50));
             let write: Result<Latency> = alone(Pattern::Randwrite, 1);
@@ -83,13 +87,18 @@ impl Stage {
         self.folder.join(format!("{disk}.sock"))
     }
 
-    /// Serves the scene's disks, puts the loads on them, and ends the server. One report a disk; none of a disk without load.
+    /// Serves the scene's disks, puts the loads on them, and ends the server. One report a disk;
+    /// none of a disk without load.
     pub fn play(&self, scene: &Scene) -> Result<Vec<Option<Report>>> {
-        let mut server = self.serve(scene).with_context(|| format!("the scene \"{}\"", scene.name))?;
-        let loads: Vec<_> = scene.disks.iter().enumerate().map(|(n, disk)| self.load(scene, n, disk)).collect();
+        let mut server =
+            self.serve(scene).with_context(|| format!("the scene \"{}\"", scene.name))?;
+        let loads: Vec<_> =
+            scene.disks.iter().enumerate().map(|(n, disk)| self.load(scene, n, disk)).collect();
         let results: Vec<Option<Result<Report>>> = std::thread::scope(|scope| {
-            let threads: Vec<_> =
-                loads.iter().map(|load| load.as_ref().map(|load| scope.spawn(|| client::measure(load)))).collect();
+            let threads: Vec<_> = loads
+                .iter()
+                .map(|load| load.as_ref().map(|load| scope.spawn(|| client::measure(load))))
+                .collect();
             let join = |thread: std::thread::ScopedJoinHandle<'_, Result<Report>>| {
                 thread.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a client has died")))
             };
@@ -98,7 +107,14 @@ impl Stage {
         self.stop.check()?;
         let mut reports = Vec::new();
         for (result, disk) in results.into_iter().zip(&scene.disks) {
-            let told = || format!("the scene \"{}\", disk {}: {}", scene.name, disk.name, server.errors().trim());
+            let told = || {
+                format!(
+                    "the scene \"{}\", disk {}: {}",
+                    scene.name,
+                    disk.name,
+                    server.errors().trim()
+                )
+            };
             let report = result.transpose().with_context(told)?;
             if let Some(first) = report.as_ref().and_then(|r| r.first_error.as_ref()) {
                 anyhow::bail!("{}: {first}", told());
@@ -110,7 +126,8 @@ impl Stage {
     }
 
     fn load(&self, scene: &Scene, number: usize, disk: &Disk) -> Option<Load> {
-        let mut load = Load { socket: Some(self.socket(number)), indirect: true, ..disk.load.clone()? };
+        let mut load =
+            Load { socket: Some(self.socket(number)), indirect: true, ..disk.load.clone()? };
         (load.warmup, load.runtime) = (scene.warmup, scene.seconds);
         if disk.beside {
             load.warmup = (scene.warmup - AROUND).max(0.0);

@@ -14,10 +14,13 @@ pub fn table(rows: &[Played]) -> String {
     let names = |row: &Played| row.figures.iter().map(|f| f.name.clone()).collect::<Vec<_>>();
     let mut text = String::new();
     for group in rows.chunk_by(|a, b| names(a) == names(b)) {
-        let head = std::iter::once("row".to_string()).chain(names(&group[0]).into_iter().map(|n| n.trim().to_string()));
+        let head = std::iter::once("row".to_string())
+            .chain(names(&group[0]).into_iter().map(|n| n.trim().to_string()));
         let mut lines = vec![head.collect::<Vec<_>>()];
         for row in group {
-            lines.push(std::iter::once(row.row.clone()).chain(row.figures.iter().map(cell)).collect());
+            lines.push(
+                std::iter::once(row.row.clone()).chain(row.figures.iter().map(cell)).collect(),
+            );
         }
         let goals = group[0].figures.iter().map(|f| goal(f.goal));
         let goals: Vec<_> = std::iter::once("(to be)".to_string()).chain(goals).collect();
@@ -62,9 +65,23 @@ pub fn picture(rows: &[Played]) -> Svg {
             Ok(Row::Thrash(..)) => {
                 let title = format!("{}: {}", row.row, row.about);
                 let rates = ["alone", "half", "with", "without"];
-                parts.push(bars(row, &title, "operations a second", plot::Unit::Plain, &rates, 1.0));
+                parts.push(bars(
+                    row,
+                    &title,
+                    "operations a second",
+                    plot::Unit::Plain,
+                    &rates,
+                    1.0,
+                ));
                 let times = ["p99 alone", "p99 with", "p99 without"];
-                parts.push(bars(row, "", "latency, 99th percentile", plot::Unit::Seconds, &times, 1e-6));
+                parts.push(bars(
+                    row,
+                    "",
+                    "latency, 99th percentile",
+                    plot::Unit::Seconds,
+                    &times,
+                    1e-6,
+                ));
             }
             Ok(Row::Weights(_)) => {
                 let title = format!("{}: {}", row.row, row.about);
@@ -94,7 +111,10 @@ fn bars(row: &Played, title: &str, of: &str, unit: plot::Unit, names: &[&str], s
     };
     let bar = |figure: &Figure| {
         let values = figure.values.iter().map(|v| v * scale);
-        let (low, high) = (values.clone().fold(f64::INFINITY, f64::min), values.fold(f64::NEG_INFINITY, f64::max));
+        let (low, high) = (
+            values.clone().fold(f64::INFINITY, f64::min),
+            values.fold(f64::NEG_INFINITY, f64::max),
+        );
         Bar {
             name: figure.name.clone(),
             value: figure.median * scale,
@@ -112,8 +132,13 @@ mod tests {
 
     #[test]
     fn a_missed_goal_is_marked() {
-        let figure =
-            |median, goal| Figure { name: "kept %".into(), unit: Unit::Percent, values: vec![median], median, goal };
+        let figure = |median, goal| Figure {
+            name: "kept %".into(),
+            unit: Unit::Percent,
+            values: vec![median],
+            median,
+            goal,
+        };
         let row = |name: &str, median| Played {
             row: name.into(),
             about: "about".into(),
@@ -121,8 +146,12 @@ mod tests {
             rounds: Vec::new(),
         };
         let text = table(&[row("thrash-d1", 94.0), row("thrash-d8", 95.0)]);
-        let lines: Vec<_> = text.lines().map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
-        assert_eq!(lines[..4], ["row kept %", "thrash-d1 94.0!", "thrash-d8 95.0", "(to be) >= 95"]);
+        let lines: Vec<_> =
+            text.lines().map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
+        assert_eq!(
+            lines[..4],
+            ["row kept %", "thrash-d1 94.0!", "thrash-d8 95.0", "(to be) >= 95"]
+        );
         assert_eq!(lines[5], "thrash-d1: about");
     }
 }

@@ -37,7 +37,8 @@ impl Bars {
         let mut svg = Svg::new(self.width, height);
         svg.text(12.0, 22.0, "class=\"title\"", &self.title);
         svg.text(12.0, 38.0, "class=\"small\"", &self.of);
-        let frame = Frame { x: NAMES, y: TOP, width: self.width - NAMES - VALUES, height: height - TOP };
+        let frame =
+            Frame { x: NAMES, y: TOP, width: self.width - NAMES - VALUES, height: height - TOP };
         let all = self.bars.iter().flat_map(|b| [b.value, b.range.map_or(b.value, |r| r.1)]);
         let scale = Scale::of(Kind::Linear, self.unit, all);
         for (row, bar) in self.bars.iter().enumerate() {

@@ -29,9 +29,11 @@ pub struct Scale {
 }
 
 impl Scale {
-    /// For values that are all inside; a little more on a linear scale, whole octaves or decades on a logarithmic one.
+    /// For values that are all inside; a little more on a linear scale, whole octaves or decades on
+    /// a logarithmic one.
     pub fn of(kind: Kind, unit: Unit, values: impl IntoIterator<Item = f64>) -> Self {
-        let usable = |v: &f64| v.is_finite() && (kind == Kind::Linear || *v > 0.0 || kind == Kind::Nines);
+        let usable =
+            |v: &f64| v.is_finite() && (kind == Kind::Linear || *v > 0.0 || kind == Kind::Nines);
         let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
         for value in values.into_iter().filter(usable) {
             (low, high) = (low.min(value), high.max(value));
@@ -99,22 +101,35 @@ fn decades(low: f64, high: f64) -> Vec<f64> {
 fn even(high: f64) -> Vec<f64> {
     let rough = high / 5.0;
     let power = 10f64.powf(rough.log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0].into_iter().map(|m| m * power).find(|s| *s >= rough * 0.999).unwrap_or(rough);
+    let step = [1.0, 2.0, 5.0, 10.0]
+        .into_iter()
+        .map(|m| m * power)
+        .find(|s| *s >= rough * 0.999)
+        .unwrap_or(rough);
     (0..).map(|i| f64::from(i) * step).take_while(|v| *v <= high).collect()
 }
 
 /// A value for people: three digits, and the unit's own prefixes.
 pub fn words(value: f64, unit: Unit) -> String {
     let scaled = |steps: &[(f64, &str)]| {
-        let (by, name) = steps.iter().find(|(by, _)| value.abs() >= *by).or(steps.last()).copied().unwrap_or((1.0, ""));
+        let (by, name) = steps
+            .iter()
+            .find(|(by, _)| value.abs() >= *by)
+            .or(steps.last())
+            .copied()
+            .unwrap_or((1.0, ""));
         format!("{}{name}", short(value / by))
     };
     match unit {
-        Unit::Bytes => scaled(&[(1024f64.powi(3), " GiB"), (1048576.0, " MiB"), (1024.0, " KiB"), (1.0, " B")]),
+        Unit::Bytes => {
+            scaled(&[(1024f64.powi(3), " GiB"), (1048576.0, " MiB"), (1024.0, " KiB"), (1.0, " B")])
+        }
         Unit::Seconds if value == 0.0 => "0".into(),
         Unit::Seconds => scaled(&[(1.0, " s"), (1e-3, " ms"), (1e-6, " µs"), (1e-9, " ns")]),
         Unit::Plain => scaled(&[(1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, "")]),
-        Unit::BytesPerSecond => scaled(&[(1e9, " GB/s"), (1e6, " MB/s"), (1e3, " kB/s"), (1.0, " B/s")]),
+        Unit::BytesPerSecond => {
+            scaled(&[(1e9, " GB/s"), (1e6, " MB/s"), (1e3, " kB/s"), (1.0, " B/s")])
+        }
         Unit::Percentile if value == 0.0 => "min".into(),
         Unit::Percentile => format!("p{}", short(value * 100.0)),
     }
@@ -146,8 +161,14 @@ mod tests {
         assert_eq!(names(&bytes), ["512 B", "2 KiB", "8 KiB", "32 KiB", "128 KiB", "512 KiB"]);
         let seconds = Scale::of(Kind::Log, Unit::Seconds, [1.1e-5, 0.9]);
         assert_eq!(names(&seconds), ["10 µs", "100 µs", "1 ms", "10 ms", "100 ms", "1 s"]);
-        assert_eq!(names(&Scale::of(Kind::Linear, Unit::Plain, [47_000.0])), ["0", "10 k", "20 k", "30 k", "40 k"]);
-        assert_eq!(names(&Scale::of(Kind::Nines, Unit::Percentile, [])), ["min", "p50", "p90", "p99", "p99.9"]);
+        assert_eq!(
+            names(&Scale::of(Kind::Linear, Unit::Plain, [47_000.0])),
+            ["0", "10 k", "20 k", "30 k", "40 k"]
+        );
+        assert_eq!(
+            names(&Scale::of(Kind::Nines, Unit::Percentile, [])),
+            ["min", "p50", "p90", "p99", "p99.9"]
+        );
     }
 
     #[test]

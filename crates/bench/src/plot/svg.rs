@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-/// Colours that people tell apart who see fewer of them (Okabe and Ito, 2008): for a white ground, and for a dark one; dashes
-/// and markers besides.
+/// Colours that people tell apart who see fewer of them (Okabe and Ito, 2008): for a white ground,
+/// and for a dark one; dashes and markers besides.
 pub const COLOURS: [(&str, &str); 8] = [
     ("#3a3a3a", "#d8d8d8"),
     ("#d55e00", "#ff8a3c"),
@@ -37,8 +37,12 @@ pub fn dark() -> String {
 pub fn line(series: usize) -> String {
     let number = series % COLOURS.len();
     let dash = DASHES[series / 2 % DASHES.len()];
-    let dash = if dash.is_empty() { String::new() } else { format!(" stroke-dasharray=\"{dash}\"") };
-    format!("class=\"l{number}\" stroke=\"{}\" fill=\"none\" stroke-width=\"2\"{dash}", COLOURS[number].0)
+    let dash =
+        if dash.is_empty() { String::new() } else { format!(" stroke-dasharray=\"{dash}\"") };
+    format!(
+        "class=\"l{number}\" stroke=\"{}\" fill=\"none\" stroke-width=\"2\"{dash}",
+        COLOURS[number].0
+    )
 }
 
 pub fn fill(series: usize) -> String {
@@ -83,7 +87,11 @@ impl Svg {
         let r = 3.2;
         self.add(&match series % 4 {
             0 => format!("<circle {look} cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"{r}\"/>"),
-            1 => format!("<rect {look} x=\"{:.1}\" y=\"{:.1}\" width=\"6\" height=\"6\"/>", x - 3.0, y - 3.0),
+            1 => format!(
+                "<rect {look} x=\"{:.1}\" y=\"{:.1}\" width=\"6\" height=\"6\"/>",
+                x - 3.0,
+                y - 3.0
+            ),
             2 => polygon(&look, &[(x, y - 4.0), (x + 4.0, y + 3.2), (x - 4.0, y + 3.2)]),
             _ => polygon(&look, &[(x, y - 4.4), (x + 4.4, y), (x, y + 4.4), (x - 4.4, y)]),
         });

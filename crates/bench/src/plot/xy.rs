@@ -41,9 +41,11 @@ impl Chart {
         let mut svg = Svg::new(width, height);
         svg.text(LEFT, 24.0, "class=\"title\"", &self.title);
         let top = self.legend(&mut svg, width) + 12.0;
-        let frame = Frame { x: LEFT, y: top, width: width - LEFT - RIGHT, height: height - top - BELOW };
+        let frame =
+            Frame { x: LEFT, y: top, width: width - LEFT - RIGHT, height: height - top - BELOW };
         let points = || self.series.iter().flat_map(|s| &s.points);
-        let ys = points().flat_map(|p| [Some(p.y), p.band.map(|b| b.0), p.band.map(|b| b.1)]).flatten();
+        let ys =
+            points().flat_map(|p| [Some(p.y), p.band.map(|b| b.0), p.band.map(|b| b.1)]).flatten();
         let x = Scale::of(self.x.0, self.x.1, points().map(|p| p.x));
         let y = Scale::of(self.y.0, self.y.1, ys);
         frame.axes(&mut svg, (&x, &self.x.2), (&y, &self.y.2));
@@ -73,8 +75,9 @@ impl Chart {
     }
 
     fn curve(&self, svg: &mut Svg, frame: &Frame, series: &Series, x: &Scale, y: &Scale) {
-        let place =
-            |at: f64, value: f64| (frame.x + x.place(at) * frame.width, frame.bottom() - y.place(value) * frame.height);
+        let place = |at: f64, value: f64| {
+            (frame.x + x.place(at) * frame.width, frame.bottom() - y.place(value) * frame.height)
+        };
         let points: Vec<_> = series.points.iter().filter(|p| p.y.is_finite()).collect();
         let upper = points.iter().filter_map(|p| Some(place(p.x, p.band?.1)));
         let lower = points.iter().rev().filter_map(|p| Some(place(p.x, p.band?.0)));
@@ -82,9 +85,14 @@ impl Chart {
         if band.len() > 2 {
             svg.add(&svg::polygon(&format!("{} opacity=\".15\"", svg::fill(series.look)), &band));
         }
-        let line: Vec<_> = points.iter().map(|p| place(p.x, p.y)).map(|(x, y)| format!("{x:.1} {y:.1}")).collect();
+        let line: Vec<_> =
+            points.iter().map(|p| place(p.x, p.y)).map(|(x, y)| format!("{x:.1} {y:.1}")).collect();
         if !line.is_empty() {
-            svg.add(&format!("<path {} stroke-linejoin=\"round\" d=\"M{}\"/>", svg::line(series.look), line.join("L")));
+            svg.add(&format!(
+                "<path {} stroke-linejoin=\"round\" d=\"M{}\"/>",
+                svg::line(series.look),
+                line.join("L")
+            ));
         }
         if self.markers {
             for point in points {
@@ -112,7 +120,10 @@ impl Frame {
         let bottom = self.bottom();
         for (value, words) in x.ticks() {
             let at = self.x + x.place(value) * self.width;
-            svg.add(&format!("<path class=\"grid\" stroke=\"#ddd\" d=\"M{at:.1} {:.1}V{bottom:.1}\"/>", self.y));
+            svg.add(&format!(
+                "<path class=\"grid\" stroke=\"#ddd\" d=\"M{at:.1} {:.1}V{bottom:.1}\"/>",
+                self.y
+            ));
             svg.text(at, bottom + 18.0, "text-anchor=\"middle\"", &words);
         }
         self.rows(svg, y, y_name);
@@ -124,7 +135,10 @@ impl Frame {
         let (bottom, right) = (self.bottom(), self.x + self.width);
         for (value, words) in y.ticks() {
             let at = bottom - y.place(value) * self.height;
-            svg.add(&format!("<path class=\"grid\" stroke=\"#ddd\" d=\"M{:.1} {at:.1}H{right:.1}\"/>", self.x));
+            svg.add(&format!(
+                "<path class=\"grid\" stroke=\"#ddd\" d=\"M{:.1} {at:.1}H{right:.1}\"/>",
+                self.x
+            ));
             svg.text(self.x - 8.0, at + 4.0, "text-anchor=\"end\"", &words);
         }
         svg.add(&format!(
@@ -132,6 +146,11 @@ impl Frame {
             self.x, self.y
         ));
         let (x, y) = (16.0, self.y + self.height / 2.0);
-        svg.text(x, y, &format!("text-anchor=\"middle\" transform=\"rotate(-90 {x:.1} {y:.1})\""), name);
+        svg.text(
+            x,
+            y,
+            &format!("text-anchor=\"middle\" transform=\"rotate(-90 {x:.1} {y:.1})\""),
+            name,
+        );
     }
 }

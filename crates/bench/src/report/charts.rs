@@ -34,11 +34,12 @@ pub fn by_size(results: &Results, work: &str) -> Option<Chart> {
 
 /// Such a curve of samples from anywhere.
 pub fn curve(name: &str, look: usize, samples: &[Sample]) -> Series {
-    let points = samples::bins(samples).into_iter().filter(|b| b.seconds.len() > 2).map(|bin| Point {
-        x: bin.bytes as f64,
-        y: quantile(&bin.seconds, 0.5),
-        band: Some((quantile(&bin.seconds, 0.05), quantile(&bin.seconds, 0.95))),
-    });
+    let points =
+        samples::bins(samples).into_iter().filter(|b| b.seconds.len() > 2).map(|bin| Point {
+            x: bin.bytes as f64,
+            y: quantile(&bin.seconds, 0.5),
+            band: Some((quantile(&bin.seconds, 0.05), quantile(&bin.seconds, 0.95))),
+        });
     Series { name: name.into(), points: points.collect(), look }
 }
 
@@ -58,15 +59,24 @@ pub fn latencies(results: &Results, work: &str) -> Option<Chart> {
         let all = sorted(results.of(work, system).flat_map(|r| &r.samples).map(|s| s.1));
         let steps = (0..=60).map(|i| 1.0 - 10f64.powf(-f64::from(i) / 20.0));
         if all.is_empty() {
-            let told = results.of(work, system).last().map(|r| r.latency.clone()).unwrap_or_default();
+            let told =
+                results.of(work, system).last().map(|r| r.latency.clone()).unwrap_or_default();
             return told.into_iter().map(|(x, y)| Point { x, y, band: None }).collect();
         }
         // Beyond what so many samples can tell there is nothing to draw.
         let most = 1.0 - 1.0 / all.len() as f64;
-        steps.filter(|q| *q <= most).map(|q| Point { x: q, y: quantile(&all, q), band: None }).collect()
+        steps
+            .filter(|q| *q <= most)
+            .map(|q| Point { x: q, y: quantile(&all, q), band: None })
+            .collect()
     };
-    let series = |system: &str| Series { name: system.into(), points: points(system), look: look(results, system) };
-    let series: Vec<_> = results.systems().into_iter().map(series).filter(|s| !s.points.is_empty()).collect();
+    let series = |system: &str| Series {
+        name: system.into(),
+        points: points(system),
+        look: look(results, system),
+    };
+    let series: Vec<_> =
+        results.systems().into_iter().map(series).filter(|s| !s.points.is_empty()).collect();
     (!series.is_empty()).then(|| Chart {
         title: format!("{work}: latency"),
         x: (Nines, Unit::Percentile, "percentile of operations".into()),
@@ -81,11 +91,13 @@ pub fn latencies(results: &Results, work: &str) -> Option<Chart> {
 pub fn over_time(results: &Results, work: &str) -> Option<Chart> {
     let series = |system: &str| {
         let steps = results.of(work, system).last().map(figures::throughput).unwrap_or_default();
-        let point = |(i, bytes): (usize, &f64)| Point { x: i as f64 / 10.0, y: bytes * 10.0, band: None };
+        let point =
+            |(i, bytes): (usize, &f64)| Point { x: i as f64 / 10.0, y: bytes * 10.0, band: None };
         let points = steps.iter().enumerate().map(point).collect();
         Series { name: system.into(), points, look: look(results, system) }
     };
-    let series: Vec<_> = results.systems().into_iter().map(series).filter(|s| s.points.len() > 2).collect();
+    let series: Vec<_> =
+        results.systems().into_iter().map(series).filter(|s| s.points.len() > 2).collect();
     (!series.is_empty()).then(|| Chart {
         title: format!("{work}: throughput over time"),
         x: (Linear, Unit::Seconds, "seconds into the last round".into()),
@@ -97,9 +109,13 @@ pub fn over_time(results: &Results, work: &str) -> Option<Chart> {
 }
 
 pub fn rates(results: &Results, work: &str) -> Bars {
-    bars(results, work, "operations a second", "median of the rounds, and their range; more is better", |f| {
-        (f.per_second, Some(f.range))
-    })
+    bars(
+        results,
+        work,
+        "operations a second",
+        "median of the rounds, and their range; more is better",
+        |f| (f.per_second, Some(f.range)),
+    )
 }
 
 pub fn seconds(results: &Results, work: &str) -> Bars {
@@ -125,5 +141,11 @@ fn bars(
         Bar { name: f.system.clone(), value, range, look: look(results, &f.system) }
     };
     let bars = figures::of(results, work).iter().map(bar).collect();
-    Bars { title: format!("{work}: {title}"), unit: Unit::Plain, of: of.into(), bars, width: SIZE.0 }
+    Bars {
+        title: format!("{work}: {title}"),
+        unit: Unit::Plain,
+        of: of.into(),
+        bars,
+        width: SIZE.0,
+    }
 }

@@ -1,4 +1,5 @@
-//! Where the time went, in sentences that a person can act on. Each says what was measured, and nothing else.
+//! Where the time went, in sentences that a person can act on. Each says what was measured, and
+//! nothing else.
 
 use super::figures::{self, Figures};
 use crate::plot::scale::{Unit, words};
@@ -30,7 +31,9 @@ fn sentence(results: &Results, work: &str, f: &Figures, host: Option<&Figures>) 
         };
         parts.push(match ratio {
             r if !f.steps.is_empty() => format!("{:.2} times the host's time", 1.0 / r),
-            r if r > 1.05 => format!("{r:.1} times the host's rate (less is promised, or caches are between)"),
+            r if r > 1.05 => {
+                format!("{r:.1} times the host's rate (less is promised, or caches are between)")
+            }
             r if r > 0.95 => "as fast as the host".into(),
             r => format!("{:.0}% of the host's rate{slower}", r * 100.0),
         });
@@ -52,7 +55,8 @@ fn split(results: &Results, work: &str, f: &Figures) -> Option<String> {
     let submission = mid(|r| r.spent.submission);
     let time = |seconds: f64| words(seconds, Unit::Seconds);
     let rest = (f.median - service - queueing - submission.unwrap_or(0.0)).max(0.0);
-    let submitted = submission.map(|s| format!(", {} submission in the guest", time(s))).unwrap_or_default();
+    let submitted =
+        submission.map(|s| format!(", {} submission in the guest", time(s))).unwrap_or_default();
     let what = if submission.is_some() {
         "notifications and the guest's completion"
     } else {
@@ -71,8 +75,12 @@ fn split(results: &Results, work: &str, f: &Figures) -> Option<String> {
 fn limit(f: &Figures) -> String {
     let percent = |cores: f64| format!("{:.0}%", cores * 100.0);
     match f.backend_cores {
-        Some(backend) if backend > BUSY => format!("the server is CPU-bound: {} of a core", percent(backend)),
-        _ if f.guest_cores > BUSY => format!("the guest is CPU-bound: {} of a core", percent(f.guest_cores)),
+        Some(backend) if backend > BUSY => {
+            format!("the server is CPU-bound: {} of a core", percent(backend))
+        }
+        _ if f.guest_cores > BUSY => {
+            format!("the guest is CPU-bound: {} of a core", percent(f.guest_cores))
+        }
         Some(backend) => format!(
             "nobody lacks CPU (guest {}, server {} of a core): it waits",
             percent(f.guest_cores),

@@ -30,7 +30,11 @@ pub struct Figures {
 impl Figures {
     /// The system's name for a table: it says if the row's writes are not durable.
     pub fn row_name(&self) -> String {
-        if self.drops_flushes { format!("{} (not durable)", self.system) } else { self.system.clone() }
+        if self.drops_flushes {
+            format!("{} (not durable)", self.system)
+        } else {
+            self.system.clone()
+        }
     }
 }
 
@@ -50,7 +54,8 @@ fn one(results: &Results, work: &str, system: &str) -> Figures {
     let mid = |of: fn(&Run) -> f64| median(runs().map(of));
     let rates = sorted(runs().map(Run::per_second));
     let latencies = sorted(runs().flat_map(|r| &r.samples).map(|s| s.1));
-    let told = |q: f64| median(runs().filter_map(|r| r.latency.iter().find(|l| l.0 == q)).map(|l| l.1));
+    let told =
+        |q: f64| median(runs().filter_map(|r| r.latency.iter().find(|l| l.0 == q)).map(|l| l.1));
     let latency = |q: f64| if latencies.is_empty() { told(q) } else { quantile(&latencies, q) };
     let has_backend = runs().any(|r| r.cpu.backend.is_some());
     let variations = runs().filter_map(|r| variation(&throughput(r)));
@@ -60,7 +65,10 @@ fn one(results: &Results, work: &str, system: &str) -> Figures {
         per_second: mid(Run::per_second),
         seconds: mid(|r| r.seconds),
         steps: steps(&runs().collect::<Vec<_>>()),
-        range: (rates.first().copied().unwrap_or(f64::NAN), rates.last().copied().unwrap_or(f64::NAN)),
+        range: (
+            rates.first().copied().unwrap_or(f64::NAN),
+            rates.last().copied().unwrap_or(f64::NAN),
+        ),
         bytes_per_second: mid(Run::bytes_per_second),
         median: latency(0.5),
         p99: latency(0.99),
@@ -74,7 +82,9 @@ fn one(results: &Results, work: &str, system: &str) -> Figures {
 
 fn steps(runs: &[&Run]) -> Vec<(String, f64)> {
     let first = runs.first().map(|r| r.steps.clone()).unwrap_or_default();
-    let mid = |name: &str| median(runs.iter().flat_map(|r| &r.steps).filter(|s| s.0 == name).map(|s| s.1));
+    let mid = |name: &str| {
+        median(runs.iter().flat_map(|r| &r.steps).filter(|s| s.0 == name).map(|s| s.1))
+    };
     first.into_iter().map(|(name, _)| (name.clone(), mid(&name))).collect()
 }
 

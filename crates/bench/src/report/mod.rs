@@ -30,11 +30,16 @@ pub fn write(results: &Results, folder: &Path) -> Result<()> {
 
 /// The figure of a run, in words.
 pub fn figure(run: &Run) -> String {
-    if run.steps.is_empty() { format!("{:.0} a second", run.per_second()) } else { words(run.seconds, Unit::Seconds) }
+    if run.steps.is_empty() {
+        format!("{:.0} a second", run.per_second())
+    } else {
+        words(run.seconds, Unit::Seconds)
+    }
 }
 
 /// What the table's columns are.
-const COLUMNS: [&str; 8] = ["system", "ops/s", "MB/s", "median", "p99", "to host", "CPU s/M ops", "guest's cores"];
+const COLUMNS: [&str; 8] =
+    ["system", "ops/s", "MB/s", "median", "p99", "to host", "CPU s/M ops", "guest's cores"];
 
 /// The table of a work: its columns' names, and a line for each system.
 fn rows(results: &Results, work: &str) -> Vec<Vec<String>> {
@@ -50,7 +55,8 @@ fn rows(results: &Results, work: &str) -> Vec<Vec<String>> {
         .chain(steps.iter().map(|s| s.0.clone()))
         .chain(["all, s".into(), "to host".into()]);
     let line = |f: &Figures| {
-        let times = f.steps.iter().map(|s| format!("{:.3}", s.1)).chain([format!("{:.3}", f.seconds)]);
+        let times =
+            f.steps.iter().map(|s| format!("{:.3}", s.1)).chain([format!("{:.3}", f.seconds)]);
         let to_host = f.to_host.map_or_else(String::new, |r| format!("{:.2}", 1.0 / r));
         [f.row_name()].into_iter().chain(times).chain([to_host]).collect()
     };
@@ -111,12 +117,20 @@ mod tests {
             seconds: 1.0,
             ..Run::default()
         };
-        let results = Results { runs: ["host", "uml-ubd", "uml-ubd-sync"].map(run).into(), ..Results::default() };
-        let names: Vec<_> = rows(&results, "rate:writesync").into_iter().map(|mut row| row.swap_remove(0)).collect();
+        let results = Results {
+            runs: ["host", "uml-ubd", "uml-ubd-sync"].map(run).into(),
+            ..Results::default()
+        };
+        let names: Vec<_> = rows(&results, "rate:writesync")
+            .into_iter()
+            .map(|mut row| row.swap_remove(0))
+            .collect();
         assert_eq!(names, ["system", "host", "uml-ubd (not durable)", "uml-ubd-sync"]);
         let told = table(&results);
         assert!(
-            told.contains("uml-ubd: not durable: it answers flushes without a sync; as fast as the host"),
+            told.contains(
+                "uml-ubd: not durable: it answers flushes without a sync; as fast as the host"
+            ),
             "{told}"
         );
     }

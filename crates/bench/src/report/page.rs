@@ -67,10 +67,13 @@ fn section(body: &mut String, results: &Results, work: &str) {
     for bars in bars {
         picture(body, &bars.draw(), &bars.title);
     }
-    for chart in [charts::latencies(results, work), charts::over_time(results, work)].into_iter().flatten() {
+    for chart in
+        [charts::latencies(results, work), charts::over_time(results, work)].into_iter().flatten()
+    {
         picture(body, &chart.draw(), &chart.title);
     }
-    let variations = figures::of(results, work).into_iter().filter_map(|f| Some((f.burstiness?, f.system)));
+    let variations =
+        figures::of(results, work).into_iter().filter_map(|f| Some((f.burstiness?, f.system)));
     let variations: Vec<_> = variations.map(|(v, system)| format!("{system} {v:.2}")).collect();
     if !variations.is_empty() {
         let list = escape(&variations.join(", "));
@@ -97,7 +100,11 @@ fn about(body: &mut String, results: &Results) {
             escape(value)
         );
     }
-    let _ = writeln!(body, "</table></div>\n<p><code>{}</code></p>", escape(&results.command.join(" ")));
+    let _ = writeln!(
+        body,
+        "</table></div>\n<p><code>{}</code></p>",
+        escape(&results.command.join(" "))
+    );
     let _ = writeln!(body, "<ul>");
     for system in results.systems() {
         let about = results.meaning(system).unwrap_or_default();
@@ -105,7 +112,8 @@ fn about(body: &mut String, results: &Results) {
     }
     let _ = writeln!(body, "</ul>");
     for (system, why) in &results.absent {
-        let _ = writeln!(body, "<p class=\"dim\">{} was left out: {}</p>", escape(system), escape(why));
+        let _ =
+            writeln!(body, "<p class=\"dim\">{} was left out: {}</p>", escape(system), escape(why));
     }
     let clocks = results.runs.iter().filter(|r| r.seconds > 1.0);
     let clocks = clocks.filter_map(|r| Some((r.seconds / r.guest_seconds? - 1.0).abs()));

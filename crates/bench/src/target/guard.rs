@@ -1,8 +1,8 @@
 //! Whether writing to a target would destroy something: asked before the first write.
 //!
-//! In: a target and, of a device, its path. Out: an error that says what is there. What must hold: signatures are those of
-//! libblkid's superblocks that live guests and hosts have; a target that shows none of them may still hold data, and a
-//! plain file of zeroes or random bytes passes.
+//! In: a target and, of a device, its path. Out: an error that says what is there. What must hold:
+//! signatures are those of libblkid's superblocks that live guests and hosts have; a target that
+//! shows none of them may still hold data, and a plain file of zeroes or random bytes passes.
 
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
@@ -34,10 +34,12 @@ const SIGNATURES: [(usize, &[u8], &str); 16] = [
 /// All of them lie below, in bytes.
 pub const LOOKED_AT: usize = 0x11000;
 
-/// Refuses a target that holds something, or a device in use. `path`: of a file or device. `bytes`: room for
-/// [`LOOKED_AT`].
+/// Refuses a target that holds something, or a device in use. `path`: of a file or device. `bytes`:
+/// room for [`LOOKED_AT`].
 pub fn check(target: &mut dyn Target, path: Option<&Path>, bytes: &mut [u8]) -> Result<()> {
-    if let Some(path) = path.filter(|p| std::fs::metadata(p).is_ok_and(|m| m.file_type().is_block_device())) {
+    if let Some(path) =
+        path.filter(|p| std::fs::metadata(p).is_ok_and(|m| m.file_type().is_block_device()))
+    {
         not_in_use(path)?;
     }
     let len = target.size().min(bytes.len() as u64) / target.block() * target.block();
@@ -52,14 +54,17 @@ pub fn check(target: &mut dyn Target, path: Option<&Path>, bytes: &mut [u8]) -> 
 /// As [`check`], of what is not open yet.
 pub fn look(place: &Place) -> Result<()> {
     let largest = LOOKED_AT as u64;
-    let mut target = place.open(Access { writes: false, durable: false, direct: false, largest })?;
+    let mut target =
+        place.open(Access { writes: false, durable: false, direct: false, largest })?;
     let path = if let Place::File(path) = place { Some(path.as_path()) } else { None };
     check(&mut *target, path, &mut vec![0; LOOKED_AT])
 }
 
-/// The kernel opens a device exclusively for nobody while it is mounted, swapped to, or part of another device.
+/// The kernel opens a device exclusively for nobody while it is mounted, swapped to, or part of
+/// another device.
 fn not_in_use(path: &Path) -> Result<()> {
-    let exclusive = std::fs::OpenOptions::new().read(true).custom_flags(OFlags::EXCL.bits() as i32).open(path);
+    let exclusive =
+        std::fs::OpenOptions::new().read(true).custom_flags(OFlags::EXCL.bits() as i32).open(path);
     match exclusive {
         Err(e) if e.kind() == std::io::ErrorKind::ResourceBusy => {
             anyhow::bail!(
@@ -71,7 +76,8 @@ fn not_in_use(path: &Path) -> Result<()> {
 }
 
 fn holds(bytes: &[u8]) -> Option<&'static str> {
-    let found = SIGNATURES.iter().find(|(at, magic, _)| bytes.get(*at..at + magic.len()) == Some(magic));
+    let found =
+        SIGNATURES.iter().find(|(at, magic, _)| bytes.get(*at..at + magic.len()) == Some(magic));
     // A boot sector of its own, with an entry that is no garbage.
     let table = || {
         let sector = bytes.get(..512).filter(|s| s[510..] == [0x55, 0xaa])?;

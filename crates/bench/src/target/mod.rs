@@ -4,8 +4,8 @@
 //!   file    files and block devices, by plain system calls       vhost   a vhost-user-blk server, as its driver
 //!   nbd     an NBD server, as its client                         guard   whether there is something to be lost
 //! ```
-//! In: a name. Out: a [`Target`]. What must hold: nothing is written before [`guard::check`] has seen it, or was told not to
-//! look; an operation that did not move all its bytes is an error.
+//! In: a name. Out: a [`Target`]. What must hold: nothing is written before [`guard::check`] has
+//! seen it, or was told not to look; an operation that did not move all its bytes is an error.
 
 mod file;
 pub mod guard;
@@ -21,7 +21,8 @@ use blockyard_nbd::uri::{self, Uri};
 /// Bytes of a sector.
 const SECTOR: u64 = 512;
 
-/// Something that holds bytes. Offsets and lengths are multiples of [`Target::block`], inside [`Target::size`].
+/// Something that holds bytes. Offsets and lengths are multiples of [`Target::block`], inside
+/// [`Target::size`].
 pub trait Target {
     /// Bytes.
     fn size(&self) -> u64;
@@ -54,8 +55,8 @@ pub enum Place {
 }
 
 impl Place {
-    /// `nbd://HOST[:PORT][/EXPORT]`, `nbd+unix:///[EXPORT]?socket=PATH`, `vhost-user:SOCKET`, or a path: a socket is a
-    /// vhost-user-blk server's.
+    /// `nbd://HOST[:PORT][/EXPORT]`, `nbd+unix:///[EXPORT]?socket=PATH`, `vhost-user:SOCKET`, or a
+    /// path: a socket is a vhost-user-blk server's.
     pub fn parse(text: &str) -> Result<Self> {
         if uri::is_uri(text) || text.starts_with("nbd:") {
             return nbd::parse(text).map(Place::Nbd);
@@ -70,12 +71,17 @@ impl Place {
     pub fn open(&self, access: Access) -> Result<Box<dyn Target>> {
         match self {
             Place::File(path) => {
-                let file = file::File::open(path, access).with_context(|| format!("opening {}", path.display()))?;
+                let file = file::File::open(path, access)
+                    .with_context(|| format!("opening {}", path.display()))?;
                 Ok(Box::new(file))
             }
             Place::Vhost(path) => {
                 let vhost = vhost::Vhost::open(path, access);
-                Ok(Box::new(vhost.with_context(|| format!("the vhost-user-blk server at {}", path.display()))?))
+                Ok(Box::new(
+                    vhost.with_context(|| {
+                        format!("the vhost-user-blk server at {}", path.display())
+                    })?,
+                ))
             }
             Place::Nbd(address) => {
                 let nbd = nbd::Nbd::open(address, access);

@@ -1,7 +1,7 @@
 //! An NBD server, one request at a time.
 //!
-//! In: an NBD URI without TLS. Out: a [`Target`]. Simple replies, because each has one request. What must hold: a server that
-//! goes silent ends the run.
+//! In: an NBD URI without TLS. Out: a [`Target`]. Simple replies, because each has one request.
+//! What must hold: a server that goes silent ends the run.
 
 use std::io::{BufReader, Read, Write};
 use std::net::TcpStream;
@@ -52,11 +52,19 @@ impl Nbd {
                 Box::new(stream)
             }
         };
-        let terms = negotiate::greet(&mut stream).and_then(|()| negotiate::go(&mut stream, &uri.export));
+        let terms =
+            negotiate::greet(&mut stream).and_then(|()| negotiate::go(&mut stream, &uri.export));
         let terms = terms.map_err(anyhow::Error::msg).context("negotiating")?;
         let most = u64::from(terms.maximum);
-        anyhow::ensure!(access.largest <= most, "requests may have {most} bytes, not {}", access.largest);
-        anyhow::ensure!(!(access.writes && terms.has(export::READ_ONLY)), "the export is read-only");
+        anyhow::ensure!(
+            access.largest <= most,
+            "requests may have {most} bytes, not {}",
+            access.largest
+        );
+        anyhow::ensure!(
+            !(access.writes && terms.has(export::READ_ONLY)),
+            "the export is read-only"
+        );
         Ok(Nbd { stream: BufReader::new(stream), terms, cookie: 0 })
     }
 
@@ -73,7 +81,12 @@ impl Nbd {
         self.stream.read_exact(&mut header)?;
         let reply = SimpleReply::parse(&header).ok().filter(|reply| reply.cookie == self.cookie);
         let reply = reply.context("the server's answer is none to this request")?;
-        anyhow::ensure!(reply.error == 0, "{}: the server answers with error {}", what(), reply.error);
+        anyhow::ensure!(
+            reply.error == 0,
+            "{}: the server answers with error {}",
+            what(),
+            reply.error
+        );
         Ok(())
     }
 }

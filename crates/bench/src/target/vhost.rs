@@ -1,6 +1,8 @@
-//! A vhost-user-blk server, one request at a time: what a guest's driver would do for a program that waits for each.
+//! A vhost-user-blk server, one request at a time: what a guest's driver would do for a program
+//! that waits for each.
 //!
-//! In: a socket's path. Out: a [`Target`]. What must hold: a durable write is a write and the FLUSH behind it.
+//! In: a socket's path. Out: a [`Target`]. What must hold: a durable write is a write and the FLUSH
+//! behind it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -27,7 +29,11 @@ impl Vhost {
         let features = session.link.connection.features;
         let has = |feature| features & feature != 0;
         anyhow::ensure!(!(access.writes && has(feature::READ_ONLY)), "the disk is read-only");
-        let block = if has(feature::BLK_SIZE) { u64::from(session.link.config.blk_size).max(SECTOR) } else { SECTOR };
+        let block = if has(feature::BLK_SIZE) {
+            u64::from(session.link.config.blk_size).max(SECTOR)
+        } else {
+            SECTOR
+        };
         Ok(Vhost { session, block, flushes: has(feature::FLUSH) })
     }
 
@@ -58,13 +64,18 @@ impl Target for Vhost {
     fn write(&mut self, offset: u64, bytes: &mut [u8], durable: bool) -> Result<()> {
         self.request(request::OUT, offset, Data::ToDevice(bytes.len() as u32), bytes)?;
         // Without the feature there is no cache to be flushed: virtio 1.2, 5.2.6.2.
-        if durable && self.flushes { self.request(request::FLUSH, 0, Data::None, &mut []) } else { Ok(()) }
+        if durable && self.flushes {
+            self.request(request::FLUSH, 0, Data::None, &mut [])
+        } else {
+            Ok(())
+        }
     }
 }
 
 impl Drop for Vhost {
     fn drop(&mut self) {
-        // The server sees its rings stopped, as from a guest that shuts down; if it is gone, so is what would be stopped.
+        // The server sees its rings stopped, as from a guest that shuts down; if it is gone, so is
+        // what would be stopped.
         let _ = self.session.link.stop();
     }
 }

@@ -7,7 +7,17 @@ use serde_json::Value;
 use crate::common::{Finished, Folder, blockyard, tool};
 
 fn calibrate(target: &Path, costs: &Path, more: &[&str]) -> Finished {
-    let fixed = ["bench", "calibrate", target.to_str().unwrap(), "--size", "64m", "--seconds", "3", "--rounds", "1"];
+    let fixed = [
+        "bench",
+        "calibrate",
+        target.to_str().unwrap(),
+        "--size",
+        "64m",
+        "--seconds",
+        "3",
+        "--rounds",
+        "1",
+    ];
     blockyard(fixed.iter().chain(&["-o", costs.to_str().unwrap()]).chain(more))
 }
 
@@ -22,7 +32,10 @@ fn a_folders_device_is_calibrated_and_the_others_stay() {
     std::fs::create_dir(&target).unwrap();
     std::fs::write(&costs, "[[device]]\ndevice = \"model\"\nread = 1\n").unwrap();
     let out = calibrate(&target, &costs, &[]).good();
-    assert!(out.contains("window") && out.contains("flush") && !out.contains("not measured"), "{out}");
+    assert!(
+        out.contains("window") && out.contains("flush") && !out.contains("not measured"),
+        "{out}"
+    );
     let names: Vec<_> = std::fs::read_dir(&target).unwrap().collect();
     assert!(names.is_empty(), "left behind: {names:?}");
 
@@ -34,13 +47,16 @@ fn a_folders_device_is_calibrated_and_the_others_stay() {
     let device = devices[1].as_table().unwrap();
     assert_eq!(device["device"].as_str(), Some(key.as_str()));
     let figure = |name: &str| device[name].as_integer().unwrap_or_else(|| panic!("no {name}"));
-    for name in ["read", "write", "flush", "discard", "write-zeroes", "window", "base-latency-read"] {
+    for name in ["read", "write", "flush", "discard", "write-zeroes", "window", "base-latency-read"]
+    {
         assert!((1..10_000_000_000).contains(&figure(name)), "{name} is {}", figure(name));
     }
-    // With nothing else in flight an operation takes what it costs at least: nothing is faster than all the device.
+    // With nothing else in flight an operation takes what it costs at least: nothing is faster than
+    // all the device.
     assert!(figure("base-latency-read") * 2 > figure("read"), "{device}");
     // Again: the same device, once.
-    let json: Value = serde_json::from_str(&calibrate(&target, &costs, &["--json"]).good()).unwrap();
+    let json: Value =
+        serde_json::from_str(&calibrate(&target, &costs, &["--json"]).good()).unwrap();
     let again = table(&costs);
     assert_eq!(again["device"].as_array().unwrap().len(), 2);
     assert_eq!(json["read"].as_i64(), again["device"][1]["read"].as_integer());

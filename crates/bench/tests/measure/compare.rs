@@ -10,7 +10,9 @@ use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, blockyard, gu
 
 fn compare(folder: &Folder, arguments: &[&str]) -> Command {
     let mut command = Command::new(BLOCKYARD);
-    command.args(["bench", "compare", "--size", "96m", "--ops", "40", "--max-size", "64k"]).args(arguments);
+    command
+        .args(["bench", "compare", "--size", "96m", "--ops", "40", "--max-size", "64k"])
+        .args(arguments);
     command.env("TMPDIR", &**folder).env("BLOCKYARD_GUESTS", guests());
     command
 }
@@ -19,10 +21,12 @@ fn results(report: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(report.join("results.json")).unwrap()).unwrap()
 }
 
-/// Nothing but the report is in the folder, and no process names it. (Who was killed with its group takes a moment to be gone.)
+/// Nothing but the report is in the folder, and no process names it. (Who was killed with its group
+/// takes a moment to be gone.)
 #[track_caller]
 fn nothing_is_left(folder: &Folder) {
-    let names: Vec<_> = std::fs::read_dir(&**folder).unwrap().map(|e| e.unwrap().file_name()).collect();
+    let names: Vec<_> =
+        std::fs::read_dir(&**folder).unwrap().map(|e| e.unwrap().file_name()).collect();
     let inside = || tool("find", [folder.to_str().unwrap()]).out;
     assert!(names.iter().all(|n| n == "report"), "left behind: {}", inside());
     let name = folder.to_str().unwrap().as_bytes();
@@ -43,31 +47,60 @@ fn nothing_is_left(folder: &Folder) {
 fn a_report_is_whole_and_needs_nothing_else() {
     let folder = Folder::new();
     let report = folder.join("report");
-    let options =
-        ["rate:writesync", "rate:read", "job:dd-rm", "--systems", "host,uml-blockyard,uml-ubd,ublk", "--rounds", "2"];
-    let done = run(compare(&folder, &options).arg("--report").arg(&report), Duration::from_secs(300));
+    let options = [
+        "rate:writesync",
+        "rate:read",
+        "job:dd-rm",
+        "--systems",
+        "host,uml-blockyard,uml-ubd,ublk",
+        "--rounds",
+        "2",
+    ];
+    let done =
+        run(compare(&folder, &options).arg("--report").arg(&report), Duration::from_secs(300));
     nothing_is_left(&folder);
     assert!(done.err.contains("ublk is left out"), "{}", done.err);
     let table = done.good();
-    assert!(table.contains("uml-ubd") && table.contains("dd-sync") && table.contains("guest"), "{table}");
+    assert!(
+        table.contains("uml-ubd") && table.contains("dd-sync") && table.contains("guest"),
+        "{table}"
+    );
     let json = results(&report);
     let runs = json["runs"].as_array().unwrap();
     assert_eq!(runs.len(), 18, "three works, three systems, two rounds");
     // Every system has done the same: its sizes are those of the seed.
-    let sizes =
-        |run: &Value| run["samples"].as_array().unwrap().iter().map(|s| s[0].as_u64().unwrap()).collect::<Vec<_>>();
+    let sizes = |run: &Value| {
+        run["samples"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|s| s[0].as_u64().unwrap())
+            .collect::<Vec<_>>()
+    };
     let rates: Vec<_> = runs.iter().filter(|r| r["work"] == "rate:read").map(sizes).collect();
     assert!(rates.len() == 6 && rates.iter().all(|r| r.len() == 40 && *r == rates[0]));
-    // A clock that goes wrong goes wrong in all runs of a system; where the machine stands still for a moment, in one.
+    // A clock that goes wrong goes wrong in all runs of a system; where the machine stands still
+    // for a moment, in one.
     for system in ["host", "uml-blockyard", "uml-ubd"] {
-        let times = |run: &Value| (run["seconds"].as_f64().unwrap(), run["guest_seconds"].as_f64().unwrap());
+        let times = |run: &Value| {
+            (run["seconds"].as_f64().unwrap(), run["guest_seconds"].as_f64().unwrap())
+        };
         let times: Vec<_> = runs.iter().filter(|r| r["system"] == system).map(times).collect();
         assert!(times.iter().all(|(seconds, _)| *seconds > 0.0), "{times:?}");
-        let right = times.iter().filter(|(seconds, guest)| (guest - seconds).abs() < 0.5 + 0.2 * seconds).count();
-        assert!(right >= 4, "{system}: only {right} of these are near what the guest's clock says: {times:?}");
+        let right = times
+            .iter()
+            .filter(|(seconds, guest)| (guest - seconds).abs() < 0.5 + 0.2 * seconds)
+            .count();
+        assert!(
+            right >= 4,
+            "{system}: only {right} of these are near what the guest's clock says: {times:?}"
+        );
     }
     let served = runs.iter().find(|r| r["system"] == "uml-blockyard").unwrap();
-    assert!(served["spent"]["service"].as_f64().unwrap() > 0.0 && served["cpu"]["backend"].is_number(), "{served}");
+    assert!(
+        served["spent"]["service"].as_f64().unwrap() > 0.0 && served["cpu"]["backend"].is_number(),
+        "{served}"
+    );
     let csv = std::fs::read_to_string(report.join("results.csv")).unwrap();
     assert_eq!(csv.lines().count(), 1 + 12 * 40);
     let page = std::fs::read_to_string(report.join("index.html")).unwrap();
@@ -75,13 +108,19 @@ fn a_report_is_whole_and_needs_nothing_else() {
         assert!(!page.contains(outside), "the page asks for more: {outside}");
     }
     let links = page.matches("http").count();
-    assert_eq!(links, page.matches("http://www.w3.org/2000/svg").count(), "the page names other places");
+    assert_eq!(
+        links,
+        page.matches("http://www.w3.org/2000/svg").count(),
+        "the page names other places"
+    );
     pictures(&folder, &report);
 }
 
 /// Drawn again from the data alone.
 fn pictures(folder: &Folder, report: &Path) {
-    let plot = |more: &[&str]| blockyard(["bench", "plot", report.to_str().unwrap()].iter().chain(more)).good();
+    let plot = |more: &[&str]| {
+        blockyard(["bench", "plot", report.to_str().unwrap()].iter().chain(more)).good()
+    };
     let (svg, png, again) = (folder.join("a.svg"), folder.join("a.png"), folder.join("again"));
     plot(&["-o", svg.to_str().unwrap(), "--work", "rate:read", "--title", "A & B"]);
     let text = std::fs::read_to_string(&svg).unwrap();
@@ -114,7 +153,10 @@ fn a_loss_is_told_from_noise() {
         assert_eq!(done.status.code(), Some(status), "{factor}: {}{}", done.out, done.err);
         assert_eq!(done.out.contains("SLOWER"), status == 1);
     }
-    assert_eq!(blockyard(["bench", "diff", old.to_str().unwrap(), "/nonexistent"]).status.code(), Some(2));
+    assert_eq!(
+        blockyard(["bench", "diff", old.to_str().unwrap(), "/nonexistent"]).status.code(),
+        Some(2)
+    );
 }
 
 /// At any moment: while images are made, a guest boots, or a load runs.
@@ -123,7 +165,8 @@ fn an_interruption_leaves_nothing_but_finished_rounds() {
     for wait in [0, 300, 900, 2500, 5000] {
         let folder = Folder::new();
         let report = folder.join("report");
-        let mut command = compare(&folder, &["rate:read", "--systems", "host,uml-blockyard", "--rounds", "100"]);
+        let mut command =
+            compare(&folder, &["rate:read", "--systems", "host,uml-blockyard", "--rounds", "100"]);
         command.arg("--report").arg(&report).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut daemon = Daemon::start(&mut command);
         std::thread::sleep(Duration::from_millis(wait));
@@ -145,18 +188,40 @@ fn a_table_has_a_line_for_each_system() {
     let folder = Folder::new();
     let table = |more: &[&str]| {
         let mut command = Command::new(BLOCKYARD);
-        command.args(["bench", "compare", "--table", "clients", "--rounds", "2", "--seconds", "0.05", "--size", "1m"]);
-        command.args(["--only", "client polls"]).args(more).env("TMPDIR", &*folder).env("BLOCKYARD_GUESTS", guests());
+        command.args([
+            "bench",
+            "compare",
+            "--table",
+            "clients",
+            "--rounds",
+            "2",
+            "--seconds",
+            "0.05",
+            "--size",
+            "1m",
+        ]);
+        command
+            .args(["--only", "client polls"])
+            .args(more)
+            .env("TMPDIR", &*folder)
+            .env("BLOCKYARD_GUESTS", guests());
         let done = run(&mut command, TOOL);
         nothing_is_left(&folder);
         done.good()
     };
     let markdown = table(&[]);
-    let cells: Vec<Vec<_>> = markdown.lines().map(|line| line.split('|').map(str::trim).collect()).collect();
-    assert_eq!((cells.len(), cells[2][1], cells[2][2]), (4, "null, 4k random read, depth 32, client polls", "qsd"));
+    let cells: Vec<Vec<_>> =
+        markdown.lines().map(|line| line.split('|').map(str::trim).collect()).collect();
+    assert_eq!(
+        (cells.len(), cells[2][1], cells[2][2]),
+        (4, "null, 4k random read, depth 32, client polls", "qsd")
+    );
     assert_eq!((cells[3][1], cells[3][2]), ("", "blockyard"));
     // Its IOPS, and their ratio to those of qemu-storage-daemon.
-    assert!(cells[3][3].replace(',', "").parse::<u64>().unwrap() > 0 && cells[3][10].parse::<f64>().unwrap() > 0.0);
+    assert!(
+        cells[3][3].replace(',', "").parse::<u64>().unwrap() > 0
+            && cells[3][10].parse::<f64>().unwrap() > 0.0
+    );
     let json: Value = serde_json::from_str(&table(&["--json"])).unwrap();
     let rounds = json[cells[2][1]]["blockyard"].as_array().unwrap();
     assert!(rounds.len() == 2 && rounds.iter().all(|round| round["cpu_us"].is_number()), "{json}");
@@ -171,9 +236,11 @@ fn image_tools_are_compared_and_judged() {
     let done = run(&mut command, TOOL);
     nothing_is_left(&folder);
     let markdown = done.good();
-    let rows: Vec<Vec<_>> = markdown.lines().skip(2).map(|line| line.split('|').map(str::trim).collect()).collect();
+    let rows: Vec<Vec<_>> =
+        markdown.lines().skip(2).map(|line| line.split('|').map(str::trim).collect()).collect();
     let names: Vec<_> = rows.iter().map(|cells| cells[1]).collect();
-    let convert = ["raw to qcow2", "qcow2 to raw", "raw to raw"].map(|what| format!("convert {what}, sparse"));
+    let convert = ["raw to qcow2", "qcow2 to raw", "raw to raw"]
+        .map(|what| format!("convert {what}, sparse"));
     assert_eq!(names[..3], convert);
     assert_eq!(names[3..], ["map, sparse", "compare raw and qcow2, sparse"]);
     // Seconds of qemu-img and of Blockyard, the ratio, CPU seconds of both.
@@ -189,7 +256,10 @@ fn jobs_run_by_fio_and_without() {
     let image = folder.image("disk", 64 << 20);
     let name = image.to_str().unwrap();
     let printed = blockyard(["bench", "job", "fileserver", name, "--print"]).good();
-    assert!(printed.contains("bssplit=512/10:1k/5:2k/5:4k/60:8k/2:16k/4:32k/4:64k/10"), "{printed}");
+    assert!(
+        printed.contains("bssplit=512/10:1k/5:2k/5:4k/60:8k/2:16k/4:32k/4:64k/10"),
+        "{printed}"
+    );
     // fio itself takes what is printed.
     std::fs::write(folder.join("job"), &printed).unwrap();
     tool("fio", ["--parse-only", folder.join("job").to_str().unwrap()]).good();
@@ -202,7 +272,8 @@ fn jobs_run_by_fio_and_without() {
             _ => 0.0,
         };
         let report: Value = serde_json::from_str(&blockyard(own).good()).unwrap();
-        let (reads, writes) = (report["reads"].as_f64().unwrap(), report["writes"].as_f64().unwrap());
+        let (reads, writes) =
+            (report["reads"].as_f64().unwrap(), report["writes"].as_f64().unwrap());
         assert!(reads + writes > 100.0, "{job}: {report}");
         // Six times the standard deviation of what comes by chance.
         let chance = |deviation: f64| 6.0 * deviation / (reads + writes).sqrt();
@@ -210,8 +281,10 @@ fn jobs_run_by_fio_and_without() {
         let most = chance((wanted * (1.0f64 - wanted)).sqrt());
         assert!((share - wanted).abs() <= most, "{job}: {share} of all are reads");
         if job.starts_with("fileserver") {
-            // 512 B 10%, 1k 5%, ... 64k 10%: 11,346 bytes on average, with a standard deviation of 19,135.
-            let mean = report["bytes_per_second"].as_f64().unwrap() / report["iops"].as_f64().unwrap();
+            // 512 B 10%, 1k 5%, ... 64k 10%: 11,346 bytes on average, with a standard deviation of
+            // 19,135.
+            let mean =
+                report["bytes_per_second"].as_f64().unwrap() / report["iops"].as_f64().unwrap();
             assert!((mean - 11_345.9).abs() < chance(19_135.0), "{job}: {mean} bytes on average");
         }
     }

@@ -13,7 +13,11 @@ fn an_installation_has_the_pages_that_its_help_names() {
     let (target, tree) = (folder.join("target"), folder.join("tree"));
     std::fs::create_dir_all(target.join("release")).unwrap();
     for program in [BLOCKYARD, BENCH] {
-        std::fs::copy(program, target.join("release").join(Path::new(program).file_name().unwrap())).unwrap();
+        std::fs::copy(
+            program,
+            target.join("release").join(Path::new(program).file_name().unwrap()),
+        )
+        .unwrap();
     }
     let mut make = Command::new("make");
     make.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("../.."));
@@ -25,15 +29,21 @@ fn an_installation_has_the_pages_that_its_help_names() {
     // One program becomes the other, and both have their pages and completions.
     let bench = run(Command::new(&program).args(["bench", "rate", "--help"]), TOOL).good();
     assert!(bench.contains("Usage: blockyard bench rate [OPTIONS] <OPERATION>"), "{bench}");
-    let page = std::fs::read_to_string(tree.join("usr/share/man/man1/blockyard-bench-rate.1")).unwrap();
+    let page =
+        std::fs::read_to_string(tree.join("usr/share/man/man1/blockyard-bench-rate.1")).unwrap();
     assert!(page.contains("Random seeks") && page.contains("max\\-size"), "{page}");
-    let script = std::fs::read_to_string(tree.join("usr/share/bash-completion/completions/blockyard")).unwrap();
-    assert!(script.contains("blockyard__subcmd__bench__subcmd__rate)") && script.contains("--max-size"));
+    let script =
+        std::fs::read_to_string(tree.join("usr/share/bash-completion/completions/blockyard"))
+            .unwrap();
+    assert!(
+        script.contains("blockyard__subcmd__bench__subcmd__rate)") && script.contains("--max-size")
+    );
 
     let help = blockyard(["serve", "--help"]).good();
     let named: Vec<_> = help.split(|c: char| c.is_whitespace() || "(),".contains(c)).collect();
     let named = named.iter().filter_map(|word| word.strip_prefix("docs/")?.split_once(".md"));
-    let pages: Vec<_> = named.map(|(page, _)| format!("usr/share/doc/blockyard/docs/{page}.md")).collect();
+    let pages: Vec<_> =
+        named.map(|(page, _)| format!("usr/share/doc/blockyard/docs/{page}.md")).collect();
     assert!(pages.len() > 1, "the help names no page");
     pages.iter().for_each(|page| assert!(tree.join(page).exists(), "{page} is not installed"));
 }

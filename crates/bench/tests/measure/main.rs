@@ -1,5 +1,5 @@
-//! `blockyard bench`: `rate`, `median` and `percentile` against back ends whose delay is known, against fio, over NBD;
-//! `compare` and what comes of it.
+//! `blockyard bench`: `rate`, `median` and `percentile` against back ends whose delay is known,
+//! against fio, over NBD; `compare` and what comes of it.
 
 mod calibrate;
 #[path = "../../../blockyard/tests/common/mod.rs"]
@@ -16,7 +16,8 @@ use std::process::Command;
 
 use common::guest::run_guest;
 use common::{
-    BLOCKYARD, Daemon, Finished, Folder, Guest, Kind, SOON, TOOL, blockyard, guests, listens, run, tool, until,
+    BLOCKYARD, Daemon, Finished, Folder, Guest, Kind, SOON, TOOL, blockyard, guests, listens, run,
+    tool, until,
 };
 
 /// What `blockyard bench` becomes.
@@ -26,9 +27,12 @@ fn rate(operation: &str, target: &str, options: &[&str]) -> Finished {
     blockyard(["bench", "rate", operation, target].iter().chain(options))
 }
 
-/// (size in bytes, seconds, number of operations) of each line that `bench median` or `percentile` prints.
+/// (size in bytes, seconds, number of operations) of each line that `bench median` or `percentile`
+/// prints.
 fn figures(command: &[&str], samples: &Path) -> Vec<(u64, f64, usize)> {
-    let out = blockyard(["bench"].iter().chain(command).map(AsRef::as_ref).chain([samples.as_os_str()])).good();
+    let out =
+        blockyard(["bench"].iter().chain(command).map(AsRef::as_ref).chain([samples.as_os_str()]))
+            .good();
     let line = |line: &str| {
         let columns: Vec<_> = line.split(' ').collect();
         (columns[0].parse().unwrap(), columns[1].parse().unwrap(), columns[2].parse().unwrap())
@@ -36,7 +40,8 @@ fn figures(command: &[&str], samples: &Path) -> Vec<(u64, f64, usize)> {
     out.lines().map(line).collect()
 }
 
-/// Fails if a time in seconds is shorter than it can be. A busy machine makes every time longer; `make perf` measures how long.
+/// Fails if a time in seconds is shorter than it can be. A busy machine makes every time longer;
+/// `make perf` measures how long.
 #[track_caller]
 fn not_shorter(what: &str, found: f64, truth: f64) {
     assert!(found > truth * 0.995, "{what}: {found} s, and the truth is {truth}");
@@ -45,7 +50,10 @@ fn not_shorter(what: &str, found: f64, truth: f64) {
 /// Fails if a rate is higher than it can be.
 #[track_caller]
 fn not_faster(what: &str, found: f64, truth: f64) {
-    assert!(found > 0.0 && found < truth * 1.005, "{what}: {found} a second, and the truth is {truth}");
+    assert!(
+        found > 0.0 && found < truth * 1.005,
+        "{what}: {found} a second, and the truth is {truth}"
+    );
 }
 
 /// Delays, in milliseconds, that make what the machine adds small.
@@ -61,9 +69,16 @@ fn no_operation_is_shorter_than_its_delay() {
         let out = rate(operation, socket.to_str().unwrap(), &fixed).good();
         assert_eq!(out.lines().count(), 20);
         std::fs::write(&samples, out).unwrap();
-        let [(4096, median, 20)] = figures(&["median"], &samples)[..] else { panic!("one size, 20 operations") };
-        let [(4096, least, _)] = figures(&["percentile", "0"], &samples)[..] else { panic!("one size") };
-        assert!(least >= truth && median >= least, "{operation}: {least} s is less than the delay, or {median} s");
+        let [(4096, median, 20)] = figures(&["median"], &samples)[..] else {
+            panic!("one size, 20 operations")
+        };
+        let [(4096, least, _)] = figures(&["percentile", "0"], &samples)[..] else {
+            panic!("one size")
+        };
+        assert!(
+            least >= truth && median >= least,
+            "{operation}: {least} s is less than the delay, or {median} s"
+        );
     }
     daemon.stop();
 }
@@ -121,11 +136,20 @@ fn figures_are_those_that_can_be_computed() {
     let samples = folder.join("samples");
     let line = |size: u32, n: u32| format!("{size} {:.6}\n", f64::from(n) * 1e-6);
     // In an order that is not theirs: 5 and 1001 have no common divisor.
-    let text: String = [512, 65536].iter().flat_map(|&size| (0..1001).map(move |n| line(size, n * 5 % 1001))).collect();
+    let text: String = [512, 65536]
+        .iter()
+        .flat_map(|&size| (0..1001).map(move |n| line(size, n * 5 % 1001)))
+        .collect();
     std::fs::write(&samples, "# size duration\n".to_string() + &text).unwrap();
     assert_eq!(figures(&["median"], &samples), [(512, 0.0005, 1001), (65536, 0.0005, 1001)]);
-    for (percent, seconds) in [("0", 0.0), ("5", 50e-6), ("99", 990e-6), ("99.9", 999e-6), ("100", 1e-3)] {
-        assert_eq!(figures(&["percentile", percent], &samples)[1], (65536, seconds, 1001), "{percent}");
+    for (percent, seconds) in
+        [("0", 0.0), ("5", 50e-6), ("99", 990e-6), ("99.9", 999e-6), ("100", 1e-3)]
+    {
+        assert_eq!(
+            figures(&["percentile", percent], &samples)[1],
+            (65536, seconds, 1001),
+            "{percent}"
+        );
     }
     std::fs::write(&samples, "512 0.1\n512 fast\n").unwrap();
     let wrong = blockyard(["bench", "median", samples.to_str().unwrap()]);
@@ -140,13 +164,21 @@ fn nbd_servers_are_measured() {
     let image = folder.image("disk", 8 << 20);
     let (_server, target) = nbd_server(&folder, &image);
     for operation in ["read", "write", "writesync"] {
-        let out = rate(operation, &target, &["--ops", "50", "--max-size", "64k", "--seed", "3"]).good();
+        let out =
+            rate(operation, &target, &["--ops", "50", "--max-size", "64k", "--seed", "3"]).good();
         assert_eq!(out.lines().count(), 50, "{operation}");
     }
     let written = std::fs::read(&image).unwrap();
-    assert!(written.iter().filter(|b| **b != 0).count() > 200_000, "the writes are not in the image");
+    assert!(
+        written.iter().filter(|b| **b != 0).count() > 200_000,
+        "the writes are not in the image"
+    );
     let refused = rate("read", &target.replace("disk", "none"), &[]);
-    assert!(refused.status.code() == Some(1) && refused.err.contains("no such export"), "{}", refused.err);
+    assert!(
+        refused.status.code() == Some(1) && refused.err.contains("no such export"),
+        "{}",
+        refused.err
+    );
 }
 
 #[test]
@@ -181,12 +213,14 @@ fn load_on_what_is_no_socket() {
     }
 }
 
-/// A reader that has gone ends a command quietly, with the status of a broken pipe; what it read are whole lines.
+/// A reader that has gone ends a command quietly, with the status of a broken pipe; what it read
+/// are whole lines.
 #[test]
 fn whoever_reads_may_stop() {
     let folder = Folder::new();
     let image = folder.image("disk", 16 << 20);
-    let script = format!("'{BLOCKYARD}' bench rate read '{}' --seconds 30 | head -n 5", image.display());
+    let script =
+        format!("'{BLOCKYARD}' bench rate read '{}' --seconds 30 | head -n 5", image.display());
     let done = run(Command::new("bash").args(["-o", "pipefail", "-c", &script]), TOOL);
     assert_eq!(done.out.lines().count(), 5, "{}", done.err);
     assert_eq!(done.status.code(), Some(141), "{}", done.err);

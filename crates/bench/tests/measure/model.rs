@@ -1,5 +1,5 @@
-//! The model of a device (`delay:`): nothing is faster on the real clock than its figures say. Its arithmetic is tested without
-//! a clock, in the crate `disk`; `tests/perf` measures its rates.
+//! The model of a device (`delay:`): nothing is faster on the real clock than its figures say. Its
+//! arithmetic is tested without a clock, in the crate `disk`; `tests/perf` measures its rates.
 
 use std::thread;
 use std::time::Instant;
@@ -29,7 +29,8 @@ fn nothing_is_faster_than_its_figures_say() {
     let busy = client(&socket, &["--bs", "512", "--depth", "256", "--ops", "4000"]);
     not_faster("reads", iops(&busy), 32.0 / READ);
     // 32 writes of 1 MiB end at a time, each 0.508 s: 2 times that.
-    let busy = client(&socket, &["--bs", "1m", "--depth", "64", "--ops", "64", "--rw", "randwrite"]);
+    let busy =
+        client(&socket, &["--bs", "1m", "--depth", "64", "--ops", "64", "--rw", "randwrite"]);
     not_shorter("64 MiB", busy["seconds"].as_f64().unwrap(), 2.0 * 0.508);
     // Alone, and beside others while there is a server for each.
     for depth in ["1", "32"] {
@@ -45,17 +46,22 @@ fn disks_of_one_device_are_not_faster_than_it() {
     let folder = Folder::new();
     let sockets = [folder.join("0"), folder.join("1")];
     let disk = |(n, s): (usize, &std::path::PathBuf)| {
-        format!("[[disk]]\nname = \"{n}\"\nimage = \"{IMAGE},device=both\"\nvhost-user = \"{}\"\n", s.display())
+        format!(
+            "[[disk]]\nname = \"{n}\"\nimage = \"{IMAGE},device=both\"\nvhost-user = \"{}\"\n",
+            s.display()
+        )
     };
     let config = folder.join("config");
     let disks: String = sockets.iter().enumerate().map(disk).collect();
     std::fs::write(&config, format!("reactors = 2\n{disks}")).unwrap();
-    let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&config));
+    let mut daemon =
+        Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&config));
     daemon.wait_ready();
     let start = Instant::now();
     thread::scope(|scope| {
         for socket in &sockets {
-            scope.spawn(move || client(socket, &["--bs", "512", "--depth", "256", "--ops", "4000"]));
+            scope
+                .spawn(move || client(socket, &["--bs", "512", "--depth", "256", "--ops", "4000"]));
         }
     });
     not_faster("both", 8000.0 / start.elapsed().as_secs_f64(), 32.0 / READ);
@@ -66,15 +72,37 @@ fn disks_of_one_device_are_not_faster_than_it() {
 fn before_an_image_it_takes_its_time_and_stores() {
     let folder = Folder::new();
     let (socket, image) = (folder.join("s"), folder.image("disk", 16 << 20));
-    let model = format!("delay:file={},parallel=8,read=20ms,write=40ms,flush=20ms", image.display());
+    let model =
+        format!("delay:file={},parallel=8,read=20ms,write=40ms,flush=20ms", image.display());
     let daemon = Daemon::serve(&model, &socket, &[]);
-    let second = ["serve", &model, "--vhost-user", folder.join("t").to_str().unwrap()].map(String::from);
+    let second =
+        ["serve", &model, "--vhost-user", folder.join("t").to_str().unwrap()].map(String::from);
     assert!(blockyard(second).err.contains("is in use by"), "the image is locked");
-    let options = ["--verify", "--rw", "randrw", "--bs", "4k", "--depth", "32", "--ops", "300", "--flush-every", "100"];
+    let options = [
+        "--verify",
+        "--rw",
+        "randrw",
+        "--bs",
+        "4k",
+        "--depth",
+        "32",
+        "--ops",
+        "300",
+        "--flush-every",
+        "100",
+    ];
     let verified = client(&socket, &options);
     let figure = |name: &str| verified[name].as_f64().unwrap();
-    not_shorter("all", figure("seconds"), (figure("reads") * 20e-3 + figure("writes") * 40e-3) / 8.0);
+    not_shorter(
+        "all",
+        figure("seconds"),
+        (figure("reads") * 20e-3 + figure("writes") * 40e-3) / 8.0,
+    );
     daemon.stop();
-    let written = std::fs::read(&image).unwrap().chunks(4096).filter(|block| block.iter().any(|b| *b != 0)).count();
+    let written = std::fs::read(&image)
+        .unwrap()
+        .chunks(4096)
+        .filter(|block| block.iter().any(|b| *b != 0))
+        .count();
     assert!((100..300).contains(&written), "{written} blocks are in the image");
 }

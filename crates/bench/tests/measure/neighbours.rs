@@ -1,4 +1,5 @@
-//! `bench neighbours`: what it tells, on a model of a device and on a folder, and what it leaves behind.
+//! `bench neighbours`: what it tells, on a model of a device and on a folder, and what it leaves
+//! behind.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -18,8 +19,10 @@ fn neighbours(folder: &Folder, arguments: &[&str]) -> Finished {
 }
 
 fn entries(folder: &std::path::Path) -> Vec<String> {
-    let mut names: Vec<_> =
-        std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<_> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
     names.sort();
     names
 }
@@ -29,7 +32,10 @@ fn figure(results: &Value, row: &str, name: &str) -> f64 {
     let rows = results["rows"].as_array().unwrap();
     let row = rows.iter().find(|r| r["row"] == row).unwrap_or_else(|| panic!("no row {row}"));
     let figures = row["figures"].as_array().unwrap();
-    let figure = figures.iter().find(|f| f["name"] == name).unwrap_or_else(|| panic!("no {name} in {figures:?}"));
+    let figure = figures
+        .iter()
+        .find(|f| f["name"] == name)
+        .unwrap_or_else(|| panic!("no {name} in {figures:?}"));
     figure["median"].as_f64().unwrap_or_else(|| panic!("{name} is no number: {figure}"))
 }
 
@@ -40,18 +46,33 @@ const MODEL: &str = "parallel=8,read=1ms,write=1ms,flush=2ms,bandwidth=1g";
 fn neighbours_of_a_model_are_told_with_all_figures() {
     let folder = Folder::new();
     let report = folder.join("report");
-    let rows = ["--model", MODEL, "--rows", "thrash-d1,weights,lone", "--rounds", "1", "--seconds", "0.5"];
-    let done = neighbours(&folder, &[&rows[..], &["--json", "--report", report.to_str().unwrap()]].concat());
+    let rows =
+        ["--model", MODEL, "--rows", "thrash-d1,weights,lone", "--rounds", "1", "--seconds", "0.5"];
+    let done = neighbours(
+        &folder,
+        &[&rows[..], &["--json", "--report", report.to_str().unwrap()]].concat(),
+    );
     let json: Value = serde_json::from_str(&done.good()).unwrap();
     assert_eq!(entries(&folder), ["report"]);
     assert_eq!(entries(&report), ["neighbours.json", "neighbours.svg"]);
-    assert_eq!(serde_json::from_slice::<Value>(&std::fs::read(report.join("neighbours.json")).unwrap()).unwrap(), json);
+    assert_eq!(
+        serde_json::from_slice::<Value>(&std::fs::read(report.join("neighbours.json")).unwrap())
+            .unwrap(),
+        json
+    );
     let picture = std::fs::read_to_string(report.join("neighbours.svg")).unwrap();
-    assert!(picture.contains("thrash-d1") && picture.contains("weights") && picture.trim_end().ends_with("</svg>"));
+    assert!(
+        picture.contains("thrash-d1")
+            && picture.contains("weights")
+            && picture.trim_end().ends_with("</svg>")
+    );
 
     for row in json["rows"].as_array().unwrap() {
         for figure in row["figures"].as_array().unwrap() {
-            assert!(figure["median"].is_number() && !figure["values"].as_array().unwrap().is_empty(), "{figure}");
+            assert!(
+                figure["median"].is_number() && !figure["values"].as_array().unwrap().is_empty(),
+                "{figure}"
+            );
         }
     }
     // 1 ms and the bytes' part, one at a time; 8 at once. Nothing is faster.
@@ -60,7 +81,10 @@ fn neighbours_of_a_model_are_told_with_all_figures() {
     assert!(found < alone * 1.02, "{found} a second, one at a time");
     let found = figure(&json, "lone", "without");
     assert!(found < most * 1.05, "{found} a second");
-    let shares: f64 = ["share 1", "share 2", "share 4", "share 8"].map(|s| figure(&json, "weights", s)).iter().sum();
+    let shares: f64 = ["share 1", "share 2", "share 4", "share 8"]
+        .map(|s| figure(&json, "weights", s))
+        .iter()
+        .sum();
     assert!((shares - 100.0).abs() < 0.1, "all shares together are {shares}%");
 }
 
@@ -72,16 +96,35 @@ fn neighbours_on_a_folder() {
     std::fs::write(&costs, "").unwrap();
     let name = |path: &std::path::Path| path.to_str().unwrap().to_string();
     let (on, of) = (name(&target), name(&costs));
-    let short = ["--target", &on, "--costs", &of, "--size", "64m", "--rows", "lone,burst", "--rounds", "1"];
+    let short =
+        ["--target", &on, "--costs", &of, "--size", "64m", "--rows", "lone,burst", "--rounds", "1"];
     let refused = neighbours(&folder, &short);
     assert!(refused.err.contains("run bench calibrate"), "{}", refused.err);
-    blockyard(["bench", "calibrate", &on, "-o", &of, "--size", "64m", "--seconds", "1", "--rounds", "1"]).good();
+    blockyard([
+        "bench",
+        "calibrate",
+        &on,
+        "-o",
+        &of,
+        "--size",
+        "64m",
+        "--seconds",
+        "1",
+        "--rounds",
+        "1",
+    ])
+    .good();
     let out = neighbours(&folder, &[&short[..], &["--seconds", "0.3"]].concat()).good();
     assert!(
-        out.contains("lone: one disk alone") && out.contains("d1 kept %") && out.contains("burst of max %"),
+        out.contains("lone: one disk alone")
+            && out.contains("d1 kept %")
+            && out.contains("burst of max %"),
         "{out}"
     );
-    assert_eq!((entries(&target), entries(&folder)), (vec![], vec!["costs.toml".to_string(), "target".into()]));
+    assert_eq!(
+        (entries(&target), entries(&folder)),
+        (vec![], vec!["costs.toml".to_string(), "target".into()])
+    );
     for (wrong, part) in [("thrash", "is no row"), ("thrash-d1,,", "is no row")] {
         let refused = neighbours(&folder, &["--rows", wrong]);
         assert!(refused.status.code() == Some(2) && refused.err.contains(part), "{}", refused.err);
@@ -92,7 +135,10 @@ fn neighbours_on_a_folder() {
 #[test]
 fn an_interruption_of_neighbours_leaves_finished_rounds() {
     let folder = Folder::new();
-    let mut command = command(&folder, &["--model", MODEL, "--rows", "burst", "--rounds", "100", "--seconds", "0.3"]);
+    let mut command = command(
+        &folder,
+        &["--model", MODEL, "--rows", "burst", "--rounds", "100", "--seconds", "0.3"],
+    );
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut daemon = Daemon::start(&mut command);
     until("a round is finished", TOOL, || daemon.log().contains("round 1 of 100"));

@@ -48,7 +48,8 @@ fn measurements_say_that_standard_output_cannot_be_written() {
         let done = bench(&arguments, full.into(), Stdio::piped());
         let said = String::from_utf8_lossy(&done.stderr);
         assert_eq!(done.status.code(), Some(1), "{arguments:?}: {said}");
-        let line = "blockyard: standard output cannot be written: No space left on device (os error 28)";
+        let line =
+            "blockyard: standard output cannot be written: No space left on device (os error 28)";
         assert_eq!(said.lines().last(), Some(line), "{arguments:?}: {said}");
     }
 }
@@ -60,5 +61,8 @@ fn measurements_do_not_fail_for_want_of_standard_error() {
     let image = folder.image("disk.raw", 1 << 20).display().to_string();
     let arguments = ["rate", "read", &image, "--ops", "3"].map(str::to_string);
     let done = bench(&arguments, Stdio::piped(), full.into());
-    assert_eq!((done.status.code(), String::from_utf8_lossy(&done.stdout).lines().count()), (Some(0), 3));
+    assert_eq!(
+        (done.status.code(), String::from_utf8_lossy(&done.stdout).lines().count()),
+        (Some(0), 3)
+    );
 }

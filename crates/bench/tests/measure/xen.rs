@@ -1,5 +1,5 @@
-//! Verified loads at a depth on a device of Xen, without a hypervisor: data, and the grant operations and notifications that they
-//! cost.
+//! Verified loads at a depth on a device of Xen, without a hypervisor: data, and the grant
+//! operations and notifications that they cost.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -41,8 +41,10 @@ fn run(load: &Options, data: XenData, persistent: bool) -> Report {
     };
     let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:16M")).unwrap()));
     let (machine, reactors) = (Machine::new(), Arc::new(Reactors::start(1, &[]).unwrap()));
-    let options = XenOptions { domain: 7, device: "xvda".parse().unwrap(), queues: 4, data, records: None };
-    let mut export = Xen::start(disk, &options, &Host::Machine(machine.clone()), reactors, || ()).unwrap();
+    let options =
+        XenOptions { domain: 7, device: "xvda".parse().unwrap(), queues: 4, data, records: None };
+    let mut export =
+        Xen::start(disk, &options, &Host::Machine(machine.clone()), reactors, || ()).unwrap();
     let report = measure(load, &machine, FrontEnd { persistent, ..FRONT_END }).unwrap();
     export.stop();
     assert_eq!((report.errors, &report.first_error), (0, &None));
@@ -53,7 +55,9 @@ fn run(load: &Options, data: XenData, persistent: bool) -> Report {
 #[test]
 fn loads_are_verified_at_a_depth_and_no_grant_is_in_use_after_its_answer() {
     for (bs, ops) in [(512, 1000), (4096, 2000), (64 << 10, 300)] {
-        for (data, persistent) in [(XenData::Auto, true), (XenData::Auto, false), (XenData::Map, false)] {
+        for (data, persistent) in
+            [(XenData::Auto, true), (XenData::Auto, false), (XenData::Map, false)]
+        {
             let report = run(&options(bs, ops), data, persistent);
             let grants = report.grants.unwrap();
             assert_eq!(grants.still_mapped, 0, "{bs}, {data:?}, persistent: {persistent}");
@@ -62,9 +66,15 @@ fn loads_are_verified_at_a_depth_and_no_grant_is_in_use_after_its_answer() {
             // counted.
             let table = if pages > 11.0 { 1.0 } else { 0.0 };
             match (data, persistent) {
-                (XenData::Map, _) => assert_eq!((grants.maps_per_io, grants.copies_per_io), (pages + table, 0.0)),
-                (_, true) => assert!(grants.maps_per_io * ops as f64 <= 32.0 * (pages + table), "{grants:?}"),
-                (_, false) => assert_eq!((grants.maps_per_io, grants.copies_per_io), (0.0, pages + table)),
+                (XenData::Map, _) => {
+                    assert_eq!((grants.maps_per_io, grants.copies_per_io), (pages + table, 0.0))
+                }
+                (_, true) => {
+                    assert!(grants.maps_per_io * ops as f64 <= 32.0 * (pages + table), "{grants:?}")
+                }
+                (_, false) => {
+                    assert_eq!((grants.maps_per_io, grants.copies_per_io), (0.0, pages + table))
+                }
             }
         }
     }

@@ -1,5 +1,5 @@
-//! Rates and latencies of devices and delays with known figures, on the real clock: `make perf`, on a quiet machine.
-//! Limits and shares are measured by the target `perf` of the server's package.
+//! Rates and latencies of devices and delays with known figures, on the real clock: `make perf`, on
+//! a quiet machine. Limits and shares are measured by the target `perf` of the server's package.
 
 #[path = "../../../blockyard/tests/common/mod.rs"]
 mod common;

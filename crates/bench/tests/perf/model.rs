@@ -1,4 +1,5 @@
-//! The model of a device (`delay:`), and known delays: rates and latencies are those that the figures say.
+//! The model of a device (`delay:`), and known delays: rates and latencies are those that the
+//! figures say.
 
 use std::path::Path;
 use std::process::Command;
@@ -38,7 +39,8 @@ fn rate_and_latency_of_a_model() {
     let busy = client(&socket, &["--bs", "512", "--depth", "256", "--runtime", "1.5"]);
     figures.near("reads/s at depth 256", iops(&busy), 32.0 / READ, 0.02);
     // 32 writes of 1 MiB end at a time, each 0.508 s: 8 times that.
-    let busy = client(&socket, &["--bs", "1m", "--depth", "64", "--ops", "256", "--rw", "randwrite"]);
+    let busy =
+        client(&socket, &["--bs", "1m", "--depth", "64", "--ops", "256", "--rw", "randwrite"]);
     figures.near("s for 256 writes of 1 MiB", busy["seconds"].as_f64().unwrap(), 8.0 * 0.508, 0.02);
     // Alone, and beside others while there is a server for each.
     for depth in ["1", "32"] {
@@ -55,18 +57,27 @@ fn disks_of_one_device_share_its_rate() {
     let mut figures = Figures::default();
     let folder = Folder::new();
     let sockets = [folder.join("0"), folder.join("1"), folder.join("2")];
-    let image = |disk: usize| if disk == 2 { IMAGE.to_string() } else { format!("{IMAGE},device=both") };
+    let image =
+        |disk: usize| if disk == 2 { IMAGE.to_string() } else { format!("{IMAGE},device=both") };
     let disk = |(n, s): (usize, &std::path::PathBuf)| {
-        format!("[[disk]]\nname = \"{n}\"\nimage = \"{}\"\nvhost-user = \"{}\"\n", image(n), s.display())
+        format!(
+            "[[disk]]\nname = \"{n}\"\nimage = \"{}\"\nvhost-user = \"{}\"\n",
+            image(n),
+            s.display()
+        )
     };
     let config = folder.join("config");
     let disks: String = sockets.iter().enumerate().map(disk).collect();
     std::fs::write(&config, format!("reactors = 2\n{disks}")).unwrap();
-    let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&config));
+    let mut daemon =
+        Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&config));
     daemon.wait_ready();
-    let load = |socket| client(socket, &["--bs", "512", "--depth", "256", "--warmup", "0.4", "--runtime", "1.5"]);
+    let load = |socket| {
+        client(socket, &["--bs", "512", "--depth", "256", "--warmup", "0.4", "--runtime", "1.5"])
+    };
     let all: Vec<f64> = thread::scope(|scope| {
-        let loads: Vec<_> = sockets.iter().map(|socket| scope.spawn(move || iops(&load(socket)))).collect();
+        let loads: Vec<_> =
+            sockets.iter().map(|socket| scope.spawn(move || iops(&load(socket)))).collect();
         loads.into_iter().map(|load| load.join().unwrap()).collect()
     });
     figures.near("reads/s of two disks on one device", all[0] + all[1], 32.0 / READ, 0.03);
@@ -81,9 +92,11 @@ fn a_model_before_an_image() {
     let mut figures = Figures::default();
     let folder = Folder::new();
     let (socket, image) = (folder.join("s"), folder.image("disk", 16 << 20));
-    let model = format!("delay:file={},parallel=8,read=20ms,write=40ms,flush=20ms", image.display());
+    let model =
+        format!("delay:file={},parallel=8,read=20ms,write=40ms,flush=20ms", image.display());
     let daemon = Daemon::serve(&model, &socket, &[]);
-    let options = ["--rw", "randrw", "--bs", "4k", "--depth", "32", "--ops", "600", "--flush-every", "100"];
+    let options =
+        ["--rw", "randrw", "--bs", "4k", "--depth", "32", "--ops", "600", "--flush-every", "100"];
     let found = client(&socket, &options);
     let figure = |name: &str| found[name].as_f64().unwrap();
     let served = figure("reads") * 20e-3 + figure("writes") * 40e-3;
@@ -98,7 +111,9 @@ const DELAY: &str = "delay:read=20ms,write=30ms,flush=25ms";
 
 /// Seconds that `bench percentile` prints for operations of 4 KiB.
 fn percentile(samples: &Path, percent: &str) -> f64 {
-    let out = blockyard(["bench".as_ref(), "percentile".as_ref(), percent.as_ref(), samples.as_os_str()]).good();
+    let out =
+        blockyard(["bench".as_ref(), "percentile".as_ref(), percent.as_ref(), samples.as_os_str()])
+            .good();
     out.split(' ').nth(1).unwrap().parse().unwrap()
 }
 
@@ -110,7 +125,18 @@ fn known_delays() {
     let daemon = Daemon::serve("null:64M", &socket, &["--filter", DELAY]);
     for (operation, truth) in [("read", 0.020), ("write", 0.030), ("writesync", 0.055)] {
         let target = socket.to_str().unwrap();
-        let fixed = ["bench", "rate", operation, target, "--ops", "60", "--min-size", "4k", "--max-size", "4k"];
+        let fixed = [
+            "bench",
+            "rate",
+            operation,
+            target,
+            "--ops",
+            "60",
+            "--min-size",
+            "4k",
+            "--max-size",
+            "4k",
+        ];
         std::fs::write(&samples, blockyard(fixed).good()).unwrap();
         figures.near(&format!("s, median of {operation}"), percentile(&samples, "50"), truth, 0.03);
     }
@@ -139,7 +165,12 @@ fn fio_finds_the_same() {
     let fio: Value = serde_json::from_str(&out[out.find('{').unwrap()..]).unwrap();
     for (ours, its) in [("50", "50.000000"), ("99", "99.000000")] {
         let fios = fio["jobs"][0]["read"]["lat_ns"]["percentile"][its].as_f64().unwrap() / 1e9;
-        figures.near(&format!("s, percentile {ours}, beside fio's"), percentile(&share.join("rate"), ours), fios, 0.10);
+        figures.near(
+            &format!("s, percentile {ours}, beside fio's"),
+            percentile(&share.join("rate"), ours),
+            fios,
+            0.10,
+        );
     }
     daemon.stop();
     figures.judge();
@@ -152,9 +183,19 @@ fn neighbours_of_a_model() {
     let folder = Folder::new();
     let model = "parallel=8,read=1ms,write=1ms,flush=2ms,bandwidth=1g";
     let mut command = Command::new(BLOCKYARD);
-    command.args(["bench", "neighbours", "--model", model, "--rows", "thrash-d1,weights,lone", "--rounds", "1"]);
+    command.args([
+        "bench",
+        "neighbours",
+        "--model",
+        model,
+        "--rows",
+        "thrash-d1,weights,lone",
+        "--rounds",
+        "1",
+    ]);
     command.args(["--seconds", "0.5", "--json"]).env("TMPDIR", &*folder);
-    let json: Value = serde_json::from_str(&run(&mut command, Duration::from_secs(120)).good()).unwrap();
+    let json: Value =
+        serde_json::from_str(&run(&mut command, Duration::from_secs(120)).good()).unwrap();
     let figure = |row: &str, name: &str| {
         let with = |key: &'static str, value: &str, all: &Value| {
             all.as_array().unwrap().iter().find(|found| found[key] == value).unwrap().clone()
@@ -163,12 +204,20 @@ fn neighbours_of_a_model() {
         with("name", name, &row["figures"])["median"].as_f64().unwrap()
     };
     let (alone, most) = (1e6 / (1000.0 + 30.5), 8e6 / (1000.0 + 30.5));
-    figures.row("operations/s, one at a time", figure("thrash-d1", "alone"), alone * 0.3..alone * 1.02);
+    figures.row(
+        "operations/s, one at a time",
+        figure("thrash-d1", "alone"),
+        alone * 0.3..alone * 1.02,
+    );
     figures.row("operations/s, one disk", figure("lone", "without"), most * 0.3..most * 1.05);
     // Without the scheduler one request stands behind a thousand.
     let without = figure("thrash-d1", "without");
     figures.row("operations/s beside a thrasher, no scheduler", without, 0.0..0.25 * alone);
-    figures.row("operations/s beside a thrasher", figure("thrash-d1", "with"), 4.0 * without..alone * 1.02);
+    figures.row(
+        "operations/s beside a thrasher",
+        figure("thrash-d1", "with"),
+        4.0 * without..alone * 1.02,
+    );
     figures.row("worst error of four weights, %", figure("weights", "worst error %"), 0.0..10.0);
     figures.row("busy with four weights, %", figure("weights", "busy %"), 30.0..106.0);
     figures.judge();

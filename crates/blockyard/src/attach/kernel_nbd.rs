@@ -1,8 +1,9 @@
 //! The kernel's own NBD client as a way to a block device, where it has no ublk: `/dev/nbdN`.
 //!
-//! The server of an attached disk listens on a socket of its own; here it is connected to that itself, chooses the export in
-//! the oldest way (simple replies are all that the kernel knows) and gives the connection to the kernel. What must hold: the device ends
-//! with the server, and the server with the device.
+//! The server of an attached disk listens on a socket of its own; here it is connected to that
+//! itself, chooses the export in the oldest way (simple replies are all that the kernel knows) and
+//! gives the connection to the kernel. What must hold: the device ends with the server, and the
+//! server with the device.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -19,11 +20,18 @@ use blockyard_ring::nbd_device::NbdDevice;
 const COMES_UP: Duration = Duration::from_secs(10);
 
 /// Makes a device of the export `name` at `socket`; `ended` is called when it has gone.
-pub fn start(socket: &Path, name: &str, ended: impl FnOnce() + Send + 'static) -> anyhow::Result<PathBuf> {
-    let mut stream = UnixStream::connect(socket).with_context(|| format!("connecting to {}", socket.display()))?;
+pub fn start(
+    socket: &Path,
+    name: &str,
+    ended: impl FnOnce() + Send + 'static,
+) -> anyhow::Result<PathBuf> {
+    let mut stream = UnixStream::connect(socket)
+        .with_context(|| format!("connecting to {}", socket.display()))?;
     let (size, flags) = choose(&mut stream, name).context("choosing the export")?;
-    let device = NbdDevice::attach(&stream, size, flags).context("setting up a device of the kernel's NBD driver")?;
-    let device = device.context("every /dev/nbdN is taken (modprobe nbd nbds_max=64 makes more)")?;
+    let device = NbdDevice::attach(&stream, size, flags)
+        .context("setting up a device of the kernel's NBD driver")?;
+    let device =
+        device.context("every /dev/nbdN is taken (modprobe nbd nbds_max=64 makes more)")?;
     let path = device.path().to_path_buf();
     let gone = Arc::new(AtomicBool::new(false));
     let has_gone = gone.clone();
@@ -35,7 +43,10 @@ pub fn start(socket: &Path, name: &str, ended: impl FnOnce() + Send + 'static) -
         has_gone.store(true, Ordering::SeqCst);
         ended();
     };
-    std::thread::Builder::new().name("nbd device".into()).spawn(serve).context("starting its thread")?;
+    std::thread::Builder::new()
+        .name("nbd device".into())
+        .spawn(serve)
+        .context("starting its thread")?;
     // Whoever is told of the device may use it at once.
     let deadline = Instant::now() + COMES_UP;
     while !NbdDevice::is_up(&path, size) {
@@ -54,7 +65,8 @@ fn choose(stream: &mut UnixStream, name: &str) -> anyhow::Result<(u64, u16)> {
     if wire::u64_at(&greeting, 0) != wire::GREETING || wire::u64_at(&greeting, 8) != wire::OPTION {
         bail!("what answers there is no NBD server");
     }
-    let mut request = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES).to_be_bytes().to_vec();
+    let mut request =
+        u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES).to_be_bytes().to_vec();
     request.extend(wire::OPTION.to_be_bytes());
     request.extend(opt::EXPORT_NAME.to_be_bytes());
     request.extend((name.len() as u32).to_be_bytes());

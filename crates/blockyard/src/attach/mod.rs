@@ -1,9 +1,10 @@
 //! `blockyard attach` and `detach`: an image as a block device of this host, the short way.
 //!
-//! `attach` starts `serve --ublk` in the background, with its own options, waits until it is ready and prints the device. The
-//! log goes to a file beside. `detach` stops the device; its server, finding it gone, flushes the image and ends. Where the
-//! kernel has no ublk, it is `serve --nbd`, and the kernel's own NBD client.
-//! What must hold: what was written is in the image when `detach` has ended; a device in use is not taken away unasked.
+//! `attach` starts `serve --ublk` in the background, with its own options, waits until it is ready
+//! and prints the device. The log goes to a file beside. `detach` stops the device; its server,
+//! finding it gone, flushes the image and ends. Where the kernel has no ublk, it is `serve --nbd`,
+//! and the kernel's own NBD client. What must hold: what was written is in the image when `detach`
+//! has ended; a device in use is not taken away unasked.
 
 mod kernel_nbd;
 
@@ -50,9 +51,13 @@ pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
     start(command, &log, |device| Path::new(device).file_name().unwrap_or_default().to_os_string())
 }
 
-/// Starts a server in the background, with a log in file `log`. Prints its device when it is ready; then `name`, of the device, is
-/// what the log is called.
-pub fn start(mut command: Command, log: &Path, name: impl Fn(&str) -> OsString) -> Result<(), Failure> {
+/// Starts a server in the background, with a log in file `log`. Prints its device when it is ready;
+/// then `name`, of the device, is what the log is called.
+pub fn start(
+    mut command: Command,
+    log: &Path,
+    name: impl Fn(&str) -> OsString,
+) -> Result<(), Failure> {
     let file = File::create(log).with_context(|| format!("log {}", log.display()))?;
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
     let mut server = command.spawn().context("starting the server")?;
@@ -68,7 +73,12 @@ pub fn start(mut command: Command, log: &Path, name: impl Fn(&str) -> OsString) 
             let status = server.wait().context("waiting for the server")?;
             let said = std::fs::read_to_string(log).unwrap_or_default();
             let _ = std::fs::remove_file(log);
-            let last = said.lines().last().unwrap_or("it said nothing").trim_start_matches("blockyard: ").to_string();
+            let last = said
+                .lines()
+                .last()
+                .unwrap_or("it said nothing")
+                .trim_start_matches("blockyard: ")
+                .to_string();
             Err(Failure::with_status(status.code().map_or(1, |code| code as u8), anyhow!(last)))
         }
     }
@@ -92,7 +102,9 @@ impl Way {
             );
         }
         if options.disk.nbd.is_some() {
-            bail!("without ublk the device is one of the kernel's NBD client, and --nbd is taken (modprobe ublk_drv)");
+            bail!(
+                "without ublk the device is one of the kernel's NBD client, and --nbd is taken (modprobe ublk_drv)"
+            );
         }
         Ok(Way::Nbd)
     }
@@ -110,11 +122,15 @@ pub fn log_file(disk: &str) -> anyhow::Result<PathBuf> {
     let folder = if rustix::process::geteuid().is_root() {
         PathBuf::from("/run/blockyard")
     } else {
-        std::env::var_os("XDG_RUNTIME_DIR").map_or_else(std::env::temp_dir, PathBuf::from).join("blockyard")
+        std::env::var_os("XDG_RUNTIME_DIR")
+            .map_or_else(std::env::temp_dir, PathBuf::from)
+            .join("blockyard")
     };
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder);
     made.with_context(|| format!("folder {}", folder.display()))?;
-    let owner = std::fs::symlink_metadata(&folder).with_context(|| format!("folder {}", folder.display()))?.uid();
+    let owner = std::fs::symlink_metadata(&folder)
+        .with_context(|| format!("folder {}", folder.display()))?
+        .uid();
     if owner != rustix::process::geteuid().as_raw() {
         bail!("folder {} belongs to somebody else: the log cannot be there", folder.display());
     }
@@ -127,9 +143,13 @@ pub fn leave_terminal() {
     let _ = rustix::process::setsid();
 }
 
-/// Tells who started this server what the device is called. Without ublk it is made here: of an export by NBD; then it is the
-/// answer, for [`settle`].
-pub fn tell(ublk: Option<PathBuf>, nbd: Option<&NbdAddress>, name: &str) -> anyhow::Result<Option<PathBuf>> {
+/// Tells who started this server what the device is called. Without ublk it is made here: of an
+/// export by NBD; then it is the answer, for [`settle`].
+pub fn tell(
+    ublk: Option<PathBuf>,
+    nbd: Option<&NbdAddress>,
+    name: &str,
+) -> anyhow::Result<Option<PathBuf>> {
     let is_ublk = ublk.is_some();
     let device = match (ublk, nbd) {
         (Some(device), _) => device,
@@ -145,8 +165,8 @@ pub fn tell(ublk: Option<PathBuf>, nbd: Option<&NbdAddress>, name: &str) -> anyh
     Ok((!is_ublk).then_some(device))
 }
 
-/// Before the end of a server whose device is the NBD client's: what the kernel has of it and has not written back comes
-/// now, or never.
+/// Before the end of a server whose device is the NBD client's: what the kernel has of it and has
+/// not written back comes now, or never.
 pub fn settle(device: &Path) {
     let synced = NbdDevice::open(device).and_then(|device| device.sync());
     if let Err(e) = synced {
@@ -173,7 +193,8 @@ pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
         (_, Some(id)) => disconnect(&path, id, options.force)?,
         _ => {
             let path = path.display();
-            let why = anyhow!("{path} is no device of this program: those are /dev/ublkbN and /dev/nbdN");
+            let why =
+                anyhow!("{path} is no device of this program: those are /dev/ublkbN and /dev/nbdN");
             return Err(Failure::usage(why));
         }
     };
@@ -199,7 +220,9 @@ fn disconnect(path: &Path, id: u32, force: bool) -> anyhow::Result<Option<Pid>> 
     if let Err(e) = device.sync()
         && !force
     {
-        return Err(anyhow!(e).context(format!("{name}: what was written to it cannot be synced (--force drops that)")));
+        return Err(anyhow!(e).context(format!(
+            "{name}: what was written to it cannot be synced (--force drops that)"
+        )));
     }
     device.disconnect().with_context(|| format!("disconnecting {name}"))?;
     Ok(Some(pid))
@@ -222,7 +245,10 @@ fn wait_for(pid: Pid) -> anyhow::Result<()> {
     let start = Instant::now();
     while rustix::process::test_kill_process(pid).is_ok() && serves_one_device(pid) {
         if start.elapsed() > PATIENCE {
-            bail!("the device is gone, but its server, process {}, does not end", pid.as_raw_nonzero());
+            bail!(
+                "the device is gone, but its server, process {}, does not end",
+                pid.as_raw_nonzero()
+            );
         }
         std::thread::sleep(Duration::from_millis(5));
     }

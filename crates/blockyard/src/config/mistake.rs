@@ -1,7 +1,7 @@
 //! Mistakes in a configuration file, as one line for a person.
 //!
-//! In: the file and the error of the TOML parser, which is meant for programmers. Out: the line's number, the key, what is
-//! wrong, and what would be right.
+//! In: the file and the error of the TOML parser, which is meant for programmers. Out: the line's
+//! number, the key, what is wrong, and what would be right.
 
 /// Describes what is wrong, and where.
 pub fn describe(text: &str, error: &toml::de::Error) -> String {
@@ -9,7 +9,9 @@ pub fn describe(text: &str, error: &toml::de::Error) -> String {
     let number = text[..at].matches('\n').count() + 1;
     let line = text.lines().nth(number - 1).unwrap_or_default();
     let message = error.message().trim_end().replace('\n', "; ");
-    if message == "invalid type: map, expected a sequence" && line.trim_start().starts_with("[disk]") {
+    if message == "invalid type: map, expected a sequence"
+        && line.trim_start().starts_with("[disk]")
+    {
         return format!("line {number}: [disk] is one table, and disks are a list: write [[disk]]");
     }
     if let Some(unknown) = message.strip_prefix("unknown field `") {
@@ -17,7 +19,9 @@ pub fn describe(text: &str, error: &toml::de::Error) -> String {
     }
     let what = wrong_type(&message).unwrap_or(message);
     let key = line.split_once('=').map(|(key, _)| key.trim());
-    let is_key = |key: &&str| !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_');
+    let is_key = |key: &&str| {
+        !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_')
+    };
     match key.filter(is_key) {
         Some(key) => format!("line {number}: {key}: {what}"),
         None => format!("line {number}: {what}"),
@@ -53,7 +57,9 @@ fn table_at(text: &str, line: usize) -> &str {
 /// Says in plain words that a value has the wrong type.
 fn wrong_type(message: &str) -> Option<String> {
     let (found, wanted) = message.strip_prefix("invalid type: ")?.split_once(", expected ")?;
-    let value = ["string ", "integer ", "floating point ", "boolean "].iter().find_map(|kind| found.strip_prefix(kind));
+    let value = ["string ", "integer ", "floating point ", "boolean "]
+        .iter()
+        .find_map(|kind| found.strip_prefix(kind));
     let wanted = match wanted {
         "a boolean" | "bool" => "true or false",
         "a string" | "path string" => "a text",
@@ -65,7 +71,8 @@ fn wrong_type(message: &str) -> Option<String> {
     Some(format!("it is {}, and must be {wanted}", value.unwrap_or(found).replace('`', "")))
 }
 
-/// The least number of letters to insert, remove or replace that makes one word the other; two that changed places are one.
+/// The least number of letters to insert, remove or replace that makes one word the other; two that
+/// changed places are one.
 fn distance(one: &str, other: &str) -> usize {
     let (one, other): (Vec<_>, Vec<_>) = (one.chars().collect(), other.chars().collect());
     let mut rows = vec![(0..=other.len()).collect::<Vec<_>>()];

@@ -28,11 +28,18 @@ pub struct Options {
 pub fn run(options: &Options) -> Result<(), Failure> {
     if options.options.iter().any(|list| list == "help") {
         let line = |(key, meaning): &(&str, &str)| format!("  {key:<18}{meaning}\n");
-        return print(&format!("Options that can change:\n{}", KEYS.iter().map(line).collect::<String>()));
+        return print(&format!(
+            "Options that can change:\n{}",
+            KEYS.iter().map(line).collect::<String>()
+        ));
     }
     let file = &options.image.file;
     if format_of(file, options.image.format)? != Format::Qcow2 {
-        return Err(anyhow!("image {}: only qcow2 images have options that can change", file.display()).into());
+        return Err(anyhow!(
+            "image {}: only qcow2 images have options that can change",
+            file.display()
+        )
+        .into());
     }
     let settings = Settings::parse(Format::Qcow2, &options.options).map_err(Failure::usage)?;
     if let Some(other) = settings.keys().find(|key| !KEYS.iter().any(|(known, _)| known == key)) {
@@ -41,7 +48,9 @@ pub fn run(options: &Options) -> Result<(), Failure> {
             "backing_file" | "backing_fmt" => "`image rebase` changes it",
             _ => "`image convert` makes an image that has it",
         };
-        return Err(Failure::usage(anyhow!("option {other} cannot change where the image stands: {instead}")));
+        return Err(Failure::usage(anyhow!(
+            "option {other} cannot change where the image stands: {instead}"
+        )));
     }
     let wanted = Amend {
         version: settings.version().map_err(Failure::usage)?,

@@ -1,4 +1,5 @@
-//! `image bitmap`: persistent bitmaps of a qcow2 image, which record what was written since a backup.
+//! `image bitmap`: persistent bitmaps of a qcow2 image, which record what was written since a
+//! backup.
 
 use std::path::PathBuf;
 
@@ -58,7 +59,8 @@ struct What {
 pub fn run(options: &Options) -> Result<(), Failure> {
     let file = &options.image.file;
     let source = options.source_file.as_ref().unwrap_or(file);
-    let source_format = if options.source_file.is_some() { options.source_format } else { options.image.format };
+    let source_format =
+        if options.source_file.is_some() { options.source_format } else { options.image.format };
     for (path, format) in [(file, options.image.format), (source, source_format)] {
         if format_of(path, format)? != Format::Qcow2 {
             return Err(anyhow!("image {}: only qcow2 images have bitmaps", path.display()).into());
@@ -71,7 +73,8 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     edits.extend(clear.then_some(Edit::Clear));
     for name in merge {
         let name = name.clone();
-        let bits = on_file(source, true, async move |raw| edit::read(&raw, &name).await).map_err(failed)?;
+        let bits = on_file(source, true, async move |raw| edit::read(&raw, &name).await)
+            .map_err(failed)?;
         edits.push(Edit::Merge(bits));
     }
     edits.extend(enable.then_some(Edit::Record(true)));

@@ -1,4 +1,5 @@
-//! `image check`. Exit status: 0 sound, 1 the check failed, 3 corruptions, 4 leaks only, or what opening the image mends.
+//! `image check`. Exit status: 0 sound, 1 the check failed, 3 corruptions, 4 leaks only, or what
+//! opening the image mends.
 
 use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::check::{self, Repair, Report};
@@ -56,7 +57,8 @@ struct Answer {
     format: String,
     #[serde(skip_serializing_if = "is_zero")]
     fragmented_clusters: u64,
-    /// Refcounts and flags that are made right when the image is opened for writing. (qemu-img counts them as corruptions.)
+    /// Refcounts and flags that are made right when the image is opened for writing. (qemu-img
+    /// counts them as corruptions.)
     #[serde(skip_serializing_if = "is_zero")]
     mended_by_opening: u64,
 }
@@ -81,7 +83,11 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             .into());
         }
     };
-    let answer = Answer { filename: options.image.file.display().to_string(), format: format.to_string(), ..answer };
+    let answer = Answer {
+        filename: options.image.file.display().to_string(),
+        format: format.to_string(),
+        ..answer
+    };
     if !options.quiet {
         lines.iter().for_each(output::note);
     }
@@ -92,9 +98,11 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     }
     match &answer {
         Answer { corruptions: 1.., .. } => Ok(3),
-        Answer { check_errors: 1.., .. } => {
-            Err(anyhow::anyhow!("image {}: not all of it could be checked", options.image.file.display()).into())
-        }
+        Answer { check_errors: 1.., .. } => Err(anyhow::anyhow!(
+            "image {}: not all of it could be checked",
+            options.image.file.display()
+        )
+        .into()),
         Answer { leaks: 1.., .. } | Answer { mended_by_opening: 1.., .. } => Ok(4),
         _ => Ok(0),
     }
@@ -138,11 +146,15 @@ fn of_qcow2(options: &Options) -> Result<Found, Failure> {
 
 /// Of a COW file; its clusters are sectors.
 fn of_cow(options: &Options) -> Result<Found, Failure> {
-    let repair = cow::Repair { leaks: options.repair.is_some(), corruptions: options.repair == Some(What::All) };
-    let (found, left) = on_file(&options.image.file, options.repair.is_none(), async move |file| {
-        let found = cow::info(&file).await?;
-        Ok((found, cow::check(&file, repair).await?))
-    })?;
+    let repair = cow::Repair {
+        leaks: options.repair.is_some(),
+        corruptions: options.repair == Some(What::All),
+    };
+    let (found, left) =
+        on_file(&options.image.file, options.repair.is_none(), async move |file| {
+            let found = cow::info(&file).await?;
+            Ok((found, cow::check(&file, repair).await?))
+        })?;
     let leaks = |report: &cow::Report| report.leaked.div_ceil(SECTOR);
     let answer = Answer {
         image_end_offset: left.file_len,
@@ -185,7 +197,10 @@ impl Answer {
             );
         }
         if self.check_errors > 0 {
-            text += &format!("\n{} internal errors have occurred during the check.\n", self.check_errors);
+            text += &format!(
+                "\n{} internal errors have occurred during the check.\n",
+                self.check_errors
+            );
         }
         if self.total_clusters > 0 && self.allocated_clusters > 0 {
             let percent = |part: u64, whole: u64| part as f64 * 100.0 / whole as f64;

@@ -18,8 +18,9 @@ use super::{Folders, Named, cache, failed, new, open, print, size};
 pub struct Options {
     #[command(flatten)]
     image: Named,
-    /// Commit into this image of the chain, not into the next one; implies -d. The images between the two, and all other
-    /// images over that one, are invalid then: throw them away, or rebase them.
+    /// Commit into this image of the chain, not into the next one; implies -d. The images between
+    /// the two, and all other images over that one, are invalid then: throw them away, or rebase
+    /// them.
     #[arg(short, long, value_name = "BASE")]
     base: Option<PathBuf>,
     /// Do not empty the image: it keeps its contents, which are in its backing file too.
@@ -38,12 +39,15 @@ pub struct Options {
 }
 
 fn rate(text: &str) -> Result<u64, String> {
-    size::parse(text).and_then(|rate| if rate > 0 { Ok(rate) } else { Err("it is to be more than 0".into()) })
+    size::parse(text)
+        .and_then(|rate| if rate > 0 { Ok(rate) } else { Err("it is to be more than 0".into()) })
 }
 
 pub fn run(options: &Options) -> Result<(), Failure> {
-    let reading =
-        ChainOptions { cache: options.cache, ..options.folders.reading(&options.image.file, options.image.format) };
+    let reading = ChainOptions {
+        cache: options.cache,
+        ..options.folders.reading(&options.image.file, options.image.format)
+    };
     let looked_at = open(&reading)?;
     let into = base(options, &looked_at)?;
     let (size, format) = (looked_at.size(), looked_at.top().format);
@@ -57,7 +61,8 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     let empty = !options.drop && options.base.is_none();
     // A COW file is written to in any case: see below.
     let read_only = !empty && format != Format::Cow;
-    let committing = ChainOptions { read_only, only_locked: true, commit_into: Some(into), ..reading };
+    let committing =
+        ChainOptions { read_only, only_locked: true, commit_into: Some(into), ..reading };
     let chain = open(&committing)?;
     if chain.describe() != names {
         return Err(anyhow!(
@@ -81,7 +86,11 @@ pub fn run(options: &Options) -> Result<(), Failure> {
 /// Which image of the chain is meant.
 fn base(options: &Options, chain: &Chain) -> Result<usize, Failure> {
     if chain.layers().len() < 2 {
-        return Err(anyhow!("image {}: it has no backing file to commit into", options.image.file.display()).into());
+        return Err(anyhow!(
+            "image {}: it has no backing file to commit into",
+            options.image.file.display()
+        )
+        .into());
     }
     let Some(name) = &options.base else { return Ok(1) };
     let real = |path: &Path| std::fs::canonicalize(path).ok();
@@ -99,7 +108,8 @@ fn base(options: &Options, chain: &Chain) -> Result<usize, Failure> {
     Ok(found.with_context(none)? + 1)
 }
 
-/// Makes an image of the chain as large as the topmost: what is new there is zeroes, as the chain shows it.
+/// Makes an image of the chain as large as the topmost: what is new there is zeroes, as the chain
+/// shows it.
 fn grow(chain: Arc<Chain>, into: usize, size: u64) -> Result<(), Failure> {
     let layer = &chain.layers()[into];
     let mut folders = chain.options().folders.clone();
@@ -111,7 +121,9 @@ fn grow(chain: Arc<Chain>, into: usize, size: u64) -> Result<(), Failure> {
         only_locked: true,
         cache: chain.options().cache,
         folders,
-        overlaid: Overlaid::Below(chain.layers()[..into].iter().map(|above| above.file.path().into()).collect()),
+        overlaid: Overlaid::Below(
+            chain.layers()[..into].iter().map(|above| above.file.path().into()).collect(),
+        ),
         ..ChainOptions::new(layer.file.path())
     };
     let meant = layer.file.id();
@@ -119,7 +131,9 @@ fn grow(chain: Arc<Chain>, into: usize, size: u64) -> Result<(), Failure> {
     drop(chain);
     let opened = open(&alone)?;
     if opened.top().file.id() != meant {
-        return Err(anyhow!("image {}: another file has its name meanwhile", alone.path.display()).into());
+        return Err(
+            anyhow!("image {}: another file has its name meanwhile", alone.path.display()).into()
+        );
     }
     let wanted = NewSize { size, shrink: false, preallocation: Preallocation::Off };
     tools::resize(&opened, wanted).map_err(failed)

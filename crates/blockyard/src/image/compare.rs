@@ -24,7 +24,8 @@ pub struct Options {
     /// The second image's format [default: as its name says].
     #[arg(short = 'F', long = "second-format", visible_alias = "b-format", value_parser = format())]
     second_format: Option<Format>,
-    /// Disks of different sizes are not the same, nor those of which only one knows where it has zeroes.
+    /// Disks of different sizes are not the same, nor those of which only one knows where it has
+    /// zeroes.
     #[arg(short, long)]
     strict: bool,
     #[command(flatten)]
@@ -48,8 +49,13 @@ struct Answer {
 pub fn run(options: &Options) -> Result<u8, Failure> {
     // Status 1 has a meaning of its own here.
     let failed = |e| Failure::with_status(2, e);
-    let open = |path, format| Chain::open(&options.folders.reading(path, format)).map(Arc::new).map_err(failed);
-    let (a, b) = (open(&options.first, options.first_format)?, open(&options.second, options.second_format)?);
+    let open = |path, format| {
+        Chain::open(&options.folders.reading(path, format)).map(Arc::new).map_err(failed)
+    };
+    let (a, b) = (
+        open(&options.first, options.first_format)?,
+        open(&options.second, options.second_format)?,
+    );
     let progress = Arc::<Progress>::default();
     let result = if options.strict && a.size() != b.size() {
         Comparison { differs_at: None, status_differs_at: None, sizes: (a.size(), b.size()) }
@@ -76,11 +82,16 @@ impl Verdict {
         let size_mismatch = result.sizes.0 != result.sizes.1;
         // As qemu-img, which comes to the sizes only when it has come so far.
         let in_both = result.differs_at.is_some_and(|at| at < result.sizes.0.min(result.sizes.1));
-        let warning = if size_mismatch && !in_both { "Warning: Image size mismatch!\n" } else { "" };
+        let warning =
+            if size_mismatch && !in_both { "Warning: Image size mismatch!\n" } else { "" };
         let (identical, text) = match (result.differs_at, result.status_differs_at) {
             _ if strict && size_mismatch => (false, "Strict mode: Image size mismatch!\n".into()),
-            (Some(offset), _) => (false, format!("{warning}Content mismatch at offset {offset}!\n")),
-            (None, Some(offset)) => (false, format!("Strict mode: Offset {offset} block status mismatch!\n")),
+            (Some(offset), _) => {
+                (false, format!("{warning}Content mismatch at offset {offset}!\n"))
+            }
+            (None, Some(offset)) => {
+                (false, format!("Strict mode: Offset {offset} block status mismatch!\n"))
+            }
             (None, None) => (true, format!("{warning}Images are identical.\n")),
         };
         let (offset, status_mismatch) =

@@ -17,7 +17,8 @@ use super::{Folders, cache, failed, format, format_of, open, print, size, thread
 
 #[derive(Args)]
 pub struct Options {
-    /// The images that are read, and the new image. Of several, the new disk has one behind another.
+    /// The images that are read, and the new image. Of several, the new disk has one behind
+    /// another.
     #[arg(value_name = "SOURCE... TARGET", num_args = 1.., required = true)]
     files: Vec<PathBuf>,
     /// The format of all sources [default: as each name says].
@@ -35,7 +36,8 @@ pub struct Options {
     /// Copy the disk as it was when this snapshot (a name or an id) inside the source was taken.
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
-    /// Make the new image an overlay of this one: it gets what differs. A relative name begins at the new image's folder.
+    /// Make the new image an overlay of this one: it gets what differs. A relative name begins at
+    /// the new image's folder.
     #[arg(short = 'B', long, value_name = "NAME")]
     backing: Option<String>,
     /// The backing file's format [default: as its name says].
@@ -75,7 +77,10 @@ impl Options {
 
     fn sources(&self) -> Result<Vec<Part>, Failure> {
         let named = |text: &String| {
-            let (_, name) = text.split_once('=').filter(|(key, _)| key.starts_with("snapshot.")).unwrap_or(("", text));
+            let (_, name) = text
+                .split_once('=')
+                .filter(|(key, _)| key.starts_with("snapshot."))
+                .unwrap_or(("", text));
             name.to_string()
         };
         let all = self.files[..self.files.len() - 1].iter();
@@ -84,7 +89,10 @@ impl Options {
             let snapshot = self.snapshot.as_ref().map(named);
             let chain = open(&ChainOptions { cache: self.source_cache, snapshot, ..reading })?;
             if self.snapshot.is_some() && chain.top().qcow2().is_none() {
-                return Err(Failure::usage(anyhow!("-l: {} is no qcow2 image: it has no snapshots", path.display())));
+                return Err(Failure::usage(anyhow!(
+                    "-l: {} is no qcow2 image: it has no snapshots",
+                    path.display()
+                )));
             }
             Ok(Part::whole(chain))
         })
@@ -94,7 +102,10 @@ impl Options {
 
 pub fn run(options: &Options) -> Result<(), Failure> {
     if options.files.len() < 2 {
-        return Err(Failure::usage(anyhow!("say TARGET, the new image, behind {}", options.target().display())));
+        return Err(Failure::usage(anyhow!(
+            "say TARGET, the new image, behind {}",
+            options.target().display()
+        )));
     }
     let format = format_of(options.target(), options.target_format)?;
     if let Some(help) = settings::help(format, &options.options) {
@@ -102,10 +113,17 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     }
     let settings = Settings::parse(format, &options.options).map_err(Failure::usage)?;
     if options.compress && (format != Format::Qcow2 || settings.has("data_file")) {
-        return Err(Failure::usage(anyhow!("compressed clusters are qcow2's alone, and not in external data files")));
+        return Err(Failure::usage(anyhow!(
+            "compressed clusters are qcow2's alone, and not in external data files"
+        )));
     }
     let source = options.sources()?;
-    let backing = Backing::find(options.backing.as_deref(), options.backing_format, &settings, options.target());
+    let backing = Backing::find(
+        options.backing.as_deref(),
+        options.backing_format,
+        &settings,
+        options.target(),
+    );
     let backing = backing.map_err(Failure::usage)?;
     if options.no_create {
         return copy(options, &source, OpenedFiles::default(), format, backing.as_ref(), false);
@@ -113,15 +131,17 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     let (mut sources, mut chain) = (Sources::default(), None);
     source.iter().for_each(|part| sources.add_chain(&part.chain));
     match &backing {
-        Some(backing) if options.force => chain = Some(backing.chain(&options.folders, options.target())?),
+        Some(backing) if options.force => {
+            chain = Some(backing.chain(&options.folders, options.target())?)
+        }
         Some(backing) => {
             backing.size(&options.folders)?;
         }
         None => {}
     }
     chain.iter().for_each(|chain| sources.add_chain(chain));
-    let new =
-        new::plan(&settings, tools::size_of(&source), backing.as_ref(), options.target()).map_err(Failure::usage)?;
+    let new = new::plan(&settings, tools::size_of(&source), backing.as_ref(), options.target())
+        .map_err(Failure::usage)?;
     let mut file = NewFile::create(options.target(), options.force, &sources)?;
     file.make(new, &sources)?;
     // What a device holds is anything.
@@ -153,7 +173,11 @@ fn copy(
     })?;
     let (has, needs) = (target.size(), tools::size_of(source));
     if has < needs {
-        return Err(anyhow!("{} has {has} bytes, and {needs} are needed", options.target().display()).into());
+        return Err(anyhow!(
+            "{} has {has} bytes, and {needs} are needed",
+            options.target().display()
+        )
+        .into());
     }
     let how = ConvertOptions {
         threads: threads(),
@@ -163,6 +187,7 @@ fn copy(
         fresh,
     };
     let progress = Arc::<Progress>::default();
-    let work = || tools::convert(source, &target, &how, &progress).and_then(|()| tools::close(&target));
+    let work =
+        || tools::convert(source, &target, &how, &progress).and_then(|()| tools::close(&target));
     options.show.during(&progress, work).map_err(failed)
 }

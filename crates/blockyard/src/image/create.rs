@@ -25,7 +25,8 @@ pub struct Options {
     /// Options of the format, key=value,...; -o help lists them.
     #[arg(short = 'o', long = "options", value_name = "LIST")]
     options: Vec<String>,
-    /// The image is an overlay of this one, which stays as it is; a relative name begins at the new image's folder.
+    /// The image is an overlay of this one, which stays as it is; a relative name begins at the new
+    /// image's folder.
     #[arg(short, long, value_name = "NAME")]
     backing: Option<String>,
     /// The backing file's format [default: as its name says].
@@ -50,7 +51,8 @@ pub fn run(options: &Options) -> Result<(), Failure> {
         return print(&help);
     }
     let settings = Settings::parse(format, &options.options).map_err(Failure::usage)?;
-    let backing = Backing::find(options.backing.as_deref(), options.backing_format, &settings, &options.file);
+    let backing =
+        Backing::find(options.backing.as_deref(), options.backing_format, &settings, &options.file);
     let backing = backing.map_err(Failure::usage)?;
     let said = match options.size {
         None => settings.size("size").map_err(Failure::usage)?,
@@ -62,9 +64,12 @@ pub fn run(options: &Options) -> Result<(), Failure> {
             said.unwrap_or(size)
         }
         (_, Some(size)) => size,
-        (_, None) => return Err(Failure::usage(anyhow::anyhow!("{}: say its size", options.file.display()))),
+        (_, None) => {
+            return Err(Failure::usage(anyhow::anyhow!("{}: say its size", options.file.display())));
+        }
     };
-    let plan = new::plan(&settings, size, backing.as_ref(), &options.file).map_err(Failure::usage)?;
+    let plan =
+        new::plan(&settings, size, backing.as_ref(), &options.file).map_err(Failure::usage)?;
     let (mut sources, mut chain) = (Sources::default(), None);
     if let Some(backing) = backing.as_ref().filter(|_| options.force) {
         sources.add_path(&backing.path);

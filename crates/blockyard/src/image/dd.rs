@@ -17,8 +17,9 @@ use super::{Folders, Sharing, failed, format, open, size, threads};
 
 #[derive(Args)]
 pub struct Options {
-    /// if=FILE: the image that is read. of=FILE: the new image. bs=SIZE: bytes of a block [default: 512]. count=N: blocks to
-    /// copy [default: to the end of the disk]. skip=N: blocks to leave out before.
+    /// if=FILE: the image that is read. of=FILE: the new image. bs=SIZE: bytes of a block [default:
+    /// 512]. count=N: blocks to copy [default: to the end of the disk]. skip=N: blocks to leave out
+    /// before.
     #[arg(value_name = "if=FILE of=FILE [bs=SIZE] [count=N] [skip=N]", required = true, num_args = 1..)]
     operands: Vec<String>,
     /// The format of the image that is read [default: as its name says].
@@ -48,7 +49,8 @@ struct Operands {
 
 impl Operands {
     fn parse(list: &[String]) -> anyhow::Result<Self> {
-        let (mut source, mut target, mut block, mut count, mut skip) = (None, None, SECTOR, None, 0);
+        let (mut source, mut target, mut block, mut count, mut skip) =
+            (None, None, SECTOR, None, 0);
         for operand in list {
             let (key, value) = operand.split_once('=').unwrap_or((operand, ""));
             let number = || size::parse(value).map_err(|e| anyhow!("{operand}: {e}"));
@@ -58,7 +60,9 @@ impl Operands {
                 "bs" => block = number()?,
                 "count" => count = Some(number()?),
                 "skip" => skip = number()?,
-                _ => anyhow::bail!("\"{operand}\": operands are if=FILE, of=FILE, bs=SIZE, count=N and skip=N"),
+                _ => anyhow::bail!(
+                    "\"{operand}\": operands are if=FILE, of=FILE, bs=SIZE, count=N and skip=N"
+                ),
             }
         }
         anyhow::ensure!(block > 0, "bs=0: a block has one byte at least");
@@ -74,16 +78,21 @@ impl Operands {
 }
 
 pub fn run(options: &Options) -> Result<(), Failure> {
-    let Operands { source, target, block, count, skip } = Operands::parse(&options.operands).map_err(Failure::usage)?;
+    let Operands { source, target, block, count, skip } =
+        Operands::parse(&options.operands).map_err(Failure::usage)?;
     let format = options.target_format;
     let chain = open(&ChainOptions {
         force_share: options.sharing.force_share,
         ..options.folders.reading(&source, options.source_format)
     })?;
     let start = skip.saturating_mul(block).min(chain.size());
-    let end = count.map_or(chain.size(), |count| start.saturating_add(count.saturating_mul(block)).min(chain.size()));
+    let end = count.map_or(chain.size(), |count| {
+        start.saturating_add(count.saturating_mul(block)).min(chain.size())
+    });
     if !start.is_multiple_of(SECTOR) || !end.is_multiple_of(SECTOR) {
-        let what = anyhow!("bytes {start} to {end}: images have whole sectors of {SECTOR} bytes: choose another bs");
+        let what = anyhow!(
+            "bytes {start} to {end}: images have whole sectors of {SECTOR} bytes: choose another bs"
+        );
         return Err(Failure::usage(what));
     }
     let part = Part { chain, range: start..end };
@@ -102,7 +111,8 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     })?;
     let how = ConvertOptions { threads: threads(), fresh, ..ConvertOptions::default() };
     let progress = Arc::<Progress>::default();
-    let work = || tools::convert(&[part], &image, &how, &progress).and_then(|()| tools::close(&image));
+    let work =
+        || tools::convert(&[part], &image, &how, &progress).and_then(|()| tools::close(&image));
     options.show.during(&progress, work).map_err(failed)?;
     Ok(file.finish()?)
 }

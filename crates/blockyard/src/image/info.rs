@@ -59,7 +59,11 @@ fn text(info: &Info) -> String {
         let full = full.map_or(String::new(), |full| format!(" (actual path: {full})"));
         lines.push(format!("backing file: {name}{full}"));
     }
-    lines.extend(info.backing_filename_format.as_ref().map(|format| format!("backing file format: {format}")));
+    lines.extend(
+        info.backing_filename_format
+            .as_ref()
+            .map(|format| format!("backing file format: {format}")),
+    );
     lines.extend(snapshots::lines(&info.snapshots));
     if let Some(specific) = &info.format_specific {
         let data = serde_json::to_value(specific).unwrap_or_default();
@@ -97,7 +101,9 @@ fn bitmaps(name: &str, list: &[Value]) -> Vec<String> {
         lines.push(format!("        [{number}]:"));
         lines.push("            flags:".into());
         let flags = bitmap["flags"].as_array().into_iter().flatten().enumerate();
-        lines.extend(flags.map(|(number, flag)| format!("                [{number}]: {}", text(flag))));
+        lines.extend(
+            flags.map(|(number, flag)| format!("                [{number}]: {}", text(flag))),
+        );
         lines.push(format!("            name: {}", text(&bitmap["name"])));
         lines.push(format!("            granularity: {}", bitmap["granularity"]));
     }

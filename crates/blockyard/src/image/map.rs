@@ -68,7 +68,8 @@ struct Lines<W: Write> {
 impl<W: Write> Lines<W> {
     fn show(&mut self, start: u64, status: &BlockStatus) {
         if self.result.is_ok() {
-            self.result = if self.json { self.object(start, status) } else { self.line(start, status) };
+            self.result =
+                if self.json { self.object(start, status) } else { self.line(start, status) };
             self.begun = true;
         }
     }
@@ -88,7 +89,10 @@ impl<W: Write> Lines<W> {
     fn object(&mut self, start: u64, status: &BlockStatus) -> io::Result<()> {
         let BlockStatus { len, depth, present, zero, data, compressed, offset } = status;
         write!(self.out, "{}", if self.begun { ",\n" } else { "[" })?;
-        write!(self.out, r#"{{ "start": {start}, "length": {len}, "depth": {depth}, "present": {present}, "#)?;
+        write!(
+            self.out,
+            r#"{{ "start": {start}, "length": {len}, "depth": {depth}, "present": {present}, "#
+        )?;
         write!(self.out, r#""zero": {zero}, "data": {data}, "compressed": {compressed}"#)?;
         if let Some(offset) = offset {
             write!(self.out, r#", "offset": {offset}"#)?;

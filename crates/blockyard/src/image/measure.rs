@@ -42,7 +42,8 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     if let Some(help) = settings::help(options.target_format, &options.options) {
         return print(&help);
     }
-    let settings = Settings::parse(options.target_format, &options.options).map_err(Failure::usage)?;
+    let settings =
+        Settings::parse(options.target_format, &options.options).map_err(Failure::usage)?;
     let source = options.file.as_ref().map(|file| {
         open(&ChainOptions {
             force_share: options.sharing.force_share,
@@ -59,7 +60,11 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     let backing = Backing::find(None, None, &settings, nowhere).map_err(Failure::usage)?;
     let new = new::plan(&settings, size, backing.as_ref(), nowhere).map_err(Failure::usage)?;
     let measure = tools::measure(&new, source.as_ref()).map_err(failed)?;
-    if options.output.is_json() { print_json(&Value::Object(json(&measure))) } else { print(&text(&measure)) }
+    if options.output.is_json() {
+        print_json(&Value::Object(json(&measure)))
+    } else {
+        print(&text(&measure))
+    }
 }
 
 fn text(measure: &Measure) -> String {

@@ -44,14 +44,15 @@ pub enum Command {
     Create(create::Options),
     /// Say what an image is: its format, size, backing file, features.
     Info(info::Options),
-    /// Find out whether an image is sound, and repair it. Exit status: 0 sound, 1 failed, 3 corrupt, 4 no danger
-    /// to data (leaks, or what opening the image mends).
+    /// Find out whether an image is sound, and repair it. Exit status: 0 sound, 1 failed, 3
+    /// corrupt, 4 no danger to data (leaks, or what opening the image mends).
     Check(check::Options),
     /// Say where the bytes of an image are.
     Map(map::Options),
     /// Say how many bytes a new image would take, empty or with the disk of another one.
     Measure(measure::Options),
-    /// Say whether two images hold the same disk. Exit status: 0 the same, 1 not the same, 2 failed.
+    /// Say whether two images hold the same disk. Exit status: 0 the same, 1 not the same, 2
+    /// failed.
     Compare(compare::Options),
     /// Make a new image of another format, with the same disk.
     Convert(Box<convert::Options>),
@@ -63,7 +64,8 @@ pub enum Command {
     Commit(commit::Options),
     /// Give an overlay another backing file, or none, with the same disk.
     Rebase(rebase::Options),
-    /// Add, remove, clear, merge, enable and disable bitmaps of a qcow2 image, which record what was written.
+    /// Add, remove, clear, merge, enable and disable bitmaps of a qcow2 image, which record what
+    /// was written.
     Bitmap(bitmap::Options),
     /// Change options of a qcow2 image where it stands.
     Amend(amend::Options),
@@ -93,11 +95,13 @@ pub fn run(command: &Command) -> Result<u8, Failure> {
 
 /// Formats by their names.
 pub fn format() -> impl TypedValueParser<Value = Format> {
-    PossibleValuesParser::new(Format::NAMES.map(|(name, _)| name)).try_map(|name| name.parse::<Format>())
+    PossibleValuesParser::new(Format::NAMES.map(|(name, _)| name))
+        .try_map(|name| name.parse::<Format>())
 }
 
 fn cache() -> impl TypedValueParser<Value = CacheMode> {
-    PossibleValuesParser::new(CacheMode::NAMES.map(|(name, _)| name)).try_map(|name| name.parse::<CacheMode>())
+    PossibleValuesParser::new(CacheMode::NAMES.map(|(name, _)| name))
+        .try_map(|name| name.parse::<CacheMode>())
 }
 
 /// The image that a command is about.
@@ -137,7 +141,8 @@ impl Output {
 /// Where backing files may be.
 #[derive(Args)]
 pub struct Folders {
-    /// Backing and data files are opened in this folder and below; may be repeated [default: the image's own folder].
+    /// Backing and data files are opened in this folder and below; may be repeated [default: the
+    /// image's own folder].
     #[arg(long = "backing-folder", value_name = "FOLDER")]
     backing_folders: Vec<PathBuf>,
 }
@@ -145,8 +150,8 @@ pub struct Folders {
 /// Whether to read what another program may write to.
 #[derive(Args)]
 pub struct Sharing {
-    /// Take no lock: also images that are being written to, such as those of a running server. What was changed since its
-    /// last flush may be missing.
+    /// Take no lock: also images that are being written to, such as those of a running server. What
+    /// was changed since its last flush may be missing.
     #[arg(short = 'U', long)]
     force_share: bool,
 }

@@ -12,7 +12,8 @@ use blockyard_image::{Chain, ChainOptions, Format};
 use super::Folders;
 use super::settings::Settings;
 
-/// The clusters from which on an overlay has extended L2 entries by itself: its parts have 2 KiB then.
+/// The clusters from which on an overlay has extended L2 entries by itself: its parts have 2 KiB
+/// then.
 const EXTENDED: u64 = 64 << 10;
 
 /// A backing file, as the command line names it.
@@ -33,7 +34,8 @@ impl Backing {
         settings: &Settings,
         target: &Path,
     ) -> Result<Option<Self>> {
-        let said = settings.text("backing_fmt").map(str::parse::<blockyard_image::Format>).transpose()?;
+        let said =
+            settings.text("backing_fmt").map(str::parse::<blockyard_image::Format>).transpose()?;
         let name = name.or(settings.text("backing_file"));
         name.map(|name| Backing::new(name, format.or(said), target)).transpose()
     }
@@ -43,17 +45,21 @@ impl Backing {
         if name.is_empty() {
             bail!("the backing file's name is empty");
         }
-        let path = if blockyard_nbd::uri::is_uri(name) { name.into() } else { folder(target).join(name) };
+        let path =
+            if blockyard_nbd::uri::is_uri(name) { name.into() } else { folder(target).join(name) };
         let format = format.or_else(|| Format::of_name(&path));
         let format = format.ok_or_else(|| {
-            anyhow!("backing file {name}: its format is not known by its name: say -F raw, qcow2 or cow")
+            anyhow!(
+                "backing file {name}: its format is not known by its name: say -F raw, qcow2 or cow"
+            )
         })?;
         Ok(Backing { name: name.into(), format, path })
     }
 
     /// Bytes of its disk; it must be there, and be what it is said to be.
     pub fn size(&self, folders: &Folders) -> Result<u64> {
-        let options = ChainOptions { no_backing: true, ..folders.reading(&self.path, Some(self.format)) };
+        let options =
+            ChainOptions { no_backing: true, ..folders.reading(&self.path, Some(self.format)) };
         Ok(Chain::open(&options)?.size())
     }
 
@@ -81,7 +87,8 @@ impl Backing {
         }
         let wrong = || format!("backing file {}", self.path.display());
         let stat = std::fs::metadata(&self.path).with_context(wrong)?;
-        // As uml_mkcow and the kernel write it: they would look for a relative name wherever they happen to run.
+        // As uml_mkcow and the kernel write it: they would look for a relative name wherever they
+        // happen to run.
         let path = std::fs::canonicalize(&self.path).with_context(wrong)?;
         Ok((path.to_str().with_context(wrong)?.into(), stat.len(), stat.mtime()))
     }
@@ -112,12 +119,20 @@ pub fn folder(path: &Path) -> &Path {
 }
 
 /// What `settings` ask for; `target` is the image's path. Which external file is to hold its data.
-pub fn plan(settings: &Settings, size: u64, backing: Option<&Backing>, target: &Path) -> Result<NewImage> {
+pub fn plan(
+    settings: &Settings,
+    size: u64,
+    backing: Option<&Backing>,
+    target: &Path,
+) -> Result<NewImage> {
     match settings.format() {
-        Format::Raw if backing.is_some() => bail!("raw images have no backing files: say another format by -O or -f"),
-        Format::Raw => {
-            Ok(NewImage::Raw { size, preallocation: settings.preallocation()?.unwrap_or(Preallocation::Off) })
+        Format::Raw if backing.is_some() => {
+            bail!("raw images have no backing files: say another format by -O or -f")
         }
+        Format::Raw => Ok(NewImage::Raw {
+            size,
+            preallocation: settings.preallocation()?.unwrap_or(Preallocation::Off),
+        }),
         Format::Qcow2 => {
             let options = qcow2(settings, size, backing)?;
             let data = options.data_file.as_ref().map(|name| folder(target).join(name));
@@ -130,14 +145,18 @@ pub fn plan(settings: &Settings, size: u64, backing: Option<&Backing>, target: &
 fn qcow2(settings: &Settings, size: u64, backing: Option<&Backing>) -> Result<CreateOptions> {
     let plain = CreateOptions::new(size);
     let base = match backing {
-        Some(Backing { name, format, .. }) => CreateOptions::overlay(size, name.as_str(), format.to_string()),
+        Some(Backing { name, format, .. }) => {
+            CreateOptions::overlay(size, name.as_str(), format.to_string())
+        }
         None => plain.clone(),
     };
-    let (version, cluster_size) = (settings.version()?.unwrap_or(base.version), settings.size("cluster_size")?);
+    let (version, cluster_size) =
+        (settings.version()?.unwrap_or(base.version), settings.size("cluster_size")?);
     // What was not asked for follows from what was.
     let suits = version >= 3 && cluster_size.is_none_or(|size| size >= EXTENDED);
     let extended_l2 = settings.switch("extended_l2")?.unwrap_or(base.extended_l2 && suits);
-    let default_size = if extended_l2 && backing.is_some() { base.cluster_size } else { plain.cluster_size };
+    let default_size =
+        if extended_l2 && backing.is_some() { base.cluster_size } else { plain.cluster_size };
     Ok(CreateOptions {
         version,
         cluster_size: cluster_size.unwrap_or(default_size),
@@ -165,9 +184,10 @@ fn cow(settings: &Settings, backing: Option<&Backing>) -> Result<NewImage> {
 pub fn describe(path: &Path, new: &NewImage) -> String {
     let (format, text) = match new {
         NewImage::Raw { size, .. } => (Format::Raw, format!("size={size}")),
-        NewImage::Cow { backing, size, version, .. } => {
-            (Format::Cow, format!("version={version} size={size} backing_file={backing} backing_fmt=raw"))
-        }
+        NewImage::Cow { backing, size, version, .. } => (
+            Format::Cow,
+            format!("version={version} size={size} backing_file={backing} backing_fmt=raw"),
+        ),
         NewImage::Qcow2 { options, .. } => (Format::Qcow2, describe_qcow2(options)),
     };
     format!("Formatting '{}', fmt={format} {text}\n", path.display())
@@ -188,5 +208,9 @@ fn describe_qcow2(options: &CreateOptions) -> String {
     if let Some(name) = &options.data_file {
         text += &format!(" data_file={name} data_file_raw={}", switch(options.data_file_raw));
     }
-    text + &format!(" lazy_refcounts={} refcount_bits={}", switch(options.lazy_refcounts), options.refcount_bits)
+    text + &format!(
+        " lazy_refcounts={} refcount_bits={}",
+        switch(options.lazy_refcounts),
+        options.refcount_bits
+    )
 }

@@ -1,11 +1,13 @@
-//! New files: they have no name until they are whole, so that a command that is interrupted or killed leaves nothing.
+//! New files: they have no name until they are whole, so that a command that is interrupted or
+//! killed leaves nothing.
 //!
 //! ```text
 //!   create ─► checks, locks what is to be replaced ─► pending: a file without a name ─► finish: it gets its name
 //! ```
-//! What must hold: nothing that exists is replaced unless the user says so, nor while it is in use, nor if the command itself
-//! reads it; what is to be replaced stays as it is until the new file is whole and durable (a block device: until all
-//! options are checked); the name is durable when the command ends.
+//! What must hold: nothing that exists is replaced unless the user says so, nor while it is in use,
+//! nor if the command itself reads it; what is to be replaced stays as it is until the new file is
+//! whole and durable (a block device: until all options are checked); the name is durable when the
+//! command ends.
 
 mod pending;
 mod unfinished;
@@ -27,11 +29,13 @@ pub struct NewFile {
 }
 
 impl NewFile {
-    /// Begins a file that is to be at `path`. (A block device is taken as it is.) `sources`: what the command reads.
+    /// Begins a file that is to be at `path`. (A block device is taken as it is.) `sources`: what
+    /// the command reads.
     pub fn create(path: &Path, force: bool, sources: &Sources) -> anyhow::Result<Self> {
         sources.refuse(path)?;
-        let image =
-            Pending::create(path, force, || anyhow!("{} exists already: say --force to replace it", path.display()))?;
+        let image = Pending::create(path, force, || {
+            anyhow!("{} exists already: say --force to replace it", path.display())
+        })?;
         Ok(NewFile { image, data: None, force })
     }
 
@@ -46,9 +50,12 @@ impl NewFile {
             if self.image.is_at(data) {
                 bail!("data file {}: it cannot be the image itself", data.display());
             }
-            let exists = || anyhow!("data file {} exists already: say --force to replace it", data.display());
+            let exists = || {
+                anyhow!("data file {} exists already: say --force to replace it", data.display())
+            };
             let pending = Pending::create(data, self.force, exists);
-            self.data = Some(pending.map_err(|e| e.context(format!("data file {}", data.display())))?);
+            self.data =
+                Some(pending.map_err(|e| e.context(format!("data file {}", data.display())))?);
         }
         Ok(tools::create(self.image.path(), &self.files(), new)?)
     }
@@ -58,7 +65,8 @@ impl NewFile {
         OpenedFiles { image: self.image.file(), data: self.data.as_ref().and_then(Pending::file) }
     }
 
-    /// Gives the files their names; their content is durable already. The image comes last: it names the data file.
+    /// Gives the files their names; their content is durable already. The image comes last: it
+    /// names the data file.
     pub fn finish(self) -> anyhow::Result<()> {
         let data = self.data.map(Pending::finish).transpose()?;
         let image = self.image.finish();
@@ -77,7 +85,8 @@ pub struct Sources(Vec<(FileId, PathBuf)>);
 
 impl Sources {
     pub fn add_chain(&mut self, chain: &Chain) {
-        let files = chain.layers().iter().flat_map(|layer| [Some(&layer.file), layer.data.as_ref()]);
+        let files =
+            chain.layers().iter().flat_map(|layer| [Some(&layer.file), layer.data.as_ref()]);
         self.0.extend(files.flatten().filter_map(|file| Some((file.id()?, file.path().into()))));
     }
 
@@ -89,7 +98,11 @@ impl Sources {
         let Ok(id) = FileId::of_path(path) else { return Ok(()) };
         match self.0.iter().find(|(source, _)| *source == id) {
             Some((_, source)) => {
-                bail!("{} cannot be replaced: the command reads it, as {}", path.display(), source.display())
+                bail!(
+                    "{} cannot be replaced: the command reads it, as {}",
+                    path.display(),
+                    source.display()
+                )
             }
             None => Ok(()),
         }
@@ -101,7 +114,10 @@ fn same_place(a: &Path, b: &Path) -> bool {
     let folder_of = |path| FileId::of_path(folder(path)).ok();
     match (FileId::of_path(a), FileId::of_path(b)) {
         (Ok(a), Ok(b)) => a == b,
-        (Err(_), Err(_)) => a.file_name() == b.file_name() && folder_of(a).is_some_and(|id| Some(id) == folder_of(b)),
+        (Err(_), Err(_)) => {
+            a.file_name() == b.file_name()
+                && folder_of(a).is_some_and(|id| Some(id) == folder_of(b))
+        }
         _ => false,
     }
 }

@@ -70,7 +70,9 @@ impl Show {
 fn bar(face: Face) -> ProgressBar {
     let bar = if face == Face::Bar { ProgressBar::new(0) } else { ProgressBar::hidden() };
     let shape = "{wide_bar} {percent:>3}% {decimal_bytes_per_sec:>11} {eta:>4}";
-    bar.set_style(ProgressStyle::with_template(shape).unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar.set_style(
+        ProgressStyle::with_template(shape).unwrap_or_else(|_| ProgressStyle::default_bar()),
+    );
     bar
 }
 

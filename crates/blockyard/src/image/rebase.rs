@@ -17,14 +17,15 @@ use super::{Folders, Named, cache, failed, format, format_of, open, threads};
 pub struct Options {
     #[command(flatten)]
     image: Named,
-    /// The new backing file; a relative name begins at the image's folder. An empty name: none, the image gets all there is.
+    /// The new backing file; a relative name begins at the image's folder. An empty name: none, the
+    /// image gets all there is.
     #[arg(short, long, value_name = "NAME")]
     backing: String,
     /// The backing file's format [default: as its name says].
     #[arg(short = 'F', long, value_parser = format())]
     backing_format: Option<Format>,
-    /// Change the name only, for backing files that were moved or renamed: the new one must hold what the old one held, or
-    /// the disk is another one. Neither has to be there.
+    /// Change the name only, for backing files that were moved or renamed: the new one must hold
+    /// what the old one held, or the disk is another one. Neither has to be there.
     #[arg(short = 'u', long = "unsafe")]
     only_name: bool,
     /// Compress the clusters that the image takes up whole (qcow2).
@@ -46,12 +47,18 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     let format = format_of(&options.image.file, options.image.format)?;
     let backing = match options.backing.as_str() {
         "" => None,
-        name => Some(Backing::new(name, options.backing_format, &options.image.file).map_err(Failure::usage)?),
+        name => Some(
+            Backing::new(name, options.backing_format, &options.image.file)
+                .map_err(Failure::usage)?,
+        ),
     };
-    let wrong = |what: &str| Failure::from(anyhow!("image {}: {what}", options.image.file.display()));
+    let wrong =
+        |what: &str| Failure::from(anyhow!("image {}: {what}", options.image.file.display()));
     let new = match (format, &backing) {
         (Format::Raw, _) => return Err(wrong("raw images have no backing files")),
-        (Format::Cow, None) => return Err(wrong("a cow image has a backing file: convert it to have none")),
+        (Format::Cow, None) => {
+            return Err(wrong("a cow image has a backing file: convert it to have none"));
+        }
         (Format::Cow, Some(backing)) => {
             let (name, size, mtime) = backing.of_cow()?;
             NewBacking::Cow { name, size, mtime }
@@ -68,8 +75,11 @@ pub fn run(options: &Options) -> Result<(), Failure> {
         return Err(Failure::usage(anyhow!("-c: compressed clusters are qcow2's alone")));
     }
     if options.only_name {
-        tools::set_backing(&Arc::new(tools::open_file(&options.image.file, false).map_err(failed)?), new)
-            .map_err(failed)?;
+        tools::set_backing(
+            &Arc::new(tools::open_file(&options.image.file, false).map_err(failed)?),
+            new,
+        )
+        .map_err(failed)?;
     } else {
         safely(options, backing.as_ref(), new)?;
     }
@@ -91,13 +101,22 @@ fn safely(options: &Options, backing: Option<&Backing>, new: NewBacking) -> Resu
     if let (NewBacking::Cow { .. }, Some(base)) = (&new, &base)
         && base.size() != chain.size()
     {
-        let what =
-            format!("{} bytes, and a cow image's backing file is as large as its disk: {}", base.size(), chain.size());
-        return Err(anyhow!("image {}: the new backing file has {what}", options.image.file.display()).into());
+        let what = format!(
+            "{} bytes, and a cow image's backing file is as large as its disk: {}",
+            base.size(),
+            chain.size()
+        );
+        return Err(anyhow!(
+            "image {}: the new backing file has {what}",
+            options.image.file.display()
+        )
+        .into());
     }
     let header = chain.top().qcow2().map(|shared| shared.header());
     if options.compress && header.as_ref().is_some_and(|header| header.has_data_file()) {
-        return Err(Failure::usage(anyhow!("-c: clusters in an external data file cannot be compressed")));
+        return Err(Failure::usage(anyhow!(
+            "-c: clusters in an external data file cannot be compressed"
+        )));
     }
     if header.is_some_and(|header| header.raw_data_file()) {
         return Err(anyhow!(
@@ -114,8 +133,10 @@ fn safely(options: &Options, backing: Option<&Backing>, new: NewBacking) -> Resu
 }
 
 fn open_new(options: &Options, backing: &Backing) -> Result<Arc<Chain>, Failure> {
-    let base =
-        open(&ChainOptions { cache: options.source_cache, ..backing.reading(&options.folders, &options.image.file) })?;
+    let base = open(&ChainOptions {
+        cache: options.source_cache,
+        ..backing.reading(&options.folders, &options.image.file)
+    })?;
     let own = FileId::of_path(&options.image.file).ok();
     if own.is_some() && base.layers().iter().any(|layer| layer.file.id() == own) {
         let (name, file) = (&backing.name, options.image.file.display());

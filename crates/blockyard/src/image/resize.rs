@@ -20,7 +20,8 @@ pub struct Options {
     /// The disk may become smaller: what lies beyond its new end is lost.
     #[arg(long)]
     shrink: bool,
-    /// Space that is taken for what is new: off, metadata (qcow2's tables), falloc, or full (zeroes are written).
+    /// Space that is taken for what is new: off, metadata (qcow2's tables), falloc, or full (zeroes
+    /// are written).
     #[arg(long, value_name = "MODE", default_value = "off", value_parser = mode)]
     preallocation: Preallocation,
     /// Print nothing but errors.
@@ -51,7 +52,8 @@ fn mode(text: &str) -> Result<Preallocation, String> {
 
 pub fn run(options: &Options) -> Result<(), Failure> {
     let reading = options.folders.reading(&options.image.file, options.image.format);
-    let chain = open(&ChainOptions { read_only: false, only_locked: true, cut_outside: true, ..reading })?;
+    let chain =
+        open(&ChainOptions { read_only: false, only_locked: true, cut_outside: true, ..reading })?;
     let old = chain.size();
     let new = match options.size {
         Change::To(size) => Some(size),
@@ -59,8 +61,9 @@ pub fn run(options: &Options) -> Result<(), Failure> {
         Change::Fewer(fewer) => old.checked_sub(fewer),
     };
     let wrong = |what: String| anyhow!("image {}: {what}", options.image.file.display());
-    let size =
-        new.filter(|&size| size > 0).ok_or_else(|| wrong(format!("it has {old} bytes: that cannot be its size")))?;
+    let size = new
+        .filter(|&size| size > 0)
+        .ok_or_else(|| wrong(format!("it has {old} bytes: that cannot be its size")))?;
     if !size.is_multiple_of(SECTOR) {
         return Err(wrong(format!("{size} bytes are no whole sectors of {SECTOR}")).into());
     }

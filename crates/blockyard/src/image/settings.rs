@@ -23,7 +23,8 @@ const QCOW2: [(&str, &str); 12] = [
     ("data_file_raw", "on or off: the data file reads as the disk by itself [default: off]"),
     ("preallocation", "off, metadata, falloc or full [default: off]"),
 ];
-const RAW: [(&str, &str); 2] = [("size", "bytes of the disk"), ("preallocation", "off, falloc or full [default: off]")];
+const RAW: [(&str, &str); 2] =
+    [("size", "bytes of the disk"), ("preallocation", "off, falloc or full [default: off]")];
 const COW: [(&str, &str); 4] = [
     ("backing_file", "as -b"),
     ("backing_fmt", "as -F: raw"),
@@ -50,7 +51,12 @@ fn keys(format: Format) -> &'static [(&'static str, &'static str)] {
 pub fn help(format: Format, lists: &[String]) -> Option<String> {
     let asked = lists.iter().any(|list| matches!(list.as_str(), "help" | "list" | "?"));
     let line = |(key, meaning): &(&str, &str)| format!("  {key:<18}{meaning}\n");
-    asked.then(|| format!("Options of {format} images:\n{}", keys(format).iter().map(line).collect::<String>()))
+    asked.then(|| {
+        format!(
+            "Options of {format} images:\n{}",
+            keys(format).iter().map(line).collect::<String>()
+        )
+    })
 }
 
 impl Settings {
@@ -87,7 +93,12 @@ impl Settings {
         self.left.iter().find(|(other, _)| other == key).map(|(_, value)| value.as_str())
     }
 
-    fn value<T>(&self, key: &str, parse: impl FnOnce(&str) -> Option<T>, wanted: &str) -> Result<Option<T>> {
+    fn value<T>(
+        &self,
+        key: &str,
+        parse: impl FnOnce(&str) -> Option<T>,
+        wanted: &str,
+    ) -> Result<Option<T>> {
         let Some(text) = self.text(key) else { return Ok(None) };
         parse(text).map(Some).ok_or_else(|| anyhow!("option {key}=\"{text}\": it is {wanted}"))
     }
@@ -164,13 +175,20 @@ mod tests {
     #[test]
     fn commas_separate_and_doubled_ones_do_not() {
         assert_eq!(split("a=1,b,c=x,,y,"), ["a=1", "b", "c=x,y"]);
-        let lists = ["cluster_size=4k,lazy_refcounts".to_string(), "cluster_size=2M,data_file=a,,b".into()];
+        let lists =
+            ["cluster_size=4k,lazy_refcounts".to_string(), "cluster_size=2M,data_file=a,,b".into()];
         let settings = Settings::parse(Format::Qcow2, &lists).unwrap();
         assert_eq!(settings.size("cluster_size").unwrap(), Some(2 << 20));
         assert_eq!(settings.switch("lazy_refcounts").unwrap(), Some(true));
         assert_eq!((settings.text("data_file"), settings.has("compat")), (Some("a,b"), false));
-        assert!(Settings::parse(Format::Raw, &lists).unwrap_err().to_string().contains("no option \"cluster_size\""));
-        let wrong = Settings::parse(Format::Qcow2, &["compat=2".into()]).unwrap().version().unwrap_err();
+        assert!(
+            Settings::parse(Format::Raw, &lists)
+                .unwrap_err()
+                .to_string()
+                .contains("no option \"cluster_size\"")
+        );
+        let wrong =
+            Settings::parse(Format::Qcow2, &["compat=2".into()]).unwrap().version().unwrap_err();
         assert_eq!(wrong.to_string(), "option compat=\"2\": it is 0.10 or 1.1");
     }
 }

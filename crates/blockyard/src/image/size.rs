@@ -2,7 +2,8 @@
 
 /// `10G`, `1.5T`, `512` (bytes).
 pub fn parse(text: &str) -> Result<u64, String> {
-    let bad = || format!("\"{text}\" is no size: a number, and k, M, G, T, P or E for powers of 1024");
+    let bad =
+        || format!("\"{text}\" is no size: a number, and k, M, G, T, P or E for powers of 1024");
     let (number, unit) = match text.find(|c: char| c.is_ascii_alphabetic()) {
         Some(at) => text.split_at(at),
         None => (text, ""),
@@ -27,7 +28,8 @@ pub fn parse(text: &str) -> Result<u64, String> {
     let fraction: f64 = format!("0.{fraction}").parse().map_err(|_| bad())?;
     let part = (fraction * (1u64 << shift) as f64) as u64;
     let size = whole.checked_mul(1 << shift).and_then(|bytes| bytes.checked_add(part));
-    size.filter(|bytes| *bytes <= i64::MAX as u64).ok_or_else(|| format!("\"{text}\" is larger than a file can be"))
+    size.filter(|bytes| *bytes <= i64::MAX as u64)
+        .ok_or_else(|| format!("\"{text}\" is larger than a file can be"))
 }
 
 /// Three digits and a unit: `1.25 MiB`.
@@ -44,7 +46,8 @@ pub fn human(bytes: u64) -> String {
         _ => 0,
     };
     let text = format!("{value:.decimals$}");
-    let text = if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
+    let text =
+        if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
     format!("{text} {}", UNITS[unit])
 }
 
@@ -54,14 +57,32 @@ mod tests {
 
     #[test]
     fn sizes_are_read() {
-        for (text, bytes) in
-            [("0", 0), ("512", 512), ("1b", 1), ("64k", 65536), ("1.5G", 3 << 29), ("2T", 2 << 40), ("0.5k", 512)]
-        {
+        for (text, bytes) in [
+            ("0", 0),
+            ("512", 512),
+            ("1b", 1),
+            ("64k", 65536),
+            ("1.5G", 3 << 29),
+            ("2T", 2 << 40),
+            ("0.5k", 512),
+        ] {
             assert_eq!(parse(text), Ok(bytes), "{text}");
         }
-        for text in
-            ["", "k", "-1", "+1", "1x", "1 k", "1kk", ".5k", "1.", "1e3", "8E", "99999999999999999999", "1.5.5k"]
-        {
+        for text in [
+            "",
+            "k",
+            "-1",
+            "+1",
+            "1x",
+            "1 k",
+            "1kk",
+            ".5k",
+            "1.",
+            "1e3",
+            "8E",
+            "99999999999999999999",
+            "1.5.5k",
+        ] {
             assert!(parse(text).is_err(), "{text}");
         }
     }

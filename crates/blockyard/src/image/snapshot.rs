@@ -44,13 +44,19 @@ struct What {
 
 pub fn run(options: &Options) -> Result<(), Failure> {
     if format_of(&options.image.file, options.image.format)? != Format::Qcow2 {
-        return Err(anyhow!("image {}: only qcow2 images have snapshots", options.image.file.display()).into());
+        return Err(anyhow!(
+            "image {}: only qcow2 images have snapshots",
+            options.image.file.display()
+        )
+        .into());
     }
     let file = &options.image.file;
     let done = match &options.what {
         What { create: Some(name), .. } => {
             let (name, now) = (name.clone(), SystemTime::UNIX_EPOCH.elapsed()?);
-            on_file(file, false, async move |raw| snapshot::create(&raw, &name, now).await.map(|_| ()))
+            on_file(file, false, async move |raw| {
+                snapshot::create(&raw, &name, now).await.map(|_| ())
+            })
         }
         What { apply: Some(name), .. } => {
             let name = name.clone();
@@ -61,7 +67,8 @@ pub fn run(options: &Options) -> Result<(), Failure> {
             on_file(file, false, async move |raw| snapshot::delete(&raw, &name).await)
         }
         What { .. } => {
-            let list = on_file(file, true, async move |raw| snapshot::list(&raw).await).map_err(failed)?;
+            let list =
+                on_file(file, true, async move |raw| snapshot::list(&raw).await).map_err(failed)?;
             return show(options, &list);
         }
     };

@@ -39,10 +39,16 @@ impl Told {
     }
 
     fn line(&self) -> String {
-        let [year, month, day, hour, minute, second] = local_time(self.date_sec.into()).unwrap_or_default();
+        let [year, month, day, hour, minute, second] =
+            local_time(self.date_sec.into()).unwrap_or_default();
         let date = format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02}");
         let (seconds, milliseconds) = (self.vm_clock_sec, self.vm_clock_nsec / 1_000_000);
-        let clock = format!("{:04}:{:02}:{:02}.{milliseconds:03}", seconds / 3600, seconds / 60 % 60, seconds % 60);
+        let clock = format!(
+            "{:04}:{:02}:{:02}.{milliseconds:03}",
+            seconds / 3600,
+            seconds / 60 % 60,
+            seconds % 60
+        );
         let icount = self.icount.map_or("--".into(), |count| count.to_string());
         row(&self.id, &self.name, &size::human(self.vm_state_size), &date, &clock, &icount)
     }

@@ -10,7 +10,9 @@ struct Told {
 
 impl Write for Told {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.seen.send(String::from_utf8_lossy(bytes).into_owned()).map_err(|_| io::ErrorKind::BrokenPipe)?;
+        self.seen
+            .send(String::from_utf8_lossy(bytes).into_owned())
+            .map_err(|_| io::ErrorKind::BrokenPipe)?;
         match self.answers.recv() {
             Ok(Ok(())) => Ok(bytes.len()),
             Ok(Err(errno)) => Err(io::Error::from_raw_os_error(errno)),
@@ -44,7 +46,10 @@ fn a_stream_that_is_not_read_holds_nobody_up_and_the_loss_is_counted() {
     }
     assert!(!queue.flush(Duration::ZERO), "and a flush gives up");
     answer.send(Ok(())).unwrap();
-    assert_eq!(written.recv().unwrap(), "blockyard: 7 messages dropped, because of the test: it was not read\n");
+    assert_eq!(
+        written.recv().unwrap(),
+        "blockyard: 7 messages dropped, because of the test: it was not read\n"
+    );
     answer.send(Ok(())).unwrap();
     assert_eq!(written.recv().unwrap().len(), QUEUED);
     answer.send(Ok(())).unwrap();

@@ -1,5 +1,5 @@
-//! The options of one disk, on the command line and in the configuration file. They are one struct, so that they cannot
-//! drift apart.
+//! The options of one disk, on the command line and in the configuration file. They are one struct,
+//! so that they cannot drift apart.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -25,53 +25,56 @@ with_knobs! {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskArgs {
     /// The image: a file, a block device, an NBD server's export (nbd://HOST[:PORT]/EXPORT or
-    /// nbd+unix:///EXPORT?socket=PATH: docs/remote-images.md), or null:SIZE (forgets writes), ram:SIZE (forgets at exit) or
-    /// delay:SIZE,... (forgets writes, and takes the time that a device would take: docs/filters.md).
+    /// nbd+unix:///EXPORT?socket=PATH: docs/remote-images.md), or null:SIZE (forgets writes),
+    /// ram:SIZE (forgets at exit) or delay:SIZE,... (forgets writes, and takes the time that a
+    /// device would take: docs/filters.md).
     #[arg(value_name = "IMAGE", required = false)]
     pub image: PathBuf,
 
-    /// Offer the disk to a virtual machine on this Unix socket; fd:N or fd:NAME takes one that is inherited (systemd).
+    /// Offer the disk to a virtual machine on this Unix socket; fd:N or fd:NAME takes one that is
+    /// inherited (systemd).
     #[arg(long, value_name = "SOCKET", help_heading = "Ways in")]
     #[serde(default)]
     pub vhost_user: Option<String>,
 
-    /// Offer the disk by NBD: unix:PATH, tcp:HOST:PORT, or fd:N or fd:NAME for a socket that is inherited (systemd). Several
-    /// disks may share an address.
+    /// Offer the disk by NBD: unix:PATH, tcp:HOST:PORT, or fd:N or fd:NAME for a socket that is
+    /// inherited (systemd). Several disks may share an address.
     #[arg(long, value_name = "ADDRESS", help_heading = "Ways in")]
     #[serde(default, deserialize_with = "values::some_from_text")]
     pub nbd: Option<NbdAddress>,
 
-    /// The export's name, up to 4096 bytes [default: the disk's name]. A client that gives none gets the only export.
+    /// The export's name, up to 4096 bytes [default: the disk's name]. A client that gives none
+    /// gets the only export.
     #[arg(long, value_name = "NAME", help_heading = "Ways in")]
     #[serde(default)]
     pub nbd_name: Option<String>,
 
-    /// The smallest block in bytes that NBD clients are told to use: a power of two up to 4096 [default: 1 for raw images,
-    /// 512 for others].
+    /// The smallest block in bytes that NBD clients are told to use: a power of two up to 4096
+    /// [default: 1 for raw images, 512 for others].
     #[arg(long, value_name = "BYTES", value_parser = nbd::parse_block, help_heading = "Ways in")]
     #[serde(default, deserialize_with = "nbd::block")]
     pub nbd_block_size: Option<u32>,
 
-    /// Make the disk a block device of this host, /dev/ublkbN; which one, N says. What a server of this disk left is taken
-    /// over.
+    /// Make the disk a block device of this host, /dev/ublkbN; which one, N says. What a server of
+    /// this disk left is taken over.
     #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "any", value_parser = values::parse_ublk, help_heading = "Ways in")]
     #[serde(default, deserialize_with = "values::ublk")]
     pub ublk: Option<UblkNumber>,
 
-    /// Give the disk to a guest of Xen as its device, such as 3:xvda for domain number 3. A device of this program that has no
-    /// server any more is taken over.
+    /// Give the disk to a guest of Xen as its device, such as 3:xvda for domain number 3. A device
+    /// of this program that has no server any more is taken over.
     #[arg(long, value_name = "DOMID:DEVICE", help_heading = "Ways in")]
     #[serde(default, deserialize_with = "values::some_from_text")]
     pub xen: Option<XenDevice>,
 
-    /// How the data of a guest of Xen come: map (its pages are mapped), copy (the hypervisor copies them) or auto (mapped if the
-    /// guest uses the same pages again, else copied).
+    /// How the data of a guest of Xen come: map (its pages are mapped), copy (the hypervisor copies
+    /// them) or auto (mapped if the guest uses the same pages again, else copied).
     #[arg(long, default_value = "auto", value_name = "MODE", value_parser = values::parse_xen_data, help_heading = "Ways in")]
     #[serde(default, deserialize_with = "values::from_text")]
     pub xen_data: XenData,
 
-    /// Offer the disk to those NBD clients only whose certificate has this name (a DNS name of it, or its common name). May be
-    /// repeated.
+    /// Offer the disk to those NBD clients only whose certificate has this name (a DNS name of it,
+    /// or its common name). May be repeated.
     #[arg(long, value_name = "NAME", help_heading = "Ways in")]
     #[serde(default)]
     pub tls_allow: Vec<String>,
@@ -81,8 +84,8 @@ pub struct DiskArgs {
     #[serde(default)]
     pub description: Option<String>,
 
-    /// The image's format: raw, qcow2 or cow (User Mode Linux's) [default: what the file's name says, else raw]. It is
-    /// never guessed from what the image holds.
+    /// The image's format: raw, qcow2 or cow (User Mode Linux's) [default: what the file's name
+    /// says, else raw]. It is never guessed from what the image holds.
     #[arg(long, value_name = "FORMAT", value_parser = values::parse_format)]
     #[serde(default, deserialize_with = "values::some_from_text")]
     pub format: Option<Format>,
@@ -92,8 +95,9 @@ pub struct DiskArgs {
     #[serde(default)]
     pub name: Option<String>,
 
-    /// none: O_DIRECT, flushes honoured; writeback: page cache, flushes honoured; writethrough: page cache, every write
-    /// durable; directsync: O_DIRECT, every write durable; unsafe: page cache, flushes ignored.
+    /// none: O_DIRECT, flushes honoured; writeback: page cache, flushes honoured; writethrough:
+    /// page cache, every write durable; directsync: O_DIRECT, every write durable; unsafe: page
+    /// cache, flushes ignored.
     #[arg(long, default_value = "none", value_name = "MODE", value_parser = values::parse_cache)]
     #[serde(default, deserialize_with = "values::from_text")]
     pub cache: CacheMode,
@@ -103,8 +107,8 @@ pub struct DiskArgs {
     #[serde(default)]
     pub read_only: bool,
 
-    /// Bytes of L2 tables kept in memory, of all images of the chain together (suffixes k, M, G); 32k of each at least
-    /// [default: all that there are, at most 32M].
+    /// Bytes of L2 tables kept in memory, of all images of the chain together (suffixes k, M, G);
+    /// 32k of each at least [default: all that there are, at most 32M].
     #[arg(long, value_name = "SIZE", value_parser = values::parse_size)]
     #[serde(default, deserialize_with = "values::size")]
     pub l2_cache: Option<u64>,
@@ -114,8 +118,8 @@ pub struct DiskArgs {
     #[serde(default)]
     pub prime: bool,
 
-    /// Open backing and data files in or below this folder only; an NBD URI in its place allows a server's exports. May be
-    /// repeated [default: the image's own folder].
+    /// Open backing and data files in or below this folder only; an NBD URI in its place allows a
+    /// server's exports. May be repeated [default: the image's own folder].
     #[arg(long = "backing-folder", value_name = "FOLDER")]
     #[serde(default)]
     pub backing_folders: Vec<PathBuf>,
@@ -125,7 +129,8 @@ pub struct DiskArgs {
     #[serde(default = "nbd_patience", deserialize_with = "values::seconds")]
     pub nbd_reconnect: Duration,
 
-    /// How many seconds an NBD server may be silent while it owes an answer, before it counts as gone.
+    /// How many seconds an NBD server may be silent while it owes an answer, before it counts as
+    /// gone.
     #[arg(long, default_value = "30", value_name = "SECONDS", value_parser = values::parse_seconds)]
     #[serde(default = "nbd_patience", deserialize_with = "values::seconds")]
     pub nbd_timeout: Duration,
@@ -135,8 +140,8 @@ pub struct DiskArgs {
     #[serde(default)]
     pub copy_on_read: bool,
 
-    /// Write to the image although a live snapshot has put an overlay on it. The overlay, and all that was written to it, is
-    /// given up.
+    /// Write to the image although a live snapshot has put an overlay on it. The overlay, and all
+    /// that was written to it, is given up.
     #[arg(long)]
     #[serde(default)]
     pub abandon_overlay: bool,
@@ -146,7 +151,8 @@ pub struct DiskArgs {
     #[serde(default = "values::one", deserialize_with = "values::queues")]
     pub queues: u16,
 
-    /// Entries expected in each queue, which bounds the segments of one request: 4 to 32768, a power of two.
+    /// Entries expected in each queue, which bounds the segments of one request: 4 to 32768, a
+    /// power of two.
     #[arg(long, default_value_t = 128, value_name = "N", value_parser = values::parse_queue_size)]
     #[serde(default = "default_queue_size", deserialize_with = "values::queue_size")]
     pub queue_size: u16,
@@ -156,38 +162,40 @@ pub struct DiskArgs {
     #[serde(default)]
     pub serial: Option<String>,
 
-    /// What to do when a queue is empty, or NBD clients ask for nothing: auto (sleep, look again or gather kicks, whichever
-    /// proves best), off (sleep), or microseconds for which to look again.
+    /// What to do when a queue is empty, or NBD clients ask for nothing: auto (sleep, look again or
+    /// gather kicks, whichever proves best), off (sleep), or microseconds for which to look again.
     #[arg(long, default_value = "auto", value_name = "MODE", value_parser = values::parse_poll)]
     #[serde(default = "auto_poll", deserialize_with = "values::poll")]
     pub poll: PollMode,
 
-    /// How long completions may be gathered before the guest is told: auto (for User Mode Linux only), off, or
-    /// microseconds.
+    /// How long completions may be gathered before the guest is told: auto (for User Mode Linux
+    /// only), off, or microseconds.
     #[arg(long, default_value = "auto", value_name = "MODE", value_parser = values::parse_coalesce)]
     #[serde(default = "auto_coalesce", deserialize_with = "values::coalesce")]
     pub coalesce: Coalesce,
 
-    /// Offer kicks and calls by message instead of eventfds: User Mode Linux in simulated time (time-travel=ext) needs it,
-    /// and it is slow.
+    /// Offer kicks and calls by message instead of eventfds: User Mode Linux in simulated time
+    /// (time-travel=ext) needs it, and it is slow.
     #[arg(long)]
     #[serde(default)]
     pub in_band_notifications: bool,
 
-    /// Pin all of the guest's memory and register it with io_uring, which saves the kernel work for each request. Never
-    /// for guests that give memory back (ballooning, free page reporting, virtio-mem): they would read wrong data.
+    /// Pin all of the guest's memory and register it with io_uring, which saves the kernel work for
+    /// each request. Never for guests that give memory back (ballooning, free page reporting,
+    /// virtio-mem): they would read wrong data.
     #[arg(long)]
     #[serde(default)]
     pub pin_memory: bool,
 
-    /// Accept guest memory in files whose pages another process can withhold (FUSE, network file systems, overlayfs, device
-    /// files). Such a process can stop this reactor, and every disk on it, for as long as it likes.
+    /// Accept guest memory in files whose pages another process can withhold (FUSE, network file
+    /// systems, overlayfs, device files). Such a process can stop this reactor, and every disk on
+    /// it, for as long as it likes.
     #[arg(long)]
     #[serde(default)]
     pub allow_any_memory_file: bool,
 
-    /// What becomes of a front end that connects while another one is served: wait (until the other one is gone) or refuse
-    /// (its connection is closed). The log names it either way.
+    /// What becomes of a front end that connects while another one is served: wait (until the other
+    /// one is gone) or refuse (its connection is closed). The log names it either way.
     #[arg(long, default_value = "wait", value_name = "MODE", value_parser = values::parse_second_client, help_heading = "Ways in")]
     #[serde(default, deserialize_with = "values::second_client")]
     pub second_client: SecondClient,
@@ -198,7 +206,8 @@ pub struct DiskArgs {
     #[serde(default, deserialize_with = "values::filters")]
     pub filters: Vec<blockyard_disk::Filter>,
 
-    /// The device that the disk shares with others, in the place of the one on which its image lies: any name.
+    /// The device that the disk shares with others, in the place of the one on which its image
+    /// lies: any name.
     #[arg(long, value_name = "NAME", help_heading = "Share and limits")]
     #[serde(default)]
     pub device: Option<String>,
@@ -255,7 +264,8 @@ impl DiskArgs {
         self.name.clone().unwrap_or_else(|| path().to_string_lossy().into_owned())
     }
 
-    /// Tells the image's file from another one that gets its path later. None: the disk has a name, or the image is no file.
+    /// Tells the image's file from another one that gets its path later. None: the disk has a name,
+    /// or the image is no file.
     pub fn file_identity(&self) -> Option<u64> {
         if self.name.is_some() {
             return None;
@@ -266,13 +276,14 @@ impl DiskArgs {
         Some(file.ino() ^ born.unwrap_or_default().as_nanos() as u64)
     }
 
-    /// The format that is told, or that the image's name says. Other names mean raw, unless they are those of formats that
-    /// are not served.
+    /// The format that is told, or that the image's name says. Other names mean raw, unless they
+    /// are those of formats that are not served.
     pub fn format(&self) -> Result<Format, String> {
         if let Some(format) = self.format.or_else(|| Format::of_name(&self.image)) {
             return Ok(format);
         }
-        let extension = self.image.extension().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+        let extension =
+            self.image.extension().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
         if matches!(extension.as_str(), "vmdk" | "vdi" | "vhd" | "vhdx") {
             return Err(format!(
                 "image {}: its name says {extension}, which is not served; --format raw serves the file's bytes as they are",

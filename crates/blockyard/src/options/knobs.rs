@@ -1,7 +1,9 @@
-//! The knobs of a share, on the command line and in the configuration: of a disk, and of a group of disks.
+//! The knobs of a share, on the command line and in the configuration: of a disk, and of a group of
+//! disks.
 //!
-//! In: options, or keys of a `[[disk]]` or `[group.NAME]` table. Out: [`Knobs`], and what else of a disk there is, for only a
-//! change of that needs the disk closed. What must hold: disks and groups, options and keys, have the same knobs.
+//! In: options, or keys of a `[[disk]]` or `[group.NAME]` table. Out: [`Knobs`], and what else of a
+//! disk there is, for only a change of that needs the disk closed. What must hold: disks and
+//! groups, options and keys, have the same knobs.
 
 use std::time::Duration;
 
@@ -11,8 +13,8 @@ use serde::{Deserialize, Deserializer};
 
 use super::values::parsed;
 
-/// A struct of options, with the knobs as further fields. (Were they a struct inside, with serde's `flatten`, mistakes in a
-/// file would lose their line.)
+/// A struct of options, with the knobs as further fields. (Were they a struct inside, with serde's
+/// `flatten`, mistakes in a file would lose their line.)
 macro_rules! with_knobs {
     ($(#[$meta:meta])* pub struct $name:ident { $($fields:tt)* }) => {
         $(#[$meta])*
@@ -37,8 +39,8 @@ macro_rules! with_knobs {
             #[serde(default, deserialize_with = "crate::options::knobs::reserve")]
             pub reserve_bps: Option<u64>,
 
-            /// Never more requests a second: RATE, or RATE,max=RATE,length=SECONDS, with so many for so long after a time
-            /// of less (suffixes k, M, G, T: powers of 1024).
+            /// Never more requests a second: RATE, or RATE,max=RATE,length=SECONDS, with so many
+            /// for so long after a time of less (suffixes k, M, G, T: powers of 1024).
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub iops: Option<blockyard_sched::Limit>,
@@ -68,8 +70,8 @@ macro_rules! with_knobs {
             #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub bps_write: Option<blockyard_sched::Limit>,
 
-            /// The mean service time that others must leave, at the cost of their shares, to who asks for no more than the
-            /// own one: a number and us, ms or s.
+            /// The mean service time that others must leave, at the cost of their shares, to who
+            /// asks for no more than the own one: a number and us, ms or s.
             #[arg(long, value_name = "TIME", value_parser = crate::options::knobs::parse_target, help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::options::knobs::target")]
             pub latency_target: Option<std::time::Duration>,
@@ -108,12 +110,16 @@ pub fn parse_weight(text: &str) -> Result<u32, String> {
 
 pub fn parse_reserve(text: &str) -> Result<u64, String> {
     let rate = parse_rate(text).filter(|rate| *rate > 0);
-    rate.ok_or_else(|| format!("\"{text}\": a rate is a number from 1, with an optional suffix k, M, G or T"))
+    rate.ok_or_else(|| {
+        format!("\"{text}\": a rate is a number from 1, with an optional suffix k, M, G or T")
+    })
 }
 
 pub fn parse_target(text: &str) -> Result<Duration, String> {
     let time = parse_time(text).filter(|time| !time.is_zero() && *time <= Duration::from_secs(60));
-    time.ok_or_else(|| format!("\"{text}\": a latency target is a number and a unit (us, ms or s), up to 60s"))
+    time.ok_or_else(|| {
+        format!("\"{text}\": a latency target is a number and a unit (us, ms or s), up to 60s")
+    })
 }
 
 fn parse_limit(text: &str) -> Result<Limit, String> {
@@ -139,18 +145,24 @@ pub fn limit<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Limit>, D::Error>
 /// What is wrong with knobs, beyond what each one alone can tell.
 pub fn check(knobs: &Knobs) -> Result<(), String> {
     let limits = &knobs.limits;
-    for (key, reserve, limit) in [("iops", knobs.reserve_iops, limits.iops), ("bps", knobs.reserve_bps, limits.bps)] {
+    for (key, reserve, limit) in
+        [("iops", knobs.reserve_iops, limits.iops), ("bps", knobs.reserve_bps, limits.bps)]
+    {
         if let (Some(reserve), Some(limit)) = (reserve, limit)
             && reserve > limit.rate
         {
-            return Err(format!("reserve-{key} is {reserve}, more than the limit {key} of {} lets pass", limit.rate));
+            return Err(format!(
+                "reserve-{key} is {reserve}, more than the limit {key} of {} lets pass",
+                limit.rate
+            ));
         }
     }
     Ok(())
 }
 
 with_knobs! {
-/// A group of disks: the `[group.NAME]` table of the configuration file. (No command takes its knobs as options.)
+/// A group of disks: the `[group.NAME]` table of the configuration file. (No command takes its
+/// knobs as options.)
 #[derive(clap::Args, Clone, Debug, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct GroupArgs {}

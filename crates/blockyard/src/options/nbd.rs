@@ -23,17 +23,21 @@ impl FromStr for NbdAddress {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("\"{text}\": an NBD address is unix:PATH, tcp:HOST:PORT, fd:N or fd:NAME");
-        let (kind, rest) = text.split_once(':').filter(|(_, rest)| !rest.is_empty()).ok_or_else(wrong)?;
+        let wrong =
+            || format!("\"{text}\": an NBD address is unix:PATH, tcp:HOST:PORT, fd:N or fd:NAME");
+        let (kind, rest) =
+            text.split_once(':').filter(|(_, rest)| !rest.is_empty()).ok_or_else(wrong)?;
         match kind {
             "unix" => Ok(NbdAddress::Unix(rest.into())),
             "fd" => Ok(NbdAddress::Inherited(rest.into())),
             "tcp" => {
                 // (An IPv6 address is in brackets, and has colons of its own.)
                 let (host, port) = rest.rsplit_once(':').ok_or_else(wrong)?;
-                let port =
-                    port.parse().map_err(|_| format!("\"{text}\": \"{port}\" is no port: a port is 0 to 65535"))?;
-                let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+                let port = port.parse().map_err(|_| {
+                    format!("\"{text}\": \"{port}\" is no port: a port is 0 to 65535")
+                })?;
+                let host =
+                    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
                 Ok(NbdAddress::Tcp { host: host.into(), port })
             }
             _ => Err(wrong()),
@@ -45,7 +49,9 @@ impl fmt::Display for NbdAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             NbdAddress::Unix(path) => write!(f, "unix:{}", path.display()),
-            NbdAddress::Tcp { host, port } if host.contains(':') => write!(f, "tcp:[{host}]:{port}"),
+            NbdAddress::Tcp { host, port } if host.contains(':') => {
+                write!(f, "tcp:[{host}]:{port}")
+            }
             NbdAddress::Tcp { host, port } => write!(f, "tcp:{host}:{port}"),
             NbdAddress::Inherited(name) => write!(f, "fd:{name}"),
         }
@@ -66,7 +72,8 @@ pub struct NbdArgs {
     #[serde(default, deserialize_with = "handshake")]
     pub handshake: Option<Duration>,
 
-    /// Offer TLS to NBD clients, with server-cert.pem and server-key.pem of this folder, and ca-cert.pem to judge theirs.
+    /// Offer TLS to NBD clients, with server-cert.pem and server-key.pem of this folder, and
+    /// ca-cert.pem to judge theirs.
     #[arg(long, value_name = "FOLDER", help_heading = "NBD")]
     #[serde(default)]
     pub tls_certificates: Option<PathBuf>,
@@ -76,7 +83,8 @@ pub struct NbdArgs {
     #[serde(default)]
     pub tls_required: bool,
 
-    /// Serve no NBD client without a certificate that ca-cert.pem vouches for. (Means --tls-required.)
+    /// Serve no NBD client without a certificate that ca-cert.pem vouches for. (Means
+    /// --tls-required.)
     #[arg(long, help_heading = "NBD")]
     #[serde(default)]
     pub tls_verify_peer: bool,
@@ -97,8 +105,11 @@ pub fn block<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<u32>, D::E
 }
 
 fn parse_handshake(text: &str) -> Result<Duration, String> {
-    let time = parse_time(text).filter(|time| !time.is_zero() && *time <= Duration::from_secs(3600));
-    time.ok_or_else(|| format!("\"{text}\": a time is a number and a unit (us, ms or s), up to 3600s"))
+    let time =
+        parse_time(text).filter(|time| !time.is_zero() && *time <= Duration::from_secs(3600));
+    time.ok_or_else(|| {
+        format!("\"{text}\": a time is a number and a unit (us, ms or s), up to 3600s")
+    })
 }
 
 fn clients<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<usize>, D::Error> {
@@ -115,7 +126,10 @@ impl NbdArgs {
         NbdArgs {
             max_clients: self.max_clients.or(other.max_clients),
             handshake: self.handshake.or(other.handshake),
-            tls_certificates: self.tls_certificates.clone().or_else(|| other.tls_certificates.clone()),
+            tls_certificates: self
+                .tls_certificates
+                .clone()
+                .or_else(|| other.tls_certificates.clone()),
             tls_required: self.tls_required || other.tls_required,
             tls_verify_peer: self.tls_verify_peer || other.tls_verify_peer,
         }
@@ -128,16 +142,24 @@ mod tests {
 
     #[test]
     fn addresses_are_read_as_they_are_written() {
-        for text in ["unix:/run/a:b", "tcp:localhost:10809", "tcp:[::1]:1", "tcp:*:5", "fd:3", "fd:nbd"] {
+        for text in
+            ["unix:/run/a:b", "tcp:localhost:10809", "tcp:[::1]:1", "tcp:*:5", "fd:3", "fd:nbd"]
+        {
             assert_eq!(text.parse::<NbdAddress>().unwrap().to_string(), text);
         }
         assert_eq!("tcp::7".parse(), Ok(NbdAddress::Tcp { host: String::new(), port: 7 }));
         for text in ["tcp:host:", "tcp:host:70000", "tcp:localhost:99999", "tcp:host:nbd"] {
             let port = text.rsplit(':').next().unwrap();
-            assert!(text.parse::<NbdAddress>().unwrap_err().contains(&format!("\"{port}\" is no port")), "{text}");
+            assert!(
+                text.parse::<NbdAddress>().unwrap_err().contains(&format!("\"{port}\" is no port")),
+                "{text}"
+            );
         }
         for text in ["/run/x", "unix:", "tcp:7", "udp:a:1", ""] {
-            assert!(text.parse::<NbdAddress>().unwrap_err().contains("an NBD address is"), "{text}");
+            assert!(
+                text.parse::<NbdAddress>().unwrap_err().contains("an NBD address is"),
+                "{text}"
+            );
         }
     }
 }

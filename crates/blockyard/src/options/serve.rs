@@ -26,11 +26,13 @@ pub struct ServeOptions {
     #[arg(long, requires = "config")]
     pub check_config: bool,
 
-    /// Threads that serve queues, each with a ring of its own; queues are dealt out to them in turn [default: 1].
+    /// Threads that serve queues, each with a ring of its own; queues are dealt out to them in turn
+    /// [default: 1].
     #[arg(long, value_name = "N", value_parser = values::parse_reactors)]
     pub reactors: Option<u16>,
 
-    /// Processors that the reactors keep to, in turn, such as 0,2-3 [default: wherever the kernel puts them].
+    /// Processors that the reactors keep to, in turn, such as 0,2-3 [default: wherever the kernel
+    /// puts them].
     #[arg(long, value_name = "LIST", value_parser = values::parse_cpus)]
     pub cpus: Option<Cpus>,
 
@@ -38,8 +40,8 @@ pub struct ServeOptions {
     #[arg(long)]
     pub no_fair_share: bool,
 
-    /// What operations cost the devices, as `bench calibrate` has measured it [default: /var/lib/blockyard/costs.toml, where
-    /// there is one].
+    /// What operations cost the devices, as `bench calibrate` has measured it [default:
+    /// /var/lib/blockyard/costs.toml, where there is one].
     #[arg(long, value_name = "FILE")]
     pub costs: Option<PathBuf>,
 

@@ -1,6 +1,7 @@
 //! Values of options and of keys in the configuration file: both are read by the same functions.
 //!
-//! In: a word of the command line, or a value of a TOML file. Out: a value in its range, or what is wrong with it.
+//! In: a word of the command line, or a value of a TOML file. Out: a value in its range, or what is
+//! wrong with it.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -73,7 +74,9 @@ pub fn parse_ublk(s: &str) -> Result<UblkNumber, String> {
     }
     // The driver has 20 bits for them.
     let number = s.parse().ok().filter(|n| *n < 1 << 20).map(UblkNumber::Number);
-    number.ok_or_else(|| format!("\"{s}\": the number of a ublk device is the N of /dev/ublkbN, 0 to 1048575"))
+    number.ok_or_else(|| {
+        format!("\"{s}\": the number of a ublk device is the N of /dev/ublkbN, 0 to 1048575")
+    })
 }
 
 pub fn parse_reactors(s: &str) -> Result<u16, String> {
@@ -130,7 +133,9 @@ pub fn seconds<'de, D: Deserializer<'de>>(d: D) -> Result<Duration, D::Error> {
     of_seconds(f64::deserialize(d)?).map_err(serde::de::Error::custom)
 }
 
-pub fn from_text<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Display>>(d: D) -> Result<T, D::Error> {
+pub fn from_text<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Display>>(
+    d: D,
+) -> Result<T, D::Error> {
     String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
 }
 
@@ -152,7 +157,10 @@ pub fn filters<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Filter>, D::Error>
 }
 
 /// A text or a number, as the option of the command line is read.
-pub fn parsed<'de, D: Deserializer<'de>, T>(d: D, parse: fn(&str) -> Result<T, String>) -> Result<T, D::Error> {
+pub fn parsed<'de, D: Deserializer<'de>, T>(
+    d: D,
+    parse: fn(&str) -> Result<T, String>,
+) -> Result<T, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged, expecting = "it is a number or a text")]
     enum Value {
@@ -179,7 +187,9 @@ pub fn ublk<'de, D: Deserializer<'de>>(d: D) -> Result<Option<UblkNumber>, D::Er
     }
     match Value::deserialize(d)? {
         Value::Wanted(wanted) => Ok(wanted.then_some(UblkNumber::Any)),
-        Value::Number(number) => parse_ublk(&number.to_string()).map(Some).map_err(serde::de::Error::custom),
+        Value::Number(number) => {
+            parse_ublk(&number.to_string()).map(Some).map_err(serde::de::Error::custom)
+        }
     }
 }
 

@@ -1,4 +1,5 @@
-//! Options of Xen: the device of a guest, and the back ends that are watched for disks of toolstacks.
+//! Options of Xen: the device of a guest, and the back ends that are watched for disks of
+//! toolstacks.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -24,9 +25,12 @@ impl FromStr for XenDevice {
     type Err = String;
 
     fn from_str(s: &str) -> Result<Self, String> {
-        let parsed = s.split_once(':').and_then(|(domain, name)| Some((domain.parse().ok()?, name.parse().ok()?)));
-        let (domain, name) =
-            parsed.ok_or_else(|| format!("\"{s}\": a device of a guest is DOMID:DEVICE, such as 3:xvda"))?;
+        let parsed = s
+            .split_once(':')
+            .and_then(|(domain, name)| Some((domain.parse().ok()?, name.parse().ok()?)));
+        let (domain, name) = parsed.ok_or_else(|| {
+            format!("\"{s}\": a device of a guest is DOMID:DEVICE, such as 3:xvda")
+        })?;
         Ok(XenDevice { domain, name })
     }
 }
@@ -41,8 +45,8 @@ impl fmt::Display for XenDevice {
 #[derive(Args, Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct XenArgs {
-    /// Serve the disks that a toolstack of Xen asks for by nodes in backend/TYPE: vbd (xl's disks with script=block-blockyard), or
-    /// a type of its own. May be repeated.
+    /// Serve the disks that a toolstack of Xen asks for by nodes in backend/TYPE: vbd (xl's disks
+    /// with script=block-blockyard), or a type of its own. May be repeated.
     #[arg(long = "xen-watch", value_name = "TYPE", value_parser = parse_kind, help_heading = "Xen")]
     #[serde(default, deserialize_with = "kinds")]
     pub watch: Vec<String>,
@@ -59,7 +63,8 @@ pub struct XenArgs {
 }
 
 with_knobs! {
-/// The table `[xen.defaults]`: keys of a `[[disk]]` table, for each disk that a toolstack asks for. (No command takes them.)
+/// The table `[xen.defaults]`: keys of a `[[disk]]` table, for each disk that a toolstack asks for.
+/// (No command takes them.)
 #[derive(Args, Clone, Debug, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct XenDefaults {
@@ -84,8 +89,9 @@ pub struct XenDefaults {
 fn parse_kind(text: &str) -> Result<String, String> {
     let is_good = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"-_".contains(&b);
     let good = (1..=32).contains(&text.len()) && text.bytes().all(is_good);
-    good.then(|| text.into())
-        .ok_or_else(|| format!("\"{text}\": a type of back end is vbd, or letters a to z, 0-9, - and _"))
+    good.then(|| text.into()).ok_or_else(|| {
+        format!("\"{text}\": a type of back end is vbd, or letters a to z, 0-9, - and _")
+    })
 }
 
 /// A text, or a list of texts.
@@ -106,7 +112,9 @@ fn kinds<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<String>, D::Error> {
 impl XenArgs {
     /// Options win over the configuration.
     pub fn or(&self, config: &XenArgs) -> XenArgs {
-        let or = |own: &Vec<PathBuf>, other: &Vec<PathBuf>| if own.is_empty() { other.clone() } else { own.clone() };
+        let or = |own: &Vec<PathBuf>, other: &Vec<PathBuf>| {
+            if own.is_empty() { other.clone() } else { own.clone() }
+        };
         XenArgs {
             watch: if self.watch.is_empty() { config.watch.clone() } else { self.watch.clone() },
             folders: or(&self.folders, &config.folders),
@@ -126,7 +134,9 @@ impl XenArgs {
             bail!("xen: backend/{} is watched already", self.watch[at]);
         }
         match &self.defaults {
-            Some(defaults) => knobs::check(&defaults.knobs()).map_err(|e| anyhow!("xen.defaults: {e}")),
+            Some(defaults) => {
+                knobs::check(&defaults.knobs()).map_err(|e| anyhow!("xen.defaults: {e}"))
+            }
             None => Ok(()),
         }
     }

@@ -15,7 +15,8 @@ struct Folder(PathBuf);
 
 impl Folder {
     fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("blockyard-xen-{name}-{}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("blockyard-xen-{name}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&path);
         std::fs::create_dir_all(path.join("images/below")).unwrap();
         for file in ["images/a.qcow2", "images/below/b", "secret"] {
@@ -43,10 +44,19 @@ impl Drop for Folder {
 #[test]
 fn targets_are_files_in_the_folders_only() {
     let folder = Folder::new("targets");
-    assert_eq!(folder.parse("@/images/a.qcow2"), Ok((Some(Format::Qcow2), "images/a.qcow2".into())));
+    assert_eq!(
+        folder.parse("@/images/a.qcow2"),
+        Ok((Some(Format::Qcow2), "images/a.qcow2".into()))
+    );
     assert_eq!(folder.parse("@/images/below/b"), Ok((None, "images/below/b".into())));
-    assert_eq!(folder.parse("raw:@/images/a.qcow2"), Ok((Some(Format::Raw), "images/a.qcow2".into())));
-    assert_eq!(folder.parse("qcow2:@/images/../images/below/b"), Ok((Some(Format::Qcow2), "images/below/b".into())));
+    assert_eq!(
+        folder.parse("raw:@/images/a.qcow2"),
+        Ok((Some(Format::Raw), "images/a.qcow2".into()))
+    );
+    assert_eq!(
+        folder.parse("qcow2:@/images/../images/below/b"),
+        Ok((Some(Format::Qcow2), "images/below/b".into()))
+    );
     for (target, part) in [
         ("@/secret", "lies outside the folders"),
         ("@/images/../secret", "lies outside the folders"),
@@ -104,7 +114,11 @@ fn a_toolstack_gets_its_disks_and_gives_them_back() {
     let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
     let shares = shares::from_configuration(&ServeOptions::default(), &Config::default()).unwrap();
     let yard = Yard::start(reactors, shares).unwrap();
-    let args = XenArgs { watch: vec!["mine".into()], folders: vec![folder.0.join("images")], defaults: None };
+    let args = XenArgs {
+        watch: vec!["mine".into()],
+        folders: vec![folder.0.join("images")],
+        defaults: None,
+    };
     let host = Host::Machine(machine.clone());
     let toolstacks = Toolstacks::start(args, &host, || None, &yard).unwrap();
     let mut store = machine.store(0).unwrap();
@@ -119,7 +133,9 @@ fn a_toolstack_gets_its_disks_and_gives_them_back() {
             t.write(&format!("{}/frontend", back(number)), &front)?;
             t.write(&format!("{}/params", back(number)), target)?;
             let values = keys.iter().zip(["7", "1", "w", "1"]);
-            values.into_iter().try_for_each(|(key, value)| t.write(&format!("{}/{key}", back(number)), value))
+            values
+                .into_iter()
+                .try_for_each(|(key, value)| t.write(&format!("{}/{key}", back(number)), value))
         });
         made.unwrap();
     }

@@ -20,7 +20,8 @@ pub struct Daemon {
     log: Gathered,
 }
 
-/// How long the last words of one that has ended are waited for, when who is left behind by it keeps its output open.
+/// How long the last words of one that has ended are waited for, when who is left behind by it
+/// keeps its output open.
 const WORDS: Duration = Duration::from_secs(2);
 
 impl Daemon {
@@ -34,8 +35,8 @@ impl Daemon {
         daemon
     }
 
-    /// The same right after another daemon of the same image was killed: the kernel may still be taking that one's
-    /// requests apart, and then its lock lingers.
+    /// The same right after another daemon of the same image was killed: the kernel may still be
+    /// taking that one's requests apart, and then its lock lingers.
     #[track_caller]
     pub fn serve_again(image: &Path, socket: &Path, options: &[&str]) -> Self {
         let mut command = Command::new(BLOCKYARD);
@@ -120,7 +121,8 @@ impl Daemon {
         until(&format!("the log says {text:?}"), SOON, || self.log.text().contains(text));
     }
 
-    /// Waits until the log holds `text` past its first `from` bytes (a `log().len()` of before); returns what is there.
+    /// Waits until the log holds `text` past its first `from` bytes (a `log().len()` of before);
+    /// returns what is there.
     #[track_caller]
     pub fn wait_log_after(&self, from: usize, text: &str) -> String {
         until(&format!("the log says {text:?}"), SOON, || self.log.text()[from..].contains(text));
@@ -162,12 +164,14 @@ impl Daemon {
     #[track_caller]
     pub fn ended(&mut self, limit: Duration) -> ExitStatus {
         let status = wait(&mut self.child, limit);
-        let status = status.unwrap_or_else(|| panic!("still there after {limit:?}: {}", self.log()));
+        let status =
+            status.unwrap_or_else(|| panic!("still there after {limit:?}: {}", self.log()));
         self.hear();
         status
     }
 
-    /// Waits until it has answered a request of this kind (`read`, `write`, `flush`, ...), of a disk by its name if there are many.
+    /// Waits until it has answered a request of this kind (`read`, `write`, `flush`, ...), of a
+    /// disk by its name if there are many.
     #[track_caller]
     pub fn until_served(&self, kind: &str, disk: &str) {
         let (kind, disk) = (format!(" {kind}: queue time"), format!("disk=\"{disk}"));
@@ -183,28 +187,34 @@ impl Daemon {
         let entries = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap();
         // One may go while we look.
         let link = |e: std::io::Result<std::fs::DirEntry>| std::fs::read_link(e.ok()?.path()).ok();
-        let mut links: Vec<_> = entries.filter_map(link).map(|l| l.to_string_lossy().into_owned()).collect();
+        let mut links: Vec<_> =
+            entries.filter_map(link).map(|l| l.to_string_lossy().into_owned()).collect();
         links.sort();
         links
     }
 
-    /// How often each thread has been switched away from, of its own will and not, by number and name.
+    /// How often each thread has been switched away from, of its own will and not, by number and
+    /// name.
     #[track_caller]
     pub fn switches(&self) -> BTreeMap<String, (u64, u64)> {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
         let count = |task: std::io::Result<std::fs::DirEntry>| {
             let path = task.unwrap().path();
             let status = std::fs::read_to_string(path.join("status")).unwrap();
-            let field = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim().to_string();
+            let field = |name: &str| {
+                status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim().to_string()
+            };
             let count = |name: &str| field(name).parse().unwrap();
-            let thread = format!("{} {}", path.file_name().unwrap().to_string_lossy(), field("Name:"));
+            let thread =
+                format!("{} {}", path.file_name().unwrap().to_string_lossy(), field("Name:"));
             (thread, (count("voluntary_ctxt_switches:"), count("nonvoluntary_ctxt_switches:")))
         };
         tasks.map(count).collect()
     }
 
-    /// Waits until none of its threads is awake now and then any more; how often each has been. What cannot be done without
-    /// waiting the kernel gives to threads of its own, and the last of those waits for 5 s for more.
+    /// Waits until none of its threads is awake now and then any more; how often each has been.
+    /// What cannot be done without waiting the kernel gives to threads of its own, and the last of
+    /// those waits for 5 s for more.
     #[track_caller]
     pub fn quiet(&self) -> BTreeMap<String, (u64, u64)> {
         std::thread::sleep(Duration::from_secs(6));
@@ -222,7 +232,8 @@ impl Daemon {
     pub fn kilobytes(&self, field: &str) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap();
         let line = status.lines().find_map(|l| l.strip_prefix(field)?.strip_prefix(':'));
-        line.and_then(|l| l.split_whitespace().next()?.parse().ok()).unwrap_or_else(|| panic!("no {field}: {status}"))
+        line.and_then(|l| l.split_whitespace().next()?.parse().ok())
+            .unwrap_or_else(|| panic!("no {field}: {status}"))
     }
 }
 

@@ -30,8 +30,8 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Boots a guest with the disks and other `options` of its runner, and runs a script there. Commands that fail end
-    /// the script (`set -e`). The whole run is to take less than `limit`.
+    /// Boots a guest with the disks and other `options` of its runner, and runs a script there.
+    /// Commands that fail end the script (`set -e`). The whole run is to take less than `limit`.
     #[track_caller]
     pub fn start<S: Into<OsString>>(
         kind: Kind,
@@ -45,8 +45,9 @@ impl Guest {
         Self::start_in(kind, options, script, limit, folder, temporary)
     }
 
-    /// The same for a QEMU guest that no destructor ends, because it stays for tests to come: it must end by itself. It leaves no
-    /// files. It has started when it has written a line that begins with `ready`.
+    /// The same for a QEMU guest that no destructor ends, because it stays for tests to come: it
+    /// must end by itself. It leaves no files. It has started when it has written a line that
+    /// begins with `ready`.
     #[track_caller]
     pub fn start_to_stay<S: Into<OsString>>(
         options: impl IntoIterator<Item = S>,
@@ -85,14 +86,18 @@ impl Guest {
         let mut runner = command.spawn().unwrap_or_else(|e| panic!("starting {command:?}: {e}"));
         let (send, lines) = channel();
         let out = BufReader::new(runner.stdout.take().unwrap());
-        std::thread::spawn(move || out.lines().map_while(Result::ok).try_for_each(|line| send.send(line)));
+        std::thread::spawn(move || {
+            out.lines().map_while(Result::ok).try_for_each(|line| send.send(line))
+        });
         let errors = Some(collect(runner.stderr.take().unwrap()));
-        // The runner has its own limit, and tells more when that is over: this one is for the runner.
+        // The runner has its own limit, and tells more when that is over: this one is for the
+        // runner.
         let end = Instant::now() + limit + SOON;
         Guest { runner, lines, errors, seen: String::new(), end, folder: Some(folder) }
     }
 
-    /// Begins a new part of the run: the output so far is forgotten, and the guest has `limit` from now.
+    /// Begins a new part of the run: the output so far is forgotten, and the guest has `limit` from
+    /// now.
     pub fn begin_part(&mut self, limit: Duration) {
         self.seen.clear();
         self.end = Instant::now() + limit;
@@ -124,11 +129,13 @@ impl Guest {
         }
     }
 
-    /// What a QEMU guest reads its script from as it boots; once a boot, so after a reset it must be given again.
+    /// What a QEMU guest reads its script from as it boots; once a boot, so after a reset it must
+    /// be given again.
     #[track_caller]
     pub fn job(&self) -> PathBuf {
         let folder = self.folder.as_ref().expect("the guest has a folder");
-        let mut entries = std::fs::read_dir(&**folder).unwrap().map(|e| e.unwrap().path().join("job.tar"));
+        let mut entries =
+            std::fs::read_dir(&**folder).unwrap().map(|e| e.unwrap().path().join("job.tar"));
         entries.find(|job| job.exists()).expect("the runner's folder has a job.tar")
     }
 
@@ -157,7 +164,9 @@ impl Guest {
                 Some(line)
             }
             Err(RecvTimeoutError::Disconnected) => None,
-            Err(RecvTimeoutError::Timeout) => panic!("the guest's runner does not end:\n{}", self.seen),
+            Err(RecvTimeoutError::Timeout) => {
+                panic!("the guest's runner does not end:\n{}", self.seen)
+            }
         }
     }
 
@@ -183,6 +192,10 @@ impl Drop for Guest {
 
 /// Boots, runs, ends well: the output.
 #[track_caller]
-pub fn run_guest<S: Into<OsString>>(kind: Kind, options: impl IntoIterator<Item = S>, script: &str) -> String {
+pub fn run_guest<S: Into<OsString>>(
+    kind: Kind,
+    options: impl IntoIterator<Item = S>,
+    script: &str,
+) -> String {
     Guest::start(kind, options, script, Duration::from_secs(60)).finish()
 }

@@ -1,4 +1,5 @@
-//! What the tests of the whole program share: a folder of their own, the daemon, guests, tools, all with time limits.
+//! What the tests of the whole program share: a folder of their own, the daemon, guests, tools, all
+//! with time limits.
 //!
 //! ```text
 //!   daemon    `blockyard serve` as a process: ready line, log, signals, its descriptors and memory
@@ -7,8 +8,8 @@
 //!   here      folders, images, commands that end
 //! ```
 //!
-//! What must hold: nothing outlives its value (processes are killed by their id, folders removed), and nothing waits
-//! without a limit. A tool that is missing is a failure that says so.
+//! What must hold: nothing outlives its value (processes are killed by their id, folders removed),
+//! and nothing waits without a limit. A tool that is missing is a failure that says so.
 
 // Each test program takes its own part of this.
 #![allow(dead_code, unused_imports)]
@@ -31,25 +32,28 @@ pub use guest::{Guest, Kind};
 pub use rustix::process::Signal;
 pub use server::Server;
 
-/// The program under test. Tests of `blockyard-bench` find it beside that one: `cargo test --workspace` builds both.
-pub const BLOCKYARD: &str = match (option_env!("CARGO_BIN_EXE_blockyard"), option_env!("CARGO_BIN_EXE_blockyard-bench"))
-{
-    (Some(program), _) => program,
-    (None, Some(bench)) => bench.split_at(bench.len() - "-bench".len()).0,
-    (None, None) => panic!("cargo names no program"),
-};
+/// The program under test. Tests of `blockyard-bench` find it beside that one: `cargo test
+/// --workspace` builds both.
+pub const BLOCKYARD: &str =
+    match (option_env!("CARGO_BIN_EXE_blockyard"), option_env!("CARGO_BIN_EXE_blockyard-bench")) {
+        (Some(program), _) => program,
+        (None, Some(bench)) => bench.split_at(bench.len() - "-bench".len()).0,
+        (None, None) => panic!("cargo names no program"),
+    };
 /// For what takes a moment: longer means that it hangs.
 pub const SOON: Duration = Duration::from_secs(10);
 /// For a tool's whole run, on a busy machine.
 pub const TOOL: Duration = Duration::from_secs(60);
 
-/// A folder that goes with its value. Not in /tmp, which may be memory: O_DIRECT and holes are to be real.
+/// A folder that goes with its value. Not in /tmp, which may be memory: O_DIRECT and holes are to
+/// be real.
 pub struct Folder(PathBuf);
 
 impl Folder {
     pub fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let base = std::env::var_os("TMPDIR").map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
+        let base =
+            std::env::var_os("TMPDIR").map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
         // Short, because sockets go in there.
         let name = format!("by-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
         let path = base.join(name);
@@ -109,7 +113,11 @@ pub fn run(command: &mut Command, limit: Duration) -> Finished {
     let Some(status) = wait(&mut child, limit) else {
         let _ = child.kill();
         let _ = child.wait();
-        panic!("{command:?} has not ended within {limit:?}\n{}{}", out.join().unwrap(), err.join().unwrap());
+        panic!(
+            "{command:?} has not ended within {limit:?}\n{}{}",
+            out.join().unwrap(),
+            err.join().unwrap()
+        );
     };
     Finished { status, out: out.join().unwrap(), err: err.join().unwrap() }
 }
@@ -126,7 +134,8 @@ pub fn tool<S: AsRef<OsStr>>(name: &str, args: impl IntoIterator<Item = S>) -> F
     run(Command::new(guests().join("tool")).arg(name).args(args), TOOL)
 }
 
-/// The MD5 sum of a file's bytes, in hexadecimal. (An emulated guest takes half the time for it that SHA-256 takes.)
+/// The MD5 sum of a file's bytes, in hexadecimal. (An emulated guest takes half the time for it
+/// that SHA-256 takes.)
 #[track_caller]
 pub fn md5(path: &Path) -> String {
     let out = tool("md5sum", [path]).good();
@@ -148,12 +157,14 @@ pub fn until(what: &str, limit: Duration, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Whether somebody listens on a socket. (It is there before that: between bind and listen a client is refused.)
+/// Whether somebody listens on a socket. (It is there before that: between bind and listen a client
+/// is refused.)
 pub fn listens(socket: &Path) -> bool {
     // Kind, state and path of each: 00010000 is the flag of one that accepts.
     let all = std::fs::read_to_string("/proc/net/unix").unwrap();
     let path = socket.to_str().unwrap();
-    all.lines().any(|line| line.contains(" 00010000 ") && line.split_whitespace().last() == Some(path))
+    all.lines()
+        .any(|line| line.contains(" 00010000 ") && line.split_whitespace().last() == Some(path))
 }
 
 /// The status of a child that ends within `limit`.

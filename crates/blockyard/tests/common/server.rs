@@ -1,5 +1,5 @@
-//! A disk on a socket, served by the test's own process with the program's own parts: for calls that the control socket
-//! will make, and nobody else can.
+//! A disk on a socket, served by the test's own process with the program's own parts: for calls
+//! that the control socket will make, and nobody else can.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,7 +21,8 @@ impl Server {
         let reactors = Arc::new(Reactors::start(2, &[]).unwrap());
         let (name, serial) = ("live".to_string(), "live".to_string());
         let filters = filters.iter().map(|f| f.parse().unwrap()).collect();
-        let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters };
+        let options =
+            DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters };
         let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new(image)).unwrap()));
         let (shape, poll) = (QueueShape { queues: 2, size: 256 }, PollMode::Auto);
         let tuning = Tuning {
@@ -33,7 +34,8 @@ impl Server {
             second_client: SecondClient::Wait,
         };
         let listener = Listener::bind(socket).unwrap();
-        let export = VhostUser::start(disk.clone(), listener, shape, tuning, reactors.clone()).unwrap();
+        let export =
+            VhostUser::start(disk.clone(), listener, shape, tuning, reactors.clone()).unwrap();
         Server { disk, export, reactors }
     }
 

@@ -1,4 +1,5 @@
-//! Started by systemd: sockets that listen already, and a service manager that is told (sd_listen_fds(3), sd_notify(3)).
+//! Started by systemd: sockets that listen already, and a service manager that is told
+//! (sd_listen_fds(3), sd_notify(3)).
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixListener};
@@ -8,9 +9,10 @@ use std::time::Duration;
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, run};
 use crate::guest::Guest;
 
-/// The shell moves its standard input and output, which are sockets, to 3 and 4, says so as systemd does, and becomes the
-/// daemon: the process id is right.
-const AS_SYSTEMD: &str = "exec 3<&0 4>&1 1>&2 </dev/null; LISTEN_PID=$$ LISTEN_FDS=2 exec \"$0\" \"$@\"";
+/// The shell moves its standard input and output, which are sockets, to 3 and 4, says so as systemd
+/// does, and becomes the daemon: the process id is right.
+const AS_SYSTEMD: &str =
+    "exec 3<&0 4>&1 1>&2 </dev/null; LISTEN_PID=$$ LISTEN_FDS=2 exec \"$0\" \"$@\"";
 
 struct Manager {
     folder: Folder,
@@ -34,7 +36,9 @@ impl Manager {
         let mut command = Command::new("sh");
         command.args(["-c", AS_SYSTEMD, BLOCKYARD]).env("LISTEN_FDNAMES", names);
         command.env("NOTIFY_SOCKET", self.folder.join("notify"));
-        command.stdin(Stdio::from(self.listener("first"))).stdout(Stdio::from(self.listener("second")));
+        command
+            .stdin(Stdio::from(self.listener("first")))
+            .stdout(Stdio::from(self.listener("second")));
         command
     }
 
@@ -55,10 +59,14 @@ impl Manager {
 fn sockets_by_name_and_two_words_to_the_manager() {
     let manager = Manager::new();
     let config = manager.folder.join("toml");
-    let disk = |image: &str, fd: &str| format!("[[disk]]\nimage = \"{image}\"\nvhost-user = \"fd:{fd}\"\n");
+    let disk = |image: &str, fd: &str| {
+        format!("[[disk]]\nimage = \"{image}\"\nvhost-user = \"fd:{fd}\"\n")
+    };
     std::fs::write(&config, disk("null:1M", "data") + &disk("null:2M", "root")).unwrap();
     let mut command = manager.command("root:data");
-    let mut daemon = Daemon::start_with(command.arg("serve").arg("--config").arg(&config).stderr(Stdio::piped()));
+    let mut daemon = Daemon::start_with(
+        command.arg("serve").arg("--config").arg(&config).stderr(Stdio::piped()),
+    );
     assert_eq!(manager.next(), "READY=1");
     assert_eq!((manager.capacity("first"), manager.capacity("second")), (2 << 20, 1 << 20));
     // Front ends come and go; the socket stays.
@@ -72,13 +80,16 @@ fn sockets_by_name_and_two_words_to_the_manager() {
 #[test]
 fn a_socket_by_number() {
     let manager = Manager::new();
-    for (fd, name, mine) in [("fd:3", "first", true), ("fd:4", "second", true), ("fd:4", "first", false)] {
+    for (fd, name, mine) in
+        [("fd:3", "first", true), ("fd:4", "second", true), ("fd:4", "first", false)]
+    {
         for socket in ["first", "second"] {
             let _ = std::fs::remove_file(manager.folder.join(socket));
         }
         let mut command = manager.command("");
-        let mut daemon =
-            Daemon::start_with(command.args(["serve", "null:3M", "--vhost-user", fd]).stderr(Stdio::piped()));
+        let mut daemon = Daemon::start_with(
+            command.args(["serve", "null:3M", "--vhost-user", fd]).stderr(Stdio::piped()),
+        );
         // The stream that holds the command's copies of the sockets.
         drop(command);
         assert_eq!(manager.next(), "READY=1");
@@ -101,15 +112,20 @@ fn a_disk_that_a_reload_changes_keeps_its_socket() {
     };
     configure("");
     let mut command = manager.command("root:data");
-    let mut daemon = Daemon::start_with(command.arg("serve").arg("--config").arg(&config).stderr(Stdio::piped()));
+    let mut daemon = Daemon::start_with(
+        command.arg("serve").arg("--config").arg(&config).stderr(Stdio::piped()),
+    );
     drop(command);
     assert_eq!(manager.next(), "READY=1");
     configure("queues = 3\n");
     daemon.signal(Signal::HUP);
     daemon.wait_log("reloaded: disks added 0, changed 1");
     assert_eq!(Guest::connect(&manager.folder.join("first")).session.link.config.num_queues, 3);
-    // One more disk on the same socket would take the other one's guests; every other descriptor is the server's own.
-    let others = (5..40).map(|fd| format!("[[disk]]\nimage = \"ram:1M\"\nname = \"{fd}\"\nvhost-user = \"fd:{fd}\"\n"));
+    // One more disk on the same socket would take the other one's guests; every other descriptor is
+    // the server's own.
+    let others = (5..40).map(|fd| {
+        format!("[[disk]]\nimage = \"ram:1M\"\nname = \"{fd}\"\nvhost-user = \"fd:{fd}\"\n")
+    });
     let same = "[[disk]]\nimage = \"null:2M\"\nvhost-user = \"fd:root\"\n";
     configure(&format!("queues = 3\n{same}{}", others.collect::<String>()));
     daemon.signal(Signal::HUP);
@@ -152,8 +168,9 @@ fn sockets_that_are_not_there() {
             let _ = std::fs::remove_file(manager.folder.join(socket));
         }
         let mut command = manager.command("root:data");
-        let mut daemon =
-            Daemon::start_with(command.args(["serve", "null:1M", "--vhost-user", fd]).stderr(Stdio::piped()));
+        let mut daemon = Daemon::start_with(
+            command.args(["serve", "null:1M", "--vhost-user", fd]).stderr(Stdio::piped()),
+        );
         assert_eq!(daemon.ended(SOON).code(), Some(1), "{fd}");
         daemon.wait_log(parts[0]);
         let log = daemon.log();

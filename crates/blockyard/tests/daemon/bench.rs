@@ -1,4 +1,5 @@
-//! `blockyard bench` becomes the program `blockyard-bench`. A script takes that program's place here.
+//! `blockyard bench` becomes the program `blockyard-bench`. A script takes that program's place
+//! here.
 
 use std::path::Path;
 use std::process::Command;
@@ -17,8 +18,8 @@ fn installed() -> Folder {
     folder
 }
 
-/// Copies a program by another process. If this one wrote the file, a child that another test starts meanwhile would have it open
-/// for writing too, and it could not run (ETXTBSY).
+/// Copies a program by another process. If this one wrote the file, a child that another test
+/// starts meanwhile would have it open for writing too, and it could not run (ETXTBSY).
 fn install(from: &Path, to: &Path) {
     run(Command::new("install").arg("-m755").args([from, to]), TOOL).good();
 }
@@ -34,7 +35,10 @@ fn all_arguments_reach_the_other_program() {
     for place in ["libexec/blockyard/blockyard-bench", "bin/blockyard-bench"] {
         std::fs::write(folder.join("script"), SCRIPT).unwrap();
         install(&folder.join("script"), &folder.join(place));
-        let done = call(&folder, &["--log", "debug", "bench", "rate", "--help", "a b", "--", "-x", "bench"]);
+        let done = call(
+            &folder,
+            &["--log", "debug", "bench", "rate", "--help", "a b", "--", "-x", "bench"],
+        );
         assert_eq!(done.status.code(), Some(7), "{place}: {}", done.err);
         assert_eq!(
             done.out.lines().collect::<Vec<_>>(),
@@ -43,7 +47,10 @@ fn all_arguments_reach_the_other_program() {
     }
     for arguments in [&["bench"][..], &["bench", "--help"], &["bench", "--version"]] {
         let done = call(&folder, arguments);
-        assert_eq!((done.status.code(), done.out.trim_end()), (Some(7), arguments[1..].join(" ").as_str()));
+        assert_eq!(
+            (done.status.code(), done.out.trim_end()),
+            (Some(7), arguments[1..].join(" ").as_str())
+        );
     }
 }
 

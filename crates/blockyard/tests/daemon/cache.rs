@@ -15,7 +15,8 @@ const PAGE: u64 = 4096;
 
 /// Kilobytes of a file's first `len` bytes that are in the page cache and not on the disk.
 ///
-/// As a mapping of it sees them: the kernel counts a page as dirty in smaps when the file's own page is.
+/// As a mapping of it sees them: the kernel counts a page as dirty in smaps when the file's own
+/// page is.
 #[track_caller]
 pub fn dirty(path: &Path, len: u64) -> u64 {
     let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
@@ -59,8 +60,8 @@ impl Setup {
         dirty(&self.folder.join("disk"), BYTES) == 0
     }
 
-    /// Whether each of some writes is on the disk when it is answered. (Where none has to be, the kernel may have written one back
-    /// for reasons of its own.)
+    /// Whether each of some writes is on the disk when it is answered. (Where none has to be, the
+    /// kernel may have written one back for reasons of its own.)
     #[track_caller]
     fn writes_are_durable(&self, guest: &mut Guest, seed: u64) -> bool {
         (0..4).all(|n| {
@@ -93,7 +94,8 @@ fn modes() {
         let mut guest = setup.guest(0);
         assert!(guest.has(feature::FLUSH) && guest.has(feature::CONFIG_WCE), "{mode}");
         assert_eq!(guest.session.link.config.wce, told, "{mode}");
-        // `dirty` sees the page cache, and O_DIRECT leaves nothing there: for these two modes it says just that.
+        // `dirty` sees the page cache, and O_DIRECT leaves nothing there: for these two modes it
+        // says just that.
         assert_eq!(setup.writes_are_durable(&mut guest, 3), at_once, "{mode}: a write");
         let flushes = (0..4).all(|seed| {
             assert_eq!(guest.write(0, &pattern(seed, BYTES as usize)), status::OK);
@@ -158,7 +160,11 @@ fn a_switched_cache_outlives_a_killed_daemon() {
             setup.daemon = Daemon::serve_again(&image, &setup.folder.join("s"), &["--cache", mode]);
             guest.session.restart().unwrap();
             assert_eq!(wce(&mut guest), switched, "{mode}, life {life}");
-            assert_eq!(setup.writes_are_durable(&mut guest, life), switched == 0, "{mode}, life {life}");
+            assert_eq!(
+                setup.writes_are_durable(&mut guest, life),
+                switched == 0,
+                "{mode}, life {life}"
+            );
         }
         // The next guest brings a region of its own, and gets what the disk's owner set up.
         guest.leave();
@@ -171,10 +177,15 @@ fn a_switched_cache_outlives_a_killed_daemon() {
 fn writes_in_flight_when_the_cache_is_switched_off() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
-    let daemon =
-        Daemon::serve(&image, &socket, &["--cache", "writeback", "--filter", "delay:write=2s,write-zeroes=2s"]);
+    let daemon = Daemon::serve(
+        &image,
+        &socket,
+        &["--cache", "writeback", "--filter", "delay:write=2s,write-zeroes=2s"],
+    );
     let mut guest = Guest::connect(&socket);
-    for (kind, bytes) in [(request::OUT, pattern(1, BYTES as usize)), (request::WRITE_ZEROES, zeroes_of(0, 5))] {
+    for (kind, bytes) in
+        [(request::OUT, pattern(1, BYTES as usize)), (request::WRITE_ZEROES, zeroes_of(0, 5))]
+    {
         assert!(switch(&mut guest, 1));
         guest.queue().write_data(0, &bytes);
         guest.queue().submit(0, kind, 0, Data::ToDevice(bytes.len() as u32));
@@ -191,7 +202,11 @@ fn writes_in_flight_when_the_cache_is_switched_off() {
             guest.queue().sleep(Some(Duration::from_millis(100))).unwrap();
         };
         assert_eq!(answer, (0, status::OK));
-        assert_eq!(dirty(&image, BYTES), 0, "type {kind}: answered after the switch, and not durable");
+        assert_eq!(
+            dirty(&image, BYTES),
+            0,
+            "type {kind}: answered after the switch, and not durable"
+        );
     }
     daemon.stop();
 }
@@ -216,7 +231,8 @@ fn a_guest_may_take_a_cache_that_its_owner_did_not_mean_it_to_have() {
 #[test]
 fn guests_that_know_less() {
     for (without, durable) in [
-        // Cannot flush: virtio 1.2, 5.2.5.2, the cache begins as off. Whether it could switch it makes no difference.
+        // Cannot flush: virtio 1.2, 5.2.5.2, the cache begins as off. Whether it could switch it
+        // makes no difference.
         (feature::FLUSH | feature::CONFIG_WCE, true),
         (feature::FLUSH, true),
         // Flushes, and has no word for the cache's state.
@@ -266,7 +282,10 @@ fn only_the_cache_byte_can_be_written() {
     let flags = VhostUserConfigFlags::WRITABLE;
     let connection = &mut guest.session.link.connection;
     let before = connection.config().unwrap();
-    assert!(connection.frontend().set_config(0, flags, &[0xff; 8]).is_err(), "the capacity is not the guest's");
+    assert!(
+        connection.frontend().set_config(0, flags, &[0xff; 8]).is_err(),
+        "the capacity is not the guest's"
+    );
     assert_eq!(connection.config().unwrap(), before);
     assert_eq!(guest.read(0, 512).unwrap(), [0; 512]);
     setup.daemon.stop();

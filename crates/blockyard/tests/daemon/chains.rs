@@ -19,7 +19,8 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// A raw base that has data everywhere, and a stack of overlays, each with these options of `qemu-img create`.
+/// A raw base that has data everywhere, and a stack of overlays, each with these options of
+/// `qemu-img create`.
 struct Stack {
     folder: Folder,
     overlays: Vec<PathBuf>,
@@ -35,7 +36,19 @@ impl Stack {
         for (number, options) in overlays.iter().enumerate() {
             let name = format!("o{number}.qcow2");
             let path = folder.join(&name);
-            let create = ["create", "-q", "-f", "qcow2", "-o", options, "-F", format, "-b", &below, text(&path)];
+            let create = [
+                "create",
+                "-q",
+                "-f",
+                "qcow2",
+                "-o",
+                options,
+                "-F",
+                format,
+                "-b",
+                &below,
+                text(&path),
+            ];
             tool("qemu-img", create).good();
             paths.push(path);
             (below, format) = (name, "qcow2");
@@ -54,7 +67,9 @@ impl Stack {
 
     #[track_caller]
     fn base_is_unchanged(&self) {
-        assert!(bytes_of(&self.folder.join("base.img"), 0, SIZE as usize) == pattern(77, SIZE as usize));
+        assert!(
+            bytes_of(&self.folder.join("base.img"), 0, SIZE as usize) == pattern(77, SIZE as usize)
+        );
     }
 
     /// No error; leaks only where a daemon was killed.
@@ -77,8 +92,12 @@ impl Stack {
 
 #[test]
 fn overlays_in_all_cache_modes() {
-    for (number, mode) in ["none", "writeback", "writethrough", "directsync", "unsafe"].into_iter().enumerate() {
-        let overlays = [&["extended_l2=on,cluster_size=128k"][..], &["compat=0.10", "cluster_size=64k"]][number % 2];
+    for (number, mode) in
+        ["none", "writeback", "writethrough", "directsync", "unsafe"].into_iter().enumerate()
+    {
+        let overlays =
+            [&["extended_l2=on,cluster_size=128k"][..], &["compat=0.10", "cluster_size=64k"]]
+                [number % 2];
         let stack = Stack::new(overlays);
         let options = ["--cache", mode, "--queues", "4", "--reactors", "2"];
         let daemon = stack.serve(&options);
@@ -94,15 +113,28 @@ fn overlays_in_all_cache_modes() {
         });
         let report = report.unwrap();
         assert_eq!((report.errors, report.first_error), (0, None), "{mode}");
-        assert!(report.verified_blocks > 1000, "{mode}: {} blocks: no load", report.verified_blocks);
+        assert!(
+            report.verified_blocks > 1000,
+            "{mode}: {} blocks: no load",
+            report.verified_blocks
+        );
         let mut guest = Guest::connect(&stack.socket);
         let at = SIZE / 2 / 512;
         assert_eq!(guest.write(at + 3, &pattern(number as u64, 5000 / 512 * 512)), status::OK);
-        assert_eq!(guest.read(at, 512).unwrap(), bytes_of(&stack.folder.join("base.img"), SIZE / 2, 512), "{mode}");
+        assert_eq!(
+            guest.read(at, 512).unwrap(),
+            bytes_of(&stack.folder.join("base.img"), SIZE / 2, 512),
+            "{mode}"
+        );
         drop(guest);
         let log = daemon.stop();
-        let chain: Vec<_> = stack.overlays.iter().rev().map(|p| format!("{} (qcow2) over ", p.display())).collect();
-        let chain = format!("serving {}{} (raw) on ", chain.concat(), stack.folder.join("base.img").display());
+        let chain: Vec<_> =
+            stack.overlays.iter().rev().map(|p| format!("{} (qcow2) over ", p.display())).collect();
+        let chain = format!(
+            "serving {}{} (raw) on ",
+            chain.concat(),
+            stack.folder.join("base.img").display()
+        );
         assert!(log.contains(&chain), "{chain}: {log}");
         stack.check(false);
         stack.base_is_unchanged();
@@ -110,22 +142,30 @@ fn overlays_in_all_cache_modes() {
         let daemon = stack.serve(&["--cache", mode, "--read-only", "--prime"]);
         let mut guest = Guest::connect(&stack.socket);
         assert_eq!(guest.read(at + 3, 4608).unwrap(), pattern(number as u64, 4608), "{mode}");
-        assert_eq!(guest.read(at + 12, 512).unwrap(), pattern(77, SIZE as usize)[(SIZE / 2) as usize + 6144..][..512]);
+        assert_eq!(
+            guest.read(at + 12, 512).unwrap(),
+            pattern(77, SIZE as usize)[(SIZE / 2) as usize + 6144..][..512]
+        );
         daemon.stop();
     }
 }
 
 #[test]
 fn what_the_guest_is_told() {
-    for (options, unit, cluster) in
-        [("cluster_size=64k", 128, 128), ("extended_l2=on,cluster_size=128k", 8, 256), ("cluster_size=512", 8, 8)]
-    {
+    for (options, unit, cluster) in [
+        ("cluster_size=64k", 128, 128),
+        ("extended_l2=on,cluster_size=128k", 8, 256),
+        ("cluster_size=512", 8, 8),
+    ] {
         let stack = Stack::new(&[options]);
         let daemon = stack.serve(&[]);
         let guest = Guest::connect(&stack.socket);
         let config = &guest.session.link.config;
         assert_eq!((config.capacity_sectors, config.blk_size), (SIZE / 512, 512), "{options}");
-        assert!(u64::from(config.min_io_blocks) >= unit && u64::from(config.opt_io_blocks) >= cluster, "{options}");
+        assert!(
+            u64::from(config.min_io_blocks) >= unit && u64::from(config.opt_io_blocks) >= cluster,
+            "{options}"
+        );
         assert_eq!(config.opt_io_blocks % u32::from(config.min_io_blocks), 0, "{options}");
         let discard = if unit == 8 && cluster == 8 { 1 } else { unit };
         assert_eq!(u64::from(config.discard_sector_alignment), discard, "{options}");
@@ -179,8 +219,8 @@ fn copy_on_read_keeps_what_was_read() {
     stack.base_is_unchanged();
 }
 
-/// Writes blocks one by one, with a flush after every `batch`, and kills the daemon in the middle; the blocks that are to be
-/// found afterwards.
+/// Writes blocks one by one, with a flush after every `batch`, and kills the daemon in the middle;
+/// the blocks that are to be found afterwards.
 fn killed(stack: &Stack, options: &[&str], seed: u64, batch: u64) -> Vec<u64> {
     let daemon = stack.serve(options);
     let mut guest = Guest::connect(&stack.socket);
@@ -206,7 +246,9 @@ fn killed(stack: &Stack, options: &[&str], seed: u64, batch: u64) -> Vec<u64> {
 fn kill_9_keeps_what_was_promised() {
     // Without a flush at the end: the last blocks were never promised.
     for (number, (mode, batch)) in
-        [("none", 7), ("writeback", 16), ("writethrough", u64::MAX), ("directsync", u64::MAX)].into_iter().enumerate()
+        [("none", 7), ("writeback", 16), ("writethrough", u64::MAX), ("directsync", u64::MAX)]
+            .into_iter()
+            .enumerate()
     {
         let stack = Stack::new(&["extended_l2=on,cluster_size=128k", "cluster_size=64k"]);
         let seed = number as u64;
@@ -218,7 +260,10 @@ fn kill_9_keeps_what_was_promised() {
             let mut guest = Guest::connect(&stack.socket);
             for block in blocks {
                 let found = guest.read(block * 16, 8192).unwrap();
-                assert!(found == pattern((seed + round) * 1000 + block, 8192), "{mode}: block {block} was lost");
+                assert!(
+                    found == pattern((seed + round) * 1000 + block, 8192),
+                    "{mode}: block {block} was lost"
+                );
             }
             daemon.stop();
         }
@@ -226,7 +271,8 @@ fn kill_9_keeps_what_was_promised() {
     }
 }
 
-/// Every write is durable when it is answered, so that a guest that survives its server misses nothing.
+/// Every write is durable when it is answered, so that a guest that survives its server misses
+/// nothing.
 #[test]
 fn kill_9_under_load_with_durable_writes() {
     let stack = Stack::new(&["extended_l2=on,cluster_size=128k"]);
@@ -268,7 +314,11 @@ fn refused(image: &Path, more: &[&str], parts: &[&str]) {
     let mut command = Command::new(BLOCKYARD);
     command.arg("serve").arg(image).args(["--vhost-user", "/nonexistent/s"]).args(more);
     let done = run(&mut command, SOON);
-    assert!(matches!(done.status.code(), Some(1 | 2)) && done.err.lines().count() == 1, "{}", done.err);
+    assert!(
+        matches!(done.status.code(), Some(1 | 2)) && done.err.lines().count() == 1,
+        "{}",
+        done.err
+    );
     for part in parts {
         assert!(done.err.contains(part), "{part:?} is not in it: {}", done.err);
     }
@@ -280,7 +330,9 @@ fn what_cannot_be_opened_is_told_in_one_line() {
     let (folder, top, middle) = (&stack.folder, stack.top(), &stack.overlays[0]);
     let base = folder.join("base.img");
     refused(&base, &["--format", "qcow2"], &["base.img: qcow2 header at offset 0", "magic"]);
-    for option in [&["--prime"][..], &["--copy-on-read"], &["--l2-cache", "1M"], &["--backing-folder", "/"]] {
+    for option in
+        [&["--prime"][..], &["--copy-on-read"], &["--l2-cache", "1M"], &["--backing-folder", "/"]]
+    {
         refused(&base, option, &["base.img", option[0], "is raw"]);
     }
     refused(top, &["--copy-on-read", "--read-only"], &["--copy-on-read writes"]);
@@ -290,7 +342,8 @@ fn what_cannot_be_opened_is_told_in_one_line() {
     std::fs::create_dir(folder.join("sub")).unwrap();
     let below = folder.join("sub/below.qcow2");
     let name = format!("../{}", base.file_name().unwrap().to_str().unwrap());
-    tool("qemu-img", ["create", "-q", "-f", "qcow2", "-F", "raw", "-b", &name, text(&below)]).good();
+    tool("qemu-img", ["create", "-q", "-f", "qcow2", "-F", "raw", "-b", &name, text(&below)])
+        .good();
     refused(&below, &[], &["base.img", "lies outside", "--backing-folder"]);
     Daemon::serve(&below, &stack.socket, &["--backing-folder", text(folder)]).stop();
 
@@ -316,11 +369,13 @@ fn a_configuration_with_chains_is_reloaded() {
     let stack = Stack::new(&["cluster_size=64k"]);
     let config = stack.folder.join("disks.toml");
     let write = |more: &str| {
-        let disk = format!("[[disk]]\nimage = {:?}\nvhost-user = {:?}\n{more}", stack.top(), stack.socket);
+        let disk =
+            format!("[[disk]]\nimage = {:?}\nvhost-user = {:?}\n{more}", stack.top(), stack.socket);
         std::fs::write(&config, disk).unwrap();
     };
     write("format = \"qcow2\"\nl2-cache = \"1M\"\nprime = true\n");
-    let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&config));
+    let mut daemon =
+        Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&config));
     daemon.wait_ready();
     let mut guest = Guest::connect(&stack.socket);
     assert_eq!(guest.write(8, &pattern(1, 4096)), status::OK);
@@ -330,7 +385,11 @@ fn a_configuration_with_chains_is_reloaded() {
     daemon.wait_log_after(from, "serving ");
     stack.base_is_unchanged();
     let mut guest = Guest::connect(&stack.socket);
-    assert_eq!(guest.read(8, 4096).unwrap(), pattern(1, 4096), "what was not flushed is, when the disk is closed");
+    assert_eq!(
+        guest.read(8, 4096).unwrap(),
+        pattern(1, 4096),
+        "what was not flushed is, when the disk is closed"
+    );
     drop(guest);
     daemon.stop();
     stack.check(false);

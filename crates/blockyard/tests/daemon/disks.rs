@@ -19,7 +19,9 @@ impl Disks {
     pub fn start(text: &str) -> Self {
         let folder = Folder::new();
         write(&folder, text);
-        let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(folder.join("toml")));
+        let mut daemon = Daemon::start(
+            Command::new(BLOCKYARD).arg("serve").arg("--config").arg(folder.join("toml")),
+        );
         daemon.wait_ready();
         Disks { daemon, folder }
     }
@@ -46,7 +48,11 @@ impl Disks {
         let mut line = String::new();
         until("the log has a line about the share", SOON, || {
             let log = self.daemon.log()[from..].to_string();
-            line = log.lines().find(|l| l.contains("share: ") && l.contains(&of_disk)).unwrap_or_default().to_string();
+            line = log
+                .lines()
+                .find(|l| l.contains("share: ") && l.contains(&of_disk))
+                .unwrap_or_default()
+                .to_string();
             !line.is_empty()
         });
         line
@@ -56,7 +62,8 @@ impl Disks {
     pub fn until_waiting(&self, disk: &str, requests: u64) {
         until("requests wait for their share", SOON, || {
             let line = self.share(disk);
-            let waiting = line.split("; ").find_map(|part| part.split_once(" wait")?.0.parse::<u64>().ok());
+            let waiting =
+                line.split("; ").find_map(|part| part.split_once(" wait")?.0.parse::<u64>().ok());
             waiting.is_some_and(|waiting| waiting >= requests)
         });
     }
@@ -76,7 +83,9 @@ fn write(folder: &Folder, text: &str) {
 
 /// A disk's table, with more keys.
 pub fn disk(name: &str, keys: &str) -> String {
-    format!("[[disk]]\nname = \"{name}\"\nimage = \"null:1G\"\nvhost-user = \"FOLDER/{name}\"\n{keys}\n")
+    format!(
+        "[[disk]]\nname = \"{name}\"\nimage = \"null:1G\"\nvhost-user = \"FOLDER/{name}\"\n{keys}\n"
+    )
 }
 
 /// Runs a load, which must not fail.

@@ -21,7 +21,11 @@ const DEPTH: u16 = 32;
 fn drain(guest: &mut Guest) -> usize {
     let (start, mut good) = (Instant::now(), 0);
     while guest.queue().in_flight() > 0 {
-        assert!(start.elapsed() < ANSWER, "{} requests were never answered", guest.queue().in_flight());
+        assert!(
+            start.elapsed() < ANSWER,
+            "{} requests were never answered",
+            guest.queue().in_flight()
+        );
         guest.queue().sleep(Some(Duration::from_millis(100))).unwrap();
         while let Some((_, status)) = guest.queue().reap().unwrap() {
             good += usize::from(status == status::OK);
@@ -46,13 +50,17 @@ fn sigterm_answers_what_is_in_flight() {
     daemon.stop();
     assert_eq!(drain(&mut guest), 16);
     for slot in 0..16 {
-        assert_eq!(bytes_of(&image, slot * BLOCK as u64, BLOCK), pattern(slot, BLOCK), "block {slot}");
+        assert_eq!(
+            bytes_of(&image, slot * BLOCK as u64, BLOCK),
+            pattern(slot, BLOCK),
+            "block {slot}"
+        );
     }
     assert!(!socket.exists());
 }
 
-/// Writes one block after the other until `over`, and then until nothing more is answered: the blocks answered. `count`: how many
-/// so far.
+/// Writes one block after the other until `over`, and then until nothing more is answered: the
+/// blocks answered. `count`: how many so far.
 fn write_until(socket: &Path, over: &AtomicBool, count: &AtomicUsize) -> Vec<u64> {
     let mut guest = Guest::with(socket, &Plan { slots: DEPTH, ..Plan::default() });
     let (mut next, mut answered) = (0, Vec::new());
@@ -99,7 +107,10 @@ fn sigterm_in_mid_load_keeps_what_was_answered() {
         assert_eq!(dirty(&image, end * BLOCK as u64), 0, "{mode}: flushed at the end");
         for block in answered {
             let found = bytes_of(&image, block * BLOCK as u64, BLOCK);
-            assert!(found == pattern(block, BLOCK), "{mode}: block {block} was answered, and is not in the image");
+            assert!(
+                found == pattern(block, BLOCK),
+                "{mode}: block {block} was answered, and is not in the image"
+            );
         }
     }
 }
@@ -116,9 +127,11 @@ fn sigterm_does_not_wait_for_front_ends() {
     daemon.stop();
 
     // One that stops in the middle of a message, and one in the middle of a handshake.
-    for message in
-        [&[1, 0, 0, 0, 1][..], &[3, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0], &[8, 0, 0, 0, 1, 0, 0, 0, 8, 0, 0, 0, 1]]
-    {
+    for message in [
+        &[1, 0, 0, 0, 1][..],
+        &[3, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0],
+        &[8, 0, 0, 0, 1, 0, 0, 0, 8, 0, 0, 0, 1],
+    ] {
         let daemon = Daemon::serve(&image, &socket, &[]);
         let mut half = UnixStream::connect(&socket).unwrap();
         half.write_all(message).unwrap();

@@ -1,4 +1,5 @@
-//! Front ends that come, go and die, and a disk that is closed, while requests are held back for an exchange of images.
+//! Front ends that come, go and die, and a disk that is closed, while requests are held back for an
+//! exchange of images.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,7 +15,8 @@ use blockyard_driver::{Data, Plan, Queue, Session, SplitRing, request};
 use crate::common::{Folder, SOON, Server, tool, until};
 
 const SIZE: u64 = 16 << 20;
-/// Requests are in flight for so long, so that the gate waits for them, and others wait at it, most of the time.
+/// Requests are in flight for so long, so that the gate waits for them, and others wait at it, most
+/// of the time.
 const SLOW: &str = "delay:write=15ms,read=15ms";
 
 /// Exchanges the images of a disk again and again.
@@ -50,8 +52,8 @@ impl Exchanges {
     }
 }
 
-/// A front end that writes on two queues, and then goes as a process goes that is killed: with requests in flight, and without
-/// a message.
+/// A front end that writes on two queues, and then goes as a process goes that is killed: with
+/// requests in flight, and without a message.
 struct Dying {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<()>,
@@ -128,7 +130,8 @@ fn front_ends_come_go_and_die_while_images_are_exchanged() {
     server.end();
 }
 
-/// As at SIGTERM: what is under way is ended, what was acknowledged is kept, the last image is sound.
+/// As at SIGTERM: what is under way is ended, what was acknowledged is kept, the last image is
+/// sound.
 #[test]
 fn a_disk_is_closed_while_its_images_are_exchanged() {
     for round in 0..4 {
@@ -143,7 +146,8 @@ fn a_disk_is_closed_while_its_images_are_exchanged() {
         let error = exchanges.thread.join().unwrap().unwrap_err();
         assert!(matches!(*error.why, Why::Ended), "{error}");
         client.die();
-        let last = (0..100).rev().map(|n| folder.join(format!("{n}.qcow2"))).find(|path| path.exists());
+        let last =
+            (0..100).rev().map(|n| folder.join(format!("{n}.qcow2"))).find(|path| path.exists());
         tool("qemu-img", ["check".as_ref(), last.expect("an overlay").as_os_str()]).good();
     }
 }

@@ -87,8 +87,8 @@ impl Guest {
         self.ask(request, 0, Data::ToDevice(bytes.len() as u32), &mut bytes)
     }
 
-    /// Publishes what was submitted, and waits until the daemon has taken all of it from the ring: a flush behind it, in `slot`,
-    /// is answered. (What was submitted must take longer than that.)
+    /// Publishes what was submitted, and waits until the daemon has taken all of it from the ring:
+    /// a flush behind it, in `slot`, is answered. (What was submitted must take longer than that.)
     #[track_caller]
     pub fn all_taken(&mut self, slot: u16) {
         self.queue().submit(slot, request::FLUSH, 0, Data::None);
@@ -112,7 +112,9 @@ impl Guest {
 
 /// Bytes that are different everywhere, and for every `seed`.
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    let word = |at: usize| (at as u64 + 1).wrapping_mul(seed.wrapping_mul(2) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let word = |at: usize| {
+        (at as u64 + 1).wrapping_mul(seed.wrapping_mul(2) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    };
     (0..len).map(|at| (word(at / 8) >> (8 * (at % 8))) as u8 | 1).collect()
 }
 

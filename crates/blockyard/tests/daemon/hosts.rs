@@ -11,7 +11,13 @@ fn ordinary() -> Command {
         return Command::new(BLOCKYARD);
     }
     let mut command = Command::new("setpriv");
-    command.args(["--bounding-set", "-dac_override,-dac_read_search", "--inh-caps", "-all", BLOCKYARD]);
+    command.args([
+        "--bounding-set",
+        "-dac_override,-dac_read_search",
+        "--inh-caps",
+        "-all",
+        BLOCKYARD,
+    ]);
     command
 }
 
@@ -54,7 +60,8 @@ fn no_permission_for_the_socket() {
         assert_eq!((done.status.code(), done.err.lines().count()), (Some(1), 1), "{}", done.err);
         assert!(done.err.contains("cannot listen on it: Permission denied"), "{}", done.err);
     };
-    // Somebody else's, who may be alive: it is not taken away from him, though the folder would let us.
+    // Somebody else's, who may be alive: it is not taken away from him, though the folder would let
+    // us.
     let theirs = folder.join("theirs");
     let _listener = std::os::unix::net::UnixListener::bind(&theirs).unwrap();
     set_mode(&theirs, 0);
@@ -69,7 +76,8 @@ fn no_permission_for_the_socket() {
 
 #[test]
 fn no_direct_io() {
-    // A file that every Linux has, of a file system that has no O_DIRECT. Its length is no multiple of a sector.
+    // A file that every Linux has, of a file system that has no O_DIRECT. Its length is no multiple
+    // of a sector.
     let notes = std::path::Path::new("/sys/kernel/notes");
     let content = std::fs::read(notes).unwrap();
     let folder = Folder::new();
@@ -83,7 +91,9 @@ fn no_direct_io() {
         let log = daemon.stop();
         let warnings: Vec<_> = log.lines().filter(|l| l.contains(" WARN ")).collect();
         assert_eq!(warnings.len(), 1, "{log}");
-        for part in ["/sys/kernel/notes", "has no O_DIRECT", &format!("as cache mode {instead} would")] {
+        for part in
+            ["/sys/kernel/notes", "has no O_DIRECT", &format!("as cache mode {instead} would")]
+        {
             assert!(warnings[0].contains(part), "{part}: {log}");
         }
     }
@@ -95,7 +105,9 @@ fn no_direct_io() {
 fn direct_io_where_there_is_some() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
-    for (mode, direct) in [("none", true), ("directsync", true), ("writeback", false), ("writethrough", false)] {
+    for (mode, direct) in
+        [("none", true), ("directsync", true), ("writeback", false), ("writethrough", false)]
+    {
         let daemon = Daemon::serve(&image, &socket, &["--cache", mode]);
         let mut guest = Guest::connect(&socket);
         assert_eq!(guest.write(0, &pattern(7, 4096)), 0);
@@ -107,7 +119,11 @@ fn direct_io_where_there_is_some() {
         let info = locked.expect("the image is locked");
         let flags = info.lines().find_map(|l| l.strip_prefix("flags:")).unwrap().trim();
         let o_direct = u64::from(rustix::fs::OFlags::DIRECT.bits());
-        assert_eq!(u64::from_str_radix(flags, 8).unwrap() & o_direct != 0, direct, "{mode}: {info}");
+        assert_eq!(
+            u64::from_str_radix(flags, 8).unwrap() & o_direct != 0,
+            direct,
+            "{mode}: {info}"
+        );
         assert!(!daemon.stop().contains("WARN"));
     }
 }
@@ -123,7 +139,9 @@ fn no_io_uring() {
     ] {
         let mut strace = Command::new(guests().join("tool"));
         strace.args(["strace", "-qq", "-f", "-o", "/dev/null", "-e", "trace=io_uring_setup", "-e"]);
-        strace.arg(format!("inject=io_uring_setup:error={error}")).args([BLOCKYARD, "serve", "null:1M"]);
+        strace
+            .arg(format!("inject=io_uring_setup:error={error}"))
+            .args([BLOCKYARD, "serve", "null:1M"]);
         let done = run(strace.arg("--vhost-user").arg(&socket), SOON);
         assert_eq!((done.status.code(), done.out.as_str()), (Some(1), ""), "{}", done.err);
         assert_eq!(done.err.lines().count(), 1, "{}", done.err);
@@ -132,7 +150,8 @@ fn no_io_uring() {
     assert!(!socket.exists());
 }
 
-/// A kernel may count a ring's memory as locked. Then the start says so; without a limit, as in the units, it succeeds.
+/// A kernel may count a ring's memory as locked. Then the start says so; without a limit, as in the
+/// units, it succeeds.
 #[test]
 fn little_locked_memory() {
     let folder = Folder::new();
@@ -142,12 +161,18 @@ fn little_locked_memory() {
         if rustix::process::geteuid().is_root() {
             command.args(["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-all"]);
         }
-        command.args([BLOCKYARD, "serve", "ram:1M", "--name", "m", "--vhost-user"]).arg(folder.join("s"));
+        command
+            .args([BLOCKYARD, "serve", "ram:1M", "--name", "m", "--vhost-user"])
+            .arg(folder.join("s"));
         Daemon::start(&mut command)
     };
     let mut little = start("0");
     if !little.became_ready() {
-        assert!(little.log().contains("io_uring got no memory (see ulimit -l)"), "{}", little.log());
+        assert!(
+            little.log().contains("io_uring got no memory (see ulimit -l)"),
+            "{}",
+            little.log()
+        );
     }
     drop(little);
     let mut enough = start("hard");

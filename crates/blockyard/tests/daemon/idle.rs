@@ -74,7 +74,8 @@ fn visit(socket: &Path, number: u64) {
         // Everything but the ring's start.
         3 => {
             let plan = Plan::default();
-            let mut link = blockyard_driver::Link::open::<blockyard_driver::SplitRing>(socket, &plan).unwrap();
+            let mut link =
+                blockyard_driver::Link::open::<blockyard_driver::SplitRing>(socket, &plan).unwrap();
             let queues = link.queues::<blockyard_driver::SplitRing>().unwrap();
             let setup = queues[0].setup();
             link.connection.set_memory(&link.memory).unwrap();
@@ -91,7 +92,20 @@ fn visit(socket: &Path, number: u64) {
             let mut bytes = pattern(number, 256);
             if number % 4 == 1 {
                 // A message that is known, of a length that is not.
-                bytes[..12].copy_from_slice(&[number as u8 % 45, 0, 0, 0, 1, 0, 0, 0, 0xff, 0xff, 0, 0]);
+                bytes[..12].copy_from_slice(&[
+                    number as u8 % 45,
+                    0,
+                    0,
+                    0,
+                    1,
+                    0,
+                    0,
+                    0,
+                    0xff,
+                    0xff,
+                    0,
+                    0,
+                ]);
             }
             let file = std::fs::File::open("/dev/null").unwrap();
             let _ = connection.send_bytes(&bytes, &[file.as_fd(), file.as_fd()]);
@@ -104,8 +118,10 @@ fn front_ends_that_come_and_go_leave_nothing_behind() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
     let mut daemon = Daemon::serve(&image, &socket, &["--reactors", "2"]);
-    // A client in this process may have handed it some of its own: the `vhost` crate receives descriptors that way.
-    let shared = |daemon: &Daemon| daemon.descriptors().iter().filter(|d| d.contains("memfd")).count();
+    // A client in this process may have handed it some of its own: the `vhost` crate receives
+    // descriptors that way.
+    let shared =
+        |daemon: &Daemon| daemon.descriptors().iter().filter(|d| d.contains("memfd")).count();
     let inherited = shared(&daemon);
     let idle = kinds(&daemon.descriptors());
     let settle = |daemon: &Daemon| {
@@ -115,7 +131,9 @@ fn front_ends_that_come_and_go_leave_nothing_behind() {
         assert_eq!(guest.read(0, 4096).unwrap(), bytes);
         guest.leave();
         until("the guest's memory is let go", SOON, || shared(daemon) == inherited);
-        until(&format!("no descriptors but {idle:?}"), SOON, || kinds(&daemon.descriptors()) == idle);
+        until(&format!("no descriptors but {idle:?}"), SOON, || {
+            kinds(&daemon.descriptors()) == idle
+        });
     };
     (0..60).for_each(|number| visit(&socket, number));
     settle(&daemon);

@@ -7,7 +7,8 @@ use blockyard_driver::{Data, Ring, request, status};
 use crate::common::{Daemon, Folder, Signal, until};
 use crate::guest::{ANSWER, Guest, pattern};
 
-/// Processor time of the daemon's threads called `reactor-N`, in nanoseconds, in the order of their names.
+/// Processor time of the daemon's threads called `reactor-N`, in nanoseconds, in the order of their
+/// names.
 fn reactors(daemon: &Daemon) -> Vec<u64> {
     let mut times: Vec<_> = std::fs::read_dir(format!("/proc/{}/task", daemon.pid()))
         .unwrap()
@@ -44,7 +45,8 @@ fn queues_over_reactors() {
         let report = report.unwrap();
         assert_eq!((report.errors, report.first_error), (0, None));
         assert!(report.verified_blocks > 1000, "{} blocks: no load", report.verified_blocks);
-        let used: Vec<_> = reactors(&daemon).iter().zip(before).map(|(after, before)| after - before).collect();
+        let used: Vec<_> =
+            reactors(&daemon).iter().zip(before).map(|(after, before)| after - before).collect();
         let (least, most) = (used.iter().min().unwrap(), used.iter().max().unwrap());
         assert!(least * 4 > *most, "one reactor does the other's work: {used:?} ns");
         daemon.stop();
@@ -63,7 +65,10 @@ fn more_queues_than_there_are() {
 
 /// The number behind `name` in the statistics' line of a kind, in microseconds.
 fn figure(log: &str, kind: &str, name: &str) -> f64 {
-    let line = log.lines().find(|l| l.contains(&format!(" {kind}: "))).unwrap_or_else(|| panic!("no {kind}: {log}"));
+    let line = log
+        .lines()
+        .find(|l| l.contains(&format!(" {kind}: ")))
+        .unwrap_or_else(|| panic!("no {kind}: {log}"));
     let rest = line.split_once(name).unwrap_or_else(|| panic!("no {name}: {line}")).1;
     let number = rest.split_whitespace().next().unwrap().trim_end_matches([',', ';']);
     number.parse().unwrap_or_else(|e| panic!("{e}: {line}"))
@@ -73,8 +78,14 @@ fn figure(log: &str, kind: &str, name: &str) -> f64 {
 fn queue_time_and_service_time_are_apart() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 4 << 20), folder.join("s"));
-    let daemon = Daemon::serve(&image, &socket, &["--filter", "delay:read=20ms", "--filter", "delay:flush=5ms"]);
-    let report = measure(&Options { depth: 8, ops: Some(200), ..Options::for_socket(socket.clone()) }).unwrap();
+    let daemon = Daemon::serve(
+        &image,
+        &socket,
+        &["--filter", "delay:read=20ms", "--filter", "delay:flush=5ms"],
+    );
+    let report =
+        measure(&Options { depth: 8, ops: Some(200), ..Options::for_socket(socket.clone()) })
+            .unwrap();
     assert!((19_000.0..60_000.0).contains(&report.latency_us.p50), "{:?}", report.latency_us);
     let mut guest = Guest::connect(&socket);
     // (Several, for one of them may fall into a moment in which the machine does something else.)
@@ -103,9 +114,11 @@ fn queue_time_and_service_time_are_apart() {
 fn a_sequential_load_takes_fewer_operations_than_requests() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 16 << 20), folder.join("s"));
-    for (options, merges) in
-        [(&["--cache", "none"][..], true), (&["--cache", "writeback"], true), (&["--filter", "delay:flush=1us"], false)]
-    {
+    for (options, merges) in [
+        (&["--cache", "none"][..], true),
+        (&["--cache", "writeback"], true),
+        (&["--filter", "delay:flush=1us"], false),
+    ] {
         for packed in [false, true] {
             let daemon = Daemon::serve(&image, &socket, options);
             let load = Options {
@@ -117,20 +130,29 @@ fn a_sequential_load_takes_fewer_operations_than_requests() {
                 ..Options::for_socket(socket.clone())
             };
             let written = measure(&load).unwrap();
-            // A client that verifies is slow to write: a page cache may answer each request before the next one comes.
+            // A client that verifies is slow to write: a page cache may answer each request before
+            // the next one comes.
             let fast = Options { verify: false, ops: Some(60_000), ..load.clone() };
             let more = measure(&fast).unwrap();
             let read = measure(&Options { rw: Pattern::Read, ops: Some(20_000), ..fast }).unwrap();
             let errors = [written.first_error, more.first_error, read.first_error];
             assert!(errors.iter().all(Option::is_none), "{options:?}: {errors:?}");
-            assert!(written.verified_blocks >= 4096, "{} blocks: not all is read back", written.verified_blocks);
+            assert!(
+                written.verified_blocks >= 4096,
+                "{} blocks: not all is read back",
+                written.verified_blocks
+            );
             let from = daemon.log().len();
             daemon.signal(Signal::USR1);
             let log = daemon.wait_log_after(from, "write: ");
             for kind in ["read", "write"] {
-                let (requests, merged) = (figure(&log, kind, "requests="), figure(&log, kind, "merged="));
+                let (requests, merged) =
+                    (figure(&log, kind, "requests="), figure(&log, kind, "merged="));
                 assert!(requests >= 20_000.0, "{log}");
-                assert!(if merges { merged > requests / 4.0 } else { merged == 0.0 }, "{options:?}: {log}");
+                assert!(
+                    if merges { merged > requests / 4.0 } else { merged == 0.0 },
+                    "{options:?}: {log}"
+                );
             }
             daemon.stop();
         }
@@ -161,7 +183,9 @@ fn neighbours_are_answered_each_for_itself() {
             let batch = [&good[..], &[(end, 512)]].concat();
             let batch = &batch[..3 + round];
             for (slot, &(sector, len)) in batch.iter().enumerate() {
-                guest.queue().write_data(slot as u16, &pattern(sector + round as u64, len as usize));
+                guest
+                    .queue()
+                    .write_data(slot as u16, &pattern(sector + round as u64, len as usize));
             }
             offer(&mut guest, request::OUT, batch);
             let mut answers = [None; 4];
@@ -172,14 +196,20 @@ fn neighbours_are_answered_each_for_itself() {
                 guest.queue().in_flight() == 0
             });
             let beyond = (round == 1).then_some(status::IOERR);
-            assert_eq!(answers, [Some(status::OK), Some(status::OK), Some(status::OK), beyond], "{mode}");
+            assert_eq!(
+                answers,
+                [Some(status::OK), Some(status::OK), Some(status::OK), beyond],
+                "{mode}"
+            );
             for (sector, len) in good {
                 let want = pattern(sector + round as u64, len as usize);
                 assert_eq!(guest.read(sector, len as usize), Ok(want), "{mode}");
             }
         }
         guest.leave();
-        for (batch, lengths) in [(good, [2049, 513, 2561]), ([good[1], good[2], (end, 1024)], [513, 2561, 1])] {
+        for (batch, lengths) in
+            [(good, [2049, 513, 2561]), ([good[1], good[2], (end, 1024)], [513, 2561, 1])]
+        {
             let mut guest = Guest::connect(&socket);
             offer(&mut guest, request::IN, &batch);
             // Bytes written to each, its status among them, as the ring tells them.
@@ -207,7 +237,11 @@ fn neighbours_are_answered_each_for_itself() {
 fn errors_come_where_they_are_ordered() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
-    let daemon = Daemon::serve(&image, &socket, &["--filter", "error:read=1,write-zeroes=1,range=4096-8192"]);
+    let daemon = Daemon::serve(
+        &image,
+        &socket,
+        &["--filter", "error:read=1,write-zeroes=1,range=4096-8192"],
+    );
     let mut guest = Guest::connect(&socket);
     assert_eq!(guest.write(0, &pattern(1, 16384)), status::OK, "writes are not meant");
     for (sector, len, good) in [
@@ -221,9 +255,17 @@ fn errors_come_where_they_are_ordered() {
     ] {
         let read = guest.read(sector, len);
         let want = pattern(1, 16384)[sector as usize * 512..][..len].to_vec();
-        assert_eq!(read, if good { Ok(want) } else { Err(status::IOERR) }, "{len} bytes at sector {sector}");
+        assert_eq!(
+            read,
+            if good { Ok(want) } else { Err(status::IOERR) },
+            "{len} bytes at sector {sector}"
+        );
     }
-    assert_eq!(guest.ranges(request::WRITE_ZEROES, &[(20, 1, 0), (8, 1, 0)]), status::IOERR, "one range of two fails");
+    assert_eq!(
+        guest.ranges(request::WRITE_ZEROES, &[(20, 1, 0), (8, 1, 0)]),
+        status::IOERR,
+        "one range of two fails"
+    );
     assert_eq!(guest.ranges(request::DISCARD, &[(8, 1, 0)]), status::OK);
     assert_eq!(guest.flush(), status::OK);
     let log = daemon.stop();
@@ -234,8 +276,10 @@ fn errors_come_where_they_are_ordered() {
 #[test]
 fn a_filtered_disk_at_a_rate() {
     let folder = Folder::new();
-    let daemon = Daemon::serve("ram:16M", &folder.join("s"), &["--filter", "error:read=0.25,write=0.25"]);
-    let load = Options { rw: Pattern::Randrw, ops: Some(4000), ..Options::for_socket(folder.join("s")) };
+    let daemon =
+        Daemon::serve("ram:16M", &folder.join("s"), &["--filter", "error:read=0.25,write=0.25"]);
+    let load =
+        Options { rw: Pattern::Randrw, ops: Some(4000), ..Options::for_socket(folder.join("s")) };
     let report = measure(&load).unwrap();
     assert!((800..1200).contains(&report.errors), "{} of 4000", report.errors);
     let log = daemon.stop();

@@ -29,7 +29,8 @@ fn refused(command: &mut Command) -> String {
 #[test]
 fn a_second_writer_is_told_who_holds_the_image() {
     let folder = Folder::new();
-    let (image, socket, second) = (folder.image("disk", 1 << 20), folder.join("s"), folder.join("t"));
+    let (image, socket, second) =
+        (folder.image("disk", 1 << 20), folder.join("s"), folder.join("t"));
     let daemon = Daemon::serve(&image, &socket, &[]);
     let holder = format!("is in use by blockyard (pid {}):", daemon.pid());
     // This test has it open too, and is no holder.
@@ -38,9 +39,15 @@ fn a_second_writer_is_told_who_holds_the_image() {
     for more in [&[][..], &["--read-only"], &["--cache", "unsafe"]] {
         let start = Instant::now();
         let error = refused(&mut serve(&image, &second, more));
-        assert!(error.contains(image.to_str().unwrap()) && error.contains(&holder), "{holder} {error}");
+        assert!(
+            error.contains(image.to_str().unwrap()) && error.contains(&holder),
+            "{holder} {error}"
+        );
         // Who is waited for is waited for during 5 s.
-        assert!(start.elapsed() < Duration::from_millis(4900), "{more:?}: a living holder is waited for");
+        assert!(
+            start.elapsed() < Duration::from_millis(4900),
+            "{more:?}: a living holder is waited for"
+        );
         least = least.min(start.elapsed());
     }
     assert!(least < Duration::from_secs(2), "a living holder is waited for: {least:?}");
@@ -48,7 +55,11 @@ fn a_second_writer_is_told_who_holds_the_image() {
     std::os::unix::fs::symlink(&image, &link).unwrap();
     assert!(refused(&mut serve(&link, &second, &[])).contains(&holder));
     assert!(!second.exists());
-    assert_eq!(Guest::connect(&socket).write(0, &pattern(1, 512)), 0, "the holder is not disturbed");
+    assert_eq!(
+        Guest::connect(&socket).write(0, &pattern(1, 512)),
+        0,
+        "the holder is not disturbed"
+    );
     daemon.stop();
     Daemon::serve(&image, &second, &[]).stop();
 }
@@ -63,7 +74,10 @@ fn many_readers() {
     }
     let error = refused(&mut serve(&image, &folder.join("c"), &[]));
     for daemon in &daemons {
-        assert!(error.contains(&format!("blockyard (pid {})", daemon.pid())), "both are named: {error}");
+        assert!(
+            error.contains(&format!("blockyard (pid {})", daemon.pid())),
+            "both are named: {error}"
+        );
     }
     for daemon in daemons {
         daemon.stop();
@@ -76,7 +90,10 @@ fn an_image_twice_in_one_configuration() {
     let (image, file) = (folder.image("disk", 1 << 20), folder.join("disks.toml"));
     let disk = |name: &str| {
         let (image, socket) = (image.display(), folder.join(name));
-        format!("[[disk]]\nname = \"{name}\"\nimage = \"{image}\"\nvhost-user = \"{}\"\n", socket.display())
+        format!(
+            "[[disk]]\nname = \"{name}\"\nimage = \"{image}\"\nvhost-user = \"{}\"\n",
+            socket.display()
+        )
     };
     std::fs::write(&file, disk("a") + &disk("b")).unwrap();
     let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&file));
@@ -93,7 +110,12 @@ fn a_killed_holder_is_waited_for() {
         // In mid-load: the kernel has requests to take apart before the lock falls.
         let mut guest = Guest::connect(&socket);
         for slot in 0..32 {
-            guest.queue().submit(slot, request::OUT, u64::from(slot) * 512, Data::ToDevice(256 << 10));
+            guest.queue().submit(
+                slot,
+                request::OUT,
+                u64::from(slot) * 512,
+                Data::ToDevice(256 << 10),
+            );
         }
         guest.queue().publish().unwrap();
         daemon.kill();
@@ -107,7 +129,8 @@ fn a_killed_holder_is_waited_for() {
 fn a_lock_that_nobody_seems_to_hold_is_waited_for() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
-    // A descriptor on its way through a socket is in no process: what a killed one leaves behind looks the same.
+    // A descriptor on its way through a socket is in no process: what a killed one leaves behind
+    // looks the same.
     let limbo = || {
         let file = std::fs::File::options().read(true).write(true).open(&image).unwrap();
         assert!(host::lock(&file, Lock::Exclusive).unwrap());

@@ -1,4 +1,5 @@
-//! The daemon as its users meet it, without a virtual machine: the guest is the front end of `blockyard_driver`.
+//! The daemon as its users meet it, without a virtual machine: the guest is the front end of
+//! `blockyard_driver`.
 //!
 //! ```text
 //!   mistakes     options, configuration files, images, sockets: one clear line and an exit status

@@ -13,7 +13,11 @@ fn refused(args: &[&str], status: i32, parts: &[&str]) -> String {
     let done = blockyard(args);
     let context = format!("blockyard {args:?}: {}\n{}{}", done.status, done.out, done.err);
     assert_eq!(done.status.code(), Some(status), "{context}");
-    assert_eq!((done.out.as_str(), done.err.lines().count()), ("", 1), "one line is wanted: {context}");
+    assert_eq!(
+        (done.out.as_str(), done.err.lines().count()),
+        ("", 1),
+        "one line is wanted: {context}"
+    );
     assert!(done.err.starts_with("blockyard: "), "{context}");
     for part in parts {
         assert!(done.err.contains(part), "{part:?} is not in it: {context}");
@@ -34,7 +38,10 @@ fn option_values() {
         (&["--queues", "257"], &["'257'", "from 1 to 256"]),
         (&["--queue-size", "100"], &["'100'", "a queue size is a power of two from 4 to 32768"]),
         (&["--queue-size", "2"], &["'2'", "from 4 to 32768"]),
-        (&["--cache", "foo"], &["\"foo\" is not known", "writeback, writethrough, directsync, unsafe"]),
+        (
+            &["--cache", "foo"],
+            &["\"foo\" is not known", "writeback, writethrough, directsync, unsafe"],
+        ),
         (&["--cahce", "none"], &["'--cahce'", "'--cache'"]),
         (&["--format", "vmdk"], &["\"vmdk\" is not known", "raw, qcow2, cow"]),
         (&["--l2-cache", "much"], &["a size is a number of bytes"]),
@@ -75,8 +82,16 @@ fn option_values() {
         refused(&["serve", size, "--vhost-user", text(&socket)], 1, &[size, "suffix k, M, G or T"]);
     }
     let model = "delay:1G,parallel=8,raed=1ms";
-    refused(&["serve", model, "--vhost-user", text(&socket)], 1, &[model, "\"raed=1ms\" is not known", "KIND=TIME"]);
-    refused(&["serve", "ram:100T", "--vhost-user", text(&socket)], 1, &["ram:100T", "choose a smaller one"]);
+    refused(
+        &["serve", model, "--vhost-user", text(&socket)],
+        1,
+        &[model, "\"raed=1ms\" is not known", "KIND=TIME"],
+    );
+    refused(
+        &["serve", "ram:100T", "--vhost-user", text(&socket)],
+        1,
+        &["ram:100T", "choose a smaller one"],
+    );
     assert!(!socket.exists());
 }
 
@@ -85,12 +100,20 @@ fn images() {
     let folder = Folder::new();
     let socket = folder.join("s");
     let serve = |image: &str, status, parts: &[&str]| {
-        refused(&["serve", image, "--vhost-user", text(&socket)], status, &[&[image], parts].concat())
+        refused(
+            &["serve", image, "--vhost-user", text(&socket)],
+            status,
+            &[&[image], parts].concat(),
+        )
     };
     serve(text(&folder.join("nothing")), 1, &["there is no such file"]);
     serve(text(&folder.join("no/folder")), 1, &["there is no such file"]);
     serve(text(&folder), 1, &["must be a regular file or a block device"]);
-    serve("/dev/null", 1, &["must be a regular file or a block device", "null:SIZE is a disk that forgets"]);
+    serve(
+        "/dev/null",
+        1,
+        &["must be a regular file or a block device", "null:SIZE is a disk that forgets"],
+    );
     let fifo = folder.join("fifo");
     rustix::fs::mkfifoat(rustix::fs::CWD, &fifo, rustix::fs::Mode::from_raw_mode(0o600)).unwrap();
     serve(text(&fifo), 1, &["must be a regular file or a block device"]);
@@ -111,8 +134,9 @@ fn images() {
 fn sockets() {
     let folder = Folder::new();
     let image = folder.image("disk", 1 << 20);
-    let serve =
-        |socket: &Path, parts: &[&str]| refused(&["serve", text(&image), "--vhost-user", text(socket)], 1, parts);
+    let serve = |socket: &Path, parts: &[&str]| {
+        refused(&["serve", text(&image), "--vhost-user", text(socket)], 1, parts)
+    };
 
     let live = folder.join("live");
     let listener = UnixListener::bind(&live).unwrap();
@@ -125,7 +149,15 @@ fn sockets() {
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "precious");
 
     let nowhere = folder.join("nowhere/s");
-    serve(&nowhere, &[text(&nowhere), "its folder", text(nowhere.parent().unwrap()), "does not exist: create it"]);
+    serve(
+        &nowhere,
+        &[
+            text(&nowhere),
+            "its folder",
+            text(nowhere.parent().unwrap()),
+            "does not exist: create it",
+        ],
+    );
 
     // 107 bytes are the most that an address holds.
     let long = |len: usize| folder.join("x".repeat(len - folder.as_os_str().len() - 1));
@@ -140,7 +172,10 @@ fn a_stale_socket_is_replaced() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
     Daemon::serve(&image, &socket, &[]).kill();
-    assert!(std::fs::metadata(&socket).unwrap().file_type().is_socket(), "the killed daemon leaves its socket");
+    assert!(
+        std::fs::metadata(&socket).unwrap().file_type().is_socket(),
+        "the killed daemon leaves its socket"
+    );
     assert!(UnixStream::connect(&socket).is_err());
     let daemon = Daemon::serve(&image, &socket, &[]);
     let mut guest = Guest::connect(&socket);
@@ -159,12 +194,21 @@ fn configuration_files() {
     refused(&["serve", "--config", config], 2, &[config, "cannot read it", "No such file"]);
     let other = DISK.replace("[[disk]]", "[[disk]]\nname = \"other\"");
     for (content, parts) in [
-        (format!("{DISK}cach = \"none\"\n"), &["line 4: unknown key `cach`: did you mean `cache`?"][..]),
-        (format!("# A comment.\n\n{DISK}cache = \"fast\"\n"), &["line 6", "cache mode \"fast\" is not known"]),
+        (
+            format!("{DISK}cach = \"none\"\n"),
+            &["line 4: unknown key `cach`: did you mean `cache`?"][..],
+        ),
+        (
+            format!("# A comment.\n\n{DISK}cache = \"fast\"\n"),
+            &["line 6", "cache mode \"fast\" is not known"],
+        ),
         (format!("{DISK}queues = \"four\"\n"), &["line 4: queues: \"four\"", "from 1 to 256"]),
         (format!("{DISK}read-only = maybe\n"), &["line 4"]),
         (format!("{DISK}[[disk\n"), &["line 4"]),
-        (format!("{DISK}filters = [\"slow:read=1ms\"]\n"), &["line 4", "\"slow:read=1ms\" is not known"]),
+        (
+            format!("{DISK}filters = [\"slow:read=1ms\"]\n"),
+            &["line 4", "\"slow:read=1ms\" is not known"],
+        ),
         ("\n[[disk]]\nimage = \"ram:1M\"\n".into(), &["disk \"ram:1M\": say a way in: vhost-user"]),
         (
             format!(
@@ -175,16 +219,28 @@ fn configuration_files() {
             ),
             &["disk \"ram:2M\": another disk has that name at unix:a"],
         ),
-        (format!("reactors = 0\n{DISK}"), &["line 1: reactors: \"0\": a number of reactors is from 1 to 256"]),
-        (format!("{DISK}queues = 0\n"), &["line 4: queues: \"0\": a number of queues is from 1 to 256"]),
-        (format!("{DISK}queue-size = 100\n"), &["line 4: queue-size: \"100\": a queue size is a power of two"]),
+        (
+            format!("reactors = 0\n{DISK}"),
+            &["line 1: reactors: \"0\": a number of reactors is from 1 to 256"],
+        ),
+        (
+            format!("{DISK}queues = 0\n"),
+            &["line 4: queues: \"0\": a number of queues is from 1 to 256"],
+        ),
+        (
+            format!("{DISK}queue-size = 100\n"),
+            &["line 4: queue-size: \"100\": a queue size is a power of two"],
+        ),
         (format!("{DISK}serial = \"123456789012345678901\"\n"), &["has 21 bytes"]),
         (format!("{DISK}{DISK}"), &["two disks are called \"ram:1M\""]),
         (format!("{DISK}{other}"), &["disk \"other\": another disk has the socket /nonexistent/s"]),
         (DISK.replace("ram:1M", "/x/disk.vmdk"), &["/x/disk.vmdk", "--format raw"]),
         (format!("{DISK}format = \"vmdk\"\n"), &["line 4", "format \"vmdk\" is not known"]),
         (format!("costs = \"/not/there\"\n{DISK}"), &["reading /not/there", "No such file"]),
-        (format!("costs = \"/proc/self/status\"\n{DISK}"), &["/proc/self/status is no file of costs", "line 1"]),
+        (
+            format!("costs = \"/proc/self/status\"\n{DISK}"),
+            &["/proc/self/status is no file of costs", "line 1"],
+        ),
         (String::new(), &["it has no disk", "[[disk]]"]),
         (DISK.replace("[[disk]]", "[disk]"), &["line 1: [disk] is one table", "write [[disk]]"]),
         (format!("{DISK}iops = 1.5\n"), &["line 4: iops: limit \"1.5\"", "a whole number"]),
@@ -200,7 +256,11 @@ fn configuration_files() {
 fn checking_a_configuration_looks_for_images() {
     let folder = Folder::new();
     let (file, image, socket) = (folder.join("disks.toml"), folder.join("disk"), folder.join("s"));
-    let content = format!("{DISK}[[disk]]\nimage = \"{}\"\nvhost-user = \"{}\"\n", image.display(), socket.display());
+    let content = format!(
+        "{DISK}[[disk]]\nimage = \"{}\"\nvhost-user = \"{}\"\n",
+        image.display(),
+        socket.display()
+    );
     std::fs::write(&file, content).unwrap();
     let arguments = ["serve", "--check-config", "--config", text(&file)];
     refused(&arguments, 2, &["disk disk: image ", text(&image), "there is no such file"]);
@@ -219,11 +279,18 @@ fn one_image_for_two_disks() {
     let link = folder.join("link");
     std::os::unix::fs::symlink(&image, &link).unwrap();
     let disk = |name: &str, image: &Path, more: &str| {
-        format!("[[disk]]\nname = \"{name}\"\nimage = \"{}\"\nvhost-user = \"/x/{name}\"\n{more}", image.display())
+        format!(
+            "[[disk]]\nname = \"{name}\"\nimage = \"{}\"\nvhost-user = \"/x/{name}\"\n{more}",
+            image.display()
+        )
     };
     std::fs::write(&file, disk("a", &image, "") + &disk("b", &link, "")).unwrap();
     let arguments = ["serve", "--check-config", "--config", text(&file)];
-    refused(&arguments, 2, &["disk \"b\": disk \"a\" has the same image", text(&link), "read-only"]);
+    refused(
+        &arguments,
+        2,
+        &["disk \"b\": disk \"a\" has the same image", text(&link), "read-only"],
+    );
     let more = "read-only = true\n";
     std::fs::write(&file, disk("a", &image, more) + &disk("b", &link, more)).unwrap();
     assert_eq!(blockyard(arguments).good(), "configuration is good: 2 disks\n");
@@ -233,14 +300,24 @@ fn one_image_for_two_disks() {
 fn one_bad_disk_of_many_does_not_end_the_others() {
     let folder = Folder::new();
     let (file, socket) = (folder.join("disks.toml"), folder.join("s"));
-    let good = format!("[[disk]]\nname = \"good\"\nimage = \"ram:1M\"\nvhost-user = \"{}\"\n", socket.display());
+    let good = format!(
+        "[[disk]]\nname = \"good\"\nimage = \"ram:1M\"\nvhost-user = \"{}\"\n",
+        socket.display()
+    );
     let bad = DISK.replace("ram:1M", "/not/there");
     std::fs::write(&file, format!("{good}{bad}")).unwrap();
-    let mut daemon = Daemon::start(std::process::Command::new(BLOCKYARD).args(["serve", "--config", text(&file)]));
+    let mut daemon = Daemon::start(std::process::Command::new(BLOCKYARD).args([
+        "serve",
+        "--config",
+        text(&file),
+    ]));
     daemon.wait_ready();
     assert_eq!(Guest::connect(&socket).capacity(), 1 << 20);
     let log = daemon.stop();
-    assert!(log.contains("image /not/there: there is no such file") && log.contains("1 of 2 disks"), "{log}");
+    assert!(
+        log.contains("image /not/there: there is no such file") && log.contains("1 of 2 disks"),
+        "{log}"
+    );
     // If none can be served, the server has nothing to do.
     std::fs::write(&file, bad).unwrap();
     refused(&["serve", "--config", text(&file)], 1, &["image /not/there: there is no such file"]);

@@ -30,7 +30,9 @@ fn memory_of(guest: &Guest) -> u64 {
 fn works(guest: &mut Guest, image: &Path, seed: u64) {
     let bytes = pattern(seed, 256 << 10);
     assert_eq!((guest.write(8, &bytes), guest.flush()), (status::OK, status::OK));
-    assert!(bytes_of(image, 4096, bytes.len()) == bytes && guest.read(8, bytes.len()).unwrap() == bytes);
+    assert!(
+        bytes_of(image, 4096, bytes.len()) == bytes && guest.read(8, bytes.len()).unwrap() == bytes
+    );
 }
 
 #[test]
@@ -38,7 +40,8 @@ fn pinned_memory_comes_and_goes_with_its_front_end() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
     for (reactors, cache) in [(1, "none"), (2, "writeback")] {
-        let (count, more) = (reactors.to_string(), ["--queues", "4", "--pin-memory", "--cache", cache]);
+        let (count, more) =
+            (reactors.to_string(), ["--queues", "4", "--pin-memory", "--cache", cache]);
         let daemon = Daemon::serve(&image, &socket, &[&more[..], &["--reactors", &count]].concat());
         assert_eq!(pinned(&daemon), 0);
         for packed in [false, true] {
@@ -114,13 +117,20 @@ fn memory_is_added_and_removed_under_load() {
 fn who_may_not_pin_serves_all_the_same() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
-    // setpriv drops the capability from the bounding set, which only root may do, and others do not have it.
+    // setpriv drops the capability from the bounding set, which only root may do, and others do not
+    // have it.
     let mut command = Command::new("prlimit");
     command.arg("--memlock=1048576");
     if rustix::process::geteuid().is_root() {
         command.args(["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-all"]);
     }
-    command.arg(BLOCKYARD).arg("serve").arg(&image).arg("--vhost-user").arg(&socket).arg("--pin-memory");
+    command
+        .arg(BLOCKYARD)
+        .arg("serve")
+        .arg(&image)
+        .arg("--vhost-user")
+        .arg(&socket)
+        .arg("--pin-memory");
     let mut daemon = Daemon::start(&mut command);
     daemon.wait_ready();
     let mut guest = Guest::with(&socket, &Plan { data_len: 1 << 20, ..Plan::default() });
@@ -130,5 +140,8 @@ fn who_may_not_pin_serves_all_the_same() {
     guest.leave();
     let log = daemon.stop();
     let lines = log.lines().filter(|l| l.contains("not registered with io_uring")).count();
-    assert!(lines == 1 && log.contains("used without: pinning it: Cannot allocate memory"), "{log}");
+    assert!(
+        lines == 1 && log.contains("used without: pinning it: Cannot allocate memory"),
+        "{log}"
+    );
 }

@@ -1,4 +1,5 @@
-//! SIGHUP: disks come, go and change while others are in use; images that were resized are told to their guests.
+//! SIGHUP: disks come, go and change while others are in use; images that were resized are told to
+//! their guests.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -27,12 +28,15 @@ impl Yard {
     fn start(disks: &[(&str, &str)]) -> Self {
         let folder = Folder::new();
         configure(&folder, disks);
-        let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(folder.join("toml")));
+        let mut daemon = Daemon::start(
+            Command::new(BLOCKYARD).arg("serve").arg("--config").arg(folder.join("toml")),
+        );
         daemon.wait_ready();
         Yard { daemon, folder }
     }
 
-    /// Writes the file anew and has it read; waits for `said` in the log, and gives what came with it.
+    /// Writes the file anew and has it read; waits for `said` in the log, and gives what came with
+    /// it.
     #[track_caller]
     fn reload(&self, disks: &[(&str, &str)], said: &str) -> String {
         configure(&self.folder, disks);
@@ -58,7 +62,8 @@ impl Yard {
     }
 }
 
-/// Lines of a log, but for those of front ends and the last figures of a disk, which come in their own time.
+/// Lines of a log, but for those of front ends and the last figures of a disk, which come in their
+/// own time.
 fn changes(log: &str) -> usize {
     log.lines().filter(|l| !l.contains("front end") && !l.contains(": queue time")).count()
 }
@@ -72,7 +77,10 @@ fn configure(folder: &Path, disks: &[(&str, &str)]) {
             std::fs::File::create(&image).unwrap().set_len(16 << 20).unwrap();
         }
         let socket = folder.join(name).with_extension("s");
-        text += &format!("[[disk]]\nname = \"{name}\"\nvhost-user = \"{}\"\n{more}\n", socket.display());
+        text += &format!(
+            "[[disk]]\nname = \"{name}\"\nvhost-user = \"{}\"\n{more}\n",
+            socket.display()
+        );
         if !more.contains("image =") {
             text += &format!("image = \"{}\"\n", image.display());
         }
@@ -83,8 +91,12 @@ fn configure(folder: &Path, disks: &[(&str, &str)]) {
 #[test]
 fn disks_come_go_and_change_around_a_busy_one() {
     let yard = Yard::start(&[("busy", ""), ("other", "")]);
-    let load =
-        Options { rw: Pattern::Randrw, runtime: 120.0, verify: true, ..Options::for_socket(yard.socket("busy")) };
+    let load = Options {
+        rw: Pattern::Randrw,
+        runtime: 120.0,
+        verify: true,
+        ..Options::for_socket(yard.socket("busy"))
+    };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));
         yard.daemon.until_served("write", "");
@@ -95,9 +107,17 @@ fn disks_come_go_and_change_around_a_busy_one() {
         assert_eq!(yard.guest("new").write(0, &pattern(2, 512)), status::OK);
         assert_eq!(other.read(0, 4096).unwrap(), pattern(1, 4096), "its connection is not touched");
 
-        let log = yard.reload(&[("new", "queues = 3"), ("busy", ""), ("other", "read-only = true")], "other.img on");
+        let log = yard.reload(
+            &[("new", "queues = 3"), ("busy", ""), ("other", "read-only = true")],
+            "other.img on",
+        );
         assert!(!log.contains("busy"), "{log}");
-        assert!(other.queue().call(0, 0, blockyard_driver::Data::None, &mut [], Duration::from_millis(200)).is_err());
+        assert!(
+            other
+                .queue()
+                .call(0, 0, blockyard_driver::Data::None, &mut [], Duration::from_millis(200))
+                .is_err()
+        );
         let mut other = yard.guest("other");
         assert!(other.has(feature::READ_ONLY));
         assert_eq!(other.read(0, 4096).unwrap(), pattern(1, 4096));
@@ -108,9 +128,13 @@ fn disks_come_go_and_change_around_a_busy_one() {
         assert_eq!(other.read(0, 4096).unwrap(), pattern(1, 4096));
 
         // Nothing new, nothing done.
-        let log = yard.reload(&[("busy", ""), ("other", "read-only = true"), ("last", "")], "reloaded: ");
+        let log =
+            yard.reload(&[("busy", ""), ("other", "read-only = true"), ("last", "")], "reloaded: ");
         assert_eq!(changes(&log), 2, "{log}");
-        assert!(log.contains("reloaded: disks added 1, changed 0, removed 0, not as wished 0"), "{log}");
+        assert!(
+            log.contains("reloaded: disks added 1, changed 0, removed 0, not as wished 0"),
+            "{log}"
+        );
         assert!(!client.is_finished(), "the load went on meanwhile");
         load.over.store(true, Ordering::Relaxed);
         let report = client.join().unwrap().unwrap();
@@ -129,12 +153,18 @@ fn a_bad_file_changes_nothing() {
         (&[("a", "serial = \"123456789012345678901\"")], "has 21 bytes"),
     ] {
         let log = yard.reload(disks, said);
-        assert!(changes(&log) == 1 && log.contains("ERROR") && log.contains("not reloaded: "), "{log}");
+        assert!(
+            changes(&log) == 1 && log.contains("ERROR") && log.contains("not reloaded: "),
+            "{log}"
+        );
     }
     std::fs::remove_file(yard.folder.join("toml")).unwrap();
     let log = yard.hangup("cannot read it");
     assert!(log.contains("not reloaded: ") && log.contains("No such file"), "{log}");
-    assert_eq!((a.write(0, &pattern(1, 512)), b.write(0, &pattern(1, 512))), (status::OK, status::OK));
+    assert_eq!(
+        (a.write(0, &pattern(1, 512)), b.write(0, &pattern(1, 512))),
+        (status::OK, status::OK)
+    );
     yard.daemon.stop();
 }
 
@@ -142,8 +172,15 @@ fn a_bad_file_changes_nothing() {
 fn a_disk_that_cannot_be_as_wished_stays_as_it_was() {
     let yard = Yard::start(&[("a", ""), ("b", "")]);
     let mut b = yard.guest("b");
-    let log = yard.reload(&[("a", "image = \"/not/there\""), ("b", ""), ("c", "image = \"/nor/there\"")], "/nor/there");
-    assert!(log.contains("image /not/there: there is no such file") && log.contains("it is served as before"), "{log}");
+    let log = yard.reload(
+        &[("a", "image = \"/not/there\""), ("b", ""), ("c", "image = \"/nor/there\"")],
+        "/nor/there",
+    );
+    assert!(
+        log.contains("image /not/there: there is no such file")
+            && log.contains("it is served as before"),
+        "{log}"
+    );
     assert_eq!(yard.guest("a").write(0, &pattern(1, 512)), status::OK);
     assert_eq!(b.write(0, &pattern(1, 512)), status::OK);
     assert!(!yard.socket("c").exists());
@@ -163,7 +200,12 @@ fn a_reload_says_what_it_did() {
     };
     configure(
         &yard.folder,
-        &[("a", ""), ("b", "iops = \"2k\"\nweight = 300"), ("d", ""), ("e", "image = \"/not/there\"")],
+        &[
+            ("a", ""),
+            ("b", "iops = \"2k\"\nweight = 300"),
+            ("d", ""),
+            ("e", "image = \"/not/there\""),
+        ],
     );
     file("reactors = 2\nfair-share = false\n");
     let log = yard.hangup("reloaded: ");
@@ -234,7 +276,8 @@ fn an_image_grows_and_shrinks_under_its_guest() {
         assert!((&channel).read(&mut [0]).is_err());
         assert_eq!(guest.flush(), status::OK);
         drop(guest);
-        // A guest that comes later finds the new size; one without a back channel is not waited for.
+        // A guest that comes later finds the new size; one without a back channel is not waited
+        // for.
         std::fs::File::options().write(true).open(&image).unwrap().set_len(4 << 20).unwrap();
         let guest = Guest::connect(&socket);
         let from = daemon.log().len();

@@ -23,8 +23,16 @@ impl Peer {
     pub fn start(image: &Path, socket: &Path, options: &[&str]) -> Self {
         let _ = std::fs::remove_file(socket);
         let mut command = Command::new(guests().join("tool"));
-        command.args(["qemu-nbd", "--persistent", "--format=raw", "--export-name=base", "--socket"]).arg(socket);
-        let child = command.args(options).arg(image).stdin(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        command
+            .args(["qemu-nbd", "--persistent", "--format=raw", "--export-name=base", "--socket"])
+            .arg(socket);
+        let child = command
+            .args(options)
+            .arg(image)
+            .stdin(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
         until("qemu-nbd listens", SOON, || listens(socket));
         Peer { child }
     }
@@ -60,20 +68,31 @@ impl Stage {
 
     fn overlay(&self) -> PathBuf {
         let path = self.folder.join("top.qcow2");
-        blockyard(["image", "create", "-q", path.to_str().unwrap(), "-b", &self.uri, "-F", "raw"]).good();
+        blockyard(["image", "create", "-q", path.to_str().unwrap(), "-b", &self.uri, "-F", "raw"])
+            .good();
         path
     }
 }
 
-/// Reads and writes on an overlay, while the server of its base is killed and started anew: no error, right data, and the base
-/// is only read. Through a connection of the reactor, and through the one that all share.
+/// Reads and writes on an overlay, while the server of its base is killed and started anew: no
+/// error, right data, and the base is only read. Through a connection of the reactor, and through
+/// the one that all share.
 #[test]
 fn an_overlay_over_a_remote_base_outlives_its_server() {
     for shared in ["--shared=4", "--shared=1"] {
         let stage = Stage::new();
         let mut peer = stage.peer(&["--read-only", shared]);
         let (top, sum) = (stage.overlay(), md5(&stage.base));
-        let backing = ["--backing-folder", &stage.uri, "--reactors", "2", "--queues", "2", "--l2-cache", "64k"];
+        let backing = [
+            "--backing-folder",
+            &stage.uri,
+            "--reactors",
+            "2",
+            "--queues",
+            "2",
+            "--l2-cache",
+            "64k",
+        ];
         let daemon = Daemon::serve(&top, &stage.socket, &backing);
         let socket = stage.socket.clone();
         let load = std::thread::spawn(move || {
@@ -104,8 +123,8 @@ fn an_overlay_over_a_remote_base_outlives_its_server() {
     }
 }
 
-/// A server that is killed while nothing is asked of it is missed at once, and found again before anything is: by the connection of
-/// a reactor, and by the one that all share.
+/// A server that is killed while nothing is asked of it is missed at once, and found again before
+/// anything is: by the connection of a reactor, and by the one that all share.
 #[test]
 fn a_server_that_comes_back_is_there_for_the_next_request() {
     for shared in ["--shared=4", "--shared=1"] {
@@ -138,7 +157,10 @@ fn the_disk_is_the_same_for_qemu() {
     let top = stage.overlay();
     let daemon = Daemon::serve(&top, &stage.socket, &["--backing-folder", &stage.uri]);
     let mut guest = Guest::connect(&stage.socket);
-    assert_eq!(guest.read(MIB / 512, 4096).unwrap(), pattern(5, SIZE as usize)[MIB as usize..][..4096]);
+    assert_eq!(
+        guest.read(MIB / 512, 4096).unwrap(),
+        pattern(5, SIZE as usize)[MIB as usize..][..4096]
+    );
     assert_eq!(guest.write(MIB / 512 + 1, &[7; 1024]), status::OK);
     assert_eq!(guest.flush(), status::OK);
     drop(guest);
@@ -147,7 +169,8 @@ fn the_disk_is_the_same_for_qemu() {
     let copy = stage.folder.join("copy.raw");
     let copy = copy.to_str().unwrap();
     tool("qemu-img", ["convert", "-O", "raw", top, copy]).good();
-    let compared = blockyard(["image", "compare", top, copy, "-F", "raw"].into_iter().chain(allowed));
+    let compared =
+        blockyard(["image", "compare", top, copy, "-F", "raw"].into_iter().chain(allowed));
     assert!(compared.good().contains("identical"));
     let not = blockyard(["image", "compare", &stage.uri, copy, "-F", "raw"]);
     assert_eq!(not.status.code(), Some(1), "{}{}", not.out, not.err);
@@ -166,9 +189,12 @@ fn names_in_headers_connect_nowhere_by_themselves() {
     listener.set_nonblocking(true).unwrap();
     let top = top.to_str().unwrap();
     let other = format!("nbd+unix:///?socket={}x", stage.nbd.display());
-    for allowed in
-        [&[][..], &["--backing-folder", "/"], &["--backing-folder", "nbd://localhost"], &["--backing-folder", &other]]
-    {
+    for allowed in [
+        &[][..],
+        &["--backing-folder", "/"],
+        &["--backing-folder", "nbd://localhost"],
+        &["--backing-folder", &other],
+    ] {
         let refused = blockyard(["image", "compare", top, top].iter().chain(allowed));
         assert_eq!(refused.status.code(), Some(2), "{}{}", refused.out, refused.err);
         assert!(
@@ -177,10 +203,15 @@ fn names_in_headers_connect_nowhere_by_themselves() {
             refused.err
         );
     }
-    assert_eq!(listener.accept().unwrap_err().kind(), std::io::ErrorKind::WouldBlock, "somebody connected");
+    assert_eq!(
+        listener.accept().unwrap_err().kind(),
+        std::io::ErrorKind::WouldBlock,
+        "somebody connected"
+    );
 }
 
-/// A server that is gone for longer than is waited for: errors, no hang, an end in time; and back again, all is well.
+/// A server that is gone for longer than is waited for: errors, no hang, an end in time; and back
+/// again, all is well.
 #[test]
 fn waiting_is_bounded() {
     let stage = Stage::new();

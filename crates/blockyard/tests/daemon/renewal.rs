@@ -1,4 +1,5 @@
-//! What NBD clients meet after SIGHUP: renewed certificates, revoked ones, other limits; and what is wrong changes nothing.
+//! What NBD clients meet after SIGHUP: renewed certificates, revoked ones, other limits; and what
+//! is wrong changes nothing.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -45,7 +46,8 @@ fn revoked_by(authority: &Authority, names: &[&str]) -> String {
     list.signed_by(authority).unwrap().pem().unwrap()
 }
 
-/// Clients that come see the new certificate, who is there stays, and files that are wrong leave the last good ones in use.
+/// Clients that come see the new certificate, who is there stays, and files that are wrong leave
+/// the last good ones in use.
 #[test]
 fn a_renewed_certificate() {
     let mut stage = Stage::new();
@@ -84,18 +86,25 @@ fn a_renewed_certificate() {
         assert!(!said.contains(TAKEN_UP), "{said}");
         stage.all_may("all", &stage.vm1);
         let _ = std::fs::remove_file(&path);
-        files.iter().for_each(|(name, content)| std::fs::write(stage.server.join(name), content).unwrap());
+        files
+            .iter()
+            .for_each(|(name, content)| std::fs::write(stage.server.join(name), content).unwrap());
     }
     reload(&daemon, TAKEN_UP);
     stage.all_may("all", &stage.vm1);
     assert!(guest.read(0, 4096).unwrap() == bytes);
-    assert!(!other.log().contains("again"), "the client that was there had to come again: {}", other.log());
+    assert!(
+        !other.log().contains("again"),
+        "the client that was there had to come again: {}",
+        other.log()
+    );
     drop(guest);
     other.stop();
     daemon.stop();
 }
 
-/// Whose certificate is in ca-crl.pem is let go, whether certificates are demanded or not; others are let in. The same for a server.
+/// Whose certificate is in ca-crl.pem is let go, whether certificates are demanded or not; others
+/// are let in. The same for a server.
 #[test]
 fn revoked_certificates() {
     let stage = Stage::new();
@@ -124,7 +133,11 @@ fn revoked_certificates() {
     // (QEMU reads a client's list, too, and has no use for it.)
     let [ours, libnbd, _] = stage.ask_all("all", &stage.vm1);
     assert!(!ours.status.success() && ours.err.contains("Revoked"), "{}", ours.err);
-    assert!(!libnbd.status.success() && libnbd.err.contains("certificate verification"), "{}", libnbd.err);
+    assert!(
+        !libnbd.status.success() && libnbd.err.contains("certificate verification"),
+        "{}",
+        libnbd.err
+    );
     daemon.stop();
 }
 
@@ -173,10 +186,14 @@ fn tls_is_demanded_from_now_on() {
     assert!(served());
     // A disk that names clients cannot be without TLS.
     let config = std::fs::read_to_string(&path).unwrap();
-    let without: Vec<_> = config.lines().filter(|line| !line.starts_with("tls-certificates")).collect();
+    let without: Vec<_> =
+        config.lines().filter(|line| !line.starts_with("tls-certificates")).collect();
     std::fs::write(&path, without.join("\n")).unwrap();
     let said = reload(&daemon, REFUSED);
-    assert!(said.contains("disk \"vm1\": tls-allow names client certificates, and there is no TLS"), "{said}");
+    assert!(
+        said.contains("disk \"vm1\": tls-allow names client certificates, and there is no TLS"),
+        "{said}"
+    );
     stage.all_may("vm1", &stage.vm1);
     daemon.stop();
 }
@@ -202,7 +219,11 @@ fn who_may_have_a_disk_from_now_on() {
     stage.all_may("vm1", &stage.vm2);
     stage.none_may("vm1", &stage.nobody, "no such export");
     assert!(guest.read(0, 4096).unwrap() == pattern(4, 4096));
-    assert!(!other.log().contains("again"), "the client that was there had to come again: {}", other.log());
+    assert!(
+        !other.log().contains("again"),
+        "the client that was there had to come again: {}",
+        other.log()
+    );
     // The name of one who is connected is taken away.
     let from = daemon.log().len();
     let said = allow("tls-allow = [\"vm2.example\"]");

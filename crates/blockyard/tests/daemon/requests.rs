@@ -31,10 +31,22 @@ fn a_last_sector_that_the_file_has_in_part() {
         assert_eq!(guest.write(9, &pattern(2, 512)), status::OK);
         assert_eq!(std::fs::metadata(&image).unwrap().len(), ODD, "{mode}");
         assert_eq!(guest.write(10, &pattern(3, 512)), status::OK);
-        assert_eq!(guest.read(9, 1024).unwrap(), [pattern(2, 512), pattern(3, 512)].concat(), "{mode}");
-        assert_eq!((guest.flush(), std::fs::metadata(&image).unwrap().len()), (status::OK, 11 * 512), "{mode}");
+        assert_eq!(
+            guest.read(9, 1024).unwrap(),
+            [pattern(2, 512), pattern(3, 512)].concat(),
+            "{mode}"
+        );
+        assert_eq!(
+            (guest.flush(), std::fs::metadata(&image).unwrap().len()),
+            (status::OK, 11 * 512),
+            "{mode}"
+        );
         daemon.stop();
-        assert_eq!(bytes_of(&image, 10 * 512, 512), pattern(3, 512), "{mode}: the file has grown to its sector's end");
+        assert_eq!(
+            bytes_of(&image, 10 * 512, 512),
+            pattern(3, 512),
+            "{mode}: the file has grown to its sector's end"
+        );
     }
 }
 
@@ -45,7 +57,9 @@ fn zeroes_and_discards_at_an_odd_end() {
     std::fs::write(&image, pattern(1, ODD as usize)).unwrap();
     let daemon = Daemon::serve(&image, &socket, &[]);
     let mut guest = Guest::connect(&socket);
-    for (kind, flags) in [(request::WRITE_ZEROES, 0), (request::WRITE_ZEROES, UNMAP), (request::DISCARD, 0)] {
+    for (kind, flags) in
+        [(request::WRITE_ZEROES, 0), (request::WRITE_ZEROES, UNMAP), (request::DISCARD, 0)]
+    {
         assert_eq!(guest.write(8, &pattern(2, 3 * 512)), status::OK);
         assert_eq!(guest.ranges(kind, &[(10, 1, flags)]), status::OK);
         assert_eq!(guest.read(10, 512).unwrap(), [0; 512]);
@@ -67,13 +81,18 @@ fn skewed(guest: &mut Guest, kind: u32, sector: u64, skew: u64, data: &mut [u8])
     let in_data = kind == request::IN;
     let queue = guest.queue();
     let first = Buffer { addr, len: 16, device_writes: false };
-    // Data and status in one buffer where the device writes both: no framing is promised (virtio 1.2, 2.7.4.1).
+    // Data and status in one buffer where the device writes both: no framing is promised (virtio
+    // 1.2, 2.7.4.1).
     if in_data {
-        let answer = Buffer { addr: addr + at as u64, len: data.len() as u32 + 1, device_writes: true };
+        let answer =
+            Buffer { addr: addr + at as u64, len: data.len() as u32 + 1, device_writes: true };
         queue.ring.lay(40, &[first, answer]);
     } else {
         let given = Buffer { addr: addr + at as u64, len: data.len() as u32, device_writes: false };
-        queue.ring.lay(40, &[first, given, Buffer { addr: addr + status as u64, len: 1, device_writes: true }]);
+        queue.ring.lay(
+            40,
+            &[first, given, Buffer { addr: addr + status as u64, len: 1, device_writes: true }],
+        );
     }
     queue.ring.submit(40);
     queue.ring.publish();
@@ -94,12 +113,21 @@ fn memory_that_o_direct_does_not_like() {
         let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
         let daemon = Daemon::serve(&image, &socket, &["--cache", mode]);
         for skew in [0, 1, 2, 16, 511] {
-            let mut guest = Guest::with(&socket, &blockyard_driver::Plan { slots: 64, ..Default::default() });
+            let mut guest =
+                Guest::with(&socket, &blockyard_driver::Plan { slots: 64, ..Default::default() });
             let mut data = pattern(skew, 1024);
-            assert_eq!(skewed(&mut guest, request::OUT, 5, skew, &mut data), status::OK, "{mode}, skew {skew}");
+            assert_eq!(
+                skewed(&mut guest, request::OUT, 5, skew, &mut data),
+                status::OK,
+                "{mode}, skew {skew}"
+            );
             assert_eq!(bytes_of(&image, 5 * 512, 1024), pattern(skew, 1024), "{mode}, skew {skew}");
             let mut read = vec![0; 1024];
-            assert_eq!(skewed(&mut guest, request::IN, 5, skew, &mut read), status::OK, "{mode}, skew {skew}");
+            assert_eq!(
+                skewed(&mut guest, request::IN, 5, skew, &mut read),
+                status::OK,
+                "{mode}, skew {skew}"
+            );
             assert_eq!(read, pattern(skew, 1024), "{mode}, skew {skew}");
         }
         daemon.stop();
@@ -204,7 +232,11 @@ fn ranges_give_space_back() {
             assert!(whole(&mut guest) == content, "kind {kind}, {mode}: the rest is as it was");
             assert_eq!(guest.flush(), status::OK);
             let back = before.saturating_sub(allocated(&image));
-            assert_eq!(back, if freed { 3 * MIB as u64 } else { 0 }, "kind {kind}, {mode}: bytes given back");
+            assert_eq!(
+                back,
+                if freed { 3 * MIB as u64 } else { 0 },
+                "kind {kind}, {mode}: bytes given back"
+            );
             daemon.stop();
             assert!(std::fs::read(&image).unwrap() == content, "kind {kind}, {mode}: in the file");
         }
@@ -261,12 +293,26 @@ fn refuses_what_lies_outside(image: &Path, mode: &str) {
     let mut guest = Guest::connect(&folder.join("s"));
     let end = guest.capacity() / 512;
     assert_eq!(guest.write(end - 2, &pattern(1, 1024)), status::OK);
-    for sector in [end - 1, end, end + 1, u64::MAX / 512, u64::MAX / 512 + 1, u64::MAX - 1, u64::MAX] {
+    for sector in
+        [end - 1, end, end + 1, u64::MAX / 512, u64::MAX / 512 + 1, u64::MAX - 1, u64::MAX]
+    {
         assert_eq!(guest.read(sector, 1024), Err(status::IOERR), "{mode}: read at {sector}");
-        assert_eq!(guest.write(sector, &pattern(2, 1024)), status::IOERR, "{mode}: write at {sector}");
-        assert_eq!(guest.ranges(request::DISCARD, &[(sector, 2, 0)]), status::IOERR, "{mode}: discard at {sector}");
+        assert_eq!(
+            guest.write(sector, &pattern(2, 1024)),
+            status::IOERR,
+            "{mode}: write at {sector}"
+        );
+        assert_eq!(
+            guest.ranges(request::DISCARD, &[(sector, 2, 0)]),
+            status::IOERR,
+            "{mode}: discard at {sector}"
+        );
         let pair = [(0, 0, 0), (sector, 2, 0)];
-        assert_eq!(guest.ranges(request::WRITE_ZEROES, &pair), status::IOERR, "{mode}: zeroes at {sector}");
+        assert_eq!(
+            guest.ranges(request::WRITE_ZEROES, &pair),
+            status::IOERR,
+            "{mode}: zeroes at {sector}"
+        );
     }
     assert_eq!(guest.ranges(request::DISCARD, &[(0, u32::MAX, 0)]), status::IOERR);
     // No whole sectors.
@@ -304,9 +350,17 @@ fn types_that_are_not_known() {
     // Among them: SCSI, lifetime, secure erase, zones.
     for kind in [2, 3, 5, 7, 10, 12, 14, 15, 16, 18, 99, 1 << 31, u32::MAX] {
         assert_eq!(guest.ask(kind, 0, Data::None, &mut []), status::UNSUPP, "type {kind}");
-        assert_eq!(guest.ask(kind, 0, Data::ToDevice(512), &mut [1; 512]), status::UNSUPP, "type {kind}");
+        assert_eq!(
+            guest.ask(kind, 0, Data::ToDevice(512), &mut [1; 512]),
+            status::UNSUPP,
+            "type {kind}"
+        );
         let mut read = [7; 512];
-        assert_eq!(guest.ask(kind, 0, Data::FromDevice(512), &mut read), status::UNSUPP, "type {kind}");
+        assert_eq!(
+            guest.ask(kind, 0, Data::FromDevice(512), &mut read),
+            status::UNSUPP,
+            "type {kind}"
+        );
     }
     assert_eq!(guest.read(0, 512).unwrap(), [0; 512]);
     daemon.stop();

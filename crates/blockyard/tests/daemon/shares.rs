@@ -1,7 +1,9 @@
-//! Limits and groups, on the command line and in the configuration, and their change while guests are at work.
+//! Limits and groups, on the command line and in the configuration, and their change while guests
+//! are at work.
 //!
-//! Disks lie on `null:`, which costs nothing. A machine that stands still makes requests slower, and never faster: these tests
-//! wait for events, and check that nothing is faster than its limit. `tests/perf` measures the rates.
+//! Disks lie on `null:`, which costs nothing. A machine that stands still makes requests slower,
+//! and never faster: these tests wait for events, and check that nothing is faster than its limit.
+//! `tests/perf` measures the rates.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -14,10 +16,12 @@ use crate::common::{Daemon, Folder};
 use crate::disks::{Disks, disk, good};
 use crate::guest::{ANSWER, Guest};
 
-/// A limit that lets one sector pass, and the next one after 25 s. (Beyond 30 s the queues of a disk take nothing.)
+/// A limit that lets one sector pass, and the next one after 25 s. (Beyond 30 s the queues of a
+/// disk take nothing.)
 const SLOW: &str = "bps = 20";
 
-/// Fails if more passed in `seconds` than a limit of `rate` a second lets pass: its bucket holds 10 ms, or one operation.
+/// Fails if more passed in `seconds` than a limit of `rate` a second lets pass: its bucket holds 10
+/// ms, or one operation.
 #[track_caller]
 fn never_faster(what: &str, rate: f64, operation: f64, amount: f64, seconds: f64) {
     let most = rate * (seconds + 0.01) + operation;
@@ -41,12 +45,24 @@ fn nothing_is_faster_than_its_limit() {
     for (bs, depth) in [(4096, 32), (256 << 10, 4)] {
         let report = good(&Options { bs, depth, ops: Some((16 << 20) / bs), ..disks.load("bps") });
         let bytes = (report.operations * bs) as f64;
-        never_faster(&format!("bytes in operations of {bs}"), f64::from(40 << 20), bs as f64, bytes, report.seconds);
+        never_faster(
+            &format!("bytes in operations of {bs}"),
+            f64::from(40 << 20),
+            bs as f64,
+            bytes,
+            report.seconds,
+        );
     }
     // Of two limits the one that is reached first.
     for (bs, depth, rate) in [(4096, 32, 500.0), (256 << 10, 8, 256.0)] {
         let report = good(&Options { bs, depth, ops: Some(100), ..disks.load("both") });
-        never_faster(&format!("reads of {bs} bytes"), rate, 1.0, report.operations as f64, report.seconds);
+        never_faster(
+            &format!("reads of {bs} bytes"),
+            rate,
+            1.0,
+            report.operations as f64,
+            report.seconds,
+        );
     }
     disks.daemon.stop();
 }
@@ -66,7 +82,9 @@ fn a_burst_is_spent_once() {
 fn a_change_reaches_requests_that_wait() {
     let changes = [("a", "iops = 5000"), ("b", "bps = \"1G\""), ("c", ""), ("d", "weight = 5")];
     let mut keys = changes.map(|(name, _)| (name, SLOW));
-    let text = |keys: &[(&str, &str)]| keys.iter().map(|(name, keys)| disk(name, keys)).collect::<String>();
+    let text = |keys: &[(&str, &str)]| {
+        keys.iter().map(|(name, keys)| disk(name, keys)).collect::<String>()
+    };
     let disks = Disks::start(&text(&keys));
     for (at, change) in changes.into_iter().enumerate() {
         let name = change.0;
@@ -109,7 +127,12 @@ fn limits_change_under_load() {
 fn disks_of_a_group_share_its_limit() {
     let text = |limit: &str| {
         let group = format!("[group.g]\n{limit}\n");
-        format!("reactors = 2\n{group}{}{}{}", disk("a", "group = \"g\""), disk("b", "group = \"g\""), disk("c", ""))
+        format!(
+            "reactors = 2\n{group}{}{}{}",
+            disk("a", "group = \"g\""),
+            disk("b", "group = \"g\""),
+            disk("c", "")
+        )
     };
     let disks = Disks::start(&text(SLOW));
     let [mut a, mut b, mut c] = ["a", "b", "c"].map(|name| disks.guest(name));
@@ -157,11 +180,18 @@ fn writes_that_wait_for_their_limit_hold_up_nothing_else() {
 
 #[test]
 fn only_another_group_or_device_closes_a_disk() {
-    let disks = Disks::start(&format!("[group.g]\n[group.h]\n{}{}", disk("a", "group = \"g\""), disk("b", "")));
+    let disks = Disks::start(&format!(
+        "[group.g]\n[group.h]\n{}{}",
+        disk("a", "group = \"g\""),
+        disk("b", "")
+    ));
     let mut b = disks.guest("b");
-    for (keys, said) in [("group = \"h\"", true), ("group = \"h\"\nweight = 7", false), ("device = \"d\"", true)] {
+    for (keys, said) in
+        [("group = \"h\"", true), ("group = \"h\"\nweight = 7", false), ("device = \"d\"", true)]
+    {
         let text = format!("[group.g]\n[group.h]\n{}{}", disk("a", keys), disk("b", ""));
-        let log = disks.reload(&text, if said { "serving null:1G" } else { "changed while it is in use: " });
+        let log = disks
+            .reload(&text, if said { "serving null:1G" } else { "changed while it is in use: " });
         assert_eq!(log.contains("closing and opening it"), said, "{log}");
         assert!(!log.contains("disk=\"b\""), "{log}");
         disks.guest("a").read(0, 512).unwrap();
@@ -176,10 +206,16 @@ fn wrong_knobs_change_nothing() {
     let mut guest = disks.guest("a");
     guest.read(0, 512).unwrap();
     for (text, said) in [
-        (disk("a", "iops = \"100,max=5\""), "line 5: iops: limit \"100,max=5\": max is less than the rate"),
+        (
+            disk("a", "iops = \"100,max=5\""),
+            "line 5: iops: limit \"100,max=5\": max is less than the rate",
+        ),
         (disk("a", "weight = 10001"), "line 5: weight: a weight is a number from 1 to 10000"),
         (disk("a", "group = \"g\""), "disk \"a\": there is no group \"g\""),
-        (format!("[group.g]\nreserve-bps = 5\nbps = 4\n{}", disk("a", "")), "group \"g\": reserve-bps is 5"),
+        (
+            format!("[group.g]\nreserve-bps = 5\nbps = 4\n{}", disk("a", "")),
+            "group \"g\": reserve-bps is 5",
+        ),
     ] {
         let log = disks.reload(&text, said);
         let lines = log.lines().filter(|l| !l.contains("front end")).count();
@@ -188,7 +224,11 @@ fn wrong_knobs_change_nothing() {
     let start = Instant::now();
     guest.read(0, 512).unwrap();
     guest.read(0, 512).unwrap();
-    assert!(start.elapsed() > Duration::from_millis(900), "the limit is what it was: {:?}", start.elapsed());
+    assert!(
+        start.elapsed() > Duration::from_millis(900),
+        "the limit is what it was: {:?}",
+        start.elapsed()
+    );
     disks.daemon.stop();
 }
 
@@ -197,7 +237,12 @@ fn a_limited_disk_ends_at_once() {
     let folder = Folder::new();
     let socket = folder.join("s");
     let mut daemon = Daemon::serve("null:1G", &socket, &["--iops", "1"]);
-    let load = Options { depth: 64, runtime: 30.0, reconnect: false, ..Options::for_socket(socket.clone()) };
+    let load = Options {
+        depth: 64,
+        runtime: 30.0,
+        reconnect: false,
+        ..Options::for_socket(socket.clone())
+    };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));
         daemon.until_served("read", "");
@@ -214,7 +259,8 @@ const DEVICE: &str = "image = \"delay:1G,parallel=4,read=5ms,device=d\"";
 
 #[test]
 fn why_a_disk_is_slow_is_reported() {
-    let with_device = |name: &str, keys: &str| disk(name, keys).replace("image = \"null:1G\"", DEVICE);
+    let with_device =
+        |name: &str, keys: &str| disk(name, keys).replace("image = \"null:1G\"", DEVICE);
     let disks = Disks::start(&format!(
         "reactors = 2\n{}{}{}",
         disk("limited", "iops = 200"),
@@ -223,7 +269,9 @@ fn why_a_disk_is_slow_is_reported() {
     ));
     let figure = |disk: &str, before: &str| {
         let line = disks.share(disk);
-        let number = line.split_once(before).map(|(_, rest)| rest.split_once(" us").unwrap().0.parse::<f64>().unwrap());
+        let number = line
+            .split_once(before)
+            .map(|(_, rest)| rest.split_once(" us").unwrap().0.parse::<f64>().unwrap());
         number.unwrap_or_else(|| panic!("no {before:?}: {line}"))
     };
     // 10 at a time, 200 a second, are 50 ms each, except the first ones.

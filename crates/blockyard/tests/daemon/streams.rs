@@ -1,11 +1,14 @@
-//! Standard output and standard error that fail, fill up or are not read: they cost no disk anything.
+//! Standard output and standard error that fail, fill up or are not read: they cost no disk
+//! anything.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, blockyard, listens, run, tool, until};
+use crate::common::{
+    BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, blockyard, listens, run, tool, until,
+};
 use crate::guest::{Guest, pattern};
 
 const BLOCK: usize = 64 << 10;
@@ -31,7 +34,8 @@ fn serve(folder: &Folder, stream: &OwnedFd) -> Daemon {
     daemon
 }
 
-/// Guests come and go, write, and leave the disk to a daemon that is ended: their writes are in the image.
+/// Guests come and go, write, and leave the disk to a daemon that is ended: their writes are in the
+/// image.
 fn guests_lose_nothing(folder: &Folder, mut daemon: Daemon) {
     let socket = folder.join("s");
     for visit in 0..4 {
@@ -48,11 +52,15 @@ fn guests_lose_nothing(folder: &Folder, mut daemon: Daemon) {
     assert!(status.success(), "{status}");
     assert!(!socket.exists(), "it has come to its end");
     let (image, raw) = (folder.join("disk.qcow2"), folder.join("disk.raw"));
-    tool("qemu-img", ["convert", "-O", "raw", image.to_str().unwrap(), raw.to_str().unwrap()]).good();
+    tool("qemu-img", ["convert", "-O", "raw", image.to_str().unwrap(), raw.to_str().unwrap()])
+        .good();
     let found = std::fs::read(raw).unwrap();
     for block in 0..BLOCKS {
         let at = block as usize * BLOCK;
-        assert!(found[at..at + BLOCK] == pattern(block, BLOCK), "block {block} was answered, and is not in the image");
+        assert!(
+            found[at..at + BLOCK] == pattern(block, BLOCK),
+            "block {block} was answered, and is not in the image"
+        );
     }
 }
 
@@ -94,7 +102,8 @@ fn a_failure_to_start_is_not_held_up_by_its_message() {
 fn commands(folder: &Folder) -> Vec<Vec<String>> {
     let image = folder.image("disk.raw", 1 << 20);
     let config = folder.join("toml");
-    std::fs::write(&config, "[[disk]]\nimage = \"ram:1M\"\nvhost-user = \"/nonexistent/s\"\n").unwrap();
+    std::fs::write(&config, "[[disk]]\nimage = \"ram:1M\"\nvhost-user = \"/nonexistent/s\"\n")
+        .unwrap();
     let text = |path: &Path| path.to_str().unwrap().to_string();
     let words = |line: &str| line.split(' ').map(str::to_string).collect::<Vec<_>>();
     vec![
@@ -114,13 +123,18 @@ fn commands_end_quietly_when_the_reader_has_gone() {
         let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
         drop(reader);
         let mut command = Command::new(BLOCKYARD);
-        let child = command.args(&arguments).stdin(Stdio::null()).stdout(Stdio::from(writer)).stderr(Stdio::piped());
+        let child = command
+            .args(&arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::from(writer))
+            .stderr(Stdio::piped());
         let done = child.spawn().unwrap().wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&done.stderr);
         // The status of a program that SIGPIPE has ended, as a shell gives it.
         assert_eq!((done.status.code(), &*said), (Some(141), ""), "{arguments:?}");
     }
-    let help = run(Command::new("bash").args(["-c", &format!("'{BLOCKYARD}' --help | head -n 1")]), TOOL);
+    let help =
+        run(Command::new("bash").args(["-c", &format!("'{BLOCKYARD}' --help | head -n 1")]), TOOL);
     assert_eq!((help.err.as_str(), help.out.lines().count()), ("", 1));
 }
 
@@ -130,11 +144,16 @@ fn commands_say_that_standard_output_cannot_be_written() {
     for arguments in commands(&folder) {
         let full = File::options().write(true).open("/dev/full").unwrap();
         let mut command = Command::new(BLOCKYARD);
-        let child = command.args(&arguments).stdin(Stdio::null()).stdout(Stdio::from(full)).stderr(Stdio::piped());
+        let child = command
+            .args(&arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::from(full))
+            .stderr(Stdio::piped());
         let done = child.spawn().unwrap().wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&done.stderr);
         assert_eq!(done.status.code(), Some(1), "{arguments:?}: {said}");
-        let line = "blockyard: standard output cannot be written: No space left on device (os error 28)";
+        let line =
+            "blockyard: standard output cannot be written: No space left on device (os error 28)";
         assert_eq!(said.lines().last(), Some(line), "{arguments:?}: {said}");
     }
 }

@@ -1,4 +1,5 @@
-//! NBD under TLS: our server and client with libnbd's and QEMU's (both GnuTLS), certificates that are good and others.
+//! NBD under TLS: our server and client with libnbd's and QEMU's (both GnuTLS), certificates that
+//! are good and others.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -7,9 +8,12 @@ use std::process::Command;
 use std::time::Duration;
 
 use blockyard_nbd::tls;
-use blockyard_nbd::wire::{self, Headers, OptionHeader, OptionReply, Request, SimpleReply, cmd, opt, rep};
+use blockyard_nbd::wire::{
+    self, Headers, OptionHeader, OptionReply, Request, SimpleReply, cmd, opt, rep,
+};
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, SerialNumber,
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
+    KeyPair, SerialNumber,
 };
 
 use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, blockyard, md5, tool, until};
@@ -27,9 +31,15 @@ pub fn authority(name: &str) -> Authority {
     CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
 }
 
-/// Writes `WHO-cert.pem` and `WHO-key.pem` into a folder, and the authority's certificate beside them. The name's bytes are
-/// the serial number.
-pub fn certify(folder: &Path, authority: &Authority, who: &str, name: &str, expired: bool) -> PathBuf {
+/// Writes `WHO-cert.pem` and `WHO-key.pem` into a folder, and the authority's certificate beside
+/// them. The name's bytes are the serial number.
+pub fn certify(
+    folder: &Path,
+    authority: &Authority,
+    who: &str,
+    name: &str,
+    expired: bool,
+) -> PathBuf {
     std::fs::create_dir_all(folder).unwrap();
     let mut params = CertificateParams::new(vec![name.to_string()]).unwrap();
     params.distinguished_name.push(DnType::CommonName, format!("{name} itself"));
@@ -40,7 +50,8 @@ pub fn certify(folder: &Path, authority: &Authority, who: &str, name: &str, expi
     params.extended_key_usages.push(usage);
     params.serial_number = Some(SerialNumber::from_slice(name.as_bytes()));
     if expired {
-        (params.not_before, params.not_after) = (rcgen::date_time_ymd(2001, 1, 1), rcgen::date_time_ymd(2002, 1, 1));
+        (params.not_before, params.not_after) =
+            (rcgen::date_time_ymd(2001, 1, 1), rcgen::date_time_ymd(2002, 1, 1));
     }
     let key = KeyPair::generate().unwrap();
     let certificate = params.signed_by(&key, authority).unwrap();
@@ -70,7 +81,8 @@ impl Stage {
     pub fn new() -> Self {
         let folder = Folder::new();
         let (ours, others) = (authority("ours"), authority("others"));
-        let client = |name: &str, expired| certify(&folder.join(name), &ours, "client", name, expired);
+        let client =
+            |name: &str, expired| certify(&folder.join(name), &ours, "client", name, expired);
         let nobody = folder.join("nobody");
         std::fs::create_dir(&nobody).unwrap();
         std::fs::write(nobody.join("ca-cert.pem"), ours.pem()).unwrap();
@@ -96,19 +108,23 @@ impl Stage {
 
     pub fn uri(&self, export: &str, certificates: &Path) -> String {
         let (socket, folder, host) = (self.socket.display(), certificates.display(), self.host);
-        format!("nbds+unix:///{export}?socket={socket}&tls-certificates={folder}&tls-hostname={host}")
+        format!(
+            "nbds+unix:///{export}?socket={socket}&tls-certificates={folder}&tls-hostname={host}"
+        )
     }
 
     /// The disk for all, and one of 1 MiB for vm1 alone; `table`: more of the table `[nbd]`.
     pub fn serve(&self, table: &str) -> Daemon {
         let path = self.configure(table);
-        let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(path));
+        let mut daemon =
+            Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(path));
         daemon.wait_ready();
         daemon
     }
 
     pub fn configure(&self, table: &str) -> PathBuf {
-        let (socket, disk, server) = (self.socket.display(), self.disk.display(), self.server.display());
+        let (socket, disk, server) =
+            (self.socket.display(), self.disk.display(), self.server.display());
         let config = format!(
             "[nbd]\ntls-certificates = \"{server}\"\n{table}\n\
              [[disk]]\nimage = \"{disk}\"\nname = \"all\"\nnbd = \"unix:{socket}\"\n\
@@ -124,8 +140,9 @@ impl Stage {
         let uri = self.uri(export, certificates);
         let object = format!("tls-creds-x509,id=t,endpoint=client,dir={}", certificates.display());
         let (path, host) = (self.socket.display(), self.host);
-        let options =
-            format!("driver=nbd,server.type=unix,server.path={path},export={export},tls-creds=t,tls-hostname={host}");
+        let options = format!(
+            "driver=nbd,server.type=unix,server.path={path},export={export},tls-creds=t,tls-hostname={host}"
+        );
         [
             blockyard(["image", "info", &uri]),
             tool("nbdinfo", ["--size", &uri]),
@@ -135,7 +152,9 @@ impl Stage {
 
     #[track_caller]
     pub fn all_may(&self, export: &str, certificates: &Path) {
-        for (who, answer) in ["blockyard", "libnbd", "QEMU"].iter().zip(self.ask_all(export, certificates)) {
+        for (who, answer) in
+            ["blockyard", "libnbd", "QEMU"].iter().zip(self.ask_all(export, certificates))
+        {
             assert!(answer.status.success(), "{who}: {export}: {}{}", answer.out, answer.err);
         }
     }
@@ -172,7 +191,8 @@ fn who_may_have_what() {
     let refused = blockyard(["image", "info", &plain]);
     assert!(refused.err.contains("the server demands TLS: say nbds://"), "{}", refused.err);
     assert!(!tool("nbdinfo", ["--size", &plain]).status.success());
-    // One who trusts another authority does not believe this server; nor one who means another host.
+    // One who trusts another authority does not believe this server; nor one who means another
+    // host.
     std::fs::write(stage.vm2.join("ca-cert.pem"), authority("another").pem()).unwrap();
     stage.none_may("all", &stage.vm2, "UnknownIssuer");
     let other = stage.uri("all", &stage.vm1).replace("localhost", "elsewhere.example");
@@ -193,12 +213,17 @@ fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
     let daemon = stage.serve("");
     let plain = |export: &str| format!("nbd+unix:///{export}?socket={}", stage.socket.display());
     assert_eq!(tool("nbdinfo", ["--size", &plain("all")]).good().trim(), SIZE.to_string());
-    // One that is there under TLS only, and one that is not there: without TLS nobody can tell which is which.
+    // One that is there under TLS only, and one that is not there: without TLS nobody can tell
+    // which is which.
     for export in ["vm1", "none"] {
         let hidden = blockyard(["image", "info", &plain(export)]);
         assert!(hidden.err.contains("the server demands TLS"), "{}", hidden.err);
         let hidden = tool("nbdinfo", [&plain(export)]);
-        assert!(hidden.err.contains(&format!("without TLS there is no export \"{export}\"")), "{}", hidden.err);
+        assert!(
+            hidden.err.contains(&format!("without TLS there is no export \"{export}\"")),
+            "{}",
+            hidden.err
+        );
     }
     let list = tool("nbdinfo", ["--list", &plain("")]).good();
     assert!(list.contains("\"all\"") && !list.contains("vm1"), "{list}");
@@ -219,7 +244,16 @@ fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
     let certificates = ["--tls-certificates", stage.server.to_str().unwrap()];
     for tls in [&[][..], &certificates] {
         let socket = stage.folder.join("vhost");
-        let other = ["serve", "ram:1M", "--name", "vm2", "--tls-allow", "x", "--vhost-user", socket.to_str().unwrap()];
+        let other = [
+            "serve",
+            "ram:1M",
+            "--name",
+            "vm2",
+            "--tls-allow",
+            "x",
+            "--vhost-user",
+            socket.to_str().unwrap(),
+        ];
         let wrong = blockyard(other.iter().chain(tls));
         assert_eq!(wrong.status.code(), Some(2), "{}", wrong.err);
         assert!(
@@ -235,7 +269,8 @@ fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
 fn data_are_the_same_under_tls() {
     let stage = Stage::new();
     let daemon = stage.serve("tls-required = true");
-    let (uri, copy, sum) = (stage.uri("all", &stage.vm1), stage.folder.join("copy.raw"), md5(&stage.disk));
+    let (uri, copy, sum) =
+        (stage.uri("all", &stage.vm1), stage.folder.join("copy.raw"), md5(&stage.disk));
     let copied = copy.to_str().unwrap();
     tool("nbdcopy", [&uri, copied]).good();
     assert_eq!(md5(&copy), sum);
@@ -272,7 +307,9 @@ fn plain_bytes_behind_starttls_are_nobodys() {
     stream.set_read_timeout(Some(SOON)).unwrap();
     stream.read_exact(&mut [0; 18]).unwrap();
     stream.write_all(&3u32.to_be_bytes()).unwrap();
-    for (option, reply) in [(opt::LIST, rep::ERR_TLS_REQD), (opt::GO, rep::ERR_TLS_REQD), (opt::STARTTLS, rep::ACK)] {
+    for (option, reply) in
+        [(opt::LIST, rep::ERR_TLS_REQD), (opt::GO, rep::ERR_TLS_REQD), (opt::STARTTLS, rep::ACK)]
+    {
         let mut bytes = Vec::new();
         OptionHeader { option, len: 0 }.put(&mut bytes);
         stream.write_all(&bytes).unwrap();
@@ -292,8 +329,8 @@ fn plain_bytes_behind_starttls_are_nobodys() {
     daemon.stop();
 }
 
-/// A client that has said that it goes is answered what it has asked for, and then TLS ends before the connection: it knows
-/// that nobody has cut it.
+/// A client that has said that it goes is answered what it has asked for, and then TLS ends before
+/// the connection: it knows that nobody has cut it.
 #[test]
 fn tls_ends_before_the_connection() {
     let stage = Stage::new();
@@ -332,7 +369,9 @@ fn tls_ends_before_the_connection() {
         let last = if choose == opt::GO { 16 } else { OptionReply::BYTES };
         let last = &said[said.len() - last..];
         match choose {
-            opt::GO => assert_eq!(SimpleReply::parse(last), Ok(SimpleReply { error: 0, cookie: 7 })),
+            opt::GO => {
+                assert_eq!(SimpleReply::parse(last), Ok(SimpleReply { error: 0, cookie: 7 }))
+            }
             _ => assert_eq!(OptionReply::parse(last).unwrap().reply, rep::ACK),
         }
         assert_eq!(stream.read(&mut [0]).unwrap(), 0);
@@ -345,7 +384,10 @@ fn tls_ends_before_the_connection() {
 fn a_remote_disk_under_tls_comes_back() {
     let stage = Stage::new();
     let start = || {
-        let object = format!("tls-creds-x509,id=t,endpoint=server,dir={},verify-peer=yes", stage.server.display());
+        let object = format!(
+            "tls-creds-x509,id=t,endpoint=server,dir={},verify-peer=yes",
+            stage.server.display()
+        );
         let options = ["--export-name=all", "--shared=4", "--object", &object, "--tls-creds=t"];
         Peer::start(&stage.disk, &stage.socket, &options)
     };
@@ -356,7 +398,10 @@ fn a_remote_disk_under_tls_comes_back() {
     let whole = pattern(3, SIZE);
     for round in 0..3u64 {
         for at in (0..SIZE).step_by(256 << 10) {
-            assert!(guest.read(at as u64 / 512, 256 << 10).unwrap() == whole[at..at + (256 << 10)], "{round} {at}");
+            assert!(
+                guest.read(at as u64 / 512, 256 << 10).unwrap() == whole[at..at + (256 << 10)],
+                "{round} {at}"
+            );
         }
         assert_eq!(guest.write(0, &whole[..4096]), 0);
         assert_eq!(guest.flush(), 0);
@@ -366,7 +411,9 @@ fn a_remote_disk_under_tls_comes_back() {
     }
     // Also while nothing is asked for, of a connection that was of use.
     assert!(guest.read(0, 4096).unwrap() == whole[..4096]);
-    until("it has told of all three", SOON, || daemon.log().matches("connected again").count() >= 3);
+    until("it has told of all three", SOON, || {
+        daemon.log().matches("connected again").count() >= 3
+    });
     let from = daemon.log().len();
     drop(peer);
     daemon.wait_log_after(from, "connecting again");

@@ -40,7 +40,8 @@ fn the_disk_grows(kind: Kind) {
     stage.stop();
 }
 
-/// Memory comes and goes under load. Once it is there, one read is into more memory than there was at first.
+/// Memory comes and goes under load. Once it is there, one read is into more memory than there was
+/// at first.
 const PLUG: &str = r#"
 kilobytes() { sed -n "s/^$1: *\([0-9]*\) kB/\1/p" /proc/meminfo; }
 until_total() { # COMPARISON
@@ -86,11 +87,17 @@ fn memory_is_plugged_in_and_out_under_load_in_qemu() {
     guest.expect("tell plug");
     let mut qmp = Qmp::connect(&monitor);
     let size = 256 * MIB;
-    qmp.execute("object-add", json!({ "qom-type": "memory-backend-memfd", "id": "more", "size": size, "share": true }));
+    qmp.execute(
+        "object-add",
+        json!({ "qom-type": "memory-backend-memfd", "id": "more", "size": size, "share": true }),
+    );
     qmp.execute("device_add", json!({ "driver": "pc-dimm", "id": "dimm", "memdev": "more" }));
     stage.go_on();
     let seen = guest.expect("large ");
-    assert!(seen.starts_with(&sum), "the guest read other bytes into its new memory: {seen}, not {sum}");
+    assert!(
+        seen.starts_with(&sum),
+        "the guest read other bytes into its new memory: {seen}, not {sum}"
+    );
     guest.expect("tell unplug");
     let unplugged = ["DEVICE_DELETED", "DEVICE_UNPLUG_GUEST_ERROR", "MEM_UNPLUG_ERROR"];
     // The guest may find a page of it in use, and may be asked again.
@@ -117,6 +124,10 @@ fn scatter(stage: &Stage, bytes: u64) -> String {
         image.write_all_at(&random, at).unwrap();
     }
     let copy = stage.folder.join("part");
-    std::io::copy(&mut std::io::Read::take(&image, bytes), &mut std::fs::File::create(&copy).unwrap()).unwrap();
+    std::io::copy(
+        &mut std::io::Read::take(&image, bytes),
+        &mut std::fs::File::create(&copy).unwrap(),
+    )
+    .unwrap();
     md5(&copy)
 }

@@ -13,7 +13,8 @@ const MIB: u64 = 1 << 20;
 fn qemu_img_converts_compares_and_loads() {
     let mut stage = Stage::new(16 * MIB, &["--queues", "2"]);
     let source = random_image(&stage.folder, 16 * MIB);
-    let disk = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", stage.socket.display());
+    let disk =
+        format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", stage.socket.display());
     let file = format!("driver=raw,file.driver=file,file.filename={}", source.display());
 
     let convert = ["convert", "-n", "--image-opts", &file, "--target-image-opts", &disk];
@@ -80,28 +81,43 @@ fn libblkio_writes_reads_flushes_and_discards() {
     client.queue.write_zeroes(3 * MIB + MIB / 2, MIB / 2, 1, ReqFlags::empty());
     client.complete(2);
     let after = allocated(&stage.image);
-    assert!(after + MIB / 2 <= before, "a discard of {} bytes gave back {} to {after}", MIB / 2, before);
+    assert!(
+        after + MIB / 2 <= before,
+        "a discard of {} bytes gave back {} to {after}",
+        MIB / 2,
+        before
+    );
     assert!(std::fs::read(&stage.image).unwrap()[place].iter().all(|b| *b == 0));
 
     // Beyond the end: an answer without data, and the next request works.
     client.memory(&[5; 4096]);
     client.queue.read(8 * MIB, base.cast_mut(), 4096, 7, ReqFlags::empty());
     client.complete(1);
-    assert!(client.memory_now()[..4096].iter().all(|b| *b == 5), "a read beyond the end brought data");
+    assert!(
+        client.memory_now()[..4096].iter().all(|b| *b == 5),
+        "a read beyond the end brought data"
+    );
     client.queue.read(3 * MIB, base.cast_mut(), 4096, 8, ReqFlags::empty());
     client.complete(1);
     assert!(client.memory_now()[..4096].iter().all(|b| *b == 0), "nothing was read");
     drop(client);
     let statistics = Statistics(stage.stop());
-    let errors = ["read", "write", "flush", "discard", "write-zeroes"].map(|kind| statistics.figure(kind, "errors"));
-    assert_eq!(errors, [1, 0, 0, 0, 0], "of reads, writes, flushes, discards, zeroes: the one beyond the end");
+    let errors = ["read", "write", "flush", "discard", "write-zeroes"]
+        .map(|kind| statistics.figure(kind, "errors"));
+    assert_eq!(
+        errors,
+        [1, 0, 0, 0, 0],
+        "of reads, writes, flushes, discards, zeroes: the one beyond the end"
+    );
 }
 
 /// What libblkio makes of a request that failed, as QEMU tells it.
 #[test]
 fn libblkio_is_told_of_errors() {
-    let mut stage = Stage::new(16 * MIB, &["--filter", "error:read=1,write=1,range=1048576-2097152"]);
-    let disk = format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", stage.socket.display());
+    let mut stage =
+        Stage::new(16 * MIB, &["--filter", "error:read=1,write=1,range=1048576-2097152"]);
+    let disk =
+        format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", stage.socket.display());
     for (command, fails) in [
         ("write -P 7 0 64k", false),
         ("read -P 7 0 64k", false),
@@ -150,11 +166,12 @@ impl Client {
         bytes
     }
 
-    /// Waits for `count` requests. (Whether each was done well stands where the crate's users must vouch for it by `unsafe`:
-    /// it is seen by the data, and in the server's statistics.)
+    /// Waits for `count` requests. (Whether each was done well stands where the crate's users must
+    /// vouch for it by `unsafe`: it is seen by the data, and in the server's statistics.)
     #[track_caller]
     fn complete(&mut self, count: usize) {
-        let mut space: Vec<_> = std::iter::repeat_with(std::mem::MaybeUninit::uninit).take(count).collect();
+        let mut space: Vec<_> =
+            std::iter::repeat_with(std::mem::MaybeUninit::uninit).take(count).collect();
         let mut limit = crate::common::SOON;
         assert_eq!(self.queue.do_io(&mut space, count, Some(&mut limit), None).unwrap(), count);
     }

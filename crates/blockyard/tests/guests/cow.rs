@@ -1,5 +1,5 @@
-//! COW files, served here and by User Mode Linux's own driver, `ubd`: each reads what the other wrote, and what `ubd` reads
-//! wrong is right here.
+//! COW files, served here and by User Mode Linux's own driver, `ubd`: each reads what the other
+//! wrote, and what `ubd` reads wrong is right here.
 
 use std::ffi::OsString;
 use std::fs;
@@ -32,7 +32,8 @@ impl Files {
         Files { folder, base, cow }
     }
 
-    /// Runs a script in a guest that has the COW file over the backing file as /dev/ubda, and the folder as /share.
+    /// Runs a script in a guest that has the COW file over the backing file as /dev/ubda, and the
+    /// folder as /share.
     fn boot(&self, script: &str) -> String {
         let disk = format!("ubdcow={}:{}", self.cow.display(), self.base.display());
         let share = self.folder.to_str().unwrap();
@@ -52,7 +53,8 @@ impl Files {
     /// Makes the COW file.
     fn create(&self, version: u32) {
         fs::File::create_new(&self.cow).unwrap();
-        let (name, facts) = (self.base.to_str().unwrap().to_string(), fs::metadata(&self.base).unwrap());
+        let (name, facts) =
+            (self.base.to_str().unwrap().to_string(), fs::metadata(&self.base).unwrap());
         self.on_cow(move |file, _| async move {
             let backing = Backing { name: &name, size: facts.len(), mtime: facts.mtime() };
             let alignment = if version == 3 { 4096 } else { 512 };
@@ -140,7 +142,10 @@ fn stock_ubd_reads_wrong_data_where_a_page_is_of_two_files_and_a_served_disk_doe
     files.serve_and_boot(&write_and_read("/dev/vda"));
     assert_eq!(wrong(), 0, "wrong sectors of the 32 of a disk that is served");
     assert!(fs::read(files.merged("ours.img")).unwrap() == disk, "what was written");
-    assert!(fs::read(&files.base).unwrap() == pattern(0, 0, SIZE as usize), "the backing file is as it was");
+    assert!(
+        fs::read(&files.base).unwrap() == pattern(0, 0, SIZE as usize),
+        "the backing file is as it was"
+    );
 }
 
 #[test]
@@ -193,7 +198,11 @@ fn what_we_wrote_is_read_by_the_kernel_which_goes_on_with_it() {
         );
         let sums: Vec<_> = seen.lines().filter_map(|line| line.split_whitespace().next()).collect();
         assert_eq!(sums[0], md5(&ours), "version {version}: what the kernel reads");
-        assert_eq!(sums[1], md5(&files.merged("theirs.img")), "version {version}: what it wrote then");
+        assert_eq!(
+            sums[1],
+            md5(&files.merged("theirs.img")),
+            "version {version}: what it wrote then"
+        );
         assert_ne!(sums[0], sums[1]);
         // And back: what is here after a kernel's hands goes on being ours.
         files.write(blocks(77));

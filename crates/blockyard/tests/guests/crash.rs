@@ -7,10 +7,12 @@ use crate::stage::{Stage, script_with_prelude};
 
 /// Kills of each daemon, and kills of both that find requests in flight.
 const KILLS: u32 = 20;
-/// An emulated guest is slower than the disk: without a delay most kills would find nothing in flight.
+/// An emulated guest is slower than the disk: without a delay most kills would find nothing in
+/// flight.
 const DELAY: &str = "delay:read=8ms,write=8ms";
 
-/// Two loads at once, each with checksums, again and again until both disks have grown; then everything once more.
+/// Two loads at once, each with checksums, again and again until both disks have grown; then
+/// everything once more.
 const SCRIPT: &str = r#"
 hammer() { # DISK ROUND...
     load --filename="$1" --randseed="$2" \
@@ -39,8 +41,10 @@ wait $first
 fn twenty_kills_of_each_daemon_under_load_in_qemu() {
     let mut stages = [(); 2].map(|()| Stage::new(16 << 20, &["--queues", "2", "--filter", DELAY]));
     let disks = [",queues=2", ",queues=2,packed=on"];
-    let disks = stages.iter().zip(disks).flat_map(|(stage, more)| Guest::vhost(&stage.socket, more));
-    let mut guest = Guest::start(Kind::Qemu, disks, &script_with_prelude(SCRIPT), Duration::from_secs(150));
+    let disks =
+        stages.iter().zip(disks).flat_map(|(stage, more)| Guest::vhost(&stage.socket, more));
+    let mut guest =
+        Guest::start(Kind::Qemu, disks, &script_with_prelude(SCRIPT), Duration::from_secs(150));
     guest.expect("started");
     let mut hits = 0;
     // A busy machine leaves more kills without a request in flight: then there are more kills.
@@ -51,7 +55,8 @@ fn twenty_kills_of_each_daemon_under_load_in_qemu() {
         for stage in &mut stages {
             // In the middle of something, and at another moment each time.
             stage.until_served("write");
-            hits += u32::from(stage.daemon().log().contains("in flight when the last back end ended"));
+            hits +=
+                u32::from(stage.daemon().log().contains("in flight when the last back end ended"));
             std::thread::sleep(Duration::from_millis(u64::from(n * 37 % 200)));
             assert!(guest.running(), "the guest ended after {n} kills: {}", guest.finish());
             stage.kill_and_restart();

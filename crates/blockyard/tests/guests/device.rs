@@ -1,4 +1,5 @@
-//! The guest takes the device away from itself in mid-load: driver unbound and bound, machine reset.
+//! The guest takes the device away from itself in mid-load: driver unbound and bound, machine
+//! reset.
 
 use std::time::Duration;
 
@@ -96,7 +97,8 @@ fn the_machine_is_reset_in_mid_load() {
     stage.stop();
 }
 
-/// What the daemon holds. (Not the guest's memory, which is mapped there and shows page by page as it is used.)
+/// What the daemon holds. (Not the guest's memory, which is mapped there and shows page by page as
+/// it is used.)
 struct Footprint {
     descriptors: Vec<String>,
     own: u64,
@@ -112,7 +114,11 @@ impl Footprint {
     fn check(&self, daemon: &Daemon) {
         // What is being closed may take a moment.
         until(
-            &format!("as many descriptors as before: {:?} {:?}", self.descriptors, daemon.descriptors()),
+            &format!(
+                "as many descriptors as before: {:?} {:?}",
+                self.descriptors,
+                daemon.descriptors()
+            ),
             SOON,
             || daemon.descriptors().len() == self.descriptors.len(),
         );

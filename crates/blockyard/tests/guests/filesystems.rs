@@ -70,7 +70,10 @@ fn file_systems(kind: Kind) {
     let output = guest.finish();
 
     for (name, image, peak) in [("ext4", &ext4, &peaks[0]), ("xfs", &xfs, &peaks[1])] {
-        let line = output.lines().find_map(|l| l.strip_prefix(name)).unwrap_or_else(|| panic!("no sum: {output}"));
+        let line = output
+            .lines()
+            .find_map(|l| l.strip_prefix(name))
+            .unwrap_or_else(|| panic!("no sum: {output}"));
         let sum = line.split_whitespace().next().unwrap();
         assert_eq!(sum, md5(image), "{name}: the guest and the host read different bytes");
         let (most, now) = (peak.most(), allocated(image));
@@ -85,7 +88,11 @@ fn file_systems(kind: Kind) {
     for kind in ["read", "write", "flush", "discard", "write-zeroes"] {
         assert_eq!(statistics.figure(kind, "errors"), 0, "{log}");
     }
-    assert!(statistics.figure("discard", "bytes") >= 2 * BIG && statistics.figure("flush", "requests") > 0, "{log}");
+    assert!(
+        statistics.figure("discard", "bytes") >= 2 * BIG
+            && statistics.figure("flush", "requests") > 0,
+        "{log}"
+    );
 
     tool("e2fsck", ["-fn".as_ref(), ext4.as_os_str()]).good();
     tool("xfs_repair", ["-n".as_ref(), xfs.as_os_str()]).good();
@@ -95,10 +102,12 @@ fn file_systems(kind: Kind) {
 }
 
 fn daemon_of_two(folder: &Folder, images: [&Path; 2], sockets: [&Path; 2]) -> Daemon {
-    let disk = |i: usize| format!("[[disk]]\nimage = {:?}\nvhost-user = {:?}\n", images[i], sockets[i]);
+    let disk =
+        |i: usize| format!("[[disk]]\nimage = {:?}\nvhost-user = {:?}\n", images[i], sockets[i]);
     let config = folder.join("blockyard.toml");
     std::fs::write(&config, disk(0) + &disk(1)).unwrap();
-    let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(config));
+    let mut daemon =
+        Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(config));
     daemon.wait_ready();
     daemon
 }
@@ -112,7 +121,8 @@ struct Peak {
 
 impl Peak {
     fn watch(image: &Path) -> Self {
-        let (most, stop, image) = (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default(), image.to_path_buf());
+        let (most, stop, image) =
+            (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default(), image.to_path_buf());
         let shared = (most.clone(), stop.clone());
         let thread = std::thread::spawn(move || {
             while !shared.1.load(Ordering::Relaxed) {
@@ -147,15 +157,27 @@ fn user_mode_linux_with_in_band_notifications() {
     tool("e2fsck", ["-fn".as_ref(), stage.image.as_os_str()]).good();
 }
 
-/// A guest on an overlay: its file system, loaded, and checked on the host; what is below stays as it was.
+/// A guest on an overlay: its file system, loaded, and checked on the host; what is below stays as
+/// it was.
 #[test]
 fn user_mode_linux_on_an_overlay() {
     let folder = Folder::new();
-    let (base, overlay, socket) = (folder.image("base.img", 96 * MIB), folder.join("disk.qcow2"), folder.join("s"));
+    let (base, overlay, socket) =
+        (folder.image("base.img", 96 * MIB), folder.join("disk.qcow2"), folder.join("s"));
     tool("mkfs.ext4", ["-q".as_ref(), "-L".as_ref(), "golden".as_ref(), base.as_os_str()]).good();
     let before = md5(&base);
-    let create =
-        ["create", "-q", "-f", "qcow2", "-o", "extended_l2=on,cluster_size=128k", "-F", "raw", "-b", "base.img"];
+    let create = [
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-o",
+        "extended_l2=on,cluster_size=128k",
+        "-F",
+        "raw",
+        "-b",
+        "base.img",
+    ];
     tool("qemu-img", create.iter().map(|a| a.as_ref()).chain([overlay.as_os_str()])).good();
     let daemon = Daemon::serve(&overlay, &socket, &[]);
     let script = r#"
@@ -173,14 +195,16 @@ fn user_mode_linux_on_an_overlay() {
         sum=$(dd if=/dev/vda bs=1M iflag=direct status=none | md5sum)
         echo "sum $sum""#;
     let disk = Guest::vhost(&socket, "");
-    let mut guest = Guest::start(Kind::Uml, disk, &script_with_prelude(script), Duration::from_secs(120));
+    let mut guest =
+        Guest::start(Kind::Uml, disk, &script_with_prelude(script), Duration::from_secs(120));
     let sum = guest.expect("sum ");
     guest.finish();
     daemon.stop();
     tool("qemu-img", ["check".as_ref(), overlay.as_os_str()]).good();
     assert_eq!(md5(&base), before, "the base image was written to");
     let flat = folder.join("flat");
-    let convert = ["convert".as_ref(), "-O".as_ref(), "raw".as_ref(), overlay.as_os_str(), flat.as_os_str()];
+    let convert =
+        ["convert".as_ref(), "-O".as_ref(), "raw".as_ref(), overlay.as_os_str(), flat.as_os_str()];
     tool("qemu-img", convert).good();
     assert!(sum.starts_with(&md5(&flat)), "the guest and QEMU read different bytes");
     tool("e2fsck", ["-fn".as_ref(), flat.as_os_str()]).good();

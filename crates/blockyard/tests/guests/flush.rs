@@ -1,7 +1,8 @@
 //! What a guest's sync does to the image, as the host's kernel sees it.
 //!
-//! The daemon's operations do not show as system calls, so the evidence is the kernel's own trace: operations submitted to
-//! the daemon's io_uring, and, where the image lies on ext4, the file system's report of each sync of the image.
+//! The daemon's operations do not show as system calls, so the evidence is the kernel's own trace:
+//! operations submitted to the daemon's io_uring, and, where the image lies on ext4, the file
+//! system's report of each sync of the image.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -25,7 +26,10 @@ fn a_guests_sync_is_an_fdatasync_of_the_image() {
     assert_eq!(cache, "write back");
     let flushes = Statistics(log.clone()).figure("flush", "requests") as usize;
     let fsyncs = operations.iter().filter(|o| *o == "FSYNC").count();
-    assert!(flushes >= ROUNDS && fsyncs == flushes, "{fsyncs} fsync operations for {flushes} flushes: {log}");
+    assert!(
+        flushes >= ROUNDS && fsyncs == flushes,
+        "{fsyncs} fsync operations for {flushes} flushes: {log}"
+    );
     if let Some(syncs) = syncs {
         // 1: the data, and what is needed to find it; 0 would be fsync.
         assert_eq!(syncs, vec![1; fsyncs], "the file system saw other syncs of the image");
@@ -42,13 +46,19 @@ fn without_a_write_cache_writes_are_durable_and_the_guest_syncs_nothing() {
         let writes = Statistics(log.clone()).figure("write", "requests") as usize;
         assert!(writes >= 4 * ROUNDS, "{mode}: {log}");
         let of = |name: &str| operations.iter().filter(|o| o.starts_with(name)).count();
-        // Past the page cache a write is durable by itself; in it, by an fdatasync that others may share.
+        // Past the page cache a write is durable by itself; in it, by an fdatasync that others may
+        // share.
         let fsyncs = if mode == "directsync" { 0 } else { writes };
         assert_eq!(of("FSYNC"), fsyncs, "{mode}: {operations:?}");
-        // (One that takes new space may be refused on submission, with nothing written, and made again.)
+        // (One that takes new space may be refused on submission, with nothing written, and made
+        // again.)
         assert!(mode == "writethrough" || of("WRITE") >= writes, "{mode}: {operations:?}");
         if let Some(syncs) = syncs {
-            assert_eq!(syncs, vec![1; writes], "{mode}: each write is to be durable before its answer");
+            assert_eq!(
+                syncs,
+                vec![1; writes],
+                "{mode}: each write is to be durable before its answer"
+            );
         }
     }
 }
@@ -88,7 +98,11 @@ struct Trace {
 impl Trace {
     /// Traces what the daemon's threads submit to their io_uring, and syncs of the image by anyone.
     fn start(daemon: &Daemon, image: &Path) -> Self {
-        let mounted = std::env::temp_dir().join(format!("blockyard-trace-{}-{}", daemon.pid(), std::process::id()));
+        let mounted = std::env::temp_dir().join(format!(
+            "blockyard-trace-{}-{}",
+            daemon.pid(),
+            std::process::id()
+        ));
         std::fs::create_dir(&mounted).unwrap();
         let mount = run(Command::new("mount").args(["-t", "tracefs", "none"]).arg(&mounted), TOOL);
         assert!(
@@ -101,7 +115,8 @@ impl Trace {
         std::fs::create_dir(&trace.instance).unwrap();
         trace.set("buffer_size_kb", "4096");
         let threads = std::fs::read_dir(format!("/proc/{}/task", daemon.pid())).unwrap();
-        let threads = threads.map(|t| format!("common_pid == {}", t.unwrap().file_name().to_str().unwrap()));
+        let threads =
+            threads.map(|t| format!("common_pid == {}", t.unwrap().file_name().to_str().unwrap()));
         trace.enable("io_uring/io_uring_submit_req", &threads.collect::<Vec<_>>().join(" || "));
         if trace.instance.join("events/ext4").exists() {
             let number = std::fs::metadata(image).unwrap().ino();
@@ -117,7 +132,8 @@ impl Trace {
 
     fn set(&self, file: &str, text: &str) {
         let path = self.instance.join(file);
-        std::fs::write(&path, text).unwrap_or_else(|e| panic!("writing {text:?} to {}: {e}", path.display()));
+        std::fs::write(&path, text)
+            .unwrap_or_else(|e| panic!("writing {text:?} to {}: {e}", path.display()));
     }
 
     fn read(&self) -> (Vec<String>, Vec<u32>) {

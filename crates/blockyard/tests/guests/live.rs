@@ -1,6 +1,8 @@
-//! Images exchanged under a guest that verifies what it reads: snapshot, commit, snapshot, stream, round after round.
+//! Images exchanged under a guest that verifies what it reads: snapshot, commit, snapshot, stream,
+//! round after round.
 //!
-//! The server is the test itself, with the program's own parts: what the control socket will call is called here.
+//! The server is the test itself, with the program's own parts: what the control socket will call
+//! is called here.
 
 use std::time::Duration;
 
@@ -46,7 +48,8 @@ fn exchange(kind: Kind) {
     let script = script_with_prelude(SCRIPT);
     let mut options = Guest::vhost(&socket, "").to_vec();
     if kind == Kind::Qemu {
-        // With two processors the emulator now and then delivers no timer interrupt to one of them, and the guest hangs.
+        // With two processors the emulator now and then delivers no timer interrupt to one of them,
+        // and the guest hangs.
         options.extend(["--smp".into(), "1".into()]);
     }
     let mut guest = Guest::start(kind, options, &script, Duration::from_secs(180));
@@ -70,11 +73,18 @@ fn exchange(kind: Kind) {
     println!("{rounds} rounds; requests were held back for {longest:?} at most");
     server.end();
 
-    let sum = output.lines().find_map(|l| l.strip_prefix("sum ")).unwrap_or_else(|| panic!("no sum: {output}"));
+    let sum = output
+        .lines()
+        .find_map(|l| l.strip_prefix("sum "))
+        .unwrap_or_else(|| panic!("no sum: {output}"));
     let (last, copy) = (folder.join(format!("{}-b.qcow2", rounds - 1)), folder.join("copy.img"));
     tool("qemu-img", ["check".as_ref(), last.as_os_str()]).good();
     let convert = ["convert", "-f", "qcow2", "-O", "raw"].map(std::ffi::OsStr::new);
     tool("qemu-img", convert.into_iter().chain([last.as_os_str(), copy.as_os_str()])).good();
-    assert_eq!(sum.split_whitespace().next(), Some(md5(&copy).as_str()), "the guest and the host read different bytes");
+    assert_eq!(
+        sum.split_whitespace().next(),
+        Some(md5(&copy).as_str()),
+        "the guest and the host read different bytes"
+    );
     tool("e2fsck", ["-fn".as_ref(), copy.as_os_str()]).good();
 }

@@ -1,4 +1,5 @@
-//! The whole program against front ends that we did not write: Linux in whole guests, QEMU's block layer, libblkio.
+//! The whole program against front ends that we did not write: Linux in whole guests, QEMU's block
+//! layer, libblkio.
 //!
 //! ```text
 //!   filesystems   mkfs, fio with checksums, fstrim, fsck, the same bytes on the host       UML, QEMU
@@ -13,8 +14,9 @@
 //!   neighbours    one guest runs out of memory and swaps, the other's data are verified                 UML
 //!   xen           a file system in a PV guest of an emulated Xen                          Xen
 //! ```
-//! Guests cost seconds each, so a script shows as much as fits. Where the host must do something at a certain point the
-//! script says `tell WORD`, and goes on when the host has made the disk larger (`Stage::go_on`).
+//! Guests cost seconds each, so a script shows as much as fits. Where the host must do something at
+//! a certain point the script says `tell WORD`, and goes on when the host has made the disk larger
+//! (`Stage::go_on`).
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,5 @@
-//! Two guests on one server and one slow device: one has less memory than it uses, and swaps; the other's data are verified.
+//! Two guests on one server and one slow device: one has less memory than it uses, and swaps; the
+//! other's data are verified.
 
 use std::path::Path;
 use std::process::Command;
@@ -55,7 +56,8 @@ fn one_swaps_and_the_other_finds_its_data() {
     let (worker, thrasher) = (disk("worker", 128 << 20), disk("thrasher", 512 << 20));
     let config = folder.join("config.toml");
     std::fs::write(&config, format!("reactors = 2\n{}{}", worker.1, thrasher.1)).unwrap();
-    let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&config));
+    let mut daemon =
+        Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&config));
     daemon.wait_ready();
     let share = folder.join("share");
     std::fs::create_dir(&share).unwrap();
@@ -63,7 +65,8 @@ fn one_swaps_and_the_other_finds_its_data() {
         let options = Guest::vhost(socket, "").into_iter().chain(more.iter().map(|o| o.into()));
         Guest::start(Kind::Uml, options, &script_with_prelude(script), LIMIT)
     };
-    let mut thrasher = boot(&thrasher.0, THRASHER, &["--mem", "80M", "--share", share.to_str().unwrap()]);
+    let mut thrasher =
+        boot(&thrasher.0, THRASHER, &["--mem", "80M", "--share", share.to_str().unwrap()]);
     for _ in 0..8 {
         thrasher.expect("filled");
     }
@@ -78,5 +81,10 @@ fn one_swaps_and_the_other_finds_its_data() {
     // Several times the memory that the guest has.
     assert!(inward > 20_000 && outward > 20_000, "it swapped {inward} pages in and {outward} out");
     let figures = Statistics(daemon.stop());
-    assert_eq!((figures.figure("read", "errors"), figures.figure("write", "errors")), (0, 0), "{}", figures.0);
+    assert_eq!(
+        (figures.figure("read", "errors"), figures.figure("write", "errors")),
+        (0, 0),
+        "{}",
+        figures.0
+    );
 }

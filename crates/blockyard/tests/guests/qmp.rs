@@ -19,7 +19,8 @@ impl Qmp {
     /// Connects to the socket of a QEMU that runs.
     #[track_caller]
     pub fn connect(path: &Path) -> Self {
-        let stream = UnixStream::connect(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        let stream =
+            UnixStream::connect(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
         stream.set_read_timeout(Some(TOOL)).unwrap();
         let mut qmp = Qmp { stream: BufReader::new(stream), events: VecDeque::new() };
         let greeting = qmp.message();

@@ -1,4 +1,5 @@
-//! The guests' tools themselves: what the runner leaves behind when it is told to end at a bad moment; whose modules QEMU loads.
+//! The guests' tools themselves: what the runner leaves behind when it is told to end at a bad
+//! moment; whose modules QEMU loads.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -8,7 +9,8 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::common::{Daemon, Folder, TOOL, guests, run, until};
 
-/// As a benchmark that is interrupted ends it: with all its group, and so with the `rm` that it has just begun.
+/// As a benchmark that is interrupted ends it: with all its group, and so with the `rm` that it has
+/// just begun.
 #[test]
 fn told_to_end_while_it_cleans_up_it_does_so_to_the_end() {
     let folder = Folder::new();
@@ -28,12 +30,13 @@ fn told_to_end_while_it_cleans_up_it_does_so_to_the_end() {
     until("the guest has ended", TOOL, || removing.exists());
     kill_process_group(Pid::from_raw(runner.pid() as i32).unwrap(), Signal::TERM).unwrap();
     runner.ended(TOOL);
-    let left: Vec<_> = std::fs::read_dir(&temporary).unwrap().map(|e| e.unwrap().file_name()).collect();
+    let left: Vec<_> =
+        std::fs::read_dir(&temporary).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert!(left.is_empty(), "left behind: {left:?}");
 }
 
-/// Modules of another QEMU that is installed on the host do not fit, and QEMU ends or lacks devices then. (What lies below
-/// /var/run/qemu is looked up by the exact version, and fits.)
+/// Modules of another QEMU that is installed on the host do not fit, and QEMU ends or lacks devices
+/// then. (What lies below /var/run/qemu is looked up by the exact version, and fits.)
 #[test]
 fn qemu_loads_no_modules_of_the_host() {
     let folder = Folder::new();
@@ -43,7 +46,11 @@ fn qemu_loads_no_modules_of_the_host() {
     strace.arg(&tool).args(["qemu-system-x86_64", "-M", "none", "-device", "help"]);
     run(&mut strace, TOOL).good();
     let trace = std::fs::read_to_string(&trace).unwrap();
-    assert!(trace.contains("/qemu-bundle/usr/lib/x86_64-linux-gnu/qemu/"), "it looks for modules elsewhere");
-    let of_host: Vec<_> = trace.lines().filter(|l| l.contains("\"/usr/lib/x86_64-linux-gnu/qemu/")).collect();
+    assert!(
+        trace.contains("/qemu-bundle/usr/lib/x86_64-linux-gnu/qemu/"),
+        "it looks for modules elsewhere"
+    );
+    let of_host: Vec<_> =
+        trace.lines().filter(|l| l.contains("\"/usr/lib/x86_64-linux-gnu/qemu/")).collect();
     assert!(of_host.is_empty(), "{of_host:#?}");
 }

@@ -52,7 +52,14 @@ impl Stage {
 
     /// Boots a guest with the disk and other options of its runner.
     #[track_caller]
-    pub fn boot(&self, kind: Kind, more: &str, options: &[&str], script: &str, limit: Duration) -> Guest {
+    pub fn boot(
+        &self,
+        kind: Kind,
+        more: &str,
+        options: &[&str],
+        script: &str,
+        limit: Duration,
+    ) -> Guest {
         let options = options.iter().map(|o| o.into()).chain(Guest::vhost(&self.socket, more));
         Guest::start(kind, options, &script_with_prelude(script), limit)
     }
@@ -112,8 +119,8 @@ pub fn script_with_prelude(script: &str) -> String {
 pub struct Statistics(pub String);
 
 impl Statistics {
-    /// A figure (`requests`, `bytes`, `errors`) of a kind of request (`read`, `write`, `flush`, `discard`,
-    /// `write-zeroes`), of all disks together; 0 when there was none.
+    /// A figure (`requests`, `bytes`, `errors`) of a kind of request (`read`, `write`, `flush`,
+    /// `discard`, `write-zeroes`), of all disks together; 0 when there was none.
     pub fn figure(&self, kind: &str, figure: &str) -> u64 {
         let mark = format!(" {kind}: queue time");
         let lines = self.0.lines().filter(|l| l.contains(&mark));

@@ -1,4 +1,5 @@
-//! A PV guest of an emulated Xen, whose disk this program serves from dom0. `scripts/soak.d/xen-*` have the rest.
+//! A PV guest of an emulated Xen, whose disk this program serves from dom0. `scripts/soak.d/xen-*`
+//! have the rest.
 
 use std::time::Duration;
 
@@ -28,11 +29,24 @@ echo "sum $sum"
 fn a_file_system_of_a_domu_is_the_same_on_the_host() {
     let folder = Folder::new();
     let image = folder.image("disk.img", 48 * MIB);
-    let options = ["--disk".into(), format!("blockyard={}", image.display()), "--program".into(), BLOCKYARD.into()];
-    let guest = Guest::start(Kind::Xen, options, &script_with_prelude(SCRIPT), Duration::from_secs(600));
+    let options = [
+        "--disk".into(),
+        format!("blockyard={}", image.display()),
+        "--program".into(),
+        BLOCKYARD.into(),
+    ];
+    let guest =
+        Guest::start(Kind::Xen, options, &script_with_prelude(SCRIPT), Duration::from_secs(600));
     let output = guest.finish();
-    let sum = output.lines().find_map(|line| line.strip_prefix("sum ")).unwrap_or_else(|| panic!("no sum: {output}"));
-    assert_eq!(sum.split_whitespace().next(), Some(md5(&image).as_str()), "the domU and the host read different bytes");
+    let sum = output
+        .lines()
+        .find_map(|line| line.strip_prefix("sum "))
+        .unwrap_or_else(|| panic!("no sum: {output}"));
+    assert_eq!(
+        sum.split_whitespace().next(),
+        Some(md5(&image).as_str()),
+        "the domU and the host read different bytes"
+    );
     let left = allocated(&image);
     assert!(left < 16 * MIB, "fstrim gave too little back: {left} bytes are left");
     tool("e2fsck", ["-fn".as_ref(), image.as_os_str()]).good();

@@ -1,10 +1,12 @@
-//! A neighbour beside an attack: another disk of the same reactor is served while the attack goes on.
+//! A neighbour beside an attack: another disk of the same reactor is served while the attack goes
+//! on.
 //!
-//! A case calls [`beside`] with a function that makes one step of its attack after another, as long as
-//! [`Attack::goes_on`] returns true. In `make test` the neighbour's reads must be answered while the attack makes steps.
-//! With `BLOCKYARD_BESIDE=SECONDS` (scripts/soak.d/hostile) the neighbour's latencies are measured as well, alone and
-//! beside the attack in turns: its p99 beside is at most [`MOST_TIMES`] its p99 alone.
-//! The name of each such test begins with `beside_`, so that the soak part finds it.
+//! A case calls [`beside`] with a function that makes one step of its attack after another, as long
+//! as [`Attack::goes_on`] returns true. In `make test` the neighbour's reads must be answered while
+//! the attack makes steps. With `BLOCKYARD_BESIDE=SECONDS` (scripts/soak.d/hostile) the neighbour's
+//! latencies are measured as well, alone and beside the attack in turns: its p99 beside is at most
+//! [`MOST_TIMES`] its p99 alone. The name of each such test begins with `beside_`, so that the soak
+//! part finds it.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -60,8 +62,8 @@ impl Drop for End<'_> {
     }
 }
 
-/// Checks that the attack `what` does not keep a neighbour waiting. `attack` connects, and makes steps until it is over;
-/// it is run several times in a measurement.
+/// Checks that the attack `what` does not keep a neighbour waiting. `attack` connects, and makes
+/// steps until it is over; it is run several times in a measurement.
 pub fn beside(what: &str, daemon: &Daemon, attack: impl Fn(&Attack<'_>) + Sync) {
     let mut neighbour = Neighbour::start(daemon);
     let Ok(seconds) = std::env::var("BLOCKYARD_BESIDE") else {
@@ -82,11 +84,18 @@ pub fn beside(what: &str, daemon: &Daemon, attack: impl Fn(&Attack<'_>) + Sync) 
     let (alone, beside) = (median(&mut alone), median(&mut beside));
     let times = beside.as_secs_f64() / alone.as_secs_f64();
     println!("beside: {what}: p99 alone {alone:?}, beside {beside:?}, {times:.2} times");
-    assert!(times <= MOST_TIMES, "{what}: the neighbour's p99 is {beside:?}, {times:.1} times its {alone:?} alone");
+    assert!(
+        times <= MOST_TIMES,
+        "{what}: the neighbour's p99 is {beside:?}, {times:.1} times its {alone:?} alone"
+    );
 }
 
 /// Calls `look` while the attack goes on, with the number of its steps.
-fn during<T>(daemon: &Daemon, attack: &(impl Fn(&Attack<'_>) + Sync), look: impl FnOnce(&AtomicU64) -> T) -> T {
+fn during<T>(
+    daemon: &Daemon,
+    attack: &(impl Fn(&Attack<'_>) + Sync),
+    look: impl FnOnce(&AtomicU64) -> T,
+) -> T {
     let (ends, steps, watcher) = (AtomicBool::new(false), AtomicU64::new(0), thread::current());
     scope(|scope| {
         let attacker = scope.spawn(|| {
@@ -108,8 +117,8 @@ fn during<T>(daemon: &Daemon, attack: &(impl Fn(&Attack<'_>) + Sync), look: impl
     })
 }
 
-/// In a measurement the attack's own use of processors is not to slow the neighbour down: what its use of the daemon does
-/// is the question.
+/// In a measurement the attack's own use of processors is not to slow the neighbour down: what its
+/// use of the daemon does is the question.
 fn yields_to_all() {
     if std::env::var_os("BLOCKYARD_BESIDE").is_some() {
         let thread = rustix::thread::gettid().as_raw_nonzero().to_string();
@@ -133,7 +142,8 @@ impl Neighbour {
         Neighbour { guest, chain: [out(header, 16), into(data, 4096), into(status, 1)], status }
     }
 
-    /// One read; how long it took. Sleeps until the device signals, so it takes no processor time from the daemon.
+    /// One read; how long it took. Sleeps until the device signals, so it takes no processor time
+    /// from the daemon.
     fn read(&mut self, what: &str) -> Duration {
         let start = Instant::now();
         self.guest.bytes_at(self.status, &[NONE]);
@@ -156,7 +166,11 @@ impl Neighbour {
         while reads < READS || made() < STEPS {
             self.read(what);
             reads += 1;
-            assert!(start.elapsed() < 2 * PATIENCE, "{what}: {reads} reads of the neighbour, {} steps", made());
+            assert!(
+                start.elapsed() < 2 * PATIENCE,
+                "{what}: {reads} reads of the neighbour, {} steps",
+                made()
+            );
         }
     }
 

@@ -1,4 +1,5 @@
-//! A daemon with three disks, watched closely: its log, its memory, its descriptors, and how it ends.
+//! A daemon with three disks, watched closely: its log, its memory, its descriptors, and how it
+//! ends.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -35,7 +36,8 @@ impl Daemon {
         Self::made(|_, _| format!("ram:{CAPACITY}"), delay, "")
     }
 
-    /// Disks with many queues, which share one reactor with all others. `image` as of [`Daemon::with`].
+    /// Disks with many queues, which share one reactor with all others. `image` as of
+    /// [`Daemon::with`].
     pub fn crowded(image: impl Fn(&Folder, &str) -> String) -> Self {
         Self::configured(image, "200ms", "", MANY_QUEUES, "reactors = 1\n")
     }
@@ -65,7 +67,8 @@ impl Daemon {
         let mut config = String::from(server);
         for disk in [VICTIM, OTHER, SLOW] {
             let (image, socket) = (image(&folder, disk), folder.join(disk));
-            config += &format!("[[disk]]\nname = \"{disk}\"\nimage = \"{image}\"\nqueues = {queues}\n");
+            config +=
+                &format!("[[disk]]\nname = \"{disk}\"\nimage = \"{image}\"\nqueues = {queues}\n");
             config += &format!("vhost-user = \"{}\"\n", socket.display());
             if disk == VICTIM {
                 config += &format!("{limits}\n");
@@ -77,7 +80,8 @@ impl Daemon {
         }
         let path = folder.join("config.toml");
         std::fs::write(&path, config).unwrap();
-        let mut daemon = common::Daemon::start(Command::new(BLOCKYARD).args(["serve", "--config"]).arg(&path));
+        let mut daemon =
+            common::Daemon::start(Command::new(BLOCKYARD).args(["serve", "--config"]).arg(&path));
         daemon.wait_ready();
         Daemon { daemon, folder }
     }
@@ -89,7 +93,9 @@ impl Daemon {
             let from = self.daemon.log().len();
             self.daemon.signal(common::Signal::USR1);
             let log = self.daemon.wait_log_after(from, "share: ");
-            log.lines().any(|line| line.contains("share: ") && line.contains(&of_disk) && !line.contains("; 0 wait"))
+            log.lines().any(|line| {
+                line.contains("share: ") && line.contains(&of_disk) && !line.contains("; 0 wait")
+            })
         });
     }
 
@@ -122,7 +128,8 @@ impl Daemon {
         self.daemon.descriptors().len()
     }
 
-    /// Waits until it has no more descriptors than these: front ends that went away are let go in their own time.
+    /// Waits until it has no more descriptors than these: front ends that went away are let go in
+    /// their own time.
     pub fn keeps_descriptors(&self, most: usize, what: &str) {
         until(&format!("{what}: at most {most} descriptors"), SOON, || self.descriptors() <= most);
     }
@@ -132,7 +139,8 @@ impl Daemon {
         until(&format!("at most {most} mappings"), SOON, || self.mappings() <= most);
     }
 
-    /// Mappings of guests' memory. (Those of the process itself come and go with its threads and its allocator.)
+    /// Mappings of guests' memory. (Those of the process itself come and go with its threads and
+    /// its allocator.)
     pub fn mappings(&self) -> usize {
         let of_guests = |line: &&str| GUEST_MEMORY.iter().any(|name| line.contains(name));
         std::fs::read_to_string(self.proc("maps")).unwrap().lines().filter(of_guests).count()

@@ -10,7 +10,8 @@ use super::daemon::{CAPACITY, Daemon, OTHER, VICTIM};
 use super::guest::{BOTH, D, Guest, Layout, event, into, out};
 use super::messages::{Fate, send};
 
-/// Offers chains of the same descriptors, a few at a time, until `count` were answered. Statuses are the last one's.
+/// Offers chains of the same descriptors, a few at a time, until `count` were answered. Statuses
+/// are the last one's.
 fn flood(guest: &mut Guest, chain: &[D], count: u32) {
     let taken = chain.len() as u16;
     let deep = u32::from(guest.rings[0].size / taken / 2).max(1);
@@ -27,7 +28,10 @@ fn flood(guest: &mut Guest, chain: &[D], count: u32) {
         while guest.rings[0].reap(taken).is_some() {
             answered += 1;
         }
-        assert!(start.elapsed() < Duration::from_secs(180), "{answered} of {count} answered in 3 minutes");
+        assert!(
+            start.elapsed() < Duration::from_secs(180),
+            "{answered} of {count} answered in 3 minutes"
+        );
     }
 }
 
@@ -81,7 +85,8 @@ fn discards_of_many_ranges_take_no_memory() {
     }
 }
 
-/// Requests that a disk with O_DIRECT must copy, as large as can be and all at once: the copies are bounded.
+/// Requests that a disk with O_DIRECT must copy, as large as can be and all at once: the copies are
+/// bounded.
 #[test]
 fn large_unaligned_requests_take_bounded_memory() {
     let daemon = Daemon::with(|folder, disk| match disk {
@@ -94,7 +99,9 @@ fn large_unaligned_requests_take_bounded_memory() {
     let data = guest.memory.take((1 << 20) + 4096, 4096).unwrap();
     for (kind, make) in [(IN, into as fn(u64, u32) -> D), (OUT, out)] {
         let (header, status) = (guest.header(kind, 0), guest.status());
-        let chain = [vec![out(header, 16)], vec![make(data + 1, 1 << 20); 32], vec![into(status, 1)]].concat();
+        let chain =
+            [vec![out(header, 16)], vec![make(data + 1, 1 << 20); 32], vec![into(status, 1)]]
+                .concat();
         let table = guest.table(&chain);
         let stop = std::sync::atomic::AtomicBool::new(false);
         let most = std::thread::scope(|scope| {
@@ -152,9 +159,15 @@ fn refused_messages_do_not_fill_the_log() {
     let guest = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
     let memory = daemon.own_memory();
     for _ in 0..5000 {
-        assert_eq!(send(&guest.connection, FrontendReq::SET_VRING_NUM, &[0; 8], &[]), Fate::Refused);
+        assert_eq!(
+            send(&guest.connection, FrontendReq::SET_VRING_NUM, &[0; 8], &[]),
+            Fate::Refused
+        );
         let kick = event();
-        assert_eq!(send(&guest.connection, FrontendReq::SET_VRING_KICK, &[0; 8], &[kick.as_fd()]), Fate::Refused);
+        assert_eq!(
+            send(&guest.connection, FrontendReq::SET_VRING_KICK, &[0; 8], &[kick.as_fd()]),
+            Fate::Refused
+        );
     }
     other.works(0, 0);
     let log = daemon.complaints();

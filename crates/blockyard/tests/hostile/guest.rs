@@ -150,7 +150,8 @@ impl Ring {
     pub fn offer(&mut self, chain: &[D]) -> u16 {
         let head = self.next_id;
         let last = chain.len() - 1;
-        let with_next = |at: usize, d: &D| D { flags: d.flags | if at < last { NEXT } else { 0 }, ..*d };
+        let with_next =
+            |at: usize, d: &D| D { flags: d.flags | if at < last { NEXT } else { 0 }, ..*d };
         match self.layout {
             Layout::Split => {
                 for (at, d) in chain.iter().enumerate() {
@@ -161,7 +162,8 @@ impl Ring {
                 self.push_split(head);
             }
             Layout::Packed => {
-                // The first descriptor's flags are written last: the others are put in behind it before.
+                // The first descriptor's flags are written last: the others are put in behind it
+                // before.
                 let (start, wrap) = (self.at, self.wrap);
                 let step = |n: usize| (start + n as u16) % self.size;
                 let places: Vec<u16> = (0..chain.len()).map(step).collect();
@@ -196,7 +198,10 @@ impl Ring {
                 }
                 let at = 4 + 8 * usize::from(self.used_at % self.size);
                 self.used_at = self.used_at.wrapping_add(1);
-                Some((self.used.load_u32(at, Ordering::Relaxed) as u16, self.used.load_u32(at + 4, Ordering::Relaxed)))
+                Some((
+                    self.used.load_u32(at, Ordering::Relaxed) as u16,
+                    self.used.load_u32(at + 4, Ordering::Relaxed),
+                ))
             }
             Layout::Packed => {
                 let at = 16 * usize::from(self.used_at);
@@ -208,7 +213,10 @@ impl Ring {
                 if self.used_at >= self.size {
                     (self.used_at, self.used_wrap) = (self.used_at - self.size, !self.used_wrap);
                 }
-                Some((self.desc.load_u16(at + 12, Ordering::Relaxed), self.desc.load_u32(at + 8, Ordering::Relaxed)))
+                Some((
+                    self.desc.load_u16(at + 12, Ordering::Relaxed),
+                    self.desc.load_u32(at + 8, Ordering::Relaxed),
+                ))
             }
         }
     }
@@ -245,7 +253,12 @@ impl Guest {
         Self::connect_queues(path, layout, protocol, QUEUES)
     }
 
-    fn connect_queues(path: &Path, layout: Layout, protocol: VhostUserProtocolFeatures, queues: u16) -> Self {
+    fn connect_queues(
+        path: &Path,
+        layout: Layout,
+        protocol: VhostUserProtocolFeatures,
+        queues: u16,
+    ) -> Self {
         let mut connection = Connection::open(path).unwrap();
         connection.socket().set_read_timeout(Some(PATIENCE)).unwrap();
         let ring = if layout == Layout::Packed { feature::RING_PACKED } else { 0 };
@@ -275,7 +288,11 @@ impl Guest {
     pub fn start_ring(&mut self, queue: usize) -> anyhow::Result<()> {
         let ring = &self.rings[queue];
         let number = (queue as u64).to_le_bytes();
-        self.connection.message(FrontendReq::SET_VRING_ERR as u32, &number, &[ring.error.as_fd()])?;
+        self.connection.message(
+            FrontendReq::SET_VRING_ERR as u32,
+            &number,
+            &[ring.error.as_fd()],
+        )?;
         self.connection.set_ring(&ring.setup, ring.base(), &self.memory)?;
         self.connection.enable(queue as u16, true)
     }
@@ -324,9 +341,13 @@ impl Guest {
             let last = at + 1 == chain.len();
             bytes.extend(d.addr.to_le_bytes());
             bytes.extend(d.len.to_le_bytes());
-            let (flags, next) =
-                if self.layout == Layout::Split && !last { (d.flags | NEXT, at as u16 + 1) } else { (d.flags, 0) };
-            let (third, fourth) = if self.layout == Layout::Split { (flags, next) } else { (0, flags) };
+            let (flags, next) = if self.layout == Layout::Split && !last {
+                (d.flags | NEXT, at as u16 + 1)
+            } else {
+                (d.flags, 0)
+            };
+            let (third, fourth) =
+                if self.layout == Layout::Split { (flags, next) } else { (0, flags) };
             bytes.extend(third.to_le_bytes());
             bytes.extend(fourth.to_le_bytes());
         }
@@ -345,7 +366,8 @@ impl Guest {
     /// A write and a read of it: the queue works.
     pub fn works(&mut self, queue: usize, sector: u64) {
         let bytes: Vec<u8> = (0..512u32).map(|i| (i * 7 + sector as u32) as u8).collect();
-        let (data, back, header, status) = (self.scratch, self.scratch + 512, self.scratch + 1024, self.scratch + 1088);
+        let (data, back, header, status) =
+            (self.scratch, self.scratch + 512, self.scratch + 1024, self.scratch + 1088);
         let window = self.memory.window(self.scratch, 2048, 1).unwrap();
         window.write(0, &bytes);
         window.write(512, &[0; 512]);

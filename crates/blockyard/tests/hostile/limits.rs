@@ -6,7 +6,8 @@ use super::beside::beside;
 use super::daemon::{Daemon, OTHER, VICTIM};
 use super::guest::{BOTH, Guest, Layout, SIZE, into, out};
 
-/// Writes at a limit of a byte a second: none but the first passes in its time, and the line is soon full.
+/// Writes at a limit of a byte a second: none but the first passes in its time, and the line is
+/// soon full.
 fn offer(guest: &mut Guest, chains: u16) {
     let (header, data) = (guest.header(OUT, 0), guest.bytes(&[7; 4096]));
     for _ in 0..chains {
@@ -21,7 +22,8 @@ fn answered(guest: &mut Guest) -> usize {
     std::iter::from_fn(|| guest.rings[0].reap(1)).count()
 }
 
-/// A drain lets pass what stands in line; what passed holds the next start back, whichever way the queue was stopped.
+/// A drain lets pass what stands in line; what passed holds the next start back, whichever way the
+/// queue was stopped.
 #[test]
 fn queues_that_stop_and_start_do_not_get_past_their_limits() {
     for layout in BOTH {
@@ -35,7 +37,10 @@ fn queues_that_stop_and_start_do_not_get_past_their_limits() {
         daemon.until_waiting(VICTIM);
         guest.connection.stop_ring(0).unwrap();
         let passed = answered(&mut guest);
-        assert!(passed < usize::from(SIZE / 2), "{layout:?}: a drain lets pass all that was offered");
+        assert!(
+            passed < usize::from(SIZE / 2),
+            "{layout:?}: a drain lets pass all that was offered"
+        );
         assert!(passed > 0, "{layout:?}: the queue took nothing");
         for round in 0..20 {
             guest.rings[0].clear();
@@ -61,7 +66,8 @@ fn beside_a_queue_that_stops_and_starts() {
     let daemon = Daemon::limited("iops = 100");
     beside("a queue that stops and starts", &daemon, |attack| {
         let mut guest = Guest::start(&attack.socket(VICTIM), Layout::Split);
-        let (header, data, status) = (guest.header(OUT, 0), guest.bytes(&[7; 4096]), guest.status());
+        let (header, data, status) =
+            (guest.header(OUT, 0), guest.bytes(&[7; 4096]), guest.status());
         let table = guest.table(&[out(header, 16), out(data, 4096), into(status, 1)]);
         while attack.goes_on() {
             for _ in 0..SIZE {

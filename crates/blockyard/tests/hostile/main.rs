@@ -12,7 +12,8 @@
 //!   regions    address space taken, files that can be withheld, in-flight regions over a reset
 //!   turns      chains without end, descriptors that would block       -> the reactor goes on, the daemon ends
 //! ```
-//! After each: the other queue, the other disk, and (reset) the same queue work; the daemon ends as it should.
+//! After each: the other queue, the other disk, and (reset) the same queue work; the daemon ends as
+//! it should.
 
 mod beside;
 #[path = "../common/mod.rs"]

@@ -1,4 +1,5 @@
-//! Vhost-user messages of every wrong kind. Each is refused, or the front end is let go; the next one is served.
+//! Vhost-user messages of every wrong kind. Each is refused, or the front end is let go; the next
+//! one is served.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -33,7 +34,12 @@ fn message(request: u32, flags: u32, size: u32, payload: &[u8]) -> Vec<u8> {
 }
 
 /// Sends a message that wants a status, and waits for that or for the end.
-pub fn send(connection: &Connection, request: FrontendReq, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Fate {
+pub fn send(
+    connection: &Connection,
+    request: FrontendReq,
+    payload: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> Fate {
     let bytes = message(request as u32, VERSION | NEED_REPLY, payload.len() as u32, payload);
     if connection.send_bytes(&bytes, fds).is_err() {
         return Fate::LetGo;
@@ -44,7 +50,12 @@ pub fn send(connection: &Connection, request: FrontendReq, payload: &[u8], fds: 
             assert_eq!(reply[..4], (request as u32).to_le_bytes());
             if reply[HEADER..] == [0; 8] { Fate::Done } else { Fate::Refused }
         }
-        Err(e) if matches!(e.kind(), std::io::ErrorKind::UnexpectedEof | std::io::ErrorKind::ConnectionReset) => {
+        Err(e)
+            if matches!(
+                e.kind(),
+                std::io::ErrorKind::UnexpectedEof | std::io::ErrorKind::ConnectionReset
+            ) =>
+        {
             Fate::LetGo
         }
         Err(e) => panic!("{request:?}: neither answered nor let go: {e}"),
@@ -81,7 +92,8 @@ pub fn memfd(len: u64) -> OwnedFd {
     fd
 }
 
-/// Runs `act` on a fresh front end (whose rings are not running), and looks whether all is well afterwards.
+/// Runs `act` on a fresh front end (whose rings are not running), and looks whether all is well
+/// afterwards.
 fn survives(name: &str, want: &[Fate], act: impl Fn(&mut Guest) -> Fate) {
     let daemon = Daemon::start();
     let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
@@ -113,14 +125,21 @@ fn rings_that_cannot_be_are_refused() {
     };
     survives("started before anything", NO, start);
     for size in [0, 32769, 65535, u32::MAX] {
-        survives("a size that is refused at once", NO, |g| send(&g.connection, SET_VRING_NUM, &state(0, size), &[]));
+        survives("a size that is refused at once", NO, |g| {
+            send(&g.connection, SET_VRING_NUM, &state(0, size), &[])
+        });
     }
     for (size, base) in [(3, 0), (65, 0), (100, 7)] {
         survives("no power of two", NO, |g| {
             let user = g.memory.user_address(g.memory.range().0);
             assert_eq!(send(&g.connection, SET_VRING_NUM, &state(0, size), &[]), Fate::Done);
             send(&g.connection, SET_VRING_BASE, &state(0, base), &[]);
-            send(&g.connection, SET_VRING_ADDR, &addresses(0, user, user + 8192, user + 16384), &[]);
+            send(
+                &g.connection,
+                SET_VRING_ADDR,
+                &addresses(0, user, user + 8192, user + 16384),
+                &[],
+            );
             start(g)
         });
     }
@@ -141,7 +160,12 @@ fn rings_that_cannot_be_are_refused() {
         survives(name, NO, |g| {
             let at = |offset: u64| 0x7f00_0000_0000u64.wrapping_add(offset);
             send(&g.connection, SET_VRING_NUM, &state(0, 64), &[]);
-            match send(&g.connection, SET_VRING_ADDR, &addresses(0, at(desc), at(avail), at(used)), &[]) {
+            match send(
+                &g.connection,
+                SET_VRING_ADDR,
+                &addresses(0, at(desc), at(avail), at(used)),
+                &[],
+            ) {
                 Fate::Done => start(g),
                 fate => fate,
             }
@@ -156,14 +180,22 @@ fn queues_that_are_not_are_refused() {
         for request in [R::SET_VRING_NUM, R::SET_VRING_BASE, R::SET_VRING_ENABLE] {
             survives("a state", NO, |g| send(&g.connection, request, &state(index, 1), &[]));
         }
-        survives("addresses", NO, |g| send(&g.connection, R::SET_VRING_ADDR, &addresses(index, 0, 0, 0), &[]));
-        survives("a base is asked for", NO, |g| send(&g.connection, R::GET_VRING_BASE, &state(index, 0), &[]));
+        survives("addresses", NO, |g| {
+            send(&g.connection, R::SET_VRING_ADDR, &addresses(index, 0, 0, 0), &[])
+        });
+        survives("a base is asked for", NO, |g| {
+            send(&g.connection, R::GET_VRING_BASE, &state(index, 0), &[])
+        });
     }
     for request in [R::SET_VRING_KICK, R::SET_VRING_CALL, R::SET_VRING_ERR] {
         for index in [u64::from(QUEUES), 255] {
-            survives("an eventfd", NO, |g| send(&g.connection, request, &words(&[index]), &[event().as_fd()]));
+            survives("an eventfd", NO, |g| {
+                send(&g.connection, request, &words(&[index]), &[event().as_fd()])
+            });
         }
-        survives("no descriptor where one belongs", NO, |g| send(&g.connection, request, &words(&[0]), &[]));
+        survives("no descriptor where one belongs", NO, |g| {
+            send(&g.connection, request, &words(&[0]), &[])
+        });
         survives("several descriptors", NO, |g| {
             let event = event();
             send(&g.connection, request, &words(&[0]), &[event.as_fd(); 3])
@@ -191,7 +223,12 @@ fn memory_that_cannot_be_is_refused() {
     for (name, regions) in tables {
         survives(name, NO, |g| {
             let fd = memfd(1 << 20);
-            send(&g.connection, FrontendReq::SET_MEM_TABLE, &table(regions), &vec![fd.as_fd(); regions.len()])
+            send(
+                &g.connection,
+                FrontendReq::SET_MEM_TABLE,
+                &table(regions),
+                &vec![fd.as_fd(); regions.len()],
+            )
         });
     }
     let one = &[[0, 4096, user, 0]];
@@ -205,7 +242,9 @@ fn memory_that_cannot_be_is_refused() {
     let readable = File::open("/proc/self/exe").unwrap();
     let null = File::options().read(true).write(true).open("/dev/null").unwrap();
     for fd in [event().as_fd(), folder.as_fd(), readable.as_fd(), null.as_fd()] {
-        survives("no memory", NO, |g| send(&g.connection, FrontendReq::SET_MEM_TABLE, &table(one), &[fd]));
+        survives("no memory", NO, |g| {
+            send(&g.connection, FrontendReq::SET_MEM_TABLE, &table(one), &[fd])
+        });
     }
     survives("a region count that lies", NO, |g| {
         let mut payload = table(one);
@@ -215,7 +254,8 @@ fn memory_that_cannot_be_is_refused() {
     survives("regions without end", NO, |g| {
         let fd = memfd(4096);
         for at in 0..600 {
-            let region = [vec![0; 8], words(&[(1 << 40) + at * 4096, 4096, user + at * 4096, 0])].concat();
+            let region =
+                [vec![0; 8], words(&[(1 << 40) + at * 4096, 4096, user + at * 4096, 0])].concat();
             match send(&g.connection, FrontendReq::ADD_MEM_REG, &region, &[fd.as_fd()]) {
                 Fate::Done => {}
                 fate => {
@@ -248,12 +288,22 @@ fn in_flight_regions_that_cannot_be_are_refused() {
         ("as many queues as can be said", inflight(len, 0, u16::MAX, u16::MAX)),
         ("an odd offset", inflight(len - 4096, 3, 1, 64)),
     ] {
-        survives(name, NO, |g| send(&g.connection, SET_INFLIGHT_FD, &payload, &[memfd(len).as_fd()]));
+        survives(name, NO, |g| {
+            send(&g.connection, SET_INFLIGHT_FD, &payload, &[memfd(len).as_fd()])
+        });
     }
-    survives("no memory", NO, |g| send(&g.connection, SET_INFLIGHT_FD, &inflight(len, 0, 1, 64), &[event().as_fd()]));
-    survives("no descriptor", NO, |g| send(&g.connection, SET_INFLIGHT_FD, &inflight(len, 0, 1, 64), &[]));
-    for (queues, size) in [(0, 64), (QUEUES + 1, 64), (u16::MAX, 64), (1, 0), (1, 32769), (u16::MAX, u16::MAX)] {
-        survives("asked for", NO, |g| send(&g.connection, GET_INFLIGHT_FD, &inflight(0, 0, queues, size), &[]));
+    survives("no memory", NO, |g| {
+        send(&g.connection, SET_INFLIGHT_FD, &inflight(len, 0, 1, 64), &[event().as_fd()])
+    });
+    survives("no descriptor", NO, |g| {
+        send(&g.connection, SET_INFLIGHT_FD, &inflight(len, 0, 1, 64), &[])
+    });
+    for (queues, size) in
+        [(0, 64), (QUEUES + 1, 64), (u16::MAX, 64), (1, 0), (1, 32769), (u16::MAX, u16::MAX)]
+    {
+        survives("asked for", NO, |g| {
+            send(&g.connection, GET_INFLIGHT_FD, &inflight(0, 0, queues, size), &[])
+        });
     }
 }
 
@@ -265,15 +315,22 @@ fn a_vast_in_flight_region_takes_no_memory() {
     let before = daemon.own_memory();
     let fd = memfd(1 << 40);
     let payload = inflight(1 << 40, 0, 1, 64);
-    assert_eq!(send(&guest.connection, FrontendReq::SET_INFLIGHT_FD, &payload, &[fd.as_fd()]), Fate::Done);
+    assert_eq!(
+        send(&guest.connection, FrontendReq::SET_INFLIGHT_FD, &payload, &[fd.as_fd()]),
+        Fate::Done
+    );
     guest.start_ring(0).unwrap();
     guest.works(0, 0);
-    let (grown, file) = (daemon.own_memory().saturating_sub(before), rustix::fs::fstat(&fd).unwrap().st_blocks * 512);
+    let (grown, file) = (
+        daemon.own_memory().saturating_sub(before),
+        rustix::fs::fstat(&fd).unwrap().st_blocks * 512,
+    );
     assert!(grown < 4 << 20 && file < 4 << 20, "{grown} bytes of memory, {file} of the region");
     daemon.end();
 }
 
-/// A region full of nonsense, as a front end may keep one for a back end that died: a queue that cannot start or stops.
+/// A region full of nonsense, as a front end may keep one for a back end that died: a queue that
+/// cannot start or stops.
 #[test]
 fn a_garbage_filled_in_flight_region_stops_its_queue_at_most() {
     for layout in BOTH {
@@ -286,7 +343,8 @@ fn a_garbage_filled_in_flight_region_stops_its_queue_at_most() {
             let fd = memfd(len);
             rustix::io::pwrite(&fd, &garbage(seed, len as usize, *layout), 0).unwrap();
             let payload = inflight(len, 0, 1, 64);
-            if send(&guest.connection, FrontendReq::SET_INFLIGHT_FD, &payload, &[fd.as_fd()]) == Fate::Done
+            if send(&guest.connection, FrontendReq::SET_INFLIGHT_FD, &payload, &[fd.as_fd()])
+                == Fate::Done
                 && guest.start_ring(0).is_ok()
             {
                 // It runs, or it is broken: it can be stopped either way.
@@ -319,9 +377,12 @@ pub fn garbage(seed: u64, len: usize, layout: Layout) -> Vec<u8> {
         match seed % 4 {
             // Heads that are, counters at their end, chains as long as can be.
             0 => bytes[at + 8..at + 16].fill(0xff),
-            1 if layout == Layout::Packed => bytes[at + 6..at + 8].copy_from_slice(&entries.to_le_bytes()),
+            1 if layout == Layout::Packed => {
+                bytes[at + 6..at + 8].copy_from_slice(&entries.to_le_bytes())
+            }
             2 if layout == Layout::Packed => {
-                bytes[at + 2..at + 4].copy_from_slice(&(random.below(entries.into()) as u16).to_le_bytes());
+                bytes[at + 2..at + 4]
+                    .copy_from_slice(&(random.below(entries.into()) as u16).to_le_bytes());
                 bytes[at + 6..at + 8].copy_from_slice(&1u16.to_le_bytes());
             }
             2 if at / entry > 8 => bytes[at] = 0,
@@ -389,9 +450,13 @@ fn configuration_beyond_its_end_is_refused() {
         let head: Vec<u8> = [offset, size, 0].iter().flat_map(|w: &u32| w.to_le_bytes()).collect();
         [head, vec![1; len]].concat()
     };
-    for (offset, size, len) in [(0, 0, 0), (4096, 1, 1), (u32::MAX, 2, 2), (0, 4097, 0), (0, 8, 4), (0, 8, 16)] {
+    for (offset, size, len) in
+        [(0, 0, 0), (4096, 1, 1), (u32::MAX, 2, 2), (0, 4097, 0), (0, 8, 4), (0, 8, 16)]
+    {
         survives("read", NO, |g| send(&g.connection, GET_CONFIG, &config(offset, size, len), &[]));
-        survives("written", NO, |g| send(&g.connection, SET_CONFIG, &config(offset, size, len), &[]));
+        survives("written", NO, |g| {
+            send(&g.connection, SET_CONFIG, &config(offset, size, len), &[])
+        });
     }
     for (offset, len) in [(0, 8), (31, 1), (33, 4), (64, 8), (4000, 96)] {
         let payload = config(offset, len as u32, len);
@@ -403,15 +468,18 @@ fn configuration_beyond_its_end_is_refused() {
 fn descriptors_of_the_wrong_kind_are_refused() {
     use FrontendReq::{SET_VRING_CALL, SET_VRING_ERR, SET_VRING_KICK};
     let path = std::env::temp_dir().join(format!("blockyard-hostile-kind-{}", std::process::id()));
-    let file = File::options().read(true).write(true).create(true).truncate(true).open(&path).unwrap();
-    let (null, folder) = (File::options().write(true).open("/dev/null").unwrap(), File::open("/").unwrap());
+    let file =
+        File::options().read(true).write(true).create(true).truncate(true).open(&path).unwrap();
+    let (null, folder) =
+        (File::options().write(true).open("/dev/null").unwrap(), File::open("/").unwrap());
     for request in [SET_VRING_KICK, SET_VRING_CALL, SET_VRING_ERR] {
         for fd in [file.as_fd(), null.as_fd(), folder.as_fd()] {
             survives("no notifier", NO, |g| send(&g.connection, request, &words(&[0]), &[fd]));
         }
     }
     std::fs::remove_file(path).unwrap();
-    // To write to a pipe, or to wait for it, may block on what its other users do; and an epoll looks like an eventfd.
+    // To write to a pipe, or to wait for it, may block on what its other users do; and an epoll
+    // looks like an eventfd.
     let (reader, writer) = std::io::pipe().unwrap();
     let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
     let datagrams = std::os::unix::net::UnixDatagram::unbound().unwrap();
@@ -428,7 +496,9 @@ fn descriptors_of_the_wrong_kind_are_refused() {
         let event = event();
         send(&g.connection, FrontendReq::SET_BACKEND_REQ_FD, &[], &[event.as_fd(); 4])
     });
-    survives("a back channel of none", NO, |g| send(&g.connection, FrontendReq::SET_BACKEND_REQ_FD, &[], &[]));
+    survives("a back channel of none", NO, |g| {
+        send(&g.connection, FrontendReq::SET_BACKEND_REQ_FD, &[], &[])
+    });
 }
 
 /// Notifiers whose other end is gone, or never read.
@@ -472,10 +542,12 @@ fn random_messages_leave_nothing_behind() {
         guest.connection.socket().set_write_timeout(Some(Duration::from_secs(5))).unwrap();
         for _ in 0..20 {
             let request = 1 + random.below(46) as u32;
-            let size = [0, 8, 8, 16, 24, 40, 40, 1 + random.below(80)][random.below(8) as usize] as usize;
+            let size =
+                [0, 8, 8, 16, 24, 40, 40, 1 + random.below(80)][random.below(8) as usize] as usize;
             let mut payload: Vec<u8> = (0..size).map(|_| random.next() as u8).collect();
             // Small numbers get further than large ones.
-            for byte in payload.iter_mut().enumerate().filter(|(at, _)| at % 8 > 1).map(|(_, b)| b) {
+            for byte in payload.iter_mut().enumerate().filter(|(at, _)| at % 8 > 1).map(|(_, b)| b)
+            {
                 *byte = if random.below(3) > 0 { 0 } else { *byte };
             }
             let fd = memfd(1 << 16);
@@ -483,7 +555,10 @@ fn random_messages_leave_nothing_behind() {
             let flags = VERSION | if random.below(2) == 0 { NEED_REPLY } else { 0 };
             if guest
                 .connection
-                .send_bytes(&message(request, flags, size as u32, &payload), &vec![fd.as_fd(); many])
+                .send_bytes(
+                    &message(request, flags, size as u32, &payload),
+                    &vec![fd.as_fd(); many],
+                )
                 .is_err()
             {
                 break;

@@ -1,5 +1,5 @@
-//! Memory that changes under the device: rings rewritten while it reads them, kicks without end, regions taken away
-//! with requests in them, files cut short.
+//! Memory that changes under the device: rings rewritten while it reads them, kicks without end,
+//! regions taken away with requests in them, files cut short.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -36,7 +36,14 @@ impl Random {
 }
 
 /// Writes nonsense that looks like sense all over a ring, until told to stop.
-fn rewrite(desc: &Window, avail: &Window, addresses: [u64; 4], layout: Layout, stop: &AtomicBool, seed: u64) {
+fn rewrite(
+    desc: &Window,
+    avail: &Window,
+    addresses: [u64; 4],
+    layout: Layout,
+    stop: &AtomicBool,
+    seed: u64,
+) {
     let mut random = Random::new(seed);
     while !stop.load(Ordering::Relaxed) {
         let index = random.below(64) as usize * 16;
@@ -135,7 +142,10 @@ fn kicks_without_end_starve_nobody() {
                 other.works(0, sector % 1000);
                 sector += 1;
                 let took = start.elapsed();
-                assert!(took < Duration::from_secs(5), "the other disk did {sector} rounds in {took:?}");
+                assert!(
+                    took < Duration::from_secs(5),
+                    "the other disk did {sector} rounds in {took:?}"
+                );
             }
             stop.store(true, Ordering::Relaxed);
             kicker.join().unwrap()
@@ -149,7 +159,8 @@ fn kicks_without_end_starve_nobody() {
     }
 }
 
-/// The front end keeps the region of what is in flight: it is a note for our successor, and nothing here depends on it.
+/// The front end keeps the region of what is in flight: it is a note for our successor, and nothing
+/// here depends on it.
 #[test]
 fn an_in_flight_region_rewritten_while_in_use_changes_nothing() {
     for layout in BOTH {
@@ -220,7 +231,8 @@ fn memory_may_go_while_requests_are_in_it() {
             let chain = [out(header, 16), into(EXTRA, 4096), into(status, 1)];
             guest.offer(0, &chain);
             guest.offer(0, &[out(header, 16), into(EXTRA + 8192, 4096 + 1)]);
-            // A flush that is answered came after them: both have been taken, and wait for the disk.
+            // A flush that is answered came after them: both have been taken, and wait for the
+            // disk.
             let (flush, flushed) = (guest.header(FLUSH, 0), guest.status());
             guest.offer(0, &[out(flush, 16), into(flushed, 1)]);
             guest.rings[0].wait(2);
@@ -270,7 +282,9 @@ fn regions_that_touch_are_one_and_holes_are_none() {
         for part in &parts {
             guest.connection.frontend().add_mem_region(&part.info).unwrap();
         }
-        for (at, len, want) in [(0, 8192, 0), (3584, 1024, 0), (7680, 1024, 1), (11776, 1024, 1), (0, 16384, 1)] {
+        for (at, len, want) in
+            [(0, 8192, 0), (3584, 1024, 0), (7680, 1024, 1), (11776, 1024, 1), (0, 16384, 1)]
+        {
             let (header, status) = (guest.header(IN, 0), guest.status());
             guest.offer(0, &[out(header, 16), into(EXTRA + at, len), into(status, 1)]);
             guest.rings[0].wait(3);

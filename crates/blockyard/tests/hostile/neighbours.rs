@@ -1,4 +1,5 @@
-//! Attacks that other modules test for errors. Here a neighbour reads from its own disk during each attack.
+//! Attacks that other modules test for errors. Here a neighbour reads from its own disk during each
+//! attack.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -20,7 +21,8 @@ const RANGES: u64 = 64;
 /// Requests of all rings at a time.
 const REQUESTS: u16 = 60;
 
-/// Fills the rings with requests of 64 ranges of 4 KiB each, as often as the device has answered all of them.
+/// Fills the rings with requests of 64 ranges of 4 KiB each, as often as the device has answered
+/// all of them.
 fn ranges_without_end(attack: &Attack<'_>, queues: u16, kind: u32) {
     let mut guest = Guest::start_queues(&attack.socket(VICTIM), Layout::Split, queues);
     let mut ranges = Vec::new();
@@ -48,7 +50,8 @@ fn ranges_without_end(attack: &Attack<'_>, queues: u16, kind: u32) {
     assert_eq!(guest.byte(status), 0);
 }
 
-/// The victim is a file. The neighbour's disk is in memory, so it does not share the file system's locks.
+/// The victim is a file. The neighbour's disk is in memory, so it does not share the file system's
+/// locks.
 fn victim_in_a_file(folder: &Folder, disk: &str) -> String {
     if disk != VICTIM {
         return format!("ram:{CAPACITY}");
@@ -71,7 +74,12 @@ fn beside_discards_without_end() {
 
 #[test]
 fn beside_discards_of_many_queues() {
-    beside_ranges("discards of many queues", Daemon::crowded(victim_in_a_file), MANY_QUEUES, DISCARD);
+    beside_ranges(
+        "discards of many queues",
+        Daemon::crowded(victim_in_a_file),
+        MANY_QUEUES,
+        DISCARD,
+    );
 }
 
 #[test]
@@ -100,8 +108,10 @@ fn beside_memory_that_comes_and_goes() {
         let file = memfd(1 << 30);
         while attack.goes_on() {
             for request in [FrontendReq::ADD_MEM_REG, FrontendReq::REM_MEM_REG] {
-                let body: Vec<u8> =
-                    [0, 1 << 40, 1 << 30, 1 << 40, 0].iter().flat_map(|w: &u64| w.to_le_bytes()).collect();
+                let body: Vec<u8> = [0, 1 << 40, 1 << 30, 1 << 40, 0]
+                    .iter()
+                    .flat_map(|w: &u64| w.to_le_bytes())
+                    .collect();
                 assert_eq!(send(&guest.connection, request, &body, &[file.as_fd()]), Fate::Done);
                 guest.works(0, 0);
             }
@@ -122,7 +132,8 @@ fn beside_in_flight_regions_of_garbage() {
             let (len, fd) = (1 << 16, memfd(1 << 16));
             rustix::io::pwrite(&fd, &garbage(seed, len as usize, layout), 0).unwrap();
             let payload = inflight(len, 0, 1, 64);
-            if send(&guest.connection, FrontendReq::SET_INFLIGHT_FD, &payload, &[fd.as_fd()]) == Fate::Done
+            if send(&guest.connection, FrontendReq::SET_INFLIGHT_FD, &payload, &[fd.as_fd()])
+                == Fate::Done
                 && guest.start_ring(0).is_ok()
             {
                 guest.rings[0].kick();
@@ -139,9 +150,15 @@ fn beside_a_front_end_that_reads_no_replies() {
     let daemon = Daemon::start();
     beside("a front end that reads no replies", &daemon, |attack| {
         let guest = Guest::connect(&attack.socket(VICTIM), Layout::Split);
-        let question: Vec<u8> =
-            [FrontendReq::GET_FEATURES as u32, 1, 0].iter().flat_map(|word| word.to_le_bytes()).collect();
-        guest.connection.socket().set_write_timeout(Some(std::time::Duration::from_millis(1))).unwrap();
+        let question: Vec<u8> = [FrontendReq::GET_FEATURES as u32, 1, 0]
+            .iter()
+            .flat_map(|word| word.to_le_bytes())
+            .collect();
+        guest
+            .connection
+            .socket()
+            .set_write_timeout(Some(std::time::Duration::from_millis(1)))
+            .unwrap();
         while attack.goes_on() {
             let _ = guest.connection.send_bytes(&question, &[]);
         }
@@ -174,7 +191,8 @@ fn beside_a_back_channel_that_is_replaced() {
         guest.start_ring(0).unwrap();
         while attack.goes_on() {
             let (channel, _unread) = UnixStream::pair().unwrap();
-            let sent = send(&guest.connection, FrontendReq::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]);
+            let sent =
+                send(&guest.connection, FrontendReq::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]);
             assert_eq!(sent, Fate::Done);
             guest.works(0, 0);
         }

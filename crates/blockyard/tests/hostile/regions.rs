@@ -1,4 +1,5 @@
-//! Memory regions: address space taken by one front end, files whose pages can be withheld, in-flight regions over a reset.
+//! Memory regions: address space taken by one front end, files whose pages can be withheld,
+//! in-flight regions over a reset.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -10,8 +11,8 @@ use super::daemon::{Daemon, OTHER, VICTIM};
 use super::guest::{BOTH, Guest, Layout};
 use super::messages::{Fate, send};
 
-/// Adds sparse regions, as large as the daemon takes them and then ever smaller ones, until it takes no page more. Returns
-/// the bytes that it has taken.
+/// Adds sparse regions, as large as the daemon takes them and then ever smaller ones, until it
+/// takes no page more. Returns the bytes that it has taken.
 fn take_all(guest: &Guest) -> u64 {
     let file = rustix::fs::memfd_create("vast", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, 1 << 47).unwrap();
@@ -45,7 +46,10 @@ fn a_front_end_that_maps_all_it_can_leaves_the_others_their_memory() {
     assert_eq!(add(&other, [1 << 44, 4 << 40, 1 << 44, 0], vast.as_fd()), Fate::Done);
     other.works(0, 0);
     let complaints = daemon.complained();
-    assert!(complaints.iter().any(|line| line.contains("it is more than one front end may map")), "{complaints:#?}");
+    assert!(
+        complaints.iter().any(|line| line.contains("it is more than one front end may map")),
+        "{complaints:#?}"
+    );
     // When it is gone, its successor has room.
     drop(attacker);
     let again = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
@@ -75,7 +79,10 @@ fn memory_whose_pages_can_be_withheld_is_refused() {
     let zero = File::options().read(true).write(true).open("/dev/zero").unwrap();
     assert_eq!(add(&guest, [1 << 40, 4096, 1 << 40, 0], zero.as_fd()), Fate::Refused);
     let complaints = daemon.complained();
-    assert!(complaints.iter().all(|line| line.contains("--allow-any-memory-file")), "{complaints:#?}");
+    assert!(
+        complaints.iter().all(|line| line.contains("--allow-any-memory-file")),
+        "{complaints:#?}"
+    );
     daemon.end();
 }
 

@@ -1,4 +1,5 @@
-//! Bad requests on a sound ring, and odd ones that are right: each is answered by its status, and nobody complains.
+//! Bad requests on a sound ring, and odd ones that are right: each is answered by its status, and
+//! nobody complains.
 
 use blockyard_driver::request::{DISCARD, FLUSH, ID, IN, OUT, WRITE_ZEROES};
 use blockyard_driver::status::{IOERR, OK, UNSUPP};
@@ -103,9 +104,12 @@ const LENGTHS: &[Case] = &[
     case("write of nothing", OK, |g| usual(g, OUT, 0, &[])),
     case("read of a descriptor of nothing", OK, |g| usual(g, IN, 0, &[into(0, 0)])),
     case("read of 4 GiB - 1", IOERR, |g| usual(g, IN, 0, &[into(0, u32::MAX)])),
-    case("read of 4 GiB - 512, in memory that is not", IOERR, |g| usual(g, IN, 0, &[into(0, u32::MAX - 511)])),
+    case("read of 4 GiB - 512, in memory that is not", IOERR, |g| {
+        usual(g, IN, 0, &[into(0, u32::MAX - 511)])
+    }),
     case("read of 16 times 4 GiB - 1, 32 bits of which are 0 mod 512", IOERR, |g| {
-        let data = [vec![into(0x1_0000_0000, u32::MAX); 16], vec![into(0x1_0000_0000, 16)]].concat();
+        let data =
+            [vec![into(0x1_0000_0000, u32::MAX); 16], vec![into(0x1_0000_0000, 16)]].concat();
         usual(g, IN, 0, &data)
     }),
     case("write of 4 GiB + 512, which is 512 in 32 bits", IOERR, |g| {
@@ -160,7 +164,9 @@ const DIRECTIONS: &[Case] = &[
 const ADDRESSES: &[Case] = &[
     case("read to address 0", IOERR, |g| usual(g, IN, 0, &[into(0, 512)])),
     case("read to the region's file offset", IOERR, |g| usual(g, IN, 0, &[into(0x1000, 512)])),
-    case("read to the region's user address", IOERR, |g| usual(g, IN, 0, &[into(0x7f00_0000_0000, 512)])),
+    case("read to the region's user address", IOERR, |g| {
+        usual(g, IN, 0, &[into(0x7f00_0000_0000, 512)])
+    }),
     case("write from the last byte of all", IOERR, |g| usual(g, OUT, 0, &[out(u64::MAX, 512)])),
     case("write that ends at 2^64", IOERR, |g| usual(g, OUT, 0, &[out(u64::MAX - 511, 512)])),
     case("write that wraps 2^64", IOERR, |g| usual(g, OUT, 0, &[out(u64::MAX - 255, 512)])),
@@ -229,15 +235,21 @@ const RANGES: &[Case] = &[
     }),
     case("discard of 64 ranges", OK, |g| ranges(g, DISCARD, &[(8, 8, 0); 64])),
     case("discard of 65 ranges", IOERR, |g| ranges(g, DISCARD, &[(8, 8, 0); 65])),
-    case("discard of 4 GiB of ranges", IOERR, |g| usual(g, DISCARD, 0, &[out(0x1_0000_0000, u32::MAX - 15)])),
+    case("discard of 4 GiB of ranges", IOERR, |g| {
+        usual(g, DISCARD, 0, &[out(0x1_0000_0000, u32::MAX - 15)])
+    }),
     case("discard of an empty range", OK, |g| ranges(g, DISCARD, &[(8, 0, 0)])),
     case("discard with the unmap flag", UNSUPP, |g| ranges(g, DISCARD, &[(8, 8, 1)])),
-    case("discard with an unknown flag", UNSUPP, |g| ranges(g, DISCARD, &[(8, 8, 0), (8, 8, 0x8000_0000)])),
+    case("discard with an unknown flag", UNSUPP, |g| {
+        ranges(g, DISCARD, &[(8, 8, 0), (8, 8, 0x8000_0000)])
+    }),
     case("discard over the end", IOERR, |g| ranges(g, DISCARD, &[(SECTORS - 8, 9, 0)])),
     case("discard beyond 2^64", IOERR, |g| ranges(g, DISCARD, &[(u64::MAX, 8, 0)])),
     case("discard whose offset wraps to 0", IOERR, |g| ranges(g, DISCARD, &[(1 << 55, 8, 0)])),
     case("discard of u32::MAX sectors", IOERR, |g| ranges(g, DISCARD, &[(0, u32::MAX, 0)])),
-    case("one of several ranges is bad", IOERR, |g| ranges(g, DISCARD, &[(8, 8, 0), (SECTORS, 8, 0), (16, 8, 0)])),
+    case("one of several ranges is bad", IOERR, |g| {
+        ranges(g, DISCARD, &[(8, 8, 0), (SECTORS, 8, 0), (16, 8, 0)])
+    }),
     case("zeroes with unmap", OK, |g| ranges(g, WRITE_ZEROES, &[(8, 8, 1), (32, 8, 0)])),
     case("zeroes with an unknown flag", UNSUPP, |g| ranges(g, WRITE_ZEROES, &[(8, 8, 2)])),
     case("zeroes over the end", IOERR, |g| ranges(g, WRITE_ZEROES, &[(SECTORS, 1, 0)])),
@@ -270,9 +282,16 @@ fn answered(cases: &[Case]) {
             let head = guest.offer(0, &asked.chain);
             let (id, written) = guest.rings[0].wait(taken);
             assert_eq!((id, guest.byte(asked.status)), (head, case.want), "{what}");
-            let room: u64 = asked.chain.iter().filter(|d| d.flags != 0).map(|d| u64::from(d.len)).sum();
-            assert!(written >= 1 && (case.want == OK || written == 1), "{what}: {written} bytes written");
-            assert!(taken == 1 || u64::from(written) <= room, "{what}: {written} of {room} bytes written");
+            let room: u64 =
+                asked.chain.iter().filter(|d| d.flags != 0).map(|d| u64::from(d.len)).sum();
+            assert!(
+                written >= 1 && (case.want == OK || written == 1),
+                "{what}: {written} bytes written"
+            );
+            assert!(
+                taken == 1 || u64::from(written) <= room,
+                "{what}: {written} of {room} bytes written"
+            );
             if case.want != OK {
                 assert_eq!(sectors(&mut guest), before, "{what}: the disk has changed");
             }

@@ -1,4 +1,5 @@
-//! Rings that no driver makes: the queue stops, says why once, and works again when the guest resets it.
+//! Rings that no driver makes: the queue stops, says why once, and works again when the guest
+//! resets it.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -21,7 +22,12 @@ struct Case {
     says: &'static str,
 }
 
-const fn case(name: &'static str, on: &'static [Layout], says: &'static str, act: fn(&mut Guest)) -> Case {
+const fn case(
+    name: &'static str,
+    on: &'static [Layout],
+    says: &'static str,
+    act: fn(&mut Guest),
+) -> Case {
     Case { name, on, act, says }
 }
 
@@ -66,7 +72,11 @@ const LOOPS: &[Case] = &[
     case("a good chain whose status leads back", SPLIT, "loops", |g| {
         let data = g.bytes(&[0; 512]);
         for index in 0..SIZE {
-            g.rings[0].write_split(index, D { addr: data, len: 8, flags: NEXT | WRITE }, (index + 1) % SIZE);
+            g.rings[0].write_split(
+                index,
+                D { addr: data, len: 8, flags: NEXT | WRITE },
+                (index + 1) % SIZE,
+            );
         }
         g.rings[0].push_split(0);
         g.rings[0].kick();
@@ -128,12 +138,17 @@ const INDICES: &[Case] = &[
         g.rings[0].push_packed(table, u16::MAX);
         g.rings[0].kick();
     }),
-    case("a next beyond the indirect table", SPLIT, "descriptor index 7 is beyond the table of 3", |g| {
-        let chain = good(g);
-        let table = g.table(&chain);
-        g.memory.window(table.addr, 48, 1).unwrap().copy_in(14, 7u16.to_le_bytes());
-        offer(g, &[table]);
-    }),
+    case(
+        "a next beyond the indirect table",
+        SPLIT,
+        "descriptor index 7 is beyond the table of 3",
+        |g| {
+            let chain = good(g);
+            let table = g.table(&chain);
+            g.memory.window(table.addr, 48, 1).unwrap().copy_in(14, 7u16.to_le_bytes());
+            offer(g, &[table]);
+        },
+    ),
 ];
 
 const TABLES: &[Case] = &[
@@ -147,8 +162,12 @@ const TABLES: &[Case] = &[
         offer(g, &[table]);
     }),
     case("a table at 0", BOTH, "outside the guest's memory", |g| table(g, 0, 48)),
-    case("a table that wraps 2^64", BOTH, "outside the guest's memory", |g| table(g, u64::MAX - 15, 48)),
-    case("a table over the end of the memory", BOTH, "outside the guest's memory", |g| table(g, end(g) - 32, 48)),
+    case("a table that wraps 2^64", BOTH, "outside the guest's memory", |g| {
+        table(g, u64::MAX - 15, 48)
+    }),
+    case("a table over the end of the memory", BOTH, "outside the guest's memory", |g| {
+        table(g, end(g) - 32, 48)
+    }),
     case("a table in a table", BOTH, "inside an indirect table", |g| {
         let chain = good(g);
         let inner = g.table(&chain);
@@ -222,15 +241,25 @@ const FRAMES: &[Case] = &[
         let header = g.header(OUT, 0);
         offer(g, &[out(header, 16), into(u64::MAX, 2)]);
     }),
-    case("a readable descriptor after a writable one", BOTH, "a readable descriptor follows", |g| {
-        let (header, data, status) = (g.header(OUT, 0), g.bytes(&[0; 512]), g.status());
-        offer(g, &[out(header, 16), into(status, 1), out(data, 512)]);
-    }),
-    case("a readable descriptor after a writable one, in a table", BOTH, "a readable descriptor follows", |g| {
-        let (header, data, status) = (g.header(OUT, 0), g.bytes(&[0; 512]), g.status());
-        let table = g.table(&[out(header, 16), into(status, 1), out(data, 512)]);
-        offer(g, &[table]);
-    }),
+    case(
+        "a readable descriptor after a writable one",
+        BOTH,
+        "a readable descriptor follows",
+        |g| {
+            let (header, data, status) = (g.header(OUT, 0), g.bytes(&[0; 512]), g.status());
+            offer(g, &[out(header, 16), into(status, 1), out(data, 512)]);
+        },
+    ),
+    case(
+        "a readable descriptor after a writable one, in a table",
+        BOTH,
+        "a readable descriptor follows",
+        |g| {
+            let (header, data, status) = (g.header(OUT, 0), g.bytes(&[0; 512]), g.status());
+            let table = g.table(&[out(header, 16), into(status, 1), out(data, 512)]);
+            offer(g, &[table]);
+        },
+    ),
 ];
 
 /// Each case has a daemon of its own: its log is counted.
@@ -254,19 +283,27 @@ fn breaks(cases: &[Case]) {
     }
 }
 
-/// Queue 0 has stopped: the error eventfd was rung once, one line says so, and kicks change nothing.
+/// Queue 0 has stopped: the error eventfd was rung once, one line says so, and kicks change
+/// nothing.
 fn stopped(daemon: &Daemon, guest: &mut Guest, what: &str, says: &str) {
     let error = guest.rings[0].error.clone();
     let mut poll = [rustix::event::PollFd::new(&*error, rustix::event::PollFlags::IN)];
     let limit = rustix::event::Timespec { tv_sec: PATIENCE.as_secs() as _, tv_nsec: 0 };
-    assert_eq!(rustix::event::poll(&mut poll, Some(&limit)).unwrap(), 1, "{what}: no sign of an error");
+    assert_eq!(
+        rustix::event::poll(&mut poll, Some(&limit)).unwrap(),
+        1,
+        "{what}: no sign of an error"
+    );
     assert_eq!(rung(&error), 1, "{what}");
     for _ in 0..10 {
         guest.rings[0].kick();
     }
     let log = daemon.complained();
     assert_eq!(log.len(), 1, "{what}: {log:#?}");
-    assert!(log[0].contains(says) && log[0].contains("queue=0") && log[0].contains(" WARN "), "{what}: {log:#?}");
+    assert!(
+        log[0].contains(says) && log[0].contains("queue=0") && log[0].contains(" WARN "),
+        "{what}: {log:#?}"
+    );
     assert_eq!(rung(&error), 0, "{what}: rung again");
 }
 
@@ -335,7 +372,8 @@ fn a_packed_ring_that_overtakes_itself_stops() {
         }
     };
     (0..reads).for_each(|id| read(&mut guest, id));
-    // One descriptor is left. A flush that is answered came after them: all of them have been taken.
+    // One descriptor is left. A flush that is answered came after them: all of them have been
+    // taken.
     let (flush, flushed) = (guest.header(FLUSH, 0), guest.status());
     let flush = guest.table(&[out(flush, 16), into(flushed, 1)]);
     guest.rings[0].push_packed(flush, reads);

@@ -20,8 +20,9 @@ use super::messages::{Fate, send};
 use super::moving::{EXTRA, extra};
 use crate::common::SOON;
 
-/// Split rings, each with a request in flight that takes its time, and behind it one chain of 1,026 descriptors again and
-/// again. The device refuses that one on the spot, because a part of its data lies outside the memory.
+/// Split rings, each with a request in flight that takes its time, and behind it one chain of 1,026
+/// descriptors again and again. The device refuses that one on the spot, because a part of its data
+/// lies outside the memory.
 struct Endless {
     guest: Guest,
     /// Of each ring, where the slow request's status is.
@@ -45,14 +46,20 @@ impl Endless {
         let data = guest.memory.take(4096, 4096).unwrap();
         let (header, status) = (guest.header(IN, 0), guest.status());
         let mut chain = vec![out(header, 16)];
-        let place = |n: u64| if regions == 0 { data + 1024 * (n % 4) } else { EXTRA + 8192 * (n * 101 % regions) };
+        let place = |n: u64| {
+            if regions == 0 { data + 1024 * (n % 4) } else { EXTRA + 8192 * (n * 101 % regions) }
+        };
         chain.extend((0..1023).map(|n| into(place(n), 512)));
         chain.extend([into(0x7fff_0000_0000, 512), into(status, 1)]);
         let table = guest.table(&chain);
         for (ring, slow_status) in guest.rings.iter().zip(&slow_status) {
             ring.write_split(0, table, 0);
             ring.write_split(SLOW_HEAD, D { flags: NEXT, ..out(slow, 16) }, SLOW_HEAD + 1);
-            ring.write_split(SLOW_HEAD + 1, D { flags: WRITE | NEXT, ..out(data, 4096) }, SLOW_HEAD + 2);
+            ring.write_split(
+                SLOW_HEAD + 1,
+                D { flags: WRITE | NEXT, ..out(data, 4096) },
+                SLOW_HEAD + 2,
+            );
             ring.write_split(SLOW_HEAD + 2, into(*slow_status, 1), 0);
         }
         Endless { guest, slow_status, shown: vec![0; queues.into()] }
@@ -127,7 +134,9 @@ fn blocking() -> OwnedFd {
 fn breaks_with_blocking_descriptors(path: &Path, layout: Layout) {
     let mut guest = Guest::start(path, layout);
     let (call, error) = (blocking(), blocking());
-    for (request, fd) in [(FrontendReq::SET_VRING_CALL, &call), (FrontendReq::SET_VRING_ERR, &error)] {
+    for (request, fd) in
+        [(FrontendReq::SET_VRING_CALL, &call), (FrontendReq::SET_VRING_ERR, &error)]
+    {
         assert_eq!(send(&guest.connection, request, &[0; 8], &[fd.as_fd()]), Fate::Done);
         // A back end may have made it non-blocking: the open file is the front end's, too.
         rustix::io::ioctl_fionbio(fd, false).unwrap();
@@ -155,7 +164,10 @@ fn beside_descriptors_that_would_block() {
         // One that is still there at the end.
         let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
         let call = blocking();
-        assert_eq!(send(&guest.connection, FrontendReq::SET_VRING_CALL, &[0; 8], &[call.as_fd()]), Fate::Done);
+        assert_eq!(
+            send(&guest.connection, FrontendReq::SET_VRING_CALL, &[0; 8], &[call.as_fd()]),
+            Fate::Done
+        );
         rustix::io::ioctl_fionbio(&call, false).unwrap();
         guest.works(0, 0);
         daemon.end();
@@ -167,10 +179,13 @@ fn beside_descriptors_that_would_block() {
 fn beside_calls_by_messages_that_are_not_acknowledged() {
     let daemon = Daemon::start();
     beside("calls by messages that are not acknowledged", &daemon, |attack| {
-        let by_messages = VhostUserProtocolFeatures::INBAND_NOTIFICATIONS | VhostUserProtocolFeatures::BACKEND_REQ;
-        let mut guest = Guest::connect_with(&attack.socket(VICTIM), Layout::Split, PROTOCOL | by_messages);
+        let by_messages = VhostUserProtocolFeatures::INBAND_NOTIFICATIONS
+            | VhostUserProtocolFeatures::BACKEND_REQ;
+        let mut guest =
+            Guest::connect_with(&attack.socket(VICTIM), Layout::Split, PROTOCOL | by_messages);
         let (channel, _unread) = UnixStream::pair().unwrap();
-        let sent = send(&guest.connection, FrontendReq::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]);
+        let sent =
+            send(&guest.connection, FrontendReq::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]);
         assert_eq!(sent, Fate::Done);
         guest.start_ring(0).unwrap();
         // No descriptor for calls.

@@ -7,7 +7,9 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::common::{guests, run};
-use crate::fixture::{Images, MIB, SIZE, image, image_any, json, qemu_img, qemu_io, same_answer, text};
+use crate::fixture::{
+    Images, MIB, SIZE, image, image_any, json, qemu_img, qemu_io, same_answer, text,
+};
 use crate::mistakes::refused;
 
 /// Bitmaps as QEMU lists them: name, flags, granularity.
@@ -25,7 +27,8 @@ fn sound(path: &Path) {
     image(&["check", text(path)]);
 }
 
-/// The dirty pieces of a bitmap, by QEMU's own reader (`map` of a bitmap over NBD) on a copy: start and length.
+/// The dirty pieces of a bitmap, by QEMU's own reader (`map` of a bitmap over NBD) on a copy: start
+/// and length.
 fn dirty(path: &Path, bitmap: &str) -> Vec<(u64, u64)> {
     let script = "set -e; image=$1 bitmap=$2; cp \"$image\" \"$image.copy\"\n\
         \"$0\" qemu-nbd -f qcow2 -B \"$bitmap\" -k \"$image.nbd\" --fork --pid-file=\"$image.pid\" \"$image.copy\"\n\
@@ -50,7 +53,16 @@ fn bitmaps_are_added_and_changed_as_qemu_img_does() {
         let (ours, theirs) = (images.path("ours.qcow2"), images.path("theirs.qcow2"));
         for path in [&ours, &theirs] {
             let options = if options.is_empty() { "compat=1.1" } else { options };
-            qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, text(path), &SIZE.to_string()]);
+            qemu_img(&[
+                "create",
+                "-q",
+                "-f",
+                "qcow2",
+                "-o",
+                options,
+                text(path),
+                &SIZE.to_string(),
+            ]);
         }
         let steps = [
             &["--add", "one"][..],
@@ -75,10 +87,18 @@ fn bitmaps_are_added_and_changed_as_qemu_img_does() {
     }
     let path = images.path("ours.qcow2");
     refused(&["bitmap", "--remove", text(&path), "none"], 1, &["there is no bitmap \"none\""]);
-    refused(&["bitmap", "--add", "-g", "1000", text(&path), "x"], 1, &["power of two from 512 to 2G"]);
+    refused(
+        &["bitmap", "--add", "-g", "1000", text(&path), "x"],
+        1,
+        &["power of two from 512 to 2G"],
+    );
     refused(&["bitmap", text(&path), "x"], 2, &["--add"]);
     let raw = images.raw("a.raw", MIB * 4, 1);
-    refused(&["bitmap", "--add", text(&raw), "x", "-f", "raw"], 1, &["only qcow2 images have bitmaps"]);
+    refused(
+        &["bitmap", "--add", text(&raw), "x", "-f", "raw"],
+        1,
+        &["only qcow2 images have bitmaps"],
+    );
 }
 
 #[test]
@@ -93,7 +113,18 @@ fn bits_are_kept_merged_and_resized() {
     qemu_io(&path, "qcow2", &["write -P 2 4k 4k", "write -P 2 2M 128k"]);
     assert_eq!(dirty(&path, "coarse"), [(1 << 20, 64 << 10), (23 << 20, 1 << 20)]);
     assert_eq!(dirty(&path, "fine"), [(4 << 10, 4 << 10), (2 << 20, 128 << 10)]);
-    image(&["bitmap", "--add", "--merge", "coarse", "--merge", "fine", "-g", "32k", text(&path), "all"]);
+    image(&[
+        "bitmap",
+        "--add",
+        "--merge",
+        "coarse",
+        "--merge",
+        "fine",
+        "-g",
+        "32k",
+        text(&path),
+        "all",
+    ]);
     let all = [(0, 32 << 10), (1 << 20, 64 << 10), (2 << 20, 128 << 10), (23 << 20, 1 << 20)];
     assert_eq!(dirty(&path, "all"), all);
     sound(&path);
@@ -130,18 +161,29 @@ fn options_change_where_an_image_stands() {
     qemu_img(&["snapshot", "-c", "kept", text(&path)]);
     refused(&["bitmap", "--add", text(&path), "x"], 1, &["amend -o compat=1.1"]);
     refused(&["amend", "-o", "lazy_refcounts=on", text(&path)], 1, &["compat=1.1"]);
-    for (options, lazy) in [("compat=1.1", false), ("lazy_refcounts=on", true), ("lazy_refcounts=off,compat=v3", false)]
-    {
+    for (options, lazy) in [
+        ("compat=1.1", false),
+        ("lazy_refcounts=on", true),
+        ("lazy_refcounts=off,compat=v3", false),
+    ] {
         image(&["amend", "-o", options, text(&path)]);
         let info = same_answer(&["info", text(&path)]);
         let data = &info["format-specific"]["data"];
-        assert_eq!((&data["compat"], &data["lazy-refcounts"]), (&"1.1".into(), &lazy.into()), "{options}");
+        assert_eq!(
+            (&data["compat"], &data["lazy-refcounts"]),
+            (&"1.1".into(), &lazy.into()),
+            "{options}"
+        );
         qemu_img(&["compare", "-q", text(&path), text(&expected)]);
         sound(&path);
     }
     image(&["bitmap", "--add", text(&path), "x"]);
     refused(&["amend", "-o", "compat=0.10", text(&path)], 1, &["convert -o compat=0.10"]);
-    refused(&["amend", "-o", "cluster_size=4k", text(&path)], 2, &["cluster_size", "image convert"]);
+    refused(
+        &["amend", "-o", "cluster_size=4k", text(&path)],
+        2,
+        &["cluster_size", "image convert"],
+    );
     refused(&["amend", "-o", "size=1G", text(&path)], 2, &["image resize"]);
     assert!(image_any(&["amend", "-o", "help", text(&path)]).out.contains("lazy_refcounts"));
 }

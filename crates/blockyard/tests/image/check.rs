@@ -6,7 +6,9 @@ use std::path::Path;
 use blockyard_image::qcow2::Header;
 
 use crate::common::tool;
-use crate::fixture::{Images, MIB, QCOW2, SIZE, image, image_any, json, qemu_img, same_answer, sound_and_same, text};
+use crate::fixture::{
+    Images, MIB, QCOW2, SIZE, image, image_any, json, qemu_img, same_answer, sound_and_same, text,
+};
 use crate::mistakes::refused;
 
 #[test]
@@ -51,7 +53,12 @@ fn leaks_are_status_4_and_given_back() {
     let copy = images.path("copy.raw");
     qemu_img(&["convert", "-O", "raw", text(&path), text(&copy)]);
     let clusters = std::fs::metadata(&path).unwrap().len() / 65536;
-    std::fs::File::options().write(true).open(&path).unwrap().set_len((clusters + 2) * 65536).unwrap();
+    std::fs::File::options()
+        .write(true)
+        .open(&path)
+        .unwrap()
+        .set_len((clusters + 2) * 65536)
+        .unwrap();
     write_at(&path, COUNTS + clusters * 2, &[0, 1, 0, 3]);
     found(&path, 4);
     let repaired = image_any(&["check", "-r", "leaks", text(&path)]);
@@ -118,10 +125,18 @@ fn mended_by_opening(path: &Path) {
     let done = image_any(&["check", text(path)]);
     assert_eq!(done.status.code(), Some(4), "{}{}", done.out, done.err);
     assert!(done.out.contains("Opening the image for writing, or --repair all"), "{}", done.out);
-    assert!(!done.out.contains("may be corrupted") && !done.out.contains("No errors"), "{}", done.out);
+    assert!(
+        !done.out.contains("may be corrupted") && !done.out.contains("No errors"),
+        "{}",
+        done.out
+    );
     let told = json(&image_any(&["check", "--json", text(path)]).out);
-    assert!(told["mended-by-opening"].as_u64() > Some(0) && told.get("corruptions").is_none(), "{told}");
-    let (opened, repaired) = (path.with_extension("opened.qcow2"), path.with_extension("repaired.qcow2"));
+    assert!(
+        told["mended-by-opening"].as_u64() > Some(0) && told.get("corruptions").is_none(),
+        "{told}"
+    );
+    let (opened, repaired) =
+        (path.with_extension("opened.qcow2"), path.with_extension("repaired.qcow2"));
     std::fs::copy(path, &opened).unwrap();
     std::fs::copy(path, &repaired).unwrap();
     image(&["resize", "-q", text(&opened), "+1M"]);
@@ -136,8 +151,10 @@ fn mended_by_opening(path: &Path) {
 fn an_image_that_was_not_closed_is_status_4() {
     let images = Images::new();
     let path = images.qcow2("a.qcow2", "lazy_refcounts=on", None, SIZE, 1);
-    let killed =
-        tool("qemu-io", ["-f", "qcow2", "-c", "write -P 9 16M 1M", "-c", "flush", "-c", "sigraise 9", text(&path)]);
+    let killed = tool(
+        "qemu-io",
+        ["-f", "qcow2", "-c", "write -P 9 16M 1M", "-c", "flush", "-c", "sigraise 9", text(&path)],
+    );
     assert!(!killed.status.success());
     mended_by_opening(&path);
     // With anything else wrong it is corrupt: an L1 entry with a reserved bit.

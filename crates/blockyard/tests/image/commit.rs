@@ -22,12 +22,19 @@ pub fn copy(images: &Images, path: &Path) -> std::path::PathBuf {
 }
 
 pub fn size(path: &Path, format: &str) -> u64 {
-    json(&qemu_img(&["info", "-f", format, "--output", "json", text(path)]))["virtual-size"].as_u64().unwrap()
+    json(&qemu_img(&["info", "-f", format, "--output", "json", text(path)]))["virtual-size"]
+        .as_u64()
+        .unwrap()
 }
 
 #[test]
 fn the_backing_file_shows_what_the_overlay_showed() {
-    let all = ["compat=0.10", "cluster_size=512", "extended_l2=on,cluster_size=128k", "data_file=data.bin"];
+    let all = [
+        "compat=0.10",
+        "cluster_size=512",
+        "extended_l2=on,cluster_size=128k",
+        "data_file=data.bin",
+    ];
     for (number, options) in all.into_iter().enumerate() {
         println!("{options}");
         let images = Images::new();
@@ -83,8 +90,15 @@ fn a_deeper_image_is_committed_into_and_the_overlay_stays() {
         let top = images.chain(options);
         let (base, expected) = (images.path("base.raw"), copy(&images, &top));
         let had = own(&top);
-        refused(&["commit", "-b", "top.qcow2", text(&top)], 1, &["top.qcow2 is none of its backing files"]);
-        assert_eq!(image(&["commit", "-t", cache, "-b", "base.raw", text(&top)]), "Image committed.\n");
+        refused(
+            &["commit", "-b", "top.qcow2", text(&top)],
+            1,
+            &["top.qcow2 is none of its backing files"],
+        );
+        assert_eq!(
+            image(&["commit", "-t", cache, "-b", "base.raw", text(&top)]),
+            "Image committed.\n"
+        );
         // It had 7 MiB and a sector.
         assert_eq!((std::fs::metadata(&base).unwrap().len(), own(&top)), (SIZE, had));
         sound_and_same((&top, "qcow2"), (&expected, "raw"));
@@ -143,9 +157,11 @@ fn others_are_locked_out() {
         !done.status.success() && done.err.contains(&holder)
     });
     for path in [&top, &middle] {
-        for command in
-            [&["resize", text(path), "+1M"][..], &["commit", text(path)], &["snapshot", "-c", "x", text(path)]]
-        {
+        for command in [
+            &["resize", text(path), "+1M"][..],
+            &["commit", text(path)],
+            &["snapshot", "-c", "x", text(path)],
+        ] {
             refused(command, 1, &[path.file_name().unwrap().to_str().unwrap(), &holder]);
         }
     }

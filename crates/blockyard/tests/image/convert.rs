@@ -1,7 +1,9 @@
 //! convert: from everything to everything.
 
 use crate::common::allocated;
-use crate::fixture::{Images, MIB, QCOW2, SIZE, image, image_any, json, qemu_img, qemu_io, sound_and_same, text};
+use crate::fixture::{
+    Images, MIB, QCOW2, SIZE, image, image_any, json, qemu_img, qemu_io, sound_and_same, text,
+};
 use crate::mistakes::refused;
 
 #[test]
@@ -16,7 +18,12 @@ fn everything_becomes_raw_and_stays_sparse() {
         sound_and_same((&ours, "raw"), (&source, "qcow2"));
         assert_eq!(std::fs::metadata(&ours).unwrap().len(), SIZE);
         // (File systems may take a block or two for the list of extents.)
-        assert!(allocated(&ours) <= allocated(&theirs) + 16384, "{} {}", allocated(&ours), allocated(&theirs));
+        assert!(
+            allocated(&ours) <= allocated(&theirs) + 16384,
+            "{} {}",
+            allocated(&ours),
+            allocated(&theirs)
+        );
         // Read past the page cache, written without it, and all of it.
         let full = images.path("full.raw");
         image(&["convert", "-T", "none", "-t", "none", "-S", "0", text(&source), text(&full)]);
@@ -39,8 +46,13 @@ fn what_exists_is_replaced_only_when_that_is_said() {
     sound_and_same((&target, "raw"), (&source, "raw"));
     let itself = image_any(&["convert", "--force", text(&source), text(&source)]);
     assert_eq!(itself.status.code(), Some(1));
-    assert!(itself.err.contains("a.raw cannot be replaced: the command reads it"), "{}", itself.err);
-    let names: Vec<_> = std::fs::read_dir(&*images.0).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert!(
+        itself.err.contains("a.raw cannot be replaced: the command reads it"),
+        "{}",
+        itself.err
+    );
+    let names: Vec<_> =
+        std::fs::read_dir(&*images.0).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(names.len(), 2, "nothing else is left: {names:?}");
 }
 
@@ -65,13 +77,26 @@ fn raw_becomes_qcow2_of_all_options() {
         let theirs = images.path("theirs.qcow2");
         let options = options.replace("data.bin", text(&images.path("theirs.data")));
         qemu_img(&["convert", "-O", "qcow2", "-o", &options, text(&source), text(&theirs)]);
-        assert!(allocated(&target) <= allocated(&theirs) + MIB / 4, "{} {}", allocated(&target), allocated(&theirs));
+        assert!(
+            allocated(&target) <= allocated(&theirs) + MIB / 4,
+            "{} {}",
+            allocated(&target),
+            allocated(&theirs)
+        );
         if here.contains("data_file") {
             assert!(allocated(&images.path("target.data")) < 4 * MIB);
         }
         // What is not left out.
         let full = images.path("full.qcow2");
-        image(&["convert", "-S", "0", "-o", &here.replace("target.data", "full.data"), text(&source), text(&full)]);
+        image(&[
+            "convert",
+            "-S",
+            "0",
+            "-o",
+            &here.replace("target.data", "full.data"),
+            text(&source),
+            text(&full),
+        ]);
         sound_and_same((&full, "qcow2"), (&source, "raw"));
         let data = if here.contains("data_file") { images.path("full.data") } else { full.clone() };
         assert!(allocated(&data) >= SIZE - MIB, "{}", allocated(&data));
@@ -80,8 +105,10 @@ fn raw_becomes_qcow2_of_all_options() {
 
 #[test]
 fn chains_of_three_become_one_compressed() {
-    for (number, options) in
-        QCOW2.into_iter().filter(|o| !o.contains("data_file") && !o.contains("prealloc")).enumerate()
+    for (number, options) in QCOW2
+        .into_iter()
+        .filter(|o| !o.contains("data_file") && !o.contains("prealloc"))
+        .enumerate()
     {
         println!("{options}");
         let images = Images::new();
@@ -94,13 +121,24 @@ fn chains_of_three_become_one_compressed() {
         qemu_io(&source, "qcow2", &[&format!("write -s {} 13M 3M", text(&images.path("noise")))]);
         let (target, theirs) = (images.path("target.qcow2"), images.path("theirs.qcow2"));
         for cache in ["writeback", "none"] {
-            image(&["convert", "--force", "-c", "-t", cache, "-o", options, text(&source), text(&target)]);
+            image(&[
+                "convert",
+                "--force",
+                "-c",
+                "-t",
+                cache,
+                "-o",
+                options,
+                text(&source),
+                text(&target),
+            ]);
             sound_and_same((&target, "qcow2"), (&source, "qcow2"));
         }
         qemu_img(&["convert", "-c", "-O", "qcow2", "-o", options, text(&source), text(&theirs)]);
         // (A little noise gets smaller by chance.)
         assert!(compressed(&target).abs_diff(compressed(&theirs)) < 65536);
-        let (ours, theirs) = (std::fs::metadata(&target).unwrap().len(), std::fs::metadata(&theirs).unwrap().len());
+        let (ours, theirs) =
+            (std::fs::metadata(&target).unwrap().len(), std::fs::metadata(&theirs).unwrap().len());
         assert!(ours <= theirs + theirs / 16 + 262_144, "{ours} bytes, and QEMU's {theirs}");
         // And back.
         let raw = images.path("raw.raw");
@@ -163,7 +201,8 @@ fn cow_files_are_made_and_read() {
 fn a_target_that_is_there_is_written_into() {
     let images = Images::new();
     let source = images.chain("");
-    for (name, format, options) in [("a.raw", "raw", ""), ("b.qcow2", "qcow2", "compat=0.10"), ("c.qcow2", "qcow2", "")]
+    for (name, format, options) in
+        [("a.raw", "raw", ""), ("b.qcow2", "qcow2", "compat=0.10"), ("c.qcow2", "qcow2", "")]
     {
         let target = images.path(name);
         if format == "raw" {
@@ -177,10 +216,15 @@ fn a_target_that_is_there_is_written_into() {
     let small = images.0.image("small.raw", MIB);
     let refused = image_any(&["convert", "-n", text(&source), text(&small)]);
     assert_eq!(refused.status.code(), Some(1));
-    assert!(refused.err.contains("small.raw has 1048576 bytes, and 25165824 are needed"), "{}", refused.err);
+    assert!(
+        refused.err.contains("small.raw has 1048576 bytes, and 25165824 are needed"),
+        "{}",
+        refused.err
+    );
 }
 
-/// Both of these have an image in common, and data of their own over it. (What is the same is passed over in whole MiB.)
+/// Both of these have an image in common, and data of their own over it. (What is the same is
+/// passed over in whole MiB.)
 #[test]
 fn a_target_over_the_same_images_keeps_none_of_its_own_data() {
     let images = Images::new();
@@ -223,9 +267,13 @@ fn several_sources_stand_one_behind_another() {
     let images = Images::new();
     let one = images.raw("one.raw", 5 * MIB + 512, 1);
     let two = images.qcow2("two.qcow2", "", None, 11 * MIB + 1024, 30);
-    for (options, name) in [(&["-O", "raw"][..], "raw"), (&["-O", "qcow2"], "qcow2"), (&["-c", "-O", "qcow2"], "small")]
-    {
-        let (ours, theirs) = (images.path(&format!("ours.{name}")), images.path(&format!("theirs.{name}")));
+    for (options, name) in [
+        (&["-O", "raw"][..], "raw"),
+        (&["-O", "qcow2"], "qcow2"),
+        (&["-c", "-O", "qcow2"], "small"),
+    ] {
+        let (ours, theirs) =
+            (images.path(&format!("ours.{name}")), images.path(&format!("theirs.{name}")));
         let two_raw = images.path("two.raw");
         qemu_img(&["convert", "-O", "raw", text(&two), text(&two_raw)]);
         let sources = ["-f", "raw", text(&one), text(&two_raw), text(&one)];
@@ -255,11 +303,20 @@ fn a_snapshot_is_converted() {
     let over = images.path("over.qcow2");
     image(&["convert", "-l", "then", "-B", "a.qcow2", "-F", "qcow2", text(&path), text(&over)]);
     sound_and_same((&over, "qcow2"), (&then, "raw"));
-    refused(&["convert", "-l", "none", text(&path), text(&images.path("x.raw"))], 1, &["a.qcow2", "\"none\""]);
-    refused(&["convert", "-l", "1", text(&raw), text(&images.path("x.qcow2"))], 2, &["no qcow2 image"]);
+    refused(
+        &["convert", "-l", "none", text(&path), text(&images.path("x.raw"))],
+        1,
+        &["a.qcow2", "\"none\""],
+    );
+    refused(
+        &["convert", "-l", "1", text(&raw), text(&images.path("x.qcow2"))],
+        2,
+        &["no qcow2 image"],
+    );
 }
 
-/// As `dd` does it: `count` blocks behind those that `skip` leaves out. (QEMU 10.0 counts both from the beginning.)
+/// As `dd` does it: `count` blocks behind those that `skip` leaves out. (QEMU 10.0 counts both from
+/// the beginning.)
 #[test]
 fn dd_copies_a_part() {
     let images = Images::new();
@@ -292,7 +349,8 @@ fn dd_copies_a_part() {
     refused(&["dd", &from, &format!("of={}", text(&path)), "--force"], 1, &["cannot be replaced"]);
 }
 
-/// Several threads unpack clusters, in any order; the error names the one that is broken, and nothing is left.
+/// Several threads unpack clusters, in any order; the error names the one that is broken, and
+/// nothing is left.
 #[test]
 fn a_broken_compressed_cluster_is_named() {
     let images = Images::new();
@@ -317,7 +375,8 @@ fn a_broken_compressed_cluster_is_named() {
     }
 }
 
-/// Where the compressed data of the first cluster that has any begin in the file: by the format, version 3, 64 KiB.
+/// Where the compressed data of the first cluster that has any begin in the file: by the format,
+/// version 3, 64 KiB.
 fn first_compressed(path: &std::path::Path) -> usize {
     let bytes = std::fs::read(path).unwrap();
     let word = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap());

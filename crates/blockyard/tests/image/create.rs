@@ -3,7 +3,9 @@
 use serde_json::Value;
 
 use crate::common::allocated;
-use crate::fixture::{Images, MIB, QCOW2, SIZE, image, image_any, json, qemu_img, same_answer, sound_and_same, text};
+use crate::fixture::{
+    Images, MIB, QCOW2, SIZE, image, image_any, json, qemu_img, same_answer, sound_and_same, text,
+};
 use crate::mistakes::refused;
 
 fn info(path: &std::path::Path) -> Value {
@@ -12,7 +14,9 @@ fn info(path: &std::path::Path) -> Value {
 
 #[test]
 fn qcow2_images_are_as_qemu_makes_them() {
-    for options in QCOW2.into_iter().chain(["preallocation=falloc", "preallocation=full,cluster_size=4k"]) {
+    for options in
+        QCOW2.into_iter().chain(["preallocation=falloc", "preallocation=full,cluster_size=4k"])
+    {
         println!("{options}");
         let images = Images::new();
         let (ours, theirs) = (images.path("a.qcow2"), images.path("b.qcow2"));
@@ -20,7 +24,10 @@ fn qcow2_images_are_as_qemu_makes_them() {
         // QEMU looks for a relative name wherever it runs.
         let here = with(text(&images.path("a.data")));
         let said = image(&["create", "-o", &here, text(&ours), "24M"]);
-        assert!(said.starts_with(&format!("Formatting '{}', fmt=qcow2 cluster_size=", text(&ours))), "{said}");
+        assert!(
+            said.starts_with(&format!("Formatting '{}', fmt=qcow2 cluster_size=", text(&ours))),
+            "{said}"
+        );
         let data = with(text(&images.path("b.data")));
         qemu_img(&["create", "-q", "-f", "qcow2", "-o", &data, text(&theirs), "24M"]);
         qemu_img(&["check", "-q", text(&ours)]);
@@ -57,16 +64,31 @@ fn overlays_are_made_fast_ones_over_what_is_there() {
         ("compat=0.10", 65536, None),
         ("extended_l2=on,cluster_size=32k", 32768, Some(true)),
     ] {
-        let image_options = ["create", "-q", "--force", "-o", options, "-b", "overlay.qcow2", "-F", "qcow2"];
+        let image_options =
+            ["create", "-q", "--force", "-o", options, "-b", "overlay.qcow2", "-F", "qcow2"];
         let top = images.path("top.qcow2");
         assert_eq!(image(&[&image_options[..], &[text(&top), "20M"]].concat()), "");
         let told = info(&top);
-        assert_eq!((&told["virtual-size"], &told["cluster-size"]), (&(20 * MIB).into(), &cluster.into()));
-        assert_eq!(told["format-specific"]["data"].get("extended-l2"), extended.map(Value::Bool).as_ref());
+        assert_eq!(
+            (&told["virtual-size"], &told["cluster-size"]),
+            (&(20 * MIB).into(), &cluster.into())
+        );
+        assert_eq!(
+            told["format-specific"]["data"].get("extended-l2"),
+            extended.map(Value::Bool).as_ref()
+        );
         sound_and_same((&top, "qcow2"), (&base, "raw"));
     }
-    refused(&["create", "-b", "missing.raw", text(&images.path("x.qcow2"))], 1, &["missing.raw", "no such file"]);
-    refused(&["create", "-u", "-b", "missing.raw", text(&images.path("x.qcow2"))], 2, &["x.qcow2", "size"]);
+    refused(
+        &["create", "-b", "missing.raw", text(&images.path("x.qcow2"))],
+        1,
+        &["missing.raw", "no such file"],
+    );
+    refused(
+        &["create", "-u", "-b", "missing.raw", text(&images.path("x.qcow2"))],
+        2,
+        &["x.qcow2", "size"],
+    );
     image(&["create", "-q", "-u", "-b", "missing.raw", text(&images.path("x.qcow2")), "1M"]);
     assert_eq!(info(&images.path("x.qcow2"))["backing-filename"], "missing.raw");
     // A base elsewhere is named with the option that its overlay will need.
@@ -79,11 +101,24 @@ fn overlays_are_made_fast_ones_over_what_is_there() {
 #[test]
 fn raw_and_cow() {
     let images = Images::new();
-    for (preallocation, least, most) in [("off", 0, 8192), ("falloc", 5 * MIB, 6 * MIB), ("full", 5 * MIB, 6 * MIB)] {
+    for (preallocation, least, most) in
+        [("off", 0, 8192), ("falloc", 5 * MIB, 6 * MIB), ("full", 5 * MIB, 6 * MIB)]
+    {
         let path = images.path(&format!("{preallocation}.raw"));
-        image(&["create", "-q", "-o", &format!("preallocation={preallocation}"), text(&path), "5M"]);
+        image(&[
+            "create",
+            "-q",
+            "-o",
+            &format!("preallocation={preallocation}"),
+            text(&path),
+            "5M",
+        ]);
         assert_eq!(std::fs::metadata(&path).unwrap().len(), 5 * MIB);
-        assert!((least..=most).contains(&allocated(&path)), "{preallocation}: {}", allocated(&path));
+        assert!(
+            (least..=most).contains(&allocated(&path)),
+            "{preallocation}: {}",
+            allocated(&path)
+        );
     }
     let base = images.raw("base.raw", SIZE, 1);
     for version in ["1", "2", "3"] {
@@ -120,7 +155,11 @@ fn mistakes() {
     refused(&["create", new, "1Q"], 2, &["1Q", "is no size"]);
     refused(&["create", new, "7E"], 1, &["L1 table", "larger clusters"]);
     refused(&["create", "-b", "", new], 2, &["name is empty"]);
-    refused(&["create", "-f", "raw", "-b", "x.raw", "-u", new, "1M"], 2, &["raw images have no backing files"]);
+    refused(
+        &["create", "-f", "raw", "-b", "x.raw", "-u", new, "1M"],
+        2,
+        &["raw images have no backing files"],
+    );
     assert_eq!(std::fs::read_dir(&*images.0).unwrap().count(), 0, "nothing is left");
     assert!(image(&["create", "-o", "help", new]).contains("compression_type"));
     image(&["create", "-q", new, "1M"]);
@@ -129,6 +168,10 @@ fn mistakes() {
     assert_eq!(info(std::path::Path::new(new))["virtual-size"], 2 * MIB);
     let data = images.path("d");
     std::fs::write(&data, "precious").unwrap();
-    refused(&["create", "-o", "data_file=d", text(&images.path("y.qcow2")), "1M"], 1, &["exists already", "data file"]);
+    refused(
+        &["create", "-o", "data_file=d", text(&images.path("y.qcow2")), "1M"],
+        1,
+        &["exists already", "data file"],
+    );
     assert_eq!(std::fs::read(&data).unwrap(), b"precious");
 }

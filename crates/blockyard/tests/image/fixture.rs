@@ -1,4 +1,5 @@
-//! Images made by QEMU: of many options, with data, zeroes, holes and compressed clusters, alone and in chains.
+//! Images made by QEMU: of many options, with data, zeroes, holes and compressed clusters, alone
+//! and in chains.
 
 use std::path::{Path, PathBuf};
 
@@ -109,11 +110,19 @@ impl Images {
     }
 
     /// A qcow2 image of these options, with writes of all kinds. `backing`: name and format.
-    pub fn qcow2(&self, name: &str, options: &str, backing: Option<(&str, &str)>, size: u64, seed: u8) -> PathBuf {
+    pub fn qcow2(
+        &self,
+        name: &str,
+        options: &str,
+        backing: Option<(&str, &str)>,
+        size: u64,
+        seed: u8,
+    ) -> PathBuf {
         let path = self.path(name);
         let options = options.replace("data.bin", text(&self.path(&format!("{name}.data"))));
         // Metadata are not preallocated in overlays.
-        let options = if backing.is_some() { options.replace("preallocation=metadata", "") } else { options };
+        let options =
+            if backing.is_some() { options.replace("preallocation=metadata", "") } else { options };
         let mut args = vec!["create", "-q", "-f", "qcow2"];
         if !options.is_empty() {
             args.extend(["-o", &options]);
@@ -143,10 +152,15 @@ impl Images {
         ];
         // Clusters that have a place already are not compressed.
         if !options.contains("data_file") && !options.contains("preallocation") {
-            let cluster =
-                ["512", "4k", "128k", "2M"].into_iter().find(|c| options.contains(&format!("cluster_size={c}")));
+            let cluster = ["512", "4k", "128k", "2M"]
+                .into_iter()
+                .find(|c| options.contains(&format!("cluster_size={c}")));
             for (number, at) in [6, 8].into_iter().enumerate() {
-                commands.push(format!("write -c -P {} {at}M {}", p(4 + number as u8), cluster.unwrap_or("64k")));
+                commands.push(format!(
+                    "write -c -P {} {at}M {}",
+                    p(4 + number as u8),
+                    cluster.unwrap_or("64k")
+                ));
             }
         }
         qemu_io(path, "qcow2", &commands.iter().map(String::as_str).collect::<Vec<_>>());

@@ -1,4 +1,5 @@
-//! `blockyard image`, run as a program beside `qemu-img`, which is the judge of what it says and of what it writes.
+//! `blockyard image`, run as a program beside `qemu-img`, which is the judge of what it says and of
+//! what it writes.
 //!
 //! ```text
 //!   fixture    images of QEMU's with all there is in them, alone and in chains; JSON compared

@@ -9,7 +9,11 @@ pub fn refused(args: &[&str], status: i32, parts: &[&str]) {
     let done = image_any(args);
     let context = format!("blockyard image {args:?}: {}\n{}{}", done.status, done.out, done.err);
     assert_eq!(done.status.code(), Some(status), "{context}");
-    assert_eq!((done.out.as_str(), done.err.lines().count()), ("", 1), "one line is wanted: {context}");
+    assert_eq!(
+        (done.out.as_str(), done.err.lines().count()),
+        ("", 1),
+        "one line is wanted: {context}"
+    );
     assert!(done.err.starts_with("blockyard: "), "{context}");
     for part in parts {
         assert!(done.err.contains(part), "{part:?} is not in it: {context}");
@@ -27,12 +31,20 @@ fn options_and_names() {
         refused(&[command, "-f", "qcow3", text(&raw)], 2, &["qcow3", "raw, qcow2, cow"]);
         refused(&[command, text(&target)], 1, &["new.raw", "there is no such file"]);
         refused(&[command, "/dev/null", "-f", "raw"], 1, &["/dev/null", "must be a regular file"]);
-        refused(&[command, "-f", "qcow2", text(&raw)], 1, &["disk.raw", "qcow2 header", "offset 0"]);
+        refused(
+            &[command, "-f", "qcow2", text(&raw)],
+            1,
+            &["disk.raw", "qcow2 header", "offset 0"],
+        );
     }
     refused(&["convert", text(&raw)], 2, &["TARGET"]);
     refused(&["convert", text(&raw), text(&images.path("new"))], 2, &["new", "--format"]);
     refused(&["convert", "-S", "4q", text(&raw), text(&target)], 2, &["4q", "is no size"]);
-    refused(&["convert", text(&raw), "/no/such/folder/new.raw"], 1, &["/no/such/folder/new.raw", "No such file"]);
+    refused(
+        &["convert", text(&raw), "/no/such/folder/new.raw"],
+        1,
+        &["/no/such/folder/new.raw", "No such file"],
+    );
     refused(&["create", "-f", "raw", text(&target), "-5M"], 2, &["'-5M' is negative"]);
     assert!(!target.exists());
     assert_eq!(blockyard(["image"]).status.code(), Some(2));
@@ -70,11 +82,17 @@ fn an_interrupted_or_killed_conversion_leaves_nothing() {
         // A file without a name: "FOLDER/#INODE (deleted)".
         let descriptors = format!("/proc/{}/fd", child.id());
         let is_new = |link: &std::path::Path| {
-            link.parent() == Some(&*images.0) && link.file_name().unwrap().to_string_lossy().starts_with('#')
+            link.parent() == Some(&*images.0)
+                && link.file_name().unwrap().to_string_lossy().starts_with('#')
         };
-        let links =
-            || std::fs::read_dir(&descriptors).unwrap().filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
-        crate::common::until("a file is being made", crate::common::SOON, || links().any(|link| is_new(&link)));
+        let links = || {
+            std::fs::read_dir(&descriptors)
+                .unwrap()
+                .filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok())
+        };
+        crate::common::until("a file is being made", crate::common::SOON, || {
+            links().any(|link| is_new(&link))
+        });
         rustix::process::kill_process(rustix::process::Pid::from_child(&child), signal).unwrap();
         assert_eq!(child.wait().unwrap().code(), status);
         assert_eq!(std::fs::read_dir(&*images.0).unwrap().count(), 1);

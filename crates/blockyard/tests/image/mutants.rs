@@ -1,7 +1,9 @@
-//! Images with damaged metadata, judged by both checkers: what QEMU finds wrong, ours must find wrong, too.
+//! Images with damaged metadata, judged by both checkers: what QEMU finds wrong, ours must find
+//! wrong, too.
 //!
-//! In: images of QEMU's, and damage that a seed decides. Out: the mutants of which QEMU says worse than we do.
-//! `BLOCKYARD_MUTANTS=N` makes N of them (scripts/soak.d/check-mutants), `BLOCKYARD_SEED=N` the one of that seed.
+//! In: images of QEMU's, and damage that a seed decides. Out: the mutants of which QEMU says worse
+//! than we do. `BLOCKYARD_MUTANTS=N` makes N of them (scripts/soak.d/check-mutants),
+//! `BLOCKYARD_SEED=N` the one of that seed.
 
 use std::path::Path;
 
@@ -141,8 +143,9 @@ fn theirs(path: &Path) -> (u8, String) {
     }
 }
 
-/// The exception: flags that are not set, or refcounts that the dirty bit stands for, endanger nothing, because opening the
-/// image for writing mends them. Ours ends with status 4 then (docs/images.md), QEMU's calls the image corrupt.
+/// The exception: flags that are not set, or refcounts that the dirty bit stands for, endanger
+/// nothing, because opening the image for writing mends them. Ours ends with status 4 then
+/// (docs/images.md), QEMU's calls the image corrupt.
 fn is_excepted(ours: &str) -> bool {
     ours.contains("Opening the image for writing")
 }
@@ -175,7 +178,8 @@ fn ours_is_never_laxer_than_qemu_s() {
         let mut rng = Rng::new(seed);
         let template = &templates[rng.below(TEMPLATES.len() as u64) as usize];
         let mut bytes = template.bytes.clone();
-        let damage: Vec<_> = (0..rng.between(1, 3)).map(|_| template.damage(&mut bytes, &mut rng)).collect();
+        let damage: Vec<_> =
+            (0..rng.between(1, 3)).map(|_| template.damage(&mut bytes, &mut rng)).collect();
         let what = format!("seed {seed}, {}: {}", template.options, damage.join("; "));
         laxer.extend(judge(&path, &bytes, &what).err());
     }
@@ -212,7 +216,9 @@ fn bitmap_entries_that_break_the_rules_snapshots_that_are_not_there_and_flags_al
     both(entry + 18, &[0, 0], "its name must have");
     let header = &template.header;
     both(60, &(header.snapshot_count + 1).to_be_bytes(), "does not say the disk's size");
-    let empty = (0..u64::from(header.l1_size)).map(|n| header.l1_offset + n * 8).find(|&at| template.word(at) == 0);
+    let empty = (0..u64::from(header.l1_size))
+        .map(|n| header.l1_offset + n * 8)
+        .find(|&at| template.word(at) == 0);
     both(empty.unwrap(), &[0x80], "there is no L2 table");
     let snapshot = template.word(header.snapshots_offset);
     both(snapshot + (empty.unwrap() - header.l1_offset), &[0x80], "there is no L2 table");

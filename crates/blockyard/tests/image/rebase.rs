@@ -11,9 +11,15 @@ fn backing(path: &std::path::Path) -> (Option<String>, Option<String>) {
     (text("backing-filename"), text("backing-filename-format"))
 }
 
-/// The images' names and formats that the same overlay gets one after the other, larger and smaller ones; at last none.
-const BASES: [(&str, &str); 5] =
-    [("base.raw", "raw"), ("other.raw", "raw"), ("small.qcow2", "qcow2"), ("large.qcow2", "qcow2"), ("", "")];
+/// The images' names and formats that the same overlay gets one after the other, larger and smaller
+/// ones; at last none.
+const BASES: [(&str, &str); 5] = [
+    ("base.raw", "raw"),
+    ("other.raw", "raw"),
+    ("small.qcow2", "qcow2"),
+    ("large.qcow2", "qcow2"),
+    ("", ""),
+];
 
 #[test]
 fn the_disk_stays_what_it_is() {
@@ -24,7 +30,13 @@ fn the_disk_stays_what_it_is() {
         let expected = copy(&images, &top);
         images.raw("other.raw", 20 * MIB, 77);
         images.qcow2("small.qcow2", "", None, 11 * MIB + 512, 40);
-        images.qcow2("large.qcow2", "cluster_size=4k", Some(("other.raw", "raw")), SIZE + 4 * MIB, 80);
+        images.qcow2(
+            "large.qcow2",
+            "cluster_size=4k",
+            Some(("other.raw", "raw")),
+            SIZE + 4 * MIB,
+            80,
+        );
         let had = own(&top);
         for (name, format) in BASES {
             println!("{options} over {name}");
@@ -49,19 +61,29 @@ fn the_disk_stays_what_it_is() {
 
 #[test]
 fn what_is_taken_up_is_compressed_if_that_is_asked_for() {
-    for options in ["compat=0.10", "extended_l2=on,cluster_size=128k", "compression_type=zstd,cluster_size=512"] {
+    for options in [
+        "compat=0.10",
+        "extended_l2=on,cluster_size=128k",
+        "compression_type=zstd,cluster_size=512",
+    ] {
         let images = Images::new();
         let top = images.chain(options);
         let (expected, plain) = (copy(&images, &top), images.path("plain.qcow2"));
         std::fs::copy(&top, &plain).unwrap();
-        let compressed =
-            |path: &std::path::Path| json(&image(&["check", "--json", text(path)]))["compressed-clusters"].as_u64();
+        let compressed = |path: &std::path::Path| {
+            json(&image(&["check", "--json", text(path)]))["compressed-clusters"].as_u64()
+        };
         let before = compressed(&top).unwrap();
         image(&["rebase", "-b", "", text(&plain)]);
         image(&["rebase", "-c", "-b", "", text(&top)]);
         sound_and_same((&top, "qcow2"), (&expected, "raw"));
         assert!(compressed(&top).unwrap() > before, "{options}");
-        assert!(allocated(&top) < allocated(&plain), "{options}: {} {}", allocated(&top), allocated(&plain));
+        assert!(
+            allocated(&top) < allocated(&plain),
+            "{options}: {} {}",
+            allocated(&top),
+            allocated(&plain)
+        );
     }
     let images = Images::new();
     images.raw("base.raw", SIZE, 3);
@@ -93,7 +115,11 @@ fn only_the_name() {
     let top = images.chain("");
     let expected = copy(&images, &top);
     std::fs::rename(images.path("middle.qcow2"), images.path("moved.qcow2")).unwrap();
-    refused(&["rebase", "-b", "moved.qcow2", text(&top)], 1, &["top.qcow2", "middle.qcow2", "is missing"]);
+    refused(
+        &["rebase", "-b", "moved.qcow2", text(&top)],
+        1,
+        &["top.qcow2", "middle.qcow2", "is missing"],
+    );
     assert_eq!(image(&["rebase", "-u", "-b", "moved.qcow2", text(&top)]), "");
     assert_eq!(backing(&top), (Some("moved.qcow2".into()), Some("qcow2".into())));
     sound_and_same((&top, "qcow2"), (&expected, "raw"));
@@ -122,7 +148,11 @@ fn cow_files() {
     let info = json(&image(&["info", "--json", text(&cow)]));
     let real = images.path("other.raw").canonicalize().unwrap();
     assert_eq!(info["backing-filename"], text(&real));
-    refused(&["rebase", "-b", "small.raw", text(&cow)], 1, &["over.cow", "4194304 bytes", "25165824"]);
+    refused(
+        &["rebase", "-b", "small.raw", text(&cow)],
+        1,
+        &["over.cow", "4194304 bytes", "25165824"],
+    );
     refused(&["rebase", "-u", "-b", "small.raw", text(&cow)], 1, &["over.cow", "as many sectors"]);
     refused(&["rebase", "-b", "", text(&cow)], 1, &["over.cow", "convert"]);
     refused(&["rebase", "-b", "x.qcow2", text(&cow)], 1, &["x.qcow2", "is raw"]);
@@ -146,6 +176,10 @@ fn what_cannot_be_rebased() {
     let middle = images.path("middle.qcow2");
     let before = std::fs::read(&middle).unwrap();
     refused(&["rebase", "-b", "top.qcow2", text(&middle)], 1, &["middle.qcow2", "circle"]);
-    refused(&["rebase", "-b", &"x".repeat(1100), "-F", "raw", "-u", text(&top)], 1, &["top.qcow2", "1 to 1023 bytes"]);
+    refused(
+        &["rebase", "-b", &"x".repeat(1100), "-F", "raw", "-u", text(&top)],
+        1,
+        &["top.qcow2", "1 to 1023 bytes"],
+    );
     assert!(std::fs::read(&middle).unwrap() == before);
 }

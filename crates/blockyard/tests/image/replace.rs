@@ -1,4 +1,5 @@
-//! What `--force` replaces, and what it must not: files that are in use, that the command reads, or that it refuses later.
+//! What `--force` replaces, and what it must not: files that are in use, that the command reads, or
+//! that it refuses later.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -9,14 +10,20 @@ use blockyard_image::tools::open_file;
 use crate::fixture::{Images, MIB, image, qemu_img, qemu_io, sound_and_same, text};
 use crate::mistakes::refused;
 
-/// Runs the command, which must be refused and leave each of `files` as it is, and nothing beside them.
+/// Runs the command, which must be refused and leave each of `files` as it is, and nothing beside
+/// them.
 #[track_caller]
 fn refused_unchanged(images: &Images, args: &[&str], parts: &[&str]) {
     let look = || {
         let files = std::fs::read_dir(&*images.0).unwrap().map(|file| file.unwrap().path());
         let state = |file: &Path| {
             let stat = std::fs::metadata(file).unwrap();
-            (stat.ino(), stat.len(), (stat.mtime(), stat.mtime_nsec()), (stat.ctime(), stat.ctime_nsec()))
+            (
+                stat.ino(),
+                stat.len(),
+                (stat.mtime(), stat.mtime_nsec()),
+                (stat.ctime(), stat.ctime_nsec()),
+            )
         };
         files.map(|file| (file.clone(), state(&file))).collect::<BTreeMap<_, _>>()
     };
@@ -37,7 +44,11 @@ fn a_data_file_that_is_in_use() {
     let _reader = open_file(&data, true).unwrap();
     let parts = ["data", "is in use by"];
     refused_unchanged(&images, &["create", "--force", "-o", &option, text(&new), "1M"], &parts);
-    refused_unchanged(&images, &["convert", "--force", "-o", &option, text(&source), text(&new)], &parts);
+    refused_unchanged(
+        &images,
+        &["convert", "--force", "-o", &option, text(&source), text(&new)],
+        &parts,
+    );
 }
 
 #[test]
@@ -45,27 +56,60 @@ fn what_the_command_reads() {
     let images = Images::new();
     let base = images.raw("base.raw", 4 * MIB, 1);
     images.qcow2("middle.qcow2", "", Some(("base.raw", "raw")), 10 * MIB, 2);
-    let top = images.qcow2("top.qcow2", "data_file=data.bin", Some(("middle.qcow2", "qcow2")), 10 * MIB, 3);
+    let top = images.qcow2(
+        "top.qcow2",
+        "data_file=data.bin",
+        Some(("middle.qcow2", "qcow2")),
+        10 * MIB,
+        3,
+    );
     // The same files under other names.
     let (linked, symbolic) = (images.path("linked"), images.path("symbolic"));
     std::fs::hard_link(&base, &linked).unwrap();
     std::os::unix::fs::symlink(&top, &symbolic).unwrap();
     let new = images.path("new.qcow2");
-    for path in [&base, &images.path("middle.qcow2"), &top, &images.path("top.qcow2.data"), &linked, &symbolic] {
+    for path in [
+        &base,
+        &images.path("middle.qcow2"),
+        &top,
+        &images.path("top.qcow2.data"),
+        &linked,
+        &symbolic,
+    ] {
         let (option, parts) = (data_option(path), ["cannot be replaced: the command reads it"]);
         let backing = ["-b", "top.qcow2", "-F", "qcow2"];
-        let create =
-            |args: &[&str]| refused_unchanged(&images, &[&["create", "--force"], &backing[..], args].concat(), &parts);
+        let create = |args: &[&str]| {
+            refused_unchanged(
+                &images,
+                &[&["create", "--force"], &backing[..], args].concat(),
+                &parts,
+            )
+        };
         create(&["-o", &option, text(&new)]);
         create(&["-f", "qcow2", text(path)]);
-        let convert = |args: &[&str]| refused_unchanged(&images, &[&["convert", "--force"], args].concat(), &parts);
+        let convert = |args: &[&str]| {
+            refused_unchanged(&images, &[&["convert", "--force"], args].concat(), &parts)
+        };
         convert(&["-o", &option, text(&top), text(&new)]);
         convert(&["-O", "qcow2", text(&top), text(path)]);
-        convert(&["-B", "top.qcow2", "-F", "qcow2", "-o", &option, text(&images.path("base.raw")), text(&new)]);
+        convert(&[
+            "-B",
+            "top.qcow2",
+            "-F",
+            "qcow2",
+            "-o",
+            &option,
+            text(&images.path("base.raw")),
+            text(&new),
+        ]);
     }
     // Not even if the backing file need not be there.
     let parts = ["cannot be replaced"];
-    refused_unchanged(&images, &["create", "--force", "-u", "-b", "top.qcow2", text(&top), "1M"], &parts);
+    refused_unchanged(
+        &images,
+        &["create", "--force", "-u", "-b", "top.qcow2", text(&top), "1M"],
+        &parts,
+    );
 }
 
 #[test]
@@ -83,18 +127,35 @@ fn a_backing_chain_that_cannot_be_known() {
 #[test]
 fn nothing_is_replaced_before_the_options_are_good() {
     let images = Images::new();
-    let (old, data, source) =
-        (images.raw("old.qcow2", 4 * MIB, 1), images.raw("data", 4 * MIB, 2), images.raw("a.raw", 4 * MIB, 3));
-    for (bad, part) in
-        [("cluster_size=5k", "power of two"), ("compat=0.10", "version 2"), ("refcount_bits=3", "refcounts")]
-    {
+    let (old, data, source) = (
+        images.raw("old.qcow2", 4 * MIB, 1),
+        images.raw("data", 4 * MIB, 2),
+        images.raw("a.raw", 4 * MIB, 3),
+    );
+    for (bad, part) in [
+        ("cluster_size=5k", "power of two"),
+        ("compat=0.10", "version 2"),
+        ("refcount_bits=3", "refcounts"),
+    ] {
         let options = format!("{},{bad}", data_option(&data));
-        refused_unchanged(&images, &["create", "--force", "-o", &options, text(&old), "1M"], &[part]);
-        refused_unchanged(&images, &["convert", "--force", "-o", &options, text(&source), text(&old)], &[part]);
+        refused_unchanged(
+            &images,
+            &["create", "--force", "-o", &options, text(&old), "1M"],
+            &[part],
+        );
+        refused_unchanged(
+            &images,
+            &["convert", "--force", "-o", &options, text(&source), text(&old)],
+            &[part],
+        );
     }
     for itself in [&old, &images.path("new.qcow2")] {
         let option = data_option(itself);
-        refused_unchanged(&images, &["create", "--force", "-o", &option, text(itself), "1M"], &["the image itself"]);
+        refused_unchanged(
+            &images,
+            &["create", "--force", "-o", &option, text(itself), "1M"],
+            &["the image itself"],
+        );
     }
 }
 
@@ -129,7 +190,8 @@ fn what_a_killed_command_left_goes() {
     let part = |name: &str, process| images.0.image(&format!(".{name}.{process}.part"), MIB);
     let left = part("b.raw", gone);
     // Another name; one that lives; one in use, by a process that is not known here.
-    let stays = [part("c.raw", gone), part("b.raw", std::process::id()), part("b.raw", u32::MAX >> 1)];
+    let stays =
+        [part("c.raw", gone), part("b.raw", std::process::id()), part("b.raw", u32::MAX >> 1)];
     let _user = open_file(&stays[2], false).unwrap();
     image(&["create", "-q", text(&images.path("b.raw")), "1M"]);
     assert!(!left.exists() && stays.iter().all(|file| file.exists()));

@@ -4,7 +4,9 @@ use std::path::Path;
 
 use crate::commit::{copy, size};
 use crate::common::allocated;
-use crate::fixture::{Images, MIB, SIZE, image, image_any, json, qemu_img, qemu_io, sound_and_same, text};
+use crate::fixture::{
+    Images, MIB, SIZE, image, image_any, json, qemu_img, qemu_io, sound_and_same, text,
+};
 use crate::mistakes::refused;
 
 fn set_len(path: &Path, len: u64) {
@@ -14,13 +16,17 @@ fn set_len(path: &Path, len: u64) {
 #[test]
 fn larger_and_smaller() {
     for (number, options) in
-        ["", "compat=0.10", "cluster_size=512", "extended_l2=on", "data_file=data.bin"].into_iter().enumerate()
+        ["", "compat=0.10", "cluster_size=512", "extended_l2=on", "data_file=data.bin"]
+            .into_iter()
+            .enumerate()
     {
         println!("{options}");
         let images = Images::new();
         let path = images.qcow2("a.qcow2", options, None, SIZE, 5);
         let expected = copy(&images, &path);
-        for (change, len) in [("+8M", 32 * MIB), ("5000k", 5000 << 10), ("-1024", 4999 << 10), ("1G", 1 << 30)] {
+        for (change, len) in
+            [("+8M", 32 * MIB), ("5000k", 5000 << 10), ("-1024", 4999 << 10), ("1G", 1 << 30)]
+        {
             let before = size(&path, "qcow2");
             if len < before {
                 refused(&["resize", text(&path), change], 1, &["a.qcow2", "--shrink"]);
@@ -45,7 +51,14 @@ fn overlays_do_not_show_what_a_longer_backing_file_has() {
         let path = images.qcow2("a.qcow2", options, Some(("base.raw", "raw")), 10 * MIB + 512, 5);
         let expected = copy(&images, &path);
         for (preallocation, len) in [("off", 20 * MIB), ("falloc", 22 * MIB), ("full", 30 * MIB)] {
-            image(&["resize", "-q", "--preallocation", preallocation, text(&path), &len.to_string()]);
+            image(&[
+                "resize",
+                "-q",
+                "--preallocation",
+                preallocation,
+                text(&path),
+                &len.to_string(),
+            ]);
             set_len(&expected, len);
             sound_and_same((&path, "qcow2"), (&expected, "raw"));
         }
@@ -58,19 +71,31 @@ fn raw_images() {
     let path = images.raw("a.raw", SIZE, 3);
     let expected = copy(&images, &path);
     for (change, len) in [("+1M", SIZE + MIB), ("-2M", SIZE - MIB), ("32M", 32 * MIB)] {
-        assert_eq!(image(&["resize", "--shrink", "-f", "raw", text(&path), change]), "Image resized.\n");
+        assert_eq!(
+            image(&["resize", "--shrink", "-f", "raw", text(&path), change]),
+            "Image resized.\n"
+        );
         set_len(&expected, len);
         assert_eq!(std::fs::metadata(&path).unwrap().len(), len);
         sound_and_same((&path, "raw"), (&expected, "raw"));
     }
     refused(&["resize", text(&path), "1M"], 1, &["a.raw", "--shrink"]);
-    refused(&["resize", "--preallocation=metadata", text(&path), "+1M"], 1, &["a.raw", "no metadata"]);
+    refused(
+        &["resize", "--preallocation=metadata", text(&path), "+1M"],
+        1,
+        &["a.raw", "no metadata"],
+    );
     assert_eq!(std::fs::metadata(&path).unwrap().len(), 32 * MIB);
     for mode in ["falloc", "full"] {
         let before = (allocated(&path), std::fs::metadata(&path).unwrap().len());
         image(&["resize", "-q", "--preallocation", mode, text(&path), "+3M"]);
         assert_eq!(std::fs::metadata(&path).unwrap().len(), before.1 + 3 * MIB);
-        assert!(allocated(&path) >= before.0 + 3 * MIB, "{mode}: {} of {}", allocated(&path), before.0);
+        assert!(
+            allocated(&path) >= before.0 + 3 * MIB,
+            "{mode}: {} of {}",
+            allocated(&path),
+            before.0
+        );
     }
 }
 
@@ -81,9 +106,11 @@ fn space_is_taken_as_it_was_asked_for() {
         let images = Images::new();
         let path = images.qcow2("a.qcow2", options, None, 10 * MIB + 512, 5);
         let expected = copy(&images, &path);
-        let file = if options.contains("data") { images.path("a.qcow2.data") } else { path.clone() };
+        let file =
+            if options.contains("data") { images.path("a.qcow2.data") } else { path.clone() };
         let mut len = 10 * MIB + 512;
-        for (mode, takes) in [("off", false), ("metadata", false), ("falloc", true), ("full", true)] {
+        for (mode, takes) in [("off", false), ("metadata", false), ("falloc", true), ("full", true)]
+        {
             let before = allocated(&file);
             image(&["resize", "-q", &format!("--preallocation={mode}"), text(&path), "+20M"]);
             len += 20 * MIB;
@@ -92,7 +119,14 @@ fn space_is_taken_as_it_was_asked_for() {
             let more = allocated(&file) - before;
             // (A cluster at the old end is not whole.)
             assert!(if takes { more >= 19 * MIB } else { more < 4 * MIB }, "{mode}: {more}");
-            let map = json(&qemu_img(&["map", "--output", "json", "-s", &(len - MIB).to_string(), text(&path)]));
+            let map = json(&qemu_img(&[
+                "map",
+                "--output",
+                "json",
+                "-s",
+                &(len - MIB).to_string(),
+                text(&path),
+            ]));
             assert_eq!(map[0].get("offset").is_some(), mode != "off", "{mode}: {map}");
         }
         // It may be written to.
@@ -120,8 +154,16 @@ fn what_cannot_be() {
     ] {
         refused(&["resize", text(&path), size], status, &[part]);
     }
-    refused(&["resize", "--preallocation=some", text(&path), "+1M"], 2, &["off, metadata, falloc or full"]);
-    refused(&["resize", "--shrink", "--preallocation=full", text(&path), "-1M"], 1, &["--preallocation"]);
+    refused(
+        &["resize", "--preallocation=some", text(&path), "+1M"],
+        2,
+        &["off, metadata, falloc or full"],
+    );
+    refused(
+        &["resize", "--shrink", "--preallocation=full", text(&path), "-1M"],
+        1,
+        &["--preallocation"],
+    );
     refused(&["resize", text(&path)], 2, &["SIZE"]);
     image(&["snapshot", "-c", "one", text(&path)]);
     refused(&["resize", "--shrink", text(&path), "1M"], 1, &["a.qcow2", "snapshots"]);
@@ -137,7 +179,8 @@ fn an_overlay_of_an_image_elsewhere() {
     let (images, elsewhere) = (Images::new(), Images::new());
     let base = elsewhere.raw("base.raw", SIZE, 3);
     let path = images.qcow2("a.qcow2", "", Some((text(&base), "raw")), 10 * MIB, 5);
-    let (expected, own) = (copy(&images, &path), json(&image_any(&["map", "--json", text(&path)]).out));
+    let (expected, own) =
+        (copy(&images, &path), json(&image_any(&["map", "--json", text(&path)]).out));
     for extent in json(&qemu_img(&["map", "--output", "json", text(&path)])).as_array().unwrap() {
         let shown = own.as_array().unwrap().iter().any(|own| own == extent);
         assert_eq!(shown, extent["depth"] == 0, "{extent} {own}");

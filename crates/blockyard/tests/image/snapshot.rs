@@ -11,8 +11,10 @@ fn same_list(path: &Path) -> usize {
     let list = image(&["snapshot", "-l", text(path)]);
     assert_eq!(list, qemu_img(&["snapshot", "-l", text(path)]));
     assert_eq!(image(&["snapshot", text(path)]), list);
-    let (ours, info) =
-        (image(&["snapshot", "--json", text(path)]), qemu_img(&["info", "--output", "json", text(path)]));
+    let (ours, info) = (
+        image(&["snapshot", "--json", text(path)]),
+        qemu_img(&["info", "--output", "json", text(path)]),
+    );
     let (ours, theirs) = (json(&ours), json(&info)["snapshots"].take());
     assert_eq!(ours, if theirs.is_null() { json("[]") } else { theirs });
     ours.as_array().unwrap().len()
@@ -34,10 +36,16 @@ fn both_do_the_same() {
             qemu_io(
                 &path,
                 "qcow2",
-                &[&format!("write -P {} {n}M 1500k", 60 + n), &format!("write -z {}M 300k", 10 + n)],
+                &[
+                    &format!("write -P {} {n}M 1500k", 60 + n),
+                    &format!("write -z {}M 300k", 10 + n),
+                ],
             );
             qemu_img(&["convert", "-O", "raw", text(&path), text(state)]);
-            assert_eq!(tool(n % 2 == 0, &["snapshot", "-c", &format!("state {n}"), text(&path)]), "");
+            assert_eq!(
+                tool(n % 2 == 0, &["snapshot", "-c", &format!("state {n}"), text(&path)]),
+                ""
+            );
         }
         for (n, ours) in [(0, true), (2, false), (1, true)] {
             tool(ours, &["snapshot", "-a", &format!("state {n}"), text(&path)]);
@@ -81,7 +89,11 @@ fn mistakes() {
         refused(&["snapshot", option, "two", text(&raw)], 1, &["a.raw", "only qcow2"]);
     }
     refused(&["snapshot", "-l", "-c", "x", text(&path)], 2, &["cannot be used with"]);
-    refused(&["snapshot", "-c", "x", text(&images.path("none.qcow2"))], 1, &["none.qcow2", "no such file"]);
+    refused(
+        &["snapshot", "-c", "x", text(&images.path("none.qcow2"))],
+        1,
+        &["none.qcow2", "no such file"],
+    );
     refused(&["snapshot", "-c", "x", text(&images.path("none"))], 2, &["none", "--format"]);
     let data = images.qcow2("b.qcow2", "data_file=data.bin", None, SIZE, 5);
     refused(&["snapshot", "-c", "x", text(&data)], 1, &["b.qcow2", "external data file"]);

@@ -1,7 +1,9 @@
 //! info, map, compare.
 
 use crate::common::{Daemon, tool};
-use crate::fixture::{Images, MIB, QCOW2, SIZE, image, image_any, json, qemu_img, qemu_io, same_answer, text};
+use crate::fixture::{
+    Images, MIB, QCOW2, SIZE, image, image_any, json, qemu_img, qemu_io, same_answer, text,
+};
 
 #[test]
 fn qcow2_images_of_all_options_are_told_of_as_qemu_does() {
@@ -39,10 +41,20 @@ fn what_people_read_is_what_qemu_img_prints() {
         if args[0] == "map" {
             // Compressed clusters, which qemu-img does not tell of in this form, are told of here.
             let ours = image(&args);
-            assert!(ours.starts_with("Offset          Length          Mapped to       File\n"), "{ours}");
-            assert_eq!(ours.lines().filter(|line| line.contains("compressed")).count(), 2, "{ours}");
             assert!(
-                ours.contains(&format!("0x130000        0x10000         0x50000         {}\n", text(&top))),
+                ours.starts_with("Offset          Length          Mapped to       File\n"),
+                "{ours}"
+            );
+            assert_eq!(
+                ours.lines().filter(|line| line.contains("compressed")).count(),
+                2,
+                "{ours}"
+            );
+            assert!(
+                ours.contains(&format!(
+                    "0x130000        0x10000         0x50000         {}\n",
+                    text(&top)
+                )),
                 "{ours}"
             );
             continue;
@@ -94,7 +106,8 @@ fn new_images_are_measured_as_qemu_measures_them() {
         vec![text(&overlay)],
         vec![text(&marked)],
     ];
-    let options = ["", "cluster_size=4k", "cluster_size=2M,refcount_bits=1", "compat=0.10", "extended_l2=on"];
+    let options =
+        ["", "cluster_size=4k", "cluster_size=2M,refcount_bits=1", "compat=0.10", "extended_l2=on"];
     let targets = options.map(|options| vec!["-O", "qcow2", "-o", options]);
     for source in &sources {
         same_answer(&[&["measure"], source.as_slice()].concat());
@@ -105,7 +118,12 @@ fn new_images_are_measured_as_qemu_measures_them() {
     }
     let full = ["measure", "-O", "qcow2", "-o", "preallocation=falloc", text(&marked)];
     assert_eq!(image(&full), qemu_img(&full));
-    for options in ["cluster_size=0", "cluster_size=1", "refcount_bits=0", "cluster_size=512,refcount_bits=4096"] {
+    for options in [
+        "cluster_size=0",
+        "cluster_size=1",
+        "refcount_bits=0",
+        "cluster_size=512,refcount_bits=4096",
+    ] {
         let wrong = image_any(&["measure", "--size", "1G", "-O", "qcow2", "-o", options]);
         assert_eq!(wrong.status.code(), Some(1), "{options}: {}", wrong.err);
     }
@@ -131,7 +149,11 @@ fn a_served_image_is_shown_to_those_that_force_sharing() {
     assert_eq!(json(&image(&["map", "-U", "--json", text(&path)])), known);
     assert_eq!(json(&image(&["measure", "-U", "-O", "qcow2", "--json", text(&path)])), measured);
     let info = json(&image(&["info", "--force-share", "--backing-chain", "--json", text(&path)]));
-    assert_eq!((info[0]["virtual-size"].as_u64(), info[1]["format"].as_str()), (Some(SIZE), Some("raw")), "{info}");
+    assert_eq!(
+        (info[0]["virtual-size"].as_u64(), info[1]["format"].as_str()),
+        (Some(SIZE), Some("raw")),
+        "{info}"
+    );
     drop(daemon);
 }
 
@@ -140,7 +162,12 @@ fn compared(args: &[&str]) -> i32 {
     let args = [&["compare"], args].concat();
     let (ours, theirs) = (image_any(&args), tool("qemu-img", &args));
     let status = theirs.status.code().unwrap();
-    assert_eq!((ours.status.code(), ours.out.as_str()), (Some(status), theirs.out.as_str()), "{args:?} {}", ours.err);
+    assert_eq!(
+        (ours.status.code(), ours.out.as_str()),
+        (Some(status), theirs.out.as_str()),
+        "{args:?} {}",
+        ours.err
+    );
     let json = json(&image_any(&[&args[..], &["--json"]].concat()).out);
     assert_eq!(json["identical"], status == 0, "{args:?}");
     let number = theirs.out.split(['!', ' ']).find_map(|word| word.parse::<u64>().ok());

@@ -17,11 +17,20 @@ fn nbdcopy_out() {
     let disk = Served::start(&image, folder.join("s"), &["--read-only", "--reactors", "2"]);
     let (one, many) = (folder.join("one"), folder.join("many"));
     tool("nbdcopy", ["--connections=1", "--requests=64", &disk.uri(), text(&one)]).good();
-    tool("nbdcopy", ["--connections=4", "--requests=64", "--request-size=65536", &disk.uri(), text(&many)]).good();
+    tool(
+        "nbdcopy",
+        ["--connections=4", "--requests=64", "--request-size=65536", &disk.uri(), text(&many)],
+    )
+    .good();
     for copy in [&one, &many] {
         same(&image, copy);
         // nbdcopy asks where the holes are, and leaves them.
-        assert!(allocated(copy) <= allocated(&image) + MB, "{} of {}", allocated(copy), allocated(&image));
+        assert!(
+            allocated(copy) <= allocated(&image) + MB,
+            "{} of {}",
+            allocated(copy),
+            allocated(&image)
+        );
     }
     disk.daemon.stop();
 }
@@ -44,7 +53,11 @@ fn nbdcopy_in_and_across() {
     same(&source, &first);
     tool("qemu-img", ["check", "-q", text(&second)]).good();
     tool("qemu-img", ["compare", "-f", "raw", "-F", "qcow2", text(&source), text(&second)]).good();
-    assert!(allocated(&first) <= allocated(&source) + MB, "holes are holes again: {}", allocated(&first));
+    assert!(
+        allocated(&first) <= allocated(&source) + MB,
+        "holes are holes again: {}",
+        allocated(&first)
+    );
 }
 
 #[test]
@@ -52,8 +65,13 @@ fn qemu_img_convert_compare_map() {
     let folder = Folder::new();
     let source = sparse(&folder, "source");
     let disk = Served::empty(&folder, 64 * MB, &["--reactors", "2"]);
-    tool("qemu-img", ["convert", "-n", "-f", "raw", "-O", "raw", "-W", "-m", "8", text(&source), &disk.uri()]).good();
-    let out = tool("qemu-img", ["compare", "-f", "raw", "-F", "raw", text(&source), &disk.uri()]).good();
+    tool(
+        "qemu-img",
+        ["convert", "-n", "-f", "raw", "-O", "raw", "-W", "-m", "8", text(&source), &disk.uri()],
+    )
+    .good();
+    let out =
+        tool("qemu-img", ["compare", "-f", "raw", "-F", "raw", text(&source), &disk.uri()]).good();
     assert!(out.contains("identical"), "{out}");
     let copy = folder.join("copy.qcow2");
     tool("qemu-img", ["convert", "-f", "raw", "-O", "qcow2", &disk.uri(), text(&copy)]).good();

@@ -1,12 +1,13 @@
-//! Several connections of one disk are one disk: what a flush on one of them has covered survives a kill -9, whichever wrote.
+//! Several connections of one disk are one disk: what a flush on one of them has covered survives a
+//! kill -9, whichever wrote.
 
 use std::process::Command;
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, tool, until};
 use crate::stage::{MB, Served, python, uri};
 
-/// A qcow2 image keeps what it has allocated in memory until a flush: without one that covers the writes of the other
-/// connections, their data could not be found again after the kill.
+/// A qcow2 image keeps what it has allocated in memory until a flush: without one that covers the
+/// writes of the other connections, their data could not be found again after the kill.
 #[test]
 fn a_flush_on_one_connection_covers_the_writes_of_others() {
     let folder = Folder::new();
@@ -36,7 +37,11 @@ connections[3].flush()
     // 3: leaked clusters, which a kill may leave; corruptions are 2.
     assert!(matches!(check.status.code(), Some(0 | 3)), "{}{}", check.out, check.err);
     let reads: Vec<String> = (0..60u64)
-        .flat_map(|i| (1..=5u64).map(move |round| format!("-c read -P {round} {} 64k", i * (4 << 20) + round * 65536)))
+        .flat_map(|i| {
+            (1..=5u64).map(move |round| {
+                format!("-c read -P {round} {} 64k", i * (4 << 20) + round * 65536)
+            })
+        })
         .collect();
     let args = ["-f", "qcow2"].map(String::from).into_iter().chain(reads.iter().flat_map(|r| {
         let (flag, command) = r.split_once(' ').unwrap();
@@ -66,7 +71,8 @@ h.zero(65536, 9 << 20, nbd.CMD_FLAG_FUA)
     disk.kill();
     unlocked(&image);
     let reads = ["-c", "read -P 0x66 5M 64k", "-c", "read -P 0 9M 64k"];
-    let out = tool("qemu-io", [&["-f", "qcow2"], &reads[..], &[image.to_str().unwrap()]].concat()).good();
+    let out =
+        tool("qemu-io", [&["-f", "qcow2"], &reads[..], &[image.to_str().unwrap()]].concat()).good();
     assert!(!out.contains("verification failed"), "{out}");
 }
 
@@ -95,9 +101,12 @@ fn sigterm_drains_and_flushes() {
     assert!(!socket.exists(), "its socket stayed behind");
 }
 
-/// The kernel takes a moment to let go of the lock of a process that was killed with requests on their way.
+/// The kernel takes a moment to let go of the lock of a process that was killed with requests on
+/// their way.
 fn unlocked(image: &std::path::Path) {
-    until("the lock is gone", SOON, || !tool("qemu-img", ["info", image.to_str().unwrap()]).err.contains("lock"));
+    until("the lock is gone", SOON, || {
+        !tool("qemu-img", ["info", image.to_str().unwrap()]).err.contains("lock")
+    });
 }
 
 /// A daemon on a socket and image whose last one was killed: both may take a moment.

@@ -8,7 +8,11 @@ use crate::stage::{Served, beside, python};
 /// How often the reactor went to sleep.
 fn sleeps(disk: &Served) -> u64 {
     let switches = disk.daemon.switches();
-    switches.iter().filter(|(name, _)| name.ends_with(" reactor-0")).map(|(_, (slept, _))| slept).sum()
+    switches
+        .iter()
+        .filter(|(name, _)| name.ends_with(" reactor-0"))
+        .map(|(_, (slept, _))| slept)
+        .sum()
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! nbdinfo: what the server lists and tells, and its maps beside those of qemu-nbd for the same image.
+//! nbdinfo: what the server lists and tells, and its maps beside those of qemu-nbd for the same
+//! image.
 
 use std::path::Path;
 
@@ -22,21 +23,39 @@ fn what_is_told_of_an_export() {
     let export = &told["exports"][0];
     assert_eq!(export["export-size"], 64 * MB, "{told}");
     assert_eq!(export["export-name"], "disk");
-    for can in
-        ["can_cache", "can_df", "can_fast_zero", "can_flush", "can_fua", "can_multi_conn", "can_trim", "can_zero"]
-    {
+    for can in [
+        "can_cache",
+        "can_df",
+        "can_fast_zero",
+        "can_flush",
+        "can_fua",
+        "can_multi_conn",
+        "can_trim",
+        "can_zero",
+    ] {
         assert_eq!(export[can], true, "{can}: {told}");
     }
-    assert_eq!((&export["is_read_only"], &export["block_size_minimum"]), (&false.into(), &1.into()), "{told}");
+    assert_eq!(
+        (&export["is_read_only"], &export["block_size_minimum"]),
+        (&false.into(), &1.into()),
+        "{told}"
+    );
     let contexts = export["contexts"].as_array().unwrap();
     for context in ["base:allocation", "qemu:allocation-depth"] {
         assert!(contexts.contains(&context.into()), "{told}");
     }
     // The same as questions with an exit status, which scripts ask: 0 yes, 2 no.
-    for (question, what, status) in
-        [("--can", "multi-conn", 0), ("--can", "write", 0), ("--is", "read-only", 2), ("--is", "tls", 2)]
-    {
-        assert_eq!(tool("nbdinfo", [question, what, &disk.uri()]).status.code(), Some(status), "{question} {what}");
+    for (question, what, status) in [
+        ("--can", "multi-conn", 0),
+        ("--can", "write", 0),
+        ("--is", "read-only", 2),
+        ("--is", "tls", 2),
+    ] {
+        assert_eq!(
+            tool("nbdinfo", [question, what, &disk.uri()]).status.code(),
+            Some(status),
+            "{question} {what}"
+        );
     }
     assert_eq!(tool("nbdinfo", ["--size", &disk.uri()]).good().trim(), (64 * MB).to_string());
     disk.daemon.stop();
@@ -107,7 +126,8 @@ fn maps_of_a_chain() {
     let create = |name: &str, backing: &str, format: &str, size: &str| {
         let (file, backing) = (folder.join(name), folder.join(backing));
         let (file, backing) = (file.to_str().unwrap(), backing.to_str().unwrap());
-        tool("qemu-img", ["create", "-q", "-f", "qcow2", "-b", backing, "-F", format, file, size]).good();
+        tool("qemu-img", ["create", "-q", "-f", "qcow2", "-b", backing, "-F", format, file, size])
+            .good();
     };
     create("middle.qcow2", "base.img", "raw", "64M");
     create("top.qcow2", "middle.qcow2", "qcow2", "64M");

@@ -1,11 +1,13 @@
-//! The kernel's own NBD driver: Blockyard serves inside a User Mode Linux guest, whose kernel is the client there.
+//! The kernel's own NBD driver: Blockyard serves inside a User Mode Linux guest, whose kernel is
+//! the client there.
 
 use std::time::Duration;
 
 use crate::common::{BLOCKYARD, Guest, Kind};
 
-/// mkfs, fio with checksums through the file system, unmount, check; then the image's own contents by Blockyard's disk again,
-/// attached anew by another number of connections; trim gives space back.
+/// mkfs, fio with checksums through the file system, unmount, check; then the image's own contents
+/// by Blockyard's disk again, attached anew by another number of connections; trim gives space
+/// back.
 const SCRIPT: &str = r#"
 modprobe nbd nbds_max=2
 truncate -s 400M /tmp/disk.img
@@ -54,7 +56,9 @@ fn a_file_system_on_the_kernels_driver() {
     let mut guest = Guest::start(Kind::Uml, options, SCRIPT, Duration::from_secs(120));
     let queue = guest.expect("flush ");
     assert!(
-        queue.starts_with("write back fua 1 discard") && !queue.contains("discard 0") && !queue.contains("zeroes 0"),
+        queue.starts_with("write back fua 1 discard")
+            && !queue.contains("discard 0")
+            && !queue.contains("zeroes 0"),
         "{queue}"
     );
     let blocks = guest.expect("blocks ");

@@ -1,4 +1,5 @@
-//! nbdkit's nbd plugin (libnbd) in front of the server, with filters that make trouble: it must be the filter's alone.
+//! nbdkit's nbd plugin (libnbd) in front of the server, with filters that make trouble: it must be
+//! the filter's alone.
 
 use std::process::Command;
 use std::time::Instant;
@@ -6,7 +7,8 @@ use std::time::Instant;
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, TOOL, guests, listens, run, tool, until};
 use crate::stage::{COPY, MB, Served, address, beside, same, sparse, uri};
 
-/// nbdkit with `filters` (the first is next to the client) and their parameters; the URI to reach it.
+/// nbdkit with `filters` (the first is next to the client) and their parameters; the URI to reach
+/// it.
 struct Kit {
     daemon: Daemon,
     uri: String,
@@ -29,7 +31,8 @@ impl Kit {
 }
 
 fn copy(from: &str, to: &str) {
-    run(Command::new(guests().join("tool")).args(["nbdcopy", "--connections=2", from, to]), COPY).good();
+    run(Command::new(guests().join("tool")).args(["nbdcopy", "--connections=2", from, to]), COPY)
+        .good();
 }
 
 /// One request in ten fails before it reaches us, and is tried again: in the end all is there.
@@ -39,7 +42,8 @@ fn requests_that_fail_on_the_way() {
     let source = sparse(&folder, "source");
     let disk = Served::empty(&folder, 64 * MB, &[]);
     let filters = ["retry-request", "error"];
-    let parameters = ["error-rate=10%", "error=EIO", "retry-request-retries=20", "retry-request-delay=0.001"];
+    let parameters =
+        ["error-rate=10%", "error=EIO", "retry-request-retries=20", "retry-request-delay=0.001"];
     let kit = Kit::start(&folder, &filters, &disk.uri(), &parameters);
     copy(source.to_str().unwrap(), &kit.uri);
     let back = folder.join("back");
@@ -56,10 +60,25 @@ fn a_slow_client_beside_a_fast_one() {
     let folder = Folder::new();
     let disk = Served::empty(&folder, 64 * MB, &[]);
     let kit = Kit::start(&folder, &["delay"], &disk.uri(), &["rdelay=200ms", "wdelay=200ms"]);
-    let slow = beside("qemu-io", ["-f", "raw", "-c", "write -P 5 32M 4k", "-c", "read -P 5 32M 4k", &kit.uri]);
+    let slow = beside(
+        "qemu-io",
+        ["-f", "raw", "-c", "write -P 5 32M 4k", "-c", "read -P 5 32M 4k", &kit.uri],
+    );
     let start = Instant::now();
-    let out =
-        tool("qemu-io", ["-f", "raw", "-c", "write -P 6 0 16M", "-c", "read -P 6 0 16M", "-c", "flush", &disk.uri()]);
+    let out = tool(
+        "qemu-io",
+        [
+            "-f",
+            "raw",
+            "-c",
+            "write -P 6 0 16M",
+            "-c",
+            "read -P 6 0 16M",
+            "-c",
+            "flush",
+            &disk.uri(),
+        ],
+    );
     assert!(!out.good().contains("failed") && start.elapsed() < SOON);
     let mut slow = slow;
     assert!(slow.ended(TOOL).success() && !slow.out().contains("failed"), "{}", slow.out());
@@ -67,7 +86,8 @@ fn a_slow_client_beside_a_fast_one() {
     disk.daemon.stop();
 }
 
-/// Bits that flip on the way are seen: what reads back the same without the filter does not with it.
+/// Bits that flip on the way are seen: what reads back the same without the filter does not with
+/// it.
 #[test]
 fn bits_that_flip_on_the_way() {
     let folder = Folder::new();
@@ -79,12 +99,16 @@ fn bits_that_flip_on_the_way() {
     copy(&kit.uri, bad.to_str().unwrap());
     copy(&disk.uri(), good.to_str().unwrap());
     same(&source, &good);
-    assert!(std::fs::read(&bad).unwrap() != std::fs::read(&source).unwrap(), "the filter has flipped nothing");
+    assert!(
+        std::fs::read(&bad).unwrap() != std::fs::read(&source).unwrap(),
+        "the filter has flipped nothing"
+    );
     drop(kit);
     disk.daemon.stop();
 }
 
-/// The server is killed in the middle of a copy and started again: the retry filter connects anew, and the copy is whole.
+/// The server is killed in the middle of a copy and started again: the retry filter connects anew,
+/// and the copy is whole.
 #[test]
 fn a_server_that_dies_under_a_copy() {
     let folder = Folder::new();
@@ -92,7 +116,12 @@ fn a_server_that_dies_under_a_copy() {
     let (image, socket) = (folder.image("disk.img", 64 * MB), folder.join("s"));
     let serve = || -> Daemon {
         let mut command = Command::new(BLOCKYARD);
-        command.arg("serve").arg(&image).arg("--nbd").arg(address(&socket)).args(["--name", "disk"]);
+        command
+            .arg("serve")
+            .arg(&image)
+            .arg("--nbd")
+            .arg(address(&socket))
+            .args(["--name", "disk"]);
         loop {
             let mut daemon = Daemon::start(&mut command);
             if daemon.became_ready() {
@@ -102,12 +131,19 @@ fn a_server_that_dies_under_a_copy() {
         }
     };
     let mut daemon = serve();
-    // Slow enough that it is not over before the server has died: 5 ms for each of 192 and more requests.
+    // Slow enough that it is not over before the server has died: 5 ms for each of 192 and more
+    // requests.
     let parameters = ["retries=10", "retry-delay=1", "wdelay=20ms"];
     let kit = Kit::start(&folder, &["retry", "delay"], &uri(&socket, "disk"), &parameters);
     let mut copy = beside(
         "nbdcopy",
-        ["--connections=1", "--requests=1", "--request-size=65536", source.to_str().unwrap(), &kit.uri],
+        [
+            "--connections=1",
+            "--requests=1",
+            "--request-size=65536",
+            source.to_str().unwrap(),
+            &kit.uri,
+        ],
     );
     for _ in 0..2 {
         until("some of it is there", SOON, || crate::common::allocated(&image) > MB);

@@ -5,10 +5,18 @@ use std::process::Command;
 use crate::common::{Folder, guests, run};
 use crate::stage::{COPY, MB, Served};
 
-/// Each job is a connection, with a part of the disk of its own. fio reads back and checks the checksum in each block.
+/// Each job is a connection, with a part of the disk of its own. fio reads back and checks the
+/// checksum in each block.
 fn verified(uri: &str, rw: &str, bs: &str) {
     let mut command = Command::new(guests().join("tool"));
-    command.args(["fio", "--name=verify", "--ioengine=nbd", "--numjobs=4", "--iodepth=32", "--group_reporting"]);
+    command.args([
+        "fio",
+        "--name=verify",
+        "--ioengine=nbd",
+        "--numjobs=4",
+        "--iodepth=32",
+        "--group_reporting",
+    ]);
     command.args([
         "--size=12m",
         "--offset_increment=16m",
@@ -39,7 +47,8 @@ fn fio_verifies_a_raw_disk() {
 fn fio_verifies_a_qcow2_disk() {
     let folder = Folder::new();
     let image = folder.join("disk.qcow2");
-    crate::common::blockyard(["image", "create", "-f", "qcow2", image.to_str().unwrap(), "64M"]).good();
+    crate::common::blockyard(["image", "create", "-f", "qcow2", image.to_str().unwrap(), "64M"])
+        .good();
     let disk = Served::start(&image, folder.join("s"), &["--reactors", "2"]);
     verified(&disk.uri(), "randwrite", "4k-64k");
     disk.daemon.stop();

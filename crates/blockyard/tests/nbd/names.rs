@@ -12,10 +12,15 @@ fn yard(folder: &Folder) -> Daemon {
     for (name, more) in [("one", ""), ("two", ""), ("three", "read-only = true\n")] {
         let image = folder.image(name, 4 * MB);
         std::fs::write(&image, vec![name.as_bytes()[1]; 4 << 20]).unwrap();
-        file += &format!("[[disk]]\nname = \"{name}\"\nimage = \"{}\"\nnbd = \"{socket}\"\n{more}", image.display());
+        file += &format!(
+            "[[disk]]\nname = \"{name}\"\nimage = \"{}\"\nnbd = \"{socket}\"\n{more}",
+            image.display()
+        );
     }
     std::fs::write(folder.join("toml"), file).unwrap();
-    let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(folder.join("toml")));
+    let mut daemon = Daemon::start(
+        Command::new(BLOCKYARD).arg("serve").arg("--config").arg(folder.join("toml")),
+    );
     daemon.wait_ready();
     daemon
 }
@@ -27,19 +32,31 @@ fn each_name_is_its_own_disk() {
     let socket = folder.join("s");
     let out = tool("nbdinfo", ["--list", "--json", &uri(&socket, "")]).good();
     let told: serde_json::Value = serde_json::from_str(&out).unwrap();
-    let mut names: Vec<&str> =
-        told["exports"].as_array().unwrap().iter().map(|e| e["export-name"].as_str().unwrap()).collect();
+    let mut names: Vec<&str> = told["exports"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|e| e["export-name"].as_str().unwrap())
+        .collect();
     names.sort_unstable();
     assert_eq!(names, ["one", "three", "two"], "{out}");
     for name in ["one", "two", "three"] {
         let letter = name.as_bytes()[1];
-        let out =
-            tool("qemu-io", ["-r", "-f", "raw", "-c", &format!("read -P {letter} 0 4M"), &uri(&socket, name)]).good();
+        let out = tool(
+            "qemu-io",
+            ["-r", "-f", "raw", "-c", &format!("read -P {letter} 0 4M"), &uri(&socket, name)],
+        )
+        .good();
         assert!(out.contains("4194304/4194304") && !out.contains("failed"), "{name}: {out}");
     }
     // Writes go to the disk that was named, and to no other.
     tool("qemu-io", ["-f", "raw", "-c", "write -P 9 1M 64k", &uri(&socket, "two")]).good();
-    assert!(tool("qemu-io", ["-f", "raw", "-c", "write -P 9 1M 64k", &uri(&socket, "three")]).status.code() != Some(0));
+    assert!(
+        tool("qemu-io", ["-f", "raw", "-c", "write -P 9 1M 64k", &uri(&socket, "three")])
+            .status
+            .code()
+            != Some(0)
+    );
     daemon.stop();
     for (name, changed) in [("one", false), ("two", true), ("three", false)] {
         let image = std::fs::read(folder.join(name)).unwrap();
@@ -74,14 +91,16 @@ assert len(h.pread(512, 0)) == 512
     daemon.stop();
 }
 
-/// Disks that come and go by SIGHUP: connections of those that stay go on, those of one that went end.
+/// Disks that come and go by SIGHUP: connections of those that stay go on, those of one that went
+/// end.
 #[test]
 fn exports_come_and_go() {
     let folder = Folder::new();
     let daemon = yard(&folder);
     let socket = folder.join("s");
     let text = std::fs::read_to_string(folder.join("toml")).unwrap();
-    let without: String = text.split_inclusive("[[disk]]").filter(|part| !part.contains("\"two\"")).collect();
+    let without: String =
+        text.split_inclusive("[[disk]]").filter(|part| !part.contains("\"two\"")).collect();
     std::fs::write(folder.join("toml"), without.trim_end_matches("[[disk]]")).unwrap();
     daemon.signal(Signal::HUP);
     crate::common::until("two is gone", crate::common::SOON, || {
@@ -96,19 +115,29 @@ fn exports_come_and_go() {
     daemon.stop();
 }
 
-/// NBD tells a size once, when a client opens the export: one that connects after a resize sees the new one.
+/// NBD tells a size once, when a client opens the export: one that connects after a resize sees the
+/// new one.
 #[test]
 fn a_new_size_is_seen_by_those_who_connect_anew() {
     let folder = Folder::new();
     let disk = Served::empty(&folder, 4 * MB, &[]);
     let size = || tool("nbdinfo", ["--size", &disk.uri()]).good().trim().parse::<u64>().unwrap();
     assert_eq!(size(), 4 * MB);
-    std::fs::File::options().write(true).open(folder.join("disk.img")).unwrap().set_len(6 * MB).unwrap();
+    std::fs::File::options()
+        .write(true)
+        .open(folder.join("disk.img"))
+        .unwrap()
+        .set_len(6 * MB)
+        .unwrap();
     let from = disk.daemon.log().len();
     disk.daemon.signal(Signal::HUP);
     disk.daemon.wait_log_after(from, "the image has a new size");
     assert_eq!(size(), 6 * MB);
-    let out = tool("qemu-io", ["-f", "raw", "-c", "write -P 1 5M 1M", "-c", "read -P 1 5M 1M", &disk.uri()]).good();
+    let out = tool(
+        "qemu-io",
+        ["-f", "raw", "-c", "write -P 1 5M 1M", "-c", "read -P 1 5M 1M", &disk.uri()],
+    )
+    .good();
     assert!(!out.contains("failed"), "{out}");
     disk.daemon.stop();
 }

@@ -1,7 +1,8 @@
 //! The commands of pages of docs/, as they stand there: what begins with "```sh" is run, in the
 //! page's order, in one folder; what begins with "```sh guest" in a User Mode Linux guest, as root.
 //!
-//! `blockyard serve` occupies a terminal of its own, as the pages say: here it goes to the background when it is ready.
+//! `blockyard serve` occupies a terminal of its own, as the pages say: here it goes to the
+//! background when it is ready.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -53,14 +54,21 @@ fn runs_as_it_stands(name: &str, programs: &[&str]) {
     let folder = Folder::new();
     let bin = wrappers(&folder, programs);
     // The script's daemons end with it, however it ends.
-    let script =
-        format!("{SERVE}trap 'kill $(jobs -p) $(cat *.pid 2>/dev/null) 2>/dev/null || :' EXIT\nset -x\n{text}{END}");
+    let script = format!(
+        "{SERVE}trap 'kill $(jobs -p) $(cat *.pid 2>/dev/null) 2>/dev/null || :' EXIT\nset -x\n{text}{END}"
+    );
     std::fs::write(folder.join("script"), script).unwrap();
     let mut command = Command::new("bash");
     command.arg("script").current_dir(&*folder).env("BLOCKYARD", BLOCKYARD);
     command.env("PATH", format!("{}:{}", bin.display(), std::env::var("PATH").unwrap()));
     let finished = run(&mut command, COPY);
-    assert!(finished.status.success(), "{name}: {}\n{}\n{}", finished.status, finished.out, finished.err);
+    assert!(
+        finished.status.success(),
+        "{name}: {}\n{}\n{}",
+        finished.status,
+        finished.out,
+        finished.err
+    );
     assert!(finished.out.contains("all of it has run"), "{name}: {}", finished.out);
     assert!(!finished.out.contains("verification failed"), "{name}: {}", finished.out);
 }
@@ -73,10 +81,15 @@ fn wrappers(folder: &Folder, programs: &[&str]) -> PathBuf {
     let tool = guests().join("tool").canonicalize().unwrap();
     std::os::unix::fs::symlink(BLOCKYARD, bin.join("blockyard")).unwrap();
     for program in programs {
-        // nbdkit goes to the background by itself; its process is noted, to be ended with the script.
+        // nbdkit goes to the background by itself; its process is noted, to be ended with the
+        // script.
         let more = if *program == "nbdkit" { "-P nbdkit-$$.pid" } else { "" };
         let path = bin.join(program);
-        std::fs::write(&path, format!("#!/bin/sh\nexec {} {program} {more} \"$@\"\n", tool.display())).unwrap();
+        std::fs::write(
+            &path,
+            format!("#!/bin/sh\nexec {} {program} {more} \"$@\"\n", tool.display()),
+        )
+        .unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
     }
     bin
@@ -117,7 +130,12 @@ fn the_kernels_driver() {
     let text = blocks(&page("libnbd.md"), "```sh guest");
     assert!(text.contains("nbd-client"), "libnbd.md has no commands for a guest");
     let script = format!("cd /tmp\nBLOCKYARD=/host/blockyard\n{SERVE}{text}{END}");
-    let mut guest = crate::common::Guest::start(Kind::Uml, ["--file", BLOCKYARD], &script, Duration::from_secs(60));
+    let mut guest = crate::common::Guest::start(
+        Kind::Uml,
+        ["--file", BLOCKYARD],
+        &script,
+        Duration::from_secs(60),
+    );
     guest.expect("all of it has run");
     guest.finish();
 }

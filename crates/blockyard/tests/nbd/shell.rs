@@ -12,7 +12,8 @@ fn options_of_the_handshake() {
     disk.daemon.stop();
 }
 
-/// Through the page cache, where any alignment goes straight through, and with O_DIRECT, where it does not.
+/// Through the page cache, where any alignment goes straight through, and with O_DIRECT, where it
+/// does not.
 #[test]
 fn commands_on_a_raw_disk() {
     for cache in ["none", "writeback"] {
@@ -27,7 +28,11 @@ fn commands_on_a_raw_disk() {
 fn commands_on_a_qcow2_disk() {
     let folder = Folder::new();
     let image = folder.join("disk.qcow2");
-    crate::common::tool("qemu-img", ["create", "-q", "-f", "qcow2", image.to_str().unwrap(), "64M"]).good();
+    crate::common::tool(
+        "qemu-img",
+        ["create", "-q", "-f", "qcow2", image.to_str().unwrap(), "64M"],
+    )
+    .good();
     let disk = Served::start(&image, folder.join("s"), &[]);
     script("commands", &disk.uri());
     disk.daemon.stop();
@@ -40,7 +45,18 @@ fn zeroes_that_cannot_be_fast() {
     let folder = Folder::new();
     let (base, image) = (folder.join("base.raw"), folder.join("disk.qcow2"));
     std::fs::write(&base, vec![7; 64 << 20]).unwrap();
-    let create = ["create", "-q", "-f", "qcow2", "-o", "compat=0.10", "-F", "raw", "-b", base.to_str().unwrap()];
+    let create = [
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-o",
+        "compat=0.10",
+        "-F",
+        "raw",
+        "-b",
+        base.to_str().unwrap(),
+    ];
     crate::common::tool("qemu-img", create.iter().chain(&[image.to_str().unwrap()])).good();
     let disk = Served::start(&image, folder.join("s"), &[]);
     script("slow_zeroes", &disk.uri());

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, TOOL, guests, listens, run, tool, until};
+use crate::common::{
+    BLOCKYARD, Daemon, Finished, Folder, SOON, TOOL, guests, listens, run, tool, until,
+};
 
 pub const MB: u64 = 1 << 20;
 
@@ -20,7 +22,13 @@ impl Served {
     #[track_caller]
     pub fn start(image: impl AsRef<OsStr>, socket: PathBuf, options: &[&str]) -> Self {
         let mut command = Command::new(BLOCKYARD);
-        command.arg("serve").arg(image).arg("--nbd").arg(address(&socket)).args(["--name", "disk"]).args(options);
+        command
+            .arg("serve")
+            .arg(image)
+            .arg("--nbd")
+            .arg(address(&socket))
+            .args(["--name", "disk"])
+            .args(options);
         let mut daemon = Daemon::start(&mut command);
         daemon.wait_ready();
         Served { daemon, socket }
@@ -49,7 +57,10 @@ pub fn uri(socket: &Path, name: &str) -> String {
 /// Runs one of the scripts of libnbd/ with a URI.
 #[track_caller]
 pub fn script(name: &str, uri: &str) -> String {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nbd/libnbd").join(name).with_extension("py");
+    let file = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/nbd/libnbd")
+        .join(name)
+        .with_extension("py");
     let mut command = Command::new(guests().join("tool"));
     command.arg("python3").arg("-B").arg(file).arg(uri);
     run(&mut command, TOOL).good()
@@ -104,7 +115,8 @@ pub fn sparse(folder: &Folder, name: &str) -> PathBuf {
     use std::os::unix::fs::FileExt;
     let path = folder.image(name, 64 * MB);
     let file = std::fs::File::options().write(true).open(&path).unwrap();
-    for (offset, len) in [(0, MB), (5 * MB, 3 * MB), (20 * MB + 4096, 64 << 10), (40 * MB, 8 * MB)] {
+    for (offset, len) in [(0, MB), (5 * MB, 3 * MB), (20 * MB + 4096, 64 << 10), (40 * MB, 8 * MB)]
+    {
         file.write_all_at(&noise(len, offset + 1), offset).unwrap();
     }
     file.sync_all().unwrap();
@@ -114,7 +126,8 @@ pub fn sparse(folder: &Folder, name: &str) -> PathBuf {
 /// Whether two files hold the same; told without their bytes.
 #[track_caller]
 pub fn same(a: &Path, b: &Path) {
-    let read = |p: &Path| std::fs::read(p).unwrap_or_else(|e| panic!("reading {}: {e}", p.display()));
+    let read =
+        |p: &Path| std::fs::read(p).unwrap_or_else(|e| panic!("reading {}: {e}", p.display()));
     let (left, right) = (read(a), read(b));
     let first = left.iter().zip(&right).position(|(a, b)| a != b);
     assert!(

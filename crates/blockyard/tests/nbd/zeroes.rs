@@ -35,8 +35,8 @@ for at in (0, 3 * GB):
     tool("qemu-img", ["check", "-q", image.to_str().unwrap()]).good();
 }
 
-/// A disk that lies on another server has the fast zeroes of that one: it makes them, it refuses each, or it does not offer
-/// them.
+/// A disk that lies on another server has the fast zeroes of that one: it makes them, it refuses
+/// each, or it does not offer them.
 #[test]
 fn of_a_disk_on_another_server() {
     for (mode, fast) in [("ignore", true), ("slow", false), ("none", false)] {

@@ -11,7 +11,8 @@ impl Figures {
     /// Prints a figure, and notes whether it is in its range.
     pub fn row(&mut self, what: &str, found: f64, expected: Range<f64>) {
         let good = expected.contains(&found);
-        let row = format!("{what:<60} {found:>10.3}   {:.3} to {:.3}", expected.start, expected.end);
+        let row =
+            format!("{what:<60} {found:>10.3}   {:.3} to {:.3}", expected.start, expected.end);
         println!("{} {row}", if good { "  " } else { "!!" });
         if !good {
             self.outside.push(row);

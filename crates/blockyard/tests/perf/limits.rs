@@ -30,15 +30,30 @@ fn limits_are_reached_and_hold() {
     let found = good(&Options { queues: 2, ..load(&disks, "iops") }).iops;
     figures.near("iops of a limit of 3000", found, 3000.0, 0.02);
     let report = good(&Options { rw: Pattern::Randrw, ..load(&disks, "writes") });
-    figures.near("writes/s of a limit of 1500", report.writes as f64 / report.seconds, 1500.0, 0.02);
+    figures.near(
+        "writes/s of a limit of 1500",
+        report.writes as f64 / report.seconds,
+        1500.0,
+        0.02,
+    );
     for (bs, depth) in [(4096, 32), (256 << 10, 4)] {
         let found = good(&Options { bs, depth, ..load(&disks, "bps") }).bytes_per_second;
-        figures.near(&format!("MiB/s of a limit of 40, operations of {bs}"), found / 1048576.0, 40.0, 0.02);
+        figures.near(
+            &format!("MiB/s of a limit of 40, operations of {bs}"),
+            found / 1048576.0,
+            40.0,
+            0.02,
+        );
     }
     // Of two limits the one that is reached first.
     for (bs, depth, rate) in [(4096, 32, 500.0), (256 << 10, 8, 256.0)] {
         let found = good(&Options { bs, depth, ..load(&disks, "both") }).iops;
-        figures.near(&format!("reads/s of 500/s and 64 MiB/s, operations of {bs}"), found, rate, 0.02);
+        figures.near(
+            &format!("reads/s of 500/s and 64 MiB/s, operations of {bs}"),
+            found,
+            rate,
+            0.02,
+        );
     }
     disks.daemon.stop();
     figures.judge();
@@ -50,7 +65,8 @@ fn a_burst_takes_its_time() {
     let folder = Folder::new();
     let socket = folder.join("s");
     let daemon = Daemon::serve("null:1G", &socket, &["--iops", "500,max=4000,length=1"]);
-    // 4000 in the first second, 500 a second behind it; the client counts completions, which come a moment late.
+    // 4000 in the first second, 500 a second behind it; the client counts completions, which come a
+    // moment late.
     let took = good(&Options { ops: Some(4500), ..Options::for_socket(socket) }).seconds;
     figures.row("s for 4500 operations, 500/s with a burst of 4000", took, 1.95..2.05);
     daemon.stop();
@@ -119,7 +135,11 @@ fn a_disk_gets_half_of_a_device_beside_a_thrasher() {
     let mut figures = Figures::default();
     let with_device = |name: &str| disk(name, "").replace("image = \"null:1G\"", DEVICE);
     for polite_is_first in [true, false] {
-        let disks = Disks::start(&format!("reactors = 2\n{}{}", with_device("thrash"), with_device("polite")));
+        let disks = Disks::start(&format!(
+            "reactors = 2\n{}{}",
+            with_device("thrash"),
+            with_device("polite")
+        ));
         if polite_is_first {
             good(&Options { depth: 2, ..load(&disks, "polite") });
         }
@@ -129,7 +149,11 @@ fn a_disk_gets_half_of_a_device_beside_a_thrasher() {
             disks.daemon.until_served("read", "thrash");
             let polite = good(&Options { depth: 16, ..load(&disks, "polite") }).iops;
             let first = if polite_is_first { "it was first" } else { "the thrasher was first" };
-            figures.row(&format!("reads/s of 800 beside a thrasher; {first}"), polite, 300.0..500.0);
+            figures.row(
+                &format!("reads/s of 800 beside a thrasher; {first}"),
+                polite,
+                300.0..500.0,
+            );
             thrash.over.store(true, Ordering::Relaxed);
             client.join().unwrap();
         });

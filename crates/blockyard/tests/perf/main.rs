@@ -1,5 +1,6 @@
-//! Rates, latencies and shares on the real clock: `make perf`, on a quiet machine. Neither `make test` nor CI runs this, because
-//! what else the machine does changes the figures. Their arithmetic is tested on a simulated clock in `sched` and `disk`.
+//! Rates, latencies and shares on the real clock: `make perf`, on a quiet machine. Neither `make
+//! test` nor CI runs this, because what else the machine does changes the figures. Their arithmetic
+//! is tested on a simulated clock in `sched` and `disk`.
 //!
 //! Each test prints a table of its figures, and fails if one is outside its range.
 

@@ -53,7 +53,8 @@ fn a_device_comes_and_goes() {
     on_both_kernels(ATTACH);
 }
 
-/// A user whom the machine's owner lets use the driver: what a udev rule would do is done here by hand.
+/// A user whom the machine's owner lets use the driver: what a udev rule would do is done here by
+/// hand.
 const UNPRIVILEGED: &str = r#"
 truncate -s 32M a.img
 chown 1000 a.img

@@ -2,8 +2,8 @@
 
 use crate::stage::{on_both_kernels, on_kernel};
 
-/// Under verified load the server is killed ten times, on either kernel; the next one has the image in the page cache, or past it,
-/// in turn.
+/// Under verified load the server is killed ten times, on either kernel; the next one has the image
+/// in the page cache, or past it, in turn.
 const KILLS: &str = r#"
 truncate -s 64M a.img
 serve a.img --ublk=0
@@ -33,7 +33,8 @@ fn kill_nine_and_no_request_is_lost_where_data_stay_with_the_kernel() {
     on_kernel("7", KILLS);
 }
 
-/// A mounted device is kept at the end of the program, and served again by the next one of the same disk, and of no other.
+/// A mounted device is kept at the end of the program, and served again by the next one of the same
+/// disk, and of no other.
 const KEPT: &str = r#"
 truncate -s 64M a.img b.img
 serve a.img --ublk

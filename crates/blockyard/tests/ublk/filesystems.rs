@@ -1,4 +1,5 @@
-//! A raw image as a block device: file systems, what the kernel is told of it, and what it asks for.
+//! A raw image as a block device: file systems, what the kernel is told of it, and what it asks
+//! for.
 
 use crate::stage::on_kernel;
 

@@ -1,5 +1,5 @@
-//! Block devices of the host by ublk, in whole guests of two kernels: 6.12, where data are copied, and 7.x, where they stay
-//! with the kernel.
+//! Block devices of the host by ublk, in whole guests of two kernels: 6.12, where data are copied,
+//! and 7.x, where they stay with the kernel.
 //!
 //! ```text
 //!   filesystems   mkfs, fio with checksums, discard, zeroes, resize, read-only, cache modes
@@ -10,8 +10,8 @@
 //!   workers       writes are made by the server itself
 //!   attach        `attach` and `detach`, their mistakes, users without privileges
 //! ```
-//! The image lies on ext4 of a disk of the guest, so that O_DIRECT and holes are real. The guest has the program under
-//! test as /host/blockyard.
+//! The image lies on ext4 of a disk of the guest, so that O_DIRECT and holes are real. The guest
+//! has the program under test as /host/blockyard.
 
 #[path = "../common/mod.rs"]
 mod common;

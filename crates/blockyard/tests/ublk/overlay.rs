@@ -1,5 +1,5 @@
-//! qcow2 overlays as block devices. Where data stay with the kernel, what must be touched is copied by system calls: zeroes for
-//! holes, compressed clusters.
+//! qcow2 overlays as block devices. Where data stay with the kernel, what must be touched is copied
+//! by system calls: zeroes for holes, compressed clusters.
 
 use crate::stage::on_both_kernels;
 

@@ -1,8 +1,9 @@
-//! Guests with the program under test, a disk for images and the ublk driver. An emulated boot takes seconds, so a guest runs
-//! the scripts of several tests, one after another.
+//! Guests with the program under test, a disk for images and the ublk driver. An emulated boot
+//! takes seconds, so a guest runs the scripts of several tests, one after another.
 //!
-//! What must hold: a script finds what it finds after a boot: its guest, else idle, has no device, no process, no module and no
-//! file of an earlier one. A guest whose script failed, or that cannot be cleaned, runs no other. A guest ends with this process.
+//! What must hold: a script finds what it finds after a boot: its guest, else idle, has no device,
+//! no process, no module and no file of an earlier one. A guest whose script failed, or that cannot
+//! be cleaned, runs no other. A guest ends with this process.
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -15,7 +16,8 @@ use rustix::fs::{CWD, FileType, Mode, mknodat};
 
 use crate::common::{BLOCKYARD, Folder, Guest, TOOL, run};
 
-/// What a guest does: it runs each script that comes through its FIFO, and says how the script ended and whether the guest is clean.
+/// What a guest does: it runs each script that comes through its FIFO, and says how the script
+/// ended and whether the guest is clean.
 const SERVE_SCRIPTS: &str = r#"
 clean() {
     pkill -KILL -f '^/host/blockyard|^sleep|^fio|^strace' || :
@@ -165,8 +167,14 @@ impl Stage {
         run(Command::new("strip").arg("-o").arg(&program).arg(BLOCKYARD), TOOL).good();
         // For reading, too: the open of a FIFO without a reader would wait.
         let scripts = OpenOptions::new().read(true).write(true).open(&fifo).unwrap();
-        let mut options: Vec<OsString> = vec!["--kernel".into(), kernel.into(), "--file".into(), program.into()];
-        options.extend(["--input".into(), fifo.into(), "--disk".into(), format!("file={}", disk.display()).into()]);
+        let mut options: Vec<OsString> =
+            vec!["--kernel".into(), kernel.into(), "--file".into(), program.into()];
+        options.extend([
+            "--input".into(),
+            fifo.into(),
+            "--disk".into(),
+            format!("file={}", disk.display()).into(),
+        ]);
         let guest = Guest::start_to_stay(options, SERVE_SCRIPTS, ALL, "guest: ready");
         Stage { kernel, guest, scripts }
     }
@@ -198,7 +206,8 @@ pub fn on_kernel(kernel: &'static str, script: &str) {
 pub fn on_both_kernels(script: &str) {
     let newer_first = {
         let idle = IDLE.lock().unwrap();
-        idle.iter().any(|stage| stage.kernel == "7") && !idle.iter().any(|stage| stage.kernel == "6")
+        idle.iter().any(|stage| stage.kernel == "7")
+            && !idle.iter().any(|stage| stage.kernel == "6")
     };
     let kernels = if newer_first { ["7", "6"] } else { ["6", "7"] };
     kernels.into_iter().for_each(|kernel| on_kernel(kernel, script));

@@ -2,9 +2,10 @@
 
 use crate::stage::{on_both_kernels, on_kernel};
 
-/// strace kills the server at a system call on the character device: after the driver was told that a takeover begins, before
-/// any queue fetches (the last open), and when all queues fetch (mmap). Each time the next server goes on. At last it is killed
-/// when the first of two queues has fetched and the second one has not.
+/// strace kills the server at a system call on the character device: after the driver was told that
+/// a takeover begins, before any queue fetches (the last open), and when all queues fetch (mmap).
+/// Each time the next server goes on. At last it is killed when the first of two queues has fetched
+/// and the second one has not.
 const KILLED: &str = r#"
 truncate -s 64M a.img
 serve a.img --ublk=0 --queues 2
@@ -129,7 +130,8 @@ fn a_disk_that_became_less_takes_no_device_over() {
     on_both_kernels(REFUSED);
 }
 
-/// Several processes that want one device: one gets it, and each other finds what that one has left.
+/// Several processes that want one device: one gets it, and each other finds what that one has
+/// left.
 const RACES: &str = r#"
 truncate -s 64M a.img
 each() { # COMMAND...: four at once; the successes, and what the others said
@@ -171,7 +173,8 @@ fn of_several_that_want_one_device_one_gets_it() {
     on_both_kernels(RACES);
 }
 
-/// Also when room for zero copy ends: then a device is made anew, under the same number. A disk that fails ends no other.
+/// Also when room for zero copy ends: then a device is made anew, under the same number. A disk
+/// that fails ends no other.
 const MANY: &str = r#"
 disks() { # COUNT: the first is one that cannot be
     printf '[[disk]]\nimage = "/tmp/images/none.img"\nublk = 100\n'

@@ -1,5 +1,6 @@
-//! Who makes the writes: the server's own thread, not io_uring's workers, also where ext4 refuses what would have to wait for the
-//! file's time of change to be noted; and not a device below what would have to be split on the way.
+//! Who makes the writes: the server's own thread, not io_uring's workers, also where ext4 refuses
+//! what would have to wait for the file's time of change to be noted; and not a device below what
+//! would have to be split on the way.
 
 use crate::stage::on_kernel;
 

@@ -1,13 +1,14 @@
-//! A model of a device: requests take the time that a device of bounded parallelism takes. Nothing is stored, unless there is
-//! an image below; then a request takes the longer time of both.
+//! A model of a device: requests take the time that a device of bounded parallelism takes. Nothing
+//! is stored, unless there is an image below; then a request takes the longer time of both.
 //!
 //! ```text
 //!   requests of all disks and reactors ──► one queue, first come first served ──► N servers ──► done
 //! ```
-//! A request has one server for its kind's time, and for bytes x N / bandwidth: N servers that are never idle move just the
-//! bandwidth. When it will be done is known when it comes, so that nothing is simulated: it sleeps until then.
-//! In: a text form, [`FORM`]; then kinds, bytes, and the time now. Out: when each request is done.
-//! What must hold: disks that name the same device share its servers, on whichever reactors they are.
+//! A request has one server for its kind's time, and for bytes x N / bandwidth: N servers that are
+//! never idle move just the bandwidth. When it will be done is known when it comes, so that nothing
+//! is simulated: it sleeps until then. In: a text form, [`FORM`]; then kinds, bytes, and the time
+//! now. Out: when each request is done. What must hold: disks that name the same device share its
+//! servers, on whichever reactors they are.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -50,7 +51,9 @@ pub enum ModelError {
     SeedNumber(String),
     #[error("seed has no meaning without spread=exponential")]
     Seed,
-    #[error("another disk describes the device \"{device}\" otherwise: all its disks must say the same of it")]
+    #[error(
+        "another disk describes the device \"{device}\" otherwise: all its disks must say the same of it"
+    )]
     Otherwise { device: String },
     #[error("below a model lies a raw image, and the name of {} says {format}", path.display())]
     NotRaw { path: PathBuf, format: Format },
@@ -97,17 +100,22 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Model {
-    /// Reads what follows `delay:`. What the disk has, and its device, which others may have already.
+    /// Reads what follows `delay:`. What the disk has, and its device, which others may have
+    /// already.
     pub(super) fn open(text: &str) -> Result<(Below, Arc<Self>), ModelError> {
         let mut parts = text.split(',');
         let below = Below::read(parts.next().unwrap_or_default())?;
-        let mut shape = Shape { servers: 1, times: [Duration::ZERO; 5], bandwidth: None, exponential: None };
+        let mut shape =
+            Shape { servers: 1, times: [Duration::ZERO; 5], bandwidth: None, exponential: None };
         let (mut name, mut seed) = (None, None);
         for part in parts {
-            let (key, value) = part.split_once('=').ok_or_else(|| ModelError::NoValue(part.into()))?;
+            let (key, value) =
+                part.split_once('=').ok_or_else(|| ModelError::NoValue(part.into()))?;
             match key {
                 "device" if !value.is_empty() => name = Some(value.to_string()),
-                "seed" => seed = Some(value.parse().map_err(|_| ModelError::SeedNumber(value.into()))?),
+                "seed" => {
+                    seed = Some(value.parse().map_err(|_| ModelError::SeedNumber(value.into()))?)
+                }
                 _ => shape.set(key, value)?,
             }
         }
@@ -123,7 +131,11 @@ impl Model {
     fn shared(name: Option<String>, shape: Shape) -> Result<Arc<Self>, ModelError> {
         let mut named = lock(&NAMED);
         named.retain(|model| model.strong_count() > 0);
-        if let Some(known) = named.iter().filter_map(Weak::upgrade).find(|model| name.is_some() && model.name == name) {
+        if let Some(known) = named
+            .iter()
+            .filter_map(Weak::upgrade)
+            .find(|model| name.is_some() && model.name == name)
+        {
             if known.shape == shape {
                 return Ok(known);
             }
@@ -197,7 +209,12 @@ impl<S: Storage> Delay<S> {
         answer
     }
 
-    pub(super) async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<()>) {
+    pub(super) async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<()>) {
         let done = self.model.book(Instant::now(), OpKind::Write, segments.len() as u64);
         let answer = match &self.raw {
             Some(raw) => raw.write(segments, offset, durable).await,
@@ -226,8 +243,8 @@ impl<S: Storage> Delay<S> {
 impl Shape {
     fn set(&mut self, key: &str, value: &str) -> Result<(), ModelError> {
         if let Some(kind) = OpKind::ALL.into_iter().find(|k| k.name() == key) {
-            self.times[kind as usize] =
-                parse_time(value).ok_or_else(|| ModelError::Time { key: key.into(), value: value.into() })?;
+            self.times[kind as usize] = parse_time(value)
+                .ok_or_else(|| ModelError::Time { key: key.into(), value: value.into() })?;
             return Ok(());
         }
         match key {
@@ -248,9 +265,9 @@ impl Shape {
 
     /// How long a server has a request, in the mean.
     fn service(&self, kind: OpKind, bytes: u64) -> Duration {
-        let transfer = self
-            .bandwidth
-            .map_or(0, |bandwidth| u128::from(bytes) * self.servers as u128 * 1_000_000_000 / u128::from(bandwidth));
+        let transfer = self.bandwidth.map_or(0, |bandwidth| {
+            u128::from(bytes) * self.servers as u128 * 1_000_000_000 / u128::from(bandwidth)
+        });
         self.times[kind as usize] + Duration::from_nanos(transfer.min(MOST_TIME.as_nanos()) as u64)
     }
 }

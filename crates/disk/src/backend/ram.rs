@@ -1,7 +1,7 @@
 //! A disk in memory.
 //!
-//! What must hold: it answers on its reactor, by copying; so a large request is done in pieces, and the reactor's other
-//! queues go on between them.
+//! What must hold: it answers on its reactor, by copying; so a large request is done in pieces, and
+//! the reactor's other queues go on between them.
 
 use std::io;
 use std::rc::Rc;
@@ -24,7 +24,12 @@ impl Ram {
     }
 
     /// Calls `f` with each piece of the range, and where it lies in the range.
-    pub async fn in_pieces(&self, offset: u64, len: usize, mut f: impl FnMut(&Segments, usize)) -> io::Result<()> {
+    pub async fn in_pieces(
+        &self,
+        offset: u64,
+        len: usize,
+        mut f: impl FnMut(&Segments, usize),
+    ) -> io::Result<()> {
         let mut at = 0;
         loop {
             let here = (len - at).min(RAM_PIECE);
@@ -63,7 +68,8 @@ mod tests {
     /// A request of many pieces: the turns that another task had before it was done.
     fn turns_beside(work: impl AsyncFnOnce(&Ram, &Segments) + 'static) -> u64 {
         let len = PIECES as usize * RAM_PIECE;
-        let memory = GuestMemory::default().with(Region::memfd("ram", 0, 0, len as u64).unwrap().0).unwrap();
+        let memory =
+            GuestMemory::default().with(Region::memfd("ram", 0, 0, len as u64).unwrap().0).unwrap();
         let executor = Executor::new().unwrap();
         let handle = executor.handle().clone();
         let turns = executor.block_on(async move {
@@ -88,9 +94,13 @@ mod tests {
         let len = PIECES as usize * RAM_PIECE;
         let copied = turns_beside(async move |ram, segments| {
             segments.copy_in(len - 1, &[7]);
-            ram.in_pieces(0, len, |ram, at| ram.copy_from(0, segments, at, ram.len())).await.unwrap();
+            ram.in_pieces(0, len, |ram, at| ram.copy_from(0, segments, at, ram.len()))
+                .await
+                .unwrap();
             segments.zero(0, len);
-            ram.in_pieces(0, len, |ram, at| segments.copy_from(at, ram, 0, ram.len())).await.unwrap();
+            ram.in_pieces(0, len, |ram, at| segments.copy_from(at, ram, 0, ram.len()))
+                .await
+                .unwrap();
             assert_eq!(segments.find_nonzero(0, len), Some(len - 1));
         });
         assert!(copied >= 2 * (PIECES - 1), "{copied} turns");

@@ -63,7 +63,8 @@ impl Token for Answered {
 async fn ask(served: &Served<Store>, op: Op, bytes: &[u8]) -> Vec<u8> {
     let (segments, answer) = (Segments::buffer(bytes.len()), Rc::new(RefCell::default()));
     segments.copy_in(0, bytes);
-    let request = Request::new(op, 0, bytes.len() as u64, segments, Instant::now(), Answered(answer.clone()));
+    let request =
+        Request::new(op, 0, bytes.len() as u64, segments, Instant::now(), Answered(answer.clone()));
     served.serve(request).await.answer();
     answer.take()
 }
@@ -77,7 +78,8 @@ struct Load {
     stop: AtomicBool,
 }
 
-/// So many requests at a time until told to stop, each counted when it is asked and when it is answered.
+/// So many requests at a time until told to stop, each counted when it is asked and when it is
+/// answered.
 fn load(reactor: &Reactor, disk: &Arc<Disk>, load: &Arc<Load>, lanes: usize) -> mpsc::Receiver<()> {
     let (sender, done) = mpsc::channel();
     for _ in 0..lanes {
@@ -110,8 +112,12 @@ fn wait_for(what: impl Fn() -> bool) {
 /// How many requests a reactor has done.
 fn served(reactor: &Reactor, disk: &Arc<Disk>) -> Option<u64> {
     let disk = disk.clone();
-    let done = move |served: Rc<Served<Store>>| Some(served.statistics().summary(OpKind::Write)?.requests);
-    reactor.remote.ask(move |handle, reply| reply.send(Served::known(handle, &disk).and_then(done))).flatten()
+    let done =
+        move |served: Rc<Served<Store>>| Some(served.statistics().summary(OpKind::Write)?.requests);
+    reactor
+        .remote
+        .ask(move |handle, reply| reply.send(Served::known(handle, &disk).and_then(done)))
+        .flatten()
 }
 
 #[test]
@@ -179,7 +185,11 @@ fn a_reactor_that_opens_the_disk_behind_a_closed_gate_waits_as_well() {
     written.push_guest(0, 1).unwrap();
     let mut byte = [0];
     written.copy_out(0, &mut byte);
-    assert_eq!(byte, [1], "it was opened on the image of before, and writes to the one that it was exchanged for");
+    assert_eq!(
+        byte,
+        [1],
+        "it was opened on the image of before, and writes to the one that it was exchanged for"
+    );
     drop(other);
 }
 

@@ -1,13 +1,15 @@
-//! Commit: what the topmost image holds goes into the one below it, and the topmost one, empty, stays on top.
+//! Commit: what the topmost image holds goes into the one below it, and the topmost one, empty,
+//! stays on top.
 //!
 //! ```text
 //!   mark what is written ─► copy all ─► copy what was written meanwhile, until little is left
 //!      (gate)                             ─► copy the rest ─► flush below ─► empty the top ─► open both anew
 //!                                              └──────────────── behind the gate ───────────────────┘
 //! ```
-//! What must hold, also at a power cut: the topmost image hides what was changed below, and is emptied only when all that it
-//! had is durable there. Whatever fails before leaves the disk as it was. Reactors read the image below by what they knew of
-//! it before the commit: what that freed is kept for them until they have opened it anew.
+//! What must hold, also at a power cut: the topmost image hides what was changed below, and is
+//! emptied only when all that it had is durable there. Whatever fails before leaves the disk as it
+//! was. Reactors read the image below by what they knew of it before the commit: what that freed is
+//! kept for them until they have opened it anew.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -22,16 +24,19 @@ use crate::dirty::DirtyMap;
 use crate::disk::Disk;
 use crate::served::Served;
 
-/// Passes over what was written meanwhile, while the guest goes on; and how many bytes may be left for behind the gate.
+/// Passes over what was written meanwhile, while the guest goes on; and how many bytes may be left
+/// for behind the gate.
 const PASSES: usize = 6;
 const LITTLE: u64 = 4 << 20;
-/// A guest that writes faster than can be copied is held back for so long at a time, with pauses that become shorter.
+/// A guest that writes faster than can be copied is held back for so long at a time, with pauses
+/// that become shorter.
 const HELD_BACK: Duration = Duration::from_millis(50);
 /// Copies of what was written meanwhile in flight at a time.
 const AT_A_TIME: usize = 8;
 
 impl Disk {
-    /// See the module's page. Nobody else may have the image below open: other overlays on it would see it change.
+    /// See the module's page. Nobody else may have the image below open: other overlays on it would
+    /// see it change.
     pub fn commit(self: &Arc<Self>, work: &Work) -> Result<(), WorkError> {
         let work = work.clone();
         self.work("commit", |worker| worker.commit(work))
@@ -70,7 +75,8 @@ impl Worker {
         done.result
     }
 
-    /// The image below is left as it is to be found. What fails here costs space only: clusters that nothing names.
+    /// The image below is left as it is to be found. What fails here costs space only: clusters
+    /// that nothing names.
     async fn close_lower(&self, lower: &Lower, into: &Image<Store>, read_anew: bool) {
         if !read_anew {
             return;
@@ -139,12 +145,14 @@ impl Commit<'_> {
 
     async fn copy_down(&self, at: u64, len: u64) -> Result<(), Why> {
         let copy = CopyDown::new(at..at + len, 1, self.work.progress.clone());
-        let copied = copy.run(&self.from, self.into, async |_| self.work.check(&self.worker.disk)).await;
+        let copied =
+            copy.run(&self.from, self.into, async |_| self.work.check(&self.worker.disk)).await;
         self.work.go_on(&self.worker.disk)?;
         Ok(copied.map_err(|error| self.wrong(error))?)
     }
 
-    /// One pass over what was written since the last one; or a part of it, if that takes longer than `until`.
+    /// One pass over what was written since the last one; or a part of it, if that takes longer
+    /// than `until`.
     async fn copy_dirty(&self, until: Option<Instant>) -> Result<(), Why> {
         let mut next = 0;
         let parts = std::iter::from_fn(|| {
@@ -164,10 +172,12 @@ impl Commit<'_> {
 
     async fn flush_lower(&self) -> Result<(), Why> {
         let flushed = self.into.flush().await;
-        Ok(flushed.map_err(|e| self.wrong(ImageError::io("image below", None, "flushing it", e)))?)
+        Ok(flushed
+            .map_err(|e| self.wrong(ImageError::io("image below", None, "flushing it", e)))?)
     }
 
-    /// Behind the gate: first what is below, then what lies on top, so that either alone has everything.
+    /// Behind the gate: first what is below, then what lies on top, so that either alone has
+    /// everything.
     async fn make_durable(&self) -> Result<(), Why> {
         self.work.go_on(&self.worker.disk)?;
         self.flush_lower().await?;
@@ -189,7 +199,10 @@ impl Commit<'_> {
         };
         let exchanged = exchanged.await;
         if let Err(e) = &exchanged {
-            tracing::warn!(disk = name, "commit: looking at the image below anew, after it was given up: {e}");
+            tracing::warn!(
+                disk = name,
+                "commit: looking at the image below anew, after it was given up: {e}"
+            );
         }
         Done { result: Err(why), read_anew: exchanged.is_ok() }
     }

@@ -1,14 +1,16 @@
-//! Work on the image of a disk that is being served: what a control thread asks for while a guest goes on.
+//! Work on the image of a disk that is being served: what a control thread asks for while a guest
+//! goes on.
 //!
 //! ```text
 //!   snapshot   the image stays as it is from now on; what is written goes into a new overlay
 //!   commit     what the topmost image has goes into the one below it, and the topmost one stays, empty
 //!   stream     what the images below have is copied into the topmost one, which then stands alone
 //! ```
-//! In: calls, from a thread that is no reactor: they block it until the work is done. Out: the disk, served from another
-//! chain of images, or an error, and the disk as it was.
-//! What must hold: a guest sees the same disk before and after, whatever fails in between, also at a power cut; one work at a
-//! time on a disk; requests are held back only while images are exchanged ([`crate::gate`]), never while data are copied.
+//! In: calls, from a thread that is no reactor: they block it until the work is done. Out: the
+//! disk, served from another chain of images, or an error, and the disk as it was. What must hold:
+//! a guest sees the same disk before and after, whatever fails in between, also at a power cut; one
+//! work at a time on a disk; requests are held back only while images are exchanged
+//! ([`crate::gate`]), never while data are copied.
 
 mod commit;
 mod snapshot;
@@ -29,7 +31,8 @@ use crate::served::Served;
 
 pub use snapshot::SnapshotOptions;
 
-/// A work on a disk, for who wants to know how far it is, or to end it: shared with the thread that does it.
+/// A work on a disk, for who wants to know how far it is, or to end it: shared with the thread that
+/// does it.
 #[derive(Clone, Debug, Default)]
 pub struct Work {
     progress: Arc<Progress>,
@@ -42,7 +45,8 @@ impl Work {
         &self.progress
     }
 
-    /// Ends it soon, with [`Why::Cancelled`]; the disk stays as it was. Once the images are being exchanged it is too late.
+    /// Ends it soon, with [`Why::Cancelled`]; the disk stays as it was. Once the images are being
+    /// exchanged it is too late.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::SeqCst);
     }
@@ -120,7 +124,8 @@ impl Disk {
             Err(TryLockError::Poisoned(e)) => PoisonError::into_inner(e),
             Ok(turn) => turn,
         };
-        // Looked at behind the lock: whoever ends the disk sets this first, and then waits for the lock.
+        // Looked at behind the lock: whoever ends the disk sets this first, and then waits for the
+        // lock.
         if self.has_ended() { Err(Why::Ended) } else { Ok(turn) }
     }
 }
@@ -145,13 +150,15 @@ impl Worker {
         }
     }
 
-    /// The disk on this thread; no guest's requests come here, and it is not asked when the gate is closed.
+    /// The disk on this thread; no guest's requests come here, and it is not asked when the gate is
+    /// closed.
     fn served(&self, source: &Source) -> Result<Rc<Served<Store>>, Why> {
         let served = Served::apart(&self.handle, &self.disk, source);
         Ok(Rc::new(served.map_err(|e| Why::Gate(GateError::Reactor(e)))?))
     }
 
-    /// Makes durable what the guests have written; a failure poisons the disk, as that of a guest's own flush does.
+    /// Makes durable what the guests have written; a failure poisons the disk, as that of a guest's
+    /// own flush does.
     async fn settle(&self, served: &Served<Store>) -> Result<(), Why> {
         let settled = served.settle().await;
         still_good(&self.disk)?;

@@ -1,8 +1,10 @@
-//! External snapshot: from now on the disk is written to a new overlay, and its image of today stays as it is.
+//! External snapshot: from now on the disk is written to a new overlay, and its image of today
+//! stays as it is.
 //!
-//! What must hold: every write that was answered before is in the old image, and durable there; every later one goes to the
-//! overlay. A failure, or a power cut, leaves the old image, complete, and at most an overlay with nothing in it. Before the
-//! first write to the overlay the old image records which overlay lies on it ([`GrownChain::record`]).
+//! What must hold: every write that was answered before is in the old image, and durable there;
+//! every later one goes to the overlay. A failure, or a power cut, leaves the old image, complete,
+//! and at most an overlay with nothing in it. Before the first write to the overlay the old image
+//! records which overlay lies on it ([`GrownChain::record`]).
 //!
 //! [`GrownChain::record`]: blockyard_image::GrownChain::record
 
@@ -18,12 +20,15 @@ use crate::disk::Disk;
 /// The overlay to be.
 #[derive(Clone, Debug)]
 pub struct SnapshotOptions {
-    /// Where: there may be no such file yet. The images below must lie in its folder, or in the disk's backing folders.
+    /// Where: there may be no such file yet. The images below must lie in its folder, or in the
+    /// disk's backing folders.
     pub overlay: PathBuf,
-    /// How it is laid out; its size and backing file follow from the disk. None: as `blockyard image create -b` does it.
+    /// How it is laid out; its size and backing file follow from the disk. None: as `blockyard
+    /// image create -b` does it.
     pub shape: Option<CreateOptions>,
-    /// Go on if the image below cannot record its overlay (a block device, an NBD export, a file system without extended
-    /// attributes). Nothing then stops a later start that names that image from writing beneath the overlay.
+    /// Go on if the image below cannot record its overlay (a block device, an NBD export, a file
+    /// system without extended attributes). Nothing then stops a later start that names that image
+    /// from writing beneath the overlay.
     pub unrecorded: bool,
 }
 
@@ -54,7 +59,9 @@ impl Worker {
             still_good(&self.disk)?;
         }
         match new.record() {
-            Err(e) if options.unrecorded => tracing::warn!(disk = self.disk.name(), "snapshot: {e}"),
+            Err(e) if options.unrecorded => {
+                tracing::warn!(disk = self.disk.name(), "snapshot: {e}")
+            }
             recorded => recorded?,
         }
         gate.exchange(&Source::Chain(new.chain().clone()), None)?;

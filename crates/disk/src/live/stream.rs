@@ -1,7 +1,8 @@
 //! Stream: the topmost image gets what it has not from those below, and then stands alone.
 //!
-//! What must hold: the image names its backing file until it has all of the disk, durably. Whatever happens before is copying
-//! up, as a guest's own writes do it: a power cut, or cancelling, leaves the chain as it was, with fuller images.
+//! What must hold: the image names its backing file until it has all of the disk, durably. Whatever
+//! happens before is copying up, as a guest's own writes do it: a power cut, or cancelling, leaves
+//! the chain as it was, with fuller images.
 
 use std::sync::Arc;
 

@@ -4,10 +4,11 @@
 //!   batch   read 0+4k   read 4k+4k   read 8k+8k   write 0+4k   read 16k+4k        offset + length
 //!           └──────── a run: read 0+16k ──────┘   └ by itself  └ by itself
 //! ```
-//! In: requests in the order they were taken. A run is what stands side by side there and on the disk: nothing is put
-//! before or after anything else. Out: each one's own answer, and its own place in the statistics.
-//! What must hold: no request fails that would not have failed by itself. So each is admitted for itself, and when the
-//! one operation fails, each is done again for itself: one bad sector is one bad request.
+//! In: requests in the order they were taken. A run is what stands side by side there and on the
+//! disk: nothing is put before or after anything else. Out: each one's own answer, and its own
+//! place in the statistics. What must hold: no request fails that would not have failed by itself.
+//! So each is admitted for itself, and when the one operation fails, each is done again for itself:
+//! one bad sector is one bad request.
 
 use std::future::{Future, poll_fn};
 use std::task::Poll;
@@ -19,14 +20,15 @@ use blockyard_storage::Storage;
 use super::{Served, View};
 use crate::request::{Finished, Op, Request, Token};
 
-/// Bytes of a run, at most: data of that length cost far more than their operation does, so a longer one gains nothing, and
-/// its first request waits for its last.
+/// Bytes of a run, at most: data of that length cost far more than their operation does, so a
+/// longer one gains nothing, and its first request waits for its last.
 const MOST_BYTES: u64 = 1 << 20;
-/// Entries of a run's iovec, at most: 1 MiB in pages of 4 KiB, and as many again for data that lie across pages. The kernel
-/// takes 1024 (IOV_MAX).
+/// Entries of a run's iovec, at most: 1 MiB in pages of 4 KiB, and as many again for data that lie
+/// across pages. The kernel takes 1024 (IOV_MAX).
 const MOST_PIECES: usize = 512;
 
-/// Requests that one operation does, and what is theirs afterwards. Used again: its vectors keep their room.
+/// Requests that one operation does, and what is theirs afterwards. Used again: its vectors keep
+/// their room.
 pub struct Run<T: Token> {
     parts: Vec<Request<T>>,
     finished: Vec<Finished<T>>,
@@ -82,12 +84,15 @@ fn count<T: Token>(batch: &[Request<T>]) -> usize {
 }
 
 impl<S: Storage> Served<S> {
-    /// How many requests at the head of a batch are for one [`Run`]; 1: the first is to be served by itself.
+    /// How many requests at the head of a batch are for one [`Run`]; 1: the first is to be served
+    /// by itself.
     #[inline]
     pub fn neighbours<T: Token>(&self, batch: &[Request<T>]) -> usize {
         match batch {
             // Filters are there to be seen: each request meets them by itself.
-            [first, second, ..] if side_by_side(first, second) && self.disk.options().filters.is_empty() => {
+            [first, second, ..]
+                if side_by_side(first, second) && self.disk.options().filters.is_empty() =>
+            {
                 count(batch)
             }
             _ => batch.len().min(1),
@@ -96,7 +101,8 @@ impl<S: Storage> Served<S> {
 
     /// Does what the requests of a run ask, by one operation if that goes well.
     pub async fn serve_run<T: Token>(&self, run: &mut Run<T>) {
-        let (op, offset) = run.parts.first().map_or((Op::Flush, 0), |first| (first.op, first.offset));
+        let (op, offset) =
+            run.parts.first().map_or((Op::Flush, 0), |first| (first.op, first.offset));
         let good = run.parts.iter().all(|part| self.admit(part).is_ok());
         let len = if good { run.parts.iter().map(|part| part.len).sum() } else { 0 };
         let entered = self.enter_for(op, offset, len, run.parts.len() as u32).await;
@@ -121,11 +127,15 @@ impl<S: Storage> Served<S> {
         let Some(first) = run.parts.first() else { return false };
         let (op, offset) = (first.op, first.offset);
         let mut together = std::mem::take(&mut run.together);
-        let joined = run.parts.iter().all(|part| self.admit(part).is_ok() && together.append(&part.segments));
+        let joined = run
+            .parts
+            .iter()
+            .all(|part| self.admit(part).is_ok() && together.append(&part.segments));
         let mut done = false;
         if joined {
             let result;
-            (together, result) = self.perform(view, op, offset, together.len() as u64, together).await;
+            (together, result) =
+                self.perform(view, op, offset, together.len() as u64, together).await;
             done = result.is_ok();
         }
         together.release();
@@ -136,7 +146,8 @@ impl<S: Storage> Served<S> {
     /// Each by itself, all at once: where a device takes its time to fail, they take it together.
     async fn serve_each<T: Token>(&self, view: &View<S>, run: &mut Run<T>) {
         let Run { parts, finished, .. } = run;
-        let mut left: Vec<_> = parts.drain(..).map(|part| Box::pin(self.serve_in(view, part))).collect();
+        let mut left: Vec<_> =
+            parts.drain(..).map(|part| Box::pin(self.serve_in(view, part))).collect();
         poll_fn(|cx| {
             left.retain_mut(|part| match part.as_mut().poll(cx) {
                 Poll::Ready(done) => {

@@ -1,4 +1,5 @@
-//! What a disk answers, request by request: on a simulated disk whose errors are made, and on a file that is resized.
+//! What a disk answers, request by request: on a simulated disk whose errors are made, and on a
+//! file that is resized.
 
 use super::*;
 use std::cell::Cell;
@@ -56,13 +57,23 @@ const POISONED: Status = Err(Failure::Poisoned);
 fn ranges_end_at_the_capacity_and_do_not_wrap() {
     let (sim, served) = simulated(options());
     run(async move {
-        for op in [Op::Read, WRITE, Op::Discard, Op::WriteZeroes { unmap: true, fua: false, fast: false }] {
+        for op in
+            [Op::Read, WRITE, Op::Discard, Op::WriteZeroes { unmap: true, fua: false, fast: false }]
+        {
             assert_eq!(ask(&served, op, CAPACITY - 512, 512).await, Ok(()));
             let before = sim.trace().len();
             for offset in [CAPACITY - 511, CAPACITY, u64::MAX - 511, u64::MAX] {
-                assert_eq!(ask(&served, op, offset, 512).await, Err(Failure::OutOfRange), "{op:?} {offset}");
+                assert_eq!(
+                    ask(&served, op, offset, 512).await,
+                    Err(Failure::OutOfRange),
+                    "{op:?} {offset}"
+                );
             }
-            assert_eq!(ask(&served, op, CAPACITY, 0).await, Ok(()), "nothing at the end is nothing");
+            assert_eq!(
+                ask(&served, op, CAPACITY, 0).await,
+                Ok(()),
+                "nothing at the end is nothing"
+            );
             assert_eq!(sim.trace().len(), before);
         }
     });
@@ -72,7 +83,9 @@ fn ranges_end_at_the_capacity_and_do_not_wrap() {
 fn a_read_only_disk_reads_and_flushes() {
     let (sim, served) = simulated(DiskOptions { read_only: true, ..options() });
     run(async move {
-        for op in [WRITE, DURABLE, Op::Discard, Op::WriteZeroes { unmap: false, fua: true, fast: false }] {
+        for op in
+            [WRITE, DURABLE, Op::Discard, Op::WriteZeroes { unmap: false, fua: true, fast: false }]
+        {
             assert_eq!(ask(&served, op, 0, 512).await, Err(Failure::ReadOnly));
         }
         assert_eq!(ask(&served, Op::Flush, 0, 0).await, Ok(()));
@@ -100,7 +113,11 @@ fn a_failed_sync_poisons_whoever_asked_for_it() {
         sim.fail(Fault::new(SimOp::Sync, 5));
         run(async move {
             assert_eq!(ask(&served, WRITE, 0, 512).await, Ok(()));
-            assert_eq!(ask(&served, op, 0, if op == Op::Flush { 0 } else { 512 }).await, POISONED, "{op:?}");
+            assert_eq!(
+                ask(&served, op, 0, if op == Op::Flush { 0 } else { 512 }).await,
+                POISONED,
+                "{op:?}"
+            );
             for later in [WRITE, DURABLE, Op::Discard, op] {
                 assert_eq!(ask(&served, later, 0, 512).await, POISONED, "{later:?} after {op:?}");
             }
@@ -111,7 +128,8 @@ fn a_failed_sync_poisons_whoever_asked_for_it() {
     }
 }
 
-/// A durable write ends in a flush of the device: it may be told of what others have lost, and nobody again.
+/// A durable write ends in a flush of the device: it may be told of what others have lost, and
+/// nobody again.
 #[test]
 fn a_failed_durable_write_poisons_when_others_may_be_lost_with_it() {
     let cases = [
@@ -132,7 +150,11 @@ fn a_failed_durable_write_poisons_when_others_may_be_lost_with_it() {
             }
             sim.fail(Fault::new(SimOp::Write, errno));
             assert!(ask(&served, DURABLE, 512, 512).await.is_err());
-            assert_eq!(ask(&served, Op::Flush, 0, 0).await, later, "{before:?}, then error {errno}");
+            assert_eq!(
+                ask(&served, Op::Flush, 0, 0).await,
+                later,
+                "{before:?}, then error {errno}"
+            );
         });
     }
     // What is flushed is safe whatever follows.
@@ -146,7 +168,8 @@ fn a_failed_durable_write_poisons_when_others_may_be_lost_with_it() {
     });
 }
 
-/// In the page cache durable writes share syncs, and never sync beside one another: a lost page is told only once.
+/// In the page cache durable writes share syncs, and never sync beside one another: a lost page is
+/// told only once.
 #[test]
 fn in_the_page_cache_durable_writes_share_one_sync_and_its_failure() {
     // What goes wrong, what the writes are told, and what a later flush is.
@@ -160,7 +183,8 @@ fn in_the_page_cache_durable_writes_share_one_sync_and_its_failure() {
         let disk = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
         fault.into_iter().for_each(|fault| disk.fail(fault));
         let raw = Raw::on(disk.clone(), Alignment { memory_align: 1, offset_align: 1 });
-        let served = Rc::new(Served::new(Arc::new(Disk::new(options(), source)), Backend::Raw(raw), None));
+        let served =
+            Rc::new(Served::new(Arc::new(Disk::new(options(), source)), Backend::Raw(raw), None));
         let sim = Sim::new(1);
         let writes: Vec<_> = (0..8)
             .map(|sector| {
@@ -177,7 +201,11 @@ fn in_the_page_cache_durable_writes_share_one_sync_and_its_failure() {
             answers
         });
         assert_eq!(answers.unwrap(), [vec![told; 8], vec![later]].concat());
-        let syncs = disk.trace().iter().filter(|t| t.kind == SimOp::Sync && t.phase == Phase::Started).count();
+        let syncs = disk
+            .trace()
+            .iter()
+            .filter(|t| t.kind == SimOp::Sync && t.phase == Phase::Started)
+            .count();
         assert!(syncs < 8, "{syncs} syncs for 8 writes and a flush");
         std::fs::remove_file(&path).unwrap();
     }
@@ -186,7 +214,8 @@ fn in_the_page_cache_durable_writes_share_one_sync_and_its_failure() {
 /// A file opened without O_DIRECT.
 fn cached_file(len: u64) -> (PathBuf, Source) {
     static NEXT: AtomicU64 = AtomicU64::new(0);
-    let name = format!("blockyard-served-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+    let name =
+        format!("blockyard-served-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
     let path = std::env::temp_dir().join(name);
     std::fs::File::create(&path).unwrap().set_len(len).unwrap();
     let open = OpenOptions::new(&path, false, CacheMode::Writeback);
@@ -200,7 +229,9 @@ fn errors_are_told_in_the_guest_s_terms() {
     run(async move {
         let cases = [(SimOp::Read, Op::Read), (SimOp::Write, WRITE), (SimOp::Discard, Op::Discard)];
         for (kind, op) in cases {
-            for (errno, failure) in [(5, Failure::Io), (28, Failure::NoSpace), (122, Failure::NoSpace)] {
+            for (errno, failure) in
+                [(5, Failure::Io), (28, Failure::NoSpace), (122, Failure::NoSpace)]
+            {
                 sim.fail(Fault::new(kind, errno));
                 assert_eq!(ask(&served, op, 0, 512).await, Err(failure), "{op:?}, error {errno}");
                 assert_eq!(ask(&served, op, 0, 512).await, Ok(()));
@@ -210,9 +241,15 @@ fn errors_are_told_in_the_guest_s_terms() {
         sim.fail(Fault::new(SimOp::Discard, io::ErrorKind::Unsupported));
         sim.fail(Fault::new(SimOp::Zero, io::ErrorKind::Unsupported));
         assert_eq!(ask(&served, Op::Discard, 0, 512).await, Ok(()));
-        assert_eq!(ask(&served, Op::WriteZeroes { unmap: true, fua: true, fast: false }, 0, 512).await, Ok(()));
+        assert_eq!(
+            ask(&served, Op::WriteZeroes { unmap: true, fua: true, fast: false }, 0, 512).await,
+            Ok(())
+        );
         let sums = served.statistics();
-        assert_eq!(sums.summary(OpKind::Write).map(|s| (s.requests, s.errors, s.bytes)), Some((6, 3, 1536)));
+        assert_eq!(
+            sums.summary(OpKind::Write).map(|s| (s.requests, s.errors, s.bytes)),
+            Some((6, 3, 1536))
+        );
     });
 }
 
@@ -228,7 +265,11 @@ fn a_resized_file_is_a_resized_disk() {
         .block_on(async move {
             let served = Served::local(&handle, &shared).unwrap();
             assert_eq!(ask(&served, WRITE, 512, 512).await, Ok(()));
-            assert_eq!(shared.refresh_capacity().unwrap(), None, "the file has grown to its sector, the disk has not");
+            assert_eq!(
+                shared.refresh_capacity().unwrap(),
+                None,
+                "the file has grown to its sector, the disk has not"
+            );
             file.set_len(4097).unwrap();
             assert_eq!(ask(&served, Op::Read, 1024, 512).await, Err(Failure::OutOfRange));
             assert_eq!(shared.refresh_capacity().unwrap(), Some(4608));
@@ -241,20 +282,27 @@ fn a_resized_file_is_a_resized_disk() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// A file system without a way to zero a range writes the zeroes. They cost what they cost, whatever was discarded before.
+/// A file system without a way to zero a range writes the zeroes. They cost what they cost,
+/// whatever was discarded before.
 #[test]
 fn what_is_discarded_pays_for_no_other_work() {
     const LEN: u64 = 64 << 20;
     const ZEROES: u64 = 8 << 20;
     for discards in [0, 1, 10] {
         // tmpfs punches holes, and knows no FALLOC_FL_ZERO_RANGE.
-        let path = PathBuf::from(format!("/dev/shm/blockyard-served-{}-{discards}", std::process::id()));
+        let path =
+            PathBuf::from(format!("/dev/shm/blockyard-served-{}-{discards}", std::process::id()));
         std::fs::File::create(&path).unwrap().set_len(LEN).unwrap();
         let open = OpenOptions::new(&path, false, CacheMode::Writeback);
         let source = Source::File(Arc::new(ImageFile::open(&open).unwrap()));
         let host = blockyard_sched::Host::default();
-        let share =
-            || host.share(Some(("d", &blockyard_sched::Means::FLASH)), None, &blockyard_sched::Knobs::default());
+        let share = || {
+            host.share(
+                Some(("d", &blockyard_sched::Means::FLASH)),
+                None,
+                &blockyard_sched::Knobs::default(),
+            )
+        };
         let (disk, neighbour) = (Arc::new(Disk::sharing(options(), source, share())), share());
         let executor = Executor::new().unwrap();
         let (handle, shared) = (executor.handle().clone(), disk.clone());
@@ -268,15 +316,26 @@ fn what_is_discarded_pays_for_no_other_work() {
                 assert_eq!(ask(&served, zeroes, 0, ZEROES).await, Ok(()));
             })
             .unwrap();
-        let written = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&path).unwrap()) * 512;
+        let written =
+            std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&path).unwrap()) * 512;
         std::fs::remove_file(&path).unwrap();
-        assert!(written >= ZEROES, "this file system zeroes without writing: {written} bytes are allocated");
+        assert!(
+            written >= ZEROES,
+            "this file system zeroes without writing: {written} bytes are allocated"
+        );
         // A look at the device, much later, sums up.
-        let read =
-            blockyard_sched::Operation { kind: blockyard_sched::Kind::Read, bytes: 0, sequential: false, requests: 1 };
+        let read = blockyard_sched::Operation {
+            kind: blockyard_sched::Kind::Read,
+            bytes: 0,
+            sequential: false,
+            requests: 1,
+        };
         neighbour.ask(turnstile::sched_time() + 60_000_000_000, &read).unwrap();
         let cost = neighbour.device().unwrap().costs().write_per_mib * (ZEROES >> 20);
         let used = disk.share().figures().used;
-        assert!(used >= cost, "after {discards} discards {ZEROES} bytes of zeroes cost {used} ns, of {cost}");
+        assert!(
+            used >= cost,
+            "after {discards} discards {ZEROES} bytes of zeroes cost {used} ns, of {cost}"
+        );
     }
 }

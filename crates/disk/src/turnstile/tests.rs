@@ -8,7 +8,8 @@ use blockyard_sched::{Host, Knobs, Limit, Limits, Means};
 
 use super::*;
 
-const WRITE: Operation = Operation { kind: Kind::Write, bytes: 1 << 30, sequential: false, requests: 1 };
+const WRITE: Operation =
+    Operation { kind: Kind::Write, bytes: 1 << 30, sequential: false, requests: 1 };
 
 /// A disk with a limit of a byte a second, and the requests that have passed.
 struct Stage {
@@ -59,7 +60,11 @@ fn a_drain_lets_pass_what_stands_in_line_and_nothing_that_comes_later() {
         assert_eq!(stage.come(3).await, [1], "the limit lets one pass");
         stage.turnstile.drain();
         assert_eq!(stage.passed().await, [1, 2, 3]);
-        assert_eq!(stage.come(2).await, [1, 2, 3], "the drain is not over, and what comes waits all the same");
+        assert_eq!(
+            stage.come(2).await,
+            [1, 2, 3],
+            "the drain is not over, and what comes waits all the same"
+        );
         assert!(stage.turnstile.held_back().is_some(), "what passed is owed");
         stage.turnstile.drain();
         assert_eq!(stage.passed().await, [1, 2, 3, 4, 5]);
@@ -85,7 +90,10 @@ fn a_line_that_is_left_counts_no_more() {
         assert!(stage.turnstile.held_back().is_none());
         let number = stage.turnstile.arrive();
         drop(stage.turnstile.enter(&WRITE, number).await);
-        assert!(stage.turnstile.held_back().is_none(), "one operation that passed in its time is no debt");
+        assert!(
+            stage.turnstile.held_back().is_none(),
+            "one operation that passed in its time is no debt"
+        );
         let number = stage.turnstile.arrive();
         let mut waiting = Box::pin(stage.turnstile.enter(&WRITE, number));
         assert!(poll_fn(|cx| Poll::Ready(waiting.as_mut().poll(cx).is_pending())).await);
@@ -95,12 +103,14 @@ fn a_line_that_is_left_counts_no_more() {
     });
 }
 
-/// Of streams that take turns each is sequential on flash. The heads of a rotational device seek between them.
+/// Of streams that take turns each is sequential on flash. The heads of a rotational device seek
+/// between them.
 #[test]
 fn streams_that_take_turns_are_no_sequential_ones_on_a_rotational_device() {
     for (means, several) in [(Means::FLASH, true), (Means::ROTATIONAL, false)] {
         let host = Host::default();
-        let turnstile = Turnstile::new(host.share(Some(("d", &means)), None, &Knobs::default()), None, false);
+        let turnstile =
+            Turnstile::new(host.share(Some(("d", &means)), None, &Knobs::default()), None, false);
         let follows = |at: u64| turnstile.operation(Op::Read, at, 4096, 1).sequential;
         let first = 1 << 20;
         assert!(!follows(first));

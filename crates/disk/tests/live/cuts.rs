@@ -1,9 +1,11 @@
-//! Power cuts of a disk under load whose images are exchanged: snapshot, commit and stream, as the program runs them, on real
-//! files with a journal. At each cut the files are put together as the power may have left them, and are judged.
+//! Power cuts of a disk under load whose images are exchanged: snapshot, commit and stream, as the
+//! program runs them, on real files with a journal. At each cut the files are put together as the
+//! power may have left them, and are judged.
 //!
-//! What must hold at each cut: the image that is named at the start, or the overlay that its record names, opens for
-//! writing; each image of the chain is sound; the disk holds every write that an acknowledged flush covered.
-//! `BLOCKYARD_CUTS=N` makes as many cuts. Threads do not repeat themselves: a seed tells what is done, not when.
+//! What must hold at each cut: the image that is named at the start, or the overlay that its record
+//! names, opens for writing; each image of the chain is sound; the disk holds every write that an
+//! acknowledged flush covered. `BLOCKYARD_CUTS=N` makes as many cuts. Threads do not repeat
+//! themselves: a seed tells what is done, not when.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -114,7 +116,8 @@ impl Life {
             self.work();
         }
         stop.store(true, Ordering::SeqCst);
-        (0..LANES * self.reactors.len() as u64).for_each(|_| ended.recv().expect("a lane has failed"));
+        (0..LANES * self.reactors.len() as u64)
+            .for_each(|_| ended.recv().expect("a lane has failed"));
         close(&self.disk, &self.reactors);
     }
 
@@ -129,7 +132,12 @@ impl Life {
                 let overlay = self.scratch.path(&format!("{}.qcow2", self.overlays));
                 let cluster_size = *self.rng.pick(&[512, 4096, 16384]);
                 let shape = CreateOptions { cluster_size, ..CreateOptions::new(0) };
-                self.disk.snapshot(&SnapshotOptions { shape: Some(shape), ..SnapshotOptions::new(overlay) }).unwrap();
+                self.disk
+                    .snapshot(&SnapshotOptions {
+                        shape: Some(shape),
+                        ..SnapshotOptions::new(overlay)
+                    })
+                    .unwrap();
             }
         }
     }
@@ -160,7 +168,9 @@ impl Life {
     fn start(&self, left: &[LeftFile]) -> Result<Vec<u8>, String> {
         let scratch = Scratch::new("left");
         let mut top = self.scratch.path(self.base);
-        while let Some(overlay) = left.iter().find(|file| file.path == top).and_then(|file| file.note.clone()) {
+        while let Some(overlay) =
+            left.iter().find(|file| file.path == top).and_then(|file| file.note.clone())
+        {
             top = overlay;
         }
         for file in left {
@@ -169,16 +179,21 @@ impl Life {
         let path = scratch.path(&name(&top));
         let options = ChainOptions { cache: CacheMode::Writeback, ..ChainOptions::new(&path) };
         let chain = Chain::open(&options).map_err(|e| e.to_string())?;
-        let files: Vec<PathBuf> = chain.layers().iter().map(|layer| layer.file.path().into()).collect();
-        let qcow2 = chain.layers().iter().map(|layer| layer.format == Format::Qcow2).collect::<Vec<_>>();
+        let files: Vec<PathBuf> =
+            chain.layers().iter().map(|layer| layer.file.path().into()).collect();
+        let qcow2 =
+            chain.layers().iter().map(|layer| layer.format == Format::Qcow2).collect::<Vec<_>>();
         let executor = Executor::new().unwrap();
         let image = chain.image(executor.handle()).unwrap();
-        let read = executor.block_on(async move { image.read(Segments::buffer(SIZE as usize), 0).await }).unwrap();
+        let read = executor
+            .block_on(async move { image.read(Segments::buffer(SIZE as usize), 0).await })
+            .unwrap();
         let (segments, result) = read;
         result.map_err(|e| e.to_string())?;
         drop(chain);
         for (file, _) in files.iter().zip(qcow2).filter(|(_, qcow2)| *qcow2) {
-            let report = on_file(file, true, async |raw| check(&raw, None, Repair::No).await).unwrap();
+            let report =
+                on_file(file, true, async |raw| check(&raw, None, Repair::No).await).unwrap();
             if report.corruptions > 0 || report.check_errors > 0 {
                 return Err(format!("{} is corrupt: {:?}", file.display(), report.findings));
             }
@@ -245,7 +260,10 @@ impl Lane {
         let len = self.rng.between(1, most).min(sectors - first) * SECTOR;
         let (at, fua) = (first * SECTOR, self.rng.one_in(6));
         let (op, data) = match self.rng.below(8) {
-            0 => (Op::WriteZeroes { unmap: self.rng.one_in(2), fua, fast: false }, vec![0; len as usize]),
+            0 => (
+                Op::WriteZeroes { unmap: self.rng.one_in(2), fua, fast: false },
+                vec![0; len as usize],
+            ),
             _ => (Op::Write { fua }, pattern(self.rng.next_u64(), at, len as usize)),
         };
         self.record.mark(Event::Write { request, at, data: data.clone() });
@@ -256,7 +274,8 @@ impl Lane {
 
 #[test]
 fn a_power_cut_leaves_the_chain_of_before_or_that_of_after() {
-    let cuts = std::env::var("BLOCKYARD_CUTS").map_or(CUTS, |text| text.parse().expect("BLOCKYARD_CUTS is a number"));
+    let cuts = std::env::var("BLOCKYARD_CUTS")
+        .map_or(CUTS, |text| text.parse().expect("BLOCKYARD_CUTS is a number"));
     for seed in 0..cuts.div_ceil(CUTS_OF_A_LIFE) {
         let mut life = Life::new(seed);
         life.run();

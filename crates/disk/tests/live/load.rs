@@ -1,7 +1,8 @@
 //! Reactors, and verified load on them that goes on while the images below it are exchanged.
 //!
-//! Sectors are dealt out to lanes in stripes, so that many lanes share clusters and no two share a sector: each knows what its
-//! own sectors hold, and every read is judged by that. What an answered flush covers is noted, too.
+//! Sectors are dealt out to lanes in stripes, so that many lanes share clusters and no two share a
+//! sector: each knows what its own sectors hold, and every read is judged by that. What an answered
+//! flush covers is noted, too.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -99,7 +100,8 @@ impl Token for Answer {
 pub async fn ask(served: &Served<Store>, op: Op, at: u64, bytes: Vec<u8>) -> Answered {
     let answer = Rc::new(RefCell::default());
     let (len, segments) = (bytes.len() as u64, Segments::from_bytes(&bytes));
-    let segments = if matches!(op, Op::Read | Op::Write { .. }) { segments } else { Segments::default() };
+    let segments =
+        if matches!(op, Op::Read | Op::Write { .. }) { segments } else { Segments::default() };
     let request = Request::new(op, at, len, segments, Instant::now(), Answer(answer.clone()));
     served.serve(request).await.answer();
     answer.take().pop().expect("answered")
@@ -166,7 +168,8 @@ impl Lane {
         let unmap = self.rng.one_in(2);
         match self.rng.below(16) {
             0 => {
-                self.done(Op::WriteZeroes { unmap, fua: unmap, fast: false }, at, vec![0; len]).await;
+                self.done(Op::WriteZeroes { unmap, fua: unmap, fast: false }, at, vec![0; len])
+                    .await;
                 self.known.set(at, &vec![0; len]);
             }
             1 => {
@@ -194,7 +197,11 @@ impl Lane {
         let found = self.done(Op::Read, at, vec![0xee; len]).await;
         let expected = self.known.bytes(at, len);
         if let Some(wrong) = found.chunks(512).zip(expected.chunks(512)).position(|(a, b)| a != b) {
-            panic!("lane {}: sector {} is not as it was written", self.number, at as usize / 512 + wrong);
+            panic!(
+                "lane {}: sector {} is not as it was written",
+                self.number,
+                at as usize / 512 + wrong
+            );
         }
     }
 }

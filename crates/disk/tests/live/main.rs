@@ -1,5 +1,5 @@
-//! Work on the image of a disk that is being served: snapshots and streams under load, over several reactors; what goes
-//! wrong; and what the host's files are afterwards, judged by QEMU.
+//! Work on the image of a disk that is being served: snapshots and streams under load, over several
+//! reactors; what goes wrong; and what the host's files are afterwards, judged by QEMU.
 
 mod cuts;
 mod load;

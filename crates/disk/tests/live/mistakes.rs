@@ -1,4 +1,5 @@
-//! What cannot be done, what is cancelled, what the host refuses: the disk goes on as it was, and says why.
+//! What cannot be done, what is cancelled, what the host refuses: the disk goes on as it was, and
+//! says why.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -43,7 +44,16 @@ impl Fixture {
         if full {
             known = random(size, 2);
             std::fs::write(scratch.path("other.raw"), &known).unwrap();
-            qemu_img(&["convert", "-n", "-f", "raw", "-O", "qcow2", &scratch.name("other.raw"), &top]);
+            qemu_img(&[
+                "convert",
+                "-n",
+                "-f",
+                "raw",
+                "-O",
+                "qcow2",
+                &scratch.name("other.raw"),
+                &top,
+            ]);
         }
         let (disk, reactors) = (scratch.disk("top.qcow2"), [Reactor::start(), Reactor::start()]);
         let load = Load::start(&reactors, &disk, 1, &known);
@@ -83,14 +93,19 @@ fn an_overlay_that_cannot_be_made_is_not_there_and_the_disk_goes_on() {
     ];
     for (overlay, what) in cases {
         let error = snapshot(disk, scratch.path(overlay)).unwrap_err().to_string();
-        assert!(error.starts_with("disk live: snapshot: image ") && error.contains(overlay), "{error}");
+        assert!(
+            error.starts_with("disk live: snapshot: image ") && error.contains(overlay),
+            "{error}"
+        );
         assert!(error.contains(what), "{error}");
     }
     assert_eq!(std::fs::read(scratch.path("there.qcow2")).unwrap(), b"somebody's");
     assert!(!scratch.path("other/new.qcow2").exists());
     // One that fails when the file is there already, but no image yet.
-    let shape =
-        blockyard_image::qcow2::CreateOptions { cluster_size: 100, ..blockyard_image::qcow2::CreateOptions::new(0) };
+    let shape = blockyard_image::qcow2::CreateOptions {
+        cluster_size: 100,
+        ..blockyard_image::qcow2::CreateOptions::new(0)
+    };
     let overlay = scratch.path("odd.qcow2");
     let error = disk
         .snapshot(&SnapshotOptions { shape: Some(shape), ..SnapshotOptions::new(overlay) })
@@ -124,11 +139,22 @@ fn an_image_below_that_is_too_small_is_not_committed_into() {
     let (scratch, reactors) = (&fixture.scratch, [Reactor::start()]);
     std::fs::write(scratch.path("small.raw"), vec![1; SIZE / 2]).unwrap();
     let size = SIZE.to_string();
-    qemu_img(&["create", "-f", "qcow2", "-b", "small.raw", "-F", "raw", &scratch.name("larger.qcow2"), &size]);
+    qemu_img(&[
+        "create",
+        "-f",
+        "qcow2",
+        "-b",
+        "small.raw",
+        "-F",
+        "raw",
+        &scratch.name("larger.qcow2"),
+        &size,
+    ]);
     let disk = scratch.disk("larger.qcow2");
     let error = disk.commit(&Work::default()).unwrap_err().to_string();
     assert!(error.contains("enlarge it first"), "{error}");
-    let (status, bytes) = reactors[0].on(&disk, async |served| ask(&served, Op::Read, 0, vec![0; 512]).await);
+    let (status, bytes) =
+        reactors[0].on(&disk, async |served| ask(&served, Op::Read, 0, vec![0; 512]).await);
     assert_eq!((status, bytes[0]), (Ok(()), 1));
     close(&disk, &reactors);
     fixture.end();
@@ -209,15 +235,20 @@ fn a_disk_that_lost_a_flush_is_left_alone() {
     let scratch = Scratch::new("poisoned");
     std::fs::write(scratch.path("base.raw"), vec![0; SIZE]).unwrap();
     let filter = "error:flush=1".parse().unwrap();
-    let (disk, reactors) =
-        (scratch.disk_with("base.raw", |options| options.filters = vec![filter]), [Reactor::start()]);
-    let (status, _) = reactors[0].on(&disk, async |served| ask(&served, WRITE, 0, vec![1; 512]).await);
+    let (disk, reactors) = (
+        scratch.disk_with("base.raw", |options| options.filters = vec![filter]),
+        [Reactor::start()],
+    );
+    let (status, _) =
+        reactors[0].on(&disk, async |served| ask(&served, WRITE, 0, vec![1; 512]).await);
     assert_eq!(status, Ok(()));
     let error = snapshot(&disk, scratch.path("new.qcow2")).unwrap_err().to_string();
     assert!(error.contains("flush"), "{error}");
     assert!(!scratch.path("new.qcow2").exists(), "the overlay of a snapshot that failed stays");
-    let (status, _) = reactors[0].on(&disk, async |served| ask(&served, Op::Flush, 0, Vec::new()).await);
+    let (status, _) =
+        reactors[0].on(&disk, async |served| ask(&served, Op::Flush, 0, Vec::new()).await);
     assert_eq!(status, Err(Failure::Io), "the filter's error, and the disk goes on");
-    let (status, _) = reactors[0].on(&disk, async |served| ask(&served, WRITE, 0, vec![2; 512]).await);
+    let (status, _) =
+        reactors[0].on(&disk, async |served| ask(&served, WRITE, 0, vec![2; 512]).await);
     assert_eq!(status, Ok(()));
 }

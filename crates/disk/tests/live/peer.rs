@@ -16,7 +16,8 @@ impl Scratch {
     pub fn new(name: &str) -> Self {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let folder = Path::new("/var/tmp").join(format!("blockyard-live-{name}-{}-{number}", std::process::id()));
+        let folder = Path::new("/var/tmp")
+            .join(format!("blockyard-live-{name}-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         Scratch(folder)
     }
@@ -37,11 +38,19 @@ impl Scratch {
 
     pub fn disk_with(&self, image: &str, change: impl FnOnce(&mut DiskOptions)) -> Arc<Disk> {
         let (name, serial) = ("live".into(), String::new());
-        let mut options =
-            DiskOptions { name, serial, read_only: false, cache: CacheMode::default(), filters: Vec::new() };
+        let mut options = DiskOptions {
+            name,
+            serial,
+            read_only: false,
+            cache: CacheMode::default(),
+            filters: Vec::new(),
+        };
         change(&mut options);
-        let chain =
-            ChainOptions { read_only: options.read_only, cache: options.cache, ..ChainOptions::new(self.path(image)) };
+        let chain = ChainOptions {
+            read_only: options.read_only,
+            cache: options.cache,
+            ..ChainOptions::new(self.path(image))
+        };
         Arc::new(Disk::new(options, Source::open(&chain).unwrap()))
     }
 }
@@ -57,7 +66,12 @@ pub fn qemu_img(arguments: &[&str]) -> String {
     let tool = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
     let output = Command::new(tool).arg("qemu-img").args(arguments).output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(output.status.success(), "qemu-img {arguments:?}: {}{}", text(&output.stdout), text(&output.stderr));
+    assert!(
+        output.status.success(),
+        "qemu-img {arguments:?}: {}{}",
+        text(&output.stdout),
+        text(&output.stderr)
+    );
     text(&output.stdout)
 }
 

@@ -1,4 +1,5 @@
-//! A live snapshot is remembered: a later start that names the old image does not write beneath the overlay.
+//! A live snapshot is remembered: a later start that names the old image does not write beneath the
+//! overlay.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -44,7 +45,11 @@ fn an_image_below_a_live_snapshot_is_not_opened_for_writing() {
         let other = Overlaid::Below(vec![scratch.path(base)]);
         assert_eq!(open(&path, other).unwrap_err(), error, "another file's backing image");
         // Reading harms nothing, and neither does the overlay.
-        let reading = ChainOptions { read_only: true, cache: CacheMode::Writeback, ..ChainOptions::new(&path) };
+        let reading = ChainOptions {
+            read_only: true,
+            cache: CacheMode::Writeback,
+            ..ChainOptions::new(&path)
+        };
         Source::open(&reading).unwrap();
         open(&scratch.path("top.qcow2"), Overlaid::Refuse).unwrap();
         judge(&scratch, "top.qcow2", &known);
@@ -78,11 +83,16 @@ fn a_committed_overlay_is_forgotten() {
 fn an_overlay_that_was_not_put_in_use_is_not_remembered() {
     let scratch = Scratch::new("unused");
     std::fs::write(scratch.path("base.raw"), vec![1; SIZE]).unwrap();
-    let Source::File(file) = open(&scratch.path("base.raw"), Overlaid::Refuse).unwrap() else { unreachable!() };
+    let Source::File(file) = open(&scratch.path("base.raw"), Overlaid::Refuse).unwrap() else {
+        unreachable!()
+    };
     let executor = Executor::new().unwrap();
     let (handle, overlay) = (executor.handle().clone(), scratch.path("top.qcow2"));
     let chain = Chain::of_raw(&file);
-    let mut grown = executor.block_on(async move { chain.grow(&handle, &overlay, None).await }).unwrap().unwrap();
+    let mut grown = executor
+        .block_on(async move { chain.grow(&handle, &overlay, None).await })
+        .unwrap()
+        .unwrap();
     grown.record().unwrap();
     drop((grown, file, executor));
     assert!(!scratch.path("top.qcow2").exists());

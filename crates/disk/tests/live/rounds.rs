@@ -138,6 +138,9 @@ fn an_overlay_that_is_committed_under_load_is_empty_and_the_image_below_has_it_a
         judge(&scratch, base, &known);
         judge(&scratch, "top.qcow2", &known);
         let map = qemu_img(&["map", "--output=json", &scratch.name("top.qcow2")]);
-        assert!(!map.contains("\"depth\": 0, \"present\": true, \"zero\": false"), "the overlay is not empty: {map}");
+        assert!(
+            !map.contains("\"depth\": 0, \"present\": true, \"zero\": false"),
+            "the overlay is not empty: {map}"
+        );
     }
 }

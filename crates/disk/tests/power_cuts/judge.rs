@@ -1,8 +1,11 @@
 //! The judge of one boot: the oracle, and the rules of answers that it does not know.
 //!
-//! - Nothing fails without cause: an error is the one that was injected, or says that the disk is poisoned when it is.
-//! - A flush is answered Ok only when a sync that began after it was asked has gone well, and none had failed by then.
-//! - On a poisoned disk no write and no flush is answered Ok, and those asked for from then on are told why; reads go on.
+//! - Nothing fails without cause: an error is the one that was injected, or says that the disk is
+//!   poisoned when it is.
+//! - A flush is answered Ok only when a sync that began after it was asked has gone well, and none
+//!   had failed by then.
+//! - On a poisoned disk no write and no flush is answered Ok, and those asked for from then on are
+//!   told why; reads go on.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -21,8 +24,8 @@ pub struct Judge {
     /// Flushes that were answered, as the disk's events before and after, and whether well.
     flushes: RefCell<Vec<(u64, u64, bool)>>,
     told: Cell<bool>,
-    /// Where a sync may fail, a read may see what it lost before anybody was told: for the oracle a flush is always in
-    /// flight then.
+    /// Where a sync may fail, a read may see what it lost before anybody was told: for the oracle a
+    /// flush is always in flight then.
     _risk: Option<FlushToken>,
 }
 
@@ -43,7 +46,15 @@ impl Judge {
             oracle.flush_started()
         });
         let failure = plan.trouble.as_ref().and_then(|t| t.failure);
-        Judge { oracle, sim, disk, failure, flushes: RefCell::default(), told: Cell::new(false), _risk: risk }
+        Judge {
+            oracle,
+            sim,
+            disk,
+            failure,
+            flushes: RefCell::default(),
+            told: Cell::new(false),
+            _risk: risk,
+        }
     }
 
     pub fn asked(&self, op: Op) -> Asked {
@@ -73,23 +84,32 @@ impl Judge {
         if legal {
             return Ok(true);
         }
-        Err(format!("{op:?} was answered {status:?}; poisoned before: {}, after: {poisoned}", asked.poisoned))
+        Err(format!(
+            "{op:?} was answered {status:?}; poisoned before: {}, after: {poisoned}",
+            asked.poisoned
+        ))
     }
 
     /// At the end of a boot: whether each flush was told the truth.
     pub fn flushes_are_true(&self) -> Result<(), String> {
         // Each line of the history, reads apart, is one event.
-        let trace: Vec<Trace> = self.sim.trace().into_iter().filter(|t| t.kind != OpKind::Read).collect();
+        let trace: Vec<Trace> =
+            self.sim.trace().into_iter().filter(|t| t.kind != OpKind::Read).collect();
         let syncs = |phase| {
             let lines = trace.iter().enumerate();
-            lines.filter(move |(_, t)| t.kind == OpKind::Sync && t.phase == phase).map(|(i, t)| (i as u64, t.op))
+            lines
+                .filter(move |(_, t)| t.kind == OpKind::Sync && t.phase == phase)
+                .map(|(i, t)| (i as u64, t.op))
         };
         let first_failed = syncs(Phase::Failed).next().map_or(u64::MAX, |(at, _)| at);
         for &(asked, answered, _) in self.flushes.borrow().iter().filter(|f| f.2) {
             let began = |op| syncs(Phase::Started).any(|(at, o)| o == op && at >= asked);
-            let mut good = syncs(Phase::Answered).filter(|&(at, _)| at < answered && at < first_failed);
+            let mut good =
+                syncs(Phase::Answered).filter(|&(at, _)| at < answered && at < first_failed);
             if !good.any(|(_, op)| began(op)) {
-                return Err(format!("a flush asked after {asked} events was answered Ok after {answered}, unsynced"));
+                return Err(format!(
+                    "a flush asked after {asked} events was answered Ok after {answered}, unsynced"
+                ));
             }
         }
         Ok(())

@@ -1,4 +1,5 @@
-//! The run: lanes of requests on one or two reactors' views of a disk, until they are through or the power goes.
+//! The run: lanes of requests on one or two reactors' views of a disk, until they are through or
+//! the power goes.
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -11,7 +12,8 @@ use blockyard_image::{CacheMode, Raw};
 use blockyard_ring::{GuestMemory, Region, Segments};
 use blockyard_storage::Storage;
 use blockyard_storage::sim::{
-    Latency, OpKind, Oracle, Phase, Power, Rng, SECTOR, Sim, SimConfig, SimDisk, SimImage, pattern, yield_now,
+    Latency, OpKind, Oracle, Phase, Power, Rng, SECTOR, Sim, SimConfig, SimDisk, SimImage, pattern,
+    yield_now,
 };
 
 use super::judge::Judge;
@@ -47,9 +49,13 @@ impl Tally {
 
 impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Tally { cuts, survived, flushes, syncs, poisoned, waiters_failed, grew, longest } = self;
+        let Tally { cuts, survived, flushes, syncs, poisoned, waiters_failed, grew, longest } =
+            self;
         write!(f, "{cuts} cuts, {survived} whole runs, {flushes} flushes by {syncs} syncs, ")?;
-        write!(f, "{poisoned} poisoned, {waiters_failed} more flushes failed, {grew} files grew, to {longest} bytes")
+        write!(
+            f,
+            "{poisoned} poisoned, {waiters_failed} more flushes failed, {grew} files grew, to {longest} bytes"
+        )
     }
 }
 
@@ -69,7 +75,8 @@ impl Life {
         Life { plan, rng, image, oracle: Rc::default(), memory: guest_memory() }
     }
 
-    /// One boot, cut after so many events; true: the load was through before. The storage is `wrap`'s.
+    /// One boot, cut after so many events; true: the load was through before. The storage is
+    /// `wrap`'s.
     pub fn boot<S: Storage + Clone>(
         &mut self,
         cut_after: u64,
@@ -77,7 +84,8 @@ impl Life {
         tally: &mut Tally,
     ) -> Result<bool, String> {
         let plan = self.plan.clone();
-        let explain = |e: String| format!("seed {}, cut after {cut_after} events: {e}\n{plan:?}", plan.seed);
+        let explain =
+            |e: String| format!("seed {}, cut after {cut_after} events: {e}\n{plan:?}", plan.seed);
         let sim_disk = SimDisk::new(self.image.clone(), self.config(cut_after));
         if let Some(trouble) = &plan.trouble {
             sim_disk.fail(trouble.fault.clone());
@@ -101,11 +109,20 @@ impl Life {
         let mut slow = |most| if rng.one_in(4) { 40 } else { most };
         let latency = Latency { read: slow(4), write: slow(6), sync: slow(10), other: slow(6) };
         let power = Power::cut_after(cut_after);
-        SimConfig { latency, discard_zeroes: self.plan.discard_zeroes, power, ..SimConfig::new(rng.next_u64()) }
+        SimConfig {
+            latency,
+            discard_zeroes: self.plan.discard_zeroes,
+            power,
+            ..SimConfig::new(rng.next_u64())
+        }
     }
 
     /// Runs the lanes to their end. When the power goes half-way they end too, unheard.
-    fn load<S: Storage>(&mut self, judge: &Rc<Judge>, served: &[Rc<Served<S>>]) -> Result<(), String> {
+    fn load<S: Storage>(
+        &mut self,
+        judge: &Rc<Judge>,
+        served: &[Rc<Served<S>>],
+    ) -> Result<(), String> {
         let sim = Sim::new(self.rng.next_u64()).step_limit(1_000_000);
         let failed = Rc::new(RefCell::new(None));
         let running = Rc::new(Cell::new(self.plan.lanes));
@@ -140,13 +157,19 @@ impl Life {
             return Ok(());
         }
         let (judge, served, capacity) = (judge.clone(), served[0].clone(), self.plan.capacity);
-        sim.block_on(async move { read_all(&judge, &served, capacity).await }).map_err(|e| e.to_string())?
+        sim.block_on(async move { read_all(&judge, &served, capacity).await })
+            .map_err(|e| e.to_string())?
     }
 }
 
 impl Life {
     /// Waits for the lanes, which wait for the disk; a disk without power gives up at once.
-    fn wait(&self, sim: &Sim, judge: &Judge, through: impl Future<Output = ()> + 'static) -> Result<(), String> {
+    fn wait(
+        &self,
+        sim: &Sim,
+        judge: &Judge,
+        through: impl Future<Output = ()> + 'static,
+    ) -> Result<(), String> {
         let sim_disk = judge.sim.clone();
         let watch = async move {
             let mut through = Box::pin(through);
@@ -178,15 +201,19 @@ impl Life {
 
     /// What the guest will see of an image, in whole sectors.
     ///
-    /// Where the file still ends inside its last sector, that sector may be torn there: what was written to it is kept, the
-    /// growth is not. Nothing durable can be in it then; it counts as never written.
+    /// Where the file still ends inside its last sector, that sector may be torn there: what was
+    /// written to it is kept, the growth is not. Nothing durable can be in it then; it counts as
+    /// never written.
     fn found(&self, image: &SimImage) -> Result<Vec<u8>, String> {
         let mut bytes = vec![0; self.plan.capacity as usize];
         image.read(0, &mut bytes);
         if image.len() < self.plan.capacity {
             let last = bytes.len() - SECTOR;
             bytes[last..].fill(0);
-            self.oracle.borrow().allows_after_cut(last as u64, &bytes[last..]).map_err(|e| e.to_string())?;
+            self.oracle
+                .borrow()
+                .allows_after_cut(last as u64, &bytes[last..])
+                .map_err(|e| e.to_string())?;
         }
         Ok(bytes)
     }
@@ -199,7 +226,8 @@ impl Tally {
         self.survived += u64::from(survived);
         let (good, bad) = judge.flushes();
         let trace = judge.sim.trace();
-        let syncs = trace.iter().filter(|t| t.kind == OpKind::Sync && t.phase == Phase::Answered).count();
+        let syncs =
+            trace.iter().filter(|t| t.kind == OpKind::Sync && t.phase == Phase::Answered).count();
         self.flushes += good;
         self.syncs += syncs as u64;
         self.poisoned += u64::from(judge.saw_poison());
@@ -244,7 +272,12 @@ impl Token for Slot {
     }
 }
 
-async fn ask<S: Storage>(served: &Served<S>, op: Op, (offset, len): (u64, u64), segments: Segments) -> Answer {
+async fn ask<S: Storage>(
+    served: &Served<S>,
+    op: Op,
+    (offset, len): (u64, u64),
+    segments: Segments,
+) -> Answer {
     let slot = Rc::new(Cell::new(None));
     let request = Request::new(op, offset, len, segments, Instant::now(), Slot(slot.clone()));
     served.serve(request).await.answer();
@@ -252,10 +285,15 @@ async fn ask<S: Storage>(served: &Served<S>, op: Op, (offset, len): (u64, u64), 
 }
 
 /// A guest's look at all of its disk, with nothing else going on.
-async fn read_all<S: Storage>(judge: &Judge, served: &Served<S>, capacity: u64) -> Result<(), String> {
+async fn read_all<S: Storage>(
+    judge: &Judge,
+    served: &Served<S>,
+    capacity: u64,
+) -> Result<(), String> {
     for offset in (0..capacity).step_by(SECTOR) {
         let token = judge.oracle.borrow_mut().read_started();
-        let (status, segments) = ask(served, Op::Read, (offset, SECTOR as u64), Segments::buffer(SECTOR)).await;
+        let (status, segments) =
+            ask(served, Op::Read, (offset, SECTOR as u64), Segments::buffer(SECTOR)).await;
         if status.is_ok() {
             check(judge, token, offset, &segments)?;
         }
@@ -312,7 +350,8 @@ impl<S: Storage> Lane<S> {
         (first * SECTOR as u64, count * SECTOR as u64)
     }
 
-    /// Guest memory for a request: in one piece, in pieces of sectors, or in pieces as no O_DIRECT takes them.
+    /// Guest memory for a request: in one piece, in pieces of sectors, or in pieces as no O_DIRECT
+    /// takes them.
     fn segments(&mut self, len: u64) -> Segments {
         let mut segments = Segments::default();
         segments.reset(&self.memory);
@@ -324,7 +363,9 @@ impl<S: Storage> Lane<S> {
                 1 => (512 * self.rng.between(1, left / 512), 512 * self.rng.below(2)),
                 _ => (self.rng.between(1, left), self.rng.below(8)),
             };
-            segments.push_guest(at, piece).expect("a window holds the largest request and its gaps");
+            segments
+                .push_guest(at, piece)
+                .expect("a window holds the largest request and its gaps");
             at += piece + gap;
             left -= piece;
         }

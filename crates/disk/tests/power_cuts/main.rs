@@ -1,11 +1,13 @@
-//! Power cuts: whole disks on the simulated one, driven as exports drive them, cut at any moment, and judged.
+//! Power cuts: whole disks on the simulated one, driven as exports drive them, cut at any moment,
+//! and judged.
 //!
 //! ```text
 //!   plan   what a run is like: shape, reactors, trouble; decided by its seed
 //!   load   the run: lanes of requests on one or two reactors, until they are through or the power goes
 //!   judge  what is told to the oracle, and the rules of answers that it does not know
 //! ```
-//! A failure names its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` makes as many random cuts.
+//! A failure names its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` makes as
+//! many random cuts.
 
 mod judge;
 mod load;
@@ -63,13 +65,16 @@ fn what_was_promised_survives_a_cut_at_every_event() {
     let mut tally = Tally::default();
     for (number, shape) in SHAPES.into_iter().cycle().take(9).enumerate() {
         let (seed, writethrough, reactors) = (number as u64, number / 3 == 2, 1 + number % 2);
-        let plan = Plan { shape, writethrough, reactors, requests: 9, lanes: 6, ..Plan::quiet(seed) };
+        let plan =
+            Plan { shape, writethrough, reactors, requests: 9, lanes: 6, ..Plan::quiet(seed) };
         let whole = (0..).find(|&events| {
             let survived = Life::new(plan.clone()).boot(events, |disk| disk, &mut tally).unwrap();
             assert!(!survived || events > 60, "a run of only {events} events");
             survived
         });
-        println!("seed {seed}, {shape:?}, writethrough {writethrough}, {reactors} reactors: {whole:?} events");
+        println!(
+            "seed {seed}, {shape:?}, writethrough {writethrough}, {reactors} reactors: {whole:?} events"
+        );
     }
     println!("{tally}");
 }
@@ -118,7 +123,12 @@ impl<S: Storage> Storage for Liar<S> {
         (segments, n)
     }
 
-    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+    async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<usize>) {
         let len = segments.len();
         if self.lie == Lie::LosesPieces && len > 4096 {
             let (_, n) = self.disk.write(segments.slice(0, 4096), offset, durable).await;
@@ -162,7 +172,8 @@ fn liars_are_caught() {
     }
 }
 
-/// A file that ends inside a block of O_DIRECT's grows to its last sector, and not by the rest of the block.
+/// A file that ends inside a block of O_DIRECT's grows to its last sector, and not by the rest of
+/// the block.
 #[test]
 fn the_guest_s_disk_never_grows() {
     let mut tally = Tally::default();

@@ -50,7 +50,12 @@ pub struct Front {
 impl Front {
     /// The front end of device number `device` of a domain. It waits for each change of the other
     /// side at most for `limit`.
-    pub fn new(machine: &Machine, domain: Arc<Domain>, device: u32, limit: Duration) -> Result<Self> {
+    pub fn new(
+        machine: &Machine,
+        domain: Arc<Domain>,
+        device: u32,
+        limit: Duration,
+    ) -> Result<Self> {
         let mut store = machine.store(domain.number())?;
         let path = format!("/local/domain/{}/device/vbd/{device}", domain.number());
         store.watch(&path, "front")?;
@@ -105,9 +110,14 @@ impl Front {
         Ok(())
     }
 
-    /// Makes empty rings in the domain's pages from `first` on, and the nodes that describe them: keys and values, not written
-    /// yet. `references`: those of all of the domain's first pages.
-    pub fn rings(&self, terms: &Terms, first: usize, references: &[u32]) -> Result<(Vec<FrontRing>, Nodes)> {
+    /// Makes empty rings in the domain's pages from `first` on, and the nodes that describe them:
+    /// keys and values, not written yet. `references`: those of all of the domain's first pages.
+    pub fn rings(
+        &self,
+        terms: &Terms,
+        first: usize,
+        references: &[u32],
+    ) -> Result<(Vec<FrontRing>, Nodes)> {
         let pages = terms.ring_pages();
         let mut keys = vec![
             ("feature-persistent".to_string(), u8::from(terms.persistent).to_string()),
@@ -124,7 +134,8 @@ impl Front {
             let folder = if terms.queues > 1 { format!("queue-{number}/") } else { String::new() };
             let first = first + number * pages;
             for (at, reference) in references[first..first + pages].iter().enumerate() {
-                let key = if terms.order.is_some() { format!("ring-ref{at}") } else { "ring-ref".into() };
+                let key =
+                    if terms.order.is_some() { format!("ring-ref{at}") } else { "ring-ref".into() };
                 keys.push((format!("{folder}{key}"), reference.to_string()));
             }
             let channel = self.domain.channel()?;
@@ -164,13 +175,22 @@ impl Front {
 }
 
 /// Waits until a node has this value. `store` must watch it.
-pub fn wait_for_node(store: &mut Store, path: &str, value: Option<&str>, limit: Duration) -> Result<()> {
+pub fn wait_for_node(
+    store: &mut Store,
+    path: &str,
+    value: Option<&str>,
+    limit: Duration,
+) -> Result<()> {
     until(store, limit, |store| Ok((store.read(path)?.as_deref() == value).then_some(())))
         .with_context(|| format!("{path} does not become {value:?}"))
 }
 
 /// Calls `look` at once, and after each event of a watch, until it returns something.
-fn until<T>(store: &mut Store, limit: Duration, mut look: impl FnMut(&mut Store) -> Result<Option<T>>) -> Result<T> {
+fn until<T>(
+    store: &mut Store,
+    limit: Duration,
+    mut look: impl FnMut(&mut Store) -> Result<Option<T>>,
+) -> Result<T> {
     let (never, _writer) = rustix::pipe::pipe()?;
     let deadline = Instant::now() + limit;
     loop {

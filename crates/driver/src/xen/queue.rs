@@ -87,12 +87,29 @@ impl Queue {
         options: QueueOptions,
     ) -> Result<Self> {
         let waiter = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        epoll::add(&waiter, ring.event(), epoll::EventData::new_u64(0), epoll::EventFlags::IN | epoll::EventFlags::ET)?;
+        epoll::add(
+            &waiter,
+            ring.event(),
+            epoll::EventData::new_u64(0),
+            epoll::EventFlags::IN | epoll::EventFlags::ET,
+        )?;
         let slots = (0..options.slots).map(|_| Slot::default()).collect();
         let (in_flight, late, still_mapped, marks) = Default::default();
         let memory = domain.memory();
-        let mut queue =
-            Queue { ring, domain, memory, index, options, first, slots, waiter, in_flight, late, still_mapped, marks };
+        let mut queue = Queue {
+            ring,
+            domain,
+            memory,
+            index,
+            options,
+            first,
+            slots,
+            waiter,
+            in_flight,
+            late,
+            still_mapped,
+            marks,
+        };
         if options.persistent {
             (0..options.slots).for_each(|slot| queue.grant(slot, options.slot_pages(), false));
         }
@@ -125,7 +142,11 @@ impl Queue {
     #[inline]
     pub fn submit(&mut self, slot: u16, operation: u8, sector: u64, len: u32) {
         let pages = (len as usize).div_ceil(PAGE);
-        assert!(len as usize <= self.options.data_pages() * PAGE, "a slot holds {} bytes", self.options.data_len);
+        assert!(
+            len as usize <= self.options.data_pages() * PAGE,
+            "a slot holds {} bytes",
+            self.options.data_len
+        );
         let is_indirect = pages > DIRECT_SEGMENTS;
         self.begin(slot, operation);
         let table = self.options.data_pages();
@@ -137,29 +158,49 @@ impl Queue {
             }
         }
         let references = &self.slots[usize::from(slot)].references;
-        let last = |at: usize| if at + 1 < pages { 7 } else { ((len as usize - 1) % PAGE / SECTOR) as u8 };
-        let segments = references[..pages].iter().enumerate().map(|(at, reference)| segment(*reference, 0, last(at)));
+        let last =
+            |at: usize| if at + 1 < pages { 7 } else { ((len as usize - 1) % PAGE / SECTOR) as u8 };
+        let segments = references[..pages]
+            .iter()
+            .enumerate()
+            .map(|(at, reference)| segment(*reference, 0, last(at)));
         let id = u64::from(slot);
         if is_indirect {
             let at = (self.page(slot) + table) * PAGE;
-            segments.enumerate().for_each(|(n, bytes)| self.memory.copy_in(at + n * SEGMENT_BYTES, bytes));
+            segments
+                .enumerate()
+                .for_each(|(n, bytes)| self.memory.copy_in(at + n * SEGMENT_BYTES, bytes));
             let [low, high] = (pages as u16).to_le_bytes();
             let rest = indirect(references[references.len() - 1]);
-            self.ring.push(&Entry { head: [operation::INDIRECT, operation, low, high], id, sector, rest: &rest });
+            self.ring.push(&Entry {
+                head: [operation::INDIRECT, operation, low, high],
+                id,
+                sector,
+                rest: &rest,
+            });
         } else {
             let mut rest = [0; DIRECT_SEGMENTS * SEGMENT_BYTES];
             for (to, bytes) in rest.chunks_exact_mut(SEGMENT_BYTES).zip(segments) {
                 to.copy_from_slice(&bytes);
             }
-            self.ring.push(&Entry { head: [operation, pages as u8, 0, 0], id, sector, rest: &rest });
+            self.ring.push(&Entry {
+                head: [operation, pages as u8, 0, 0],
+                id,
+                sector,
+                rest: &rest,
+            });
         }
     }
 
     /// Puts a discard into a free slot.
     pub fn discard(&mut self, slot: u16, sector: u64, sectors: u64) {
         self.begin(slot, operation::DISCARD);
-        let entry =
-            Entry { head: [operation::DISCARD, 0, 0, 0], id: slot.into(), sector, rest: &sectors.to_le_bytes() };
+        let entry = Entry {
+            head: [operation::DISCARD, 0, 0, 0],
+            id: slot.into(),
+            sector,
+            rest: &sectors.to_le_bytes(),
+        };
         self.ring.push(&entry);
     }
 
@@ -174,7 +215,9 @@ impl Queue {
     #[inline]
     pub fn reap(&mut self) -> Result<Option<(u16, i16)>> {
         let Some(answer) = self.ring.pop() else { return Ok(None) };
-        let slot = usize::try_from(answer.id).ok().filter(|slot| self.slots.get(*slot).is_some_and(|s| s.in_flight));
+        let slot = usize::try_from(answer.id)
+            .ok()
+            .filter(|slot| self.slots.get(*slot).is_some_and(|s| s.in_flight));
         let Some(slot) = slot else {
             anyhow::bail!(
                 "queue {}: the back end has answered request {}, which is not in flight",
@@ -183,7 +226,11 @@ impl Queue {
             )
         };
         let asked = self.slots[slot].operation;
-        anyhow::ensure!(answer.operation == asked, "queue {}: {answer:?} answers operation {asked}", self.index);
+        anyhow::ensure!(
+            answer.operation == asked,
+            "queue {}: {answer:?} answers operation {asked}",
+            self.index
+        );
         self.slots[slot].in_flight = false;
         self.in_flight -= 1;
         if !self.options.persistent {
@@ -206,20 +253,31 @@ impl Queue {
         let Queue { late, domain, .. } = self;
         late.retain(|reference| !domain.revoke(*reference));
         if !self.ring.arm() {
-            let limit = limit.map(|l| Timespec { tv_sec: l.as_secs() as _, tv_nsec: l.subsec_nanos().into() });
+            let limit = limit
+                .map(|l| Timespec { tv_sec: l.as_secs() as _, tv_nsec: l.subsec_nanos().into() });
             let mut events = [MaybeUninit::uninit()];
-            rustix::io::retry_on_intr(|| epoll::wait(&self.waiter, &mut events, limit.as_ref()).map(|_| ()))?;
+            rustix::io::retry_on_intr(|| {
+                epoll::wait(&self.waiter, &mut events, limit.as_ref()).map(|_| ())
+            })?;
         }
         Ok(())
     }
 
     pub fn write_data(&self, slot: u16, bytes: &[u8]) {
-        assert!(bytes.len() <= self.options.data_pages() * PAGE, "a slot holds {} bytes", self.options.data_len);
+        assert!(
+            bytes.len() <= self.options.data_pages() * PAGE,
+            "a slot holds {} bytes",
+            self.options.data_len
+        );
         self.memory.write(self.page(slot) * PAGE, bytes);
     }
 
     pub fn read_data(&self, slot: u16, bytes: &mut [u8]) {
-        assert!(bytes.len() <= self.options.data_pages() * PAGE, "a slot holds {} bytes", self.options.data_len);
+        assert!(
+            bytes.len() <= self.options.data_pages() * PAGE,
+            "a slot holds {} bytes",
+            self.options.data_len
+        );
         self.memory.read(self.page(slot) * PAGE, bytes);
     }
 
@@ -234,7 +292,9 @@ impl Queue {
                 return Ok(status);
             }
             let left = limit.checked_sub(start.elapsed());
-            self.sleep(Some(left.ok_or_else(|| anyhow::anyhow!("no answer to a request for {limit:?}"))?))?;
+            self.sleep(Some(
+                left.ok_or_else(|| anyhow::anyhow!("no answer to a request for {limit:?}"))?,
+            ))?;
         }
     }
 }

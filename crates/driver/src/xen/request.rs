@@ -109,16 +109,26 @@ mod tests {
 
     #[test]
     fn entries_are_laid_out_as_the_header_file_has_them() {
-        let entry =
-            Entry { head: [operation::WRITE, 1, 0, 0], id: 0x0102, sector: 0x0304, rest: &segment(0x0506, 2, 7) };
+        let entry = Entry {
+            head: [operation::WRITE, 1, 0, 0],
+            id: 0x0102,
+            sector: 0x0304,
+            rest: &segment(0x0506, 2, 7),
+        };
         let (long, short) = (entry.bytes(Abi::X86_64), entry.bytes(Abi::X86_32));
         for (bytes, id, sector, rest) in [(long, 8, 16, 24), (short, 4, 12, 20)] {
             assert_eq!(bytes[..2], [1, 1]);
-            assert_eq!((bytes[id..id + 2].to_vec(), bytes[sector..sector + 2].to_vec()), (vec![2, 1], vec![4, 3]));
+            assert_eq!(
+                (bytes[id..id + 2].to_vec(), bytes[sector..sector + 2].to_vec()),
+                (vec![2, 1], vec![4, 3])
+            );
             assert_eq!(bytes[rest..rest + 8], [6, 5, 0, 0, 2, 7, 0, 0]);
         }
         for (pages, entries) in [(1, 32), (2, 64), (16, 512)] {
-            assert_eq!((Abi::X86_64.entries(pages), Abi::X86_32.entries(pages)), (entries, entries));
+            assert_eq!(
+                (Abi::X86_64.entries(pages), Abi::X86_32.entries(pages)),
+                (entries, entries)
+            );
         }
     }
 }

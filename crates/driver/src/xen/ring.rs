@@ -49,7 +49,13 @@ pub struct FrontRing {
 
 impl FrontRing {
     /// An empty ring in `pages` pages of `memory` from page `first` on.
-    pub fn new(memory: Window, first: usize, pages: usize, abi: Abi, channel: FrontChannel) -> Result<Self> {
+    pub fn new(
+        memory: Window,
+        first: usize,
+        pages: usize,
+        abi: Abi,
+        channel: FrontChannel,
+    ) -> Result<Self> {
         let start = first * PAGE;
         (0..pages).for_each(|page| memory.write(start + page * PAGE, &[0; PAGE]));
         // The first request and the first answer come with an event.
@@ -58,7 +64,19 @@ impl FrontRing {
         let event = channel.descriptor()?;
         let entries = abi.entries(pages);
         let (written, shown, taken, kicks, signals) = Default::default();
-        Ok(FrontRing { channel, event, memory, start, abi, entries, written, shown, taken, kicks, signals })
+        Ok(FrontRing {
+            channel,
+            event,
+            memory,
+            start,
+            abi,
+            entries,
+            written,
+            shown,
+            taken,
+            kicks,
+            signals,
+        })
     }
 
     pub fn entries(&self) -> u32 {
@@ -129,7 +147,8 @@ impl FrontRing {
 
     /// Whether the back end has taken all requests, and wants an event for the next one.
     pub fn is_drained(&self) -> bool {
-        self.memory.load_u32(self.start + REQ_EVENT, Ordering::Acquire) == self.shown.wrapping_add(1)
+        self.memory.load_u32(self.start + REQ_EVENT, Ordering::Acquire)
+            == self.shown.wrapping_add(1)
     }
 
     /// Answers that the back end has shown and that were not taken.
@@ -147,12 +166,20 @@ impl FrontRing {
         let bytes = self.memory.copy_out::<12>(self.place(self.taken));
         self.taken = self.taken.wrapping_add(1);
         let [id @ .., operation, _, low, high] = bytes;
-        Some(Answer { id: u64::from_le_bytes(id), operation, status: i16::from_le_bytes([low, high]) })
+        Some(Answer {
+            id: u64::from_le_bytes(id),
+            operation,
+            status: i16::from_le_bytes([low, high]),
+        })
     }
 
     /// Asks for an event with the next answer. True: there is one already, do not wait.
     pub fn arm(&mut self) -> bool {
-        self.memory.store_u32(self.start + RSP_EVENT, self.taken.wrapping_add(1), Ordering::Relaxed);
+        self.memory.store_u32(
+            self.start + RSP_EVENT,
+            self.taken.wrapping_add(1),
+            Ordering::Relaxed,
+        );
         fence(Ordering::SeqCst);
         self.ready() > 0
     }
@@ -174,7 +201,8 @@ impl FrontRing {
             }
             let left = deadline.checked_duration_since(Instant::now());
             let left = left.with_context(|| format!("no answer to a request for {limit:?}"))?;
-            let left = Timespec { tv_sec: left.as_secs() as _, tv_nsec: left.subsec_nanos().into() };
+            let left =
+                Timespec { tv_sec: left.as_secs() as _, tv_nsec: left.subsec_nanos().into() };
             let event = self.event.as_fd();
             let mut polled = [PollFd::new(&event, PollFlags::IN)];
             rustix::io::retry_on_intr(|| rustix::event::poll(&mut polled, Some(&left)))?;

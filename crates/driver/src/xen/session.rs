@@ -72,13 +72,18 @@ impl Offer {
     fn allows(&self, plan: &Plan) -> Result<()> {
         let Plan { terms, slots, data_len, .. } = plan;
         let segments = (*data_len as usize).div_ceil(PAGE) as u64;
-        let most = self.max_indirect_segments.clamp(DIRECT_SEGMENTS as u64, INDIRECT_SEGMENTS as u64);
-        anyhow::ensure!(segments <= most, "requests of {data_len} bytes: the back end takes {most} pages at most");
+        let most =
+            self.max_indirect_segments.clamp(DIRECT_SEGMENTS as u64, INDIRECT_SEGMENTS as u64);
+        anyhow::ensure!(
+            segments <= most,
+            "requests of {data_len} bytes: the back end takes {most} pages at most"
+        );
         anyhow::ensure!(
             data_len.is_multiple_of(SECTOR as u32),
             "requests of {data_len} bytes: whole sectors are needed"
         );
-        let (order, entries) = (u64::from(terms.order.unwrap_or(0)), terms.abi.entries(terms.ring_pages()));
+        let (order, entries) =
+            (u64::from(terms.order.unwrap_or(0)), terms.abi.entries(terms.ring_pages()));
         anyhow::ensure!(
             order <= self.max_ring_page_order && u32::from(*slots) <= entries,
             "{slots} requests in flight: the back end's rings have 2^{} pages at most",
@@ -107,7 +112,11 @@ impl Session {
     /// toolstack has made or makes.
     pub fn start(machine: &Machine, number: u16, device: u32, plan: &Plan) -> Result<Self> {
         let mut plan = *plan;
-        let options = QueueOptions { slots: plan.slots, data_len: plan.data_len, persistent: plan.terms.persistent };
+        let options = QueueOptions {
+            slots: plan.slots,
+            data_len: plan.data_len,
+            persistent: plan.terms.persistent,
+        };
         let rings = plan.terms.queues * plan.terms.ring_pages();
         let domain = machine.add(number, rings + plan.terms.queues * options.pages())?;
         let references: Vec<_> = (0..rings).map(|page| domain.grant(page, false)).collect();
@@ -118,10 +127,9 @@ impl Session {
         plan.terms.persistent &= offer.persistent;
         let options = QueueOptions { persistent: plan.terms.persistent, ..options };
         let shared = front.connect(&plan.terms, &references)?;
-        let queues = shared
-            .into_iter()
-            .enumerate()
-            .map(|(index, ring)| Queue::new(domain.clone(), ring, index, rings + index * options.pages(), options));
+        let queues = shared.into_iter().enumerate().map(|(index, ring)| {
+            Queue::new(domain.clone(), ring, index, rings + index * options.pages(), options)
+        });
         let queues = queues.collect::<Result<_>>()?;
         let offer = Offer::read(&mut front)?;
         Ok(Session { front, queues, offer, plan })

@@ -40,7 +40,8 @@ fn stage(work: impl AsyncFnOnce(&Handle, Rc<Served<Store>>, Rc<Answers>) + 'stat
     let path = std::env::temp_dir().join(format!("{name}-{}.raw", std::process::id()));
     std::fs::write(&path, vec![0; 1 << 20]).unwrap();
     let (name, serial) = (String::new(), String::new());
-    let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
+    let options =
+        DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
     let chain = ChainOptions { cache: CacheMode::None, ..ChainOptions::new(&path) };
     let disk = Arc::new(Disk::new(options, Source::open(&chain).unwrap()));
     let executor = Executor::new().unwrap();
@@ -75,7 +76,11 @@ fn each_request_has_a_lane_and_lanes_are_used_again() {
             let mut batch = reads(&answers, 8, 8192);
             lanes.dispatch(&mut batch);
             assert!(batch.is_empty());
-            assert_eq!((lanes.idle.borrow().len(), answers.all.borrow().len()), (0, 0), "all are with the disk");
+            assert_eq!(
+                (lanes.idle.borrow().len(), answers.all.borrow().len()),
+                (0, 0),
+                "all are with the disk"
+            );
             assert_eq!(answers.wait(8).await, [0, 1, 2, 3, 4, 5, 6, 7]);
             handle.yield_now().await;
             assert_eq!(lanes.idle.borrow().len(), 8);

@@ -11,7 +11,8 @@ struct Folder(PathBuf);
 
 impl Folder {
     fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("blockyard-listener-{name}-{}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("blockyard-listener-{name}-{}", std::process::id()));
         fs::create_dir_all(&path).unwrap();
         Folder(path)
     }
@@ -97,7 +98,10 @@ fn names_that_cannot_be_are_told_apart() {
     let folder = Folder::new("names");
     let missing = folder.0.join("missing").join("socket");
     let wrong = Listener::bind(&missing).err().unwrap();
-    assert!(matches!(&wrong, SocketError::NoFolder { folder, .. } if missing.parent() == Some(folder)), "{wrong}");
+    assert!(
+        matches!(&wrong, SocketError::NoFolder { folder, .. } if missing.parent() == Some(folder)),
+        "{wrong}"
+    );
     let padded = |len: usize| {
         let name = len - folder.0.as_os_str().len() - 1;
         folder.0.join("x".repeat(name))

@@ -1,8 +1,9 @@
 //! Meta contexts, and the answers to NBD_CMD_BLOCK_STATUS.
 //!
-//! `base:allocation` is the protocol's own; `qemu:allocation-depth` is QEMU's (0: no image has it, 1: the topmost, ...);
-//! `blockyard:layers` tells for images in chains, in one number, bits 0 to 15: the layer that has the bytes, from 1, or 0:
-//! none; bit 16: they read as zeroes; bit 17: they are data; bit 18: compressed.
+//! `base:allocation` is the protocol's own; `qemu:allocation-depth` is QEMU's (0: no image has it,
+//! 1: the topmost, ...); `blockyard:layers` tells for images in chains, in one number, bits 0 to
+//! 15: the layer that has the bytes, from 1, or 0: none; bit 16: they read as zeroes; bit 17: they
+//! are data; bit 18: compressed.
 
 use std::io;
 
@@ -15,7 +16,8 @@ use super::reply::error_of;
 
 /// Extents of one answer, of each context. A client asks again for the rest.
 const MOST_EXTENTS: usize = 4096;
-/// Questions asked of the image for one answer: what is found until then is told, and others get their turn.
+/// Questions asked of the image for one answer: what is found until then is told, and others get
+/// their turn.
 const MOST_LOOKUPS: usize = 16384;
 /// Questions after which everybody else on the reactor has a turn.
 const LOOKUPS_AT_ONCE: usize = 64;
@@ -49,12 +51,16 @@ impl Context {
         let layer = if status.present { status.depth as u32 + 1 } else { 0 };
         match self {
             Context::Allocation => {
-                (if status.data { 0 } else { state::HOLE }) | if status.zero { state::ZERO } else { 0 }
+                (if status.data { 0 } else { state::HOLE })
+                    | if status.zero { state::ZERO } else { 0 }
             }
             Context::Depth => layer,
             Context::Layers => {
                 let bit = |set: bool, bit: u32| u32::from(set) << bit;
-                layer.min(0xffff) | bit(status.zero, 16) | bit(status.data, 17) | bit(status.compressed, 18)
+                layer.min(0xffff)
+                    | bit(status.zero, 16)
+                    | bit(status.data, 17)
+                    | bit(status.compressed, 18)
             }
         }
     }
@@ -73,7 +79,8 @@ impl Contexts {
         self.0.iter().copied()
     }
 
-    /// Takes those in that `query` means; with `listing`, a namespace by itself (`base:`) means all of its contexts.
+    /// Takes those in that `query` means; with `listing`, a namespace by itself (`base:`) means all
+    /// of its contexts.
     pub fn choose(&mut self, query: &[u8], listing: bool) {
         for context in Context::ALL {
             let name = context.name().as_bytes();
@@ -88,7 +95,8 @@ impl Contexts {
         self.0 = Context::ALL.to_vec();
     }
 
-    /// What a request's payload asks for: the length of its effect, and which of these contexts. None: it is no such payload.
+    /// What a request's payload asks for: the length of its effect, and which of these contexts.
+    /// None: it is no such payload.
     pub fn narrowed(&self, payload: &[u8]) -> Option<(u64, Contexts)> {
         if payload.len() < 12 || !payload.len().is_multiple_of(4) {
             return None;
@@ -126,24 +134,33 @@ pub async fn chunks(
     let capacity = served.disk().capacity();
     let end = request.offset.checked_add(request.len).filter(|end| *end <= capacity);
     // What is told are whole blocks, up to the end of the disk.
-    let whole = |end: &u64| request.offset.is_multiple_of(block) && (end.is_multiple_of(block) || *end == capacity);
+    let whole = |end: &u64| {
+        request.offset.is_multiple_of(block) && (end.is_multiple_of(block) || *end == capacity)
+    };
     let end = end.filter(|end| request.len > 0 && whole(end)).ok_or(errno::EINVAL)?;
     // Without extended headers lengths have 32 bits; whole blocks of them are told.
     let longest = if headers == Headers::Extended { u64::MAX } else { u64::from(!4095_u32) };
-    let mut told: Vec<(Context, Vec<(u64, u32)>)> = contexts.iter().map(|context| (context, Vec::new())).collect();
+    let mut told: Vec<(Context, Vec<(u64, u32)>)> =
+        contexts.iter().map(|context| (context, Vec::new())).collect();
     let (mut at, mut lookups) = (request.offset, 0);
     while at < end && lookups < MOST_LOOKUPS {
         lookups += 1;
         if lookups % LOOKUPS_AT_ONCE == 0 {
             reactor.yield_now().await;
         }
-        let status = served.status(at, end - at).await.map_err(|e: io::Error| error_of(Failure::of(&e), Op::Read))?;
+        let status = served
+            .status(at, end - at)
+            .await
+            .map_err(|e: io::Error| error_of(Failure::of(&e), Op::Read))?;
         let status = in_blocks(status, block);
         let len = status.len.min(end - at);
         let mut full = false;
         for (context, extents) in &mut told {
             let flags = context.flags(&status);
-            match extents.last_mut().filter(|(so_far, last)| *last == flags && *so_far <= longest - len.min(longest)) {
+            match extents
+                .last_mut()
+                .filter(|(so_far, last)| *last == flags && *so_far <= longest - len.min(longest))
+            {
                 Some((so_far, _)) => *so_far += len,
                 None => extents.push((len.min(longest), flags)),
             }
@@ -155,7 +172,10 @@ pub async fn chunks(
         }
         at += len;
     }
-    Ok(told.into_iter().map(|(context, extents)| payload(context, &extents, one, headers)).collect())
+    Ok(told
+        .into_iter()
+        .map(|(context, extents)| payload(context, &extents, one, headers))
+        .collect())
 }
 
 fn payload(context: Context, extents: &[(u64, u32)], one: bool, headers: Headers) -> Vec<u8> {
@@ -187,10 +207,16 @@ mod tests {
             queries.iter().for_each(|query| contexts.choose(query.as_bytes(), listing));
             contexts.0
         };
-        assert_eq!(chosen(&["base:allocation", "base:allocation", "x:y"], false), [Context::Allocation]);
+        assert_eq!(
+            chosen(&["base:allocation", "base:allocation", "x:y"], false),
+            [Context::Allocation]
+        );
         assert_eq!(chosen(&["base:", "qemu:"], false), []);
         assert_eq!(chosen(&["qemu:", "base:"], true), [Context::Depth, Context::Allocation]);
-        assert_eq!(chosen(&["qemu:allocation-depth", "blockyard:layers"], true), [Context::Depth, Context::Layers]);
+        assert_eq!(
+            chosen(&["qemu:allocation-depth", "blockyard:layers"], true),
+            [Context::Depth, Context::Layers]
+        );
     }
 
     #[test]
@@ -199,7 +225,11 @@ mod tests {
         contexts.choose(b"base:allocation", false);
         contexts.choose(b"blockyard:layers", false);
         let payload = |ids: &[u32]| {
-            [&9u64.to_be_bytes()[..], &ids.iter().flat_map(|id| id.to_be_bytes()).collect::<Vec<_>>()].concat()
+            [
+                &9u64.to_be_bytes()[..],
+                &ids.iter().flat_map(|id| id.to_be_bytes()).collect::<Vec<_>>(),
+            ]
+            .concat()
         };
         assert_eq!(contexts.narrowed(&payload(&[3])), Some((9, Contexts(vec![Context::Layers]))));
         for wrong in [&[2][..], &[], &[1, 1], &[0]] {

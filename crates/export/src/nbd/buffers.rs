@@ -1,7 +1,8 @@
 //! The buffers that a reactor's connections read into and write from.
 //!
-//! In: lengths of requests. Out: buffers, and the [`Room`] for them. What must hold: a recycled buffer holds anything, so
-//! the client that sends a payload has filled it; memory beyond the room that is taken is bounded by [`KEPT`], twice.
+//! In: lengths of requests. Out: buffers, and the [`Room`] for them. What must hold: a recycled
+//! buffer holds anything, so the client that sends a payload has filled it; memory beyond the room
+//! that is taken is bounded by [`KEPT`], twice.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -11,7 +12,8 @@ use blockyard_ring::{Handle, Segments};
 
 use super::room::{Account, GUARANTEED, Need, Room};
 
-/// Bytes that are kept for later; and bytes of kept buffers that payloads use beyond the room that they have taken.
+/// Bytes that are kept for later; and bytes of kept buffers that payloads use beyond the room that
+/// they have taken.
 const KEPT: usize = 32 << 20;
 /// The smallest buffer, and the number of sizes: each twice the last, up to the longest request.
 const SMALLEST: usize = 4096;
@@ -26,7 +28,8 @@ pub struct Buffers {
     room: Room,
 }
 
-/// The buffer of a long payload. Room for it is taken as the payload arrives: a client that only announces one holds none.
+/// The buffer of a long payload. Room for it is taken as the payload arrives: a client that only
+/// announces one holds none.
 pub struct Growing {
     pub payload: Segments,
     len: usize,
@@ -80,7 +83,12 @@ impl Buffers {
     }
 
     /// Takes room for more of the payload, as much as has arrived; the length that may be filled.
-    pub async fn grow(&self, handle: &Handle, growing: &mut Growing, account: &Rc<Account>) -> usize {
+    pub async fn grow(
+        &self,
+        handle: &Handle,
+        growing: &mut Growing,
+        account: &Rc<Account>,
+    ) -> usize {
         let more = growing.taken.clamp(GUARANTEED, rounded(growing.len) - growing.taken);
         self.room.take(handle, account, more, Need::Payload).await;
         growing.taken += more;

@@ -1,7 +1,8 @@
-//! What the tasks of one connection share in its transmission phase: the one that receives, the lanes, the one that sends.
+//! What the tasks of one connection share in its transmission phase: the one that receives, the
+//! lanes, the one that sends.
 //!
-//! In: requests, as they begin. Out: answers, as they end. What must hold: each request is answered once; what requests hold
-//! is bounded, and given back when the answer is sent.
+//! In: requests, as they begin. Out: answers, as they end. What must hold: each request is answered
+//! once; what requests hold is bounded, and given back when the answer is sent.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -127,9 +128,11 @@ impl Token for Owed {
         let Owed { connection, request } = self;
         let op = match request.command {
             cmd::WRITE => Op::Write { fua: false },
-            cmd::WRITE_ZEROES => {
-                Op::WriteZeroes { unmap: false, fua: false, fast: request.flags & flag::FAST_ZERO != 0 }
-            }
+            cmd::WRITE_ZEROES => Op::WriteZeroes {
+                unmap: false,
+                fua: false,
+                fast: request.flags & flag::FAST_ZERO != 0,
+            },
             _ => Op::Read,
         };
         let status = status.map_err(|failure| error_of(failure, op));

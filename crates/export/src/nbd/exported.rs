@@ -18,7 +18,8 @@ pub struct Exported {
     pub(super) block: BlockSize,
     /// What a connection does that has nothing to take.
     pub(super) poll: PollMode,
-    /// Names of client certificates, one of which a client must have; none: any client may have the disk.
+    /// Names of client certificates, one of which a client must have; none: any client may have the
+    /// disk.
     allowed: Mutex<Vec<String>>,
 }
 
@@ -49,7 +50,8 @@ impl Exported {
         if extended { flags } else { flags & !export::BLOCK_STATUS_PAYLOAD }
     }
 
-    /// `block`: the smallest one that clients are told to use, where it is not to be the smallest that the disk takes.
+    /// `block`: the smallest one that clients are told to use, where it is not to be the smallest
+    /// that the disk takes.
     pub fn new(disk: Arc<Disk>, name: &str, description: &str, block: Option<u32>) -> Self {
         let source = disk.source();
         let mut flags = export::HAS_FLAGS | export::SEND_FLUSH | export::SEND_FUA | export::SEND_DF;
@@ -58,16 +60,26 @@ impl Exported {
             true => export::READ_ONLY,
             false => export::SEND_TRIM | export::SEND_WRITE_ZEROES | export::SEND_FAST_ZERO,
         };
-        // A raw image takes single bytes (what O_DIRECT does not take goes through a buffer); others take sectors.
+        // A raw image takes single bytes (what O_DIRECT does not take goes through a buffer);
+        // others take sectors.
         let minimum = if source.chain().is_some() { blockyard_image::SECTOR as u32 } else { 1 };
         let minimum = block.unwrap_or(minimum).clamp(minimum, 4096).next_power_of_two();
         let preferred = source.logical_block().max(4096);
         let (name, description) = (as_string(name), as_string(description));
         let block = BlockSize { minimum, preferred };
-        Exported { disk, name, description, flags, block, poll: PollMode::Auto, allowed: Mutex::default() }
+        Exported {
+            disk,
+            name,
+            description,
+            flags,
+            block,
+            poll: PollMode::Auto,
+            allowed: Mutex::default(),
+        }
     }
 
-    /// What its connections do when they have nothing to take, where that is not to be found out by trial.
+    /// What its connections do when they have nothing to take, where that is not to be found out by
+    /// trial.
     pub fn polled(self, poll: PollMode) -> Self {
         Exported { poll, ..self }
     }

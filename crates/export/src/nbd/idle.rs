@@ -1,8 +1,9 @@
-//! What the connections of a disk do, on one reactor, while none of them has a request: sleep, or look for a while.
+//! What the connections of a disk do, on one reactor, while none of them has a request: sleep, or
+//! look for a while.
 //!
-//! In: requests that come and go. Out: the reactor stays awake for as long as that proves to pay ([`Pacer`]), and takes the
-//! next bytes without a wake-up. What must hold: what the disk has is waited for asleep, however many look; and one
-//! connection looks at a time, for all.
+//! In: requests that come and go. Out: the reactor stays awake for as long as that proves to pay
+//! ([`Pacer`]), and takes the next bytes without a wake-up. What must hold: what the disk has is
+//! waited for asleep, however many look; and one connection looks at a time, for all.
 
 use std::cell::{Cell, RefCell};
 use std::rc::{Rc, Weak};
@@ -36,12 +37,22 @@ impl Idle {
         let all = handle.local::<Idles>();
         let mut all = all.0.borrow_mut();
         all.retain(|idle| idle.strong_count() > 0);
-        let known = all.iter().filter_map(Weak::upgrade).find(|idle| Arc::ptr_eq(&idle.disk, &exported.disk));
+        let known = all
+            .iter()
+            .filter_map(Weak::upgrade)
+            .find(|idle| Arc::ptr_eq(&idle.disk, &exported.disk));
         known.unwrap_or_else(|| {
             let counters = Counters::local(handle, &exported.disk);
             let pacer = RefCell::new(Pacer::of_clients(exported.poll, handle.now(), counters));
             let (open, came, looks) = Default::default();
-            let idle = Idle { handle: handle.clone(), disk: exported.disk.clone(), open, came, pacer, looks };
+            let idle = Idle {
+                handle: handle.clone(),
+                disk: exported.disk.clone(),
+                open,
+                came,
+                pacer,
+                looks,
+            };
             let idle = Rc::new(idle);
             all.push(Rc::downgrade(&idle));
             idle
@@ -68,12 +79,16 @@ impl Idle {
         self.open.set(self.open.get() - 1);
     }
 
-    /// A connection has nothing to do, as long as `idle` says so: it looks, if it is the last one, and if that pays.
+    /// A connection has nothing to do, as long as `idle` says so: it looks, if it is the last one,
+    /// and if that pays.
     pub async fn look(&self, idle: impl Fn() -> bool) {
         if self.open.get() > 0 || self.looks.get() {
             return;
         }
-        let Some(limit) = self.pacer.borrow_mut().went_empty(self.handle.now(), self.came.get()) else { return };
+        let Some(limit) = self.pacer.borrow_mut().went_empty(self.handle.now(), self.came.get())
+        else {
+            return;
+        };
         let until = self.handle.now() + limit;
         self.looks.set(true);
         while self.open.get() == 0 && idle() && self.handle.now() < until {

@@ -1,7 +1,7 @@
 //! What has come from a client and was not looked at yet.
 //!
-//! In: a connection's bytes, as they come. Out: headers, copied once; and payloads, of which only what came along with a
-//! header is copied: the rest is read to where it goes.
+//! In: a connection's bytes, as they come. Out: headers, copied once; and payloads, of which only
+//! what came along with a header is copied: the rest is read to where it goes.
 
 use std::io;
 use std::ops::Range;
@@ -70,9 +70,14 @@ impl Inbox {
         Ok(bytes)
     }
 
-    /// Fills the bytes `range` of `payload` with what comes next. What comes behind the whole payload in the same read is
-    /// kept.
-    pub async fn payload(&mut self, stream: &Stream, payload: &Segments, range: Range<usize>) -> io::Result<()> {
+    /// Fills the bytes `range` of `payload` with what comes next. What comes behind the whole
+    /// payload in the same read is kept.
+    pub async fn payload(
+        &mut self,
+        stream: &Stream,
+        payload: &Segments,
+        range: Range<usize>,
+    ) -> io::Result<()> {
         let Range { start, end } = range;
         let mut done = start + (self.end - self.start).min(end - start);
         payload.copy_from(start, &self.room, self.start, done - start);

@@ -1,5 +1,5 @@
-//! Lanes: tasks that each carry one request after another to the disk and back. They are reused, so that the steady state
-//! allocates nothing.
+//! Lanes: tasks that each carry one request after another to the disk and back. They are reused, so
+//! that the steady state allocates nothing.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -33,7 +33,8 @@ struct Lane {
 
 /// What one lane does at a time.
 pub enum Work {
-    /// `flushes`: what it changed is durable before its answer, which the operation does not see to by itself.
+    /// `flushes`: what it changed is durable before its answer, which the operation does not see to
+    /// by itself.
     Request {
         request: Request<Owed>,
         flushes: bool,
@@ -99,8 +100,12 @@ impl Lane {
                     finished.answer();
                 }
                 Work::Status { request, only } => Box::pin(connection.status(request, only)).await,
-                Work::Cache(request) => Box::pin(connection.in_pieces(request, Op::Read, CACHED_AT_A_TIME)).await,
-                Work::Zeroes { request, op } => match Box::pin(connection.may_zero(&request, op)).await {
+                Work::Cache(request) => {
+                    Box::pin(connection.in_pieces(request, Op::Read, CACHED_AT_A_TIME)).await
+                }
+                Work::Zeroes { request, op } => match Box::pin(connection.may_zero(&request, op))
+                    .await
+                {
                     Ok(()) => Box::pin(connection.in_pieces(request, op, ZEROED_AT_A_TIME)).await,
                     Err(error) => connection.reply(&request, Err(error), Body::None),
                 },
@@ -115,27 +120,40 @@ impl Connection {
         let contexts = only.as_ref().unwrap_or(&self.terms.contexts);
         let block = self.terms.exported.block.minimum.into();
         let yields = &self.handle;
-        match block_status::chunks(&self.served, contexts, &request, self.terms.headers, block, yields).await {
+        match block_status::chunks(
+            &self.served,
+            contexts,
+            &request,
+            self.terms.headers,
+            block,
+            yields,
+        )
+        .await
+        {
             Ok(chunks) => self.reply(&request, Ok(()), Body::Chunks(chunks)),
             Err(error) => self.reply(&request, Err(error), Body::None),
         }
     }
 
-    /// What is to be fast is refused as a whole, before its first piece is done: as far as that can be known.
+    /// What is to be fast is refused as a whole, before its first piece is done: as far as that can
+    /// be known.
     async fn may_zero(&self, request: &wire::Request, op: Op) -> Result<(), u32> {
         let Op::WriteZeroes { unmap, fast: true, .. } = op else { return Ok(()) };
         let (mut at, end) = (request.offset, request.offset + request.len);
         while at < end && !self.broken.get() && !self.ended.get() {
             let len = (end - at).min(ZEROED_AT_A_TIME);
-            self.served.may_zero_fast(at, len, unmap).await.map_err(|failure| error_of(failure, op))?;
+            self.served
+                .may_zero_fast(at, len, unmap)
+                .await
+                .map_err(|failure| error_of(failure, op))?;
             at += len;
             self.handle.yield_now().await;
         }
         Ok(())
     }
 
-    /// A request that may take long, piece by piece, as long as the client is there. What is read, the client will want: it
-    /// is in the page cache then, or in the overlay (copy-on-read).
+    /// A request that may take long, piece by piece, as long as the client is there. What is read,
+    /// the client will want: it is in the page cache then, or in the overlay (copy-on-read).
     async fn in_pieces(&self, request: wire::Request, op: Op, piece: u64) {
         let (mut at, end) = (request.offset, request.offset + request.len);
         let mut status = Ok(());

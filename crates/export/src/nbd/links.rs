@@ -1,7 +1,9 @@
-//! The connections of a reactor, for whoever must end them: those that dawdle, and those of a disk that goes.
+//! The connections of a reactor, for whoever must end them: those that dawdle, and those of a disk
+//! that goes.
 //!
-//! What must hold: a client that has chosen nothing in time is let go; one that takes no answers is, when others have no
-//! room for that; and the end of a disk waits for its requests, not for its clients.
+//! What must hold: a client that has chosen nothing in time is let go; one that takes no answers
+//! is, when others have no room for that; and the end of a disk waits for its requests, not for its
+//! clients.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::rc::{Rc, Weak};
@@ -45,10 +47,22 @@ struct Links {
 
 impl Link {
     /// A new connection of this reactor, which has that time to choose an export.
-    pub fn enter(handle: &Handle, stream: &Rc<Stream>, server: &Arc<Shared>, handshake: Duration) -> Rc<Self> {
+    pub fn enter(
+        handle: &Handle,
+        stream: &Rc<Stream>,
+        server: &Arc<Shared>,
+        handshake: Duration,
+    ) -> Rc<Self> {
         let deadline = Instant::now() + handshake;
         let (late, exported, peer) = Default::default();
-        let link = Rc::new(Link { server: server.clone(), stream: stream.clone(), deadline, late, exported, peer });
+        let link = Rc::new(Link {
+            server: server.clone(),
+            stream: stream.clone(),
+            deadline,
+            late,
+            exported,
+            peer,
+        });
         handle.local::<Links>().all.borrow_mut().push(Rc::downgrade(&link));
         handle.local::<Buffers>().on_shortage(watch);
         watch(handle);
@@ -94,8 +108,8 @@ impl Links {
         self.all.borrow().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Runs while somebody may dawdle. A connection that has chosen, and whose answers have room, is none of its business:
-    /// an idle client wakes nobody.
+    /// Runs while somebody may dawdle. A connection that has chosen, and whose answers have room,
+    /// is none of its business: an idle client wakes nobody.
     async fn watch(self: Rc<Self>, handle: Handle) {
         let buffers = handle.local::<Buffers>();
         loop {
@@ -128,7 +142,9 @@ pub fn end_undecided(reactors: &Reactors, server: &Arc<Shared>) {
         reactor.run(move |handle| {
             let living = handle.local::<Links>().living();
             let undecided = living.iter().filter(|link| link.exported.get().is_none());
-            undecided.filter(|link| Arc::ptr_eq(&link.server, &server)).for_each(|link| link.stream.shutdown());
+            undecided
+                .filter(|link| Arc::ptr_eq(&link.server, &server))
+                .for_each(|link| link.stream.shutdown());
         });
     }
 }
@@ -139,7 +155,10 @@ pub fn end_strangers(reactors: &Reactors, disk: &Arc<Disk>) {
         let disk = disk.clone();
         reactor.run(move |handle| {
             let living = handle.local::<Links>().living();
-            living.iter().filter(|link| link.is_of(&disk) && link.is_strange()).for_each(|link| link.stream.shutdown());
+            living
+                .iter()
+                .filter(|link| link.is_of(&disk) && link.is_strange())
+                .for_each(|link| link.stream.shutdown());
         });
     }
 }
@@ -157,7 +176,8 @@ pub fn clients(reactors: &Reactors, disk: &Arc<Disk>) -> Vec<String> {
     reactors.all().filter_map(of_reactor).flatten().collect()
 }
 
-/// Ends the connections of `disk` on all reactors: what they have asked for is answered, as far as they take it in time.
+/// Ends the connections of `disk` on all reactors: what they have asked for is answered, as far as
+/// they take it in time.
 pub fn end(reactors: &Reactors, disk: &Arc<Disk>) {
     for reactor in reactors.all() {
         let disk = disk.clone();

@@ -1,14 +1,16 @@
-//! NBD: disks for clients of the network block device protocol (the host's kernel, QEMU, libnbd), over Unix sockets and TCP.
+//! NBD: disks for clients of the network block device protocol (the host's kernel, QEMU, libnbd),
+//! over Unix sockets and TCP.
 //!
 //! ```text
 //!   address ─► thread (accept) ─► reactor: negotiation ─► receiver ─► lanes (requests, side by side) ─► sender
 //! ```
-//! A `Server` is one address; it has any number of disks, by name. Its thread accepts clients and deals them out to the
-//! reactors; all else happens there. A flush on one connection covers what was written on all of them, because it is the
-//! disk's. Source: the NBD project's proto.md, whose numbers are in crate `nbd`.
+//! A `Server` is one address; it has any number of disks, by name. Its thread accepts clients and
+//! deals them out to the reactors; all else happens there. A flush on one connection covers what
+//! was written on all of them, because it is the disk's. Source: the NBD project's proto.md, whose
+//! numbers are in crate `nbd`.
 //!
-//! What must hold: a client that says nothing, or takes nothing, costs a bounded amount, for a bounded time where others
-//! wait; a server that ends waits for requests, not for clients.
+//! What must hold: a client that says nothing, or takes nothing, costs a bounded amount, for a
+//! bounded time where others wait; a server that ends waits for requests, not for clients.
 
 mod block_status;
 mod buffers;
@@ -54,7 +56,8 @@ pub use shared::{Limits, Settings};
 /// How soon a server that could not accept a client tries again.
 const RETRY: Duration = Duration::from_millis(200);
 
-/// A listening server. Drop closes its address, and the connections of clients that have not chosen a disk.
+/// A listening server. Drop closes its address, and the connections of clients that have not chosen
+/// a disk.
 pub struct Server {
     shared: Arc<Shared>,
     /// Not among what clients share: the last of these ends the reactors, and waits for them.
@@ -106,9 +109,14 @@ impl Server {
         Offer { server: self.clone(), disk, is_stopped: false }
     }
 
-    /// From now on only clients of these names may have the disk, as [`Exported::only_for`] says; others who have it go.
+    /// From now on only clients of these names may have the disk, as [`Exported::only_for`] says;
+    /// others who have it go.
     pub fn allow(&self, disk: &Arc<Disk>, names: &[String]) {
-        self.shared.exports().iter().filter(|exported| Arc::ptr_eq(&exported.disk, disk)).for_each(|e| e.allow(names));
+        self.shared
+            .exports()
+            .iter()
+            .filter(|exported| Arc::ptr_eq(&exported.disk, disk))
+            .for_each(|e| e.allow(names));
         links::end_strangers(&self.reactors, disk);
     }
 
@@ -168,10 +176,15 @@ impl Drop for Offer {
 fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
     while !shared.stop.load(Ordering::SeqCst) {
         let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
-        // In this order: a client that goes after it was counted here rings by this limit, or by a later one, which rings itself.
+        // In this order: a client that goes after it was counted here rings by this limit, or by a
+        // later one, which rings itself.
         let many = shared.settings().limits.clients;
         if shared.clients.load(Ordering::SeqCst) >= many {
-            shared.log.warn(&shared.address, None, format_args!("{many} clients are here: others wait until one goes"));
+            shared.log.warn(
+                &shared.address,
+                None,
+                format_args!("{many} clients are here: others wait until one goes"),
+            );
             wait(shared, None);
             continue;
         }
@@ -192,7 +205,11 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
             Ok(None) => {}
             Err(e) => {
                 // Out of descriptors, most likely: listening goes on, slowly.
-                shared.log.warn(&shared.address, None, format_args!("accepting a client failed: {e}"));
+                shared.log.warn(
+                    &shared.address,
+                    None,
+                    format_args!("accepting a client failed: {e}"),
+                );
                 wait(shared, Some(RETRY));
             }
         }
@@ -209,7 +226,8 @@ fn deal_out(shared: &Arc<Shared>, reactors: &Reactors, fd: OwnedFd) {
         Ok(stream) => {
             let stream = Rc::new(stream);
             // Known from here on to what ends the server.
-            let link = Link::enter(handle, &stream, &client.server, client.settings.limits.handshake);
+            let link =
+                Link::enter(handle, &stream, &client.server, client.settings.limits.handshake);
             handle.spawn(serve(handle.clone(), client, stream, link));
         }
         Err(e) => {
@@ -231,7 +249,8 @@ struct Client {
     settings: Arc<Settings>,
 }
 
-/// A client's socket. The client is counted until it is closed, also if a thread closes descriptors that the client has sent.
+/// A client's socket. The client is counted until it is closed, also if a thread closes descriptors
+/// that the client has sent.
 struct Accepted {
     fd: OwnedFd,
     server: Arc<Shared>,
@@ -256,21 +275,33 @@ impl Drop for Accepted {
 async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link>) {
     let shared = &*client.server;
     let (mut inbox, from) = (Inbox::default(), stream.from());
-    let (terms, peer) = match Negotiation::new(shared, &client.settings, &stream, &mut inbox).run().await {
-        Ok(Some(settled)) => settled,
-        Ok(None) => return stream.close(),
-        Err(_) if link.was_late() => {
-            let limit = client.settings.limits.handshake.as_secs_f64();
-            return shared.log.warn(
-                &shared.address,
-                None,
-                format_args!("a client ({from}) chose nothing in {limit} s: it was let go"),
-            );
-        }
-        // It looked whether anybody listens.
-        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof || e.kind() == io::ErrorKind::ConnectionReset => return,
-        Err(e) => return shared.log.warn(&shared.address, None, format_args!("a client ({from}) was let go: {e}")),
-    };
+    let (terms, peer) =
+        match Negotiation::new(shared, &client.settings, &stream, &mut inbox).run().await {
+            Ok(Some(settled)) => settled,
+            Ok(None) => return stream.close(),
+            Err(_) if link.was_late() => {
+                let limit = client.settings.limits.handshake.as_secs_f64();
+                return shared.log.warn(
+                    &shared.address,
+                    None,
+                    format_args!("a client ({from}) chose nothing in {limit} s: it was let go"),
+                );
+            }
+            // It looked whether anybody listens.
+            Err(e)
+                if e.kind() == io::ErrorKind::UnexpectedEof
+                    || e.kind() == io::ErrorKind::ConnectionReset =>
+            {
+                return;
+            }
+            Err(e) => {
+                return shared.log.warn(
+                    &shared.address,
+                    None,
+                    format_args!("a client ({from}) was let go: {e}"),
+                );
+            }
+        };
     let exported = terms.exported.clone();
     link.chose(&exported, peer);
     // It was removed, or the client's name was, while it chose.
@@ -280,7 +311,11 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
     let receiver = match Receiver::new(&handle, stream.clone(), terms) {
         Ok(receiver) => receiver,
         Err(e) => {
-            return shared.log.warn(&exported.name, None, format_args!("opening the disk for a client ({from}): {e}"));
+            return shared.log.warn(
+                &exported.name,
+                None,
+                format_args!("opening the disk for a client ({from}): {e}"),
+            );
         }
     };
     shared.log.info(&exported.name, None, format_args!("an NBD client connected ({from})"));
@@ -290,9 +325,15 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
     drop(link);
     links::watch(&handle);
     match end {
-        End::Gone => shared.log.info(&exported.name, None, format_args!("an NBD client went ({from})")),
+        End::Gone => {
+            shared.log.info(&exported.name, None, format_args!("an NBD client went ({from})"))
+        }
         End::Broken(why) => {
-            shared.log.warn(&exported.name, None, format_args!("an NBD client ({from}) was let go: {why}"));
+            shared.log.warn(
+                &exported.name,
+                None,
+                format_args!("an NBD client ({from}) was let go: {why}"),
+            );
         }
     }
 }

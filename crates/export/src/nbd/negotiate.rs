@@ -1,8 +1,9 @@
 //! The option phase of fixed newstyle negotiation.
 //!
-//! In: a new connection. Out: what client and server have settled, or that the client goes. What must hold: an option costs
-//! the server no more memory than [`MOST_OPTION`], a client has [`MOST_OPTIONS`] of them, and all its time is bounded by
-//! whoever calls; nothing of an export is told to a client that may not have it.
+//! In: a new connection. Out: what client and server have settled, or that the client goes. What
+//! must hold: an option costs the server no more memory than [`MOST_OPTION`], a client has
+//! [`MOST_OPTIONS`] of them, and all its time is bounded by whoever calls; nothing of an export is
+//! told to a client that may not have it.
 
 use std::io;
 use std::sync::Arc;
@@ -23,7 +24,8 @@ const MOST_OPTION: u32 = 64 << 10;
 /// Bytes of an option's data that are passed over, to say that they are too many.
 const MOST_SKIPPED: u32 = 32 << 20;
 const MOST_OPTIONS: u32 = 1024;
-/// Names of exports that an error lists, and bytes of a name: clients take messages of up to 4096 bytes.
+/// Names of exports that an error lists, and bytes of a name: clients take messages of up to 4096
+/// bytes.
 const MOST_NAMES: usize = 8;
 const MOST_NAME: usize = 200;
 
@@ -50,9 +52,23 @@ struct Asked {
 type Refusal = (u32, String);
 
 impl<'a> Negotiation<'a> {
-    pub fn new(shared: &'a Shared, settings: &'a Settings, stream: &'a Stream, inbox: &'a mut Inbox) -> Self {
+    pub fn new(
+        shared: &'a Shared,
+        settings: &'a Settings,
+        stream: &'a Stream,
+        inbox: &'a mut Inbox,
+    ) -> Self {
         let (tls, headers) = (settings.tls.as_ref(), Headers::Simple);
-        Negotiation { shared, tls, stream, inbox, peer: Peer::default(), no_zeroes: false, headers, contexts: None }
+        Negotiation {
+            shared,
+            tls,
+            stream,
+            inbox,
+            peer: Peer::default(),
+            no_zeroes: false,
+            headers,
+            contexts: None,
+        }
     }
 
     /// What was settled, with whom. None: the client has ended it.
@@ -65,23 +81,30 @@ impl<'a> Negotiation<'a> {
         let flags = wire::u32_at(&self.inbox.exactly(self.stream, 4).await?, 0);
         let known = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
         if flags & !known != 0 {
-            return Err(invalid(format!("its handshake flags are {flags:#x}, of which some are not known")));
+            return Err(invalid(format!(
+                "its handshake flags are {flags:#x}, of which some are not known"
+            )));
         }
         // A client that does not know answers to options can choose, and no more.
         let fixed = flags & u32::from(handshake::FIXED_NEWSTYLE) != 0;
         self.no_zeroes = flags & u32::from(handshake::NO_ZEROES) != 0;
         for _ in 0..MOST_OPTIONS {
             let header = self.inbox.exactly(self.stream, OptionHeader::BYTES).await?;
-            let header = OptionHeader::parse(&header)
-                .map_err(|magic| invalid(format!("an option begins with {magic:#018x}, which is no option's magic")))?;
+            let header = OptionHeader::parse(&header).map_err(|magic| {
+                invalid(format!("an option begins with {magic:#018x}, which is no option's magic"))
+            })?;
             if !fixed && header.option != opt::EXPORT_NAME {
-                return Err(invalid(format!("option {} of a client that does not know fixed newstyle", header.option)));
+                return Err(invalid(format!(
+                    "option {} of a client that does not know fixed newstyle",
+                    header.option
+                )));
             }
             let long = header.len > MOST_OPTION;
             if long && (header.len > MOST_SKIPPED || header.option == opt::EXPORT_NAME) {
                 return Err(invalid(format!("option {} has {} bytes", header.option, header.len)));
             }
-            // Whether TLS is demanded, whether the option is known at all, and whether it may have data comes before its length.
+            // Whether TLS is demanded, whether the option is known at all, and whether it may have
+            // data comes before its length.
             let data = match long {
                 true => self.inbox.skip(self.stream, header.len.into()).await.map(|()| vec![0])?,
                 false => self.inbox.exactly(self.stream, header.len as usize).await?,
@@ -93,7 +116,11 @@ impl<'a> Negotiation<'a> {
                 if header.option == opt::EXPORT_NAME {
                     return Err(invalid("it does not use TLS, which is required here".into()));
                 }
-                self.refuse_loudly(header.option, (rep::ERR_TLS_REQD, "TLS is required here".into())).await?;
+                self.refuse_loudly(
+                    header.option,
+                    (rep::ERR_TLS_REQD, "TLS is required here".into()),
+                )
+                .await?;
                 continue;
             }
             match header.option {
@@ -111,7 +138,8 @@ impl<'a> Negotiation<'a> {
                     if header.option == opt::SET_META_CONTEXT {
                         self.contexts = None;
                     }
-                    let refusal = (rep::ERR_TOO_BIG, format!("an option may have {MOST_OPTION} bytes"));
+                    let refusal =
+                        (rep::ERR_TOO_BIG, format!("an option may have {MOST_OPTION} bytes"));
                     self.refuse(header.option, refusal).await?;
                 }
                 opt::GO => {
@@ -138,21 +166,28 @@ impl<'a> Negotiation<'a> {
             },
             opt::INFO => return self.go_or_info(opt::INFO, data).await.map(drop),
             opt::STRUCTURED_REPLY => empty().and_then(|()| match self.headers {
-                Headers::Extended => Err((rep::ERR_EXT_HEADER_REQD, "extended headers were chosen already".into())),
-                Headers::Structured => Err((rep::ERR_INVALID, "structured replies were chosen already".into())),
+                Headers::Extended => {
+                    Err((rep::ERR_EXT_HEADER_REQD, "extended headers were chosen already".into()))
+                }
+                Headers::Structured => {
+                    Err((rep::ERR_INVALID, "structured replies were chosen already".into()))
+                }
                 Headers::Simple => {
                     self.headers = Headers::Structured;
                     Ok(())
                 }
             }),
             opt::EXTENDED_HEADERS => empty().and_then(|()| match self.headers {
-                Headers::Extended => Err((rep::ERR_INVALID, "extended headers were chosen already".into())),
+                Headers::Extended => {
+                    Err((rep::ERR_INVALID, "extended headers were chosen already".into()))
+                }
                 _ => {
                     self.headers = Headers::Extended;
                     Ok(())
                 }
             }),
-            opt::LIST_META_CONTEXT | opt::SET_META_CONTEXT => match self.meta_context(option, data) {
+            opt::LIST_META_CONTEXT | opt::SET_META_CONTEXT => match self.meta_context(option, data)
+            {
                 Ok(replies) => {
                     for (id, name) in replies {
                         let reply = [&id.to_be_bytes(), name.as_bytes()].concat();
@@ -170,7 +205,8 @@ impl<'a> Negotiation<'a> {
         }
     }
 
-    /// What came before TLS is forgotten; bytes that came with the wish for it are nobody's whom TLS could vouch for.
+    /// What came before TLS is forgotten; bytes that came with the wish for it are nobody's whom
+    /// TLS could vouch for.
     async fn start_tls(&mut self, data: &[u8]) -> io::Result<()> {
         let refusal = match self.tls {
             None => (rep::ERR_POLICY, "TLS is not set up on this server"),
@@ -201,7 +237,11 @@ impl<'a> Negotiation<'a> {
     }
 
     /// Which contexts are to be told to the client, with their numbers.
-    fn meta_context(&mut self, option: u32, data: &[u8]) -> Result<Vec<(u32, &'static str)>, Refusal> {
+    fn meta_context(
+        &mut self,
+        option: u32,
+        data: &[u8],
+    ) -> Result<Vec<(u32, &'static str)>, Refusal> {
         let sets = option == opt::SET_META_CONTEXT;
         if sets {
             self.contexts = None;
@@ -220,8 +260,10 @@ impl<'a> Negotiation<'a> {
         if !sets && queries == 0 {
             contexts.choose_all();
         }
-        let told =
-            contexts.iter().map(|context: Context| (if sets { context.id() } else { 0 }, context.name())).collect();
+        let told = contexts
+            .iter()
+            .map(|context: Context| (if sets { context.id() } else { 0 }, context.name()))
+            .collect();
         if sets {
             self.contexts = Some((name.to_vec(), contexts));
         }
@@ -229,7 +271,10 @@ impl<'a> Negotiation<'a> {
     }
 
     async fn go(&mut self, data: &[u8]) -> io::Result<Option<Terms>> {
-        Ok(self.go_or_info(opt::GO, data).await?.map(|asked| self.terms(asked.exported, &asked.name)))
+        Ok(self
+            .go_or_info(opt::GO, data)
+            .await?
+            .map(|asked| self.terms(asked.exported, &asked.name)))
     }
 
     async fn go_or_info(&mut self, option: u32, data: &[u8]) -> io::Result<Option<Asked>> {
@@ -255,7 +300,8 @@ impl<'a> Negotiation<'a> {
         let infos = (0..count).map(|_| fields.u16()).collect::<Result<Vec<_>, _>>()?;
         fields.end()?;
         let exported = self.find(name).map_err(|refusal| match self.tls {
-            // It may be one of those that are there under TLS only, and whose names are nobody else's business.
+            // It may be one of those that are there under TLS only, and whose names are nobody
+            // else's business.
             Some(_) if !self.peer.tls && self.shared.has_exports_under_tls() => {
                 (rep::ERR_TLS_REQD, format!("without TLS {}", refusal.1))
             }
@@ -270,7 +316,10 @@ impl<'a> Negotiation<'a> {
         if exports.is_empty() {
             return String::new();
         }
-        let names = exports.iter().take(MOST_NAMES).map(|e| format!("\"{}\"", printable(e.name.as_bytes())));
+        let names = exports
+            .iter()
+            .take(MOST_NAMES)
+            .map(|e| format!("\"{}\"", printable(e.name.as_bytes())));
         let names = names.collect::<Vec<_>>().join(", ");
         let more = exports.len().saturating_sub(MOST_NAMES);
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
@@ -287,7 +336,11 @@ impl<'a> Negotiation<'a> {
 
     fn terms(&mut self, exported: Arc<Exported>, name: &[u8]) -> Terms {
         let contexts = self.contexts.take().filter(|(of, _)| of == name);
-        Terms { exported, headers: self.headers, contexts: contexts.map(|(_, contexts)| contexts).unwrap_or_default() }
+        Terms {
+            exported,
+            headers: self.headers,
+            contexts: contexts.map(|(_, contexts)| contexts).unwrap_or_default(),
+        }
     }
 
     /// The oldest way to choose: it cannot be refused but by ending the connection.
@@ -305,7 +358,11 @@ impl<'a> Negotiation<'a> {
     /// Refuses what keeps the client out, with a line in the log.
     async fn refuse_loudly(&mut self, option: u32, refusal: Refusal) -> io::Result<()> {
         let (name, from) = (&self.shared.address, self.stream.from());
-        self.shared.log.warn(name, None, format_args!("a client was refused ({from}): {}", refusal.1));
+        self.shared.log.warn(
+            name,
+            None,
+            format_args!("a client was refused ({from}): {}", refusal.1),
+        );
         self.refuse(option, refusal).await
     }
 
@@ -350,7 +407,10 @@ struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
     fn take(&mut self, len: usize) -> Result<&'a [u8], Refusal> {
-        let (now, later) = self.0.split_at_checked(len).ok_or((rep::ERR_INVALID, "its data are too short".into()))?;
+        let (now, later) = self
+            .0
+            .split_at_checked(len)
+            .ok_or((rep::ERR_INVALID, "its data are too short".into()))?;
         self.0 = later;
         Ok(now)
     }
@@ -373,7 +433,11 @@ impl<'a> Fields<'a> {
     }
 
     fn end(&self) -> Result<(), Refusal> {
-        if self.0.is_empty() { Ok(()) } else { Err((rep::ERR_INVALID, "its data are too long".into())) }
+        if self.0.is_empty() {
+            Ok(())
+        } else {
+            Err((rep::ERR_INVALID, "its data are too long".into()))
+        }
     }
 }
 

@@ -4,8 +4,9 @@
 //!   socket ─► run: inbox, header, payload ─► lanes (a task for each request) ─► disk
 //!   socket ◄─ send: all answers that are there, in one write ◄─── answers ◄──────┘
 //! ```
-//! Requests of one connection run side by side, and are answered as they end. What must hold: the number of requests in
-//! flight is bounded; after a broken header nothing more is taken; the end of the connection is the end of its last request.
+//! Requests of one connection run side by side, and are answered as they end. What must hold: the
+//! number of requests in flight is bounded; after a broken header nothing more is taken; the end of
+//! the connection is the end of its last request.
 
 use std::cell::Cell;
 use std::io;
@@ -60,7 +61,8 @@ impl Receiver {
         let connection = Connection::new(handle, stream, terms)?;
         let disk = &connection.terms.exported.disk;
         let budget = Budget::of(handle, disk);
-        let scrubs = matches!(disk.source(), Source::Null { .. } | Source::Delay { file: None, .. });
+        let scrubs =
+            matches!(disk.source(), Source::Null { .. } | Source::Delay { file: None, .. });
         let lanes = Lanes::new(connection.clone());
         let (sender, wrote) = Default::default();
         Ok(Receiver { connection, lanes, sender, budget, wrote, scrubs })
@@ -80,7 +82,14 @@ impl Receiver {
         let end = match self.take_requests(inbox).await {
             Ok(()) => End::Gone,
             Err(e) if e.kind() == io::ErrorKind::InvalidData => End::Broken(e.to_string()),
-            Err(e) if matches!(e.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => End::Gone,
+            Err(e)
+                if matches!(
+                    e.kind(),
+                    io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
+                ) =>
+            {
+                End::Gone
+            }
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
                 End::Broken("it went in the middle of a request".into())
             }
@@ -103,7 +112,9 @@ impl Receiver {
         loop {
             while let Some(bytes) = inbox.take::<32>(headers.request_bytes()) {
                 let request = wire::Request::parse(headers, &bytes).map_err(|magic| {
-                    invalid(format!("a request begins with {magic:#010x}, which is no request's magic"))
+                    invalid(format!(
+                        "a request begins with {magic:#010x}, which is no request's magic"
+                    ))
                 })?;
                 if request.command == cmd::DISC || connection.broken.get() {
                     return Ok(());
@@ -125,9 +136,11 @@ impl Receiver {
                     connection.handle.yield_now().await;
                 }
                 if large_read {
-                    // From the page cache it is answered at once: its data go out while they are in the processor's cache. A
-                    // disk that takes its time is to have the next one meanwhile.
-                    while connection.unsent.get() > MOST_UNSENT && connection.unanswered.get() == 0 {
+                    // From the page cache it is answered at once: its data go out while they are in
+                    // the processor's cache. A disk that takes its time is to have the next one
+                    // meanwhile.
+                    while connection.unsent.get() > MOST_UNSENT && connection.unanswered.get() == 0
+                    {
                         connection.sent.wait().await;
                     }
                 }
@@ -149,16 +162,22 @@ impl Receiver {
     /// Books a request that began.
     fn book(&self, request: &wire::Request) {
         let moves = matches!(request.command, cmd::READ | cmd::WRITE);
-        self.budget.spend(self.connection.handle.turn(), REQUEST, if moves { request.len } else { 0 });
+        self.budget.spend(
+            self.connection.handle.turn(),
+            REQUEST,
+            if moves { request.len } else { 0 },
+        );
     }
 
-    /// Whether other tasks of the reactor go on before the next request, because the turn has lasted.
+    /// Whether other tasks of the reactor go on before the next request, because the turn has
+    /// lasted.
     fn has_lasted(&self) -> bool {
         self.connection.in_flight.get().is_multiple_of(LOOK)
             && budget::is_over(self.connection.handle.now(), Instant::now())
     }
 
-    /// Starts a request; its payload is read first. An error: it was not answered, and what follows cannot be understood.
+    /// Starts a request; its payload is read first. An error: it was not answered, and what follows
+    /// cannot be understood.
     async fn begin(&self, request: wire::Request, inbox: &mut Inbox) -> io::Result<()> {
         let wire::Request { command, len, .. } = request;
         let connection = &*self.connection;
@@ -196,7 +215,8 @@ impl Receiver {
             cmd::READ => {
                 let buffer = connection.take(len as usize).await;
                 if connection.broken.get() {
-                    // Nobody will take it: all that was asked for before is let go, and this with it.
+                    // Nobody will take it: all that was asked for before is let go, and this with
+                    // it.
                     connection.give_back(buffer, len as usize);
                     return Err(io::ErrorKind::BrokenPipe.into());
                 }
@@ -205,10 +225,15 @@ impl Receiver {
                 }
                 self.hand_on(request, Op::Read, buffer);
             }
-            cmd::FLUSH => self.hand_on(wire::Request { offset: 0, len: 0, ..request }, Op::Flush, Segments::default()),
+            cmd::FLUSH => self.hand_on(
+                wire::Request { offset: 0, len: 0, ..request },
+                Op::Flush,
+                Segments::default(),
+            ),
             cmd::TRIM => self.hand_on(request, Op::Discard, Segments::default()),
             cmd::WRITE_ZEROES => {
-                let (unmap, fast) = (request.flags & flag::NO_HOLE == 0, request.flags & flag::FAST_ZERO != 0);
+                let (unmap, fast) =
+                    (request.flags & flag::NO_HOLE == 0, request.flags & flag::FAST_ZERO != 0);
                 let fua = request.flags & flag::FUA != 0 || !connection.terms.write_back();
                 let op = Op::WriteZeroes { unmap, fua, fast };
                 if is_heavy(&request) {
@@ -219,12 +244,19 @@ impl Receiver {
                 }
             }
             cmd::CACHE => self.lanes.give(Work::Cache(request)),
-            _ => self.lanes.give(Work::Status { request: wire::Request { len: effect, ..request }, only }),
+            _ => self
+                .lanes
+                .give(Work::Status { request: wire::Request { len: effect, ..request }, only }),
         }
         Ok(())
     }
 
-    async fn begin_write(&self, request: wire::Request, judged: Result<(), u32>, inbox: &mut Inbox) -> io::Result<()> {
+    async fn begin_write(
+        &self,
+        request: wire::Request,
+        judged: Result<(), u32>,
+        inbox: &mut Inbox,
+    ) -> io::Result<()> {
         if let Err(error) = judged {
             self.skip(request.len, inbox).await?;
             self.connection.reply(&request, Err(error), Body::None);
@@ -235,7 +267,9 @@ impl Receiver {
             self.receive_long(len, inbox).await?
         } else {
             let payload = self.connection.take(len).await;
-            if let Err(e) = self.owed(inbox.payload(&self.connection.stream, &payload, 0..len)).await {
+            if let Err(e) =
+                self.owed(inbox.payload(&self.connection.stream, &payload, 0..len)).await
+            {
                 self.connection.give_back(payload, len);
                 return Err(e);
             }
@@ -246,7 +280,8 @@ impl Receiver {
         Ok(())
     }
 
-    /// Receives a payload that is longer than what each connection may always hold: room for it is taken as it arrives.
+    /// Receives a payload that is longer than what each connection may always hold: room for it is
+    /// taken as it arrives.
     async fn receive_long(&self, len: usize, inbox: &mut Inbox) -> io::Result<Segments> {
         let (connection, account) = (&*self.connection, self.connection.account());
         connection.hold(len).await;
@@ -255,7 +290,9 @@ impl Receiver {
         let mut done = 0;
         while done < len {
             let to = connection.buffers.grow(&connection.handle, &mut growing, account).await;
-            if let Err(e) = self.owed(inbox.payload(&connection.stream, &growing.payload, done..to)).await {
+            if let Err(e) =
+                self.owed(inbox.payload(&connection.stream, &growing.payload, done..to)).await
+            {
                 give_up();
                 connection.buffers.abandon(growing, account);
                 return Err(e);
@@ -275,7 +312,9 @@ impl Receiver {
     /// Passes over a payload: what follows it is to be understood.
     async fn skip(&self, len: u64, inbox: &mut Inbox) -> io::Result<()> {
         if len > MOST_SKIPPED {
-            return Err(invalid(format!("it sends {len} bytes at once, which may be refused only by reading them")));
+            return Err(invalid(format!(
+                "it sends {len} bytes at once, which may be refused only by reading them"
+            )));
         }
         self.owed(inbox.skip(&self.connection.stream, len)).await
     }
@@ -294,7 +333,14 @@ impl Receiver {
         }
         let token = Owed { connection: self.connection.clone(), request };
         let flushes = op == Op::Discard && request.flags & flag::FUA != 0;
-        let request = Request::new(op, request.offset, request.len, segments, self.connection.handle.now(), token);
+        let request = Request::new(
+            op,
+            request.offset,
+            request.len,
+            segments,
+            self.connection.handle.now(),
+            token,
+        );
         self.lanes.give(Work::Request { request, flushes });
     }
 }

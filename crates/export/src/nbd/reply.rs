@@ -60,7 +60,9 @@ impl Reply {
         };
         match (headers, self.status, &self.body) {
             // A client without structured replies is told nothing else.
-            (Headers::Simple, status, _) => SimpleReply { error: status.err().unwrap_or(0), cookie }.put(out),
+            (Headers::Simple, status, _) => {
+                SimpleReply { error: status.err().unwrap_or(0), cookie }.put(out)
+            }
             (Headers::Structured, Ok(()), Body::None) => SimpleReply { error: 0, cookie }.put(out),
             (_, Err(error), _) => {
                 let text = reason(error).as_bytes();
@@ -69,7 +71,9 @@ impl Reply {
                 out.extend((text.len() as u16).to_be_bytes());
                 out.extend(text);
             }
-            (_, Ok(()), Body::Buffer(data)) if self.request.command == cmd::READ && !data.is_empty() => {
+            (_, Ok(()), Body::Buffer(data))
+                if self.request.command == cmd::READ && !data.is_empty() =>
+            {
                 header(chunk::OFFSET_DATA, 8 + data.len(), true).put(headers, out);
                 out.extend(offset.to_be_bytes());
             }

@@ -1,12 +1,13 @@
 //! Room: how many bytes of buffers the connections of one reactor may hold.
 //!
-//! In: sizes of buffers, and the account of the connection that needs one. Out: permission to hold so many bytes more.
-//! What must hold:
-//! - A connection has its first [`GUARANTEED`] bytes at once, whatever all others do, also while it waits for more.
+//! In: sizes of buffers, and the account of the connection that needs one. Out: permission to hold
+//! so many bytes more. What must hold:
+//! - A connection has its first [`GUARANTEED`] bytes at once, whatever all others do, also while it
+//!   waits for more.
 //! - What connections hold beyond that is at most [`MOST`] bytes in all.
 //! - A request waits only while room is short. The connection that holds least is served first.
-//! - Payloads that arrive in steps cannot wait for one another for ever: [`LONGEST`] bytes of the room are for one
-//!   connection at a time, which completes its payload with them.
+//! - Payloads that arrive in steps cannot wait for one another for ever: [`LONGEST`] bytes of the
+//!   room are for one connection at a time, which completes its payload with them.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -98,9 +99,16 @@ impl Room {
     }
 
     /// Takes the room, or a place in the wait queue.
-    fn enter(&self, handle: &Handle, account: &Rc<Account>, size: usize, need: Need) -> Option<Rc<Waiting>> {
+    fn enter(
+        &self,
+        handle: &Handle,
+        account: &Rc<Account>,
+        size: usize,
+        need: Need,
+    ) -> Option<Rc<Waiting>> {
         let beyond = account.beyond(size);
-        let first = self.waiting.borrow().is_empty() || (need == Need::Payload && self.is_reserved_for(account));
+        let first = self.waiting.borrow().is_empty()
+            || (need == Need::Payload && self.is_reserved_for(account));
         if beyond == 0 || (first && self.fits(account, beyond, need)) {
             self.grant(account, size);
             return None;
@@ -125,7 +133,8 @@ impl Room {
     #[inline]
     pub fn give_back(&self, account: &Account, size: usize) {
         let held = account.held.replace(account.held.get() - size);
-        let beyond = held.saturating_sub(GUARANTEED) - account.held.get().saturating_sub(GUARANTEED);
+        let beyond =
+            held.saturating_sub(GUARANTEED) - account.held.get().saturating_sub(GUARANTEED);
         self.shared.set(self.shared.get() - beyond);
         if self.is_short() || !matches!(*self.reserve.borrow(), Reserve::Free) {
             self.serve();
@@ -170,11 +179,14 @@ impl Room {
     /// The place of the request that is served next, if one can be.
     fn next(&self) -> Option<usize> {
         let waiting = self.waiting.borrow();
-        if let Some(at) = waiting.iter().position(|waiting| waiting.account.beyond(waiting.size) == 0) {
+        if let Some(at) =
+            waiting.iter().position(|waiting| waiting.account.beyond(waiting.size) == 0)
+        {
             return Some(at);
         }
         let smallest = |payload: bool| {
-            let all = waiting.iter().enumerate().filter(|(_, w)| !payload || w.need == Need::Payload);
+            let all =
+                waiting.iter().enumerate().filter(|(_, w)| !payload || w.need == Need::Payload);
             all.min_by_key(|(_, w)| w.account.held()).map(|(at, _)| at)
         };
         let first = smallest(false)?;
@@ -216,7 +228,8 @@ mod tests {
         /// Seven connections that hold all that whole buffers may have.
         fn full(&self) -> Vec<Rc<Account>> {
             let all: Vec<Rc<Account>> = (0..7).map(|_| Rc::default()).collect();
-            all.iter().for_each(|account| assert!(self.take(account, 32 * MB + GUARANTEED).is_none()));
+            all.iter()
+                .for_each(|account| assert!(self.take(account, 32 * MB + GUARANTEED).is_none()));
             all
         }
     }
@@ -256,7 +269,8 @@ mod tests {
         assert!(greedy.granted.get() && !reactor.1.is_short());
     }
 
-    /// Payloads that have taken all the room in steps, and each need more of it, are completed one after the other.
+    /// Payloads that have taken all the room in steps, and each need more of it, are completed one
+    /// after the other.
     #[test]
     fn payloads_do_not_wait_for_one_another_for_ever() {
         let reactor = Reactor::new();
@@ -280,7 +294,11 @@ mod tests {
                     *waits = reactor.step(account, account.held());
                 }
             }
-            assert!(steps > 0, "{done} of {} payloads are complete, and all others wait", accounts.len());
+            assert!(
+                steps > 0,
+                "{done} of {} payloads are complete, and all others wait",
+                accounts.len()
+            );
         }
         assert_eq!((reactor.1.shared.get(), reactor.1.is_short()), (0, false));
         assert!(matches!(*reactor.1.reserve.borrow(), Reserve::Free));

@@ -1,7 +1,8 @@
 //! Sends the answers of a connection.
 //!
-//! In: answers, as requests end. Out: as many as are there in one write, headers and data side by side. What must hold: an
-//! answer goes out whole, or the connection ends; what its request held is given back afterwards.
+//! In: answers, as requests end. Out: as many as are there in one write, headers and data side by
+//! side. What must hold: an answer goes out whole, or the connection ends; what its request held is
+//! given back afterwards.
 
 use std::rc::Rc;
 
@@ -18,7 +19,8 @@ impl Connection {
     /// Sends answers until the last one.
     pub async fn send(self: Rc<Self>) {
         let room = Segments::buffer(HEADERS);
-        let (mut batch, mut text, mut out) = (Vec::new(), Vec::with_capacity(HEADERS), Segments::default());
+        let (mut batch, mut text, mut out) =
+            (Vec::new(), Vec::with_capacity(HEADERS), Segments::default());
         loop {
             self.to_send.clear();
             if self.replies.borrow().is_empty() {
@@ -51,8 +53,15 @@ impl Connection {
         }
     }
 
-    /// Puts as many replies into `out` as go in one write; how many. One whose text is long goes by itself, in parts.
-    async fn gather(&self, replies: &[Reply], room: &Segments, text: &mut Vec<u8>, out: &mut Segments) -> usize {
+    /// Puts as many replies into `out` as go in one write; how many. One whose text is long goes by
+    /// itself, in parts.
+    async fn gather(
+        &self,
+        replies: &[Reply],
+        room: &Segments,
+        text: &mut Vec<u8>,
+        out: &mut Segments,
+    ) -> usize {
         let mut count = 0;
         text.clear();
         for reply in replies {
@@ -68,7 +77,9 @@ impl Connection {
             }
             room.copy_in(before, &text[before..]);
             out.gather(room, before, text.len() - before);
-            if let (cmd::READ, Ok(()), Body::Buffer(data)) = (reply.request.command, reply.status, &reply.body) {
+            if let (cmd::READ, Ok(()), Body::Buffer(data)) =
+                (reply.request.command, reply.status, &reply.body)
+            {
                 out.gather(data, 0, data.len());
             }
             count += 1;

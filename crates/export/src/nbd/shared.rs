@@ -67,11 +67,14 @@ impl Shared {
         !self.exports().iter().all(is_open)
     }
 
-    /// The export of that name. The empty name means the only one. What a client may not see is not there.
+    /// The export of that name. The empty name means the only one. What a client may not see is not
+    /// there.
     pub fn find(&self, name: &[u8], peer: &Peer) -> Option<Arc<Exported>> {
         let exports = self.visible(peer);
         let named = exports.iter().find(|exported| exported.name.as_bytes() == name);
-        named.or(if name.is_empty() && exports.len() == 1 { exports.first() } else { None }).cloned()
+        named
+            .or(if name.is_empty() && exports.len() == 1 { exports.first() } else { None })
+            .cloned()
     }
 
     /// Wakes the accepting thread.

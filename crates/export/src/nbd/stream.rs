@@ -11,8 +11,8 @@ use blockyard_ring::{Handle, Segments, Socket, write_rest};
 
 use super::room::Account;
 
-/// Bytes that a client which holds `held` bytes of room must move, again and again, not to be taken for one that has
-/// stopped. In proportion: a client that moves little must not hold much.
+/// Bytes that a client which holds `held` bytes of room must move, again and again, not to be taken
+/// for one that has stopped. In proportion: a client that moves little must not hold much.
 fn progress(held: usize) -> usize {
     (held / 8).max(64 << 10)
 }
@@ -46,7 +46,16 @@ impl Stream {
         let from = crate::listener::peer(&fd);
         let (account, sending_since, owed_since, paid) = Default::default();
         let (plain, secure) = (Link::new(Socket::new(handle, fd)?, None), OnceCell::new());
-        Ok(Stream { plain, secure, handle: handle.clone(), from, account, sending_since, owed_since, paid })
+        Ok(Stream {
+            plain,
+            secure,
+            handle: handle.clone(),
+            from,
+            account,
+            sending_since,
+            owed_since,
+            paid,
+        })
     }
 
     pub fn from(&self) -> &str {
@@ -58,7 +67,8 @@ impl Stream {
         self.secure.get().unwrap_or(&self.plain)
     }
 
-    /// From here on all bytes are TLS's. The names that the client's certificate has, if it has shown one.
+    /// From here on all bytes are TLS's. The names that the client's certificate has, if it has
+    /// shown one.
     pub async fn start_tls(&self, tls: &ServerTls) -> io::Result<Vec<String>> {
         let session = tls.session().map_err(io::Error::other)?;
         self.secure.get_or_init(|| self.plain.under_tls(session)).handshake().await
@@ -112,7 +122,8 @@ impl Stream {
         sent
     }
 
-    /// Whether the client holds room that others could have, and has kept an answer or a payload waiting for so long.
+    /// Whether the client holds room that others could have, and has kept an answer or a payload
+    /// waiting for so long.
     pub fn stalls(&self, limit: Duration) -> bool {
         let since = [self.sending_since.get(), self.owed_since.get()];
         self.account.shares() && since.iter().flatten().any(|since| since.elapsed() > limit)

@@ -33,10 +33,16 @@ impl Terms {
         let writes = matches!(command, cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES);
         match command {
             cmd::FLUSH if offset == 0 && len == 0 => return Ok(()),
-            cmd::READ | cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES | cmd::CACHE | cmd::BLOCK_STATUS => {}
+            cmd::READ
+            | cmd::WRITE
+            | cmd::TRIM
+            | cmd::WRITE_ZEROES
+            | cmd::CACHE
+            | cmd::BLOCK_STATUS => {}
             _ => return Err(errno::EINVAL),
         }
-        // (A write has its payload whether its flag says so or not: QEMU's client leaves the flag out.)
+        // (A write has its payload whether its flag says so or not: QEMU's client leaves the flag
+        // out.)
         let status_payload = command == cmd::BLOCK_STATUS && flags & flag::PAYLOAD_LEN != 0;
         if writes && self.exported.disk.options().read_only {
             return Err(errno::EPERM);
@@ -44,7 +50,9 @@ impl Terms {
         if matches!(command, cmd::READ | cmd::WRITE) && len > wire::MOST_PAYLOAD.into() {
             return Err(errno::EINVAL);
         }
-        if command == cmd::BLOCK_STATUS && (self.contexts.is_empty() || (len == 0 && !status_payload)) {
+        if command == cmd::BLOCK_STATUS
+            && (self.contexts.is_empty() || (len == 0 && !status_payload))
+        {
             return Err(errno::EINVAL);
         }
         let end = if status_payload { Some(offset) } else { offset.checked_add(len) };
@@ -62,6 +70,7 @@ impl Terms {
 
     /// Without a write cache each write is durable before its answer.
     pub fn write_back(&self) -> bool {
-        self.exported.flags & export::SEND_FLUSH == 0 || self.exported.disk.options().cache.write_back()
+        self.exported.flags & export::SEND_FLUSH == 0
+            || self.exported.disk.options().cache.write_back()
     }
 }

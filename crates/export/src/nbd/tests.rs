@@ -56,7 +56,8 @@ impl Paired {
         let listener = Listener::bind(&socket()).unwrap();
         let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
         let server = Server::start(listener, "test", Arc::default(), reactors).unwrap();
-        let offers = all.into_iter().map(|exported| server.offer(exported.polled(PollMode::Off))).collect();
+        let offers =
+            all.into_iter().map(|exported| server.offer(exported.polled(PollMode::Off))).collect();
         Paired { server, _offers: offers }
     }
 
@@ -105,7 +106,8 @@ impl Client {
 
     fn read_of(offset: u64, len: u64) -> Vec<u8> {
         let mut bytes = Vec::new();
-        Request { flags: 0, command: cmd::READ, cookie: 7, offset, len }.put(Headers::Simple, &mut bytes);
+        Request { flags: 0, command: cmd::READ, cookie: 7, offset, len }
+            .put(Headers::Simple, &mut bytes);
         bytes
     }
 
@@ -129,7 +131,8 @@ impl Client {
     }
 }
 
-/// A TCP connection with SO_LINGER of an hour and a full send buffer. Its close blocks until the other side is closed.
+/// A TCP connection with SO_LINGER of an hour and a full send buffer. Its close blocks until the
+/// other side is closed.
 fn lingering() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -154,8 +157,8 @@ fn clients_send_no_descriptors_where_the_kernel_can_refuse_them() {
     }
 }
 
-/// A client of an inherited socket may have connected before this server could refuse descriptors, as on older kernels. If the
-/// reactor closed the descriptor, this test would not end.
+/// A client of an inherited socket may have connected before this server could refuse descriptors,
+/// as on older kernels. If the reactor closed the descriptor, this test would not end.
 #[test]
 fn a_client_that_sends_a_descriptor_is_let_go_and_holds_up_no_other() {
     let path = socket();
@@ -176,7 +179,11 @@ fn a_client_that_sends_a_descriptor_is_let_go_and_holds_up_no_other() {
     drop((lingers, release));
     assert!(client.0.read(&mut [0; 16]).is_ok_and(|n| n == 0), "it is let go, and gets no answer");
     beside.reads();
-    assert_eq!(offer.server.shared.clients.load(Ordering::SeqCst), 2, "it is counted until its socket is closed");
+    assert_eq!(
+        offer.server.shared.clients.load(Ordering::SeqCst),
+        2,
+        "it is counted until its socket is closed"
+    );
     drop((beside, other));
     // The reactor answers: it closed nothing that waits.
     reactors.next().ask(|_, reply| reply.send(())).unwrap();
@@ -200,7 +207,8 @@ fn requests_that_are_answered_on_the_spot_leave_turns_to_others() {
                 tasks.yield_now().await;
                 looks += 1;
                 assert!(looks < 10_000_000, "{before} reads were answered");
-                let now = served.statistics().summary(OpKind::Read).map_or(0, |summary| summary.requests);
+                let now =
+                    served.statistics().summary(OpKind::Read).map_or(0, |summary| summary.requests);
                 most = most.max(now - before);
                 before = now;
             }

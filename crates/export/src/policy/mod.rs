@@ -1,4 +1,5 @@
-//! The policies of exports. Each one receives the time and what its caller has observed, and returns decisions.
+//! The policies of exports. Each one receives the time and what its caller has observed, and
+//! returns decisions.
 //!
 //! ```text
 //!   pace        what a queue does when it has nothing to take
@@ -6,8 +7,9 @@
 //!   placement   on which processors a reactor runs
 //! ```
 //!
-//! What must hold: nothing in this folder calls the system, starts a thread or reads a clock. The code that carries a decision
-//! out is beside its caller. What the policies chose, and the rates that they saw, are figures of the disk ([`PolicyFigures`]).
+//! What must hold: nothing in this folder calls the system, starts a thread or reads a clock. The
+//! code that carries a decision out is beside its caller. What the policies chose, and the rates
+//! that they saw, are figures of the disk ([`PolicyFigures`]).
 
 pub mod notify;
 pub mod pace;
@@ -26,7 +28,8 @@ use notify::NotifyFigures;
 use pace::PaceFigures;
 use placement::PlacementFigures;
 
-/// What the policies chose for a disk, and the rates that they saw. Figures of several reactors can be added.
+/// What the policies chose for a disk, and the rates that they saw. Figures of several reactors can
+/// be added.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PolicyFigures {
     pub pace: PaceFigures,
@@ -47,7 +50,8 @@ impl PolicyFigures {
     }
 }
 
-/// The figures of one disk on one reactor. All its queues and connections there add to them, and the figures outlive those.
+/// The figures of one disk on one reactor. All its queues and connections there add to them, and
+/// the figures outlive those.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub pace: Cell<PaceFigures>,
@@ -62,7 +66,9 @@ struct Disks(RefCell<Vec<(Weak<Disk>, Rc<Counters>)>>);
 impl Disks {
     fn of(&self, disk: &Arc<Disk>) -> Option<Rc<Counters>> {
         let all = self.0.borrow();
-        all.iter().find(|(of, _)| of.as_ptr() == Arc::as_ptr(disk)).map(|(_, counters)| counters.clone())
+        all.iter()
+            .find(|(of, _)| of.as_ptr() == Arc::as_ptr(disk))
+            .map(|(_, counters)| counters.clone())
     }
 }
 
@@ -80,6 +86,10 @@ impl Counters {
     }
 
     fn figures(&self) -> PolicyFigures {
-        PolicyFigures { pace: self.pace.get(), notify: self.notify.get(), placement: self.placement.get() }
+        PolicyFigures {
+            pace: self.pace.get(),
+            notify: self.notify.get(),
+            placement: self.placement.get(),
+        }
     }
 }

@@ -1,12 +1,13 @@
 //! How often the guest is notified.
 //!
-//! An interrupt a batch is right for a virtual machine. For User Mode Linux an interrupt is a Unix signal, costs more than the
-//! I/O, and stops the only CPU. For its sockets completions are therefore gathered: a signal at `most` pending ones, or `wait`
-//! after the first. A wait that brought nothing new was in vain (the guest waits for us), so the next `SKIP` are told at once;
+//! An interrupt a batch is right for a virtual machine. For User Mode Linux an interrupt is a Unix
+//! signal, costs more than the I/O, and stops the only CPU. For its sockets completions are
+//! therefore gathered: a signal at `most` pending ones, or `wait` after the first. A wait that
+//! brought nothing new was in vain (the guest waits for us), so the next `SKIP` are told at once;
 //! twice as many after each further one.
 //!
-//! In: the time, and the number of completions that were published. Out: whether to signal now, and when to ask again.
-//! `vhost_user/notify.rs` signals.
+//! In: the time, and the number of completions that were published. Out: whether to signal now, and
+//! when to ask again. `vhost_user/notify.rs` signals.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -162,7 +163,10 @@ mod tests {
         assert!(!c.published(1, us(600)) && c.expired(us(1000)));
         assert!((0..16).all(|n| c.published(1, us(1001 + n))));
         assert!(!c.published(1, us(2000)) && c.expired(us(2400)));
-        assert!((0..32).all(|n| c.published(1, us(2401 + n))), "and twice as many after the next vain one");
+        assert!(
+            (0..32).all(|n| c.published(1, us(2401 + n))),
+            "and twice as many after the next vain one"
+        );
         assert!(!c.published(1, us(3000)) && !c.published(1, us(3001)) && c.expired(us(3400)));
         assert!(!c.published(1, us(3500)) && c.expired(us(3900)));
         assert!(
@@ -176,14 +180,16 @@ mod tests {
         assert_eq!(Coalesce::Auto.wait(false), Duration::ZERO);
         assert!(Coalescer::new(Duration::ZERO, 128, Rc::default()).published(1, Instant::now()));
     }
-    /// Batches of 1 to 4 completions, at random times. The reactor looks when they come and when a wait ends.
+    /// Batches of 1 to 4 completions, at random times. The reactor looks when they come and when a
+    /// wait ends.
     #[test]
     fn no_completion_of_a_trace_waits_longer_than_the_bound() {
         const WAIT: Duration = Duration::from_micros(400);
         for seed in 1..50 {
             let (counters, mut random) = (Rc::<Counters>::default(), Seeded(seed));
             let mut c = Coalescer::new(WAIT, 64, counters.clone());
-            let (mut now, mut oldest, mut pending, mut all, mut signals) = (Instant::now(), None, 0, 0, 0);
+            let (mut now, mut oldest, mut pending, mut all, mut signals) =
+                (Instant::now(), None, 0, 0, 0);
             // Busy, idle, and busy again.
             for most_pause in [20.0, 2000.0, 100.0].into_iter().flat_map(|pause| [pause; 500]) {
                 let next = now + Duration::from_secs_f64(random.next() * most_pause / 1e6);
@@ -204,17 +210,34 @@ mod tests {
             }
             let figures = counters.notify.get();
             assert_eq!((figures.completions, figures.signals), (u64::from(all), signals));
-            assert_eq!(figures.signals, figures.full + figures.gathered + figures.vain + figures.skipped);
-            assert!(figures.full > 0 && figures.gathered > 0 && figures.vain > 0 && figures.skipped > 0, "{figures:?}");
+            assert_eq!(
+                figures.signals,
+                figures.full + figures.gathered + figures.vain + figures.skipped
+            );
+            assert!(
+                figures.full > 0 && figures.gathered > 0 && figures.vain > 0 && figures.skipped > 0,
+                "{figures:?}"
+            );
             assert!(figures.signals * 2 < figures.completions, "{figures:?}");
         }
     }
 
     #[test]
     fn figures_of_reactors_are_added() {
-        let one = NotifyFigures { completions: 1, signals: 2, full: 3, gathered: 4, vain: 5, skipped: 6 };
+        let one =
+            NotifyFigures { completions: 1, signals: 2, full: 3, gathered: 4, vain: 5, skipped: 6 };
         let mut both = one;
         both.merge(&one);
-        assert_eq!(both, NotifyFigures { completions: 2, signals: 4, full: 6, gathered: 8, vain: 10, skipped: 12 });
+        assert_eq!(
+            both,
+            NotifyFigures {
+                completions: 2,
+                signals: 4,
+                full: 6,
+                gathered: 8,
+                vain: 10,
+                skipped: 12
+            }
+        );
     }
 }

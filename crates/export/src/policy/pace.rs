@@ -1,16 +1,20 @@
-//! What a queue, or a client's connection, does when it has nothing to take: sleep until the kick, look again for a while
-//! first, or sleep on after a kick until more have gathered; and whether its reactor keeps to the guest's own processors.
+//! What a queue, or a client's connection, does when it has nothing to take: sleep until the kick,
+//! look again for a while first, or sleep on after a kick until more have gathered; and whether its
+//! reactor keeps to the guest's own processors.
 //!
-//! Which of these pays depends on where the host's scheduler runs guest and reactor, and no rule told that in our
-//! measurements. With a guest on another CPU and storage that answers at once, looking doubles throughput; where both share a
-//! CPU it halves it. A User Mode Linux guest alone on a machine is spread over two CPUs and pays two wake-ups for each of its
-//! system calls, until a reactor that looks keeps the second CPU busy: then the guest runs three times as fast. On one
-//! CPU each kick costs two switches of address space, and gathering kicks saves them; a guest with one request at a time
-//! never lets that CPU sleep. So it is tried: slices of each manner in turn, and the rate of requests decides. A manner
-//! that burns or waits must gain to be kept; an idle queue costs nothing.
+//! Which of these pays depends on where the host's scheduler runs guest and reactor, and no rule
+//! told that in our measurements. With a guest on another CPU and storage that answers at once,
+//! looking doubles throughput; where both share a CPU it halves it. A User Mode Linux guest alone
+//! on a machine is spread over two CPUs and pays two wake-ups for each of its system calls, until a
+//! reactor that looks keeps the second CPU busy: then the guest runs three times as fast. On one
+//! CPU each kick costs two switches of address space, and gathering kicks saves them; a guest with
+//! one request at a time never lets that CPU sleep. So it is tried: slices of each manner in turn,
+//! and the rate of requests decides. A manner that burns or waits must gain to be kept; an idle
+//! queue costs nothing.
 //!
-//! In: the time, the number of requests, and when the queue goes empty or takes requests. Out: how long to look or to gather, and
-//! whether to run on the guest's processors. `vhost_user/queue.rs` and `nbd/idle.rs` carry that out.
+//! In: the time, the number of requests, and when the queue goes empty or takes requests. Out: how
+//! long to look or to gather, and whether to run on the guest's processors. `vhost_user/queue.rs`
+//! and `nbd/idle.rs` carry that out.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -21,7 +25,8 @@ use super::Counters;
 const LOOK: Duration = Duration::from_micros(50);
 /// The same for User Mode Linux, whose system calls take so long.
 const LOOK_LONG: Duration = Duration::from_micros(300);
-/// The same for clients beside those of 50 us: one whose processor falls asleep between two requests takes longer to come back.
+/// The same for clients beside those of 50 us: one whose processor falls asleep between two
+/// requests takes longer to come back.
 const LOOK_LONGER: Duration = Duration::from_micros(200);
 /// How long kicks are gathered.
 const GATHER: Duration = Duration::from_micros(200);
@@ -35,12 +40,14 @@ const SLICE_MOST: Duration = Duration::from_millis(60);
 const VAIN: u32 = 8;
 /// A manner this much slower than the best is tried no further.
 const HOPELESS: f64 = 0.7;
-/// One that was decided for before, and is this much better than all others at once, needs no second look.
+/// One that was decided for before, and is this much better than all others at once, needs no
+/// second look.
 const CLEAR: f64 = 1.15;
 /// How long a decision holds before it is tried again; twice as long each time it is confirmed.
 const REST: Duration = Duration::from_secs(1);
 const REST_MOST: Duration = Duration::from_secs(16);
-/// While it holds, the rate is watched: so many windows in a row outside these bounds are another load, to be tried anew.
+/// While it holds, the rate is watched: so many windows in a row outside these bounds are another
+/// load, to be tried anew.
 const WINDOW: Duration = Duration::from_millis(50);
 const WINDOWS: u32 = 2;
 const SAME_LOAD: std::ops::Range<f64> = 0.5..2.0;
@@ -66,8 +73,14 @@ pub enum Polling {
 }
 
 impl Polling {
-    pub const ALL: [Polling; 6] =
-        [Polling::Sleep, Polling::Look, Polling::LookLonger, Polling::Gather, Polling::Beside, Polling::GatherBeside];
+    pub const ALL: [Polling; 6] = [
+        Polling::Sleep,
+        Polling::Look,
+        Polling::LookLonger,
+        Polling::Gather,
+        Polling::Beside,
+        Polling::GatherBeside,
+    ];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -135,19 +148,26 @@ struct Manner {
     gain: f64,
 }
 
-const SLEEP: Manner =
-    Manner { kind: Polling::Sleep, look: Duration::ZERO, gather: Duration::ZERO, beside: false, gain: 1.0 };
+const SLEEP: Manner = Manner {
+    kind: Polling::Sleep,
+    look: Duration::ZERO,
+    gather: Duration::ZERO,
+    beside: false,
+    gain: 1.0,
+};
 const BESIDE: Manner = Manner { kind: Polling::Beside, beside: true, gain: 1.03, ..SLEEP };
 
 /// What is tried, and how: the plain manner first.
 #[derive(Debug)]
 struct Plan {
     manners: &'static [Manner],
-    /// How long a slice lasts at least, beyond a quarter of it that is not counted: the scheduler has to follow.
+    /// How long a slice lasts at least, beyond a quarter of it that is not counted: the scheduler
+    /// has to follow.
     slice: Duration,
     /// Slices of each manner.
     rounds: usize,
-    /// Slices after which it may be given up, or taken, before the others: what one of them shows may be a machine that stands still.
+    /// Slices after which it may be given up, or taken, before the others: what one of them shows
+    /// may be a machine that stands still.
     sure: usize,
 }
 
@@ -183,8 +203,8 @@ const FOR_CLIENTS: &Plan = &Plan {
 const MANNERS_MOST: usize = 5;
 const ROUNDS_MOST: usize = 4;
 
-/// Requests a second, in each slice of a manner. Their median is what counts: a slice in which the whole machine stood still
-/// says nothing.
+/// Requests a second, in each slice of a manner. Their median is what counts: a slice in which the
+/// whole machine stood still says nothing.
 #[derive(Clone, Copy, Debug, Default)]
 struct Rates {
     slices: [f64; ROUNDS_MOST],
@@ -209,8 +229,8 @@ impl Rates {
 
 #[derive(Clone, Copy, Debug)]
 enum State {
-    /// `rate` is what is to be expected: the trial's, or that of the first window; `strange`: windows in a row that were
-    /// unlike it.
+    /// `rate` is what is to be expected: the trial's, or that of the first window; `strange`:
+    /// windows in a row that were unlike it.
     Settled {
         until: Option<Instant>,
         rate: Option<f64>,
@@ -280,7 +300,8 @@ impl Pacer {
         self.state = State::Settled { until: None, rate: None, strange: 0 };
     }
 
-    /// The queue went empty: how long to look for more before sleeping. `done` counts requests since ever.
+    /// The queue went empty: how long to look for more before sleeping. `done` counts requests
+    /// since ever.
     #[inline]
     pub fn went_empty(&mut self, now: Instant, done: u64) -> Option<Duration> {
         self.empty_since.get_or_insert(now);
@@ -418,14 +439,15 @@ impl Pacer {
                 self.out[i] |= self.rates[i].median() < self.rates[best].median() * HOPELESS;
             }
         }
-        let rivals = self.out[1..self.plan.manners.len()].iter().any(|out| !out) && !(sure && self.confirmed(best));
+        let rivals = self.out[1..self.plan.manners.len()].iter().any(|out| !out)
+            && !(sure && self.confirmed(best));
         if rivals && round + 1 < self.plan.rounds {
             return self.begin_slice(round + 1, 0, now, done);
         }
         let kind = self.plan.manners[best].kind;
         self.count(|figures| figures.kinds[kind as usize].chosen += 1);
-        // What a trial promises is to hold: client and reactor may have shared a processor in its slices, and part after it. If
-        // it was doubted already, the first window is to be believed.
+        // What a trial promises is to hold: client and reactor may have shared a processor in its
+        // slices, and part after it. If it was doubted already, the first window is to be believed.
         let promised = (!self.doubted).then(|| self.rates[best].median());
         self.settle(best, now, done);
         if let State::Settled { rate, .. } = &mut self.state {
@@ -443,7 +465,9 @@ impl Pacer {
     /// Whether `best` is what was decided for before, and clearly better than all others.
     fn confirmed(&self, best: usize) -> bool {
         let rate = self.rates[best].median();
-        best == self.settled && (0..self.plan.manners.len()).all(|i| i == best || self.rates[i].median() * CLEAR < rate)
+        best == self.settled
+            && (0..self.plan.manners.len())
+                .all(|i| i == best || self.rates[i].median() * CLEAR < rate)
     }
 
     fn begin_slice(&mut self, round: usize, manner: usize, now: Instant, done: u64) {

@@ -1,9 +1,11 @@
 //! On which processors a reactor runs, seen from its guest.
 //!
-//! A guest that is confined to some of the processors may be served best from there: [`super::pace`] tries it.
+//! A guest that is confined to some of the processors may be served best from there:
+//! [`super::pace`] tries it.
 //!
-//! In: the processors of the reactor's thread and of the guest's process, and whether the reactor is to run beside the guest.
-//! Out: processors to move to. `vhost_user/placement.rs` reads the processors and moves the thread.
+//! In: the processors of the reactor's thread and of the guest's process, and whether the reactor
+//! is to run beside the guest. Out: processors to move to. `vhost_user/placement.rs` reads the
+//! processors and moves the thread.
 
 use std::rc::Rc;
 

@@ -6,10 +6,11 @@
 //! ```
 //! In: a disk, and the number of the device if it matters. Out: `/dev/ublkbN`.
 //! What must hold
-//! - A device whose server died is taken over by the server of the same disk only, and loses no request: the kernel asks
-//!   again for what was not answered.
-//! - A device that somebody uses is not taken away from them by the end of this program: it waits for the next server. But a
-//!   user's own the driver gives to no next server: it ends with its own, written back as far as that can.
+//! - A device whose server died is taken over by the server of the same disk only, and loses no
+//!   request: the kernel asks again for what was not answered.
+//! - A device that somebody uses is not taken away from them by the end of this program: it waits
+//!   for the next server. But a user's own the driver gives to no next server: it ends with its
+//!   own, written back as far as that can.
 
 mod params;
 mod queue;
@@ -36,21 +37,24 @@ use queue::{QueueHandle, Shared};
 pub use removal::remove;
 use removal::{delete, is_left, stop_unused};
 
-/// Bytes of a request at most: where they stay with the kernel, and where each tag has memory for them.
+/// Bytes of a request at most: where they stay with the kernel, and where each tag has memory for
+/// them.
 const MAX_IO: u32 = 1 << 20;
 const MAX_IO_COPIED: u32 = 512 << 10;
 
 /// How long a device node, or the end of a server that was killed, is waited for.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How long a start waits for this server's own reactors to fetch. A loaded machine can stop a thread for seconds; a takeover that
-/// gives up leaves its device without a server.
+/// How long a start waits for this server's own reactors to fetch. A loaded machine can stop a
+/// thread for seconds; a takeover that gives up leaves its device without a server.
 const START: Duration = Duration::from_secs(30);
 
 #[derive(Debug, thiserror::Error)]
 pub enum UblkError {
     #[error("/dev/ublk-control: {}", explain_control(.0))]
     Control(io::Error),
-    #[error("/dev/ublkb{id} is served by process {server}: stop that first, or give another number")]
+    #[error(
+        "/dev/ublkb{id} is served by process {server}: stop that first, or give another number"
+    )]
     Served { id: u32, server: i32 },
     #[error(
         "/dev/ublkb{id} belongs to another disk, whose server has ended: serve that one, or remove it (blockyard detach \
@@ -68,7 +72,9 @@ pub enum UblkError {
     OtherFile { id: u32, by: String },
     #[error("/dev/ublkb{id} was removed and is still open{by}: close that, or give another number")]
     StillOpen { id: u32, by: String },
-    #[error("/dev/ublkb{id}: only who may open it can see whether somebody uses it (--force removes it all the same)")]
+    #[error(
+        "/dev/ublkb{id}: only who may open it can see whether somebody uses it (--force removes it all the same)"
+    )]
     Unseen { id: u32 },
     #[error("/dev/ublkb{id}: {what}")]
     Device { id: u32, what: &'static str, source: io::Error },
@@ -78,8 +84,12 @@ pub enum UblkError {
 
 fn explain_control(error: &io::Error) -> String {
     match Errno::from_io_error(error) {
-        Some(Errno::NOENT) => "the kernel's ublk driver is not loaded (modprobe ublk_drv; Linux 6.1 or later)".into(),
-        Some(Errno::ACCESS | Errno::PERM) => format!("{error}: only root may, or whom a udev rule lets (docs/ublk.md)"),
+        Some(Errno::NOENT) => {
+            "the kernel's ublk driver is not loaded (modprobe ublk_drv; Linux 6.1 or later)".into()
+        }
+        Some(Errno::ACCESS | Errno::PERM) => {
+            format!("{error}: only root may, or whom a udev rule lets (docs/ublk.md)")
+        }
         _ => error.to_string(),
     }
 }
@@ -92,7 +102,8 @@ pub struct UblkOptions {
     pub shape: QueueShape,
     /// Names the disk from one run of the program to the next.
     pub identity: String,
-    /// Tells the image's file from another one that gets its path later; None: the identity is no path.
+    /// Tells the image's file from another one that gets its path later; None: the identity is no
+    /// path.
     pub file: Option<u64>,
 }
 
@@ -108,8 +119,8 @@ pub struct Ublk {
 }
 
 impl Ublk {
-    /// Makes a device for `disk`, or takes over the one that a server of it left. `ended` is called, by any thread, when
-    /// somebody else has ended the device.
+    /// Makes a device for `disk`, or takes over the one that a server of it left. `ended` is
+    /// called, by any thread, when somebody else has ended the device.
     pub fn start(
         disk: Arc<Disk>,
         options: &UblkOptions,
@@ -119,23 +130,43 @@ impl Ublk {
         let mut control = Control::open().map_err(UblkError::Control)?;
         let features = control.features().map_err(UblkError::Control)?;
         if let Err(e) = blockyard_ring::resident::lock() {
-            tracing::debug!("this process is not locked in memory, so its devices are not for swap: {e}");
+            tracing::debug!(
+                "this process is not locked in memory, so its devices are not for swap: {e}"
+            );
         }
         let (live, requests, bytes, copied) = Default::default();
         let durable = AtomicBool::new(!disk.options().cache.write_back());
-        let shared = Arc::new(Shared { disk, durable, live, requests, bytes, copied, ended: Box::new(ended) });
-        // Locked until it is served: other servers of the disk then find a device that has a server.
+        let shared = Arc::new(Shared {
+            disk,
+            durable,
+            live,
+            requests,
+            bytes,
+            copied,
+            ended: Box::new(ended),
+        });
+        // Locked until it is served: other servers of the disk then find a device that has a
+        // server.
         let (mut left, mut lock) = takeover::find(&mut control, options)?;
         if let Some(device) = left.take_if(|device| takeover::is_other_file(device, options)) {
             removal::replace(&mut control, &device)?;
             // The driver chooses a number anew, which may be the same.
             lock = lock.filter(|_| options.id.is_some());
         }
-        let mut export = Ublk { control, device: left.unwrap_or_default(), features, queues: Vec::new(), shared, lock };
+        let mut export = Ublk {
+            control,
+            device: left.unwrap_or_default(),
+            features,
+            queues: Vec::new(),
+            shared,
+            lock,
+        };
         if left.is_some() {
             export.take_over(reactors)?;
         } else if let Err(e) = export.make(options, reactors, true) {
-            let UblkError::Queue { source: QueueError::Entries(why), .. } = &e else { return Err(e) };
+            let UblkError::Queue { source: QueueError::Entries(why), .. } = &e else {
+                return Err(e);
+            };
             tracing::info!(disk = export.name(), "no zero copy: {why}");
             export.make(options, reactors, false)?;
         }
@@ -174,11 +205,22 @@ impl Ublk {
         };
         let what = if taken_over { "taken over" } else { "made" };
         let (queues, depth) = (self.device.queues, self.device.depth);
-        tracing::info!(disk = self.name(), queues, depth, "{} {what}: {how}", self.path().display());
+        tracing::info!(
+            disk = self.name(),
+            queues,
+            depth,
+            "{} {what}: {how}",
+            self.path().display()
+        );
     }
 
     /// A new device.
-    fn make(&mut self, options: &UblkOptions, reactors: &Reactors, zero_copy: bool) -> Result<(), UblkError> {
+    fn make(
+        &mut self,
+        options: &UblkOptions,
+        reactors: &Reactors,
+        zero_copy: bool,
+    ) -> Result<(), UblkError> {
         self.add(options, zero_copy)?;
         let made = self.set_up(reactors);
         if made.is_err() {
@@ -191,9 +233,12 @@ impl Ublk {
 
     fn add(&mut self, options: &UblkOptions, zero_copy: bool) -> Result<(), UblkError> {
         if options.id.is_none() {
-            // The driver may choose the number of a device that was deleted a moment ago: this process must not lock itself out.
+            // The driver may choose the number of a device that was deleted a moment ago: this
+            // process must not lock itself out.
             self.lock = None;
-            let lock = takeover::lock_new(|| self.add_device(options, zero_copy).map(|()| self.device.id))?;
+            let lock = takeover::lock_new(|| {
+                self.add_device(options, zero_copy).map(|()| self.device.id)
+            })?;
             self.lock = lock;
             return Ok(());
         }
@@ -203,7 +248,8 @@ impl Ublk {
     fn add_device(&mut self, options: &UblkOptions, zero_copy: bool) -> Result<(), UblkError> {
         let always = abi::F_CMD_IOCTL_ENCODE | abi::F_USER_RECOVERY | abi::F_USER_RECOVERY_REISSUE;
         let copies_none = abi::F_SUPPORT_ZERO_COPY | abi::F_AUTO_BUF_REG | abi::F_USER_COPY;
-        let zero_copy = zero_copy && self.features & copies_none == copies_none && has_files(&self.shared.disk);
+        let zero_copy =
+            zero_copy && self.features & copies_none == copies_none && has_files(&self.shared.disk);
         let sometimes = abi::F_UPDATE_SIZE | abi::F_QUIESCE | abi::F_SAFE_STOP_DEV;
         let mut want = DeviceInfo {
             queues: options.shape.queues,
@@ -230,13 +276,16 @@ impl Ublk {
         Ok(())
     }
 
-    /// Adds a device. The number of a removed device is free only when the last process has closed that device: the driver may
-    /// take a moment for it, also when the device was this server's.
+    /// Adds a device. The number of a removed device is free only when the last process has closed
+    /// that device: the driver may take a moment for it, also when the device was this server's.
     fn add_when_free(&mut self, want: &DeviceInfo) -> io::Result<DeviceInfo> {
         let start = Instant::now();
         loop {
             match self.control.add(want) {
-                Err(e) if Errno::from_io_error(&e) == Some(Errno::EXIST) && start.elapsed() < PATIENCE => {
+                Err(e)
+                    if Errno::from_io_error(&e) == Some(Errno::EXIST)
+                        && start.elapsed() < PATIENCE =>
+                {
                     std::thread::sleep(Duration::from_millis(10));
                 }
                 done => return done,
@@ -247,9 +296,12 @@ impl Ublk {
     fn set_up(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
         let device = self.open()?;
         // The page cache takes any; but the next server may go past it.
-        let alignment = self.zero_copy().then(|| memory_alignment(&self.shared.disk).unwrap_or(SECTOR as u32));
+        let alignment =
+            self.zero_copy().then(|| memory_alignment(&self.shared.disk).unwrap_or(SECTOR as u32));
         let params = params::params(&self.shared.disk, self.device.max_io_bytes, alignment);
-        self.control.set_params(&self.device, &params).map_err(self.error("setting its parameters"))?;
+        self.control
+            .set_params(&self.device, &params)
+            .map_err(self.error("setting its parameters"))?;
         self.start_queues(&device, reactors)?;
         drop(device);
         self.control.start(&self.device).map_err(self.error("starting it"))
@@ -257,11 +309,17 @@ impl Ublk {
 
     /// The device of a server that died. What fails here leaves it as it is, for another try.
     fn take_over(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
-        let params = self.control.params(&self.device).map_err(self.error("reading its parameters"))?;
-        self.may_go_on(&params).map_err(self.error("this disk cannot take it over (blockyard detach removes it)"))?;
+        let params =
+            self.control.params(&self.device).map_err(self.error("reading its parameters"))?;
+        self.may_go_on(&params)
+            .map_err(self.error("this disk cannot take it over (blockyard detach removes it)"))?;
         if takeover::has_vacant_queues() {
             let vacant = ublk::fill_vacant(self.open()?).map_err(self.error("taking it over"))?;
-            tracing::debug!(disk = self.name(), vacant, "queues that no server had since the last takeover");
+            tracing::debug!(
+                disk = self.name(),
+                vacant,
+                "queues that no server had since the last takeover"
+            );
         }
         takeover::begin(&mut self.control, &self.device).map_err(self.error("taking it over"))?;
         let device = self.open()?;
@@ -277,8 +335,8 @@ impl Ublk {
         Ok(())
     }
 
-    /// What the kernel was told when the device was made still holds for it: whether the image as it is served now can keep
-    /// that.
+    /// What the kernel was told when the device was made still holds for it: whether the image as
+    /// it is served now can keep that.
     fn may_go_on(&self, params: &Params) -> io::Result<()> {
         let disk = &self.shared.disk;
         let refuse = |what: &str| Err(io::Error::other(what.to_string()));
@@ -287,7 +345,9 @@ impl Ublk {
                 "its data stay with the kernel, and the image's do not (it has to lie in files of this host)",
             );
         }
-        if self.zero_copy() && memory_alignment(disk).is_some_and(|needed| params.memory_alignment() < needed) {
+        if self.zero_copy()
+            && memory_alignment(disk).is_some_and(|needed| params.memory_alignment() < needed)
+        {
             return refuse("the memory of its requests is aligned to less than the image takes");
         }
         if disk.options().read_only && params.basic.attrs & abi::ATTR_READ_ONLY == 0 {
@@ -313,7 +373,10 @@ impl Ublk {
             match Device::open(&self.device) {
                 Ok(device) => return Ok(device),
                 Err(e) => {
-                    let wait = matches!(Errno::from_io_error(&e), Some(Errno::NOENT | Errno::ACCESS | Errno::BUSY));
+                    let wait = matches!(
+                        Errno::from_io_error(&e),
+                        Some(Errno::NOENT | Errno::ACCESS | Errno::BUSY)
+                    );
                     if !wait || start.elapsed() > PATIENCE {
                         return Err(self.error("opening its character device")(e));
                     }
@@ -336,7 +399,9 @@ impl Ublk {
         for (number, fetched) in (0..).zip(fetching) {
             fetched.until(until).map_err(|e| error(number)(io::Error::other(e).into()))?;
         }
-        (0..).zip(&self.queues).try_for_each(|(number, queue)| queue.map().map_err(|e| error(number)(e.into())))
+        (0..)
+            .zip(&self.queues)
+            .try_for_each(|(number, queue)| queue.map().map_err(|e| error(number)(e.into())))
     }
 
     fn set_size(&mut self) {
@@ -344,29 +409,37 @@ impl Ublk {
         let changed = if self.device.flags & abi::F_UPDATE_SIZE == 0 {
             Err(io::Error::other("Linux 6.16 or later can; until then make the device anew"))
         } else if self.would_lose(capacity) {
-            Err(io::Error::other("it is in use, and the image is smaller now; make the image as large as it was"))
+            Err(io::Error::other(
+                "it is in use, and the image is smaller now; make the image as large as it was",
+            ))
         } else {
             self.control.update_size(&self.device, capacity / SECTOR)
         };
         let (disk, path) = (self.name(), self.path());
         match changed {
             Ok(()) => tracing::info!(disk, bytes = capacity, "{} has its size", path.display()),
-            Err(e) => tracing::warn!(disk, bytes = capacity, "{} keeps its size: {e}", path.display()),
+            Err(e) => {
+                tracing::warn!(disk, bytes = capacity, "{} keeps its size: {e}", path.display())
+            }
         }
     }
 
-    /// Whether a device of `capacity` bytes is smaller than this one, which something uses. What cannot be seen counts as used.
+    /// Whether a device of `capacity` bytes is smaller than this one, which something uses. What
+    /// cannot be seen counts as used.
     fn would_lose(&mut self, capacity: u64) -> bool {
-        let smaller = self.control.params(&self.device).map(|p| capacity / SECTOR < p.basic.sectors);
+        let smaller =
+            self.control.params(&self.device).map(|p| capacity / SECTOR < p.basic.sectors);
         smaller.unwrap_or(true) && users::check_unused(self.device.id).is_err()
     }
 
-    /// Whether the driver keeps the device for another server. Of users without privileges it keeps none.
+    /// Whether the driver keeps the device for another server. Of users without privileges it keeps
+    /// none.
     fn recovers(&self) -> bool {
         self.device.flags & abi::F_USER_RECOVERY != 0
     }
 
-    /// Stops the device if nobody has it open, or if it ends with this process anyway; or somebody else has stopped it.
+    /// Stops the device if nobody has it open, or if it ends with this process anyway; or somebody
+    /// else has stopped it.
     fn let_go(&mut self) -> bool {
         let mut stopped = stop_unused(&mut self.control, &self.device);
         if let Err(e) = &stopped
@@ -374,7 +447,11 @@ impl Ublk {
             && let Some(why @ (Errno::BUSY | Errno::ACCESS)) = Errno::from_io_error(e)
         {
             if why == Errno::BUSY {
-                tracing::warn!(disk = self.name(), "{} is in use, and ends with its server", self.path().display());
+                tracing::warn!(
+                    disk = self.name(),
+                    "{} is in use, and ends with its server",
+                    self.path().display()
+                );
             }
             // While it is served: what a file system on it has in memory is written now, or never.
             stopped = self.control.stop(&self.device);
@@ -397,8 +474,8 @@ impl Export for Ublk {
         }
     }
 
-    /// Removes the device, when nobody uses it; else leaves it to the next server of the disk. Either way what was begun is
-    /// answered.
+    /// Removes the device, when nobody uses it; else leaves it to the next server of the disk.
+    /// Either way what was begun is answered.
     fn stop(&mut self) {
         if self.queues.is_empty() {
             return;
@@ -410,18 +487,29 @@ impl Export for Ublk {
         if !stopped && self.recovers() && self.device.flags & abi::F_QUIESCE != 0 {
             // Else it is left when this process ends, and not before.
             let quiesced = self.control.quiesce(&self.device, PATIENCE.as_millis() as u64);
-            let _ = quiesced.inspect_err(|e| tracing::warn!(disk = self.name(), "quiescing its device: {e}"));
+            let _ = quiesced
+                .inspect_err(|e| tracing::warn!(disk = self.name(), "quiescing its device: {e}"));
         }
         for queue in self.queues.drain(..) {
             if stopped { queue.wait() } else { queue.leave() }
         }
         let number = |n: &AtomicU64| n.load(Ordering::Relaxed);
-        let (requests, bytes, copied) =
-            (number(&self.shared.requests), number(&self.shared.bytes), number(&self.shared.copied));
+        let (requests, bytes, copied) = (
+            number(&self.shared.requests),
+            number(&self.shared.bytes),
+            number(&self.shared.copied),
+        );
         // By plain copy the kernel copies all.
         let copied = if self.zero_copy() { copied } else { bytes };
         let path = self.path();
-        tracing::info!(disk = self.name(), requests, bytes, copied, "{} is served no more", path.display());
+        tracing::info!(
+            disk = self.name(),
+            requests,
+            bytes,
+            copied,
+            "{} is served no more",
+            path.display()
+        );
         if !stopped {
             let id = self.device.id;
             tracing::warn!(
@@ -455,14 +543,16 @@ impl Drop for Ublk {
     }
 }
 
-/// Whether the image's files are read into, and written from, memory that the kernel names: the page cache copies once then,
-/// and not this process as well. What comes over the network or lies in memory is copied by this process anyway; and a back end
-/// that leaves memory as it is must not be given the kernel's.
+/// Whether the image's files are read into, and written from, memory that the kernel names: the
+/// page cache copies once then, and not this process as well. What comes over the network or lies
+/// in memory is copied by this process anyway; and a back end that leaves memory as it is must not
+/// be given the kernel's.
 fn has_files(disk: &Disk) -> bool {
     every_file(disk, |file| file.fd().is_some())
 }
 
-/// What memory must be aligned to, in bytes, for those files that are past the page cache, if there are any.
+/// What memory must be aligned to, in bytes, for those files that are past the page cache, if there
+/// are any.
 fn memory_alignment(disk: &Disk) -> Option<u32> {
     let mut alignment = None;
     every_file(disk, |file| {
@@ -478,9 +568,16 @@ fn every_file(disk: &Disk, mut is: impl FnMut(&ImageFile) -> bool) -> bool {
     match disk.source() {
         Source::File(file) | Source::Delay { file: Some(file), .. } => is(&file),
         Source::Chain(chain) => {
-            let mut files = chain.layers().iter().flat_map(|layer| [Some(&layer.file), layer.data.as_ref()]).flatten();
+            let mut files = chain
+                .layers()
+                .iter()
+                .flat_map(|layer| [Some(&layer.file), layer.data.as_ref()])
+                .flatten();
             files.all(|file| is(file))
         }
-        Source::Ram(_) | Source::Null { .. } | Source::Delay { file: None, .. } | Source::Gone { .. } => false,
+        Source::Ram(_)
+        | Source::Null { .. }
+        | Source::Delay { file: None, .. }
+        | Source::Gone { .. } => false,
     }
 }

@@ -12,8 +12,8 @@ const PAGE: u32 = 4096;
 /// The kernel's own limit, where a device tells none.
 const SEGMENT_BOUNDARY: u64 = u32::MAX as u64;
 
-/// `max_io`: bytes of a request, at most. `alignment`: the pages of whoever asks are what the image is read into and written
-/// from, and this is what it needs of them, in bytes.
+/// `max_io`: bytes of a request, at most. `alignment`: the pages of whoever asks are what the image
+/// is read into and written from, and this is what it needs of them, in bytes.
 pub(super) fn params(disk: &Disk, max_io: u32, alignment: Option<u32>) -> Params {
     let (source, options) = (disk.source(), disk.options());
     let geometry = source.geometry();
@@ -21,7 +21,11 @@ pub(super) fn params(disk: &Disk, max_io: u32, alignment: Option<u32>) -> Params
     let physical = geometry.physical_block.max(logical);
     let minimum = geometry.minimum_io.max(physical);
     // The driver has powers of two only: another stripe is not told, rather than told wrong.
-    let optimal = if geometry.optimal_io.is_power_of_two() { geometry.optimal_io.max(minimum) } else { minimum };
+    let optimal = if geometry.optimal_io.is_power_of_two() {
+        geometry.optimal_io.max(minimum)
+    } else {
+        minimum
+    };
     let mut attrs = 0;
     if options.read_only {
         attrs |= abi::ATTR_READ_ONLY;
@@ -72,7 +76,8 @@ fn limits(source: &Source) -> Option<RequestLimits> {
     host::request_limits(file.fd()?)
 }
 
-/// The kernel refuses to split on the way what may not wait, and leaves it to a worker: so it is split before.
+/// The kernel refuses to split on the way what may not wait, and leaves it to a worker: so it is
+/// split before.
 fn limit(params: &mut Params, limits: &RequestLimits) {
     let bytes = limits.bytes.clamp(PAGE.into(), u32::MAX.into()) as u32 / PAGE * PAGE;
     params.basic.max_sectors = params.basic.max_sectors.min(bytes / SECTOR as u32);

@@ -3,9 +3,10 @@
 //! ```text
 //!   lane: fetch ─► parse ─► disk ─► commit the answer and fetch ─► ...
 //! ```
-//! The kernel has merged neighbours already, and orders nothing, so each lane is one request after another and knows nothing
-//! of the others. What must hold: a request that was fetched is committed once, also when the queue is left meanwhile: nobody
-//! else is told of it; what was not fetched by then is left to the next server. Nothing is allocated for a request.
+//! The kernel has merged neighbours already, and orders nothing, so each lane is one request after
+//! another and knows nothing of the others. What must hold: a request that was fetched is committed
+//! once, also when the queue is left meanwhile: nobody else is told of it; what was not fetched by
+//! then is left to the next server. Nothing is allocated for a request.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -71,9 +72,14 @@ pub(super) struct QueueHandle {
 }
 
 impl QueueHandle {
-    /// Makes a queue on a reactor. The next steps are [`QueueHandle::fetch`] and [`QueueHandle::map`], each for all queues of the
-    /// device.
-    pub fn new(remote: Remote, device: &Device, number: u16, shared: &Arc<Shared>) -> Result<Self, QueueError> {
+    /// Makes a queue on a reactor. The next steps are [`QueueHandle::fetch`] and
+    /// [`QueueHandle::map`], each for all queues of the device.
+    pub fn new(
+        remote: Remote,
+        device: &Device,
+        number: u16,
+        shared: &Arc<Shared>,
+    ) -> Result<Self, QueueError> {
         let key = (device.info().id, number);
         let (device, shared) = (device.clone(), shared.clone());
         let made = remote.ask(move |handle, reply| {
@@ -85,7 +91,8 @@ impl QueueHandle {
         made.unwrap_or_else(|| Err(gone().into())).map(|()| QueueHandle { remote, key })
     }
 
-    /// Asks the driver for the first requests. The answer comes when the reactor has submitted the commands.
+    /// Asks the driver for the first requests. The answer comes when the reactor has submitted the
+    /// commands.
     pub fn fetch(&self) -> Answer<()> {
         let key = self.key;
         self.remote.ask_later(move |handle, reply| {
@@ -100,7 +107,8 @@ impl QueueHandle {
         })
     }
 
-    /// Maps the queue's requests, after all queues of the device have fetched: see `blockyard_ring::ublk::Queue`.
+    /// Maps the queue's requests, after all queues of the device have fetched: see
+    /// `blockyard_ring::ublk::Queue`.
     pub fn map(&self) -> std::io::Result<()> {
         let key = self.key;
         let mapped = self.remote.ask(move |handle, reply| {
@@ -157,9 +165,16 @@ fn gone() -> std::io::Error {
 }
 
 impl Line {
-    fn make(handle: &Handle, device: &Device, number: u16, shared: Arc<Shared>) -> Result<(), QueueError> {
+    fn make(
+        handle: &Handle,
+        device: &Device,
+        number: u16,
+        shared: Arc<Shared>,
+    ) -> Result<(), QueueError> {
         if let Err(e) = blockyard_ring::host::set_io_flusher() {
-            tracing::debug!("the reactor is not marked as one that writes pages back (PR_SET_IO_FLUSHER): {e}");
+            tracing::debug!(
+                "the reactor is not marked as one that writes pages back (PR_SET_IO_FLUSHER): {e}"
+            );
         }
         let served = Served::local(handle, &shared.disk)?;
         let queue = Queue::new(handle, device, number)?;
@@ -270,7 +285,11 @@ impl Lane {
         let descriptor = match self.tag.descriptor() {
             Ok(descriptor) => descriptor,
             Err(e) => {
-                tracing::error!(disk = line.shared.disk.name(), queue = line.key.1, "mapping its requests: {e}");
+                tracing::error!(
+                    disk = line.shared.disk.name(),
+                    queue = line.key.1,
+                    "mapping its requests: {e}"
+                );
                 return -rustix::io::Errno::IO.raw_os_error();
             }
         };
@@ -287,7 +306,8 @@ impl Lane {
         } else {
             segments.release();
         }
-        let request = Request::new(op, offset, len, segments, line.handle.now(), LaneToken(self.clone()));
+        let request =
+            Request::new(op, offset, len, segments, line.handle.now(), LaneToken(self.clone()));
         line.served.serve(request).await.answer();
         let (failed, copied) = self.tag.settle();
         line.count(if moves { len } else { 0 }, copied);
@@ -311,7 +331,11 @@ async fn next(line: &Line, fetch: &mut Fetch) -> bool {
         // The device was stopped.
         Some(Err(e)) if e.raw_os_error() == Some(rustix::io::Errno::NODEV.raw_os_error()) => false,
         Some(Err(e)) => {
-            tracing::error!(disk = line.shared.disk.name(), queue = line.key.1, "the driver refuses a command: {e}");
+            tracing::error!(
+                disk = line.shared.disk.name(),
+                queue = line.key.1,
+                "the driver refuses a command: {e}"
+            );
             // A queue with a tag that nobody serves would hold up whoever is given it.
             line.leave();
             false

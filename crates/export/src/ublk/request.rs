@@ -1,4 +1,5 @@
-//! From the driver's description of a request to what is asked of the disk, and from its status to the driver's.
+//! From the driver's description of a request to what is asked of the disk, and from its status to
+//! the driver's.
 
 use blockyard_disk::{Failure, Op};
 use blockyard_image::SECTOR;
@@ -6,7 +7,11 @@ use blockyard_ring::ublk::abi::{self, Descriptor};
 use rustix::io::Errno;
 
 /// Operation, offset and length in bytes. `fua`: nothing is acknowledged that is not durable.
-pub(super) fn parse(descriptor: &Descriptor, most: usize, fua: bool) -> Result<(Op, u64, u64), Errno> {
+pub(super) fn parse(
+    descriptor: &Descriptor,
+    most: usize,
+    fua: bool,
+) -> Result<(Op, u64, u64), Errno> {
     let flag = |bit| descriptor.op_flags & bit != 0;
     let fua = fua || flag(abi::IO_FUA);
     let op = match descriptor.op_flags as u8 {
@@ -39,13 +44,20 @@ mod tests {
     use super::*;
 
     fn ask(op: u8, flags: u32, sectors: u32, start: u64) -> Result<(Op, u64, u64), Errno> {
-        parse(&Descriptor { op_flags: u32::from(op) | flags, sectors, start, addr: 0 }, 1 << 20, false)
+        parse(
+            &Descriptor { op_flags: u32::from(op) | flags, sectors, start, addr: 0 },
+            1 << 20,
+            false,
+        )
     }
 
     #[test]
     fn what_is_asked() {
         assert_eq!(ask(abi::OP_READ, 0, 8, 3), Ok((Op::Read, 1536, 4096)));
-        assert_eq!(ask(abi::OP_WRITE, abi::IO_FUA, 2048, 0), Ok((Op::Write { fua: true }, 0, 1 << 20)));
+        assert_eq!(
+            ask(abi::OP_WRITE, abi::IO_FUA, 2048, 0),
+            Ok((Op::Write { fua: true }, 0, 1 << 20))
+        );
         assert_eq!(ask(abi::OP_WRITE, 1 << 16, 1, 1), Ok((Op::Write { fua: false }, 512, 512)));
         assert_eq!(ask(abi::OP_FLUSH, 0, 0, u64::MAX), Ok((Op::Flush, 0, 0)));
         assert_eq!(ask(abi::OP_DISCARD, 0, 1 << 21, 8), Ok((Op::Discard, 4096, 1 << 30)));

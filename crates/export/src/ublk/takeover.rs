@@ -1,7 +1,8 @@
 //! Devices whose server has died: which one is ours, and taking it over.
 //!
-//! The driver keeps 64 bits for the server with each device: they tell the disk. What must hold: no device is taken over for
-//! another disk, for whoever has it mounted would find, and write to, the wrong one.
+//! The driver keeps 64 bits for the server with each device: they tell the disk. What must hold: no
+//! device is taken over for another disk, for whoever has it mounted would find, and write to, the
+//! wrong one.
 
 use std::io;
 use std::path::Path;
@@ -17,7 +18,8 @@ use crate::fingerprint;
 /// No device has this number.
 const ADDING: u32 = u32::MAX;
 
-/// What a device keeps of its disk: the upper half tells the disk, the lower half the image's file, if that is known.
+/// What a device keeps of its disk: the upper half tells the disk, the lower half the image's file,
+/// if that is known.
 pub(super) fn note(options: &UblkOptions) -> u64 {
     let disk = fingerprint::of(options.identity.bytes());
     options.file.map_or(disk, |file| disk & HALF | fingerprint::of(file.to_le_bytes()) & !HALF)
@@ -29,13 +31,16 @@ fn is_ours(info: &DeviceInfo, options: &UblkOptions) -> bool {
     (info.note ^ fingerprint::of(options.identity.bytes())) & HALF == 0
 }
 
-/// Whether the device was made of another file, which had the image's path then. (The lower half of the disk's own hash: the
-/// device knows no file.)
+/// Whether the device was made of another file, which had the image's path then. (The lower half of
+/// the disk's own hash: the device knows no file.)
 pub(super) fn is_other_file(info: &DeviceInfo, options: &UblkOptions) -> bool {
-    options.file.is_some() && info.note != note(options) && info.note != fingerprint::of(options.identity.bytes())
+    options.file.is_some()
+        && info.note != note(options)
+        && info.note != fingerprint::of(options.identity.bytes())
 }
 
-/// The device that a server of this disk left, and the lock on its number. No device: one is to be made.
+/// The device that a server of this disk left, and the lock on its number. No device: one is to be
+/// made.
 pub(super) fn find(
     control: &mut Control,
     options: &UblkOptions,
@@ -48,7 +53,9 @@ pub(super) fn find(
         };
     }
     let is_left = |info: &DeviceInfo| {
-        is_ours(info, options) && !is_removed(info) && (info.state == abi::S_QUIESCED || !is_alive(info))
+        is_ours(info, options)
+            && !is_removed(info)
+            && (info.state == abi::S_QUIESCED || !is_alive(info))
     };
     for id in listed() {
         if !control.info(id).is_ok_and(|info| is_left(&info)) {
@@ -65,11 +72,13 @@ pub(super) fn find(
     Ok((None, None))
 }
 
-/// Locks the number of a device, so that one process at a time makes, takes over or removes it, and each finds what the one
-/// before it has done. `None`: another process keeps the lock too long, or there are no such locks.
+/// Locks the number of a device, so that one process at a time makes, takes over or removes it, and
+/// each finds what the one before it has done. `None`: another process keeps the lock too long, or
+/// there are no such locks.
 ///
-/// A process that lets the driver choose the number can lock it only when it has the device. From the one to the other it
-/// holds [`ADDING`]; so a device that was added and is not locked has no process that is about to start it.
+/// A process that lets the driver choose the number can lock it only when it has the device. From
+/// the one to the other it holds [`ADDING`]; so a device that was added and is not locked has no
+/// process that is about to start it.
 pub(super) fn lock(id: u32) -> Option<NumberLock> {
     wait_for(|| {
         let adding = NumberLock::try_new(ADDING)?;
@@ -95,17 +104,22 @@ fn wait_for(mut lock: impl FnMut() -> io::Result<Option<NumberLock>>) -> Option<
             }
         }
     }
-    tracing::debug!("another process has the number of a device locked for {} s", PATIENCE.as_secs());
+    tracing::debug!(
+        "another process has the number of a device locked for {} s",
+        PATIENCE.as_secs()
+    );
     None
 }
 
-/// Whether a device was removed and some process still has it open: the driver keeps its number, and lists it no more.
+/// Whether a device was removed and some process still has it open: the driver keeps its number,
+/// and lists it no more.
 pub(super) fn is_removed(info: &DeviceInfo) -> bool {
     let class = Path::new(CLASS);
     info.state == abi::S_DEAD && class.exists() && !class.join(format!("ublkc{}", info.id)).exists()
 }
 
-/// Waits for the end of a server that was killed; None: there is no such device. `locked`: no other process is making it.
+/// Waits for the end of a server that was killed; None: there is no such device. `locked`: no other
+/// process is making it.
 fn wait_left(
     control: &mut Control,
     id: u32,
@@ -117,7 +131,9 @@ fn wait_left(
     loop {
         let info = match control.info(id) {
             Ok(info) => info,
-            Err(e) if matches!(Errno::from_io_error(&e), Some(Errno::NODEV | Errno::NOENT)) => return Ok(None),
+            Err(e) if matches!(Errno::from_io_error(&e), Some(Errno::NODEV | Errno::NOENT)) => {
+                return Ok(None);
+            }
             Err(e) => return Err(error("asking what it is", e)),
         };
         match info.state {
@@ -146,9 +162,11 @@ fn wait_left(
     }
 }
 
-/// Whether this kernel wants a thread for each vacant queue before a takeover begins: see `blockyard_ring::ublk::fill_vacant`.
+/// Whether this kernel wants a thread for each vacant queue before a takeover begins: see
+/// `blockyard_ring::ublk::fill_vacant`.
 pub(super) fn has_vacant_queues() -> bool {
-    std::fs::read_to_string("/proc/sys/kernel/osrelease").is_ok_and(|release| leaves_vacant(&release))
+    std::fs::read_to_string("/proc/sys/kernel/osrelease")
+        .is_ok_and(|release| leaves_vacant(&release))
 }
 
 fn leaves_vacant(release: &str) -> bool {
@@ -157,15 +175,19 @@ fn leaves_vacant(release: &str) -> bool {
     ((6, 7)..(6, 15)).contains(&(major, minor))
 }
 
-/// Makes the driver forget the last server. It may still be taking the requests of that server apart.
+/// Makes the driver forget the last server. It may still be taking the requests of that server
+/// apart.
 pub(super) fn begin(control: &mut Control, info: &DeviceInfo) -> io::Result<()> {
     let start = Instant::now();
     loop {
         let begun = control.start_recovery(info);
         match begun.as_ref().map_err(Errno::from_io_error) {
-            Err(Some(Errno::BUSY)) if start.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(10)),
-            // Linux before 6.7 refuses if no queue of a quiesced device has had a server since the last time: that server
-            // was killed while it took the device over. There is nothing to forget then.
+            Err(Some(Errno::BUSY)) if start.elapsed() < PATIENCE => {
+                std::thread::sleep(Duration::from_millis(10))
+            }
+            // Linux before 6.7 refuses if no queue of a quiesced device has had a server since the
+            // last time: that server was killed while it took the device over. There is nothing to
+            // forget then.
             Err(Some(Errno::INVAL)) if is_quiesced(control, info.id) => return Ok(()),
             _ => return begun,
         }
@@ -173,7 +195,9 @@ pub(super) fn begin(control: &mut Control, info: &DeviceInfo) -> io::Result<()> 
 }
 
 fn is_quiesced(control: &mut Control, id: u32) -> bool {
-    control.info(id).is_ok_and(|info| info.state == abi::S_QUIESCED && info.flags & abi::F_USER_RECOVERY != 0)
+    control
+        .info(id)
+        .is_ok_and(|info| info.state == abi::S_QUIESCED && info.flags & abi::F_USER_RECOVERY != 0)
 }
 
 fn is_alive(info: &DeviceInfo) -> bool {
@@ -193,7 +217,12 @@ mod tests {
     use crate::vhost_user::QueueShape;
 
     fn options(identity: &str, file: Option<u64>) -> UblkOptions {
-        UblkOptions { id: None, shape: QueueShape { queues: 1, size: 1 }, identity: identity.into(), file }
+        UblkOptions {
+            id: None,
+            shape: QueueShape { queues: 1, size: 1 },
+            identity: identity.into(),
+            file,
+        }
     }
 
     #[test]
@@ -221,7 +250,10 @@ mod tests {
 
     #[test]
     fn a_note_tells_the_disk_and_the_file() {
-        let device = |identity, file| DeviceInfo { note: note(&options(identity, file)), ..DeviceInfo::default() };
+        let device = |identity, file| DeviceInfo {
+            note: note(&options(identity, file)),
+            ..DeviceInfo::default()
+        };
         let (first, second) = (options("/srv/a.img", Some(1)), options("/srv/a.img", Some(2)));
         let of_first = device("/srv/a.img", Some(1));
         assert!(is_ours(&of_first, &first) && !is_other_file(&of_first, &first));

@@ -1,12 +1,14 @@
 //! Finds what has a block device open.
 //!
-//! An exclusive open fails if a file system, swap, or another device holds the block device. It does not fail if a program has
-//! the device open the plain way. Linux 7.0 and later count these opens too (`UBLK_CMD_TRY_STOP_DEV`). Before that, the
-//! open files of all processes are the only evidence: the kernel shows them in `/proc`.
+//! An exclusive open fails if a file system, swap, or another device holds the block device. It
+//! does not fail if a program has the device open the plain way. Linux 7.0 and later count these
+//! opens too (`UBLK_CMD_TRY_STOP_DEV`). Before that, the open files of all processes are the only
+//! evidence: the kernel shows them in `/proc`.
 //!
-//! What must hold: this never waits for a file system. It asks for no attribute that a server would have to send.
-//! Not found: programs in a PID namespace that this process cannot see, files of other users if this process is not root, and a
-//! program that has mapped the device and has closed it.
+//! What must hold: this never waits for a file system. It asks for no attribute that a server would
+//! have to send. Not found: programs in a PID namespace that this process cannot see, files of
+//! other users if this process is not root, and a program that has mapped the device and has closed
+//! it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,7 +33,8 @@ impl std::fmt::Display for User {
     }
 }
 
-/// Fails with `ResourceBusy` if something uses block device `id`, and with `PermissionDenied` if this process cannot tell.
+/// Fails with `ResourceBusy` if something uses block device `id`, and with `PermissionDenied` if
+/// this process cannot tell.
 pub(super) fn check_unused(id: u32) -> std::io::Result<()> {
     host::claim(&ublk::block_device(id))?;
     match find(id) {
@@ -40,16 +43,19 @@ pub(super) fn check_unused(id: u32) -> std::io::Result<()> {
     }
 }
 
-/// Returns a user of block device `id`, or of one of its partitions, if it finds one. The device may be removed already.
+/// Returns a user of block device `id`, or of one of its partitions, if it finds one. The device
+/// may be removed already.
 pub(super) fn find(id: u32) -> Option<User> {
     let path = ublk::block_device(id);
     let numbers = numbers(Path::new("/sys/block").join(path.file_name()?));
-    process_with(Path::new("/proc"), &path, &numbers).or_else(|| loop_of(Path::new("/sys/block"), &path))
+    process_with(Path::new("/proc"), &path, &numbers)
+        .or_else(|| loop_of(Path::new("/sys/block"), &path))
 }
 
 /// The device numbers of a disk and its partitions, as `/sys/block/DISK` lists them.
 fn numbers(disk: PathBuf) -> Vec<(u32, u32)> {
-    let partitions = fs::read_dir(&disk).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+    let partitions =
+        fs::read_dir(&disk).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
     let number = |folder: PathBuf| {
         let text = fs::read_to_string(folder.join("dev")).ok()?;
         let (major, minor) = text.trim().split_once(':')?;

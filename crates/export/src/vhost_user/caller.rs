@@ -1,8 +1,9 @@
 //! Calls by messages, from a thread of their own.
 //!
-//! In: from the reactors, the numbers of the queues that must interrupt their guest. Out: messages on the back channel, each
-//! acknowledged before the next one. What must hold: a reactor never waits for the front end, however late it
-//! acknowledges; a queue has at most one call waiting here, so nothing grows.
+//! In: from the reactors, the numbers of the queues that must interrupt their guest. Out: messages
+//! on the back channel, each acknowledged before the next one. What must hold: a reactor never
+//! waits for the front end, however late it acknowledges; a queue has at most one call waiting
+//! here, so nothing grows.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,7 +29,8 @@ struct Calls {
 impl Caller {
     pub fn start(channel: Arc<BackChannel>, queues: u16) -> io::Result<Arc<Self>> {
         let wanted = (0..queues).map(|_| AtomicBool::new(false)).collect();
-        let calls = Arc::new(Calls { channel: Mutex::new(channel), wanted, ended: AtomicBool::new(false) });
+        let calls =
+            Arc::new(Calls { channel: Mutex::new(channel), wanted, ended: AtomicBool::new(false) });
         let shared = calls.clone();
         let thread = std::thread::Builder::new().name("calls".into()).stack_size(128 << 10);
         let thread = thread.spawn(move || shared.send())?.thread().clone();

@@ -1,11 +1,12 @@
 //! The back channel: messages from us to the front end (VHOST_USER_SET_BACKEND_REQ_FD).
 //!
-//! The `vhost` crate's `Backend` knows neither configuration changes nor in-band calls, so these two messages, which carry
-//! at most one vring state, are written here.
+//! The `vhost` crate's `Backend` knows neither configuration changes nor in-band calls, so these
+//! two messages, which carry at most one vring state, are written here.
 //!
-//! What must hold: no wait is longer than [`REPLY_TIME`], whatever the front end does. It has sent the socket's open file, and
-//! shares its flags and timeouts: each call here asks not to block, and `poll` waits with a deadline. A front end that owes
-//! acknowledgements is not waited for again before it has sent them.
+//! What must hold: no wait is longer than [`REPLY_TIME`], whatever the front end does. It has sent
+//! the socket's open file, and shares its flags and timeouts: each call here asks not to block, and
+//! `poll` waits with a deadline. A front end that owes acknowledgements is not waited for again
+//! before it has sent them.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -62,7 +63,8 @@ impl BackChannel {
     pub fn vring_call(&self, index: u16) {
         let mut state = [0; 8];
         state[..4].copy_from_slice(&u32::from(index).to_ne_bytes());
-        // In simulated time (UML's time travel) the front end waits for nothing less than the acknowledged message.
+        // In simulated time (UML's time travel) the front end waits for nothing less than the
+        // acknowledged message.
         let _ = self.send(VRING_CALL, &state);
     }
 
@@ -84,12 +86,22 @@ impl BackChannel {
 }
 
 impl State {
-    /// Sends a message and waits for its acknowledgement. `BrokenPipe`: the channel is of no use any more.
-    fn exchange(&mut self, message: &[u8], acknowledged: bool, deadline: Instant) -> io::Result<()> {
+    /// Sends a message and waits for its acknowledgement. `BrokenPipe`: the channel is of no use
+    /// any more.
+    fn exchange(
+        &mut self,
+        message: &[u8],
+        acknowledged: bool,
+        deadline: Instant,
+    ) -> io::Result<()> {
         self.receive()?;
         let is_late = self.owed > 0;
         loop {
-            match rustix::net::send(self.socket()?, message, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            match rustix::net::send(
+                self.socket()?,
+                message,
+                SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
+            ) {
                 Ok(sent) if sent == message.len() => break,
                 Ok(_) => return Err(io::ErrorKind::BrokenPipe.into()),
                 Err(Errno::INTR) => {}
@@ -111,7 +123,11 @@ impl State {
             self.wait(PollFlags::IN, deadline)?;
             self.receive()?;
         }
-        if self.reply[12..] == [0; 8] { Ok(()) } else { Err(io::Error::other("the front end refused the message")) }
+        if self.reply[12..] == [0; 8] {
+            Ok(())
+        } else {
+            Err(io::Error::other("the front end refused the message"))
+        }
     }
 
     fn socket(&self) -> io::Result<&OwnedFd> {

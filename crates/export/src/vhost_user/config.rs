@@ -1,4 +1,5 @@
-//! What the guest is told of the device: feature bits and the configuration space (virtio 1.2, section 5.2).
+//! What the guest is told of the device: feature bits and the configuration space (virtio 1.2,
+//! section 5.2).
 
 use blockyard_disk::Disk;
 use blockyard_image::SECTOR;
@@ -24,7 +25,8 @@ pub const WCE_OFFSET: usize = 32;
 
 /// The largest piece of memory in one segment, in bytes.
 const SIZE_MAX: u32 = 16 << 20;
-/// The largest request that may be asked for, in bytes: far beyond what any guest sends, and a bound on one operation.
+/// The largest request that may be asked for, in bytes: far beyond what any guest sends, and a
+/// bound on one operation.
 pub const REQUEST_MAX: u64 = 256 << 20;
 /// Ranges in one discard or write-zeroes request, and the length of each in sectors.
 pub const DISCARD_SEGMENTS: u32 = 64;

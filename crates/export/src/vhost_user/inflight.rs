@@ -1,11 +1,12 @@
 //! The in-flight region: what a back end has taken and not answered, in memory that outlives it.
 //!
-//! vhost-user specification, "Inflight I/O tracking". The front end keeps the region's descriptor; after our death it hands
-//! it to our successor, who takes the same requests again, oldest first, before anything new.
-//! What must hold: at every instruction at which we may be killed, the region and the ring together tell exactly which
-//! chains are unanswered. Kernel-visible order is program order here, so stores need only be kept in it (Release).
-//! A region may come from another back end: the fields of its header say how it is laid out, and one that cannot be read
-//! is an error, because requests in it would be lost.
+//! vhost-user specification, "Inflight I/O tracking". The front end keeps the region's descriptor;
+//! after our death it hands it to our successor, who takes the same requests again, oldest first,
+//! before anything new. What must hold: at every instruction at which we may be killed, the region
+//! and the ring together tell exactly which chains are unanswered. Kernel-visible order is program
+//! order here, so stores need only be kept in it (Release). A region may come from another back
+//! end: the fields of its header say how it is laid out, and one that cannot be read is an error,
+//! because requests in it would be lost.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{Ordering, compiler_fence};
@@ -19,8 +20,8 @@ const VERSION: u16 = 1;
 /// Entries of a queue that are made use of, however large a region is.
 const ENTRIES_MOST: usize = 32768;
 
-/// Offsets in the header and in an entry, in bytes, of the two layouts that the specification gives. Both headers begin
-/// with features (8 bytes, 0), a version and the number of entries.
+/// Offsets in the header and in an entry, in bytes, of the two layouts that the specification
+/// gives. Both headers begin with features (8 bytes, 0), a version and the number of entries.
 const FEATURES: usize = 0;
 const VERSION_AT: usize = 8;
 const DESC_NUM: usize = 10;
@@ -48,7 +49,8 @@ mod packed {
     pub const DESC: usize = 16;
 }
 
-/// A descriptor of a packed ring (address, length, id, flags) in the region's order (id, flags, length, address).
+/// A descriptor of a packed ring (address, length, id, flags) in the region's order (id, flags,
+/// length, address).
 fn to_region(ring: [u8; 16]) -> [u8; 16] {
     let [a0, a1, a2, a3, a4, a5, a6, a7, l0, l1, l2, l3, i0, i1, f0, f1] = ring;
     [i0, i1, f0, f1, l0, l1, l2, l3, a0, a1, a2, a3, a4, a5, a6, a7]
@@ -68,8 +70,8 @@ pub struct PackedChain {
     pub raw: Vec<[u8; 16]>,
 }
 
-/// Entries that each queue gets at least: QEMU asks for a region by the size its user gave, and then lets the guest set up
-/// rings of up to this many.
+/// Entries that each queue gets at least: QEMU asks for a region by the size its user gave, and
+/// then lets the guest set up rings of up to this many.
 const ENTRIES: u16 = 1024;
 
 /// Bytes that one queue of `size` entries takes in the region.
@@ -82,18 +84,23 @@ fn layout(is_packed: bool) -> (usize, usize) {
     if is_packed { (packed::HEADER, packed::ENTRY) } else { (split::HEADER, split::ENTRY) }
 }
 
-/// Behind the queues' parts of a region that we made: what the guest set while it ran and its front end will not repeat.
-/// Front ends hand a region on as a whole, so it finds its way to our successor.
+/// Behind the queues' parts of a region that we made: what the guest set while it ran and its front
+/// end will not repeat. Front ends hand a region on as a whole, so it finds its way to our
+/// successor.
 const NOTES: u64 = 64;
 const NOTES_MARK: u64 = u64::from_le_bytes(*b"blkyard1");
 const WRITE_BACK: usize = 8;
 
-/// A fresh region for `queues` queues: its descriptor, to be kept by the front end, and its length in bytes.
+/// A fresh region for `queues` queues: its descriptor, to be kept by the front end, and its length
+/// in bytes.
 pub fn allocate(queues: u16, size: u16, is_packed: bool) -> Result<(OwnedFd, u64), MemoryError> {
     let parts = queue_bytes(size.max(ENTRIES), is_packed) * u64::from(queues.max(1));
     let len = parts + NOTES;
     let (region, fd) = Region::memfd("blockyard-inflight", 0, 0, len)?;
-    GuestMemory::default().with(region)?.window(parts, NOTES, 8)?.copy_in(0, NOTES_MARK.to_le_bytes());
+    GuestMemory::default()
+        .with(region)?
+        .window(parts, NOTES, 8)?
+        .copy_in(0, NOTES_MARK.to_le_bytes());
     Ok((fd, len))
 }
 
@@ -109,15 +116,27 @@ pub struct InflightRegion {
 
 impl InflightRegion {
     /// Maps `len` bytes at `offset` of the front end's file.
-    pub fn map(mapper: &Mapper, fd: OwnedFd, (offset, len): (u64, u64), queues: u16) -> Result<Self, MemoryError> {
+    pub fn map(
+        mapper: &Mapper,
+        fd: OwnedFd,
+        (offset, len): (u64, u64),
+        queues: u16,
+    ) -> Result<Self, MemoryError> {
         let memory = GuestMemory::default().with(mapper.map(fd, offset, 0, 0, len)?)?;
-        // Counters are written whole: an offset that no front end makes up by accident is refused here.
+        // Counters are written whole: an offset that no front end makes up by accident is refused
+        // here.
         memory.window(0, 1, 8)?;
         let notes = len.checked_sub(NOTES).filter(|at| at.is_multiple_of(64));
-        let notes =
-            notes.filter(|&at| memory.window(at, NOTES, 8).is_ok_and(|w| w.copy_out(0) == NOTES_MARK.to_le_bytes()));
+        let notes = notes.filter(|&at| {
+            memory.window(at, NOTES, 8).is_ok_and(|w| w.copy_out(0) == NOTES_MARK.to_le_bytes())
+        });
         let parts = notes.unwrap_or(len);
-        Ok(InflightRegion { memory, queue_bytes: (parts / u64::from(queues.max(1))) & !63, queues, notes })
+        Ok(InflightRegion {
+            memory,
+            queue_bytes: (parts / u64::from(queues.max(1))) & !63,
+            queues,
+            notes,
+        })
     }
 
     /// What was last noted of the guest's write cache; None: nothing was.
@@ -136,7 +155,8 @@ impl InflightRegion {
         }
     }
 
-    /// The part of one queue; None if the region has none for it. An error: what is there cannot be read.
+    /// The part of one queue; None if the region has none for it. An error: what is there cannot be
+    /// read.
     pub fn queue(&self, index: u16, is_packed: bool) -> Result<Option<Inflight>, RingError> {
         let (header, entry) = layout(is_packed);
         let room = (self.queue_bytes as usize).saturating_sub(header) / entry;
@@ -163,14 +183,19 @@ pub struct Inflight {
 impl Inflight {
     /// `room`: entries that the queue's part has room for.
     fn new(window: Window, room: u16, is_packed: bool) -> Result<Self, RingError> {
-        let mut inflight = Inflight { window, size: room, is_packed, counter: 0, batch: Vec::new() };
+        let mut inflight =
+            Inflight { window, size: room, is_packed, counter: 0, batch: Vec::new() };
         let features = u64::from_le_bytes(inflight.window.copy_out(FEATURES));
         let entries = inflight.load(DESC_NUM);
         match inflight.load(VERSION_AT) {
             0 => inflight.format(),
-            VERSION if features != 0 => return Err(RingError::Region("it has features that are not known")),
+            VERSION if features != 0 => {
+                return Err(RingError::Region("it has features that are not known"));
+            }
             VERSION if entries == 0 || entries > room => {
-                return Err(RingError::Region("its header names no entries, or more than it has room for"));
+                return Err(RingError::Region(
+                    "its header names no entries, or more than it has room for",
+                ));
             }
             VERSION => inflight.size = entries,
             _ => return Err(RingError::Region("its version is not known")),
@@ -198,8 +223,9 @@ impl Inflight {
         self.counter = 0;
     }
 
-    /// The ring was stopped after its last request, and begins where its front end says: what is noted of its place is of
-    /// the ring before. Nothing happens if an entry is in flight all the same.
+    /// The ring was stopped after its last request, and begins where its front end says: what is
+    /// noted of its place is of the ring before. Nothing happens if an entry is in flight all the
+    /// same.
     pub fn begin_anew(&mut self) {
         if self.unanswered().is_empty() {
             self.format();
@@ -252,13 +278,15 @@ impl Inflight {
         self.unanswered()
     }
 
-    // Packed rings: an entry is taken from a free list, and holds the descriptors, which the ring forgets.
+    // Packed rings: an entry is taken from a free list, and holds the descriptors, which the ring
+    // forgets.
 
     /// Notes a chain by its raw descriptors; the answer is its entry.
     pub fn taken_packed(&mut self, raw: &[[u8; 16]]) -> u16 {
         let entry = self.load(packed::OLD_FREE_HEAD);
         if entry >= self.size {
-            // The list is full, or was damaged by the front end that holds it: nothing can be noted any more.
+            // The list is full, or was damaged by the front end that holds it: nothing can be noted
+            // any more.
             return u16::MAX;
         }
         let first = self.at(entry);
@@ -315,8 +343,9 @@ impl Inflight {
         self.window.copy_in(packed::OLD_USED_WRAP, [wrap]);
     }
 
-    /// Chains that a predecessor left unanswered, oldest first, and the used place (index, wrap). `was_used` looks at the
-    /// ring: has the descriptor at this place been marked used under this wrap counter?
+    /// Chains that a predecessor left unanswered, oldest first, and the used place (index, wrap).
+    /// `was_used` looks at the ring: has the descriptor at this place been marked used under this
+    /// wrap counter?
     pub fn recover_packed(
         &mut self,
         was_used: impl Fn(u16, bool) -> bool,
@@ -351,7 +380,9 @@ impl Inflight {
     fn packed_chain(&self, entry: u16, left: &mut u16) -> Result<PackedChain, RingError> {
         let count = self.load(self.at(entry) + packed::NUM);
         if count == 0 || count > *left {
-            return Err(RingError::Region("its chains have more descriptors than it has room for, or none"));
+            return Err(RingError::Region(
+                "its chains have more descriptors than it has room for, or none",
+            ));
         }
         *left -= count;
         let mut raw = Vec::with_capacity(count.into());
@@ -369,7 +400,8 @@ impl Inflight {
     // Both.
 
     fn unanswered(&self) -> Vec<u16> {
-        let mut entries: Vec<u16> = self.entries().filter(|e| self.window.copy_out::<1>(self.at(*e)) == [1]).collect();
+        let mut entries: Vec<u16> =
+            self.entries().filter(|e| self.window.copy_out::<1>(self.at(*e)) == [1]).collect();
         entries.sort_by_key(|e| self.counter_of(*e));
         entries
     }

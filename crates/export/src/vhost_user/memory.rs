@@ -1,7 +1,8 @@
 //! A session's memory table.
 //!
-//! What must hold: a change is acknowledged when every running queue works with the new table. A front end uses new memory
-//! as soon as it has the acknowledgement, and takes memory away that it has removed.
+//! What must hold: a change is acknowledged when every running queue works with the new table. A
+//! front end uses new memory as soon as it has the acknowledgement, and takes memory away that it
+//! has removed.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,12 +22,17 @@ const EFFECT_TIME: Duration = Duration::from_secs(10);
 
 impl Session {
     /// All memory anew (SET_MEM_TABLE).
-    pub(super) fn set_table(&mut self, regions: &[VhostUserMemoryRegion], files: Vec<File>) -> Result<()> {
+    pub(super) fn set_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+    ) -> Result<()> {
         let (mut memory, mut table) = (GuestMemory::default(), Vec::with_capacity(regions.len()));
         for (region, file) in regions.iter().zip(files) {
             let region = described(region);
             let mapped = self.map(&region, &file).and_then(|region| memory.with(region));
-            memory = mapped.map_err(|e| self.refuse(format_args!("memory table: {}", Causes(&e))))?;
+            memory =
+                mapped.map_err(|e| self.refuse(format_args!("memory table: {}", Causes(&e))))?;
             table.push(MemoryRegion { file: kept(file), ..region });
         }
         self.state.memory = table;
@@ -40,7 +46,8 @@ impl Session {
         }
         let region = described(region);
         let memory = self.map(&region, &file).and_then(|region| self.memory.with(region));
-        let memory = memory.map_err(|e| self.refuse(format_args!("adding memory: {}", Causes(&e))))?;
+        let memory =
+            memory.map_err(|e| self.refuse(format_args!("adding memory: {}", Causes(&e))))?;
         self.state.memory.push(MemoryRegion { file: kept(file), ..region });
         self.replace_memory(memory)
     }
@@ -59,22 +66,32 @@ impl Session {
         let mut memory = GuestMemory::default();
         for region in &table {
             let Some(file) = &region.file else {
-                return Err(self.refuse(format_args!("memory at {:#x}: its descriptor was not kept", region.guest)));
+                return Err(self.refuse(format_args!(
+                    "memory at {:#x}: its descriptor was not kept",
+                    region.guest
+                )));
             };
             let mapped = self.map(region, file).and_then(|region| memory.with(region));
-            memory = mapped.map_err(|e| self.refuse(format_args!("memory table: {}", Causes(&e))))?;
+            memory =
+                mapped.map_err(|e| self.refuse(format_args!("memory table: {}", Causes(&e))))?;
         }
         self.state.memory = table;
         self.replace_memory(memory)
     }
 
-    fn map(&mut self, region: &MemoryRegion, file: impl AsFd) -> std::result::Result<Region, MemoryError> {
+    fn map(
+        &mut self,
+        region: &MemoryRegion,
+        file: impl AsFd,
+    ) -> std::result::Result<Region, MemoryError> {
         let MemoryRegion { guest, user, size, offset, .. } = *region;
         let mapped = self.export.mapper.map(&file, offset, guest, user, size)?;
         if let Ok(MemoryFile::Disk(name)) = MemoryFile::of(file)
             && !std::mem::replace(&mut self.named_disk, true)
         {
-            let what = format_args!("guest memory is in a file on {name}: its page faults may wait for a disk");
+            let what = format_args!(
+                "guest memory is in a file on {name}: its page faults may wait for a disk"
+            );
             self.device.log.info(self.device.disk.name(), None, what);
         }
         Ok(mapped)
@@ -87,7 +104,8 @@ impl Session {
         if let Some(pins) = &self.pins {
             pins.replace(&old, &self.memory);
         }
-        let changes: Vec<_> = self.queues().map(|queue| queue.set_memory(self.memory.clone())).collect();
+        let changes: Vec<_> =
+            self.queues().map(|queue| queue.set_memory(self.memory.clone())).collect();
         self.in_effect(changes)
     }
 
@@ -96,7 +114,9 @@ impl Session {
         let _wait = self.export.own_wait();
         let deadline = Instant::now() + EFFECT_TIME;
         for change in changes {
-            change.until(deadline).map_err(|e| self.refuse(format_args!("a queue was not changed: {e}")))?;
+            change
+                .until(deadline)
+                .map_err(|e| self.refuse(format_args!("a queue was not changed: {e}")))?;
         }
         Ok(())
     }
@@ -112,7 +132,8 @@ fn described(region: &VhostUserMemoryRegion) -> MemoryRegion {
     }
 }
 
-/// Returns the descriptor for the state, unless the process needs those that are left. The memory stays mapped without it.
+/// Returns the descriptor for the state, unless the process needs those that are left. The memory
+/// stays mapped without it.
 fn kept(file: File) -> Option<OwnedFd> {
     descriptors::too_few().is_none().then(|| file.into())
 }

@@ -1,4 +1,5 @@
-//! What is done with messages that were taken off the socket before the `vhost` crate read them ([`super::socket`]).
+//! What is done with messages that were taken off the socket before the `vhost` crate read them
+//! ([`super::socket`]).
 
 use std::fs::File;
 use std::io;
@@ -18,12 +19,20 @@ use super::state::{Change, Parts};
 
 impl Session {
     /// Does what a message asks, and answers it. An error ends the session.
-    pub fn answer(&mut self, stream: &UnixStream, request: u32, reply: bool, message: Message) -> io::Result<()> {
+    pub fn answer(
+        &mut self,
+        stream: &UnixStream,
+        request: u32,
+        reply: bool,
+        message: Message,
+    ) -> io::Result<()> {
         match self.take(message) {
             Ok(Some((layout, file))) => socket::give_inflight(stream, &layout, file.as_fd()),
             // The front end would wait for its answer for ever.
             Err(e) if socket::is_question(request) => Err(io::Error::other(e.to_string())),
-            outcome if reply && self.state.acknowledges() => socket::acknowledge(stream, request, outcome.is_ok()),
+            outcome if reply && self.state.acknowledges() => {
+                socket::acknowledge(stream, request, outcome.is_ok())
+            }
             _ => Ok(()),
         }
     }

@@ -3,8 +3,8 @@
 //! ```text
 //!   socket ─► thread (accept, one front end at a time) ─► session (messages) ─► queues, on the reactors
 //! ```
-//! `VhostUser` is one socket for one disk. Its thread accepts a front end, works through its messages until it goes, stops
-//! its queues and listens again. Requests never pass this thread.
+//! `VhostUser` is one socket for one disk. Its thread accepts a front end, works through its
+//! messages until it goes, stops its queues and listens again. Requests never pass this thread.
 
 mod caller;
 mod channel;
@@ -41,7 +41,8 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 pub use crate::policy::notify::Coalesce;
 pub use config::QueueShape;
 
-/// The parts by themselves, for fuzzing and for tests that have no front end: not an interface to build on.
+/// The parts by themselves, for fuzzing and for tests that have no front end: not an interface to
+/// build on.
 #[doc(hidden)]
 pub mod parts {
     pub use super::inflight::{Inflight, InflightRegion, PackedChain, allocate, queue_bytes};
@@ -70,7 +71,8 @@ pub struct Tuning {
     pub in_band: bool,
     /// Register the guest's memory with io_uring, which pins it.
     pub pin_memory: bool,
-    /// Accept guest memory in files whose pages another process can withhold (FUSE, network file systems).
+    /// Accept guest memory in files whose pages another process can withhold (FUSE, network file
+    /// systems).
     pub any_memory_file: bool,
     pub second_client: SecondClient,
 }
@@ -119,8 +121,8 @@ impl Drop for OwnWait {
     }
 }
 
-/// How long the end waits for a session that is not in a wait of its own. A descriptor of the front end may hold it: FUSE
-/// files answer, and sockets close, when another process lets them.
+/// How long the end waits for a session that is not in a wait of its own. A descriptor of the front
+/// end may hold it: FUSE files answer, and sockets close, when another process lets them.
 const DESCRIPTOR_TIME: Duration = Duration::from_secs(5);
 
 /// A listening export; `stop` (or drop) ends it.
@@ -169,15 +171,24 @@ impl Export for VhostUser {
         let channel = lock(&self.export.channel).clone();
         let Some(channel) = channel else { return };
         let disk = self.export.device.disk.clone();
-        // The front end owns the other end of the channel, and can hold a sender up: nothing waits for this thread.
-        let told = std::thread::Builder::new().name("config".into()).stack_size(256 << 10).spawn(move || {
-            if let Err(e) = channel.config_changed() {
-                tracing::warn!(disk = disk.name(), "the front end was not told of the new size: {e}");
-            }
-        });
+        // The front end owns the other end of the channel, and can hold a sender up: nothing waits
+        // for this thread.
+        let told = std::thread::Builder::new().name("config".into()).stack_size(256 << 10).spawn(
+            move || {
+                if let Err(e) = channel.config_changed() {
+                    tracing::warn!(
+                        disk = disk.name(),
+                        "the front end was not told of the new size: {e}"
+                    );
+                }
+            },
+        );
         if let Err(e) = told {
             let disk = self.export.device.disk.name();
-            tracing::warn!(disk, "the front end was not told of the new size: starting a thread: {e}");
+            tracing::warn!(
+                disk,
+                "the front end was not told of the new size: starting a thread: {e}"
+            );
         }
     }
 
@@ -188,9 +199,11 @@ impl Export for VhostUser {
         // What a front end has in flight is not to wait for limits now.
         self.export.each_served(Served::suspend);
         if let Some(Connection { stream, .. }) = &*lock(&self.export.connection) {
-            // The session ends after the message that it works on. Its reply still goes out if there is room for it. If there
-            // is none, the front end does not read: then the session may wait in a write, and that half is ended too.
-            let half = if has_room(stream) { std::net::Shutdown::Read } else { std::net::Shutdown::Both };
+            // The session ends after the message that it works on. Its reply still goes out if
+            // there is room for it. If there is none, the front end does not read: then the session
+            // may wait in a write, and that half is ended too.
+            let half =
+                if has_room(stream) { std::net::Shutdown::Read } else { std::net::Shutdown::Both };
             let _ = stream.shutdown(half);
         }
         if self.ends(&thread) {
@@ -200,7 +213,9 @@ impl Export for VhostUser {
         }
         // The thread is left behind; it ends with the process. Its queues are not.
         let device = &self.export.device;
-        let what = format_args!("a descriptor of the front end does not answer: its queues are stopped without it");
+        let what = format_args!(
+            "a descriptor of the front end does not answer: its queues are stopped without it"
+        );
         device.log.warn(device.disk.name(), None, what);
         QueueHandle::stop_all(device, &self.export.reactors);
         self.export.each_served(Served::resume);
@@ -223,7 +238,12 @@ impl Drop for VhostUser {
 }
 
 impl Shared {
-    fn new(disk: Arc<Disk>, shape: QueueShape, tuning: Tuning, reactors: Arc<Reactors>) -> io::Result<Arc<Self>> {
+    fn new(
+        disk: Arc<Disk>,
+        shape: QueueShape,
+        tuning: Tuning,
+        reactors: Arc<Reactors>,
+    ) -> io::Result<Arc<Self>> {
         blockyard_ring::doorbell::prepare()?;
         let write_back = AtomicBool::new(disk.options().cache.write_back());
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
@@ -249,7 +269,8 @@ impl Shared {
     fn each_served(&self, f: fn(&Served<Store>)) {
         for reactor in self.reactors.all() {
             let disk = self.device.disk.clone();
-            reactor.run(move |handle| drop(Served::known(handle, &disk).inspect(|served| f(served))));
+            reactor
+                .run(move |handle| drop(Served::known(handle, &disk).inspect(|served| f(served))));
         }
     }
 
@@ -285,8 +306,16 @@ fn listen(export: &Arc<Shared>, listener: &Listener) {
             Ok(Some(client)) => {
                 log.info(disk, None, format_args!("a front end connected"));
                 match serve(export, client, &mut waiting) {
-                    Ok(()) => log.info(disk, None, format_args!("the front end went away; listening again")),
-                    Err(e) => log.warn(disk, None, format_args!("the front end was let go: {e}; listening again")),
+                    Ok(()) => log.info(
+                        disk,
+                        None,
+                        format_args!("the front end went away; listening again"),
+                    ),
+                    Err(e) => log.warn(
+                        disk,
+                        None,
+                        format_args!("the front end was let go: {e}; listening again"),
+                    ),
                 }
             }
             Ok(None) => {}
@@ -313,7 +342,8 @@ enum LetGo {
 fn serve(export: &Arc<Shared>, client: Client, waiting: &mut Waiting<'_>) -> Result<(), LetGo> {
     let Client { stream, process } = client;
     let connection = stream.try_clone().map_err(LetGo::Copying)?;
-    let session = Session::new(export.clone(), process, export.new_state()).map_err(|e| LetGo::Protocol(e.into()))?;
+    let session = Session::new(export.clone(), process, export.new_state())
+        .map_err(|e| LetGo::Protocol(e.into()))?;
     let mut messages = Messages::new(stream, session).map_err(LetGo::Copying)?;
     *lock(&export.connection) = Some(Connection { stream: connection, process });
     let result = loop {

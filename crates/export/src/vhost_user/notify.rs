@@ -2,9 +2,10 @@
 //!
 //! A virtual machine's front end gives an eventfd, User Mode Linux a Unix stream socket.
 //!
-//! The front end owns these descriptors too, and can clear O_NONBLOCK at any time. What must hold: a signal never waits. So
-//! an eventfd is signalled by a [`Doorbell`], a socket with MSG_DONTWAIT. Other kinds are refused: a pipe, or a socket
-//! that is read or of another family, has locks in the kernel that its other users hold while they wait for a page.
+//! The front end owns these descriptors too, and can clear O_NONBLOCK at any time. What must hold:
+//! a signal never waits. So an eventfd is signalled by a [`Doorbell`], a socket with MSG_DONTWAIT.
+//! Other kinds are refused: a pipe, or a socket that is read or of another family, has locks in the
+//! kernel that its other users hold while they wait for a page.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -62,7 +63,8 @@ pub fn signal_error(fd: &OwnedFd) {
 
 /// A full socket holds a signal that the guest has not read yet.
 fn send(socket: &OwnedFd) {
-    let _ = rustix::net::send(socket, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    let _ =
+        rustix::net::send(socket, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 
 /// Whether a reactor may wait for kicks of this descriptor: an eventfd, which needs no reads.
@@ -75,8 +77,9 @@ pub fn is_call(fd: &OwnedFd) -> io::Result<bool> {
     if is_unix_stream(fd) { close_input(fd).map(|()| true) } else { doorbell::is_eventfd(fd) }
 }
 
-/// Discards what a socket has received, and lets it receive nothing more. The last close of a socket closes the descriptors
-/// in its receive queue too, and that may wait for their owner: such a queue must not reach a reactor.
+/// Discards what a socket has received, and lets it receive nothing more. The last close of a
+/// socket closes the descriptors in its receive queue too, and that may wait for their owner: such
+/// a queue must not reach a reactor.
 fn close_input(socket: &OwnedFd) -> io::Result<()> {
     rustix::net::shutdown(socket, Shutdown::Read)?;
     let mut bytes = [0u8; 4096];
@@ -99,7 +102,8 @@ pub(super) fn is_unix_stream(fd: impl AsFd) -> bool {
 mod tests {
     use super::*;
 
-    /// What the front end has put into the socket is gone before a reactor has it, and nothing more can be put there.
+    /// What the front end has put into the socket is gone before a reactor has it, and nothing more
+    /// can be put there.
     #[test]
     fn a_call_socket_receives_nothing() {
         use std::io::{Read, Write};
@@ -109,7 +113,11 @@ mod tests {
         assert!(is_call(&ours).unwrap());
         assert_eq!(theirs.write(&[7]).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
         let mut call = Call::fd(ours.try_clone().unwrap()).unwrap();
-        assert_eq!(std::os::unix::net::UnixStream::from(ours).read(&mut [0; 8]).unwrap(), 0, "nothing is left");
+        assert_eq!(
+            std::os::unix::net::UnixStream::from(ours).read(&mut [0; 8]).unwrap(),
+            0,
+            "nothing is left"
+        );
         call.ring();
         let mut signal = [0; 8];
         theirs.read_exact(&mut signal).unwrap();

@@ -1,9 +1,10 @@
 //! Guest memory registered with io_uring (`--pin-memory`), on the reactors that serve a session.
 //!
-//! In: the session's memory, and the reactors that its queues are given to. Out: registrations that live on those
-//! reactors. What must hold: they stay while queues stop and start (pinning gigabytes takes its time); memory that is
-//! removed, and a session that ends, take theirs away. All of it is sent to a reactor in the order of the session's
-//! messages, so that a queue finds its memory registered when it starts.
+//! In: the session's memory, and the reactors that its queues are given to. Out: registrations that
+//! live on those reactors. What must hold: they stay while queues stop and start (pinning gigabytes
+//! takes its time); memory that is removed, and a session that ends, take theirs away. All of it is
+//! sent to a reactor in the order of the session's messages, so that a queue finds its memory
+//! registered when it starts.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -41,8 +42,11 @@ impl Pins {
 
     /// `memory` takes the place of `old`.
     pub fn replace(&self, old: &GuestMemory, memory: &GuestMemory) {
-        for region in memory.regions().iter().filter(|r| !old.regions().iter().any(|o| Arc::ptr_eq(o, r))) {
-            // Here, and not on a reactor, which has others to serve. If it fails, registering will say why.
+        for region in
+            memory.regions().iter().filter(|r| !old.regions().iter().any(|o| Arc::ptr_eq(o, r)))
+        {
+            // Here, and not on a reactor, which has others to serve. If it fails, registering will
+            // say why.
             let _ = region.populate();
         }
         (0..self.reactors.len()).for_each(|number| self.register(number, memory));

@@ -1,8 +1,9 @@
-//! The processors of reactors and guests: reads them, and moves the thread. Whether to move is decided by
-//! [`crate::policy::placement`].
+//! The processors of reactors and guests: reads them, and moves the thread. Whether to move is
+//! decided by [`crate::policy::placement`].
 //!
-//! What must hold: home is where the thread was first, not where it has gone to be beside another guest. The thread that
-//! calls only moves between the processors it had at first and those of them that are the guest's.
+//! What must hold: home is where the thread was first, not where it has gone to be beside another
+//! guest. The thread that calls only moves between the processors it had at first and those of them
+//! that are the guest's.
 
 use std::cell::Cell;
 
@@ -25,7 +26,8 @@ pub fn guest(peer: Option<i32>) -> Option<CpuSet> {
     peer.and_then(Pid::from_raw).and_then(|pid| sched_getaffinity(Some(pid)).ok())
 }
 
-/// Moves the thread that calls. A set that has become impossible (a processor was taken away) leaves it where it is.
+/// Moves the thread that calls. A set that has become impossible (a processor was taken away)
+/// leaves it where it is.
 pub fn move_to(processors: &CpuSet) {
     let _ = sched_setaffinity(None, processors);
 }
@@ -60,7 +62,8 @@ mod tests {
         let own = sched_getaffinity(None).unwrap();
         assert_eq!(home(), Some(own));
         move_to(&first_of(&own));
-        // A queue that starts now, of a guest that may run on the same processors as this test's process.
+        // A queue that starts now, of a guest that may run on the same processors as this test's
+        // process.
         let guest = guest(Some(std::process::id() as i32));
         assert!(guest.is_some());
         assert_eq!(home(), Some(own));

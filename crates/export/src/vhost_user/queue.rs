@@ -1,13 +1,15 @@
-//! A queue on its reactor: takes chains, hands requests to the disk, publishes answers, tells the guest.
+//! A queue on its reactor: takes chains, hands requests to the disk, publishes answers, tells the
+//! guest.
 //!
 //! ```text
 //!   kick ─► run: take a few chains ─► lanes (a task for each request, or run of neighbours) ─► disk
 //!            ▲   publish, signal once  ◄─────────────────────── answers ◄─────────────────────┘
 //!            └── after each batch: submit and reap; on storage that takes its time, in the call that waits
 //! ```
-//! What must hold: a chain is answered once, after its last part; used elements are published before the in-flight
-//! region forgets them and before the guest is told; after `stop` nothing is taken, and the reply is sent only when
-//! nothing is in flight. Lanes and segment lists are reused: the steady state allocates nothing.
+//! What must hold: a chain is answered once, after its last part; used elements are published
+//! before the in-flight region forgets them and before the guest is told; after `stop` nothing is
+//! taken, and the reply is sent only when nothing is in flight. Lanes and segment lists are reused:
+//! the steady state allocates nothing.
 
 mod handle;
 mod state;
@@ -40,14 +42,16 @@ use state::{Again, Core, Pending};
 
 pub use handle::QueueHandle;
 
-/// Chains taken before what they ask is submitted and what has completed is told. Where storage answers at once (page cache,
-/// memory) small batches let guest and back end overlap; where it takes its time, one submission for all is cheaper.
+/// Chains taken before what they ask is submitted and what has completed is told. Where storage
+/// answers at once (page cache, memory) small batches let guest and back end overlap; where it
+/// takes its time, one submission for all is cheaper.
 const BATCH_AT_ONCE: usize = 8;
 const BATCH_IN_FLIGHT: usize = 64;
 /// Batches for which storage is held to take its time, once it was found to.
 const SLOW_BATCHES: u32 = 64;
 
-/// Requests of one queue that are with the disk at a time, at most: a bound on memory, and more than any disk has use for.
+/// Requests of one queue that are with the disk at a time, at most: a bound on memory, and more
+/// than any disk has use for.
 const MOST_IN_FLIGHT: u32 = 1024;
 
 /// What all queues of a device share, and the control thread changes.
@@ -71,10 +75,12 @@ pub struct QueueSetup {
     pub packed: bool,
     pub event_idx: bool,
     pub inflight: Option<InflightRegion>,
-    /// The front end's base is true, whatever the in-flight region says: nothing of the ring is in flight.
+    /// The front end's base is true, whatever the in-flight region says: nothing of the ring is in
+    /// flight.
     pub is_settled: bool,
     pub kick: Option<OwnedFd>,
-    /// The front end kicks by messages: without a kick descriptor, do not look for chains by the clock.
+    /// The front end kicks by messages: without a kick descriptor, do not look for chains by the
+    /// clock.
     pub in_band: bool,
     pub call: Call,
     pub error: Option<OwnedFd>,
@@ -128,12 +134,14 @@ impl Queue {
         let disk = &setup.device.disk;
         let served = Served::local(handle, disk).map_err(StartError::disk)?;
         let device = setup.device.clone();
-        let lanes = Lanes::new(handle, served.clone(), move || device.write_back.load(Ordering::Relaxed));
+        let lanes =
+            Lanes::new(handle, served.clone(), move || device.write_back.load(Ordering::Relaxed));
         let mut setup = setup;
         let kick = setup.kick.take();
         let clocked = kick.is_none() && !setup.in_band;
         let counters = Counters::local(handle, &setup.device.disk);
-        let placement = Placement::new(placement::home(), placement::guest(setup.peer), counters.clone());
+        let placement =
+            Placement::new(placement::home(), placement::guest(setup.peer), counters.clone());
         let core = Core::new(&mut setup, placement, handle.now(), counters);
         let (core, again) = core.map_err(|e| StartError::ring("", e))?;
         let queue = Rc::new(Queue {
@@ -168,7 +176,8 @@ impl Queue {
 
     async fn run(self: Rc<Self>, mut watch: Option<Watch>, again: Vec<Again>) {
         self.handle.label(&format!("disk {}, queue {}", self.device.disk.name(), self.index));
-        // What a predecessor left is a restart, too. A drain waits for it, because the region names it.
+        // What a predecessor left is a restart, too. A drain waits for it, because the region names
+        // it.
         while let Some(time) = self.held_back(!again.is_empty()) {
             self.handle.sleep(time).await;
         }
@@ -187,13 +196,19 @@ impl Queue {
             if stopping && self.in_flight.get() == 0 {
                 break;
             }
-            let takes = self.enabled.get() && self.in_flight.get() < MOST_IN_FLIGHT && !self.core.borrow().broken;
+            let takes = self.enabled.get()
+                && self.in_flight.get() < MOST_IN_FLIGHT
+                && !self.core.borrow().broken;
             let held_back = self.held_back(takes && !stopping);
             if takes && !stopping && held_back.is_none() {
                 let taken = self.take(if slow > 0 { BATCH_IN_FLIGHT } else { BATCH_AT_ONCE });
                 let spent = self.has_spent(taken);
                 if std::mem::take(&mut gathered) {
-                    self.core.borrow_mut().pacer.gathered(taken, self.handle.now(), self.done.get());
+                    self.core.borrow_mut().pacer.gathered(
+                        taken,
+                        self.handle.now(),
+                        self.done.get(),
+                    );
                 }
                 if taken > 0 {
                     self.core.borrow_mut().pacer.came(self.handle.now());
@@ -201,7 +216,11 @@ impl Queue {
                 if spent || (taken > 0 && slow == 0) {
                     self.handle.yield_now().await;
                     // Still in flight after a submission and a look: this storage takes its time.
-                    slow = if self.in_flight.get() > 0 { SLOW_BATCHES } else { slow.saturating_sub(1) };
+                    slow = if self.in_flight.get() > 0 {
+                        SLOW_BATCHES
+                    } else {
+                        slow.saturating_sub(1)
+                    };
                     continue;
                 }
                 if taken > 0 {
@@ -238,7 +257,8 @@ impl Queue {
         self.retire();
     }
 
-    /// Returns how long the queue must not take requests, because the disk owes for those of drained queues.
+    /// Returns how long the queue must not take requests, because the disk owes for those of
+    /// drained queues.
     #[inline]
     fn held_back(&self, takes: bool) -> Option<Duration> {
         if takes { self.served.held_back() } else { None }
@@ -248,7 +268,8 @@ impl Queue {
         let mut core = self.core.borrow_mut();
         let core = &mut *core;
         let look = core.pacer.went_empty(self.handle.now(), self.done.get());
-        // The thread is everybody's whose queue is here: it follows a guest only while it is the only one.
+        // The thread is everybody's whose queue is here: it follows a guest only while it is the
+        // only one.
         let is_alone = || self.handle.local::<Queues>().0.borrow().len() == 1;
         if let Some(processors) = core.placement.moves(core.pacer.beside() && is_alone()) {
             placement::move_to(processors);
@@ -309,10 +330,12 @@ impl Queue {
     /// Whether the reactor must go on to its other queues before this one takes more.
     #[inline]
     fn has_spent(&self, taken: usize) -> bool {
-        self.budget.is_spent(self.handle.turn()) || (taken > 0 && budget::is_over(self.handle.now(), Instant::now()))
+        self.budget.is_spent(self.handle.turn())
+            || (taken > 0 && budget::is_over(self.handle.now(), Instant::now()))
     }
 
-    /// Takes up to `most` chains, within the turn's budget; how many it took. A broken ring takes none, for good.
+    /// Takes up to `most` chains, within the turn's budget; how many it took. A broken ring takes
+    /// none, for good.
     #[inline]
     fn take(self: &Rc<Self>, most: usize) -> usize {
         let mut taken = 0;
@@ -342,7 +365,8 @@ impl Queue {
         taken
     }
 
-    /// Makes requests of the chain whose descriptors are in the core. `entry`: it is in the in-flight region already.
+    /// Makes requests of the chain whose descriptors are in the core. `entry`: it is in the
+    /// in-flight region already.
     #[inline]
     fn begin(
         self: &Rc<Self>,
@@ -361,10 +385,20 @@ impl Queue {
         let descriptors = core.descs.len() as u32 + REQUEST;
         let parsed = parse(head.id, &core.descs, terms, &mut segments)?;
         let entry = entry.unwrap_or_else(|| core.note_taken(head));
-        let mut pending =
-            Pending { parts: 1, failed: None, count: head.count, written: 1, status: parsed.status, entry };
+        let mut pending = Pending {
+            parts: 1,
+            failed: None,
+            count: head.count,
+            written: 1,
+            status: parsed.status,
+            entry,
+        };
         let arrived = self.handle.now();
-        self.budget.spend(self.handle.turn(), descriptors * parsed.ask.requests(), segments.len() as u64);
+        self.budget.spend(
+            self.handle.turn(),
+            descriptors * parsed.ask.requests(),
+            segments.len() as u64,
+        );
         match parsed.ask {
             Ask::One { op, offset, len } => {
                 if op == blockyard_disk::Op::Read {
@@ -381,7 +415,14 @@ impl Queue {
                 self.in_flight.set(self.in_flight.get() + pending.parts);
                 for (offset, len) in ranges {
                     let token = ChainToken { queue: self.clone(), id: head.id };
-                    requests.push(Request::new(op, offset, len, Segments::default(), arrived, token));
+                    requests.push(Request::new(
+                        op,
+                        offset,
+                        len,
+                        Segments::default(),
+                        arrived,
+                        token,
+                    ));
                 }
             }
             Ask::Now { status, written, op } => {
@@ -425,7 +466,8 @@ impl Queue {
         }
         let pending = *pending;
         let status = pending.failed.map_or(Ok(()), Err);
-        // The region may have been taken away since the chain was checked: then there is nobody left to tell.
+        // The region may have been taken away since the chain was checked: then there is nobody
+        // left to tell.
         let _ = core.memory.write_byte(pending.status, wire_status(status));
         let written = if status.is_ok() { pending.written } else { 1 };
         core.push_used(Head { id, count: pending.count }, pending.entry, written);
@@ -448,7 +490,9 @@ impl Queue {
         let mut requests = Vec::new();
         for chain in again {
             let head = self.core.borrow_mut().retake(&chain);
-            if let Err(e) = head.and_then(|head| self.begin(head, Some(chain.entry()), &mut requests)) {
+            if let Err(e) =
+                head.and_then(|head| self.begin(head, Some(chain.entry()), &mut requests))
+            {
                 self.break_ring(&e);
                 break;
             }
@@ -461,14 +505,17 @@ impl Queue {
         self.dispatch(requests);
     }
 
-    /// Stops this queue for good, and says why: once, because a broken ring is never looked at again.
+    /// Stops this queue for good, and says why: once, because a broken ring is never looked at
+    /// again.
     fn break_ring(&self, error: &RingError) {
         let mut core = self.core.borrow_mut();
         core.broken = true;
         self.device.log.warn(
             self.device.disk.name(),
             Some(self.index),
-            format_args!("the guest broke its ring, and the queue stops until the guest resets it: {error}"),
+            format_args!(
+                "the guest broke its ring, and the queue stops until the guest resets it: {error}"
+            ),
         );
         if let Some(fd) = &core.error {
             signal_error(fd);

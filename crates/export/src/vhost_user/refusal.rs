@@ -5,7 +5,8 @@ use std::fmt::{self, Display};
 
 use vhost::vhost_user::Error;
 
-/// Returns our own refusal, which the front end receives. The crate's errors come without an answer.
+/// Returns our own refusal, which the front end receives. The crate's errors come without an
+/// answer.
 pub fn no() -> Error {
     Error::ReqHandlerError(std::io::ErrorKind::InvalidInput.into())
 }

@@ -1,7 +1,8 @@
 //! From a descriptor chain to requests (virtio 1.2, section 5.2.6).
 //!
-//! In: a chain's descriptors, already copied. Out: what is asked, with its segments. Headers and ranges are copied out of
-//! guest memory once and judged by the copy. No framing is assumed: header and status may share descriptors with data.
+//! In: a chain's descriptors, already copied. Out: what is asked, with its segments. Headers and
+//! ranges are copied out of guest memory once and judged by the copy. No framing is assumed: header
+//! and status may share descriptors with data.
 
 use std::rc::Rc;
 
@@ -61,10 +62,15 @@ pub struct Terms<'a> {
     pub fua: bool,
 }
 
-/// Reads a chain. `segments` (reset here) receives the data of reads and writes. An error means that the chain cannot even
-/// be answered: no place for a status.
+/// Reads a chain. `segments` (reset here) receives the data of reads and writes. An error means
+/// that the chain cannot even be answered: no place for a status.
 #[inline]
-pub fn parse(head: u16, descs: &[Desc], terms: Terms<'_>, segments: &mut Segments) -> Result<Parsed, RingError> {
+pub fn parse(
+    head: u16,
+    descs: &[Desc],
+    terms: Terms<'_>,
+    segments: &mut Segments,
+) -> Result<Parsed, RingError> {
     let bad = |what| RingError::Request { head, what };
     let split = descs.partition_point(|d| !d.writable);
     let (readable, writable) = descs.split_at(split);
@@ -76,7 +82,10 @@ pub fn parse(head: u16, descs: &[Desc], terms: Terms<'_>, segments: &mut Segment
     let Some(last) = writable.iter().rfind(|d| d.len > 0) else {
         return Err(bad("no writable byte for the status"));
     };
-    let status = last.addr.checked_add(u64::from(last.len) - 1).ok_or(bad("its status lies beyond 64 bits"))?;
+    let status = last
+        .addr
+        .checked_add(u64::from(last.len) - 1)
+        .ok_or(bad("its status lies beyond 64 bits"))?;
     terms.memory.window(status, 1, 1)?;
     let mut header = [0; HEADER as usize];
     segments.reset(terms.memory);
@@ -97,7 +106,8 @@ pub fn parse(head: u16, descs: &[Desc], terms: Terms<'_>, segments: &mut Segment
         13 => ranges(true, terms.fua, readable, data_out, segments),
         _ => Err(Failure::Unsupported),
     };
-    // Memory that is not the guest's, or lengths that do not fit: the request is bad, the ring is not.
+    // Memory that is not the guest's, or lengths that do not fit: the request is bad, the ring is
+    // not.
     let ask = ask.unwrap_or_else(|failure| {
         let op = match kind {
             0 => Some(Op::Read),
@@ -136,7 +146,12 @@ fn transfer(
     Ok(Ask::One { op, offset, len })
 }
 
-fn identify(serial: &str, writable: &[Desc], data_in: u64, segments: &mut Segments) -> Result<Ask, Failure> {
+fn identify(
+    serial: &str,
+    writable: &[Desc],
+    data_in: u64,
+    segments: &mut Segments,
+) -> Result<Ask, Failure> {
     let len = data_in.min(ID_LEN);
     gather(segments, writable, 0, len).map_err(|_| Failure::Io)?;
     let mut id = [0; ID_LEN as usize];
@@ -146,7 +161,13 @@ fn identify(serial: &str, writable: &[Desc], data_in: u64, segments: &mut Segmen
     Ok(Ask::Now { status: Ok(()), written: len as u32 + 1, op: None })
 }
 
-fn ranges(zeroes: bool, fua: bool, readable: &[Desc], data: u64, segments: &mut Segments) -> Result<Ask, Failure> {
+fn ranges(
+    zeroes: bool,
+    fua: bool,
+    readable: &[Desc],
+    data: u64,
+    segments: &mut Segments,
+) -> Result<Ask, Failure> {
     let count = data / RANGE;
     if data == 0 || !data.is_multiple_of(RANGE) || count > u64::from(DISCARD_SEGMENTS) {
         return Err(Failure::Io);
@@ -166,7 +187,10 @@ fn ranges(zeroes: bool, fua: bool, readable: &[Desc], data: u64, segments: &mut 
             return Err(Failure::Io);
         }
         unmap &= flags & RANGE_UNMAP != 0;
-        ranges.push((sector.checked_mul(SECTOR).ok_or(Failure::OutOfRange)?, u64::from(sectors) * SECTOR));
+        ranges.push((
+            sector.checked_mul(SECTOR).ok_or(Failure::OutOfRange)?,
+            u64::from(sectors) * SECTOR,
+        ));
     }
     segments.release();
     let op = if zeroes { Op::WriteZeroes { unmap, fua, fast: false } } else { Op::Discard };
@@ -178,7 +202,12 @@ fn ranges(zeroes: bool, fua: bool, readable: &[Desc], data: u64, segments: &mut 
 
 /// Appends `len` bytes of the descriptors' memory, from `skip` on.
 #[inline]
-fn gather(segments: &mut Segments, descs: &[Desc], mut skip: u64, mut len: u64) -> Result<(), RingError> {
+fn gather(
+    segments: &mut Segments,
+    descs: &[Desc],
+    mut skip: u64,
+    mut len: u64,
+) -> Result<(), RingError> {
     for desc in descs {
         if len == 0 {
             break;
@@ -191,7 +220,8 @@ fn gather(segments: &mut Segments, descs: &[Desc], mut skip: u64, mut len: u64) 
         let take = (here - skip).min(len);
         let bad = blockyard_ring::MemoryError::OutOfRange { addr: desc.addr, len: here };
         segments.push_guest(desc.addr.checked_add(skip).ok_or(bad)?, take)?;
-        // Only a guest that means harm has so many pieces, or regions so small that so many are crossed.
+        // Only a guest that means harm has so many pieces, or regions so small that so many are
+        // crossed.
         if segments.count() > PIECES {
             return Err(RingError::Pieces(PIECES));
         }
@@ -222,15 +252,28 @@ mod tests {
     /// Two regions that touch, a hole, and as many regions of one byte as there may be.
     fn memory(bytes: u64) -> Rc<GuestMemory> {
         let region = |at, len| Region::memfd("test", at, at, len).unwrap().0;
-        let mut memory = GuestMemory::default().with(region(0, 0x1000)).unwrap().with(region(0x1000, 0x1000)).unwrap();
+        let mut memory = GuestMemory::default()
+            .with(region(0, 0x1000))
+            .unwrap()
+            .with(region(0x1000, 0x1000))
+            .unwrap();
         for at in 0..bytes {
             memory = memory.with(region(0x4000 + at, 1)).unwrap();
         }
         Rc::new(memory)
     }
 
-    fn ask(memory: &Rc<GuestMemory>, descs: &[Desc], segments: &mut Segments) -> Result<Parsed, RingError> {
-        parse(0, descs, Terms { memory, serial: "a serial of more than twenty bytes", fua: true }, segments)
+    fn ask(
+        memory: &Rc<GuestMemory>,
+        descs: &[Desc],
+        segments: &mut Segments,
+    ) -> Result<Parsed, RingError> {
+        parse(
+            0,
+            descs,
+            Terms { memory, serial: "a serial of more than twenty bytes", fua: true },
+            segments,
+        )
     }
 
     fn desc(addr: u64, len: u32, writable: bool) -> Desc {
@@ -241,13 +284,17 @@ mod tests {
     fn regions_of_a_byte_each_take_no_memory_of_ours() {
         let memory = memory(500);
         let data = std::iter::repeat_n(desc(0x4000, 500, true), 1000);
-        let descs: Vec<_> = [desc(0, 16, false)].into_iter().chain(data).chain([desc(0xfff, 1, true)]).collect();
+        let descs: Vec<_> =
+            [desc(0, 16, false)].into_iter().chain(data).chain([desc(0xfff, 1, true)]).collect();
         // 500000 bytes are no whole sectors; with 288 more they are.
         let mut segments = Segments::default();
         let descs = [&descs[..1001], &[desc(0x4000, 288, true)], &descs[1001..]].concat();
         let parsed = ask(&memory, &descs, &mut segments).unwrap();
         assert!(
-            matches!(parsed.ask, Ask::Now { status: Err(Failure::Io), written: 1, op: Some(Op::Read) }),
+            matches!(
+                parsed.ask,
+                Ask::Now { status: Err(Failure::Io), written: 1, op: Some(Op::Read) }
+            ),
             "{parsed:?}"
         );
         assert!(segments.count() <= PIECES + 500, "{} pieces", segments.count());

@@ -1,9 +1,11 @@
-//! The handler of one front end's messages: changes the session's state, and does on reactors what follows from it.
+//! The handler of one front end's messages: changes the session's state, and does on reactors what
+//! follows from it.
 //!
-//! In: messages, parsed by the `vhost` crate. Out: a [`SessionState`], and queues started, stopped and changed on reactors.
-//! What must hold: a ring's addresses are resolved when it starts, against the memory table of that time; memory that is
-//! removed stays mapped until the last request in it is answered (regions are counted); `GET_VRING_BASE` and the end of
-//! a session wait for what is in flight. A change stays recorded if a reactor or the process cannot carry it out.
+//! In: messages, parsed by the `vhost` crate. Out: a [`SessionState`], and queues started, stopped
+//! and changed on reactors. What must hold: a ring's addresses are resolved when it starts, against
+//! the memory table of that time; memory that is removed stays mapped until the last request in it
+//! is answered (regions are counted); `GET_VRING_BASE` and the end of a session wait for what is in
+//! flight. A change stays recorded if a reactor or the process cannot carry it out.
 
 use std::cell::OnceCell;
 use std::fs::File;
@@ -13,9 +15,9 @@ use std::sync::atomic::Ordering;
 
 use blockyard_ring::{GuestMemory, MEMORY_SLOTS};
 use vhost::vhost_user::message::{
-    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
-    VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
-    VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
+    VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
+    VhostUserSharedMsg, VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
 };
 use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
 
@@ -30,7 +32,8 @@ use super::refusal::{Causes, no};
 use super::state::{Change, Effect, InflightFile, Parts, Refusal, SessionState};
 use super::{Shared, Tuning};
 
-const NO_CALL: &str = "a call or error notifier that is neither an eventfd nor a Unix stream socket";
+const NO_CALL: &str =
+    "a call or error notifier that is neither an eventfd nor a Unix stream socket";
 
 /// A session; one thread works on it.
 pub struct Session {
@@ -55,8 +58,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// A session that begins with `state`, which is new or was [released](Session::release) by another session: maps its
-    /// memory and starts its rings.
+    /// A session that begins with `state`, which is new or was [released](Session::release) by
+    /// another session: maps its memory and starts its rings.
     pub fn new(export: Arc<Shared>, peer: Option<i32>, state: SessionState) -> Result<Self> {
         export.device.write_back.store(state.write_back, Ordering::Relaxed);
         let mut session = Session {
@@ -96,7 +99,8 @@ impl Session {
         Ok(())
     }
 
-    /// Stops all queues, each after what it has in flight, and returns the state. This session begins anew.
+    /// Stops all queues, each after what it has in flight, and returns the state. This session
+    /// begins anew.
     pub fn release(&mut self) -> SessionState {
         let _wait = self.export.own_wait();
         for index in 0..self.queues.len() {
@@ -107,7 +111,8 @@ impl Session {
         std::mem::replace(&mut self.state, self.export.new_state())
     }
 
-    /// Stops a ring, if it runs, after what it has in flight. False: its reactor has ended, and nothing is known of it.
+    /// Stops a ring, if it runs, after what it has in flight. False: its reactor has ended, and
+    /// nothing is known of it.
     fn stop(&mut self, index: usize) -> bool {
         let Some(queue) = self.queues[index].take() else { return true };
         let base = queue.stop();
@@ -159,11 +164,13 @@ impl Session {
 
     fn call(&self, index: usize) -> Result<Call> {
         Ok(match (self.copy(&self.state.vrings[index].call)?, &self.state.back_channel) {
-            (Some(fd), _) => {
-                Call::fd(fd).map_err(|e| self.refuse(format_args!("queue {index}: signalling its calls: {e}")))?
-            }
+            (Some(fd), _) => Call::fd(fd).map_err(|e| {
+                self.refuse(format_args!("queue {index}: signalling its calls: {e}"))
+            })?,
             (None, Some(channel)) if self.state.in_band() => {
-                let caller = self.caller(channel).map_err(|e| self.refuse(format_args!("a thread for calls: {e}")))?;
+                let caller = self
+                    .caller(channel)
+                    .map_err(|e| self.refuse(format_args!("a thread for calls: {e}")))?;
                 Call::InBand { caller, index: index as u16 }
             }
             (None, _) => Call::None,
@@ -188,7 +195,8 @@ impl Session {
         fd.try_clone().map_err(|e| self.refuse(format_args!("copying a descriptor: {e}")))
     }
 
-    /// A descriptor that a reactor may wait for or signal: no other user of it can make the reactor sleep.
+    /// A descriptor that a reactor may wait for or signal: no other user of it can make the reactor
+    /// sleep.
     fn notifier(
         &self,
         fd: Option<File>,
@@ -210,11 +218,15 @@ impl Session {
             return Ok(());
         }
         let Some(Parts { descriptors, available, used }) = vring.parts else {
-            return Err(self.refuse(format_args!("queue {index} is started before its addresses are set")));
+            return Err(
+                self.refuse(format_args!("queue {index} is started before its addresses are set"))
+            );
         };
         let guest = |address: u64| {
             self.memory.guest_address(address).ok_or_else(|| {
-                self.refuse(format_args!("queue {index}: ring address {address:#x} is not in the memory table"))
+                self.refuse(format_args!(
+                    "queue {index}: ring address {address:#x} is not in the memory table"
+                ))
             })
         };
         let setup = QueueSetup {
@@ -244,12 +256,14 @@ impl Session {
             pins.join(&reactor, &self.memory);
         }
         let queue = QueueHandle::start(reactor, setup);
-        self.queues[index] = Some(queue.map_err(|e| self.refuse(format_args!("queue {index} cannot start: {e}")))?);
+        self.queues[index] =
+            Some(queue.map_err(|e| self.refuse(format_args!("queue {index} cannot start: {e}")))?);
         self.state.vrings[index].started = true;
         Ok(())
     }
 
-    /// A new kick for a running ring is a new start (QEMU does this when it switches to another notifier).
+    /// A new kick for a running ring is a new start (QEMU does this when it switches to another
+    /// notifier).
     fn restart(&mut self, index: usize) -> Result<()> {
         let wait = self.export.own_wait();
         let is_stopped = self.stop(index);
@@ -270,7 +284,12 @@ impl Session {
         self.switch_write_cache(self.device.disk.options().cache.write_back());
     }
 
-    fn map_inflight(&self, file: OwnedFd, layout: (u64, u64), queues: u16) -> Result<InflightRegion> {
+    fn map_inflight(
+        &self,
+        file: OwnedFd,
+        layout: (u64, u64),
+        queues: u16,
+    ) -> Result<InflightRegion> {
         let region = InflightRegion::map(&self.export.mapper, file, layout, queues);
         region.map_err(|e| self.refuse(format_args!("in-flight region: {}", Causes(&e))))
     }
@@ -296,7 +315,10 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_features(&mut self, features: u64) -> Result<()> {
-        self.apply(Change::Features { accepted: features, offered: config::features(&self.device.disk) })
+        self.apply(Change::Features {
+            accepted: features,
+            offered: config::features(&self.device.disk),
+        })
     }
 
     fn set_mem_table(
@@ -368,7 +390,8 @@ impl VhostUserBackendReqHandlerMut for Session {
             | VhostUserProtocolFeatures::RESET_DEVICE
             | VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
-        // User Mode Linux takes whatever is offered, and a message a kick is many times slower than an eventfd.
+        // User Mode Linux takes whatever is offered, and a message a kick is many times slower than
+        // an eventfd.
         let in_band = VhostUserProtocolFeatures::INBAND_NOTIFICATIONS;
         Ok(if self.tuning.in_band { base | in_band } else { base })
     }
@@ -385,7 +408,12 @@ impl VhostUserBackendReqHandlerMut for Session {
         self.apply(Change::Enable { index, state: enable.into() })
     }
 
-    fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
+    fn get_config(
+        &mut self,
+        offset: u32,
+        size: u32,
+        _flags: VhostUserConfigFlags,
+    ) -> Result<Vec<u8>> {
         let mut space = config::space(&self.device.disk, self.shape, self.state.write_back);
         // Front ends ask for as much as they know of; what lies beyond our fields is zero.
         let (offset, end) = (offset as usize, offset as usize + size as usize);
@@ -396,30 +424,43 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn set_config(&mut self, offset: u32, buf: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
         let at = config::WCE_OFFSET.checked_sub(offset as usize);
         let Some(byte) = at.and_then(|at| buf.get(at)) else {
-            return Err(
-                self.refuse(format_args!("the guest writes {} bytes at {offset} of its configuration", buf.len()))
-            );
+            return Err(self.refuse(format_args!(
+                "the guest writes {} bytes at {offset} of its configuration",
+                buf.len()
+            )));
         };
         if !self.state.has(config::F_CONFIG_WCE) {
-            return Err(self.refuse(format_args!("the write cache is switched, but CONFIG_WCE was not negotiated")));
+            return Err(self.refuse(format_args!(
+                "the write cache is switched, but CONFIG_WCE was not negotiated"
+            )));
         }
         let write_back = *byte != 0;
         if self.switch_write_cache(write_back) && !write_back {
             // What was written under the old promise must be durable under the new one.
             let _wait = self.export.own_wait();
             if !self.export.settle() {
-                return Err(self.refuse(format_args!("the write cache is off, and what was written cannot be synced")));
+                return Err(self.refuse(format_args!(
+                    "the write cache is off, and what was written cannot be synced"
+                )));
             }
         }
         Ok(())
     }
 
-    fn get_inflight_fd(&mut self, inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+    fn get_inflight_fd(
+        &mut self,
+        inflight: &VhostUserInflight,
+    ) -> Result<(VhostUserInflight, File)> {
         self.allowed(self.state.check_inflight_shape(inflight))?;
         let (queues, size) = (inflight.num_queues, inflight.queue_size);
         let made = inflight::allocate(queues, size, self.state.has(config::F_PACKED));
         let (fd, len) = made.map_err(|e| self.refuse(format_args!("in-flight region: {e}")))?;
-        let reply = VhostUserInflight { mmap_size: len, mmap_offset: 0, num_queues: queues, queue_size: size };
+        let reply = VhostUserInflight {
+            mmap_size: len,
+            mmap_offset: 0,
+            num_queues: queues,
+            queue_size: size,
+        };
         Ok((reply, fd.into()))
     }
 

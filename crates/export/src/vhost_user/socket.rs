@@ -1,7 +1,8 @@
 //! A look at each message before the `vhost` crate reads it.
 //!
-//! A message is taken here if the crate does not know it (a kick by message), keeps what it brings to itself (the back
-//! channel's descriptor), or ends the session where a refusal is enough. All others are left on the socket.
+//! A message is taken here if the crate does not know it (a kick by message), keeps what it brings
+//! to itself (the back channel's descriptor), or ends the session where a refusal is enough. All
+//! others are left on the socket.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -9,7 +10,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
 };
 use vhost::vhost_user::message::VhostUserInflight;
 
@@ -28,7 +30,8 @@ const VERSION: u32 = 1;
 
 /// The longest body of a message that is taken here.
 const BODY_MOST: usize = 40;
-/// Bytes of an in-flight description's fields. The crate wants four bytes of padding behind them, which QEMU sends.
+/// Bytes of an in-flight description's fields. The crate wants four bytes of padding behind them,
+/// which QEMU sends.
 const INFLIGHT: usize = 20;
 
 /// What comes next on a connection.
@@ -160,7 +163,11 @@ pub fn acknowledge(stream: &UnixStream, request: u32, good: bool) -> io::Result<
 }
 
 /// Answers GET_INFLIGHT_FD by a description without padding.
-pub fn give_inflight(stream: &UnixStream, inflight: &VhostUserInflight, file: BorrowedFd<'_>) -> io::Result<()> {
+pub fn give_inflight(
+    stream: &UnixStream,
+    inflight: &VhostUserInflight,
+    file: BorrowedFd<'_>,
+) -> io::Result<()> {
     let mut body = [0; INFLIGHT];
     body[..8].copy_from_slice(&{ inflight.mmap_size }.to_ne_bytes());
     body[8..16].copy_from_slice(&{ inflight.mmap_offset }.to_ne_bytes());
@@ -180,7 +187,8 @@ fn send(stream: &UnixStream, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) 
     if !fds.is_empty() {
         ancillary.push(SendAncillaryMessage::ScmRights(fds));
     }
-    let sent = rustix::net::sendmsg(stream, &[IoSlice::new(&reply)], &mut ancillary, SendFlags::NOSIGNAL)?;
+    let sent =
+        rustix::net::sendmsg(stream, &[IoSlice::new(&reply)], &mut ancillary, SendFlags::NOSIGNAL)?;
     // It is far shorter than what a socket takes at once.
     if sent == reply.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }

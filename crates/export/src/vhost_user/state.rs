@@ -1,14 +1,17 @@
 //! The state of a session: what a front end has set, as data.
 //!
-//! In: one [`Change`] for each message. Out: the [`Effect`] that the handler ([`super::session`]) must carry out on reactors.
-//! The state has no threads, reactors or mappings. It can be written out, and another handler can take it over.
-//! What must hold: [`SessionState::apply`] makes a change as a whole, or refuses it and leaves the state as it was. There is
-//! one exception, [`Change::Addresses`].
+//! In: one [`Change`] for each message. Out: the [`Effect`] that the handler ([`super::session`])
+//! must carry out on reactors. The state has no threads, reactors or mappings. It can be written
+//! out, and another handler can take it over. What must hold: [`SessionState::apply`] makes a
+//! change as a whole, or refuses it and leaves the state as it was. There is one exception,
+//! [`Change::Addresses`].
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use vhost::vhost_user::message::{VhostUserInflight, VhostUserProtocolFeatures, VhostUserVringAddrFlags};
+use vhost::vhost_user::message::{
+    VhostUserInflight, VhostUserProtocolFeatures, VhostUserVringAddrFlags,
+};
 
 use super::channel::BackChannel;
 use super::config;
@@ -28,8 +31,8 @@ pub struct SessionState {
     /// The memory table, in the order of its messages.
     pub memory: Vec<MemoryRegion>,
     pub inflight: Option<InflightFile>,
-    /// The socket for messages to the front end, and the acknowledgements that the front end owes on it. It is shared with the
-    /// threads that send these messages.
+    /// The socket for messages to the front end, and the acknowledgements that the front end owes
+    /// on it. It is shared with the threads that send these messages.
     pub back_channel: Option<Arc<BackChannel>>,
     pub vrings: Vec<Vring>,
 }
@@ -44,7 +47,8 @@ pub struct MemoryRegion {
     pub size: u64,
     /// Where the region begins in its file, in bytes.
     pub offset: u64,
-    /// None: the process had too few descriptors left to keep it. Another handler cannot take this session over.
+    /// None: the process had too few descriptors left to keep it. Another handler cannot take this
+    /// session over.
     pub file: Option<OwnedFd>,
 }
 
@@ -65,8 +69,9 @@ pub struct Vring {
     pub parts: Option<Parts>,
     /// The index to begin at. Of a ring that runs: where it began.
     pub base: u32,
-    /// This session has stopped the ring after its last request, so nothing of it is in flight, and what the front end says
-    /// of its base is true. (After the death of a back end only the in-flight region knows.)
+    /// This session has stopped the ring after its last request, so nothing of it is in flight, and
+    /// what the front end says of its base is true. (After the death of a back end only the
+    /// in-flight region knows.)
     pub is_settled: bool,
     pub kick: Option<OwnedFd>,
     pub call: Option<OwnedFd>,
@@ -88,7 +93,9 @@ pub struct Parts {
 
 impl Parts {
     fn are_aligned(&self) -> bool {
-        self.descriptors.is_multiple_of(16) && self.available.is_multiple_of(2) && self.used.is_multiple_of(4)
+        self.descriptors.is_multiple_of(16)
+            && self.available.is_multiple_of(2)
+            && self.used.is_multiple_of(4)
     }
 }
 
@@ -139,7 +146,8 @@ pub enum Change {
 #[must_use]
 pub enum Effect {
     None,
-    /// The driver has accepted features, after it had accepted these: its write cache may be another one.
+    /// The driver has accepted features, after it had accepted these: its write cache may be
+    /// another one.
     Features {
         before: u64,
     },
@@ -197,9 +205,13 @@ impl SessionState {
                 if unknown != 0 {
                     return Err(Refusal::Features(unknown));
                 }
-                return Ok(Effect::Features { before: std::mem::replace(&mut self.features, accepted) });
+                return Ok(Effect::Features {
+                    before: std::mem::replace(&mut self.features, accepted),
+                });
             }
-            Change::Protocol(bits) => self.protocol = VhostUserProtocolFeatures::from_bits_truncate(bits),
+            Change::Protocol(bits) => {
+                self.protocol = VhostUserProtocolFeatures::from_bits_truncate(bits)
+            }
             Change::Size { index, entries } => {
                 if entries == 0 || entries > ENTRIES_MOST {
                     return Err(Refusal::Size { index, entries });
@@ -208,7 +220,8 @@ impl SessionState {
             }
             Change::Addresses { index, flags, parts } => {
                 let vring = self.vring(index)?.1;
-                let good = VhostUserVringAddrFlags::from_bits(flags).is_some() && parts.are_aligned();
+                let good =
+                    VhostUserVringAddrFlags::from_bits(flags).is_some() && parts.are_aligned();
                 vring.parts = good.then_some(parts);
                 if !good {
                     return Err(Refusal::Addresses { index, flags, parts });
@@ -245,7 +258,8 @@ impl SessionState {
     /// Returns a ring with its number.
     pub fn vring(&mut self, index: u32) -> Result<(usize, &mut Vring), Refusal> {
         let queues = self.vrings.len();
-        let vring = self.vrings.get_mut(index as usize).ok_or(Refusal::NoSuchQueue { index, queues })?;
+        let vring =
+            self.vrings.get_mut(index as usize).ok_or(Refusal::NoSuchQueue { index, queues })?;
         Ok((index as usize, vring))
     }
 
@@ -272,7 +286,11 @@ impl SessionState {
     /// Refuses to make an in-flight region that no queue of this device can have.
     pub fn check_inflight_shape(&self, asked: &VhostUserInflight) -> Result<(), Refusal> {
         let (queues, entries) = (asked.num_queues, asked.queue_size);
-        if queues == 0 || usize::from(queues) > self.vrings.len() || entries == 0 || u32::from(entries) > ENTRIES_MOST {
+        if queues == 0
+            || usize::from(queues) > self.vrings.len()
+            || entries == 0
+            || u32::from(entries) > ENTRIES_MOST
+        {
             return Err(Refusal::InflightShape { queues, entries });
         }
         Ok(())
@@ -288,8 +306,8 @@ impl SessionState {
         Ok(())
     }
 
-    /// Forgets the rings and the features. The front end keeps memory, in-flight region, protocol features and back channel
-    /// over a reset.
+    /// Forgets the rings and the features. The front end keeps memory, in-flight region, protocol
+    /// features and back channel over a reset.
     pub fn reset(&mut self) {
         for vring in &mut self.vrings {
             *vring = Vring { is_settled: true, ..Vring::default() };
@@ -299,7 +317,8 @@ impl SessionState {
 }
 
 impl Vring {
-    /// The ring was stopped at `base`. None: its reactor has ended, and nothing is known of the ring.
+    /// The ring was stopped at `base`. None: its reactor has ended, and nothing is known of the
+    /// ring.
     pub fn stopped(&mut self, base: Option<u32>) {
         self.started = false;
         self.is_settled = base.is_some();

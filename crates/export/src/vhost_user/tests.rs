@@ -27,7 +27,8 @@ fn lingering() -> (TcpStream, TcpStream) {
 fn a_descriptor_that_does_not_close_does_not_hold_the_end() {
     let socket = std::env::temp_dir().join(format!("blockyard-linger-{}", std::process::id()));
     let (name, serial) = ("disk".to_string(), "disk".to_string());
-    let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
+    let options =
+        DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
     let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
     let tuning = Tuning {
         poll: PollMode::Off,
@@ -46,7 +47,8 @@ fn a_descriptor_that_does_not_close_does_not_hold_the_end() {
     connection.negotiate(0, 0, PROTOCOL).unwrap();
     let (lingers, other) = lingering();
     // ADD_MEM_REG of what is no memory.
-    let message: Vec<u8> = [37u32, 1, 40].iter().flat_map(|w| w.to_ne_bytes()).chain([1; 40]).collect();
+    let message: Vec<u8> =
+        [37u32, 1, 40].iter().flat_map(|w| w.to_ne_bytes()).chain([1; 40]).collect();
     connection.send_bytes(&message, &[lingers.as_fd()]).unwrap();
     // If the session has closed its copy before, this close is the one that waits.
     let close = std::thread::spawn(move || drop(lingers));

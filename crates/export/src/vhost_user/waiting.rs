@@ -1,8 +1,9 @@
 //! Front ends that connect while another one is served.
 //!
-//! In: the listening socket. Out: clients, in the order in which they came. A disk has one front end at a time: the others
-//! wait or are refused (`--second-client`), and the log names each of them. At most [`MOST`] of them are accepted while they
-//! wait; those that come then wait in the listening socket's backlog, unnamed.
+//! In: the listening socket. Out: clients, in the order in which they came. A disk has one front
+//! end at a time: the others wait or are refused (`--second-client`), and the log names each of
+//! them. At most [`MOST`] of them are accepted while they wait; those that come then wait in the
+//! listening socket's backlog, unnamed.
 
 use std::collections::VecDeque;
 use std::io;
@@ -55,7 +56,8 @@ impl<'a> Waiting<'a> {
         Ok(accepted.map(|stream| Client::new(stream.into())))
     }
 
-    /// Waits until the client that is served has sent something, or is gone. Meanwhile it takes care of those that connect.
+    /// Waits until the client that is served has sent something, or is gone. Meanwhile it takes
+    /// care of those that connect.
     pub fn until_readable(&mut self, served: &UnixStream, process: Option<i32>) {
         // One new client a message: however many come, the messages are read.
         while self.clients.len() < MOST && ready(served, PollFlags::IN).is_empty() {
@@ -91,7 +93,9 @@ impl<'a> Waiting<'a> {
                 self.clients.push_back(client);
             }
             SecondClient::Refuse => {
-                let what = format_args!("a second front end ({process}) is refused: {served} has the disk");
+                let what = format_args!(
+                    "a second front end ({process}) is refused: {served} has the disk"
+                );
                 device.log.warn(name, None, what);
             }
         }

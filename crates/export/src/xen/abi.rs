@@ -1,7 +1,8 @@
-//! blkif: what a front end writes into its ring, and what it is answered (`xen/include/public/io/blkif.h`).
+//! blkif: what a front end writes into its ring, and what it is answered
+//! (`xen/include/public/io/blkif.h`).
 //!
-//! In: bytes that were copied out of the ring once. Out: a request that only says what was asked. What must hold: nothing is
-//! read of the ring here, so that what is checked is what is used.
+//! In: bytes that were copied out of the ring once. Out: a request that only says what was asked.
+//! What must hold: nothing is read of the ring here, so that what is checked is what is used.
 
 use blockyard_image::SECTOR;
 
@@ -161,7 +162,8 @@ impl Request {
         match operation {
             READ | WRITE | WRITE_BARRIER | FLUSH => {
                 request.segments = bytes[1].into();
-                request.ask = if request.segments <= SEGMENTS { direct(operation) } else { Ask::Bad };
+                request.ask =
+                    if request.segments <= SEGMENTS { direct(operation) } else { Ask::Bad };
             }
             DISCARD if bytes[1] & DISCARD_SECURE != 0 => request.ask = Ask::SecureDiscard,
             DISCARD => {
@@ -176,7 +178,8 @@ impl Request {
                     *page = u32_at(bytes, rest + 4 + at * 4);
                 }
                 request.place = Place::Pages(pages);
-                let good = matches!(bytes[1], READ | WRITE) && (1..=INDIRECT_SEGMENTS).contains(&request.segments);
+                let good = matches!(bytes[1], READ | WRITE)
+                    && (1..=INDIRECT_SEGMENTS).contains(&request.segments);
                 request.ask = if good { direct(bytes[1]) } else { Ask::Bad };
             }
             _ => {}
@@ -220,7 +223,10 @@ mod tests {
     #[test]
     fn rings_have_as_many_entries_as_front_ends_expect() {
         for (pages, entries) in [(1, 32), (2, 64), (4, 128), (8, 256), (16, 512)] {
-            assert_eq!((Abi::X86_64.entries(pages), Abi::X86_32.entries(pages)), (entries, entries));
+            assert_eq!(
+                (Abi::X86_64.entries(pages), Abi::X86_32.entries(pages)),
+                (entries, entries)
+            );
         }
         assert_eq!(Abi::of(None), Some(Abi::X86_64));
         assert_eq!(Abi::of(Some("x86_32-abi")), Some(Abi::X86_32));
@@ -238,7 +244,10 @@ mod tests {
                 (segment + 8, &[6, 0, 0, 0, 0, 0]),
             ]);
             let request = Request::parse(abi, &bytes);
-            assert_eq!((request.id, request.ask, request.offset, request.segments), (7, Ask::Write, 9 * 512, 2));
+            assert_eq!(
+                (request.id, request.ask, request.offset, request.segments),
+                (7, Ask::Write, 9 * 512, 2)
+            );
             let Place::Here(segments) = request.place else { panic!() };
             assert_eq!((segments[0].reference, segments[0].range()), (5, Some((512, 7 * 512))));
             assert_eq!((segments[1].reference, segments[1].range()), (6, Some((0, 512))));
@@ -255,20 +264,31 @@ mod tests {
             assert_eq!(Request::parse(abi, &endless).ask, Ask::Bad);
             let indirect = |of, segments: u16| {
                 let [low, high] = segments.to_le_bytes();
-                entry(&[(0, &[6, of, low, high]), (rest + 4, &[1, 0, 0, 0, 2, 0, 0, 0]), (rest + 32, &[8])])
+                entry(&[
+                    (0, &[6, of, low, high]),
+                    (rest + 4, &[1, 0, 0, 0, 2, 0, 0, 0]),
+                    (rest + 32, &[8]),
+                ])
             };
             let request = Request::parse(abi, &indirect(1, 256));
             assert_eq!((request.ask, request.segments, request.operation), (Ask::Write, 256, 1));
             assert_eq!(request.place, Place::Pages([1, 2, 0, 0, 0, 0, 0, 8]));
-            for (of, segments) in [(1, 257), (1, 0), (2, 1), (3, 1), (5, 1), (6, 1), (0, u16::MAX)] {
-                assert_eq!(Request::parse(abi, &indirect(of, segments)).ask, Ask::Bad, "{of} {segments}");
+            for (of, segments) in [(1, 257), (1, 0), (2, 1), (3, 1), (5, 1), (6, 1), (0, u16::MAX)]
+            {
+                assert_eq!(
+                    Request::parse(abi, &indirect(of, segments)).ask,
+                    Ask::Bad,
+                    "{of} {segments}"
+                );
             }
         }
     }
 
     #[test]
     fn what_cannot_be_is_not_done() {
-        let ask = |operation, segments| Request::parse(Abi::X86_64, &entry(&[(0, &[operation, segments])])).ask;
+        let ask = |operation, segments| {
+            Request::parse(Abi::X86_64, &entry(&[(0, &[operation, segments])])).ask
+        };
         assert_eq!([ask(0, 0), ask(1, 0), ask(0, 12), ask(1, 255), ask(3, 12)], [Ask::Bad; 5]);
         assert_eq!([ask(3, 0), ask(3, 1), ask(2, 0)], [Ask::Flush, Ask::Flush, Ask::Barrier]);
         assert_eq!([ask(4, 0), ask(7, 1), ask(255, 1)], [Ask::Unknown; 3]);

@@ -55,13 +55,18 @@ fn is_at(file: &File, path: &Path) -> bool {
     (file.dev(), file.ino()) == (there.dev(), there.ino())
 }
 
-/// The names of a disk's images, the topmost first; that of a disk without files is its own. None: the image was lost.
+/// The names of a disk's images, the topmost first; that of a disk without files is its own. None:
+/// the image was lost.
 pub fn images(disk: &Disk) -> Vec<String> {
-    let name = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.into()).to_string_lossy().into_owned();
+    let name = |path: &Path| {
+        path.canonicalize().unwrap_or_else(|_| path.into()).to_string_lossy().into_owned()
+    };
     let source = disk.source();
     match (&source, source.file()) {
         (Source::Gone { .. }, _) => Vec::new(),
-        (Source::Chain(chain), _) => chain.layers().iter().map(|layer| name(layer.file.path())).collect(),
+        (Source::Chain(chain), _) => {
+            chain.layers().iter().map(|layer| name(layer.file.path())).collect()
+        }
         (_, Some(file)) => vec![name(file.path())],
         (_, None) => vec![disk.name().into()],
     }

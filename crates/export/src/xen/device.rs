@@ -1,10 +1,12 @@
-//! A device on its own thread: follows the states of both sides in xenstore, and starts and stops its queues.
+//! A device on its own thread: follows the states of both sides in xenstore, and starts and stops
+//! its queues.
 //!
 //! ```text
 //!   front   1 Initialising ─► 3 Initialised ─► 4 Connected ─► 5 Closing ─► 6 Closed ─► 1 ...
 //!   back    2 InitWait ─────► 4 Connected ──────────────────► 5 Closing ─► 6 Closed ─► 2 ...
 //! ```
-//! A front end that was saved and restored with its domain comes again in state 1 or 3, with other rings.
+//! A front end that was saved and restored with its domain comes again in state 1 or 3, with other
+//! rings.
 //!
 //! In: watches of the nodes of both sides. Out: queues on reactors, states, the log.
 //! What must hold
@@ -52,7 +54,8 @@ pub(super) struct Device {
 #[derive(PartialEq, Eq)]
 enum Next {
     Wait,
-    /// The toolstack or `detach` removed the device, or its domain has ended. Another one may have its name.
+    /// The toolstack or `detach` removed the device, or its domain has ended. Another one may have
+    /// its name.
     Remove,
 }
 
@@ -75,7 +78,8 @@ impl Device {
         device
     }
 
-    /// Before the thread: watches, and offers what this side can do, unless the front end is connected already.
+    /// Before the thread: watches, and offers what this side can do, unless the front end is
+    /// connected already.
     pub fn begin(&mut self) -> Result<(), NodeError> {
         self.state = self.paths.back_state(&mut self.store)?;
         watch(&mut self.store, &self.paths)?;
@@ -87,7 +91,8 @@ impl Device {
         Ok(())
     }
 
-    /// Follows the device until it ends; true: there is none any more. False: it waits for the next server.
+    /// Follows the device until it ends; true: there is none any more. False: it waits for the next
+    /// server.
     pub fn run(mut self) -> bool {
         let gone = loop {
             if self.control.stop.load(Ordering::SeqCst) {
@@ -122,14 +127,23 @@ impl Device {
         gone
     }
 
-    /// Opens another connection to xenstore, unless the service stops before. Meanwhile the queues go on.
+    /// Opens another connection to xenstore, unless the service stops before. Meanwhile the queues
+    /// go on.
     fn reopen(&mut self, error: &NodeError) {
         let Device { host, control, paths, shared, reopen, .. } = self;
         let name = shared.disk.name();
-        shared.log.warn(name, None, format_args!("the device is served, but its states are not followed: {error}"));
+        shared.log.warn(
+            name,
+            None,
+            format_args!("the device is served, but its states are not followed: {error}"),
+        );
         if let Some(store) = reopen.open(host, control, |store| watch(store, paths)) {
             self.store = store;
-            shared.log.info(name, None, format_args!("xenstore is back: the states of the device are followed again"));
+            shared.log.info(
+                name,
+                None,
+                format_args!("xenstore is back: the states of the device are followed again"),
+            );
         }
     }
 
@@ -144,7 +158,11 @@ impl Device {
         }
         // The queues may have waited long for the disk.
         self.paths.remove(&mut self.store).unwrap_or_else(|e| {
-            tracing::warn!(disk = self.name(), "removing the nodes of {}: {e}", self.options.device);
+            tracing::warn!(
+                disk = self.name(),
+                "removing the nodes of {}: {e}",
+                self.options.device
+            );
             true
         })
     }
@@ -169,7 +187,9 @@ impl Device {
                 }
             }
             // A device that goes away takes no rings, unless requests may wait in them.
-            Some(State::Initialised) if self.queues.is_empty() && online && !self.refused => self.connect()?,
+            Some(State::Initialised) if self.queues.is_empty() && online && !self.refused => {
+                self.connect()?
+            }
             Some(State::Initialised) if !self.queues.is_empty() => self.reconnect()?,
             Some(State::Connected) if self.queues.is_empty() && !self.refused => self.connect()?,
             Some(State::Connected) => self.front_connected = true,
@@ -194,13 +214,16 @@ impl Device {
         Ok(Next::Wait)
     }
 
-    /// Whether a toolstack has removed the device and made another one of the same name, which may ask for another disk.
+    /// Whether a toolstack has removed the device and made another one of the same name, which may
+    /// ask for another disk.
     fn is_made_anew(&mut self) -> Result<bool, StoreError> {
-        let known = self.paths.toolstack && self.state.is_some_and(|state| state != State::Initialising);
+        let known =
+            self.paths.toolstack && self.state.is_some_and(|state| state != State::Initialising);
         Ok(known && self.paths.back_state(&mut self.store)? == Some(State::Initialising))
     }
 
-    /// The front end is in state 3 while its rings are served. After a restore in the same domain it has other rings.
+    /// The front end is in state 3 while its rings are served. After a restore in the same domain
+    /// it has other rings.
     fn reconnect(&mut self) -> Result<(), NodeError> {
         let wish = self.paths.wish(&mut self.store, &self.options)?;
         if self.front_connected || self.wish.as_ref() != Some(&wish) {
@@ -229,7 +252,8 @@ impl Device {
     fn connect(&mut self) -> Result<(), NodeError> {
         let wish = self.paths.wish(&mut self.store, &self.options)?;
         let Wish { abi, queues, .. } = &wish;
-        let fua = !self.shared.disk.options().cache.write_back() || self.paths.offered_no_flush(&mut self.store)?;
+        let fua = !self.shared.disk.options().cache.write_back()
+            || self.paths.offered_no_flush(&mut self.store)?;
         for (number, keys) in (0..).zip(queues) {
             match self.queue(number, keys, &wish, fua) {
                 Ok(queue) => self.queues.push(queue),
@@ -262,12 +286,22 @@ impl Device {
         Ok(())
     }
 
-    fn queue(&self, index: u16, keys: &QueueKeys, wish: &Wish, fua: bool) -> Result<QueueHandle, StartError> {
+    fn queue(
+        &self,
+        index: u16,
+        keys: &QueueKeys,
+        wish: &Wish,
+        fua: bool,
+    ) -> Result<QueueHandle, StartError> {
         let domain = self.options.domain;
-        let grants = self.host.grants(domain).map_err(|e| StartError::ring("opening its grants", e))?;
-        let ring = grants.map(&keys.references, true).map_err(|e| StartError::ring("mapping its ring", e))?;
+        let grants =
+            self.host.grants(domain).map_err(|e| StartError::ring("opening its grants", e))?;
+        let ring = grants
+            .map(&keys.references, true)
+            .map_err(|e| StartError::ring("mapping its ring", e))?;
         let channel = self.host.channel(domain, keys.port);
-        let channel = channel.map_err(|e| StartError::ring(format!("binding its event channel {}", keys.port), e))?;
+        let channel = channel
+            .map_err(|e| StartError::ring(format!("binding its event channel {}", keys.port), e))?;
         let setup = QueueSetup {
             index,
             shared: self.shared.clone(),
@@ -297,8 +331,8 @@ impl Device {
         }
     }
 
-    /// How the data of requests come. Pages that stay mapped cost nothing; else a copy is one call for a batch, without the memory
-    /// of any process being changed.
+    /// How the data of requests come. Pages that stay mapped cost nothing; else a copy is one call
+    /// for a batch, without the memory of any process being changed.
     fn data(&self, wish: &Wish) -> Data {
         match (self.options.data, wish.persistent) {
             (XenData::Copy, _) | (XenData::Auto, false) => Data::Copied,
@@ -317,14 +351,18 @@ impl Device {
 
     /// What a front end asked for cannot be: its device is closed.
     fn complain(&mut self, error: &NodeError) {
-        // The device watches its own nodes too. Without this check each complaint would cause the next one.
+        // The device watches its own nodes too. Without this check each complaint would cause the
+        // next one.
         if self.refused {
             return;
         }
         self.shared.log.warn(
             self.shared.disk.name(),
             None,
-            format_args!("device {} of domain {} is closed: {error}", self.options.device, self.options.domain),
+            format_args!(
+                "device {} of domain {} is closed: {error}",
+                self.options.device, self.options.domain
+            ),
         );
         self.refused = true;
         self.disconnect();
@@ -336,7 +374,8 @@ impl Device {
     }
 
     fn log_counts(&self) {
-        let Counts { requests, events, notifications, maps, pages, copies, copied } = &self.shared.counts;
+        let Counts { requests, events, notifications, maps, pages, copies, copied } =
+            &self.shared.counts;
         let of = |count: &std::sync::atomic::AtomicU64| count.load(Ordering::Relaxed);
         if of(requests) > 0 {
             tracing::info!(
@@ -399,7 +438,13 @@ pub fn list(host: &Host) -> Result<Vec<Listed>, XenError> {
 }
 
 /// `None`: another program serves the device.
-fn listed(store: &mut Store, path: &str, kind: &str, domain: u16, device: Name) -> Result<Option<Listed>, StoreError> {
+fn listed(
+    store: &mut Store,
+    path: &str,
+    kind: &str,
+    domain: u16,
+    device: Name,
+) -> Result<Option<Listed>, StoreError> {
     let is_ours = kind == KIND || store.read(&format!("{path}/{SERVER}"))?.as_deref() == Some(KIND);
     if !is_ours {
         return Ok(None);
@@ -414,8 +459,8 @@ fn listed(store: &mut Store, path: &str, kind: &str, domain: u16, device: Name) 
     Ok(Some(Listed { kind: kind.into(), domain, device, state, sectors, read_only }))
 }
 
-/// Asks the guest to close a device. With `force` it removes the device without asking.
-/// Returns false if the guest has not closed it after `patience`. The device goes when the guest closes it.
+/// Asks the guest to close a device. With `force` it removes the device without asking. Returns
+/// false if the guest has not closed it after `patience`. The device goes when the guest closes it.
 pub fn detach(
     host: &Host,
     domain: u16,
@@ -426,7 +471,10 @@ pub fn detach(
     let mut store = host.store().map_err(XenError::Host)?;
     let failed = |source: NodeError| XenError::Nodes { domain, device, source: Box::new(source) };
     let own = own_domain(&mut store).map_err(failed)?;
-    let mut paths = Paths::new(own, &XenOptions { domain, device, queues: 1, data: XenData::Auto, records: None });
+    let mut paths = Paths::new(
+        own,
+        &XenOptions { domain, device, queues: 1, data: XenData::Auto, records: None },
+    );
     let store_failed = |e: StoreError| failed(e.into());
     paths.adopt(&mut store).map_err(store_failed)?;
     if paths.online(&mut store).map_err(store_failed)?.is_none() {

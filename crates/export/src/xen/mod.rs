@@ -3,12 +3,13 @@
 //! ```text
 //!   thread of the device ─► xenstore: nodes, states 1 to 6, watches        reactors: queues ─► ring, pages, event channel
 //! ```
-//! In: a disk, and the domain and name of the device. Out: `/dev/xvda` in that domain, by its own driver.
-//! What must hold
-//! - This program removes the nodes that it made, when the device is detached or its domain has ended. The toolstack removes those
-//!   that it made (`watch`).
-//! - At the end of this program every request that was taken is answered, and the nodes stay. The next server of the same device
-//!   goes on with the rings as they are, and the guest only waits. If the program was killed, records (`record`) have what was taken.
+//! In: a disk, and the domain and name of the device. Out: `/dev/xvda` in that domain, by its own
+//! driver. What must hold
+//! - This program removes the nodes that it made, when the device is detached or its domain has
+//!   ended. The toolstack removes those that it made (`watch`).
+//! - At the end of this program every request that was taken is answered, and the nodes stay. The
+//!   next server of the same device goes on with the rings as they are, and the guest only waits.
+//!   If the program was killed, records (`record`) have what was taken.
 //! - Whatever a front end writes, its device is closed at worst, with one line in the log.
 
 mod abi;
@@ -62,7 +63,8 @@ pub enum XenError {
     Missing { domain: u16, device: Name },
 }
 
-/// What a device is called in its domain: `xvda`; or its number, if the toolstack chose another kind of name.
+/// What a device is called in its domain: `xvda`; or its number, if the toolstack chose another
+/// kind of name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Name {
     number: u32,
@@ -111,7 +113,8 @@ impl FromStr for Name {
         let letters = s.strip_prefix("xvd").filter(|l| (1..=2).contains(&l.len()));
         let letters = letters.filter(|l| l.bytes().all(|b| b.is_ascii_lowercase()));
         let letters = letters.ok_or_else(|| XenNameError::Device(s.into()))?;
-        let disk = letters.bytes().fold(0, |disk, letter| disk * 26 + u32::from(letter - b'a') + 1) - 1;
+        let disk =
+            letters.bytes().fold(0, |disk, letter| disk * 26 + u32::from(letter - b'a') + 1) - 1;
         Ok(Self::of_disk(disk))
     }
 }
@@ -136,7 +139,8 @@ pub struct XenOptions {
     /// Queues that are offered, 8 at most.
     pub queues: u16,
     pub data: XenData,
-    /// The folder, on tmpfs, for records of what was taken; `None`: a server that is killed leaves requests without an answer.
+    /// The folder, on tmpfs, for records of what was taken; `None`: a server that is killed leaves
+    /// requests without an answer.
     pub records: Option<PathBuf>,
 }
 
@@ -171,14 +175,16 @@ impl FromStr for XenData {
     }
 }
 
-/// A device that is served. `stop` (or drop) ends the service, and leaves the device to the next server.
+/// A device that is served. `stop` (or drop) ends the service, and leaves the device to the next
+/// server.
 pub struct Xen {
     domain: u16,
     control: Arc<Control>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Requests to the thread of the device: stop, or announce a new size. And what it says of its front end.
+/// Requests to the thread of the device: stop, or announce a new size. And what it says of its
+/// front end.
 struct Control {
     wake: OwnedFd,
     stop: AtomicBool,
@@ -199,8 +205,8 @@ impl Control {
 }
 
 impl Xen {
-    /// Makes a device of `disk`, or takes over the one that a server of it has left. Another thread calls `ended` when the device
-    /// is detached, or when its domain has ended.
+    /// Makes a device of `disk`, or takes over the one that a server of it has left. Another thread
+    /// calls `ended` when the device is detached, or when its domain has ended.
     pub fn start(
         disk: Arc<Disk>,
         options: &XenOptions,
@@ -212,13 +218,16 @@ impl Xen {
         let failed = |source| options.failed(source);
         let claim = Claim::take(options).map_err(failed)?;
         let mut paths = Paths::new(own, options);
-        let new = paths.make(&mut store, own, options, &images(&disk), disk.options().read_only).map_err(failed)?;
+        let new = paths
+            .make(&mut store, own, options, &images(&disk), disk.options().read_only)
+            .map_err(failed)?;
         let what = if new { "made" } else { "taken over" };
         Self::follow(disk, options, host, reactors, (store, paths, claim), what, ended)
     }
 
-    /// Serves `disk` as the device that a toolstack asks for. `ended` is called, by another thread, when the toolstack wants the
-    /// device back, or has removed it: then [`Watch::release`] tells the toolstack that the image is closed.
+    /// Serves `disk` as the device that a toolstack asks for. `ended` is called, by another thread,
+    /// when the toolstack wants the device back, or has removed it: then [`Watch::release`] tells
+    /// the toolstack that the image is closed.
     pub fn take(
         disk: Arc<Disk>,
         options: &XenOptions,
@@ -234,7 +243,15 @@ impl Xen {
         if !paths.accept(&mut store, wanted).map_err(|e| failed(e.into()))? {
             return Err(failed(NodeError::Changed));
         }
-        Self::follow(disk, options, host, reactors, (store, paths, claim), "taken from the toolstack", ended)
+        Self::follow(
+            disk,
+            options,
+            host,
+            reactors,
+            (store, paths, claim),
+            "taken from the toolstack",
+            ended,
+        )
     }
 
     fn follow(
@@ -249,7 +266,15 @@ impl Xen {
         let control = Arc::new(Control::new().map_err(XenError::Host)?);
         let XenOptions { domain, device, .. } = options;
         tracing::info!(disk = disk.name(), "device {device} of domain {domain} {what}");
-        let mut device = Device::new(disk, options.clone(), host.clone(), reactors, store, paths, control.clone());
+        let mut device = Device::new(
+            disk,
+            options.clone(),
+            host.clone(),
+            reactors,
+            store,
+            paths,
+            control.clone(),
+        );
         device.begin().map_err(|source| options.failed(source))?;
         let body = move || {
             if device.run() {
@@ -257,7 +282,8 @@ impl Xen {
                 ended();
             }
         };
-        let thread = std::thread::Builder::new().name("xen".into()).stack_size(512 << 10).spawn(body);
+        let thread =
+            std::thread::Builder::new().name("xen".into()).stack_size(512 << 10).spawn(body);
         Ok(Xen { domain: *domain, control, thread: Some(thread.map_err(XenError::Host)?) })
     }
 }
@@ -277,7 +303,11 @@ impl Export for Xen {
     }
 
     fn clients(&self) -> Vec<String> {
-        if self.control.connected.load(Ordering::SeqCst) { vec![format!("domain {}", self.domain)] } else { Vec::new() }
+        if self.control.connected.load(Ordering::SeqCst) {
+            vec![format!("domain {}", self.domain)]
+        } else {
+            Vec::new()
+        }
     }
 }
 
@@ -298,7 +328,11 @@ fn open_store(host: &Host, options: &XenOptions) -> Result<(Store, u16), XenErro
 fn own_domain(store: &mut Store) -> Result<u16, NodeError> {
     // A path that does not begin with / is one of the own domain's.
     let text = store.read("domid")?.ok_or_else(|| NodeError::Missing("domid".into()))?;
-    let wrong = || NodeError::Value { key: "domid".into(), value: text.clone(), wanted: "a number is wanted".into() };
+    let wrong = || NodeError::Value {
+        key: "domid".into(),
+        value: text.clone(),
+        wanted: "a number is wanted".into(),
+    };
     text.parse().map_err(|_| wrong())
 }
 

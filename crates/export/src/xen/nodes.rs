@@ -1,10 +1,12 @@
-//! The nodes of a device in xenstore: those that the back end writes, and those that it reads of the front end.
+//! The nodes of a device in xenstore: those that the back end writes, and those that it reads of
+//! the front end.
 //!
 //! In: what a guest wrote. Out: a ring's references and ports, each a number in its range.
 //! What must hold
 //! - Nothing that a guest writes makes more rings, pages or queues than were offered.
 //! - A write never makes nodes of a device that is gone.
-//! - A server changes no node of a later device that has the same name: `incarnation` tells them apart.
+//! - A server changes no node of a later device that has the same name: `incarnation` tells them
+//!   apart.
 
 use std::fmt::Display;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -67,8 +69,8 @@ pub struct Paths {
     /// A toolstack has made the nodes, and removes them.
     pub toolstack: bool,
     pub cdrom: bool,
-    /// Tells a device that this program has made from others that had its name before or will have it.
-    /// `None`: a toolstack or an older version has made it.
+    /// Tells a device that this program has made from others that had its name before or will have
+    /// it. `None`: a toolstack or an older version has made it.
     incarnation: Option<String>,
 }
 
@@ -154,12 +156,15 @@ impl Paths {
         Ok(())
     }
 
-    /// Whether the nodes are still those of the same device. A toolstack's device has no number: state 1 tells that it is new.
+    /// Whether the nodes are still those of the same device. A toolstack's device has no number:
+    /// state 1 tells that it is new.
     pub fn is_same(&self, node: &mut impl Node) -> Result<bool, StoreError> {
-        Ok(self.toolstack || node.read(&format!("{}/{INCARNATION}", self.back))? == self.incarnation)
+        Ok(self.toolstack
+            || node.read(&format!("{}/{INCARNATION}", self.back))? == self.incarnation)
     }
 
-    /// Before a disk is there: the terms on which a front end makes its rings. Returns false if the device is not new.
+    /// Before a disk is there: the terms on which a front end makes its rings. Returns false if the
+    /// device is not new.
     pub fn claim(&self, store: &mut Store, queues: u16) -> Result<bool, StoreError> {
         store.transaction(|t| {
             let is_new = t.read(&format!("{}/state", self.back))?.as_deref() == Some("1");
@@ -176,10 +181,13 @@ impl Paths {
         t.write(&format!("{}/{QUEUES}", self.back), queues.min(MAX_QUEUES))
     }
 
-    /// Tells the toolstack's script that the disk is there. Returns false if the nodes do not ask for it any more.
+    /// Tells the toolstack's script that the disk is there. Returns false if the nodes do not ask
+    /// for it any more.
     pub fn accept(&self, store: &mut Store, wanted: &Wanted) -> Result<bool, StoreError> {
         store.transaction(|t| {
-            for (key, value) in [("params", &wanted.target), ("frontend", &wanted.frontend), ("mode", &wanted.mode)] {
+            for (key, value) in
+                [("params", &wanted.target), ("frontend", &wanted.frontend), ("mode", &wanted.mode)]
+            {
                 if t.read(&format!("{}/{key}", self.back))?.as_ref() != Some(value) {
                     return Ok(false);
                 }
@@ -190,8 +198,8 @@ impl Paths {
         })
     }
 
-    /// Makes the nodes of both sides, and shows each domain its own. False: they are there, made by this program before, for
-    /// one of the same images.
+    /// Makes the nodes of both sides, and shows each domain its own. False: they are there, made by
+    /// this program before, for one of the same images.
     pub fn make(
         &mut self,
         store: &mut Store,
@@ -211,7 +219,8 @@ impl Paths {
                 t.make(path)?;
                 t.set_access(path, owner, Access::None, &[(reader, Access::Read)])?;
             }
-            let mut back = |key: &str, value: &dyn Display| t.write(&format!("{}/{key}", self.back), value);
+            let mut back =
+                |key: &str, value: &dyn Display| t.write(&format!("{}/{key}", self.back), value);
             back("frontend", &self.front)?;
             back("frontend-id", &domain)?;
             back(INCARNATION, &incarnation)?;
@@ -222,7 +231,8 @@ impl Paths {
             back("mode", &if read_only { "r" } else { "w" })?;
             back("device-type", &"disk")?;
             back("state", &(State::Initialising as u8))?;
-            let mut front = |key: &str, value: &dyn Display| t.write(&format!("{}/{key}", self.front), value);
+            let mut front =
+                |key: &str, value: &dyn Display| t.write(&format!("{}/{key}", self.front), value);
             front("backend", &self.back)?;
             front("backend-id", &own)?;
             front("virtual-device", &number)?;
@@ -235,14 +245,16 @@ impl Paths {
                 self.incarnation = Some(incarnation);
                 Ok(true)
             }
-            Err(back) if back == self.back => match store.read(&format!("{}/{IMAGE}", self.back))? {
-                Some(image) if !images.contains(&image) => Err(NodeError::OtherImage(image)),
-                _ => {
-                    self.adopt(store)?;
-                    self.note_image(store, images)?;
-                    Ok(false)
+            Err(back) if back == self.back => {
+                match store.read(&format!("{}/{IMAGE}", self.back))? {
+                    Some(image) if !images.contains(&image) => Err(NodeError::OtherImage(image)),
+                    _ => {
+                        self.adopt(store)?;
+                        self.note_image(store, images)?;
+                        Ok(false)
+                    }
                 }
-            },
+            }
             Err(back) => Err(NodeError::Value {
                 key: "backend".into(),
                 value: back,
@@ -251,13 +263,15 @@ impl Paths {
         }
     }
 
-    /// Writes which image the device has, for the next server. Work on a disk that is served may change it.
+    /// Writes which image the device has, for the next server. Work on a disk that is served may
+    /// change it.
     pub fn note_image(&self, store: &mut Store, images: &[String]) -> Result<(), StoreError> {
         let Some(image) = images.first() else { return Ok(()) };
         self.change(store, |t| t.write(&format!("{}/{IMAGE}", self.back), image))
     }
 
-    /// Removes the nodes of both sides. Returns false, and removes nothing, if a later device has this name.
+    /// Removes the nodes of both sides. Returns false, and removes nothing, if a later device has
+    /// this name.
     pub fn remove(&self, store: &mut Store) -> Result<bool, StoreError> {
         store.transaction(|t| {
             if !self.is_same(t)? && t.read(&format!("{}/online", self.back))?.is_some() {
@@ -316,7 +330,12 @@ impl Paths {
     }
 
     /// Tells the front end what this back end can do.
-    pub fn offer(&self, store: &mut Store, disk: &Disk, options: &XenOptions) -> Result<(), StoreError> {
+    pub fn offer(
+        &self,
+        store: &mut Store,
+        disk: &Disk,
+        options: &XenOptions,
+    ) -> Result<(), StoreError> {
         let source = disk.source();
         // Where all data are copied, pages that stay the same would be copied twice.
         let persistent = u32::from(options.data != XenData::Copy);
@@ -362,8 +381,8 @@ impl Paths {
         self.change(store, |t| t.write(&format!("{}/error", self.back), what))
     }
 
-    /// Writes why a device has no disk, and closes it, unless it is in use. Returns whether it is in use.
-    /// `hotplug-error` is for the toolstack's script.
+    /// Writes why a device has no disk, and closes it, unless it is in use. Returns whether it is
+    /// in use. `hotplug-error` is for the toolstack's script.
     pub fn refuse(&self, store: &mut Store, what: &str) -> Result<bool, StoreError> {
         let mut in_use = false;
         self.change(store, |t| {
@@ -379,19 +398,23 @@ impl Paths {
         Ok(in_use)
     }
 
-    /// Returns whether a guest uses the device. The last server may have left requests in its rings.
+    /// Returns whether a guest uses the device. The last server may have left requests in its
+    /// rings.
     pub fn in_use(&self, node: &mut impl Node) -> Result<bool, StoreError> {
         let back = node.read(&format!("{}/state", self.back))?;
         if !matches!(back.as_deref(), Some("4" | "5")) {
             return Ok(false);
         }
-        let Some(frontend) = node.read(&format!("{}/frontend", self.back))? else { return Ok(false) };
+        let Some(frontend) = node.read(&format!("{}/frontend", self.back))? else {
+            return Ok(false);
+        };
         // The path may be no path. If xenstore is lost, the next call says so.
         let front = node.read(&format!("{frontend}/state")).unwrap_or_default();
         Ok(front.is_some_and(|state| state != "6"))
     }
 
-    /// State 6 after the end of a device. Returns false, and writes nothing, if the toolstack has made a new one of the same name.
+    /// State 6 after the end of a device. Returns false, and writes nothing, if the toolstack has
+    /// made a new one of the same name.
     pub fn close(&self, store: &mut Store) -> Result<bool, StoreError> {
         let mut is_old = true;
         self.change(store, |t| {
@@ -403,7 +426,8 @@ impl Paths {
         Ok(is_old)
     }
 
-    /// Returns whether the front end was offered no flush. A front end that is connected keeps to the offer of the last server.
+    /// Returns whether the front end was offered no flush. A front end that is connected keeps to
+    /// the offer of the last server.
     pub fn offered_no_flush(&self, store: &mut Store) -> Result<bool, StoreError> {
         Ok(store.read(&format!("{}/{FLUSH}", self.back))?.as_deref() == Some("0"))
     }
@@ -414,10 +438,15 @@ impl Paths {
         let protocol = keys.text("protocol")?;
         let abi = Abi::of(protocol.as_deref()).ok_or_else(|| {
             let wanted = "x86_64-abi and x86_32-abi are served".into();
-            NodeError::Value { key: "protocol".into(), value: short(&protocol.unwrap_or_default()), wanted }
+            NodeError::Value {
+                key: "protocol".into(),
+                value: short(&protocol.unwrap_or_default()),
+                wanted,
+            }
         })?;
         // A front end that is connected keeps to what the last server has offered.
-        let offered = keys.store.read(&format!("{}/{QUEUES}", self.back))?.and_then(|text| text.parse().ok());
+        let offered =
+            keys.store.read(&format!("{}/{QUEUES}", self.back))?.and_then(|text| text.parse().ok());
         let most = offered.unwrap_or(options.queues).clamp(1, MAX_QUEUES).into();
         let queues = keys.number("multi-queue-num-queues", 1, most)?.unwrap_or(1);
         let order = keys.number("ring-page-order", 0, MAX_PAGE_ORDER)?;
@@ -462,7 +491,9 @@ impl Keys<'_> {
             // With one page the reference has no number, unless the front end gave it one.
             None => vec![self.needed(&single)?],
             Some(0) if self.text(&single)?.is_some() => vec![self.needed(&single)?],
-            Some(order) => (0..1 << order).map(|at| self.needed(&format!("{single}{at}"))).collect::<Result<_, _>>()?,
+            Some(order) => (0..1 << order)
+                .map(|at| self.needed(&format!("{single}{at}")))
+                .collect::<Result<_, _>>()?,
         };
         Ok(QueueKeys { references, port })
     }
@@ -495,7 +526,8 @@ impl Shape {
             sectors: disk.capacity() / u64::from(logical) * u64::from(logical) / SECTOR,
             logical,
             physical: source.geometry().physical_block.max(logical),
-            info: if disk.options().read_only { READ_ONLY } else { 0 } | if cdrom { CDROM } else { 0 },
+            info: if disk.options().read_only { READ_ONLY } else { 0 }
+                | if cdrom { CDROM } else { 0 },
         }
     }
 }

@@ -1,11 +1,13 @@
-//! A queue of a device on its reactor: takes requests out of the ring, hands them to the disk, answers, notifies.
+//! A queue of a device on its reactor: takes requests out of the ring, hands them to the disk,
+//! answers, notifies.
 //!
 //! ```text
 //!   event ─► run: take a batch ─► map or copy its pages ─► lanes ─► disk
 //!             ▲   publish, notify once ◄────────────────────── answers ◄──┘
 //! ```
-//! What must hold: a request that was taken is answered once; an answer is in the ring before the index that shows it; after
-//! `stop` nothing is taken, and the reply is sent when nothing is in flight and no page of the guest is mapped.
+//! What must hold: a request that was taken is answered once; an answer is in the ring before the
+//! index that shows it; after `stop` nothing is taken, and the reply is sent when nothing is in
+//! flight and no page of the guest is mapped.
 
 mod copies;
 mod pages;
@@ -144,7 +146,13 @@ impl Token for Slot {
         match self.read {
             Some(number) if status.is_ok() => {
                 let (id, operation, slot) = (self.id, self.operation, self.slot);
-                queue.reads.borrow_mut().push(Read { id, operation, slot, number, buffer: segments });
+                queue.reads.borrow_mut().push(Read {
+                    id,
+                    operation,
+                    slot,
+                    number,
+                    buffer: segments,
+                });
                 return queue.wake.ring();
             }
             Some(number) => queue.pages.borrow_mut().forget_read(number),
@@ -157,7 +165,8 @@ impl Token for Slot {
     }
 }
 
-/// Whether all before it are answered before it begins, and all after it wait for it. (A flush with data is one.)
+/// Whether all before it are answered before it begins, and all after it wait for it. (A flush with
+/// data is one.)
 fn is_barrier(request: &abi::Request) -> bool {
     request.ask == Ask::Barrier || (request.ask == Ask::Flush && request.segments > 0)
 }
@@ -179,13 +188,14 @@ impl Queue {
     fn start(handle: &Handle, setup: QueueSetup, id: u64) -> Result<(), StartError> {
         let QueueSetup { index, shared, ring, abi, channel, grants, data, fua, record } = setup;
         let served = Served::local(handle, &shared.disk).map_err(StartError::disk)?;
-        let watch = channel.descriptor().map_err(|e| StartError::ring("watching the event channel", e))?;
+        let watch =
+            channel.descriptor().map_err(|e| StartError::ring("watching the event channel", e))?;
         let watch = handle.watch(watch);
         let mut ring = Ring::new(Arc::new(ring).window(), abi);
         let again = match record {
-            Some((path, key)) => {
-                ring.keep_record(&path, key).map_err(|e| StartError::ring(format!("record {}", path.display()), e))?
-            }
+            Some((path, key)) => ring
+                .keep_record(&path, key)
+                .map_err(|e| StartError::ring(format!("record {}", path.display()), e))?,
             None => Vec::new(),
         };
         let pages = Pages::new(grants, data);
@@ -281,7 +291,10 @@ impl Queue {
         self.shared.log.info(
             self.shared.disk.name(),
             Some(self.index),
-            format_args!("{} requests were in flight when the last server ended: they are done again", again.len()),
+            format_args!(
+                "{} requests were in flight when the last server ended: they are done again",
+                again.len()
+            ),
         );
         // Nothing was taken after a barrier, so there is one at most.
         again.retain(|request| {
@@ -307,7 +320,8 @@ impl Queue {
         }
     }
 
-    /// Bytes of requests that may be taken. A queue without a request in flight takes one of any size.
+    /// Bytes of requests that may be taken. A queue without a request in flight takes one of any
+    /// size.
     fn room(&self) -> usize {
         let least = usize::from(self.in_flight.get() == 0);
         self.pages.borrow().room().max(least)
@@ -336,7 +350,11 @@ impl Queue {
     fn notify(&self) {
         self.shared.counts.notifications.fetch_add(1, Ordering::Relaxed);
         if let Err(e) = self.channel.notify() {
-            tracing::debug!(disk = self.shared.disk.name(), queue = self.index, "notifying the front end: {e}");
+            tracing::debug!(
+                disk = self.shared.disk.name(),
+                queue = self.index,
+                "notifying the front end: {e}"
+            );
         }
     }
 
@@ -345,7 +363,8 @@ impl Queue {
         let mut reads = self.reads.borrow_mut();
         if !reads.is_empty() {
             let mut ring = self.ring.borrow_mut();
-            let answer = |read: &Read, status| ring.answer(read.id, read.operation, read.slot, status);
+            let answer =
+                |read: &Read, status| ring.answer(read.id, read.operation, read.slot, status);
             self.pages.borrow_mut().finish_reads(&mut reads, &self.shared.counts, answer);
         }
         drop(reads);
@@ -359,7 +378,11 @@ impl Queue {
         let mut batch = self.pages.borrow_mut().batch();
         let turn = self.handle.turn();
         let mut room = self.room();
-        while batch.len() < BATCH && room > 0 && !self.budget.is_spent(turn) && self.barrier.get().is_none() {
+        while batch.len() < BATCH
+            && room > 0
+            && !self.budget.is_spent(turn)
+            && self.barrier.get().is_none()
+        {
             match self.ring.borrow_mut().pop() {
                 Ok(None) => break,
                 Ok(Some(request)) => {
@@ -369,7 +392,11 @@ impl Queue {
                     } else {
                         batch.push(request);
                     }
-                    self.budget.spend(turn, REQUEST + request.segments as u32, bytes(&request) as u64);
+                    self.budget.spend(
+                        turn,
+                        REQUEST + request.segments as u32,
+                        bytes(&request) as u64,
+                    );
                 }
                 Err(e) => {
                     self.break_queue(&e.to_string());
@@ -447,7 +474,8 @@ impl Queue {
         *self.requests.borrow_mut() = requests;
     }
 
-    /// Flushes what was answered before, writes, and makes that durable. Nothing else of this queue is in flight.
+    /// Flushes what was answered before, writes, and makes that durable. Nothing else of this queue
+    /// is in flight.
     async fn serve_barrier(self: &Rc<Self>) {
         let Some(request) = self.barrier.take() else { return };
         let mut segments = self.pool.borrow_mut().pop().unwrap_or_default();
@@ -469,7 +497,8 @@ impl Queue {
             }
             filled => {
                 self.give_back(segments);
-                let status = if filled == Wanted::Impossible { abi::ERROR } else { wire_status(status) };
+                let status =
+                    if filled == Wanted::Impossible { abi::ERROR } else { wire_status(status) };
                 self.finish(request.id, request.operation, request.slot, status);
             }
         }
@@ -484,7 +513,8 @@ impl Queue {
         self.keep_room(&mut self.pages.borrow_mut(), segments);
     }
 
-    /// Releases a request's memory, and keeps its vectors for the next one. This unmaps pages that nothing else keeps.
+    /// Releases a request's memory, and keeps its vectors for the next one. This unmaps pages that
+    /// nothing else keeps.
     fn keep_room(&self, pages: &mut Pages, mut segments: Segments) {
         pages.give_back(&mut segments);
         let mut pool = self.pool.borrow_mut();

@@ -3,9 +3,10 @@
 //! ```text
 //!   taken: slot (index, copy) ─► count of taken        answered: slot (index of the answer) ─► answer shown ─► slot free
 //! ```
-//! In: requests as they are taken, answers as they are written. Out, for the next server: the requests without an answer that the
-//! front end sees. Answers lie in the ring where requests were, so the ring alone does not tell.
-//! What must hold: at each step a process that is killed leaves what the next one understands; a record of other rings says nothing.
+//! In: requests as they are taken, answers as they are written. Out, for the next server: the
+//! requests without an answer that the front end sees. Answers lie in the ring where requests were,
+//! so the ring alone does not tell. What must hold: at each step a process that is killed leaves
+//! what the next one understands; a record of other rings says nothing.
 
 use std::fs::File;
 use std::io;
@@ -45,10 +46,17 @@ pub struct Record {
 }
 
 impl Record {
-    /// Opens the record of a ring of `entries` entries, which `key` tells from other rings. `shown`: answers that the front end
-    /// sees. Returns requests taken, and those that are in flight, with their slots; a new record has `shown`, and none.
-    pub fn open(path: &Path, entries: u32, key: u64, shown: u32) -> io::Result<(Self, u32, Vec<InFlight>)> {
-        let file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
+    /// Opens the record of a ring of `entries` entries, which `key` tells from other rings.
+    /// `shown`: answers that the front end sees. Returns requests taken, and those that are in
+    /// flight, with their slots; a new record has `shown`, and none.
+    pub fn open(
+        path: &Path,
+        entries: u32,
+        key: u64,
+        shown: u32,
+    ) -> io::Result<(Self, u32, Vec<InFlight>)> {
+        let file =
+            File::options().read(true).write(true).create(true).truncate(false).open(path)?;
         let len = (HEADER + entries as usize * SLOT) as u64;
         if file.metadata()?.len() != len {
             file.set_len(0)?;

@@ -1,7 +1,8 @@
-//! A new connection to xenstore after the old one was lost: xenstored was slow for too long, or has ended.
+//! A new connection to xenstore after the old one was lost: xenstored was slow for too long, or has
+//! ended.
 //!
-//! What must hold: a thread that waits here stops when its service stops. However often the connection is lost, attempts become
-//! rare.
+//! What must hold: a thread that waits here stops when its service stops. However often the
+//! connection is lost, attempts become rare.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -11,7 +12,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::Control;
 
-/// The pause after the first attempt that fails. Each further one is twice as long, up to the longest.
+/// The pause after the first attempt that fails. Each further one is twice as long, up to the
+/// longest.
 const FIRST: Duration = Duration::from_secs(1);
 const LONGEST: Duration = Duration::from_secs(30);
 
@@ -24,8 +26,8 @@ pub(super) struct Reopen {
 }
 
 impl Reopen {
-    /// Opens a connection with the watches that `watch` makes. Between attempts each call of [`Control::ring`] causes one more.
-    /// `None`: the service stops.
+    /// Opens a connection with the watches that `watch` makes. Between attempts each call of
+    /// [`Control::ring`] causes one more. `None`: the service stops.
     pub fn open(
         &mut self,
         host: &Host,

@@ -1,7 +1,9 @@
-//! The ring that back end and front end share: requests one way, answers the other way in the same entries.
+//! The ring that back end and front end share: requests one way, answers the other way in the same
+//! entries.
 //!
-//! What must hold: an entry is copied out once; the front end's index is believed only as far as the ring has entries without
-//! an answer; answers are written before the index that shows them, and the front end gets an event only if it has asked for one.
+//! What must hold: an entry is copied out once; the front end's index is believed only as far as
+//! the ring has entries without an answer; answers are written before the index that shows them,
+//! and the front end gets an event only if it has asked for one.
 
 use std::io;
 use std::path::Path;
@@ -44,16 +46,21 @@ impl Ring {
         Ring { window, abi, entries, taken: shown, answered: shown, shown, record: None }
     }
 
-    /// Keeps a record of what is taken. Returns the requests that the last server had taken and not answered.
+    /// Keeps a record of what is taken. Returns the requests that the last server had taken and not
+    /// answered.
     pub fn keep_record(&mut self, path: &Path, key: u64) -> io::Result<Vec<Request>> {
         let (record, taken, found) = Record::open(path, self.entries, key, self.shown)?;
         self.record = Some(record);
         self.taken = taken;
         let abi = self.abi;
-        Ok(found.iter().map(|(slot, bytes)| Request { slot: *slot, ..Request::parse(abi, bytes) }).collect())
+        Ok(found
+            .iter()
+            .map(|(slot, bytes)| Request { slot: *slot, ..Request::parse(abi, bytes) })
+            .collect())
     }
 
-    /// The next request, if there is one. An error: the front end's index cannot be, and the ring is not to be used any more.
+    /// The next request, if there is one. An error: the front end's index cannot be, and the ring
+    /// is not to be used any more.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Request>, Overflow> {
         let produced = self.window.load_u32(REQ_PROD, Ordering::Acquire);
@@ -115,7 +122,8 @@ impl Ring {
     pub fn enable_events(&mut self) -> bool {
         self.window.store_u32(REQ_EVENT, self.taken.wrapping_add(1), Ordering::Relaxed);
         fence(Ordering::SeqCst);
-        let requests = self.window.load_u32(REQ_PROD, Ordering::Acquire).wrapping_sub(self.answered);
+        let requests =
+            self.window.load_u32(REQ_PROD, Ordering::Acquire).wrapping_sub(self.answered);
         requests <= self.taken.wrapping_sub(self.answered)
     }
 
@@ -183,7 +191,8 @@ mod tests {
         // Killed, with an answer that is not shown.
         drop(ring);
         let mut ring = Ring::new(window.clone(), Abi::X86_64);
-        let mut again: Vec<_> = ring.keep_record(&path, 1).unwrap().iter().map(|request| request.id).collect();
+        let mut again: Vec<_> =
+            ring.keep_record(&path, 1).unwrap().iter().map(|request| request.id).collect();
         again.sort();
         assert_eq!(again, [0, 1, 3]);
         assert_eq!(ring.pop().unwrap().map(|request| request.id), Some(4));

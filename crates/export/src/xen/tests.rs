@@ -32,7 +32,10 @@ fn a_detach_makes_no_nodes_of_a_device_that_is_gone() {
     let machine = blockyard_ring::xen::Machine::new();
     let mut store = machine.store(0).unwrap();
     let device = "xvda".parse().unwrap();
-    let paths = Paths::new(0, &XenOptions { domain: 7, device, queues: 1, data: XenData::Auto, records: None });
+    let paths = Paths::new(
+        0,
+        &XenOptions { domain: 7, device, queues: 1, data: XenData::Auto, records: None },
+    );
     // Its server has removed the nodes since `detach` has seen them.
     paths.ask_to_close(&mut store).unwrap();
     assert_eq!(store.list(&paths.back).unwrap(), [""; 0]);

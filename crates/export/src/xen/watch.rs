@@ -1,17 +1,21 @@
-//! Disks that a toolstack asks for: it makes the nodes of both sides, and names an image in `params`.
+//! Disks that a toolstack asks for: it makes the nodes of both sides, and names an image in
+//! `params`.
 //!
 //! ```text
 //!   toolstack ─► backend/TYPE/DOMID/NUMBER ─► thread of the watch ─► Wanted ─► program: opens the image ─► Xen::take
 //!                        state 2 ◄─ at once ──────┘    state 6 ◄─ refuse, release ◄─┘
 //! ```
-//! In: nodes below `backend/TYPE` of the own domain. Out: disks that are wanted, each once, and the states 2 and 6 of those that no
-//! [`super::Xen`] follows.
-//! What must hold
-//! - A device is reported once, until the program refuses or releases it. Then only nodes in state 1 make it wanted again.
-//! - The nodes are the toolstack's. This side writes into them only while they are there, and removes none of them.
+//! In: nodes below `backend/TYPE` of the own domain. Out: disks that are wanted, each once, and the
+//! states 2 and 6 of those that no [`super::Xen`] follows. What must hold
+//! - A device is reported once, until the program refuses or releases it. Then only nodes in state
+//!   1 make it wanted again.
+//! - The nodes are the toolstack's. This side writes into them only while they are there, and
+//!   removes none of them.
 //! - State 6 is written when the image is closed: the toolstack may then give it to another server.
-//! - A device in use that has no disk keeps its state, because state 6 would take the disk from the guest. It is wanted again later.
-//! - What the thread knows, and what the program has said, outlives a connection to xenstore that is lost.
+//! - A device in use that has no disk keeps its state, because state 6 would take the disk from the
+//!   guest. It is wanted again later.
+//! - What the thread knows, and what the program has said, outlives a connection to xenstore that
+//!   is lost.
 //! - However often nodes change, they are read every [`PAUSE`] at most, and the log grows slowly.
 
 use std::collections::{HashMap, HashSet};
@@ -68,7 +72,8 @@ fn top(own: u16, kind: &str) -> String {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wanted {
     pub device: ToolstackDevice,
-    /// What `params` says: text of the toolstack's, of at most 4096 bytes and without control characters.
+    /// What `params` says: text of the toolstack's, of at most 4096 bytes and without control
+    /// characters.
     pub target: String,
     pub read_only: bool,
     pub cdrom: bool,
@@ -144,7 +149,10 @@ impl Watch {
         wanted: impl Fn(Wanted) + Send + 'static,
     ) -> Result<Self, XenError> {
         let mut store = host.store().map_err(XenError::Host)?;
-        let failed = |source: NodeError| XenError::Watch { kind: options.kind.clone(), source: Box::new(source) };
+        let failed = |source: NodeError| XenError::Watch {
+            kind: options.kind.clone(),
+            source: Box::new(source),
+        };
         let own = own_domain(&mut store).map_err(failed)?;
         store.watch(&top(own, &options.kind), "watch").map_err(|e| failed(e.into()))?;
         let control = Arc::new(Control::new().map_err(XenError::Host)?);
@@ -162,11 +170,13 @@ impl Watch {
             lines: Budget::default(),
         };
         let body = move || watcher.watch();
-        let thread = std::thread::Builder::new().name("xen watch".into()).stack_size(512 << 10).spawn(body);
+        let thread =
+            std::thread::Builder::new().name("xen watch".into()).stack_size(512 << 10).spawn(body);
         Ok(Watch { control, verdicts, thread: Some(thread.map_err(XenError::Host)?) })
     }
 
-    /// There is no disk for the device. The reason goes to the log, and into nodes for the toolstack.
+    /// There is no disk for the device. The reason goes to the log, and into nodes for the
+    /// toolstack.
     pub fn refuse(&self, device: &ToolstackDevice, why: &str) {
         self.say(Verdict::Refuse(device.clone(), why.into()));
     }
@@ -210,14 +220,23 @@ impl<F: Fn(Wanted)> Watcher<F> {
     fn watch(&mut self) {
         let mut reopen = Reopen::default();
         while let Err(e) = self.run() {
-            self.warn(format_args!("devices of toolstacks (backend/{}) are not looked at: {e}", self.kind));
+            self.warn(format_args!(
+                "devices of toolstacks (backend/{}) are not looked at: {e}",
+                self.kind
+            ));
             let top = top(self.own, &self.kind);
-            let Some(store) = reopen.open(&self.host, &self.control, |store| store.watch(&top, "watch")) else {
+            let Some(store) =
+                reopen.open(&self.host, &self.control, |store| store.watch(&top, "watch"))
+            else {
                 return;
             };
             self.store = store;
             if let Some(withheld) = self.lines.admit(Instant::now()) {
-                tracing::info!(withheld, "devices of toolstacks (backend/{}) are looked at again", self.kind);
+                tracing::info!(
+                    withheld,
+                    "devices of toolstacks (backend/{}) are looked at again",
+                    self.kind
+                );
             }
         }
     }
@@ -243,14 +262,18 @@ impl<F: Fn(Wanted)> Watcher<F> {
         }
     }
 
-    /// When the first of the devices is wanted again that a guest uses, and that the program has refused.
+    /// When the first of the devices is wanted again that a guest uses, and that the program has
+    /// refused.
     fn next_retry(&self) -> Option<Instant> {
-        let times =
-            self.known.values().map(|known| if let Known::Postponed(time) = known { Some(*time) } else { None });
+        let times = self
+            .known
+            .values()
+            .map(|known| if let Known::Postponed(time) = known { Some(*time) } else { None });
         times.flatten().min()
     }
 
-    /// Waits until `end`, except for what the program says. Returns whether it has released a device.
+    /// Waits until `end`, except for what the program says. Returns whether it has released a
+    /// device.
     fn rest(&mut self, end: Instant) -> Result<bool, StoreError> {
         let mut released = false;
         loop {
@@ -301,13 +324,18 @@ impl<F: Fn(Wanted)> Watcher<F> {
         let mut there = HashSet::new();
         let top = top(self.own, &self.kind);
         for domain in self.list(&top)? {
-            let Some(number) = domain.parse::<u16>().ok().filter(|number| number.to_string() == domain) else {
+            let Some(number) =
+                domain.parse::<u16>().ok().filter(|number| number.to_string() == domain)
+            else {
                 continue;
             };
             for device in self.list(&format!("{top}/{domain}"))? {
                 let Some(device) = Name::of_node(&device) else { continue };
                 if there.len() == MOST {
-                    self.warn(format_args!("there are more than {MOST} devices in backend/{}", self.kind));
+                    self.warn(format_args!(
+                        "there are more than {MOST} devices in backend/{}",
+                        self.kind
+                    ));
                     break;
                 }
                 there.insert(ToolstackDevice { kind: self.kind.clone(), domain: number, device });
@@ -342,7 +370,8 @@ impl<F: Fn(Wanted)> Watcher<F> {
         }
     }
 
-    /// `new`: nothing is known of the device yet, or it is to be taken again. A server that has ended may have left it in any state.
+    /// `new`: nothing is known of the device yet, or it is to be taken again. A server that has
+    /// ended may have left it in any state.
     fn look_at(&mut self, device: ToolstackDevice, new: bool) -> Result<(), StoreError> {
         let path = device.path(self.own);
         let state = self.read(&path, "state")?.and_then(|text| State::parse(&text));
@@ -385,7 +414,10 @@ impl<F: Fn(Wanted)> Watcher<F> {
             Some(Known::Postponed(_)) => !self.in_use(device)?,
             known => known.is_some(),
         };
-        if mine && state != Some(State::Closed) && self.read(&path, "online")?.as_deref() == Some("0") {
+        if mine
+            && state != Some(State::Closed)
+            && self.read(&path, "online")?.as_deref() == Some("0")
+        {
             self.close(device)?;
         }
         Ok(())
@@ -408,7 +440,8 @@ impl<F: Fn(Wanted)> Watcher<F> {
         let why: String = why.chars().take(1000).collect();
         let done = self.paths(device).refuse(&mut self.store, &why).map(|in_use| {
             if in_use {
-                self.known.insert(device.clone(), Known::Postponed(Instant::now() + self.options.retry));
+                self.known
+                    .insert(device.clone(), Known::Postponed(Instant::now() + self.options.retry));
             }
         });
         self.note(device, done)
@@ -423,7 +456,11 @@ impl<F: Fn(Wanted)> Watcher<F> {
     }
 
     /// Of an error with nodes of one device the log has a line.
-    fn note(&self, device: &ToolstackDevice, done: Result<(), StoreError>) -> Result<(), StoreError> {
+    fn note(
+        &self,
+        device: &ToolstackDevice,
+        done: Result<(), StoreError>,
+    ) -> Result<(), StoreError> {
         match done {
             Err(e) if !e.is_lost() => {
                 self.warn(format_args!("{device}: {e}"));
@@ -466,8 +503,12 @@ impl<F: Fn(Wanted)> Watcher<F> {
             return Ok(Asked::Nothing);
         };
         let kind = key("device-type")?.unwrap_or_else(|| "disk".into());
-        let is_path = frontend.starts_with('/') && frontend.len() <= PATH_MOST && frontend.bytes().all(is_of_path);
-        let wrong = |key: &str, value: &str| Ok(Asked::Wrong(format!("the node {key} is \"{}\"", short(value))));
+        let is_path = frontend.starts_with('/')
+            && frontend.len() <= PATH_MOST
+            && frontend.bytes().all(is_of_path);
+        let wrong = |key: &str, value: &str| {
+            Ok(Asked::Wrong(format!("the node {key} is \"{}\"", short(value))))
+        };
         if number != device.domain.to_string() {
             return wrong("frontend-id", &number);
         }

@@ -6,7 +6,9 @@ use std::rc::Rc;
 
 use blockyard_driver::ring::{Buffer, Ring as Driver, RingOptions};
 use blockyard_driver::{Memory, PackedRing, RingAddresses, SplitRing};
-use blockyard_export::vhost_user::parts::{self, Desc, Head, Inflight, InflightRegion, Ring, RingError, allocate};
+use blockyard_export::vhost_user::parts::{
+    self, Desc, Head, Inflight, InflightRegion, Ring, RingError, allocate,
+};
 use blockyard_ring::{GuestMemory, Mapper, Region};
 
 #[derive(Clone, Copy, Debug)]
@@ -30,7 +32,8 @@ pub enum Step {
     DeviceSleeps,
     /// The device is stopped with nothing in flight, and another goes on from its base.
     HandOver,
-    /// The device is killed, this far into its next publication; another goes on with what the in-flight region tells.
+    /// The device is killed, this far into its next publication; another goes on with what the
+    /// in-flight region tells.
     Crash(u8),
 }
 
@@ -38,15 +41,31 @@ pub enum Step {
 pub trait Layout: Driver {
     const PACKED: bool;
 
-    fn device(memory: GuestMemory, at: RingAddresses, options: RingOptions, base: u32) -> Result<Ring, RingError>;
+    fn device(
+        memory: GuestMemory,
+        at: RingAddresses,
+        options: RingOptions,
+        base: u32,
+    ) -> Result<Ring, RingError>;
 }
 
 impl Layout for SplitRing {
     const PACKED: bool = false;
 
-    fn device(memory: GuestMemory, at: RingAddresses, options: RingOptions, base: u32) -> Result<Ring, RingError> {
+    fn device(
+        memory: GuestMemory,
+        at: RingAddresses,
+        options: RingOptions,
+        base: u32,
+    ) -> Result<Ring, RingError> {
         let parts = (at.desc, at.avail, at.used);
-        let ring = parts::SplitRing::new(Rc::new(memory), parts, options.size.into(), base as u16, options.event_idx)?;
+        let ring = parts::SplitRing::new(
+            Rc::new(memory),
+            parts,
+            options.size.into(),
+            base as u16,
+            options.event_idx,
+        )?;
         Ok(Ring::Split(ring))
     }
 }
@@ -54,9 +73,20 @@ impl Layout for SplitRing {
 impl Layout for PackedRing {
     const PACKED: bool = true;
 
-    fn device(memory: GuestMemory, at: RingAddresses, options: RingOptions, base: u32) -> Result<Ring, RingError> {
+    fn device(
+        memory: GuestMemory,
+        at: RingAddresses,
+        options: RingOptions,
+        base: u32,
+    ) -> Result<Ring, RingError> {
         let parts = (at.desc, at.avail, at.used);
-        let ring = parts::PackedRing::new(Rc::new(memory), parts, options.size.into(), base, options.event_idx)?;
+        let ring = parts::PackedRing::new(
+            Rc::new(memory),
+            parts,
+            options.size.into(),
+            base,
+            options.event_idx,
+        )?;
         Ok(Ring::Packed(ring))
     }
 }
@@ -66,7 +96,9 @@ pub fn map(memory: &Memory) -> GuestMemory {
     let region = memory.region();
     let path = format!("/proc/self/fd/{}", region.mmap_handle);
     let file = File::options().read(true).write(true).open(path).unwrap();
-    let mapped = Region::map(file, 0, region.guest_phys_addr, region.userspace_addr, region.memory_size).unwrap();
+    let mapped =
+        Region::map(file, 0, region.guest_phys_addr, region.userspace_addr, region.memory_size)
+            .unwrap();
     GuestMemory::default().with(mapped).unwrap()
 }
 
@@ -92,7 +124,8 @@ pub struct History<R: Layout> {
     region: Option<InflightRegion>,
     inflight: Option<Inflight>,
     free: Vec<u16>,
-    /// Offered and not taken; with the device, in the order taken; used and not published; published and not reaped.
+    /// Offered and not taken; with the device, in the order taken; used and not published;
+    /// published and not reaped.
     waiting: VecDeque<Chain>,
     taken: Vec<Taken>,
     pushed: Vec<(Taken, u32)>,
@@ -108,7 +141,8 @@ impl<R: Layout> History<R> {
     pub fn new(options: RingOptions, tracked: bool) -> Self {
         let mut memory = Memory::new(4 << 20).unwrap();
         let driver = R::new(&mut memory, options).unwrap();
-        let ring = R::device(map(&memory), driver.addresses(), options, driver.fresh_base()).unwrap();
+        let ring =
+            R::device(map(&memory), driver.addresses(), options, driver.fresh_base()).unwrap();
         let region = tracked.then(|| {
             let (fd, len) = allocate(1, options.size, R::PACKED).unwrap();
             InflightRegion::map(&Mapper::new(false), fd, (0, len), 1).unwrap()
@@ -138,8 +172,14 @@ impl<R: Layout> History<R> {
         for step in steps {
             self.step(*step);
         }
-        while !(self.waiting.is_empty() && self.taken.is_empty() && self.pushed.is_empty() && self.back.is_empty()) {
-            for step in [Step::Take(9), Step::Use { count: 9, which: 0 }, Step::Publish, Step::Reap(9)] {
+        while !(self.waiting.is_empty()
+            && self.taken.is_empty()
+            && self.pushed.is_empty()
+            && self.back.is_empty())
+        {
+            for step in
+                [Step::Take(9), Step::Use { count: 9, which: 0 }, Step::Publish, Step::Reap(9)]
+            {
                 self.step(step);
             }
         }
@@ -179,7 +219,11 @@ impl<R: Layout> History<R> {
                 .collect();
             self.driver.lay(slot, &buffers);
             self.driver.submit(slot);
-            let descs = buffers.iter().map(|b| Desc { addr: b.addr, len: b.len, writable: b.device_writes });
+            let descs = buffers.iter().map(|b| Desc {
+                addr: b.addr,
+                len: b.len,
+                writable: b.device_writes,
+            });
             self.waiting.push_back(Chain { slot, descs: descs.collect() });
             self.offered += 1;
         }
@@ -327,7 +371,8 @@ impl<R: Layout> History<R> {
 
     fn hand_over(&mut self) {
         let base = self.ring.base();
-        self.ring = R::device(map(&self.memory), self.driver.addresses(), self.options, base).unwrap();
+        self.ring =
+            R::device(map(&self.memory), self.driver.addresses(), self.options, base).unwrap();
         self.begins();
     }
 
@@ -337,8 +382,13 @@ impl<R: Layout> History<R> {
             self.publish_until(after);
         }
         self.inflight = self.region.as_ref().and_then(|r| r.queue(0, R::PACKED).unwrap());
-        let mut ring =
-            R::device(map(&self.memory), self.driver.addresses(), self.options, self.driver.fresh_base()).unwrap();
+        let mut ring = R::device(
+            map(&self.memory),
+            self.driver.addresses(),
+            self.options,
+            self.driver.fresh_base(),
+        )
+        .unwrap();
         let inflight = self.inflight.as_mut().unwrap();
         let mut found = Vec::new();
         match &mut ring {
@@ -356,12 +406,17 @@ impl<R: Layout> History<R> {
                 }
             }
             Ring::Packed(ring) if inflight.is_used() => {
-                let (chains, used) = inflight.recover_packed(|index, wrap| ring.was_used(index, wrap)).unwrap();
+                let (chains, used) =
+                    inflight.recover_packed(|index, wrap| ring.was_used(index, wrap)).unwrap();
                 ring.restore(used, chains.iter().map(|c| c.raw.len() as u16).sum()).unwrap();
                 for chain in chains {
                     let mut descs = Vec::new();
                     let head = ring.retake(&chain.raw, &mut descs).unwrap();
-                    found.push(Taken { chain: Chain { slot: head.id, descs }, head, entry: chain.entry });
+                    found.push(Taken {
+                        chain: Chain { slot: head.id, descs },
+                        head,
+                        entry: chain.entry,
+                    });
                 }
             }
             Ring::Packed(_) => assert!(self.taken.is_empty() && self.pushed.is_empty()),
@@ -369,7 +424,8 @@ impl<R: Layout> History<R> {
         // Exactly what no driver has seen come back; those used and not shown are unanswered too.
         self.taken.extend(self.pushed.drain(..).map(|(taken, _)| taken));
         let sorted = |list: &[Taken]| {
-            let mut chains: Vec<_> = list.iter().map(|t| (t.chain.slot, t.chain.descs.clone())).collect();
+            let mut chains: Vec<_> =
+                list.iter().map(|t| (t.chain.slot, t.chain.descs.clone())).collect();
             chains.sort_by_key(|c| c.0);
             chains
         };

@@ -124,12 +124,17 @@ fn a_device_goes_with_its_domain_or_when_it_is_detached() {
     let mut export = setup.start();
     let mut front = Guest::new(&setup);
     front.connect(PLAIN);
-    assert_eq!((front.back("info").as_deref(), front.back("feature-discard").as_deref()), (Some("4"), Some("0")));
+    assert_eq!(
+        (front.back("info").as_deref(), front.back("feature-discard").as_deref()),
+        (Some("4"), Some("0"))
+    );
     assert_eq!(front.done(1, WRITE, 0, &[100]), -1, "it is read-only");
     let host = Host::Machine(setup.machine.clone());
     let listed = xen::list(&host).unwrap();
-    let row: Vec<_> =
-        listed.iter().map(|d| (d.domain, d.device.to_string(), d.state, d.sectors, d.read_only)).collect();
+    let row: Vec<_> = listed
+        .iter()
+        .map(|d| (d.domain, d.device.to_string(), d.state, d.sectors, d.read_only))
+        .collect();
     assert_eq!(row, [(7, "xvda".to_string(), "connected", Some(32768), true)]);
     // The guest uses it: it stays, and is served.
     let device = "xvda".parse().unwrap();
@@ -142,7 +147,10 @@ fn a_device_goes_with_its_domain_or_when_it_is_detached() {
     assert!(setup.ended.load(Ordering::SeqCst));
     assert_eq!((front.mapped(), front.front.store.list(FRONT).unwrap()), (0, Vec::new()));
     assert_eq!(front.front.store.list("/local/domain/0/backend").unwrap(), [""; 0]);
-    assert!(matches!(xen::detach(&host, 7, device, false, Duration::ZERO), Err(xen::XenError::Missing { .. })));
+    assert!(matches!(
+        xen::detach(&host, 7, device, false, Duration::ZERO),
+        Err(xen::XenError::Missing { .. })
+    ));
     // A domain that is destroyed has no nodes.
     let _export = setup.start();
     front.connect(PLAIN);
@@ -151,7 +159,8 @@ fn a_device_goes_with_its_domain_or_when_it_is_detached() {
     assert!(xen::list(&host).unwrap().is_empty());
 }
 
-/// `detach --force` because the server waits for its disk; then `attach` of another image under the same name.
+/// `detach --force` because the server waits for its disk; then `attach` of another image under the
+/// same name.
 #[test]
 fn a_server_whose_device_was_taken_away_leaves_the_next_device_of_that_name_alone() {
     let mut setup = Setup::new(false);
@@ -253,7 +262,10 @@ fn a_front_end_that_was_restored_in_its_domain_comes_with_other_rings() {
     assert_eq!(front.answer(0), (2, 0));
     assert!(front.holds(101, 4));
     front.wait_for_state(4);
-    assert!(front.front.domain.revoke(front.references[0]), "its first ring is not mapped any more");
+    assert!(
+        front.front.domain.revoke(front.references[0]),
+        "its first ring is not mapped any more"
+    );
 }
 
 #[test]
@@ -277,7 +289,8 @@ fn the_next_server_takes_as_many_queues_as_the_last_one_has_offered() {
     assert_eq!(front.back("multi-queue-max-queues").as_deref(), Some("1"));
 }
 
-/// A guest without persistent grants: one page of data, named 256 times by each request, in a ring of 16 pages.
+/// A guest without persistent grants: one page of data, named 256 times by each request, in a ring
+/// of 16 pages.
 #[test]
 fn a_guest_cannot_make_the_server_keep_hundreds_of_megabytes() {
     const REQUESTS: u64 = 150;
@@ -312,8 +325,11 @@ fn the_next_server_makes_writes_durable_of_a_front_end_that_was_offered_no_flush
     let path = std::env::temp_dir().join(format!("blockyard-xen-flush-{}", std::process::id()));
     std::fs::write(&path, vec![0; 1 << 20]).unwrap();
     let journal = Journal::default();
-    let chain =
-        ChainOptions { cache: CacheMode::Writeback, journal: Some(journal.clone()), ..ChainOptions::new(&path) };
+    let chain = ChainOptions {
+        cache: CacheMode::Writeback,
+        journal: Some(journal.clone()),
+        ..ChainOptions::new(&path)
+    };
     let source = Source::open(&chain).unwrap();
     let disk = |cache| {
         let (name, serial) = ("flush".into(), String::new());
@@ -345,7 +361,8 @@ fn a_second_server_of_a_device_in_use_is_refused_and_the_guest_keeps_its_disk() 
     let mut export = setup.start_of(&setup.disk, recorded()).unwrap();
     let mut front = Guest::new(&setup);
     front.connect(PLAIN);
-    let refused = |disk, options| setup.start_of(disk, options).err().expect("it is not refused").to_string();
+    let refused =
+        |disk, options| setup.start_of(disk, options).err().expect("it is not refused").to_string();
     let live = refused(&setup.disk, recorded());
     assert!(live.contains("domain 7, device xvda: another server has the device"), "{live}");
     assert_eq!((front.done(1, FLUSH, 0, &[]), front.back("state").as_deref()), (0, Some("4")));

@@ -72,7 +72,13 @@ impl Setup {
 }
 
 pub fn options() -> XenOptions {
-    XenOptions { domain: 7, device: "xvda".parse().unwrap(), queues: 4, data: XenData::Map, records: None }
+    XenOptions {
+        domain: 7,
+        device: "xvda".parse().unwrap(),
+        queues: 4,
+        data: XenData::Map,
+        records: None,
+    }
 }
 
 /// A disk of 16 MiB with a name of its own.

@@ -17,11 +17,13 @@ const FRONT: &str = "/local/domain/7/device/vbd/51712";
 const PLAIN: Terms = Terms::PLAIN;
 
 /// How data come, and whether the front end has persistent grants.
-const DATA: [(XenData, bool); 3] = [(XenData::Map, false), (XenData::Map, true), (XenData::Copy, false)];
+const DATA: [(XenData, bool); 3] =
+    [(XenData::Map, false), (XenData::Map, true), (XenData::Copy, false)];
 
 #[test]
 fn what_a_front_end_may_not_ask_fails_and_nothing_else() {
-    for (persistent, data) in [(false, XenData::Map), (true, XenData::Map), (false, XenData::Copy)] {
+    for (persistent, data) in [(false, XenData::Map), (true, XenData::Map), (false, XenData::Copy)]
+    {
         let setup = Setup::new(false);
         let _export = setup.start_with(data);
         let mut front = Guest::new(&setup);
@@ -72,7 +74,10 @@ fn an_index_that_runs_away_stops_its_queue_until_the_front_end_connects_anew() {
     front.wait_for_state(6);
     assert_eq!(front.mapped(), 0);
     let lines = setup.lines();
-    assert!(lines.len() == 1 && lines[0].contains("requests without an answer in a ring of 32"), "{lines:?}");
+    assert!(
+        lines.len() == 1 && lines[0].contains("requests without an answer in a ring of 32"),
+        "{lines:?}"
+    );
     front.set("state", 1);
     front.connect(Terms { queues: 2, ..PLAIN });
     front.ask(0, 2, FLUSH, 0, &[]);
@@ -199,7 +204,8 @@ fn entries_that_change_while_they_are_taken_hurt_nothing_but_themselves() {
         let mut front = Guest::new(&setup);
         front.connect(Terms { persistent, ..PLAIN });
         // Granted to be read only, and named by what is scribbled: nothing is ever written there.
-        // The scribble changes a reference byte by byte. No mixture may name the ring's page: a read into it would end the ring.
+        // The scribble changes a reference byte by byte. No mixture may name the ring's page: a
+        // read into it would end the ring.
         let domain = &front.front.domain;
         let mut guards = std::iter::repeat_with(|| domain.grant(300, true));
         let guard = guards.find(|guard| *guard as u8 != front.references[0] as u8).unwrap();
@@ -213,7 +219,9 @@ fn entries_that_change_while_they_are_taken_hurt_nothing_but_themselves() {
             scope.spawn(move || {
                 for at in (0..).map(|n: usize| n * 7 % scribble.len()) {
                     // Sector, reference, first and last sector; not where answers are.
-                    entries.iter().for_each(|entry| memory.write(entry + 24 + at, &scribble[at..=at]));
+                    entries
+                        .iter()
+                        .for_each(|entry| memory.write(entry + 24 + at, &scribble[at..=at]));
                     entries.iter().for_each(|entry| memory.write(entry + 16, &[at as u8]));
                     if over.load(Ordering::Relaxed) {
                         break;
@@ -243,7 +251,11 @@ fn grants_that_are_taken_back_in_use_fail_their_request_or_stay() {
         front.fill(100, 8);
         assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
         assert!(!domain.revoke(front.references[0]), "the ring's page is mapped");
-        assert_eq!(domain.revoke(front.references[100]), !persistent, "a page that stays mapped stays granted");
+        assert_eq!(
+            domain.revoke(front.references[100]),
+            !persistent,
+            "a page that stays mapped stays granted"
+        );
         // Taken back before: that one fails, and its neighbour does not.
         assert!(domain.revoke(front.references[101]));
         front.ask(0, 2, READ, 0, &[101]);
@@ -255,7 +267,11 @@ fn grants_that_are_taken_back_in_use_fail_their_request_or_stay() {
         front.ask(0, 4, READ, 0, &[103]);
         front.wait_until_taken(0);
         let is_copied = data == XenData::Copy;
-        assert_eq!(domain.revoke(front.references[103]), is_copied, "{data:?}, persistent: {persistent}");
+        assert_eq!(
+            domain.revoke(front.references[103]),
+            is_copied,
+            "{data:?}, persistent: {persistent}"
+        );
         drop(held);
         assert_eq!(front.answer(0), (4, if is_copied { -1 } else { 0 }));
         assert_eq!(front.holds(103, 8), !is_copied);
@@ -289,9 +305,16 @@ fn indirect_pages_that_lie_fail_their_request() {
         }
         // Numbers of segments and operations that cannot be.
         let rest = indirect(front.references[110]);
-        for (at, head) in [[READ, 0, 0], [READ, 1, 1], [READ, 255, 255], [FLUSH, 1, 0], [INDIRECT, 1, 0], [77, 1, 0]]
-            .into_iter()
-            .enumerate()
+        for (at, head) in [
+            [READ, 0, 0],
+            [READ, 1, 1],
+            [READ, 255, 255],
+            [FLUSH, 1, 0],
+            [INDIRECT, 1, 0],
+            [77, 1, 0],
+        ]
+        .into_iter()
+        .enumerate()
         {
             let [operation, low, high] = head;
             front.put(0, 10 + at as u64, 0, [INDIRECT, operation, low, high], &rest);
@@ -310,7 +333,14 @@ fn sectors_that_overflow_fail() {
     front.connect(PLAIN);
     front.fill(100, 3);
     let sectors = 32768u64;
-    let bad = [(u64::MAX, 1), (0, u64::MAX), (1 << 55, 1 << 55), (sectors, 1), (sectors - 1, 2), (1, sectors)];
+    let bad = [
+        (u64::MAX, 1),
+        (0, u64::MAX),
+        (1 << 55, 1 << 55),
+        (sectors, 1),
+        (sectors - 1, 2),
+        (1, sectors),
+    ];
     for (id, (sector, count)) in (0..).zip(bad) {
         front.put(0, id, sector, [DISCARD, 0, 0, 0], &count.to_le_bytes());
     }
@@ -347,9 +377,12 @@ fn a_ring_that_the_disk_is_read_into_stops_or_goes_on() {
 
 #[test]
 fn nodes_of_garbage_close_the_device_with_one_line() {
-    for (key, value) in
-        [("state", &b"\xff\xfe"[..]), ("protocol", b"\0\x01"), ("ring-ref", &[b'9'; 3000]), ("event-channel", b"-1")]
-    {
+    for (key, value) in [
+        ("state", &b"\xff\xfe"[..]),
+        ("protocol", b"\0\x01"),
+        ("ring-ref", &[b'9'; 3000]),
+        ("event-channel", b"-1"),
+    ] {
         let setup = Setup::new(false);
         let _export = setup.start();
         let mut front = Guest::new(&setup);

@@ -8,10 +8,14 @@ use crate::guest::{LIMIT, Setup};
 fn a_session_reads_what_is_offered_and_asks_for_no_more() {
     let setup = Setup::new(false);
     let _export = setup.start();
-    let plan = Plan { terms: Terms { queues: 2, ..Terms::PLAIN }, ..Plan::new(1, 2, 100 << 10, true) };
+    let plan =
+        Plan { terms: Terms { queues: 2, ..Terms::PLAIN }, ..Plan::new(1, 2, 100 << 10, true) };
     let mut session = Session::start(&setup.machine, 7, 51712, &plan).unwrap();
     let offer = session.offer;
-    assert_eq!((offer.sectors, offer.sector_size, offer.max_queues, offer.max_ring_page_order), (32768, 512, 4, 4));
+    assert_eq!(
+        (offer.sectors, offer.sector_size, offer.max_queues, offer.max_ring_page_order),
+        (32768, 512, 4, 4)
+    );
     assert!(offer.flush && offer.barrier && offer.discard && offer.persistent && !offer.read_only);
     let queue = &mut session.queues[1];
     let (len, mut back) = (70 << 10, vec![0; 70 << 10]);

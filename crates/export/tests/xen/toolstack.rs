@@ -1,4 +1,5 @@
-//! Devices of Xen whose nodes a toolstack makes, without a hypervisor: what is taken, refused, given back, and what may go wrong.
+//! Devices of Xen whose nodes a toolstack makes, without a hypervisor: what is taken, refused,
+//! given back, and what may go wrong.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -44,7 +45,8 @@ fn watch(machine: &Arc<Machine>, script: Option<&str>) -> (Watch, Receiver<Wante
     let (sender, wanted) = channel();
     let sender = Mutex::new(sender);
     let script = script.map(Into::into);
-    let options = WatchOptions { kind: "vbd".into(), script, queues: 4, retry: Duration::from_millis(1) };
+    let options =
+        WatchOptions { kind: "vbd".into(), script, queues: 4, retry: Duration::from_millis(1) };
     let report = move |wanted| sender.lock().unwrap().send(wanted).unwrap_or_default();
     (Watch::start(options, &Host::Machine(machine.clone()), report).unwrap(), wanted)
 }
@@ -58,10 +60,18 @@ impl Setup {
         let (watch, wanted) = watch(&machine, Some(SCRIPT));
         let mut store = machine.store(0).unwrap();
         store.watch("/local/domain", "any").unwrap();
-        Setup { own, reactors: Arc::new(Reactors::start(1, &[]).unwrap()), machine, watch, wanted, store }
+        Setup {
+            own,
+            reactors: Arc::new(Reactors::start(1, &[]).unwrap()),
+            machine,
+            watch,
+            wanted,
+            store,
+        }
     }
 
-    /// Makes the nodes of a device, as libxl does. `others` replace or follow its own; an empty value leaves a node out.
+    /// Makes the nodes of a device, as libxl does. `others` replace or follow its own; an empty
+    /// value leaves a node out.
     fn make(&mut self, number: u32, target: &str, others: &[(&str, &str)]) {
         let (front, frontend, back) = (front(number), front(number), back_in(self.own, number));
         let own = [
@@ -90,7 +100,13 @@ impl Setup {
 
     /// Waits until a node of the back end has this value.
     fn wait(&mut self, number: u32, key: &str, value: Option<&str>) {
-        wait_for_node(&mut self.store, &format!("{}/{key}", back_in(self.own, number)), value, LIMIT).unwrap();
+        wait_for_node(
+            &mut self.store,
+            &format!("{}/{key}", back_in(self.own, number)),
+            value,
+            LIMIT,
+        )
+        .unwrap();
     }
 
     fn read(&mut self, number: u32, key: &str) -> Option<String> {
@@ -116,7 +132,8 @@ impl Setup {
         self.store.remove(&front(number)).unwrap();
     }
 
-    /// Waits until the watch has read the nodes as they are now: it reports a device that is made now.
+    /// Waits until the watch has read the nodes as they are now: it reports a device that is made
+    /// now.
     fn settle(&mut self) {
         self.make(51952, "settle", &[]);
         let wanted = self.wanted();
@@ -172,7 +189,10 @@ fn a_disk_is_served_until_the_toolstack_takes_it_back() {
     setup.wait(XVDA, "hotplug-status", Some("connected"));
     let guest = setup.connect(XVDA);
     let listed = xen::list(&Host::Machine(setup.machine.clone())).unwrap();
-    let row: Vec<_> = listed.iter().map(|d| (d.kind.as_str(), d.device.to_string(), d.state, d.sectors)).collect();
+    let row: Vec<_> = listed
+        .iter()
+        .map(|d| (d.kind.as_str(), d.device.to_string(), d.state, d.sectors))
+        .collect();
     assert_eq!(row, [("vbd", "xvda".to_string(), "connected", Some(32768))]);
     setup.settle();
     assert!(setup.wanted.try_recv().is_err(), "it is wanted once");
@@ -187,7 +207,11 @@ fn a_disk_is_served_until_the_toolstack_takes_it_back() {
     setup.remove(XVDA);
     setup.settle();
     assert_eq!(setup.store.list("/local/domain/0/backend/vbd/7").unwrap(), ["51728"]);
-    assert_eq!(setup.read(XVDB, "state").as_deref(), Some("1"), "a device of another script is left alone");
+    assert_eq!(
+        setup.read(XVDB, "state").as_deref(),
+        Some("1"),
+        "a device of another script is left alone"
+    );
 }
 
 #[test]
@@ -320,7 +344,10 @@ fn a_cdrom_is_read_only_and_says_what_it_is() {
     let mut setup = Setup::new();
     setup.make(768, "/srv/a.iso", &[("device-type", "cdrom")]);
     let wanted = setup.wanted();
-    assert_eq!((wanted.read_only, wanted.cdrom, wanted.device.device.to_string().as_str()), (true, true, "768"));
+    assert_eq!(
+        (wanted.read_only, wanted.cdrom, wanted.device.device.to_string().as_str()),
+        (true, true, "768")
+    );
     let _xen = setup.take(&wanted).unwrap();
     let _guest = setup.connect(768);
     assert_eq!(
@@ -369,23 +396,33 @@ fn many_devices_are_each_wanted_once() {
     let made = store.transaction(|t| {
         for device in 0..DEVICES {
             let back = back(number(device));
-            let nodes = [("frontend", front(number(device))), ("frontend-id", "7".into()), ("online", "1".into())];
-            let others = [("params", format!("/srv/{device}")), ("mode", "r".into()), ("state", "1".into())];
-            nodes.iter().chain(&others).try_for_each(|(key, value)| t.write(&format!("{back}/{key}"), value))?;
+            let nodes = [
+                ("frontend", front(number(device))),
+                ("frontend-id", "7".into()),
+                ("online", "1".into()),
+            ];
+            let others =
+                [("params", format!("/srv/{device}")), ("mode", "r".into()), ("state", "1".into())];
+            nodes
+                .iter()
+                .chain(&others)
+                .try_for_each(|(key, value)| t.write(&format!("{back}/{key}"), value))?;
         }
         Ok(())
     });
     made.unwrap();
     assert_eq!(store.list("/local/domain/0/backend/vbd/7").unwrap().len(), DEVICES as usize);
     let (mut watch, wanted) = watch(&machine, None);
-    let mut targets: Vec<_> = (0..DEVICES).map(|_| wanted.recv_timeout(LIMIT).unwrap().target).collect();
+    let mut targets: Vec<_> =
+        (0..DEVICES).map(|_| wanted.recv_timeout(LIMIT).unwrap().target).collect();
     watch.stop();
     targets.sort();
     targets.dedup();
     assert_eq!((targets.len(), wanted.try_recv().is_err()), (DEVICES as usize, true));
 }
 
-/// The next server cannot open the image (its folder is not mounted yet, or another server has the lock), and the guest uses the disk.
+/// The next server cannot open the image (its folder is not mounted yet, or another server has the
+/// lock), and the guest uses the disk.
 #[test]
 fn a_device_in_use_whose_image_does_not_open_is_not_closed() {
     let mut setup = Setup::new();
@@ -400,7 +437,11 @@ fn a_device_in_use_whose_image_does_not_open_is_not_closed() {
     let wanted = setup.wanted();
     setup.watch.refuse(&wanted.device, "the image is locked");
     setup.wait(XVDA, "hotplug-error", Some("the image is locked"));
-    assert_eq!(setup.read(XVDA, "state").as_deref(), Some("4"), "the guest is told that its disk is gone");
+    assert_eq!(
+        setup.read(XVDA, "state").as_deref(),
+        Some("4"),
+        "the guest is told that its disk is gone"
+    );
     assert_eq!(setup.read(XVDA, "hotplug-status").as_deref(), Some("connected"));
     // Now the image opens.
     let again = setup.wanted();

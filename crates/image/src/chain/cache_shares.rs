@@ -1,19 +1,23 @@
-//! The L2 tables that a chain keeps in memory: one limit for all of its images, shared out among them.
+//! The L2 tables that a chain keeps in memory: one limit for all of its images, shared out among
+//! them.
 //!
-//! In: the limit, and what each image would take to keep all of its tables. Out: what each may keep.
-//! What must hold: all together they stay within the limit, or have no more than [`LEAST`] each. Every image gets that much; of
-//! the rest the topmost takes what it needs, but no more than half while another below needs some: who looks through an image
-//! that has nothing looks into the next one too.
+//! In: the limit, and what each image would take to keep all of its tables. Out: what each may
+//! keep. What must hold: all together they stay within the limit, or have no more than [`LEAST`]
+//! each. Every image gets that much; of the rest the topmost takes what it needs, but no more than
+//! half while another below needs some: who looks through an image that has nothing looks into the
+//! next one too.
 
 use std::sync::Arc;
 
 use super::member::ChainLayer;
 use crate::qcow2::L2_CACHE_LIMIT;
 
-/// Bytes that every image may keep, if it needs them: with clusters of 64 KiB they describe 256 MiB.
+/// Bytes that every image may keep, if it needs them: with clusters of 64 KiB they describe 256
+/// MiB.
 const LEAST: u64 = 32 << 10;
 
-/// Tells the images of a chain (the topmost first) what they may keep. None: as much as they need, up to [`L2_CACHE_LIMIT`].
+/// Tells the images of a chain (the topmost first) what they may keep. None: as much as they need,
+/// up to [`L2_CACHE_LIMIT`].
 pub fn apply(layers: &[Arc<ChainLayer>], limit: Option<u64>) {
     let images: Vec<_> = layers.iter().filter_map(|layer| layer.qcow2()).collect();
     let needs: Vec<u64> = images.iter().map(|image| image.table_bytes()).collect();
@@ -64,6 +68,11 @@ mod tests {
         assert_eq!(three.iter().sum::<u64>(), 32 * M);
         assert!(three[0] >= 15 * M && three[1] >= 7 * M && three[2] >= 7 * M, "{three:?}");
         let deep = share_out(32 * M, &[128 * M; 200]);
-        assert!(deep.iter().sum::<u64>() <= 32 * M && deep[0] > 12 * M && deep.iter().all(|&s| s >= LEAST), "{deep:?}");
+        assert!(
+            deep.iter().sum::<u64>() <= 32 * M
+                && deep[0] > 12 * M
+                && deep.iter().all(|&s| s >= LEAST),
+            "{deep:?}"
+        );
     }
 }

@@ -1,9 +1,10 @@
-//! The image below the topmost one, opened for writing while the chain is in use: for a commit of a served disk.
+//! The image below the topmost one, opened for writing while the chain is in use: for a commit of a
+//! served disk.
 //!
-//! In: the open chain. Out: a second chain that begins at the image below, for the commit to write to; and the chain anew, as
-//! its files are then.
-//! What must hold: nobody else has the image below open, and at no moment may anybody else write to it; reactors that read it
-//! by what they knew of it before find there what it had wherever the topmost image has nothing ([`Lower::hold`]).
+//! In: the open chain. Out: a second chain that begins at the image below, for the commit to write
+//! to; and the chain anew, as its files are then. What must hold: nobody else has the image below
+//! open, and at no moment may anybody else write to it; reactors that read it by what they knew of
+//! it before find there what it had wherever the topmost image has nothing ([`Lower::hold`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -34,10 +35,11 @@ pub struct Lower {
 }
 
 impl Lower {
-    /// The image below, and what lies under it. Whoever writes to it keeps [`Image::hold_freed`] as long as others read it by
-    /// what they knew before.
+    /// The image below, and what lies under it. Whoever writes to it keeps [`Image::hold_freed`] as
+    /// long as others read it by what they knew before.
     pub fn image(&self, handle: &Handle) -> Result<Image<Store>, ChainError> {
-        let failed = |e| self.chain.wrong(ImageError::io("file", None, "opening it for io_uring", e));
+        let failed =
+            |e| self.chain.wrong(ImageError::io("file", None, "opening it for io_uring", e));
         self.chain.image(handle).map_err(failed)
     }
 
@@ -67,8 +69,8 @@ impl Chain {
         ChainError::Image { path: self.options.path.clone(), error }
     }
 
-    /// Opens the image below the topmost one for writing. Whether the topmost one can be emptied afterwards is looked at
-    /// first.
+    /// Opens the image below the topmost one for writing. Whether the topmost one can be emptied
+    /// afterwards is looked at first.
     pub async fn lower(&self, handle: &Handle) -> Result<Lower, ChainError> {
         let refuse = |what: &str| Err(self.wrong(ImageError::refused(TOP, what)));
         let [top, below, rest @ ..] = &self.layers[..] else {
@@ -76,7 +78,9 @@ impl Chain {
         };
         match &top.meta {
             Meta::Qcow2(shared) if shared.header().snapshot_count > 0 => {
-                return refuse("it has internal snapshots, which would change with the image below");
+                return refuse(
+                    "it has internal snapshots, which would change with the image below",
+                );
             }
             Meta::Qcow2(_) => {}
             _ => return refuse("only a qcow2 image can be committed while it is in use"),
@@ -89,35 +93,52 @@ impl Chain {
             prime: false,
             ..self.options.clone()
         };
-        let mut lower = Lower { chain: Chain { layers: Vec::new(), options, cut: None }, locks: Vec::new() };
+        let mut lower =
+            Lower { chain: Chain { layers: Vec::new(), options, cut: None }, locks: Vec::new() };
         let file = lower.lock(&below.file)?;
         let data = below.data.as_ref().map(|data| lower.lock(data)).transpose()?;
-        // While it is committed into, the image below is open twice, and keeps as much as before each time.
+        // While it is committed into, the image below is open twice, and keeps as much as before
+        // each time.
         let l2_cache = below.qcow2().map(|shared| shared.cache_bytes().1);
         let opened = below.open_again(handle, file, data, false, l2_cache).await?;
-        lower.chain.layers = std::iter::once(Arc::new(opened)).chain(rest.iter().cloned()).collect();
+        lower.chain.layers =
+            std::iter::once(Arc::new(opened)).chain(rest.iter().cloned()).collect();
         if self.size() > lower.chain.size() {
-            let what = format!("the image below has {} bytes, and the disk {}", lower.chain.size(), self.size());
+            let what = format!(
+                "the image below has {} bytes, and the disk {}",
+                lower.chain.size(),
+                self.size()
+            );
             return refuse(&format!("{what}: enlarge it first (blockyard image resize)"));
         }
         Ok(lower)
     }
 
-    /// Leaves the topmost image without contents of its own, durably. It was closed, and nothing is in flight.
+    /// Leaves the topmost image without contents of its own, durably. It was closed, and nothing is
+    /// in flight.
     pub async fn empty_top(&self, handle: &Handle) -> Result<(), ChainError> {
         let file = &self.top().file;
-        let raw =
-            Raw::open(file, handle).map_err(|e| self.wrong(ImageError::io(TOP, None, "opening it for io_uring", e)))?;
+        let raw = Raw::open(file, handle)
+            .map_err(|e| self.wrong(ImageError::io(TOP, None, "opening it for io_uring", e)))?;
         qcow2::empty::make_empty(&raw).await.map_err(|e| self.wrong(e))
     }
 
-    /// The same chain, with these of its images as their files are now. The topmost one can be written to, if it was.
-    pub async fn read_again(&self, handle: &Handle, which: Range<usize>) -> Result<Arc<Chain>, ChainError> {
+    /// The same chain, with these of its images as their files are now. The topmost one can be
+    /// written to, if it was.
+    pub async fn read_again(
+        &self,
+        handle: &Handle,
+        which: Range<usize>,
+    ) -> Result<Arc<Chain>, ChainError> {
         let mut layers = self.layers.clone();
-        for (number, layer) in layers.iter_mut().enumerate().filter(|(number, _)| which.contains(number)) {
+        for (number, layer) in
+            layers.iter_mut().enumerate().filter(|(number, _)| which.contains(number))
+        {
             let read_only = number > 0 || self.options.read_only;
             let (file, data) = (layer.file.clone(), layer.data.clone());
-            *layer = Arc::new(layer.open_again(handle, file, data, read_only, self.options.l2_cache).await?);
+            *layer = Arc::new(
+                layer.open_again(handle, file, data, read_only, self.options.l2_cache).await?,
+            );
         }
         cache_shares::apply(&layers, self.options.l2_cache);
         Ok(Arc::new(Chain { layers, options: self.options.clone(), cut: None }))
@@ -143,10 +164,17 @@ impl ChainLayer {
                 let header = Header::read(&main).await.map_err(wrong)?;
                 let data = data.as_ref().map(raw).transpose().map_err(failed)?;
                 let options = Qcow2Options { read_only, l2_cache, ..Qcow2Options::default() };
-                Meta::Qcow2(Qcow2::open(header, main, data, &options).await.map_err(wrong)?.shared().clone())
+                Meta::Qcow2(
+                    Qcow2::open(header, main, data, &options)
+                        .await
+                        .map_err(wrong)?
+                        .shared()
+                        .clone(),
+                )
             }
             Format::Cow => {
-                let options = CowOptions { read_only, accept_changed_backing: true, ..CowOptions::default() };
+                let options =
+                    CowOptions { read_only, accept_changed_backing: true, ..CowOptions::default() };
                 let main = raw(&file).map_err(failed)?;
                 Meta::Cow(Cow::open(main, &options).await.map_err(wrong)?.shared().clone())
             }

@@ -5,10 +5,10 @@
 //!   names    what images may name        member    one open image             cache_shares  memory for L2 tables
 //!   overlay  a new image on top          lower     the image below, opened for writing
 //! ```
-//! In: a path, a format, and the folders in which backing files may lie. Out: a [`Chain`], which may be sent to and shared
-//! by all reactors; each makes its own [`Image`] of it.
-//! What must hold: a format is told or known by the file's name, never guessed; no file is opened outside the folders,
-//! whatever an image names; a chain ends.
+//! In: a path, a format, and the folders in which backing files may lie. Out: a [`Chain`], which
+//! may be sent to and shared by all reactors; each makes its own [`Image`] of it. What must hold: a
+//! format is told or known by the file's name, never guessed; no file is opened outside the
+//! folders, whatever an image names; a chain ends.
 
 mod cache_shares;
 mod error;

@@ -31,7 +31,8 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// Returns why the last image's backing file was not opened, if the options let the chain end above it.
+    /// Returns why the last image's backing file was not opened, if the options let the chain end
+    /// above it.
     pub fn cut(&self) -> Option<&str> {
         self.cut.as_deref()
     }
@@ -40,7 +41,9 @@ impl Chain {
     pub fn open(options: &ChainOptions) -> Result<Self, ChainError> {
         let executor = Executor::new().map_err(ChainError::Executor)?;
         let (handle, options) = (executor.handle().clone(), options.clone());
-        executor.block_on(async move { Chain::open_on(&handle, options).await }).map_err(ChainError::Executor)?
+        executor
+            .block_on(async move { Chain::open_on(&handle, options).await })
+            .map_err(ChainError::Executor)?
     }
 
     async fn open_on(handle: &Handle, options: ChainOptions) -> Result<Self, ChainError> {
@@ -72,7 +75,10 @@ impl Chain {
         if chain.options.prime {
             let image = chain.image(handle).map_err(ChainError::Executor)?;
             if let Err(e) = image.prime().await {
-                tracing::warn!("image {}: loading its metadata ahead: {e}", chain.options.path.display());
+                tracing::warn!(
+                    "image {}: loading its metadata ahead: {e}",
+                    chain.options.path.display()
+                );
             }
         }
         Ok(chain)
@@ -89,16 +95,20 @@ impl Chain {
         let (depth, into) = (self.layers.len(), self.options.commit_into);
         let files_read_only = if depth == 0 { self.options.read_only } else { into != Some(depth) };
         let read_only = files_read_only || depth == 0 && self.options.only_locked;
-        let format =
-            format.or_else(|| Format::of_name(path)).ok_or_else(|| ChainError::Format { path: path.clone() })?;
+        let format = format
+            .or_else(|| Format::of_name(path))
+            .ok_or_else(|| ChainError::Format { path: path.clone() })?;
         let overlaid = match depth {
             0 => self.options.overlaid.clone(),
-            _ => Overlaid::Below(self.layers.iter().map(|above| above.file.path().into()).collect()),
+            _ => {
+                Overlaid::Below(self.layers.iter().map(|above| above.file.path().into()).collect())
+            }
         };
         let new_data = self.options.files.data.take();
         let open = |next: &Next| {
             let ChainOptions { cache, nbd, force_share, ref journal, .. } = self.options;
-            let (found, overlaid, journal) = (next.found.clone(), overlaid.clone(), journal.clone());
+            let (found, overlaid, journal) =
+                (next.found.clone(), overlaid.clone(), journal.clone());
             let open = OpenOptions::new(&next.path, files_read_only, cache);
             let options = OpenOptions { found, nbd, force_share, overlaid, journal, ..open };
             ImageFile::open(&options).map(Arc::new)
@@ -127,16 +137,20 @@ impl Chain {
                 };
                 let below = self.below_qcow2(&image, &header)?;
                 let data_raw = data.as_ref().map(raw).transpose().map_err(failed)?;
-                // Only the topmost image's file may be without a name: it is found already, and no image names it.
-                let (l2_cache, unfinished) = (self.options.l2_cache, depth == 0 && image.found.is_some());
-                let options = Qcow2Options { read_only, l2_cache, unfinished, ..Qcow2Options::default() };
+                // Only the topmost image's file may be without a name: it is found already, and no
+                // image names it.
+                let (l2_cache, unfinished) =
+                    (self.options.l2_cache, depth == 0 && image.found.is_some());
+                let options =
+                    Qcow2Options { read_only, l2_cache, unfinished, ..Qcow2Options::default() };
                 let view = Qcow2::open(header, main, data_raw, &options).await.map_err(wrong)?;
                 (Meta::Qcow2(view.shared().clone()), data, below)
             }
             Format::Cow => {
                 let options = CowOptions {
                     read_only,
-                    accept_changed_backing: self.options.accept_changed_backing || self.options.no_backing,
+                    accept_changed_backing: self.options.accept_changed_backing
+                        || self.options.no_backing,
                     ..CowOptions::default()
                 };
                 let view = Cow::open(raw(&file).map_err(failed)?, &options).await.map_err(wrong)?;
@@ -149,8 +163,14 @@ impl Chain {
     }
 
     fn below_qcow2(&self, image: &Next, header: &Header) -> Result<Option<Next>, ChainError> {
-        let Some(name) = header.backing.as_deref().filter(|_| !self.options.no_backing) else { return Ok(None) };
-        let wrong = |what: String| ChainError::Backing { path: image.path.clone(), backing: name.into(), what };
+        let Some(name) = header.backing.as_deref().filter(|_| !self.options.no_backing) else {
+            return Ok(None);
+        };
+        let wrong = |what: String| ChainError::Backing {
+            path: image.path.clone(),
+            backing: name.into(),
+            what,
+        };
         let format = match header.backing_format.as_deref() {
             Some(format) => Some(format.parse().map_err(|e: UnknownFormat| wrong(e.to_string()))?),
             None => Format::of_name(Path::new(name)),
@@ -193,10 +213,14 @@ impl Chain {
         let layer = |layer: &Arc<ChainLayer>| {
             let main = raw(&layer.file)?;
             Ok(match &layer.meta {
-                Meta::Raw => Layer::Raw { raw: main, size: layer.file.size().next_multiple_of(SECTOR) },
-                Meta::Qcow2(shared) => {
-                    Layer::Qcow2(Qcow2::view(shared.clone(), main, layer.data.as_ref().map(raw).transpose()?))
+                Meta::Raw => {
+                    Layer::Raw { raw: main, size: layer.file.size().next_multiple_of(SECTOR) }
                 }
+                Meta::Qcow2(shared) => Layer::Qcow2(Qcow2::view(
+                    shared.clone(),
+                    main,
+                    layer.data.as_ref().map(raw).transpose()?,
+                )),
                 Meta::Cow(shared) => Layer::Cow(Cow::view(shared.clone(), main)),
             })
         };
@@ -230,8 +254,16 @@ impl Chain {
     /// The images' files and formats, the topmost first, as a log shows them.
     pub fn describe(&self) -> String {
         let layer = |layer: &Arc<ChainLayer>| {
-            let data = layer.data.as_ref().map(|data| format!(" with data file {}", data.path().display()));
-            format!("{} ({}{})", layer.file.path().display(), layer.format, data.unwrap_or_default())
+            let data = layer
+                .data
+                .as_ref()
+                .map(|data| format!(" with data file {}", data.path().display()));
+            format!(
+                "{} ({}{})",
+                layer.file.path().display(),
+                layer.format,
+                data.unwrap_or_default()
+            )
         };
         self.layers.iter().map(layer).collect::<Vec<_>>().join(" over ")
     }
@@ -247,5 +279,9 @@ fn data_file_name(header: &Header) -> Result<Option<&str>, ImageError> {
         return Ok(None);
     }
     let what = "the image has an external data file, and does not say its name";
-    header.data_file.as_deref().map(Some).ok_or_else(|| ImageError::new(Kind::Unsupported, "qcow2 header", None, what))
+    header
+        .data_file
+        .as_deref()
+        .map(Some)
+        .ok_or_else(|| ImageError::new(Kind::Unsupported, "qcow2 header", None, what))
 }

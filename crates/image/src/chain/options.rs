@@ -15,7 +15,8 @@ pub struct ChainOptions {
     /// None: the file's name tells.
     pub format: Option<Format>,
     pub read_only: bool,
-    /// The topmost image's files are opened (and locked) for writing, but the disk is only read: for work on structures.
+    /// The topmost image's files are opened (and locked) for writing, but the disk is only read:
+    /// for work on structures.
     pub only_locked: bool,
     /// What the images above this one hold is to go into it: it is opened for writing.
     pub commit_into: Option<usize>,
@@ -25,14 +26,17 @@ pub struct ChainOptions {
     /// Load metadata when the chain is opened.
     pub prime: bool,
     pub copy_on_read: bool,
-    /// Backing and data files lie in or below these; no folder: in or below that of the image itself. NBD URIs among them
-    /// allow exports.
+    /// Backing and data files lie in or below these; no folder: in or below that of the image
+    /// itself. NBD URIs among them allow exports.
     pub folders: Vec<PathBuf>,
-    /// Lock no file of a chain that is only read: other programs may write to it meanwhile (`qemu-img --force-share`).
+    /// Lock no file of a chain that is only read: other programs may write to it meanwhile
+    /// (`qemu-img --force-share`).
     pub force_share: bool,
-    /// Show the disk as it was when this snapshot of the topmost image (a name or an id) was taken. For readers only.
+    /// Show the disk as it was when this snapshot of the topmost image (a name or an id) was taken.
+    /// For readers only.
     pub snapshot: Option<String>,
-    /// End the chain above a backing file that may not be opened, instead of an error: see [`Chain::cut`].
+    /// End the chain above a backing file that may not be opened, instead of an error: see
+    /// [`Chain::cut`].
     pub cut_outside: bool,
     /// Open the topmost image alone, as if nothing were below.
     pub no_backing: bool,
@@ -74,8 +78,9 @@ impl ChainOptions {
     }
 }
 
-/// Descriptors of an image's files, which do not have their names yet. None: the file is found by its name.
-/// Never those of a file with a name: a qcow2 image without one is written without the syncs that order its metadata.
+/// Descriptors of an image's files, which do not have their names yet. None: the file is found by
+/// its name. Never those of a file with a name: a qcow2 image without one is written without the
+/// syncs that order its metadata.
 #[derive(Clone, Debug, Default)]
 pub struct OpenedFiles {
     pub image: Option<Arc<OwnedFd>>,

@@ -1,10 +1,11 @@
 //! A new overlay on a chain that is open and in use: for an external snapshot of a served disk.
 //!
-//! In: the chain, and where the overlay is to be. Out: a second chain, whose topmost image is the new overlay; those below are
-//! the very images that the first chain has open. The caller exchanges one chain for the other ([`GrownChain::keep`]), or
-//! drops the new one, and the overlay is gone.
-//! What must hold: the overlay is whole, durable and locked before it is in any chain; whoever opens it later, by the rules
-//! of its folder, finds what is below; at no moment may anybody else write to an image of either chain.
+//! In: the chain, and where the overlay is to be. Out: a second chain, whose topmost image is the
+//! new overlay; those below are the very images that the first chain has open. The caller exchanges
+//! one chain for the other ([`GrownChain::keep`]), or drops the new one, and the overlay is gone.
+//! What must hold: the overlay is whole, durable and locked before it is in any chain; whoever
+//! opens it later, by the rules of its folder, finds what is below; at no moment may anybody else
+//! write to an image of either chain.
 
 use std::fs::File;
 use std::io;
@@ -67,8 +68,8 @@ impl GrownChain {
         &self.chain
     }
 
-    /// Records with the image below, durably, that the overlay lies on it. From then on that image cannot be opened for
-    /// writing. Called before the first write goes to the overlay.
+    /// Records with the image below, durably, that the overlay lies on it. From then on that image
+    /// cannot be opened for writing. Called before the first write goes to the overlay.
     pub fn record(&mut self) -> Result<(), ChainError> {
         // Also what failed half-way is removed with the overlay.
         self.recorded = true;
@@ -76,7 +77,10 @@ impl GrownChain {
         let recorded = file.record_overlay(&self.chain.options.path);
         recorded.map_err(|e| {
             let what = "recording its overlay (it needs a file system with extended attributes)";
-            ChainError::Image { path: file.path().into(), error: ImageError::io("image", None, what, e) }
+            ChainError::Image {
+                path: file.path().into(),
+                error: ImageError::io("image", None, what, e),
+            }
         })
     }
 
@@ -106,12 +110,14 @@ impl Chain {
             journal: file.journal().cloned(),
             ..ChainOptions::new(file.path())
         };
-        let layer = ChainLayer { format: Format::Raw, file: file.clone(), data: None, meta: Meta::Raw };
+        let layer =
+            ChainLayer { format: Format::Raw, file: file.clone(), data: None, meta: Meta::Raw };
         Chain { layers: vec![Arc::new(layer)], options, cut: None }
     }
 
-    /// Makes a qcow2 image at `path`, where no file may be, on top of this chain. `shape` says how it is to be laid out (its
-    /// size and backing file follow from the chain); None: as `blockyard image create -b` does it.
+    /// Makes a qcow2 image at `path`, where no file may be, on top of this chain. `shape` says how
+    /// it is to be laid out (its size and backing file follow from the chain); None: as `blockyard
+    /// image create -b` does it.
     pub async fn grow(
         &self,
         handle: &Handle,
@@ -120,16 +126,23 @@ impl Chain {
     ) -> Result<GrownChain, ChainError> {
         let wrong = |error| ChainError::Image { path: path.into(), error };
         if self.layers.len() >= MAX_DEPTH {
-            return Err(wrong(ImageError::refused(OVERLAY, format!("the chain has {MAX_DEPTH} images already"))));
+            return Err(wrong(ImageError::refused(
+                OVERLAY,
+                format!("the chain has {MAX_DEPTH} images already"),
+            )));
         }
-        let options = ChainOptions { path: path.into(), format: Some(Format::Qcow2), ..self.options.clone() };
+        let options =
+            ChainOptions { path: path.into(), format: Some(Format::Qcow2), ..self.options.clone() };
         let backing = self.name_for(&options).map_err(wrong)?;
         let create = self.plan(shape, backing).map_err(wrong)?;
         let (file, unfinished) = new_file(&options)?;
-        let raw =
-            || Raw::open(&file, handle).map_err(|e| wrong(ImageError::io(OVERLAY, None, "opening it for io_uring", e)));
+        let raw = || {
+            Raw::open(&file, handle)
+                .map_err(|e| wrong(ImageError::io(OVERLAY, None, "opening it for io_uring", e)))
+        };
         qcow2::create(&raw()?, None, &create).await.map_err(wrong)?;
-        sync_folder(path).map_err(|e| wrong(ImageError::io(OVERLAY, None, "syncing its folder", e)))?;
+        sync_folder(path)
+            .map_err(|e| wrong(ImageError::io(OVERLAY, None, "syncing its folder", e)))?;
         let size = file.refresh_size();
         size.map_err(|e| wrong(ImageError::io(OVERLAY, None, "finding its length", e)))?;
         let header = Header::read(&raw()?).await.map_err(wrong)?;
@@ -141,15 +154,22 @@ impl Chain {
         let mut layers = vec![Arc::new(overlay), Arc::new(writer.as_read_only())];
         layers.extend(self.layers[1..].iter().cloned());
         cache_shares::apply(&layers, options.l2_cache);
-        Ok(GrownChain { chain: Arc::new(Chain { layers, options, cut: None }), writer, recorded: false, unfinished })
+        Ok(GrownChain {
+            chain: Arc::new(Chain { layers, options, cut: None }),
+            writer,
+            recorded: false,
+            unfinished,
+        })
     }
 
-    /// What the overlay calls the image below it; all images of the chain must lie where it may have them.
+    /// What the overlay calls the image below it; all images of the chain must lie where it may
+    /// have them.
     fn name_for(&self, options: &ChainOptions) -> Result<String, ImageError> {
         let allowed = Allowed::by(options);
         let real = |path: &Path| {
-            std::fs::canonicalize(path)
-                .map_err(|e| ImageError::refused(OVERLAY, format!("its backing file {}: {e}", path.display())))
+            std::fs::canonicalize(path).map_err(|e| {
+                ImageError::refused(OVERLAY, format!("its backing file {}: {e}", path.display()))
+            })
         };
         for layer in &self.layers {
             for file in [Some(&layer.file), layer.data.as_ref()].into_iter().flatten() {
@@ -157,7 +177,8 @@ impl Chain {
                     Some(opened) => (file.path().into(), allowed.permit(&opened.name()).is_some()),
                     None => {
                         let path = real(file.path())?;
-                        let is_allowed = allowed.folders.iter().any(|folder| path.starts_with(folder));
+                        let is_allowed =
+                            allowed.folders.iter().any(|folder| path.starts_with(folder));
                         (path, is_allowed)
                     }
                 };
@@ -176,29 +197,47 @@ impl Chain {
         }
         let top = real(self.top().file.path())?;
         let beside = std::fs::canonicalize(folder(&options.path)).ok().as_deref() == top.parent();
-        let name = if beside { top.file_name().map(PathBuf::from).unwrap_or_default() } else { top };
-        let name = name.to_str().ok_or_else(|| ImageError::refused(OVERLAY, "its backing file's name is not UTF-8"))?;
+        let name =
+            if beside { top.file_name().map(PathBuf::from).unwrap_or_default() } else { top };
+        let name = name
+            .to_str()
+            .ok_or_else(|| ImageError::refused(OVERLAY, "its backing file's name is not UTF-8"))?;
         // It would be taken for a protocol.
-        Ok(if name.contains(':') && !name.starts_with('/') { format!("./{name}") } else { name.into() })
+        Ok(if name.contains(':') && !name.starts_with('/') {
+            format!("./{name}")
+        } else {
+            name.into()
+        })
     }
 
-    fn plan(&self, shape: Option<&CreateOptions>, backing: String) -> Result<CreateOptions, ImageError> {
+    fn plan(
+        &self,
+        shape: Option<&CreateOptions>,
+        backing: String,
+    ) -> Result<CreateOptions, ImageError> {
         let format = self.top().format.to_string();
         let usual = CreateOptions::overlay(self.size(), backing, format);
         let Some(shape) = shape else { return Ok(usual) };
         if shape.data_file.is_some() || shape.preallocation != Preallocation::Off {
-            return Err(ImageError::refused(OVERLAY, "it can have no data file, and nothing that is taken ahead"));
+            return Err(ImageError::refused(
+                OVERLAY,
+                "it can have no data file, and nothing that is taken ahead",
+            ));
         }
         Ok(CreateOptions { size: usual.size, backing: usual.backing, ..shape.clone() })
     }
 }
 
 impl ChainLayer {
-    /// The same open image, by descriptors that only read, where they can be had. They are not locked yet.
+    /// The same open image, by descriptors that only read, where they can be had. They are not
+    /// locked yet.
     fn as_read_only(&self) -> ChainLayer {
         let reader = |file: &Arc<ImageFile>| {
             file.reader().map(Arc::new).unwrap_or_else(|e| {
-                tracing::debug!("image {}: opening it once more, to read: {e}", file.path().display());
+                tracing::debug!(
+                    "image {}: opening it once more, to read: {e}",
+                    file.path().display()
+                );
                 file.clone()
             })
         };
@@ -214,12 +253,17 @@ fn new_file(options: &ChainOptions) -> Result<(Arc<ImageFile>, Unfinished), Chai
     let made = File::options().write(true).create_new(true).open(path);
     made.map_err(|e| {
         wrong(match e.kind() {
-            io::ErrorKind::AlreadyExists => ImageError::refused(OVERLAY, "there is such a file already"),
+            io::ErrorKind::AlreadyExists => {
+                ImageError::refused(OVERLAY, "there is such a file already")
+            }
             _ => ImageError::io(OVERLAY, None, "creating it", e),
         })
     })?;
     let unfinished = Unfinished(Some(path.clone()));
-    let open = OpenOptions { journal: options.journal.clone(), ..OpenOptions::new(path, false, options.cache) };
+    let open = OpenOptions {
+        journal: options.journal.clone(),
+        ..OpenOptions::new(path, false, options.cache)
+    };
     Ok((Arc::new(ImageFile::open(&open)?), unfinished))
 }
 

@@ -10,7 +10,8 @@ struct Scratch(PathBuf);
 
 impl Scratch {
     fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("blockyard-chain-{name}-{}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("blockyard-chain-{name}-{}", std::process::id()));
         std::fs::create_dir_all(path.join("inside")).unwrap();
         std::fs::write(path.join("secret.raw"), [7; 4096]).unwrap();
         std::fs::write(path.join("inside/base.raw"), [1; 4096]).unwrap();
@@ -42,7 +43,8 @@ fn first_byte(file: &ImageFile) -> u8 {
     byte[0]
 }
 
-/// Whatever a link is made to lead to between the judgement and the opening, the file that was judged is the one that is opened.
+/// Whatever a link is made to lead to between the judgement and the opening, the file that was
+/// judged is the one that is opened.
 #[test]
 fn a_link_that_changes_leads_nowhere_else() {
     let scratch = Scratch::new("race");
@@ -58,8 +60,10 @@ fn a_link_that_changes_leads_nowhere_else() {
         scratch.point(link, good);
         let next = top.names(name, Some(Format::Raw)).find(&allowed).unwrap();
         scratch.point(link, bad);
-        let opening =
-            OpenOptions { found: next.found.clone(), ..OpenOptions::new(&next.path, true, CacheMode::Writeback) };
+        let opening = OpenOptions {
+            found: next.found.clone(),
+            ..OpenOptions::new(&next.path, true, CacheMode::Writeback)
+        };
         assert_eq!(first_byte(&ImageFile::open(&opening).unwrap()), 1, "{link}");
         let refused = top.names(name, Some(Format::Raw)).find(&allowed).err().unwrap().to_string();
         assert!(refused.contains("lies outside"), "{refused}");
@@ -75,7 +79,13 @@ fn names_that_lead_outside_are_refused_and_links_inside_are_not() {
     std::fs::create_dir(scratch.path("inside-not")).unwrap();
     std::fs::write(scratch.path("inside-not/x.raw"), [7]).unwrap();
     let absolute = scratch.path("secret.raw");
-    for name in ["../secret.raw", absolute.to_str().unwrap(), "../inside-not/x.raw", "/proc/self/exe", "missing.raw"] {
+    for name in [
+        "../secret.raw",
+        absolute.to_str().unwrap(),
+        "../inside-not/x.raw",
+        "/proc/self/exe",
+        "missing.raw",
+    ] {
         assert!(top.names(name, Some(Format::Raw)).find(&allowed).is_err(), "{name}");
     }
     scratch.point("inside/absolute.raw", "inside/base.raw");

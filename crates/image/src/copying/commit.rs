@@ -5,11 +5,12 @@
 //!                    ├► they have zeroes: zeroed below
 //!                    └► they have data: read through the chain, written below
 //! ```
-//! In: the chain, and the image below, opened for writing with what lies under it. Out: an image below that shows what the
-//! chain shows, wherever the upper images have anything. Nothing is durable until it is flushed ([`Image::flush`],
-//! [`Image::close`]); then, and not before, the upper images may be emptied or taken away.
-//! What must hold, also at each power cut: the chain shows what it has shown. What is written below is hidden by what the
-//! upper images have there; nothing else is written, and they keep what they have. (An image below that is smaller than the
+//! In: the chain, and the image below, opened for writing with what lies under it. Out: an image
+//! below that shows what the chain shows, wherever the upper images have anything. Nothing is
+//! durable until it is flushed ([`Image::flush`], [`Image::close`]); then, and not before, the
+//! upper images may be emptied or taken away. What must hold, also at each power cut: the chain
+//! shows what it has shown. What is written below is hidden by what the upper images have there;
+//! nothing else is written, and they keep what they have. (An image below that is smaller than the
 //! disk has to be made larger first.)
 
 use std::ops::Range;
@@ -26,7 +27,8 @@ use crate::extent::Place;
 use crate::image::Image;
 use blockyard_ring::join;
 
-/// Bytes copied at a time (more where the clusters below are larger), and how many such pieces a reactor has in flight.
+/// Bytes copied at a time (more where the clusters below are larger), and how many such pieces a
+/// reactor has in flight.
 const PIECE: u64 = 1 << 20;
 const AT_A_TIME: usize = 8;
 /// Bytes zeroed, and passed over, at a time.
@@ -62,15 +64,16 @@ impl What {
 }
 
 impl CopyDown {
-    /// Of what the `upper` topmost images hold of `range`, in bytes of the disk: whole sectors. How far it has come is
-    /// added to `progress`.
+    /// Of what the `upper` topmost images hold of `range`, in bytes of the disk: whole sectors. How
+    /// far it has come is added to `progress`.
     pub fn new(range: Range<u64>, upper: usize, progress: Arc<Progress>) -> Self {
         progress.expect(range.end.saturating_sub(range.start));
         CopyDown { sweep: Sweep::new(range), upper, progress }
     }
 
-    /// Copies until nothing is left to begin. `from`: the chain, or its upper images alone. `into`: the image below them,
-    /// and what lies under it. `before` is called with each range before that is read; what it says ends the work.
+    /// Copies until nothing is left to begin. `from`: the chain, or its upper images alone. `into`:
+    /// the image below them, and what lies under it. `before` is called with each range before that
+    /// is read; what it says ends the work.
     pub async fn run<S: Storage, B: Storage>(
         &self,
         from: &Image<S>,
@@ -85,8 +88,12 @@ impl CopyDown {
         let piece = into.layers().first().map_or(PIECE, |layer| PIECE.max(layer.cluster_size()));
         let workers = (0..AT_A_TIME).map(|_| async {
             let mut buffer = Segments::default();
-            while let Some(next) = self.sweep.next(async |at, rest| self.judge(from, piece, at, rest).await).await? {
-                self.copy(&next, from, into, &mut buffer, &before).await.inspect_err(|_| self.sweep.stop())?;
+            while let Some(next) =
+                self.sweep.next(async |at, rest| self.judge(from, piece, at, rest).await).await?
+            {
+                self.copy(&next, from, into, &mut buffer, &before)
+                    .await
+                    .inspect_err(|_| self.sweep.stop())?;
                 self.progress.add(next.len);
             }
             Ok(())
@@ -94,8 +101,8 @@ impl CopyDown {
         join::all(AT_A_TIME, workers).await
     }
 
-    /// What the upper images have from `at` on, and for how many bytes the same: no piece of data goes beyond a multiple of
-    /// `piece`.
+    /// What the upper images have from `at` on, and for how many bytes the same: no piece of data
+    /// goes beyond a multiple of `piece`.
     async fn judge<S: Storage>(
         &self,
         from: &Image<S>,
@@ -105,7 +112,9 @@ impl CopyDown {
     ) -> Result<(u64, What), ImageError> {
         let find = async |at: u64, len: u64| {
             let found = from.find_above(self.upper, at, len).await;
-            found.map(|e| (e.len, What::of(e.place))).map_err(|e| ImageError::io(ABOVE, at, "looking it up", e))
+            found
+                .map(|e| (e.len, What::of(e.place)))
+                .map_err(|e| ImageError::io(ABOVE, at, "looking it up", e))
         };
         let (mut len, what) = find(at, rest).await?;
         let most = match what {

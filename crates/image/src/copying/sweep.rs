@@ -1,4 +1,5 @@
-//! A disk in pieces that are handed out in order, to workers on any thread; and how far they have come.
+//! A disk in pieces that are handed out in order, to workers on any thread; and how far they have
+//! come.
 //!
 //! What must hold: each byte is in one piece; when a worker fails no more are handed out.
 
@@ -58,7 +59,8 @@ impl Sweep {
         }
     }
 
-    /// The next piece; `judge` is told where it begins and how much is left, and says how long it is, and what.
+    /// The next piece; `judge` is told where it begins and how much is left, and says how long it
+    /// is, and what.
     pub async fn next<T, E>(
         &self,
         judge: impl AsyncFnOnce(u64, u64) -> Result<(u64, T), E>,

@@ -1,11 +1,12 @@
 //! The bitmap in memory: pages of it, shared by all reactors, as many as the budget allows.
 //!
-//! In: pages as they are in the file; sectors that were written. Out: which sectors are the file's; what a flush has to
-//! write. What must hold: a bit that was set is not forgotten before it is durable (pages with such bits stay); a lookup
-//! takes no lock and never sees another page's bits.
+//! In: pages as they are in the file; sectors that were written. Out: which sectors are the file's;
+//! what a flush has to write. What must hold: a bit that was set is not forgotten before it is
+//! durable (pages with such bits stay); a lookup takes no lock and never sees another page's bits.
 //!
-//! A page has its place in one set of [`WAYS`] frames. A frame's stamp is its page and how often it has changed hands; a
-//! lookup reads the stamp, the bits, and the stamp again. Whoever changes a set (bits, or the pages in it) has its lock.
+//! A page has its place in one set of [`WAYS`] frames. A frame's stamp is its page and how often it
+//! has changed hands; a lookup reads the stamp, the bits, and the stamp again. Whoever changes a
+//! set (bits, or the pages in it) has its lock.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
@@ -83,7 +84,8 @@ impl Bitmap {
         self.sets.len() * WAYS
     }
 
-    /// Whether there are more dirty pages than should wait for a flush: those that are not here need places.
+    /// Whether there are more dirty pages than should wait for a flush: those that are not here
+    /// need places.
     pub fn is_too_dirty(&self) -> bool {
         let most = if self.all { DIRTY_PAGES } else { DIRTY_PAGES.min(self.frames() / 2) };
         self.dirty_pages() > most
@@ -98,8 +100,8 @@ impl Bitmap {
         &self.sets[(page % self.sets.len() as u64) as usize]
     }
 
-    /// Whether sector `first` is the file's, and how many from it on are so too, up to `count` and the page's end. None: the
-    /// page is not here.
+    /// Whether sector `first` is the file's, and how many from it on are so too, up to `count` and
+    /// the page's end. None: the page is not here.
     pub fn run(&self, first: u64, count: u64) -> Option<(bool, u64)> {
         let (page, at) = (first / PAGE_SECTORS, (first % PAGE_SECTORS) as usize);
         let end = (at as u64).saturating_add(count).min(PAGE_SECTORS) as usize;
@@ -134,7 +136,9 @@ impl Bitmap {
         let page = first / PAGE_SECTORS;
         let set = self.set_of(page);
         let mut state = lock(&set.state);
-        let Some((way, words)) = set.way_of(page).and_then(|way| Some((way, set.words[way].get()?))) else {
+        let Some((way, words)) =
+            set.way_of(page).and_then(|way| Some((way, set.words[way].get()?)))
+        else {
             return false;
         };
         let changed = set_in(words, (first % PAGE_SECTORS) as usize, count as usize);
@@ -151,7 +155,8 @@ impl Bitmap {
         frame.dirty |= parts;
     }
 
-    /// Takes in a page as the file has it. False: there is no place before a flush. Only one at a time loads a page.
+    /// Takes in a page as the file has it. False: there is no place before a flush. Only one at a
+    /// time loads a page.
     pub fn insert(&self, page: u64, bytes: &[u8]) -> bool {
         let set = self.set_of(page);
         let mut state = lock(&set.state);
@@ -177,7 +182,8 @@ impl Bitmap {
         set.stamps.iter().any(|stamp| stamp.load(Ordering::Relaxed) & STAMP_PAGE == 0)
     }
 
-    /// Takes copies of all that is dirty, for one flush at a time. Given back undone, it is dirty again.
+    /// Takes copies of all that is dirty, for one flush at a time. Given back undone, it is dirty
+    /// again.
     pub fn take_dirty(&self) -> Taken<'_> {
         let pages = {
             let mut dirty = lock(&self.dirty);
@@ -202,7 +208,8 @@ impl Set {
         self.stamps.iter().position(|stamp| stamp.load(Ordering::Acquire) & STAMP_PAGE == page + 1)
     }
 
-    /// A frame for another page: an empty one, else a clean one that was not looked at for longest, about.
+    /// A frame for another page: an empty one, else a clean one that was not looked at for longest,
+    /// about.
     fn victim(&self, state: &mut SetState) -> Option<usize> {
         let empty = |stamp: &AtomicU64| stamp.load(Ordering::Relaxed) & STAMP_PAGE == 0;
         if let Some(way) = self.stamps.iter().position(empty) {
@@ -291,8 +298,8 @@ impl Taken<'_> {
         self.copies.is_empty()
     }
 
-    /// Of each page, from the first dirty part to the last: the offset into the bitmap and the bytes to be there. What is clean
-    /// in between is written as it is.
+    /// Of each page, from the first dirty part to the last: the offset into the bitmap and the
+    /// bytes to be there. What is clean in between is written as it is.
     pub fn writes(&self) -> impl Iterator<Item = (u64, &[u8])> {
         self.copies.iter().map(|copy| {
             let first = copy.parts.trailing_zeros() as usize * PART;
@@ -355,7 +362,10 @@ mod tests {
             }
         }
         let mut bytes = vec![0; 3 * PAGE];
-        bitmap.take_dirty().writes().for_each(|(at, part)| bytes[at as usize..][..part.len()].copy_from_slice(part));
+        bitmap
+            .take_dirty()
+            .writes()
+            .for_each(|(at, part)| bytes[at as usize..][..part.len()].copy_from_slice(part));
         let bits: Vec<_> = (0..model.len()).map(|i| bytes[i / 8] >> (i % 8) & 1 == 1).collect();
         assert_eq!(bits, model, "the lowest bit of a byte is the first sector");
     }
@@ -363,7 +373,9 @@ mod tests {
     #[test]
     fn only_what_changed_is_written_and_what_failed_is_written_again() {
         let bitmap = loaded(2);
-        let taken = |bitmap: &Bitmap| bitmap.take_dirty().writes().map(|(at, b)| (at, b.len())).collect::<Vec<_>>();
+        let taken = |bitmap: &Bitmap| {
+            bitmap.take_dirty().writes().map(|(at, b)| (at, b.len())).collect::<Vec<_>>()
+        };
         assert!(bitmap.take_dirty().is_empty());
         for sector in [0, 4095, 4096, 5 * 4096, PAGE_SECTORS + 7 * 4096] {
             assert!(bitmap.set(sector, 1));
@@ -372,7 +384,10 @@ mod tests {
         assert_eq!(taken(&bitmap), parts);
         assert_eq!(taken(&bitmap), parts, "it was given back undone");
         let flush = bitmap.take_dirty();
-        assert!(bitmap.set(1, 1) && bitmap.set(0, 1), "a bit of a page that is written, and one that was there");
+        assert!(
+            bitmap.set(1, 1) && bitmap.set(0, 1),
+            "a bit of a page that is written, and one that was there"
+        );
         flush.done();
         assert_eq!((taken(&bitmap), bitmap.dirty_pages()), (vec![(0, 512)], 1));
         bitmap.take_dirty().done();
@@ -388,7 +403,10 @@ mod tests {
         (0..7).for_each(|page| assert!(bitmap.set(page * PAGE_SECTORS, 1)));
         assert!(!bitmap.set(8 * PAGE_SECTORS, 1) && !bitmap.has_room(8));
         assert!(bitmap.insert(8, &[0xff; PAGE]));
-        assert_eq!((bitmap.run(7 * PAGE_SECTORS, 1), bitmap.run(8 * PAGE_SECTORS, 9)), (None, Some((true, 9))));
+        assert_eq!(
+            (bitmap.run(7 * PAGE_SECTORS, 1), bitmap.run(8 * PAGE_SECTORS, 9)),
+            (None, Some((true, 9)))
+        );
         assert!(bitmap.set(8 * PAGE_SECTORS, 1));
         assert!(bitmap.insert(9, &[0; PAGE]) && bitmap.set(9 * PAGE_SECTORS, 1));
         let taken = bitmap.take_dirty();
@@ -409,7 +427,10 @@ mod tests {
                     while !stop.load(Ordering::Relaxed) {
                         let page = rng.below(16);
                         let run = bitmap.run(page * PAGE_SECTORS + rng.below(64), u64::MAX);
-                        assert!(run.is_none_or(|(bit, _)| bit == (page % 2 == 1)), "page {page}: {run:?}");
+                        assert!(
+                            run.is_none_or(|(bit, _)| bit == (page % 2 == 1)),
+                            "page {page}: {run:?}"
+                        );
                     }
                 });
             }

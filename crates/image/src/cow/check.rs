@@ -1,6 +1,8 @@
-//! What a COW file is, and whether it adds up. Both want the file for themselves, or nobody writing to it.
+//! What a COW file is, and whether it adds up. Both want the file for themselves, or nobody writing
+//! to it.
 //!
-//! What must hold: nothing is written unless a repair was asked for; memory does not grow with what is wrong.
+//! What must hold: nothing is written unless a repair was asked for; memory does not grow with what
+//! is wrong.
 
 use blockyard_ring::Segments;
 
@@ -72,7 +74,12 @@ pub async fn check<S: Storage>(file: &Raw<S>, repair: Repair) -> Result<Report, 
 }
 
 impl Report {
-    async fn judge_bits<S: Storage>(&mut self, file: &Raw<S>, bits: &Bits, repair: Repair) -> Result<(), ImageError> {
+    async fn judge_bits<S: Storage>(
+        &mut self,
+        file: &Raw<S>,
+        bits: &Bits,
+        repair: Repair,
+    ) -> Result<(), ImageError> {
         let Some(first) = bits.first_beyond else { return Ok(()) };
         let (beyond, sectors) = (bits.beyond, self.header.sectors());
         let what = format!("bits set beyond the disk's {sectors} sectors: {beyond}");
@@ -87,7 +94,12 @@ impl Report {
     }
 
     /// A file that ends too soon; its own sectors that are lost are no reason to lose the others.
-    async fn judge_length<S: Storage>(&mut self, file: &Raw<S>, bits: &Bits, repair: Repair) -> Result<(), ImageError> {
+    async fn judge_length<S: Storage>(
+        &mut self,
+        file: &Raw<S>,
+        bits: &Bits,
+        repair: Repair,
+    ) -> Result<(), ImageError> {
         let wanted = self.header.file_len();
         if self.file_len >= wanted {
             return Ok(());
@@ -109,7 +121,10 @@ impl Report {
 }
 
 async fn set_len<S: Storage>(file: &Raw<S>, len: u64) -> Result<(), ImageError> {
-    file.storage().set_len(len).await.map_err(|e| ImageError::io("cow file", None, "setting its length", e))
+    file.storage()
+        .set_len(len)
+        .await
+        .map_err(|e| ImageError::io("cow file", None, "setting its length", e))
 }
 
 #[derive(Default)]
@@ -123,7 +138,8 @@ struct Bits {
 }
 
 impl Bits {
-    /// `first`: the sector of the first bit. Most of a large bitmap is zeroes, which are compared as a whole.
+    /// `first`: the sector of the first bit. Most of a large bitmap is zeroes, which are compared
+    /// as a whole.
     fn count(&mut self, header: &Header, file_len: u64, first: u64, bytes: &[u8]) {
         const ZEROES: [u8; 512] = [0; 512];
         let held = file_len.saturating_sub(header.data_offset) / SECTOR;
@@ -151,7 +167,11 @@ impl Bits {
     }
 }
 
-async fn count_bits<S: Storage>(file: &Raw<S>, header: &Header, file_len: u64) -> Result<Bits, ImageError> {
+async fn count_bits<S: Storage>(
+    file: &Raw<S>,
+    header: &Header,
+    file_len: u64,
+) -> Result<Bits, ImageError> {
     let mut bits = Bits::default();
     // What is behind the file's end reads as zeroes.
     let end = header.bitmap_len.min(file_len.saturating_sub(header.bitmap_offset));
@@ -164,7 +184,11 @@ async fn count_bits<S: Storage>(file: &Raw<S>, header: &Header, file_len: u64) -
     Ok(bits)
 }
 
-async fn read_bits<S: Storage>(file: &Raw<S>, offset: u64, len: u64) -> Result<Vec<u8>, ImageError> {
+async fn read_bits<S: Storage>(
+    file: &Raw<S>,
+    offset: u64,
+    len: u64,
+) -> Result<Vec<u8>, ImageError> {
     let (segments, result) = file.read(Segments::buffer(len as usize), offset).await;
     result.map_err(|e| ImageError::io(BITMAP, offset, "reading", e))?;
     let mut bytes = vec![0; len as usize];
@@ -172,14 +196,19 @@ async fn read_bits<S: Storage>(file: &Raw<S>, offset: u64, len: u64) -> Result<V
     Ok(bytes)
 }
 
-/// The offset of the bitmap's last byte, and its bits that are of no sector; no other byte has such bits.
+/// The offset of the bitmap's last byte, and its bits that are of no sector; no other byte has such
+/// bits.
 fn spare_bits(header: &Header) -> Option<(u64, u8)> {
     let spare = (header.bitmap_len * 8).checked_sub(header.sectors()).filter(|&spare| spare > 0)?;
     Some((header.bitmap_offset + header.bitmap_len - 1, !(!0u8 >> spare)))
 }
 
-/// Whether bits are set that are of no sector: then the size is not the one that the file was made for.
-pub(super) async fn check_spare_bits<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(), ImageError> {
+/// Whether bits are set that are of no sector: then the size is not the one that the file was made
+/// for.
+pub(super) async fn check_spare_bits<S: Storage>(
+    file: &Raw<S>,
+    header: &Header,
+) -> Result<(), ImageError> {
     let Some((last, spare)) = spare_bits(header) else { return Ok(()) };
     if read_bits(file, last, 1).await?[0] & spare == 0 {
         return Ok(());

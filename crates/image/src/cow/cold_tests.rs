@@ -24,7 +24,11 @@ async fn bytes<S: Storage>(raw: &Raw<S>, offset: u64, len: usize) -> Vec<u8> {
 }
 
 /// As a closed file is committed.
-async fn commit(file: &Raw<SimDisk>, cow: Cow<SimDisk>, base: Raw<SimDisk>) -> Result<(), ImageError> {
+async fn commit(
+    file: &Raw<SimDisk>,
+    cow: Cow<SimDisk>,
+    base: Raw<SimDisk>,
+) -> Result<(), ImageError> {
     let size = cow.size();
     let (from, into) = (Layer::Cow(cow), Layer::Raw { raw: base, size });
     let (from, into) = (Image::new(vec![from], false), Image::new(vec![into], false));
@@ -102,7 +106,11 @@ fn a_commit_makes_the_backing_file_the_disk_and_syncs_it_before_a_bit_goes() {
             let expected = read(&cow, 0, size).await.unwrap();
             cow.close().await.unwrap();
             commit(&bench.raw(), cow, base.clone()).await.unwrap();
-            assert_eq!(bytes(&base, 0, size as usize).await, expected, "version {version}, {shape:?}");
+            assert_eq!(
+                bytes(&base, 0, size as usize).await,
+                expected,
+                "version {version}, {shape:?}"
+            );
             let synced = base_disk.trace().iter().rposition(|t| t.kind == OpKind::Sync).unwrap();
             let written = base_disk.trace().iter().rposition(|t| t.kind == OpKind::Write).unwrap();
             assert!(written < synced, "what was copied is durable");
@@ -110,7 +118,9 @@ fn a_commit_makes_the_backing_file_the_disk_and_syncs_it_before_a_bit_goes() {
             assert_eq!((report.own_sectors, report.header), (0, header));
             // The data's space is given back, after the bits were durable.
             let trace = bench.disk.trace();
-            let last = |kind| trace.iter().rposition(|t| t.kind == kind && t.phase == Phase::Started).unwrap();
+            let last = |kind| {
+                trace.iter().rposition(|t| t.kind == kind && t.phase == Phase::Started).unwrap()
+            };
             assert!(last(OpKind::Discard) > last(OpKind::Sync));
             let cow = bench.open(u64::MAX).await;
             assert_eq!(read(&cow, 0, 4096).await.unwrap(), pattern(0, 0, 4096));
@@ -125,7 +135,12 @@ fn a_file_that_does_not_add_up_is_not_emptied() {
         let cow = bench.open(u64::MAX).await;
         write(&cow, 0, &[1; 512]).await.unwrap();
         cow.close().await.unwrap();
-        bench.raw().write(Segments::from_bytes(&[0b1000_0000]), header.bitmap_offset + 1, false).await.1.unwrap();
+        bench
+            .raw()
+            .write(Segments::from_bytes(&[0b1000_0000]), header.bitmap_offset + 1, false)
+            .await
+            .1
+            .unwrap();
         let error = make_empty(&bench.raw()).await.unwrap_err().to_string();
         assert!(error.contains("bits are set beyond the disk's 11 sectors"), "{error}");
         assert_eq!(info(&bench.raw()).await.unwrap().own_sectors, 1);
@@ -154,8 +169,11 @@ fn a_merge_is_the_disk_without_its_zeroes() {
         }
         assert_eq!(target_disk.contents(), expected);
         let trace = target_disk.trace();
-        let written: u64 =
-            trace.iter().filter(|t| t.phase == Phase::Answered && t.kind == OpKind::Write).map(|t| t.len).sum();
+        let written: u64 = trace
+            .iter()
+            .filter(|t| t.phase == Phase::Answered && t.kind == OpKind::Write)
+            .map(|t| t.len)
+            .sum();
         assert_eq!(written, (1 << 20) - 12288 + 512, "a block of zeroes is not written");
         let error = merge(&cow, &base, &target, |_| ()).await.unwrap_err().to_string();
         assert!(error.starts_with("merged image: the file has 2098176 bytes already"), "{error}");
@@ -178,7 +196,8 @@ fn every_way_to_lay_a_file_out_is_checked_alike() {
     });
 }
 
-/// Whoever opens or checks a file that was cut short gets its disk, or an error that names an offset; nothing is written.
+/// Whoever opens or checks a file that was cut short gets its disk, or an error that names an
+/// offset; nothing is written.
 #[test]
 fn a_file_cut_short_is_an_error_or_shows_what_it_showed() {
     for version in [1, 2, 3] {
@@ -189,19 +208,27 @@ fn a_file_cut_short_is_an_error_or_shows_what_it_showed() {
             write(&cow, 512, &pattern(1, 512, 20 * 512)).await.unwrap();
             cow.close().await.unwrap();
             let (whole, expected) = (bench.disk.contents(), read(&cow, 0, size).await.unwrap());
-            let (ends, mut refused) = ((0..whole.len()).step_by(256).chain([1, 7, 8, 279, 4119, 4127, 4135]), 0);
+            let (ends, mut refused) =
+                ((0..whole.len()).step_by(256).chain([1, 7, 8, 279, 4119, 4127, 4135]), 0);
             for end in ends.filter(|&end| end < whole.len()) {
                 let disk = SimDisk::new(SimImage::from_bytes(&whole[..end]), SimConfig::new(1));
                 let raw = Raw::on(disk.clone(), SHAPES[0]);
                 for read_only in [true, false] {
-                    let opened = Cow::open(raw.clone(), &CowOptions { read_only, ..CowOptions::default() }).await;
+                    let opened =
+                        Cow::open(raw.clone(), &CowOptions { read_only, ..CowOptions::default() })
+                            .await;
                     match opened {
-                        Ok(cow) => assert!(read(&cow, 0, size).await.is_ok_and(|disk| disk == expected), "at {end}"),
+                        Ok(cow) => assert!(
+                            read(&cow, 0, size).await.is_ok_and(|disk| disk == expected),
+                            "at {end}"
+                        ),
                         Err(e) => assert!(e.offset.is_some(), "at {end}: {e}"),
                     }
                 }
                 match check(&raw, Repair::default()).await {
-                    Ok(report) => assert!(report.corruptions.iter().all(|e| e.offset.is_some()), "at {end}"),
+                    Ok(report) => {
+                        assert!(report.corruptions.iter().all(|e| e.offset.is_some()), "at {end}")
+                    }
                     Err(e) => {
                         refused += 1;
                         assert!(e.offset.is_some(), "at {end}: {e}");

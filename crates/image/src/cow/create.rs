@@ -1,8 +1,9 @@
 //! New COW files, and files that get another backing file. Both want the file for themselves.
 //!
-//! What must hold: what `uml_mkcow` would make is made, bit by bit; after a power cut in the middle a new file is none yet,
-//! and one that existed has its old backing file or its new one. (Two names longer than 479 bytes may be mixed up: a header
-//! of which more than one sector changes is not changed at once.)
+//! What must hold: what `uml_mkcow` would make is made, bit by bit; after a power cut in the middle
+//! a new file is none yet, and one that existed has its old backing file or its new one. (Two names
+//! longer than 479 bytes may be mixed up: a header of which more than one sector changes is not
+//! changed at once.)
 
 use blockyard_ring::Segments;
 
@@ -30,12 +31,18 @@ impl<'a> CreateOptions<'a> {
 }
 
 /// Makes an empty file a COW file that has no sector of its own yet.
-pub async fn create<S: Storage>(file: &Raw<S>, options: &CreateOptions<'_>) -> Result<Header, ImageError> {
+pub async fn create<S: Storage>(
+    file: &Raw<S>,
+    options: &CreateOptions<'_>,
+) -> Result<Header, ImageError> {
     let header = Header::new(options.version, options.alignment, &options.backing)?;
     let failed = |operation: &'static str| move |e| ImageError::io(HEADER, None, operation, e);
     let len = file.storage().len().await.map_err(failed("finding the file's length"))?;
     if len != 0 {
-        return Err(ImageError::refused(HEADER, format!("the file has {len} bytes already: a new one must be empty")));
+        return Err(ImageError::refused(
+            HEADER,
+            format!("the file has {len} bytes already: a new one must be empty"),
+        ));
     }
     // The length reads as zeroes, and so does the bitmap in it.
     file.storage().set_len(header.file_len()).await.map_err(failed("setting the file's length"))?;
@@ -44,8 +51,12 @@ pub async fn create<S: Storage>(file: &Raw<S>, options: &CreateOptions<'_>) -> R
     Ok(header)
 }
 
-/// Writes another backing file into the header: what `rebase --unsafe` does. The sectors of the file stay as they are.
-pub async fn set_backing<S: Storage>(file: &Raw<S>, backing: &Backing<'_>) -> Result<Header, ImageError> {
+/// Writes another backing file into the header: what `rebase --unsafe` does. The sectors of the
+/// file stay as they are.
+pub async fn set_backing<S: Storage>(
+    file: &Raw<S>,
+    backing: &Backing<'_>,
+) -> Result<Header, ImageError> {
     let header = read_header(file).await?.over(backing)?;
     write_header(file, &header).await?;
     Ok(header)

@@ -7,12 +7,15 @@ use super::{BITMAP, bitmap_end, read_header};
 use crate::error::ImageError;
 use crate::raw::Raw;
 
-/// Clears all bits, so that the backing file shows. Durable when it answers. (A backing file that has changed is not the one
-/// that the header knows: [`super::set_backing`], with its new size and time, is then the caller's.)
+/// Clears all bits, so that the backing file shows. Durable when it answers. (A backing file that
+/// has changed is not the one that the header knows: [`super::set_backing`], with its new size and
+/// time, is then the caller's.)
 pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
     let header = read_header(file).await?;
     check_spare_bits(file, &header).await?;
-    let failed = |operation: &'static str| move |e| ImageError::io(BITMAP, header.bitmap_offset, operation, e);
+    let failed = |operation: &'static str| {
+        move |e| ImageError::io(BITMAP, header.bitmap_offset, operation, e)
+    };
     let (offset, len) = (header.bitmap_offset, bitmap_end(&header));
     file.write_zeroes(offset, len, true).await.map_err(failed("zeroing"))?;
     file.flush().await.map_err(failed("syncing"))?;

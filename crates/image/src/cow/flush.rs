@@ -1,12 +1,14 @@
 //! The order on the disk: data, a sync, bits, a sync.
 //!
-//! A write's data is in the file (not yet durable) before its bits are set in memory. A flush takes copies of the pages
-//! that have new bits, syncs, so that all data they speak of is durable, writes them, and syncs again. Bits that are set
-//! meanwhile are not in the copies: they wait for the next flush. So a bit never gets ahead of its data: read after a
-//! power cut, that would be whatever lay there, in place of what the backing file has.
+//! A write's data is in the file (not yet durable) before its bits are set in memory. A flush takes
+//! copies of the pages that have new bits, syncs, so that all data they speak of is durable, writes
+//! them, and syncs again. Bits that are set meanwhile are not in the copies: they wait for the next
+//! flush. So a bit never gets ahead of its data: read after a power cut, that would be whatever lay
+//! there, in place of what the backing file has.
 //!
-//! What must hold: one flush at a time; after a sync that failed no write and no flush answers Ok any more, as Linux reports
-//! a failed write-back once only, and the sync may have been one that nobody asked for.
+//! What must hold: one flush at a time; after a sync that failed no write and no flush answers Ok
+//! any more, as Linux reports a failed write-back once only, and the sync may have been one that
+//! nobody asked for.
 
 use std::io;
 use std::sync::atomic::Ordering;

@@ -1,7 +1,8 @@
 //! The header of a COW file: its four layouts, and where bitmap and data lie.
 //!
-//! In: the first bytes of a file. Out: a [`Header`], every field of which has been checked; or an error that names the
-//! field and its offset. The other way round: a `Header` and its bytes, for files that are made or get another backing file.
+//! In: the first bytes of a file. Out: a [`Header`], every field of which has been checked; or an
+//! error that names the field and its offset. The other way round: a `Header` and its bytes, for
+//! files that are made or get another backing file.
 //!
 //! | layout   | backing name | mtime  | size   | sector | alignment | format | length | byte order |
 //! |----------|--------------|--------|--------|--------|-----------|--------|--------|------------|
@@ -10,8 +11,9 @@
 //! | 3        | 32+4096      | 8      | 12     | 20     | 24        | 28     | 4128   | big-endian |
 //! | 3 padded | 36+4096      | 8      | 16     | 24     | 28        | 32     | 4136   | big-endian |
 //!
-//! All begin with the magic number and the version. The padded one was written by 64-bit programs until 2005; it is known
-//! by the four zeroes where version 3 has its name. (The kernel's `arch/um/drivers/cow_user.c` is the specification.)
+//! All begin with the magic number and the version. The padded one was written by 64-bit programs
+//! until 2005; it is known by the four zeroes where version 3 has its name. (The kernel's
+//! `arch/um/drivers/cow_user.c` is the specification.)
 
 use crate::SECTOR;
 use crate::error::ImageError;
@@ -58,18 +60,42 @@ impl Layout {
 
     fn fields(self) -> Fields {
         match self {
-            Layout::One { .. } => {
-                Fields { name: 8, name_len: 256, mtime: 264, size: 268, sector: 276, alignment: None, len: 280 }
-            }
-            Layout::Two => {
-                Fields { name: 8, name_len: 4096, mtime: 4104, size: 4108, sector: 4116, alignment: None, len: 4120 }
-            }
-            Layout::Three => {
-                Fields { name: 32, name_len: 4096, mtime: 8, size: 12, sector: 20, alignment: Some(24), len: 4128 }
-            }
-            Layout::ThreePadded => {
-                Fields { name: 36, name_len: 4096, mtime: 8, size: 16, sector: 24, alignment: Some(28), len: 4136 }
-            }
+            Layout::One { .. } => Fields {
+                name: 8,
+                name_len: 256,
+                mtime: 264,
+                size: 268,
+                sector: 276,
+                alignment: None,
+                len: 280,
+            },
+            Layout::Two => Fields {
+                name: 8,
+                name_len: 4096,
+                mtime: 4104,
+                size: 4108,
+                sector: 4116,
+                alignment: None,
+                len: 4120,
+            },
+            Layout::Three => Fields {
+                name: 32,
+                name_len: 4096,
+                mtime: 8,
+                size: 12,
+                sector: 20,
+                alignment: Some(24),
+                len: 4128,
+            },
+            Layout::ThreePadded => Fields {
+                name: 36,
+                name_len: 4096,
+                mtime: 8,
+                size: 16,
+                sector: 24,
+                alignment: Some(28),
+                len: 4136,
+            },
         }
     }
 
@@ -79,18 +105,27 @@ impl Layout {
 
     /// The layout of a file that begins with `bytes`.
     fn of(bytes: &[u8]) -> Result<Self, ImageError> {
-        let too_short = || ImageError::invalid(HEADER, 0, format!("the file ends after {} bytes", bytes.len()));
-        let (Some(magic), Some(version)) = (number(bytes, 0, false), number(bytes, 4, false)) else {
+        let too_short =
+            || ImageError::invalid(HEADER, 0, format!("the file ends after {} bytes", bytes.len()));
+        let (Some(magic), Some(version)) = (number(bytes, 0, false), number(bytes, 4, false))
+        else {
             return Err(too_short());
         };
         let version = match magic {
             MAGIC => version,
             // Version 1 was written in the writer's order; the kernel takes the others so as well.
             _ if magic == MAGIC.swap_bytes() => version.swap_bytes(),
-            _ => return Err(ImageError::invalid(HEADER, 0, "it does not begin with the magic number OOOM")),
+            _ => {
+                return Err(ImageError::invalid(
+                    HEADER,
+                    0,
+                    "it does not begin with the magic number OOOM",
+                ));
+            }
         };
         let layout = match version {
-            // The kernel goes by its own byte order, whatever the magic number's: the sector size tells which is right.
+            // The kernel goes by its own byte order, whatever the magic number's: the sector size
+            // tells which is right.
             1 if number(bytes, 276, true) == Some(SECTOR as u32) => Layout::One { little: true },
             1 => Layout::One { little: false },
             2 => Layout::Two,
@@ -98,7 +133,10 @@ impl Layout {
             3 => Layout::Three,
             other => {
                 let what = format!("version {other} is not known: versions 1 to 3 are");
-                return Err(ImageError { offset: Some(4), ..ImageError::unsupported(HEADER, what) });
+                return Err(ImageError {
+                    offset: Some(4),
+                    ..ImageError::unsupported(HEADER, what)
+                });
             }
         };
         if bytes.len() < layout.fields().len { Err(too_short()) } else { Ok(layout) }
@@ -116,7 +154,8 @@ pub struct Header {
     layout: Layout,
     /// The backing file's name as it is written: usually an absolute path.
     pub backing: String,
-    /// The backing file when the COW file was made: its size in bytes, and when it was last written, in seconds.
+    /// The backing file when the COW file was made: its size in bytes, and when it was last
+    /// written, in seconds.
     pub backing_size: u64,
     pub backing_mtime: u32,
     pub alignment: u32,
@@ -143,7 +182,8 @@ impl Header {
         let at = |offset: usize| number(bytes, offset, little).unwrap_or_default();
         let (first, second) = (u64::from(at(fields.size)), u64::from(at(fields.size + 4)));
         let size = if little { second << 32 | first } else { first << 32 | second };
-        let wrong = |offset: usize, what: String| Err(ImageError::invalid(HEADER, offset as u64, what));
+        let wrong =
+            |offset: usize, what: String| Err(ImageError::invalid(HEADER, offset as u64, what));
         if u64::from(at(fields.sector)) != SECTOR {
             let what = format!("sectors of {} bytes: only {SECTOR} are known", at(fields.sector));
             return wrong(fields.sector, what);
@@ -156,10 +196,16 @@ impl Header {
             let format = at(offset + 4);
             if format != 0 {
                 let what = format!("format {format} is not known: 0, a bitmap, is");
-                return Err(ImageError { offset: Some(offset as u64 + 4), ..ImageError::unsupported(HEADER, what) });
+                return Err(ImageError {
+                    offset: Some(offset as u64 + 4),
+                    ..ImageError::unsupported(HEADER, what)
+                });
             }
         }
-        let name = bytes[fields.name..fields.name + fields.name_len].split(|&b| b == 0).next().unwrap_or_default();
+        let name = bytes[fields.name..fields.name + fields.name_len]
+            .split(|&b| b == 0)
+            .next()
+            .unwrap_or_default();
         if name.is_empty() || name.len() == fields.name_len {
             return wrong(fields.name, "the backing file's name is empty, or has no end".into());
         }
@@ -175,15 +221,22 @@ impl Header {
             1 => Layout::One { little: true },
             2 => Layout::Two,
             3 => Layout::Three,
-            other => return Err(ImageError::refused(HEADER, format!("there is no version {other}: 1, 2 or 3"))),
+            other => {
+                return Err(ImageError::refused(
+                    HEADER,
+                    format!("there is no version {other}: 1, 2 or 3"),
+                ));
+            }
         };
         if alignment == 0 || (version < 3 && u64::from(alignment) != SECTOR) {
-            let what =
-                format!("an alignment of {alignment} bytes cannot be: version 3 knows more than {SECTOR}, none 0");
+            let what = format!(
+                "an alignment of {alignment} bytes cannot be: version 3 knows more than {SECTOR}, none 0"
+            );
             return Err(ImageError::refused(HEADER, what));
         }
         Self::check_name(layout, backing.name)?;
-        let header = Self::lay_out(layout, backing.name, backing.size, backing.mtime as u32, alignment)?;
+        let header =
+            Self::lay_out(layout, backing.name, backing.size, backing.mtime as u32, alignment)?;
         if header.unrecorded() > 0 {
             let what = "in versions 1 and 2 the backing file's size must be a multiple of 4096: take version 3";
             return Err(ImageError::refused(HEADER, what));
@@ -194,7 +247,13 @@ impl Header {
     /// The same file over another backing file of the same number of sectors.
     pub(super) fn over(&self, backing: &Backing<'_>) -> Result<Self, ImageError> {
         Self::check_name(self.layout, backing.name)?;
-        let header = Self::lay_out(self.layout, backing.name, backing.size, backing.mtime as u32, self.alignment)?;
+        let header = Self::lay_out(
+            self.layout,
+            backing.name,
+            backing.size,
+            backing.mtime as u32,
+            self.alignment,
+        )?;
         if header.sectors() != self.sectors() {
             let what = format!(
                 "the backing file {} has {} bytes; it must have as many sectors as before, {}",
@@ -210,17 +269,27 @@ impl Header {
     fn check_name(layout: Layout, name: &str) -> Result<(), ImageError> {
         let longest = layout.fields().name_len - 1;
         if name.is_empty() || name.len() > longest || name.contains('\0') {
-            let what = format!("a backing file's name has 1 to {longest} bytes, none of them zero: {name:?}");
+            let what = format!(
+                "a backing file's name has 1 to {longest} bytes, none of them zero: {name:?}"
+            );
             return Err(ImageError::refused(HEADER, what));
         }
         Ok(())
     }
 
     /// Where things lie, by the kernel's arithmetic; what overflows there is no file.
-    fn lay_out(layout: Layout, name: &str, size: u64, mtime: u32, alignment: u32) -> Result<Self, ImageError> {
+    fn lay_out(
+        layout: Layout,
+        name: &str,
+        size: u64,
+        mtime: u32,
+        alignment: u32,
+    ) -> Result<Self, ImageError> {
         let fields = layout.fields();
         let too_large = || {
-            let what = format!("{size} bytes with an alignment of {alignment}: the kernel's offsets end at 2 GiB");
+            let what = format!(
+                "{size} bytes with an alignment of {alignment}: the kernel's offsets end at 2 GiB"
+            );
             ImageError::invalid(HEADER, fields.size as u64, what)
         };
         // This bounds all that follows.
@@ -233,7 +302,8 @@ impl Header {
             let len = (size + SECTOR - 1) / (8 * SECTOR);
             (header_len, len, (header_len + len).next_multiple_of(SECTOR))
         } else {
-            let (offset, len) = (header_len.next_multiple_of(align), size.div_ceil(SECTOR).div_ceil(8));
+            let (offset, len) =
+                (header_len.next_multiple_of(align), size.div_ceil(SECTOR).div_ceil(8));
             (offset, len, (offset + len).next_multiple_of(align))
         };
         if data_offset > i32::MAX as u64 {
@@ -265,7 +335,8 @@ impl Header {
         self.backing_size.div_ceil(SECTOR)
     }
 
-    /// Sectors at the end that have no bit: versions 1 and 2 round the wrong way. They are the backing file's for ever.
+    /// Sectors at the end that have no bit: versions 1 and 2 round the wrong way. They are the
+    /// backing file's for ever.
     pub fn unrecorded(&self) -> u64 {
         self.sectors().saturating_sub(self.bitmap_len * 8)
     }
@@ -301,10 +372,18 @@ impl Header {
 mod tests {
     use super::*;
 
-    const BACKING: Backing<'static> = Backing { name: "/base/root.img", size: 10 << 20, mtime: 0x6b01_5dcb };
+    const BACKING: Backing<'static> =
+        Backing { name: "/base/root.img", size: 10 << 20, mtime: 0x6b01_5dcb };
 
     fn padded(alignment: u32) -> Header {
-        Header::lay_out(Layout::ThreePadded, BACKING.name, BACKING.size, BACKING.mtime as u32, alignment).unwrap()
+        Header::lay_out(
+            Layout::ThreePadded,
+            BACKING.name,
+            BACKING.size,
+            BACKING.mtime as u32,
+            alignment,
+        )
+        .unwrap()
     }
 
     #[test]
@@ -312,12 +391,22 @@ mod tests {
         let one = Header::new(1, 512, &BACKING).unwrap();
         let big = Header { layout: Layout::One { little: false }, ..one.clone() };
         let two = Header::new(2, 512, &BACKING).unwrap();
-        let all = [one, big, two, Header::new(3, 4096, &BACKING).unwrap(), Header::new(3, 1, &BACKING).unwrap()];
+        let all = [
+            one,
+            big,
+            two,
+            Header::new(3, 4096, &BACKING).unwrap(),
+            Header::new(3, 1, &BACKING).unwrap(),
+        ];
         for header in all.into_iter().chain([padded(4096)]) {
             let mut bytes = header.encode();
             assert_eq!(Header::decode(&bytes).unwrap(), header);
             bytes.resize(HEADER_MAX, 0xee);
-            assert_eq!(Header::decode(&bytes).unwrap(), header, "what follows the header is no part of it");
+            assert_eq!(
+                Header::decode(&bytes).unwrap(),
+                header,
+                "what follows the header is no part of it"
+            );
         }
     }
 
@@ -347,12 +436,26 @@ mod tests {
             all[at..at + bytes.len()].copy_from_slice(bytes);
             Header::decode(&all).unwrap_err().to_string()
         };
-        assert_eq!(with(0, b"QFI"), "cow header at offset 0: it does not begin with the magic number OOOM");
-        assert_eq!(with(4, &[0, 0, 0, 9]), "cow header at offset 4: version 9 is not known: versions 1 to 3 are");
-        assert_eq!(with(20, &[0, 0, 0x10, 0]), "cow header at offset 20: sectors of 4096 bytes: only 512 are known");
+        assert_eq!(
+            with(0, b"QFI"),
+            "cow header at offset 0: it does not begin with the magic number OOOM"
+        );
+        assert_eq!(
+            with(4, &[0, 0, 0, 9]),
+            "cow header at offset 4: version 9 is not known: versions 1 to 3 are"
+        );
+        assert_eq!(
+            with(20, &[0, 0, 0x10, 0]),
+            "cow header at offset 20: sectors of 4096 bytes: only 512 are known"
+        );
         assert_eq!(with(24, &[0; 4]), "cow header at offset 24: an alignment of 0");
-        assert_eq!(with(28, &[0, 0, 0, 1]), "cow header at offset 28: format 1 is not known: 0, a bitmap, is");
-        assert!(with(12, &[0xff; 8]).starts_with("cow header at offset 12: 18446744073709551615 bytes"));
+        assert_eq!(
+            with(28, &[0, 0, 0, 1]),
+            "cow header at offset 28: format 1 is not known: 0, a bitmap, is"
+        );
+        assert!(
+            with(12, &[0xff; 8]).starts_with("cow header at offset 12: 18446744073709551615 bytes")
+        );
         assert!(with(12, &[0, 0, 8]).ends_with("the kernel's offsets end at 2 GiB"));
         assert!(with(24, &[0xff; 4]).ends_with("the kernel's offsets end at 2 GiB"));
         assert!(with(32, &[0xff; 4096]).contains("has no end"));
@@ -371,8 +474,16 @@ mod tests {
         let over = |size| header.over(&Backing { name: "other.img", size, mtime: 5 });
         let other = over(BACKING.size - 100).unwrap();
         assert_eq!((other.backing.as_str(), other.backing_mtime), ("other.img", 5));
-        assert_eq!((other.bitmap_offset, other.data_offset), (header.bitmap_offset, header.data_offset));
-        assert!(over(BACKING.size - 512).unwrap_err().to_string().contains("as many sectors as before, 20480"));
+        assert_eq!(
+            (other.bitmap_offset, other.data_offset),
+            (header.bitmap_offset, header.data_offset)
+        );
+        assert!(
+            over(BACKING.size - 512)
+                .unwrap_err()
+                .to_string()
+                .contains("as many sectors as before, 20480")
+        );
         let long = Backing { name: &"n".repeat(4096), ..BACKING };
         assert!(header.over(&long).unwrap_err().to_string().contains("1 to 4095 bytes"));
     }

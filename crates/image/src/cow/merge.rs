@@ -26,10 +26,14 @@ pub async fn merge<S: Storage, B: Storage, T: Storage>(
     target: &Raw<T>,
     progress: impl Fn(u64),
 ) -> Result<(), ImageError> {
-    let failed = |operation: &'static str| move |e| ImageError::io("merged image", None, operation, e);
+    let failed =
+        |operation: &'static str| move |e| ImageError::io("merged image", None, operation, e);
     let len = target.storage().len().await.map_err(failed("finding its length"))?;
     if len != 0 {
-        return Err(ImageError::refused("merged image", format!("the file has {len} bytes already: it must be empty")));
+        return Err(ImageError::refused(
+            "merged image",
+            format!("the file has {len} bytes already: it must be empty"),
+        ));
     }
     target.storage().set_len(cow.size()).await.map_err(failed("setting its length"))?;
     copy(cow, progress, async |piece| {
@@ -74,14 +78,23 @@ async fn copy<S: Storage, F: Future<Output = Result<(), ImageError>>>(
     Ok(())
 }
 
-async fn read<S: Storage>(file: &Raw<S>, what: &str, offset: u64, len: u64) -> Result<Segments, ImageError> {
+async fn read<S: Storage>(
+    file: &Raw<S>,
+    what: &str,
+    offset: u64,
+    len: u64,
+) -> Result<Segments, ImageError> {
     let (buffer, result) = file.read(Segments::buffer(len as usize), offset).await;
     result.map_err(|e| ImageError::io(what, offset, "reading", e))?;
     Ok(buffer)
 }
 
 /// Writes the runs of blocks that are not zeroes.
-async fn write_sparse<S: Storage>(file: &Raw<S>, buffer: &Segments, offset: u64) -> Result<(), ImageError> {
+async fn write_sparse<S: Storage>(
+    file: &Raw<S>,
+    buffer: &Segments,
+    offset: u64,
+) -> Result<(), ImageError> {
     let mut bytes = vec![0; buffer.len()];
     buffer.copy_out(0, &mut bytes);
     let blocks = blocks(offset, bytes.len());
@@ -91,13 +104,15 @@ async fn write_sparse<S: Storage>(file: &Raw<S>, buffer: &Segments, offset: u64)
         if is_hole(&run[0]) {
             continue;
         }
-        let (_, result) = file.write(buffer.slice(start, end - start), offset + start as u64, false).await;
+        let (_, result) =
+            file.write(buffer.slice(start, end - start), offset + start as u64, false).await;
         result.map_err(|e| ImageError::io("merged image", offset + start as u64, "writing", e))?;
     }
     Ok(())
 }
 
-/// The blocks of the file that `len` bytes from `offset` on have a part in, as ranges of these bytes.
+/// The blocks of the file that `len` bytes from `offset` on have a part in, as ranges of these
+/// bytes.
 fn blocks(offset: u64, len: usize) -> Vec<Range<usize>> {
     let (mut blocks, mut at) = (Vec::new(), 0);
     while at < len {

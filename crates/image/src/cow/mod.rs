@@ -1,4 +1,5 @@
-//! COW files of User Mode Linux: an overlay of a raw backing file, with a bitmap of the sectors that are its own.
+//! COW files of User Mode Linux: an overlay of a raw backing file, with a bitmap of the sectors
+//! that are its own.
 //!
 //! ```text
 //!   header   the four layouts, checked                  bitmap   pages of the bitmap in memory, shared by reactors
@@ -7,17 +8,20 @@
 //!   merge    with the backing file into a new image
 //! ```
 //!
-//! In: reads, writes, discards, zeroes and flushes at offsets of the guest's disk, in whole sectors. Out: operations on the
-//! file; and for each range, whether its bytes are in the file or in the layer below. A sector's place in the file never
-//! changes, so a write is one operation, and what is new is one bit.
+//! In: reads, writes, discards, zeroes and flushes at offsets of the guest's disk, in whole
+//! sectors. Out: operations on the file; and for each range, whether its bytes are in the file or
+//! in the layer below. A sector's place in the file never changes, so a write is one operation, and
+//! what is new is one bit.
 //!
-//! What must hold: a bit is durable only after its sector's data (`flush`), and never goes away while the file is open; a
-//! header that does not add up, and a file that ends too soon, are refused before anything is written. On a device that
-//! writes 512-byte sectors whole or not at all, so does this, where data begins at a multiple of 512 (an alignment of
-//! version 3 that is none lets a power cut tear sectors).
+//! What must hold: a bit is durable only after its sector's data (`flush`), and never goes away
+//! while the file is open; a header that does not add up, and a file that ends too soon, are
+//! refused before anything is written. On a device that writes 512-byte sectors whole or not at
+//! all, so does this, where data begins at a multiple of 512 (an alignment of version 3 that is
+//! none lets a power cut tear sectors).
 //!
-//! Memory: the bitmap is 1/4096 of the disk, 256 MiB for 1 TiB. At most [`CowOptions::bitmap_memory`] of it is held, in
-//! pages of 4 KiB (16 MiB of the disk each), read when they are first needed. A lookup takes no lock.
+//! Memory: the bitmap is 1/4096 of the disk, 256 MiB for 1 TiB. At most
+//! [`CowOptions::bitmap_memory`] of it is held, in pages of 4 KiB (16 MiB of the disk each), read
+//! when they are first needed. A lookup takes no lock.
 
 mod bitmap;
 mod check;
@@ -129,8 +133,9 @@ impl<S: Storage> Cow<S> {
         self.shared.size()
     }
 
-    /// Whether the backing file is the one the COW file was made for; its size in bytes and its time in seconds are asked
-    /// for. Changed since, it may not be what the guest's changes were made to.
+    /// Whether the backing file is the one the COW file was made for; its size in bytes and its
+    /// time in seconds are asked for. Changed since, it may not be what the guest's changes were
+    /// made to.
     pub fn check_backing(&self, size: u64, mtime: i64) -> Result<(), ImageError> {
         let header = self.header();
         let result = header.matches(size, mtime);
@@ -143,7 +148,8 @@ impl<S: Storage> Cow<S> {
         }
     }
 
-    /// Where the bytes from `offset` on are, up to `len` of them. None: that part of the bitmap is not in memory.
+    /// Where the bytes from `offset` on are, up to `len` of them. None: that part of the bitmap is
+    /// not in memory.
     #[inline]
     pub fn try_lookup(&self, offset: u64, len: u64) -> Option<Extent> {
         self.shared.lookup(offset, len)
@@ -163,7 +169,8 @@ impl<S: Storage> Cow<S> {
             let _guard = self.shared.loading.hold(first..last).await;
             // A page that is here may be newer than what is read now, and be gone by then.
             let bitmap = &self.shared.bitmap;
-            let absent: Vec<_> = (first..last).filter(|&page| !bitmap.has(page) && bitmap.has_room(page)).collect();
+            let absent: Vec<_> =
+                (first..last).filter(|&page| !bitmap.has(page) && bitmap.has_room(page)).collect();
             if !absent.is_empty() {
                 let bytes = self.read_pages(first..last).await?;
                 for page in absent.into_iter().filter(|&page| bitmap.has_room(page)) {
@@ -187,7 +194,8 @@ impl<S: Storage> Cow<S> {
         if let Err(e) = self.shared.may_change(offset, len) {
             return (segments, Err(e));
         }
-        let (segments, mut result) = self.file.write(segments, self.shared.host(offset), false).await;
+        let (segments, mut result) =
+            self.file.write(segments, self.shared.host(offset), false).await;
         if result.is_ok() {
             result = self.mark(offset, len).await;
         }
@@ -201,15 +209,16 @@ impl<S: Storage> Cow<S> {
         self.mark(offset, len).await
     }
 
-    /// As [`Cow::write_zeroes`]; Unsupported, and nothing done, where they would have to be written.
+    /// As [`Cow::write_zeroes`]; Unsupported, and nothing done, where they would have to be
+    /// written.
     pub async fn write_zeroes_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.shared.may_change(offset, len)?;
         self.file.write_zeroes_fast(self.shared.host(offset), len, unmap).await?;
         self.mark(offset, len).await
     }
 
-    /// Gives the space of whole sectors back: those of the file may read as zeroes then, the others stay as they are. (A bit
-    /// that went away would bring back what was below.)
+    /// Gives the space of whole sectors back: those of the file may read as zeroes then, the others
+    /// stay as they are. (A bit that went away would bring back what was below.)
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         self.shared.may_change(offset, len)?;
         let (mut at, end) = (offset, offset + len);
@@ -253,7 +262,8 @@ impl<S: Storage> Cow<S> {
         Ok(())
     }
 
-    /// Pages as they are in the file, each with all of its bytes: zeroes where the bitmap has ended.
+    /// Pages as they are in the file, each with all of its bytes: zeroes where the bitmap has
+    /// ended.
     async fn read_pages(&self, pages: Range<u64>) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; (pages.end - pages.start) as usize * PAGE];
         let start = pages.start * PAGE as u64;
@@ -307,7 +317,10 @@ impl Header {
 
 impl std::fmt::Debug for Shared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Shared").field("header", &self.header).field("options", &self.options).finish_non_exhaustive()
+        f.debug_struct("Shared")
+            .field("header", &self.header)
+            .field("options", &self.options)
+            .finish_non_exhaustive()
     }
 }
 
@@ -347,15 +360,19 @@ impl Shared {
         if self.options.read_only {
             return Err(io::ErrorKind::ReadOnlyFilesystem.into());
         }
-        if !(offset | len).is_multiple_of(SECTOR) || offset.checked_add(len).is_none_or(|end| end > self.size()) {
-            let what = format!("{len} bytes at {offset}: only whole sectors of the disk can be changed");
+        if !(offset | len).is_multiple_of(SECTOR)
+            || offset.checked_add(len).is_none_or(|end| end > self.size())
+        {
+            let what =
+                format!("{len} bytes at {offset}: only whole sectors of the disk can be changed");
             return Err(ImageError::refused("cow data", what).into());
         }
         self.still_trusted()
     }
 }
 
-/// Where writes of the bitmap end, counted from its start: whole sectors where there is room before the data.
+/// Where writes of the bitmap end, counted from its start: whole sectors where there is room before
+/// the data.
 fn bitmap_end(header: &Header) -> u64 {
     let room = header.data_offset - header.bitmap_offset;
     header.bitmap_len.next_multiple_of(SECTOR).min(room)

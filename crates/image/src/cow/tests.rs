@@ -1,10 +1,12 @@
-//! The layer against a plain vector, on the simulated disk: all header versions, all shapes of O_DIRECT, several tasks and
-//! two reactors' views, memory for a part of the bitmap only.
+//! The layer against a plain vector, on the simulated disk: all header versions, all shapes of
+//! O_DIRECT, several tasks and two reactors' views, memory for a part of the bitmap only.
 
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use blockyard_storage::sim::{Fault, OpKind, Oracle, Phase, Rng, Sim, SimConfig, SimDisk, SimImage, pattern};
+use blockyard_storage::sim::{
+    Fault, OpKind, Oracle, Phase, Rng, Sim, SimConfig, SimDisk, SimImage, pattern,
+};
 use proptest::prelude::*;
 
 use super::*;
@@ -44,19 +46,26 @@ impl Bench {
 
     pub async fn create(&self, version: u32, size: u64) -> Header {
         let alignment = if version == 3 { 4096 } else { 512 };
-        create(&self.raw(), &CreateOptions { backing: backing(size), version, alignment }).await.unwrap()
+        create(&self.raw(), &CreateOptions { backing: backing(size), version, alignment })
+            .await
+            .unwrap()
     }
 
     pub async fn open(&self, bitmap_memory: u64) -> Cow<SimDisk> {
         Cow::open(self.raw(), &CowOptions { bitmap_memory, ..CowOptions::default() }).await.unwrap()
     }
 
-    pub fn run<T: 'static, F: Future<Output = T> + 'static>(self, seed: u64, work: impl FnOnce(Bench) -> F) -> T {
+    pub fn run<T: 'static, F: Future<Output = T> + 'static>(
+        self,
+        seed: u64,
+        work: impl FnOnce(Bench) -> F,
+    ) -> T {
         Sim::new(seed).step_limit(3_000_000).block_on(work(self)).unwrap()
     }
 }
 
-/// What a guest reads of the file over a backing file that is made up: the pattern 0, sector by sector.
+/// What a guest reads of the file over a backing file that is made up: the pattern 0, sector by
+/// sector.
 pub(super) async fn read<S: Storage>(cow: &Cow<S>, offset: u64, len: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     while (bytes.len() as u64) < len {
@@ -68,7 +77,8 @@ pub(super) async fn read<S: Storage>(cow: &Cow<S>, offset: u64, len: u64) -> io:
         assert!(extent.len > 0 && extent.len <= offset + len - at, "{extent:?}");
         let mut part = match extent.place {
             Place::Data(host) => {
-                let (segments, result) = cow.read(Segments::buffer(extent.len as usize), host).await;
+                let (segments, result) =
+                    cow.read(Segments::buffer(extent.len as usize), host).await;
                 result?;
                 let mut part = vec![0; segments.len()];
                 segments.copy_out(0, &mut part);
@@ -99,10 +109,18 @@ fn what_is_written_is_read_and_stays() {
             write(&cow, at, &pattern(1, at, 2048)).await.unwrap();
             cow.write_zeroes(at + 3072, 512, true).await.unwrap();
             cow.flush().await.unwrap();
-            let expected =
-                [pattern(1, at, 2048), pattern(0, at + 2048, 1024), vec![0; 512], pattern(0, at + 3584, 512)];
+            let expected = [
+                pattern(1, at, 2048),
+                pattern(0, at + 2048, 1024),
+                vec![0; 512],
+                pattern(0, at + 3584, 512),
+            ];
             for cow in [cow, bench.open(u64::MAX).await] {
-                assert_eq!(read(&cow, at, 4096).await.unwrap(), expected.concat(), "version {version}, {shape:?}");
+                assert_eq!(
+                    read(&cow, at, 4096).await.unwrap(),
+                    expected.concat(),
+                    "version {version}, {shape:?}"
+                );
                 assert_eq!(cow.header().backing, "/base/root.img");
             }
         });
@@ -121,7 +139,11 @@ fn zeroes_that_are_to_be_fast_are_refused_where_the_host_has_none() {
         let refused = cow.write_zeroes_fast(65536, 8192, true).await.unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::Unsupported);
         assert!(bench.disk.trace()[before..].iter().all(|t| t.kind != OpKind::Write));
-        assert_eq!(read(&cow, 65536, 8192).await.unwrap(), pattern(0, 65536, 8192), "its bits were set");
+        assert_eq!(
+            read(&cow, 65536, 8192).await.unwrap(),
+            pattern(0, 65536, 8192),
+            "its bits were set"
+        );
         cow.write_zeroes(65536, 8192, true).await.unwrap();
         assert_eq!(read(&cow, 65536, 8192).await.unwrap(), vec![0; 8192]);
     });
@@ -143,7 +165,10 @@ fn what_is_no_sector_or_beyond_the_disk_is_refused() {
         assert_eq!(cow.try_lookup(20 * 512, 512), Some(Extent { len: 512, place: Place::Zero }));
         let options = CowOptions { read_only: true, ..CowOptions::default() };
         let cow = Cow::open(bench.raw(), &options).await.unwrap();
-        assert_eq!(write(&cow, 0, &[1; 512]).await.unwrap_err().kind(), io::ErrorKind::ReadOnlyFilesystem);
+        assert_eq!(
+            write(&cow, 0, &[1; 512]).await.unwrap_err().kind(),
+            io::ErrorKind::ReadOnlyFilesystem
+        );
         cow.close().await.unwrap();
         assert!(!bench.disk.trace().is_empty());
     });
@@ -170,7 +195,9 @@ fn a_flush_without_news_is_one_sync_and_one_with_news_two_around_the_bits() {
         let cow = bench.open(u64::MAX).await;
         let since = |from: usize| {
             let trace = bench.disk.trace();
-            let started = trace[from..].iter().filter(|t| t.phase == Phase::Started && t.kind != OpKind::Read);
+            let started = trace[from..]
+                .iter()
+                .filter(|t| t.phase == Phase::Started && t.kind != OpKind::Read);
             started.map(|t| (t.kind, t.offset, t.len)).collect::<Vec<_>>()
         };
         let from = bench.disk.trace().len();
@@ -205,7 +232,13 @@ fn after_a_failed_sync_nothing_is_promised_and_a_failed_write_of_bits_is_made_ag
         bench.disk.fail(Fault::new(OpKind::Sync, io::ErrorKind::Other));
         cow.flush().await.unwrap_err();
         for _ in 0..2 {
-            assert!(cow.flush().await.unwrap_err().to_string().contains("an earlier sync of the file has failed"));
+            assert!(
+                cow.flush()
+                    .await
+                    .unwrap_err()
+                    .to_string()
+                    .contains("an earlier sync of the file has failed")
+            );
         }
         assert!(write(&cow, 0, &[3; 512]).await.is_err());
         assert_eq!(read(&cow, 0, 512).await.unwrap(), [1; 512], "reads go on");
@@ -252,7 +285,11 @@ fn a_page_that_cannot_be_read_is_an_error_that_names_it() {
         let at = PAGE_SECTORS * SECTOR;
         let error = write(&cow, at, &[1; 512]).await.unwrap_err();
         assert!(error.to_string().starts_with("cow bitmap at offset 12288: reading"), "{error}");
-        assert_eq!(read(&cow, at, 512).await.unwrap(), pattern(0, at, 512), "the write was not acknowledged");
+        assert_eq!(
+            read(&cow, at, 512).await.unwrap(),
+            pattern(0, at, 512),
+            "the write was not acknowledged"
+        );
     });
 }
 
@@ -261,11 +298,13 @@ fn broken_files_are_refused_and_not_written_to() {
     Bench::new(8, SHAPES[0]).run(8, |bench| async move {
         let header = bench.create(3, 1 << 20).await;
         let events = bench.disk.events();
-        let open = async || Cow::open(bench.raw(), &CowOptions::default()).await.err().unwrap().to_string();
+        let open = async || {
+            Cow::open(bench.raw(), &CowOptions::default()).await.err().unwrap().to_string()
+        };
         bench.disk.set_len(header.file_len() - 1).await.unwrap();
-        assert!(
-            open().await.starts_with("cow header at offset 1060863: the file ends after 1060863 bytes, and should")
-        );
+        assert!(open().await.starts_with(
+            "cow header at offset 1060863: the file ends after 1060863 bytes, and should"
+        ));
         bench.disk.set_len(100).await.unwrap();
         assert_eq!(open().await, "cow header at offset 0: the file ends after 100 bytes");
         assert_eq!(bench.disk.events(), events + 4, "the two changes of length alone");
@@ -295,7 +334,9 @@ fn a_changed_backing_file_is_noticed_or_accepted() {
         cow.check_backing(1 << 20, 1_100_000_000).unwrap();
         let error = cow.check_backing(1 << 20, 1_100_000_009).unwrap_err().to_string();
         assert!(
-            error.contains("was last written at 1100000009 (seconds since 1970), and had been at 1100000000"),
+            error.contains(
+                "was last written at 1100000009 (seconds since 1970), and had been at 1100000000"
+            ),
             "{error}"
         );
         assert!(error.contains("blockyard image rebase --unsafe -b /base/root.img"), "{error}");
@@ -306,14 +347,20 @@ fn a_changed_backing_file_is_noticed_or_accepted() {
 
         write(&cow, 0, &[1; 512]).await.unwrap();
         cow.close().await.unwrap();
-        set_backing(&bench.raw(), &Backing { name: "new.img", size: (1 << 20) - 3, mtime: 77 }).await.unwrap();
+        set_backing(&bench.raw(), &Backing { name: "new.img", size: (1 << 20) - 3, mtime: 77 })
+            .await
+            .unwrap();
         let cow = bench.open(u64::MAX).await;
         cow.check_backing((1 << 20) - 3, 77).unwrap();
-        assert_eq!((cow.header().backing.as_str(), read(&cow, 0, 512).await.unwrap()), ("new.img", vec![1; 512]));
+        assert_eq!(
+            (cow.header().backing.as_str(), read(&cow, 0, 512).await.unwrap()),
+            ("new.img", vec![1; 512])
+        );
     });
 }
 
-/// A request of the property test, at a hot spot: a page of the bitmap, and a sector near its beginning or its end.
+/// A request of the property test, at a hot spot: a page of the bitmap, and a sector near its
+/// beginning or its end.
 #[derive(Clone, Debug)]
 enum Request {
     Write(Spot),

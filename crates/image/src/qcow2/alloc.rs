@@ -1,21 +1,24 @@
 //! Host clusters: reserved ahead, in runs, and given back when nothing needs them any more.
 //!
-//! In: requests for clusters; clusters that an entry has let go of. Out: clusters whose refcount is 1 in memory, and will be
-//! in the file before an entry that names them (flush.rs).
-//! What must hold: a cluster that is given out has refcount 0 in the file, or belongs to nobody there; one that was let go of
-//! is used again only when the entry without it is durable, and everybody who looked it up before has left. A power cut
-//! leaves reserved clusters as leaks, at most [`LARGEST_RUN`] bytes.
+//! In: requests for clusters; clusters that an entry has let go of. Out: clusters whose refcount is
+//! 1 in memory, and will be in the file before an entry that names them (flush.rs). What must hold:
+//! a cluster that is given out has refcount 0 in the file, or belongs to nobody there; one that was
+//! let go of is used again only when the entry without it is durable, and everybody who looked it
+//! up before has left. A power cut leaves reserved clusters as leaks, at most [`LARGEST_RUN`]
+//! bytes.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::refblock::RefcountWidth;
 
-/// Bytes reserved at once: few at first, so that a small image stays small, then twice as many each time.
+/// Bytes reserved at once: few at first, so that a small image stays small, then twice as many each
+/// time.
 const SMALLEST_RUN: u64 = 1 << 20;
 const LARGEST_RUN: u64 = 64 << 20;
 
-/// Bytes of refcount blocks kept in memory, beyond those that have changes; with these, twice as many until they are written.
+/// Bytes of refcount blocks kept in memory, beyond those that have changes; with these, twice as
+/// many until they are written.
 const BLOCKS_KEPT: usize = 8 << 20;
 
 /// The unit in which changes of refcount blocks are written.
@@ -35,7 +38,8 @@ pub struct Run {
 pub struct Freed {
     pub start: u64,
     pub count: u64,
-    /// Compressed data may be known by their place (compressed.rs): it means something else afterwards.
+    /// Compressed data may be known by their place (compressed.rs): it means something else
+    /// afterwards.
     pub compressed: bool,
 }
 
@@ -102,8 +106,15 @@ struct State {
 }
 
 impl Allocator {
-    /// `table`: the refcount table; `end`: clusters of the file; `run`: bytes to reserve at once, always.
-    pub fn new(cluster_bits: u32, width: RefcountWidth, table: Vec<u64>, end: u64, run: Option<u64>) -> Self {
+    /// `table`: the refcount table; `end`: clusters of the file; `run`: bytes to reserve at once,
+    /// always.
+    pub fn new(
+        cluster_bits: u32,
+        width: RefcountWidth,
+        table: Vec<u64>,
+        end: u64,
+        run: Option<u64>,
+    ) -> Self {
         let runs = run.map_or((SMALLEST_RUN, LARGEST_RUN), |run| (run, run));
         let state = State { table, end, next_run: runs.0, ..State::default() };
         Allocator { cluster_bits, width, runs, state: Mutex::new(state) }
@@ -118,7 +129,8 @@ impl Allocator {
         self.width.per_block(1 << self.cluster_bits)
     }
 
-    /// Up to `most` clusters that lie side by side. None: there are none, until somebody reserves more.
+    /// Up to `most` clusters that lie side by side. None: there are none, until somebody reserves
+    /// more.
     pub fn take(&self, most: u64) -> Option<Run> {
         let mut state = self.state();
         let run = state.runs.front_mut()?;
@@ -157,7 +169,8 @@ impl Allocator {
         now.max(1 << self.cluster_bits)
     }
 
-    /// The refcount block in which a free cluster may be found next, and its offset; None: there is none below the file's end.
+    /// The refcount block in which a free cluster may be found next, and its offset; None: there is
+    /// none below the file's end.
     pub fn block_to_search(&self) -> Option<(u64, u64)> {
         let mut state = self.state();
         let per_block = self.per_block();
@@ -172,7 +185,8 @@ impl Allocator {
         None
     }
 
-    /// Reserves the first free clusters that `block`, which is in memory, counts: `most` at most. False: it has none.
+    /// Reserves the first free clusters that `block`, which is in memory, counts: `most` at most.
+    /// False: it has none.
     pub fn reserve_in(&self, block: u64, most: u64) -> bool {
         let mut state = self.state();
         let (first, per_block) = (block * self.per_block(), self.per_block());
@@ -180,12 +194,15 @@ impl Allocator {
         let State { hint, blocks, runs, .. } = &mut *state;
         let Some(counts) = blocks.get_mut(&block) else { return false };
         let from = (*hint).max(first);
-        let free = |bytes: &[u8], cluster: u64| self.width.get(bytes, (cluster - first) as usize) == 0;
+        let free =
+            |bytes: &[u8], cluster: u64| self.width.get(bytes, (cluster - first) as usize) == 0;
         let Some(start) = (from..last).find(|&c| free(&counts.bytes, c)) else {
             *hint = (*hint).max(first + per_block);
             return false;
         };
-        let count = (start..last).take(most as usize).take_while(|&c| free(&counts.bytes, c)).count() as u64;
+        let count =
+            (start..last).take(most as usize).take_while(|&c| free(&counts.bytes, c)).count()
+                as u64;
         for cluster in start..start + count {
             counts.set(self.width, (cluster - first) as usize, 1);
         }
@@ -194,7 +211,8 @@ impl Allocator {
         true
     }
 
-    /// Where the file ends, and the refcount blocks that are missing for `count` clusters from there.
+    /// Where the file ends, and the refcount blocks that are missing for `count` clusters from
+    /// there.
     pub fn beyond_the_end(&self, count: u64) -> (u64, Vec<u64>) {
         let state = self.state();
         let blocks = state.end / self.per_block()..=(state.end + count - 1) / self.per_block();
@@ -206,7 +224,8 @@ impl Allocator {
         self.state().table.clone()
     }
 
-    /// The counts of `clusters` in `block`, which is to be new, as they are to be in the file: 1 each, others 0.
+    /// The counts of `clusters` in `block`, which is to be new, as they are to be in the file: 1
+    /// each, others 0.
     pub fn first_counts(&self, block: u64, clusters: &std::ops::Range<u64>) -> Vec<u8> {
         let mut bytes = vec![0; 1 << self.cluster_bits];
         let first = block * self.per_block();
@@ -216,9 +235,13 @@ impl Allocator {
         bytes
     }
 
-    /// Counts clusters that are to hold tables, as far as the block `number` counts them, which is in the file already; gives
-    /// its bytes and its offset. None: it is not in memory.
-    pub fn count_tables(&self, number: u64, clusters: &std::ops::Range<u64>) -> Option<(u64, Vec<u8>)> {
+    /// Counts clusters that are to hold tables, as far as the block `number` counts them, which is
+    /// in the file already; gives its bytes and its offset. None: it is not in memory.
+    pub fn count_tables(
+        &self,
+        number: u64,
+        clusters: &std::ops::Range<u64>,
+    ) -> Option<(u64, Vec<u8>)> {
         let mut state = self.state();
         let offset = state.table.get(number as usize).copied()?;
         let block = state.blocks.get_mut(&number)?;
@@ -240,8 +263,9 @@ impl Allocator {
         state.touched = state.touched.max(end);
     }
 
-    /// The file is longer, and new refcount blocks are in it. All of the new clusters are in use now: those of `used` hold
-    /// tables, the others are reserved. `Err`: this block is not in memory, and nothing is done.
+    /// The file is longer, and new refcount blocks are in it. All of the new clusters are in use
+    /// now: those of `used` hold tables, the others are reserved. `Err`: this block is not in
+    /// memory, and nothing is done.
     pub fn extended(&self, grown: &Grown) -> Result<(), u64> {
         let mut state = self.state();
         let old_end = state.end;
@@ -281,8 +305,8 @@ impl Allocator {
         cluster / self.per_block()
     }
 
-    /// The offset of a refcount block that is not in memory, and what [`Allocator::loaded`] is to be told; None: it is, or
-    /// there is none.
+    /// The offset of a refcount block that is not in memory, and what [`Allocator::loaded`] is to
+    /// be told; None: it is, or there is none.
     pub fn to_load(&self, block: u64) -> Option<(u64, u64)> {
         let state = self.state();
         if state.blocks.contains_key(&block) {
@@ -297,15 +321,20 @@ impl Allocator {
         self.state().table.get(block as usize).is_some_and(|&offset| offset != 0)
     }
 
-    /// A block that was read after [`Allocator::to_load`] said `seen`. If blocks have gone since, it may have been among them,
-    /// with changes that what was read has not: then it is to be read again.
+    /// A block that was read after [`Allocator::to_load`] said `seen`. If blocks have gone since,
+    /// it may have been among them, with changes that what was read has not: then it is to be read
+    /// again.
     pub fn loaded(&self, block: u64, bytes: Vec<u8>, seen: u64) {
         let mut state = self.state();
         if state.evictions != seen {
             return;
         }
         state.let_blocks_go(self.cluster_bits);
-        state.blocks.entry(block).or_insert(Block { bytes, dirty: BTreeSet::new(), writing: false });
+        state.blocks.entry(block).or_insert(Block {
+            bytes,
+            dirty: BTreeSet::new(),
+            writing: false,
+        });
     }
 
     /// The refcount of a cluster whose block is in memory, or has none.
@@ -315,7 +344,8 @@ impl Allocator {
         Some(self.width.get(&block.bytes, (cluster % self.per_block()) as usize))
     }
 
-    /// Adds a reference to a cluster. False: its count is as large as it can be. None: its block is not in memory.
+    /// Adds a reference to a cluster. False: its count is as large as it can be. None: its block is
+    /// not in memory.
     pub fn retain(&self, cluster: u64) -> Option<bool> {
         let mut state = self.state();
         let index = (cluster % self.per_block()) as usize;
@@ -328,7 +358,8 @@ impl Allocator {
         Some(count < self.width.max())
     }
 
-    /// Takes one reference from a cluster: true when none is left. None: its block is not in memory.
+    /// Takes one reference from a cluster: true when none is left. None: its block is not in
+    /// memory.
     pub fn release(&self, cluster: u64) -> Option<bool> {
         let mut state = self.state();
         let index = (cluster % self.per_block()) as usize;
@@ -347,7 +378,10 @@ impl Allocator {
     pub fn let_go(&self, freed: Freed) {
         let mut state = self.state();
         match state.freed.last_mut() {
-            Some(last) if last.start + last.count == freed.start && last.compressed == freed.compressed => {
+            Some(last)
+                if last.start + last.count == freed.start
+                    && last.compressed == freed.compressed =>
+            {
                 last.count += freed.count;
             }
             _ => state.freed.push(freed),
@@ -360,7 +394,8 @@ impl Allocator {
         state.freed.iter().chain(&state.leaving).map(|freed| freed.count).sum()
     }
 
-    /// What was let go of so far: to be given to [`Allocator::all_durable`] when the entries without it are durable.
+    /// What was let go of so far: to be given to [`Allocator::all_durable`] when the entries
+    /// without it are durable.
     pub fn take_freed(&self) -> Vec<Freed> {
         std::mem::take(&mut self.state().freed)
     }
@@ -382,7 +417,8 @@ impl Allocator {
         self.state().blocks.values().any(|b| !b.dirty.is_empty())
     }
 
-    /// Takes copies of the refcounts that have changed. Each comes back by [`Allocator::counts_written`].
+    /// Takes copies of the refcounts that have changed. Each comes back by
+    /// [`Allocator::counts_written`].
     pub fn take_changed_counts(&self) -> Vec<ChangedSection> {
         let mut state = self.state();
         let State { table, blocks, .. } = &mut *state;
@@ -392,7 +428,12 @@ impl Allocator {
             for section in std::mem::take(&mut block.dirty) {
                 let at = section * SECTION;
                 let bytes = block.bytes[at..(at + SECTION).min(block.bytes.len())].to_vec();
-                changed.push(ChangedSection { block: number, section, offset: offset + at as u64, bytes });
+                changed.push(ChangedSection {
+                    block: number,
+                    section,
+                    offset: offset + at as u64,
+                    bytes,
+                });
             }
             block.writing = true;
         }
@@ -412,7 +453,8 @@ impl Allocator {
         state.let_blocks_go(self.cluster_bits);
     }
 
-    /// Changed refcount blocks take so much memory that they should be written before more are changed.
+    /// Changed refcount blocks take so much memory that they should be written before more are
+    /// changed.
     pub fn is_crowded(&self) -> bool {
         let mut state = self.state();
         let too_many = |state: &State| state.blocks.len() << self.cluster_bits > 2 * BLOCKS_KEPT;
@@ -438,8 +480,8 @@ impl Allocator {
 }
 
 impl State {
-    /// Where there are many refcount blocks, those go that are in the file as they are. Whoever needs one more loads it, and
-    /// looks again whether it is there.
+    /// Where there are many refcount blocks, those go that are in the file as they are. Whoever
+    /// needs one more loads it, and looks again whether it is there.
     fn let_blocks_go(&mut self, cluster_bits: u32) {
         let before = self.blocks.len();
         if before << cluster_bits > BLOCKS_KEPT {

@@ -1,7 +1,8 @@
 //! Options of a closed image that can change where it stands.
 //!
-//! In: a closed image, held exclusively. Out: the same disk, with other options.
-//! What must hold: the header is replaced at once ([`super::rewrite`]), so a power cut leaves the old options or the new ones.
+//! In: a closed image, held exclusively. Out: the same disk, with other options. What must hold:
+//! the header is replaced at once ([`super::rewrite`]), so a power cut leaves the old options or
+//! the new ones.
 
 use blockyard_storage::Storage;
 
@@ -25,21 +26,27 @@ pub struct Amend {
 
 /// Changes the options. Durable when it returns.
 pub async fn amend<S: Storage>(file: &Raw<S>, wanted: Amend) -> Result<(), ImageError> {
-    // An image that waits for a repair gets it here: without lazy refcounts, or in version 2, nothing would demand it.
+    // An image that waits for a repair gets it here: without lazy refcounts, or in version 2,
+    // nothing would demand it.
     let change = Change::begin(file).await?;
     let (old, mut new) = (&change.old, change.old.clone());
     new.autoclear &= AUTOCLEAR_KNOWN;
     if let Some(version) = wanted.version {
         set_version(&mut new, version)?;
         let (snapshots, _) = table::read(file, old).await?;
-        if new.version != old.version && snapshots.iter().any(|snapshot| snapshot.disk_size.is_none()) {
+        if new.version != old.version
+            && snapshots.iter().any(|snapshot| snapshot.disk_size.is_none())
+        {
             let what = "a snapshot of version 2 does not say the disk's size, which version 3 demands: delete it first";
             return Err(ImageError::refused(STRUCTURE, what));
         }
     }
     if let Some(lazy) = wanted.lazy_refcounts {
         if lazy && new.version < 3 {
-            return Err(ImageError::refused(STRUCTURE, "lazy refcounts need version 3: say compat=1.1 too"));
+            return Err(ImageError::refused(
+                STRUCTURE,
+                "lazy refcounts need version 3: say compat=1.1 too",
+            ));
         }
         let others = new.compatible & !COMPATIBLE_LAZY_REFCOUNTS;
         new.compatible = others | if lazy { COMPATIBLE_LAZY_REFCOUNTS } else { 0 };
@@ -60,6 +67,9 @@ fn set_version(header: &mut Header, version: u32) -> Result<(), ImageError> {
             Ok(())
         }
         // Zero clusters would have to be written out.
-        _ => Err(ImageError::refused(STRUCTURE, "an older version is made by `image convert -o compat=0.10`")),
+        _ => Err(ImageError::refused(
+            STRUCTURE,
+            "an older version is made by `image convert -o compat=0.10`",
+        )),
     }
 }

@@ -1,7 +1,8 @@
 //! Another backing file's name in an image's header.
 //!
-//! In: an open header, a name and its format. Out: the header's cluster with them. What must hold: at every power cut the
-//! image names the old file with its format, or the new one with its own ([`super::rewrite`]).
+//! In: an open header, a name and its format. Out: the header's cluster with them. What must hold:
+//! at every power cut the image names the old file with its format, or the new one with its own
+//! ([`super::rewrite`]).
 
 use blockyard_storage::Storage;
 
@@ -14,8 +15,8 @@ use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 backing file name";
 
-/// Writes another backing file's name and format, or that there is none. What the guest sees is the caller's business.
-/// Durable when it answers; `header` is what is in the file then.
+/// Writes another backing file's name and format, or that there is none. What the guest sees is the
+/// caller's business. Durable when it answers; `header` is what is in the file then.
 pub async fn set_backing<S: Storage>(
     file: &Raw<S>,
     header: &mut Header,
@@ -40,7 +41,8 @@ pub async fn set_backing<S: Storage>(
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// The open image names no backing file any more. Nothing is in flight, and it has all of the disk.
+    /// The open image names no backing file any more. Nothing is in flight, and it has all of the
+    /// disk.
     pub(crate) async fn forget_backing(&self) -> Result<(), ImageError> {
         let _turn = self.shared.writing_back.take().await;
         let mut header = self.shared.header();

@@ -1,9 +1,10 @@
 //! Persistent bitmaps: what a writer owes to those that it does not keep up to date.
 //!
-//! In: an image that is about to be written to. Out: one whose bitmaps say of themselves whether they can be trusted.
-//! What must hold: a bitmap that is to record every write is marked as in use before the first one, for none is recorded
-//! here. The directory is changed in place, so for that while the image says that its bitmaps are not consistent: a power
-//! cut then costs the bitmaps, which is what they are for, and no data.
+//! In: an image that is about to be written to. Out: one whose bitmaps say of themselves whether
+//! they can be trusted. What must hold: a bitmap that is to record every write is marked as in use
+//! before the first one, for none is recorded here. The directory is changed in place, so for that
+//! while the image says that its bitmaps are not consistent: a power cut then costs the bitmaps,
+//! which is what they are for, and no data.
 
 pub mod directory;
 pub mod edit;
@@ -20,14 +21,20 @@ use crate::raw::Raw;
 /// Where a directory entry has its flags.
 const FLAGS: usize = 12;
 
-/// To be called before the first write to an open image; durable when it answers. Nothing is written if nothing is owed.
+/// To be called before the first write to an open image; durable when it answers. Nothing is
+/// written if nothing is owed.
 ///
-/// Autoclear bits that are not known here are cleared. The raw external data bit stays: writes keep its promise.
-pub async fn prepare_for_writing<S: Storage>(file: &Raw<S>, header: &mut Header) -> Result<(), ImageError> {
+/// Autoclear bits that are not known here are cleared. The raw external data bit stays: writes keep
+/// its promise.
+pub async fn prepare_for_writing<S: Storage>(
+    file: &Raw<S>,
+    header: &mut Header,
+) -> Result<(), ImageError> {
     drop_unknown_autoclear(file, header).await?;
     let Some(extension) = header.bitmaps else { return Ok(()) };
     let (mut directory, bitmaps) = directory::read(file, &extension).await?;
-    let recording: Vec<&Bitmap> = bitmaps.iter().filter(|b| b.flags & (AUTO | IN_USE) == AUTO).collect();
+    let recording: Vec<&Bitmap> =
+        bitmaps.iter().filter(|b| b.flags & (AUTO | IN_USE) == AUTO).collect();
     if recording.is_empty() {
         return Ok(());
     }
@@ -43,7 +50,10 @@ pub async fn prepare_for_writing<S: Storage>(file: &Raw<S>, header: &mut Header)
 }
 
 /// Clears the autoclear bits that are not known here; durable when it returns.
-pub async fn drop_unknown_autoclear<S: Storage>(file: &Raw<S>, header: &mut Header) -> Result<(), ImageError> {
+pub async fn drop_unknown_autoclear<S: Storage>(
+    file: &Raw<S>,
+    header: &mut Header,
+) -> Result<(), ImageError> {
     if header.autoclear & !AUTOCLEAR_KNOWN == 0 {
         return Ok(());
     }
@@ -52,8 +62,13 @@ pub async fn drop_unknown_autoclear<S: Storage>(file: &Raw<S>, header: &mut Head
     flush(file).await
 }
 
-async fn set_consistent<S: Storage>(file: &Raw<S>, header: &mut Header, consistent: bool) -> Result<(), ImageError> {
-    header.autoclear = header.autoclear & !AUTOCLEAR_BITMAPS | if consistent { AUTOCLEAR_BITMAPS } else { 0 };
+async fn set_consistent<S: Storage>(
+    file: &Raw<S>,
+    header: &mut Header,
+    consistent: bool,
+) -> Result<(), ImageError> {
+    header.autoclear =
+        header.autoclear & !AUTOCLEAR_BITMAPS | if consistent { AUTOCLEAR_BITMAPS } else { 0 };
     header.write_fixed(file).await?;
     flush(file).await
 }
@@ -61,7 +76,9 @@ async fn set_consistent<S: Storage>(file: &Raw<S>, header: &mut Header, consiste
 /// The names of an image's bitmaps, for those who cannot go on with any.
 pub async fn names<S: Storage>(file: &Raw<S>, header: &Header) -> Result<Vec<String>, ImageError> {
     match &header.bitmaps {
-        Some(extension) => Ok(directory::read(file, extension).await?.1.into_iter().map(|b| b.name).collect()),
+        Some(extension) => {
+            Ok(directory::read(file, extension).await?.1.into_iter().map(|b| b.name).collect())
+        }
         None => Ok(Vec::new()),
     }
 }

@@ -1,13 +1,15 @@
-//! Memory for what requests read, zero or fill beside the guest's own: bounded for each image, however many requests there
-//! are and however large its clusters.
+//! Memory for what requests read, zero or fill beside the guest's own: bounded for each image,
+//! however many requests there are and however large its clusters.
 //!
-//! What must hold: who has a buffer comes to an end without another of the same kind, and without one further up in the list
-//! of [`Buffers`]; it holds the guest clusters that it needs, and waits for no others; reserving clusters and writing back
-//! metadata take no buffers. The images below have buffers of their own. So somebody always goes on.
+//! What must hold: who has a buffer comes to an end without another of the same kind, and without
+//! one further up in the list of [`Buffers`]; it holds the guest clusters that it needs, and waits
+//! for no others; reserving clusters and writing back metadata take no buffers. The images below
+//! have buffers of their own. So somebody always goes on.
 
 use blockyard_ring::turns::Turns;
 
-/// Bytes of each kind. What is copied beside a first write is by far the most: with clusters of 64 KiB a thousand at a time.
+/// Bytes of each kind. What is copied beside a first write is by far the most: with clusters of 64
+/// KiB a thousand at a time.
 const BESIDE: u64 = 64 << 20;
 const OTHERS: u64 = 16 << 20;
 
@@ -54,8 +56,8 @@ mod tests {
     const SHAPE: Alignment = Alignment { memory_align: 1, offset_align: 1 };
     const CLUSTER: u64 = 2 << 20;
 
-    /// A disk that knows how many bytes are on their way, and how many were at most. Small operations are not the buffers
-    /// that are meant.
+    /// A disk that knows how many bytes are on their way, and how many were at most. Small
+    /// operations are not the buffers that are meant.
     #[derive(Clone)]
     struct Meter {
         disk: SimDisk,
@@ -84,7 +86,12 @@ mod tests {
             done
         }
 
-        async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+        async fn write(
+            &self,
+            segments: Segments,
+            offset: u64,
+            durable: bool,
+        ) -> (Segments, io::Result<usize>) {
             let len = self.begin(segments.len());
             let done = self.disk.write(segments, offset, durable).await;
             self.end(len);
@@ -112,8 +119,8 @@ mod tests {
         }
     }
 
-    /// An overlay without subclusters over a raw image of so many clusters, all of them sevens. The last cluster is a
-    /// compressed one of the overlay's own.
+    /// An overlay without subclusters over a raw image of so many clusters, all of them sevens. The
+    /// last cluster is a compressed one of the overlay's own.
     async fn overlay(clusters: u64, buffers: Buffers, copy_on_read: bool) -> (Image<Meter>, Meter) {
         let size = clusters * CLUSTER;
         let (now, most) = <(Rc<Cell<usize>>, Rc<Cell<usize>>)>::default();
@@ -121,10 +128,18 @@ mod tests {
             let disk = SimDisk::new(image, SimConfig::new(seed));
             Meter { disk, now: now.clone(), most: most.clone() }
         };
-        let (base, top) = (meter(SimImage::from_bytes(&vec![7; size as usize]), 1), meter(SimImage::zeroed(0), 2));
+        let (base, top) = (
+            meter(SimImage::from_bytes(&vec![7; size as usize]), 1),
+            meter(SimImage::zeroed(0), 2),
+        );
         let file = Raw::on(top.clone(), SHAPE);
         let backing = Some(("base.raw".into(), "raw".into()));
-        let options = CreateOptions { version: 2, cluster_size: CLUSTER, backing, ..CreateOptions::new(size) };
+        let options = CreateOptions {
+            version: 2,
+            cluster_size: CLUSTER,
+            backing,
+            ..CreateOptions::new(size)
+        };
         create(&file, None, &options).await.unwrap();
         let header = Header::read(&file).await.unwrap();
         let mut qcow2 = Qcow2::open(header, file, None, &Qcow2Options::default()).await.unwrap();
@@ -141,7 +156,9 @@ mod tests {
         const WRITES: u64 = 72;
         let most = Sim::new(1).block_on(async {
             let (image, meter) = overlay(WRITES + 1, Buffers::default(), false).await;
-            let write = async |n: u64| image.write(Segments::from_bytes(&[1; 4096]), n * CLUSTER + 8192).await.1;
+            let write = async |n: u64| {
+                image.write(Segments::from_bytes(&[1; 4096]), n * CLUSTER + 8192).await.1
+            };
             join::all(WRITES as usize, (0..WRITES).map(write)).await.unwrap();
             let (bytes, read) = image.read(Segments::buffer(16384), (WRITES - 1) * CLUSTER).await;
             read.unwrap();
@@ -155,7 +172,8 @@ mod tests {
         assert!(most > BESIDE / 2, "many do go on at a time: {most}");
     }
 
-    /// Whoever holds a buffer needs no other of the kind: with one of each kind at a time all requests come to an end.
+    /// Whoever holds a buffer needs no other of the kind: with one of each kind at a time all
+    /// requests come to an end.
     #[test]
     fn one_buffer_at_a_time_is_enough() {
         for seed in 1..=8 {

@@ -1,21 +1,26 @@
-//! From one state of a closed image to another: how snapshots, sizes and whole disks are exchanged at once.
+//! From one state of a closed image to another: how snapshots, sizes and whole disks are exchanged
+//! at once.
 //!
-//! In: a sound image, new tables in clusters that were free, and a header that names them. Out: the image with that header,
-//! and with the refcounts and COPIED flags that go with it. One write of the header's sector is the switch.
+//! In: a sound image, new tables in clusters that were free, and a header that names them. Out: the
+//! image with that header, and with the refcounts and COPIED flags that go with it. One write of
+//! the header's sector is the switch.
 //!
 //! ```text
 //!  version 3:  tables -> flush -> header, and the dirty bit with it -> flush -> recount -> flush -> dirty bit cleared
 //!  version 2:  tables -> flush -> flags cleared, refcounts raised for both states -> flush -> header -> flush -> recount
 //! ```
-//! What must hold at a power cut: the image is in one of the two states. Version 3: whoever opens it after the switch counts
-//! anew, as the dirty bit demands. Version 2 has no such bit: what it may be left with is refcounts that are too high (leaks)
-//! and COPIED flags that are not set though they might be (a write then copies once more than it must).
+//! What must hold at a power cut: the image is in one of the two states. Version 3: whoever opens
+//! it after the switch counts anew, as the dirty bit demands. Version 2 has no such bit: what it
+//! may be left with is refcounts that are too high (leaks) and COPIED flags that are not set though
+//! they might be (a write then copies once more than it must).
 
 use blockyard_storage::Storage;
 
 use super::bytes;
 use super::check::stored::Refcounts;
-use super::check::{FindingKind, Tally, clear_bits, cover, flush, inspect, rebuild_refcounts, recount};
+use super::check::{
+    FindingKind, Tally, clear_bits, cover, flush, inspect, rebuild_refcounts, recount,
+};
 use super::header::{AUTOCLEAR_KNOWN, Header, INCOMPATIBLE_DIRTY, SECTOR_BYTES};
 use super::rewrite::rewrite;
 use crate::error::ImageError;
@@ -49,13 +54,17 @@ impl<'a, S: Storage> Change<'a, S> {
             old = rebuild_refcounts(file).await?;
             found = inspect(file, &old).await?;
         }
-        let corrupt =
-            found.report.findings.iter().find(|f| !matches!(f.kind, FindingKind::Leak | FindingKind::Harmless));
+        let corrupt = found
+            .report
+            .findings
+            .iter()
+            .find(|f| !matches!(f.kind, FindingKind::Leak | FindingKind::Harmless));
         if let Some(finding) = corrupt {
             let what = format!("{}; `blockyard image check --repair all` first", finding.text);
             return Err(ImageError::invalid(finding.structure.clone(), finding.offset, what));
         }
-        let end = if file.is_device() { found.report.image_end_offset } else { length(file).await? };
+        let end =
+            if file.is_device() { found.report.image_end_offset } else { length(file).await? };
         let end = end.div_ceil(old.cluster_size());
         Ok(Change { file, old, end })
     }
@@ -87,10 +96,17 @@ impl<'a, S: Storage> Change<'a, S> {
     }
 
     /// Writes a new table; it is padded to whole sectors.
-    pub async fn write(&self, structure: &str, offset: u64, table: &[u8]) -> Result<(), ImageError> {
+    pub async fn write(
+        &self,
+        structure: &str,
+        offset: u64,
+        table: &[u8],
+    ) -> Result<(), ImageError> {
         let mut padded = table.to_vec();
         padded.resize(padded.len().next_multiple_of(SECTOR_BYTES), 0);
-        bytes::write(self.file, offset, &padded).await.map_err(|e| ImageError::io(structure, offset, "writing", e))
+        bytes::write(self.file, offset, &padded)
+            .await
+            .map_err(|e| ImageError::io(structure, offset, "writing", e))
     }
 
     /// The active L1 table as it is.
@@ -123,7 +139,11 @@ impl<'a, S: Storage> Change<'a, S> {
 }
 
 /// Puts the new header in place of the old one, at once and durably.
-async fn put_header<S: Storage>(file: &Raw<S>, old: &Header, new: &mut Header) -> Result<(), ImageError> {
+async fn put_header<S: Storage>(
+    file: &Raw<S>,
+    old: &Header,
+    new: &mut Header,
+) -> Result<(), ImageError> {
     if new.current_extensions() != old.current_extensions() {
         return rewrite(file, old, new).await;
     }
@@ -131,13 +151,20 @@ async fn put_header<S: Storage>(file: &Raw<S>, old: &Header, new: &mut Header) -
     flush(file).await
 }
 
-pub async fn read_l1<S: Storage>(file: &Raw<S>, offset: u64, entries: u64) -> Result<Vec<u8>, ImageError> {
+pub async fn read_l1<S: Storage>(
+    file: &Raw<S>,
+    offset: u64,
+    entries: u64,
+) -> Result<Vec<u8>, ImageError> {
     let read = bytes::read(file, offset, entries as usize * 8).await;
     read.map_err(|e| ImageError::io("qcow2 L1 table", offset, "reading", e))
 }
 
 pub async fn length<S: Storage>(file: &Raw<S>) -> Result<u64, ImageError> {
-    file.storage().len().await.map_err(|e| ImageError::io("qcow2 file", None, "finding its length", e))
+    file.storage()
+        .len()
+        .await
+        .map_err(|e| ImageError::io("qcow2 file", None, "finding its length", e))
 }
 
 /// Cuts off what lies behind the last cluster in use.

@@ -1,4 +1,5 @@
-//! Check and repair: every reference is followed and counted, and the counts are compared with the refcounts.
+//! Check and repair: every reference is followed and counted, and the counts are compared with the
+//! refcounts.
 //!
 //! In: an image that nobody else writes. Out: a [`Report`]. A pass goes through these modules:
 //!
@@ -9,9 +10,10 @@
 //! rebuild   counts -> new refcount structures, where the old ones cannot be used
 //! ```
 //!
-//! What must hold of a repair, at every power cut: references are the truth, and are never changed. Nothing that is
-//! referenced is written over, or has its refcount lowered below its references; new structures lie behind all that there
-//! is, are made durable, and then become the image's by one sector. So a repair that was cut short is done again.
+//! What must hold of a repair, at every power cut: references are the truth, and are never changed.
+//! Nothing that is referenced is written over, or has its refcount lowered below its references;
+//! new structures lie behind all that there is, are made durable, and then become the image's by
+//! one sector. So a repair that was cut short is done again.
 
 mod counts;
 mod flags;
@@ -36,7 +38,8 @@ use crate::raw::Raw;
 
 const HEADER: &str = "qcow2 header";
 
-/// How much of an image is looked at in one go. By default enough for many terabytes, in less than 512 MiB of memory.
+/// How much of an image is looked at in one go. By default enough for many terabytes, in less than
+/// 512 MiB of memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Bytes for counts.
@@ -60,7 +63,8 @@ struct Changes<'a> {
     flags: flags::Change,
 }
 
-/// Checks an image, and repairs it if that is asked for. `data_file_len`: of the external data file, where it is at hand.
+/// Checks an image, and repairs it if that is asked for. `data_file_len`: of the external data
+/// file, where it is at hand.
 pub async fn check<S: Storage>(
     file: &Raw<S>,
     data_file_len: Option<u64>,
@@ -84,9 +88,13 @@ pub async fn check_within<S: Storage>(
     let mut headers = [header.clone()];
     let found = pass(file, &headers, data_file_len, None, limits).await?;
     if repair == Repair::No {
-        return Ok(Report { mended_by_opening: mended_by_opening(&header, &found), ..found.report });
+        return Ok(Report {
+            mended_by_opening: mended_by_opening(&header, &found),
+            ..found.report
+        });
     }
-    let wanted = if repair == Repair::All { !found.report.is_clean() } else { found.report.leaks > 0 };
+    let wanted =
+        if repair == Repair::All { !found.report.is_clean() } else { found.report.leaks > 0 };
     let left = if wanted {
         mend(file, &mut headers, data_file_len, &found, repair, limits).await?;
         [header] = headers.clone();
@@ -108,8 +116,9 @@ pub async fn check_within<S: Storage>(
     })
 }
 
-/// How many of the corruptions the next user mends who opens the image for writing: those that the dirty bit stands for, or
-/// COPIED flags that are not set (a cut of a command leaves them in images of version 2, which has no dirty bit).
+/// How many of the corruptions the next user mends who opens the image for writing: those that the
+/// dirty bit stands for, or COPIED flags that are not set (a cut of a command leaves them in images
+/// of version 2, which has no dirty bit).
 fn mended_by_opening(header: &Header, found: &Tally) -> u64 {
     let report = &found.report;
     let is_known = found.severe.is_none() && !found.incomplete && report.check_errors == 0;
@@ -122,8 +131,9 @@ fn mended_by_opening(header: &Header, found: &Tally) -> u64 {
     if report.is_safe() { report.unset_flags } else { 0 }
 }
 
-/// What the dirty bit demands of who opens the image for writing: refcounts and COPIED flags made right from the tables, and
-/// the bit cleared. Gives the header as it is then. An image with anything else wrong is not written to.
+/// What the dirty bit demands of who opens the image for writing: refcounts and COPIED flags made
+/// right from the tables, and the bit cleared. Gives the header as it is then. An image with
+/// anything else wrong is not written to.
 pub async fn rebuild_refcounts<S: Storage>(file: &Raw<S>) -> Result<Header, ImageError> {
     let header = Header::read(file).await?;
     flush(file).await?;
@@ -136,18 +146,30 @@ pub async fn rebuild_refcounts<S: Storage>(file: &Raw<S>) -> Result<Header, Imag
 }
 
 /// Follows and counts everything; an error if there is anything wrong that counting does not mend.
-pub(super) async fn inspect<S: Storage>(file: &Raw<S>, header: &Header) -> Result<Tally, ImageError> {
+pub(super) async fn inspect<S: Storage>(
+    file: &Raw<S>,
+    header: &Header,
+) -> Result<Tally, ImageError> {
     let found = pass(file, std::slice::from_ref(header), None, None, Limits::default()).await?;
     if let Some(finding) = &found.severe {
-        let what = format!("{}; `blockyard image check` says more, and may repair it", finding.text);
+        let what =
+            format!("{}; `blockyard image check` says more, and may repair it", finding.text);
         return Err(ImageError::invalid(finding.structure.clone(), finding.offset, what));
     }
     if found.incomplete {
-        return Err(ImageError::new(Kind::Io, "qcow2 image", None, "its tables could not all be read"));
+        return Err(ImageError::new(
+            Kind::Io,
+            "qcow2 image",
+            None,
+            "its tables could not all be read",
+        ));
     }
     let max = header.refcount_width().max();
     if found.most > max {
-        let what = format!("a cluster would have {} references, and the refcounts' width allows {max}", found.most);
+        let what = format!(
+            "a cluster would have {} references, and the refcounts' width allows {max}",
+            found.most
+        );
         return Err(ImageError::refused("qcow2 refcounts", what));
     }
     Ok(found)
@@ -165,9 +187,12 @@ pub(super) async fn recount<S: Storage>(
     mend(file, headers, None, found, Repair::All, Limits::default()).await
 }
 
-/// Clears flags and raises refcounts, so that both of two states of an image are safe; durable when it answers. The first
-/// is the one that its header has now.
-pub(super) async fn cover<S: Storage>(file: &Raw<S>, headers: &mut [Header; 2]) -> Result<(), ImageError> {
+/// Clears flags and raises refcounts, so that both of two states of an image are safe; durable when
+/// it answers. The first is the one that its header has now.
+pub(super) async fn cover<S: Storage>(
+    file: &Raw<S>,
+    headers: &mut [Header; 2],
+) -> Result<(), ImageError> {
     let limits = Limits::default();
     let mut known = pass(file, headers, None, None, limits).await?;
     if known.rebuild {
@@ -177,7 +202,8 @@ pub(super) async fn cover<S: Storage>(file: &Raw<S>, headers: &mut [Header; 2]) 
     // A flag may be missing where the refcount is 1, but not be there where it is 2.
     for (raise, clear) in [(false, Clear::Shared), (true, Clear::None)] {
         let refcounts = stored::Change { raise, lower: false };
-        let changes = Changes { known: &known, refcounts, flags: flags::Change { set: false, clear } };
+        let changes =
+            Changes { known: &known, refcounts, flags: flags::Change { set: false, clear } };
         pass(file, headers, None, Some(changes), limits).await?;
         flush(file).await?;
     }
@@ -227,7 +253,11 @@ async fn mend<S: Storage>(
 }
 
 /// Clears incompatible bits, if they are set, after everything else is durable.
-pub(super) async fn clear_bits<S: Storage>(file: &Raw<S>, header: &mut Header, bits: u64) -> Result<(), ImageError> {
+pub(super) async fn clear_bits<S: Storage>(
+    file: &Raw<S>,
+    header: &mut Header,
+    bits: u64,
+) -> Result<(), ImageError> {
     if header.incompatible & bits == 0 {
         return Ok(());
     }
@@ -250,7 +280,11 @@ async fn pass<S: Storage>(
     limits: Limits,
 ) -> Result<Tally, ImageError> {
     let header = &headers[0];
-    let file_len = file.storage().len().await.map_err(|e| ImageError::io(HEADER, 0, "finding the file's length", e))?;
+    let file_len = file
+        .storage()
+        .len()
+        .await
+        .map_err(|e| ImageError::io(HEADER, 0, "finding the file's length", e))?;
     let mut tally = Tally::default();
     tally.report.total_clusters = header.size.div_ceil(header.cluster_size());
     let refcounts = Refcounts::load(file, header, &mut tally).await?;
@@ -262,7 +296,16 @@ async fn pass<S: Storage>(
         }
         let repair = changes.map(|changes| changes.refcounts);
         let tally_ref = &mut tally;
-        Compare { file, refcounts: &refcounts, counts: &mut counts, tally: tally_ref, file_len, repair }.run().await?;
+        Compare {
+            file,
+            refcounts: &refcounts,
+            counts: &mut counts,
+            tally: tally_ref,
+            file_len,
+            repair,
+        }
+        .run()
+        .await?;
         if let Some(changes) = changes {
             still_complete(&tally, changes.known)?;
         }
@@ -270,9 +313,19 @@ async fn pass<S: Storage>(
             let layout = Layout::of(header);
             let repair = changes.map(|changes| (changes.known, changes.flags));
             let (counts, tally) = (&counts, &mut tally);
-            Flags { file, header, layout, file_len, data_file_len, counts, tally, repair, next_offset: 0 }
-                .run()
-                .await?;
+            Flags {
+                file,
+                header,
+                layout,
+                file_len,
+                data_file_len,
+                counts,
+                tally,
+                repair,
+                next_offset: 0,
+            }
+            .run()
+            .await?;
         }
         if let Some(changes) = changes {
             still_complete(&tally, changes.known)?;
@@ -285,17 +338,19 @@ async fn pass<S: Storage>(
     }
 }
 
-/// A host may fail to read what it could read before: what is not counted then must not be taken for free, and what was not
-/// mended not for sound.
+/// A host may fail to read what it could read before: what is not counted then must not be taken
+/// for free, and what was not mended not for sound.
 fn still_complete(now: &Tally, before: &Tally) -> Result<(), ImageError> {
-    if now.incomplete && !before.incomplete || now.report.check_errors > before.report.check_errors {
+    if now.incomplete && !before.incomplete || now.report.check_errors > before.report.check_errors
+    {
         let what = "its tables could not all be read a second time, so it is not repaired";
         return Err(ImageError::new(Kind::Io, "qcow2 image", None, what));
     }
     Ok(())
 }
 
-/// Counts the references to clusters from `start` on, as far as the memory goes; of several states the larger count.
+/// Counts the references to clusters from `start` on, as far as the memory goes; of several states
+/// the larger count.
 async fn count<S: Storage>(
     file: &Raw<S>,
     headers: &[Header],
@@ -304,14 +359,20 @@ async fn count<S: Storage>(
     tally: &mut Tally,
     limits: Limits,
 ) -> Result<Counts, ImageError> {
-    let file_len = file.storage().len().await.map_err(|e| ImageError::io(HEADER, 0, "finding the file's length", e))?;
+    let file_len = file
+        .storage()
+        .len()
+        .await
+        .map_err(|e| ImageError::io(HEADER, 0, "finding the file's length", e))?;
     let mut merged: Option<Counts> = None;
     for header in headers {
         let end = merged.as_ref().map_or(u64::MAX, |counts| counts.window().end);
         let mut counts = Counts::new(start..end, limits.memory);
         let layout = Layout::of(header);
         let (tables_at_once, counts_ref, tally) = (limits.tables, &mut counts, &mut *tally);
-        Walk { file, header, layout, file_len, counts: counts_ref, tally, tables_at_once }.count(refcounts).await;
+        Walk { file, header, layout, file_len, counts: counts_ref, tally, tables_at_once }
+            .count(refcounts)
+            .await;
         match &mut merged {
             None => merged = Some(counts),
             Some(merged) => merged.merge_larger(counts),
@@ -320,8 +381,8 @@ async fn count<S: Storage>(
     Ok(merged.expect("there is a header"))
 }
 
-/// Writes new refcount structures behind all that was found, and makes them the image's. Where counts are not complete no
-/// refcount that can be read is lowered.
+/// Writes new refcount structures behind all that was found, and makes them the image's. Where
+/// counts are not complete no refcount that can be read is lowered.
 async fn rebuild<S: Storage>(
     file: &Raw<S>,
     headers: &mut [Header],
@@ -332,7 +393,11 @@ async fn rebuild<S: Storage>(
     let old = Refcounts::load(file, &headers[0], &mut tally).await?;
     let mut counts = count(file, headers, None, 0, &mut tally, limits).await?;
     still_complete(&tally, found)?;
-    let file_len = file.storage().len().await.map_err(|e| ImageError::io(HEADER, 0, "finding the file's length", e))?;
+    let file_len = file
+        .storage()
+        .len()
+        .await
+        .map_err(|e| ImageError::io(HEADER, 0, "finding the file's length", e))?;
     let end = if file.is_device() { found.report.image_end_offset } else { file_len };
     let mut builder = Builder::new(file, &headers[0], end.max(found.beyond));
     let max = headers[0].refcount_width().max();
@@ -367,13 +432,16 @@ async fn keep_stored<S: Storage>(
 ) -> Result<(), ImageError> {
     for (index, at) in old.blocks() {
         let (first, window) = (index * old.per_block(), counts.window());
-        let end = (first + old.per_block()).min(window.end).min(file_len.div_ceil(1 << old.cluster_bits()));
+        let end = (first + old.per_block())
+            .min(window.end)
+            .min(file_len.div_ceil(1 << old.cluster_bits()));
         if first.max(window.start) >= end {
             continue;
         }
         let block = old.read_block(file, at).await?;
         for cluster in first.max(window.start)..end {
-            let (stored, counted) = (old.width.get(&block, (cluster - first) as usize), counts.get(cluster).references);
+            let (stored, counted) =
+                (old.width.get(&block, (cluster - first) as usize), counts.get(cluster).references);
             if stored > counted {
                 counts.add(cluster, stored - counted, false);
             }

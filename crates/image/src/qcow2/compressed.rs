@@ -1,6 +1,7 @@
 //! Compressed clusters: reading them, bounded by the size of a cluster whatever they claim.
 //!
-//! In: an L2 entry's descriptor. Out: a cluster's bytes. A few are kept: requests smaller than a cluster come in rows.
+//! In: an L2 entry's descriptor. Out: a cluster's bytes. A few are kept: requests smaller than a
+//! cluster come in rows.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -21,7 +22,8 @@ use super::view::Qcow2;
 /// Bytes of decompressed clusters that a reactor keeps for an image.
 const KEPT: usize = 2 << 20;
 
-/// zstd's window: QEMU and zstd itself refuse larger ones than 2^27 by default; a cluster is 2^21 at most.
+/// zstd's window: QEMU and zstd itself refuse larger ones than 2^27 by default; a cluster is 2^21
+/// at most.
 const ZSTD_WINDOW_LOG: u32 = 27;
 
 /// The clusters that were read last.
@@ -37,7 +39,12 @@ struct Kept {
 
 impl<S: Storage> Qcow2<S> {
     /// Reads from a compressed cluster: `segments` from `inside` bytes behind its start.
-    pub async fn read_compressed(&self, segments: Segments, word: u64, inside: u64) -> (Segments, io::Result<()>) {
+    pub async fn read_compressed(
+        &self,
+        segments: Segments,
+        word: u64,
+        inside: u64,
+    ) -> (Segments, io::Result<()>) {
         match self.decompressed_cluster(word).await {
             Ok(cluster) => {
                 let from = inside as usize;
@@ -56,7 +63,12 @@ impl<S: Storage> Qcow2<S> {
         let layout = self.shape().layout;
         let decoded = L2Entry::decode(word, 0, layout).map(|e| e.cluster);
         let Ok(Cluster::Compressed { host, len }) = decoded else {
-            return Err(ImageError::invalid("qcow2 compressed cluster", None, "its descriptor is none").into());
+            return Err(ImageError::invalid(
+                "qcow2 compressed cluster",
+                None,
+                "its descriptor is none",
+            )
+            .into());
         };
         let _room = self.shared.buffers.packed.take_many(len).await;
         let packed = bytes::read(&self.file, host, len as usize).await?;
@@ -118,7 +130,8 @@ fn unpack_zstd(packed: &[u8], plain: &mut [u8]) -> io::Result<()> {
 /// Compresses a cluster. None: it would not get smaller.
 pub fn pack(plain: &[u8], compression: Compression) -> io::Result<Option<Vec<u8>>> {
     let packed = match compression {
-        // QEMU reads with a window of 4 KiB (windowBits -12), so what is written must not look back further.
+        // QEMU reads with a window of 4 KiB (windowBits -12), so what is written must not look back
+        // further.
         Compression::Zlib => pack_zlib(plain)?,
         Compression::Zstd => zstd::bulk::compress(plain, 3)?,
     };
@@ -126,9 +139,12 @@ pub fn pack(plain: &[u8], compression: Compression) -> io::Result<Option<Vec<u8>
 }
 
 fn pack_zlib(plain: &[u8]) -> io::Result<Vec<u8>> {
-    let mut compress = flate2::Compress::new_with_window_bits(flate2::Compression::default(), false, 12);
+    let mut compress =
+        flate2::Compress::new_with_window_bits(flate2::Compression::default(), false, 12);
     let mut packed = Vec::with_capacity(plain.len() + plain.len() / 8 + 64);
-    let status = compress.compress_vec(plain, &mut packed, flate2::FlushCompress::Finish).map_err(io::Error::other)?;
+    let status = compress
+        .compress_vec(plain, &mut packed, flate2::FlushCompress::Finish)
+        .map_err(io::Error::other)?;
     match status {
         flate2::Status::StreamEnd => Ok(packed),
         // It would have been larger than the room it had: it does not get smaller.
@@ -149,7 +165,8 @@ mod tests {
             packed.extend_from_slice(b"another cluster's");
             assert_eq!(unpack(&packed, compression, plain.len()).unwrap(), plain);
             assert!(unpack(&packed[..100], compression, plain.len()).is_err());
-            let noise: Vec<u8> = (0..4096u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect();
+            let noise: Vec<u8> =
+                (0..4096u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect();
             assert!(pack(&noise, compression).unwrap().is_none_or(|p| p.len() < noise.len()));
         }
     }

@@ -1,7 +1,8 @@
 //! New images.
 //!
-//! In: options, and a file whose contents do not matter. Out: an image that reads as zeroes, or as its backing file.
-//! What must hold: until all of it is durable the file is no qcow2 image; the header's first sector is written last.
+//! In: options, and a file whose contents do not matter. Out: an image that reads as zeroes, or as
+//! its backing file. What must hold: until all of it is durable the file is no qcow2 image; the
+//! header's first sector is written last.
 //!
 //! ```text
 //!  header | refcount table | refcount blocks | L1 table | L2 tables | data      (the last two with preallocation only)
@@ -71,7 +72,8 @@ impl CreateOptions {
         }
     }
 
-    /// An overlay: subclusters of 4 KiB, so that small first writes need not copy from the backing file.
+    /// An overlay: subclusters of 4 KiB, so that small first writes need not copy from the backing
+    /// file.
     pub fn overlay(size: u64, backing: impl Into<String>, format: impl Into<String>) -> Self {
         CreateOptions {
             backing: Some((backing.into(), format.into())),
@@ -92,7 +94,10 @@ impl CreateOptions {
         if !self.refcount_bits.is_power_of_two() || self.refcount_bits > 64 {
             return refuse("refcounts must have 1, 2, 4, 8, 16, 32 or 64 bits");
         }
-        let new = self.refcount_bits != 16 || self.extended_l2 || self.lazy_refcounts || self.data_file.is_some();
+        let new = self.refcount_bits != 16
+            || self.extended_l2
+            || self.lazy_refcounts
+            || self.data_file.is_some();
         if self.version == 2 && (new || self.compression != Compression::Zlib) {
             return refuse(
                 "version 2 has refcounts of 16 bits and zlib, and no extended L2 entries, lazy refcounts or data file",
@@ -115,7 +120,11 @@ impl CreateOptions {
                 "preallocation over a backing file needs extended L2 entries: it would hide the backing file",
             );
         }
-        if self.backing.as_ref().is_some_and(|(name, _)| name.is_empty() || name.len() > header::MAX_BACKING_NAME) {
+        if self
+            .backing
+            .as_ref()
+            .is_some_and(|(name, _)| name.is_empty() || name.len() > header::MAX_BACKING_NAME)
+        {
             return refuse("a backing file's name must have 1 to 1023 bytes");
         }
         Ok(())
@@ -168,7 +177,8 @@ impl Plan {
             end += len;
             end - len..end
         };
-        let (table, blocks, l1, l2, data) = (next(table), next(blocks), next(l1), next(l2), next(data));
+        let (table, blocks, l1, l2, data) =
+            (next(table), next(blocks), next(l1), next(l2), next(data));
         Ok(Plan { cluster_bits: bits, width, table, blocks, l1, l2, data })
     }
 
@@ -181,7 +191,8 @@ impl Plan {
     }
 }
 
-/// Creates an image in `file`; `data` is the external data file that the options name. Durable when it answers.
+/// Creates an image in `file`; `data` is the external data file that the options name. Durable when
+/// it answers.
 pub async fn create<S: Storage>(
     file: &Raw<S>,
     data: Option<&Raw<S>>,
@@ -247,7 +258,8 @@ fn header(options: &CreateOptions) -> Result<Header, ImageError> {
     };
     let entries = header.l1_needed(size).max(1);
     if entries * 8 > header::MAX_L1_BYTES {
-        let what = format!("{size} bytes need an L1 table larger than 32 MiB: take larger clusters");
+        let what =
+            format!("{size} bytes need an L1 table larger than 32 MiB: take larger clusters");
         return Err(ImageError::refused(STRUCTURE, what));
     }
     header.l1_size = entries as u32;
@@ -263,7 +275,9 @@ struct Creator<'a, S> {
 
 impl<S: Storage> Creator<'_, S> {
     async fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), ImageError> {
-        bytes::write(self.file, offset, bytes).await.map_err(|e| ImageError::io(STRUCTURE, offset, "writing", e))
+        bytes::write(self.file, offset, bytes)
+            .await
+            .map_err(|e| ImageError::io(STRUCTURE, offset, "writing", e))
     }
 
     /// Whatever the file was, it is nothing now, and reads as zeroes where the image will be.
@@ -288,9 +302,13 @@ impl<S: Storage> Creator<'_, S> {
 
     async fn refcounts(&self) -> Result<(), ImageError> {
         let plan = self.plan;
-        let (per_block, table) = (plan.width.per_block(1 << plan.cluster_bits), plan.bytes(&plan.table));
-        let offsets: Vec<u8> =
-            plan.blocks.clone().flat_map(|block| (block << plan.cluster_bits).to_be_bytes()).collect();
+        let (per_block, table) =
+            (plan.width.per_block(1 << plan.cluster_bits), plan.bytes(&plan.table));
+        let offsets: Vec<u8> = plan
+            .blocks
+            .clone()
+            .flat_map(|block| (block << plan.cluster_bits).to_be_bytes())
+            .collect();
         let mut sectors = offsets;
         sectors.resize(sectors.len().next_multiple_of(SECTOR_BYTES), 0);
         self.write(table.start, &sectors).await?;
@@ -308,13 +326,17 @@ impl<S: Storage> Creator<'_, S> {
     /// L1 and L2 tables that give each guest cluster its place.
     async fn tables(&self, options: &CreateOptions) -> Result<(), ImageError> {
         let (plan, entries) = (self.plan, self.header.l2_entries());
-        let l1 = plan.l2.clone().map(|table| L1Entry { table: Some(table << plan.cluster_bits), copied: true });
+        let l1 = plan
+            .l2
+            .clone()
+            .map(|table| L1Entry { table: Some(table << plan.cluster_bits), copied: true });
         let mut l1: Vec<u8> = l1.flat_map(|entry| entry.encode().to_be_bytes()).collect();
         l1.resize(l1.len().next_multiple_of(SECTOR_BYTES), 0);
         self.write(self.header.l1_offset, &l1).await?;
         let guest_clusters = self.header.size.div_ceil(1 << plan.cluster_bits);
         // In an external data file clusters lie where the guest has them.
-        let place = |guest: u64| if options.data_file.is_some() { guest } else { plan.data.start + guest };
+        let place =
+            |guest: u64| if options.data_file.is_some() { guest } else { plan.data.start + guest };
         for (index, table) in plan.l2.clone().enumerate() {
             let first = index as u64 * entries;
             let mut words = Vec::with_capacity(1 << plan.cluster_bits);
@@ -336,7 +358,8 @@ impl<S: Storage> Creator<'_, S> {
             false => Cluster::Standard { host },
             // Preallocated, and still to be filled: a backing file shows through.
             true => {
-                let bitmap = if options.data_file_raw { Bitmap::ALL_DATA } else { Bitmap::default() };
+                let bitmap =
+                    if options.data_file_raw { Bitmap::ALL_DATA } else { Bitmap::default() };
                 Cluster::Subclusters { host: Some(host), bitmap }
             }
         };
@@ -384,8 +407,9 @@ async fn take_space<S: Storage>(
             Err(e) if e.kind() == std::io::ErrorKind::Unsupported && file.is_device() => Ok(()),
             done => done.map_err(|e| ImageError::io(STRUCTURE, start, "reserving space", e)),
         },
-        Preallocation::Full => {
-            file.write_zero_bytes(start, len).await.map_err(|e| ImageError::io(STRUCTURE, start, "writing zeroes", e))
-        }
+        Preallocation::Full => file
+            .write_zero_bytes(start, len)
+            .await
+            .map_err(|e| ImageError::io(STRUCTURE, start, "writing zeroes", e)),
     }
 }

@@ -7,7 +7,8 @@ use super::change::{Change, trim};
 use crate::error::ImageError;
 use crate::raw::Raw;
 
-/// Drops all clusters of the disk at once, so that the backing file shows, or zeroes. Snapshots stay. Durable when it answers.
+/// Drops all clusters of the disk at once, so that the backing file shows, or zeroes. Snapshots
+/// stay. Durable when it answers.
 pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
     let change = Change::begin(file).await?;
     let mut new = change.old.clone();

@@ -1,7 +1,8 @@
 //! Entries of the L1 table, of L2 tables and of the refcount table.
 //!
-//! In: the words as they lie in the file. Out: what they mean, or what is wrong with them (the caller knows where they lie).
-//! What must hold: an offset that comes out is aligned to a cluster and below 2^56 (of a compressed cluster: below 2^56).
+//! In: the words as they lie in the file. Out: what they mean, or what is wrong with them (the
+//! caller knows where they lie). What must hold: an offset that comes out is aligned to a cluster
+//! and below 2^56 (of a compressed cluster: below 2^56).
 
 use super::header::Header;
 
@@ -93,7 +94,8 @@ pub fn refcount_block(word: u64, layout: Layout) -> Result<Option<u64>, &'static
     Ok((word != 0).then_some(word))
 }
 
-/// Which of 32 subclusters are allocated (bits 0 to 31) and which read as zeroes (bits 32 to 63); never both.
+/// Which of 32 subclusters are allocated (bits 0 to 31) and which read as zeroes (bits 32 to 63);
+/// never both.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bitmap(pub u64);
 
@@ -113,7 +115,8 @@ impl Bitmap {
 /// What an L2 entry says of one guest cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cluster {
-    /// The backing file knows (with extended entries: of all subclusters, and nothing is preallocated).
+    /// The backing file knows (with extended entries: of all subclusters, and nothing is
+    /// preallocated).
     Unallocated,
     /// Reads as zeroes; `host`: the cluster that is preallocated for it. Standard entries only.
     Zero { host: Option<u64> },
@@ -159,12 +162,15 @@ impl L2Entry {
         if !layout.aligned(offset) {
             return Err(UNALIGNED);
         }
-        // Offset 0 is the header's cluster, so it means "none"; in an external data file it is the first cluster.
+        // Offset 0 is the header's cluster, so it means "none"; in an external data file it is the
+        // first cluster.
         let host = (offset != 0 || (copied && layout.data_file)).then_some(offset);
         let zero = word & ZERO != 0;
         let cluster = match (layout.extended_l2, host) {
             (true, _) => Self::decode_subclusters(host, Bitmap(bitmap), zero)?,
-            (false, _) if zero && layout.version < 3 => return Err("a zero cluster in an image of version 2"),
+            (false, _) if zero && layout.version < 3 => {
+                return Err("a zero cluster in an image of version 2");
+            }
             (false, host) if zero => Cluster::Zero { host },
             (false, Some(host)) => Cluster::Standard { host },
             (false, None) => Cluster::Unallocated,
@@ -172,9 +178,15 @@ impl L2Entry {
         Ok(L2Entry { cluster, copied })
     }
 
-    fn decode_subclusters(host: Option<u64>, bitmap: Bitmap, zero: bool) -> Result<Cluster, &'static str> {
+    fn decode_subclusters(
+        host: Option<u64>,
+        bitmap: Bitmap,
+        zero: bool,
+    ) -> Result<Cluster, &'static str> {
         if zero {
-            return Err("the zero bit is set in an extended entry, which has its own for each subcluster");
+            return Err(
+                "the zero bit is set in an extended entry, which has its own for each subcluster",
+            );
         }
         if bitmap.data() & bitmap.zero() != 0 {
             return Err("a subcluster is both allocated and zero");
@@ -204,10 +216,14 @@ impl L2Entry {
         if layout.data_file {
             return Err("a compressed cluster in an image with an external data file");
         }
-        Ok(L2Entry { cluster: Cluster::Compressed { host, len: sectors * 512 - host % 512 }, copied: false })
+        Ok(L2Entry {
+            cluster: Cluster::Compressed { host, len: sectors * 512 - host % 512 },
+            copied: false,
+        })
     }
 
-    /// The entry's words; the second counts with extended L2 entries only. A compressed descriptor's fields fit their bits.
+    /// The entry's words; the second counts with extended L2 entries only. A compressed
+    /// descriptor's fields fit their bits.
     pub fn encode(self, layout: Layout) -> (u64, u64) {
         let copied = if self.copied { COPIED } else { 0 };
         match self.cluster {
@@ -227,7 +243,8 @@ impl L2Entry {
 mod tests {
     use super::*;
 
-    const PLAIN: Layout = Layout { cluster_bits: 16, version: 3, extended_l2: false, data_file: false };
+    const PLAIN: Layout =
+        Layout { cluster_bits: 16, version: 3, extended_l2: false, data_file: false };
     const EXTENDED: Layout = Layout { extended_l2: true, ..PLAIN };
     const DATA_FILE: Layout = Layout { data_file: true, ..PLAIN };
 
@@ -251,7 +268,10 @@ mod tests {
         let old = Layout { version: 2, ..PLAIN };
         assert!(l2(0x50001, old).is_err());
         assert!(l2(0x50200, PLAIN).is_err(), "unaligned");
-        assert!(l2(0x50002, PLAIN).is_err() && l2(1 << 56 | 0x50000, PLAIN).is_err(), "reserved bits");
+        assert!(
+            l2(0x50002, PLAIN).is_err() && l2(1 << 56 | 0x50000, PLAIN).is_err(),
+            "reserved bits"
+        );
         assert!(l2(0x50001, EXTENDED).is_err(), "bit 0 of an extended entry");
         assert!(l2(COPIED | COMPRESSED | 0x50000, PLAIN).is_err());
         assert!(l2(COMPRESSED | 0x50000, DATA_FILE).is_err());
@@ -259,7 +279,10 @@ mod tests {
         assert!(L2Entry::decode(0x50000, 1 << 32 | 1, EXTENDED).is_err());
         assert!(L2Entry::decode(0, 1, EXTENDED).is_err());
         let small = Layout { cluster_bits: 9, ..PLAIN };
-        assert!(l2(COMPRESSED | 1 << 56, small).is_err(), "bits above 55 of a small cluster's descriptor");
+        assert!(
+            l2(COMPRESSED | 1 << 56, small).is_err(),
+            "bits above 55 of a small cluster's descriptor"
+        );
         for word in [0x50001, 1 << 56 | 0x50000, 0x50200] {
             assert!(L1Entry::decode(word, PLAIN).is_err(), "{word:#x}");
             assert!(refcount_block(word, PLAIN).is_err(), "{word:#x}");
@@ -275,7 +298,10 @@ mod tests {
             (PLAIN, Cluster::Standard { host: OFFSET_MASK & !0xffff }),
             (PLAIN, Cluster::Compressed { host: 0x12345, len: 512 * 3 - 0x145 }),
             (Layout { cluster_bits: 21, ..PLAIN }, Cluster::Compressed { host: 512, len: 2 << 20 }),
-            (Layout { cluster_bits: 9, ..PLAIN }, Cluster::Compressed { host: MAX_OFFSET - 1, len: 1 }),
+            (
+                Layout { cluster_bits: 9, ..PLAIN },
+                Cluster::Compressed { host: MAX_OFFSET - 1, len: 1 },
+            ),
             (EXTENDED, Cluster::Subclusters { host: Some(0x70000), bitmap }),
             (EXTENDED, Cluster::Subclusters { host: None, bitmap: Bitmap::ALL_ZERO }),
         ];

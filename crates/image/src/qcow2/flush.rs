@@ -5,10 +5,11 @@
 //!                                                  │                                        │
 //!                              data and refcounts of the copied entries are durable    the entries are
 //! ```
-//! What must hold: an entry is in the file only when the data it names, and their refcount, are durable; a cluster is free
-//! only when no durable entry names it. So a power cut leaves leaks, and old or new contents, nothing else.
-//! A flush that finds no changed metadata is one sync. Of an image that has no name yet ([`super::Qcow2Options::unfinished`])
-//! a power cut leaves nothing, so there the syncs between are left out, and a flush is one sync at its end.
+//! What must hold: an entry is in the file only when the data it names, and their refcount, are
+//! durable; a cluster is free only when no durable entry names it. So a power cut leaves leaks, and
+//! old or new contents, nothing else. A flush that finds no changed metadata is one sync. Of an
+//! image that has no name yet ([`super::Qcow2Options::unfinished`]) a power cut leaves nothing, so
+//! there the syncs between are left out, and a flush is one sync at its end.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -54,14 +55,15 @@ impl<S: Storage> Qcow2<S> {
         self.sync_unfinished().await
     }
 
-    /// Writes metadata that have changed where there are many, so that they may leave the memory; nothing is promised.
-    /// The caller holds no cluster.
+    /// Writes metadata that have changed where there are many, so that they may leave the memory;
+    /// nothing is promised. The caller holds no cluster.
     pub(super) async fn relieve(&self) -> io::Result<()> {
         if self.shared.tables.dirty() <= 2 * self.dirty_limit() && !self.shared.alloc.is_crowded() {
             return Ok(());
         }
         let _turn = self.shared.writing_back.take().await;
-        let many = self.shared.tables.dirty() > self.dirty_limit() || self.shared.alloc.is_crowded();
+        let many =
+            self.shared.tables.dirty() > self.dirty_limit() || self.shared.alloc.is_crowded();
         if many { self.write_back(false).await } else { Ok(()) }
     }
 
@@ -75,7 +77,8 @@ impl<S: Storage> Qcow2<S> {
         let changes = self.take_changes();
         if changes.is_empty() && !self.shared.alloc.has_changed_counts() {
             let synced = self.barrier().await;
-            // Their entries may be in the file since a write-back that was not durable; now they are.
+            // Their entries may be in the file since a write-back that was not durable; now they
+            // are.
             match &synced {
                 Ok(()) => self.shared.alloc.all_durable(changes.freed),
                 Err(_) => self.shared.alloc.freed_again(changes.freed),
@@ -132,15 +135,21 @@ impl<S: Storage> Qcow2<S> {
     /// Gives those that were written; the caller has the turn.
     async fn write_changed_counts(&self) -> io::Result<Vec<ChangedSection>> {
         let counts = self.shared.alloc.take_changed_counts();
-        let sections =
-            counts.iter().map(|section| self.write_at("qcow2 refcount block", section.offset, &section.bytes));
+        let sections = counts
+            .iter()
+            .map(|section| self.write_at("qcow2 refcount block", section.offset, &section.bytes));
         let written = join::all(AT_A_TIME, sections).await;
         self.shared.alloc.counts_written(&counts, written.is_ok());
         written.map(|()| counts)
     }
 
     async fn write_l1(&self, piece: &L1Piece) -> io::Result<()> {
-        self.write_at(&format!("qcow2 L1 table from entry {}", piece.first), piece.offset, &piece.bytes).await
+        self.write_at(
+            &format!("qcow2 L1 table from entry {}", piece.first),
+            piece.offset,
+            &piece.bytes,
+        )
+        .await
     }
 
     async fn write_at(&self, structure: &str, offset: u64, bytes: &[u8]) -> io::Result<()> {
@@ -158,7 +167,8 @@ impl<S: Storage> Qcow2<S> {
         self.write_at(&format!("qcow2 L2 table {index}"), at, &copied.bytes).await
     }
 
-    /// What was written before is durable before anything that is written after. Nothing where the order does not matter.
+    /// What was written before is durable before anything that is written after. Nothing where the
+    /// order does not matter.
     async fn barrier(&self) -> io::Result<()> {
         if self.shared.unfinished {
             return self.not_lost();
@@ -190,15 +200,16 @@ impl<S: Storage> Qcow2<S> {
         self.shared.lost().map_or(Ok(()), Err)
     }
 
-    /// After one that failed no sync is worth anything: what it was told of is forgotten, and the next one would answer Ok.
+    /// After one that failed no sync is worth anything: what it was told of is forgotten, and the
+    /// next one would answer Ok.
     async fn sync_file(&self, file: &Raw<S>) -> io::Result<()> {
         let _turn = self.shared.syncing.take().await;
         self.not_lost()?;
         file.flush().await.inspect_err(|e| self.shared.lose(e))
     }
 
-    /// Gives clusters back whose entries are durably gone, once those who may still use them have left; who waits for them
-    /// is the next flush, not this one.
+    /// Gives clusters back whose entries are durably gone, once those who may still use them have
+    /// left; who waits for them is the next flush, not this one.
     async fn release(&self) -> io::Result<()> {
         let (alloc, traffic) = (&self.shared.alloc, &self.shared.traffic);
         let mut leaving = std::mem::take(&mut *lock(&self.shared.leaving));
@@ -243,7 +254,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// The caller has the turn, and the entries without the cluster are durable: its count may be written at any time.
+    /// The caller has the turn, and the entries without the cluster are durable: its count may be
+    /// written at any time.
     async fn release_one(&self, cluster: u64) -> io::Result<()> {
         self.release_count(cluster).await?;
         if self.shared.alloc.is_crowded() {
@@ -252,7 +264,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// The host gets the space back, before anybody else gets the clusters. A hint: what fails costs space only.
+    /// The host gets the space back, before anybody else gets the clusters. A hint: what fails
+    /// costs space only.
     async fn punch(&self, clusters: &[u64]) {
         let bits = self.shape().layout.cluster_bits;
         for run in clusters.chunk_by(|a, b| a + 1 == *b) {
@@ -289,7 +302,8 @@ impl<S: Storage> Qcow2<S> {
             }
         }
         if end < alloc.end() && !self.file.is_device() {
-            // The counts first: a file that ends before a cluster that counts is wrong, one that ends behind it is not.
+            // The counts first: a file that ends before a cluster that counts is wrong, one that
+            // ends behind it is not.
             self.write_back(true).await?;
             self.file.storage().set_len(end << bits).await?;
             alloc.set_end(end);

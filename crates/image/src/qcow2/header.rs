@@ -1,9 +1,10 @@
 //! The header: its fields, its extensions and the backing file's name, all in the first cluster.
 //!
-//! In: the first bytes of the file. Out: a [`Header`] whose every field was checked, or what is wrong by name; and the bytes
-//! again, nothing lost that was not understood (extensions, fields of later versions).
-//! What must hold: the fields lie in the first sector, and [`Header::write_fixed`] writes that sector alone: a power cut
-//! leaves the old fields or the new ones. Switches from old structures to new ones are made by it.
+//! In: the first bytes of the file. Out: a [`Header`] whose every field was checked, or what is
+//! wrong by name; and the bytes again, nothing lost that was not understood (extensions, fields of
+//! later versions). What must hold: the fields lie in the first sector, and [`Header::write_fixed`]
+//! writes that sector alone: a power cut leaves the old fields or the new ones. Switches from old
+//! structures to new ones are made by it.
 
 mod parse;
 mod tests;
@@ -77,7 +78,8 @@ pub struct Header {
     pub cluster_bits: u32,
     /// The virtual disk, in bytes. QEMU shows whole sectors of it.
     pub size: u64,
-    /// In entries. May be more than `size` needs (the state of a machine is stored behind the disk).
+    /// In entries. May be more than `size` needs (the state of a machine is stored behind the
+    /// disk).
     pub l1_size: u32,
     pub l1_offset: u64,
     pub refcount_table_offset: u64,
@@ -97,8 +99,9 @@ pub struct Header {
     pub data_file: Option<String>,
     /// Some only while the autoclear bit says that the bitmaps are consistent.
     pub bitmaps: Option<BitmapsExtension>,
-    /// All extensions in their order. Those that have a field above are written from that field; a format or a data file
-    /// that is None is left out, and bitmaps that are None keep their bytes as they are.
+    /// All extensions in their order. Those that have a field above are written from that field; a
+    /// format or a data file that is None is left out, and bitmaps that are None keep their bytes
+    /// as they are.
     pub extensions: Vec<Extension>,
     /// What follows the compression type in a header longer than is known here.
     pub unknown_fields: Vec<u8>,
@@ -121,13 +124,15 @@ impl Header {
     async fn read_cluster<S: Storage>(file: &Raw<S>) -> Result<(Vec<u8>, u64), ImageError> {
         let io = |e| ImageError::io(STRUCTURE, 0, "reading", e);
         let len = file.storage().len().await.map_err(io)?;
-        let first = bytes::read(file, 0, len.min(SECTOR_BYTES as u64) as usize).await.map_err(io)?;
+        let first =
+            bytes::read(file, 0, len.min(SECTOR_BYTES as u64) as usize).await.map_err(io)?;
         let cluster_bits = parse::cluster_bits(&first)?;
         let cluster = len.min(1 << cluster_bits) as usize;
         Ok((bytes::read(file, 0, cluster).await.map_err(io)?, len))
     }
 
-    /// The whole header area, at most a cluster: fields, extensions and, behind them, the backing file's name.
+    /// The whole header area, at most a cluster: fields, extensions and, behind them, the backing
+    /// file's name.
     pub fn serialize(&self) -> Result<Vec<u8>, ImageError> {
         let mut placed = self.clone();
         let mut bytes = self.serialize_without_name()?;
@@ -171,12 +176,17 @@ impl Header {
     pub(super) fn current_extensions(&self) -> Vec<Extension> {
         let mut rest = self.extensions.clone();
         let mut first = Vec::new();
-        let strings = [(EXTENSION_BACKING_FORMAT, &self.backing_format), (EXTENSION_DATA_FILE, &self.data_file)]
-            .map(|(k, s)| (k, s));
+        let strings = [
+            (EXTENSION_BACKING_FORMAT, &self.backing_format),
+            (EXTENSION_DATA_FILE, &self.data_file),
+        ]
+        .map(|(k, s)| (k, s));
         for (kind, string) in strings {
             match (string, rest.iter_mut().find(|e| e.kind == kind)) {
                 (Some(string), Some(old)) => old.data = string.clone().into_bytes(),
-                (Some(string), None) => first.push(Extension { kind, data: string.clone().into_bytes() }),
+                (Some(string), None) => {
+                    first.push(Extension { kind, data: string.clone().into_bytes() })
+                }
                 (None, _) => rest.retain(|e| e.kind != kind),
             }
         }
@@ -226,10 +236,12 @@ impl Header {
         bytes[..len].copy_from_slice(&fields[..len]);
     }
 
-    /// Writes the fields (not the extensions, not the name) back in one write of one sector; durable after a flush.
+    /// Writes the fields (not the extensions, not the name) back in one write of one sector;
+    /// durable after a flush.
     pub async fn write_fixed<S: Storage>(&self, file: &Raw<S>) -> Result<(), ImageError> {
-        let mut sector =
-            bytes::read(file, 0, SECTOR_BYTES).await.map_err(|e| ImageError::io(STRUCTURE, 0, "reading", e))?;
+        let mut sector = bytes::read(file, 0, SECTOR_BYTES)
+            .await
+            .map_err(|e| ImageError::io(STRUCTURE, 0, "reading", e))?;
         self.put_fields(&mut sector);
         bytes::write(file, 0, &sector).await.map_err(|e| ImageError::io(STRUCTURE, 0, "writing", e))
     }

@@ -6,8 +6,8 @@
 //!   shared what reactors share of an open image                       reserve   getting more clusters
 //!   packing  compressed clusters, one after another                   buffers   how much memory requests take
 //! ```
-//! What is read once, or by one at a time on a closed image, is in the cold modules: the header and the encoding of table
-//! entries and refcounts.
+//! What is read once, or by one at a time on a closed image, is in the cold modules: the header and
+//! the encoding of table entries and refcounts.
 
 mod alloc;
 pub mod amend;

@@ -1,7 +1,8 @@
-//! Opening an image: what is looked at before the first request, and what a writer owes to the file first.
+//! Opening an image: what is looked at before the first request, and what a writer owes to the file
+//! first.
 //!
-//! What must hold: an image that is not sound is not written to. What it names is judged as a whole before it is opened for
-//! writing, so that no cluster is given out that something still needs.
+//! What must hold: an image that is not sound is not written to. What it names is judged as a whole
+//! before it is opened for writing, so that no cluster is given out that something still needs.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
@@ -24,7 +25,8 @@ use super::shared::{L1, Shape, Shared};
 use super::tables::Tables;
 use super::view::Qcow2;
 
-/// The cache holds the L2 tables of the whole image, up to this many bytes; 32 MiB describe 256 GiB of 64 KiB clusters.
+/// The cache holds the L2 tables of the whole image, up to this many bytes; 32 MiB describe 256 GiB
+/// of 64 KiB clusters.
 pub const L2_CACHE_LIMIT: u64 = 32 << 20;
 
 #[derive(Clone, Debug, Default)]
@@ -36,13 +38,15 @@ pub struct Qcow2Options {
     pub reserve: Option<u64>,
     /// What is written changes nothing of the disk: bitmaps that record writes stay valid.
     pub keeps_disk: bool,
-    /// Nothing finds the image before it is closed, not even after a power cut: its file has no name yet. So the order in
-    /// which writes become durable does not matter, and only flushes and the end sync.
+    /// Nothing finds the image before it is closed, not even after a power cut: its file has no
+    /// name yet. So the order in which writes become durable does not matter, and only flushes and
+    /// the end sync.
     pub unfinished: bool,
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// Opens the image that `header` begins (as [`Header::read`] gave it); `data` is the external data file that it names.
+    /// Opens the image that `header` begins (as [`Header::read`] gave it); `data` is the external
+    /// data file that it names.
     pub async fn open(
         mut header: Header,
         file: Raw<S>,
@@ -61,7 +65,13 @@ impl<S: Storage> Qcow2<S> {
         } else {
             len.div_ceil(shape.cluster_size())
         };
-        let alloc = Allocator::new(header.cluster_bits, header.refcount_width(), table, end, options.reserve);
+        let alloc = Allocator::new(
+            header.cluster_bits,
+            header.refcount_width(),
+            table,
+            end,
+            options.reserve,
+        );
         let slices = header.size.div_ceil(shape.cluster_size()).div_ceil(shape.slice_entries);
         let needed = slices.saturating_mul(shape.slice_bytes());
         let cache = options.l2_cache.unwrap_or(L2_CACHE_LIMIT.min(needed));
@@ -93,8 +103,8 @@ impl<S: Storage> Qcow2<S> {
     }
 }
 
-/// Sees to it that the image may be written to, or says why not. What a power cut may have left is mended: refcounts that
-/// were put off (the dirty bit), and clusters that nothing names.
+/// Sees to it that the image may be written to, or says why not. What a power cut may have left is
+/// mended: refcounts that were put off (the dirty bit), and clusters that nothing names.
 async fn make_writable<S: Storage>(
     file: &Raw<S>,
     data: Option<&Raw<S>>,
@@ -106,7 +116,9 @@ async fn make_writable<S: Storage>(
         return Err(ImageError::invalid("qcow2 header", None, what));
     }
     if header.has_dirty() {
-        tracing::info!("the qcow2 image was not closed by who wrote it last: counting its references anew");
+        tracing::info!(
+            "the qcow2 image was not closed by who wrote it last: counting its references anew"
+        );
         *header = rebuild_refcounts(file).await?;
     }
     let data_len = match data {
@@ -130,14 +142,23 @@ async fn make_writable<S: Storage>(
     }
     if found.unset_flags + found.leaks > 0 {
         let (flags, leaks) = (found.unset_flags, found.leaks);
-        tracing::info!("mending the qcow2 image: {leaks} clusters that nothing names, {flags} COPIED flags not set");
+        tracing::info!(
+            "mending the qcow2 image: {leaks} clusters that nothing names, {flags} COPIED flags not set"
+        );
         *header = rebuild_refcounts(file).await?;
     }
-    if keeps_disk { drop_unknown_autoclear(file, header).await } else { prepare_for_writing(file, header).await }
+    if keeps_disk {
+        drop_unknown_autoclear(file, header).await
+    } else {
+        prepare_for_writing(file, header).await
+    }
 }
 
 async fn length<S: Storage>(file: &Raw<S>) -> Result<u64, ImageError> {
-    file.storage().len().await.map_err(|e| ImageError::io("qcow2 file", None, "finding its length", e))
+    file.storage()
+        .len()
+        .await
+        .map_err(|e| ImageError::io("qcow2 file", None, "finding its length", e))
 }
 
 async fn read_l1<S: Storage>(file: &Raw<S>, header: &Header) -> Result<L1, ImageError> {
@@ -146,13 +167,17 @@ async fn read_l1<S: Storage>(file: &Raw<S>, header: &Header) -> Result<L1, Image
     let read = read.map_err(|e| ImageError::io("qcow2 L1 table", offset, "reading", e))?;
     let entries: Vec<u64> = read.chunks_exact(8).map(|b| bytes::be64(b, 0)).collect();
     for (index, &word) in entries.iter().enumerate() {
-        L1Entry::decode(word, layout)
-            .map_err(|what| ImageError::invalid("qcow2 L1 table entry", offset + index as u64 * 8, what))?;
+        L1Entry::decode(word, layout).map_err(|what| {
+            ImageError::invalid("qcow2 L1 table entry", offset + index as u64 * 8, what)
+        })?;
     }
     Ok(L1 { offset, entries, dirty: Default::default() })
 }
 
-async fn read_refcount_table<S: Storage>(file: &Raw<S>, header: &Header) -> Result<Vec<u64>, ImageError> {
+async fn read_refcount_table<S: Storage>(
+    file: &Raw<S>,
+    header: &Header,
+) -> Result<Vec<u64>, ImageError> {
     let (offset, layout) = (header.refcount_table_offset, entry::Layout::of(header));
     let len = u64::from(header.refcount_table_clusters) * header.cluster_size();
     let read = bytes::read(file, offset, len as usize).await;
@@ -160,21 +185,33 @@ async fn read_refcount_table<S: Storage>(file: &Raw<S>, header: &Header) -> Resu
     let entry = |(index, word)| {
         let at = offset + index as u64 * 8;
         let block = entry::refcount_block(word, layout);
-        block.map(|b| b.unwrap_or(0)).map_err(|what| ImageError::invalid("qcow2 refcount table entry", at, what))
+        block
+            .map(|b| b.unwrap_or(0))
+            .map_err(|what| ImageError::invalid("qcow2 refcount table entry", at, what))
     };
     read.chunks_exact(8).map(|b| bytes::be64(b, 0)).enumerate().map(entry).collect()
 }
 
 /// On a block device: how many clusters there are up to the last that is counted.
-async fn last_counted<S: Storage>(file: &Raw<S>, header: &Header, table: &[u64]) -> Result<u64, ImageError> {
+async fn last_counted<S: Storage>(
+    file: &Raw<S>,
+    header: &Header,
+    table: &[u64],
+) -> Result<u64, ImageError> {
     let width = header.refcount_width();
     let per_block = width.per_block(header.cluster_size());
     for (block, &offset) in table.iter().enumerate().rev().filter(|(_, offset)| **offset != 0) {
         let read = bytes::read(file, offset, header.cluster_size() as usize).await;
-        let counts = read.map_err(|e| ImageError::io("qcow2 refcount block", offset, "reading", e))?;
+        let counts =
+            read.map_err(|e| ImageError::io("qcow2 refcount block", offset, "reading", e))?;
         if let Some(last) = (0..per_block).rev().find(|&n| width.get(&counts, n as usize) != 0) {
             return Ok(block as u64 * per_block + last + 1);
         }
     }
-    Err(ImageError::new(Kind::Invalid, "qcow2 refcount table", header.refcount_table_offset, "it counts no cluster"))
+    Err(ImageError::new(
+        Kind::Invalid,
+        "qcow2 refcount table",
+        header.refcount_table_offset,
+        "it counts no cluster",
+    ))
 }

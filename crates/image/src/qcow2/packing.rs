@@ -1,8 +1,9 @@
 //! Writing compressed clusters: byte by byte one after another, as QEMU packs them.
 //!
-//! What must hold: whoever packs has the image's clusters for itself (nobody overwrites what is being packed); each host
-//! cluster counts the compressed clusters that have a part in it; an entry changes when its data have been written. Clusters
-//! that share a sector are written one after the other, for with O_DIRECT each write of it reads it first.
+//! What must hold: whoever packs has the image's clusters for itself (nobody overwrites what is
+//! being packed); each host cluster counts the compressed clusters that have a part in it; an entry
+//! changes when its data have been written. Clusters that share a sector are written one after the
+//! other, for with O_DIRECT each write of it reads it first.
 
 use std::io;
 use std::sync::Mutex;
@@ -19,7 +20,8 @@ use super::shared::lock;
 use super::tables::Entry;
 use super::view::Qcow2;
 
-/// Bytes of host clusters that are taken at a time, so that what is packed lies together; two clusters at least.
+/// Bytes of host clusters that are taken at a time, so that what is packed lies together; two
+/// clusters at least.
 const ROOM: u64 = 256 << 10;
 /// The largest unit in which O_DIRECT reads, changes and writes.
 const BLOCK: u64 = 4096;
@@ -46,8 +48,9 @@ impl Default for Packing {
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// Writes the guest cluster at `offset`, whose bytes [`super::pack`] has made `packed`. False, and nothing is done: it
-    /// has something already, or there is no place that its entry could name.
+    /// Writes the guest cluster at `offset`, whose bytes [`super::pack`] has made `packed`. False,
+    /// and nothing is done: it has something already, or there is no place that its entry could
+    /// name.
     pub async fn write_compressed(&self, offset: u64, packed: &[u8]) -> io::Result<bool> {
         let shape = *self.shape();
         let cluster = shape.cluster(offset);
@@ -66,11 +69,16 @@ impl<S: Storage> Qcow2<S> {
         }
         self.own_table(shape.table(cluster)).await?;
         let host = self.room_for(packed.len() as u64).await?;
-        let entry = L2Entry { cluster: Cluster::Compressed { host, len: packed.len() as u64 }, copied: false };
+        let entry = L2Entry {
+            cluster: Cluster::Compressed { host, len: packed.len() as u64 },
+            copied: false,
+        };
         let (word, bitmap) = entry.encode(shape.layout);
         let named = L2Entry::decode(word, bitmap, shape.layout).map(|e| e.cluster);
-        // In a file that large, not every offset fits an entry. (What was taken is a leak; `check` gives it back.)
-        if !matches!(named, Ok(Cluster::Compressed { host: at, len }) if at == host && len >= packed.len() as u64) {
+        // In a file that large, not every offset fits an entry. (What was taken is a leak; `check`
+        // gives it back.)
+        if !matches!(named, Ok(Cluster::Compressed { host: at, len }) if at == host && len >= packed.len() as u64)
+        {
             return Ok(false);
         }
         {
@@ -84,7 +92,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(true)
     }
 
-    /// Takes `len` bytes of the file, and counts a reference to each cluster that they have a part in.
+    /// Takes `len` bytes of the file, and counts a reference to each cluster that they have a part
+    /// in.
     async fn room_for(&self, len: u64) -> io::Result<u64> {
         let packing = &self.shared.packing;
         let bits = self.shape().layout.cluster_bits;

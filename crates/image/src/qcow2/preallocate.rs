@@ -1,7 +1,7 @@
 //! Clusters taken ahead for a range of the disk: entries and refcounts, without a write of data.
 //!
-//! What must hold: what was read as zeroes is read as zeroes afterwards, also after a power cut; clusters that the range has
-//! already stay.
+//! What must hold: what was read as zeroes is read as zeroes afterwards, also after a power cut;
+//! clusters that the range has already stay.
 
 use std::io;
 use std::ops::Range;
@@ -14,16 +14,18 @@ use super::tables::Entry;
 use super::view::Qcow2;
 
 impl<S: Storage> Qcow2<S> {
-    /// Gives clusters to a range that reads as zeroes. `keep_space`: the host takes space for them, too. Durable after a
-    /// flush. Not for images with an external data file.
+    /// Gives clusters to a range that reads as zeroes. `keep_space`: the host takes space for them,
+    /// too. Durable after a flush. Not for images with an external data file.
     pub async fn preallocate(&self, range: Range<u64>, keep_space: bool) -> io::Result<()> {
         let shape = *self.shape();
-        let (mut cluster, end) = (shape.cluster(range.start), range.end.div_ceil(shape.cluster_size()));
+        let (mut cluster, end) =
+            (shape.cluster(range.start), range.end.div_ceil(shape.cluster_size()));
         while cluster < end {
             let stop = end.min((shape.table(cluster) + 1) * shape.table_entries);
             let hold = self.shared.held.hold(cluster..stop).await;
             // What is left, and its tables.
-            let left = |cluster: u64| (end - cluster) + (end - cluster).div_ceil(shape.table_entries);
+            let left =
+                |cluster: u64| (end - cluster) + (end - cluster).div_ceil(shape.table_entries);
             if !keep_space {
                 self.reserve_ahead(left(cluster)).await?;
             }
@@ -33,7 +35,11 @@ impl<S: Storage> Qcow2<S> {
                 if lacking && !keep_space {
                     self.reserve_ahead(left(cluster)).await?;
                 }
-                cluster += if lacking { self.preallocate_run(cluster, count, keep_space).await? } else { count };
+                cluster += if lacking {
+                    self.preallocate_run(cluster, count, keep_space).await?
+                } else {
+                    count
+                };
             }
             drop(hold);
             self.relieve().await?;
@@ -41,10 +47,12 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Whether the guest cluster `first` has no host cluster, and how many from there on are alike, up to `most`.
+    /// Whether the guest cluster `first` has no host cluster, and how many from there on are alike,
+    /// up to `most`.
     async fn lacking(&self, first: u64, most: u64) -> io::Result<(bool, u64)> {
         let lacks = |Entry { word, bitmap }: Entry| {
-            let entry = L2Entry::decode(word, bitmap, self.shape().layout).unwrap_or(L2Entry::UNALLOCATED);
+            let entry =
+                L2Entry::decode(word, bitmap, self.shape().layout).unwrap_or(L2Entry::UNALLOCATED);
             !matches!(entry.cluster, Cluster::Compressed { .. }) && entry.cluster.host().is_none()
         };
         let lacking = lacks(self.current_entry(first).await?);

@@ -1,5 +1,5 @@
-//! Refcounts as they lie in a refcount block: 1 to 64 bits each, big-endian; those narrower than a byte from its lowest bit
-//! upwards.
+//! Refcounts as they lie in a refcount block: 1 to 64 bits each, big-endian; those narrower than a
+//! byte from its lowest bit upwards.
 
 /// The width of an image's refcounts: 1 << order bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +45,9 @@ impl RefcountWidth {
             4 => u64::from(u16::from_be_bytes([block[n * 2], block[n * 2 + 1]])),
             _ => {
                 let len = 1 << (self.order - 3);
-                block[n * len..(n + 1) * len].iter().fold(0, |value, &byte| value << 8 | u64::from(byte))
+                block[n * len..(n + 1) * len]
+                    .iter()
+                    .fold(0, |value, &byte| value << 8 | u64::from(byte))
             }
         }
     }
@@ -107,7 +109,11 @@ mod tests {
             let mut block = [0xff; 16];
             width.set(&mut block, 1, 0);
             for n in 0..counts {
-                assert_eq!(width.get(&block, n), if n == 1 { 0 } else { width.max() }, "order {order}, count {n}");
+                assert_eq!(
+                    width.get(&block, n),
+                    if n == 1 { 0 } else { width.max() },
+                    "order {order}, count {n}"
+                );
             }
             width.set(&mut block, 1, width.max());
             assert_eq!(block, [0xff; 16], "order {order}");

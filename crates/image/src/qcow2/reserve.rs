@@ -1,7 +1,7 @@
 //! Getting clusters: from what is free in the file, or from beyond its end.
 //!
-//! What must hold: a refcount block is in the file before the refcount table names it, and a refcount table before the
-//! header does; a sync lies between.
+//! What must hold: a refcount block is in the file before the refcount table names it, and a
+//! refcount table before the header does; a sync lies between.
 
 use std::io;
 use std::ops::Range;
@@ -53,13 +53,15 @@ impl<S: Storage> Qcow2<S> {
         }
         match self.extend(most, true).await {
             // The host has little left: less may do.
-            Err(e) if e.kind() == io::ErrorKind::StorageFull && most > 1 => self.extend(1, true).await,
+            Err(e) if e.kind() == io::ErrorKind::StorageFull && most > 1 => {
+                self.extend(1, true).await
+            }
             done => done,
         }
     }
 
-    /// Reserves up to `wanted` clusters for which the host takes no space yet, unless some are reserved: all that a few MiB of
-    /// refcounts count, so that few of them need a sync.
+    /// Reserves up to `wanted` clusters for which the host takes no space yet, unless some are
+    /// reserved: all that a few MiB of refcounts count, so that few of them need a sync.
     pub(super) async fn reserve_ahead(&self, wanted: u64) -> io::Result<()> {
         let alloc = &self.shared.alloc;
         let _turn = self.shared.reserving.take().await;
@@ -92,15 +94,20 @@ impl<S: Storage> Qcow2<S> {
     pub(super) async fn load_counts(&self, block: u64) -> io::Result<()> {
         while let Some((offset, seen)) = self.shared.alloc.to_load(block) {
             let read = bytes::read(&self.file, offset, self.shape().cluster_size() as usize).await;
-            let read = read.map_err(|e| ImageError::io("qcow2 refcount block", offset, "reading", e))?;
+            let read =
+                read.map_err(|e| ImageError::io("qcow2 refcount block", offset, "reading", e))?;
             self.shared.alloc.loaded(block, read, seen);
         }
         Ok(())
     }
 
-    /// What `look` says of a cluster, whose block may leave the memory again before it looks (then it says None). None: nothing
-    /// counts the cluster.
-    async fn with_counts<T>(&self, block: u64, look: impl Fn(&Allocator) -> Option<T>) -> io::Result<Option<T>> {
+    /// What `look` says of a cluster, whose block may leave the memory again before it looks (then
+    /// it says None). None: nothing counts the cluster.
+    async fn with_counts<T>(
+        &self,
+        block: u64,
+        look: impl Fn(&Allocator) -> Option<T>,
+    ) -> io::Result<Option<T>> {
         let alloc = &self.shared.alloc;
         loop {
             match look(alloc) {
@@ -113,19 +120,24 @@ impl<S: Storage> Qcow2<S> {
 
     /// The refcount of a cluster.
     pub(super) async fn count(&self, cluster: u64) -> io::Result<u64> {
-        let count = self.with_counts(self.shared.alloc.block_of(cluster), |alloc| alloc.count(cluster)).await?;
+        let count = self
+            .with_counts(self.shared.alloc.block_of(cluster), |alloc| alloc.count(cluster))
+            .await?;
         Ok(count.unwrap_or(0))
     }
 
     /// Adds a reference to a cluster. False: its count is as large as it can be.
     pub(super) async fn retain(&self, cluster: u64) -> io::Result<bool> {
-        let done = self.with_counts(self.shared.alloc.block_of(cluster), |alloc| alloc.retain(cluster)).await?;
+        let done = self
+            .with_counts(self.shared.alloc.block_of(cluster), |alloc| alloc.retain(cluster))
+            .await?;
         Ok(done.unwrap_or(false))
     }
 
     /// Takes a reference from a cluster.
     pub(super) async fn release_count(&self, cluster: u64) -> io::Result<()> {
-        self.with_counts(self.shared.alloc.block_of(cluster), |alloc| alloc.release(cluster)).await?;
+        self.with_counts(self.shared.alloc.block_of(cluster), |alloc| alloc.release(cluster))
+            .await?;
         Ok(())
     }
 
@@ -137,27 +149,35 @@ impl<S: Storage> Qcow2<S> {
             let block = alloc.block_of(cluster);
             self.load_counts(block).await?;
             let next = ((block + 1) * alloc.per_block()).min(alloc.end());
-            used += (cluster..next).filter(|&c| alloc.count(c).is_some_and(|count| count > 0)).count() as u64;
+            used += (cluster..next)
+                .filter(|&c| alloc.count(c).is_some_and(|count| count > 0))
+                .count() as u64;
             cluster = next;
         }
         Ok(used >= wanted)
     }
 
-    /// Makes the file longer by `most` clusters, and by what refcounts for them need; `keep_space`: the host takes space.
+    /// Makes the file longer by `most` clusters, and by what refcounts for them need; `keep_space`:
+    /// the host takes space.
     async fn extend(&self, most: u64, keep_space: bool) -> io::Result<()> {
         let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);
         let mut plan = self.plan_growth(most);
         let (start, end) = (alloc.end(), plan.grown.end);
         plan.grown.fresh = !self.file.is_device() && alloc.is_untouched(start);
         if end << bits >= MAX_OFFSET {
-            return Err(ImageError::refused("qcow2 file", "it has reached the format's largest size, 64 PiB").into());
+            return Err(ImageError::refused(
+                "qcow2 file",
+                "it has reached the format's largest size, 64 PiB",
+            )
+            .into());
         }
         self.lengthen(start << bits, end << bits, keep_space).await?;
         if plan.blocks.is_empty() {
             return self.adopt(&plan).await;
         }
         self.write_new_counts(&plan).await.inspect_err(|_| alloc.touched(end))?;
-        // From here on the file may name what lies there, also if an error is told. Then it is not given out for another use.
+        // From here on the file may name what lies there, also if an error is told. Then it is not
+        // given out for another use.
         let adopted = async {
             self.publish(&plan).await?;
             self.adopt(&plan).await
@@ -179,14 +199,16 @@ impl<S: Storage> Qcow2<S> {
         Err(io::Error::other("refcount blocks do not stay in memory"))
     }
 
-    /// What is to lie where beyond the end: a new refcount table if the old one is full, new refcount blocks, and clusters.
+    /// What is to lie where beyond the end: a new refcount table if the old one is full, new
+    /// refcount blocks, and clusters.
     fn plan_growth(&self, most: u64) -> Growth {
         let alloc = &self.shared.alloc;
         let (start, mut table) = (alloc.end(), alloc.table());
         let cluster = self.shape().cluster_size();
         let (mut used, mut new_table) = (Vec::new(), None);
         let mut end = start + most;
-        // Each round may need more for what the last one added; it ends, for a block counts more clusters than one.
+        // Each round may need more for what the last one added; it ends, for a block counts more
+        // clusters than one.
         loop {
             let (_, missing) = alloc.beyond_the_end(end - start);
             let entries = missing.last().map_or(0, |last| last + 1);
@@ -218,7 +240,11 @@ impl<S: Storage> Qcow2<S> {
             let enough = storage.len().await? >= end;
             return if enough { Ok(()) } else { Err(io::ErrorKind::StorageFull.into()) };
         }
-        let taken = if keep_space { storage.allocate(start, end - start).await } else { Err(UNSUPPORTED.into()) };
+        let taken = if keep_space {
+            storage.allocate(start, end - start).await
+        } else {
+            Err(UNSUPPORTED.into())
+        };
         match taken {
             Err(e) if e.kind() == UNSUPPORTED => {
                 if storage.len().await? < end {
@@ -230,8 +256,8 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// New tables, which nothing names yet. They count themselves; the counts of what is reserved follow by a flush, before
-    /// anything that needs them. Durable when it answers.
+    /// New tables, which nothing names yet. They count themselves; the counts of what is reserved
+    /// follow by a flush, before anything that needs them. Durable when it answers.
     async fn write_new_counts(&self, plan: &Growth) -> io::Result<()> {
         let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);
         let Some(tables) = plan.grown.used.first() else { return Ok(()) };
@@ -241,7 +267,8 @@ impl<S: Storage> Qcow2<S> {
         }
         // They lie side by side.
         for some in plan.blocks.chunks((WRITTEN_TOGETHER >> bits).max(1)) {
-            let counts: Vec<u8> = some.iter().flat_map(|&(block, _)| alloc.first_counts(block, tables)).collect();
+            let counts: Vec<u8> =
+                some.iter().flat_map(|&(block, _)| alloc.first_counts(block, tables)).collect();
             bytes::write(&self.file, some[0].1 << bits, &counts).await?;
         }
         for block in alloc.block_of(tables.start)..=alloc.block_of(tables.end - 1) {
@@ -260,27 +287,35 @@ impl<S: Storage> Qcow2<S> {
         // No older copy of it is to be on its way to the file, and to arrive later.
         let _turn = self.shared.writing_back.take().await;
         let counted = self.with_counts(block, |alloc| alloc.count_tables(block, tables)).await?;
-        let (offset, counts) = counted.ok_or_else(|| io::Error::other("a refcount block is gone"))?;
+        let (offset, counts) =
+            counted.ok_or_else(|| io::Error::other("a refcount block is gone"))?;
         bytes::write(&self.file, offset, &counts).await
     }
 
     /// The file names the new tables.
     async fn publish(&self, plan: &Growth) -> io::Result<()> {
         if let Some((first, clusters)) = plan.table_at {
-            return self.switch_refcount_table(first << self.shape().layout.cluster_bits, clusters).await;
+            return self
+                .switch_refcount_table(first << self.shape().layout.cluster_bits, clusters)
+                .await;
         }
         let (offset, table) = (lock(&self.shared.header).refcount_table_offset, plan.table_bytes());
         // Those between them are as they were.
-        let (Some(&(first, _)), Some(&(last, _))) = (plan.blocks.first(), plan.blocks.last()) else { return Ok(()) };
+        let (Some(&(first, _)), Some(&(last, _))) = (plan.blocks.first(), plan.blocks.last())
+        else {
+            return Ok(());
+        };
         let (from, to) = (first as usize * 8, (last as usize + 1) * 8);
         bytes::write(&self.file, offset + from as u64, &table[from..to]).await
     }
 
-    /// The header names the new table, whose clusters count as used; the old one's are free when that is durable.
+    /// The header names the new table, whose clusters count as used; the old one's are free when
+    /// that is durable.
     async fn switch_refcount_table(&self, offset: u64, clusters: u64) -> io::Result<()> {
         let mut header = self.shared.header();
         let bits = self.shape().layout.cluster_bits;
-        let (old, count) = (header.refcount_table_offset >> bits, u64::from(header.refcount_table_clusters));
+        let (old, count) =
+            (header.refcount_table_offset >> bits, u64::from(header.refcount_table_clusters));
         header.refcount_table_offset = offset;
         header.refcount_table_clusters = clusters as u32;
         header.write_fixed(&self.file).await?;
@@ -320,7 +355,8 @@ impl Growth {
             next += clusters;
             (start, clusters)
         });
-        let blocks: Vec<_> = missing.iter().zip(next..).map(|(&block, cluster)| (block, cluster)).collect();
+        let blocks: Vec<_> =
+            missing.iter().zip(next..).map(|(&block, cluster)| (block, cluster)).collect();
         next += blocks.len() as u64;
         for &(block, cluster) in &blocks {
             table[block as usize] = cluster << bits;

@@ -1,8 +1,9 @@
 //! A disk of another size.
 //!
-//! In: a closed image, held exclusively. Out: the same with more or less of a disk; what is new reads as zeroes.
-//! What must hold: what lies behind the old end (the rest of its last cluster, what a longer backing file has there) never
-//! shows: it is zeroed before the header says the new size. [`super::change`] says what a power cut may leave.
+//! In: a closed image, held exclusively. Out: the same with more or less of a disk; what is new
+//! reads as zeroes. What must hold: what lies behind the old end (the rest of its last cluster,
+//! what a longer backing file has there) never shows: it is zeroed before the header says the new
+//! size. [`super::change`] says what a power cut may leave.
 
 mod tables;
 mod tail;
@@ -35,7 +36,11 @@ pub struct Resize {
 }
 
 /// Resizes an image; `data` is its external data file. Durable when it answers.
-pub async fn resize<S: Storage>(file: &Raw<S>, data: Option<&Raw<S>>, wanted: Resize) -> Result<(), ImageError> {
+pub async fn resize<S: Storage>(
+    file: &Raw<S>,
+    data: Option<&Raw<S>>,
+    wanted: Resize,
+) -> Result<(), ImageError> {
     let change = Change::begin(file).await?;
     let (old, size) = (&change.old, wanted.size);
     if size == old.size {
@@ -44,7 +49,11 @@ pub async fn resize<S: Storage>(file: &Raw<S>, data: Option<&Raw<S>>, wanted: Re
     may_be_resized(old, data.is_some(), wanted)?;
     let bitmaps = bitmap::edit::Set::resized(file, old, size).await?;
     if bitmaps.is_empty() {
-        return if size < old.size { shrink(change, data, size).await } else { grow(change, data, wanted).await };
+        return if size < old.size {
+            shrink(change, data, size).await
+        } else {
+            grow(change, data, wanted).await
+        };
     }
     // While the size changes the image has no bitmaps: a power cut costs them, and no data.
     let mut without = old.clone();
@@ -52,7 +61,11 @@ pub async fn resize<S: Storage>(file: &Raw<S>, data: Option<&Raw<S>>, wanted: Re
     without.write_fixed(file).await?;
     flush(file).await?;
     let (change, old_size) = (Change::begin(file).await?, change.old.size);
-    let done = if size < old_size { shrink(change, data, size).await } else { grow(change, data, wanted).await };
+    let done = if size < old_size {
+        shrink(change, data, size).await
+    } else {
+        grow(change, data, wanted).await
+    };
     match done {
         Ok(()) => bitmaps.store(Change::begin(file).await?).await,
         Err(error) => {
@@ -62,7 +75,8 @@ pub async fn resize<S: Storage>(file: &Raw<S>, data: Option<&Raw<S>>, wanted: Re
     }
 }
 
-/// A resize has failed: the bitmaps are still those of the disk, unless it has another size already.
+/// A resize has failed: the bitmaps are still those of the disk, unless it has another size
+/// already.
 async fn bitmaps_as_they_were<S: Storage>(file: &Raw<S>, old_size: u64) -> Result<(), ImageError> {
     let mut header = Header::read(file).await?;
     if header.size != old_size || header.has_dirty() {
@@ -83,7 +97,10 @@ fn may_be_resized(old: &Header, has_data: bool, wanted: Resize) -> Result<(), Im
     }
     let smaller = wanted.size < old.size;
     if smaller && !wanted.shrink {
-        return refuse("a smaller disk loses what lies beyond its end: that has to be asked for (--shrink)".into());
+        return refuse(
+            "a smaller disk loses what lies beyond its end: that has to be asked for (--shrink)"
+                .into(),
+        );
     }
     if old.snapshot_count > 0 && smaller {
         return refuse("an image with snapshots cannot become smaller: delete them first".into());
@@ -97,7 +114,11 @@ fn may_be_resized(old: &Header, has_data: bool, wanted: Resize) -> Result<(), Im
     Ok(())
 }
 
-async fn shrink<S: Storage>(change: Change<'_, S>, data: Option<&Raw<S>>, size: u64) -> Result<(), ImageError> {
+async fn shrink<S: Storage>(
+    change: Change<'_, S>,
+    data: Option<&Raw<S>>,
+    size: u64,
+) -> Result<(), ImageError> {
     let (file, mut new) = (change.file, change.old.clone());
     new.size = size;
     let mut tables = Tables::of(&change).await?;
@@ -118,7 +139,11 @@ async fn shrink<S: Storage>(change: Change<'_, S>, data: Option<&Raw<S>>, size: 
     trim(file, end).await
 }
 
-async fn grow<S: Storage>(change: Change<'_, S>, data: Option<&Raw<S>>, wanted: Resize) -> Result<(), ImageError> {
+async fn grow<S: Storage>(
+    change: Change<'_, S>,
+    data: Option<&Raw<S>>,
+    wanted: Resize,
+) -> Result<(), ImageError> {
     let (old, mut new) = (change.old.clone(), change.old.clone());
     new.size = wanted.size;
     let (needed_before, needed) = (old.l1_needed(old.size), old.l1_needed(wanted.size));
@@ -136,7 +161,10 @@ async fn grow<S: Storage>(change: Change<'_, S>, data: Option<&Raw<S>>, wanted: 
         lengthen_data(data, &old, wanted.size).await?;
     }
     let replaced = replaced(&old, boundary.is_some() || tail.changes_entry(), &hidden);
-    if replaced.is_empty() && !tables.has_entries_from(needed_before) && needed <= u64::from(old.l1_size) {
+    if replaced.is_empty()
+        && !tables.has_entries_from(needed_before)
+        && needed <= u64::from(old.l1_size)
+    {
         flush(change.file).await?;
         new.autoclear &= AUTOCLEAR_KNOWN;
         new.write_fixed(change.file).await?;
@@ -159,10 +187,14 @@ async fn grow<S: Storage>(change: Change<'_, S>, data: Option<&Raw<S>>, wanted: 
     change.switch(new).await.map(|_| ())
 }
 
-/// The L2 tables that cannot stay: that of the old end, if it changes, and those that hide what lies below.
+/// The L2 tables that cannot stay: that of the old end, if it changes, and those that hide what
+/// lies below.
 fn replaced(old: &Header, boundary_changes: bool, hidden: &Range<u64>) -> Range<u64> {
-    let hiding =
-        if hidden.is_empty() { 0..0 } else { hidden.start / old.l2_reach()..hidden.end.div_ceil(old.l2_reach()) };
+    let hiding = if hidden.is_empty() {
+        0..0
+    } else {
+        hidden.start / old.l2_reach()..hidden.end.div_ceil(old.l2_reach())
+    };
     match old.l1_needed(old.size).checked_sub(1) {
         Some(boundary) if boundary_changes => boundary..hiding.end.max(boundary + 1),
         _ => hiding,
@@ -170,11 +202,17 @@ fn replaced(old: &Header, boundary_changes: bool, hidden: &Range<u64>) -> Range<
 }
 
 /// The data file is as long as the disk, and has zeroes behind the old end.
-async fn lengthen_data<S: Storage>(data: &Raw<S>, old: &Header, size: u64) -> Result<(), ImageError> {
+async fn lengthen_data<S: Storage>(
+    data: &Raw<S>,
+    old: &Header,
+    size: u64,
+) -> Result<(), ImageError> {
     let io = |what| move |e| ImageError::io(DATA_FILE, None, what, e);
     let len = length(data).await?;
     if old.raw_data_file() && len > old.size {
-        data.write_zeroes(old.size, len.min(size) - old.size, true).await.map_err(io("zeroing what is new"))?;
+        data.write_zeroes(old.size, len.min(size) - old.size, true)
+            .await
+            .map_err(io("zeroing what is new"))?;
     }
     if len < size {
         if data.is_device() {

@@ -1,8 +1,9 @@
 //! Replaces the header's cluster: fields, extensions, and the backing file's name.
 //!
 //! In: the header in the file, and the one that is to replace it. Out: the file with the new one.
-//! What must hold: at every power cut the file has one of the two headers. The first sector is written last and alone; what
-//! it points to in the rest of the cluster is durable before, in bytes that the old header does not use.
+//! What must hold: at every power cut the file has one of the two headers. The first sector is
+//! written last and alone; what it points to in the rest of the cluster is durable before, in bytes
+//! that the old header does not use.
 
 use std::ops::Range;
 
@@ -16,17 +17,24 @@ use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 header";
 
-/// Replaces `old`, which is what the file has, by `new`. Durable when it returns; `new` is what is in the file then.
-pub(super) async fn rewrite<S: Storage>(file: &Raw<S>, old: &Header, new: &mut Header) -> Result<(), ImageError> {
+/// Replaces `old`, which is what the file has, by `new`. Durable when it returns; `new` is what is
+/// in the file then.
+pub(super) async fn rewrite<S: Storage>(
+    file: &Raw<S>,
+    old: &Header,
+    new: &mut Header,
+) -> Result<(), ImageError> {
     let io = |what| move |e| ImageError::io(STRUCTURE, 0, what, e);
     let cluster = bytes::read(file, 0, old.cluster_size() as usize).await.map_err(io("reading"))?;
     let area = match lay_out(new, &cluster, old) {
         Some(area) => area,
         None => {
-            // The names of features are for people: they are dropped if the rest does not fit otherwise.
+            // The names of features are for people: they are dropped if the rest does not fit
+            // otherwise.
             new.extensions.retain(|extension| extension.kind != EXTENSION_FEATURE_NAMES);
             lay_out(new, &cluster, old).ok_or_else(|| {
-                let what = "its cluster has no room for the new fields that could be written at once";
+                let what =
+                    "its cluster has no room for the new fields that could be written at once";
                 ImageError::refused(STRUCTURE, what)
             })?
         }
@@ -34,7 +42,8 @@ pub(super) async fn rewrite<S: Storage>(file: &Raw<S>, old: &Header, new: &mut H
     if new.backing_offset >= SECTOR_BYTES as u64 {
         let length = new.backing.as_ref().map_or(0, String::len);
         let name = new.backing_offset as usize..new.backing_offset as usize + length;
-        let (start, end) = (name.start & !(SECTOR_BYTES - 1), name.end.next_multiple_of(SECTOR_BYTES));
+        let (start, end) =
+            (name.start & !(SECTOR_BYTES - 1), name.end.next_multiple_of(SECTOR_BYTES));
         bytes::write(file, start as u64, &area[start..end]).await.map_err(io("writing"))?;
         flush(file).await?;
     }
@@ -44,7 +53,8 @@ pub(super) async fn rewrite<S: Storage>(file: &Raw<S>, old: &Header, new: &mut H
     Ok(())
 }
 
-/// The cluster as it is to be, with the name in a place that can be written before the first sector is; None: there is none.
+/// The cluster as it is to be, with the name in a place that can be written before the first sector
+/// is; None: there is none.
 fn lay_out(new: &mut Header, cluster: &[u8], old: &Header) -> Option<Vec<u8>> {
     let fixed = new.serialize_without_name().ok()?;
     // Extensions beyond the first sector can stay, but not change.
@@ -65,7 +75,8 @@ fn lay_out(new: &mut Header, cluster: &[u8], old: &Header) -> Option<Vec<u8>> {
     Some(area)
 }
 
-/// Where the name goes: behind the extensions, and either in the first sector or in bytes that the old header does not use.
+/// Where the name goes: behind the extensions, and either in the first sector or in bytes that the
+/// old header does not use.
 fn place(from: usize, len: usize, cluster: usize, old: &Header) -> Option<usize> {
     if from + len <= SECTOR_BYTES {
         return Some(from);
@@ -73,7 +84,8 @@ fn place(from: usize, len: usize, cluster: usize, old: &Header) -> Option<usize>
     let old_name = old.backing.as_ref().map_or(0, String::len);
     let old_name = old.backing_offset as usize..old.backing_offset as usize + old_name;
     let old_extensions = 0..old.serialize_without_name().ok()?.len();
-    let starts = [SECTOR_BYTES, from, old_extensions.end, old_name.end].map(|at| at.next_multiple_of(8));
+    let starts =
+        [SECTOR_BYTES, from, old_extensions.end, old_name.end].map(|at| at.next_multiple_of(8));
     let overlaps = |at: usize, used: &Range<usize>| at < used.end && used.start < at + len;
     let fits = |at: &usize| {
         *at >= from.max(SECTOR_BYTES)

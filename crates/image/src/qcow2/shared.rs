@@ -33,7 +33,8 @@ impl Shape {
         let layout = Layout::of(header);
         let entry = if layout.extended_l2 { 16 } else { 8 };
         let cluster = 1u64 << layout.cluster_bits;
-        let unit = if layout.extended_l2 { cluster / u64::from(entry::SUBCLUSTERS) } else { cluster };
+        let unit =
+            if layout.extended_l2 { cluster / u64::from(entry::SUBCLUSTERS) } else { cluster };
         Shape {
             layout,
             table_entries: cluster / entry,
@@ -103,7 +104,8 @@ pub struct Shared {
     pub(super) reserving: Turns,
     pub(super) new_tables: Turns,
     pub(super) writing_back: Turns,
-    /// One sync of the files at a time: the kernel tells a failed write-back to one of them, and forgets it.
+    /// One sync of the files at a time: the kernel tells a failed write-back to one of them, and
+    /// forgets it.
     pub(super) syncing: Turns,
     /// What the first sync that failed was told, or the first write of what the file is found by.
     pub(super) lost: OnceLock<(io::ErrorKind, String)>,
@@ -142,18 +144,23 @@ impl Shared {
 
     /// What all L2 tables of the disk take.
     pub fn table_bytes(&self) -> u64 {
-        let slices = self.size().div_ceil(self.shape.cluster_size()).div_ceil(self.shape.slice_entries);
+        let slices =
+            self.size().div_ceil(self.shape.cluster_size()).div_ceil(self.shape.slice_entries);
         slices.saturating_mul(self.shape.slice_bytes())
     }
 
-    /// Bytes of L2 tables kept in memory from now on; views that are made afterwards are made for as many.
+    /// Bytes of L2 tables kept in memory from now on; views that are made afterwards are made for
+    /// as many.
     pub(crate) fn limit_cache(&self, bytes: u64) {
         self.tables.set_limit((bytes / self.shape.slice_bytes()) as usize);
     }
 
-    /// Why nothing that is written can be promised any more: a sync has failed, or a write of what the file is found by.
+    /// Why nothing that is written can be promised any more: a sync has failed, or a write of what
+    /// the file is found by.
     pub fn lost(&self) -> Option<io::Error> {
-        self.lost.get().map(|(kind, what)| io::Error::new(*kind, format!("the image failed before: {what}")))
+        self.lost
+            .get()
+            .map(|(kind, what)| io::Error::new(*kind, format!("the image failed before: {what}")))
     }
 
     /// Nothing can be promised any more: what is in the file is not known.

@@ -1,7 +1,7 @@
 //! Internal snapshots: another L1 table that keeps clusters as they were.
 //!
-//! In: a closed image, held exclusively. Out: the same with a snapshot more or less, or with a snapshot's contents.
-//! What must hold: [`super::change`] says what a power cut may leave.
+//! In: a closed image, held exclusively. Out: the same with a snapshot more or less, or with a
+//! snapshot's contents. What must hold: [`super::change`] says what a power cut may leave.
 
 pub mod table;
 
@@ -27,16 +27,24 @@ pub async fn list<S: Storage>(file: &Raw<S>) -> Result<Vec<Snapshot>, ImageError
 }
 
 /// Takes a snapshot of what the guest sees now. `taken`: the time since 1970.
-pub async fn create<S: Storage>(file: &Raw<S>, name: &str, taken: Duration) -> Result<Snapshot, ImageError> {
+pub async fn create<S: Storage>(
+    file: &Raw<S>,
+    name: &str,
+    taken: Duration,
+) -> Result<Snapshot, ImageError> {
     let change = Change::begin(file).await?;
     let mut new = change.old.clone();
     if new.has_data_file() {
-        return Err(ImageError::unsupported(STRUCTURE, "the format has none with an external data file"));
+        return Err(ImageError::unsupported(
+            STRUCTURE,
+            "the format has none with an external data file",
+        ));
     }
     let (mut snapshots, _) = table::read(file, &new).await?;
     let same = snapshots.iter().any(|s| s.name == name.as_bytes());
     if same || name.is_empty() || name.len() > usize::from(u16::MAX) {
-        let what = if same { "there is one of this name" } else { "a name must have 1 to 65535 bytes" };
+        let what =
+            if same { "there is one of this name" } else { "a name must have 1 to 65535 bytes" };
         return Err(ImageError::refused(STRUCTURE, format!("\"{name}\": {what}")));
     }
     if snapshots.len() >= MAX_SNAPSHOTS as usize {
@@ -68,7 +76,9 @@ pub async fn create<S: Storage>(file: &Raw<S>, name: &str, taken: Duration) -> R
     new.snapshot_count += 1;
     *snapshots.last_mut().expect("it was pushed") = snapshot.clone();
     change.write("qcow2 L1 table of a snapshot", snapshot.l1_offset, &l1).await?;
-    change.write("qcow2 snapshot table", new.snapshots_offset, &table::encode(&snapshots, new.size)?).await?;
+    change
+        .write("qcow2 snapshot table", new.snapshots_offset, &table::encode(&snapshots, new.size)?)
+        .await?;
     change.switch(new).await?;
     Ok(snapshot)
 }
@@ -92,7 +102,11 @@ pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageErr
     }
     let entries = new.l1_needed(new.size).max(u64::from(snapshot.l1_size)).max(1);
     if entries * 8 > MAX_L1_BYTES {
-        return Err(ImageError::invalid("qcow2 snapshot", snapshot.l1_offset, "its disk is too large for an L1 table"));
+        return Err(ImageError::invalid(
+            "qcow2 snapshot",
+            snapshot.l1_offset,
+            "its disk is too large for an L1 table",
+        ));
     }
     let mut l1 = read_l1(file, snapshot.l1_offset, snapshot.l1_size.into()).await?;
     l1 = without_flags(l1, Layout::of(&new))?;
@@ -107,7 +121,11 @@ pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageErr
 }
 
 /// Makes `header` that of the disk when the snapshot was taken, for an image that is only read.
-pub async fn show<S: Storage>(file: &Raw<S>, header: &mut Header, name: &str) -> Result<(), ImageError> {
+pub async fn show<S: Storage>(
+    file: &Raw<S>,
+    header: &mut Header,
+    name: &str,
+) -> Result<(), ImageError> {
     let (snapshots, _) = table::read(file, header).await?;
     let snapshot = &snapshots[find(&snapshots, name)?];
     if let Some(fault) = snapshot.l1_fault(header) {
@@ -132,7 +150,8 @@ pub async fn delete<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageEr
     new.snapshots_offset = 0;
     if !snapshots.is_empty() {
         let table = table::encode(&snapshots, new.size)?;
-        new.snapshots_offset = change.room((table.len() as u64).div_ceil(new.cluster_size())).await?;
+        new.snapshots_offset =
+            change.room((table.len() as u64).div_ceil(new.cluster_size())).await?;
         change.write("qcow2 snapshot table", new.snapshots_offset, &table).await?;
     }
     change.switch(new).await.map(|_| ())
@@ -143,12 +162,18 @@ fn find(snapshots: &[Snapshot], name: &str) -> Result<usize, ImageError> {
     let mut named = snapshots.iter().enumerate().filter(|(_, s)| s.name == name.as_bytes());
     match (named.next(), named.next()) {
         (Some((index, _)), None) => Ok(index),
-        (Some(_), Some(_)) => {
-            Err(ImageError::refused(STRUCTURE, format!("several are named \"{name}\": say which by its id")))
-        }
+        (Some(_), Some(_)) => Err(ImageError::refused(
+            STRUCTURE,
+            format!("several are named \"{name}\": say which by its id"),
+        )),
         (None, _) => {
             let by_id = snapshots.iter().position(|s| s.id == name.as_bytes());
-            by_id.ok_or_else(|| ImageError::refused(STRUCTURE, format!("there is none with the name or id \"{name}\"")))
+            by_id.ok_or_else(|| {
+                ImageError::refused(
+                    STRUCTURE,
+                    format!("there is none with the name or id \"{name}\""),
+                )
+            })
         }
     }
 }
@@ -157,7 +182,8 @@ fn find(snapshots: &[Snapshot], name: &str) -> Result<usize, ImageError> {
 fn without_flags(mut l1: Vec<u8>, layout: Layout) -> Result<Vec<u8>, ImageError> {
     for at in (0..l1.len()).step_by(8) {
         let word = be64(&l1, at);
-        L1Entry::decode(word, layout).map_err(|what| ImageError::invalid("qcow2 L1 table", None, what))?;
+        L1Entry::decode(word, layout)
+            .map_err(|what| ImageError::invalid("qcow2 L1 table", None, what))?;
         put64(&mut l1, at, word & !COPIED);
     }
     Ok(l1)

@@ -3,11 +3,13 @@
 //! ```text
 //!   guest offset ──► slice number ──► this reactor's own lines ──► the shared map ──► the file (flush.rs, load)
 //! ```
-//! A slice is 4 KiB of an L2 table (or a whole table, where clusters are smaller). Reactors share it: its words are atomic,
-//! are read by anybody at any time, and written under the lock of the map only.
+//! A slice is 4 KiB of an L2 table (or a whole table, where clusters are smaller). Reactors share
+//! it: its words are atomic, are read by anybody at any time, and written under the lock of the map
+//! only.
 //!
-//! What must hold: a slice that was changed stays in the map until its change is in the file; an entry is shown to readers
-//! only when its data have been written. Words are kept in the machine's order, and turned round on their way to the file.
+//! What must hold: a slice that was changed stays in the map until its change is in the file; an
+//! entry is shown to readers only when its data have been written. Words are kept in the machine's
+//! order, and turned round on their way to the file.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
@@ -55,7 +57,8 @@ impl Slice {
         Slice { number, words, extended, changes, dirty: no(), writing: no(), retired: no(), used }
     }
 
-    /// The `index`-th entry. With extended entries the two words belong together: read while they change, they are read again.
+    /// The `index`-th entry. With extended entries the two words belong together: read while they
+    /// change, they are read again.
     #[inline]
     pub fn get(&self, index: usize) -> Entry {
         if !self.extended {
@@ -65,7 +68,10 @@ impl Slice {
         let mut looks = 0u32;
         loop {
             let before = self.changes.load(Ordering::Acquire);
-            let entry = Entry { word: word.load(Ordering::Acquire), bitmap: bitmap.load(Ordering::Acquire) };
+            let entry = Entry {
+                word: word.load(Ordering::Acquire),
+                bitmap: bitmap.load(Ordering::Acquire),
+            };
             if before.is_multiple_of(2) && self.changes.load(Ordering::Relaxed) == before {
                 return entry;
             }
@@ -75,7 +81,8 @@ impl Slice {
         }
     }
 
-    /// Under the map's lock only. Whoever sees one of the new words sees an odd number of changes too, or the next one.
+    /// Under the map's lock only. Whoever sees one of the new words sees an odd number of changes
+    /// too, or the next one.
     fn set(&self, index: usize, entry: Entry) {
         if !self.extended {
             self.words[index].store(entry.word, Ordering::Release);
@@ -189,7 +196,8 @@ impl Tables {
     pub fn loaded(&self, slice: Slice) {
         let mut state = self.state();
         let number = slice.number;
-        if let Some(Slot::Loading(waiting)) = state.map.insert(number, Slot::Ready(Arc::new(slice))) {
+        if let Some(Slot::Loading(waiting)) = state.map.insert(number, Slot::Ready(Arc::new(slice)))
+        {
             waiting.into_iter().for_each(Waker::wake);
         }
         // Not itself: whoever loaded it is to find it, also where all others have changes and stay.
@@ -197,12 +205,15 @@ impl Tables {
         state.clock.push_back(number);
     }
 
-    /// A slice that was read along. `seen`: what [`Tables::evictions`] said before it was read; if one has gone since, it
-    /// may have been this one, with changes that what was read has not.
+    /// A slice that was read along. `seen`: what [`Tables::evictions`] said before it was read; if
+    /// one has gone since, it may have been this one, with changes that what was read has not.
     pub fn read_along(&self, slice: Slice, seen: u64) {
         let mut state = self.state();
         let number = slice.number;
-        if state.evictions == seen && state.map.len() < self.limit() && !state.map.contains_key(&number) {
+        if state.evictions == seen
+            && state.map.len() < self.limit()
+            && !state.map.contains_key(&number)
+        {
             state.map.insert(number, Slot::Ready(Arc::new(slice)));
             state.clock.push_back(number);
         }
@@ -222,8 +233,14 @@ impl Tables {
         }
     }
 
-    /// Changes an entry and notes that the file is to follow; gives what was there. None: the slice is not here.
-    pub fn update(&self, number: u64, index: usize, change: impl Fn(Entry) -> Entry) -> Option<(Entry, Entry)> {
+    /// Changes an entry and notes that the file is to follow; gives what was there. None: the slice
+    /// is not here.
+    pub fn update(
+        &self,
+        number: u64,
+        index: usize,
+        change: impl Fn(Entry) -> Entry,
+    ) -> Option<(Entry, Entry)> {
         let mut seen = None;
         self.update_run(number, index..index + 1, |_, old| {
             let new = change(old);
@@ -233,8 +250,14 @@ impl Tables {
         seen
     }
 
-    /// Changes entries of one slice; `change` gets the number of each in `run`, from 0 on. False: the slice is not in memory.
-    pub fn update_run(&self, number: u64, run: Range<usize>, mut change: impl FnMut(u64, Entry) -> Entry) -> bool {
+    /// Changes entries of one slice; `change` gets the number of each in `run`, from 0 on. False:
+    /// the slice is not in memory.
+    pub fn update_run(
+        &self,
+        number: u64,
+        run: Range<usize>,
+        mut change: impl FnMut(u64, Entry) -> Entry,
+    ) -> bool {
         let mut state = self.state();
         let Some(Slot::Ready(slice)) = state.map.get(&number) else { return false };
         let slice = slice.clone();
@@ -360,9 +383,10 @@ mod tests {
 
     use crate::qcow2::entry::{COMPRESSED, COPIED};
 
-    /// A compressed cluster that is written to becomes one with data in all subclusters; discarded, one of zeroes. Half of
-    /// either would be a cluster without anything, which shows what lies below. One entry goes to and fro for
-    /// so long that a reader who is not careful sees half a change, also where the two threads seldom run at once.
+    /// A compressed cluster that is written to becomes one with data in all subclusters; discarded,
+    /// one of zeroes. Half of either would be a cluster without anything, which shows what lies
+    /// below. One entry goes to and fro for so long that a reader who is not careful sees half a
+    /// change, also where the two threads seldom run at once.
     #[test]
     fn the_words_of_an_extended_entry_change_together() {
         const LONG: Duration = Duration::from_millis(1200);
@@ -385,7 +409,8 @@ mod tests {
                 });
                 let (begun, mut found) = (Instant::now(), None);
                 while found.is_none() && begun.elapsed() < LONG {
-                    found = (0..1000).map(|_| slice.get(0)).find(|now| *now != before && *now != after);
+                    found =
+                        (0..1000).map(|_| slice.get(0)).find(|now| *now != before && *now != after);
                 }
                 done.store(true, Ordering::Relaxed);
                 found

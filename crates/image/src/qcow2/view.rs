@@ -1,7 +1,8 @@
 //! One reactor's view of an open image: where guest bytes are, and reading them.
 //!
-//! In: ranges of the guest's disk. Out: extents, and bytes from the image's own file (or its external data file).
-//! What must hold: an entry is checked before it is shown ([`Qcow2::checked`]), so a lookup can trust it.
+//! In: ranges of the guest's disk. Out: extents, and bytes from the image's own file (or its
+//! external data file). What must hold: an entry is checked before it is shown
+//! ([`Qcow2::checked`]), so a lookup can trust it.
 
 use std::io;
 use std::sync::Arc;
@@ -38,7 +39,10 @@ pub struct Qcow2<S> {
 impl<S: Storage> Qcow2<S> {
     /// Another reactor's view.
     pub fn view(shared: Arc<Shared>, file: Raw<S>, data: Option<Raw<S>>) -> Self {
-        let slices = shared.size().div_ceil(shared.shape.cluster_size()).div_ceil(shared.shape.slice_entries);
+        let slices = shared
+            .size()
+            .div_ceil(shared.shape.cluster_size())
+            .div_ceil(shared.shape.slice_entries);
         let lines = Lines::new(slices, shared.tables.limit());
         let (file, data) = (file.in_whole_blocks(), data.map(Raw::in_whole_blocks));
         Qcow2 { shared, file, data, lines, decompressed: Decompressed::default() }
@@ -78,7 +82,8 @@ impl<S: Storage> Qcow2<S> {
         self.lines.with(&self.shared.tables, number, |slice| slice.get(index))
     }
 
-    /// What the image knows of the bytes from `offset` on: an extent of up to `len` bytes. None: [`Qcow2::load`] first.
+    /// What the image knows of the bytes from `offset` on: an extent of up to `len` bytes. None:
+    /// [`Qcow2::load`] first.
     #[inline]
     pub fn try_lookup(&self, offset: u64, len: u64) -> Option<Extent> {
         let shape = self.shape();
@@ -101,8 +106,8 @@ impl<S: Storage> Qcow2<S> {
         })
     }
 
-    /// Number of bytes from `offset` on, at most `len`, for which there is no L2 table: they are absent. None: there is one
-    /// for `offset`. Costs a look at L1 entries, and loads nothing.
+    /// Number of bytes from `offset` on, at most `len`, for which there is no L2 table: they are
+    /// absent. None: there is one for `offset`. Costs a look at L1 entries, and loads nothing.
     pub(crate) fn without_tables(&self, offset: u64, len: u64) -> Option<u64> {
         let shape = self.shape();
         let reach = shape.table_entries << shape.layout.cluster_bits;
@@ -113,8 +118,8 @@ impl<S: Storage> Qcow2<S> {
         (empty > 0).then(|| len.min((first + empty) * reach - offset))
     }
 
-    /// Where the host cluster has room for the byte at `offset`, be it there or not; None: it has none, or its entry is not
-    /// in memory.
+    /// Where the host cluster has room for the byte at `offset`, be it there or not; None: it has
+    /// none, or its entry is not in memory.
     pub(crate) fn kept(&self, offset: u64) -> Option<u64> {
         let shape = self.shape();
         let entry = self.entry(shape.cluster(offset))?;
@@ -129,14 +134,16 @@ impl<S: Storage> Qcow2<S> {
         let inside = offset & (shape.cluster_size() - 1);
         let len = len.min(shape.cluster_size() - inside);
         // Entries were judged when their slice was loaded; those written since are our own.
-        let cluster =
-            L2Entry::decode(entry.word, entry.bitmap, shape.layout).map_or(Cluster::Unallocated, |e| e.cluster);
+        let cluster = L2Entry::decode(entry.word, entry.bitmap, shape.layout)
+            .map_or(Cluster::Unallocated, |e| e.cluster);
         let place = match cluster {
             Cluster::Unallocated => Place::Absent,
             Cluster::Zero { .. } => Place::Zero,
             Cluster::Standard { host } => Place::Data(host + inside),
             Cluster::Compressed { .. } => Place::Compressed(entry.word),
-            Cluster::Subclusters { host, bitmap } => return self.subclusters(host, bitmap.0, inside, len),
+            Cluster::Subclusters { host, bitmap } => {
+                return self.subclusters(host, bitmap.0, inside, len);
+            }
         };
         Extent { len, place }
     }
@@ -158,7 +165,8 @@ impl<S: Storage> Qcow2<S> {
         Extent { len: end - inside, place }
     }
 
-    /// Brings the L2 entries for `offset` into memory, and those behind them where they were read together.
+    /// Brings the L2 entries for `offset` into memory, and those behind them where they were read
+    /// together.
     pub async fn load(&self, offset: u64) -> io::Result<()> {
         let shape = *self.shape();
         let (number, _) = shape.slice(shape.cluster(offset));
@@ -169,8 +177,9 @@ impl<S: Storage> Qcow2<S> {
         self.lines.tidy();
         let per_table = shape.slices_per_table();
         let (index, in_table) = (number / per_table, number % per_table);
-        let l1 = L1Entry::decode(self.shared.l1_entry(index), shape.layout)
-            .map_err(|what| ImageError::invalid(format!("qcow2 L1 table entry {index}"), None, what))?;
+        let l1 = L1Entry::decode(self.shared.l1_entry(index), shape.layout).map_err(|what| {
+            ImageError::invalid(format!("qcow2 L1 table entry {index}"), None, what)
+        })?;
         let bytes = shape.slice_bytes();
         let Some(table) = l1.table else {
             let words = bytes / 8;
@@ -178,11 +187,13 @@ impl<S: Storage> Qcow2<S> {
             return Ok(());
         };
         let sequential = number > 0 && self.shared.tables.ready(number - 1).is_some();
-        let together = if sequential { (READ_AHEAD / bytes).max(1).min(per_table - in_table) } else { 1 };
+        let together =
+            if sequential { (READ_AHEAD / bytes).max(1).min(per_table - in_table) } else { 1 };
         let seen = self.shared.tables.evictions();
         let at = table + in_table * bytes;
         let read = bytes::read(&self.file, at, (together * bytes) as usize).await;
-        let read = read.map_err(|e| ImageError::io(format!("qcow2 L2 table {index}"), at, "reading", e))?;
+        let read =
+            read.map_err(|e| ImageError::io(format!("qcow2 L2 table {index}"), at, "reading", e))?;
         for (i, piece) in read.chunks(bytes as usize).enumerate().rev() {
             let place = at + i as u64 * bytes;
             match (self.checked(number + i as u64, piece, place), i) {
@@ -199,7 +210,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// A slice of which every entry can be followed: aligned, without reserved bits, below the format's limits.
+    /// A slice of which every entry can be followed: aligned, without reserved bits, below the
+    /// format's limits.
     fn checked(&self, number: u64, bytes: &[u8], place: u64) -> Result<Slice, ImageError> {
         let shape = self.shape();
         let words: Vec<u64> = bytes.chunks_exact(8).map(|b| bytes::be64(b, 0)).collect();
@@ -212,7 +224,11 @@ impl<S: Storage> Qcow2<S> {
             let cluster = number * shape.slice_entries + index as u64;
             let wrong = |what: &str| {
                 let at = place + (index as u64) * if shape.layout.extended_l2 { 16 } else { 8 };
-                ImageError::invalid("qcow2 L2 entry", at, format!("(guest cluster {cluster}, {word:#x}) {what}"))
+                ImageError::invalid(
+                    "qcow2 L2 entry",
+                    at,
+                    format!("(guest cluster {cluster}, {word:#x}) {what}"),
+                )
             };
             let entry = L2Entry::decode(word, bitmap, shape.layout).map_err(wrong)?;
             let host = match entry.cluster {
@@ -222,9 +238,12 @@ impl<S: Storage> Qcow2<S> {
             if host.is_some_and(|host| host >= MAX_OFFSET) {
                 return Err(wrong("lies beyond 2^56 bytes"));
             }
-            if shape.layout.data_file && entry.cluster.host().is_some_and(|h| h != cluster << shape.layout.cluster_bits)
+            if shape.layout.data_file
+                && entry.cluster.host().is_some_and(|h| h != cluster << shape.layout.cluster_bits)
             {
-                return Err(wrong("is not the guest's own offset, as in an external data file it must be"));
+                return Err(wrong(
+                    "is not the guest's own offset, as in an external data file it must be",
+                ));
             }
         }
         Ok(slice)
@@ -245,7 +264,8 @@ impl<S: Storage> Qcow2<S> {
         while offset < self.size() && loaded < most {
             let cluster = shape.cluster(offset);
             if self.shared.l1_entry(shape.table(cluster)) == 0 {
-                offset = ((shape.table(cluster) + 1) * shape.table_entries) << shape.layout.cluster_bits;
+                offset =
+                    ((shape.table(cluster) + 1) * shape.table_entries) << shape.layout.cluster_bits;
                 continue;
             }
             if self.try_lookup(offset, 1).is_none() {

@@ -1,11 +1,13 @@
-//! Writing: in place where the cluster is this image's alone, else to new clusters that the L2 entries name afterwards.
+//! Writing: in place where the cluster is this image's alone, else to new clusters that the L2
+//! entries name afterwards.
 //!
 //! ```text
 //!   in place ──────────────────────────────────────────► one write
 //!   else: hold the guest clusters ► look again ► take host clusters ► write [copied] data [copied] ► change the entries
 //! ```
-//! What must hold: what an entry names has been written when the entry changes; guest clusters that are allocated or copied
-//! are held meanwhile, so that two requests never allocate for one; what is written in place is never shared.
+//! What must hold: what an entry names has been written when the entry changes; guest clusters that
+//! are allocated or copied are held meanwhile, so that two requests never allocate for one; what is
+//! written in place is never shared.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -41,7 +43,8 @@ pub(super) enum Step {
     InPlace { len: u64, host: u64 },
     /// One cluster: its host cluster is this image's alone, but lacks what is not written.
     Complete { len: u64, host: u64 },
-    /// Clusters (of one L2 table) that need host clusters; `whole`: what is not written is to be copied from the old ones.
+    /// Clusters (of one L2 table) that need host clusters; `whole`: what is not written is to be
+    /// copied from the old ones.
     Fill { len: u64, whole: bool },
     /// The L2 entries are not in memory.
     Load,
@@ -50,10 +53,17 @@ pub(super) enum Step {
 impl<S: Storage> Qcow2<S> {
     /// Writes all of `segments`; it is durable after a flush.
     #[inline]
-    pub async fn write<B: Below>(&self, below: &B, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
+    pub async fn write<B: Below>(
+        &self,
+        below: &B,
+        segments: Segments,
+        offset: u64,
+    ) -> (Segments, io::Result<()>) {
         let len = segments.len() as u64;
         match self.step(offset, len) {
-            Step::InPlace { len: all, host } if all == len => self.data_file().write(segments, host, false).await,
+            Step::InPlace { len: all, host } if all == len => {
+                self.data_file().write(segments, host, false).await
+            }
             _ => {
                 let result = Box::pin(self.write_in_steps(below, &segments, offset)).await;
                 (segments, result)
@@ -61,13 +71,20 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    async fn write_in_steps<B: Below>(&self, below: &B, segments: &Segments, offset: u64) -> io::Result<()> {
+    async fn write_in_steps<B: Below>(
+        &self,
+        below: &B,
+        segments: &Segments,
+        offset: u64,
+    ) -> io::Result<()> {
         let (mut at, end) = (offset, offset + segments.len() as u64);
         let mut pieces = Vec::new();
         while at < end {
             match self.step(at, end - at) {
                 Step::Load => self.load(at).await?,
-                step @ (Step::InPlace { len, .. } | Step::Complete { len, .. } | Step::Fill { len, .. }) => {
+                step @ (Step::InPlace { len, .. }
+                | Step::Complete { len, .. }
+                | Step::Fill { len, .. }) => {
                     pieces.push((at, len, step));
                     at += len;
                 }
@@ -100,13 +117,18 @@ impl<S: Storage> Qcow2<S> {
         // What follows alike is done together.
         for cluster in first + 1..=last {
             let Some(entry) = self.entry(cluster) else { break };
-            let here = (offset + len - (cluster << shape.layout.cluster_bits)).min(shape.cluster_size());
+            let here =
+                (offset + len - (cluster << shape.layout.cluster_bits)).min(shape.cluster_size());
             match (&mut step, self.step_in_cluster(entry, 0, here)) {
-                (Step::InPlace { len, host }, Step::InPlace { len: more, host: next }) if *host + *len == next => {
+                (Step::InPlace { len, host }, Step::InPlace { len: more, host: next })
+                    if *host + *len == next =>
+                {
                     *len += more
                 }
                 (Step::Fill { len, whole }, Step::Fill { len: more, whole: next })
-                    if *whole == next && *len < FILLED_AT_ONCE && cluster % shape.table_entries != 0 =>
+                    if *whole == next
+                        && *len < FILLED_AT_ONCE
+                        && cluster % shape.table_entries != 0 =>
                 {
                     *len += more;
                 }
@@ -119,7 +141,8 @@ impl<S: Storage> Qcow2<S> {
     #[inline]
     fn step_in_cluster(&self, entry: Entry, inside: u64, len: u64) -> Step {
         let shape = self.shape();
-        let decoded = L2Entry::decode(entry.word, entry.bitmap, shape.layout).unwrap_or(L2Entry::UNALLOCATED);
+        let decoded =
+            L2Entry::decode(entry.word, entry.bitmap, shape.layout).unwrap_or(L2Entry::UNALLOCATED);
         let mine = decoded.copied;
         match decoded.cluster {
             Cluster::Standard { host } if mine => Step::InPlace { len, host: host + inside },
@@ -133,17 +156,22 @@ impl<S: Storage> Qcow2<S> {
                     Step::Complete { len, host }
                 }
             }
-            Cluster::Standard { .. } | Cluster::Compressed { .. } | Cluster::Subclusters { host: Some(_), .. } => {
-                Step::Fill { len, whole: true }
-            }
-            Cluster::Unallocated | Cluster::Zero { .. } | Cluster::Subclusters { host: None, .. } => {
-                Step::Fill { len, whole: false }
-            }
+            Cluster::Standard { .. }
+            | Cluster::Compressed { .. }
+            | Cluster::Subclusters { host: Some(_), .. } => Step::Fill { len, whole: true },
+            Cluster::Unallocated
+            | Cluster::Zero { .. }
+            | Cluster::Subclusters { host: None, .. } => Step::Fill { len, whole: false },
         }
     }
 
     /// Writes where clusters have to be allocated: holds them, and looks again.
-    async fn write_held<B: Below>(&self, below: &B, segments: Segments, offset: u64) -> io::Result<()> {
+    async fn write_held<B: Below>(
+        &self,
+        below: &B,
+        segments: Segments,
+        offset: u64,
+    ) -> io::Result<()> {
         let shape = self.shape();
         let last = shape.cluster(offset + segments.len() as u64 - 1);
         let _hold = self.shared.held.hold(shape.cluster(offset)..last + 1).await;
@@ -151,7 +179,12 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// As [`Qcow2::write_held`], for a caller that holds the clusters.
-    pub(super) async fn write_in_hold<B: Below>(&self, below: &B, segments: &Segments, offset: u64) -> io::Result<()> {
+    pub(super) async fn write_in_hold<B: Below>(
+        &self,
+        below: &B,
+        segments: &Segments,
+        offset: u64,
+    ) -> io::Result<()> {
         let (mut at, end) = (offset, offset + segments.len() as u64);
         while at < end {
             let step = self.step(at, end - at);
@@ -179,9 +212,10 @@ impl<S: Storage> Qcow2<S> {
         self.shape().layout.extended_l2 && (offset | len) & (self.shape().unit - 1) == 0
     }
 
-    /// Whole subclusters of a host cluster of one's own: nothing has to be copied, so that many may do this at once. Whoever
-    /// takes the cluster away meanwhile, zeroes it, or fills what lies beside its own data there, does not lose these (nor
-    /// show what was zeroed): they are written again.
+    /// Whole subclusters of a host cluster of one's own: nothing has to be copied, so that many may
+    /// do this at once. Whoever takes the cluster away meanwhile, zeroes it, or fills what lies
+    /// beside its own data there, does not lose these (nor show what was zeroed): they are written
+    /// again.
     async fn write_subclusters<B: Below>(
         &self,
         below: &B,
@@ -202,7 +236,11 @@ impl<S: Storage> Qcow2<S> {
         let alone = touched.load(Ordering::Acquire) == before;
         if alone && self.current_entry(cluster).await?.word == mine {
             self.own_table(shape.table(cluster)).await?;
-            self.change(cluster, |old| Entry { word: mine, bitmap: self.with_data(old.bitmap, first, last) }).await?;
+            self.change(cluster, |old| Entry {
+                word: mine,
+                bitmap: self.with_data(old.bitmap, first, last),
+            })
+            .await?;
             return Ok(());
         }
         self.write_in_hold(below, &segments, offset).await
@@ -219,7 +257,13 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Writes into a host cluster of one's own, and what is missing beside it in the units touched.
-    async fn complete<B: Below>(&self, below: &B, segments: Segments, offset: u64, host: u64) -> io::Result<()> {
+    async fn complete<B: Below>(
+        &self,
+        below: &B,
+        segments: Segments,
+        offset: u64,
+        host: u64,
+    ) -> io::Result<()> {
         let shape = self.shape();
         let cluster = shape.cluster(offset);
         self.own_table(shape.table(cluster)).await?;
@@ -227,24 +271,38 @@ impl<S: Storage> Qcow2<S> {
         let end = offset + segments.len() as u64;
         // A unit that has its data already keeps them: they are beside what is written.
         let bitmap = self.current_entry(cluster).await?.bitmap;
-        let lacks = |at: u64| !shape.layout.extended_l2 || bitmap >> ((at - start) / shape.unit) & 1 == 0;
+        let lacks =
+            |at: u64| !shape.layout.extended_l2 || bitmap >> ((at - start) / shape.unit) & 1 == 0;
         let from = if lacks(offset) { offset - offset % shape.unit } else { offset };
         let to = if lacks(end - 1) { end.next_multiple_of(shape.unit) } else { end };
-        let written = self.write_with_edges(below, &segments, offset, from..to, host + (from - start), false).await;
+        let written = self
+            .write_with_edges(below, &segments, offset, from..to, host + (from - start), false)
+            .await;
         // Those who write whole subclusters there, without holding the cluster, are to know.
         self.shared.touched(cluster).fetch_add(1, Ordering::AcqRel);
         written?;
         let (first, last) = ((offset - start) / shape.unit, (end - 1 - start) / shape.unit);
-        self.change(cluster, |old| Entry { word: host | COPIED, bitmap: self.with_data(old.bitmap, first, last) })
-            .await?;
+        self.change(cluster, |old| Entry {
+            word: host | COPIED,
+            bitmap: self.with_data(old.bitmap, first, last),
+        })
+        .await?;
         Ok(())
     }
 
-    /// Writes to new clusters; gives how many bytes: there may have been fewer clusters side by side.
-    async fn fill<B: Below>(&self, below: &B, segments: &Segments, offset: u64, whole: bool) -> io::Result<u64> {
+    /// Writes to new clusters; gives how many bytes: there may have been fewer clusters side by
+    /// side.
+    async fn fill<B: Below>(
+        &self,
+        below: &B,
+        segments: &Segments,
+        offset: u64,
+        whole: bool,
+    ) -> io::Result<u64> {
         let shape = self.shape();
         let bits = shape.layout.cluster_bits;
-        let (first, last) = (shape.cluster(offset), shape.cluster(offset + segments.len() as u64 - 1));
+        let (first, last) =
+            (shape.cluster(offset), shape.cluster(offset + segments.len() as u64 - 1));
         self.own_table(shape.table(first)).await?;
         let run = if shape.layout.data_file {
             // Data lie where the guest has them; what is there is whatever it is.
@@ -266,7 +324,8 @@ impl<S: Storage> Qcow2<S> {
         for cluster in first..first + run.count {
             let start = cluster << bits;
             let word = ((run.start + cluster - first) << bits) | COPIED;
-            let (a, b) = (from.max(start) - start, to.min(start + shape.cluster_size()) - 1 - start);
+            let (a, b) =
+                (from.max(start) - start, to.min(start + shape.cluster_size()) - 1 - start);
             let bitmap = |old: Entry| match (shape.layout.extended_l2, whole) {
                 (false, _) => 0,
                 (true, true) => u64::from(u32::MAX),
@@ -293,7 +352,8 @@ impl<S: Storage> Qcow2<S> {
         (bitmap | touched) & !(touched << 32)
     }
 
-    /// Writes `segments` (for the guest's `offset`) to the file so that all of the guest's `range` is there, from `host` on.
+    /// Writes `segments` (for the guest's `offset`) to the file so that all of the guest's `range`
+    /// is there, from `host` on.
     async fn write_with_edges<B: Below>(
         &self,
         below: &B,
@@ -311,7 +371,10 @@ impl<S: Storage> Qcow2<S> {
             return file.write(segments.slice(0, segments.len()), at, false).await.1;
         }
         // New space of the file reads as zeroes, so zeroes need not be written.
-        if fresh && self.is_zero(below, range.start, head).await? && self.is_zero(below, end, tail).await? {
+        if fresh
+            && self.is_zero(below, range.start, head).await?
+            && self.is_zero(below, end, tail).await?
+        {
             return file.write(segments.slice(0, segments.len()), at, false).await.1;
         }
         if segments.len() <= COPIED_TOGETHER {
@@ -360,7 +423,9 @@ impl<S: Storage> Qcow2<S> {
                 Place::Zero => {}
                 Place::Data(host) => self.read_data(piece, host).await.1?,
                 Place::Compressed(word) => {
-                    self.read_compressed(piece, word, at & (self.shape().cluster_size() - 1)).await.1?;
+                    self.read_compressed(piece, word, at & (self.shape().cluster_size() - 1))
+                        .await
+                        .1?;
                 }
                 Place::Absent => below.read_below(piece, at).await.1?,
             }
@@ -370,7 +435,12 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Whether the guest sees zeroes there, as far as that is known without reading data.
-    pub(super) async fn is_zero<B: Below>(&self, below: &B, offset: u64, len: u64) -> io::Result<bool> {
+    pub(super) async fn is_zero<B: Below>(
+        &self,
+        below: &B,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<bool> {
         let mut done = 0;
         while done < len {
             let at = offset + done;
@@ -391,8 +461,13 @@ impl<S: Storage> Qcow2<S> {
         Ok(true)
     }
 
-    /// Changes an entry in memory; gives what it was. The caller holds the cluster, and the table is this image's own.
-    pub(super) async fn change(&self, cluster: u64, change: impl Fn(Entry) -> Entry) -> io::Result<Entry> {
+    /// Changes an entry in memory; gives what it was. The caller holds the cluster, and the table
+    /// is this image's own.
+    pub(super) async fn change(
+        &self,
+        cluster: u64,
+        change: impl Fn(Entry) -> Entry,
+    ) -> io::Result<Entry> {
         let (number, index) = self.shape().slice(cluster);
         loop {
             if let Some((old, _)) = self.shared.tables.update(number, index, &change) {
@@ -402,7 +477,8 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// As [`Qcow2::change`], for `count` entries from that of `first` on; `change` gets the number of each, from 0 on.
+    /// As [`Qcow2::change`], for `count` entries from that of `first` on; `change` gets the number
+    /// of each, from 0 on.
     pub(super) async fn change_run(
         &self,
         first: u64,
@@ -413,7 +489,11 @@ impl<S: Storage> Qcow2<S> {
         while done < count {
             let (number, index) = self.shape().slice(first + done);
             let here = (count - done).min(self.shape().slice_entries - index as u64) as usize;
-            if self.shared.tables.update_run(number, index..index + here, |at, old| change(done + at, old)) {
+            if self
+                .shared
+                .tables
+                .update_run(number, index..index + here, |at, old| change(done + at, old))
+            {
                 done += here as u64;
             } else {
                 self.load((first + done) << self.shape().layout.cluster_bits).await?;
@@ -436,7 +516,11 @@ impl<S: Storage> Qcow2<S> {
             }
             Ok(cluster) => {
                 if let Some(host) = cluster.host() {
-                    self.shared.alloc.let_go(Freed { start: host >> bits, count: 1, compressed: false });
+                    self.shared.alloc.let_go(Freed {
+                        start: host >> bits,
+                        count: 1,
+                        compressed: false,
+                    });
                 }
             }
             Err(_) => {}
@@ -454,8 +538,9 @@ impl<S: Storage> Qcow2<S> {
         if owned(word) {
             return Ok(());
         }
-        let old = L1Entry::decode(word, self.shape().layout)
-            .map_err(|what| ImageError::invalid(format!("qcow2 L1 table entry {index}"), None, what))?;
+        let old = L1Entry::decode(word, self.shape().layout).map_err(|what| {
+            ImageError::invalid(format!("qcow2 L1 table entry {index}"), None, what)
+        })?;
         let run = self.allocate(1).await?;
         let (at, cluster) = (run.start << bits, self.shape().cluster_size() as usize);
         let written = match old.table {
@@ -468,7 +553,13 @@ impl<S: Storage> Qcow2<S> {
         };
         if let Err(e) = written {
             self.abandon_cluster(run);
-            return Err(ImageError::io(format!("qcow2 L2 table {index}"), at, "writing a new one", e).into());
+            return Err(ImageError::io(
+                format!("qcow2 L2 table {index}"),
+                at,
+                "writing a new one",
+                e,
+            )
+            .into());
         }
         let mut l1 = lock(&self.shared.l1);
         l1.entries[index as usize] = at | COPIED;

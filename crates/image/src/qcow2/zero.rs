@@ -1,7 +1,8 @@
-//! Zeroes and discards: entries that say so, instead of data; and what is copied up without being written.
+//! Zeroes and discards: entries that say so, instead of data; and what is copied up without being
+//! written.
 //!
-//! What must hold: what was discarded reads as zeroes or as it was, never as what lies below; a host cluster is let go of
-//! only by changing the entry that named it.
+//! What must hold: what was discarded reads as zeroes or as it was, never as what lies below; a
+//! host cluster is let go of only by changing the entry that named it.
 
 use std::future::poll_fn;
 use std::io;
@@ -29,7 +30,8 @@ const ZEROES: u64 = 1 << 20;
 /// What is to become of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wish {
-    /// Zeroes; host clusters are kept, or may be given back. `fast`: Unsupported where they would have to be written.
+    /// Zeroes; host clusters are kept, or may be given back. `fast`: Unsupported where they would
+    /// have to be written.
     Zeroes { unmap: bool, fast: bool },
     /// Whether that would be Unsupported; nothing is changed.
     Look { unmap: bool },
@@ -46,23 +48,44 @@ impl Wish {
 
 impl<S: Storage> Qcow2<S> {
     /// Zeroes; `unmap`: host clusters may be given back. Durable after a flush.
-    pub async fn write_zeroes<B: Below>(&self, below: &B, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+    pub async fn write_zeroes<B: Below>(
+        &self,
+        below: &B,
+        offset: u64,
+        len: u64,
+        unmap: bool,
+    ) -> io::Result<()> {
         self.wipe(below, offset, len, Wish::Zeroes { unmap, fast: false }).await
     }
 
-    /// As [`Qcow2::write_zeroes`]; Unsupported, and nothing done, where that would be writing: see [`Qcow2::may_zero_fast`].
-    pub async fn write_zeroes_fast<B: Below>(&self, below: &B, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+    /// As [`Qcow2::write_zeroes`]; Unsupported, and nothing done, where that would be writing: see
+    /// [`Qcow2::may_zero_fast`].
+    pub async fn write_zeroes_fast<B: Below>(
+        &self,
+        below: &B,
+        offset: u64,
+        len: u64,
+        unmap: bool,
+    ) -> io::Result<()> {
         self.may_zero_fast(below, offset, len, unmap).await?;
         self.wipe(below, offset, len, Wish::Zeroes { unmap, fast: true }).await
     }
 
-    /// Unsupported where zeroes would have to be written as data: in a unit (cluster, or subcluster) of which the range is a part
-    /// only, and which has data there; and where there is no entry that says zeroes (version 2). Of an external file that is to be
-    /// read by itself the host is asked, when it is done.
-    pub async fn may_zero_fast<B: Below>(&self, below: &B, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+    /// Unsupported where zeroes would have to be written as data: in a unit (cluster, or
+    /// subcluster) of which the range is a part only, and which has data there; and where there is
+    /// no entry that says zeroes (version 2). Of an external file that is to be read by itself the
+    /// host is asked, when it is done.
+    pub async fn may_zero_fast<B: Below>(
+        &self,
+        below: &B,
+        offset: u64,
+        len: u64,
+        unmap: bool,
+    ) -> io::Result<()> {
         let (end, (whole_start, whole_end)) = (offset + len, self.whole_units(offset, len));
         let some = whole_start < whole_end;
-        let edges = if some { [offset..whole_start, whole_end..end] } else { [offset..end, end..end] };
+        let edges =
+            if some { [offset..whole_start, whole_end..end] } else { [offset..end, end..end] };
         for edge in edges.into_iter().filter(|edge| !edge.is_empty()) {
             if !self.is_zero(below, edge.start, edge.end - edge.start).await? {
                 return Err(io::ErrorKind::Unsupported.into());
@@ -80,7 +103,8 @@ impl<S: Storage> Qcow2<S> {
         self.wipe(below, offset, len, Wish::Discard).await
     }
 
-    /// Whether the host waits for space that the guest has given back, and for a flush that may be long in coming.
+    /// Whether the host waits for space that the guest has given back, and for a flush that may be
+    /// long in coming.
     pub fn owes_space(&self) -> bool {
         self.shared.alloc.freed() << self.shape().layout.cluster_bits >= OWED
     }
@@ -93,30 +117,49 @@ impl<S: Storage> Qcow2<S> {
         // First what may be refused.
         self.wipe_units(below, whole_start, whole_end, wish).await?;
         self.zero_edge(below, offset, whole_start - offset, wish).await?;
-        if whole_end < end { self.zero_edge(below, whole_end, end - whole_end, wish).await } else { Ok(()) }
+        if whole_end < end {
+            self.zero_edge(below, whole_end, end - whole_end, wish).await
+        } else {
+            Ok(())
+        }
     }
 
-    /// The part of a range that consists of whole units, as start and end; none when the start is not below the end.
+    /// The part of a range that consists of whole units, as start and end; none when the start is
+    /// not below the end.
     fn whole_units(&self, offset: u64, len: u64) -> (u64, u64) {
         let (unit, end) = (self.shape().unit, offset + len);
         // The last unit of the disk may be cut short by its end.
-        let whole_end = if end == self.size() { end.next_multiple_of(unit) } else { end - end % unit };
+        let whole_end =
+            if end == self.size() { end.next_multiple_of(unit) } else { end - end % unit };
         (offset.next_multiple_of(unit), whole_end)
     }
 
     /// Part of a unit: zeroes are data there.
-    async fn zero_edge<B: Below>(&self, below: &B, offset: u64, len: u64, wish: Wish) -> io::Result<()> {
+    async fn zero_edge<B: Below>(
+        &self,
+        below: &B,
+        offset: u64,
+        len: u64,
+        wish: Wish,
+    ) -> io::Result<()> {
         if len == 0 || wish == Wish::Discard || self.is_zero(below, offset, len).await? {
             return Ok(());
         }
         let shape = self.shape();
-        let hold = self.shared.held.hold(shape.cluster(offset)..shape.cluster(offset + len - 1) + 1).await;
+        let hold =
+            self.shared.held.hold(shape.cluster(offset)..shape.cluster(offset + len - 1) + 1).await;
         self.zero_held(below, offset, len).await?;
         drop(hold);
         self.relieve().await
     }
 
-    async fn wipe_units<B: Below>(&self, below: &B, start: u64, end: u64, wish: Wish) -> io::Result<()> {
+    async fn wipe_units<B: Below>(
+        &self,
+        below: &B,
+        start: u64,
+        end: u64,
+        wish: Wish,
+    ) -> io::Result<()> {
         let shape = *self.shape();
         let bits = shape.layout.cluster_bits;
         let mut at = start;
@@ -146,13 +189,20 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Whole units of one cluster, which the caller holds.
-    async fn wipe_in_cluster<B: Below>(&self, below: &B, start: u64, end: u64, wish: Wish) -> io::Result<()> {
+    async fn wipe_in_cluster<B: Below>(
+        &self,
+        below: &B,
+        start: u64,
+        end: u64,
+        wish: Wish,
+    ) -> io::Result<()> {
         let shape = *self.shape();
         let cluster = shape.cluster(start);
         let size = shape.cluster_size();
         let disk_end = self.size().min((cluster + 1) << shape.layout.cluster_bits);
         let old = self.current_entry(cluster).await?;
-        let decoded = L2Entry::decode(old.word, old.bitmap, shape.layout).unwrap_or(L2Entry::UNALLOCATED);
+        let decoded =
+            L2Entry::decode(old.word, old.bitmap, shape.layout).unwrap_or(L2Entry::UNALLOCATED);
         let (real_end, allocated) = (end.min(disk_end), decoded.cluster != Cluster::Unallocated);
         if real_end <= start || (!allocated && below.zero_below(start, real_end - start).await?) {
             return Ok(());
@@ -161,12 +211,18 @@ impl<S: Storage> Qcow2<S> {
             return self.wipe_raw_data(start, real_end, wish).await;
         }
         let all = end - start == size;
-        let Some(new) = self.wiped(old, decoded, (start % size, end - start), all, below.exists(), wish) else {
+        let Some(new) =
+            self.wiped(old, decoded, (start % size, end - start), all, below.exists(), wish)
+        else {
             return match wish {
                 Wish::Discard => Ok(()),
-                Wish::Look { .. } | Wish::Zeroes { fast: true, .. } => Err(io::ErrorKind::Unsupported.into()),
+                Wish::Look { .. } | Wish::Zeroes { fast: true, .. } => {
+                    Err(io::ErrorKind::Unsupported.into())
+                }
                 // The caller holds the cluster, so this is not `write`.
-                Wish::Zeroes { fast: false, .. } => self.zero_held(below, start, real_end - start).await,
+                Wish::Zeroes { fast: false, .. } => {
+                    self.zero_held(below, start, real_end - start).await
+                }
             };
         };
         if new == old || matches!(wish, Wish::Look { .. }) {
@@ -175,7 +231,9 @@ impl<S: Storage> Qcow2<S> {
         self.own_table(shape.table(cluster)).await?;
         self.shared.touched(cluster).fetch_add(1, Ordering::AcqRel);
         self.change(cluster, |_| new).await?;
-        if new.word & OFFSET_MASK != old.word & OFFSET_MASK || old.word & super::entry::COMPRESSED != 0 {
+        if new.word & OFFSET_MASK != old.word & OFFSET_MASK
+            || old.word & super::entry::COMPRESSED != 0
+        {
             self.let_go(old);
         }
         if shape.layout.data_file && !wish.keeps() {
@@ -264,8 +322,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(false)
     }
 
-    /// Copies up what only the layers below have: afterwards this image has all of the range. Not for data that were
-    /// written meanwhile: those stay.
+    /// Copies up what only the layers below have: afterwards this image has all of the range. Not
+    /// for data that were written meanwhile: those stay.
     pub async fn populate<B: Below>(&self, below: &B, offset: u64, len: u64) -> io::Result<()> {
         let shape = *self.shape();
         let end = (offset + len).min(self.size());

@@ -8,7 +8,8 @@ use blockyard_storage::sim::{OpKind, Sim, SimConfig, SimDisk, SimImage, yield_no
 const DIRECT: Alignment = Alignment { memory_align: 512, offset_align: 512 };
 const BLOCKS: Alignment = Alignment { memory_align: 512, offset_align: 4096 };
 
-/// A file whose last block holds what is no part of it, as a device's blocks do; it notes the calls.
+/// A file whose last block holds what is no part of it, as a device's blocks do; it notes the
+/// calls.
 #[derive(Clone, Default)]
 struct Junk {
     bytes: Rc<RefCell<Vec<u8>>>,
@@ -26,7 +27,12 @@ impl Storage for Junk {
         (segments, Ok(n))
     }
 
-    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+    async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<usize>) {
         self.calls.borrow_mut().push(format!("write {offset}+{} {durable}", segments.len()));
         let mut bytes = self.bytes.borrow_mut();
         let end = offset as usize + segments.len();
@@ -129,14 +135,18 @@ fn a_block_written_whole_at_the_end_lets_the_file_keep_its_length() {
 #[test]
 fn a_block_device_is_asked_for_whole_blocks_only() {
     let junk = Junk { whole_blocks: 4096, ..Junk::of(1 << 16) };
-    let raw = Raw { unit: 4096, ..Raw::on(junk.clone(), Alignment { memory_align: 1, offset_align: 1 }) };
+    let raw =
+        Raw { unit: 4096, ..Raw::on(junk.clone(), Alignment { memory_align: 1, offset_align: 1 }) };
     let (calls, check) = (junk.clone(), junk.clone());
     run(async move {
         raw.discard(512, 12288).await.unwrap();
         raw.discard(512, 4096).await.unwrap();
         assert_eq!(calls.calls(), ["discard 4096+8192"]);
         raw.write_zeroes(512, 12288, true).await.unwrap();
-        assert_eq!(calls.calls(), ["zero 4096+8192", "write 512+3584 false", "write 12288+512 false"]);
+        assert_eq!(
+            calls.calls(),
+            ["zero 4096+8192", "write 512+3584 false", "write 12288+512 false"]
+        );
         raw.write_zeroes(20480 + 512, 1024, true).await.unwrap();
         assert_eq!(calls.calls(), ["write 20992+1024 false"]);
     });
@@ -148,10 +158,13 @@ fn a_block_device_is_asked_for_whole_blocks_only() {
 #[test]
 fn zeroes_that_must_be_written_come_in_aligned_pieces() {
     let disk = SimDisk::new(SimImage::zeroed(8 << 20), SimConfig::new(1));
-    disk.fail(blockyard_storage::sim::Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always());
+    disk.fail(
+        blockyard_storage::sim::Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always(),
+    );
     let raw = Raw::on(disk.clone(), BLOCKS);
     run(async move { raw.write_zeroes(4096, 3 << 20, false).await.unwrap() });
-    let mut pieces: Vec<_> = disk.trace().iter().filter(|t| t.kind == OpKind::Write).map(|t| t.offset).collect();
+    let mut pieces: Vec<_> =
+        disk.trace().iter().filter(|t| t.kind == OpKind::Write).map(|t| t.offset).collect();
     pieces.dedup();
     assert_eq!(pieces, [4096, 1 << 20, 2 << 20, 3 << 20]);
 }
@@ -159,7 +172,9 @@ fn zeroes_that_must_be_written_come_in_aligned_pieces() {
 #[test]
 fn zeroes_that_are_to_be_fast_are_never_written() {
     let disk = SimDisk::new(SimImage::zeroed(8 << 20), SimConfig::new(1));
-    disk.fail(blockyard_storage::sim::Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always());
+    disk.fail(
+        blockyard_storage::sim::Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always(),
+    );
     let raw = Raw::on(disk.clone(), BLOCKS);
     run(async move {
         for (offset, len) in [(4096, 3 << 20), (512, 1 << 20)] {
@@ -170,7 +185,8 @@ fn zeroes_that_are_to_be_fast_are_never_written() {
     assert!(disk.trace().iter().all(|t| t.kind != OpKind::Write));
     // Of a device, what is less than one of its blocks.
     let junk = Junk { whole_blocks: 4096, ..Junk::of(1 << 16) };
-    let raw = Raw { unit: 4096, ..Raw::on(junk.clone(), Alignment { memory_align: 1, offset_align: 1 }) };
+    let raw =
+        Raw { unit: 4096, ..Raw::on(junk.clone(), Alignment { memory_align: 1, offset_align: 1 }) };
     run(async move {
         raw.write_zeroes_fast(4096, 8192, true).await.unwrap();
         assert_eq!(junk.calls(), ["zero 4096+8192"]);
@@ -191,19 +207,24 @@ fn what_fits_o_direct() {
         pieces.iter().for_each(|&(at, len)| segments.push_guest(at, len).unwrap());
         segments
     };
-    let shape = |memory_align, offset_align| Raw::on(Junk::default(), Alignment { memory_align, offset_align });
+    let shape = |memory_align, offset_align| {
+        Raw::on(Junk::default(), Alignment { memory_align, offset_align })
+    };
     let odd = [(1, 512), (1024, 512)];
     let torn = [(0, 256), (1024, 768)];
     assert!(shape(1, 1).fits(&of(&odd), 3));
     assert!(!shape(512, 512).fits(&of(&odd), 0) && shape(1, 512).fits(&of(&odd), 0));
     assert!(!shape(4, 512).fits(&of(&torn), 0), "each piece is to be whole blocks");
     assert!(shape(4, 512).fits(&of(&[(4, 512), (1028, 512)]), 512));
-    assert!(!shape(1, 512).fits(&of(&[(0, 512)]), 100), "memory that may lie anywhere frees no offset");
+    assert!(
+        !shape(1, 512).fits(&of(&[(0, 512)]), 100),
+        "memory that may lie anywhere frees no offset"
+    );
     assert!(!shape(512, 4096).fits(&of(&[(0, 512)]), 0));
 }
 
-/// Each read takes its bytes at once and answers a few turns later, so that what comes meanwhile is between the read and the
-/// write of a read-modify-write.
+/// Each read takes its bytes at once and answers a few turns later, so that what comes meanwhile is
+/// between the read and the write of a read-modify-write.
 #[derive(Clone)]
 struct SlowReads(Junk);
 
@@ -216,7 +237,12 @@ impl Storage for SlowReads {
         answer
     }
 
-    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+    async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<usize>) {
         self.0.write(segments, offset, durable).await
     }
 
@@ -257,7 +283,9 @@ fn a_write_of_other_bytes_never_undoes_zeroes_of_part_of_a_sector() {
             let sim = Sim::new(1);
             let write = {
                 let (raw, at) = (raw.clone(), if offset > 400 { 1100 + 20 } else { 10 });
-                sim.spawn(async move { raw.write(Segments::from_bytes(&[9; 30]), at, false).await.1.unwrap() })
+                sim.spawn(async move {
+                    raw.write(Segments::from_bytes(&[9; 30]), at, false).await.1.unwrap()
+                })
             };
             let zero = async move {
                 yield_now().await;
@@ -272,7 +300,11 @@ fn a_write_of_other_bytes_never_undoes_zeroes_of_part_of_a_sector() {
             sim.block_on(zero).unwrap();
             let bytes = junk.bytes.take();
             let zeroes = &bytes[offset as usize..(offset + len) as usize];
-            assert_eq!(zeroes.iter().position(|&b| b != 0), None, "{how:?} of {len} bytes at {offset}");
+            assert_eq!(
+                zeroes.iter().position(|&b| b != 0),
+                None,
+                "{how:?} of {len} bytes at {offset}"
+            );
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Clusters that somebody allocates or copies: one at a time each, on whichever reactor.
 //!
-//! What must hold: whoever holds several took them in ascending order; a waiter that goes away leaves nothing behind.
+//! What must hold: whoever holds several took them in ascending order; a waiter that goes away
+//! leaves nothing behind.
 
 use std::collections::BTreeMap;
 use std::future::poll_fn;
@@ -31,14 +32,18 @@ impl ClustersHeld {
         poll_fn(|cx| {
             let mut runs = self.runs();
             let mine = &mut hold.clusters;
-            // The run that holds the next cluster, or else the first run behind it. One's own ends before the next cluster.
+            // The run that holds the next cluster, or else the first run behind it. One's own ends
+            // before the next cluster.
             let before = runs.range(..=mine.end).next_back().filter(|(_, run)| run.end > mine.end);
-            let other =
-                before.or_else(|| runs.range(mine.end..clusters.end.max(mine.end)).next()).map(|(first, _)| *first);
+            let other = before
+                .or_else(|| runs.range(mine.end..clusters.end.max(mine.end)).next())
+                .map(|(first, _)| *first);
             let free = other.map_or(clusters.end, |first| first.clamp(mine.end, clusters.end));
             if free > mine.end {
                 mine.end = free;
-                runs.entry(mine.start).or_insert_with(|| Held { end: free, waiting: Vec::new() }).end = free;
+                runs.entry(mine.start)
+                    .or_insert_with(|| Held { end: free, waiting: Vec::new() })
+                    .end = free;
             }
             match other.and_then(|first| runs.get_mut(&first)).filter(|_| free < clusters.end) {
                 Some(run) => {

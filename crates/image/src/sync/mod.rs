@@ -1,4 +1,5 @@
-//! What reactors that share an image wait for: clusters that are being written, and those who may still read freed ones.
+//! What reactors that share an image wait for: clusters that are being written, and those who may
+//! still read freed ones.
 
 pub mod clusters_held;
 pub mod traffic;

@@ -1,10 +1,12 @@
 //! Who is still on the way: so that what a request may be using is not given to another.
 //!
-//! A cluster that was freed may still be read, or written in place, by requests that looked it up before. It is used again
-//! only when those are through. Each reactor counts its own requests, in two phases; turning the phase over and seeing the
-//! old one come to nothing means that everybody who was there has left.
+//! A cluster that was freed may still be read, or written in place, by requests that looked it up
+//! before. It is used again only when those are through. Each reactor counts its own requests, in
+//! two phases; turning the phase over and seeing the old one come to nothing means that everybody
+//! who was there has left.
 //!
-//! What must hold: entering and leaving never wait, and touch no memory that reactors share but the phase, which is read.
+//! What must hold: entering and leaving never wait, and touch no memory that reactors share but the
+//! phase, which is read.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -30,7 +32,9 @@ impl Traffic {
     pub fn lane(&self) -> Arc<Lane> {
         let lane = Arc::new(Lane::default());
         let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
-        lanes.retain(|lane| Arc::strong_count(lane) > 1 || lane.counts.iter().any(|c| c.load(SeqCst) > 0));
+        lanes.retain(|lane| {
+            Arc::strong_count(lane) > 1 || lane.counts.iter().any(|c| c.load(SeqCst) > 0)
+        });
         lanes.push(lane.clone());
         lane
     }
@@ -49,7 +53,8 @@ impl Traffic {
         }
     }
 
-    /// Turns the phase over, once everybody of the phase before has left: false, and nothing is done, if somebody has not.
+    /// Turns the phase over, once everybody of the phase before has left: false, and nothing is
+    /// done, if somebody has not.
     pub fn turn(&self) -> bool {
         if !self.has_left() {
             return false;

@@ -1,7 +1,9 @@
-//! What the upper images of a chain hold goes into the one below; then the topmost image may be emptied.
+//! What the upper images of a chain hold goes into the one below; then the topmost image may be
+//! emptied.
 //!
-//! What a power cut leaves: before the image below is durable, a chain that shows what it has shown, and work to be done
-//! again; later, a topmost image that has its contents, or has none and shows the same.
+//! What a power cut leaves: before the image below is durable, a chain that shows what it has
+//! shown, and work to be done again; later, a topmost image that has its contents, or has none and
+//! shows the same.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,15 +25,17 @@ use super::reactors::{on_reactor, on_reactors};
 
 const BELOW: &str = "backing image";
 
-/// Copies what is above the image that the chain was opened to commit into, at most `rate` bytes in a second. Durable when it
-/// answers.
+/// Copies what is above the image that the chain was opened to commit into, at most `rate` bytes in
+/// a second. Durable when it answers.
 pub fn commit(
     chain: &Arc<Chain>,
     rate: Option<u64>,
     threads: usize,
     progress: &Arc<Progress>,
 ) -> Result<(), ChainError> {
-    let Some(depth) = chain.options().commit_into.filter(|&depth| depth > 0 && depth < chain.layers().len()) else {
+    let Some(depth) =
+        chain.options().commit_into.filter(|&depth| depth > 0 && depth < chain.layers().len())
+    else {
         return Err(failed(chain, ImageError::refused(BELOW, "there is none")));
     };
     let work = Arc::new(CopyDown::new(0..chain.size(), depth, progress.clone()));
@@ -39,7 +43,10 @@ pub fn commit(
     let copied = on_reactors(threads, |handle| {
         let (chain, work, pace) = (chain.clone(), work.clone(), pace.clone());
         async move {
-            let (from, into) = (part(&chain, &handle, 0..depth)?, part(&chain, &handle, depth..chain.layers().len())?);
+            let (from, into) = (
+                part(&chain, &handle, 0..depth)?,
+                part(&chain, &handle, depth..chain.layers().len())?,
+            );
             let wait = async |range: Range<u64>| {
                 pace.wait(&handle, range.end - range.start).await;
                 Ok(())
@@ -57,7 +64,9 @@ pub fn commit(
     // It has everything that the overlays above it have: it may be served by itself.
     let file = &chain.layers()[depth].file;
     let removed = file.remove_overlay_record();
-    removed.map_err(|e| of_file(file, ImageError::io(BELOW, None, "removing the record of its overlay", e)))
+    removed.map_err(|e| {
+        of_file(file, ImageError::io(BELOW, None, "removing the record of its overlay", e))
+    })
 }
 
 fn failed(chain: &Chain, error: ImageError) -> ChainError {
@@ -88,7 +97,8 @@ impl Pace {
     }
 }
 
-/// Leaves the topmost image, which was opened to be locked only, without contents of its own: the one below has them.
+/// Leaves the topmost image, which was opened to be locked only, without contents of its own: the
+/// one below has them.
 pub fn make_empty(chain: &Arc<Chain>) -> Result<(), ChainError> {
     let chain = chain.clone();
     on_reactor(|handle| async move {

@@ -1,6 +1,7 @@
 //! Whether two disks hold the same, whatever their formats.
 //!
-//! Ranges that both know to be zeroes are not read. A disk that ends before the other is the same if the rest is zeroes.
+//! Ranges that both know to be zeroes are not read. A disk that ends before the other is the same
+//! if the rest is zeroes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,7 +26,8 @@ const AT_A_TIME: usize = 8;
 pub struct Comparison {
     /// The first sector that is not the same, as an offset in bytes.
     pub differs_at: Option<u64>,
-    /// Where one has data and the other knows of zeroes, before anything else differs; looked for where that is asked.
+    /// Where one has data and the other knows of zeroes, before anything else differs; looked for
+    /// where that is asked.
     pub status_differs_at: Option<u64>,
     pub sizes: (u64, u64),
 }
@@ -73,7 +75,8 @@ pub fn compare(
         let (work, a, b) = (work.clone(), a.clone(), b.clone());
         async move { work.run(&Disk::of(&a, &handle).await?, &Disk::of(&b, &handle).await?).await }
     })?;
-    let (content, status) = (work.differs_at.load(Ordering::Relaxed), work.status_differs_at.load(Ordering::Relaxed));
+    let (content, status) =
+        (work.differs_at.load(Ordering::Relaxed), work.status_differs_at.load(Ordering::Relaxed));
     Ok(Comparison {
         differs_at: (content < status).then_some(content),
         status_differs_at: (status < content).then_some(status),
@@ -83,13 +86,16 @@ pub fn compare(
 
 impl Work {
     async fn run<S: Storage>(&self, a: &Disk<S>, b: &Disk<S>) -> Result<(), ChainError> {
-        let workers = (0..AT_A_TIME).map(|_| async { self.worker(a, b).await.inspect_err(|_| self.sweep.stop()) });
+        let workers = (0..AT_A_TIME)
+            .map(|_| async { self.worker(a, b).await.inspect_err(|_| self.sweep.stop()) });
         join::all(AT_A_TIME, workers).await
     }
 
     async fn worker<S: Storage>(&self, a: &Disk<S>, b: &Disk<S>) -> Result<(), ChainError> {
         let mut buffers = (Segments::buffer(PIECE as usize), Segments::buffer(PIECE as usize));
-        while let Some(piece) = self.sweep.next(async |at, len| judge(a, b, at, len, self.strict).await).await? {
+        while let Some(piece) =
+            self.sweep.next(async |at, len| judge(a, b, at, len, self.strict).await).await?
+        {
             let (at, found) = match piece.what {
                 What::StatusDiffers => (Some(piece.offset), &self.status_differs_at),
                 _ => (differs(a, b, &piece, &mut buffers).await?, &self.differs_at),
@@ -142,7 +148,8 @@ async fn differs<S: Storage>(
     let len = piece.len as usize;
     let of_a = &buffers.0.slice(0, len.min(PIECE as usize));
     let of_b = &buffers.1.slice(0, len.min(PIECE as usize));
-    let read = async |disk: &Disk<S>, into: &Segments| disk.read(into.slice(0, len), piece.offset).await;
+    let read =
+        async |disk: &Disk<S>, into: &Segments| disk.read(into.slice(0, len), piece.offset).await;
     let found = match piece.what {
         What::Same | What::StatusDiffers => None,
         What::OnlyFirst => read(a, of_a).await?.find_nonzero(0, len),

@@ -10,22 +10,25 @@ use crate::qcow2::{self, Qcow2};
 
 use super::disk::Disk;
 
-/// Writes `bytes` at `offset` of the disk, whose topmost image is `image`: each cluster compressed, if that makes it smaller
-/// and the image does not have it yet. `offset` is a multiple of the cluster; the last cluster may end with the disk.
+/// Writes `bytes` at `offset` of the disk, whose topmost image is `image`: each cluster compressed,
+/// if that makes it smaller and the image does not have it yet. `offset` is a multiple of the
+/// cluster; the last cluster may end with the disk.
 pub(super) async fn write<S: Storage>(
     disk: &Disk<S>,
     image: &Qcow2<S>,
     bytes: &Segments,
     offset: u64,
 ) -> Result<(), ChainError> {
-    let (size, compression) = (image.shared().shape().cluster_size() as usize, image.shared().header().compression);
+    let (size, compression) =
+        (image.shared().shape().cluster_size() as usize, image.shared().header().compression);
     let mut plain = vec![0; size];
     for at in (0..bytes.len()).step_by(size) {
         let (len, offset) = (size.min(bytes.len() - at), offset + at as u64);
         bytes.copy_out(at, &mut plain[..len]);
         // Behind the end of the disk.
         plain[len..].fill(0);
-        let failed = |e| disk.failed(ImageError::io("the disk", offset, "writing compressed data", e));
+        let failed =
+            |e| disk.failed(ImageError::io("the disk", offset, "writing compressed data", e));
         let done = match qcow2::pack(&plain, compression).map_err(failed)? {
             Some(packed) => image.write_compressed(offset, &packed).await.map_err(failed)?,
             None => false,

@@ -4,9 +4,10 @@
 //!   pieces, in order ─► known to be zeroes, or the same in both: nothing is read
 //!                    └► read ─► runs that are zeroes, the same, or data ─► zeroed, left, written or compressed
 //! ```
-//! A target with a backing file gets what differs from that. Several pieces are on their way on each reactor.
-//! What must hold: no piece ends inside a cluster of the target, so that nothing is read to be completed.
-//! What a power cut leaves: a target that is not complete. The caller gives it its name when it is durable.
+//! A target with a backing file gets what differs from that. Several pieces are on their way on
+//! each reactor. What must hold: no piece ends inside a cluster of the target, so that nothing is
+//! read to be completed. What a power cut leaves: a target that is not complete. The caller gives
+//! it its name when it is durable.
 
 use std::sync::Arc;
 
@@ -26,8 +27,9 @@ use super::source::{self, Part, Source};
 
 /// Bytes read at a time; more where the target's clusters are larger.
 const PIECE: u64 = 1 << 20;
-/// The same where the target is written through the page cache: what was read is still in the processor's cache when it is
-/// copied there, and this thread copies it. The clusters of a qcow2 image are taken piece by piece: smaller ones mix them up.
+/// The same where the target is written through the page cache: what was read is still in the
+/// processor's cache when it is copied there, and this thread copies it. The clusters of a qcow2
+/// image are taken piece by piece: smaller ones mix them up.
 const CACHED_RAW: u64 = 256 << 10;
 const CACHED_QCOW2: u64 = 512 << 10;
 /// Zeroes that are to be written at a time.
@@ -81,8 +83,8 @@ struct Work {
     direct: bool,
 }
 
-/// Copies `source`, its parts one behind another, to `target`, which is as large at least. Nothing is durable until the
-/// target is closed.
+/// Copies `source`, its parts one behind another, to `target`, which is as large at least. Nothing
+/// is durable until the target is closed.
 pub fn convert(
     source: &[Part],
     target: &Arc<Chain>,
@@ -110,15 +112,27 @@ pub fn convert(
     });
     on_reactors(options.threads, |handle| {
         let (work, source, target) = (work.clone(), source.to_vec(), target.clone());
-        async move { work.run(&Source::of(&source, &handle).await?, &Disk::of(&target, &handle).await?).await }
+        async move {
+            work.run(&Source::of(&source, &handle).await?, &Disk::of(&target, &handle).await?).await
+        }
     })
 }
 
 impl Work {
-    async fn run<S: Storage, T: Storage>(&self, source: &Source<S>, target: &Disk<T>) -> Result<(), ChainError> {
-        let copy = Copy { work: self, source, target, grain: grain(target, &self.options), piece: self.piece(target) };
-        let workers =
-            (0..self.options.at_a_time).map(|_| async { copy.worker().await.inspect_err(|_| self.sweep.stop()) });
+    async fn run<S: Storage, T: Storage>(
+        &self,
+        source: &Source<S>,
+        target: &Disk<T>,
+    ) -> Result<(), ChainError> {
+        let copy = Copy {
+            work: self,
+            source,
+            target,
+            grain: grain(target, &self.options),
+            piece: self.piece(target),
+        };
+        let workers = (0..self.options.at_a_time)
+            .map(|_| async { copy.worker().await.inspect_err(|_| self.sweep.stop()) });
         join::all(self.options.at_a_time, workers).await
     }
 
@@ -156,7 +170,9 @@ impl<S: Storage, T: Storage> Copy<'_, S, T> {
         let len = self.piece as usize;
         let mut buffer = Segments::buffer(len);
         let mut below = Segments::buffer(if self.has_backing() { len } else { 0 });
-        while let Some(piece) = self.work.sweep.next(async |offset, rest| self.judge(offset, rest).await).await? {
+        while let Some(piece) =
+            self.work.sweep.next(async |offset, rest| self.judge(offset, rest).await).await?
+        {
             match piece.what {
                 What::Same => {}
                 What::Zero => self.target.write_zeroes(piece.offset, piece.len).await?,
@@ -184,7 +200,8 @@ impl<S: Storage, T: Storage> Copy<'_, S, T> {
         if !shared && !found.zero {
             return Ok(data);
         }
-        let (mut len, mut what) = (found.len, if found.zero && options.fresh { What::Same } else { What::Zero });
+        let (mut len, mut what) =
+            (found.len, if found.zero && options.fresh { What::Same } else { What::Zero });
         if self.has_backing() {
             let there = self.target.status(offset, len).await?;
             len = there.len;
@@ -207,7 +224,12 @@ impl<S: Storage, T: Storage> Copy<'_, S, T> {
         Ok(if end > offset { (end - offset, what) } else { data })
     }
 
-    async fn copy(&self, piece: &Piece<What>, buffer: &mut Segments, below: &mut Segments) -> Result<(), ChainError> {
+    async fn copy(
+        &self,
+        piece: &Piece<What>,
+        buffer: &mut Segments,
+        below: &mut Segments,
+    ) -> Result<(), ChainError> {
         let len = piece.len as usize;
         let bytes = self.source.read(buffer.slice(0, len), piece.offset).await?;
         let base = match self.has_backing() {
@@ -247,7 +269,9 @@ impl<S: Storage, T: Storage> Copy<'_, S, T> {
             at += len;
         }
         // Few zeroes between data are written with them.
-        for run in runs.iter_mut().filter(|(_, len, _)| base.is_none() && (*len as u64) < options.sparse) {
+        for run in
+            runs.iter_mut().filter(|(_, len, _)| base.is_none() && (*len as u64) < options.sparse)
+        {
             run.2 = Action::Write;
         }
         runs.dedup_by(|next, last| {

@@ -1,6 +1,7 @@
 //! New images in files that are there already, and empty; they need not have their names yet.
 //!
-//! What must hold: the image is durable when this answers; a file that a power cut leaves half-made is no image.
+//! What must hold: the image is durable when this answers; a file that a power cut leaves half-made
+//! is no image.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -44,7 +45,10 @@ pub enum NewImage {
 /// Makes the file at `path`, or in `files`, that image.
 pub fn create(path: &Path, files: &OpenedFiles, new: NewImage) -> Result<(), ChainError> {
     let open = |path: &Path, found: &Option<Arc<OwnedFd>>| {
-        ImageFile::open(&OpenOptions { found: found.clone(), ..OpenOptions::new(path, false, CacheMode::Writeback) })
+        ImageFile::open(&OpenOptions {
+            found: found.clone(),
+            ..OpenOptions::new(path, false, CacheMode::Writeback)
+        })
     };
     let file = open(path, &files.image)?;
     match new {
@@ -59,14 +63,22 @@ pub fn create(path: &Path, files: &OpenedFiles, new: NewImage) -> Result<(), Cha
                 qcow2::create(&main, data.as_ref(), &options).await.map_err(|e| of_file(&file, e))
             })
         }
-        NewImage::Cow { backing, size, mtime, version, alignment } => on_open_file(file, async move |raw| {
-            let backing = cow::Backing { name: &backing, size, mtime };
-            cow::create(&raw, &cow::CreateOptions { backing, version, alignment }).await.map(|_| ())
-        }),
+        NewImage::Cow { backing, size, mtime, version, alignment } => {
+            on_open_file(file, async move |raw| {
+                let backing = cow::Backing { name: &backing, size, mtime };
+                cow::create(&raw, &cow::CreateOptions { backing, version, alignment })
+                    .await
+                    .map(|_| ())
+            })
+        }
     }
 }
 
-async fn create_raw<S: Storage>(raw: &Raw<S>, size: u64, preallocation: Preallocation) -> Result<(), ImageError> {
+async fn create_raw<S: Storage>(
+    raw: &Raw<S>,
+    size: u64,
+    preallocation: Preallocation,
+) -> Result<(), ImageError> {
     let failed = |operation: &'static str| move |e| ImageError::io("raw image", None, operation, e);
     raw.storage().set_len(size).await.map_err(failed("setting its length"))?;
     take_space(raw, 0, size, preallocation).await?;
@@ -83,11 +95,17 @@ pub(super) async fn take_space<S: Storage>(
     let failed = |operation: &'static str| move |e| ImageError::io("raw image", None, operation, e);
     match preallocation {
         Preallocation::Off => Ok(()),
-        Preallocation::Metadata => Err(ImageError::refused("raw image", "it has no metadata to preallocate")),
-        Preallocation::Falloc if start == end => Ok(()),
-        Preallocation::Falloc => {
-            raw.storage().allocate(start, end - start).await.map_err(failed("taking its space (fallocate)"))
+        Preallocation::Metadata => {
+            Err(ImageError::refused("raw image", "it has no metadata to preallocate"))
         }
-        Preallocation::Full => raw.write_zero_bytes(start, end - start).await.map_err(failed("writing zeroes")),
+        Preallocation::Falloc if start == end => Ok(()),
+        Preallocation::Falloc => raw
+            .storage()
+            .allocate(start, end - start)
+            .await
+            .map_err(failed("taking its space (fallocate)")),
+        Preallocation::Full => {
+            raw.write_zero_bytes(start, end - start).await.map_err(failed("writing zeroes"))
+        }
     }
 }

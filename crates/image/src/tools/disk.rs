@@ -41,7 +41,9 @@ impl<S: Storage> Disk<S> {
     pub async fn new(image: Image<S>, path: impl Into<PathBuf>) -> Result<Self, ChainError> {
         let path = path.into();
         let mut disk = Disk { image, path, sparse: Vec::new() };
-        disk.sparse = survey::sparse_layers(disk.image.layers()).await.map_err(disk.wrong(None, "reading"))?;
+        disk.sparse = survey::sparse_layers(disk.image.layers())
+            .await
+            .map_err(disk.wrong(None, "reading"))?;
         Ok(disk)
     }
 
@@ -77,7 +79,11 @@ impl<S: Storage> Disk<S> {
         }
     }
 
-    pub(super) async fn read(&self, segments: Segments, offset: u64) -> Result<Segments, ChainError> {
+    pub(super) async fn read(
+        &self,
+        segments: Segments,
+        offset: u64,
+    ) -> Result<Segments, ChainError> {
         let (segments, result) = self.image.read(segments, offset).await;
         result.map_err(self.wrong(offset, "reading"))?;
         Ok(segments)
@@ -88,7 +94,10 @@ impl<S: Storage> Disk<S> {
     }
 
     pub(super) async fn write_zeroes(&self, offset: u64, len: u64) -> Result<(), ChainError> {
-        self.image.write_zeroes(offset, len, true).await.map_err(self.wrong(offset, "writing zeroes"))
+        self.image
+            .write_zeroes(offset, len, true)
+            .await
+            .map_err(self.wrong(offset, "writing zeroes"))
     }
 
     /// Durable, and the files as they are to be found.

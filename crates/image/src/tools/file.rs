@@ -19,7 +19,8 @@ pub fn open_file(path: &Path, read_only: bool) -> Result<ImageFile, ChainError> 
 }
 
 pub(super) fn raw_of(handle: &Handle, file: &ImageFile) -> Result<Raw<Store>, ChainError> {
-    Raw::open(file, handle).map_err(|e| of_file(file, ImageError::io("file", None, "opening it for io_uring", e)))
+    Raw::open(file, handle)
+        .map_err(|e| of_file(file, ImageError::io("file", None, "opening it for io_uring", e)))
 }
 
 pub(super) fn of_file(file: &ImageFile, error: ImageError) -> ChainError {
@@ -39,5 +40,7 @@ pub(super) fn on_open_file<T: 'static>(
     file: ImageFile,
     work: impl AsyncFnOnce(Raw<Store>) -> Result<T, ImageError> + 'static,
 ) -> Result<T, ChainError> {
-    on_reactor(|handle| async move { work(raw_of(&handle, &file)?).await.map_err(|e| of_file(&file, e)) })
+    on_reactor(|handle| async move {
+        work(raw_of(&handle, &file)?).await.map_err(|e| of_file(&file, e))
+    })
 }

@@ -7,7 +7,8 @@ use crate::extent::BlockStatus;
 
 use super::disk::Disk;
 
-/// Gives the extents of `range` (which is cut to the disk) in order to `show`: where each begins, and what it is.
+/// Gives the extents of `range` (which is cut to the disk) in order to `show`: where each begins,
+/// and what it is.
 pub async fn map<S: Storage>(
     disk: &Disk<S>,
     range: std::ops::Range<u64>,

@@ -1,7 +1,8 @@
 //! How many bytes a new image would take: what `qemu-img measure` answers.
 //!
-//! In: the new image's options, and the disk that it is to hold, if there is one. Out: bytes of its file.
-//! What must hold: the answers are QEMU's (`qcow2_measure` and `raw_measure` are the definition), because scripts compare them.
+//! In: the new image's options, and the disk that it is to hold, if there is one. Out: bytes of its
+//! file. What must hold: the answers are QEMU's (`qcow2_measure` and `raw_measure` are the
+//! definition), because scripts compare them.
 
 use std::sync::Arc;
 
@@ -26,26 +27,36 @@ pub struct Measure {
     pub required: u64,
     /// With every cluster allocated.
     pub fully_allocated: u64,
-    /// What a copy of the source's persistent bitmaps adds. None: one of the two formats has no such bitmaps.
+    /// What a copy of the source's persistent bitmaps adds. None: one of the two formats has no
+    /// such bitmaps.
     pub bitmaps: Option<u64>,
 }
 
 /// Measures what `new` would take, with the disk of `source`.
 pub fn measure(new: &NewImage, source: Option<&Arc<Chain>>) -> Result<Measure, ChainError> {
     match new {
-        NewImage::Raw { size, .. } => Ok(Measure { required: *size, fully_allocated: *size, bitmaps: None }),
+        NewImage::Raw { size, .. } => {
+            Ok(Measure { required: *size, fully_allocated: *size, bitmaps: None })
+        }
         NewImage::Qcow2 { options, .. } => measure_qcow2(options, source),
         NewImage::Cow { backing, size, mtime, version, alignment } => {
             let backing = crate::cow::Backing { name: backing, size: *size, mtime: *mtime };
             let header = crate::cow::Header::new(*version, *alignment, &backing)
                 .map_err(|error| ChainError::Image { path: "new image".into(), error })?;
             // The data are a sparse file of the disk's size behind the bitmap.
-            Ok(Measure { required: header.data_offset, fully_allocated: header.file_len(), bitmaps: None })
+            Ok(Measure {
+                required: header.data_offset,
+                fully_allocated: header.file_len(),
+                bitmaps: None,
+            })
         }
     }
 }
 
-fn measure_qcow2(options: &CreateOptions, source: Option<&Arc<Chain>>) -> Result<Measure, ChainError> {
+fn measure_qcow2(
+    options: &CreateOptions,
+    source: Option<&Arc<Chain>>,
+) -> Result<Measure, ChainError> {
     let checked = options.check(options.data_file.is_some());
     checked.map_err(|error| ChainError::Image { path: "new image".into(), error })?;
     let cluster = options.cluster_size;

@@ -1,4 +1,5 @@
-//! Work on whole images, while no guest uses them: what `blockyard image` does, without its command line.
+//! Work on whole images, while no guest uses them: what `blockyard image` does, without its command
+//! line.
 //!
 //! ```text
 //!   disk      an image with its name, for errors              map       the list of extents
@@ -11,8 +12,9 @@
 //!   measure   how large a new image would be
 //!   file      one image by itself, as its format has it
 //! ```
-//! In: chains, opened by the caller. Out: results for people and programs; errors that name the image.
-//! What must hold: an image that is only read is never written to; each command says at its top what a power cut leaves.
+//! In: chains, opened by the caller. Out: results for people and programs; errors that name the
+//! image. What must hold: an image that is only read is never written to; each command says at its
+//! top what a power cut leaves.
 
 mod commit;
 mod compare;

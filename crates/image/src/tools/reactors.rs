@@ -23,7 +23,8 @@ where
     F: Future<Output = Result<(), ChainError>> + 'static,
 {
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..threads.max(1)).map(|_| scope.spawn(|| on_reactor(&work))).collect();
+        let threads: Vec<_> =
+            (0..threads.max(1)).map(|_| scope.spawn(|| on_reactor(&work))).collect();
         let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };

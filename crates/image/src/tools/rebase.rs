@@ -4,9 +4,10 @@
 //!   pieces of the disk, in order ─► the image's own, zeroes in both, or in an image that both chains have: passed over
 //!                                └► read over the old and the new one ─► what differs is written into the image
 //! ```
-//! What must hold: the disk stays what it is. What differs is written while the old backing file is below, whose bytes
-//! complete clusters that are written in part; only when that is durable does the image name the new one.
-//! What a power cut leaves: an image over the old backing file, which holds more than it did; or over the new one.
+//! What must hold: the disk stays what it is. What differs is written while the old backing file is
+//! below, whose bytes complete clusters that are written in part; only when that is durable does
+//! the image name the new one. What a power cut leaves: an image over the old backing file, which
+//! holds more than it did; or over the new one.
 
 #[cfg(test)]
 mod tests;
@@ -70,8 +71,8 @@ enum Action {
     Write,
 }
 
-/// Writes into the topmost image of `chain`, open for writing, whatever would not be the same over `new` (None: over
-/// nothing). Durable when it answers.
+/// Writes into the topmost image of `chain`, open for writing, whatever would not be the same over
+/// `new` (None: over nothing). Durable when it answers.
 pub fn rebase(
     chain: &Arc<Chain>,
     new: Option<&Arc<Chain>>,
@@ -98,23 +99,37 @@ pub fn rebase(
     done.and(super::close(chain))
 }
 
-/// The layers from which on both chains have the same images; the topmost image of `old` is none of them.
+/// The layers from which on both chains have the same images; the topmost image of `old` is none of
+/// them.
 fn shared_from(old: &[Arc<ChainLayer>], new: &[Arc<ChainLayer>]) -> (usize, usize) {
     let count = shared_layers(&old[1..], new);
     (old.len() - count, new.len() - count)
 }
 
 impl Work {
-    async fn run<S: Storage>(&self, disk: &Disk<S>, new: Option<&Disk<S>>) -> Result<(), ChainError> {
-        let piece = disk.image.layers().first().map_or(PIECE, |layer| PIECE.max(layer.cluster_size()));
-        let workers =
-            (0..AT_A_TIME).map(|_| async { self.worker(disk, new, piece).await.inspect_err(|_| self.sweep.stop()) });
+    async fn run<S: Storage>(
+        &self,
+        disk: &Disk<S>,
+        new: Option<&Disk<S>>,
+    ) -> Result<(), ChainError> {
+        let piece =
+            disk.image.layers().first().map_or(PIECE, |layer| PIECE.max(layer.cluster_size()));
+        let workers = (0..AT_A_TIME).map(|_| async {
+            self.worker(disk, new, piece).await.inspect_err(|_| self.sweep.stop())
+        });
         join::all(AT_A_TIME, workers).await
     }
 
-    async fn worker<S: Storage>(&self, disk: &Disk<S>, new: Option<&Disk<S>>, piece: u64) -> Result<(), ChainError> {
+    async fn worker<S: Storage>(
+        &self,
+        disk: &Disk<S>,
+        new: Option<&Disk<S>>,
+        piece: u64,
+    ) -> Result<(), ChainError> {
         let mut buffers = (Segments::default(), Segments::default());
-        while let Some(next) = self.sweep.next(async |at, rest| self.judge(disk, new, piece, at, rest).await).await? {
+        while let Some(next) =
+            self.sweep.next(async |at, rest| self.judge(disk, new, piece, at, rest).await).await?
+        {
             if next.what == What::Compare {
                 if buffers.0.is_empty() {
                     buffers = (Segments::buffer(piece as usize), Segments::buffer(piece as usize));
@@ -200,8 +215,14 @@ impl Work {
         Ok(())
     }
 
-    /// What begins or ends inside a cluster joins data that the image has: such clusters are not compressed.
-    async fn write<S: Storage>(&self, disk: &Disk<S>, bytes: Segments, offset: u64) -> Result<(), ChainError> {
+    /// What begins or ends inside a cluster joins data that the image has: such clusters are not
+    /// compressed.
+    async fn write<S: Storage>(
+        &self,
+        disk: &Disk<S>,
+        bytes: Segments,
+        offset: u64,
+    ) -> Result<(), ChainError> {
         let end = offset + bytes.len() as u64;
         match &disk.image.layers()[0] {
             Layer::Qcow2(image) if self.compress => {
@@ -211,7 +232,9 @@ impl Work {
                 if whole.is_empty() {
                     return disk.write(bytes, offset).await;
                 }
-                let part = |from: u64, to: u64| bytes.slice((from - offset) as usize, (to - from) as usize);
+                let part = |from: u64, to: u64| {
+                    bytes.slice((from - offset) as usize, (to - from) as usize)
+                };
                 if offset < whole.start {
                     disk.write(part(offset, whole.start), offset).await?;
                 }
@@ -287,13 +310,18 @@ pub fn set_backing(file: &Arc<ImageFile>, backing: NewBacking) -> Result<(), Cha
                 cow::set_backing(&raw, &backing).await.map(|_| ())
             }
             NewBacking::None => of_qcow2(&raw, None).await,
-            NewBacking::Qcow2 { name, format } => of_qcow2(&raw, Some((name, &format.to_string()))).await,
+            NewBacking::Qcow2 { name, format } => {
+                of_qcow2(&raw, Some((name, &format.to_string()))).await
+            }
         };
         named.map_err(|error| of_file(&file, error))
     })
 }
 
-async fn of_qcow2<S: Storage>(file: &Raw<S>, backing: Option<(&str, &str)>) -> Result<(), ImageError> {
+async fn of_qcow2<S: Storage>(
+    file: &Raw<S>,
+    backing: Option<(&str, &str)>,
+) -> Result<(), ImageError> {
     let mut header = Header::read(file).await?;
     qcow2::backing::set_backing(file, &mut header, backing).await
 }

@@ -1,7 +1,7 @@
 //! Another size of the disk.
 //!
-//! What must hold: what is new reads as zeroes. What a power cut leaves: the old size, or the new one (perhaps without the
-//! space that was to be taken for it).
+//! What must hold: what is new reads as zeroes. What a power cut leaves: the old size, or the new
+//! one (perhaps without the space that was to be taken for it).
 
 use std::io;
 use std::ops::Range;
@@ -29,14 +29,20 @@ use super::create::take_space;
 use super::file::{of_file, raw_of};
 use super::reactors::on_reactor;
 
-/// Bytes that are allocated between two looks at what is done, bytes of a write, and how many writes are in flight.
+/// Bytes that are allocated between two looks at what is done, bytes of a write, and how many
+/// writes are in flight.
 const WINDOW: u64 = 64 << 20;
 const PIECE: u64 = 1 << 20;
 const AT_A_TIME: usize = 8;
 
 /// What is written to an image that becomes larger changes nothing of its disk.
-const KEEPING: Qcow2Options =
-    Qcow2Options { read_only: false, l2_cache: None, reserve: None, keeps_disk: true, unfinished: false };
+const KEEPING: Qcow2Options = Qcow2Options {
+    read_only: false,
+    l2_cache: None,
+    reserve: None,
+    keeps_disk: true,
+    unfinished: false,
+};
 
 #[derive(Clone, Copy, Debug)]
 pub struct NewSize {
@@ -51,10 +57,14 @@ pub struct NewSize {
 /// Resizes the topmost image, which was opened to be locked only. Durable when it answers.
 pub fn resize(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
     let top = chain.top();
-    let refuse = |what: &str| Err(of_file(&top.file, ImageError::refused(format!("{} image", top.format), what)));
+    let refuse = |what: &str| {
+        Err(of_file(&top.file, ImageError::refused(format!("{} image", top.format), what)))
+    };
     let old = chain.size();
     if wanted.size < old && !wanted.shrink {
-        return refuse("a smaller disk loses what lies beyond its end: that has to be asked for (--shrink)");
+        return refuse(
+            "a smaller disk loses what lies beyond its end: that has to be asked for (--shrink)",
+        );
     }
     if wanted.size < old && wanted.preallocation != Preallocation::Off {
         return refuse("there is no space to be taken for a smaller disk (--preallocation)");
@@ -115,16 +125,16 @@ fn of_qcow2(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
             let image = Image::new(vec![Layer::Qcow2(image)], false);
             let taken = allocate(&image, start..wanted.size, wanted.preallocation).await;
             let closed = image.close().await;
-            taken
-                .and(closed)
-                .map_err(|e| wrong(ImageError::io("qcow2 image", None, "taking space for what is new", e)))?;
+            taken.and(closed).map_err(|e| {
+                wrong(ImageError::io("qcow2 image", None, "taking space for what is new", e))
+            })?;
         }
         Ok(())
     })
 }
 
-/// What lies behind the old end in the last cluster can be zeroed where the image holds that cluster itself; if a longer
-/// backing file has it, it is taken up.
+/// What lies behind the old end in the last cluster can be zeroed where the image holds that
+/// cluster itself; if a longer backing file has it, it is taken up.
 async fn hold_the_end(
     chain: &Chain,
     handle: &Handle,
@@ -132,16 +142,23 @@ async fn hold_the_end(
     data: Option<Raw<Store>>,
 ) -> Result<(), ChainError> {
     let wrong = |error| of_file(&chain.top().file, error);
-    let io = |what: &'static str| move |e| wrong(ImageError::io("qcow2 last cluster", None, what, e));
+    let io =
+        |what: &'static str| move |e| wrong(ImageError::io("qcow2 last cluster", None, what, e));
     let header = Header::read(&file).await.map_err(wrong)?;
     let end = chain.size();
     if let Some(why) = chain.cut()
         && !end.is_multiple_of(header.cluster_size())
     {
         // The rest of the last cluster may have to be copied from there.
-        return Err(wrong(ImageError::refused("qcow2 last cluster", format!("the backing file is needed: {why}"))));
+        return Err(wrong(ImageError::refused(
+            "qcow2 last cluster",
+            format!("the backing file is needed: {why}"),
+        )));
     }
-    let mut layers = chain.part(handle, 0..chain.layers().len()).map_err(io("opening the images below"))?.into_layers();
+    let mut layers = chain
+        .part(handle, 0..chain.layers().len())
+        .map_err(io("opening the images below"))?
+        .into_layers();
     let last = layers[0].lookup(end - SECTOR, SECTOR).await.map_err(io("finding"))?;
     if end.is_multiple_of(header.cluster_size()) || last.place != Place::Absent {
         return Ok(());
@@ -156,8 +173,13 @@ async fn hold_the_end(
     written.and(closed).map_err(io("taking up what is below"))
 }
 
-/// Gives clusters to a range that has none. A small write to a new cluster leaves the rest of it as it is, zeroes.
-async fn allocate<S: Storage>(image: &Image<S>, range: Range<u64>, preallocation: Preallocation) -> io::Result<()> {
+/// Gives clusters to a range that has none. A small write to a new cluster leaves the rest of it as
+/// it is, zeroes.
+async fn allocate<S: Storage>(
+    image: &Image<S>,
+    range: Range<u64>,
+    preallocation: Preallocation,
+) -> io::Result<()> {
     if let Layer::Qcow2(top) = &image.layers()[0]
         && preallocation != Preallocation::Full
         && !top.shared().shape().layout.data_file
@@ -186,7 +208,11 @@ async fn allocate<S: Storage>(image: &Image<S>, range: Range<u64>, preallocation
 }
 
 /// The host's space of clusters that hold zeroes only.
-async fn give_back<S: Storage>(image: &Image<S>, range: Range<u64>, cluster: u64) -> io::Result<()> {
+async fn give_back<S: Storage>(
+    image: &Image<S>,
+    range: Range<u64>,
+    cluster: u64,
+) -> io::Result<()> {
     let Layer::Qcow2(top) = &image.layers()[0] else { return Ok(()) };
     let mut at = range.start;
     while at < range.end {

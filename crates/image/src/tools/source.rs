@@ -55,7 +55,8 @@ impl Source<Store> {
 }
 
 impl<S: Storage> Source<S> {
-    /// The part that has the byte at `offset`, where that is in its disk, and how many bytes the part has from there.
+    /// The part that has the byte at `offset`, where that is in its disk, and how many bytes the
+    /// part has from there.
     fn find(&self, offset: u64) -> (&Disk<S>, u64, u64) {
         let part = &self.0[self.0.partition_point(|part| part.at <= offset) - 1];
         let inside = part.range.start + (offset - part.at);

@@ -1,4 +1,5 @@
-//! COW files on real files, against the programs of User Mode Linux: `uml_mkcow` makes them, `uml_moo` merges them.
+//! COW files on real files, against the programs of User Mode Linux: `uml_mkcow` makes them,
+//! `uml_moo` merges them.
 //!
 //! Needs `guests/setup tree`. (What the kernel does with them is in the tests of whole guests.)
 
@@ -15,13 +16,15 @@ use blockyard_image::{CacheMode, CopyDown, Image, ImageFile, Layer, OpenOptions,
 use blockyard_ring::{Executor, Segments};
 use blockyard_storage::sim::{Rng, pattern};
 
-/// A folder that goes with its test, on the disk the build lies on: O_DIRECT and holes are to be real.
+/// A folder that goes with its test, on the disk the build lies on: O_DIRECT and holes are to be
+/// real.
 struct Folder(PathBuf);
 
 impl Folder {
     fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("cow-peers-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let name =
+            format!("cow-peers-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
         fs::create_dir(&path).unwrap();
         Folder(fs::canonicalize(path).unwrap())
@@ -93,7 +96,8 @@ impl Host {
     /// A new COW file of ours.
     fn create(cache: CacheMode, cow: &Path, base: &Path, version: u32) -> Header {
         let host = Host::new(cache);
-        let (file, name, facts) = (host.raw(cow), base.to_str().unwrap().to_string(), fs::metadata(base).unwrap());
+        let (file, name, facts) =
+            (host.raw(cow), base.to_str().unwrap().to_string(), fs::metadata(base).unwrap());
         let alignment = if version == 3 { 4096 } else { 512 };
         host.run(async move {
             let backing = Backing { name: &name, size: facts.len(), mtime: facts.mtime() };
@@ -164,13 +168,17 @@ fn writes(seed: u64, size: u64) -> Vec<(u64, Vec<u8>)> {
 
 fn disk_after(base: &[u8], writes: &[(u64, Vec<u8>)]) -> Vec<u8> {
     let mut disk = base.to_vec();
-    writes.iter().for_each(|(offset, bytes)| disk[*offset as usize..][..bytes.len()].copy_from_slice(bytes));
+    writes
+        .iter()
+        .for_each(|(offset, bytes)| disk[*offset as usize..][..bytes.len()].copy_from_slice(bytes));
     disk
 }
 
 #[test]
 fn we_make_what_uml_mkcow_makes() {
-    for (cache, size) in [(CacheMode::None, 5 << 20), (CacheMode::Writeback, 4096), (CacheMode::None, 1000)] {
+    for (cache, size) in
+        [(CacheMode::None, 5 << 20), (CacheMode::Writeback, 4096), (CacheMode::None, 1000)]
+    {
         let folder = Folder::new();
         let base = folder.file("base.img", &pattern(0, 0, size));
         let (theirs, ours) = (folder.path("theirs.cow"), folder.path("ours.cow"));
@@ -190,7 +198,8 @@ fn uml_moo_merges_our_files_as_we_do() {
         let (folder, size) = (Folder::new(), 3u64 << 20);
         let before = pattern(0, 0, size as usize);
         let base = folder.file("base.img", &before);
-        let (cow, theirs, ours) = (folder.path("disk.cow"), folder.path("theirs.img"), folder.path("ours.img"));
+        let (cow, theirs, ours) =
+            (folder.path("disk.cow"), folder.path("theirs.img"), folder.path("ours.img"));
         Host::create(cache, &cow, &base, version);
         let writes = writes(seed, size);
         Host::write(cache, &cow, writes.clone());
@@ -218,7 +227,10 @@ fn a_commit_makes_the_backing_file_that_uml_moo_makes() {
             if who == "ours" {
                 Host::commit(CacheMode::None, &cow, &base);
                 assert_eq!(Host::info(CacheMode::None, &cow).own_sectors, 0);
-                assert!(fs::metadata(&cow).unwrap().blocks() * 512 < 20_000, "its space is given back");
+                assert!(
+                    fs::metadata(&cow).unwrap().blocks() * 512 < 20_000,
+                    "its space is given back"
+                );
             } else {
                 uml_well("uml_moo", &[Path::new("-d"), &cow]);
             }
@@ -241,7 +253,10 @@ fn a_backing_file_that_has_changed_is_noticed_by_both() {
     check(&base).unwrap();
     File::options().write(true).open(&base).unwrap().write_all_at(b"changed", 77).unwrap();
     let error = check(&base).unwrap_err().to_string();
-    assert!(error.contains(base.to_str().unwrap()) && error.contains("and had been at 1234567890"), "{error}");
+    assert!(
+        error.contains(base.to_str().unwrap()) && error.contains("and had been at 1234567890"),
+        "{error}"
+    );
     let (good, text) = uml("uml_moo", &[&cow, &merged]);
     assert!(!good && text.contains("mtime mismatch"), "{text}");
     // Told that it is all right, both go on.
@@ -249,7 +264,9 @@ fn a_backing_file_that_has_changed_is_noticed_by_both() {
     let host = Host::new(CacheMode::None);
     let (file, name) = (host.raw(&cow), base.to_str().unwrap().to_string());
     host.run(async move {
-        cow::set_backing(&file, &Backing { name: &name, size: facts.len(), mtime: facts.mtime() }).await.unwrap()
+        cow::set_backing(&file, &Backing { name: &name, size: facts.len(), mtime: facts.mtime() })
+            .await
+            .unwrap()
     });
     check(&base).unwrap();
     uml_well("uml_moo", &[&cow, &merged]);

@@ -1,4 +1,5 @@
-//! Images as programs use them. One program has all of these tests, because each one would compile the images anew.
+//! Images as programs use them. One program has all of these tests, because each one would compile
+//! the images anew.
 //!
 //! ```text
 //!   raw_files        raw images on the host's files and block devices

@@ -1,4 +1,5 @@
-//! Against the kernel that is there. Registering needs locked memory: a few MiB for who is not root (`ulimit -l`).
+//! Against the kernel that is there. Registering needs locked memory: a few MiB for who is not root
+//! (`ulimit -l`).
 
 use std::future::Future;
 use std::os::fd::OwnedFd;
@@ -67,7 +68,8 @@ async fn watched<T>(handle: &Handle, future: impl Future<Output = T>) -> (T, boo
     (value.await, most > before)
 }
 
-/// Writes `pieces` to the file and reads them back elsewhere; whether registered buffers were named.
+/// Writes `pieces` to the file and reads them back elsewhere; whether registered buffers were
+/// named.
 async fn moves(handle: &Handle, memory: &Rc<GuestMemory>, pieces: &[(u64, u64)]) -> [bool; 2] {
     let (file, from) = (file(handle), segments(memory, pieces));
     let want = pattern(pieces[0].0 + pieces.len() as u64, from.len());
@@ -95,7 +97,11 @@ fn operations_in_one_region_and_others() {
     let all = async move {
         let memory = Rc::new(guest(&[1 << 20, 1 << 20]).0);
         let page = |n: u64| n * 2 * PAGE;
-        assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [false; 2], "nothing is registered yet");
+        assert_eq!(
+            moves(&handle, &memory, &[(0, PAGE)]).await,
+            [false; 2],
+            "nothing is registered yet"
+        );
         let registration = handle.register_memory(&memory);
         good(&registration, 2);
         assert_eq!(registration.outcome().bytes, 2 << 20);
@@ -103,7 +109,11 @@ fn operations_in_one_region_and_others() {
         assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [true; 2]);
         assert_eq!(moves(&handle, &memory, &[(3, 1)]).await, [true; 2], "a byte");
         assert_eq!(moves(&handle, &memory, &[(0, 1 << 20)]).await, [true; 2], "a whole region");
-        assert_eq!(moves(&handle, &memory, &[((2 << 20) - 5, 5)]).await, [true; 2], "the other one's end");
+        assert_eq!(
+            moves(&handle, &memory, &[((2 << 20) - 5, 5)]).await,
+            [true; 2],
+            "the other one's end"
+        );
         for count in [2, 3, 9, 100] {
             let pieces: Vec<_> = (0..count).map(|n| (page(n) + n, 100 + n * 7)).collect();
             assert_eq!(moves(&handle, &memory, &pieces).await, [vectored; 2], "{count} pieces");
@@ -111,7 +121,8 @@ fn operations_in_one_region_and_others() {
         let across = [(0, PAGE), ((1 << 20) + PAGE, PAGE)];
         assert_eq!(moves(&handle, &memory, &across).await, [false; 2], "two regions");
         // Memory of our own is never registered.
-        let (_, own) = watched(&handle, file(&handle).write(Segments::buffer(4096), 0, false)).await;
+        let (_, own) =
+            watched(&handle, file(&handle).write(Segments::buffer(4096), 0, false)).await;
         assert!(!own);
         // Pieces upon one another, longer in all than an entry may be.
         let mut heap = segments(&memory, &[(0, 1 << 20)]);
@@ -119,7 +130,11 @@ fn operations_in_one_region_and_others() {
         handle.buffers(|b, _| assert_eq!(b.take(heap.iovecs(), heap.len()), NONE));
         drop(registration);
         assert_eq!((named(&handle), free(&handle)), (0, usize::from(ENTRIES)));
-        assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [false; 2], "nothing is registered any more");
+        assert_eq!(
+            moves(&handle, &memory, &[(0, PAGE)]).await,
+            [false; 2],
+            "nothing is registered any more"
+        );
     };
     executor.block_on(all).unwrap();
 }
@@ -144,7 +159,11 @@ fn a_large_region_is_registered_in_slices() {
         ] {
             assert_eq!(moves(&handle, &memory, &[piece]).await, [registered; 2], "{piece:?}");
         }
-        assert_eq!(moves(&handle, &memory, &[(0, 512), (17 * PAGE, 512)]).await, [false; 2], "two slices");
+        assert_eq!(
+            moves(&handle, &memory, &[(0, 512), (17 * PAGE, 512)]).await,
+            [false; 2],
+            "two slices"
+        );
     };
     executor.block_on(all).unwrap();
 }
@@ -172,7 +191,8 @@ fn a_region_is_registered_until_the_last_who_wants_it_goes() {
     executor.block_on(all).unwrap();
 }
 
-/// The kernel waits for data on a pipe, for a region that is removed and whose place another one wants.
+/// The kernel waits for data on a pipe, for a region that is removed and whose place another one
+/// wants.
 #[test]
 fn a_region_goes_while_an_operation_is_in_flight() {
     let executor = Executor::new().unwrap();
@@ -184,7 +204,8 @@ fn a_region_goes_while_an_operation_is_in_flight() {
             let (memory, files) = guest(&[PAGE]);
             let registration = handle.register_memory(&memory);
             good(&registration, 1);
-            let mut read = Some(Box::pin(pipe.read(segments(&Rc::new(memory), &[(16, 4)]), u64::MAX)));
+            let mut read =
+                Some(Box::pin(pipe.read(segments(&Rc::new(memory), &[(16, 4)]), u64::MAX)));
             std::future::poll_fn(|cx| {
                 assert!(read.as_mut().unwrap().as_mut().poll(cx).is_pending());
                 Poll::Ready(())
@@ -258,7 +279,10 @@ fn more_regions_than_the_table_holds() {
         let outcome = registration.outcome();
         assert_eq!((outcome.regions, outcome.plain), (count - 3, 3));
         assert_eq!(outcome.refused, Some(Refusal::Full));
-        assert!(outcome.to_string().contains("3 regions are not, and are used without"), "{outcome}");
+        assert!(
+            outcome.to_string().contains("3 regions are not, and are used without"),
+            "{outcome}"
+        );
         assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [true; 2]);
         assert_eq!(moves(&handle, &memory, &[((count as u64 - 1) * PAGE, PAGE)]).await, [false; 2]);
         let other = Rc::new(guest(&[PAGE]).0);
@@ -270,7 +294,8 @@ fn more_regions_than_the_table_holds() {
     executor.block_on(all).unwrap();
 }
 
-/// The operator is told (docs/configuration.md) never to pin a guest that gives memory back. This is why.
+/// The operator is told (docs/configuration.md) never to pin a guest that gives memory back. This
+/// is why.
 #[test]
 fn pages_that_are_given_back_are_still_what_is_registered() {
     let executor = Executor::new().unwrap();
@@ -285,17 +310,24 @@ fn pages_that_are_given_back_are_still_what_is_registered() {
         rustix::fs::fallocate(&files[0], holes, 0, 4 * PAGE).unwrap();
         let (one, n) = file.read(segments(&memory, &[(0, PAGE)]), 0).await;
         assert_eq!(n.unwrap(), PAGE as usize);
-        assert!(bytes(&one).iter().all(|b| *b == 0), "the guest's new page was reached: it was not registered");
+        assert!(
+            bytes(&one).iter().all(|b| *b == 0),
+            "the guest's new page was reached: it was not registered"
+        );
         let (two, n) = file.read(segments(&memory, &[(PAGE, 512), (3 * PAGE, 512)]), 0).await;
         assert_eq!((n.unwrap(), bytes(&two).iter().any(|b| *b != 0)), (1024, !vectored));
         drop(registration);
         let (one, _) = file.read(one, 0).await;
-        assert!(bytes(&one) == pattern(1, PAGE as usize), "without, it is the page that the guest has");
+        assert!(
+            bytes(&one) == pattern(1, PAGE as usize),
+            "without, it is the page that the guest has"
+        );
     };
     executor.block_on(all).unwrap();
 }
 
-/// RLIMIT_MEMLOCK is the whole process's: this test is done in one of its own, without CAP_IPC_LOCK.
+/// RLIMIT_MEMLOCK is the whole process's: this test is done in one of its own, without
+/// CAP_IPC_LOCK.
 #[test]
 fn who_may_not_pin_goes_without() {
     const CHILD: &str = "BLOCKYARD_TEST_WITHOUT_LOCKED_MEMORY";
@@ -304,7 +336,11 @@ fn who_may_not_pin_goes_without() {
         let name = std::thread::current().name().unwrap().to_string();
         let done = child.args(["--exact", &name, "--nocapture"]).env(CHILD, "1").output().unwrap();
         let out = String::from_utf8_lossy(&done.stdout);
-        assert!(done.status.success() && out.contains("1 passed"), "{out}{}", String::from_utf8_lossy(&done.stderr));
+        assert!(
+            done.status.success() && out.contains("1 passed"),
+            "{out}{}",
+            String::from_utf8_lossy(&done.stderr)
+        );
         return;
     }
     let mut sets = rustix::thread::capabilities(None).unwrap();
@@ -316,12 +352,16 @@ fn who_may_not_pin_goes_without() {
     rustix::process::setrlimit(rustix::process::Resource::Memlock, limit).unwrap();
     let handle = executor.handle().clone();
     let all = async move {
-        // The second slice of the region is one too many: then its first one is not registered either.
+        // The second slice of the region is one too many: then its first one is not registered
+        // either.
         handle.buffers(|b, _| b.most = 512 * PAGE as usize);
         let memory = Rc::new(guest(&[1024 * PAGE]).0);
         let mut registration = handle.register_memory(&memory);
         let outcome = registration.outcome();
-        assert_eq!((outcome.regions, outcome.plain, outcome.refused), (0, 1, Some(Refusal::Pin(libc::ENOMEM))));
+        assert_eq!(
+            (outcome.regions, outcome.plain, outcome.refused),
+            (0, 1, Some(Refusal::Pin(libc::ENOMEM)))
+        );
         assert_eq!(
             outcome.to_string(),
             "guest memory is not registered with io_uring, and is used without: pinning it: Cannot allocate memory \

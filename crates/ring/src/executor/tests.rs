@@ -350,7 +350,8 @@ fn timers_fire_in_the_order_of_their_times_and_never_before() {
         let done = crate::Signal::new(&handle);
         // Those that are over already come at once.
         for (name, at) in [("third", 3000), ("first", 1000), ("second", 2000), ("over", 0)] {
-            let (log, timers, left, done) = (log.clone(), handle.clone(), left.clone(), done.clone());
+            let (log, timers, left, done) =
+                (log.clone(), handle.clone(), left.clone(), done.clone());
             tasks.push(handle.spawn(async move {
                 let at = start + Duration::from_micros(at);
                 timers.sleep_until(at).await;

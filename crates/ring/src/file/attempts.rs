@@ -23,7 +23,8 @@ mod tests {
 
     use super::*;
 
-    /// The thread waits for another one, which answers after the wait has become long enough to be looked at.
+    /// The thread waits for another one, which answers after the wait has become long enough to be
+    /// looked at.
     #[test]
     fn what_blocked_is_left_alone() {
         let pauses = Pauses::default();

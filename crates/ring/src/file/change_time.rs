@@ -48,7 +48,13 @@ pub fn first(policy: &ChangeTime, fd: BorrowedFd<'_>, alone: bool) -> Attempt {
 
 /// Returns how the write is to be made again. None: the result is the write's.
 #[inline]
-pub fn next(policy: &ChangeTime, fd: BorrowedFd<'_>, attempt: Attempt, result: i32, alone: bool) -> Option<Attempt> {
+pub fn next(
+    policy: &ChangeTime,
+    fd: BorrowedFd<'_>,
+    attempt: Attempt,
+    result: i32,
+    alone: bool,
+) -> Option<Attempt> {
     match policy.next(&CoarseClocks, attempt, result, alone) {
         Next::Done => None,
         Next::Again(attempt) => Some(attempt),
@@ -86,9 +92,12 @@ mod tests {
 
     /// A file of 1970, as if it were one that is written past the page cache.
     fn old_file() -> (OwnedFd, ChangeTime) {
-        let fd = rustix::fs::open(std::env::temp_dir(), OFlags::TMPFILE | OFlags::RDWR, 0o600.into()).unwrap();
+        let fd =
+            rustix::fs::open(std::env::temp_dir(), OFlags::TMPFILE | OFlags::RDWR, 0o600.into())
+                .unwrap();
         let then = || Timespec { tv_sec: 1, tv_nsec: 0 };
-        rustix::fs::futimens(&fd, &Timestamps { last_access: then(), last_modification: then() }).unwrap();
+        rustix::fs::futimens(&fd, &Timestamps { last_access: then(), last_modification: then() })
+            .unwrap();
         (fd, ChangeTime::new(true, Rc::default()))
     }
 

@@ -19,8 +19,14 @@ pub fn policy(fd: BorrowedFd<'_>, counters: Rc<Counters>) -> io::Result<InlineWr
     Ok(InlineWrites::new(regular && !direct, counters))
 }
 
-/// Writes if it should be done here. None: not done, or not to its end; io_uring is to do all of it (again).
-pub fn write(policy: &InlineWrites, fd: BorrowedFd<'_>, segments: &Segments, offset: u64) -> Option<usize> {
+/// Writes if it should be done here. None: not done, or not to its end; io_uring is to do all of it
+/// (again).
+pub fn write(
+    policy: &InlineWrites,
+    fd: BorrowedFd<'_>,
+    segments: &Segments,
+    offset: u64,
+) -> Option<usize> {
     match policy.way() {
         Way::Ring => None,
         Way::Inline => attempt(&policy.pauses, || host::write_at(fd, segments, offset, 0))?.ok(),
@@ -41,7 +47,12 @@ mod tests {
     use super::*;
 
     fn file(flags: OFlags) -> (OwnedFd, InlineWrites) {
-        let fd = rustix::fs::open(std::env::temp_dir(), OFlags::TMPFILE | OFlags::RDWR | flags, 0o600.into()).unwrap();
+        let fd = rustix::fs::open(
+            std::env::temp_dir(),
+            OFlags::TMPFILE | OFlags::RDWR | flags,
+            0o600.into(),
+        )
+        .unwrap();
         let policy = policy(fd.as_fd(), Rc::default()).unwrap();
         (fd, policy)
     }

@@ -13,7 +13,8 @@ fn file(executor: &Executor) -> (UringFile, Arc<OwnedFd>) {
 #[test]
 fn a_lock_ends_with_its_file_not_with_what_the_kernel_still_holds() {
     let path = std::env::temp_dir().join(format!("blockyard-locked-{}", std::process::id()));
-    let open = || OwnedFd::from(std::fs::File::options().create(true).append(true).open(&path).unwrap());
+    let open =
+        || OwnedFd::from(std::fs::File::options().create(true).append(true).open(&path).unwrap());
     let first = open();
     assert!(host::lock(&first, host::Lock::Exclusive).unwrap());
     let _kernels = first.try_clone().unwrap();
@@ -164,7 +165,10 @@ fn long_copies_from_the_page_cache_are_a_workers() {
             long.copy_in((3 << 20) - 4, b"last");
             assert_eq!(file.write(long, 0, false).await.1.unwrap(), 3 << 20);
             let (long, read) = file.read(Segments::buffer(3 << 20), 0).await;
-            assert_eq!((read.unwrap(), long.find_nonzero(0, 3 << 20)), (3 << 20, Some((3 << 20) - 4)));
+            assert_eq!(
+                (read.unwrap(), long.find_nonzero(0, 3 << 20)),
+                (3 << 20, Some((3 << 20) - 4))
+            );
         })
         .unwrap();
 }
@@ -194,12 +198,19 @@ fn extents_are_changed_one_range_at_a_time() {
             std::future::poll_fn(|context| {
                 ranges.retain_mut(|range| range.as_mut().poll(context).is_pending());
                 most = most.max(handle.uring().in_flight() - before);
-                if ranges.is_empty() { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+                if ranges.is_empty() {
+                    std::task::Poll::Ready(())
+                } else {
+                    std::task::Poll::Pending
+                }
             })
             .await;
             assert_eq!(most, 1);
             let (data, read) = file.read(Segments::buffer((RANGES * LEN) as usize), 0).await;
-            assert_eq!((read.unwrap() as u64, data.find_nonzero(0, (RANGES * LEN) as usize)), (RANGES * LEN, None));
+            assert_eq!(
+                (read.unwrap() as u64, data.find_nonzero(0, (RANGES * LEN) as usize)),
+                (RANGES * LEN, None)
+            );
         })
         .unwrap();
 }

@@ -127,7 +127,8 @@ fn more_tasks_than_slots_are_woken_at_once_and_none_is_lost() {
     let (wakers, all) = mpsc::channel::<Waker>();
     let (count, done) = (Arc::new(AtomicU64::new(0)), Rc::new(Cell::new(0)));
     for _ in 0..TASKS {
-        let (count, done, wakers, ends) = (count.clone(), done.clone(), wakers.clone(), handle.clone());
+        let (count, done, wakers, ends) =
+            (count.clone(), done.clone(), wakers.clone(), handle.clone());
         handle.spawn(async move {
             reaches(&count, 1, &wakers).await;
             done.set(done.get() + 1);

@@ -1,14 +1,17 @@
-//! The time of change of files that are written past the page cache, noted by the reactor where its writes wait for that.
+//! The time of change of files that are written past the page cache, noted by the reactor where its
+//! writes wait for that.
 //!
-//! A write changes the file's time of change, once a tick of the kernel's clock (4 ms). Some file systems (ext4 from Linux 7 on,
-//! XFS) may have to wait for that, so they refuse the first writes of each tick that io_uring makes on submission; worker
-//! threads then make them, at the price of two changes of thread each. Here those writes are asked to fail instead, the
-//! time is noted by a call of a few microseconds, and they are made again, now on submission. Once that is known to help the time
-//! is noted ahead: with the first write of each tick.
+//! A write changes the file's time of change, once a tick of the kernel's clock (4 ms). Some file
+//! systems (ext4 from Linux 7 on, XFS) may have to wait for that, so they refuse the first writes
+//! of each tick that io_uring makes on submission; worker threads then make them, at the price of
+//! two changes of thread each. Here those writes are asked to fail instead, the time is noted by a
+//! call of a few microseconds, and they are made again, now on submission. Once that is known to
+//! help the time is noted ahead: with the first write of each tick.
 //!
-//! In: each write's beginning and result. Out: how it is to be made, or made again, and whether the time is to be noted, which
-//! `file/change_time.rs` does. What must hold: a write that this asked to fail is made again, at last without being asked to; the
-//! time is noted once a tick at most; on files that need none of this nothing is noted.
+//! In: each write's beginning and result. Out: how it is to be made, or made again, and whether the
+//! time is to be noted, which `file/change_time.rs` does. What must hold: a write that this asked
+//! to fail is made again, at last without being asked to; the time is noted once a tick at most; on
+//! files that need none of this nothing is noted.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -16,7 +19,8 @@ use std::rc::Rc;
 use super::Counters;
 use super::pauses::Pauses;
 
-/// For how many seconds, at most, writes are not asked to fail, after one that failed for another reason: it takes new space.
+/// For how many seconds, at most, writes are not asked to fail, after one that failed for another
+/// reason: it takes new space.
 const OTHERWISE: i64 = 1;
 
 /// How a write is made.
@@ -75,11 +79,19 @@ impl ChangeTime {
     pub fn new(is_direct: bool, counters: Rc<Counters>) -> Self {
         let (ahead, noted, plain_until, holders) = Default::default();
         let pauses = Pauses::new(counters.clone());
-        ChangeTime { on: Cell::new(is_direct), ahead, noted, plain_until, pauses, holders, counters }
+        ChangeTime {
+            on: Cell::new(is_direct),
+            ahead,
+            noted,
+            plain_until,
+            pauses,
+            holders,
+            counters,
+        }
     }
 
-    /// Returns how a write is to be made, and whether the time is to be noted before. `alone`: the thread may be blocked for a
-    /// while, if it must.
+    /// Returns how a write is to be made, and whether the time is to be noted before. `alone`: the
+    /// thread may be blocked for a while, if it must.
     #[inline]
     pub fn first(&self, clock: &impl Clock, alone: bool) -> (Attempt, bool) {
         if !self.on.get() || !alone {
@@ -122,7 +134,8 @@ impl ChangeTime {
         if alone && self.may_note(clock) { Next::Note } else { Next::Again(Attempt::Plain) }
     }
 
-    /// Whether the time may be noted: not if it was in this tick, and not while the call would wait.
+    /// Whether the time may be noted: not if it was in this tick, and not while the call would
+    /// wait.
     #[inline]
     fn may_note(&self, clock: &impl Clock) -> bool {
         let tick = clock.tick();
@@ -216,7 +229,11 @@ mod tests {
         assert_eq!(change.next(&clock, Attempt::Noted, 4096, true), Next::Done);
         assert_eq!(change.first(&clock, true), NOT_AHEAD, "it was noted in this tick");
         clock.pass(1);
-        assert_eq!(change.first(&clock, true), (Attempt::Unless, true), "the next tick's first write notes it");
+        assert_eq!(
+            change.first(&clock, true),
+            (Attempt::Unless, true),
+            "the next tick's first write notes it"
+        );
         assert_eq!(change.first(&clock, true), NOT_AHEAD);
         change.was_noted();
         assert_eq!((change.counters.figures().refused, change.counters.figures().noted), (1, 1));
@@ -257,7 +274,11 @@ mod tests {
         assert_eq!(change.next(&clock, Attempt::Unless, AGAIN, false), PLAIN);
         let held = change.may_hold(Attempt::Plain);
         assert!(held.is_some() && change.may_hold(Attempt::Unless).is_none());
-        assert_eq!(change.next(&clock, Attempt::Unless, AGAIN, true), PLAIN, "a write waits at a worker");
+        assert_eq!(
+            change.next(&clock, Attempt::Unless, AGAIN, true),
+            PLAIN,
+            "a write waits at a worker"
+        );
     }
 
     #[test]
@@ -268,11 +289,14 @@ mod tests {
         let (clock, change) = direct_file();
         change.cannot_be_noted();
         assert_eq!(change.first(&clock, true), (Attempt::Plain, false));
-        assert_eq!(ChangeTime::new(false, Rc::default()).first(&clock, true), (Attempt::Plain, false));
+        assert_eq!(
+            ChangeTime::new(false, Rc::default()).first(&clock, true),
+            (Attempt::Plain, false)
+        );
     }
 
-    /// Returns what a file system answers that refuses each tick's first write unless the time was noted in it, and, if it is
-    /// `full`, every write that may not wait.
+    /// Returns what a file system answers that refuses each tick's first write unless the time was
+    /// noted in it, and, if it is `full`, every write that may not wait.
     fn answer(attempt: Attempt, is_noted: bool, full: bool) -> i32 {
         if attempt != Attempt::Plain && (full || !is_noted) { AGAIN } else { 4096 }
     }
@@ -317,6 +341,10 @@ mod tests {
         assert_eq!(made, 10_000);
         assert_eq!(plain, taking, "workers make the writes that take new space, and no others");
         let figures = change.counters.figures();
-        assert_eq!((figures.noted, figures.refused), (1000, 1 + taking), "the first refusal showed that noting helps");
+        assert_eq!(
+            (figures.noted, figures.refused),
+            (1000, 1 + taking),
+            "the first refusal showed that noting helps"
+        );
     }
 }

@@ -1,12 +1,14 @@
 //! Page-cache writes that are made here and now.
 //!
-//! A write to the page cache is a copy of a few microseconds. Where the file system can promise that it will not block
-//! (XFS, btrfs, block devices) io_uring makes it on submission. Elsewhere (ext4 up to this day) io_uring hands it to a worker
-//! thread, and two wake-ups cost ten times what the copy does. There the reactor copies by itself: while it has one file
-//! that is written to, so that nobody else is kept waiting, and as long as no write blocks (dirty pages at their limit,
+//! A write to the page cache is a copy of a few microseconds. Where the file system can promise
+//! that it will not block (XFS, btrfs, block devices) io_uring makes it on submission. Elsewhere
+//! (ext4 up to this day) io_uring hands it to a worker thread, and two wake-ups cost ten times what
+//! the copy does. There the reactor copies by itself: while it has one file that is written to, so
+//! that nobody else is kept waiting, and as long as no write blocks (dirty pages at their limit,
 //! metadata to be read). One that did leaves the next ones to the workers for a while.
 //!
-//! In: the length of a write, and what the first one answered. Out: who makes it. `file/inline.rs` writes.
+//! In: the length of a write, and what the first one answered. Out: who makes it. `file/inline.rs`
+//! writes.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -14,7 +16,8 @@ use std::rc::Rc;
 use super::Counters;
 use super::pauses::Pauses;
 
-/// So many writes in a row, and the other tasks get a turn: a task that does nothing else never waits by itself.
+/// So many writes in a row, and the other tasks get a turn: a task that does nothing else never
+/// waits by itself.
 const TURN: u32 = 32;
 /// Longer writes are the workers': several copy at a time.
 const LONGEST: usize = 256 << 10;

@@ -1,5 +1,5 @@
-//! The policies of writes that a reactor makes, or prepares, by itself. Each one receives the time and what its caller has
-//! observed, and returns decisions.
+//! The policies of writes that a reactor makes, or prepares, by itself. Each one receives the time
+//! and what its caller has observed, and returns decisions.
 //!
 //! ```text
 //!   pauses       after work that blocked the reactor, for how long others do it
@@ -7,7 +7,8 @@
 //!   change_time  when a file's time of change is noted ahead of its writes
 //! ```
 //!
-//! What must hold: nothing in this folder calls the system, starts a thread or reads a clock. `file/` carries decisions out.
+//! What must hold: nothing in this folder calls the system, starts a thread or reads a clock.
+//! `file/` carries decisions out.
 
 pub(crate) mod change_time;
 pub(crate) mod inline;

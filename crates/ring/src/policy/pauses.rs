@@ -1,7 +1,9 @@
-//! For work that a reactor does by itself although it may block: after it blocked, others do it for a while.
+//! For work that a reactor does by itself although it may block: after it blocked, others do it for
+//! a while.
 //!
-//! In: when the work is due, when it was done, and whether the thread slept. Out: whether the reactor may do it. What must hold: a
-//! reactor is blocked by such work for a small part of its time only: a twentieth, unless it blocks for seconds at a time.
+//! In: when the work is due, when it was done, and whether the thread slept. Out: whether the
+//! reactor may do it. What must hold: a reactor is blocked by such work for a small part of its
+//! time only: a twentieth, unless it blocks for seconds at a time.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -37,8 +39,8 @@ impl Pauses {
         allows
     }
 
-    /// The work was done. `has_slept` is called only after slow work. Time alone does not tell whether the work has blocked,
-    /// because a busy machine may have run others meanwhile.
+    /// The work was done. `has_slept` is called only after slow work. Time alone does not tell
+    /// whether the work has blocked, because a busy machine may have run others meanwhile.
     #[inline]
     pub fn done(&self, began: Instant, ended: Instant, has_slept: impl FnOnce() -> bool) {
         let took = ended.saturating_duration_since(began);
@@ -93,16 +95,23 @@ mod tests {
         let (mut now, mut blocked, mut random) = (start, Duration::ZERO, 1u64);
         while now - start < Duration::from_secs(60) {
             now += ms(1);
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             if !pauses.allows(now) {
                 continue;
             }
             let blocks = (random >> 40) % 3 == 0;
-            let took = Duration::from_micros(if blocks { 300 + 300 * ((random >> 50) % 16) } else { 5 });
+            let took =
+                Duration::from_micros(if blocks { 300 + 300 * ((random >> 50) % 16) } else { 5 });
             pauses.done(now, now + took, || blocks);
             now += took;
             blocked += if blocks { took } else { Duration::ZERO };
         }
-        assert!(blocked * 20 < now - start && blocked * 60 > now - start, "{blocked:?} of {:?}", now - start);
+        assert!(
+            blocked * 20 < now - start && blocked * 60 > now - start,
+            "{blocked:?} of {:?}",
+            now - start
+        );
     }
 }

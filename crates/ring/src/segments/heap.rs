@@ -33,15 +33,19 @@ impl AlignedBuf {
 
     /// Memory that the kernel provides page by page, when a page is first used.
     pub fn mapped(len: usize) -> io::Result<Self> {
-        let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
+        let (protection, flags) =
+            (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
         // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
-        let ptr = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len.max(1), protection, flags) }?;
+        let ptr = unsafe {
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), len.max(1), protection, flags)
+        }?;
         let ptr = NonNull::new(ptr.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(AlignedBuf { ptr, len, source: Source::Mapping })
     }
 
     fn layout(len: usize) -> Layout {
-        Layout::from_size_align(len.max(1), Self::ALIGN).expect("a buffer's length fits the address space")
+        Layout::from_size_align(len.max(1), Self::ALIGN)
+            .expect("a buffer's length fits the address space")
     }
 }
 
@@ -49,9 +53,12 @@ impl Drop for AlignedBuf {
     fn drop(&mut self) {
         match self.source {
             // SAFETY: allocated with this very layout.
-            Source::Allocator => unsafe { std::alloc::dealloc(self.ptr.as_ptr(), Self::layout(self.len)) },
+            Source::Allocator => unsafe {
+                std::alloc::dealloc(self.ptr.as_ptr(), Self::layout(self.len))
+            },
             Source::Mapping => {
-                // SAFETY: `mapped` made this mapping with this length; only `Segments` that own this point into it.
+                // SAFETY: `mapped` made this mapping with this length; only `Segments` that own
+                // this point into it.
                 let _ = unsafe { rustix::mm::munmap(self.ptr.as_ptr().cast(), self.len.max(1)) };
             }
         }

@@ -13,7 +13,11 @@ fn touching_pieces_become_one_entry() {
     segments.push_guest(0x2000, 0x1000).unwrap();
     segments.push_guest(0x8000, 0x200).unwrap();
     assert_eq!((segments.count(), segments.len()), (2, 0x2200));
-    assert!(segments.is_aligned(512, 512) && segments.is_aligned(4096, 512) && !segments.is_aligned(512, 1024));
+    assert!(
+        segments.is_aligned(512, 512)
+            && segments.is_aligned(4096, 512)
+            && !segments.is_aligned(512, 1024)
+    );
     assert!(segments.push_guest(0xffff, 2).is_err());
 }
 
@@ -91,7 +95,10 @@ fn what_is_not_zero_and_what_differs_is_found() {
     assert_eq!((a.find_nonzero(0, 10_000), a.find_difference(0, &b, 0, 10_000)), (None, None));
     for at in [0, 1, 255, 256, 300, 5000, 9999] {
         b.copy_in(at, &[7]);
-        assert_eq!((b.find_nonzero(0, 10_000), a.find_difference(0, &b, 0, 10_000)), (Some(at), Some(at)));
+        assert_eq!(
+            (b.find_nonzero(0, 10_000), a.find_difference(0, &b, 0, 10_000)),
+            (Some(at), Some(at))
+        );
         assert_eq!(b.find_nonzero(at, 10_000 - at), Some(0));
         assert_eq!((b.find_nonzero(0, at), b.find_difference(0, &a, 0, at)), (None, None));
         b.zero(at, 1);
@@ -127,8 +134,8 @@ fn copies_cross_entries() {
     assert_eq!(&out[1..6], b"a4\0\x007");
 }
 
-/// The guest may change its memory during the look, and a slice may be on its way in an operation: both are looked at by
-/// copies.
+/// The guest may change its memory during the look, and a slice may be on its way in an operation:
+/// both are looked at by copies.
 #[test]
 fn memory_that_others_change_may_be_looked_at() {
     let memory = guest();
@@ -176,7 +183,10 @@ fn slices_of_any_place_have_the_bytes_of_that_place() {
             // No empty entries: some operations refuse them.
             assert_eq!(
                 slice.count(),
-                (from..from + len).map(|at| at / 3).collect::<std::collections::BTreeSet<_>>().len()
+                (from..from + len)
+                    .map(|at| at / 3)
+                    .collect::<std::collections::BTreeSet<_>>()
+                    .len()
             );
         }
     }
@@ -191,7 +201,10 @@ fn nothing_beyond_the_end_is_touched() {
         assert!(touched.is_err(), "{offset} {len}");
     }
     segments.zero(8, 0);
-    assert!(catch_unwind(AssertUnwindSafe(|| segments.copy_from(0, &Segments::buffer(7), 0, 8))).is_err());
+    assert!(
+        catch_unwind(AssertUnwindSafe(|| segments.copy_from(0, &Segments::buffer(7), 0, 8)))
+            .is_err()
+    );
 }
 
 #[test]
@@ -238,7 +251,11 @@ fn every_entry_must_be_aligned() {
         segments
     };
     assert!(of(&[(0x1000, 512), (0x3000, 1024)]).is_aligned(4096, 512));
-    for pieces in [[(0x1000, 512), (0x3000, 256)], [(0x1000, 512), (0x3100, 512)], [(0x1000, 100), (0x3000, 412)]] {
+    for pieces in [
+        [(0x1000, 512), (0x3000, 256)],
+        [(0x1000, 512), (0x3100, 512)],
+        [(0x1000, 100), (0x3000, 412)],
+    ] {
         assert!(!of(&pieces).is_aligned(512, 512), "{pieces:x?}");
     }
 }

@@ -1,6 +1,8 @@
-//! The kernel's numbers and structures for ublk (`linux/ublk_cmd.h`, as of 7.x), in the host's byte order.
+//! The kernel's numbers and structures for ublk (`linux/ublk_cmd.h`, as of 7.x), in the host's byte
+//! order.
 //!
-//! What must hold: every structure is plain integers without a gap, so that it may travel as bytes ([`Plain`]).
+//! What must hold: every structure is plain integers without a gap, so that it may travel as bytes
+//! ([`Plain`]).
 
 /// Features, of the driver and of a device.
 pub const F_SUPPORT_ZERO_COPY: u64 = 1 << 0;
@@ -14,7 +16,8 @@ pub const F_AUTO_BUF_REG: u64 = 1 << 11;
 pub const F_QUIESCE: u64 = 1 << 12;
 pub const F_SAFE_STOP_DEV: u64 = 1 << 17;
 
-/// States of a device: nobody serves it and nobody may; it is served; its server died, and a new one may take over.
+/// States of a device: nobody serves it and nobody may; it is served; its server died, and a new
+/// one may take over.
 pub const S_DEAD: u16 = 0;
 pub const S_LIVE: u16 = 1;
 pub const S_QUIESCED: u16 = 2;

@@ -1,8 +1,8 @@
 //! The control device, `/dev/ublk-control`: makes, changes and removes devices.
 //!
-//! In: a device's number and what to do with it. Out: what the driver answers. Calls block, some until every queue of
-//! the device has a server, or until nothing is in flight: not for a reactor's thread.
-//! What must hold: the memory of a command stays until the kernel has answered it.
+//! In: a device's number and what to do with it. Out: what the driver answers. Calls block, some
+//! until every queue of the device has a server, or until nothing is in flight: not for a reactor's
+//! thread. What must hold: the memory of a command stays until the kernel has answered it.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -52,8 +52,9 @@ fn open() -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(PATH, flags, rustix::fs::Mode::empty())?)
 }
 
-/// A device number that this process makes, takes over or removes a device of. Other processes of this program wait meanwhile.
-/// (An OFD lock on one byte of the control device: it ends with this value, and with the process.)
+/// A device number that this process makes, takes over or removes a device of. Other processes of
+/// this program wait meanwhile. (An OFD lock on one byte of the control device: it ends with this
+/// value, and with the process.)
 pub struct NumberLock {
     _file: OwnedFd,
 }
@@ -111,7 +112,8 @@ impl Control {
         self.command(abi::SET_PARAMS, device.id, 0, &mut bytes, path(device), None).map(|_| ())
     }
 
-    /// Shows the block device, served by this process. Every queue has begun to fetch, or is about to.
+    /// Shows the block device, served by this process. Every queue has begun to fetch, or is about
+    /// to.
     pub fn start(&mut self, device: &DeviceInfo) -> io::Result<()> {
         self.plain(abi::START_DEV, device, u64::from(std::process::id()))
     }
@@ -121,20 +123,23 @@ impl Control {
         self.plain(abi::STOP_DEV, device, 0)
     }
 
-    /// The same, unless somebody has it open: `ResourceBusy`. (EINVAL for a user's own device, by some drivers.)
+    /// The same, unless somebody has it open: `ResourceBusy`. (EINVAL for a user's own device, by
+    /// some drivers.)
     pub fn try_stop(&mut self, device: &DeviceInfo) -> io::Result<()> {
         self.plain(abi::TRY_STOP_DEV, device, 0)
     }
 
-    /// Removes it; its number is free when nobody has it open any more, which is not waited for (a second at most before Linux
-    /// 6.7, and of a user's own). `TimedOut`: the driver has not removed it in time, and may do it yet.
+    /// Removes it; its number is free when nobody has it open any more, which is not waited for (a
+    /// second at most before Linux 6.7, and of a user's own). `TimedOut`: the driver has not
+    /// removed it in time, and may do it yet.
     pub fn delete(&mut self, device: &DeviceInfo) -> io::Result<()> {
         match self.plain(abi::DEL_DEV_ASYNC, device, 0) {
             // (EINVAL: for a user's own device.)
             Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {}
             done => return done,
         }
-        let (start, listed) = (Instant::now(), Path::new(CLASS).join(format!("ublkc{}", device.id)));
+        let (start, listed) =
+            (Instant::now(), Path::new(CLASS).join(format!("ublkc{}", device.id)));
         // (Where devices are not listed at all there is nothing to go by but the time.)
         let was_listed = listed.exists() || !Path::new(CLASS).exists();
         let enough = || has_waited(start.elapsed(), was_listed && !listed.exists());
@@ -151,7 +156,8 @@ impl Control {
         self.plain(abi::END_USER_RECOVERY, device, u64::from(std::process::id()))
     }
 
-    /// Lets go of the device as if its server had died, when it has answered what it has, within `milliseconds`.
+    /// Lets go of the device as if its server had died, when it has answered what it has, within
+    /// `milliseconds`.
     pub fn quiesce(&mut self, device: &DeviceInfo, milliseconds: u64) -> io::Result<()> {
         self.plain(abi::QUIESCE_DEV, device, milliseconds)
     }
@@ -164,8 +170,8 @@ impl Control {
         self.command(op, device.id, data, &mut [], path(device), None).map(|_| ())
     }
 
-    /// `bytes` go to the driver and come back; `path`: it asks for the device's path before them. `enough`: when its answer
-    /// is not waited for any more, and what is said instead.
+    /// `bytes` go to the driver and come back; `path`: it asks for the device's path before them.
+    /// `enough`: when its answer is not waited for any more, and what is said instead.
     fn command(
         &mut self,
         op: u32,
@@ -194,9 +200,12 @@ impl Control {
         let mut cmd = [0; 80];
         cmd[..size_of::<ControlCommand>()].copy_from_slice(command.bytes());
         self.last += 1;
-        let sqe = opcode::UringCmd80::new(Fd(self.file.as_raw_fd()), op).cmd(cmd).build().user_data(self.last);
-        // SAFETY: `memory`, to which the entry points, stays until the completion has come, or for ever (below); the
-        // queue is empty, for each command is waited for.
+        let sqe = opcode::UringCmd80::new(Fd(self.file.as_raw_fd()), op)
+            .cmd(cmd)
+            .build()
+            .user_data(self.last);
+        // SAFETY: `memory`, to which the entry points, stays until the completion has come, or for
+        // ever (below); the queue is empty, for each command is waited for.
         unsafe { self.ring.submission().push(&sqe) }.map_err(io::Error::other)?;
         let result = match self.wait(enough) {
             Ok(result) => result,
@@ -219,7 +228,9 @@ impl Control {
         let args = enough.iter().fold(SubmitArgs::new(), |args, _| args.timespec(&look));
         loop {
             match self.ring.submitter().submit_with_args(1, &args) {
-                Err(e) if !matches!(e.raw_os_error(), Some(libc::EINTR | libc::ETIME)) => return Err(Err(e)),
+                Err(e) if !matches!(e.raw_os_error(), Some(libc::EINTR | libc::ETIME)) => {
+                    return Err(Err(e));
+                }
                 _ => {}
             }
             // (One before it may have been given up.)
@@ -233,13 +244,14 @@ impl Control {
     }
 }
 
-/// Whether a removal that the driver has not answered is waited for any more: one that is out of sight is done but for those
-/// who have it open.
+/// Whether a removal that the driver has not answered is waited for any more: one that is out of
+/// sight is done but for those who have it open.
 fn has_waited(waited: Duration, out_of_sight: bool) -> Option<io::Result<()>> {
     if out_of_sight {
         return (waited >= CLOSED).then_some(Ok(()));
     }
-    let why = || format!("the driver has not removed it for {} s, and may do it yet", REMOVED.as_secs());
+    let why =
+        || format!("the driver has not removed it for {} s, and may do it yet", REMOVED.as_secs());
     (waited >= REMOVED).then(|| Err(io::Error::new(io::ErrorKind::TimedOut, why())))
 }
 

@@ -1,10 +1,12 @@
 //! The data of a request that the kernel keeps to itself: zero copy.
 //!
-//! The driver registers a request's pages with the ring as an entry of its table of buffers; operations name the entry, and
-//! an address in it counts from 0. Where somebody must touch the bytes (zeroes for a hole, a compressed cluster, a part
-//! of a cluster), they are copied by reads and writes of the character device, which are system calls that never wait.
+//! The driver registers a request's pages with the ring as an entry of its table of buffers;
+//! operations name the entry, and an address in it counts from 0. Where somebody must touch the
+//! bytes (zeroes for a hole, a compressed cluster, a part of a cluster), they are copied by reads
+//! and writes of the character device, which are system calls that never wait.
 //!
-//! What must hold: these "addresses" are never followed by this process. A copy that fails is told with the answer.
+//! What must hold: these "addresses" are never followed by this process. A copy that fails is told
+//! with the answer.
 
 use std::cell::Cell;
 use std::io;
@@ -46,7 +48,9 @@ impl RequestData {
     pub unsafe fn write(&self, at: usize, from: *const u8, len: usize) {
         self.copy(at, len, |done, position| {
             // SAFETY: the caller's promise; the kernel only reads.
-            unsafe { libc::pwrite(self.file.as_raw_fd(), from.add(done).cast(), len - done, position) }
+            unsafe {
+                libc::pwrite(self.file.as_raw_fd(), from.add(done).cast(), len - done, position)
+            }
         });
     }
 
@@ -78,7 +82,10 @@ impl RequestData {
                 n if n > 0 => done += n as usize,
                 -1 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
                 _ => {
-                    tracing::debug!("copying {len} bytes of a request's data: {}", io::Error::last_os_error());
+                    tracing::debug!(
+                        "copying {len} bytes of a request's data: {}",
+                        io::Error::last_os_error()
+                    );
                     return self.failed.set(true);
                 }
             }
@@ -96,7 +103,8 @@ mod tests {
 
     /// Data that a file stands for, as the character device does.
     fn request(len: usize) -> (Segments, Rc<RequestData>, Arc<OwnedFd>) {
-        let file = Arc::new(rustix::fs::memfd_create("data", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        let file =
+            Arc::new(rustix::fs::memfd_create("data", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
         rustix::fs::ftruncate(&file, 8192 + len as u64).unwrap();
         let data = Rc::new(RequestData::new(7, file.clone(), 8192));
         let mut segments = Segments::default();

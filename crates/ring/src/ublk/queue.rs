@@ -3,15 +3,18 @@
 //! ```text
 //!   fetch ─► (kernel) ─► a request: its descriptor, its data ─► ... ─► commit its answer, fetch the next ─► (kernel) ─► ...
 //! ```
-//! Each tag is one command after another. The driver wants all commands of a queue from one thread: the executor's.
+//! Each tag is one command after another. The driver wants all commands of a queue from one thread:
+//! the executor's.
 //!
-//! The order is: fetch for all tags of all queues, then [`Queue::map`], then the start of the device. Linux 6.12 remembers the
-//! memory of the first process that maps a queue, and forgets it only after a queue had all its commands: if the process dies
-//! between the two, the driver refuses every later process. Linux 7.3 hands out requests that waited for a server as soon as
-//! all tags fetch: the first request maps its queue, if `Queue::map` has not.
+//! The order is: fetch for all tags of all queues, then [`Queue::map`], then the start of the
+//! device. Linux 6.12 remembers the memory of the first process that maps a queue, and forgets it
+//! only after a queue had all its commands: if the process dies between the two, the driver refuses
+//! every later process. Linux 7.3 hands out requests that waited for a server as soon as all tags
+//! fetch: the first request maps its queue, if `Queue::map` has not.
 //!
-//! What must hold: a tag's memory, by plain copy, stays while the driver may write to it, and is at least as long as the
-//! longest request. Commands that nobody waits for any more end with the ring, or when the device is stopped.
+//! What must hold: a tag's memory, by plain copy, stays while the driver may write to it, and is at
+//! least as long as the longest request. Commands that nobody waits for any more end with the ring,
+//! or when the device is stopped.
 
 use std::cell::OnceCell;
 use std::io;
@@ -94,23 +97,33 @@ impl Descriptors {
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
         // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
         let base = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, flags, device.file.as_fd(), offset)
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ,
+                flags,
+                device.file.as_fd(),
+                offset,
+            )
         }?;
-        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("a mapping at address 0"))?;
+        let base =
+            NonNull::new(base.cast()).ok_or_else(|| io::Error::other("a mapping at address 0"))?;
         Ok(Descriptors { base, bytes })
     }
 
-    /// Where in the character device those of a queue are, and how many bytes: whole pages of the host's, with room before
-    /// them for the deepest queues that there can be.
+    /// Where in the character device those of a queue are, and how many bytes: whole pages of the
+    /// host's, with room before them for the deepest queues that there can be.
     fn place(depth: u16, queue: u16, page: usize) -> (u64, usize) {
-        let bytes = |depth: u16| (usize::from(depth) * size_of::<Descriptor>()).next_multiple_of(page);
+        let bytes =
+            |depth: u16| (usize::from(depth) * size_of::<Descriptor>()).next_multiple_of(page);
         ((usize::from(queue) * bytes(abi::MAX_DEPTH)) as u64, bytes(depth))
     }
 
     fn read(&self, tag: u16) -> Descriptor {
         let at = usize::from(tag);
         assert!((at + 1) * size_of::<Descriptor>() <= self.bytes, "tag {at} is beyond the queue");
-        // SAFETY: inside the mapping, and aligned as the page is; the driver wrote it before it completed the command.
+        // SAFETY: inside the mapping, and aligned as the page is; the driver wrote it before it
+        // completed the command.
         unsafe { self.base.as_ptr().add(at).read_volatile() }
     }
 }
@@ -154,7 +167,8 @@ impl Queue {
     pub fn new(handle: &Handle, device: &Device, number: u16) -> Result<Rc<Self>, QueueError> {
         let info = &device.info;
         let data = if info.flags & abi::F_AUTO_BUF_REG != 0 {
-            let entries = handle.buffers(|buffers, submitter| buffers.reserve(submitter, info.depth));
+            let entries =
+                handle.buffers(|buffers, submitter| buffers.reserve(submitter, info.depth));
             Data::Registered(entries.map_err(QueueError::Entries)?)
         } else {
             let bytes = u64::from(info.max_io_bytes) * u64::from(info.depth);
@@ -168,7 +182,8 @@ impl Queue {
         Ok(Rc::new(Queue { handle, file, descriptors, device, number, data }))
     }
 
-    /// Maps the requests of the queue, unless they are mapped. All tags of all queues of the device fetch already.
+    /// Maps the requests of the queue, unless they are mapped. All tags of all queues of the device
+    /// fetch already.
     pub fn map(&self) -> io::Result<()> {
         self.descriptors().map(|_| ())
     }
@@ -205,7 +220,8 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        // With a command that is left to the ring, the driver may fill the entries at any time: then they are nobody's.
+        // With a command that is left to the ring, the driver may fill the entries at any time:
+        // then they are nobody's.
         if let Data::Registered(entries) = &mut self.data
             && Rc::strong_count(&self.file) == 1
         {
@@ -262,9 +278,13 @@ impl Tag {
             (Data::Copied(memory), None) => {
                 segments.reset(memory);
                 let at = u64::from(self.number) * self.most() as u64;
-                segments.push_guest(at, len as u64).expect("a tag's piece lies in the queue's memory");
+                segments
+                    .push_guest(at, len as u64)
+                    .expect("a tag's piece lies in the queue's memory");
             }
-            (Data::Registered(_), None) => unreachable!("a tag has data where its queue registers them"),
+            (Data::Registered(_), None) => {
+                unreachable!("a tag has data where its queue registers them")
+            }
         }
     }
 
@@ -293,7 +313,8 @@ mod tests {
     use super::*;
     use crate::executor::Executor;
 
-    /// Linux 7.3 hands out a new request as soon as its queue has all commands, and the main thread maps the queue later.
+    /// Linux 7.3 hands out a new request as soon as its queue has all commands, and the main thread
+    /// maps the queue later.
     #[test]
     fn a_request_before_the_queue_is_mapped_is_read() {
         let file = rustix::fs::memfd_create("requests", rustix::fs::MemfdFlags::CLOEXEC).unwrap();

@@ -1,5 +1,5 @@
-//! Numbers and structures of the kernel's devices for Xen (`include/uapi/xen/{evtchn,gntdev}.h`), and of xenstore's wire protocol
-//! (`xen/include/public/io/xs_wire.h`), in the byte order of x86.
+//! Numbers and structures of the kernel's devices for Xen (`include/uapi/xen/{evtchn,gntdev}.h`),
+//! and of xenstore's wire protocol (`xen/include/public/io/xs_wire.h`), in the byte order of x86.
 //!
 //! What must hold: every structure is plain integers without a gap.
 
@@ -11,7 +11,8 @@ const fn ioctl(kind: u8, number: u32, size: usize) -> libc::c_ulong {
     ((size as u32) << 16 | (kind as u32) << 8 | number) as libc::c_ulong
 }
 
-pub(super) const EVTCHN_BIND_INTERDOMAIN: libc::c_ulong = ioctl(b'E', 1, size_of::<BindInterdomain>());
+pub(super) const EVTCHN_BIND_INTERDOMAIN: libc::c_ulong =
+    ioctl(b'E', 1, size_of::<BindInterdomain>());
 pub(super) const EVTCHN_UNBIND: libc::c_ulong = ioctl(b'E', 3, size_of::<u32>());
 pub(super) const EVTCHN_NOTIFY: libc::c_ulong = ioctl(b'E', 4, size_of::<u32>());
 pub(super) const EVTCHN_RESTRICT_DOMID: libc::c_ulong = ioctl(b'E', 6, size_of::<u16>());
@@ -26,8 +27,9 @@ pub(super) struct BindInterdomain {
     pub port: u32,
 }
 
-/// `struct ioctl_gntdev_map_grant_ref` has a header and any number of grants, so it is words: count, index (which the kernel
-/// returns), and domain and reference of each grant. With one grant it has this many.
+/// `struct ioctl_gntdev_map_grant_ref` has a header and any number of grants, so it is words:
+/// count, index (which the kernel returns), and domain and reference of each grant. With one grant
+/// it has this many.
 pub(super) const MAP_WORDS: usize = 3;
 
 /// The words of a request to map `references` of `domain`.
@@ -52,7 +54,8 @@ pub(super) struct Copy {
     pub segments: u64,
 }
 
-/// `struct gntdev_grant_copy_segment`. `source` and `target` are addresses of this process, or [`foreign`] pages.
+/// `struct gntdev_grant_copy_segment`. `source` and `target` are addresses of this process, or
+/// [`foreign`] pages.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct CopySegment {
@@ -108,14 +111,18 @@ impl Header {
 
     pub fn bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
-        for (at, word) in [self.kind, self.request, self.transaction, self.len].into_iter().enumerate() {
+        for (at, word) in
+            [self.kind, self.request, self.transaction, self.len].into_iter().enumerate()
+        {
             bytes[at * 4..at * 4 + 4].copy_from_slice(&word.to_le_bytes());
         }
         bytes
     }
 
     pub fn parse(bytes: &[u8; Self::BYTES]) -> Self {
-        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let word = |at: usize| {
+            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
         Header { kind: word(0), request: word(4), transaction: word(8), len: word(12) }
     }
 }
@@ -136,7 +143,10 @@ mod tests {
     /// As a C compiler makes them of the kernel's headers.
     #[test]
     fn numbers_of_calls() {
-        assert_eq!([EVTCHN_BIND_INTERDOMAIN, EVTCHN_UNBIND, EVTCHN_NOTIFY], [0x84501, 0x44503, 0x44504]);
+        assert_eq!(
+            [EVTCHN_BIND_INTERDOMAIN, EVTCHN_UNBIND, EVTCHN_NOTIFY],
+            [0x84501, 0x44503, 0x44504]
+        );
         assert_eq!(EVTCHN_RESTRICT_DOMID, 0x24506);
         assert_eq!(
             [GNTDEV_MAP_GRANT_REF, GNTDEV_UNMAP_GRANT_REF, GNTDEV_GRANT_COPY],

@@ -1,8 +1,9 @@
 //! An event channel that is bound to one of another domain.
 //!
-//! In: the number of the other domain's port. Out: a descriptor that a reactor watches, and signals to the other domain.
-//! What must hold: after an event the port is masked until [`Channel::take`] has unmasked it, so that a guest that notifies
-//! without end makes one event at a time. No call waits.
+//! In: the number of the other domain's port. Out: a descriptor that a reactor watches, and signals
+//! to the other domain. What must hold: after an event the port is masked until [`Channel::take`]
+//! has unmasked it, so that a guest that notifies without end makes one event at a time. No call
+//! waits.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -44,16 +45,24 @@ impl Channel {
         let file = rustix::fs::open("/dev/xen/evtchn", flags, Mode::empty())?;
         let asked = BindInterdomain { domain: domain.into(), port };
         // SAFETY: the kernel reads a structure of this size, which lives until the call returns.
-        let local = unsafe { libc::ioctl(file.as_raw_fd(), abi::EVTCHN_BIND_INTERDOMAIN, &raw const asked) };
+        let local = unsafe {
+            libc::ioctl(file.as_raw_fd(), abi::EVTCHN_BIND_INTERDOMAIN, &raw const asked)
+        };
         if local < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: as above, a number of 16 bits. From here on the file binds to no other domain. (Kernels before 4.10 refuse.)
+        // SAFETY: as above, a number of 16 bits. From here on the file binds to no other domain.
+        // (Kernels before 4.10 refuse.)
         unsafe { libc::ioctl(file.as_raw_fd(), abi::EVTCHN_RESTRICT_DOMID, &raw const domain) };
         Ok(Channel(Kind::Device { file, port: local as u32 }))
     }
 
-    pub(super) fn pair(mine: Arc<OwnedFd>, theirs: Arc<OwnedFd>, domain: Arc<Domain>, port: u32) -> Self {
+    pub(super) fn pair(
+        mine: Arc<OwnedFd>,
+        theirs: Arc<OwnedFd>,
+        domain: Arc<Domain>,
+        port: u32,
+    ) -> Self {
         Channel(Kind::Pair { mine, theirs, domain, port })
     }
 
@@ -91,7 +100,8 @@ impl Channel {
         match &self.0 {
             Kind::Device { file, port } => {
                 // SAFETY: the kernel reads a structure of one number.
-                let done = unsafe { libc::ioctl(file.as_raw_fd(), abi::EVTCHN_NOTIFY, &raw const *port) };
+                let done =
+                    unsafe { libc::ioctl(file.as_raw_fd(), abi::EVTCHN_NOTIFY, &raw const *port) };
                 if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
             }
             Kind::Pair { theirs, .. } => match rustix::io::write(theirs, &1u64.to_ne_bytes()) {

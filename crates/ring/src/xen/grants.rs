@@ -1,11 +1,13 @@
 //! The pages that a guest grants: mapped into this process, or copied by the hypervisor.
 //!
-//! In: grant references, as the guest wrote them. Out: a [`Region`] of guest memory, which is accessed as any other; or bytes that
-//! were copied, with a status for each piece.
-//! What must hold
-//! - A mapping is whole or not at all, and lasts as long as its region. The guest cannot take a mapped page back.
-//! - A page that is mapped to be read only is never written to by this process: the kernel refuses, as for any memory.
-//! - A copy touches the segments and offsets that its caller named, inside one page of the guest, and nothing else.
+//! In: grant references, as the guest wrote them. Out: a [`Region`] of guest memory, which is
+//! accessed as any other; or bytes that were copied, with a status for each piece. What must hold
+//! - A mapping is whole or not at all, and lasts as long as its region. The guest cannot take a
+//!   mapped page back.
+//! - A page that is mapped to be read only is never written to by this process: the kernel refuses,
+//!   as for any memory.
+//! - A copy touches the segments and offsets that its caller named, inside one page of the guest,
+//!   and nothing else.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -39,10 +41,16 @@ impl Drop for Release {
         match self {
             Release::Device { file, index, count } => {
                 let asked = abi::Unmap { index: *index, count: *count, pad: 0 };
-                // SAFETY: the kernel reads a structure of this size. Nothing of this process is mapped there any more.
-                let done = unsafe { libc::ioctl(file.as_raw_fd(), abi::GNTDEV_UNMAP_GRANT_REF, &raw const asked) };
+                // SAFETY: the kernel reads a structure of this size. Nothing of this process is
+                // mapped there any more.
+                let done = unsafe {
+                    libc::ioctl(file.as_raw_fd(), abi::GNTDEV_UNMAP_GRANT_REF, &raw const asked)
+                };
                 if done < 0 {
-                    tracing::error!("unmapping {count} pages of a guest: {}", io::Error::last_os_error());
+                    tracing::error!(
+                        "unmapping {count} pages of a guest: {}",
+                        io::Error::last_os_error()
+                    );
                 }
             }
             Release::Machine { domain, references } => domain.release(references),
@@ -52,7 +60,8 @@ impl Drop for Release {
 
 impl Grants {
     pub(super) fn open(domain: u16) -> io::Result<Self> {
-        let file = rustix::fs::open("/dev/xen/gntdev", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+        let file =
+            rustix::fs::open("/dev/xen/gntdev", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
         Ok(Grants(Kind::Device { file: Arc::new(file), domain }))
     }
 
@@ -60,8 +69,8 @@ impl Grants {
         Grants(Kind::Machine(domain))
     }
 
-    /// Maps pages, one behind the other, to be read and (`write`) written. One page that cannot be mapped is an error of all.
-    /// The region's guest addresses begin at 0.
+    /// Maps pages, one behind the other, to be read and (`write`) written. One page that cannot be
+    /// mapped is an error of all. The region's guest addresses begin at 0.
     pub fn map(&self, references: &[u32], write: bool) -> io::Result<Region> {
         let len = references.len() * PAGE;
         let (base, release) = match &self.0 {
@@ -75,17 +84,20 @@ impl Grants {
         Ok(unsafe { Region::granted(base, len, release) })
     }
 
-    /// Makes the copies of a batch, in one call, and leaves a status for each. An error: no copy was made, or not all were, and
-    /// there are no statuses.
+    /// Makes the copies of a batch, in one call, and leaves a status for each. An error: no copy
+    /// was made, or not all were, and there are no statuses.
     pub fn copy(&self, batch: &mut CopyBatch) -> io::Result<()> {
         match &self.0 {
             Kind::Device { file, .. } => {
                 let CopyBatch { segments, .. } = batch;
                 let count = segments.len() as u32;
                 let asked = abi::Copy { count, pad: 0, segments: segments.as_mut_ptr() as u64 };
-                // SAFETY: the kernel reads and writes as many segments as there are. Each names memory that lives until the
-                // batch is cleared (see CopyBatch), and a page that is the guest's.
-                let done = unsafe { libc::ioctl(file.as_raw_fd(), abi::GNTDEV_GRANT_COPY, &raw const asked) };
+                // SAFETY: the kernel reads and writes as many segments as there are. Each names
+                // memory that lives until the batch is cleared (see CopyBatch), and a page that is
+                // the guest's.
+                let done = unsafe {
+                    libc::ioctl(file.as_raw_fd(), abi::GNTDEV_GRANT_COPY, &raw const asked)
+                };
                 if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
             }
             Kind::Machine(domain) => {
@@ -104,11 +116,21 @@ impl Grants {
     }
 }
 
-fn map_device(file: &Arc<OwnedFd>, domain: u16, references: &[u32], write: bool) -> io::Result<(NonNull<u8>, Release)> {
-    let count = u32::try_from(references.len()).ok().filter(|count| *count > 0).ok_or(io::ErrorKind::InvalidInput)?;
+fn map_device(
+    file: &Arc<OwnedFd>,
+    domain: u16,
+    references: &[u32],
+    write: bool,
+) -> io::Result<(NonNull<u8>, Release)> {
+    let count = u32::try_from(references.len())
+        .ok()
+        .filter(|count| *count > 0)
+        .ok_or(io::ErrorKind::InvalidInput)?;
     let mut words = abi::map_words(domain, references);
-    // SAFETY: the kernel reads as many words as the first one says there are, and writes the second.
-    let done = unsafe { libc::ioctl(file.as_raw_fd(), abi::GNTDEV_MAP_GRANT_REF, words.as_mut_ptr()) };
+    // SAFETY: the kernel reads as many words as the first one says there are, and writes the
+    // second.
+    let done =
+        unsafe { libc::ioctl(file.as_raw_fd(), abi::GNTDEV_MAP_GRANT_REF, words.as_mut_ptr()) };
     if done < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -116,9 +138,18 @@ fn map_device(file: &Arc<OwnedFd>, domain: u16, references: &[u32], write: bool)
     let protection = if write { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
     let len = references.len() * PAGE;
     // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
-    let mapped =
-        unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, file.as_fd(), words[1]) }?;
-    let base = NonNull::new(mapped.cast()).ok_or_else(|| io::Error::other("a mapping at address 0"))?;
+    let mapped = unsafe {
+        rustix::mm::mmap(
+            std::ptr::null_mut(),
+            len,
+            protection,
+            MapFlags::SHARED,
+            file.as_fd(),
+            words[1],
+        )
+    }?;
+    let base =
+        NonNull::new(mapped.cast()).ok_or_else(|| io::Error::other("a mapping at address 0"))?;
     Ok((base, release))
 }
 
@@ -132,7 +163,8 @@ impl CopyStatus {
     }
 }
 
-/// Copies between pages of a guest and memory of this process, made by one call. Used again: its vector keeps its room.
+/// Copies between pages of a guest and memory of this process, made by one call. Used again: its
+/// vector keeps its room.
 #[derive(Default)]
 pub struct CopyBatch {
     segments: Vec<CopySegment>,
@@ -141,10 +173,12 @@ pub struct CopyBatch {
 }
 
 impl CopyBatch {
-    /// Adds the copy of `len` bytes between page `reference` of the guest of `grants`, from `offset`, and `memory`, from `at`.
-    /// `to_guest`: out of `memory` into the page. False, and nothing is added: the range is not inside one page.
+    /// Adds the copy of `len` bytes between page `reference` of the guest of `grants`, from
+    /// `offset`, and `memory`, from `at`. `to_guest`: out of `memory` into the page. False, and
+    /// nothing is added: the range is not inside one page.
     ///
-    /// Panics if the range is not inside `memory`, which is a buffer of this process: its lengths are our own sums.
+    /// Panics if the range is not inside `memory`, which is a buffer of this process: its lengths
+    /// are our own sums.
     #[must_use]
     pub fn push(
         &mut self,
@@ -159,8 +193,11 @@ impl CopyBatch {
         }
         let there = abi::foreign(grants.domain(), reference, offset);
         let here = memory.contiguous(at, len.into()) as u64;
-        let (source, target, flags) =
-            if to_guest { (here, there, abi::COPY_TO_GRANT) } else { (there, here, abi::COPY_FROM_GRANT) };
+        let (source, target, flags) = if to_guest {
+            (here, there, abi::COPY_TO_GRANT)
+        } else {
+            (there, here, abi::COPY_FROM_GRANT)
+        };
         self.segments.push(CopySegment { source, target, len, flags, status: 0, pad: 0 });
         self.owners.push(memory.slice(0, 0));
         true

@@ -1,8 +1,10 @@
-//! A machine with domains, without a hypervisor: a xenstore, event channels and granted pages in this process.
+//! A machine with domains, without a hypervisor: a xenstore, event channels and granted pages in
+//! this process.
 //!
-//! A back end reaches it as [`super::Host::Machine`], by the same types as the devices of a kernel. A front end of our own, in a
-//! test or a benchmark, is a [`Domain`]. What must hold: a page that is mapped stays granted, as with Xen; what a front end does
-//! with its own memory, grants and nodes is up to it.
+//! A back end reaches it as [`super::Host::Machine`], by the same types as the devices of a kernel.
+//! A front end of our own, in a test or a benchmark, is a [`Domain`]. What must hold: a page that
+//! is mapped stays granted, as with Xen; what a front end does with its own memory, grants and
+//! nodes is up to it.
 
 mod domain;
 mod server;
@@ -58,7 +60,8 @@ impl Machine {
         Ok(store)
     }
 
-    /// Closes the back end's connections to xenstore, and refuses new ones until [`Machine::restore_store`].
+    /// Closes the back end's connections to xenstore, and refuses new ones until
+    /// [`Machine::restore_store`].
     pub fn lose_store(&self) {
         let mut connections = lock(&self.connections);
         connections.refused = true;
@@ -71,7 +74,8 @@ impl Machine {
         lock(&self.connections).refused = false;
     }
 
-    /// A connection of domain `domain` to xenstore. It stores permissions and does not enforce them.
+    /// A connection of domain `domain` to xenstore. It stores permissions and does not enforce
+    /// them.
     pub fn store(&self, domain: u16) -> io::Result<Store> {
         self.open(domain).map(|(store, _)| store)
     }

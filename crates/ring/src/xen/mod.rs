@@ -1,12 +1,13 @@
-//! What a back end of Xen needs of its domain's kernel: xenstore, event channels and grants of guests' pages.
+//! What a back end of Xen needs of its domain's kernel: xenstore, event channels and grants of
+//! guests' pages.
 //!
 //! ```text
 //!   abi      numbers and structures of /dev/xen/{xenbus,evtchn,gntdev}      store    xenstore: nodes, transactions, watches
 //!   channel  an event channel: a descriptor that a reactor watches          grants   pages of a guest: mapped, or copied
 //!   machine  all three without a hypervisor, in this process: for tests, fuzzing and benchmarks
 //! ```
-//! In: numbers that a guest wrote into xenstore or into its ring. Out: memory, events, nodes; or an error.
-//! What must hold: see the parts. No number that a guest gives makes more than an error.
+//! In: numbers that a guest wrote into xenstore or into its ring. Out: memory, events, nodes; or an
+//! error. What must hold: see the parts. No number that a guest gives makes more than an error.
 
 pub mod abi;
 mod channel;
@@ -23,7 +24,8 @@ pub use grants::{CopyBatch, CopyStatus, Grants};
 pub use machine::Machine;
 pub use store::{Access, Node, Store, StoreError, Transaction};
 
-/// Where a back end runs: in a domain of Xen, or beside a front end of our own. The one choice between the two.
+/// Where a back end runs: in a domain of Xen, or beside a front end of our own. The one choice
+/// between the two.
 #[derive(Clone, Default)]
 pub enum Host {
     /// The devices of this domain's kernel.

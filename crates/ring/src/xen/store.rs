@@ -1,9 +1,9 @@
 //! xenstore: a tree of nodes that all domains share, over its wire protocol.
 //!
-//! In: paths and values. Out: values, or the names of watches whose nodes have changed. Calls block, each for at most
-//! [`PATIENCE`]: not for a reactor's thread.
-//! What must hold
-//! - Other domains write these nodes. A value is bytes of bounded length, and text only if it is UTF-8 without NUL.
+//! In: paths and values. Out: values, or the names of watches whose nodes have changed. Calls
+//! block, each for at most [`PATIENCE`]: not for a reactor's thread. What must hold
+//! - Other domains write these nodes. A value is bytes of bounded length, and text only if it is
+//!   UTF-8 without NUL.
 //! - However often a watched node changes, one token is kept of it until the caller takes it.
 //! - After a message that makes no sense the connection is not used again.
 
@@ -35,7 +35,9 @@ pub enum StoreError {
     /// What xenstored answers, such as `EACCES`.
     #[error("xenstore: {path}: {name}")]
     Refused { path: String, name: String },
-    #[error("xenstore: {0}: a path and its value have to fit into {PAYLOAD_MAX} bytes, without NUL")]
+    #[error(
+        "xenstore: {0}: a path and its value have to fit into {PAYLOAD_MAX} bytes, without NUL"
+    )]
     TooLong(String),
     #[error("xenstore: {0}: the value is no text")]
     NoText(String),
@@ -147,9 +149,15 @@ pub trait Node {
         let mut generation = Vec::new();
         for _ in 0..PARTS_MOST {
             let offset = format!("{}\0", names.len());
-            let part = self.ask(message::DIRECTORY_PART, path, &[path.as_bytes(), b"\0", offset.as_bytes()])?;
-            let at =
-                part.iter().position(|byte| *byte == 0).ok_or(StoreError::Protocol("a part without its number"))?;
+            let part = self.ask(
+                message::DIRECTORY_PART,
+                path,
+                &[path.as_bytes(), b"\0", offset.as_bytes()],
+            )?;
+            let at = part
+                .iter()
+                .position(|byte| *byte == 0)
+                .ok_or(StoreError::Protocol("a part without its number"))?;
             if !names.is_empty() && part[..at] != generation {
                 // The names have changed.
                 names.clear();
@@ -166,8 +174,8 @@ pub trait Node {
         Err(StoreError::TooMany(path.into()))
     }
 
-    /// Gives a node to domain `owner`, with rights for other domains, and `others` for those that are not named. Nodes that are
-    /// made below it later have the same.
+    /// Gives a node to domain `owner`, with rights for other domains, and `others` for those that
+    /// are not named. Nodes that are made below it later have the same.
     fn set_access(
         &mut self,
         path: &str,
@@ -186,7 +194,8 @@ pub trait Node {
 impl Store {
     /// The connection of this domain's kernel.
     pub(super) fn open() -> io::Result<Self> {
-        let file = rustix::fs::open("/dev/xen/xenbus", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+        let file =
+            rustix::fs::open("/dev/xen/xenbus", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
         Ok(Self::over(file))
     }
 
@@ -195,20 +204,24 @@ impl Store {
         Store { file, last: 0, events: BTreeSet::new(), broken: false }
     }
 
-    /// Makes changes that others see all at once. `changes` may run several times. If it fails, nothing is changed.
+    /// Makes changes that others see all at once. `changes` may run several times. If it fails,
+    /// nothing is changed.
     pub fn transaction<T>(
         &mut self,
         mut changes: impl FnMut(&mut Transaction<'_>) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         for _ in 0..CONFLICTS {
             let id = self.send(0, message::TRANSACTION_START, "", &[b"\0"])?;
-            let id = std::str::from_utf8(&id).ok().and_then(|id| id.trim_end_matches('\0').parse().ok());
+            let id =
+                std::str::from_utf8(&id).ok().and_then(|id| id.trim_end_matches('\0').parse().ok());
             let id = id.ok_or(StoreError::Protocol("a transaction without a number"))?;
             let done = changes(&mut Transaction { store: self, id });
             let end: &[u8] = if done.is_ok() { b"T\0" } else { b"F\0" };
             let ended = self.send(id, message::TRANSACTION_END, "", &[end]);
             match ended {
-                Err(StoreError::Refused { name, .. }) if name == "EAGAIN" && done.is_ok() => continue,
+                Err(StoreError::Refused { name, .. }) if name == "EAGAIN" && done.is_ok() => {
+                    continue;
+                }
                 Err(e) if done.is_ok() => return Err(e),
                 _ => return done,
             }
@@ -228,8 +241,13 @@ impl Store {
         Ok(())
     }
 
-    /// Takes the token of a watch whose nodes have changed. Waits for one at most until `deadline`, or until `wake` can be read.
-    pub fn event(&mut self, wake: BorrowedFd<'_>, deadline: Option<Instant>) -> Result<Option<String>, StoreError> {
+    /// Takes the token of a watch whose nodes have changed. Waits for one at most until `deadline`,
+    /// or until `wake` can be read.
+    pub fn event(
+        &mut self,
+        wake: BorrowedFd<'_>,
+        deadline: Option<Instant>,
+    ) -> Result<Option<String>, StoreError> {
         loop {
             if let Some(token) = self.events.pop_first() {
                 return Ok(Some(token));
@@ -247,7 +265,13 @@ impl Store {
         }
     }
 
-    fn send(&mut self, transaction: u32, kind: u32, path: &str, body: &[&[u8]]) -> Result<Vec<u8>, StoreError> {
+    fn send(
+        &mut self,
+        transaction: u32,
+        kind: u32,
+        path: &str,
+        body: &[&[u8]],
+    ) -> Result<Vec<u8>, StoreError> {
         if self.broken {
             return Err(StoreError::Protocol("the connection is broken"));
         }
@@ -269,7 +293,8 @@ impl Store {
                 self.note(header, &body)?;
                 continue;
             }
-            if header.request != self.last || (header.kind != kind && header.kind != message::ERROR) {
+            if header.request != self.last || (header.kind != kind && header.kind != message::ERROR)
+            {
                 return Err(StoreError::Protocol("an answer to another request"));
             }
             self.broken = false;
@@ -360,9 +385,13 @@ impl Node for Transaction<'_> {
 /// Which of the descriptors can be read; `None`: none until the deadline.
 fn wait(fds: &[BorrowedFd<'_>], deadline: Option<Instant>) -> io::Result<Option<usize>> {
     loop {
-        let mut polled: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+        let mut polled: Vec<_> =
+            fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        let left = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
+        let left = left.map(|left| Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: left.subsec_nanos().into(),
+        });
         match rustix::event::poll(&mut polled, left.as_ref()) {
             Ok(0) => return Ok(None),
             Ok(_) => return Ok(polled.iter().position(|fd| !fd.revents().is_empty())),

@@ -1,6 +1,7 @@
 //! One bucket of a limit: a rate, how much it holds, and when it will be full again.
 //!
-//! What must hold: it never gives more than it says, whoever asks at the same time; no fraction of a nanosecond is lost.
+//! What must hold: it never gives more than it says, whoever asks at the same time; no fraction of
+//! a nanosecond is lost.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -13,12 +14,14 @@ pub(super) struct Bucket {
     rate: AtomicU64,
     /// What it gives at once when it is full: nanoseconds of the rate.
     holds: AtomicU64,
-    /// How long before it is full the next one may pass: so much less than it holds as the largest operation takes, for
-    /// that is what the last one to pass may take too much. At least half: who asks late must find something.
+    /// How long before it is full the next one may pass: so much less than it holds as the largest
+    /// operation takes, for that is what the last one to pass may take too much. At least half: who
+    /// asks late must find something.
     slack: AtomicU64,
     /// When it will be full again.
     pub full: AtomicU64,
-    /// What charges were less than they should have been, all together: billionths of a unit, the sum of many.
+    /// What charges were less than they should have been, all together: billionths of a unit, the
+    /// sum of many.
     fraction: AtomicU64,
 }
 
@@ -36,9 +39,14 @@ impl Bucket {
         self.full.load(Acquire).saturating_sub(self.slack.load(Acquire))
     }
 
-    /// Lets an operation pass that takes `amount`, or says when to ask again. `good` says whether the bucket may be used
-    /// still; if not, nothing is done.
-    pub fn charge<E>(&self, now: Time, amount: u64, good: impl Fn() -> Result<(), E>) -> Result<Result<(), Time>, E> {
+    /// Lets an operation pass that takes `amount`, or says when to ask again. `good` says whether
+    /// the bucket may be used still; if not, nothing is done.
+    pub fn charge<E>(
+        &self,
+        now: Time,
+        amount: u64,
+        good: impl Fn() -> Result<(), E>,
+    ) -> Result<Result<(), Time>, E> {
         let mut full = self.full.load(Acquire);
         let mut cost = None;
         loop {
@@ -49,7 +57,12 @@ impl Bucket {
             let cost = *cost.get_or_insert_with(|| self.cost(amount));
             // Behind all loads: who changes the bucket says so before, and then writes `full`.
             good()?;
-            match self.full.compare_exchange_weak(full, full.max(now).saturating_add(cost), AcqRel, Acquire) {
+            match self.full.compare_exchange_weak(
+                full,
+                full.max(now).saturating_add(cost),
+                AcqRel,
+                Acquire,
+            ) {
                 Ok(_) => return Ok(Ok(())),
                 Err(other) => full = other,
             }
@@ -58,7 +71,9 @@ impl Bucket {
 
     pub fn force(&self, now: Time, amount: u64) {
         let cost = self.cost(amount);
-        let _ = self.full.fetch_update(AcqRel, Acquire, |full| Some(full.max(now).saturating_add(cost)));
+        let _ = self
+            .full
+            .fetch_update(AcqRel, Acquire, |full| Some(full.max(now).saturating_add(cost)));
     }
 
     pub fn refund(&self, amount: u64) {
@@ -98,7 +113,8 @@ impl Bucket {
         self.slack.fetch_min(slack(rate, holds, amount), AcqRel);
     }
 
-    /// Becomes the successor of `old` with another shape: as full as that, and a debt lasts no longer than it did.
+    /// Becomes the successor of `old` with another shape: as full as that, and a debt lasts no
+    /// longer than it did.
     pub fn succeed(&self, old: &Bucket, rate: u64, holds: u64, largest: u64, now: Time) {
         let (old_rate, old_holds) = (old.rate.load(Acquire), old.holds.load(Acquire));
         let full = if old_rate == 0 || rate == 0 {
@@ -106,7 +122,8 @@ impl Bucket {
         } else {
             let missing = old.full.load(Acquire).saturating_sub(now);
             let debt = missing.saturating_sub(old_holds);
-            let of_holds = u128::from(missing - debt) * u128::from(holds) / u128::from(old_holds.max(1));
+            let of_holds =
+                u128::from(missing - debt) * u128::from(holds) / u128::from(old_holds.max(1));
             let of_debt = u128::from(debt) * u128::from(old_rate.min(rate)) / u128::from(rate);
             now.saturating_add(u64::try_from(of_holds + of_debt).unwrap_or(u64::MAX))
         };
@@ -152,7 +169,11 @@ mod tests {
         let mut changed = [9_000_000, 3_000_000].into_iter();
         let changed = std::cell::RefCell::new(&mut changed);
         let change = || {
-            changed.borrow_mut().next().into_iter().for_each(|full| bucket.full.store(full, Release));
+            changed
+                .borrow_mut()
+                .next()
+                .into_iter()
+                .for_each(|full| bucket.full.store(full, Release));
             Ok::<_, ()>(())
         };
         assert_eq!(bucket.charge(5, 1, change), Ok(Ok(())));

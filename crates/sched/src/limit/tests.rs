@@ -37,9 +37,15 @@ impl Random {
     }
 }
 
-/// A client that always has something to ask, and wakes up to `late` after the time it was told; from one time to another.
-/// What passed: when, how much.
-fn greedy(limiter: &Limiter, from: Time, to: Time, late: u64, mut next: impl FnMut() -> Operation) -> Vec<(Time, u64)> {
+/// A client that always has something to ask, and wakes up to `late` after the time it was told;
+/// from one time to another. What passed: when, how much.
+fn greedy(
+    limiter: &Limiter,
+    from: Time,
+    to: Time,
+    late: u64,
+    mut next: impl FnMut() -> Operation,
+) -> Vec<(Time, u64)> {
     let (mut now, mut passed, mut random) = (from, Vec::new(), Random(to | 1));
     while now < to {
         let operation = next();
@@ -71,7 +77,10 @@ fn never_more(passed: &[(Time, u64)], rate: u64, more: f64) {
     for &(now, amount) in passed {
         ahead = (ahead - (now - last) as f64 * rate as f64 / 1e9).max(0.0) + amount as f64;
         last = now;
-        assert!(ahead <= more * (1.0 + 1e-9) + 1e-3, "{ahead} ahead of {rate} a second at {now}, and may be {more}");
+        assert!(
+            ahead <= more * (1.0 + 1e-9) + 1e-3,
+            "{ahead} ahead of {rate} a second at {now}, and may be {more}"
+        );
     }
 }
 
@@ -98,7 +107,11 @@ fn what_counts_for_what() {
     assert_eq!(counts(op(Kind::Read, 4096, 1)), [1, 1, 0, 4096, 4096, 0]);
     assert_eq!(counts(op(Kind::Write, 4096, 3)), [3, 0, 3, 4096, 0, 4096]);
     assert_eq!(counts(op(Kind::WriteZeroes, 1 << 20, 1)), [1, 0, 1, 1 << 20, 0, 1 << 20]);
-    assert_eq!(counts(op(Kind::Discard, 1 << 40, 1)), [1, 0, 1, 0, 0, 0], "a discard moves no bytes");
+    assert_eq!(
+        counts(op(Kind::Discard, 1 << 40, 1)),
+        [1, 0, 1, 0, 0, 0],
+        "a discard moves no bytes"
+    );
     assert_eq!(counts(op(Kind::Flush, 0, 1)), [0; 6]);
 }
 
@@ -109,7 +122,10 @@ fn no_limit_is_no_limit() {
     assert_eq!(limiter.take(0, &read(u64::MAX), None), Ok(()));
     limiter.set(&iops(Limit::of(1)));
     assert!(!limiter.is_unlimited());
-    assert_eq!((limiter.take(0, &read(512), None), limiter.take(0, &read(512), None).is_err()), (Ok(()), true));
+    assert_eq!(
+        (limiter.take(0, &read(512), None), limiter.take(0, &read(512), None).is_err()),
+        (Ok(()), true)
+    );
     limiter.set(&Limits::default());
     assert!(limiter.is_unlimited());
     assert_eq!(limiter.take(0, &read(512), None), Ok(()));
@@ -117,7 +133,11 @@ fn no_limit_is_no_limit() {
 
 #[test]
 fn all_limits_are_charged_or_none() {
-    let limits = Limits { iops: Some(Limit::of(1_000_000)), bps_write: Some(Limit::of(1000)), ..Limits::default() };
+    let limits = Limits {
+        iops: Some(Limit::of(1_000_000)),
+        bps_write: Some(Limit::of(1000)),
+        ..Limits::default()
+    };
     let limiter = Limiter::new(&limits);
     limiter.take(0, &op(Kind::Write, 1_000_000, 1), None).unwrap();
     // A million refusals cost nothing of the limit that they would have passed.
@@ -126,7 +146,8 @@ fn all_limits_are_charged_or_none() {
     }
     let reads = greedy(&limiter, 0, 100 * MS, 0, || op(Kind::Read, 0, 1));
     assert!((109_990..=110_000).contains(&reads.len()), "{}", reads.len());
-    // So it is with what another than the limiter refuses, at a rate that no second can be divided by.
+    // So it is with what another than the limiter refuses, at a rate that no second can be divided
+    // by.
     let limiter = Limiter::new(&iops(Limit::of(70_001)));
     for _ in 0..1_000_000 {
         limiter.take(0, &read(0), None).unwrap();
@@ -175,7 +196,8 @@ fn after_any_idle_time_no_more_than_the_burst() {
 
 #[test]
 fn small_operations_starve_no_large_one() {
-    // Somebody asks for 4 KiB again and again; one of 4 MiB comes to its turn as soon as the bucket opens.
+    // Somebody asks for 4 KiB again and again; one of 4 MiB comes to its turn as soon as the bucket
+    // opens.
     let limiter = Limiter::new(&bps(Limit::of(1 << 20)));
     let (mut now, mut large_at) = (0, 0);
     while now < 60 * S {
@@ -217,7 +239,8 @@ fn a_change_is_felt_at_once() {
     for i in 0..1000 {
         limiter.set(&iops(limit(10, 1000, 1000)));
         limiter.set(&iops(limit(10, 1001 + i % 2, 1000)));
-        all += greedy(&limiter, 16 * S + i * 10 * MS, 16 * S + (i + 1) * 10 * MS, 0, || read(0)).len();
+        all +=
+            greedy(&limiter, 16 * S + i * 10 * MS, 16 * S + (i + 1) * 10 * MS, 0, || read(0)).len();
     }
     assert!((1085..=1105).contains(&all), "{all}: 990 and ten seconds");
     // Other limits do not touch what this one has used.
@@ -232,7 +255,11 @@ fn a_change_is_felt_at_once() {
 #[test]
 fn reactors_together_get_what_one_would() {
     const THREADS: usize = 4;
-    let limits = Limits { iops: Some(Limit::of(1_000_003)), bps_read: Some(Limit::of(300 << 20)), ..Limits::default() };
+    let limits = Limits {
+        iops: Some(Limit::of(1_000_003)),
+        bps_read: Some(Limit::of(300 << 20)),
+        ..Limits::default()
+    };
     let (limiter, clock) = (Limiter::new(&limits), AtomicU64::new(0));
     let passed: Vec<_> = std::thread::scope(|scope| {
         let reactor = |seed| {
@@ -255,7 +282,8 @@ fn reactors_together_get_what_one_would() {
                 passed
             }
         };
-        let threads: Vec<_> = (1..=THREADS as u64).map(|i| scope.spawn(reactor(i * 7919))).collect();
+        let threads: Vec<_> =
+            (1..=THREADS as u64).map(|i| scope.spawn(reactor(i * 7919))).collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     });
     let (requests, bytes) = passed.iter().fold((0, 0), |sum, p| (sum.0 + p[0], sum.1 + p[1]));
@@ -267,9 +295,14 @@ fn reactors_together_get_what_one_would() {
 
 #[test]
 fn a_charge_that_came_too_late_is_taken_back() {
-    // One limit counts all that passes: 2 s each, of a burst of ages. For the other they race: one a second.
+    // One limit counts all that passes: 2 s each, of a burst of ages. For the other they race: one
+    // a second.
     let counts = limit(1, 1_000_000_000, 1_000_000_000);
-    let limiter = Limiter::new(&Limits { iops: Some(counts), bps: Some(Limit::of(4096)), ..Limits::default() });
+    let limiter = Limiter::new(&Limits {
+        iops: Some(counts),
+        bps: Some(Limit::of(4096)),
+        ..Limits::default()
+    });
     let (clock, passed) = (AtomicU64::new(S), AtomicU64::new(0));
     std::thread::scope(|scope| {
         for _ in 0..3 {
@@ -304,22 +337,28 @@ fn changes_while_reactors_ask() {
         while clock.load(SeqCst) < S {
             limiter.set(&slow);
             limiter.set(&fast);
-            // Never does a charge of the slow limit, a second each, come into the bucket of the fast one.
-            // In this order: time goes on meanwhile.
-            let full = limiter.generation(limiter.changes.load(SeqCst))[0].buckets[0].full.load(SeqCst);
+            // Never does a charge of the slow limit, a second each, come into the bucket of the
+            // fast one. In this order: time goes on meanwhile.
+            let full =
+                limiter.generation(limiter.changes.load(SeqCst))[0].buckets[0].full.load(SeqCst);
             let now = clock.load(SeqCst);
             assert!(full <= now + 20 * MS, "{} ms", (full - now) / MS);
         }
     });
 }
 
-/// A limit, and the largest operation of a client for which it is 20 to 5000 operations a second, or more.
+/// A limit, and the largest operation of a client for which it is 20 to 5000 operations a second,
+/// or more.
 fn any_limit() -> impl Strategy<Value = (Limit, u64)> {
     let rate = prop_oneof![1u64..100, 1u64..100_000, 1u64..1 << 32, 1u64..1 << 50];
-    (rate, prop::option::of((1u64..10, 1u64..2000)), 20u64..5000).prop_map(|(rate, burst, operations)| {
-        let limit = burst.map_or(Limit::of(rate), |(times, length)| limit(rate, rate.saturating_mul(times), length));
-        (limit, (2 * rate / operations).max(1))
-    })
+    (rate, prop::option::of((1u64..10, 1u64..2000)), 20u64..5000).prop_map(
+        |(rate, burst, operations)| {
+            let limit = burst.map_or(Limit::of(rate), |(times, length)| {
+                limit(rate, rate.saturating_mul(times), length)
+            });
+            (limit, (2 * rate / operations).max(1))
+        },
+    )
 }
 
 proptest! {
@@ -343,7 +382,8 @@ proptest! {
                 biggest = biggest.max(bytes);
                 read(bytes)
             });
-            // But for what the one before took too much, and what comes too late for this part: no byte less than the rate.
+            // But for what the one before took too much, and what comes too late for this part: no
+            // byte less than the rate.
             let due = limit.rate as f64 * (busy.saturating_sub(late) as f64 / 1e9) - 2.0 * biggest as f64 - 1.0;
             prop_assert!(sum(&part) as f64 >= due, "{} of {due}", sum(&part));
             passed.extend(part);
@@ -358,8 +398,9 @@ proptest! {
         }
     }
 
-    /// Limits that change all the time: each phase gives what it may, and the first request after a change waits no longer than
-    /// it would have waited before, or for one request at the new rate and the bucket's slack.
+    /// Limits that change all the time: each phase gives what it may, and the first request after a
+    /// change waits no longer than it would have waited before, or for one request at the new rate
+    /// and the bucket's slack.
     #[test]
     fn each_phase_of_many_has_its_rate(rates in prop::collection::vec(1u64..200_000, 2..20), late in 0u64..MS) {
         let limiter = Limiter::new(&Limits::default());
@@ -398,8 +439,14 @@ proptest! {
     }
 }
 
-/// What each of some gets that ask again when they are told to, on reactors of their own that are late; per second.
-fn beside(limiter: &Limiter, from: Time, seconds: u64, all: &[(&Turn, Operation, u64)]) -> Vec<f64> {
+/// What each of some gets that ask again when they are told to, on reactors of their own that are
+/// late; per second.
+fn beside(
+    limiter: &Limiter,
+    from: Time,
+    seconds: u64,
+    all: &[(&Turn, Operation, u64)],
+) -> Vec<f64> {
     let (mut random, mut passed) = (Random(1234567), vec![0u64; all.len()]);
     let mut next: Vec<Time> = all.iter().map(|_| from).collect();
     loop {
@@ -424,7 +471,8 @@ fn who_waits_beside_others_has_his_part() {
         let limiter = Limiter::new(&iops(Limit::of(rate)));
         let turns = [100, 100, 300].map(|weight| limiter.join(weight));
         // The second is always the last one to look.
-        let all = [(&*turns[0], read(0), 1), (&*turns[1], read(0), 300_000), (&*turns[2], read(0), 1)];
+        let all =
+            [(&*turns[0], read(0), 1), (&*turns[1], read(0), 300_000), (&*turns[2], read(0), 1)];
         let got = beside(&limiter, S, 40, &all);
         let due = [0.2, 0.2, 0.6].map(|part| part * rate as f64);
         for (got, due) in got.iter().zip(due) {
@@ -432,7 +480,10 @@ fn who_waits_beside_others_has_his_part() {
         }
         // The others' part of who does not wait.
         let got = beside(&limiter, 50 * S, 40, &all[..2]);
-        assert!(got.iter().all(|got| (got / (rate as f64 / 2.0) - 1.0).abs() < 0.03), "{got:?} at {rate}");
+        assert!(
+            got.iter().all(|got| (got / (rate as f64 / 2.0) - 1.0).abs() < 0.03),
+            "{got:?} at {rate}"
+        );
     }
     // Who comes back has saved nothing up.
     let limiter = Limiter::new(&iops(Limit::of(2000)));
@@ -444,26 +495,39 @@ fn who_waits_beside_others_has_his_part() {
     // Of bytes, whatever the sizes.
     let limiter = Limiter::new(&bps(Limit::of(100 << 20)));
     let turns = [100, 100].map(|weight| limiter.join(weight));
-    let got = beside(&limiter, S, 40, &[(&turns[0], read(4096), 1), (&turns[1], read(1 << 20), 300_000)]);
+    let got =
+        beside(&limiter, S, 40, &[(&turns[0], read(4096), 1), (&turns[1], read(1 << 20), 300_000)]);
     assert!((got[0] / got[1] - 1.0).abs() < 0.03, "{got:?}");
 }
 
 #[test]
 fn who_waits_for_one_limit_is_in_nobodys_way_at_another() {
-    let limits = Limits { iops_read: Some(Limit::of(10)), iops_write: Some(Limit::of(10_000)), ..Limits::default() };
+    let limits = Limits {
+        iops_read: Some(Limit::of(10)),
+        iops_write: Some(Limit::of(10_000)),
+        ..Limits::default()
+    };
     let limiter = Limiter::new(&limits);
     let (reads, writes) = (limiter.join(100), limiter.join(100));
     let write = op(Kind::Write, 4096, 1);
     let got = beside(&limiter, S, 20, &[(&reads, read(4096), 1), (&writes, write, 1)]);
-    assert!((got[0] / 4096.0 / 10.0 - 1.0).abs() < 0.03 && (got[1] / 4096.0 / 10_000.0 - 1.0).abs() < 0.03, "{got:?}");
+    assert!(
+        (got[0] / 4096.0 / 10.0 - 1.0).abs() < 0.03
+            && (got[1] / 4096.0 / 10_000.0 - 1.0).abs() < 0.03,
+        "{got:?}"
+    );
     // One small and one large, two limits, of which each has reached another: none stops the other.
-    let limits = Limits { iops: Some(Limit::of(1000)), bps: Some(Limit::of(64 << 20)), ..Limits::default() };
+    let limits =
+        Limits { iops: Some(Limit::of(1000)), bps: Some(Limit::of(64 << 20)), ..Limits::default() };
     let limiter = Limiter::new(&limits);
     let (small, large) = (limiter.join(100), limiter.join(100));
     let got = beside(&limiter, S, 20, &[(&small, read(4096), 1), (&large, read(256 << 10), 1)]);
     let (requests, bytes) = (got[0] / 4096.0 + got[1] / 262_144.0, got[0] + got[1]);
     let used = (requests / 1000.0).max(bytes / (64 << 20) as f64);
-    assert!((0.97..=1.02).contains(&used) && got[0] / 4096.0 > 300.0 && got[1] / 262_144.0 > 100.0, "{used}: {got:?}");
+    assert!(
+        (0.97..=1.02).contains(&used) && got[0] / 4096.0 > 300.0 && got[1] / 262_144.0 > 100.0,
+        "{used}: {got:?}"
+    );
 }
 
 #[test]

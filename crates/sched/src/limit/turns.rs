@@ -1,9 +1,10 @@
-//! Whose turn it is at a limit that several wait for: the disks of a group; the reactors of a disk, reads and writes.
+//! Whose turn it is at a limit that several wait for: the disks of a group; the reactors of a disk,
+//! reads and writes.
 //!
-//! In: who passes, for how much of each limit; who was refused. Out: whether somebody may pass, or others come first. Start-time
-//! fair queueing again: each has a tag for each limit, that goes on by amount / (rate x weight); the lowest tag of those
-//! that wait comes first. What must hold: who passes where nobody waits takes no lock; who waits for one limit holds
-//! nobody up at another.
+//! In: who passes, for how much of each limit; who was refused. Out: whether somebody may pass, or
+//! others come first. Start-time fair queueing again: each has a tag for each limit, that goes on
+//! by amount / (rate x weight); the lowest tag of those that wait comes first. What must hold: who
+//! passes where nobody waits takes no lock; who waits for one limit holds nobody up at another.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -11,10 +12,12 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::{Knobs, Time};
 
-/// Who was refused and has not asked again for so long does not wait any more. More than anybody sleeps who waits.
+/// Who was refused and has not asked again for so long does not wait any more. More than anybody
+/// sleeps who waits.
 const PATIENCE: u64 = 40_000_000;
-/// So far, in virtual time (nanoseconds of the rate, at the usual weight), one may be ahead of another who waits, that they
-/// need not pass one by one; and so far behind, that nobody saves up more.
+/// So far, in virtual time (nanoseconds of the rate, at the usual weight), one may be ahead of
+/// another who waits, that they need not pass one by one; and so far behind, that nobody saves up
+/// more.
 const LEAD: u64 = 1_000_000;
 /// The limits of a limiter.
 const LIMITS: usize = 6;
@@ -52,7 +55,8 @@ pub(super) struct Turns {
 
 impl Turns {
     pub fn join(&self, weight: u32) -> Arc<Turn> {
-        let (weight, tags, refused) = (AtomicU32::new(weight), Default::default(), Default::default());
+        let (weight, tags, refused) =
+            (AtomicU32::new(weight), Default::default(), Default::default());
         let turn = Arc::new(Turn { weight, tags, refused });
         let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|turn| turn.strong_count() > 0);
@@ -69,7 +73,9 @@ impl Turns {
         let own = self.begins(limit, turn).saturating_sub(LEAD);
         let all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
         all.iter().filter_map(Weak::upgrade).all(|other| {
-            std::ptr::eq(&*other, turn) || !waits(&other.refused[limit]) || own <= self.begins(limit, &other)
+            std::ptr::eq(&*other, turn)
+                || !waits(&other.refused[limit])
+                || own <= self.begins(limit, &other)
         })
     }
 
@@ -100,6 +106,7 @@ impl Turns {
     /// It has passed, and does not begin.
     pub fn refund(&self, limit: usize, turn: &Turn, cost: u64) {
         let step = turn.step(cost);
-        let _ = turn.tags[limit].fetch_update(Relaxed, Relaxed, |tag| Some(tag.saturating_sub(step)));
+        let _ =
+            turn.tags[limit].fetch_update(Relaxed, Relaxed, |tag| Some(tag.saturating_sub(step)));
     }
 }

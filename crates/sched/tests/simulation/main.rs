@@ -18,16 +18,26 @@ fn within(got: &[Got], weights: &[f64], tolerance: f64) {
     let sum: f64 = weights.iter().sum();
     for (i, (share, weight)) in shares(got).iter().zip(weights).enumerate() {
         let due = weight / sum;
-        assert!((share / due - 1.0).abs() <= tolerance, "disk {i}: {share:.4} of the device, and {due:.4} is due");
+        assert!(
+            (share / due - 1.0).abs() <= tolerance,
+            "disk {i}: {share:.4} of the device, and {due:.4} is due"
+        );
     }
 }
 
 #[test]
 fn a_polite_guest_does_not_notice_one_that_thrashes() {
-    // Half of the servers, at depth 8, are the whole half of the device; with times that vary its p99 is 1.31 to 1.35 times
-    // that alone, so that case is tried at depth 7. What is not calibrated leaves up to a fifth of the device unused (below). Where all take the same time, they go in step: who pauses
-    // for a moment finds all servers taken.
-    let cases = [(1, 0, 0, 0.98), (1, 50, 0, 0.976), (7, 50, 0, 0.95), (1, 0, 30_000, 0.95), (8, 0, 30_000, 0.95)];
+    // Half of the servers, at depth 8, are the whole half of the device; with times that vary its
+    // p99 is 1.31 to 1.35 times that alone, so that case is tried at depth 7. What is not
+    // calibrated leaves up to a fifth of the device unused (below). Where all take the same time,
+    // they go in step: who pauses for a moment finds all servers taken.
+    let cases = [
+        (1, 0, 0, 0.98),
+        (1, 50, 0, 0.976),
+        (7, 50, 0, 0.95),
+        (1, 0, 30_000, 0.95),
+        (8, 0, 30_000, 0.95),
+    ];
     for (depth, spread, think, keeps) in cases {
         let model = Model { spread, span: 10 * S, calibrated: think > 0, ..Model::PLAIN };
         let polite = Guest { think, ..Guest::reads(depth) };
@@ -35,11 +45,20 @@ fn a_polite_guest_does_not_notice_one_that_thrashes() {
         let beside = &run(model, &[polite.clone(), thrasher()]);
         let kept = beside[0].operations as f64 / alone.operations as f64;
         let p99 = beside[0].quantile(0.99) as f64 / alone.quantile(0.99) as f64;
-        assert!(kept > keeps, "depth {depth}, spread {spread}, think {think}: {kept:.3} of its rate alone");
-        assert!(p99 < 1.3, "depth {depth}, spread {spread}, think {think}: p99 is {p99:.2} times that alone");
+        assert!(
+            kept > keeps,
+            "depth {depth}, spread {spread}, think {think}: {kept:.3} of its rate alone"
+        );
+        assert!(
+            p99 < 1.3,
+            "depth {depth}, spread {spread}, think {think}: p99 is {p99:.2} times that alone"
+        );
         let total: u64 = beside.iter().map(|g| g.cost).sum();
         let done = total as f64 / model.span as f64;
-        assert!(done > 0.8, "depth {depth}, spread {spread}, think {think}: the device does {done:.2}");
+        assert!(
+            done > 0.8,
+            "depth {depth}, spread {spread}, think {think}: the device does {done:.2}"
+        );
         let unscheduled = &run(Model { scheduled: false, ..model }, &[polite, thrasher()])[0];
         assert!(unscheduled.operations * 10 < beside[0].operations, "this test sees no difference");
     }
@@ -49,20 +68,27 @@ fn a_polite_guest_does_not_notice_one_that_thrashes() {
 fn weights_decide_under_saturation() {
     let weights = [1.0, 2.0, 4.0, 8.0];
     let guests = |work: [Vec<(Kind, u64)>; 4]| -> Vec<Guest> {
-        let guest = |(work, weight)| Guest { work, ..Guest::reads(64) }.weighing(weight as u32 * 100);
+        let guest =
+            |(work, weight)| Guest { work, ..Guest::reads(64) }.weighing(weight as u32 * 100);
         work.into_iter().zip(weights).map(guest).collect()
     };
     let read = |bytes| vec![(Kind::Read, bytes)];
-    within(&run(Model::PLAIN, &guests([read(4096), read(4096), read(4096), read(4096)])), &weights, 0.01);
+    within(
+        &run(Model::PLAIN, &guests([read(4096), read(4096), read(4096), read(4096)])),
+        &weights,
+        0.01,
+    );
     let model = Model { per_mib: 20 * MS, spread: 30, span: 20 * S, ..Model::PLAIN };
-    let mixed = [read(65_536), vec![(Kind::Write, 4096), (Kind::Read, 262_144)], read(4096), read(16_384)];
+    let mixed =
+        [read(65_536), vec![(Kind::Write, 4096), (Kind::Read, 262_144)], read(4096), read(16_384)];
     within(&run(model, &guests(mixed)), &weights, 0.03);
 }
 
 #[test]
 fn sixty_four_equal_disks_are_equal() {
     let got = run(Model { spread: 30, ..Model::PLAIN }, &vec![Guest::reads(32); 64]);
-    let (sum, squares) = got.iter().fold((0.0, 0.0), |(s, q), g| (s + g.cost as f64, q + (g.cost as f64).powi(2)));
+    let (sum, squares) =
+        got.iter().fold((0.0, 0.0), |(s, q), g| (s + g.cost as f64, q + (g.cost as f64).powi(2)));
     let jain = sum * sum / (64.0 * squares);
     assert!(jain > 0.99, "Jain's index is {jain:.4}");
 }
@@ -79,13 +105,24 @@ fn what_one_leaves_the_others_get_and_all_that_the_device_can_do() {
 
 #[test]
 fn reservations_come_first() {
-    let reserved =
-        |iops| Guest { knobs: Knobs { reserve_iops: Some(iops), weight: 1, ..Knobs::default() }, ..Guest::reads(32) };
+    let reserved = |iops| Guest {
+        knobs: Knobs { reserve_iops: Some(iops), weight: 1, ..Knobs::default() },
+        ..Guest::reads(32)
+    };
     let mut guests = vec![reserved(5000), reserved(2000)];
     guests.extend(vec![thrasher().weighing(10_000); 4]);
     let got = run(Model::PLAIN, &guests);
-    assert!(got[0].operations >= 25_000 && got[1].operations >= 10_000, "{} {}", got[0].operations, got[1].operations);
-    assert!(got[0].operations < 26_500, "a reservation is no more than it says: {}", got[0].operations);
+    assert!(
+        got[0].operations >= 25_000 && got[1].operations >= 10_000,
+        "{} {}",
+        got[0].operations,
+        got[1].operations
+    );
+    assert!(
+        got[0].operations < 26_500,
+        "a reservation is no more than it says: {}",
+        got[0].operations
+    );
 }
 
 #[test]
@@ -112,7 +149,8 @@ fn weights_change_while_guests_run() {
 
 #[test]
 fn who_changes_behaviour_gains_nothing() {
-    // Bursts after rest, with and without depth: never more than half, and never more than by asking all the time.
+    // Bursts after rest, with and without depth: never more than half, and never more than by
+    // asking all the time.
     let steady = &shares(&run(Model::PLAIN, &[thrasher(), Guest::reads(64)]))[1].clone();
     for think in [100_000, MS, 5 * MS, 30 * MS] {
         for depth in [4, 64, 512] {
@@ -128,11 +166,16 @@ fn who_changes_behaviour_gains_nothing() {
 
 #[test]
 fn nobody_starves() {
-    // The lightest beside the heaviest, with every kind of neighbour and a latency target that cannot be met.
-    let strict = Knobs { latency_target: Some(std::time::Duration::from_nanos(1)), ..Knobs::default() };
+    // The lightest beside the heaviest, with every kind of neighbour and a latency target that
+    // cannot be met.
+    let strict =
+        Knobs { latency_target: Some(std::time::Duration::from_nanos(1)), ..Knobs::default() };
     let light = Guest::reads(64).weighing(1);
     for neighbour in [thrasher().weighing(10_000), Guest { knobs: strict, ..Guest::reads(8) }] {
-        let got = run(Model { span: 20 * S, ..Model::PLAIN }, &[light.clone(), neighbour.clone(), neighbour]);
+        let got = run(
+            Model { span: 20 * S, ..Model::PLAIN },
+            &[light.clone(), neighbour.clone(), neighbour],
+        );
         assert!(got[0].operations > 5, "{} operations in 20 s", got[0].operations);
     }
 }
@@ -172,5 +215,9 @@ fn what_was_done_alone_is_no_debt() {
         (0..1000).for_each(|_| share.done(now, share.sync(now)));
     }
     let got = simulation.run(20 * S, 21 * S);
-    assert!(got[0].operations > 1_200, "{} of 2,000: it pays for what it did alone", got[0].operations);
+    assert!(
+        got[0].operations > 1_200,
+        "{} of 2,000: it pays for what it did alone",
+        got[0].operations
+    );
 }

@@ -1,14 +1,17 @@
 //! A simulated device and its guests: time is what the events say.
 //!
-//! The device has a number of servers, and takes what comes first. Guests keep a number of operations under way, and ask for
-//! the next one when one ends (and they have thought for a while).
+//! The device has a number of servers, and takes what comes first. Guests keep a number of
+//! operations under way, and ask for the next one when one ends (and they have thought for a
+//! while).
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::task::{Wake, Waker};
 
-use blockyard_sched::{Calibration, Class, Costs, Figures, Grant, Host, Kind, Knobs, Means, Operation, Share, Slot};
+use blockyard_sched::{
+    Calibration, Class, Costs, Figures, Grant, Host, Kind, Knobs, Means, Operation, Share, Slot,
+};
 
 pub const MS: u64 = 1_000_000;
 pub const S: u64 = 1_000 * MS;
@@ -30,7 +33,15 @@ pub struct Guest {
 impl Guest {
     pub fn reads(depth: usize) -> Self {
         let (knobs, group, think) = Default::default();
-        Guest { knobs, group, depth, think, work: vec![(Kind::Read, 4096)], from: 0, until: u64::MAX }
+        Guest {
+            knobs,
+            group,
+            depth,
+            think,
+            work: vec![(Kind::Read, 4096)],
+            from: 0,
+            until: u64::MAX,
+        }
     }
 
     pub fn weighing(self, weight: u32) -> Self {
@@ -70,8 +81,15 @@ pub struct Model {
 }
 
 impl Model {
-    pub const PLAIN: Model =
-        Model { servers: 16, time: MS, per_mib: 0, spread: 0, scheduled: true, calibrated: false, span: 5 * S };
+    pub const PLAIN: Model = Model {
+        servers: 16,
+        time: MS,
+        per_mib: 0,
+        spread: 0,
+        scheduled: true,
+        calibrated: false,
+        span: 5 * S,
+    };
 
     /// The device's costs are what its servers take, divided by their number.
     pub fn costs(&self) -> Costs {
@@ -100,7 +118,8 @@ struct Random(u64);
 
 impl Random {
     fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((u128::from(self.0) * u128::from(bound)) >> 64) as u64
     }
 }
@@ -158,7 +177,8 @@ impl Simulation {
         };
         let means = Means { class: Class { queue: model.time, ..Class::FLASH }, calibration };
         let device = model.scheduled.then_some(("model", &means));
-        let share = |g: &Guest| host.share(device, g.group.as_ref().map(|(name, k)| (*name, k)), &g.knobs);
+        let share =
+            |g: &Guest| host.share(device, g.group.as_ref().map(|(name, k)| (*name, k)), &g.knobs);
         let shares: Vec<_> = guests.iter().map(share).collect();
         let mut simulation = Simulation {
             model,
@@ -178,7 +198,9 @@ impl Simulation {
         };
         for (at, guest) in guests.iter().enumerate() {
             // A little apart, as guests are.
-            (0..guest.depth).for_each(|n| simulation.at(guest.from + (n as u64) * 1_000 + at as u64, Event::Ask(at)));
+            (0..guest.depth).for_each(|n| {
+                simulation.at(guest.from + (n as u64) * 1_000 + at as u64, Event::Ask(at))
+            });
         }
         simulation
     }

@@ -1,6 +1,7 @@
 //! The lock of an image file, and how long a start waits for it.
 //!
-//! What must hold: a lock that a living process has is reported soon; one that a killed process left behind is waited for.
+//! What must hold: a lock that a living process has is reported soon; one that a killed process
+//! left behind is waited for.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -9,8 +10,9 @@ use std::time::{Duration, Instant};
 
 use blockyard_ring::host::{self, Holder, Lock};
 
-/// How long the lock of a killed process may stay. The kernel takes an io_uring apart after its process has ended, and each
-/// request that is still on its way to a device keeps the file, and so its lock: on a slow device for many seconds.
+/// How long the lock of a killed process may stay. The kernel takes an io_uring apart after its
+/// process has ended, and each request that is still on its way to a device keeps the file, and so
+/// its lock: on a slow device for many seconds.
 const LINGER: Duration = Duration::from_secs(30);
 /// Time after which the log says what the start waits for.
 const QUIET: Duration = Duration::from_secs(1);
@@ -39,8 +41,8 @@ pub fn take_lock(path: &Path, fd: BorrowedFd<'_>, lock: Lock) -> Result<(), Lock
     wait_for_lock(path, attempt, || host::holders(fd), pause)
 }
 
-/// A killed process keeps its lock until its last request is done: as long as no living holder is seen the lock is tried
-/// again. `pause` waits, and returns the time since the start.
+/// A killed process keeps its lock until its last request is done: as long as no living holder is
+/// seen the lock is tried again. `pause` waits, and returns the time since the start.
 fn wait_for_lock(
     path: &Path,
     mut attempt: impl FnMut() -> io::Result<bool>,
@@ -59,7 +61,9 @@ fn wait_for_lock(
         }
         if ends && waited >= QUIET && !std::mem::replace(&mut told, true) {
             let (path, holder, limit) = (path.display(), named(&holders), LINGER.as_secs());
-            tracing::warn!("image {path}: waiting up to {limit} s for its lock, which {holder} still has");
+            tracing::warn!(
+                "image {path}: waiting up to {limit} s for its lock, which {holder} still has"
+            );
         }
         waited = pause();
     }
@@ -68,10 +72,13 @@ fn wait_for_lock(
 /// The holders of a lock, for a message.
 fn named(holders: &[Holder]) -> String {
     if holders.is_empty() {
-        // /proc does not show processes of other users and containers, nor what a process that has ended left behind.
+        // /proc does not show processes of other users and containers, nor what a process that has
+        // ended left behind.
         return "another process, or the last requests of one that was killed".into();
     }
-    let name = |holder: &Holder| format!("{holder}{}", if holder.leaving { ", which is ending" } else { "" });
+    let name = |holder: &Holder| {
+        format!("{holder}{}", if holder.leaving { ", which is ending" } else { "" })
+    };
     holders.iter().map(name).collect::<Vec<_>>().join(", ")
 }
 

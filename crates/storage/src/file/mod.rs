@@ -5,7 +5,8 @@
 //!   record   which overlay a live snapshot has put on a file
 //!   id       which file it is, whatever names it has
 //! ```
-//! In: a path or a descriptor. Out: an open, locked file; and [`HostFile`], which is the same on one reactor.
+//! In: a path or a descriptor. Out: an open, locked file; and [`HostFile`], which is the same on
+//! one reactor.
 
 use std::future::Future;
 use std::io;
@@ -38,7 +39,11 @@ pub struct HostFile {
 /// Each method gives the file's own future, so that the wrapper costs a request nothing.
 impl Storage for HostFile {
     #[inline]
-    fn read(&self, segments: Segments, offset: u64) -> impl Future<Output = (Segments, io::Result<usize>)> {
+    fn read(
+        &self,
+        segments: Segments,
+        offset: u64,
+    ) -> impl Future<Output = (Segments, io::Result<usize>)> {
         self.file.read(segments, offset)
     }
 
@@ -64,7 +69,12 @@ impl Storage for HostFile {
         self.file.zero(offset, len, unmap)
     }
 
-    fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> impl Future<Output = io::Result<()>> {
+    fn zero_fast(
+        &self,
+        offset: u64,
+        len: u64,
+        unmap: bool,
+    ) -> impl Future<Output = io::Result<()>> {
         self.file.zero_fast(offset, len, unmap)
     }
 
@@ -114,7 +124,11 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool)
     let kind = FileType::from_raw_mode(stat.st_mode);
     if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
         let source = io::Error::new(io::ErrorKind::InvalidInput, format!("it is a {kind:?}"));
-        return Err(OpenError::Open { path: path.into(), hint: "it must be a regular file or a block device", source });
+        return Err(OpenError::Open {
+            path: path.into(),
+            hint: "it must be a regular file or a block device",
+            source,
+        });
     }
     if options.cache.direct() {
         match open(flags | OFlags::DIRECT) {
@@ -122,7 +136,11 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool)
             Err(rustix::io::Errno::INVAL) => tracing::warn!(
                 "image {}: its file system has no O_DIRECT: using the host's page cache (as cache mode {} would)",
                 path.display(),
-                if options.cache.write_back() { CacheMode::Writeback } else { CacheMode::Writethrough },
+                if options.cache.write_back() {
+                    CacheMode::Writeback
+                } else {
+                    CacheMode::Writethrough
+                },
             ),
             Err(e) => return Err(explain(path, options.read_only, e.into())),
         }
@@ -133,9 +151,15 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool)
 fn explain(path: &Path, read_only: bool, source: io::Error) -> OpenError {
     let hint = match source.kind() {
         io::ErrorKind::NotFound => "there is no such file",
-        io::ErrorKind::PermissionDenied if read_only => "no permission to read it (see its owner and mode)",
-        io::ErrorKind::PermissionDenied => "no permission to open it for writing (see its owner and mode)",
-        io::ErrorKind::ReadOnlyFilesystem => "it lies on a read-only file system, and is opened for writing",
+        io::ErrorKind::PermissionDenied if read_only => {
+            "no permission to read it (see its owner and mode)"
+        }
+        io::ErrorKind::PermissionDenied => {
+            "no permission to open it for writing (see its owner and mode)"
+        }
+        io::ErrorKind::ReadOnlyFilesystem => {
+            "it lies on a read-only file system, and is opened for writing"
+        }
         io::ErrorKind::IsADirectory => "it is a folder",
         _ => "cannot open it",
     };
@@ -143,19 +167,29 @@ fn explain(path: &Path, read_only: bool, source: io::Error) -> OpenError {
 }
 
 impl OpenOptions {
-    /// Returns an error if a live snapshot has put an overlay on the file and this open may not write beneath it.
+    /// Returns an error if a live snapshot has put an overlay on the file and this open may not
+    /// write beneath it.
     pub(crate) fn judge_record(&self, fd: &OwnedFd) -> Result<(), OpenError> {
         let path = self.path.clone();
-        let failed = |operation| move |source| OpenError::Io { path: self.path.clone(), operation, source };
+        let failed =
+            |operation| move |source| OpenError::Io { path: self.path.clone(), operation, source };
         let read = record::read(fd, &path).map_err(failed("reading the record of its overlay"))?;
         let Some(overlay) = read else { return Ok(()) };
         match &self.overlaid {
             Overlaid::Abandon => {
                 record::remove(fd).map_err(failed("removing the record of its overlay"))?;
-                tracing::warn!("image {}: overlay {} is given up", path.display(), overlay.display());
+                tracing::warn!(
+                    "image {}: overlay {} is given up",
+                    path.display(),
+                    overlay.display()
+                );
                 Ok(())
             }
-            Overlaid::Below(overlays) if overlays.iter().any(|known| is_same_file(known, &overlay)) => Ok(()),
+            Overlaid::Below(overlays)
+                if overlays.iter().any(|known| is_same_file(known, &overlay)) =>
+            {
+                Ok(())
+            }
             Overlaid::Below(_) | Overlaid::Refuse => Err(OpenError::Overlaid { path, overlay }),
         }
     }

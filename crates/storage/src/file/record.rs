@@ -1,10 +1,10 @@
 //! The record of a live snapshot: which overlay lies on an image, kept with the image's file.
 //!
-//! A live snapshot moves a disk to a new overlay, but configurations still name the old image. A server that writes to the
-//! old image changes what the overlay shows.
-//! In: an open file. Out: the extended attribute [`ATTRIBUTE`], which holds the overlay's path.
-//! What must hold: the record is durable before a guest's first write goes to the overlay. It belongs to the file, follows
-//! a rename, works for every format, and other programs ignore it.
+//! A live snapshot moves a disk to a new overlay, but configurations still name the old image. A
+//! server that writes to the old image changes what the overlay shows. In: an open file. Out: the
+//! extended attribute [`ATTRIBUTE`], which holds the overlay's path. What must hold: the record is
+//! durable before a guest's first write goes to the overlay. It belongs to the file, follows a
+//! rename, works for every format, and other programs ignore it.
 
 use std::ffi::OsStr;
 use std::io;

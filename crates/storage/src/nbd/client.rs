@@ -5,16 +5,19 @@
 //!              ▲                                          │
 //!              └──────── the connection is lost ──────────┘
 //! ```
-//! One task, the driver, connects, sends, receives and watches. Requests wait while it connects again, and are sent anew.
-//! What must hold:
-//! - A connection that ends between two requests is made anew at once, once, and nobody waits for that.
-//! - Waiting ends: without any progress for [`Options::reconnect`](super::Options::reconnect) all that wait fail, and what
-//!   comes then fails at once, until a connection is back. Progress is an answer, not a connection.
-//! - A write that was acknowledged and not flushed when the connection was lost may be lost with the server: from then on
-//!   nothing is written, and flushes fail ([`Export::lose`]). So it is when the server falls silent with a write on its way,
-//!   which it might still do after a later one.
-//! - A receiver and a sender that have begun are let run out (the socket is shut down), never dropped: what they move belongs
-//!   to requests that are sent again.
+//! One task, the driver, connects, sends, receives and watches. Requests wait while it connects
+//! again, and are sent anew. What must hold:
+//! - A connection that ends between two requests is made anew at once, once, and nobody waits for
+//!   that.
+//! - Waiting ends: without any progress for [`Options::reconnect`](super::Options::reconnect) all
+//!   that wait fail, and what comes then fails at once, until a connection is back. Progress is an
+//!   answer, not a connection.
+//! - A write that was acknowledged and not flushed when the connection was lost may be lost with
+//!   the server: from then on nothing is written, and flushes fail ([`Export::lose`]). So it is
+//!   when the server falls silent with a write on its way, which it might still do after a later
+//!   one.
+//! - A receiver and a sender that have begun are let run out (the socket is shut down), never
+//!   dropped: what they move belongs to requests that are sent again.
 
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
@@ -171,7 +174,10 @@ impl Inner {
                 }
                 Err(why) if self.unasked.take() => {
                     if !self.ended.get() {
-                        tracing::warn!("image {}: {why}: tried again when something is asked for", self.export.uri);
+                        tracing::warn!(
+                            "image {}: {why}: tried again when something is asked for",
+                            self.export.uri
+                        );
                     }
                     self.trouble.set(None);
                     self.pause.set(Duration::ZERO);
@@ -203,7 +209,8 @@ impl Inner {
         let options = self.export.options;
         let began = Instant::now();
         // Once it was given up: one try at a time.
-        let patience = if self.down.borrow().is_some() { Duration::ZERO } else { options.reconnect };
+        let patience =
+            if self.down.borrow().is_some() { Duration::ZERO } else { options.reconnect };
         loop {
             let deadline = || self.trouble.get().unwrap_or(began) + patience;
             let pause = self.pause.get().min(deadline().saturating_duration_since(Instant::now()));
@@ -241,7 +248,8 @@ impl Inner {
         self.progress.set(Instant::now());
         *self.socket.borrow_mut() = Some((socket.clone(), terms.clone()));
         let receiver = Receiver::new(self, &socket, &terms);
-        let (mut sending, mut receiving) = (pin!(self.send_all(&socket, &terms)), pin!(receiver.run()));
+        let (mut sending, mut receiving) =
+            (pin!(self.send_all(&socket, &terms)), pin!(receiver.run()));
         let (mut watching, mut reason) = (pin!(self.watch(&socket)), None::<String>);
         let (mut sent, mut received) = (false, false);
         let why = poll_fn(|cx| {
@@ -250,7 +258,8 @@ impl Inner {
             }
             if !received && let Poll::Ready(why) = receiving.as_mut().poll(cx) {
                 // What is read of the end says more than what is written.
-                (received, reason) = (true, Some(why).filter(|_| !self.broken.get()).or(reason.take()));
+                (received, reason) =
+                    (true, Some(why).filter(|_| !self.broken.get()).or(reason.take()));
             }
             if reason.is_none()
                 && let Poll::Ready(why) = watching.as_mut().poll(cx)
@@ -262,7 +271,11 @@ impl Inner {
                 self.break_off();
                 cx.waker().wake_by_ref();
             }
-            if sent && received { Poll::Ready(reason.take().unwrap_or_default()) } else { Poll::Pending }
+            if sent && received {
+                Poll::Ready(reason.take().unwrap_or_default())
+            } else {
+                Poll::Pending
+            }
         });
         let why = why.await;
         self.socket.take();
@@ -308,7 +321,8 @@ impl Inner {
             } else {
                 0
             };
-            let request = wire::Request { flags: flags | more, command, cookie: slot.cookie, offset, len };
+            let request =
+                wire::Request { flags: flags | more, command, cookie: slot.cookie, offset, len };
             request.put(terms.headers, &mut headers);
             let mut data = Segments::default();
             if command == cmd::WRITE {
@@ -344,7 +358,10 @@ impl Inner {
         if slots.busy() == 0 && self.trouble.get().is_none() {
             // A server that lets go of whoever asks for nothing is not to be asked for ever.
             if !self.used.get() {
-                return tracing::info!("image {}: {why}: connecting when something is asked for", self.export.uri);
+                return tracing::info!(
+                    "image {}: {why}: connecting when something is asked for",
+                    self.export.uri
+                );
             }
             self.unasked.set(true);
         }
@@ -365,7 +382,8 @@ impl Inner {
 
     /// What waits fails, and so does what comes, until the next try.
     fn give_up(&self, why: String) {
-        let again = Instant::now() + LONGEST_PAUSE.min(self.export.options.reconnect.max(FIRST_PAUSE));
+        let again =
+            Instant::now() + LONGEST_PAUSE.min(self.export.options.reconnect.max(FIRST_PAUSE));
         self.down.replace(Some((why.clone(), again)));
         if !self.given_up.replace(true) && !self.ended.get() {
             let limit = self.export.options.reconnect.as_secs_f32();

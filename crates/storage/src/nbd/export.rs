@@ -1,6 +1,7 @@
 //! An export as all its connections know it: its facts, and what may be lost.
 //!
-//! What must hold: a new connection is as good as the first was; what was acknowledged and may be lost stays lost.
+//! What must hold: a new connection is as good as the first was; what was acknowledged and may be
+//! lost stays lost.
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -19,7 +20,8 @@ use crate::storage::Capabilities;
 pub struct Options {
     /// How long requests wait for a lost connection to come back.
     pub reconnect: Duration,
-    /// How long a server may take for an answer, before the connection counts as lost; and for opening one.
+    /// How long a server may take for an answer, before the connection counts as lost; and for
+    /// opening one.
     pub timeout: Duration,
 }
 
@@ -78,7 +80,8 @@ impl Export {
         }
     }
 
-    /// What was acknowledged may be gone: nothing is written any more until the image is opened anew.
+    /// What was acknowledged may be gone: nothing is written any more until the image is opened
+    /// anew.
     pub fn lose(&self, why: &str) {
         let why = format!("{why}: what was acknowledged since the last flush may be lost");
         if self.lost.set(why).is_ok() {
@@ -94,12 +97,16 @@ impl Export {
     pub fn check(&self, new: &Terms) -> Result<(), NbdError> {
         let old = &self.terms;
         if new.size != old.size {
-            return Err(unsuitable(format!("the export has {} bytes now, and had {}", new.size, old.size)));
+            return Err(unsuitable(format!(
+                "the export has {} bytes now, and had {}",
+                new.size, old.size
+            )));
         }
         if new.minimum > old.minimum || new.maximum < old.maximum {
             return Err(unsuitable("the server has other limits for requests now"));
         }
-        let needed = export::SEND_FLUSH | export::SEND_FUA | export::SEND_TRIM | export::SEND_WRITE_ZEROES;
+        let needed =
+            export::SEND_FLUSH | export::SEND_FUA | export::SEND_TRIM | export::SEND_WRITE_ZEROES;
         if !self.read_only && (new.has(export::READ_ONLY) || old.flags & needed & !new.flags != 0) {
             return Err(unsuitable("the export can do less now than when it was opened (flags)"));
         }

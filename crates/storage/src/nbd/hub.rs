@@ -1,7 +1,8 @@
 //! One connection for all reactors: a thread of its own has it, and does what they ask.
 //!
-//! In: work, from any reactor. Out: its answer. Data are copied on the way, for memory of a reactor stays on its thread.
-//! What must hold: whoever asks gets an answer, or learns that there will be none.
+//! In: work, from any reactor. Out: its answer. Data are copied on the way, for memory of a reactor
+//! stays on its thread. What must hold: whoever asks gets an answer, or learns that there will be
+//! none.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -39,7 +40,10 @@ impl Hub {
             }
             CLIENT.take();
         })?;
-        receiver.recv().map_err(|_| io::Error::other("the thread of its connection has ended"))?.map(Hub)
+        receiver
+            .recv()
+            .map_err(|_| io::Error::other("the thread of its connection has ended"))?
+            .map(Hub)
     }
 
     /// Runs `work` where the connection is.
@@ -61,7 +65,9 @@ impl Hub {
             let mut state = answer.state();
             match state.value.take() {
                 Some(value) => Poll::Ready(Ok(value)),
-                None if state.ended => Poll::Ready(Err(io::Error::other("the connection's thread has ended"))),
+                None if state.ended => {
+                    Poll::Ready(Err(io::Error::other("the connection's thread has ended")))
+                }
                 None => {
                     state.waker = Some(cx.waker().clone());
                     Poll::Pending

@@ -8,9 +8,10 @@
 //!   state      what a client's parts share
 //!   storage    `Storage` over all of it
 //! ```
-//! In: a URI, and reads, writes, zeroes, trims and flushes. Out: the same on the server. What must hold: nothing that the
-//! server says is believed before it is checked; a server that lies, drips or falls silent costs bounded memory and time;
-//! what it acknowledged and may have lost is never called durable.
+//! In: a URI, and reads, writes, zeroes, trims and flushes. Out: the same on the server. What must
+//! hold: nothing that the server says is believed before it is checked; a server that lies, drips
+//! or falls silent costs bounded memory and time; what it acknowledged and may have lost is never
+//! called durable.
 
 use std::io;
 use std::sync::Arc;

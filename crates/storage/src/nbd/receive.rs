@@ -1,9 +1,10 @@
 //! Replies: read, checked, and put where they belong.
 //!
-//! In: the server's bytes. Out: requests that are answered, with their data in their own segments. Headers and small data are
-//! read many at a time, into a buffer; what is large goes straight to the request, together with what follows it.
-//! What must hold: each chunk answers a request that is on its way, lies inside it, and all its bytes come, once; an answer
-//! that is none ends the connection. Nothing is allocated by a length that was not checked.
+//! In: the server's bytes. Out: requests that are answered, with their data in their own segments.
+//! Headers and small data are read many at a time, into a buffer; what is large goes straight to
+//! the request, together with what follows it. What must hold: each chunk answers a request that is
+//! on its way, lies inside it, and all its bytes come, once; an answer that is none ends the
+//! connection. Nothing is allocated by a length that was not checked.
 
 use std::io;
 
@@ -39,7 +40,15 @@ type Broken = String;
 
 impl<'a> Receiver<'a> {
     pub fn new(client: &'a Inner, socket: &'a Link, terms: &'a Terms) -> Self {
-        Receiver { client, socket, terms, buffer: Segments::buffer(BUFFER), from: 0, to: 0, moved: 0 }
+        Receiver {
+            client,
+            socket,
+            terms,
+            buffer: Segments::buffer(BUFFER),
+            from: 0,
+            to: 0,
+            moved: 0,
+        }
     }
 
     /// Until the connection is lost; says why.
@@ -71,7 +80,9 @@ impl<'a> Receiver<'a> {
         let reply = SimpleReply::parse(&bytes).map_err(not_a_reply)?;
         let (index, ask) = self.request(reply.cookie)?;
         let reads = ask.command == cmd::READ;
-        if self.terms.headers == Headers::Extended || reads && self.terms.headers == Headers::Structured {
+        if self.terms.headers == Headers::Extended
+            || reads && self.terms.headers == Headers::Structured
+        {
             return Err("the server answers by a simple reply where it may not".into());
         }
         if reply.error != 0 {
@@ -95,15 +106,25 @@ impl<'a> Receiver<'a> {
         let chunk = Chunk::parse(headers, &bytes[..size]).map_err(not_a_reply)?;
         let (index, ask) = self.request(chunk.cookie)?;
         if headers == Headers::Extended && chunk.offset != ask.offset {
-            return Err(format!("the answer to a request at {} names {}", ask.offset, chunk.offset));
+            return Err(format!(
+                "the answer to a request at {} names {}",
+                ask.offset, chunk.offset
+            ));
         }
         match chunk.kind {
             chunk::NONE if chunk.len == 0 => {}
-            chunk::OFFSET_DATA if ask.command == cmd::READ => self.data(index, ask, chunk.len).await?,
+            chunk::OFFSET_DATA if ask.command == cmd::READ => {
+                self.data(index, ask, chunk.len).await?
+            }
             chunk::OFFSET_HOLE if ask.command == cmd::READ && chunk.len == 12 => {
                 self.have(12).await?;
                 let bytes = self.take::<12>();
-                let at = self.inside(index, ask, wire::u64_at(&bytes, 0), wire::u32_at(&bytes, 8).into())?;
+                let at = self.inside(
+                    index,
+                    ask,
+                    wire::u64_at(&bytes, 0),
+                    wire::u32_at(&bytes, 8).into(),
+                )?;
                 let mut slots = self.client.slots.borrow_mut();
                 slots.get(index).segments.zero(at, wire::u32_at(&bytes, 8) as usize);
             }
@@ -111,7 +132,12 @@ impl<'a> Receiver<'a> {
                 self.status(index, ask, &chunk).await?;
             }
             kind if kind & chunk::IS_ERROR != 0 => self.error(index, &chunk).await?,
-            kind => return Err(format!("a chunk of kind {kind} with {} bytes is no answer here", chunk.len)),
+            kind => {
+                return Err(format!(
+                    "a chunk of kind {kind} with {} bytes is no answer here",
+                    chunk.len
+                ));
+            }
         }
         if chunk.flags & chunk::DONE != 0 {
             self.done(index, ask)?;
@@ -122,12 +148,15 @@ impl<'a> Receiver<'a> {
     fn request(&self, cookie: u64) -> Result<(u32, Ask), Broken> {
         let mut slots = self.client.slots.borrow_mut();
         let found = slots.of_cookie(cookie).map(|(index, ask, _)| (index, ask));
-        found.ok_or_else(|| format!("the server answers a request that was not sent (cookie {cookie:#x})"))
+        found.ok_or_else(|| {
+            format!("the server answers a request that was not sent (cookie {cookie:#x})")
+        })
     }
 
     /// Where a chunk of `len` bytes at `offset` belongs in the request's segments; it is counted.
     fn inside(&self, index: u32, ask: Ask, offset: u64, len: u64) -> Result<usize, Broken> {
-        let wrong = || format!("{len} bytes at {offset} are no answer to {} at {}", ask.len, ask.offset);
+        let wrong =
+            || format!("{len} bytes at {offset} are no answer to {} at {}", ask.len, ask.offset);
         let at = offset.checked_sub(ask.offset).ok_or_else(wrong)?;
         let mut slots = self.client.slots.borrow_mut();
         let slot = slots.get(index);
@@ -135,8 +164,11 @@ impl<'a> Receiver<'a> {
             return Err(wrong());
         }
         if len < ask.len {
-            // Bytes that come twice stand for others that never come, and whose memory holds anything.
-            if slot.parts.iter().any(|(start, end)| at < *end && *start < at + len) || slot.parts.len() >= PARTS_MOST {
+            // Bytes that come twice stand for others that never come, and whose memory holds
+            // anything.
+            if slot.parts.iter().any(|(start, end)| at < *end && *start < at + len)
+                || slot.parts.len() >= PARTS_MOST
+            {
                 return Err(wrong());
             }
             slot.parts.push((at, at + len));
@@ -163,21 +195,26 @@ impl<'a> Receiver<'a> {
         }
         let bytes = self.bytes(chunk.len as usize).await?;
         let said = usize::from(u16::from_be_bytes([bytes[4], bytes[5]]));
-        let message = bytes[6..].get(..said).ok_or("an error's message is longer than the error")?;
+        let message =
+            bytes[6..].get(..said).ok_or("an error's message is longer than the error")?;
         self.fail(index, wire::u32_at(&bytes, 0), &printable(message));
         Ok(())
     }
 
     async fn status(&mut self, index: u32, ask: Ask, chunk: &Chunk) -> Result<(), Broken> {
         let extended = self.terms.headers == Headers::Extended;
-        let (kind, head, each) = if extended { (chunk::BLOCK_STATUS_EXT, 8, 16) } else { (chunk::BLOCK_STATUS, 4, 8) };
+        let (kind, head, each) =
+            if extended { (chunk::BLOCK_STATUS_EXT, 8, 16) } else { (chunk::BLOCK_STATUS, 4, 8) };
         let whole = chunk.len >= head + each && (chunk.len - head).is_multiple_of(each);
         if chunk.kind != kind || !whole || chunk.len > STATUS_MOST {
             return Err(format!("a status of {} bytes is none", chunk.len));
         }
         let bytes = self.bytes(chunk.len as usize).await?;
         if Some(wire::u32_at(&bytes, 0)) != self.terms.allocation {
-            return Err(format!("a status of meta context {} was not asked for", wire::u32_at(&bytes, 0)));
+            return Err(format!(
+                "a status of meta context {} was not asked for",
+                wire::u32_at(&bytes, 0)
+            ));
         }
         let (mut pieces, mut left) = (Vec::<Piece>::new(), ask.len);
         for piece in bytes[head as usize..].chunks_exact(each as usize) {

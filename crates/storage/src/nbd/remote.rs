@@ -1,8 +1,10 @@
-//! One export of a server, as an image that is open: what is known of it, and what all reactors share.
+//! One export of a server, as an image that is open: what is known of it, and what all reactors
+//! share.
 //!
 //! In: a URI. Out: facts, and the hub. What must hold: an export that is written to has one
-//! connection at a time, so that its flush covers all that was acknowledged; so has one whose server does not promise that
-//! several are as good as one (NBD_FLAG_CAN_MULTI_CONN). Then reactors go through a [`Hub`].
+//! connection at a time, so that its flush covers all that was acknowledged; so has one whose
+//! server does not promise that several are as good as one (NBD_FLAG_CAN_MULTI_CONN). Then reactors
+//! go through a [`Hub`].
 
 use std::io;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -34,10 +36,15 @@ impl Remote {
                 return Err(NbdError::new(Kind::ReadOnly, "the server offers it for reading only"));
             }
             if terms.size % crate::SECTOR != 0 {
-                return Err(unsuitable(format!("its {} bytes are no whole sectors: it can be read only", terms.size)));
+                return Err(unsuitable(format!(
+                    "its {} bytes are no whole sectors: it can be read only",
+                    terms.size
+                )));
             }
             if !terms.has(export::SEND_FLUSH) {
-                tracing::warn!("image {uri}: the server offers no flush: what it has answered counts as durable");
+                tracing::warn!(
+                    "image {uri}: the server offers no flush: what it has answered counts as durable"
+                );
             }
         }
         let (idle, lost) = (Mutex::new(Some(dialed)), OnceLock::new());

@@ -1,8 +1,8 @@
 //! The requests of one reactor that a server has not answered yet.
 //!
-//! In: a request and its segments. Out: a slot, known by the low half of its cookie on the wire. What must hold: a slot keeps
-//! its segments until it is answered, or sent to nobody any more, whoever stops waiting for it; each sending has a cookie of
-//! its own.
+//! In: a request and its segments. Out: a slot, known by the low half of its cookie on the wire.
+//! What must hold: a slot keeps its segments until it is answered, or sent to nobody any more,
+//! whoever stops waiting for it; each sending has a cookie of its own.
 
 use std::collections::VecDeque;
 use std::io;
@@ -84,7 +84,8 @@ impl Slots {
             self.slots.push(Slot::default());
             (self.slots.len() - 1) as u32
         });
-        self.slots[index as usize] = Slot { ask: Some(ask), segments, state: State::Waiting, ..Slot::default() };
+        self.slots[index as usize] =
+            Slot { ask: Some(ask), segments, state: State::Waiting, ..Slot::default() };
         self.to_send.push_back(index);
         self.busy += 1;
         index
@@ -157,15 +158,22 @@ impl Slots {
 
     /// When the oldest one was sent that is not answered.
     pub fn oldest(&self) -> Option<Instant> {
-        self.slots.iter().filter(|slot| slot.state == State::Sent).filter_map(|slot| slot.since).min()
+        self.slots
+            .iter()
+            .filter(|slot| slot.state == State::Sent)
+            .filter_map(|slot| slot.since)
+            .min()
     }
 
     /// Whether one that was sent and not answered is a `command` of these.
     pub fn any_sent(&self, is: impl Fn(u16) -> bool) -> bool {
-        self.slots.iter().any(|slot| slot.state == State::Sent && slot.ask.is_some_and(|ask| is(ask.command)))
+        self.slots
+            .iter()
+            .any(|slot| slot.state == State::Sent && slot.ask.is_some_and(|ask| is(ask.command)))
     }
 
-    /// The connection is gone: what was sent is sent again, in the order of before, unless nobody waits for it.
+    /// The connection is gone: what was sent is sent again, in the order of before, unless nobody
+    /// waits for it.
     pub fn send_again(&mut self) {
         let sent: Vec<_> = self.indices(State::Sent);
         for index in sent {

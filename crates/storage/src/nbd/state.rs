@@ -1,4 +1,5 @@
-//! What the parts of a client share: the one that sends, the one that receives, and the one that watches.
+//! What the parts of a client share: the one that sends, the one that receives, and the one that
+//! watches.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -40,7 +41,8 @@ pub(super) struct Inner {
     /// Requests fail at once: why, and when to try again.
     pub(super) down: RefCell<Option<(String, Instant)>>,
     pub(super) try_again: Cell<bool>,
-    /// A connection is made that nobody waits for: the last one was of use, and ended between two requests.
+    /// A connection is made that nobody waits for: the last one was of use, and ended between two
+    /// requests.
     pub(super) unasked: Cell<bool>,
     /// That was told already.
     pub(super) given_up: Cell<bool>,
@@ -79,7 +81,11 @@ impl Inner {
         let mut slots = self.slots.borrow_mut();
         let slot = slots.get(index);
         match slot.ask {
-            Some(ask) if slot.error.is_none() && changes(ask.command) && ask.flags & wire::flag::FUA == 0 => {
+            Some(ask)
+                if slot.error.is_none()
+                    && changes(ask.command)
+                    && ask.flags & wire::flag::FUA == 0 =>
+            {
                 self.acknowledged.set(self.acknowledged.get() + 1);
             }
             Some(Ask { command: cmd::FLUSH, .. }) => match &slot.error {
@@ -95,7 +101,11 @@ impl Inner {
         if let Some(since) = self.trouble.take() {
             self.pause.set(Duration::ZERO);
             self.given_up.set(false);
-            tracing::info!("image {}: connected again after {:.1} s", self.export.uri, since.elapsed().as_secs_f32());
+            tracing::info!(
+                "image {}: connected again after {:.1} s",
+                self.export.uri,
+                since.elapsed().as_secs_f32()
+            );
         }
     }
 }

@@ -1,8 +1,8 @@
 //! `Storage` over an NBD export.
 //!
-//! In: what images ask of a file. Out: requests that the server takes: in its blocks, not larger than it likes them.
-//! What must hold: a durable write is durable by the server's word (FUA, or a flush after it); nothing is asked for that the
-//! server does not offer.
+//! In: what images ask of a file. Out: requests that the server takes: in its blocks, not larger
+//! than it likes them. What must hold: a durable write is durable by the server's word (FUA, or a
+//! flush after it); nothing is asked for that the server does not offer.
 
 use std::cell::RefCell;
 use std::io;
@@ -70,7 +70,9 @@ impl Nbd {
         if let Some(client) = &self.client {
             return client.ask(ask, segments).await;
         }
-        let Some(hub) = self.remote.hub() else { return (segments, Err(io::Error::other("it has no connection"))) };
+        let Some(hub) = self.remote.hub() else {
+            return (segments, Err(io::Error::other("it has no connection")));
+        };
         let (len, reads) = (segments.len(), ask.command == cmd::READ);
         let mut data = Vec::new();
         if ask.command == cmd::WRITE {
@@ -106,7 +108,11 @@ impl Nbd {
             done += len;
         }
         let work = parts.into_iter().map(async |(at, part)| {
-            let piece = if moves { segments.slice(at as usize, part.len as usize) } else { Segments::default() };
+            let piece = if moves {
+                segments.slice(at as usize, part.len as usize)
+            } else {
+                Segments::default()
+            };
             self.ask(part, piece).await.1.map(|_| ())
         });
         join::all(AT_A_TIME, work).await
@@ -120,9 +126,16 @@ impl Nbd {
 
     fn may_write(&self, flag: u16) -> io::Result<()> {
         if self.remote.export().read_only {
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it is open for reading only"));
+            return Err(io::Error::new(
+                io::ErrorKind::PermissionDenied,
+                "it is open for reading only",
+            ));
         }
-        if flag != 0 && !self.terms().has(flag) { Err(io::ErrorKind::Unsupported.into()) } else { Ok(()) }
+        if flag != 0 && !self.terms().has(flag) {
+            Err(io::ErrorKind::Unsupported.into())
+        } else {
+            Ok(())
+        }
     }
 
     /// How many of `len` bytes from `offset` there are.
@@ -135,10 +148,16 @@ impl Nbd {
         if let Some(known) = self.known.borrow().find(offset) {
             return Ok(known);
         }
-        let ask = Ask { command: cmd::BLOCK_STATUS, flags: 0, offset, len: self.there(offset, RANGE_MOST) };
+        let ask = Ask {
+            command: cmd::BLOCK_STATUS,
+            flags: 0,
+            offset,
+            len: self.there(offset, RANGE_MOST),
+        };
         let pieces = self.ask(ask, Segments::default()).await.1?;
         let known = Known { start: offset, pieces };
-        let found = known.find(offset).ok_or_else(|| io::Error::other("the server's status is empty"));
+        let found =
+            known.find(offset).ok_or_else(|| io::Error::other("the server's status is empty"));
         // What can be written to may be data in a moment, by whichever reactor.
         if self.remote.export().read_only {
             *self.known.borrow_mut() = known;
@@ -177,13 +196,21 @@ impl Storage for Nbd {
         (segments, result.map(|()| here as usize))
     }
 
-    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+    async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<usize>) {
         let (len, most) = (segments.len() as u64, u64::from(self.terms().maximum));
         if let Err(e) = self.may_write(0) {
             return (segments, Err(e));
         }
         if self.there(offset, len) < len {
-            return (segments, Err(io::Error::new(io::ErrorKind::InvalidInput, "behind the end of the export")));
+            return (
+                segments,
+                Err(io::Error::new(io::ErrorKind::InvalidInput, "behind the end of the export")),
+            );
         }
         let fua = durable && self.terms().has(export::SEND_FUA);
         let ask = Ask { command: cmd::WRITE, flags: if fua { flag::FUA } else { 0 }, offset, len };
@@ -226,7 +253,8 @@ impl Storage for Nbd {
     async fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.may_write(export::SEND_FAST_ZERO)?;
         let ask = self.zeroes(flag::FAST_ZERO, offset, len, unmap)?;
-        // The one request that the largest size of data does not bind, so that it is refused as a whole, or done.
+        // The one request that the largest size of data does not bind, so that it is refused as a
+        // whole, or done.
         let done = self.ask_in_parts(ask, &Segments::default(), RANGE_MOST).await;
         let too_long = ask.len > self.terms().maximum.into();
         done.map_err(|e| match e.kind() {
@@ -238,7 +266,10 @@ impl Storage for Nbd {
     async fn set_len(&self, len: u64) -> io::Result<()> {
         match len == self.terms().size {
             true => Ok(()),
-            false => Err(io::Error::new(io::ErrorKind::Unsupported, "an NBD export has the size that it has")),
+            false => Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "an NBD export has the size that it has",
+            )),
         }
     }
 

@@ -1,8 +1,9 @@
-//! Watches a connection: its server is to answer in time, and to be there also while nothing is asked for.
+//! Watches a connection: its server is to answer in time, and to be there also while nothing is
+//! asked for.
 //!
-//! In: the requests that are on their way, and when something last came. Out: why the connection is of no more use. What must hold:
-//! an idle connection wakes nobody, and its end is seen within twice [`LOOK`]; who asks for one thing after another pays for a timer a
-//! second.
+//! In: the requests that are on their way, and when something last came. Out: why the connection is
+//! of no more use. What must hold: an idle connection wakes nobody, and its end is seen within
+//! twice [`LOOK`]; who asks for one thing after another pays for a timer a second.
 
 use std::future::poll_fn;
 use std::task::Poll;
@@ -40,7 +41,10 @@ impl Inner {
                 continue;
             }
             if self.slots.borrow().any_sent(changes) {
-                self.export.lose(&format!("the server has not answered a write for {} s", limit.as_secs_f32()));
+                self.export.lose(&format!(
+                    "the server has not answered a write for {} s",
+                    limit.as_secs_f32()
+                ));
             }
             return format!("the server has not answered for {} s", limit.as_secs_f32());
         }

@@ -1,8 +1,10 @@
-//! `SimDisk`: operations in flight on a simulated disk, their latency, their faults, and the power cut.
+//! `SimDisk`: operations in flight on a simulated disk, their latency, their faults, and the power
+//! cut.
 //!
-//! In: calls of `Storage`. Out: answers, after a seeded number of the disk's steps. What must hold: an operation makes a
-//! step of the disk whenever it is polled in vain, and asks to be polled again, so the disk goes on for as long as
-//! anybody waits; with the power off nothing lands and nothing is answered any more.
+//! In: calls of `Storage`. Out: answers, after a seeded number of the disk's steps. What must hold:
+//! an operation makes a step of the disk whenever it is polled in vain, and asks to be polled
+//! again, so the disk goes on for as long as anybody waits; with the power off nothing lands and
+//! nothing is answered any more.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -41,8 +43,8 @@ impl SimConfig {
     }
 }
 
-/// The longest that operations take, in steps of the disk; each takes from one step up to this, and one in sixteen takes
-/// eight times as long.
+/// The longest that operations take, in steps of the disk; each takes from one step up to this, and
+/// one in sixteen takes eight times as long.
 #[derive(Clone, Copy, Debug)]
 pub struct Latency {
     pub read: u64,
@@ -80,16 +82,16 @@ impl SimDisk {
         })))
     }
 
-    /// Cuts the power (if it is still on), and gives what a crash here leaves. Asked again, it gives another of the
-    /// many images that the same crash may leave.
+    /// Cuts the power (if it is still on), and gives what a crash here leaves. Asked again, it
+    /// gives another of the many images that the same crash may leave.
     pub fn power_cut(&self) -> SimImage {
         let mut inner = self.0.borrow_mut();
         inner.config.power.cut();
         inner.crash()
     }
 
-    /// With the power off, answers what the cut left without an answer, with errors: so that tasks which may not be
-    /// dropped half-way can end. Whoever judges them looks away.
+    /// With the power off, answers what the cut left without an answer, with errors: so that tasks
+    /// which may not be dropped half-way can end. Whoever judges them looks away.
     pub fn give_up(&self) {
         let mut inner = self.0.borrow_mut();
         assert!(inner.config.power.is_off(), "the power is on");
@@ -146,7 +148,12 @@ impl Storage for SimDisk {
         self.run(Effect::Read { offset, len }, segments).await
     }
 
-    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+    async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<usize>) {
         // The disk reads the caller's memory once, here.
         let mut data = vec![0; segments.len()];
         segments.copy_out(0, &mut data);
@@ -254,8 +261,13 @@ struct Inner {
 }
 
 impl Inner {
-    /// Takes an operation in. When the power goes at this very moment its number is given, but it will not be answered.
-    fn start(&mut self, mut effect: Effect, segments: Segments) -> Result<u64, (Segments, io::Error)> {
+    /// Takes an operation in. When the power goes at this very moment its number is given, but it
+    /// will not be answered.
+    fn start(
+        &mut self,
+        mut effect: Effect,
+        segments: Segments,
+    ) -> Result<u64, (Segments, io::Error)> {
         let (kind, offset, len) = effect.describe();
         if self.config.power.is_off() {
             return Err((segments, no_power()));
@@ -275,11 +287,21 @@ impl Inner {
         }
         let time = self.latency(kind);
         let early = self.rng.one_in(2).then(|| self.step + self.rng.between(1, time));
-        // One step goes by in the poll that starts it: nothing is answered before its task has waited.
+        // One step goes by in the poll that starts it: nothing is answered before its task has
+        // waited.
         let due = (self.step + 1 + time, self.rng.next_u64());
         let fault = self.faults.iter_mut().find_map(|f| f.strikes(kind, offset, len));
         self.trace.push(Trace { step: self.step, op, kind, phase: Phase::Started, offset, len });
-        self.in_flight.push(InFlight { op, effect, segments, sectors, early, due, fault, abandoned: false });
+        self.in_flight.push(InFlight {
+            op,
+            effect,
+            segments,
+            sectors,
+            early,
+            due,
+            fault,
+            abandoned: false,
+        });
         Ok(op)
     }
 
@@ -317,7 +339,11 @@ impl Inner {
         }
         self.step += 1;
         let (media, rng, step) = (&mut self.media, &mut self.rng, self.step);
-        for op in self.in_flight.iter_mut().filter(|o| o.fault.is_none() && o.early.is_some_and(|at| at <= step)) {
+        for op in self
+            .in_flight
+            .iter_mut()
+            .filter(|o| o.fault.is_none() && o.early.is_some_and(|at| at <= step))
+        {
             op.early = None;
             op.land_some(media, rng);
         }
@@ -359,7 +385,8 @@ impl Inner {
         }
     }
 
-    /// What a crash leaves now: everything in flight lands on a copy, in any order, and the crash takes its pick.
+    /// What a crash leaves now: everything in flight lands on a copy, in any order, and the crash
+    /// takes its pick.
     fn crash(&mut self) -> SimImage {
         let mut media = self.media.clone();
         let mut order: Vec<&InFlight> = self.in_flight.iter().collect();

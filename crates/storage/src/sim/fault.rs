@@ -35,7 +35,8 @@ impl FaultError {
 
 /// Operations that fail: the next one of `kind`, unless told otherwise.
 ///
-/// A failed write, zero or discard has landed in some of its sectors; one that is `Unsupported` has done nothing.
+/// A failed write, zero or discard has landed in some of its sectors; one that is `Unsupported` has
+/// done nothing.
 #[derive(Clone, Debug)]
 pub struct Fault {
     kind: OpKind,

@@ -1,9 +1,10 @@
 //! A journal of real files: for programs whose threads and rings cannot run on simulated disks.
 //!
-//! In: what storage on real files is asked and answers ([`Recorded`]), from any thread. Out: [`Replay`], which goes through
-//! the journal line by line and gives what a power cut at a line may leave in each file, by the rules of the simulated disk.
-//! What must hold: a line says that an operation begins before it begins, and that it has ended after it has; so what is in
-//! order in the journal was surely in order.
+//! In: what storage on real files is asked and answers ([`Recorded`]), from any thread. Out:
+//! [`Replay`], which goes through the journal line by line and gives what a power cut at a line may
+//! leave in each file, by the rules of the simulated disk. What must hold: a line says that an
+//! operation begins before it begins, and that it has ended after it has; so what is in order in
+//! the journal was surely in order.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -84,7 +85,12 @@ impl Journal {
     }
 
     /// A note is kept with the file (an extended attribute).
-    pub fn note(&self, path: &Path, note: Option<&Path>, keep: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+    pub fn note(
+        &self,
+        path: &Path,
+        note: Option<&Path>,
+        keep: impl FnOnce() -> io::Result<()>,
+    ) -> io::Result<()> {
         let op = self.begins(self.file(path)?, Effect::Note(note.map(PathBuf::from)));
         let kept = keep();
         self.ended(op, kept.is_ok());
@@ -118,7 +124,13 @@ impl Journal {
             ReplayedFile { path: path.clone(), media, in_flight: BTreeMap::new(), note: None }
         };
         let files = state.files.iter().map(file).collect();
-        Replay { lines: state.lines.clone(), at: 0, files, file_of: BTreeMap::new(), rng: Rng::new(seed) }
+        Replay {
+            lines: state.lines.clone(),
+            at: 0,
+            files,
+            file_of: BTreeMap::new(),
+            rng: Rng::new(seed),
+        }
     }
 }
 
@@ -135,7 +147,11 @@ impl<S: Storage> Recorded<S> {
         Ok(Recorded { storage, file: journal.file(path)?, journal: journal.clone() })
     }
 
-    async fn done(&self, effect: Effect, work: impl Future<Output = io::Result<()>>) -> io::Result<()> {
+    async fn done(
+        &self,
+        effect: Effect,
+        work: impl Future<Output = io::Result<()>>,
+    ) -> io::Result<()> {
         let op = self.journal.begins(self.file, effect);
         let done = work.await;
         self.journal.ended(op, done.is_ok());
@@ -146,11 +162,17 @@ impl<S: Storage> Recorded<S> {
 impl<S: Storage> Storage for Recorded<S> {
     forward! { { Recorded { storage, .. } => inline storage } read }
 
-    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+    async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<usize>) {
         let mut data = vec![0; segments.len()];
         segments.copy_out(0, &mut data);
         let want = data.len();
-        let op = self.journal.begins(self.file, Effect::Write { offset, data: Arc::new(data), durable });
+        let op =
+            self.journal.begins(self.file, Effect::Write { offset, data: Arc::new(data), durable });
         let (segments, written) = self.storage.write(segments, offset, durable).await;
         self.journal.ended(op, matches!(written, Ok(n) if n == want));
         (segments, written)
@@ -188,7 +210,8 @@ impl<S: Storage> Storage for Recorded<S> {
 struct ReplayedFile {
     path: PathBuf,
     media: Media,
-    /// What has begun and not ended; with a sync, what was in flight when it began, and the end of the journal of lengths.
+    /// What has begun and not ended; with a sync, what was in flight when it began, and the end of
+    /// the journal of lengths.
     in_flight: BTreeMap<usize, (Effect, Vec<usize>, u64)>,
     note: Option<PathBuf>,
 }
@@ -270,7 +293,8 @@ impl ReplayedFile {
                 Effect::Note(new) if rng.one_in(2) => note.clone_from(new),
                 Effect::Write { offset, data, .. } => {
                     // As one that is not durable: it may be torn.
-                    let effect = Effect::Write { offset: *offset, data: data.clone(), durable: false };
+                    let effect =
+                        Effect::Write { offset: *offset, data: data.clone(), durable: false };
                     land(&mut media, op, &effect);
                 }
                 effect => land(&mut media, op, effect),

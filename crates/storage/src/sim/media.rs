@@ -1,9 +1,10 @@
-//! What a simulated disk holds: durable sectors, the versions cached above them, the journal of lengths.
+//! What a simulated disk holds: durable sectors, the versions cached above them, the journal of
+//! lengths.
 //!
-//! In: sectors landing, syncs, failed syncs, a crash. Out: what a read sees; the image that is left.
-//! What must hold: a sector's versions are in the order they landed; the durable version only moves forward along them,
-//! except that a failed sync may drop some; a cut-short file's journal entry and the loss of its data stand or fall
-//! together (`Version::cut`).
+//! In: sectors landing, syncs, failed syncs, a crash. Out: what a read sees; the image that is
+//! left. What must hold: a sector's versions are in the order they landed; the durable version only
+//! moves forward along them, except that a failed sync may drop some; a cut-short file's journal
+//! entry and the loss of its data stand or fall together (`Version::cut`).
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
@@ -143,7 +144,8 @@ struct Version {
     cut: Option<u64>,
 }
 
-/// How likely an operation is kept or lost whole by a crash, in percent; the rest is torn, sector by sector.
+/// How likely an operation is kept or lost whole by a crash, in percent; the rest is torn, sector
+/// by sector.
 const FATES: [(u64, u64); 5] = [(0, 100), (100, 0), (50, 50), (30, 30), (0, 0)];
 
 /// See the module's page.
@@ -176,8 +178,11 @@ impl Media {
     }
 
     fn visible(&self, sector: u64) -> Content {
-        let cached = self.cached.get(&sector).and_then(|versions| versions.last()).map(|v| &v.content);
-        let content = cached.or_else(|| self.ghosts.get(&sector)).or_else(|| self.durable.sectors.get(&sector));
+        let cached =
+            self.cached.get(&sector).and_then(|versions| versions.last()).map(|v| &v.content);
+        let content = cached
+            .or_else(|| self.ghosts.get(&sector))
+            .or_else(|| self.durable.sectors.get(&sector));
         content.cloned().unwrap_or_default()
     }
 
@@ -221,7 +226,8 @@ impl Media {
         }
     }
 
-    /// Adds a version of `sector`: what is seen now, overlaid with the range's share. Gives the share's end.
+    /// Adds a version of `sector`: what is seen now, overlaid with the range's share. Gives the
+    /// share's end.
     fn land(
         &mut self,
         op: u64,
@@ -233,7 +239,8 @@ impl Media {
     ) -> u64 {
         let unit = self.durable.unit;
         let first = sector * unit;
-        let (from, to) = (first.max(offset), first.saturating_add(unit).min(offset.saturating_add(len)));
+        let (from, to) =
+            (first.max(offset), first.saturating_add(unit).min(offset.saturating_add(len)));
         let at = (from - offset) as usize;
         let content = if to - from == unit {
             Content(data.map(|data| (data.clone(), at)))
@@ -256,15 +263,19 @@ impl Media {
         self.committed + self.journal.len() as u64
     }
 
-    /// A sync that must cover the versions of operations for which `covered` says so, and the journal up to `end`.
+    /// A sync that must cover the versions of operations for which `covered` says so, and the
+    /// journal up to `end`.
     pub fn sync(&mut self, covered: impl Fn(u64) -> bool, end: u64, rng: &mut Rng) {
         let eager = rng.one_in(2);
-        self.settle(0..u64::MAX, end, covered, |room| if eager { rng.below(room as u64 + 1) as usize } else { 0 });
+        self.settle(0..u64::MAX, end, covered, |room| {
+            if eager { rng.below(room as u64 + 1) as usize } else { 0 }
+        });
     }
 
     /// A durable write is answered: its sectors, and the journal so far, are durable.
     pub fn write_through(&mut self, op: u64, offset: u64, len: u64) {
-        // Sectors elsewhere that a committed entry cut off stay cached: whatever looks at them next counts that in.
+        // Sectors elsewhere that a committed entry cut off stay cached: whatever looks at them next
+        // counts that in.
         let range = self.sectors(offset, len);
         self.settle(range, self.journal_end(), |other| other == op, |_| 0);
     }
@@ -277,12 +288,14 @@ impl Media {
             let Some(last) = versions.iter().rposition(|v| covered(v.op)) else { continue };
             self.ghosts.remove(&sector);
             if !lose_all && rng.one_in(2) {
-                let content = versions.drain(..=last).next_back().map(|v| v.content).unwrap_or_default();
+                let content =
+                    versions.drain(..=last).next_back().map(|v| v.content).unwrap_or_default();
                 self.durable.put(sector, content);
                 continue;
             }
             let content = versions[last].content.clone();
-            // Operations in flight may have landed before what is lost; theirs is still to become durable.
+            // Operations in flight may have landed before what is lost; theirs is still to become
+            // durable.
             versions.retain(|v| !covered(v.op));
             if versions.is_empty() && rng.one_in(2) {
                 self.ghosts.insert(sector, content);
@@ -291,7 +304,8 @@ impl Media {
         self.cached.retain(|_, versions| !versions.is_empty());
     }
 
-    /// Makes versions durable: in each sector of `range` up to the last that is `covered`, and `more` of those after.
+    /// Makes versions durable: in each sector of `range` up to the last that is `covered`, and
+    /// `more` of those after.
     fn settle(
         &mut self,
         range: Range<u64>,
@@ -340,7 +354,8 @@ impl Media {
                 let fate = *fates.entry(op).or_insert_with(|| rng.below(100));
                 fate < kept || (fate >= kept + lost && rng.one_in(2))
             };
-            let found = (must..may).rev().find(|&i| survives(versions[i].op)).or(must.checked_sub(1));
+            let found =
+                (must..may).rev().find(|&i| survives(versions[i].op)).or(must.checked_sub(1));
             if let Some(i) = found {
                 image.put(sector, versions[i].content.clone());
             }
@@ -350,9 +365,14 @@ impl Media {
     }
 }
 
-/// Of a sector's versions, in order: how many must become durable, and how many may, when the journal does up to `end`.
+/// Of a sector's versions, in order: how many must become durable, and how many may, when the
+/// journal does up to `end`.
 fn bounds(versions: &[Version], journal_end: u64, covered: impl Fn(u64) -> bool) -> (usize, usize) {
-    let may = versions.iter().position(|v| v.cut.is_some_and(|entry| entry >= journal_end)).unwrap_or(versions.len());
-    let must = versions[..may].iter().rposition(|v| v.cut.is_some() || covered(v.op)).map_or(0, |i| i + 1);
+    let may = versions
+        .iter()
+        .position(|v| v.cut.is_some_and(|entry| entry >= journal_end))
+        .unwrap_or(versions.len());
+    let must =
+        versions[..may].iter().rposition(|v| v.cut.is_some() || covered(v.op)).map_or(0, |i| i + 1);
     (must, may)
 }

@@ -1,15 +1,20 @@
-//! The oracle: what a disk may hold, now and after a power cut. It judges any disk, by its answers alone.
+//! The oracle: what a disk may hold, now and after a power cut. It judges any disk, by its answers
+//! alone.
 //!
-//! In: when writes, flushes and reads started and were answered. Out: whether what was read is one of the contents
-//! allowed. What must hold: it is told of a start before the disk is, and of an answer after the disk gave it; so what it
-//! takes to be in order surely was.
+//! In: when writes, flushes and reads started and were answered. Out: whether what was read is one
+//! of the contents allowed. What must hold: it is told of a start before the disk is, and of an
+//! answer after the disk gave it; so what it takes to be in order surely was.
 //!
-//! The rules, sector by sector. A write is *surely before* another when it was answered before the other started.
-//! - A read may see any write, except those surely before a write that was answered before the read started.
+//! The rules, sector by sector. A write is *surely before* another when it was answered before the
+//! other started.
+//! - A read may see any write, except those surely before a write that was answered before the read
+//!   started.
 //! - A cut may leave any write, except those surely before a durable write.
-//! - A write is durable when it was answered as such, or answered before a flush started that was answered Ok.
-//! - A failed write, a discard, and all that was written and not durable when a flush failed, are *doubtful*: they may be
-//!   there or not, and neither hide what was before them nor become durable.
+//! - A write is durable when it was answered as such, or answered before a flush started that was
+//!   answered Ok.
+//! - A failed write, a discard, and all that was written and not durable when a flush failed, are
+//!   *doubtful*: they may be there or not, and neither hide what was before them nor become
+//!   durable.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -91,7 +96,8 @@ struct Sector {
     gone: Vec<Version>,
 }
 
-/// See the module's page. All offsets and lengths are whole sectors; what was never written is zeroes.
+/// See the module's page. All offsets and lengths are whole sectors; what was never written is
+/// zeroes.
 #[derive(Default)]
 pub struct Oracle {
     clock: u64,
@@ -141,8 +147,9 @@ impl Oracle {
         }
     }
 
-    /// Flushes will be made to fail. One in flight may have failed already, and a read have seen what it lost, before
-    /// anybody was told: so while one is in flight, reads are judged as if it had.
+    /// Flushes will be made to fail. One in flight may have failed already, and a read have seen
+    /// what it lost, before anybody was told: so while one is in flight, reads are judged as if it
+    /// had.
     pub fn expect_failing_flushes(&mut self) {
         self.flushes_may_fail = true;
     }
@@ -177,11 +184,18 @@ impl Oracle {
     }
 
     /// A read that started with `token` was answered with `content`.
-    pub fn check_read(&mut self, token: ReadToken, offset: u64, content: &[u8]) -> Result<(), Mismatch> {
+    pub fn check_read(
+        &mut self,
+        token: ReadToken,
+        offset: u64,
+        content: &[u8],
+    ) -> Result<(), Mismatch> {
         self.reads.retain(|&start| start != token.0);
         let all_at_risk = self.flushes_may_fail && !self.flushes.is_empty();
         let at_risk = |hider: &Write| all_at_risk && !hider.durable.get();
-        self.check("as read", offset, content, |hider| hider.hides_for_a_read_from(token.0) && !at_risk(hider))
+        self.check("as read", offset, content, |hider| {
+            hider.hides_for_a_read_from(token.0) && !at_risk(hider)
+        })
     }
 
     /// As [`Oracle::check_read`], for a read that began and ended while nothing else went on.
@@ -190,7 +204,8 @@ impl Oracle {
         self.check_read(token, offset, content)
     }
 
-    /// The power was cut, and now the disk holds `content` at `offset`. Told of all of a disk, it can go on from there.
+    /// The power was cut, and now the disk holds `content` at `offset`. Told of all of a disk, it
+    /// can go on from there.
     pub fn check_after_cut(&mut self, offset: u64, content: &[u8]) -> Result<(), Mismatch> {
         self.allows_after_cut(offset, content)?;
         // What was found is what there is: nothing from before the cut lands any more.
@@ -211,7 +226,8 @@ impl Oracle {
         Ok(())
     }
 
-    /// As [`Oracle::check_after_cut`], for one of the many images a cut may leave: nothing is made of it.
+    /// As [`Oracle::check_after_cut`], for one of the many images a cut may leave: nothing is made
+    /// of it.
     pub fn allows_after_cut(&self, offset: u64, content: &[u8]) -> Result<(), Mismatch> {
         self.check("after the cut", offset, content, |hider| hider.durable.get())
     }
@@ -221,7 +237,13 @@ impl Oracle {
         self.clock
     }
 
-    fn new_write(&mut self, what: &'static str, offset: u64, len: usize, doubtful: bool) -> Rc<Write> {
+    fn new_write(
+        &mut self,
+        what: &'static str,
+        offset: u64,
+        len: usize,
+        doubtful: bool,
+    ) -> Rc<Write> {
         let whole = offset.is_multiple_of(SECTOR as u64) && len.is_multiple_of(SECTOR);
         assert!(whole, "the oracle knows whole sectors, not {offset}+{len}");
         let first = offset / SECTOR as u64;
@@ -235,7 +257,13 @@ impl Oracle {
         })
     }
 
-    fn started(&mut self, what: &'static str, offset: u64, data: Rc<Vec<u8>>, doubtful: bool) -> WriteToken {
+    fn started(
+        &mut self,
+        what: &'static str,
+        offset: u64,
+        data: Rc<Vec<u8>>,
+        doubtful: bool,
+    ) -> WriteToken {
         let write = self.new_write(what, offset, data.len(), doubtful);
         self.in_flight.push(write.clone());
         for (i, sector) in write.sectors.clone().enumerate() {
@@ -250,7 +278,8 @@ impl Oracle {
         let oldest_read = self.reads.iter().min().copied().unwrap_or(u64::MAX);
         let hides = |hider: &Write| hider.durable.get() && hider.hides_for_a_read_from(oldest_read);
         for (_, sector) in self.sectors.range_mut(sectors) {
-            let hiders: Vec<_> = sector.versions.iter().map(|v| v.write.clone()).filter(|w| hides(w)).collect();
+            let hiders: Vec<_> =
+                sector.versions.iter().map(|v| v.write.clone()).filter(|w| hides(w)).collect();
             let hidden = |v: &Version| hiders.iter().any(|hider| v.write.surely_before(hider));
             let (gone, left): (Vec<_>, Vec<_>) = sector.versions.drain(..).partition(hidden);
             sector.versions = left;
@@ -301,8 +330,10 @@ impl Sector {
 
     fn report<'a>(&self, found: &[u8], allowed: impl Iterator<Item = &'a Version>) -> String {
         let known = self.versions.iter().chain(&self.gone).find(|v| v.content() == found);
-        let origin = known.map_or("which nobody wrote".to_string(), |v| format!("stale: {}", v.write));
-        let list: Vec<_> = allowed.map(|v| format!("{} [{}]", v.write, excerpt(v.content()))).collect();
+        let origin =
+            known.map_or("which nobody wrote".to_string(), |v| format!("stale: {}", v.write));
+        let list: Vec<_> =
+            allowed.map(|v| format!("{} [{}]", v.write, excerpt(v.content()))).collect();
         format!("found [{}], {origin}; allowed: {}", excerpt(found), list.join(", "))
     }
 }
@@ -315,7 +346,8 @@ fn excerpt(bytes: &[u8]) -> String {
     format!("{hex}...")
 }
 
-/// Data that tells which write it is of and which place: no two tags and no two sectors share a content.
+/// Data that tells which write it is of and which place: no two tags and no two sectors share a
+/// content.
 pub fn pattern(tag: u64, offset: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     for (i, sector) in bytes.chunks_mut(SECTOR).enumerate() {

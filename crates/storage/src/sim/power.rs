@@ -5,8 +5,9 @@ use std::rc::Rc;
 
 /// Clones are the same switch: disks that share one die together, as the files of one host do.
 ///
-/// An event is the start or the answer of a write, sync, discard, zero or set_len. A test that cuts after 0, 1, 2, ...
-/// events until a run ends with the power still on has cut at every write and flush there is.
+/// An event is the start or the answer of a write, sync, discard, zero or set_len. A test that cuts
+/// after 0, 1, 2, ... events until a run ends with the power still on has cut at every write and
+/// flush there is.
 #[derive(Clone, Debug, Default)]
 pub struct Power(Rc<Inner>);
 

@@ -1,7 +1,8 @@
 //! A runner for tasks on simulated disks: polls one ready task after the other, in seeded order.
 //!
-//! In: futures that wake by their waker. Out: what they give, or the news that nothing can go on. What must hold: the
-//! order depends on the seed and on who was woken when, and on nothing else; no thread, no clock, no ring.
+//! In: futures that wake by their waker. Out: what they give, or the news that nothing can go on.
+//! What must hold: the order depends on the seed and on who was woken when, and on nothing else; no
+//! thread, no clock, no ring.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -78,15 +79,21 @@ impl Sim {
         self.handle.spawn(future)
     }
 
-    /// Runs until `future` is done, and gives what it gives. Other tasks stay as they are, for the next call.
-    pub fn block_on<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Result<T, Stalled> {
+    /// Runs until `future` is done, and gives what it gives. Other tasks stay as they are, for the
+    /// next call.
+    pub fn block_on<T: 'static>(
+        &self,
+        future: impl Future<Output = T> + 'static,
+    ) -> Result<T, Stalled> {
         let join = self.spawn(future);
         loop {
             if let Some(value) = join.0.value.take() {
                 return Ok(value);
             }
             let Some(task) = self.next_ready() else {
-                return Err(self.stalled("nothing is ready (the power is off, or a wake-up was lost)"));
+                return Err(
+                    self.stalled("nothing is ready (the power is off, or a wake-up was lost)")
+                );
             };
             let inner = &*self.handle.0;
             if inner.steps.get() >= self.step_limit {
@@ -109,7 +116,12 @@ impl Sim {
 
     fn stalled(&self, reason: &'static str) -> Stalled {
         let inner = &*self.handle.0;
-        Stalled { seed: inner.seed, steps: inner.steps.get(), tasks: inner.tasks.borrow().len(), reason }
+        Stalled {
+            seed: inner.seed,
+            steps: inner.steps.get(),
+            tasks: inner.tasks.borrow().len(),
+            reason,
+        }
     }
 }
 
@@ -145,8 +157,12 @@ impl SimHandle {
             }
         };
         let id = inner.next.replace(inner.next.get() + 1);
-        let waker = Arc::new(TaskWaker { id, queued: AtomicBool::new(false), ready: inner.ready.clone() });
-        inner.tasks.borrow_mut().insert(id, Task { future: Box::pin(future), waker: waker.clone() });
+        let waker =
+            Arc::new(TaskWaker { id, queued: AtomicBool::new(false), ready: inner.ready.clone() });
+        inner
+            .tasks
+            .borrow_mut()
+            .insert(id, Task { future: Box::pin(future), waker: waker.clone() });
         waker.wake();
         Join(slot)
     }

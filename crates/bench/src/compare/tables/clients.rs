@@ -1,5 +1,6 @@
-//! The host's file, qemu-storage-daemon and Blockyard, through one load generator: the same file, the same client. The client
-//! sleeps on the call eventfd like a guest does, unless a row says otherwise. For the host it does the same load by io_uring.
+//! The host's file, qemu-storage-daemon and Blockyard, through one load generator: the same file,
+//! the same client. The client sleeps on the call eventfd like a guest does, unless a row says
+//! otherwise. For the host it does the same load by io_uring.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -33,9 +34,15 @@ pub struct Clients {
 const SYSTEMS: [&str; 3] = ["host", "qsd", "blockyard"];
 
 fn loads() -> Vec<Load> {
-    let load = |name: &str, options: &str, under| Load { name: name.into(), options: options.into(), under };
+    let load = |name: &str, options: &str, under| Load {
+        name: name.into(),
+        options: options.into(),
+        under,
+    };
     let mut loads = Vec::new();
-    for (size, order, pattern) in [("4k", "random", "rand"), ("64k", "random", "rand"), ("1m", "sequential", "")] {
+    for (size, order, pattern) in
+        [("4k", "random", "rand"), ("64k", "random", "rand"), ("1m", "sequential", "")]
+    {
         for rw in ["read", "write"] {
             for depth in [32, 1] {
                 let name = format!("{} {order} {rw}, depth {depth}", size.replace('m', "M"));
@@ -46,11 +53,19 @@ fn loads() -> Vec<Load> {
     }
     for (rw, depth) in [("read", 32), ("read", 1), ("write", 32)] {
         let options = format!("--rw rand{rw} --bs 4k --depth {depth} --size 1g");
-        loads.push(load(&format!("4k random {rw}, page cache, depth {depth}"), &options, Under::Cached));
+        loads.push(load(
+            &format!("4k random {rw}, page cache, depth {depth}"),
+            &options,
+            Under::Cached,
+        ));
     }
     let null = "--rw randread --bs 4k --depth 32";
     loads.push(load("null, 4k random read, depth 32", null, Under::Null));
-    loads.push(load("null, 4k random read, depth 32, client polls", &format!("{null} --poll"), Under::Null));
+    loads.push(load(
+        "null, 4k random read, depth 32, client polls",
+        &format!("{null} --poll"),
+        Under::Null,
+    ));
     loads
 }
 
@@ -68,7 +83,11 @@ impl Clients {
 impl Table for Clients {
     fn rows(&self) -> Vec<Row> {
         let systems = |row| self.systems(row).iter().map(ToString::to_string).collect();
-        self.loads.iter().enumerate().map(|(n, load)| Row { name: load.name.clone(), systems: systems(n) }).collect()
+        self.loads
+            .iter()
+            .enumerate()
+            .map(|(n, load)| Row { name: load.name.clone(), systems: systems(n) })
+            .collect()
     }
 
     fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
@@ -79,7 +98,10 @@ impl Table for Clients {
         let server = match self.systems(row)[system] {
             "host" => {
                 let buffered = cached.then(|| OsString::from("--buffered"));
-                return load(&options, ["--file".into(), self.base.clone().into()].into_iter().chain(buffered));
+                return load(
+                    &options,
+                    ["--file".into(), self.base.clone().into()].into_iter().chain(buffered),
+                );
             }
             "qsd" => Server::Qsd,
             _ => Server::Blockyard,

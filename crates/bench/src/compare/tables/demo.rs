@@ -1,9 +1,10 @@
-//! The experiment of `make demo`: write a file, sync, remove it, sync; on the host, on UML's own disk driver and on Blockyard.
+//! The experiment of `make demo`: write a file, sync, remove it, sync; on the host, on UML's own
+//! disk driver and on Blockyard.
 //!
-//! Each system has an image of its own, made alike; Blockyard's disk is an overlay on such an image. The script prints a
-//! mark around each command with the guest's clock, and the host notes when the line comes.
-//! In: nothing. Out: a table for people. What must hold: afterwards the disk that Blockyard served is clean, and the base image
-//! of its overlay is what it was.
+//! Each system has an image of its own, made alike; Blockyard's disk is an overlay on such an
+//! image. The script prints a mark around each command with the guest's clock, and the host notes
+//! when the line comes. In: nothing. Out: a table for people. What must hold: afterwards the disk
+//! that Blockyard served is clean, and the base image of its overlay is what it was.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -17,7 +18,8 @@ use super::place::{Place, run};
 use super::{Figures, Measured, Row, SILENCE, Table};
 use crate::process::Process;
 
-/// Name for people; name of the folder, the image or the socket; the guest's kind of disk (none on the host), and its device.
+/// Name for people; name of the folder, the image or the socket; the guest's kind of disk (none on
+/// the host), and its device.
 const SYSTEMS: [(&str, &str, &str, &str); 4] = [
     ("host: a file", "host", "", ""),
     ("UML, stock ubd, ubd0s= (O_SYNC)", "ubds.img", "ubds", "/dev/ubda"),
@@ -28,10 +30,12 @@ const HOST: usize = 0;
 const SYNC: usize = 1;
 const OWN: usize = 3;
 const ROW: &str = "ext4; dd if=/dev/zero of=testfile bs=1M count=32; sync; rm testfile; sync";
-/// Seconds until the end of each command, from the first mark or from `rm`; in the order of the table.
+/// Seconds until the end of each command, from the first mark or from `rm`; in the order of the
+/// table.
 const COLUMNS: [&str; 4] = ["write", "write_sync", "rm", "rm_sync"];
 
-/// `$DISK` is the disk of a guest, `$FOLDER` a folder of the host. `sync -f` is for this file system alone.
+/// `$DISK` is the disk of a guest, `$FOLDER` a folder of the host. `sync -f` is for this file
+/// system alone.
 const SCRIPT: &str = r#"set -e
 export LC_ALL=C
 mark() { echo "mark ${EPOCHREALTIME/./}"; }
@@ -76,7 +80,10 @@ impl Demo {
         }
         let overlay = place.folder.join("blockyard.qcow2");
         let mut create = Command::new(&place.program);
-        create.args(["image", "create", "-q", "-F", "raw", "-b"]).arg(place.folder.join("base.img")).arg(&overlay);
+        create
+            .args(["image", "create", "-q", "-F", "raw", "-b"])
+            .arg(place.folder.join("base.img"))
+            .arg(&overlay);
         run(&mut create)?;
         let base = sum(&place.folder.join("base.img"))?;
         let socket = place.socket();
@@ -98,7 +105,14 @@ impl Demo {
             command
         } else {
             let mut command = Command::new(self.place.guests()?.join("uml"));
-            command.args(["--timeout", "60", "--seccomp", self.seccomp, "--env", &format!("DISK={device}")]);
+            command.args([
+                "--timeout",
+                "60",
+                "--seccomp",
+                self.seccomp,
+                "--env",
+                &format!("DISK={device}"),
+            ]);
             command.arg("--disk").arg(format!("{kind}={}", target.display())).arg(&script);
             command
         };
@@ -117,7 +131,8 @@ impl Demo {
     /// What others find in the disk that Blockyard served, and in the image below it.
     fn look(&mut self) -> Result<String> {
         self.server.end()?;
-        let [base, overlay, seen] = ["base.img", "blockyard.qcow2", "seen.img"].map(|f| self.place.folder.join(f));
+        let [base, overlay, seen] =
+            ["base.img", "blockyard.qcow2", "seen.img"].map(|f| self.place.folder.join(f));
         let image = || {
             let mut command = Command::new(&self.place.program);
             command.arg("image");
@@ -127,8 +142,14 @@ impl Demo {
         run(image().args(["convert", "-q", "-O", "raw"]).args([&overlay, &seen]))?;
         run(self.place.tool("e2fsck")?.arg("-fn").arg(&seen)).context("the disk is not clean")?;
         let (after, seen) = (sum(&base)?, sum(&seen)?);
-        anyhow::ensure!(after == self.base, "the base image has changed: nothing may ever be written to it");
-        anyhow::ensure!(after != seen || !self.written, "the guests have written nothing to the overlay");
+        anyhow::ensure!(
+            after == self.base,
+            "the base image has changed: nothing may ever be written to it"
+        );
+        anyhow::ensure!(
+            after != seen || !self.written,
+            "the guests have written nothing to the overlay"
+        );
         let kilobytes = std::fs::metadata(&overlay)?.blocks() * 512 / 1024;
         Ok(format!(
             "Afterwards e2fsck -fn finds the disk that Blockyard served clean.\n\
@@ -141,7 +162,9 @@ impl Demo {
 
 /// Durations of the commands by the host's clock, and how far the guest's clock disagreed at most.
 fn durations(marks: &[(Instant, f64)]) -> Result<Figures> {
-    let [begin, write, write_sync, rm, rm_sync] = *marks else { anyhow::bail!("{} marks instead of 5", marks.len()) };
+    let [begin, write, write_sync, rm, rm_sync] = *marks else {
+        anyhow::bail!("{} marks instead of 5", marks.len())
+    };
     let since = |mark: (Instant, f64), from: (Instant, f64)| (mark.0 - from.0).as_secs_f64();
     let off = |mark: &(Instant, f64)| (since(*mark, begin) - (mark.1 - begin.1)).abs();
     Ok(Figures::from([
@@ -153,12 +176,15 @@ fn durations(marks: &[(Instant, f64)]) -> Result<Figures> {
     ]))
 }
 
-/// The release of the guest's kernel, and its mode: seccomp makes the guest's system calls much cheaper, where it is there.
+/// The release of the guest's kernel, and its mode: seccomp makes the guest's system calls much
+/// cheaper, where it is there.
 fn facts(place: &Place) -> Result<(String, &'static str)> {
     let script = place.folder.join("facts");
     std::fs::write(&script, "uname -r\n")?;
     let boot = |mode: &str| {
-        run(Command::new(place.guests()?.join("uml")).args(["--timeout", "60", "--seccomp", mode]).arg(&script))
+        run(Command::new(place.guests()?.join("uml"))
+            .args(["--timeout", "60", "--seccomp", mode])
+            .arg(&script))
     };
     let (release, mode) = match boot("on") {
         Ok(release) => (release, "on"),
@@ -191,17 +217,28 @@ impl Table for Demo {
         let line = |name: &str, cells: [String; 6]| {
             format!("{name:<36}{}\n", cells.map(|cell| format!("{cell:>12}")).concat())
         };
-        text += &line("", ["write", "write+sync", "rm", "rm+sync", "write+sync", "rm+sync"].map(String::from));
+        text += &line(
+            "",
+            ["write", "write+sync", "rm", "rm+sync", "write+sync", "rm+sync"].map(String::from),
+        );
         text += &line("", ["", "", "", "", "host = 1", "host = 1"].map(String::from));
         let median = |system, key| m.median(system, key).unwrap_or(f64::NAN);
-        for (system, (name, ..)) in SYSTEMS.iter().enumerate().filter(|(n, _)| !m.figures[*n].is_empty()) {
+        for (system, (name, ..)) in
+            SYSTEMS.iter().enumerate().filter(|(n, _)| !m.figures[*n].is_empty())
+        {
             let seconds = COLUMNS.map(|key| format!("{:.3}", median(system, key)));
             let to_host = |key| format!("{:.1}", median(system, key) / median(HOST, key));
             let [a, b, c, d] = seconds;
             text += &line(name, [a, b, c, d, to_host("write_sync"), to_host("rm_sync")]);
         }
         let faster = |key| median(SYNC, key) / median(OWN, key);
-        let off = m.figures.iter().flatten().filter_map(|f| f.get("clock_off")).copied().fold(0.0, f64::max);
+        let off = m
+            .figures
+            .iter()
+            .flatten()
+            .filter_map(|f| f.get("clock_off"))
+            .copied()
+            .fold(0.0, f64::max);
         if !m.figures[SYNC].is_empty() && !m.figures[OWN].is_empty() {
             text += &format!(
                 "\nAt equal durability, Blockyard against ubd with O_SYNC: write+sync is {:.1} times as fast, rm+sync {:.1} times.",
@@ -239,10 +276,17 @@ mod tests {
     fn five_marks_are_four_durations() {
         let begin = Instant::now();
         // The guest's clock is 10 ms ahead at the end of rm.
-        let mark = |ms: u64, guest: u64| (begin + Duration::from_millis(ms), 7.0 + guest as f64 / 1e3);
+        let mark =
+            |ms: u64, guest: u64| (begin + Duration::from_millis(ms), 7.0 + guest as f64 / 1e3);
         let marks = [mark(0, 0), mark(40, 40), mark(60, 60), mark(70, 80), mark(90, 90)];
         let figures = durations(&marks).unwrap();
-        let wanted = [("write", 0.04), ("write_sync", 0.06), ("rm", 0.01), ("rm_sync", 0.03), ("clock_off", 0.01)];
+        let wanted = [
+            ("write", 0.04),
+            ("write_sync", 0.06),
+            ("rm", 0.01),
+            ("rm_sync", 0.03),
+            ("clock_off", 0.01),
+        ];
         for (key, value) in wanted {
             assert!((figures[key] - value).abs() < 1e-9, "{key}: {}", figures[key]);
         }

@@ -1,12 +1,13 @@
-//! Two experiments of 2006 in a User Mode Linux guest, on a raw disk and on a copy-on-write overlay of the same contents.
+//! Two experiments of 2006 in a User Mode Linux guest, on a raw disk and on a copy-on-write overlay
+//! of the same contents.
 //!
 //! ```text
 //!   copy   mount, copy a file of 20 MB, unmount: seconds by the guest's clock
 //!   boot   from the start of the kernel until the guest has started from a root file system on the disk: it mounts it for
 //!          writing, runs programs that read 60 MB of it, writes a log, syncs. Seconds by the host's clock
 //! ```
-//! Each measurement makes the disk anew. The guest runs on processor 0, the back end anywhere. What must hold: the bases are what
-//! they were.
+//! Each measurement makes the disk anew. The guest runs on processor 0, the back end anywhere. What
+//! must hold: the bases are what they were.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -66,7 +67,8 @@ impl OverlayGuests {
         let find = ". \"$1/lib.sh\" && printf %s \"$cache\"";
         let cache = run(Command::new("bash").args(["-c", find, "cache"]).arg(place.guests()?))?;
         let root = Path::new(&cache).join("root.img");
-        std::fs::copy(&root, &boot).with_context(|| format!("copying {} (guests/setup makes it)", root.display()))?;
+        std::fs::copy(&root, &boot)
+            .with_context(|| format!("copying {} (guests/setup makes it)", root.display()))?;
         let sums = [&copy, &boot].map(|base| sum(base)).into_iter().collect::<Result<_>>()?;
         Ok(OverlayGuests { place, sums })
     }
@@ -76,11 +78,17 @@ impl OverlayGuests {
         let disk = self.place.folder.join(if overlay { "disk.qcow2" } else { "disk.img" });
         let _ = std::fs::remove_file(&disk);
         match (overlay, server) {
-            (false, _) => run(Command::new("cp").arg("--sparse=never").args([base, &disk])).map(drop)?,
-            (true, Server::Qsd) => self.place.qemu_img("create -q -f qcow2 -F raw -b", &[base, &disk])?,
+            (false, _) => {
+                run(Command::new("cp").arg("--sparse=never").args([base, &disk])).map(drop)?
+            }
+            (true, Server::Qsd) => {
+                self.place.qemu_img("create -q -f qcow2 -F raw -b", &[base, &disk])?
+            }
             (true, Server::Blockyard) => {
                 let mut command = Command::new(&self.place.program);
-                command.args(["image", "create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).args([base, &disk]);
+                command
+                    .args(["image", "create", "-q", "-f", "qcow2", "-F", "raw", "-b"])
+                    .args([base, &disk]);
                 run(&mut command)?;
             }
         }
@@ -88,7 +96,8 @@ impl OverlayGuests {
         Ok(disk)
     }
 
-    /// Seconds that a script takes in a guest: by its own clock if it says them, else by the host's.
+    /// Seconds that a script takes in a guest: by its own clock if it says them, else by the
+    /// host's.
     fn guest(&self, script: &str, socket: &Path) -> Result<f64> {
         let file = self.place.folder.join("script");
         std::fs::write(&file, script)?;
@@ -111,7 +120,10 @@ impl OverlayGuests {
 impl Table for OverlayGuests {
     fn rows(&self) -> Vec<Row> {
         let systems = || SYSTEMS.iter().map(|s| s.0.to_string()).collect();
-        EXPERIMENTS.iter().map(|(name, ..)| Row { name: name.to_string(), systems: systems() }).collect()
+        EXPERIMENTS
+            .iter()
+            .map(|(name, ..)| Row { name: name.to_string(), systems: systems() })
+            .collect()
     }
 
     fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
@@ -120,7 +132,8 @@ impl Table for OverlayGuests {
         let disk = self.disk(server, overlay, &base)?;
         settle(&base, false)?;
         let format = if overlay { "qcow2" } else { "raw" };
-        let (mut back, socket) = self.place.vhost_user(server, &Image { path: &disk, format, cached: false })?;
+        let (mut back, socket) =
+            self.place.vhost_user(server, &Image { path: &disk, format, cached: false })?;
         let seconds = self.guest(script, &socket)?;
         back.end()?;
         Ok(Figures::from([("seconds", seconds)]))
@@ -128,12 +141,18 @@ impl Table for OverlayGuests {
 
     fn markdown(&self, measured: &[Measured]) -> String {
         let names = SYSTEMS.iter().map(|s| s.0.to_string());
-        let head: Vec<_> = ["experiment".into()].into_iter().chain(names).chain(["overlay to raw".into()]).collect();
+        let head: Vec<_> = ["experiment".into()]
+            .into_iter()
+            .chain(names)
+            .chain(["overlay to raw".into()])
+            .collect();
         let line = |m: &Measured| {
             let seconds = |system| m.median(system, "seconds");
             let ratio = seconds(1).zip(seconds(0)).map(|(overlay, raw)| overlay / raw);
             let mut cells = vec![m.row.name.clone()];
-            cells.extend((0..SYSTEMS.len()).map(|system| cell(seconds(system), |x| format!("{x:.3} s"))));
+            cells.extend(
+                (0..SYSTEMS.len()).map(|system| cell(seconds(system), |x| format!("{x:.3} s"))),
+            );
             cells.push(cell(ratio, |x| format!("{x:.3}")));
             cells
         };

@@ -11,8 +11,8 @@
 //!               back to its host, and the first program that used it again would pay for all
 //!   CPU         user and system time of the process with all of its threads, as bash reports it
 //! ```
-//! In: the works of `image_works`. Out: seconds of the wall and of the processor. What must hold: the first result of each
-//! program is what `qemu-img compare` and `qemu-img check` accept.
+//! In: the works of `image_works`. Out: seconds of the wall and of the processor. What must hold:
+//! the first result of each program is what `qemu-img compare` and `qemu-img check` accept.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt;
@@ -31,7 +31,8 @@ use crate::process::{Process, Stop, fill};
 const QEMU: usize = 0;
 const SYSTEMS: [&str; 2] = ["qemu-img", "blockyard"];
 const MIB: u64 = 1 << 20;
-/// Prints the seconds that a command took: of the wall, of user and of system time. It has no processes of its own.
+/// Prints the seconds that a command took: of the wall, of user and of system time. It has no
+/// processes of its own.
 const TIMED: &str = r#"TIMEFORMAT='took %3R %3U %3S'; { time "$@" >/dev/null 2>&3; } 3>&2 2>&1"#;
 
 pub struct ImageTools {
@@ -46,14 +47,21 @@ pub struct ImageTools {
 
 impl ImageTools {
     pub fn new(place: Place, only: &str) -> Result<Self> {
-        let find = r#". "$1/lib.sh" && printf '%s\n' "$libs" "$tree/usr/bin/qemu-img" "${loader[@]}""#;
+        let find =
+            r#". "$1/lib.sh" && printf '%s\n' "$libs" "$tree/usr/bin/qemu-img" "${loader[@]}""#;
         let found = run(Command::new("bash").args(["-c", find, "find"]).arg(place.guests()?))?;
         let mut lines = found.lines().map(String::from);
         let libs = lines.next().context("guests/lib.sh names no libraries")?;
         let program = lines.next().context("guests/lib.sh names no program")?;
         let qemu_img = lines.chain(["--argv0".into(), "qemu-img".into(), program]).collect();
         let works = works();
-        let tools = ImageTools { place, works, qemu_img, modules: format!("{libs}/qemu"), judged: BTreeSet::new() };
+        let tools = ImageTools {
+            place,
+            works,
+            qemu_img,
+            modules: format!("{libs}/qemu"),
+            judged: BTreeSet::new(),
+        };
         let wanted = tools.works.iter().filter(|work| work.name.contains(only));
         let sources: BTreeSet<&str> = wanted.flat_map(|work| work.sources()).collect();
         sources.into_iter().try_for_each(|source| tools.source(source))?;
@@ -85,7 +93,10 @@ impl ImageTools {
             "zlib.qcow2" => convert("text.raw", "-c -o compression_type=zlib")?,
             "zstd.qcow2" => convert("text.raw", "-c -o compression_type=zstd")?,
             "empty.qcow2" => {
-                self.place.qemu_img("create -q -f qcow2 -o cluster_size=512", &[&path, Path::new("128G")])?;
+                self.place.qemu_img(
+                    "create -q -f qcow2 -o cluster_size=512",
+                    &[&path, Path::new("128G")],
+                )?;
             }
             "tiny.qcow2" => self.place.qemu_img("create -q -f qcow2", &[&path, Path::new("1G")])?,
             _ => self.overlay(&path)?,
@@ -145,20 +156,25 @@ impl ImageTools {
         let mut process = Process::start(&command)?;
         let mut took = None;
         // A program of this table prints nothing until its end: it may take as long as it needs.
-        while let Some((_, line)) = process.line(&self.place.stop, Instant::now() + super::SILENCE)? {
+        while let Some((_, line)) =
+            process.line(&self.place.stop, Instant::now() + super::SILENCE)?
+        {
             took = line.strip_prefix("took ").map(String::from).or(took);
         }
         process.finish().with_context(|| words.join(" "))?;
         let numbers = took.context("bash does not say how long a program took")?;
         let numbers: Vec<f64> = numbers.split(' ').map(str::parse).collect::<Result<_, _>>()?;
-        let [wall, user, system] = numbers[..] else { anyhow::bail!("bash prints other times: {numbers:?}") };
+        let [wall, user, system] = numbers[..] else {
+            anyhow::bail!("bash prints other times: {numbers:?}")
+        };
         Ok((wall, user + system))
     }
 
     /// Expects that the result holds the disk of its source.
     fn judge(&self, work: &Work, out: &Path) -> Result<()> {
         let Some((source, form, to)) = work.judge else { return Ok(()) };
-        self.place.qemu_img(&format!("compare -q -f {form} -F {to}"), &[&self.file(source), out])?;
+        self.place
+            .qemu_img(&format!("compare -q -f {form} -F {to}"), &[&self.file(source), out])?;
         if to == "qcow2" {
             self.place.qemu_img("check -q -f qcow2", &[out])?;
         }
@@ -192,15 +208,22 @@ impl Table for ImageTools {
             wall += begin.elapsed().as_secs_f64();
         }
         if self.judged.insert((row, system)) && out.exists() {
-            self.judge(work, &out).with_context(|| format!("{}: the result of {}", work.name, SYSTEMS[system]))?;
+            self.judge(work, &out)
+                .with_context(|| format!("{}: the result of {}", work.name, SYSTEMS[system]))?;
         }
         let _ = std::fs::remove_file(&out);
         Ok(Figures::from([("wall", wall), ("cpu", cpu)]))
     }
 
     fn markdown(&self, measured: &[Measured]) -> String {
-        let head =
-            ["work", "qemu-img, s", "blockyard, s", "blockyard / qemu-img", "CPU s, qemu-img", "CPU s, blockyard"];
+        let head = [
+            "work",
+            "qemu-img, s",
+            "blockyard, s",
+            "blockyard / qemu-img",
+            "CPU s, qemu-img",
+            "CPU s, blockyard",
+        ];
         let line = |m: &Measured| {
             let seconds = |system, key| cell(m.median(system, key), |x| format!("{x:.3}"));
             vec![
@@ -220,7 +243,9 @@ impl Table for ImageTools {
 /// A file in which one MiB of 32 has data, and the others are holes.
 fn sparse(path: &Path, size: u64, stop: &Stop) -> Result<()> {
     pieces(path, size, 32, stop, &mut |random, piece| {
-        piece.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&random.word().to_ne_bytes()));
+        piece
+            .chunks_exact_mut(8)
+            .for_each(|word| word.copy_from_slice(&random.word().to_ne_bytes()));
     })
 }
 
@@ -246,15 +271,23 @@ fn text(path: &Path, size: u64, stop: &Stop) -> Result<()> {
 }
 
 /// Writes one MiB in each `every` MiB of a durable file.
-fn pieces(path: &Path, size: u64, every: u64, stop: &Stop, fill: &mut dyn FnMut(&mut Random, &mut [u8])) -> Result<()> {
-    let file = std::fs::File::create(path).with_context(|| format!("creating {}", path.display()))?;
+fn pieces(
+    path: &Path,
+    size: u64,
+    every: u64,
+    stop: &Stop,
+    fill: &mut dyn FnMut(&mut Random, &mut [u8]),
+) -> Result<()> {
+    let file =
+        std::fs::File::create(path).with_context(|| format!("creating {}", path.display()))?;
     file.set_len(size)?;
     let (mut random, mut piece) = (Random::new(1, 0), vec![0; MIB as usize]);
     for at in (0..size).step_by((MIB * every) as usize) {
         stop.check()?;
         let len = (size - at).min(MIB) as usize;
         fill(&mut random, &mut piece[..len]);
-        file.write_all_at(&piece[..len], at).with_context(|| format!("writing {}", path.display()))?;
+        file.write_all_at(&piece[..len], at)
+            .with_context(|| format!("writing {}", path.display()))?;
     }
     Ok(file.sync_all()?)
 }

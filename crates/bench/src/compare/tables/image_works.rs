@@ -11,7 +11,8 @@ pub enum Begin {
     Overlay,
 }
 
-/// One work. In the arguments `{dir}` is the folder of the sources, `{out}` the written file, `{none}` an empty word.
+/// One work. In the arguments `{dir}` is the folder of the sources, `{out}` the written file,
+/// `{none}` an empty word.
 pub struct Work {
     pub name: String,
     pub ours: String,
@@ -27,7 +28,15 @@ pub struct Work {
 impl Work {
     fn new(name: impl Into<String>, ours: impl Into<String>, theirs: impl Into<String>) -> Self {
         let (name, ours, theirs) = (name.into(), ours.into(), theirs.into());
-        Work { name, ours, theirs, reads: Vec::new(), begin: Begin::Nothing, out: "out", judge: None }
+        Work {
+            name,
+            ours,
+            theirs,
+            reads: Vec::new(),
+            begin: Begin::Nothing,
+            out: "out",
+            judge: None,
+        }
     }
 
     fn begins(self, begin: Begin, out: &'static str) -> Self {
@@ -61,12 +70,15 @@ pub fn works() -> Vec<Work> {
     let mut works = vec![Work::new("start", "--version", "--version")];
     works.extend(conversions());
     for (name, source) in [EMPTY, ("sparse", "sparse.qcow2")] {
-        let (ours, theirs) =
-            (format!("map --json {{dir}}/{source}"), format!("map --output=json -f qcow2 {{dir}}/{source}"));
+        let (ours, theirs) = (
+            format!("map --json {{dir}}/{source}"),
+            format!("map --output=json -f qcow2 {{dir}}/{source}"),
+        );
         works.push(Work::new(format!("map, {name}"), ours, theirs).reads(&[source]));
     }
     for (name, source) in [EMPTY, ("dense", "dense.qcow2")] {
-        let (ours, theirs) = (format!("check {{dir}}/{source}"), format!("check -f qcow2 {{dir}}/{source}"));
+        let (ours, theirs) =
+            (format!("check {{dir}}/{source}"), format!("check -f qcow2 {{dir}}/{source}"));
         works.push(Work::new(format!("check, {name}"), ours, theirs).reads(&[source]));
     }
     for (name, a, b) in [
@@ -75,12 +87,14 @@ pub fn works() -> Vec<Work> {
         ("raw and compressed (zlib)", "text.raw", "zlib.qcow2"),
     ] {
         let files = format!("{{dir}}/{a} {{dir}}/{b}");
-        let (ours, theirs) = (format!("compare {files}"), format!("compare -f raw -F qcow2 {files}"));
+        let (ours, theirs) =
+            (format!("compare {files}"), format!("compare -f raw -F qcow2 {files}"));
         works.push(Work::new(format!("compare {name}"), ours, theirs).reads(&[a, b]));
     }
     for (kind, size) in [("metadata", "200"), ("falloc", "1"), ("full", "1")] {
         let words = format!("create -f qcow2 -o preallocation={kind} {{out}} {size}G");
-        let work = Work::new(format!("create, {size} GiB, preallocation={kind}"), words.clone(), words);
+        let work =
+            Work::new(format!("create, {size} GiB, preallocation={kind}"), words.clone(), words);
         works.push(work.begins(Begin::Nothing, "out.qcow2"));
     }
     let resize = Work::new(
@@ -89,8 +103,11 @@ pub fn works() -> Vec<Work> {
         "resize -f qcow2 --preallocation=metadata {out} +200G",
     );
     let commit = Work::new("commit, 256 MiB", "commit {out}", "commit -f qcow2 {out}");
-    let rebase =
-        Work::new("rebase to none, 256 MiB of 1 GiB", "rebase -b {none} {out}", "rebase -f qcow2 -b {none} {out}");
+    let rebase = Work::new(
+        "rebase to none, 256 MiB of 1 GiB",
+        "rebase -b {none} {out}",
+        "rebase -f qcow2 -b {none} {out}",
+    );
     works.push(resize.begins(Begin::Tiny, "out.qcow2"));
     works.push(commit.begins(Begin::Overlay, "over.qcow2"));
     works.push(rebase.begins(Begin::Overlay, "over.qcow2"));
@@ -98,13 +115,17 @@ pub fn works() -> Vec<Work> {
 }
 
 fn conversions() -> Vec<Work> {
-    let convert = |name: &str, source: &'static str, form: &'static str, to: &'static str, options: &str| {
-        let ours = format!("convert -O {to} {options} {{dir}}/{source} {{out}}");
-        let theirs = format!("convert -f {form} -O {to} {options} {{dir}}/{source} {{out}}");
-        let work = Work::new(format!("convert {name}"), ours, theirs).reads(&[source]);
-        let out = if to == "raw" { "out.raw" } else { "out.qcow2" };
-        Work { judge: (source != EMPTY.1).then_some((source, form, to)), ..work.begins(Begin::Nothing, out) }
-    };
+    let convert =
+        |name: &str, source: &'static str, form: &'static str, to: &'static str, options: &str| {
+            let ours = format!("convert -O {to} {options} {{dir}}/{source} {{out}}");
+            let theirs = format!("convert -f {form} -O {to} {options} {{dir}}/{source} {{out}}");
+            let work = Work::new(format!("convert {name}"), ours, theirs).reads(&[source]);
+            let out = if to == "raw" { "out.raw" } else { "out.qcow2" };
+            Work {
+                judge: (source != EMPTY.1).then_some((source, form, to)),
+                ..work.begins(Begin::Nothing, out)
+            }
+        };
     vec![
         convert("raw to qcow2, dense", "dense.raw", "raw", "qcow2", ""),
         convert("raw to qcow2, sparse", "sparse.raw", "raw", "qcow2", ""),
@@ -115,8 +136,20 @@ fn conversions() -> Vec<Work> {
         convert("compressed (zlib) to raw", "zlib.qcow2", "qcow2", "raw", ""),
         convert("compressed (zstd) to raw", "zstd.qcow2", "qcow2", "raw", ""),
         convert("raw to compressed (zlib)", "text.raw", "raw", "qcow2", "-c"),
-        convert("raw to compressed (zstd)", "text.raw", "raw", "qcow2", "-c -o compression_type=zstd"),
+        convert(
+            "raw to compressed (zstd)",
+            "text.raw",
+            "raw",
+            "qcow2",
+            "-c -o compression_type=zstd",
+        ),
         convert(EMPTY.0, EMPTY.1, "qcow2", "qcow2", ""),
-        convert("to an image with clusters of 512 bytes, 64 MiB", "small.raw", "raw", "qcow2", "-o cluster_size=512"),
+        convert(
+            "to an image with clusters of 512 bytes, 64 MiB",
+            "small.raw",
+            "raw",
+            "qcow2",
+            "-o cluster_size=512",
+        ),
     ]
 }

@@ -1,4 +1,5 @@
-//! `bench compare --table`: the tables of docs/benchmarks.md. Many loads, each on several systems, in interleaved rounds.
+//! `bench compare --table`: the tables of docs/benchmarks.md. Many loads, each on several systems,
+//! in interleaved rounds.
 //!
 //! ```text
 //!   place     folder, images, servers        clients   the host's file, qemu-storage-daemon, Blockyard: one load generator
@@ -8,8 +9,9 @@
 //!   ublk      block devices of a host, in a QEMU guest   uml   drivers in a User Mode Linux guest
 //!   demo      the experiment of `make demo`
 //! ```
-//! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: in each round the systems of a row are measured
-//! one right after the other, so that a slow minute of the machine hits all of them; figures are medians of the rounds.
+//! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: in each round
+//! the systems of a row are measured one right after the other, so that a slow minute of the
+//! machine hits all of them; figures are medians of the rounds.
 
 mod clients;
 mod demo;
@@ -42,7 +44,8 @@ pub enum Name {
     Clients,
     /// Copy-on-write images: Blockyard's qcow2, its raw, and qemu-storage-daemon's qcow2
     Overlays,
-    /// The experiments of 2006 in a User Mode Linux guest: copy and boot, on a raw disk and on overlays
+    /// The experiments of 2006 in a User Mode Linux guest: copy and boot, on a raw disk and on
+    /// overlays
     OverlayGuests,
     /// NBD servers under fio: Blockyard, qemu-nbd and nbdkit
     Nbd,
@@ -139,14 +142,16 @@ struct Measured {
 impl Measured {
     /// Returns the median of a figure, if each round has it.
     fn median(&self, system: usize, key: &str) -> Option<f64> {
-        let values: Option<Vec<f64>> = self.figures[system].iter().map(|f| f.get(key).copied()).collect();
+        let values: Option<Vec<f64>> =
+            self.figures[system].iter().map(|f| f.get(key).copied()).collect();
         values.filter(|values| !values.is_empty()).map(median)
     }
 
     /// Returns the median of the rounds' ratios of a figure, between two systems.
     fn ratio(&self, own: usize, other: usize, key: &str) -> Option<f64> {
         let pairs = self.figures[own].iter().zip(&self.figures[other]);
-        let ratios: Option<Vec<f64>> = pairs.map(|(a, b)| Some(a.get(key)? / b.get(key)?)).collect();
+        let ratios: Option<Vec<f64>> =
+            pairs.map(|(a, b)| Some(a.get(key)? / b.get(key)?)).collect();
         ratios.filter(|ratios| !ratios.is_empty()).map(median)
     }
 }
@@ -158,7 +163,12 @@ pub fn order(round: usize, systems: usize) -> impl Iterator<Item = usize> {
 
 pub fn run(plan: &Plan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<()> {
     let (size, seconds) = plan.name.usual();
-    let place = Place::new(guests, plan.size.unwrap_or(size), plan.seconds.unwrap_or(seconds), stop.clone())?;
+    let place = Place::new(
+        guests,
+        plan.size.unwrap_or(size),
+        plan.seconds.unwrap_or(seconds),
+        stop.clone(),
+    )?;
     let mut table: Box<dyn Table> = match plan.name {
         Name::Clients => Box::new(clients::Clients::new(place)?),
         Name::Overlays => Box::new(overlays::Overlays::new(place)?),
@@ -180,7 +190,11 @@ pub fn run(plan: &Plan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<()> {
 fn rounds(table: &mut dyn Table, plan: &Plan<'_>, stop: &Stop) -> Result<Vec<Measured>> {
     let Plan { rounds, only, peers, .. } = *plan;
     let chosen = table.rows().into_iter().enumerate().filter(|(_, row)| plan.wants(&row.name));
-    let new = |(number, row): (usize, Row)| Measured { figures: vec![Vec::new(); row.systems.len()], row, number };
+    let new = |(number, row): (usize, Row)| Measured {
+        figures: vec![Vec::new(); row.systems.len()],
+        row,
+        number,
+    };
     let mut measured: Vec<_> = chosen.map(new).collect();
     anyhow::ensure!(!measured.is_empty(), "--only {only}: no row has such a name");
     let has = |peer: &String| measured.iter().any(|m| m.row.systems.contains(peer));
@@ -195,7 +209,8 @@ fn rounds(table: &mut dyn Table, plan: &Plan<'_>, stop: &Stop) -> Result<Vec<Mea
             for system in order(round as usize, systems.len()).map(|n| systems[n]) {
                 stop.check()?;
                 let figure = table.measure(*number, system)?;
-                let told: Vec<_> = figure.iter().map(|(name, value)| format!("{name} {value:.3}")).collect();
+                let told: Vec<_> =
+                    figure.iter().map(|(name, value)| format!("{name} {value:.3}")).collect();
                 let (name, system_name) = (&row.name, &row.systems[system]);
                 output::note(format_args!(
                     "round {} of {rounds}: {name} on {system_name}: {}",
@@ -212,8 +227,12 @@ fn rounds(table: &mut dyn Table, plan: &Plan<'_>, stop: &Stop) -> Result<Vec<Mea
 /// All figures of all rounds.
 fn json(measured: &[Measured]) -> String {
     let row = |m: &Measured| {
-        let systems =
-            m.row.systems.iter().zip(&m.figures).map(|(name, figures)| (name.clone(), serde_json::json!(figures)));
+        let systems = m
+            .row
+            .systems
+            .iter()
+            .zip(&m.figures)
+            .map(|(name, figures)| (name.clone(), serde_json::json!(figures)));
         (m.row.name.clone(), serde_json::Value::Object(systems.collect()))
     };
     format!("{}\n", serde_json::Value::Object(measured.iter().map(row).collect()))
@@ -255,7 +274,11 @@ mod tests {
                 name: name.into(),
                 systems: systems.iter().map(ToString::to_string).collect(),
             };
-            vec![row("reads", &["a", "b", "c"]), row("writes", &["a"]), row("more reads", &["a", "b"])]
+            vec![
+                row("reads", &["a", "b", "c"]),
+                row("writes", &["a"]),
+                row("more reads", &["a", "b"]),
+            ]
         }
 
         fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
@@ -292,23 +315,35 @@ mod tests {
         // The calls of system 0 in row 0 were the first, the eighth and the twelfth.
         assert_eq!(measured[0].median(0, "calls"), Some(8.0));
         assert_eq!(measured[0].median(0, "other"), None);
-        // System 1 was the second, the sixth and the thirteenth; the median of 2 / 1, 6 / 8 and 13 / 12.
+        // System 1 was the second, the sixth and the thirteenth; the median of 2 / 1, 6 / 8 and 13
+        // / 12.
         assert_eq!(measured[0].ratio(1, 0, "calls"), Some(13.0 / 12.0));
         assert_eq!(measured[0].ratio(1, 0, "other"), None);
         assert!(rounds(&mut table, &plan(1, "nothing"), &Stop::default()).is_err());
         // Of the systems that are wanted each round begins with another one, too.
         let (peers, wrong) = (["c", "a"].map(String::from), ["d".to_string()]);
         table.calls.clear();
-        let measured = rounds(&mut table, &Plan { peers: &peers, ..plan(2, "reads") }, &Stop::default()).unwrap();
+        let measured =
+            rounds(&mut table, &Plan { peers: &peers, ..plan(2, "reads") }, &Stop::default())
+                .unwrap();
         assert_eq!(table.calls, [(0, 0), (0, 2), (2, 0), (0, 2), (0, 0), (2, 0)]);
         assert_eq!(measured[0].median(1, "calls"), None);
-        assert!(rounds(&mut table, &Plan { peers: &wrong, ..plan(1, "reads") }, &Stop::default()).is_err());
+        assert!(
+            rounds(&mut table, &Plan { peers: &wrong, ..plan(1, "reads") }, &Stop::default())
+                .is_err()
+        );
     }
 
     #[test]
     fn cells() {
-        assert_eq!([0.0, 999.4, 1000.0, 1_234_567.0].map(grouped), ["0", "999", "1,000", "1,234,567"]);
+        assert_eq!(
+            [0.0, 999.4, 1000.0, 1_234_567.0].map(grouped),
+            ["0", "999", "1,000", "1,234,567"]
+        );
         let head = ["load".to_string(), "IOPS".to_string()];
-        assert_eq!(markdown(&head, &[head.to_vec()]), "| load | IOPS |\n|---|--:|\n| load | IOPS |\n");
+        assert_eq!(
+            markdown(&head, &[head.to_vec()]),
+            "| load | IOPS |\n|---|--:|\n| load | IOPS |\n"
+        );
     }
 }

@@ -1,5 +1,6 @@
-//! NBD servers: Blockyard, qemu-nbd and nbdkit's file plugin over a Unix socket, under fio's nbd engine (libnbd). A job of fio is
-//! a connection, and its depth is that connection's. CPU is the server's, for each I/O.
+//! NBD servers: Blockyard, qemu-nbd and nbdkit's file plugin over a Unix socket, under fio's nbd
+//! engine (libnbd). A job of fio is a connection, and its depth is that connection's. CPU is the
+//! server's, for each I/O.
 //!
 //! ```text
 //!   direct  a file on the disk, O_DIRECT. nbdkit's file plugin has no O_DIRECT: its cache=none drops the pages behind itself.
@@ -46,7 +47,8 @@ pub struct Nbd {
 
 fn loads() -> Vec<Load> {
     let mut loads = Vec::new();
-    let mut add = |under, rw, bs, depth, connections| loads.push(Load { under, rw, bs, depth, connections });
+    let mut add =
+        |under, rw, bs, depth, connections| loads.push(Load { under, rw, bs, depth, connections });
     for under in [Under::Direct, Under::Cached] {
         for connections in [1, 4] {
             for rw in ["randread", "randwrite"] {
@@ -102,7 +104,14 @@ impl Nbd {
             "blockyard" => {
                 let cache = if direct { "none" } else { "writeback" };
                 command.args(["--log", "error", "serve"]).arg(target);
-                command.args(["--name", "disk", "--cache", cache, "--nbd", &format!("unix:{}", socket.display())]);
+                command.args([
+                    "--name",
+                    "disk",
+                    "--cache",
+                    cache,
+                    "--nbd",
+                    &format!("unix:{}", socket.display()),
+                ]);
             }
             "qemu-nbd" => {
                 command.args(["-t", "-e", "8", "-x", "disk", "-k"]).arg(&socket);
@@ -143,7 +152,13 @@ impl Nbd {
             format!("--runtime={}", self.place.seconds),
             format!("--size={size}m"),
         ]);
-        command.args(["--group_reporting", "--thread", "--norandommap", "--randrepeat=0", "--time_based"]);
+        command.args([
+            "--group_reporting",
+            "--thread",
+            "--norandommap",
+            "--randrepeat=0",
+            "--time_based",
+        ]);
         if *under != Under::Null && *connections > 1 {
             command.arg(format!("--offset_increment={size}m"));
         }
@@ -158,7 +173,10 @@ impl Table for Nbd {
     fn rows(&self) -> Vec<Row> {
         let row = |load: &Load| {
             let host = (load.under != Under::Null).then_some(HOST);
-            Row { name: load.name(), systems: SERVERS.into_iter().chain(host).map(String::from).collect() }
+            Row {
+                name: load.name(),
+                systems: SERVERS.into_iter().chain(host).map(String::from).collect(),
+            }
         };
         self.loads.iter().map(row).collect()
     }
@@ -186,7 +204,9 @@ impl Table for Nbd {
         };
         let side = &job[if load.rw.contains("read") { "read" } else { "write" }];
         let figure = |value: &Value| value.as_f64().context("fio's JSON lacks a figure");
-        let percentile = |name: &str| Ok::<_, anyhow::Error>(figure(&side["clat_ns"]["percentile"][name])? / 1e3);
+        let percentile = |name: &str| {
+            Ok::<_, anyhow::Error>(figure(&side["clat_ns"]["percentile"][name])? / 1e3)
+        };
         let mut figures = Figures::from([
             ("iops", figure(&side["iops"])?),
             ("bytes_per_second", figure(&side["bw_bytes"])?),
@@ -216,19 +236,26 @@ impl Table for Nbd {
         ];
         let line = |m: &Measured| {
             let load = &self.loads[m.number];
-            let peers: Vec<_> = (0..SERVERS.len()).filter(|server| load.compares_with(*server)).collect();
+            let peers: Vec<_> =
+                (0..SERVERS.len()).filter(|server| load.compares_with(*server)).collect();
             let text = |server: usize, key: &str, text: &dyn Fn(f64) -> String| {
                 let text = cell(m.median(server, key), text);
                 if server == 0 || peers.contains(&server) { text } else { format!("({text})") }
             };
-            let all = |key: &str, as_text: &dyn Fn(f64) -> String| [0, 1, 2].map(|server| text(server, key, as_text));
+            let all = |key: &str, as_text: &dyn Fn(f64) -> String| {
+                [0, 1, 2].map(|server| text(server, key, as_text))
+            };
             let of_peers = |key: &str, better: fn(f64, f64) -> f64| {
                 peers.iter().filter_map(|server| m.median(*server, key)).reduce(better)
             };
             let ratio = |key: &str, other: Option<f64>| {
-                cell(m.median(0, key).zip(other).map(|(own, other)| own / other), |x| format!("{x:.2}"))
+                cell(m.median(0, key).zip(other).map(|(own, other)| own / other), |x| {
+                    format!("{x:.2}")
+                })
             };
-            let host = (m.row.systems.len() > SERVERS.len()).then(|| m.median(SERVERS.len(), "iops")).flatten();
+            let host = (m.row.systems.len() > SERVERS.len())
+                .then(|| m.median(SERVERS.len(), "iops"))
+                .flatten();
             let mut cells = vec![m.row.name.clone()];
             cells.extend(all("iops", &grouped));
             cells.push(ratio("iops", of_peers("iops", f64::max)));
@@ -253,7 +280,8 @@ mod tests {
         assert_eq!(all[0].name(), "direct: 4k random read, depth 1, 1 connection");
         assert_eq!(all[all.len() - 1].name(), "null: 1M sequential read, depth 32, 4 connections");
         // nbdkit's direct writes are answered from the page cache.
-        let write = all.iter().find(|load| load.under == Under::Direct && load.rw == "randwrite").unwrap();
+        let write =
+            all.iter().find(|load| load.under == Under::Direct && load.rw == "randwrite").unwrap();
         assert_eq!([0, 1, 2].map(|server| write.compares_with(server)), [false, true, false]);
     }
 }

@@ -1,7 +1,7 @@
 //! Copy-on-write images: Blockyard's qcow2 beside its own raw and qemu-storage-daemon's qcow2.
 //!
-//! Before each measurement of first writes the overlay is made anew. All overlays lie over the same base, a raw file in which
-//! every block was written.
+//! Before each measurement of first writes the overlay is made anew. All overlays lie over the same
+//! base, a raw file in which every block was written.
 
 use std::path::{Path, PathBuf};
 
@@ -57,8 +57,13 @@ fn loads() -> Vec<Load> {
     let system = |name, server, made| System { name, server, made, options: QEMUS };
     let wide = |name, server, made| System { name, server, made, options: OURS };
     let raw = system("blockyard raw", Blockyard, Made::Raw);
-    let full = vec![raw, system("blockyard qcow2", Blockyard, Made::Full), system("qsd qcow2", Qsd, Made::Full)];
-    let all = [full.clone(), vec![wide("blockyard qcow2, extended L2", Blockyard, Made::Full)]].concat();
+    let full = vec![
+        raw,
+        system("blockyard qcow2", Blockyard, Made::Full),
+        system("qsd qcow2", Qsd, Made::Full),
+    ];
+    let all =
+        [full.clone(), vec![wide("blockyard qcow2, extended L2", Blockyard, Made::Full)]].concat();
     let first = vec![
         raw,
         system("blockyard, 64k", Blockyard, Made::Overlay),
@@ -79,13 +84,32 @@ fn loads() -> Vec<Load> {
     let read = "--rw randread --bs 4k --depth 32";
     let cached = format!("{read} --size 1g");
     let writes = |bs: &str, ops: u64| format!("--rw randwrite --bs {bs} --depth 32 --ops {ops}");
-    let load =
-        |name, options: String, systems: &[System], cached| Load { name, options, systems: systems.to_vec(), cached };
+    let load = |name, options: String, systems: &[System], cached| Load {
+        name,
+        options,
+        systems: systems.to_vec(),
+        cached,
+    };
     vec![
         load("allocated, 4k random read, depth 32", read.into(), &all, false),
-        load("allocated, 4k random write, depth 32", "--rw randwrite --bs 4k --depth 32".into(), &all, false),
-        load("allocated, 4k random read, depth 1", "--rw randread --bs 4k --depth 1".into(), &full, false),
-        load("allocated, 64k random write, depth 32", "--rw randwrite --bs 64k --depth 32".into(), &full, false),
+        load(
+            "allocated, 4k random write, depth 32",
+            "--rw randwrite --bs 4k --depth 32".into(),
+            &all,
+            false,
+        ),
+        load(
+            "allocated, 4k random read, depth 1",
+            "--rw randread --bs 4k --depth 1".into(),
+            &full,
+            false,
+        ),
+        load(
+            "allocated, 64k random write, depth 32",
+            "--rw randwrite --bs 64k --depth 32".into(),
+            &full,
+            false,
+        ),
         load("allocated, 1M read, depth 8", "--rw read --bs 1m --depth 8".into(), &full, false),
         load("allocated, 4k random read, page cache, depth 32", cached.clone(), &full, true),
         load("first writes, 4k random, depth 32", writes("4k", OPS), &first, false),
@@ -124,9 +148,13 @@ impl Overlays {
             Made::Overlay => overlay(&self.base, "raw", &image)?,
             _ if image.exists() => {}
             Made::Full => {
-                // Copied once more, in order: a file system lays out what is written here and there as it comes.
+                // Copied once more, in order: a file system lays out what is written here and there
+                // as it comes.
                 let parts = self.place.folder.join("parts.qcow2");
-                self.place.qemu_img(&format!("convert -f raw -O qcow2 -o {options}"), &[&self.base, &parts])?;
+                self.place.qemu_img(
+                    &format!("convert -f raw -O qcow2 -o {options}"),
+                    &[&self.base, &parts],
+                )?;
                 std::fs::copy(&parts, &image)?;
                 std::fs::remove_file(&parts)?;
             }
@@ -151,7 +179,10 @@ impl Overlays {
 impl Table for Overlays {
     fn rows(&self) -> Vec<Row> {
         let systems = |load: &Load| load.systems.iter().map(|s| s.name.to_string()).collect();
-        self.loads.iter().map(|load| Row { name: load.name.into(), systems: systems(load) }).collect()
+        self.loads
+            .iter()
+            .map(|load| Row { name: load.name.into(), systems: systems(load) })
+            .collect()
     }
 
     fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
@@ -164,7 +195,8 @@ impl Table for Overlays {
             true => options.clone(),
             false => format!("{options} --runtime {}", self.place.seconds),
         };
-        let (mut server, socket) = self.place.vhost_user(server, &Image { path: &path, format, cached: *cached })?;
+        let (mut server, socket) =
+            self.place.vhost_user(server, &Image { path: &path, format, cached: *cached })?;
         let mut figures = load(&options, back_end(&server, &socket))?;
         figures.insert("memory_mib", memory(server.pid())?);
         server.end()?;
@@ -188,7 +220,8 @@ impl Table for Overlays {
             for (n, system) in m.row.systems.iter().enumerate() {
                 let figure = |key: &str| m.median(n, key);
                 let whole = |key: &str| cell(figure(key), |x| format!("{x:.0}"));
-                let to_first = figure("iops").zip(m.median(0, "iops")).map(|(own, first)| own / first);
+                let to_first =
+                    figure("iops").zip(m.median(0, "iops")).map(|(own, first)| own / first);
                 lines.push(vec![
                     if n == 0 { m.row.name.clone() } else { String::new() },
                     system.clone(),
@@ -206,10 +239,13 @@ impl Table for Overlays {
     }
 }
 
-/// What a process has in memory of its own, in MiB: not the files and the client's memory that it maps.
+/// What a process has in memory of its own, in MiB: not the files and the client's memory that it
+/// maps.
 fn memory(pid: u32) -> Result<f64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
     let kilobytes = line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok());
-    kilobytes.map(|k| k / 1024.0).ok_or_else(|| anyhow::anyhow!("process {pid} says nothing of its memory"))
+    kilobytes
+        .map(|k| k / 1024.0)
+        .ok_or_else(|| anyhow::anyhow!("process {pid} says nothing of its memory"))
 }

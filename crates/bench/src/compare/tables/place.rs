@@ -1,4 +1,5 @@
-//! Where tables are measured: a folder with images, servers on sockets, tools. All of it goes with its value.
+//! Where tables are measured: a folder with images, servers on sockets, tools. All of it goes with
+//! its value.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -49,7 +50,9 @@ impl Place {
     }
 
     pub fn guests(&self) -> Result<&Path> {
-        self.guests.as_deref().context("no guests are installed (BLOCKYARD_GUESTS names their folder)")
+        self.guests
+            .as_deref()
+            .context("no guests are installed (BLOCKYARD_GUESTS names their folder)")
     }
 
     /// A program of the guests' tree.
@@ -78,7 +81,11 @@ impl Place {
         let begin = Instant::now();
         while !socket.exists() {
             self.stop.check()?;
-            anyhow::ensure!(begin.elapsed() < LISTENS, "the server does not listen: {}", server.errors().trim());
+            anyhow::ensure!(
+                begin.elapsed() < LISTENS,
+                "the server does not listen: {}",
+                server.errors().trim()
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
         // Between bind and listen a client is refused.
@@ -104,17 +111,29 @@ impl Place {
                 "raw" => command.arg(path).args(["--format", "raw"]),
                 format => command.arg(path).args(["--format", format, "--prime"]),
             };
-            command.args(["--cache", if *cached { "writeback" } else { "none" }, "--vhost-user"]).arg(&socket);
+            command
+                .args(["--cache", if *cached { "writeback" } else { "none" }, "--vhost-user"])
+                .arg(&socket);
             command
         } else {
             let mut command = self.tool("qemu-storage-daemon")?;
             if *format == "null" {
-                command.args(["--blockdev", "driver=null-co,node-name=r0,size=2147483648,read-zeroes=off"]);
+                command.args([
+                    "--blockdev",
+                    "driver=null-co,node-name=r0,size=2147483648,read-zeroes=off",
+                ]);
             } else {
                 let direct = if *cached { "off" } else { "on" };
-                let file =
-                    format!("driver=file,node-name=f0,filename={},aio=io_uring,cache.direct={direct}", path.display());
-                command.args(["--blockdev", &file, "--blockdev", &format!("driver={format},node-name=r0,file=f0")]);
+                let file = format!(
+                    "driver=file,node-name=f0,filename={},aio=io_uring,cache.direct={direct}",
+                    path.display()
+                );
+                command.args([
+                    "--blockdev",
+                    &file,
+                    "--blockdev",
+                    &format!("driver={format},node-name=r0,file=f0"),
+                ]);
             }
             let export = "type=vhost-user-blk,id=e0,node-name=r0,writable=on,num-queues=1,addr.type=unix,addr.path=";
             command.args(["--export", &format!("{export}{}", socket.display())]);
@@ -133,7 +152,8 @@ impl Drop for Place {
 /// Writes a durable file of zeroes: each block has its place.
 pub fn zeroes(path: &Path, size: u64, stop: &Stop) -> Result<()> {
     use std::io::Write;
-    let mut file = std::fs::File::create(path).with_context(|| format!("creating {}", path.display()))?;
+    let mut file =
+        std::fs::File::create(path).with_context(|| format!("creating {}", path.display()))?;
     let piece = vec![0; 1 << 20];
     for _ in 0..size.div_ceil(1 << 20) {
         stop.check()?;
@@ -144,14 +164,22 @@ pub fn zeroes(path: &Path, size: u64, stop: &Stop) -> Result<()> {
 
 /// Runs a command to its end; what it printed.
 pub fn run(command: &mut Command) -> Result<String> {
-    let done = command.output().with_context(|| format!("starting {}", command.get_program().display()))?;
-    anyhow::ensure!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr).trim());
+    let done = command
+        .output()
+        .with_context(|| format!("starting {}", command.get_program().display()))?;
+    anyhow::ensure!(
+        done.status.success(),
+        "{command:?}: {}",
+        String::from_utf8_lossy(&done.stderr).trim()
+    );
     Ok(String::from_utf8_lossy(&done.stdout).into_owned())
 }
 
-/// Nothing of the file is dirty, and it is in the page cache or out of it: a direct write of a cached page costs more.
+/// Nothing of the file is dirty, and it is in the page cache or out of it: a direct write of a
+/// cached page costs more.
 pub fn settle(path: &Path, cached: bool) -> Result<()> {
-    let mut file = std::fs::File::open(path).with_context(|| format!("opening {}", path.display()))?;
+    let mut file =
+        std::fs::File::open(path).with_context(|| format!("opening {}", path.display()))?;
     file.sync_all()?;
     if cached {
         std::io::copy(&mut file, &mut std::io::sink())?;

@@ -1,14 +1,16 @@
-//! A thrashing neighbour: two User Mode Linux guests on one server, one of which runs out of memory and swaps to its disk.
+//! A thrashing neighbour: two User Mode Linux guests on one server, one of which runs out of memory
+//! and swaps to its disk.
 //!
 //! ```text
 //!   worker    fio with checksums (random writes, each read back), then small steps as a person at a terminal makes them:
 //!             save a new file of 4 KiB (synchronous, with its folder), read three small files that are in no cache, pause
 //!   thrasher  is idle, or uses twice the memory that it has; the server shares the device fairly, or does not
 //! ```
-//! A row is a device: the machine's disk, and Blockyard's model of a slower one before the same files. An emulated guest needs
-//! much processor time for each page that it swaps, so it does not saturate a fast disk.
-//! In: the two scripts of `thrash_scripts`. Out: fio's rate and latency, durations of steps by the guest's clock, rates of
-//! swapping by the thrasher's kernel. What must hold: the worker is measured only while the thrasher swaps.
+//! A row is a device: the machine's disk, and Blockyard's model of a slower one before the same
+//! files. An emulated guest needs much processor time for each page that it swaps, so it does not
+//! saturate a fast disk. In: the two scripts of `thrash_scripts`. Out: fio's rate and latency,
+//! durations of steps by the guest's clock, rates of swapping by the thrasher's kernel. What must
+//! hold: the worker is measured only while the thrasher swaps.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -91,7 +93,8 @@ impl Thrash {
     /// Starts `blockyard serve` with a disk for each guest, and waits until it is ready.
     fn server(&self, model: bool, fair: bool) -> Result<Process> {
         let folder = self.place.folder.display();
-        let mut text = format!("reactors = 2\nfair-share = {fair}\ncosts = \"{}\"\n", self.costs.display());
+        let mut text =
+            format!("reactors = 2\nfair-share = {fair}\ncosts = \"{}\"\n", self.costs.display());
         for name in ["worker", "thrasher"] {
             let file = format!("{folder}/{name}.img");
             let image = if model { format!("delay:file={file},{MODEL}") } else { file };
@@ -102,13 +105,25 @@ impl Thrash {
         }
         let config = self.place.folder.join("config.toml");
         std::fs::write(&config, text)?;
-        let server = Process::start(Command::new(&self.place.program).args(["serve", "--config"]).arg(&config))?;
+        let server = Process::start(
+            Command::new(&self.place.program).args(["serve", "--config"]).arg(&config),
+        )?;
         let line = server.line(&self.place.stop, Instant::now() + READY)?;
-        anyhow::ensure!(line.is_some_and(|l| l.1 == "ready"), "the server does not start: {}", server.errors().trim());
+        anyhow::ensure!(
+            line.is_some_and(|l| l.1 == "ready"),
+            "the server does not start: {}",
+            server.errors().trim()
+        );
         Ok(server)
     }
 
-    fn guest(&self, name: &'static str, script: &str, memory: &str, cpu: &str) -> Result<Guest<'_>> {
+    fn guest(
+        &self,
+        name: &'static str,
+        script: &str,
+        memory: &str,
+        cpu: &str,
+    ) -> Result<Guest<'_>> {
         let folder = &self.place.folder;
         let share = folder.join(name);
         for word in ["thrash", "work", "end"] {
@@ -117,14 +132,30 @@ impl Thrash {
         let file = folder.join(format!("{name}.sh"));
         std::fs::write(&file, format!("set -eu\n{PAUSE}{script}"))?;
         let mut command = Command::new(self.place.guests()?.join("uml"));
-        command.args(["--mem", memory, "--cpu", cpu, "--seccomp", "on", "--timeout", "300", "--disk"]);
+        command.args([
+            "--mem",
+            memory,
+            "--cpu",
+            cpu,
+            "--seccomp",
+            "on",
+            "--timeout",
+            "300",
+            "--disk",
+        ]);
         command.arg(format!("vhost={}/{name}.sock", folder.display())).arg("--share").arg(&share);
         for (key, value) in [("MEMORY", USED_MIB), ("PROCESSES", PROCESSES), ("DEPTH", DEPTH)] {
             command.args(["--env", &format!("{key}={value}")]);
         }
         // bash counts whole seconds.
         command.args(["--env", &format!("SECONDS_EACH={}", self.place.seconds.ceil())]).arg(&file);
-        Ok(Guest { name, share, process: Process::start(&command)?, said: Vec::new(), stop: &self.place.stop })
+        Ok(Guest {
+            name,
+            share,
+            process: Process::start(&command)?,
+            said: Vec::new(),
+            stop: &self.place.stop,
+        })
     }
 
     /// Runs both guests once: figures, and the steps of the worker.
@@ -140,7 +171,11 @@ impl Thrash {
         let mut pages = if thrashes { 0 } else { u64::MAX };
         while pages <= THRASHES {
             let figures = thrasher.expect("swapped", READY)?;
-            pages = figures.split(' ').next().and_then(|n| n.parse().ok()).context("the thrasher prints no figure")?;
+            pages = figures
+                .split(' ')
+                .next()
+                .and_then(|n| n.parse().ok())
+                .context("the thrasher prints no figure")?;
         }
         let (before, begin) = (Snapshot::take(), Instant::now());
         worker.tell("work", "")?;
@@ -160,7 +195,10 @@ impl Thrash {
         figures.extend([("pages_in", pages_in), ("pages_out", pages_out)]);
         let steps: Vec<f64> = worker.said.iter().filter_map(|(_, line)| step(line)).collect();
         anyhow::ensure!(!steps.is_empty(), "the worker has made no step");
-        figures.extend([("step_median_ms", median(steps.iter().copied())), ("step_p99_ms", percentile(&steps, 0.99))]);
+        figures.extend([
+            ("step_median_ms", median(steps.iter().copied())),
+            ("step_p99_ms", percentile(&steps, 0.99)),
+        ]);
         Ok((figures, steps))
     }
 }
@@ -174,7 +212,8 @@ impl Table for Thrash {
     fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
         let ((_, model), (_, thrashes, fair)) = (DEVICES[row], WAYS[system]);
         if !model && !self.calibrated {
-            calibrate::of_folder(&self.place.folder, 1 << 30, 24.0, &self.place.stop)?.save(&self.costs)?;
+            calibrate::of_folder(&self.place.folder, 1 << 30, 24.0, &self.place.stop)?
+                .save(&self.costs)?;
             self.calibrated = true;
         }
         let (figures, steps) = self.run(model, thrashes, fair)?;
@@ -202,7 +241,11 @@ impl Table for Thrash {
                 let figure = |key: &str, text: &dyn Fn(f64) -> String| cell(m.median(n, key), text);
                 let ms = |x: f64| format!("{x:.0} ms");
                 let percent = |x: f64| format!("{:.0}%", x * 100.0);
-                let swaps = format!("{} in, {} out", figure("pages_in", &grouped), figure("pages_out", &grouped));
+                let swaps = format!(
+                    "{} in, {} out",
+                    figure("pages_in", &grouped),
+                    figure("pages_out", &grouped)
+                );
                 lines.push(vec![
                     m.row.name.clone(),
                     system.clone(),
@@ -241,14 +284,25 @@ impl Guest<'_> {
             if let Some(rest) = rest {
                 return Ok(rest);
             }
-            anyhow::ensure!(Instant::now() < end, "the {} does not say \"{word}\"{}", self.name, self.last());
+            anyhow::ensure!(
+                Instant::now() < end,
+                "the {} does not say \"{word}\"{}",
+                self.name,
+                self.last()
+            );
         }
         let _ = self.process.finish();
-        anyhow::bail!("the {} ended without \"{word}\"{}; {}", self.name, self.last(), self.process.errors().trim())
+        anyhow::bail!(
+            "the {} ended without \"{word}\"{}; {}",
+            self.name,
+            self.last(),
+            self.process.errors().trim()
+        )
     }
 
     fn last(&self) -> String {
-        let lines: Vec<_> = self.said.iter().rev().take(5).rev().map(|(_, line)| line.as_str()).collect();
+        let lines: Vec<_> =
+            self.said.iter().rev().take(5).rev().map(|(_, line)| line.as_str()).collect();
         format!("; it said: {}", lines.join("; "))
     }
 
@@ -269,7 +323,8 @@ impl Guest<'_> {
 
 /// Rate and p99 of both directions, from fio's JSON; its checksums must have been right.
 fn of_fio(text: &str) -> Result<Figures> {
-    let job = serde_json::from_str::<Value>(text).context("fio's figures are no JSON")?["jobs"][0].take();
+    let job =
+        serde_json::from_str::<Value>(text).context("fio's figures are no JSON")?["jobs"][0].take();
     anyhow::ensure!(job["error"] == 0, "fio found an error: {}", job["error"]);
     let figure = |value: &Value| value.as_f64().context("fio's JSON lacks a figure");
     let (read, write) = (&job["read"], &job["write"]);
@@ -280,7 +335,8 @@ fn of_fio(text: &str) -> Result<Figures> {
 
 /// Duration in ms of a step: its save and its reads, each in us.
 fn step(line: &str) -> Option<f64> {
-    let parts: Option<Vec<f64>> = line.strip_prefix("step ")?.split(' ').map(|us| us.parse().ok()).collect();
+    let parts: Option<Vec<f64>> =
+        line.strip_prefix("step ")?.split(' ').map(|us| us.parse().ok()).collect();
     Some(parts?.iter().sum::<f64>() / 1000.0)
 }
 
@@ -291,7 +347,9 @@ fn swapping(said: &[(Instant, String)], begin: Instant, end: Instant) -> Result<
         (begin..=end).contains(at).then_some((*at, numbers.next()??, numbers.next()??))
     };
     let all: Vec<_> = said.iter().filter_map(figures).collect();
-    let [first, .., last] = all[..] else { anyhow::bail!("the thrasher prints no figures of its swap") };
+    let [first, .., last] = all[..] else {
+        anyhow::bail!("the thrasher prints no figures of its swap")
+    };
     let seconds = (last.0 - first.0).as_secs_f64();
     Ok(((last.1 - first.1) / seconds, (last.2 - first.2) / seconds))
 }
@@ -308,9 +366,13 @@ mod tests {
 
     #[test]
     fn lines_become_figures() {
-        assert_eq!((step("step 1500 500"), step("step fast"), step("ready")), (Some(2.0), None, None));
+        assert_eq!(
+            (step("step 1500 500"), step("step fast"), step("ready")),
+            (Some(2.0), None, None)
+        );
         let begin = Instant::now();
-        let at = |seconds: u64, text: &str| (begin + Duration::from_secs(seconds), text.to_string());
+        let at =
+            |seconds: u64, text: &str| (begin + Duration::from_secs(seconds), text.to_string());
         let said = [
             (begin.checked_sub(Duration::from_secs(1)).unwrap_or(begin), "swapped 0 x".into()),
             at(1, "swapped 100 10"),
@@ -319,7 +381,10 @@ mod tests {
             at(9, "swapped 5000 5000"),
         ];
         assert_eq!(swapping(&said, begin, begin + Duration::from_secs(6)).unwrap(), (200.0, 10.0));
-        assert!(swapping(&said[..2], begin, begin + Duration::from_secs(6)).is_err(), "one figure is no rate");
+        assert!(
+            swapping(&said[..2], begin, begin + Duration::from_secs(6)).is_err(),
+            "one figure is no rate"
+        );
         let steps: Vec<f64> = (0..100).rev().map(f64::from).collect();
         assert_eq!((percentile(&steps, 0.99), percentile(&steps, 1.0)), (99.0, 99.0));
     }

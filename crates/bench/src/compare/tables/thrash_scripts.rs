@@ -1,4 +1,5 @@
-//! What the two guests of the thrashing neighbour run. They read `/share`, and print lines for the host.
+//! What the two guests of the thrashing neighbour run. They read `/share`, and print lines for the
+//! host.
 
 /// Waits without a process: one would take longer in such a guest than the pause.
 pub const PAUSE: &str = r#"
@@ -7,7 +8,8 @@ pause() { read -r -t "$1" <&9 || :; } # without a process
 until_file() { until [[ -e /share/$1 ]]; do pause 0.05; done; }
 "#;
 
-/// Uses more memory than there is, touched at random by several processes, until the file `end` is there.
+/// Uses more memory than there is, touched at random by several processes, until the file `end` is
+/// there.
 pub const THRASHER: &str = r#"
 mkswap /dev/vda >/dev/null && swapon /dev/vda
 figures() {

@@ -1,10 +1,12 @@
-//! Block devices of a host, in a QEMU guest (TCG): an image by ublk, raw and as a qcow2 overlay, beside the kernel's loop device.
+//! Block devices of a host, in a QEMU guest (TCG): an image by ublk, raw and as a qcow2 overlay,
+//! beside the kernel's loop device.
 //!
-//! The guest has two processors. The images lie on ext4 of a virtio disk, which the host has in a file opened with O_DIRECT. One
-//! guest has the devices of all systems for all rounds, and its script has the harness's order. Each device is written as a
-//! whole first (an overlay: its first writes), so that all is allocated. `copy` is the experiment of 2006; its rounds are the
-//! last, because its mkfs discards the device.
-//! In: the plan of the rounds. Out: lines of the guest. What must hold: each measurement of the plan has its line.
+//! The guest has two processors. The images lie on ext4 of a virtio disk, which the host has in a
+//! file opened with O_DIRECT. One guest has the devices of all systems for all rounds, and its
+//! script has the harness's order. Each device is written as a whole first (an overlay: its first
+//! writes), so that all is allocated. `copy` is the experiment of 2006; its rounds are the last,
+//! because its mkfs discards the device. In: the plan of the rounds. Out: lines of the guest. What
+//! must hold: each measurement of the plan has its line.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::process::Command;
@@ -38,7 +40,8 @@ const ROWS: [(&str, &str, usize); 5] = [
 ];
 const COPY: usize = 4;
 
-/// `result ROW SYSTEM KILOBYTES COUNT`: of a load, both a second; of a copy, 0 and its microseconds.
+/// `result ROW SYSTEM KILOBYTES COUNT`: of a load, both a second; of a copy, 0 and its
+/// microseconds.
 const HEAD: &str = r#"set -euo pipefail
 modprobe ublk_drv
 modprobe loop
@@ -102,29 +105,49 @@ pub struct Ublk {
 
 impl Ublk {
     pub fn new(place: Place, plan: &Plan<'_>) -> Result<Self> {
-        let systems: Vec<usize> = (0..SYSTEMS.len()).filter(|n| plan.wants_peer(SYSTEMS[*n].0)).collect();
+        let systems: Vec<usize> =
+            (0..SYSTEMS.len()).filter(|n| plan.wants_peer(SYSTEMS[*n].0)).collect();
         let rows: Vec<usize> = (0..ROWS.len()).filter(|n| plan.wants(ROWS[*n].0)).collect();
-        let (disk, program, script) =
-            (place.folder.join("disk"), place.folder.join("blockyard"), place.folder.join("script"));
+        let (disk, program, script) = (
+            place.folder.join("disk"),
+            place.folder.join("blockyard"),
+            place.folder.join("script"),
+        );
         let mib = (place.size >> 20).max(1);
-        // Written, not only allocated: otherwise the first system at a place would pay for the host's own first writes.
+        // Written, not only allocated: otherwise the first system at a place would pay for the
+        // host's own first writes.
         zeroes(&disk, (mib * 2 * systems.len() as u64 + 128) << 20, &place.stop)?;
         run(Command::new("strip").arg("-o").args([&program, &place.program]))?;
         std::fs::write(&script, text(&rows, &systems, plan.rounds))?;
         let kernel = plan.kernel.unwrap_or("7").to_string();
         let mut command = Command::new(place.guests()?.join("qemu"));
-        command.args(["--kernel", &kernel, "--mem", "1G", "--timeout", "3000", "--file"]).arg(&program);
-        command.args(["--env", &format!("SIZE={mib}"), "--env", &format!("SECONDS_EACH={}", place.seconds.ceil())]);
-        command.arg("--disk").arg(format!("file={}", disk.display())).arg(&script).env("TMPDIR", &place.folder);
+        command
+            .args(["--kernel", &kernel, "--mem", "1G", "--timeout", "3000", "--file"])
+            .arg(&program);
+        command.args([
+            "--env",
+            &format!("SIZE={mib}"),
+            "--env",
+            &format!("SECONDS_EACH={}", place.seconds.ceil()),
+        ]);
+        command
+            .arg("--disk")
+            .arg(format!("file={}", disk.display()))
+            .arg(&script)
+            .env("TMPDIR", &place.folder);
         let guest = Process::start(&command)?;
         Ok(Ublk { guest, place, kernel, results: BTreeMap::new(), said: Vec::new() })
     }
 
     /// Waits for the guest's next line. Returns whether there is one.
     fn listen(&mut self) -> Result<bool> {
-        let Some((_, line)) = self.guest.line(&self.place.stop, Instant::now() + SILENCE)? else { return Ok(false) };
+        let Some((_, line)) = self.guest.line(&self.place.stop, Instant::now() + SILENCE)? else {
+            return Ok(false);
+        };
         match result(&line) {
-            Some((row, system, figure)) => self.results.entry((row, system)).or_default().push_back(figure),
+            Some((row, system, figure)) => {
+                self.results.entry((row, system)).or_default().push_back(figure)
+            }
             None => self.said.push(line),
         }
         Ok(true)
@@ -159,7 +182,8 @@ fn text(rows: &[usize], systems: &[usize], rounds: u32) -> String {
 
 /// Row, system and figure of a line.
 fn result(line: &str) -> Option<(usize, usize, f64)> {
-    let numbers: Vec<u64> = line.strip_prefix("result ")?.split(' ').map(|n| n.parse().ok()).collect::<Option<_>>()?;
+    let numbers: Vec<u64> =
+        line.strip_prefix("result ")?.split(' ').map(|n| n.parse().ok()).collect::<Option<_>>()?;
     let [row, system, kilobytes, count] = numbers[..] else { return None };
     let figure = match row {
         0 | 1 => kilobytes as f64 / 1e3,
@@ -177,12 +201,17 @@ impl Table for Ublk {
 
     fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
         loop {
-            if let Some(figure) = self.results.get_mut(&(row, system)).and_then(VecDeque::pop_front) {
+            if let Some(figure) = self.results.get_mut(&(row, system)).and_then(VecDeque::pop_front)
+            {
                 return Ok(Figures::from([("figure", figure)]));
             }
             if !self.listen()? {
                 self.finish()?;
-                anyhow::bail!("the guest ended before \"{}\" on {}", ROWS[row].0, SYSTEMS[system].0);
+                anyhow::bail!(
+                    "the guest ended before \"{}\" on {}",
+                    ROWS[row].0,
+                    SYSTEMS[system].0
+                );
             }
         }
     }
@@ -196,8 +225,10 @@ impl Table for Ublk {
         head.extend(ratios.iter().map(|(a, b)| format!("{} / {}", SYSTEMS[*a].0, SYSTEMS[*b].0)));
         let line = |m: &Measured| {
             let digits = ROWS[m.number].2;
-            let figure = |system: &usize| cell(m.median(*system, "figure"), |x| format!("{x:.digits$}"));
-            let ratio = |(a, b): &&(usize, usize)| cell(m.ratio(*a, *b, "figure"), |x| format!("{x:.2}"));
+            let figure =
+                |system: &usize| cell(m.median(*system, "figure"), |x| format!("{x:.digits$}"));
+            let ratio =
+                |(a, b): &&(usize, usize)| cell(m.ratio(*a, *b, "figure"), |x| format!("{x:.2}"));
             let name = [m.row.name.clone()].into_iter();
             name.chain(systems.iter().map(figure)).chain(ratios.iter().map(ratio)).collect()
         };

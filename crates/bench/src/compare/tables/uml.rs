@@ -1,10 +1,10 @@
 //! UML's stock driver and Blockyard inside a User Mode Linux guest.
 //!
-//! A turn of a system boots one guest, which runs the loads of all rows. fio counts the operations in the guest. Durations
-//! are those of the host, because the guest's clock may lag, and so is the CPU time of the back end (ubd has none: its part is
-//! inside the guest): both are taken at marks that the guest prints.
-//! In: where guest and back end may run. Out: operations a second, CPU time for each. What must hold: systems with equal
-//! promises are compared, and no others.
+//! A turn of a system boots one guest, which runs the loads of all rows. fio counts the operations
+//! in the guest. Durations are those of the host, because the guest's clock may lag, and so is the
+//! CPU time of the back end (ubd has none: its part is inside the guest): both are taken at marks
+//! that the guest prints. In: where guest and back end may run. Out: operations a second, CPU time
+//! for each. What must hold: systems with equal promises are compared, and no others.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -31,9 +31,11 @@ const SYSTEMS: [(&str, &str, Option<&str>); 6] = [
     ("blockyard writethrough", "vhost", Some("writethrough")),
 ];
 
-/// Systems with equal promises: ours, and the one that it must not be behind. (writeback and none promise more than ubd, which
-/// drops flushes, and less than ubd with O_SYNC. The table has them for what a real flush costs.)
-const PAIRS: [(usize, usize, &str); 2] = [(1, 0, "unsafe to ubd"), (5, 4, "writethrough to ubd O_SYNC")];
+/// Systems with equal promises: ours, and the one that it must not be behind. (writeback and none
+/// promise more than ubd, which drops flushes, and less than ubd with O_SYNC. The table has them
+/// for what a real flush costs.)
+const PAIRS: [(usize, usize, &str); 2] =
+    [(1, 0, "unsafe to ubd"), (5, 4, "writethrough to ubd O_SYNC")];
 
 const LOADS: [(&str, &str); 9] = [
     ("4k random read, depth 32", "--rw=randread --bs=4k --iodepth=32"),
@@ -49,8 +51,8 @@ const LOADS: [(&str, &str); 9] = [
 /// Rows that are timed by the host's clock.
 const TIMED: [&str; 2] = ["dd 32 MiB + sync", "rm + sync"];
 
-/// `mark NAME COUNT`: requests of the disk so far. `row NUMBER READS WRITES`: a load between the last two marks; fio's terse
-/// version 3 has the rates of reads and of writes in fields 8 and 49.
+/// `mark NAME COUNT`: requests of the disk so far. `row NUMBER READS WRITES`: a load between the
+/// last two marks; fio's terse version 3 has the rates of reads and of writes in fields 8 and 49.
 const HEAD: &str = r#"set -e
 disk=$(ls /dev/vda /dev/ubda 2>/dev/null | head -1)
 stat=/sys/block/${disk#/dev/}/stat
@@ -86,14 +88,18 @@ impl Uml {
         let base = place.base()?;
         let (seconds, mib) = (place.seconds.ceil(), place.size >> 20);
         let mut script = HEAD.to_string();
-        for (number, (name, options)) in LOADS.iter().enumerate().filter(|(_, load)| plan.wants(load.0)) {
-            script += &format!("run {number} --runtime={seconds} --size={mib}m {options} # {name}\n");
+        for (number, (name, options)) in
+            LOADS.iter().enumerate().filter(|(_, load)| plan.wants(load.0))
+        {
+            script +=
+                &format!("run {number} --runtime={seconds} --size={mib}m {options} # {name}\n");
         }
         if TIMED.iter().any(|name| plan.wants(name)) {
             script += TAIL;
         }
         let guest_cpus = plan.guest_cpus.unwrap_or("any").to_string();
-        // Where the guest has a processor of its own the back end keeps to it, too, unless the user says otherwise.
+        // Where the guest has a processor of its own the back end keeps to it, too, unless the user
+        // says otherwise.
         let server_cpus = plan.server_cpus.map_or_else(|| guest_cpus.clone(), String::from);
         Ok(Uml { place, base, guest_cpus, server_cpus, script, boots: BTreeMap::new() })
     }
@@ -108,7 +114,9 @@ impl Uml {
         let target = back.as_ref().map_or(&self.base, |(_, socket)| socket);
         let mut command = Command::new(self.place.guests()?.join("uml"));
         command.arg("--disk").arg(format!("{kind}={}", target.display()));
-        command.args(["--seccomp", "on", "--timeout", "300", "--cpu", &self.guest_cpus]).arg(&script);
+        command
+            .args(["--seccomp", "on", "--timeout", "300", "--cpu", &self.guest_cpus])
+            .arg(&script);
         let mut guest = Process::start(&command)?;
         let (mut marks, mut rows, mut said) = (Vec::new(), Vec::new(), Vec::new());
         while let Some((came, line)) = guest.line(&self.place.stop, Instant::now() + SILENCE)? {
@@ -119,7 +127,9 @@ impl Uml {
                     marks.push(Mark { came, used, requests: requests.parse()? });
                 }
                 ["row", number, reads, writes] => {
-                    let [.., begin, end] = &marks[..] else { anyhow::bail!("{name}: a row without marks") };
+                    let [.., begin, end] = &marks[..] else {
+                        anyhow::bail!("{name}: a row without marks")
+                    };
                     let rate = reads.parse::<f64>()?.max(writes.parse()?);
                     rows.push((number.parse()?, end.since(begin, rate)));
                 }
@@ -145,7 +155,8 @@ impl Uml {
     }
 }
 
-/// A moment in the guest: when its line came, CPU seconds of the back end and requests of the disk so far.
+/// A moment in the guest: when its line came, CPU seconds of the back end and requests of the disk
+/// so far.
 struct Mark {
     came: Instant,
     used: Option<f64>,
@@ -154,7 +165,8 @@ struct Mark {
 
 impl Mark {
     fn since(&self, begin: &Mark, rate: f64) -> Figures {
-        let mut figures = Figures::from([("seconds", (self.came - begin.came).as_secs_f64()), ("iops", rate)]);
+        let mut figures =
+            Figures::from([("seconds", (self.came - begin.came).as_secs_f64()), ("iops", rate)]);
         let requests = self.requests.saturating_sub(begin.requests);
         if let Some((before, after)) = begin.used.zip(self.used).filter(|_| requests > 0) {
             figures.insert("cpu_us", (after - before) * 1e6 / requests as f64);
@@ -181,7 +193,8 @@ impl Table for Uml {
     fn markdown(&self, measured: &[Measured]) -> String {
         let there = |system: usize| measured.iter().any(|m| !m.figures[system].is_empty());
         let systems: Vec<usize> = (0..SYSTEMS.len()).filter(|system| there(*system)).collect();
-        let pairs: Vec<_> = PAIRS.iter().filter(|(own, peer, _)| there(*own) && there(*peer)).collect();
+        let pairs: Vec<_> =
+            PAIRS.iter().filter(|(own, peer, _)| there(*own) && there(*peer)).collect();
         let mut head = vec!["load in the guest".to_string()];
         head.extend(systems.iter().map(|system| SYSTEMS[*system].0.to_string()));
         head.extend(pairs.iter().map(|pair| pair.2.to_string()));

@@ -86,7 +86,9 @@ pub struct CowFields {
 
 impl BitmapTold {
     fn of(bitmap: &Bitmap) -> Self {
-        let flags = [(IN_USE, "in-use"), (AUTO, "auto")].into_iter().filter(|(bit, _)| bitmap.flags & bit != 0);
+        let flags = [(IN_USE, "in-use"), (AUTO, "auto")]
+            .into_iter()
+            .filter(|(bit, _)| bitmap.flags & bit != 0);
         BitmapTold {
             flags: flags.map(|(_, name)| name).collect(),
             name: bitmap.name.clone(),
@@ -159,7 +161,8 @@ impl Info {
     /// A file of the host.
     fn of_file(file: &ImageFile) -> anyhow::Result<Self> {
         // What a server's export takes there is not known here.
-        let blocks = file.fd().map(rustix::fs::fstat).transpose()?.map_or(0, |stat| stat.st_blocks as u64);
+        let blocks =
+            file.fd().map(rustix::fs::fstat).transpose()?.map_or(0, |stat| stat.st_blocks as u64);
         Ok(Info {
             // As QEMU tells it, in whole sectors.
             virtual_size: file.size().next_multiple_of(SECTOR),

@@ -1,8 +1,9 @@
-//! A file that has no name yet: an unnamed file of the file system (O_TMPFILE) where it has such files, else one under a
-//! temporary name, `.NAME.PID.part`.
+//! A file that has no name yet: an unnamed file of the file system (O_TMPFILE) where it has such
+//! files, else one under a temporary name, `.NAME.PID.part`.
 //!
-//! In: the path that the file is to have. Out: a descriptor of it, and in the end the file under that path.
-//! What must hold: an existing file is replaced at once, by a rename, and only the one that was locked.
+//! In: the path that the file is to have. Out: a descriptor of it, and in the end the file under
+//! that path. What must hold: an existing file is replaced at once, by a rename, and only the one
+//! that was locked.
 
 use std::fs::File;
 use std::io;
@@ -44,12 +45,18 @@ pub struct Named {
 
 impl Pending {
     /// Begins a file for `path`; `exists`: the error if there is one and it must not be replaced.
-    pub fn create(path: &Path, force: bool, exists: impl Fn() -> anyhow::Error) -> anyhow::Result<Self> {
+    pub fn create(
+        path: &Path,
+        force: bool,
+        exists: impl Fn() -> anyhow::Error,
+    ) -> anyhow::Result<Self> {
         // What a link points to is replaced, not the link.
         let real = match std::fs::canonicalize(path) {
             Ok(_) if !force => return Err(exists()),
             Ok(real) => real,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Pending::begin(path.into(), None),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                return Pending::begin(path.into(), None);
+            }
             Err(e) => bail!("{}: {e}", path.display()),
         };
         let replaced = open_file(&real, false)?;
@@ -61,7 +68,8 @@ impl Pending {
     }
 
     fn begin(path: PathBuf, replaced: Option<ImageFile>) -> anyhow::Result<Self> {
-        let name = path.file_name().ok_or_else(|| anyhow!("{} is no name for a file", path.display()))?;
+        let name =
+            path.file_name().ok_or_else(|| anyhow!("{} is no name for a file", path.display()))?;
         unfinished::remove_on_signals();
         unfinished::remove_left_behind(folder(&path), name);
         let made = Made::create(&path).with_context(|| format!("creating {}", path.display()))?;
@@ -87,8 +95,10 @@ impl Pending {
     pub fn finish(self) -> anyhow::Result<Named> {
         let Pending { path, replaced, made } = self;
         if let Some(made) = made {
-            give_name(made, &path, replaced.as_ref()).with_context(|| format!("giving {} its name", path.display()))?;
-            sync_folder(&path).with_context(|| format!("syncing the folder of {}", path.display()))?;
+            give_name(made, &path, replaced.as_ref())
+                .with_context(|| format!("giving {} its name", path.display()))?;
+            sync_folder(&path)
+                .with_context(|| format!("syncing the folder of {}", path.display()))?;
         }
         Ok(Named { replaced: replaced.is_some(), path })
     }
@@ -112,8 +122,9 @@ impl Made {
             Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL | Errno::NOENT) => {}
             Err(e) => return Err(e.into()),
         }
-        let (temporary, file) =
-            Unfinished::add(path, |name| Ok(rustix::fs::open(name, flags | OFlags::CREATE | OFlags::EXCL, MODE)?))?;
+        let (temporary, file) = Unfinished::add(path, |name| {
+            Ok(rustix::fs::open(name, flags | OFlags::CREATE | OFlags::EXCL, MODE)?)
+        })?;
         Ok(Made { file: Arc::new(file), temporary: Some(temporary) })
     }
 

@@ -1,5 +1,5 @@
-//! Files under temporary names, `.NAME.PID.part`: removed when the command fails or a signal ends it, and by the next command
-//! for the same name if the process was killed.
+//! Files under temporary names, `.NAME.PID.part`: removed when the command fails or a signal ends
+//! it, and by the next command for the same name if the process was killed.
 
 use std::ffi::OsStr;
 use std::io;
@@ -69,18 +69,24 @@ pub fn remove_on_signals() {
     });
 }
 
-/// Removes what killed processes left in the folder on their way to a file of this name. What a process of this host still
-/// makes stays, and so does what is locked: its process may be on another host, or in another PID namespace.
+/// Removes what killed processes left in the folder on their way to a file of this name. What a
+/// process of this host still makes stays, and so does what is locked: its process may be on
+/// another host, or in another PID namespace.
 pub fn remove_left_behind(in_folder: &Path, name: &OsStr) {
     let Ok(entries) = std::fs::read_dir(in_folder) else { return };
     let prefix = format!(".{}.", name.to_string_lossy());
     for entry in entries.flatten() {
         let Ok(entry_name) = entry.file_name().into_string() else { continue };
         let process = entry_name.strip_prefix(&prefix).and_then(|rest| rest.strip_suffix(".part"));
-        let Some(process) = process.and_then(|process| process.parse().ok()).and_then(Pid::from_raw) else { continue };
-        // A process in a container may have the number that a killed one had there. This one has made no file here yet.
-        let is_gone =
-            process == rustix::process::getpid() || test_kill_process(process) == Err(rustix::io::Errno::SRCH);
+        let Some(process) =
+            process.and_then(|process| process.parse().ok()).and_then(Pid::from_raw)
+        else {
+            continue;
+        };
+        // A process in a container may have the number that a killed one had there. This one has
+        // made no file here yet.
+        let is_gone = process == rustix::process::getpid()
+            || test_kill_process(process) == Err(rustix::io::Errno::SRCH);
         if is_gone && open_file(&entry.path(), false).is_ok() {
             let _ = std::fs::remove_file(entry.path());
         }

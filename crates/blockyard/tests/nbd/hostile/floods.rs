@@ -32,7 +32,9 @@ fn half_open_handshakes() {
             held.clear();
         }
     }
-    crate::common::until("those who went are forgotten", SOON, || disk.daemon.descriptors().len() <= before + 2);
+    crate::common::until("those who went are forgotten", SOON, || {
+        disk.daemon.descriptors().len() <= before + 2
+    });
     Good::new(&disk.socket).is_unharmed();
     held.extend((0..150).map(|_| Raw::silent(&disk.socket)));
     good.is_unharmed();
@@ -46,7 +48,8 @@ fn a_thousand_connections() {
     let mut good = Good::new(&disk.socket);
     let mut held: Vec<UnixStream> = Vec::new();
     for _ in 0..1000 {
-        // Beyond the limit they stand in the kernel's queue, and beyond that they are refused: by the kernel.
+        // Beyond the limit they stand in the kernel's queue, and beyond that they are refused: by
+        // the kernel.
         match rustix_connect(&disk.socket) {
             Some(stream) => held.push(stream),
             None => break,
@@ -63,20 +66,25 @@ fn a_thousand_connections() {
     ends(disk, held);
 }
 
-/// Clients that take all descriptors which they can have: what a reload opens is still there, and a low limit was raised.
+/// Clients that take all descriptors which they can have: what a reload opens is still there, and a
+/// low limit was raised.
 #[test]
 fn clients_that_use_up_descriptors() {
     let folder = Folder::new();
-    let (socket, config, image) = (folder.join("s"), folder.join("toml"), folder.image("second.img", MB));
+    let (socket, config, image) =
+        (folder.join("s"), folder.join("toml"), folder.image("second.img", MB));
     let configure = |more: &str| {
         let nbd = format!("nbd = \"unix:{}\"", socket.display());
         let limits = "max-clients = 10000\nhandshake = \"600s\"";
-        let disk = format!("[nbd]\n{limits}\n[[disk]]\nimage = \"ram:64M\"\nname = \"disk\"\n{nbd}\n{more}\n");
+        let disk = format!(
+            "[nbd]\n{limits}\n[[disk]]\nimage = \"ram:64M\"\nname = \"disk\"\n{nbd}\n{more}\n"
+        );
         std::fs::write(&config, disk).unwrap();
     };
     configure("");
     let script = "ulimit -Sn 64; ulimit -Hn 256; exec \"$0\" serve --config \"$1\"";
-    let mut daemon = Daemon::start(Command::new("bash").args(["-c", script, BLOCKYARD]).arg(&config));
+    let mut daemon =
+        Daemon::start(Command::new("bash").args(["-c", script, BLOCKYARD]).arg(&config));
     daemon.wait_ready();
     let mut held = Vec::new();
     crate::common::until("all descriptors are taken", SOON, || {
@@ -84,7 +92,11 @@ fn clients_that_use_up_descriptors() {
         daemon.log().contains("of 256 descriptors are left, which are kept for the server itself")
     });
     assert!(daemon.descriptors().len() > 128, "the limit was not raised");
-    let second = format!("[[disk]]\nimage = \"{}\"\nnbd = \"unix:{}\"", image.display(), folder.join("t").display());
+    let second = format!(
+        "[[disk]]\nimage = \"{}\"\nnbd = \"unix:{}\"",
+        image.display(),
+        folder.join("t").display()
+    );
     configure(&second);
     daemon.signal(crate::common::Signal::HUP);
     daemon.wait_log("second.img on unix:");
@@ -96,7 +108,13 @@ fn clients_that_use_up_descriptors() {
 /// Connects if that is possible at once.
 fn rustix_connect(socket: &Path) -> Option<UnixStream> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::NONBLOCK, None).unwrap();
+    let fd = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::NONBLOCK,
+        None,
+    )
+    .unwrap();
     rustix::net::connect(&fd, &SocketAddrUnix::new(socket).unwrap()).ok().map(|()| fd.into())
 }
 
@@ -109,7 +127,8 @@ fn readers_that_do_not_read() {
         .map(|_| {
             let mut raw = Raw::ready(&disk.socket, Headers::Simple);
             let mut bytes = Vec::new();
-            let request = Request { flags: 0, command: cmd::READ, cookie: 1, offset: 0, len: 32 * MB };
+            let request =
+                Request { flags: 0, command: cmd::READ, cookie: 1, offset: 0, len: 32 * MB };
             (0..100).for_each(|_| request.put(Headers::Simple, &mut bytes));
             raw.write(&bytes);
             raw
@@ -143,14 +162,15 @@ fn writers_that_do_not_write() {
     ends(disk, held);
 }
 
-/// Clients that hold all the room there is, and take just enough to look alive: those that have large requests wait for a
-/// short time, and others not at all.
+/// Clients that hold all the room there is, and take just enough to look alive: those that have
+/// large requests wait for a short time, and others not at all.
 #[test]
 fn clients_that_drip() {
     /// A fifth of a second's.
     const DRIP: usize = 40 << 10;
     let (_folder, disk) = disk();
-    let (mut small, mut large) = (Good::new(&disk.socket), Raw::ready(&disk.socket, Headers::Simple));
+    let (mut small, mut large) =
+        (Good::new(&disk.socket), Raw::ready(&disk.socket, Headers::Simple));
     let mut held: Vec<Raw> = (0..12).map(|_| Raw::ready(&disk.socket, Headers::Simple)).collect();
     held.iter_mut().for_each(|raw| raw.request(cmd::READ, 32 * MB, 32 * MB));
     let over = Arc::new(AtomicBool::new(false));
@@ -184,8 +204,8 @@ fn clients_that_drip() {
     ends(disk, drip.join().unwrap());
 }
 
-/// Clients that have announced more than all the room there is, and sent a part of it, hold that part: what others ask for
-/// is answered, without any of those clients being let go for it.
+/// Clients that have announced more than all the room there is, and sent a part of it, hold that
+/// part: what others ask for is answered, without any of those clients being let go for it.
 #[test]
 fn payloads_that_are_announced_hold_no_room() {
     let (_folder, disk) = disk();
@@ -200,7 +220,8 @@ fn payloads_that_are_announced_hold_no_room() {
         Request { flags: 0, command: cmd::READ, cookie: at, offset: at << 12, len: 4096 }
             .put(Headers::Simple, &mut bytes);
     }
-    Request { flags: 0, command: cmd::WRITE, cookie: 128, offset: 0, len: 32 * MB }.put(Headers::Simple, &mut bytes);
+    Request { flags: 0, command: cmd::WRITE, cookie: 128, offset: 0, len: 32 * MB }
+        .put(Headers::Simple, &mut bytes);
     pipelined.write(&bytes);
     for _ in 0..128 {
         assert_eq!(pipelined.error(), 0);
@@ -210,12 +231,17 @@ fn payloads_that_are_announced_hold_no_room() {
     assert_eq!(pipelined.error(), 0);
     for raw in &mut held {
         raw.stream.set_nonblocking(true).unwrap();
-        assert_eq!(raw.stream.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::WouldBlock, "it was let go");
+        assert_eq!(
+            raw.stream.read(&mut [0]).unwrap_err().kind(),
+            io::ErrorKind::WouldBlock,
+            "it was let go"
+        );
     }
     ends(disk, held);
 }
 
-/// SIGTERM in the middle of all of it: a client that floods, one that reads nothing, one that is half-open.
+/// SIGTERM in the middle of all of it: a client that floods, one that reads nothing, one that is
+/// half-open.
 #[test]
 fn an_end_in_the_middle_of_a_flood() {
     let (_folder, disk) = disk();
@@ -227,7 +253,8 @@ fn an_end_in_the_middle_of_a_flood() {
     let flood = std::thread::spawn(move || {
         let mut raw = Raw::ready(&socket, Headers::Simple);
         let mut bytes = Vec::new();
-        Request { flags: 0, command: cmd::WRITE, cookie: 1, offset: 0, len: 65536 }.put(Headers::Simple, &mut bytes);
+        Request { flags: 0, command: cmd::WRITE, cookie: 1, offset: 0, len: 65536 }
+            .put(Headers::Simple, &mut bytes);
         bytes.extend([5; 65536]);
         let mut reader = raw.stream.try_clone().unwrap();
         let taking = std::thread::spawn(move || {

@@ -1,5 +1,5 @@
-//! Clients that are broken or mean. In all cases: the daemon stays, its memory stays within bounds, another client works on,
-//! and SIGTERM ends it in bounded time with the sockets still held.
+//! Clients that are broken or mean. In all cases: the daemon stays, its memory stays within bounds,
+//! another client works on, and SIGTERM ends it in bounded time with the sockets still held.
 
 mod floods;
 mod options;
@@ -10,12 +10,15 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use blockyard_nbd::wire::{self, Headers, OptionHeader, OptionReply, Request, SimpleReply, cmd, opt, rep};
+use blockyard_nbd::wire::{
+    self, Headers, OptionHeader, OptionReply, Request, SimpleReply, cmd, opt, rep,
+};
 
 use crate::common::{Daemon, Folder, SOON};
 use crate::stage::{MB, Served};
 
-/// Kilobytes that a daemon may have held at most, whatever came: 256 MiB of requests for each of two reactors, and itself.
+/// Kilobytes that a daemon may have held at most, whatever came: 256 MiB of requests for each of
+/// two reactors, and itself.
 const MOST_MEMORY: u64 = 640 << 10;
 /// What a request of a well-behaved client may take, beside bad ones, on a busy machine.
 const UNHARMED: Duration = Duration::from_secs(4);
@@ -40,7 +43,10 @@ impl Raw {
     fn greeted(socket: &Path) -> Self {
         let mut raw = Self::silent(socket);
         let greeting = raw.read(18);
-        assert_eq!((wire::u64_at(&greeting, 0), wire::u64_at(&greeting, 8)), (wire::GREETING, wire::OPTION));
+        assert_eq!(
+            (wire::u64_at(&greeting, 0), wire::u64_at(&greeting, 8)),
+            (wire::GREETING, wire::OPTION)
+        );
         raw.write(&3u32.to_be_bytes());
         raw
     }
@@ -104,8 +110,11 @@ impl Raw {
     /// Sends a request's header.
     #[track_caller]
     fn request(&mut self, command: u16, offset: u64, len: u64) {
-        let flags =
-            if command == cmd::WRITE && self.headers == Headers::Extended { wire::flag::PAYLOAD_LEN } else { 0 };
+        let flags = if command == cmd::WRITE && self.headers == Headers::Extended {
+            wire::flag::PAYLOAD_LEN
+        } else {
+            0
+        };
         self.flagged(command, flags, offset, len);
     }
 
@@ -122,7 +131,8 @@ impl Raw {
         SimpleReply::parse(&self.read(SimpleReply::BYTES)).unwrap().error
     }
 
-    /// The server has ended the connection: with its end, or with a reset, and nothing else was said.
+    /// The server has ended the connection: with its end, or with a reset, and nothing else was
+    /// said.
     #[track_caller]
     fn ends(mut self) {
         let mut rest = Vec::new();
@@ -178,7 +188,8 @@ fn disk() -> (Folder, Served) {
     (folder, disk)
 }
 
-/// The daemon ends at SIGTERM, soon and well, and its log is short. `held`: what still hangs on to it.
+/// The daemon ends at SIGTERM, soon and well, and its log is short. `held`: what still hangs on to
+/// it.
 #[track_caller]
 fn ends<T>(disk: Served, held: T) -> String {
     let memory = disk.daemon.kilobytes("VmHWM");

@@ -40,14 +40,21 @@ fn options_that_make_no_sense() {
         raw.option(option, &data);
         let (reply, _) = raw.reply();
         assert_eq!(reply.option, option);
-        assert_eq!(reply.reply, answer, "option {option} with {} bytes: {:#x}", data.len(), reply.reply);
+        assert_eq!(
+            reply.reply,
+            answer,
+            "option {option} with {} bytes: {:#x}",
+            data.len(),
+            reply.reply
+        );
         raw.option(opt::GO, &go("disk"));
         while raw.reply().0.reply != rep::ACK {}
     }
     ends(disk, ());
 }
 
-/// A long farewell is one, and contexts that are asked for at too great a length are those of before no more.
+/// A long farewell is one, and contexts that are asked for at too great a length are those of
+/// before no more.
 #[test]
 fn options_that_are_too_long() {
     let (_folder, disk) = disk();
@@ -58,7 +65,13 @@ fn options_that_are_too_long() {
     let mut raw = Raw::greeted(&disk.socket);
     raw.option(opt::STRUCTURED_REPLY, &[]);
     assert_eq!(raw.reply().0.reply, rep::ACK);
-    let query = [&4u32.to_be_bytes()[..], b"disk", &1u32.to_be_bytes(), &15u32.to_be_bytes(), b"base:allocation"];
+    let query = [
+        &4u32.to_be_bytes()[..],
+        b"disk",
+        &1u32.to_be_bytes(),
+        &15u32.to_be_bytes(),
+        b"base:allocation",
+    ];
     raw.option(opt::SET_META_CONTEXT, &query.concat());
     assert_eq!(raw.reply().0.reply, rep::META_CONTEXT);
     assert_eq!(raw.reply().0.reply, rep::ACK);
@@ -103,8 +116,8 @@ fn words_that_are_not_of_the_protocol() {
     ends(disk, ());
 }
 
-/// What a client has sent is escaped where it is repeated: to the client, and in the log, which names the client and what
-/// it could have asked for.
+/// What a client has sent is escaped where it is repeated: to the client, and in the log, which
+/// names the client and what it could have asked for.
 #[test]
 fn names_that_hold_control_characters() {
     let (_folder, disk) = disk();
@@ -149,7 +162,8 @@ fn options_without_an_end() {
     }
     assert!((100..100_000).contains(&answered), "{answered} options answered");
     good.is_unharmed();
-    // Thousands of options, whose answers nobody reads: the client stands still, and is let go in the end.
+    // Thousands of options, whose answers nobody reads: the client stands still, and is let go in
+    // the end.
     let mut mute = Raw::greeted(&disk.socket);
     let mut bytes = Vec::new();
     (0..10_000).for_each(|_| OptionHeader { option: opt::LIST, len: 0 }.put(&mut bytes));

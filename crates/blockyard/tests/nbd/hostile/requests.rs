@@ -82,10 +82,12 @@ fn requests_that_come_in_pieces() {
     let (_folder, disk) = disk();
     let mut raw = Raw::ready(&disk.socket, Headers::Simple);
     let mut bytes = Vec::new();
-    Request { flags: 0, command: cmd::WRITE, cookie: 9, offset: 4096, len: 3000 }.put(Headers::Simple, &mut bytes);
+    Request { flags: 0, command: cmd::WRITE, cookie: 9, offset: 4096, len: 3000 }
+        .put(Headers::Simple, &mut bytes);
     bytes.extend([0xcc; 3000]);
     let mut read = Vec::new();
-    Request { flags: 0, command: cmd::READ, cookie: 9, offset: 4095, len: 3002 }.put(Headers::Simple, &mut read);
+    Request { flags: 0, command: cmd::READ, cookie: 9, offset: 4095, len: 3002 }
+        .put(Headers::Simple, &mut read);
     // The last piece of the write has the first of the read behind it.
     bytes.extend(&read[..9]);
     for piece in bytes.chunks(97) {

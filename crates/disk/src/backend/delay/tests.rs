@@ -6,10 +6,12 @@ fn model(text: &str) -> Arc<Model> {
     Model::open(text).unwrap_or_else(|e| panic!("{text}: {e}")).1
 }
 
-/// `depth` requests at a time, a new one for each that is done, until `total` are: how long that takes, in seconds.
+/// `depth` requests at a time, a new one for each that is done, until `total` are: how long that
+/// takes, in seconds.
 fn closed_loop(model: &Model, depth: usize, total: usize, kind: OpKind, bytes: u64) -> f64 {
     let start = Instant::now();
-    let mut in_flight: BinaryHeap<_> = (0..depth).map(|_| Reverse(model.book(start, kind, bytes))).collect();
+    let mut in_flight: BinaryHeap<_> =
+        (0..depth).map(|_| Reverse(model.book(start, kind, bytes))).collect();
     let mut end = start;
     for _ in depth..total {
         let Reverse(done) = in_flight.pop().unwrap();
@@ -52,7 +54,8 @@ fn alone_a_request_takes_its_time() {
         now += Duration::from_secs(10);
     }
     // Beside others while a server is free, behind them while none is.
-    let ends: Vec<_> = (0..6).map(|_| (model.book(now, OpKind::Read, 0) - now).as_micros()).collect();
+    let ends: Vec<_> =
+        (0..6).map(|_| (model.book(now, OpKind::Read, 0) - now).as_micros()).collect();
     assert_eq!(ends, [100, 100, 100, 100, 200, 200]);
 }
 
@@ -80,11 +83,17 @@ fn exponential_times_have_their_mean_and_their_spread() {
 #[test]
 fn disks_of_one_device_share_its_servers() {
     let text = "parallel=2,read=1ms";
-    let (one, two) = (model(&format!("1G,{text},device=shared")), model(&format!("2G,{text},device=shared")));
+    let (one, two) =
+        (model(&format!("1G,{text},device=shared")), model(&format!("2G,{text},device=shared")));
     assert!(Arc::ptr_eq(&one, &two) && one.name() == Some("shared"));
     let other = model(&format!("1G,{text},device=other"));
     assert!(!Arc::ptr_eq(&one, &other) && !Arc::ptr_eq(&model("1G"), &model("1G")));
-    assert!(Model::open("1G,parallel=3,read=1ms,device=shared").unwrap_err().to_string().contains("\"shared\""));
+    assert!(
+        Model::open("1G,parallel=3,read=1ms,device=shared")
+            .unwrap_err()
+            .to_string()
+            .contains("\"shared\"")
+    );
     // Without disks it is forgotten, and may be another.
     drop((one, two));
     model("1G,parallel=3,read=1ms,device=shared");

@@ -1,4 +1,5 @@
-//! Batches on a simulated disk: what becomes one operation, and that each request is answered as it would be by itself.
+//! Batches on a simulated disk: what becomes one operation, and that each request is answered as it
+//! would be by itself.
 
 use super::*;
 use std::cell::RefCell;
@@ -49,7 +50,9 @@ impl Stage {
         let sim = SimDisk::new(SimImage::zeroed(len), SimConfig::new(1));
         let disk = Arc::new(Disk::new(options, Source::Null { size: capacity }));
         let served = Served::new(disk, Backend::Raw(Raw::on(sim.clone(), shape)), None);
-        let memory = Rc::new(GuestMemory::default().with(Region::memfd("guest", 0, 0, 4 * MIB).unwrap().0).unwrap());
+        let memory = Rc::new(
+            GuestMemory::default().with(Region::memfd("guest", 0, 0, 4 * MIB).unwrap().0).unwrap(),
+        );
         Stage { sim, served, memory, merges: true }
     }
 
@@ -98,8 +101,11 @@ impl Stage {
     /// The operations the disk has begun since it was last asked: kind, offset, length.
     fn operations(&self, seen: &mut usize) -> Vec<(SimOp, u64, u64)> {
         let trace = self.sim.trace();
-        let new =
-            trace[*seen..].iter().filter(|t| t.phase == Phase::Started).map(|t| (t.kind, t.offset, t.len)).collect();
+        let new = trace[*seen..]
+            .iter()
+            .filter(|t| t.phase == Phase::Started)
+            .map(|t| (t.kind, t.offset, t.len))
+            .collect();
         *seen = trace.len();
         new
     }
@@ -132,13 +138,19 @@ fn neighbours_are_one_operation_and_each_is_answered_and_counted() {
         let mut seen = 0;
         let text: Vec<u8> = (0..4096u32).map(|i| (i / 16) as u8).collect();
         stage.segments(0, 4096, 1).copy_in(0, &text);
-        assert_eq!(stage.ask(&[(WRITE, 512, 512), (WRITE, 1024, 3072), (WRITE, 4096, 512)]).await, [OK; 3]);
+        assert_eq!(
+            stage.ask(&[(WRITE, 512, 512), (WRITE, 1024, 3072), (WRITE, 4096, 512)]).await,
+            [OK; 3]
+        );
         assert_eq!(stage.operations(&mut seen), [(SimOp::Write, 512, 4096)]);
         assert_eq!(stage.counted(OpKind::Write), (3, 2, 0, 4096));
         assert_eq!(stage.sim.contents()[512..4608], text);
         // Back into memory that does not lie in the disk's order, nor in one piece.
-        let places =
-            [((Op::Read, 512, 1024), 9000, 4), ((Op::Read, 1536, 2048), 5000, 1), ((Op::Read, 3584, 1024), 0, 2)];
+        let places = [
+            ((Op::Read, 512, 1024), 9000, 4),
+            ((Op::Read, 1536, 2048), 5000, 1),
+            ((Op::Read, 3584, 1024), 0, 2),
+        ];
         let batch = places.map(|(ask, addr, pieces)| (ask, stage.segments(addr, ask.2, pieces)));
         assert_eq!(stage.batch(batch.into()).await, [OK; 3]);
         assert_eq!(stage.operations(&mut seen), [(SimOp::Read, 512, 4096)]);
@@ -176,11 +188,15 @@ fn what_is_no_neighbour_stays_by_itself_and_in_its_place() {
         assert_eq!(stage.ask(&asks).await, [OK; 12]);
         let operations = stage.operations(&mut seen);
         let places: Vec<_> = operations.iter().map(|o| (o.1, o.2)).collect();
-        let expected = [(0, 512), (512, 512), (1024, 1024), (512, 512), (512, 512), (1536, 512), (1024, 512)];
+        let expected =
+            [(0, 512), (512, 512), (1024, 1024), (512, 512), (512, 512), (1536, 512), (1024, 512)];
         assert_eq!(places[..7], expected, "{operations:?}");
         assert_eq!(operations.len(), 7 + 4, "{operations:?}");
         // Nothing to do is a neighbour of anything.
-        assert_eq!(stage.ask(&[(Op::Read, 0, 512), (Op::Read, 512, 0), (Op::Read, 512, 512)]).await, [OK; 3]);
+        assert_eq!(
+            stage.ask(&[(Op::Read, 0, 512), (Op::Read, 512, 0), (Op::Read, 512, 512)]).await,
+            [OK; 3]
+        );
         assert_eq!(stage.operations(&mut seen), [(SimOp::Read, 0, 1024)]);
         assert_eq!(stage.ask(&[]).await, []);
     });
@@ -192,15 +208,19 @@ fn runs_are_bounded() {
     run(async move {
         let mut seen = 0;
         let asks: Vec<_> = (0..9).map(|i| (Op::Read, i * 256 * 1024, 256 << 10)).collect();
-        let asks = [&asks[..], &[(Op::Read, 9 * 256 * 1024, MIB)], &[(Op::Read, 13 * 256 * 1024, 512)]].concat();
+        let asks =
+            [&asks[..], &[(Op::Read, 9 * 256 * 1024, MIB)], &[(Op::Read, 13 * 256 * 1024, 512)]]
+                .concat();
         assert_eq!(stage.ask(&asks).await, [OK; 11]);
         let places: Vec<_> = stage.operations(&mut seen).iter().map(|o| (o.1, o.2)).collect();
-        let expected = [(0, MIB), (MIB, MIB), (2 * MIB, 256 << 10), (9 << 18, MIB), (13 << 18, 512)];
+        let expected =
+            [(0, MIB), (MIB, MIB), (2 * MIB, 256 << 10), (9 << 18, MIB), (13 << 18, 512)];
         assert_eq!(places, expected);
         // Pieces: 255 * 2 and 2 more go, one more does not; one of very many goes by itself.
         let of = |pieces: &[u64]| -> Vec<_> {
-            let place =
-                |(i, &pieces)| ((Op::Read, i as u64 * 3072, 3072), stage.segments(i as u64 * 4096, 3072, pieces));
+            let place = |(i, &pieces)| {
+                ((Op::Read, i as u64 * 3072, 3072), stage.segments(i as u64 * 4096, 3072, pieces))
+            };
             pieces.iter().enumerate().map(place).collect()
         };
         for (pieces, runs) in [
@@ -247,7 +267,10 @@ fn a_durable_run_that_fails_may_poison_as_each_of_its_writes_may() {
     run(async move {
         assert_eq!(stage.ask(&[(WRITE, 0, 512)]).await, [OK]);
         stage.sim.fail(Fault::new(SimOp::Write, 5).within(1024..1536));
-        assert_eq!(stage.ask(&[(DURABLE, 512, 512), (DURABLE, 1024, 512)]).await, [Err(Failure::Poisoned); 2]);
+        assert_eq!(
+            stage.ask(&[(DURABLE, 512, 512), (DURABLE, 1024, 512)]).await,
+            [Err(Failure::Poisoned); 2]
+        );
         assert_eq!(stage.ask(&[(Op::Read, 512, 512), (Op::Read, 1024, 512)]).await, [OK; 2]);
     });
 }
@@ -274,23 +297,33 @@ fn a_bad_request_drags_no_neighbour_along() {
         let last = MIB - 512;
         let out = Err(Failure::OutOfRange);
         assert_eq!(
-            stage.ask(&[(Op::Read, last - 512, 512), (Op::Read, last, 512), (Op::Read, MIB, 512)]).await,
+            stage
+                .ask(&[(Op::Read, last - 512, 512), (Op::Read, last, 512), (Op::Read, MIB, 512)])
+                .await,
             [OK, OK, out]
         );
         assert_eq!(stage.ask(&[(WRITE, last, 512), (WRITE, MIB, 512)]).await, [OK, out]);
         // Round the end of 64 bits, to the start.
-        assert_eq!(stage.ask(&[(Op::Read, u64::MAX - 511, 512), (Op::Read, 0, 512)]).await, [out, OK]);
+        assert_eq!(
+            stage.ask(&[(Op::Read, u64::MAX - 511, 512), (Op::Read, 0, 512)]).await,
+            [out, OK]
+        );
         assert_eq!(stage.counted(OpKind::Read).1, 0);
         let elsewhere = Stage::new(MIB);
-        let batch =
-            vec![((WRITE, 0, 512), stage.segments(0, 512, 1)), ((WRITE, 512, 512), elsewhere.segments(0, 512, 1))];
+        let batch = vec![
+            ((WRITE, 0, 512), stage.segments(0, 512, 1)),
+            ((WRITE, 512, 512), elsewhere.segments(0, 512, 1)),
+        ];
         assert_eq!(stage.batch(batch).await, [OK; 2], "in memory of two guests");
         assert_eq!(stage.counted(OpKind::Write), (4, 0, 1, 3 * 512));
     });
     let shape = Alignment { memory_align: 1, offset_align: 1 };
     let stage = Stage::with(MIB, MIB, shape, DiskOptions { read_only: true, ..options() });
     run(async move {
-        assert_eq!(stage.ask(&[(WRITE, 0, 512), (WRITE, 512, 512)]).await, [Err(Failure::ReadOnly); 2]);
+        assert_eq!(
+            stage.ask(&[(WRITE, 0, 512), (WRITE, 512, 512)]).await,
+            [Err(Failure::ReadOnly); 2]
+        );
         assert_eq!(stage.ask(&[(Op::Read, 0, 512), (Op::Read, 512, 512)]).await, [OK; 2]);
     });
 }
@@ -302,7 +335,12 @@ fn filters_meet_each_request() {
         let filters = vec![filter.parse().unwrap()];
         let stage = Stage::with(MIB, MIB, shape, DiskOptions { filters, ..options() });
         run(async move {
-            let asks = [(Op::Read, 0, 512), (Op::Read, 512, 512), (Op::Read, 1024, 512), (Op::Read, 1536, 512)];
+            let asks = [
+                (Op::Read, 0, 512),
+                (Op::Read, 512, 512),
+                (Op::Read, 1024, 512),
+                (Op::Read, 1536, 512),
+            ];
             assert_eq!(stage.ask(&asks).await, [OK, answer, OK, OK]);
             let expected = if answer.is_ok() { 4 } else { 3 };
             assert_eq!(stage.operations(&mut 0).len(), expected, "{filter}");
@@ -310,7 +348,8 @@ fn filters_meet_each_request() {
     }
 }
 
-/// A file that ends in its last sector, or before: what lies behind is zeroes, in one operation as in many.
+/// A file that ends in its last sector, or before: what lies behind is zeroes, in one operation as
+/// in many.
 #[test]
 fn the_end_of_a_file_reads_as_zeroes() {
     for offset_align in [1, 512, 4096] {
@@ -336,8 +375,9 @@ fn the_end_of_a_file_reads_as_zeroes() {
 
 const SECTORS: usize = 48;
 
-/// Batches of requests that are neighbours more often than not, and a sector that is bad, or none. With one no write is
-/// durable: a run of them that fails may poison all of it, where the first would have been answered by itself.
+/// Batches of requests that are neighbours more often than not, and a sector that is bad, or none.
+/// With one no write is durable: a run of them that fails may poison all of it, where the first
+/// would have been answered by itself.
 fn batches() -> impl Strategy<Value = (Vec<Vec<Ask>>, Option<u64>)> {
     let bad = prop::option::of(0..SECTORS as u64);
     bad.prop_flat_map(|bad| (some_batches(if bad.is_some() { WRITE } else { DURABLE }), Just(bad)))
@@ -362,7 +402,8 @@ fn some_batches(durable: Op) -> impl Strategy<Value = Vec<Vec<Ask>>> {
     prop::collection::vec(batch, 1..6)
 }
 
-/// Runs the batches; every status, every byte read, and what the disk holds. Bytes of failed requests are unknown: 0xff.
+/// Runs the batches; every status, every byte read, and what the disk holds. Bytes of failed
+/// requests are unknown: 0xff.
 fn outcome(
     batches: &[Vec<Ask>],
     bad: Option<u64>,
@@ -380,10 +421,14 @@ fn outcome(
         for (number, asks) in batches.iter().enumerate() {
             // Each has memory of its own, filled with what tells who wrote it.
             let place = |(index, &ask): (usize, &Ask)| {
-                let segments =
-                    stage.segments(index as u64 * 8192, ask.2, if ask.2 > 0 { 1 + index as u64 % 2 } else { 1 });
-                let fill: Vec<u8> =
-                    (0..ask.2).map(|i| (number * 31 + index * 7 + i as usize / 512) as u8 & 0x7f).collect();
+                let segments = stage.segments(
+                    index as u64 * 8192,
+                    ask.2,
+                    if ask.2 > 0 { 1 + index as u64 % 2 } else { 1 },
+                );
+                let fill: Vec<u8> = (0..ask.2)
+                    .map(|i| (number * 31 + index * 7 + i as usize / 512) as u8 & 0x7f)
+                    .collect();
                 segments.copy_in(0, &fill);
                 (ask, segments)
             };
@@ -416,8 +461,11 @@ fn outcome(
         for (sector, _) in unknown.iter().enumerate().filter(|(_, u)| **u) {
             contents[sector * 512..][..512].fill(0xff);
         }
-        let merged =
-            OpKind::ALL.into_iter().filter_map(|k| stage.served.statistics().summary(k)).map(|s| s.merged).sum();
+        let merged = OpKind::ALL
+            .into_iter()
+            .filter_map(|k| stage.served.statistics().summary(k))
+            .map(|s| s.merged)
+            .sum();
         (all, read, contents, merged)
     })
 }

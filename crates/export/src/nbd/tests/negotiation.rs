@@ -74,8 +74,10 @@ fn contexts(name: &str, queries: &[&str]) -> Vec<u8> {
 fn an_export_is_described_as_asked() {
     let server = Paired::new();
     let mut asker = Asker::new(&server, FIXED);
-    let replies = asker.ask(opt::INFO, &wish(NAME, &[info::DESCRIPTION, info::BLOCK_SIZE, info::NAME]));
-    let kinds: Vec<_> = replies.iter().map(|(kind, data)| (*kind, data.get(..2).map(<[u8]>::to_vec))).collect();
+    let replies =
+        asker.ask(opt::INFO, &wish(NAME, &[info::DESCRIPTION, info::BLOCK_SIZE, info::NAME]));
+    let kinds: Vec<_> =
+        replies.iter().map(|(kind, data)| (*kind, data.get(..2).map(<[u8]>::to_vec))).collect();
     let told = |kind: u16| (rep::INFO, Some(kind.to_be_bytes().to_vec()));
     let all = [info::EXPORT, info::NAME, info::DESCRIPTION, info::BLOCK_SIZE].map(told);
     assert_eq!(kinds, [&all[..], &[(rep::ACK, None)]].concat());
@@ -83,7 +85,10 @@ fn an_export_is_described_as_asked() {
     let flags = u16::from_be_bytes([replies[0].1[10], replies[0].1[11]]);
     assert_eq!(flags & export::SEND_DF, 0, "without structured replies");
     assert_ne!(flags & export::SEND_WRITE_ZEROES, 0);
-    assert_eq!((&replies[1].1[2..], &replies[2].1[2..]), (NAME.as_bytes(), &b"a disk in memory"[..]));
+    assert_eq!(
+        (&replies[1].1[2..], &replies[2].1[2..]),
+        (NAME.as_bytes(), &b"a disk in memory"[..])
+    );
     let sizes = [1, 4096, wire::MOST_PAYLOAD].map(u32::to_be_bytes);
     assert_eq!(replies[3].1[2..], *sizes.as_flattened());
     // What is not asked for is not told, and the empty name means the only export.
@@ -140,7 +145,11 @@ fn a_refused_option_leaves_the_client_its_next_one() {
 #[test]
 fn the_list_has_the_exports_that_a_client_may_see() {
     let of = |name: &str, text: &str| Exported::new(disk(name, false), name, text, None);
-    let server = Paired::offering([of("a", "first"), of("b", ""), of("c", "").only_for(&["someone".into()])]);
+    let server = Paired::offering([
+        of("a", "first"),
+        of("b", ""),
+        of("c", "").only_for(&["someone".into()]),
+    ]);
     let mut asker = Asker::new(&server, FIXED);
     let replies = asker.ask(opt::LIST, &[]);
     let described = [string("a"), b"first".to_vec()].concat();
@@ -158,11 +167,13 @@ fn contexts_are_listed_and_chosen_by_name() {
     let mut names = |option, queries: &[&str]| -> Vec<(u32, String)> {
         let mut replies = asker.ask(option, &contexts(NAME, queries));
         assert_eq!(replies.pop(), Some((rep::ACK, vec![])));
-        let name = |data: &[u8]| (wire::u32_at(data, 0), String::from_utf8(data[4..].to_vec()).unwrap());
+        let name =
+            |data: &[u8]| (wire::u32_at(data, 0), String::from_utf8(data[4..].to_vec()).unwrap());
         replies.iter().map(|(_, data)| name(data)).collect()
     };
     let told = |id: u32, name: &str| (id, name.to_string());
-    let all = ["base:allocation", "qemu:allocation-depth", "blockyard:layers"].map(|name| told(0, name));
+    let all =
+        ["base:allocation", "qemu:allocation-depth", "blockyard:layers"].map(|name| told(0, name));
     assert_eq!(names(opt::LIST_META_CONTEXT, &[]), all);
     assert_eq!(names(opt::LIST_META_CONTEXT, &["qemu:", "x"]), [told(0, "qemu:allocation-depth")]);
     assert_eq!(names(opt::SET_META_CONTEXT, &["qemu:"]), [], "only whole names are chosen");
@@ -179,7 +190,8 @@ fn a_client_that_breaks_the_phase_is_let_go() {
         ("no option's magic", FIXED, |asker| asker.0.write_all(&[1; 16]).unwrap()),
         ("a name that is not there", FIXED, |asker| asker.say(opt::EXPORT_NAME, b"another")),
         ("too long an option", FIXED, |asker| {
-            let head = [wire::OPTION.to_be_bytes().to_vec(), [0, 0, 0, 99, 0x7f, 0, 0, 0].to_vec()].concat();
+            let head = [wire::OPTION.to_be_bytes().to_vec(), [0, 0, 0, 99, 0x7f, 0, 0, 0].to_vec()]
+                .concat();
             asker.0.write_all(&head).unwrap();
         }),
     ];

@@ -17,11 +17,18 @@ impl Asker {
         }
         let mut stream = server.connect();
         let _greeting: [u8; 18] = bytes(&mut stream);
-        stream.write_all(&u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES).to_be_bytes()).unwrap();
+        stream
+            .write_all(&u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES).to_be_bytes())
+            .unwrap();
         let name = [&(NAME.len() as u32).to_be_bytes(), NAME.as_bytes()].concat();
         let context = b"base:allocation";
-        let query = [&1u32.to_be_bytes()[..], &(context.len() as u32).to_be_bytes(), context].concat();
-        let headers_option = if headers == Headers::Extended { opt::EXTENDED_HEADERS } else { opt::STRUCTURED_REPLY };
+        let query =
+            [&1u32.to_be_bytes()[..], &(context.len() as u32).to_be_bytes(), context].concat();
+        let headers_option = if headers == Headers::Extended {
+            opt::EXTENDED_HEADERS
+        } else {
+            opt::STRUCTURED_REPLY
+        };
         for (option, data) in [
             (headers_option, vec![]),
             (opt::SET_META_CONTEXT, [name.clone(), query].concat()),
@@ -45,7 +52,8 @@ impl Asker {
 
     fn send(&mut self, command: u16, flags: u16, offset: u64, len: u64, payload: &[u8]) {
         let mut bytes = Vec::new();
-        Request { flags, command, cookie: offset ^ 0x5a, offset, len }.put(self.headers, &mut bytes);
+        Request { flags, command, cookie: offset ^ 0x5a, offset, len }
+            .put(self.headers, &mut bytes);
         bytes.extend(payload);
         self.stream.write_all(&bytes).unwrap();
     }
@@ -115,7 +123,11 @@ fn a_refused_request_leaves_the_next_one_to_be_understood() {
         (77, 0, 0, 0, errno::EINVAL),
     ] {
         let sent = if command == cmd::WRITE { &payload[..] } else { &[] };
-        assert_eq!(asker.ask(command, flags, offset, len, sent), error, "{command} {flags:#x} {offset} {len}");
+        assert_eq!(
+            asker.ask(command, flags, offset, len, sent),
+            error,
+            "{command} {flags:#x} {offset} {len}"
+        );
     }
     Client(asker.stream).reads();
 }
@@ -148,19 +160,34 @@ fn structured_answers_say_where_data_are_and_what_is_wrong() {
         let mut asker = Asker::new(&server, headers);
         asker.send(cmd::READ, flag::DF, 4096, 512, &[]);
         let (data, payload) = asker.chunk();
-        assert_eq!((data.kind, data.flags, data.cookie), (chunk::OFFSET_DATA, chunk::DONE, 4096 ^ 0x5a));
+        assert_eq!(
+            (data.kind, data.flags, data.cookie),
+            (chunk::OFFSET_DATA, chunk::DONE, 4096 ^ 0x5a)
+        );
         assert_eq!((wire::u64_at(&payload, 0), &payload[8..]), (4096, &[0; 512][..]));
         asker.send(cmd::READ, 0, SIZE, 1, &[]);
         let (error, payload) = asker.chunk();
         assert_eq!((error.kind, error.flags), (chunk::ERROR, chunk::DONE));
-        assert_eq!((wire::u32_at(&payload, 0), payload.len()), (errno::EINVAL, 6 + usize::from(payload[5])));
+        assert_eq!(
+            (wire::u32_at(&payload, 0), payload.len()),
+            (errno::EINVAL, 6 + usize::from(payload[5]))
+        );
         asker.send(cmd::BLOCK_STATUS, flag::REQ_ONE, 0, 4096, &[]);
         let (status, payload) = asker.chunk();
         let extended = headers == Headers::Extended;
-        assert_eq!(status.kind, if extended { chunk::BLOCK_STATUS_EXT } else { chunk::BLOCK_STATUS });
+        assert_eq!(
+            status.kind,
+            if extended { chunk::BLOCK_STATUS_EXT } else { chunk::BLOCK_STATUS }
+        );
         assert_eq!((wire::u32_at(&payload, 0), payload.len()), (1, if extended { 24 } else { 12 }));
         // With extended headers the payload's length is said; without them there may be none.
-        asker.send(cmd::TRIM, flag::PAYLOAD_LEN, 0, if extended { 4 } else { 0 }, if extended { b"data" } else { &[] });
+        asker.send(
+            cmd::TRIM,
+            flag::PAYLOAD_LEN,
+            0,
+            if extended { 4 } else { 0 },
+            if extended { b"data" } else { &[] },
+        );
         assert_eq!(wire::u32_at(&asker.chunk().1, 0), errno::EINVAL);
         asker.send(cmd::READ, 0, 0, 1, &[]);
         assert_eq!(asker.chunk().1.len(), 9);
@@ -179,7 +206,8 @@ fn many_requests_are_each_answered_once() {
     }
     let mut sender = asker.stream.try_clone().unwrap();
     let sender = std::thread::spawn(move || sender.write_all(&requests).unwrap());
-    let mut cookies: Vec<u64> = (0..MANY).map(|_| wire::u64_at(&bytes::<24>(&mut asker.stream), 8)).collect();
+    let mut cookies: Vec<u64> =
+        (0..MANY).map(|_| wire::u64_at(&bytes::<24>(&mut asker.stream), 8)).collect();
     cookies.sort_unstable();
     assert!(cookies.into_iter().eq(0..MANY));
     sender.join().unwrap();

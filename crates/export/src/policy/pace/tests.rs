@@ -6,8 +6,8 @@ fn origin() -> Instant {
     Instant::now()
 }
 
-/// A guest that comes back `pause` after each request, and a host that serves it at `rate` requests a millisecond, as the
-/// manner tells.
+/// A guest that comes back `pause` after each request, and a host that serves it at `rate` requests
+/// a millisecond, as the manner tells.
 struct Guest {
     pacer: Pacer,
     now: Instant,
@@ -66,7 +66,10 @@ fn looking_is_kept_where_it_pays_and_dropped_where_it_does_not() {
 fn a_guest_that_pauses_for_long_is_not_looked_for() {
     for by_stream in [false, true] {
         let mut auto = Guest::new(PollMode::Auto, by_stream);
-        assert_eq!(auto.run(us(1000), |looks, _| if looks { 200.0 } else { 100.0 }, TIME), Shares::default());
+        assert_eq!(
+            auto.run(us(1000), |looks, _| if looks { 200.0 } else { 100.0 }, TIME),
+            Shares::default()
+        );
     }
 }
 
@@ -104,7 +107,8 @@ fn a_guest_that_sends_one_at_a_time_is_not_gathered_for() {
     assert!(pacer.gather().is_none());
 }
 
-/// For 30 ms, in the first slice of looking that counts (it has 56 requests, and 14 before them that do not).
+/// For 30 ms, in the first slice of looking that counts (it has 56 requests, and 14 before them
+/// that do not).
 #[test]
 fn a_machine_that_stands_still_for_a_moment_decides_nothing() {
     let mut auto = Guest::new(PollMode::Auto, false);
@@ -122,7 +126,8 @@ fn a_machine_that_stands_still_for_a_moment_decides_nothing() {
 fn a_client_that_is_slow_to_come_back_is_looked_for_longer() {
     let now = origin();
     let run = |needs: Duration| {
-        let mut guest = Guest { pacer: Pacer::of_clients(PollMode::Auto, now, Rc::default()), now, done: 0.0 };
+        let mut guest =
+            Guest { pacer: Pacer::of_clients(PollMode::Auto, now, Rc::default()), now, done: 0.0 };
         let (mut looked, mut slept) = (0, 0);
         while guest.now - now < TIME {
             let look = guest.pacer.went_empty(guest.now, guest.done as u64);
@@ -149,7 +154,11 @@ fn a_trial_whose_promise_does_not_hold_is_made_again() {
     // Until after the first trial, sleeping is fast.
     let first = auto.run(us(20), |looks, _| if looks { 40.0 } else { 55.0 }, WINDOW + us(40_000));
     assert!(first.looked < 0.5, "{first:?}");
-    assert!(matches!(auto.pacer.state, State::Settled { rate: Some(_), .. }), "{:?}", auto.pacer.state);
+    assert!(
+        matches!(auto.pacer.state, State::Settled { rate: Some(_), .. }),
+        "{:?}",
+        auto.pacer.state
+    );
     let later = auto.run(us(60), |looks, _| if looks { 40.0 } else { 15.0 }, REST / 2);
     assert!(later.looked > 0.5, "{later:?}");
 }
@@ -162,7 +171,8 @@ fn another_load_is_tried_at_once_and_not_after_the_rest() {
     assert!(auto.run(us(4), |looks, _| if looks { 40.0 } else { 20.0 }, TIME / 4).looked > 0.5);
 }
 
-/// Rates vary by a quarter, and one request in ten thousand takes longer than a slice. Looking gains a fifth, or loses one.
+/// Rates vary by a quarter, and one request in ten thousand takes longer than a slice. Looking
+/// gains a fifth, or loses one.
 #[test]
 fn noisy_traces_are_decided_by_their_medians() {
     for seed in 0..20 {

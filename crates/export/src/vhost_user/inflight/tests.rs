@@ -38,7 +38,8 @@ fn packed_keeps_the_descriptors() {
     queue.pushed_packed(a);
     queue.publishing_packed(3, true);
     // Killed before the ring's flags were written: `a` is still unanswered.
-    let (chains, used) = region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).unwrap();
+    let (chains, used) =
+        region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).unwrap();
     assert_eq!(used, (1, true));
     assert_eq!(chains.iter().map(|c| c.entry).collect::<Vec<_>>(), [a, c]);
     assert_eq!(chains[0].raw, [raw(1), raw(2)]);
@@ -46,7 +47,8 @@ fn packed_keeps_the_descriptors() {
     let mut queue = region.queue(0, true).unwrap().unwrap();
     queue.pushed_packed(a);
     queue.publishing_packed(3, true);
-    let (chains, used) = region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| true).unwrap();
+    let (chains, used) =
+        region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| true).unwrap();
     assert_eq!((used, chains.len()), ((3, true), 1));
     assert_eq!(chains[0].raw, [raw(4), raw(5), raw(6)]);
 }
@@ -57,19 +59,32 @@ fn a_damaged_region_is_said_to_be() {
         let region = region(64, true);
         let mut queue = region.queue(0, true).unwrap().unwrap();
         queue.taken_packed(&[[1; 16], [2; 16]]);
-        queue.window.store_u16(packed::HEADER + entry * packed::ENTRY + at, value, Ordering::Relaxed);
+        queue.window.store_u16(
+            packed::HEADER + entry * packed::ENTRY + at,
+            value,
+            Ordering::Relaxed,
+        );
         region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false)
     };
     assert_eq!(damaged(5, packed::NUM, 9).unwrap().0.len(), 1, "an entry that nobody is at");
-    for (entry, at, value) in [(0, packed::NUM, 0), (0, packed::NUM, u16::MAX), (0, packed::NEXT, u16::MAX)] {
-        assert!(matches!(damaged(entry, at, value), Err(RingError::Region(_))), "{entry} {at} {value}");
+    for (entry, at, value) in
+        [(0, packed::NUM, 0), (0, packed::NUM, u16::MAX), (0, packed::NEXT, u16::MAX)]
+    {
+        assert!(
+            matches!(damaged(entry, at, value), Err(RingError::Region(_))),
+            "{entry} {at} {value}"
+        );
     }
     // Many chains that are each as long as the region: no more is read than there is.
     let region = region(64, true);
     let mut queue = region.queue(0, true).unwrap().unwrap();
     for entry in 0..usize::from(queue.size()) {
         assert_eq!(usize::from(queue.taken_packed(&[[1; 16]])), entry);
-        queue.window.store_u16(packed::HEADER + entry * packed::ENTRY + packed::NUM, 900, Ordering::Relaxed);
+        queue.window.store_u16(
+            packed::HEADER + entry * packed::ENTRY + packed::NUM,
+            900,
+            Ordering::Relaxed,
+        );
     }
     assert!(region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).is_err());
 }
@@ -92,7 +107,10 @@ fn counters_at_their_end_and_regions_without_end_are_borne() {
         assert_eq!(vast.queue(0, is_packed).unwrap().unwrap().size(), 32768);
     }
     assert!(rustix::fs::fstat(&fd).unwrap().st_blocks * 512 < 2 << 20);
-    assert!(InflightRegion::map(&mapper, fd, (3, 4096), 1).is_err(), "counters would lie across words");
+    assert!(
+        InflightRegion::map(&mapper, fd, (3, 4096), 1).is_err(),
+        "counters would lie across words"
+    );
 }
 
 /// Every interleaving of taking, using and publishing leaves every entry free in the end.
@@ -114,9 +132,14 @@ fn entries_taken_between_use_and_publication_are_not_lost() {
     assert_eq!(region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).unwrap().0, []);
 }
 
-/// A region as libvhost-user lays it out for rings of 128: 128 entries in 2,112 bytes, where there is room for 131. `edit`
-/// changes it before it is mapped.
-fn foreign(is_packed: bool, entries: u16, len: u64, edit: impl FnOnce(&mut [u8])) -> InflightRegion {
+/// A region as libvhost-user lays it out for rings of 128: 128 entries in 2,112 bytes, where there
+/// is room for 131. `edit` changes it before it is mapped.
+fn foreign(
+    is_packed: bool,
+    entries: u16,
+    len: u64,
+    edit: impl FnOnce(&mut [u8]),
+) -> InflightRegion {
     let fd = rustix::fs::memfd_create("foreign", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     let mut bytes = vec![0; len as usize];
     bytes[VERSION_AT..][..2].copy_from_slice(&1u16.to_le_bytes());
@@ -142,7 +165,8 @@ fn a_region_of_another_back_end_is_read_by_its_fields() {
     });
     let mut queue = noted.queue(0, false).unwrap().unwrap();
     assert_eq!((queue.size(), queue.recover_split(1)), (128, vec![0, 6]));
-    // A packed one: a chain of entries 0 and 2, the fields of a descriptor in the specification's order.
+    // A packed one: a chain of entries 0 and 2, the fields of a descriptor in the specification's
+    // order.
     let noted = foreign(true, 4, 192, |bytes| {
         let mut entry = |number: usize, next: u16, id: u16| {
             let at = packed::HEADER + packed::ENTRY * number;
@@ -156,11 +180,16 @@ fn a_region_of_another_back_end_is_read_by_its_fields() {
             entry(index, state, count);
         }
         let first = packed::HEADER;
-        (bytes[first], bytes[first + packed::NUM], bytes[first + packed::LAST], bytes[first + packed::COUNTER]) =
-            (1, 2, 2, 1);
+        (
+            bytes[first],
+            bytes[first + packed::NUM],
+            bytes[first + packed::LAST],
+            bytes[first + packed::COUNTER],
+        ) = (1, 2, 2, 1);
         (bytes[packed::FREE_HEAD], bytes[packed::OLD_FREE_HEAD]) = (1, 1);
     });
-    let (chains, used) = noted.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).unwrap();
+    let (chains, used) =
+        noted.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).unwrap();
     let mut ring = [0; 16];
     ring[..8].copy_from_slice(&0x1_2345_6000u64.to_le_bytes());
     ring[8..12].copy_from_slice(&512u32.to_le_bytes());
@@ -179,7 +208,11 @@ fn a_region_that_cannot_be_read_is_an_error() {
     ] {
         assert!(matches!(unreadable(edit), Err(RingError::Region(_))), "{what}");
     }
-    assert_eq!(unreadable(|bytes| bytes[VERSION_AT] = 0).unwrap().unwrap().size(), 131, "a fresh one");
+    assert_eq!(
+        unreadable(|bytes| bytes[VERSION_AT] = 0).unwrap().unwrap().size(),
+        131,
+        "a fresh one"
+    );
 }
 
 #[test]

@@ -27,7 +27,8 @@ impl QueueHandle {
         started.unwrap_or_else(|| Err(StartError::ended())).map(|()| QueueHandle { remote, id })
     }
 
-    /// Takes nothing more, waits for what is in flight, and returns the base to go on from. None: the reactor has ended.
+    /// Takes nothing more, waits for what is in flight, and returns the base to go on from. None:
+    /// the reactor has ended.
     pub fn stop(self) -> Option<u32> {
         let id = self.id;
         self.remote.ask(move |handle, reply| {
@@ -46,7 +47,15 @@ impl QueueHandle {
             let ids = remote.ask(move |handle, reply| {
                 let is_its = |queue: &Queue| Arc::ptr_eq(&queue.device, &device);
                 let queues = handle.local::<Queues>();
-                reply.send(queues.0.borrow().iter().filter(|(_, q)| is_its(q)).map(|(id, _)| *id).collect())
+                reply.send(
+                    queues
+                        .0
+                        .borrow()
+                        .iter()
+                        .filter(|(_, q)| is_its(q))
+                        .map(|(id, _)| *id)
+                        .collect(),
+                )
             });
             let ids: Vec<u64> = ids.unwrap_or_default();
             for id in ids {

@@ -1,5 +1,5 @@
-//! What of a queue is changed on the way of a request: the ring, the in-flight region beside it, and the chains between
-//! being taken and being answered.
+//! What of a queue is changed on the way of a request: the ring, the in-flight region beside it,
+//! and the chains between being taken and being answered.
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
@@ -89,7 +89,8 @@ impl Core {
             Self::split(setup, &memory, &mut inflight)?
         };
         let call = std::mem::replace(&mut setup.call, Call::None);
-        let coalescer = Coalescer::new(setup.coalesce.wait(call.is_stream()), ring.size(), counters.clone());
+        let coalescer =
+            Coalescer::new(setup.coalesce.wait(call.is_stream()), ring.size(), counters.clone());
         let mut pacer = Pacer::new(setup.poll, placement.can_move(), now, counters.clone());
         pacer.told_by_stream(call.is_stream());
         let core = Core {
@@ -116,7 +117,13 @@ impl Core {
         memory: &Rc<GuestMemory>,
         inflight: &mut Option<Inflight>,
     ) -> Result<(Ring, Vec<Again>), RingError> {
-        let mut ring = SplitRing::new(memory.clone(), setup.parts, setup.size, setup.base as u16, setup.event_idx)?;
+        let mut ring = SplitRing::new(
+            memory.clone(),
+            setup.parts,
+            setup.size,
+            setup.base as u16,
+            setup.event_idx,
+        )?;
         let again = inflight.as_mut().map_or_else(Vec::new, |i| i.recover_split(ring.used_index()));
         if !again.is_empty() {
             ring.restore(again.len() as u16);
@@ -129,12 +136,14 @@ impl Core {
         memory: &Rc<GuestMemory>,
         inflight: &mut Option<Inflight>,
     ) -> Result<(Ring, Vec<Again>), RingError> {
-        let mut ring = PackedRing::new(memory.clone(), setup.parts, setup.size, setup.base, setup.event_idx)?;
+        let mut ring =
+            PackedRing::new(memory.clone(), setup.parts, setup.size, setup.base, setup.event_idx)?;
         let mut again = Vec::new();
         if let Some(inflight) = inflight
             && inflight.is_used()
         {
-            let (chains, used) = inflight.recover_packed(|index, wrap| ring.was_used(index, wrap))?;
+            let (chains, used) =
+                inflight.recover_packed(|index, wrap| ring.was_used(index, wrap))?;
             // The region's chains have at most 32768 descriptors in all.
             let ahead = chains.iter().map(|c| c.raw.len() as u16).sum();
             ring.restore(used, ahead)?;

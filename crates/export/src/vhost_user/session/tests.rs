@@ -1,4 +1,5 @@
-//! A session over a socket pair: the test sends a message and has the session work on it, on one thread.
+//! A session over a socket pair: the test sends a message and has the session work on it, on one
+//! thread.
 
 use std::io::Read;
 use std::os::fd::AsFd;
@@ -24,7 +25,8 @@ const REFUSED: Option<u64> = Some(1);
 
 fn export() -> Arc<Shared> {
     let (name, serial) = ("disk".to_string(), "disk".to_string());
-    let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
+    let options =
+        DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
     let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
     let tuning = Tuning {
         poll: PollMode::Off,
@@ -79,10 +81,15 @@ impl Front {
         let mut memory = Memory::new(1 << 20).unwrap();
         let options = RingOptions { size: SIZE, slots: 4, event_idx: true, indirect: false };
         let ring = SplitRing::new(&mut memory, options).unwrap();
-        let mut front = Front { export, stream, messages, memory, ring, kick: event(), call: event() };
+        let mut front =
+            Front { export, stream, messages, memory, ring, kick: event(), call: event() };
         let offered = front.send(R::GET_FEATURES, &[], &[]).unwrap();
         assert_eq!(offered & FEATURES, FEATURES);
-        assert_eq!(front.send(R::SET_FEATURES, &words(&[FEATURES]), &[]), None, "no acknowledgement yet");
+        assert_eq!(
+            front.send(R::SET_FEATURES, &words(&[FEATURES]), &[]),
+            None,
+            "no acknowledgement yet"
+        );
         let protocol = VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::CONFIG
@@ -120,14 +127,18 @@ impl Front {
 
     fn addresses(&self) -> Vec<u8> {
         let at = self.ring.addresses();
-        let [desc, used, avail] = [at.desc, at.used, at.avail].map(|guest| self.memory.user_address(guest));
+        let [desc, used, avail] =
+            [at.desc, at.used, at.avail].map(|guest| self.memory.user_address(guest));
         words(&[0, desc, used, avail, 0])
     }
 
-    /// Sends a message, and has the session work on it. Returns the first word of the answer, if there is one.
+    /// Sends a message, and has the session work on it. Returns the first word of the answer, if
+    /// there is one.
     fn send(&mut self, request: R, body: &[u8], fds: &[&OwnedFd]) -> Option<u64> {
-        let mut bytes: Vec<u8> =
-            [request as u32, 1 | 8, body.len() as u32].iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let mut bytes: Vec<u8> = [request as u32, 1 | 8, body.len() as u32]
+            .iter()
+            .flat_map(|word| word.to_ne_bytes())
+            .collect();
         bytes.extend(body);
         let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -159,7 +170,10 @@ impl Front {
         let (at, window) = self.memory.piece(1024, 64).unwrap();
         window.copy_in(528, [0xff]);
         let buffer = |addr, len, device_writes| Buffer { addr, len, device_writes };
-        self.ring.lay(0, &[buffer(at, 16, false), buffer(at + 16, 512, true), buffer(at + 528, 1, true)]);
+        self.ring.lay(
+            0,
+            &[buffer(at, 16, false), buffer(at + 16, 512, true), buffer(at + 528, 1, true)],
+        );
         self.ring.submit(0);
         self.ring.publish();
         let signalled = self.ring.arm();
@@ -167,7 +181,10 @@ impl Front {
         while !signalled && !self.ring.ready() {
             let mut fds = [PollFd::new(&self.call, PollFlags::IN)];
             let minute = Timespec { tv_sec: 60, tv_nsec: 0 };
-            assert!(rustix::event::poll(&mut fds, Some(&minute)).unwrap() > 0, "the request is not answered");
+            assert!(
+                rustix::event::poll(&mut fds, Some(&minute)).unwrap() > 0,
+                "the request is not answered"
+            );
             rustix::io::read(&self.call, &mut [0; 8]).unwrap();
         }
         assert_eq!((window.copy_out(528), self.ring.reap().is_some()), ([0], true));
@@ -187,14 +204,17 @@ fn messages_lead_to_the_state_that_they_describe() {
     let state = &session.state;
     let (start, len) = front.memory.range();
     assert_eq!(state.features, FEATURES);
-    assert!(state.acknowledges() && state.protocol.contains(VhostUserProtocolFeatures::INFLIGHT_SHMFD));
+    assert!(
+        state.acknowledges() && state.protocol.contains(VhostUserProtocolFeatures::INFLIGHT_SHMFD)
+    );
     let [region] = &state.memory[..] else { panic!("{:?}", state.memory) };
     assert_eq!((region.guest, region.size, region.offset), (start, len, 0));
     assert_eq!(region.user, front.memory.user_address(start));
     assert!(region.file.is_some());
     assert_eq!(state.inflight.as_ref().map(|file| (file.offset, file.queues)), Some((0, 2)));
     let at = front.ring.addresses();
-    let [descriptors, available, used] = [at.desc, at.avail, at.used].map(|guest| front.memory.user_address(guest));
+    let [descriptors, available, used] =
+        [at.desc, at.avail, at.used].map(|guest| front.memory.user_address(guest));
     let ring = &state.vrings[0];
     assert_eq!((ring.size, ring.base, ring.enabled, ring.started), (SIZE.into(), 0, true, true));
     assert_eq!(ring.parts, Some(Parts { descriptors, available, used }));
@@ -237,7 +257,10 @@ fn a_refused_message_leaves_the_state_as_it_was() {
     let (start, len) = front.memory.range();
     let user = front.memory.user_address(start);
     let (memory, _) = front.region();
-    assert_eq!(front.send(R::SET_MEM_TABLE, &words(&[1, start, len * 2, user, 0]), &[&memory]), REFUSED);
+    assert_eq!(
+        front.send(R::SET_MEM_TABLE, &words(&[1, start, len * 2, user, 0]), &[&memory]),
+        REFUSED
+    );
     assert_eq!(front.state(), before, "SET_MEM_TABLE");
     front.read();
 }
@@ -251,7 +274,9 @@ fn memory_that_is_removed_leaves_the_state() {
     rustix::fs::ftruncate(&file, 8192).unwrap();
     let at = 0x40_0000_0000u64;
     assert_eq!(front.send(R::ADD_MEM_REG, &words(&[0, at, 4096, at, 4096]), &[&file]), DONE);
-    let regions = |front: &Front| front.session().state.memory.iter().map(|r| (r.guest, r.offset)).collect::<Vec<_>>();
+    let regions = |front: &Front| {
+        front.session().state.memory.iter().map(|r| (r.guest, r.offset)).collect::<Vec<_>>()
+    };
     let (start, _) = front.memory.range();
     assert_eq!(regions(&front), [(start, 0), (at, 4096)]);
     assert_eq!(front.send(R::REM_MEM_REG, &region, &[]), DONE);
@@ -282,12 +307,19 @@ fn a_state_that_is_taken_over_goes_on_where_it_was() {
         let session = front.session();
         let ring = &session.state.vrings[0];
         assert!(session.running(0).is_some() && session.running(1).is_none());
-        assert_eq!((session.state.features, ring.parts, ring.started, ring.enabled), (FEATURES, parts, true, true));
+        assert_eq!(
+            (session.state.features, ring.parts, ring.started, ring.enabled),
+            (FEATURES, parts, true, true)
+        );
         assert_eq!(format!("{:?}", session.state.memory), memory);
         assert!(session.inflight.is_some());
     }
     (0..2).for_each(|_| front.read());
-    assert_eq!(front.send(R::GET_VRING_BASE, &of_ring(0, 0), &[]), Some(5 << 32), "queue 0, base 5");
+    assert_eq!(
+        front.send(R::GET_VRING_BASE, &of_ring(0, 0), &[]),
+        Some(5 << 32),
+        "queue 0, base 5"
+    );
     let session = front.session();
     let ring = &session.state.vrings[0];
     assert_eq!((ring.base, ring.is_settled, ring.started), (5, true, false));

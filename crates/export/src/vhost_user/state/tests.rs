@@ -43,10 +43,15 @@ fn each_message_changes_its_part_and_says_what_to_do() {
     assert!(state.acknowledges() && !state.in_band());
     let vring = &state.vrings[1];
     assert_eq!((vring.size, vring.parts, vring.base, vring.enabled), (32768, Some(PARTS), 7, true));
-    let fds = [&vring.kick, &vring.call, &vring.error].map(|fd| format!("{:?}", fd.as_ref().unwrap()));
+    let fds =
+        [&vring.kick, &vring.call, &vring.error].map(|fd| format!("{:?}", fd.as_ref().unwrap()));
     assert_eq!(fds, numbers);
     assert!(!vring.started, "only the handler starts it");
-    assert_eq!(format!("{:?}", state.vrings[0]), format!("{:?}", Vring::default()), "the other ring");
+    assert_eq!(
+        format!("{:?}", state.vrings[0]),
+        format!("{:?}", Vring::default()),
+        "the other ring"
+    );
     assert_eq!(state.apply(Change::Enable { index: 1, state: 0 }), Ok(Effect::Enable(1)));
     assert!(!state.vrings[1].enabled);
     assert_eq!(state.apply(Change::Call { index: 1, fd: None }), Ok(Effect::Call(1)));
@@ -113,14 +118,25 @@ fn a_ring_does_not_keep_addresses_of_before() {
 #[test]
 fn an_in_flight_region_has_room_for_its_queues() {
     let mut state = state();
-    let region =
-        |mmap_size, num_queues, queue_size| VhostUserInflight { mmap_size, mmap_offset: 0, num_queues, queue_size };
-    for (queues, entries, good) in [(1, 1, true), (2, 32768, true), (0, 1, false), (3, 1, false), (1, 0, false)] {
-        assert_eq!(state.check_inflight_shape(&region(0, queues, entries)).is_ok(), good, "{queues} of {entries}");
+    let region = |mmap_size, num_queues, queue_size| VhostUserInflight {
+        mmap_size,
+        mmap_offset: 0,
+        num_queues,
+        queue_size,
+    };
+    for (queues, entries, good) in
+        [(1, 1, true), (2, 32768, true), (0, 1, false), (3, 1, false), (1, 0, false)]
+    {
+        assert_eq!(
+            state.check_inflight_shape(&region(0, queues, entries)).is_ok(),
+            good,
+            "{queues} of {entries}"
+        );
     }
     assert!(state.check_inflight_shape(&region(0, 1, 40000)).is_err());
     for packed in [false, true] {
-        let _ = state.apply(accept(if packed { F_PACKED | F_PROTOCOL } else { F_PROTOCOL })).unwrap();
+        let _ =
+            state.apply(accept(if packed { F_PACKED | F_PROTOCOL } else { F_PROTOCOL })).unwrap();
         let need = 2 * queue_bytes(64, packed);
         state.check_inflight_room(&region(need, 2, 64)).unwrap();
         let refusal = Refusal::InflightRoom { bytes: need - 1, queues: 2, entries: 64 };

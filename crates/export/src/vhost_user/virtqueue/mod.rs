@@ -1,9 +1,9 @@
 //! Virtqueues from the device's side: split (virtio 1.2, section 2.7) and packed (2.8).
 //!
-//! In: what the guest wrote, at any time, true or false. Out: chains of descriptors, copied once and checked; used
-//! elements, published a batch at a time.
-//! What must hold: a descriptor is read once and judged by the copy; every walk is bounded; an index or length that
-//! cannot be is a [`RingError`], which stops this queue and no other.
+//! In: what the guest wrote, at any time, true or false. Out: chains of descriptors, copied once
+//! and checked; used elements, published a batch at a time. What must hold: a descriptor is read
+//! once and judged by the copy; every walk is bounded; an index or length that cannot be is a
+//! [`RingError`], which stops this queue and no other.
 
 mod packed;
 mod split;
@@ -15,7 +15,8 @@ use std::rc::Rc;
 
 use blockyard_ring::{GuestMemory, MemoryError};
 
-/// Longest chain taken, in descriptors: what one operation of the kernel can carry (IOV_MAX), header and status beside.
+/// Longest chain taken, in descriptors: what one operation of the kernel can carry (IOV_MAX),
+/// header and status beside.
 pub const MAX_CHAIN: usize = 1026;
 
 const DESC_F_NEXT: u16 = 1;
@@ -42,7 +43,9 @@ pub struct Head {
 /// What a guest (or its memory's owner) did that no driver may.
 #[derive(Debug, thiserror::Error)]
 pub enum RingError {
-    #[error("ring size {0} (a split ring's is a power of two, a packed one's any number, at most 32768)")]
+    #[error(
+        "ring size {0} (a split ring's is a power of two, a packed one's any number, at most 32768)"
+    )]
     Size(u32),
     #[error("ring size {ring}, and the in-flight region has room for {region}")]
     Inflight { ring: u32, region: u16 },
@@ -77,7 +80,8 @@ pub enum Ring {
 }
 
 impl Ring {
-    /// The guest's memory has changed: indirect tables are looked for in this one. The ring itself stays where it is.
+    /// The guest's memory has changed: indirect tables are looked for in this one. The ring itself
+    /// stays where it is.
     pub fn set_memory(&mut self, memory: Rc<GuestMemory>) {
         match self {
             Ring::Split(ring) => ring.set_memory(memory),
@@ -104,7 +108,8 @@ impl Ring {
         }
     }
 
-    /// Gives a chain back; `written`: bytes the device wrote into it. Seen by the guest at the next `publish`.
+    /// Gives a chain back; `written`: bytes the device wrote into it. Seen by the guest at the next
+    /// `publish`.
     #[inline]
     pub fn push_used(&mut self, head: Head, written: u32) {
         match self {
@@ -172,7 +177,8 @@ fn passes(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
 
-/// A raw descriptor's fields: split (addr, len, flags, next) and packed (addr, len, id, flags) differ in the last two.
+/// A raw descriptor's fields: split (addr, len, flags, next) and packed (addr, len, id, flags)
+/// differ in the last two.
 #[inline]
 fn fields(bytes: [u8; DESC_LEN]) -> (u64, u32, u16, u16) {
     let [a0, a1, a2, a3, a4, a5, a6, a7, l0, l1, l2, l3, x0, x1, y0, y1] = bytes;
@@ -198,7 +204,13 @@ fn indirect_count(head: u16, len: u32) -> Result<usize, RingError> {
 
 /// Appends a descriptor to a chain: the device-readable ones come first (2.7.4.2).
 #[inline]
-fn push(head: u16, addr: u64, len: u32, flags: u16, descs: &mut Vec<Desc>) -> Result<(), RingError> {
+fn push(
+    head: u16,
+    addr: u64,
+    len: u32,
+    flags: u16,
+    descs: &mut Vec<Desc>,
+) -> Result<(), RingError> {
     let writable = flags & DESC_F_WRITE != 0;
     if !writable && descs.last().is_some_and(|d| d.writable) {
         return Err(RingError::Order { head });

@@ -5,7 +5,9 @@ use std::sync::atomic::{Ordering, fence};
 
 use blockyard_ring::{GuestMemory, Window};
 
-use super::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Desc, Head, MAX_CHAIN, RingError};
+use super::{
+    DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Desc, Head, MAX_CHAIN, RingError,
+};
 use super::{fields, indirect_count, passes, push};
 
 const F_AVAIL: u16 = 1 << 7;
@@ -59,8 +61,9 @@ pub struct PackedRing {
 }
 
 impl PackedRing {
-    /// `desc`, `driver` and `device` are guest addresses of the ring and the two event structures; `base` is
-    /// VHOST_USER_SET_VRING_BASE's number: the available place in its lower half, the used one in its upper.
+    /// `desc`, `driver` and `device` are guest addresses of the ring and the two event structures;
+    /// `base` is VHOST_USER_SET_VRING_BASE's number: the available place in its lower half, the
+    /// used one in its upper.
     pub fn new(
         memory: Rc<GuestMemory>,
         (desc, driver, device): (u64, u64, u64),
@@ -72,10 +75,13 @@ impl PackedRing {
             return Err(RingError::Size(size));
         }
         let table = memory.window(desc, u64::from(size) * DESC_LEN as u64, 16)?;
-        let has_used = |index: u32| table.load_u16(index as usize * DESC_LEN + 14, Ordering::Acquire) & F_USED != 0;
-        // User Mode Linux tells 0 for a fresh ring and forgets the wrap counters, which begin at 1 (2.8.1). A ring that has
-        // truly come to 0 under wrap counter 0 has been gone through, and some descriptor carries the used bit (not
-        // always the first: it may be the middle of a chain).
+        let has_used = |index: u32| {
+            table.load_u16(index as usize * DESC_LEN + 14, Ordering::Acquire) & F_USED != 0
+        };
+        // User Mode Linux tells 0 for a fresh ring and forgets the wrap counters, which begin at 1
+        // (2.8.1). A ring that has truly come to 0 under wrap counter 0 has been gone through, and
+        // some descriptor carries the used bit (not always the first: it may be the middle of a
+        // chain).
         let base = if base == 0 && !(0..size).any(has_used) { 0x8000_8000 } else { base };
         let (avail, used) = (Place::from_bits(base as u16), Place::from_bits((base >> 16) as u16));
         for place in [avail, used] {
@@ -125,7 +131,10 @@ impl PackedRing {
             count += 1;
             if flags & DESC_F_INDIRECT != 0 {
                 if flags & DESC_F_NEXT != 0 || count > 1 {
-                    return Err(RingError::Indirect { head, what: "it is one of several descriptors" });
+                    return Err(RingError::Indirect {
+                        head,
+                        what: "it is one of several descriptors",
+                    });
                 }
                 self.indirect(head, addr, len, descs)?;
                 break id;
@@ -164,10 +173,15 @@ impl PackedRing {
                 push(id, addr, len, flags, descs)?;
             }
         }
-        if id < self.size { Ok(Head { id, count: raw.len() as u16 }) } else { Err(RingError::Id(id)) }
+        if id < self.size {
+            Ok(Head { id, count: raw.len() as u16 })
+        } else {
+            Err(RingError::Id(id))
+        }
     }
 
-    /// Goes on from the used place that the in-flight region tells, with `ahead` ring entries taken beyond it.
+    /// Goes on from the used place that the in-flight region tells, with `ahead` ring entries taken
+    /// beyond it.
     pub fn restore(&mut self, (index, wrap): (u16, bool), ahead: u16) -> Result<(), RingError> {
         if index >= self.size {
             return Err(RingError::DescIndex { index, size: self.size });
@@ -177,13 +191,17 @@ impl PackedRing {
         }
         self.used = Place { index, wrap };
         self.taken = ahead;
-        // A predecessor that was killed while it published a batch has marked those behind the first, which the guest has
-        // not seen: they are not used after all.
+        // A predecessor that was killed while it published a batch has marked those behind the
+        // first, which the guest has not seen: they are not used after all.
         let mut place = self.used;
         for _ in 0..ahead {
             if self.was_used(place.index, place.wrap) {
                 let flags = if place.wrap { F_AVAIL } else { F_USED };
-                self.desc.store_u16(usize::from(place.index) * DESC_LEN + 14, flags, Ordering::Release);
+                self.desc.store_u16(
+                    usize::from(place.index) * DESC_LEN + 14,
+                    flags,
+                    Ordering::Release,
+                );
             }
             place.advance(1, self.size);
         }
@@ -206,13 +224,22 @@ impl PackedRing {
         (flags & F_AVAIL != 0) == wrap && (flags & F_USED != 0) == wrap
     }
 
-    fn indirect(&self, head: u16, addr: u64, len: u32, descs: &mut Vec<Desc>) -> Result<(), RingError> {
+    fn indirect(
+        &self,
+        head: u16,
+        addr: u64,
+        len: u32,
+        descs: &mut Vec<Desc>,
+    ) -> Result<(), RingError> {
         let count = indirect_count(head, len)?;
         let table = self.memory.window(addr, u64::from(len), 1)?;
         for index in 0..count {
             let (addr, len, _, flags) = fields(table.copy_out(index * DESC_LEN));
             if flags & DESC_F_INDIRECT != 0 {
-                return Err(RingError::Indirect { head, what: "an indirect table inside an indirect table" });
+                return Err(RingError::Indirect {
+                    head,
+                    what: "an indirect table inside an indirect table",
+                });
             }
             push(head, addr, len, flags, descs)?;
         }
@@ -239,7 +266,8 @@ impl PackedRing {
         let flags = wrap | if written > 0 { DESC_F_WRITE } else { 0 };
         match self.held {
             None => self.held = Some((self.used.index, flags)),
-            // The guest stops at the first unused descriptor, so those behind it may be shown at once.
+            // The guest stops at the first unused descriptor, so those behind it may be shown at
+            // once.
             Some(_) => self.desc.store_u16(at + 14, flags, Ordering::Release),
         }
         self.used.advance(head.count, self.size);
@@ -268,7 +296,11 @@ impl PackedRing {
                 let new = self.used.index;
                 // The event and the old place are brought onto one line with the new one (2.8.10).
                 let old = new.wrapping_sub(pushed);
-                let at = if event.wrap == self.used.wrap { event.index } else { event.index.wrapping_sub(self.size) };
+                let at = if event.wrap == self.used.wrap {
+                    event.index
+                } else {
+                    event.index.wrapping_sub(self.size)
+                };
                 passes(at, new, old)
             }
             EVENT_DISABLE => false,

@@ -54,7 +54,8 @@ impl SplitRing {
             next_avail: base,
             seen_avail: base,
             next_used,
-            // Whoever served this ring before may have died between publishing and telling: as if nothing was told.
+            // Whoever served this ring before may have died between publishing and telling: as if
+            // nothing was told.
             told_used: next_used.wrapping_sub(1),
         })
     }
@@ -83,7 +84,10 @@ impl SplitRing {
                 return Ok(None);
             }
             if ahead > self.size {
-                return Err(RingError::AvailIndex { index: self.seen_avail, next: self.next_avail });
+                return Err(RingError::AvailIndex {
+                    index: self.seen_avail,
+                    next: self.next_avail,
+                });
             }
         }
         let at = 4 + usize::from(self.next_avail % self.size) * 2;
@@ -102,7 +106,8 @@ impl SplitRing {
             if index >= self.size {
                 return Err(RingError::DescIndex { index, size: self.size });
             }
-            let (addr, len, flags, next) = fields(self.desc.copy_out(usize::from(index) * DESC_LEN));
+            let (addr, len, flags, next) =
+                fields(self.desc.copy_out(usize::from(index) * DESC_LEN));
             if flags & DESC_F_INDIRECT != 0 {
                 if flags & DESC_F_NEXT != 0 {
                     return Err(RingError::Indirect { head, what: "it has a next descriptor" });
@@ -120,14 +125,23 @@ impl SplitRing {
         }
     }
 
-    fn indirect(&self, head: u16, addr: u64, len: u32, descs: &mut Vec<Desc>) -> Result<(), RingError> {
+    fn indirect(
+        &self,
+        head: u16,
+        addr: u64,
+        len: u32,
+        descs: &mut Vec<Desc>,
+    ) -> Result<(), RingError> {
         let count = indirect_count(head, len)?;
         let table = self.memory.window(addr, u64::from(len), 1)?;
         let mut index = 0;
         for _ in 0..count {
             let (addr, len, flags, next) = fields(table.copy_out(index * DESC_LEN));
             if flags & DESC_F_INDIRECT != 0 {
-                return Err(RingError::Indirect { head, what: "an indirect table inside an indirect table" });
+                return Err(RingError::Indirect {
+                    head,
+                    what: "an indirect table inside an indirect table",
+                });
             }
             push(head, addr, len, flags, descs)?;
             if flags & DESC_F_NEXT == 0 {
@@ -166,7 +180,8 @@ impl SplitRing {
         if old == new {
             return false;
         }
-        // The used index must be visible before the guest's wish is read (2.7.7.2), or both sides may sleep.
+        // The used index must be visible before the guest's wish is read (2.7.7.2), or both sides
+        // may sleep.
         fence(Ordering::SeqCst);
         let wanted = if self.event_idx {
             passes(self.avail.load_u16(4 + usize::from(self.size) * 2, Ordering::Relaxed), new, old)

@@ -1,10 +1,10 @@
 //! Data that the hypervisor copies between pages of the guest and buffers of this process.
 //!
-//! In: the requests of a batch with their segments, and reads that the disk has done. Out: buffers, and statuses.
-//! Data of writes are copied before the disk gets them, data of reads before the response, and pages that describe segments
-//! before both: each batch by one call.
-//! What must hold: a copy that fails, fails its request and no other. Buffers and lists are used again. `held` has the bytes of
-//! all buffers that requests have, so that the queue can bound them.
+//! In: the requests of a batch with their segments, and reads that the disk has done. Out: buffers,
+//! and statuses. Data of writes are copied before the disk gets them, data of reads before the
+//! response, and pages that describe segments before both: each batch by one call. What must hold:
+//! a copy that fails, fails its request and no other. Buffers and lists are used again. `held` has
+//! the bytes of all buffers that requests have, so that the queue can bound them.
 
 use std::sync::atomic::Ordering;
 
@@ -29,9 +29,11 @@ pub(super) struct Copies {
     /// Bytes of the buffers that are kept, and of those that requests have.
     kept: usize,
     held: usize,
-    /// Those of the requests of the batch at hand; `None`: it has none, or its data could not be copied.
+    /// Those of the requests of the batch at hand; `None`: it has none, or its data could not be
+    /// copied.
     filled: Vec<Option<Segments>>,
-    /// The segments that pages of the batch at hand describe, and which of these pages could be read.
+    /// The segments that pages of the batch at hand describe, and which of these pages could be
+    /// read.
     descriptions: Segments,
     tables: Vec<bool>,
     /// The page and the offset in `descriptions` that come next.
@@ -78,7 +80,9 @@ impl Copies {
         for ((request, bounds), filled) in batch.iter().zip(bounds).zip(&mut self.filled) {
             let Some((from, to)) = bounds else { continue };
             if moves(request.ask) && request.ask != Ask::Read {
-                let good = statuses.by_ref().take(to - from).filter(|status| status.is_ok()).count() == to - from;
+                let good =
+                    statuses.by_ref().take(to - from).filter(|status| status.is_ok()).count()
+                        == to - from;
                 if !(good && copied)
                     && let Some(buffer) = filled.take()
                 {
@@ -119,7 +123,13 @@ impl Copies {
         let mut at = 0;
         for (reference, segments) in tables() {
             let bytes = segments * SEGMENT_BYTES;
-            let added = self.batch.push(grants, &self.descriptions, at, (reference, 0, bytes as u16), false);
+            let added = self.batch.push(
+                grants,
+                &self.descriptions,
+                at,
+                (reference, 0, bytes as u16),
+                false,
+            );
             debug_assert!(added, "a page has room for all its segments");
             at += bytes;
         }
@@ -128,8 +138,8 @@ impl Copies {
         self.batch.clear();
     }
 
-    /// Appends the segments of the next request that has them in pages. The calls have the order of the batch.
-    /// False: a page cannot be read.
+    /// Appends the segments of the next request that has them in pages. The calls have the order of
+    /// the batch. False: a page cannot be read.
     pub fn segments(&mut self, request: &abi::Request, to: &mut Vec<Segment>) -> bool {
         let mut good = true;
         for (_, segments) in tables(request) {
@@ -176,7 +186,8 @@ impl Copies {
         let mut statuses = self.batch.statuses();
         for read in reads.iter() {
             let pieces = self.targets[read.number as usize].len();
-            let good = statuses.by_ref().take(pieces).filter(|status| status.is_ok()).count() == pieces;
+            let good =
+                statuses.by_ref().take(pieces).filter(|status| status.is_ok()).count() == pieces;
             answer(read, if good && copied { abi::OK } else { abi::ERROR });
         }
         drop(statuses);
@@ -215,7 +226,13 @@ fn length(segments: &[Segment]) -> usize {
 }
 
 /// Adds the copies between a buffer and segments, whose ranges are inside their pages.
-fn push(batch: &mut CopyBatch, grants: &Grants, buffer: &Segments, segments: &[Segment], to_guest: bool) {
+fn push(
+    batch: &mut CopyBatch,
+    grants: &Grants,
+    buffer: &Segments,
+    segments: &[Segment],
+    to_guest: bool,
+) {
     let mut at = 0;
     for segment in segments {
         let Some((offset, len)) = segment.range() else { continue };

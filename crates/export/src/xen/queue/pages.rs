@@ -1,11 +1,11 @@
-//! The pages of a guest that a batch of requests needs: one call maps the new pages of a batch if pages stay mapped, else those
-//! of a request.
+//! The pages of a guest that a batch of requests needs: one call maps the new pages of a batch if
+//! pages stay mapped, else those of a request.
 //!
-//! In: requests of one batch. Out: their segments. Pages of reads are mapped to be written, those of writes only to be read: the
-//! guest grants no more. With persistent grants pages are mapped for both, and stay. Where data are copied (`copies`), segments
-//! are buffers of this process.
-//! What must hold: a request gets its own pages, all of them or none. What stays mapped is bounded. A page that cannot be mapped
-//! fails its request, and no other.
+//! In: requests of one batch. Out: their segments. Pages of reads are mapped to be written, those
+//! of writes only to be read: the guest grants no more. With persistent grants pages are mapped for
+//! both, and stay. Where data are copied (`copies`), segments are buffers of this process. What
+//! must hold: a request gets its own pages, all of them or none. What stays mapped is bounded. A
+//! page that cannot be mapped fails its request, and no other.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -35,7 +35,8 @@ pub struct Pages {
     grants: Grants,
     persistent: Option<HashMap<u32, Page>>,
     copies: Option<Copies>,
-    /// For the batch at hand: each request's segments in `segments`, and its pages in `found`, in the same order.
+    /// For the batch at hand: each request's segments in `segments`, and its pages in `found`, in
+    /// the same order.
     segments: Vec<Segment>,
     found: Vec<Option<Page>>,
     bounds: Vec<Option<(usize, usize)>>,
@@ -119,8 +120,14 @@ impl Pages {
         Some(copies.note(&self.segments[from..to]))
     }
 
-    /// Copies what was read to the guest, by one call, and calls `answer` with each read and its status.
-    pub fn finish_reads(&mut self, reads: &mut Vec<Read>, counts: &Counts, answer: impl FnMut(&Read, i16)) {
+    /// Copies what was read to the guest, by one call, and calls `answer` with each read and its
+    /// status.
+    pub fn finish_reads(
+        &mut self,
+        reads: &mut Vec<Read>,
+        counts: &Counts,
+        answer: impl FnMut(&Read, i16),
+    ) {
         if let Some(copies) = &mut self.copies {
             copies.finish(&self.grants, reads, counts, answer);
         }
@@ -131,7 +138,8 @@ impl Pages {
         self.copies.iter_mut().for_each(|copies| copies.forget(number));
     }
 
-    /// Bytes of requests that the queue may take. Pages that are mapped are the guest's memory, and have no bound here.
+    /// Bytes of requests that the queue may take. Pages that are mapped are the guest's memory, and
+    /// have no bound here.
     pub fn room(&self) -> usize {
         self.copies.as_ref().map_or(usize::MAX, Copies::room)
     }
@@ -163,8 +171,13 @@ impl Pages {
         debug_assert_eq!(to - from, if moves(request.ask) { request.segments } else { 0 });
         let mut len = 0;
         for (segment, page) in self.segments[from..to].iter().zip(&self.found[from..to]) {
-            let (Some((offset, bytes)), Some(page)) = (segment.range(), page) else { return Wanted::Impossible };
-            if segments.push_region(&page.region, page.offset + u64::from(offset), bytes.into()).is_err() {
+            let (Some((offset, bytes)), Some(page)) = (segment.range(), page) else {
+                return Wanted::Impossible;
+            };
+            if segments
+                .push_region(&page.region, page.offset + u64::from(offset), bytes.into())
+                .is_err()
+            {
                 return Wanted::Impossible;
             }
             len += u64::from(bytes);
@@ -179,7 +192,9 @@ impl Pages {
         }
         let from = self.segments.len();
         match (&request.place, &mut self.copies) {
-            (Place::Here(segments), _) => self.segments.extend_from_slice(&segments[..request.segments]),
+            (Place::Here(segments), _) => {
+                self.segments.extend_from_slice(&segments[..request.segments])
+            }
             (Place::Pages(_), Some(copies)) => {
                 if !copies.segments(request, &mut self.segments) {
                     return false;
@@ -202,9 +217,15 @@ impl Pages {
         let page = match known {
             Some(page) => page.clone(),
             None => {
-                // A front end with persistent grants keeps these pages, too, and may use them for data later.
-                let stays = self.persistent.as_ref().is_some_and(|persistent| persistent.len() < PERSISTENT);
-                let Ok(region) = self.grants.map(&[reference], self.persistent.is_some()) else { return false };
+                // A front end with persistent grants keeps these pages, too, and may use them for
+                // data later.
+                let stays = self
+                    .persistent
+                    .as_ref()
+                    .is_some_and(|persistent| persistent.len() < PERSISTENT);
+                let Ok(region) = self.grants.map(&[reference], self.persistent.is_some()) else {
+                    return false;
+                };
                 count(counts, 1);
                 let page = Page { region: Arc::new(region), offset: 0 };
                 if stays && let Some(persistent) = &mut self.persistent {
@@ -222,14 +243,21 @@ impl Pages {
     }
 
     /// Finds the pages of those requests whose operation is one of `group`.
-    fn map_group(&mut self, batch: &[abi::Request], group: impl Fn(Ask) -> bool, write: bool, counts: &Counts) {
+    fn map_group(
+        &mut self,
+        batch: &[abi::Request],
+        group: impl Fn(Ask) -> bool,
+        write: bool,
+        counts: &Counts,
+    ) {
         let mut ranges = std::mem::take(&mut self.ranges);
         ranges.clear();
         let of_group = batch.iter().zip(&self.bounds).filter(|(request, _)| group(request.ask));
         ranges.extend(of_group.filter_map(|(_, range)| *range));
         if self.persistent.is_none() {
-            // A mapping is unmapped as a whole. With one mapping for a batch, a request that is answered would leave its
-            // pages mapped. The guest takes its grants back then, and Linux's driver stops the device if it cannot (XSA-396).
+            // A mapping is unmapped as a whole. With one mapping for a batch, a request that is
+            // answered would leave its pages mapped. The guest takes its grants back then, and
+            // Linux's driver stops the device if it cannot (XSA-396).
             ranges.iter().for_each(|range| self.find(&[*range], write, counts));
             self.ranges = ranges;
             return;
@@ -249,8 +277,11 @@ impl Pages {
         self.references.clear();
         for at in ranges.iter().flat_map(|(from, to)| *from..*to) {
             let reference = self.segments[at].reference;
-            self.found[at] = self.persistent.as_ref().and_then(|persistent| persistent.get(&reference)).cloned();
-            if self.found[at].is_none() && !(self.persistent.is_some() && self.references.contains(&reference)) {
+            self.found[at] =
+                self.persistent.as_ref().and_then(|persistent| persistent.get(&reference)).cloned();
+            if self.found[at].is_none()
+                && !(self.persistent.is_some() && self.references.contains(&reference))
+            {
                 self.references.push(reference);
             }
         }
@@ -267,7 +298,8 @@ impl Pages {
             mapped.for_each(|(at, segment)| self.found[segment] = Some(page(at)));
             return;
         };
-        let new: HashMap<u32, Page> = self.references.iter().enumerate().map(|(at, r)| (*r, page(at))).collect();
+        let new: HashMap<u32, Page> =
+            self.references.iter().enumerate().map(|(at, r)| (*r, page(at))).collect();
         for at in ranges.iter().flat_map(|(from, to)| *from..*to) {
             if self.found[at].is_none() {
                 self.found[at] = new.get(&self.segments[at].reference).cloned();
@@ -347,7 +379,8 @@ mod tests {
         let domain = machine.add(3, 64).unwrap();
         let memory = domain.memory();
         let references: Vec<u32> = (0..64).map(|page| domain.grant(page, true)).collect();
-        // Pages 0 to 3 describe 12 segments each, of pages 16 to 63, which have their numbers in them.
+        // Pages 0 to 3 describe 12 segments each, of pages 16 to 63, which have their numbers in
+        // them.
         for (page, reference) in references.iter().enumerate().skip(16) {
             memory.write(page * PAGE as usize, &[page as u8; PAGE as usize]);
             let (table, at) = ((page - 16) / 12, (page - 16) % 12);
@@ -356,15 +389,18 @@ mod tests {
             bytes[5] = 7;
             memory.write(table * PAGE as usize + at * SEGMENT_BYTES, &bytes);
         }
-        let mut batch: Vec<_> = references[..4].iter().map(|table| indirect_write(*table, 12)).collect();
-        // A page that the guest has not granted fails its request, and no other. One request has its segments with it.
+        let mut batch: Vec<_> =
+            references[..4].iter().map(|table| indirect_write(*table, 12)).collect();
+        // A page that the guest has not granted fails its request, and no other. One request has
+        // its segments with it.
         batch.insert(1, indirect_write(99_999, 12));
         batch.insert(2, read(references[16]));
         let mut pages = Pages::new(Host::Machine(machine).grants(3).unwrap(), Data::Copied);
         for _ in 0..2 {
             let counts = Counts::default();
             pages.prepare(&batch, &counts);
-            for (at, (request, table)) in batch.iter().zip([Some(0), None, None, Some(1), Some(2), Some(3)]).enumerate()
+            for (at, (request, table)) in
+                batch.iter().zip([Some(0), None, None, Some(1), Some(2), Some(3)]).enumerate()
             {
                 let mut segments = Segments::default();
                 let filled = pages.fill(at, request, &mut segments);

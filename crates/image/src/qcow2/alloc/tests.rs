@@ -13,8 +13,13 @@ fn refcounts_of_a_file_that_grows_do_not_stay_in_memory() {
         let (start, mut table) = (alloc.end(), alloc.table());
         table.push((block + 1) << BITS);
         let end = start + per_block;
-        let grown =
-            Grown { end, table, blocks: vec![block], used: std::iter::once(start..start + 1).collect(), fresh: true };
+        let grown = Grown {
+            end,
+            table,
+            blocks: vec![block],
+            used: std::iter::once(start..start + 1).collect(),
+            fresh: true,
+        };
         alloc.extended(&grown).unwrap();
         if alloc.is_crowded() {
             let changed = alloc.take_changed_counts();
@@ -22,13 +27,18 @@ fn refcounts_of_a_file_that_grows_do_not_stay_in_memory() {
             alloc.counts_written(&changed, true);
             assert!(!alloc.is_crowded());
         }
-        assert!(alloc.block_bytes() <= 2 * BLOCKS_KEPT + (1 << BITS), "{} bytes", alloc.block_bytes());
+        assert!(
+            alloc.block_bytes() <= 2 * BLOCKS_KEPT + (1 << BITS),
+            "{} bytes",
+            alloc.block_bytes()
+        );
         // Every count is what it was, in memory or not.
         assert!(alloc.count(start + 5).is_none_or(|count| count == 1));
     }
 }
 
-/// Two read the same block; before the slower one comes the other has changed it, written it, and let it go.
+/// Two read the same block; before the slower one comes the other has changed it, written it, and
+/// let it go.
 #[test]
 fn counts_that_were_read_too_early_are_not_taken_in() {
     const BITS: u32 = 16;

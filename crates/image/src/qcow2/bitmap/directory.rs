@@ -35,7 +35,8 @@ pub struct Bitmap {
     pub flags: u32,
     pub kind: u8,
     pub granularity_bits: u8,
-    /// Bytes of data that a later version of the format may have put between the fields and the name.
+    /// Bytes of data that a later version of the format may have put between the fields and the
+    /// name.
     pub extra_len: u32,
     pub name: String,
 }
@@ -44,10 +45,16 @@ impl Bitmap {
     /// What is wrong with the place of its table.
     pub fn table_fault(&self, header: &Header) -> Option<String> {
         if u64::from(self.table_size) << header.cluster_bits > MAX_BITMAP_BYTES {
-            return Some(format!("its table has {} entries: at most 512 MiB of data are allowed", self.table_size));
+            return Some(format!(
+                "its table has {} entries: at most 512 MiB of data are allowed",
+                self.table_size
+            ));
         }
         if !self.table_offset.is_multiple_of(header.cluster_size()) {
-            return Some(format!("its table's offset {} is not aligned to a cluster", self.table_offset));
+            return Some(format!(
+                "its table's offset {} is not aligned to a cluster",
+                self.table_offset
+            ));
         }
         None
     }
@@ -59,21 +66,31 @@ impl Bitmap {
         Some(match self {
             _ if self.table_size == 0 || self.table_offset == 0 => "it has no table".into(),
             _ if self.kind != DIRTY_TRACKING => format!("its type {} is not known", self.kind),
-            _ if self.flags & !(IN_USE | AUTO) != 0 => format!("its flags {:#x} are not known", self.flags),
+            _ if self.flags & !(IN_USE | AUTO) != 0 => {
+                format!("its flags {:#x} are not known", self.flags)
+            }
             _ if !GRANULARITY_BITS.contains(&self.granularity_bits) => {
                 format!("its granularity is 2^{}: 2^9 to 2^31 are allowed", self.granularity_bits)
             }
-            _ if self.name.is_empty() || self.name.len() > MAX_NAME => "its name must have 1 to 1023 bytes".into(),
-            _ if self.extra_len > 0 => format!("it has {} bytes of extra data, which are not known", self.extra_len),
+            _ if self.name.is_empty() || self.name.len() > MAX_NAME => {
+                "its name must have 1 to 1023 bytes".into()
+            }
+            _ if self.extra_len > 0 => {
+                format!("it has {} bytes of extra data, which are not known", self.extra_len)
+            }
             _ if self.flags & IN_USE == 0 && u64::from(self.table_size) != needed => {
-                format!("its table has {} entries, and the disk's size needs {needed}", self.table_size)
+                format!(
+                    "its table has {} entries, and the disk's size needs {needed}",
+                    self.table_size
+                )
             }
             _ => return None,
         })
     }
 }
 
-/// A directory of these bitmaps, without extra data. Their places in the old directory do not matter.
+/// A directory of these bitmaps, without extra data. Their places in the old directory do not
+/// matter.
 pub fn encode(bitmaps: &[Bitmap]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for bitmap in bitmaps {
@@ -104,7 +121,11 @@ pub async fn read<S: Storage>(
     let (offset, size) = (extension.directory_offset, extension.directory_size);
     let io = |e| ImageError::io("qcow2 bitmap directory", offset, "reading", e);
     if offset.saturating_add(size) > file.storage().len().await.map_err(io)? {
-        return Err(ImageError::invalid("qcow2 bitmap directory", offset, "it ends beyond the end of the file"));
+        return Err(ImageError::invalid(
+            "qcow2 bitmap directory",
+            offset,
+            "it ends beyond the end of the file",
+        ));
     }
     let bytes = bytes::read(file, offset, size as usize).await.map_err(io)?;
     let bitmaps = entries(&bytes, extension.count, offset)?;
@@ -114,13 +135,20 @@ pub async fn read<S: Storage>(
 fn entries(bytes: &[u8], count: u32, offset: u64) -> Result<Vec<Bitmap>, ImageError> {
     let (mut at, mut bitmaps) = (0, Vec::new());
     for index in 0..count {
-        let bad =
-            |what: &str| ImageError::invalid(format!("qcow2 bitmap directory entry {index}"), offset + at as u64, what);
+        let bad = |what: &str| {
+            ImageError::invalid(
+                format!("qcow2 bitmap directory entry {index}"),
+                offset + at as u64,
+                what,
+            )
+        };
         let rest = bytes.get(at..).unwrap_or_default();
         let fixed = rest.get(..FIXED).ok_or_else(|| bad("it lies beyond the directory's end"))?;
         let (name_len, extra_len) = (usize::from(be16(fixed, 18)), be32(fixed, 20) as usize);
         let end = FIXED.checked_add(extra_len).and_then(|n| n.checked_add(name_len));
-        let end = end.filter(|&end| end <= rest.len()).ok_or_else(|| bad("it goes on beyond the directory's end"))?;
+        let end = end
+            .filter(|&end| end <= rest.len())
+            .ok_or_else(|| bad("it goes on beyond the directory's end"))?;
         let name = String::from_utf8_lossy(&rest[end - name_len..end]).into_owned();
         bitmaps.push(Bitmap {
             at,

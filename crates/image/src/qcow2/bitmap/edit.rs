@@ -3,19 +3,22 @@
 //! ```text
 //!   directory -> Set: entries, and the bits of those that change -> edit -> new directory, tables, data -> switch
 //! ```
-//! In: a closed image, held exclusively. Out: the same disk with other bitmaps.
-//! What must hold: at every power cut the image has the old bitmaps or the new ones ([`crate::qcow2::change`]).
-//! Limits are those that QEMU checks when it loads bitmaps.
+//! In: a closed image, held exclusively. Out: the same disk with other bitmaps. What must hold: at
+//! every power cut the image has the old bitmaps or the new ones ([`crate::qcow2::change`]). Limits
+//! are those that QEMU checks when it loads bitmaps.
 
 use blockyard_storage::Storage;
 
-use super::directory::{self, AUTO, Bitmap, DIRTY_TRACKING, GRANULARITY_BITS, IN_USE, MAX_BITMAP_BYTES, MAX_NAME};
+use super::directory::{
+    self, AUTO, Bitmap, DIRTY_TRACKING, GRANULARITY_BITS, IN_USE, MAX_BITMAP_BYTES, MAX_NAME,
+};
 use crate::error::ImageError;
 use crate::qcow2::bytes::{self, be64, put64};
 use crate::qcow2::change::Change;
 use crate::qcow2::entry::OFFSET_MASK;
 use crate::qcow2::header::{
-    AUTOCLEAR_BITMAPS, BitmapsExtension, EXTENSION_BITMAPS, Header, MAX_BITMAP_DIRECTORY_BYTES, MAX_BITMAPS,
+    AUTOCLEAR_BITMAPS, BitmapsExtension, EXTENSION_BITMAPS, Header, MAX_BITMAP_DIRECTORY_BYTES,
+    MAX_BITMAPS,
 };
 use crate::raw::Raw;
 
@@ -28,7 +31,8 @@ const ALL_ONES: u64 = 1;
 /// One change.
 #[derive(Clone, Debug)]
 pub enum Edit {
-    /// Adds an empty bitmap that records writes. Granularity in bytes; None: a cluster, 4 KiB to 64 KiB.
+    /// Adds an empty bitmap that records writes. Granularity in bytes; None: a cluster, 4 KiB to 64
+    /// KiB.
     Add {
         granularity: Option<u64>,
     },
@@ -61,7 +65,10 @@ struct Held {
 pub async fn edit<S: Storage>(file: &Raw<S>, name: &str, edits: &[Edit]) -> Result<(), ImageError> {
     let change = Change::begin(file).await?;
     if change.old.version < 3 {
-        return Err(ImageError::unsupported(STRUCTURE, "version 2 has none: `image amend -o compat=1.1` first"));
+        return Err(ImageError::unsupported(
+            STRUCTURE,
+            "version 2 has none: `image amend -o compat=1.1` first",
+        ));
     }
     let mut set = Set::load(file, &change.old).await?;
     for edit in edits {
@@ -89,8 +96,13 @@ impl Set {
         Ok(Set(entries.into_iter().map(|entry| Held { entry, bits: None }).collect()))
     }
 
-    /// All of an image's bitmaps as they are to be for a disk of `size` bytes. What is new is not set.
-    pub async fn resized<S: Storage>(file: &Raw<S>, header: &Header, size: u64) -> Result<Self, ImageError> {
+    /// All of an image's bitmaps as they are to be for a disk of `size` bytes. What is new is not
+    /// set.
+    pub async fn resized<S: Storage>(
+        file: &Raw<S>,
+        header: &Header,
+        size: u64,
+    ) -> Result<Self, ImageError> {
         let mut set = Self::load(file, header).await?;
         let mut held_bytes = 0;
         for at in 0..set.0.len() {
@@ -126,7 +138,10 @@ impl Set {
         if entry.flags & IN_USE == 0 {
             return Ok(());
         }
-        let what = format!("bitmap \"{}\" was not saved by its last writer: it can only be removed", entry.name);
+        let what = format!(
+            "bitmap \"{}\" was not saved by its last writer: it can only be removed",
+            entry.name
+        );
         Err(ImageError::refused(STRUCTURE, what))
     }
 
@@ -164,7 +179,12 @@ impl Set {
         Ok(())
     }
 
-    fn add(&mut self, header: &Header, name: &str, granularity: Option<u64>) -> Result<(), ImageError> {
+    fn add(
+        &mut self,
+        header: &Header,
+        name: &str,
+        granularity: Option<u64>,
+    ) -> Result<(), ImageError> {
         let refuse = |what: String| Err(ImageError::refused(STRUCTURE, what));
         if name.is_empty() || name.len() > MAX_NAME {
             return refuse(format!("a name has 1 to {MAX_NAME} bytes"));
@@ -178,7 +198,9 @@ impl Set {
         let granularity = granularity.unwrap_or(header.cluster_size().clamp(4 << 10, 64 << 10));
         let granularity_bits = granularity.trailing_zeros() as u8;
         if !granularity.is_power_of_two() || !GRANULARITY_BITS.contains(&granularity_bits) {
-            return refuse(format!("a granularity is a power of two from 512 to 2G, not {granularity}"));
+            return refuse(format!(
+                "a granularity is a power of two from 512 to 2G, not {granularity}"
+            ));
         }
         // What is 0 is decided when the set is stored.
         let entry = Bitmap {
@@ -205,7 +227,10 @@ impl Set {
         }
         let directory = directory::encode(&self.entries()).len() as u64;
         if directory > MAX_BITMAP_DIRECTORY_BYTES {
-            return Err(ImageError::refused(STRUCTURE, "their directory would be larger than 64 MiB"));
+            return Err(ImageError::refused(
+                STRUCTURE,
+                "their directory would be larger than 64 MiB",
+            ));
         }
         let written = || self.0.iter().filter_map(|held| held.bits.as_ref());
         let clusters: u64 = written().map(|bits| bits.clusters_needed(cluster)).sum();
@@ -225,7 +250,8 @@ impl Set {
         } else {
             change.write("qcow2 bitmap directory", next, &directory::encode(&entries)).await?;
             let count = entries.len() as u32;
-            new.bitmaps = Some(BitmapsExtension { count, directory_size: directory, directory_offset: next });
+            new.bitmaps =
+                Some(BitmapsExtension { count, directory_size: directory, directory_offset: next });
             new.autoclear |= AUTOCLEAR_BITMAPS;
         }
         change.switch(new).await.map(|_| ())
@@ -238,12 +264,14 @@ impl Set {
 
 /// An entry that is not understood as a whole would be another one when it is written again.
 fn can_be_written(entry: &Bitmap, header: &Header) -> Result<(), ImageError> {
-    let odd =
-        entry.odd(header).or(entry.name.contains(char::REPLACEMENT_CHARACTER).then(|| "its name is no text".into()));
+    let odd = entry
+        .odd(header)
+        .or(entry.name.contains(char::REPLACEMENT_CHARACTER).then(|| "its name is no text".into()));
     match odd {
-        Some(what) => {
-            Err(ImageError::refused(STRUCTURE, format!("bitmap \"{}\": {what}: remove it first", entry.name)))
-        }
+        Some(what) => Err(ImageError::refused(
+            STRUCTURE,
+            format!("bitmap \"{}\": {what}: remove it first", entry.name),
+        )),
         None => Ok(()),
     }
 }
@@ -253,15 +281,21 @@ impl Bits {
     fn new(size: u64, granularity_bits: u8) -> Result<Self, ImageError> {
         let len = size.div_ceil(1 << granularity_bits).div_ceil(8);
         if len > MAX_BITMAP_BYTES {
-            let what = "a bitmap of this granularity would be larger than 512 MiB: choose a larger one";
+            let what =
+                "a bitmap of this granularity would be larger than 512 MiB: choose a larger one";
             return Err(ImageError::refused(STRUCTURE, what));
         }
         Ok(Bits { granularity_bits, size, bytes: vec![0; len as usize] })
     }
 
-    async fn read<S: Storage>(file: &Raw<S>, header: &Header, entry: &Bitmap) -> Result<Self, ImageError> {
+    async fn read<S: Storage>(
+        file: &Raw<S>,
+        header: &Header,
+        entry: &Bitmap,
+    ) -> Result<Self, ImageError> {
         let structure = format!("qcow2 bitmap \"{}\"", entry.name);
-        let invalid = |what: String| ImageError::invalid(structure.clone(), entry.table_offset, what);
+        let invalid =
+            |what: String| ImageError::invalid(structure.clone(), entry.table_offset, what);
         if let Some(fault) = entry.table_fault(header) {
             return Err(invalid(fault));
         }
@@ -271,7 +305,10 @@ impl Bits {
         let mut bits = Bits::new(header.size, entry.granularity_bits)?;
         let cluster = header.cluster_size() as usize;
         if bits.bytes.len().div_ceil(cluster) != entry.table_size as usize {
-            return Err(invalid(format!("its table has {} entries, too many or too few", entry.table_size)));
+            return Err(invalid(format!(
+                "its table has {} entries, too many or too few",
+                entry.table_size
+            )));
         }
         let io = |at: u64, e| ImageError::io(structure.clone(), at, "reading", e);
         let table = bytes::read(file, entry.table_offset, entry.table_size as usize * 8).await;
@@ -282,10 +319,19 @@ impl Bits {
             match word & OFFSET_MASK {
                 0 if word & ALL_ONES != 0 => part.fill(0xff),
                 0 => {}
-                at if word == at && at.is_multiple_of(cluster as u64) && at + part.len() as u64 <= end => {
-                    part.copy_from_slice(&bytes::read(file, at, part.len()).await.map_err(|e| io(at, e))?);
+                at if word == at
+                    && at.is_multiple_of(cluster as u64)
+                    && at + part.len() as u64 <= end =>
+                {
+                    part.copy_from_slice(
+                        &bytes::read(file, at, part.len()).await.map_err(|e| io(at, e))?,
+                    );
                 }
-                _ => return Err(invalid(format!("table entry {index}: {word:#x} is no cluster of the file"))),
+                _ => {
+                    return Err(invalid(format!(
+                        "table entry {index}: {word:#x} is no cluster of the file"
+                    )));
+                }
             }
         }
         bits.mask();
@@ -315,7 +361,8 @@ impl Bits {
     /// Sets the bits of all pieces that `source` has bits in.
     fn merge(&mut self, source: &Bits) -> Result<(), ImageError> {
         if source.size != self.size {
-            let what = format!("a bitmap for {} bytes cannot go into one for {}", source.size, self.size);
+            let what =
+                format!("a bitmap for {} bytes cannot go into one for {}", source.size, self.size);
             return Err(ImageError::refused(STRUCTURE, what));
         }
         if source.granularity_bits == self.granularity_bits {
@@ -326,7 +373,9 @@ impl Bits {
             for bit in (0..8).filter(|bit| byte >> bit & 1 == 1) {
                 let start = (index as u64 * 8 + bit) << source.granularity_bits;
                 let end = (start + (1 << source.granularity_bits)).min(self.size);
-                for piece in start >> self.granularity_bits..end.div_ceil(1 << self.granularity_bits) {
+                for piece in
+                    start >> self.granularity_bits..end.div_ceil(1 << self.granularity_bits)
+                {
                     self.bytes[(piece / 8) as usize] |= 1 << (piece % 8);
                 }
             }
@@ -350,7 +399,12 @@ impl Bits {
     }
 
     /// Writes table and data from `at` on; returns where they end.
-    async fn write<S: Storage>(&self, change: &Change<'_, S>, at: u64, cluster: u64) -> Result<u64, ImageError> {
+    async fn write<S: Storage>(
+        &self,
+        change: &Change<'_, S>,
+        at: u64,
+        cluster: u64,
+    ) -> Result<u64, ImageError> {
         let parts = self.parts(cluster);
         let mut table = vec![0; parts.len() * 8];
         let mut next = at + self.table_clusters(cluster) * cluster;

@@ -1,9 +1,11 @@
-//! How often each cluster is referenced, in memory that is bounded and that only referenced clusters take.
+//! How often each cluster is referenced, in memory that is bounded and that only referenced
+//! clusters take.
 //!
-//! In: references, one after the other. Out: each cluster's count. Counts are kept in pages; when they would take more than
-//! the limit, the pages of the highest clusters are dropped and the window ends before them: the caller makes another pass
-//! for what follows. One pass is enough for any image that is not made to need more.
-//! What must hold: inside the window every reference is counted.
+//! In: references, one after the other. Out: each cluster's count. Counts are kept in pages; when
+//! they would take more than the limit, the pages of the highest clusters are dropped and the
+//! window ends before them: the caller makes another pass for what follows. One pass is enough for
+//! any image that is not made to need more. What must hold: inside the window every reference is
+//! counted.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -45,7 +47,9 @@ enum Page {
 impl Page {
     fn get(&self, at: u16) -> u8 {
         match self {
-            Page::Few(entries) => entries.binary_search_by_key(&at, |e| e.0).map_or(0, |i| entries[i].1),
+            Page::Few(entries) => {
+                entries.binary_search_by_key(&at, |e| e.0).map_or(0, |i| entries[i].1)
+            }
             Page::Array(array) => array[usize::from(at)],
         }
     }
@@ -116,7 +120,8 @@ impl Counts {
     }
 
     fn byte(&self, cluster: u64) -> u8 {
-        self.find(cluster / PAGE).map_or(0, |slot| self.pages[slot as usize].1.get((cluster % PAGE) as u16))
+        self.find(cluster / PAGE)
+            .map_or(0, |slot| self.pages[slot as usize].1.get((cluster % PAGE) as u16))
     }
 
     /// What is known of a cluster inside the window.
@@ -128,11 +133,17 @@ impl Counts {
             few => few.into(),
         };
         let flag = |flag| byte & flag != 0;
-        Count { references, exclusive: flag(EXCLUSIVE), overlap: flag(OVERLAP), stored_one: flag(STORED_ONE) }
+        Count {
+            references,
+            exclusive: flag(EXCLUSIVE),
+            overlap: flag(OVERLAP),
+            stored_one: flag(STORED_ONE),
+        }
     }
 
-    /// Counts `times` references; `exclusive`: by metadata that is written in place, which nothing else may share. Gives the
-    /// count so far, and whether this is where such an overlap shows first.
+    /// Counts `times` references; `exclusive`: by metadata that is written in place, which nothing
+    /// else may share. Gives the count so far, and whether this is where such an overlap shows
+    /// first.
     #[inline]
     pub fn add(&mut self, cluster: u64, times: u64, exclusive: bool) -> (u64, bool) {
         if !self.window.contains(&cluster) {
@@ -176,8 +187,8 @@ impl Counts {
         (new.references, clash && !old.overlap)
     }
 
-    /// Notes that the image's own refcount is 1, of a cluster with one reference; false: it has not one, or it is not told
-    /// quickly.
+    /// Notes that the image's own refcount is 1, of a cluster with one reference; false: it has not
+    /// one, or it is not told quickly.
     #[inline]
     pub fn agree_on_one(&mut self, cluster: u64) -> bool {
         match self.last_array_byte(cluster) {
@@ -202,7 +213,9 @@ impl Counts {
         if byte == COUNT && self.many.insert(cluster, count.references).is_none() {
             self.used += MANY_BYTES;
         }
-        for (set, flag) in [(count.exclusive, EXCLUSIVE), (count.overlap, OVERLAP), (count.stored_one, STORED_ONE)] {
+        for (set, flag) in
+            [(count.exclusive, EXCLUSIVE), (count.overlap, OVERLAP), (count.stored_one, STORED_ONE)]
+        {
             byte |= if set { flag } else { 0 };
         }
         let page = cluster / PAGE;
@@ -238,7 +251,8 @@ impl Counts {
             Page::Few(entries) => entries.capacity() * size_of::<(u16, u8)>(),
             Page::Array(_) => PAGE as usize,
         };
-        self.used = self.many.len() * MANY_BYTES + pages.iter().map(|p| PAGE_BYTES + bytes(&p.1)).sum::<usize>();
+        self.used = self.many.len() * MANY_BYTES
+            + pages.iter().map(|p| PAGE_BYTES + bytes(&p.1)).sum::<usize>();
         self.last.set((u64::MAX, 0));
         self.pages = pages;
     }
@@ -272,7 +286,9 @@ impl Counts {
         slots.sort_unstable_by_key(|&slot| self.pages[slot].0);
         slots.into_iter().flat_map(move |slot| {
             let (number, page) = &self.pages[slot];
-            (0..PAGE as u16).filter(|&at| page.get(at) & COUNT != 0).map(move |at| number * PAGE + u64::from(at))
+            (0..PAGE as u16)
+                .filter(|&at| page.get(at) & COUNT != 0)
+                .map(move |at| number * PAGE + u64::from(at))
         })
     }
 }
@@ -295,7 +311,10 @@ mod tests {
         counts.add(7, 1, false);
         counts.add(8, u64::MAX, false);
         counts.add(8, 1, false);
-        assert_eq!((counts.get(5), counts.get(1 << 47), counts.get(6)), (count(3), count(1), count(0)));
+        assert_eq!(
+            (counts.get(5), counts.get(1 << 47), counts.get(6)),
+            (count(3), count(1), count(0))
+        );
         assert_eq!((counts.get(7), counts.get(8)), (count(31), count(u64::MAX)));
         assert_eq!(counts.clusters().collect::<Vec<_>>(), [5, 7, 8, 1 << 47]);
     }
@@ -313,7 +332,10 @@ mod tests {
         let mut counts = Counts::new(0..u64::MAX, 1 << 20);
         (0..PAGE).for_each(|cluster| assert_eq!(counts.add(cluster, 1, cluster == 7), (1, false)));
         assert!(counts.agree_on_one(3) && counts.get(3).stored_one && !counts.get(4).stored_one);
-        assert_eq!((2..40).map(|_| counts.add(4, 1, false).0).collect::<Vec<_>>(), (2..40).collect::<Vec<_>>());
+        assert_eq!(
+            (2..40).map(|_| counts.add(4, 1, false).0).collect::<Vec<_>>(),
+            (2..40).collect::<Vec<_>>()
+        );
         assert!(!counts.agree_on_one(4) && !counts.agree_on_one(PAGE));
         assert_eq!((counts.add(7, 1, false), counts.get(3).references), ((2, true), 1));
     }
@@ -347,7 +369,10 @@ mod tests {
             passes += 1;
         }
         assert!(passes > 3);
-        assert_eq!(found, whole.clusters().map(|cluster| (cluster, whole.get(cluster))).collect::<Vec<_>>());
+        assert_eq!(
+            found,
+            whole.clusters().map(|cluster| (cluster, whole.get(cluster))).collect::<Vec<_>>()
+        );
     }
 
     #[test]

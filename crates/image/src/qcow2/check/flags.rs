@@ -1,8 +1,9 @@
-//! The active L1 and L2 tables in the guest's order: COPIED flags, places in an external data file, and figures.
+//! The active L1 and L2 tables in the guest's order: COPIED flags, places in an external data file,
+//! and figures.
 //!
-//! In: the tables, the counts with what is stored. Out: flags that contradict the refcounts, set right where that was asked
-//! for. What must hold: a flag is set only where all references are known and there is one; a table that shares its cluster
-//! with other metadata is not written.
+//! In: the tables, the counts with what is stored. Out: flags that contradict the refcounts, set
+//! right where that was asked for. What must hold: a flag is set only where all references are
+//! known and there is one; a table that shares its cluster with other metadata is not written.
 
 use std::collections::HashSet;
 
@@ -76,21 +77,29 @@ impl<S: Storage> Flags<'_, S> {
     pub async fn run(&mut self) -> Result<(), ImageError> {
         let mut seen = HashSet::new();
         let entries = u64::from(self.header.l1_size);
-        if self.header.l1_offset.saturating_add(entries * 8) >= self.file_len + self.header.cluster_size() {
+        if self.header.l1_offset.saturating_add(entries * 8)
+            >= self.file_len + self.header.cluster_size()
+        {
             return Ok(());
         }
         for first in (0..entries).step_by(PIECE_ENTRIES) {
-            let (at, len) = (self.header.l1_offset + first * 8, (entries - first).min(PIECE_ENTRIES as u64) * 8);
+            let (at, len) = (
+                self.header.l1_offset + first * 8,
+                (entries - first).min(PIECE_ENTRIES as u64) * 8,
+            );
             let Some(bytes) = self.read("qcow2 L1 table", at, len).await else { return Ok(()) };
             let mut edit = Edit { at, bytes, changed: None };
-            let tables: Vec<(u64, u64)> = words(&edit.bytes).filter(|(_, word)| *word != 0).collect();
+            let tables: Vec<(u64, u64)> =
+                words(&edit.bytes).filter(|(_, word)| *word != 0).collect();
             for (i, word) in tables {
                 let Ok(entry) = L1Entry::decode(word, self.layout) else { continue };
                 let structure = format_args!("qcow2 L1 table entry {}", first + i);
                 if entry.table.is_none() && self.lone_flag(structure, at + i * 8) {
                     edit.set(i, 8, 0);
                 }
-                let Some(table) = entry.table.filter(|&table| table < self.file_len) else { continue };
+                let Some(table) = entry.table.filter(|&table| table < self.file_len) else {
+                    continue;
+                };
                 if let Some(copied) = self.judge(structure, at + i * 8, table, entry.copied) {
                     edit.set(i, 8, L1Entry { copied, ..entry }.encode());
                 }
@@ -115,7 +124,12 @@ impl<S: Storage> Flags<'_, S> {
         {
             // The walk could read it, or has told otherwise.
             self.tally.incomplete = true;
-            self.tally.find(FindingKind::Unreadable, format_args!("{structure}"), at, format_args!("{e}"));
+            self.tally.find(
+                FindingKind::Unreadable,
+                format_args!("{structure}"),
+                at,
+                format_args!("{e}"),
+            );
         }
         read.ok()
     }
@@ -127,7 +141,13 @@ impl<S: Storage> Flags<'_, S> {
     }
 
     /// Compares a flag with the refcount; gives what it is to be.
-    fn judge(&mut self, structure: std::fmt::Arguments<'_>, at: u64, offset: u64, copied: bool) -> Option<bool> {
+    fn judge(
+        &mut self,
+        structure: std::fmt::Arguments<'_>,
+        at: u64,
+        offset: u64,
+        copied: bool,
+    ) -> Option<bool> {
         let cluster = offset >> self.header.cluster_bits;
         if !self.counts.window().contains(&cluster) {
             return None;
@@ -160,11 +180,14 @@ impl<S: Storage> Flags<'_, S> {
     }
 
     async fn l2_table(&mut self, at: u64, l1_index: u64) -> Result<(), ImageError> {
-        let Some(bytes) = self.read("qcow2 L2 table", at, self.header.cluster_size()).await else { return Ok(()) };
+        let Some(bytes) = self.read("qcow2 L2 table", at, self.header.cluster_size()).await else {
+            return Ok(());
+        };
         let mut edit = Edit { at, bytes, changed: None };
         self.next_offset = 0;
         let size = self.header.l2_entry_size();
-        let entries: Vec<_> = l2_entries(&edit.bytes, self.layout).filter(|(_, words)| *words != (0, 0)).collect();
+        let entries: Vec<_> =
+            l2_entries(&edit.bytes, self.layout).filter(|(_, words)| *words != (0, 0)).collect();
         for (i, (word, bitmap)) in entries {
             let Ok(entry) = L2Entry::decode(word, bitmap, self.layout) else { continue };
             let guest = (l1_index * self.header.l2_entries() + i) << self.header.cluster_bits;
@@ -191,7 +214,8 @@ impl<S: Storage> Flags<'_, S> {
         if figures {
             let report = &mut self.tally.report;
             report.allocated_clusters += 1;
-            report.fragmented_clusters += u64::from(self.next_offset != 0 && self.next_offset != host);
+            report.fragmented_clusters +=
+                u64::from(self.next_offset != 0 && self.next_offset != host);
             self.next_offset = host + self.header.cluster_size();
         }
         let structure = format_args!("qcow2 L2 table entry {index}");
@@ -199,7 +223,9 @@ impl<S: Storage> Flags<'_, S> {
             return self.judge(structure, at, host, entry.copied);
         }
         if host != guest {
-            let text = format_args!("its offset in the external data file is {host}, and the guest's is {guest}");
+            let text = format_args!(
+                "its offset in the external data file is {host}, and the guest's is {guest}"
+            );
             self.tally.find(FindingKind::BadEntry, structure, at, text);
         } else if self.data_file_len.is_some_and(|len| host >= len) {
             let text = format_args!("offset {host} lies beyond the end of the external data file");
@@ -209,7 +235,9 @@ impl<S: Storage> Flags<'_, S> {
             return None;
         }
         self.tally.report.unset_flags += 1;
-        let text = format_args!("the COPIED flag is not set, but an external data file's clusters are all used once");
+        let text = format_args!(
+            "the COPIED flag is not set, but an external data file's clusters are all used once"
+        );
         self.tally.find(FindingKind::Copied, structure, at, text);
         self.repair.is_some_and(|(_, change)| change.set).then_some(true)
     }

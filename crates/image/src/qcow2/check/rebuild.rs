@@ -1,8 +1,8 @@
 //! New refcount structures, beside the old ones.
 //!
-//! In: counts, in ascending order of clusters. Out: refcount blocks and a table of them behind the end of the file; the
-//! caller makes them the image's by one write of the header's sector.
-//! What must hold: nothing that was there is written over; the new structures count themselves.
+//! In: counts, in ascending order of clusters. Out: refcount blocks and a table of them behind the
+//! end of the file; the caller makes them the image's by one write of the header's sector. What
+//! must hold: nothing that was there is written over; the new structures count themselves.
 
 use blockyard_storage::Storage;
 
@@ -32,7 +32,15 @@ impl<'a, S: Storage> Builder<'a, S> {
     pub fn new(file: &'a Raw<S>, header: &Header, end: u64) -> Self {
         let first = end.div_ceil(header.cluster_size());
         let width = header.refcount_width();
-        Builder { file, width, cluster_bits: header.cluster_bits, first, next: first, table: Vec::new(), current: None }
+        Builder {
+            file,
+            width,
+            cluster_bits: header.cluster_bits,
+            first,
+            next: first,
+            table: Vec::new(),
+            current: None,
+        }
     }
 
     fn per_block(&self) -> u64 {
@@ -49,8 +57,13 @@ impl<'a, S: Storage> Builder<'a, S> {
             let what = "the file is too large for a refcount table of 8 MiB";
             return Err(ImageError::refused(STRUCTURE, what));
         }
-        let (_, block) = self.current.get_or_insert_with(|| (index, vec![0; 1 << self.cluster_bits]));
-        self.width.set(block, (cluster % self.width.per_block(1 << self.cluster_bits)) as usize, refcount);
+        let (_, block) =
+            self.current.get_or_insert_with(|| (index, vec![0; 1 << self.cluster_bits]));
+        self.width.set(
+            block,
+            (cluster % self.width.per_block(1 << self.cluster_bits)) as usize,
+            refcount,
+        );
         Ok(())
     }
 
@@ -60,10 +73,13 @@ impl<'a, S: Storage> Builder<'a, S> {
         self.next += 1;
         self.table.resize(index as usize, 0);
         self.table.push(at);
-        bytes::write(self.file, at, &block).await.map_err(|e| ImageError::io("qcow2 refcount block", at, "writing", e))
+        bytes::write(self.file, at, &block)
+            .await
+            .map_err(|e| ImageError::io("qcow2 refcount block", at, "writing", e))
     }
 
-    /// Counts the new structures themselves, and writes the table. Gives its offset and its clusters; nothing is durable yet.
+    /// Counts the new structures themselves, and writes the table. Gives its offset and its
+    /// clusters; nothing is durable yet.
     pub async fn finish(mut self) -> Result<(u64, u32), ImageError> {
         let (blocks, table_clusters) = self.own_size();
         for cluster in self.first..self.next + blocks + table_clusters {
@@ -81,18 +97,22 @@ impl<'a, S: Storage> Builder<'a, S> {
         self.table.iter().for_each(|block| table.extend_from_slice(&block.to_be_bytes()));
         table.resize(len as usize, 0);
         let at = self.next << self.cluster_bits;
-        bytes::write(self.file, at, &table).await.map_err(|e| ImageError::io(STRUCTURE, at, "writing", e))?;
+        bytes::write(self.file, at, &table)
+            .await
+            .map_err(|e| ImageError::io(STRUCTURE, at, "writing", e))?;
         Ok((at, table_clusters as u32))
     }
 
-    /// How many blocks are still to be written, and the table's clusters: blocks for what they themselves take included.
+    /// How many blocks are still to be written, and the table's clusters: blocks for what they
+    /// themselves take included.
     fn own_size(&self) -> (u64, u64) {
         let current = self.current.as_ref().map(|(index, _)| *index);
         let (mut blocks, mut table_clusters) = (1, 1);
         loop {
             let end = self.next + blocks + table_clusters;
             let (first, last) = (self.first / self.per_block(), (end - 1) / self.per_block());
-            let needed = last - first + 1 + u64::from(current.is_some_and(|current| current < first));
+            let needed =
+                last - first + 1 + u64::from(current.is_some_and(|current| current < first));
             let table_needed = ((last + 1) * 8).div_ceil(1 << self.cluster_bits);
             if (needed, table_needed) == (blocks, table_clusters) {
                 return (blocks, table_clusters);

@@ -36,7 +36,8 @@ pub enum FindingKind {
 }
 
 impl FindingKind {
-    /// What a clean program may leave when it dies under lazy refcounts: told by counting, and repaired by it.
+    /// What a clean program may leave when it dies under lazy refcounts: told by counting, and
+    /// repaired by it.
     pub(super) fn is_derived(self) -> bool {
         matches!(self, FindingKind::RefcountTooLow | FindingKind::Leak | FindingKind::Copied)
     }
@@ -61,11 +62,13 @@ impl fmt::Display for Finding {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     pub corruptions: u64,
-    /// Of the corruptions: COPIED flags that are not set and might be. Nothing is in danger; a write copies more than it must.
+    /// Of the corruptions: COPIED flags that are not set and might be. Nothing is in danger; a
+    /// write copies more than it must.
     pub unset_flags: u64,
     /// Of the corruptions: what the format does not allow although it endangers nothing.
     pub harmless: u64,
-    /// Of the corruptions: what is mended as soon as the image is opened for writing. Nothing is in danger.
+    /// Of the corruptions: what is mended as soon as the image is opened for writing. Nothing is in
+    /// danger.
     pub mended_by_opening: u64,
     pub leaks: u64,
     pub corruptions_fixed: u64,
@@ -142,7 +145,8 @@ impl Tally {
             self.report.findings_left_off += 1;
             return;
         }
-        let finding = Finding { kind, structure: structure.to_string(), offset, text: text.to_string() };
+        let finding =
+            Finding { kind, structure: structure.to_string(), offset, text: text.to_string() };
         if is_severe && self.severe.is_none() {
             self.severe = Some(finding.clone());
         }

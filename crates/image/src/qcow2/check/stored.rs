@@ -1,7 +1,8 @@
 //! The refcounts that the image has, beside those that were counted.
 //!
-//! In: the refcount table and its blocks, the counts. Out: refcounts that are too low, leaks; and repaired in place where
-//! that was asked for. What must hold: a refcount that is lowered stays as high as the references that were counted.
+//! In: the refcount table and its blocks, the counts. Out: refcounts that are too low, leaks; and
+//! repaired in place where that was asked for. What must hold: a refcount that is lowered stays as
+//! high as the references that were counted.
 
 use std::collections::HashSet;
 
@@ -17,7 +18,8 @@ use crate::qcow2::header::Header;
 use crate::qcow2::refblock::RefcountWidth;
 use crate::raw::Raw;
 
-/// Ranges of freed clusters of one block that are given back to the host; the rest stays the file's.
+/// Ranges of freed clusters of one block that are given back to the host; the rest stays the
+/// file's.
 const FREED: usize = 1 << 16;
 
 /// The refcount blocks that can be used.
@@ -30,10 +32,15 @@ pub struct Refcounts {
 
 impl Refcounts {
     /// Reads the refcount table; what cannot be used of it is told, and left out.
-    pub async fn load<S: Storage>(file: &Raw<S>, header: &Header, tally: &mut Tally) -> Result<Self, ImageError> {
+    pub async fn load<S: Storage>(
+        file: &Raw<S>,
+        header: &Header,
+        tally: &mut Tally,
+    ) -> Result<Self, ImageError> {
         let structure = "qcow2 refcount table";
         let at = header.refcount_table_offset;
-        let file_len = file.storage().len().await.map_err(|e| ImageError::io(structure, at, "reading", e))?;
+        let file_len =
+            file.storage().len().await.map_err(|e| ImageError::io(structure, at, "reading", e))?;
         let table_len = u64::from(header.refcount_table_clusters) << header.cluster_bits;
         let (width, cluster_bits) = (header.refcount_width(), header.cluster_bits);
         let mut refcounts = Refcounts { width, cluster_bits, table_len, blocks: Vec::new() };
@@ -50,12 +57,15 @@ impl Refcounts {
         for (index, word) in words(&table) {
             let block = match entry::refcount_block(word, Layout::of(header)) {
                 Ok(Some(block)) if block >= file_len => Err("it lies beyond the end of the file"),
-                Ok(Some(block)) if !seen.insert(block) => Err("another entry points to the same block"),
+                Ok(Some(block)) if !seen.insert(block) => {
+                    Err("another entry points to the same block")
+                }
                 other => other,
             };
             if let Err(what) = block {
                 tally.rebuild = true;
-                let (structure, text) = (format_args!("{structure} entry {index}"), format_args!("{word:#x}: {what}"));
+                let (structure, text) =
+                    (format_args!("{structure} entry {index}"), format_args!("{word:#x}: {what}"));
                 tally.find(FindingKind::RefcountStructure, structure, at + index * 8, text);
             }
             refcounts.blocks.push(block.unwrap_or(None));
@@ -85,7 +95,11 @@ impl Refcounts {
         *self.blocks.get(usize::try_from(cluster / self.per_block()).ok()?)?
     }
 
-    pub async fn read_block<S: Storage>(&self, file: &Raw<S>, block: u64) -> Result<Vec<u8>, ImageError> {
+    pub async fn read_block<S: Storage>(
+        &self,
+        file: &Raw<S>,
+        block: u64,
+    ) -> Result<Vec<u8>, ImageError> {
         let read = bytes::read(file, block, 1 << self.cluster_bits).await;
         read.map_err(|e| ImageError::io("qcow2 refcount block", block, "reading", e))
     }
@@ -116,7 +130,12 @@ impl<S: Storage> Compare<'_, S> {
             let range = index * per_block..(index + 1) * per_block;
             self.tally.rebuild |= self.counts.get(block >> self.refcounts.cluster_bits).overlap;
             if range.start < window.end && window.start < range.end {
-                self.block(block, range.start.max(window.start)..range.end.min(window.end), range.start).await?;
+                self.block(
+                    block,
+                    range.start.max(window.start)..range.end.min(window.end),
+                    range.start,
+                )
+                .await?;
             }
         }
         self.without_block();
@@ -128,7 +147,12 @@ impl<S: Storage> Compare<'_, S> {
     }
 
     /// Compares clusters of one block, whose first refcount is that of cluster `base`.
-    async fn block(&mut self, at: u64, range: std::ops::Range<u64>, base: u64) -> Result<(), ImageError> {
+    async fn block(
+        &mut self,
+        at: u64,
+        range: std::ops::Range<u64>,
+        base: u64,
+    ) -> Result<(), ImageError> {
         // What lies beyond the file's end concerns only who allocates there next.
         if self.repair.is_none() && range.start > self.clusters() {
             return Ok(());
@@ -210,11 +234,14 @@ impl<S: Storage> Compare<'_, S> {
     /// Referenced clusters for which there is no refcount block at all.
     fn without_block(&mut self) {
         let mut end = 0;
-        for cluster in self.counts.clusters().filter(|&cluster| self.refcounts.block_of(cluster).is_none()) {
+        for cluster in
+            self.counts.clusters().filter(|&cluster| self.refcounts.block_of(cluster).is_none())
+        {
             let references = self.counts.get(cluster).references;
             self.tally.rebuild = true;
             let structure = format_args!("qcow2 refcount of cluster {cluster}");
-            let text = format_args!("it has no refcount block, and {references} references were counted");
+            let text =
+                format_args!("it has no refcount block, and {references} references were counted");
             let at = cluster << self.refcounts.cluster_bits;
             self.tally.find(FindingKind::RefcountTooLow, structure, at, text);
             end = (cluster + 1) << self.refcounts.cluster_bits;
@@ -227,7 +254,9 @@ impl<S: Storage> Compare<'_, S> {
         let bits = self.refcounts.cluster_bits;
         for &(first, end) in freed {
             let discarded = self.file.discard(first << bits, (end - first) << bits).await;
-            discarded.map_err(|e| ImageError::io("qcow2 freed clusters", first << bits, "discarding", e))?;
+            discarded.map_err(|e| {
+                ImageError::io("qcow2 freed clusters", first << bits, "discarding", e)
+            })?;
         }
         Ok(())
     }

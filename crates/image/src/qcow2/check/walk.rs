@@ -1,9 +1,9 @@
-//! Everything that references clusters, followed from the header on: each L1 table once, each L2 table once, however often
-//! they are referenced.
+//! Everything that references clusters, followed from the header on: each L1 table once, each L2
+//! table once, however often they are referenced.
 //!
-//! In: an image's tables. Out: counts, and what is wrong with entries and with places.
-//! What must hold: what is read, and what memory takes, is bounded by what the file holds: L1 and bitmap tables that overlap
-//! are not followed twice, and L2 tables are gathered in bounded numbers.
+//! In: an image's tables. Out: counts, and what is wrong with entries and with places. What must
+//! hold: what is read, and what memory takes, is bounded by what the file holds: L1 and bitmap
+//! tables that overlap are not followed twice, and L2 tables are gathered in bounded numbers.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -61,7 +61,9 @@ impl Tables {
         let (start, end) = (table.offset, table.offset + table.len());
         let before = self.places.range((Bound::Unbounded, Bound::Excluded(end))).next_back();
         match before {
-            Some((&other, &(other_end, index))) if (other, other_end) == (start, end) => self.list[index].times += 1,
+            Some((&other, &(other_end, index))) if (other, other_end) == (start, end) => {
+                self.list[index].times += 1
+            }
             Some((_, &(other_end, _))) if other_end > start => return false,
             _ => {
                 self.places.insert(start, (end, self.list.len()));
@@ -127,14 +129,25 @@ impl<S: Storage> Walk<'_, S> {
         self.tally.find(FindingKind::Harmless, site.structure, site.at, text);
     }
 
-    /// Counts the clusters of `len` bytes from `offset`; false: they lie beyond the end of the file, and are not counted.
-    fn reference(&mut self, site: Site<'_>, offset: u64, len: u64, times: u64, exclusive: bool) -> bool {
+    /// Counts the clusters of `len` bytes from `offset`; false: they lie beyond the end of the
+    /// file, and are not counted.
+    fn reference(
+        &mut self,
+        site: Site<'_>,
+        offset: u64,
+        len: u64,
+        times: u64,
+        exclusive: bool,
+    ) -> bool {
         let bits = self.header.cluster_bits;
         let end = offset.saturating_add(len);
         // The last cluster need not be there whole.
         if end >= self.file_len.saturating_add(1 << bits) {
             self.tally.beyond = self.tally.beyond.max(end);
-            let text = format_args!("offset {offset} lies beyond the end of the file at {}", self.file_len);
+            let text = format_args!(
+                "offset {offset} lies beyond the end of the file at {}",
+                self.file_len
+            );
             self.tally.find(FindingKind::OutOfRange, site.structure, site.at, text);
             return false;
         }
@@ -143,7 +156,10 @@ impl<S: Storage> Walk<'_, S> {
             self.tally.most = self.tally.most.max(references);
             if overlap {
                 self.tally.overlap(cluster);
-                let text = format_args!("the cluster at {} is shared with other metadata", cluster << bits);
+                let text = format_args!(
+                    "the cluster at {} is shared with other metadata",
+                    cluster << bits
+                );
                 self.tally.find(FindingKind::Overlap, site.structure, site.at, text);
             }
         }
@@ -161,8 +177,13 @@ impl<S: Storage> Walk<'_, S> {
     fn table(&mut self, table: Table, tables: &mut Tables) {
         let name = table.name.clone();
         let site = Site { structure: format_args!("{name}"), at: table.offset };
-        if table.entries > 0 && self.metadata(site, table.offset, table.len()) && !tables.add(table) {
-            self.lost(FindingKind::BadTable, site, format_args!("it overlaps another table, and is not followed"));
+        if table.entries > 0 && self.metadata(site, table.offset, table.len()) && !tables.add(table)
+        {
+            self.lost(
+                FindingKind::BadTable,
+                site,
+                format_args!("it overlaps another table, and is not followed"),
+            );
         }
     }
 
@@ -186,7 +207,10 @@ impl<S: Storage> Walk<'_, S> {
             // As in the entries of zeroes that an enlarged count brings in.
             if header.version >= 3 && snapshot.disk_size.is_none() {
                 let site = Site { structure: format_args!("{structure} entry {index}"), at };
-                self.odd(site, format_args!("it does not say the disk's size, which version 3 demands"));
+                self.odd(
+                    site,
+                    format_args!("it does not say the disk's size, which version 3 demands"),
+                );
             }
             let (offset, entries) = (snapshot.l1_offset, u64::from(snapshot.l1_size));
             let name = format!("qcow2 L1 table of snapshot \"{}\"", short(&snapshot.name()));
@@ -205,7 +229,10 @@ impl<S: Storage> Walk<'_, S> {
         let site = Site { structure: format_args!("qcow2 refcount table"), at };
         self.reference(site, at, refcounts.table_len(), 1, true);
         for (index, block) in refcounts.blocks() {
-            let site = Site { structure: format_args!("qcow2 refcount table entry {index}"), at: at + index * 8 };
+            let site = Site {
+                structure: format_args!("qcow2 refcount table entry {index}"),
+                at: at + index * 8,
+            };
             self.reference(site, block, self.header.cluster_size(), 1, true);
         }
     }
@@ -218,8 +245,15 @@ impl<S: Storage> Walk<'_, S> {
             Ok((_, bitmaps)) => bitmaps,
             Err(e) => return self.bad_table(structure, at, &e),
         };
-        self.metadata(Site { structure: format_args!("{structure}"), at }, at, extension.directory_size);
-        let (end, size) = (bitmaps.last().map_or(0, |bitmap| bitmap.at as u64 + bitmap.len), extension.directory_size);
+        self.metadata(
+            Site { structure: format_args!("{structure}"), at },
+            at,
+            extension.directory_size,
+        );
+        let (end, size) = (
+            bitmaps.last().map_or(0, |bitmap| bitmap.at as u64 + bitmap.len),
+            extension.directory_size,
+        );
         if end != size {
             let site = Site { structure: format_args!("{structure}"), at };
             self.odd(site, format_args!("its entries take {end} bytes, and it has {size}"));
@@ -234,8 +268,12 @@ impl<S: Storage> Walk<'_, S> {
                 }
                 None => {
                     if let Some(what) = bitmap.odd(header) {
-                        let structure = format_args!("{structure} entry of bitmap \"{}\"", short(&bitmap.name));
-                        self.odd(Site { structure, at: at + bitmap.at as u64 }, format_args!("{what}"));
+                        let structure =
+                            format_args!("{structure} entry of bitmap \"{}\"", short(&bitmap.name));
+                        self.odd(
+                            Site { structure, at: at + bitmap.at as u64 },
+                            format_args!("{what}"),
+                        );
                     }
                     self.table(Table { offset, entries, times: 1, name }, tables);
                 }
@@ -251,7 +289,11 @@ impl<S: Storage> Walk<'_, S> {
                 let structure = format_args!("{} entry {index}", table.name);
                 let site = Site { structure, at: table.offset + index * 8 };
                 if word != offset || !offset.is_multiple_of(self.header.cluster_size()) {
-                    self.lost(FindingKind::BadEntry, site, format_args!("{word:#x} is no cluster's offset"));
+                    self.lost(
+                        FindingKind::BadEntry,
+                        site,
+                        format_args!("{word:#x} is no cluster's offset"),
+                    );
                 } else {
                     self.reference(site, offset, self.header.cluster_size(), 1, true);
                 }
@@ -261,14 +303,21 @@ impl<S: Storage> Walk<'_, S> {
 
     /// The piece of a table that begins with entry `first`.
     async fn piece(&mut self, table: &Table, first: u64) -> Option<Vec<u8>> {
-        let (at, len) = (table.offset + first * 8, (table.entries - first).min(PIECE_ENTRIES as u64) * 8);
+        let (at, len) =
+            (table.offset + first * 8, (table.entries - first).min(PIECE_ENTRIES as u64) * 8);
         let read = bytes::read(self.file, at, len as usize).await;
         let site = Site { structure: format_args!("{}", table.name), at };
-        read.inspect_err(|e| self.lost(FindingKind::Unreadable, site, format_args!("reading: {e}"))).ok()
+        read.inspect_err(|e| self.lost(FindingKind::Unreadable, site, format_args!("reading: {e}")))
+            .ok()
     }
 
-    /// L2 tables from the offset `from` on, with how often each is referenced; and where the next lot begins.
-    async fn gather(&mut self, l1_tables: &[Table], from: u64) -> (BTreeMap<u64, u64>, Option<u64>) {
+    /// L2 tables from the offset `from` on, with how often each is referenced; and where the next
+    /// lot begins.
+    async fn gather(
+        &mut self,
+        l1_tables: &[Table],
+        from: u64,
+    ) -> (BTreeMap<u64, u64>, Option<u64>) {
         let (mut l2_tables, mut next) = (BTreeMap::new(), None);
         for (number, table) in l1_tables.iter().enumerate() {
             for first in (0..table.entries).step_by(PIECE_ENTRIES) {
@@ -278,7 +327,10 @@ impl<S: Storage> Walk<'_, S> {
                     if word == COPIED && number > 0 && from == 0 {
                         let structure = format_args!("{} entry {}", table.name, first + i);
                         let site = Site { structure, at: table.offset + (first + i) * 8 };
-                        self.odd(site, format_args!("the COPIED flag is set, but there is no L2 table"));
+                        self.odd(
+                            site,
+                            format_args!("the COPIED flag is set, but there is no L2 table"),
+                        );
                     }
                     let offset = self.l1_entry(table, first + i, word, from == 0);
                     let wanted = offset.filter(|&o| o >= from && next.is_none_or(|next| o < next));
@@ -293,14 +345,20 @@ impl<S: Storage> Walk<'_, S> {
         (l2_tables, next)
     }
 
-    /// The L2 table that an L1 entry points to, if it can be followed. `count`: the entry is seen for the first time.
+    /// The L2 table that an L1 entry points to, if it can be followed. `count`: the entry is seen
+    /// for the first time.
     fn l1_entry(&mut self, table: &Table, index: u64, word: u64, count: bool) -> Option<u64> {
-        let site = Site { structure: format_args!("{} entry {index}", table.name), at: table.offset + index * 8 };
+        let site = Site {
+            structure: format_args!("{} entry {index}", table.name),
+            at: table.offset + index * 8,
+        };
         match L1Entry::decode(word, self.layout) {
             Ok(entry) => {
                 let offset = entry.table?;
                 let inside = match count {
-                    true => self.reference(site, offset, self.header.cluster_size(), table.times, false),
+                    true => {
+                        self.reference(site, offset, self.header.cluster_size(), table.times, false)
+                    }
                     false => offset < self.file_len,
                 };
                 self.tally.incomplete |= !inside;
@@ -315,14 +373,16 @@ impl<S: Storage> Walk<'_, S> {
     }
 
     async fn l2_table(&mut self, offset: u64, times: u64) {
-        let bytes = match bytes::read(self.file, offset, self.header.cluster_size() as usize).await {
+        let bytes = match bytes::read(self.file, offset, self.header.cluster_size() as usize).await
+        {
             Ok(bytes) => bytes,
             Err(e) => {
                 let site = Site { structure: format_args!("qcow2 L2 table"), at: offset };
                 return self.lost(FindingKind::Unreadable, site, format_args!("reading: {e}"));
             }
         };
-        for (index, words) in l2_entries(&bytes, self.layout).filter(|(_, words)| *words != (0, 0)) {
+        for (index, words) in l2_entries(&bytes, self.layout).filter(|(_, words)| *words != (0, 0))
+        {
             self.l2_entry(offset, index, words, times);
         }
     }
@@ -364,8 +424,9 @@ pub fn words(bytes: &[u8]) -> impl Iterator<Item = (u64, u64)> {
 /// The entries of an L2 table, numbered: each one's word and subcluster bitmap.
 pub fn l2_entries(bytes: &[u8], layout: Layout) -> impl Iterator<Item = (u64, (u64, u64))> {
     let size = if layout.extended_l2 { 16 } else { 8 };
-    let entries =
-        bytes.chunks_exact(size).map(move |entry| (be64(entry, 0), if size == 16 { be64(entry, 8) } else { 0 }));
+    let entries = bytes
+        .chunks_exact(size)
+        .map(move |entry| (be64(entry, 0), if size == 16 { be64(entry, 8) } else { 0 }));
     (0..).zip(entries)
 }
 

@@ -9,21 +9,33 @@ const BACKING_NAME: &str = "qcow2 backing file name";
 /// Cluster bits, checked, from the first sector of a file.
 pub fn cluster_bits(bytes: &[u8]) -> Result<u32, ImageError> {
     if bytes.len() < 4 || be32(bytes, 0) != MAGIC {
-        return Err(ImageError::invalid(STRUCTURE, 0, "this is no qcow2 image: the magic bytes are not there"));
+        return Err(ImageError::invalid(
+            STRUCTURE,
+            0,
+            "this is no qcow2 image: the magic bytes are not there",
+        ));
     }
     if bytes.len() < V2_LENGTH as usize {
-        return Err(ImageError::invalid(STRUCTURE, 0, format!("the file ends after {} bytes", bytes.len())));
+        return Err(ImageError::invalid(
+            STRUCTURE,
+            0,
+            format!("the file ends after {} bytes", bytes.len()),
+        ));
     }
     let bits = be32(bytes, 20);
     if !(MIN_CLUSTER_BITS..=MAX_CLUSTER_BITS).contains(&bits) {
-        return Err(ImageError::invalid(STRUCTURE, 20, format!("{bits} cluster bits: only 9 to 21 are allowed")));
+        return Err(ImageError::invalid(
+            STRUCTURE,
+            20,
+            format!("{bits} cluster bits: only 9 to 21 are allowed"),
+        ));
     }
     Ok(bits)
 }
 
 impl Header {
-    /// Parses and checks the header of an image that is to be opened. `bytes`: the file's first cluster, or as much of it as
-    /// there is; `file_len`: no table may lie beyond it.
+    /// Parses and checks the header of an image that is to be opened. `bytes`: the file's first
+    /// cluster, or as much of it as there is; `file_len`: no table may lie beyond it.
     pub fn parse(bytes: &[u8], file_len: u64) -> Result<Header, ImageError> {
         let header = Self::parse_for_check(bytes)?;
         if header.refcount_table_clusters == 0 {
@@ -34,8 +46,8 @@ impl Header {
         Ok(header)
     }
 
-    /// As [`parse`](Self::parse), without what a check reports in its own words, and may repair: a refcount table that is
-    /// missing, tables that overlap or lie beyond the end of the file.
+    /// As [`parse`](Self::parse), without what a check reports in its own words, and may repair: a
+    /// refcount table that is missing, tables that overlap or lie beyond the end of the file.
     pub fn parse_for_check(bytes: &[u8]) -> Result<Header, ImageError> {
         let cluster_bits = cluster_bits(bytes)?;
         let bytes = &bytes[..bytes.len().min(1 << cluster_bits)];
@@ -51,13 +63,22 @@ impl Header {
     fn check_fields(&self) -> Result<(), ImageError> {
         let bad = |at: u64, what: String| Err(ImageError::invalid(STRUCTURE, at, what));
         if self.extended_l2() && self.cluster_bits < MIN_EXTENDED_CLUSTER_BITS {
-            return bad(20, format!("{} cluster bits: extended L2 entries need at least 14", self.cluster_bits));
+            return bad(
+                20,
+                format!("{} cluster bits: extended L2 entries need at least 14", self.cluster_bits),
+            );
         }
         if self.refcount_order > 6 {
-            return bad(96, format!("refcount order {}: at most 6 is allowed", self.refcount_order));
+            return bad(
+                96,
+                format!("refcount order {}: at most 6 is allowed", self.refcount_order),
+            );
         }
         if self.raw_data_file() && !self.has_data_file() {
-            return bad(88, "the raw external data bit is set without an external data file".into());
+            return bad(
+                88,
+                "the raw external data bit is set without an external data file".into(),
+            );
         }
         if self.has_data_file() && self.snapshot_count > 0 {
             return bad(60, "internal snapshots in an image with an external data file".into());
@@ -78,28 +99,49 @@ impl Header {
                 break;
             }
             if len > end - at - 8 {
-                let what = format!("extension {kind:#010x} has {len} bytes, more than its place in the first cluster");
+                let what = format!(
+                    "extension {kind:#010x} has {len} bytes, more than its place in the first cluster"
+                );
                 return Err(ImageError::invalid("qcow2 header extension", at as u64, what));
             }
             self.take_extension(kind, &bytes[at + 8..at + 8 + len], at as u64)?;
             at += 8 + len.next_multiple_of(8);
         }
         if self.autoclear & AUTOCLEAR_BITMAPS != 0 && self.bitmaps.is_none() {
-            return Err(ImageError::invalid(STRUCTURE, 88, "the bitmaps bit is set without the bitmaps extension"));
+            return Err(ImageError::invalid(
+                STRUCTURE,
+                88,
+                "the bitmaps bit is set without the bitmaps extension",
+            ));
         }
         Ok(())
     }
 
     fn take_extension(&mut self, kind: u32, data: &[u8], at: u64) -> Result<(), ImageError> {
         let structure = "qcow2 header extension";
-        let known = [EXTENSION_BACKING_FORMAT, EXTENSION_BITMAPS, EXTENSION_DATA_FILE, EXTENSION_FEATURE_NAMES];
+        let known = [
+            EXTENSION_BACKING_FORMAT,
+            EXTENSION_BITMAPS,
+            EXTENSION_DATA_FILE,
+            EXTENSION_FEATURE_NAMES,
+        ];
         if known.contains(&kind) && self.extensions.iter().any(|e| e.kind == kind) {
-            return Err(ImageError::invalid(structure, at, format!("extension {kind:#010x} is there twice")));
+            return Err(ImageError::invalid(
+                structure,
+                at,
+                format!("extension {kind:#010x} is there twice"),
+            ));
         }
         match kind {
-            EXTENSION_BACKING_FORMAT => self.backing_format = Some(string("qcow2 backing format", at, data)?),
-            EXTENSION_DATA_FILE => self.data_file = Some(string("qcow2 external data file name", at, data)?),
-            EXTENSION_ENCRYPTION => return Err(ImageError::unsupported(STRUCTURE, "the image is encrypted (LUKS)")),
+            EXTENSION_BACKING_FORMAT => {
+                self.backing_format = Some(string("qcow2 backing format", at, data)?)
+            }
+            EXTENSION_DATA_FILE => {
+                self.data_file = Some(string("qcow2 external data file name", at, data)?)
+            }
+            EXTENSION_ENCRYPTION => {
+                return Err(ImageError::unsupported(STRUCTURE, "the image is encrypted (LUKS)"));
+            }
             EXTENSION_BITMAPS if self.autoclear & AUTOCLEAR_BITMAPS != 0 => {
                 self.bitmaps = Some(bitmaps(data, at, self.cluster_bits)?);
             }
@@ -114,22 +156,38 @@ impl Header {
             0 => {}
             1 => return Err(ImageError::unsupported(STRUCTURE, "the image is encrypted (AES)")),
             2 => return Err(ImageError::unsupported(STRUCTURE, "the image is encrypted (LUKS)")),
-            other => return Err(ImageError::invalid(STRUCTURE, 32, format!("encryption method {other} is not known"))),
+            other => {
+                return Err(ImageError::invalid(
+                    STRUCTURE,
+                    32,
+                    format!("encryption method {other} is not known"),
+                ));
+            }
         }
         let unknown = self.incompatible & !INCOMPATIBLE_KNOWN;
         if unknown != 0 {
-            let names: Vec<_> =
-                (0..64).filter(|bit| unknown >> bit & 1 == 1).map(|bit| self.feature_name(bit)).collect();
+            let names: Vec<_> = (0..64)
+                .filter(|bit| unknown >> bit & 1 == 1)
+                .map(|bit| self.feature_name(bit))
+                .collect();
             let what = format!("the image needs what is not known here: {}", names.join(", "));
             return Err(ImageError::unsupported(STRUCTURE, what));
         }
-        let kind =
-            bytes.get(COMPRESSION_AT).copied().filter(|_| self.header_length as usize > COMPRESSION_AT).unwrap_or(0);
+        let kind = bytes
+            .get(COMPRESSION_AT)
+            .copied()
+            .filter(|_| self.header_length as usize > COMPRESSION_AT)
+            .unwrap_or(0);
         match (self.incompatible & INCOMPATIBLE_COMPRESSION != 0, kind) {
             (false, 0) | (true, 1) => Ok(()),
-            (true, 2..) => Err(ImageError::unsupported(STRUCTURE, format!("compression type {kind} is not known"))),
+            (true, 2..) => Err(ImageError::unsupported(
+                STRUCTURE,
+                format!("compression type {kind} is not known"),
+            )),
             _ => {
-                let what = format!("compression type {kind} and the compression type bit contradict each other");
+                let what = format!(
+                    "compression type {kind} and the compression type bit contradict each other"
+                );
                 Err(ImageError::invalid(STRUCTURE, COMPRESSION_AT as u64, what))
             }
         }
@@ -138,11 +196,13 @@ impl Header {
     /// The name of an incompatible feature by the image's own table.
     fn feature_name(&self, bit: u32) -> String {
         let table = self.extensions.iter().find(|e| e.kind == EXTENSION_FEATURE_NAMES);
-        let entry = table.and_then(|t| t.data.chunks_exact(48).find(|e| e[0] == 0 && u32::from(e[1]) == bit));
+        let entry = table
+            .and_then(|t| t.data.chunks_exact(48).find(|e| e[0] == 0 && u32::from(e[1]) == bit));
         let Some(entry) = entry else { return format!("incompatible feature bit {bit}") };
         let name = String::from_utf8_lossy(&entry[2..]);
         // It is printed: control characters of a hostile image are not.
-        let name: String = name.trim_end_matches('\0').chars().filter(|c| !c.is_control()).collect();
+        let name: String =
+            name.trim_end_matches('\0').chars().filter(|c| !c.is_control()).collect();
         format!("\"{name}\" (incompatible feature bit {bit})")
     }
 
@@ -152,10 +212,18 @@ impl Header {
             return Ok(());
         }
         if self.raw_data_file() {
-            return Err(ImageError::invalid(STRUCTURE, 8, "a backing file under a raw external data file"));
+            return Err(ImageError::invalid(
+                STRUCTURE,
+                8,
+                "a backing file under a raw external data file",
+            ));
         }
         if len > MAX_BACKING_NAME {
-            return Err(ImageError::invalid(BACKING_NAME, 16, format!("{len} bytes long: at most 1023 are allowed")));
+            return Err(ImageError::invalid(
+                BACKING_NAME,
+                16,
+                format!("{len} bytes long: at most 1023 are allowed"),
+            ));
         }
         let start = usize::try_from(self.backing_offset).unwrap_or(usize::MAX);
         let name = start
@@ -169,7 +237,8 @@ impl Header {
                 "it lies outside of the first cluster's free part",
             ));
         };
-        self.backing = if len == 0 { None } else { Some(string(BACKING_NAME, self.backing_offset, name)?) };
+        self.backing =
+            if len == 0 { None } else { Some(string(BACKING_NAME, self.backing_offset, name)?) };
         Ok(())
     }
 
@@ -178,20 +247,31 @@ impl Header {
         let bad = |at: u64, what: String| Err(ImageError::invalid(STRUCTURE, at, what));
         let needed = self.l1_needed(self.size);
         if u64::from(self.l1_size) * 8 > MAX_L1_BYTES || needed * 8 > MAX_L1_BYTES {
-            let what = format!("an L1 table of {} entries, {needed} needed: at most 32 MiB are allowed", self.l1_size);
+            let what = format!(
+                "an L1 table of {} entries, {needed} needed: at most 32 MiB are allowed",
+                self.l1_size
+            );
             return bad(36, what);
         }
         if u64::from(self.l1_size) < needed {
-            let what = format!("the L1 table has {} entries, and {} bytes need {needed}", self.l1_size, self.size);
+            let what = format!(
+                "the L1 table has {} entries, and {} bytes need {needed}",
+                self.l1_size, self.size
+            );
             return bad(36, what);
         }
         if u64::from(self.refcount_table_clusters) << self.cluster_bits > MAX_REFCOUNT_TABLE_BYTES {
-            let what =
-                format!("a refcount table of {} clusters: at most 8 MiB are allowed", self.refcount_table_clusters);
+            let what = format!(
+                "a refcount table of {} clusters: at most 8 MiB are allowed",
+                self.refcount_table_clusters
+            );
             return bad(56, what);
         }
         if self.snapshot_count > MAX_SNAPSHOTS {
-            return bad(60, format!("{} snapshots: at most {MAX_SNAPSHOTS} are allowed", self.snapshot_count));
+            return bad(
+                60,
+                format!("{} snapshots: at most {MAX_SNAPSHOTS} are allowed", self.snapshot_count),
+            );
         }
         for table in self.tables() {
             if !table.offset.is_multiple_of(self.cluster_size()) {
@@ -218,8 +298,9 @@ impl Header {
                 return Err(ImageError::invalid(table.name, table.offset, what));
             }
             if end > file_len {
-                let what =
-                    format!("it ends at {end}, beyond the end of the file at {file_len}: the file was cut short");
+                let what = format!(
+                    "it ends at {end}, beyond the end of the file at {file_len}: the file was cut short"
+                );
                 return Err(ImageError::invalid(table.name, table.offset, what));
             }
             before = (table.name, end.next_multiple_of(self.cluster_size()));
@@ -227,8 +308,8 @@ impl Header {
         Ok(())
     }
 
-    /// The tables that the header points to and that are not empty. Of tables whose length only their entries tell, the
-    /// least that it can be.
+    /// The tables that the header points to and that are not empty. Of tables whose length only
+    /// their entries tell, the least that it can be.
     fn tables(&self) -> Vec<Table> {
         let bitmaps = self.bitmaps.map_or((0, 0), |b| (b.directory_offset, b.directory_size));
         let refcounts = u64::from(self.refcount_table_clusters) << self.cluster_bits;
@@ -236,7 +317,12 @@ impl Header {
         let mut tables = vec![
             table("qcow2 L1 table", 40, self.l1_offset, u64::from(self.l1_size) * 8),
             table("qcow2 refcount table", 48, self.refcount_table_offset, refcounts),
-            table("qcow2 snapshot table", 64, self.snapshots_offset, u64::from(self.snapshot_count) * 40),
+            table(
+                "qcow2 snapshot table",
+                64,
+                self.snapshots_offset,
+                u64::from(self.snapshot_count) * 40,
+            ),
             table("qcow2 bitmap directory", self.header_length.into(), bitmaps.0, bitmaps.1),
         ];
         tables.retain(|table| table.len > 0);
@@ -258,13 +344,32 @@ fn fields(bytes: &[u8], cluster_bits: u32) -> Result<Header, ImageError> {
     let length = match version {
         2 => V2_LENGTH,
         3 if bytes.len() >= V3_LENGTH as usize => be32(bytes, 100),
-        3 => return Err(ImageError::invalid(STRUCTURE, 0, format!("the file ends after {} bytes", bytes.len()))),
-        1 => return Err(ImageError::unsupported(STRUCTURE, "version 1 (qcow): `qemu-img convert` makes it qcow2")),
-        other => return Err(ImageError::unsupported(STRUCTURE, format!("version {other}: only 2 and 3 are known"))),
+        3 => {
+            return Err(ImageError::invalid(
+                STRUCTURE,
+                0,
+                format!("the file ends after {} bytes", bytes.len()),
+            ));
+        }
+        1 => {
+            return Err(ImageError::unsupported(
+                STRUCTURE,
+                "version 1 (qcow): `qemu-img convert` makes it qcow2",
+            ));
+        }
+        other => {
+            return Err(ImageError::unsupported(
+                STRUCTURE,
+                format!("version {other}: only 2 and 3 are known"),
+            ));
+        }
     };
-    if version == 3 && (length < V3_LENGTH || !length.is_multiple_of(8) || length as usize > bytes.len()) {
-        let what =
-            format!("header length {length}: a multiple of 8 from 104 to the end of the first cluster is allowed");
+    if version == 3
+        && (length < V3_LENGTH || !length.is_multiple_of(8) || length as usize > bytes.len())
+    {
+        let what = format!(
+            "header length {length}: a multiple of 8 from 104 to the end of the first cluster is allowed"
+        );
         return Err(ImageError::invalid(STRUCTURE, 100, what));
     }
     let v3 = |at| if version >= 3 { be64(bytes, at) } else { 0 };
@@ -309,7 +414,9 @@ fn bitmaps(data: &[u8], at: u64, cluster_bits: u32) -> Result<BitmapsExtension, 
     }
     // An entry has 24 bytes at least.
     if size < u64::from(count) * 24 || size > MAX_BITMAP_DIRECTORY_BYTES {
-        return bad(format!("a directory of {size} bytes for {count} bitmaps: at most 64 MiB are allowed"));
+        return bad(format!(
+            "a directory of {size} bytes for {count} bitmaps: at most 64 MiB are allowed"
+        ));
     }
     if offset == 0 || !offset.is_multiple_of(1 << cluster_bits) {
         return bad(format!("the directory's offset {offset} is not that of a cluster"));

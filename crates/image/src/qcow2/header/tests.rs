@@ -64,7 +64,11 @@ fn what_is_serialized_parses_to_the_same() {
     let parsed = Header::parse(&area(&full), FILE).unwrap();
     assert_eq!(parsed.backing_offset as usize % 8, 0);
     assert_eq!(parsed.extensions.len(), 3);
-    let expected = Header { backing_offset: parsed.backing_offset, extensions: parsed.extensions.clone(), ..full };
+    let expected = Header {
+        backing_offset: parsed.backing_offset,
+        extensions: parsed.extensions.clone(),
+        ..full
+    };
     assert_eq!(parsed, expected);
     assert_eq!(Header::parse(&area(&parsed), FILE).unwrap(), parsed);
 }
@@ -78,7 +82,8 @@ fn version_2_has_no_features() {
 
 #[test]
 fn a_format_that_is_taken_away_is_gone() {
-    let mut header = Header { backing: Some("b".into()), backing_format: Some("raw".into()), ..plain() };
+    let mut header =
+        Header { backing: Some("b".into()), backing_format: Some("raw".into()), ..plain() };
     header = Header::parse(&area(&header), FILE).unwrap();
     (header.backing, header.backing_format) = (None, None);
     let parsed = Header::parse(&area(&header), FILE).unwrap();
@@ -89,12 +94,18 @@ fn a_format_that_is_taken_away_is_gone() {
 fn every_field_is_checked() {
     type Change = Box<dyn FnOnce(&mut Header)>;
     let cases: Vec<(&str, Change)> = vec![
-        ("at offset 36: the L1 table has 1 entries, and 1073741824 bytes need 2", Box::new(|h| h.l1_size = 1)),
+        (
+            "at offset 36: the L1 table has 1 entries, and 1073741824 bytes need 2",
+            Box::new(|h| h.l1_size = 1),
+        ),
         ("at most 32 MiB", Box::new(|h| h.l1_size = (4 << 20) + 1)),
         ("at most 32 MiB", Box::new(|h| (h.size, h.l1_size) = (u64::MAX, 4 << 20))),
         ("L1 table at offset 40: offset 196609 is not aligned", Box::new(|h| h.l1_offset += 1)),
         ("beyond 2^56", Box::new(|h| h.l1_offset = 1 << 56)),
-        ("refcount table at offset 65536: it overlaps the L1 table", Box::new(|h| h.l1_offset = 0x10000)),
+        (
+            "refcount table at offset 65536: it overlaps the L1 table",
+            Box::new(|h| h.l1_offset = 0x10000),
+        ),
         ("L1 table at offset 0: it overlaps the header", Box::new(|h| h.l1_offset = 0)),
         ("beyond the end of the file at 1048576", Box::new(|h| h.l1_offset = 0x100000)),
         ("refcount table of 129 clusters", Box::new(|h| h.refcount_table_clusters = 129)),
@@ -102,14 +113,22 @@ fn every_field_is_checked() {
         ("refcount order 7", Box::new(|h| h.refcount_order = 7)),
         ("65537 snapshots", Box::new(|h| h.snapshot_count = 65537)),
         ("snapshot table at offset 0: it overlaps", Box::new(|h| h.snapshot_count = 1)),
-        ("extended L2 entries need", Box::new(|h| (h.cluster_bits, h.size, h.incompatible) = (13, 512, 1 << 4))),
+        (
+            "extended L2 entries need",
+            Box::new(|h| (h.cluster_bits, h.size, h.incompatible) = (13, 512, 1 << 4)),
+        ),
         ("contradict", Box::new(|h| h.incompatible = INCOMPATIBLE_COMPRESSION)),
         ("contradict", Box::new(|h| h.compression = Compression::Zstd)),
         ("without an external data file", Box::new(|h| h.autoclear = AUTOCLEAR_RAW_DATA)),
         ("without the bitmaps extension", Box::new(|h| h.autoclear = AUTOCLEAR_BITMAPS)),
         ("1024 bytes long", Box::new(|h| h.backing = Some("x".repeat(1024)))),
         ("zero byte", Box::new(|h| h.backing = Some("a\0b".into()))),
-        ("encrypted", Box::new(|h| h.extensions.push(Extension { kind: EXTENSION_ENCRYPTION, data: vec![0; 16] }))),
+        (
+            "encrypted",
+            Box::new(|h| {
+                h.extensions.push(Extension { kind: EXTENSION_ENCRYPTION, data: vec![0; 16] })
+            }),
+        ),
     ];
     for (expected, change) in cases {
         let found = error(change);
@@ -135,19 +154,29 @@ fn bytes_that_no_header_of_ours_has() {
     assert!(parse(100, &[0, 0, 0, 96]).contains("header length 96"));
     assert!(parse(100, &[0, 1, 0, 8]).contains("header length 65544"));
     assert!(parse(8, &[0xff; 8]).contains("outside of the first cluster"));
-    assert!(parse(8, &64u64.to_be_bytes()).contains("outside of the first cluster"), "a name over the fields");
+    assert!(
+        parse(8, &64u64.to_be_bytes()).contains("outside of the first cluster"),
+        "a name over the fields"
+    );
     assert!(parse(120, b"\xff").contains("no UTF-8"));
     assert!(parse(112, &[1, 2, 3, 4, 0, 0, 0, 1]).contains("extension 0x01020304 has 1 bytes"));
 }
 
 #[test]
 fn every_length_of_a_file_is_parsed_or_refused() {
-    let bytes = area(&Header { backing: Some("base".into()), backing_format: Some("raw".into()), ..plain() });
+    let bytes = area(&Header {
+        backing: Some("base".into()),
+        backing_format: Some("raw".into()),
+        ..plain()
+    });
     for len in 0..200 {
         assert!(Header::parse(&bytes[..len], len as u64).is_err());
     }
     assert!(Header::parse(&bytes, 0x30000 + 15).is_err());
-    assert!(Header::parse(&bytes, 0x30000 + 16).is_ok(), "an L1 table's last cluster need not be there whole");
+    assert!(
+        Header::parse(&bytes, 0x30000 + 16).is_ok(),
+        "an L1 table's last cluster need not be there whole"
+    );
 }
 
 #[test]

@@ -44,10 +44,15 @@ impl<'a, S: Storage> Tables<'a, S> {
     /// An L2 table as it is in the file; all zeroes if there is none.
     pub async fn read(&self, index: u64) -> Result<Vec<u8>, ImageError> {
         let len = self.cluster_size() as usize;
-        let word = self.l1.get(index as usize * 8..).filter(|rest| rest.len() >= 8).map_or(0, |rest| be64(rest, 0));
+        let word = self
+            .l1
+            .get(index as usize * 8..)
+            .filter(|rest| rest.len() >= 8)
+            .map_or(0, |rest| be64(rest, 0));
         let entry = L1Entry::decode(word, self.layout);
         let offset = self.change.old.l1_offset + index * 8;
-        match entry.map_err(|what| ImageError::invalid("qcow2 L1 table entry", offset, what))?.table {
+        match entry.map_err(|what| ImageError::invalid("qcow2 L1 table entry", offset, what))?.table
+        {
             Some(at) => {
                 let read = bytes::read(self.change.file, at, len).await;
                 read.map_err(|e| ImageError::io("qcow2 L2 table", at, "reading", e))
@@ -77,7 +82,8 @@ impl<'a, S: Storage> Tables<'a, S> {
         }
     }
 
-    /// The table that holds the last cluster of `size` bytes, if it has anything behind it: without that.
+    /// The table that holds the last cluster of `size` bytes, if it has anything behind it: without
+    /// that.
     pub async fn last_without_rest(&self, size: u64) -> Result<Option<(u64, Vec<u8>)>, ImageError> {
         let Some(index) = self.change.old.l1_needed(size).checked_sub(1) else { return Ok(None) };
         let (clusters, mut table) = (size.div_ceil(self.cluster_size()), self.read(index).await?);
@@ -92,8 +98,14 @@ impl<'a, S: Storage> Tables<'a, S> {
         Ok(Some((index, table)))
     }
 
-    /// Finds room for the L1 table, the L2 tables that are replaced, and `extra` clusters; gives where these begin.
-    pub async fn place(&mut self, new: &mut Header, replaced: Range<u64>, extra: u64) -> Result<u64, ImageError> {
+    /// Finds room for the L1 table, the L2 tables that are replaced, and `extra` clusters; gives
+    /// where these begin.
+    pub async fn place(
+        &mut self,
+        new: &mut Header,
+        replaced: Range<u64>,
+        extra: u64,
+    ) -> Result<u64, ImageError> {
         let l1_clusters = (self.l1.len() as u64).div_ceil(self.cluster_size());
         let tables = replaced.end - replaced.start;
         new.l1_offset = self.change.room(l1_clusters + tables + extra).await?;
@@ -116,7 +128,12 @@ impl<'a, S: Storage> Tables<'a, S> {
     }
 
     /// Puts the last cluster of the old size as it is to be; `moved`: where it goes if it moves.
-    pub async fn put_tail(&self, table: &mut [u8], tail: &Tail, moved: u64) -> Result<(), ImageError> {
+    pub async fn put_tail(
+        &self,
+        table: &mut [u8],
+        tail: &Tail,
+        moved: u64,
+    ) -> Result<(), ImageError> {
         let cluster = (self.change.old.size - 1) >> self.layout.cluster_bits;
         match tail {
             Tail::Zero => {}

@@ -1,5 +1,6 @@
-//! The rest of the last cluster of a disk that grows: behind the old end there may be what a program left, or what a longer
-//! backing file has. It is to read as zeroes when the disk reaches over it.
+//! The rest of the last cluster of a disk that grows: behind the old end there may be what a
+//! program left, or what a longer backing file has. It is to read as zeroes when the disk reaches
+//! over it.
 
 use blockyard_storage::Storage;
 
@@ -18,7 +19,8 @@ pub enum Tail {
     Zero,
     /// Its entry says so from now on.
     Entry(L2Entry),
-    /// Its bytes, zeroes at their end, go to a new place: others need it as it was. With the subclusters that have data.
+    /// Its bytes, zeroes at their end, go to a new place: others need it as it was. With the
+    /// subclusters that have data.
     Moved(Vec<u8>, Bitmap),
 }
 
@@ -43,8 +45,13 @@ struct Last<'a, S> {
     own: bool,
 }
 
-/// Sees to the last cluster. Zeroes behind the end are written in place where that is possible: nobody sees them yet.
-pub async fn of<S: Storage>(tables: &Tables<'_, S>, data: Option<&Raw<S>>, below: u64) -> Result<Tail, ImageError> {
+/// Sees to the last cluster. Zeroes behind the end are written in place where that is possible:
+/// nobody sees them yet.
+pub async fn of<S: Storage>(
+    tables: &Tables<'_, S>,
+    data: Option<&Raw<S>>,
+    below: u64,
+) -> Result<Tail, ImageError> {
     let old = &tables.change.old;
     let (cluster_size, shows) = (old.cluster_size(), below > old.size);
     let (cluster, inside) = (old.size / cluster_size, old.size % cluster_size);
@@ -65,7 +72,8 @@ pub async fn of<S: Storage>(tables: &Tables<'_, S>, data: Option<&Raw<S>>, below
             let io = |e| ImageError::io(STRUCTURE, host, "reading", e);
             let packed = bytes::read(tables.change.file, host, len as usize).await.map_err(io)?;
             let plain = unpack(&packed, old.compression, cluster_size as usize);
-            let mut plain = plain.map_err(|e| ImageError::invalid(STRUCTURE, host, e.to_string()))?;
+            let mut plain =
+                plain.map_err(|e| ImageError::invalid(STRUCTURE, host, e.to_string()))?;
             if plain[inside as usize..].iter().all(|&byte| byte == 0) {
                 return Ok(Tail::Zero);
             }
@@ -106,7 +114,9 @@ impl<S: Storage> Last<'_, S> {
     async fn clear(&self, end: u64, bitmap: Bitmap) -> Result<Tail, ImageError> {
         let at = self.host + self.inside;
         let io = |what| move |e| ImageError::io(STRUCTURE, at, what, e);
-        let rest = bytes::read(self.file, at, (end - self.inside) as usize).await.map_err(io("reading"))?;
+        let rest = bytes::read(self.file, at, (end - self.inside) as usize)
+            .await
+            .map_err(io("reading"))?;
         if rest.iter().all(|&byte| byte == 0) {
             return Ok(Tail::Zero);
         }

@@ -1,7 +1,7 @@
 //! The snapshot table: entries of variable length, one after the other.
 //!
-//! In: the bytes that the header points to. Out: the entries, all they hold kept. What must hold: an entry lies inside the
-//! file, and the table takes at most 64 MiB.
+//! In: the bytes that the header points to. Out: the entries, all they hold kept. What must hold:
+//! an entry lies inside the file, and the table takes at most 64 MiB.
 
 use blockyard_storage::Storage;
 
@@ -54,10 +54,16 @@ impl Snapshot {
     pub fn l1_fault(&self, header: &Header) -> Option<String> {
         let bytes = u64::from(self.l1_size) * 8;
         if bytes > MAX_L1_BYTES {
-            return Some(format!("its L1 table has {} entries: at most 32 MiB are allowed", self.l1_size));
+            return Some(format!(
+                "its L1 table has {} entries: at most 32 MiB are allowed",
+                self.l1_size
+            ));
         }
         if !self.l1_offset.is_multiple_of(header.cluster_size()) {
-            return Some(format!("its L1 table's offset {} is not aligned to a cluster", self.l1_offset));
+            return Some(format!(
+                "its L1 table's offset {} is not aligned to a cluster",
+                self.l1_offset
+            ));
         }
         None
     }
@@ -111,9 +117,13 @@ impl Snapshot {
 }
 
 /// The table's entries, and its length in bytes.
-pub async fn read<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(Vec<Snapshot>, u64), ImageError> {
-    let entry =
-        |index: usize, at: u64, what: String| ImageError::invalid(name_of(index), header.snapshots_offset + at, what);
+pub async fn read<S: Storage>(
+    file: &Raw<S>,
+    header: &Header,
+) -> Result<(Vec<Snapshot>, u64), ImageError> {
+    let entry = |index: usize, at: u64, what: String| {
+        ImageError::invalid(name_of(index), header.snapshots_offset + at, what)
+    };
     let io = |at: u64| move |e| ImageError::io("qcow2 snapshot table", at, "reading", e);
     let file_len = file.storage().len().await.map_err(io(0))?;
     let room = MAX_SNAPSHOT_TABLE_BYTES.min(file_len.saturating_sub(header.snapshots_offset));
@@ -126,7 +136,9 @@ pub async fn read<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(Vec<Sna
             }
             Some(Err(e)) => return Err(entry(snapshots.len(), at as u64, e.to_string())),
             _ if table.len() as u64 == room => {
-                let what = "it ends beyond the end of the file, or the table takes more than 64 MiB".into();
+                let what =
+                    "it ends beyond the end of the file, or the table takes more than 64 MiB"
+                        .into();
                 return Err(entry(snapshots.len(), at as u64, what));
             }
             _ => {

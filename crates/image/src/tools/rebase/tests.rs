@@ -1,4 +1,5 @@
-//! A rebase on the simulated disk, cut at each of its events: whatever is left shows what was shown before.
+//! A rebase on the simulated disk, cut at each of its events: whatever is left shows what was shown
+//! before.
 
 use blockyard_storage::sim::{Power, Sim, SimConfig, SimDisk, SimImage, pattern};
 
@@ -18,7 +19,8 @@ fn powered(image: &SimImage) -> SimDisk {
     SimDisk::new(image.clone(), SimConfig::new(1))
 }
 
-/// The old base, and a new one that ends later, differs here and there, and has zeroes and data where the other has not.
+/// The old base, and a new one that ends later, differs here and there, and has zeroes and data
+/// where the other has not.
 fn bases() -> [SimImage; 2] {
     let mut old = pattern(1, 0, 2 << 20);
     old[100_000..400_000].fill(0);
@@ -49,7 +51,12 @@ impl Top {
         }
     }
 
-    async fn open(&self, disk: &SimDisk, base: &SimImage, read_only: bool) -> Result<Disk<SimDisk>, ImageError> {
+    async fn open(
+        &self,
+        disk: &SimDisk,
+        base: &SimImage,
+        read_only: bool,
+    ) -> Result<Disk<SimDisk>, ImageError> {
         let raw = Raw::on(disk.clone(), SHAPE);
         let top = match self {
             Top::Qcow2(_) => {
@@ -57,7 +64,9 @@ impl Top {
                 let options = Qcow2Options { read_only, ..Qcow2Options::default() };
                 Layer::Qcow2(Qcow2::open(header, raw, None, &options).await?)
             }
-            Top::Cow => Layer::Cow(Cow::open(raw, &CowOptions { read_only, ..CowOptions::default() }).await?),
+            Top::Cow => Layer::Cow(
+                Cow::open(raw, &CowOptions { read_only, ..CowOptions::default() }).await?,
+            ),
         };
         let below = Layer::Raw { raw: Raw::on(powered(base), SHAPE), size: base.len() };
         let image = Image::new(vec![top, below], false);
@@ -71,7 +80,9 @@ impl Top {
         let work = async move {
             top.create(&Raw::on(used.clone(), SHAPE)).await;
             let disk = top.open(&used, &base, false).await.unwrap();
-            for (at, len) in [(8192, 4096), (250_880, 1024), (1_050_624, 70_144), (SIZE - 4096, 4096)] {
+            for (at, len) in
+                [(8192, 4096), (250_880, 1024), (1_050_624, 70_144), (SIZE - 4096, 4096)]
+            {
                 disk.write(Segments::from_bytes(&vec![5; len]), at).await.unwrap();
             }
             disk.write_zeroes(1_900_544, 300_032).await.unwrap();
@@ -87,7 +98,9 @@ impl Top {
             let disk = top.open(&disk, &base, true).await?;
             let segments = disk.read(Segments::buffer(SIZE as usize), 0).await;
             let mut bytes = vec![0; SIZE as usize];
-            segments.map_err(|e| ImageError::refused("top", e.to_string()))?.copy_out(0, &mut bytes);
+            segments
+                .map_err(|e| ImageError::refused("top", e.to_string()))?
+                .copy_out(0, &mut bytes);
             Ok::<_, ImageError>(bytes)
         };
         Sim::new(1).block_on(work).unwrap().map_err(|e| e.to_string())
@@ -102,7 +115,11 @@ fn rebased(top: &Top, disk: &SimDisk, old: &SimImage, new: Option<&SimImage>, se
         let new = match new {
             Some(new) => {
                 let layer = Layer::Raw { raw: Raw::on(powered(&new), SHAPE), size: new.len() };
-                Some(Disk::new(Image::new(vec![layer], false), "new").await.map_err(|e| e.to_string())?)
+                Some(
+                    Disk::new(Image::new(vec![layer], false), "new")
+                        .await
+                        .map_err(|e| e.to_string())?,
+                )
             }
             None => None,
         };
@@ -123,7 +140,12 @@ fn rebased(top: &Top, disk: &SimDisk, old: &SimImage, new: Option<&SimImage>, se
 fn the_disk_stays_what_it_is_wherever_the_power_is_cut() {
     let [old, new] = bases();
     let qcow2 = |version, cluster_size, extended_l2| {
-        Top::Qcow2(CreateOptions { version, cluster_size, extended_l2, ..CreateOptions::overlay(SIZE, "old", "raw") })
+        Top::Qcow2(CreateOptions {
+            version,
+            cluster_size,
+            extended_l2,
+            ..CreateOptions::overlay(SIZE, "old", "raw")
+        })
     };
     let tops = [qcow2(3, 65536, false), qcow2(3, 65536, true), qcow2(2, 4096, false), Top::Cow];
     for (number, top) in tops.into_iter().enumerate() {
@@ -134,13 +156,18 @@ fn the_disk_stays_what_it_is_wherever_the_power_is_cut() {
         let next = (number != 0).then_some(&new);
         let mut cuts = 0;
         for events in 0.. {
-            let config = SimConfig { power: Power::cut_after(events), ..SimConfig::new(events + 7) };
+            let config =
+                SimConfig { power: Power::cut_after(events), ..SimConfig::new(events + 7) };
             let disk = SimDisk::new(image.clone(), config);
             let through = rebased(&top, &disk, &old, next, events);
             for _ in 0..OUTCOMES {
                 let left = disk.power_cut();
                 let shown = top.shows(&left, &old);
-                assert!(shown.as_ref() == Ok(&expected), "{top:?}, cut after {events} events: {:?}", shown.err());
+                assert!(
+                    shown.as_ref() == Ok(&expected),
+                    "{top:?}, cut after {events} events: {:?}",
+                    shown.err()
+                );
                 if through {
                     let shown = top.shows(&left, next.unwrap_or(&nothing));
                     assert!(shown.as_ref() == Ok(&expected), "{top:?}, through: {:?}", shown.err());

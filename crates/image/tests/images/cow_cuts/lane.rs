@@ -7,7 +7,9 @@ use std::rc::Rc;
 use blockyard_image::cow::{Cow, CowOptions};
 use blockyard_image::{Place, Raw, Storage};
 use blockyard_ring::Segments;
-use blockyard_storage::sim::{OpKind, Oracle, Power, Rng, SECTOR, SimDisk, SimHandle, WriteToken, pattern};
+use blockyard_storage::sim::{
+    OpKind, Oracle, Power, Rng, SECTOR, SimDisk, SimHandle, WriteToken, pattern,
+};
 
 use super::plan::Plan;
 
@@ -56,7 +58,8 @@ pub struct Load {
 }
 
 impl Load {
-    /// Opens the file and runs the lanes to their end. When the power goes half-way they end too, unheard.
+    /// Opens the file and runs the lanes to their end. When the power goes half-way they end too,
+    /// unheard.
     pub async fn run<S: Storage + Clone>(
         mut self,
         handle: &SimHandle,
@@ -69,7 +72,12 @@ impl Load {
             Err(_) if self.power.is_off() || self.troubled_by(OpKind::Read) => return Ok(()),
             Err(e) => return Err(e.to_string()),
         };
-        let view = |_| Rc::new(Stack { cow: Cow::view(cow.shared().clone(), file.clone()), base: base.clone() });
+        let view = |_| {
+            Rc::new(Stack {
+                cow: Cow::view(cow.shared().clone(), file.clone()),
+                base: base.clone(),
+            })
+        };
         let reactors: Vec<_> = (0..self.plan.reactors).map(view).collect();
         let count = self.plan.lanes;
         let lane = |index: usize| {
@@ -106,7 +114,8 @@ struct Lane<S> {
     rng: Rng,
     /// Errors are injected: an answer may be one.
     troubled: bool,
-    /// A sync may fail. What it loses may be read as what lay there before, which is not what the disk held before.
+    /// A sync may fail. What it loses may be read as what lay there before, which is not what the
+    /// disk held before.
     lossy: bool,
     flushes: Rc<Cell<u64>>,
 }
@@ -129,7 +138,8 @@ impl<S: Storage> Lane<S> {
         Ok(())
     }
 
-    /// Offset and length in bytes. Spots but the first begin before a page of the bitmap and end in it.
+    /// Offset and length in bytes. Spots but the first begin before a page of the bitmap and end in
+    /// it.
     fn range(&mut self) -> (u64, u64) {
         let start = spot_start(self.rng.below(self.spots));
         let first = self.rng.below(SPOT_SECTORS);
@@ -188,7 +198,11 @@ impl<S: Storage> Lane<S> {
         let result = self.stack.read(offset, len).await;
         match result {
             _ if self.power.is_off() || self.lossy => Ok(()),
-            Ok(found) => self.oracle.borrow_mut().check_read(token, offset, &found).map_err(|e| e.to_string()),
+            Ok(found) => self
+                .oracle
+                .borrow_mut()
+                .check_read(token, offset, &found)
+                .map_err(|e| e.to_string()),
             Err(_) if self.troubled => Ok(()),
             Err(e) => Err(format!("a read failed: {e}")),
         }

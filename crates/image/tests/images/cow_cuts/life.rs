@@ -1,4 +1,5 @@
-//! A COW file and its backing file through their boots. What is found after each cut is judged, and is where the next begins.
+//! A COW file and its backing file through their boots. What is found after each cut is judged, and
+//! is where the next begins.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -8,7 +9,8 @@ use blockyard_image::cow::{self, Backing, Cow, CowOptions, CreateOptions, Header
 use blockyard_image::{CopyDown, Image, ImageError, Kind, Layer, Raw, Storage};
 use blockyard_ring::Segments;
 use blockyard_storage::sim::{
-    Latency, OpKind, Oracle, Phase, Power, Rng, SECTOR, Sim, SimConfig, SimDisk, SimHandle, SimImage, Trace, pattern,
+    Latency, OpKind, Oracle, Phase, Power, Rng, SECTOR, Sim, SimConfig, SimDisk, SimHandle,
+    SimImage, Trace, pattern,
 };
 
 use super::lane::{Load, SPOT_SECTORS, Stack, spot_start};
@@ -45,8 +47,18 @@ impl Count for Tally {
     }
 
     fn add(&mut self, other: &Tally) {
-        let Tally { cuts, survived, flushes, syncs, bits_grew, commits_cut, rebases_cut, unborn, born, troubled } =
-            other;
+        let Tally {
+            cuts,
+            survived,
+            flushes,
+            syncs,
+            bits_grew,
+            commits_cut,
+            rebases_cut,
+            unborn,
+            born,
+            troubled,
+        } = other;
         self.cuts += cuts;
         self.survived += survived;
         self.flushes += flushes;
@@ -62,11 +74,30 @@ impl Count for Tally {
 
 impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Tally { cuts, survived, flushes, syncs, bits_grew, commits_cut, rebases_cut, unborn, born, troubled } =
-            self;
-        write!(f, "{cuts} cuts, {survived} whole runs, {flushes} flushes, {syncs} syncs of the file, ")?;
-        write!(f, "{bits_grew} loads left new bits, {commits_cut} commits and {rebases_cut} rebases cut, ")?;
-        write!(f, "{unborn} files cut before they were there and {born} after, {troubled} loads with errors")
+        let Tally {
+            cuts,
+            survived,
+            flushes,
+            syncs,
+            bits_grew,
+            commits_cut,
+            rebases_cut,
+            unborn,
+            born,
+            troubled,
+        } = self;
+        write!(
+            f,
+            "{cuts} cuts, {survived} whole runs, {flushes} flushes, {syncs} syncs of the file, "
+        )?;
+        write!(
+            f,
+            "{bits_grew} loads left new bits, {commits_cut} commits and {rebases_cut} rebases cut, "
+        )?;
+        write!(
+            f,
+            "{unborn} files cut before they were there and {born} after, {troubled} loads with errors"
+        )
     }
 }
 
@@ -110,9 +141,11 @@ impl Life {
             let token = oracle.write_started(offset, &data);
             oracle.write_answered(token, true, true);
             let base = base.clone();
-            sim.block_on(async move { base.write(Segments::from_bytes(&data), offset, true).await.1 })
-                .unwrap()
-                .unwrap();
+            sim.block_on(
+                async move { base.write(Segments::from_bytes(&data), offset, true).await.1 },
+            )
+            .unwrap()
+            .unwrap();
         }
         let (rng, oracle) = (Rng::new(plan.seed), Rc::new(RefCell::new(oracle)));
         let cow = SimImage::zeroed(0).atomic(plan.atomic);
@@ -139,7 +172,10 @@ impl Life {
             let latency = Latency { read: slow(4), write: slow(6), sync: slow(10), other: slow(6) };
             let config = SimConfig::new(rng.next_u64());
             let discard_zeroes = self.plan.discard_zeroes;
-            SimDisk::new(image.clone(), SimConfig { latency, discard_zeroes, power: power.clone(), ..config })
+            SimDisk::new(
+                image.clone(),
+                SimConfig { latency, discard_zeroes, power: power.clone(), ..config },
+            )
         };
         let (cow, base) = (disk(&self.cow), disk(&self.base));
         Boot { power, cow, base }
@@ -162,11 +198,14 @@ impl Life {
             cx.waker().wake_by_ref();
             work.as_mut().poll(cx)
         });
-        let value = sim.block_on(watched).map_err(|e| format!("somebody is left without an answer: {e}"))?;
+        let value = sim
+            .block_on(watched)
+            .map_err(|e| format!("somebody is left without an answer: {e}"))?;
         Ok((!boot.power.is_off()).then_some(value))
     }
 
-    /// Makes the file, cut after so many events; true: it was made before. What is not there then is made.
+    /// Makes the file, cut after so many events; true: it was made before. What is not there then
+    /// is made.
     pub fn be_created(&mut self, cut_after: u64, tally: &mut Tally) -> Result<bool, String> {
         let explain = self.explain(cut_after, "making it");
         let survived = self.create(cut_after).map_err(&explain)?;
@@ -188,20 +227,25 @@ impl Life {
     fn create(&mut self, cut_after: u64) -> Result<bool, String> {
         let boot = self.boot(cut_after);
         let file = Raw::on(boot.cow.clone(), self.plan.shape);
-        let (size, version, alignment) = (backing_size(&self.plan), self.plan.version, self.plan.alignment);
+        let (size, version, alignment) =
+            (backing_size(&self.plan), self.plan.version, self.plan.alignment);
         let made = self.run(&boot, |_| async move {
             let backing = Backing { name: &name(0), size, mtime: 1 };
-            cow::create(&file, &CreateOptions { backing, version, alignment }).await.map_err(|e| e.to_string())
+            cow::create(&file, &CreateOptions { backing, version, alignment })
+                .await
+                .map_err(|e| e.to_string())
         })?;
         let survived = made.transpose()?.is_some();
         self.cow = boot.cow.power_cut();
         Ok(survived)
     }
 
-    /// Whether what a cut left of a new file opens; nothing but "that is no COW file" may be why not.
+    /// Whether what a cut left of a new file opens; nothing but "that is no COW file" may be why
+    /// not.
     fn open_left(&self, image: SimImage) -> Result<bool, String> {
         let file = Raw::on(SimDisk::new(image, SimConfig::new(1)), self.plan.shape);
-        let opened = Sim::new(1).block_on(async move { Cow::open(file, &CowOptions::default()).await.map(|_| ()) });
+        let opened = Sim::new(1)
+            .block_on(async move { Cow::open(file, &CowOptions::default()).await.map(|_| ()) });
         match opened.map_err(|e| e.to_string())? {
             Ok(()) => Ok(true),
             Err(e) if e.kind == Kind::Invalid && e.offset == Some(0) => Ok(false),
@@ -224,10 +268,13 @@ impl Life {
         }
         let file = Raw::on(wrap(boot.cow.clone()), self.plan.shape);
         let base = Raw::on(boot.base.clone(), self.plan.shape);
-        let (plan, oracle, power, rng) = (self.plan.clone(), self.oracle.clone(), boot.power.clone(), self.rng.fork());
+        let (plan, oracle, power, rng) =
+            (self.plan.clone(), self.oracle.clone(), boot.power.clone(), self.rng.fork());
         let load = Load { plan, oracle, power, rng, flushes: Rc::default() };
         let flushes = load.flushes.clone();
-        let result = self.run(&boot, |handle| async move { load.run(&handle, file, base).await }).map_err(&explain)?;
+        let result = self
+            .run(&boot, |handle| async move { load.run(&handle, file, base).await })
+            .map_err(&explain)?;
         result.transpose().map_err(&explain)?;
         let survived = !boot.power.is_off();
         tally.count(survived);
@@ -240,7 +287,8 @@ impl Life {
         Ok(survived)
     }
 
-    /// Copies the file's sectors into the backing file, cut after so many events: the disk stays as it is.
+    /// Copies the file's sectors into the backing file, cut after so many events: the disk stays as
+    /// it is.
     pub fn commit(&mut self, cut_after: u64, tally: &mut Tally) -> Result<bool, String> {
         let explain = self.explain(cut_after, "a commit");
         let boot = self.boot(cut_after);
@@ -252,11 +300,14 @@ impl Life {
             let size = cow.size();
             let (from, into) = (Layer::Cow(cow), Layer::Raw { raw: base, size });
             let (from, into) = (Image::new(vec![from], false), Image::new(vec![into], false));
-            CopyDown::new(0..size, 1, Default::default()).run(&from, &into, async |_| Ok(())).await?;
+            CopyDown::new(0..size, 1, Default::default())
+                .run(&from, &into, async |_| Ok(()))
+                .await?;
             into.close().await.map_err(|e| ImageError::io("backing file", None, "closing", e))?;
             cow::make_empty(&file).await
         });
-        let survived = committed.map_err(&explain)?.transpose().map_err(|e| explain(e.to_string()))?.is_some();
+        let survived =
+            committed.map_err(&explain)?.transpose().map_err(|e| explain(e.to_string()))?.is_some();
         tally.count(survived);
         tally.commits_cut += u64::from(!survived);
         self.judge_left(&boot).map_err(&explain)?;
@@ -275,7 +326,8 @@ impl Life {
         let rebased = self.run(&boot, |_| async move {
             cow::set_backing(&file, &Backing { name: &name(next), size, mtime: 1 }).await
         });
-        let survived = rebased.map_err(&explain)?.transpose().map_err(|e| explain(e.to_string()))?.is_some();
+        let survived =
+            rebased.map_err(&explain)?.transpose().map_err(|e| explain(e.to_string()))?.is_some();
         tally.count(survived);
         tally.rebases_cut += u64::from(!survived);
         self.rebases = next;
@@ -319,12 +371,17 @@ impl Life {
             let stack = Stack { cow: Cow::open(file, &options).await?, base };
             let mut found = Vec::new();
             for spot in 0..spots {
-                found.push((spot_start(spot), stack.read(spot_start(spot), SPOT_SECTORS * SECTOR as u64).await?));
+                found.push((
+                    spot_start(spot),
+                    stack.read(spot_start(spot), SPOT_SECTORS * SECTOR as u64).await?,
+                ));
             }
             Ok::<_, Box<dyn std::error::Error>>((report, found))
         };
-        let (report, found) = Sim::new(1).block_on(looked).map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
-        // A block of O_DIRECT's that was written at the end of the file may leave it as long as the block.
+        let (report, found) =
+            Sim::new(1).block_on(looked).map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
+        // A block of O_DIRECT's that was written at the end of the file may leave it as long as the
+        // block.
         let block = u64::from(self.plan.shape.offset_align);
         if !report.corruptions.is_empty() || report.leaked >= block {
             return Err(format!("{:?}, {} bytes leaked", report.corruptions, report.leaked));

@@ -1,12 +1,14 @@
-//! Power cuts: a COW file over its backing file, both on simulated disks of one power supply, cut at any moment.
+//! Power cuts: a COW file over its backing file, both on simulated disks of one power supply, cut
+//! at any moment.
 //!
 //! ```text
 //!   plan   what a life is like: header, memory, trouble; decided by its seed
 //!   life   boots: a guest's load on one or two reactors, a commit, another backing file; each until it is through or cut
 //!   lane   one guest's requests, and what the oracle is told of them
 //! ```
-//! After each cut the file must open, check without a fault, and hold over its backing file what was promised. A failure
-//! names its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` makes as many random cuts.
+//! After each cut the file must open, check without a fault, and hold over its backing file what
+//! was promised. A failure names its seed: `BLOCKYARD_SEED=N` runs that one alone.
+//! `BLOCKYARD_CUTS=N` makes as many random cuts.
 
 use crate::lives;
 
@@ -84,10 +86,15 @@ fn what_is_done_to_a_closed_file_survives_a_cut_at_every_event() {
                 step(&mut life, events, tally)
             })
         };
-        let created = (0..).find(|&events| Life::new(plan.clone()).be_created(events, &mut tally).unwrap());
-        let committed = each(&|life, events, tally| life.commit(events, tally).unwrap(), &mut tally);
+        let created =
+            (0..).find(|&events| Life::new(plan.clone()).be_created(events, &mut tally).unwrap());
+        let committed =
+            each(&|life, events, tally| life.commit(events, tally).unwrap(), &mut tally);
         let rebased = each(&|life, events, tally| life.rebase(events, tally).unwrap(), &mut tally);
-        assert!(created > Some(5) && committed > Some(7) && rebased > Some(3), "{created:?} {committed:?} {rebased:?}");
+        assert!(
+            created > Some(5) && committed > Some(7) && rebased > Some(3),
+            "{created:?} {committed:?} {rebased:?}"
+        );
         most = most.max(committed.unwrap_or_default());
     }
     println!("{tally}");
@@ -115,7 +122,12 @@ impl<S: Storage> Storage for Liar<S> {
         self.disk.read(segments, offset).await
     }
 
-    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+    async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<usize>) {
         let len = segments.len();
         if self.lie == Lie::LosesPieces && len > 4096 {
             let (_, n) = self.disk.write(segments.slice(0, 4096), offset, durable).await;
@@ -158,7 +170,12 @@ fn liars_are_caught() {
             let mut life = Life::new(Plan { lanes: 2, ..Plan::quiet(seed) });
             life.be_created(u64::MAX, &mut Tally::default()).unwrap();
             let events = Rng::new(seed).below(life.events());
-            life.load(events, |disk| Liar { disk, lie, syncs: Default::default() }, &mut Tally::default()).is_err()
+            life.load(
+                events,
+                |disk| Liar { disk, lie, syncs: Default::default() },
+                &mut Tally::default(),
+            )
+            .is_err()
         });
         let caught = caught.count();
         assert!(caught >= 10, "{lie:?} was caught in {caught} of 150 runs");

@@ -18,7 +18,8 @@ pub struct Plan {
     pub version: u32,
     pub alignment: u32,
     pub shape: Alignment,
-    /// Parts of the disk that are used, 16 MiB from one another: each has its own page of the bitmap.
+    /// Parts of the disk that are used, 16 MiB from one another: each has its own page of the
+    /// bitmap.
     pub spots: u64,
     /// Bytes of the bitmap in memory.
     pub memory: u64,
@@ -73,7 +74,11 @@ impl Plan {
             let fault = Fault::new(kind, error);
             (
                 kind,
-                if error == Unsupported { fault.always() } else { fault.after(rng.below(12)).times(rng.between(1, 3)) },
+                if error == Unsupported {
+                    fault.always()
+                } else {
+                    fault.after(rng.below(12)).times(rng.between(1, 3))
+                },
             )
         });
         Plan { trouble, ..Plan::quiet(seed) }

@@ -1,5 +1,5 @@
-//! What fuzzing began with, and what it has found: every input of the corpora that are kept, with the fuzz targets' own
-//! rules, on every run of the tests.
+//! What fuzzing began with, and what it has found: every input of the corpora that are kept, with
+//! the fuzz targets' own rules, on every run of the tests.
 
 #[path = "../../../../../fuzz/fuzz_targets/images/compressed.rs"]
 mod compressed;

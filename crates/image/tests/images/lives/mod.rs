@@ -1,7 +1,9 @@
-//! Lives by their seeds, on all processors, until enough cuts were made: for the tests that cut the power.
+//! Lives by their seeds, on all processors, until enough cuts were made: for the tests that cut the
+//! power.
 //!
-//! `BLOCKYARD_SEED=N` runs that seed alone. `BLOCKYARD_CUTS=N` makes as many cuts in all. What fails is told with its seed,
-//! when all has been tried: a run of hours is not lost for one of them.
+//! `BLOCKYARD_SEED=N` runs that seed alone. `BLOCKYARD_CUTS=N` makes as many cuts in all. What
+//! fails is told with its seed, when all has been tried: a run of hours is not lost for one of
+//! them.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
@@ -32,8 +34,8 @@ pub fn is_thorough(usual: u64) -> bool {
     cuts(usual) >= usual && number("BLOCKYARD_SEED").is_none()
 }
 
-/// Runs `life` with the seeds that have failed once, then with 0, 1, 2, ... until `cuts` were made; `new` gives each thread
-/// its counters.
+/// Runs `life` with the seeds that have failed once, then with 0, 1, 2, ... until `cuts` were made;
+/// `new` gives each thread its counters.
 pub fn run<T: Count + std::fmt::Display>(
     failed_once: &[u64],
     cuts: u64,

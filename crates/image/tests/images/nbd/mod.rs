@@ -14,17 +14,22 @@ use blockyard_storage::Storage;
 
 use self::server::{Disk, Evil, SIZE, Server, data, done, good, piece, simple};
 
-const SHORT: nbd::Options = nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_millis(400) };
-/// Where silence is not what is looked at: a machine that stands still for a moment is not taken for a silent server.
-const TALKING: nbd::Options = nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_secs(8) };
-const LONG: nbd::Options = nbd::Options { reconnect: Duration::from_secs(20), timeout: Duration::from_secs(20) };
+const SHORT: nbd::Options =
+    nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_millis(400) };
+/// Where silence is not what is looked at: a machine that stands still for a moment is not taken
+/// for a silent server.
+const TALKING: nbd::Options =
+    nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_secs(8) };
+const LONG: nbd::Options =
+    nbd::Options { reconnect: Duration::from_secs(20), timeout: Duration::from_secs(20) };
 
 fn on_image<T: 'static>(
     server: &Server,
     options: nbd::Options,
     work: impl AsyncFnOnce(Raw<Store>) -> T + 'static,
 ) -> T {
-    let options = OpenOptions { nbd: options, ..OpenOptions::new(server.uri(), false, CacheMode::None) };
+    let options =
+        OpenOptions { nbd: options, ..OpenOptions::new(server.uri(), false, CacheMode::None) };
     let file = ImageFile::open(&options).unwrap();
     let executor = Executor::new().unwrap();
     let raw = Raw::open(&file, executor.handle()).unwrap();
@@ -45,16 +50,22 @@ fn evil(work: impl FnMut(usize, &Request, &mut Disk) -> Option<Vec<u8>> + Send +
 #[test]
 fn all_kinds_of_headers_and_sizes() {
     for headers in [Headers::Simple, Headers::Structured, Headers::Extended] {
-        let server = Server::start(headers, |_, _| (), evil(|_, request, disk| Some(good(request, disk))));
+        let server =
+            Server::start(headers, |_, _| (), evil(|_, request, disk| Some(good(request, disk))));
         on_image(&server, LONG, async |raw| {
-            for (offset, len) in [(0, 512), (512, 4096), (3, 5), (100, 70_000), (0, SIZE), (SIZE - 512, 512)] {
+            for (offset, len) in
+                [(0, 512), (512, 4096), (3, 5), (100, 70_000), (0, SIZE), (SIZE - 512, 512)]
+            {
                 let (segments, result) = raw.read(Segments::buffer(len as usize), offset).await;
                 result.unwrap();
                 assert!(is_pattern(&segments, offset), "{offset}+{len}");
             }
             raw.write(Segments::from_bytes(&[0xee; 3000]), 5000, true).await.1.unwrap();
             let (segments, _) = raw.read(Segments::buffer(3000), 5000).await;
-            assert_eq!(segments.find_difference(0, &Segments::from_bytes(&[0xee; 3000]), 0, 3000), None);
+            assert_eq!(
+                segments.find_difference(0, &Segments::from_bytes(&[0xee; 3000]), 0, 3000),
+                None
+            );
             raw.flush().await.unwrap();
             let behind = raw.storage().write(Segments::buffer(512), SIZE, false).await.1;
             assert!(behind.unwrap_err().to_string().contains("behind the end"));
@@ -93,8 +104,8 @@ fn many_chunks_in_any_order_and_holes() {
     });
 }
 
-/// Each answer of a server that lies ends the connection, and the request with an error that says why, in time; a server that
-/// comes to its senses is used again.
+/// Each answer of a server that lies ends the connection, and the request with an error that says
+/// why, in time; a server that comes to its senses is used again.
 #[test]
 fn lies_end_in_errors() {
     type Lie = fn(&Request, &Disk) -> Vec<u8>;
@@ -103,27 +114,42 @@ fn lies_end_in_errors() {
         ("no reply", Headers::Structured, |_, _| vec![0x42; 64]),
         ("was not sent", Headers::Simple, |request, _| simple(0, request.cookie + 1)),
         ("was not sent", Headers::Simple, |request, _| simple(0, request.cookie ^ (7 << 32))),
-        ("was not sent", Headers::Extended, |request, disk| done(&Request { cookie: u64::MAX, ..*request }, disk)),
+        ("was not sent", Headers::Extended, |request, disk| {
+            done(&Request { cookie: u64::MAX, ..*request }, disk)
+        }),
         ("nobody asked for", Headers::Simple, |request, disk| {
             let bytes = vec![1; request.len as usize + 4];
             data(request, disk, request.offset, &bytes, 0)
         }),
-        ("simple reply where it may not", Headers::Structured, |request, _| simple(0, request.cookie)),
-        ("simple reply where it may not", Headers::Extended, |request, _| simple(5, request.cookie)),
+        ("simple reply where it may not", Headers::Structured, |request, _| {
+            simple(0, request.cookie)
+        }),
+        ("simple reply where it may not", Headers::Extended, |request, _| {
+            simple(5, request.cookie)
+        }),
         ("no reply", Headers::Simple, |request, disk| {
             piece(
                 request,
-                &Disk { headers: Headers::Structured, bytes: Vec::new(), written: Vec::new(), ..*disk },
+                &Disk {
+                    headers: Headers::Structured,
+                    bytes: Vec::new(),
+                    written: Vec::new(),
+                    ..*disk
+                },
                 0,
                 1,
                 &[],
             )
         }),
-        ("names 512", Headers::Extended, |request, disk| done(&Request { offset: 512, ..*request }, disk)),
+        ("names 512", Headers::Extended, |request, disk| {
+            done(&Request { offset: 512, ..*request }, disk)
+        }),
         ("are no answer", Headers::Structured, |request, disk| {
             data(request, disk, request.offset + request.len, &[1; 512], 1)
         }),
-        ("are no answer", Headers::Structured, |request, disk| data(request, disk, u64::MAX, &[1; 512], 1)),
+        ("are no answer", Headers::Structured, |request, disk| {
+            data(request, disk, u64::MAX, &[1; 512], 1)
+        }),
         ("are no answer", Headers::Structured, |request, disk| {
             let one = data(request, disk, request.offset, &vec![1; request.len as usize], 0);
             [one.clone(), one].concat()
@@ -135,8 +161,12 @@ fn lies_end_in_errors() {
             data(request, disk, request.offset, &[1; 512], chunk::DONE)
         }),
         ("ends after 0 of", Headers::Extended, done),
-        ("is no answer here", Headers::Structured, |request, disk| piece(request, disk, 77, 1, &[0; 12])),
-        ("error of 5 bytes", Headers::Structured, |request, disk| piece(request, disk, chunk::ERROR, 1, &[0; 5])),
+        ("is no answer here", Headers::Structured, |request, disk| {
+            piece(request, disk, 77, 1, &[0; 12])
+        }),
+        ("error of 5 bytes", Headers::Structured, |request, disk| {
+            piece(request, disk, chunk::ERROR, 1, &[0; 5])
+        }),
         ("longer than the error", Headers::Structured, |request, disk| {
             piece(request, disk, chunk::ERROR, 1, &[0, 0, 0, 5, 1, 0, 65])
         }),
@@ -148,7 +178,11 @@ fn lies_end_in_errors() {
                 let honest = Arc::new(AtomicBool::new(false));
                 let is_honest = honest.clone();
                 let answer = move |_, request: &Request, disk: &mut Disk| {
-                    Some(if is_honest.load(Ordering::SeqCst) { good(request, disk) } else { lie(request, disk) })
+                    Some(if is_honest.load(Ordering::SeqCst) {
+                        good(request, disk)
+                    } else {
+                        lie(request, disk)
+                    })
                 };
                 let server = Server::start(headers, |_, _| (), evil(answer));
                 on_image(&server, TALKING, async move |raw| {
@@ -163,7 +197,11 @@ fn lies_end_in_errors() {
                     }
                     let error = error.expect_err(says).to_string();
                     assert!(error.contains(says), "{says}: {error}");
-                    assert!(start.elapsed() < Duration::from_secs(7), "{says}: {:?}", start.elapsed());
+                    assert!(
+                        start.elapsed() < Duration::from_secs(7),
+                        "{says}: {:?}",
+                        start.elapsed()
+                    );
                     honest.store(true, Ordering::SeqCst);
                     for _ in 0..1000 {
                         let (segments, result) = raw.read(Segments::buffer(4096), 4096).await;
@@ -180,12 +218,19 @@ fn lies_end_in_errors() {
     });
 }
 
-/// Lengths that a server names are not allocated: chunks of four gigabytes and more, and a status without end.
+/// Lengths that a server names are not allocated: chunks of four gigabytes and more, and a status
+/// without end.
 #[test]
 fn huge_lengths_are_not_believed() {
     std::thread::scope(|scope| {
         for headers in [Headers::Structured, Headers::Extended] {
-            for kind in [chunk::OFFSET_DATA, chunk::ERROR, chunk::BLOCK_STATUS, chunk::BLOCK_STATUS_EXT, chunk::NONE] {
+            for kind in [
+                chunk::OFFSET_DATA,
+                chunk::ERROR,
+                chunk::BLOCK_STATUS,
+                chunk::BLOCK_STATUS_EXT,
+                chunk::NONE,
+            ] {
                 scope.spawn(move || a_huge_length_is_not_believed(headers, kind));
             }
         }
@@ -218,7 +263,9 @@ fn errors_of_the_server_are_told_and_nothing_else_happens() {
             error.extend(8u16.to_be_bytes());
             error.extend(b"bad\nluck");
             Some(match request.command {
-                cmd::READ if request.offset >= 4096 => piece(request, disk, chunk::ERROR, 1, &error),
+                cmd::READ if request.offset >= 4096 => {
+                    piece(request, disk, chunk::ERROR, 1, &error)
+                }
                 cmd::TRIM => piece(request, disk, chunk::ERROR, 1, &[0, 0, 0, 95, 0, 0]),
                 _ => good(request, disk),
             })
@@ -256,12 +303,17 @@ fn a_silent_server_costs_bounded_time() {
             assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
             let start = Instant::now();
             raw.read(Segments::buffer(4096), 0).await.1.unwrap_err();
-            assert!(start.elapsed() < Duration::from_secs(2), "it is known to be gone: {:?}", start.elapsed());
+            assert!(
+                start.elapsed() < Duration::from_secs(2),
+                "it is known to be gone: {:?}",
+                start.elapsed()
+            );
         });
     }
 }
 
-/// A server that closes in the middle of answers, again and again: what was asked is asked anew, and all answers are right.
+/// A server that closes in the middle of answers, again and again: what was asked is asked anew,
+/// and all answers are right.
 #[test]
 fn connections_that_end_in_the_middle_are_made_good() {
     let server = Server::start(
@@ -293,8 +345,8 @@ fn connections_that_end_in_the_middle_are_made_good() {
     });
 }
 
-/// A connection that ends while nothing is asked for is made anew without being asked, so that the next request finds one; and only
-/// once, for a server may let go of whoever asks for nothing.
+/// A connection that ends while nothing is asked for is made anew without being asked, so that the
+/// next request finds one; and only once, for a server may let go of whoever asks for nothing.
 #[test]
 fn an_idle_connection_that_ends_is_made_anew_once() {
     let server = Server::start(
@@ -331,15 +383,14 @@ fn unflushed_writes_are_lost_with_the_connection() {
     for flushed in [true, false] {
         let closes = Arc::new(AtomicBool::new(false));
         let now = closes.clone();
-        let server = Server::start(
-            Headers::Simple,
-            |_, _| (),
-            evil(
-                move |_, request, disk| {
+        let server =
+            Server::start(
+                Headers::Simple,
+                |_, _| (),
+                evil(move |_, request, disk| {
                     if now.swap(false, Ordering::SeqCst) { None } else { Some(good(request, disk)) }
-                },
-            ),
-        );
+                }),
+            );
         on_image(&server, LONG, async move |raw| {
             raw.write(Segments::from_bytes(&[1; 512]), 0, false).await.1.unwrap();
             if flushed {
@@ -399,7 +450,9 @@ fn an_export_that_comes_back_changed_is_not_used() {
                     change(disk);
                 }
             },
-            evil(|number, request, disk| if number == 1 { None } else { Some(good(request, disk)) }),
+            evil(
+                |number, request, disk| if number == 1 { None } else { Some(good(request, disk)) },
+            ),
         );
         let says = says.clone();
         on_image(&server, TALKING, async move |raw| {
@@ -415,11 +468,13 @@ fn a_server_that_does_not_negotiate_is_an_error_in_time() {
     let path = std::env::temp_dir().join(format!("blockyard-mute-{}", std::process::id()));
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
     let start = Instant::now();
-    let error = Remote::open(&format!("nbd+unix:///?socket={}", path.display()), true, SHORT).unwrap_err();
+    let error =
+        Remote::open(&format!("nbd+unix:///?socket={}", path.display()), true, SHORT).unwrap_err();
     assert!(error.to_string().contains("does not answer"), "{error}");
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     drop(listener);
-    let error = Remote::open(&format!("nbd+unix:///?socket={}", path.display()), true, SHORT).unwrap_err();
+    let error =
+        Remote::open(&format!("nbd+unix:///?socket={}", path.display()), true, SHORT).unwrap_err();
     assert!(error.to_string().contains("Connection refused"), "{error}");
     std::fs::remove_file(&path).unwrap();
 }

@@ -1,5 +1,5 @@
-//! A small NBD server that does what it is told, right or wrong. It offers simple or structured replies, and serves connections
-//! one after the other until it is dropped.
+//! A small NBD server that does what it is told, right or wrong. It offers simple or structured
+//! replies, and serves connections one after the other until it is dropped.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -9,7 +9,9 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use blockyard_nbd::wire::{self, Chunk, Headers, OptionReply, Request, SimpleReply, chunk, cmd, opt, rep};
+use blockyard_nbd::wire::{
+    self, Chunk, Headers, OptionReply, Request, SimpleReply, chunk, cmd, opt, rep,
+};
 
 pub const SIZE: u64 = 1 << 20;
 const FLUSH_TRIM_ZEROES: u16 = 1 | 1 << 2 | 1 << 5 | 1 << 6;
@@ -38,10 +40,15 @@ pub struct Server {
 
 impl Server {
     /// `setup` may change what is served before each connection.
-    pub fn start(headers: Headers, mut setup: impl FnMut(usize, &mut Disk) + Send + 'static, mut evil: Evil) -> Self {
+    pub fn start(
+        headers: Headers,
+        mut setup: impl FnMut(usize, &mut Disk) + Send + 'static,
+        mut evil: Evil,
+    ) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("blockyard-nbd-{}-{number}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("blockyard-nbd-{}-{number}", std::process::id()));
         let listener = UnixListener::bind(&path).unwrap();
         let connections = Arc::new(AtomicUsize::new(0));
         let ended = Arc::new(Mutex::new(false));
@@ -49,7 +56,8 @@ impl Server {
         let thread = std::thread::spawn(move || {
             let bytes = (0..SIZE).map(|at| (at / 512 % 251) as u8).collect();
             let (patience, written) = Default::default();
-            let mut disk = Disk { headers, size: SIZE, flags: FLUSH_TRIM_ZEROES, patience, bytes, written };
+            let mut disk =
+                Disk { headers, size: SIZE, flags: FLUSH_TRIM_ZEROES, patience, bytes, written };
             for stream in listener.incoming() {
                 if *stop.lock().unwrap() {
                     return;
@@ -79,7 +87,12 @@ impl Drop for Server {
     }
 }
 
-fn serve(mut stream: UnixStream, number: usize, disk: &mut Disk, evil: &mut Evil) -> std::io::Result<()> {
+fn serve(
+    mut stream: UnixStream,
+    number: usize,
+    disk: &mut Disk,
+    evil: &mut Evil,
+) -> std::io::Result<()> {
     let mut hello = wire::GREETING.to_be_bytes().to_vec();
     hello.extend(wire::OPTION.to_be_bytes());
     hello.extend(3u16.to_be_bytes());
@@ -97,9 +110,8 @@ fn serve(mut stream: UnixStream, number: usize, disk: &mut Disk, evil: &mut Evil
             out.extend(data);
         };
         match (header.option, disk.headers) {
-            (opt::EXTENDED_HEADERS, Headers::Extended) | (opt::STRUCTURED_REPLY, Headers::Structured) => {
-                answer(rep::ACK, b"")
-            }
+            (opt::EXTENDED_HEADERS, Headers::Extended)
+            | (opt::STRUCTURED_REPLY, Headers::Structured) => answer(rep::ACK, b""),
             (opt::SET_META_CONTEXT, _) => {
                 let mut context = 9u32.to_be_bytes().to_vec();
                 context.extend(b"base:allocation");
@@ -128,7 +140,8 @@ fn serve(mut stream: UnixStream, number: usize, disk: &mut Disk, evil: &mut Evil
         if request.command == cmd::DISC {
             return Ok(());
         }
-        disk.written.resize(if request.command == cmd::WRITE { request.len as usize } else { 0 }, 0);
+        disk.written
+            .resize(if request.command == cmd::WRITE { request.len as usize } else { 0 }, 0);
         stream.read_exact(&mut disk.written)?;
         match evil(number, &request, disk) {
             Some(bytes) => stream.write_all(&bytes)?,

@@ -1,5 +1,5 @@
-//! Images to begin with, made by the letter of the format and by nothing of the crate's: any mix of cluster types, holes
-//! with rubbish in them, tables in any order, a snapshot that shares clusters.
+//! Images to begin with, made by the letter of the format and by nothing of the crate's: any mix of
+//! cluster types, holes with rubbish in them, tables in any order, a snapshot that shares clusters.
 
 use blockyard_image::qcow2::{Compression, pack};
 use blockyard_storage::sim::{Rng, pattern};
@@ -53,9 +53,17 @@ struct Builder {
 
 pub fn build(recipe: &Recipe) -> Built {
     let layout = recipe.layout;
-    let data = layout.data_file.then(|| vec![0; recipe.size.next_multiple_of(layout.cluster()) as usize]);
+    let data =
+        layout.data_file.then(|| vec![0; recipe.size.next_multiple_of(layout.cluster()) as usize]);
     let rng = Rng::new(recipe.seed);
-    let mut builder = Builder { recipe: recipe.clone(), rng, file: Vec::new(), data, counts: Vec::new(), room: (0, 0) };
+    let mut builder = Builder {
+        recipe: recipe.clone(),
+        rng,
+        file: Vec::new(),
+        data,
+        counts: Vec::new(),
+        room: (0, 0),
+    };
     builder.make();
     Built { file: builder.file, data: builder.data }
 }
@@ -65,7 +73,8 @@ impl Builder {
         self.recipe.layout.cluster()
     }
 
-    /// New clusters side by side; gives their offset. Now and then they lie behind a hole with rubbish in it.
+    /// New clusters side by side; gives their offset. Now and then they lie behind a hole with
+    /// rubbish in it.
     fn allocate(&mut self, count: u64) -> u64 {
         if self.rng.one_in(6) && self.file.len() > 4 * self.cluster() as usize {
             for _ in 0..self.rng.between(1, 3) {
@@ -106,7 +115,9 @@ impl Builder {
         let layout = self.recipe.layout;
         let first = index * layout.l2_entries();
         let clusters = self.recipe.size.div_ceil(self.cluster());
-        let pieces: Vec<_> = (first..(first + layout.l2_entries()).min(clusters)).map(|c| (c, self.piece())).collect();
+        let pieces: Vec<_> = (first..(first + layout.l2_entries()).min(clusters))
+            .map(|c| (c, self.piece()))
+            .collect();
         if pieces.iter().all(|(_, piece)| *piece == Piece::Absent) {
             return None;
         }
@@ -207,7 +218,9 @@ impl Builder {
     fn snapshot(&mut self, l1_at: u64, l1_size: u64) -> (u64, u64) {
         let layout = self.recipe.layout;
         let mut named = Vec::new();
-        let word = |bytes: &[u8], at: u64| u64::from_be_bytes(bytes[at as usize..][..8].try_into().unwrap());
+        let word = |bytes: &[u8], at: u64| {
+            u64::from_be_bytes(bytes[at as usize..][..8].try_into().unwrap())
+        };
         for index in 0..l1_size {
             let at = l1_at + index * 8;
             let table = word(&self.file, at) & !COPIED;
@@ -260,7 +273,11 @@ impl Builder {
             let offset = at + (table + block) * self.cluster();
             put64(&mut self.file, (at + block * 8) as usize, offset);
             for n in 0..layout.per_block() {
-                let count = self.counts.get((block * layout.per_block() + n) as usize).copied().unwrap_or(0);
+                let count = self
+                    .counts
+                    .get((block * layout.per_block() + n) as usize)
+                    .copied()
+                    .unwrap_or(0);
                 layout.set_count(&mut self.file[offset as usize..], n, count);
             }
         }
@@ -282,7 +299,9 @@ impl Builder {
         put32(&mut header, 60, snapshots.0 as u32);
         put64(&mut header, 64, snapshots.1);
         if layout.version > 2 {
-            let bits = u64::from(layout.data_file) << 2 | u64::from(recipe.zstd) << 3 | u64::from(layout.extended) << 4;
+            let bits = u64::from(layout.data_file) << 2
+                | u64::from(recipe.zstd) << 3
+                | u64::from(layout.extended) << 4;
             put64(&mut header, 72, bits);
             put64(&mut header, 88, u64::from(layout.raw_data_file) << 1);
             put32(&mut header, 96, layout.refcount_order);

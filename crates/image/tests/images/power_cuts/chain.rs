@@ -65,15 +65,23 @@ pub struct View {
 impl View {
     /// Where it differs from another one.
     pub fn differs(&self, other: &View) -> String {
-        let name = |view: &View| view.snapshots.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        let name =
+            |view: &View| view.snapshots.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
         let sides = std::iter::once(("disk", &self.disk, &other.disk));
         let snapshots = self.snapshots.iter().zip(&other.snapshots);
-        let sides = sides.chain(snapshots.map(|((name, ours), (_, theirs))| (&name[..], ours, theirs)));
-        let differences = sides.filter(|(_, ours, theirs)| ours != theirs).map(|(name, ours, theirs)| {
-            let at = ours.iter().zip(theirs).position(|(a, b)| a != b);
-            format!("{name} of {} and {} bytes, from byte {at:?} on", ours.len(), theirs.len())
-        });
-        format!("snapshots {:?} and {:?}; {}", name(self), name(other), differences.collect::<Vec<_>>().join(", "))
+        let sides =
+            sides.chain(snapshots.map(|((name, ours), (_, theirs))| (&name[..], ours, theirs)));
+        let differences =
+            sides.filter(|(_, ours, theirs)| ours != theirs).map(|(name, ours, theirs)| {
+                let at = ours.iter().zip(theirs).position(|(a, b)| a != b);
+                format!("{name} of {} and {} bytes, from byte {at:?} on", ours.len(), theirs.len())
+            });
+        format!(
+            "snapshots {:?} and {:?}; {}",
+            name(self),
+            name(other),
+            differences.collect::<Vec<_>>().join(", ")
+        )
     }
 }
 
@@ -82,8 +90,11 @@ pub fn view(layers: &[Files]) -> Result<View, String> {
     let (bytes, data) = (layers[0].main.bytes(), layers[0].data.as_ref().map(SimImage::bytes));
     let parsed = Parsed::new(&bytes);
     let disk = parsed.read(None, data.as_deref(), &below)?;
-    let shown = |(n, snapshot): (usize, &Snapshot)| Ok((snapshot.name.clone(), parsed.read(Some(n), None, &below)?));
-    let snapshots = parsed.snapshots.iter().enumerate().map(shown).collect::<Result<_, String>>()?;
+    let shown = |(n, snapshot): (usize, &Snapshot)| {
+        Ok((snapshot.name.clone(), parsed.read(Some(n), None, &below)?))
+    };
+    let snapshots =
+        parsed.snapshots.iter().enumerate().map(shown).collect::<Result<_, String>>()?;
     Ok(View { disk, snapshots })
 }
 
@@ -91,13 +102,15 @@ pub fn check(files: &Files) -> Findings {
     Parsed::new(&files.main.bytes()).check()
 }
 
-/// The chain as the next to open it for writing finds it, where the dirty bit demands that the image is counted anew.
+/// The chain as the next to open it for writing finds it, where the dirty bit demands that the
+/// image is counted anew.
 pub fn counted(layers: &[Files]) -> Result<Option<Vec<Files>>, String> {
     if !is_dirty(&layers[0]) {
         return Ok(None);
     }
     let mut layers = layers.to_vec();
-    layers[0].main = work_on(&layers[0].main, async |raw| rebuild_refcounts(&raw).await.map(|_| ()))?;
+    layers[0].main =
+        work_on(&layers[0].main, async |raw| rebuild_refcounts(&raw).await.map(|_| ()))?;
     Ok(Some(layers))
 }
 
@@ -132,7 +145,10 @@ fn work_on(
 ) -> Result<SimImage, String> {
     let disk = SimDisk::new(image.clone(), SimConfig::new(1));
     let raw = Raw::on(disk.clone(), Alignment { memory_align: 1, offset_align: 1 });
-    Sim::new(1).block_on(async move { work(raw).await }).map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
+    Sim::new(1)
+        .block_on(async move { work(raw).await })
+        .map_err(|e| e.to_string())?
+        .map_err(|e| e.to_string())?;
     Ok(disk.power_cut())
 }
 
@@ -145,7 +161,10 @@ pub struct Disks {
 impl Disks {
     pub fn new(layers: &[Files], mut config: impl FnMut() -> SimConfig) -> Self {
         let mut on = |image: &SimImage| SimDisk::new(image.clone(), config());
-        let disks = layers.iter().map(|files| (on(&files.main), files.data.as_ref().map(&mut on))).collect();
+        let disks = layers
+            .iter()
+            .map(|files| (on(&files.main), files.data.as_ref().map(&mut on)))
+            .collect();
         Disks { layers: disks, qcow2: layers.iter().map(|files| files.qcow2).collect() }
     }
 
@@ -168,7 +187,8 @@ impl Disks {
         self.layers.iter().zip(&self.qcow2).map(files).collect()
     }
 
-    /// Opens the chain from the `top`-th image on, that one for writing, and gives as many views of it as there are reactors.
+    /// Opens the chain from the `top`-th image on, that one for writing, and gives as many views of
+    /// it as there are reactors.
     pub async fn open<S: Storage + Clone>(
         &self,
         plan: &Plan,
@@ -186,7 +206,8 @@ impl Disks {
             }
             let header = Header::read(&file).await?;
             let (l2_cache, reserve) = (plan.cache, plan.reserve);
-            let options = Qcow2Options { read_only: n > top, l2_cache, reserve, ..Qcow2Options::default() };
+            let options =
+                Qcow2Options { read_only: n > top, l2_cache, reserve, ..Qcow2Options::default() };
             let first = Qcow2::open(header, file.clone(), data.clone(), &options).await?;
             let shared = first.shared().clone();
             views.iter_mut().for_each(|view| {

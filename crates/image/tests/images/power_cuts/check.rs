@@ -1,4 +1,5 @@
-//! The slow, obvious check of an image, and the slow, obvious way to read it: references are counted one by one.
+//! The slow, obvious check of an image, and the slow, obvious way to read it: references are
+//! counted one by one.
 
 use std::collections::BTreeMap;
 
@@ -36,7 +37,8 @@ struct Table {
 #[derive(Debug, Default)]
 pub struct Findings {
     pub corruptions: Vec<String>,
-    /// COPIED flags that are not set and might be: a write copies once more than it must, and that is all.
+    /// COPIED flags that are not set and might be: a write copies once more than it must, and that
+    /// is all.
     pub careful: u64,
     /// Clusters that count more than they are named.
     pub leaks: u64,
@@ -72,11 +74,13 @@ impl<'a> Parsed<'a> {
         let first = at;
         for _ in 0..be32(bytes, 60) {
             let l1 = Table { offset: be64(bytes, at), len: u64::from(be32(bytes, at + 8)) * 8 };
-            let (id, name) = (u64::from(be32(bytes, at + 12) >> 16), u64::from(be32(bytes, at + 12) & 0xffff));
+            let (id, name) =
+                (u64::from(be32(bytes, at + 12) >> 16), u64::from(be32(bytes, at + 12) & 0xffff));
             let more = u64::from(be32(bytes, at + 36));
             let size = if more < 16 { be64(bytes, 24) } else { be64(bytes, at + 48) };
             let text = (at + 40 + more + id) as usize..(at + 40 + more + id + name) as usize;
-            let name_text = String::from_utf8_lossy(bytes.get(text).unwrap_or_default()).into_owned();
+            let name_text =
+                String::from_utf8_lossy(bytes.get(text).unwrap_or_default()).into_owned();
             snapshots.push(Snapshot { l1, name: name_text, size });
             at += (40 + more + id + name).next_multiple_of(8);
         }
@@ -100,13 +104,15 @@ impl<'a> Parsed<'a> {
     fn cluster(&self, offset: u64) -> Vec<u8> {
         let mut cluster = vec![0; self.layout.cluster() as usize];
         let from = self.bytes.len().min(offset as usize);
-        let here = &self.bytes[from..self.bytes.len().min((offset + self.layout.cluster()) as usize)];
+        let here =
+            &self.bytes[from..self.bytes.len().min((offset + self.layout.cluster()) as usize)];
         cluster[..here.len()].copy_from_slice(here);
         cluster
     }
 
     pub fn check(&self) -> Findings {
-        let mut count = Counter { image: self, named: BTreeMap::new(), findings: Findings::default() };
+        let mut count =
+            Counter { image: self, named: BTreeMap::new(), findings: Findings::default() };
         count.run();
         count.findings
     }
@@ -114,7 +120,9 @@ impl<'a> Parsed<'a> {
     /// The counts that the file has, of clusters in blocks that there are.
     fn counts(&self) -> BTreeMap<u64, u64> {
         let mut counts = BTreeMap::new();
-        for (number, block) in self.words(self.refcounts).enumerate().filter(|(_, block)| *block != 0) {
+        for (number, block) in
+            self.words(self.refcounts).enumerate().filter(|(_, block)| *block != 0)
+        {
             let bytes = self.cluster(block);
             for n in 0..self.layout.per_block() {
                 let count = self.layout.count(&bytes, n);
@@ -126,21 +134,37 @@ impl<'a> Parsed<'a> {
         counts
     }
 
-    /// What the guest sees: of the active state, or of a snapshot. `below`: what it sees of the images below.
-    pub fn read(&self, snapshot: Option<usize>, data: Option<&[u8]>, below: &[u8]) -> Result<Vec<u8>, String> {
-        let (l1, size) = snapshot.map_or((self.l1, self.size), |n| (self.snapshots[n].l1, self.snapshots[n].size));
+    /// What the guest sees: of the active state, or of a snapshot. `below`: what it sees of the
+    /// images below.
+    pub fn read(
+        &self,
+        snapshot: Option<usize>,
+        data: Option<&[u8]>,
+        below: &[u8],
+    ) -> Result<Vec<u8>, String> {
+        let (l1, size) = snapshot
+            .map_or((self.l1, self.size), |n| (self.snapshots[n].l1, self.snapshots[n].size));
         let tables: Vec<u64> = self.words(l1).map(|word| word & OFFSET).collect();
         let mut disk = vec![0; size as usize];
         let shared = disk.len().min(below.len());
         disk[..shared].copy_from_slice(&below[..shared]);
         let (layout, step) = (self.layout, self.layout.cluster() as usize);
         for (number, out) in disk.chunks_mut(step).enumerate() {
-            let (index, inside) = (number as u64 / layout.l2_entries(), number as u64 % layout.l2_entries());
-            let Some(table) = tables.get(index as usize).filter(|table| **table != 0) else { continue };
+            let (index, inside) =
+                (number as u64 / layout.l2_entries(), number as u64 % layout.l2_entries());
+            let Some(table) = tables.get(index as usize).filter(|table| **table != 0) else {
+                continue;
+            };
             let table = self.cluster(*table);
             let at = inside * layout.l2_entry() as u64;
             let bitmap = if layout.extended { be64(&table, at + 8) } else { 0 };
-            self.read_cluster(be64(&table, at), bitmap, number as u64 * layout.cluster(), data, out)?;
+            self.read_cluster(
+                be64(&table, at),
+                bitmap,
+                number as u64 * layout.cluster(),
+                data,
+                out,
+            )?;
         }
         Ok(disk)
     }
@@ -157,9 +181,13 @@ impl<'a> Parsed<'a> {
         if word & COMPRESSED != 0 {
             let place = layout.compressed(word);
             let end = self.bytes.len().min(place.end as usize);
-            let packed = self.bytes.get(place.start as usize..end).ok_or("compressed data beyond the end")?;
+            let packed = self
+                .bytes
+                .get(place.start as usize..end)
+                .ok_or("compressed data beyond the end")?;
             let kind = if self.zstd { Compression::Zstd } else { Compression::Zlib };
-            let plain = unpack(packed, kind, layout.cluster() as usize).map_err(|e| e.to_string())?;
+            let plain =
+                unpack(packed, kind, layout.cluster() as usize).map_err(|e| e.to_string())?;
             out.copy_from_slice(&plain[..out.len()]);
             return Ok(());
         }
@@ -234,7 +262,8 @@ impl Counter<'_> {
         }
     }
 
-    /// The L2 tables of an L1 table. `counts`: it is the active one, whose COPIED flags are to be right.
+    /// The L2 tables of an L1 table. `counts`: it is the active one, whose COPIED flags are to be
+    /// right.
     fn tables(&mut self, l1: Table, counts: Option<&BTreeMap<u64, u64>>) {
         let (image, layout) = (self.image, self.image.layout);
         for (index, word) in image.words(l1).enumerate().filter(|(_, word)| *word != 0) {
@@ -266,7 +295,8 @@ impl Counter<'_> {
             }
             return;
         }
-        let allowed = OFFSET | COPIED | if layout.version > 2 && !layout.extended { ZERO } else { 0 };
+        let allowed =
+            OFFSET | COPIED | if layout.version > 2 && !layout.extended { ZERO } else { 0 };
         if word & !allowed != 0 || data & zero != 0 {
             self.wrong(format!("{what}: bits that must not be set"));
         }
@@ -304,10 +334,14 @@ impl Counter<'_> {
             let count = counts.get(&cluster).copied().unwrap_or(0);
             if count < references {
                 let at = cluster * self.image.layout.cluster();
-                self.wrong(format!("the cluster at {at:#x} has {references} references, and counts {count}"));
+                self.wrong(format!(
+                    "the cluster at {at:#x} has {references} references, and counts {count}"
+                ));
             }
         }
-        let more = |(cluster, count): (&u64, &u64)| named.get(cluster).is_none_or(|references| references < count);
+        let more = |(cluster, count): (&u64, &u64)| {
+            named.get(cluster).is_none_or(|references| references < count)
+        };
         self.findings.leaks = counts.iter().filter(|&entry| more(entry)).count() as u64;
     }
 }

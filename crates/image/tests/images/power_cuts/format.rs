@@ -1,4 +1,5 @@
-//! The numbers of the format, written down once more: the judge shall not share a mistake with what it judges.
+//! The numbers of the format, written down once more: the judge shall not share a mistake with what
+//! it judges.
 
 use std::ops::Range;
 
@@ -63,17 +64,24 @@ impl Layout {
         let bits = 1 << self.refcount_order;
         let first = n as usize * bits;
         if bits >= 8 {
-            return block[first / 8..(first + bits) / 8].iter().fold(0, |count, &byte| count << 8 | u64::from(byte));
+            return block[first / 8..(first + bits) / 8]
+                .iter()
+                .fold(0, |count, &byte| count << 8 | u64::from(byte));
         }
         u64::from(block[first / 8]) >> (first % 8) & self.largest_count()
     }
 
     pub fn set_count(&self, block: &mut [u8], n: u64, count: u64) {
-        assert!(count <= self.largest_count(), "a count of {count} in {} bits", 1 << self.refcount_order);
+        assert!(
+            count <= self.largest_count(),
+            "a count of {count} in {} bits",
+            1 << self.refcount_order
+        );
         let bits = 1 << self.refcount_order;
         let first = n as usize * bits;
         if bits >= 8 {
-            block[first / 8..(first + bits) / 8].copy_from_slice(&count.to_be_bytes()[8 - bits / 8..]);
+            block[first / 8..(first + bits) / 8]
+                .copy_from_slice(&count.to_be_bytes()[8 - bits / 8..]);
         } else {
             block[first / 8] &= !((self.largest_count() as u8) << (first % 8));
             block[first / 8] |= (count as u8) << (first % 8);

@@ -1,7 +1,8 @@
 //! The judge of one boot: the oracle, and the rules of answers that it does not know.
 //!
 //! - Nothing fails without cause: where no error is injected, none is told.
-//! - A flush is not answered Ok once a sync of the image's files has failed. Reads are not judged any more then.
+//! - A flush is not answered Ok once a sync of the image's files has failed. Reads are not judged
+//!   any more then.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -68,7 +69,12 @@ impl Judge {
         }
     }
 
-    pub fn changed(&self, what: &str, token: WriteToken, result: io::Result<()>) -> Result<bool, String> {
+    pub fn changed(
+        &self,
+        what: &str,
+        token: WriteToken,
+        result: io::Result<()>,
+    ) -> Result<bool, String> {
         let heard = self.heard(what, &result)?;
         if heard {
             if result.is_err() && self.syncs_fail {
@@ -105,7 +111,8 @@ impl Judge {
     }
 
     fn a_sync_has_failed(&self) -> bool {
-        let failed = |t: &blockyard_storage::sim::Trace| t.kind == OpKind::Sync && t.phase == Phase::Failed;
+        let failed =
+            |t: &blockyard_storage::sim::Trace| t.kind == OpKind::Sync && t.phase == Phase::Failed;
         self.syncs_fail && self.disks.top().any(|disk| disk.trace().iter().any(failed))
     }
 
@@ -117,7 +124,8 @@ impl Judge {
         result: io::Result<()>,
     ) -> Result<bool, String> {
         let heard = self.heard("read", &result)?;
-        // What a failed sync has lost may be read, or what was there before: the place is new, its content is not.
+        // What a failed sync has lost may be read, or what was there before: the place is new, its
+        // content is not.
         let mut oracle = self.oracle.borrow_mut();
         if heard && result.is_ok() && !self.a_sync_has_failed() {
             let mut content = vec![0; segments.len()];

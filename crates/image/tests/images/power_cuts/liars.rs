@@ -39,7 +39,12 @@ impl<S: Storage> Storage for Liar<S> {
         self.disk.read(segments, offset).await
     }
 
-    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+    async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<usize>) {
         let len = segments.len();
         if self.lie == Lie::LosesPieces && len > 1024 {
             let (_, n) = self.disk.write(segments.slice(0, len - 512), offset, durable).await;

@@ -1,5 +1,5 @@
-//! A chain through its boots, and what is done to it between them. What is found after each cut is judged, and is where the
-//! next begins.
+//! A chain through its boots, and what is done to it between them. What is found after each cut is
+//! judged, and is where the next begins.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -31,8 +31,8 @@ pub struct Life {
     layers: Vec<Files>,
     view: View,
     leaks: u64,
-    /// What an operation that was cut may have left until the image is opened for writing: the dirty bit; in version 2, which
-    /// has none, COPIED flags that are not set.
+    /// What an operation that was cut may have left until the image is opened for writing: the
+    /// dirty bit; in version 2, which has none, COPIED flags that are not set.
     dirty: bool,
     careful: bool,
     oracle: Rc<RefCell<Oracle>>,
@@ -57,7 +57,8 @@ impl Life {
         (header.refcount_table_offset, header.refcount_table_clusters)
     }
 
-    /// The disk is what it is, durably, and behind it nothing is left of the `before` bytes that it had.
+    /// The disk is what it is, durably, and behind it nothing is left of the `before` bytes that it
+    /// had.
     fn tell_oracle(&self, before: usize) {
         let (mut oracle, mut disk) = (self.oracle.borrow_mut(), self.view.disk.clone());
         disk.resize(disk.len().max(before), 0);
@@ -100,7 +101,14 @@ impl Life {
         match opened {
             Ok(views) => {
                 let views: Vec<_> = views.into_iter().map(Rc::new).collect();
-                if load::run(&plan, self.view.disk.len() as u64, &judge, &sim, &views, &mut self.rng)? {
+                if load::run(
+                    &plan,
+                    self.view.disk.len() as u64,
+                    &judge,
+                    &sim,
+                    &views,
+                    &mut self.rng,
+                )? {
                     closed = self.end(&judge, &sim, &views)?;
                 }
             }
@@ -116,10 +124,17 @@ impl Life {
         Ok(Boot { survived, events: power.events() })
     }
 
-    /// The load is through: everything is read; then the image is closed, as often as not. True: it was, and well.
-    fn end<S: Storage>(&mut self, judge: &Rc<Judge>, sim: &Sim, views: &[Rc<Image<S>>]) -> Result<bool, String> {
+    /// The load is through: everything is read; then the image is closed, as often as not. True: it
+    /// was, and well.
+    fn end<S: Storage>(
+        &mut self,
+        judge: &Rc<Judge>,
+        sim: &Sim,
+        views: &[Rc<Image<S>>],
+    ) -> Result<bool, String> {
         judge.disks.all().for_each(|disk| disk.heal());
-        let (of, image, capacity) = (judge.clone(), views[views.len() - 1].clone(), self.view.disk.len() as u64);
+        let (of, image, capacity) =
+            (judge.clone(), views[views.len() - 1].clone(), self.view.disk.len() as u64);
         let (power, disks) = (&judge.power, &judge.disks);
         load::wait(sim, power, disks, async move { load::read_all(&of, &image, capacity).await })??;
         if self.rng.one_in(2) || judge.power.is_off() {
@@ -135,13 +150,19 @@ impl Life {
     }
 
     fn config(&mut self, power: &Power) -> impl FnMut() -> SimConfig + use<> {
-        let (mut rng, discard_zeroes, power) = (self.rng.fork(), self.plan.discard_zeroes, power.clone());
+        let (mut rng, discard_zeroes, power) =
+            (self.rng.fork(), self.plan.discard_zeroes, power.clone());
         let slowest = self.plan.slow;
         move || {
             // Now and then operations of a kind take long, so that others come in between.
             let mut slow = |most| if rng.one_in(4) { slowest } else { most };
             let latency = Latency { read: slow(4), write: slow(6), sync: slow(10), other: slow(6) };
-            SimConfig { latency, discard_zeroes, power: power.clone(), ..SimConfig::new(rng.next_u64()) }
+            SimConfig {
+                latency,
+                discard_zeroes,
+                power: power.clone(),
+                ..SimConfig::new(rng.next_u64())
+            }
         }
     }
 
@@ -156,12 +177,18 @@ impl Life {
             }
             let leaks = chain::check(&layers[0]).leaks;
             if closed && leaks > self.leaks && self.plan.trouble.is_none() {
-                return Err(format!("{} clusters leaked, in an image that was closed", leaks - self.leaks));
+                return Err(format!(
+                    "{} clusters leaked, in an image that was closed",
+                    leaks - self.leaks
+                ));
             }
             if nth < JUDGED {
                 self.oracle.borrow().allows_after_cut(0, &view.disk).map_err(|e| e.to_string())?;
             } else {
-                self.oracle.borrow_mut().check_after_cut(0, &view.disk).map_err(|e| e.to_string())?;
+                self.oracle
+                    .borrow_mut()
+                    .check_after_cut(0, &view.disk)
+                    .map_err(|e| e.to_string())?;
                 (self.leaks, self.layers, self.view) = (leaks, layers, view);
             }
         }
@@ -199,7 +226,9 @@ impl Life {
             // Clusters beyond the end of the file are no leaks to it.
             let same = report.corruptions == findings.careful && report.leaks <= findings.leaks;
             if !same || report.check_errors > 0 {
-                return Err(format!("our check finds other than the slow one, {findings:?}: {report:#?}"));
+                return Err(format!(
+                    "our check finds other than the slow one, {findings:?}: {report:#?}"
+                ));
             }
         }
         if tally.one_in > 0 && tally.judged.is_multiple_of(tally.one_in) && findings.careful == 0 {
@@ -209,7 +238,8 @@ impl Life {
         Ok(view)
     }
 
-    /// Does something to the closed chain, as a whole and then cut somewhere. What the cut has left is where it goes on.
+    /// Does something to the closed chain, as a whole and then cut somewhere. What the cut has left
+    /// is where it goes on.
     pub fn operate(&mut self, tally: &mut Tally) -> Result<(), String> {
         let operation = self.next_operation();
         let whole = self.operate_once(&operation, u64::MAX, false, tally)?;
@@ -230,7 +260,9 @@ impl Life {
         tally: &mut Tally,
     ) -> Result<Boot, String> {
         let plan = self.plan.clone();
-        let explain = |e| format!("seed {}, {operation:?} cut after {cut_after} events: {e}\n{plan:?}", plan.seed);
+        let explain = |e| {
+            format!("seed {}, {operation:?} cut after {cut_after} events: {e}\n{plan:?}", plan.seed)
+        };
         let power = Power::cut_after(cut_after);
         let config = self.config(&power);
         let disks = Disks::new(&self.layers, config);
@@ -273,8 +305,10 @@ impl Life {
             let (old, new) = (view == self.view, view == after);
             if !(new && outcome.done != Some(Done::Refused) || old && !done) {
                 let (old, new) = (view.differs(&self.view), view.differs(&after));
-                let ended =
-                    format!("{:?}; it differs from what it was: {old}; from what it was to be: {new}", outcome.done);
+                let ended = format!(
+                    "{:?}; it differs from what it was: {old}; from what it was to be: {new}",
+                    outcome.done
+                );
                 return Err(format!("neither what it was nor what it was to be; {ended}"));
             }
             tally.states[usize::from(new)] += 1;

@@ -1,4 +1,5 @@
-//! The run: lanes of requests on one or two reactors' views of a chain, until they are through or the power goes.
+//! The run: lanes of requests on one or two reactors' views of a chain, until they are through or
+//! the power goes.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -14,7 +15,8 @@ use super::chain::Disks;
 use super::judge::Judge;
 use super::plan::Plan;
 
-/// Runs the lanes to their end. When the power goes half-way they end too, unheard. True: the power is on.
+/// Runs the lanes to their end. When the power goes half-way they end too, unheard. True: the power
+/// is on.
 pub fn run<S: Storage>(
     plan: &Plan,
     capacity: u64,
@@ -89,7 +91,11 @@ pub fn wait<T: 'static>(
 }
 
 /// A guest's look at all of its disk, with nothing else going on.
-pub async fn read_all<S: Storage>(judge: &Judge, image: &Image<S>, capacity: u64) -> Result<(), String> {
+pub async fn read_all<S: Storage>(
+    judge: &Judge,
+    image: &Image<S>,
+    capacity: u64,
+) -> Result<(), String> {
     const PIECE: u64 = 128 * SECTOR as u64;
     for offset in (0..capacity).step_by(PIECE as usize) {
         let token = judge.oracle.borrow_mut().read_started();
@@ -100,8 +106,9 @@ pub async fn read_all<S: Storage>(judge: &Judge, image: &Image<S>, capacity: u64
     Ok(())
 }
 
-/// The half of the disk in which a boot writes compressed clusters. Each cluster is written once at most and changed by no
-/// other request of this boot, because `Qcow2::write_compressed` demands that.
+/// The half of the disk in which a boot writes compressed clusters. Each cluster is written once at
+/// most and changed by no other request of this boot, because `Qcow2::write_compressed` demands
+/// that.
 struct Packed {
     /// In clusters.
     half: Range<u64>,
@@ -189,7 +196,8 @@ impl<S: Storage> Lane<S> {
             return self.flush().await;
         }
         packed.next.set(cluster + 1);
-        let (size, offset) = (self.cluster as usize * SECTOR, cluster * self.cluster * SECTOR as u64);
+        let (size, offset) =
+            (self.cluster as usize * SECTOR, cluster * self.cluster * SECTOR as u64);
         let inside = size.min(self.sectors as usize * SECTOR - offset as usize);
         let mut plain = vec![0; size];
         for sector in plain[..inside].chunks_mut(SECTOR) {
@@ -197,7 +205,9 @@ impl<S: Storage> Lane<S> {
         }
         let kind = if self.zstd { Compression::Zstd } else { Compression::Zlib };
         let small = pack(&plain, kind).unwrap().expect("mostly zeroes");
-        let Layer::Qcow2(top) = &self.image.layers()[0] else { unreachable!("the topmost image is qcow2") };
+        let Layer::Qcow2(top) = &self.image.layers()[0] else {
+            unreachable!("the topmost image is qcow2")
+        };
         let token = self.judge.oracle.borrow_mut().write_started(offset, &plain[..inside]);
         let result = match top.write_compressed(offset, &small).await {
             // The image has something there.

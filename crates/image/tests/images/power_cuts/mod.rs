@@ -1,4 +1,5 @@
-//! Power cuts: chains of images on simulated disks, under concurrent requests, cut at any moment, and judged.
+//! Power cuts: chains of images on simulated disks, under concurrent requests, cut at any moment,
+//! and judged.
 //!
 //! ```text
 //!   plan    what a run is like, decided by its seed      build   the images it begins with
@@ -8,7 +9,8 @@
 //!   liars   storage that breaks its promises             lives   seeds, on all processors
 //!   check   references against refcounts, and reading, the slow way (format: its numbers); qemu: QEMU's opinion
 //! ```
-//! A failure names its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` makes as many random cuts.
+//! A failure names its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` makes as
+//! many random cuts.
 
 use crate::lives;
 
@@ -42,8 +44,8 @@ const QUIET: [u64; 1] = [2451];
 const GROWING: [u64; 0] = [];
 const TROUBLED: [u64; 11] = [171, 236, 395, 446, 449, 483, 485, 639, 722, 755, 959];
 
-/// A whole boot, to see how long one is; then some cut at random events, each going on from what the one before left, and
-/// things that are done to the image in between.
+/// A whole boot, to see how long one is; then some cut at random events, each going on from what
+/// the one before left, and things that are done to the image in between.
 fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     let mut rng = Rng::new(plan.seed);
     let events = Life::new(plan.clone()).boot(u64::MAX, |disk| disk, tally)?.events;
@@ -107,7 +109,9 @@ fn what_was_promised_survives_a_cut_at_every_event() {
     for (seed, shape) in (30_000..).zip(SHAPES.into_iter().cycle()).take(6) {
         let plan = Plan { shape, lanes: 4, requests: 6, ..Plan::quiet(seed) };
         let whole = (0..).find(|&events| {
-            let boot = Life::new(plan.clone()).boot(events, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+            let boot = Life::new(plan.clone())
+                .boot(events, |disk| disk, &mut tally)
+                .unwrap_or_else(|e| panic!("{e}"));
             assert!(!boot.survived || events > 20, "a run of only {events} events");
             boot.survived
         });
@@ -124,7 +128,8 @@ fn a_new_refcount_table_survives_a_cut_at_every_event() {
     let table = |life: &Life| life.refcount_table();
     let mut life = Life::new(plan.clone());
     let old = table(&life);
-    let events = life.boot(u64::MAX, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}")).events;
+    let events =
+        life.boot(u64::MAX, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}")).events;
     assert_ne!(table(&life), old, "the refcount table has moved");
     let (mut before, mut after) = (0, 0);
     for events in 0..events {
@@ -148,8 +153,10 @@ fn what_is_done_between_boots_survives_a_cut_at_every_event() {
         life.boot(u64::MAX, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
         let operation = life.next_operation();
         let left = &mut left[operation.kind()];
-        let mut cut =
-            |events| life.operate_once(&operation, events, false, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+        let mut cut = |events| {
+            life.operate_once(&operation, events, false, &mut tally)
+                .unwrap_or_else(|e| panic!("{e}"))
+        };
         let events = cut(u64::MAX).events;
         if *left > 0 && events > 8 {
             *left -= 1;
@@ -160,13 +167,19 @@ fn what_is_done_between_boots_survives_a_cut_at_every_event() {
     println!("{tally}");
 }
 
-/// The judges are judged: a storage that lies is found out. How often depends on where cuts happen to fall, so there are many
-/// more runs than are needed; they end when it has been caught often enough.
+/// The judges are judged: a storage that lies is found out. How often depends on where cuts happen
+/// to fall, so there are many more runs than are needed; they end when it has been caught often
+/// enough.
 #[test]
 fn liars_are_caught() {
     const ENOUGH: usize = 5;
     // A cut has to come behind one sync of two and before the next.
-    for (lie, runs) in [(Lie::NoSync, 60), (Lie::HalfTheSyncs, 800), (Lie::LosesPieces, 60), (Lie::DiscardsMore, 120)] {
+    for (lie, runs) in [
+        (Lie::NoSync, 60),
+        (Lie::HalfTheSyncs, 800),
+        (Lie::LosesPieces, 60),
+        (Lie::DiscardsMore, 120),
+    ] {
         let is_caught = |&seed: &u64| {
             let mut rng = Rng::new(seed);
             let shape = Alignment { memory_align: 1, offset_align: 1 };

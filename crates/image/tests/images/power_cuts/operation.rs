@@ -1,4 +1,5 @@
-//! What is done to a closed chain between two boots: snapshots, other sizes, commits. Cut at any event, each is done or not.
+//! What is done to a closed chain between two boots: snapshots, other sizes, commits. Cut at any
+//! event, each is done or not.
 
 use std::io;
 use std::rc::Rc;
@@ -64,7 +65,11 @@ impl Operation {
                 let now = view.disk.len() as u64 / SECTOR as u64;
                 // Disks do not grow from one life's step to the next without end.
                 let most = plan.top().size / SECTOR as u64 * 3 / 2 + 8;
-                let sectors = if rng.one_in(3) { now.saturating_sub(rng.below(12)) } else { rng.between(1, most) };
+                let sectors = if rng.one_in(3) {
+                    now.saturating_sub(rng.below(12))
+                } else {
+                    rng.between(1, most)
+                };
                 Operation::Resize(sectors.max(1) * SECTOR as u64)
             }
         }
@@ -91,7 +96,8 @@ impl Operation {
         match self {
             Operation::Create(name) => view.snapshots.push((name.clone(), view.disk.clone())),
             Operation::Apply(name) => {
-                let (_, shown) = view.snapshots.iter().find(|(known, _)| known == name).expect("a snapshot");
+                let (_, shown) =
+                    view.snapshots.iter().find(|(known, _)| known == name).expect("a snapshot");
                 view.disk = shown.clone();
             }
             Operation::Delete(name) => view.snapshots.retain(|(known, _)| known != name),
@@ -102,7 +108,14 @@ impl Operation {
     }
 
     /// Does it on `disks`, whose power may go meanwhile; the topmost image shows `view`.
-    pub fn run(&self, plan: &Plan, view: &View, disks: Disks, power: &Power, seed: u64) -> Result<Outcome, String> {
+    pub fn run(
+        &self,
+        plan: &Plan,
+        view: &View,
+        disks: Disks,
+        power: &Power,
+        seed: u64,
+    ) -> Result<Outcome, String> {
         let disks = Rc::new(disks);
         let trouble = plan.trouble.is_some();
         if let Some(trouble) = &plan.trouble {
@@ -167,13 +180,16 @@ impl Work {
         if self.size_of(1).await? < self.size {
             match self.disks.qcow2[1] {
                 true => {
-                    let wanted = Resize { size: self.size, shrink: false, below: self.size_of(2).await? };
+                    let wanted =
+                        Resize { size: self.size, shrink: false, below: self.size_of(2).await? };
                     resize(&self.files(1).0, None, wanted).await?;
                 }
                 false => self.disks.layers[1].0.set_len(self.size).await.map_err(failed)?,
             }
         }
-        let open = async |top| Ok(self.disks.open(&self.plan, top, |disk| disk).await.map_err(failed)?.swap_remove(0));
+        let open = async |top| {
+            Ok(self.disks.open(&self.plan, top, |disk| disk).await.map_err(failed)?.swap_remove(0))
+        };
         let (from, into) = (open(0).await?, open(1).await?);
         let copy = CopyDown::new(0..self.size, 1, Arc::default());
         copy.run(&from, &into, async |_| Ok(())).await?;

@@ -42,7 +42,8 @@ pub struct Plan {
     pub copy_on_read: bool,
     /// How long operations take at most that are slow.
     pub slow: u64,
-    /// Requests go to the whole disk, give clusters back more often, and seldom flush: metadata are written back unasked.
+    /// Requests go to the whole disk, give clusters back more often, and seldom flush: metadata are
+    /// written back unasked.
     pub spread: bool,
     /// Some requests write compressed clusters.
     pub packs: bool,
@@ -90,7 +91,11 @@ impl Plan {
             raw_data_file: false,
         };
         let capacity = rng.between(100, 400) * SECTOR as u64;
-        let recipe = Recipe { snapshot: false, full: *rng.pick(&[0, 30]), ..recipe(&mut rng, layout, capacity, None) };
+        let recipe = Recipe {
+            snapshot: false,
+            full: *rng.pick(&[0, 30]),
+            ..recipe(&mut rng, layout, capacity, None)
+        };
         Plan {
             layers: vec![LayerPlan::Qcow2(recipe)],
             lanes: rng.between(3, 6) as usize,
@@ -100,7 +105,8 @@ impl Plan {
         }
     }
 
-    /// Few clusters, freed and used again all the time, while reads and writes take longer than whole flushes.
+    /// Few clusters, freed and used again all the time, while reads and writes take longer than
+    /// whole flushes.
     pub fn reusing(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7265_7573);
         let layout = Layout {
@@ -123,13 +129,14 @@ impl Plan {
         }
     }
 
-    /// Tables by the dozen or the hundred, few of them in memory, hardly a flush: what was freed must wait for a write-back
-    /// that is durable, and clusters are scarce.
+    /// Tables by the dozen or the hundred, few of them in memory, hardly a flush: what was freed
+    /// must wait for a write-back that is durable, and clusters are scarce.
     pub fn relieving(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7265_6c69);
         let (version, cluster_bits, refcount_order) = (3, 9, 4);
         let (extended, data_file, raw_data_file) = (false, false, false);
-        let layout = Layout { version, cluster_bits, refcount_order, extended, data_file, raw_data_file };
+        let layout =
+            Layout { version, cluster_bits, refcount_order, extended, data_file, raw_data_file };
         let tables = if rng.one_in(16) { rng.between(100, 300) } else { rng.between(12, 18) };
         let recipe = recipe(&mut rng, layout, tables * layout.l2_reach(), None);
         let full = *rng.pick(&[30, 60, 100]);
@@ -159,7 +166,11 @@ impl Plan {
         let size = rng.between(12, 60) * layout.cluster();
         let recipe = recipe(&mut rng, layout, size, None);
         Plan {
-            layers: vec![LayerPlan::Qcow2(Recipe { snapshot: false, full: *rng.pick(&[30, 60]), ..recipe })],
+            layers: vec![LayerPlan::Qcow2(Recipe {
+                snapshot: false,
+                full: *rng.pick(&[30, 60]),
+                ..recipe
+            })],
             lanes: rng.between(4, 6) as usize,
             requests: 30,
             reserve: Some(layout.cluster() * rng.between(1, 3)),
@@ -169,7 +180,8 @@ impl Plan {
         }
     }
 
-    /// A file that its refcount table can hardly count: the first requests make a new table necessary.
+    /// A file that its refcount table can hardly count: the first requests make a new table
+    /// necessary.
     pub fn recounting(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7265_636e);
         let layout = Layout {
@@ -180,12 +192,18 @@ impl Plan {
             data_file: false,
             raw_data_file: false,
         };
-        // Beside the L1 table there are the header, one cluster of the refcount table, and the blocks that it names.
+        // Beside the L1 table there are the header, one cluster of the refcount table, and the
+        // blocks that it names.
         let (per_table, left) = (layout.cluster() / 8, rng.between(0, 6));
         let l1_clusters = per_table * layout.per_block() - 2 - per_table - left;
         let recipe = recipe(&mut rng, layout, 64 * SECTOR as u64, None);
         Plan {
-            layers: vec![LayerPlan::Qcow2(Recipe { snapshot: false, full: 0, l1_clusters, ..recipe })],
+            layers: vec![LayerPlan::Qcow2(Recipe {
+                snapshot: false,
+                full: 0,
+                l1_clusters,
+                ..recipe
+            })],
             lanes: 2,
             requests: 2,
             reserve: Some(layout.cluster() * rng.between(4, 8)),
@@ -268,7 +286,12 @@ fn below(layers: &[LayerPlan], number: usize) -> Option<(String, &'static str)> 
     Some((file_name(number), format))
 }
 
-fn recipe(rng: &mut Rng, layout: Layout, size: u64, below: Option<(String, &'static str)>) -> Recipe {
+fn recipe(
+    rng: &mut Rng,
+    layout: Layout,
+    size: u64,
+    below: Option<(String, &'static str)>,
+) -> Recipe {
     Recipe {
         layout,
         size,

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::chain::{Files, file_name};
 
-/// The exit status of `qemu-img check` for an image that is sound but for clusters that nothing names.
+/// The exit status of `qemu-img check` for an image that is sound but for clusters that nothing
+/// names.
 const ONLY_LEAKS: i32 = 3;
 
 /// A folder that goes with the judgement.

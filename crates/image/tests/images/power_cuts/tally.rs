@@ -24,21 +24,35 @@ pub struct Tally {
     /// Operations that were cut, by kind; and such as cannot be.
     pub operations: [u64; KINDS.len()],
     pub refused: u64,
-    /// Images that were found as they had been before an operation, and as they were to be after it.
+    /// Images that were found as they had been before an operation, and as they were to be after
+    /// it.
     pub states: [u64; 2],
 }
 
 impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Tally { cuts, survived, flushes, events, judged, errors, troubled, leaky, by_qemu, .. } = self;
-        write!(f, "{cuts} cuts, {survived} whole runs, {flushes} flushes, {events} events, {judged} images judged, ")?;
+        let Tally {
+            cuts, survived, flushes, events, judged, errors, troubled, leaky, by_qemu, ..
+        } = self;
+        write!(
+            f,
+            "{cuts} cuts, {survived} whole runs, {flushes} flushes, {events} events, {judged} images judged, "
+        )?;
         write!(f, "{leaky} with leaks, {by_qemu} by QEMU too, {errors} errors in {troubled} runs")?;
         if self.operations.iter().sum::<u64>() == 0 {
             return Ok(());
         }
-        let kinds: Vec<_> = KINDS.iter().zip(self.operations).map(|(kind, cuts)| format!("{cuts} {kind}")).collect();
+        let kinds: Vec<_> = KINDS
+            .iter()
+            .zip(self.operations)
+            .map(|(kind, cuts)| format!("{cuts} {kind}"))
+            .collect();
         let (refused, [old, new]) = (self.refused, self.states);
-        write!(f, "; operations cut: {}, {refused} refused, {old} images old, {new} new", kinds.join(", "))
+        write!(
+            f,
+            "; operations cut: {}, {refused} refused, {old} images old, {new} new",
+            kinds.join(", ")
+        )
     }
 }
 
@@ -72,7 +86,19 @@ impl Count for Tally {
     }
 
     fn add(&mut self, other: &Tally) {
-        let Tally { cuts, survived, flushes, events, judged, errors, troubled, leaky, by_qemu, refused, .. } = other;
+        let Tally {
+            cuts,
+            survived,
+            flushes,
+            events,
+            judged,
+            errors,
+            troubled,
+            leaky,
+            by_qemu,
+            refused,
+            ..
+        } = other;
         self.cuts += cuts;
         self.survived += survived;
         self.flushes += flushes;

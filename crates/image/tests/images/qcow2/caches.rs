@@ -12,7 +12,8 @@ const SIZE: &str = "1T";
 
 /// What each image keeps, and may keep; and all together.
 fn kept(chain: &Chain) -> (Vec<(u64, u64)>, (u64, u64)) {
-    let each: Vec<_> = chain.layers().iter().filter_map(|layer| Some(layer.qcow2()?.cache_bytes())).collect();
+    let each: Vec<_> =
+        chain.layers().iter().filter_map(|layer| Some(layer.qcow2()?.cache_bytes())).collect();
     let all = each.iter().fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1));
     (each, all)
 }
@@ -31,12 +32,17 @@ fn chain(scratch: &Scratch) -> ChainOptions {
 fn the_images_of_a_chain_share_one_limit() {
     let scratch = Scratch::new("caches");
     let options = chain(&scratch);
-    for (l2_cache, limit) in [(None, 32 * M), (Some(2 * M), 2 * M), (Some(0), DEPTH as u64 * (32 << 10))] {
+    for (l2_cache, limit) in
+        [(None, 32 * M), (Some(2 * M), 2 * M), (Some(0), DEPTH as u64 * (32 << 10))]
+    {
         let chain = Chain::open(&ChainOptions { l2_cache, ..options.clone() }).unwrap();
         let (each, all) = kept(&chain);
         assert_eq!(each.len(), DEPTH);
         assert!(all.1 <= limit && all.1 + 64 * 1024 > limit, "{l2_cache:?}: {each:?}");
-        assert!(each.is_sorted_by(|above, below| above.1 >= below.1) && each[DEPTH - 1].1 >= 32 << 10, "{each:?}");
+        assert!(
+            each.is_sorted_by(|above, below| above.1 >= below.1) && each[DEPTH - 1].1 >= 32 << 10,
+            "{each:?}"
+        );
     }
 }
 

@@ -18,24 +18,39 @@ fn a_guest_that_frees_and_writes_and_never_flushes_does_not_fill_the_host() {
         on_image(&scratch, async move |image| {
             for _ in 0..20 {
                 image.write(Segments::from_bytes(&vec![5; SIZE as usize]), 0).await.1.unwrap();
-                let freed = if zeroes { image.write_zeroes(0, SIZE, true).await } else { image.discard(0, SIZE).await };
+                let freed = if zeroes {
+                    image.write_zeroes(0, SIZE, true).await
+                } else {
+                    image.discard(0, SIZE).await
+                };
                 freed.unwrap();
             }
         });
         let len = std::fs::metadata(scratch.path("a.qcow2")).unwrap().len();
         // The disk, what may be owed, what is reserved.
-        assert!(len < SIZE + (64 << 20) + (64 << 20), "{len} bytes for a disk of {SIZE} (zeroes: {zeroes})");
+        assert!(
+            len < SIZE + (64 << 20) + (64 << 20),
+            "{len} bytes for a disk of {SIZE} (zeroes: {zeroes})"
+        );
     }
 }
 
-/// All that it looks at is in memory: it must not keep the reactor's other requests waiting for that.
+/// All that it looks at is in memory: it must not keep the reactor's other requests waiting for
+/// that.
 #[test]
 fn a_long_discard_of_nothing_lets_other_requests_through() {
     const SIZE: u64 = 1 << 30;
     let scratch = Scratch::new("nothing");
     std::fs::write(scratch.path("base.raw"), [7; 512]).unwrap();
     let options = ["-o", "cluster_size=4k", "-F", "raw", "-b", "base.raw"];
-    qemu_img(&[&["create", "-q", "-f", "qcow2"], &options[..], &[scratch.name("a.qcow2"), &SIZE.to_string()]].concat());
+    qemu_img(
+        &[
+            &["create", "-q", "-f", "qcow2"],
+            &options[..],
+            &[scratch.name("a.qcow2"), &SIZE.to_string()],
+        ]
+        .concat(),
+    );
     on_image(&scratch, async move |image| {
         let mut discard = Box::pin(image.discard(0, SIZE));
         let (mut polls, mut longest, start) = (0u32, Duration::ZERO, Instant::now());

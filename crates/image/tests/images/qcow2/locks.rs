@@ -54,7 +54,10 @@ fn readers_of_qemu_and_readers_here_share_an_image_and_writers_share_it_with_nob
             let _qemu = Qemu::open(&path, theirs).unwrap();
             let result = open(&path, ours);
             assert_eq!(result.is_ok(), both, "QEMU first; {what}: {result:?}");
-            assert!(result.is_ok() || matches!(result, Err(OpenError::Locked { .. })), "{result:?}");
+            assert!(
+                result.is_ok() || matches!(result, Err(OpenError::Locked { .. })),
+                "{result:?}"
+            );
         }
         let _here = open(&path, ours).unwrap();
         assert_eq!(Qemu::open(&path, theirs).is_some(), both, "QEMU second; {what}");

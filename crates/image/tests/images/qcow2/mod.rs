@@ -1,7 +1,7 @@
 //! qcow2 images written here and by QEMU, read by the other.
 //!
-//! Random work on chains, each read compared with a model in memory; at the end `qemu-img check` and `qemu-img compare`
-//! judge the files.
+//! Random work on chains, each read compared with a model in memory; at the end `qemu-img check`
+//! and `qemu-img compare` judge the files.
 
 mod caches;
 mod freed;
@@ -35,7 +35,12 @@ async fn check(image: &Image<Store>, model: &Model, offset: u64, len: usize) {
     segments.copy_out(0, &mut bytes);
     let wrong = bytes.iter().zip(&model.0[offset as usize..][..len]).position(|(a, b)| a != b);
     if let Some(at) = wrong {
-        panic!("offset {}: {} is not {}", offset + at as u64, bytes[at], model.0[offset as usize + at]);
+        panic!(
+            "offset {}: {} is not {}",
+            offset + at as u64,
+            bytes[at],
+            model.0[offset as usize + at]
+        );
     }
 }
 
@@ -101,7 +106,10 @@ fn session(options: &ChainOptions, model: Model, seed: u64) -> Model {
 }
 
 /// Work on `a.qcow2`.
-fn on_image<T: 'static>(scratch: &Scratch, work: impl AsyncFnOnce(Image<Store>) -> T + 'static) -> T {
+fn on_image<T: 'static>(
+    scratch: &Scratch,
+    work: impl AsyncFnOnce(Image<Store>) -> T + 'static,
+) -> T {
     let chain = Chain::open(&ChainOptions::new(scratch.path("a.qcow2"))).unwrap();
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
@@ -113,7 +121,15 @@ fn judged_by_qemu(scratch: &Scratch, name: &str, model: &Model) {
     let expected = scratch.path("expected.raw");
     std::fs::write(&expected, &model.0).unwrap();
     qemu_img(&["check", "-f", "qcow2", scratch.name(name)]);
-    qemu_img(&["compare", "-f", "qcow2", "-F", "raw", scratch.name(name), scratch.name("expected.raw")]);
+    qemu_img(&[
+        "compare",
+        "-f",
+        "qcow2",
+        "-F",
+        "raw",
+        scratch.name(name),
+        scratch.name("expected.raw"),
+    ]);
 }
 
 #[test]
@@ -140,7 +156,16 @@ fn images_of_qemu_are_written_here_and_read_there() {
         let scratch = Scratch::new("matrix");
         let data = scratch.path("data.bin");
         let options = options.replace("data.bin", data.to_str().unwrap());
-        qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, scratch.name("a.qcow2"), &SIZE.to_string()]);
+        qemu_img(&[
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-o",
+            &options,
+            scratch.name("a.qcow2"),
+            &SIZE.to_string(),
+        ]);
         let mut model = Model(vec![0; SIZE as usize]);
         for session_number in 0..2 {
             let options = ChainOptions::new(scratch.path("a.qcow2"));
@@ -152,9 +177,14 @@ fn images_of_qemu_are_written_here_and_read_there() {
 
 #[test]
 fn overlays_over_all_kinds_of_bases() {
-    let bases =
-        [("raw", ""), ("qcow2", "compat=0.10"), ("qcow2", "extended_l2=on"), ("qcow2", "compression_type=zstd")];
-    let overlays = ["compat=1.1", "compat=0.10", "extended_l2=on,cluster_size=128k", "cluster_size=4k"];
+    let bases = [
+        ("raw", ""),
+        ("qcow2", "compat=0.10"),
+        ("qcow2", "extended_l2=on"),
+        ("qcow2", "compression_type=zstd"),
+    ];
+    let overlays =
+        ["compat=1.1", "compat=0.10", "extended_l2=on,cluster_size=128k", "cluster_size=4k"];
     for (number, (format, base)) in bases.into_iter().enumerate() {
         for (other, overlay) in overlays.into_iter().enumerate() {
             println!("{overlay} over {format} {base}");
@@ -195,7 +225,10 @@ fn overlays_over_all_kinds_of_bases() {
                 &SIZE.to_string(),
             ]);
             let before = std::fs::read(scratch.path("base")).unwrap();
-            let options = ChainOptions { format: Some(Format::Qcow2), ..ChainOptions::new(scratch.path("a.qcow2")) };
+            let options = ChainOptions {
+                format: Some(Format::Qcow2),
+                ..ChainOptions::new(scratch.path("a.qcow2"))
+            };
             let model = session(&options, model, (number * 4 + other) as u64);
             judged_by_qemu(&scratch, "a.qcow2", &model);
             assert!(before == std::fs::read(scratch.path("base")).unwrap(), "the base was changed");
@@ -209,7 +242,18 @@ fn a_middle_image_that_is_shorter_hides_what_is_below_its_end() {
     let scratch = Scratch::new("short");
     std::fs::write(scratch.path("base.raw"), vec![7; SIZE as usize]).unwrap();
     let create = |name: &'static str, below: &str, format: &str, size: u64| {
-        let options = ["create", "-q", "-f", "qcow2", "-F", format, "-b", below, scratch.name(name), &size.to_string()];
+        let options = [
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-F",
+            format,
+            "-b",
+            below,
+            scratch.name(name),
+            &size.to_string(),
+        ];
         qemu_img(&options);
     };
     create("middle.qcow2", "base.raw", "raw", 5 << 20);

@@ -14,7 +14,8 @@ impl Scratch {
     pub fn new(name: &str) -> Self {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let folder = std::env::temp_dir().join(format!("blockyard-{name}-{}-{number}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("blockyard-{name}-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         Scratch { folder, names: Default::default() }
     }
@@ -42,6 +43,11 @@ pub fn qemu_img(arguments: &[&str]) -> String {
     let tool = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
     let output = Command::new(tool).arg("qemu-img").args(arguments).output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(output.status.success(), "qemu-img {arguments:?}: {}{}", text(&output.stdout), text(&output.stderr));
+    assert!(
+        output.status.success(),
+        "qemu-img {arguments:?}: {}{}",
+        text(&output.stdout),
+        text(&output.stderr)
+    );
     text(&output.stdout)
 }

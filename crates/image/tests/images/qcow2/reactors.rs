@@ -1,7 +1,9 @@
-//! One image on two reactors, threads of their own: lanes of requests on both, a cache of tables that is far too small.
+//! One image on two reactors, threads of their own: lanes of requests on both, a cache of tables
+//! that is far too small.
 //!
-//! Sectors are dealt out to lanes in stripes, so that many lanes share clusters and no two share a sector: each knows what
-//! its own sectors hold, and every read is judged by that. At the end QEMU reads and checks the image.
+//! Sectors are dealt out to lanes in stripes, so that many lanes share clusters and no two share a
+//! sector: each knows what its own sectors hold, and every read is judged by that. At the end QEMU
+//! reads and checks the image.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -45,7 +47,8 @@ impl Lane {
             start = (start + 1) % sectors;
         }
         let most = if self.rng.one_in(2) { 8 } else { 205 };
-        let longest = (start..sectors).take(most).take_while(|&s| owner(s) == self.number).count() as u64;
+        let longest =
+            (start..sectors).take(most).take_while(|&s| owner(s) == self.number).count() as u64;
         ((start * SECTOR) as usize, (self.rng.between(1, longest) * SECTOR) as usize)
     }
 
@@ -89,7 +92,11 @@ impl Lane {
         let found = self.read(range).await;
         let expected = &self.disk[range.0..][..range.1];
         if let Some(wrong) = found.chunks(512).zip(expected.chunks(512)).position(|(a, b)| a != b) {
-            panic!("lane {}: sector {} is not as it was written", self.number, range.0 / 512 + wrong);
+            panic!(
+                "lane {}: sector {} is not as it was written",
+                self.number,
+                range.0 / 512 + wrong
+            );
         }
     }
 }

@@ -10,7 +10,8 @@ const CLUSTER: u64 = 64 << 10;
 const NO_BASE: bool = false;
 const BASE: bool = true;
 
-/// An image over a base with data, or one that has all its data itself, compressed or not: bytes of 7.
+/// An image over a base with data, or one that has all its data itself, compressed or not: bytes of
+/// 7.
 fn image(scratch: &Scratch, options: &str, over_base: bool) {
     std::fs::write(scratch.path("base.raw"), vec![7; SIZE as usize]).unwrap();
     let (options, compressed) = match options.strip_suffix(",compressed") {
@@ -43,7 +44,8 @@ fn zeroes_are_fast_or_refused_with_nothing_changed() {
         ("extended_l2=on", BASE, (unit, 3 * one + 512), true, false),
         ("compat=1.1", NO_BASE, (512, 1024), true, false),
         ("compat=1.1", BASE, (one - 512, one), true, false),
-        // Version 2 has no entry for zeroes; none at all will do where nothing is below, and space need not be kept.
+        // Version 2 has no entry for zeroes; none at all will do where nothing is below, and space
+        // need not be kept.
         ("compat=0.10", NO_BASE, (one, 4 * one), true, true),
         ("compat=0.10", NO_BASE, (one, 4 * one), false, false),
         ("compat=0.10", BASE, (one, 4 * one), true, false),
@@ -69,7 +71,9 @@ fn zeroes_are_fast_or_refused_with_nothing_changed() {
             let done = image.write_zeroes_fast(offset, len, unmap).await;
             match done {
                 Ok(()) => assert!(fast, "{case}: was not refused"),
-                Err(e) => assert!(!fast && e.kind() == std::io::ErrorKind::Unsupported, "{case}: {e}"),
+                Err(e) => {
+                    assert!(!fast && e.kind() == std::io::ErrorKind::Unsupported, "{case}: {e}")
+                }
             }
             check(&image, &model, 0, SIZE as usize).await;
             image.write_zeroes(offset, len, unmap).await.unwrap();

@@ -9,7 +9,8 @@ use blockyard_storage::sim::SimImage;
 use super::cuts::{everywhere, guest, header, load, on_image, opened_sound};
 use super::peer::{Scratch, on_file, our_check, qemu_check, qemu_img, qemu_io};
 
-/// An image with a bitmap that records and one that does not, and with an autoclear bit that nobody knows.
+/// An image with a bitmap that records and one that does not, and with an autoclear bit that nobody
+/// knows.
 fn image(scratch: &Scratch) -> String {
     let path = scratch.path("image.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=1k", &path, "256k"]);
@@ -25,14 +26,18 @@ fn image(scratch: &Scratch) -> String {
 /// The bitmaps as QEMU lists them: name and flags.
 fn listed(path: &str) -> Vec<(String, Vec<String>)> {
     let info: serde_json::Value =
-        serde_json::from_str(&qemu_img(&["info", "-f", "qcow2", "--output", "json", path])).unwrap();
-    let bitmaps = info["format-specific"]["data"]["bitmaps"].as_array().cloned().unwrap_or_default();
+        serde_json::from_str(&qemu_img(&["info", "-f", "qcow2", "--output", "json", path]))
+            .unwrap();
+    let bitmaps =
+        info["format-specific"]["data"]["bitmaps"].as_array().cloned().unwrap_or_default();
     let text = |v: &serde_json::Value| v.as_str().unwrap().to_string();
     let flags = |b: &serde_json::Value| b["flags"].as_array().unwrap().iter().map(text).collect();
     bitmaps.iter().map(|b| (text(&b["name"]), flags(b))).collect()
 }
 
-async fn prepare<S: blockyard_image::Storage>(raw: blockyard_image::Raw<S>) -> Result<(), blockyard_image::ImageError> {
+async fn prepare<S: blockyard_image::Storage>(
+    raw: blockyard_image::Raw<S>,
+) -> Result<(), blockyard_image::ImageError> {
     let mut header = Header::read(&raw).await?;
     prepare_for_writing(&raw, &mut header).await?;
     assert_eq!(header, Header::read(&raw).await?);
@@ -45,7 +50,10 @@ fn those_that_record_are_marked_and_the_others_stay_valid() {
     let path = image(&scratch);
     on_file(&path, prepare).unwrap();
     let auto = |flags: &[&str]| flags.iter().map(|f| f.to_string()).collect::<Vec<_>>();
-    assert_eq!(listed(&path), [("records".into(), auto(&["in-use", "auto"])), ("rests".into(), auto(&[]))],);
+    assert_eq!(
+        listed(&path),
+        [("records".into(), auto(&["in-use", "auto"])), ("rests".into(), auto(&[]))],
+    );
     let header = Header::parse(&std::fs::read(&path).unwrap(), u64::MAX).unwrap();
     assert_eq!(header.autoclear, AUTOCLEAR_BITMAPS);
     assert!(qemu_check(&path, None).is_clean());
@@ -53,7 +61,8 @@ fn those_that_record_are_marked_and_the_others_stay_valid() {
     let before = std::fs::read(&path).unwrap();
     on_file(&path, prepare).unwrap();
     assert!(std::fs::read(&path).unwrap() == before);
-    let found = on_file(&path, |raw| async move { names(&raw, &Header::read(&raw).await?).await }).unwrap();
+    let found =
+        on_file(&path, |raw| async move { names(&raw, &Header::read(&raw).await?).await }).unwrap();
     assert_eq!(found, ["records", "rests"]);
 }
 
@@ -65,7 +74,8 @@ fn a_power_cut_costs_the_bitmaps_at_most() {
     let flags = |image: &SimImage| {
         let (flags, _) = on_image(image, |raw| async move {
             let extension = Header::read(&raw).await.unwrap().bitmaps.unwrap();
-            let (_, bitmaps) = blockyard_image::qcow2::bitmap::directory::read(&raw, &extension).await.unwrap();
+            let (_, bitmaps) =
+                blockyard_image::qcow2::bitmap::directory::read(&raw, &extension).await.unwrap();
             bitmaps.iter().map(|b| b.flags).collect::<Vec<_>>()
         });
         flags
@@ -86,7 +96,11 @@ fn a_power_cut_costs_the_bitmaps_at_most() {
 fn a_directory_that_lies_is_an_error_and_nothing_is_written() {
     let scratch = Scratch::new("bitmap-lies");
     let path = image(&scratch);
-    let at = Header::parse(&std::fs::read(&path).unwrap(), u64::MAX).unwrap().bitmaps.unwrap().directory_offset;
+    let at = Header::parse(&std::fs::read(&path).unwrap(), u64::MAX)
+        .unwrap()
+        .bitmaps
+        .unwrap()
+        .directory_offset;
     for (byte, expected) in [(18, "goes on beyond"), (20, "goes on beyond")] {
         let mut bytes = std::fs::read(&path).unwrap();
         bytes[88] = 0;
@@ -97,7 +111,10 @@ fn a_directory_that_lies_is_an_error_and_nothing_is_written() {
         assert!(error.to_string().contains(expected) && error.offset == Some(at), "{error}");
         assert!(std::fs::read(&copy).unwrap() == bytes);
         let report = our_check(&copy, blockyard_image::qcow2::check::Repair::No);
-        assert!(report.corruptions > 0 && report.findings[0].structure == "qcow2 bitmap directory", "{report:#?}");
+        assert!(
+            report.corruptions > 0 && report.findings[0].structure == "qcow2 bitmap directory",
+            "{report:#?}"
+        );
     }
 }
 
@@ -115,7 +132,8 @@ fn bitmaps_change_at_once_wherever_the_power_is_cut() {
         on_image(image, move |raw| async move { edit::read(&raw, name).await }).0
     };
     let merged = bits(&image, "old").unwrap();
-    let edits = [Edit::Add { granularity: Some(4096) }, Edit::Merge(merged.clone()), Edit::Record(false)];
+    let edits =
+        [Edit::Add { granularity: Some(4096) }, Edit::Merge(merged.clone()), Edit::Record(false)];
     let seen = [const { std::cell::Cell::new(0) }; 2];
     let cuts = everywhere(
         "bitmap",
@@ -132,7 +150,9 @@ fn bitmaps_change_at_once_wherever_the_power_is_cut() {
             }
             match new {
                 Ok(new) if new == merged => seen[1].set(seen[1].get() + 1),
-                Err(e) if !through && e.to_string().contains("there is no bitmap") => seen[0].set(seen[0].get() + 1),
+                Err(e) if !through && e.to_string().contains("there is no bitmap") => {
+                    seen[0].set(seen[0].get() + 1)
+                }
                 other => return Err(format!("{other:?}")),
             }
             Ok(())

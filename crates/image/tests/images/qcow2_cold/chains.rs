@@ -1,4 +1,5 @@
-//! Chains that do not end, or lead where they may not: an error that names the images, and no file is written to.
+//! Chains that do not end, or lead where they may not: an error that names the images, and no file
+//! is written to.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -19,10 +20,13 @@ fn overlay(scratch: &Scratch, name: &str, backing: &str) -> String {
     path
 }
 
-/// Opens the chain both ways; each is to fail with this text, and leave all files of the folder as they are.
+/// Opens the chain both ways; each is to fail with this text, and leave all files of the folder as
+/// they are.
 fn refused(top: &str, expected: &[&str]) {
     let all = || {
-        let files = fs::read_dir(Path::new(top).parent().unwrap()).unwrap().map(|entry| entry.unwrap().path());
+        let files = fs::read_dir(Path::new(top).parent().unwrap())
+            .unwrap()
+            .map(|entry| entry.unwrap().path());
         let mut files: Vec<_> = files.map(|path| (fs::read(&path).ok(), path)).collect();
         files.sort();
         files
@@ -68,5 +72,8 @@ fn backing_files_lie_where_they_may() {
     refused(&top, &["top.qcow2", "secret.qcow2", "lies outside", "--backing-folder"]);
     symlink(&secret, scratch.path("link.qcow2")).unwrap();
     refused(&overlay(&scratch, "linked.qcow2", "link.qcow2"), &["secret.qcow2", "lies outside"]);
-    refused(&overlay(&scratch, "net.qcow2", "nbd:host:1"), &["net.qcow2", "only files are supported"]);
+    refused(
+        &overlay(&scratch, "net.qcow2", "nbd:host:1"),
+        &["net.qcow2", "only files are supported"],
+    );
 }

@@ -1,4 +1,5 @@
-//! What upper images hold is copied into the one below, on simulated disks; QEMU made the images, and judges.
+//! What upper images hold is copied into the one below, on simulated disks; QEMU made the images,
+//! and judges.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -18,22 +19,39 @@ const SHAPE: Alignment = Alignment { memory_align: 512, offset_align: 512 };
 const CHAINS: [[&str; 3]; 4] = [
     ["compat=1.1", "compat=1.1", "compat=1.1"],
     ["cluster_size=2M", "cluster_size=4k", "extended_l2=on,cluster_size=128k"],
-    ["extended_l2=on,cluster_size=64k", "cluster_size=512", "compression_type=zstd,cluster_size=16k"],
+    [
+        "extended_l2=on,cluster_size=64k",
+        "cluster_size=512",
+        "compression_type=zstd,cluster_size=16k",
+    ],
     ["compat=0.10,cluster_size=4k", "cluster_size=32k", "cluster_size=512"],
 ];
 
-/// A chain of three, of which the middle one is shorter than the others; gives the paths, the topmost first.
+/// A chain of three, of which the middle one is shorter than the others; gives the paths, the
+/// topmost first.
 fn chain(scratch: &Scratch, options: [&str; 3]) -> [String; 3] {
-    let [top, middle, base] = ["top", "middle", "base"].map(|name| scratch.path(&format!("{name}.qcow2")));
+    let [top, middle, base] =
+        ["top", "middle", "base"].map(|name| scratch.path(&format!("{name}.qcow2")));
     let create = |path: &str, options: &str, below: &[&str], size: &str| {
         qemu_img(&[&["create", "-q", "-f", "qcow2", "-o", options], below, &[path, size]].concat());
     };
     create(&base, options[0], &[], "8M");
     qemu_io(&base, &["write -P 1 0 8M"]);
     create(&middle, options[1], &["-F", "qcow2", "-b", "base.qcow2"], "5M");
-    qemu_io(&middle, &["write -P 2 1M 1M", "write -P 3 4000k 7k", "write -z 3M 200k", "write -P 4 4990k 130k"]);
+    qemu_io(
+        &middle,
+        &["write -P 2 1M 1M", "write -P 3 4000k 7k", "write -z 3M 200k", "write -P 4 4990k 130k"],
+    );
     create(&top, options[2], &["-F", "qcow2", "-b", "middle.qcow2"], "8M");
-    qemu_io(&top, &["write -P 5 1500k 700k", "write -c -P 6 3M 128k", "write -z 1100k 64k", "write -P 7 7M 4k"]);
+    qemu_io(
+        &top,
+        &[
+            "write -P 5 1500k 700k",
+            "write -c -P 6 3M 128k",
+            "write -z 1100k 64k",
+            "write -P 7 7M 4k",
+        ],
+    );
     [top, middle, base]
 }
 
@@ -49,7 +67,8 @@ fn copy(disks: &[SimDisk; 3], range: Range<u64>) -> (Result<(), ImageError>, Vec
     let asked = Rc::new(RefCell::new(Vec::new()));
     let (disks, noted) = (disks.clone(), asked.clone());
     let done = Sim::new(1).block_on(async move {
-        let from = Image::new(vec![open(&disks[0], true).await, open(&disks[1], true).await], false);
+        let from =
+            Image::new(vec![open(&disks[0], true).await, open(&disks[1], true).await], false);
         let into = Image::new(vec![open(&disks[2], false).await], false);
         let work = CopyDown::new(range.clone(), 2, Default::default());
         let note = async |range| {
@@ -93,13 +112,18 @@ fn only_what_is_there_is_read_and_an_error_ends_it() {
     let asked_of = |at: u64| asked.iter().filter(|range| range.contains(&at)).count();
     // Base's alone; middle's; top's over middle's; behind the middle's end.
     assert_eq!([0, 2300 << 10, 4500 << 10].map(asked_of), [0; 3]);
-    assert_eq!([1 << 20, 1120 << 10, 2100 << 10, 3 << 20, 4000 << 10, 6 << 20, 7 << 20].map(asked_of), [1; 7]);
+    assert_eq!(
+        [1 << 20, 1120 << 10, 2100 << 10, 3 << 20, 4000 << 10, 6 << 20, 7 << 20].map(asked_of),
+        [1; 7]
+    );
     let progress = std::sync::Arc::<Progress>::default();
     let told = progress.clone();
     let error = Sim::new(1).block_on(async move {
         let from = Image::new(vec![open(&disks[0], true).await], false);
-        let into = Image::new(vec![open(&disks[1], false).await, open(&disks[2], true).await], false);
-        let small = CopyDown::new(0..SIZE, 1, Default::default()).run(&from, &into, async |_| Ok(())).await;
+        let into =
+            Image::new(vec![open(&disks[1], false).await, open(&disks[2], true).await], false);
+        let small =
+            CopyDown::new(0..SIZE, 1, Default::default()).run(&from, &into, async |_| Ok(())).await;
         let enough = async |_| Err(ImageError::refused("test", "enough"));
         let work = CopyDown::new(0..5 << 20, 1, progress);
         [small, work.run(&from, &into, enough).await, work.run(&from, &into, enough).await]

@@ -23,7 +23,10 @@ fn count(disk: &SimDisk, kind: OpKind) -> usize {
     disk.trace().iter().filter(|line| line.kind == kind && line.phase == Phase::Started).count()
 }
 
-fn on_new_image<F: Future<Output = ()> + 'static>(options: CreateOptions, work: impl FnOnce(SimDisk) -> F + 'static) {
+fn on_new_image<F: Future<Output = ()> + 'static>(
+    options: CreateOptions,
+    work: impl FnOnce(SimDisk) -> F + 'static,
+) {
     let disk = SimDisk::new(SimImage::zeroed(0), SimConfig::new(1));
     let sim = Sim::new(1);
     sim.block_on(async move {
@@ -54,7 +57,13 @@ fn what_has_no_tables_is_found_at_once() {
             at += status.len;
         }
         let table = SIZE / 2;
-        let expected = [(0, true), (table, true), (middle, false), (middle + 512, true), (table + (32 << 10), true)];
+        let expected = [
+            (0, true),
+            (table, true),
+            (middle, false),
+            (middle + 512, true),
+            (table + (32 << 10), true),
+        ];
         assert_eq!(found, expected);
     });
 }
@@ -63,34 +72,39 @@ fn what_has_no_tables_is_found_at_once() {
 fn clusters_are_taken_ahead_without_a_write_for_each() {
     const SIZE: u64 = 64 * MIB;
     for (extended_l2, keep_space) in [(false, false), (false, true), (true, false)] {
-        on_new_image(CreateOptions { extended_l2, ..CreateOptions::new(SIZE) }, async move |disk| {
-            let image = open(&disk).await;
-            image.write(Segments::from_bytes(&[7; 512]), 5 * MIB).await.1.unwrap();
-            let before = count(&disk, OpKind::Write);
-            let Layer::Qcow2(top) = &image.layers()[0] else { unreachable!() };
-            top.preallocate(MIB..SIZE, keep_space).await.unwrap();
-            image.close().await.unwrap();
-            let writes = count(&disk, OpKind::Write) - before;
-            assert!(writes < 60, "{writes} writes for {} clusters", SIZE >> 16);
-            let report = check(&raw(&disk), None, Repair::No).await.unwrap();
-            assert!(report.is_clean(), "{report:?}");
-            assert_eq!(report.allocated_clusters, (SIZE - MIB) >> 16);
-            let (bytes, read) = image.read(Segments::buffer(SIZE as usize), 0).await;
-            read.unwrap();
-            assert_eq!(bytes.find_nonzero(0, SIZE as usize), Some(5 * MIB as usize));
-            let behind = 5 * MIB as usize + 512;
-            assert_eq!(bytes.find_nonzero(behind, SIZE as usize - behind), None);
-        });
+        on_new_image(
+            CreateOptions { extended_l2, ..CreateOptions::new(SIZE) },
+            async move |disk| {
+                let image = open(&disk).await;
+                image.write(Segments::from_bytes(&[7; 512]), 5 * MIB).await.1.unwrap();
+                let before = count(&disk, OpKind::Write);
+                let Layer::Qcow2(top) = &image.layers()[0] else { unreachable!() };
+                top.preallocate(MIB..SIZE, keep_space).await.unwrap();
+                image.close().await.unwrap();
+                let writes = count(&disk, OpKind::Write) - before;
+                assert!(writes < 60, "{writes} writes for {} clusters", SIZE >> 16);
+                let report = check(&raw(&disk), None, Repair::No).await.unwrap();
+                assert!(report.is_clean(), "{report:?}");
+                assert_eq!(report.allocated_clusters, (SIZE - MIB) >> 16);
+                let (bytes, read) = image.read(Segments::buffer(SIZE as usize), 0).await;
+                read.unwrap();
+                assert_eq!(bytes.find_nonzero(0, SIZE as usize), Some(5 * MIB as usize));
+                let behind = 5 * MIB as usize + 512;
+                assert_eq!(bytes.find_nonzero(behind, SIZE as usize - behind), None);
+            },
+        );
     }
 }
 
-/// A new image has no name until it is whole, so a power cut leaves nothing of it, in whatever order it was written.
+/// A new image has no name until it is whole, so a power cut leaves nothing of it, in whatever
+/// order it was written.
 #[test]
 fn an_image_without_a_name_is_synced_once() {
     const SIZE: u64 = 8 * MIB;
     on_new_image(CreateOptions { cluster_size: 512, ..CreateOptions::new(SIZE) }, async |disk| {
         let header = Header::read(&raw(&disk)).await.unwrap();
-        let options = Qcow2Options { unfinished: true, l2_cache: Some(0), ..Qcow2Options::default() };
+        let options =
+            Qcow2Options { unfinished: true, l2_cache: Some(0), ..Qcow2Options::default() };
         let image = Qcow2::open(header, raw(&disk), None, &options).await.unwrap();
         let image = Image::new(vec![Layer::Qcow2(image)], false);
         let before = count(&disk, OpKind::Sync);
@@ -102,7 +116,8 @@ fn an_image_without_a_name_is_synced_once() {
         image.close().await.unwrap();
         assert_eq!(count(&disk, OpKind::Sync), before + 1);
         let trace = disk.trace();
-        let last = |kind| trace.iter().rposition(|line| line.kind == kind && line.phase == Phase::Started);
+        let last =
+            |kind| trace.iter().rposition(|line| line.kind == kind && line.phase == Phase::Started);
         assert!(last(OpKind::Sync) > last(OpKind::Write), "written behind the last sync");
         let report = check(&raw(&disk), None, Repair::No).await.unwrap();
         assert!(report.is_clean(), "{report:?}");
@@ -119,13 +134,15 @@ fn refcounts_of_clusters_taken_ahead_are_made_together() {
     const TABLES: usize = (SIZE / (64 * 512)) as usize;
     on_new_image(CreateOptions { cluster_size: 512, ..CreateOptions::new(SIZE) }, async |disk| {
         let header = Header::read(&raw(&disk)).await.unwrap();
-        // By itself it would take as many clusters at a time as one refcount block counts, with a sync for each block.
+        // By itself it would take as many clusters at a time as one refcount block counts, with a
+        // sync for each block.
         let options = Qcow2Options { reserve: Some(256 * 512), ..Qcow2Options::default() };
         let image = Qcow2::open(header, raw(&disk), None, &options).await.unwrap();
         let before = (count(&disk, OpKind::Sync), count(&disk, OpKind::Write));
         image.preallocate(0..SIZE, false).await.unwrap();
         image.close().await.unwrap();
-        let (syncs, writes) = (count(&disk, OpKind::Sync) - before.0, count(&disk, OpKind::Write) - before.1);
+        let (syncs, writes) =
+            (count(&disk, OpKind::Sync) - before.0, count(&disk, OpKind::Write) - before.1);
         assert!(syncs < 12, "{syncs} syncs");
         // An L2 table, and its refcount block, for each 64 clusters.
         assert!(writes < 2 * TABLES, "{writes} writes for {TABLES} tables");

@@ -16,7 +16,11 @@ fn create_file(path: &str, data: Option<&str>, options: &CreateOptions) {
         None => on_file(path, |raw| async move { create(&raw, None, &options).await }),
         Some(data) => {
             std::fs::File::create(data).unwrap();
-            two_files(path, data, |raw, data| async move { create(&raw, Some(&data), &options).await })
+            two_files(
+                path,
+                data,
+                |raw, data| async move { create(&raw, Some(&data), &options).await },
+            )
         }
     }
     .unwrap();
@@ -33,25 +37,39 @@ fn matrix(scratch: &Scratch) -> Vec<(CreateOptions, String)> {
         (CreateOptions { lazy_refcounts: true, ..new() }, "lazy_refcounts=on".into()),
         (CreateOptions { compression: Compression::Zstd, ..new() }, "compression_type=zstd".into()),
         (CreateOptions { data_file: data_file.clone(), ..new() }, named.clone()),
-        (CreateOptions { data_file, data_file_raw: true, ..new() }, format!("{named},data_file_raw=on")),
+        (
+            CreateOptions { data_file, data_file_raw: true, ..new() },
+            format!("{named},data_file_raw=on"),
+        ),
         (CreateOptions { size: 0, ..new() }, "compat=1.1".into()),
         (CreateOptions { size: 1000, ..new() }, "compat=1.1".into()),
     ];
     for bits in [9, 12, 21] {
-        all.push((CreateOptions { cluster_size: 1 << bits, ..new() }, format!("cluster_size={}", 1 << bits)));
+        all.push((
+            CreateOptions { cluster_size: 1 << bits, ..new() },
+            format!("cluster_size={}", 1 << bits),
+        ));
     }
     for refcount_bits in [1, 2, 4, 8, 32, 64] {
-        all.push((CreateOptions { refcount_bits, ..new() }, format!("refcount_bits={refcount_bits}")));
+        all.push((
+            CreateOptions { refcount_bits, ..new() },
+            format!("refcount_bits={refcount_bits}"),
+        ));
     }
     for cluster_size in [16 << 10, 128 << 10] {
         let theirs = format!("extended_l2=on,cluster_size={cluster_size}");
         all.push((CreateOptions { extended_l2: true, cluster_size, ..new() }, theirs));
     }
-    for (preallocation, name) in
-        [(Preallocation::Metadata, "metadata"), (Preallocation::Falloc, "falloc"), (Preallocation::Full, "full")]
-    {
-        for (cluster_size, extended_l2, on) in [(64 << 10, false, "off"), (512, false, "off"), (32 << 10, true, "on")] {
-            let theirs = format!("preallocation={name},cluster_size={cluster_size},extended_l2={on}");
+    for (preallocation, name) in [
+        (Preallocation::Metadata, "metadata"),
+        (Preallocation::Falloc, "falloc"),
+        (Preallocation::Full, "full"),
+    ] {
+        for (cluster_size, extended_l2, on) in
+            [(64 << 10, false, "off"), (512, false, "off"), (32 << 10, true, "on")]
+        {
+            let theirs =
+                format!("preallocation={name},cluster_size={cluster_size},extended_l2={on}");
             all.push((CreateOptions { preallocation, cluster_size, extended_l2, ..new() }, theirs));
         }
     }
@@ -60,10 +78,13 @@ fn matrix(scratch: &Scratch) -> Vec<(CreateOptions, String)> {
 
 fn info(path: &str) -> serde_json::Value {
     let mut info: serde_json::Value =
-        serde_json::from_str(&qemu_img(&["info", "-f", "qcow2", "--output", "json", path])).unwrap();
+        serde_json::from_str(&qemu_img(&["info", "-f", "qcow2", "--output", "json", path]))
+            .unwrap();
     // Where files are and how much of the host's disk they take is not compared.
     let info = info.as_object_mut().unwrap();
-    info.retain(|key, _| ["virtual-size", "cluster-size", "format-specific", "dirty-flag"].contains(&key.as_str()));
+    info.retain(|key, _| {
+        ["virtual-size", "cluster-size", "format-specific", "dirty-flag"].contains(&key.as_str())
+    });
     let mut info = serde_json::Value::Object(info.clone());
     info["format-specific"]["data"]["data-file"] = serde_json::Value::Null;
     info
@@ -75,7 +96,16 @@ fn qemu_sees_the_same_options_in_images_of_both() {
     for (options, theirs) in matrix(&scratch) {
         let (path, other) = (scratch.path("ours.qcow2"), scratch.path("theirs.qcow2"));
         create_file(&path, options.data_file.as_deref(), &options);
-        qemu_img(&["create", "-q", "-f", "qcow2", "-o", &theirs, &other, &options.size.to_string()]);
+        qemu_img(&[
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-o",
+            &theirs,
+            &other,
+            &options.size.to_string(),
+        ]);
         assert_eq!(info(&path), info(&other), "{theirs}");
         let (report, expected) = (qemu_check(&path, None), qemu_check(&other, None));
         assert!(report.is_clean(), "{theirs}: {report:?}");
@@ -115,11 +145,17 @@ fn an_overlay_shows_its_backing_file_by_default_in_subclusters() {
     qemu_img(&["create", "-q", "-f", "qcow2", &base, "9M"]);
     qemu_io(&base, &["write -P 5 1M 3M"]);
     for preallocation in [Preallocation::Off, Preallocation::Metadata, Preallocation::Falloc] {
-        let options = CreateOptions { preallocation, ..CreateOptions::overlay(SIZE, "base.qcow2", "qcow2") };
+        let options =
+            CreateOptions { preallocation, ..CreateOptions::overlay(SIZE, "base.qcow2", "qcow2") };
         create_file(&path, None, &options);
         qemu_img(&["compare", "-f", "qcow2", "-F", "qcow2", &path, &base]);
         let info = qemu_img(&["info", "-f", "qcow2", &path]);
-        for expected in ["backing file: base.qcow2", "format: qcow2", "extended l2: true", "cluster_size: 131072"] {
+        for expected in [
+            "backing file: base.qcow2",
+            "format: qcow2",
+            "extended l2: true",
+            "cluster_size: 131072",
+        ] {
             assert!(info.contains(expected), "{info}");
         }
         qemu_io(&path, &["write -P 6 2M 4k", "read -P 5 2052k 4k"]);
@@ -150,16 +186,25 @@ fn what_cannot_be_is_refused_and_the_file_stays_as_it_was() {
             CreateOptions { preallocation: Preallocation::Full, backing: backing.clone(), ..new() },
             "hide the backing file",
         ),
-        (CreateOptions { backing: Some(("x".repeat(1024), "raw".into())), ..new() }, "1 to 1023 bytes"),
         (
-            CreateOptions { backing: Some(("x".repeat(600), "raw".into())), cluster_size: 512, ..new() },
+            CreateOptions { backing: Some(("x".repeat(1024), "raw".into())), ..new() },
+            "1 to 1023 bytes",
+        ),
+        (
+            CreateOptions {
+                backing: Some(("x".repeat(600), "raw".into())),
+                cluster_size: 512,
+                ..new()
+            },
             "a cluster has 512",
         ),
         (CreateOptions { size: u64::MAX, ..new() }, "too large"),
         (CreateOptions { size: 1 << 62, ..new() }, "larger than 32 MiB"),
     ];
     for (options, expected) in cases {
-        let error = on_file(&path, |raw| async move { create(&raw, None, &options).await }).unwrap_err().to_string();
+        let error = on_file(&path, |raw| async move { create(&raw, None, &options).await })
+            .unwrap_err()
+            .to_string();
         assert!(error.contains(expected), "{error}");
     }
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
@@ -174,7 +219,8 @@ fn a_creation_that_is_cut_short_is_no_image() {
     let mut cuts = 0;
     for before in [SimImage::zeroed(0), load(&old)] {
         for preallocation in [Preallocation::Off, Preallocation::Metadata, Preallocation::Full] {
-            let options = CreateOptions { preallocation, cluster_size: 512, ..CreateOptions::new(200 << 10) };
+            let options =
+                CreateOptions { preallocation, cluster_size: 512, ..CreateOptions::new(200 << 10) };
             let what = format!("{preallocation:?} over {} bytes", before.len());
             let expected = options.clone();
             let operation = move |raw| {
@@ -206,7 +252,9 @@ fn is_new(left: &SimImage, header: &Header, options: &CreateOptions) -> Result<(
     }
     let image = opened_sound(left)?;
     let (report, _) = on_image(&image, |raw| async move {
-        blockyard_image::qcow2::check::check(&raw, None, Repair::No).await.map_err(|e| e.to_string())
+        blockyard_image::qcow2::check::check(&raw, None, Repair::No)
+            .await
+            .map_err(|e| e.to_string())
     });
     if report?.is_clean() { Ok(()) } else { Err("it is not clean".into()) }
 }

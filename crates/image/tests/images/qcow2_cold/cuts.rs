@@ -26,8 +26,8 @@ pub fn on_image<T: 'static, F: Future<Output = T> + 'static>(
     (value, SimImage::from_bytes(&disk.contents()))
 }
 
-/// Cuts `operation` after 0, 1, 2, ... events, until it comes to its end. `judge` is told whether it did, and what is left.
-/// Gives the number of cuts.
+/// Cuts `operation` after 0, 1, 2, ... events, until it comes to its end. `judge` is told whether
+/// it did, and what is left. Gives the number of cuts.
 pub fn everywhere<F: Future<Output = Result<(), ImageError>> + 'static>(
     what: &str,
     image: &SimImage,
@@ -47,7 +47,8 @@ pub fn everywhere<F: Future<Output = Result<(), ImageError>> + 'static>(
         let through = !disk.is_off();
         for _ in 0..if through { 1 } else { OUTCOMES } {
             let left = disk.power_cut();
-            judge(through, left).unwrap_or_else(|e| panic!("{what}, cut after {events} events: {e}"));
+            judge(through, left)
+                .unwrap_or_else(|e| panic!("{what}, cut after {events} events: {e}"));
         }
         if through {
             return events;
@@ -56,18 +57,21 @@ pub fn everywhere<F: Future<Output = Result<(), ImageError>> + 'static>(
     unreachable!("every operation ends")
 }
 
-/// The image as its next user finds it: repaired, where the dirty bit demands that. Its check is to find no corruption.
+/// The image as its next user finds it: repaired, where the dirty bit demands that. Its check is to
+/// find no corruption.
 pub fn opened(image: &SimImage) -> Result<(SimImage, Report), String> {
     let header = header(image)?;
     let image = match header.has_dirty() {
         true => {
-            let (result, image) = on_image(image, |raw| async move { rebuild_refcounts(&raw).await });
+            let (result, image) =
+                on_image(image, |raw| async move { rebuild_refcounts(&raw).await });
             result.map_err(|e| format!("the repair that the dirty bit demands: {e}"))?;
             image
         }
         false => image.clone(),
     };
-    let (report, image) = on_image(&image, |raw| async move { check::check(&raw, None, Repair::No).await });
+    let (report, image) =
+        on_image(&image, |raw| async move { check::check(&raw, None, Repair::No).await });
     let report = report.map_err(|e| e.to_string())?;
     Ok((image, report))
 }
@@ -77,7 +81,10 @@ pub fn opened_sound(image: &SimImage) -> Result<SimImage, String> {
     let (image, report) = opened(image)?;
     if report.corruptions > 0 || report.check_errors > 0 {
         let first = report.findings.iter().find(|finding| finding.kind != FindingKind::Leak);
-        return Err(format!("{} corruptions, {} leaks: {first:#?}", report.corruptions, report.leaks));
+        return Err(format!(
+            "{} corruptions, {} leaks: {first:#?}",
+            report.corruptions, report.leaks
+        ));
     }
     Ok(image)
 }
@@ -90,7 +97,8 @@ fn word(bytes: &[u8], at: u64) -> u64 {
     bytes.get(at as usize..at as usize + 8).map_or(0, |b| u64::from_be_bytes(b.try_into().unwrap()))
 }
 
-/// What the guest sees through an L1 table, by a reader of its own. Nothing is compressed, and nothing is below.
+/// What the guest sees through an L1 table, by a reader of its own. Nothing is compressed, and
+/// nothing is below.
 pub fn guest_of(image: &SimImage, l1_offset: u64, l1_size: u64, size: u64) -> Vec<u8> {
     let (bytes, header) = (image.bytes(), header(image).unwrap());
     let (layout, cluster) = (Layout::of(&header), header.cluster_size());
@@ -101,15 +109,17 @@ pub fn guest_of(image: &SimImage, l1_offset: u64, l1_size: u64, size: u64) -> Ve
         let Some(table) = L1Entry::decode(l1, layout).unwrap().table else { continue };
         let entry = table + index * header.l2_entry_size();
         let bitmap = if layout.extended_l2 { word(&bytes, entry + 8) } else { 0 };
-        let (host, data) = match L2Entry::decode(word(&bytes, entry), bitmap, layout).unwrap().cluster {
-            Cluster::Standard { host } => (host, u32::MAX),
-            Cluster::Subclusters { host: Some(host), bitmap } => (host, bitmap.data()),
-            Cluster::Compressed { .. } => panic!("a compressed cluster"),
-            _ => continue,
-        };
+        let (host, data) =
+            match L2Entry::decode(word(&bytes, entry), bitmap, layout).unwrap().cluster {
+                Cluster::Standard { host } => (host, u32::MAX),
+                Cluster::Subclusters { host: Some(host), bitmap } => (host, bitmap.data()),
+                Cluster::Compressed { .. } => panic!("a compressed cluster"),
+                _ => continue,
+            };
         let piece = cluster / 32;
         for n in (0..32).filter(|n| data >> n & 1 == 1) {
-            let (from, to) = ((host + n * piece) as usize, ((at + n * piece) as usize).min(guest.len()));
+            let (from, to) =
+                ((host + n * piece) as usize, ((at + n * piece) as usize).min(guest.len()));
             let len = (piece as usize).min(guest.len() - to).min(bytes.len().saturating_sub(from));
             guest[to..to + len].copy_from_slice(&bytes[from..from + len]);
         }

@@ -1,4 +1,5 @@
-//! Damage, one kind at a time, made by writing bytes; both checks are to see it, and what one repairs the other finds clean.
+//! Damage, one kind at a time, made by writing bytes; both checks are to see it, and what one
+//! repairs the other finds clean.
 
 use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::check::Repair;
@@ -39,7 +40,8 @@ impl Patient {
     fn l2(&self, n: usize) -> (u64, u64) {
         let (_, table) = self.l1(0);
         let all = (0..self.header.l2_entries()).map(|i| table + i * self.header.l2_entry_size());
-        let standard = |&at: &u64| self.get(at) & COMPRESSED == 0 && self.get(at) & OFFSET_MASK != 0;
+        let standard =
+            |&at: &u64| self.get(at) & COMPRESSED == 0 && self.get(at) & OFFSET_MASK != 0;
         let at = all.filter(standard).nth(n).unwrap();
         (at, self.get(at))
     }
@@ -72,7 +74,8 @@ enum Expect {
     Mended,
     /// As Mended, but QEMU gives up on it.
     MendedHere,
-    /// Both find corruption, and each clean what the other mended; the guest's data are not what they were.
+    /// Both find corruption, and each clean what the other mended; the guest's data are not what
+    /// they were.
     DataLost,
     /// Both find corruption that ours does not mend: what was meant cannot be known.
     Stays,
@@ -114,7 +117,9 @@ const DAMAGES: [Damage; 19] = [
         let at = p.header.refcount_table_offset;
         p.put(at, p.get(at) | 1 << (p.header.cluster_bits - 1));
     }),
-    ("a refcount block lies beyond the end", Expect::Mended, |p| p.put(p.header.refcount_table_offset, 1 << 40)),
+    ("a refcount block lies beyond the end", Expect::Mended, |p| {
+        p.put(p.header.refcount_table_offset, 1 << 40)
+    }),
     ("a refcount block is full of ones", Expect::Mended, |p| {
         let at = p.get(p.header.refcount_table_offset) as usize;
         let len = p.header.cluster_size() as usize;
@@ -191,7 +196,11 @@ fn one(options: &str, extras: &[&str], name: &str, expect: Expect, damage: fn(&m
         "{what}: {findings:#?}"
     );
     if expect == Expect::Same {
-        assert_eq!((ours.corruptions, ours.leaks), (theirs.corruptions, theirs.leaks), "{what}: {findings:#?}");
+        assert_eq!(
+            (ours.corruptions, ours.leaks),
+            (theirs.corruptions, theirs.leaks),
+            "{what}: {findings:#?}"
+        );
     }
     assert_eq!(std::fs::read(&path).unwrap(), patient.bytes, "a check without repair wrote");
 
@@ -205,12 +214,19 @@ fn one(options: &str, extras: &[&str], name: &str, expect: Expect, damage: fn(&m
 
     let repaired = our_check(&path, Repair::All);
     check_in_pieces(&copy, Repair::All, 1000);
-    assert_eq!(std::fs::read(&copy).unwrap(), std::fs::read(&path).unwrap(), "{what}: repaired in pieces");
+    assert_eq!(
+        std::fs::read(&copy).unwrap(),
+        std::fs::read(&path).unwrap(),
+        "{what}: repaired in pieces"
+    );
     if expect == Expect::Stays {
         assert!(repaired.corruptions > 0, "{what}");
         return;
     }
-    assert!(repaired.is_clean() && repaired.corruptions_fixed + repaired.leaks_fixed > 0, "{what}: {repaired:#?}");
+    assert!(
+        repaired.is_clean() && repaired.corruptions_fixed + repaired.leaks_fixed > 0,
+        "{what}: {repaired:#?}"
+    );
     let after = qemu_check(&path, None);
     assert!(after.is_clean(), "{what}: {after:#?}");
     if expect != Expect::MendedHere {

@@ -1,4 +1,5 @@
-//! Images made to cost: huge, sparse, with tables that point to one another. A check ends soon and says what is wrong.
+//! Images made to cost: huge, sparse, with tables that point to one another. A check ends soon and
+//! says what is wrong.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

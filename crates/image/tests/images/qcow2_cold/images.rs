@@ -7,8 +7,13 @@ pub fn image(scratch: &Scratch, options: &str, extras: &[&str]) -> String {
     let path = scratch.path("image.qcow2");
     let data = scratch.path("data.raw");
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options.replace("DATA", &data), &path, "8M"]);
-    let write =
-        ["write -P 1 0 300k", "write -P 2 1M 1M", "write -z 1200k 300k", "write -P 9 8126464 64k", "discard 1M 64k"];
+    let write = [
+        "write -P 1 0 300k",
+        "write -P 2 1M 1M",
+        "write -z 1200k 300k",
+        "write -P 9 8126464 64k",
+        "discard 1M 64k",
+    ];
     qemu_io(&path, &write);
     if !extras.contains(&"not compressed") {
         qemu_io(&path, &["write -c -P 3 4M 2M"]);

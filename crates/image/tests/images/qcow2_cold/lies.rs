@@ -1,5 +1,6 @@
-//! Images that are cut short, loop, overlap or lie: whoever opens, reads, checks or lists them gets an error that names a
-//! structure and its offset (or what was there before), and nothing is written.
+//! Images that are cut short, loop, overlap or lie: whoever opens, reads, checks or lists them gets
+//! an error that names a structure and its offset (or what was there before), and nothing is
+//! written.
 
 use blockyard_image::qcow2::bitmap::directory;
 use blockyard_image::qcow2::check::{FindingKind, Repair, check};
@@ -17,7 +18,10 @@ const CLUSTER: u64 = 1024;
 fn image(scratch: &Scratch) -> Vec<u8> {
     let path = scratch.path("image.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=1k", &path, "256k"]);
-    qemu_io(&path, &["write -P 1 0 60k", "write -P 2 100k 40k", "write -z 8k 8k", "write -c -P 3 192k 16k"]);
+    qemu_io(
+        &path,
+        &["write -P 1 0 60k", "write -P 2 100k 40k", "write -z 8k 8k", "write -c -P 3 192k 16k"],
+    );
     qemu_img(&["bitmap", "--add", "--disable", &path, "rests"]);
     qemu_img(&["snapshot", "-c", "one", &path]);
     qemu_io(&path, &["write -P 4 10k 16k"]);
@@ -25,10 +29,14 @@ fn image(scratch: &Scratch) -> Vec<u8> {
 }
 
 /// Opens it, and gives all that the guest sees.
-async fn read(raw: Raw<impl blockyard_image::Storage>, read_only: bool) -> Result<Vec<u8>, ImageError> {
+async fn read(
+    raw: Raw<impl blockyard_image::Storage>,
+    read_only: bool,
+) -> Result<Vec<u8>, ImageError> {
     let header = Header::read(&raw).await?;
     let options = Qcow2Options { read_only, ..Qcow2Options::default() };
-    let image = Image::new(vec![Layer::Qcow2(Qcow2::open(header, raw, None, &options).await?)], false);
+    let image =
+        Image::new(vec![Layer::Qcow2(Qcow2::open(header, raw, None, &options).await?)], false);
     let mut disk = Vec::new();
     let failed = |at| move |e| ImageError::io("guest's disk", at, "reading", e);
     for at in (0..image.size()).step_by(64 << 10) {
@@ -63,8 +71,8 @@ async fn find(raw: Raw<impl blockyard_image::Storage>) -> Result<(), ImageError>
     }
 }
 
-/// What each of them says: opened to be read, to be written, checked, listed. Whatever fails names a place, and whatever does
-/// not write has written nothing.
+/// What each of them says: opened to be read, to be written, checked, listed. Whatever fails names
+/// a place, and whatever does not write has written nothing.
 fn opinions(what: &str, bytes: &[u8]) -> [Result<Vec<u8>, String>; 4] {
     let image = SimImage::from_bytes(bytes);
     let none = |result: Result<(), ImageError>| result.map(|()| Vec::new());
@@ -103,7 +111,10 @@ fn a_file_cut_short_is_an_error_or_shows_what_it_showed() {
             assert!(disk == expected, "{what}: it shows something else");
         }
         let lost_table = end <= header.l1_offset;
-        assert!(!lost_table || checked.is_err() && listed.is_err(), "{what}: {checked:?}, {listed:?}");
+        assert!(
+            !lost_table || checked.is_err() && listed.is_err(),
+            "{what}: {checked:?}, {listed:?}"
+        );
     }
     assert!(refused > 20, "{refused} were refused");
 }
@@ -135,7 +146,9 @@ impl Places {
         let l2 = word(bytes, l1) & OFFSET;
         let packed = word(bytes, l1 + 8) & OFFSET;
         let entry = |table: u64, packed: bool| {
-            let found = |&at: &u64| word(bytes, at) & OFFSET != 0 && (word(bytes, at) >> 62 & 1 == 1) == packed;
+            let found = |&at: &u64| {
+                word(bytes, at) & OFFSET != 0 && (word(bytes, at) >> 62 & 1 == 1) == packed
+            };
             (table..table + CLUSTER).step_by(8).find(found).unwrap()
         };
         Places {
@@ -152,17 +165,21 @@ impl Places {
     }
 }
 
-/// A lie: its name, where in the file, the bytes there, and what the error of who opens it for writing must name.
+/// A lie: its name, where in the file, the bytes there, and what the error of who opens it for
+/// writing must name.
 type Lie = (&'static str, u64, Vec<u8>, &'static str);
 
 fn lies(p: &Places, bytes: &[u8]) -> Vec<Lie> {
     let w = |word: u64| word.to_be_bytes().to_vec();
     let h = |half: u32| half.to_be_bytes().to_vec();
     let (copied, far) = (1 << 63, 1 << 40);
-    let extension = (104..CLUSTER).step_by(8).find(|&at| bytes[at as usize..][..4] == 0x2385_2875u32.to_be_bytes());
+    let extension = (104..CLUSTER)
+        .step_by(8)
+        .find(|&at| bytes[at as usize..][..4] == 0x2385_2875u32.to_be_bytes());
     let extension = extension.unwrap();
     vec![
-        // Loops: a table that is its own child, a block that counts itself only, a snapshot table in itself.
+        // Loops: a table that is its own child, a block that counts itself only, a snapshot table
+        // in itself.
         ("L1 entry -> L1 table", p.l1, w(p.l1 | copied), "qcow2 L1 table"),
         ("L2 entry -> its own table", p.data_entry, w(p.l2 | copied), "qcow2"),
         ("L1 entries -> one L2 table", p.l1 + 8, w(p.l2 | copied), "qcow2"),
@@ -187,7 +204,12 @@ fn lies(p: &Places, bytes: &[u8]) -> Vec<Lie> {
         ("bitmap's table = L1 table", p.bitmaps, w(p.l1), "qcow2"),
         // Lies: beyond the end, sizes, counts, lengths.
         ("data beyond the end", p.data_entry, w(far | copied), "qcow2 L2 table entry"),
-        ("data at no cluster", p.data_entry, w(word(bytes, p.data_entry) + 512), "qcow2 L2 table entry"),
+        (
+            "data at no cluster",
+            p.data_entry,
+            w(word(bytes, p.data_entry) + 512),
+            "qcow2 L2 table entry",
+        ),
         ("L2 table beyond the end", p.l1, w(far | copied), "qcow2 L1 table entry"),
         ("reserved bits", p.l1, w(word(bytes, p.l1) | 1), "qcow2 L1 table entry"),
         ("block beyond the end", p.refcounts, w(far), "qcow2 refcount table entry"),

@@ -15,7 +15,8 @@ impl Scratch {
     pub fn new(name: &str) -> Self {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let folder = std::env::temp_dir().join(format!("blockyard-cold-{name}-{}-{number}", std::process::id()));
+        let folder = std::env::temp_dir()
+            .join(format!("blockyard-cold-{name}-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         Scratch(folder)
     }
@@ -40,7 +41,12 @@ fn run(tool: &str, arguments: &[&str]) -> Output {
 fn good(tool: &str, arguments: &[&str]) -> String {
     let output = run(tool, arguments);
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(output.status.success(), "{tool} {arguments:?}: {}{}", text(&output.stdout), text(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{tool} {arguments:?}: {}{}",
+        text(&output.stdout),
+        text(&output.stderr)
+    );
     text(&output.stdout)
 }
 
@@ -97,7 +103,10 @@ fn open(executor: &Executor, path: &str) -> Raw<Store> {
 }
 
 /// Runs `work` on the file, opened for writing.
-pub fn on_file<T: 'static, F: Future<Output = T>>(path: &str, work: impl FnOnce(Raw<Store>) -> F + 'static) -> T {
+pub fn on_file<T: 'static, F: Future<Output = T>>(
+    path: &str,
+    work: impl FnOnce(Raw<Store>) -> F + 'static,
+) -> T {
     let executor = Executor::new().unwrap();
     let raw = open(&executor, path);
     executor.block_on(async move { work(raw).await }).unwrap()
@@ -121,7 +130,8 @@ pub fn try_check(path: &str, repair: Repair) -> Result<Report, ImageError> {
 /// As [`our_check`], in so many passes that each sees but a little.
 pub fn check_in_pieces(path: &str, repair: Repair, memory: usize) -> Report {
     let limits = Limits { memory, tables: 1 };
-    on_file(path, move |raw| async move { check::check_within(&raw, None, repair, limits).await }).unwrap()
+    on_file(path, move |raw| async move { check::check_within(&raw, None, repair, limits).await })
+        .unwrap()
 }
 
 pub fn our_check(path: &str, repair: Repair) -> Report {

@@ -27,7 +27,8 @@ fn small_image(scratch: &Scratch, options: &str) -> String {
 /// Flips bits of refcount blocks, zeroes one, and turns COPIED flags round.
 fn damaged(image: &SimImage, seed: u64) -> SimImage {
     let (mut bytes, header) = (image.bytes(), header(image).unwrap());
-    let word = |bytes: &[u8], at: u64| u64::from_be_bytes(bytes[at as usize..][..8].try_into().unwrap());
+    let word =
+        |bytes: &[u8], at: u64| u64::from_be_bytes(bytes[at as usize..][..8].try_into().unwrap());
     let block = word(&bytes, header.refcount_table_offset);
     let table = word(&bytes, header.l1_offset) & 0x00ff_ffff_ffff_fe00;
     match seed {
@@ -53,17 +54,24 @@ fn lose_nothing_wherever_they_are_cut() {
                 assert!(report.is_clean(), "{report:#?}");
                 Ok(())
             };
-            cuts += everywhere(&format!("{options}, damage {seed}"), &damaged(&sound, seed), repair, |_, left| {
-                if guest(&left) != before {
-                    return Err("the guest's data have changed".into());
-                }
-                let (report, again) = on_image(&left, |raw| async move { check::check(&raw, None, Repair::All).await });
-                let report = report.map_err(|e| e.to_string())?;
-                match report.is_clean() && guest(&again) == before {
-                    true => Ok(()),
-                    false => Err(format!("{report:#?}")),
-                }
-            });
+            cuts += everywhere(
+                &format!("{options}, damage {seed}"),
+                &damaged(&sound, seed),
+                repair,
+                |_, left| {
+                    if guest(&left) != before {
+                        return Err("the guest's data have changed".into());
+                    }
+                    let (report, again) = on_image(&left, |raw| async move {
+                        check::check(&raw, None, Repair::All).await
+                    });
+                    let report = report.map_err(|e| e.to_string())?;
+                    match report.is_clean() && guest(&again) == before {
+                        true => Ok(()),
+                        false => Err(format!("{report:#?}")),
+                    }
+                },
+            );
         }
     }
     println!("{cuts} cuts");
@@ -83,10 +91,14 @@ fn of_lazy_refcounts_too() {
     let before = guest(&dirty);
     assert!(before[310 << 10] == 3, "the data are there");
     assert!(our_check(&path, Repair::No).corruptions > 0, "the refcounts are not");
-    let repair = |raw| async move { rebuild_refcounts(&raw).await.map(|header| assert!(!header.has_dirty())) };
-    let cuts = everywhere("lazy refcounts", &dirty, repair, |_, left| match guest(&opened_sound(&left)?) == before {
-        true => Ok(()),
-        false => Err("the guest's data have changed".into()),
+    let repair = |raw| async move {
+        rebuild_refcounts(&raw).await.map(|header| assert!(!header.has_dirty()))
+    };
+    let cuts = everywhere("lazy refcounts", &dirty, repair, |_, left| {
+        match guest(&opened_sound(&left)?) == before {
+            true => Ok(()),
+            false => Err("the guest's data have changed".into()),
+        }
     });
     assert!(cuts > 10, "{cuts} cuts");
 }

@@ -54,7 +54,10 @@ fn what_was_there_stays_and_what_is_new_reads_as_zeroes() {
         qemu_io(&path, &["write -P 1 0 3M"]);
         larger(&path, 70 * MIB + 512).unwrap();
         sound(&path, options);
-        qemu_io(&path, &["read -P 1 0 3M", "read -P 0 3M 67M", "write -P 2 40M 31457792", "write -P 3 2M 64k"]);
+        qemu_io(
+            &path,
+            &["read -P 1 0 3M", "read -P 0 3M 67M", "write -P 2 40M 31457792", "write -P 3 2M 64k"],
+        );
         // Into the middle of a cluster, and back: what was there is gone.
         smaller(&path, 2 * MIB + 512).unwrap();
         sound(&path, options);
@@ -78,8 +81,20 @@ fn a_longer_backing_file_does_not_show() {
         qemu_img(&["create", "-q", "-f", "qcow2", &base, "5M"]);
         qemu_io(&base, &["write -P 1 0 5M"]);
         let at = 2 * MIB + 3 * 512;
-        let create =
-            ["create", "-q", "-f", "qcow2", "-o", options, "-F", "qcow2", "-b", "base.qcow2", &path, &at.to_string()];
+        let create = [
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-o",
+            options,
+            "-F",
+            "qcow2",
+            "-b",
+            "base.qcow2",
+            &path,
+            &at.to_string(),
+        ];
         qemu_img(&create);
         let grown = Resize { size: 8 * MIB, shrink: false, below: 5 * MIB };
         let error = to(&path, grown).unwrap_err().to_string();
@@ -131,15 +146,19 @@ fn an_external_data_file_goes_with_it() {
         qemu_io(&path, &["write -P 1 0 1M"]);
         for size in [3 * MIB, 640 << 10, 2 * MIB] {
             let wanted = Resize { size, shrink: true, below: 0 };
-            let resized =
-                two_files(&path, &data, move |raw, data| async move { resize(&raw, Some(&data), wanted).await });
+            let resized = two_files(&path, &data, move |raw, data| async move {
+                resize(&raw, Some(&data), wanted).await
+            });
             resized.unwrap();
             assert_eq!(std::fs::metadata(&data).unwrap().len(), size);
             sound(&path, &options);
         }
         qemu_io(&path, &["read -P 1 0 640k", "read -P 0 640k 1408k"]);
         let bytes = std::fs::read(&data).unwrap();
-        assert!(bytes[..640 << 10].iter().all(|&b| b == 1) && bytes[640 << 10..].iter().all(|&b| b == 0));
+        assert!(
+            bytes[..640 << 10].iter().all(|&b| b == 1)
+                && bytes[640 << 10..].iter().all(|&b| b == 0)
+        );
     }
 }
 
@@ -157,7 +176,11 @@ fn what_cannot_be_is_refused_by_name() {
     refused(larger(&path, 1 << 40), "larger than 32 MiB");
     qemu_img(&["bitmap", "--add", &path, "daily"]);
     // A writer that does not keep it up to date.
-    on_file(&path, |raw| async move { prepare_for_writing(&raw, &mut Header::read(&raw).await?).await }).unwrap();
+    on_file(
+        &path,
+        |raw| async move { prepare_for_writing(&raw, &mut Header::read(&raw).await?).await },
+    )
+    .unwrap();
     refused(larger(&path, 2 * MIB), "\"daily\"");
     qemu_img(&["bitmap", "--remove", &path, "daily"]);
     qemu_img(&["snapshot", "-c", "one", &path]);
@@ -171,11 +194,15 @@ fn what_cannot_be_is_refused_by_name() {
 
 #[test]
 fn an_emptied_overlay_shows_its_backing_file_and_keeps_its_snapshots() {
-    for options in ["compat=0.10", "compat=1.1", "cluster_size=512", "extended_l2=on,cluster_size=64k"] {
+    for options in
+        ["compat=0.10", "compat=1.1", "cluster_size=512", "extended_l2=on,cluster_size=64k"]
+    {
         let scratch = Scratch::new("empty");
         let (path, base) = (scratch.path("image.qcow2"), scratch.path("base.raw"));
         std::fs::write(&base, vec![7; 3 << 20]).unwrap();
-        qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, "-F", "raw", "-b", "base.raw", &path]);
+        qemu_img(&[
+            "create", "-q", "-f", "qcow2", "-o", options, "-F", "raw", "-b", "base.raw", &path,
+        ]);
         qemu_io(&path, &["write -P 1 0 1M"]);
         qemu_img(&["snapshot", "-c", "one", &path]);
         qemu_io(&path, &["write -P 2 1M 1M"]);
@@ -194,8 +221,12 @@ fn an_emptied_overlay_shows_its_backing_file_and_keeps_its_snapshots() {
 #[test]
 fn wherever_the_power_is_cut_it_is_the_one_or_the_other() {
     let mut cuts = 0;
-    let kinds =
-        ["compat=0.10,cluster_size=1k", "cluster_size=512", "cluster_size=4k", "extended_l2=on,cluster_size=16k"];
+    let kinds = [
+        "compat=0.10,cluster_size=1k",
+        "cluster_size=512",
+        "cluster_size=4k",
+        "extended_l2=on,cluster_size=16k",
+    ];
     for options in kinds {
         let scratch = Scratch::new("resize-cuts");
         let path = scratch.path("image.qcow2");
@@ -214,9 +245,11 @@ fn wherever_the_power_is_cut_it_is_the_one_or_the_other() {
             done.unwrap();
             let after = guest(&after);
             let what = format!("{options}, {wanted:?}");
-            cuts += everywhere(&what, &image, operation, |through, left| match guest(&opened_sound(&left)?) {
-                now if now == after || (!through && now == before) => Ok(()),
-                now => Err(format!("{} bytes that are neither; through: {through}", now.len())),
+            cuts += everywhere(&what, &image, operation, |through, left| {
+                match guest(&opened_sound(&left)?) {
+                    now if now == after || (!through && now == before) => Ok(()),
+                    now => Err(format!("{} bytes that are neither; through: {through}", now.len())),
+                }
             });
         }
     }

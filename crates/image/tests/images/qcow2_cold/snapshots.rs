@@ -65,7 +65,10 @@ fn are_taken_applied_and_deleted_by_both() {
 
         apply(&path, "ours").unwrap();
         sound(&path, options);
-        qemu_io(&path, &["read -P 1 0 1M", "read -P 0 1M 64k", "read -P 9 4M 2M", "read -P 0 7M 64k"]);
+        qemu_io(
+            &path,
+            &["read -P 1 0 1M", "read -P 0 1M 64k", "read -P 9 4M 2M", "read -P 0 7M 64k"],
+        );
         qemu_io(&path, &["write -P 4 0 64k"]);
         apply(&path, "2").unwrap();
         sound(&path, options);
@@ -142,12 +145,18 @@ fn small(scratch: &Scratch, options: &str) -> SimImage {
 /// What the guest sees, and what each snapshot holds.
 fn all_of(image: &SimImage) -> (Vec<u8>, Vec<(String, Vec<u8>)>) {
     let (list, _) = on_image(image, |raw| async move { snapshot::list(&raw).await.unwrap() });
-    let holds = |s: &Snapshot| (s.name(), guest_of(image, s.l1_offset, s.l1_size.into(), s.disk_size.unwrap()));
+    let holds = |s: &Snapshot| {
+        (s.name(), guest_of(image, s.l1_offset, s.l1_size.into(), s.disk_size.unwrap()))
+    };
     (guest(image), list.iter().map(holds).collect())
 }
 
 /// QEMU too finds the one or the other, after the repair that the dirty bit demands of it.
-fn qemu_mends(scratch: &Scratch, left: &SimImage, expected: &(Vec<u8>, Vec<(String, Vec<u8>)>)) -> Result<(), String> {
+fn qemu_mends(
+    scratch: &Scratch,
+    left: &SimImage,
+    expected: &(Vec<u8>, Vec<(String, Vec<u8>)>),
+) -> Result<(), String> {
     let path = scratch.path("left.qcow2");
     std::fs::write(&path, left.bytes()).unwrap();
     let report = qemu_check(&path, Some("all"));
@@ -185,34 +194,40 @@ fn are_whole_or_not_there_wherever_the_power_is_cut() {
             let after = all_of(&after);
             assert!(before != after);
             let judged = Cell::new(0);
-            cuts += everywhere(&format!("{options}, {what}"), &image, operation, |through, left| {
-                let (opened, report) = opened(&left)?;
-                let now = all_of(&opened);
-                if now != after && (through || now != before) {
-                    return Err(format!("it is neither what it was nor what it was to be; through: {through}"));
-                }
-                judged.set(judged.get() + 1);
-                if judged.get() % 50 == 0 {
-                    qemu_mends(&scratch, &left, &now)?;
-                }
-                // Version 2 has no dirty bit: too careful flags are allowed.
-                let careful = |f: &&blockyard_image::qcow2::check::Finding| match f.kind {
-                    FindingKind::Leak => !through,
-                    FindingKind::Copied => version == 2 && !through && f.text.contains("is not set"),
-                    _ => false,
-                };
-                match report.findings.iter().find(|f| !careful(f)) {
-                    None => Ok(()),
-                    Some(finding) => Err(format!("{finding}; through: {through}")),
-                }
-            });
+            cuts +=
+                everywhere(&format!("{options}, {what}"), &image, operation, |through, left| {
+                    let (opened, report) = opened(&left)?;
+                    let now = all_of(&opened);
+                    if now != after && (through || now != before) {
+                        return Err(format!(
+                            "it is neither what it was nor what it was to be; through: {through}"
+                        ));
+                    }
+                    judged.set(judged.get() + 1);
+                    if judged.get() % 50 == 0 {
+                        qemu_mends(&scratch, &left, &now)?;
+                    }
+                    // Version 2 has no dirty bit: too careful flags are allowed.
+                    let careful = |f: &&blockyard_image::qcow2::check::Finding| match f.kind {
+                        FindingKind::Leak => !through,
+                        FindingKind::Copied => {
+                            version == 2 && !through && f.text.contains("is not set")
+                        }
+                        _ => false,
+                    };
+                    match report.findings.iter().find(|f| !careful(f)) {
+                        None => Ok(()),
+                        Some(finding) => Err(format!("{finding}; through: {through}")),
+                    }
+                });
         }
     }
     println!("{cuts} cuts");
     assert!(cuts > 200, "{cuts} cuts");
 }
 
-/// A power cut may leave flags of version 2 like that. A write copies more than it must, and that is all.
+/// A power cut may leave flags of version 2 like that. A write copies more than it must, and that
+/// is all.
 #[test]
 fn flags_that_are_not_set_keep_nobody_from_writing() {
     for options in ["compat=0.10", "extended_l2=on,cluster_size=16k", "cluster_size=512"] {
@@ -220,8 +235,11 @@ fn flags_that_are_not_set_keep_nobody_from_writing() {
             let path = scratch.path("image.qcow2");
             qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, &path, "2M"]);
             qemu_io(&path, &["write -P 1 0 1M"]);
-            let (mut bytes, header) = (std::fs::read(&path).unwrap(), header(&load(&path)).unwrap());
-            let at = |bytes: &[u8], at: u64| u64::from_be_bytes(bytes[at as usize..][..8].try_into().unwrap());
+            let (mut bytes, header) =
+                (std::fs::read(&path).unwrap(), header(&load(&path)).unwrap());
+            let at = |bytes: &[u8], at: u64| {
+                u64::from_be_bytes(bytes[at as usize..][..8].try_into().unwrap())
+            };
             let table = at(&bytes, header.l1_offset) & 0x00ff_ffff_ffff_fe00;
             for flag in [header.l1_offset, table, table + 2 * header.l2_entry_size()] {
                 assert!(at(&bytes, flag) >> 63 == 1, "{options}");
@@ -233,7 +251,8 @@ fn flags_that_are_not_set_keep_nobody_from_writing() {
         };
         let scratch = Scratch::new("flags");
         let path = make(&scratch);
-        let chain = Chain::open(&ChainOptions::new(&path)).unwrap_or_else(|e| panic!("{options}: {e}"));
+        let chain =
+            Chain::open(&ChainOptions::new(&path)).unwrap_or_else(|e| panic!("{options}: {e}"));
         drop(chain);
         sound(&path, options);
         let path = make(&scratch);

@@ -24,7 +24,8 @@ impl Drop for Loop {
     }
 }
 
-/// Fast zeroes are the device's own, in whole blocks of it; where the kernel would write them they are refused, and nothing changes.
+/// Fast zeroes are the device's own, in whole blocks of it; where the kernel would write them they
+/// are refused, and nothing changes.
 #[test]
 fn fast_zeroes_of_a_block_device() {
     const LEN: u64 = 4 << 20;
@@ -40,13 +41,19 @@ fn fast_zeroes_of_a_block_device() {
                     [(0, mib, false), (half, mib, true), (0, mib + half, true), (half, half, true)]
                 {
                     let refused = raw.write_zeroes_fast(offset, len, unmap).await.unwrap_err();
-                    assert_eq!(refused.kind(), std::io::ErrorKind::Unsupported, "{offset}+{len} {unmap}");
+                    assert_eq!(
+                        refused.kind(),
+                        std::io::ErrorKind::Unsupported,
+                        "{offset}+{len} {unmap}"
+                    );
                 }
                 assert!(take(&raw, 0, LEN as usize).await.iter().all(|&byte| byte == 7));
                 raw.write_zeroes_fast(block, mib, true).await.unwrap();
                 let now = take(&raw, 0, LEN as usize).await;
                 let zeroes = block as usize..(block + mib) as usize;
-                assert!(now.iter().enumerate().all(|(at, &byte)| (byte == 0) == zeroes.contains(&at)));
+                assert!(
+                    now.iter().enumerate().all(|(at, &byte)| (byte == 0) == zeroes.contains(&at))
+                );
             });
         }
     }
@@ -61,7 +68,11 @@ fn a_block_device_has_its_size_its_shape_and_discards() {
             let file = open(&device.device, cache);
             assert_eq!((file.size(), file.is_device()), (LEN, true));
             let geometry = file.geometry();
-            assert_eq!((geometry.logical_block, geometry.direct_offset), (block, block), "{geometry:?}");
+            assert_eq!(
+                (geometry.logical_block, geometry.direct_offset),
+                (block, block),
+                "{geometry:?}"
+            );
             let align = if cache.direct() { block } else { 1 };
             assert_eq!(file.alignment().offset_align, align);
             on_image(&file, |raw| async move {
@@ -78,7 +89,11 @@ fn a_block_device_has_its_size_its_shape_and_discards() {
                 raw.discard(512, 512).await.unwrap();
                 raw.flush().await.unwrap();
             });
-            assert!(device.backing.allocated() <= 128 << 10, "{} bytes are left", device.backing.allocated());
+            assert!(
+                device.backing.allocated() <= 128 << 10,
+                "{} bytes are left",
+                device.backing.allocated()
+            );
         }
     }
 }
@@ -87,17 +102,22 @@ fn a_block_device_has_its_size_its_shape_and_discards() {
 fn a_block_device_zeroes_parts_of_its_blocks() {
     const LEN: usize = 1 << 20;
     for block in [512, 4096] {
-        for (cache, unmap) in [(CacheMode::None, false), (CacheMode::None, true), (CacheMode::Writeback, true)] {
+        for (cache, unmap) in
+            [(CacheMode::None, false), (CacheMode::None, true), (CacheMode::Writeback, true)]
+        {
             let device = Loop::new(LEN as u64, block);
             let file = open(&device.device, cache);
             on_image(&file, move |raw| async move {
                 let mut model = vec![1; LEN];
                 put(&raw, 0, &model).await;
-                for (sector, sectors) in [(1, 1), (9, 30), (63, 2), (100, 8), (200, 16), (LEN as u64 / 512 - 3, 3)] {
+                for (sector, sectors) in
+                    [(1, 1), (9, 30), (63, 2), (100, 8), (200, 16), (LEN as u64 / 512 - 3, 3)]
+                {
                     raw.write_zeroes(sector * 512, sectors * 512, unmap).await.unwrap();
                     model[sector as usize * 512..][..sectors as usize * 512].fill(0);
                     let found = take(&raw, 0, LEN).await;
-                    same(&found, &model, 0, &format!("{block}, {cache}, {unmap}, sector {sector}")).unwrap();
+                    same(&found, &model, 0, &format!("{block}, {cache}, {unmap}, sector {sector}"))
+                        .unwrap();
                 }
             });
         }
@@ -107,7 +127,8 @@ fn a_block_device_zeroes_parts_of_its_blocks() {
 proptest! {
     #![proptest_config(cases(40))]
 
-    /// The page cache over 4096-byte blocks, O_DIRECT with read-modify-write: a device is the model too.
+    /// The page cache over 4096-byte blocks, O_DIRECT with read-modify-write: a device is the model
+    /// too.
     #[test]
     fn a_block_device_is_the_model(asks in asks(256 << 10), direct: bool) {
         let device = Loop::new(256 << 10, 4096);
@@ -120,7 +141,8 @@ proptest! {
     }
 }
 
-/// Two reactors write the sectors of the same 4096-byte blocks, each its own, in parts of blocks: none is undone.
+/// Two reactors write the sectors of the same 4096-byte blocks, each its own, in parts of blocks:
+/// none is undone.
 #[test]
 fn reactors_that_share_blocks_never_undo_each_other() {
     const BLOCKS: u64 = 4;
@@ -130,14 +152,20 @@ fn reactors_that_share_blocks_never_undo_each_other() {
     std::thread::scope(|scope| {
         for reactor in 0..2 {
             let file = &file;
-            scope.spawn(move || on_image(file, |raw| write_own_sectors(raw, reactor, BLOCKS * 8, ROUNDS)));
+            scope.spawn(move || {
+                on_image(file, |raw| write_own_sectors(raw, reactor, BLOCKS * 8, ROUNDS))
+            });
         }
     });
     let mut bytes = vec![0; BLOCKS as usize * 4096];
     File::open(&device.device).unwrap().read_exact_at(&mut bytes, 0).unwrap();
     for (sector, found) in bytes.chunks(512).enumerate() {
         let expected = if sector % 4 == 3 { 0 } else { ROUNDS };
-        assert!(found.iter().all(|&b| b == expected), "sector {sector} holds {}, not {expected}", found[0]);
+        assert!(
+            found.iter().all(|&b| b == expected),
+            "sector {sector} holds {}, not {expected}",
+            found[0]
+        );
     }
 }
 
@@ -146,7 +174,8 @@ async fn write_own_sectors(raw: Raw<Store>, reactor: u64, sectors: u64, rounds: 
     let raw = Rc::new(raw);
     for round in 1..=rounds {
         for group in 0..sectors / 8 {
-            let own: Vec<u64> = (0..8).map(|i| group * 8 + i).filter(|s| s % 2 == reactor).collect();
+            let own: Vec<u64> =
+                (0..8).map(|i| group * 8 + i).filter(|s| s % 2 == reactor).collect();
             let writes = own.iter().map(|&sector| {
                 let raw = raw.clone();
                 Box::pin(async move {
@@ -160,7 +189,11 @@ async fn write_own_sectors(raw: Raw<Store>, reactor: u64, sectors: u64, rounds: 
             for &sector in &own {
                 let expected = if sector % 4 == 3 { 0 } else { round };
                 let found = take(&raw, sector * 512, 512).await;
-                assert!(found.iter().all(|&b| b == expected), "sector {sector}: {}, not {expected}", found[0]);
+                assert!(
+                    found.iter().all(|&b| b == expected),
+                    "sector {sector}: {}, not {expected}",
+                    found[0]
+                );
             }
         }
     }
@@ -192,7 +225,9 @@ fn many_discards_of_a_block_device_start_few_threads() {
         let mut discards: Vec<_> = (0..RANGES)
             .map(|range| {
                 let raw = raw.clone();
-                Box::pin(async move { raw.discard(range * (LEN / RANGES), LEN / RANGES).await.unwrap() })
+                Box::pin(
+                    async move { raw.discard(range * (LEN / RANGES), LEN / RANGES).await.unwrap() },
+                )
             })
             .collect();
         let mut most = 0;

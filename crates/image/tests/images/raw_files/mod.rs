@@ -1,8 +1,10 @@
-//! Raw images on the host's real files and block devices, through io_uring, against a model in memory.
+//! Raw images on the host's real files and block devices, through io_uring, against a model in
+//! memory.
 //!
-//! The model is a plain vector: what a guest's disk is. Every case runs in the page cache and with O_DIRECT, on files
-//! whose length is no multiple of a sector, with memory in pieces that no O_DIRECT takes.
-//! The tests on block devices need root, `losetup` and loop devices; nothing else does.
+//! The model is a plain vector: what a guest's disk is. Every case runs in the page cache and with
+//! O_DIRECT, on files whose length is no multiple of a sector, with memory in pieces that no
+//! O_DIRECT takes. The tests on block devices need root, `losetup` and loop devices; nothing else
+//! does.
 
 mod devices;
 
@@ -33,9 +35,12 @@ impl Scratch {
 
     fn within(folder: &Path, len: u64) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("raw-files-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let name =
+            format!("raw-files-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let path = folder.join(name);
-        File::create(&path).and_then(|f| f.set_len(len)).unwrap_or_else(|e| panic!("making {}: {e}", path.display()));
+        File::create(&path)
+            .and_then(|f| f.set_len(len))
+            .unwrap_or_else(|e| panic!("making {}: {e}", path.display()));
         Scratch(path)
     }
 
@@ -92,25 +97,28 @@ enum Ask {
     Flush,
 }
 
-/// Requests inside `capacity`: half of them whole sectors, the others of any length anywhere, some at the very end.
+/// Requests inside `capacity`: half of them whole sectors, the others of any length anywhere, some
+/// at the very end.
 fn asks(capacity: u64) -> impl Strategy<Value = Vec<Ask>> {
     let longest = 40_000.min(capacity);
-    let range = (0..capacity, 1..longest, 0..4u8).prop_map(move |(offset, len, style)| match style {
-        0 => (offset, len.min(capacity - offset)),
-        1 => (capacity - len, len),
-        _ => {
-            let offset = offset & !(SECTOR - 1);
-            (offset, len.next_multiple_of(SECTOR).min(capacity - offset))
-        }
-    });
-    let ask =
-        (range, 0..10u8, any::<u64>(), any::<bool>()).prop_map(|((offset, len), what, pieces, flag)| match what {
+    let range =
+        (0..capacity, 1..longest, 0..4u8).prop_map(move |(offset, len, style)| match style {
+            0 => (offset, len.min(capacity - offset)),
+            1 => (capacity - len, len),
+            _ => {
+                let offset = offset & !(SECTOR - 1);
+                (offset, len.next_multiple_of(SECTOR).min(capacity - offset))
+            }
+        });
+    let ask = (range, 0..10u8, any::<u64>(), any::<bool>()).prop_map(
+        |((offset, len), what, pieces, flag)| match what {
             0..3 => Ask::Read { offset, len, pieces },
             3..7 => Ask::Write { offset, len, pieces, durable: flag && pieces.is_multiple_of(4) },
             7 => Ask::Discard { offset, len },
             8 => Ask::Zero { offset, len, unmap: flag },
             _ => Ask::Flush,
-        });
+        },
+    );
     proptest::collection::vec(ask, 1..40)
 }
 
@@ -137,19 +145,31 @@ fn segments(memory: &Rc<GuestMemory>, len: u64, seed: u64) -> Segments {
 }
 
 /// Does what is asked, to the image and to the model, and compares whatever is read.
-async fn follow(raw: Raw<Store>, asks: Vec<Ask>, mut model: Vec<u8>) -> Result<Vec<u8>, TestCaseError> {
+async fn follow(
+    raw: Raw<Store>,
+    asks: Vec<Ask>,
+    mut model: Vec<u8>,
+) -> Result<Vec<u8>, TestCaseError> {
     let (region, _) = Region::memfd("guest", 0, 0, MEMORY).unwrap();
     let memory = Rc::new(GuestMemory::default().with(region).unwrap());
     for (number, ask) in asks.into_iter().enumerate() {
-        let fail = |e: std::io::Error| TestCaseError::fail(format!("request {number}, {ask:?}: {e}"));
-        let zero = |model: &mut Vec<u8>, offset: u64, len: u64| model[offset as usize..][..len as usize].fill(0);
+        let fail =
+            |e: std::io::Error| TestCaseError::fail(format!("request {number}, {ask:?}: {e}"));
+        let zero = |model: &mut Vec<u8>, offset: u64, len: u64| {
+            model[offset as usize..][..len as usize].fill(0)
+        };
         match ask {
             Ask::Read { offset, len, pieces } => {
                 let (segments, result) = raw.read(segments(&memory, len, pieces), offset).await;
                 result.map_err(fail)?;
                 let mut found = vec![0; len as usize];
                 segments.copy_out(0, &mut found);
-                same(&found, &model[offset as usize..][..len as usize], offset, &format!("request {number}, {ask:?}"))?;
+                same(
+                    &found,
+                    &model[offset as usize..][..len as usize],
+                    offset,
+                    &format!("request {number}, {ask:?}"),
+                )?;
             }
             Ask::Write { offset, len, pieces, durable } => {
                 let mut data = vec![0; len as usize];
@@ -178,16 +198,28 @@ async fn follow(raw: Raw<Store>, asks: Vec<Ask>, mut model: Vec<u8>) -> Result<V
 fn same(found: &[u8], expected: &[u8], offset: u64, when: &str) -> Result<(), TestCaseError> {
     match found.iter().zip(expected).position(|(a, b)| a != b) {
         None if found.len() == expected.len() => Ok(()),
-        None => Err(TestCaseError::fail(format!("{when}: {} bytes, not {}", found.len(), expected.len()))),
+        None => Err(TestCaseError::fail(format!(
+            "{when}: {} bytes, not {}",
+            found.len(),
+            expected.len()
+        ))),
         Some(at) => {
             let (at, byte) = (at as u64 + offset, (found[at], expected[at]));
-            Err(TestCaseError::fail(format!("{when}: byte {at} is {:#x}, not {:#x}", byte.0, byte.1)))
+            Err(TestCaseError::fail(format!(
+                "{when}: byte {at} is {:#x}, not {:#x}",
+                byte.0, byte.1
+            )))
         }
     }
 }
 
 /// A file of `size` random bytes, the requests, and the file once more by the host's own way.
-fn matches_the_model(scratch: &Scratch, cache: CacheMode, size: u64, asks: Vec<Ask>) -> Result<(), TestCaseError> {
+fn matches_the_model(
+    scratch: &Scratch,
+    cache: CacheMode,
+    size: u64,
+    asks: Vec<Ask>,
+) -> Result<(), TestCaseError> {
     let capacity = size.next_multiple_of(SECTOR) as usize;
     let mut model: Vec<u8> = (0..size).map(|i| (i % 251) as u8 + 1).collect();
     fs::write(&scratch.0, &model).unwrap();
@@ -195,13 +227,22 @@ fn matches_the_model(scratch: &Scratch, cache: CacheMode, size: u64, asks: Vec<A
     let file = open(&scratch.0, cache);
     let model = on_image(&file, |raw| follow(raw, asks, model))?;
     let mut bytes = fs::read(&scratch.0).unwrap();
-    prop_assert!((size as usize..=capacity).contains(&bytes.len()), "{size} bytes have become {}", bytes.len());
+    prop_assert!(
+        (size as usize..=capacity).contains(&bytes.len()),
+        "{size} bytes have become {}",
+        bytes.len()
+    );
     bytes.resize(capacity, 0);
     same(&bytes, &model, 0, "the file at the end")
 }
 
 fn cases(count: u32) -> ProptestConfig {
-    ProptestConfig { cases: count, failure_persistence: None, max_shrink_iters: 300, ..ProptestConfig::default() }
+    ProptestConfig {
+        cases: count,
+        failure_persistence: None,
+        max_shrink_iters: 300,
+        ..ProptestConfig::default()
+    }
 }
 
 /// A length of a file, and requests that fit it.
@@ -251,7 +292,8 @@ fn the_end_of_a_file_is_zeroes_up_to_its_sector_and_grows_to_it() {
     }
 }
 
-/// Copies are made in pieces of 1 MiB: a large request in memory that O_DIRECT does not take, from one odd sector to another.
+/// Copies are made in pieces of 1 MiB: a large request in memory that O_DIRECT does not take, from
+/// one odd sector to another.
 #[test]
 fn a_request_of_many_copies_arrives_whole() {
     const LEN: usize = (3 << 20) + 1536;
@@ -282,7 +324,9 @@ fn a_request_of_many_copies_arrives_whole() {
     });
     let bytes = fs::read(&scratch.0).unwrap();
     assert!(
-        bytes[1536..1536 + LEN] == expected && bytes[..1536] == [0; 1536] && bytes[1536 + LEN..][..512] == [0; 512]
+        bytes[1536..1536 + LEN] == expected
+            && bytes[..1536] == [0; 1536]
+            && bytes[1536 + LEN..][..512] == [0; 512]
     );
 }
 
@@ -319,8 +363,16 @@ fn a_full_file_system_says_so() {
         let (_, result) = raw.write(Segments::buffer(4 << 20), 1 << 20, false).await;
         assert_eq!(result.unwrap_err().kind(), std::io::ErrorKind::StorageFull);
         let result = raw.write_zeroes(1 << 20, 4 << 20, false).await;
-        assert_eq!(result.unwrap_err().kind(), std::io::ErrorKind::StorageFull, "zeroes that had to be written");
-        assert_eq!(take(&raw, 0, 256 << 10).await, vec![1; 256 << 10], "what was there is still there");
+        assert_eq!(
+            result.unwrap_err().kind(),
+            std::io::ErrorKind::StorageFull,
+            "zeroes that had to be written"
+        );
+        assert_eq!(
+            take(&raw, 0, 256 << 10).await,
+            vec![1; 256 << 10],
+            "what was there is still there"
+        );
         raw.discard(1 << 20, 4 << 20).await.unwrap();
         put(&raw, 1 << 20, &[2; 4096]).await;
     });
@@ -334,7 +386,10 @@ impl Tmpfs {
         need_root("mounting a small file system");
         let folder = Scratch::new(0).0.with_extension("mount");
         fs::create_dir(&folder).unwrap();
-        run("mount", &["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs", folder.to_str().unwrap()]);
+        run(
+            "mount",
+            &["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs", folder.to_str().unwrap()],
+        );
         Tmpfs(folder)
     }
 }
@@ -356,7 +411,10 @@ fn rustix_uid() -> u32 {
 
 /// Runs a tool, and gives its first line.
 fn run(tool: &str, args: &[&str]) -> String {
-    let output = Command::new(tool).args(args).output().unwrap_or_else(|e| panic!("{tool} (of util-linux): {e}"));
+    let output = Command::new(tool)
+        .args(args)
+        .output()
+        .unwrap_or_else(|e| panic!("{tool} (of util-linux): {e}"));
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{tool} {args:?}: {error}");
     String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or_default().to_string()

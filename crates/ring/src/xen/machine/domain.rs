@@ -153,7 +153,9 @@ impl Domain {
 
     /// Makes a channel that a back end may bind.
     pub fn channel(&self) -> io::Result<FrontChannel> {
-        let event = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map(Arc::new);
+        let event = || {
+            rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map(Arc::new)
+        };
         let (front, back) = (event()?, event()?);
         let mut channels = lock(&self.channels);
         let port = channels.keys().max().map_or(1, |last| last + 1);
@@ -168,7 +170,10 @@ impl Domain {
 
     pub(super) fn bind(self: &Arc<Self>, port: u32) -> io::Result<Channel> {
         let mut channels = lock(&self.channels);
-        let ends = channels.get_mut(&port).filter(|ends| !ends.bound).ok_or(io::ErrorKind::InvalidInput)?;
+        let ends = channels
+            .get_mut(&port)
+            .filter(|ends| !ends.bound)
+            .ok_or(io::ErrorKind::InvalidInput)?;
         ends.bound = true;
         // A channel that was bound has an event, as with Xen.
         let _ = rustix::io::write(&ends.back, &1u64.to_ne_bytes());
@@ -179,7 +184,8 @@ impl Domain {
     pub(in crate::xen) fn map(&self, references: &[u32], write: bool) -> io::Result<NonNull<u8>> {
         let mut grants = lock(&self.grants);
         let page = |reference: &u32| {
-            let grant = grants.granted.get(reference).filter(|grant| !(write && grant.read_only))?;
+            let grant =
+                grants.granted.get(reference).filter(|grant| !(write && grant.read_only))?;
             // A front end may grant what it does not have.
             (grant.page < self.memory.size() as usize / PAGE).then_some(grant.page)
         };
@@ -188,8 +194,14 @@ impl Domain {
         let protection = if write { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
         let len = pages.len() * PAGE;
         // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
-        let base =
-            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE) }?;
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::empty(),
+                MapFlags::PRIVATE,
+            )
+        }?;
         for (at, page) in pages.iter().enumerate() {
             let flags = MapFlags::SHARED | MapFlags::FIXED;
             // SAFETY: it replaces one page of the mapping above, which nothing else knows yet.
@@ -235,19 +247,28 @@ impl Domain {
 
     fn copy_segment(&self, segment: &mut CopySegment) {
         let to_guest = segment.flags == COPY_TO_GRANT;
-        let (there, here) = if to_guest { (segment.target, segment.source) } else { (segment.source, segment.target) };
+        let (there, here) = if to_guest {
+            (segment.target, segment.source)
+        } else {
+            (segment.source, segment.target)
+        };
         let (reference, offset, len) = (there as u32, (there >> 32) as u16, u64::from(segment.len));
         let grants = lock(&self.grants);
-        let Some(grant) = grants.granted.get(&reference).filter(|grant| !(to_guest && grant.read_only)) else {
+        let Some(grant) =
+            grants.granted.get(&reference).filter(|grant| !(to_guest && grant.read_only))
+        else {
             return segment.status = BAD_REFERENCE;
         };
         let at = (grant.page * PAGE) as u64 + u64::from(offset);
-        let Some(page) = self.memory.piece(at, len).filter(|_| usize::from(offset) + len as usize <= PAGE) else {
+        let Some(page) =
+            self.memory.piece(at, len).filter(|_| usize::from(offset) + len as usize <= PAGE)
+        else {
             return segment.status = BAD_COPY;
         };
-        let (source, target) = if to_guest { (here as *const u8, page) } else { (page.cast_const(), here as *mut u8) };
-        // SAFETY: one is inside the domain's memory, the other a buffer that the batch keeps and that is long enough (see
-        // CopyBatch::push). They are different mappings.
+        let (source, target) =
+            if to_guest { (here as *const u8, page) } else { (page.cast_const(), here as *mut u8) };
+        // SAFETY: one is inside the domain's memory, the other a buffer that the batch keeps and
+        // that is long enough (see CopyBatch::push). They are different mappings.
         unsafe { std::ptr::copy_nonoverlapping(source, target, len as usize) };
         segment.status = 0;
     }

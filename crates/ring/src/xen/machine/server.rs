@@ -1,6 +1,7 @@
 //! The xenstore of a [`super::Machine`]: a tree, and a thread for each connection.
 //!
-//! Transactions work on a copy of the tree. At the end they fail with EAGAIN if the tree was changed meanwhile.
+//! Transactions work on a copy of the tree. At the end they fail with EAGAIN if the tree was
+//! changed meanwhile.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Read, Write};
@@ -33,8 +34,13 @@ struct Copy {
     changed: Vec<String>,
 }
 
-/// Serves a connection on a thread of its own, until the other end is closed. Returns the stream, which is gone with the thread.
-pub(super) fn serve(tree: &Arc<Mutex<Tree>>, domain: u16, stream: UnixStream) -> io::Result<Weak<Mutex<UnixStream>>> {
+/// Serves a connection on a thread of its own, until the other end is closed. Returns the stream,
+/// which is gone with the thread.
+pub(super) fn serve(
+    tree: &Arc<Mutex<Tree>>,
+    domain: u16,
+    stream: UnixStream,
+) -> io::Result<Weak<Mutex<UnixStream>>> {
     let number = format!("/local/domain/{domain}/domid");
     make(&mut lock(tree).nodes, &number);
     lock(tree).nodes.insert(number, domain.to_string().into_bytes());
@@ -78,7 +84,8 @@ impl Connection {
         };
         send(&self.answers, Header { kind, ..header }, &body)?;
         if header.kind == message::WATCH && kind == message::WATCH {
-            // Each watch reports once at the beginning. Meanwhile other connections may have added theirs.
+            // Each watch reports once at the beginning. Meanwhile other connections may have added
+            // theirs.
             let tree = lock(&self.tree);
             let mine = |watch: &&Watch| Arc::ptr_eq(&watch.connection, &self.answers);
             if let Some(watch) = tree.watches.iter().rfind(mine) {
@@ -120,7 +127,8 @@ impl Connection {
     fn start(&mut self) -> Answer {
         let tree = lock(&self.tree);
         self.last += 1;
-        let copy = Copy { nodes: tree.nodes.clone(), generation: tree.generation, changed: Vec::new() };
+        let copy =
+            Copy { nodes: tree.nodes.clone(), generation: tree.generation, changed: Vec::new() };
         self.copies.insert(self.last, copy);
         Ok(format!("{}\0", self.last).into_bytes())
     }
@@ -141,13 +149,20 @@ impl Connection {
     fn watch(&mut self, kind: u32, path: &str, rest: &[u8]) -> Answer {
         let token = rest.split(|byte| *byte == 0).next().unwrap_or_default().to_vec();
         let mut tree = lock(&self.tree);
-        let is_it =
-            |watch: &Watch| watch.path == path && watch.token == token && Arc::ptr_eq(&watch.connection, &self.answers);
+        let is_it = |watch: &Watch| {
+            watch.path == path
+                && watch.token == token
+                && Arc::ptr_eq(&watch.connection, &self.answers)
+        };
         let known = tree.watches.iter().position(is_it);
         match (kind, known) {
             (message::WATCH, Some(_)) => return Err("EEXIST"),
             (message::WATCH, None) => {
-                tree.watches.push(Watch { path: path.into(), token, connection: self.answers.clone() });
+                tree.watches.push(Watch {
+                    path: path.into(),
+                    token,
+                    connection: self.answers.clone(),
+                });
             }
             (_, Some(at)) => drop(tree.watches.remove(at)),
             (_, None) => return Err("ENOENT"),
@@ -162,7 +177,9 @@ impl Tree {
         for watch in &self.watches {
             for path in paths {
                 // Those above a removed node see it, and those below.
-                if is_below(path, &watch.path) || (is_below(&watch.path, path) && !self.nodes.contains_key(path)) {
+                if is_below(path, &watch.path)
+                    || (is_below(&watch.path, path) && !self.nodes.contains_key(path))
+                {
                     // A connection that has ended is removed by its own thread.
                     let _ = watch.report(path);
                 }
@@ -243,10 +260,14 @@ fn fits(names: Vec<u8>) -> Answer {
 
 /// Those of the names that fit into an answer, from an offset on. An empty name ends the last part.
 fn part(names: &[u8], offset: &[u8]) -> Answer {
-    let offset = std::str::from_utf8(offset).ok().and_then(|text| text.trim_end_matches('\0').parse::<usize>().ok());
+    let offset = std::str::from_utf8(offset)
+        .ok()
+        .and_then(|text| text.trim_end_matches('\0').parse::<usize>().ok());
     let rest = names.get(offset.ok_or("EINVAL")?..).unwrap_or_default();
     // The number of the list: what it has, as a test changes it.
-    let number = names.iter().fold(names.len() as u64, |sum, byte| sum.wrapping_mul(31).wrapping_add((*byte).into()));
+    let number = names
+        .iter()
+        .fold(names.len() as u64, |sum, byte| sum.wrapping_mul(31).wrapping_add((*byte).into()));
     let mut answer = format!("{number}\0").into_bytes();
     let room = PAYLOAD_MAX - answer.len() - 1;
     let fitting = match rest.get(..room) {
@@ -274,7 +295,8 @@ mod tests {
 
     fn watch(stream: &mut UnixStream, token: &str) {
         let body = [b"/x\0", token.as_bytes(), b"\0"].concat();
-        let header = Header { kind: message::WATCH, request: 1, transaction: 0, len: body.len() as u32 };
+        let header =
+            Header { kind: message::WATCH, request: 1, transaction: 0, len: body.len() as u32 };
         stream.write_all(&[&header.bytes()[..], &body].concat()).unwrap();
     }
 

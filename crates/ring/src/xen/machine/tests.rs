@@ -52,7 +52,11 @@ fn a_channel_is_bound_once_and_carries_events_both_ways() {
     let host = Host::Machine(machine.clone());
     let front = domain.channel().unwrap();
     let back = host.channel(3, front.port).unwrap();
-    assert!(host.channel(3, front.port).is_err() && host.channel(3, 99).is_err() && host.channel(4, 1).is_err());
+    assert!(
+        host.channel(3, front.port).is_err()
+            && host.channel(3, 99).is_err()
+            && host.channel(4, 1).is_err()
+    );
     assert!(back.take().unwrap(), "a bound channel has an event");
     assert!(!back.take().unwrap());
     front.notify();
@@ -78,7 +82,10 @@ fn pages_are_mapped_in_the_order_of_their_references() {
     let region = Arc::new(grants.map(&[first, second], true).unwrap());
     domain.memory().write(2 * PAGE, b"page 2");
     region.window().write(PAGE, b"page 0");
-    assert_eq!((&domain.memory().copy_out(0), &region.window().copy_out(0)), (b"page 0", b"page 2"));
+    assert_eq!(
+        (&domain.memory().copy_out(0), &region.window().copy_out(0)),
+        (b"page 0", b"page 2")
+    );
     // Segments keep the mapping, and the mapping the grant.
     let mut segments = Segments::default();
     segments.reset_regions();
@@ -101,8 +108,11 @@ fn pages_are_mapped_in_the_order_of_their_references() {
 #[test]
 fn pages_that_cannot_be_mapped_are_an_error_of_all() {
     let (domain, grants) = grants();
-    let (good, read_only, beyond) = (domain.grant(0, false), domain.grant(1, true), domain.grant(4, false));
-    for (references, write) in [(&[good, 99][..], false), (&[good, read_only], true), (&[beyond], false), (&[], true)] {
+    let (good, read_only, beyond) =
+        (domain.grant(0, false), domain.grant(1, true), domain.grant(4, false));
+    for (references, write) in
+        [(&[good, 99][..], false), (&[good, read_only], true), (&[beyond], false), (&[], true)]
+    {
         assert!(grants.map(references, write).is_err());
     }
     assert!(grants.map(&[good, read_only], false).is_ok());
@@ -140,7 +150,8 @@ fn a_node_may_have_more_names_than_a_message_has_room_for() {
     let machine = Machine::new();
     let mut store = machine.store(0).unwrap();
     let names: Vec<_> = (1000..2000).map(|number| format!("node-{number}")).collect();
-    let made = store.transaction(|t| names.iter().try_for_each(|name| t.make(&format!("/x/{name}"))));
+    let made =
+        store.transaction(|t| names.iter().try_for_each(|name| t.make(&format!("/x/{name}"))));
     made.unwrap();
     assert_eq!(store.list("/x").unwrap(), names);
 }

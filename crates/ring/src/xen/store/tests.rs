@@ -27,7 +27,10 @@ fn asked(peer: &UnixStream) -> Vec<u8> {
 fn requests_are_as_the_wire_has_them() {
     let (mut store, peer) = answering(&message(message::WRITE, 1, b"OK\0"));
     store.write("/a/b", 7).unwrap();
-    assert_eq!(asked(&peer), [11, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 6, 0, 0, 0, b'/', b'a', b'/', b'b', 0, b'7']);
+    assert_eq!(
+        asked(&peer),
+        [11, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 6, 0, 0, 0, b'/', b'a', b'/', b'b', 0, b'7']
+    );
     let (mut store, peer) = answering(&message(message::SET_PERMS, 1, b"OK\0"));
     store.set_access("/a", 0, Access::None, &[(12, Access::Read)]).unwrap();
     assert_eq!(&asked(&peer)[16..], b"/a\0n0\0r12\0");
@@ -53,7 +56,9 @@ fn errors_have_their_names() {
 
 #[test]
 fn a_message_that_makes_no_sense_ends_the_connection() {
-    for bytes in [message(message::READ, 2, b""), message(message::WRITE, 1, b""), message(99, 1, b"")] {
+    for bytes in
+        [message(message::READ, 2, b""), message(message::WRITE, 1, b""), message(99, 1, b"")]
+    {
         let (mut store, _peer) = answering(&bytes);
         assert!(matches!(store.read("/a"), Err(StoreError::Protocol(_))));
         assert!(store.read("/a").unwrap_err().to_string().contains("broken"));
@@ -70,7 +75,8 @@ fn a_message_that_makes_no_sense_ends_the_connection() {
 fn many_changes_of_a_node_are_one_event() {
     let event = message(message::WATCH_EVENT, 0, b"/a/state\0one\0");
     let other = message(message::WATCH_EVENT, 0, b"/b\0two\0");
-    let (mut store, peer) = answering(&[event.repeat(100), message(message::READ, 1, b"4"), other].concat());
+    let (mut store, peer) =
+        answering(&[event.repeat(100), message(message::READ, 1, b"4"), other].concat());
     assert_eq!(store.read("/a").unwrap().as_deref(), Some("4"));
     let wake = peer.as_fd();
     let mut next = || store.event(wake, Some(Instant::now() + Duration::from_secs(60))).unwrap();
@@ -94,7 +100,8 @@ fn names_that_are_too_many_for_one_message_come_in_parts() {
     assert_eq!(store.list("/a").unwrap(), ["one", "two", "new", "three"]);
     let asked = asked(&peer);
     let offsets = [b"/a\x000\0".as_slice(), b"/a\x008\0", b"/a\x0012\0"];
-    let times = offsets.map(|offset| asked.windows(offset.len()).filter(|bytes| *bytes == offset).count());
+    let times =
+        offsets.map(|offset| asked.windows(offset.len()).filter(|bytes| *bytes == offset).count());
     assert_eq!(times, [2, 1, 1]);
     let endless = [message(message::ERROR, 1, b"E2BIG\0"), part(2, b"no number")].concat();
     let (mut store, _peer) = answering(&endless);

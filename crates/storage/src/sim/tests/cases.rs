@@ -12,7 +12,10 @@ use blockyard_ring::Executor;
 /// The first byte of each sector of the image, as a string: tests write letters.
 fn letters(image: &SimImage) -> String {
     let bytes = image.bytes();
-    bytes.chunks(SECTOR).map(|sector| if sector[0] == 0 { '.' } else { sector[0] as char }).collect()
+    bytes
+        .chunks(SECTOR)
+        .map(|sector| if sector[0] == 0 { '.' } else { sector[0] as char })
+        .collect()
 }
 
 fn sectors(of: &str) -> Vec<u8> {
@@ -34,7 +37,11 @@ fn what_was_synced_stays_and_what_was_not_may() {
                 disk.sync().await.unwrap();
                 put(&disk, 0, &sectors("b"), false).await.unwrap();
                 put(&disk, 0, &sectors("c"), false).await.unwrap();
-                assert_eq!(take(&disk, 0, SECTOR).await.unwrap(), sectors("c"), "a read sees the last answered write");
+                assert_eq!(
+                    take(&disk, 0, SECTOR).await.unwrap(),
+                    sectors("c"),
+                    "a read sees the last answered write"
+                );
             });
             letters(&image)[..1].to_string()
         })
@@ -118,7 +125,8 @@ fn a_cut_leaves_operations_without_an_answer() {
         let stalled = sim.block_on(async move { put(&writer, 0, &sectors("a"), true).await });
         assert!(stalled.unwrap_err().reason.contains("nothing is ready"));
         let late = disk.clone();
-        let errors = async move { (put(&late, 0, b"x", false).await, late.len().await, late.sync().await) };
+        let errors =
+            async move { (put(&late, 0, b"x", false).await, late.len().await, late.sync().await) };
         let (write, len, sync) = sim.block_on(errors).unwrap();
         let kinds = [write.unwrap_err().kind(), len.unwrap_err().kind(), sync.unwrap_err().kind()];
         assert_eq!(kinds, [io::ErrorKind::NotConnected; 3]);
@@ -155,14 +163,21 @@ fn given_up_a_disk_answers_all_that_waited() {
     })
     .unwrap();
     let answered = disk.trace().iter().filter(|t| t.phase == Phase::Answered).count();
-    assert!(answered <= 1 && failed.get() == Some(4 - answered), "{answered} answered, {failed:?} failed");
+    assert!(
+        answered <= 1 && failed.get() == Some(4 - answered),
+        "{answered} answered, {failed:?} failed"
+    );
 }
 
 #[test]
 fn one_cut_kills_all_the_disks_on_a_switch_and_has_many_outcomes() {
     let power = Power::on();
-    let disks = [1, 2]
-        .map(|seed| SimDisk::new(SimImage::zeroed(DISK), SimConfig { power: power.clone(), ..SimConfig::new(seed) }));
+    let disks = [1, 2].map(|seed| {
+        SimDisk::new(
+            SimImage::zeroed(DISK),
+            SimConfig { power: power.clone(), ..SimConfig::new(seed) },
+        )
+    });
     let writers = disks.clone();
     let work = async move {
         for disk in &writers {
@@ -194,7 +209,10 @@ fn a_failed_sync_loses_writes_and_the_next_one_says_nothing() {
         lost += usize::from(!survived);
         reread += usize::from(!survived && still_read.get());
     }
-    assert!((20..100).contains(&lost) && (5..lost).contains(&reread), "{lost} lost, {reread} of them still read");
+    assert!(
+        (20..100).contains(&lost) && (5..lost).contains(&reread),
+        "{lost} lost, {reread} of them still read"
+    );
 }
 
 #[test]
@@ -203,7 +221,12 @@ fn faults_strike_where_and_as_often_as_told() {
     let tester = disk.clone();
     let work = async move {
         let disk = tester;
-        disk.fail(Fault::new(OpKind::Write, io::ErrorKind::StorageFull).within(1024..2048).after(1).times(2));
+        disk.fail(
+            Fault::new(OpKind::Write, io::ErrorKind::StorageFull)
+                .within(1024..2048)
+                .after(1)
+                .times(2),
+        );
         let mut kinds = Vec::new();
         for offset in [0, 512, 1024, 1536, 2048, 1024, 1024] {
             kinds.push(put(&disk, offset, &sectors("a"), false).await.map_err(|e| e.kind()).err());
@@ -212,13 +235,23 @@ fn faults_strike_where_and_as_often_as_told() {
         assert_eq!(kinds, [None, None, None, full, None, full, None]);
         disk.fail(Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always());
         for _ in 0..3 {
-            assert_eq!(disk.zero(0, 512, true).await.unwrap_err().kind(), io::ErrorKind::Unsupported);
+            assert_eq!(
+                disk.zero(0, 512, true).await.unwrap_err().kind(),
+                io::ErrorKind::Unsupported
+            );
         }
-        assert_eq!(take(&disk, 0, SECTOR).await.unwrap(), sectors("a"), "what is unsupported does nothing");
+        assert_eq!(
+            take(&disk, 0, SECTOR).await.unwrap(),
+            sectors("a"),
+            "what is unsupported does nothing"
+        );
         disk.heal();
         disk.zero(0, 512, true).await.unwrap();
         assert_eq!(take(&disk, 0, SECTOR).await.unwrap(), [0; SECTOR]);
-        assert_eq!(put(&disk, u64::MAX, b"x", false).await.unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        assert_eq!(
+            put(&disk, u64::MAX, b"x", false).await.unwrap_err().kind(),
+            io::ErrorKind::InvalidInput
+        );
     };
     Sim::new(1).block_on(work).unwrap();
 }
@@ -234,7 +267,10 @@ fn lengths_are_a_journal_and_a_cut_keeps_a_prefix() {
                 owner.set_len(3 * SECTOR as u64).await.unwrap();
                 put(&owner, 3 * SECTOR as u64, &sectors("x"), false).await.unwrap();
                 assert_eq!(owner.len().await.unwrap(), 4 * SECTOR as u64);
-                assert_eq!(take(&owner, 2 * SECTOR as u64, 4 * SECTOR).await.unwrap(), sectors("\0x"));
+                assert_eq!(
+                    take(&owner, 2 * SECTOR as u64, 4 * SECTOR).await.unwrap(),
+                    sectors("\0x")
+                );
             };
             Sim::new(seed).block_on(work).unwrap();
             letters(&disk.power_cut())
@@ -282,7 +318,8 @@ fn a_durable_write_commits_the_journal_so_far() {
 fn a_failed_sync_takes_no_durable_write_in_flight_with_it() {
     for seed in 0..1000 {
         let latency = Latency { write: 40, sync: 1, ..Latency::default() };
-        let disk = SimDisk::new(SimImage::zeroed(DISK), SimConfig { latency, ..SimConfig::new(seed) });
+        let disk =
+            SimDisk::new(SimImage::zeroed(DISK), SimConfig { latency, ..SimConfig::new(seed) });
         let (sim, owner, other) = (Sim::new(seed), disk.clone(), disk.clone());
         let durable = sim.spawn(async move { put(&other, 0, &sectors("d"), true).await.unwrap() });
         let work = async move {
@@ -355,14 +392,25 @@ fn the_oracle_names_the_sector_and_what_it_should_hold() {
     // The first write is durable, the second only began before the flush.
     let third = oracle.write_started(1024, &sectors("c"));
     for good in ["aa", "ab", "ca", "cb"] {
-        oracle.check_now(1024, &sectors(good)).err().iter().for_each(|e| assert!(good.ends_with('a'), "{good}: {e}"));
+        oracle
+            .check_now(1024, &sectors(good))
+            .err()
+            .iter()
+            .for_each(|e| assert!(good.ends_with('a'), "{good}: {e}"));
     }
     let lost = oracle.check_after_cut(1024, &sectors("a\0")).unwrap_err();
     assert_eq!(lost.sector, 3);
     let text = lost.to_string();
-    let parts = ["sector 3 (offset 1536) after the cut: found [zeroes]", "stale: initial zeroes", "write #1 (durable)"];
+    let parts = [
+        "sector 3 (offset 1536) after the cut: found [zeroes]",
+        "stale: initial zeroes",
+        "write #1 (durable)",
+    ];
     assert!(parts.iter().all(|part| text.contains(part)), "{text}");
     oracle.check_after_cut(1024, &sectors("ca")).unwrap();
-    assert!(oracle.check_now(1024, &sectors("aa")).is_err(), "what was found after the cut is what there is");
+    assert!(
+        oracle.check_now(1024, &sectors("aa")).is_err(),
+        "what was found after the cut is what there is"
+    );
     drop(third);
 }

@@ -1,4 +1,5 @@
-//! The simulated disk by hand-made cases (`cases`), and by random work that the oracle judges (`work`).
+//! The simulated disk by hand-made cases (`cases`), and by random work that the oracle judges
+//! (`work`).
 
 use std::io;
 
@@ -27,7 +28,10 @@ async fn take(disk: &impl Storage, offset: u64, len: usize) -> io::Result<Vec<u8
 }
 
 /// Runs `work` on a disk of seed `seed` until it is done, and cuts the power then.
-fn then_cut<F: Future<Output = ()> + 'static>(seed: u64, work: impl FnOnce(SimDisk) -> F) -> SimImage {
+fn then_cut<F: Future<Output = ()> + 'static>(
+    seed: u64,
+    work: impl FnOnce(SimDisk) -> F,
+) -> SimImage {
     let disk = disk(seed);
     Sim::new(seed).block_on(work(disk.clone())).unwrap();
     disk.power_cut()

@@ -34,7 +34,12 @@ impl Storage for Liar {
         (segments, n)
     }
 
-    async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+    async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<usize>) {
         if self.lie == Lie::LostWrite && offset == 0 {
             let n = segments.len();
             return (segments, Ok(n));
@@ -78,18 +83,24 @@ type Judge = Rc<RefCell<Oracle>>;
 
 /// Lets one flush of the workers go at a time.
 ///
-/// Where a sync may fail this is a must, and no fault of the disk: of two in flight only one is told of the loss, and the
-/// other's Ok would be taken for a promise.
+/// Where a sync may fail this is a must, and no fault of the disk: of two in flight only one is
+/// told of the loss, and the other's Ok would be taken for a promise.
 type Gate = Option<Rc<Cell<bool>>>;
 
-async fn worker(disk: impl Storage, judge: Judge, gate: Gate, mut rng: Rng) -> Result<(), Mismatch> {
+async fn worker(
+    disk: impl Storage,
+    judge: Judge,
+    gate: Gate,
+    mut rng: Rng,
+) -> Result<(), Mismatch> {
     for _ in 0..12 {
         let first = rng.below(DISK / SECTOR as u64);
         let sectors = rng.between(1, 8).min(DISK / SECTOR as u64 - first);
         let (offset, len) = (first * SECTOR as u64, sectors * SECTOR as u64);
         match rng.below(16) {
             0..8 => {
-                let (data, durable) = (pattern(rng.next_u64(), offset, len as usize), rng.one_in(4));
+                let (data, durable) =
+                    (pattern(rng.next_u64(), offset, len as usize), rng.one_in(4));
                 let token = judge.borrow_mut().write_started(offset, &data);
                 let ok = put(&disk, offset, &data, durable).await.is_ok();
                 judge.borrow_mut().write_answered(token, ok, durable);
@@ -125,9 +136,16 @@ async fn worker(disk: impl Storage, judge: Judge, gate: Gate, mut rng: Rng) -> R
 }
 
 /// Three tasks on one disk; the power may go at any time. Ok with nothing: it did.
-fn work(sim: &Sim, disk: impl Storage + Clone, judge: &Judge, gate: Gate, rng: &mut Rng) -> Result<(), Mismatch> {
-    let workers: Vec<_> =
-        (0..3).map(|_| sim.spawn(worker(disk.clone(), judge.clone(), gate.clone(), rng.fork()))).collect();
+fn work(
+    sim: &Sim,
+    disk: impl Storage + Clone,
+    judge: &Judge,
+    gate: Gate,
+    rng: &mut Rng,
+) -> Result<(), Mismatch> {
+    let workers: Vec<_> = (0..3)
+        .map(|_| sim.spawn(worker(disk.clone(), judge.clone(), gate.clone(), rng.fork())))
+        .collect();
     let all = async {
         for worker in workers {
             worker.await?;
@@ -150,12 +168,20 @@ fn life(seed: u64, lie: Lie) -> Result<Vec<Trace>, String> {
         let disk = SimDisk::new(image, config);
         let mut gate = None;
         if rng.one_in(4) {
-            let kind = *rng.pick(&[OpKind::Write, OpKind::Sync, OpKind::Zero, OpKind::Discard, OpKind::Read]);
+            let kind = *rng.pick(&[
+                OpKind::Write,
+                OpKind::Sync,
+                OpKind::Zero,
+                OpKind::Discard,
+                OpKind::Read,
+            ]);
             if kind == OpKind::Sync {
                 judge.borrow_mut().expect_failing_flushes();
                 gate = Some(Rc::default());
             }
-            disk.fail(Fault::new(kind, io::ErrorKind::Other).after(rng.below(8)).times(rng.between(1, 3)));
+            disk.fail(
+                Fault::new(kind, io::ErrorKind::Other).after(rng.below(8)).times(rng.between(1, 3)),
+            );
         }
         let sim = Sim::new(rng.next_u64());
         work(&sim, Liar { disk: disk.clone(), lie }, &judge, gate, &mut rng).map_err(explain)?;
@@ -186,7 +212,10 @@ fn a_seed_decides_everything() {
     for seed in 0..50 {
         let trace = life(seed, Lie::Nothing).unwrap();
         assert!(trace == life(seed, Lie::Nothing).unwrap(), "seed {seed} gave two histories");
-        assert!(trace != life(seed + 1, Lie::Nothing).unwrap(), "seeds {seed} and the next gave one history");
+        assert!(
+            trace != life(seed + 1, Lie::Nothing).unwrap(),
+            "seeds {seed} and the next gave one history"
+        );
     }
 }
 
@@ -197,7 +226,11 @@ fn a_run_can_be_cut_at_every_event() {
         let judge = Judge::default();
         work(&Sim::new(7), disk.clone(), &judge, None, &mut Rng::new(7)).unwrap();
         let survived = !disk.is_off();
-        assert!(survived || disk.events() == events, "cut after {} events, not {events}", disk.events());
+        assert!(
+            survived || disk.events() == events,
+            "cut after {} events, not {events}",
+            disk.events()
+        );
         judge.borrow_mut().check_after_cut(0, &disk.power_cut().bytes()).unwrap();
         survived
     };
