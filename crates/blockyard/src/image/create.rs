@@ -65,7 +65,10 @@ pub fn run(options: &Options) -> Result<(), Failure> {
         }
         (_, Some(size)) => size,
         (_, None) => {
-            return Err(Failure::usage(anyhow::anyhow!("{}: say its size", options.file.display())));
+            return Err(Failure::usage(anyhow::anyhow!(
+                "{}: say its size",
+                options.file.display()
+            )));
         }
     };
     let plan =
