@@ -99,7 +99,7 @@ fn describe_signals(figures: &NotifyFigures) -> String {
 
 /// Describes what a share did. Means are of so many operations.
 fn describe(share: &Share, operations: u64) -> String {
-    let Figures { weight, owed, used, donated, limited, waited, service, alone, in_line, .. } =
+    let Figures { weight, owed, used, donated, limited, waited, service, alone, queued, .. } =
         share.figures();
     let mean = |nanos: u64| nanos as f64 / 1e3 / operations.max(1) as f64;
     let seconds = |nanos: u64| nanos as f64 / 1e9;
@@ -109,11 +109,11 @@ fn describe(share: &Share, operations: u64) -> String {
         mean(waited)
     );
     let Some(device) = share.device() else {
-        return format!("no device is shared; each operation waited {waits}; {in_line} wait");
+        return format!("no device is shared; each operation waited {waits}; {queued} wait");
     };
     format!(
         "weight {weight:.1} on device {}: owed {:.3} s, used {:.3} s, donated {:.3} s; each operation waited {waits}; the \
-         device took {:.0} us, without neighbours {:.0} us; {in_line} wait; the device shows {:.0}% of its capacity, with {:.0} us \
+         device took {:.0} us, without neighbours {:.0} us; {queued} wait; the device shows {:.0}% of its capacity, with {:.0} us \
          of work on the way at most",
         device.name(),
         seconds(owed),

@@ -25,7 +25,7 @@ mod once_a_second;
 mod request;
 mod served;
 mod statistics;
-mod turnstile;
+mod throttle;
 
 pub use backend::{Backend, Delay, Model, Ram, Source, SourceError, parse_size};
 pub use blockyard_image::Store;
@@ -37,4 +37,4 @@ pub use live::{SnapshotOptions, Why, Work, WorkError};
 pub use request::{Failure, Finished, Op, Request, Status, Token, dropped_requests};
 pub use served::{Run, Served};
 pub use statistics::{OpKind, Statistics, Summary};
-pub use turnstile::sched_time;
+pub use throttle::sched_time;

@@ -24,7 +24,7 @@ use crate::filter::Dice;
 use crate::gate::{self, Gate};
 use crate::request::{Failure, Finished, Op, Request, Status, Token};
 use crate::statistics::{OpKind, Statistics};
-use crate::turnstile::{self, Turnstile};
+use crate::throttle::{self, Throttle};
 
 mod merge;
 
@@ -39,7 +39,7 @@ pub struct Served<S> {
     pub(crate) next: RefCell<Option<Rc<View<S>>>>,
     /// None in simulations, which have no clock.
     handle: Option<Handle>,
-    turnstile: Turnstile,
+    throttle: Throttle,
     statistics: RefCell<Statistics>,
     dice: Dice,
 }
@@ -151,7 +151,7 @@ pub(crate) struct Admitted<'a, S> {
     /// Bytes that it was charged for.
     charged: u64,
     _gate: gate::Pass<'a>,
-    _turn: turnstile::Pass<'a>,
+    _admission: throttle::Admission<'a>,
 }
 
 /// The disks of a reactor: all its queues of a disk share image and statistics.
@@ -216,14 +216,14 @@ impl<S: Storage> Served<S> {
     fn with_view(disk: Arc<Disk>, view: View<S>, handle: Option<Handle>) -> Self {
         let (view, next) = (RefCell::new(Rc::new(view)), RefCell::new(None));
         let dice = Dice::new(0x9e37_79b9_7f4a_7c15);
-        let turnstile = Turnstile::new(disk.share().clone(), handle.clone(), disk.on_device);
+        let throttle = Throttle::new(disk.share().clone(), handle.clone(), disk.on_device);
         Served {
             disk,
             gate: Gate::default(),
             view,
             next,
             handle,
-            turnstile,
+            throttle,
             statistics: RefCell::default(),
             dice,
         }
@@ -259,7 +259,7 @@ impl<S: Storage> Served<S> {
             view: self.view.borrow().clone(),
             charged: 0,
             _gate: gate,
-            _turn: turnstile::Pass::default(),
+            _admission: throttle::Admission::default(),
         }
     }
 
@@ -267,19 +267,24 @@ impl<S: Storage> Served<S> {
     /// the image is not being exchanged.
     #[inline]
     async fn enter_for(&self, op: Op, offset: u64, len: u64, requests: u32) -> Admitted<'_, S> {
-        if self.turnstile.is_open() {
+        if self.throttle.is_open() {
             return self.enter().await;
         }
-        let operation = self.turnstile.operation(op, offset, len, requests);
-        let number = self.turnstile.arrive();
+        let operation = self.throttle.operation(op, offset, len, requests);
+        let number = self.throttle.arrive();
         loop {
-            let turn = self.turnstile.enter(&operation, number).await;
+            let admission = self.throttle.enter(&operation, number).await;
             if let Some(gate) = self.gate.try_enter() {
                 let view = self.view.borrow().clone();
-                return Admitted { view, charged: operation.moves(), _gate: gate, _turn: turn };
+                return Admitted {
+                    view,
+                    charged: operation.moves(),
+                    _gate: gate,
+                    _admission: admission,
+                };
             }
             // Nothing is held while the gate is closed that others wait for.
-            turn.give_back(&operation);
+            admission.give_back(&operation);
             Box::pin(self.gate.wait()).await;
         }
     }
@@ -299,7 +304,7 @@ impl<S: Storage> Served<S> {
     #[inline]
     fn settle_costs(&self, admitted: &Admitted<'_, S>, work: Work) {
         if let Some(more) = admitted.view.uncharged(work, admitted.charged) {
-            self.turnstile.share().charge_more(more.operations, more.bytes);
+            self.throttle.share().charge_more(more.operations, more.bytes);
         }
     }
 
@@ -318,24 +323,24 @@ impl<S: Storage> Served<S> {
     /// For a queue that is drained: requests that wait on this reactor for limits or shares pass at
     /// once. The disk owes for them, see [`Served::held_back`].
     pub fn drain(&self) {
-        self.turnstile.drain();
+        self.throttle.drain();
     }
 
     /// For an export that ends: until [`Served::resume`], no request of the disk waits on this
     /// reactor for limits or shares.
     pub fn suspend(&self) {
-        self.turnstile.suspend();
+        self.throttle.suspend();
     }
 
     pub fn resume(&self) {
-        self.turnstile.resume();
+        self.throttle.resume();
     }
 
     /// Returns how long a queue must wait before it looks again whether it may take requests: the
     /// disk owes for those that drained queues let pass. None: it may.
     #[inline]
     pub fn held_back(&self) -> Option<Duration> {
-        self.turnstile.held_back()
+        self.throttle.held_back()
     }
 
     #[inline]
@@ -533,7 +538,7 @@ impl<S: Storage> Served<S> {
                 // Before the sync begins: what is acknowledged from here on it may not cover.
                 self.disk.unsynced.swap(false, Ordering::SeqCst);
                 self.disk.dirty.store(0, Ordering::Relaxed);
-                let _held = self.turnstile.sync();
+                let _held = self.throttle.sync();
                 let result = view.backend.flush().await;
                 if let Err(e) = &result {
                     self.disk.poison("a flush", e);

@@ -3,7 +3,7 @@
 //! In: operations that passed because of a drain, and those that wait. Out: until when the queues
 //! of the disk take nothing. What must hold: over any time a disk that is drained again and again
 //! gets what its limits and its share allow, and what one drain lets pass; that is bounded, because
-//! the queues take nothing while [`MOST_IN_LINE`] waits.
+//! the queues take nothing while [`MAX_QUEUED_NS`] waits.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
@@ -12,9 +12,9 @@ use crate::Time;
 /// Nanoseconds of limits or share that the waiting operations of a disk may be worth. Beyond this
 /// its queues take no more requests. This bounds what a drain lets pass, and with it the time until
 /// the debt is paid.
-pub(crate) const MOST_IN_LINE: u64 = 30_000_000_000;
+pub(crate) const MAX_QUEUED_NS: u64 = 30_000_000_000;
 /// No operation in line is worth more.
-const MOST_WORTH: u64 = 1 << 50;
+const MAX_OPERATION_NS: u64 = 1 << 50;
 /// Pause before a queue looks again whether the line has become shorter.
 const LOOK: u64 = 20_000_000;
 
@@ -26,7 +26,7 @@ pub(crate) struct Debt {
     /// The device was owed something, and the disk may still be ahead of its share.
     ahead: AtomicBool,
     /// What the operations are worth that wait.
-    in_line: AtomicU64,
+    queued_ns: AtomicU64,
     /// Number of operations that wait, for limits or for the device.
     waiting: AtomicU64,
 }
@@ -53,14 +53,14 @@ impl Debt {
 
     /// Notes that an operation waits. Returns what it counts for, until [`Debt::leave`].
     pub fn join(&self, worth: u64) -> u64 {
-        let worth = worth.min(MOST_WORTH);
-        self.in_line.fetch_add(worth, Relaxed);
+        let worth = worth.min(MAX_OPERATION_NS);
+        self.queued_ns.fetch_add(worth, Relaxed);
         self.waiting.fetch_add(1, Relaxed);
         worth
     }
 
     pub fn leave(&self, worth: u64) {
-        self.in_line.fetch_sub(worth, Relaxed);
+        self.queued_ns.fetch_sub(worth, Relaxed);
         self.waiting.fetch_sub(1, Relaxed);
     }
 
@@ -81,7 +81,7 @@ impl Debt {
             }
             self.ahead.store(false, Relaxed);
         }
-        (self.in_line.load(Relaxed) > MOST_IN_LINE).then(|| now + LOOK)
+        (self.queued_ns.load(Relaxed) > MAX_QUEUED_NS).then(|| now + LOOK)
     }
 }
 
@@ -177,12 +177,12 @@ mod tests {
     #[test]
     fn a_long_line_holds_the_queues_back() {
         let share = Host::default().share(None, None, &bps(1000));
-        let mut line: Vec<u64> = (0..30).map(|_| share.join_line(&write(1000))).collect();
+        let mut line: Vec<u64> = (0..30).map(|_| share.join_queue(&write(1000))).collect();
         assert_eq!(share.held_back(NOW), None, "half a minute of waiting is allowed");
-        line.push(share.join_line(&write(1)));
+        line.push(share.join_queue(&write(1)));
         assert_eq!(share.held_back(NOW), Some(NOW + LOOK));
-        line.push(share.join_line(&write(u64::MAX)));
-        line.drain(..).for_each(|worth| share.leave_line(worth));
+        line.push(share.join_queue(&write(u64::MAX)));
+        line.drain(..).for_each(|worth| share.leave_queue(worth));
         assert_eq!(share.held_back(NOW), None);
     }
 }

@@ -38,7 +38,7 @@ pub use device::{Device, Grant};
 pub use group::Group;
 pub use host::{Host, Means};
 pub use knobs::{KnobError, Knobs, Limit, Limits, parse_rate};
-pub use limit::{Limiter, Turn};
+pub use limit::{Flow, Limiter};
 pub use share::{Figures, Share};
 pub use window::Class;
 

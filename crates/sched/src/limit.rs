@@ -16,7 +16,7 @@
 //!   starve no large one. So the last one to pass may leave a debt, however large it is, and the
 //!   next one waits for it.
 //! - All limits are charged, or none.
-//! - Of several that wait each has its part in turn ([`Turn`]).
+//! - Of several that wait each has its part in turn ([`Flow`]).
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -26,11 +26,11 @@ use std::time::Duration;
 use crate::{Kind, Limit, Limits, Operation, Time};
 
 mod bucket;
-mod turns;
+mod flows;
 
 use bucket::Bucket;
-pub use turns::Turn;
-use turns::Turns;
+pub use flows::Flow;
+use flows::Flows;
 
 /// The limits of a disk, or of a group, and how far they are used up.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ pub struct Limiter {
     generations: [[Meter; 6]; 2],
     /// The last time that somebody asked: changes are reckoned from it.
     asked: AtomicU64,
-    turns: Turns,
+    flows: Flows,
     /// What was set last. Held by those who change, never by those who ask.
     set: Mutex<Limits>,
 }
@@ -60,8 +60,8 @@ struct Changed;
 
 impl Limiter {
     pub fn new(limits: &Limits) -> Self {
-        let (limited, changes, generations, asked, turns, set) = Default::default();
-        let new = Limiter { limited, changes, generations, asked, turns, set };
+        let (limited, changes, generations, asked, flows, set) = Default::default();
+        let new = Limiter { limited, changes, generations, asked, flows, set };
         new.set(limits);
         new
     }
@@ -92,20 +92,20 @@ impl Limiter {
 
     /// One that waits for these limits beside others, who are to have as much of them as it has, in
     /// proportion to weights.
-    pub fn join(&self, weight: u32) -> Arc<Turn> {
-        self.turns.join(weight)
+    pub fn join(&self, weight: u32) -> Arc<Flow> {
+        self.flows.join(weight)
     }
 
     /// Lets an operation begin and charges it; or says when to ask again, and charges nothing. With
     /// a turn, that may be at once: others come first.
-    pub fn take(&self, now: Time, operation: &Operation, turn: Option<&Turn>) -> Result<(), Time> {
+    pub fn take(&self, now: Time, operation: &Operation, flow: Option<&Flow>) -> Result<(), Time> {
         if self.is_unlimited() {
             return Ok(());
         }
         self.note_time(now);
         let amounts = amounts(operation);
         loop {
-            if let Ok(answer) = self.try_take(now, &amounts, turn) {
+            if let Ok(answer) = self.try_take(now, &amounts, flow) {
                 return answer;
             }
         }
@@ -115,7 +115,7 @@ impl Limiter {
         &self,
         now: Time,
         amounts: &[u64; 6],
-        turn: Option<&Turn>,
+        flow: Option<&Flow>,
     ) -> Result<Result<(), Time>, Changed> {
         let change = self.changes.load(Acquire);
         let meters = self.generation(change);
@@ -123,12 +123,12 @@ impl Limiter {
         for (limit, meter, amount) in counted(meters, amounts) {
             meter.note_size(amount);
             let at = meter.existing().map(Bucket::opens).max().unwrap_or(0);
-            let next = turn.is_none_or(|turn| self.turns.is_next(limit, now, turn));
+            let next = flow.is_none_or(|flow| self.flows.is_next(limit, now, flow));
             let waits = at > now || !next;
             (opens, refused) = (opens.max(at), refused || waits);
-            match turn {
-                Some(turn) if waits => self.turns.refuse(limit, now, turn),
-                Some(turn) => self.turns.clear(limit, turn),
+            match flow {
+                Some(flow) if waits => self.flows.refuse(limit, now, flow),
+                Some(flow) => self.flows.clear(limit, flow),
                 None => {}
             }
         }
@@ -144,9 +144,9 @@ impl Limiter {
                 return Ok(Err(opens));
             }
         }
-        if let Some(turn) = turn {
+        if let Some(flow) = flow {
             counted(meters, amounts).for_each(|(limit, meter, amount)| {
-                self.turns.pass(limit, turn, meter.price(amount))
+                self.flows.pass(limit, flow, meter.price(amount))
             });
         }
         Ok(Ok(()))
@@ -185,15 +185,15 @@ impl Limiter {
     }
 
     /// Takes back a charge: the operation does not begin, for another reason than these limits.
-    pub fn refund(&self, operation: &Operation, turn: Option<&Turn>) {
+    pub fn refund(&self, operation: &Operation, flow: Option<&Flow>) {
         if self.is_unlimited() {
             return;
         }
         let (meters, amounts) = (self.generation(self.changes.load(Acquire)), amounts(operation));
         buckets(meters, &amounts).for_each(|(bucket, amount)| bucket.refund(amount));
-        if let Some(turn) = turn {
+        if let Some(flow) = flow {
             let refund = |(limit, meter, amount): (_, &Meter, _)| {
-                self.turns.refund(limit, turn, meter.price(amount))
+                self.flows.refund(limit, flow, meter.price(amount))
             };
             counted(meters, &amounts).for_each(refund);
         }

@@ -15,7 +15,7 @@ use crate::debt::Debt;
 use crate::device::{Device, Grant};
 use crate::group::Group;
 use crate::knobs::Knobs;
-use crate::limit::{Limiter, Turn};
+use crate::limit::{Flow, Limiter};
 use crate::reserve::Reserve;
 
 /// What the device and its disk both look at. What every operation touches stands together, first.
@@ -280,7 +280,7 @@ pub struct Figures {
     pub alone: u64,
     /// Operations that wait now: for the device, and for limits or the device.
     pub waiting: u64,
-    pub in_line: u64,
+    pub queued: u64,
 }
 
 /// A disk's share: see the top of this file. Given up when dropped.
@@ -289,7 +289,7 @@ pub struct Share {
     account: Arc<Account>,
     limiter: Limiter,
     /// Among the disks of its group.
-    turn: Option<Arc<Turn>>,
+    group_flow: Option<Arc<Flow>>,
     device: Option<Arc<Device>>,
     debt: Debt,
     /// Where the disk's last operation ended, on a rotational device.
@@ -298,7 +298,7 @@ pub struct Share {
 
 impl Share {
     pub fn new(device: Option<Arc<Device>>, group: Option<Arc<Group>>, knobs: &Knobs) -> Self {
-        let turn = group.as_ref().map(|group| group.limiter.join(knobs.weight));
+        let group_flow = group.as_ref().map(|group| group.limiter.join(knobs.weight));
         let account = Arc::new(Account::new(knobs, group));
         if let Some(device) = &device {
             let _ = account.number.set(device.join(&account));
@@ -306,7 +306,7 @@ impl Share {
         Share {
             account,
             limiter: Limiter::new(&knobs.limits),
-            turn,
+            group_flow,
             device,
             debt: Debt::default(),
             position: AtomicU64::new(u64::MAX),
@@ -325,7 +325,7 @@ impl Share {
     pub fn set(&self, knobs: &Knobs, now: Time) {
         self.account.set(knobs);
         self.limiter.set(&knobs.limits);
-        self.turn.as_ref().inspect(|turn| turn.set_weight(knobs.weight));
+        self.group_flow.as_ref().inspect(|flow| flow.set_weight(knobs.weight));
         self.group_changed(now);
         // Those who wait already have a reservation now.
         self.claim(now);
@@ -365,19 +365,19 @@ impl Share {
     }
 
     /// One of several lines of operations that wait for the disk's limits.
-    pub fn line(&self) -> Arc<Turn> {
+    pub fn new_flow(&self) -> Arc<Flow> {
         self.limiter.join(Knobs::WEIGHT)
     }
 
     /// Whether the disk's limits, and its group's, let the first operation of a line begin, which
     /// they then have counted; else when to ask again.
     #[inline]
-    pub fn limit(&self, now: Time, operation: &Operation, line: &Turn) -> Result<(), Time> {
+    pub fn limit(&self, now: Time, operation: &Operation, flow: &Flow) -> Result<(), Time> {
         let group = self.group_limiter();
-        self.limiter.take(now, operation, Some(line))?;
-        let back = |_: &Time| self.limiter.refund(operation, Some(line));
+        self.limiter.take(now, operation, Some(flow))?;
+        let back = |_: &Time| self.limiter.refund(operation, Some(flow));
         group.map_or(Ok(()), |limiter| {
-            limiter.take(now, operation, self.turn.as_deref()).inspect_err(back)
+            limiter.take(now, operation, self.group_flow.as_deref()).inspect_err(back)
         })
     }
 
@@ -438,7 +438,7 @@ impl Share {
     pub fn refund(&self, now: Time, operation: &Operation, grant: Grant) {
         self.limiter.refund(operation, None);
         if let Some(group) = &self.account.group {
-            group.limiter.refund(operation, self.turn.as_deref());
+            group.limiter.refund(operation, self.group_flow.as_deref());
         }
         if let Some(device) = &self.device {
             device.give_back(&self.account, now, &grant);
@@ -512,8 +512,8 @@ impl Share {
         }
     }
 
-    /// Notes that an operation waits. Returns what it is worth, for [`Share::leave_line`].
-    pub fn join_line(&self, operation: &Operation) -> u64 {
+    /// Notes that an operation waits. Returns what it is worth, for [`Share::leave_queue`].
+    pub fn join_queue(&self, operation: &Operation) -> u64 {
         let limits = self
             .limiter
             .worth(operation)
@@ -523,7 +523,7 @@ impl Share {
         self.debt.join(limits.max(device))
     }
 
-    pub fn leave_line(&self, worth: u64) {
+    pub fn leave_queue(&self, worth: u64) {
         self.debt.leave(worth);
     }
 
@@ -549,7 +549,7 @@ impl Share {
             service: get(&sums.service),
             alone: get(&sums.alone),
             waiting: get(&self.account.waiting),
-            in_line: self.debt.waiting(),
+            queued: self.debt.waiting(),
         }
     }
 }

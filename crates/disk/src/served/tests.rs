@@ -330,7 +330,7 @@ fn what_is_discarded_pays_for_no_other_work() {
             sequential: false,
             requests: 1,
         };
-        neighbour.ask(turnstile::sched_time() + 60_000_000_000, &read).unwrap();
+        neighbour.ask(throttle::sched_time() + 60_000_000_000, &read).unwrap();
         let cost = neighbour.device().unwrap().costs().write_per_mib * (ZEROES >> 20);
         let used = disk.share().figures().used;
         assert!(

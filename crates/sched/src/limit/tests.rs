@@ -445,20 +445,20 @@ fn beside(
     limiter: &Limiter,
     from: Time,
     seconds: u64,
-    all: &[(&Turn, Operation, u64)],
+    all: &[(&Flow, Operation, u64)],
 ) -> Vec<f64> {
     let (mut random, mut passed) = (Random(1234567), vec![0u64; all.len()]);
     let mut next: Vec<Time> = all.iter().map(|_| from).collect();
     loop {
         let at = (0..all.len()).min_by_key(|i| next[*i]).unwrap();
-        let (now, (turn, operation, gather)) = (next[at], &all[at]);
+        let (now, (flow, operation, gather)) = (next[at], &all[at]);
         if now > from + seconds * S {
             return passed.iter().map(|n| *n as f64 / seconds as f64).collect();
         }
-        let mut asked = limiter.take(now, operation, Some(turn));
+        let mut asked = limiter.take(now, operation, Some(flow));
         while asked.is_ok() {
             passed[at] += operation.bytes.max(u64::from(operation.requests));
-            asked = limiter.take(now, operation, Some(turn));
+            asked = limiter.take(now, operation, Some(flow));
         }
         let told = asked.unwrap_err().max(now);
         next[at] = (told + gather + random.below(50_000)).min(now + 20 * MS);
@@ -469,10 +469,10 @@ fn beside(
 fn who_waits_beside_others_has_his_part() {
     for rate in [10, 2000, 100_000] {
         let limiter = Limiter::new(&iops(Limit::of(rate)));
-        let turns = [100, 100, 300].map(|weight| limiter.join(weight));
+        let flows = [100, 100, 300].map(|weight| limiter.join(weight));
         // The second is always the last one to look.
         let all =
-            [(&*turns[0], read(0), 1), (&*turns[1], read(0), 300_000), (&*turns[2], read(0), 1)];
+            [(&*flows[0], read(0), 1), (&*flows[1], read(0), 300_000), (&*flows[2], read(0), 1)];
         let got = beside(&limiter, S, 40, &all);
         let due = [0.2, 0.2, 0.6].map(|part| part * rate as f64);
         for (got, due) in got.iter().zip(due) {
@@ -487,16 +487,16 @@ fn who_waits_beside_others_has_his_part() {
     }
     // Who comes back has saved nothing up.
     let limiter = Limiter::new(&iops(Limit::of(2000)));
-    let turns = [100, 100].map(|weight| limiter.join(weight));
-    let all = [(&*turns[0], read(0), 1), (&*turns[1], read(0), 1)];
+    let flows = [100, 100].map(|weight| limiter.join(weight));
+    let all = [(&*flows[0], read(0), 1), (&*flows[1], read(0), 1)];
     assert!(beside(&limiter, S, 20, &all[..1])[0] > 1990.0);
     let got = beside(&limiter, 21 * S, 5, &all);
     assert!(got.iter().all(|got| (got / 1000.0 - 1.0).abs() < 0.03), "{got:?}");
     // Of bytes, whatever the sizes.
     let limiter = Limiter::new(&bps(Limit::of(100 << 20)));
-    let turns = [100, 100].map(|weight| limiter.join(weight));
+    let flows = [100, 100].map(|weight| limiter.join(weight));
     let got =
-        beside(&limiter, S, 40, &[(&turns[0], read(4096), 1), (&turns[1], read(1 << 20), 300_000)]);
+        beside(&limiter, S, 40, &[(&flows[0], read(4096), 1), (&flows[1], read(1 << 20), 300_000)]);
     assert!((got[0] / got[1] - 1.0).abs() < 0.03, "{got:?}");
 }
 

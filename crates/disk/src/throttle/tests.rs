@@ -14,7 +14,7 @@ const WRITE: Operation =
 /// A disk with a limit of a byte a second, and the requests that have passed.
 struct Stage {
     handle: Handle,
-    turnstile: Rc<Turnstile>,
+    throttle: Rc<Throttle>,
     passed: Rc<RefCell<Vec<u64>>>,
 }
 
@@ -23,17 +23,17 @@ impl Stage {
         let bps = Some(Limit { rate: 1, max: None, length: Duration::from_secs(1) });
         let knobs = Knobs { limits: Limits { bps, ..Limits::default() }, ..Knobs::default() };
         let share = Arc::new(Share::new(None, None, &knobs));
-        let turnstile = Rc::new(Turnstile::new(share, Some(handle.clone()), false));
-        Stage { handle: handle.clone(), turnstile, passed: Rc::default() }
+        let throttle = Rc::new(Throttle::new(share, Some(handle.clone()), false));
+        Stage { handle: handle.clone(), throttle, passed: Rc::default() }
     }
 
     /// Requests come; returns which have passed so far.
     async fn come(&self, count: u64) -> Vec<u64> {
         for _ in 0..count {
-            let (turnstile, passed) = (self.turnstile.clone(), self.passed.clone());
+            let (throttle, passed) = (self.throttle.clone(), self.passed.clone());
             self.handle.spawn(async move {
-                let number = turnstile.arrive();
-                drop(turnstile.enter(&WRITE, number).await);
+                let number = throttle.arrive();
+                drop(throttle.enter(&WRITE, number).await);
                 passed.borrow_mut().push(number);
             });
         }
@@ -58,15 +58,15 @@ fn run(work: impl AsyncFnOnce(Stage) + 'static) {
 fn a_drain_lets_pass_what_stands_in_line_and_nothing_that_comes_later() {
     run(async |stage| {
         assert_eq!(stage.come(3).await, [1], "the limit lets one pass");
-        stage.turnstile.drain();
+        stage.throttle.drain();
         assert_eq!(stage.passed().await, [1, 2, 3]);
         assert_eq!(
             stage.come(2).await,
             [1, 2, 3],
             "the drain is not over, and what comes waits all the same"
         );
-        assert!(stage.turnstile.held_back().is_some(), "what passed is owed");
-        stage.turnstile.drain();
+        assert!(stage.throttle.held_back().is_some(), "what passed is owed");
+        stage.throttle.drain();
         assert_eq!(stage.passed().await, [1, 2, 3, 4, 5]);
     });
 }
@@ -75,31 +75,31 @@ fn a_drain_lets_pass_what_stands_in_line_and_nothing_that_comes_later() {
 fn at_the_end_of_an_export_everything_passes() {
     run(async |stage| {
         assert_eq!(stage.come(2).await, [1]);
-        stage.turnstile.suspend();
+        stage.throttle.suspend();
         assert_eq!(stage.come(2).await, [1, 2, 3, 4]);
-        assert_eq!(stage.turnstile.held_back(), None);
-        stage.turnstile.resume();
+        assert_eq!(stage.throttle.held_back(), None);
+        stage.throttle.resume();
         assert_eq!(stage.come(1).await, [1, 2, 3, 4]);
-        assert!(stage.turnstile.held_back().is_some());
+        assert!(stage.throttle.held_back().is_some());
     });
 }
 
 #[test]
 fn a_line_that_is_left_counts_no_more() {
     run(async |stage| {
-        assert!(stage.turnstile.held_back().is_none());
-        let number = stage.turnstile.arrive();
-        drop(stage.turnstile.enter(&WRITE, number).await);
+        assert!(stage.throttle.held_back().is_none());
+        let number = stage.throttle.arrive();
+        drop(stage.throttle.enter(&WRITE, number).await);
         assert!(
-            stage.turnstile.held_back().is_none(),
+            stage.throttle.held_back().is_none(),
             "one operation that passed in its time is no debt"
         );
-        let number = stage.turnstile.arrive();
-        let mut waiting = Box::pin(stage.turnstile.enter(&WRITE, number));
+        let number = stage.throttle.arrive();
+        let mut waiting = Box::pin(stage.throttle.enter(&WRITE, number));
         assert!(poll_fn(|cx| Poll::Ready(waiting.as_mut().poll(cx).is_pending())).await);
-        assert!(stage.turnstile.held_back().is_some(), "a line of more than half a minute");
+        assert!(stage.throttle.held_back().is_some(), "a line of more than half a minute");
         drop(waiting);
-        assert!(stage.turnstile.held_back().is_none());
+        assert!(stage.throttle.held_back().is_none());
     });
 }
 
@@ -109,9 +109,9 @@ fn a_line_that_is_left_counts_no_more() {
 fn streams_that_take_turns_are_no_sequential_ones_on_a_rotational_device() {
     for (means, several) in [(Means::FLASH, true), (Means::ROTATIONAL, false)] {
         let host = Host::default();
-        let turnstile =
-            Turnstile::new(host.share(Some(("d", &means)), None, &Knobs::default()), None, false);
-        let follows = |at: u64| turnstile.operation(Op::Read, at, 4096, 1).sequential;
+        let throttle =
+            Throttle::new(host.share(Some(("d", &means)), None, &Knobs::default()), None, false);
+        let follows = |at: u64| throttle.operation(Op::Read, at, 4096, 1).sequential;
         let first = 1 << 20;
         assert!(!follows(first));
         assert!(follows(first + 4096) && follows(first + 8192), "one stream");

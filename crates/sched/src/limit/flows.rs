@@ -24,7 +24,7 @@ const LIMITS: usize = 6;
 
 /// One that waits for limits beside others.
 #[derive(Debug)]
-pub struct Turn {
+pub struct Flow {
     weight: AtomicU32,
     /// Virtual time at which what has passed ends, for each limit.
     tags: [AtomicU64; LIMITS],
@@ -32,7 +32,7 @@ pub struct Turn {
     refused: [AtomicU64; LIMITS],
 }
 
-impl Turn {
+impl Flow {
     pub(crate) fn set_weight(&self, weight: u32) {
         self.weight.store(weight, Relaxed);
     }
@@ -45,68 +45,68 @@ impl Turn {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Turns {
+pub(super) struct Flows {
     /// Virtual time of each limit: the most at which an operation has begun.
     times: [AtomicU64; LIMITS],
     /// When somebody was refused last.
     refused: [AtomicU64; LIMITS],
-    all: Mutex<Vec<Weak<Turn>>>,
+    all: Mutex<Vec<Weak<Flow>>>,
 }
 
-impl Turns {
-    pub fn join(&self, weight: u32) -> Arc<Turn> {
+impl Flows {
+    pub fn join(&self, weight: u32) -> Arc<Flow> {
         let (weight, tags, refused) =
             (AtomicU32::new(weight), Default::default(), Default::default());
-        let turn = Arc::new(Turn { weight, tags, refused });
+        let flow = Arc::new(Flow { weight, tags, refused });
         let mut all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|turn| turn.strong_count() > 0);
-        all.push(Arc::downgrade(&turn));
-        turn
+        all.retain(|flow| flow.strong_count() > 0);
+        all.push(Arc::downgrade(&flow));
+        flow
     }
 
     /// Whether nobody waits for the limit who comes first.
-    pub fn is_next(&self, limit: usize, now: Time, turn: &Turn) -> bool {
+    pub fn is_next(&self, limit: usize, now: Time, flow: &Flow) -> bool {
         let waits = |refused: &AtomicU64| now < refused.load(Relaxed).saturating_add(PATIENCE);
         if !waits(&self.refused[limit]) {
             return true;
         }
-        let own = self.begins(limit, turn).saturating_sub(LEAD);
+        let own = self.begins(limit, flow).saturating_sub(LEAD);
         let all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
         all.iter().filter_map(Weak::upgrade).all(|other| {
-            std::ptr::eq(&*other, turn)
+            std::ptr::eq(&*other, flow)
                 || !waits(&other.refused[limit])
                 || own <= self.begins(limit, &other)
         })
     }
 
     /// Where its next operation begins, in virtual time.
-    fn begins(&self, limit: usize, turn: &Turn) -> u64 {
-        turn.tags[limit].load(Relaxed).max(self.times[limit].load(Relaxed).saturating_sub(LEAD))
+    fn begins(&self, limit: usize, flow: &Flow) -> u64 {
+        flow.tags[limit].load(Relaxed).max(self.times[limit].load(Relaxed).saturating_sub(LEAD))
     }
 
-    pub fn refuse(&self, limit: usize, now: Time, turn: &Turn) {
-        turn.refused[limit].store(now, Relaxed);
+    pub fn refuse(&self, limit: usize, now: Time, flow: &Flow) {
+        flow.refused[limit].store(now, Relaxed);
         self.refused[limit].fetch_max(now, Relaxed);
     }
 
     /// It does not wait for this limit.
-    pub fn clear(&self, limit: usize, turn: &Turn) {
-        if turn.refused[limit].load(Relaxed) > 0 {
-            turn.refused[limit].store(0, Relaxed);
+    pub fn clear(&self, limit: usize, flow: &Flow) {
+        if flow.refused[limit].load(Relaxed) > 0 {
+            flow.refused[limit].store(0, Relaxed);
         }
     }
 
     /// It has passed, for so many nanoseconds of the rate.
-    pub fn pass(&self, limit: usize, turn: &Turn, cost: u64) {
-        let begins = self.begins(limit, turn);
+    pub fn pass(&self, limit: usize, flow: &Flow, cost: u64) {
+        let begins = self.begins(limit, flow);
         self.times[limit].fetch_max(begins, Relaxed);
-        turn.tags[limit].store(begins.saturating_add(turn.step(cost)), Relaxed);
+        flow.tags[limit].store(begins.saturating_add(flow.step(cost)), Relaxed);
     }
 
     /// It has passed, and does not begin.
-    pub fn refund(&self, limit: usize, turn: &Turn, cost: u64) {
-        let step = turn.step(cost);
+    pub fn refund(&self, limit: usize, flow: &Flow, cost: u64) {
+        let step = flow.step(cost);
         let _ =
-            turn.tags[limit].fetch_update(Relaxed, Relaxed, |tag| Some(tag.saturating_sub(step)));
+            flow.tags[limit].fetch_update(Relaxed, Relaxed, |tag| Some(tag.saturating_sub(step)));
     }
 }

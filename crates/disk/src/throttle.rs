@@ -1,4 +1,4 @@
-//! The turnstile of a disk on one reactor: where requests wait for the disk's limits, and for its
+//! The throttle of a disk on one reactor: where requests wait for the disk's limits, and for its
 //! share of the device.
 //!
 //! ```text
@@ -18,7 +18,7 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use blockyard_ring::Handle;
-use blockyard_sched::{Grant, Kind, Operation, Share, Slot, Time, Turn};
+use blockyard_sched::{Flow, Grant, Kind, Operation, Share, Slot, Time};
 
 use crate::request::Op;
 use crate::statistics::OpKind;
@@ -42,16 +42,16 @@ fn time_of(at: Instant) -> Time {
     at.saturating_duration_since(*START.get_or_init(Instant::now)).as_nanos() as u64 + 1_000_000_000
 }
 
-pub(crate) struct Turnstile {
+pub(crate) struct Throttle {
     share: Arc<Share>,
     /// None in simulations, which have no clock, and where nothing is limited or shared.
     handle: Option<Handle>,
     /// The disk is a device that may know no other way to zero a range than to write it.
     writes_zeroes: bool,
     /// Of reads, and of what writes: either may have a limit of its own.
-    lines: [Line; 2],
+    wait_queues: [WaitQueue; 2],
     /// Number of the last request that came.
-    came: Cell<u64>,
+    arrived: Cell<u64>,
     /// Requests up to this number pass at once: a queue was drained after they came.
     drained: Cell<u64>,
     /// Number of exports that end on this reactor: while it is not 0, nothing waits.
@@ -63,43 +63,44 @@ pub(crate) struct Turnstile {
 }
 
 /// Requests that wait for the limits, behind one another.
-struct Line {
-    turn: Arc<Turn>,
+struct WaitQueue {
+    flow: Arc<Flow>,
     waiting: RefCell<VecDeque<(u64, Waker)>>,
 }
 
 /// A request that may begin; until it is dropped.
 #[derive(Default)]
-pub(crate) struct Pass<'a>(Option<(&'a Turnstile, Grant)>);
+pub(crate) struct Admission<'a>(Option<(&'a Throttle, Grant)>);
 
-impl Drop for Pass<'_> {
+impl Drop for Admission<'_> {
     #[inline]
     fn drop(&mut self) {
-        if let Some((turnstile, grant)) = self.0.take() {
-            turnstile.share.done(turnstile.now(), grant);
+        if let Some((throttle, grant)) = self.0.take() {
+            throttle.share.done(throttle.now(), grant);
         }
     }
 }
 
-impl Pass<'_> {
+impl Admission<'_> {
     /// It cannot begin after all.
     pub fn give_back(mut self, operation: &Operation) {
-        if let Some((turnstile, grant)) = self.0.take() {
-            turnstile.share.refund(turnstile.now(), operation, grant);
+        if let Some((throttle, grant)) = self.0.take() {
+            throttle.share.refund(throttle.now(), operation, grant);
         }
     }
 }
 
-impl Turnstile {
+impl Throttle {
     pub fn new(share: Arc<Share>, handle: Option<Handle>, writes_zeroes: bool) -> Self {
-        let (came, drained, suspended, slots, ends, next_end) = Default::default();
-        let lines = [(); 2].map(|()| Line { turn: share.line(), waiting: RefCell::default() });
-        Turnstile {
+        let (arrived, drained, suspended, slots, ends, next_end) = Default::default();
+        let wait_queues =
+            [(); 2].map(|()| WaitQueue { flow: share.new_flow(), waiting: RefCell::default() });
+        Throttle {
             share,
             handle,
             writes_zeroes,
-            lines,
-            came,
+            wait_queues,
+            arrived,
             drained,
             suspended,
             slots,
@@ -112,7 +113,7 @@ impl Turnstile {
         &self.share
     }
 
-    /// Nothing is limited or shared: [`Turnstile::enter`] is not needed.
+    /// Nothing is limited or shared: [`Throttle::enter`] is not needed.
     #[inline]
     pub fn is_open(&self) -> bool {
         self.handle.is_none() || self.share.is_free()
@@ -157,79 +158,80 @@ impl Turnstile {
         known.is_some()
     }
 
-    /// Gives a request its number, once, before its first [`Turnstile::enter`].
+    /// Gives a request its number, once, before its first [`Throttle::enter`].
     #[inline]
     pub fn arrive(&self) -> u64 {
-        self.came.set(self.came.get() + 1);
-        self.came.get()
+        self.arrived.set(self.arrived.get() + 1);
+        self.arrived.get()
     }
 
     #[inline]
-    fn passes(&self, number: u64) -> bool {
+    fn bypasses(&self, number: u64) -> bool {
         number <= self.drained.get() || self.suspended.get() > 0
     }
 
     #[inline]
-    pub async fn enter(&self, operation: &Operation, number: u64) -> Pass<'_> {
+    pub async fn enter(&self, operation: &Operation, number: u64) -> Admission<'_> {
         if self.is_open() {
-            return Pass(None);
+            return Admission(None);
         }
-        if self.passes(number) {
-            return Pass(Some((self, self.share.force(self.now(), operation))));
+        if self.bypasses(number) {
+            return Admission(Some((self, self.share.force(self.now(), operation))));
         }
         let limited = !self.share.is_unlimited() && !self.passes_limits(operation);
         let grant = if limited { None } else { self.share.ask(self.now(), operation) };
         match grant {
-            Some(grant) => Pass(Some((self, grant))),
-            None => Pass(Some((self, Box::pin(self.wait(operation, number, limited)).await))),
+            Some(grant) => Admission(Some((self, grant))),
+            None => Admission(Some((self, Box::pin(self.wait(operation, number, limited)).await))),
         }
     }
 
     fn passes_limits(&self, operation: &Operation) -> bool {
         // A flush waits for nobody: it counts for no limit.
-        let line = self.line(operation);
-        let first = operation.kind == Kind::Flush || line.waiting.borrow().is_empty();
-        first && self.share.limit(self.now(), operation, &line.turn).is_ok()
+        let queue = self.wait_queue(operation);
+        let first = operation.kind == Kind::Flush || queue.waiting.borrow().is_empty();
+        first && self.share.limit(self.now(), operation, &queue.flow).is_ok()
     }
 
-    fn line(&self, operation: &Operation) -> &Line {
-        &self.lines[usize::from(operation.kind != Kind::Read)]
+    fn wait_queue(&self, operation: &Operation) -> &WaitQueue {
+        &self.wait_queues[usize::from(operation.kind != Kind::Read)]
     }
 
     async fn wait(&self, operation: &Operation, number: u64, limited: bool) -> Grant {
-        let came = sched_time();
-        let _standing = Standing { share: &self.share, worth: self.share.join_line(operation) };
-        let drained = limited && !self.stand_in_line(operation, number).await;
-        let passed = if limited { sched_time() } else { came };
+        let arrived = sched_time();
+        let _pending =
+            PendingCost { share: &self.share, cost_ns: self.share.join_queue(operation) };
+        let drained = limited && !self.wait_for_limits(operation, number).await;
+        let passed = if limited { sched_time() } else { arrived };
         if drained {
-            self.share.note_waits(passed - came, 0);
+            self.share.note_waits(passed - arrived, 0);
             return self.share.force(passed, operation);
         }
         let grant = match if limited { self.share.ask(passed, operation) } else { None } {
             Some(grant) => grant,
             None => self.wait_for_device(operation).await,
         };
-        self.share.note_waits(passed - came, sched_time() - passed);
+        self.share.note_waits(passed - arrived, sched_time() - passed);
         grant
     }
 
     /// Waits until the limits let the operation pass, behind those that came before. Returns false
     /// if a drain lets it pass.
-    async fn stand_in_line(&self, operation: &Operation, number: u64) -> bool {
-        let line = self.line(operation);
-        let mut place = Place { line, number: None };
+    async fn wait_for_limits(&self, operation: &Operation, number: u64) -> bool {
+        let queue = self.wait_queue(operation);
+        let mut position = QueuePosition { queue, number: None };
         poll_fn(|cx| {
-            if place.number.is_none() {
-                place.number = Some(number);
-                line.waiting.borrow_mut().push_back((number, cx.waker().clone()));
+            if position.number.is_none() {
+                position.number = Some(number);
+                queue.waiting.borrow_mut().push_back((number, cx.waker().clone()));
             }
-            if self.passes(number) {
+            if self.bypasses(number) {
                 return Poll::Ready(false);
             }
-            if line.waiting.borrow().front().is_some_and(|first| first.0 != number) {
+            if queue.waiting.borrow().front().is_some_and(|first| first.0 != number) {
                 return Poll::Pending;
             }
-            match self.share.limit(sched_time(), operation, &line.turn) {
+            match self.share.limit(sched_time(), operation, &queue.flow) {
                 Ok(()) => Poll::Ready(true),
                 Err(opens) => {
                     let wait = Duration::from_nanos(opens.saturating_sub(sched_time()));
@@ -245,7 +247,7 @@ impl Turnstile {
 
     async fn wait_for_device(&self, operation: &Operation) -> Grant {
         let slot = self.slots.borrow_mut().pop().unwrap_or_default();
-        let mut wait = Wait { turnstile: self, operation, slot, begun: false };
+        let mut wait = DeviceWait { throttle: self, operation, slot, begun: false };
         let asked = sched_time();
         poll_fn(|cx| {
             let now = sched_time();
@@ -271,25 +273,25 @@ impl Turnstile {
 
     /// A sync of the disk begins: it is charged, and the device is busy with it until the answer is
     /// dropped.
-    pub fn sync(&self) -> Pass<'_> {
+    pub fn sync(&self) -> Admission<'_> {
         if self.is_open() {
-            return Pass(None);
+            return Admission(None);
         }
-        Pass(Some((self, self.share.sync(self.now()))))
+        Admission(Some((self, self.share.sync(self.now()))))
     }
 
     /// Lets pass what waits now, because a queue of this disk is drained. The disk owes for it
-    /// ([`Turnstile::held_back`]).
+    /// ([`Throttle::held_back`]).
     pub fn drain(&self) {
-        self.drained.set(self.came.get());
+        self.drained.set(self.arrived.get());
         self.share.release(self.now());
-        let lines = self.lines.iter();
-        lines.for_each(|line| {
-            line.waiting.borrow().iter().for_each(|(_, waker)| waker.wake_by_ref())
+        let queues = self.wait_queues.iter();
+        queues.for_each(|queue| {
+            queue.waiting.borrow().iter().for_each(|(_, waker)| waker.wake_by_ref())
         });
     }
 
-    /// Lets everything pass until [`Turnstile::resume`], because an export of the disk ends.
+    /// Lets everything pass until [`Throttle::resume`], because an export of the disk ends.
     pub fn suspend(&self) {
         self.suspended.set(self.suspended.get() + 1);
         self.drain();
@@ -314,26 +316,26 @@ impl Turnstile {
 }
 
 /// A request that waits for limits or the device, and counts for [`Share::held_back`].
-struct Standing<'a> {
+struct PendingCost<'a> {
     share: &'a Share,
-    worth: u64,
+    cost_ns: u64,
 }
 
-impl Drop for Standing<'_> {
+impl Drop for PendingCost<'_> {
     fn drop(&mut self) {
-        self.share.leave_line(self.worth);
+        self.share.leave_queue(self.cost_ns);
     }
 }
 
 /// A place in the line before the limits. When it is dropped, the next request in the line looks.
-struct Place<'a> {
-    line: &'a Line,
+struct QueuePosition<'a> {
+    queue: &'a WaitQueue,
     number: Option<u64>,
 }
 
-impl Drop for Place<'_> {
+impl Drop for QueuePosition<'_> {
     fn drop(&mut self) {
-        let mut waiting = self.line.waiting.borrow_mut();
+        let mut waiting = self.queue.waiting.borrow_mut();
         match waiting.front() {
             Some((first, _)) if Some(*first) == self.number => drop(waiting.pop_front()),
             _ => waiting.retain(|(number, _)| Some(*number) != self.number),
@@ -344,19 +346,19 @@ impl Drop for Place<'_> {
     }
 }
 
-struct Wait<'a> {
-    turnstile: &'a Turnstile,
+struct DeviceWait<'a> {
+    throttle: &'a Throttle,
     operation: &'a Operation,
     slot: Arc<Slot>,
     begun: bool,
 }
 
-impl Drop for Wait<'_> {
+impl Drop for DeviceWait<'_> {
     fn drop(&mut self) {
-        let Turnstile { share, slots, .. } = self.turnstile;
+        let Throttle { share, slots, .. } = self.throttle;
         if self.begun {
             if self.slot.cancel() {
-                let now = self.turnstile.now();
+                let now = self.throttle.now();
                 share.refund(now, self.operation, share.granted(now, now, self.operation));
             }
             // It may still stand among those that wait: it is not used again.
