@@ -13,7 +13,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use blockyard_ring::turns::Turns;
+use blockyard_ring::semaphore::Semaphore;
 use blockyard_ring::{Handle, Segments};
 use blockyard_storage::{Alignment, ImageFile, RangeGuard, RangeLock, Storage, Store};
 
@@ -39,8 +39,8 @@ fn splits_sectors(alignment: &Alignment) -> bool {
     u64::from(alignment.offset_align) > SECTOR
 }
 
-fn turns() -> Arc<Turns> {
-    Arc::new(Turns::new(COPIES))
+fn copies_semaphore() -> Arc<Semaphore> {
+    Arc::new(Semaphore::new(COPIES))
 }
 
 /// A raw image on one reactor. Clones, and those made of one file, are the same image: they share
@@ -55,8 +55,8 @@ pub struct Raw<S> {
     /// The file's length is to stay what the guest made it.
     exact: bool,
     lock: Arc<RangeLock>,
-    copies: Arc<Turns>,
-    zeroes: Arc<Turns>,
+    copies: Arc<Semaphore>,
+    zeroes: Arc<Semaphore>,
 }
 
 impl Raw<Store> {
@@ -86,8 +86,8 @@ impl<S: Storage> Raw<S> {
             unit: 1,
             exact: true,
             lock: Arc::default(),
-            copies: turns(),
-            zeroes: turns(),
+            copies: copies_semaphore(),
+            zeroes: copies_semaphore(),
         }
     }
 
@@ -260,7 +260,7 @@ impl<S: Storage> Raw<S> {
         let (mut at, end) = (offset, offset + segments.len() as u64);
         while at < end {
             let stop = self.copy_end(at, end);
-            let _turn = self.copies.take().await;
+            let _permit = self.copies.acquire().await;
             let (start, len) = self.widen(at, stop - at);
             match self.read_blocks(start, len as usize).await {
                 Ok(buffer) => segments.copy_from(
@@ -309,7 +309,7 @@ impl<S: Storage> Raw<S> {
         let (mut at, end) = (offset, offset + segments.len() as u64);
         while at < end {
             let stop = self.copy_end(at, end);
-            let _turn = self.copies.take().await;
+            let _permit = self.copies.acquire().await;
             let (start, len) = self.widen(at, stop - at);
             if len == stop - at {
                 let buffer = Segments::buffer(len as usize);
@@ -364,7 +364,7 @@ impl<S: Storage> Raw<S> {
         if len == 0 {
             return Ok(());
         }
-        let _turn = self.zeroes.take().await;
+        let _permit = self.zeroes.acquire().await;
         let mut zeroes = Segments::default();
         let chunk = if self.alignment.offset_align == 1 { CACHED_ZERO_CHUNK } else { ZERO_CHUNK };
         while len > 0 {

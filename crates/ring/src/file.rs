@@ -25,7 +25,7 @@ use crate::operation::Operation;
 use crate::policy::change_time::ChangeTime;
 use crate::policy::inline::InlineWrites;
 use crate::segments::Segments;
-use crate::turns::Turns;
+use crate::semaphore::Semaphore;
 use crate::uring::Action;
 use crate::workers::Workers;
 
@@ -148,7 +148,7 @@ struct Blocking {
     /// Changes of the file's extents, one at a time: each has the inode locked. The kernel gives
     /// each a worker thread, and those that wait for the lock spin, which takes the processors from
     /// reactors and guests.
-    extents: Turns,
+    extents: Semaphore,
     /// The kernel has no command of io_uring that discards (Linux 6.12 has): the ioctl is called.
     discards: Cell<bool>,
     workers: Workers,
@@ -156,7 +156,11 @@ struct Blocking {
 
 impl Default for Blocking {
     fn default() -> Self {
-        Blocking { extents: Turns::new(1), discards: Cell::default(), workers: Workers::default() }
+        Blocking {
+            extents: Semaphore::new(1),
+            discards: Cell::default(),
+            workers: Workers::default(),
+        }
     }
 }
 
@@ -226,7 +230,7 @@ impl UringFile {
     }
 
     async fn fallocate(&self, mode: i32, offset: u64, len: u64) -> io::Result<()> {
-        let _turn = self.blocking.extents.take().await;
+        let _permit = self.blocking.extents.acquire().await;
         let _held = self.change_time.held();
         let (result, _) =
             self.operation(Action::Fallocate { mode, offset, len }, Segments::default()).await;

@@ -12,7 +12,7 @@
 //!   mapper     which files of front ends are mapped       quota     how much of them
 //!   nbd_device the kernel's NBD client                    xen       xenstore, event channels, granted pages
 //!   workers    threads for calls that block             pulse     what an executor is at, for a thread that watches
-//!   turns      how many may do something at a time
+//!   semaphore  limits how many operations or bytes are in progress
 //!   doorbell   signals to eventfds of other processes, without waiting
 //!   host       locks, geometry, block-device calls, sockets' bits
 //!   inherited  listening sockets that the process was started with
@@ -49,8 +49,8 @@ pub mod remote;
 pub mod resident;
 pub mod rights;
 pub mod segments;
+pub mod semaphore;
 mod socket;
-pub mod turns;
 pub mod ublk;
 mod uring;
 mod wake;

@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use blockyard_ring::turns::Turns;
+use blockyard_ring::semaphore::Semaphore;
 
 /// How much of a work is done, in bytes: for a progress bar.
 #[derive(Debug, Default)]
@@ -38,7 +38,7 @@ pub(crate) struct Sweep {
     end: u64,
     next: AtomicU64,
     stopped: AtomicBool,
-    turns: Turns,
+    one_at_a_time: Semaphore,
 }
 
 /// A piece, and what its worker was told of it.
@@ -55,7 +55,7 @@ impl Sweep {
             end: range.end,
             next: AtomicU64::new(range.start),
             stopped: AtomicBool::new(false),
-            turns: Turns::new(1),
+            one_at_a_time: Semaphore::new(1),
         }
     }
 
@@ -65,7 +65,7 @@ impl Sweep {
         &self,
         judge: impl AsyncFnOnce(u64, u64) -> Result<(u64, T), E>,
     ) -> Result<Option<Piece<T>>, E> {
-        let _turn = self.turns.take().await;
+        let _permit = self.one_at_a_time.acquire().await;
         let offset = self.next.load(Ordering::Relaxed);
         if self.stopped.load(Ordering::Relaxed) || offset >= self.end {
             return Ok(None);

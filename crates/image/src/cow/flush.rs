@@ -28,8 +28,8 @@ const WRITES: usize = 16;
 impl<S: Storage> Cow<S> {
     /// All writes answered before are on stable storage.
     pub async fn flush(&self) -> io::Result<()> {
-        let _turn = self.shared.flushing.take().await;
-        self.flush_in_turn().await
+        let _permit = self.shared.flushing.acquire().await;
+        self.flush_with_permit().await
     }
 
     /// A last flush.
@@ -39,8 +39,8 @@ impl<S: Storage> Cow<S> {
 
     /// Writes dirty pages before a guest has asked for it, unless somebody else just has.
     pub(super) async fn write_back(&self) -> io::Result<()> {
-        let _turn = self.shared.flushing.take().await;
-        if self.shared.bitmap.dirty_pages() == 0 { Ok(()) } else { self.flush_in_turn().await }
+        let _permit = self.shared.flushing.acquire().await;
+        if self.shared.bitmap.dirty_pages() == 0 { Ok(()) } else { self.flush_with_permit().await }
     }
 
     /// Called after bits were set.
@@ -51,7 +51,7 @@ impl<S: Storage> Cow<S> {
         Ok(())
     }
 
-    async fn flush_in_turn(&self) -> io::Result<()> {
+    async fn flush_with_permit(&self) -> io::Result<()> {
         self.shared.still_trusted()?;
         let taken = self.shared.bitmap.take_dirty();
         self.sync().await?;

@@ -49,7 +49,7 @@ use crate::error::ImageError;
 use crate::extent::{Extent, Place};
 use crate::raw::Raw;
 use bitmap::{Bitmap, PAGE, PAGE_SECTORS};
-use blockyard_ring::turns::Turns;
+use blockyard_ring::semaphore::Semaphore;
 use blockyard_storage::RangeLock;
 pub use check::{Repair, Report, check, info};
 pub use create::{CreateOptions, create, set_backing};
@@ -86,7 +86,7 @@ pub struct Shared {
     /// Pages (by number) that are being read.
     loading: RangeLock,
     /// One flush at a time.
-    flushing: Turns,
+    flushing: Semaphore,
     /// A sync has failed: what was written before is in doubt.
     failed: AtomicBool,
 }
@@ -109,7 +109,7 @@ impl<S: Storage> Cow<S> {
             header,
             options: *options,
             loading: RangeLock::default(),
-            flushing: Turns::new(1),
+            flushing: Semaphore::new(1),
             failed: AtomicBool::new(false),
         };
         Ok(Cow { shared: Arc::new(shared), file })

@@ -44,7 +44,7 @@ impl<S: Storage> Qcow2<S> {
     /// The open image names no backing file any more. Nothing is in flight, and it has all of the
     /// disk.
     pub(crate) async fn forget_backing(&self) -> Result<(), ImageError> {
-        let _turn = self.shared.writing_back.take().await;
+        let _permit = self.shared.writing_back.acquire().await;
         let mut header = self.shared.header();
         let done = set_backing(&self.file, &mut header, None).await;
         // Half-way, the file's header is not the one in memory.

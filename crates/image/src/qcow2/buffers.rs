@@ -6,7 +6,7 @@
 //! for no others; reserving clusters and writing back metadata take no buffers. The images below
 //! have buffers of their own. So somebody always goes on.
 
-use blockyard_ring::turns::Turns;
+use blockyard_ring::semaphore::Semaphore;
 
 /// Bytes of each kind. What is copied beside a first write is by far the most: with clusters of 64
 /// KiB a thousand at a time.
@@ -17,22 +17,22 @@ const OTHERS: u64 = 16 << 20;
 #[derive(Debug)]
 pub(super) struct Buffers {
     /// What is copied up from the images below, before it is written.
-    pub copied_up: Turns,
+    pub copied_up: Semaphore,
     /// Zeroes that are written as data.
-    pub zeroes: Turns,
+    pub zeroes: Semaphore,
     /// What a first write finds beside it in its cluster.
-    pub beside: Turns,
+    pub beside: Semaphore,
     /// Compressed clusters as they are in the file.
-    pub packed: Turns,
+    pub packed: Semaphore,
 }
 
 impl Default for Buffers {
     fn default() -> Self {
         Buffers {
-            copied_up: Turns::new(OTHERS),
-            zeroes: Turns::new(OTHERS),
-            beside: Turns::new(BESIDE),
-            packed: Turns::new(OTHERS),
+            copied_up: Semaphore::new(OTHERS),
+            zeroes: Semaphore::new(OTHERS),
+            beside: Semaphore::new(BESIDE),
+            packed: Semaphore::new(OTHERS),
         }
     }
 }
@@ -184,7 +184,7 @@ mod tests {
     async fn one_at_a_time(seed: u64) {
         const CLUSTERS: u64 = 4;
         const REQUESTS: u64 = 48;
-        let one = || Turns::new(1);
+        let one = || Semaphore::new(1);
         let buffers = Buffers { copied_up: one(), zeroes: one(), beside: one(), packed: one() };
         let (image, _) = overlay(CLUSTERS, buffers, seed.is_multiple_of(2)).await;
         let mut rng = Rng::new(seed);

@@ -70,7 +70,7 @@ impl<S: Storage> Qcow2<S> {
             )
             .into());
         };
-        let _room = self.shared.buffers.packed.take_many(len).await;
+        let _room = self.shared.buffers.packed.acquire_many(len).await;
         let packed = bytes::read(&self.file, host, len as usize).await?;
         let size = self.shape().cluster_size() as usize;
         let plain = unpack(&packed, self.shared.compression, size)

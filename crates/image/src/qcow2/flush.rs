@@ -50,7 +50,7 @@ struct Changes {
 impl<S: Storage> Qcow2<S> {
     /// All that was written before this call is durable when it answers.
     pub async fn flush(&self) -> io::Result<()> {
-        let _turn = self.shared.writing_back.take().await;
+        let _permit = self.shared.writing_back.acquire().await;
         self.write_back(true).await?;
         self.sync_unfinished().await
     }
@@ -61,7 +61,7 @@ impl<S: Storage> Qcow2<S> {
         if self.shared.tables.dirty() <= 2 * self.dirty_limit() && !self.shared.alloc.is_crowded() {
             return Ok(());
         }
-        let _turn = self.shared.writing_back.take().await;
+        let _permit = self.shared.writing_back.acquire().await;
         let many =
             self.shared.tables.dirty() > self.dirty_limit() || self.shared.alloc.is_crowded();
         if many { self.write_back(false).await } else { Ok(()) }
@@ -72,7 +72,7 @@ impl<S: Storage> Qcow2<S> {
         (self.shared.tables.limit() / 2).max(4)
     }
 
-    /// The caller has the turn.
+    /// The caller holds the permit.
     async fn write_back(&self, durable: bool) -> io::Result<()> {
         let changes = self.take_changes();
         if changes.is_empty() && !self.shared.alloc.has_changed_counts() {
@@ -132,7 +132,7 @@ impl<S: Storage> Qcow2<S> {
         if durable { self.barrier_metadata().await } else { Ok(()) }
     }
 
-    /// Gives those that were written; the caller has the turn.
+    /// Gives those that were written; the caller holds the permit.
     async fn write_changed_counts(&self) -> io::Result<Vec<ChangedSection>> {
         let counts = self.shared.alloc.take_changed_counts();
         let sections = counts
@@ -203,7 +203,7 @@ impl<S: Storage> Qcow2<S> {
     /// After one that failed no sync is worth anything: what it was told of is forgotten, and the
     /// next one would answer Ok.
     async fn sync_file(&self, file: &Raw<S>) -> io::Result<()> {
-        let _turn = self.shared.syncing.take().await;
+        let _permit = self.shared.syncing.acquire().await;
         self.not_lost()?;
         file.flush().await.inspect_err(|e| self.shared.lose(e))
     }
@@ -254,7 +254,7 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// The caller has the turn, and the entries without the cluster are durable: its count may be
+    /// The caller holds the permit, and the entries without the cluster are durable: its count may be
     /// written at any time.
     async fn release_one(&self, cluster: u64) -> io::Result<()> {
         self.release_count(cluster).await?;
@@ -278,7 +278,7 @@ impl<S: Storage> Qcow2<S> {
         if self.shared.read_only {
             return Ok(());
         }
-        let _turn = self.shared.writing_back.take().await;
+        let _permit = self.shared.writing_back.acquire().await;
         self.write_back(true).await?;
         // What was let go of meanwhile, for nobody is left to use it.
         self.write_back(true).await?;

@@ -12,7 +12,7 @@ use blockyard_storage::Storage;
 use crate::error::{ImageError, Kind};
 use crate::raw::Raw;
 use crate::sync::traffic::Traffic;
-use blockyard_ring::turns::Turns;
+use blockyard_ring::semaphore::Semaphore;
 
 use super::alloc::Allocator;
 use super::bitmap::{drop_unknown_autoclear, prepare_for_writing};
@@ -88,10 +88,10 @@ impl<S: Storage> Qcow2<S> {
             held: Default::default(),
             traffic: Arc::new(Traffic::default()),
             touched: std::array::from_fn(|_| AtomicU64::new(0)),
-            reserving: Turns::new(1),
-            new_tables: Turns::new(1),
-            writing_back: Turns::new(1),
-            syncing: Turns::new(1),
+            reserving: Semaphore::new(1),
+            new_tables: Semaphore::new(1),
+            writing_back: Semaphore::new(1),
+            syncing: Semaphore::new(1),
             lost: Default::default(),
             recompressed: AtomicU64::new(0),
             compression,

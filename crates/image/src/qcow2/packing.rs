@@ -10,7 +10,7 @@ use std::sync::Mutex;
 
 use blockyard_storage::Storage;
 
-use blockyard_ring::turns::Turns;
+use blockyard_ring::semaphore::Semaphore;
 use blockyard_storage::RangeLock;
 
 use super::alloc::Run;
@@ -29,7 +29,7 @@ const BLOCK: u64 = 4096;
 /// Where the next compressed cluster goes.
 #[derive(Debug)]
 pub(super) struct Packing {
-    turn: Turns,
+    one_at_a_time: Semaphore,
     room: Mutex<Room>,
     writing: RangeLock,
 }
@@ -43,7 +43,11 @@ struct Room {
 
 impl Default for Packing {
     fn default() -> Self {
-        Packing { turn: Turns::new(1), room: Mutex::default(), writing: RangeLock::default() }
+        Packing {
+            one_at_a_time: Semaphore::new(1),
+            room: Mutex::default(),
+            writing: RangeLock::default(),
+        }
     }
 }
 
@@ -97,7 +101,7 @@ impl<S: Storage> Qcow2<S> {
     async fn room_for(&self, len: u64) -> io::Result<u64> {
         let packing = &self.shared.packing;
         let bits = self.shape().layout.cluster_bits;
-        let _turn = packing.turn.take().await;
+        let _permit = packing.one_at_a_time.acquire().await;
         loop {
             let room = *lock(&packing.room);
             if room.end - room.next < len {

@@ -37,7 +37,7 @@ impl<S: Storage> Qcow2<S> {
             if let Some(run) = self.shared.alloc.take(most) {
                 return Ok(run);
             }
-            let _turn = self.shared.reserving.take().await;
+            let _permit = self.shared.reserving.acquire().await;
             if !self.shared.alloc.has_some() {
                 self.reserve().await?;
             }
@@ -64,7 +64,7 @@ impl<S: Storage> Qcow2<S> {
     /// reserved: all that a few MiB of refcounts count, so that few of them need a sync.
     pub(super) async fn reserve_ahead(&self, wanted: u64) -> io::Result<()> {
         let alloc = &self.shared.alloc;
-        let _turn = self.shared.reserving.take().await;
+        let _permit = self.shared.reserving.acquire().await;
         let blocks = (COUNTED_AHEAD >> self.shape().layout.cluster_bits).max(1);
         let most = wanted.min(blocks * alloc.per_block());
         if alloc.has_some() || self.reserve_free(most).await? {
@@ -285,7 +285,7 @@ impl<S: Storage> Qcow2<S> {
     /// A block that was there before.
     async fn write_counts_of_tables(&self, block: u64, tables: &Range<u64>) -> io::Result<()> {
         // No older copy of it is to be on its way to the file, and to arrive later.
-        let _turn = self.shared.writing_back.take().await;
+        let _permit = self.shared.writing_back.acquire().await;
         let counted = self.with_counts(block, |alloc| alloc.count_tables(block, tables)).await?;
         let (offset, counts) =
             counted.ok_or_else(|| io::Error::other("a refcount block is gone"))?;

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::sync::clusters_held::ClustersHeld;
 use crate::sync::traffic::Traffic;
-use blockyard_ring::turns::Turns;
+use blockyard_ring::semaphore::Semaphore;
 
 use super::alloc::{Allocator, Freed};
 use super::buffers::Buffers;
@@ -101,12 +101,12 @@ pub struct Shared {
     /// How often clusters were completed or zeroed by who held them; some share a count.
     pub(super) touched: [AtomicU64; 64],
     /// One at a time each: reserving clusters, allocating L2 tables, writing metadata.
-    pub(super) reserving: Turns,
-    pub(super) new_tables: Turns,
-    pub(super) writing_back: Turns,
+    pub(super) reserving: Semaphore,
+    pub(super) new_tables: Semaphore,
+    pub(super) writing_back: Semaphore,
     /// One sync of the files at a time: the kernel tells a failed write-back to one of them, and
     /// forgets it.
-    pub(super) syncing: Turns,
+    pub(super) syncing: Semaphore,
     /// What the first sync that failed was told, or the first write of what the file is found by.
     pub(super) lost: OnceLock<(io::ErrorKind, String)>,
     /// Changes when compressed data may have been replaced by others in the same place.

@@ -378,7 +378,7 @@ impl<S: Storage> Qcow2<S> {
             return file.write(segments.slice(0, segments.len()), at, false).await.1;
         }
         if segments.len() <= COPIED_TOGETHER {
-            let _room = self.shared.buffers.beside.take_many(range.end - range.start).await;
+            let _room = self.shared.buffers.beside.acquire_many(range.end - range.start).await;
             let buffer = Segments::buffer((range.end - range.start) as usize);
             if head > 0 && tail > 0 && segments.len() <= READ_ALONG {
                 // One read of more is less than two.
@@ -392,7 +392,7 @@ impl<S: Storage> Qcow2<S> {
         }
         for (start, len) in [(range.start, head), (end, tail)] {
             if len > 0 {
-                let _room = self.shared.buffers.beside.take_many(len).await;
+                let _room = self.shared.buffers.beside.acquire_many(len).await;
                 let buffer = Segments::buffer(len as usize);
                 self.read_current(below, &buffer, 0, start, len).await?;
                 file.write(buffer, host + (start - range.start), false).await.1?;
@@ -533,7 +533,7 @@ impl<S: Storage> Qcow2<S> {
         if owned(self.shared.l1_entry(index)) {
             return Ok(());
         }
-        let _turn = self.shared.new_tables.take().await;
+        let _permit = self.shared.new_tables.acquire().await;
         let (word, bits) = (self.shared.l1_entry(index), self.shape().layout.cluster_bits);
         if owned(word) {
             return Ok(());

@@ -304,7 +304,7 @@ impl<S: Storage> Qcow2<S> {
     async fn zero_held<B: Below>(&self, below: &B, start: u64, len: u64) -> io::Result<()> {
         for at in (start..start + len).step_by(ZEROES as usize) {
             let here = (start + len - at).min(ZEROES);
-            let _room = self.shared.buffers.zeroes.take_many(here).await;
+            let _room = self.shared.buffers.zeroes.acquire_many(here).await;
             self.write_in_hold(below, &Segments::buffer(here as usize), at).await?;
         }
         Ok(())
@@ -342,7 +342,7 @@ impl<S: Storage> Qcow2<S> {
                     continue;
                 };
                 if extent.place == Place::Absent && !below.zero_below(at, extent.len).await? {
-                    let _room = self.shared.buffers.copied_up.take_many(extent.len).await;
+                    let _room = self.shared.buffers.copied_up.acquire_many(extent.len).await;
                     let buffer = Segments::buffer(extent.len as usize);
                     let (buffer, read) = below.read_below(buffer, at).await;
                     read?;
