@@ -27,16 +27,16 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub enum Command {
     /// Give a disk to a guest: prints the device, and serves it in the background until `detach`,
     /// or the guest's end.
-    Attach(Box<Attach>),
+    Attach(Box<XenAttachOptions>),
     /// Take a device away from its guest, which should have unmounted it: its driver may close it
     /// at once.
-    Detach(Detach),
+    Detach(XenDetachOptions),
     /// List the devices of this program: domain, device, state, bytes.
-    List(List),
+    List(XenListOptions),
 }
 
 #[derive(Args)]
-pub struct Attach {
+pub struct XenAttachOptions {
     /// The guest's domain number (xl domid NAME).
     #[arg(value_name = "DOMID")]
     pub domain: u16,
@@ -51,7 +51,7 @@ pub struct Attach {
 }
 
 #[derive(Args)]
-pub struct Detach {
+pub struct XenDetachOptions {
     #[arg(value_name = "DOMID")]
     pub domain: u16,
     #[arg(value_name = "DEVICE")]
@@ -62,7 +62,7 @@ pub struct Detach {
 }
 
 #[derive(Args)]
-pub struct List {
+pub struct XenListOptions {
     #[arg(long)]
     pub json: bool,
 }
@@ -78,7 +78,7 @@ pub fn run(command: &Command) -> Result<(), Failure> {
     match command {
         Command::Attach(options) if options.attached => serve(options),
         Command::Attach(options) => start(options),
-        Command::Detach(Detach { domain, device, force }) => {
+        Command::Detach(XenDetachOptions { domain, device, force }) => {
             let gone = xen::detach(&Host::Xen, *domain, *device, *force, PATIENCE)?;
             if !gone {
                 let what = "the guest still uses it, or it has no server; it goes when the guest closes it (--force takes it away)";
@@ -86,12 +86,12 @@ pub fn run(command: &Command) -> Result<(), Failure> {
             }
             Ok(())
         }
-        Command::List(List { json }) => list(*json),
+        Command::List(XenListOptions { json }) => list(*json),
     }
 }
 
 /// This process again, in the background.
-fn start(options: &Attach) -> Result<(), Failure> {
+fn start(options: &XenAttachOptions) -> Result<(), Failure> {
     let name = options.disk.name();
     let log = attach::log_file(&name)?;
     let program = std::env::current_exe().context("finding this program")?;
@@ -101,7 +101,7 @@ fn start(options: &Attach) -> Result<(), Failure> {
     attach::start(command, &log, |device| format!("xen-{domain}-{device}").into())
 }
 
-fn serve(options: &Attach) -> Result<(), Failure> {
+fn serve(options: &XenAttachOptions) -> Result<(), Failure> {
     let xen = Some(XenDevice { domain: options.domain, name: options.guest_device });
     let disk = DiskArgs { xen, ..options.disk.clone() };
     serve::run(&ServeOptions { disk: Some(disk), attached: true, ..ServeOptions::default() })

@@ -8,7 +8,7 @@ use blockyard_program::ending::Failure;
 use clap::Args;
 
 use super::settings::Settings;
-use super::{Named, failed, format_of, print};
+use super::{ImageArgs, failed, format_of, print};
 
 /// What `image convert` can change, and this cannot, is refused by name.
 const KEYS: [(&str, &str); 2] = [
@@ -17,15 +17,15 @@ const KEYS: [(&str, &str); 2] = [
 ];
 
 #[derive(Args)]
-pub struct Options {
+pub struct AmendArgs {
     #[command(flatten)]
-    image: Named,
+    image: ImageArgs,
     /// key=value,...; -o help lists the keys.
     #[arg(short = 'o', long = "options", value_name = "LIST", required = true)]
     options: Vec<String>,
 }
 
-pub fn run(options: &Options) -> Result<(), Failure> {
+pub fn run(options: &AmendArgs) -> Result<(), Failure> {
     if options.options.iter().any(|list| list == "help") {
         let line = |(key, meaning): &(&str, &str)| format!("  {key:<18}{meaning}\n");
         return print(&format!(

@@ -10,17 +10,17 @@ use blockyard_image::tools::on_file;
 use blockyard_program::ending::Failure;
 use clap::Args;
 
-use super::{Named, failed, format, format_of, size};
+use super::{ImageArgs, failed, format, format_of, size};
 
 #[derive(Args)]
-pub struct Options {
+pub struct BitmapArgs {
     #[command(flatten)]
-    image: Named,
+    image: ImageArgs,
     /// The bitmap.
     #[arg(value_name = "BITMAP")]
     name: String,
     #[command(flatten)]
-    what: What,
+    what: BitmapActions,
     /// The image that has the bitmap of --merge [default: FILE].
     #[arg(short = 'b', long, value_name = "FILE", requires = "merge")]
     source_file: Option<PathBuf>,
@@ -35,7 +35,7 @@ pub struct Options {
 /// Several are done in this order, all at once.
 #[derive(Args)]
 #[group(required = true, multiple = true)]
-struct What {
+struct BitmapActions {
     /// Remove the bitmap.
     #[arg(long, conflicts_with_all = ["add", "clear", "merge", "enable", "disable"])]
     remove: bool,
@@ -56,7 +56,7 @@ struct What {
     disable: bool,
 }
 
-pub fn run(options: &Options) -> Result<(), Failure> {
+pub fn run(options: &BitmapArgs) -> Result<(), Failure> {
     let file = &options.image.file;
     let source = options.source_file.as_ref().unwrap_or(file);
     let source_format =
@@ -66,7 +66,7 @@ pub fn run(options: &Options) -> Result<(), Failure> {
             return Err(anyhow!("image {}: only qcow2 images have bitmaps", path.display()).into());
         }
     }
-    let What { remove, add, clear, merge, enable, disable } = &options.what;
+    let BitmapActions { remove, add, clear, merge, enable, disable } = &options.what;
     let mut edits = Vec::new();
     edits.extend(remove.then_some(Edit::Remove));
     edits.extend(add.then_some(Edit::Add { granularity: options.granularity }));

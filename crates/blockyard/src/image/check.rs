@@ -10,24 +10,24 @@ use blockyard_program::output;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::{Named, Output, format_of, new, print, print_json};
+use super::{ImageArgs, OutputArgs, format_of, new, print, print_json};
 
 #[derive(Args)]
-pub struct Options {
+pub struct CheckArgs {
     #[command(flatten)]
-    image: Named,
+    image: ImageArgs,
     /// leaks: give back space that nothing refers to; all: also make refcounts and flags right.
     #[arg(short, long, value_name = "WHAT")]
-    repair: Option<What>,
+    repair: Option<RepairWhat>,
     /// Print nothing but errors.
     #[arg(short, long)]
     quiet: bool,
     #[command(flatten)]
-    output: Output,
+    output: OutputArgs,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum What {
+enum RepairWhat {
     Leaks,
     All,
 }
@@ -35,7 +35,7 @@ enum What {
 /// The fields are those of `qemu-img check --output json`.
 #[derive(Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
-struct Answer {
+struct CheckFields {
     #[serde(skip_serializing_if = "is_zero")]
     image_end_offset: u64,
     #[serde(skip_serializing_if = "is_zero")]
@@ -67,12 +67,12 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-/// What was found, a line each, and the numbers.
-type Found = (Vec<String>, Answer);
+/// RepairWhat was found, a line each, and the numbers.
+type Found = (Vec<String>, CheckFields);
 
-pub fn run(options: &Options) -> Result<u8, Failure> {
+pub fn run(options: &CheckArgs) -> Result<u8, Failure> {
     let format = format_of(&options.image.file, options.image.format)?;
-    let (lines, answer) = match format {
+    let (lines, fields) = match format {
         Format::Qcow2 => of_qcow2(options)?,
         Format::Cow => of_cow(options)?,
         Format::Raw => {
@@ -83,36 +83,36 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
             .into());
         }
     };
-    let answer = Answer {
+    let fields = CheckFields {
         filename: options.image.file.display().to_string(),
         format: format.to_string(),
-        ..answer
+        ..fields
     };
     if !options.quiet {
         lines.iter().for_each(output::note);
     }
     if options.output.is_json() {
-        print_json(&answer)?;
+        print_json(&fields)?;
     } else if !options.quiet {
-        print(&answer.text())?;
+        print(&fields.text())?;
     }
-    match &answer {
-        Answer { corruptions: 1.., .. } => Ok(3),
-        Answer { check_errors: 1.., .. } => Err(anyhow::anyhow!(
+    match &fields {
+        CheckFields { corruptions: 1.., .. } => Ok(3),
+        CheckFields { check_errors: 1.., .. } => Err(anyhow::anyhow!(
             "image {}: not all of it could be checked",
             options.image.file.display()
         )
         .into()),
-        Answer { leaks: 1.., .. } | Answer { mended_by_opening: 1.., .. } => Ok(4),
+        CheckFields { leaks: 1.., .. } | CheckFields { mended_by_opening: 1.., .. } => Ok(4),
         _ => Ok(0),
     }
 }
 
-fn of_qcow2(options: &Options) -> Result<Found, Failure> {
+fn of_qcow2(options: &CheckArgs) -> Result<Found, Failure> {
     let repair = match options.repair {
         None => Repair::No,
-        Some(What::Leaks) => Repair::Leaks,
-        Some(What::All) => Repair::All,
+        Some(RepairWhat::Leaks) => Repair::Leaks,
+        Some(RepairWhat::All) => Repair::All,
     };
     let folder = new::folder(&options.image.file).to_path_buf();
     let report = on_file(&options.image.file, repair == Repair::No, async move |file| {
@@ -127,7 +127,7 @@ fn of_qcow2(options: &Options) -> Result<Found, Failure> {
     let Report { corruptions, leaks, corruptions_fixed, leaks_fixed, check_errors, .. } = report;
     let Report { image_end_offset, total_clusters, allocated_clusters, .. } = report;
     let Report { fragmented_clusters, compressed_clusters, mended_by_opening, .. } = report;
-    let answer = Answer {
+    let fields = CheckFields {
         image_end_offset,
         mended_by_opening,
         corruptions: corruptions - mended_by_opening,
@@ -139,16 +139,16 @@ fn of_qcow2(options: &Options) -> Result<Found, Failure> {
         check_errors,
         allocated_clusters,
         fragmented_clusters,
-        ..Answer::default()
+        ..CheckFields::default()
     };
-    Ok((lines, answer))
+    Ok((lines, fields))
 }
 
 /// Of a COW file; its clusters are sectors.
-fn of_cow(options: &Options) -> Result<Found, Failure> {
+fn of_cow(options: &CheckArgs) -> Result<Found, Failure> {
     let repair = cow::Repair {
         leaks: options.repair.is_some(),
-        corruptions: options.repair == Some(What::All),
+        corruptions: options.repair == Some(RepairWhat::All),
     };
     let (found, left) =
         on_file(&options.image.file, options.repair.is_none(), async move |file| {
@@ -156,7 +156,7 @@ fn of_cow(options: &Options) -> Result<Found, Failure> {
             Ok((found, cow::check(&file, repair).await?))
         })?;
     let leaks = |report: &cow::Report| report.leaked.div_ceil(SECTOR);
-    let answer = Answer {
+    let fields = CheckFields {
         image_end_offset: left.file_len,
         corruptions: left.corruptions.len() as u64,
         leaks: leaks(&left),
@@ -164,12 +164,12 @@ fn of_cow(options: &Options) -> Result<Found, Failure> {
         leaks_fixed: leaks(&found) - leaks(&left),
         total_clusters: left.header.sectors(),
         allocated_clusters: left.own_sectors,
-        ..Answer::default()
+        ..CheckFields::default()
     };
-    Ok((found.corruptions.iter().map(ToString::to_string).collect(), answer))
+    Ok((found.corruptions.iter().map(ToString::to_string).collect(), fields))
 }
 
-impl Answer {
+impl CheckFields {
     fn text(&self) -> String {
         let mut text = String::new();
         if self.corruptions_fixed + self.leaks_fixed > 0 {

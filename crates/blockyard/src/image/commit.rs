@@ -11,13 +11,13 @@ use blockyard_image::{CacheMode, Chain, ChainOptions, Format, Overlaid};
 use blockyard_program::ending::Failure;
 use clap::Args;
 
-use super::progress::Show;
-use super::{Folders, Named, cache, failed, new, open, print, size};
+use super::progress::ProgressArgs;
+use super::{FolderArgs, ImageArgs, cache, failed, new, open, print, size};
 
 #[derive(Args)]
-pub struct Options {
+pub struct CommitArgs {
     #[command(flatten)]
-    image: Named,
+    image: ImageArgs,
     /// Commit into this image of the chain, not into the next one; implies -d. The images between
     /// the two, and all other images over that one, are invalid then: throw them away, or rebase
     /// them.
@@ -33,9 +33,9 @@ pub struct Options {
     #[arg(short = 't', long, value_name = "MODE", default_value = "writeback", value_parser = cache())]
     cache: CacheMode,
     #[command(flatten)]
-    folders: Folders,
+    folders: FolderArgs,
     #[command(flatten)]
-    show: Show,
+    show: ProgressArgs,
 }
 
 fn rate(text: &str) -> Result<u64, String> {
@@ -43,7 +43,7 @@ fn rate(text: &str) -> Result<u64, String> {
         .and_then(|rate| if rate > 0 { Ok(rate) } else { Err("it is to be more than 0".into()) })
 }
 
-pub fn run(options: &Options) -> Result<(), Failure> {
+pub fn run(options: &CommitArgs) -> Result<(), Failure> {
     let reading = ChainOptions {
         cache: options.cache,
         ..options.folders.reading(&options.image.file, options.image.format)
@@ -84,7 +84,7 @@ pub fn run(options: &Options) -> Result<(), Failure> {
 }
 
 /// Which image of the chain is meant.
-fn base(options: &Options, chain: &Chain) -> Result<usize, Failure> {
+fn base(options: &CommitArgs, chain: &Chain) -> Result<usize, Failure> {
     if chain.layers().len() < 2 {
         return Err(anyhow!(
             "image {}: it has no backing file to commit into",

@@ -9,11 +9,11 @@ use blockyard_program::ending::Failure;
 use clap::Args;
 use serde::Serialize;
 
-use super::progress::Show;
-use super::{Folders, Output, format, print, print_json, threads};
+use super::progress::ProgressArgs;
+use super::{FolderArgs, OutputArgs, format, print, print_json, threads};
 
 #[derive(Args)]
-pub struct Options {
+pub struct CompareArgs {
     #[arg(value_name = "FILE1")]
     first: PathBuf,
     #[arg(value_name = "FILE2")]
@@ -29,16 +29,16 @@ pub struct Options {
     #[arg(short, long)]
     strict: bool,
     #[command(flatten)]
-    folders: Folders,
+    folders: FolderArgs,
     #[command(flatten)]
-    output: Output,
+    output: OutputArgs,
     #[command(flatten)]
-    show: Show,
+    show: ProgressArgs,
 }
 
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
-struct Answer {
+struct CompareFields {
     identical: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     offset: Option<u64>,
@@ -46,7 +46,7 @@ struct Answer {
     status_mismatch: bool,
 }
 
-pub fn run(options: &Options) -> Result<u8, Failure> {
+pub fn run(options: &CompareArgs) -> Result<u8, Failure> {
     // Status 1 has a meaning of its own here.
     let failed = |e| Failure::with_status(2, e);
     let open = |path, format| {
@@ -65,15 +65,15 @@ pub fn run(options: &Options) -> Result<u8, Failure> {
     };
     let verdict = Verdict::of(&result, options.strict);
     if options.output.is_json() {
-        print_json(&verdict.answer)?;
+        print_json(&verdict.fields)?;
     } else if !options.show.quiet {
         print(&verdict.text)?;
     }
-    Ok(u8::from(!verdict.answer.identical))
+    Ok(u8::from(!verdict.fields.identical))
 }
 
 struct Verdict {
-    answer: Answer,
+    fields: CompareFields,
     text: String,
 }
 
@@ -96,6 +96,9 @@ impl Verdict {
         };
         let (offset, status_mismatch) =
             (result.differs_at.or(result.status_differs_at), result.status_differs_at.is_some());
-        Verdict { answer: Answer { identical, offset, size_mismatch, status_mismatch }, text }
+        Verdict {
+            fields: CompareFields { identical, offset, size_mismatch, status_mismatch },
+            text,
+        }
     }
 }

@@ -11,12 +11,12 @@ use clap::Args;
 
 use super::new::{self, Backing};
 use super::output::{NewFile, Sources};
-use super::progress::Show;
+use super::progress::ProgressArgs;
 use super::settings::{self, Settings};
-use super::{Folders, cache, failed, format, format_of, open, print, size, threads};
+use super::{FolderArgs, cache, failed, format, format_of, open, print, size, threads};
 
 #[derive(Args)]
-pub struct Options {
+pub struct ConvertArgs {
     /// The images that are read, and the new image. Of several, the new disk has one behind
     /// another.
     #[arg(value_name = "SOURCE... TARGET", num_args = 1.., required = true)]
@@ -65,12 +65,12 @@ pub struct Options {
     #[arg(long)]
     force: bool,
     #[command(flatten)]
-    folders: Folders,
+    folders: FolderArgs,
     #[command(flatten)]
-    show: Show,
+    show: ProgressArgs,
 }
 
-impl Options {
+impl ConvertArgs {
     fn target(&self) -> &Path {
         &self.files[self.files.len() - 1]
     }
@@ -100,7 +100,7 @@ impl Options {
     }
 }
 
-pub fn run(options: &Options) -> Result<(), Failure> {
+pub fn run(options: &ConvertArgs) -> Result<(), Failure> {
     if options.files.len() < 2 {
         return Err(Failure::usage(anyhow!(
             "say TARGET, the new image, behind {}",
@@ -152,7 +152,7 @@ pub fn run(options: &Options) -> Result<(), Failure> {
 
 /// Fills the target, which exists, and makes it durable.
 fn copy(
-    options: &Options,
+    options: &ConvertArgs,
     source: &[Part],
     files: OpenedFiles,
     format: Format,

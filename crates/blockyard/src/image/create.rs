@@ -9,10 +9,10 @@ use clap::Args;
 use super::new::{self, Backing};
 use super::output::{NewFile, Sources};
 use super::settings::{self, Settings};
-use super::{Folders, format, format_of, print, size};
+use super::{FolderArgs, format, format_of, print, size};
 
 #[derive(Args)]
-pub struct Options {
+pub struct CreateArgs {
     /// The new image.
     #[arg(value_name = "FILE")]
     file: PathBuf,
@@ -42,10 +42,10 @@ pub struct Options {
     #[arg(short, long)]
     quiet: bool,
     #[command(flatten)]
-    folders: Folders,
+    folders: FolderArgs,
 }
 
-pub fn run(options: &Options) -> Result<(), Failure> {
+pub fn run(options: &CreateArgs) -> Result<(), Failure> {
     let format = format_of(&options.file, options.format)?;
     if let Some(help) = settings::help(format, &options.options) {
         return print(&help);

@@ -11,12 +11,12 @@ use clap::Args;
 
 use super::new;
 use super::output::{NewFile, Sources};
-use super::progress::Show;
+use super::progress::ProgressArgs;
 use super::settings::Settings;
-use super::{Folders, Sharing, failed, format, open, size, threads};
+use super::{FolderArgs, SharingArgs, failed, format, open, size, threads};
 
 #[derive(Args)]
-pub struct Options {
+pub struct DdArgs {
     /// if=FILE: the image that is read. of=FILE: the new image. bs=SIZE: bytes of a block [default:
     /// 512]. count=N: blocks to copy [default: to the end of the disk]. skip=N: blocks to leave out
     /// before.
@@ -32,11 +32,11 @@ pub struct Options {
     #[arg(long)]
     force: bool,
     #[command(flatten)]
-    folders: Folders,
+    folders: FolderArgs,
     #[command(flatten)]
-    sharing: Sharing,
+    sharing: SharingArgs,
     #[command(flatten)]
-    show: Show,
+    show: ProgressArgs,
 }
 
 struct Operands {
@@ -77,7 +77,7 @@ impl Operands {
     }
 }
 
-pub fn run(options: &Options) -> Result<(), Failure> {
+pub fn run(options: &DdArgs) -> Result<(), Failure> {
     let Operands { source, target, block, count, skip } =
         Operands::parse(&options.operands).map_err(Failure::usage)?;
     let format = options.target_format;

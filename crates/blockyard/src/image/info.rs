@@ -10,24 +10,27 @@ use serde_json::Value;
 
 use report::Info;
 
-use super::{Folders, Named, Output, Sharing, failed, open, print, print_json, size, snapshots};
+use super::{
+    FolderArgs, ImageArgs, OutputArgs, SharingArgs, failed, open, print, print_json, size,
+    snapshots,
+};
 
 #[derive(Args)]
-pub struct Options {
+pub struct InfoArgs {
     #[command(flatten)]
-    image: Named,
+    image: ImageArgs,
     /// Say it of its backing files too.
     #[arg(short, long)]
     backing_chain: bool,
     #[command(flatten)]
-    folders: Folders,
+    folders: FolderArgs,
     #[command(flatten)]
-    sharing: Sharing,
+    sharing: SharingArgs,
     #[command(flatten)]
-    output: Output,
+    output: OutputArgs,
 }
 
-pub fn run(options: &Options) -> Result<(), Failure> {
+pub fn run(options: &InfoArgs) -> Result<(), Failure> {
     let chain = open(&ChainOptions {
         no_backing: !options.backing_chain,
         force_share: options.sharing.force_share,

@@ -8,12 +8,12 @@ use blockyard_program::ending::Failure;
 use blockyard_program::output::OutputError;
 use clap::Args;
 
-use super::{Folders, Named, Output, Sharing, failed, open, size};
+use super::{FolderArgs, ImageArgs, OutputArgs, SharingArgs, failed, open, size};
 
 #[derive(Args)]
-pub struct Options {
+pub struct MapArgs {
     #[command(flatten)]
-    image: Named,
+    image: ImageArgs,
     /// Begin there.
     #[arg(short, long, value_name = "SIZE", default_value = "0", value_parser = size::parse)]
     start_offset: u64,
@@ -21,14 +21,14 @@ pub struct Options {
     #[arg(short = 'l', long, value_name = "SIZE", value_parser = size::parse)]
     max_length: Option<u64>,
     #[command(flatten)]
-    folders: Folders,
+    folders: FolderArgs,
     #[command(flatten)]
-    sharing: Sharing,
+    sharing: SharingArgs,
     #[command(flatten)]
-    output: Output,
+    output: OutputArgs,
 }
 
-pub fn run(options: &Options) -> Result<(), Failure> {
+pub fn run(options: &MapArgs) -> Result<(), Failure> {
     let chain = open(&ChainOptions {
         force_share: options.sharing.force_share,
         cut_outside: true,

@@ -11,10 +11,10 @@ use serde_json::{Map, Value};
 
 use super::new::{self, Backing};
 use super::settings::{self, Settings};
-use super::{Folders, Output, Sharing, failed, format, open, print, print_json, size};
+use super::{FolderArgs, OutputArgs, SharingArgs, failed, format, open, print, print_json, size};
 
 #[derive(Args)]
-pub struct Options {
+pub struct MeasureArgs {
     /// The image whose disk the new image would hold.
     #[arg(value_name = "FILE", required_unless_present = "size")]
     file: Option<PathBuf>,
@@ -31,14 +31,14 @@ pub struct Options {
     #[arg(short = 'o', long = "options", value_name = "LIST")]
     options: Vec<String>,
     #[command(flatten)]
-    folders: Folders,
+    folders: FolderArgs,
     #[command(flatten)]
-    sharing: Sharing,
+    sharing: SharingArgs,
     #[command(flatten)]
-    output: Output,
+    output: OutputArgs,
 }
 
-pub fn run(options: &Options) -> Result<(), Failure> {
+pub fn run(options: &MeasureArgs) -> Result<(), Failure> {
     if let Some(help) = settings::help(options.target_format, &options.options) {
         return print(&help);
     }

@@ -41,36 +41,36 @@ use clap::{Args, Subcommand, ValueEnum};
 #[derive(Subcommand)]
 pub enum Command {
     /// Make an empty image, or an overlay of another one.
-    Create(create::Options),
+    Create(create::CreateArgs),
     /// Say what an image is: its format, size, backing file, features.
-    Info(info::Options),
+    Info(info::InfoArgs),
     /// Find out whether an image is sound, and repair it. Exit status: 0 sound, 1 failed, 3
     /// corrupt, 4 no danger to data (leaks, or what opening the image mends).
-    Check(check::Options),
+    Check(check::CheckArgs),
     /// Say where the bytes of an image are.
-    Map(map::Options),
+    Map(map::MapArgs),
     /// Say how many bytes a new image would take, empty or with the disk of another one.
-    Measure(measure::Options),
+    Measure(measure::MeasureArgs),
     /// Say whether two images hold the same disk. Exit status: 0 the same, 1 not the same, 2
     /// failed.
-    Compare(compare::Options),
+    Compare(compare::CompareArgs),
     /// Make a new image of another format, with the same disk.
-    Convert(Box<convert::Options>),
+    Convert(Box<convert::ConvertArgs>),
     /// Copy a part of a disk into a new image.
-    Dd(dd::Options),
+    Dd(dd::DdArgs),
     /// Give a disk another size.
-    Resize(resize::Options),
+    Resize(resize::ResizeArgs),
     /// Write what an overlay holds into its backing file, and empty the overlay.
-    Commit(commit::Options),
+    Commit(commit::CommitArgs),
     /// Give an overlay another backing file, or none, with the same disk.
-    Rebase(rebase::Options),
+    Rebase(rebase::RebaseArgs),
     /// Add, remove, clear, merge, enable and disable bitmaps of a qcow2 image, which record what
     /// was written.
-    Bitmap(bitmap::Options),
+    Bitmap(bitmap::BitmapArgs),
     /// Change options of a qcow2 image where it stands.
-    Amend(amend::Options),
+    Amend(amend::AmendArgs),
     /// List, take, apply and delete snapshots inside a qcow2 image.
-    Snapshot(snapshot::Options),
+    Snapshot(snapshot::SnapshotArgs),
 }
 
 /// Does the command; the exit status when it went well.
@@ -106,7 +106,7 @@ fn cache() -> impl TypedValueParser<Value = CacheMode> {
 
 /// The image that a command is about.
 #[derive(Args)]
-pub struct Named {
+pub struct ImageArgs {
     /// The image.
     #[arg(value_name = "FILE")]
     file: PathBuf,
@@ -117,30 +117,30 @@ pub struct Named {
 
 /// How to print.
 #[derive(Args)]
-pub struct Output {
+pub struct OutputArgs {
     /// Print JSON, as qemu-img does.
     #[arg(long)]
     json: bool,
     /// human or json.
     #[arg(long, value_name = "HOW", default_value = "human", hide_default_value = true)]
-    output: How,
+    output: PrintFormat,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum How {
+enum PrintFormat {
     Human,
     Json,
 }
 
-impl Output {
+impl OutputArgs {
     fn is_json(&self) -> bool {
-        self.json || self.output == How::Json
+        self.json || self.output == PrintFormat::Json
     }
 }
 
 /// Where backing files may be.
 #[derive(Args)]
-pub struct Folders {
+pub struct FolderArgs {
     /// Backing and data files are opened in this folder and below; may be repeated [default: the
     /// image's own folder].
     #[arg(long = "backing-folder", value_name = "FOLDER")]
@@ -149,14 +149,14 @@ pub struct Folders {
 
 /// Whether to read what another program may write to.
 #[derive(Args)]
-pub struct Sharing {
+pub struct SharingArgs {
     /// Take no lock: also images that are being written to, such as those of a running server. What
     /// was changed since its last flush may be missing.
     #[arg(short = 'U', long)]
     force_share: bool,
 }
 
-impl Folders {
+impl FolderArgs {
     /// Options to open an image for reading, its page cache included.
     fn reading(&self, path: &Path, format: Option<Format>) -> ChainOptions {
         ChainOptions {

@@ -9,7 +9,7 @@ use blockyard_image::qcow2::{Compression, CreateOptions, Preallocation};
 use blockyard_image::tools::NewImage;
 use blockyard_image::{Chain, ChainOptions, Format};
 
-use super::Folders;
+use super::FolderArgs;
 use super::settings::Settings;
 
 /// The clusters from which on an overlay has extended L2 entries by itself: its parts have 2 KiB
@@ -57,14 +57,14 @@ impl Backing {
     }
 
     /// Bytes of its disk; it must be there, and be what it is said to be.
-    pub fn size(&self, folders: &Folders) -> Result<u64> {
+    pub fn size(&self, folders: &FolderArgs) -> Result<u64> {
         let options =
             ChainOptions { no_backing: true, ..folders.reading(&self.path, Some(self.format)) };
         Ok(Chain::open(&options)?.size())
     }
 
     /// How to open it with all that is below it, for an image at `target`.
-    pub fn reading(&self, folders: &Folders, target: &Path) -> ChainOptions {
+    pub fn reading(&self, folders: &FolderArgs, target: &Path) -> ChainOptions {
         let mut options = folders.reading(&self.path, Some(self.format));
         // It was named by the user.
         options.folders.extend([folder(target).into(), folder(&self.path).into()]);
@@ -72,7 +72,7 @@ impl Backing {
     }
 
     /// Opens it with all that is below it: files that `target` must not replace.
-    pub fn chain(&self, folders: &Folders, target: &Path) -> Result<Arc<Chain>> {
+    pub fn chain(&self, folders: &FolderArgs, target: &Path) -> Result<Arc<Chain>> {
         let chain = Chain::open(&self.reading(folders, target));
         Ok(Arc::new(chain.context("--force needs to know the files of the backing file")?))
     }

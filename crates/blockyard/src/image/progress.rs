@@ -9,11 +9,11 @@ use blockyard_program::output;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Between two looks.
-const STEP: Duration = Duration::from_millis(100);
+/// Time between two updates of the display.
+const UPDATE_INTERVAL: Duration = Duration::from_millis(100);
 
 #[derive(Args)]
-pub struct Show {
+pub struct ProgressArgs {
     /// Show how far it is also where standard error is no terminal.
     #[arg(short, long)]
     progress: bool,
@@ -24,39 +24,39 @@ pub struct Show {
 
 /// Where it is shown.
 #[derive(Clone, Copy, PartialEq)]
-enum Face {
+enum Display {
     None,
     Bar,
     /// Percents on standard output, as qemu-img prints them: programs read these.
     Line,
 }
 
-impl Show {
-    fn face(&self) -> Face {
+impl ProgressArgs {
+    fn display(&self) -> Display {
         match (self.quiet, std::io::stderr().is_terminal(), self.progress) {
-            (true, _, _) => Face::None,
-            (false, true, _) => Face::Bar,
-            (false, false, true) => Face::Line,
-            (false, false, false) => Face::None,
+            (true, _, _) => Display::None,
+            (false, true, _) => Display::Bar,
+            (false, false, true) => Display::Line,
+            (false, false, false) => Display::None,
         }
     }
 
     /// Does `work`, and meanwhile shows what `progress` says.
     pub fn during<T>(&self, progress: &Progress, work: impl FnOnce() -> T) -> T {
-        let face = self.face();
-        if face == Face::None {
+        let display = self.display();
+        if display == Display::None {
             return work();
         }
         let (end, ended) = channel::<()>();
         std::thread::scope(|scope| {
             scope.spawn(move || {
-                let bar = bar(face);
-                while ended.recv_timeout(STEP) == Err(RecvTimeoutError::Timeout) {
-                    draw(&bar, face, progress);
+                let bar = bar(display);
+                while ended.recv_timeout(UPDATE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                    draw(&bar, display, progress);
                 }
-                draw(&bar, face, progress);
+                draw(&bar, display, progress);
                 bar.finish_and_clear();
-                if face == Face::Line {
+                if display == Display::Line {
                     let _ = output::print("\n");
                 }
             });
@@ -67,8 +67,8 @@ impl Show {
     }
 }
 
-fn bar(face: Face) -> ProgressBar {
-    let bar = if face == Face::Bar { ProgressBar::new(0) } else { ProgressBar::hidden() };
+fn bar(display: Display) -> ProgressBar {
+    let bar = if display == Display::Bar { ProgressBar::new(0) } else { ProgressBar::hidden() };
     let shape = "{wide_bar} {percent:>3}% {decimal_bytes_per_sec:>11} {eta:>4}";
     bar.set_style(
         ProgressStyle::with_template(shape).unwrap_or_else(|_| ProgressStyle::default_bar()),
@@ -76,9 +76,9 @@ fn bar(face: Face) -> ProgressBar {
     bar
 }
 
-fn draw(bar: &ProgressBar, face: Face, progress: &Progress) {
+fn draw(bar: &ProgressBar, display: Display, progress: &Progress) {
     let (done, total) = (progress.done(), progress.total());
-    if face == Face::Bar {
+    if display == Display::Bar {
         bar.set_length(total);
         bar.set_position(done);
         return;

@@ -10,13 +10,13 @@ use blockyard_program::ending::Failure;
 use clap::Args;
 
 use super::new::Backing;
-use super::progress::Show;
-use super::{Folders, Named, cache, failed, format, format_of, open, threads};
+use super::progress::ProgressArgs;
+use super::{FolderArgs, ImageArgs, cache, failed, format, format_of, open, threads};
 
 #[derive(Args)]
-pub struct Options {
+pub struct RebaseArgs {
     #[command(flatten)]
-    image: Named,
+    image: ImageArgs,
     /// The new backing file; a relative name begins at the image's folder. An empty name: none, the
     /// image gets all there is.
     #[arg(short, long, value_name = "NAME")]
@@ -38,12 +38,12 @@ pub struct Options {
     #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback", value_parser = cache())]
     source_cache: CacheMode,
     #[command(flatten)]
-    folders: Folders,
+    folders: FolderArgs,
     #[command(flatten)]
-    show: Show,
+    show: ProgressArgs,
 }
 
-pub fn run(options: &Options) -> Result<(), Failure> {
+pub fn run(options: &RebaseArgs) -> Result<(), Failure> {
     let format = format_of(&options.image.file, options.image.format)?;
     let backing = match options.backing.as_str() {
         "" => None,
@@ -90,7 +90,7 @@ pub fn run(options: &Options) -> Result<(), Failure> {
 }
 
 /// With the disk unchanged.
-fn safely(options: &Options, backing: Option<&Backing>, new: NewBacking) -> Result<(), Failure> {
+fn safely(options: &RebaseArgs, backing: Option<&Backing>, new: NewBacking) -> Result<(), Failure> {
     let base = backing.map(|backing| open_new(options, backing)).transpose()?;
     let writing = ChainOptions {
         read_only: false,
@@ -132,7 +132,7 @@ fn safely(options: &Options, backing: Option<&Backing>, new: NewBacking) -> Resu
     tools::set_backing(&chain.top().file, new).map_err(failed)
 }
 
-fn open_new(options: &Options, backing: &Backing) -> Result<Arc<Chain>, Failure> {
+fn open_new(options: &RebaseArgs, backing: &Backing) -> Result<Arc<Chain>, Failure> {
     let base = open(&ChainOptions {
         cache: options.source_cache,
         ..backing.reading(&options.folders, &options.image.file)

@@ -8,12 +8,12 @@ use blockyard_program::ending::Failure;
 use clap::Args;
 
 use super::settings::preallocation;
-use super::{Folders, Named, failed, open, print, size};
+use super::{FolderArgs, ImageArgs, failed, open, print, size};
 
 #[derive(Args)]
-pub struct Options {
+pub struct ResizeArgs {
     #[command(flatten)]
-    image: Named,
+    image: ImageArgs,
     /// Bytes of its disk, such as 10G; or how many more (+1G) or fewer (-1G).
     #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = change)]
     size: Change,
@@ -28,7 +28,7 @@ pub struct Options {
     #[arg(short, long)]
     quiet: bool,
     #[command(flatten)]
-    folders: Folders,
+    folders: FolderArgs,
 }
 
 #[derive(Clone, Copy)]
@@ -50,7 +50,7 @@ fn mode(text: &str) -> Result<Preallocation, String> {
     preallocation(text).ok_or_else(|| "it is off, metadata, falloc or full".into())
 }
 
-pub fn run(options: &Options) -> Result<(), Failure> {
+pub fn run(options: &ResizeArgs) -> Result<(), Failure> {
     let reading = options.folders.reading(&options.image.file, options.image.format);
     let chain =
         open(&ChainOptions { read_only: false, only_locked: true, cut_outside: true, ..reading })?;

@@ -9,25 +9,25 @@ use blockyard_image::tools::on_file;
 use blockyard_program::ending::Failure;
 use clap::Args;
 
-use super::snapshots::{Told, lines};
-use super::{Named, Output, failed, format_of, print, print_json};
+use super::snapshots::{SnapshotFields, lines};
+use super::{ImageArgs, OutputArgs, failed, format_of, print, print_json};
 
 #[derive(Args)]
-pub struct Options {
+pub struct SnapshotArgs {
     #[command(flatten)]
-    image: Named,
+    image: ImageArgs,
     #[command(flatten)]
-    what: What,
+    what: SnapshotAction,
     /// Print nothing but errors.
     #[arg(short, long)]
     quiet: bool,
     #[command(flatten)]
-    output: Output,
+    output: OutputArgs,
 }
 
 #[derive(Args)]
 #[group(multiple = false)]
-struct What {
+struct SnapshotAction {
     /// List the snapshots [default].
     #[arg(short, long)]
     list: bool,
@@ -42,7 +42,7 @@ struct What {
     delete: Option<String>,
 }
 
-pub fn run(options: &Options) -> Result<(), Failure> {
+pub fn run(options: &SnapshotArgs) -> Result<(), Failure> {
     if format_of(&options.image.file, options.image.format)? != Format::Qcow2 {
         return Err(anyhow!(
             "image {}: only qcow2 images have snapshots",
@@ -52,21 +52,21 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     }
     let file = &options.image.file;
     let done = match &options.what {
-        What { create: Some(name), .. } => {
+        SnapshotAction { create: Some(name), .. } => {
             let (name, now) = (name.clone(), SystemTime::UNIX_EPOCH.elapsed()?);
             on_file(file, false, async move |raw| {
                 snapshot::create(&raw, &name, now).await.map(|_| ())
             })
         }
-        What { apply: Some(name), .. } => {
+        SnapshotAction { apply: Some(name), .. } => {
             let name = name.clone();
             on_file(file, false, async move |raw| snapshot::apply(&raw, &name).await)
         }
-        What { delete: Some(name), .. } => {
+        SnapshotAction { delete: Some(name), .. } => {
             let name = name.clone();
             on_file(file, false, async move |raw| snapshot::delete(&raw, &name).await)
         }
-        What { .. } => {
+        SnapshotAction { .. } => {
             let list =
                 on_file(file, true, async move |raw| snapshot::list(&raw).await).map_err(failed)?;
             return show(options, &list);
@@ -75,8 +75,8 @@ pub fn run(options: &Options) -> Result<(), Failure> {
     done.map_err(failed)
 }
 
-fn show(options: &Options, list: &[Snapshot]) -> Result<(), Failure> {
-    let told: Vec<Told> = list.iter().map(Told::of).collect();
+fn show(options: &SnapshotArgs, list: &[Snapshot]) -> Result<(), Failure> {
+    let told: Vec<SnapshotFields> = list.iter().map(SnapshotFields::of).collect();
     match lines(&told).as_slice() {
         _ if options.output.is_json() => print_json(&told),
         [] => Ok(()),

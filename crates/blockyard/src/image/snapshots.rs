@@ -10,7 +10,7 @@ const NANOSECONDS: u64 = 1_000_000_000;
 
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Told {
+pub struct SnapshotFields {
     #[serde(skip_serializing_if = "Option::is_none")]
     icount: Option<u64>,
     vm_clock_nsec: u64,
@@ -22,11 +22,11 @@ pub struct Told {
     vm_state_size: u64,
 }
 
-impl Told {
+impl SnapshotFields {
     pub fn of(snapshot: &Snapshot) -> Self {
         // Behind the fields that the format's first versions had; all ones are none.
         let icount = snapshot.extra.first_chunk::<8>().map(|bytes| u64::from_be_bytes(*bytes));
-        Told {
+        SnapshotFields {
             icount: icount.filter(|count| *count != u64::MAX),
             vm_clock_nsec: snapshot.vm_clock % NANOSECONDS,
             name: snapshot.name(),
@@ -59,10 +59,10 @@ fn row(id: &str, name: &str, size: &str, date: &str, clock: &str, icount: &str) 
 }
 
 /// The list for people; nothing if there are none.
-pub fn lines(snapshots: &[Told]) -> Vec<String> {
+pub fn lines(snapshots: &[SnapshotFields]) -> Vec<String> {
     if snapshots.is_empty() {
         return Vec::new();
     }
     let head = ["Snapshot list:".into(), row("ID", "TAG", "VM_SIZE", "DATE", "VM_CLOCK", "ICOUNT")];
-    head.into_iter().chain(snapshots.iter().map(Told::line)).collect()
+    head.into_iter().chain(snapshots.iter().map(SnapshotFields::line)).collect()
 }

@@ -3,12 +3,12 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use super::*;
 
 /// A stream whose every write waits for the test, which says what becomes of it.
-struct Told {
+struct ScriptedStream {
     answers: Receiver<Result<(), i32>>,
     seen: Sender<String>,
 }
 
-impl Write for Told {
+impl Write for ScriptedStream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.seen
             .send(String::from_utf8_lossy(bytes).into_owned())
@@ -30,7 +30,7 @@ const ENOSPC: i32 = 28;
 fn queue() -> (&'static Queue, Sender<Result<(), i32>>, Receiver<String>) {
     let queue: &'static Queue = Box::leak(Box::new(Queue::new("the test")));
     let ((answer, answers), (seen, written)) = (channel(), channel());
-    queue.spawn("test", Told { answers, seen }).unwrap();
+    queue.spawn("test", ScriptedStream { answers, seen }).unwrap();
     (queue, answer, written)
 }
 

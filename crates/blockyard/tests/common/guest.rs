@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::{Folder, SOON, collect, guests, wait};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum GuestKind {
     Uml,
     Qemu,
     Xen,
@@ -34,14 +34,14 @@ impl Guest {
     /// Commands that fail end the script (`set -e`). The whole run is to take less than `limit`.
     #[track_caller]
     pub fn start<S: Into<OsString>>(
-        kind: Kind,
+        kind: GuestKind,
         options: impl IntoIterator<Item = S>,
         script: &str,
         limit: Duration,
     ) -> Self {
         let folder = Folder::new();
         // The runner's own folder goes into ours, for `job`. (UML would put its memory there.)
-        let temporary = (kind == Kind::Qemu).then(|| folder.to_path_buf());
+        let temporary = (kind == GuestKind::Qemu).then(|| folder.to_path_buf());
         Self::start_in(kind, options, script, limit, folder, temporary)
     }
 
@@ -55,14 +55,15 @@ impl Guest {
         limit: Duration,
         ready: &str,
     ) -> Self {
-        let mut guest = Self::start_in(Kind::Qemu, options, script, limit, Folder::new(), None);
+        let mut guest =
+            Self::start_in(GuestKind::Qemu, options, script, limit, Folder::new(), None);
         guest.expect(ready);
         guest.folder = None;
         guest
     }
 
     fn start_in<S: Into<OsString>>(
-        kind: Kind,
+        kind: GuestKind,
         options: impl IntoIterator<Item = S>,
         script: &str,
         limit: Duration,
@@ -70,9 +71,9 @@ impl Guest {
         temporary: Option<PathBuf>,
     ) -> Self {
         let runner = guests().join(match kind {
-            Kind::Uml => "uml",
-            Kind::Qemu => "qemu",
-            Kind::Xen => "xen",
+            GuestKind::Uml => "uml",
+            GuestKind::Qemu => "qemu",
+            GuestKind::Xen => "xen",
         });
         let file = folder.join("script");
         std::fs::write(&file, format!("set -euo pipefail\n{script}\n")).unwrap();
@@ -193,7 +194,7 @@ impl Drop for Guest {
 /// Boots, runs, ends well: the output.
 #[track_caller]
 pub fn run_guest<S: Into<OsString>>(
-    kind: Kind,
+    kind: GuestKind,
     options: impl IntoIterator<Item = S>,
     script: &str,
 ) -> String {

@@ -37,17 +37,17 @@ pub fn dirty(path: &Path, len: u64) -> u64 {
 const SECTORS: u64 = 128;
 const BYTES: u64 = SECTORS * 512;
 
-struct Setup {
+struct CacheFixture {
     folder: Folder,
     daemon: Daemon,
 }
 
-impl Setup {
+impl CacheFixture {
     fn new(mode: &str) -> Self {
         let folder = Folder::new();
         let image = folder.image("disk", 1 << 20);
         let daemon = Daemon::serve(image, &folder.join("s"), &["--cache", mode]);
-        Setup { folder, daemon }
+        CacheFixture { folder, daemon }
     }
 
     fn guest(&self, without: u64) -> Guest {
@@ -90,86 +90,87 @@ fn modes() {
         ("writethrough", 0, true, true),
         ("directsync", 0, true, true),
     ] {
-        let setup = Setup::new(mode);
-        let mut guest = setup.guest(0);
+        let fixture = CacheFixture::new(mode);
+        let mut guest = fixture.guest(0);
         assert!(guest.has(feature::FLUSH) && guest.has(feature::CONFIG_WCE), "{mode}");
         assert_eq!(guest.session.link.config.wce, told, "{mode}");
         // `dirty` sees the page cache, and O_DIRECT leaves nothing there: for these two modes it
         // says just that.
-        assert_eq!(setup.writes_are_durable(&mut guest, 3), at_once, "{mode}: a write");
+        assert_eq!(fixture.writes_are_durable(&mut guest, 3), at_once, "{mode}: a write");
         let flushes = (0..4).all(|seed| {
             assert_eq!(guest.write(0, &pattern(seed, BYTES as usize)), status::OK);
             assert_eq!(guest.flush(), status::OK);
-            setup.durable()
+            fixture.durable()
         });
         assert_eq!(flushes, flushed, "{mode}: a flush");
-        setup.daemon.stop();
+        fixture.daemon.stop();
     }
 }
 
 #[test]
 fn zeroes_and_the_cache() {
     for (mode, at_once) in [("writeback", false), ("writethrough", true)] {
-        let setup = Setup::new(mode);
-        let mut guest = setup.guest(0);
+        let fixture = CacheFixture::new(mode);
+        let mut guest = fixture.guest(0);
         guest.write(0, &pattern(1, BYTES as usize));
         guest.flush();
         // Half a page: the file system zeroes that in its cache.
         let zeroes = (0..4).all(|page| {
             assert_eq!(guest.ranges(request::WRITE_ZEROES, &[(page * 8 + 1, 2, 0)]), status::OK);
-            setup.durable()
+            fixture.durable()
         });
         assert_eq!(zeroes, at_once, "{mode}");
         assert_eq!(guest.flush(), status::OK);
-        assert!(setup.durable(), "{mode}");
-        setup.daemon.stop();
+        assert!(fixture.durable(), "{mode}");
+        fixture.daemon.stop();
     }
 }
 
 #[test]
 fn a_guest_switches_the_cache() {
-    let setup = Setup::new("writeback");
-    let mut guest = setup.guest(0);
-    assert!(!setup.writes_are_durable(&mut guest, 1));
+    let fixture = CacheFixture::new("writeback");
+    let mut guest = fixture.guest(0);
+    assert!(!fixture.writes_are_durable(&mut guest, 1));
     assert!(switch(&mut guest, 0));
-    assert!(setup.durable(), "what was written before is owed too");
+    assert!(fixture.durable(), "what was written before is owed too");
     assert_eq!(wce(&mut guest), 0);
-    assert!(setup.writes_are_durable(&mut guest, 2), "no write cache: durable at once");
+    assert!(fixture.writes_are_durable(&mut guest, 2), "no write cache: durable at once");
     assert!(switch(&mut guest, 1));
     assert_eq!(wce(&mut guest), 1);
-    assert!(!setup.writes_are_durable(&mut guest, 3));
+    assert!(!fixture.writes_are_durable(&mut guest, 3));
     switch(&mut guest, 0);
     guest.leave();
     // The next guest finds the disk as its owner set it up.
-    let mut guest = setup.guest(0);
+    let mut guest = fixture.guest(0);
     assert_eq!(guest.session.link.config.wce, 1);
-    assert!(!setup.writes_are_durable(&mut guest, 4));
-    setup.daemon.stop();
+    assert!(!fixture.writes_are_durable(&mut guest, 4));
+    fixture.daemon.stop();
 }
 
 /// Its guest knows nothing of the restart, and would not flush.
 #[test]
 fn a_switched_cache_outlives_a_killed_daemon() {
     for (mode, switched) in [("writeback", 0), ("writethrough", 1)] {
-        let mut setup = Setup::new(mode);
-        let mut guest = setup.guest(0);
+        let mut fixture = CacheFixture::new(mode);
+        let mut guest = fixture.guest(0);
         assert!(switch(&mut guest, switched));
-        let image = setup.folder.join("disk");
+        let image = fixture.folder.join("disk");
         for life in 0..2 {
-            setup.daemon.kill();
-            setup.daemon = Daemon::serve_again(&image, &setup.folder.join("s"), &["--cache", mode]);
+            fixture.daemon.kill();
+            fixture.daemon =
+                Daemon::serve_again(&image, &fixture.folder.join("s"), &["--cache", mode]);
             guest.session.restart().unwrap();
             assert_eq!(wce(&mut guest), switched, "{mode}, life {life}");
             assert_eq!(
-                setup.writes_are_durable(&mut guest, life),
+                fixture.writes_are_durable(&mut guest, life),
                 switched == 0,
                 "{mode}, life {life}"
             );
         }
         // The next guest brings a region of its own, and gets what the disk's owner set up.
         guest.leave();
-        assert_eq!(wce(&mut setup.guest(0)), 1 - switched, "{mode}");
-        setup.daemon.stop();
+        assert_eq!(wce(&mut fixture.guest(0)), 1 - switched, "{mode}");
+        fixture.daemon.stop();
     }
 }
 
@@ -219,13 +220,13 @@ fn zeroes_of(sector: u64, sectors: u32) -> Vec<u8> {
 #[test]
 fn a_guest_may_take_a_cache_that_its_owner_did_not_mean_it_to_have() {
     // As in QEMU: cache=writethrough is where a guest begins.
-    let setup = Setup::new("writethrough");
-    let mut guest = setup.guest(0);
+    let fixture = CacheFixture::new("writethrough");
+    let mut guest = fixture.guest(0);
     assert!(switch(&mut guest, 1));
-    assert!(!setup.writes_are_durable(&mut guest, 1));
+    assert!(!fixture.writes_are_durable(&mut guest, 1));
     assert_eq!(guest.flush(), status::OK);
-    assert!(setup.durable());
-    setup.daemon.stop();
+    assert!(fixture.durable());
+    fixture.daemon.stop();
 }
 
 #[test]
@@ -238,25 +239,25 @@ fn guests_that_know_less() {
         // Flushes, and has no word for the cache's state.
         (feature::CONFIG_WCE, false),
     ] {
-        let setup = Setup::new("writeback");
-        let mut guest = setup.guest(without);
+        let fixture = CacheFixture::new("writeback");
+        let mut guest = fixture.guest(without);
         let names = feature::names(without);
-        assert_eq!(setup.writes_are_durable(&mut guest, 5), durable, "without {names}");
+        assert_eq!(fixture.writes_are_durable(&mut guest, 5), durable, "without {names}");
         assert_eq!(wce(&mut guest), u8::from(!durable), "without {names}");
         assert_eq!(guest.flush(), status::OK);
         if without & feature::CONFIG_WCE != 0 {
             assert!(!switch(&mut guest, 1), "what was not negotiated is refused");
-            assert_eq!(setup.writes_are_durable(&mut guest, 6), durable, "without {names}");
+            assert_eq!(fixture.writes_are_durable(&mut guest, 6), durable, "without {names}");
         }
-        setup.daemon.stop();
+        fixture.daemon.stop();
     }
 }
 
 #[test]
 fn a_boot_loader_without_flushes_leaves_no_trace() {
-    let setup = Setup::new("writeback");
-    let mut guest = setup.guest(feature::FLUSH | feature::CONFIG_WCE);
-    assert!(setup.writes_are_durable(&mut guest, 1));
+    let fixture = CacheFixture::new("writeback");
+    let mut guest = fixture.guest(feature::FLUSH | feature::CONFIG_WCE);
+    assert!(fixture.writes_are_durable(&mut guest, 1));
     // The operating system comes next, on the same connection: it negotiates anew.
     let connection = &mut guest.session.link.connection;
     let loader = connection.features;
@@ -266,19 +267,19 @@ fn a_boot_loader_without_flushes_leaves_no_trace() {
     };
     set(&mut guest, system);
     assert_eq!(wce(&mut guest), 1);
-    assert!(!setup.writes_are_durable(&mut guest, 2));
+    assert!(!fixture.writes_are_durable(&mut guest, 2));
     // A front end that says the same again, for reasons of its own, changes nothing.
     assert!(switch(&mut guest, 0));
     set(&mut guest, system);
     assert_eq!(wce(&mut guest), 0);
-    assert!(setup.writes_are_durable(&mut guest, 3));
-    setup.daemon.stop();
+    assert!(fixture.writes_are_durable(&mut guest, 3));
+    fixture.daemon.stop();
 }
 
 #[test]
 fn only_the_cache_byte_can_be_written() {
-    let setup = Setup::new("writeback");
-    let mut guest = setup.guest(0);
+    let fixture = CacheFixture::new("writeback");
+    let mut guest = fixture.guest(0);
     let flags = VhostUserConfigFlags::WRITABLE;
     let connection = &mut guest.session.link.connection;
     let before = connection.config().unwrap();
@@ -288,5 +289,5 @@ fn only_the_cache_byte_can_be_written() {
     );
     assert_eq!(connection.config().unwrap(), before);
     assert_eq!(guest.read(0, 512).unwrap(), [0; 512]);
-    setup.daemon.stop();
+    fixture.daemon.stop();
 }

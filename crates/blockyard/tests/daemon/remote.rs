@@ -45,7 +45,7 @@ impl Drop for Peer {
     }
 }
 
-struct Stage {
+struct RemoteFixture {
     folder: Folder,
     base: PathBuf,
     nbd: PathBuf,
@@ -53,13 +53,13 @@ struct Stage {
     uri: String,
 }
 
-impl Stage {
+impl RemoteFixture {
     fn new() -> Self {
         let folder = Folder::new();
         let (base, nbd, socket) = (folder.join("base.raw"), folder.join("n"), folder.join("s"));
         std::fs::write(&base, pattern(5, SIZE as usize)).unwrap();
         let uri = format!("nbd+unix:///base?socket={}", nbd.display());
-        Stage { folder, base, nbd, socket, uri }
+        RemoteFixture { folder, base, nbd, socket, uri }
     }
 
     fn peer(&self, options: &[&str]) -> Peer {
@@ -80,12 +80,12 @@ impl Stage {
 #[test]
 fn an_overlay_over_a_remote_base_outlives_its_server() {
     for shared in ["--shared=4", "--shared=1"] {
-        let stage = Stage::new();
-        let mut peer = stage.peer(&["--read-only", shared]);
-        let (top, sum) = (stage.overlay(), md5(&stage.base));
+        let fixture = RemoteFixture::new();
+        let mut peer = fixture.peer(&["--read-only", shared]);
+        let (top, sum) = (fixture.overlay(), md5(&fixture.base));
         let backing = [
             "--backing-folder",
-            &stage.uri,
+            &fixture.uri,
             "--reactors",
             "2",
             "--queues",
@@ -93,8 +93,8 @@ fn an_overlay_over_a_remote_base_outlives_its_server() {
             "--l2-cache",
             "64k",
         ];
-        let daemon = Daemon::serve(&top, &stage.socket, &backing);
-        let socket = stage.socket.clone();
+        let daemon = Daemon::serve(&top, &fixture.socket, &backing);
+        let socket = fixture.socket.clone();
         let load = std::thread::spawn(move || {
             measure(&Options {
                 rw: Pattern::Randrw,
@@ -110,7 +110,7 @@ fn an_overlay_over_a_remote_base_outlives_its_server() {
             std::thread::sleep(Duration::from_millis(500));
             drop(peer);
             std::thread::sleep(Duration::from_millis(200));
-            peer = stage.peer(&["--read-only", shared]);
+            peer = fixture.peer(&["--read-only", shared]);
         }
         let report = load.join().unwrap().unwrap();
         assert_eq!((report.errors, report.first_error), (0, None), "{shared}");
@@ -118,7 +118,7 @@ fn an_overlay_over_a_remote_base_outlives_its_server() {
         // Its server was missed, and found again.
         daemon.wait_log("connected again");
         daemon.stop();
-        assert_eq!(md5(&stage.base), sum, "the base was written to");
+        assert_eq!(md5(&fixture.base), sum, "the base was written to");
         tool("qemu-img", ["check", "-q", top.to_str().unwrap()]).good();
     }
 }
@@ -128,16 +128,16 @@ fn an_overlay_over_a_remote_base_outlives_its_server() {
 #[test]
 fn a_server_that_comes_back_is_there_for_the_next_request() {
     for shared in ["--shared=4", "--shared=1"] {
-        let stage = Stage::new();
-        let peer = stage.peer(&["--read-only", shared]);
-        let top = stage.overlay();
-        let daemon = Daemon::serve(&top, &stage.socket, &["--backing-folder", &stage.uri]);
-        let mut guest = Guest::connect(&stage.socket);
+        let fixture = RemoteFixture::new();
+        let peer = fixture.peer(&["--read-only", shared]);
+        let top = fixture.overlay();
+        let daemon = Daemon::serve(&top, &fixture.socket, &["--backing-folder", &fixture.uri]);
+        let mut guest = Guest::connect(&fixture.socket);
         let expected = pattern(5, SIZE as usize);
         assert!(guest.read(MIB / 512, 4096).unwrap() == expected[MIB as usize..][..4096]);
         drop(peer);
         daemon.wait_log("connecting again");
-        let peer = stage.peer(&["--read-only", shared]);
+        let peer = fixture.peer(&["--read-only", shared]);
         daemon.wait_log("connected again");
         let said = daemon.log();
         assert!(guest.read(2 * MIB / 512, 4096).unwrap() == expected[2 * MIB as usize..][..4096]);
@@ -152,11 +152,11 @@ fn a_server_that_comes_back_is_there_for_the_next_request() {
 /// The whole disk as QEMU reads it, too.
 #[test]
 fn the_disk_is_the_same_for_qemu() {
-    let stage = Stage::new();
-    let _peer = stage.peer(&["--read-only", "--shared=4"]);
-    let top = stage.overlay();
-    let daemon = Daemon::serve(&top, &stage.socket, &["--backing-folder", &stage.uri]);
-    let mut guest = Guest::connect(&stage.socket);
+    let fixture = RemoteFixture::new();
+    let _peer = fixture.peer(&["--read-only", "--shared=4"]);
+    let top = fixture.overlay();
+    let daemon = Daemon::serve(&top, &fixture.socket, &["--backing-folder", &fixture.uri]);
+    let mut guest = Guest::connect(&fixture.socket);
     assert_eq!(
         guest.read(MIB / 512, 4096).unwrap(),
         pattern(5, SIZE as usize)[MIB as usize..][..4096]
@@ -165,30 +165,30 @@ fn the_disk_is_the_same_for_qemu() {
     assert_eq!(guest.flush(), status::OK);
     drop(guest);
     daemon.stop();
-    let (top, allowed) = (top.to_str().unwrap(), ["--backing-folder", &stage.uri]);
-    let copy = stage.folder.join("copy.raw");
+    let (top, allowed) = (top.to_str().unwrap(), ["--backing-folder", &fixture.uri]);
+    let copy = fixture.folder.join("copy.raw");
     let copy = copy.to_str().unwrap();
     tool("qemu-img", ["convert", "-O", "raw", top, copy]).good();
     let compared =
         blockyard(["image", "compare", top, copy, "-F", "raw"].into_iter().chain(allowed));
     assert!(compared.good().contains("identical"));
-    let not = blockyard(["image", "compare", &stage.uri, copy, "-F", "raw"]);
+    let not = blockyard(["image", "compare", &fixture.uri, copy, "-F", "raw"]);
     assert_eq!(not.status.code(), Some(1), "{}{}", not.out, not.err);
 }
 
 /// What an image names opens no connection that nobody allowed.
 #[test]
 fn names_in_headers_connect_nowhere_by_themselves() {
-    let stage = Stage::new();
-    let peer = stage.peer(&["--read-only", "--shared=4"]);
-    let top = stage.overlay();
+    let fixture = RemoteFixture::new();
+    let peer = fixture.peer(&["--read-only", "--shared=4"]);
+    let top = fixture.overlay();
     // Whoever connects now would be heard.
     drop(peer);
-    let _ = std::fs::remove_file(&stage.nbd);
-    let listener = std::os::unix::net::UnixListener::bind(&stage.nbd).unwrap();
+    let _ = std::fs::remove_file(&fixture.nbd);
+    let listener = std::os::unix::net::UnixListener::bind(&fixture.nbd).unwrap();
     listener.set_nonblocking(true).unwrap();
     let top = top.to_str().unwrap();
-    let other = format!("nbd+unix:///?socket={}x", stage.nbd.display());
+    let other = format!("nbd+unix:///?socket={}x", fixture.nbd.display());
     for allowed in [
         &[][..],
         &["--backing-folder", "/"],
@@ -214,11 +214,11 @@ fn names_in_headers_connect_nowhere_by_themselves() {
 /// again, all is well.
 #[test]
 fn waiting_is_bounded() {
-    let stage = Stage::new();
-    let peer = stage.peer(&["--read-only", "--shared=4"]);
+    let fixture = RemoteFixture::new();
+    let peer = fixture.peer(&["--read-only", "--shared=4"]);
     let options = ["--read-only", "--nbd-reconnect", "0.5", "--nbd-timeout", "2"];
-    let mut daemon = Daemon::serve(&stage.uri, &stage.socket, &options);
-    let mut guest = Guest::connect(&stage.socket);
+    let mut daemon = Daemon::serve(&fixture.uri, &fixture.socket, &options);
+    let mut guest = Guest::connect(&fixture.socket);
     assert!(guest.read(0, 4096).is_ok());
     drop(peer);
     // (Each answer comes within 10 s, or the guest gives up.)
@@ -231,7 +231,7 @@ fn waiting_is_bounded() {
     assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
     let lines = daemon.log().lines().count();
     assert!(lines < 20, "{lines} lines: {}", daemon.log());
-    let peer = stage.peer(&["--read-only", "--shared=4"]);
+    let peer = fixture.peer(&["--read-only", "--shared=4"]);
     until("it is served again", SOON, || guest.read(0, 4096).is_ok());
     drop(peer);
     // Ended in the middle of the waiting.
@@ -241,9 +241,10 @@ fn waiting_is_bounded() {
 
 #[test]
 fn a_remote_disk_is_written_and_flushed() {
-    let stage = Stage::new();
-    let peer = stage.peer(&["--discard=unmap"]);
-    let daemon = Daemon::serve(&stage.uri, &stage.socket, &["--reactors", "2", "--queues", "2"]);
+    let fixture = RemoteFixture::new();
+    let peer = fixture.peer(&["--discard=unmap"]);
+    let daemon =
+        Daemon::serve(&fixture.uri, &fixture.socket, &["--reactors", "2", "--queues", "2"]);
     let report = measure(&Options {
         rw: Pattern::Randrw,
         queues: 2,
@@ -251,19 +252,19 @@ fn a_remote_disk_is_written_and_flushed() {
         runtime: 1.0,
         flush_every: 20,
         verify: true,
-        ..Options::for_socket(stage.socket.clone())
+        ..Options::for_socket(fixture.socket.clone())
     });
     assert_eq!(report.unwrap().errors, 0);
-    let mut guest = Guest::connect(&stage.socket);
+    let mut guest = Guest::connect(&fixture.socket);
     assert_eq!(guest.write(8, &[9; 8192]), status::OK);
     assert_eq!(guest.flush(), status::OK);
     // Nothing is lost with it now; but what is written before the next flush would be.
     drop(peer);
-    let peer = stage.peer(&[]);
+    let peer = fixture.peer(&[]);
     assert_eq!(guest.write(128, &[8; 512]), status::OK);
     assert_eq!(guest.read(8, 8192), Ok(vec![9; 8192]));
     drop(peer);
-    let _peer = stage.peer(&[]);
+    let _peer = fixture.peer(&[]);
     assert_eq!(guest.flush(), status::IOERR, "the server that had it is gone");
     daemon.wait_log("may be lost");
     assert_eq!(guest.read(8, 8192), Ok(vec![9; 8192]));

@@ -61,7 +61,7 @@ pub fn certify(
     folder.into()
 }
 
-pub struct Stage {
+pub struct TlsFixture {
     pub folder: Folder,
     pub socket: PathBuf,
     pub disk: PathBuf,
@@ -77,7 +77,7 @@ pub struct Stage {
     pub late: PathBuf,
 }
 
-impl Stage {
+impl TlsFixture {
     pub fn new() -> Self {
         let folder = Folder::new();
         let (ours, others) = (authority("ours"), authority("others"));
@@ -91,7 +91,7 @@ impl Stage {
         std::fs::write(stranger.join("ca-cert.pem"), ours.pem()).unwrap();
         let disk = folder.join("disk.raw");
         std::fs::write(&disk, pattern(3, SIZE)).unwrap();
-        Stage {
+        TlsFixture {
             socket: folder.join("n"),
             host: "localhost",
             server: certify(&folder.join("server"), &ours, "server", "localhost", false),
@@ -172,30 +172,30 @@ impl Stage {
 
 #[test]
 fn who_may_have_what() {
-    let stage = Stage::new();
-    let daemon = stage.serve("tls-required = true");
-    for certificates in [&stage.vm1, &stage.vm2, &stage.nobody] {
-        stage.all_may("all", certificates);
+    let fixture = TlsFixture::new();
+    let daemon = fixture.serve("tls-required = true");
+    for certificates in [&fixture.vm1, &fixture.vm2, &fixture.nobody] {
+        fixture.all_may("all", certificates);
     }
-    stage.all_may("vm1", &stage.vm1);
-    for certificates in [&stage.vm2, &stage.nobody] {
-        stage.none_may("vm1", certificates, "no such export");
-        let list = tool("nbdinfo", ["--list", &stage.uri("", certificates)]).good();
+    fixture.all_may("vm1", &fixture.vm1);
+    for certificates in [&fixture.vm2, &fixture.nobody] {
+        fixture.none_may("vm1", certificates, "no such export");
+        let list = tool("nbdinfo", ["--list", &fixture.uri("", certificates)]).good();
         assert!(list.contains("\"all\"") && !list.contains("vm1"), "{list}");
     }
-    stage.none_may("all", &stage.late, "TLS: ");
+    fixture.none_may("all", &fixture.late, "TLS: ");
     // (GnuTLS does not show a certificate to a server that names other authorities; rustls does.)
-    stage.none_may("vm1", &stage.stranger, "TLS: ");
+    fixture.none_may("vm1", &fixture.stranger, "TLS: ");
     daemon.wait_log(") was let go: TLS: ");
-    let plain = format!("nbd+unix:///all?socket={}", stage.socket.display());
+    let plain = format!("nbd+unix:///all?socket={}", fixture.socket.display());
     let refused = blockyard(["image", "info", &plain]);
     assert!(refused.err.contains("the server demands TLS: say nbds://"), "{}", refused.err);
     assert!(!tool("nbdinfo", ["--size", &plain]).status.success());
     // One who trusts another authority does not believe this server; nor one who means another
     // host.
-    std::fs::write(stage.vm2.join("ca-cert.pem"), authority("another").pem()).unwrap();
-    stage.none_may("all", &stage.vm2, "UnknownIssuer");
-    let other = stage.uri("all", &stage.vm1).replace("localhost", "elsewhere.example");
+    std::fs::write(fixture.vm2.join("ca-cert.pem"), authority("another").pem()).unwrap();
+    fixture.none_may("all", &fixture.vm2, "UnknownIssuer");
+    let other = fixture.uri("all", &fixture.vm1).replace("localhost", "elsewhere.example");
     let refused = blockyard(["image", "info", &other]);
     assert!(refused.err.contains("not valid for name"), "{}", refused.err);
     daemon.stop();
@@ -203,15 +203,15 @@ fn who_may_have_what() {
 
 #[test]
 fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
-    let stage = Stage::new();
-    let daemon = stage.serve("tls-verify-peer = true");
-    stage.all_may("all", &stage.vm2);
-    for certificates in [&stage.nobody, &stage.stranger, &stage.late] {
-        stage.none_may("all", certificates, "TLS: ");
+    let fixture = TlsFixture::new();
+    let daemon = fixture.serve("tls-verify-peer = true");
+    fixture.all_may("all", &fixture.vm2);
+    for certificates in [&fixture.nobody, &fixture.stranger, &fixture.late] {
+        fixture.none_may("all", certificates, "TLS: ");
     }
     daemon.stop();
-    let daemon = stage.serve("");
-    let plain = |export: &str| format!("nbd+unix:///{export}?socket={}", stage.socket.display());
+    let daemon = fixture.serve("");
+    let plain = |export: &str| format!("nbd+unix:///{export}?socket={}", fixture.socket.display());
     assert_eq!(tool("nbdinfo", ["--size", &plain("all")]).good().trim(), SIZE.to_string());
     // One that is there under TLS only, and one that is not there: without TLS nobody can tell
     // which is which.
@@ -227,23 +227,23 @@ fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
     }
     let list = tool("nbdinfo", ["--list", &plain("")]).good();
     assert!(list.contains("\"all\"") && !list.contains("vm1"), "{list}");
-    stage.none_may("vm1", &stage.vm2, "no such export");
-    stage.all_may("vm1", &stage.vm1);
+    fixture.none_may("vm1", &fixture.vm2, "no such export");
+    fixture.all_may("vm1", &fixture.vm1);
     daemon.stop();
     for (options, says) in [
         (&["--tls-required"][..], "say where its certificates are"),
         (&["--tls-allow", "x"], "there is no TLS"),
         (&["--tls-certificates", "/nonexistent"], "/nonexistent/server-cert.pem"),
-        (&["--tls-certificates", stage.nobody.to_str().unwrap()], "nobody/server-cert.pem"),
+        (&["--tls-certificates", fixture.nobody.to_str().unwrap()], "nobody/server-cert.pem"),
     ] {
-        let address = format!("unix:{}", stage.socket.display());
+        let address = format!("unix:{}", fixture.socket.display());
         let wrong = blockyard(["serve", "ram:1M", "--nbd", &address].iter().chain(options));
         assert!(!wrong.status.success() && wrong.err.contains(says), "{says}: {}", wrong.err);
     }
     // No lock of other ways in, with TLS or without it.
-    let certificates = ["--tls-certificates", stage.server.to_str().unwrap()];
+    let certificates = ["--tls-certificates", fixture.server.to_str().unwrap()];
     for tls in [&[][..], &certificates] {
-        let socket = stage.folder.join("vhost");
+        let socket = fixture.folder.join("vhost");
         let other = [
             "serve",
             "ram:1M",
@@ -267,10 +267,10 @@ fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
 /// All bytes, both ways, by clients of three kinds; and large ones at a time.
 #[test]
 fn data_are_the_same_under_tls() {
-    let stage = Stage::new();
-    let daemon = stage.serve("tls-required = true");
+    let fixture = TlsFixture::new();
+    let daemon = fixture.serve("tls-required = true");
     let (uri, copy, sum) =
-        (stage.uri("all", &stage.vm1), stage.folder.join("copy.raw"), md5(&stage.disk));
+        (fixture.uri("all", &fixture.vm1), fixture.folder.join("copy.raw"), md5(&fixture.disk));
     let copied = copy.to_str().unwrap();
     tool("nbdcopy", [&uri, copied]).good();
     assert_eq!(md5(&copy), sum);
@@ -282,15 +282,15 @@ fn data_are_the_same_under_tls() {
     let compared = blockyard(["image", "compare", &uri, copied, "-F", "raw"]);
     assert!(compared.out.contains("identical"), "{}{}", compared.out, compared.err);
     daemon.stop();
-    assert_eq!(md5(&stage.disk), md5(&copy));
+    assert_eq!(md5(&fixture.disk), md5(&copy));
 }
 
 /// What somebody puts between STARTTLS and TLS is never taken for the client's.
 #[test]
 fn plain_bytes_behind_starttls_are_nobodys() {
-    let stage = Stage::new();
-    let daemon = stage.serve("tls-required = true");
-    let mut stream = UnixStream::connect(&stage.socket).unwrap();
+    let fixture = TlsFixture::new();
+    let daemon = fixture.serve("tls-required = true");
+    let mut stream = UnixStream::connect(&fixture.socket).unwrap();
     stream.set_read_timeout(Some(SOON)).unwrap();
     stream.read_exact(&mut [0; 18]).unwrap();
     let mut bytes = 3u32.to_be_bytes().to_vec();
@@ -303,7 +303,7 @@ fn plain_bytes_behind_starttls_are_nobodys() {
     assert!(answer.len() <= OptionReply::BYTES, "{} bytes", answer.len());
     daemon.wait_log("plain bytes behind STARTTLS");
     // An option before TLS is answered by the demand for it; after STARTTLS only TLS is understood.
-    let mut stream = UnixStream::connect(&stage.socket).unwrap();
+    let mut stream = UnixStream::connect(&fixture.socket).unwrap();
     stream.set_read_timeout(Some(SOON)).unwrap();
     stream.read_exact(&mut [0; 18]).unwrap();
     stream.write_all(&3u32.to_be_bytes()).unwrap();
@@ -333,17 +333,17 @@ fn plain_bytes_behind_starttls_are_nobodys() {
 /// the connection: it knows that nobody has cut it.
 #[test]
 fn tls_ends_before_the_connection() {
-    let stage = Stage::new();
-    let daemon = stage.serve("");
+    let fixture = TlsFixture::new();
+    let daemon = fixture.serve("");
     for choose in [opt::GO, opt::ABORT] {
-        let mut stream = UnixStream::connect(&stage.socket).unwrap();
+        let mut stream = UnixStream::connect(&fixture.socket).unwrap();
         stream.set_read_timeout(Some(SOON)).unwrap();
         stream.read_exact(&mut [0; 18]).unwrap();
         let mut bytes = 3u32.to_be_bytes().to_vec();
         OptionHeader { option: opt::STARTTLS, len: 0 }.put(&mut bytes);
         stream.write_all(&bytes).unwrap();
         stream.read_exact(&mut [0; OptionReply::BYTES]).unwrap();
-        let mut session = tls::client(&stage.vm1, stage.host).unwrap();
+        let mut session = tls::client(&fixture.vm1, fixture.host).unwrap();
         let name = b"\0\0\0\x03all\0\0";
         let mut bytes = Vec::new();
         let data: &[u8] = if choose == opt::GO { name } else { b"" };
@@ -382,18 +382,18 @@ fn tls_ends_before_the_connection() {
 /// Our client with QEMU's server, which is killed and comes back.
 #[test]
 fn a_remote_disk_under_tls_comes_back() {
-    let stage = Stage::new();
+    let fixture = TlsFixture::new();
     let start = || {
         let object = format!(
             "tls-creds-x509,id=t,endpoint=server,dir={},verify-peer=yes",
-            stage.server.display()
+            fixture.server.display()
         );
         let options = ["--export-name=all", "--shared=4", "--object", &object, "--tls-creds=t"];
-        Peer::start(&stage.disk, &stage.socket, &options)
+        Peer::start(&fixture.disk, &fixture.socket, &options)
     };
     let mut peer = start();
-    let vhost = stage.folder.join("s");
-    let daemon = Daemon::serve(stage.uri("all", &stage.vm1), &vhost, &[]);
+    let vhost = fixture.folder.join("s");
+    let daemon = Daemon::serve(fixture.uri("all", &fixture.vm1), &vhost, &[]);
     let mut guest = Guest::connect(&vhost);
     let whole = pattern(3, SIZE);
     for round in 0..3u64 {
@@ -422,7 +422,7 @@ fn a_remote_disk_under_tls_comes_back() {
     let from = daemon.log().len();
     assert!(guest.read(0, 4096).unwrap() == whole[..4096]);
     assert_eq!(&daemon.log()[from..], "", "the request was the one to miss it");
-    let refused = blockyard(["image", "info", &stage.uri("all", &stage.nobody)]);
+    let refused = blockyard(["image", "info", &fixture.uri("all", &fixture.nobody)]);
     assert!(refused.err.contains("blockyard: image"), "{}", refused.err);
     drop(guest);
     daemon.stop();

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use crate::common::{Kind, md5};
+use crate::common::{GuestKind, md5};
+use crate::fixture::{GuestFixture, STEP};
 use crate::qmp::Qmp;
-use crate::stage::{STEP, Stage};
 
 const MIB: u64 = 1 << 20;
 
@@ -21,23 +21,23 @@ echo "sectors $before $now"
 
 #[test]
 fn the_disk_grows_in_qemu() {
-    the_disk_grows(Kind::Qemu);
+    the_disk_grows(GuestKind::Qemu);
 }
 
 #[test]
 fn the_disk_grows_in_user_mode_linux() {
-    the_disk_grows(Kind::Uml);
+    the_disk_grows(GuestKind::Uml);
 }
 
-fn the_disk_grows(kind: Kind) {
-    let mut stage = Stage::new(8 * MIB, &[]);
-    let mut guest = stage.boot(kind, "", &[], GROW, Duration::from_secs(60));
+fn the_disk_grows(kind: GuestKind) {
+    let mut fixture = GuestFixture::new(8 * MIB, &[]);
+    let mut guest = fixture.boot(kind, "", &[], GROW, Duration::from_secs(60));
     guest.expect("tell ready");
-    stage.go_on();
+    fixture.go_on();
     let sectors = guest.expect("sectors ");
     assert_eq!(sectors, format!("{} {}", 8 * MIB / 512, (8 * MIB + STEP) / 512));
     guest.finish();
-    stage.stop();
+    fixture.stop();
 }
 
 /// Memory comes and goes under load. Once it is there, one read is into more memory than there was
@@ -78,12 +78,12 @@ wait $load
 fn memory_is_plugged_in_and_out_under_load_in_qemu() {
     const MEMORY: &str = "256M,slots=1,maxmem=1G";
     const BIG: u64 = 208;
-    let mut stage = Stage::new(216 * MIB, &[]);
-    let sum = scatter(&stage, BIG * MIB);
-    let monitor = stage.folder.join("qmp");
+    let mut fixture = GuestFixture::new(216 * MIB, &[]);
+    let sum = scatter(&fixture, BIG * MIB);
+    let monitor = fixture.folder.join("qmp");
     let big = format!("BIG={BIG}");
     let options = ["--mem", MEMORY, "--qmp", monitor.to_str().unwrap(), "--env", &big];
-    let mut guest = stage.boot(Kind::Qemu, "", &options, PLUG, Duration::from_secs(60));
+    let mut guest = fixture.boot(GuestKind::Qemu, "", &options, PLUG, Duration::from_secs(60));
     guest.expect("tell plug");
     let mut qmp = Qmp::connect(&monitor);
     let size = 256 * MIB;
@@ -92,7 +92,7 @@ fn memory_is_plugged_in_and_out_under_load_in_qemu() {
         json!({ "qom-type": "memory-backend-memfd", "id": "more", "size": size, "share": true }),
     );
     qmp.execute("device_add", json!({ "driver": "pc-dimm", "id": "dimm", "memdev": "more" }));
-    stage.go_on();
+    fixture.go_on();
     let seen = guest.expect("large ");
     assert!(
         seen.starts_with(&sum),
@@ -107,23 +107,23 @@ fn memory_is_plugged_in_and_out_under_load_in_qemu() {
             break;
         }
     }
-    stage.go_on();
+    fixture.go_on();
     guest.expect("rounds");
     guest.finish();
-    stage.stop();
+    fixture.stop();
 }
 
 /// Random bytes here and there in the first `bytes` of the image; the MD5 sum of those.
-fn scatter(stage: &Stage, bytes: u64) -> String {
+fn scatter(fixture: &GuestFixture, bytes: u64) -> String {
     use std::os::unix::fs::FileExt;
-    let image = std::fs::File::options().read(true).write(true).open(&stage.image).unwrap();
+    let image = std::fs::File::options().read(true).write(true).open(&fixture.image).unwrap();
     let mut random = vec![0; 64 << 10];
     let mut source = std::fs::File::open("/dev/urandom").unwrap();
     for at in (0..bytes).step_by(3 * MIB as usize) {
         std::io::Read::read_exact(&mut source, &mut random).unwrap();
         image.write_all_at(&random, at).unwrap();
     }
-    let copy = stage.folder.join("part");
+    let copy = fixture.folder.join("part");
     std::io::copy(
         &mut std::io::Read::take(&image, bytes),
         &mut std::fs::File::create(&copy).unwrap(),

@@ -5,22 +5,22 @@ use std::path::{Path, PathBuf};
 use blkio::{Blkio, Blkioq, MemoryRegion, ReqFlags};
 
 use crate::common::{Folder, allocated, md5, tool};
-use crate::stage::{Stage, Statistics};
+use crate::fixture::{GuestFixture, Statistics};
 
 const MIB: u64 = 1 << 20;
 
 #[test]
 fn qemu_img_converts_compares_and_loads() {
-    let mut stage = Stage::new(16 * MIB, &["--queues", "2"]);
-    let source = random_image(&stage.folder, 16 * MIB);
+    let mut fixture = GuestFixture::new(16 * MIB, &["--queues", "2"]);
+    let source = random_image(&fixture.folder, 16 * MIB);
     let disk =
-        format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", stage.socket.display());
+        format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", fixture.socket.display());
     let file = format!("driver=raw,file.driver=file,file.filename={}", source.display());
 
     let convert = ["convert", "-n", "--image-opts", &file, "--target-image-opts", &disk];
     tool("qemu-img", convert).good();
     tool("qemu-img", ["compare", "--image-opts", &file, &disk]).good();
-    assert_eq!(md5(&source), md5(&stage.image), "qemu-img wrote something else");
+    assert_eq!(md5(&source), md5(&fixture.image), "qemu-img wrote something else");
 
     let bench = |write: &[&str]| {
         let arguments = ["bench", "-c", "4000", "-d", "32", "-s", "4096", "-S", "20480"];
@@ -28,7 +28,7 @@ fn qemu_img_converts_compares_and_loads() {
     };
     bench(&[]);
     bench(&["-w", "--pattern", "90", "--flush-interval", "500"]);
-    let written = std::fs::read(&stage.image).unwrap();
+    let written = std::fs::read(&fixture.image).unwrap();
     let original = std::fs::read(&source).unwrap();
     let mut new = 0;
     for (now, before) in written.chunks(4096).zip(original.chunks(4096)) {
@@ -38,7 +38,7 @@ fn qemu_img_converts_compares_and_loads() {
     }
     // Steps of five blocks, modulo 4096 blocks, meet none twice.
     assert_eq!(new, 4000);
-    assert!(Statistics(stage.stop()).figure("flush", "requests") > 0);
+    assert!(Statistics(fixture.stop()).figure("flush", "requests") > 0);
 }
 
 /// A file of random bytes.
@@ -51,11 +51,11 @@ fn random_image(folder: &Folder, bytes: u64) -> PathBuf {
 
 #[test]
 fn libblkio_writes_reads_flushes_and_discards() {
-    let mut stage = Stage::new(8 * MIB, &[]);
-    let mut client = Client::connect(&stage.socket);
+    let mut fixture = GuestFixture::new(8 * MIB, &[]);
+    let mut client = Client::connect(&fixture.socket);
     assert_eq!(client.blkio.get_u64("capacity").unwrap(), 8 * MIB);
 
-    let bytes = std::fs::read(random_image(&stage.folder, MIB)).unwrap();
+    let bytes = std::fs::read(random_image(&fixture.folder, MIB)).unwrap();
     client.memory(&bytes);
     let base = client.region.addr as *const u8;
     // 16 requests of 64 KiB at once, the last first on the disk.
@@ -66,7 +66,7 @@ fn libblkio_writes_reads_flushes_and_discards() {
     client.complete(16);
     client.queue.flush(100, ReqFlags::empty());
     client.complete(1);
-    let image = std::fs::read(&stage.image).unwrap();
+    let image = std::fs::read(&fixture.image).unwrap();
     let expected: Vec<u8> = bytes.chunks(1 << 16).rev().flatten().copied().collect();
     let place = 3 * MIB as usize..4 * MIB as usize;
     assert!(image[place.clone()] == expected, "the image holds other bytes than were written");
@@ -76,18 +76,18 @@ fn libblkio_writes_reads_flushes_and_discards() {
     client.complete(1);
     assert!(client.memory_now() == expected, "other bytes are read than were written");
 
-    let before = allocated(&stage.image);
+    let before = allocated(&fixture.image);
     client.queue.discard(3 * MIB, MIB / 2, 0, ReqFlags::empty());
     client.queue.write_zeroes(3 * MIB + MIB / 2, MIB / 2, 1, ReqFlags::empty());
     client.complete(2);
-    let after = allocated(&stage.image);
+    let after = allocated(&fixture.image);
     assert!(
         after + MIB / 2 <= before,
         "a discard of {} bytes gave back {} to {after}",
         MIB / 2,
         before
     );
-    assert!(std::fs::read(&stage.image).unwrap()[place].iter().all(|b| *b == 0));
+    assert!(std::fs::read(&fixture.image).unwrap()[place].iter().all(|b| *b == 0));
 
     // Beyond the end: an answer without data, and the next request works.
     client.memory(&[5; 4096]);
@@ -101,7 +101,7 @@ fn libblkio_writes_reads_flushes_and_discards() {
     client.complete(1);
     assert!(client.memory_now()[..4096].iter().all(|b| *b == 0), "nothing was read");
     drop(client);
-    let statistics = Statistics(stage.stop());
+    let statistics = Statistics(fixture.stop());
     let errors = ["read", "write", "flush", "discard", "write-zeroes"]
         .map(|kind| statistics.figure(kind, "errors"));
     assert_eq!(
@@ -114,10 +114,10 @@ fn libblkio_writes_reads_flushes_and_discards() {
 /// What libblkio makes of a request that failed, as QEMU tells it.
 #[test]
 fn libblkio_is_told_of_errors() {
-    let mut stage =
-        Stage::new(16 * MIB, &["--filter", "error:read=1,write=1,range=1048576-2097152"]);
+    let mut fixture =
+        GuestFixture::new(16 * MIB, &["--filter", "error:read=1,write=1,range=1048576-2097152"]);
     let disk =
-        format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", stage.socket.display());
+        format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", fixture.socket.display());
     for (command, fails) in [
         ("write -P 7 0 64k", false),
         ("read -P 7 0 64k", false),
@@ -130,7 +130,7 @@ fn libblkio_is_told_of_errors() {
         assert_eq!(said.contains("failed: Input/output error"), fails, "{command}: {said}");
         assert_eq!(done.status.success(), !fails, "{command}: {said}");
     }
-    stage.stop();
+    fixture.stop();
 }
 
 struct Client {

@@ -13,7 +13,7 @@ use blockyard_ring::{Executor, Segments};
 use blockyard_storage::sim::{Rng, pattern};
 
 use crate::common::guest::run_guest;
-use crate::common::{Daemon, Folder, Guest, Kind, md5};
+use crate::common::{Daemon, Folder, Guest, GuestKind, md5};
 
 const SIZE: u64 = 8 << 20;
 
@@ -37,7 +37,7 @@ impl Files {
     fn boot(&self, script: &str) -> String {
         let disk = format!("ubdcow={}:{}", self.cow.display(), self.base.display());
         let share = self.folder.to_str().unwrap();
-        run_guest(Kind::Uml, ["--disk", &disk, "--share", share], script)
+        run_guest(GuestKind::Uml, ["--disk", &disk, "--share", share], script)
     }
 
     /// The same with the COW file served by us, as /dev/vda.
@@ -45,7 +45,8 @@ impl Files {
         let socket = self.folder.join("disk.sock");
         let daemon = Daemon::serve(&self.cow, &socket, &["--format", "cow"]);
         let share: [OsString; 2] = ["--share".into(), self.folder.as_os_str().into()];
-        let seen = run_guest(Kind::Uml, Guest::vhost(&socket, "").into_iter().chain(share), script);
+        let seen =
+            run_guest(GuestKind::Uml, Guest::vhost(&socket, "").into_iter().chain(share), script);
         daemon.stop();
         seen
     }

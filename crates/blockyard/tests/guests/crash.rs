@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use crate::common::{Guest, Kind};
-use crate::stage::{Stage, script_with_prelude};
+use crate::common::{Guest, GuestKind};
+use crate::fixture::{GuestFixture, script_with_prelude};
 
 /// Kills of each daemon, and kills of both that find requests in flight.
 const KILLS: u32 = 20;
@@ -39,12 +39,17 @@ wait $first
 
 #[test]
 fn twenty_kills_of_each_daemon_under_load_in_qemu() {
-    let mut stages = [(); 2].map(|()| Stage::new(16 << 20, &["--queues", "2", "--filter", DELAY]));
+    let mut fixtures =
+        [(); 2].map(|()| GuestFixture::new(16 << 20, &["--queues", "2", "--filter", DELAY]));
     let disks = [",queues=2", ",queues=2,packed=on"];
     let disks =
-        stages.iter().zip(disks).flat_map(|(stage, more)| Guest::vhost(&stage.socket, more));
-    let mut guest =
-        Guest::start(Kind::Qemu, disks, &script_with_prelude(SCRIPT), Duration::from_secs(150));
+        fixtures.iter().zip(disks).flat_map(|(fixture, more)| Guest::vhost(&fixture.socket, more));
+    let mut guest = Guest::start(
+        GuestKind::Qemu,
+        disks,
+        &script_with_prelude(SCRIPT),
+        Duration::from_secs(150),
+    );
     guest.expect("started");
     let mut hits = 0;
     // A busy machine leaves more kills without a request in flight: then there are more kills.
@@ -52,24 +57,25 @@ fn twenty_kills_of_each_daemon_under_load_in_qemu() {
         if n >= KILLS && hits >= KILLS {
             break;
         }
-        for stage in &mut stages {
+        for fixture in &mut fixtures {
             // In the middle of something, and at another moment each time.
-            stage.until_served("write");
-            hits +=
-                u32::from(stage.daemon().log().contains("in flight when the last back end ended"));
+            fixture.until_served("write");
+            hits += u32::from(
+                fixture.daemon().log().contains("in flight when the last back end ended"),
+            );
             std::thread::sleep(Duration::from_millis(u64::from(n * 37 % 200)));
             assert!(guest.running(), "the guest ended after {n} kills: {}", guest.finish());
-            stage.kill_and_restart();
+            fixture.kill_and_restart();
         }
     }
-    for stage in &mut stages {
-        stage.until_served("write");
-        stage.go_on();
+    for fixture in &mut fixtures {
+        fixture.until_served("write");
+        fixture.go_on();
     }
     guest.expect("rounds");
     guest.expect("rounds");
     guest.finish();
-    for stage in &mut stages {
-        stage.stop();
+    for fixture in &mut fixtures {
+        fixture.stop();
     }
 }

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use crate::common::{Daemon, Kind, SOON, until};
+use crate::common::{Daemon, GuestKind, SOON, until};
+use crate::fixture::GuestFixture;
 use crate::qmp::Qmp;
-use crate::stage::Stage;
 
 const MIB: u64 = 1 << 20;
 /// What the daemon's own memory may grow by, in kilobytes: allocators keep what they once had.
@@ -42,16 +42,17 @@ done
 
 #[test]
 fn the_driver_is_unbound_and_bound_in_mid_load() {
-    let mut stage = Stage::new(32 * MIB, &["--queues", "2"]);
-    let mut guest = stage.boot(Kind::Qemu, ",queues=2", &[], UNBIND, Duration::from_secs(120));
+    let mut fixture = GuestFixture::new(32 * MIB, &["--queues", "2"]);
+    let mut guest =
+        fixture.boot(GuestKind::Qemu, ",queues=2", &[], UNBIND, Duration::from_secs(120));
     guest.expect("tell bound 0");
-    let before = Footprint::of(stage.daemon());
-    stage.go_on();
+    let before = Footprint::of(fixture.daemon());
+    fixture.go_on();
     guest.expect("tell bound 5");
-    before.check(stage.daemon());
-    stage.go_on();
+    before.check(fixture.daemon());
+    fixture.go_on();
     guest.finish();
-    stage.stop();
+    fixture.stop();
 }
 
 const RESET: &str = r#"
@@ -74,13 +75,14 @@ sleep 60
 
 #[test]
 fn the_machine_is_reset_in_mid_load() {
-    let mut stage = Stage::new(32 * MIB, &["--queues", "2"]);
-    let monitor = stage.folder.join("qmp");
+    let mut fixture = GuestFixture::new(32 * MIB, &["--queues", "2"]);
+    let monitor = fixture.folder.join("qmp");
     let options = ["--qmp", monitor.to_str().unwrap()];
-    let mut guest = stage.boot(Kind::Qemu, ",queues=2", &options, RESET, Duration::from_secs(120));
+    let mut guest =
+        fixture.boot(GuestKind::Qemu, ",queues=2", &options, RESET, Duration::from_secs(120));
     guest.expect("tell first");
-    stage.until_served("write");
-    let before = Footprint::of(stage.daemon());
+    fixture.until_served("write");
+    let before = Footprint::of(fixture.daemon());
     let mut qmp = Qmp::connect(&monitor);
     // Else the runner's -no-reboot makes an end of it.
     qmp.execute("set-action", json!({ "reboot": "reset" }));
@@ -90,11 +92,11 @@ fn the_machine_is_reset_in_mid_load() {
     let file = json!({ "type": "file", "data": { "in": job, "out": "/dev/null" } });
     qmp.execute("chardev-change", json!({ "id": "job", "backend": file }));
     guest.expect("tell again");
-    before.check(stage.daemon());
+    before.check(fixture.daemon());
     qmp.execute("set-action", json!({ "reboot": "shutdown" }));
-    stage.go_on();
+    fixture.go_on();
     guest.finish();
-    stage.stop();
+    fixture.stop();
 }
 
 /// What the daemon holds. (Not the guest's memory, which is mapped there and shows page by page as

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, Guest, Kind, allocated, md5, tool};
-use crate::stage::{Stage, Statistics, script_with_prelude};
+use crate::common::{BLOCKYARD, Daemon, Folder, Guest, GuestKind, allocated, md5, tool};
+use crate::fixture::{GuestFixture, Statistics, script_with_prelude};
 
 const MIB: u64 = 1 << 20;
 /// mkfs.xfs makes nothing smaller than 300 MB.
@@ -49,15 +49,15 @@ exercise xfs /dev/vdb
 
 #[test]
 fn file_systems_in_user_mode_linux() {
-    file_systems(Kind::Uml);
+    file_systems(GuestKind::Uml);
 }
 
 #[test]
 fn file_systems_in_qemu() {
-    file_systems(Kind::Qemu);
+    file_systems(GuestKind::Qemu);
 }
 
-fn file_systems(kind: Kind) {
+fn file_systems(kind: GuestKind) {
     let folder = Folder::new();
     let names = ["ext4", "xfs"];
     let [ext4, xfs] = [0, 1].map(|i| folder.image(&format!("{}.img", names[i]), DISKS[i]));
@@ -148,13 +148,13 @@ impl Drop for Peak {
 /// Kicks and calls by message, as User Mode Linux has them in simulated time.
 #[test]
 fn user_mode_linux_with_in_band_notifications() {
-    let mut stage = Stage::new(64 * MIB, &["--in-band-notifications"]);
+    let mut fixture = GuestFixture::new(64 * MIB, &["--in-band-notifications"]);
     let script = "mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt
         load --directory=/mnt --name=job --rw=randrw --bs=4k --size=2M --end_fsync=1
         umount /mnt && e2fsck -fn /dev/vda";
-    stage.boot(Kind::Uml, "", &[], script, Duration::from_secs(60)).finish();
-    stage.stop();
-    tool("e2fsck", ["-fn".as_ref(), stage.image.as_os_str()]).good();
+    fixture.boot(GuestKind::Uml, "", &[], script, Duration::from_secs(60)).finish();
+    fixture.stop();
+    tool("e2fsck", ["-fn".as_ref(), fixture.image.as_os_str()]).good();
 }
 
 /// A guest on an overlay: its file system, loaded, and checked on the host; what is below stays as
@@ -196,7 +196,7 @@ fn user_mode_linux_on_an_overlay() {
         echo "sum $sum""#;
     let disk = Guest::vhost(&socket, "");
     let mut guest =
-        Guest::start(Kind::Uml, disk, &script_with_prelude(script), Duration::from_secs(120));
+        Guest::start(GuestKind::Uml, disk, &script_with_prelude(script), Duration::from_secs(120));
     let sum = guest.expect("sum ");
     guest.finish();
     daemon.stop();

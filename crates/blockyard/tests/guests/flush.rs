@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::common::{Daemon, Kind, TOOL, run};
-use crate::stage::{Stage, Statistics};
+use crate::common::{Daemon, GuestKind, TOOL, run};
+use crate::fixture::{GuestFixture, Statistics};
 
 /// Rounds of four writes and a sync.
 const ROUNDS: usize = 5;
@@ -75,16 +75,17 @@ struct Seen {
 }
 
 fn watch(options: &[&str]) -> Seen {
-    let mut stage = Stage::new(16 << 20, options);
+    let mut fixture = GuestFixture::new(16 << 20, options);
     let trace = {
-        let image = stage.image.clone();
-        Trace::start(stage.daemon(), &image)
+        let image = fixture.image.clone();
+        Trace::start(fixture.daemon(), &image)
     };
-    let guest = stage.boot(Kind::Uml, "", &[], SCRIPT, Duration::from_secs(60));
+    let guest = fixture.boot(GuestKind::Uml, "", &[], SCRIPT, Duration::from_secs(60));
     let cache = guest.finish().trim().to_string();
     let (operations, syncs) = trace.read();
-    let log = stage.stop();
-    let on_ext4 = run(Command::new("stat").args(["-f", "-c", "%T"]).arg(&stage.image), TOOL).good();
+    let log = fixture.stop();
+    let on_ext4 =
+        run(Command::new("stat").args(["-f", "-c", "%T"]).arg(&fixture.image), TOOL).good();
     let syncs = on_ext4.starts_with("ext").then_some(syncs);
     Seen { cache, operations, syncs, log }
 }

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use blockyard_disk::Work;
 
-use crate::common::{Folder, Guest, Kind, Server, md5, tool};
-use crate::stage::script_with_prelude;
+use crate::common::{Folder, Guest, GuestKind, Server, md5, tool};
+use crate::fixture::script_with_prelude;
 
 const SIZE: u64 = 64 << 20;
 /// Nobody holds requests back for longer; in truth it is a hundredth of that on an idle machine.
@@ -33,21 +33,21 @@ const SCRIPT: &str = r#"
 
 #[test]
 fn images_are_exchanged_under_user_mode_linux() {
-    exchange(Kind::Uml);
+    exchange(GuestKind::Uml);
 }
 
 #[test]
 fn images_are_exchanged_under_qemu() {
-    exchange(Kind::Qemu);
+    exchange(GuestKind::Qemu);
 }
 
-fn exchange(kind: Kind) {
+fn exchange(kind: GuestKind) {
     let folder = Folder::new();
     let (base, socket) = (folder.image("base.img", SIZE), folder.join("disk.sock"));
     let server = Server::start(&base, &socket, &[]);
     let script = script_with_prelude(SCRIPT);
     let mut options = Guest::vhost(&socket, "").to_vec();
-    if kind == Kind::Qemu {
+    if kind == GuestKind::Qemu {
         // With two processors the emulator now and then delivers no timer interrupt to one of them,
         // and the guest hangs.
         options.extend(["--smp".into(), "1".into()]);

@@ -16,7 +16,7 @@
 //! ```
 //! Guests cost seconds each, so a script shows as much as fits. Where the host must do something at
 //! a certain point the script says `tell WORD`, and goes on when the host has made the disk larger
-//! (`Stage::go_on`).
+//! (`GuestFixture::go_on`).
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -27,10 +27,10 @@ mod cow;
 mod crash;
 mod device;
 mod filesystems;
+mod fixture;
 mod flush;
 mod live;
 mod neighbours;
 mod qmp;
 mod runner;
-mod stage;
 mod xen;

@@ -5,8 +5,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, Guest, Kind};
-use crate::stage::{Statistics, script_with_prelude};
+use crate::common::{BLOCKYARD, Daemon, Folder, Guest, GuestKind};
+use crate::fixture::{Statistics, script_with_prelude};
 
 const LIMIT: Duration = Duration::from_secs(150);
 
@@ -63,7 +63,7 @@ fn one_swaps_and_the_other_finds_its_data() {
     std::fs::create_dir(&share).unwrap();
     let boot = |socket: &Path, script: &str, more: &[&str]| {
         let options = Guest::vhost(socket, "").into_iter().chain(more.iter().map(|o| o.into()));
-        Guest::start(Kind::Uml, options, &script_with_prelude(script), LIMIT)
+        Guest::start(GuestKind::Uml, options, &script_with_prelude(script), LIMIT)
     };
     let mut thrasher =
         boot(&thrasher.0, THRASHER, &["--mem", "80M", "--share", share.to_str().unwrap()]);

@@ -3,8 +3,8 @@
 
 use std::time::Duration;
 
-use crate::common::{BLOCKYARD, Folder, Guest, Kind, allocated, md5, tool};
-use crate::stage::script_with_prelude;
+use crate::common::{BLOCKYARD, Folder, Guest, GuestKind, allocated, md5, tool};
+use crate::fixture::script_with_prelude;
 
 const MIB: u64 = 1 << 20;
 
@@ -35,8 +35,12 @@ fn a_file_system_of_a_domu_is_the_same_on_the_host() {
         "--program".into(),
         BLOCKYARD.into(),
     ];
-    let guest =
-        Guest::start(Kind::Xen, options, &script_with_prelude(SCRIPT), Duration::from_secs(600));
+    let guest = Guest::start(
+        GuestKind::Xen,
+        options,
+        &script_with_prelude(SCRIPT),
+        Duration::from_secs(600),
+    );
     let output = guest.finish();
     let sum = output
         .lines()

@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use crate::common::{Folder, SOON, Signal, allocated, tool, until};
-use crate::stage::{MB, Served, beside, same, sparse};
+use crate::fixture::{MB, NbdServer, beside, same, sparse};
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
@@ -14,7 +14,7 @@ fn text(path: &Path) -> &str {
 fn nbdcopy_out() {
     let folder = Folder::new();
     let image = sparse(&folder, "disk.img");
-    let disk = Served::start(&image, folder.join("s"), &["--read-only", "--reactors", "2"]);
+    let disk = NbdServer::start(&image, folder.join("s"), &["--read-only", "--reactors", "2"]);
     let (one, many) = (folder.join("one"), folder.join("many"));
     tool("nbdcopy", ["--connections=1", "--requests=64", &disk.uri(), text(&one)]).good();
     tool(
@@ -44,8 +44,8 @@ fn nbdcopy_in_and_across() {
     // Old contents are to go, where the source has holes too.
     let junk = std::fs::File::options().write(true).open(&first).unwrap();
     junk.write_all_at(&vec![0xee; 12 << 20], 0).unwrap();
-    let to = Served::start(&first, folder.join("s"), &[]);
-    let on = Served::start(&second, folder.join("t"), &[]);
+    let to = NbdServer::start(&first, folder.join("s"), &[]);
+    let on = NbdServer::start(&second, folder.join("t"), &[]);
     tool("nbdcopy", ["--connections=4", "--flush", text(&source), &to.uri()]).good();
     tool("nbdcopy", ["--connections=4", "--flush", &to.uri(), &on.uri()]).good();
     to.daemon.stop();
@@ -64,7 +64,7 @@ fn nbdcopy_in_and_across() {
 fn qemu_img_convert_compare_map() {
     let folder = Folder::new();
     let source = sparse(&folder, "source");
-    let disk = Served::empty(&folder, 64 * MB, &["--reactors", "2"]);
+    let disk = NbdServer::empty(&folder, 64 * MB, &["--reactors", "2"]);
     tool(
         "qemu-img",
         ["convert", "-n", "-f", "raw", "-O", "raw", "-W", "-m", "8", text(&source), &disk.uri()],
@@ -85,7 +85,7 @@ fn qemu_img_convert_compare_map() {
 #[test]
 fn nbdfuse() {
     let folder = Folder::new();
-    let disk = Served::empty(&folder, 16 * MB, &[]);
+    let disk = NbdServer::empty(&folder, 16 * MB, &[]);
     let mount = folder.join("mount");
     std::fs::create_dir(&mount).unwrap();
     let mut fuse = beside("nbdfuse", [text(&mount), &disk.uri()]);

@@ -4,7 +4,7 @@
 use std::process::Command;
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, tool, until};
-use crate::stage::{MB, Served, python, uri};
+use crate::fixture::{MB, NbdServer, python, uri};
 
 /// A qcow2 image keeps what it has allocated in memory until a flush: without one that covers the
 /// writes of the other connections, their data could not be found again after the kill.
@@ -80,10 +80,10 @@ h.zero(65536, 9 << 20, nbd.CMD_FLAG_FUA)
 #[test]
 fn sigterm_drains_and_flushes() {
     let folder = Folder::new();
-    let disk = Served::empty(&folder, 64 * MB, &["--cache", "writeback"]);
+    let disk = NbdServer::empty(&folder, 64 * MB, &["--cache", "writeback"]);
     let socket = disk.socket.clone();
     // Still connected when the signal comes.
-    let mut client = crate::stage::beside(
+    let mut client = crate::fixture::beside(
         "python3",
         [
             "-c",
@@ -116,7 +116,7 @@ fn serve_again(image: &std::path::Path, socket: &std::path::Path, options: &[&st
         .arg("serve")
         .arg(image)
         .arg("--nbd")
-        .arg(crate::stage::address(socket))
+        .arg(crate::fixture::address(socket))
         .args(["--name", "disk"])
         .args(options);
     let start = std::time::Instant::now();

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use crate::common::{Folder, TOOL, until};
-use crate::stage::{Served, beside, python};
+use crate::fixture::{NbdServer, beside, python};
 
 /// How often the reactor went to sleep.
-fn sleeps(disk: &Served) -> u64 {
+fn sleeps(disk: &NbdServer) -> u64 {
     let switches = disk.daemon.switches();
     switches
         .iter()
@@ -20,7 +20,7 @@ fn a_client_that_has_gone_quiet_costs_nothing() {
     let folder = Folder::new();
     // As long a look as may be asked for: it has an end, too.
     for poll in ["auto", "100000"] {
-        let disk = Served::start("ram:64M", folder.join("s"), &["--poll", poll]);
+        let disk = NbdServer::start("ram:64M", folder.join("s"), &["--poll", poll]);
         // Enough for looking to be tried, and kept.
         let code = "import nbd, sys, time\nh = nbd.NBD()\nh.connect_uri(sys.argv[1])\n\
                     for i in range(20000): h.pread(4096, i % 1000 * 4096)\nprint('ready', flush=True)\ntime.sleep(600)";
@@ -38,7 +38,7 @@ fn a_client_that_has_gone_quiet_costs_nothing() {
 fn it_looks_for_as_long_as_it_is_told() {
     let folder = Folder::new();
     let slept = ["off", "100000"].map(|poll| {
-        let disk = Served::start("ram:64M", folder.join("s"), &["--poll", poll]);
+        let disk = NbdServer::start("ram:64M", folder.join("s"), &["--poll", poll]);
         let code = "import time\nh = nbd.NBD()\nh.connect_uri(URI)\n\
                     for i in range(300):\n    h.pwrite(b'x' * 4096, i * 4096)\n    time.sleep(0.003)\nh.shutdown()";
         let before = sleeps(&disk);

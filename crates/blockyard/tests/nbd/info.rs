@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::common::{Folder, tool};
-use crate::stage::{MB, Served, Stock, sparse};
+use crate::fixture::{MB, NbdServer, Stock, sparse};
 
 fn json(args: &[&str]) -> Value {
     let out = tool("nbdinfo", [&["--json"], args].concat()).good();
@@ -16,7 +16,7 @@ fn json(args: &[&str]) -> Value {
 #[test]
 fn what_is_told_of_an_export() {
     let folder = Folder::new();
-    let disk = Served::empty(&folder, 64 * MB, &[]);
+    let disk = NbdServer::empty(&folder, 64 * MB, &[]);
     let told = json(&[&disk.uri()]);
     assert_eq!(told["protocol"], "newstyle-fixed", "{told}");
     assert_eq!((&told["structured"], &told["extended"]), (&true.into(), &true.into()), "{told}");
@@ -64,8 +64,8 @@ fn what_is_told_of_an_export() {
 #[test]
 fn an_export_that_is_not_there() {
     let folder = Folder::new();
-    let disk = Served::empty(&folder, MB, &[]);
-    let finished = tool("nbdinfo", [crate::stage::uri(&disk.socket, "other")]);
+    let disk = NbdServer::empty(&folder, MB, &[]);
+    let finished = tool("nbdinfo", [crate::fixture::uri(&disk.socket, "other")]);
     assert_eq!(finished.status.code(), Some(1));
     // The message is the server's, and has the name in it.
     assert!(finished.err.contains("other"), "{}", finished.err);
@@ -91,7 +91,7 @@ fn runs(uri: &str, context: &str) -> Vec<(u64, u64)> {
 }
 
 fn as_qemu_nbd_tells_it(image: &Path, format: &str, folder: &Folder) -> Vec<(u64, u64)> {
-    let ours = Served::start(image, folder.join("s"), &["--read-only", "--format", format]);
+    let ours = NbdServer::start(image, folder.join("s"), &["--read-only", "--format", format]);
     let theirs = Stock::start(image, format, &folder.join("t"));
     let map = runs(&ours.uri(), "base:allocation");
     assert_eq!(map, runs(&theirs.uri, "base:allocation"), "base:allocation");

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::common::{BLOCKYARD, Guest, Kind};
+use crate::common::{BLOCKYARD, Guest, GuestKind};
 
 /// mkfs, fio with checksums through the file system, unmount, check; then the image's own contents
 /// by Blockyard's disk again, attached anew by another number of connections; trim gives space
@@ -53,7 +53,7 @@ kill $server; wait $server
 #[test]
 fn a_file_system_on_the_kernels_driver() {
     let options = ["--file", BLOCKYARD, "--mem", "1G"];
-    let mut guest = Guest::start(Kind::Uml, options, SCRIPT, Duration::from_secs(120));
+    let mut guest = Guest::start(GuestKind::Uml, options, SCRIPT, Duration::from_secs(120));
     let queue = guest.expect("flush ");
     assert!(
         queue.starts_with("write back fua 1 discard")

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, TOOL, guests, listens, run, tool, until};
-use crate::stage::{COPY, MB, Served, address, beside, same, sparse, uri};
+use crate::fixture::{COPY, MB, NbdServer, address, beside, same, sparse, uri};
 
 /// nbdkit with `filters` (the first is next to the client) and their parameters; the URI to reach
 /// it.
@@ -40,7 +40,7 @@ fn copy(from: &str, to: &str) {
 fn requests_that_fail_on_the_way() {
     let folder = Folder::new();
     let source = sparse(&folder, "source");
-    let disk = Served::empty(&folder, 64 * MB, &[]);
+    let disk = NbdServer::empty(&folder, 64 * MB, &[]);
     let filters = ["retry-request", "error"];
     let parameters =
         ["error-rate=10%", "error=EIO", "retry-request-retries=20", "retry-request-delay=0.001"];
@@ -58,7 +58,7 @@ fn requests_that_fail_on_the_way() {
 #[test]
 fn a_slow_client_beside_a_fast_one() {
     let folder = Folder::new();
-    let disk = Served::empty(&folder, 64 * MB, &[]);
+    let disk = NbdServer::empty(&folder, 64 * MB, &[]);
     let kit = Kit::start(&folder, &["delay"], &disk.uri(), &["rdelay=200ms", "wdelay=200ms"]);
     let slow = beside(
         "qemu-io",
@@ -92,7 +92,7 @@ fn a_slow_client_beside_a_fast_one() {
 fn bits_that_flip_on_the_way() {
     let folder = Folder::new();
     let source = sparse(&folder, "source");
-    let disk = Served::start(&source, folder.join("s"), &[]);
+    let disk = NbdServer::start(&source, folder.join("s"), &[]);
     let evil = ["evil=cosmic", "evil-probability=1e-7", "evil-seed=6"];
     let kit = Kit::start(&folder, &["evil"], &disk.uri(), &evil);
     let (bad, good) = (folder.join("bad"), folder.join("good"));

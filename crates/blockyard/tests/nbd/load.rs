@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use crate::common::{Folder, guests, run};
-use crate::stage::{COPY, MB, Served};
+use crate::fixture::{COPY, MB, NbdServer};
 
 /// Each job is a connection, with a part of the disk of its own. fio reads back and checks the
 /// checksum in each block.
@@ -35,7 +35,7 @@ fn verified(uri: &str, rw: &str, bs: &str) {
 #[test]
 fn fio_verifies_a_raw_disk() {
     let folder = Folder::new();
-    let disk = Served::empty(&folder, 64 * MB, &["--reactors", "2"]);
+    let disk = NbdServer::empty(&folder, 64 * MB, &["--reactors", "2"]);
     verified(&disk.uri(), "randwrite", "4k-4k");
     verified(&disk.uri(), "write", "1m-1m");
     // Sizes that are no multiple of a sector, which O_DIRECT cannot do by itself.
@@ -49,7 +49,7 @@ fn fio_verifies_a_qcow2_disk() {
     let image = folder.join("disk.qcow2");
     crate::common::blockyard(["image", "create", "-f", "qcow2", image.to_str().unwrap(), "64M"])
         .good();
-    let disk = Served::start(&image, folder.join("s"), &["--reactors", "2"]);
+    let disk = NbdServer::start(&image, folder.join("s"), &["--reactors", "2"]);
     verified(&disk.uri(), "randwrite", "4k-64k");
     disk.daemon.stop();
     crate::common::tool("qemu-img", ["check", "-q", image.to_str().unwrap()]).good();

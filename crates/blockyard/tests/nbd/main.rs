@@ -18,7 +18,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
-mod stage;
+mod fixture;
 
 mod copy;
 mod durable;

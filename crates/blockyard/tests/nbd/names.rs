@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use crate::common::{BLOCKYARD, Daemon, Folder, Signal, tool};
-use crate::stage::{MB, Served, address, python, uri};
+use crate::fixture::{MB, NbdServer, address, python, uri};
 
 /// Three disks on one socket, one of them read-only; `more` is appended to the file.
 fn yard(folder: &Folder) -> Daemon {
@@ -120,7 +120,7 @@ fn exports_come_and_go() {
 #[test]
 fn a_new_size_is_seen_by_those_who_connect_anew() {
     let folder = Folder::new();
-    let disk = Served::empty(&folder, 4 * MB, &[]);
+    let disk = NbdServer::empty(&folder, 4 * MB, &[]);
     let size = || tool("nbdinfo", ["--size", &disk.uri()]).good().trim().parse::<u64>().unwrap();
     assert_eq!(size(), 4 * MB);
     std::fs::File::options()

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::common::{BLOCKYARD, Folder, Kind, guests, run};
-use crate::stage::COPY;
+use crate::common::{BLOCKYARD, Folder, GuestKind, guests, run};
+use crate::fixture::COPY;
 
 fn page(name: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(name);
@@ -131,7 +131,7 @@ fn the_kernels_driver() {
     assert!(text.contains("nbd-client"), "libnbd.md has no commands for a guest");
     let script = format!("cd /tmp\nBLOCKYARD=/host/blockyard\n{SERVE}{text}{END}");
     let mut guest = crate::common::Guest::start(
-        Kind::Uml,
+        GuestKind::Uml,
         ["--file", BLOCKYARD],
         &script,
         Duration::from_secs(60),

@@ -1,12 +1,12 @@
 //! libnbd's own calls, in scripts: what they hold the server to is in each script's text.
 
 use crate::common::Folder;
-use crate::stage::{MB, Served, script, uri};
+use crate::fixture::{MB, NbdServer, script, uri};
 
 #[test]
 fn options_of_the_handshake() {
     let folder = Folder::new();
-    let disk = Served::empty(&folder, 64 * MB, &[]);
+    let disk = NbdServer::empty(&folder, 64 * MB, &[]);
     let out = script("handshake", &disk.uri());
     assert!(out.lines().filter(|l| l.starts_with("ok ")).count() >= 12, "{out}");
     disk.daemon.stop();
@@ -18,7 +18,7 @@ fn options_of_the_handshake() {
 fn commands_on_a_raw_disk() {
     for cache in ["none", "writeback"] {
         let folder = Folder::new();
-        let disk = Served::empty(&folder, 64 * MB, &["--cache", cache]);
+        let disk = NbdServer::empty(&folder, 64 * MB, &["--cache", cache]);
         script("commands", &disk.uri());
         disk.daemon.stop();
     }
@@ -33,7 +33,7 @@ fn commands_on_a_qcow2_disk() {
         ["create", "-q", "-f", "qcow2", image.to_str().unwrap(), "64M"],
     )
     .good();
-    let disk = Served::start(&image, folder.join("s"), &[]);
+    let disk = NbdServer::start(&image, folder.join("s"), &[]);
     script("commands", &disk.uri());
     disk.daemon.stop();
     crate::common::tool("qemu-img", ["check", "-q", image.to_str().unwrap()]).good();
@@ -58,7 +58,7 @@ fn zeroes_that_cannot_be_fast() {
         base.to_str().unwrap(),
     ];
     crate::common::tool("qemu-img", create.iter().chain(&[image.to_str().unwrap()])).good();
-    let disk = Served::start(&image, folder.join("s"), &[]);
+    let disk = NbdServer::start(&image, folder.join("s"), &[]);
     script("slow_zeroes", &disk.uri());
     disk.daemon.stop();
 }
@@ -89,7 +89,7 @@ fn commands_by_tcp_and_without_a_name() {
 fn block_status() {
     for options in [&[][..], &["--nbd-block-size", "512"]] {
         let folder = Folder::new();
-        let disk = Served::empty(&folder, 64 * MB, options);
+        let disk = NbdServer::empty(&folder, 64 * MB, options);
         script("status", &disk.uri());
         disk.daemon.stop();
     }
@@ -99,10 +99,10 @@ fn block_status() {
 fn a_read_only_export() {
     let folder = Folder::new();
     let image = folder.image("disk.img", MB);
-    let disk = Served::start(&image, folder.join("s"), &["--read-only"]);
+    let disk = NbdServer::start(&image, folder.join("s"), &["--read-only"]);
     script("readonly", &disk.uri());
     // Its lock is shared: a second server of the same image, read-only too.
-    let second = Served::start(&image, folder.join("t"), &["--read-only"]);
+    let second = NbdServer::start(&image, folder.join("t"), &["--read-only"]);
     script("readonly", &uri(&second.socket, "disk"));
     disk.daemon.stop();
     second.daemon.stop();

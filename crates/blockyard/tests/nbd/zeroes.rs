@@ -1,7 +1,7 @@
 //! Fast zeroes: of ranges that are done in pieces, and of disks that lie on another server.
 
 use crate::common::{Folder, SOON, listens, tool, until};
-use crate::stage::{MB, Served, beside, python, script, uri};
+use crate::fixture::{MB, NbdServer, beside, python, script, uri};
 
 /// A range of more than one piece is refused as a whole: its first piece is as it was.
 #[test]
@@ -9,7 +9,7 @@ fn a_long_range_is_refused_before_any_of_it_is_changed() {
     let folder = Folder::new();
     let image = folder.join("disk.qcow2");
     tool("qemu-img", ["create", "-q", "-f", "qcow2", image.to_str().unwrap(), "4G"]).good();
-    let disk = Served::start(&image, folder.join("s"), &[]);
+    let disk = NbdServer::start(&image, folder.join("s"), &[]);
     let code = r#"
 h = nbd.NBD()
 h.connect_uri(URI)
@@ -48,7 +48,7 @@ fn of_a_disk_on_another_server() {
         let mode = format!("fastzeromode={mode}");
         let mut kit = beside("nbdkit", args.iter().copied().chain([mode.as_str()]));
         until("nbdkit listens", SOON, || listens(&behind) || !kit.running());
-        let disk = Served::start(uri(&behind, ""), folder.join("s"), &[]);
+        let disk = NbdServer::start(uri(&behind, ""), folder.join("s"), &[]);
         script(if fast { "fast_zeroes" } else { "slow_zeroes" }, &disk.uri());
         let log = disk.daemon.stop();
         assert!(!log.contains("ERROR"), "{mode}: {log}");

@@ -1,6 +1,6 @@
 //! `attach` and `detach`, as people use them.
 
-use crate::stage::{on_both_kernels, on_kernel};
+use crate::fixture::{on_both_kernels, on_kernel};
 
 const ATTACH: &str = r#"
 truncate -s 64M a.img b.img

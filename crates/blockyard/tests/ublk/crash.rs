@@ -1,6 +1,6 @@
 //! The server dies, the device does not.
 
-use crate::stage::{on_both_kernels, on_kernel};
+use crate::fixture::{on_both_kernels, on_kernel};
 
 /// Under verified load the server is killed ten times, on either kernel; the next one has the image
 /// in the page cache, or past it, in turn.

@@ -1,7 +1,7 @@
 //! A raw image as a block device: file systems, what the kernel is told of it, and what it asks
 //! for.
 
-use crate::stage::on_kernel;
+use crate::fixture::on_kernel;
 
 const DEVICE: &str = r#"
 truncate -s 200M a.img

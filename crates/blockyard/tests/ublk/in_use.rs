@@ -1,6 +1,6 @@
 //! A device that something uses is not taken away, however it is used.
 
-use crate::stage::on_both_kernels;
+use crate::fixture::on_both_kernels;
 
 const OPEN: &str = r#"
 truncate -s 64M a.img

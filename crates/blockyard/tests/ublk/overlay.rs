@@ -1,7 +1,7 @@
 //! qcow2 overlays as block devices. Where data stay with the kernel, what must be touched is copied
 //! by system calls: zeroes for holes, compressed clusters.
 
-use crate::stage::on_both_kernels;
+use crate::fixture::on_both_kernels;
 
 const OVERLAY: &str = r#"
 dd if=/dev/urandom of=base.img bs=1M count=8 status=none

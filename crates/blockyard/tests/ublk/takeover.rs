@@ -1,6 +1,6 @@
 //! What a server may take over, and what happens if it is killed while it does.
 
-use crate::stage::{on_both_kernels, on_kernel};
+use crate::fixture::{on_both_kernels, on_kernel};
 
 /// strace kills the server at a system call on the character device: after the driver was told that
 /// a takeover begins, before any queue fetches (the last open), and when all queues fetch (mmap).

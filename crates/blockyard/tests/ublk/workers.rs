@@ -2,7 +2,7 @@
 //! what would have to wait for the file's time of change to be noted; and not a device below what
 //! would have to be split on the way.
 
-use crate::stage::on_kernel;
+use crate::fixture::on_kernel;
 
 const WRITES: &str = r#"
 mount -t tracefs none /sys/kernel/tracing 2>/dev/null || :

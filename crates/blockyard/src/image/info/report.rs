@@ -8,7 +8,7 @@ use blockyard_image::tools::Details;
 use blockyard_image::{ChainLayer, Format, ImageFile, SECTOR, cow};
 use serde::Serialize;
 
-use crate::image::snapshots::Told;
+use crate::image::snapshots::SnapshotFields;
 
 /// An image, or a file that it consists of.
 #[derive(Default, Serialize)]
@@ -20,13 +20,13 @@ pub struct Info {
     pub virtual_size: u64,
     pub filename: String,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub snapshots: Vec<Told>,
+    pub snapshots: Vec<SnapshotFields>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cluster_size: Option<u64>,
     pub format: String,
     pub actual_size: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub format_specific: Option<Specific>,
+    pub format_specific: Option<FormatFields>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub full_backing_filename: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -42,15 +42,15 @@ pub struct Child {
 
 #[derive(Serialize)]
 #[serde(tag = "type", content = "data", rename_all = "kebab-case")]
-pub enum Specific {
+pub enum FormatFields {
     File {},
-    Qcow2(Features),
+    Qcow2(Qcow2Fields),
     Cow(CowFields),
 }
 
 #[derive(Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Features {
+pub struct Qcow2Fields {
     pub compat: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_file: Option<String>,
@@ -60,7 +60,7 @@ pub struct Features {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lazy_refcounts: Option<bool>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub bitmaps: Vec<BitmapTold>,
+    pub bitmaps: Vec<BitmapFields>,
     pub refcount_bits: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub corrupt: Option<bool>,
@@ -69,7 +69,7 @@ pub struct Features {
 }
 
 #[derive(Serialize)]
-pub struct BitmapTold {
+pub struct BitmapFields {
     pub flags: Vec<&'static str>,
     pub name: String,
     pub granularity: u64,
@@ -84,12 +84,12 @@ pub struct CowFields {
     pub backing_mtime: u32,
 }
 
-impl BitmapTold {
+impl BitmapFields {
     fn of(bitmap: &Bitmap) -> Self {
         let flags = [(IN_USE, "in-use"), (AUTO, "auto")]
             .into_iter()
             .filter(|(bit, _)| bitmap.flags & bit != 0);
-        BitmapTold {
+        BitmapFields {
             flags: flags.map(|(_, name)| name).collect(),
             name: bitmap.name.clone(),
             // More than 63 is refused where bitmaps are used; here it is only told.
@@ -123,9 +123,9 @@ impl Info {
         self.add_backing(header.backing.as_deref());
         self.backing_filename_format = header.backing_format.clone();
         self.dirty_flag = header.has_dirty();
-        self.snapshots = details.snapshots.iter().map(Told::of).collect();
+        self.snapshots = details.snapshots.iter().map(SnapshotFields::of).collect();
         let three = header.version >= 3;
-        self.format_specific = Some(Specific::Qcow2(Features {
+        self.format_specific = Some(FormatFields::Qcow2(Qcow2Fields {
             compat: if three { "1.1" } else { "0.10" },
             data_file: header.data_file.clone(),
             data_file_raw: header.has_data_file().then_some(header.raw_data_file()),
@@ -133,7 +133,7 @@ impl Info {
                 Compression::Zlib => "zlib",
                 Compression::Zstd => "zstd",
             },
-            bitmaps: details.bitmaps.iter().map(BitmapTold::of).collect(),
+            bitmaps: details.bitmaps.iter().map(BitmapFields::of).collect(),
             lazy_refcounts: three.then_some(header.lazy_refcounts()),
             refcount_bits: header.refcount_bits(),
             corrupt: three.then_some(header.has_corrupt()),
@@ -144,7 +144,7 @@ impl Info {
     fn add_cow(&mut self, header: &cow::Header) {
         self.add_backing(Some(&header.backing));
         self.backing_filename_format = Some(Format::Raw.to_string());
-        self.format_specific = Some(Specific::Cow(CowFields {
+        self.format_specific = Some(FormatFields::Cow(CowFields {
             version: header.version(),
             alignment: header.alignment,
             backing_size: header.backing_size,
@@ -174,7 +174,7 @@ impl Info {
             }
             .into(),
             actual_size: blocks * 512,
-            format_specific: Some(Specific::File {}),
+            format_specific: Some(FormatFields::File {}),
             ..Info::default()
         })
     }

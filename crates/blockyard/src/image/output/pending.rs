@@ -38,7 +38,7 @@ struct Made {
 }
 
 /// A file that has its name now.
-pub struct Named {
+pub struct Published {
     path: PathBuf,
     replaced: bool,
 }
@@ -92,7 +92,7 @@ impl Pending {
         self.made.as_ref().map(|made| made.file.clone())
     }
 
-    pub fn finish(self) -> anyhow::Result<Named> {
+    pub fn finish(self) -> anyhow::Result<Published> {
         let Pending { path, replaced, made } = self;
         if let Some(made) = made {
             give_name(made, &path, replaced.as_ref())
@@ -100,11 +100,11 @@ impl Pending {
             sync_folder(&path)
                 .with_context(|| format!("syncing the folder of {}", path.display()))?;
         }
-        Ok(Named { replaced: replaced.is_some(), path })
+        Ok(Published { replaced: replaced.is_some(), path })
     }
 }
 
-impl Named {
+impl Published {
     /// Removes a file that is of no use because the other one could not get its name.
     pub fn take_back(self) {
         if !self.replaced {

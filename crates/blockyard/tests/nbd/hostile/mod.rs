@@ -15,7 +15,7 @@ use blockyard_nbd::wire::{
 };
 
 use crate::common::{Daemon, Folder, SOON};
-use crate::stage::{MB, Served};
+use crate::fixture::{MB, NbdServer};
 
 /// Kilobytes that a daemon may have held at most, whatever came: 256 MiB of requests for each of
 /// two reactors, and itself.
@@ -182,16 +182,16 @@ impl Good {
     }
 }
 
-fn disk() -> (Folder, Served) {
+fn disk() -> (Folder, NbdServer) {
     let folder = Folder::new();
-    let disk = Served::empty(&folder, 64 * MB, &[]);
+    let disk = NbdServer::empty(&folder, 64 * MB, &[]);
     (folder, disk)
 }
 
 /// The daemon ends at SIGTERM, soon and well, and its log is short. `held`: what still hangs on to
 /// it.
 #[track_caller]
-fn ends<T>(disk: Served, held: T) -> String {
+fn ends<T>(disk: NbdServer, held: T) -> String {
     let memory = disk.daemon.kilobytes("VmHWM");
     assert!(memory < MOST_MEMORY, "it took {memory} kB");
     let log = stop(disk.daemon);

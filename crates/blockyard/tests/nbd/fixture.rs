@@ -12,12 +12,12 @@ use crate::common::{
 pub const MB: u64 = 1 << 20;
 
 /// One disk, named `disk`, on a Unix socket.
-pub struct Served {
+pub struct NbdServer {
     pub daemon: Daemon,
     pub socket: PathBuf,
 }
 
-impl Served {
+impl NbdServer {
     /// `blockyard serve IMAGE --nbd unix:SOCKET --name disk OPTIONS...`, ready.
     #[track_caller]
     pub fn start(image: impl AsRef<OsStr>, socket: PathBuf, options: &[&str]) -> Self {
@@ -31,7 +31,7 @@ impl Served {
             .args(options);
         let mut daemon = Daemon::start(&mut command);
         daemon.wait_ready();
-        Served { daemon, socket }
+        NbdServer { daemon, socket }
     }
 
     /// A sparse raw image of `bytes` in `folder`, on a socket there.

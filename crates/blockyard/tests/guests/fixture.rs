@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::common::{Daemon, Folder, Guest, Kind, Signal, TOOL};
+use crate::common::{Daemon, Folder, Guest, GuestKind, Signal, TOOL};
 
 /// Shell functions for the scripts.
 const PRELUDE: &str = r#"
-# Tells the host something, and waits until it has made the first disk larger (Stage::go_on).
+# Tells the host something, and waits until it has made the first disk larger (GuestFixture::go_on).
 tell() { # WORD...
     local before now
     read -r before </sys/block/vda/size
@@ -31,7 +31,7 @@ load() { # ARGUMENTS...
 /// How much larger the disk gets at each `go_on`.
 pub const STEP: u64 = 1 << 20;
 
-pub struct Stage {
+pub struct GuestFixture {
     pub folder: Folder,
     pub image: PathBuf,
     pub socket: PathBuf,
@@ -39,7 +39,7 @@ pub struct Stage {
     daemon: Option<Daemon>,
 }
 
-impl Stage {
+impl GuestFixture {
     /// A daemon with an empty image of `bytes` bytes.
     #[track_caller]
     pub fn new(bytes: u64, options: &[&str]) -> Self {
@@ -47,14 +47,14 @@ impl Stage {
         let (image, socket) = (folder.image("disk.img", bytes), folder.join("disk.sock"));
         let daemon = Daemon::serve(&image, &socket, options);
         let options = options.iter().map(|o| o.to_string()).collect();
-        Stage { folder, image, socket, options, daemon: Some(daemon) }
+        GuestFixture { folder, image, socket, options, daemon: Some(daemon) }
     }
 
     /// Boots a guest with the disk and other options of its runner.
     #[track_caller]
     pub fn boot(
         &self,
-        kind: Kind,
+        kind: GuestKind,
         more: &str,
         options: &[&str],
         script: &str,

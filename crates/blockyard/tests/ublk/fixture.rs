@@ -145,7 +145,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 const ALL: Duration = Duration::from_secs(1800);
 
 /// A guest that waits for a script, or runs one.
-struct Stage {
+struct ScriptGuest {
     kernel: &'static str,
     guest: Guest,
     /// The guest ends when nothing has this FIFO open.
@@ -153,9 +153,9 @@ struct Stage {
 }
 
 /// Clean guests that no test uses. They outlive the tests, and end with the process.
-static IDLE: Mutex<Vec<Stage>> = Mutex::new(Vec::new());
+static IDLE: Mutex<Vec<ScriptGuest>> = Mutex::new(Vec::new());
 
-impl Stage {
+impl ScriptGuest {
     #[track_caller]
     fn boot(kernel: &'static str) -> Self {
         let folder = Folder::new();
@@ -176,7 +176,7 @@ impl Stage {
             format!("file={}", disk.display()).into(),
         ]);
         let guest = Guest::start_to_stay(options, SERVE_SCRIPTS, ALL, "guest: ready");
-        Stage { kernel, guest, scripts }
+        ScriptGuest { kernel, guest, scripts }
     }
 
     #[track_caller]
@@ -196,9 +196,9 @@ impl Stage {
 pub fn on_kernel(kernel: &'static str, script: &str) {
     let idle = {
         let mut idle = IDLE.lock().unwrap();
-        idle.iter().position(|stage| stage.kernel == kernel).map(|at| idle.swap_remove(at))
+        idle.iter().position(|idle| idle.kernel == kernel).map(|at| idle.swap_remove(at))
     };
-    idle.unwrap_or_else(|| Stage::boot(kernel)).run(script);
+    idle.unwrap_or_else(|| ScriptGuest::boot(kernel)).run(script);
 }
 
 /// Runs the script on both kernels: first on one that has an idle guest.
@@ -206,8 +206,7 @@ pub fn on_kernel(kernel: &'static str, script: &str) {
 pub fn on_both_kernels(script: &str) {
     let newer_first = {
         let idle = IDLE.lock().unwrap();
-        idle.iter().any(|stage| stage.kernel == "7")
-            && !idle.iter().any(|stage| stage.kernel == "6")
+        idle.iter().any(|idle| idle.kernel == "7") && !idle.iter().any(|idle| idle.kernel == "6")
     };
     let kernels = if newer_first { ["7", "6"] } else { ["6", "7"] };
     kernels.into_iter().for_each(|kernel| on_kernel(kernel, script));
