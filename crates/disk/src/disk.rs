@@ -57,7 +57,7 @@ pub struct Disk {
     poisoned: OnceLock<String>,
     /// For control threads, and for reactors when they open the disk: never on the way of a
     /// request.
-    serving: Mutex<Serving>,
+    serving_state: Mutex<ServingState>,
     /// Whoever works on the image of the disk while it is served: one at a time.
     pub(crate) work: Mutex<()>,
     /// The disk is about to be closed: no work begins, and what is under way ends.
@@ -70,7 +70,7 @@ pub struct Disk {
 
 /// How a disk is served at the moment.
 #[derive(Debug)]
-pub(crate) struct Serving {
+pub(crate) struct ServingState {
     pub source: Source,
     /// What notes where is written, while somebody wants to know.
     pub dirty: Option<Arc<DirtyMap>>,
@@ -95,8 +95,8 @@ impl Disk {
             .is_some_and(|f| !f.direct());
         let on_device = source.file().is_some_and(|file| file.is_device());
         let cached = source.file().is_some_and(|file| !file.direct());
-        let serving =
-            Mutex::new(Serving { source, dirty: None, reactors: Vec::new(), closed: false });
+        let serving_state =
+            Mutex::new(ServingState { source, dirty: None, reactors: Vec::new(), closed: false });
         let (flushes, unsynced, dirty, poisoned, work, ended, held_back, failures_told) =
             Default::default();
         Disk {
@@ -110,7 +110,7 @@ impl Disk {
             on_device,
             dirty,
             poisoned,
-            serving,
+            serving_state,
             work,
             ended,
             held_back,
@@ -133,11 +133,11 @@ impl Disk {
 
     /// What its bytes lie on at the moment.
     pub fn source(&self) -> Source {
-        self.serving().source.clone()
+        self.serving_state().source.clone()
     }
 
-    pub(crate) fn serving(&self) -> MutexGuard<'_, Serving> {
-        self.serving.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn serving_state(&self) -> MutexGuard<'_, ServingState> {
+        self.serving_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// For the end of the disk, from a thread that is no reactor: no work on its image begins any

@@ -14,27 +14,27 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod backend;
-mod closed_gate;
 mod dirty;
 mod disk;
 mod filter;
 mod flush;
-mod gate;
 mod live;
+mod local_disk;
 mod once_a_second;
+mod quiesce;
+mod quiesced;
 mod request;
-mod served;
 mod statistics;
 mod throttle;
 
 pub use backend::{Backend, Delay, Model, Ram, Source, SourceError, parse_size};
 pub use blockyard_image::Store;
 pub use blockyard_ring::WriteFigures;
-pub use closed_gate::GateError;
 pub use disk::{Disk, DiskOptions};
 pub use filter::{Filter, FilterError, parse_time};
 pub use live::{SnapshotOptions, Why, Work, WorkError};
+pub use local_disk::{LocalDisk, Run};
+pub use quiesced::QuiesceError;
 pub use request::{Failure, Finished, Op, Request, Status, Token, dropped_requests};
-pub use served::{Run, Served};
 pub use statistics::{OpKind, Statistics, Summary};
 pub use throttle::sched_time;

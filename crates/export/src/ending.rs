@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use blockyard_disk::{Disk, Served};
+use blockyard_disk::{Disk, LocalDisk};
 
 use crate::Reactors;
 
@@ -11,7 +11,7 @@ pub fn settle(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     let mut good = true;
     for reactor in reactors.all() {
         let disk = disk.clone();
-        let settled = reactor.ask(move |handle, reply| match Served::known(handle, &disk) {
+        let settled = reactor.ask(move |handle, reply| match LocalDisk::known(handle, &disk) {
             Some(served) => {
                 handle.spawn(async move { reply.send(served.settle().await.is_ok()) });
             }
@@ -30,22 +30,23 @@ pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     for reactor in reactors.all() {
         let disk = disk.clone();
         reactor.ask(move |handle, reply| {
-            Served::forget(handle, &disk);
+            LocalDisk::forget(handle, &disk);
             reply.send(());
         });
     }
     if disk.source().chain().is_some() {
         let disk = disk.clone();
-        let closed = reactors.next().ask(move |handle, reply| match Served::local(handle, &disk) {
-            Ok(served) => {
-                Served::forget(handle, &disk);
-                handle.spawn(async move { reply.send(served.close().await.is_ok()) });
-            }
-            Err(e) => {
-                tracing::error!(disk = disk.name(), "closing its image: {e}");
-                reply.send(false);
-            }
-        });
+        let closed =
+            reactors.next().ask(move |handle, reply| match LocalDisk::local(handle, &disk) {
+                Ok(served) => {
+                    LocalDisk::forget(handle, &disk);
+                    handle.spawn(async move { reply.send(served.close().await.is_ok()) });
+                }
+                Err(e) => {
+                    tracing::error!(disk = disk.name(), "closing its image: {e}");
+                    reply.send(false);
+                }
+            });
         good &= closed.unwrap_or(false);
     }
     good

@@ -10,13 +10,13 @@ use std::future::poll_fn;
 use std::rc::{Rc, Weak};
 use std::task::Poll;
 
-use blockyard_disk::{Request, Run, Served, Store, Token};
+use blockyard_disk::{LocalDisk, Request, Run, Store, Token};
 use blockyard_ring::{Handle, TaskId};
 
 /// The lanes of one queue.
 pub struct Lanes<T: Token> {
     handle: Handle,
-    served: Rc<Served<Store>>,
+    served: Rc<LocalDisk<Store>>,
     /// Whether the guest sees a volatile write cache now. It may change while a write is with the
     /// disk.
     has_write_back: Rc<dyn Fn() -> bool>,
@@ -40,7 +40,7 @@ enum Load<T: Token> {
 impl<T: Token + 'static> Lanes<T> {
     pub fn new(
         handle: &Handle,
-        served: Rc<Served<Store>>,
+        served: Rc<LocalDisk<Store>>,
         has_write_back: impl Fn() -> bool + 'static,
     ) -> Rc<Self> {
         let (idle, runs) = (RefCell::default(), RefCell::default());
@@ -90,7 +90,7 @@ impl<T: Token + 'static> Lanes<T> {
 
     async fn run(
         lanes: Weak<Self>,
-        served: Rc<Served<Store>>,
+        served: Rc<LocalDisk<Store>>,
         has_write_back: Rc<dyn Fn() -> bool>,
         lane: Rc<Lane<T>>,
     ) {

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
-use blockyard_disk::{Disk, DiskOptions, OpKind, Served, Source};
+use blockyard_disk::{Disk, DiskOptions, LocalDisk, OpKind, Source};
 use blockyard_driver::connection::PROTOCOL;
 use blockyard_driver::ring::{Buffer, Ring, RingOptions};
 use blockyard_driver::{Connection, Memory, RingSetup, SplitRing, feature};
@@ -287,7 +287,7 @@ fn a_request_for_data_outside_memory_is_counted_as_an_error() {
     let disk = export.disk.clone();
     let summary = export.reactors.next().ask(move |handle, reply| {
         reply.send(
-            Served::known(handle, &disk)
+            LocalDisk::known(handle, &disk)
                 .and_then(|served| served.statistics().summary(OpKind::Read)),
         );
     });

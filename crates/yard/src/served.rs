@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use blockyard_disk::{Disk, DiskOptions, Served, Source, Statistics, sched_time};
+use blockyard_disk::{Disk, DiskOptions, LocalDisk, Source, Statistics, sched_time};
 use blockyard_export::{Export, PolicyFigures, Reactors};
 use blockyard_sched::{Knobs, Share};
 
@@ -170,7 +170,7 @@ fn statistics(disk: &Arc<Disk>, reactors: &Reactors) -> (Statistics, PolicyFigur
     for reactor in reactors.all() {
         let disk = disk.clone();
         let part = reactor.ask(move |handle, reply| {
-            let statistics = Served::known(handle, &disk).map(|served| served.statistics());
+            let statistics = LocalDisk::known(handle, &disk).map(|served| served.statistics());
             reply.send((statistics, PolicyFigures::known(handle, &disk)));
         });
         let Some((statistics, chosen)) = part else { continue };

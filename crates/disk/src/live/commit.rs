@@ -19,10 +19,10 @@ use blockyard_image::{Chain, ChainError, CopyDown, Image, ImageError, Lower, Sto
 
 use super::{Why, Work, WorkError, Worker, still_good};
 use crate::backend::Source;
-use crate::closed_gate::{ClosedGate, GateError};
 use crate::dirty::DirtyMap;
 use crate::disk::Disk;
-use crate::served::Served;
+use crate::local_disk::LocalDisk;
+use crate::quiesced::{QuiesceError, QuiescedDisk};
 
 /// Passes over what was written meanwhile, while the guest goes on; and how many bytes may be left
 /// for behind the gate.
@@ -49,7 +49,7 @@ struct Commit<'a> {
     work: &'a Work,
     /// The disk as it is served meanwhile, and as this thread reads it.
     chain: Arc<Chain>,
-    served: Rc<Served<Store>>,
+    local_disk: Rc<LocalDisk<Store>>,
     from: Image<Store>,
     into: &'a Image<Store>,
     dirty: Arc<DirtyMap>,
@@ -63,11 +63,12 @@ impl Worker {
         let dirty = Arc::new(DirtyMap::new(self.disk.capacity()));
         // Opened for writing, the image below may have been mended: who reads it looks at it anew.
         let chain = self.chain()?.read_again(&self.handle, 1..2).await?;
-        let from = chain.image(&self.handle).map_err(|e| Why::Gate(GateError::Reactor(e)))?;
+        let from = chain.image(&self.handle).map_err(|e| Why::Quiesce(QuiesceError::Reactor(e)))?;
         let source = Source::Chain(chain.clone());
-        let served = self.served(&source)?;
-        self.disk.close_gate("commit begins")?.exchange(&source, Some(&dirty))?;
-        let commit = Commit { worker: &self, work: &work, served, chain, from, into: &into, dirty };
+        let local_disk = self.local_disk(&source)?;
+        self.disk.quiesce("commit begins")?.exchange(&source, Some(&dirty))?;
+        let commit =
+            Commit { worker: &self, work: &work, local_disk, chain, from, into: &into, dirty };
         let done = commit.run().await;
         drop(commit);
         drop(hold);
@@ -97,29 +98,29 @@ struct Done {
 
 impl Commit<'_> {
     async fn run(&self) -> Done {
-        let gate = match self.copy().await {
-            Ok(gate) => gate,
+        let quiesced = match self.copy().await {
+            Ok(quiesced) => quiesced,
             Err(why) => return self.give_up(why, None).await,
         };
         if let Err(why) = self.make_durable().await {
-            return self.give_up(why, Some(gate)).await;
+            return self.give_up(why, Some(quiesced)).await;
         }
         let (handle, disk) = (&self.worker.handle, &self.worker.disk);
         let emptied = self.chain.empty_top(handle).await;
         let opened = match self.chain.read_again(handle, 0..2).await {
-            Ok(chain) => gate.exchange(&Source::Chain(chain), None).map_err(Why::from),
+            Ok(chain) => quiesced.exchange(&Source::Chain(chain), None).map_err(Why::from),
             Err(e) => Err(e.into()),
         };
         if let Err(why) = &opened {
             // What reactors know of the topmost image is not true any more.
             tracing::error!(disk = disk.name(), "commit: the image cannot be opened again: {why}");
-            gate.lose(&format!("after a commit the image could not be opened again: {why}"));
+            quiesced.lose(&format!("after a commit the image could not be opened again: {why}"));
         }
         Done { read_anew: opened.is_ok(), result: opened.and(emptied.map_err(Why::from)) }
     }
 
     /// Copies everything; gives the closed gate, behind which nothing is left to be copied.
-    async fn copy(&self) -> Result<ClosedGate, Why> {
+    async fn copy(&self) -> Result<QuiescedDisk, Why> {
         self.copy_down(0, self.worker.disk.capacity()).await?;
         for _ in 0..PASSES {
             if self.dirty.bytes() <= LITTLE {
@@ -129,15 +130,15 @@ impl Commit<'_> {
         }
         // So that little is left to be written behind the gate.
         self.flush_lower().await?;
-        self.worker.settle(&self.served).await?;
+        self.worker.settle(&self.local_disk).await?;
         let mut pause = HELD_BACK;
         loop {
-            let gate = self.worker.disk.close_gate("commit")?;
+            let quiesced = self.worker.disk.quiesce("commit")?;
             self.copy_dirty(Some(Instant::now() + HELD_BACK)).await?;
             if self.dirty.bytes() == 0 {
-                return Ok(gate);
+                return Ok(quiesced);
             }
-            drop(gate);
+            drop(quiesced);
             self.worker.handle.sleep(pause).await;
             pause /= 2;
         }
@@ -181,21 +182,21 @@ impl Commit<'_> {
     async fn make_durable(&self) -> Result<(), Why> {
         self.work.go_on(&self.worker.disk)?;
         self.flush_lower().await?;
-        self.worker.settle(&self.served).await?;
-        if self.served.close().await.is_err() {
+        self.worker.settle(&self.local_disk).await?;
+        if self.local_disk.close().await.is_err() {
             still_good(&self.worker.disk)?;
         }
         Ok(())
     }
 
     /// The disk goes on as it was: what was copied is hidden by the topmost image.
-    async fn give_up(&self, why: Why, gate: Option<ClosedGate>) -> Done {
+    async fn give_up(&self, why: Why, quiesced: Option<QuiescedDisk>) -> Done {
         let name = self.worker.disk.name();
         let exchanged = async {
             self.flush_lower().await?;
             let chain = self.chain.read_again(&self.worker.handle, 1..2).await?;
-            let gate = gate.map_or_else(|| self.worker.disk.close_gate("commit ends"), Ok)?;
-            Ok::<_, Why>(gate.exchange(&Source::Chain(chain), None)?)
+            let quiesced = quiesced.map_or_else(|| self.worker.disk.quiesce("commit ends"), Ok)?;
+            Ok::<_, Why>(quiesced.exchange(&Source::Chain(chain), None)?)
         };
         let exchanged = exchanged.await;
         if let Err(e) = &exchanged {

@@ -10,7 +10,7 @@
 //! disk, served from another chain of images, or an error, and the disk as it was. What must hold:
 //! a guest sees the same disk before and after, whatever fails in between, also at a power cut; one
 //! work at a time on a disk; requests are held back only while images are exchanged
-//! ([`crate::gate`]), never while data are copied.
+//! ([`crate::quiesce`]), never while data are copied.
 
 mod commit;
 mod snapshot;
@@ -25,9 +25,9 @@ use blockyard_image::{Chain, ChainError, ImageError, Store};
 use blockyard_ring::{Executor, Handle};
 
 use crate::backend::Source;
-use crate::closed_gate::GateError;
 use crate::disk::Disk;
-use crate::served::Served;
+use crate::local_disk::LocalDisk;
+use crate::quiesced::QuiesceError;
 
 pub use snapshot::SnapshotOptions;
 
@@ -87,7 +87,7 @@ pub enum Why {
     #[error("{0}")]
     NotPossible(String),
     #[error(transparent)]
-    Gate(#[from] GateError),
+    Quiesce(#[from] QuiesceError),
     #[error(transparent)]
     Image(#[from] ChainError),
 }
@@ -152,15 +152,15 @@ impl Worker {
 
     /// The disk on this thread; no guest's requests come here, and it is not asked when the gate is
     /// closed.
-    fn served(&self, source: &Source) -> Result<Rc<Served<Store>>, Why> {
-        let served = Served::apart(&self.handle, &self.disk, source);
-        Ok(Rc::new(served.map_err(|e| Why::Gate(GateError::Reactor(e)))?))
+    fn local_disk(&self, source: &Source) -> Result<Rc<LocalDisk<Store>>, Why> {
+        let local_disk = LocalDisk::apart(&self.handle, &self.disk, source);
+        Ok(Rc::new(local_disk.map_err(|e| Why::Quiesce(QuiesceError::Reactor(e)))?))
     }
 
     /// Makes durable what the guests have written; a failure poisons the disk, as that of a guest's
     /// own flush does.
-    async fn settle(&self, served: &Served<Store>) -> Result<(), Why> {
-        let settled = served.settle().await;
+    async fn settle(&self, local_disk: &LocalDisk<Store>) -> Result<(), Why> {
+        let settled = local_disk.settle().await;
         still_good(&self.disk)?;
         settled.map_err(|_| Why::NotPossible("a flush failed".into()))
     }

@@ -50,12 +50,12 @@ impl Worker {
     async fn snapshot(self, options: SnapshotOptions) -> Result<(), Why> {
         let old = self.chain()?;
         let mut new = old.grow(&self.handle, &options.overlay, options.shape.as_ref()).await?;
-        let served = self.served(&self.disk.source())?;
+        let local_disk = self.local_disk(&self.disk.source())?;
         // So that little is left to do behind the gate.
-        self.settle(&served).await?;
-        let gate = self.disk.close_gate("snapshot")?;
-        self.settle(&served).await?;
-        if served.close().await.is_err() {
+        self.settle(&local_disk).await?;
+        let quiesced = self.disk.quiesce("snapshot")?;
+        self.settle(&local_disk).await?;
+        if local_disk.close().await.is_err() {
             still_good(&self.disk)?;
         }
         match new.record() {
@@ -64,7 +64,7 @@ impl Worker {
             }
             recorded => recorded?,
         }
-        gate.exchange(&Source::Chain(new.chain().clone()), None)?;
+        quiesced.exchange(&Source::Chain(new.chain().clone()), None)?;
         new.keep();
         Ok(())
     }

@@ -10,8 +10,8 @@ use blockyard_image::{ChainError, copy_up};
 
 use super::{Why, Work, WorkError, Worker};
 use crate::backend::Source;
-use crate::closed_gate::GateError;
 use crate::disk::Disk;
+use crate::quiesced::QuiesceError;
 
 impl Disk {
     /// See the module's page. (qemu's word for it; others say flatten.)
@@ -24,18 +24,19 @@ impl Disk {
 impl Worker {
     async fn stream(self, work: Work) -> Result<(), Why> {
         let chain = self.chain()?;
-        let served = self.served(&self.disk.source())?;
-        let image = chain.image(&self.handle).map_err(|e| Why::Gate(GateError::Reactor(e)))?;
+        let local_disk = self.local_disk(&self.disk.source())?;
+        let image =
+            chain.image(&self.handle).map_err(|e| Why::Quiesce(QuiesceError::Reactor(e)))?;
         let copied = copy_up(&image, &work.progress, async |_| work.check(&self.disk)).await;
-        served.look_for_losses();
+        local_disk.look_for_losses();
         work.go_on(&self.disk)?;
         copied.map_err(|error| ChainError::Image { path: chain.options().path.clone(), error })?;
-        self.settle(&served).await?;
-        let gate = self.disk.close_gate("stream")?;
-        self.settle(&served).await?;
+        self.settle(&local_disk).await?;
+        let quiesced = self.disk.quiesce("stream")?;
+        self.settle(&local_disk).await?;
         let alone = chain.alone(&self.handle).await;
-        served.look_for_losses();
-        gate.exchange(&Source::Chain(alone?), None)?;
+        local_disk.look_for_losses();
+        quiesced.exchange(&Source::Chain(alone?), None)?;
         Ok(())
     }
 }

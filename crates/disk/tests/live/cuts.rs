@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use blockyard_disk::{Disk, DiskOptions, Op, Served, SnapshotOptions, Source, Store, Work};
+use blockyard_disk::{Disk, DiskOptions, LocalDisk, Op, SnapshotOptions, Source, Store, Work};
 use blockyard_image::qcow2::CreateOptions;
 use blockyard_image::qcow2::check::{Repair, check};
 use blockyard_image::tools::on_file;
@@ -99,7 +99,7 @@ impl Life {
             let (disk, stop, sender) = (self.disk.clone(), stop.clone(), sender.clone());
             let (record, rng) = (self.record.clone(), self.rng.fork());
             self.reactors[(number / LANES) as usize].remote.run(move |handle| {
-                let (served, sleeper) = (Served::local(handle, &disk).unwrap(), handle.clone());
+                let (served, sleeper) = (LocalDisk::local(handle, &disk).unwrap(), handle.clone());
                 let mut lane = Lane { number, requests: 0, served, record, rng };
                 handle.spawn(async move {
                     while !stop.load(Ordering::SeqCst) {
@@ -240,7 +240,7 @@ impl Guest {
 struct Lane {
     number: u64,
     requests: u64,
-    served: Rc<Served<Store>>,
+    served: Rc<LocalDisk<Store>>,
     record: Record,
     rng: Rng,
 }

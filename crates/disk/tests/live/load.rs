@@ -12,7 +12,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use blockyard_disk::{Disk, Op, Request, Served, Status, Token};
+use blockyard_disk::{Disk, LocalDisk, Op, Request, Status, Token};
 use blockyard_image::Store;
 use blockyard_ring::{Executor, Remote, Segments};
 use blockyard_storage::sim::Rng;
@@ -42,11 +42,11 @@ impl Reactor {
     pub fn on<T: Send + 'static, F: Future<Output = T> + 'static>(
         &self,
         disk: &Arc<Disk>,
-        work: impl FnOnce(Rc<Served<Store>>) -> F + Send + 'static,
+        work: impl FnOnce(Rc<LocalDisk<Store>>) -> F + Send + 'static,
     ) -> T {
         let disk = disk.clone();
         let answer = self.remote.ask(move |handle, reply| {
-            let work = work(Served::local(handle, &disk).unwrap());
+            let work = work(LocalDisk::local(handle, &disk).unwrap());
             handle.spawn(async move { reply.send(work.await) });
         });
         answer.expect("the reactor has died")
@@ -72,14 +72,14 @@ pub fn close(disk: &Arc<Disk>, reactors: &[Reactor]) {
     for reactor in &reactors[1..] {
         let disk = disk.clone();
         reactor.remote.ask(move |handle, reply| {
-            Served::forget(handle, &disk);
+            LocalDisk::forget(handle, &disk);
             reply.send(());
         });
     }
     assert_eq!(reactors[0].on(disk, async |served| served.close().await), Ok(()));
     let disk = disk.clone();
     reactors[0].remote.ask(move |handle, reply| {
-        Served::forget(handle, &disk);
+        LocalDisk::forget(handle, &disk);
         reply.send(());
     });
 }
@@ -97,7 +97,7 @@ impl Token for Answer {
 }
 
 /// One request, as a queue makes it; for reads `bytes` are what the buffer holds before.
-pub async fn ask(served: &Served<Store>, op: Op, at: u64, bytes: Vec<u8>) -> Answered {
+pub async fn ask(served: &LocalDisk<Store>, op: Op, at: u64, bytes: Vec<u8>) -> Answered {
     let answer = Rc::new(RefCell::default());
     let (len, segments) = (bytes.len() as u64, Segments::from_bytes(&bytes));
     let segments =
@@ -134,7 +134,7 @@ impl Known {
 struct Lane {
     number: u64,
     lanes: u64,
-    served: Rc<Served<Store>>,
+    served: Rc<LocalDisk<Store>>,
     known: Known,
     rng: Rng,
 }
@@ -226,7 +226,7 @@ impl Load {
             let known = Known { before: before.clone(), since: HashMap::new() };
             let (stop, steps) = (stop.clone(), steps.clone());
             reactors[(number / LANES) as usize].remote.run(move |handle| {
-                let served = Served::local(handle, &disk).unwrap();
+                let served = LocalDisk::local(handle, &disk).unwrap();
                 let rng = Rng::new(seed << 8 | number);
                 let mut lane = Lane { number, lanes, served, known, rng };
                 handle.spawn(async move {

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockyard_disk::{Backend, Disk, DiskOptions, Op, Request, Served, Source, Status, Token};
+use blockyard_disk::{Backend, Disk, DiskOptions, LocalDisk, Op, Request, Source, Status, Token};
 use blockyard_image::{CacheMode, Raw};
 use blockyard_ring::{GuestMemory, Region, Segments};
 use blockyard_storage::Storage;
@@ -93,7 +93,7 @@ impl Life {
         let disk = Arc::new(Disk::new(options(), Source::Null { size: plan.capacity }));
         let judge = Rc::new(Judge::new(&plan, self.oracle.clone(), sim_disk.clone(), disk.clone()));
         let raw = Raw::on(wrap(sim_disk.clone()), plan.shape);
-        let served = |_| Rc::new(Served::new(disk.clone(), Backend::Raw(raw.clone()), None));
+        let served = |_| Rc::new(LocalDisk::new(disk.clone(), Backend::Raw(raw.clone()), None));
         let served: Vec<_> = (0..plan.reactors).map(served).collect();
         self.load(&judge, &served).map_err(explain)?;
         judge.flushes_are_true().map_err(explain)?;
@@ -121,7 +121,7 @@ impl Life {
     fn load<S: Storage>(
         &mut self,
         judge: &Rc<Judge>,
-        served: &[Rc<Served<S>>],
+        served: &[Rc<LocalDisk<S>>],
     ) -> Result<(), String> {
         let sim = Sim::new(self.rng.next_u64()).step_limit(1_000_000);
         let failed = Rc::new(RefCell::new(None));
@@ -273,7 +273,7 @@ impl Token for Slot {
 }
 
 async fn ask<S: Storage>(
-    served: &Served<S>,
+    served: &LocalDisk<S>,
     op: Op,
     (offset, len): (u64, u64),
     segments: Segments,
@@ -287,7 +287,7 @@ async fn ask<S: Storage>(
 /// A guest's look at all of its disk, with nothing else going on.
 async fn read_all<S: Storage>(
     judge: &Judge,
-    served: &Served<S>,
+    served: &LocalDisk<S>,
     capacity: u64,
 ) -> Result<(), String> {
     for offset in (0..capacity).step_by(SECTOR) {
@@ -315,7 +315,7 @@ fn check(
 /// One request in flight of some queue, always.
 struct Lane<S> {
     judge: Rc<Judge>,
-    served: Rc<Served<S>>,
+    served: Rc<LocalDisk<S>>,
     memory: Rc<GuestMemory>,
     base: u64,
     capacity: u64,

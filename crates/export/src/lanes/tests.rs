@@ -35,7 +35,7 @@ impl Token for Number {
 }
 
 /// A disk of 1 MiB in a file, whose operations are io_uring's: none is done when it is dispatched.
-fn stage(work: impl AsyncFnOnce(&Handle, Rc<Served<Store>>, Rc<Answers>) + 'static) {
+fn stage(work: impl AsyncFnOnce(&Handle, Rc<LocalDisk<Store>>, Rc<Answers>) + 'static) {
     let name = format!("blockyard-lanes-{:?}", std::thread::current().id());
     let path = std::env::temp_dir().join(format!("{name}-{}.raw", std::process::id()));
     std::fs::write(&path, vec![0; 1 << 20]).unwrap();
@@ -47,7 +47,7 @@ fn stage(work: impl AsyncFnOnce(&Handle, Rc<Served<Store>>, Rc<Answers>) + 'stat
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
     let answers = Rc::new(Answers { all: RefCell::default(), rung: Signal::new(&handle) });
-    let served = Served::local(&handle, &disk).unwrap();
+    let served = LocalDisk::local(&handle, &disk).unwrap();
     std::fs::remove_file(&path).unwrap();
     executor.block_on(async move { work(&handle, served, answers).await }).unwrap();
 }

@@ -7,7 +7,7 @@
 
 use std::io;
 
-use blockyard_disk::{Failure, Op, Served, Store};
+use blockyard_disk::{Failure, LocalDisk, Op, Store};
 use blockyard_image::BlockStatus;
 use blockyard_nbd::wire::{self, Headers, errno, flag, state};
 use blockyard_ring::Handle;
@@ -123,7 +123,7 @@ fn in_blocks(status: BlockStatus, block: u64) -> BlockStatus {
 
 /// The payloads of the chunks that answer `request`, one for each context; or the error.
 pub async fn chunks(
-    served: &Served<Store>,
+    served: &LocalDisk<Store>,
     contexts: &Contexts,
     request: &wire::Request,
     headers: Headers,

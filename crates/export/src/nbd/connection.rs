@@ -8,7 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::rc::Rc;
 
-use blockyard_disk::{Op, Served, Status, Store, Token};
+use blockyard_disk::{LocalDisk, Op, Status, Store, Token};
 use blockyard_nbd::wire::{self, cmd, flag};
 use blockyard_ring::{Handle, Segments, Signal};
 
@@ -28,7 +28,7 @@ pub struct Connection {
     pub handle: Handle,
     pub stream: Rc<Stream>,
     pub terms: Terms,
-    pub served: Rc<Served<Store>>,
+    pub served: Rc<LocalDisk<Store>>,
     pub buffers: Rc<Buffers>,
     /// Answers that are to be sent.
     pub replies: RefCell<Vec<Reply>>,
@@ -55,7 +55,7 @@ pub struct Connection {
 impl Connection {
     pub fn new(handle: &Handle, stream: Rc<Stream>, terms: Terms) -> io::Result<Rc<Self>> {
         let disk = &terms.exported.disk;
-        let served = Served::local(handle, disk)?;
+        let served = LocalDisk::local(handle, disk)?;
         let idle = Idle::local(handle, &terms.exported);
         Ok(Rc::new(Connection {
             handle: handle.clone(),

@@ -10,7 +10,7 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, Served};
+use blockyard_disk::{Disk, LocalDisk};
 use blockyard_ring::{Handle, Remote};
 
 use super::buffers::Buffers;
@@ -198,7 +198,7 @@ async fn end_here(handle: &Handle, disk: &Arc<Disk>) {
         return;
     }
     // What waits for limits is let through: nobody waits for that now.
-    let served = Served::known(handle, disk);
+    let served = LocalDisk::known(handle, disk);
     served.iter().for_each(|served| served.suspend());
     of_disk().iter().for_each(|link| link.stream.shutdown_read());
     let deadline = Instant::now() + LAST_ANSWERS;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicU32;
 use std::sync::mpsc::channel;
 
-use blockyard_disk::{DiskOptions, OpKind, Served, Source};
+use blockyard_disk::{DiskOptions, LocalDisk, OpKind, Source};
 use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_nbd::wire::{self, Headers, Request, cmd, handshake, opt};
 use blockyard_ring::rights;
@@ -201,7 +201,7 @@ fn requests_that_are_answered_on_the_spot_leave_turns_to_others() {
     reactors.next().run(move |handle| {
         let tasks = handle.clone();
         handle.spawn(async move {
-            let served = Served::local(&tasks, &disk).unwrap();
+            let served = LocalDisk::local(&tasks, &disk).unwrap();
             let (mut most, mut before, mut looks) = (0, 0, 0);
             while before < READS {
                 tasks.yield_now().await;

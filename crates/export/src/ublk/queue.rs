@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::task::Poll;
 
-use blockyard_disk::{Disk, Op, Request, Served, Status, Store, Token};
+use blockyard_disk::{Disk, LocalDisk, Op, Request, Status, Store, Token};
 use blockyard_ring::ublk::{Device, Fetch, Queue, QueueError, Tag};
 use blockyard_ring::{Answer, Handle, Remote, Reply, Segments, TaskId};
 
@@ -54,7 +54,7 @@ struct Line {
     handle: Handle,
     key: (u32, u16),
     shared: Arc<Shared>,
-    served: Rc<Served<Store>>,
+    served: Rc<LocalDisk<Store>>,
     queue: Rc<Queue>,
     tasks: RefCell<Vec<TaskId>>,
     lanes: Cell<u32>,
@@ -176,7 +176,7 @@ impl Line {
                 "the reactor is not marked as one that writes pages back (PR_SET_IO_FLUSHER): {e}"
             );
         }
-        let served = Served::local(handle, &shared.disk)?;
+        let served = LocalDisk::local(handle, &shared.disk)?;
         let queue = Queue::new(handle, device, number)?;
         let key = (device.info().id, number);
         let budget = Budget::of(handle, &shared.disk);

@@ -33,7 +33,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, Served, Store};
+use blockyard_disk::{Disk, LocalDisk, Store};
 use blockyard_ring::Mapper;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use vhost::vhost_user::{BackendReqHandler, Error};
@@ -197,7 +197,7 @@ impl Export for VhostUser {
         self.export.stop.store(true, Ordering::SeqCst);
         let _ = rustix::io::write(&self.export.wake, &1u64.to_ne_bytes());
         // What a front end has in flight is not to wait for limits now.
-        self.export.each_served(Served::suspend);
+        self.export.each_served(LocalDisk::suspend);
         if let Some(Connection { stream, .. }) = &*lock(&self.export.connection) {
             // The session ends after the message that it works on. Its reply still goes out if
             // there is room for it. If there is none, the front end does not read: then the session
@@ -208,7 +208,7 @@ impl Export for VhostUser {
         }
         if self.ends(&thread) {
             let _ = thread.join();
-            self.export.each_served(Served::resume);
+            self.export.each_served(LocalDisk::resume);
             return;
         }
         // The thread is left behind; it ends with the process. Its queues are not.
@@ -218,7 +218,7 @@ impl Export for VhostUser {
         );
         device.log.warn(device.disk.name(), None, what);
         QueueHandle::stop_all(device, &self.export.reactors);
-        self.export.each_served(Served::resume);
+        self.export.each_served(LocalDisk::resume);
     }
 
     fn clients(&self) -> Vec<String> {
@@ -266,11 +266,12 @@ impl Shared {
         SessionState::new(self.shape.queues, self.device.disk.options().cache.write_back())
     }
 
-    fn each_served(&self, f: fn(&Served<Store>)) {
+    fn each_served(&self, f: fn(&LocalDisk<Store>)) {
         for reactor in self.reactors.all() {
             let disk = self.device.disk.clone();
-            reactor
-                .run(move |handle| drop(Served::known(handle, &disk).inspect(|served| f(served))));
+            reactor.run(move |handle| {
+                drop(LocalDisk::known(handle, &disk).inspect(|served| f(served)))
+            });
         }
     }
 

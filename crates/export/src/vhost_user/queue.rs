@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, Request, Served, Status, Store, Token};
+use blockyard_disk::{Disk, LocalDisk, Request, Status, Store, Token};
 use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch, park};
 
 use super::inflight::InflightRegion;
@@ -99,7 +99,7 @@ pub struct Queue {
     index: u16,
     handle: Handle,
     device: Arc<DeviceState>,
-    served: Rc<Served<Store>>,
+    served: Rc<LocalDisk<Store>>,
     core: RefCell<Core>,
     lanes: Rc<Lanes<ChainToken>>,
     /// Room for the requests of one batch.
@@ -132,7 +132,7 @@ impl Token for ChainToken {
 impl Queue {
     fn start(handle: &Handle, setup: QueueSetup, id: u64) -> Result<(), StartError> {
         let disk = &setup.device.disk;
-        let served = Served::local(handle, disk).map_err(StartError::disk)?;
+        let served = LocalDisk::local(handle, disk).map_err(StartError::disk)?;
         let device = setup.device.clone();
         let lanes =
             Lanes::new(handle, served.clone(), move || device.write_back.load(Ordering::Relaxed));

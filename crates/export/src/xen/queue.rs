@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use blockyard_disk::{Disk, Failure, Op, Request, Served, Status, Store, Token};
+use blockyard_disk::{Disk, Failure, LocalDisk, Op, Request, Status, Store, Token};
 use blockyard_ring::xen::{Channel, Grants};
 use blockyard_ring::{Handle, Region, Remote, Reply, Segments, Signal, Watch, park};
 
@@ -106,7 +106,7 @@ struct Queue {
     index: u16,
     handle: Handle,
     shared: Arc<Shared>,
-    served: Rc<Served<Store>>,
+    served: Rc<LocalDisk<Store>>,
     ring: RefCell<Ring>,
     channel: Channel,
     pages: RefCell<Pages>,
@@ -187,7 +187,7 @@ fn wire_status(status: Status) -> i16 {
 impl Queue {
     fn start(handle: &Handle, setup: QueueSetup, id: u64) -> Result<(), StartError> {
         let QueueSetup { index, shared, ring, abi, channel, grants, data, fua, record } = setup;
-        let served = Served::local(handle, &shared.disk).map_err(StartError::disk)?;
+        let served = LocalDisk::local(handle, &shared.disk).map_err(StartError::disk)?;
         let watch =
             channel.descriptor().map_err(|e| StartError::ring("watching the event channel", e))?;
         let watch = handle.watch(watch);

@@ -169,7 +169,7 @@ fn a_request_is_what_it_was_when_it_was_taken() {
         front.fill(101, 6);
         let table = front.segments(&[100, 101]);
         front.front.memory.write(110 * PAGE, &table);
-        let held = setup.disk.close_gate("a test").unwrap();
+        let held = setup.disk.quiesce("a test").unwrap();
         let rest = indirect(front.references[110]);
         front.put(0, 1, 16, [INDIRECT, WRITE, 2, 0], &rest);
         front.wait_until_taken(0);
@@ -263,7 +263,7 @@ fn grants_that_are_taken_back_in_use_fail_their_request_or_stay() {
         assert_eq!(front.answers(0, 2), [(2, -1), (3, 0)]);
         assert!(front.holds(102, 8));
         // Between the request and the end of the read: a page that is mapped stays.
-        let held = setup.disk.close_gate("a test").unwrap();
+        let held = setup.disk.quiesce("a test").unwrap();
         front.ask(0, 4, READ, 0, &[103]);
         front.wait_until_taken(0);
         let is_copied = data == XenData::Copy;

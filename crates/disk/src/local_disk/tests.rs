@@ -22,7 +22,7 @@ impl Token for Note {
     }
 }
 
-async fn ask<S: Storage>(served: &Served<S>, op: Op, offset: u64, len: u64) -> Status {
+async fn ask<S: Storage>(served: &LocalDisk<S>, op: Op, offset: u64, len: u64) -> Status {
     let segments = match op {
         Op::Read | Op::Write { .. } => Segments::buffer(len as usize),
         _ => Segments::default(),
@@ -38,11 +38,11 @@ fn options() -> DiskOptions {
     DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() }
 }
 
-fn simulated(options: DiskOptions) -> (SimDisk, Served<SimDisk>) {
+fn simulated(options: DiskOptions) -> (SimDisk, LocalDisk<SimDisk>) {
     let sim = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
     let disk = Arc::new(Disk::new(options, Source::Null { size: CAPACITY }));
     let raw = Raw::on(sim.clone(), Alignment { memory_align: 1, offset_align: 1 });
-    (sim, Served::new(disk, Backend::Raw(raw), None))
+    (sim, LocalDisk::new(disk, Backend::Raw(raw), None))
 }
 
 fn run<T: 'static>(work: impl Future<Output = T> + 'static) -> T {
@@ -183,8 +183,11 @@ fn in_the_page_cache_durable_writes_share_one_sync_and_its_failure() {
         let disk = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
         fault.into_iter().for_each(|fault| disk.fail(fault));
         let raw = Raw::on(disk.clone(), Alignment { memory_align: 1, offset_align: 1 });
-        let served =
-            Rc::new(Served::new(Arc::new(Disk::new(options(), source)), Backend::Raw(raw), None));
+        let served = Rc::new(LocalDisk::new(
+            Arc::new(Disk::new(options(), source)),
+            Backend::Raw(raw),
+            None,
+        ));
         let sim = Sim::new(1);
         let writes: Vec<_> = (0..8)
             .map(|sector| {
@@ -263,7 +266,7 @@ fn a_resized_file_is_a_resized_disk() {
     let (handle, shared) = (executor.handle().clone(), disk.clone());
     executor
         .block_on(async move {
-            let served = Served::local(&handle, &shared).unwrap();
+            let served = LocalDisk::local(&handle, &shared).unwrap();
             assert_eq!(ask(&served, WRITE, 512, 512).await, Ok(()));
             assert_eq!(
                 shared.refresh_capacity().unwrap(),
@@ -308,7 +311,7 @@ fn what_is_discarded_pays_for_no_other_work() {
         let (handle, shared) = (executor.handle().clone(), disk.clone());
         executor
             .block_on(async move {
-                let served = Served::local(&handle, &shared).unwrap();
+                let served = LocalDisk::local(&handle, &shared).unwrap();
                 for _ in 0..discards {
                     assert_eq!(ask(&served, Op::Discard, 0, LEN).await, Ok(()));
                 }

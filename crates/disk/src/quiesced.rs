@@ -6,7 +6,7 @@
 //! ```
 //! In: the closing, from a thread that is no reactor. Out: a time in which nothing is in flight.
 //! What must hold: every request that begins before the gate closes ends before
-//! [`Disk::close_gate`] answers, every other one begins after it was opened; the gate opens again
+//! [`Disk::quiesce`] answers, every other one begins after it was opened; the gate opens again
 //! whatever happens.
 
 use std::rc::Rc;
@@ -19,15 +19,15 @@ use blockyard_ring::Handle;
 use crate::backend::Source;
 use crate::dirty::DirtyMap;
 use crate::disk::Disk;
-use crate::gate::Answer;
-use crate::served::{Served, View};
+use crate::local_disk::{CurrentImage, LocalDisk};
+use crate::quiesce::Reply;
 
 /// How long requests in flight may take to end. Those that came meanwhile wait as long.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Why a gate was not closed, or what could not be done behind it.
 #[derive(Debug, thiserror::Error)]
-pub enum GateError {
+pub enum QuiesceError {
     #[error("requests that were in flight have not ended in {} s", PATIENCE.as_secs())]
     Patience,
     #[error("a reactor cannot open the image")]
@@ -35,7 +35,7 @@ pub enum GateError {
 }
 
 /// A closed gate: nothing of its disk is in flight. Dropped, it opens.
-pub struct ClosedGate {
+pub struct QuiescedDisk {
     disk: Arc<Disk>,
     since: Instant,
     /// What it was closed for, as the log tells it.
@@ -47,42 +47,45 @@ impl Disk {
     /// would wait for itself. One at a time: the caller has [`Disk::begin_work`]'s turn. Public for
     /// tests of exports, which hold requests by it.
     #[doc(hidden)]
-    pub fn close_gate(self: &Arc<Self>, purpose: &'static str) -> Result<ClosedGate, GateError> {
-        let gate = ClosedGate { disk: self.clone(), since: Instant::now(), purpose };
-        self.serving().closed = true;
-        gate.each(|served, _, reply| served.gate.close(Some(reply)))?;
-        Ok(gate)
+    pub fn quiesce(self: &Arc<Self>, purpose: &'static str) -> Result<QuiescedDisk, QuiesceError> {
+        let quiesced = QuiescedDisk { disk: self.clone(), since: Instant::now(), purpose };
+        self.serving_state().closed = true;
+        quiesced.each(|local_disk, _, reply| local_disk.quiesce.start(Some(reply)))?;
+        Ok(quiesced)
     }
 }
 
-impl ClosedGate {
+impl QuiescedDisk {
     /// Every reactor goes on with this image, or, if one of them cannot, none does. `dirty`: what
     /// notes where is written.
     pub fn exchange(
         &self,
         source: &Source,
         dirty: Option<&Arc<DirtyMap>>,
-    ) -> Result<(), GateError> {
+    ) -> Result<(), QuiesceError> {
         let (new, map) = (source.clone(), dirty.cloned());
-        self.each(move |served, handle, reply| {
-            let view = View::open(handle, &new, map.clone());
-            let _ = reply.send(view.map(|view| *served.next.borrow_mut() = Some(Rc::new(view))));
+        self.each(move |local_disk, handle, reply| {
+            let image = CurrentImage::open(handle, &new, map.clone());
+            let _ = reply.send(
+                image.map(|image| *local_disk.next_image.borrow_mut() = Some(Rc::new(image))),
+            );
         })?;
         {
-            let mut serving = self.disk.serving();
+            let mut serving = self.disk.serving_state();
             serving.source = source.clone();
             serving.dirty = dirty.cloned();
         }
         let (new, map) = (source.clone(), dirty.cloned());
-        let exchanged = self.each(move |served, handle, reply| {
+        let exchanged = self.each(move |local_disk, handle, reply| {
             // A reactor that has opened the disk between the two has looked at neither.
-            let view = served
-                .next
+            let image = local_disk
+                .next_image
                 .take()
-                .map_or_else(|| View::open(handle, &new, map.clone()).map(Rc::new), Ok);
-            let gone = |e: &std::io::Error| Rc::new(View::gone(e));
-            let (view, answer) = view.map_or_else(|e| (gone(&e), Err(e)), |view| (view, Ok(())));
-            served.exchange(view);
+                .map_or_else(|| CurrentImage::open(handle, &new, map.clone()).map(Rc::new), Ok);
+            let gone = |e: &std::io::Error| Rc::new(CurrentImage::gone(e));
+            let (image, answer) =
+                image.map_or_else(|e| (gone(&e), Err(e)), |image| (image, Ok(())));
+            local_disk.exchange(image);
             let _ = reply.send(answer);
         });
         if let Err(e) = exchanged {
@@ -94,9 +97,10 @@ impl ClosedGate {
     /// There is no image to go on with: every request is answered with an error.
     pub fn lose(&self, why: &str) {
         let why = why.to_string();
-        self.disk.serving().source = Source::Gone { size: self.disk.capacity(), why: why.clone() };
-        let _ = self.each(move |served, _, reply| {
-            served.exchange(Rc::new(View::gone(&std::io::Error::other(why.clone()))));
+        self.disk.serving_state().source =
+            Source::Gone { size: self.disk.capacity(), why: why.clone() };
+        let _ = self.each(move |local_disk, _, reply| {
+            local_disk.exchange(Rc::new(CurrentImage::gone(&std::io::Error::other(why.clone()))));
             let _ = reply.send(Ok(()));
         });
     }
@@ -105,15 +109,15 @@ impl ClosedGate {
     /// first error.
     fn each(
         &self,
-        ask: impl Fn(&Served<Store>, &Handle, mpsc::Sender<Answer>) + Clone + Send + 'static,
-    ) -> Result<(), GateError> {
+        ask: impl Fn(&LocalDisk<Store>, &Handle, mpsc::Sender<Reply>) + Clone + Send + 'static,
+    ) -> Result<(), QuiesceError> {
         let (sender, answers) = mpsc::channel();
         let until = Instant::now() + PATIENCE;
-        for reactor in self.disk.serving().reactors.clone() {
+        for reactor in self.disk.serving_state().reactors.clone() {
             let (disk, sender, ask) = (self.disk.clone(), sender.clone(), ask.clone());
             reactor.run(move |handle| {
-                if let Some(served) = Served::known(handle, &disk) {
-                    ask(&served, handle, sender);
+                if let Some(local_disk) = LocalDisk::known(handle, &disk) {
+                    ask(&local_disk, handle, sender);
                 }
             });
         }
@@ -125,22 +129,22 @@ impl ClosedGate {
                 Ok(Ok(())) => {}
                 Ok(Err(e)) => failed = failed.or(Some(e)),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,
-                Err(mpsc::RecvTimeoutError::Timeout) => return Err(GateError::Patience),
+                Err(mpsc::RecvTimeoutError::Timeout) => return Err(QuiesceError::Patience),
             }
         }
-        failed.map_or(Ok(()), |e| Err(GateError::Reactor(e)))
+        failed.map_or(Ok(()), |e| Err(QuiesceError::Reactor(e)))
     }
 }
 
-impl Drop for ClosedGate {
+impl Drop for QuiescedDisk {
     fn drop(&mut self) {
-        self.disk.serving().closed = false;
-        for reactor in self.disk.serving().reactors.clone() {
+        self.disk.serving_state().closed = false;
+        for reactor in self.disk.serving_state().reactors.clone() {
             let disk = self.disk.clone();
             reactor.run(move |handle| {
-                if let Some(served) = Served::known(handle, &disk) {
-                    served.next.take();
-                    served.gate.open();
+                if let Some(local_disk) = LocalDisk::known(handle, &disk) {
+                    local_disk.next_image.take();
+                    local_disk.quiesce.resume();
                 }
             });
         }

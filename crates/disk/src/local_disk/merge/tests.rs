@@ -35,7 +35,7 @@ type Ask = (Op, u64, u64);
 /// A guest's memory, a disk, and how a queue passes batches from one to the other.
 struct Stage {
     sim: SimDisk,
-    served: Served<SimDisk>,
+    served: LocalDisk<SimDisk>,
     memory: Rc<GuestMemory>,
     merges: bool,
 }
@@ -49,7 +49,7 @@ impl Stage {
     fn with(len: u64, capacity: u64, shape: Alignment, options: DiskOptions) -> Self {
         let sim = SimDisk::new(SimImage::zeroed(len), SimConfig::new(1));
         let disk = Arc::new(Disk::new(options, Source::Null { size: capacity }));
-        let served = Served::new(disk, Backend::Raw(Raw::on(sim.clone(), shape)), None);
+        let served = LocalDisk::new(disk, Backend::Raw(Raw::on(sim.clone(), shape)), None);
         let memory = Rc::new(
             GuestMemory::default().with(Region::memfd("guest", 0, 0, 4 * MIB).unwrap().0).unwrap(),
         );

@@ -14,7 +14,7 @@ const SIZE: u64 = 1 << 20;
 
 fn disk(filters: &[&str]) -> Arc<Disk> {
     let filters = filters.iter().map(|f| f.parse().unwrap()).collect();
-    let (name, serial) = ("gated".into(), String::new());
+    let (name, serial) = ("quiesced".into(), String::new());
     let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters };
     Arc::new(Disk::new(options, ram()))
 }
@@ -60,7 +60,7 @@ impl Token for Answered {
     }
 }
 
-async fn ask(served: &Served<Store>, op: Op, bytes: &[u8]) -> Vec<u8> {
+async fn ask(served: &LocalDisk<Store>, op: Op, bytes: &[u8]) -> Vec<u8> {
     let (segments, answer) = (Segments::buffer(bytes.len()), Rc::new(RefCell::default()));
     segments.copy_in(0, bytes);
     let request =
@@ -85,7 +85,7 @@ fn load(reactor: &Reactor, disk: &Arc<Disk>, load: &Arc<Load>, lanes: usize) -> 
     for _ in 0..lanes {
         let (disk, load, sender) = (disk.clone(), load.clone(), sender.clone());
         reactor.remote.run(move |handle| {
-            let served = Served::local(handle, &disk).unwrap();
+            let served = LocalDisk::local(handle, &disk).unwrap();
             let handle_ = handle.clone();
             handle.spawn(async move {
                 while !load.stop.load(SeqCst) {
@@ -112,11 +112,12 @@ fn wait_for(what: impl Fn() -> bool) {
 /// How many requests a reactor has done.
 fn served(reactor: &Reactor, disk: &Arc<Disk>) -> Option<u64> {
     let disk = disk.clone();
-    let done =
-        move |served: Rc<Served<Store>>| Some(served.statistics().summary(OpKind::Write)?.requests);
+    let done = move |served: Rc<LocalDisk<Store>>| {
+        Some(served.statistics().summary(OpKind::Write)?.requests)
+    };
     reactor
         .remote
-        .ask(move |handle, reply| reply.send(Served::known(handle, &disk).and_then(done)))
+        .ask(move |handle, reply| reply.send(LocalDisk::known(handle, &disk).and_then(done)))
         .flatten()
 }
 
@@ -127,12 +128,12 @@ fn nothing_is_in_flight_behind_a_closed_gate_and_all_goes_on_after_it() {
     let ends = reactors.each_ref().map(|reactor| load(reactor, &disk, &all, 8));
     for round in 0..50u64 {
         wait_for(|| all.answered.load(SeqCst) > 32 * round);
-        let gate = disk.close_gate("a test").unwrap();
+        let quiesced = disk.quiesce("a test").unwrap();
         let before = reactors.each_ref().map(|reactor| served(reactor, &disk));
         std::thread::sleep(Duration::from_millis(4));
         let after = reactors.each_ref().map(|reactor| served(reactor, &disk));
-        assert_eq!(after, before, "served behind a closed gate");
-        drop(gate);
+        assert_eq!(after, before, "served while quiesced");
+        drop(quiesced);
     }
     all.stop.store(true, SeqCst);
     for end in ends {
@@ -148,14 +149,14 @@ fn an_exchanged_image_is_everybody_s() {
     let on = |reactor: &Reactor, op: Op, byte: u8| {
         let disk = disk.clone();
         reactor.remote.ask(move |handle, reply| {
-            let served = Served::local(handle, &disk).unwrap();
+            let served = LocalDisk::local(handle, &disk).unwrap();
             handle.spawn(async move { reply.send(ask(&served, op, &[byte; 512]).await[0]) });
         })
     };
     on(&reactors[0], WRITE, 7).unwrap();
     assert_eq!(on(&reactors[1], Op::Read, 0), Some(7));
     let dirty = Arc::new(DirtyMap::new(SIZE));
-    disk.close_gate("a test").unwrap().exchange(&new, Some(&dirty)).unwrap();
+    disk.quiesce("a test").unwrap().exchange(&new, Some(&dirty)).unwrap();
     let read: Vec<_> = reactors.iter().map(|r| on(r, Op::Read, 9)).collect();
     assert_eq!(read, [Some(0), Some(0)], "both reactors read the new image");
     assert_eq!(dirty.bytes(), 0);
@@ -169,13 +170,13 @@ fn an_exchanged_image_is_everybody_s() {
 #[test]
 fn a_reactor_that_opens_the_disk_behind_a_closed_gate_waits_as_well() {
     let (reactor, disk, new) = (Reactor::start(), disk(&[]), ram());
-    let gate = disk.close_gate("a test").unwrap();
+    let quiesced = disk.quiesce("a test").unwrap();
     let (all, other) = (Arc::new(Load::default()), disk.clone());
     let end = load(&reactor, &disk, &all, 1);
     wait_for(|| all.asked.load(SeqCst) == 1);
-    gate.exchange(&new, None).unwrap();
+    quiesced.exchange(&new, None).unwrap();
     assert_eq!(all.answered.load(SeqCst), 0);
-    drop(gate);
+    drop(quiesced);
     wait_for(|| all.answered.load(SeqCst) > 1);
     all.stop.store(true, SeqCst);
     assert!(end.recv().is_err());
@@ -199,14 +200,14 @@ fn a_reactor_that_has_ended_keeps_nobody_waiting() {
     for reactor in &reactors {
         let disk = disk.clone();
         reactor.remote.ask(move |handle, reply| {
-            Served::local(handle, &disk).unwrap();
+            LocalDisk::local(handle, &disk).unwrap();
             reply.send(())
         });
     }
     let [first, second] = reactors;
     drop(first);
-    let gate = disk.close_gate("a test").unwrap();
+    let quiesced = disk.quiesce("a test").unwrap();
     drop(second);
-    drop(gate);
-    disk.close_gate("a test").unwrap().exchange(&ram(), None).unwrap();
+    drop(quiesced);
+    disk.quiesce("a test").unwrap().exchange(&ram(), None).unwrap();
 }

@@ -17,7 +17,7 @@ use blockyard_ring::Segments;
 
 use blockyard_storage::Storage;
 
-use super::{Served, View};
+use super::{CurrentImage, LocalDisk};
 use crate::request::{Finished, Op, Request, Token};
 
 /// Bytes of a run, at most: data of that length cost far more than their operation does, so a
@@ -43,7 +43,7 @@ impl<T: Token> Default for Run<T> {
 }
 
 impl<T: Token> Run<T> {
-    /// Takes requests that [`Served::neighbours`] has counted.
+    /// Takes requests that [`LocalDisk::neighbours`] has counted.
     pub fn fill(&mut self, neighbours: impl Iterator<Item = Request<T>>) {
         self.parts.extend(neighbours);
         debug_assert_eq!(self.parts.len(), count(&self.parts), "these are no neighbours");
@@ -83,7 +83,7 @@ fn count<T: Token>(batch: &[Request<T>]) -> usize {
     batch.len()
 }
 
-impl<S: Storage> Served<S> {
+impl<S: Storage> LocalDisk<S> {
     /// How many requests at the head of a batch are for one [`Run`]; 1: the first is to be served
     /// by itself.
     #[inline]
@@ -107,9 +107,9 @@ impl<S: Storage> Served<S> {
         let len = if good { run.parts.iter().map(|part| part.len).sum() } else { 0 };
         let entered = self.enter_for(op, offset, len, run.parts.len() as u32).await;
         let admitted = self.now();
-        let (done, mut work) = entered.view.measured(self.perform_run(&entered.view, run)).await;
+        let (done, mut work) = entered.image.measured(self.perform_run(&entered.image, run)).await;
         if !done {
-            work = work.and(entered.view.measured(self.serve_each(&entered.view, run)).await.1);
+            work = work.and(entered.image.measured(self.serve_each(&entered.image, run)).await.1);
             return self.settle_costs(&entered, work);
         }
         if let Some(first) = run.parts.first() {
@@ -123,7 +123,7 @@ impl<S: Storage> Served<S> {
     }
 
     /// One operation for all; false: there is none, or it failed.
-    async fn perform_run<T: Token>(&self, view: &View<S>, run: &mut Run<T>) -> bool {
+    async fn perform_run<T: Token>(&self, image: &CurrentImage<S>, run: &mut Run<T>) -> bool {
         let Some(first) = run.parts.first() else { return false };
         let (op, offset) = (first.op, first.offset);
         let mut together = std::mem::take(&mut run.together);
@@ -135,7 +135,7 @@ impl<S: Storage> Served<S> {
         if joined {
             let result;
             (together, result) =
-                self.perform(view, op, offset, together.len() as u64, together).await;
+                self.perform(image, op, offset, together.len() as u64, together).await;
             done = result.is_ok();
         }
         together.release();
@@ -144,10 +144,10 @@ impl<S: Storage> Served<S> {
     }
 
     /// Each by itself, all at once: where a device takes its time to fail, they take it together.
-    async fn serve_each<T: Token>(&self, view: &View<S>, run: &mut Run<T>) {
+    async fn serve_each<T: Token>(&self, image: &CurrentImage<S>, run: &mut Run<T>) {
         let Run { parts, finished, .. } = run;
         let mut left: Vec<_> =
-            parts.drain(..).map(|part| Box::pin(self.serve_in(view, part))).collect();
+            parts.drain(..).map(|part| Box::pin(self.serve_in(image, part))).collect();
         poll_fn(|cx| {
             left.retain_mut(|part| match part.as_mut().poll(cx) {
                 Poll::Ready(done) => {

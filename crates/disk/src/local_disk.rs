@@ -21,7 +21,7 @@ use crate::backend::{Backend, Source};
 use crate::dirty::DirtyMap;
 use crate::disk::Disk;
 use crate::filter::Dice;
-use crate::gate::{self, Gate};
+use crate::quiesce::{InFlightGuard, Quiesce};
 use crate::request::{Failure, Finished, Op, Request, Status, Token};
 use crate::statistics::{OpKind, Statistics};
 use crate::throttle::{self, Throttle};
@@ -31,12 +31,12 @@ mod merge;
 pub use merge::Run;
 
 /// A disk on one reactor. `S` is [`Store`], or the simulated disk in tests.
-pub struct Served<S> {
+pub struct LocalDisk<S> {
     disk: Arc<Disk>,
-    pub(crate) gate: Gate,
-    pub(crate) view: RefCell<Rc<View<S>>>,
+    pub(crate) quiesce: Quiesce,
+    pub(crate) image: RefCell<Rc<CurrentImage<S>>>,
     /// The view to come, while the gate is closed.
-    pub(crate) next: RefCell<Option<Rc<View<S>>>>,
+    pub(crate) next_image: RefCell<Option<Rc<CurrentImage<S>>>>,
     /// None in simulations, which have no clock.
     handle: Option<Handle>,
     throttle: Throttle,
@@ -45,7 +45,7 @@ pub struct Served<S> {
 }
 
 /// The image as this reactor has it open, until it is exchanged for another.
-pub(crate) struct View<S> {
+pub(crate) struct CurrentImage<S> {
     pub(crate) backend: Backend<S>,
     /// Where it is noted what is written.
     dirty: Option<Arc<DirtyMap>>,
@@ -53,65 +53,69 @@ pub(crate) struct View<S> {
     metered: Option<Metered>,
 }
 
-/// Work of an image's files: operations, and bytes of those that move any.
+/// FileIo of an image's files: operations, and bytes of those that move any.
 #[derive(Clone, Copy, Default)]
-struct Work {
+struct FileIo {
     operations: u64,
     bytes: u64,
 }
 
 struct Metered {
     did: Rc<Meter>,
-    /// Work that has a request of its own, or was charged. The rest is done by the image's own
+    /// FileIo that has a request of its own, or was charged. The rest is done by the image's own
     /// tasks.
-    known: Cell<Work>,
+    known: Cell<FileIo>,
 }
 
 impl Metered {
-    fn did(&self) -> Work {
+    fn did(&self) -> FileIo {
         let (operations, bytes) = self.did.counted();
-        Work { operations, bytes }
+        FileIo { operations, bytes }
     }
 }
 
-impl Work {
-    fn since(self, before: Work) -> Work {
-        Work {
+impl FileIo {
+    fn since(self, before: FileIo) -> FileIo {
+        FileIo {
             operations: self.operations.saturating_sub(before.operations),
             bytes: self.bytes.saturating_sub(before.bytes),
         }
     }
 
-    fn and(self, other: Work) -> Work {
-        Work { operations: self.operations + other.operations, bytes: self.bytes + other.bytes }
+    fn and(self, other: FileIo) -> FileIo {
+        FileIo { operations: self.operations + other.operations, bytes: self.bytes + other.bytes }
     }
 }
 
-impl View<Store> {
+impl CurrentImage<Store> {
     pub(crate) fn open(
         handle: &Handle,
         source: &Source,
         dirty: Option<Arc<DirtyMap>>,
     ) -> io::Result<Self> {
         if source.chain().is_none() && source.file().is_none() {
-            return Ok(View { backend: Backend::open(handle, source)?, dirty, metered: None });
+            return Ok(CurrentImage {
+                backend: Backend::open(handle, source)?,
+                dirty,
+                metered: None,
+            });
         }
         let meter = Rc::new(Meter::default());
         let backend = Backend::open(&handle.metered(&meter), source)?;
         let metered = Metered { did: meter, known: Cell::default() };
         metered.known.set(metered.did());
-        Ok(View { backend, dirty, metered: Some(metered) })
+        Ok(CurrentImage { backend, dirty, metered: Some(metered) })
     }
 }
 
-impl<S> View<S> {
+impl<S> CurrentImage<S> {
     /// Does something for a request. Returns also the work of the image's files that its polls
     /// began.
     #[inline]
-    async fn measured<T>(&self, request: impl Future<Output = T>) -> (T, Work) {
-        let Some(metered) = &self.metered else { return (request.await, Work::default()) };
+    async fn measured<T>(&self, request: impl Future<Output = T>) -> (T, FileIo) {
+        let Some(metered) = &self.metered else { return (request.await, FileIo::default()) };
         let mut request = pin!(request);
-        let mut work = Work::default();
+        let mut work = FileIo::default();
         let done = poll_fn(|cx| {
             let before = metered.did();
             let polled = request.as_mut().poll(cx);
@@ -127,9 +131,9 @@ impl<S> View<S> {
     /// `charged` bytes, for which it did `work`. What it was charged too much is no credit for
     /// others.
     #[inline]
-    fn uncharged(&self, work: Work, charged: u64) -> Option<Work> {
+    fn uncharged(&self, work: FileIo, charged: u64) -> Option<FileIo> {
         let Metered { known, .. } = self.metered.as_ref()?;
-        let own = work.since(Work { operations: 1, bytes: charged });
+        let own = work.since(FileIo { operations: 1, bytes: charged });
         let all = self.metered.as_ref()?.did();
         let more = own.and(all.since(known.replace(all)));
         (more.operations > 0 || more.bytes > 0).then_some(more)
@@ -141,55 +145,55 @@ impl<S> View<S> {
     }
 
     pub(crate) fn gone(why: &io::Error) -> Self {
-        View { backend: Backend::Gone(why.to_string()), dirty: None, metered: None }
+        CurrentImage { backend: Backend::Gone(why.to_string()), dirty: None, metered: None }
     }
 }
 
 /// A request that was let in.
 pub(crate) struct Admitted<'a, S> {
-    view: Rc<View<S>>,
+    image: Rc<CurrentImage<S>>,
     /// Bytes that it was charged for.
     charged: u64,
-    _gate: gate::Pass<'a>,
+    _in_flight: InFlightGuard<'a>,
     _admission: throttle::Admission<'a>,
 }
 
 /// The disks of a reactor: all its queues of a disk share image and statistics.
 #[derive(Default)]
-struct Disks(RefCell<Vec<Rc<Served<Store>>>>);
+struct Disks(RefCell<Vec<Rc<LocalDisk<Store>>>>);
 
-impl Served<Store> {
+impl LocalDisk<Store> {
     /// The disk on a reactor; opened there at first use.
     pub fn local(handle: &Handle, disk: &Arc<Disk>) -> io::Result<Rc<Self>> {
-        if let Some(served) = Self::known(handle, disk) {
-            return Ok(served);
+        if let Some(local_disk) = Self::known(handle, disk) {
+            return Ok(local_disk);
         }
-        let served = {
-            let mut serving = disk.serving();
-            let view = View::open(handle, &serving.source, serving.dirty.clone())?;
-            let served = Served::with_view(disk.clone(), view, Some(handle.clone()));
+        let local_disk = {
+            let mut serving = disk.serving_state();
+            let image = CurrentImage::open(handle, &serving.source, serving.dirty.clone())?;
+            let local_disk = LocalDisk::with_image(disk.clone(), image, Some(handle.clone()));
             let remote = handle.remote();
             if !serving.reactors.iter().any(|r| r.is(&remote)) {
                 serving.reactors.push(remote);
             }
             if serving.closed {
-                served.gate.begin_closed();
+                local_disk.quiesce.start_without_reply();
             }
-            Rc::new(served)
+            Rc::new(local_disk)
         };
-        handle.local::<Disks>().0.borrow_mut().push(served.clone());
-        Ok(served)
+        handle.local::<Disks>().0.borrow_mut().push(local_disk.clone());
+        Ok(local_disk)
     }
 
     /// The disk on a reactor that serves none of its requests: for work on its image.
     pub(crate) fn apart(handle: &Handle, disk: &Arc<Disk>, source: &Source) -> io::Result<Self> {
-        let view = View::open(handle, source, None)?;
-        Ok(Served::with_view(disk.clone(), view, Some(handle.clone())))
+        let image = CurrentImage::open(handle, source, None)?;
+        Ok(LocalDisk::with_image(disk.clone(), image, Some(handle.clone())))
     }
 
     /// Whether a sync of the image's own has failed: see [`Backend::lost`].
     pub(crate) fn look_for_losses(&self) {
-        self.note_lost(&self.view.borrow());
+        self.note_lost(&self.image.borrow());
     }
 
     /// The disk on a reactor, if it has been used there.
@@ -202,26 +206,28 @@ impl Served<Store> {
         let disks = handle.local::<Disks>();
         let gone: Vec<_> =
             disks.0.borrow_mut().extract_if(.., |s| Arc::ptr_eq(&s.disk, disk)).collect();
-        for remote in gone.iter().filter_map(|served| Some(served.handle.as_ref()?.remote())) {
-            disk.serving().reactors.retain(|r| !r.is(&remote));
+        for remote in
+            gone.iter().filter_map(|local_disk| Some(local_disk.handle.as_ref()?.remote()))
+        {
+            disk.serving_state().reactors.retain(|r| !r.is(&remote));
         }
     }
 }
 
-impl<S: Storage> Served<S> {
+impl<S: Storage> LocalDisk<S> {
     pub fn new(disk: Arc<Disk>, backend: Backend<S>, handle: Option<Handle>) -> Self {
-        Served::with_view(disk, View { backend, dirty: None, metered: None }, handle)
+        LocalDisk::with_image(disk, CurrentImage { backend, dirty: None, metered: None }, handle)
     }
 
-    fn with_view(disk: Arc<Disk>, view: View<S>, handle: Option<Handle>) -> Self {
-        let (view, next) = (RefCell::new(Rc::new(view)), RefCell::new(None));
+    fn with_image(disk: Arc<Disk>, image: CurrentImage<S>, handle: Option<Handle>) -> Self {
+        let (image, next_image) = (RefCell::new(Rc::new(image)), RefCell::new(None));
         let dice = Dice::new(0x9e37_79b9_7f4a_7c15);
         let throttle = Throttle::new(disk.share().clone(), handle.clone(), disk.on_device);
-        Served {
+        LocalDisk {
             disk,
-            gate: Gate::default(),
-            view,
-            next,
+            quiesce: Quiesce::default(),
+            image,
+            next_image,
             handle,
             throttle,
             statistics: RefCell::default(),
@@ -240,25 +246,25 @@ impl<S: Storage> Served<S> {
 
     pub fn statistics(&self) -> Statistics {
         let mut statistics = self.statistics.borrow().clone();
-        statistics.writes.merge(&self.view.borrow().writes());
+        statistics.writes.merge(&self.image.borrow().writes());
         statistics
     }
 
     /// Goes on with another view of the image. What was counted for the old one stays in the
     /// statistics.
-    pub(crate) fn exchange(&self, view: Rc<View<S>>) {
-        let old = self.view.replace(view);
+    pub(crate) fn exchange(&self, image: Rc<CurrentImage<S>>) {
+        let old = self.image.replace(image);
         self.statistics.borrow_mut().writes.merge(&old.writes());
     }
 
     /// Lets something in that is nobody's request: at once, but while the image is exchanged.
     #[inline]
     async fn enter(&self) -> Admitted<'_, S> {
-        let gate = self.gate.enter().await;
+        let in_flight = self.quiesce.enter().await;
         Admitted {
-            view: self.view.borrow().clone(),
+            image: self.image.borrow().clone(),
             charged: 0,
-            _gate: gate,
+            _in_flight: in_flight,
             _admission: throttle::Admission::default(),
         }
     }
@@ -274,18 +280,18 @@ impl<S: Storage> Served<S> {
         let number = self.throttle.arrive();
         loop {
             let admission = self.throttle.enter(&operation, number).await;
-            if let Some(gate) = self.gate.try_enter() {
-                let view = self.view.borrow().clone();
+            if let Some(in_flight) = self.quiesce.try_enter() {
+                let image = self.image.borrow().clone();
                 return Admitted {
-                    view,
+                    image,
                     charged: operation.moves(),
-                    _gate: gate,
+                    _in_flight: in_flight,
                     _admission: admission,
                 };
             }
             // Nothing is held while the gate is closed that others wait for.
             admission.give_back(&operation);
-            Box::pin(self.gate.wait()).await;
+            Box::pin(self.quiesce.wait_for_resume()).await;
         }
     }
 
@@ -295,38 +301,39 @@ impl<S: Storage> Served<S> {
         // What will be refused costs nothing.
         let len = if self.admit(&request).is_ok() { request.len } else { 0 };
         let admitted = self.enter_for(request.op, request.offset, len, 1).await;
-        let (finished, work) = admitted.view.measured(self.serve_in(&admitted.view, request)).await;
+        let (finished, work) =
+            admitted.image.measured(self.serve_in(&admitted.image, request)).await;
         self.settle_costs(&admitted, work);
         finished
     }
 
     /// Charges the disk for what its image has done beyond its requests.
     #[inline]
-    fn settle_costs(&self, admitted: &Admitted<'_, S>, work: Work) {
-        if let Some(more) = admitted.view.uncharged(work, admitted.charged) {
+    fn settle_costs(&self, admitted: &Admitted<'_, S>, work: FileIo) {
+        if let Some(more) = admitted.image.uncharged(work, admitted.charged) {
             self.throttle.share().charge_more(more.operations, more.bytes);
         }
     }
 
     /// Where the bytes from `offset` on are, as far as they are alike.
     pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
-        self.enter().await.view.backend.status(offset, len).await
+        self.enter().await.image.backend.status(offset, len).await
     }
 
     /// Whether fast zeroes ([`Op::WriteZeroes`]) would be refused, as far as that is known before
     /// they are made.
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> Status {
-        let looked = self.enter().await.view.backend.may_zero_fast(offset, len, unmap).await;
+        let looked = self.enter().await.image.backend.may_zero_fast(offset, len, unmap).await;
         looked.map_err(|e| Failure::of(&e))
     }
 
     /// For a queue that is drained: requests that wait on this reactor for limits or shares pass at
-    /// once. The disk owes for them, see [`Served::held_back`].
+    /// once. The disk owes for them, see [`LocalDisk::held_back`].
     pub fn drain(&self) {
         self.throttle.drain();
     }
 
-    /// For an export that ends: until [`Served::resume`], no request of the disk waits on this
+    /// For an export that ends: until [`LocalDisk::resume`], no request of the disk waits on this
     /// reactor for limits or shares.
     pub fn suspend(&self) {
         self.throttle.suspend();
@@ -344,14 +351,18 @@ impl<S: Storage> Served<S> {
     }
 
     #[inline]
-    async fn serve_in<T: Token>(&self, view: &View<S>, mut request: Request<T>) -> Finished<T> {
+    async fn serve_in<T: Token>(
+        &self,
+        image: &CurrentImage<S>,
+        mut request: Request<T>,
+    ) -> Finished<T> {
         let admitted = self.now();
         let (op, len) = (request.op, request.len);
         let status = match self.admit(&request) {
             Ok(()) => {
                 let segments = std::mem::take(&mut request.segments);
                 let (segments, result) =
-                    self.perform(view, op, request.offset, len, segments).await;
+                    self.perform(image, op, request.offset, len, segments).await;
                 request.segments = segments;
                 result
                     .map_err(|e| self.failure(op, request.offset, &e))
@@ -385,7 +396,7 @@ impl<S: Storage> Served<S> {
     /// Syncs what a guest that is gone may have left unsynced: on disconnect and at the end.
     pub async fn settle(&self) -> Status {
         let admitted = self.enter().await;
-        let (_, result) = self.perform(&admitted.view, Op::Flush, 0, 0, Segments::default()).await;
+        let (_, result) = self.perform(&admitted.image, Op::Flush, 0, 0, Segments::default()).await;
         result.map_err(|e| self.failure(Op::Flush, 0, &e))
     }
 
@@ -394,7 +405,7 @@ impl<S: Storage> Served<S> {
         if self.disk.options().read_only || self.disk.poisoned().is_some() {
             return self.still_good(Op::Flush);
         }
-        let closed = self.enter().await.view.backend.close().await;
+        let closed = self.enter().await.image.backend.close().await;
         closed
             .inspect_err(|e| self.disk.poison("closing the image", e))
             .map_err(|e| self.failure(Op::Flush, 0, &e))
@@ -433,7 +444,7 @@ impl<S: Storage> Served<S> {
     #[inline]
     async fn perform(
         &self,
-        view: &View<S>,
+        image: &CurrentImage<S>,
         op: Op,
         offset: u64,
         len: u64,
@@ -448,22 +459,22 @@ impl<S: Storage> Served<S> {
             return (segments, Err(e));
         }
         let keeps = !self.disk.options().cache.ignores_flush();
-        let _changing = match (&view.dirty, op) {
+        let _changing = match (&image.dirty, op) {
             (None, _) | (_, Op::Read | Op::Flush) => None,
             (Some(dirty), _) => Some(dirty.changing(offset, len)),
         };
         match op {
-            Op::Read => view.backend.read(segments, offset).await,
-            Op::Write { fua } => self.write(view, segments, offset, fua && keeps).await,
+            Op::Read => image.backend.read(segments, offset).await,
+            Op::Write { fua } => self.write(image, segments, offset, fua && keeps).await,
             Op::Flush if !keeps || self.disk.options().read_only => (segments, Ok(())),
-            Op::Flush => (segments, self.flush(view).await),
+            Op::Flush => (segments, self.flush(image).await),
             Op::Discard => (
                 segments,
-                view.backend.discard(offset, len).await.inspect_err(|_| self.note_lost(view)),
+                image.backend.discard(offset, len).await.inspect_err(|_| self.note_lost(image)),
             ),
             Op::WriteZeroes { unmap, fua, fast } => {
-                let zeroed = view.backend.write_zeroes(offset, len, unmap, fast).await;
-                (segments, self.conclude_zeroes(view, zeroed, fua && keeps).await)
+                let zeroed = image.backend.write_zeroes(offset, len, unmap, fast).await;
+                (segments, self.conclude_zeroes(image, zeroed, fua && keeps).await)
             }
         }
     }
@@ -471,7 +482,7 @@ impl<S: Storage> Served<S> {
     #[inline]
     async fn write(
         &self,
-        view: &View<S>,
+        image: &CurrentImage<S>,
         segments: Segments,
         offset: u64,
         durable: bool,
@@ -480,31 +491,31 @@ impl<S: Storage> Served<S> {
         // page to one sync of an open file and forgets it, so that of two at a time one would
         // answer Ok for data that is gone. Images have metadata besides, which a flush puts in
         // order.
-        let shares = durable && (self.disk.cached || view.backend.flushes_whole());
+        let shares = durable && (self.disk.cached || image.backend.flushes_whole());
         let durable = durable && !shares;
         let len = segments.len() as u64;
-        let (segments, mut result) = view.backend.write(segments, offset, durable).await;
+        let (segments, mut result) = image.backend.write(segments, offset, durable).await;
         match &result {
             Ok(()) if !durable => {
                 self.disk.note_unsynced();
                 if self.disk.dirties(len) && !shares {
-                    result = self.flush(view).await;
+                    result = self.flush(image).await;
                 }
             }
             Err(e) if durable && self.disk.taken_along(e) => self.disk.poison("a durable write", e),
-            Err(_) => self.note_lost(view),
+            Err(_) => self.note_lost(image),
             Ok(()) => {}
         }
         if shares && result.is_ok() {
-            result = self.flush(view).await;
+            result = self.flush(image).await;
         }
         (segments, result)
     }
 
     /// An image syncs for itself now and then. What such a sync was told, no flush will hear again.
-    fn note_lost(&self, view: &View<S>) {
-        if let Some(e) = view.backend.lost() {
-            let what = if view.backend.flushes_whole() {
+    fn note_lost(&self, image: &CurrentImage<S>) {
+        if let Some(e) = image.backend.lost() {
+            let what = if image.backend.flushes_whole() {
                 "writing metadata"
             } else {
                 "keeping what was written"
@@ -515,18 +526,18 @@ impl<S: Storage> Served<S> {
 
     async fn conclude_zeroes(
         &self,
-        view: &View<S>,
+        image: &CurrentImage<S>,
         zeroed: io::Result<()>,
         durable: bool,
     ) -> io::Result<()> {
-        zeroed.inspect_err(|_| self.note_lost(view))?;
+        zeroed.inspect_err(|_| self.note_lost(image))?;
         self.disk.note_unsynced();
         // Zeroed ranges are metadata, which only a sync makes durable: the group's, for a sync
         // beside it could take its error away.
-        if durable { self.flush(view).await } else { Ok(()) }
+        if durable { self.flush(image).await } else { Ok(()) }
     }
 
-    async fn flush(&self, view: &View<S>) -> io::Result<()> {
+    async fn flush(&self, image: &CurrentImage<S>) -> io::Result<()> {
         self.disk
             .flushes
             .flush(async || {
@@ -539,7 +550,7 @@ impl<S: Storage> Served<S> {
                 self.disk.unsynced.swap(false, Ordering::SeqCst);
                 self.disk.dirty.store(0, Ordering::Relaxed);
                 let _held = self.throttle.sync();
-                let result = view.backend.flush().await;
+                let result = image.backend.flush().await;
                 if let Err(e) = &result {
                     self.disk.poison("a flush", e);
                 }
