@@ -4,8 +4,8 @@ use blockyard_disk::WriteFigures;
 use blockyard_disk::{OpKind, Statistics};
 use blockyard_export::PolicyFigures;
 use blockyard_export::policy::notify::NotifyFigures;
-use blockyard_export::policy::pace::{PaceFigures, Polling};
 use blockyard_export::policy::placement::PlacementFigures;
+use blockyard_export::policy::polling::{PollingFigures, Strategy};
 use blockyard_sched::{Figures, Share};
 
 /// Logs a line for each kind of operation, and a line about the share.
@@ -51,7 +51,7 @@ fn describe_writes(writes: &WriteFigures) -> Option<String> {
 
 /// Logs what the policies chose for a disk. A policy that had nothing to choose has no line.
 pub fn log_policies(disk: &str, policies: &PolicyFigures) {
-    if let Some(text) = describe_pace(&policies.pace) {
+    if let Some(text) = describe_polling(&policies.polling) {
         tracing::info!(disk, "polling: {text}");
     }
     if policies.placement.to_guest > 0 {
@@ -67,8 +67,8 @@ pub fn log_policies(disk: &str, policies: &PolicyFigures) {
 }
 
 /// Describes what trials found. None: there was no trial.
-fn describe_pace(figures: &PaceFigures) -> Option<String> {
-    let tried: Vec<_> = Polling::ALL
+fn describe_polling(figures: &PollingFigures) -> Option<String> {
+    let tried: Vec<_> = Strategy::ALL
         .into_iter()
         .filter_map(|kind| {
             let tried = figures.of(kind);

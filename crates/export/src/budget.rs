@@ -137,7 +137,7 @@ mod tests {
 
     use super::*;
 
-    /// As the lanes of a ublk queue do it, one for each tag: all requests are there at once.
+    /// As the tasks of a ublk queue do it, one for each tag: all requests are there at once.
     #[test]
     fn tasks_that_share_a_budget_are_admitted_over_several_turns() {
         const TASKS: u64 = 1000;

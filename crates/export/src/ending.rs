@@ -7,17 +7,17 @@ use blockyard_disk::{Disk, LocalDisk};
 use crate::Reactors;
 
 /// Syncs `disk` on every reactor that serves it; false when one of them failed.
-pub fn settle(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
+pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     let mut good = true;
     for reactor in reactors.all() {
         let disk = disk.clone();
-        let settled = reactor.ask(move |handle, reply| match LocalDisk::known(handle, &disk) {
+        let synced = reactor.ask(move |handle, reply| match LocalDisk::known(handle, &disk) {
             Some(served) => {
                 handle.spawn(async move { reply.send(served.settle().await.is_ok()) });
             }
             None => reply.send(true),
         });
-        good &= settled.unwrap_or(false);
+        good &= synced.unwrap_or(false);
     }
     good
 }
@@ -26,7 +26,7 @@ pub fn settle(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
 /// its image as it is to be found. False when that failed.
 pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     disk.end_work();
-    let mut good = settle(disk, reactors);
+    let mut good = sync(disk, reactors);
     for reactor in reactors.all() {
         let disk = disk.clone();
         reactor.ask(move |handle, reply| {

@@ -23,9 +23,9 @@ pub mod vhost_user;
 mod watchdog;
 pub mod xen;
 
-pub use ending::{close, settle};
+pub use ending::close;
 pub use export::Export;
 pub use listener::{Listener, SocketError};
 pub use policy::PolicyFigures;
-pub use policy::pace::PollMode;
+pub use policy::polling::PollMode;
 pub use reactors::Reactors;

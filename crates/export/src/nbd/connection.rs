@@ -1,5 +1,5 @@
 //! What the tasks of one connection share in its transmission phase: the one that receives, the
-//! lanes, the one that sends.
+//! workers, the one that sends.
 //!
 //! In: requests, as they begin. Out: answers, as they end. What must hold: each request is answered
 //! once; what requests hold is bounded, and given back when the answer is sent.

@@ -2,7 +2,7 @@
 //! look for a while.
 //!
 //! In: requests that come and go. Out: the reactor stays awake for as long as that proves to pay
-//! ([`Pacer`]), and takes the next bytes without a wake-up. What must hold: what the disk has is
+//! ([`PollingPolicy`]), and takes the next bytes without a wake-up. What must hold: what the disk has is
 //! waited for asleep, however many look; and one connection looks at a time, for all.
 
 use std::cell::{Cell, RefCell};
@@ -14,7 +14,7 @@ use blockyard_ring::Handle;
 
 use super::exported::Exported;
 use crate::policy::Counters;
-use crate::policy::pace::Pacer;
+use crate::policy::polling::PollingPolicy;
 
 pub struct Idle {
     handle: Handle,
@@ -23,8 +23,8 @@ pub struct Idle {
     open: Cell<u32>,
     /// Requests since ever.
     came: Cell<u64>,
-    pacer: RefCell<Pacer>,
-    looks: Cell<bool>,
+    polling: RefCell<PollingPolicy>,
+    is_polling: Cell<bool>,
 }
 
 /// Those of a reactor, one for each disk.
@@ -43,15 +43,16 @@ impl Idle {
             .find(|idle| Arc::ptr_eq(&idle.disk, &exported.disk));
         known.unwrap_or_else(|| {
             let counters = Counters::local(handle, &exported.disk);
-            let pacer = RefCell::new(Pacer::of_clients(exported.poll, handle.now(), counters));
-            let (open, came, looks) = Default::default();
+            let polling =
+                RefCell::new(PollingPolicy::for_clients(exported.poll, handle.now(), counters));
+            let (open, came, is_polling) = Default::default();
             let idle = Idle {
                 handle: handle.clone(),
                 disk: exported.disk.clone(),
                 open,
                 came,
-                pacer,
-                looks,
+                polling,
+                is_polling,
             };
             let idle = Rc::new(idle);
             all.push(Rc::downgrade(&idle));
@@ -63,7 +64,7 @@ impl Idle {
     #[inline]
     pub fn came(&self) {
         self.came.set(self.came.get() + 1);
-        self.pacer.borrow_mut().came(self.handle.now());
+        self.polling.borrow_mut().requests_arrived(self.handle.now());
         self.enter();
     }
 
@@ -79,21 +80,21 @@ impl Idle {
         self.open.set(self.open.get() - 1);
     }
 
-    /// A connection has nothing to do, as long as `idle` says so: it looks, if it is the last one,
+    /// A connection has nothing to do, as long as `idle` says so: it is_polling, if it is the last one,
     /// and if that pays.
-    pub async fn look(&self, idle: impl Fn() -> bool) {
-        if self.open.get() > 0 || self.looks.get() {
+    pub async fn busy_poll(&self, idle: impl Fn() -> bool) {
+        if self.open.get() > 0 || self.is_polling.get() {
             return;
         }
-        let Some(limit) = self.pacer.borrow_mut().went_empty(self.handle.now(), self.came.get())
+        let Some(limit) = self.polling.borrow_mut().went_empty(self.handle.now(), self.came.get())
         else {
             return;
         };
         let until = self.handle.now() + limit;
-        self.looks.set(true);
+        self.is_polling.set(true);
         while self.open.get() == 0 && idle() && self.handle.now() < until {
             self.handle.yield_now().await;
         }
-        self.looks.set(false);
+        self.is_polling.set(false);
     }
 }

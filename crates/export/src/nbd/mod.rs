@@ -2,7 +2,7 @@
 //! over Unix sockets and TCP.
 //!
 //! ```text
-//!   address ─► thread (accept) ─► reactor: negotiation ─► receiver ─► lanes (requests, side by side) ─► sender
+//!   address ─► thread (accept) ─► reactor: negotiation ─► receiver ─► workers (requests, side by side) ─► sender
 //! ```
 //! A `Server` is one address; it has any number of disks, by name. Its thread accepts clients and
 //! deals them out to the reactors; all else happens there. A flush on one connection covers what
@@ -18,7 +18,6 @@ mod connection;
 mod exported;
 mod idle;
 mod inbox;
-mod lane;
 mod links;
 mod negotiate;
 mod receive;
@@ -28,6 +27,7 @@ mod send;
 mod shared;
 mod stream;
 mod terms;
+mod worker;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

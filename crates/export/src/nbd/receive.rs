@@ -1,7 +1,7 @@
 //! Receives the requests of a connection in its transmission phase, and hands them to the disk.
 //!
 //! ```text
-//!   socket ─► run: inbox, header, payload ─► lanes (a task for each request) ─► disk
+//!   socket ─► run: inbox, header, payload ─► workers (a task for each request) ─► disk
 //!   socket ◄─ send: all answers that are there, in one write ◄─── answers ◄──────┘
 //! ```
 //! Requests of one connection run side by side, and are answered as they end. What must hold: the
@@ -20,11 +20,11 @@ use blockyard_ring::{Handle, Segments, Signal, TaskId};
 use super::block_status;
 use super::connection::{Connection, Owed, is_heavy};
 use super::inbox::Inbox;
-use super::lane::{Lanes, Work};
 use super::reply::Body;
 use super::room::GUARANTEED;
 use super::stream::Stream;
 use super::terms::Terms;
+use super::worker::{Job, Workers};
 use crate::budget::{self, Budget, REQUEST};
 
 /// Requests of one connection that are on their way at a time.
@@ -40,7 +40,7 @@ const MOST_SKIPPED: u64 = 64 << 20;
 
 pub struct Receiver {
     connection: Rc<Connection>,
-    lanes: Rc<Lanes>,
+    workers: Rc<Workers>,
     /// The task that sends answers.
     sender: Cell<TaskId>,
     budget: Budget,
@@ -63,9 +63,9 @@ impl Receiver {
         let budget = Budget::of(handle, disk);
         let scrubs =
             matches!(disk.source(), Source::Null { .. } | Source::Delay { file: None, .. });
-        let lanes = Lanes::new(connection.clone());
+        let workers = Workers::new(connection.clone());
         let (sender, wrote) = Default::default();
-        Ok(Receiver { connection, lanes, sender, budget, wrote, scrubs })
+        Ok(Receiver { connection, workers, sender, budget, wrote, scrubs })
     }
 
     /// Serves the client until it goes, and all that it asked for is done.
@@ -98,7 +98,7 @@ impl Receiver {
         self.connection.ended.set(true);
         self.connection.to_send.ring();
         sending.wait().await;
-        self.lanes.close();
+        self.workers.close();
         if self.wrote.get() {
             // What it did not flush is not to be lost for that.
             let _ = self.connection.served.settle().await;
@@ -238,15 +238,15 @@ impl Receiver {
                 let op = Op::WriteZeroes { unmap, fua, fast };
                 if is_heavy(&request) {
                     self.wrote.set(true);
-                    self.lanes.give(Work::Zeroes { request, op });
+                    self.workers.start(Job::Zeroes { request, op });
                 } else {
                     self.hand_on(request, op, Segments::default());
                 }
             }
-            cmd::CACHE => self.lanes.give(Work::Cache(request)),
+            cmd::CACHE => self.workers.start(Job::Cache(request)),
             _ => self
-                .lanes
-                .give(Work::Status { request: wire::Request { len: effect, ..request }, only }),
+                .workers
+                .start(Job::Status { request: wire::Request { len: effect, ..request }, only }),
         }
         Ok(())
     }
@@ -341,7 +341,7 @@ impl Receiver {
             self.connection.handle.now(),
             token,
         );
-        self.lanes.give(Work::Request { request, flushes });
+        self.workers.start(Job::Request { request, flushes });
     }
 }
 

@@ -27,7 +27,7 @@ impl Connection {
                 if self.ended.get() && self.in_flight.get() == 0 {
                     return;
                 }
-                self.idle.look(|| self.replies.borrow().is_empty() && !self.ended.get()).await;
+                self.idle.busy_poll(|| self.replies.borrow().is_empty() && !self.ended.get()).await;
                 self.to_send.wait().await;
                 continue;
             }

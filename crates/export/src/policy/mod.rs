@@ -2,7 +2,7 @@
 //! returns decisions.
 //!
 //! ```text
-//!   pace        what a queue does when it has nothing to take
+//!   polling     what a queue does when it has nothing to take
 //!   notify      when the guest is notified of completions
 //!   placement   on which processors a reactor runs
 //! ```
@@ -12,8 +12,8 @@
 //! that they saw, are figures of the disk ([`PolicyFigures`]).
 
 pub mod notify;
-pub mod pace;
 pub mod placement;
+pub mod polling;
 #[cfg(test)]
 mod seeded;
 
@@ -25,14 +25,14 @@ use blockyard_disk::Disk;
 use blockyard_ring::Handle;
 
 use notify::NotifyFigures;
-use pace::PaceFigures;
 use placement::PlacementFigures;
+use polling::PollingFigures;
 
 /// What the policies chose for a disk, and the rates that they saw. Figures of several reactors can
 /// be added.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PolicyFigures {
-    pub pace: PaceFigures,
+    pub polling: PollingFigures,
     pub notify: NotifyFigures,
     pub placement: PlacementFigures,
 }
@@ -44,7 +44,7 @@ impl PolicyFigures {
     }
 
     pub fn merge(&mut self, other: &PolicyFigures) {
-        self.pace.merge(&other.pace);
+        self.polling.merge(&other.polling);
         self.notify.merge(&other.notify);
         self.placement.merge(&other.placement);
     }
@@ -54,7 +54,7 @@ impl PolicyFigures {
 /// the figures outlive those.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    pub pace: Cell<PaceFigures>,
+    pub polling: Cell<PollingFigures>,
     pub notify: Cell<NotifyFigures>,
     pub placement: Cell<PlacementFigures>,
 }
@@ -87,7 +87,7 @@ impl Counters {
 
     fn figures(&self) -> PolicyFigures {
         PolicyFigures {
-            pace: self.pace.get(),
+            polling: self.polling.get(),
             notify: self.notify.get(),
             placement: self.placement.get(),
         }

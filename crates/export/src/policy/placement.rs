@@ -1,7 +1,7 @@
 //! On which processors a reactor runs, seen from its guest.
 //!
 //! A guest that is confined to some of the processors may be served best from there:
-//! [`super::pace`] tries it.
+//! [`super::polling`] tries it.
 //!
 //! In: the processors of the reactor's thread and of the guest's process, and whether the reactor
 //! is to run beside the guest. Out: processors to move to. `vhost_user/placement.rs` reads the
@@ -31,7 +31,7 @@ impl PlacementFigures {
 pub(crate) struct Placement {
     /// The reactor's own processors and the guest's, where the guest's are fewer.
     sets: Option<(CpuSet, CpuSet)>,
-    beside: bool,
+    co_located: bool,
     counters: Rc<Counters>,
 }
 
@@ -39,7 +39,7 @@ impl Placement {
     /// `home`: the processors that the reactor's thread had at first. None: they are not known.
     pub fn new(home: Option<CpuSet>, guest: Option<CpuSet>, counters: Rc<Counters>) -> Self {
         let sets = home.zip(guest).and_then(|(home, guest)| Some((home, narrower(home, guest)?)));
-        Placement { sets, beside: false, counters }
+        Placement { sets, co_located: false, counters }
     }
 
     pub fn can_move(&self) -> bool {
@@ -48,17 +48,17 @@ impl Placement {
 
     /// Returns the processors to move to: the guest's, or home. None: the thread stays where it is.
     #[inline]
-    pub fn moves(&mut self, beside: bool) -> Option<&CpuSet> {
-        let (home, guest) = self.sets.as_ref().filter(|_| beside != self.beside)?;
-        self.beside = beside;
+    pub fn moves(&mut self, co_located: bool) -> Option<&CpuSet> {
+        let (home, guest) = self.sets.as_ref().filter(|_| co_located != self.co_located)?;
+        self.co_located = co_located;
         let mut figures = self.counters.placement.get();
-        if beside {
+        if co_located {
             figures.to_guest += 1;
         } else {
             figures.home += 1;
         }
         self.counters.placement.set(figures);
-        Some(if beside { guest } else { home })
+        Some(if co_located { guest } else { home })
     }
 }
 
@@ -101,7 +101,7 @@ mod tests {
         let counters = Rc::<Counters>::default();
         let mut placement = Placement::new(Some(set(&[0, 1])), Some(set(&[1])), counters.clone());
         let trace = [false, false, true, true, true, false, false, true];
-        let moves = trace.map(|beside| placement.moves(beside).copied());
+        let moves = trace.map(|co_located| placement.moves(co_located).copied());
         let (home, guest) = (Some(set(&[0, 1])), Some(set(&[1])));
         assert_eq!(moves, [None, None, guest, None, None, home, None, guest]);
         let mut figures = counters.placement.get();

@@ -1,9 +1,9 @@
-//! A queue of a ublk device on its reactor: a lane for each tag.
+//! A queue of a ublk device on its reactor: a task for each tag.
 //!
 //! ```text
-//!   lane: fetch ─► parse ─► disk ─► commit the answer and fetch ─► ...
+//!   task: fetch ─► parse ─► disk ─► commit the answer and fetch ─► ...
 //! ```
-//! The kernel has merged neighbours already, and orders nothing, so each lane is one request after
+//! The kernel has merged neighbours already, and orders nothing, so each task is one request after
 //! another and knows nothing of the others. What must hold: a request that was fetched is committed
 //! once, also when the queue is left meanwhile: nobody else is told of it; what was not fetched by
 //! then is left to the next server. Nothing is allocated for a request.
@@ -41,23 +41,23 @@ pub(super) struct Shared {
 
 /// The queues of a reactor, by device and number.
 #[derive(Default)]
-struct Lines(RefCell<HashMap<(u32, u16), Rc<Line>>>);
+struct DeviceQueues(RefCell<HashMap<(u32, u16), Rc<DeviceQueue>>>);
 
-impl Lines {
-    fn find(handle: &Handle, key: (u32, u16)) -> Option<Rc<Line>> {
-        handle.local::<Lines>().0.borrow().get(&key).cloned()
+impl DeviceQueues {
+    fn find(handle: &Handle, key: (u32, u16)) -> Option<Rc<DeviceQueue>> {
+        handle.local::<DeviceQueues>().0.borrow().get(&key).cloned()
     }
 }
 
-/// A queue and its lanes.
-struct Line {
+/// A queue and its tasks.
+struct DeviceQueue {
     handle: Handle,
     key: (u32, u16),
     shared: Arc<Shared>,
     served: Rc<LocalDisk<Store>>,
-    queue: Rc<Queue>,
+    driver_queue: Rc<Queue>,
     tasks: RefCell<Vec<TaskId>>,
-    lanes: Cell<u32>,
+    running: Cell<u32>,
     draining: Cell<bool>,
     budget: Budget,
     leaving: Cell<bool>,
@@ -83,7 +83,7 @@ impl QueueHandle {
         let key = (device.info().id, number);
         let (device, shared) = (device.clone(), shared.clone());
         let made = remote.ask(move |handle, reply| {
-            let made = Line::make(handle, &device, number, shared);
+            let made = DeviceQueue::make(handle, &device, number, shared);
             // The character device stays open as long as any of these lives.
             drop(device);
             reply.send(made);
@@ -96,10 +96,10 @@ impl QueueHandle {
     pub fn fetch(&self) -> Answer<()> {
         let key = self.key;
         self.remote.ask_later(move |handle, reply| {
-            let (line, reactor) = (Lines::find(handle, key), handle.clone());
+            let (queue, reactor) = (DeviceQueues::find(handle, key), handle.clone());
             handle.spawn(async move {
-                if let Some(line) = line {
-                    line.fetch();
+                if let Some(queue) = queue {
+                    queue.fetch();
                 }
                 reactor.yield_now().await;
                 reply.send(());
@@ -112,17 +112,17 @@ impl QueueHandle {
     pub fn map(&self) -> std::io::Result<()> {
         let key = self.key;
         let mapped = self.remote.ask(move |handle, reply| {
-            let line = Lines::find(handle, key);
-            reply.send(line.ok_or_else(gone).and_then(|line| line.queue.map()));
+            let queue = DeviceQueues::find(handle, key);
+            reply.send(queue.ok_or_else(gone).and_then(|queue| queue.driver_queue.map()));
         });
         mapped.unwrap_or_else(|| Err(gone()))
     }
 
     /// From here on nothing waits for limits.
     pub fn drain(&self) {
-        self.with(|line| {
-            if !line.draining.replace(true) {
-                line.served.suspend();
+        self.with(|queue| {
+            if !queue.draining.replace(true) {
+                queue.served.suspend();
             }
         });
     }
@@ -134,27 +134,27 @@ impl QueueHandle {
 
     /// Finishes what was begun, and leaves all else to the next server.
     pub fn leave(&self) {
-        self.end(|line| line.leave());
+        self.end(|queue| queue.leave());
     }
 
-    fn end(&self, f: impl FnOnce(&Rc<Line>) + Send + 'static) {
+    fn end(&self, f: impl FnOnce(&Rc<DeviceQueue>) + Send + 'static) {
         let key = self.key;
-        self.remote.ask(move |handle, reply| match Lines::find(handle, key) {
-            Some(line) => {
-                *line.waiting.borrow_mut() = Some(reply);
-                // Without lanes it has never fetched.
-                if line.lanes.get() == 0 { line.end() } else { f(&line) }
+        self.remote.ask(move |handle, reply| match DeviceQueues::find(handle, key) {
+            Some(queue) => {
+                *queue.waiting.borrow_mut() = Some(reply);
+                // Without tasks it has never fetched.
+                if queue.running.get() == 0 { queue.end() } else { f(&queue) }
             }
             None => reply.send(()),
         });
     }
 
-    fn with(&self, f: impl FnOnce(&Rc<Line>) + Send + 'static) {
+    fn with(&self, f: impl FnOnce(&Rc<DeviceQueue>) + Send + 'static) {
         let key = self.key;
         self.remote.run(move |handle| {
-            let line = Lines::find(handle, key);
-            if let Some(line) = line {
-                f(&line);
+            let queue = DeviceQueues::find(handle, key);
+            if let Some(queue) = queue {
+                f(&queue);
             }
         });
     }
@@ -164,7 +164,7 @@ fn gone() -> std::io::Error {
     std::io::Error::other("the queue or its reactor has ended")
 }
 
-impl Line {
+impl DeviceQueue {
     fn make(
         handle: &Handle,
         device: &Device,
@@ -177,38 +177,39 @@ impl Line {
             );
         }
         let served = LocalDisk::local(handle, &shared.disk)?;
-        let queue = Queue::new(handle, device, number)?;
+        let driver_queue = Queue::new(handle, device, number)?;
         let key = (device.info().id, number);
         let budget = Budget::of(handle, &shared.disk);
         shared.live.fetch_add(1, Ordering::SeqCst);
-        let line = Rc::new(Line {
+        let queue = Rc::new(DeviceQueue {
             handle: handle.clone(),
             key,
             shared,
             served,
-            queue,
+            driver_queue,
             tasks: RefCell::default(),
-            lanes: Cell::new(0),
+            running: Cell::new(0),
             draining: Cell::new(false),
             budget,
             leaving: Cell::new(false),
             counts: Cell::default(),
             waiting: RefCell::new(None),
         });
-        handle.local::<Lines>().0.borrow_mut().insert(key, line);
+        handle.local::<DeviceQueues>().0.borrow_mut().insert(key, queue);
         Ok(())
     }
 
     fn fetch(self: &Rc<Self>) {
-        self.lanes.set(self.queue.depth().into());
-        let lanes = (0..self.queue.depth()).map(|number| {
-            let tag = self.queue.tag(number);
-            let lane = Rc::new(Lane { tag, status: Cell::new(Ok(())), segments: Cell::default() });
+        self.running.set(self.driver_queue.depth().into());
+        let tasks = (0..self.driver_queue.depth()).map(|number| {
+            let tag = self.driver_queue.tag(number);
+            let task =
+                Rc::new(TagTask { tag, status: Cell::new(Ok(())), segments: Cell::default() });
             // Pushed here, so that the driver has all of them when the device is started.
-            let first = lane.tag.fetch();
-            self.handle.spawn(lane.run(self.clone(), first))
+            let first = task.tag.fetch();
+            self.handle.spawn(task.run(self.clone(), first))
         });
-        self.tasks.borrow_mut().extend(lanes);
+        self.tasks.borrow_mut().extend(tasks);
     }
 
     fn leave(&self) {
@@ -221,17 +222,17 @@ impl Line {
         self.counts.set((requests + 1, all + bytes, all_copied + copied));
     }
 
-    /// A lane has ended; the last one ends the queue.
-    fn lane_ended(&self) {
-        self.lanes.set(self.lanes.get() - 1);
-        if self.lanes.get() == 0 {
+    /// A task has ended; the last one ends the queue.
+    fn task_ended(&self) {
+        self.running.set(self.running.get() - 1);
+        if self.running.get() == 0 {
             self.end();
         }
     }
 
     fn end(&self) {
-        let line = self.handle.local::<Lines>().0.borrow_mut().remove(&self.key);
-        drop(line);
+        let queue = self.handle.local::<DeviceQueues>().0.borrow_mut().remove(&self.key);
+        drop(queue);
         if self.draining.get() {
             self.served.resume();
         }
@@ -249,17 +250,17 @@ impl Line {
 }
 
 /// What carries the requests of one tag, one after another.
-struct Lane {
+struct TagTask {
     tag: Tag,
     status: Cell<Status>,
     /// Used again: its vector keeps its room.
     segments: Cell<Segments>,
 }
 
-/// Names the lane that a request belongs to.
-struct LaneToken(Rc<Lane>);
+/// Names the task that a request belongs to.
+struct TagToken(Rc<TagTask>);
 
-impl Token for LaneToken {
+impl Token for TagToken {
     #[inline]
     fn answer(self, status: Status, segments: Segments) {
         self.0.status.set(status);
@@ -267,27 +268,31 @@ impl Token for LaneToken {
     }
 }
 
-impl Lane {
-    async fn run(self: Rc<Self>, line: Rc<Line>, first: Fetch) {
-        line.handle.label(&format!("disk {}, ublk queue {}", line.shared.disk.name(), line.key.1));
+impl TagTask {
+    async fn run(self: Rc<Self>, queue: Rc<DeviceQueue>, first: Fetch) {
+        queue.handle.label(&format!(
+            "disk {}, ublk queue {}",
+            queue.shared.disk.name(),
+            queue.key.1
+        ));
         let mut fetch = first;
-        while next(&line, &mut fetch).await {
-            let result = self.serve(&line).await;
+        while next(&queue, &mut fetch).await {
+            let result = self.serve(&queue).await;
             fetch = self.tag.commit(result);
         }
         drop(fetch);
-        line.lane_ended();
+        queue.task_ended();
     }
 
     /// Does what was fetched; bytes done, or minus an errno.
-    async fn serve(self: &Rc<Self>, line: &Line) -> i32 {
-        let fua = line.shared.durable.load(Ordering::Relaxed);
+    async fn serve(self: &Rc<Self>, queue: &DeviceQueue) -> i32 {
+        let fua = queue.shared.durable.load(Ordering::Relaxed);
         let descriptor = match self.tag.descriptor() {
             Ok(descriptor) => descriptor,
             Err(e) => {
                 tracing::error!(
-                    disk = line.shared.disk.name(),
-                    queue = line.key.1,
+                    disk = queue.shared.disk.name(),
+                    queue = queue.key.1,
                     "mapping its requests: {e}"
                 );
                 return -rustix::io::Errno::IO.raw_os_error();
@@ -299,7 +304,7 @@ impl Lane {
         };
         let moves = matches!(op, Op::Read | Op::Write { .. });
         // The reactor's other queues go on before this one serves more than its budget.
-        line.budget.admit(&line.handle, REQUEST, if moves { len } else { 0 }).await;
+        queue.budget.admit(&queue.handle, REQUEST, if moves { len } else { 0 }).await;
         let mut segments = self.segments.take();
         if moves {
             self.tag.fill(&mut segments, len as usize);
@@ -307,10 +312,10 @@ impl Lane {
             segments.release();
         }
         let request =
-            Request::new(op, offset, len, segments, line.handle.now(), LaneToken(self.clone()));
-        line.served.serve(request).await.answer();
+            Request::new(op, offset, len, segments, queue.handle.now(), TagToken(self.clone()));
+        queue.served.serve(request).await.answer();
         let (failed, copied) = self.tag.settle();
-        line.count(if moves { len } else { 0 }, copied);
+        queue.count(if moves { len } else { 0 }, copied);
         match self.status.get() {
             Err(failure) => -errno(failure).raw_os_error(),
             Ok(()) if failed => -rustix::io::Errno::IO.raw_os_error(),
@@ -321,9 +326,9 @@ impl Lane {
 }
 
 /// Waits for a request. False: the device was stopped, or the queue is left.
-async fn next(line: &Line, fetch: &mut Fetch) -> bool {
+async fn next(queue: &DeviceQueue, fetch: &mut Fetch) -> bool {
     let fetched = poll_fn(|cx| match Pin::new(&mut *fetch).poll(cx) {
-        Poll::Pending if line.leaving.get() => Poll::Ready(None),
+        Poll::Pending if queue.leaving.get() => Poll::Ready(None),
         fetched => fetched.map(Some),
     });
     match fetched.await {
@@ -332,12 +337,12 @@ async fn next(line: &Line, fetch: &mut Fetch) -> bool {
         Some(Err(e)) if e.raw_os_error() == Some(rustix::io::Errno::NODEV.raw_os_error()) => false,
         Some(Err(e)) => {
             tracing::error!(
-                disk = line.shared.disk.name(),
-                queue = line.key.1,
+                disk = queue.shared.disk.name(),
+                queue = queue.key.1,
                 "the driver refuses a command: {e}"
             );
             // A queue with a tag that nobody serves would hold up whoever is given it.
-            line.leave();
+            queue.leave();
             false
         }
         None => false,

@@ -282,8 +282,8 @@ impl Shared {
     }
 
     /// Syncs the disk on every reactor that has written to it; false if one of them failed.
-    fn settle(&self) -> bool {
-        crate::ending::settle(&self.device.disk, &self.reactors)
+    fn sync(&self) -> bool {
+        crate::ending::sync(&self.device.disk, &self.reactors)
     }
 }
 

@@ -204,14 +204,14 @@ impl Queue {
                 let taken = self.take(if slow > 0 { BATCH_IN_FLIGHT } else { BATCH_AT_ONCE });
                 let spent = self.has_spent(taken);
                 if std::mem::take(&mut gathered) {
-                    self.core.borrow_mut().pacer.gathered(
+                    self.core.borrow_mut().polling.gathered(
                         taken,
                         self.handle.now(),
                         self.done.get(),
                     );
                 }
                 if taken > 0 {
-                    self.core.borrow_mut().pacer.came(self.handle.now());
+                    self.core.borrow_mut().polling.requests_arrived(self.handle.now());
                 }
                 if spent || (taken > 0 && slow == 0) {
                     self.handle.yield_now().await;
@@ -229,7 +229,7 @@ impl Queue {
                 }
                 if self.in_flight.get() == 0
                     && let Some(limit) = self.went_empty()
-                    && self.look(limit).await
+                    && self.busy_poll(limit).await
                 {
                     continue;
                 }
@@ -267,22 +267,22 @@ impl Queue {
     fn went_empty(&self) -> Option<Duration> {
         let mut core = self.core.borrow_mut();
         let core = &mut *core;
-        let look = core.pacer.went_empty(self.handle.now(), self.done.get());
+        let busy_poll = core.polling.went_empty(self.handle.now(), self.done.get());
         // The thread is everybody's whose queue is here: it follows a guest only while it is the
         // only one.
         let is_alone = || self.handle.local::<Queues>().0.borrow().len() == 1;
-        if let Some(processors) = core.placement.moves(core.pacer.beside() && is_alone()) {
+        if let Some(processors) = core.placement.moves(core.polling.co_located() && is_alone()) {
             placement::move_to(processors);
         }
-        look
+        busy_poll
     }
 
     fn gathers(&self) -> Option<Duration> {
-        self.core.borrow().pacer.gather()
+        self.core.borrow().polling.gather()
     }
 
     /// Looks for chains for at most `limit`; true: there is something to do.
-    async fn look(&self, limit: Duration) -> bool {
+    async fn busy_poll(&self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
         self.core.borrow_mut().ring.disable_kicks();
         while self.core.borrow().unpublished == 0 && self.stopping.borrow().is_none() {

@@ -438,7 +438,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         if self.switch_write_cache(write_back) && !write_back {
             // What was written under the old promise must be durable under the new one.
             let _wait = self.export.own_wait();
-            if !self.export.settle() {
+            if !self.export.sync() {
                 return Err(self.refuse(format_args!(
                     "the write cache is off, and what was written cannot be synced"
                 )));

@@ -11,8 +11,8 @@ use blockyard_ring::{GuestMemory, Segments};
 use super::QueueSetup;
 use crate::policy::Counters;
 use crate::policy::notify::{Coalesce, Coalescer};
-use crate::policy::pace::Pacer;
 use crate::policy::placement::Placement;
+use crate::policy::polling::PollingPolicy;
 use crate::vhost_user::inflight::{Inflight, PackedChain};
 use crate::vhost_user::notify::Call;
 use crate::vhost_user::virtqueue::{Desc, Head, PackedRing, Ring, RingError, SplitRing};
@@ -41,7 +41,7 @@ pub(super) struct Core {
     pub(super) pool: Vec<Segments>,
     pub(super) call: Call,
     pub(super) coalescer: Coalescer,
-    pub(super) pacer: Pacer,
+    pub(super) polling: PollingPolicy,
     pub(super) placement: Placement,
     counters: Rc<Counters>,
     pub(super) error: Option<OwnedFd>,
@@ -91,8 +91,9 @@ impl Core {
         let call = std::mem::replace(&mut setup.call, Call::None);
         let coalescer =
             Coalescer::new(setup.coalesce.wait(call.is_stream()), ring.size(), counters.clone());
-        let mut pacer = Pacer::new(setup.poll, placement.can_move(), now, counters.clone());
-        pacer.told_by_stream(call.is_stream());
+        let mut polling =
+            PollingPolicy::new(setup.poll, placement.can_move(), now, counters.clone());
+        polling.set_notified_by_stream(call.is_stream());
         let core = Core {
             pending: vec![Pending::default(); usize::from(ring.size())],
             ring,
@@ -102,7 +103,7 @@ impl Core {
             pool: Vec::new(),
             call,
             coalescer,
-            pacer,
+            polling,
             placement,
             counters,
             error: setup.error.take(),
@@ -209,7 +210,7 @@ impl Core {
     pub(super) fn set_call(&mut self, call: Call, coalesce: Coalesce) {
         let wait = coalesce.wait(call.is_stream());
         self.coalescer = Coalescer::new(wait, self.ring.size(), self.counters.clone());
-        self.pacer.told_by_stream(call.is_stream());
+        self.polling.set_notified_by_stream(call.is_stream());
         self.call = call;
         // Whatever was told to the old one may be lost.
         self.call.ring();

@@ -7,9 +7,9 @@ fn origin() -> Instant {
 }
 
 /// A guest that comes back `pause` after each request, and a host that serves it at `rate` requests
-/// a millisecond, as the manner tells.
+/// a millisecond, as the candidate tells.
 struct Guest {
-    pacer: Pacer,
+    policy: PollingPolicy,
     now: Instant,
     done: f64,
 }
@@ -23,19 +23,19 @@ struct Shares {
 impl Guest {
     fn new(mode: PollMode, by_stream: bool) -> Self {
         let now = origin();
-        let mut pacer = Pacer::new(mode, false, now, Rc::default());
-        pacer.told_by_stream(by_stream);
-        Guest { pacer, now, done: 0.0 }
+        let mut policy = PollingPolicy::new(mode, false, now, Rc::default());
+        policy.set_notified_by_stream(by_stream);
+        Guest { policy, now, done: 0.0 }
     }
 
     /// Shares of the times the queue went empty at which it looked, and at which it gathered.
     fn run(&mut self, pause: Duration, rate: impl Fn(bool, bool) -> f64, time: Duration) -> Shares {
         let (start, mut times, mut shares) = (self.now, 0.0, Shares::default());
         while self.now - start < time {
-            let looks = self.pacer.went_empty(self.now, self.done as u64).is_some();
-            let gathers = self.pacer.gather().is_some();
+            let looks = self.policy.went_empty(self.now, self.done as u64).is_some();
+            let gathers = self.policy.gather().is_some();
             self.now += pause;
-            self.pacer.came(self.now);
+            self.policy.requests_arrived(self.now);
             self.now += Duration::from_secs_f64(1e-3 / rate(looks, gathers));
             self.done += 1.0;
             times += 1.0;
@@ -92,19 +92,19 @@ fn streams_gather_where_that_pays() {
 #[test]
 fn a_guest_that_sends_one_at_a_time_is_not_gathered_for() {
     let now = origin();
-    let mut pacer = Pacer::new(PollMode::Auto, false, now, Rc::default());
-    pacer.told_by_stream(true);
-    pacer.manner = pacer.plan.manners.iter().position(|m| !m.gather.is_zero()).unwrap();
-    pacer.pause = 1e4;
+    let mut policy = PollingPolicy::new(PollMode::Auto, false, now, Rc::default());
+    policy.set_notified_by_stream(true);
+    policy.current = policy.plan.candidates.iter().position(|m| !m.gather.is_zero()).unwrap();
+    policy.pause = 1e4;
     for _ in 0..VAIN - 1 {
-        pacer.gathered(1, now, 0);
+        policy.gathered(1, now, 0);
     }
-    pacer.gathered(2, now, 0);
-    assert!(pacer.gather().is_some(), "one good gather makes up for vain ones");
+    policy.gathered(2, now, 0);
+    assert!(policy.gather().is_some(), "one good gather makes up for vain ones");
     for _ in 0..VAIN {
-        pacer.gathered(1, now, 0);
+        policy.gathered(1, now, 0);
     }
-    assert!(pacer.gather().is_none());
+    assert!(policy.gather().is_none());
 }
 
 /// For 30 ms, in the first slice of looking that counts (it has 56 requests, and 14 before them
@@ -126,19 +126,22 @@ fn a_machine_that_stands_still_for_a_moment_decides_nothing() {
 fn a_client_that_is_slow_to_come_back_is_looked_for_longer() {
     let now = origin();
     let run = |needs: Duration| {
-        let mut guest =
-            Guest { pacer: Pacer::of_clients(PollMode::Auto, now, Rc::default()), now, done: 0.0 };
+        let mut guest = Guest {
+            policy: PollingPolicy::for_clients(PollMode::Auto, now, Rc::default()),
+            now,
+            done: 0.0,
+        };
         let (mut looked, mut slept) = (0, 0);
         while guest.now - now < TIME {
-            let look = guest.pacer.went_empty(guest.now, guest.done as u64);
+            let busy_poll = guest.policy.went_empty(guest.now, guest.done as u64);
             // Whoever is not looked for has to be woken for.
             guest.now += us(60);
-            guest.pacer.came(guest.now);
-            let found = look.is_some_and(|look| look >= needs);
+            guest.policy.requests_arrived(guest.now);
+            let found = busy_poll.is_some_and(|look| look >= needs);
             guest.now += us(if found { 20 } else { 60 });
             guest.done += 1.0;
-            looked += u32::from(look == Some(LOOK_LONGER));
-            slept += u32::from(look.is_none());
+            looked += u32::from(busy_poll == Some(BUSY_POLL_LONGER));
+            slept += u32::from(busy_poll.is_none());
         }
         (looked as f64 / guest.done, f64::from(slept) / guest.done)
     };
@@ -155,9 +158,9 @@ fn a_trial_whose_promise_does_not_hold_is_made_again() {
     let first = auto.run(us(20), |looks, _| if looks { 40.0 } else { 55.0 }, WINDOW + us(40_000));
     assert!(first.looked < 0.5, "{first:?}");
     assert!(
-        matches!(auto.pacer.state, State::Settled { rate: Some(_), .. }),
+        matches!(auto.policy.state, State::Decided { rate: Some(_), .. }),
         "{:?}",
-        auto.pacer.state
+        auto.policy.state
     );
     let later = auto.run(us(60), |looks, _| if looks { 40.0 } else { 15.0 }, REST / 2);
     assert!(later.looked > 0.5, "{later:?}");
@@ -194,27 +197,27 @@ fn noisy_traces_are_decided_by_their_medians() {
 #[test]
 fn figures_have_what_was_chosen_and_the_rates_that_were_seen() {
     let counters = Rc::<Counters>::default();
-    let mut pacer = Pacer::new(PollMode::Auto, false, origin(), counters.clone());
-    pacer.told_by_stream(false);
-    let mut guest = Guest { pacer, ..Guest::new(PollMode::Auto, false) };
+    let mut policy = PollingPolicy::new(PollMode::Auto, false, origin(), counters.clone());
+    policy.set_notified_by_stream(false);
+    let mut guest = Guest { policy, ..Guest::new(PollMode::Auto, false) };
     guest.run(us(20), |looks, _| if looks { 40.0 } else { 20.0 }, TIME);
-    let figures = counters.pace.get();
-    let (sleep, look) = (figures.of(Polling::Sleep), figures.of(Polling::Look));
-    assert!(look.chosen > 0 && sleep.chosen == 0, "{figures:?}");
+    let figures = counters.polling.get();
+    let (sleep, busy_poll) = (figures.of(Strategy::Sleep), figures.of(Strategy::BusyPoll));
+    assert!(busy_poll.chosen > 0 && sleep.chosen == 0, "{figures:?}");
     // A request takes its pause of 20 us, and 25 or 50 us.
-    assert!((look.rate().unwrap() / 22_222.0 - 1.0).abs() < 0.05, "{figures:?}");
+    assert!((busy_poll.rate().unwrap() / 22_222.0 - 1.0).abs() < 0.05, "{figures:?}");
     assert!((sleep.rate().unwrap() / 14_286.0 - 1.0).abs() < 0.05, "{figures:?}");
-    assert!(figures.of(Polling::Gather).rate().is_none(), "a plan for eventfds has none");
+    assert!(figures.of(Strategy::Gather).rate().is_none(), "a plan for eventfds has none");
     let mut both = figures;
     both.merge(&figures);
-    assert_eq!(both.of(Polling::Look).chosen, look.chosen * 2);
-    assert_eq!(both.of(Polling::Look).rate(), look.rate());
+    assert_eq!(both.of(Strategy::BusyPoll).chosen, busy_poll.chosen * 2);
+    assert_eq!(both.of(Strategy::BusyPoll).rate(), busy_poll.rate());
     assert_eq!((figures.given_up, figures.early), (0, 0));
     // A guest that stops in the middle of a trial.
-    while !matches!(guest.pacer.state, State::Trial { .. }) {
+    while !matches!(guest.policy.state, State::Trial { .. }) {
         guest.run(us(20), |_, _| 5.0, us(1000));
     }
-    guest.run(SLICE_MOST * 2, |_, _| 5.0, SLICE_MOST * 4);
-    assert_eq!(counters.pace.get().given_up, 1);
-    assert!(counters.pace.get().early > 0, "another rate");
+    guest.run(MAX_SLICE * 2, |_, _| 5.0, MAX_SLICE * 4);
+    assert_eq!(counters.polling.get().given_up, 1);
+    assert!(counters.polling.get().early > 0, "another rate");
 }

@@ -8,8 +8,8 @@
 //! on a machine is spread over two CPUs and pays two wake-ups for each of its system calls, until a
 //! reactor that looks keeps the second CPU busy: then the guest runs three times as fast. On one
 //! CPU each kick costs two switches of address space, and gathering kicks saves them; a guest with
-//! one request at a time never lets that CPU sleep. So it is tried: slices of each manner in turn,
-//! and the rate of requests decides. A manner that burns or waits must gain to be kept; an idle
+//! one request at a time never lets that CPU sleep. So it is tried: slices of each candidate in turn,
+//! and the rate of requests decides. A candidate that burns or waits must gain to be kept; an idle
 //! queue costs nothing.
 //!
 //! In: the time, the number of requests, and when the queue goes empty or takes requests. Out: how
@@ -22,30 +22,30 @@ use std::time::{Duration, Instant};
 use super::Counters;
 
 /// How long one look lasts at most; a guest that pauses for twice as long is not waited for.
-const LOOK: Duration = Duration::from_micros(50);
+const BUSY_POLL: Duration = Duration::from_micros(50);
 /// The same for User Mode Linux, whose system calls take so long.
-const LOOK_LONG: Duration = Duration::from_micros(300);
+const BUSY_POLL_LONG: Duration = Duration::from_micros(300);
 /// The same for clients beside those of 50 us: one whose processor falls asleep between two
 /// requests takes longer to come back.
-const LOOK_LONGER: Duration = Duration::from_micros(200);
+const BUSY_POLL_LONGER: Duration = Duration::from_micros(200);
 /// How long kicks are gathered.
 const GATHER: Duration = Duration::from_micros(200);
 /// A guest that pauses for longer has other cares than where its reactor runs.
-const BESIDE_PAUSE: Duration = Duration::from_micros(500);
+const CO_LOCATED_PAUSE: Duration = Duration::from_micros(500);
 
 /// A slice of a trial lasts until there were so many requests, but not for ever.
 const SLICE_REQUESTS: u64 = 32;
-const SLICE_MOST: Duration = Duration::from_millis(60);
+const MAX_SLICE: Duration = Duration::from_millis(60);
 /// Gathers in a row that brought no second chain: this guest does not send any.
 const VAIN: u32 = 8;
-/// A manner this much slower than the best is tried no further.
+/// A candidate this much slower than the best is tried no further.
 const HOPELESS: f64 = 0.7;
 /// One that was decided for before, and is this much better than all others at once, needs no
 /// second look.
 const CLEAR: f64 = 1.15;
 /// How long a decision holds before it is tried again; twice as long each time it is confirmed.
 const REST: Duration = Duration::from_secs(1);
-const REST_MOST: Duration = Duration::from_secs(16);
+const MAX_REST: Duration = Duration::from_secs(16);
 /// While it holds, the rate is watched: so many windows in a row outside these bounds are another
 /// load, to be tried anew.
 const WINDOW: Duration = Duration::from_millis(50);
@@ -63,51 +63,51 @@ pub enum PollMode {
 
 /// What is done when a queue has nothing to take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Polling {
+pub enum Strategy {
     Sleep,
-    Look,
-    LookLonger,
+    BusyPoll,
+    BusyPollLonger,
     Gather,
-    Beside,
-    GatherBeside,
+    CoLocated,
+    GatherCoLocated,
 }
 
-impl Polling {
-    pub const ALL: [Polling; 6] = [
-        Polling::Sleep,
-        Polling::Look,
-        Polling::LookLonger,
-        Polling::Gather,
-        Polling::Beside,
-        Polling::GatherBeside,
+impl Strategy {
+    pub const ALL: [Strategy; 6] = [
+        Strategy::Sleep,
+        Strategy::BusyPoll,
+        Strategy::BusyPollLonger,
+        Strategy::Gather,
+        Strategy::CoLocated,
+        Strategy::GatherCoLocated,
     ];
 
     pub fn name(self) -> &'static str {
         match self {
-            Polling::Sleep => "sleep",
-            Polling::Look => "look",
-            Polling::LookLonger => "look longer",
-            Polling::Gather => "gather",
-            Polling::Beside => "beside the guest",
-            Polling::GatherBeside => "gather beside the guest",
+            Strategy::Sleep => "sleep",
+            Strategy::BusyPoll => "busy-poll",
+            Strategy::BusyPollLonger => "busy-poll longer",
+            Strategy::Gather => "gather",
+            Strategy::CoLocated => "co-located",
+            Strategy::GatherCoLocated => "gather, co-located",
         }
     }
 }
 
 /// What trials measured and decided.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct PaceFigures {
-    /// By the number of [`Polling`].
-    kinds: [Tried; Polling::ALL.len()],
+pub struct PollingFigures {
+    /// By the number of [`Strategy`].
+    strategies: [TrialFigures; Strategy::ALL.len()],
     /// Trials that ended without a decision, because the guest paused.
     pub given_up: u64,
     /// Trials that began early, because the rate had changed.
     pub early: u64,
 }
 
-/// What trials found about one kind of polling.
+/// What trials found about one strategy.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Tried {
+pub struct TrialFigures {
     /// Trials that decided for it.
     pub chosen: u64,
     pub slices: u64,
@@ -115,20 +115,20 @@ pub struct Tried {
     rates: f64,
 }
 
-impl Tried {
+impl TrialFigures {
     /// Returns the mean rate of the slices in requests per second. None: it was not tried.
     pub fn rate(&self) -> Option<f64> {
         (self.slices > 0).then(|| self.rates / self.slices as f64)
     }
 }
 
-impl PaceFigures {
-    pub fn of(&self, kind: Polling) -> Tried {
-        self.kinds[kind as usize]
+impl PollingFigures {
+    pub fn of(&self, strategy: Strategy) -> TrialFigures {
+        self.strategies[strategy as usize]
     }
 
-    pub fn merge(&mut self, other: &PaceFigures) {
-        for (mine, theirs) in self.kinds.iter_mut().zip(&other.kinds) {
+    pub fn merge(&mut self, other: &PollingFigures) {
+        for (mine, theirs) in self.strategies.iter_mut().zip(&other.strategies) {
             mine.chosen += theirs.chosen;
             mine.slices += theirs.slices;
             mine.rates += theirs.rates;
@@ -139,75 +139,85 @@ impl PaceFigures {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Manner {
-    kind: Polling,
-    look: Duration,
+struct Candidate {
+    strategy: Strategy,
+    busy_poll: Duration,
     gather: Duration,
-    beside: bool,
+    co_located: bool,
     /// By how much its rate must exceed that of plain sleep.
     gain: f64,
 }
 
-const SLEEP: Manner = Manner {
-    kind: Polling::Sleep,
-    look: Duration::ZERO,
+const SLEEP: Candidate = Candidate {
+    strategy: Strategy::Sleep,
+    busy_poll: Duration::ZERO,
     gather: Duration::ZERO,
-    beside: false,
+    co_located: false,
     gain: 1.0,
 };
-const BESIDE: Manner = Manner { kind: Polling::Beside, beside: true, gain: 1.03, ..SLEEP };
+const CO_LOCATED: Candidate =
+    Candidate { strategy: Strategy::CoLocated, co_located: true, gain: 1.03, ..SLEEP };
 
-/// What is tried, and how: the plain manner first.
+/// What is tried, and how: the plain candidate first.
 #[derive(Debug)]
-struct Plan {
-    manners: &'static [Manner],
+struct TrialPlan {
+    candidates: &'static [Candidate],
     /// How long a slice lasts at least, beyond a quarter of it that is not counted: the scheduler
     /// has to follow.
     slice: Duration,
-    /// Slices of each manner.
+    /// Slices of each candidate.
     rounds: usize,
     /// Slices after which it may be given up, or taken, before the others: what one of them shows
     /// may be a machine that stands still.
     sure: usize,
 }
 
-const FOR_EVENTFDS: &Plan = &Plan {
-    manners: &[SLEEP, Manner { kind: Polling::Look, look: LOOK, gain: 1.05, ..SLEEP }, BESIDE],
+const FOR_EVENTFDS: &TrialPlan = &TrialPlan {
+    candidates: &[
+        SLEEP,
+        Candidate { strategy: Strategy::BusyPoll, busy_poll: BUSY_POLL, gain: 1.05, ..SLEEP },
+        CO_LOCATED,
+    ],
     slice: Duration::from_millis(3),
     rounds: 4,
     sure: 3,
 };
-const FOR_STREAMS: &Plan = &Plan {
-    manners: &[
+const FOR_STREAMS: &TrialPlan = &TrialPlan {
+    candidates: &[
         SLEEP,
-        Manner { kind: Polling::Look, look: LOOK_LONG, gain: 1.1, ..SLEEP },
-        Manner { kind: Polling::Gather, gather: GATHER, gain: 1.05, ..SLEEP },
-        BESIDE,
-        Manner { kind: Polling::GatherBeside, gather: GATHER, gain: 1.05, ..BESIDE },
+        Candidate { strategy: Strategy::BusyPoll, busy_poll: BUSY_POLL_LONG, gain: 1.1, ..SLEEP },
+        Candidate { strategy: Strategy::Gather, gather: GATHER, gain: 1.05, ..SLEEP },
+        CO_LOCATED,
+        Candidate { strategy: Strategy::GatherCoLocated, gather: GATHER, gain: 1.05, ..CO_LOCATED },
     ],
     slice: Duration::from_millis(12),
     rounds: 2,
     sure: 1,
 };
 /// NBD's clients.
-const FOR_CLIENTS: &Plan = &Plan {
-    manners: &[
+const FOR_CLIENTS: &TrialPlan = &TrialPlan {
+    candidates: &[
         SLEEP,
-        Manner { kind: Polling::Look, look: LOOK, gain: 1.05, ..SLEEP },
-        Manner { kind: Polling::LookLonger, look: LOOK_LONGER, gain: 1.1, ..SLEEP },
+        Candidate { strategy: Strategy::BusyPoll, busy_poll: BUSY_POLL, gain: 1.05, ..SLEEP },
+        Candidate {
+            strategy: Strategy::BusyPollLonger,
+            busy_poll: BUSY_POLL_LONGER,
+            gain: 1.1,
+            ..SLEEP
+        },
     ],
     slice: Duration::from_millis(3),
     rounds: 4,
     sure: 3,
 };
-const MANNERS_MOST: usize = 5;
-const ROUNDS_MOST: usize = 4;
+const MAX_CANDIDATES: usize = 5;
+const MAX_ROUNDS: usize = 4;
 
-/// Requests a second, in each slice of a manner. Their median is what counts: a slice in which the
+/// Requests a second, in each slice of a candidate. Their median is what counts: a slice in which the
 /// whole machine stood still says nothing.
 #[derive(Clone, Copy, Debug, Default)]
 struct Rates {
-    slices: [f64; ROUNDS_MOST],
+    slices: [f64; MAX_ROUNDS],
     count: usize,
 }
 
@@ -231,7 +241,7 @@ impl Rates {
 enum State {
     /// `rate` is what is to be expected: the trial's, or that of the first window; `strange`:
     /// windows in a row that were unlike it.
-    Settled {
+    Decided {
         until: Option<Instant>,
         rate: Option<f64>,
         strange: u32,
@@ -243,14 +253,14 @@ enum State {
 }
 
 #[derive(Debug)]
-pub(crate) struct Pacer {
+pub(crate) struct PollingPolicy {
     mode: PollMode,
-    plan: &'static Plan,
+    plan: &'static TrialPlan,
     /// The reactor can keep to the guest's processors.
-    may_beside: bool,
-    /// The manner in use, of the plan's, and the last that was decided for.
-    manner: usize,
-    settled: usize,
+    can_co_locate: bool,
+    /// The candidate in use, of the plan's, and the last that was decided for.
+    current: usize,
+    decided: usize,
     vain: u32,
     state: State,
     /// The trial was begun because the rate was strange.
@@ -259,45 +269,45 @@ pub(crate) struct Pacer {
     /// Moving average of the pause between going empty and the next request, in nanoseconds.
     pause: f64,
     empty_since: Option<Instant>,
-    rates: [Rates; MANNERS_MOST],
-    /// Manners that this trial leaves out.
-    out: [bool; MANNERS_MOST],
+    rates: [Rates; MAX_CANDIDATES],
+    /// Candidates that this trial leaves out.
+    excluded: [bool; MAX_CANDIDATES],
     /// When this slice, or window, began, and the count of requests then.
     began: (Instant, u64),
     counters: Rc<Counters>,
 }
 
-impl Pacer {
-    pub fn new(mode: PollMode, may_beside: bool, now: Instant, counters: Rc<Counters>) -> Self {
-        Pacer {
+impl PollingPolicy {
+    pub fn new(mode: PollMode, can_co_locate: bool, now: Instant, counters: Rc<Counters>) -> Self {
+        PollingPolicy {
             mode,
             plan: FOR_EVENTFDS,
-            may_beside,
-            manner: 0,
-            settled: 0,
+            can_co_locate,
+            current: 0,
+            decided: 0,
             vain: 0,
-            state: State::Settled { until: None, rate: None, strange: 0 },
+            state: State::Decided { until: None, rate: None, strange: 0 },
             doubted: false,
             rest: REST,
             pause: 1e9,
             empty_since: None,
             rates: Default::default(),
-            out: Default::default(),
+            excluded: Default::default(),
             began: (now, 0),
             counters,
         }
     }
 
     /// For clients that are told by a socket.
-    pub fn of_clients(mode: PollMode, now: Instant, counters: Rc<Counters>) -> Self {
-        Pacer { plan: FOR_CLIENTS, ..Pacer::new(mode, false, now, counters) }
+    pub fn for_clients(mode: PollMode, now: Instant, counters: Rc<Counters>) -> Self {
+        PollingPolicy { plan: FOR_CLIENTS, ..PollingPolicy::new(mode, false, now, counters) }
     }
 
     /// How the guest is told: by a stream (a pipe or socket) if it is a User Mode Linux.
-    pub fn told_by_stream(&mut self, by_stream: bool) {
+    pub fn set_notified_by_stream(&mut self, by_stream: bool) {
         self.plan = if by_stream { FOR_STREAMS } else { FOR_EVENTFDS };
-        (self.manner, self.settled, self.rest) = (0, 0, REST);
-        self.state = State::Settled { until: None, rate: None, strange: 0 };
+        (self.current, self.decided, self.rest) = (0, 0, REST);
+        self.state = State::Decided { until: None, rate: None, strange: 0 };
     }
 
     /// The queue went empty: how long to look for more before sleeping. `done` counts requests
@@ -310,8 +320,8 @@ impl Pacer {
             PollMode::Fixed(time) => Some(time),
             PollMode::Auto => {
                 self.step(now, done);
-                let look = self.plan.manners[self.manner].look;
-                (!look.is_zero() && self.pauses_below(look * 2)).then_some(look)
+                let busy_poll = self.plan.candidates[self.current].busy_poll;
+                (!busy_poll.is_zero() && self.pauses_below(busy_poll * 2)).then_some(busy_poll)
             }
         }
     }
@@ -319,14 +329,14 @@ impl Pacer {
     /// The queue slept and was kicked: how long to wait for more kicks before looking at them.
     #[inline]
     pub fn gather(&self) -> Option<Duration> {
-        let gather = self.plan.manners[self.manner].gather;
+        let gather = self.plan.candidates[self.current].gather;
         (!gather.is_zero() && self.pauses_below(gather * 2)).then_some(gather)
     }
 
     /// Whether the reactor is to keep to the guest's processors.
     #[inline]
-    pub fn beside(&self) -> bool {
-        self.plan.manners[self.manner].beside
+    pub fn co_located(&self) -> bool {
+        self.plan.candidates[self.current].co_located
     }
 
     /// After a gather, how many chains were there.
@@ -337,13 +347,13 @@ impl Pacer {
             self.vain = 0;
             match self.state {
                 State::Trial { round, .. } => {
-                    self.out[self.manner] = true;
+                    self.excluded[self.current] = true;
                     self.next_slice(round, now, done);
                 }
                 // Another load than the one it was decided for.
-                State::Settled { .. } => {
-                    self.settle(0, now, done);
-                    self.state = State::Settled { until: None, rate: None, strange: 0 };
+                State::Decided { .. } => {
+                    self.decide(0, now, done);
+                    self.state = State::Decided { until: None, rate: None, strange: 0 };
                 }
             }
         }
@@ -351,7 +361,7 @@ impl Pacer {
 
     /// Requests came.
     #[inline]
-    pub fn came(&mut self, now: Instant) {
+    pub fn requests_arrived(&mut self, now: Instant) {
         if let Some(since) = self.empty_since.take() {
             let pause = now.saturating_duration_since(since).as_nanos() as f64;
             self.pause += (pause.min(1e7) - self.pause) / 16.0;
@@ -362,12 +372,12 @@ impl Pacer {
         self.pause < limit.as_nanos() as f64
     }
 
-    /// Whether this manner could be of use to a guest that pauses like this one.
-    fn suits(&self, manner: &Manner) -> bool {
-        if manner.beside && (!self.may_beside || !self.pauses_below(BESIDE_PAUSE)) {
+    /// Whether this candidate could be of use to a guest that pauses like this one.
+    fn suits(&self, candidate: &Candidate) -> bool {
+        if candidate.co_located && (!self.can_co_locate || !self.pauses_below(CO_LOCATED_PAUSE)) {
             return false;
         }
-        let wait = manner.look.max(manner.gather);
+        let wait = candidate.busy_poll.max(candidate.gather);
         wait.is_zero() || self.pauses_below(wait * 2)
     }
 
@@ -376,7 +386,7 @@ impl Pacer {
         let (requests, seconds) = (done - self.began.1, time.as_secs_f64().max(1e-9));
         let here = requests as f64 / seconds;
         match &mut self.state {
-            State::Settled { until, rate, strange } => {
+            State::Decided { until, rate, strange } => {
                 // Trials begin at the end of a window: by then the average pause is this load's.
                 if time < WINDOW {
                     return;
@@ -390,10 +400,10 @@ impl Pacer {
                     self.begin_trial(now, done);
                 }
             }
-            // The guest paused: that says nothing about any manner.
-            State::Trial { .. } if time > SLICE_MOST => {
+            // The guest paused: that says nothing about any candidate.
+            State::Trial { .. } if time > MAX_SLICE => {
                 self.count(|figures| figures.given_up += 1);
-                self.settle(self.settled, now, done);
+                self.decide(self.decided, now, done);
             }
             State::Trial { counting, .. } if !*counting => {
                 if time >= self.plan.slice / 4 {
@@ -403,10 +413,10 @@ impl Pacer {
             }
             State::Trial { round, .. } if time >= self.plan.slice && requests >= SLICE_REQUESTS => {
                 let round = *round;
-                self.rates[self.manner].add(here);
-                let kind = self.plan.manners[self.manner].kind;
+                self.rates[self.current].add(here);
+                let strategy = self.plan.candidates[self.current].strategy;
                 self.count(|figures| {
-                    let tried = &mut figures.kinds[kind as usize];
+                    let tried = &mut figures.strategies[strategy as usize];
                     (tried.slices, tried.rates) = (tried.slices + 1, tried.rates + here);
                 });
                 self.next_slice(round, now, done);
@@ -417,10 +427,10 @@ impl Pacer {
 
     fn begin_trial(&mut self, now: Instant, done: u64) {
         self.rates = Default::default();
-        for (i, manner) in self.plan.manners.iter().enumerate() {
-            self.out[i] = !self.suits(manner);
+        for (i, candidate) in self.plan.candidates.iter().enumerate() {
+            self.excluded[i] = !self.suits(candidate);
         }
-        if self.out[1..self.plan.manners.len()].iter().any(|out| !out) {
+        if self.excluded[1..self.plan.candidates.len()].iter().any(|out| !out) {
             let early = u64::from(self.doubted);
             self.count(|figures| figures.early += early);
             self.begin_slice(0, 0, now, done);
@@ -428,65 +438,65 @@ impl Pacer {
     }
 
     fn next_slice(&mut self, round: usize, now: Instant, done: u64) {
-        let next = (self.manner + 1..self.plan.manners.len()).find(|&i| !self.out[i]);
+        let next = (self.current + 1..self.plan.candidates.len()).find(|&i| !self.excluded[i]);
         if let Some(next) = next {
             return self.begin_slice(round, next, now, done);
         }
         let best = self.best();
         let sure = round + 1 >= self.plan.sure;
         if sure {
-            for i in 1..self.plan.manners.len() {
-                self.out[i] |= self.rates[i].median() < self.rates[best].median() * HOPELESS;
+            for i in 1..self.plan.candidates.len() {
+                self.excluded[i] |= self.rates[i].median() < self.rates[best].median() * HOPELESS;
             }
         }
-        let rivals = self.out[1..self.plan.manners.len()].iter().any(|out| !out)
+        let rivals = self.excluded[1..self.plan.candidates.len()].iter().any(|out| !out)
             && !(sure && self.confirmed(best));
         if rivals && round + 1 < self.plan.rounds {
             return self.begin_slice(round + 1, 0, now, done);
         }
-        let kind = self.plan.manners[best].kind;
-        self.count(|figures| figures.kinds[kind as usize].chosen += 1);
+        let strategy = self.plan.candidates[best].strategy;
+        self.count(|figures| figures.strategies[strategy as usize].chosen += 1);
         // What a trial promises is to hold: client and reactor may have shared a processor in its
         // slices, and part after it. If it was doubted already, the first window is to be believed.
         let promised = (!self.doubted).then(|| self.rates[best].median());
-        self.settle(best, now, done);
-        if let State::Settled { rate, .. } = &mut self.state {
+        self.decide(best, now, done);
+        if let State::Decided { rate, .. } = &mut self.state {
             *rate = promised;
         }
     }
 
-    /// The manner with the best rate, each by what it must gain.
+    /// The candidate with the best rate, each by what it must gain.
     fn best(&self) -> usize {
-        let worth = |i: usize| self.rates[i].median() / self.plan.manners[i].gain;
-        let tried = (0..self.plan.manners.len()).filter(|&i| i == 0 || !self.out[i]);
+        let worth = |i: usize| self.rates[i].median() / self.plan.candidates[i].gain;
+        let tried = (0..self.plan.candidates.len()).filter(|&i| i == 0 || !self.excluded[i]);
         tried.max_by(|&a, &b| worth(a).total_cmp(&worth(b)).then(b.cmp(&a))).unwrap_or(0)
     }
 
     /// Whether `best` is what was decided for before, and clearly better than all others.
     fn confirmed(&self, best: usize) -> bool {
         let rate = self.rates[best].median();
-        best == self.settled
-            && (0..self.plan.manners.len())
+        best == self.decided
+            && (0..self.plan.candidates.len())
                 .all(|i| i == best || self.rates[i].median() * CLEAR < rate)
     }
 
-    fn begin_slice(&mut self, round: usize, manner: usize, now: Instant, done: u64) {
-        self.manner = manner;
+    fn begin_slice(&mut self, round: usize, candidate: usize, now: Instant, done: u64) {
+        self.current = candidate;
         self.state = State::Trial { round, counting: false };
         self.began = (now, done);
     }
 
     /// Trials count, at the end of a slice; requests do not.
-    fn count(&self, f: impl FnOnce(&mut PaceFigures)) {
-        let mut figures = self.counters.pace.get();
+    fn count(&self, f: impl FnOnce(&mut PollingFigures)) {
+        let mut figures = self.counters.polling.get();
         f(&mut figures);
-        self.counters.pace.set(figures);
+        self.counters.polling.set(figures);
     }
 
-    fn settle(&mut self, manner: usize, now: Instant, done: u64) {
-        self.rest = if manner == self.settled { (self.rest * 2).min(REST_MOST) } else { REST };
-        (self.manner, self.settled) = (manner, manner);
-        self.state = State::Settled { until: Some(now + self.rest), rate: None, strange: 0 };
+    fn decide(&mut self, candidate: usize, now: Instant, done: u64) {
+        self.rest = if candidate == self.decided { (self.rest * 2).min(MAX_REST) } else { REST };
+        (self.current, self.decided) = (candidate, candidate);
+        self.state = State::Decided { until: Some(now + self.rest), rate: None, strange: 0 };
         self.began = (now, done);
     }
 }

@@ -1,4 +1,4 @@
-//! Lanes: tasks that each carry one request after another to the disk and back. They are reused, so
+//! Workers: tasks that each carry one request after another to the disk and back. They are reused, so
 //! that the steady state allocates nothing.
 
 use std::cell::{Cell, RefCell};
@@ -17,22 +17,22 @@ use super::reply::{Body, error_of};
 /// Bytes that are read at a time of what a client wants cached.
 const CACHED_AT_A_TIME: u64 = 1 << 20;
 
-/// The lanes of a connection.
-pub struct Lanes {
+/// The workers of a connection.
+pub struct Workers {
     connection: Rc<Connection>,
     /// Those that have nothing to do.
-    idle: RefCell<Vec<Rc<Lane>>>,
+    idle: RefCell<Vec<Rc<Worker>>>,
 }
 
 #[derive(Default)]
-struct Lane {
-    work: Cell<Option<Work>>,
+struct Worker {
+    job: Cell<Option<Job>>,
     task: Cell<TaskId>,
     closed: Cell<bool>,
 }
 
-/// What one lane does at a time.
-pub enum Work {
+/// What one worker does at a time.
+pub enum Job {
     /// `flushes`: what it changed is durable before its answer, which the operation does not see to
     /// by itself.
     Request {
@@ -51,66 +51,68 @@ pub enum Work {
     },
 }
 
-impl Lanes {
+impl Workers {
     pub fn new(connection: Rc<Connection>) -> Rc<Self> {
-        Rc::new(Lanes { connection, idle: RefCell::default() })
+        Rc::new(Workers { connection, idle: RefCell::default() })
     }
 
-    /// Starts `work` here and now.
-    pub fn give(self: &Rc<Self>, work: Work) {
+    /// Starts `job` here and now.
+    pub fn start(self: &Rc<Self>, job: Job) {
         let idle = self.idle.borrow_mut().pop();
-        let lane = idle.unwrap_or_else(|| Lane::start(self));
-        lane.work.set(Some(work));
-        self.connection.handle.poll_now(lane.task.get());
+        let worker = idle.unwrap_or_else(|| Worker::start(self));
+        worker.job.set(Some(job));
+        self.connection.handle.poll_now(worker.task.get());
     }
 
-    /// Ends the lanes that have nothing to do.
+    /// Ends the workers that have nothing to do.
     pub fn close(&self) {
-        for lane in self.idle.borrow_mut().drain(..) {
-            lane.closed.set(true);
-            self.connection.handle.wake(lane.task.get());
+        for worker in self.idle.borrow_mut().drain(..) {
+            worker.closed.set(true);
+            self.connection.handle.wake(worker.task.get());
         }
     }
 }
 
-impl Lane {
-    fn start(lanes: &Rc<Lanes>) -> Rc<Self> {
-        let lane = Rc::new(Lane::default());
-        lane.task.set(lanes.connection.handle.spawn(lane.clone().run(Rc::downgrade(lanes))));
-        lane
+impl Worker {
+    fn start(workers: &Rc<Workers>) -> Rc<Self> {
+        let worker = Rc::new(Worker::default());
+        worker
+            .task
+            .set(workers.connection.handle.spawn(worker.clone().run(Rc::downgrade(workers))));
+        worker
     }
 
-    async fn run(self: Rc<Self>, lanes: Weak<Lanes>) {
+    async fn run(self: Rc<Self>, workers: Weak<Workers>) {
         loop {
-            let next = poll_fn(|_| match self.work.take() {
-                Some(work) => Poll::Ready(Some(work)),
+            let next = poll_fn(|_| match self.job.take() {
+                Some(job) => Poll::Ready(Some(job)),
                 None if self.closed.get() => Poll::Ready(None),
                 None => Poll::Pending,
             });
-            let Some(work) = next.await else { return };
+            let Some(job) = next.await else { return };
             // Whoever waits for an answer keeps its connection.
-            let Some(lanes) = lanes.upgrade() else { return };
-            let connection = &lanes.connection;
-            match work {
-                Work::Request { request, flushes } => {
+            let Some(workers) = workers.upgrade() else { return };
+            let connection = &workers.connection;
+            match job {
+                Job::Request { request, flushes } => {
                     let mut finished = connection.served.serve(request).await;
                     if flushes {
                         finished = finished.and(connection.served.settle().await);
                     }
                     finished.answer();
                 }
-                Work::Status { request, only } => Box::pin(connection.status(request, only)).await,
-                Work::Cache(request) => {
+                Job::Status { request, only } => Box::pin(connection.status(request, only)).await,
+                Job::Cache(request) => {
                     Box::pin(connection.in_pieces(request, Op::Read, CACHED_AT_A_TIME)).await
                 }
-                Work::Zeroes { request, op } => match Box::pin(connection.may_zero(&request, op))
+                Job::Zeroes { request, op } => match Box::pin(connection.may_zero(&request, op))
                     .await
                 {
                     Ok(()) => Box::pin(connection.in_pieces(request, op, ZEROED_AT_A_TIME)).await,
                     Err(error) => connection.reply(&request, Err(error), Body::None),
                 },
             }
-            lanes.idle.borrow_mut().push(self.clone());
+            workers.idle.borrow_mut().push(self.clone());
         }
     }
 }
