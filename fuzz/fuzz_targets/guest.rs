@@ -79,7 +79,7 @@ pub fn memory(content: &[u8]) -> GuestMemory {
         let here = content.len().min(page.len());
         let (now, later) = content.split_at(here);
         page[..here].copy_from_slice(now);
-        memory.window(at, len, 1).unwrap().write(0, &page);
+        memory.slice(at, len, 1).unwrap().write(0, &page);
         content = later;
     }
     memory

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use blockyard_ring::Window;
+use blockyard_ring::SharedSlice;
 
 use super::ring::{Buffer, DESCRIPTOR, INDIRECT, NEXT, Ring, RingAddresses, WRITE, need_event};
 use super::{Memory, PackedRing, SplitRing};
@@ -38,12 +38,12 @@ struct Descriptor {
     fourth: u16,
 }
 
-fn descriptor(window: &Window, index: u64) -> Descriptor {
+fn descriptor(slice: &SharedSlice, index: u64) -> Descriptor {
     let at = (index * DESCRIPTOR) as usize;
-    let half = |at| u16::from_le_bytes(window.copy_out(at));
+    let half = |at| u16::from_le_bytes(slice.copy_out(at));
     Descriptor {
-        addr: u64::from_le_bytes(window.copy_out(at)),
-        len: u32::from_le_bytes(window.copy_out(at + 8)),
+        addr: u64::from_le_bytes(slice.copy_out(at)),
+        len: u32::from_le_bytes(slice.copy_out(at + 8)),
         third: half(at + 12),
         fourth: half(at + 14),
     }
@@ -53,18 +53,18 @@ fn buffer(d: &Descriptor, flags: u16) -> Buffer {
     Buffer { addr: d.addr, len: d.len, device_writes: flags & WRITE != 0 }
 }
 
-fn table(memory: &Memory, d: &Descriptor) -> (Window, u64) {
+fn table(memory: &Memory, d: &Descriptor) -> (SharedSlice, u64) {
     assert_eq!(d.len as u64 % DESCRIPTOR, 0);
-    (memory.window(d.addr, d.len.into(), 16).unwrap(), d.len as u64 / DESCRIPTOR)
+    (memory.slice(d.addr, d.len.into(), 16).unwrap(), d.len as u64 / DESCRIPTOR)
 }
 
-fn windows(memory: &Memory, at: RingAddresses, lens: [u64; 3]) -> [Window; 3] {
-    let window = |addr, len| memory.window(addr, len, 4).unwrap();
-    [window(at.desc, lens[0]), window(at.avail, lens[1]), window(at.used, lens[2])]
+fn slices(memory: &Memory, at: RingAddresses, lens: [u64; 3]) -> [SharedSlice; 3] {
+    let slice = |addr, len| memory.slice(addr, len, 4).unwrap();
+    [slice(at.desc, lens[0]), slice(at.avail, lens[1]), slice(at.used, lens[2])]
 }
 
 pub struct SplitDevice {
-    parts: [Window; 3],
+    parts: [SharedSlice; 3],
     size: u16,
     event_idx: bool,
     avail: u16,
@@ -76,7 +76,7 @@ impl Device for SplitDevice {
 
     fn new(memory: &Memory, ring: &SplitRing, event_idx: bool) -> Self {
         let n = u64::from(ring.size());
-        let parts = windows(memory, ring.addresses(), [16 * n, 6 + 2 * n, 6 + 8 * n]);
+        let parts = slices(memory, ring.addresses(), [16 * n, 6 + 2 * n, 6 + 8 * n]);
         SplitDevice { parts, size: ring.size(), event_idx, avail: 0, used: 0 }
     }
 
@@ -88,15 +88,15 @@ impl Device for SplitDevice {
         let id = avail.load_u16(4 + 2 * (self.avail % self.size) as usize, Ordering::Relaxed);
         self.avail = self.avail.wrapping_add(1);
         let mut next = descriptor(desc, id.into());
-        let mut window = desc.clone();
+        let mut slice = desc.clone();
         if next.third & INDIRECT != 0 {
             assert_eq!(next.third, INDIRECT);
-            window = table(memory, &next).0;
-            next = descriptor(&window, 0);
+            slice = table(memory, &next).0;
+            next = descriptor(&slice, 0);
         }
         let mut buffers = vec![buffer(&next, next.third)];
         while next.third & NEXT != 0 {
-            next = descriptor(&window, next.fourth.into());
+            next = descriptor(&slice, next.fourth.into());
             buffers.push(buffer(&next, next.third));
         }
         Some(Chain { id, buffers, length: 0 })
@@ -137,7 +137,7 @@ impl Device for SplitDevice {
 }
 
 pub struct PackedDevice {
-    parts: [Window; 3],
+    parts: [SharedSlice; 3],
     size: u16,
     event_idx: bool,
     /// Place and wrap counter, of the next descriptors to take and to give back.
@@ -153,7 +153,7 @@ impl Device for PackedDevice {
     type Ring = PackedRing;
 
     fn new(memory: &Memory, ring: &PackedRing, event_idx: bool) -> Self {
-        let parts = windows(memory, ring.addresses(), [16 * u64::from(ring.size()), 4, 4]);
+        let parts = slices(memory, ring.addresses(), [16 * u64::from(ring.size()), 4, 4]);
         PackedDevice { parts, size: ring.size(), event_idx, avail: (0, true), used: (0, true) }
     }
 
@@ -169,8 +169,8 @@ impl Device for PackedDevice {
             self.avail = step(self.avail, 1, self.size);
             length += 1;
             if d.fourth & INDIRECT != 0 {
-                let (window, entries) = table(memory, &d);
-                let entry = |i| descriptor(&window, i);
+                let (slice, entries) = table(memory, &d);
+                let entry = |i| descriptor(&slice, i);
                 buffers = (0..entries).map(entry).map(|d| buffer(&d, d.fourth)).collect();
             } else {
                 buffers.push(buffer(&d, d.fourth));
@@ -227,13 +227,13 @@ mod tests {
     }
 
     /// Header, and where the status byte goes, of a chain of the shape that a slot has.
-    fn header(memory: &Memory, chain: &Chain) -> (u32, u64, Window) {
+    fn header(memory: &Memory, chain: &Chain) -> (u32, u64, SharedSlice) {
         let (first, last) = (chain.buffers[0], chain.buffers[chain.buffers.len() - 1]);
         assert!(
             (first.len, first.device_writes, last.len, last.device_writes) == (16, false, 1, true)
         );
-        let header = memory.window(first.addr, 16, 1).unwrap();
-        let status = memory.window(last.addr, 1, 1).unwrap();
+        let header = memory.slice(first.addr, 16, 1).unwrap();
+        let status = memory.slice(last.addr, 1, 1).unwrap();
         (header.load_u32(0, Ordering::Relaxed), u64::from_le_bytes(header.copy_out(8)), status)
     }
 

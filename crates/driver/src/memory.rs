@@ -1,12 +1,12 @@
 //! The guest's memory: one shared region, handed out from its start.
 //!
-//! In: sizes and alignments. Out: guest addresses, and windows to read and write there. Nothing is
+//! In: sizes and alignments. Out: guest addresses, and slices to read and write there. Nothing is
 //! ever given back.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use anyhow::{Context, Result};
-use blockyard_ring::{GuestMemory, Region, Window};
+use blockyard_ring::{GuestMemory, Region, SharedSlice};
 use vhost::VhostUserMemoryRegionInfo;
 
 /// Where the region lies for the guest, and in the front end's process as it tells the back end:
@@ -40,15 +40,15 @@ impl Memory {
         Ok(GUEST_BASE + start)
     }
 
-    /// A window on `len` bytes at the guest address `addr`.
-    pub fn window(&self, addr: u64, len: u64, align: u64) -> Result<Window> {
-        Ok(self.guest.window(addr, len, align)?)
+    /// A slice on `len` bytes at the guest address `addr`.
+    pub fn slice(&self, addr: u64, len: u64, align: u64) -> Result<SharedSlice> {
+        Ok(self.guest.slice(addr, len, align)?)
     }
 
-    /// A new piece and its window.
-    pub fn piece(&mut self, len: u64, align: u64) -> Result<(u64, Window)> {
+    /// A new piece and its slice.
+    pub fn piece(&mut self, len: u64, align: u64) -> Result<(u64, SharedSlice)> {
         let addr = self.take(len, align)?;
-        Ok((addr, self.window(addr, len, align.min(4096))?))
+        Ok((addr, self.slice(addr, len, align.min(4096))?))
     }
 
     /// The address by which vhost-user names a ring.

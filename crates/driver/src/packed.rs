@@ -7,7 +7,7 @@
 use std::sync::atomic::{Ordering, fence};
 
 use anyhow::Result;
-use blockyard_ring::Window;
+use blockyard_ring::SharedSlice;
 
 use super::ring::{
     Buffer, CHAIN_MAX, DESCRIPTOR, INDIRECT, NEXT, Ring, RingAddresses, RingOptions, need_event,
@@ -55,12 +55,12 @@ impl Cursor {
 
 pub struct PackedRing {
     /// The parts as the back end sees them, for tests that want to write anything there.
-    pub desc: Window,
-    pub driver_event: Window,
-    pub device_event: Window,
+    pub desc: SharedSlice,
+    pub driver_event: SharedSlice,
+    pub device_event: SharedSlice,
     addresses: RingAddresses,
     options: RingOptions,
-    tables: Option<(u64, Window)>,
+    tables: Option<(u64, SharedSlice)>,
     chains: Vec<Chain>,
     avail: Cursor,
     used: Cursor,

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
-use blockyard_ring::Window;
+use blockyard_ring::SharedSlice;
 use rustix::event::{EventfdFlags, Timespec, epoll};
 use rustix::io::Errno;
 
@@ -69,10 +69,10 @@ pub struct Queue<R> {
     index: u16,
     slots: Vec<Slot>,
     lines_addr: u64,
-    lines: Window,
+    lines: SharedSlice,
     data_addr: u64,
     data_len: u32,
-    data: Window,
+    data: SharedSlice,
     kick: Arc<OwnedFd>,
     call: Arc<OwnedFd>,
     /// An edge-triggered epoll of `call` alone: a wake-up is one system call. (Reading `call` would

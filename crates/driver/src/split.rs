@@ -8,7 +8,7 @@
 use std::sync::atomic::{Ordering, fence};
 
 use anyhow::Result;
-use blockyard_ring::Window;
+use blockyard_ring::SharedSlice;
 
 use super::ring::{
     Buffer, CHAIN_MAX, DESCRIPTOR, INDIRECT, NEXT, Ring, RingAddresses, RingOptions, need_event,
@@ -23,13 +23,13 @@ const ENTRIES: usize = 4;
 
 pub struct SplitRing {
     /// The parts as the back end sees them, for tests that want to write anything there.
-    pub desc: Window,
-    pub avail: Window,
-    pub used: Window,
+    pub desc: SharedSlice,
+    pub avail: SharedSlice,
+    pub used: SharedSlice,
     addresses: RingAddresses,
     options: RingOptions,
     mask: u16,
-    tables: Option<(u64, Window)>,
+    tables: Option<(u64, SharedSlice)>,
     next_avail: u16,
     published: u16,
     last_used: u16,

@@ -261,8 +261,8 @@ fn a_message_that_cannot_be_is_refused_and_the_session_goes_on() {
 
 /// Reads data to where no memory is, and waits for the answer.
 fn read_outside_memory(client: &mut Client) {
-    let (at, window) = client.memory.piece(64, 64).unwrap();
-    window.copy_in(32, [0xff]);
+    let (at, slice) = client.memory.piece(64, 64).unwrap();
+    slice.copy_in(32, [0xff]);
     let buffer = |addr, len, device_writes| Buffer { addr, len, device_writes };
     client
         .ring
@@ -271,10 +271,10 @@ fn read_outside_memory(client: &mut Client) {
     client.ring.publish();
     rustix::io::write(&*client.setup.kick, &1u64.to_ne_bytes()).unwrap();
     bounded("the request", move || {
-        while window.copy_out(32) == [0xff] {
+        while slice.copy_out(32) == [0xff] {
             std::thread::yield_now();
         }
-        assert_eq!(window.copy_out(32), [1], "IOERR");
+        assert_eq!(slice.copy_out(32), [1], "IOERR");
     });
 }
 

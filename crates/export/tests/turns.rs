@@ -15,7 +15,7 @@ use blockyard_export::vhost_user::parts::{
 };
 use blockyard_export::{PollMode, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
-use blockyard_ring::{GuestMemory, Region, Window};
+use blockyard_ring::{GuestMemory, Region, SharedSlice};
 
 const SIZE: u16 = 1024;
 const AVAIL: u64 = 0x1_0000;
@@ -47,14 +47,14 @@ fn device() -> Arc<DeviceState> {
 
 struct Guest {
     memory: GuestMemory,
-    all: Window,
+    all: SharedSlice,
 }
 
 impl Guest {
     fn new() -> Self {
         let region = Region::memfd("guest", 0, 0, 4 << 20).unwrap().0;
         let memory = GuestMemory::default().with(region).unwrap();
-        let all = memory.window(0, 4 << 20, 16).unwrap();
+        let all = memory.slice(0, 4 << 20, 16).unwrap();
         let guest = Guest { memory, all };
         // A read of 512 bytes, which waits for the disk's filter.
         guest.descriptor(10, SLOW, 16, NEXT, 11);
@@ -120,7 +120,7 @@ impl Guest {
         let queue = QueueHandle::start(remote.clone(), self.setup()).unwrap();
         self.all.copy_in(AVAIL as usize + 4, 10u16.to_le_bytes());
         self.all.store_u16(AVAIL as usize + 2, CHAINS + 1, Ordering::Release);
-        let used = self.memory.window(USED, 4, 4).unwrap();
+        let used = self.memory.slice(USED, 4, 4).unwrap();
         let (sender, most) = std::sync::mpsc::channel();
         // It looks from before the kick.
         remote.run(move |handle| {

@@ -7,7 +7,7 @@
 //!   file       files and block devices over io_uring      policy    which writes the reactor makes, or prepares, itself
 //!   socket     connected sockets over io_uring            ublk      block devices of this host: control, queues
 //!   rights     descriptors that arrive over Unix sockets
-//!   memory     guest memory: regions, windows, bounds     segments  what one I/O moves: an iovec and its owner
+//!   memory     guest memory: regions, slices, bounds     segments  what one I/O moves: an iovec and its owner
 //!   buffers    guest memory registered with a ring        fault     shared memory that its owner takes away
 //!   mapper     which files of front ends are mapped       quota     how much of them
 //!   nbd_device the kernel's NBD client                    xen       xenstore, event channels, granted pages
@@ -61,7 +61,7 @@ pub use buffers::{Outcome, Refusal, Registration};
 pub use executor::{Executor, Handle};
 pub use file::{LockedFile, OpenMode, UringFile};
 pub use mapper::{Mapper, MemoryFile};
-pub use memory::{GuestMemory, MemoryError, Region, Window};
+pub use memory::{GuestMemory, MemoryError, Region, SharedSlice};
 pub use meter::Meter;
 pub use policy::WriteFigures;
 pub use pulse::{Pulse, Watcher};

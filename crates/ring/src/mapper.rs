@@ -178,12 +178,12 @@ mod tests {
         for guest in [0, 4096] {
             memory = memory.with(page(guest).unwrap()).unwrap();
         }
-        let window = memory.window(0, 8, 8).unwrap();
+        let slice = memory.slice(0, 8, 8).unwrap();
         memory = memory.without(0, 4096).unwrap();
         // Removed, and still held: a third page fits, a fourth does not.
         let third = page(8192).unwrap();
         assert!(matches!(page(12288), Err(MemoryError::Exceeded { .. })));
-        drop(window);
+        drop(slice);
         page(12288).unwrap();
         drop((memory, third));
         mapper.map(&memfd, 0, 0, 0, 8192).unwrap();

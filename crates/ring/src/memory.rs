@@ -1,7 +1,7 @@
-//! Guest memory: regions of shared mappings, and bounds-checked windows into them.
+//! Guest memory: regions of shared mappings, and bounds-checked slices into them.
 //!
-//! In: file descriptors and the layout that a front end sent. Out: `Window`s (contiguous, checked
-//! once, read and written by offset) and, through [`crate::Segments`], iovecs.
+//! In: file descriptors and the layout that a front end sent. Out: `SharedSlice`s (contiguous,
+//! checked once, read and written by offset) and, through [`crate::Segments`], iovecs.
 //!
 //! What must hold
 //! - A `GuestMemory` is immutable. Hot-adding or removing a region makes a new one; who still holds
@@ -74,7 +74,7 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         self.fault = None;
         // SAFETY: base and map_len are what mmap returned and was given; nobody holds a pointer
-        // into the mapping, because every Window and Segments holds the Arc<Region> that owns this.
+        // into the mapping, because every SharedSlice and Segments holds the Arc<Region> that owns this.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.map_len) };
     }
 }
@@ -233,9 +233,9 @@ impl Region {
         inside.then(|| self.at(offset).as_ptr())
     }
 
-    /// The whole region as a window, which is aligned to its page.
-    pub fn window(self: &Arc<Self>) -> Window {
-        Window { ptr: self.at(0), len: self.len as usize, _region: self.clone() }
+    /// The whole region as a slice, which is aligned to its page.
+    pub fn slice(self: &Arc<Self>) -> SharedSlice {
+        SharedSlice { ptr: self.at(0), len: self.len as usize, _region: self.clone() }
     }
 
     fn end(&self) -> u64 {
@@ -327,8 +327,8 @@ impl GuestMemory {
         &self.regions
     }
 
-    /// A contiguous window, inside one region, aligned to `align` (a power of two).
-    pub fn window(&self, addr: u64, len: u64, align: u64) -> Result<Window, MemoryError> {
+    /// A contiguous slice, inside one region, aligned to `align` (a power of two).
+    pub fn slice(&self, addr: u64, len: u64, align: u64) -> Result<SharedSlice, MemoryError> {
         if !addr.is_multiple_of(align) {
             return Err(MemoryError::Misaligned { addr, align });
         }
@@ -342,10 +342,10 @@ impl GuestMemory {
         if !(ptr.as_ptr() as usize).is_multiple_of(align as usize) {
             return Err(MemoryError::Misaligned { addr, align });
         }
-        Ok(Window { ptr, len: len as usize, _region: region.clone() })
+        Ok(SharedSlice { ptr, len: len as usize, _region: region.clone() })
     }
 
-    /// Writes one byte (a status) without the cost of a window.
+    /// Writes one byte (a status) without the cost of a slice.
     #[inline]
     pub fn write_byte(&self, addr: u64, byte: u8) -> Result<(), MemoryError> {
         let (index, offset) = self.find(addr, 1).ok_or(MemoryError::OutOfRange { addr, len: 1 })?;
@@ -408,16 +408,16 @@ impl GuestMemory {
 /// A checked, contiguous piece of guest memory. Accesses beyond its end, or misaligned ones, panic:
 /// the caller derives offsets from sizes that it negotiated, never from what the guest wrote.
 #[derive(Clone)]
-pub struct Window {
+pub struct SharedSlice {
     ptr: NonNull<u8>,
     len: usize,
     _region: Arc<Region>,
 }
 
-// SAFETY: a Window is an address inside a mapping that its Arc keeps alive; see Mapping.
-unsafe impl Send for Window {}
+// SAFETY: a SharedSlice is an address inside a mapping that its Arc keeps alive; see Mapping.
+unsafe impl Send for SharedSlice {}
 
-impl Window {
+impl SharedSlice {
     pub fn len(&self) -> usize {
         self.len
     }
@@ -430,12 +430,12 @@ impl Window {
     fn at(&self, offset: usize, len: usize, align: usize) -> *mut u8 {
         assert!(
             offset <= self.len && len <= self.len - offset,
-            "window access {offset}+{len} beyond {}",
+            "slice access {offset}+{len} beyond {}",
             self.len
         );
-        // SAFETY: offset <= len of the window, which lies inside the mapping.
+        // SAFETY: offset <= len of the slice, which lies inside the mapping.
         let ptr = unsafe { self.ptr.as_ptr().add(offset) };
-        assert!((ptr as usize) & (align - 1) == 0, "window access misaligned");
+        assert!((ptr as usize) & (align - 1) == 0, "slice access misaligned");
         ptr
     }
 
@@ -499,121 +499,11 @@ impl Window {
     }
 }
 
-impl std::fmt::Debug for Window {
+impl std::fmt::Debug for SharedSlice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Window({} bytes)", self.len)
+        write!(f, "SharedSlice({} bytes)", self.len)
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn region(guest: u64, len: u64) -> Region {
-        Region::memfd("test", guest, guest + (1 << 40), len).unwrap().0
-    }
-
-    #[test]
-    fn regions_are_sorted_and_never_overlap() {
-        let memory = GuestMemory::default().with(region(0x4000, 0x1000)).unwrap();
-        let memory = memory.with(region(0, 0x4000)).unwrap();
-        assert_eq!(memory.regions()[0].guest(), 0);
-        for (guest, len) in [(0x3fff, 1), (0, 0x4001), (0x4fff, 2), (0x4000, 0x1000)] {
-            assert!(
-                matches!(memory.with(region(guest, len)), Err(MemoryError::Overlap { .. })),
-                "{guest:#x}"
-            );
-        }
-        assert!(matches!(memory.without(0, 0x1000), Err(MemoryError::NoSuchRegion { .. })));
-        assert_eq!(memory.without(0, 0x4000).unwrap().regions().len(), 1);
-    }
-
-    #[test]
-    fn every_address_is_found_among_many_regions_in_any_order() {
-        let mut memory = GuestMemory::default();
-        // Regions of 4 KiB, with a hole behind every third one.
-        let starts: Vec<u64> = (1..100).map(|n| 0x1000 * (n + n / 3)).collect();
-        for start in starts.iter().rev() {
-            memory = memory.with(region(*start, 0x1000)).unwrap();
-        }
-        let mut addr = 0;
-        for _ in 0..20_000 {
-            addr = (addr + 0x5_4321) % (0x1000 * 140);
-            let want = starts.iter().position(|start| (*start..*start + 0x1000).contains(&addr));
-            let found =
-                memory.find(addr, 1).map(|(index, offset)| (memory.regions[index].guest(), offset));
-            assert_eq!(found, want.map(|at| (starts[at], addr - starts[at])), "{addr:#x}");
-        }
-        let fewer = memory.without(starts[98], 0x1000).unwrap();
-        assert!(memory.find(starts[98], 1).is_some() && fewer.find(starts[98], 1).is_none());
-    }
-
-    #[test]
-    fn a_file_cut_short_reads_as_zeroes_from_then_on() {
-        let (region, fd) = Region::memfd("test", 0, 0, 0x3000).unwrap();
-        let memory = GuestMemory::default()
-            .with(region)
-            .unwrap()
-            .with(self::region(0x3000, 0x1000))
-            .unwrap();
-        let (window, other) =
-            (memory.window(0, 0x3000, 1).unwrap(), memory.window(0x3000, 16, 1).unwrap());
-        window.write(0x2ffc, b"good");
-        other.write(0, b"safe");
-        rustix::fs::ftruncate(&fd, 0x1000).unwrap();
-        // Other threads' accesses are caught too.
-        std::thread::scope(|s| s.spawn(move || assert_eq!(window.copy_out(0x2ffc), [0; 4])).join())
-            .unwrap();
-        memory.write_byte(0x2000, 7).unwrap();
-        assert_eq!(memory.window(0x2000, 1, 1).unwrap().copy_out(0), [7]);
-        assert_eq!(&other.copy_out(0), b"safe");
-    }
-
-    #[test]
-    fn more_regions_than_a_block_of_the_table_may_fault() {
-        let regions: Vec<_> =
-            (0..200).map(|_| Region::memfd("test", 0, 0, 0x1000).unwrap()).collect();
-        for (region, fd) in regions {
-            rustix::fs::ftruncate(&fd, 0).unwrap();
-            let memory = GuestMemory::default().with(region).unwrap();
-            assert_eq!(memory.window(0, 8, 8).unwrap().copy_out(0), [0; 8]);
-        }
-    }
-
-    #[test]
-    fn windows_stay_inside_one_region_and_survive_its_removal() {
-        let memory = GuestMemory::default().with(region(0x1000, 0x1000)).unwrap();
-        assert!(memory.window(0xfff, 1, 1).is_err());
-        assert!(memory.window(0x1fff, 2, 1).is_err());
-        assert!(memory.window(u64::MAX, 2, 1).is_err());
-        assert!(memory.window(0x1001, 2, 2).is_err());
-        let window = memory.window(0x1800, 16, 16).unwrap();
-        let memory = memory.without(0x1000, 0x1000).unwrap();
-        assert!(memory.regions().is_empty());
-        window.store_u32(4, 0x0102_0304, Ordering::Relaxed);
-        assert_eq!(window.copy_out::<4>(4), [4, 3, 2, 1]);
-    }
-
-    #[test]
-    fn pieces_cross_touching_regions_and_stop_at_holes() {
-        let memory = GuestMemory::default()
-            .with(region(0, 0x1000))
-            .unwrap()
-            .with(region(0x1000, 0x1000))
-            .unwrap();
-        let mut lens = Vec::new();
-        memory.pieces(0xf00, 0x200, |_, len| lens.push(len)).unwrap();
-        assert_eq!(lens, [0x100, 0x100]);
-        assert!(memory.pieces(0x1f00, 0x200, |_, _| ()).is_err());
-    }
-
-    #[test]
-    fn a_file_shorter_than_its_region_is_refused() {
-        let fd = rustix::fs::memfd_create("short", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&fd, 4096).unwrap();
-        assert!(matches!(
-            Region::map(&fd, 0, 0, 0, 8192),
-            Err(MemoryError::FileTooShort { need: 8192, have: 4096 })
-        ));
-    }
-}
+mod tests;

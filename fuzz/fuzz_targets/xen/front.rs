@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use blockyard_export::xen::parts::Abi;
-use blockyard_ring::Window;
+use blockyard_ring::SharedSlice;
 use blockyard_ring::xen::machine::{Domain, FrontChannel};
 
 use crate::bytes::Bytes;
@@ -29,7 +29,7 @@ pub struct Front {
     pub domain: Arc<Domain>,
     pub abi: Abi,
     pub channel: FrontChannel,
-    memory: Window,
+    memory: SharedSlice,
     rings: Vec<u32>,
     references: Vec<u32>,
     entries: u32,

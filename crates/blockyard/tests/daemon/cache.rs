@@ -21,9 +21,9 @@ const PAGE: u64 = 4096;
 pub fn dirty(path: &Path, len: u64) -> u64 {
     let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
     let memory = GuestMemory::default().with(Region::map(&file, 0, 0, 0, len).unwrap()).unwrap();
-    let window = memory.window(0, len, 1).unwrap();
+    let slice = memory.slice(0, len, 1).unwrap();
     for page in 0..len.div_ceil(PAGE) {
-        window.copy_out::<1>((page * PAGE) as usize);
+        slice.copy_out::<1>((page * PAGE) as usize);
     }
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let mapping = smaps.split_once(path.to_str().unwrap()).expect("it is mapped").1;

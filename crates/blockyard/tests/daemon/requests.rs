@@ -71,13 +71,13 @@ fn zeroes_and_discards_at_an_odd_end() {
 /// A request whose data begin `skew` bytes into a page, behind a header that is split in two.
 fn skewed(guest: &mut Guest, kind: u32, sector: u64, skew: u64, data: &mut [u8]) -> u8 {
     let memory = &mut guest.session.link.memory;
-    let (addr, window) = memory.piece(8192, 4096).unwrap();
+    let (addr, slice) = memory.piece(8192, 4096).unwrap();
     let header = u128::from(kind) | u128::from(sector) << 64;
-    window.write(0, &header.to_le_bytes());
+    slice.write(0, &header.to_le_bytes());
     let at = 64 + skew as usize;
-    window.write(at, data);
+    slice.write(at, data);
     let status = at + data.len();
-    window.write(status, &[status::NONE]);
+    slice.write(status, &[status::NONE]);
     let in_data = kind == request::IN;
     let queue = guest.queue();
     let first = Buffer { addr, len: 16, device_writes: false };
@@ -102,8 +102,8 @@ fn skewed(guest: &mut Guest, kind: u32, sector: u64, skew: u64, data: &mut [u8])
         assert!(start.elapsed() < ANSWER);
         std::thread::yield_now();
     }
-    window.read(at, data);
-    window.copy_out::<1>(status)[0]
+    slice.read(at, data);
+    slice.copy_out::<1>(status)[0]
 }
 
 #[test]

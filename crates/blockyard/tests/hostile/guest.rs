@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use blockyard_driver::connection::PROTOCOL;
 use blockyard_driver::{Connection, Memory, RingAddresses, RingSetup, feature, request};
-use blockyard_ring::Window;
+use blockyard_ring::SharedSlice;
 use rustix::event::EventfdFlags;
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures};
 
@@ -64,9 +64,9 @@ pub fn rung(event: &OwnedFd) -> u64 {
 pub struct Ring {
     pub layout: Layout,
     pub size: u16,
-    pub desc: Window,
-    pub avail: Window,
-    pub used: Window,
+    pub desc: SharedSlice,
+    pub avail: SharedSlice,
+    pub used: SharedSlice,
     pub setup: RingSetup,
     pub error: Arc<OwnedFd>,
     /// Split: the available index. Packed: the place of the next descriptor, and its wrap counter.
@@ -106,8 +106,8 @@ impl Ring {
 
     /// As a driver leaves it that has just been loaded.
     pub fn clear(&mut self) {
-        for window in [&self.desc, &self.avail, &self.used] {
-            window.write(0, &vec![0; window.len()]);
+        for slice in [&self.desc, &self.avail, &self.used] {
+            slice.write(0, &vec![0; slice.len()]);
         }
         (self.at, self.wrap, self.used_at, self.used_wrap, self.next_id) = (0, true, 0, true, 0);
     }
@@ -305,14 +305,14 @@ impl Guest {
     }
 
     pub fn bytes(&mut self, bytes: &[u8]) -> u64 {
-        let (addr, window) = self.memory.piece(bytes.len().max(1) as u64, 1).unwrap();
-        window.write(0, bytes);
+        let (addr, slice) = self.memory.piece(bytes.len().max(1) as u64, 1).unwrap();
+        slice.write(0, bytes);
         addr
     }
 
     /// Writes over bytes that were placed before.
     pub fn bytes_at(&self, addr: u64, bytes: &[u8]) {
-        self.memory.window(addr, bytes.len() as u64, 1).unwrap().write(0, bytes);
+        self.memory.slice(addr, bytes.len() as u64, 1).unwrap().write(0, bytes);
     }
 
     pub fn header(&mut self, kind: u32, sector: u64) -> u64 {
@@ -324,13 +324,13 @@ impl Guest {
     }
 
     pub fn byte(&self, addr: u64) -> u8 {
-        let [byte] = self.memory.window(addr, 1, 1).unwrap().copy_out(0);
+        let [byte] = self.memory.slice(addr, 1, 1).unwrap().copy_out(0);
         byte
     }
 
     pub fn read(&self, addr: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        self.memory.window(addr, len as u64, 1).unwrap().read(0, &mut bytes);
+        self.memory.slice(addr, len as u64, 1).unwrap().read(0, &mut bytes);
         bytes
     }
 
@@ -352,7 +352,7 @@ impl Guest {
             bytes.extend(fourth.to_le_bytes());
         }
         let addr = self.memory.take(bytes.len() as u64, 16).unwrap();
-        self.memory.window(addr, bytes.len() as u64, 1).unwrap().write(0, &bytes);
+        self.memory.slice(addr, bytes.len() as u64, 1).unwrap().write(0, &bytes);
         D { addr, len: bytes.len() as u32, flags: INDIRECT }
     }
 
@@ -368,12 +368,12 @@ impl Guest {
         let bytes: Vec<u8> = (0..512u32).map(|i| (i * 7 + sector as u32) as u8).collect();
         let (data, back, header, status) =
             (self.scratch, self.scratch + 512, self.scratch + 1024, self.scratch + 1088);
-        let window = self.memory.window(self.scratch, 2048, 1).unwrap();
-        window.write(0, &bytes);
-        window.write(512, &[0; 512]);
+        let slice = self.memory.slice(self.scratch, 2048, 1).unwrap();
+        slice.write(0, &bytes);
+        slice.write(512, &[0; 512]);
         for (kind, data) in [(request::OUT, out(data, 512)), (request::IN, into(back, 512))] {
-            window.copy_in(1024, (u128::from(kind) | u128::from(sector) << 64).to_le_bytes());
-            window.copy_in(1088, [NONE]);
+            slice.copy_in(1024, (u128::from(kind) | u128::from(sector) << 64).to_le_bytes());
+            slice.copy_in(1088, [NONE]);
             let head = self.offer(queue, &[out(header, 16), data, into(status, 1)]);
             let (id, written) = self.rings[queue].wait(3);
             assert_eq!((id, self.byte(status)), (head, 0), "queue {queue}, type {kind}");

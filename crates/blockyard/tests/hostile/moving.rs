@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use blockyard_driver::request::{FLUSH, IN, OUT};
-use blockyard_ring::Window;
+use blockyard_ring::SharedSlice;
 use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::FrontendReq;
@@ -37,8 +37,8 @@ impl Random {
 
 /// Writes nonsense that looks like sense all over a ring, until told to stop.
 fn rewrite(
-    desc: &Window,
-    avail: &Window,
+    desc: &SharedSlice,
+    avail: &SharedSlice,
     addresses: [u64; 4],
     layout: Layout,
     stop: &AtomicBool,
@@ -196,7 +196,7 @@ fn an_in_flight_region_rewritten_while_in_use_changes_nothing() {
 /// A region of the guest beside its first one.
 pub struct Extra {
     pub info: VhostUserMemoryRegionInfo,
-    window: Window,
+    slice: SharedSlice,
     fd: OwnedFd,
 }
 
@@ -211,7 +211,7 @@ pub fn extra(guest_addr: u64, len: u64) -> Extra {
         mmap_offset: 0,
         mmap_handle: fd.as_raw_fd(),
     };
-    Extra { info, window: memory.window(guest_addr, len, 1).unwrap(), fd }
+    Extra { info, slice: memory.slice(guest_addr, len, 1).unwrap(), fd }
 }
 
 pub const EXTRA: u64 = 0x9_0000_0000;
@@ -263,12 +263,12 @@ fn memory_may_come_with_everything_in_it() {
         guest.connection.frontend().add_mem_region(&extra.info).unwrap();
         // Table, header and status: all in the new region.
         let table = guest.table(&[out(EXTRA + 64, 16), into(EXTRA + 128, 1)]);
-        extra.window.write(0, &guest.read(table.addr, table.len as usize));
-        extra.window.write(64, &u128::from(FLUSH).to_le_bytes());
-        extra.window.write(128, &[0xff]);
+        extra.slice.write(0, &guest.read(table.addr, table.len as usize));
+        extra.slice.write(64, &u128::from(FLUSH).to_le_bytes());
+        extra.slice.write(128, &[0xff]);
         guest.offer(0, &[super::guest::D { addr: EXTRA, ..table }]);
         guest.rings[0].wait(1);
-        assert_eq!(extra.window.copy_out::<1>(128), [0]);
+        assert_eq!(extra.slice.copy_out::<1>(128), [0]);
         daemon.end();
     }
 }
@@ -291,8 +291,8 @@ fn regions_that_touch_are_one_and_holes_are_none() {
             assert_eq!(guest.byte(status), want, "{len} bytes at {at}");
         }
         // A header in two regions.
-        parts[0].window.write(4088, &[IN as u8, 0, 0, 0, 0, 0, 0, 0]);
-        parts[1].window.write(0, &[0; 8]);
+        parts[0].slice.write(4088, &[IN as u8, 0, 0, 0, 0, 0, 0, 0]);
+        parts[1].slice.write(0, &[0; 8]);
         let (data, status) = (guest.bytes(&[0; 512]), guest.status());
         guest.offer(0, &[out(EXTRA + 4088, 16), into(data, 512), into(status, 1)]);
         guest.rings[0].wait(3);

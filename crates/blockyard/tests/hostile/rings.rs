@@ -92,8 +92,8 @@ const LOOPS: &[Case] = &[
         let header = g.header(IN, 0);
         let table = g.table(&[out(header, 1), out(header, 1)]);
         // The second descriptor's next is the first.
-        let window = g.memory.window(table.addr, 32, 1).unwrap();
-        window.copy_in(16 + 12, (u32::from(NEXT)).to_le_bytes());
+        let slice = g.memory.slice(table.addr, 32, 1).unwrap();
+        slice.copy_in(16 + 12, (u32::from(NEXT)).to_le_bytes());
         offer(g, &[table]);
     }),
 ];
@@ -145,7 +145,7 @@ const INDICES: &[Case] = &[
         |g| {
             let chain = good(g);
             let table = g.table(&chain);
-            g.memory.window(table.addr, 48, 1).unwrap().copy_in(14, 7u16.to_le_bytes());
+            g.memory.slice(table.addr, 48, 1).unwrap().copy_in(14, 7u16.to_le_bytes());
             offer(g, &[table]);
         },
     ),
@@ -177,7 +177,7 @@ const TABLES: &[Case] = &[
     case("a table that has itself in it", BOTH, "inside an indirect table", |g| {
         let table = g.table(&[out(0, 0)]);
         let again = g.table(&[D { len: 16, ..table }]);
-        g.memory.window(table.addr, 16, 1).unwrap().write(0, &g.read(again.addr, 16));
+        g.memory.slice(table.addr, 16, 1).unwrap().write(0, &g.read(again.addr, 16));
         offer(g, &[table]);
     }),
     case("a table with a next", BOTH, "indirect descriptor at 0", |g| {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use blockyard_ring::Window;
+use blockyard_ring::SharedSlice;
 use blockyard_ring::xen::machine::Domain;
 use blockyard_ring::xen::{Machine, Node, Store};
 
@@ -40,7 +40,7 @@ impl Terms {
 /// See the module's page. The rings are the first pages of the domain's memory.
 pub struct Front {
     pub domain: Arc<Domain>,
-    pub memory: Window,
+    pub memory: SharedSlice,
     pub store: Store,
     path: String,
     back: Option<String>,

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
-use blockyard_ring::Window;
+use blockyard_ring::SharedSlice;
 use blockyard_ring::xen::machine::{Domain, GrantCounts};
 use rustix::event::{Timespec, epoll};
 
@@ -60,7 +60,7 @@ struct Slot {
 pub struct Queue {
     pub ring: FrontRing,
     domain: Arc<Domain>,
-    memory: Window,
+    memory: SharedSlice,
     index: usize,
     options: QueueOptions,
     /// The first of its pages.

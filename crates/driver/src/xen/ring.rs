@@ -9,7 +9,7 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use blockyard_ring::Window;
+use blockyard_ring::SharedSlice;
 use blockyard_ring::xen::machine::FrontChannel;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
@@ -34,7 +34,7 @@ pub struct FrontRing {
     pub channel: FrontChannel,
     event: OwnedFd,
     /// The domain's memory, and where in it the ring begins. Its pages are neighbours.
-    memory: Window,
+    memory: SharedSlice,
     start: usize,
     abi: Abi,
     entries: u32,
@@ -50,7 +50,7 @@ pub struct FrontRing {
 impl FrontRing {
     /// An empty ring in `pages` pages of `memory` from page `first` on.
     pub fn new(
-        memory: Window,
+        memory: SharedSlice,
         first: usize,
         pages: usize,
         abi: Abi,
@@ -219,7 +219,7 @@ mod tests {
     use super::*;
 
     /// A ring of one page, and the memory that it is in.
-    fn ring() -> (FrontRing, Window) {
+    fn ring() -> (FrontRing, SharedSlice) {
         let domain = Machine::new().add(1, 1).unwrap();
         let channel = domain.channel().unwrap();
         (FrontRing::new(domain.memory(), 0, 1, Abi::X86_64, channel).unwrap(), domain.memory())

@@ -11,7 +11,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-use blockyard_ring::{GuestMemory, Mapper, MemoryError, Region, Window};
+use blockyard_ring::{GuestMemory, Mapper, MemoryError, Region, SharedSlice};
 
 use super::virtqueue::RingError;
 
@@ -99,7 +99,7 @@ pub fn allocate(queues: u16, size: u16, is_packed: bool) -> Result<(OwnedFd, u64
     let (region, fd) = Region::memfd("blockyard-inflight", 0, 0, len)?;
     GuestMemory::default()
         .with(region)?
-        .window(parts, NOTES, 8)?
+        .slice(parts, NOTES, 8)?
         .copy_in(0, NOTES_MARK.to_le_bytes());
     Ok((fd, len))
 }
@@ -125,10 +125,10 @@ impl InflightRegion {
         let memory = GuestMemory::default().with(mapper.map(fd, offset, 0, 0, len)?)?;
         // Counters are written whole: an offset that no front end makes up by accident is refused
         // here.
-        memory.window(0, 1, 8)?;
+        memory.slice(0, 1, 8)?;
         let notes = len.checked_sub(NOTES).filter(|at| at.is_multiple_of(64));
         let notes = notes.filter(|&at| {
-            memory.window(at, NOTES, 8).is_ok_and(|w| w.copy_out(0) == NOTES_MARK.to_le_bytes())
+            memory.slice(at, NOTES, 8).is_ok_and(|w| w.copy_out(0) == NOTES_MARK.to_le_bytes())
         });
         let parts = notes.unwrap_or(len);
         Ok(InflightRegion {
@@ -141,7 +141,7 @@ impl InflightRegion {
 
     /// What was last noted of the guest's write cache; None: nothing was.
     pub fn write_back(&self) -> Option<bool> {
-        match self.memory.window(self.notes?, NOTES, 8).ok()?.copy_out::<1>(WRITE_BACK) {
+        match self.memory.slice(self.notes?, NOTES, 8).ok()?.copy_out::<1>(WRITE_BACK) {
             [1] => Some(false),
             [2] => Some(true),
             _ => None,
@@ -150,8 +150,8 @@ impl InflightRegion {
 
     /// Notes whether the guest sees a volatile write cache.
     pub fn note_write_back(&self, write_back: bool) {
-        if let Some(window) = self.notes.and_then(|at| self.memory.window(at, NOTES, 8).ok()) {
-            window.copy_in(WRITE_BACK, [1 + u8::from(write_back)]);
+        if let Some(slice) = self.notes.and_then(|at| self.memory.slice(at, NOTES, 8).ok()) {
+            slice.copy_in(WRITE_BACK, [1 + u8::from(write_back)]);
         }
     }
 
@@ -165,14 +165,14 @@ impl InflightRegion {
         }
         let room = room.min(ENTRIES_MOST);
         let len = (header + entry * room) as u64;
-        let window = self.memory.window(u64::from(index) * self.queue_bytes, len, 8)?;
-        Inflight::new(window, room as u16, is_packed).map(Some)
+        let slice = self.memory.slice(u64::from(index) * self.queue_bytes, len, 8)?;
+        Inflight::new(slice, room as u16, is_packed).map(Some)
     }
 }
 
 /// One queue's part of the region.
 pub struct Inflight {
-    window: Window,
+    slice: SharedSlice,
     size: u16,
     is_packed: bool,
     counter: u64,
@@ -182,10 +182,9 @@ pub struct Inflight {
 
 impl Inflight {
     /// `room`: entries that the queue's part has room for.
-    fn new(window: Window, room: u16, is_packed: bool) -> Result<Self, RingError> {
-        let mut inflight =
-            Inflight { window, size: room, is_packed, counter: 0, batch: Vec::new() };
-        let features = u64::from_le_bytes(inflight.window.copy_out(FEATURES));
+    fn new(slice: SharedSlice, room: u16, is_packed: bool) -> Result<Self, RingError> {
+        let mut inflight = Inflight { slice, size: room, is_packed, counter: 0, batch: Vec::new() };
+        let features = u64::from_le_bytes(inflight.slice.copy_out(FEATURES));
         let entries = inflight.load(DESC_NUM);
         match inflight.load(VERSION_AT) {
             0 => inflight.format(),
@@ -208,15 +207,15 @@ impl Inflight {
         // Killed in the midst of this, it is formatted again.
         self.store(VERSION_AT, 0);
         compiler_fence(Ordering::SeqCst);
-        let zeroes = vec![0; self.window.len()];
-        self.window.write(0, &zeroes);
+        let zeroes = vec![0; self.slice.len()];
+        self.slice.write(0, &zeroes);
         if self.is_packed {
             // The free list: every entry names the next.
             for entry in 0..self.size {
                 self.store(self.at(entry) + packed::NEXT, entry.wrapping_add(1));
             }
-            self.window.copy_in(packed::USED_WRAP, [1]);
-            self.window.copy_in(packed::OLD_USED_WRAP, [1]);
+            self.slice.copy_in(packed::USED_WRAP, [1]);
+            self.slice.copy_in(packed::OLD_USED_WRAP, [1]);
         }
         self.store(DESC_NUM, self.size);
         self.store(VERSION_AT, VERSION);
@@ -247,7 +246,7 @@ impl Inflight {
     pub fn taken_split(&mut self, head: u16) {
         self.counter = self.counter.wrapping_add(1);
         let at = self.at(head);
-        self.window.copy_in(at + split::COUNTER, self.counter.to_le_bytes());
+        self.slice.copy_in(at + split::COUNTER, self.counter.to_le_bytes());
         self.set_inflight(at, true);
     }
 
@@ -291,7 +290,7 @@ impl Inflight {
         }
         let first = self.at(entry);
         self.counter = self.counter.wrapping_add(1);
-        self.window.copy_in(first + packed::COUNTER, self.counter.to_le_bytes());
+        self.slice.copy_in(first + packed::COUNTER, self.counter.to_le_bytes());
         self.store(first + packed::NUM, raw.len() as u16);
         let mut at = entry;
         let mut last = entry;
@@ -299,7 +298,7 @@ impl Inflight {
             if at >= self.size {
                 return u16::MAX;
             }
-            self.window.copy_in(self.at(at) + packed::DESC, to_region(*desc));
+            self.slice.copy_in(self.at(at) + packed::DESC, to_region(*desc));
             last = at;
             at = self.load(self.at(at) + packed::NEXT);
         }
@@ -325,7 +324,7 @@ impl Inflight {
             self.store(packed::FREE_HEAD, *entry);
         }
         self.store(packed::USED_IDX, used_index);
-        self.window.copy_in(packed::USED_WRAP, [u8::from(wrap)]);
+        self.slice.copy_in(packed::USED_WRAP, [u8::from(wrap)]);
         compiler_fence(Ordering::SeqCst);
     }
 
@@ -339,8 +338,8 @@ impl Inflight {
     fn commit_packed(&mut self) {
         self.store(packed::OLD_FREE_HEAD, self.load(packed::FREE_HEAD));
         self.store(packed::OLD_USED_IDX, self.load(packed::USED_IDX));
-        let [wrap] = self.window.copy_out::<1>(packed::USED_WRAP);
-        self.window.copy_in(packed::OLD_USED_WRAP, [wrap]);
+        let [wrap] = self.slice.copy_out::<1>(packed::USED_WRAP);
+        self.slice.copy_in(packed::OLD_USED_WRAP, [wrap]);
     }
 
     /// Chains that a predecessor left unanswered, oldest first, and the used place (index, wrap).
@@ -350,7 +349,7 @@ impl Inflight {
         &mut self,
         was_used: impl Fn(u16, bool) -> bool,
     ) -> Result<(Vec<PackedChain>, (u16, bool)), RingError> {
-        let place = |index, wrap| (self.load(index), self.window.copy_out::<1>(wrap)[0] != 0);
+        let place = |index, wrap| (self.load(index), self.slice.copy_out::<1>(wrap)[0] != 0);
         let old = place(packed::OLD_USED_IDX, packed::OLD_USED_WRAP);
         // A batch of the whole ring comes back to the same index, under the other wrap counter.
         if place(packed::USED_IDX, packed::USED_WRAP) != old && was_used(old.0, old.1) {
@@ -359,8 +358,8 @@ impl Inflight {
         // What was begun and not shown to the guest is undone.
         self.store(packed::FREE_HEAD, self.load(packed::OLD_FREE_HEAD));
         self.store(packed::USED_IDX, self.load(packed::OLD_USED_IDX));
-        let [wrap] = self.window.copy_out::<1>(packed::OLD_USED_WRAP);
-        self.window.copy_in(packed::USED_WRAP, [wrap]);
+        let [wrap] = self.slice.copy_out::<1>(packed::OLD_USED_WRAP);
+        self.slice.copy_in(packed::USED_WRAP, [wrap]);
         let mut free = self.load(packed::FREE_HEAD);
         for _ in 0..self.size {
             if free >= self.size {
@@ -391,7 +390,7 @@ impl Inflight {
             if at >= self.size {
                 return Err(RingError::Region("a chain leads out of it"));
             }
-            raw.push(to_ring(self.window.copy_out(self.at(at) + packed::DESC)));
+            raw.push(to_ring(self.slice.copy_out(self.at(at) + packed::DESC)));
             at = self.load(self.at(at) + packed::NEXT);
         }
         Ok(PackedChain { entry, raw })
@@ -401,7 +400,7 @@ impl Inflight {
 
     fn unanswered(&self) -> Vec<u16> {
         let mut entries: Vec<u16> =
-            self.entries().filter(|e| self.window.copy_out::<1>(self.at(*e)) == [1]).collect();
+            self.entries().filter(|e| self.slice.copy_out::<1>(self.at(*e)) == [1]).collect();
         entries.sort_by_key(|e| self.counter_of(*e));
         entries
     }
@@ -426,21 +425,21 @@ impl Inflight {
 
     fn counter_of(&self, entry: u16) -> u64 {
         // The counter has the same place in both layouts.
-        u64::from_le_bytes(self.window.copy_out(self.at(entry) + split::COUNTER))
+        u64::from_le_bytes(self.slice.copy_out(self.at(entry) + split::COUNTER))
     }
 
     fn set_inflight(&self, at: usize, yes: bool) {
         compiler_fence(Ordering::SeqCst);
-        self.window.copy_in(at, [u8::from(yes)]);
+        self.slice.copy_in(at, [u8::from(yes)]);
         compiler_fence(Ordering::SeqCst);
     }
 
     fn load(&self, at: usize) -> u16 {
-        self.window.load_u16(at, Ordering::Acquire)
+        self.slice.load_u16(at, Ordering::Acquire)
     }
 
     fn store(&self, at: usize, value: u16) {
-        self.window.store_u16(at, value, Ordering::Release);
+        self.slice.store_u16(at, value, Ordering::Release);
     }
 }
 

@@ -86,7 +86,7 @@ pub fn parse(
         .addr
         .checked_add(u64::from(last.len) - 1)
         .ok_or(bad("its status lies beyond 64 bits"))?;
-    terms.memory.window(status, 1, 1)?;
+    terms.memory.slice(status, 1, 1)?;
     let mut header = [0; HEADER as usize];
     segments.reset(terms.memory);
     gather(segments, readable, 0, HEADER)?;
@@ -303,7 +303,7 @@ mod tests {
     #[test]
     fn a_serial_is_cut_to_what_there_is_room_for() {
         let memory = memory(0);
-        memory.window(0, 16, 1).unwrap().write(0, &8u128.to_le_bytes());
+        memory.slice(0, 16, 1).unwrap().write(0, &8u128.to_le_bytes());
         for (room, len) in [(0, 0), (5, 5), (20, 20), (30, 20)] {
             let descs = [desc(0, 16, false), desc(0x100, room, true), desc(0x200, 1, true)];
             let parsed = ask(&memory, &descs, &mut Segments::default()).unwrap();
@@ -312,7 +312,7 @@ mod tests {
                 "{parsed:?}"
             );
         }
-        assert_eq!(&memory.window(0x100, 21, 1).unwrap().copy_out(0), b"a serial of more tha\0");
+        assert_eq!(&memory.slice(0x100, 21, 1).unwrap().copy_out(0), b"a serial of more tha\0");
     }
 
     fn descs() -> impl Strategy<Value = Vec<Desc>> {
@@ -335,14 +335,14 @@ mod tests {
             let memory = memory(8);
             let header = u128::from(kind) | u128::from(sector) << 64;
             for at in [0x10, 0x500, 0x1ff0] {
-                memory.window(at, 16, 1).unwrap().write(0, &header.to_le_bytes());
+                memory.slice(at, 16, 1).unwrap().write(0, &header.to_le_bytes());
             }
-            memory.window(0x520, 64, 1).unwrap().write(0, &tail);
+            memory.slice(0x520, 64, 1).unwrap().write(0, &tail);
             let mut segments = Segments::default();
             for first in [0x10, 0x500, 0xffc] {
                 let descs = [&[desc(first, 16 + 16 * u32::from(tail[0] % 5), false)], &descs[..]].concat();
                 let Ok(parsed) = ask(&memory, &descs, &mut segments) else { continue };
-                prop_assert!(memory.window(parsed.status, 1, 1).is_ok());
+                prop_assert!(memory.slice(parsed.status, 1, 1).is_ok());
                 match parsed.ask {
                     Ask::One { op: Op::Read | Op::Write { .. }, offset, len } => {
                         prop_assert_eq!(segments.len() as u64, len);

@@ -191,7 +191,7 @@ impl Queue {
         let watch =
             channel.descriptor().map_err(|e| StartError::ring("watching the event channel", e))?;
         let watch = handle.watch(watch);
-        let mut ring = Ring::new(Arc::new(ring).window(), abi);
+        let mut ring = Ring::new(Arc::new(ring).slice(), abi);
         let again = match record {
             Some((path, key)) => ring
                 .keep_record(&path, key)

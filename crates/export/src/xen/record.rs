@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-use blockyard_ring::{Region, Window};
+use blockyard_ring::{Region, SharedSlice};
 
 use super::abi::ENTRY_MOST;
 
@@ -39,7 +39,7 @@ pub type InFlight = (u32, [u8; ENTRY_MOST]);
 
 /// The record of one queue.
 pub struct Record {
-    window: Window,
+    slice: SharedSlice,
     free: Vec<u32>,
     /// Answered, and not shown yet.
     answered: Vec<u32>,
@@ -63,11 +63,11 @@ impl Record {
             file.set_len(len)?;
         }
         let region = Region::map(&file, 0, 0, 0, len).map_err(io::Error::other)?;
-        Ok(Self::over(Arc::new(region).window(), entries, key, shown))
+        Ok(Self::over(Arc::new(region).slice(), entries, key, shown))
     }
 
-    fn over(window: Window, entries: u32, key: u64, shown: u32) -> (Self, u32, Vec<InFlight>) {
-        let mut record = Record { window, free: Vec::new(), answered: Vec::new() };
+    fn over(slice: SharedSlice, entries: u32, key: u64, shown: u32) -> (Self, u32, Vec<InFlight>) {
+        let mut record = Record { slice, free: Vec::new(), answered: Vec::new() };
         match record.read(entries, key, shown) {
             Some((taken, found)) => (record, taken, found),
             None => {
@@ -97,7 +97,7 @@ impl Record {
             if in_flight {
                 self.store(at, IN_FLIGHT);
                 self.store(at + INDEX, taken.wrapping_sub(1));
-                found.push((slot, self.window.copy_out(at + COPY)));
+                found.push((slot, self.slice.copy_out(at + COPY)));
             } else {
                 self.store(at, FREE);
                 free.push(slot);
@@ -124,7 +124,7 @@ impl Record {
     pub fn take(&mut self, index: u32, request: [u8; ENTRY_MOST]) -> u32 {
         let slot = self.free.pop().expect("no more requests are taken than there are entries");
         let at = place(slot);
-        self.window.copy_in(at + COPY, request);
+        self.slice.copy_in(at + COPY, request);
         self.store(at + INDEX, index);
         self.store(at, IN_FLIGHT);
         self.store(TAKEN, index.wrapping_add(1));
@@ -151,11 +151,11 @@ impl Record {
     }
 
     fn load(&self, at: usize) -> u32 {
-        self.window.load_u32(at, Ordering::Acquire)
+        self.slice.load_u32(at, Ordering::Acquire)
     }
 
     fn store(&self, at: usize, value: u32) {
-        self.window.store_u32(at, value, Ordering::Release);
+        self.slice.store_u32(at, value, Ordering::Release);
     }
 }
 
@@ -176,13 +176,13 @@ mod tests {
         [number; ENTRY_MOST]
     }
 
-    fn window() -> Window {
-        Arc::new(Region::memfd("record", 0, 0, (HEADER + 4 * SLOT) as u64).unwrap().0).window()
+    fn slice() -> SharedSlice {
+        Arc::new(Region::memfd("record", 0, 0, (HEADER + 4 * SLOT) as u64).unwrap().0).slice()
     }
 
     /// The first byte of each request that the next server finds.
-    fn found(window: &Window, key: u64, shown: u32) -> (u32, Vec<u8>) {
-        let (_, taken, found) = Record::over(window.clone(), 4, key, shown);
+    fn found(slice: &SharedSlice, key: u64, shown: u32) -> (u32, Vec<u8>) {
+        let (_, taken, found) = Record::over(slice.clone(), 4, key, shown);
         let mut found: Vec<_> = found.iter().map(|(_, bytes)| bytes[0]).collect();
         found.sort();
         (taken, found)
@@ -190,51 +190,51 @@ mod tests {
 
     #[test]
     fn the_next_server_finds_what_has_no_answer_that_is_shown() {
-        let window = window();
-        let (mut record, taken, none) = Record::over(window.clone(), 4, 7, u32::MAX);
+        let slice = slice();
+        let (mut record, taken, none) = Record::over(slice.clone(), 4, 7, u32::MAX);
         assert_eq!((taken, none.len()), (u32::MAX, 0));
         // Indices run over. Slots are used again.
         let (first, second) = (record.take(u32::MAX, request(1)), record.take(0, request(2)));
-        assert_eq!(found(&window, 7, u32::MAX), (1, vec![1, 2]));
+        assert_eq!(found(&slice, 7, u32::MAX), (1, vec![1, 2]));
         record.answer(second, u32::MAX);
         // Not shown yet; then shown, and the server is killed before it has noted that.
-        assert_eq!(found(&window, 7, u32::MAX), (1, vec![1, 2]));
+        assert_eq!(found(&slice, 7, u32::MAX), (1, vec![1, 2]));
         record.answered.clear();
         record.answer(second, u32::MAX);
-        assert_eq!(found(&window, 7, 0), (1, vec![1]));
+        assert_eq!(found(&slice, 7, 0), (1, vec![1]));
         record.shown();
         record.answer(first, 0);
         record.shown();
-        assert_eq!(found(&window, 7, 1), (1, vec![]));
+        assert_eq!(found(&slice, 7, 1), (1, vec![]));
         for index in 1..5 {
             record.take(index, request(index as u8));
         }
-        assert_eq!(found(&window, 7, 1), (5, vec![1, 2, 3, 4]));
+        assert_eq!(found(&slice, 7, 1), (5, vec![1, 2, 3, 4]));
     }
 
     #[test]
     fn a_record_of_other_rings_or_of_garbage_says_nothing() {
-        let window = window();
-        let (mut record, ..) = Record::over(window.clone(), 4, 7, 0);
+        let slice = slice();
+        let (mut record, ..) = Record::over(slice.clone(), 4, 7, 0);
         record.take(0, request(1));
-        assert_eq!(found(&window, 8, 9), (9, vec![]));
-        let (mut record, ..) = Record::over(window.clone(), 4, 7, 0);
+        assert_eq!(found(&slice, 8, 9), (9, vec![]));
+        let (mut record, ..) = Record::over(slice.clone(), 4, 7, 0);
         record.take(0, request(1));
         // The front end sees more answers than there were requests.
-        assert_eq!(found(&window, 7, 2), (2, vec![]));
-        window.write(0, &[0xa5; HEADER + 4 * SLOT]);
-        assert_eq!(found(&window, 7, 3), (3, vec![]));
+        assert_eq!(found(&slice, 7, 2), (2, vec![]));
+        slice.write(0, &[0xa5; HEADER + 4 * SLOT]);
+        assert_eq!(found(&slice, 7, 3), (3, vec![]));
     }
 
     #[test]
     fn a_server_that_is_killed_while_it_takes_a_request_leaves_that_in_the_ring() {
-        let window = window();
-        let (mut record, ..) = Record::over(window.clone(), 4, 7, 0);
+        let slice = slice();
+        let (mut record, ..) = Record::over(slice.clone(), 4, 7, 0);
         record.take(0, request(1));
         // All but the last step of taking request 1.
-        window.copy_in(place(0) + COPY, request(2));
-        window.store_u32(place(0) + INDEX, 1, Ordering::Relaxed);
-        window.store_u32(place(0), IN_FLIGHT, Ordering::Relaxed);
-        assert_eq!(found(&window, 7, 0), (1, vec![1]));
+        slice.copy_in(place(0) + COPY, request(2));
+        slice.store_u32(place(0) + INDEX, 1, Ordering::Relaxed);
+        slice.store_u32(place(0), IN_FLIGHT, Ordering::Relaxed);
+        assert_eq!(found(&slice, 7, 0), (1, vec![1]));
     }
 }

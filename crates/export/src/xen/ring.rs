@@ -9,7 +9,7 @@ use std::io;
 use std::path::Path;
 use std::sync::atomic::{Ordering, fence};
 
-use blockyard_ring::Window;
+use blockyard_ring::SharedSlice;
 
 use super::abi::{Abi, ENTRY_MOST, HEADER, Request};
 use super::record::Record;
@@ -28,7 +28,7 @@ pub struct Overflow {
 }
 
 pub struct Ring {
-    window: Window,
+    slice: SharedSlice,
     abi: Abi,
     entries: u32,
     /// Requests taken, answers written, and answers shown. They run over.
@@ -40,10 +40,10 @@ pub struct Ring {
 
 impl Ring {
     /// Over the ring's pages. It goes on where the last back end has shown answers.
-    pub fn new(window: Window, abi: Abi) -> Self {
-        let entries = abi.entries(window.len() / 4096);
-        let shown = window.load_u32(RSP_PROD, Ordering::Acquire);
-        Ring { window, abi, entries, taken: shown, answered: shown, shown, record: None }
+    pub fn new(slice: SharedSlice, abi: Abi) -> Self {
+        let entries = abi.entries(slice.len() / 4096);
+        let shown = slice.load_u32(RSP_PROD, Ordering::Acquire);
+        Ring { slice, abi, entries, taken: shown, answered: shown, shown, record: None }
     }
 
     /// Keeps a record of what is taken. Returns the requests that the last server had taken and not
@@ -63,7 +63,7 @@ impl Ring {
     /// is not to be used any more.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Request>, Overflow> {
-        let produced = self.window.load_u32(REQ_PROD, Ordering::Acquire);
+        let produced = self.slice.load_u32(REQ_PROD, Ordering::Acquire);
         let requests = produced.wrapping_sub(self.answered);
         if requests > self.entries {
             return Err(Overflow { requests, entries: self.entries });
@@ -76,10 +76,10 @@ impl Ring {
         let index = self.taken;
         self.taken = index.wrapping_add(1);
         let bytes = match self.abi {
-            Abi::X86_64 => self.window.copy_out::<ENTRY_MOST>(at),
+            Abi::X86_64 => self.slice.copy_out::<ENTRY_MOST>(at),
             Abi::X86_32 => {
                 let mut bytes = [0; ENTRY_MOST];
-                bytes[..108].copy_from_slice(&self.window.copy_out::<108>(at));
+                bytes[..108].copy_from_slice(&self.slice.copy_out::<108>(at));
                 bytes
             }
         };
@@ -92,9 +92,9 @@ impl Ring {
     pub fn answer(&mut self, id: u64, operation: u8, slot: u32, status: i16) {
         debug_assert_ne!(self.answered, self.taken, "an answer without a request");
         let at = self.place(self.answered);
-        self.window.copy_in(at, id.to_le_bytes());
+        self.slice.copy_in(at, id.to_le_bytes());
         let [low, high] = status.to_le_bytes();
-        self.window.copy_in(at + 8, [operation, 0, low, high]);
+        self.slice.copy_in(at + 8, [operation, 0, low, high]);
         if let Some(record) = &mut self.record {
             record.answer(slot, self.answered);
         }
@@ -107,12 +107,12 @@ impl Ring {
         if self.shown == self.answered {
             return false;
         }
-        self.window.store_u32(RSP_PROD, self.answered, Ordering::Release);
+        self.slice.store_u32(RSP_PROD, self.answered, Ordering::Release);
         if let Some(record) = &mut self.record {
             record.shown();
         }
         fence(Ordering::SeqCst);
-        let wanted = self.window.load_u32(RSP_EVENT, Ordering::Acquire);
+        let wanted = self.slice.load_u32(RSP_EVENT, Ordering::Acquire);
         let old = std::mem::replace(&mut self.shown, self.answered);
         self.shown.wrapping_sub(wanted) < self.shown.wrapping_sub(old)
     }
@@ -120,10 +120,9 @@ impl Ring {
     /// Asks for an event with the next request. False: there is one already.
     #[inline]
     pub fn enable_events(&mut self) -> bool {
-        self.window.store_u32(REQ_EVENT, self.taken.wrapping_add(1), Ordering::Relaxed);
+        self.slice.store_u32(REQ_EVENT, self.taken.wrapping_add(1), Ordering::Relaxed);
         fence(Ordering::SeqCst);
-        let requests =
-            self.window.load_u32(REQ_PROD, Ordering::Acquire).wrapping_sub(self.answered);
+        let requests = self.slice.load_u32(REQ_PROD, Ordering::Acquire).wrapping_sub(self.answered);
         requests <= self.taken.wrapping_sub(self.answered)
     }
 
@@ -141,28 +140,28 @@ mod tests {
     use super::super::abi::Ask;
     use super::*;
 
-    fn window() -> Window {
-        Arc::new(Region::memfd("ring", 0, 0, 4096).unwrap().0).window()
+    fn slice() -> SharedSlice {
+        Arc::new(Region::memfd("ring", 0, 0, 4096).unwrap().0).slice()
     }
 
     /// What a front end does for one request: a read of one page, whose number is `id`.
-    fn put(window: &Window, index: u32, id: u8) {
+    fn put(slice: &SharedSlice, index: u32, id: u8) {
         let at = HEADER + index as usize % 32 * ENTRY_MOST;
-        window.write(at, &[0, 1, 0, 0, 0, 0, 0, 0, id]);
-        window.store_u32(REQ_PROD, index.wrapping_add(1), Ordering::Release);
+        slice.write(at, &[0, 1, 0, 0, 0, 0, 0, 0, id]);
+        slice.store_u32(REQ_PROD, index.wrapping_add(1), Ordering::Release);
     }
 
     #[test]
     fn requests_are_answered_in_any_order_also_where_indices_run_over() {
-        let window = window();
-        window.store_u32(RSP_PROD, u32::MAX, Ordering::Relaxed);
-        window.store_u32(REQ_PROD, u32::MAX, Ordering::Relaxed);
-        window.store_u32(RSP_EVENT, 1, Ordering::Relaxed);
-        let mut ring = Ring::new(window.clone(), Abi::X86_64);
+        let slice = slice();
+        slice.store_u32(RSP_PROD, u32::MAX, Ordering::Relaxed);
+        slice.store_u32(REQ_PROD, u32::MAX, Ordering::Relaxed);
+        slice.store_u32(RSP_EVENT, 1, Ordering::Relaxed);
+        let mut ring = Ring::new(slice.clone(), Abi::X86_64);
         assert_eq!((ring.pop(), ring.publish(), ring.enable_events()), (Ok(None), false, true));
-        assert_eq!(window.load_u32(REQ_EVENT, Ordering::Relaxed), 0);
-        put(&window, u32::MAX, 5);
-        put(&window, 0, 6);
+        assert_eq!(slice.load_u32(REQ_EVENT, Ordering::Relaxed), 0);
+        put(&slice, u32::MAX, 5);
+        put(&slice, 0, 6);
         assert!(!ring.enable_events());
         let mut pop = || ring.pop().unwrap().map(|request| (request.id, request.ask));
         assert_eq!([pop(), pop(), pop()], [Some((5, Ask::Read)), Some((6, Ask::Read)), None]);
@@ -171,18 +170,18 @@ mod tests {
         assert!(!ring.publish());
         ring.answer(5, 0, 0, -1);
         assert!(ring.publish());
-        assert_eq!(window.load_u32(RSP_PROD, Ordering::Relaxed), 1);
-        assert_eq!(window.copy_out(HEADER + 31 * ENTRY_MOST), [6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(window.copy_out(HEADER), [5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff]);
+        assert_eq!(slice.load_u32(RSP_PROD, Ordering::Relaxed), 1);
+        assert_eq!(slice.copy_out(HEADER + 31 * ENTRY_MOST), [6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(slice.copy_out(HEADER), [5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff]);
     }
 
     #[test]
     fn the_next_server_takes_again_what_has_no_answer_and_goes_on() {
-        let window = window();
+        let slice = slice();
         let path = std::env::temp_dir().join(format!("blockyard-record-{}", std::process::id()));
-        let mut ring = Ring::new(window.clone(), Abi::X86_64);
+        let mut ring = Ring::new(slice.clone(), Abi::X86_64);
         assert!(ring.keep_record(&path, 1).unwrap().is_empty());
-        (0..5).for_each(|index| put(&window, index, index as u8));
+        (0..5).for_each(|index| put(&slice, index, index as u8));
         let taken: Vec<_> = (0..4).map(|_| ring.pop().unwrap().unwrap()).collect();
         // Answers lie where the first requests were.
         ring.answer(taken[2].id, 0, taken[2].slot, 0);
@@ -190,7 +189,7 @@ mod tests {
         ring.answer(taken[1].id, 0, taken[1].slot, 0);
         // Killed, with an answer that is not shown.
         drop(ring);
-        let mut ring = Ring::new(window.clone(), Abi::X86_64);
+        let mut ring = Ring::new(slice.clone(), Abi::X86_64);
         let mut again: Vec<_> =
             ring.keep_record(&path, 1).unwrap().iter().map(|request| request.id).collect();
         again.sort();
@@ -202,18 +201,18 @@ mod tests {
 
     #[test]
     fn an_index_that_runs_away_is_an_error_and_one_that_goes_back_is_none() {
-        let window = window();
-        let mut ring = Ring::new(window.clone(), Abi::X86_32);
-        window.store_u32(REQ_PROD, 33, Ordering::Relaxed);
+        let slice = slice();
+        let mut ring = Ring::new(slice.clone(), Abi::X86_32);
+        slice.store_u32(REQ_PROD, 33, Ordering::Relaxed);
         assert_eq!(ring.pop(), Err(Overflow { requests: 33, entries: 32 }));
-        window.store_u32(REQ_PROD, 32, Ordering::Relaxed);
+        slice.store_u32(REQ_PROD, 32, Ordering::Relaxed);
         for _ in 0..32 {
             assert!(ring.pop().unwrap().is_some());
         }
         assert_eq!(ring.pop(), Ok(None));
-        window.store_u32(REQ_PROD, 3, Ordering::Relaxed);
+        slice.store_u32(REQ_PROD, 3, Ordering::Relaxed);
         assert_eq!((ring.pop(), ring.enable_events()), (Ok(None), true));
-        window.store_u32(REQ_PROD, u32::MAX, Ordering::Relaxed);
+        slice.store_u32(REQ_PROD, u32::MAX, Ordering::Relaxed);
         assert!(ring.pop().is_err());
     }
 }

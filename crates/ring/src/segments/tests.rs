@@ -139,22 +139,22 @@ fn copies_cross_entries() {
 #[test]
 fn memory_that_others_change_may_be_looked_at() {
     let memory = guest();
-    let window = memory.window(0, 0x8000, 1).unwrap();
+    let slice = memory.slice(0, 0x8000, 1).unwrap();
     let mut segments = Segments::default();
     segments.reset(&memory);
     segments.push_guest(0, 0x3000).unwrap();
     segments.push_guest(0x5000, 0x1000).unwrap();
     assert_eq!(segments.find_nonzero(0, 0x4000), None);
-    window.write(0x5003, &[1]);
+    slice.write(0x5003, &[1]);
     assert_eq!(segments.find_nonzero(0, 0x4000), Some(0x3003));
     assert_eq!(segments.find_difference(1, &Segments::buffer(0x4000), 0, 0x3fff), Some(0x3002));
     let ends = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let window = window;
+            let slice = slice;
             while !ends.load(std::sync::atomic::Ordering::Relaxed) {
-                window.write(0x100, &[1]);
-                window.write(0x100, &[0]);
+                slice.write(0x100, &[1]);
+                slice.write(0x100, &[0]);
             }
         });
         for _ in 0..200 {

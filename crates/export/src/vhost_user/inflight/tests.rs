@@ -59,7 +59,7 @@ fn a_damaged_region_is_said_to_be() {
         let region = region(64, true);
         let mut queue = region.queue(0, true).unwrap().unwrap();
         queue.taken_packed(&[[1; 16], [2; 16]]);
-        queue.window.store_u16(
+        queue.slice.store_u16(
             packed::HEADER + entry * packed::ENTRY + at,
             value,
             Ordering::Relaxed,
@@ -80,7 +80,7 @@ fn a_damaged_region_is_said_to_be() {
     let mut queue = region.queue(0, true).unwrap().unwrap();
     for entry in 0..usize::from(queue.size()) {
         assert_eq!(usize::from(queue.taken_packed(&[[1; 16]])), entry);
-        queue.window.store_u16(
+        queue.slice.store_u16(
             packed::HEADER + entry * packed::ENTRY + packed::NUM,
             900,
             Ordering::Relaxed,
@@ -94,7 +94,7 @@ fn counters_at_their_end_and_regions_without_end_are_borne() {
     let region = region(8, false);
     let mut queue = region.queue(0, false).unwrap().unwrap();
     queue.taken_split(3);
-    queue.window.copy_in(split::HEADER + 3 * split::ENTRY + split::COUNTER, u64::MAX.to_le_bytes());
+    queue.slice.copy_in(split::HEADER + 3 * split::ENTRY + split::COUNTER, u64::MAX.to_le_bytes());
     let mut queue = region.queue(0, false).unwrap().unwrap();
     queue.taken_split(4);
     assert_eq!(queue.recover_split(0).len(), 2);

@@ -167,8 +167,8 @@ impl Front {
 
     /// Reads a sector through the ring.
     fn read(&mut self) {
-        let (at, window) = self.memory.piece(1024, 64).unwrap();
-        window.copy_in(528, [0xff]);
+        let (at, slice) = self.memory.piece(1024, 64).unwrap();
+        slice.copy_in(528, [0xff]);
         let buffer = |addr, len, device_writes| Buffer { addr, len, device_writes };
         self.ring.lay(
             0,
@@ -187,7 +187,7 @@ impl Front {
             );
             rustix::io::read(&self.call, &mut [0; 8]).unwrap();
         }
-        assert_eq!((window.copy_out(528), self.ring.reap().is_some()), ([0], true));
+        assert_eq!((slice.copy_out(528), self.ring.reap().is_some()), ([0], true));
     }
 }
 

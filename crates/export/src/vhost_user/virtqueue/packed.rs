@@ -3,7 +3,7 @@
 use std::rc::Rc;
 use std::sync::atomic::{Ordering, fence};
 
-use blockyard_ring::{GuestMemory, Window};
+use blockyard_ring::{GuestMemory, SharedSlice};
 
 use super::{
     DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Desc, Head, MAX_CHAIN, RingError,
@@ -43,9 +43,9 @@ impl Place {
 
 pub struct PackedRing {
     memory: Rc<GuestMemory>,
-    desc: Window,
-    driver_event: Window,
-    device_event: Window,
+    desc: SharedSlice,
+    driver_event: SharedSlice,
+    device_event: SharedSlice,
     size: u16,
     event_idx: bool,
     avail: Place,
@@ -74,7 +74,7 @@ impl PackedRing {
         if size == 0 || size > 32768 {
             return Err(RingError::Size(size));
         }
-        let table = memory.window(desc, u64::from(size) * DESC_LEN as u64, 16)?;
+        let table = memory.slice(desc, u64::from(size) * DESC_LEN as u64, 16)?;
         let has_used = |index: u32| {
             table.load_u16(index as usize * DESC_LEN + 14, Ordering::Acquire) & F_USED != 0
         };
@@ -91,8 +91,8 @@ impl PackedRing {
         }
         Ok(PackedRing {
             desc: table,
-            driver_event: memory.window(driver, 4, 4)?,
-            device_event: memory.window(device, 4, 4)?,
+            driver_event: memory.slice(driver, 4, 4)?,
+            device_event: memory.slice(device, 4, 4)?,
             memory,
             size: size as u16,
             event_idx,
@@ -232,7 +232,7 @@ impl PackedRing {
         descs: &mut Vec<Desc>,
     ) -> Result<(), RingError> {
         let count = indirect_count(head, len)?;
-        let table = self.memory.window(addr, u64::from(len), 1)?;
+        let table = self.memory.slice(addr, u64::from(len), 1)?;
         for index in 0..count {
             let (addr, len, _, flags) = fields(table.copy_out(index * DESC_LEN));
             if flags & DESC_F_INDIRECT != 0 {

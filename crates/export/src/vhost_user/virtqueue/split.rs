@@ -3,7 +3,7 @@
 use std::rc::Rc;
 use std::sync::atomic::{Ordering, fence};
 
-use blockyard_ring::{GuestMemory, Window};
+use blockyard_ring::{GuestMemory, SharedSlice};
 
 use super::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_LEN, Desc, Head, MAX_CHAIN, RingError};
 use super::{fields, indirect_count, passes, push};
@@ -13,9 +13,9 @@ const USED_F_NO_NOTIFY: u16 = 1;
 
 pub struct SplitRing {
     memory: Rc<GuestMemory>,
-    desc: Window,
-    avail: Window,
-    used: Window,
+    desc: SharedSlice,
+    avail: SharedSlice,
+    used: SharedSlice,
     size: u16,
     event_idx: bool,
     next_avail: u16,
@@ -40,9 +40,9 @@ impl SplitRing {
             return Err(RingError::Size(size));
         }
         let event = if event_idx { 2 } else { 0 };
-        let desc = memory.window(desc, u64::from(size) * DESC_LEN as u64, 16)?;
-        let avail = memory.window(avail, 4 + u64::from(size) * 2 + event, 2)?;
-        let used = memory.window(used, 4 + u64::from(size) * 8 + event, 4)?;
+        let desc = memory.slice(desc, u64::from(size) * DESC_LEN as u64, 16)?;
+        let avail = memory.slice(avail, 4 + u64::from(size) * 2 + event, 2)?;
+        let used = memory.slice(used, 4 + u64::from(size) * 8 + event, 4)?;
         let next_used = used.load_u16(2, Ordering::Acquire);
         Ok(SplitRing {
             memory,
@@ -133,7 +133,7 @@ impl SplitRing {
         descs: &mut Vec<Desc>,
     ) -> Result<(), RingError> {
         let count = indirect_count(head, len)?;
-        let table = self.memory.window(addr, u64::from(len), 1)?;
+        let table = self.memory.slice(addr, u64::from(len), 1)?;
         let mut index = 0;
         for _ in 0..count {
             let (addr, len, flags, next) = fields(table.copy_out(index * DESC_LEN));

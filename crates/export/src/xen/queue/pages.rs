@@ -234,9 +234,9 @@ impl Pages {
                 page
             }
         };
-        let window = page.region.window();
+        let slice = page.region.slice();
         for at in 0..segments {
-            let bytes = window.copy_out::<SEGMENT_BYTES>(page.offset as usize + at * SEGMENT_BYTES);
+            let bytes = slice.copy_out::<SEGMENT_BYTES>(page.offset as usize + at * SEGMENT_BYTES);
             self.segments.push(Segment::parse(&bytes));
         }
         true

@@ -11,7 +11,7 @@ use rustix::event::EventfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::{copy_of, lock};
-use crate::memory::{Region, Window};
+use crate::memory::{Region, SharedSlice};
 use crate::xen::Channel;
 use crate::xen::abi::{COPY_TO_GRANT, CopySegment, PAGE};
 
@@ -112,8 +112,8 @@ impl Domain {
     }
 
     /// Its memory.
-    pub fn memory(&self) -> Window {
-        self.memory.window()
+    pub fn memory(&self) -> SharedSlice {
+        self.memory.slice()
     }
 
     /// Grants page number `page`, and returns the reference.

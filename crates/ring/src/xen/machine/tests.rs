@@ -81,11 +81,8 @@ fn pages_are_mapped_in_the_order_of_their_references() {
     let (first, second) = (domain.grant(2, false), domain.grant(0, false));
     let region = Arc::new(grants.map(&[first, second], true).unwrap());
     domain.memory().write(2 * PAGE, b"page 2");
-    region.window().write(PAGE, b"page 0");
-    assert_eq!(
-        (&domain.memory().copy_out(0), &region.window().copy_out(0)),
-        (b"page 0", b"page 2")
-    );
+    region.slice().write(PAGE, b"page 0");
+    assert_eq!((&domain.memory().copy_out(0), &region.slice().copy_out(0)), (b"page 0", b"page 2"));
     // Segments keep the mapping, and the mapping the grant.
     let mut segments = Segments::default();
     segments.reset_regions();

@@ -1,0 +1,107 @@
+//! Tests of guest memory: bounds, holes, truncated files.
+
+use super::*;
+
+fn region(guest: u64, len: u64) -> Region {
+    Region::memfd("test", guest, guest + (1 << 40), len).unwrap().0
+}
+
+#[test]
+fn regions_are_sorted_and_never_overlap() {
+    let memory = GuestMemory::default().with(region(0x4000, 0x1000)).unwrap();
+    let memory = memory.with(region(0, 0x4000)).unwrap();
+    assert_eq!(memory.regions()[0].guest(), 0);
+    for (guest, len) in [(0x3fff, 1), (0, 0x4001), (0x4fff, 2), (0x4000, 0x1000)] {
+        assert!(
+            matches!(memory.with(region(guest, len)), Err(MemoryError::Overlap { .. })),
+            "{guest:#x}"
+        );
+    }
+    assert!(matches!(memory.without(0, 0x1000), Err(MemoryError::NoSuchRegion { .. })));
+    assert_eq!(memory.without(0, 0x4000).unwrap().regions().len(), 1);
+}
+
+#[test]
+fn every_address_is_found_among_many_regions_in_any_order() {
+    let mut memory = GuestMemory::default();
+    // Regions of 4 KiB, with a hole behind every third one.
+    let starts: Vec<u64> = (1..100).map(|n| 0x1000 * (n + n / 3)).collect();
+    for start in starts.iter().rev() {
+        memory = memory.with(region(*start, 0x1000)).unwrap();
+    }
+    let mut addr = 0;
+    for _ in 0..20_000 {
+        addr = (addr + 0x5_4321) % (0x1000 * 140);
+        let want = starts.iter().position(|start| (*start..*start + 0x1000).contains(&addr));
+        let found =
+            memory.find(addr, 1).map(|(index, offset)| (memory.regions[index].guest(), offset));
+        assert_eq!(found, want.map(|at| (starts[at], addr - starts[at])), "{addr:#x}");
+    }
+    let fewer = memory.without(starts[98], 0x1000).unwrap();
+    assert!(memory.find(starts[98], 1).is_some() && fewer.find(starts[98], 1).is_none());
+}
+
+#[test]
+fn a_file_cut_short_reads_as_zeroes_from_then_on() {
+    let (region, fd) = Region::memfd("test", 0, 0, 0x3000).unwrap();
+    let memory =
+        GuestMemory::default().with(region).unwrap().with(self::region(0x3000, 0x1000)).unwrap();
+    let (slice, other) =
+        (memory.slice(0, 0x3000, 1).unwrap(), memory.slice(0x3000, 16, 1).unwrap());
+    slice.write(0x2ffc, b"good");
+    other.write(0, b"safe");
+    rustix::fs::ftruncate(&fd, 0x1000).unwrap();
+    // Other threads' accesses are caught too.
+    std::thread::scope(|s| s.spawn(move || assert_eq!(slice.copy_out(0x2ffc), [0; 4])).join())
+        .unwrap();
+    memory.write_byte(0x2000, 7).unwrap();
+    assert_eq!(memory.slice(0x2000, 1, 1).unwrap().copy_out(0), [7]);
+    assert_eq!(&other.copy_out(0), b"safe");
+}
+
+#[test]
+fn more_regions_than_a_block_of_the_table_may_fault() {
+    let regions: Vec<_> = (0..200).map(|_| Region::memfd("test", 0, 0, 0x1000).unwrap()).collect();
+    for (region, fd) in regions {
+        rustix::fs::ftruncate(&fd, 0).unwrap();
+        let memory = GuestMemory::default().with(region).unwrap();
+        assert_eq!(memory.slice(0, 8, 8).unwrap().copy_out(0), [0; 8]);
+    }
+}
+
+#[test]
+fn slices_stay_inside_one_region_and_survive_its_removal() {
+    let memory = GuestMemory::default().with(region(0x1000, 0x1000)).unwrap();
+    assert!(memory.slice(0xfff, 1, 1).is_err());
+    assert!(memory.slice(0x1fff, 2, 1).is_err());
+    assert!(memory.slice(u64::MAX, 2, 1).is_err());
+    assert!(memory.slice(0x1001, 2, 2).is_err());
+    let slice = memory.slice(0x1800, 16, 16).unwrap();
+    let memory = memory.without(0x1000, 0x1000).unwrap();
+    assert!(memory.regions().is_empty());
+    slice.store_u32(4, 0x0102_0304, Ordering::Relaxed);
+    assert_eq!(slice.copy_out::<4>(4), [4, 3, 2, 1]);
+}
+
+#[test]
+fn pieces_cross_touching_regions_and_stop_at_holes() {
+    let memory = GuestMemory::default()
+        .with(region(0, 0x1000))
+        .unwrap()
+        .with(region(0x1000, 0x1000))
+        .unwrap();
+    let mut lens = Vec::new();
+    memory.pieces(0xf00, 0x200, |_, len| lens.push(len)).unwrap();
+    assert_eq!(lens, [0x100, 0x100]);
+    assert!(memory.pieces(0x1f00, 0x200, |_, _| ()).is_err());
+}
+
+#[test]
+fn a_file_shorter_than_its_region_is_refused() {
+    let fd = rustix::fs::memfd_create("short", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, 4096).unwrap();
+    assert!(matches!(
+        Region::map(&fd, 0, 0, 0, 8192),
+        Err(MemoryError::FileTooShort { need: 8192, have: 4096 })
+    ));
+}
