@@ -98,10 +98,10 @@ impl Budget {
 
     /// Waits for a turn in which the queue may take something, and books this in it.
     pub async fn admit(&self, handle: &Handle, descriptors: u32, bytes: u64) {
-        while self.is_spent(handle.turn()) {
+        while self.is_spent(handle.iteration()) {
             handle.yield_now().await;
         }
-        self.spend(handle.turn(), descriptors, bytes);
+        self.spend(handle.iteration(), descriptors, bytes);
     }
 
     /// Whether the queue may take nothing more in turn number `turn`. If it has taken nothing in

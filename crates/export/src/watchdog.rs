@@ -57,10 +57,10 @@ fn watch(watcher: &Watcher, stop: &AtomicBool, reactors: &[(String, Arc<Pulse>)]
     let budget = Budget::default();
     let stops = || stop.load(Ordering::SeqCst);
     while !stops() {
-        let asleep = || !stops() && reactors.iter().all(|(_, pulse)| pulse.turn().is_none());
+        let asleep = || !stops() && reactors.iter().all(|(_, pulse)| pulse.iteration().is_none());
         let mut all_asleep = true;
         for (look, (name, pulse)) in looks.iter_mut().zip(reactors) {
-            let turn = pulse.turn();
+            let turn = pulse.iteration();
             all_asleep &= turn.is_none();
             match look.sees(turn) {
                 Some(Seen::Stalls) => {

@@ -39,7 +39,7 @@ use crate::workers::Workers;
 mod time;
 
 /// The waking task of operations nobody waits for.
-pub(crate) const NOBODY: TaskId = TaskId::MAX;
+pub(crate) const NO_TASK: TaskId = TaskId::MAX;
 /// The internal operation that listens for other threads.
 const REMOTE: TaskId = TaskId::MAX - 1;
 
@@ -68,7 +68,7 @@ struct Inner {
     timers: RefCell<BinaryHeap<Reverse<(Instant, TaskId)>>>,
     current: Cell<TaskId>,
     now: Cell<Instant>,
-    turn: Cell<u64>,
+    iteration: Cell<u64>,
     inbox: Arc<Inbox>,
     remote_rung: Cell<bool>,
     stop: Cell<bool>,
@@ -104,9 +104,9 @@ impl Executor {
             ready: RefCell::default(),
             after: RefCell::default(),
             timers: RefCell::default(),
-            current: Cell::new(NOBODY),
+            current: Cell::new(NO_TASK),
             now: Cell::new(Instant::now()),
-            turn: Cell::new(0),
+            iteration: Cell::new(0),
             inbox,
             remote_rung: Cell::new(false),
             stop: Cell::new(false),
@@ -134,17 +134,17 @@ impl Executor {
         let inner = &*self.handle.0;
         let outer = RUNS.replace(Some(self.handle.0.clone()));
         inner.pulse.wakes();
-        let ended = self.turns(inner);
+        let ended = self.event_loop(inner);
         inner.pulse.sleeps();
         RUNS.set(outer);
         ended
     }
 
-    fn turns(&self, inner: &Inner) -> io::Result<()> {
+    fn event_loop(&self, inner: &Inner) -> io::Result<()> {
         let mut listener = inner.listen();
         while !inner.stop.get() {
             inner.poll_ready();
-            inner.turn()?;
+            inner.iterate()?;
             if inner.remote_rung.take() {
                 if inner.uring.borrow_mut().take(listener).is_some() {
                     listener = inner.listen();
@@ -210,7 +210,7 @@ impl Drop for Executor {
         let deadline = Instant::now() + Duration::from_secs(5);
         while inner.uring.borrow().in_flight() > 0 && Instant::now() < deadline {
             let wait = Some(Some(Duration::from_millis(50)));
-            if inner.uring.borrow_mut().turn(wait, |_| ()).is_err() {
+            if inner.uring.borrow_mut().submit_and_reap(wait, |_| ()).is_err() {
                 break;
             }
         }
@@ -272,7 +272,7 @@ impl Inner {
         }
     }
 
-    fn turn(&self) -> io::Result<()> {
+    fn iterate(&self) -> io::Result<()> {
         let none_ready = self.ready.borrow().is_empty() && self.after.borrow().is_empty();
         let idle = none_ready && !self.stop.get() && self.inbox.may_sleep();
         let wait = if idle {
@@ -282,19 +282,19 @@ impl Inner {
         } else {
             None
         };
-        self.uring.borrow_mut().turn(wait, |task| self.wake(task))?;
+        self.uring.borrow_mut().submit_and_reap(wait, |task| self.wake(task))?;
         if idle {
             self.inbox.awake();
             self.pulse.wakes()
         } else {
-            self.pulse.next_turn()
+            self.pulse.next_iteration()
         }
         for id in self.after.borrow_mut().drain(..) {
             self.wake(id);
         }
         let now = Instant::now();
         self.now.set(now);
-        self.turn.set(self.turn.get() + 1);
+        self.iteration.set(self.iteration.get() + 1);
         let mut timers = self.timers.borrow_mut();
         while timers.peek().is_some_and(|t| t.0.0 <= now) {
             if let Some(Reverse((_, task))) = timers.pop() {
@@ -326,7 +326,7 @@ impl Inner {
     #[inline]
     fn wake(&self, id: TaskId) {
         match id {
-            NOBODY => {}
+            NO_TASK => {}
             REMOTE => self.remote_rung.set(true),
             _ => {
                 let mut tasks = self.tasks.borrow_mut();
@@ -429,8 +429,8 @@ impl Handle {
     /// Number of the current turn. Each task is polled once in a turn, except by
     /// [`Handle::poll_now`].
     #[inline]
-    pub fn turn(&self) -> u64 {
-        self.0.turn.get()
+    pub fn iteration(&self) -> u64 {
+        self.0.iteration.get()
     }
 
     /// Runs `f`, which may block, on a thread of this executor's pool: see [`Workers`].

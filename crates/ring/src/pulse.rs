@@ -47,7 +47,7 @@ impl Watcher {
 #[derive(Debug, Default)]
 pub struct Pulse {
     /// Odd while it is awake; another number in each turn.
-    turns: AtomicU64,
+    iterations: AtomicU64,
     label: AtomicU32,
     labels: Mutex<Vec<String>>,
     watcher: OnceLock<Arc<Watcher>>,
@@ -60,8 +60,8 @@ impl Pulse {
     }
 
     /// The number of the turn that it is in. None: it is asleep.
-    pub fn turn(&self) -> Option<u64> {
-        Some(self.turns.load(Ordering::SeqCst)).filter(|turns| turns % 2 == 1)
+    pub fn iteration(&self) -> Option<u64> {
+        Some(self.iterations.load(Ordering::SeqCst)).filter(|number| number % 2 == 1)
     }
 
     /// What the task is for that was polled last; empty, if it has no label.
@@ -90,18 +90,19 @@ impl Pulse {
 
     /// Only the executor's thread changes the number of turns.
     #[inline]
-    pub(crate) fn next_turn(&self) {
-        self.turns.store(self.turns.load(Ordering::Relaxed).wrapping_add(1) | 1, Ordering::Relaxed);
+    pub(crate) fn next_iteration(&self) {
+        self.iterations
+            .store(self.iterations.load(Ordering::Relaxed).wrapping_add(1) | 1, Ordering::Relaxed);
     }
 
     pub(crate) fn sleeps(&self) {
-        self.turns
-            .store(self.turns.load(Ordering::Relaxed).wrapping_add(1) & !1, Ordering::Relaxed);
+        self.iterations
+            .store(self.iterations.load(Ordering::Relaxed).wrapping_add(1) & !1, Ordering::Relaxed);
     }
 
     pub(crate) fn wakes(&self) {
         // In one order with the watcher's own: either it sees this turn, or it is woken.
-        self.turns.store(self.turns.load(Ordering::Relaxed) | 1, Ordering::SeqCst);
+        self.iterations.store(self.iterations.load(Ordering::Relaxed) | 1, Ordering::SeqCst);
         if let Some(watcher) = self.watcher.get()
             && watcher.rests.load(Ordering::SeqCst)
         {
@@ -122,7 +123,7 @@ mod tests {
         let seen = pulse.clone();
         executor
             .block_on(async move {
-                let first = seen.turn().expect("it is awake");
+                let first = seen.iteration().expect("it is awake");
                 assert_eq!(seen.last_polled(), "");
                 let (other, inner) = (handle.clone(), seen.clone());
                 handle.spawn(async move {
@@ -133,13 +134,13 @@ mod tests {
                 });
                 handle.yield_now().await;
                 handle.yield_now().await;
-                let later = seen.turn().expect("it is awake");
+                let later = seen.iteration().expect("it is awake");
                 assert_ne!(first, later, "each turn has a number of its own");
                 assert_eq!(seen.last_polled(), "");
             })
             .unwrap();
         pulse.sleeps();
-        assert_eq!(pulse.turn(), None);
+        assert_eq!(pulse.iteration(), None);
     }
 
     #[test]
@@ -150,11 +151,11 @@ mod tests {
         pulse.watched_by(&watcher);
         pulse.sleeps();
         watcher.rest(|| {
-            assert_eq!(pulse.turn(), None);
+            assert_eq!(pulse.iteration(), None);
             // It wakes up between the look and the rest: the rest ends at once.
             pulse.wakes();
             true
         });
-        watcher.rest(|| pulse.turn().is_none());
+        watcher.rest(|| pulse.iteration().is_none());
     }
 }

@@ -298,7 +298,7 @@ impl Uring {
 
     /// Submits; waits for a completion when `wait` says so (at most that long). Then reaps: `wake`
     /// for each task.
-    pub fn turn(
+    pub fn submit_and_reap(
         &mut self,
         wait: Option<Option<Duration>>,
         wake: impl FnMut(TaskId),

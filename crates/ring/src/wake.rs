@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::rc::Rc;
 use std::task::Poll;
 
-use crate::executor::{Handle, NOBODY};
+use crate::executor::{Handle, NO_TASK};
 use crate::segments::Segments;
 use crate::uring::{Action, TaskId};
 
@@ -64,7 +64,7 @@ impl Signal {
         Signal(Rc::new(SignalInner {
             handle: handle.clone(),
             rung: Cell::new(false),
-            task: Cell::new(NOBODY),
+            task: Cell::new(NO_TASK),
         }))
     }
 

@@ -122,7 +122,7 @@ impl Receiver {
                 while connection.in_flight.get() >= MOST_IN_FLIGHT {
                     connection.sent.wait().await;
                 }
-                while self.budget.is_spent(connection.handle.turn()) {
+                while self.budget.is_spent(connection.handle.iteration()) {
                     connection.handle.yield_now().await;
                 }
                 connection.in_flight.set(connection.in_flight.get() + 1);
@@ -163,7 +163,7 @@ impl Receiver {
     fn book(&self, request: &wire::Request) {
         let moves = matches!(request.command, cmd::READ | cmd::WRITE);
         self.budget.spend(
-            self.connection.handle.turn(),
+            self.connection.handle.iteration(),
             REQUEST,
             if moves { request.len } else { 0 },
         );

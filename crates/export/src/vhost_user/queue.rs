@@ -330,7 +330,7 @@ impl Queue {
     /// Whether the reactor must go on to its other queues before this one takes more.
     #[inline]
     fn has_spent(&self, taken: usize) -> bool {
-        self.budget.is_spent(self.handle.turn())
+        self.budget.is_spent(self.handle.iteration())
             || (taken > 0 && budget::is_over(self.handle.now(), Instant::now()))
     }
 
@@ -340,7 +340,7 @@ impl Queue {
     fn take(self: &Rc<Self>, most: usize) -> usize {
         let mut taken = 0;
         let mut requests = std::mem::take(&mut *self.requests.borrow_mut());
-        while taken < most && !self.budget.is_spent(self.handle.turn()) {
+        while taken < most && !self.budget.is_spent(self.handle.iteration()) {
             let popped = {
                 let mut core = self.core.borrow_mut();
                 let core = &mut *core;
@@ -395,7 +395,7 @@ impl Queue {
         };
         let arrived = self.handle.now();
         self.budget.spend(
-            self.handle.turn(),
+            self.handle.iteration(),
             descriptors * parsed.ask.requests(),
             segments.len() as u64,
         );

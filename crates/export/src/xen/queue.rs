@@ -257,7 +257,7 @@ impl Queue {
                         continue;
                     }
                 } else {
-                    if self.take() > 0 || self.budget.is_spent(self.handle.turn()) {
+                    if self.take() > 0 || self.budget.is_spent(self.handle.iteration()) {
                         self.handle.yield_now().await;
                         continue;
                     }
@@ -376,7 +376,7 @@ impl Queue {
     /// Takes a batch of requests, within the turn's budget; how many it took.
     fn take(self: &Rc<Self>) -> usize {
         let mut batch = self.pages.borrow_mut().batch();
-        let turn = self.handle.turn();
+        let turn = self.handle.iteration();
         let mut room = self.room();
         while batch.len() < BATCH
             && room > 0

@@ -69,9 +69,9 @@ fn tasks_are_polled_in_the_order_they_were_woken_and_once_a_turn() {
         for id in [c, a, c, b, a] {
             handle.wake(id);
         }
-        let turn = handle.turn();
+        let turn = handle.iteration();
         handle.yield_now().await;
-        assert_eq!((log.taken(), handle.turn()), (vec!["c", "a", "b"], turn + 1));
+        assert_eq!((log.taken(), handle.iteration()), (vec!["c", "a", "b"], turn + 1));
     });
 }
 
@@ -83,9 +83,9 @@ fn a_task_is_first_polled_after_all_that_were_ready() {
             let (log, spawner) = (log.clone(), handle.clone());
             handle.spawn(async move {
                 log.add(name);
-                let (log, turn) = (log.clone(), spawner.turn());
+                let (log, turn) = (log.clone(), spawner.iteration());
                 spawner.clone().spawn(async move {
-                    assert_eq!(spawner.turn(), turn + 1);
+                    assert_eq!(spawner.iteration(), turn + 1);
                     log.add("child");
                 });
             });
@@ -135,16 +135,16 @@ fn a_task_that_wakes_itself_is_polled_again() {
 fn a_poll_inside_a_task_is_of_the_other_task_and_of_this_turn() {
     work(async |handle| {
         let log = Log::default();
-        let (other, seen) = (log.clone(), Rc::new(Cell::new((NOBODY, 0))));
+        let (other, seen) = (log.clone(), Rc::new(Cell::new((NO_TASK, 0))));
         let (inner, noted) = (handle.clone(), seen.clone());
         let id = handle.spawn(async move {
             loop {
-                noted.set((inner.current(), inner.turn()));
+                noted.set((inner.current(), inner.iteration()));
                 other.add("polled");
                 once_more().await;
             }
         });
-        let (me, turn) = (handle.current(), handle.turn());
+        let (me, turn) = (handle.current(), handle.iteration());
         handle.poll_now(id);
         assert_eq!((log.taken(), seen.get(), handle.current()), (vec!["polled"], (id, turn), me));
         // It was ready for the next turn, and is polled then too: perhaps for nothing.
@@ -205,7 +205,7 @@ fn a_task_that_has_ended_is_not_woken_and_its_place_is_given_away() {
 fn a_task_that_spawns_when_it_is_dropped_keeps_its_place_until_then() {
     work(async |handle| {
         let log = Log::default();
-        let (spawner, child, given) = (handle.clone(), log.clone(), Rc::new(Cell::new(NOBODY)));
+        let (spawner, child, given) = (handle.clone(), log.clone(), Rc::new(Cell::new(NO_TASK)));
         let child_id = given.clone();
         let spawns = AtEnd(move || {
             let child = child.clone();

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use super::{Handle, NOBODY};
+use super::{Handle, NO_TASK};
 
 impl Handle {
     /// Lets all ready tasks, one submit-and-reap, and the tasks that it wakes go first.
@@ -25,7 +25,7 @@ impl Handle {
     }
 
     pub async fn sleep_until(&self, at: Instant) {
-        let mut sleeper = NOBODY;
+        let mut sleeper = NO_TASK;
         std::future::poll_fn(|_| {
             if Instant::now() >= at {
                 return Poll::Ready(());

@@ -16,13 +16,13 @@ use super::abi::{self, BindInterdomain};
 use super::machine::Domain;
 
 /// See the module's page. The channel is unbound when it is dropped.
-pub struct Channel(Kind);
+pub struct Channel(EventDevice);
 
-enum Kind {
+enum EventDevice {
     /// A file of /dev/xen/evtchn, which has this port and no other.
-    Device { file: OwnedFd, port: u32 },
+    Kernel { file: OwnedFd, port: u32 },
     /// Without a hypervisor: the other side's events come by one eventfd, and go by the other.
-    Pair { mine: Arc<OwnedFd>, theirs: Arc<OwnedFd>, domain: Arc<Domain>, port: u32 },
+    Simulated { mine: Arc<OwnedFd>, theirs: Arc<OwnedFd>, domain: Arc<Domain>, port: u32 },
 }
 
 impl Drop for Channel {
@@ -30,10 +30,10 @@ impl Drop for Channel {
     fn drop(&mut self) {
         match &self.0 {
             // SAFETY: the kernel reads a structure of one number.
-            Kind::Device { file, port } => unsafe {
+            EventDevice::Kernel { file, port } => unsafe {
                 libc::ioctl(file.as_raw_fd(), abi::EVTCHN_UNBIND, &raw const *port);
             },
-            Kind::Pair { domain, port, .. } => domain.unbind(*port),
+            EventDevice::Simulated { domain, port, .. } => domain.unbind(*port),
         }
     }
 }
@@ -54,7 +54,7 @@ impl Channel {
         // SAFETY: as above, a number of 16 bits. From here on the file binds to no other domain.
         // (Kernels before 4.10 refuse.)
         unsafe { libc::ioctl(file.as_raw_fd(), abi::EVTCHN_RESTRICT_DOMID, &raw const domain) };
-        Ok(Channel(Kind::Device { file, port: local as u32 }))
+        Ok(Channel(EventDevice::Kernel { file, port: local as u32 }))
     }
 
     pub(super) fn pair(
@@ -63,21 +63,21 @@ impl Channel {
         domain: Arc<Domain>,
         port: u32,
     ) -> Self {
-        Channel(Kind::Pair { mine, theirs, domain, port })
+        Channel(EventDevice::Simulated { mine, theirs, domain, port })
     }
 
     /// A descriptor that becomes readable with each event, for [`crate::Handle::watch`].
     pub fn descriptor(&self) -> io::Result<OwnedFd> {
         match &self.0 {
-            Kind::Device { file, .. } => file.try_clone(),
-            Kind::Pair { mine, .. } => mine.try_clone(),
+            EventDevice::Kernel { file, .. } => file.try_clone(),
+            EventDevice::Simulated { mine, .. } => mine.try_clone(),
         }
     }
 
     /// Takes the event that has come, and lets the next one come. Returns whether there was one.
     pub fn take(&self) -> io::Result<bool> {
         match &self.0 {
-            Kind::Device { file, port } => {
+            EventDevice::Kernel { file, port } => {
                 let mut ports = [0; 4];
                 match rustix::io::read(file, &mut ports) {
                     Ok(4) => {}
@@ -87,7 +87,7 @@ impl Channel {
                 rustix::io::write(file, &port.to_ne_bytes())?;
                 Ok(true)
             }
-            Kind::Pair { mine, .. } => match rustix::io::read(mine, &mut [0; 8]) {
+            EventDevice::Simulated { mine, .. } => match rustix::io::read(mine, &mut [0; 8]) {
                 Ok(_) => Ok(true),
                 Err(Errno::AGAIN | Errno::INTR) => Ok(false),
                 Err(e) => Err(e.into()),
@@ -98,17 +98,19 @@ impl Channel {
     /// Sends an event to the other domain.
     pub fn notify(&self) -> io::Result<()> {
         match &self.0 {
-            Kind::Device { file, port } => {
+            EventDevice::Kernel { file, port } => {
                 // SAFETY: the kernel reads a structure of one number.
                 let done =
                     unsafe { libc::ioctl(file.as_raw_fd(), abi::EVTCHN_NOTIFY, &raw const *port) };
                 if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
             }
-            Kind::Pair { theirs, .. } => match rustix::io::write(theirs, &1u64.to_ne_bytes()) {
-                // A full counter is an event that was not taken yet.
-                Ok(_) | Err(Errno::AGAIN) => Ok(()),
-                Err(e) => Err(e.into()),
-            },
+            EventDevice::Simulated { theirs, .. } => {
+                match rustix::io::write(theirs, &1u64.to_ne_bytes()) {
+                    // A full counter is an event that was not taken yet.
+                    Ok(_) | Err(Errno::AGAIN) => Ok(()),
+                    Err(e) => Err(e.into()),
+                }
+            }
         }
     }
 }

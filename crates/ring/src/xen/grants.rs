@@ -23,23 +23,23 @@ use crate::memory::Region;
 use crate::segments::Segments;
 
 /// Grants of one domain, by a file of their own: what is left when it is closed, the kernel unmaps.
-pub struct Grants(Kind);
+pub struct Grants(GrantDevice);
 
-enum Kind {
-    Device { file: Arc<OwnedFd>, domain: u16 },
-    Machine(Arc<Domain>),
+enum GrantDevice {
+    Kernel { file: Arc<OwnedFd>, domain: u16 },
+    Simulated(Arc<Domain>),
 }
 
 /// What is done to the pages of a mapping when their memory is unmapped.
 pub(crate) enum Release {
-    Device { file: Arc<OwnedFd>, index: u64, count: u32 },
-    Machine { domain: Arc<Domain>, references: Vec<u32> },
+    Kernel { file: Arc<OwnedFd>, index: u64, count: u32 },
+    Simulated { domain: Arc<Domain>, references: Vec<u32> },
 }
 
 impl Drop for Release {
     fn drop(&mut self) {
         match self {
-            Release::Device { file, index, count } => {
+            Release::Kernel { file, index, count } => {
                 let asked = abi::Unmap { index: *index, count: *count, pad: 0 };
                 // SAFETY: the kernel reads a structure of this size. Nothing of this process is
                 // mapped there any more.
@@ -53,7 +53,7 @@ impl Drop for Release {
                     );
                 }
             }
-            Release::Machine { domain, references } => domain.release(references),
+            Release::Simulated { domain, references } => domain.release(references),
         }
     }
 }
@@ -62,11 +62,11 @@ impl Grants {
     pub(super) fn open(domain: u16) -> io::Result<Self> {
         let file =
             rustix::fs::open("/dev/xen/gntdev", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-        Ok(Grants(Kind::Device { file: Arc::new(file), domain }))
+        Ok(Grants(GrantDevice::Kernel { file: Arc::new(file), domain }))
     }
 
     pub(super) fn of(domain: Arc<Domain>) -> Self {
-        Grants(Kind::Machine(domain))
+        Grants(GrantDevice::Simulated(domain))
     }
 
     /// Maps pages, one behind the other, to be read and (`write`) written. One page that cannot be
@@ -74,10 +74,13 @@ impl Grants {
     pub fn map(&self, references: &[u32], write: bool) -> io::Result<Region> {
         let len = references.len() * PAGE;
         let (base, release) = match &self.0 {
-            Kind::Device { file, domain } => map_device(file, *domain, references, write)?,
-            Kind::Machine(domain) => {
+            GrantDevice::Kernel { file, domain } => map_device(file, *domain, references, write)?,
+            GrantDevice::Simulated(domain) => {
                 let base = domain.map(references, write)?;
-                (base, Release::Machine { domain: domain.clone(), references: references.to_vec() })
+                (
+                    base,
+                    Release::Simulated { domain: domain.clone(), references: references.to_vec() },
+                )
             }
         };
         // SAFETY: a mapping of this length that nothing else knows, made above.
@@ -88,7 +91,7 @@ impl Grants {
     /// was made, or not all were, and there are no statuses.
     pub fn copy(&self, batch: &mut CopyBatch) -> io::Result<()> {
         match &self.0 {
-            Kind::Device { file, .. } => {
+            GrantDevice::Kernel { file, .. } => {
                 let CopyBatch { segments, .. } = batch;
                 let count = segments.len() as u32;
                 let asked = abi::Copy { count, pad: 0, segments: segments.as_mut_ptr() as u64 };
@@ -100,7 +103,7 @@ impl Grants {
                 };
                 if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
             }
-            Kind::Machine(domain) => {
+            GrantDevice::Simulated(domain) => {
                 domain.copy(&mut batch.segments);
                 Ok(())
             }
@@ -110,8 +113,8 @@ impl Grants {
     /// The number of the domain whose pages these are.
     fn domain(&self) -> u16 {
         match &self.0 {
-            Kind::Device { domain, .. } => *domain,
-            Kind::Machine(domain) => domain.number(),
+            GrantDevice::Kernel { domain, .. } => *domain,
+            GrantDevice::Simulated(domain) => domain.number(),
         }
     }
 }
@@ -134,7 +137,7 @@ fn map_device(
     if done < 0 {
         return Err(io::Error::last_os_error());
     }
-    let release = Release::Device { file: file.clone(), index: words[1], count };
+    let release = Release::Kernel { file: file.clone(), index: words[1], count };
     let protection = if write { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
     let len = references.len() * PAGE;
     // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
