@@ -6,7 +6,7 @@ use std::io;
 
 /// What a caller may want to tell apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ErrorKind {
     /// The bytes are not what the format allows.
     Invalid,
     /// They are, but this program does not do that (encryption, an unknown feature).
@@ -20,7 +20,7 @@ pub enum Kind {
 /// Displayed as `qcow2 L1 table entry 7 at offset 196664: what is wrong`.
 #[derive(Debug)]
 pub struct ImageError {
-    pub kind: Kind,
+    pub kind: ErrorKind,
     /// The structure, with the format's name: "qcow2 header", "cow bitmap".
     pub structure: String,
     /// Where it lies in its file, in bytes.
@@ -31,7 +31,7 @@ pub struct ImageError {
 
 impl ImageError {
     pub fn new(
-        kind: Kind,
+        kind: ErrorKind,
         structure: impl Into<String>,
         offset: impl Into<Option<u64>>,
         what: impl Into<String>,
@@ -50,15 +50,15 @@ impl ImageError {
         offset: impl Into<Option<u64>>,
         what: impl Into<String>,
     ) -> Self {
-        Self::new(Kind::Invalid, structure, offset, what)
+        Self::new(ErrorKind::Invalid, structure, offset, what)
     }
 
     pub fn unsupported(structure: impl Into<String>, what: impl Into<String>) -> Self {
-        Self::new(Kind::Unsupported, structure, None, what)
+        Self::new(ErrorKind::Unsupported, structure, None, what)
     }
 
     pub fn refused(structure: impl Into<String>, what: impl Into<String>) -> Self {
-        Self::new(Kind::Refused, structure, None, what)
+        Self::new(ErrorKind::Refused, structure, None, what)
     }
 
     /// `operation`: what was tried, such as "reading".
@@ -73,7 +73,10 @@ impl ImageError {
             Ok(inner) => inner,
             Err(source) => {
                 let what = format!("{operation}: {source}");
-                ImageError { source: Some(source), ..Self::new(Kind::Io, structure, offset, what) }
+                ImageError {
+                    source: Some(source),
+                    ..Self::new(ErrorKind::Io, structure, offset, what)
+                }
             }
         }
     }
@@ -96,8 +99,8 @@ impl From<ImageError> for io::Error {
     fn from(error: ImageError) -> Self {
         let kind = match (&error.source, error.kind) {
             (Some(source), _) => source.kind(),
-            (None, Kind::Unsupported) => io::ErrorKind::Unsupported,
-            (None, Kind::Refused) => io::ErrorKind::InvalidInput,
+            (None, ErrorKind::Unsupported) => io::ErrorKind::Unsupported,
+            (None, ErrorKind::Refused) => io::ErrorKind::InvalidInput,
             (None, _) => io::ErrorKind::InvalidData,
         };
         io::Error::new(kind, error)

@@ -88,30 +88,30 @@ impl BlockStatus {
 }
 
 /// The layers below one that writes: where it finds what it has not.
-pub trait Below {
+pub trait BackingLayers {
     /// Fills `segments` with what the layers below hold from `offset` on; beyond their end there
     /// are zeroes.
-    fn read_below(
+    fn read_backing(
         &self,
         segments: Segments,
         offset: u64,
     ) -> impl Future<Output = (Segments, io::Result<()>)>;
     /// Whether that is known to be zeroes, without reading data.
-    fn zero_below(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<bool>>;
+    fn backing_is_zero(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<bool>>;
     /// There is something below.
     fn exists(&self) -> bool;
 }
 
 /// Nothing is below: zeroes.
-pub struct Nothing;
+pub struct NoBacking;
 
-impl Below for Nothing {
-    async fn read_below(&self, segments: Segments, _: u64) -> (Segments, io::Result<()>) {
+impl BackingLayers for NoBacking {
+    async fn read_backing(&self, segments: Segments, _: u64) -> (Segments, io::Result<()>) {
         segments.zero(0, segments.len());
         (segments, Ok(()))
     }
 
-    async fn zero_below(&self, _: u64, _: u64) -> io::Result<bool> {
+    async fn backing_is_zero(&self, _: u64, _: u64) -> io::Result<bool> {
         Ok(true)
     }
 

@@ -11,11 +11,11 @@ use blockyard_ring::Segments;
 use blockyard_storage::Storage;
 
 use crate::SECTOR;
-use crate::extent::{Below, BlockStatus, Extent, Place};
-use crate::layer::{Found, Layer, Layers};
-use crate::resolved::Resolved;
-use crate::survey;
-use crate::sync::traffic::{Lane, Pass, Traffic};
+use crate::extent::{BackingLayers, BlockStatus, Extent, Place};
+use crate::layer::{Layer, Layers, LookupResult};
+use crate::layout_scan;
+use crate::lookup_cache::LookupCache;
+use crate::sync::epoch::{Epoch, EpochGuard, Participant};
 
 /// What layers map alike may be as small and as large as this, in bytes, to be remembered.
 const SMALLEST_GRANULE: u64 = 2 << 10;
@@ -24,27 +24,28 @@ const LARGEST_GRANULE: u64 = 64 << 10;
 /// See the module's page.
 pub struct Image<S> {
     layers: Vec<Layer<S>>,
-    traffic: Arc<Traffic>,
-    lane: Arc<Lane>,
+    epoch: Arc<Epoch>,
+    participant: Arc<Participant>,
     /// What is read from below is kept in the topmost image.
     copy_on_read: bool,
     /// Of the layers below the topmost, where there are several.
-    resolved: Option<Resolved>,
+    lookup_cache: Option<LookupCache>,
 }
 
 impl<S: Storage> Image<S> {
-    /// `layers`: the topmost first, at least one. `traffic` is that of the topmost image, or a new
+    /// `layers`: the topmost first, at least one. `epoch` is that of the topmost image, or a new
     /// one for raw images.
     pub fn new(layers: Vec<Layer<S>>, copy_on_read: bool) -> Self {
-        let traffic = match layers.first() {
-            Some(Layer::Qcow2(image)) => image.traffic(),
+        let epoch = match layers.first() {
+            Some(Layer::Qcow2(image)) => image.epoch(),
             _ => Arc::default(),
         };
-        let lane = traffic.lane();
+        let participant = epoch.register();
         let granule = layers.iter().skip(1).map(Layer::granule).min().unwrap_or(0);
         let worth = layers.len() > 2 && granule >= SMALLEST_GRANULE;
-        let resolved = worth.then(|| Resolved::new(layers[0].size(), granule.min(LARGEST_GRANULE)));
-        Image { layers, traffic, lane, copy_on_read, resolved }
+        let lookup_cache =
+            worth.then(|| LookupCache::new(layers[0].size(), granule.min(LARGEST_GRANULE)));
+        Image { layers, epoch, participant, copy_on_read, lookup_cache }
     }
 
     /// Bytes of the guest's disk.
@@ -66,18 +67,18 @@ impl<S: Storage> Image<S> {
     }
 
     #[inline]
-    fn below(&self) -> Layers<'_, S> {
+    fn backing(&self) -> Layers<'_, S> {
         Layers::new(&self.layers[1..])
     }
 
     #[inline]
     fn all(&self) -> Layers<'_, S> {
-        Layers::with(&self.layers, self.resolved.as_ref())
+        Layers::with(&self.layers, self.lookup_cache.as_ref())
     }
 
     #[inline]
     pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
-        let _pass = self.traffic.enter(&self.lane);
+        let _guard = self.epoch.enter(&self.participant);
         if self.copy_on_read
             && let Err(e) = Box::pin(self.populate_held(offset, segments.len() as u64)).await
         {
@@ -90,20 +91,20 @@ impl<S: Storage> Image<S> {
     /// Durable after a flush.
     #[inline]
     pub async fn write(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
-        let _pass = self.traffic.enter(&self.lane);
+        let _guard = self.epoch.enter(&self.participant);
         match self.top() {
             Layer::Raw { raw, .. } => raw.write(segments, offset, false).await,
-            Layer::Qcow2(image) => image.write(&self.below(), segments, offset).await,
+            Layer::Qcow2(image) => image.write(&self.backing(), segments, offset).await,
             Layer::Cow(image) => image.write(segments, offset).await,
         }
     }
 
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         {
-            let _pass = self.traffic.enter(&self.lane);
+            let _guard = self.epoch.enter(&self.participant);
             match self.top() {
                 Layer::Raw { raw, .. } => raw.discard(offset, len).await?,
-                Layer::Qcow2(image) => image.discard(&self.below(), offset, len).await?,
+                Layer::Qcow2(image) => image.discard(&self.backing(), offset, len).await?,
                 Layer::Cow(image) => image.discard(offset, len).await?,
             }
         }
@@ -123,25 +124,25 @@ impl<S: Storage> Image<S> {
     /// Unsupported where [`Image::write_zeroes_fast`] would be, as far as that is known before the
     /// host is asked.
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        let _pass = self.traffic.enter(&self.lane);
+        let _guard = self.epoch.enter(&self.participant);
         match self.top() {
             Layer::Raw { raw, .. } => raw.may_zero_fast(offset, len),
-            Layer::Qcow2(image) => image.may_zero_fast(&self.below(), offset, len, unmap).await,
+            Layer::Qcow2(image) => image.may_zero_fast(&self.backing(), offset, len, unmap).await,
             Layer::Cow(_) => Ok(()),
         }
     }
 
     async fn zeroes(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
         {
-            let _pass = self.traffic.enter(&self.lane);
+            let _guard = self.epoch.enter(&self.participant);
             match self.top() {
                 Layer::Raw { raw, .. } if fast => raw.write_zeroes_fast(offset, len, unmap).await?,
                 Layer::Raw { raw, .. } => raw.write_zeroes(offset, len, unmap).await?,
                 Layer::Qcow2(image) if fast => {
-                    image.write_zeroes_fast(&self.below(), offset, len, unmap).await?
+                    image.write_zeroes_fast(&self.backing(), offset, len, unmap).await?
                 }
                 Layer::Qcow2(image) => {
-                    image.write_zeroes(&self.below(), offset, len, unmap).await?
+                    image.write_zeroes(&self.backing(), offset, len, unmap).await?
                 }
                 Layer::Cow(image) if fast => image.write_zeroes_fast(offset, len, unmap).await?,
                 Layer::Cow(image) => image.write_zeroes(offset, len, unmap).await?,
@@ -165,8 +166,8 @@ impl<S: Storage> Image<S> {
         match self.top() {
             Layer::Raw { .. } | Layer::Cow(_) => self.write_zeroes(offset, len, true).await,
             Layer::Qcow2(image) => {
-                let _pass = self.traffic.enter(&self.lane);
-                image.write_zeroes(&Unsure(self.below()), offset, len, true).await
+                let _guard = self.epoch.enter(&self.participant);
+                image.write_zeroes(&Unsure(self.backing()), offset, len, true).await
             }
         }
     }
@@ -192,8 +193,8 @@ impl<S: Storage> Image<S> {
 
     /// As long as it is kept, what is freed in the topmost image is not used again: for others who
     /// read its file by themselves, and may have looked things up before.
-    pub fn hold_freed(&self) -> Pass<'_> {
-        self.traffic.enter(&self.lane)
+    pub fn hold_freed(&self) -> EpochGuard<'_> {
+        self.epoch.enter(&self.participant)
     }
 
     /// Flushes, and leaves the files as they are to be found: for the end, when no request is on
@@ -208,7 +209,7 @@ impl<S: Storage> Image<S> {
 
     /// Copies into the topmost image what only those below have.
     pub async fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
-        let _pass = self.traffic.enter(&self.lane);
+        let _guard = self.epoch.enter(&self.participant);
         self.populate_held(offset, len).await
     }
 
@@ -217,27 +218,27 @@ impl<S: Storage> Image<S> {
             // Their sectors cannot be taken up without a guest's write being overtaken; and a read
             // costs no more below.
             Layer::Raw { .. } | Layer::Cow(_) => Ok(()),
-            Layer::Qcow2(image) => image.populate(&self.below(), offset, len).await,
+            Layer::Qcow2(image) => image.populate(&self.backing(), offset, len).await,
         }
     }
 
     /// Which layer holds the bytes from `offset` on, and how many of them alike; a layer beyond the
     /// last: none, zeroes.
-    pub async fn find(&self, offset: u64, len: u64) -> io::Result<Found> {
-        let _pass = self.traffic.enter(&self.lane);
+    pub async fn find(&self, offset: u64, len: u64) -> io::Result<LookupResult> {
+        let _guard = self.epoch.enter(&self.participant);
         Layers::new(&self.layers).find(offset, len).await
     }
 
     /// Where the bytes from `offset` on are, as far as they are alike; nothing is read.
     pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
-        let _pass = self.traffic.enter(&self.lane);
-        survey::status(&self.layers, &[], offset, len).await
+        let _guard = self.epoch.enter(&self.participant);
+        layout_scan::status(&self.layers, &[], offset, len).await
     }
 
     /// What the `upper` topmost images alone say of the bytes from `offset` on: `Absent` where none
     /// of them has any.
     pub async fn find_above(&self, upper: usize, offset: u64, mut len: u64) -> io::Result<Extent> {
-        let _pass = self.traffic.enter(&self.lane);
+        let _guard = self.epoch.enter(&self.participant);
         for layer in &self.layers[..upper] {
             // Behind the end of an image are zeroes, whatever lies below; a disk may end inside its
             // last sector.
@@ -270,12 +271,12 @@ impl<S: Storage> Image<S> {
 /// What is below, of which nothing is taken to be zeroes.
 struct Unsure<B>(B);
 
-impl<B: Below> Below for Unsure<B> {
-    async fn read_below(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
-        self.0.read_below(segments, offset).await
+impl<B: BackingLayers> BackingLayers for Unsure<B> {
+    async fn read_backing(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
+        self.0.read_backing(segments, offset).await
     }
 
-    async fn zero_below(&self, _: u64, _: u64) -> io::Result<bool> {
+    async fn backing_is_zero(&self, _: u64, _: u64) -> io::Result<bool> {
         Ok(false)
     }
 

@@ -7,10 +7,10 @@ use blockyard_ring::Segments;
 use blockyard_storage::Storage;
 
 use crate::cow::Cow;
-use crate::extent::{Below, Extent, Place};
+use crate::extent::{BackingLayers, Extent, Place};
+use crate::lookup_cache::LookupCache;
 use crate::qcow2::Qcow2;
 use crate::raw::Raw;
-use crate::resolved::Resolved;
 use blockyard_ring::join;
 
 /// What can be in a chain.
@@ -112,15 +112,15 @@ impl<S: Storage> Layer<S> {
 
 /// Where a range is, in a chain: which layer, and where in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct LookupResult {
     pub layer: usize,
     pub extent: Extent,
 }
 
-impl Found {
+impl LookupResult {
     /// Takes in what was found where this ends, if it goes on there.
     #[inline]
-    pub fn take_in(&mut self, next: &Found) -> bool {
+    pub fn take_in(&mut self, next: &LookupResult) -> bool {
         let goes_on = self.layer == next.layer && self.extent.goes_on(&next.extent);
         if goes_on {
             self.extent.len += next.extent.len;
@@ -133,17 +133,17 @@ impl Found {
 pub struct Layers<'a, S> {
     layers: &'a [Layer<S>],
     /// What is known of all but the first.
-    resolved: Option<&'a Resolved>,
+    lookup_cache: Option<&'a LookupCache>,
 }
 
 impl<'a, S: Storage> Layers<'a, S> {
     pub fn new(layers: &'a [Layer<S>]) -> Self {
-        Layers { layers, resolved: None }
+        Layers { layers, lookup_cache: None }
     }
 
-    /// `resolved`: of the layers without the first.
-    pub fn with(layers: &'a [Layer<S>], resolved: Option<&'a Resolved>) -> Self {
-        Layers { layers, resolved }
+    /// `lookup_cache`: of the layers without the first.
+    pub fn with(layers: &'a [Layer<S>], lookup_cache: Option<&'a LookupCache>) -> Self {
+        Layers { layers, lookup_cache }
     }
 }
 
@@ -151,32 +151,32 @@ impl<S: Storage> Layers<'_, S> {
     /// Where the bytes from `offset` on are. `Err`: this layer's metadata are to be loaded for this
     /// offset.
     #[inline]
-    pub fn try_find(&self, offset: u64, len: u64) -> Result<Found, usize> {
-        let Some(resolved) = self.resolved else { return self.ask(0, offset, len) };
+    pub fn try_find(&self, offset: u64, len: u64) -> Result<LookupResult, usize> {
+        let Some(lookup_cache) = self.lookup_cache else { return self.ask(0, offset, len) };
         let size = self.layers[0].size();
         if offset >= size {
-            return Ok(Found {
+            return Ok(LookupResult {
                 layer: self.layers.len(),
                 extent: Extent { len, place: Place::Zero },
             });
         }
         let extent = self.layers[0].try_lookup(offset, len.min(size - offset)).ok_or(0usize)?;
         if extent.place != Place::Absent {
-            return Ok(Found { layer: 0, extent });
+            return Ok(LookupResult { layer: 0, extent });
         }
-        if let Some(found) = resolved.find(offset, extent.len) {
+        if let Some(found) = lookup_cache.find(offset, extent.len) {
             return Ok(found);
         }
-        let (start, granule) = resolved.granule(offset);
+        let (start, granule) = lookup_cache.granule(offset);
         // Its own metadata may not be in memory: that is no matter of this request.
         if let Ok(all) = self.ask(1, start, granule) {
-            resolved.keep(start, all);
+            lookup_cache.keep(start, all);
         }
         self.ask(1, offset, extent.len)
     }
 
     /// Asks one layer after the other, from `first` on.
-    fn ask(&self, first: usize, offset: u64, mut len: u64) -> Result<Found, usize> {
+    fn ask(&self, first: usize, offset: u64, mut len: u64) -> Result<LookupResult, usize> {
         for (layer, image) in self.layers.iter().enumerate().skip(first) {
             let size = image.size();
             // An image may be smaller than the one above it: behind its end are zeroes, whatever
@@ -186,14 +186,14 @@ impl<S: Storage> Layers<'_, S> {
             }
             let extent = image.try_lookup(offset, len.min(size - offset)).ok_or(layer)?;
             if extent.place != Place::Absent {
-                return Ok(Found { layer, extent });
+                return Ok(LookupResult { layer, extent });
             }
             len = extent.len;
         }
-        Ok(Found { layer: self.layers.len(), extent: Extent { len, place: Place::Zero } })
+        Ok(LookupResult { layer: self.layers.len(), extent: Extent { len, place: Place::Zero } })
     }
 
-    pub async fn find(&self, offset: u64, len: u64) -> io::Result<Found> {
+    pub async fn find(&self, offset: u64, len: u64) -> io::Result<LookupResult> {
         loop {
             match self.try_find(offset, len) {
                 Ok(found) => return Ok(found),
@@ -207,7 +207,7 @@ impl<S: Storage> Layers<'_, S> {
         &self,
         segments: Segments,
         offset: u64,
-        found: Found,
+        found: LookupResult,
     ) -> (Segments, io::Result<()>) {
         match self.layers.get(found.layer) {
             Some(layer) => layer.read_place(segments, offset, found.extent.place).await,
@@ -238,7 +238,7 @@ impl<S: Storage> Layers<'_, S> {
         /// Operations in flight for one request.
         const AT_A_TIME: usize = 16;
         let len = segments.len() as u64;
-        let (mut pieces, mut done) = (Vec::<(u64, Found)>::new(), 0);
+        let (mut pieces, mut done) = (Vec::<(u64, LookupResult)>::new(), 0);
         while done < len {
             let found = self.find(offset + done, len - done).await?;
             // What was found piece by piece may still lie side by side.
@@ -255,12 +255,12 @@ impl<S: Storage> Layers<'_, S> {
     }
 }
 
-impl<S: Storage> Below for Layers<'_, S> {
-    async fn read_below(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
+impl<S: Storage> BackingLayers for Layers<'_, S> {
+    async fn read_backing(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
         self.read(segments, offset).await
     }
 
-    async fn zero_below(&self, offset: u64, len: u64) -> io::Result<bool> {
+    async fn backing_is_zero(&self, offset: u64, len: u64) -> io::Result<bool> {
         let mut done = 0;
         while done < len {
             let found = self.find(offset + done, len - done).await?;

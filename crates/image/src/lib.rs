@@ -19,10 +19,10 @@ mod extent;
 mod format;
 mod image;
 mod layer;
+mod layout_scan;
+mod lookup_cache;
 pub mod qcow2;
 mod raw;
-mod resolved;
-mod survey;
 mod sync;
 pub mod tools;
 
@@ -32,15 +32,16 @@ pub use blockyard_storage::{
     Storage, StorageError, Store, UnknownCacheMode, nbd,
 };
 pub use chain::{
-    Chain, ChainError, ChainLayer, ChainOptions, GrownChain, Lower, MAX_DEPTH, OpenedFiles,
+    Chain, ChainError, ChainLayer, ChainOptions, GrownChain, MAX_DEPTH, OpenedFiles,
+    WritableBacking,
 };
 pub use copying::commit::CopyDown;
 pub use copying::stream::{copy_up, stand_alone};
 pub use copying::sweep::Progress;
-pub use error::{ImageError, Kind};
-pub use extent::{Below, BlockStatus, Extent, Nothing, Place};
+pub use error::{ErrorKind, ImageError};
+pub use extent::{BackingLayers, BlockStatus, Extent, NoBacking, Place};
 pub use format::{Format, UnknownFormat};
 pub use image::Image;
-pub use layer::{Found, Layer, Layers};
+pub use layer::{Layer, Layers, LookupResult};
 pub use raw::Raw;
-pub use sync::traffic::Pass;
+pub use sync::epoch::EpochGuard;

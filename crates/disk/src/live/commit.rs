@@ -15,7 +15,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blockyard_image::{Chain, ChainError, CopyDown, Image, ImageError, Lower, Store, join_all};
+use blockyard_image::{
+    Chain, ChainError, CopyDown, Image, ImageError, Store, WritableBacking, join_all,
+};
 
 use super::{Why, Work, WorkError, Worker, still_good};
 use crate::backend::Source;
@@ -57,8 +59,8 @@ struct Commit<'a> {
 
 impl Worker {
     async fn commit(self, work: Work) -> Result<(), Why> {
-        let lower = self.chain()?.lower(&self.handle).await?;
-        let into = lower.image(&self.handle)?;
+        let backing = self.chain()?.open_backing(&self.handle).await?;
+        let into = backing.image(&self.handle)?;
         let hold = into.hold_freed();
         let dirty = Arc::new(DirtyMap::new(self.disk.capacity()));
         // Opened for writing, the image below may have been mended: who reads it looks at it anew.
@@ -72,18 +74,18 @@ impl Worker {
         let done = commit.run().await;
         drop(commit);
         drop(hold);
-        self.close_lower(&lower, &into, done.read_anew).await;
+        self.close_backing(&backing, &into, done.read_anew).await;
         done.result
     }
 
     /// The image below is left as it is to be found. What fails here costs space only: clusters
     /// that nothing names.
-    async fn close_lower(&self, lower: &Lower, into: &Image<Store>, read_anew: bool) {
+    async fn close_backing(&self, backing: &WritableBacking, into: &Image<Store>, read_anew: bool) {
         if !read_anew {
             return;
         }
         if let Err(e) = into.close().await {
-            let path = lower.chain().options().path.display();
+            let path = backing.chain().options().path.display();
             tracing::warn!(disk = self.disk.name(), "commit: closing image {path}: {e}");
         }
     }

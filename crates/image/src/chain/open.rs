@@ -9,7 +9,7 @@ use blockyard_storage::{ImageFile, OpenOptions, Overlaid, Storage, Store};
 
 use crate::SECTOR;
 use crate::cow::{Cow, CowOptions};
-use crate::error::{ImageError, Kind};
+use crate::error::{ErrorKind, ImageError};
 use crate::format::{Format, UnknownFormat};
 use crate::image::Image;
 use crate::layer::Layer;
@@ -117,7 +117,7 @@ impl Chain {
         let wrong = |error| ChainError::Image { path: path.clone(), error };
         let failed = |e| wrong(ImageError::io("file", None, "opening it for io_uring", e));
         let raw = |file: &Arc<ImageFile>| Raw::open(file, handle);
-        let (meta, data, below) = match format {
+        let (meta, data, backing) = match format {
             Format::Raw => (Meta::Raw, None, None),
             Format::Qcow2 => {
                 let main = raw(&file).map_err(failed)?;
@@ -135,7 +135,7 @@ impl Chain {
                     }
                     None => None,
                 };
-                let below = self.below_qcow2(&image, &header)?;
+                let backing = self.below_qcow2(&image, &header)?;
                 let data_raw = data.as_ref().map(raw).transpose().map_err(failed)?;
                 // Only the topmost image's file may be without a name: it is found already, and no
                 // image names it.
@@ -144,7 +144,7 @@ impl Chain {
                 let options =
                     Qcow2Options { read_only, l2_cache, unfinished, ..Qcow2Options::default() };
                 let view = Qcow2::open(header, main, data_raw, &options).await.map_err(wrong)?;
-                (Meta::Qcow2(view.shared().clone()), data, below)
+                (Meta::Qcow2(view.shared().clone()), data, backing)
             }
             Format::Cow => {
                 let options = CowOptions {
@@ -154,12 +154,12 @@ impl Chain {
                     ..CowOptions::default()
                 };
                 let view = Cow::open(raw(&file).map_err(failed)?, &options).await.map_err(wrong)?;
-                let below = self.below_cow(&image, &view, allowed)?;
-                (Meta::Cow(view.shared().clone()), None, below)
+                let backing = self.below_cow(&image, &view, allowed)?;
+                (Meta::Cow(view.shared().clone()), None, backing)
             }
         };
         self.layers.push(Arc::new(ChainLayer { format, file, data, meta }));
-        Ok(below)
+        Ok(backing)
     }
 
     fn below_qcow2(&self, image: &Next, header: &Header) -> Result<Option<Next>, ChainError> {
@@ -283,5 +283,5 @@ fn data_file_name(header: &Header) -> Result<Option<&str>, ImageError> {
         .data_file
         .as_deref()
         .map(Some)
-        .ok_or_else(|| ImageError::new(Kind::Unsupported, "qcow2 header", None, what))
+        .ok_or_else(|| ImageError::new(ErrorKind::Unsupported, "qcow2 header", None, what))
 }

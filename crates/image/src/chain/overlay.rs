@@ -92,9 +92,9 @@ impl GrownChain {
                 tracing::warn!("image {}: locking it for reading: {e}", from.path().display());
             }
         };
-        let below = &self.chain.layers[1];
-        hand(&self.writer.file, &below.file);
-        if let (Some(from), Some(to)) = (&self.writer.data, &below.data) {
+        let backing = &self.chain.layers[1];
+        hand(&self.writer.file, &backing.file);
+        if let (Some(from), Some(to)) = (&self.writer.data, &backing.data) {
             hand(from, to);
         }
     }

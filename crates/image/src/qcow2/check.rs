@@ -33,7 +33,7 @@ use self::stored::{Compare, Refcounts};
 use self::walk::Walk;
 use super::entry::Layout;
 use super::header::{AUTOCLEAR_KNOWN, Header, INCOMPATIBLE_CORRUPT, INCOMPATIBLE_DIRTY};
-use crate::error::{ImageError, Kind};
+use crate::error::{ErrorKind, ImageError};
 use crate::raw::Raw;
 
 const HEADER: &str = "qcow2 header";
@@ -158,7 +158,7 @@ pub(super) async fn inspect<S: Storage>(
     }
     if found.incomplete {
         return Err(ImageError::new(
-            Kind::Io,
+            ErrorKind::Io,
             "qcow2 image",
             None,
             "its tables could not all be read",
@@ -344,7 +344,7 @@ fn still_complete(now: &Tally, before: &Tally) -> Result<(), ImageError> {
     if now.incomplete && !before.incomplete || now.report.check_errors > before.report.check_errors
     {
         let what = "its tables could not all be read a second time, so it is not repaired";
-        return Err(ImageError::new(Kind::Io, "qcow2 image", None, what));
+        return Err(ImageError::new(ErrorKind::Io, "qcow2 image", None, what));
     }
     Ok(())
 }

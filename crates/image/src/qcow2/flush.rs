@@ -211,10 +211,10 @@ impl<S: Storage> Qcow2<S> {
     /// Gives clusters back whose entries are durably gone, once those who may still use them have
     /// left; who waits for them is the next flush, not this one.
     async fn release(&self) -> io::Result<()> {
-        let (alloc, traffic) = (&self.shared.alloc, &self.shared.traffic);
+        let (alloc, epoch) = (&self.shared.alloc, &self.shared.epoch);
         let mut leaving = std::mem::take(&mut *lock(&self.shared.leaving));
         if !leaving.is_empty() {
-            if !traffic.has_left() {
+            if !epoch.previous_is_empty() {
                 *lock(&self.shared.leaving) = leaving;
                 return Ok(());
             }
@@ -224,9 +224,9 @@ impl<S: Storage> Qcow2<S> {
         if freed.is_empty() {
             return Ok(());
         }
-        if !traffic.turn() {
+        if !epoch.try_advance() {
             alloc.all_durable(freed);
-        } else if traffic.has_left() {
+        } else if epoch.previous_is_empty() {
             self.release_all(freed).await?;
         } else {
             *lock(&self.shared.leaving) = freed;

@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex};
 
 use blockyard_storage::Storage;
 
-use crate::error::{ImageError, Kind};
+use crate::error::{ErrorKind, ImageError};
 use crate::raw::Raw;
-use crate::sync::traffic::Traffic;
+use crate::sync::epoch::Epoch;
 use blockyard_ring::semaphore::Semaphore;
 
 use super::alloc::Allocator;
@@ -86,7 +86,7 @@ impl<S: Storage> Qcow2<S> {
             tables: Tables::new((cache / shape.slice_bytes()) as usize),
             alloc,
             held: Default::default(),
-            traffic: Arc::new(Traffic::default()),
+            epoch: Arc::new(Epoch::default()),
             touched: std::array::from_fn(|_| AtomicU64::new(0)),
             reserving: Semaphore::new(1),
             new_tables: Semaphore::new(1),
@@ -209,7 +209,7 @@ async fn last_counted<S: Storage>(
         }
     }
     Err(ImageError::new(
-        Kind::Invalid,
+        ErrorKind::Invalid,
         "qcow2 refcount table",
         header.refcount_table_offset,
         "it counts no cluster",

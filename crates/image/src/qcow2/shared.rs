@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::sync::clusters_held::ClustersHeld;
-use crate::sync::traffic::Traffic;
+use crate::sync::epoch::Epoch;
 use blockyard_ring::semaphore::Semaphore;
 
 use super::alloc::{Allocator, Freed};
@@ -97,7 +97,7 @@ pub struct Shared {
     pub(super) tables: Tables,
     pub(super) alloc: Allocator,
     pub(super) held: ClustersHeld,
-    pub(super) traffic: Arc<Traffic>,
+    pub(super) epoch: Arc<Epoch>,
     /// How often clusters were completed or zeroed by who held them; some share a count.
     pub(super) touched: [AtomicU64; 64],
     /// One at a time each: reserving clusters, allocating L2 tables, writing metadata.

@@ -15,7 +15,7 @@ use blockyard_storage::Storage;
 use crate::error::ImageError;
 use crate::extent::{Extent, Place};
 use crate::raw::Raw;
-use crate::sync::traffic::Traffic;
+use crate::sync::epoch::Epoch;
 
 use super::bytes;
 use super::compressed::Decompressed;
@@ -56,8 +56,8 @@ impl<S: Storage> Qcow2<S> {
         self.shared.size()
     }
 
-    pub(crate) fn traffic(&self) -> Arc<Traffic> {
-        self.shared.traffic.clone()
+    pub(crate) fn epoch(&self) -> Arc<Epoch> {
+        self.shared.epoch.clone()
     }
 
     #[inline]

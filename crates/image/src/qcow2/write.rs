@@ -17,7 +17,7 @@ use blockyard_ring::Segments;
 use blockyard_storage::Storage;
 
 use crate::error::ImageError;
-use crate::extent::{Below, Place};
+use crate::extent::{BackingLayers, Place};
 use blockyard_ring::join;
 
 use super::alloc::{Freed, Run};
@@ -53,9 +53,9 @@ pub(super) enum Step {
 impl<S: Storage> Qcow2<S> {
     /// Writes all of `segments`; it is durable after a flush.
     #[inline]
-    pub async fn write<B: Below>(
+    pub async fn write<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         segments: Segments,
         offset: u64,
     ) -> (Segments, io::Result<()>) {
@@ -65,15 +65,15 @@ impl<S: Storage> Qcow2<S> {
                 self.data_file().write(segments, host, false).await
             }
             _ => {
-                let result = Box::pin(self.write_in_steps(below, &segments, offset)).await;
+                let result = Box::pin(self.write_in_steps(backing, &segments, offset)).await;
                 (segments, result)
             }
         }
     }
 
-    async fn write_in_steps<B: Below>(
+    async fn write_in_steps<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         segments: &Segments,
         offset: u64,
     ) -> io::Result<()> {
@@ -95,9 +95,9 @@ impl<S: Storage> Qcow2<S> {
             match step {
                 Step::InPlace { host, .. } => self.data_file().write(piece, host, false).await.1,
                 Step::Complete { host, .. } if self.is_whole_subclusters(at, len) => {
-                    self.write_subclusters(below, piece, at, host).await
+                    self.write_subclusters(backing, piece, at, host).await
                 }
-                _ => self.write_held(below, piece, at).await,
+                _ => self.write_held(backing, piece, at).await,
             }
         });
         join::all(PIECES, work).await?;
@@ -166,22 +166,22 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Writes where clusters have to be allocated: holds them, and looks again.
-    async fn write_held<B: Below>(
+    async fn write_held<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         segments: Segments,
         offset: u64,
     ) -> io::Result<()> {
         let shape = self.shape();
         let last = shape.cluster(offset + segments.len() as u64 - 1);
         let _hold = self.shared.held.hold(shape.cluster(offset)..last + 1).await;
-        self.write_in_hold(below, &segments, offset).await
+        self.write_in_hold(backing, &segments, offset).await
     }
 
     /// As [`Qcow2::write_held`], for a caller that holds the clusters.
-    pub(super) async fn write_in_hold<B: Below>(
+    pub(super) async fn write_in_hold<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         segments: &Segments,
         offset: u64,
     ) -> io::Result<()> {
@@ -199,10 +199,10 @@ impl<S: Storage> Qcow2<S> {
                     len
                 }
                 Step::Complete { len, host } => {
-                    self.complete(below, piece(len), at, host).await?;
+                    self.complete(backing, piece(len), at, host).await?;
                     len
                 }
-                Step::Fill { len, whole } => self.fill(below, &piece(len), at, whole).await?,
+                Step::Fill { len, whole } => self.fill(backing, &piece(len), at, whole).await?,
             };
         }
         Ok(())
@@ -216,9 +216,9 @@ impl<S: Storage> Qcow2<S> {
     /// do this at once. Whoever takes the cluster away meanwhile, zeroes it, or fills what lies
     /// beside its own data there, does not lose these (nor show what was zeroed): they are written
     /// again.
-    async fn write_subclusters<B: Below>(
+    async fn write_subclusters<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         segments: Segments,
         offset: u64,
         host: u64,
@@ -243,7 +243,7 @@ impl<S: Storage> Qcow2<S> {
             .await?;
             return Ok(());
         }
-        self.write_in_hold(below, &segments, offset).await
+        self.write_in_hold(backing, &segments, offset).await
     }
 
     /// The entry of a cluster that the caller holds, also if its slice has just left the memory.
@@ -257,9 +257,9 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Writes into a host cluster of one's own, and what is missing beside it in the units touched.
-    async fn complete<B: Below>(
+    async fn complete<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         segments: Segments,
         offset: u64,
         host: u64,
@@ -276,7 +276,7 @@ impl<S: Storage> Qcow2<S> {
         let from = if lacks(offset) { offset - offset % shape.unit } else { offset };
         let to = if lacks(end - 1) { end.next_multiple_of(shape.unit) } else { end };
         let written = self
-            .write_with_edges(below, &segments, offset, from..to, host + (from - start), false)
+            .write_with_edges(backing, &segments, offset, from..to, host + (from - start), false)
             .await;
         // Those who write whole subclusters there, without holding the cluster, are to know.
         self.shared.touched(cluster).fetch_add(1, Ordering::AcqRel);
@@ -292,9 +292,9 @@ impl<S: Storage> Qcow2<S> {
 
     /// Writes to new clusters; gives how many bytes: there may have been fewer clusters side by
     /// side.
-    async fn fill<B: Below>(
+    async fn fill<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         segments: &Segments,
         offset: u64,
         whole: bool,
@@ -315,7 +315,8 @@ impl<S: Storage> Qcow2<S> {
         let (from, to) = (offset - offset % unit, end.next_multiple_of(unit));
         let host = (run.start << bits) + (from - (first << bits));
         let piece = segments.slice(0, (end - offset) as usize);
-        let written = self.write_with_edges(below, &piece, offset, from..to, host, run.fresh).await;
+        let written =
+            self.write_with_edges(backing, &piece, offset, from..to, host, run.fresh).await;
         if let Err(e) = written {
             // They hold anything now, and belong to nobody.
             self.abandon(run);
@@ -354,9 +355,9 @@ impl<S: Storage> Qcow2<S> {
 
     /// Writes `segments` (for the guest's `offset`) to the file so that all of the guest's `range`
     /// is there, from `host` on.
-    async fn write_with_edges<B: Below>(
+    async fn write_with_edges<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         segments: &Segments,
         offset: u64,
         range: std::ops::Range<u64>,
@@ -372,8 +373,8 @@ impl<S: Storage> Qcow2<S> {
         }
         // New space of the file reads as zeroes, so zeroes need not be written.
         if fresh
-            && self.is_zero(below, range.start, head).await?
-            && self.is_zero(below, end, tail).await?
+            && self.is_zero(backing, range.start, head).await?
+            && self.is_zero(backing, end, tail).await?
         {
             return file.write(segments.slice(0, segments.len()), at, false).await.1;
         }
@@ -382,10 +383,12 @@ impl<S: Storage> Qcow2<S> {
             let buffer = Segments::buffer((range.end - range.start) as usize);
             if head > 0 && tail > 0 && segments.len() <= READ_ALONG {
                 // One read of more is less than two.
-                self.read_current(below, &buffer, 0, range.start, range.end - range.start).await?;
+                self.read_current(backing, &buffer, 0, range.start, range.end - range.start)
+                    .await?;
             } else {
-                self.read_current(below, &buffer, 0, range.start, head).await?;
-                self.read_current(below, &buffer, (end - range.start) as usize, end, tail).await?;
+                self.read_current(backing, &buffer, 0, range.start, head).await?;
+                self.read_current(backing, &buffer, (end - range.start) as usize, end, tail)
+                    .await?;
             }
             buffer.copy_from(head as usize, segments, 0, segments.len());
             return file.write(buffer, host, false).await.1;
@@ -394,7 +397,7 @@ impl<S: Storage> Qcow2<S> {
             if len > 0 {
                 let _room = self.shared.buffers.beside.acquire_many(len).await;
                 let buffer = Segments::buffer(len as usize);
-                self.read_current(below, &buffer, 0, start, len).await?;
+                self.read_current(backing, &buffer, 0, start, len).await?;
                 file.write(buffer, host + (start - range.start), false).await.1?;
             }
         }
@@ -402,9 +405,9 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Fills `len` bytes of `buffer` from `to` with what the guest sees at `offset`.
-    pub(super) async fn read_current<B: Below>(
+    pub(super) async fn read_current<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         buffer: &Segments,
         to: usize,
         offset: u64,
@@ -427,7 +430,7 @@ impl<S: Storage> Qcow2<S> {
                         .await
                         .1?;
                 }
-                Place::Absent => below.read_below(piece, at).await.1?,
+                Place::Absent => backing.read_backing(piece, at).await.1?,
             }
             done += extent.len;
         }
@@ -435,9 +438,9 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Whether the guest sees zeroes there, as far as that is known without reading data.
-    pub(super) async fn is_zero<B: Below>(
+    pub(super) async fn is_zero<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         offset: u64,
         len: u64,
     ) -> io::Result<bool> {
@@ -450,7 +453,7 @@ impl<S: Storage> Qcow2<S> {
             };
             let zero = match extent.place {
                 Place::Zero => true,
-                Place::Absent => below.zero_below(at, extent.len).await?,
+                Place::Absent => backing.backing_is_zero(at, extent.len).await?,
                 Place::Data(_) | Place::Compressed(_) => false,
             };
             if !zero {

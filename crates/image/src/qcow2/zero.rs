@@ -13,7 +13,7 @@ use blockyard_ring::Segments;
 
 use blockyard_storage::Storage;
 
-use crate::extent::{Below, Place};
+use crate::extent::{BackingLayers, Place};
 
 use super::entry::{Bitmap, COPIED, Cluster, L2Entry, OFFSET_MASK, ZERO};
 use super::tables::Entry;
@@ -48,36 +48,36 @@ impl Wish {
 
 impl<S: Storage> Qcow2<S> {
     /// Zeroes; `unmap`: host clusters may be given back. Durable after a flush.
-    pub async fn write_zeroes<B: Below>(
+    pub async fn write_zeroes<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         offset: u64,
         len: u64,
         unmap: bool,
     ) -> io::Result<()> {
-        self.wipe(below, offset, len, Wish::Zeroes { unmap, fast: false }).await
+        self.wipe(backing, offset, len, Wish::Zeroes { unmap, fast: false }).await
     }
 
     /// As [`Qcow2::write_zeroes`]; Unsupported, and nothing done, where that would be writing: see
     /// [`Qcow2::may_zero_fast`].
-    pub async fn write_zeroes_fast<B: Below>(
+    pub async fn write_zeroes_fast<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         offset: u64,
         len: u64,
         unmap: bool,
     ) -> io::Result<()> {
-        self.may_zero_fast(below, offset, len, unmap).await?;
-        self.wipe(below, offset, len, Wish::Zeroes { unmap, fast: true }).await
+        self.may_zero_fast(backing, offset, len, unmap).await?;
+        self.wipe(backing, offset, len, Wish::Zeroes { unmap, fast: true }).await
     }
 
     /// Unsupported where zeroes would have to be written as data: in a unit (cluster, or
     /// subcluster) of which the range is a part only, and which has data there; and where there is
     /// no entry that says zeroes (version 2). Of an external file that is to be read by itself the
     /// host is asked, when it is done.
-    pub async fn may_zero_fast<B: Below>(
+    pub async fn may_zero_fast<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         offset: u64,
         len: u64,
         unmap: bool,
@@ -87,20 +87,25 @@ impl<S: Storage> Qcow2<S> {
         let edges =
             if some { [offset..whole_start, whole_end..end] } else { [offset..end, end..end] };
         for edge in edges.into_iter().filter(|edge| !edge.is_empty()) {
-            if !self.is_zero(below, edge.start, edge.end - edge.start).await? {
+            if !self.is_zero(backing, edge.start, edge.end - edge.start).await? {
                 return Err(io::ErrorKind::Unsupported.into());
             }
         }
         let shape = self.shape();
         if some && (shape.layout.version < 3 || shape.layout.extended_l2) {
-            self.wipe_units(below, whole_start, whole_end, Wish::Look { unmap }).await?;
+            self.wipe_units(backing, whole_start, whole_end, Wish::Look { unmap }).await?;
         }
         Ok(())
     }
 
     /// Gives host clusters back: whole units (clusters, or subclusters) only.
-    pub async fn discard<B: Below>(&self, below: &B, offset: u64, len: u64) -> io::Result<()> {
-        self.wipe(below, offset, len, Wish::Discard).await
+    pub async fn discard<B: BackingLayers>(
+        &self,
+        backing: &B,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<()> {
+        self.wipe(backing, offset, len, Wish::Discard).await
     }
 
     /// Whether the host waits for space that the guest has given back, and for a flush that may be
@@ -109,16 +114,22 @@ impl<S: Storage> Qcow2<S> {
         self.shared.alloc.freed() << self.shape().layout.cluster_bits >= OWED
     }
 
-    async fn wipe<B: Below>(&self, below: &B, offset: u64, len: u64, wish: Wish) -> io::Result<()> {
+    async fn wipe<B: BackingLayers>(
+        &self,
+        backing: &B,
+        offset: u64,
+        len: u64,
+        wish: Wish,
+    ) -> io::Result<()> {
         let (end, (whole_start, whole_end)) = (offset + len, self.whole_units(offset, len));
         if whole_start >= whole_end {
-            return self.zero_edge(below, offset, len, wish).await;
+            return self.zero_edge(backing, offset, len, wish).await;
         }
         // First what may be refused.
-        self.wipe_units(below, whole_start, whole_end, wish).await?;
-        self.zero_edge(below, offset, whole_start - offset, wish).await?;
+        self.wipe_units(backing, whole_start, whole_end, wish).await?;
+        self.zero_edge(backing, offset, whole_start - offset, wish).await?;
         if whole_end < end {
-            self.zero_edge(below, whole_end, end - whole_end, wish).await
+            self.zero_edge(backing, whole_end, end - whole_end, wish).await
         } else {
             Ok(())
         }
@@ -135,27 +146,27 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Part of a unit: zeroes are data there.
-    async fn zero_edge<B: Below>(
+    async fn zero_edge<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         offset: u64,
         len: u64,
         wish: Wish,
     ) -> io::Result<()> {
-        if len == 0 || wish == Wish::Discard || self.is_zero(below, offset, len).await? {
+        if len == 0 || wish == Wish::Discard || self.is_zero(backing, offset, len).await? {
             return Ok(());
         }
         let shape = self.shape();
         let hold =
             self.shared.held.hold(shape.cluster(offset)..shape.cluster(offset + len - 1) + 1).await;
-        self.zero_held(below, offset, len).await?;
+        self.zero_held(backing, offset, len).await?;
         drop(hold);
         self.relieve().await
     }
 
-    async fn wipe_units<B: Below>(
+    async fn wipe_units<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         start: u64,
         end: u64,
         wish: Wish,
@@ -166,7 +177,7 @@ impl<S: Storage> Qcow2<S> {
         while at < end {
             let first = shape.cluster(at);
             // Nothing is there, and nothing below: the whole table is passed over.
-            if self.shared.l1_entry(shape.table(first)) == 0 && !below.exists() {
+            if self.shared.l1_entry(shape.table(first)) == 0 && !backing.exists() {
                 at = ((shape.table(first) + 1) * shape.table_entries) << bits;
                 continue;
             }
@@ -175,7 +186,7 @@ impl<S: Storage> Qcow2<S> {
             while at < stop {
                 let cluster = shape.cluster(at);
                 let here = stop.min((cluster + 1) << bits);
-                self.wipe_in_cluster(below, at, here, wish).await?;
+                self.wipe_in_cluster(backing, at, here, wish).await?;
                 at = here;
             }
             drop(hold);
@@ -189,9 +200,9 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Whole units of one cluster, which the caller holds.
-    async fn wipe_in_cluster<B: Below>(
+    async fn wipe_in_cluster<B: BackingLayers>(
         &self,
-        below: &B,
+        backing: &B,
         start: u64,
         end: u64,
         wish: Wish,
@@ -204,7 +215,9 @@ impl<S: Storage> Qcow2<S> {
         let decoded =
             L2Entry::decode(old.word, old.bitmap, shape.layout).unwrap_or(L2Entry::UNALLOCATED);
         let (real_end, allocated) = (end.min(disk_end), decoded.cluster != Cluster::Unallocated);
-        if real_end <= start || (!allocated && below.zero_below(start, real_end - start).await?) {
+        if real_end <= start
+            || (!allocated && backing.backing_is_zero(start, real_end - start).await?)
+        {
             return Ok(());
         }
         if shape.raw_data_file {
@@ -212,7 +225,7 @@ impl<S: Storage> Qcow2<S> {
         }
         let all = end - start == size;
         let Some(new) =
-            self.wiped(old, decoded, (start % size, end - start), all, below.exists(), wish)
+            self.wiped(old, decoded, (start % size, end - start), all, backing.exists(), wish)
         else {
             return match wish {
                 Wish::Discard => Ok(()),
@@ -221,7 +234,7 @@ impl<S: Storage> Qcow2<S> {
                 }
                 // The caller holds the cluster, so this is not `write`.
                 Wish::Zeroes { fast: false, .. } => {
-                    self.zero_held(below, start, real_end - start).await
+                    self.zero_held(backing, start, real_end - start).await
                 }
             };
         };
@@ -301,11 +314,16 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Zeroes as data in clusters that the caller holds.
-    async fn zero_held<B: Below>(&self, below: &B, start: u64, len: u64) -> io::Result<()> {
+    async fn zero_held<B: BackingLayers>(
+        &self,
+        backing: &B,
+        start: u64,
+        len: u64,
+    ) -> io::Result<()> {
         for at in (start..start + len).step_by(ZEROES as usize) {
             let here = (start + len - at).min(ZEROES);
             let _room = self.shared.buffers.zeroes.acquire_many(here).await;
-            self.write_in_hold(below, &Segments::buffer(here as usize), at).await?;
+            self.write_in_hold(backing, &Segments::buffer(here as usize), at).await?;
         }
         Ok(())
     }
@@ -324,7 +342,12 @@ impl<S: Storage> Qcow2<S> {
 
     /// Copies up what only the layers below have: afterwards this image has all of the range. Not
     /// for data that were written meanwhile: those stay.
-    pub async fn populate<B: Below>(&self, below: &B, offset: u64, len: u64) -> io::Result<()> {
+    pub async fn populate<B: BackingLayers>(
+        &self,
+        backing: &B,
+        offset: u64,
+        len: u64,
+    ) -> io::Result<()> {
         let shape = *self.shape();
         let end = (offset + len).min(self.size());
         let mut at = offset - offset % shape.unit;
@@ -341,12 +364,13 @@ impl<S: Storage> Qcow2<S> {
                     self.load(at).await?;
                     continue;
                 };
-                if extent.place == Place::Absent && !below.zero_below(at, extent.len).await? {
+                if extent.place == Place::Absent && !backing.backing_is_zero(at, extent.len).await?
+                {
                     let _room = self.shared.buffers.copied_up.acquire_many(extent.len).await;
                     let buffer = Segments::buffer(extent.len as usize);
-                    let (buffer, read) = below.read_below(buffer, at).await;
+                    let (buffer, read) = backing.read_backing(buffer, at).await;
                     read?;
-                    self.write_in_hold(below, &buffer, at).await?;
+                    self.write_in_hold(backing, &buffer, at).await?;
                 }
                 at += extent.len;
             }

@@ -2,4 +2,4 @@
 //! still read freed ones.
 
 pub mod clusters_held;
-pub mod traffic;
+pub mod epoch;

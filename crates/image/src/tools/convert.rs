@@ -169,14 +169,14 @@ impl<S: Storage, T: Storage> Copy<'_, S, T> {
     async fn worker(&self) -> Result<(), ChainError> {
         let len = self.piece as usize;
         let mut buffer = Segments::buffer(len);
-        let mut below = Segments::buffer(if self.has_backing() { len } else { 0 });
+        let mut backing = Segments::buffer(if self.has_backing() { len } else { 0 });
         while let Some(piece) =
             self.work.sweep.next(async |offset, rest| self.judge(offset, rest).await).await?
         {
             match piece.what {
                 What::Same => {}
                 What::Zero => self.target.write_zeroes(piece.offset, piece.len).await?,
-                What::Data => self.copy(&piece, &mut buffer, &mut below).await?,
+                What::Data => self.copy(&piece, &mut buffer, &mut backing).await?,
             }
             self.work.progress.add(piece.len);
         }
@@ -228,12 +228,12 @@ impl<S: Storage, T: Storage> Copy<'_, S, T> {
         &self,
         piece: &Piece<What>,
         buffer: &mut Segments,
-        below: &mut Segments,
+        backing: &mut Segments,
     ) -> Result<(), ChainError> {
         let len = piece.len as usize;
         let bytes = self.source.read(buffer.slice(0, len), piece.offset).await?;
         let base = match self.has_backing() {
-            true => Some(self.target.read(below.slice(0, len), piece.offset).await?),
+            true => Some(self.target.read(backing.slice(0, len), piece.offset).await?),
             false => None,
         };
         for (at, len, action) in self.runs(&bytes, base.as_ref()) {

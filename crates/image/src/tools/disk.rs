@@ -14,7 +14,7 @@ use crate::image::Image;
 use blockyard_storage::Store;
 
 use super::reactors::on_reactor;
-use crate::survey;
+use crate::layout_scan;
 
 const DATA: &str = "the disk";
 
@@ -41,7 +41,7 @@ impl<S: Storage> Disk<S> {
     pub async fn new(image: Image<S>, path: impl Into<PathBuf>) -> Result<Self, ChainError> {
         let path = path.into();
         let mut disk = Disk { image, path, sparse: Vec::new() };
-        disk.sparse = survey::sparse_layers(disk.image.layers())
+        disk.sparse = layout_scan::sparse_layers(disk.image.layers())
             .await
             .map_err(disk.wrong(None, "reading"))?;
         Ok(disk)
@@ -67,7 +67,7 @@ impl<S: Storage> Disk<S> {
 
     /// What is known of the bytes from `offset` on, without reading them.
     pub(super) async fn status(&self, offset: u64, len: u64) -> Result<BlockStatus, ChainError> {
-        let status = survey::status(self.image.layers(), &self.sparse, offset, len).await;
+        let status = layout_scan::status(self.image.layers(), &self.sparse, offset, len).await;
         status.map_err(self.wrong(offset, "finding"))
     }
 

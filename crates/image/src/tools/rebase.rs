@@ -153,16 +153,16 @@ impl Work {
         if own.1 {
             return Ok((own.0, What::Same));
         }
-        let below = disk.known(at, own.0).await?;
+        let backing = disk.known(at, own.0).await?;
         let (zero, depth, len) = match new {
             Some(new) => {
-                let found = new.known(at, below.len).await?;
+                let found = new.known(at, backing.len).await?;
                 (found.zero, found.depth, found.len)
             }
-            None => (true, 0, below.len),
+            None => (true, 0, backing.len),
         };
-        let shared = below.depth >= self.shared_from.0 && depth >= self.shared_from.1;
-        if below.zero && zero || shared && new.is_some() {
+        let shared = backing.depth >= self.shared_from.0 && depth >= self.shared_from.1;
+        if backing.zero && zero || shared && new.is_some() {
             return Ok((len, What::Same));
         }
         // Many short ranges are looked at together.

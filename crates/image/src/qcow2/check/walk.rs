@@ -14,7 +14,7 @@ use blockyard_storage::Storage;
 use super::counts::Counts;
 use super::report::{FindingKind, Tally};
 use super::stored::Refcounts;
-use crate::error::{ImageError, Kind};
+use crate::error::{ErrorKind, ImageError};
 use crate::qcow2::bitmap::directory;
 use crate::qcow2::bytes::{self, be64};
 use crate::qcow2::entry::{COMPRESSED, COPIED, Cluster, L1Entry, L2Entry, Layout, OFFSET_MASK};
@@ -188,7 +188,8 @@ impl<S: Storage> Walk<'_, S> {
     }
 
     fn bad_table(&mut self, structure: &str, at: u64, e: &ImageError) {
-        let kind = if e.kind == Kind::Io { FindingKind::Unreadable } else { FindingKind::BadTable };
+        let kind =
+            if e.kind == ErrorKind::Io { FindingKind::Unreadable } else { FindingKind::BadTable };
         self.lost(kind, Site { structure: format_args!("{structure}"), at }, format_args!("{e}"));
     }
 

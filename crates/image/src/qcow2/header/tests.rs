@@ -2,7 +2,7 @@
 //! Headers as they should be, one thing wrong at a time.
 
 use super::*;
-use crate::error::Kind;
+use crate::error::ErrorKind;
 
 const FILE: u64 = 1 << 20;
 
@@ -188,7 +188,7 @@ fn unknown_features_are_refused_by_their_name() {
     header.extensions.push(Extension { kind: EXTENSION_FEATURE_NAMES, data: entry });
     header.incompatible = 1 << 9 | 1 << 63;
     let error = Header::parse(&area(&header), FILE).unwrap_err();
-    assert_eq!(error.kind, Kind::Unsupported);
+    assert_eq!(error.kind, ErrorKind::Unsupported);
     let expected = "\"time travel\" (incompatible feature bit 9), incompatible feature bit 63";
     assert!(error.what.ends_with(expected), "{error}");
 }
@@ -208,5 +208,5 @@ fn bitmaps_that_are_inconsistent_keep_their_bytes() {
 #[test]
 fn too_much_for_a_cluster_is_refused() {
     let header = Header { cluster_bits: 9, size: 512, backing: Some("x".repeat(500)), ..plain() };
-    assert_eq!(header.serialize().unwrap_err().kind, Kind::Refused);
+    assert_eq!(header.serialize().unwrap_err().kind, ErrorKind::Refused);
 }

@@ -68,8 +68,8 @@ impl Top {
                 Cow::open(raw, &CowOptions { read_only, ..CowOptions::default() }).await?,
             ),
         };
-        let below = Layer::Raw { raw: Raw::on(powered(base), SHAPE), size: base.len() };
-        let image = Image::new(vec![top, below], false);
+        let backing = Layer::Raw { raw: Raw::on(powered(base), SHAPE), size: base.len() };
+        let image = Image::new(vec![top, backing], false);
         Disk::new(image, "top").await.map_err(|e| ImageError::refused("top", e.to_string()))
     }
 

@@ -6,7 +6,7 @@ use std::fmt;
 use std::rc::Rc;
 
 use blockyard_image::cow::{self, Backing, Cow, CowOptions, CreateOptions, Header};
-use blockyard_image::{CopyDown, Image, ImageError, Kind, Layer, Raw, Storage};
+use blockyard_image::{CopyDown, ErrorKind, Image, ImageError, Layer, Raw, Storage};
 use blockyard_ring::Segments;
 use blockyard_storage::sim::{
     Latency, OpKind, Oracle, Phase, Power, Rng, SECTOR, Sim, SimConfig, SimDisk, SimHandle,
@@ -248,7 +248,7 @@ impl Life {
             .block_on(async move { Cow::open(file, &CowOptions::default()).await.map(|_| ()) });
         match opened.map_err(|e| e.to_string())? {
             Ok(()) => Ok(true),
-            Err(e) if e.kind == Kind::Invalid && e.offset == Some(0) => Ok(false),
+            Err(e) if e.kind == ErrorKind::Invalid && e.offset == Some(0) => Ok(false),
             Err(e) => Err(e.to_string()),
         }
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use blockyard_image::qcow2::empty::make_empty;
 use blockyard_image::qcow2::resize::{Resize, resize};
 use blockyard_image::qcow2::{Header, snapshot};
-use blockyard_image::{CopyDown, ImageError, Kind, Raw, Storage};
+use blockyard_image::{CopyDown, ErrorKind, ImageError, Raw, Storage};
 use blockyard_storage::sim::{Power, Rng, SECTOR, Sim, SimDisk};
 
 use super::chain::{Disks, View};
@@ -128,7 +128,9 @@ impl Operation {
         let done = match result {
             _ if power.is_off() => None,
             Ok(()) => Some(Done::Well),
-            Err(e) if e.kind == Kind::Refused || e.kind == Kind::Unsupported => Some(Done::Refused),
+            Err(e) if e.kind == ErrorKind::Refused || e.kind == ErrorKind::Unsupported => {
+                Some(Done::Refused)
+            }
             Err(_) if trouble => None,
             Err(e) => return Err(format!("it failed: {e}")),
         };

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use blockyard_image::qcow2::{Header, Qcow2, Qcow2Options};
-use blockyard_image::{Alignment, CopyDown, Image, ImageError, Kind, Layer, Progress, Raw};
+use blockyard_image::{Alignment, CopyDown, ErrorKind, Image, ImageError, Layer, Progress, Raw};
 use blockyard_storage::sim::{Sim, SimConfig, SimDisk};
 
 use super::cuts::load;
@@ -133,7 +133,7 @@ fn only_what_is_there_is_read_and_an_error_ends_it() {
         small.unwrap_err().to_string(),
         "backing image: it ends at 5242880, and has to have 8388608 bytes first"
     );
-    assert_eq!(stopped.unwrap_err().kind, Kind::Refused);
+    assert_eq!(stopped.unwrap_err().kind, ErrorKind::Refused);
     again.unwrap();
     assert!(told.done() < told.total() && told.total() == 5 << 20);
 }

@@ -8,34 +8,34 @@
 use std::cell::RefCell;
 
 use crate::extent::{Extent, Place};
-use crate::layer::Found;
+use crate::layer::LookupResult;
 
 /// Granules remembered by a reactor, at most: 48 bytes each.
 const MOST: u64 = 1 << 16;
 
 #[derive(Clone, Copy)]
-struct Known {
+struct CachedLookup {
     /// None: nothing is known here.
     granule: Option<u64>,
-    found: Found,
+    found: LookupResult,
 }
 
-pub struct Resolved {
+pub struct LookupCache {
     granule_bits: u32,
-    known: RefCell<Vec<Known>>,
+    entries: RefCell<Vec<CachedLookup>>,
 }
 
-impl Resolved {
+impl LookupCache {
     /// For a disk of `size` bytes whose layers map `granule` bytes (a power of two) alike.
     pub fn new(size: u64, granule: u64) -> Self {
         let places = size.div_ceil(granule).clamp(1, MOST).next_power_of_two();
-        let nothing = Known {
+        let nothing = CachedLookup {
             granule: None,
-            found: Found { layer: 0, extent: Extent { len: 0, place: Place::Absent } },
+            found: LookupResult { layer: 0, extent: Extent { len: 0, place: Place::Absent } },
         };
-        Resolved {
+        LookupCache {
             granule_bits: granule.trailing_zeros(),
-            known: RefCell::new(vec![nothing; places as usize]),
+            entries: RefCell::new(vec![nothing; places as usize]),
         }
     }
 
@@ -47,12 +47,12 @@ impl Resolved {
     /// Where the bytes from `offset` on are, as far as the granules that are known lie side by
     /// side.
     #[inline]
-    pub fn find(&self, offset: u64, len: u64) -> Option<Found> {
-        let known = self.known.borrow();
-        let mut found = self.in_granule(&known, offset, len)?;
+    pub fn find(&self, offset: u64, len: u64) -> Option<LookupResult> {
+        let entries = self.entries.borrow();
+        let mut found = self.in_granule(&entries, offset, len)?;
         while found.extent.len < len {
             let done = found.extent.len;
-            match self.in_granule(&known, offset + done, len - done) {
+            match self.in_granule(&entries, offset + done, len - done) {
                 Some(next) if found.take_in(&next) => {}
                 _ => break,
             }
@@ -62,9 +62,9 @@ impl Resolved {
 
     /// Where the bytes from `offset` on are, inside their granule.
     #[inline]
-    fn in_granule(&self, known: &[Known], offset: u64, len: u64) -> Option<Found> {
+    fn in_granule(&self, entries: &[CachedLookup], offset: u64, len: u64) -> Option<LookupResult> {
         let number = offset >> self.granule_bits;
-        let Known { granule, found } = known[number as usize & (known.len() - 1)];
+        let CachedLookup { granule, found } = entries[number as usize & (entries.len() - 1)];
         if granule != Some(number) {
             return None;
         }
@@ -74,15 +74,15 @@ impl Resolved {
             place => place,
         };
         let len = len.min((1 << self.granule_bits) - inside);
-        Some(Found { extent: Extent { len, place }, ..found })
+        Some(LookupResult { extent: Extent { len, place }, ..found })
     }
 
     /// Keeps what was found for the granule that begins at `start`, if it is all of it.
-    pub fn keep(&self, start: u64, found: Found) {
+    pub fn keep(&self, start: u64, found: LookupResult) {
         if found.extent.len >= 1 << self.granule_bits {
-            let (number, mut known) = (start >> self.granule_bits, self.known.borrow_mut());
-            let at = number as usize & (known.len() - 1);
-            known[at] = Known { granule: Some(number), found };
+            let (number, mut entries) = (start >> self.granule_bits, self.entries.borrow_mut());
+            let at = number as usize & (entries.len() - 1);
+            entries[at] = CachedLookup { granule: Some(number), found };
         }
     }
 }
@@ -94,18 +94,21 @@ mod tests {
     #[test]
     fn granules_that_lie_side_by_side_are_found_together() {
         const GRANULE: u64 = 2048;
-        let resolved = Resolved::new(1 << 20, GRANULE);
+        let lookup_cache = LookupCache::new(1 << 20, GRANULE);
         let keep = |granule: u64, layer: usize, place: Place| {
-            resolved
-                .keep(granule * GRANULE, Found { layer, extent: Extent { len: GRANULE, place } });
+            lookup_cache.keep(
+                granule * GRANULE,
+                LookupResult { layer, extent: Extent { len: GRANULE, place } },
+            );
         };
         (0..100).for_each(|n| keep(n, 1, Place::Data((1 << 20) + n * GRANULE)));
         keep(100, 2, Place::Data((1 << 20) + 100 * GRANULE));
         (101..104).for_each(|n| keep(n, 2, Place::Zero));
         keep(104, 2, Place::Compressed(7));
         keep(105, 2, Place::Compressed(7));
-        let find =
-            |offset, len| resolved.find(offset, len).map(|found| (found.layer, found.extent.len));
+        let find = |offset, len| {
+            lookup_cache.find(offset, len).map(|found| (found.layer, found.extent.len))
+        };
         assert_eq!(find(512, 4096), Some((1, 4096)));
         assert_eq!(
             find(512, 1 << 20),

@@ -12,42 +12,43 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
 
 #[derive(Debug, Default)]
-pub struct Traffic {
-    phase: AtomicU64,
-    lanes: Mutex<Vec<Arc<Lane>>>,
+pub struct Epoch {
+    current: AtomicU64,
+    participants: Mutex<Vec<Arc<Participant>>>,
 }
 
 /// One reactor's requests; a cache line of its own.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub struct Lane {
+pub struct Participant {
     counts: [AtomicU64; 2],
 }
 
 /// A request on its way, until it is dropped.
-pub struct Pass<'a>(&'a AtomicU64);
+pub struct EpochGuard<'a>(&'a AtomicU64);
 
-impl Traffic {
+impl Epoch {
     /// A reactor's way in; it lasts as long as the reactor keeps it.
-    pub fn lane(&self) -> Arc<Lane> {
-        let lane = Arc::new(Lane::default());
-        let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
-        lanes.retain(|lane| {
-            Arc::strong_count(lane) > 1 || lane.counts.iter().any(|c| c.load(SeqCst) > 0)
+    pub fn register(&self) -> Arc<Participant> {
+        let participant = Arc::new(Participant::default());
+        let mut participants = self.participants.lock().unwrap_or_else(PoisonError::into_inner);
+        participants.retain(|participant| {
+            Arc::strong_count(participant) > 1
+                || participant.counts.iter().any(|c| c.load(SeqCst) > 0)
         });
-        lanes.push(lane.clone());
-        lane
+        participants.push(participant.clone());
+        participant
     }
 
     #[inline]
-    pub fn enter<'a>(&self, lane: &'a Lane) -> Pass<'a> {
+    pub fn enter<'a>(&self, participant: &'a Participant) -> EpochGuard<'a> {
         loop {
-            let phase = self.phase.load(SeqCst);
-            let count = &lane.counts[phase as usize & 1];
+            let epoch = self.current.load(SeqCst);
+            let count = &participant.counts[epoch as usize & 1];
             count.fetch_add(1, SeqCst);
             // Turned over meanwhile: whoever did may not have seen this one.
-            if self.phase.load(SeqCst) == phase {
-                return Pass(count);
+            if self.current.load(SeqCst) == epoch {
+                return EpochGuard(count);
             }
             count.fetch_sub(1, SeqCst);
         }
@@ -55,23 +56,23 @@ impl Traffic {
 
     /// Turns the phase over, once everybody of the phase before has left: false, and nothing is
     /// done, if somebody has not.
-    pub fn turn(&self) -> bool {
-        if !self.has_left() {
+    pub fn try_advance(&self) -> bool {
+        if !self.previous_is_empty() {
             return false;
         }
-        self.phase.fetch_add(1, SeqCst);
+        self.current.fetch_add(1, SeqCst);
         true
     }
 
     /// Whether all who entered before the last turn have left.
-    pub fn has_left(&self) -> bool {
-        let old = (self.phase.load(SeqCst) as usize & 1) ^ 1;
-        let lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
-        lanes.iter().all(|lane| lane.counts[old].load(SeqCst) == 0)
+    pub fn previous_is_empty(&self) -> bool {
+        let old = (self.current.load(SeqCst) as usize & 1) ^ 1;
+        let participants = self.participants.lock().unwrap_or_else(PoisonError::into_inner);
+        participants.iter().all(|participant| participant.counts[old].load(SeqCst) == 0)
     }
 }
 
-impl Drop for Pass<'_> {
+impl Drop for EpochGuard<'_> {
     #[inline]
     fn drop(&mut self) {
         self.0.fetch_sub(1, SeqCst);
@@ -84,31 +85,31 @@ mod tests {
 
     #[test]
     fn those_who_were_there_are_waited_for_and_no_others() {
-        let traffic = Traffic::default();
-        let (a, b) = (traffic.lane(), traffic.lane());
-        let early = traffic.enter(&a);
-        assert!(traffic.turn());
-        assert!(!traffic.has_left() && !traffic.turn());
-        let late = traffic.enter(&b);
+        let epoch = Epoch::default();
+        let (a, b) = (epoch.register(), epoch.register());
+        let early = epoch.enter(&a);
+        assert!(epoch.try_advance());
+        assert!(!epoch.previous_is_empty() && !epoch.try_advance());
+        let late = epoch.enter(&b);
         drop(early);
-        assert!(traffic.has_left());
-        assert!(traffic.turn());
-        assert!(!traffic.has_left());
+        assert!(epoch.previous_is_empty());
+        assert!(epoch.try_advance());
+        assert!(!epoch.previous_is_empty());
         drop(late);
-        assert!(traffic.has_left());
+        assert!(epoch.previous_is_empty());
     }
 
     #[test]
     fn nobody_slips_through_a_turn() {
-        let traffic = Traffic::default();
+        let epoch = Epoch::default();
         let in_use = AtomicU64::new(0);
         let free = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|threads| {
             for _ in 0..2 {
                 threads.spawn(|| {
-                    let lane = traffic.lane();
+                    let participant = epoch.register();
                     for _ in 0..200_000 {
-                        let _pass = traffic.enter(&lane);
+                        let _guard = epoch.enter(&participant);
                         if !free.load(SeqCst) {
                             in_use.fetch_add(1, SeqCst);
                             // Who saw it in use is in before it was taken away.
@@ -119,10 +120,10 @@ mod tests {
             }
             for _ in 0..2_000 {
                 free.store(true, SeqCst);
-                while !traffic.turn() {
+                while !epoch.try_advance() {
                     std::hint::spin_loop();
                 }
-                while !traffic.has_left() {
+                while !epoch.previous_is_empty() {
                     std::hint::spin_loop();
                 }
                 assert_eq!(in_use.load(SeqCst), 0, "somebody still uses what was taken away");

@@ -58,7 +58,7 @@ pub(crate) async fn status<S: Storage>(
         };
         return match (layer, extent.place) {
             (_, Place::Absent) => {
-                if layers.get(depth + 1).is_some_and(|below| offset < below.size()) {
+                if layers.get(depth + 1).is_some_and(|backing| offset < backing.size()) {
                     depth += 1;
                     continue;
                 }

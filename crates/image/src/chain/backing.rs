@@ -4,7 +4,7 @@
 //! In: the open chain. Out: a second chain that begins at the image below, for the commit to write
 //! to; and the chain anew, as its files are then. What must hold: nobody else has the image below
 //! open, and at no moment may anybody else write to it; reactors that read it by what they knew of
-//! it before find there what it had wherever the topmost image has nothing ([`Lower::hold`]).
+//! it before find there what it had wherever the topmost image has nothing ([`WritableBacking::hold`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,13 +28,13 @@ use blockyard_storage::Store;
 const TOP: &str = "overlay to be committed";
 
 /// See the module's page. Dropped, it gives the writer's lock back: those who read keep theirs.
-pub struct Lower {
+pub struct WritableBacking {
     chain: Chain,
     /// The files that are open for writing, and as the chain in use has them.
     locks: Vec<(Arc<ImageFile>, Arc<ImageFile>)>,
 }
 
-impl Lower {
+impl WritableBacking {
     /// The image below, and what lies under it. Whoever writes to it keeps [`Image::hold_freed`] as
     /// long as others read it by what they knew before.
     pub fn image(&self, handle: &Handle) -> Result<Image<Store>, ChainError> {
@@ -54,7 +54,7 @@ impl Lower {
     }
 }
 
-impl Drop for Lower {
+impl Drop for WritableBacking {
     fn drop(&mut self) {
         for (writer, reader) in &self.locks {
             if let Err(e) = writer.hand_lock_to(reader) {
@@ -71,47 +71,49 @@ impl Chain {
 
     /// Opens the image below the topmost one for writing. Whether the topmost one can be emptied
     /// afterwards is looked at first.
-    pub async fn lower(&self, handle: &Handle) -> Result<Lower, ChainError> {
+    pub async fn open_backing(&self, handle: &Handle) -> Result<WritableBacking, ChainError> {
         let refuse = |what: &str| Err(self.wrong(ImageError::refused(TOP, what)));
-        let [top, below, rest @ ..] = &self.layers[..] else {
+        let [top, backing, rest @ ..] = &self.layers[..] else {
             return refuse("it has no backing file to be committed into");
         };
         match &top.meta {
             Meta::Qcow2(shared) if shared.header().snapshot_count > 0 => {
                 return refuse(
-                    "it has internal snapshots, which would change with the image below",
+                    "it has internal snapshots, which would change with the image backing",
                 );
             }
             Meta::Qcow2(_) => {}
             _ => return refuse("only a qcow2 image can be committed while it is in use"),
         }
         let options = ChainOptions {
-            path: below.file.path().into(),
-            format: Some(below.format),
+            path: backing.file.path().into(),
+            format: Some(backing.format),
             read_only: false,
             copy_on_read: false,
             prime: false,
             ..self.options.clone()
         };
-        let mut lower =
-            Lower { chain: Chain { layers: Vec::new(), options, cut: None }, locks: Vec::new() };
-        let file = lower.lock(&below.file)?;
-        let data = below.data.as_ref().map(|data| lower.lock(data)).transpose()?;
+        let mut writable = WritableBacking {
+            chain: Chain { layers: Vec::new(), options, cut: None },
+            locks: Vec::new(),
+        };
+        let file = writable.lock(&backing.file)?;
+        let data = backing.data.as_ref().map(|data| writable.lock(data)).transpose()?;
         // While it is committed into, the image below is open twice, and keeps as much as before
         // each time.
-        let l2_cache = below.qcow2().map(|shared| shared.cache_bytes().1);
-        let opened = below.open_again(handle, file, data, false, l2_cache).await?;
-        lower.chain.layers =
+        let l2_cache = backing.qcow2().map(|shared| shared.cache_bytes().1);
+        let opened = backing.open_again(handle, file, data, false, l2_cache).await?;
+        writable.chain.layers =
             std::iter::once(Arc::new(opened)).chain(rest.iter().cloned()).collect();
-        if self.size() > lower.chain.size() {
+        if self.size() > writable.chain.size() {
             let what = format!(
-                "the image below has {} bytes, and the disk {}",
-                lower.chain.size(),
+                "the image backing has {} bytes, and the disk {}",
+                writable.chain.size(),
                 self.size()
             );
             return refuse(&format!("{what}: enlarge it first (blockyard image resize)"));
         }
-        Ok(lower)
+        Ok(writable)
     }
 
     /// Leaves the topmost image without contents of its own, durably. It was closed, and nothing is
