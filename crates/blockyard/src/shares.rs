@@ -5,7 +5,7 @@ use std::path::Path;
 
 use blockyard_program::costs::{USUAL, read};
 use blockyard_sched::Calibration;
-use blockyard_yard::{DeviceMeans, Shares};
+use blockyard_yard::{MeasuredDevice, Shares};
 
 use crate::config::Config;
 use crate::options::serve::ServeOptions;
@@ -17,7 +17,7 @@ pub fn from_configuration(options: &ServeOptions, config: &Config) -> anyhow::Re
         None if Path::new(USUAL).exists() => read(Path::new(USUAL))?,
         None => Vec::new(),
     };
-    let measured = costs.iter().map(|known| DeviceMeans {
+    let measured = costs.iter().map(|known| MeasuredDevice {
         device: known.device.clone(),
         calibration: Calibration {
             costs: known.costs(),

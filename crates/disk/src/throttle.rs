@@ -18,7 +18,7 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use blockyard_ring::Handle;
-use blockyard_sched::{Flow, Grant, Kind, Operation, Share, Slot, Time};
+use blockyard_sched::{Flow, Grant, Operation, OperationKind, Share, Time, WaitToken};
 
 use crate::request::Op;
 use crate::statistics::OpKind;
@@ -56,7 +56,7 @@ pub(crate) struct Throttle {
     drained: Cell<u64>,
     /// Number of exports that end on this reactor: while it is not 0, nothing waits.
     suspended: Cell<u32>,
-    slots: RefCell<Vec<Arc<Slot>>>,
+    tokens: RefCell<Vec<Arc<WaitToken>>>,
     /// Where streams have ended.
     ends: [Cell<u64>; STREAMS],
     next_end: Cell<usize>,
@@ -92,7 +92,7 @@ impl Admission<'_> {
 
 impl Throttle {
     pub fn new(share: Arc<Share>, handle: Option<Handle>, writes_zeroes: bool) -> Self {
-        let (arrived, drained, suspended, slots, ends, next_end) = Default::default();
+        let (arrived, drained, suspended, tokens, ends, next_end) = Default::default();
         let wait_queues =
             [(); 2].map(|()| WaitQueue { flow: share.new_flow(), waiting: RefCell::default() });
         Throttle {
@@ -103,7 +103,7 @@ impl Throttle {
             arrived,
             drained,
             suspended,
-            slots,
+            tokens,
             ends,
             next_end,
         }
@@ -130,12 +130,12 @@ impl Throttle {
     #[inline]
     pub fn operation(&self, op: Op, offset: u64, bytes: u64, requests: u32) -> Operation {
         let kind = match OpKind::of(op) {
-            OpKind::Read => Kind::Read,
-            OpKind::Write => Kind::Write,
-            OpKind::Flush => Kind::Flush,
-            OpKind::Discard => Kind::Discard,
-            OpKind::WriteZeroes if self.writes_zeroes => Kind::Write,
-            OpKind::WriteZeroes => Kind::WriteZeroes,
+            OpKind::Read => OperationKind::Read,
+            OpKind::Write => OperationKind::Write,
+            OpKind::Flush => OperationKind::Flush,
+            OpKind::Discard => OperationKind::Discard,
+            OpKind::WriteZeroes if self.writes_zeroes => OperationKind::Write,
+            OpKind::WriteZeroes => OperationKind::WriteZeroes,
         };
         Operation { kind, bytes, sequential: self.follows(offset, bytes), requests }
     }
@@ -189,12 +189,12 @@ impl Throttle {
     fn passes_limits(&self, operation: &Operation) -> bool {
         // A flush waits for nobody: it counts for no limit.
         let queue = self.wait_queue(operation);
-        let first = operation.kind == Kind::Flush || queue.waiting.borrow().is_empty();
+        let first = operation.kind == OperationKind::Flush || queue.waiting.borrow().is_empty();
         first && self.share.limit(self.now(), operation, &queue.flow).is_ok()
     }
 
     fn wait_queue(&self, operation: &Operation) -> &WaitQueue {
-        &self.wait_queues[usize::from(operation.kind != Kind::Read)]
+        &self.wait_queues[usize::from(operation.kind != OperationKind::Read)]
     }
 
     async fn wait(&self, operation: &Operation, number: u64, limited: bool) -> Grant {
@@ -246,20 +246,20 @@ impl Throttle {
     }
 
     async fn wait_for_device(&self, operation: &Operation) -> Grant {
-        let slot = self.slots.borrow_mut().pop().unwrap_or_default();
-        let mut wait = DeviceWait { throttle: self, operation, slot, begun: false };
+        let token = self.tokens.borrow_mut().pop().unwrap_or_default();
+        let mut wait = DeviceWait { throttle: self, operation, token, begun: false };
         let asked = sched_time();
         poll_fn(|cx| {
             let now = sched_time();
             let claim = if !wait.begun {
                 wait.begun = true;
-                self.share.wait(now, operation, &wait.slot, cx.waker())
+                self.share.wait(now, operation, &wait.token, cx.waker())
             } else if self.share.has_reservation() {
                 self.share.claim(now)
             } else {
                 None
             };
-            if wait.slot.take() {
+            if wait.token.take_grant() {
                 wait.begun = false;
                 return Poll::Ready(self.share.granted(asked, now, operation));
             }
@@ -349,22 +349,22 @@ impl Drop for QueuePosition<'_> {
 struct DeviceWait<'a> {
     throttle: &'a Throttle,
     operation: &'a Operation,
-    slot: Arc<Slot>,
+    token: Arc<WaitToken>,
     begun: bool,
 }
 
 impl Drop for DeviceWait<'_> {
     fn drop(&mut self) {
-        let Throttle { share, slots, .. } = self.throttle;
+        let Throttle { share, tokens, .. } = self.throttle;
         if self.begun {
-            if self.slot.cancel() {
+            if self.token.cancel() {
                 let now = self.throttle.now();
                 share.refund(now, self.operation, share.granted(now, now, self.operation));
             }
             // It may still stand among those that wait: it is not used again.
             return;
         }
-        slots.borrow_mut().push(self.slot.clone());
+        tokens.borrow_mut().push(self.token.clone());
     }
 }
 

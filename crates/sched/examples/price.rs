@@ -11,16 +11,17 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Instant;
 
-use blockyard_sched::{Host, Kind, Knobs, Means, Operation, Share, Slot};
+use blockyard_sched::{DeviceProfile, Host, Knobs, Operation, OperationKind, Share, WaitToken};
 
-const READ: Operation = Operation { kind: Kind::Read, bytes: 4096, sequential: false, requests: 1 };
+const READ: Operation =
+    Operation { kind: OperationKind::Read, bytes: 4096, sequential: false, requests: 1 };
 const ROUNDS: usize = 9;
 const OPERATIONS: u64 = 400_000;
 
 fn disks(count: usize) -> Vec<Arc<Share>> {
     let host = Host::default();
     (0..count)
-        .map(|_| host.share(Some(("device", &Means::FLASH)), None, &Knobs::default()))
+        .map(|_| host.share(Some(("device", &DeviceProfile::FLASH)), None, &Knobs::default()))
         .collect()
 }
 
@@ -65,31 +66,31 @@ fn waits(count: usize) -> f64 {
     let mut clock = Clock(1_000_000_000);
     // Each disk has four operations under way or waiting: more than the window, so that nobody goes
     // by himself.
-    let mut under: Vec<(usize, Arc<Slot>, Option<blockyard_sched::Grant>)> = Vec::new();
+    let mut under: Vec<(usize, Arc<WaitToken>, Option<blockyard_sched::Grant>)> = Vec::new();
     for n in 0..4 * count.max(64) {
-        let (disk, slot) = (n % count, Arc::<Slot>::default());
+        let (disk, token) = (n % count, Arc::<WaitToken>::default());
         let now = clock.tick();
         let grant = shares[disk].ask(now, &READ);
         if grant.is_none() {
-            shares[disk].wait(now, &READ, &slot, Waker::noop());
+            shares[disk].wait(now, &READ, &token, Waker::noop());
         }
-        under.push((disk, slot, grant));
+        under.push((disk, token, grant));
     }
     let mut at = 0;
     median(|| {
         let (start, mut done) = (Instant::now(), 0);
         while done < OPERATIONS {
             at = (at + 1) % under.len();
-            let (disk, slot, grant) = &mut under[at];
+            let (disk, token, grant) = &mut under[at];
             let now = clock.tick();
             let ended = grant
                 .take()
-                .or_else(|| slot.take().then(|| shares[*disk].granted(now, now, &READ)));
+                .or_else(|| token.take_grant().then(|| shares[*disk].granted(now, now, &READ)));
             let Some(ended) = ended else { continue };
             shares[*disk].done(now, ended);
             *grant = shares[*disk].ask(now, &READ);
             if grant.is_none() {
-                shares[*disk].wait(now, &READ, slot, Waker::noop());
+                shares[*disk].wait(now, &READ, token, Waker::noop());
             }
             done += 1;
         }

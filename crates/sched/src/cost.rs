@@ -5,7 +5,7 @@
 //! before, and so much a byte.
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum OperationKind {
     Read,
     Write,
     Flush,
@@ -16,7 +16,7 @@ pub enum Kind {
 /// What is asked of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Operation {
-    pub kind: Kind,
+    pub kind: OperationKind,
     pub bytes: u64,
     /// It begins where one before it ended.
     pub sequential: bool,
@@ -30,8 +30,8 @@ impl Operation {
     #[inline]
     pub fn moves(&self) -> u64 {
         match self.kind {
-            Kind::Read | Kind::Write => self.bytes,
-            Kind::Flush | Kind::Discard | Kind::WriteZeroes => 0,
+            OperationKind::Read | OperationKind::Write => self.bytes,
+            OperationKind::Flush | OperationKind::Discard | OperationKind::WriteZeroes => 0,
         }
     }
 }
@@ -101,7 +101,7 @@ impl Costs {
     /// one sync of the device. That is charged when it is done.
     #[inline]
     pub(crate) fn of_request(&self, operation: &Operation) -> u64 {
-        if operation.kind == Kind::Flush {
+        if operation.kind == OperationKind::Flush {
             self.write_sequential.max(1)
         } else {
             self.of(operation)
@@ -111,7 +111,12 @@ impl Costs {
     /// What writes of metadata and copies cost.
     pub(crate) fn of_more(&self, operations: u64, bytes: u64) -> u64 {
         let of = |bytes| {
-            self.of(&Operation { kind: Kind::Write, bytes, sequential: false, requests: 1 })
+            self.of(&Operation {
+                kind: OperationKind::Write,
+                bytes,
+                sequential: false,
+                requests: 1,
+            })
         };
         of(0).saturating_mul(operations).saturating_add(of(bytes) - of(0)).min(MOST)
     }
@@ -120,13 +125,13 @@ impl Costs {
     #[inline]
     pub fn of(&self, operation: &Operation) -> u64 {
         let (base, per_mib) = match (operation.kind, operation.sequential) {
-            (Kind::Read, false) => (self.read, self.read_per_mib),
-            (Kind::Read, true) => (self.read_sequential, self.read_per_mib),
-            (Kind::Write, false) => (self.write, self.write_per_mib),
-            (Kind::Write, true) => (self.write_sequential, self.write_per_mib),
-            (Kind::Flush, _) => (self.flush, 0),
-            (Kind::Discard, _) => (self.discard, 0),
-            (Kind::WriteZeroes, _) => (self.write_zeroes, 0),
+            (OperationKind::Read, false) => (self.read, self.read_per_mib),
+            (OperationKind::Read, true) => (self.read_sequential, self.read_per_mib),
+            (OperationKind::Write, false) => (self.write, self.write_per_mib),
+            (OperationKind::Write, true) => (self.write_sequential, self.write_per_mib),
+            (OperationKind::Flush, _) => (self.flush, 0),
+            (OperationKind::Discard, _) => (self.discard, 0),
+            (OperationKind::WriteZeroes, _) => (self.write_zeroes, 0),
         };
         let bytes = (u128::from(operation.bytes) * u128::from(per_mib)) >> 20;
         base.saturating_add(u64::try_from(bytes).unwrap_or(u64::MAX)).clamp(1, MOST)
@@ -139,18 +144,28 @@ mod tests {
 
     #[test]
     fn base_and_bytes() {
-        let read =
-            |bytes, sequential| Operation { kind: Kind::Read, bytes, sequential, requests: 1 };
+        let read = |bytes, sequential| Operation {
+            kind: OperationKind::Read,
+            bytes,
+            sequential,
+            requests: 1,
+        };
         assert_eq!(Costs::FLASH.of(&read(4096, false)), 9_000 + 900_000 / 256);
         assert_eq!(Costs::FLASH.of(&read(1 << 20, true)), 906_000);
-        assert_eq!(Costs::FLASH.of(&Operation { kind: Kind::Flush, ..read(0, false) }), 100_000);
+        assert_eq!(
+            Costs::FLASH.of(&Operation { kind: OperationKind::Flush, ..read(0, false) }),
+            100_000
+        );
         assert_eq!(Costs::FLASH.of(&read(u64::MAX, false)), MOST, "no length overflows");
         assert_eq!(Costs::FLASH.of_more(3, 1 << 20), 45_000 + 900_000);
         assert_eq!(Costs::FLASH.of_more(0, 1 << 20), 900_000);
         assert_eq!(Costs::FLASH.of_more(u64::MAX, u64::MAX), MOST);
-        for (kind, moves) in
-            [(Kind::Write, 512), (Kind::Discard, 0), (Kind::WriteZeroes, 0), (Kind::Flush, 0)]
-        {
+        for (kind, moves) in [
+            (OperationKind::Write, 512),
+            (OperationKind::Discard, 0),
+            (OperationKind::WriteZeroes, 0),
+            (OperationKind::Flush, 0),
+        ] {
             assert_eq!(Operation { kind, ..read(512, false) }.moves(), moves);
         }
     }

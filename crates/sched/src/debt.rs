@@ -88,13 +88,13 @@ impl Debt {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Host, Kind, Knobs, Limit, Limits, Means, Operation};
+    use crate::{DeviceProfile, Host, Knobs, Limit, Limits, Operation, OperationKind};
 
     const NOW: Time = 1_000_000_000;
     const SECOND: u64 = 1_000_000_000;
 
     fn write(bytes: u64) -> Operation {
-        Operation { kind: Kind::Write, bytes, sequential: false, requests: 1 }
+        Operation { kind: OperationKind::Write, bytes, sequential: false, requests: 1 }
     }
 
     fn bps(rate: u64) -> Knobs {
@@ -132,9 +132,9 @@ mod tests {
     #[test]
     fn a_forced_operation_is_owed_to_the_neighbours_on_the_device() {
         let host = Host::default();
-        let share = || host.share(Some(("d", &Means::FLASH)), None, &Knobs::default());
+        let share = || host.share(Some(("d", &DeviceProfile::FLASH)), None, &Knobs::default());
         let (one, two) = (share(), share());
-        let read = Operation { kind: Kind::Read, ..write(4096) };
+        let read = Operation { kind: OperationKind::Read, ..write(4096) };
         let alone = one.ask(NOW, &read).unwrap();
         one.done(NOW, alone);
         let _ = one.force(NOW, &read);
@@ -154,22 +154,22 @@ mod tests {
     #[test]
     fn a_disk_that_is_ahead_of_its_share_is_held_back_while_another_waits() {
         let host = Host::default();
-        let share = || host.share(Some(("d", &Means::FLASH)), None, &Knobs::default());
+        let share = || host.share(Some(("d", &DeviceProfile::FLASH)), None, &Knobs::default());
         let (one, two) = (share(), share());
-        let read = Operation { kind: Kind::Read, ..write(4096) };
+        let read = Operation { kind: OperationKind::Read, ..write(4096) };
         for share in [&one, &two] {
             share.done(NOW, share.ask(NOW, &read).unwrap());
         }
         let forced: Vec<_> = (0..1000).map(|_| one.force(NOW, &read)).collect();
         let granted: Vec<_> = std::iter::from_fn(|| two.ask(NOW, &read)).collect();
-        let slot = std::sync::Arc::default();
-        two.wait(NOW, &read, &slot, std::task::Waker::noop());
+        let token = std::sync::Arc::default();
+        two.wait(NOW, &read, &token, std::task::Waker::noop());
         let later = NOW + 3600 * SECOND;
         assert_eq!(one.held_back(later), Some(later + LOOK));
         // The device has done all that, and the disk that waited begins.
         forced.into_iter().for_each(|grant| one.done(NOW, grant));
         granted.into_iter().for_each(|grant| two.done(NOW, grant));
-        assert!(slot.take());
+        assert!(token.take_grant());
         assert_eq!(one.held_back(later), None);
     }
 

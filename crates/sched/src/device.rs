@@ -18,34 +18,34 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 
 use crate::Time;
-use crate::alone::{Alone, Likeness};
-use crate::board::{Board, Slot, Waiter, before, later};
-use crate::cost::{Calibration, Costs, Kind, Operation};
+use crate::baseline::{Baseline, OperationClass};
+use crate::cost::{Calibration, Costs, Operation, OperationKind};
 use crate::group::Group;
+use crate::in_flight_window::{DeviceClass, InFlightWindow, PeriodStats};
 use crate::share::Account;
-use crate::window::{Class, Seen, Window};
+use crate::wait_list::{WaitList, WaitToken, Waiter, before, later};
 
 /// A disk that has asked for nothing for so long is not counted on: the others have the device to
 /// themselves.
-const ABSENT: u64 = 10_000_000_000;
+const ABSENT_NS: u64 = 10_000_000_000;
 /// And for so long: its part of a group's weight is the others'.
-const QUIET: u64 = 100_000_000;
+const QUIET_NS: u64 = 100_000_000;
 /// What a disk that is ahead of its share by its reservation may owe: so much of the device's time.
-const DEBT: u64 = 10_000_000;
+const MAX_RESERVATION_LEAD_NS: u64 = 10_000_000;
 
 /// How far a disk may get ahead of its share before it waits, in parts of its part of the window:
 /// operations do not come evenly.
 const MARGIN: f64 = 1.0;
 
 /// An operation holds no more of the window than so many small ones.
-const MOST_HELD: u64 = 4;
+const MAX_HELD_FACTOR: u64 = 4;
 const SMALL: Operation =
-    Operation { kind: Kind::Read, bytes: 4096, sequential: false, requests: 1 };
+    Operation { kind: OperationKind::Read, bytes: 4096, sequential: false, requests: 1 };
 
 /// On a line of the cache of its own.
 #[repr(align(128))]
 #[derive(Debug, Default)]
-struct Apart<T>(T);
+struct CacheAligned<T>(T);
 
 #[derive(Debug)]
 pub struct Device {
@@ -53,30 +53,30 @@ pub struct Device {
     costs: Costs,
     /// What one operation holds of the window, at most.
     most_held: u64,
-    pub(crate) alone: Alone,
+    pub(crate) baseline: Baseline,
     /// Virtual time: what began last began at this tag.
-    tag: Apart<AtomicU64>,
+    virtual_time: CacheAligned<AtomicU64>,
     /// Cost of what is on the way, nanoseconds.
-    in_flight: Apart<AtomicU64>,
+    in_flight: CacheAligned<AtomicU64>,
     /// What changes rarely.
-    window: Apart<AtomicU64>,
+    window: CacheAligned<AtomicU64>,
     waiting: AtomicUsize,
     /// More than one disk is here.
     shared: AtomicBool,
     /// Its heads have one place at a time.
     rotational: bool,
     /// More than one of them was busy when it was looked at last.
-    crowded: AtomicBool,
-    look_at: AtomicU64,
+    was_shared: AtomicBool,
+    next_period_at: AtomicU64,
     state: Mutex<State>,
 }
 
 #[derive(Debug)]
 struct State {
-    board: Board,
+    wait_list: WaitList,
     accounts: Vec<Option<Arc<Account>>>,
-    window: Window,
-    looked: Time,
+    window: InFlightWindow,
+    period_began: Time,
     aged: Time,
 }
 
@@ -87,9 +87,9 @@ pub struct Grant {
     /// When it was asked for, and when it began.
     asked: Time,
     at: Time,
-    likeness: Likeness,
+    class: OperationClass,
     /// Nobody else's operations were on the device when it began.
-    by_itself: bool,
+    was_alone: bool,
 }
 
 /// What an operation that begins moves on: the device's virtual time, or, out of turn, only its own
@@ -101,23 +101,28 @@ enum Moves {
 }
 
 impl Device {
-    pub fn new(name: &str, class: Class, calibration: &Calibration) -> Self {
-        let window = Window::new(class, calibration.window);
-        let state =
-            State { board: Board::default(), accounts: Vec::new(), window, looked: 0, aged: 0 };
+    pub fn new(name: &str, class: DeviceClass, calibration: &Calibration) -> Self {
+        let window = InFlightWindow::new(class, calibration.window);
+        let state = State {
+            wait_list: WaitList::default(),
+            accounts: Vec::new(),
+            window,
+            period_began: 0,
+            aged: 0,
+        };
         Device {
             name: name.to_string(),
             costs: calibration.costs,
-            most_held: calibration.costs.of(&SMALL) * MOST_HELD,
-            alone: Alone::new(calibration),
-            tag: Apart::default(),
-            in_flight: Apart::default(),
-            window: Apart(AtomicU64::new(state.window.size())),
+            most_held: calibration.costs.of(&SMALL) * MAX_HELD_FACTOR,
+            baseline: Baseline::new(calibration),
+            virtual_time: CacheAligned::default(),
+            in_flight: CacheAligned::default(),
+            window: CacheAligned(AtomicU64::new(state.window.size())),
             waiting: AtomicUsize::new(0),
             shared: AtomicBool::new(false),
-            rotational: class == Class::ROTATIONAL,
-            crowded: AtomicBool::new(false),
-            look_at: AtomicU64::new(0),
+            rotational: class == DeviceClass::ROTATIONAL,
+            was_shared: AtomicBool::new(false),
+            next_period_at: AtomicU64::new(0),
             state: Mutex::new(state),
         }
     }
@@ -163,7 +168,7 @@ impl Device {
 
     pub(crate) fn join(&self, account: &Arc<Account>) -> usize {
         let mut state = self.state();
-        account.tag.store(self.tag.0.load(SeqCst), Relaxed);
+        account.start_tag.store(self.virtual_time.0.load(SeqCst), Relaxed);
         let free = state.accounts.iter().position(Option::is_none);
         let number = free.unwrap_or(state.accounts.len());
         match free {
@@ -176,29 +181,29 @@ impl Device {
     pub(crate) fn leave(&self, number: usize) {
         let mut state = self.state();
         // Those who have gone may have left their places behind.
-        while state.board.pop_of(number).is_some() {
+        while state.wait_list.pop_of(number).is_some() {
             self.waiting.fetch_sub(1, SeqCst);
         }
         state.accounts[number] = None;
-        self.weigh(&state, self.look_at.load(Relaxed));
+        self.update_weights(&state, self.next_period_at.load(Relaxed));
     }
 
     /// Whether the operation may begin now; None: it is to [`Device::wait`]. Takes no lock, but the
     /// first time a disk comes and once a look.
     #[inline]
     pub(crate) fn ask(&self, account: &Account, now: Time, operation: &Operation) -> Option<Grant> {
-        if now >= self.look_at.load(Relaxed) {
-            self.look(now);
+        if now >= self.next_period_at.load(Relaxed) {
+            self.end_period(now);
         }
         if !account.present.load(Relaxed) {
             self.arrives(account, now);
         }
         let cost = self.costs.of_request(operation);
         if self.shared.load(Relaxed) {
-            let tag = self.tag.0.load(SeqCst);
+            let tag = self.virtual_time.0.load(SeqCst);
             let room = self.waiting.load(SeqCst) == 0
                 && self.in_flight.0.load(SeqCst) < self.window.0.load(Relaxed);
-            if !room && !account.is_inside(tag) && !account.reservation_is_due(now) {
+            if !room && !account.is_within_share(tag) && !account.reservation_is_due(now) {
                 return None;
             }
             let moves = if room { Moves::Time } else { Moves::Itself };
@@ -218,7 +223,8 @@ impl Device {
 
     /// Begins a sync that is charged to the disk.
     pub(crate) fn sync(&self, account: &Account, now: Time) -> Grant {
-        let sync = Operation { kind: Kind::Flush, bytes: 0, sequential: false, requests: 0 };
+        let sync =
+            Operation { kind: OperationKind::Flush, bytes: 0, sequential: false, requests: 0 };
         let cost = self.costs.of(&sync);
         self.charge(account, now, cost, (0, 0), Moves::Itself);
         self.grant(account, now, cost, &sync)
@@ -234,8 +240,8 @@ impl Device {
             cost,
             asked: now,
             at: now,
-            likeness: Likeness::of(operation.kind, operation.bytes, beside),
-            by_itself: others <= own && !self.crowded.load(Relaxed),
+            class: OperationClass::of(operation.kind, operation.bytes, beside),
+            was_alone: others <= own && !self.was_shared.load(Relaxed),
         }
     }
 
@@ -248,22 +254,23 @@ impl Device {
         (requests, bytes): (u32, u64),
         moves: Moves,
     ) {
-        let device = self.tag.0.load(SeqCst);
-        let step = account.step(cost);
+        let device = self.virtual_time.0.load(SeqCst);
+        let step = account.virtual_cost(cost);
         // By its reservation a disk gets ahead of its share; it is not to pay for that longer than
         // a moment.
-        let debt =
-            account.has_reservation().then(|| device.wrapping_add(account.step(cost.max(DEBT))));
+        let debt = account
+            .has_reservation()
+            .then(|| device.wrapping_add(account.virtual_cost(cost.max(MAX_RESERVATION_LEAD_NS))));
         let goes_on = |own| {
             let next = later(own, device).wrapping_add(step);
             Some(debt.filter(|most| before(*most, next)).unwrap_or(next))
         };
         // Several reactors at a time: each moves it on from where the other has.
-        let own = account.tag.fetch_update(Relaxed, Relaxed, goes_on).unwrap_or(device);
+        let own = account.start_tag.fetch_update(Relaxed, Relaxed, goes_on).unwrap_or(device);
         let begins = later(own, device);
         if moves == Moves::Time && before(device, begins) {
             let _ = self
-                .tag
+                .virtual_time
                 .0
                 .fetch_update(SeqCst, Relaxed, |tag| before(tag, begins).then_some(begins));
         }
@@ -278,22 +285,22 @@ impl Device {
         account: &Account,
         now: Time,
         operation: &Operation,
-        slot: &Arc<Slot>,
+        token: &Arc<WaitToken>,
         waker: &Waker,
     ) {
-        slot.begin();
+        token.start();
         let (cost, bytes, requests) =
             (self.costs.of_request(operation), operation.bytes, operation.requests);
-        let waiter = Waiter { slot: slot.clone(), waker: waker.clone(), cost, bytes, requests };
+        let waiter = Waiter { token: token.clone(), waker: waker.clone(), cost, bytes, requests };
         let mut state = self.state();
-        let tag = later(account.tag.load(Relaxed), self.tag.0.load(SeqCst));
-        state.board.push(account.number(), tag, waiter);
+        let tag = later(account.start_tag.load(Relaxed), self.virtual_time.0.load(SeqCst));
+        state.wait_list.push(account.number(), tag, waiter);
         account.waiting.fetch_add(1, Relaxed);
         account.waits.fetch_add(1, Relaxed);
         // From here on whoever is done looks for it...
         self.waiting.fetch_add(1, SeqCst);
         // ...and who was done before has made the room that is looked for now.
-        self.let_in(&mut state, now);
+        self.admit_waiters(&mut state, now);
     }
 
     /// For an operation that was let in after a wait.
@@ -305,12 +312,12 @@ impl Device {
         operation: &Operation,
     ) -> Grant {
         let beside = account.operations.load(Relaxed).saturating_sub(1);
-        let likeness = Likeness::of(operation.kind, operation.bytes, beside);
-        Grant { cost: self.costs.of_request(operation), asked, at: now, likeness, by_itself: false }
+        let class = OperationClass::of(operation.kind, operation.bytes, beside);
+        Grant { cost: self.costs.of_request(operation), asked, at: now, class, was_alone: false }
     }
 
     /// Lets in as many as there is room for.
-    fn let_in(&self, state: &mut State, now: Time) {
+    fn admit_waiters(&self, state: &mut State, now: Time) {
         while self.waiting.load(SeqCst) > 0 {
             let in_flight = self.in_flight.0.load(SeqCst);
             // Who has the device to itself waits for nobody, nor do those who waited until a moment
@@ -318,27 +325,30 @@ impl Device {
             if in_flight > 0 && in_flight >= self.window.0.load(Relaxed) && self.is_shared() {
                 break;
             }
-            let Some((disk, tag)) = state.board.turn() else { break };
+            let Some((disk, tag)) = state.wait_list.pop_head() else { break };
             let Some(account) = state.accounts[disk].clone() else { continue };
-            let own = account.tag.load(Relaxed);
+            let own = account.start_tag.load(Relaxed);
             if before(tag, own) {
                 // Something of it began meanwhile: its turn is later.
-                state.board.again(disk, own);
+                state.wait_list.push_head(disk, own);
                 continue;
             }
-            if let Some(waiter) = state.board.take(disk) {
-                self.let_one_in(&account, &waiter, now, Moves::Time);
+            if let Some(waiter) = state.wait_list.take(disk) {
+                self.admit_one(&account, &waiter, now, Moves::Time);
                 waiter.waker.wake();
             }
-            state.board.again(disk, later(account.tag.load(Relaxed), self.tag.0.load(SeqCst)));
+            state.wait_list.push_head(
+                disk,
+                later(account.start_tag.load(Relaxed), self.virtual_time.0.load(SeqCst)),
+            );
         }
     }
 
     /// Returns false if the operation was dropped meanwhile: it costs nothing.
-    fn let_one_in(&self, account: &Account, waiter: &Waiter, now: Time, moves: Moves) -> bool {
+    fn admit_one(&self, account: &Account, waiter: &Waiter, now: Time, moves: Moves) -> bool {
         self.waiting.fetch_sub(1, SeqCst);
         account.waiting.fetch_sub(1, Relaxed);
-        let waits = waiter.slot.grant();
+        let waits = waiter.token.grant();
         if waits {
             self.charge(account, now, waiter.cost, (waiter.requests, waiter.bytes), moves);
             let held = self.held(waiter.cost);
@@ -353,8 +363,8 @@ impl Device {
     pub(crate) fn claim(&self, account: &Account, now: Time) {
         let mut state = self.state();
         while account.reservation_is_due(now) {
-            let Some(waiter) = state.board.pop_of(account.number()) else { break };
-            self.let_one_in(account, &waiter, now, Moves::Itself);
+            let Some(waiter) = state.wait_list.pop_of(account.number()) else { break };
+            self.admit_one(account, &waiter, now, Moves::Itself);
             waiter.waker.wake();
         }
     }
@@ -364,8 +374,8 @@ impl Device {
     pub(crate) fn release(&self, account: &Account, now: Time) -> u64 {
         let mut state = self.state();
         let mut cost = 0u64;
-        while let Some(waiter) = state.board.pop_of(account.number()) {
-            if self.let_one_in(account, &waiter, now, Moves::Itself) {
+        while let Some(waiter) = state.wait_list.pop_of(account.number()) {
+            if self.admit_one(account, &waiter, now, Moves::Itself) {
                 cost = cost.saturating_add(waiter.cost);
             }
             waiter.waker.wake();
@@ -376,7 +386,7 @@ impl Device {
     /// Whether the disk is ahead of its share while another one waits for the device.
     pub(crate) fn is_ahead(&self, account: &Account) -> bool {
         let waits = self.waiting.load(SeqCst) as u64 > account.waiting.load(Relaxed);
-        waits && self.is_shared() && !account.is_inside(self.tag.0.load(SeqCst))
+        waits && self.is_shared() && !account.is_within_share(self.virtual_time.0.load(SeqCst))
     }
 
     /// Time that the disk's share of the device takes for `cost`, in nanoseconds.
@@ -384,7 +394,7 @@ impl Device {
         if self.is_shared() { account.time_of(cost) } else { 0 }
     }
 
-    pub(crate) fn worth(&self, account: &Account, operation: &Operation) -> u64 {
+    pub(crate) fn duration_of(&self, account: &Account, operation: &Operation) -> u64 {
         self.time_of(account, self.costs.of_request(operation))
     }
 
@@ -393,26 +403,26 @@ impl Device {
     pub(crate) fn done(&self, account: &Account, now: Time, grant: Grant) {
         let service = now.saturating_sub(grant.at);
         let others = self.in_flight.0.load(Relaxed) > account.in_flight.load(Relaxed);
-        self.alone.learn(grant.likeness, service, grant.by_itself && !others);
+        self.baseline.learn(grant.class, service, grant.was_alone && !others);
         account.served(
             grant.cost,
             service,
             now.saturating_sub(grant.asked),
-            self.alone.expected(grant.likeness).max(1),
+            self.baseline.expected(grant.class).max(1),
         );
-        self.give_back(account, now, &grant);
+        self.release_grant(account, now, &grant);
     }
 
     /// Gives back what an operation held.
     #[inline]
-    pub(crate) fn give_back(&self, account: &Account, now: Time, grant: &Grant) {
+    pub(crate) fn release_grant(&self, account: &Account, now: Time, grant: &Grant) {
         let held = self.held(grant.cost);
         account.in_flight.fetch_sub(held, Relaxed);
         account.operations.fetch_sub(1, Relaxed);
         self.in_flight.0.fetch_sub(held, SeqCst);
         if self.waiting.load(SeqCst) > 0 {
             let mut state = self.state();
-            self.let_in(&mut state, now);
+            self.admit_waiters(&mut state, now);
         }
     }
 
@@ -422,27 +432,31 @@ impl Device {
         let state = self.state();
         account.present.store(true, Relaxed);
         account.busy_at.store(now, Relaxed);
-        self.count(&state, now);
+        self.update_presence(&state, now);
     }
 
     /// Who is here, and what each one's weight comes to.
-    fn count(&self, state: &State, now: Time) {
+    fn update_presence(&self, state: &State, now: Time) {
         let present = state.accounts.iter().flatten().filter(|a| a.present.load(Relaxed)).count();
         if present > 1 && !self.is_shared() {
             // Nobody was ahead of anybody: what was done alone is no lead.
-            let tag = self.tag.0.load(SeqCst);
-            state.accounts.iter().flatten().for_each(|account| account.tag.store(tag, Relaxed));
+            let tag = self.virtual_time.0.load(SeqCst);
+            state
+                .accounts
+                .iter()
+                .flatten()
+                .for_each(|account| account.start_tag.store(tag, Relaxed));
         }
         self.shared.store(present > 1, Relaxed);
-        self.weigh(state, now);
+        self.update_weights(state, now);
     }
 
     /// Weights of groups are divided among those of their disks that are busy (as blk-iocost
     /// flattens its tree).
-    fn weigh(&self, state: &State, now: Time) {
+    fn update_weights(&self, state: &State, now: Time) {
         let accounts = || state.accounts.iter().flatten();
         let mut sums: HashMap<*const Group, u64> = HashMap::new();
-        for account in accounts().filter(|a| a.is_busy(now, QUIET)) {
+        for account in accounts().filter(|a| a.is_busy(now, QUIET_NS)) {
             if let Some(group) = account.group() {
                 *sums.entry(Arc::as_ptr(group)).or_default() += u64::from(account.own_weight());
             }
@@ -454,7 +468,7 @@ impl Device {
                 Some(group) => {
                     let busy = sums.get(&Arc::as_ptr(group)).copied().unwrap_or(0);
                     // One that is quiet is to have its part when it comes.
-                    let sum = if account.is_busy(now, QUIET) { busy } else { busy + own };
+                    let sum = if account.is_busy(now, QUIET_NS) { busy } else { busy + own };
                     f64::from(group.weight()) * own as f64 / sum as f64
                 }
             };
@@ -463,47 +477,51 @@ impl Device {
     }
 
     /// Knobs have changed.
-    pub(crate) fn weigh_anew(&self, now: Time) {
-        self.weigh(&self.state(), now);
+    pub(crate) fn reweigh(&self, now: Time) {
+        self.update_weights(&self.state(), now);
     }
 
     /// What is seen since the last time decides on the window; by whoever comes first when it is
     /// due.
     #[cold]
-    fn look(&self, now: Time) {
+    fn end_period(&self, now: Time) {
         let mut state = self.state();
-        let elapsed = now.saturating_sub(state.looked);
-        if elapsed < state.window.period() && state.looked > 0 {
+        let elapsed = now.saturating_sub(state.period_began);
+        if elapsed < state.window.period() && state.period_began > 0 {
             return;
         }
-        state.looked = now;
-        self.look_at.store(now + state.window.period(), Relaxed);
-        let tag = self.tag.0.load(SeqCst);
+        state.period_began = now;
+        self.next_period_at.store(now + state.window.period(), Relaxed);
+        let tag = self.virtual_time.0.load(SeqCst);
         for account in state.accounts.iter().flatten() {
             // Tags wrap: none is left so far behind that it would seem to be ahead.
-            let _ =
-                account.tag.fetch_update(Relaxed, Relaxed, |own| before(own, tag).then_some(tag));
-            if account.present.load(Relaxed) && !account.is_busy(now, ABSENT) && account.is_idle() {
+            let _ = account
+                .start_tag
+                .fetch_update(Relaxed, Relaxed, |own| before(own, tag).then_some(tag));
+            if account.present.load(Relaxed)
+                && !account.is_busy(now, ABSENT_NS)
+                && account.is_idle()
+            {
                 account.present.store(false, Relaxed);
             }
         }
-        self.count(&state, now);
+        self.update_presence(&state, now);
         // After a rest only the last of it counts.
-        let seen = see(&state, now, elapsed.min(2 * state.window.period()));
-        self.crowded.store(seen.busy > 1, Relaxed);
-        state.window.look(now, &seen);
+        let stats = take_stats(&state, now, elapsed.min(2 * state.window.period()));
+        self.was_shared.store(stats.busy_disks > 1, Relaxed);
+        state.window.adjust(now, &stats);
         self.window.0.store(state.window.size(), Relaxed);
         if now.saturating_sub(state.aged) > 1_000_000_000 {
             state.aged = now;
-            self.alone.age();
+            self.baseline.age();
         }
-        self.let_in(&mut state, now);
+        self.admit_waiters(&mut state, now);
     }
 }
 
 /// Takes what the disks have counted since the last look.
-fn see(state: &State, now: Time, elapsed: u64) -> Seen {
-    let mut seen = Seen { elapsed, ..Seen::default() };
+fn take_stats(state: &State, now: Time, elapsed: u64) -> PeriodStats {
+    let mut stats = PeriodStats { elapsed, ..PeriodStats::default() };
     let accounts = || state.accounts.iter().flatten();
     let capacity = state.window.capacity();
     let counts: Vec<_> = accounts().map(|account| account.take_counts(now)).collect();
@@ -511,33 +529,34 @@ fn see(state: &State, now: Time, elapsed: u64) -> Seen {
         accounts().zip(&counts).filter(|(_, c)| c.busy).map(|(a, _)| a.weight()).sum();
     for (account, counts) in accounts().zip(&counts).filter(|(_, c)| c.busy) {
         let due = account.weight() / weights;
-        seen.busy += 1;
+        stats.busy_disks += 1;
         account.set_rate(due * capacity);
         account.note_owed(due * capacity * elapsed as f64, counts.cost);
-        account.set_margin((due * state.window.usual() * MARGIN) as u64);
-        seen.delivered += counts.cost;
-        seen.all += counts.served;
-        seen.all_service += counts.service;
-        seen.all_alone += counts.alone;
-        if counts.presses {
-            seen.waited = true;
-            seen.pressing += counts.cost;
-            seen.due += due;
+        account.set_margin((due * state.window.unprotected_size() * MARGIN) as u64);
+        stats.completed += counts.cost;
+        stats.operations += counts.served;
+        stats.total_service += counts.service;
+        stats.total_alone += counts.alone;
+        if counts.is_over_share {
+            stats.had_waiters = true;
+            stats.over_share += counts.cost;
+            stats.over_share_weight += due;
             continue;
         }
-        seen.inside_held += account.in_flight.load(Relaxed);
+        stats.within_held += account.in_flight.load(Relaxed);
         match account.latency_target() {
             _ if counts.served == 0 => {}
             0 => {
-                seen.inside += counts.served;
-                seen.inside_service += counts.lived;
-                seen.inside_alone += counts.alone;
+                stats.within += counts.served;
+                stats.within_service += counts.lived;
+                stats.within_alone += counts.alone;
             }
             target => {
                 let missed = counts.lived as f64 / counts.served as f64 / target as f64;
-                seen.missed = Some(seen.missed.map_or(missed, |worst: f64| worst.max(missed)));
+                stats.target_ratio =
+                    Some(stats.target_ratio.map_or(missed, |worst: f64| worst.max(missed)));
             }
         }
     }
-    seen
+    stats
 }

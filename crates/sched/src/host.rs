@@ -10,22 +10,24 @@ use crate::Time;
 use crate::cost::{Calibration, Costs};
 use crate::device::Device;
 use crate::group::Group;
+use crate::in_flight_window::DeviceClass;
 use crate::knobs::Knobs;
 use crate::share::Share;
-use crate::window::Class;
 
 /// What is known of a device when its first disk is opened.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Means {
-    pub class: Class,
+pub struct DeviceProfile {
+    pub class: DeviceClass,
     pub calibration: Calibration,
 }
 
-impl Means {
-    pub const FLASH: Means =
-        Means { class: Class::FLASH, calibration: Calibration::of(Costs::FLASH) };
-    pub const ROTATIONAL: Means =
-        Means { class: Class::ROTATIONAL, calibration: Calibration::of(Costs::ROTATIONAL) };
+impl DeviceProfile {
+    pub const FLASH: DeviceProfile =
+        DeviceProfile { class: DeviceClass::FLASH, calibration: Calibration::of(Costs::FLASH) };
+    pub const ROTATIONAL: DeviceProfile = DeviceProfile {
+        class: DeviceClass::ROTATIONAL,
+        calibration: Calibration::of(Costs::ROTATIONAL),
+    };
 }
 
 /// All devices and groups. Those that nobody uses any more are forgotten.
@@ -50,15 +52,15 @@ impl Host {
     /// knobs, if it is in one.
     pub fn share(
         &self,
-        device: Option<(&str, &Means)>,
+        device: Option<(&str, &DeviceProfile)>,
         group: Option<(&str, &Knobs)>,
         knobs: &Knobs,
     ) -> Arc<Share> {
         let mut names = self.names();
-        let device = device.map(|(name, means)| {
+        let device = device.map(|(name, profile)| {
             let known = names.devices.get(name).and_then(Weak::upgrade);
             known.unwrap_or_else(|| {
-                let device = Arc::new(Device::new(name, means.class, &means.calibration));
+                let device = Arc::new(Device::new(name, profile.class, &profile.calibration));
                 names.devices.insert(name.to_string(), Arc::downgrade(&device));
                 device
             })
@@ -97,12 +99,12 @@ mod tests {
     #[test]
     fn disks_of_a_name_share() {
         let host = Host::default();
-        let flash = Some(("a", &Means::FLASH));
+        let flash = Some(("a", &DeviceProfile::FLASH));
         let (one, two) = (
             host.share(flash, None, &Knobs::default()),
             host.share(flash, None, &Knobs::default()),
         );
-        let other = host.share(Some(("b", &Means::FLASH)), None, &Knobs::default());
+        let other = host.share(Some(("b", &DeviceProfile::FLASH)), None, &Knobs::default());
         let device = |share: &Arc<Share>| share.device().map(Arc::as_ptr);
         assert_eq!(device(&one), device(&two));
         assert_ne!(device(&one), device(&other));
@@ -114,11 +116,12 @@ mod tests {
         let host = Host::default();
         let weight = |weight| Knobs { weight, ..Knobs::default() };
         let group = weight(300);
-        let share = |own| host.share(Some(("a", &Means::FLASH)), Some(("g", &group)), &weight(own));
+        let share =
+            |own| host.share(Some(("a", &DeviceProfile::FLASH)), Some(("g", &group)), &weight(own));
         let (one, two) = (share(100), share(200));
         for (now, share) in [(1, &one), (2, &two)] {
             let read = crate::Operation {
-                kind: crate::Kind::Read,
+                kind: crate::OperationKind::Read,
                 bytes: 4096,
                 sequential: false,
                 requests: 1,

@@ -19,28 +19,28 @@
 // not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
-mod alone;
-mod board;
+mod baseline;
 mod cost;
 mod debt;
 mod device;
 mod group;
 mod host;
+mod in_flight_window;
 mod knobs;
 mod limit;
 mod reserve;
 mod share;
-mod window;
+mod wait_list;
 
-pub use board::Slot;
-pub use cost::{Calibration, Costs, Kind, Operation};
+pub use cost::{Calibration, Costs, Operation, OperationKind};
 pub use device::{Device, Grant};
 pub use group::Group;
-pub use host::{Host, Means};
+pub use host::{DeviceProfile, Host};
+pub use in_flight_window::DeviceClass;
 pub use knobs::{KnobError, Knobs, Limit, Limits, parse_rate};
 pub use limit::{Flow, Limiter};
 pub use share::{Figures, Share};
-pub use window::Class;
+pub use wait_list::WaitToken;
 
 /// Nanoseconds since a beginning that the caller chooses; of a clock that does not go back.
 pub type Time = u64;

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::{Kind, Limit, Limits, Operation, Time};
+use crate::{Limit, Limits, Operation, OperationKind, Time};
 
 mod bucket;
 mod flows;
@@ -175,7 +175,7 @@ impl Limiter {
     }
 
     /// Nanoseconds that an operation takes up of the limit that it uses most of.
-    pub fn worth(&self, operation: &Operation) -> u64 {
+    pub fn cost_ns(&self, operation: &Operation) -> u64 {
         if self.is_unlimited() {
             return 0;
         }
@@ -278,10 +278,12 @@ fn all(limits: &Limits) -> [Option<Limit>; 6] {
 fn amounts(operation: &Operation) -> [u64; 6] {
     let (requests, bytes) = (u64::from(operation.requests.max(1)), operation.bytes);
     match operation.kind {
-        Kind::Read => [requests, requests, 0, bytes, bytes, 0],
-        Kind::Write | Kind::WriteZeroes => [requests, 0, requests, bytes, 0, bytes],
-        Kind::Discard => [requests, 0, requests, 0, 0, 0],
-        Kind::Flush => [0; 6],
+        OperationKind::Read => [requests, requests, 0, bytes, bytes, 0],
+        OperationKind::Write | OperationKind::WriteZeroes => {
+            [requests, 0, requests, bytes, 0, bytes]
+        }
+        OperationKind::Discard => [requests, 0, requests, 0, 0, 0],
+        OperationKind::Flush => [0; 6],
     }
 }
 

@@ -9,7 +9,6 @@ use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 
 use crate::Time;
-use crate::board::{Slot, before};
 use crate::cost::Operation;
 use crate::debt::Debt;
 use crate::device::{Device, Grant};
@@ -17,15 +16,16 @@ use crate::group::Group;
 use crate::knobs::Knobs;
 use crate::limit::{Flow, Limiter};
 use crate::reserve::Reserve;
+use crate::wait_list::{WaitToken, before};
 
 /// What the device and its disk both look at. What every operation touches stands together, first.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Account {
     /// The virtual time at which its next operation begins.
-    pub tag: AtomicU64,
+    pub start_tag: AtomicU64,
     /// Virtual time for a nanosecond of cost: 2^20 / weight, with [`FRACTION`] binary places.
-    pace: AtomicU64,
+    virtual_rate: AtomicU64,
     /// How far ahead of the device's virtual time its tag may be.
     margin: AtomicU64,
     /// Its operations that wait for the device.
@@ -60,11 +60,11 @@ pub(crate) struct Account {
 }
 
 /// Binary places of a pace.
-const FRACTION: u32 = 20;
+const FRACTION_BITS: u32 = 20;
 /// So little at least is any disk's weight: more unequal than this nobody can be.
-const LEAST_WEIGHT: f64 = 0.01;
+const MIN_WEIGHT: f64 = 0.01;
 /// Smallest rate at which a debt to the device is paid.
-const LEAST_RATE: f64 = 1e-4;
+const MIN_RATE: f64 = 1e-4;
 
 /// Since the disk was opened.
 #[derive(Debug, Default)]
@@ -82,7 +82,7 @@ struct Sums {
 pub(crate) struct Counts {
     pub busy: bool,
     /// It asks for more than its share: most of its operations had to wait.
-    pub presses: bool,
+    pub is_over_share: bool,
     pub cost: u64,
     pub served: u64,
     pub service: u64,
@@ -93,8 +93,8 @@ pub(crate) struct Counts {
 impl Account {
     fn new(knobs: &Knobs, group: Option<Arc<Group>>) -> Self {
         let account = Account {
-            tag: AtomicU64::default(),
-            pace: AtomicU64::default(),
+            start_tag: AtomicU64::default(),
+            virtual_rate: AtomicU64::default(),
             margin: AtomicU64::default(),
             waiting: AtomicU64::default(),
             in_flight: AtomicU64::default(),
@@ -146,13 +146,14 @@ impl Account {
     }
 
     pub fn set_weight(&self, weight: f64) {
-        let weight = weight.max(LEAST_WEIGHT);
+        let weight = weight.max(MIN_WEIGHT);
         self.weight.store(weight.to_bits(), Relaxed);
-        self.pace.store(((1u64 << (20 + FRACTION)) as f64 / weight).round() as u64, Relaxed);
+        self.virtual_rate
+            .store(((1u64 << (20 + FRACTION_BITS)) as f64 / weight).round() as u64, Relaxed);
     }
 
     pub fn set_rate(&self, rate: f64) {
-        self.rate.store(rate.max(LEAST_RATE).to_bits(), Relaxed);
+        self.rate.store(rate.max(MIN_RATE).to_bits(), Relaxed);
     }
 
     /// Nanoseconds in which that much cost is due to it.
@@ -170,9 +171,10 @@ impl Account {
 
     /// What a cost is in virtual time.
     #[inline]
-    pub fn step(&self, cost: u64) -> u64 {
-        let half = 1 << (FRACTION - 1);
-        ((u128::from(cost) * u128::from(self.pace.load(Relaxed)) + half) >> FRACTION) as u64
+    pub fn virtual_cost(&self, cost: u64) -> u64 {
+        let half = 1 << (FRACTION_BITS - 1);
+        ((u128::from(cost) * u128::from(self.virtual_rate.load(Relaxed)) + half) >> FRACTION_BITS)
+            as u64
     }
 
     #[inline]
@@ -214,13 +216,13 @@ impl Account {
 
     /// It has had no more than its share, but for the margin.
     #[inline]
-    pub fn is_inside(&self, device: u64) -> bool {
+    pub fn is_within_share(&self, device: u64) -> bool {
         let end = device.wrapping_add(self.margin.load(Relaxed));
-        !before(end, self.tag.load(Relaxed)) && self.waiting.load(Relaxed) == 0
+        !before(end, self.start_tag.load(Relaxed)) && self.waiting.load(Relaxed) == 0
     }
 
     pub fn set_margin(&self, cost: u64) {
-        self.margin.store(self.step(cost), Relaxed);
+        self.margin.store(self.virtual_cost(cost), Relaxed);
     }
 
     /// Nothing of it is on the way, or waits.
@@ -236,7 +238,7 @@ impl Account {
         let (waits, begun) = (self.waits.swap(0, Relaxed), self.begun.swap(0, Relaxed));
         let counts = Counts {
             busy: false,
-            presses: waits * 2 > begun || (begun == 0 && self.waiting.load(Relaxed) > 0),
+            is_over_share: waits * 2 > begun || (begun == 0 && self.waiting.load(Relaxed) > 0),
             cost: self.cost.swap(0, Relaxed),
             served: self.served.swap(0, Relaxed),
             service: self.service.swap(0, Relaxed),
@@ -336,7 +338,7 @@ impl Share {
         // A debt is paid at the new rates.
         self.debt.limits_changed(self.limits_open());
         match &self.device {
-            Some(device) => device.weigh_anew(now),
+            Some(device) => device.reweigh(now),
             None => self.account.set_weight(f64::from(self.account.own_weight())),
         }
     }
@@ -390,18 +392,18 @@ impl Share {
         }
     }
 
-    /// The operation waits for the device; `slot` tells when it may begin ([`Slot::take`]), and the
+    /// The operation waits for the device; `slot` tells when it may begin ([`WaitToken::take`]), and the
     /// waker is woken then. With a reservation it is also to [`Share::claim`] at the time that is
     /// answered.
     pub fn wait(
         &self,
         now: Time,
         operation: &Operation,
-        slot: &Arc<Slot>,
+        token: &Arc<WaitToken>,
         waker: &Waker,
     ) -> Option<Time> {
         let device = self.device.as_ref()?;
-        device.wait(&self.account, now, operation, slot, waker);
+        device.wait(&self.account, now, operation, token, waker);
         self.next_claim(now)
     }
 
@@ -441,7 +443,7 @@ impl Share {
             group.limiter.refund(operation, self.group_flow.as_deref());
         }
         if let Some(device) = &self.device {
-            device.give_back(&self.account, now, &grant);
+            device.release_grant(&self.account, now, &grant);
         }
     }
 
@@ -466,7 +468,7 @@ impl Share {
     pub fn charge_more(&self, operations: u64, bytes: u64) {
         if let Some(device) = &self.device {
             let cost = device.costs().of_more(operations, bytes);
-            self.account.tag.fetch_add(self.account.step(cost), Relaxed);
+            self.account.start_tag.fetch_add(self.account.virtual_cost(cost), Relaxed);
             self.account.costs_more(cost);
         }
     }
@@ -516,15 +518,15 @@ impl Share {
     pub fn join_queue(&self, operation: &Operation) -> u64 {
         let limits = self
             .limiter
-            .worth(operation)
-            .max(self.group_limiter().map_or(0, |group| group.worth(operation)));
+            .cost_ns(operation)
+            .max(self.group_limiter().map_or(0, |group| group.cost_ns(operation)));
         let device =
-            self.device.as_ref().map_or(0, |device| device.worth(&self.account, operation));
+            self.device.as_ref().map_or(0, |device| device.duration_of(&self.account, operation));
         self.debt.join(limits.max(device))
     }
 
-    pub fn leave_queue(&self, worth: u64) {
-        self.debt.leave(worth);
+    pub fn leave_queue(&self, cost_ns: u64) {
+        self.debt.leave(cost_ns);
     }
 
     /// Returns until when the queues of the disk must take no requests: what a drain let pass is
@@ -573,7 +575,7 @@ mod tests {
         let costs = [4_001, 12_503, 1_777, 13];
         let accounts =
             weights.map(|weight| Account::new(&Knobs { weight, ..Knobs::default() }, None));
-        let steps: [u64; 4] = std::array::from_fn(|i| accounts[i].step(costs[i]));
+        let steps: [u64; 4] = std::array::from_fn(|i| accounts[i].virtual_cost(costs[i]));
         // They go through the end of the range.
         let mut tags = [u64::MAX - 1_000_000; 4];
         let mut counts = [0u64; 4];

@@ -8,7 +8,7 @@ use blockyard_nbd::{NbdError, error};
 
 /// What a caller may want to tell apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ErrorKind {
     /// The name is not of its scheme's form.
     Name,
     /// It is there, and can be opened for reading.
@@ -22,7 +22,7 @@ pub enum Kind {
 /// Displayed as its source.
 #[derive(Debug)]
 pub struct StorageError {
-    pub kind: Kind,
+    pub kind: ErrorKind,
     pub source: Box<dyn Error + Send + Sync>,
 }
 
@@ -38,13 +38,13 @@ impl Error for StorageError {}
 impl From<NbdError> for StorageError {
     fn from(error: NbdError) -> Self {
         let kind = match error.kind {
-            error::Kind::Name => Kind::Name,
-            error::Kind::ReadOnly => Kind::ReadOnly,
-            error::Kind::Closed | error::Kind::Silent | error::Kind::Io => Kind::Unreachable,
+            error::Kind::Name => ErrorKind::Name,
+            error::Kind::ReadOnly => ErrorKind::ReadOnly,
+            error::Kind::Closed | error::Kind::Silent | error::Kind::Io => ErrorKind::Unreachable,
             error::Kind::Tls
             | error::Kind::Refused
             | error::Kind::Protocol
-            | error::Kind::Unsuitable => Kind::Refused,
+            | error::Kind::Unsuitable => ErrorKind::Refused,
         };
         StorageError { kind, source: error.into() }
     }

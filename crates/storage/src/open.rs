@@ -13,7 +13,7 @@ use blockyard_ring::{Handle, LockedFile, UringFile};
 use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::cache::CacheMode;
-use crate::error::{Kind, StorageError};
+use crate::error::{ErrorKind, StorageError};
 use crate::file::lock::{LockError, take_lock};
 use crate::file::{self, FileId, HostFile, path_of, record};
 use crate::nbd;
@@ -94,7 +94,7 @@ impl OpenError {
             OpenError::Open { source, .. } => {
                 matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem)
             }
-            OpenError::Storage { error, .. } => error.kind == Kind::ReadOnly,
+            OpenError::Storage { error, .. } => error.kind == ErrorKind::ReadOnly,
             // The holder may be a writer, which bears no reader.
             OpenError::Locked { .. }
             | OpenError::Overlaid { .. }

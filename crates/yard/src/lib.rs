@@ -31,5 +31,5 @@ pub use job::{Job, JobKind, JobState};
 pub use keeper::{DiskInfo, DiskState};
 pub use served::{Change, Ended, Report, Resized};
 pub use settings::{DiskSettings, Way, WayError};
-pub use shares::{DeviceMeans, Shares};
+pub use shares::{MeasuredDevice, Shares};
 pub use yard::Yard;

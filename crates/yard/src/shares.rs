@@ -8,14 +8,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use blockyard_disk::{Source, sched_time};
-use blockyard_sched::{Calibration, Host, Knobs, Means, Share};
+use blockyard_sched::{Calibration, DeviceProfile, Host, Knobs, Share};
 
 use crate::error::YardError;
 use crate::settings::DiskSettings;
 
 /// What was measured of a device.
 #[derive(Clone, Debug)]
-pub struct DeviceMeans {
+pub struct MeasuredDevice {
     /// The device's name, as the kernel has it or as `device` of a disk says it.
     pub device: String,
     pub calibration: Calibration,
@@ -25,12 +25,16 @@ pub struct Shares {
     host: Host,
     groups: RwLock<BTreeMap<String, Knobs>>,
     is_fair: bool,
-    measured: Vec<DeviceMeans>,
+    measured: Vec<MeasuredDevice>,
 }
 
 impl Shares {
     /// With `is_fair` off, disks get as much of a device as they ask for. Their limits hold.
-    pub fn new(is_fair: bool, measured: Vec<DeviceMeans>, groups: BTreeMap<String, Knobs>) -> Self {
+    pub fn new(
+        is_fair: bool,
+        measured: Vec<MeasuredDevice>,
+        groups: BTreeMap<String, Knobs>,
+    ) -> Self {
         Shares { host: Host::default(), groups: RwLock::new(groups), is_fair, measured }
     }
 
@@ -41,9 +45,13 @@ impl Shares {
             source.device().map_err(|source| YardError::Device { image: image(), source })?;
         let rotational = lies_on.as_ref().is_some_and(|(_, rotational)| *rotational);
         let names = [settings.device.as_deref(), lies_on.as_ref().map(|(name, _)| name.as_str())];
-        let means = self.means(names, rotational);
-        let device =
-            names.into_iter().flatten().next().filter(|_| self.is_fair).map(|name| (name, &means));
+        let profile = self.profile(names, rotational);
+        let device = names
+            .into_iter()
+            .flatten()
+            .next()
+            .filter(|_| self.is_fair)
+            .map(|name| (name, &profile));
         let groups = self.groups.read().unwrap_or_else(PoisonError::into_inner);
         let group = settings
             .group
@@ -55,13 +63,13 @@ impl Shares {
 
     /// Returns what was measured of the device under one of its names, or what such devices usually
     /// do.
-    fn means(&self, names: [Option<&str>; 2], rotational: bool) -> Means {
-        let usual = if rotational { Means::ROTATIONAL } else { Means::FLASH };
+    fn profile(&self, names: [Option<&str>; 2], rotational: bool) -> DeviceProfile {
+        let usual = if rotational { DeviceProfile::ROTATIONAL } else { DeviceProfile::FLASH };
         let known = names
             .iter()
             .flatten()
             .find_map(|name| self.measured.iter().find(|known| known.device == *name));
-        known.map_or(usual, |known| Means { calibration: known.calibration, ..usual })
+        known.map_or(usual, |known| DeviceProfile { calibration: known.calibration, ..usual })
     }
 
     /// Gives groups other knobs. A group that `groups` does not name keeps its knobs, because disks

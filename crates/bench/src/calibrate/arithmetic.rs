@@ -88,10 +88,10 @@ pub fn in_proportion(reads: &Line, of: impl Fn(&Costs) -> u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use blockyard_sched::{Kind, Operation};
+    use blockyard_sched::{Operation, OperationKind};
 
     fn operation(bytes: u64, sequential: bool) -> Operation {
-        Operation { kind: Kind::Read, bytes, sequential, requests: 1 }
+        Operation { kind: OperationKind::Read, bytes, sequential, requests: 1 }
     }
 
     #[test]

@@ -301,7 +301,7 @@ fn what_is_discarded_pays_for_no_other_work() {
         let host = blockyard_sched::Host::default();
         let share = || {
             host.share(
-                Some(("d", &blockyard_sched::Means::FLASH)),
+                Some(("d", &blockyard_sched::DeviceProfile::FLASH)),
                 None,
                 &blockyard_sched::Knobs::default(),
             )
@@ -328,7 +328,7 @@ fn what_is_discarded_pays_for_no_other_work() {
         );
         // A look at the device, much later, sums up.
         let read = blockyard_sched::Operation {
-            kind: blockyard_sched::Kind::Read,
+            kind: blockyard_sched::OperationKind::Read,
             bytes: 0,
             sequential: false,
             requests: 1,

@@ -4,12 +4,12 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockyard_ring::Executor;
-use blockyard_sched::{Host, Knobs, Limit, Limits, Means};
+use blockyard_sched::{DeviceProfile, Host, Knobs, Limit, Limits};
 
 use super::*;
 
 const WRITE: Operation =
-    Operation { kind: Kind::Write, bytes: 1 << 30, sequential: false, requests: 1 };
+    Operation { kind: OperationKind::Write, bytes: 1 << 30, sequential: false, requests: 1 };
 
 /// A disk with a limit of a byte a second, and the requests that have passed.
 struct Stage {
@@ -107,10 +107,10 @@ fn a_line_that_is_left_counts_no_more() {
 /// between them.
 #[test]
 fn streams_that_take_turns_are_no_sequential_ones_on_a_rotational_device() {
-    for (means, several) in [(Means::FLASH, true), (Means::ROTATIONAL, false)] {
+    for (profile, several) in [(DeviceProfile::FLASH, true), (DeviceProfile::ROTATIONAL, false)] {
         let host = Host::default();
         let throttle =
-            Throttle::new(host.share(Some(("d", &means)), None, &Knobs::default()), None, false);
+            Throttle::new(host.share(Some(("d", &profile)), None, &Knobs::default()), None, false);
         let follows = |at: u64| throttle.operation(Op::Read, at, 4096, 1).sequential;
         let first = 1 << 20;
         assert!(!follows(first));

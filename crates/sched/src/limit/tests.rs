@@ -5,12 +5,12 @@ use std::sync::atomic::Ordering::SeqCst;
 const MS: u64 = 1_000_000;
 const S: u64 = 1_000 * MS;
 
-fn op(kind: Kind, bytes: u64, requests: u32) -> Operation {
+fn op(kind: OperationKind, bytes: u64, requests: u32) -> Operation {
     Operation { kind, bytes, sequential: false, requests }
 }
 
 fn read(bytes: u64) -> Operation {
-    op(Kind::Read, bytes, 1)
+    op(OperationKind::Read, bytes, 1)
 }
 
 fn limit(rate: u64, max: u64, length_ms: u64) -> Limit {
@@ -104,15 +104,15 @@ fn what_counts_for_what() {
             limiter.take(0, &operation, None).map_or_else(|then| then.div_ceil(S), |()| 0)
         })
     };
-    assert_eq!(counts(op(Kind::Read, 4096, 1)), [1, 1, 0, 4096, 4096, 0]);
-    assert_eq!(counts(op(Kind::Write, 4096, 3)), [3, 0, 3, 4096, 0, 4096]);
-    assert_eq!(counts(op(Kind::WriteZeroes, 1 << 20, 1)), [1, 0, 1, 1 << 20, 0, 1 << 20]);
+    assert_eq!(counts(op(OperationKind::Read, 4096, 1)), [1, 1, 0, 4096, 4096, 0]);
+    assert_eq!(counts(op(OperationKind::Write, 4096, 3)), [3, 0, 3, 4096, 0, 4096]);
+    assert_eq!(counts(op(OperationKind::WriteZeroes, 1 << 20, 1)), [1, 0, 1, 1 << 20, 0, 1 << 20]);
     assert_eq!(
-        counts(op(Kind::Discard, 1 << 40, 1)),
+        counts(op(OperationKind::Discard, 1 << 40, 1)),
         [1, 0, 1, 0, 0, 0],
         "a discard moves no bytes"
     );
-    assert_eq!(counts(op(Kind::Flush, 0, 1)), [0; 6]);
+    assert_eq!(counts(op(OperationKind::Flush, 0, 1)), [0; 6]);
 }
 
 #[test]
@@ -139,12 +139,12 @@ fn all_limits_are_charged_or_none() {
         ..Limits::default()
     };
     let limiter = Limiter::new(&limits);
-    limiter.take(0, &op(Kind::Write, 1_000_000, 1), None).unwrap();
+    limiter.take(0, &op(OperationKind::Write, 1_000_000, 1), None).unwrap();
     // A million refusals cost nothing of the limit that they would have passed.
     for _ in 0..1_000_000 {
-        assert!(limiter.take(0, &op(Kind::Write, 1, 1), None).is_err());
+        assert!(limiter.take(0, &op(OperationKind::Write, 1, 1), None).is_err());
     }
-    let reads = greedy(&limiter, 0, 100 * MS, 0, || op(Kind::Read, 0, 1));
+    let reads = greedy(&limiter, 0, 100 * MS, 0, || op(OperationKind::Read, 0, 1));
     assert!((109_990..=110_000).contains(&reads.len()), "{}", reads.len());
     // So it is with what another than the limiter refuses, at a rate that no second can be divided
     // by.
@@ -164,7 +164,7 @@ fn a_thousand_million_requests_to_the_last_one() {
         let (mut now, mut all, mut random) = (0, 0u64, Random(rate));
         let mut asked = 0;
         while all < 1_000_000_000 && asked < 2_000_000 {
-            let operation = op(Kind::Read, 0, 1 + random.below(largest) as u32);
+            let operation = op(OperationKind::Read, 0, 1 + random.below(largest) as u32);
             while let Err(then) = limiter.take(now, &operation, None) {
                 now = then;
             }
@@ -248,7 +248,10 @@ fn a_change_is_felt_at_once() {
     for i in 0..100 {
         limits.bps = Some(Limit::of(1 << (20 + i % 8)));
         limiter.set(&limits);
-        assert!(limiter.take(26 * S, &op(Kind::Read, 0, 100), None).is_err() || i == 0, "{i}");
+        assert!(
+            limiter.take(26 * S, &op(OperationKind::Read, 0, 100), None).is_err() || i == 0,
+            "{i}"
+        );
     }
 }
 
@@ -269,7 +272,7 @@ fn reactors_together_get_what_one_would() {
                 while clock.fetch_add(300, SeqCst) < 2 * S {
                     let bytes = 512 << random.below(4);
                     let now = clock.load(SeqCst).saturating_sub(random.below(20_000));
-                    let operation = op(Kind::Read, bytes, 1);
+                    let operation = op(OperationKind::Read, bytes, 1);
                     if limiter.take(now, &operation, None).is_ok() {
                         // Another one than the limiter refuses.
                         if random.below(4) == 0 {
@@ -308,7 +311,8 @@ fn a_charge_that_came_too_late_is_taken_back() {
         for _ in 0..3 {
             scope.spawn(|| {
                 while clock.load(SeqCst) < 200_000 * S {
-                    match limiter.take(clock.load(SeqCst), &op(Kind::Read, 4096, 2), None) {
+                    match limiter.take(clock.load(SeqCst), &op(OperationKind::Read, 4096, 2), None)
+                    {
                         Ok(()) => passed.fetch_add(1, SeqCst),
                         Err(_) => clock.fetch_add(S / 4, SeqCst),
                     };
@@ -426,7 +430,7 @@ proptest! {
         let all = Some(Limit { rate, max: Some(rate + more), length: Duration::from_nanos(length) });
         let limits = Limits { iops: all, iops_read: all, iops_write: all, bps: all, bps_read: all, bps_write: all };
         let limiter = Limiter::new(&limits);
-        for operation in [op(Kind::Write, bytes, u32::MAX), read(bytes)] {
+        for operation in [op(OperationKind::Write, bytes, u32::MAX), read(bytes)] {
             for _ in 0..3 {
                 let _ = limiter.take(now, &operation, None);
                 limiter.force(now, &operation);
@@ -509,7 +513,7 @@ fn who_waits_for_one_limit_is_in_nobodys_way_at_another() {
     };
     let limiter = Limiter::new(&limits);
     let (reads, writes) = (limiter.join(100), limiter.join(100));
-    let write = op(Kind::Write, 4096, 1);
+    let write = op(OperationKind::Write, 4096, 1);
     let got = beside(&limiter, S, 20, &[(&reads, read(4096), 1), (&writes, write, 1)]);
     assert!(
         (got[0] / 4096.0 / 10.0 - 1.0).abs() < 0.03

@@ -2,11 +2,14 @@
 
 mod model;
 
-use blockyard_sched::{Kind, Knobs};
+use blockyard_sched::{Knobs, OperationKind};
 use model::{Got, Guest, MS, Model, S, Simulation, run};
 
 fn thrasher() -> Guest {
-    Guest { work: vec![(Kind::Read, 4096), (Kind::Write, 4096)], ..Guest::reads(1024) }
+    Guest {
+        work: vec![(OperationKind::Read, 4096), (OperationKind::Write, 4096)],
+        ..Guest::reads(1024)
+    }
 }
 
 fn shares(got: &[Got]) -> Vec<f64> {
@@ -67,20 +70,24 @@ fn a_polite_guest_does_not_notice_one_that_thrashes() {
 #[test]
 fn weights_decide_under_saturation() {
     let weights = [1.0, 2.0, 4.0, 8.0];
-    let guests = |work: [Vec<(Kind, u64)>; 4]| -> Vec<Guest> {
+    let guests = |work: [Vec<(OperationKind, u64)>; 4]| -> Vec<Guest> {
         let guest =
             |(work, weight)| Guest { work, ..Guest::reads(64) }.weighing(weight as u32 * 100);
         work.into_iter().zip(weights).map(guest).collect()
     };
-    let read = |bytes| vec![(Kind::Read, bytes)];
+    let read = |bytes| vec![(OperationKind::Read, bytes)];
     within(
         &run(Model::PLAIN, &guests([read(4096), read(4096), read(4096), read(4096)])),
         &weights,
         0.01,
     );
     let model = Model { per_mib: 20 * MS, spread: 30, span: 20 * S, ..Model::PLAIN };
-    let mixed =
-        [read(65_536), vec![(Kind::Write, 4096), (Kind::Read, 262_144)], read(4096), read(16_384)];
+    let mixed = [
+        read(65_536),
+        vec![(OperationKind::Write, 4096), (OperationKind::Read, 262_144)],
+        read(4096),
+        read(16_384),
+    ];
     within(&run(model, &guests(mixed)), &weights, 0.03);
 }
 

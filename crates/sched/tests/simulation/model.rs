@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex};
 use std::task::{Wake, Waker};
 
 use blockyard_sched::{
-    Calibration, Class, Costs, Figures, Grant, Host, Kind, Knobs, Means, Operation, Share, Slot,
+    Calibration, Costs, DeviceClass, DeviceProfile, Figures, Grant, Host, Knobs, Operation,
+    OperationKind, Share, WaitToken,
 };
 
 pub const MS: u64 = 1_000_000;
@@ -23,8 +24,8 @@ pub struct Guest {
     pub group: Option<(&'static str, Knobs)>,
     pub depth: usize,
     pub think: u64,
-    /// Kind and bytes, in turn.
-    pub work: Vec<(Kind, u64)>,
+    /// OperationKind and bytes, in turn.
+    pub work: Vec<(OperationKind, u64)>,
     /// Is there from..until.
     pub from: u64,
     pub until: u64,
@@ -38,7 +39,7 @@ impl Guest {
             group,
             depth,
             think,
-            work: vec![(Kind::Read, 4096)],
+            work: vec![(OperationKind::Read, 4096)],
             from: 0,
             until: u64::MAX,
         }
@@ -145,7 +146,7 @@ struct Under {
     operation: Operation,
     asked: u64,
     grant: Grant,
-    slot: Arc<Slot>,
+    token: Arc<WaitToken>,
 }
 
 pub struct Simulation {
@@ -175,8 +176,11 @@ impl Simulation {
             window: model.calibrated.then_some(model.time),
             ..Calibration::of(model.costs())
         };
-        let means = Means { class: Class { queue: model.time, ..Class::FLASH }, calibration };
-        let device = model.scheduled.then_some(("model", &means));
+        let profile = DeviceProfile {
+            class: DeviceClass { queue: model.time, ..DeviceClass::FLASH },
+            calibration,
+        };
+        let device = model.scheduled.then_some(("model", &profile));
         let share =
             |g: &Guest| host.share(device, g.group.as_ref().map(|(name, k)| (*name, k)), &g.knobs);
         let shares: Vec<_> = guests.iter().map(share).collect();
@@ -248,8 +252,8 @@ impl Simulation {
         let (kind, bytes) = work[self.turns[guest] % work.len()];
         self.turns[guest] += 1;
         let operation = Operation { kind, bytes, sequential: false, requests: 1 };
-        let (asked, grant, slot) = (self.now, Grant::default(), Arc::default());
-        let under = Under { guest, operation, asked, grant, slot };
+        let (asked, grant, token) = (self.now, Grant::default(), Arc::default());
+        let under = Under { guest, operation, asked, grant, token };
         let which = match self.free.pop() {
             Some(which) => which,
             None => self.under.len(),
@@ -266,8 +270,8 @@ impl Simulation {
             }
             None => {
                 let waker = Waker::from(Arc::new(Woken(which, self.woken.clone())));
-                let slot = self.under[which].slot.clone();
-                if let Some(at) = self.shares[guest].wait(self.now, &operation, &slot, &waker) {
+                let token = self.under[which].token.clone();
+                if let Some(at) = self.shares[guest].wait(self.now, &operation, &token, &waker) {
                     self.at(at, Event::Claim(guest));
                 }
             }
@@ -287,7 +291,7 @@ impl Simulation {
         let woken = std::mem::take(&mut *self.woken.lock().unwrap());
         for which in woken {
             let under = &mut self.under[which];
-            assert!(under.slot.take(), "woken, and not let in");
+            assert!(under.token.take_grant(), "woken, and not let in");
             under.grant = self.shares[under.guest].granted(under.asked, self.now, &under.operation);
             self.submit(which);
         }

@@ -8,7 +8,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::cost::{Calibration, Kind, Operation};
+use crate::cost::{Calibration, Operation, OperationKind};
 
 const KINDS: usize = 5;
 /// 4 KiB and less, 8 KiB, ... 16 MiB and more.
@@ -17,7 +17,7 @@ const SIZES: usize = 13;
 const DEPTHS: usize = 6;
 
 #[derive(Debug)]
-pub(crate) struct Alone {
+pub(crate) struct Baseline {
     cells: Vec<Cell>,
 }
 
@@ -34,30 +34,32 @@ const BATCH: u64 = 256;
 
 /// Which operations are alike.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Likeness(u16);
+pub(crate) struct OperationClass(u16);
 
-impl Likeness {
+impl OperationClass {
     /// `beside`: operations of the same disk that are on the way.
     #[inline]
-    pub fn of(kind: Kind, bytes: u64, beside: u64) -> Self {
+    pub fn of(kind: OperationKind, bytes: u64, beside: u64) -> Self {
         let size = ((bytes.max(4096) - 1) >> 12)
             .checked_ilog2()
             .map_or(0, |log| log as usize + 1)
             .min(SIZES - 1);
         let depth = beside.checked_ilog2().map_or(0, |log| log as usize + 1).min(DEPTHS - 1);
-        Likeness(((kind as usize * SIZES + size) * DEPTHS + depth) as u16)
+        OperationClass(((kind as usize * SIZES + size) * DEPTHS + depth) as u16)
     }
 }
 
-impl Alone {
+impl Baseline {
     /// Starts with what a calibration tells. A device that takes `alone` for what costs it less
     /// works on several at a time; then it takes so many times the cost for any operation, and more
     /// only where they are more than that.
     pub fn new(calibration: &Calibration) -> Self {
-        let alone = Alone { cells: (0..KINDS * SIZES * DEPTHS).map(|_| Cell::default()).collect() };
-        for (kind, known) in
-            [(Kind::Read, calibration.alone_read), (Kind::Write, calibration.alone_write)]
-        {
+        let alone =
+            Baseline { cells: (0..KINDS * SIZES * DEPTHS).map(|_| Cell::default()).collect() };
+        for (kind, known) in [
+            (OperationKind::Read, calibration.alone_read),
+            (OperationKind::Write, calibration.alone_write),
+        ] {
             let cost = |bytes| {
                 calibration.costs.of(&Operation { kind, bytes, sequential: false, requests: 1 })
             };
@@ -67,7 +69,7 @@ impl Alone {
                 let (bytes, beside) = (4096 << size, (1 << depth) >> 1);
                 let time = u128::from(cost(bytes)) * u128::from(known) / u128::from(cost(4096));
                 let time = u64::try_from(time).unwrap_or(u64::MAX).max((beside + 1) * cost(bytes));
-                let cell = &alone.cells[usize::from(Likeness::of(kind, bytes, beside).0)];
+                let cell = &alone.cells[usize::from(OperationClass::of(kind, bytes, beside).0)];
                 cell.expected.store(if known == 0 { 0 } else { time }, Relaxed);
             }
         }
@@ -76,14 +78,14 @@ impl Alone {
 
     /// 0: nothing is known yet.
     #[inline]
-    pub fn expected(&self, likeness: Likeness) -> u64 {
-        self.cells[usize::from(likeness.0)].expected.load(Relaxed)
+    pub fn expected(&self, class: OperationClass) -> u64 {
+        self.cells[usize::from(class.0)].expected.load(Relaxed)
     }
 
     /// `by_itself`: nobody else's operation was on the device.
     #[inline]
-    pub fn learn(&self, likeness: Likeness, service: u64, by_itself: bool) {
-        let cell = &self.cells[usize::from(likeness.0)];
+    pub fn learn(&self, class: OperationClass, service: u64, by_itself: bool) {
+        let cell = &self.cells[usize::from(class.0)];
         let known = cell.expected.load(Relaxed);
         // Several at a time may lose one another's lesson: there are always more.
         match (known, by_itself) {
@@ -121,55 +123,56 @@ mod tests {
 
     #[test]
     fn neighbours_do_not_change_what_is_expected() {
-        let alone = Alone::new(&Calibration::of(Costs::FLASH));
-        let likeness = Likeness::of(Kind::Read, 4096, 0);
+        let alone = Baseline::new(&Calibration::of(Costs::FLASH));
+        let class = OperationClass::of(OperationKind::Read, 4096, 0);
         for _ in 0..200 {
-            alone.learn(likeness, 100_000, true);
+            alone.learn(class, 100_000, true);
         }
-        assert!(alone.expected(likeness).abs_diff(100_000) < 2_000);
+        assert!(alone.expected(class).abs_diff(100_000) < 2_000);
         for _ in 0..10_000 {
-            alone.learn(likeness, 5_000_000, false);
+            alone.learn(class, 5_000_000, false);
         }
-        assert!(alone.expected(likeness).abs_diff(100_000) < 2_000);
+        assert!(alone.expected(class).abs_diff(100_000) < 2_000);
         for _ in 0..200 {
-            alone.learn(likeness, 300_000, true);
+            alone.learn(class, 300_000, true);
         }
-        assert!(alone.expected(likeness).abs_diff(300_000) < 6_000);
+        assert!(alone.expected(class).abs_diff(300_000) < 6_000);
     }
 
     #[test]
     fn a_first_guess_among_neighbours_comes_down() {
-        let alone = Alone::new(&Calibration::of(Costs::FLASH));
-        let likeness = Likeness::of(Kind::Write, 65_536, 3);
-        alone.learn(likeness, 5_000_000, false);
+        let alone = Baseline::new(&Calibration::of(Costs::FLASH));
+        let class = OperationClass::of(OperationKind::Write, 65_536, 3);
+        alone.learn(class, 5_000_000, false);
         for _ in 0..20_000 {
-            alone.learn(likeness, 80_000, false);
+            alone.learn(class, 80_000, false);
         }
-        assert!(alone.expected(likeness) < 90_000);
+        assert!(alone.expected(class) < 90_000);
     }
 
     #[test]
     fn a_calibration_tells_of_other_sizes_and_depths() {
         let costs = Costs { read: 10_000, read_per_mib: 256_000, ..Costs::FLASH };
         // 11 us of cost, 110 us alone: ten at a time.
-        let alone = Alone::new(&Calibration { alone_read: 110_000, ..Calibration::of(costs) });
-        let expected = |bytes, beside| alone.expected(Likeness::of(Kind::Read, bytes, beside));
+        let alone = Baseline::new(&Calibration { alone_read: 110_000, ..Calibration::of(costs) });
+        let expected =
+            |bytes, beside| alone.expected(OperationClass::of(OperationKind::Read, bytes, beside));
         assert_eq!((expected(4096, 0), expected(4096, 7)), (110_000, 110_000));
         assert_eq!(expected(4096, 16), 17 * 11_000);
         assert_eq!(expected(1 << 20, 0), 2_660_000);
-        assert_eq!(alone.expected(Likeness::of(Kind::Write, 4096, 0)), 0);
+        assert_eq!(alone.expected(OperationClass::of(OperationKind::Write, 4096, 0)), 0);
     }
 
     #[test]
     fn likenesses() {
-        let of = |bytes, beside| Likeness::of(Kind::Read, bytes, beside);
+        let of = |bytes, beside| OperationClass::of(OperationKind::Read, bytes, beside);
         assert_eq!(of(0, 0), of(4096, 0));
         assert_ne!(of(4097, 0), of(4096, 0));
         assert_eq!(of(4097, 0), of(8192, 0));
         assert_ne!(of(4096, 1), of(4096, 0));
         assert_eq!(of(4096, 2), of(4096, 3));
         assert_eq!(
-            Likeness::of(Kind::WriteZeroes, u64::MAX, u64::MAX).0 as usize,
+            OperationClass::of(OperationKind::WriteZeroes, u64::MAX, u64::MAX).0 as usize,
             KINDS * SIZES * DEPTHS - 1
         );
     }

@@ -13,14 +13,14 @@ use std::task::Waker;
 
 /// A request's place among those that wait; used again for the next one.
 #[derive(Debug, Default)]
-pub struct Slot(AtomicU8);
+pub struct WaitToken(AtomicU8);
 
 const IDLE: u8 = 0;
 const WAITS: u8 = 1;
 const GRANTED: u8 = 2;
 
-impl Slot {
-    pub(crate) fn begin(&self) {
+impl WaitToken {
+    pub(crate) fn start(&self) {
         self.0.store(WAITS, SeqCst);
     }
 
@@ -30,7 +30,7 @@ impl Slot {
     }
 
     /// Whether the request may begin: once, for each wait.
-    pub fn take(&self) -> bool {
+    pub fn take_grant(&self) -> bool {
         self.0.compare_exchange(GRANTED, IDLE, SeqCst, SeqCst).is_ok()
     }
 
@@ -55,7 +55,7 @@ pub fn later(a: u64, b: u64) -> u64 {
 
 #[derive(Debug)]
 pub(crate) struct Waiter {
-    pub slot: Arc<Slot>,
+    pub token: Arc<WaitToken>,
     pub waker: Waker,
     pub cost: u64,
     pub bytes: u64,
@@ -83,12 +83,12 @@ impl PartialOrd for Head {
 
 /// The queues of the disks, by their number on the device, and the order among them.
 #[derive(Debug, Default)]
-pub(crate) struct Board {
+pub(crate) struct WaitList {
     queues: Vec<VecDeque<Waiter>>,
     heads: BinaryHeap<Head>,
 }
 
-impl Board {
+impl WaitList {
     pub fn push(&mut self, disk: usize, tag: u64, waiter: Waiter) {
         if self.queues.len() <= disk {
             self.queues.resize_with(disk + 1, VecDeque::new);
@@ -100,8 +100,8 @@ impl Board {
     }
 
     /// The disk whose turn it is, and its tag. It keeps no place in the heap: the caller says where
-    /// it goes on ([`Board::again`]), whether it takes the disk's request ([`Board::take`]) or not.
-    pub fn turn(&mut self) -> Option<(usize, u64)> {
+    /// it goes on ([`WaitList::again`]), whether it takes the disk's request ([`WaitList::take`]) or not.
+    pub fn pop_head(&mut self) -> Option<(usize, u64)> {
         self.heads.pop().map(|head| (head.disk, head.tag))
     }
 
@@ -111,7 +111,7 @@ impl Board {
     }
 
     /// The disk's next request, if it has one, begins at `tag`.
-    pub fn again(&mut self, disk: usize, tag: u64) {
+    pub fn push_head(&mut self, disk: usize, tag: u64) {
         if !self.queues[disk].is_empty() {
             self.heads.push(Head { tag, disk });
         }
@@ -133,52 +133,54 @@ mod tests {
     use super::*;
 
     fn waiter(cost: u64) -> Waiter {
-        Waiter { slot: Arc::default(), waker: Waker::noop().clone(), cost, bytes: 0, requests: 1 }
+        Waiter { token: Arc::default(), waker: Waker::noop().clone(), cost, bytes: 0, requests: 1 }
     }
 
-    fn pop(board: &mut Board) -> Option<(usize, u64)> {
-        let (disk, _) = board.turn()?;
-        board.take(disk).map(|waiter| (disk, waiter.cost))
+    fn pop(wait_list: &mut WaitList) -> Option<(usize, u64)> {
+        let (disk, _) = wait_list.pop_head()?;
+        wait_list.take(disk).map(|waiter| (disk, waiter.cost))
     }
 
     #[test]
     fn the_lowest_tag_goes_first_also_where_tags_wrap() {
-        let mut board = Board::default();
+        let mut wait_list = WaitList::default();
         let near_end = u64::MAX - 5;
         for (disk, tag) in
             [(0, near_end.wrapping_add(10)), (1, near_end), (2, near_end.wrapping_add(5))]
         {
-            board.push(disk, tag, waiter(disk as u64));
+            wait_list.push(disk, tag, waiter(disk as u64));
         }
-        board.push(1, 0, waiter(11));
-        assert_eq!(pop(&mut board), Some((1, 1)));
-        board.again(1, near_end.wrapping_add(7));
-        let order: Vec<_> = std::iter::from_fn(|| pop(&mut board)).collect();
+        wait_list.push(1, 0, waiter(11));
+        assert_eq!(pop(&mut wait_list), Some((1, 1)));
+        wait_list.push_head(1, near_end.wrapping_add(7));
+        let order: Vec<_> = std::iter::from_fn(|| pop(&mut wait_list)).collect();
         assert_eq!(order, [(2, 2), (1, 11), (0, 0)]);
     }
 
     #[test]
     fn out_of_turn() {
-        let mut board = Board::default();
-        board.push(3, 10, waiter(1));
-        board.push(3, 0, waiter(2));
-        assert_eq!(board.pop_of(3).map(|w| w.cost), Some(1));
-        board.push(4, 5, waiter(3));
-        assert_eq!(board.pop_of(4).map(|w| w.cost), Some(3));
-        assert_eq!(pop(&mut board), Some((3, 2)));
+        let mut wait_list = WaitList::default();
+        wait_list.push(3, 10, waiter(1));
+        wait_list.push(3, 0, waiter(2));
+        assert_eq!(wait_list.pop_of(3).map(|w| w.cost), Some(1));
+        wait_list.push(4, 5, waiter(3));
+        assert_eq!(wait_list.pop_of(4).map(|w| w.cost), Some(3));
+        assert_eq!(pop(&mut wait_list), Some((3, 2)));
         assert!(
-            pop(&mut board).is_none() && board.pop_of(3).is_none() && board.pop_of(9).is_none()
+            pop(&mut wait_list).is_none()
+                && wait_list.pop_of(3).is_none()
+                && wait_list.pop_of(9).is_none()
         );
     }
 
     #[test]
     fn a_slot_is_granted_or_cancelled() {
-        let slot = Slot::default();
-        slot.begin();
-        assert!(!slot.take() && slot.grant() && slot.take() && !slot.take());
-        slot.begin();
-        assert!(!slot.cancel() && !slot.grant());
-        slot.begin();
-        assert!(slot.grant() && slot.cancel() && !slot.take());
+        let token = WaitToken::default();
+        token.start();
+        assert!(!token.take_grant() && token.grant() && token.take_grant() && !token.take_grant());
+        token.start();
+        assert!(!token.cancel() && !token.grant());
+        token.start();
+        assert!(token.grant() && token.cancel() && !token.take_grant());
     }
 }
