@@ -64,6 +64,7 @@ install: ## programs, man pages, documentation, completions, systemd units, gues
 	install -Dm644 contrib/tmpfiles.conf $(DESTDIR)$(PREFIX)/lib/tmpfiles.d/blockyard.conf
 	install -Dm644 contrib/blockyard.toml $(share)/doc/blockyard/blockyard.toml
 	install -Dm644 -t $(share)/doc/blockyard/docs docs/*.md docs/*.svg
+	install -Dm644 -t $(share)/doc/blockyard/docs/design docs/design/*.md
 	install -d $(share)/blockyard/guests
 	install -m755 guests/setup guests/tool guests/uml guests/qemu guests/guest-init $(share)/blockyard/guests
 	install -m755 guests/xen guests/xen-block guests/xen-dom0 guests/xen-initramfs $(share)/blockyard/guests

@@ -11,8 +11,8 @@
 //!                └ window   how much may be on the way
 //! ```
 //! In: who asks for what, and when. Out: whether it may begin, or until when it waits. Nothing here
-//! reads a clock, sleeps, or does I/O; the floor above does. See docs/fair-share.md for why it is
-//! as it is, and for the sources. What must hold: an operation of a disk inside its limits and its
+//! reads a clock, sleeps, or does I/O; the floor above does. docs/design/fair-shares.md has the
+//! reasons and the sources. What must hold: an operation of a disk inside its limits and its
 //! share takes no lock; whoever waits is let in.
 
 // These macros panic when the stream cannot be written; `blockyard_program::output` and the log do

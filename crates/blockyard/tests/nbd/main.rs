@@ -9,7 +9,7 @@
 //!   load       fio's nbd engine, verified
 //!   durable    several connections of one disk, kill -9, and what a flush has covered
 //!   names      several exports on one address; sizes that change
-//!   pages      the commands of docs/fio.md, docs/qemu.md, docs/libnbd.md
+//!   pages      the commands of the pages in docs/
 //!   iotests    QEMU's own tests, with Blockyard for qemu-nbd
 //!   kernel     the kernel's driver, in a User Mode Linux guest
 //!   idle       clients that ask for nothing: when it sleeps, when it looks

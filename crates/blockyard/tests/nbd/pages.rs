@@ -1,8 +1,9 @@
-//! The commands of pages of docs/, as they stand there: what begins with "```sh" is run, in the
-//! page's order, in one folder; what begins with "```sh guest" in a User Mode Linux guest, as root.
+//! The commands of the pages in docs/, run as the pages print them. Blocks that begin with "```sh"
+//! run in the page's order, in one empty folder. Blocks that begin with "```sh guest" run as root
+//! in a User Mode Linux guest.
 //!
-//! `blockyard serve` occupies a terminal of its own, as the pages say: here it goes to the
-//! background when it is ready.
+//! The pages give `blockyard serve` a terminal of its own. Here it runs in the background, and the
+//! script goes on when the server is ready.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,7 +17,7 @@ fn page(name: &str) -> String {
     std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("reading {}: {e}", path.display()))
 }
 
-/// The blocks with this fence, one after the other.
+/// Returns the text of all blocks with this fence, in the page's order.
 fn blocks(page: &str, fence: &str) -> String {
     let mut inside = false;
     let mut out = String::new();
@@ -31,11 +32,11 @@ fn blocks(page: &str, fence: &str) -> String {
     out
 }
 
-/// Serving goes to the background, and ends with the script.
+/// Bash: `blockyard serve` goes to the background. [`END`] ends the servers.
 const SERVE: &str = r#"
 set -euo pipefail
 blockyard() {
-    if [[ $1 != serve ]]; then "$BLOCKYARD" "$@"; return; fi
+    if [[ $1 != serve || " $* " = *" --check-config "* ]]; then "$BLOCKYARD" "$@"; return; fi
     "$BLOCKYARD" "$@" >out 2>>log & servers+=($!)
     until grep -qx ready out; do kill -0 "${servers[-1]}" || { cat log >&2; return 1; }; sleep 0.05; done
     rm out
@@ -44,7 +45,10 @@ servers=()
 "#;
 
 const END: &str = r#"
-for server in "${servers[@]}"; do kill "$server"; wait "$server"; done
+for server in "${servers[@]}"; do
+    # A page may have ended it.
+    if kill "$server" 2>/dev/null; then wait "$server"; fi
+done
 echo "all of it has run"
 "#;
 
@@ -53,7 +57,7 @@ fn runs_as_it_stands(name: &str, programs: &[&str]) {
     assert!(text.lines().count() > 3, "{name} has no commands");
     let folder = Folder::new();
     let bin = wrappers(&folder, programs);
-    // The script's daemons end with it, however it ends.
+    // The trap ends daemons also if the script fails.
     let script = format!(
         "{SERVE}trap 'kill $(jobs -p) $(cat *.pid 2>/dev/null) 2>/dev/null || :' EXIT\nset -x\n{text}{END}"
     );
@@ -73,7 +77,7 @@ fn runs_as_it_stands(name: &str, programs: &[&str]) {
     assert!(!finished.out.contains("verification failed"), "{name}: {}", finished.out);
 }
 
-/// The peers' programs by their own names.
+/// Returns a folder with `blockyard` and the peers' programs under their own names.
 fn wrappers(folder: &Folder, programs: &[&str]) -> PathBuf {
     use std::os::unix::fs::PermissionsExt;
     let bin = folder.join("bin");
@@ -81,8 +85,7 @@ fn wrappers(folder: &Folder, programs: &[&str]) -> PathBuf {
     let tool = guests().join("tool").canonicalize().unwrap();
     std::os::unix::fs::symlink(BLOCKYARD, bin.join("blockyard")).unwrap();
     for program in programs {
-        // nbdkit goes to the background by itself; its process is noted, to be ended with the
-        // script.
+        // nbdkit goes to the background by itself. The trap of the script ends it by this file.
         let more = if *program == "nbdkit" { "-P nbdkit-$$.pid" } else { "" };
         let path = bin.join(program);
         std::fs::write(
@@ -116,8 +119,23 @@ fn nbd() {
 }
 
 #[test]
-fn resize() {
-    runs_as_it_stands("resize.md", &["nbdinfo"]);
+fn operate() {
+    runs_as_it_stands("operate.md", &["nbdinfo", "nbdcopy"]);
+}
+
+#[test]
+fn measure() {
+    runs_as_it_stands("measure.md", &["fio"]);
+}
+
+#[test]
+fn compare() {
+    runs_as_it_stands("compare.md", &["fio"]);
+}
+
+#[test]
+fn fair_share() {
+    runs_as_it_stands("fair-share.md", &[]);
 }
 
 #[test]
