@@ -1,19 +1,19 @@
-//! What an operation takes while its disk has the device to itself: what neighbours are measured
-//! against.
+//! Baseline service times: what an operation takes while its disk has the device to itself. The
+//! effect of neighbours is measured against them.
 //!
-//! In: service times, with what else was on the device when they began. Out: the time to expect of
-//! an operation by its kind, its size, and how many of its own disk's were on the way. A service
-//! time with nobody else there is taken as it is; those beside neighbours only where they are
-//! shorter, on the whole, than what is known: neighbours make nothing faster.
+//! In: service times, and whether other disks had operations in flight. Out: the expected service
+//! time of an operation by type, size, and queue depth of its own disk. Service times without
+//! neighbours update the average. Service times with neighbours only lower it, if their mean over a
+//! batch is shorter, because neighbours make nothing faster.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::cost::{Calibration, Operation, OperationKind};
 
 const KINDS: usize = 5;
-/// 4 KiB and less, 8 KiB, ... 16 MiB and more.
+/// Size classes: up to 4 KiB, up to 8 KiB, ... up to 16 MiB and more.
 const SIZES: usize = 13;
-/// The operation alone, with one, with 2-3, 4-7, 8-15, 16 and more of its own disk.
+/// Depth classes: 0, 1, 2-3, 4-7, 8-15, or 16 and more other operations of the same disk in flight.
 const DEPTHS: usize = 6;
 
 #[derive(Debug)]
@@ -24,20 +24,20 @@ pub(crate) struct Baseline {
 #[derive(Debug, Default)]
 struct Cell {
     expected: AtomicU64,
-    /// Service times beside neighbours, until there are [`BATCH`] of them: their sum, and how many.
+    /// Sum and number of the service times with neighbours, until there are [`BATCH`] of them.
     sum: AtomicU64,
     count: AtomicU64,
 }
 
-/// A single short one says nothing: devices have their good moments.
+/// Service times with neighbours that make one sample. A single short one may be chance.
 const BATCH: u64 = 256;
 
-/// Which operations are alike.
+/// A class of operations that have the same expected service time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct OperationClass(u16);
 
 impl OperationClass {
-    /// `beside`: operations of the same disk that are on the way.
+    /// `beside`: other operations of the same disk in flight.
     #[inline]
     pub fn of(kind: OperationKind, bytes: u64, beside: u64) -> Self {
         let size = ((bytes.max(4096) - 1) >> 12)
@@ -50,9 +50,10 @@ impl OperationClass {
 }
 
 impl Baseline {
-    /// Starts with what a calibration tells. A device that takes `alone` for what costs it less
-    /// works on several at a time; then it takes so many times the cost for any operation, and more
-    /// only where they are more than that.
+    /// Starts with the values of a calibration. If the measured service time of a 4 KiB operation
+    /// exceeds its cost, the device works on several operations in parallel. Then the expected time
+    /// of any size is its cost times that ratio, or the cost of all operations in flight if that is
+    /// more.
     pub fn new(calibration: &Calibration) -> Self {
         let alone =
             Baseline { cells: (0..KINDS * SIZES * DEPTHS).map(|_| Cell::default()).collect() };
@@ -76,19 +77,21 @@ impl Baseline {
         alone
     }
 
-    /// 0: nothing is known yet.
+    /// Returns the expected service time in nanoseconds. 0: unknown.
     #[inline]
     pub fn expected(&self, class: OperationClass) -> u64 {
         self.cells[usize::from(class.0)].expected.load(Relaxed)
     }
 
-    /// `by_itself`: nobody else's operation was on the device.
+    /// Updates the expected time with a measured service time in nanoseconds. `was_alone`: no other
+    /// disk had an operation in flight.
     #[inline]
-    pub fn learn(&self, class: OperationClass, service: u64, by_itself: bool) {
+    pub fn learn(&self, class: OperationClass, service: u64, was_alone: bool) {
         let cell = &self.cells[usize::from(class.0)];
         let known = cell.expected.load(Relaxed);
-        // Several at a time may lose one another's lesson: there are always more.
-        match (known, by_itself) {
+        // Concurrent updates may overwrite each other. That loses single samples, which does not
+        // matter.
+        match (known, was_alone) {
             (0, _) => cell.expected.store(service.max(1), Relaxed),
             (_, true) => cell.expected.store(known - known / 32 + service / 32, Relaxed),
             _ => {
@@ -106,8 +109,8 @@ impl Baseline {
         }
     }
 
-    /// What was learnt grows old: a device that has become slower must not look as if it had
-    /// neighbours for ever. Once a second.
+    /// Raises the expected times slightly. Call it once a second. Otherwise a device that has
+    /// become slower would look as if it had neighbours for ever.
     pub fn age(&self) {
         for cell in &self.cells {
             let known = cell.expected.load(Relaxed);
@@ -140,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_first_guess_among_neighbours_comes_down() {
+    fn a_first_value_measured_with_neighbours_decreases() {
         let alone = Baseline::new(&Calibration::of(Costs::FLASH));
         let class = OperationClass::of(OperationKind::Write, 65_536, 3);
         alone.learn(class, 5_000_000, false);
@@ -151,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_calibration_tells_of_other_sizes_and_depths() {
+    fn a_calibration_applies_to_other_sizes_and_depths() {
         let costs = Costs { read: 10_000, read_per_mib: 256_000, ..Costs::FLASH };
         // 11 us of cost, 110 us alone: ten at a time.
         let alone = Baseline::new(&Calibration { alone_read: 110_000, ..Calibration::of(costs) });
@@ -164,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn likenesses() {
+    fn sizes_and_depths_map_to_classes() {
         let of = |bytes, beside| OperationClass::of(OperationKind::Read, bytes, beside);
         assert_eq!(of(0, 0), of(4096, 0));
         assert_ne!(of(4097, 0), of(4096, 0));

@@ -1,8 +1,8 @@
-//! What an operation costs a device: nanoseconds of the device's time, of which a device that is
-//! busy gives a second a second.
+//! Cost of an operation, in nanoseconds of device time. A busy device completes one second of cost
+//! a second.
 //!
-//! The linear model of Linux's blk-iocost: a base by type, and by whether it follows the one
-//! before, and so much a byte.
+//! The linear model of Linux's blk-iocost: a base cost by type and by whether the operation is
+//! sequential, and a cost for each byte.
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperationKind {
@@ -13,20 +13,20 @@ pub enum OperationKind {
     WriteZeroes,
 }
 
-/// What is asked of a device.
+/// An operation on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Operation {
     pub kind: OperationKind,
     pub bytes: u64,
-    /// It begins where one before it ended.
+    /// It begins where an earlier operation ended.
     pub sequential: bool,
-    /// The guest's requests in it: more than one where neighbours go as one operation.
+    /// Number of guest requests in it: more than 1 if adjacent requests were merged.
     pub requests: u32,
 }
 
 impl Operation {
-    /// Bytes that it is charged for, beside its base: a discard, or zeroes that are not written,
-    /// move none.
+    /// Returns the bytes that it is charged for, in addition to its base cost. A discard, or zeroes
+    /// that are not written, move none.
     #[inline]
     pub fn moves(&self) -> u64 {
         match self.kind {
@@ -36,10 +36,11 @@ impl Operation {
     }
 }
 
-/// No operation costs more: 17 s, so that virtual times stay far from their range.
+/// Largest cost of one operation: 17 s. It keeps virtual times far from half of their range.
 const MOST: u64 = 1 << 34;
 
-/// The figures of a device, in nanoseconds; `per_mib` for each MiB beyond nothing.
+/// Cost model of a device, in nanoseconds. `*_per_mib`: cost of each MiB in addition to the base
+/// cost.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
     pub read: u64,
@@ -53,13 +54,14 @@ pub struct Costs {
     pub write_zeroes: u64,
 }
 
-/// What is known of a device before it is used.
+/// Calibration of a device, measured before it is used.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Calibration {
     pub costs: Costs,
-    /// Cost on the way, in nanoseconds, with which the device is busy.
+    /// Cost in flight that keeps the device busy, in nanoseconds. None: unknown.
     pub window: Option<u64>,
-    /// Nanoseconds that an operation of 4 KiB takes by itself; 0: unknown.
+    /// Service times of a 4 KiB read and a 4 KiB write on an otherwise idle device, in nanoseconds.
+    /// 0: unknown.
     pub alone_read: u64,
     pub alone_write: u64,
 }
@@ -71,7 +73,7 @@ impl Calibration {
 }
 
 impl Costs {
-    /// A virtual or SATA flash disk of today: 80 thousand random reads a second, 1 GiB/s.
+    /// A typical virtual or SATA flash disk: 80,000 random reads a second, 1 GiB/s.
     pub const FLASH: Costs = Costs {
         read: 9_000,
         read_sequential: 6_000,
@@ -84,7 +86,7 @@ impl Costs {
         write_zeroes: 50_000,
     };
 
-    /// A disk that turns: 120 seeks a second, 180 MiB/s.
+    /// A rotational disk: 120 seeks a second, 180 MiB/s.
     pub const ROTATIONAL: Costs = Costs {
         read: 8_000_000,
         read_sequential: 20_000,
@@ -97,8 +99,8 @@ impl Costs {
         write_zeroes: 20_000_000,
     };
 
-    /// What a request is charged when it comes: of a flush little, for several of them may share
-    /// one sync of the device. That is charged when it is done.
+    /// Returns what a request is charged on admission. A flush is charged little, because several
+    /// flushes may share one sync of the device; the sync is charged when it begins.
     #[inline]
     pub(crate) fn of_request(&self, operation: &Operation) -> u64 {
         if operation.kind == OperationKind::Flush {
@@ -108,7 +110,7 @@ impl Costs {
         }
     }
 
-    /// What writes of metadata and copies cost.
+    /// Returns the cost of metadata writes and copies that the image makes on its own.
     pub(crate) fn of_more(&self, operations: u64, bytes: u64) -> u64 {
         let of = |bytes| {
             self.of(&Operation {
@@ -121,7 +123,7 @@ impl Costs {
         of(0).saturating_mul(operations).saturating_add(of(bytes) - of(0)).min(MOST)
     }
 
-    /// At least 1.
+    /// Returns the full cost of an operation in nanoseconds, at least 1.
     #[inline]
     pub fn of(&self, operation: &Operation) -> u64 {
         let (base, per_mib) = match (operation.kind, operation.sequential) {
@@ -143,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn base_and_bytes() {
+    fn a_cost_is_a_base_and_a_cost_for_each_byte() {
         let read = |bytes, sequential| Operation {
             kind: OperationKind::Read,
             bytes,

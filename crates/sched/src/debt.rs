@@ -1,48 +1,48 @@
-//! What a disk owes because drained queues let operations pass before their time.
+//! Debt of a disk: cost that was admitted ahead of time because a queue was drained.
 //!
-//! In: operations that passed because of a drain, and those that wait. Out: until when the queues
-//! of the disk take nothing. What must hold: over any time a disk that is drained again and again
-//! gets what its limits and its share allow, and what one drain lets pass; that is bounded, because
-//! the queues take nothing while [`MAX_QUEUED_NS`] waits.
+//! In: operations that a drain admitted, and operations that wait. Out: until when the disk's
+//! queues take no requests. What must hold: over any time a disk that is drained again and again
+//! gets what its limits and its share allow, plus what one drain admits. The latter is bounded,
+//! because the queues take no requests while operations of more than [`MAX_QUEUED_NS`] wait.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use crate::Time;
 
-/// Nanoseconds of limits or share that the waiting operations of a disk may be worth. Beyond this
-/// its queues take no more requests. This bounds what a drain lets pass, and with it the time until
-/// the debt is paid.
+/// Largest cost of a disk's waiting operations, in nanoseconds of its limits or share. Beyond this
+/// its queues take no more requests. This bounds what a drain admits, and so the time until the
+/// debt is paid.
 pub(crate) const MAX_QUEUED_NS: u64 = 30_000_000_000;
-/// No operation in line is worth more.
+/// Largest cost that one waiting operation counts for, in nanoseconds.
 const MAX_OPERATION_NS: u64 = 1 << 50;
-/// Pause before a queue looks again whether the line has become shorter.
+/// Pause before a queue checks the cost of the waiting operations again, in nanoseconds.
 const LOOK: u64 = 20_000_000;
 
 #[derive(Debug, Default)]
 pub(crate) struct Debt {
-    /// When the limits will have been paid, and when the device will have been.
+    /// Times when the debt to the limits is paid, and the debt to the device.
     limits: AtomicU64,
     device: AtomicU64,
-    /// The device was owed something, and the disk may still be ahead of its share.
+    /// The disk has had a debt to the device, and may still exceed its share.
     ahead: AtomicBool,
-    /// What the operations are worth that wait.
+    /// Cost of the waiting operations, in nanoseconds.
     queued_ns: AtomicU64,
-    /// Number of operations that wait, for limits or for the device.
+    /// Number of operations that wait for limits or for the device.
     waiting: AtomicU64,
 }
 
 impl Debt {
-    /// The limits let the next operation begin at `opens`.
+    /// Notes that the limits admit the next operation at `opens`.
     pub fn owe_limits(&self, opens: Time) {
         self.limits.fetch_max(opens, Relaxed);
     }
 
-    /// The limits have changed: they let the next operation begin at `opens`.
+    /// Shortens the debt after a change of the limits: they admit the next operation at `opens`.
     pub fn limits_changed(&self, opens: Time) {
         self.limits.fetch_min(opens, Relaxed);
     }
 
-    /// The device is owed that much of the time that is due to the disk.
+    /// Adds `time` nanoseconds of the disk's share of the device to the debt.
     pub fn owe_device(&self, now: Time, time: u64) {
         if time > 0 {
             let paid = |until: Time| Some(until.max(now).saturating_add(time));
@@ -51,7 +51,7 @@ impl Debt {
         }
     }
 
-    /// Notes that an operation waits. Returns what it counts for, until [`Debt::leave`].
+    /// Adds a waiting operation. Returns the cost that it counts for, which [`Debt::leave`] takes.
     pub fn join(&self, worth: u64) -> u64 {
         let worth = worth.min(MAX_OPERATION_NS);
         self.queued_ns.fetch_add(worth, Relaxed);
@@ -68,7 +68,8 @@ impl Debt {
         self.waiting.load(Relaxed)
     }
 
-    /// `is_ahead`: the disk is ahead of its share, and another one waits for the device.
+    /// Returns until when the disk's queues must take no requests. `is_ahead` returns whether the
+    /// disk exceeds its share while another disk waits for the device.
     #[inline]
     pub fn held_back(&self, now: Time, is_ahead: impl FnOnce() -> bool) -> Option<Time> {
         let paid = self.limits.load(Relaxed).max(self.device.load(Relaxed));
@@ -115,7 +116,7 @@ mod tests {
             let paid = share.held_back(NOW).unwrap();
             assert!((NOW + 29 * SECOND / 10..=NOW + 3 * SECOND).contains(&paid), "{paid}");
             assert_eq!(share.held_back(paid), None);
-            // A faster limit is paid sooner, and no limit is owed nothing.
+            // A faster limit is paid sooner. A limit that was removed is owed nothing.
             share.set(&if disk == Knobs::default() { disk.clone() } else { bps(100_000) }, NOW);
             host.set_group(
                 "g",
@@ -149,8 +150,8 @@ mod tests {
         assert_eq!(two.held_back(NOW), None);
     }
 
-    /// What the device does in a second is not known for certain. A disk that waits for it shows
-    /// that it is busy.
+    /// The debt in nanoseconds relies on an assumed speed of the device. A disk that still waits
+    /// shows that the device has not caught up.
     #[test]
     fn a_disk_that_is_ahead_of_its_share_is_held_back_while_another_waits() {
         let host = Host::default();
@@ -166,23 +167,23 @@ mod tests {
         two.wait(NOW, &read, &token, std::task::Waker::noop());
         let later = NOW + 3600 * SECOND;
         assert_eq!(one.held_back(later), Some(later + LOOK));
-        // The device has done all that, and the disk that waited begins.
+        // The device completes the operations, and the waiting disk begins.
         forced.into_iter().for_each(|grant| one.done(NOW, grant));
         granted.into_iter().for_each(|grant| two.done(NOW, grant));
         assert!(token.take_grant());
         assert_eq!(one.held_back(later), None);
     }
 
-    /// What waits bounds what a drain lets pass.
+    /// The cost of the waiting operations bounds what a drain admits.
     #[test]
-    fn a_long_line_holds_the_queues_back() {
+    fn many_waiting_operations_hold_the_queues_back() {
         let share = Host::default().share(None, None, &bps(1000));
-        let mut line: Vec<u64> = (0..30).map(|_| share.join_queue(&write(1000))).collect();
+        let mut queue: Vec<u64> = (0..30).map(|_| share.join_queue(&write(1000))).collect();
         assert_eq!(share.held_back(NOW), None, "half a minute of waiting is allowed");
-        line.push(share.join_queue(&write(1)));
+        queue.push(share.join_queue(&write(1)));
         assert_eq!(share.held_back(NOW), Some(NOW + LOOK));
-        line.push(share.join_queue(&write(u64::MAX)));
-        line.drain(..).for_each(|worth| share.leave_queue(worth));
+        queue.push(share.join_queue(&write(u64::MAX)));
+        queue.drain(..).for_each(|worth| share.leave_queue(worth));
         assert_eq!(share.held_back(NOW), None);
     }
 }

@@ -1,16 +1,22 @@
-//! A backing device that disks share: start-time fair queueing with a bounded window.
+//! A backing device that disks share: start-time fair queueing with a bounded in-flight window.
 //!
 //! ```text
-//!   ask ── fewer than the window on the way, or the disk inside its share, or its reservation due ──► grant
-//!    └──── else ► wait ► the board, lowest tag first ── done makes room ────────────────────────────► grant ► done
+//!   ask ── room in the window, or disk within its share, or reservation due ──► grant
+//!    └──── else ► wait ► wait list, lowest start tag first ── done makes room ► grant ► done
 //! ```
-//! In: operations of its disks, and when. Out: when each may begin. Each disk has a tag, the
-//! virtual time at which its next operation begins; an operation moves it on by cost / weight. The
-//! device's virtual time is the tag of what began last in turn. A disk whose tag is ahead of it by
-//! no more than a margin has had no more than its share: it never waits, and takes no lock. Nothing
-//! is saved up: who comes back begins at the device's virtual time. What must hold: whoever waits
-//! is let in when room is made (a wait is counted before the window is looked at once more, and
-//! `done` makes room before it looks for waits); with nothing on the way, somebody goes.
+//!
+//! In: operations of the device's disks, and the current time. Out: when each operation may begin.
+//!
+//! Each disk has a start tag: the virtual time at which its next operation begins. An operation
+//! advances it by cost / weight. The device's virtual time is the start tag of the last operation
+//! that was admitted in order. A disk is within its share if its start tag exceeds the device's
+//! virtual time by at most a margin. Its operations never wait and take no lock. An idle disk saves
+//! up no credit: its next operation begins at the device's virtual time. What must hold: every
+//! operation that waits is admitted when there is room. For this, `wait` counts an operation before
+//! it checks the window again, and `done` makes room before it checks for waiting operations. An
+//! idle device always admits a waiter.
+//!
+//! Source: P. Goyal, H. M. Vin, H. Cheng, "Start-time Fair Queueing", SIGCOMM 1996.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
@@ -18,31 +24,32 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 
 use crate::Time;
+use crate::account::Account;
 use crate::baseline::{Baseline, OperationClass};
 use crate::cost::{Calibration, Costs, Operation, OperationKind};
 use crate::group::Group;
 use crate::in_flight_window::{DeviceClass, InFlightWindow, PeriodStats};
-use crate::share::Account;
 use crate::wait_list::{WaitList, WaitToken, Waiter, before, later};
 
-/// A disk that has asked for nothing for so long is not counted on: the others have the device to
-/// themselves.
+/// A disk without operations for this long (nanoseconds) is absent: it is not a neighbour, and a
+/// disk that remains has the device to itself.
 const ABSENT_NS: u64 = 10_000_000_000;
-/// And for so long: its part of a group's weight is the others'.
+/// A disk without operations for this long (nanoseconds) leaves its part of its group's weight to
+/// the others.
 const QUIET_NS: u64 = 100_000_000;
-/// What a disk that is ahead of its share by its reservation may owe: so much of the device's time.
+/// Largest cost, in nanoseconds, by which a disk's reservation takes it ahead of its share.
 const MAX_RESERVATION_LEAD_NS: u64 = 10_000_000;
 
-/// How far a disk may get ahead of its share before it waits, in parts of its part of the window:
-/// operations do not come evenly.
+/// Margin by which a disk may exceed its share before it waits, as a fraction of its part of the
+/// window. Operations arrive in bursts.
 const MARGIN: f64 = 1.0;
 
-/// An operation holds no more of the window than so many small ones.
+/// An operation takes at most the window of this many operations of 4 KiB.
 const MAX_HELD_FACTOR: u64 = 4;
 const SMALL: Operation =
     Operation { kind: OperationKind::Read, bytes: 4096, sequential: false, requests: 1 };
 
-/// On a line of the cache of its own.
+/// On a cache line of its own.
 #[repr(align(128))]
 #[derive(Debug, Default)]
 struct CacheAligned<T>(T);
@@ -51,21 +58,21 @@ struct CacheAligned<T>(T);
 pub struct Device {
     name: String,
     costs: Costs,
-    /// What one operation holds of the window, at most.
+    /// Most that one operation takes of the window, in nanoseconds of cost.
     most_held: u64,
     pub(crate) baseline: Baseline,
-    /// Virtual time: what began last began at this tag.
+    /// Virtual time: start tag of the last operation that was admitted in order.
     virtual_time: CacheAligned<AtomicU64>,
-    /// Cost of what is on the way, nanoseconds.
+    /// Cost in flight, in nanoseconds.
     in_flight: CacheAligned<AtomicU64>,
-    /// What changes rarely.
+    /// Size of the in-flight window in nanoseconds. This field and the next ones change rarely.
     window: CacheAligned<AtomicU64>,
     waiting: AtomicUsize,
-    /// More than one disk is here.
+    /// More than one disk is present.
     shared: AtomicBool,
-    /// Its heads have one place at a time.
+    /// It has heads that seek.
     rotational: bool,
-    /// More than one of them was busy when it was looked at last.
+    /// More than one disk was busy in the last period.
     was_shared: AtomicBool,
     next_period_at: AtomicU64,
     state: Mutex<State>,
@@ -80,20 +87,20 @@ struct State {
     aged: Time,
 }
 
-/// What an operation that may begin holds, until it is done ([`crate::Share::done`]).
+/// An admitted operation: what it takes of the window until [`crate::Share::done`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Grant {
     pub(crate) cost: u64,
-    /// When it was asked for, and when it began.
+    /// Time when the operation arrived, and when it was admitted.
     asked: Time,
     at: Time,
     class: OperationClass,
-    /// Nobody else's operations were on the device when it began.
+    /// No other disk had an operation in flight when it began.
     was_alone: bool,
 }
 
-/// What an operation that begins moves on: the device's virtual time, or, out of turn, only its own
-/// disk's tag.
+/// What an admitted operation advances: the device's virtual time and its disk's start tag
+/// (`Time`), or only the disk's start tag (`Itself`), if it was admitted out of order.
 #[derive(Clone, Copy, PartialEq)]
 enum Moves {
     Time,
@@ -135,12 +142,12 @@ impl Device {
         &self.costs
     }
 
-    /// Cost that may be on the way at the moment, nanoseconds.
+    /// Returns the size of the in-flight window, in nanoseconds of cost.
     pub fn window(&self) -> u64 {
         self.window.0.load(Relaxed)
     }
 
-    /// Of the capacity that its costs promise, so much the device has shown: 1 is all of it.
+    /// Returns the device's capacity relative to its cost model. 1: the model is right.
     pub fn capacity(&self) -> f64 {
         self.state().window.capacity()
     }
@@ -155,8 +162,9 @@ impl Device {
         self.shared.load(Relaxed)
     }
 
-    /// What an operation of a cost holds of the window. A large one keeps a device busy for longer,
-    /// but not more of it: most devices work on several at a time, whatever their size.
+    /// Returns what an operation takes of the window. A large operation keeps the device busy for
+    /// longer, but most devices work on several operations at a time, whatever their size. So it is
+    /// limited.
     #[inline]
     fn held(&self, cost: u64) -> u64 {
         cost.min(self.most_held)
@@ -180,7 +188,7 @@ impl Device {
 
     pub(crate) fn leave(&self, number: usize) {
         let mut state = self.state();
-        // Those who have gone may have left their places behind.
+        // Operations that were cancelled may still be in the wait list.
         while state.wait_list.pop_of(number).is_some() {
             self.waiting.fetch_sub(1, SeqCst);
         }
@@ -188,8 +196,8 @@ impl Device {
         self.update_weights(&state, self.next_period_at.load(Relaxed));
     }
 
-    /// Whether the operation may begin now; None: it is to [`Device::wait`]. Takes no lock, but the
-    /// first time a disk comes and once a look.
+    /// Admits an operation, or returns None if it must [`Device::wait`]. Takes a lock only for the
+    /// first operation of a disk and once a control period.
     #[inline]
     pub(crate) fn ask(&self, account: &Account, now: Time, operation: &Operation) -> Option<Grant> {
         if now >= self.next_period_at.load(Relaxed) {
@@ -214,7 +222,7 @@ impl Device {
         Some(self.grant(account, now, cost, operation))
     }
 
-    /// Lets an operation begin that cannot wait.
+    /// Admits an operation that cannot wait.
     pub(crate) fn force(&self, account: &Account, now: Time, operation: &Operation) -> Grant {
         let cost = self.costs.of_request(operation);
         self.charge(account, now, cost, (operation.requests, operation.bytes), Moves::Itself);
@@ -245,7 +253,8 @@ impl Device {
         }
     }
 
-    /// The disk's tag goes on by what the operation costs it, and the device's with it.
+    /// Advances the disk's start tag by the operation's cost, and the device's virtual time with
+    /// it.
     fn charge(
         &self,
         account: &Account,
@@ -256,8 +265,8 @@ impl Device {
     ) {
         let device = self.virtual_time.0.load(SeqCst);
         let step = account.virtual_cost(cost);
-        // By its reservation a disk gets ahead of its share; it is not to pay for that longer than
-        // a moment.
+        // A reservation takes a disk ahead of its share. It must not wait for its share longer than
+        // a moment because of that.
         let debt = account
             .has_reservation()
             .then(|| device.wrapping_add(account.virtual_cost(cost.max(MAX_RESERVATION_LEAD_NS))));
@@ -265,7 +274,7 @@ impl Device {
             let next = later(own, device).wrapping_add(step);
             Some(debt.filter(|most| before(*most, next)).unwrap_or(next))
         };
-        // Several reactors at a time: each moves it on from where the other has.
+        // Several reactors may advance the tag at the same time.
         let own = account.start_tag.fetch_update(Relaxed, Relaxed, goes_on).unwrap_or(device);
         let begins = later(own, device);
         if moves == Moves::Time && before(device, begins) {
@@ -278,8 +287,8 @@ impl Device {
         account.began();
     }
 
-    /// The operation takes its place among those that wait; the slot tells when it is let in, which
-    /// may be at once.
+    /// Adds an operation to the wait list. The token reports when it is admitted, which may be at
+    /// once.
     pub(crate) fn wait(
         &self,
         account: &Account,
@@ -297,13 +306,13 @@ impl Device {
         state.wait_list.push(account.number(), tag, waiter);
         account.waiting.fetch_add(1, Relaxed);
         account.waits.fetch_add(1, Relaxed);
-        // From here on whoever is done looks for it...
+        // From here on `done` sees the waiting operation...
         self.waiting.fetch_add(1, SeqCst);
-        // ...and who was done before has made the room that is looked for now.
+        // ...and a `done` before this has made the room that the next line checks.
         self.admit_waiters(&mut state, now);
     }
 
-    /// For an operation that was let in after a wait.
+    /// Returns the grant of an operation that was admitted after a wait.
     pub(crate) fn granted(
         &self,
         account: &Account,
@@ -316,12 +325,12 @@ impl Device {
         Grant { cost: self.costs.of_request(operation), asked, at: now, class, was_alone: false }
     }
 
-    /// Lets in as many as there is room for.
+    /// Admits waiting operations while the window has room.
     fn admit_waiters(&self, state: &mut State, now: Time) {
         while self.waiting.load(SeqCst) > 0 {
             let in_flight = self.in_flight.0.load(SeqCst);
-            // Who has the device to itself waits for nobody, nor do those who waited until a moment
-            // ago.
+            // A disk that has the device to itself never waits. That includes operations that began
+            // to wait while it had neighbours.
             if in_flight > 0 && in_flight >= self.window.0.load(Relaxed) && self.is_shared() {
                 break;
             }
@@ -329,7 +338,7 @@ impl Device {
             let Some(account) = state.accounts[disk].clone() else { continue };
             let own = account.start_tag.load(Relaxed);
             if before(tag, own) {
-                // Something of it began meanwhile: its turn is later.
+                // Another operation of the disk began meanwhile, so its tag has advanced.
                 state.wait_list.push_head(disk, own);
                 continue;
             }
@@ -344,7 +353,7 @@ impl Device {
         }
     }
 
-    /// Returns false if the operation was dropped meanwhile: it costs nothing.
+    /// Admits one waiting operation. Returns false if it was cancelled; then it costs nothing.
     fn admit_one(&self, account: &Account, waiter: &Waiter, now: Time, moves: Moves) -> bool {
         self.waiting.fetch_sub(1, SeqCst);
         account.waiting.fetch_sub(1, Relaxed);
@@ -359,7 +368,8 @@ impl Device {
         waits
     }
 
-    /// Lets in those of the disk whose reservation is due, whatever else is on the way.
+    /// Admits the disk's waiting operations while its reservation is due, even if the window is
+    /// full.
     pub(crate) fn claim(&self, account: &Account, now: Time) {
         let mut state = self.state();
         while account.reservation_is_due(now) {
@@ -369,7 +379,7 @@ impl Device {
         }
     }
 
-    /// Lets in all operations of the disk that wait, because a queue of it is drained. Returns
+    /// Admits all waiting operations of the disk, because one of its queues is drained. Returns
     /// their cost.
     pub(crate) fn release(&self, account: &Account, now: Time) -> u64 {
         let mut state = self.state();
@@ -383,13 +393,13 @@ impl Device {
         cost
     }
 
-    /// Whether the disk is ahead of its share while another one waits for the device.
+    /// Returns whether the disk exceeds its share while another disk waits for the device.
     pub(crate) fn is_ahead(&self, account: &Account) -> bool {
         let waits = self.waiting.load(SeqCst) as u64 > account.waiting.load(Relaxed);
         waits && self.is_shared() && !account.is_within_share(self.virtual_time.0.load(SeqCst))
     }
 
-    /// Time that the disk's share of the device takes for `cost`, in nanoseconds.
+    /// Returns the time in which the disk's share of the device covers `cost`, in nanoseconds.
     pub(crate) fn time_of(&self, account: &Account, cost: u64) -> u64 {
         if self.is_shared() { account.time_of(cost) } else { 0 }
     }
@@ -398,7 +408,7 @@ impl Device {
         self.time_of(account, self.costs.of_request(operation))
     }
 
-    /// The operation has ended: there is room for another.
+    /// Notes that an operation has completed, which makes room in the window.
     #[inline]
     pub(crate) fn done(&self, account: &Account, now: Time, grant: Grant) {
         let service = now.saturating_sub(grant.at);
@@ -413,7 +423,7 @@ impl Device {
         self.release_grant(account, now, &grant);
     }
 
-    /// Gives back what an operation held.
+    /// Returns to the window what an operation took of it.
     #[inline]
     pub(crate) fn release_grant(&self, account: &Account, now: Time, grant: &Grant) {
         let held = self.held(grant.cost);
@@ -426,7 +436,7 @@ impl Device {
         }
     }
 
-    /// A disk asks for the first time, or after it was absent.
+    /// Notes that a disk is present: its first operation, or the first after it was absent.
     #[cold]
     fn arrives(&self, account: &Account, now: Time) {
         let state = self.state();
@@ -435,11 +445,11 @@ impl Device {
         self.update_presence(&state, now);
     }
 
-    /// Who is here, and what each one's weight comes to.
+    /// Updates which disks are present, and their effective weights.
     fn update_presence(&self, state: &State, now: Time) {
         let present = state.accounts.iter().flatten().filter(|a| a.present.load(Relaxed)).count();
         if present > 1 && !self.is_shared() {
-            // Nobody was ahead of anybody: what was done alone is no lead.
+            // The only disk present competed with no other: its start tag must not count as a lead.
             let tag = self.virtual_time.0.load(SeqCst);
             state
                 .accounts
@@ -451,8 +461,8 @@ impl Device {
         self.update_weights(state, now);
     }
 
-    /// Weights of groups are divided among those of their disks that are busy (as blk-iocost
-    /// flattens its tree).
+    /// Divides the weight of each group among its busy disks (as blk-iocost flattens its
+    /// hierarchy).
     fn update_weights(&self, state: &State, now: Time) {
         let accounts = || state.accounts.iter().flatten();
         let mut sums: HashMap<*const Group, u64> = HashMap::new();
@@ -467,7 +477,7 @@ impl Device {
                 None => own as f64,
                 Some(group) => {
                     let busy = sums.get(&Arc::as_ptr(group)).copied().unwrap_or(0);
-                    // One that is quiet is to have its part when it comes.
+                    // An idle disk gets its part as soon as it has operations.
                     let sum = if account.is_busy(now, QUIET_NS) { busy } else { busy + own };
                     f64::from(group.weight()) * own as f64 / sum as f64
                 }
@@ -476,13 +486,13 @@ impl Device {
         }
     }
 
-    /// Knobs have changed.
+    /// Updates the effective weights after a change of knobs.
     pub(crate) fn reweigh(&self, now: Time) {
         self.update_weights(&self.state(), now);
     }
 
-    /// What is seen since the last time decides on the window; by whoever comes first when it is
-    /// due.
+    /// Ends the control period: adapts the window to its measurements. The first caller after the
+    /// end of the period does this.
     #[cold]
     fn end_period(&self, now: Time) {
         let mut state = self.state();
@@ -494,7 +504,7 @@ impl Device {
         self.next_period_at.store(now + state.window.period(), Relaxed);
         let tag = self.virtual_time.0.load(SeqCst);
         for account in state.accounts.iter().flatten() {
-            // Tags wrap: none is left so far behind that it would seem to be ahead.
+            // Start tags wrap around: none may fall so far behind that it compares as ahead.
             let _ = account
                 .start_tag
                 .fetch_update(Relaxed, Relaxed, |own| before(own, tag).then_some(tag));
@@ -506,7 +516,7 @@ impl Device {
             }
         }
         self.update_presence(&state, now);
-        // After a rest only the last of it counts.
+        // After an idle time only its end counts.
         let stats = take_stats(&state, now, elapsed.min(2 * state.window.period()));
         self.was_shared.store(stats.busy_disks > 1, Relaxed);
         state.window.adjust(now, &stats);
@@ -519,7 +529,7 @@ impl Device {
     }
 }
 
-/// Takes what the disks have counted since the last look.
+/// Collects what the disks have counted since the last period.
 fn take_stats(state: &State, now: Time, elapsed: u64) -> PeriodStats {
     let mut stats = PeriodStats { elapsed, ..PeriodStats::default() };
     let accounts = || state.accounts.iter().flatten();

@@ -1,7 +1,6 @@
-//! The devices and groups of a program, by name.
+//! The devices and groups of a process, by name.
 //!
-//! In: the disks, as they are opened. Out: for each a [`Share`] of the device that it lies on, with
-//! the others that do.
+//! In: disks, as they are opened. Out: a [`Share`] for each, on the device that holds its image.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -14,7 +13,7 @@ use crate::in_flight_window::DeviceClass;
 use crate::knobs::Knobs;
 use crate::share::Share;
 
-/// What is known of a device when its first disk is opened.
+/// Properties of a device that are known before its first disk is opened.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceProfile {
     pub class: DeviceClass,
@@ -30,7 +29,7 @@ impl DeviceProfile {
     };
 }
 
-/// All devices and groups. Those that nobody uses any more are forgotten.
+/// All devices and groups. One that no disk uses is dropped.
 #[derive(Debug, Default)]
 pub struct Host {
     names: Mutex<Names>,
@@ -48,8 +47,8 @@ impl Host {
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A disk's share: of the device of that name, if it has one; in a group, with the group's
-    /// knobs, if it is in one.
+    /// Creates the share of a disk. `device`: name and profile of the device, None if the disk
+    /// shares none. `group`: name and knobs of its group.
     pub fn share(
         &self,
         device: Option<(&str, &DeviceProfile)>,
@@ -79,7 +78,7 @@ impl Host {
         share
     }
 
-    /// Other knobs for a group, from now on; nothing, if no disk is in it.
+    /// Changes the knobs of a group. Does nothing if no disk is in the group.
     pub fn set_group(&self, name: &str, knobs: &Knobs, now: Time) {
         let names = self.names();
         let Some(group) = names.groups.get(name).and_then(Weak::upgrade) else { return };
@@ -97,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn disks_of_a_name_share() {
+    fn disks_on_a_device_of_the_same_name_share_it() {
         let host = Host::default();
         let flash = Some(("a", &DeviceProfile::FLASH));
         let (one, two) = (

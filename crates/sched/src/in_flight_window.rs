@@ -1,38 +1,41 @@
-//! How much may be on the way to a device: the window, in nanoseconds of its cost, and its
-//! capacity.
+//! Adapts how much cost may be in flight on a device (the in-flight window, in nanoseconds of
+//! cost), and estimates the device's capacity.
 //!
-//! In: what was seen since the last look. Out: the window until the next one.
+//! In: measurements of the last period. Out: the window for the next period.
 //!
-//! Three wishes, the later ones weaker:
-//! 1. a disk with a latency target that asks for no more than its share meets it, whatever that
-//!    costs its neighbours (a tenth of their share they keep);
-//! 2. any other disk that asks for no more than its share has its operations served within
-//!    [`SLOWED`] of the time they take without neighbours, as long as those who wait get no less of
-//!    what is delivered than their share; and within [`UNTOUCHED`] as long as they get their share
-//!    of all that the device can deliver;
-//! 3. the device is busy: the window grows until the queue in the device costs [`DeviceClass::queue`].
+//! A disk is within its share if few of its operations had to wait; otherwise it is over its share.
+//! The window follows three goals. The first has the highest priority:
+//! 1. A disk with a latency target that is within its share meets the target, at any cost to its
+//!    neighbours, except for a tenth of their share.
+//! 2. Any other disk within its share is served within [`MAX_SLOWDOWN`] of its service time without
+//!    neighbours, as long as the disks over their share get at least their share of the completed
+//!    cost. It is served within [`NO_SLOWDOWN`] as long as they get their share of the device's
+//!    capacity.
+//! 3. The device stays busy: the window grows until operations spend [`DeviceClass::queue`] in the
+//!    device's queue.
 
-/// A disk inside its share may be slowed to so much of its time alone...
+/// Largest accepted slowdown of a disk within its share: its service time over that without
+/// neighbours.
 pub(crate) const MAX_SLOWDOWN: f64 = 1.5;
-/// ...and this is as good as alone.
+/// A slowdown up to this counts as none.
 pub(crate) const NO_SLOWDOWN: f64 = 1.03;
 
-/// Fewer operations than this say nothing; those that are hardly slowed are to be many, or those of
-/// so long a time.
+/// Fewest operations that count as a sample.
 const MIN_SAMPLES: u64 = 8;
 const CERTAIN_SAMPLES: u64 = 100;
 const CERTAIN_NS: u64 = 400_000_000;
-/// So long after a disk inside its share was last seen, it is taken to be gone.
+/// Time after the last operation of a disk within its share when the window no longer protects it,
+/// in nanoseconds.
 const GONE_NS: u64 = 1_000_000_000;
 const MIN_SIZE_NS: f64 = 1_000.0;
 
-/// What kind of device it is.
+/// Class of a device: how it is controlled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceClass {
-    /// Time that operations may spend in the device's own queue while all disks ask for more than
-    /// their share, nanoseconds.
+    /// Time that operations may spend in the device's own queue while all disks are over their
+    /// share, in nanoseconds.
     pub queue: u64,
-    /// Time between two looks, nanoseconds.
+    /// Length of a control period, in nanoseconds.
     pub period: u64,
 }
 
@@ -41,30 +44,31 @@ impl DeviceClass {
     pub const ROTATIONAL: DeviceClass = DeviceClass { queue: 40_000_000, period: 100_000_000 };
 }
 
-/// What was seen since the last look.
+/// Measurements of one control period. Costs and times are in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct PeriodStats {
     pub elapsed: u64,
-    /// Disks that did something.
+    /// Number of disks that had operations.
     pub busy_disks: u32,
-    /// Somebody waited for the device.
+    /// An operation waited for the device.
     pub had_waiters: bool,
-    /// Cost of what ended: all of it, and that of the disks that waited.
+    /// Cost of the operations that completed: of all disks, and of the disks over their share.
     pub completed: u64,
     pub over_share: u64,
-    /// The part of the device that is due to the disks that waited, 0 to 1.
+    /// Part of the device that is due to the disks over their share, 0 to 1.
     pub over_share_weight: f64,
-    /// Operations of disks inside their share, without a latency target of their own: how many,
-    /// their time, and what it would have been alone.
+    /// Completed operations of disks within their share and without a latency target: their number,
+    /// the sum of their service times, and the sum of their baseline service times.
     pub within: u64,
     pub within_service: u64,
     pub within_alone: u64,
-    /// What disks inside their share hold of the window now.
+    /// Cost that disks within their share have in flight now.
     pub within_held: u64,
-    /// The worst mean service time over its latency target, of disks inside their share that have
-    /// one.
+    /// Highest ratio of mean service time to latency target, of the disks within their share that
+    /// have a target.
     pub target_ratio: Option<f64>,
-    /// All operations: how many, their time, and what it would have been alone.
+    /// All completed operations: their number, the sum of their service times, and the sum of their
+    /// baseline service times.
     pub operations: u64,
     pub total_service: u64,
     pub total_alone: u64,
@@ -74,19 +78,21 @@ pub(crate) struct PeriodStats {
 pub(crate) struct InFlightWindow {
     class: DeviceClass,
     size: f64,
-    /// What it began with.
+    /// The initial size.
     usual: f64,
-    /// Cost a nanosecond that the device has shown it can deliver: 1 when the costs are right.
+    /// Capacity that the device has shown, in nanoseconds of cost a nanosecond: 1 if the cost model
+    /// is right.
     capacity: f64,
-    /// Cost delivered, and in what time, lately.
+    /// Completed cost of the recent periods, and their length, both in nanoseconds.
     recent: (f64, f64),
-    /// Operations of disks inside their share, until there are enough of them.
+    /// Operations of disks within their share, until there are enough for a sample.
     within: WithinShare,
-    /// When one was seen last.
+    /// Time when the last of them completed.
     within_at: Option<u64>,
-    /// What they hold of it at most: were it smaller, they would wait for themselves.
+    /// Most cost that they have had in flight lately. A smaller window would make them wait for
+    /// themselves.
     held: f64,
-    /// Where they were slowed the last time: growth is slow from just below it.
+    /// Window size at the last slowdown. The window grows slowly when it is near this size.
     knee: f64,
 }
 
@@ -99,7 +105,7 @@ struct WithinShare {
 }
 
 impl InFlightWindow {
-    /// `size`: what a calibration has found.
+    /// `size`: the window that a calibration found.
     pub fn new(class: DeviceClass, size: Option<u64>) -> Self {
         let size = size.map_or(class.queue as f64 / 2.0, |size| size as f64);
         InFlightWindow {
@@ -123,7 +129,8 @@ impl InFlightWindow {
         self.size as u64
     }
 
-    /// What it would be if nobody had to be protected, or more.
+    /// Returns the size without disks to protect: the initial size, or the current one if that is
+    /// larger.
     pub fn unprotected_size(&self) -> f64 {
         self.usual.max(self.size)
     }
@@ -152,7 +159,7 @@ impl InFlightWindow {
             (Some(one), Some(other)) => one.min(other),
             (Some(one), None) | (None, Some(one)) => one,
             (None, None) if self.within_at.is_some_and(|at| now < at.saturating_add(GONE_NS)) => {
-                // They come so rarely that nothing is known yet.
+                // Their operations are too rare for a sample so far.
                 if stats.over_share_exceeds(self.capacity * stats.elapsed as f64) {
                     1.0
                 } else {
@@ -170,7 +177,8 @@ impl InFlightWindow {
         self.size = (self.size * step).clamp((self.held + MIN_SIZE_NS).min(most), most);
     }
 
-    /// What the device delivers, a nanosecond: over a time, for operations end in flocks.
+    /// Returns the rate of completed cost. It is averaged over several periods, because operations
+    /// complete in bursts.
     fn rate(&mut self, stats: &PeriodStats) -> f64 {
         let (delivered, elapsed) =
             (self.recent.0 + stats.completed as f64, self.recent.1 + stats.elapsed as f64);
@@ -183,7 +191,7 @@ impl InFlightWindow {
         rate
     }
 
-    /// By how much disks inside their share are slowed, when enough is known of it.
+    /// Returns the slowdown of the disks within their share, once there are enough operations.
     fn slowdown(&mut self, stats: &PeriodStats) -> Option<f64> {
         let WithinShare { operations, service, alone, time } = &mut self.within;
         *operations += stats.within;
@@ -208,7 +216,7 @@ impl InFlightWindow {
         if slowdown > NO_SLOWDOWN && full {
             self.knee = self.size;
         }
-        // The device may have become faster.
+        // Raise the limit again, because the device may have become faster.
         self.knee *= 1.001;
         let by = if self.size * 1.08 > self.knee { 1.002 } else { 1.05 };
         match () {
@@ -222,9 +230,9 @@ impl InFlightWindow {
         }
     }
 
-    /// Everybody asks for more than the share: as much as the device's own queue may hold.
+    /// All disks are over their share: returns the step towards a full device queue.
     fn step_over_share(&mut self, stats: &PeriodStats, rate: f64) -> f64 {
-        // Saturated, and nobody is being protected: this is what it can do today.
+        // The device is saturated and no disk is protected, so its rate is its present capacity.
         self.capacity += (rate - self.capacity) * 0.02;
         self.grow_step(stats, 1.1)
     }
@@ -252,7 +260,7 @@ fn step_for_target(stats: &PeriodStats, ratio: f64) -> f64 {
 }
 
 impl PeriodStats {
-    /// Whether those who waited got more than what is due to them of `all`.
+    /// Returns whether the disks over their share completed more than their part of `all`.
     fn over_share_exceeds(&self, all: f64) -> bool {
         self.over_share as f64 > self.over_share_weight * all
     }
@@ -273,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn it_grows_until_the_queue_is_long_enough_and_shrinks_when_it_is_too_long() {
+    fn the_window_grows_until_the_device_queue_is_full_and_then_shrinks() {
         let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
         let busy = PeriodStats {
             completed: 20_000_000,
@@ -292,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn those_inside_their_share_are_protected_but_not_below_the_others_share() {
+    fn disks_within_their_share_are_protected_up_to_the_share_of_the_others() {
         let polite = PeriodStats {
             within: 100,
             within_alone: 4_000_000,
@@ -309,8 +317,8 @@ mod tests {
         let less = PeriodStats { completed: 10_000_000, over_share: 4_000_000, ..polite };
         let before = window.size();
         assert!(after(&mut window, &less, 20) > before, "they get less than their half of it");
-        // Hardly slowed, and they have their half of all the device can do: nearer to nothing at
-        // all.
+        // The slowdown is small, and the others get their half of the device's capacity: reduce it
+        // further.
         let slightly = PeriodStats {
             within_service: 4_300_000,
             completed: 14_000_000,
@@ -322,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn a_latency_target_goes_before_shares_but_starves_nobody() {
+    fn a_latency_target_precedes_shares_but_starves_no_disk() {
         let polite = PeriodStats {
             target_ratio: Some(2.0),
             completed: 10_000_000,

@@ -1,20 +1,20 @@
-//! What an operator says of a disk, or of a group of disks.
+//! What an operator sets for a disk or for a group of disks.
 
 use std::str::FromStr;
 use std::time::Duration;
 
-/// All of them. The defaults limit nothing, reserve nothing, and make all disks equal.
+/// All knobs. The defaults set no limit and no reservation, and give all disks the same weight.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Knobs {
-    /// The part of the device in proportion to that of the others: 1 to 10000.
+    /// Weight of the disk's share of the device, 1 to 10000. Shares are in proportion to weights.
     pub weight: u32,
-    /// Operations a second that the disk gets before shares are looked at.
+    /// Operations a second that the disk is guaranteed, before shares apply.
     pub reserve_iops: Option<u64>,
-    /// Bytes a second that the disk gets before shares are looked at.
+    /// Bytes a second that the disk is guaranteed, before shares apply.
     pub reserve_bps: Option<u64>,
     pub limits: Limits,
-    /// The mean service time that neighbours must leave the disk while it asks for no more than its
-    /// share, at the cost of their own shares.
+    /// Mean service time that the disk must get while it stays within its share, even at the cost
+    /// of its neighbours' shares.
     pub latency_target: Option<Duration>,
 }
 
@@ -30,7 +30,7 @@ impl Default for Knobs {
     }
 }
 
-/// Rates that are never exceeded, a second.
+/// Limits in operations or bytes a second. None: no limit.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Limits {
     pub iops: Option<Limit>,
@@ -41,8 +41,8 @@ pub struct Limits {
     pub bps_write: Option<Limit>,
 }
 
-/// `rate` for ever; after a time of less, `max` for `length`. Text form: `1000`,
-/// `1000,max=5000,length=10` (seconds), with suffixes k, M, G, T (powers of 1024; see
+/// A sustained rate, and optionally a burst of `max` for `length` after a time of lower use. Text
+/// form: `1000`, `1000,max=5000,length=10` (seconds), with suffixes k, M, G, T (powers of 1024; see
 /// [`parse_rate`]).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limit {
@@ -103,7 +103,8 @@ impl FromStr for Limit {
     }
 }
 
-/// A number with an optional suffix: powers of 1024.
+/// Parses a number with an optional suffix (powers of 1024). Returns None if it is no such number,
+/// or above 2^50.
 pub fn parse_rate(text: &str) -> Option<u64> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {

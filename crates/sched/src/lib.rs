@@ -1,24 +1,31 @@
-//! Fair shares of a backing device, and limits: pure arithmetic, time is passed in.
+//! Fair queueing and rate limits for disks that share a backing device. Pure arithmetic: the caller
+//! passes the time in.
 //!
 //! ```text
-//!   knobs    what an operator says of a disk or a group: weight, reservation, limits, latency target
-//!   limit    rates that are never exceeded            reserve   rates that come first
-//!   debt     what drained queues let pass, and until when it is paid
-//!   host     devices, group  ─► share   a disk's account: limits, then its share of the device
-//!              device   who may begin, who waits ─► board   those that wait, in order
-//!                ├ cost     what an operation costs, in nanoseconds of the device's time
-//!                ├ alone    what it takes without neighbours
-//!                └ window   how much may be on the way
+//!   knobs    settings of a disk or a group: weight, reservation, limits, latency target
+//!   limit    token buckets                     reserve   guaranteed minimum rates (mClock)
+//!   debt     cost that a drain admitted ahead of time, and when it is paid
+//!   host     the devices and groups of a process
+//!   share    one disk's account: its limits, then its share of the device
+//!     device   start-time fair queueing: admits operations or makes them wait
+//!       ├ wait_list          the operations that wait, lowest start tag first
+//!       ├ cost               cost of an operation, in nanoseconds of device time
+//!       ├ baseline           service time of an operation without neighbours
+//!       └ in_flight_window   cost that may be in flight on the device
 //! ```
-//! In: who asks for what, and when. Out: whether it may begin, or until when it waits. Nothing here
-//! reads a clock, sleeps, or does I/O; the floor above does. docs/design/fair-shares.md has the
-//! reasons and the sources. What must hold: an operation of a disk inside its limits and its
-//! share takes no lock; whoever waits is let in.
+//!
+//! In: operations, with the time of each. Out: whether an operation may begin, or when to retry.
+//! This crate reads no clock, does not sleep and does no I/O; the throttle in crate `disk` does.
+//! Sources: start-time fair queueing (Goyal, Vin and Cheng, 1996), the cost model of Linux's
+//! blk-iocost, and mClock (Gulati, Merchant and Varman, 2010). docs/design/fair-shares.md explains
+//! the choices. What must hold: an operation within its disk's limits and share takes no lock. Every
+//! operation that waits is admitted.
 
 // These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
 // not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+mod account;
 mod baseline;
 mod cost;
 mod debt;
@@ -42,5 +49,5 @@ pub use limit::{Flow, Limiter};
 pub use share::{Figures, Share};
 pub use wait_list::WaitToken;
 
-/// Nanoseconds since a beginning that the caller chooses; of a clock that does not go back.
+/// Nanoseconds of a monotonic clock, since an origin that the caller chooses.
 pub type Time = u64;

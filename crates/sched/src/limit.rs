@@ -1,22 +1,22 @@
-//! Limits: rates that are never exceeded, and what may pass at once after a time of less.
+//! Limits: rates that are never exceeded, and the burst that may follow a time of lower use.
 //!
-//! In: operations, and when. Out: "begin", or when to ask again. Any thread asks, at the same time
-//! as others; nobody waits for anybody, and who asks late loses nothing while he is less than half
-//! of what a bucket holds late.
+//! In: operations and the current time. Out: "begin", or the time to retry. Any thread may call at
+//! any time. No call blocks. A caller that retries late loses no tokens, up to half of the bucket's
+//! size.
 //!
-//! A limit is a bucket that holds 10 ms of its rate; one with a burst is such a bucket of `max`,
-//! and one of `rate` that holds the burst, `(max - rate) * length`. A bucket is a time: when it
-//! will be full again if nothing more passes (the virtual scheduling algorithm of ITU-T I.371).
-//! What must hold:
+//! A limit without a burst is one token bucket of 10 ms of its rate. A limit with a burst is such a
+//! bucket of `max`, and a bucket of `rate` that holds the burst, `(max - rate) * length`. A bucket
+//! is stored as the time when it is full again if nothing more is admitted (the virtual scheduling
+//! algorithm of ITU-T I.371). What must hold:
 //!
-//! - Of a bucket of rate R that holds H passes, over any time T, at most `R * T + H`; with requests
-//!   larger than half of H at most half of H and one request more than `R * T`. While somebody
-//!   always asks it is `R * T`, to the last request, for ever: fractions of a nanosecond are kept.
-//! - Whether an operation may begin does not depend on its size: small ones on another reactor
-//!   starve no large one. So the last one to pass may leave a debt, however large it is, and the
-//!   next one waits for it.
-//! - All limits are charged, or none.
-//! - Of several that wait each has its part in turn ([`Flow`]).
+//! - A bucket of rate R and size H admits at most `R * T + H` in any time T. With operations larger
+//!   than half of H it admits at most `R * T`, half of H and one operation. A caller that always
+//!   has work receives exactly `R * T`: fractions of a nanosecond are carried over.
+//! - Whether an operation may begin does not depend on its size. Otherwise small operations of
+//!   another reactor would starve large ones. So the last admitted operation may leave a debt of
+//!   any size, and the next one waits until it is paid.
+//! - Either all limits of an operation are charged, or none.
+//! - Several flows that wait for the same limits share them by weight ([`Flow`]).
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -32,30 +32,30 @@ use bucket::Bucket;
 pub use flows::Flow;
 use flows::Flows;
 
-/// The limits of a disk, or of a group, and how far they are used up.
+/// The limits of a disk or of a group, and their token buckets.
 #[derive(Debug)]
 pub struct Limiter {
     limited: AtomicBool,
-    /// Counts the changes; what holds now is `generations[changes % 2]`.
+    /// Number of changes so far. The current limits are `generations[changes % 2]`.
     changes: AtomicU64,
     generations: [[Meter; 6]; 2],
-    /// The last time that somebody asked: changes are reckoned from it.
+    /// Time of the latest call. A change of the limits takes effect from this time.
     asked: AtomicU64,
     flows: Flows,
-    /// What was set last. Held by those who change, never by those who ask.
+    /// The limits that were set last. Only changes take this lock; admissions do not.
     set: Mutex<Limits>,
 }
 
-/// One limit: of operations or bytes, of reads, writes or both.
+/// One limit: of operations or of bytes; of reads, of writes or of both.
 #[derive(Debug, Default)]
 struct Meter {
-    /// The most that one operation has taken: see [`Bucket::slack`].
+    /// Largest amount of one operation so far, which sets [`Bucket::slack`].
     largest: AtomicU64,
-    /// The one of 10 ms, and that of the burst.
+    /// The bucket of 10 ms, and the bucket of the burst.
     buckets: [Bucket; 2],
 }
 
-/// What holds for requests that are under way was changed: they look anew.
+/// The limits changed during the call: retry with the new ones.
 struct Changed;
 
 impl Limiter {
@@ -66,15 +66,15 @@ impl Limiter {
         new
     }
 
-    /// Whether nothing is limited: then all else here may be left out.
+    /// Returns whether no limit is set. Then the other methods need not be called.
     #[inline]
     pub fn is_unlimited(&self) -> bool {
         !self.limited.load(Relaxed)
     }
 
-    /// Changes the limits, at any time and any number of times. What is the same goes on as it was;
-    /// of the rest each bucket is as full as before, and a debt is paid at the new rate where that
-    /// is the faster one. Those who were told to ask later should ask now.
+    /// Changes the limits. May be called at any time. A limit that stays the same keeps its state.
+    /// Each other bucket keeps its fill level in proportion, and a debt is paid at the new rate if
+    /// that is faster. Callers that wait for a time to retry should retry now.
     pub fn set(&self, limits: &Limits) {
         let mut set = self.set.lock().unwrap_or_else(PoisonError::into_inner);
         if *set == *limits {
@@ -90,14 +90,13 @@ impl Limiter {
         *set = limits.clone();
     }
 
-    /// One that waits for these limits beside others, who are to have as much of them as it has, in
-    /// proportion to weights.
+    /// Adds a flow. Flows that wait for these limits share them in proportion to their weights.
     pub fn join(&self, weight: u32) -> Arc<Flow> {
         self.flows.join(weight)
     }
 
-    /// Lets an operation begin and charges it; or says when to ask again, and charges nothing. With
-    /// a turn, that may be at once: others come first.
+    /// Admits an operation and charges all its limits, or charges nothing and returns the time to
+    /// retry. With a flow the time to retry may be `now`, because another flow comes first.
     pub fn take(&self, now: Time, operation: &Operation, flow: Option<&Flow>) -> Result<(), Time> {
         if self.is_unlimited() {
             return Ok(());
@@ -136,7 +135,7 @@ impl Limiter {
             return self.still(change).map(|()| Err(opens));
         }
         for (charged, (bucket, amount)) in buckets(meters, amounts).enumerate() {
-            // Another reactor was quicker.
+            // Another reactor charged this bucket in between.
             if let Err(opens) = bucket.charge(now, amount, || self.still(change))? {
                 buckets(meters, amounts)
                     .take(charged)
@@ -152,7 +151,7 @@ impl Limiter {
         Ok(Ok(()))
     }
 
-    /// Charges an operation that cannot wait. Returns when its limits would let the next one begin.
+    /// Charges an operation that cannot wait. Returns when the limits would admit the next one.
     pub fn force(&self, now: Time, operation: &Operation) -> Time {
         if self.is_unlimited() {
             return 0;
@@ -168,13 +167,13 @@ impl Limiter {
         charged.max().unwrap_or(0)
     }
 
-    /// Returns when all limits let an operation begin, if nothing passes before.
+    /// Returns when all limits admit an operation, if they admit none before.
     pub fn opens(&self) -> Time {
         let meters = self.generation(self.changes.load(Acquire));
         meters.iter().flat_map(Meter::existing).map(Bucket::opens).max().unwrap_or(0)
     }
 
-    /// Nanoseconds that an operation takes up of the limit that it uses most of.
+    /// Returns the cost of an operation in nanoseconds of the limit that it uses most of.
     pub fn cost_ns(&self, operation: &Operation) -> u64 {
         if self.is_unlimited() {
             return 0;
@@ -184,7 +183,7 @@ impl Limiter {
         buckets(meters, &amounts(operation)).map(prices).max().unwrap_or(0)
     }
 
-    /// Takes back a charge: the operation does not begin, for another reason than these limits.
+    /// Refunds a charge, because the operation does not begin for a reason outside these limits.
     pub fn refund(&self, operation: &Operation, flow: Option<&Flow>) {
         if self.is_unlimited() {
             return;
@@ -215,7 +214,7 @@ impl Limiter {
 }
 
 impl Meter {
-    /// Becomes what `old` was, under a limit that may be another.
+    /// Takes over the state of `old` under `limit`.
     fn succeed(&self, old: &Meter, limit: Option<Limit>, now: Time) {
         let largest = old.largest.load(Acquire).max(1);
         self.largest.store(largest, Release);
@@ -230,12 +229,13 @@ impl Meter {
         self.buckets.iter().filter(|bucket| bucket.exists())
     }
 
-    /// Nanoseconds of the rate, or of `max`.
+    /// Returns the cost of `amount` in nanoseconds of the limit's `max`, or of its `rate` if it has
+    /// none.
     fn price(&self, amount: u64) -> u64 {
         self.buckets[0].price(amount)
     }
 
-    /// Buckets are given some slack, that depends on the largest operation.
+    /// Notes the size of an operation: the buckets' slack depends on the largest one.
     #[inline]
     fn note_size(&self, amount: u64) {
         if self.largest.load(Relaxed) < amount {
@@ -245,8 +245,8 @@ impl Meter {
     }
 }
 
-/// Rate and contents, in nanoseconds of the rate, of one of a limit's buckets; a rate of 0 is no
-/// bucket.
+/// Returns the rate of one of a limit's two buckets, and its size in nanoseconds of the rate. Rate
+/// 0: the limit does not use that bucket.
 fn shape(limit: &Limit, which: usize) -> (u64, u64) {
     const HOLDS: u64 = Duration::from_millis(10).as_nanos() as u64;
     let rate = limit.rate.max(1);
@@ -272,8 +272,8 @@ fn all(limits: &Limits) -> [Option<Limit>; 6] {
     ]
 }
 
-/// What an operation takes of each limit, in the order of [`all`]. A discard is a write that moves
-/// no bytes; a flush is neither read nor write.
+/// Returns the amount that an operation takes of each limit, in the order of [`all`]. A discard
+/// counts as a write of no bytes. A flush counts as neither read nor write.
 #[inline]
 fn amounts(operation: &Operation) -> [u64; 6] {
     let (requests, bytes) = (u64::from(operation.requests.max(1)), operation.bytes);
@@ -287,7 +287,7 @@ fn amounts(operation: &Operation) -> [u64; 6] {
     }
 }
 
-/// The limits that count for an operation, and how much of each it takes.
+/// Returns the limits that apply to an operation: index, meter and amount.
 #[inline]
 fn counted<'a>(
     meters: &'a [Meter; 6],
@@ -301,7 +301,7 @@ fn counted<'a>(
     all.filter(|(_, meter, amount)| *amount > 0 && meter.buckets[0].exists())
 }
 
-/// Their buckets.
+/// Returns the buckets of the limits that apply to an operation, each with its amount.
 #[inline]
 fn buckets<'a>(
     meters: &'a [Meter; 6],

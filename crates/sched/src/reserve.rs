@@ -1,15 +1,16 @@
-//! A reservation: so many operations or bytes a second that come before everybody's shares
-//! (mClock's reservation tags).
+//! A reservation: a guaranteed rate of operations or bytes that takes precedence over shares (the
+//! reservation tags of mClock, Gulati, Merchant and Varman, 2010).
 //!
-//! Whatever the disk gets counts, by its share or not: it gets the greater of the two.
+//! All operations of the disk count against the reservation, also those that its share admits. So
+//! the disk gets the greater of the two, not the sum.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::Time;
 use crate::knobs::Knobs;
 
-/// What was missed is made up for as far back as this, nanoseconds. It is not more than this that
-/// an idle disk saves up.
+/// How far back a missed reservation is caught up, in nanoseconds. An idle disk saves up no more
+/// than this.
 const CATCH_UP: u64 = 100_000_000;
 
 #[derive(Debug, Default)]
@@ -18,8 +19,8 @@ pub(crate) struct Reserve {
     bytes: Clock,
 }
 
-/// When the next one is due; `interval`: nanoseconds between two, with 20 binary places; 0: nothing
-/// is reserved.
+/// Time when the next unit is due, and the nanoseconds between two units, with 20 fraction bits.
+/// Interval 0: nothing is reserved.
 #[derive(Debug, Default)]
 struct Clock {
     interval: AtomicU64,
@@ -44,7 +45,8 @@ impl Clock {
         let interval = self.interval.load(Relaxed);
         if interval > 0 {
             let step = ((u128::from(interval) * u128::from(count)) >> 20) as u64;
-            // What was had beyond it is not held against the disk for longer than a moment.
+            // A disk that got more than its reservation waits at most this long for its next
+            // reserved operation.
             let most = now.saturating_add(step.max(CATCH_UP));
             let next = |due: u64| {
                 Some(due.max(now.saturating_sub(CATCH_UP)).saturating_add(step).min(most))
@@ -53,7 +55,7 @@ impl Clock {
         }
     }
 
-    /// When it is due for one that has `ahead` before it.
+    /// Returns when the reservation is due for an operation with `ahead` units before it.
     fn next(&self, now: Time, ahead: u64) -> Option<Time> {
         let interval = self.interval.load(Relaxed);
         let later = ((u128::from(interval) * u128::from(ahead)) >> 20) as u64;
@@ -84,7 +86,7 @@ impl Reserve {
     }
 
     pub fn next(&self, now: Time, ahead: u64) -> Option<Time> {
-        // How many bytes are ahead is not known: it is looked at as if they were small ones.
+        // The sizes of the waiting operations are unknown here; assume 4 KiB each.
         let ahead = ahead.saturating_sub(1);
         self.operations.next(now, ahead).into_iter().chain(self.bytes.next(now, ahead * 4096)).min()
     }
@@ -95,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn so_many_a_second_are_due_and_a_little_is_made_up_for() {
+    fn the_reserved_rate_is_due_and_100_ms_are_caught_up() {
         let reserve = Reserve::default();
         assert!(!reserve.is_set() && !reserve.is_due(u64::MAX));
         reserve.set(&Knobs { reserve_iops: Some(3000), ..Knobs::default() });
@@ -114,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_had_beyond_it_is_soon_forgotten() {
+    fn use_beyond_the_reservation_delays_it_by_at_most_100_ms() {
         let reserve = Reserve::default();
         reserve.set(&Knobs { reserve_iops: Some(1000), ..Knobs::default() });
         let start = 5_000_000_000;
@@ -124,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_due_too() {
+    fn a_reservation_of_bytes_is_due_by_bytes() {
         let reserve = Reserve::default();
         reserve.set(&Knobs { reserve_bps: Some(1 << 20), ..Knobs::default() });
         reserve.charge(1_000_000_000, 1, 1 << 20);

@@ -1,9 +1,9 @@
-//! Who waits for the device: what is kept under its lock.
+//! The operations that wait for the device. The device's lock protects this list.
 //!
-//! In: requests of disks that are ahead of their share, in the order they came. Out: the next one,
-//! lowest tag first. What must hold: a disk's requests keep their order; a disk with requests here
-//! has one place in the heap, under the tag at which its first one begins. Tags wrap: they are
-//! compared by their distance, which stays far below half their range.
+//! In: operations of disks that exceed their share, in order of arrival. Out: the next operation,
+//! lowest start tag first. What must hold: the operations of one disk keep their order. A disk with
+//! waiting operations has exactly one entry in the heap, with the start tag of its first operation.
+//! Start tags wrap around; comparisons use their distance, which stays far below half of the range.
 
 use std::cmp::Ordering;
 use std::collections::{BinaryHeap, VecDeque};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
 use std::task::Waker;
 
-/// A request's place among those that wait; used again for the next one.
+/// State of one operation that waits. The caller may reuse it for a later wait.
 #[derive(Debug, Default)]
 pub struct WaitToken(AtomicU8);
 
@@ -24,30 +24,30 @@ impl WaitToken {
         self.0.store(WAITS, SeqCst);
     }
 
-    /// False: whoever waited has gone.
+    /// Admits the operation. Returns false if the caller has cancelled the wait.
     pub(crate) fn grant(&self) -> bool {
         self.0.compare_exchange(WAITS, GRANTED, SeqCst, SeqCst).is_ok()
     }
 
-    /// Whether the request may begin: once, for each wait.
+    /// Returns whether the operation was admitted. Returns true once for each wait.
     pub fn take_grant(&self) -> bool {
         self.0.compare_exchange(GRANTED, IDLE, SeqCst, SeqCst).is_ok()
     }
 
-    /// Nobody waits any more. True: the request was let in meanwhile, and its grant is to be given
-    /// back.
+    /// Cancels the wait. Returns true if the operation was admitted meanwhile; the caller must then
+    /// release its grant.
     pub fn cancel(&self) -> bool {
         self.0.swap(IDLE, SeqCst) == GRANTED
     }
 }
 
-/// Whether tag `a` comes before `b`.
+/// Returns whether start tag `a` is before `b`.
 #[inline]
 pub fn before(a: u64, b: u64) -> bool {
     (a.wrapping_sub(b) as i64) < 0
 }
 
-/// The later of two tags.
+/// Returns the later of two start tags.
 #[inline]
 pub fn later(a: u64, b: u64) -> u64 {
     if before(a, b) { b } else { a }
@@ -62,7 +62,8 @@ pub(crate) struct Waiter {
     pub requests: u32,
 }
 
-/// A place in the heap: the lowest tag is the greatest.
+/// Entry of one disk in the heap. `BinaryHeap` pops the greatest entry, so the lowest start tag
+/// compares as the greatest.
 #[derive(Debug, PartialEq, Eq)]
 struct Head {
     tag: u64,
@@ -81,7 +82,8 @@ impl PartialOrd for Head {
     }
 }
 
-/// The queues of the disks, by their number on the device, and the order among them.
+/// One FIFO of waiting operations for each disk, by the disk's number on the device, and the order
+/// among the disks.
 #[derive(Debug, Default)]
 pub(crate) struct WaitList {
     queues: Vec<VecDeque<Waiter>>,
@@ -99,25 +101,27 @@ impl WaitList {
         self.queues[disk].push_back(waiter);
     }
 
-    /// The disk whose turn it is, and its tag. It keeps no place in the heap: the caller says where
-    /// it goes on ([`WaitList::again`]), whether it takes the disk's request ([`WaitList::take`]) or not.
+    /// Removes the disk with the lowest start tag from the heap, and returns its number and its
+    /// tag. The caller must add the disk again with [`WaitList::push_head`], whether it takes the
+    /// disk's operation ([`WaitList::take`]) or not.
     pub fn pop_head(&mut self) -> Option<(usize, u64)> {
         self.heads.pop().map(|head| (head.disk, head.tag))
     }
 
-    /// The first request of the disk whose turn it is.
+    /// Removes the first operation of a disk that [`WaitList::pop_head`] returned.
     pub fn take(&mut self, disk: usize) -> Option<Waiter> {
         self.queues[disk].pop_front()
     }
 
-    /// The disk's next request, if it has one, begins at `tag`.
+    /// Adds the disk to the heap with start tag `tag`, if the disk has another operation.
     pub fn push_head(&mut self, disk: usize, tag: u64) {
         if !self.queues[disk].is_empty() {
             self.heads.push(Head { tag, disk });
         }
     }
 
-    /// Takes a disk's first request out of turn; its next one keeps the place.
+    /// Removes a disk's first operation out of order. The disk's next operation keeps the heap
+    /// entry.
     pub fn pop_of(&mut self, disk: usize) -> Option<Waiter> {
         let queue = self.queues.get_mut(disk)?;
         let waiter = queue.pop_front()?;
@@ -142,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn the_lowest_tag_goes_first_also_where_tags_wrap() {
+    fn the_lowest_tag_goes_first_also_when_tags_wrap() {
         let mut wait_list = WaitList::default();
         let near_end = u64::MAX - 5;
         for (disk, tag) in
@@ -158,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn out_of_turn() {
+    fn an_operation_can_leave_the_list_out_of_order() {
         let mut wait_list = WaitList::default();
         wait_list.push(3, 10, waiter(1));
         wait_list.push(3, 0, waiter(2));
@@ -174,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_is_granted_or_cancelled() {
+    fn a_wait_is_either_granted_or_cancelled() {
         let token = WaitToken::default();
         token.start();
         assert!(!token.take_grant() && token.grant() && token.take_grant() && !token.take_grant());

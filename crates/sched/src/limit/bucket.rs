@@ -1,7 +1,8 @@
-//! One bucket of a limit: a rate, how much it holds, and when it will be full again.
+//! A token bucket: a rate, a burst size, and the time when it is full again (the virtual scheduling
+//! algorithm of ITU-T I.371).
 //!
-//! What must hold: it never gives more than it says, whoever asks at the same time; no fraction of
-//! a nanosecond is lost.
+//! What must hold: concurrent callers together never get more than the bucket allows. Rounding
+//! loses no fraction of a nanosecond.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -10,18 +11,18 @@ use crate::Time;
 
 #[derive(Debug, Default)]
 pub(super) struct Bucket {
-    /// Units a second; 0: there is no such bucket.
+    /// Units (operations or bytes) a second. 0: this bucket is not used.
     rate: AtomicU64,
-    /// What it gives at once when it is full: nanoseconds of the rate.
+    /// Size of the bucket, in nanoseconds of the rate: what a full bucket grants at once.
     holds: AtomicU64,
-    /// How long before it is full the next one may pass: so much less than it holds as the largest
-    /// operation takes, for that is what the last one to pass may take too much. At least half: who
-    /// asks late must find something.
+    /// How long before the bucket is full it admits the next operation, in nanoseconds. It is the
+    /// size of the bucket less the cost of the largest operation, because the last admitted
+    /// operation may exceed the tokens by its own cost. It is at least half of the size, so that a
+    /// caller that retries late finds tokens.
     slack: AtomicU64,
-    /// When it will be full again.
+    /// Time when the bucket is full again.
     pub full: AtomicU64,
-    /// What charges were less than they should have been, all together: billionths of a unit, the
-    /// sum of many.
+    /// Sum of what rounding left out of the charges, in billionths of a unit.
     fraction: AtomicU64,
 }
 
@@ -33,14 +34,15 @@ impl Bucket {
         self.rate.load(Acquire) > 0
     }
 
-    /// When the next operation may pass, if nothing passes before.
+    /// Returns when the bucket admits the next operation, if it admits none before.
     #[inline]
     pub fn opens(&self) -> Time {
         self.full.load(Acquire).saturating_sub(self.slack.load(Acquire))
     }
 
-    /// Lets an operation pass that takes `amount`, or says when to ask again. `good` says whether
-    /// the bucket may be used still; if not, nothing is done.
+    /// Admits an operation of `amount` units. The inner `Err` is the time to retry. `good` returns
+    /// an error if the bucket has been replaced; then nothing is charged, and that error is the
+    /// outer one.
     pub fn charge<E>(
         &self,
         now: Time,
@@ -55,7 +57,8 @@ impl Bucket {
                 return good().map(|()| Err(opens));
             }
             let cost = *cost.get_or_insert_with(|| self.cost(amount));
-            // Behind all loads: who changes the bucket says so before, and then writes `full`.
+            // After all loads: a change of the limits first increments the counter that `good`
+            // checks, and then writes `full`.
             good()?;
             match self.full.compare_exchange_weak(
                 full,
@@ -81,12 +84,13 @@ impl Bucket {
         let _ = self.full.fetch_update(AcqRel, Acquire, |full| Some(full.saturating_sub(cost)));
     }
 
-    /// Nanoseconds of the rate, about.
+    /// Approximate cost of `amount` units, in nanoseconds of the rate.
     pub fn price(&self, amount: u64) -> u64 {
         divide(amount, self.rate.load(Acquire).max(1)).0
     }
 
-    /// Nanoseconds of the rate, rounded so that the sum of all is right.
+    /// Returns the cost of `amount` units in nanoseconds of the rate. Carries the remainder over,
+    /// so that the sum of all costs is exact.
     fn cost(&self, amount: u64) -> u64 {
         let rate = self.rate.load(Acquire).max(1);
         let (cost, rest) = divide(amount, rate);
@@ -107,14 +111,14 @@ impl Bucket {
         cost + (before / rate).saturating_sub(before.wrapping_sub(rest) / rate)
     }
 
-    /// There was an operation of this size.
+    /// Notes the size of an operation, and reduces `slack` if it is the largest so far.
     pub fn note_size(&self, amount: u64) {
         let (rate, holds) = (self.rate.load(Acquire), self.holds.load(Acquire));
         self.slack.fetch_min(slack(rate, holds, amount), AcqRel);
     }
 
-    /// Becomes the successor of `old` with another shape: as full as that, and a debt lasts no
-    /// longer than it did.
+    /// Takes over the state of `old` with another rate and size: the same fill level in proportion,
+    /// and a debt that lasts no longer than before.
     pub fn succeed(&self, old: &Bucket, rate: u64, holds: u64, largest: u64, now: Time) {
         let (old_rate, old_holds) = (old.rate.load(Acquire), old.holds.load(Acquire));
         let full = if old_rate == 0 || rate == 0 {
@@ -139,14 +143,14 @@ fn slack(rate: u64, holds: u64, largest: u64) -> u64 {
     holds - divide(largest, rate.max(1)).0.min(holds / 2)
 }
 
-/// Nanoseconds of a rate, and what is left of a billion times the amount.
+/// Returns `amount` in nanoseconds of `rate`, and the remainder in billionths of a unit.
 #[inline]
 fn divide(amount: u64, rate: u64) -> (u64, u64) {
     match amount.checked_mul(SECOND) {
         Some(product) => (product / rate, product % rate),
         None => {
             let product = u128::from(amount) * u128::from(SECOND);
-            // Nobody lives to see more.
+            // 2^62 ns are 146 years.
             (
                 u64::try_from(product / u128::from(rate)).unwrap_or(u64::MAX).min(1 << 62),
                 (product % u128::from(rate)) as u64,
@@ -160,12 +164,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_used_no_longer_is_not_charged() {
+    fn a_bucket_that_was_replaced_is_not_charged() {
         let bucket = Bucket::default();
         bucket.succeed(&Bucket::default(), 1000, 10_000_000, 1, 0);
         assert_eq!(bucket.charge(5, 1, || Err("changed")), Err("changed"));
         assert_eq!(bucket.full.load(Acquire), 0);
-        // Changed between the look and the charge: the charge is to what is there now.
+        // The bucket changes between the load and the exchange. The charge applies to the new
+        // value.
         let mut changed = [9_000_000, 3_000_000].into_iter();
         let changed = std::cell::RefCell::new(&mut changed);
         let change = || {

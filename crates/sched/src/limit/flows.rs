@@ -1,10 +1,12 @@
-//! Whose turn it is at a limit that several wait for: the disks of a group; the reactors of a disk,
-//! reads and writes.
+//! Fair order among several flows that wait for the same limits. A flow is a disk of a group, or
+//! the reads or the writes of one reactor.
 //!
-//! In: who passes, for how much of each limit; who was refused. Out: whether somebody may pass, or
-//! others come first. Start-time fair queueing again: each has a tag for each limit, that goes on
-//! by amount / (rate x weight); the lowest tag of those that wait comes first. What must hold: who
-//! passes where nobody waits takes no lock; who waits for one limit holds nobody up at another.
+//! In: operations that a limit admitted, with their amounts, and flows that a limit refused. Out:
+//! whether a flow may proceed, or another flow comes first. The order is start-time fair queueing.
+//! Each flow has a start tag for each limit. An operation advances the tag by amount / (rate x
+//! weight). The waiting flow with the lowest tag comes first. What must hold: a flow that finds no
+//! other waiting takes no lock. A flow that waits for one limit does not delay other flows at
+//! another limit.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -12,23 +14,23 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::{Knobs, Time};
 
-/// Who was refused and has not asked again for so long does not wait any more. More than anybody
-/// sleeps who waits.
+/// A refused flow that has not retried for this long no longer counts as waiting, in nanoseconds.
+/// It is longer than any flow that waits sleeps between retries.
 const PATIENCE: u64 = 40_000_000;
-/// So far, in virtual time (nanoseconds of the rate, at the usual weight), one may be ahead of
-/// another who waits, that they need not pass one by one; and so far behind, that nobody saves up
-/// more.
+/// Largest lead of a flow over another waiting flow, in virtual nanoseconds at the default weight.
+/// It lets flows proceed in batches. A flow also falls behind by at most this much, so that an idle
+/// flow saves up no credit.
 const LEAD: u64 = 1_000_000;
-/// The limits of a limiter.
+/// Number of limits of a limiter.
 const LIMITS: usize = 6;
 
-/// One that waits for limits beside others.
+/// A flow: a stream of operations that competes with others for the same limits.
 #[derive(Debug)]
 pub struct Flow {
     weight: AtomicU32,
-    /// Virtual time at which what has passed ends, for each limit.
+    /// Start tag of the next operation, for each limit, in virtual nanoseconds.
     tags: [AtomicU64; LIMITS],
-    /// When it was refused last, if nothing of it has passed since; else 0.
+    /// Time of the last refusal, for each limit. 0 if the limit has admitted an operation since.
     refused: [AtomicU64; LIMITS],
 }
 
@@ -37,7 +39,7 @@ impl Flow {
         self.weight.store(weight, Relaxed);
     }
 
-    /// Virtual time for nanoseconds of the rate.
+    /// Converts nanoseconds of the limit's rate to virtual time: divides them by the weight.
     fn step(&self, time: u64) -> u64 {
         let weight = u128::from(self.weight.load(Relaxed).max(1));
         (u128::from(time) * u128::from(Knobs::WEIGHT) / weight).clamp(1, 1 << 60) as u64
@@ -46,9 +48,9 @@ impl Flow {
 
 #[derive(Debug, Default)]
 pub(super) struct Flows {
-    /// Virtual time of each limit: the most at which an operation has begun.
+    /// Virtual time of each limit: the highest start tag of an admitted operation.
     times: [AtomicU64; LIMITS],
-    /// When somebody was refused last.
+    /// Time of the last refusal of any flow, for each limit.
     refused: [AtomicU64; LIMITS],
     all: Mutex<Vec<Weak<Flow>>>,
 }
@@ -64,7 +66,7 @@ impl Flows {
         flow
     }
 
-    /// Whether nobody waits for the limit who comes first.
+    /// Returns whether no other flow that waits for the limit comes before this one.
     pub fn is_next(&self, limit: usize, now: Time, flow: &Flow) -> bool {
         let waits = |refused: &AtomicU64| now < refused.load(Relaxed).saturating_add(PATIENCE);
         if !waits(&self.refused[limit]) {
@@ -79,7 +81,7 @@ impl Flows {
         })
     }
 
-    /// Where its next operation begins, in virtual time.
+    /// Start tag of the flow's next operation.
     fn begins(&self, limit: usize, flow: &Flow) -> u64 {
         flow.tags[limit].load(Relaxed).max(self.times[limit].load(Relaxed).saturating_sub(LEAD))
     }
@@ -89,21 +91,22 @@ impl Flows {
         self.refused[limit].fetch_max(now, Relaxed);
     }
 
-    /// It does not wait for this limit.
+    /// Notes that the flow does not wait for this limit.
     pub fn clear(&self, limit: usize, flow: &Flow) {
         if flow.refused[limit].load(Relaxed) > 0 {
             flow.refused[limit].store(0, Relaxed);
         }
     }
 
-    /// It has passed, for so many nanoseconds of the rate.
+    /// Advances the flow's start tag: the limit admitted an operation that costs `cost` nanoseconds
+    /// of the rate.
     pub fn pass(&self, limit: usize, flow: &Flow, cost: u64) {
         let begins = self.begins(limit, flow);
         self.times[limit].fetch_max(begins, Relaxed);
         flow.tags[limit].store(begins.saturating_add(flow.step(cost)), Relaxed);
     }
 
-    /// It has passed, and does not begin.
+    /// Takes back what [`Flows::pass`] added, because the admitted operation does not begin.
     pub fn refund(&self, limit: usize, flow: &Flow, cost: u64) {
         let step = flow.step(cost);
         let _ =

@@ -1,0 +1,296 @@
+//! One disk's account: the counters that the device and the disk's reactors share.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
+
+use crate::Time;
+use crate::group::Group;
+use crate::knobs::Knobs;
+use crate::reserve::Reserve;
+use crate::wait_list::before;
+
+/// The state that the device and its disk share. The fields that every operation uses come first,
+/// on the same cache lines.
+#[repr(C, align(128))]
+#[derive(Debug)]
+pub(crate) struct Account {
+    /// Virtual time at which the disk's next operation begins.
+    pub start_tag: AtomicU64,
+    /// Virtual time for a nanosecond of cost: 2^20 / weight, with [`FRACTION_BITS`] fraction bits.
+    virtual_rate: AtomicU64,
+    /// How far the start tag may exceed the device's virtual time within the disk's share.
+    margin: AtomicU64,
+    /// Number of operations that wait for the device.
+    pub waiting: AtomicU64,
+    /// Cost in nanoseconds, and number, of the operations in flight.
+    pub in_flight: AtomicU64,
+    pub operations: AtomicU64,
+    // Counters of the current control period: operations that began; of those that completed, the
+    // cost, number, service time, time since arrival, and baseline service time (all in
+    // nanoseconds).
+    begun: AtomicU64,
+    cost: AtomicU64,
+    served: AtomicU64,
+    service: AtomicU64,
+    lived: AtomicU64,
+    alone: AtomicU64,
+    pub group: Option<Arc<Group>>,
+    /// The disk has had operations in the last seconds.
+    pub present: AtomicBool,
+    own_weight: AtomicU32,
+    pub reserve: Reserve,
+    // The fast path does not use the fields from here on.
+    /// Number of operations that had to wait in this control period.
+    pub waits: AtomicU64,
+    pub busy_at: AtomicU64,
+    pub number: OnceLock<usize>,
+    /// Effective weight: its own, or its part of its group's. The bits of an f64.
+    weight: AtomicU64,
+    /// Cost that is due to the disk in a nanosecond, as of the last period. The bits of an f64.
+    rate: AtomicU64,
+    latency_target: AtomicU64,
+    pub sums: Sums,
+}
+
+/// Fraction bits of [`Account::virtual_rate`].
+const FRACTION_BITS: u32 = 20;
+/// Smallest effective weight. Bounds the ratio between two disks' shares.
+const MIN_WEIGHT: f64 = 0.01;
+/// Smallest rate at which a debt to the device is paid, in cost a nanosecond.
+const MIN_RATE: f64 = 1e-4;
+
+/// Totals since the disk was opened; see [`crate::Figures`].
+#[derive(Debug, Default)]
+pub(crate) struct Sums {
+    pub owed: AtomicU64,
+    pub used: AtomicU64,
+    pub donated: AtomicU64,
+    pub service: AtomicU64,
+    pub alone: AtomicU64,
+    pub limited: AtomicU64,
+    pub waited: AtomicU64,
+}
+
+/// Counters of one control period; see [`Account`].
+pub(crate) struct Counts {
+    pub busy: bool,
+    /// The disk is over its share: most of its operations had to wait.
+    pub is_over_share: bool,
+    pub cost: u64,
+    pub served: u64,
+    pub service: u64,
+    pub lived: u64,
+    pub alone: u64,
+}
+
+impl Account {
+    pub fn new(knobs: &Knobs, group: Option<Arc<Group>>) -> Self {
+        let account = Account {
+            start_tag: AtomicU64::default(),
+            virtual_rate: AtomicU64::default(),
+            margin: AtomicU64::default(),
+            waiting: AtomicU64::default(),
+            in_flight: AtomicU64::default(),
+            operations: AtomicU64::default(),
+            begun: AtomicU64::default(),
+            cost: AtomicU64::default(),
+            served: AtomicU64::default(),
+            service: AtomicU64::default(),
+            lived: AtomicU64::default(),
+            alone: AtomicU64::default(),
+            group,
+            present: AtomicBool::default(),
+            own_weight: AtomicU32::default(),
+            reserve: Reserve::default(),
+            waits: AtomicU64::default(),
+            busy_at: AtomicU64::default(),
+            number: OnceLock::new(),
+            weight: AtomicU64::default(),
+            rate: AtomicU64::new(1f64.to_bits()),
+            latency_target: AtomicU64::default(),
+            sums: Sums::default(),
+        };
+        account.set(knobs);
+        account.set_weight(f64::from(account.own_weight()));
+        account
+    }
+
+    pub fn set(&self, knobs: &Knobs) {
+        self.own_weight.store(knobs.weight.clamp(1, Knobs::MOST_WEIGHT), Relaxed);
+        self.reserve.set(knobs);
+        self.latency_target.store(knobs.latency_target.map_or(0, |t| t.as_nanos() as u64), Relaxed);
+    }
+
+    /// Returns the disk's number on the device.
+    pub fn number(&self) -> usize {
+        self.number.get().copied().unwrap_or(usize::MAX)
+    }
+
+    pub fn group(&self) -> Option<&Arc<Group>> {
+        self.group.as_ref()
+    }
+
+    pub fn own_weight(&self) -> u32 {
+        self.own_weight.load(Relaxed)
+    }
+
+    pub fn weight(&self) -> f64 {
+        f64::from_bits(self.weight.load(Relaxed))
+    }
+
+    pub fn set_weight(&self, weight: f64) {
+        let weight = weight.max(MIN_WEIGHT);
+        self.weight.store(weight.to_bits(), Relaxed);
+        self.virtual_rate
+            .store(((1u64 << (20 + FRACTION_BITS)) as f64 / weight).round() as u64, Relaxed);
+    }
+
+    pub fn set_rate(&self, rate: f64) {
+        self.rate.store(rate.max(MIN_RATE).to_bits(), Relaxed);
+    }
+
+    /// Returns the nanoseconds in which `cost` is due to the disk.
+    pub fn time_of(&self, cost: u64) -> u64 {
+        (cost as f64 / f64::from_bits(self.rate.load(Relaxed))) as u64
+    }
+
+    /// Returns the latency target of the disk or of its group in nanoseconds. 0: none.
+    pub fn latency_target(&self) -> u64 {
+        match self.latency_target.load(Relaxed) {
+            0 => self.group.as_ref().map_or(0, |group| group.latency_target.load(Relaxed)),
+            target => target,
+        }
+    }
+
+    /// Converts a cost to virtual time: divides it by the weight.
+    #[inline]
+    pub fn virtual_cost(&self, cost: u64) -> u64 {
+        let half = 1 << (FRACTION_BITS - 1);
+        ((u128::from(cost) * u128::from(self.virtual_rate.load(Relaxed)) + half) >> FRACTION_BITS)
+            as u64
+    }
+
+    #[inline]
+    pub fn has_reservation(&self) -> bool {
+        self.reserve.is_set() || self.group.as_ref().is_some_and(|group| group.reserve.is_set())
+    }
+
+    #[inline]
+    pub fn reservation_is_due(&self, now: Time) -> bool {
+        self.reserve.is_due(now)
+            || self.group.as_ref().is_some_and(|group| group.reserve.is_due(now))
+    }
+
+    #[inline]
+    pub fn charge_reservation(&self, now: Time, requests: u32, bytes: u64) {
+        self.reserve.charge(now, requests, bytes);
+        if let Some(group) = &self.group {
+            group.reserve.charge(now, requests, bytes);
+        }
+    }
+
+    #[inline]
+    pub fn began(&self) {
+        self.begun.fetch_add(1, Relaxed);
+    }
+
+    pub fn costs_more(&self, cost: u64) {
+        self.cost.fetch_add(cost, Relaxed);
+    }
+
+    #[inline]
+    pub fn served(&self, cost: u64, service: u64, lived: u64, alone: u64) {
+        self.cost.fetch_add(cost, Relaxed);
+        self.served.fetch_add(1, Relaxed);
+        self.service.fetch_add(service, Relaxed);
+        self.lived.fetch_add(lived, Relaxed);
+        self.alone.fetch_add(alone, Relaxed);
+    }
+
+    /// Returns whether the disk has had at most its share and the margin.
+    #[inline]
+    pub fn is_within_share(&self, device: u64) -> bool {
+        let end = device.wrapping_add(self.margin.load(Relaxed));
+        !before(end, self.start_tag.load(Relaxed)) && self.waiting.load(Relaxed) == 0
+    }
+
+    pub fn set_margin(&self, cost: u64) {
+        self.margin.store(self.virtual_cost(cost), Relaxed);
+    }
+
+    /// Returns whether no operation of the disk is in flight or waits.
+    pub fn is_idle(&self) -> bool {
+        self.operations.load(Relaxed) == 0 && self.waiting.load(Relaxed) == 0
+    }
+
+    pub fn is_busy(&self, now: Time, within: u64) -> bool {
+        now < self.busy_at.load(Relaxed).saturating_add(within)
+    }
+
+    pub fn take_counts(&self, now: Time) -> Counts {
+        let (waits, begun) = (self.waits.swap(0, Relaxed), self.begun.swap(0, Relaxed));
+        let counts = Counts {
+            busy: false,
+            is_over_share: waits * 2 > begun || (begun == 0 && self.waiting.load(Relaxed) > 0),
+            cost: self.cost.swap(0, Relaxed),
+            served: self.served.swap(0, Relaxed),
+            service: self.service.swap(0, Relaxed),
+            lived: self.lived.swap(0, Relaxed),
+            alone: self.alone.swap(0, Relaxed),
+        };
+        let busy = counts.cost > 0 || counts.served > 0 || !self.is_idle();
+        if busy {
+            self.busy_at.store(now, Relaxed);
+        }
+        self.sums.service.fetch_add(counts.service, Relaxed);
+        self.sums.alone.fetch_add(counts.alone, Relaxed);
+        self.sums.used.fetch_add(counts.cost, Relaxed);
+        Counts { busy, ..counts }
+    }
+
+    /// Adds the cost that was due to the disk in the last period, and the cost that it used.
+    pub fn note_owed(&self, owed: f64, used: u64) {
+        let owed = owed as u64;
+        self.sums.owed.fetch_add(owed, Relaxed);
+        self.sums.donated.fetch_add(owed.saturating_sub(used), Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_stay_exact_over_a_thousand_million_operations() {
+        const OPERATIONS: u64 = 1_000_000_000;
+        let weights = [1, 7, 977, 9973];
+        let costs = [4_001, 12_503, 1_777, 13];
+        let accounts =
+            weights.map(|weight| Account::new(&Knobs { weight, ..Knobs::default() }, None));
+        let steps: [u64; 4] = std::array::from_fn(|i| accounts[i].virtual_cost(costs[i]));
+        // The tags wrap around.
+        let mut tags = [u64::MAX - 1_000_000; 4];
+        let mut counts = [0u64; 4];
+        for _ in 0..OPERATIONS {
+            let (mut next, mut tag) = (0, tags[0]);
+            for (i, other) in tags.iter().enumerate().skip(1) {
+                if before(*other, tag) {
+                    (next, tag) = (i, *other);
+                }
+            }
+            tags[next] = tag.wrapping_add(steps[next]);
+            counts[next] += 1;
+        }
+        let used: [f64; 4] = std::array::from_fn(|i| counts[i] as f64 * costs[i] as f64);
+        let (all, sum) = (used.iter().sum::<f64>(), weights.iter().sum::<u32>());
+        for ((used, weight), cost) in used.iter().zip(weights).zip(costs) {
+            let due = all * f64::from(weight) / f64::from(sum);
+            // At most one operation of each disk is in flight. Rounding may cost a millionth.
+            let most = 2.0 * cost.max(4_001 * u64::from(weight)) as f64 + due * 1e-6;
+            assert!(
+                (used - due).abs() <= most,
+                "weight {weight} has used {used} ns, and {due} are due"
+            );
+        }
+    }
+}
