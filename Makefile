@@ -34,7 +34,7 @@ perf: ## compare rates, latencies and shares with their known figures, on a quie
 	$(CARGO) build --locked --workspace
 	$(CARGO) test --locked -p blockyard -p blockyard-bench --test perf --no-fail-fast -- --test-threads=1 --nocapture
 
-bench: ## measure against the host's file and qemu-storage-daemon; writes docs/benchmarks.md
+bench: ## measure against the host's file and qemu-storage-daemon; writes docs/benchmark-tables.md
 	@bench/run
 
 build: ## the programs, optimised: target/release/blockyard and blockyard-bench (4 minutes the first time)

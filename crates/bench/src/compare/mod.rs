@@ -3,7 +3,7 @@
 //! ```text
 //!   system       what is compared            work         what is done: scripts, and what they print
 //!   stage        images, servers, guests     environment  what figures depend on
-//!   cpu          processor time                  tables       the tables of docs/benchmarks.md
+//!   cpu          processor time                  tables       the tables of docs/benchmark-tables.md
 //! ```
 //! In: names of works and systems. Out: [`Results`], saved after each run; a table, and a report if
 //! wanted. What must hold: systems take turns, and each round begins with another one, so that a
@@ -60,7 +60,7 @@ pub struct Options {
     /// Bytes of the largest operation
     #[arg(long, value_name = "SIZE", default_value = "1m", value_parser = parse_size)]
     max_size: u64,
-    /// Measure a table of docs/benchmarks.md instead, and print it as Markdown
+    /// Measure a table of docs/benchmark-tables.md instead, and print it as Markdown
     #[arg(long, value_enum, value_name = "NAME", conflicts_with_all = ["works", "systems", "report", "ops", "min_size", "max_size"])]
     table: Option<tables::Name>,
     /// Only rows of the table with this text in their names

@@ -1,5 +1,5 @@
-//! `bench compare --table`: the tables of docs/benchmarks.md. Many loads, each on several systems,
-//! in interleaved rounds.
+//! `bench compare --table`: the tables of docs/benchmark-tables.md. Many loads, each on
+//! several systems, in interleaved rounds.
 //!
 //! ```text
 //!   place     folder, images, servers        clients   the host's file, qemu-storage-daemon, Blockyard: one load generator
