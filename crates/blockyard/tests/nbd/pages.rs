@@ -124,6 +124,26 @@ fn operate() {
 }
 
 #[test]
+fn migrate() {
+    runs_as_it_stands("migrate.md", &["nbdinfo", "nbdcopy", "qemu-img"]);
+}
+
+#[test]
+fn images() {
+    runs_as_it_stands("images.md", &[]);
+}
+
+#[test]
+fn filters() {
+    runs_as_it_stands("filters.md", &["fio"]);
+}
+
+#[test]
+fn configuration() {
+    runs_as_it_stands("configuration.md", &[]);
+}
+
+#[test]
 fn measure() {
     runs_as_it_stands("measure.md", &["fio"]);
 }
