@@ -1,10 +1,14 @@
-//! What the queues of one disk may do in one turn of their reactor.
+//! Limits what the queues of one disk take in one iteration of their reactor.
 //!
-//! In: what a queue took, in descriptors and bytes, and the number of the turn. Out: whether the
-//! queue may take more. What must hold: between two looks of the reactor at its other disks, all
-//! queues of a disk together take one budget and at most one more request, whatever they find and
-//! whatever is in flight. A queue that the others left nothing comes before them in the next turn.
-//! A turn that lasts is over for all: each queue takes one batch of it.
+//! A iteration is one pass of the reactor over its tasks.
+//!
+//! In: what a queue took, in descriptors and bytes, and the number of the iteration. Out: whether the
+//! queue may take more. What must hold:
+//! - In one iteration, all queues of a disk together take at most one budget and one more request,
+//!   whatever their rings contain.
+//! - A queue that got nothing in a iteration, because the others used up the budget, comes first in the
+//!   next iteration.
+//! - If a iteration lasts too long, each queue takes one more batch at most.
 
 use std::cell::{Cell, RefCell};
 use std::rc::{Rc, Weak};
@@ -14,41 +18,42 @@ use std::time::{Duration, Instant};
 use blockyard_disk::Disk;
 use blockyard_ring::Handle;
 
-/// Descriptors of a turn: about 50 us. A request costs as much as [`REQUEST`] of them besides.
+/// Descriptors in a iteration's budget: about 50 us of work. Each request also counts as [`REQUEST`]
+/// descriptors.
 const DESCRIPTORS: u32 = 1024;
 pub const REQUEST: u32 = 8;
-/// Bytes of a turn. Storage that answers at once copies them before it answers.
+/// Bytes in a iteration's budget. Storage that answers at once copies these bytes during the iteration.
 const BYTES: u64 = 1 << 20;
-/// Time since the turn began.
+/// Time after which a iteration has lasted too long.
 const TIME: Duration = Duration::from_micros(200);
 
 /// The accounts of the disks of a reactor.
 #[derive(Default)]
 struct Accounts(RefCell<Vec<(sync::Weak<Disk>, Weak<Account>)>>);
 
-/// The account of a disk on one reactor.
+/// What the queues of one disk on one reactor have taken in this iteration.
 #[derive(Debug, Default)]
 struct Account {
-    turn: Cell<u64>,
+    iteration: Cell<u64>,
     descriptors: Cell<u32>,
     bytes: Cell<u64>,
-    /// The longest row of turns in which a queue got nothing: among those that got nothing in the
-    /// last turn, and in this one.
+    /// Most iterations in a row in which a queue got nothing, among the queues that got nothing in the
+    /// last iteration, and in this iteration.
     longest_before: Cell<u32>,
     longest: Cell<u32>,
 }
 
 impl Account {
     #[inline]
-    fn begin(&self, turn: u64) {
-        let last = self.turn.replace(turn);
-        if last != turn {
+    fn begin(&self, iteration: u64) {
+        let last = self.iteration.replace(iteration);
+        if last != iteration {
             self.descriptors.set(0);
             self.bytes.set(0);
             let longest = self.longest.take();
-            // A queue that got nothing asks again in the next turn. If it did not, it wants nothing
-            // any more.
-            self.longest_before.set(if last.wrapping_add(1) == turn { longest } else { 0 });
+            // A queue that got nothing asks again in the next iteration. If no queue asked in the last
+            // iteration, none waits.
+            self.longest_before.set(if last.wrapping_add(1) == iteration { longest } else { 0 });
         }
     }
 
@@ -58,20 +63,20 @@ impl Account {
     }
 }
 
-/// A queue's part of its disk's account. A queue that may take nothing must ask again in the next
-/// turn, if it still wants.
+/// One queue's access to the account of its disk. A queue that is refused must ask again in the
+/// next iteration, if it still has requests.
 #[derive(Debug, Default)]
 pub struct Budget {
     account: Rc<Account>,
-    /// Turn in which the queue took something last.
+    /// Last iteration in which the queue took something.
     took: Cell<u64>,
-    /// Turn in which the queue got nothing last, and the number of such turns in a row.
+    /// Last iteration in which the queue was refused, and the number of such iterations in a row.
     refused: Cell<u64>,
-    row: Cell<u32>,
+    refused_turns: Cell<u32>,
 }
 
 impl Budget {
-    /// The budget of one more queue of this disk on this reactor.
+    /// Returns the budget for a new queue of `disk` on this reactor.
     pub fn of(handle: &Handle, disk: &Arc<Disk>) -> Self {
         let accounts = handle.local::<Accounts>();
         let mut accounts = accounts.0.borrow_mut();
@@ -85,18 +90,18 @@ impl Budget {
         Budget { account, ..Budget::default() }
     }
 
-    /// Books what the queue took in turn number `turn`.
+    /// Counts what the queue took in iteration number `iteration`.
     #[inline]
-    pub fn spend(&self, turn: u64, descriptors: u32, bytes: u64) {
+    pub fn spend(&self, iteration: u64, descriptors: u32, bytes: u64) {
         let account = &*self.account;
-        account.begin(turn);
+        account.begin(iteration);
         account.descriptors.set(account.descriptors.get().saturating_add(descriptors));
         account.bytes.set(account.bytes.get().saturating_add(bytes));
-        self.took.set(turn);
-        self.row.set(0);
+        self.took.set(iteration);
+        self.refused_turns.set(0);
     }
 
-    /// Waits for a turn in which the queue may take something, and books this in it.
+    /// Waits for a iteration in which the queue may take something, and counts this in that iteration.
     pub async fn admit(&self, handle: &Handle, descriptors: u32, bytes: u64) {
         while self.is_spent(handle.iteration()) {
             handle.yield_now().await;
@@ -104,26 +109,27 @@ impl Budget {
         self.spend(handle.iteration(), descriptors, bytes);
     }
 
-    /// Whether the queue may take nothing more in turn number `turn`. If it has taken nothing in
-    /// this turn, the account notes that, and the queue comes earlier in the next turn.
+    /// Returns whether the queue may take nothing more in iteration number `iteration`. If the queue took
+    /// nothing in this iteration, the account notes that, so that the queue comes earlier in the next
+    /// iteration.
     #[inline]
-    pub fn is_spent(&self, turn: u64) -> bool {
+    pub fn is_spent(&self, iteration: u64) -> bool {
         let account = &*self.account;
-        account.begin(turn);
-        let took = self.took.get() == turn;
-        let is_behind = !took && self.row.get() < account.longest_before.get();
+        account.begin(iteration);
+        let took = self.took.get() == iteration;
+        let is_behind = !took && self.refused_turns.get() < account.longest_before.get();
         if !account.is_spent() && !is_behind {
             return false;
         }
-        if !took && self.refused.replace(turn) != turn {
-            self.row.set(self.row.get().saturating_add(1));
-            account.longest.set(account.longest.get().max(self.row.get()));
+        if !took && self.refused.replace(iteration) != iteration {
+            self.refused_turns.set(self.refused_turns.get().saturating_add(1));
+            account.longest.set(account.longest.get().max(self.refused_turns.get()));
         }
         true
     }
 }
 
-/// Whether a turn that began at `began` has lasted so long that each queue lets the others go on.
+/// Returns whether a iteration that began at `began` has lasted too long, so that each queue must yield.
 #[inline]
 pub fn is_over(began: Instant, now: Instant) -> bool {
     now.saturating_duration_since(began) >= TIME
@@ -137,7 +143,7 @@ mod tests {
 
     use super::*;
 
-    /// As the tasks of a ublk queue do it, one for each tag: all requests are there at once.
+    /// All requests are there at once, as in a ublk queue with one task for each tag.
     #[test]
     fn tasks_that_share_a_budget_are_admitted_over_several_turns() {
         const TASKS: u64 = 1000;
@@ -154,26 +160,26 @@ mod tests {
                         admitted.set(admitted.get() + 1);
                     });
                 }
-                let (mut before, mut turns) = (0, 0);
+                let (mut before, mut iterations) = (0, 0);
                 while before < TASKS {
                     handle.yield_now().await;
                     let now = admitted.get();
-                    // A look sees two turns at most.
+                    // Two iterations may pass between two checks.
                     assert!(
                         now - before <= 2 * u64::from(most),
-                        "{} tasks between two looks",
+                        "{} tasks between two checks",
                         now - before
                     );
-                    (before, turns) = (now, turns + 1);
+                    (before, iterations) = (now, iterations + 1);
                 }
-                turns
+                iterations
             };
             assert!(executor.block_on(work).unwrap() >= TASKS / 2 / u64::from(most));
         }
     }
 
     #[test]
-    fn a_turn_has_a_budget_of_each_kind_and_the_next_one_has_another() {
+    fn each_turn_has_a_new_budget_of_descriptors_and_bytes() {
         let budget = Budget::default();
         assert!(!budget.is_spent(0) && !budget.is_spent(7));
         budget.spend(7, DESCRIPTORS - 1, BYTES - 1);
@@ -187,46 +193,46 @@ mod tests {
         assert!(budget.is_spent(9) && !budget.is_spent(10));
     }
 
-    /// Queues that always want more, polled in the same order in each turn: the order that favours
-    /// the first.
-    fn rounds(account: &Rc<Account>, queues: usize, turns: u64, take: u32) -> Vec<u32> {
+    /// Runs queues that always have more requests, in the same order in each iteration. This order
+    /// favours the first queue. Returns how many descriptors each queue took.
+    fn run_turns(account: &Rc<Account>, queues: usize, iterations: u64, take: u32) -> Vec<u32> {
         let queue = || Budget { account: account.clone(), ..Budget::default() };
         let queues: Vec<_> = (0..queues).map(|_| (queue(), Cell::new(0))).collect();
-        for turn in 1..=turns {
+        for iteration in 1..=iterations {
             let mut together = 0;
             for (budget, taken) in &queues {
-                while !budget.is_spent(turn) {
-                    budget.spend(turn, take, 0);
+                while !budget.is_spent(iteration) {
+                    budget.spend(iteration, take, 0);
                     together += take;
                     taken.set(taken.get() + take);
                 }
             }
             assert!(
                 (DESCRIPTORS..DESCRIPTORS + take).contains(&together),
-                "{together} descriptors in a turn"
+                "{together} descriptors in a iteration"
             );
         }
         queues.iter().map(|(_, taken)| taken.get()).collect()
     }
 
     #[test]
-    fn queues_of_a_disk_share_its_budget_and_take_turns() {
+    fn queues_of_a_disk_have_equal_parts_of_its_budget() {
         let account = Rc::default();
         for take in [1, 11, 700, 1026] {
-            let taken = rounds(&account, 64, 640, take);
+            let taken = run_turns(&account, 64, 640, take);
             let (least, most) = (taken.iter().min().unwrap(), taken.iter().max().unwrap());
             assert!(*least > 0 && most - least <= 2 * 1026, "{least} to {most} descriptors");
         }
     }
 
     #[test]
-    fn a_queue_that_wants_nothing_any_more_holds_up_no_other() {
+    fn a_queue_that_stops_asking_delays_the_others_by_one_turn_at_most() {
         let account = Rc::<Account>::default();
         let queue = || Budget { account: account.clone(), ..Budget::default() };
         let (first, leaves, last) = (queue(), queue(), queue());
         first.spend(1, DESCRIPTORS, 0);
         assert!(leaves.is_spent(1));
-        // `leaves` was refused and does not ask again: the others lose one turn.
+        // `leaves` was refused and does not ask again. The others lose one iteration.
         assert!(last.is_spent(2));
         assert!(!last.is_spent(3));
     }
@@ -250,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_that_lasts_is_over() {
+    fn a_turn_ends_after_its_time() {
         let began = Instant::now();
         assert!(!is_over(began, began) && !is_over(began + TIME, began));
         assert!(is_over(began, began + TIME));

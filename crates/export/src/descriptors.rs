@@ -1,14 +1,15 @@
-//! File descriptors: a reserve that clients cannot use up.
+//! A reserve of file descriptors that clients cannot use up.
 //!
-//! What must hold: while clients have all descriptors that they may have, a reload still opens its
+//! What must hold: if clients hold as many descriptors as they may, a reload can still open its
 //! configuration, certificates and images.
 
 use blockyard_ring::host;
 
-/// Descriptors that clients leave to the server itself, but no more than a quarter of all.
+/// Number of descriptors kept for the server itself, or a quarter of the limit if that is less.
 const RESERVE: u64 = 64;
 
-/// The number of descriptors that are left, and the limit, if no client may take one.
+/// Returns the number of free descriptors and the limit, if clients may take no more. Returns
+/// `None` if there are enough.
 pub fn too_few() -> Option<(u64, u64)> {
     let limit = host::descriptor_limit();
     let left = limit.saturating_sub(host::open_descriptors().ok()?);
@@ -24,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_low_limit_leaves_clients_most_of_it() {
+    fn the_reserve_is_at_most_a_quarter_of_the_limit() {
         assert_eq!(reserve(40), 10);
         assert_eq!(reserve(1024), 64);
         assert_eq!(reserve(u64::MAX), 64);

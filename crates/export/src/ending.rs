@@ -1,4 +1,4 @@
-//! The end of a disk's service: what its guests may have left unsynced, and its image.
+//! Ends the service of a disk: syncs what guests have written, and closes the image.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use blockyard_disk::{Disk, LocalDisk};
 
 use crate::Reactors;
 
-/// Syncs `disk` on every reactor that serves it; false when one of them failed.
+/// Syncs `disk` on every reactor that serves it. Returns false if one of them failed.
 pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     let mut good = true;
     for reactor in reactors.all() {
@@ -22,8 +22,8 @@ pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     good
 }
 
-/// Ends `disk`, which has no export any more: syncs it, lets go of it on every reactor, and leaves
-/// its image as it is to be found. False when that failed.
+/// Ends `disk`, which has no export any more: syncs it, removes it from every reactor, and closes
+/// its image. Returns false if a step failed.
 pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     disk.end_work();
     let mut good = sync(disk, reactors);
@@ -43,7 +43,7 @@ pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
                     handle.spawn(async move { reply.send(served.close().await.is_ok()) });
                 }
                 Err(e) => {
-                    tracing::error!(disk = disk.name(), "closing its image: {e}");
+                    tracing::error!(disk = disk.name(), "cannot close its image: {e}");
                     reply.send(false);
                 }
             });

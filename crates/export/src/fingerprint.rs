@@ -1,7 +1,7 @@
-//! A hash that is the same in every build of this program: what one server leaves names things by
-//! it for the next server.
+//! A hash that is the same in every build of this program. A server names what it leaves to the
+//! next server by it, such as a ublk device's disk.
 
-/// FNV-1a (64 bits).
+/// Returns the FNV-1a hash of `bytes` (64 bits).
 pub fn of(bytes: impl IntoIterator<Item = u8>) -> u64 {
     let step = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
     bytes.into_iter().fold(0xcbf2_9ce4_8422_2325, step)

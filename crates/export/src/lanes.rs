@@ -1,9 +1,9 @@
-//! Lanes: tasks that each carry one request, or one run of neighbours, after another to the disk
-//! and back.
+//! Lanes: reusable tasks, of which each takes one request, or one run of adjacent requests, to the
+//! disk and answers it.
 //!
-//! In: the batches of a queue. Out: answers, by the requests' tokens. What must hold: each request
-//! has a lane of its own while it is with the disk. Lanes are reused, so the steady state allocates
-//! nothing.
+//! In: the batches of a queue. Out: answers, through the requests' tokens. What must hold: each
+//! request that the disk works on has a lane of its own. Lanes are reused, so the steady state
+//! allocates nothing.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -17,11 +17,11 @@ use blockyard_ring::{Handle, TaskId};
 pub struct Lanes<T: Token> {
     handle: Handle,
     served: Rc<LocalDisk<Store>>,
-    /// Whether the guest sees a volatile write cache now. It may change while a write is with the
-    /// disk.
+    /// Returns whether the guest sees a volatile write cache now. This may change while the disk
+    /// works on a write.
     has_write_back: Rc<dyn Fn() -> bool>,
     idle: RefCell<Vec<Rc<Lane<T>>>>,
-    /// Room for runs of neighbours.
+    /// Vectors for runs of adjacent requests, kept for reuse.
     runs: RefCell<Vec<Run<T>>>,
 }
 
@@ -31,7 +31,7 @@ struct Lane<T: Token> {
     is_closed: Cell<bool>,
 }
 
-/// What one operation does.
+/// What a lane does.
 enum Load<T: Token> {
     One(Request<T>),
     Run(Run<T>),
@@ -53,8 +53,8 @@ impl<T: Token + 'static> Lanes<T> {
         })
     }
 
-    /// Gives each request, and each run of neighbours, to an idle lane, and starts it. Empties
-    /// `requests`.
+    /// Gives each request, and each run of adjacent requests, to an idle lane, and polls the lane
+    /// at once. Empties `requests`.
     #[inline]
     pub fn dispatch(self: &Rc<Self>, requests: &mut Vec<Request<T>>) {
         let mut batch = requests.drain(..);
@@ -101,8 +101,8 @@ impl<T: Token + 'static> Lanes<T> {
                 None => Poll::Pending,
             });
             let Some(load) = next.await else { return };
-            // If the guest has switched its write cache off meanwhile, the answer promises more
-            // than the request asked for.
+            // The guest may have switched its write cache off since the request began. Then the
+            // answer promises durability that the request did not ask for.
             let promises_more = |volatile: bool| volatile && !has_write_back();
             match load {
                 Load::One(request) => {
@@ -131,7 +131,7 @@ impl<T: Token + 'static> Lanes<T> {
         }
     }
 
-    /// Ends the idle lanes.
+    /// Ends the idle lanes. A busy lane ends after its request.
     pub fn close(&self) {
         for lane in self.idle.borrow_mut().drain(..) {
             lane.is_closed.set(true);

@@ -1,8 +1,9 @@
-//! The ways in to a disk. An export parses and checks what its protocol brings, once; hands
-//! [`blockyard_disk::Request`]s to the disk; and answers. Protocol types live here and nowhere
-//! else.
+//! Exports: the protocols by which a disk is served (vhost-user, NBD, ublk, Xen blkif).
+//!
+//! An export parses and checks the messages of its protocol once, hands
+//! [`blockyard_disk::Request`]s to the disk, and answers. Protocol types exist only in this crate.
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
+// These macros panic if the stream cannot be written. `blockyard_program::output` and the log do
 // not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 

@@ -1,8 +1,9 @@
-//! Listening sockets of exports: Unix sockets, TCP addresses, and those that somebody else opened
-//! (systemd).
+//! Listening sockets of exports: Unix sockets, TCP addresses, and sockets that another process has
+//! opened (systemd).
 //!
-//! In: where to listen. Out: connected sockets. What must hold: a socket of ours that nobody
-//! listens on is replaced, anybody else's file is not; one that we made is removed in the end.
+//! In: where to listen. Out: connected sockets. What must hold: a Unix socket on which no server
+//! listens any more is replaced; a file that is no socket is never replaced. A socket file that
+//! this server has created is removed at the end.
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
@@ -19,11 +20,11 @@ use rustix::net::SocketFlags;
 
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    #[error("socket {}: its path has {len} bytes, and a Unix socket's may have 107", path.display())]
+    #[error("socket {}: its path has {len} bytes, at most 107 are possible: use a shorter one", path.display())]
     TooLong { path: PathBuf, len: usize },
-    #[error("socket {} is taken: a live server listens on it", path.display())]
+    #[error("socket {} is in use: another server listens on it", path.display())]
     Taken { path: PathBuf },
-    #[error("socket {}: there is a file of that name that is no socket", path.display())]
+    #[error("socket {}: a file that is no socket has this name: remove it, or use another name", path.display())]
     NotASocket { path: PathBuf },
     #[error("socket {}: its folder {} does not exist: create it first", path.display(), folder.display())]
     NoFolder { path: PathBuf, folder: PathBuf },
@@ -33,18 +34,18 @@ pub enum SocketError {
     Address { address: String, source: io::Error },
 }
 
-/// A listening socket, or several of one address.
+/// A listening socket, or several for one address.
 pub struct Listener {
     sockets: Vec<OwnedFd>,
-    /// The path of one that we made, and which file that is.
+    /// Path of the socket file that this server has created, and its device and inode numbers.
     made: Option<(PathBuf, (u64, u64))>,
-    /// Of one that was inherited.
+    /// The claim on an inherited socket.
     _claim: Option<Claim>,
 }
 
 impl Listener {
-    /// Listens at `path`. A socket there that nobody listens on (its server was killed) is
-    /// replaced.
+    /// Listens at `path`. If a socket file is there but no server listens on it, because its server
+    /// was killed, the file is replaced.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         let owned = || path.to_path_buf();
         let len = path.as_os_str().len();
@@ -61,7 +62,7 @@ impl Listener {
                     drop(std::fs::remove_file(path))
                 }
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                // Not allowed to ask: it may be alive.
+                // Without permission to connect, a server may be listening.
                 Err(source) => return Err(SocketError::Listen { path: owned(), source }),
             }
         }
@@ -75,12 +76,12 @@ impl Listener {
         Ok(Listener { sockets: vec![listener.into()], made, _claim: None })
     }
 
-    /// Listens on TCP, on every address that the host's name has; an empty name or `*`: on all of
-    /// this machine.
+    /// Listens on TCP, on every address of the host's name. An empty name or `*` means all
+    /// addresses of this machine.
     pub fn bind_tcp(host: &str, port: u16) -> Result<Self, SocketError> {
         let wrong = |source| SocketError::Address { address: format!("{host}:{port}"), source };
         if matches!(host, "" | "*") {
-            // The IPv6 one takes both; a machine may have no IPv6.
+            // The IPv6 socket accepts IPv4 too, but a machine may have no IPv6.
             let any = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port));
             let any =
                 any.or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))).map_err(wrong)?;
@@ -105,22 +106,22 @@ impl Listener {
         }
     }
 
-    /// A socket that another process made (systemd) and keeps.
+    /// Listens on a socket that another process (systemd) has created and keeps.
     pub fn inherited((fd, claim): (OwnedFd, Claim)) -> Self {
-        // Somebody else may take a client before we do: then there is nothing to wait for.
+        // Another process may accept a client first. Then `accept` must not block.
         let _ = rustix::io::ioctl_fionbio(&fd, true);
         Listener { sockets: vec![fd], made: None, _claim: Some(claim) }
     }
 
-    /// Connections that come from now on refuse file descriptors, where the kernel can (Linux
-    /// 6.16).
+    /// Makes new connections refuse file descriptors, if the kernel can do that (Linux 6.16).
     pub fn refuse_descriptors(&self) {
         for socket in &self.sockets {
             rights::refuse(socket);
         }
     }
 
-    /// Waits for a connection; None when `wake` was rung.
+    /// Waits for a connection. Returns `None` if `wake` was signalled, or if the client has gone
+    /// already.
     pub fn accept(&self, wake: BorrowedFd<'_>) -> io::Result<Option<OwnedFd>> {
         let sockets = self.sockets.iter().map(|socket| PollFd::new(socket, PollFlags::IN));
         let mut fds: Vec<_> =
@@ -139,13 +140,13 @@ impl Listener {
                 rustix::io::ioctl_fionbio(&stream, false)?;
                 Ok(Some(stream))
             }
-            // The other side has gone already.
+            // The client has gone already.
             Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => Ok(None),
             Err(e) => Err(e.into()),
         }
     }
 
-    /// The port that the system has chosen, or was told; None for other sockets.
+    /// Returns the TCP port, or `None` for other sockets.
     pub fn port(&self) -> Option<u16> {
         let address = rustix::net::getsockname(self.sockets.first()?).ok()?;
         SocketAddr::try_from(address).ok().map(|address| address.port())
@@ -154,7 +155,7 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // A successor may have put its own in this place already.
+        // Another server may have replaced the file already.
         if let Some((path, file)) = &self.made
             && identity(path) == Some(*file)
         {
@@ -163,7 +164,7 @@ impl Drop for Listener {
     }
 }
 
-/// Where a connected socket's other end is: an address, or the process that connected.
+/// Describes the other end of a connected socket: its address, or the process that connected.
 pub fn peer(fd: impl AsFd) -> String {
     let address = rustix::net::getpeername(fd.as_fd())
         .ok()
@@ -178,7 +179,7 @@ pub fn peer(fd: impl AsFd) -> String {
     }
 }
 
-/// Device and inode of what has this name.
+/// Returns device and inode numbers of the file at `path`.
 fn identity(path: &Path) -> Option<(u64, u64)> {
     std::fs::symlink_metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
 }

@@ -1,27 +1,27 @@
-//! Lines in the log that a guest or a front end can cause as often as it likes.
+//! Limits log lines that a guest or a front end can cause at any rate.
 //!
-//! What must hold: however often they come, the log grows slowly, and what is written tells how
-//! much was not. News and warnings are counted apart, so that a front end which comes and goes does
-//! not hide what is wrong.
+//! What must hold: the log grows slowly at any rate of events, and says how many lines were left
+//! out. Information and warnings have separate limits, so that a front end which reconnects all the
+//! time does not suppress warnings.
 
 use std::fmt::Arguments;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Lines written as they come, and the pause after which one more may be.
+/// Number of lines that may be written at once, and the time after which one more may be written.
 const BURST: u32 = 10;
 const PAUSE: Duration = Duration::from_secs(10);
 
-/// One disk's lines.
+/// The limits for the lines of one disk.
 #[derive(Debug, Default)]
 pub struct Log {
-    news: Budget,
+    infos: Budget,
     warnings: Budget,
 }
 
 impl Log {
     pub fn info(&self, disk: &str, queue: Option<u16>, what: Arguments<'_>) {
-        if let Some(withheld) = self.news.admit(Instant::now()) {
+        if let Some(withheld) = self.infos.admit(Instant::now()) {
             tracing::info!(disk, queue, "{what}{}", Withheld(withheld));
         }
     }
@@ -38,21 +38,22 @@ pub(crate) struct Budget(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Lines written of the burst, less what the time has given back.
+    /// Number of lines of the burst that are used up. One comes back after each pause.
     spent: u32,
-    /// When the time last gave one back.
+    /// When a line last came back.
     since: Option<Instant>,
     withheld: u64,
 }
 
 impl Budget {
-    /// Whether a line may be written now: then how many were not, since the last one.
+    /// Returns the number of lines left out since the last one, if a line may be written now.
+    /// Returns `None` if not.
     pub(crate) fn admit(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock().unwrap_or_else(|e| e.into_inner());
         let since = *state.since.get_or_insert(now);
-        let back = now.saturating_duration_since(since).as_secs() / PAUSE.as_secs();
-        if back > 0 {
-            state.spent = state.spent.saturating_sub(u32::try_from(back).unwrap_or(u32::MAX));
+        let returned = now.saturating_duration_since(since).as_secs() / PAUSE.as_secs();
+        if returned > 0 {
+            state.spent = state.spent.saturating_sub(u32::try_from(returned).unwrap_or(u32::MAX));
             state.since = Some(now);
         }
         if state.spent < BURST {
@@ -81,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flood_leaves_a_burst_and_then_one_line_a_pause() {
+    fn a_flood_writes_a_burst_and_then_one_line_for_each_pause() {
         let (budget, start) = (Budget::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
         let written = |from: u64, to: u64| {
@@ -89,7 +90,7 @@ mod tests {
         };
         assert_eq!(written(0, 9_999), [0; BURST as usize]);
         assert_eq!(written(10_000, 30_000), [9_989, 9_999]);
-        // After a long silence the burst is there again.
+        // After a long silence the whole burst is available again.
         assert_eq!(written(1_000_000, 1_000_100).len(), BURST as usize);
     }
 }

@@ -1,5 +1,5 @@
-//! The reactors of the program: threads that each run one executor, and serve the queues given to
-//! them.
+//! The reactors of the program: threads that each run one executor, and serve the queues assigned
+//! to them.
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,8 +22,8 @@ struct Reactor {
 }
 
 impl Reactors {
-    /// Starts `count` of them, named `reactor-N`. Each keeps to one of `cpus`, in turn; with none
-    /// named, to no one.
+    /// Starts `count` reactors, named `reactor-N`. They are bound to the processors of `cpus` in
+    /// turn. If `cpus` is empty, they are not bound.
     pub fn start(count: usize, cpus: &[usize]) -> io::Result<Self> {
         let cpu = |number: usize| cpus.get(number % cpus.len().max(1)).copied();
         let mut reactors =
@@ -38,15 +38,15 @@ impl Reactors {
         Ok(reactors)
     }
 
-    /// The reactor for the next queue: they take turns.
+    /// Returns the reactor for the next queue, in turn.
     pub fn next(&self) -> Remote {
         let at = self.next.fetch_add(1, Ordering::Relaxed);
         self.reactors[at % self.reactors.len()].remote.clone()
     }
 
-    /// Ends all of them and waits for that. The files of their rings are closed then, and so are
-    /// the locks on them; the kernel closes those of a process that ends with its rings some time
-    /// later. Later calls to the reactors have no answer.
+    /// Ends all reactors and waits for that. This closes the files of their rings, which releases
+    /// the locks on these files. Without it the kernel closes them some time after the process has
+    /// ended. Later calls to the reactors get no answer.
     pub fn stop(&self) {
         for reactor in &self.reactors {
             reactor.remote.run(|handle| handle.stop());
@@ -59,7 +59,7 @@ impl Reactors {
         }
     }
 
-    /// All of them, to ask each for its part of something.
+    /// Returns all reactors.
     pub fn all(&self) -> impl Iterator<Item = &Remote> {
         self.reactors.iter().map(|r| &r.remote)
     }
@@ -81,22 +81,23 @@ impl Reactor {
             {
                 return drop(sender.send(Err(e)));
             }
-            // The ring belongs to the thread that makes it (SINGLE_ISSUER).
+            // The ring belongs to the thread that creates it (SINGLE_ISSUER).
             let executor = match Executor::new() {
                 Ok(executor) => executor,
                 Err(e) => return drop(sender.send(Err(e))),
             };
             let _ = sender.send(Ok((executor.remote(), executor.handle().pulse().clone())));
             if let Err(e) = executor.run() {
-                // Its disks are dead, and nothing here can serve them. A server's panics end the
+                // The reactor's disks cannot be served any more. In a server, a panic ends the
                 // process.
                 panic!("io_uring_enter failed: {e}");
             }
         };
         let thread =
             std::thread::Builder::new().name(name(number)).stack_size(512 << 10).spawn(body)?;
-        let started =
-            receiver.recv().map_err(|_| io::Error::other("the reactor's thread died at once"))?;
+        let started = receiver
+            .recv()
+            .map_err(|_| io::Error::other("the reactor's thread ended at its start"))?;
         let (remote, pulse) = started?;
         Ok((Reactor { remote, thread: Mutex::new(Some(thread)) }, pulse))
     }
@@ -106,7 +107,7 @@ fn name(number: usize) -> String {
     format!("reactor-{number}")
 }
 
-/// Binds this thread to one processor.
+/// Binds the calling thread to one processor.
 fn keep_to(cpu: usize) -> io::Result<()> {
     let mut set = rustix::thread::CpuSet::new();
     if cpu >= rustix::thread::CpuSet::MAX_CPU {

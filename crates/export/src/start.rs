@@ -1,16 +1,16 @@
-//! Why a queue cannot start.
+//! Reasons why a queue cannot start.
 
 use std::error::Error;
 use std::fmt;
 
-/// What a caller may want to tell apart.
+/// What failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StartKind {
-    /// Its reactor has ended.
+    /// The queue's reactor has ended.
     Ended,
     /// The disk cannot be opened on the reactor.
     Disk,
-    /// The guest's ring, or what belongs to it, cannot be used.
+    /// The guest's ring, its memory or its in-flight region cannot be used.
     Ring,
 }
 
@@ -18,7 +18,7 @@ pub enum StartKind {
 #[derive(Debug)]
 pub struct StartError {
     pub kind: StartKind,
-    /// What was tried.
+    /// The step that failed.
     pub context: String,
     pub source: Option<Box<dyn Error + Send + Sync>>,
 }
@@ -29,7 +29,7 @@ impl StartError {
     }
 
     pub fn disk(source: std::io::Error) -> Self {
-        let context = "opening the disk on its reactor".into();
+        let context = "cannot open the disk on its reactor".into();
         StartError { kind: StartKind::Disk, context, source: Some(source.into()) }
     }
 
@@ -51,5 +51,5 @@ impl fmt::Display for StartError {
     }
 }
 
-/// Without a source: the text has it already.
+/// `source` returns nothing, because the text contains the source.
 impl Error for StartError {}

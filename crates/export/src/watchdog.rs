@@ -1,7 +1,9 @@
-//! A thread that names what stalls a reactor.
+//! A thread that logs what stalls a reactor.
 //!
-//! In: the pulse of each reactor. Out: a log message for a turn that does not end, and another one
-//! when it has ended. What must hold: reactors do nothing for it but store what they are at; while
+//! In: the pulse of each reactor, which counts its iterations. Out: a log message for a iteration that does
+//! not end, and another one when it has ended. What must hold: a reactor's only work for the
+//! watchdog is to store what it polls. While all reactors sleep, the watchdog sleeps too. A stall
+//! gives one message, and the number of messages is limited.
 //! all of them sleep, it sleeps, too; a stall is one message, and many stalls are few.
 
 use std::sync::Arc;
@@ -13,11 +15,11 @@ use blockyard_ring::{Pulse, Watcher};
 
 use crate::log::{Budget, Withheld};
 
-/// Time between two looks, and looks that see the same turn before it is a stall: more than a
-/// second. Looks are counted, and not the time: a process that stood still as a whole has no
-/// stalled reactor.
+/// Time between two checks, and the number of checks of the same iteration that make a stall: more than
+/// a second. The watchdog counts checks and not time, because a process that was stopped as a whole
+/// has no stalled reactor.
 const PERIOD: Duration = Duration::from_millis(400);
-const LOOKS: u32 = 3;
+const CHECKS: u32 = 3;
 
 pub struct Watchdog {
     watcher: Arc<Watcher>,
@@ -26,7 +28,7 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Watches reactors, by name.
+    /// Starts to watch `reactors`, each with its name.
     pub fn start(reactors: Vec<(String, Arc<Pulse>)>) -> std::io::Result<Self> {
         let (watcher, stop) = (Arc::new(Watcher::default()), Arc::new(AtomicBool::new(false)));
         reactors.iter().for_each(|(_, pulse)| pulse.watched_by(&watcher));
@@ -53,28 +55,29 @@ impl Drop for Watchdog {
 
 fn watch(watcher: &Watcher, stop: &AtomicBool, reactors: &[(String, Arc<Pulse>)]) {
     watcher.is_this_thread();
-    let mut looks: Vec<_> = reactors.iter().map(|_| Look::default()).collect();
+    let mut checks: Vec<_> = reactors.iter().map(|_| Observed::default()).collect();
     let budget = Budget::default();
     let stops = || stop.load(Ordering::SeqCst);
     while !stops() {
         let asleep = || !stops() && reactors.iter().all(|(_, pulse)| pulse.iteration().is_none());
         let mut all_asleep = true;
-        for (look, (name, pulse)) in looks.iter_mut().zip(reactors) {
-            let turn = pulse.iteration();
-            all_asleep &= turn.is_none();
-            match look.sees(turn) {
+        for (observed, (name, pulse)) in checks.iter_mut().zip(reactors) {
+            let iteration = pulse.iteration();
+            all_asleep &= iteration.is_none();
+            match observed.sees(iteration) {
                 Some(Seen::Stalls) => {
                     if let Some(withheld) = budget.admit(Instant::now()) {
                         let (what, withheld) = (pulse.last_polled(), Withheld(withheld));
                         tracing::warn!(
-                            "{name} stalls: it has been at one thing for more than a second, all its disks wait; it is at {what:?}{withheld}"
+                            "{name} stalls: one task has run for more than a second, \
+                             and all disks of this reactor wait; it runs {what:?}{withheld}"
                         );
-                        look.reported = true;
+                        observed.reported = true;
                     }
                 }
-                Some(Seen::GoesOn { looks }) => {
-                    let time = (PERIOD * looks).as_secs_f64();
-                    tracing::warn!("{name} goes on, after about {time:.1} s");
+                Some(Seen::GoesOn { checks }) => {
+                    let time = (PERIOD * checks).as_secs_f64();
+                    tracing::warn!("{name} goes on after about {time:.1} s");
                 }
                 None => {}
             }
@@ -83,32 +86,32 @@ fn watch(watcher: &Watcher, stop: &AtomicBool, reactors: &[(String, Arc<Pulse>)]
     }
 }
 
-/// What was seen of one reactor.
+/// What the watchdog has seen of one reactor.
 #[derive(Debug, Default)]
-struct Look {
-    turn: Option<u64>,
-    /// Looks since that turn was seen first.
-    looks: u32,
+struct Observed {
+    iteration: Option<u64>,
+    /// Number of checks since it first saw this iteration.
+    checks: u32,
     reported: bool,
 }
 
 #[derive(Debug, PartialEq)]
 enum Seen {
-    /// Told once for a turn.
+    /// The iteration has lasted too long. Reported once for a iteration.
     Stalls,
-    /// A turn that was reported has ended.
-    GoesOn { looks: u32 },
+    /// A iteration that was reported has ended.
+    GoesOn { checks: u32 },
 }
 
-impl Look {
-    /// One look: the turn that the reactor is in, or None if it sleeps.
-    fn sees(&mut self, turn: Option<u64>) -> Option<Seen> {
-        if turn.is_some() && turn == self.turn {
-            self.looks += 1;
-            return (self.looks == LOOKS).then_some(Seen::Stalls);
+impl Observed {
+    /// Checks once. `iteration` is the iteration that the reactor is in, or `None` if it sleeps.
+    fn sees(&mut self, iteration: Option<u64>) -> Option<Seen> {
+        if iteration.is_some() && iteration == self.iteration {
+            self.checks += 1;
+            return (self.checks == CHECKS).then_some(Seen::Stalls);
         }
-        let before = std::mem::replace(self, Look { turn, ..Look::default() });
-        before.reported.then_some(Seen::GoesOn { looks: before.looks })
+        let before = std::mem::replace(self, Observed { iteration, ..Observed::default() });
+        before.reported.then_some(Seen::GoesOn { checks: before.checks })
     }
 }
 
@@ -117,28 +120,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_turn_that_does_not_end_is_told_once() {
-        let mut look = Look::default();
-        let mut sees = |turns: &[u64]| {
-            let seen: Vec<_> = turns
+    fn a_turn_that_does_not_end_is_reported_once() {
+        let mut observed = Observed::default();
+        let mut sees = |iterations: &[u64]| {
+            let seen: Vec<_> = iterations
                 .iter()
-                .filter_map(|turn| look.sees(Some(*turn).filter(|t| t % 2 == 1)))
+                .filter_map(|iteration| observed.sees(Some(*iteration).filter(|t| t % 2 == 1)))
                 .collect();
-            look.reported |= seen.contains(&Seen::Stalls);
+            observed.reported |= seen.contains(&Seen::Stalls);
             seen
         };
-        assert_eq!(sees(&[1, 3, 5, 5, 5, 7, 7, 7]), [], "turns that end in time");
+        assert_eq!(sees(&[1, 3, 5, 5, 5, 7, 7, 7]), [], "iterations that end in time");
         assert_eq!(sees(&[0; 10]), [], "sleep");
         assert_eq!(sees(&[9; 100]), [Seen::Stalls]);
-        assert_eq!(sees(&[11]), [Seen::GoesOn { looks: 99 }]);
+        assert_eq!(sees(&[11]), [Seen::GoesOn { checks: 99 }]);
         assert_eq!(sees(&[11, 13, 13, 13, 13]), [Seen::Stalls]);
-        assert_eq!(sees(&[0]), [Seen::GoesOn { looks: 3 }], "it sleeps: it went on");
+        assert_eq!(
+            sees(&[0]),
+            [Seen::GoesOn { checks: 3 }],
+            "a reactor that sleeps has ended its iteration"
+        );
         assert_eq!(sees(&[13, 0, 13, 0]), []);
-        assert!(PERIOD * LOOKS >= Duration::from_secs(1));
+        assert!(PERIOD * CHECKS >= Duration::from_secs(1));
     }
 
     #[test]
-    fn a_watchdog_ends_while_it_rests_and_while_it_watches() {
+    fn a_watchdog_ends_while_it_sleeps_and_while_it_watches() {
         for awake in [false, true] {
             let executor = blockyard_ring::Executor::new().unwrap();
             let pulse = executor.handle().pulse().clone();

@@ -140,7 +140,7 @@ fn sockets() {
 
     let live = folder.join("live");
     let listener = UnixListener::bind(&live).unwrap();
-    serve(&live, &[text(&live), "a live server listens on it"]);
+    serve(&live, &[text(&live), "another server listens on it"]);
     drop(listener);
 
     let file = folder.join("file");

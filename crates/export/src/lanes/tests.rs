@@ -7,7 +7,7 @@ use blockyard_ring::{Executor, Segments, Signal};
 
 use super::*;
 
-/// What was answered: the numbers of the requests, and how.
+/// The answers so far: number and status of each request.
 struct Answers {
     all: RefCell<Vec<(u32, Status)>>,
     rung: Signal,
@@ -34,7 +34,8 @@ impl Token for Number {
     }
 }
 
-/// A disk of 1 MiB in a file, whose operations are io_uring's: none is done when it is dispatched.
+/// Calls `work` with a disk of 1 MiB in a file. The disk uses io_uring, so no request is complete
+/// when `dispatch` returns.
 fn stage(work: impl AsyncFnOnce(&Handle, Rc<LocalDisk<Store>>, Rc<Answers>) + 'static) {
     let name = format!("blockyard-lanes-{:?}", std::thread::current().id());
     let path = std::env::temp_dir().join(format!("{name}-{}.raw", std::process::id()));
@@ -52,7 +53,7 @@ fn stage(work: impl AsyncFnOnce(&Handle, Rc<LocalDisk<Store>>, Rc<Answers>) + 's
     executor.block_on(async move { work(&handle, served, answers).await }).unwrap();
 }
 
-/// Reads of 512 bytes, each of which begins `apart` bytes behind the one before.
+/// Returns reads of 512 bytes at multiples of `apart` bytes.
 fn reads(answers: &Rc<Answers>, count: u32, apart: u64) -> Vec<Request<Number>> {
     let read = |number| {
         let segments = Segments::buffer(512);
@@ -69,7 +70,7 @@ fn reads(answers: &Rc<Answers>, count: u32, apart: u64) -> Vec<Request<Number>> 
 }
 
 #[test]
-fn each_request_has_a_lane_and_lanes_are_used_again() {
+fn each_request_has_a_lane_and_lanes_are_reused() {
     stage(async |handle, served, answers| {
         let lanes = Lanes::new(handle, served, || true);
         for _ in 0..3 {
@@ -79,7 +80,7 @@ fn each_request_has_a_lane_and_lanes_are_used_again() {
             assert_eq!(
                 (lanes.idle.borrow().len(), answers.all.borrow().len()),
                 (0, 0),
-                "all are with the disk"
+                "the disk works on all of them"
             );
             assert_eq!(answers.wait(8).await, [0, 1, 2, 3, 4, 5, 6, 7]);
             handle.yield_now().await;
@@ -93,7 +94,7 @@ fn each_request_has_a_lane_and_lanes_are_used_again() {
 }
 
 #[test]
-fn a_run_of_neighbours_has_one_lane_and_its_room_is_used_again() {
+fn a_run_of_adjacent_requests_has_one_lane_and_its_vector_is_reused() {
     stage(async |handle, served, answers| {
         let lanes = Lanes::new(handle, served, || true);
         for _ in 0..3 {
@@ -105,9 +106,9 @@ fn a_run_of_neighbours_has_one_lane_and_its_room_is_used_again() {
     });
 }
 
-/// A queue ends with requests at the disk: each is answered, and no task stays.
+/// A queue ends while the disk works on a request. The request is answered, and no task remains.
 #[test]
-fn requests_in_flight_are_answered_after_their_lanes_are_gone() {
+fn requests_in_flight_are_answered_after_their_queue_has_ended() {
     stage(async |handle, served, answers| {
         let users = Rc::strong_count(&served);
         let lanes = Lanes::new(handle, served.clone(), || true);
@@ -124,7 +125,7 @@ fn requests_in_flight_are_answered_after_their_lanes_are_gone() {
 }
 
 #[test]
-fn a_write_that_promised_no_durability_is_synced_if_the_write_cache_is_off_when_it_is_answered() {
+fn a_volatile_write_is_synced_if_the_write_cache_is_off_when_it_is_answered() {
     stage(async |handle, served, answers| {
         let write_back = Rc::new(Cell::new(true));
         let cache = write_back.clone();
@@ -142,7 +143,11 @@ fn a_write_that_promised_no_durability_is_synced_if_the_write_cache_is_off_when_
             Request::new(Op::Write { fua: false }, 0, 512, segments, Instant::now(), token)
         };
         lanes.dispatch(&mut vec![write(1)]);
-        assert_eq!(asked.get(), 0, "it is asked at the answer, not when the write begins");
+        assert_eq!(
+            asked.get(),
+            0,
+            "the write cache is checked at the answer, not when the write begins"
+        );
         write_back.set(false);
         assert_eq!(answers.wait(1).await, [1]);
         assert_eq!(asked.get(), 1);

@@ -6,7 +6,7 @@ use rustix::event::EventfdFlags;
 
 use super::*;
 
-/// A folder of a test, which goes with it.
+/// A temporary folder, which is removed on drop.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -32,7 +32,7 @@ fn eventfd(count: u32) -> OwnedFd {
     rustix::event::eventfd(count, EventfdFlags::CLOEXEC).unwrap()
 }
 
-/// The next connection. A listener that never has one would leave this waiting.
+/// Returns the next connection. Waits for ever if none comes.
 fn accept(listener: &Listener) -> OwnedFd {
     listener.accept(eventfd(0).as_fd()).unwrap().expect("a connection")
 }
@@ -43,14 +43,15 @@ fn a_socket_that_a_killed_server_left_is_replaced_and_a_live_one_is_not() {
     let path = folder.socket();
     let listener = Listener::bind(&path).unwrap();
     assert!(matches!(Listener::bind(&path), Err(SocketError::Taken { .. })));
-    // The one that was asked whether it lives has seen a client that went. It has the next one too.
+    // The second `bind` has connected to find out whether a server listens. The first listener sees
+    // that connection, and then the next one.
     drop(accept(&listener));
     let mut client = UnixStream::connect(&path).unwrap();
     client.write_all(b"to the first").unwrap();
     let mut bytes = [0; 12];
     UnixStream::from(accept(&listener)).read_exact(&mut bytes).unwrap();
     assert_eq!(&bytes, b"to the first");
-    // Killed: its socket is closed, and its name stays.
+    // When a server is killed, its socket is closed, but the file stays.
     let left = folder.0.join("left");
     fs::hard_link(&path, &left).unwrap();
     drop(listener);
@@ -69,7 +70,7 @@ fn a_file_that_is_no_socket_is_left_alone() {
     assert!(matches!(Listener::bind(&path), Err(SocketError::NotASocket { .. })));
     assert_eq!(fs::read(&path).unwrap(), b"data");
     fs::remove_file(&path).unwrap();
-    // Nor is a link followed, wherever it leads.
+    // A symbolic link is not followed, whatever it points to.
     let target = folder.0.join("target");
     drop(UnixListener::bind(&target).unwrap());
     std::os::unix::fs::symlink(&target, &path).unwrap();
@@ -84,7 +85,7 @@ fn a_listener_removes_its_own_socket_and_not_its_successors() {
     drop(Listener::bind(&path).unwrap());
     assert!(!path.exists());
     let first = Listener::bind(&path).unwrap();
-    // Kept, so that the number of the file is not given to the next one.
+    // Kept, so that the next file does not get the same inode number.
     let kept = folder.0.join("kept");
     fs::rename(&path, &kept).unwrap();
     let second = Listener::bind(&path).unwrap();
@@ -94,7 +95,7 @@ fn a_listener_removes_its_own_socket_and_not_its_successors() {
 }
 
 #[test]
-fn names_that_cannot_be_are_told_apart() {
+fn a_missing_folder_and_a_path_that_is_too_long_have_their_own_errors() {
     let folder = Folder::new("names");
     let missing = folder.0.join("missing").join("socket");
     let wrong = Listener::bind(&missing).err().unwrap();
@@ -111,11 +112,11 @@ fn names_that_cannot_be_are_told_apart() {
 }
 
 #[test]
-fn whoever_waits_for_a_connection_is_woken_without_one() {
+fn a_thread_that_waits_for_a_connection_can_be_woken() {
     let folder = Folder::new("wake");
     let listener = Listener::bind(&folder.socket()).unwrap();
     assert!(listener.accept(eventfd(1).as_fd()).unwrap().is_none());
-    // With both, the connection is not lost.
+    // If both happen at once, the connection is not lost.
     let _client = UnixStream::connect(folder.socket()).unwrap();
     assert!(listener.accept(eventfd(1).as_fd()).unwrap().is_some());
     assert!(listener.accept(eventfd(1).as_fd()).unwrap().is_none());
@@ -133,7 +134,7 @@ fn connections_are_taken_from_every_socket_of_an_address() {
         let client = TcpStream::connect(("127.0.0.1", port)).unwrap();
         let stream = accept(&listener);
         assert_eq!(peer(&stream), client.local_addr().unwrap().to_string());
-        // It waits by itself, whatever its listener does.
+        // A connection is in blocking mode, whatever mode its listener has.
         assert!(!rustix::fs::fcntl_getfl(&stream).unwrap().contains(rustix::fs::OFlags::NONBLOCK));
     }
     assert!(matches!(Listener::bind_tcp("127.0.0.1", ports[0]), Err(SocketError::Address { .. })));

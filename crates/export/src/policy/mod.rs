@@ -1,15 +1,15 @@
-//! The policies of exports. Each one receives the time and what its caller has observed, and
-//! returns decisions.
+//! The policies of exports. Each one receives the time and its caller's observations, and returns
+//! decisions.
 //!
 //! ```text
-//!   polling     what a queue does when it has nothing to take
+//!   polling     what a queue does when it has no request to take
 //!   notify      when the guest is notified of completions
 //!   placement   on which processors a reactor runs
 //! ```
 //!
 //! What must hold: nothing in this folder calls the system, starts a thread or reads a clock. The
-//! code that carries a decision out is beside its caller. What the policies chose, and the rates
-//! that they saw, are figures of the disk ([`PolicyFigures`]).
+//! caller carries decisions out. The choices and the measured rates are figures of the disk
+//! ([`PolicyFigures`]).
 
 pub mod notify;
 pub mod placement;
@@ -28,8 +28,8 @@ use notify::NotifyFigures;
 use placement::PlacementFigures;
 use polling::PollingFigures;
 
-/// What the policies chose for a disk, and the rates that they saw. Figures of several reactors can
-/// be added.
+/// What the policies chose for a disk, and the rates that they measured. Figures of several
+/// reactors can be added ([`PolicyFigures::merge`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PolicyFigures {
     pub polling: PollingFigures,
@@ -38,7 +38,7 @@ pub struct PolicyFigures {
 }
 
 impl PolicyFigures {
-    /// Returns what the policies chose for `disk` on the reactor of `handle`.
+    /// Returns the figures of `disk` on the reactor of `handle`.
     pub fn known(handle: &Handle, disk: &Arc<Disk>) -> Self {
         handle.local::<Disks>().of(disk).map_or_else(Self::default, |counters| counters.figures())
     }
@@ -50,8 +50,8 @@ impl PolicyFigures {
     }
 }
 
-/// The figures of one disk on one reactor. All its queues and connections there add to them, and
-/// the figures outlive those.
+/// The figures of one disk on one reactor. All queues and connections of the disk there add to
+/// them. They outlive the queues and connections.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub polling: Cell<PollingFigures>,
@@ -59,7 +59,8 @@ pub(crate) struct Counters {
     pub placement: Cell<PlacementFigures>,
 }
 
-/// The counters of a reactor. A disk that is closed leaves its entry until the next one comes.
+/// The counters of a reactor, by disk. The entry of a closed disk is removed when the next disk
+/// comes.
 #[derive(Default)]
 struct Disks(RefCell<Vec<(Weak<Disk>, Rc<Counters>)>>);
 

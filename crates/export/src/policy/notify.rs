@@ -1,13 +1,16 @@
-//! How often the guest is notified.
+//! The policy of notification: when to signal the guest that requests are complete.
 //!
-//! An interrupt a batch is right for a virtual machine. For User Mode Linux an interrupt is a Unix
-//! signal, costs more than the I/O, and stops the only CPU. For its sockets completions are
-//! therefore gathered: a signal at `most` pending ones, or `wait` after the first. A wait that
-//! brought nothing new was in vain (the guest waits for us), so the next `SKIP` are told at once;
-//! twice as many after each further one.
+//! For a virtual machine, one interrupt per batch is right. For User Mode Linux an interrupt is a
+//! Unix signal, which costs more than the I/O and stops the guest's only CPU. So completions for
+//! its sockets are coalesced: the queue signals when `most` completions are pending, or `wait`
+//! after the first.
+//!
+//! A wait that brought no further completion was in vain, because the guest was waiting for us.
+//! After it, the next `SKIP` completions are signalled at once. This number doubles with each
+//! further vain wait.
 //!
 //! In: the time, and the number of completions that were published. Out: whether to signal now, and
-//! when to ask again. `vhost_user/notify.rs` signals.
+//! when to check again. `vhost_user/notify.rs` signals.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -17,17 +20,17 @@ use super::Counters;
 const SKIP: u32 = 16;
 const SKIP_MOST: u32 = 4096;
 
-/// When completions are told. Times of 0 tell at once.
+/// How long completions may wait to be coalesced. With a time of 0 the queue signals at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Coalesce {
-    /// Gather for streams, tell eventfds at once.
+    /// Coalesces for stream sockets (User Mode Linux), signals eventfds at once.
     Auto,
-    /// Gather for this long, whoever listens.
+    /// Coalesces for this long, whatever the call descriptor is.
     Fixed(Duration),
 }
 
 impl Coalesce {
-    /// The longest wait for a kind of listener.
+    /// Returns the longest wait for a call descriptor of this kind.
     pub fn wait(self, is_stream: bool) -> Duration {
         match self {
             Coalesce::Auto if is_stream => Duration::from_micros(400),
@@ -37,20 +40,20 @@ impl Coalesce {
     }
 }
 
-/// What was decided about signals.
+/// Numbers of completions and signals.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NotifyFigures {
-    /// Completions that the guest wanted to be notified of.
+    /// Completions of which the guest wanted to be notified.
     pub completions: u64,
-    /// Signals that were decided on.
+    /// All signals.
     pub signals: u64,
-    /// Of these, those at once because enough completions were pending.
+    /// Signals sent at once because enough completions were pending.
     pub full: u64,
-    /// Those after a wait that brought more completions.
+    /// Signals after a wait that brought more completions.
     pub gathered: u64,
-    /// Those after a wait in vain.
+    /// Signals after a vain wait.
     pub vain: u64,
-    /// Those at once because a wait was in vain before.
+    /// Signals sent at once because an earlier wait was in vain.
     pub skipped: u64,
 }
 
@@ -65,13 +68,13 @@ impl NotifyFigures {
     }
 }
 
-/// Decides when the guest is notified.
+/// Decides when to signal the guest.
 #[derive(Debug)]
 pub(crate) struct Coalescer {
     wait: Duration,
     most: u32,
     pending: u32,
-    /// When the wait ends, and how many were pending when it began.
+    /// When the wait ends, and the number of pending completions when it began.
     due: Option<(Instant, u32)>,
     skip: u32,
     next_skip: u32,
@@ -84,49 +87,50 @@ impl Coalescer {
         Coalescer { wait, most, pending: 0, due: None, skip: 0, next_skip: SKIP, counters }
     }
 
-    /// `new` completions were published that the guest wants to hear of; true: tell it now.
+    /// Reports that `new` completions were published of which the guest wants to be notified.
+    /// Returns whether to signal now.
     #[inline]
     pub fn published(&mut self, new: u32, now: Instant) -> bool {
         self.count(|figures| figures.completions += u64::from(new));
         if self.wait.is_zero() {
-            return self.tell(|_| {});
+            return self.signal(|_| {});
         }
         self.pending += new;
         if self.skip > 0 {
             self.skip -= 1;
-            return self.tell(|figures| figures.skipped += 1);
+            return self.signal(|figures| figures.skipped += 1);
         }
         if self.pending >= self.most {
             self.next_skip = SKIP;
-            return self.tell(|figures| figures.full += 1);
+            return self.signal(|figures| figures.full += 1);
         }
         self.due.get_or_insert((now + self.wait, self.pending));
         false
     }
 
-    /// When to look again, if anything is held back.
+    /// Returns when to call [`Coalescer::expired`], if completions are pending.
     pub fn due(&self) -> Option<Instant> {
         self.due.map(|(at, _)| at)
     }
 
-    /// True when a wait is over: tell the guest now.
+    /// Returns whether a wait is over, so that the queue must signal now.
     pub fn expired(&mut self, now: Instant) -> bool {
         match self.due {
             Some((at, began)) if now >= at => {
                 if self.pending == began {
                     self.skip = self.next_skip;
                     self.next_skip = (self.next_skip * 2).min(SKIP_MOST);
-                    return self.tell(|figures| figures.vain += 1);
+                    return self.signal(|figures| figures.vain += 1);
                 }
                 self.next_skip = SKIP;
-                self.tell(|figures| figures.gathered += 1)
+                self.signal(|figures| figures.gathered += 1)
             }
             _ => false,
         }
     }
 
     #[inline]
-    fn tell(&mut self, reason: impl FnOnce(&mut NotifyFigures)) -> bool {
+    fn signal(&mut self, reason: impl FnOnce(&mut NotifyFigures)) -> bool {
         self.pending = 0;
         self.due = None;
         self.count(|figures| {
@@ -150,40 +154,41 @@ mod tests {
     use crate::policy::seeded::Seeded;
 
     #[test]
-    fn a_wait_gathers_and_a_vain_one_is_not_repeated() {
+    fn completions_are_coalesced_and_a_vain_wait_is_not_repeated() {
         let start = Instant::now();
         let us = |n| start + Duration::from_micros(n);
         let mut c = Coalescer::new(Duration::from_micros(400), 128, Rc::default());
         assert!(!c.published(1, us(0)) && !c.published(5, us(10)));
         assert!(!c.expired(us(399)));
         assert!(c.expired(us(400)) && c.due().is_none());
-        // Thirty-two at once need no wait.
+        // 32 completions at once need no wait.
         assert!(c.published(32, us(500)));
-        // One alone waits in vain: the next sixteen are told at once, then it is tried again.
+        // A single completion waits in vain. The next 16 are signalled at once, then one waits
+        // again.
         assert!(!c.published(1, us(600)) && c.expired(us(1000)));
         assert!((0..16).all(|n| c.published(1, us(1001 + n))));
         assert!(!c.published(1, us(2000)) && c.expired(us(2400)));
         assert!(
             (0..32).all(|n| c.published(1, us(2401 + n))),
-            "and twice as many after the next vain one"
+            "twice as many after the next vain wait"
         );
         assert!(!c.published(1, us(3000)) && !c.published(1, us(3001)) && c.expired(us(3400)));
         assert!(!c.published(1, us(3500)) && c.expired(us(3900)));
         assert!(
             (0..16).all(|n| c.published(1, us(3901 + n))) && !c.published(1, us(4000)),
-            "a good one makes up for them"
+            "a wait that brought more resets the number"
         );
     }
 
     #[test]
-    fn eventfds_are_told_at_once() {
+    fn eventfds_are_signalled_at_once() {
         assert_eq!(Coalesce::Auto.wait(false), Duration::ZERO);
         assert!(Coalescer::new(Duration::ZERO, 128, Rc::default()).published(1, Instant::now()));
     }
-    /// Batches of 1 to 4 completions, at random times. The reactor looks when they come and when a
-    /// wait ends.
+    /// Batches of 1 to 4 completions, at random times. The queue checks when a batch completes and
+    /// when a wait ends.
     #[test]
-    fn no_completion_of_a_trace_waits_longer_than_the_bound() {
+    fn no_completion_waits_longer_than_the_limit() {
         const WAIT: Duration = Duration::from_micros(400);
         for seed in 1..50 {
             let (counters, mut random) = (Rc::<Counters>::default(), Seeded(seed));
@@ -205,8 +210,8 @@ mod tests {
                 if c.published(new, now) {
                     (oldest, pending, signals) = (None, 0, signals + 1);
                 }
-                assert!(pending < 16, "a quarter of the queue is told at once");
-                assert_eq!(c.due().is_some(), pending > 0, "what is held back has an end");
+                assert!(pending < 16, "a quarter of the queue is signalled at once");
+                assert_eq!(c.due().is_some(), pending > 0, "pending completions have a deadline");
             }
             let figures = counters.notify.get();
             assert_eq!((figures.completions, figures.signals), (u64::from(all), signals));

@@ -1,11 +1,11 @@
-//! On which processors a reactor runs, seen from its guest.
+//! The policy of placement: on which processors a reactor's thread runs.
 //!
-//! A guest that is confined to some of the processors may be served best from there:
-//! [`super::polling`] tries it.
+//! A guest that may run on some of the host's processors only may be served fastest from there.
+//! [`super::polling`] tries that.
 //!
 //! In: the processors of the reactor's thread and of the guest's process, and whether the reactor
-//! is to run beside the guest. Out: processors to move to. `vhost_user/placement.rs` reads the
-//! processors and moves the thread.
+//! should be co-located with the guest. Out: the processors to move to. `vhost_user/placement.rs`
+//! reads the processors and moves the thread.
 
 use std::rc::Rc;
 
@@ -13,7 +13,7 @@ use rustix::thread::CpuSet;
 
 use super::Counters;
 
-/// How often reactors were moved.
+/// How often reactors moved to their guest's processors, and back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PlacementFigures {
     pub to_guest: u64,
@@ -29,14 +29,16 @@ impl PlacementFigures {
 
 #[derive(Debug)]
 pub(crate) struct Placement {
-    /// The reactor's own processors and the guest's, where the guest's are fewer.
+    /// The reactor's own processors, and those that guest and reactor share. `None` if the guest
+    /// may run on all of the reactor's processors.
     sets: Option<(CpuSet, CpuSet)>,
     co_located: bool,
     counters: Rc<Counters>,
 }
 
 impl Placement {
-    /// `home`: the processors that the reactor's thread had at first. None: they are not known.
+    /// `home`: the processors that the reactor's thread had at its start. `None`: they are not
+    /// known.
     pub fn new(home: Option<CpuSet>, guest: Option<CpuSet>, counters: Rc<Counters>) -> Self {
         let sets = home.zip(guest).and_then(|(home, guest)| Some((home, narrower(home, guest)?)));
         Placement { sets, co_located: false, counters }
@@ -46,7 +48,8 @@ impl Placement {
         self.sets.is_some()
     }
 
-    /// Returns the processors to move to: the guest's, or home. None: the thread stays where it is.
+    /// Returns the processors to move to: the guest's, or the reactor's own. `None`: the thread
+    /// stays where it is.
     #[inline]
     pub fn moves(&mut self, co_located: bool) -> Option<&CpuSet> {
         let (home, guest) = self.sets.as_ref().filter(|_| co_located != self.co_located)?;
@@ -62,7 +65,7 @@ impl Placement {
     }
 }
 
-/// The processors of both sets, if they are fewer than `own` and there are any.
+/// Returns the processors that are in both sets, if there are any, and fewer than in `own`.
 fn narrower(own: CpuSet, guest: CpuSet) -> Option<CpuSet> {
     let mut both = CpuSet::new();
     for cpu in (0..CpuSet::MAX_CPU).filter(|&cpu| own.is_set(cpu) && guest.is_set(cpu)) {
@@ -82,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_may_run_anywhere_is_no_reason_to_move() {
+    fn the_reactor_does_not_move_for_a_guest_that_may_run_on_all_its_processors() {
         let can_move = |home: &[usize], guest: &[usize]| {
             let mut placement = Placement::new(Some(set(home)), Some(set(guest)), Rc::default());
             let moves = placement.moves(true).copied();
@@ -97,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn it_moves_once_and_comes_home_once() {
+    fn it_moves_once_and_returns_once() {
         let counters = Rc::<Counters>::default();
         let mut placement = Placement::new(Some(set(&[0, 1])), Some(set(&[1])), counters.clone());
         let trace = [false, false, true, true, true, false, false, true];

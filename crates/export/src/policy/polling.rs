@@ -1,67 +1,80 @@
-//! What a queue, or a client's connection, does when it has nothing to take: sleep until the kick,
-//! look again for a while first, or sleep on after a kick until more have gathered; and whether its
-//! reactor keeps to the guest's own processors.
+//! The polling policy: what a virtqueue, or an NBD connection, does when it has no request to take.
 //!
-//! Which of these pays depends on where the host's scheduler runs guest and reactor, and no rule
-//! told that in our measurements. With a guest on another CPU and storage that answers at once,
-//! looking doubles throughput; where both share a CPU it halves it. A User Mode Linux guest alone
-//! on a machine is spread over two CPUs and pays two wake-ups for each of its system calls, until a
-//! reactor that looks keeps the second CPU busy: then the guest runs three times as fast. On one
-//! CPU each kick costs two switches of address space, and gathering kicks saves them; a guest with
-//! one request at a time never lets that CPU sleep. So it is tried: slices of each candidate in turn,
-//! and the rate of requests decides. A candidate that burns or waits must gain to be kept; an idle
-//! queue costs nothing.
+//! The strategies:
+//! - sleep until the next kick;
+//! - busy-poll the ring for a while, then sleep;
+//! - gather: after a kick, sleep a little longer, so that more requests arrive before the queue
+//!   reads the ring;
+//! - co-locate: run the reactor's thread on the guest's processors, alone or with gathering.
 //!
-//! In: the time, the number of requests, and when the queue goes empty or takes requests. Out: how
-//! long to look or to gather, and whether to run on the guest's processors. `vhost_user/queue.rs`
-//! and `nbd/idle.rs` carry that out.
+//! Which strategy is fastest depends on where the host's scheduler runs guest and reactor. We
+//! measured, and found no rule that predicts it:
+//! - Guest and reactor on different CPUs, storage that answers at once: busy-polling doubles
+//!   throughput.
+//! - Guest and reactor on the same CPU: busy-polling halves throughput.
+//! - User Mode Linux alone on a machine: the scheduler spreads it over two CPUs, and each of its
+//!   system calls costs two wake-ups. A reactor that busy-polls keeps the second CPU busy, and the
+//!   guest then runs three times as fast.
+//! - One CPU: each kick costs two switches of the address space. Gathering saves some of them,
+//!   except for a guest that has one request at a time.
+//!
+//! So the policy measures. A trial runs each candidate strategy for several short slices, and
+//! compares the rates of requests. A strategy that burns CPU time or delays requests must be faster
+//! than plain sleep by a margin. An idle queue costs nothing, because trials run only while
+//! requests come.
+//!
+//! In: the time, the number of requests, and when the queue becomes empty or takes requests. Out:
+//! how long to busy-poll or to gather, and whether to run on the guest's processors.
+//! `vhost_user/queue.rs` and `nbd/idle.rs` carry that out.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::Counters;
 
-/// How long one look lasts at most; a guest that pauses for twice as long is not waited for.
+/// Longest busy-poll. A guest whose mean pause is twice as long is not busy-polled for.
 const BUSY_POLL: Duration = Duration::from_micros(50);
-/// The same for User Mode Linux, whose system calls take so long.
+/// Longest busy-poll for User Mode Linux, whose system calls take longer.
 const BUSY_POLL_LONG: Duration = Duration::from_micros(300);
-/// The same for clients beside those of 50 us: one whose processor falls asleep between two
-/// requests takes longer to come back.
+/// Second busy-poll time that is tried for NBD clients, besides [`BUSY_POLL`]. A client whose
+/// processor enters a sleep state between two requests needs longer to send the next one.
 const BUSY_POLL_LONGER: Duration = Duration::from_micros(200);
-/// How long kicks are gathered.
+/// How long the queue waits after a kick for more requests.
 const GATHER: Duration = Duration::from_micros(200);
-/// A guest that pauses for longer has other cares than where its reactor runs.
+/// Longest mean pause of a guest for which co-location is tried.
 const CO_LOCATED_PAUSE: Duration = Duration::from_micros(500);
 
-/// A slice of a trial lasts until there were so many requests, but not for ever.
+/// A slice ends after this many requests, if its least duration is over. A slice that lasts longer
+/// than `MAX_SLICE` ends the trial.
 const SLICE_REQUESTS: u64 = 32;
 const MAX_SLICE: Duration = Duration::from_millis(60);
-/// Gathers in a row that brought no second chain: this guest does not send any.
-const VAIN: u32 = 8;
-/// A candidate this much slower than the best is tried no further.
-const HOPELESS: f64 = 0.7;
-/// One that was decided for before, and is this much better than all others at once, needs no
-/// second look.
-const CLEAR: f64 = 1.15;
-/// How long a decision holds before it is tried again; twice as long each time it is confirmed.
-const REST: Duration = Duration::from_secs(1);
-const MAX_REST: Duration = Duration::from_secs(16);
-/// While it holds, the rate is watched: so many windows in a row outside these bounds are another
-/// load, to be tried anew.
+/// Gathers in a row that brought only one chain. After so many the strategy is given up.
+const MAX_VAIN_GATHERS: u32 = 8;
+/// A candidate with less than this share of the best rate leaves the trial.
+const DROP_BELOW: f64 = 0.7;
+/// Factor by which the strategy that was chosen before must be faster than each other candidate to
+/// end a trial early.
+const CLEARLY_FASTER: f64 = 1.15;
+/// How long a decision holds before the next trial. It doubles each time a trial confirms the
+/// decision.
+const HOLD: Duration = Duration::from_secs(1);
+const MAX_HOLD: Duration = Duration::from_secs(16);
+/// Between trials the rate is measured in windows. `WINDOWS` windows in a row whose rate leaves
+/// `SAME_LOAD`, relative to the expected rate, start a trial early.
 const WINDOW: Duration = Duration::from_millis(50);
 const WINDOWS: u32 = 2;
 const SAME_LOAD: std::ops::Range<f64> = 0.5..2.0;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PollMode {
-    /// Try, and keep what pays.
+    /// Tries the strategies, and keeps the fastest.
     Auto,
     Off,
-    /// Always look this long.
+    /// Always busy-polls for this long.
     Fixed(Duration),
 }
 
-/// What is done when a queue has nothing to take.
+/// What a queue does when it has nothing to take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strategy {
     Sleep,
@@ -94,29 +107,30 @@ impl Strategy {
     }
 }
 
-/// What trials measured and decided.
+/// What trials measured and decided, summed over the queues of a disk on a reactor.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PollingFigures {
-    /// By the number of [`Strategy`].
+    /// Indexed by [`Strategy`].
     strategies: [TrialFigures; Strategy::ALL.len()],
-    /// Trials that ended without a decision, because the guest paused.
+    /// Trials that ended without a decision because the guest paused.
     pub given_up: u64,
-    /// Trials that began early, because the rate had changed.
+    /// Trials that began early because the rate had changed.
     pub early: u64,
 }
 
-/// What trials found about one strategy.
+/// What trials measured of one strategy.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TrialFigures {
-    /// Trials that decided for it.
+    /// Trials that chose this strategy.
     pub chosen: u64,
     pub slices: u64,
-    /// Sum of the rates of its slices, in requests per second.
+    /// Sum of the slices' rates, in requests per second.
     rates: f64,
 }
 
 impl TrialFigures {
-    /// Returns the mean rate of the slices in requests per second. None: it was not tried.
+    /// Returns the mean rate of the slices in requests per second, or `None` if no trial used this
+    /// strategy.
     pub fn rate(&self) -> Option<f64> {
         (self.slices > 0).then(|| self.rates / self.slices as f64)
     }
@@ -144,7 +158,7 @@ struct Candidate {
     busy_poll: Duration,
     gather: Duration,
     co_located: bool,
-    /// By how much its rate must exceed that of plain sleep.
+    /// Factor by which its rate must exceed that of plain sleep.
     gain: f64,
 }
 
@@ -158,18 +172,18 @@ const SLEEP: Candidate = Candidate {
 const CO_LOCATED: Candidate =
     Candidate { strategy: Strategy::CoLocated, co_located: true, gain: 1.03, ..SLEEP };
 
-/// What is tried, and how: the plain candidate first.
+/// The candidates of a trial, and how they are measured. The first candidate is plain sleep.
 #[derive(Debug)]
 struct TrialPlan {
     candidates: &'static [Candidate],
-    /// How long a slice lasts at least, beyond a quarter of it that is not counted: the scheduler
-    /// has to follow.
+    /// Least duration of a slice. Before it, a quarter of this time is not counted, because the
+    /// scheduler needs time to react.
     slice: Duration,
     /// Slices of each candidate.
     rounds: usize,
-    /// Slices after which it may be given up, or taken, before the others: what one of them shows
-    /// may be a machine that stands still.
-    sure: usize,
+    /// Rounds after which a trial may end early, or drop a slow candidate. A single slice may have
+    /// measured a machine that was stopped for a moment.
+    decisive_after: usize,
 }
 
 const FOR_EVENTFDS: &TrialPlan = &TrialPlan {
@@ -180,7 +194,7 @@ const FOR_EVENTFDS: &TrialPlan = &TrialPlan {
     ],
     slice: Duration::from_millis(3),
     rounds: 4,
-    sure: 3,
+    decisive_after: 3,
 };
 const FOR_STREAMS: &TrialPlan = &TrialPlan {
     candidates: &[
@@ -192,9 +206,9 @@ const FOR_STREAMS: &TrialPlan = &TrialPlan {
     ],
     slice: Duration::from_millis(12),
     rounds: 2,
-    sure: 1,
+    decisive_after: 1,
 };
-/// NBD's clients.
+/// For NBD clients.
 const FOR_CLIENTS: &TrialPlan = &TrialPlan {
     candidates: &[
         SLEEP,
@@ -208,13 +222,13 @@ const FOR_CLIENTS: &TrialPlan = &TrialPlan {
     ],
     slice: Duration::from_millis(3),
     rounds: 4,
-    sure: 3,
+    decisive_after: 3,
 };
 const MAX_CANDIDATES: usize = 5;
 const MAX_ROUNDS: usize = 4;
 
-/// Requests a second, in each slice of a candidate. Their median is what counts: a slice in which the
-/// whole machine stood still says nothing.
+/// Rates of one candidate's slices, in requests per second. The median counts, so one slice in
+/// which the whole machine stood still has no effect.
 #[derive(Clone, Copy, Debug, Default)]
 struct Rates {
     slices: [f64; MAX_ROUNDS],
@@ -222,7 +236,7 @@ struct Rates {
 }
 
 impl Rates {
-    /// In ascending order.
+    /// Inserts a rate; `slices` stays in ascending order.
     fn add(&mut self, rate: f64) {
         let at = self.slices[..self.count].partition_point(|r| *r <= rate);
         self.slices.copy_within(at..self.count, at + 1);
@@ -230,7 +244,7 @@ impl Rates {
         self.count += 1;
     }
 
-    /// 0 of none.
+    /// Returns 0.0 if there is no slice.
     fn median(&self) -> f64 {
         let (below, above) = (self.count.saturating_sub(1) / 2, self.count / 2);
         if self.count == 0 { 0.0 } else { (self.slices[below] + self.slices[above]) / 2.0 }
@@ -239,12 +253,12 @@ impl Rates {
 
 #[derive(Clone, Copy, Debug)]
 enum State {
-    /// `rate` is what is to be expected: the trial's, or that of the first window; `strange`:
-    /// windows in a row that were unlike it.
+    /// `rate`: the expected rate, from the trial or from the first window. `changed_windows`: number of
+    /// windows in a row whose rate left [`SAME_LOAD`].
     Decided {
         until: Option<Instant>,
         rate: Option<f64>,
-        strange: u32,
+        changed_windows: u32,
     },
     Trial {
         round: usize,
@@ -256,23 +270,23 @@ enum State {
 pub(crate) struct PollingPolicy {
     mode: PollMode,
     plan: &'static TrialPlan,
-    /// The reactor can keep to the guest's processors.
+    /// The reactor can run on the guest's processors only.
     can_co_locate: bool,
-    /// The candidate in use, of the plan's, and the last that was decided for.
+    /// Index of the candidate in use, and of the one that the last trial chose.
     current: usize,
     decided: usize,
-    vain: u32,
+    vain_gathers: u32,
     state: State,
-    /// The trial was begun because the rate was strange.
-    doubted: bool,
-    rest: Duration,
-    /// Moving average of the pause between going empty and the next request, in nanoseconds.
+    /// The current trial began because the rate had changed.
+    began_early: bool,
+    hold: Duration,
+    /// Moving average of the time between an empty queue and the next request, in nanoseconds.
     pause: f64,
     empty_since: Option<Instant>,
     rates: [Rates; MAX_CANDIDATES],
-    /// Candidates that this trial leaves out.
+    /// Candidates that the current trial leaves out.
     excluded: [bool; MAX_CANDIDATES],
-    /// When this slice, or window, began, and the count of requests then.
+    /// When the current slice or window began, and the number of requests at that time.
     began: (Instant, u64),
     counters: Rc<Counters>,
 }
@@ -285,10 +299,10 @@ impl PollingPolicy {
             can_co_locate,
             current: 0,
             decided: 0,
-            vain: 0,
-            state: State::Decided { until: None, rate: None, strange: 0 },
-            doubted: false,
-            rest: REST,
+            vain_gathers: 0,
+            state: State::Decided { until: None, rate: None, changed_windows: 0 },
+            began_early: false,
+            hold: HOLD,
             pause: 1e9,
             empty_since: None,
             rates: Default::default(),
@@ -298,20 +312,21 @@ impl PollingPolicy {
         }
     }
 
-    /// For clients that are told by a socket.
+    /// Returns the policy for NBD connections.
     pub fn for_clients(mode: PollMode, now: Instant, counters: Rc<Counters>) -> Self {
         PollingPolicy { plan: FOR_CLIENTS, ..PollingPolicy::new(mode, false, now, counters) }
     }
 
-    /// How the guest is told: by a stream (a pipe or socket) if it is a User Mode Linux.
+    /// Chooses the candidates by how the guest is notified: User Mode Linux uses a stream (a pipe
+    /// or socket), a virtual machine an eventfd. Resets the decision.
     pub fn set_notified_by_stream(&mut self, by_stream: bool) {
         self.plan = if by_stream { FOR_STREAMS } else { FOR_EVENTFDS };
-        (self.current, self.decided, self.rest) = (0, 0, REST);
-        self.state = State::Decided { until: None, rate: None, strange: 0 };
+        (self.current, self.decided, self.hold) = (0, 0, HOLD);
+        self.state = State::Decided { until: None, rate: None, changed_windows: 0 };
     }
 
-    /// The queue went empty: how long to look for more before sleeping. `done` counts requests
-    /// since ever.
+    /// Returns how long to busy-poll before the queue sleeps, or `None` to sleep at once. Call when
+    /// the queue is empty. `done` is the number of requests since the queue's start.
     #[inline]
     pub fn went_empty(&mut self, now: Instant, done: u64) -> Option<Duration> {
         self.empty_since.get_or_insert(now);
@@ -326,40 +341,41 @@ impl PollingPolicy {
         }
     }
 
-    /// The queue slept and was kicked: how long to wait for more kicks before looking at them.
+    /// Returns how long to wait for more kicks, if the strategy gathers. Call when a kick woke the
+    /// queue.
     #[inline]
     pub fn gather(&self) -> Option<Duration> {
         let gather = self.plan.candidates[self.current].gather;
         (!gather.is_zero() && self.pauses_below(gather * 2)).then_some(gather)
     }
 
-    /// Whether the reactor is to keep to the guest's processors.
+    /// Returns whether the reactor should run on the guest's processors only.
     #[inline]
     pub fn co_located(&self) -> bool {
         self.plan.candidates[self.current].co_located
     }
 
-    /// After a gather, how many chains were there.
+    /// Reports how many chains there were after a gather.
     #[inline]
     pub fn gathered(&mut self, chains: usize, now: Instant, done: u64) {
-        self.vain = if chains > 1 { 0 } else { self.vain + 1 };
-        if self.vain >= VAIN {
-            self.vain = 0;
+        self.vain_gathers = if chains > 1 { 0 } else { self.vain_gathers + 1 };
+        if self.vain_gathers >= MAX_VAIN_GATHERS {
+            self.vain_gathers = 0;
             match self.state {
                 State::Trial { round, .. } => {
                     self.excluded[self.current] = true;
                     self.next_slice(round, now, done);
                 }
-                // Another load than the one it was decided for.
+                // The load has changed since the decision.
                 State::Decided { .. } => {
                     self.decide(0, now, done);
-                    self.state = State::Decided { until: None, rate: None, strange: 0 };
+                    self.state = State::Decided { until: None, rate: None, changed_windows: 0 };
                 }
             }
         }
     }
 
-    /// Requests came.
+    /// Reports that requests arrived.
     #[inline]
     pub fn requests_arrived(&mut self, now: Instant) {
         if let Some(since) = self.empty_since.take() {
@@ -372,7 +388,7 @@ impl PollingPolicy {
         self.pause < limit.as_nanos() as f64
     }
 
-    /// Whether this candidate could be of use to a guest that pauses like this one.
+    /// Returns whether a candidate can help a guest with this mean pause.
     fn suits(&self, candidate: &Candidate) -> bool {
         if candidate.co_located && (!self.can_co_locate || !self.pauses_below(CO_LOCATED_PAUSE)) {
             return false;
@@ -386,21 +402,23 @@ impl PollingPolicy {
         let (requests, seconds) = (done - self.began.1, time.as_secs_f64().max(1e-9));
         let here = requests as f64 / seconds;
         match &mut self.state {
-            State::Decided { until, rate, strange } => {
-                // Trials begin at the end of a window: by then the average pause is this load's.
+            State::Decided { until, rate, changed_windows } => {
+                // Trials begin only at the end of a window, when the average pause reflects the
+                // current load.
                 if time < WINDOW {
                     return;
                 }
                 self.began = (now, done);
                 let like = *rate.get_or_insert(here);
-                *strange = if SAME_LOAD.contains(&(here / like)) { 0 } else { *strange + 1 };
-                let doubted = *strange >= WINDOWS;
-                if until.is_none_or(|u| now >= u) || doubted {
-                    self.doubted = doubted;
+                *changed_windows =
+                    if SAME_LOAD.contains(&(here / like)) { 0 } else { *changed_windows + 1 };
+                let began_early = *changed_windows >= WINDOWS;
+                if until.is_none_or(|u| now >= u) || began_early {
+                    self.began_early = began_early;
                     self.begin_trial(now, done);
                 }
             }
-            // The guest paused: that says nothing about any candidate.
+            // The guest paused, so the slice measured no candidate.
             State::Trial { .. } if time > MAX_SLICE => {
                 self.count(|figures| figures.given_up += 1);
                 self.decide(self.decided, now, done);
@@ -431,7 +449,7 @@ impl PollingPolicy {
             self.excluded[i] = !self.suits(candidate);
         }
         if self.excluded[1..self.plan.candidates.len()].iter().any(|out| !out) {
-            let early = u64::from(self.doubted);
+            let early = u64::from(self.began_early);
             self.count(|figures| figures.early += early);
             self.begin_slice(0, 0, now, done);
         }
@@ -443,41 +461,43 @@ impl PollingPolicy {
             return self.begin_slice(round, next, now, done);
         }
         let best = self.best();
-        let sure = round + 1 >= self.plan.sure;
-        if sure {
+        let is_decisive = round + 1 >= self.plan.decisive_after;
+        if is_decisive {
             for i in 1..self.plan.candidates.len() {
-                self.excluded[i] |= self.rates[i].median() < self.rates[best].median() * HOPELESS;
+                self.excluded[i] |= self.rates[i].median() < self.rates[best].median() * DROP_BELOW;
             }
         }
         let rivals = self.excluded[1..self.plan.candidates.len()].iter().any(|out| !out)
-            && !(sure && self.confirmed(best));
+            && !(is_decisive && self.confirmed(best));
         if rivals && round + 1 < self.plan.rounds {
             return self.begin_slice(round + 1, 0, now, done);
         }
         let strategy = self.plan.candidates[best].strategy;
         self.count(|figures| figures.strategies[strategy as usize].chosen += 1);
-        // What a trial promises is to hold: client and reactor may have shared a processor in its
-        // slices, and part after it. If it was doubted already, the first window is to be believed.
-        let promised = (!self.doubted).then(|| self.rates[best].median());
+        // The trial's rate becomes the expected rate, because client and reactor may have shared a
+        // processor during the slices and separate afterwards. If the rate had already changed
+        // before this trial, the first window sets the expected rate.
+        let promised = (!self.began_early).then(|| self.rates[best].median());
         self.decide(best, now, done);
         if let State::Decided { rate, .. } = &mut self.state {
             *rate = promised;
         }
     }
 
-    /// The candidate with the best rate, each by what it must gain.
+    /// Returns the candidate with the highest rate, each divided by its required gain.
     fn best(&self) -> usize {
         let worth = |i: usize| self.rates[i].median() / self.plan.candidates[i].gain;
         let tried = (0..self.plan.candidates.len()).filter(|&i| i == 0 || !self.excluded[i]);
         tried.max_by(|&a, &b| worth(a).total_cmp(&worth(b)).then(b.cmp(&a))).unwrap_or(0)
     }
 
-    /// Whether `best` is what was decided for before, and clearly better than all others.
+    /// Returns whether `best` was also chosen by the last trial, and is clearly faster than all
+    /// others.
     fn confirmed(&self, best: usize) -> bool {
         let rate = self.rates[best].median();
         best == self.decided
             && (0..self.plan.candidates.len())
-                .all(|i| i == best || self.rates[i].median() * CLEAR < rate)
+                .all(|i| i == best || self.rates[i].median() * CLEARLY_FASTER < rate)
     }
 
     fn begin_slice(&mut self, round: usize, candidate: usize, now: Instant, done: u64) {
@@ -486,7 +506,7 @@ impl PollingPolicy {
         self.began = (now, done);
     }
 
-    /// Trials count, at the end of a slice; requests do not.
+    /// Updates the figures. Called at the end of slices and trials, never for single requests.
     fn count(&self, f: impl FnOnce(&mut PollingFigures)) {
         let mut figures = self.counters.polling.get();
         f(&mut figures);
@@ -494,9 +514,10 @@ impl PollingPolicy {
     }
 
     fn decide(&mut self, candidate: usize, now: Instant, done: u64) {
-        self.rest = if candidate == self.decided { (self.rest * 2).min(MAX_REST) } else { REST };
+        self.hold = if candidate == self.decided { (self.hold * 2).min(MAX_HOLD) } else { HOLD };
         (self.current, self.decided) = (candidate, candidate);
-        self.state = State::Decided { until: Some(now + self.rest), rate: None, strange: 0 };
+        self.state =
+            State::Decided { until: Some(now + self.hold), rate: None, changed_windows: 0 };
         self.began = (now, done);
     }
 }

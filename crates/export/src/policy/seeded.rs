@@ -1,6 +1,6 @@
-//! Random numbers for traces: the same ones for a seed.
+//! Random numbers for tests. The same seed gives the same numbers.
 
-/// Numbers in 0..1 (splitmix64).
+/// Returns numbers of 0..1 (splitmix64).
 pub struct Seeded(pub u64);
 
 impl Seeded {

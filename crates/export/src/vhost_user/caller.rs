@@ -1,9 +1,9 @@
-//! Calls by messages, from a thread of their own.
+//! Sends in-band calls from a thread of its own.
 //!
 //! In: from the reactors, the numbers of the queues that must interrupt their guest. Out: messages
 //! on the back channel, each acknowledged before the next one. What must hold: a reactor never
-//! waits for the front end, however late it acknowledges; a queue has at most one call waiting
-//! here, so nothing grows.
+//! waits for the front end, however late the front end acknowledges. Each queue has at most one
+//! pending call here, so memory is bounded.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +13,7 @@ use std::thread::Thread;
 use super::channel::BackChannel;
 use super::lock;
 
-/// The calls of one session. Dropped, it ends its thread.
+/// Sends the calls of one session. Drop ends its thread.
 pub struct Caller {
     calls: Arc<Calls>,
     thread: Thread,
@@ -21,7 +21,7 @@ pub struct Caller {
 
 struct Calls {
     channel: Mutex<Arc<BackChannel>>,
-    /// By queue: a call is to be sent.
+    /// By queue: whether a call is pending.
     wanted: Box<[AtomicBool]>,
     ended: AtomicBool,
 }
@@ -37,12 +37,13 @@ impl Caller {
         Ok(Arc::new(Caller { calls, thread }))
     }
 
-    /// Sends the next calls on another channel, also those of queues that run.
+    /// Sends further calls on another channel. This includes the calls of running queues.
     pub fn use_channel(&self, channel: Arc<BackChannel>) {
         *lock(&self.calls.channel) = channel;
     }
 
-    /// Sends a call for a queue soon; one for all that come before that.
+    /// Makes the thread send a call for a queue. Calls that are pending at the same time become
+    /// one.
     pub fn call(&self, queue: u16) {
         if !self.calls.wanted[usize::from(queue)].swap(true, Ordering::AcqRel) {
             self.thread.unpark();
@@ -66,7 +67,7 @@ impl Calls {
                     channel.vring_call(queue);
                 }
             }
-            // A call that came meanwhile has left its token: this returns at once.
+            // `unpark` in the meantime has left a token, so this returns at once.
             std::thread::park();
         }
     }
@@ -79,7 +80,7 @@ mod tests {
 
     use super::*;
 
-    /// The queue that the next call is for.
+    /// Returns the queue of the next call.
     fn next(peer: &mut UnixStream) -> u8 {
         let mut message = [0; 20];
         peer.read_exact(&mut message).unwrap();
@@ -93,12 +94,13 @@ mod tests {
     }
 
     #[test]
-    fn calls_wait_for_acknowledgements_and_their_callers_do_not() {
+    fn calls_wait_for_acknowledgements_but_reactors_do_not() {
         let (ours, mut peer) = UnixStream::pair().unwrap();
         let caller = Caller::start(Arc::new(BackChannel::new(ours.into(), true)), 4).unwrap();
         caller.call(2);
         assert_eq!(next(&mut peer), 2);
-        // More than any socket holds, before the first one is acknowledged: they become one.
+        // More calls than a socket holds, before the first one is acknowledged. They become one
+        // call.
         (0..1_000_000).for_each(|_| caller.call(3));
         acknowledge(&mut peer);
         assert_eq!(next(&mut peer), 3);
@@ -109,7 +111,7 @@ mod tests {
         let (ours, mut other) = UnixStream::pair().unwrap();
         caller.use_channel(Arc::new(BackChannel::new(ours.into(), true)));
         caller.call(0);
-        assert_eq!(next(&mut other), 0, "a channel that is replaced");
+        assert_eq!(next(&mut other), 0, "calls use the new channel");
         acknowledge(&mut other);
         assert_eq!(peer.read(&mut [0; 1]).unwrap(), 0, "the end of the first channel");
         drop(caller);

@@ -1,10 +1,13 @@
 //! vhost-user-blk: a disk for virtual machines and User Mode Linux, over a Unix socket.
 //!
 //! ```text
-//!   socket ─► thread (accept, one front end at a time) ─► session (messages) ─► queues, on the reactors
+//!   socket ─► thread (accepts one front end at a time) ─► session (messages)
+//!                                                           │
+//!                                                           └─► queues, on the reactors
 //! ```
-//! `VhostUser` is one socket for one disk. Its thread accepts a front end, works through its
-//! messages until it goes, stops its queues and listens again. Requests never pass this thread.
+//! A [`VhostUser`] serves one disk on one socket. Its thread accepts a front end, handles the front
+//! end's messages until it disconnects, stops the queues, and listens again. Requests never pass
+//! this thread.
 
 mod caller;
 mod channel;
@@ -41,8 +44,7 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 pub use crate::policy::notify::Coalesce;
 pub use config::QueueShape;
 
-/// The parts by themselves, for fuzzing and for tests that have no front end: not an interface to
-/// build on.
+/// Internal parts, for fuzzing and for tests without a front end. They are no stable interface.
 #[doc(hidden)]
 pub mod parts {
     pub use super::inflight::{Inflight, InflightRegion, PackedChain, allocate, queue_bytes};
@@ -62,12 +64,12 @@ use socket::Next;
 use state::SessionState;
 use waiting::{Client, Waiting};
 
-/// How queues are driven, and front ends met.
+/// How queues poll and signal, and how front ends are accepted.
 #[derive(Clone, Copy, Debug)]
 pub struct Tuning {
     pub poll: PollMode,
     pub coalesce: Coalesce,
-    /// Offer notifications by message (UML's time travel needs them).
+    /// Offer in-band notifications, which UML's time travel needs.
     pub in_band: bool,
     /// Register the guest's memory with io_uring, which pins it.
     pub pin_memory: bool,
@@ -77,42 +79,43 @@ pub struct Tuning {
     pub second_client: SecondClient,
 }
 
-/// What becomes of a front end that connects while another one is served.
+/// What happens to a front end that connects while another one is served.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SecondClient {
-    /// It waits until the other one is gone.
+    /// It waits until the first front end disconnects.
     #[default]
     Wait,
     /// Its connection is closed.
     Refuse,
 }
 
-/// What sessions, the listening thread and the program share.
+/// State that the sessions, the listening thread and the program share.
 pub struct Shared {
     device: Arc<DeviceState>,
     shape: QueueShape,
     tuning: Tuning,
     reactors: Arc<Reactors>,
-    /// Of all front ends that come here, one after the other.
+    /// Maps the memory of every front end of this socket.
     mapper: Mapper,
-    /// The way to tell the front end of today something.
+    /// The back channel of the current front end.
     channel: Mutex<Option<Arc<BackChannel>>>,
-    /// The front end that is served.
+    /// The connection of the current front end.
     connection: Mutex<Option<Connection>>,
     stop: AtomicBool,
     wake: OwnedFd,
-    /// Waits of the session for reactors and storage, which end by themselves.
+    /// Number of waits of the session for reactors or storage. Such a wait ends without the front
+    /// end.
     own_waits: AtomicU32,
 }
 
 struct Connection {
-    /// Ends a read from outside.
+    /// Used to interrupt the session's reads.
     stream: UnixStream,
     /// The front end's process, if it is known.
     process: Option<i32>,
 }
 
-/// One such wait, while it lasts.
+/// Guard of one wait that [`Shared::own_waits`] counts.
 struct OwnWait(Arc<Shared>);
 
 impl Drop for OwnWait {
@@ -121,11 +124,12 @@ impl Drop for OwnWait {
     }
 }
 
-/// How long the end waits for a session that is not in a wait of its own. A descriptor of the front
-/// end may hold it: FUSE files answer, and sockets close, when another process lets them.
+/// How long `stop` waits for a session that waits for neither reactor nor storage. A descriptor of
+/// the front end may block the session: FUSE files answer, and sockets close, when another process
+/// lets them.
 const DESCRIPTOR_TIME: Duration = Duration::from_secs(5);
 
-/// A listening export; `stop` (or drop) ends it.
+/// A listening export. `stop` or drop ends it.
 pub struct VhostUser {
     export: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -133,7 +137,7 @@ pub struct VhostUser {
 }
 
 impl VhostUser {
-    /// Serves `disk` on a socket that listens already.
+    /// Serves `disk` on `listener`.
     pub fn start(
         disk: Arc<Disk>,
         listener: Listener,
@@ -151,7 +155,8 @@ impl VhostUser {
         Ok(VhostUser { export, thread: Some(thread), descriptor_time: DESCRIPTOR_TIME })
     }
 
-    /// Waits until the thread has ended. False: it waits for something that is not ours.
+    /// Waits until the thread has ended. Returns false if a descriptor of the front end blocks the
+    /// thread for `descriptor_time`.
     fn ends(&self, thread: &JoinHandle<()>) -> bool {
         let mut since = Instant::now();
         while !thread.is_finished() {
@@ -171,14 +176,14 @@ impl Export for VhostUser {
         let channel = lock(&self.export.channel).clone();
         let Some(channel) = channel else { return };
         let disk = self.export.device.disk.clone();
-        // The front end owns the other end of the channel, and can hold a sender up: nothing waits
-        // for this thread.
+        // The front end owns the other end of the channel and can block the sender, so nothing
+        // waits for this thread.
         let told = std::thread::Builder::new().name("config".into()).stack_size(256 << 10).spawn(
             move || {
                 if let Err(e) = channel.config_changed() {
                     tracing::warn!(
                         disk = disk.name(),
-                        "the front end was not told of the new size: {e}"
+                        "cannot notify the front end of the new size: {e}"
                     );
                 }
             },
@@ -187,7 +192,7 @@ impl Export for VhostUser {
             let disk = self.export.device.disk.name();
             tracing::warn!(
                 disk,
-                "the front end was not told of the new size: starting a thread: {e}"
+                "cannot notify the front end of the new size: cannot start a thread: {e}"
             );
         }
     }
@@ -196,12 +201,12 @@ impl Export for VhostUser {
         let Some(thread) = self.thread.take() else { return };
         self.export.stop.store(true, Ordering::SeqCst);
         let _ = rustix::io::write(&self.export.wake, &1u64.to_ne_bytes());
-        // What a front end has in flight is not to wait for limits now.
+        // Requests in flight must not wait for throttles now.
         self.export.each_served(LocalDisk::suspend);
         if let Some(Connection { stream, .. }) = &*lock(&self.export.connection) {
-            // The session ends after the message that it works on. Its reply still goes out if
-            // there is room for it. If there is none, the front end does not read: then the session
-            // may wait in a write, and that half is ended too.
+            // The session ends after its current message. Its reply is still sent if the socket has
+            // room for it. If there is no room, the front end does not read. Then the session may
+            // be blocked in a write, so the write half is shut down too.
             let half =
                 if has_room(stream) { std::net::Shutdown::Read } else { std::net::Shutdown::Both };
             let _ = stream.shutdown(half);
@@ -211,10 +216,10 @@ impl Export for VhostUser {
             self.export.each_served(LocalDisk::resume);
             return;
         }
-        // The thread is left behind; it ends with the process. Its queues are not.
+        // The blocked thread stays until the process ends. Its queues are stopped without it.
         let device = &self.export.device;
         let what = format_args!(
-            "a descriptor of the front end does not answer: its queues are stopped without it"
+            "a descriptor of the front end blocks the session: its queues are stopped without the session"
         );
         device.log.warn(device.disk.name(), None, what);
         QueueHandle::stop_all(device, &self.export.reactors);
@@ -261,7 +266,7 @@ impl Shared {
         }))
     }
 
-    /// The state of a front end that has set nothing yet.
+    /// Returns the state of a front end that has set nothing yet.
     fn new_state(&self) -> SessionState {
         SessionState::new(self.shape.queues, self.device.disk.options().cache.write_back())
     }
@@ -275,13 +280,13 @@ impl Shared {
         }
     }
 
-    /// From here on the session waits for a reactor or for storage, until the guard is dropped.
+    /// Marks that the session waits for a reactor or for storage, until the guard is dropped.
     fn own_wait(self: &Arc<Self>) -> OwnWait {
         self.own_waits.fetch_add(1, Ordering::SeqCst);
         OwnWait(self.clone())
     }
 
-    /// Syncs the disk on every reactor that has written to it; false if one of them failed.
+    /// Syncs the disk on every reactor that has written to it. Returns false if one of them failed.
     fn sync(&self) -> bool {
         crate::ending::sync(&self.device.disk, &self.reactors)
     }
@@ -291,14 +296,14 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Whether a reply could be written to a connection without waiting.
+/// Returns whether a reply could be written without blocking.
 fn has_room(connection: &UnixStream) -> bool {
     let mut fds = [PollFd::new(connection, PollFlags::OUT)];
     let _ = rustix::event::poll(&mut fds, Some(&Timespec::default()));
     fds[0].revents().contains(PollFlags::OUT)
 }
 
-/// The export's thread.
+/// Runs the export's thread.
 fn listen(export: &Arc<Shared>, listener: &Listener) {
     let (disk, log) = (export.device.disk.name(), &export.device.log);
     let mut waiting = Waiting::new(export, listener);
@@ -310,36 +315,36 @@ fn listen(export: &Arc<Shared>, listener: &Listener) {
                     Ok(()) => log.info(
                         disk,
                         None,
-                        format_args!("the front end went away; listening again"),
+                        format_args!("the front end disconnected; listening again"),
                     ),
                     Err(e) => log.warn(
                         disk,
                         None,
-                        format_args!("the front end was let go: {e}; listening again"),
+                        format_args!("disconnected the front end: {e}; listening again"),
                     ),
                 }
             }
             Ok(None) => {}
             Err(e) => {
-                // Out of descriptors, most likely: listening goes on, slowly.
-                log.warn(disk, None, format_args!("accepting a front end failed: {e}"));
+                // Most likely no descriptor is left. The thread goes on, slowly.
+                log.warn(disk, None, format_args!("cannot accept a front end: {e}"));
                 std::thread::sleep(Duration::from_millis(200));
             }
         }
     }
 }
 
-/// Why a front end is let go.
+/// Why a front end is disconnected.
 #[derive(Debug, thiserror::Error)]
 enum LetGo {
-    #[error("copying its socket: {0}")]
+    #[error("cannot duplicate its socket: {0}")]
     Copying(io::Error),
     /// A message that cannot be answered.
     #[error("{0}")]
     Protocol(Box<dyn std::error::Error + Send + Sync>),
 }
 
-/// Works through one front end's messages until it goes.
+/// Handles one front end's messages until it disconnects.
 fn serve(export: &Arc<Shared>, client: Client, waiting: &mut Waiting<'_>) -> Result<(), LetGo> {
     let Client { stream, process } = client;
     let connection = stream.try_clone().map_err(LetGo::Copying)?;
@@ -361,12 +366,12 @@ fn serve(export: &Arc<Shared>, client: Client, waiting: &mut Waiting<'_>) -> Res
     let state = lock(&messages.session).release();
     *lock(&export.channel) = None;
     *lock(&export.connection) = None;
-    // The descriptors of a front end may take their time to close.
+    // Closing the front end's descriptors may block.
     drop(state);
     result
 }
 
-/// The messages of one front end, and the session that they change.
+/// The messages of one front end, and the session that handles them.
 struct Messages {
     stream: UnixStream,
     session: Arc<Mutex<Session>>,
@@ -380,7 +385,7 @@ impl Messages {
         Ok(Messages { stream, session, handler })
     }
 
-    /// Waits for the next message, and works on it. False: the front end has gone.
+    /// Waits for the next message and handles it. Returns false if the front end has disconnected.
     fn next(&mut self) -> Result<bool, LetGo> {
         match socket::next(&self.stream).map_err(|e| LetGo::Protocol(e.into()))? {
             Next::Gone => Ok(false),
@@ -390,7 +395,7 @@ impl Messages {
             }
             Next::Other { request } => match self.handler.handle_request() {
                 Ok(()) => Ok(true),
-                // It would wait for its answer for ever.
+                // The front end would wait for the answer for ever.
                 Err(e) if socket::is_question(request) => Err(LetGo::Protocol(e.into())),
                 Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => Ok(true),
                 Err(Error::Disconnected) => Ok(false),

@@ -1,11 +1,11 @@
-//! How the guest is notified. When, is decided by [`crate::policy::notify`].
+//! Signals the guest. [`crate::policy::notify`] decides when.
 //!
 //! A virtual machine's front end gives an eventfd, User Mode Linux a Unix stream socket.
 //!
-//! The front end owns these descriptors too, and can clear O_NONBLOCK at any time. What must hold:
-//! a signal never waits. So an eventfd is signalled by a [`Doorbell`], a socket with MSG_DONTWAIT.
-//! Other kinds are refused: a pipe, or a socket that is read or of another family, has locks in the
-//! kernel that its other users hold while they wait for a page.
+//! What must hold: a signal never blocks. The front end has these descriptors too, and can clear
+//! O_NONBLOCK at any time. So a [`Doorbell`] signals an eventfd, and MSG_DONTWAIT a socket. Other
+//! descriptors are refused: pipes, other sockets, and sockets that we read from have kernel locks,
+//! which another process can hold while it waits for a page.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,7 +17,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketType, soc
 
 use super::caller::Caller;
 
-/// The way to the guest.
+/// How the guest is signalled (the call).
 pub enum Call {
     None,
     /// An eventfd (virtual machines).
@@ -32,7 +32,8 @@ pub enum Call {
 }
 
 impl Call {
-    /// Error `InvalidInput`: the descriptor is neither an eventfd nor a Unix stream socket.
+    /// Returns error `InvalidInput` if the descriptor is neither an eventfd nor a Unix stream
+    /// socket.
     pub fn fd(fd: OwnedFd) -> io::Result<Self> {
         if is_unix_stream(&fd) { Ok(Call::Stream(fd)) } else { Doorbell::new(&fd).map(Call::Event) }
     }
@@ -52,7 +53,7 @@ impl Call {
     }
 }
 
-/// Signals an error descriptor, which happens once for a broken ring.
+/// Signals a ring's error descriptor. Called once for a broken ring.
 pub fn signal_error(fd: &OwnedFd) {
     if is_unix_stream(fd) {
         send(fd);
@@ -61,25 +62,26 @@ pub fn signal_error(fd: &OwnedFd) {
     }
 }
 
-/// A full socket holds a signal that the guest has not read yet.
+/// Ignores a full socket: the guest has a signal in it that it has not read yet.
 fn send(socket: &OwnedFd) {
     let _ =
         rustix::net::send(socket, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 
-/// Whether a reactor may wait for kicks of this descriptor: an eventfd, which needs no reads.
+/// Returns whether a reactor may wait for kicks on this descriptor. Only eventfds can be waited for
+/// without a read.
 pub fn is_kick(fd: &OwnedFd) -> io::Result<bool> {
     doorbell::is_eventfd(fd)
 }
 
-/// Whether a reactor may signal, and close, this descriptor.
+/// Returns whether a reactor may signal and close this descriptor.
 pub fn is_call(fd: &OwnedFd) -> io::Result<bool> {
     if is_unix_stream(fd) { close_input(fd).map(|()| true) } else { doorbell::is_eventfd(fd) }
 }
 
-/// Discards what a socket has received, and lets it receive nothing more. The last close of a
-/// socket closes the descriptors in its receive queue too, and that may wait for their owner: such
-/// a queue must not reach a reactor.
+/// Discards what a socket has received, and shuts its receiving half down. The last close of a
+/// socket also closes the descriptors in its receive queue, which may block until another process
+/// lets go. A reactor must never do that.
 fn close_input(socket: &OwnedFd) -> io::Result<()> {
     rustix::net::shutdown(socket, Shutdown::Read)?;
     let mut bytes = [0u8; 4096];
@@ -102,8 +104,8 @@ pub(super) fn is_unix_stream(fd: impl AsFd) -> bool {
 mod tests {
     use super::*;
 
-    /// What the front end has put into the socket is gone before a reactor has it, and nothing more
-    /// can be put there.
+    /// Data that the front end has sent is discarded before a reactor gets the socket, and nothing
+    /// more can be sent.
     #[test]
     fn a_call_socket_receives_nothing() {
         use std::io::{Read, Write};

@@ -1,33 +1,33 @@
-//! The processors of reactors and guests: reads them, and moves the thread. Whether to move is
-//! decided by [`crate::policy::placement`].
+//! Reads the processors of reactors and guests, and moves a reactor's thread.
+//! [`crate::policy::placement`] decides whether to move.
 //!
-//! What must hold: home is where the thread was first, not where it has gone to be beside another
-//! guest. The thread that calls only moves between the processors it had at first and those of them
-//! that are the guest's.
+//! What must hold: a thread's home is the processors it had at its start, even while it is
+//! co-located with a guest. It moves only between its home, and those processors of its home that
+//! the guest may use.
 
 use std::cell::Cell;
 
 use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 
 thread_local! {
-    /// The processors of this thread, from before the first placement could move it.
+    /// The processors of this thread at its start, read before the first move.
     static HOME: Cell<Option<CpuSet>> = const { Cell::new(None) };
 }
 
-/// Returns the processors that the thread which calls had at first.
+/// Returns the processors that the calling thread had at its start.
 pub fn home() -> Option<CpuSet> {
     let home = HOME.get().or_else(|| sched_getaffinity(None).ok());
     HOME.set(home);
     home
 }
 
-/// Returns the processors of a front end's process.
+/// Returns the processors on which a front end's process may run.
 pub fn guest(peer: Option<i32>) -> Option<CpuSet> {
     peer.and_then(Pid::from_raw).and_then(|pid| sched_getaffinity(Some(pid)).ok())
 }
 
-/// Moves the thread that calls. A set that has become impossible (a processor was taken away)
-/// leaves it where it is.
+/// Moves the calling thread to `processors`. Does nothing if that is impossible, for example
+/// because a processor was taken away.
 pub fn move_to(processors: &CpuSet) {
     let _ = sched_setaffinity(None, processors);
 }
@@ -46,24 +46,24 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_goes_there_and_comes_home() {
+    fn a_thread_moves_and_returns() {
         let own = sched_getaffinity(None).unwrap();
         move_to(&first_of(&own));
         assert_eq!(sched_getaffinity(None).unwrap(), first_of(&own));
         move_to(&own);
         assert_eq!(sched_getaffinity(None).unwrap(), own);
-        // No processor: it stays.
+        // With an empty set the thread stays.
         move_to(&CpuSet::new());
         assert_eq!(sched_getaffinity(None).unwrap(), own);
     }
 
     #[test]
-    fn another_guest_s_processors_are_no_home() {
+    fn the_home_stays_the_same_after_a_move() {
         let own = sched_getaffinity(None).unwrap();
         assert_eq!(home(), Some(own));
         move_to(&first_of(&own));
-        // A queue that starts now, of a guest that may run on the same processors as this test's
-        // process.
+        // A queue starts while the thread is elsewhere. Its guest may run on the same processors as
+        // this test's process.
         let guest = guest(Some(std::process::id() as i32));
         assert!(guest.is_some());
         assert_eq!(home(), Some(own));
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_is_not_known_has_no_processors() {
+    fn an_unknown_process_has_no_processors() {
         assert_eq!(guest(None), None);
     }
 }

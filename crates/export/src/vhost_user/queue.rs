@@ -1,15 +1,17 @@
-//! A queue on its reactor: takes chains, hands requests to the disk, publishes answers, tells the
-//! guest.
+//! A virtqueue on its reactor: takes descriptor chains, hands requests to the disk, publishes used
+//! elements, and signals the guest.
 //!
 //! ```text
-//!   kick ─► run: take a few chains ─► lanes (a task for each request, or run of neighbours) ─► disk
+//!   kick ─► run: take a batch of chains ─► lanes (a task for each request or run) ─► disk
 //!            ▲   publish, signal once  ◄─────────────────────── answers ◄─────────────────────┘
-//!            └── after each batch: submit and reap; on storage that takes its time, in the call that waits
+//!            └── after each batch: submit and reap. On slow storage, this is the call that sleeps.
 //! ```
-//! What must hold: a chain is answered once, after its last part; used elements are published
-//! before the in-flight region forgets them and before the guest is told; after `stop` nothing is
-//! taken, and the reply is sent only when nothing is in flight. Lanes and segment lists are reused:
-//! the steady state allocates nothing.
+//! What must hold:
+//! - A chain is answered once, after its last request.
+//! - Used elements are published before the in-flight region drops them, and before the guest is
+//!   signalled.
+//! - After `stop`, nothing more is taken. The reply is sent only when nothing is in flight.
+//! - Lanes and segment lists are reused, so the steady state allocates nothing.
 
 mod handle;
 mod state;
@@ -42,45 +44,46 @@ use state::{Again, Core, Pending};
 
 pub use handle::QueueHandle;
 
-/// Chains taken before what they ask is submitted and what has completed is told. Where storage
-/// answers at once (page cache, memory) small batches let guest and back end overlap; where it
-/// takes its time, one submission for all is cheaper.
+/// Chains taken before requests are submitted and completions are published. If storage answers at
+/// once (page cache, memory), small batches let guest and back end work in parallel. If storage
+/// takes time, one submission for many chains is cheaper.
 const BATCH_AT_ONCE: usize = 8;
 const BATCH_IN_FLIGHT: usize = 64;
-/// Batches for which storage is held to take its time, once it was found to.
+/// Number of batches for which storage counts as slow, after a request was still in flight after
+/// its submission.
 const SLOW_BATCHES: u32 = 64;
 
-/// Requests of one queue that are with the disk at a time, at most: a bound on memory, and more
-/// than any disk has use for.
+/// Most requests of one queue that the disk works on at a time. This bounds memory, and is more
+/// than a disk can use.
 const MOST_IN_FLIGHT: u32 = 1024;
 
-/// What all queues of a device share, and the control thread changes.
+/// State of a device that all its queues share. The control thread changes it.
 #[derive(Debug)]
 pub struct DeviceState {
     pub disk: Arc<Disk>,
-    /// The guest sees a volatile write cache, and flushes it.
+    /// The guest sees a volatile write cache, and sends flushes.
     pub write_back: AtomicBool,
     pub log: Log,
 }
 
-/// Everything a queue is started with.
+/// What a queue needs at its start.
 pub struct QueueSetup {
     pub index: u16,
     pub device: Arc<DeviceState>,
     pub memory: GuestMemory,
     pub size: u32,
-    /// Guest addresses of the three parts: descriptors, available (driver), used (device).
+    /// Guest addresses of the descriptors, the available ring (driver area) and the used ring
+    /// (device area).
     pub parts: (u64, u64, u64),
     pub base: u32,
     pub packed: bool,
     pub event_idx: bool,
     pub inflight: Option<InflightRegion>,
-    /// The front end's base is true, whatever the in-flight region says: nothing of the ring is in
-    /// flight.
+    /// `base` is valid, and nothing of the ring is in flight, whatever the in-flight region says.
     pub is_settled: bool,
     pub kick: Option<OwnedFd>,
-    /// The front end kicks by messages: without a kick descriptor, do not look for chains by the
-    /// clock.
+    /// The front end kicks by messages. Without a kick descriptor, the queue need not poll by a
+    /// timer.
     pub in_band: bool,
     pub call: Call,
     pub error: Option<OwnedFd>,
@@ -91,7 +94,7 @@ pub struct QueueSetup {
     pub peer: Option<i32>,
 }
 
-/// The queues of a reactor, by number.
+/// The queues of a reactor, by their numbers.
 #[derive(Default)]
 struct Queues(RefCell<HashMap<u64, Rc<Queue>>>);
 
@@ -102,21 +105,21 @@ pub struct Queue {
     served: Rc<LocalDisk<Store>>,
     core: RefCell<Core>,
     lanes: Rc<Lanes<ChainToken>>,
-    /// Room for the requests of one batch.
+    /// Vector for the requests of a batch, kept for reuse.
     requests: RefCell<Vec<Request<ChainToken>>>,
     wake: Signal,
     budget: Budget,
-    /// Requests that are not answered yet; a chain of several ranges has several.
+    /// Number of requests that are not answered yet. A discard chain of several ranges has several.
     in_flight: Cell<u32>,
     done: Cell<u64>,
     enabled: Cell<bool>,
-    /// Looks for chains by the clock: the front end gave no kick.
+    /// The front end gave no kick descriptor, so the queue polls by a timer.
     clocked: bool,
     coalesce: Coalesce,
     stopping: RefCell<Option<Reply<u32>>>,
 }
 
-/// Names the chain that a request belongs to.
+/// Identifies the chain of a request.
 struct ChainToken {
     queue: Rc<Queue>,
     id: u16,
@@ -168,7 +171,7 @@ impl Queue {
     }
 
     fn stop(&self, reply: Reply<u32>) {
-        // The front end waits for what is in flight, which must not wait for a limit.
+        // The front end waits for the requests in flight, so these must not wait for a throttle.
         self.served.drain();
         *self.stopping.borrow_mut() = Some(reply);
         self.wake.ring();
@@ -176,8 +179,8 @@ impl Queue {
 
     async fn run(self: Rc<Self>, mut watch: Option<Watch>, again: Vec<Again>) {
         self.handle.label(&format!("disk {}, queue {}", self.device.disk.name(), self.index));
-        // What a predecessor left is a restart, too. A drain waits for it, because the region names
-        // it.
+        // Requests of the previous back end count as new ones for a throttle that is still in debt.
+        // A drain waits for them too, because the in-flight region contains them.
         while let Some(time) = self.held_back(!again.is_empty()) {
             self.handle.sleep(time).await;
         }
@@ -185,7 +188,7 @@ impl Queue {
         if self.stopping.borrow().is_some() {
             self.served.drain();
         }
-        // A predecessor may have published without telling.
+        // The previous back end may have published used elements without a signal.
         self.core.borrow_mut().call.ring();
         let mut slow = 0;
         let mut gathered = false;
@@ -215,7 +218,8 @@ impl Queue {
                 }
                 if spent || (taken > 0 && slow == 0) {
                     self.handle.yield_now().await;
-                    // Still in flight after a submission and a look: this storage takes its time.
+                    // A request is still in flight after a submission and a poll, so this storage
+                    // is slow.
                     slow = if self.in_flight.get() > 0 {
                         SLOW_BATCHES
                     } else {
@@ -257,8 +261,8 @@ impl Queue {
         self.retire();
     }
 
-    /// Returns how long the queue must not take requests, because the disk owes for those of
-    /// drained queues.
+    /// Returns how long the queue must not take requests, because drained queues have used more
+    /// than the disk's limits allow.
     #[inline]
     fn held_back(&self, takes: bool) -> Option<Duration> {
         if takes { self.served.held_back() } else { None }
@@ -268,8 +272,8 @@ impl Queue {
         let mut core = self.core.borrow_mut();
         let core = &mut *core;
         let busy_poll = core.polling.went_empty(self.handle.now(), self.done.get());
-        // The thread is everybody's whose queue is here: it follows a guest only while it is the
-        // only one.
+        // All queues of this reactor run on this thread. So the thread follows a guest only if
+        // there is one queue.
         let is_alone = || self.handle.local::<Queues>().0.borrow().len() == 1;
         if let Some(processors) = core.placement.moves(core.polling.co_located() && is_alone()) {
             placement::move_to(processors);
@@ -281,7 +285,7 @@ impl Queue {
         self.core.borrow().polling.gather()
     }
 
-    /// Looks for chains for at most `limit`; true: there is something to do.
+    /// Polls the ring for at most `limit`. Returns true if there is something to do.
     async fn busy_poll(&self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
         self.core.borrow_mut().ring.disable_kicks();
@@ -292,7 +296,7 @@ impl Queue {
             if Instant::now() >= until {
                 return false;
             }
-            // Another thread may wait for this processor: the guest's, if it shares it.
+            // Another thread may wait for this processor, perhaps the guest's.
             rustix::thread::sched_yield();
             self.handle.yield_now().await;
         }
@@ -309,7 +313,7 @@ impl Queue {
         park().await;
     }
 
-    /// Shows the guest what was answered since the last time, and tells it if it wants to hear.
+    /// Publishes the used elements since the last call, and signals the guest if it wants that.
     #[inline]
     fn publish(&self) {
         let mut core = self.core.borrow_mut();
@@ -327,15 +331,15 @@ impl Queue {
         }
     }
 
-    /// Whether the reactor must go on to its other queues before this one takes more.
+    /// Returns whether the reactor must serve its other queues before this one takes more.
     #[inline]
     fn has_spent(&self, taken: usize) -> bool {
         self.budget.is_spent(self.handle.iteration())
             || (taken > 0 && budget::is_over(self.handle.now(), Instant::now()))
     }
 
-    /// Takes up to `most` chains, within the turn's budget; how many it took. A broken ring takes
-    /// none, for good.
+    /// Takes up to `most` chains within the turn's budget. Returns how many it took. A broken ring
+    /// stays broken, and takes none.
     #[inline]
     fn take(self: &Rc<Self>, most: usize) -> usize {
         let mut taken = 0;
@@ -365,8 +369,8 @@ impl Queue {
         taken
     }
 
-    /// Makes requests of the chain whose descriptors are in the core. `entry`: it is in the
-    /// in-flight region already.
+    /// Makes requests of the chain whose descriptors are in `core.descs`. `entry`: its entry in the
+    /// in-flight region, if it has one already.
     #[inline]
     fn begin(
         self: &Rc<Self>,
@@ -438,7 +442,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Hands the requests to the disk, and keeps the room of their list.
+    /// Hands the requests to the disk, and keeps the vector.
     #[inline]
     fn dispatch(&self, mut requests: Vec<Request<ChainToken>>) {
         self.lanes.dispatch(&mut requests);
@@ -452,7 +456,7 @@ impl Queue {
 
     #[inline]
     fn finish(&self, core: &mut Core, id: u16, status: Status, mut segments: Segments) {
-        // A chain of many ranges gives back more than it took.
+        // A chain of many ranges returns more segment lists than it took.
         if core.pool.len() < MOST_IN_FLIGHT as usize {
             segments.release();
             core.pool.push(segments);
@@ -466,8 +470,8 @@ impl Queue {
         }
         let pending = *pending;
         let status = pending.failed.map_or(Ok(()), Err);
-        // The region may have been taken away since the chain was checked: then there is nobody
-        // left to tell.
+        // The front end may have removed this memory since the chain was parsed. Then no guest can
+        // read the status.
         let _ = core.memory.write_byte(pending.status, wire_status(status));
         let written = if status.is_ok() { pending.written } else { 1 };
         core.push_used(Head { id, count: pending.count }, pending.entry, written);
@@ -475,14 +479,15 @@ impl Queue {
         self.wake.ring();
     }
 
-    /// Starts what a predecessor left unanswered, a budget in each turn.
+    /// Starts the requests that the previous back end left unanswered, within the budget of each
+    /// turn.
     async fn take_again(self: &Rc<Self>, again: Vec<Again>) {
         if !again.is_empty() {
             self.device.log.info(
                 self.device.disk.name(),
                 Some(self.index),
                 format_args!(
-                    "{} requests were in flight when the last back end ended: they are done again",
+                    "{} requests were in flight when the last back end ended: repeating them",
                     again.len()
                 ),
             );
@@ -505,8 +510,8 @@ impl Queue {
         self.dispatch(requests);
     }
 
-    /// Stops this queue for good, and says why: once, because a broken ring is never looked at
-    /// again.
+    /// Stops this queue until it is started again, and logs why. Called once, because a broken ring
+    /// is not read any more.
     fn break_ring(&self, error: &RingError) {
         let mut core = self.core.borrow_mut();
         core.broken = true;
@@ -514,7 +519,7 @@ impl Queue {
             self.device.disk.name(),
             Some(self.index),
             format_args!(
-                "the guest broke its ring, and the queue stops until the guest resets it: {error}"
+                "the guest broke its ring; the queue stops until the guest resets it: {error}"
             ),
         );
         if let Some(fd) = &core.error {
@@ -522,7 +527,7 @@ impl Queue {
         }
     }
 
-    /// The end: nothing is in flight.
+    /// Ends the queue. Nothing is in flight.
     fn retire(&self) {
         let mut core = self.core.borrow_mut();
         if let Some(processors) = core.placement.moves(false) {

@@ -1,9 +1,9 @@
 //! Front ends that connect while another one is served.
 //!
-//! In: the listening socket. Out: clients, in the order in which they came. A disk has one front
-//! end at a time: the others wait or are refused (`--second-client`), and the log names each of
-//! them. At most [`MOST`] of them are accepted while they wait; those that come then wait in the
-//! listening socket's backlog, unnamed.
+//! In: the listening socket. Out: clients in the order of their connections. A disk has one front
+//! end at a time. The others wait or are refused (`--second-client`), and the log names each of
+//! them. At most [`MOST`] waiting front ends are accepted. Further ones wait in the backlog of the
+//! listening socket, and the log does not name them.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,12 +16,12 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::{SecondClient, Shared};
 use crate::Listener;
 
-/// Clients that wait with a descriptor each.
+/// Most front ends that wait, each with an open descriptor.
 const MOST: usize = 8;
 
 pub struct Client {
     pub stream: UnixStream,
-    /// Its process, where it is known here.
+    /// Its process, if it is in our PID namespace.
     pub process: Option<i32>,
 }
 
@@ -47,7 +47,8 @@ impl<'a> Waiting<'a> {
         Waiting { export, listener, clients: VecDeque::new() }
     }
 
-    /// Waits for the next client. None: the export is to stop, or there is none after all.
+    /// Waits for the next client. Returns `None` if the export stops, or if the client has gone
+    /// already.
     pub fn next(&mut self) -> io::Result<Option<Client>> {
         if let Some(client) = self.clients.pop_front() {
             return Ok(Some(client));
@@ -56,10 +57,11 @@ impl<'a> Waiting<'a> {
         Ok(accepted.map(|stream| Client::new(stream.into())))
     }
 
-    /// Waits until the client that is served has sent something, or is gone. Meanwhile it takes
-    /// care of those that connect.
+    /// Waits until the served client has sent something, or is gone. Meanwhile it accepts or
+    /// refuses others.
     pub fn until_readable(&mut self, served: &UnixStream, process: Option<i32>) {
-        // One new client a message: however many come, the messages are read.
+        // Checks the served client after each new one, so that many new clients do not delay its
+        // messages.
         while self.clients.len() < MOST && ready(served, PollFlags::IN).is_empty() {
             if self.export.stop.load(Ordering::SeqCst) {
                 return;
@@ -67,7 +69,7 @@ impl<'a> Waiting<'a> {
             match self.listener.accept(served.as_fd()) {
                 Ok(Some(stream)) => self.came(Client::new(stream.into()), served, process),
                 Ok(None) => {}
-                // Most likely no descriptor is left. The next message asks again.
+                // Most likely no descriptor is left. The next message tries again.
                 Err(_) => return,
             }
         }
@@ -75,7 +77,7 @@ impl<'a> Waiting<'a> {
 
     fn came(&mut self, client: Client, stream: &UnixStream, served: Option<i32>) {
         if !ready(stream, PollFlags::RDHUP).is_empty() {
-            // The first one has gone, and this one may be the same front end again.
+            // The first front end has gone. This may be the same one, which reconnects.
             self.clients.push_back(client);
             return;
         }
@@ -102,7 +104,7 @@ impl<'a> Waiting<'a> {
     }
 }
 
-/// A process, for the log.
+/// Describes a process for the log.
 struct Process(Option<i32>);
 
 impl std::fmt::Display for Process {
@@ -114,7 +116,8 @@ impl std::fmt::Display for Process {
     }
 }
 
-/// Which of these a socket is ready for, now; also its errors and its end.
+/// Returns the given events for which the socket is ready now, and error or hang-up if there is
+/// one.
 fn ready(socket: &UnixStream, flags: PollFlags) -> PollFlags {
     let mut fds = [PollFd::new(socket, flags)];
     let _ = rustix::event::poll(&mut fds, Some(&Timespec::default()));

@@ -1,13 +1,13 @@
 use super::*;
 use crate::policy::seeded::Seeded;
 
-/// The origin of all times in these tests. What it is has no effect.
+/// The origin of all times in these tests. Its value has no effect.
 fn origin() -> Instant {
     Instant::now()
 }
 
-/// A guest that comes back `pause` after each request, and a host that serves it at `rate` requests
-/// a millisecond, as the candidate tells.
+/// A guest that sends its next request `pause` after the last one was done, on a host that serves
+/// `rate` requests per millisecond. The rate depends on the strategy.
 struct Guest {
     policy: PollingPolicy,
     now: Instant,
@@ -28,7 +28,8 @@ impl Guest {
         Guest { policy, now, done: 0.0 }
     }
 
-    /// Shares of the times the queue went empty at which it looked, and at which it gathered.
+    /// Runs for `time`. Returns in which share of the idle periods the policy busy-polled, and
+    /// gathered.
     fn run(&mut self, pause: Duration, rate: impl Fn(bool, bool) -> f64, time: Duration) -> Shares {
         let (start, mut times, mut shares) = (self.now, 0.0, Shares::default());
         while self.now - start < time {
@@ -53,7 +54,7 @@ fn us(n: u64) -> Duration {
 }
 
 #[test]
-fn looking_is_kept_where_it_pays_and_dropped_where_it_does_not() {
+fn busy_polling_is_kept_if_it_is_faster_and_dropped_if_it_is_slower() {
     let mut auto = Guest::new(PollMode::Auto, false);
     assert!(auto.run(us(2), |looks, _| if looks { 200.0 } else { 100.0 }, TIME).looked > 0.8);
     let mut auto = Guest::new(PollMode::Auto, false);
@@ -63,7 +64,7 @@ fn looking_is_kept_where_it_pays_and_dropped_where_it_does_not() {
 }
 
 #[test]
-fn a_guest_that_pauses_for_long_is_not_looked_for() {
+fn a_guest_with_long_pauses_is_not_busy_polled_for() {
     for by_stream in [false, true] {
         let mut auto = Guest::new(PollMode::Auto, by_stream);
         assert_eq!(
@@ -74,7 +75,7 @@ fn a_guest_that_pauses_for_long_is_not_looked_for() {
 }
 
 #[test]
-fn streams_gather_where_that_pays() {
+fn queues_of_streams_gather_if_that_is_faster() {
     let gathering = |looks, gathers| {
         if gathers {
             25.0
@@ -90,27 +91,27 @@ fn streams_gather_where_that_pays() {
 }
 
 #[test]
-fn a_guest_that_sends_one_at_a_time_is_not_gathered_for() {
+fn a_guest_that_sends_one_request_at_a_time_ends_gathering() {
     let now = origin();
     let mut policy = PollingPolicy::new(PollMode::Auto, false, now, Rc::default());
     policy.set_notified_by_stream(true);
     policy.current = policy.plan.candidates.iter().position(|m| !m.gather.is_zero()).unwrap();
     policy.pause = 1e4;
-    for _ in 0..VAIN - 1 {
+    for _ in 0..MAX_VAIN_GATHERS - 1 {
         policy.gathered(1, now, 0);
     }
     policy.gathered(2, now, 0);
-    assert!(policy.gather().is_some(), "one good gather makes up for vain ones");
-    for _ in 0..VAIN {
+    assert!(policy.gather().is_some(), "a gather of two chains resets the count of vain ones");
+    for _ in 0..MAX_VAIN_GATHERS {
         policy.gathered(1, now, 0);
     }
     assert!(policy.gather().is_none());
 }
 
-/// For 30 ms, in the first slice of looking that counts (it has 56 requests, and 14 before them
-/// that do not).
+/// The pause of 30 ms is in the first busy-polling slice that counts. (That slice has 56 requests;
+/// 14 requests before it do not count.)
 #[test]
-fn a_machine_that_stands_still_for_a_moment_decides_nothing() {
+fn a_machine_that_stands_still_for_a_moment_does_not_change_the_decision() {
     let mut auto = Guest::new(PollMode::Auto, false);
     let looked = std::cell::Cell::new(0);
     let rate = |looks, _| match looks {
@@ -118,12 +119,12 @@ fn a_machine_that_stands_still_for_a_moment_decides_nothing() {
         true => 30.0,
         false => 20.0,
     };
-    let shares = auto.run(us(20), rate, REST / 2);
+    let shares = auto.run(us(20), rate, HOLD / 2);
     assert!(looked.get() > 30 && shares.looked > 0.7, "{shares:?}");
 }
 
 #[test]
-fn a_client_that_is_slow_to_come_back_is_looked_for_longer() {
+fn a_client_with_slow_answers_is_busy_polled_for_longer() {
     let now = origin();
     let run = |needs: Duration| {
         let mut guest = Guest {
@@ -134,7 +135,7 @@ fn a_client_that_is_slow_to_come_back_is_looked_for_longer() {
         let (mut looked, mut slept) = (0, 0);
         while guest.now - now < TIME {
             let busy_poll = guest.policy.went_empty(guest.now, guest.done as u64);
-            // Whoever is not looked for has to be woken for.
+            // Without busy-polling, the server must be woken for each request.
             guest.now += us(60);
             guest.policy.requests_arrived(guest.now);
             let found = busy_poll.is_some_and(|look| look >= needs);
@@ -146,15 +147,16 @@ fn a_client_that_is_slow_to_come_back_is_looked_for_longer() {
         (looked as f64 / guest.done, f64::from(slept) / guest.done)
     };
     assert!(run(us(60)).0 > 0.8, "{:?}", run(us(60)));
-    // Where a short look does, there is no longer one; and none where none helps.
+    // Where the short busy-poll is enough, the longer one is not used. Where neither helps, the
+    // reactor sleeps.
     assert!(run(us(40)).0 < 0.1, "{:?}", run(us(40)));
     assert!(run(us(400)).1 > 0.8, "{:?}", run(us(400)));
 }
 
 #[test]
-fn a_trial_whose_promise_does_not_hold_is_made_again() {
+fn a_trial_whose_rate_does_not_last_is_repeated() {
     let mut auto = Guest::new(PollMode::Auto, false);
-    // Until after the first trial, sleeping is fast.
+    // Sleeping is fast until the first trial has ended.
     let first = auto.run(us(20), |looks, _| if looks { 40.0 } else { 55.0 }, WINDOW + us(40_000));
     assert!(first.looked < 0.5, "{first:?}");
     assert!(
@@ -162,22 +164,22 @@ fn a_trial_whose_promise_does_not_hold_is_made_again() {
         "{:?}",
         auto.policy.state
     );
-    let later = auto.run(us(60), |looks, _| if looks { 40.0 } else { 15.0 }, REST / 2);
+    let later = auto.run(us(60), |looks, _| if looks { 40.0 } else { 15.0 }, HOLD / 2);
     assert!(later.looked > 0.5, "{later:?}");
 }
 
 #[test]
-fn another_load_is_tried_at_once_and_not_after_the_rest() {
+fn a_changed_load_starts_a_trial_at_once() {
     let mut auto = Guest::new(PollMode::Auto, false);
-    // Long enough for the rests to have grown.
+    // Runs long enough for the time between trials to grow.
     auto.run(us(2), |looks, _| if looks { 90.0 } else { 100.0 }, TIME * 4);
     assert!(auto.run(us(4), |looks, _| if looks { 40.0 } else { 20.0 }, TIME / 4).looked > 0.5);
 }
 
-/// Rates vary by a quarter, and one request in ten thousand takes longer than a slice. Looking
-/// gains a fifth, or loses one.
+/// Rates vary by a quarter, and one request in ten thousand takes longer than a slice. Busy-polling
+/// is a fifth faster, or a fifth slower.
 #[test]
-fn noisy_traces_are_decided_by_their_medians() {
+fn noisy_rates_are_compared_by_their_medians() {
     for seed in 0..20 {
         for gain in [1.2, 0.8] {
             let random = std::cell::RefCell::new(Seeded(seed));
@@ -195,7 +197,7 @@ fn noisy_traces_are_decided_by_their_medians() {
 }
 
 #[test]
-fn figures_have_what_was_chosen_and_the_rates_that_were_seen() {
+fn figures_hold_the_choices_and_the_measured_rates() {
     let counters = Rc::<Counters>::default();
     let mut policy = PollingPolicy::new(PollMode::Auto, false, origin(), counters.clone());
     policy.set_notified_by_stream(false);
@@ -204,16 +206,16 @@ fn figures_have_what_was_chosen_and_the_rates_that_were_seen() {
     let figures = counters.polling.get();
     let (sleep, busy_poll) = (figures.of(Strategy::Sleep), figures.of(Strategy::BusyPoll));
     assert!(busy_poll.chosen > 0 && sleep.chosen == 0, "{figures:?}");
-    // A request takes its pause of 20 us, and 25 or 50 us.
+    // A request takes its pause of 20 us, and 25 us with busy-polling or 50 us without.
     assert!((busy_poll.rate().unwrap() / 22_222.0 - 1.0).abs() < 0.05, "{figures:?}");
     assert!((sleep.rate().unwrap() / 14_286.0 - 1.0).abs() < 0.05, "{figures:?}");
-    assert!(figures.of(Strategy::Gather).rate().is_none(), "a plan for eventfds has none");
+    assert!(figures.of(Strategy::Gather).rate().is_none(), "queues with eventfds never gather");
     let mut both = figures;
     both.merge(&figures);
     assert_eq!(both.of(Strategy::BusyPoll).chosen, busy_poll.chosen * 2);
     assert_eq!(both.of(Strategy::BusyPoll).rate(), busy_poll.rate());
     assert_eq!((figures.given_up, figures.early), (0, 0));
-    // A guest that stops in the middle of a trial.
+    // The guest stops in the middle of a trial.
     while !matches!(guest.policy.state, State::Trial { .. }) {
         guest.run(us(20), |_, _| 5.0, us(1000));
     }

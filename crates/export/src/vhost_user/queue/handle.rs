@@ -1,4 +1,4 @@
-//! Starting, stopping and changing a queue from the control thread.
+//! The control thread's handle of a queue: starts, stops and changes it.
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
@@ -12,14 +12,14 @@ use crate::Reactors;
 use crate::start::StartError;
 use crate::vhost_user::notify::Call;
 
-/// A running queue, as the control thread knows it.
+/// Handle of a running queue.
 pub struct QueueHandle {
     remote: Remote,
     id: u64,
 }
 
 impl QueueHandle {
-    /// Starts a queue on a reactor; an error says why the ring cannot be.
+    /// Starts a queue on a reactor. The error says why the ring cannot be served.
     pub fn start(remote: Remote, setup: QueueSetup) -> Result<QueueHandle, StartError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -27,12 +27,12 @@ impl QueueHandle {
         started.unwrap_or_else(|| Err(StartError::ended())).map(|()| QueueHandle { remote, id })
     }
 
-    /// Takes nothing more, waits for what is in flight, and returns the base to go on from. None:
-    /// the reactor has ended.
+    /// Makes the queue take nothing more, waits for its requests in flight, and returns the ring's
+    /// base. Returns `None` if the reactor has ended.
     pub fn stop(self) -> Option<u32> {
         let id = self.id;
         self.remote.ask(move |handle, reply| {
-            // Without the queue the reply is dropped.
+            // If the queue does not exist, the reply is dropped.
             let queue = handle.local::<Queues>().0.borrow_mut().remove(&id);
             if let Some(queue) = queue {
                 queue.stop(reply);
@@ -40,7 +40,7 @@ impl QueueHandle {
         })
     }
 
-    /// Stops all queues of a device, whose session cannot do it.
+    /// Stops all queues of a device whose session is blocked.
     pub fn stop_all(device: &Arc<DeviceState>, reactors: &Reactors) {
         for remote in reactors.all() {
             let device = device.clone();
@@ -83,12 +83,12 @@ impl QueueHandle {
         self.with(move |queue| queue.core.borrow_mut().set_memory(Rc::new(memory)))
     }
 
-    /// The front end kicked by a message. No caller waits for its effect.
+    /// Reports an in-band kick. Does not wait for its effect.
     pub fn kick(&self) {
         drop(self.with(|queue| queue.wake.ring()));
     }
 
-    /// Changes the queue on its reactor. The answer comes when that is done.
+    /// Calls `f` with the queue on its reactor. The answer arrives when `f` has returned.
     fn with(&self, f: impl FnOnce(&Rc<Queue>) + Send + 'static) -> Answer<()> {
         let id = self.id;
         self.remote.ask_later(move |handle, reply| {
