@@ -1,14 +1,14 @@
 //! Limits what the queues of one disk take in one iteration of their reactor.
 //!
-//! A iteration is one pass of the reactor over its tasks.
+//! An iteration is one pass of the reactor over its tasks.
 //!
-//! In: what a queue took, in descriptors and bytes, and the number of the iteration. Out: whether the
-//! queue may take more. What must hold:
+//! In: what a queue took, in descriptors and bytes, and the number of the iteration. Out: whether
+//! the queue may take more. What must hold:
 //! - In one iteration, all queues of a disk together take at most one budget and one more request,
 //!   whatever their rings contain.
-//! - A queue that got nothing in a iteration, because the others used up the budget, comes first in the
-//!   next iteration.
-//! - If a iteration lasts too long, each queue takes one more batch at most.
+//! - A queue that got nothing in an iteration, because the others used up the budget, comes first
+//!   in the next iteration.
+//! - If an iteration lasts too long, each queue takes one more batch at most.
 
 use std::cell::{Cell, RefCell};
 use std::rc::{Rc, Weak};
@@ -18,13 +18,14 @@ use std::time::{Duration, Instant};
 use blockyard_disk::Disk;
 use blockyard_ring::Handle;
 
-/// Descriptors in a iteration's budget: about 50 us of work. Each request also counts as [`REQUEST`]
-/// descriptors.
+/// Descriptors in an iteration's budget: about 50 us of work. Each request also counts as
+/// [`REQUEST`] descriptors.
 const DESCRIPTORS: u32 = 1024;
 pub const REQUEST: u32 = 8;
-/// Bytes in a iteration's budget. Storage that answers at once copies these bytes during the iteration.
+/// Bytes in an iteration's budget. Storage that answers at once copies these bytes during the
+/// iteration.
 const BYTES: u64 = 1 << 20;
-/// Time after which a iteration has lasted too long.
+/// Time after which an iteration has lasted too long.
 const TIME: Duration = Duration::from_micros(200);
 
 /// The accounts of the disks of a reactor.
@@ -37,8 +38,8 @@ struct Account {
     iteration: Cell<u64>,
     descriptors: Cell<u32>,
     bytes: Cell<u64>,
-    /// Most iterations in a row in which a queue got nothing, among the queues that got nothing in the
-    /// last iteration, and in this iteration.
+    /// Most iterations in a row in which a queue got nothing, among the queues that got nothing in
+    /// the last iteration, and in this iteration.
     longest_before: Cell<u32>,
     longest: Cell<u32>,
 }
@@ -51,8 +52,8 @@ impl Account {
             self.descriptors.set(0);
             self.bytes.set(0);
             let longest = self.longest.take();
-            // A queue that got nothing asks again in the next iteration. If no queue asked in the last
-            // iteration, none waits.
+            // A queue that got nothing asks again in the next iteration. If no queue asked in the
+            // last iteration, none waits.
             self.longest_before.set(if last.wrapping_add(1) == iteration { longest } else { 0 });
         }
     }
@@ -72,7 +73,7 @@ pub struct Budget {
     took: Cell<u64>,
     /// Last iteration in which the queue was refused, and the number of such iterations in a row.
     refused: Cell<u64>,
-    refused_turns: Cell<u32>,
+    refused_iterations: Cell<u32>,
 }
 
 impl Budget {
@@ -98,10 +99,11 @@ impl Budget {
         account.descriptors.set(account.descriptors.get().saturating_add(descriptors));
         account.bytes.set(account.bytes.get().saturating_add(bytes));
         self.took.set(iteration);
-        self.refused_turns.set(0);
+        self.refused_iterations.set(0);
     }
 
-    /// Waits for a iteration in which the queue may take something, and counts this in that iteration.
+    /// Waits for an iteration in which the queue may take something, and counts this in that
+    /// iteration.
     pub async fn admit(&self, handle: &Handle, descriptors: u32, bytes: u64) {
         while self.is_spent(handle.iteration()) {
             handle.yield_now().await;
@@ -109,27 +111,28 @@ impl Budget {
         self.spend(handle.iteration(), descriptors, bytes);
     }
 
-    /// Returns whether the queue may take nothing more in iteration number `iteration`. If the queue took
-    /// nothing in this iteration, the account notes that, so that the queue comes earlier in the next
-    /// iteration.
+    /// Returns whether the queue may take nothing more in iteration number `iteration`. If the
+    /// queue took nothing in this iteration, the account notes that, so that the queue comes
+    /// earlier in the next iteration.
     #[inline]
     pub fn is_spent(&self, iteration: u64) -> bool {
         let account = &*self.account;
         account.begin(iteration);
         let took = self.took.get() == iteration;
-        let is_behind = !took && self.refused_turns.get() < account.longest_before.get();
+        let is_behind = !took && self.refused_iterations.get() < account.longest_before.get();
         if !account.is_spent() && !is_behind {
             return false;
         }
         if !took && self.refused.replace(iteration) != iteration {
-            self.refused_turns.set(self.refused_turns.get().saturating_add(1));
-            account.longest.set(account.longest.get().max(self.refused_turns.get()));
+            self.refused_iterations.set(self.refused_iterations.get().saturating_add(1));
+            account.longest.set(account.longest.get().max(self.refused_iterations.get()));
         }
         true
     }
 }
 
-/// Returns whether a iteration that began at `began` has lasted too long, so that each queue must yield.
+/// Returns whether an iteration that began at `began` has lasted too long, so that each queue must
+/// yield.
 #[inline]
 pub fn is_over(began: Instant, now: Instant) -> bool {
     now.saturating_duration_since(began) >= TIME
@@ -145,7 +148,7 @@ mod tests {
 
     /// All requests are there at once, as in a ublk queue with one task for each tag.
     #[test]
-    fn tasks_that_share_a_budget_are_admitted_over_several_turns() {
+    fn tasks_that_share_a_budget_are_admitted_over_several_iterations() {
         const TASKS: u64 = 1000;
         for (bytes, most) in [(0, DESCRIPTORS / REQUEST), (64 << 10, 16)] {
             let executor = Executor::new().unwrap();
@@ -179,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn each_turn_has_a_new_budget_of_descriptors_and_bytes() {
+    fn each_iteration_has_a_new_budget_of_descriptors_and_bytes() {
         let budget = Budget::default();
         assert!(!budget.is_spent(0) && !budget.is_spent(7));
         budget.spend(7, DESCRIPTORS - 1, BYTES - 1);
@@ -195,7 +198,12 @@ mod tests {
 
     /// Runs queues that always have more requests, in the same order in each iteration. This order
     /// favours the first queue. Returns how many descriptors each queue took.
-    fn run_turns(account: &Rc<Account>, queues: usize, iterations: u64, take: u32) -> Vec<u32> {
+    fn run_iterations(
+        account: &Rc<Account>,
+        queues: usize,
+        iterations: u64,
+        take: u32,
+    ) -> Vec<u32> {
         let queue = || Budget { account: account.clone(), ..Budget::default() };
         let queues: Vec<_> = (0..queues).map(|_| (queue(), Cell::new(0))).collect();
         for iteration in 1..=iterations {
@@ -209,7 +217,7 @@ mod tests {
             }
             assert!(
                 (DESCRIPTORS..DESCRIPTORS + take).contains(&together),
-                "{together} descriptors in a iteration"
+                "{together} descriptors in an iteration"
             );
         }
         queues.iter().map(|(_, taken)| taken.get()).collect()
@@ -219,14 +227,14 @@ mod tests {
     fn queues_of_a_disk_have_equal_parts_of_its_budget() {
         let account = Rc::default();
         for take in [1, 11, 700, 1026] {
-            let taken = run_turns(&account, 64, 640, take);
+            let taken = run_iterations(&account, 64, 640, take);
             let (least, most) = (taken.iter().min().unwrap(), taken.iter().max().unwrap());
             assert!(*least > 0 && most - least <= 2 * 1026, "{least} to {most} descriptors");
         }
     }
 
     #[test]
-    fn a_queue_that_stops_asking_delays_the_others_by_one_turn_at_most() {
+    fn a_queue_that_stops_asking_delays_the_others_by_one_iteration_at_most() {
         let account = Rc::<Account>::default();
         let queue = || Budget { account: account.clone(), ..Budget::default() };
         let (first, leaves, last) = (queue(), queue(), queue());
@@ -256,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_ends_after_its_time() {
+    fn an_iteration_ends_after_its_time() {
         let began = Instant::now();
         assert!(!is_over(began, began) && !is_over(began + TIME, began));
         assert!(is_over(began, began + TIME));

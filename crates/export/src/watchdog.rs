@@ -1,10 +1,10 @@
 //! A thread that logs what stalls a reactor.
 //!
-//! In: the pulse of each reactor, which counts its iterations. Out: a log message for a iteration that does
-//! not end, and another one when it has ended. What must hold: a reactor's only work for the
-//! watchdog is to store what it polls. While all reactors sleep, the watchdog sleeps too. A stall
-//! gives one message, and the number of messages is limited.
-//! all of them sleep, it sleeps, too; a stall is one message, and many stalls are few.
+//! In: the pulse of each reactor, which counts its iterations. Out: a log message for an iteration
+//! that does not end, and another one when it has ended. What must hold: a reactor's only work for
+//! the watchdog is to store what it polls. While all reactors sleep, the watchdog sleeps too. A
+//! stall gives one message, and the number of messages is limited. all of them sleep, it sleeps,
+//! too; a stall is one message, and many stalls are few.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,9 +15,9 @@ use blockyard_ring::{Pulse, Watcher};
 
 use crate::log::{Budget, Withheld};
 
-/// Time between two checks, and the number of checks of the same iteration that make a stall: more than
-/// a second. The watchdog counts checks and not time, because a process that was stopped as a whole
-/// has no stalled reactor.
+/// Time between two checks, and the number of checks of the same iteration that make a stall: more
+/// than a second. The watchdog counts checks and not time, because a process that was stopped as a
+/// whole has no stalled reactor.
 const PERIOD: Duration = Duration::from_millis(400);
 const CHECKS: u32 = 3;
 
@@ -97,9 +97,9 @@ struct Observed {
 
 #[derive(Debug, PartialEq)]
 enum Seen {
-    /// The iteration has lasted too long. Reported once for a iteration.
+    /// The iteration has lasted too long. Reported once for an iteration.
     Stalls,
-    /// A iteration that was reported has ended.
+    /// An iteration that was reported has ended.
     GoesOn { checks: u32 },
 }
 
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_turn_that_does_not_end_is_reported_once() {
+    fn an_iteration_that_does_not_end_is_reported_once() {
         let mut observed = Observed::default();
         let mut sees = |iterations: &[u64]| {
             let seen: Vec<_> = iterations

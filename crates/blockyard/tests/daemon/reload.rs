@@ -298,7 +298,7 @@ fn a_front_end_that_does_not_answer_holds_nothing_up() {
     std::fs::File::options().write(true).open(&image).unwrap().set_len(2 << 20).unwrap();
     daemon.signal(Signal::HUP);
     assert_eq!(guest.write(0, &pattern(1, 512)), status::OK);
-    daemon.wait_log("the front end was not told of the new size");
+    daemon.wait_log("cannot notify the front end of the new size");
     assert_eq!(guest.session.link.connection.config().unwrap().capacity_sectors, 4096);
     daemon.stop();
 }

@@ -2,8 +2,8 @@
 //! look for a while.
 //!
 //! In: requests that come and go. Out: the reactor stays awake for as long as that proves to pay
-//! ([`PollingPolicy`]), and takes the next bytes without a wake-up. What must hold: what the disk has is
-//! waited for asleep, however many look; and one connection looks at a time, for all.
+//! ([`PollingPolicy`]), and takes the next bytes without a wake-up. What must hold: what the disk
+//! has is waited for asleep, however many look; and one connection looks at a time, for all.
 
 use std::cell::{Cell, RefCell};
 use std::rc::{Rc, Weak};
@@ -80,8 +80,8 @@ impl Idle {
         self.open.set(self.open.get() - 1);
     }
 
-    /// A connection has nothing to do, as long as `idle` says so: it is_polling, if it is the last one,
-    /// and if that pays.
+    /// A connection has nothing to do, as long as `idle` says so: it is_polling, if it is the last
+    /// one, and if that pays.
     pub async fn busy_poll(&self, idle: impl Fn() -> bool) {
         if self.open.get() > 0 || self.is_polling.get() {
             return;

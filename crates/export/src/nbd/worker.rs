@@ -1,5 +1,5 @@
-//! Workers: tasks that each carry one request after another to the disk and back. They are reused, so
-//! that the steady state allocates nothing.
+//! Workers: tasks that each carry one request after another to the disk and back. They are reused,
+//! so that the steady state allocates nothing.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;

@@ -253,8 +253,8 @@ impl Rates {
 
 #[derive(Clone, Copy, Debug)]
 enum State {
-    /// `rate`: the expected rate, from the trial or from the first window. `changed_windows`: number of
-    /// windows in a row whose rate left [`SAME_LOAD`].
+    /// `rate`: the expected rate, from the trial or from the first window. `changed_windows`:
+    /// number of windows in a row whose rate left [`SAME_LOAD`].
     Decided {
         until: Option<Instant>,
         rate: Option<f64>,

@@ -338,8 +338,8 @@ impl Queue {
             || (taken > 0 && budget::is_over(self.handle.now(), Instant::now()))
     }
 
-    /// Takes up to `most` chains within the turn's budget. Returns how many it took. A broken ring
-    /// stays broken, and takes none.
+    /// Takes up to `most` chains within the iteration's budget. Returns how many it took. A broken
+    /// ring stays broken, and takes none.
     #[inline]
     fn take(self: &Rc<Self>, most: usize) -> usize {
         let mut taken = 0;
@@ -480,7 +480,7 @@ impl Queue {
     }
 
     /// Starts the requests that the previous back end left unanswered, within the budget of each
-    /// turn.
+    /// iteration.
     async fn take_again(self: &Rc<Self>, again: Vec<Again>) {
         if !again.is_empty() {
             self.device.log.info(

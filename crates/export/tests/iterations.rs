@@ -1,9 +1,9 @@
-//! What a queue takes in one turn of its reactor, while a request of it is in flight.
+//! What a queue takes in one iteration of its reactor, while a request of it is in flight.
 //!
 //! A guest shows many chains at once, behind a read that takes its time. A task beside the queue
-//! looks at the used index once a turn; its look may come before the queue in one turn and behind
-//! it in the next, so it sees two turns at most. What must hold: however many chains there are, a
-//! turn takes a bounded number of them.
+//! looks at the used index once a iteration; its look may come before the queue in one iteration
+//! and behind it in the next, so it sees two iterations at most. What must hold: however many
+//! chains there are, a iteration takes a bounded number of them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -126,11 +126,11 @@ impl Guest {
         remote.run(move |handle| {
             let tasks = handle.clone();
             handle.spawn(async move {
-                let (mut most, mut before, mut turns) = (0, 0, 0);
+                let (mut most, mut before, mut iterations) = (0, 0, 0);
                 while before < CHAINS {
                     tasks.yield_now().await;
-                    assert!(turns < 100_000, "{before} chains were used");
-                    turns += 1;
+                    assert!(iterations < 100_000, "{before} chains were used");
+                    iterations += 1;
                     let now = used.load_u16(2, Ordering::Acquire);
                     most = most.max(now - before);
                     before = now;
@@ -148,7 +148,7 @@ impl Guest {
 /// Data outside the guest's memory at the end of the longest chain: the queue refuses it on the
 /// spot.
 #[test]
-fn chains_that_are_answered_on_the_spot_leave_turns_to_others() {
+fn chains_that_are_answered_on_the_spot_leave_time_to_others() {
     let guest = Guest::new();
     let mut data = vec![(DATA, 512, WRITE); MAX_CHAIN - 3];
     data.push((1 << 40, 512, WRITE));
@@ -158,9 +158,9 @@ fn chains_that_are_answered_on_the_spot_leave_turns_to_others() {
     assert_eq!(guest.all.copy_out(STATUS as usize), [1]);
 }
 
-/// Storage that answers at once copies the bytes within the turn.
+/// Storage that answers at once copies the bytes within the iteration.
 #[test]
-fn bytes_that_are_copied_at_once_leave_turns_to_others() {
+fn bytes_that_are_copied_at_once_leave_time_to_others() {
     let guest = Guest::new();
     guest.chain(1, &[(DATA, 256 << 10, 0)]);
     let most = guest.most_between_looks();
