@@ -84,7 +84,7 @@ fn recover(ring: &mut Ring, inflight: &mut Inflight) {
                 ring.push_used(head, 1);
                 inflight.pushed_packed(chain.entry);
             }
-            let (index, wrap) = ring.used_place();
+            let (index, wrap) = ring.used_position();
             inflight.publishing_packed(index, wrap);
             ring.publish();
             inflight.published_packed();

@@ -137,7 +137,7 @@ impl Device {
 
     fn publish(&mut self) {
         if let (Some(inflight), Ring::Packed(ring)) = (&mut self.inflight, &self.ring) {
-            let (index, wrap) = ring.used_place();
+            let (index, wrap) = ring.used_position();
             assert!(index < self.size);
             inflight.publishing_packed(index, wrap);
         }

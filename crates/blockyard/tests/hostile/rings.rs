@@ -152,9 +152,9 @@ const INDICES: &[Case] = &[
 ];
 
 const TABLES: &[Case] = &[
-    case("an empty table", BOTH, "no multiple of 16", |g| table(g, 0x1_0000_0000, 0)),
-    case("a table of 15 bytes", BOTH, "no multiple of 16", |g| table(g, 0x1_0000_0000, 15)),
-    case("a table of 17 bytes", BOTH, "no multiple of 16", |g| table(g, 0x1_0000_0000, 17)),
+    case("an empty table", BOTH, "not a multiple of 16", |g| table(g, 0x1_0000_0000, 0)),
+    case("a table of 15 bytes", BOTH, "not a multiple of 16", |g| table(g, 0x1_0000_0000, 15)),
+    case("a table of 17 bytes", BOTH, "not a multiple of 16", |g| table(g, 0x1_0000_0000, 17)),
     case("a table of 4 GiB", BOTH, "more than 1026", |g| table(g, 0x1_0000_0000, !15)),
     case("a table of one too many", BOTH, "more than 1026", |g| {
         let header = g.header(IN, 0);

@@ -22,7 +22,7 @@ umount /mnt
 blockyard detach $device
 # The server has ended, and has closed the image.
 [[ ! -e $device && -b $other && $(pgrep -cf -- --attached) == 1 ]]
-grep -q 'served no more' /run/blockyard/${device#/dev/}.log
+grep -q 'not served any more' /run/blockyard/${device#/dev/}.log
 e2fsck -fn a.img >/dev/null
 
 # By force, while it is open.
@@ -61,7 +61,7 @@ chown 1000 a.img
 chmod 777 . /tmp
 chmod 666 /dev/ublk-control
 # Without the rule its nodes are root's, who can remove it.
-fails 1 '/dev/ublkb0: opening its character device: Permission denied' -- \
+fails 1 '/dev/ublkb0: cannot open its character device: Permission denied' -- \
     setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0
 blockyard detach /dev/ublkb0
 [[ ! -e /dev/ublkc0 ]] || { echo "detach has left the device" && exit 1; }
@@ -126,7 +126,7 @@ if [[ $zero_copy ]]; then
     exec 5<&-
     user /host/blockyard detach /dev/ublkb0
 else
-    fails 1 'only who may open it' -- user /host/blockyard detach /dev/ublkb0
+    fails 1 'a process that may not open it cannot check' -- user /host/blockyard detach /dev/ublkb0
     exec 5<&-
     user /host/blockyard detach --force /dev/ublkb0
 fi

@@ -80,7 +80,7 @@ stop() {
 
 # What the last log line about a device's end says of a figure: requests, bytes, copied.
 figure() { # NAME
-    sed -n "s/.*served no more.* $1=\([0-9]*\).*/\1/p" /tmp/log | tail -n 1
+    sed -n "s/.*not served any more.* $1=\([0-9]*\).*/\1/p" /tmp/log | tail -n 1
 }
 
 # fio in short: random data with checksums, quiet unless it fails.

@@ -2,15 +2,17 @@
 //!
 //! ```text
 //!   control thread ─► /dev/ublk-control: add or take over, start, resize, stop
-//!   reactors: queues ─► /dev/ublkcN: requests and answers            programs, file systems ─► /dev/ublkbN
+//!   reactors: queues ─► /dev/ublkcN: requests and answers
+//!   programs, file systems ─► /dev/ublkbN
 //! ```
 //! In: a disk, and the number of the device if it matters. Out: `/dev/ublkbN`.
-//! What must hold
-//! - A device whose server died is taken over by the server of the same disk only, and loses no
-//!   request: the kernel asks again for what was not answered.
-//! - A device that somebody uses is not taken away from them by the end of this program: it waits
-//!   for the next server. But a user's own the driver gives to no next server: it ends with its
-//!   own, written back as far as that can.
+//!
+//! What must hold:
+//! - If a device's server has died, only a server of the same disk takes the device over. No
+//!   request is lost, because the kernel repeats those without an answer.
+//! - A device that is in use when this program ends stays, and waits for the next server. The
+//!   exception is a device of a user without privileges, because the driver has no recovery for it.
+//!   It ends with its server, which writes back what it can.
 
 mod params;
 mod queue;
@@ -37,16 +39,15 @@ use queue::{QueueHandle, Shared};
 pub use removal::remove;
 use removal::{delete, is_left, stop_unused};
 
-/// Bytes of a request at most: where they stay with the kernel, and where each tag has memory for
-/// them.
+/// Most bytes of a request: with zero copy, and with a buffer of this size for each tag.
 const MAX_IO: u32 = 1 << 20;
 const MAX_IO_COPIED: u32 = 512 << 10;
 
-/// How long a device node, or the end of a server that was killed, is waited for.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// How long a start waits for this server's own reactors to fetch. A loaded machine can stop a
-/// thread for seconds; a takeover that gives up leaves its device without a server.
-const START: Duration = Duration::from_secs(30);
+/// Longest wait for a device node, or for the end of a server that was killed.
+const MAX_WAIT: Duration = Duration::from_secs(5);
+/// Longest wait at the start for this server's reactors to fetch. A loaded machine can stop a
+/// thread for seconds. If a takeover gave up, its device would have no server.
+const MAX_START: Duration = Duration::from_secs(30);
 
 #[derive(Debug, thiserror::Error)]
 pub enum UblkError {
@@ -73,7 +74,7 @@ pub enum UblkError {
     #[error("/dev/ublkb{id} was removed and is still open{by}: close that, or give another number")]
     StillOpen { id: u32, by: String },
     #[error(
-        "/dev/ublkb{id}: only who may open it can see whether somebody uses it (--force removes it all the same)"
+        "/dev/ublkb{id}: a process that may not open it cannot check whether it is in use (--force removes it nevertheless)"
     )]
     Unseen { id: u32 },
     #[error("/dev/ublkb{id}: {what}")]
@@ -88,39 +89,41 @@ fn explain_control(error: &io::Error) -> String {
             "the kernel's ublk driver is not loaded (modprobe ublk_drv; Linux 6.1 or later)".into()
         }
         Some(Errno::ACCESS | Errno::PERM) => {
-            format!("{error}: only root may, or whom a udev rule lets (docs/ublk.md)")
+            format!(
+                "{error}: only root may open it, or users that a udev rule permits (docs/ublk.md)"
+            )
         }
         _ => error.to_string(),
     }
 }
 
-/// How a device is made.
+/// The options of a device.
 #[derive(Clone, Debug)]
 pub struct UblkOptions {
-    /// The N of /dev/ublkbN; None: any.
+    /// The N of /dev/ublkbN. `None`: the driver chooses it.
     pub id: Option<u32>,
     pub shape: QueueShape,
-    /// Names the disk from one run of the program to the next.
+    /// Identifies the disk across runs of the program.
     pub identity: String,
-    /// Tells the image's file from another one that gets its path later; None: the identity is no
-    /// path.
+    /// Distinguishes the image's file from a later file with the same path. `None`: the identity is
+    /// no path.
     pub file: Option<u64>,
 }
 
-/// A device that is served. `stop` (or drop) ends it.
+/// A device that is served. `stop` or drop ends it.
 pub struct Ublk {
     control: Control,
     device: DeviceInfo,
     features: u64,
     queues: Vec<QueueHandle>,
     shared: Arc<Shared>,
-    /// While the device is made or taken over.
+    /// Held while the device is made or taken over.
     lock: Option<NumberLock>,
 }
 
 impl Ublk {
-    /// Makes a device for `disk`, or takes over the one that a server of it left. `ended` is
-    /// called, by any thread, when somebody else has ended the device.
+    /// Makes a device for `disk`, or takes over the device that an earlier server of this disk
+    /// left. `ended` is called on any thread if another process removes the device.
     pub fn start(
         disk: Arc<Disk>,
         options: &UblkOptions,
@@ -131,7 +134,7 @@ impl Ublk {
         let features = control.features().map_err(UblkError::Control)?;
         if let Err(e) = blockyard_ring::resident::lock() {
             tracing::debug!(
-                "this process is not locked in memory, so its devices are not for swap: {e}"
+                "cannot lock this process in memory, so do not swap to its devices: {e}"
             );
         }
         let (live, requests, bytes, copied) = Default::default();
@@ -145,12 +148,12 @@ impl Ublk {
             copied,
             ended: Box::new(ended),
         });
-        // Locked until it is served: other servers of the disk then find a device that has a
+        // Locked until the device is served. Other servers of the disk then find a device with a
         // server.
         let (mut left, mut lock) = takeover::find(&mut control, options)?;
         if let Some(device) = left.take_if(|device| takeover::is_other_file(device, options)) {
             removal::replace(&mut control, &device)?;
-            // The driver chooses a number anew, which may be the same.
+            // The driver chooses a new number, which may be the same.
             lock = lock.filter(|_| options.id.is_some());
         }
         let mut export = Ublk {
@@ -171,7 +174,7 @@ impl Ublk {
             export.make(options, reactors, false)?;
         }
         export.lock = None;
-        export.tell(left.is_some());
+        export.log_start(left.is_some());
         Ok(export)
     }
 
@@ -184,7 +187,7 @@ impl Ublk {
         move |source| UblkError::Device { id, what, source }
     }
 
-    /// The block device.
+    /// Returns the path of the block device.
     pub fn path(&self) -> PathBuf {
         ublk::block_device(self.device.id)
     }
@@ -197,10 +200,10 @@ impl Ublk {
         self.device.flags & abi::F_AUTO_BUF_REG != 0
     }
 
-    fn tell(&self, taken_over: bool) {
+    fn log_start(&self, taken_over: bool) {
         let how = match (self.zero_copy(), self.device.flags & abi::F_UNPRIVILEGED_DEV != 0) {
             (true, _) => "zero copy",
-            (false, true) => "data are copied, as always for users without privileges",
+            (false, true) => "data are copied, because the user has no privileges",
             (false, false) => "data are copied",
         };
         let what = if taken_over { "taken over" } else { "made" };
@@ -214,7 +217,7 @@ impl Ublk {
         );
     }
 
-    /// A new device.
+    /// Makes a new device.
     fn make(
         &mut self,
         options: &UblkOptions,
@@ -233,8 +236,8 @@ impl Ublk {
 
     fn add(&mut self, options: &UblkOptions, zero_copy: bool) -> Result<(), UblkError> {
         if options.id.is_none() {
-            // The driver may choose the number of a device that was deleted a moment ago: this
-            // process must not lock itself out.
+            // The driver may choose the number of a device that was deleted just now. This process
+            // must not hold that number's lock already.
             self.lock = None;
             let lock = takeover::lock_new(|| {
                 self.add_device(options, zero_copy).map(|()| self.device.id)
@@ -277,14 +280,14 @@ impl Ublk {
     }
 
     /// Adds a device. The number of a removed device is free only when the last process has closed
-    /// that device: the driver may take a moment for it, also when the device was this server's.
+    /// it. The driver may need a moment for that, even if the device was this server's.
     fn add_when_free(&mut self, want: &DeviceInfo) -> io::Result<DeviceInfo> {
         let start = Instant::now();
         loop {
             match self.control.add(want) {
                 Err(e)
                     if Errno::from_io_error(&e) == Some(Errno::EXIST)
-                        && start.elapsed() < PATIENCE =>
+                        && start.elapsed() < MAX_WAIT =>
                 {
                     std::thread::sleep(Duration::from_millis(10));
                 }
@@ -295,60 +298,63 @@ impl Ublk {
 
     fn set_up(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
         let device = self.open()?;
-        // The page cache takes any; but the next server may go past it.
+        // The page cache accepts any alignment, but the next server may use O_DIRECT.
         let alignment =
             self.zero_copy().then(|| memory_alignment(&self.shared.disk).unwrap_or(SECTOR as u32));
         let params = params::params(&self.shared.disk, self.device.max_io_bytes, alignment);
         self.control
             .set_params(&self.device, &params)
-            .map_err(self.error("setting its parameters"))?;
+            .map_err(self.error("cannot set its parameters"))?;
         self.start_queues(&device, reactors)?;
         drop(device);
         self.control.start(&self.device).map_err(self.error("starting it"))
     }
 
-    /// The device of a server that died. What fails here leaves it as it is, for another try.
+    /// Takes over a device whose server has died. If this fails, the device stays as it is, for
+    /// another try.
     fn take_over(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
         let params =
-            self.control.params(&self.device).map_err(self.error("reading its parameters"))?;
-        self.may_go_on(&params)
+            self.control.params(&self.device).map_err(self.error("cannot read its parameters"))?;
+        self.check_takeover(&params)
             .map_err(self.error("this disk cannot take it over (blockyard detach removes it)"))?;
         if takeover::has_vacant_queues() {
-            let vacant = ublk::fill_vacant(self.open()?).map_err(self.error("taking it over"))?;
+            let vacant =
+                ublk::fill_vacant(self.open()?).map_err(self.error("cannot take it over"))?;
             tracing::debug!(
                 disk = self.name(),
                 vacant,
-                "queues that no server had since the last takeover"
+                "some queues had no server since the last takeover"
             );
         }
-        takeover::begin(&mut self.control, &self.device).map_err(self.error("taking it over"))?;
+        takeover::begin(&mut self.control, &self.device)
+            .map_err(self.error("cannot take it over"))?;
         let device = self.open()?;
         if let Err(e) = self.start_queues(&device, reactors) {
             self.queues.drain(..).for_each(|queue| queue.leave());
             return Err(e);
         }
         drop(device);
-        self.control.end_recovery(&self.device).map_err(self.error("taking it over"))?;
+        self.control.end_recovery(&self.device).map_err(self.error("cannot take it over"))?;
         if params.basic.sectors != self.shared.disk.capacity() / SECTOR {
             self.set_size();
         }
         Ok(())
     }
 
-    /// What the kernel was told when the device was made still holds for it: whether the image as
-    /// it is served now can keep that.
-    fn may_go_on(&self, params: &Params) -> io::Result<()> {
+    /// Returns an error if the image cannot keep what the kernel was told of the device when it was
+    /// made.
+    fn check_takeover(&self, params: &Params) -> io::Result<()> {
         let disk = &self.shared.disk;
         let refuse = |what: &str| Err(io::Error::other(what.to_string()));
         if self.zero_copy() && !has_files(disk) {
             return refuse(
-                "its data stay with the kernel, and the image's do not (it has to lie in files of this host)",
+                "it uses zero copy, and the image cannot (it must be in files of this host)",
             );
         }
         if self.zero_copy()
             && memory_alignment(disk).is_some_and(|needed| params.memory_alignment() < needed)
         {
-            return refuse("the memory of its requests is aligned to less than the image takes");
+            return refuse("the image needs a larger alignment of memory than the device has");
         }
         if disk.options().read_only && params.basic.attrs & abi::ATTR_READ_ONLY == 0 {
             return refuse("it is writable, and the disk is read-only now");
@@ -358,15 +364,16 @@ impl Ublk {
             return refuse(&format!("it has {bytes} bytes, and the image has {image} now"));
         }
         if 1 << params.basic.logical_shift < disk.source().logical_block() {
-            return refuse("its blocks are smaller than those that the image takes");
+            return refuse("its blocks are smaller than the image's");
         }
-        // A device without a write cache is never asked to flush: then each write must be durable.
+        // The kernel sends no flushes to a device without a write cache, so each write must be
+        // durable.
         let flushes = params.basic.attrs & abi::ATTR_VOLATILE_CACHE != 0;
         self.shared.durable.store(!flushes || !disk.options().cache.write_back(), Ordering::SeqCst);
         Ok(())
     }
 
-    /// udev may take a moment to make the node, or to give it to its owner.
+    /// Opens the character device. udev may need a moment to make the node, or to set its owner.
     fn open(&self) -> Result<Device, UblkError> {
         let start = Instant::now();
         loop {
@@ -377,8 +384,8 @@ impl Ublk {
                         Errno::from_io_error(&e),
                         Some(Errno::NOENT | Errno::ACCESS | Errno::BUSY)
                     );
-                    if !wait || start.elapsed() > PATIENCE {
-                        return Err(self.error("opening its character device")(e));
+                    if !wait || start.elapsed() > MAX_WAIT {
+                        return Err(self.error("cannot open its character device")(e));
                     }
                     std::thread::sleep(Duration::from_millis(10));
                 }
@@ -393,9 +400,9 @@ impl Ublk {
             let queue = QueueHandle::new(reactors.next(), device, number, &self.shared);
             self.queues.push(queue.map_err(error(number))?);
         }
-        // In this order: see `blockyard_ring::ublk::Queue`.
+        // The order matters: see `blockyard_ring::ublk::Queue`.
         let fetching: Vec<_> = self.queues.iter().map(QueueHandle::fetch).collect();
-        let until = Instant::now() + START;
+        let until = Instant::now() + MAX_START;
         for (number, fetched) in (0..).zip(fetching) {
             fetched.until(until).map_err(|e| error(number)(io::Error::other(e).into()))?;
         }
@@ -407,8 +414,10 @@ impl Ublk {
     fn set_size(&mut self) {
         let capacity = self.shared.disk.capacity();
         let changed = if self.device.flags & abi::F_UPDATE_SIZE == 0 {
-            Err(io::Error::other("Linux 6.16 or later can; until then make the device anew"))
-        } else if self.would_lose(capacity) {
+            Err(io::Error::other(
+                "Linux 6.16 or later can change it; on older kernels remove the device and make it again",
+            ))
+        } else if self.would_truncate(capacity) {
             Err(io::Error::other(
                 "it is in use, and the image is smaller now; make the image as large as it was",
             ))
@@ -424,23 +433,23 @@ impl Ublk {
         }
     }
 
-    /// Whether a device of `capacity` bytes is smaller than this one, which something uses. What
-    /// cannot be seen counts as used.
-    fn would_lose(&mut self, capacity: u64) -> bool {
+    /// Returns whether the device is in use and `capacity` bytes are less than it has. If this
+    /// process cannot check the use, the device counts as used.
+    fn would_truncate(&mut self, capacity: u64) -> bool {
         let smaller =
             self.control.params(&self.device).map(|p| capacity / SECTOR < p.basic.sectors);
         smaller.unwrap_or(true) && users::check_unused(self.device.id).is_err()
     }
 
-    /// Whether the driver keeps the device for another server. Of users without privileges it keeps
-    /// none.
+    /// Returns whether the driver keeps the device for another server. It does not do so for users
+    /// without privileges.
     fn recovers(&self) -> bool {
         self.device.flags & abi::F_USER_RECOVERY != 0
     }
 
-    /// Stops the device if nobody has it open, or if it ends with this process anyway; or somebody
-    /// else has stopped it.
-    fn let_go(&mut self) -> bool {
+    /// Stops the device if it is not in use, or if it ends with this process anyway. Returns
+    /// whether it is stopped.
+    fn stop_if_unused(&mut self) -> bool {
         let mut stopped = stop_unused(&mut self.control, &self.device);
         if let Err(e) = &stopped
             && !self.recovers()
@@ -453,14 +462,15 @@ impl Ublk {
                     self.path().display()
                 );
             }
-            // While it is served: what a file system on it has in memory is written now, or never.
+            // The device is still served. This is the last time that a file system on it can write
+            // back its cache.
             stopped = self.control.stop(&self.device);
         }
         match stopped.map_err(|e| (Errno::from_io_error(&e), e)) {
             Ok(()) | Err((Some(Errno::NODEV | Errno::NXIO | Errno::NOENT), _)) => true,
             Err((Some(Errno::BUSY), _)) => false,
             Err((_, e)) => {
-                tracing::warn!(disk = self.name(), "stopping {}: {e}", self.path().display());
+                tracing::warn!(disk = self.name(), "cannot stop {}: {e}", self.path().display());
                 false
             }
         }
@@ -474,21 +484,22 @@ impl Export for Ublk {
         }
     }
 
-    /// Removes the device, when nobody uses it; else leaves it to the next server of the disk.
-    /// Either way what was begun is answered.
+    /// Removes the device if it is not in use. Otherwise leaves it to the next server of the disk.
+    /// In both cases, requests that have begun are answered.
     fn stop(&mut self) {
         if self.queues.is_empty() {
             return;
         }
         self.queues.iter().for_each(QueueHandle::drain);
-        // Somebody has removed it: its number may be another disk's by now.
+        // Another process has removed it. Its number may be another disk's by now.
         let removed = self.shared.live.load(Ordering::SeqCst) == 0;
-        let stopped = removed || self.let_go();
+        let stopped = removed || self.stop_if_unused();
         if !stopped && self.recovers() && self.device.flags & abi::F_QUIESCE != 0 {
-            // Else it is left when this process ends, and not before.
-            let quiesced = self.control.quiesce(&self.device, PATIENCE.as_millis() as u64);
-            let _ = quiesced
-                .inspect_err(|e| tracing::warn!(disk = self.name(), "quiescing its device: {e}"));
+            // Without quiesce, the device is without a server only when this process ends.
+            let quiesced = self.control.quiesce(&self.device, MAX_WAIT.as_millis() as u64);
+            let _ = quiesced.inspect_err(|e| {
+                tracing::warn!(disk = self.name(), "cannot quiesce its device: {e}")
+            });
         }
         for queue in self.queues.drain(..) {
             if stopped { queue.wait() } else { queue.leave() }
@@ -499,7 +510,7 @@ impl Export for Ublk {
             number(&self.shared.bytes),
             number(&self.shared.copied),
         );
-        // By plain copy the kernel copies all.
+        // Without zero copy, the kernel copies all bytes.
         let copied = if self.zero_copy() { copied } else { bytes };
         let path = self.path();
         tracing::info!(
@@ -507,7 +518,7 @@ impl Export for Ublk {
             requests,
             bytes,
             copied,
-            "{} is served no more",
+            "{} is not served any more",
             path.display()
         );
         if !stopped {
@@ -543,16 +554,16 @@ impl Drop for Ublk {
     }
 }
 
-/// Whether the image's files are read into, and written from, memory that the kernel names: the
-/// page cache copies once then, and not this process as well. What comes over the network or lies
-/// in memory is copied by this process anyway; and a back end that leaves memory as it is must not
-/// be given the kernel's.
+/// Returns whether the kernel's pages can be read from and written to the image's files directly
+/// (zero copy). If the data come over the network or are in memory, this process copies them
+/// anyway. A back end that leaves a read's memory unchanged must not get the kernel's pages,
+/// because it would expose their old contents.
 fn has_files(disk: &Disk) -> bool {
     every_file(disk, |file| file.fd().is_some())
 }
 
-/// What memory must be aligned to, in bytes, for those files that are past the page cache, if there
-/// are any.
+/// Returns the alignment of memory, in bytes, that the image's files with O_DIRECT need. `None` if
+/// there are none.
 fn memory_alignment(disk: &Disk) -> Option<u32> {
     let mut alignment = None;
     every_file(disk, |file| {

@@ -1,26 +1,26 @@
-//! What the kernel is told of the disk.
+//! The parameters of the disk for the kernel's driver.
 
 use blockyard_disk::{Disk, Source};
 use blockyard_image::SECTOR;
 use blockyard_ring::host::{self, RequestLimits};
 use blockyard_ring::ublk::abi::{self, Basic, Discard, Params};
 
-/// The longest discard, or range of zeroes, in sectors: 1 GiB.
+/// Longest discard or range of zeroes in sectors: 1 GiB.
 const RANGE_SECTORS: u32 = (1 << 30) / SECTOR as u32;
-/// The kernel's pages on x86: no limit may be less.
+/// Page size in bytes on x86. No limit may be less.
 const PAGE: u32 = 4096;
-/// The kernel's own limit, where a device tells none.
+/// The kernel's default limit for devices that report none.
 const SEGMENT_BOUNDARY: u64 = u32::MAX as u64;
 
-/// `max_io`: bytes of a request, at most. `alignment`: the pages of whoever asks are what the image
-/// is read into and written from, and this is what it needs of them, in bytes.
+/// Returns the parameters. `max_io`: most bytes of a request. `alignment`: with zero copy, the
+/// alignment in bytes that the image needs of the pages.
 pub(super) fn params(disk: &Disk, max_io: u32, alignment: Option<u32>) -> Params {
     let (source, options) = (disk.source(), disk.options());
     let geometry = source.geometry();
     let logical = source.logical_block();
     let physical = geometry.physical_block.max(logical);
     let minimum = geometry.minimum_io.max(physical);
-    // The driver has powers of two only: another stripe is not told, rather than told wrong.
+    // The driver accepts only powers of two. Another optimal size is not reported.
     let optimal = if geometry.optimal_io.is_power_of_two() {
         geometry.optimal_io.max(minimum)
     } else {
@@ -67,7 +67,7 @@ pub(super) fn params(disk: &Disk, max_io: u32, alignment: Option<u32>) -> Params
     params
 }
 
-/// Those of the device that is the image: requests reach it as they are.
+/// Returns the limits of the device that holds the image, because requests reach it unchanged.
 fn limits(source: &Source) -> Option<RequestLimits> {
     let file = match source {
         Source::Chain(chain) => chain.top().data.as_ref().unwrap_or(&chain.top().file),
@@ -76,8 +76,8 @@ fn limits(source: &Source) -> Option<RequestLimits> {
     host::request_limits(file.fd()?)
 }
 
-/// The kernel refuses to split on the way what may not wait, and leaves it to a worker: so it is
-/// split before.
+/// Makes the kernel split requests by the limits of the image's device. If a request must be split
+/// later, io_uring cannot submit it without waiting, and gives it to a worker thread.
 fn limit(params: &mut Params, limits: &RequestLimits) {
     let bytes = limits.bytes.clamp(PAGE.into(), u32::MAX.into()) as u32 / PAGE * PAGE;
     params.basic.max_sectors = params.basic.max_sectors.min(bytes / SECTOR as u32);
@@ -87,7 +87,7 @@ fn limit(params: &mut Params, limits: &RequestLimits) {
     params.segment.max_segments = limits.segments;
 }
 
-/// Of the power of two that holds `n`.
+/// Returns the exponent of the least power of two that is at least `n`.
 fn shift(n: u32) -> u8 {
     n.max(1).next_power_of_two().ilog2() as u8
 }

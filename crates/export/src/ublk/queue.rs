@@ -3,10 +3,12 @@
 //! ```text
 //!   task: fetch ─► parse ─► disk ─► commit the answer and fetch ─► ...
 //! ```
-//! The kernel has merged neighbours already, and orders nothing, so each task is one request after
-//! another and knows nothing of the others. What must hold: a request that was fetched is committed
-//! once, also when the queue is left meanwhile: nobody else is told of it; what was not fetched by
-//! then is left to the next server. Nothing is allocated for a request.
+//! The kernel has merged adjacent requests already, and guarantees no order between requests. So
+//! each task handles one request after another, independent of the other tasks. What must hold:
+//! - A request that was fetched is committed once, also if the queue is left meanwhile, because no
+//!   other server gets it.
+//! - Requests that are not fetched when the queue is left are for the next server.
+//! - Requests allocate no memory.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -24,18 +26,18 @@ use blockyard_ring::{Answer, Handle, Remote, Reply, Segments, TaskId};
 use super::request::{errno, parse};
 use crate::budget::{Budget, REQUEST};
 
-/// What the queues of a device share with the thread that started them.
+/// State that the queues of a device share with the thread that started them.
 pub(super) struct Shared {
     pub disk: Arc<Disk>,
-    /// Each write is durable before its answer, for the kernel asks for no flush.
+    /// Each write must be durable before its answer, because the kernel sends no flushes.
     pub durable: AtomicBool,
-    /// Queues that are served.
+    /// Number of queues that are served.
     pub live: AtomicU32,
-    /// Requests and bytes, and how many of the bytes this process has copied.
+    /// Number of requests, of their bytes, and of the bytes that this process has copied.
     pub requests: AtomicU64,
     pub bytes: AtomicU64,
     pub copied: AtomicU64,
-    /// Called by the last queue when the device was ended from outside.
+    /// Called by the last queue if another process has stopped the device.
     pub ended: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -49,7 +51,7 @@ impl DeviceQueues {
     }
 }
 
-/// A queue and its tasks.
+/// A queue and its tasks, one for each tag.
 struct DeviceQueue {
     handle: Handle,
     key: (u32, u16),
@@ -65,14 +67,14 @@ struct DeviceQueue {
     waiting: RefCell<Option<Reply<()>>>,
 }
 
-/// A running queue, as the control thread knows it.
+/// Handle of a running queue.
 pub(super) struct QueueHandle {
     remote: Remote,
     key: (u32, u16),
 }
 
 impl QueueHandle {
-    /// Makes a queue on a reactor. The next steps are [`QueueHandle::fetch`] and
+    /// Makes a queue on a reactor. The next steps are [`QueueHandle::fetch`] and then
     /// [`QueueHandle::map`], each for all queues of the device.
     pub fn new(
         remote: Remote,
@@ -84,15 +86,15 @@ impl QueueHandle {
         let (device, shared) = (device.clone(), shared.clone());
         let made = remote.ask(move |handle, reply| {
             let made = DeviceQueue::make(handle, &device, number, shared);
-            // The character device stays open as long as any of these lives.
+            // The character device stays open while a clone of `device` exists.
             drop(device);
             reply.send(made);
         });
         made.unwrap_or_else(|| Err(gone().into())).map(|()| QueueHandle { remote, key })
     }
 
-    /// Asks the driver for the first requests. The answer comes when the reactor has submitted the
-    /// commands.
+    /// Fetches the first requests from the driver. The answer arrives when the reactor has
+    /// submitted the commands.
     pub fn fetch(&self) -> Answer<()> {
         let key = self.key;
         self.remote.ask_later(move |handle, reply| {
@@ -107,8 +109,8 @@ impl QueueHandle {
         })
     }
 
-    /// Maps the queue's requests, after all queues of the device have fetched: see
-    /// `blockyard_ring::ublk::Queue`.
+    /// Maps the queue's requests, after all queues of the device have fetched (see
+    /// `blockyard_ring::ublk::Queue`).
     pub fn map(&self) -> std::io::Result<()> {
         let key = self.key;
         let mapped = self.remote.ask(move |handle, reply| {
@@ -118,7 +120,7 @@ impl QueueHandle {
         mapped.unwrap_or_else(|| Err(gone()))
     }
 
-    /// From here on nothing waits for limits.
+    /// Makes requests pass throttles without a wait from now on.
     pub fn drain(&self) {
         self.with(|queue| {
             if !queue.draining.replace(true) {
@@ -132,7 +134,7 @@ impl QueueHandle {
         self.end(|_| ());
     }
 
-    /// Finishes what was begun, and leaves all else to the next server.
+    /// Finishes the requests that have begun, and leaves all others to the next server.
     pub fn leave(&self) {
         self.end(|queue| queue.leave());
     }
@@ -142,7 +144,7 @@ impl QueueHandle {
         self.remote.ask(move |handle, reply| match DeviceQueues::find(handle, key) {
             Some(queue) => {
                 *queue.waiting.borrow_mut() = Some(reply);
-                // Without tasks it has never fetched.
+                // It has never fetched.
                 if queue.running.get() == 0 { queue.end() } else { f(&queue) }
             }
             None => reply.send(()),
@@ -172,9 +174,7 @@ impl DeviceQueue {
         shared: Arc<Shared>,
     ) -> Result<(), QueueError> {
         if let Err(e) = blockyard_ring::host::set_io_flusher() {
-            tracing::debug!(
-                "the reactor is not marked as one that writes pages back (PR_SET_IO_FLUSHER): {e}"
-            );
+            tracing::debug!("cannot mark the reactor as an I/O flusher (PR_SET_IO_FLUSHER): {e}");
         }
         let served = LocalDisk::local(handle, &shared.disk)?;
         let driver_queue = Queue::new(handle, device, number)?;
@@ -205,7 +205,8 @@ impl DeviceQueue {
             let tag = self.driver_queue.tag(number);
             let task =
                 Rc::new(TagTask { tag, status: Cell::new(Ok(())), segments: Cell::default() });
-            // Pushed here, so that the driver has all of them when the device is started.
+            // Fetch before the task runs, so that the driver has all commands when the device
+            // starts.
             let first = task.tag.fetch();
             self.handle.spawn(task.run(self.clone(), first))
         });
@@ -222,7 +223,7 @@ impl DeviceQueue {
         self.counts.set((requests + 1, all + bytes, all_copied + copied));
     }
 
-    /// A task has ended; the last one ends the queue.
+    /// Notes the end of a task. The last one ends the queue.
     fn task_ended(&self) {
         self.running.set(self.running.get() - 1);
         if self.running.get() == 0 {
@@ -249,15 +250,15 @@ impl DeviceQueue {
     }
 }
 
-/// What carries the requests of one tag, one after another.
+/// Handles the requests of one tag, one after another.
 struct TagTask {
     tag: Tag,
     status: Cell<Status>,
-    /// Used again: its vector keeps its room.
+    /// Kept for reuse of its vector.
     segments: Cell<Segments>,
 }
 
-/// Names the task that a request belongs to.
+/// Identifies the task of a request.
 struct TagToken(Rc<TagTask>);
 
 impl Token for TagToken {
@@ -284,7 +285,7 @@ impl TagTask {
         queue.task_ended();
     }
 
-    /// Does what was fetched; bytes done, or minus an errno.
+    /// Serves the fetched request. Returns the number of bytes done, or a negative errno.
     async fn serve(self: &Rc<Self>, queue: &DeviceQueue) -> i32 {
         let fua = queue.shared.durable.load(Ordering::Relaxed);
         let descriptor = match self.tag.descriptor() {
@@ -293,7 +294,7 @@ impl TagTask {
                 tracing::error!(
                     disk = queue.shared.disk.name(),
                     queue = queue.key.1,
-                    "mapping its requests: {e}"
+                    "cannot map its requests: {e}"
                 );
                 return -rustix::io::Errno::IO.raw_os_error();
             }
@@ -303,7 +304,7 @@ impl TagTask {
             Err(e) => return -e.raw_os_error(),
         };
         let moves = matches!(op, Op::Read | Op::Write { .. });
-        // The reactor's other queues go on before this one serves more than its budget.
+        // Waits if this queue has used up its budget, so that the reactor serves its other queues.
         queue.budget.admit(&queue.handle, REQUEST, if moves { len } else { 0 }).await;
         let mut segments = self.segments.take();
         if moves {
@@ -325,7 +326,7 @@ impl TagTask {
     }
 }
 
-/// Waits for a request. False: the device was stopped, or the queue is left.
+/// Waits for a request. Returns false if the device was stopped, or if the queue is left.
 async fn next(queue: &DeviceQueue, fetch: &mut Fetch) -> bool {
     let fetched = poll_fn(|cx| match Pin::new(&mut *fetch).poll(cx) {
         Poll::Pending if queue.leaving.get() => Poll::Ready(None),
@@ -339,9 +340,10 @@ async fn next(queue: &DeviceQueue, fetch: &mut Fetch) -> bool {
             tracing::error!(
                 disk = queue.shared.disk.name(),
                 queue = queue.key.1,
-                "the driver refuses a command: {e}"
+                "the ublk driver refuses a command: {e}"
             );
-            // A queue with a tag that nobody serves would hold up whoever is given it.
+            // A tag without a task would block the requests that get it, so the whole queue is
+            // left.
             queue.leave();
             false
         }

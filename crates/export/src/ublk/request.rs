@@ -1,12 +1,12 @@
-//! From the driver's description of a request to what is asked of the disk, and from its status to
-//! the driver's.
+//! Parses the driver's requests, and converts a status to the driver's.
 
 use blockyard_disk::{Failure, Op};
 use blockyard_image::SECTOR;
 use blockyard_ring::ublk::abi::{self, Descriptor};
 use rustix::io::Errno;
 
-/// Operation, offset and length in bytes. `fua`: nothing is acknowledged that is not durable.
+/// Returns operation, offset and length, both in bytes. `most`: largest transfer in bytes. `fua`:
+/// writes must be durable before their answer.
 pub(super) fn parse(
     descriptor: &Descriptor,
     most: usize,
@@ -30,7 +30,7 @@ pub(super) fn parse(
     Ok((op, offset, len))
 }
 
-/// What the driver makes its own status of.
+/// Returns the errno from which the driver makes its status.
 pub(super) fn errno(failure: Failure) -> Errno {
     match failure {
         Failure::NoSpace => Errno::NOSPC,
@@ -52,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked() {
+    fn requests_are_parsed() {
         assert_eq!(ask(abi::OP_READ, 0, 8, 3), Ok((Op::Read, 1536, 4096)));
         assert_eq!(
             ask(abi::OP_WRITE, abi::IO_FUA, 2048, 0),
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn impossible_requests_are_refused() {
         assert_eq!(ask(abi::OP_READ, 0, 2049, 0), Err(Errno::INVAL));
         assert_eq!(ask(abi::OP_READ, 0, 1, 1 << 60), Err(Errno::INVAL));
         for op in [4, 10, 15, 18, 255] {

@@ -1,8 +1,8 @@
-//! Devices whose server has died: which one is ours, and taking it over.
+//! Takes over devices whose server has died.
 //!
-//! The driver keeps 64 bits for the server with each device: they tell the disk. What must hold: no
-//! device is taken over for another disk, for whoever has it mounted would find, and write to, the
-//! wrong one.
+//! The driver keeps 64 bits for the server with each device. They identify the disk. What must
+//! hold: a device is never taken over for another disk. A file system on it would otherwise read
+//! and write the wrong disk.
 
 use std::io;
 use std::path::Path;
@@ -12,14 +12,14 @@ use blockyard_ring::ublk::abi::{self, DeviceInfo};
 use blockyard_ring::ublk::{CLASS, Control, NumberLock};
 use rustix::io::Errno;
 
-use super::{PATIENCE, UblkError, UblkOptions};
+use super::{MAX_WAIT, UblkError, UblkOptions};
 use crate::fingerprint;
 
-/// No device has this number.
+/// A number that no device has. Its lock is held while a device is added.
 const ADDING: u32 = u32::MAX;
 
-/// What a device keeps of its disk: the upper half tells the disk, the lower half the image's file,
-/// if that is known.
+/// Returns the 64 bits for a device. The upper half identifies the disk, the lower half the image's
+/// file if it is known.
 pub(super) fn note(options: &UblkOptions) -> u64 {
     let disk = fingerprint::of(options.identity.bytes());
     options.file.map_or(disk, |file| disk & HALF | fingerprint::of(file.to_le_bytes()) & !HALF)
@@ -31,16 +31,16 @@ fn is_ours(info: &DeviceInfo, options: &UblkOptions) -> bool {
     (info.note ^ fingerprint::of(options.identity.bytes())) & HALF == 0
 }
 
-/// Whether the device was made of another file, which had the image's path then. (The lower half of
-/// the disk's own hash: the device knows no file.)
+/// Returns whether the device was made for another file, which had the image's path then. (If the
+/// device knows no file, its lower half is that of the disk's hash.)
 pub(super) fn is_other_file(info: &DeviceInfo, options: &UblkOptions) -> bool {
     options.file.is_some()
         && info.note != note(options)
         && info.note != fingerprint::of(options.identity.bytes())
 }
 
-/// The device that a server of this disk left, and the lock on its number. No device: one is to be
-/// made.
+/// Returns the device that a server of this disk left, and the lock on its number. Returns no
+/// device if one must be made.
 pub(super) fn find(
     control: &mut Control,
     options: &UblkOptions,
@@ -72,13 +72,12 @@ pub(super) fn find(
     Ok((None, None))
 }
 
-/// Locks the number of a device, so that one process at a time makes, takes over or removes it, and
-/// each finds what the one before it has done. `None`: another process keeps the lock too long, or
-/// there are no such locks.
+/// Locks the number of a device, so that only one process at a time makes, takes over or removes
+/// it. Returns `None` if another process keeps the lock too long, or if there are no such locks.
 ///
-/// A process that lets the driver choose the number can lock it only when it has the device. From
-/// the one to the other it holds [`ADDING`]; so a device that was added and is not locked has no
-/// process that is about to start it.
+/// A process that lets the driver choose the number can lock it only after the device is added.
+/// Until then it holds the lock of [`ADDING`]. So if a device is added and not locked, no process
+/// is about to start it.
 pub(super) fn lock(id: u32) -> Option<NumberLock> {
     wait_for(|| {
         let adding = NumberLock::try_new(ADDING)?;
@@ -86,7 +85,7 @@ pub(super) fn lock(id: u32) -> Option<NumberLock> {
     })
 }
 
-/// Calls `add`, which makes a device of a number that the driver chooses, and locks that number.
+/// Calls `add`, which adds a device whose number the driver chooses, and locks that number.
 pub(super) fn lock_new<E>(add: impl FnOnce() -> Result<u32, E>) -> Result<Option<NumberLock>, E> {
     let _adding = wait_for(|| NumberLock::try_new(ADDING));
     add().map(|id| wait_for(|| NumberLock::try_new(id)))
@@ -94,32 +93,32 @@ pub(super) fn lock_new<E>(add: impl FnOnce() -> Result<u32, E>) -> Result<Option
 
 fn wait_for(mut lock: impl FnMut() -> io::Result<Option<NumberLock>>) -> Option<NumberLock> {
     let start = Instant::now();
-    while start.elapsed() < PATIENCE {
+    while start.elapsed() < MAX_WAIT {
         match lock() {
             Ok(Some(lock)) => return Some(lock),
             Ok(None) => std::thread::sleep(Duration::from_millis(10)),
             Err(e) => {
-                tracing::debug!("locking the number of a device: {e}");
+                tracing::debug!("cannot lock the number of a device: {e}");
                 return None;
             }
         }
     }
     tracing::debug!(
-        "another process has the number of a device locked for {} s",
-        PATIENCE.as_secs()
+        "another process has held the lock on a device's number for {} s",
+        MAX_WAIT.as_secs()
     );
     None
 }
 
-/// Whether a device was removed and some process still has it open: the driver keeps its number,
-/// and lists it no more.
+/// Returns whether a device was removed but a process still has it open. The driver then keeps its
+/// number, but does not list it.
 pub(super) fn is_removed(info: &DeviceInfo) -> bool {
     let class = Path::new(CLASS);
     info.state == abi::S_DEAD && class.exists() && !class.join(format!("ublkc{}", info.id)).exists()
 }
 
-/// Waits for the end of a server that was killed; None: there is no such device. `locked`: no other
-/// process is making it.
+/// Waits for the end of a server that was killed. Returns `None` if the device does not exist.
+/// `locked`: no other process is making it.
 fn wait_left(
     control: &mut Control,
     id: u32,
@@ -134,27 +133,27 @@ fn wait_left(
             Err(e) if matches!(Errno::from_io_error(&e), Some(Errno::NODEV | Errno::NOENT)) => {
                 return Ok(None);
             }
-            Err(e) => return Err(error("asking what it is", e)),
+            Err(e) => return Err(error("cannot read its state", e)),
         };
         match info.state {
             abi::S_QUIESCED => return Ok(Some(info)),
-            // Its number is free when it is closed, for which `Ublk::add_when_free` waits.
+            // Its number becomes free when it is closed. `Ublk::add_when_free` waits for that.
             abi::S_DEAD if is_removed(&info) => return Ok(None),
-            // Another disk's, whose server may be about to start it.
+            // It belongs to another disk, whose server may be about to start it.
             abi::S_DEAD if !is_ours(&info, options) => return Err(UblkError::Another { id }),
-            // Added, and never started, because its server died too early.
+            // It was added but never started, because its server died before.
             abi::S_DEAD if !is_alive(&info) && locked => {
                 let deleted = control.delete(&info);
-                if start.elapsed() > PATIENCE {
+                if start.elapsed() > MAX_WAIT {
                     let why = deleted.err().unwrap_or_else(|| Errno::BUSY.into());
-                    return Err(error("removing what a server has left of it", why));
+                    return Err(error("cannot remove the device that a server left", why));
                 }
                 std::thread::sleep(Duration::from_millis(10));
             }
-            abi::S_DEAD if start.elapsed() > PATIENCE => {
+            abi::S_DEAD if start.elapsed() > MAX_WAIT => {
                 return Err(error("another process is making or removing it", Errno::BUSY.into()));
             }
-            _ if is_alive(&info) || start.elapsed() > PATIENCE => {
+            _ if is_alive(&info) || start.elapsed() > MAX_WAIT => {
                 return Err(UblkError::Served { id, server: info.server });
             }
             _ => std::thread::sleep(Duration::from_millis(10)),
@@ -162,8 +161,8 @@ fn wait_left(
     }
 }
 
-/// Whether this kernel wants a thread for each vacant queue before a takeover begins: see
-/// `blockyard_ring::ublk::fill_vacant`.
+/// Returns whether this kernel needs a thread for each vacant queue before a takeover (see
+/// `blockyard_ring::ublk::fill_vacant`).
 pub(super) fn has_vacant_queues() -> bool {
     std::fs::read_to_string("/proc/sys/kernel/osrelease")
         .is_ok_and(|release| leaves_vacant(&release))
@@ -175,19 +174,19 @@ fn leaves_vacant(release: &str) -> bool {
     ((6, 7)..(6, 15)).contains(&(major, minor))
 }
 
-/// Makes the driver forget the last server. It may still be taking the requests of that server
-/// apart.
+/// Starts the recovery, by which the driver forgets the last server. Waits while the driver still
+/// cancels that server's requests.
 pub(super) fn begin(control: &mut Control, info: &DeviceInfo) -> io::Result<()> {
     let start = Instant::now();
     loop {
         let begun = control.start_recovery(info);
         match begun.as_ref().map_err(Errno::from_io_error) {
-            Err(Some(Errno::BUSY)) if start.elapsed() < PATIENCE => {
+            Err(Some(Errno::BUSY)) if start.elapsed() < MAX_WAIT => {
                 std::thread::sleep(Duration::from_millis(10))
             }
-            // Linux before 6.7 refuses if no queue of a quiesced device has had a server since the
-            // last time: that server was killed while it took the device over. There is nothing to
-            // forget then.
+            // Linux before 6.7 refuses this if no queue of a quiesced device has had a server since
+            // the last recovery, because that server was killed during its takeover. Then there is
+            // nothing to forget.
             Err(Some(Errno::INVAL)) if is_quiesced(control, info.id) => return Ok(()),
             _ => return begun,
         }
@@ -226,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_note_stays_the_same_for_ever() {
+    fn the_bits_of_a_disk_never_change() {
         assert_eq!(note(&options("", None)), 0xcbf2_9ce4_8422_2325);
         assert_eq!(note(&options("a", None)), 0xaf63_dc4c_8601_ec8c);
         assert_eq!(note(&options("a", Some(1))), 0xaf63_dc4c_1d2a_efa4);
@@ -249,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_note_tells_the_disk_and_the_file() {
+    fn the_bits_identify_the_disk_and_the_file() {
         let device = |identity, file| DeviceInfo {
             note: note(&options(identity, file)),
             ..DeviceInfo::default()
@@ -259,7 +258,7 @@ mod tests {
         assert!(is_ours(&of_first, &first) && !is_other_file(&of_first, &first));
         assert!(is_ours(&of_first, &second) && is_other_file(&of_first, &second));
         assert!(!is_ours(&device("/srv/b.img", Some(1)), &first));
-        // Where either side knows no file.
+        // If either side knows no file, the file is not compared.
         assert!(!is_other_file(&device("/srv/a.img", None), &first));
         assert!(!is_other_file(&of_first, &options("/srv/a.img", None)));
     }

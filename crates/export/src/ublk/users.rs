@@ -1,14 +1,14 @@
 //! Finds what has a block device open.
 //!
 //! An exclusive open fails if a file system, swap, or another device holds the block device. It
-//! does not fail if a program has the device open the plain way. Linux 7.0 and later count these
-//! opens too (`UBLK_CMD_TRY_STOP_DEV`). Before that, the open files of all processes are the only
-//! evidence: the kernel shows them in `/proc`.
+//! does not fail if a program has opened the device without O_EXCL. Linux 7.0 and later count these
+//! opens too (`UBLK_CMD_TRY_STOP_DEV`). On older kernels, `/proc` shows the open files of all
+//! processes.
 //!
-//! What must hold: this never waits for a file system. It asks for no attribute that a server would
-//! have to send. Not found: programs in a PID namespace that this process cannot see, files of
-//! other users if this process is not root, and a program that has mapped the device and has closed
-//! it.
+//! What must hold: this never waits for a file system. It reads no attribute for which a file
+//! server must be asked. It does not find: programs in a PID namespace that this process cannot
+//! see; files of other users if this process is not root; a program that has mapped the device and
+//! then closed it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use blockyard_ring::{host, ublk};
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags};
 use rustix::io::Errno;
 
-/// A process that has the device open, or another device that is made of it.
+/// A process that has the device open, or a loop device on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum User {
     Process { id: i32, name: String },
@@ -33,8 +33,8 @@ impl std::fmt::Display for User {
     }
 }
 
-/// Fails with `ResourceBusy` if something uses block device `id`, and with `PermissionDenied` if
-/// this process cannot tell.
+/// Returns `ResourceBusy` if block device `id` is in use, and `PermissionDenied` if this process
+/// cannot check that.
 pub(super) fn check_unused(id: u32) -> std::io::Result<()> {
     host::claim(&ublk::block_device(id))?;
     match find(id) {
@@ -43,8 +43,8 @@ pub(super) fn check_unused(id: u32) -> std::io::Result<()> {
     }
 }
 
-/// Returns a user of block device `id`, or of one of its partitions, if it finds one. The device
-/// may be removed already.
+/// Returns a user of block device `id` or of one of its partitions, if it finds one. The device may
+/// already be removed.
 pub(super) fn find(id: u32) -> Option<User> {
     let path = ublk::block_device(id);
     let numbers = numbers(Path::new("/sys/block").join(path.file_name()?));
@@ -52,7 +52,7 @@ pub(super) fn find(id: u32) -> Option<User> {
         .or_else(|| loop_of(Path::new("/sys/block"), &path))
 }
 
-/// The device numbers of a disk and its partitions, as `/sys/block/DISK` lists them.
+/// Returns the device numbers of a disk and its partitions from `/sys/block/DISK`.
 fn numbers(disk: PathBuf) -> Vec<(u32, u32)> {
     let partitions =
         fs::read_dir(&disk).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
@@ -64,7 +64,8 @@ fn numbers(disk: PathBuf) -> Vec<(u32, u32)> {
     partitions.chain([disk.clone()]).filter_map(number).collect()
 }
 
-/// A removed device has no numbers any more: then the name of the opened file tells.
+/// Finds a process that has the device open. A removed device has no numbers any more, so the name
+/// of the opened file decides.
 fn process_with(proc: &Path, device: &Path, numbers: &[(u32, u32)]) -> Option<User> {
     let device = device.to_str()?;
     let is_device = |link: &Path| {
@@ -90,7 +91,7 @@ fn process_with(proc: &Path, device: &Path, numbers: &[(u32, u32)]) -> Option<Us
     })
 }
 
-/// The kernel itself holds the file of a loop device.
+/// Finds a loop device on the device. The kernel itself holds the file of a loop device.
 fn loop_of(block: &Path, device: &Path) -> Option<User> {
     fs::read_dir(block).ok()?.flatten().find_map(|entry| {
         let backing = fs::read_to_string(entry.path().join("loop/backing_file")).ok()?;

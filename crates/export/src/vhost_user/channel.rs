@@ -1,12 +1,12 @@
-//! The back channel: messages from us to the front end (VHOST_USER_SET_BACKEND_REQ_FD).
+//! The back channel: messages from this back end to the front end (VHOST_USER_SET_BACKEND_REQ_FD).
 //!
-//! The `vhost` crate's `Backend` knows neither configuration changes nor in-band calls, so these
-//! two messages, which carry at most one vring state, are written here.
+//! The `vhost` crate's `Backend` has neither configuration changes nor in-band calls. These two
+//! messages, which carry at most one vring state, are written here.
 //!
-//! What must hold: no wait is longer than [`REPLY_TIME`], whatever the front end does. It has sent
-//! the socket's open file, and shares its flags and timeouts: each call here asks not to block, and
-//! `poll` waits with a deadline. A front end that owes acknowledgements is not waited for again
-//! before it has sent them.
+//! What must hold: no wait is longer than [`REPLY_TIME`], whatever the front end does. The front
+//! end has sent the socket's open file, so it shares the file's flags and timeouts. So each call
+//! here uses MSG_DONTWAIT, and `poll` waits with a deadline. After a missed deadline, there is no
+//! further wait until the front end has sent all acknowledgements that it owes.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -22,13 +22,14 @@ const NEED_REPLY: u32 = 1 << 3;
 const CONFIG_CHANGE_MSG: u32 = 2;
 const VRING_CALL: u32 = 4;
 
-/// A header and a status.
+/// Length of a header and a status in bytes.
 const REPLY_LEN: usize = 20;
 
-/// The longest wait for the front end to take a message and to acknowledge it.
+/// Longest wait for the front end to take a message and to acknowledge it.
 const REPLY_TIME: Duration = Duration::from_secs(1);
 
-/// Writers take turns: this is no way of requests, but for guests that ask for calls in messages.
+/// The channel. One message is sent at a time. Speed does not matter, except for guests that use
+/// in-band calls.
 #[derive(Debug)]
 pub struct BackChannel {
     state: Mutex<State>,
@@ -38,33 +39,33 @@ pub struct BackChannel {
 
 #[derive(Debug)]
 struct State {
-    /// None: the front end closed it, or took a part of a message only.
+    /// `None`: the front end has closed it, or has taken a part of a message only.
     socket: Option<OwnedFd>,
-    /// Acknowledgements that were asked for and have not come.
+    /// Number of acknowledgements that have not come yet.
     owed: u32,
-    /// The acknowledgement that is being received, and how much of it there is.
+    /// The acknowledgement that is being received, and how many of its bytes have come.
     reply: [u8; REPLY_LEN],
     got: usize,
 }
 
 impl BackChannel {
-    /// `acknowledged`: the front end answers messages (VHOST_USER_PROTOCOL_F_REPLY_ACK).
+    /// `acknowledged`: the front end acknowledges messages (VHOST_USER_PROTOCOL_F_REPLY_ACK).
     pub fn new(socket: OwnedFd, acknowledged: bool) -> Self {
         let state = State { socket: Some(socket), owed: 0, reply: [0; REPLY_LEN], got: 0 };
         BackChannel { state: Mutex::new(state), acknowledged, time: REPLY_TIME }
     }
 
-    /// Tells the front end to read the configuration space anew (a disk was resized).
+    /// Makes the front end read the configuration space again (a disk was resized).
     pub fn config_changed(&self) -> io::Result<()> {
         self.send(CONFIG_CHANGE_MSG, &[])
     }
 
-    /// An interrupt for queue `index`.
+    /// Sends a call (interrupt) for queue `index`.
     pub fn vring_call(&self, index: u16) {
         let mut state = [0; 8];
         state[..4].copy_from_slice(&u32::from(index).to_ne_bytes());
-        // In simulated time (UML's time travel) the front end waits for nothing less than the
-        // acknowledged message.
+        // In simulated time (UML's time travel) the front end must have acknowledged the message
+        // before it goes on.
         let _ = self.send(VRING_CALL, &state);
     }
 
@@ -86,8 +87,8 @@ impl BackChannel {
 }
 
 impl State {
-    /// Sends a message and waits for its acknowledgement. `BrokenPipe`: the channel is of no use
-    /// any more.
+    /// Sends a message and waits for its acknowledgement. Returns `BrokenPipe` if the channel
+    /// cannot be used any more.
     fn exchange(
         &mut self,
         message: &[u8],
@@ -106,7 +107,7 @@ impl State {
                 Ok(_) => return Err(io::ErrorKind::BrokenPipe.into()),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) if is_late => {
-                    return Err(io::Error::other("the front end does not read its channel"));
+                    return Err(io::Error::other("the front end does not read the back channel"));
                 }
                 Err(Errno::AGAIN) => self.wait(PollFlags::OUT, deadline)?,
                 Err(e) => return Err(io::Error::new(io::ErrorKind::BrokenPipe, e)),
@@ -134,7 +135,7 @@ impl State {
         self.socket.as_ref().ok_or_else(|| io::ErrorKind::BrokenPipe.into())
     }
 
-    /// Takes the acknowledgements that are there. What the front end sends unasked is not read.
+    /// Receives the acknowledgements that have come. Reads nothing if none is owed.
     fn receive(&mut self) -> io::Result<()> {
         while self.owed > 0 {
             let socket = self.socket.as_ref().ok_or(io::ErrorKind::BrokenPipe)?;
@@ -178,15 +179,15 @@ mod tests {
         (BackChannel { time, ..BackChannel::new(ours.into(), true) }, kept, theirs)
     }
 
-    /// Flags and timeouts of a socket belong to its open file, which the front end has too.
+    /// Flags and timeouts of a socket belong to its open file, which the front end shares.
     #[test]
-    fn a_front_end_that_undoes_flags_and_timeouts_holds_nobody() {
+    fn a_front_end_that_changes_flags_and_timeouts_blocks_nothing() {
         let (channel, kept, _theirs) = channel(Duration::from_millis(1));
         kept.set_nonblocking(false).unwrap();
         kept.set_read_timeout(None).unwrap();
         kept.set_write_timeout(None).unwrap();
         assert_eq!(channel.config_changed().unwrap_err().kind(), io::ErrorKind::TimedOut);
-        // Nothing is read on the other side: from here on nothing is waited for.
+        // The other side reads nothing, so after the first timeout there are no further waits.
         let sent = (0..100_000).take_while(|_| {
             channel.vring_call(0);
             channel.state.lock().unwrap().owed < 50_000
@@ -196,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_front_end_that_catches_up_is_waited_for_again() {
+    fn acknowledgements_are_waited_for_again_after_a_front_end_has_caught_up() {
         let (channel, _kept, mut theirs) = channel(Duration::from_millis(1));
         for _ in 0..3 {
             channel.config_changed().unwrap_err();

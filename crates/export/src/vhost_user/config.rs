@@ -1,5 +1,5 @@
-//! What the guest is told of the device: feature bits and the configuration space (virtio 1.2,
-//! section 5.2).
+//! The device as the guest sees it: feature bits and the configuration space (virtio 1.2, section
+//! 5.2).
 
 use blockyard_disk::Disk;
 use blockyard_image::SECTOR;
@@ -20,15 +20,15 @@ pub const F_PROTOCOL: u64 = 1 << 30;
 pub const F_VERSION_1: u64 = 1 << 32;
 pub const F_PACKED: u64 = 1 << 34;
 
-/// Where the write-cache byte lies in the configuration space.
+/// Offset of the write-cache byte in the configuration space.
 pub const WCE_OFFSET: usize = 32;
 
-/// The largest piece of memory in one segment, in bytes.
+/// Largest memory segment of a request, in bytes.
 const SIZE_MAX: u32 = 16 << 20;
-/// The largest request that may be asked for, in bytes: far beyond what any guest sends, and a
-/// bound on one operation.
+/// Largest request in bytes. Guests send far smaller ones. This bounds the memory and time of one
+/// operation.
 pub const REQUEST_MAX: u64 = 256 << 20;
-/// Ranges in one discard or write-zeroes request, and the length of each in sectors.
+/// Most ranges in one discard or write-zeroes request, and the longest range in sectors.
 pub const DISCARD_SEGMENTS: u32 = 64;
 pub const DISCARD_SECTORS: u32 = (1 << 30) / SECTOR as u32;
 
@@ -36,11 +36,12 @@ pub const DISCARD_SECTORS: u32 = (1 << 30) / SECTOR as u32;
 #[derive(Clone, Copy, Debug)]
 pub struct QueueShape {
     pub queues: u16,
-    /// Entries of a queue that guests are expected to use; it bounds a request's segments.
+    /// Expected number of entries of a queue. It determines the offered number of segments of a
+    /// request.
     pub size: u16,
 }
 
-/// The feature bits offered for `disk`.
+/// Returns the feature bits offered for `disk`.
 pub fn features(disk: &Disk) -> u64 {
     let base = F_SIZE_MAX
         | F_SEG_MAX
@@ -57,7 +58,7 @@ pub fn features(disk: &Disk) -> u64 {
     base | if disk.options().read_only { F_RO } else { F_DISCARD | F_WRITE_ZEROES }
 }
 
-/// The configuration space, `struct virtio_blk_config`, little-endian.
+/// Returns the configuration space, `struct virtio_blk_config`, little-endian.
 pub fn space(disk: &Disk, shape: QueueShape, write_back: bool) -> Vec<u8> {
     let geometry = disk.source().geometry();
     let logical = disk.source().logical_block();
@@ -68,7 +69,7 @@ pub fn space(disk: &Disk, shape: QueueShape, write_back: bool) -> Vec<u8> {
     space.extend((disk.capacity() / SECTOR).to_le_bytes());
     space.extend(SIZE_MAX.to_le_bytes());
     space.extend(u32::from(shape.size.saturating_sub(2).clamp(1, 1024)).to_le_bytes());
-    // Cylinders, heads, sectors: of no drive of this century.
+    // Cylinders, heads and sectors are not reported.
     space.extend([0; 4]);
     space.extend(logical.to_le_bytes());
     space.push((physical / logical).max(1).ilog2() as u8);
@@ -84,7 +85,7 @@ pub fn space(disk: &Disk, shape: QueueShape, write_back: bool) -> Vec<u8> {
     space.extend(discard_align.to_le_bytes());
     space.extend(DISCARD_SECTORS.to_le_bytes());
     space.extend(DISCARD_SEGMENTS.to_le_bytes());
-    // Zeroes may be made by giving the space back.
+    // Write zeroes may unmap.
     space.push(1);
     space.extend([0; 3]);
     space

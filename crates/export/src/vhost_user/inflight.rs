@@ -1,12 +1,14 @@
-//! The in-flight region: what a back end has taken and not answered, in memory that outlives it.
+//! The in-flight region: the chains that a back end has taken and not answered, in memory that
+//! outlives the back end. (vhost-user specification, "Inflight I/O tracking".)
 //!
-//! vhost-user specification, "Inflight I/O tracking". The front end keeps the region's descriptor;
-//! after our death it hands it to our successor, who takes the same requests again, oldest first,
-//! before anything new. What must hold: at every instruction at which we may be killed, the region
-//! and the ring together tell exactly which chains are unanswered. Kernel-visible order is program
-//! order here, so stores need only be kept in it (Release). A region may come from another back
-//! end: the fields of its header say how it is laid out, and one that cannot be read is an error,
-//! because requests in it would be lost.
+//! The front end keeps the region's descriptor. If a back end is killed, the next one gets the
+//! region, and repeats its requests, oldest first, before it takes new ones.
+//!
+//! What must hold: whatever instruction was the last one, the region and the ring together show
+//! exactly which chains are unanswered. The next back end is another process, so program order is
+//! enough, and Release stores keep it. A region may come from another back end. Then its header
+//! gives the layout. If the region cannot be read, that is an error, because its requests would be
+//! lost.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{Ordering, compiler_fence};
@@ -17,11 +19,11 @@ use super::virtqueue::RingError;
 
 const VERSION: u16 = 1;
 
-/// Entries of a queue that are made use of, however large a region is.
-const ENTRIES_MOST: usize = 32768;
+/// Most entries of a queue that are used, even if a region has room for more.
+const MAX_ENTRIES: usize = 32768;
 
-/// Offsets in the header and in an entry, in bytes, of the two layouts that the specification
-/// gives. Both headers begin with features (8 bytes, 0), a version and the number of entries.
+/// Offsets in the header and in an entry, in bytes, of the two layouts in the specification. Both
+/// headers begin with features (8 bytes, 0), a version, and the number of entries.
 const FEATURES: usize = 0;
 const VERSION_AT: usize = 8;
 const DESC_NUM: usize = 10;
@@ -49,8 +51,8 @@ mod packed {
     pub const DESC: usize = 16;
 }
 
-/// A descriptor of a packed ring (address, length, id, flags) in the region's order (id, flags,
-/// length, address).
+/// Converts a packed ring's descriptor (address, length, id, flags) to the order of the region (id,
+/// flags, length, address).
 fn to_region(ring: [u8; 16]) -> [u8; 16] {
     let [a0, a1, a2, a3, a4, a5, a6, a7, l0, l1, l2, l3, i0, i1, f0, f1] = ring;
     [i0, i1, f0, f1, l0, l1, l2, l3, a0, a1, a2, a3, a4, a5, a6, a7]
@@ -61,20 +63,20 @@ fn to_ring(region: [u8; 16]) -> [u8; 16] {
     [a0, a1, a2, a3, a4, a5, a6, a7, l0, l1, l2, l3, i0, i1, f0, f1]
 }
 
-/// A packed ring's chain as it was taken.
+/// A chain of a packed ring, as it was taken.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackedChain {
-    /// The entry in the region.
+    /// Its first entry in the region.
     pub entry: u16,
-    /// Raw descriptors in ring format (address, length, id, flags).
+    /// Descriptors in the ring's format (address, length, id, flags).
     pub raw: Vec<[u8; 16]>,
 }
 
-/// Entries that each queue gets at least: QEMU asks for a region by the size its user gave, and
-/// then lets the guest set up rings of up to this many.
+/// Least number of entries for each queue. QEMU asks for a region of the configured queue size, but
+/// the guest may set up rings of up to this size.
 const ENTRIES: u16 = 1024;
 
-/// Bytes that one queue of `size` entries takes in the region.
+/// Returns the bytes in the region for one queue of `size` entries.
 pub fn queue_bytes(size: u16, is_packed: bool) -> u64 {
     let (header, entry) = layout(is_packed);
     ((header + entry * usize::from(size)) as u64).next_multiple_of(64)
@@ -84,15 +86,15 @@ fn layout(is_packed: bool) -> (usize, usize) {
     if is_packed { (packed::HEADER, packed::ENTRY) } else { (split::HEADER, split::ENTRY) }
 }
 
-/// Behind the queues' parts of a region that we made: what the guest set while it ran and its front
-/// end will not repeat. Front ends hand a region on as a whole, so it finds its way to our
-/// successor.
+/// Length of our own notes in bytes. They are behind the queues' parts in a region that we made,
+/// and hold what the guest has set and the front end does not repeat. Front ends hand on the whole
+/// region, so the next back end gets the notes too.
 const NOTES: u64 = 64;
 const NOTES_MARK: u64 = u64::from_le_bytes(*b"blkyard1");
 const WRITE_BACK: usize = 8;
 
-/// A fresh region for `queues` queues: its descriptor, to be kept by the front end, and its length
-/// in bytes.
+/// Makes a region for `queues` queues. Returns its descriptor, which the front end keeps, and its
+/// length in bytes.
 pub fn allocate(queues: u16, size: u16, is_packed: bool) -> Result<(OwnedFd, u64), MemoryError> {
     let parts = queue_bytes(size.max(ENTRIES), is_packed) * u64::from(queues.max(1));
     let len = parts + NOTES;
@@ -104,13 +106,13 @@ pub fn allocate(queues: u16, size: u16, is_packed: bool) -> Result<(OwnedFd, u64
     Ok((fd, len))
 }
 
-/// The region as it is mapped here: each queue has an equal part.
+/// The mapped region. Each queue has an equal part.
 #[derive(Clone, Debug)]
 pub struct InflightRegion {
     memory: GuestMemory,
     queue_bytes: u64,
     queues: u16,
-    /// Where our notes are; other back ends' regions have none.
+    /// Offset of our notes in bytes. Regions of other back ends have none.
     notes: Option<u64>,
 }
 
@@ -123,8 +125,8 @@ impl InflightRegion {
         queues: u16,
     ) -> Result<Self, MemoryError> {
         let memory = GuestMemory::default().with(mapper.map(fd, offset, 0, 0, len)?)?;
-        // Counters are written whole: an offset that no front end makes up by accident is refused
-        // here.
+        // Counters are written with single stores, so the region must be aligned. No front end
+        // sends another offset by accident.
         memory.slice(0, 1, 8)?;
         let notes = len.checked_sub(NOTES).filter(|at| at.is_multiple_of(64));
         let notes = notes.filter(|&at| {
@@ -139,7 +141,7 @@ impl InflightRegion {
         })
     }
 
-    /// What was last noted of the guest's write cache; None: nothing was.
+    /// Returns the guest's write cache setting from the notes, if there is one.
     pub fn write_back(&self) -> Option<bool> {
         match self.memory.slice(self.notes?, NOTES, 8).ok()?.copy_out::<1>(WRITE_BACK) {
             [1] => Some(false),
@@ -148,22 +150,22 @@ impl InflightRegion {
         }
     }
 
-    /// Notes whether the guest sees a volatile write cache.
+    /// Stores in the notes whether the guest sees a volatile write cache.
     pub fn note_write_back(&self, write_back: bool) {
         if let Some(slice) = self.notes.and_then(|at| self.memory.slice(at, NOTES, 8).ok()) {
             slice.copy_in(WRITE_BACK, [1 + u8::from(write_back)]);
         }
     }
 
-    /// The part of one queue; None if the region has none for it. An error: what is there cannot be
-    /// read.
+    /// Returns the part of one queue, or `None` if the region has none for it. Returns an error if
+    /// the part cannot be read.
     pub fn queue(&self, index: u16, is_packed: bool) -> Result<Option<Inflight>, RingError> {
         let (header, entry) = layout(is_packed);
         let room = (self.queue_bytes as usize).saturating_sub(header) / entry;
         if index >= self.queues || room == 0 {
             return Ok(None);
         }
-        let room = room.min(ENTRIES_MOST);
+        let room = room.min(MAX_ENTRIES);
         let len = (header + entry * room) as u64;
         let slice = self.memory.slice(u64::from(index) * self.queue_bytes, len, 8)?;
         Inflight::new(slice, room as u16, is_packed).map(Some)
@@ -176,12 +178,12 @@ pub struct Inflight {
     size: u16,
     is_packed: bool,
     counter: u64,
-    /// Entries pushed to the used ring and not yet published.
+    /// Entries that are pushed to the used ring and not yet published.
     batch: Vec<u16>,
 }
 
 impl Inflight {
-    /// `room`: entries that the queue's part has room for.
+    /// `room`: number of entries for which the part has room.
     fn new(slice: SharedSlice, room: u16, is_packed: bool) -> Result<Self, RingError> {
         let mut inflight = Inflight { slice, size: room, is_packed, counter: 0, batch: Vec::new() };
         let features = u64::from_le_bytes(inflight.slice.copy_out(FEATURES));
@@ -189,11 +191,11 @@ impl Inflight {
         match inflight.load(VERSION_AT) {
             0 => inflight.format(),
             VERSION if features != 0 => {
-                return Err(RingError::Region("it has features that are not known"));
+                return Err(RingError::Region("its features are not known"));
             }
             VERSION if entries == 0 || entries > room => {
                 return Err(RingError::Region(
-                    "its header names no entries, or more than it has room for",
+                    "its header gives no entries, or more than it has room for",
                 ));
             }
             VERSION => inflight.size = entries,
@@ -204,13 +206,13 @@ impl Inflight {
     }
 
     fn format(&mut self) {
-        // Killed in the midst of this, it is formatted again.
+        // If the process is killed meanwhile, the next one formats the part again.
         self.store(VERSION_AT, 0);
         compiler_fence(Ordering::SeqCst);
         let zeroes = vec![0; self.slice.len()];
         self.slice.write(0, &zeroes);
         if self.is_packed {
-            // The free list: every entry names the next.
+            // The free list: each entry points to the next.
             for entry in 0..self.size {
                 self.store(self.at(entry) + packed::NEXT, entry.wrapping_add(1));
             }
@@ -222,26 +224,25 @@ impl Inflight {
         self.counter = 0;
     }
 
-    /// The ring was stopped after its last request, and begins where its front end says: what is
-    /// noted of its place is of the ring before. Nothing happens if an entry is in flight all the
-    /// same.
-    pub fn begin_anew(&mut self) {
+    /// Formats the part again, because the ring was stopped after its last request and begins where
+    /// the front end says. Does nothing if an entry is in flight nevertheless.
+    pub fn format_if_idle(&mut self) {
         if self.unanswered().is_empty() {
             self.format();
         }
     }
 
-    /// Whether anything was ever noted here: else the base that the front end tells is the truth.
+    /// Returns whether a chain was ever noted here. If not, the front end's base is valid.
     pub fn is_used(&self) -> bool {
         self.counter > 0
     }
 
-    /// Entries of the queue that the region was made for.
+    /// Returns the number of entries of the queue for which the region was made.
     pub fn size(&self) -> u16 {
         self.size
     }
 
-    // Split rings: an entry is the chain's head.
+    // Split rings: a chain's entry is the index of its head.
 
     pub fn taken_split(&mut self, head: u16) {
         self.counter = self.counter.wrapping_add(1);
@@ -262,12 +263,13 @@ impl Inflight {
         self.store(split::USED_IDX, used_index);
     }
 
-    /// Heads that a predecessor left unanswered, oldest first; `used_index` is what the guest sees.
+    /// Returns the heads that the previous back end left unanswered, oldest first. `used_index` is
+    /// the published one.
     pub fn recover_split(&mut self, used_index: u16) -> Vec<u16> {
         let mut behind = used_index.wrapping_sub(self.load(split::USED_IDX)).min(self.size);
         let mut head = self.load(split::LAST_BATCH_HEAD);
         while behind > 0 && head < self.size {
-            // Published, and killed before it was noted.
+            // Published, but the process was killed before it cleared the entry.
             let at = self.at(head);
             self.set_inflight(at, false);
             head = self.load(at + split::NEXT);
@@ -277,15 +279,14 @@ impl Inflight {
         self.unanswered()
     }
 
-    // Packed rings: an entry is taken from a free list, and holds the descriptors, which the ring
-    // forgets.
+    // Packed rings: entries come from a free list. They hold copies of the descriptors, because
+    // used elements overwrite the descriptors in the ring.
 
-    /// Notes a chain by its raw descriptors; the answer is its entry.
+    /// Notes a chain by its raw descriptors. Returns its first entry.
     pub fn taken_packed(&mut self, raw: &[[u8; 16]]) -> u16 {
         let entry = self.load(packed::OLD_FREE_HEAD);
         if entry >= self.size {
-            // The list is full, or was damaged by the front end that holds it: nothing can be noted
-            // any more.
+            // The free list is empty, or the front end has damaged it. The chain cannot be noted.
             return u16::MAX;
         }
         let first = self.at(entry);
@@ -310,13 +311,14 @@ impl Inflight {
     }
 
     pub fn pushed_packed(&mut self, entry: u16) {
-        // Freed only when it is published: until then chains are taken from the same free list.
+        // The entry becomes free only when it is published, because until then chains take entries
+        // from the same free list.
         if entry < self.size {
             self.batch.push(entry);
         }
     }
 
-    /// Before the ring's flags are written: where the used place will be.
+    /// Call before the ring's flags are written, with the next used position.
     pub fn publishing_packed(&mut self, used_index: u16, wrap: bool) {
         for entry in &self.batch {
             let last = self.load(self.at(*entry) + packed::LAST).min(self.size - 1);
@@ -328,7 +330,7 @@ impl Inflight {
         compiler_fence(Ordering::SeqCst);
     }
 
-    /// After them.
+    /// Call after the ring's flags are written.
     pub fn published_packed(&mut self) {
         compiler_fence(Ordering::SeqCst);
         self.clear_batch();
@@ -342,20 +344,20 @@ impl Inflight {
         self.slice.copy_in(packed::OLD_USED_WRAP, [wrap]);
     }
 
-    /// Chains that a predecessor left unanswered, oldest first, and the used place (index, wrap).
-    /// `was_used` looks at the ring: has the descriptor at this place been marked used under this
-    /// wrap counter?
+    /// Returns the chains that the previous back end left unanswered, oldest first, and the used
+    /// position (index, wrap counter). `was_used` returns whether the ring's descriptor at an index
+    /// is marked as used under a wrap counter.
     pub fn recover_packed(
         &mut self,
         was_used: impl Fn(u16, bool) -> bool,
     ) -> Result<(Vec<PackedChain>, (u16, bool)), RingError> {
         let place = |index, wrap| (self.load(index), self.slice.copy_out::<1>(wrap)[0] != 0);
         let old = place(packed::OLD_USED_IDX, packed::OLD_USED_WRAP);
-        // A batch of the whole ring comes back to the same index, under the other wrap counter.
+        // After a batch of the whole ring, the index is the same, with the other wrap counter.
         if place(packed::USED_IDX, packed::USED_WRAP) != old && was_used(old.0, old.1) {
             self.commit_packed();
         }
-        // What was begun and not shown to the guest is undone.
+        // Undo what was begun but not published.
         self.store(packed::FREE_HEAD, self.load(packed::OLD_FREE_HEAD));
         self.store(packed::USED_IDX, self.load(packed::OLD_USED_IDX));
         let [wrap] = self.slice.copy_out::<1>(packed::OLD_USED_WRAP);
@@ -369,7 +371,7 @@ impl Inflight {
             self.set_inflight(at, false);
             free = self.load(at + packed::NEXT);
         }
-        // No entry is in two chains, so all of them together are bounded.
+        // No entry is in two chains, so their total length is at most the number of entries.
         let mut left = self.size;
         let chains = self.unanswered().into_iter().map(|entry| self.packed_chain(entry, &mut left));
         let chains = chains.collect::<Result<_, _>>()?;
@@ -380,7 +382,7 @@ impl Inflight {
         let count = self.load(self.at(entry) + packed::NUM);
         if count == 0 || count > *left {
             return Err(RingError::Region(
-                "its chains have more descriptors than it has room for, or none",
+                "a chain has no descriptors, or its chains have more than it has room for",
             ));
         }
         *left -= count;
@@ -396,7 +398,7 @@ impl Inflight {
         Ok(PackedChain { entry, raw })
     }
 
-    // Both.
+    // Both layouts.
 
     fn unanswered(&self) -> Vec<u16> {
         let mut entries: Vec<u16> =
@@ -424,7 +426,7 @@ impl Inflight {
     }
 
     fn counter_of(&self, entry: u16) -> u64 {
-        // The counter has the same place in both layouts.
+        // The counter has the same offset in both layouts.
         u64::from_le_bytes(self.slice.copy_out(self.at(entry) + split::COUNTER))
     }
 

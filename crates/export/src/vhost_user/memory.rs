@@ -1,8 +1,7 @@
 //! A session's memory table.
 //!
-//! What must hold: a change is acknowledged when every running queue works with the new table. A
-//! front end uses new memory as soon as it has the acknowledgement, and takes memory away that it
-//! has removed.
+//! What must hold: a change is acknowledged only when every running queue uses the new table. After
+//! the acknowledgement, the front end uses new memory, and frees memory that it has removed.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,11 +16,11 @@ use super::session::Session;
 use super::state::MemoryRegion;
 use crate::descriptors;
 
-/// The longest wait for a reactor to take a change. A reactor that takes longer is broken.
+/// Longest wait for a reactor to make a change. A reactor that takes longer is broken.
 const EFFECT_TIME: Duration = Duration::from_secs(10);
 
 impl Session {
-    /// All memory anew (SET_MEM_TABLE).
+    /// Replaces the whole table (SET_MEM_TABLE).
     pub(super) fn set_table(
         &mut self,
         regions: &[VhostUserMemoryRegion],
@@ -39,23 +38,24 @@ impl Session {
         self.replace_memory(memory)
     }
 
-    /// One region more (ADD_MEM_REG).
+    /// Adds one region (ADD_MEM_REG).
     pub(super) fn add_region(&mut self, region: &VhostUserMemoryRegion, file: File) -> Result<()> {
         if self.memory.regions().len() as u64 >= MEMORY_SLOTS {
             return Err(self.refuse(format_args!("more than {MEMORY_SLOTS} memory regions")));
         }
         let region = described(region);
         let memory = self.map(&region, &file).and_then(|region| self.memory.with(region));
-        let memory =
-            memory.map_err(|e| self.refuse(format_args!("adding memory: {}", Causes(&e))))?;
+        let memory = memory
+            .map_err(|e| self.refuse(format_args!("cannot add a memory region: {}", Causes(&e))))?;
         self.state.memory.push(MemoryRegion { file: kept(file), ..region });
         self.replace_memory(memory)
     }
 
-    /// One region less (REM_MEM_REG).
+    /// Removes one region (REM_MEM_REG).
     pub(super) fn remove_region(&mut self, guest: u64, len: u64) -> Result<()> {
         let memory = self.memory.without(guest, len);
-        let memory = memory.map_err(|e| self.refuse(format_args!("removing memory: {e}")))?;
+        let memory =
+            memory.map_err(|e| self.refuse(format_args!("cannot remove a memory region: {e}")))?;
         self.state.memory.retain(|region| (region.guest, region.size) != (guest, len));
         self.replace_memory(memory)
     }
@@ -67,7 +67,7 @@ impl Session {
         for region in &table {
             let Some(file) = &region.file else {
                 return Err(self.refuse(format_args!(
-                    "memory at {:#x}: its descriptor was not kept",
+                    "memory at {:#x}: its descriptor was not kept, because too few were left",
                     region.guest
                 )));
             };
@@ -98,7 +98,7 @@ impl Session {
     }
 
     fn replace_memory(&mut self, memory: GuestMemory) -> Result<()> {
-        // Pinned memory is filled here.
+        // This populates pinned memory, which takes time.
         let _wait = self.export.own_wait();
         let old = std::mem::replace(&mut self.memory, memory);
         if let Some(pins) = &self.pins {
@@ -109,14 +109,14 @@ impl Session {
         self.in_effect(changes)
     }
 
-    /// Waits until queues have taken a change.
+    /// Waits until the queues have made their changes.
     pub(super) fn in_effect(&self, changes: impl IntoIterator<Item = Answer<()>>) -> Result<()> {
         let _wait = self.export.own_wait();
         let deadline = Instant::now() + EFFECT_TIME;
         for change in changes {
             change
                 .until(deadline)
-                .map_err(|e| self.refuse(format_args!("a queue was not changed: {e}")))?;
+                .map_err(|e| self.refuse(format_args!("a queue did not make a change: {e}")))?;
         }
         Ok(())
     }
@@ -132,8 +132,8 @@ fn described(region: &VhostUserMemoryRegion) -> MemoryRegion {
     }
 }
 
-/// Returns the descriptor for the state, unless the process needs those that are left. The memory
-/// stays mapped without it.
+/// Returns the descriptor for the state, or closes it if the process has too few descriptors left.
+/// The memory stays mapped without it.
 fn kept(file: File) -> Option<OwnedFd> {
     descriptors::too_few().is_none().then(|| file.into())
 }

@@ -1,5 +1,4 @@
-//! What is done with messages that were taken off the socket before the `vhost` crate read them
-//! ([`super::socket`]).
+//! Handles the messages that [`super::socket`] reads before the `vhost` crate sees them.
 
 use std::fs::File;
 use std::io;
@@ -18,7 +17,7 @@ use super::socket::{self, Message};
 use super::state::{Change, Parts};
 
 impl Session {
-    /// Does what a message asks, and answers it. An error ends the session.
+    /// Handles a message and answers it. An error ends the session.
     pub fn answer(
         &mut self,
         stream: &UnixStream,
@@ -28,8 +27,8 @@ impl Session {
     ) -> io::Result<()> {
         match self.take(message) {
             Ok(Some((layout, file))) => socket::give_inflight(stream, &layout, file.as_fd()),
-            // The front end would wait for its answer for ever.
-            Err(e) if socket::is_question(request) => Err(io::Error::other(e.to_string())),
+            // The front end would wait for the answer for ever.
+            Err(e) if socket::has_data_answer(request) => Err(io::Error::other(e.to_string())),
             outcome if reply && self.state.acknowledges() => {
                 socket::acknowledge(stream, request, outcome.is_ok())
             }
@@ -58,7 +57,7 @@ impl Session {
         Ok(None)
     }
 
-    /// VHOST_USER_VRING_KICK: a kick by message.
+    /// Handles VHOST_USER_VRING_KICK, an in-band kick. It starts the ring if it does not run.
     fn kicked(&mut self, index: u32) -> Result<()> {
         let started = self.start(index as usize);
         self.running(index as usize).ok_or_else(no)?.kick();

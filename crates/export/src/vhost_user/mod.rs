@@ -396,7 +396,7 @@ impl Messages {
             Next::Other { request } => match self.handler.handle_request() {
                 Ok(()) => Ok(true),
                 // The front end would wait for the answer for ever.
-                Err(e) if socket::is_question(request) => Err(LetGo::Protocol(e.into())),
+                Err(e) if socket::has_data_answer(request) => Err(LetGo::Protocol(e.into())),
                 Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => Ok(true),
                 Err(Error::Disconnected) => Ok(false),
                 Err(e) => Err(LetGo::Protocol(e.into())),

@@ -1,10 +1,12 @@
-//! Guest memory registered with io_uring (`--pin-memory`), on the reactors that serve a session.
+//! Guest memory that is registered with io_uring (`--pin-memory`), on the reactors that serve a
+//! session.
 //!
-//! In: the session's memory, and the reactors that its queues are given to. Out: registrations that
-//! live on those reactors. What must hold: they stay while queues stop and start (pinning gigabytes
-//! takes its time); memory that is removed, and a session that ends, take theirs away. All of it is
-//! sent to a reactor in the order of the session's messages, so that a queue finds its memory
-//! registered when it starts.
+//! In: the session's memory, and the reactors that run its queues. Out: registrations on those
+//! reactors. What must hold:
+//! - Registrations stay while queues stop and start, because pinning gigabytes takes long.
+//! - Removed memory, and the memory of a session that ends, is unregistered.
+//! - A reactor receives changes in the order of the session's messages, so that a queue's memory is
+//!   registered when the queue starts.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -19,7 +21,7 @@ use super::queue::DeviceState;
 #[derive(Default)]
 struct Registrations(RefCell<HashMap<u64, Registration>>);
 
-/// A session's registrations, wherever they are; they end with it.
+/// A session's registrations on all its reactors. Drop removes them.
 pub struct Pins {
     session: u64,
     device: Arc<DeviceState>,
@@ -32,7 +34,7 @@ impl Pins {
         Pins { session: NEXT.fetch_add(1, Ordering::Relaxed), device, reactors: Vec::new() }
     }
 
-    /// A queue is about to start on `reactor`.
+    /// Registers `memory` on `reactor`, before a queue starts there.
     pub fn join(&mut self, reactor: &Remote, memory: &GuestMemory) {
         if !self.reactors.iter().any(|r| r.is(reactor)) {
             self.reactors.push(reactor.clone());
@@ -40,13 +42,13 @@ impl Pins {
         }
     }
 
-    /// `memory` takes the place of `old`.
+    /// Replaces `old` by `memory` on all reactors.
     pub fn replace(&self, old: &GuestMemory, memory: &GuestMemory) {
         for region in
             memory.regions().iter().filter(|r| !old.regions().iter().any(|o| Arc::ptr_eq(o, r)))
         {
-            // Here, and not on a reactor, which has others to serve. If it fails, registering will
-            // say why.
+            // Populate on this thread, because reactors have other disks to serve. If it fails, the
+            // registration logs why.
             let _ = region.populate();
         }
         (0..self.reactors.len()).for_each(|number| self.register(number, memory));
@@ -63,7 +65,7 @@ impl Pins {
                 registration.replace(&memory);
                 registration.outcome()
             };
-            // One reactor speaks for all, as long as all goes well.
+            // The first reactor logs for all, unless another one fails.
             if number == 0 || outcome.refused.is_some() {
                 device.log.info(device.disk.name(), None, format_args!("{outcome}"));
             }

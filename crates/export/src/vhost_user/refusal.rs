@@ -1,17 +1,17 @@
-//! How a message is refused: towards the front end, and in the log.
+//! Refusals of messages, for the front end and for the log.
 
 use std::error::Error as Cause;
 use std::fmt::{self, Display};
 
 use vhost::vhost_user::Error;
 
-/// Returns our own refusal, which the front end receives. The crate's errors come without an
-/// answer.
+/// Returns an error that makes the crate send a refusal to the front end. The crate sends no answer
+/// for its own errors.
 pub fn no() -> Error {
     Error::ReqHandlerError(std::io::ErrorKind::InvalidInput.into())
 }
 
-/// An error and its causes on one line.
+/// Displays an error and its causes on one line.
 pub struct Causes<'a>(pub &'a dyn Cause);
 
 impl Display for Causes<'_> {

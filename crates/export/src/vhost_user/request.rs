@@ -1,8 +1,8 @@
-//! From a descriptor chain to requests (virtio 1.2, section 5.2.6).
+//! Parses descriptor chains into requests (virtio 1.2, section 5.2.6).
 //!
-//! In: a chain's descriptors, already copied. Out: what is asked, with its segments. Headers and
-//! ranges are copied out of guest memory once and judged by the copy. No framing is assumed: header
-//! and status may share descriptors with data.
+//! In: a chain's descriptors, already copied. Out: the request with its segments. Headers and
+//! ranges are copied out of guest memory once, and only the copy is checked and used. Header, data
+//! and status may share descriptors.
 
 use std::rc::Rc;
 
@@ -17,8 +17,8 @@ const HEADER: u64 = 16;
 const ID_LEN: u64 = 20;
 const RANGE: u64 = 16;
 const RANGE_UNMAP: u32 = 1;
-/// Pieces that one operation of the kernel can carry (IOV_MAX).
-const PIECES: usize = 1024;
+/// Most segments of one kernel operation (IOV_MAX).
+const MAX_SEGMENTS: usize = 1024;
 
 pub const S_OK: u8 = 0;
 pub const S_IOERR: u8 = 1;
@@ -27,16 +27,16 @@ pub const S_UNSUPP: u8 = 2;
 /// What a chain asks for.
 #[derive(Debug)]
 pub enum Ask {
-    /// One request; `len` bytes at `offset`, both in bytes.
+    /// One request for `len` bytes at `offset`, both in bytes.
     One { op: Op, offset: u64, len: u64 },
-    /// Several ranges, answered by one status.
+    /// Several ranges with one status. Each is offset and length in bytes.
     Ranges { op: Op, ranges: Vec<(u64, u64)> },
-    /// Answered on the spot (GET_ID, or an error). `op`: what was refused, if it is an operation.
+    /// Answered at once (GET_ID, or an error). `op`: the refused operation, if it is one.
     Now { status: Status, written: u32, op: Option<Op> },
 }
 
 impl Ask {
-    /// Number of requests that the disk gets, or 1 if it gets none.
+    /// Number of requests for the disk, or 1 if there is none.
     #[inline]
     pub fn requests(&self) -> u32 {
         match self {
@@ -49,7 +49,7 @@ impl Ask {
 #[derive(Debug)]
 pub struct Parsed {
     pub ask: Ask,
-    /// The guest address of the status byte.
+    /// Guest address of the status byte.
     pub status: u64,
 }
 
@@ -58,12 +58,12 @@ pub struct Parsed {
 pub struct Terms<'a> {
     pub memory: &'a Rc<GuestMemory>,
     pub serial: &'a str,
-    /// Writes are to be durable before their answer (the guest was told: no write cache).
+    /// Writes must be durable before their answer, because the guest sees no write cache.
     pub fua: bool,
 }
 
-/// Reads a chain. `segments` (reset here) receives the data of reads and writes. An error means
-/// that the chain cannot even be answered: no place for a status.
+/// Parses a chain. `segments` is reset, and receives the data of reads and writes. Returns an error
+/// if the chain cannot be answered, for example without a status byte.
 #[inline]
 pub fn parse(
     head: u16,
@@ -77,15 +77,15 @@ pub fn parse(
     let total = |descs: &[Desc]| descs.iter().map(|d| u64::from(d.len)).sum::<u64>();
     let (out_len, in_len) = (total(readable), total(writable));
     if out_len < HEADER {
-        return Err(bad("no room for the request header of 16 bytes"));
+        return Err(bad("it has no room for the request header of 16 bytes"));
     }
     let Some(last) = writable.iter().rfind(|d| d.len > 0) else {
-        return Err(bad("no writable byte for the status"));
+        return Err(bad("it has no writable byte for the status"));
     };
     let status = last
         .addr
         .checked_add(u64::from(last.len) - 1)
-        .ok_or(bad("its status lies beyond 64 bits"))?;
+        .ok_or(bad("its status byte is beyond 64 bits"))?;
     terms.memory.slice(status, 1, 1)?;
     let mut header = [0; HEADER as usize];
     segments.reset(terms.memory);
@@ -95,7 +95,7 @@ pub fn parse(
     let (kind, sector) = (u32_at(&header, 0), u64_at(&header, 8));
     let (data_out, data_in) = (out_len - HEADER, in_len - 1);
     let ask = match kind {
-        // Data of the wrong direction would be passed over without a word.
+        // Data in the wrong direction is an error, because the device could only ignore it.
         0 if data_out > 0 => Err(Failure::Io),
         1 if data_in > 0 => Err(Failure::Io),
         0 => transfer(Op::Read, sector, writable, (0, data_in), segments),
@@ -106,8 +106,8 @@ pub fn parse(
         13 => ranges(true, terms.fua, readable, data_out, segments),
         _ => Err(Failure::Unsupported),
     };
-    // Memory that is not the guest's, or lengths that do not fit: the request is bad, the ring is
-    // not.
+    // Data outside guest memory, or a wrong length, makes only this request fail. The ring is still
+    // usable.
     let ask = ask.unwrap_or_else(|failure| {
         let op = match kind {
             0 => Some(Op::Read),
@@ -121,7 +121,7 @@ pub fn parse(
     Ok(Parsed { ask, status })
 }
 
-/// The status byte for an outcome.
+/// Returns the status byte for an outcome.
 pub fn wire_status(status: Status) -> u8 {
     match status {
         Ok(()) => S_OK,
@@ -179,7 +179,7 @@ fn ranges(
         let mut range = [0; RANGE as usize];
         segments.copy_out((index * RANGE) as usize, &mut range);
         let (sector, sectors, flags) = (u64_at(&range, 0), u32_at(&range, 8), u32_at(&range, 12));
-        // 5.2.6.2: unknown flags are unsupported, and so is unmap in a discard.
+        // 5.2.6.2: other flags are unsupported, and unmap in a discard is too.
         if flags & !RANGE_UNMAP != 0 || (!zeroes && flags != 0) {
             return Err(Failure::Unsupported);
         }
@@ -200,7 +200,7 @@ fn ranges(
     })
 }
 
-/// Appends `len` bytes of the descriptors' memory, from `skip` on.
+/// Appends `len` bytes of the descriptors' memory to `segments`, after the first `skip` bytes.
 #[inline]
 fn gather(
     segments: &mut Segments,
@@ -220,10 +220,10 @@ fn gather(
         let take = (here - skip).min(len);
         let bad = blockyard_ring::MemoryError::OutOfRange { addr: desc.addr, len: here };
         segments.push_guest(desc.addr.checked_add(skip).ok_or(bad)?, take)?;
-        // Only a guest that means harm has so many pieces, or regions so small that so many are
-        // crossed.
-        if segments.count() > PIECES {
-            return Err(RingError::Pieces(PIECES));
+        // Only a hostile guest has so many descriptors, or memory regions so small that its data
+        // spans so many.
+        if segments.count() > MAX_SEGMENTS {
+            return Err(RingError::Segments(MAX_SEGMENTS));
         }
         skip = 0;
         len -= take;
@@ -249,7 +249,7 @@ mod tests {
     use blockyard_ring::Region;
     use proptest::prelude::*;
 
-    /// Two regions that touch, a hole, and as many regions of one byte as there may be.
+    /// Two adjacent regions, a gap, and `bytes` regions of one byte each.
     fn memory(bytes: u64) -> Rc<GuestMemory> {
         let region = |at, len| Region::memfd("test", at, at, len).unwrap().0;
         let mut memory = GuestMemory::default()
@@ -281,12 +281,12 @@ mod tests {
     }
 
     #[test]
-    fn regions_of_a_byte_each_take_no_memory_of_ours() {
+    fn a_request_across_many_regions_has_a_bounded_number_of_segments() {
         let memory = memory(500);
         let data = std::iter::repeat_n(desc(0x4000, 500, true), 1000);
         let descs: Vec<_> =
             [desc(0, 16, false)].into_iter().chain(data).chain([desc(0xfff, 1, true)]).collect();
-        // 500000 bytes are no whole sectors; with 288 more they are.
+        // 500000 bytes are not a multiple of the sector size. With 288 bytes more they are.
         let mut segments = Segments::default();
         let descs = [&descs[..1001], &[desc(0x4000, 288, true)], &descs[1001..]].concat();
         let parsed = ask(&memory, &descs, &mut segments).unwrap();
@@ -297,11 +297,11 @@ mod tests {
             ),
             "{parsed:?}"
         );
-        assert!(segments.count() <= PIECES + 500, "{} pieces", segments.count());
+        assert!(segments.count() <= MAX_SEGMENTS + 500, "{} segments", segments.count());
     }
 
     #[test]
-    fn a_serial_is_cut_to_what_there_is_room_for() {
+    fn a_serial_is_cut_to_the_size_of_the_buffer() {
         let memory = memory(0);
         memory.slice(0, 16, 1).unwrap().write(0, &8u128.to_le_bytes());
         for (room, len) in [(0, 0), (5, 5), (20, 20), (30, 20)] {
@@ -329,9 +329,10 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Whatever a chain says, what comes of it is whole, and lies in the memory.
+        /// Whatever a chain contains, the parsed request has valid lengths and lies in guest
+        /// memory.
         #[test]
-        fn any_chain(descs in descs(), kind in 0..15u32, sector in prop_oneof![0..99u64, any::<u64>()], tail: [u8; 64]) {
+        fn every_chain_is_parsed_or_refused(descs in descs(), kind in 0..15u32, sector in prop_oneof![0..99u64, any::<u64>()], tail: [u8; 64]) {
             let memory = memory(8);
             let header = u128::from(kind) | u128::from(sector) << 64;
             for at in [0x10, 0x500, 0x1ff0] {

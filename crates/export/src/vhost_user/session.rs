@@ -1,11 +1,13 @@
-//! The handler of one front end's messages: changes the session's state, and does on reactors what
-//! follows from it.
+//! The handler of one front end's messages. It changes the session's state, and carries out the
+//! effects on the reactors.
 //!
 //! In: messages, parsed by the `vhost` crate. Out: a [`SessionState`], and queues started, stopped
-//! and changed on reactors. What must hold: a ring's addresses are resolved when it starts, against
-//! the memory table of that time; memory that is removed stays mapped until the last request in it
-//! is answered (regions are counted); `GET_VRING_BASE` and the end of a session wait for what is in
-//! flight. A change stays recorded if a reactor or the process cannot carry it out.
+//! and changed on reactors. What must hold:
+//! - A ring's addresses are resolved when the ring starts, with the memory table of that time.
+//! - Removed memory stays mapped until the last request in it is answered (regions have reference
+//!   counts).
+//! - `GET_VRING_BASE` and the end of a session wait for the requests in flight.
+//! - A change stays in the state even if a reactor or the process cannot carry it out.
 
 use std::cell::OnceCell;
 use std::fs::File;
@@ -35,31 +37,31 @@ use super::{Shared, Tuning};
 const NO_CALL: &str =
     "a call or error notifier that is neither an eventfd nor a Unix stream socket";
 
-/// A session; one thread works on it.
+/// A session. Only one thread uses it.
 pub struct Session {
     pub(super) export: Arc<Shared>,
     pub(super) device: Arc<DeviceState>,
     shape: QueueShape,
     tuning: Tuning,
-    /// The front end's process.
+    /// The front end's process, if it is known.
     peer: Option<i32>,
     pub(super) state: SessionState,
-    /// The state's memory table, mapped.
+    /// The mapped memory table.
     pub(super) memory: GuestMemory,
-    /// The log says that memory is in a file on a disk.
+    /// The log already says that guest memory is in a file on a disk.
     pub(super) named_disk: bool,
-    /// None: it is not pinned.
+    /// `None`: guest memory is not pinned.
     pub(super) pins: Option<Pins>,
-    /// The state's in-flight region, mapped.
+    /// The mapped in-flight region.
     pub(super) inflight: Option<InflightRegion>,
     pub(super) caller: OnceCell<Arc<Caller>>,
-    /// The rings that run.
+    /// The running rings.
     queues: Vec<Option<QueueHandle>>,
 }
 
 impl Session {
-    /// A session that begins with `state`, which is new or was [released](Session::release) by
-    /// another session: maps its memory and starts its rings.
+    /// Returns a session that starts with `state`. The state is new, or another session has
+    /// [released](Session::release) it. Maps its memory and starts its rings.
     pub fn new(export: Arc<Shared>, peer: Option<i32>, state: SessionState) -> Result<Self> {
         export.device.write_back.store(state.write_back, Ordering::Relaxed);
         let mut session = Session {
@@ -83,7 +85,7 @@ impl Session {
         begun.map(|()| session)
     }
 
-    /// Makes what the state describes.
+    /// Maps memory and starts rings as the state says.
     fn begin(&mut self) -> Result<()> {
         self.map_table()?;
         if let Some(told) = &self.state.inflight {
@@ -99,8 +101,8 @@ impl Session {
         Ok(())
     }
 
-    /// Stops all queues, each after what it has in flight, and returns the state. This session
-    /// begins anew.
+    /// Stops each queue after its requests in flight, and returns the state. This session is then
+    /// as new.
     pub fn release(&mut self) -> SessionState {
         let _wait = self.export.own_wait();
         for index in 0..self.queues.len() {
@@ -111,8 +113,8 @@ impl Session {
         std::mem::replace(&mut self.state, self.export.new_state())
     }
 
-    /// Stops a ring, if it runs, after what it has in flight. False: its reactor has ended, and
-    /// nothing is known of it.
+    /// Stops a ring, if it runs, after its requests in flight. Returns false if its reactor has
+    /// ended, so that the ring's position is not known.
     fn stop(&mut self, index: usize) -> bool {
         let Some(queue) = self.queues[index].take() else { return true };
         let base = queue.stop();
@@ -137,13 +139,13 @@ impl Session {
         outcome.map_err(|why| self.refuse(format_args!("{why}")))
     }
 
-    /// Makes one change of the state, and does what follows from it.
+    /// Makes one change of the state, and carries out its effect.
     pub(super) fn apply(&mut self, change: Change) -> Result<()> {
         let effect = self.state.apply(change);
         match self.allowed(effect)? {
             Effect::None => Ok(()),
             Effect::Features { before } => {
-                self.settle_write_cache(before);
+                self.reset_write_cache(before);
                 Ok(())
             }
             Effect::Restart(index) => self.restart(index),
@@ -165,19 +167,19 @@ impl Session {
     fn call(&self, index: usize) -> Result<Call> {
         Ok(match (self.copy(&self.state.vrings[index].call)?, &self.state.back_channel) {
             (Some(fd), _) => Call::fd(fd).map_err(|e| {
-                self.refuse(format_args!("queue {index}: signalling its calls: {e}"))
+                self.refuse(format_args!("queue {index}: cannot use its call descriptor: {e}"))
             })?,
             (None, Some(channel)) if self.state.in_band() => {
-                let caller = self
-                    .caller(channel)
-                    .map_err(|e| self.refuse(format_args!("a thread for calls: {e}")))?;
+                let caller = self.caller(channel).map_err(|e| {
+                    self.refuse(format_args!("cannot start a thread for in-band calls: {e}"))
+                })?;
                 Call::InBand { caller, index: index as u16 }
             }
             (None, _) => Call::None,
         })
     }
 
-    /// What sends calls by messages on the channel of today.
+    /// Returns the sender of in-band calls, started at the first use.
     fn caller(&self, channel: &Arc<BackChannel>) -> std::io::Result<Arc<Caller>> {
         if let Some(caller) = self.caller.get() {
             return Ok(caller.clone());
@@ -186,17 +188,17 @@ impl Session {
         Ok(self.caller.get_or_init(|| caller).clone())
     }
 
-    /// A running queue has descriptors of its own: the state keeps those that it was given.
+    /// Duplicates a descriptor for a running queue. The state keeps the original.
     fn copy(&self, fd: &Option<OwnedFd>) -> Result<Option<OwnedFd>> {
         fd.as_ref().map(|fd| self.duplicate(fd)).transpose()
     }
 
     pub(super) fn duplicate(&self, fd: &OwnedFd) -> Result<OwnedFd> {
-        fd.try_clone().map_err(|e| self.refuse(format_args!("copying a descriptor: {e}")))
+        fd.try_clone().map_err(|e| self.refuse(format_args!("cannot duplicate a descriptor: {e}")))
     }
 
-    /// A descriptor that a reactor may wait for or signal: no other user of it can make the reactor
-    /// sleep.
+    /// Returns a descriptor that a reactor may wait for or signal, because no other process can
+    /// make the reactor block with it.
     fn notifier(
         &self,
         fd: Option<File>,
@@ -207,11 +209,11 @@ impl Session {
         match is_good(&fd) {
             Ok(true) => Ok(Some(fd)),
             Ok(false) => Err(self.refuse(format_args!("{wrong}"))),
-            Err(e) => Err(self.refuse(format_args!("looking at a notifier: {e}"))),
+            Err(e) => Err(self.refuse(format_args!("cannot check a notifier: {e}"))),
         }
     }
 
-    /// Starts a ring if it is not running; all it needs must have been told.
+    /// Starts a ring if it does not run. Returns an error if something that it needs is not set.
     pub(super) fn start(&mut self, index: usize) -> Result<()> {
         let Some(vring) = self.state.vrings.get(index) else { return Err(no()) };
         if vring.started {
@@ -244,7 +246,7 @@ impl Session {
             in_band: self.state.in_band(),
             call: self.call(index)?,
             error: self.copy(&vring.error)?,
-            // Without protocol features rings are enabled from the start.
+            // Without protocol features, rings are enabled from the start.
             enabled: vring.enabled || !self.state.has(config::F_PROTOCOL),
             poll: self.tuning.poll,
             coalesce: self.tuning.coalesce,
@@ -262,8 +264,8 @@ impl Session {
         Ok(())
     }
 
-    /// A new kick for a running ring is a new start (QEMU does this when it switches to another
-    /// notifier).
+    /// Stops and starts a ring. A new kick descriptor for a running ring means this (QEMU sends one
+    /// when it switches to another notifier).
     fn restart(&mut self, index: usize) -> Result<()> {
         let wait = self.export.own_wait();
         let is_stopped = self.stop(index);
@@ -361,14 +363,14 @@ impl VhostUserBackendReqHandlerMut for Session {
         (vring.kick, vring.call, vring.error) = (None, None, None);
         let base = vring.base;
         if !is_stopped {
-            // What the ring has come to is not known.
+            // The ring's position is not known.
             return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
         }
         Ok(VhostUserVringState::new(index, base))
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        let fd = self.notifier(fd, notify::is_kick, "a kick that is no eventfd")?;
+        let fd = self.notifier(fd, notify::is_kick, "a kick descriptor that is no eventfd")?;
         self.apply(Change::Kick { index: index.into(), fd })
     }
 
@@ -390,8 +392,8 @@ impl VhostUserBackendReqHandlerMut for Session {
             | VhostUserProtocolFeatures::RESET_DEVICE
             | VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
-        // User Mode Linux takes whatever is offered, and a message a kick is many times slower than
-        // an eventfd.
+        // User Mode Linux accepts all features that are offered, and an in-band kick is many times
+        // slower than an eventfd.
         let in_band = VhostUserProtocolFeatures::INBAND_NOTIFICATIONS;
         Ok(if self.tuning.in_band { base | in_band } else { base })
     }
@@ -415,7 +417,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         _flags: VhostUserConfigFlags,
     ) -> Result<Vec<u8>> {
         let mut space = config::space(&self.device.disk, self.shape, self.state.write_back);
-        // Front ends ask for as much as they know of; what lies beyond our fields is zero.
+        // Front ends ask for the fields that they know. Fields beyond ours are zero.
         let (offset, end) = (offset as usize, offset as usize + size as usize);
         space.resize(space.len().max(end), 0);
         Ok(space[offset..end].to_vec())
@@ -425,22 +427,22 @@ impl VhostUserBackendReqHandlerMut for Session {
         let at = config::WCE_OFFSET.checked_sub(offset as usize);
         let Some(byte) = at.and_then(|at| buf.get(at)) else {
             return Err(self.refuse(format_args!(
-                "the guest writes {} bytes at {offset} of its configuration",
+                "the guest writes {} bytes at offset {offset} of the configuration space",
                 buf.len()
             )));
         };
         if !self.state.has(config::F_CONFIG_WCE) {
             return Err(self.refuse(format_args!(
-                "the write cache is switched, but CONFIG_WCE was not negotiated"
+                "the guest switches the write cache, but CONFIG_WCE was not negotiated"
             )));
         }
         let write_back = *byte != 0;
         if self.switch_write_cache(write_back) && !write_back {
-            // What was written under the old promise must be durable under the new one.
+            // Earlier writes must become durable before the guest relies on a write-through cache.
             let _wait = self.export.own_wait();
             if !self.export.sync() {
                 return Err(self.refuse(format_args!(
-                    "the write cache is off, and what was written cannot be synced"
+                    "the write cache is off, but earlier writes cannot be synced"
                 )));
             }
         }

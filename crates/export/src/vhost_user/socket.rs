@@ -1,8 +1,8 @@
-//! A look at each message before the `vhost` crate reads it.
+//! Peeks at each message before the `vhost` crate reads it.
 //!
-//! A message is taken here if the crate does not know it (a kick by message), keeps what it brings
-//! to itself (the back channel's descriptor), or ends the session where a refusal is enough. All
-//! others are left on the socket.
+//! A message is handled here in three cases: the crate does not know it (in-band kick), the crate
+//! does not hand on its contents (the back channel's descriptor), or the crate ends the session
+//! although a refusal would be enough. All other messages stay on the socket.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -28,53 +28,53 @@ const NEED_REPLY: u32 = 1 << 3;
 const REPLY: u32 = 1 << 2;
 const VERSION: u32 = 1;
 
-/// The longest body of a message that is taken here.
-const BODY_MOST: usize = 40;
-/// Bytes of an in-flight description's fields. The crate wants four bytes of padding behind them,
-/// which QEMU sends.
+/// Longest body of a message that is handled here, in bytes.
+const MAX_BODY: usize = 40;
+/// Length of an in-flight description in bytes. The crate requires four bytes of padding after it,
+/// as QEMU sends them.
 const INFLIGHT: usize = 20;
 
-/// What comes next on a connection.
+/// The next message on a connection.
 pub enum Next {
     Gone,
-    /// A message that was taken off the socket.
+    /// A message that was read from the socket.
     Taken {
         request: u32,
-        /// The front end wants an acknowledgement.
+        /// The front end asks for an acknowledgement.
         reply: bool,
         message: Message,
     },
-    /// Still on the socket.
+    /// The message is still on the socket.
     Other {
         request: u32,
     },
 }
 
-/// A message that was taken here.
+/// A message that is handled here.
 pub enum Message {
-    /// A kick by message.
+    /// An in-band kick.
     Kick { index: u32 },
     /// The back channel's descriptor.
     BackChannel(Option<OwnedFd>),
-    /// Addresses of a ring's parts. The crate ends the session if they are not aligned.
+    /// Addresses of a ring's parts. The crate would end the session if they are not aligned.
     Addresses { index: u32, flags: u32, descriptor: u64, used: u64, available: u64 },
-    /// The crate ends the session if the state is neither 0 nor 1.
+    /// The crate would end the session if the state is neither 0 nor 1.
     Enable { index: u32, state: u32 },
-    /// The front end asks for an in-flight region, and describes it without padding.
+    /// A request to make an in-flight region, without padding.
     AskInflight(VhostUserInflight),
     /// An in-flight region, described without padding.
     Inflight(VhostUserInflight, Option<OwnedFd>),
 }
 
-/// Messages that are answered by something else than a status: that cannot say no.
-pub fn is_question(request: u32) -> bool {
+/// Returns whether the answer to this message carries data, so that it cannot report an error.
+pub fn has_data_answer(request: u32) -> bool {
     [SET_LOG_BASE, GET_VRING_BASE, GET_INFLIGHT_FD].contains(&request)
 }
 
-/// Looks at the next message; waits for it.
+/// Waits for the next message, and reads it if it is handled here.
 pub fn next(stream: &UnixStream) -> io::Result<Next> {
     let mut header = [0; HEADER];
-    // Descriptors that come with a message are not touched by a look without ancillary room.
+    // A peek without space for control messages leaves descriptors on the socket.
     let got = loop {
         match rustix::net::recv(stream, &mut header[..], RecvFlags::PEEK | RecvFlags::WAITALL) {
             Ok((got, _)) => break got,
@@ -90,14 +90,14 @@ pub fn next(stream: &UnixStream) -> io::Result<Next> {
     let is_taken = match request {
         VRING_KICK | SET_VRING_ENABLE => size == 8,
         SET_BACKEND_REQ_FD => size <= 8,
-        SET_VRING_ADDR => size == BODY_MOST,
+        SET_VRING_ADDR => size == MAX_BODY,
         GET_INFLIGHT_FD | SET_INFLIGHT_FD => size == INFLIGHT,
         _ => false,
     };
     if !is_taken {
         return Ok(Next::Other { request });
     }
-    let mut bytes = [0; HEADER + BODY_MOST];
+    let mut bytes = [0; HEADER + MAX_BODY];
     let fd = take(stream, &mut bytes[..HEADER + size])?;
     let message = message(request, &bytes[HEADER..], fd);
     Ok(Next::Taken { request, reply: flags & NEED_REPLY != 0, message })
@@ -140,7 +140,7 @@ fn long(bytes: &[u8], at: usize) -> u64 {
     u64::from_ne_bytes(long)
 }
 
-/// Receives a message of known length, and the descriptor that comes with it.
+/// Reads a message of known length, and the first descriptor that comes with it.
 fn take(stream: &UnixStream, message: &mut [u8]) -> io::Result<Option<OwnedFd>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -157,12 +157,12 @@ fn take(stream: &UnixStream, message: &mut [u8]) -> io::Result<Option<OwnedFd>> 
     Ok(fds.next().and_then(|mut fds| fds.next()))
 }
 
-/// Answers a message that asked for a status: 0 is success.
+/// Sends the acknowledgement of a message. 0 means success.
 pub fn acknowledge(stream: &UnixStream, request: u32, good: bool) -> io::Result<()> {
     send(stream, request, &u64::from(!good).to_ne_bytes(), &[])
 }
 
-/// Answers GET_INFLIGHT_FD by a description without padding.
+/// Answers GET_INFLIGHT_FD with a description without padding.
 pub fn give_inflight(
     stream: &UnixStream,
     inflight: &VhostUserInflight,
@@ -189,6 +189,6 @@ fn send(stream: &UnixStream, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) 
     }
     let sent =
         rustix::net::sendmsg(stream, &[IoSlice::new(&reply)], &mut ancillary, SendFlags::NOSIGNAL)?;
-    // It is far shorter than what a socket takes at once.
+    // The reply is far shorter than the socket's buffer.
     if sent == reply.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }

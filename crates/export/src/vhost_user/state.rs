@@ -1,9 +1,9 @@
 //! The state of a session: what a front end has set, as data.
 //!
 //! In: one [`Change`] for each message. Out: the [`Effect`] that the handler ([`super::session`])
-//! must carry out on reactors. The state has no threads, reactors or mappings. It can be written
-//! out, and another handler can take it over. What must hold: [`SessionState::apply`] makes a
-//! change as a whole, or refuses it and leaves the state as it was. There is one exception,
+//! must carry out on reactors. The state has no threads, reactors or mappings, so it can be
+//! serialised, and another handler can take it over. What must hold: [`SessionState::apply`] makes
+//! a change as a whole, or refuses it and leaves the state unchanged. The only exception is
 //! [`Change::Addresses`].
 
 use std::os::fd::OwnedFd;
@@ -18,7 +18,7 @@ use super::config;
 use super::inflight::queue_bytes;
 
 /// Most entries of a virtqueue (virtio 1.2, 2.7).
-const ENTRIES_MOST: u32 = 32768;
+const MAX_ENTRIES: u32 = 32768;
 
 /// What a front end has set.
 #[derive(Debug)]
@@ -28,11 +28,11 @@ pub struct SessionState {
     pub protocol: VhostUserProtocolFeatures,
     /// The guest sees a volatile write cache.
     pub write_back: bool,
-    /// The memory table, in the order of its messages.
+    /// The memory table, in the order of the messages.
     pub memory: Vec<MemoryRegion>,
     pub inflight: Option<InflightFile>,
-    /// The socket for messages to the front end, and the acknowledgements that the front end owes
-    /// on it. It is shared with the threads that send these messages.
+    /// The socket for messages to the front end, with the acknowledgements that the front end owes
+    /// on it. The threads that send these messages share it.
     pub back_channel: Option<Arc<BackChannel>>,
     pub vrings: Vec<Vring>,
 }
@@ -45,10 +45,10 @@ pub struct MemoryRegion {
     /// Address in the front end's process.
     pub user: u64,
     pub size: u64,
-    /// Where the region begins in its file, in bytes.
+    /// Offset of the region in its file, in bytes.
     pub offset: u64,
-    /// None: the process had too few descriptors left to keep it. Another handler cannot take this
-    /// session over.
+    /// `None` if the process had too few descriptors left to keep it. Then another handler cannot
+    /// take this session over.
     pub file: Option<OwnedFd>,
 }
 
@@ -67,27 +67,27 @@ pub struct InflightFile {
 pub struct Vring {
     pub size: u32,
     pub parts: Option<Parts>,
-    /// The index to begin at. Of a ring that runs: where it began.
+    /// The index to start at. While the ring runs: the index at which it started.
     pub base: u32,
-    /// This session has stopped the ring after its last request, so nothing of it is in flight, and
-    /// what the front end says of its base is true. (After the death of a back end only the
-    /// in-flight region knows.)
+    /// This session has stopped the ring after its last request. So nothing of the ring is in
+    /// flight, and the front end's base is valid. (After a back end was killed, only the in-flight
+    /// region has the position.)
     pub is_settled: bool,
     pub kick: Option<OwnedFd>,
     pub call: Option<OwnedFd>,
     pub error: Option<OwnedFd>,
     pub enabled: bool,
-    /// The ring runs. In a state that was taken out: the next handler must start it.
+    /// The ring runs. In a released state: the next handler must start the ring.
     pub started: bool,
 }
 
-/// Addresses of a ring's parts, in the front end's process.
+/// Addresses of a ring's parts in the front end's process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parts {
     pub descriptors: u64,
-    /// The available ring (packed: the driver's area).
+    /// The available ring (packed: the driver area).
     pub available: u64,
-    /// The used ring (packed: the device's area).
+    /// The used ring (packed: the device area).
     pub used: u64,
 }
 
@@ -99,7 +99,7 @@ impl Parts {
     }
 }
 
-/// What one message changes.
+/// The change that one message asks for.
 #[derive(Debug)]
 pub enum Change {
     Features {
@@ -112,7 +112,7 @@ pub enum Change {
         index: u32,
         entries: u32,
     },
-    /// If it is refused, the ring has no addresses: it must not start with those of before.
+    /// If it is refused, the ring has no addresses, so that it cannot start with the old ones.
     Addresses {
         index: u32,
         flags: u32,
@@ -146,45 +146,48 @@ pub enum Change {
 #[must_use]
 pub enum Effect {
     None,
-    /// The driver has accepted features, after it had accepted these: its write cache may be
-    /// another one.
+    /// The driver has accepted features. `before`: the features that it had accepted before. The
+    /// write cache may have to change.
     Features {
         before: u64,
     },
-    /// Start the ring; stop it first if it runs.
+    /// Start the ring. Stop it first if it runs.
     Restart(usize),
-    /// Give a ring that runs its new call descriptor.
+    /// Give a running ring its new call descriptor.
     Call(usize),
-    /// Give a ring that runs its new error descriptor.
+    /// Give a running ring its new error descriptor.
     Error(usize),
-    /// Enable or disable a ring that runs.
+    /// Enable or disable a running ring.
     Enable(usize),
 }
 
 /// Why a message is refused.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    #[error("features {0:#x} were not offered")]
+    #[error("SET_FEATURES of {0:#x}, which were not offered")]
     Features(u64),
-    #[error("the front end names queue {index} of {queues}")]
+    #[error("a message for queue {index}, but there are {queues}")]
     NoSuchQueue { index: u32, queues: usize },
-    #[error("queue {index} of {entries} entries")]
+    #[error("queue {index}: a ring of {entries} entries is not possible")]
     Size { index: u32, entries: u32 },
-    #[error("queue {index}: its parts are not aligned: {:#x}, {:#x}, {:#x} (flags {flags:#x})",
+    #[error("queue {index}: ring addresses that are not aligned, or unknown flags: \
+             {:#x}, {:#x}, {:#x} (flags {flags:#x})",
         parts.descriptors, parts.available, parts.used)]
     Addresses { index: u32, flags: u32, parts: Parts },
-    #[error("queue {index}: SET_VRING_ENABLE of {state}")]
+    #[error("queue {index}: SET_VRING_ENABLE of {state} is not valid")]
     Enable { index: u32, state: u32 },
-    #[error("a message of {0:?}, which was not negotiated")]
+    #[error("a message that needs {0:?}, which was not negotiated")]
     NotNegotiated(VhostUserProtocolFeatures),
-    #[error("an in-flight region for {queues} queues of {entries} entries")]
+    #[error("cannot make an in-flight region for {queues} queues of {entries} entries")]
     InflightShape { queues: u16, entries: u16 },
-    #[error("in-flight region of {bytes} bytes for {queues} queues of {entries} entries")]
+    #[error(
+        "the in-flight region is too small: {bytes} bytes for {queues} queues of {entries} entries"
+    )]
     InflightRoom { bytes: u64, queues: u16, entries: u16 },
 }
 
 impl SessionState {
-    /// The state of a front end that has set nothing yet.
+    /// Returns the state of a front end that has set nothing yet.
     pub fn new(queues: u16, write_back: bool) -> Self {
         SessionState {
             features: 0,
@@ -197,7 +200,7 @@ impl SessionState {
         }
     }
 
-    /// Makes one change, and returns what must be done about it.
+    /// Makes one change. Returns what the handler must do.
     pub fn apply(&mut self, change: Change) -> Result<Effect, Refusal> {
         match change {
             Change::Features { accepted, offered } => {
@@ -213,7 +216,7 @@ impl SessionState {
                 self.protocol = VhostUserProtocolFeatures::from_bits_truncate(bits)
             }
             Change::Size { index, entries } => {
-                if entries == 0 || entries > ENTRIES_MOST {
+                if entries == 0 || entries > MAX_ENTRIES {
                     return Err(Refusal::Size { index, entries });
                 }
                 self.vring(index)?.1.size = entries;
@@ -255,7 +258,7 @@ impl SessionState {
         Ok(Effect::None)
     }
 
-    /// Returns a ring with its number.
+    /// Returns a ring and its index.
     pub fn vring(&mut self, index: u32) -> Result<(usize, &mut Vring), Refusal> {
         let queues = self.vrings.len();
         let vring =
@@ -263,42 +266,43 @@ impl SessionState {
         Ok((index as usize, vring))
     }
 
-    /// Whether the driver has accepted a feature.
+    /// Returns whether the driver has accepted a feature.
     pub fn has(&self, feature: u64) -> bool {
         self.features & feature != 0
     }
 
-    /// Refuses a message of a protocol feature that was not negotiated.
+    /// Returns an error if a protocol feature was not negotiated.
     pub fn negotiated(&self, feature: VhostUserProtocolFeatures) -> Result<(), Refusal> {
         if self.protocol.contains(feature) { Ok(()) } else { Err(Refusal::NotNegotiated(feature)) }
     }
 
-    /// Notifications are messages (VHOST_USER_PROTOCOL_F_INBAND_NOTIFICATIONS).
+    /// Returns whether notifications are messages (VHOST_USER_PROTOCOL_F_INBAND_NOTIFICATIONS).
     pub fn in_band(&self) -> bool {
         self.protocol.contains(VhostUserProtocolFeatures::INBAND_NOTIFICATIONS)
     }
 
-    /// Messages may ask for an acknowledgement (VHOST_USER_PROTOCOL_F_REPLY_ACK).
+    /// Returns whether messages may ask for an acknowledgement (VHOST_USER_PROTOCOL_F_REPLY_ACK).
     pub fn acknowledges(&self) -> bool {
         self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
     }
 
-    /// Refuses to make an in-flight region that no queue of this device can have.
+    /// Returns an error if this device cannot have an in-flight region of this shape.
     pub fn check_inflight_shape(&self, asked: &VhostUserInflight) -> Result<(), Refusal> {
         let (queues, entries) = (asked.num_queues, asked.queue_size);
         if queues == 0
             || usize::from(queues) > self.vrings.len()
             || entries == 0
-            || u32::from(entries) > ENTRIES_MOST
+            || u32::from(entries) > MAX_ENTRIES
         {
             return Err(Refusal::InflightShape { queues, entries });
         }
         Ok(())
     }
 
-    /// Refuses an in-flight region that is too small for its queues.
-    pub fn check_inflight_room(&self, told: &VhostUserInflight) -> Result<(), Refusal> {
-        let (queues, entries, bytes) = (told.num_queues, told.queue_size, told.mmap_size);
+    /// Returns an error if an in-flight region is too small for its queues.
+    pub fn check_inflight_room(&self, described: &VhostUserInflight) -> Result<(), Refusal> {
+        let (queues, entries, bytes) =
+            (described.num_queues, described.queue_size, described.mmap_size);
         let need = queue_bytes(entries, self.has(config::F_PACKED)) * u64::from(queues);
         if queues == 0 || entries == 0 || bytes < need {
             return Err(Refusal::InflightRoom { bytes, queues, entries });
@@ -306,8 +310,8 @@ impl SessionState {
         Ok(())
     }
 
-    /// Forgets the rings and the features. The front end keeps memory, in-flight region, protocol
-    /// features and back channel over a reset.
+    /// Resets rings and features. Memory, in-flight region, protocol features and back channel
+    /// stay, because the front end keeps them across a reset.
     pub fn reset(&mut self) {
         for vring in &mut self.vrings {
             *vring = Vring { is_settled: true, ..Vring::default() };
@@ -317,8 +321,8 @@ impl SessionState {
 }
 
 impl Vring {
-    /// The ring was stopped at `base`. None: its reactor has ended, and nothing is known of the
-    /// ring.
+    /// Notes that the ring was stopped at `base`. `None`: its reactor has ended, so the ring's
+    /// position is not known.
     pub fn stopped(&mut self, base: Option<u32>) {
         self.started = false;
         self.is_settled = base.is_some();

@@ -10,7 +10,7 @@ use rustix::net::sockopt;
 
 use super::*;
 
-/// A TCP connection whose closing takes a minute, because its other side does not read.
+/// Returns a TCP connection whose close takes a minute, because its other side does not read.
 fn lingering() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -22,9 +22,9 @@ fn lingering() -> (TcpStream, TcpStream) {
     (ours, theirs)
 }
 
-/// The session's thread closes a descriptor that it was sent, and that takes its time.
+/// The session's thread closes a received descriptor, and the close blocks.
 #[test]
-fn a_descriptor_that_does_not_close_does_not_hold_the_end() {
+fn a_descriptor_that_does_not_close_does_not_block_stop() {
     let socket = std::env::temp_dir().join(format!("blockyard-linger-{}", std::process::id()));
     let (name, serial) = ("disk".to_string(), "disk".to_string());
     let options =
@@ -46,11 +46,11 @@ fn a_descriptor_that_does_not_close_does_not_hold_the_end() {
     let mut connection = Connection::open(&socket).unwrap();
     connection.negotiate(0, 0, PROTOCOL).unwrap();
     let (lingers, other) = lingering();
-    // ADD_MEM_REG of what is no memory.
+    // ADD_MEM_REG with a descriptor that is not memory.
     let message: Vec<u8> =
         [37u32, 1, 40].iter().flat_map(|w| w.to_ne_bytes()).chain([1; 40]).collect();
     connection.send_bytes(&message, &[lingers.as_fd()]).unwrap();
-    // If the session has closed its copy before, this close is the one that waits.
+    // If the session has closed its copy already, this close blocks.
     let close = std::thread::spawn(move || drop(lingers));
     export.stop();
     drop(other);

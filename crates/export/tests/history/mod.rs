@@ -305,7 +305,7 @@ impl<R: Layout> History<R> {
         if steps > 0
             && let (Some(inflight), Ring::Packed(ring)) = (&mut self.inflight, &self.ring)
         {
-            let (index, wrap) = ring.used_place();
+            let (index, wrap) = ring.used_position();
             inflight.publishing_packed(index, wrap);
         }
         if steps > 1 {

@@ -6,7 +6,7 @@ fn region(size: u16, is_packed: bool) -> InflightRegion {
 }
 
 #[test]
-fn split_tells_what_is_unanswered_in_order() {
+fn a_split_ring_s_unanswered_chains_are_found_in_order() {
     let region = region(8, false);
     let mut queue = region.queue(0, false).unwrap().unwrap();
     for head in [5, 2, 7, 0] {
@@ -15,7 +15,7 @@ fn split_tells_what_is_unanswered_in_order() {
     queue.pushed_split(2);
     queue.published_split(1);
     queue.pushed_split(0);
-    // Killed here: published or not, the ring's index decides.
+    // The process is killed here. The ring's index shows whether the last entry was published.
     assert_eq!(region.queue(0, false).unwrap().unwrap().recover_split(1), [5, 7, 0]);
     let region2 = region.clone();
     let mut queue = region2.queue(0, false).unwrap().unwrap();
@@ -25,7 +25,7 @@ fn split_tells_what_is_unanswered_in_order() {
 }
 
 #[test]
-fn packed_keeps_the_descriptors() {
+fn a_packed_ring_s_descriptors_are_kept() {
     let region = region(8, true);
     let mut queue = region.queue(0, true).unwrap().unwrap();
     let raw = |n: u8| [n; 16];
@@ -37,13 +37,13 @@ fn packed_keeps_the_descriptors() {
     queue.published_packed();
     queue.pushed_packed(a);
     queue.publishing_packed(3, true);
-    // Killed before the ring's flags were written: `a` is still unanswered.
+    // The process is killed before it writes the ring's flags: `a` is still unanswered.
     let (chains, used) =
         region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).unwrap();
     assert_eq!(used, (1, true));
     assert_eq!(chains.iter().map(|c| c.entry).collect::<Vec<_>>(), [a, c]);
     assert_eq!(chains[0].raw, [raw(1), raw(2)]);
-    // Killed after it: only `c` is.
+    // The process is killed after that: only `c` is unanswered.
     let mut queue = region.queue(0, true).unwrap().unwrap();
     queue.pushed_packed(a);
     queue.publishing_packed(3, true);
@@ -54,7 +54,7 @@ fn packed_keeps_the_descriptors() {
 }
 
 #[test]
-fn a_damaged_region_is_said_to_be() {
+fn a_damaged_region_is_an_error() {
     let damaged = |entry: usize, at: usize, value: u16| {
         let region = region(64, true);
         let mut queue = region.queue(0, true).unwrap().unwrap();
@@ -66,7 +66,7 @@ fn a_damaged_region_is_said_to_be() {
         );
         region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false)
     };
-    assert_eq!(damaged(5, packed::NUM, 9).unwrap().0.len(), 1, "an entry that nobody is at");
+    assert_eq!(damaged(5, packed::NUM, 9).unwrap().0.len(), 1, "an entry that is in no chain");
     for (entry, at, value) in
         [(0, packed::NUM, 0), (0, packed::NUM, u16::MAX), (0, packed::NEXT, u16::MAX)]
     {
@@ -75,7 +75,8 @@ fn a_damaged_region_is_said_to_be() {
             "{entry} {at} {value}"
         );
     }
-    // Many chains that are each as long as the region: no more is read than there is.
+    // Many chains, each of which claims the length of the region: at most the region's entries are
+    // read.
     let region = region(64, true);
     let mut queue = region.queue(0, true).unwrap().unwrap();
     for entry in 0..usize::from(queue.size()) {
@@ -90,7 +91,7 @@ fn a_damaged_region_is_said_to_be() {
 }
 
 #[test]
-fn counters_at_their_end_and_regions_without_end_are_borne() {
+fn counters_may_overflow_and_regions_may_be_huge() {
     let region = region(8, false);
     let mut queue = region.queue(0, false).unwrap().unwrap();
     queue.taken_split(3);
@@ -98,7 +99,7 @@ fn counters_at_their_end_and_regions_without_end_are_borne() {
     let mut queue = region.queue(0, false).unwrap().unwrap();
     queue.taken_split(4);
     assert_eq!(queue.recover_split(0).len(), 2);
-    // Sparse, and it stays so: only the entries that may be used are touched.
+    // The file is sparse and stays sparse: only entries that may be used are touched.
     let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, 1 << 40).unwrap();
     let mapper = Mapper::new(false);
@@ -109,13 +110,13 @@ fn counters_at_their_end_and_regions_without_end_are_borne() {
     assert!(rustix::fs::fstat(&fd).unwrap().st_blocks * 512 < 2 << 20);
     assert!(
         InflightRegion::map(&mapper, fd, (3, 4096), 1).is_err(),
-        "counters would lie across words"
+        "counters would not be aligned"
     );
 }
 
-/// Every interleaving of taking, using and publishing leaves every entry free in the end.
+/// After every order of taking, using and publishing, each entry is free in the end.
 #[test]
-fn entries_taken_between_use_and_publication_are_not_lost() {
+fn entries_taken_between_push_and_publication_are_not_lost() {
     let region = region(8, true);
     let mut queue = region.queue(0, true).unwrap().unwrap();
     for round in 0..2000u16 {
@@ -132,8 +133,8 @@ fn entries_taken_between_use_and_publication_are_not_lost() {
     assert_eq!(region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).unwrap().0, []);
 }
 
-/// A region as libvhost-user lays it out for rings of 128: 128 entries in 2,112 bytes, where there
-/// is room for 131. `edit` changes it before it is mapped.
+/// Returns a region as libvhost-user lays it out for rings of 128: 128 entries in 2,112 bytes,
+/// where there is room for 131. `edit` changes it before it is mapped.
 fn foreign(
     is_packed: bool,
     entries: u16,
@@ -165,7 +166,7 @@ fn a_region_of_another_back_end_is_read_by_its_fields() {
     });
     let mut queue = noted.queue(0, false).unwrap().unwrap();
     assert_eq!((queue.size(), queue.recover_split(1)), (128, vec![0, 6]));
-    // A packed one: a chain of entries 0 and 2, the fields of a descriptor in the specification's
+    // A packed one: a chain of entries 0 and 2, with descriptor fields in the specification's
     // order.
     let noted = foreign(true, 4, 192, |bytes| {
         let mut entry = |number: usize, next: u16, id: u16| {
@@ -211,30 +212,30 @@ fn a_region_that_cannot_be_read_is_an_error() {
     assert_eq!(
         unreadable(|bytes| bytes[VERSION_AT] = 0).unwrap().unwrap().size(),
         131,
-        "a fresh one"
+        "a new one"
     );
 }
 
 #[test]
-fn a_ring_that_begins_anew_leaves_nothing_of_the_one_before() {
+fn a_formatted_part_has_nothing_of_the_ring_before() {
     for is_packed in [false, true] {
         let region = region(8, is_packed);
         let mut queue = region.queue(0, is_packed).unwrap().unwrap();
         if is_packed {
             let entry = queue.taken_packed(&[[1; 16]]);
-            queue.begin_anew();
+            queue.format_if_idle();
             assert!(queue.is_used(), "one is in flight");
             queue.pushed_packed(entry);
             queue.publishing_packed(1, true);
             queue.published_packed();
         } else {
             queue.taken_split(3);
-            queue.begin_anew();
+            queue.format_if_idle();
             assert!(queue.is_used(), "one is in flight");
             queue.pushed_split(3);
             queue.published_split(1);
         }
-        queue.begin_anew();
+        queue.format_if_idle();
         assert!(!queue.is_used());
         assert!(!region.queue(0, is_packed).unwrap().unwrap().is_used());
     }

@@ -1,5 +1,5 @@
-//! What of a queue is changed on the way of a request: the ring, the in-flight region beside it,
-//! and the chains between being taken and being answered.
+//! The state of a queue that each request changes: the ring, the in-flight region, and the chains
+//! that are taken and not answered.
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
@@ -17,21 +17,21 @@ use crate::vhost_user::inflight::{Inflight, PackedChain};
 use crate::vhost_user::notify::Call;
 use crate::vhost_user::virtqueue::{Desc, Head, PackedRing, Ring, RingError, SplitRing};
 
-/// A chain between being taken and being answered.
+/// A chain that is taken and not answered.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Pending {
-    /// Requests of it that are not answered yet; 0: the entry is free.
+    /// Number of its requests that are not answered yet. 0: no chain has this id.
     pub(super) parts: u32,
     pub(super) failed: Option<Failure>,
     pub(super) count: u16,
-    /// Bytes written to the guest if all goes well.
+    /// Bytes written into the guest's memory if no request fails.
     pub(super) written: u32,
     pub(super) status: u64,
     /// Its entry in the in-flight region.
     pub(super) entry: u16,
 }
 
-/// What is changed on the way of a request.
+/// The state that each request changes.
 pub(super) struct Core {
     pub(super) ring: Ring,
     pub(super) memory: Rc<GuestMemory>,
@@ -45,12 +45,12 @@ pub(super) struct Core {
     pub(super) placement: Placement,
     counters: Rc<Counters>,
     pub(super) error: Option<OwnedFd>,
-    /// Used elements pushed and not published.
+    /// Number of used elements that are pushed and not published.
     pub(super) unpublished: u32,
     pub(super) broken: bool,
 }
 
-/// A chain of a predecessor.
+/// A chain that the previous back end left unanswered.
 pub(super) enum Again {
     Split(u16),
     Packed(PackedChain),
@@ -80,7 +80,7 @@ impl Core {
                 return Err(RingError::Inflight { ring: setup.size, region: noted.size() });
             }
             if setup.is_settled {
-                noted.begin_anew();
+                noted.format_if_idle();
             }
         }
         let (ring, again) = if setup.packed {
@@ -145,7 +145,7 @@ impl Core {
         {
             let (chains, used) =
                 inflight.recover_packed(|index, wrap| ring.was_used(index, wrap))?;
-            // The region's chains have at most 32768 descriptors in all.
+            // This cannot overflow: the chains of a region have at most 32768 descriptors together.
             let ahead = chains.iter().map(|c| c.raw.len() as u16).sum();
             ring.restore(used, ahead)?;
             again = chains.into_iter().map(Again::Packed).collect();
@@ -179,7 +179,7 @@ impl Core {
     #[inline]
     pub(super) fn publish(&mut self) {
         if let (Some(inflight), Ring::Packed(ring)) = (&mut self.inflight, &self.ring) {
-            let (index, wrap) = ring.used_place();
+            let (index, wrap) = ring.used_position();
             inflight.publishing_packed(index, wrap);
         }
         self.ring.publish();
@@ -212,7 +212,7 @@ impl Core {
         self.coalescer = Coalescer::new(wait, self.ring.size(), self.counters.clone());
         self.polling.set_notified_by_stream(call.is_stream());
         self.call = call;
-        // Whatever was told to the old one may be lost.
+        // Signals on the old descriptor may be lost.
         self.call.ring();
     }
 }

@@ -1,5 +1,5 @@
-//! A session over a socket pair: the test sends a message and has the session work on it, on one
-//! thread.
+//! A session over a socket pair. The test sends a message and then lets the session handle it, on
+//! one thread.
 
 use std::io::Read;
 use std::os::fd::AsFd;
@@ -48,12 +48,12 @@ fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
 
-/// The index of a ring, and a number for it.
+/// Returns the body of a message with a ring's index and a number.
 fn of_ring(index: u32, number: u32) -> Vec<u8> {
     [index, number].iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
 
-/// A description of an in-flight region for `queues` queues, without padding.
+/// Returns the description of an in-flight region for `queues` queues, without padding.
 fn inflight(bytes: u64, queues: u16) -> Vec<u8> {
     let mut body = words(&[bytes, 0]);
     body.extend([queues, SIZE].iter().flat_map(|half| half.to_ne_bytes()));
@@ -72,7 +72,7 @@ struct Front {
 }
 
 impl Front {
-    /// Features are negotiated, and nothing else.
+    /// Connects, and negotiates features.
     fn new() -> Self {
         let export = export();
         let (stream, theirs) = UnixStream::pair().unwrap();
@@ -100,7 +100,7 @@ impl Front {
         front
     }
 
-    /// Memory, in-flight region and ring 0 are set, and the ring runs.
+    /// Sets memory, in-flight region and ring 0, and starts the ring.
     fn started() -> Self {
         let mut front = Front::new();
         let (memory, region) = front.region();
@@ -117,7 +117,7 @@ impl Front {
         front
     }
 
-    /// The descriptor of the memory, and the body of the message that adds it.
+    /// Returns the memory's descriptor, and the body of the message that adds it.
     fn region(&self) -> (OwnedFd, Vec<u8>) {
         let path = format!("/proc/self/fd/{}", self.memory.region().mmap_handle);
         let file = File::options().read(true).write(true).open(path).unwrap();
@@ -132,8 +132,8 @@ impl Front {
         words(&[0, desc, used, avail, 0])
     }
 
-    /// Sends a message, and has the session work on it. Returns the first word of the answer, if
-    /// there is one.
+    /// Sends a message and lets the session handle it. Returns the first 8 bytes of the answer's
+    /// body, if there is an answer.
     fn send(&mut self, request: R, body: &[u8], fds: &[&OwnedFd]) -> Option<u64> {
         let mut bytes: Vec<u8> = [request as u32, 1 | 8, body.len() as u32]
             .iter()
@@ -160,7 +160,7 @@ impl Front {
         super::super::lock(&self.messages.session)
     }
 
-    /// The state as text, with the numbers of its descriptors.
+    /// Returns the state as text, with its descriptors' numbers.
     fn state(&self) -> String {
         format!("{:?}", self.session().state)
     }
@@ -223,7 +223,7 @@ fn messages_lead_to_the_state_that_they_describe() {
 }
 
 #[test]
-fn a_refused_message_leaves_the_state_as_it_was() {
+fn a_refused_message_leaves_the_state_unchanged() {
     let mut front = Front::started();
     front.read();
     let before = front.state();
@@ -243,7 +243,7 @@ fn a_refused_message_leaves_the_state_as_it_was() {
         (R::SET_VRING_KICK, words(&[0]), &[&pipe]),
         (R::SET_VRING_CALL, words(&[0]), &[&pipe]),
         (R::SET_VRING_ERR, words(&[0]), &[&file]),
-        // It overlaps the region that is there.
+        // It overlaps an existing region.
         (R::ADD_MEM_REG, region, &[&memory]),
         (R::ADD_MEM_REG, words(&[0, at, 8192, at, 0]), &[&file]),
         (R::REM_MEM_REG, no_region, &[]),
@@ -253,7 +253,7 @@ fn a_refused_message_leaves_the_state_as_it_was() {
         assert_eq!(front.send(request, &body, fds), REFUSED, "{request:?}");
         assert_eq!(front.state(), before, "{request:?}");
     }
-    // A region of the table cannot be mapped: the table of before stays.
+    // If a region of a new table cannot be mapped, the old table stays.
     let (start, len) = front.memory.range();
     let user = front.memory.user_address(start);
     let (memory, _) = front.region();
@@ -287,17 +287,17 @@ fn memory_that_is_removed_leaves_the_state() {
     assert_eq!(regions(&front), [(start, 0)]);
 }
 
-/// A fresh session that has the state of another one serves the same ring.
+/// A new session continues with the state of another one, and serves the same ring.
 #[test]
-fn a_state_that_is_taken_over_goes_on_where_it_was() {
+fn a_session_continues_with_the_state_of_another_one() {
     let mut front = Front::started();
     (0..3).for_each(|_| front.read());
     let mut state = front.session().release();
-    assert_eq!(front.session().state.features, 0, "the session that gave it away begins anew");
+    assert_eq!(front.session().state.features, 0, "the session that released its state is as new");
     let ring = &state.vrings[0];
     assert_eq!((ring.base, ring.is_settled, ring.started, ring.enabled), (3, true, true, true));
     assert_eq!(state.features, FEATURES);
-    // What the guest has set of its write cache is not what a new session begins with.
+    // The test changes the write cache to a value that a new session does not start with.
     assert!(std::mem::replace(&mut state.write_back, false));
     let (parts, memory) = (ring.parts, format!("{:?}", state.memory));
     let next = Session::new(front.export.clone(), None, state).unwrap();
@@ -326,9 +326,9 @@ fn a_state_that_is_taken_over_goes_on_where_it_was() {
     assert!(ring.kick.is_none() && ring.call.is_none());
 }
 
-/// A ring that was disabled or stopped is so in the next session.
+/// In the next session, a disabled ring is disabled, and a stopped ring is stopped.
 #[test]
-fn a_ring_that_is_disabled_or_stopped_stays_so() {
+fn a_disabled_or_stopped_ring_stays_so_in_the_next_session() {
     let mut front = Front::started();
     assert_eq!(front.send(R::SET_VRING_ENABLE, &of_ring(0, 0), &[]), DONE);
     let state = front.session().release();
@@ -349,7 +349,7 @@ fn a_state_that_cannot_be_mapped_is_not_taken_over() {
     let mut state = front.session().release();
     state.memory[0].file = None;
     assert!(Session::new(front.export.clone(), None, state).is_err());
-    // Its memory is there, and its ring is not in it.
+    // The memory can be mapped, but the ring's addresses are outside it.
     let front = Front::started();
     let mut state = front.session().release();
     state.vrings[0].parts = Some(Parts { descriptors: 0, available: 0, used: 0 });
@@ -359,7 +359,7 @@ fn a_state_that_cannot_be_mapped_is_not_taken_over() {
 }
 
 #[test]
-fn a_reset_leaves_memory_and_in_flight_region() {
+fn a_reset_keeps_memory_and_in_flight_region() {
     let mut front = Front::started();
     front.read();
     assert_eq!(front.send(R::RESET_DEVICE, &[], &[]), DONE);

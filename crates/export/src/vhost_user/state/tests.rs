@@ -12,7 +12,7 @@ fn accept(accepted: u64) -> Change {
     Change::Features { accepted, offered: OFFERED }
 }
 
-/// A state of two queues, whose features are negotiated.
+/// Returns a state of two queues with negotiated features.
 fn state() -> SessionState {
     let mut state = SessionState::new(2, true);
     assert_eq!(state.apply(accept(F_PROTOCOL | F_VERSION_1)), Ok(Effect::Features { before: 0 }));
@@ -20,13 +20,13 @@ fn state() -> SessionState {
 }
 
 #[test]
-fn each_message_changes_its_part_and_says_what_to_do() {
+fn each_message_changes_its_part_and_returns_the_effect() {
     let mut state = state();
     let protocol = VhostUserProtocolFeatures::MQ | VhostUserProtocolFeatures::REPLY_ACK;
     let (kick, call, error) = (event(), event(), event());
     let numbers = [&kick, &call, &error].map(|fd| format!("{fd:?}"));
     for (change, effect) in [
-        // A bit that no version of the protocol knows is dropped.
+        // A bit that no version of the protocol has is dropped.
         (Change::Protocol(protocol.bits() | 1 << 63), Effect::None),
         (Change::Size { index: 1, entries: 32768 }, Effect::None),
         (Change::Addresses { index: 1, flags: 0, parts: PARTS }, Effect::None),
@@ -46,11 +46,11 @@ fn each_message_changes_its_part_and_says_what_to_do() {
     let fds =
         [&vring.kick, &vring.call, &vring.error].map(|fd| format!("{:?}", fd.as_ref().unwrap()));
     assert_eq!(fds, numbers);
-    assert!(!vring.started, "only the handler starts it");
+    assert!(!vring.started, "only the handler starts a ring");
     assert_eq!(
         format!("{:?}", state.vrings[0]),
         format!("{:?}", Vring::default()),
-        "the other ring"
+        "the other ring is unchanged"
     );
     assert_eq!(state.apply(Change::Enable { index: 1, state: 0 }), Ok(Effect::Enable(1)));
     assert!(!state.vrings[1].enabled);
@@ -59,7 +59,7 @@ fn each_message_changes_its_part_and_says_what_to_do() {
 }
 
 #[test]
-fn what_is_refused_leaves_the_state_as_it_was() {
+fn a_refused_change_leaves_the_state_as_it_was() {
     let mut state = state();
     let set = [
         Change::Size { index: 0, entries: 64 },
@@ -100,7 +100,7 @@ fn what_is_refused_leaves_the_state_as_it_was() {
 }
 
 #[test]
-fn a_ring_does_not_keep_addresses_of_before() {
+fn a_ring_loses_its_addresses_if_new_ones_are_refused() {
     for (flags, parts) in [
         (0, Parts { descriptors: 0x1008, ..PARTS }),
         (0, Parts { available: 0x2001, ..PARTS }),
@@ -116,7 +116,7 @@ fn a_ring_does_not_keep_addresses_of_before() {
 }
 
 #[test]
-fn an_in_flight_region_has_room_for_its_queues() {
+fn an_in_flight_region_that_is_too_small_is_refused() {
     let mut state = state();
     let region = |mmap_size, num_queues, queue_size| VhostUserInflight {
         mmap_size,
@@ -151,7 +151,7 @@ fn an_in_flight_region_has_room_for_its_queues() {
 }
 
 #[test]
-fn a_reset_forgets_rings_and_features_and_keeps_the_rest() {
+fn a_reset_clears_rings_and_features_and_keeps_the_rest() {
     let mut state = state();
     let protocol = VhostUserProtocolFeatures::RESET_DEVICE;
     let changes = [
@@ -169,7 +169,7 @@ fn a_reset_forgets_rings_and_features_and_keeps_the_rest() {
 }
 
 #[test]
-fn the_base_of_a_ring_is_true_only_if_it_was_stopped() {
+fn the_base_of_a_ring_is_valid_only_if_the_ring_was_stopped() {
     let mut vring = Vring { base: 5, started: true, ..Vring::default() };
     vring.stopped(Some(9));
     assert_eq!((vring.base, vring.is_settled, vring.started), (9, true, false));

@@ -1,9 +1,10 @@
 //! Virtqueues from the device's side: split (virtio 1.2, section 2.7) and packed (2.8).
 //!
-//! In: what the guest wrote, at any time, true or false. Out: chains of descriptors, copied once
-//! and checked; used elements, published a batch at a time. What must hold: a descriptor is read
-//! once and judged by the copy; every walk is bounded; an index or length that cannot be is a
-//! [`RingError`], which stops this queue and no other.
+//! In: guest memory, which the guest may change at any time, and which may hold anything. Out:
+//! chains of descriptors, copied and checked; used elements, published in batches. What must hold:
+//! - Each descriptor is read once, and only the copy is checked and used.
+//! - Every loop over guest data is bounded.
+//! - An impossible index or length is a [`RingError`], which stops only this queue.
 
 mod packed;
 mod split;
@@ -15,8 +16,8 @@ use std::rc::Rc;
 
 use blockyard_ring::{GuestMemory, MemoryError};
 
-/// Longest chain taken, in descriptors: what one operation of the kernel can carry (IOV_MAX),
-/// header and status beside.
+/// Most descriptors of a chain: as many as one kernel operation can carry (IOV_MAX), plus header
+/// and status.
 pub const MAX_CHAIN: usize = 1026;
 
 const DESC_F_NEXT: u16 = 1;
@@ -24,7 +25,7 @@ const DESC_F_WRITE: u16 = 2;
 const DESC_F_INDIRECT: u16 = 4;
 const DESC_LEN: usize = 16;
 
-/// One descriptor of a chain, as copied.
+/// A copy of one descriptor of a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Desc {
     pub addr: u64,
@@ -32,7 +33,7 @@ pub struct Desc {
     pub writable: bool,
 }
 
-/// A chain's name on its ring, and how many ring entries it takes.
+/// Identifies a chain on its ring, with the number of ring entries that it takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
     /// Split: index of the first descriptor. Packed: the buffer id.
@@ -40,16 +41,14 @@ pub struct Head {
     pub count: u16,
 }
 
-/// What a guest (or its memory's owner) did that no driver may.
+/// What a guest, or the owner of its memory, did wrong.
 #[derive(Debug, thiserror::Error)]
 pub enum RingError {
-    #[error(
-        "ring size {0} (a split ring's is a power of two, a packed one's any number, at most 32768)"
-    )]
+    #[error("ring size {0} (must be 1 to 32768, and for a split ring a power of two)")]
     Size(u32),
-    #[error("ring size {ring}, and the in-flight region has room for {region}")]
+    #[error("ring size {ring}, but the in-flight region has room for {region} entries")]
     Inflight { ring: u32, region: u16 },
-    #[error("available index {index} is more than the ring's size ahead of {next}")]
+    #[error("available index {index} is more than the ring's size ahead of index {next}")]
     AvailIndex { index: u16, next: u16 },
     #[error("descriptor index {index} is beyond the table of {size}")]
     DescIndex { index: u16, size: u16 },
@@ -59,7 +58,7 @@ pub enum RingError {
     ChainTooLong { head: u16, max: usize },
     #[error("indirect descriptor at {head}: {what}")]
     Indirect { head: u16, what: &'static str },
-    #[error("the descriptors at {head} are available anew, and not used yet")]
+    #[error("the descriptors at {head} are made available again before they are used")]
     Overrun { head: u16 },
     #[error("the in-flight region cannot be read: {0}")]
     Region(&'static str),
@@ -67,21 +66,20 @@ pub enum RingError {
     Order { head: u16 },
     #[error("descriptor chain at {head}: {what}")]
     Request { head: u16, what: &'static str },
-    #[error("a request's data is in more than {0} pieces of memory")]
-    Pieces(usize),
+    #[error("a request's data has more than {0} segments")]
+    Segments(usize),
     #[error(transparent)]
     Memory(#[from] MemoryError),
 }
 
-/// A virtqueue of either kind.
+/// A split or packed virtqueue.
 pub enum Ring {
     Split(SplitRing),
     Packed(PackedRing),
 }
 
 impl Ring {
-    /// The guest's memory has changed: indirect tables are looked for in this one. The ring itself
-    /// stays where it is.
+    /// Sets changed guest memory, for indirect tables. The ring itself stays at its address.
     pub fn set_memory(&mut self, memory: Rc<GuestMemory>) {
         match self {
             Ring::Split(ring) => ring.set_memory(memory),
@@ -89,7 +87,7 @@ impl Ring {
         }
     }
 
-    /// Takes the next available chain into `descs` (emptied first).
+    /// Takes the next available chain into `descs`, which is cleared first.
     #[inline]
     pub fn pop(&mut self, descs: &mut Vec<Desc>) -> Result<Option<Head>, RingError> {
         descs.clear();
@@ -99,7 +97,7 @@ impl Ring {
         }
     }
 
-    /// Whether a chain waits to be taken.
+    /// Returns whether a chain is available.
     #[inline]
     pub fn has_available(&self) -> bool {
         match self {
@@ -108,8 +106,8 @@ impl Ring {
         }
     }
 
-    /// Gives a chain back; `written`: bytes the device wrote into it. Seen by the guest at the next
-    /// `publish`.
+    /// Pushes a used element. `written`: bytes that the device wrote into the chain's buffers. The
+    /// guest sees it at the next `publish`.
     #[inline]
     pub fn push_used(&mut self, head: Head, written: u32) {
         match self {
@@ -118,7 +116,7 @@ impl Ring {
         }
     }
 
-    /// Shows the guest everything pushed so far.
+    /// Publishes all used elements pushed so far.
     #[inline]
     pub fn publish(&mut self) {
         match self {
@@ -127,7 +125,7 @@ impl Ring {
         }
     }
 
-    /// Whether the guest asked to be told of what was published since the last call that said yes.
+    /// Returns whether the guest wants to be notified of what was published since the last call.
     #[inline]
     pub fn wants_signal(&mut self) -> bool {
         match self {
@@ -136,7 +134,8 @@ impl Ring {
         }
     }
 
-    /// Asks to be kicked at the next chain; false when one is there already (then do not sleep).
+    /// Asks the guest for a kick at the next chain. Returns false if a chain is available already,
+    /// so that the queue must not sleep.
     #[inline]
     pub fn enable_kicks(&mut self) -> bool {
         match self {
@@ -145,7 +144,7 @@ impl Ring {
         }
     }
 
-    /// Asks not to be kicked.
+    /// Makes the guest send no kicks.
     #[inline]
     pub fn disable_kicks(&mut self) {
         match self {
@@ -154,7 +153,7 @@ impl Ring {
         }
     }
 
-    /// Where to go on after a hand-over: VHOST_USER_GET_VRING_BASE's number.
+    /// Returns the position from which another back end can go on (VHOST_USER_GET_VRING_BASE).
     pub fn base(&self) -> u32 {
         match self {
             Ring::Split(ring) => ring.base(),
@@ -162,7 +161,7 @@ impl Ring {
         }
     }
 
-    /// Entries of the ring.
+    /// Returns the number of entries of the ring.
     pub fn size(&self) -> u16 {
         match self {
             Ring::Split(ring) => ring.size(),
@@ -171,14 +170,14 @@ impl Ring {
     }
 }
 
-/// virtio 1.2, 2.7.7.2: does an index that went from `old` to `new` pass `event`?
+/// Returns whether an index that went from `old` to `new` has passed `event` (virtio 1.2, 2.7.7.2).
 #[inline]
 fn passes(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
 
-/// A raw descriptor's fields: split (addr, len, flags, next) and packed (addr, len, id, flags)
-/// differ in the last two.
+/// Splits a raw descriptor into its fields. Split (addr, len, flags, next) and packed descriptors
+/// (addr, len, id, flags) differ in the last two.
 #[inline]
 fn fields(bytes: [u8; DESC_LEN]) -> (u64, u32, u16, u16) {
     let [a0, a1, a2, a3, a4, a5, a6, a7, l0, l1, l2, l3, x0, x1, y0, y1] = bytes;
@@ -190,11 +189,11 @@ fn fields(bytes: [u8; DESC_LEN]) -> (u64, u32, u16, u16) {
     )
 }
 
-/// How many descriptors an indirect table of `len` bytes holds.
+/// Returns the number of descriptors in an indirect table of `len` bytes.
 fn indirect_count(head: u16, len: u32) -> Result<usize, RingError> {
     let count = len as usize / DESC_LEN;
     if len == 0 || !(len as usize).is_multiple_of(DESC_LEN) {
-        return Err(RingError::Indirect { head, what: "its length is no multiple of 16 bytes" });
+        return Err(RingError::Indirect { head, what: "its length is not a multiple of 16 bytes" });
     }
     if count > MAX_CHAIN {
         return Err(RingError::ChainTooLong { head, max: MAX_CHAIN });
@@ -202,7 +201,7 @@ fn indirect_count(head: u16, len: u32) -> Result<usize, RingError> {
     Ok(count)
 }
 
-/// Appends a descriptor to a chain: the device-readable ones come first (2.7.4.2).
+/// Appends a descriptor to a chain. Device-readable ones must come first (2.7.4.2).
 #[inline]
 fn push(
     head: u16,

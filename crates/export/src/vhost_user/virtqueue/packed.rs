@@ -16,16 +16,16 @@ const EVENT_ENABLE: u16 = 0;
 const EVENT_DISABLE: u16 = 1;
 const EVENT_DESC: u16 = 2;
 
-/// A place on the ring, with the wrap counter that it is reached under.
+/// A position on the ring: an index, and the wrap counter under which it is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct Position {
     pub index: u16,
     pub wrap: bool,
 }
 
-impl Place {
+impl Position {
     fn from_bits(bits: u16) -> Self {
-        Place { index: bits & 0x7fff, wrap: bits & 0x8000 != 0 }
+        Position { index: bits & 0x7fff, wrap: bits & 0x8000 != 0 }
     }
 
     fn bits(self) -> u16 {
@@ -48,22 +48,22 @@ pub struct PackedRing {
     device_event: SharedSlice,
     size: u16,
     event_idx: bool,
-    avail: Place,
-    used: Place,
-    /// Ring entries taken and not given back.
+    avail: Position,
+    used: Position,
+    /// Number of ring entries that are taken and not used.
     taken: u16,
-    /// The first used descriptor that is not published: its flags are written last.
+    /// The first used descriptor that is not published. Its flags are written last.
     held: Option<(u16, u16)>,
-    /// Ring entries pushed since the last decision about a signal.
-    told: u16,
-    /// The chain last popped, as it stood in the ring: the in-flight region keeps it.
+    /// Number of ring entries pushed since the last call of `wants_signal`.
+    unsignalled: u16,
+    /// The last popped chain in the ring's format, for the in-flight region.
     raw: Vec<[u8; DESC_LEN]>,
 }
 
 impl PackedRing {
-    /// `desc`, `driver` and `device` are guest addresses of the ring and the two event structures;
-    /// `base` is VHOST_USER_SET_VRING_BASE's number: the available place in its lower half, the
-    /// used one in its upper.
+    /// `desc`, `driver` and `device` are guest addresses of the ring and of the two event
+    /// structures. `base` is the number from VHOST_USER_SET_VRING_BASE: the available position in
+    /// its lower half, the used position in its upper half.
     pub fn new(
         memory: Rc<GuestMemory>,
         (desc, driver, device): (u64, u64, u64),
@@ -78,12 +78,12 @@ impl PackedRing {
         let has_used = |index: u32| {
             table.load_u16(index as usize * DESC_LEN + 14, Ordering::Acquire) & F_USED != 0
         };
-        // User Mode Linux tells 0 for a fresh ring and forgets the wrap counters, which begin at 1
-        // (2.8.1). A ring that has truly come to 0 under wrap counter 0 has been gone through, and
-        // some descriptor carries the used bit (not always the first: it may be the middle of a
-        // chain).
+        // For a new ring, User Mode Linux sends 0, although the wrap counters begin at 1 (2.8.1).
+        // If the ring is not new and has come to 0 under wrap counter 0, then some descriptor has
+        // the used bit. (That need not be the first one, which may be the middle of a chain.)
         let base = if base == 0 && !(0..size).any(has_used) { 0x8000_8000 } else { base };
-        let (avail, used) = (Place::from_bits(base as u16), Place::from_bits((base >> 16) as u16));
+        let (avail, used) =
+            (Position::from_bits(base as u16), Position::from_bits((base >> 16) as u16));
         for place in [avail, used] {
             if u32::from(place.index) >= size {
                 return Err(RingError::DescIndex { index: place.index, size: size as u16 });
@@ -100,8 +100,8 @@ impl PackedRing {
             used,
             taken: 0,
             held: None,
-            // As if nothing had been told: see SplitRing.
-            told: 1,
+            // Makes the first `wants_signal` signal: see `SplitRing`.
+            unsignalled: 1,
             raw: Vec::new(),
         })
     }
@@ -155,12 +155,12 @@ impl PackedRing {
         Ok(Some(Head { id, count }))
     }
 
-    /// The chain last popped, in ring format.
+    /// Returns the last popped chain in the ring's format.
     pub fn raw(&self) -> &[[u8; DESC_LEN]] {
         &self.raw
     }
 
-    /// Takes a chain again that a predecessor had in flight, from its raw descriptors.
+    /// Reads a chain that the previous back end had in flight, from its raw descriptors.
     pub fn retake(&self, raw: &[[u8; DESC_LEN]], descs: &mut Vec<Desc>) -> Result<Head, RingError> {
         descs.clear();
         let mut id = self.size;
@@ -180,8 +180,8 @@ impl PackedRing {
         }
     }
 
-    /// Goes on from the used place that the in-flight region tells, with `ahead` ring entries taken
-    /// beyond it.
+    /// Continues at the used position from the in-flight region, with `ahead` ring entries in
+    /// flight beyond it.
     pub fn restore(&mut self, (index, wrap): (u16, bool), ahead: u16) -> Result<(), RingError> {
         if index >= self.size {
             return Err(RingError::DescIndex { index, size: self.size });
@@ -189,10 +189,10 @@ impl PackedRing {
         if ahead > self.size {
             return Err(RingError::Region("more descriptors are in flight than the ring has"));
         }
-        self.used = Place { index, wrap };
+        self.used = Position { index, wrap };
         self.taken = ahead;
-        // A predecessor that was killed while it published a batch has marked those behind the
-        // first, which the guest has not seen: they are not used after all.
+        // If the previous back end was killed while it published a batch, descriptors behind the
+        // first one are marked as used. The guest has not seen that, so it is undone.
         let mut place = self.used;
         for _ in 0..ahead {
             if self.was_used(place.index, place.wrap) {
@@ -210,12 +210,12 @@ impl PackedRing {
         Ok(())
     }
 
-    /// The used place after what was pushed so far.
-    pub fn used_place(&self) -> (u16, bool) {
+    /// Returns the used position after all pushed elements.
+    pub fn used_position(&self) -> (u16, bool) {
         (self.used.index, self.used.wrap)
     }
 
-    /// Whether the descriptor at a place was marked used under that wrap counter.
+    /// Returns whether the descriptor at `index` is marked as used under this wrap counter.
     pub fn was_used(&self, index: u16, wrap: bool) -> bool {
         if index >= self.size {
             return false;
@@ -247,7 +247,7 @@ impl PackedRing {
     }
 
     #[inline]
-    fn is_available(&self, place: Place) -> bool {
+    fn is_available(&self, place: Position) -> bool {
         let flags = self.desc.load_u16(usize::from(place.index) * DESC_LEN + 14, Ordering::Acquire);
         (flags & F_AVAIL != 0) == place.wrap && (flags & F_USED != 0) != place.wrap
     }
@@ -266,13 +266,12 @@ impl PackedRing {
         let flags = wrap | if written > 0 { DESC_F_WRITE } else { 0 };
         match self.held {
             None => self.held = Some((self.used.index, flags)),
-            // The guest stops at the first unused descriptor, so those behind it may be shown at
-            // once.
+            // The guest stops at the first unused descriptor, so later ones can be written at once.
             Some(_) => self.desc.store_u16(at + 14, flags, Ordering::Release),
         }
         self.used.advance(head.count, self.size);
         self.taken -= head.count;
-        self.told = self.told.saturating_add(head.count);
+        self.unsignalled = self.unsignalled.saturating_add(head.count);
     }
 
     #[inline]
@@ -284,7 +283,7 @@ impl PackedRing {
 
     #[inline]
     pub fn wants_signal(&mut self) -> bool {
-        let pushed = std::mem::take(&mut self.told);
+        let pushed = std::mem::take(&mut self.unsignalled);
         if pushed == 0 {
             return false;
         }
@@ -292,9 +291,9 @@ impl PackedRing {
         match self.driver_event.load_u16(2, Ordering::Acquire) & 3 {
             EVENT_ENABLE => true,
             EVENT_DESC if self.event_idx => {
-                let event = Place::from_bits(self.driver_event.load_u16(0, Ordering::Relaxed));
+                let event = Position::from_bits(self.driver_event.load_u16(0, Ordering::Relaxed));
                 let new = self.used.index;
-                // The event and the old place are brought onto one line with the new one (2.8.10).
+                // Event and old index are moved to the same lap as the new index (2.8.10).
                 let old = new.wrapping_sub(pushed);
                 let at = if event.wrap == self.used.wrap {
                     event.index

@@ -21,14 +21,14 @@ pub struct SplitRing {
     next_avail: u16,
     /// The guest's available index as last read.
     seen_avail: u16,
-    /// The used index with what is not published yet.
+    /// The used index, including elements that are not published yet.
     next_used: u16,
-    /// The used index at the last decision about a signal.
-    told_used: u16,
+    /// The used index at the last call of `wants_signal`.
+    signalled_used: u16,
 }
 
 impl SplitRing {
-    /// `desc`, `avail`, `used` are guest addresses; `base` is the available index to go on from.
+    /// `desc`, `avail`, `used` are guest addresses. `base` is the available index to start at.
     pub fn new(
         memory: Rc<GuestMemory>,
         (desc, avail, used): (u64, u64, u64),
@@ -54,9 +54,9 @@ impl SplitRing {
             next_avail: base,
             seen_avail: base,
             next_used,
-            // Whoever served this ring before may have died between publishing and telling: as if
-            // nothing was told.
-            told_used: next_used.wrapping_sub(1),
+            // The previous back end may have been killed after it published used elements and
+            // before it signalled. Signal again.
+            signalled_used: next_used.wrapping_sub(1),
         })
     }
 
@@ -64,13 +64,14 @@ impl SplitRing {
         self.memory = memory;
     }
 
-    /// Goes on with `ahead` chains taken beyond the used index: what a predecessor had in flight.
+    /// Continues after `ahead` chains beyond the used index, which the previous back end had in
+    /// flight.
     pub fn restore(&mut self, ahead: u16) {
         self.next_avail = self.next_used.wrapping_add(ahead);
         self.seen_avail = self.next_avail;
     }
 
-    /// The used index that the guest sees.
+    /// Returns the published used index.
     pub fn used_index(&self) -> u16 {
         self.used.load_u16(2, Ordering::Acquire)
     }
@@ -97,7 +98,7 @@ impl SplitRing {
         Ok(Some(Head { id: head, count: 1 }))
     }
 
-    /// Copies the chain at `head`: also used to take a chain anew that a predecessor had in flight.
+    /// Copies the chain at `head`. Also used for chains that the previous back end had in flight.
     #[inline]
     pub fn chain(&self, head: u16, descs: &mut Vec<Desc>) -> Result<(), RingError> {
         let mut index = head;
@@ -176,19 +177,19 @@ impl SplitRing {
 
     #[inline]
     pub fn wants_signal(&mut self) -> bool {
-        let (old, new) = (self.told_used, self.next_used);
+        let (old, new) = (self.signalled_used, self.next_used);
         if old == new {
             return false;
         }
-        // The used index must be visible before the guest's wish is read (2.7.7.2), or both sides
-        // may sleep.
+        // The used index must be visible before the guest's event index is read (2.7.7.2).
+        // Otherwise both sides may sleep.
         fence(Ordering::SeqCst);
         let wanted = if self.event_idx {
             passes(self.avail.load_u16(4 + usize::from(self.size) * 2, Ordering::Relaxed), new, old)
         } else {
             self.avail.load_u16(0, Ordering::Relaxed) & AVAIL_F_NO_INTERRUPT == 0
         };
-        self.told_used = new;
+        self.signalled_used = new;
         wanted
     }
 
@@ -205,7 +206,7 @@ impl SplitRing {
 
     #[inline]
     pub fn disable_kicks(&mut self) {
-        // With EVENT_IDX the event stays behind the index by itself.
+        // With EVENT_IDX, the event index stays behind by itself.
         if !self.event_idx {
             self.used.store_u16(0, USED_F_NO_NOTIFY, Ordering::Relaxed);
         }
