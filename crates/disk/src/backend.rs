@@ -1,4 +1,4 @@
-//! What a disk's bytes lie on: an image file, a chain of images, memory, or nothing.
+//! What holds a disk's data: an image file, a chain of images, memory, or nothing.
 
 use std::io;
 use std::sync::Arc;
@@ -19,27 +19,26 @@ use delay::Below;
 pub use delay::{Delay, Model, ModelError};
 pub use ram::Ram;
 
-/// An opened back end, before any reactor uses it: may be sent to and shared by all of them.
+/// An open back end before a reactor uses it. It may be sent to and shared by all reactors.
 #[derive(Clone, Debug)]
 pub enum Source {
-    /// A raw image: the file's offsets are the guest's.
+    /// A raw image: offsets in the file are the guest's offsets.
     File(Arc<ImageFile>),
-    /// An image of another format, and what is below it.
+    /// An image of another format, and its backing images.
     Chain(Arc<Chain>),
-    /// Reads nothing (the guest's buffer stays as it is), forgets writes: the cost of everything
-    /// above the image.
+    /// Reads leave the guest's buffer as it is, writes are discarded. Measures the cost of
+    /// everything above the image.
     Null {
         size: u64,
     },
-    /// As Null, or as File, but requests take the time that a device would take.
+    /// Like Null or File, but requests take as long as on a modelled device.
     Delay {
         size: u64,
         model: Arc<Model>,
         file: Option<Arc<ImageFile>>,
     },
     Ram(Arc<GuestMemory>),
-    /// The image was lost while it was exchanged for another: nothing can be read or written any
-    /// more.
+    /// The image was lost during an exchange: every request fails.
     Gone {
         size: u64,
         why: String,
@@ -53,18 +52,19 @@ pub enum SourceError {
     #[error(transparent)]
     Chain(#[from] ChainError),
     #[error(
-        "{name}: a size is a number of bytes with an optional suffix k, M, G or T (powers of 1024), at least 512"
+        "{name}: a size is a number of bytes with an optional suffix k, M, G or T \
+         (powers of 1024), at least 512"
     )]
     Size { name: String },
     #[error("{name}: {error}")]
     Delay { name: String, error: ModelError },
-    #[error("{name}: no memory for a disk of this size: choose a smaller one")]
+    #[error("{name}: not enough memory for a disk of this size: choose a smaller one")]
     Memory { name: String, source: MemoryError },
 }
 
 impl Source {
-    /// Opens an image by path, or `null:SIZE`, `ram:SIZE` or `delay:SIZE,...`. A file whose format
-    /// is not told is raw, unless its name says another.
+    /// Opens an image by path, or `null:SIZE`, `ram:SIZE` or `delay:SIZE,...`. Without a given
+    /// format the file name decides; the default is raw.
     pub fn open(options: &ChainOptions) -> Result<Self, SourceError> {
         let name = options.path.to_string_lossy();
         let size = |text: &str| {
@@ -130,8 +130,8 @@ impl Source {
         }
     }
 
-    /// Bytes a guest may address: whole sectors, the last one zero-filled where the file ends
-    /// inside it.
+    /// Returns the bytes that a guest may address: whole sectors. If the file ends within the last
+    /// sector, the rest of the sector reads as zeroes.
     pub fn capacity(&self) -> u64 {
         match self {
             Source::File(file) | Source::Delay { file: Some(file), .. } => {
@@ -153,9 +153,9 @@ impl Source {
         }
     }
 
-    /// The smallest unit a guest should use, in bytes: what O_DIRECT takes without
-    /// read-modify-write. That of a chain is always a sector, so that its images may lie on any
-    /// device, today and tomorrow.
+    /// Returns the smallest unit that a guest should use, in bytes: what O_DIRECT accepts without
+    /// read-modify-write. For a chain it is a sector, so that its images may be moved to any
+    /// device.
     pub fn logical_block(&self) -> u32 {
         match self.file() {
             Some(file) if file.direct() => file
@@ -167,7 +167,7 @@ impl Source {
         }
     }
 
-    /// What discards should be multiples of, in bytes, to give space back.
+    /// Returns the unit of discards that free space, in bytes.
     pub fn discard_unit(&self) -> u32 {
         match self {
             Source::Chain(chain) => chain.units().0 as u32,
@@ -175,9 +175,9 @@ impl Source {
         }
     }
 
-    /// The device that its bytes lie on, which other disks may share: its name, and whether it
-    /// turns. None: there is none, or nobody else can have it. Of a chain that of the topmost image
-    /// counts.
+    /// Returns the device that holds its data: its name, and whether it is rotational. For a chain,
+    /// the device of the topmost image counts. None: there is no device, or no other disk can share
+    /// it.
     pub fn device(&self) -> io::Result<Option<(String, bool)>> {
         let file = match self {
             Source::Delay { model, .. } => {
@@ -192,7 +192,7 @@ impl Source {
         file.device()
     }
 
-    /// Its raw image, where it is one.
+    /// Returns the raw image, if it is one.
     pub fn file(&self) -> Option<&Arc<ImageFile>> {
         match self {
             Source::File(file) | Source::Delay { file: Some(file), .. } => Some(file),
@@ -200,7 +200,7 @@ impl Source {
         }
     }
 
-    /// Its chain, where it has more to it than a file.
+    /// Returns the chain of images, if it is no raw image.
     pub fn chain(&self) -> Option<&Arc<Chain>> {
         match self {
             Source::Chain(chain) => Some(chain),
@@ -209,8 +209,8 @@ impl Source {
     }
 }
 
-/// What the guest is told of a chain: its images may lie on several devices, and what is allocated
-/// at a time counts more than what they prefer.
+/// Returns the geometry that the guest sees of a chain. Its images may be on several devices, so
+/// the chain's allocation units count more than the devices' preferred sizes.
 fn of_chain(chain: &Chain) -> Geometry {
     let device = chain.top().file.geometry();
     let (unit, cluster) = chain.units();
@@ -225,7 +225,7 @@ fn of_chain(chain: &Chain) -> Geometry {
     }
 }
 
-/// A number of bytes with a suffix, as people write it.
+/// Parses a number of bytes with an optional suffix (powers of 1024).
 pub fn parse_size(text: &str) -> Option<u64> {
     let text = text.trim();
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
@@ -240,8 +240,8 @@ pub fn parse_size(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-/// A back end on one reactor. What is rare and large is done in a future of its own, so that those
-/// of reads and writes, of which there are many, stay small.
+/// A back end on one reactor. Rare operations have boxed futures, so that those of reads and writes
+/// stay small.
 pub enum Backend<S> {
     Raw(Raw<S>),
     Image(Image<S>),
@@ -289,8 +289,8 @@ impl<S: Storage> Backend<S> {
         }
     }
 
-    /// `durable`: on stable storage before the answer; not for images, which have metadata to be
-    /// written in order: see [`Backend::flushes_whole`].
+    /// Writes at `offset`. `durable`: on stable storage before it returns. Ignored by images, whose
+    /// metadata need a flush; see [`Backend::flushes_whole`].
     #[inline]
     pub async fn write(
         &self,
@@ -312,14 +312,15 @@ impl<S: Storage> Backend<S> {
         }
     }
 
-    /// Only a flush makes a write durable: its data are found by metadata, which are written in an
-    /// order.
+    /// Returns whether only a flush makes a write durable, because metadata that are written in
+    /// order lead to the data.
     #[inline]
     pub fn flushes_whole(&self) -> bool {
         matches!(self, Backend::Image(_))
     }
 
-    /// A sync has failed that no flush of ours asked for: what it was to make durable may be lost.
+    /// Returns the error if a sync failed that no flush of the disk asked for. The writes that it
+    /// covered may be lost.
     pub fn lost(&self) -> Option<io::Error> {
         match self {
             Backend::Raw(raw) => raw.storage().lost(),
@@ -340,8 +341,8 @@ impl<S: Storage> Backend<S> {
         }
     }
 
-    /// For the end, on one reactor, when no request is on its way: flushes, and leaves the image as
-    /// it is to be found.
+    /// Flushes, and leaves the image marked as cleanly closed. Call it at the end, on one reactor,
+    /// when no request is in flight.
     pub async fn close(&self) -> io::Result<()> {
         match self {
             Backend::Image(image) => image.close().await,
@@ -363,7 +364,8 @@ impl<S: Storage> Backend<S> {
         }
     }
 
-    /// Durable after a flush. `fast`: Unsupported, where zeroes would have to be written.
+    /// Zeroes a range; durable after a flush. `fast`: fails with Unsupported if zeroes would have
+    /// to be written.
     pub async fn write_zeroes(
         &self,
         offset: u64,
@@ -393,7 +395,7 @@ impl<S: Storage> Backend<S> {
 }
 
 impl<S: Storage> Backend<S> {
-    /// Unsupported where fast zeroes would be, as far as that is known before they are made.
+    /// Returns Unsupported if fast zeroes would fail, as far as that is known without writing them.
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         match self {
             Backend::Raw(raw) => raw.may_zero_fast(offset, len),
@@ -402,7 +404,8 @@ impl<S: Storage> Backend<S> {
         }
     }
 
-    /// Where the bytes from `offset` on are, as far as they are alike; nothing is read.
+    /// Returns the block status from `offset` on: the longest range of one status within `len`
+    /// bytes. Reads no data.
     pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
         match self {
             Backend::Raw(raw) => raw.status(offset, len).await,

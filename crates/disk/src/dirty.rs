@@ -1,25 +1,27 @@
-//! Which parts of a disk were changed while they were being copied.
+//! A map of the parts of a disk that were changed while a commit copies them.
 //!
-//! In: ranges that guests have written, zeroed or discarded, from all reactors. Out: the parts,
-//! once each. What must hold: a change is noted after it was made (or failed half-way) and before
-//! it is answered; so whoever takes a part, copies it, and later finds the map empty while nothing
-//! is in flight, has copied the last state of everything.
+//! In: ranges that guests have written, zeroed or discarded, from all reactors. Out: each changed
+//! part, once.
+//!
+//! What must hold: a change is recorded after it was made (or failed half-way) and before it is
+//! answered. So if a caller takes parts and copies them, and later finds the map empty while no
+//! request is in flight, then it has copied the last state of the disk.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Parts of a disk have at least this many bytes, and there are at most so many of them.
+/// Smallest size of a part in bytes, and largest number of parts.
 const SMALLEST: u64 = 64 << 10;
 const MOST: u64 = 1 << 22;
 
 #[derive(Debug)]
 pub struct DirtyMap {
-    /// Bytes of a part are 2^bits.
+    /// Size of a part is 2^bits bytes.
     bits: u32,
     size: u64,
     words: Vec<AtomicU64>,
 }
 
-/// A change being made, noted when it is dropped.
+/// A change in progress. Dropping this records it.
 pub struct Changing<'a>(&'a DirtyMap, u64, u64);
 
 impl DirtyMap {
@@ -44,19 +46,20 @@ impl DirtyMap {
         }
         for part in offset >> self.bits..=(end - 1) >> self.bits {
             let (word, bit) = (&self.words[part as usize / 64], 1 << (part % 64));
-            // Also where it is noted already: it may be on its way to be taken, by who has not read
-            // what was changed.
+            // Set the bit even if it is set already: another thread may be about to take the part,
+            // and may have read it before this change.
             word.fetch_or(bit, Ordering::AcqRel);
         }
     }
 
-    /// Bytes that are noted, at most.
+    /// Returns the size of all recorded parts, in bytes.
     pub fn bytes(&self) -> u64 {
         self.words.iter().map(|w| u64::from(w.load(Ordering::Acquire).count_ones())).sum::<u64>()
             << self.bits
     }
 
-    /// Takes the first noted part at or behind `offset`, as offset and length.
+    /// Removes the first recorded part at or after `offset`. Returns its offset and length in
+    /// bytes.
     pub fn take(&self, offset: u64) -> Option<(u64, u64)> {
         let first = offset.div_ceil(1 << self.bits);
         for index in first as usize / 64..self.words.len() {
@@ -84,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_changed_is_taken_once() {
+    fn each_changed_part_is_taken_once() {
         let map = DirtyMap::new((10 << 20) + 512);
         drop(map.changing(65535, 2));
         drop(map.changing(10 << 20, 512));
@@ -98,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_is_noted_when_it_is_over() {
+    fn a_change_is_recorded_when_it_ends() {
         let map = DirtyMap::new(1 << 40);
         let change = map.changing(5, 1);
         assert_eq!(map.bytes(), 0);

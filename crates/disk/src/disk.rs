@@ -1,8 +1,9 @@
-//! A disk: what all reactors share of it.
+//! A disk: the state that all reactors share.
 //!
-//! It is read on the way of a request, and written only when something goes wrong or a person
-//! changes it, and at flushes. What must hold: after a failed flush no write is acknowledged; its
-//! image changes only while nothing is in flight (see [`crate::gate`]).
+//! Requests read it. It is written only by flushes, after errors, and by control threads.
+//!
+//! What must hold: after a failed flush no write is acknowledged. The image is exchanged only while
+//! no request is in flight (see [`crate::quiesce`]).
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,68 +21,68 @@ use crate::flush::FlushGroup;
 use crate::once_a_second::OnceASecond;
 use crate::request::Failure;
 
-/// Bytes in the page cache that a disk with neighbours may leave to be written back: some
-/// milliseconds of a device's time.
+/// Bytes that a disk with neighbours may leave in the page cache before it syncs them: a few
+/// milliseconds of device time.
 const MOST_DIRTY: u64 = 8 << 20;
 
-/// What a disk is set up with.
+/// Settings of a disk.
 #[derive(Clone, Debug)]
 pub struct DiskOptions {
     pub name: String,
-    /// What the guest reads as the disk's serial number: at most 20 bytes.
+    /// Serial number that the guest reads, at most 20 bytes.
     pub serial: String,
     pub read_only: bool,
     pub cache: CacheMode,
     pub filters: Vec<Filter>,
 }
 
-/// One opened disk.
+/// An open disk.
 #[derive(Debug)]
 pub struct Disk {
     options: DiskOptions,
-    /// Of the device that it lies on, and what limits it.
+    /// Its share of the device that holds its image, and its limits.
     share: Arc<Share>,
     capacity: AtomicU64,
     pub(crate) flushes: FlushGroup,
-    /// Writes go through the host's page cache, which may lose them later.
+    /// The image is a raw file whose writes go through the host's page cache, which may lose them
+    /// later.
     pub(crate) cached: bool,
-    /// The same of the topmost image of a chain.
+    /// The same for a raw file or the topmost image of a chain.
     dirties: bool,
-    /// It is a block device.
+    /// The image is a block device.
     pub(crate) on_device: bool,
     /// A write was acknowledged that no sync has covered yet.
     pub(crate) unsynced: AtomicBool,
-    /// Bytes that were written to the page cache since the last sync.
+    /// Bytes written to the page cache since the last sync.
     pub(crate) dirty: AtomicU64,
-    /// Why nothing is written any more: see [`Failure::Poisoned`].
+    /// Reason why writes fail; see [`Failure::Poisoned`].
     poisoned: OnceLock<String>,
-    /// For control threads, and for reactors when they open the disk: never on the way of a
-    /// request.
+    /// Used by control threads, and by reactors when they open the disk; never by a request.
     serving_state: Mutex<ServingState>,
-    /// Whoever works on the image of the disk while it is served: one at a time.
+    /// Held by the snapshot, commit or stream that runs: one at a time.
     pub(crate) work: Mutex<()>,
-    /// The disk is about to be closed: no work begins, and what is under way ends.
+    /// The disk is being closed: no snapshot, commit or stream begins, and a running one ends.
     ended: AtomicBool,
-    /// The longest time for which requests were held back, in microseconds.
+    /// Longest time that a quiesce has held requests back, in microseconds.
     held_back: AtomicU64,
-    /// Lines about requests that failed.
-    pub(crate) failures_told: OnceASecond,
+    /// Limits the log lines about failed requests.
+    pub(crate) failure_log: OnceASecond,
 }
 
-/// How a disk is served at the moment.
+/// The present image of a disk, and the reactors that serve it.
 #[derive(Debug)]
 pub(crate) struct ServingState {
     pub source: Source,
-    /// What notes where is written, while somebody wants to know.
+    /// Records the ranges that are written, during a commit.
     pub dirty: Option<Arc<DirtyMap>>,
     /// The reactors that have the disk open.
     pub reactors: Vec<Remote>,
-    /// Its gate is closed: a reactor that opens it now lets no request begin.
-    pub closed: bool,
+    /// The disk is quiesced: a reactor that opens it now lets no request begin.
+    pub quiesced: bool,
 }
 
 impl Disk {
-    /// A disk that shares nothing and has no limits.
+    /// Returns a disk without limits that shares no device.
     pub fn new(options: DiskOptions, source: Source) -> Self {
         let share = Arc::new(Share::new(None, None, &Knobs::default()));
         Disk::sharing(options, source, share)
@@ -96,8 +97,8 @@ impl Disk {
         let on_device = source.file().is_some_and(|file| file.is_device());
         let cached = source.file().is_some_and(|file| !file.direct());
         let serving_state =
-            Mutex::new(ServingState { source, dirty: None, reactors: Vec::new(), closed: false });
-        let (flushes, unsynced, dirty, poisoned, work, ended, held_back, failures_told) =
+            Mutex::new(ServingState { source, dirty: None, reactors: Vec::new(), quiesced: false });
+        let (flushes, unsynced, dirty, poisoned, work, ended, held_back, failure_log) =
             Default::default();
         Disk {
             options,
@@ -114,7 +115,7 @@ impl Disk {
             work,
             ended,
             held_back,
-            failures_told,
+            failure_log,
         }
     }
 
@@ -126,12 +127,12 @@ impl Disk {
         &self.options.name
     }
 
-    /// Its share of the device, and its limits: may be changed at any time.
+    /// Returns its share of the device and its limits. They may be changed at any time.
     pub fn share(&self) -> &Arc<Share> {
         &self.share
     }
 
-    /// What its bytes lie on at the moment.
+    /// Returns its present image.
     pub fn source(&self) -> Source {
         self.serving_state().source.clone()
     }
@@ -140,8 +141,8 @@ impl Disk {
         self.serving_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// For the end of the disk, from a thread that is no reactor: no work on its image begins any
-    /// more, and what is under way is cancelled and waited for.
+    /// Cancels a running snapshot, commit or stream, waits for its end, and lets no other begin.
+    /// Call it at the end of the disk, from a thread that is no reactor.
     pub fn end_work(&self) {
         self.ended.store(true, Ordering::SeqCst);
         drop(self.work.lock().unwrap_or_else(PoisonError::into_inner));
@@ -151,7 +152,7 @@ impl Disk {
         self.ended.load(Ordering::SeqCst)
     }
 
-    /// The longest time for which requests were held back while the disk's image was exchanged.
+    /// Returns the longest time for which a quiesce has held requests back.
     pub fn longest_held_back(&self) -> Duration {
         Duration::from_micros(self.held_back.load(Ordering::Relaxed))
     }
@@ -160,12 +161,12 @@ impl Disk {
         self.held_back.fetch_max(time.as_micros() as u64, Ordering::Relaxed);
     }
 
-    /// Bytes a guest may address.
+    /// Returns the number of bytes that a guest may address.
     pub fn capacity(&self) -> u64 {
         self.capacity.load(Ordering::Relaxed)
     }
 
-    /// Looks at the image's size again; answers the new capacity if it changed.
+    /// Reads the image's size again. Returns the new capacity in bytes if it changed.
     pub fn refresh_capacity(&self) -> io::Result<Option<u64>> {
         let source = self.source();
         if let Some(file) = source.file() {
@@ -179,8 +180,8 @@ impl Disk {
         self.poisoned.get().map(String::as_str)
     }
 
-    /// Notes an acknowledged write. Read far more often than written: reactors do not fight over
-    /// it.
+    /// Notes an acknowledged write. It writes the flag only if necessary, so that reactors do not
+    /// contend for its cache line.
     #[inline]
     pub(crate) fn note_unsynced(&self) {
         if !self.unsynced.load(Ordering::SeqCst) {
@@ -188,8 +189,8 @@ impl Disk {
         }
     }
 
-    /// Notes what was written to the page cache. True: so much that the disk is to sync it, for it
-    /// has neighbours, and what the kernel writes back later comes before theirs.
+    /// Notes a write to the page cache. Returns true if the disk must sync now: it has neighbours,
+    /// and what the kernel writes back later would delay their operations.
     #[inline]
     pub(crate) fn dirties(&self, bytes: u64) -> bool {
         self.dirties
@@ -197,12 +198,12 @@ impl Disk {
             && self.dirty.fetch_add(bytes, Ordering::Relaxed) + bytes > MOST_DIRTY
     }
 
-    /// Whether a durable write past the page cache that failed may have taken other writes with it,
-    /// unseen by the next sync: it ends in a flush of the device's cache, and the device tells of a
-    /// lost one only once.
-    pub(crate) fn taken_along(&self, error: &io::Error) -> bool {
+    /// Returns whether a failed durable write that bypasses the page cache may have lost other
+    /// writes, too, without a later sync reporting it. Such a write ends in a flush of the device's
+    /// cache, and the device reports the loss of a write only once.
+    pub(crate) fn lost_others_with(&self, error: &io::Error) -> bool {
         match Failure::of(error) {
-            // Refused before anything was done.
+            // The kernel refused the write before it did anything.
             _ if error.kind() == io::ErrorKind::InvalidInput => false,
             Failure::Unsupported | Failure::NoSpace => false,
             _ => self.unsynced.load(Ordering::SeqCst),
@@ -211,8 +212,8 @@ impl Disk {
 
     pub(crate) fn poison(&self, what: &str, error: &io::Error) {
         let reason = format!(
-            "{what} failed ({error}): writes acknowledged since the last good flush may be lost, so this disk takes no more \
-             writes until its image is opened anew"
+            "{what} failed ({error}): writes acknowledged since the last successful flush may be \
+             lost, so this disk accepts no more writes until its image is opened again"
         );
         if self.poisoned.set(reason).is_ok() {
             tracing::error!(disk = self.name(), "{}", self.poisoned().unwrap_or_default());

@@ -1,4 +1,5 @@
-//! Filters: what can be put in front of any disk, to see how a guest and its software bear it.
+//! Filters: delays and errors that a user can inject into any disk, to test guests and their
+//! software.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -7,22 +8,23 @@ use std::time::Duration;
 
 use crate::statistics::OpKind;
 
-/// One filter. Text forms, as `--filter` takes them (times with a unit: us, ms, s; ranges in bytes,
-/// the end excluded): `delay:read=500us,write=2ms,flush=10ms` and
-/// `error:read=0.01,write=1,range=1048576-2097152`.
+/// A filter. Text forms, as `--filter` takes them: `delay:read=500us,write=2ms,flush=10ms` and
+/// `error:read=0.01,write=1,range=1048576-2097152`. Times have a unit (us, ms, s). Ranges are in
+/// bytes, with the end excluded.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Filter {
-    /// Each request of a kind waits this long before it goes on.
+    /// Delays each request by the time of its kind.
     Delay { times: [Duration; 5] },
-    /// Requests of a kind that touch the range fail with an I/O error, with this probability (0 to
-    /// 1).
+    /// Fails requests that touch the range with an I/O error, with the probability of their kind (0
+    /// to 1).
     Error { odds: [f64; 5], range: Range<u64> },
 }
 
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum FilterError {
     #[error(
-        "filter \"{0}\" is not known: it is delay:KIND=TIME,... or error:KIND=PROBABILITY,...[,range=START-END]"
+        "unknown filter \"{0}\": use delay:KIND=TIME,... or error:KIND=PROBABILITY,...\
+         [,range=START-END]"
     )]
     Unknown(String),
     #[error("filter value \"{0}\": {1}")]
@@ -37,7 +39,7 @@ impl Filter {
         }
     }
 
-    /// Whether this request is to fail; `dice` gives numbers in 0..1.
+    /// Returns whether this request must fail. `dice`: source of random numbers.
     pub fn fails(&self, kind: OpKind, offset: u64, len: u64, dice: &Dice) -> bool {
         let Filter::Error { odds, range } = self else { return false };
         let odds = odds[kind as usize];
@@ -76,7 +78,7 @@ impl FromStr for Filter {
 pub(crate) const TIME_FORM: &str = "a time is a number and a unit: us, ms or s; at most a day";
 pub(crate) const MOST_TIME: Duration = Duration::from_secs(24 * 3600);
 
-/// A number and a unit.
+/// Parses a time: a number and a unit. Returns None if it is malformed or more than a day.
 pub fn parse_time(s: &str) -> Option<Duration> {
     let unit = s.find(|c: char| c.is_ascii_alphabetic())?;
     let number: f64 = s[..unit].parse().ok()?;
@@ -106,7 +108,7 @@ fn parse_range(s: &str) -> Result<Range<u64>, FilterError> {
     if range.is_empty() { Err(bad()) } else { Ok(range) }
 }
 
-/// Cheap repeatable randomness (xorshift64*, Vigna 2016).
+/// A cheap, repeatable random number generator (xorshift64*, Vigna 2016).
 #[derive(Debug)]
 pub struct Dice(Cell<u64>);
 
@@ -115,7 +117,7 @@ impl Dice {
         Dice(Cell::new(seed | 1))
     }
 
-    /// A number in 0..1.
+    /// Returns a random number in 0..1.
     pub(crate) fn roll(&self) -> f64 {
         let mut x = self.0.get();
         x ^= x >> 12;
@@ -151,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_come_in_their_range_at_their_rate() {
+    fn errors_occur_in_their_range_at_their_rate() {
         let filter: Filter = "error:read=0.25,range=1000-2000".parse().unwrap();
         let dice = Dice::new(7);
         let fails =

@@ -1,13 +1,12 @@
-//! Flush groups: flushes that wait together share one sync of the storage.
+//! Flush groups: flushes that wait at the same time share one sync of the storage.
 //!
-//! A flush covers the writes answered before it came. A sync that is already running may have begun
-//! before some of them, so a flush that comes meanwhile waits for the next one; all that wait then
-//! share it.
+//! A flush covers the writes that were answered before it arrived. A running sync may have begun
+//! before some of them, so a flush that arrives meanwhile waits for the next sync. All waiting
+//! flushes share that one.
 //!
-//! What must hold: one sync of an image at a time, on whichever reactor. The kernel tells a failed
-//! write-back to one sync of a file description and forgets it; a second sync at the same time
-//! would answer Ok for data that is lost. The lock is taken a few times a flush, and by nothing
-//! else.
+//! What must hold: only one sync of an image runs at a time, on any reactor. The kernel reports a
+//! failed write-back to one sync of an open file description only. A second sync at the same time
+//! would return Ok for lost data. Each flush takes this lock a few times; nothing else takes it.
 
 use std::future::{Future, poll_fn};
 use std::sync::Mutex;
@@ -20,7 +19,7 @@ pub struct FlushGroup {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Syncs begun, and the newest that has ended well.
+    /// Number of syncs begun, and number of the newest that succeeded.
     begun: u64,
     ended: u64,
     running: bool,
@@ -28,9 +27,9 @@ struct State {
 }
 
 impl FlushGroup {
-    /// Runs `sync` for this flush, or waits for one that begins after this call. `Err` only from a
-    /// sync of one's own: the caller poisons the disk in `sync` then, and those who waited try (and
-    /// fail) for themselves.
+    /// Runs `sync` for this flush, or waits for one that begins after this call. Returns `Err` only
+    /// from its own sync, which must poison the disk on failure. Flushes that waited for a failed
+    /// sync run `sync` themselves, and fail because of the poison.
     pub async fn flush<E, F: Future<Output = Result<(), E>>>(
         &self,
         sync: impl Fn() -> F,
@@ -51,7 +50,7 @@ impl FlushGroup {
         })
         .await;
         let Some(number) = number else { return Ok(()) };
-        let _lead = Lead(self);
+        let _leader = Leader(self);
         let result = sync().await;
         if result.is_ok() {
             self.state().ended = number;
@@ -64,10 +63,11 @@ impl FlushGroup {
     }
 }
 
-/// Whoever syncs for the group; also when its future is dropped half-way the others must go on.
-struct Lead<'a>(&'a FlushGroup);
+/// The flush that syncs for the group. If its future is dropped half-way, another flush must take
+/// over.
+struct Leader<'a>(&'a FlushGroup);
 
-impl Drop for Lead<'_> {
+impl Drop for Leader<'_> {
     fn drop(&mut self) {
         let mut state = self.0.state();
         state.running = false;
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waited_for_a_sync_that_failed_syncs_for_himself() {
+    fn flushes_that_waited_for_a_failed_sync_run_a_sync_of_their_own() {
         use blockyard_storage::sim::{Sim, yield_now};
 
         let (sim, group, syncs) =

@@ -1,13 +1,16 @@
-//! Disks: the request vocabulary, and the way of a request from admission to its answer.
+//! Disks: the request types, and the path of a request from admission to its answer.
 //!
 //! ```text
-//!   export ── Request<token> ──► Disk::serve ── filters ── image ──► ring
-//!   export ◄── token, status ─── Finished    ◄─ statistics ◄────────┘
+//!   export ── Request<token> ──► LocalDisk::serve ── throttle ── filters ── image ──► ring
+//!   export ◄── token, status ─── Finished         ◄─ statistics ◄───────────────────┘
 //! ```
-//! In: requests that know no protocol, one by one or as runs of neighbours. Out: each request's
-//! token, once, with a status. What must hold: every request is answered exactly once (the types
-//! see to it); after a failed flush no write is ever acknowledged again; nothing on the way of a
-//! read or a write of a raw image allocates or takes a lock.
+//!
+//! In: requests of any protocol, one by one or as runs of adjacent requests. Out: each request's
+//! token, exactly once, with a status.
+//!
+//! What must hold: every request is answered exactly once (the types enforce it). After a failed
+//! flush no write is acknowledged. Reads and writes of a raw image take no lock and allocate no
+//! memory.
 
 // These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
 // not.

@@ -1,8 +1,8 @@
-//! A disk as one reactor serves it: its view of the image, its statistics, and the way of a request
-//! through it.
+//! A disk on one reactor: its image, its statistics, and the path of a request through it.
 //!
-//! In: requests, from the queues of this reactor. Out: their answers.
-//! What must hold: a request uses one view of the image from its admission to its answer.
+//! In: requests from the queues of this reactor. Out: their answers.
+//!
+//! What must hold: a request uses the same image from its admission to its answer.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -35,7 +35,7 @@ pub struct LocalDisk<S> {
     disk: Arc<Disk>,
     pub(crate) quiesce: Quiesce,
     pub(crate) image: RefCell<Rc<CurrentImage<S>>>,
-    /// The view to come, while the gate is closed.
+    /// The image to exchange for, while the disk is quiesced.
     pub(crate) next_image: RefCell<Option<Rc<CurrentImage<S>>>>,
     /// None in simulations, which have no clock.
     handle: Option<Handle>,
@@ -44,16 +44,16 @@ pub struct LocalDisk<S> {
     dice: Dice,
 }
 
-/// The image as this reactor has it open, until it is exchanged for another.
+/// The image that this reactor has open, until it is exchanged for another.
 pub(crate) struct CurrentImage<S> {
     pub(crate) backend: Backend<S>,
-    /// Where it is noted what is written.
+    /// Records the ranges that are written, during a commit.
     dirty: Option<Arc<DirtyMap>>,
-    /// Of images: what their files do, and what of it their requests have been charged for.
+    /// For images: counts the I/O of their files, and how much of it was charged to requests.
     metered: Option<Metered>,
 }
 
-/// FileIo of an image's files: operations, and bytes of those that move any.
+/// I/O of an image's files: operations, and bytes of those that move data.
 #[derive(Clone, Copy, Default)]
 struct FileIo {
     operations: u64,
@@ -62,8 +62,7 @@ struct FileIo {
 
 struct Metered {
     did: Rc<Meter>,
-    /// FileIo that has a request of its own, or was charged. The rest is done by the image's own
-    /// tasks.
+    /// I/O that belongs to a request, or was charged already. The image's own tasks do the rest.
     known: Cell<FileIo>,
 }
 
@@ -109,7 +108,7 @@ impl CurrentImage<Store> {
 }
 
 impl<S> CurrentImage<S> {
-    /// Does something for a request. Returns also the work of the image's files that its polls
+    /// Runs a request's future. Returns its output, and the I/O of the image's files that its polls
     /// began.
     #[inline]
     async fn measured<T>(&self, request: impl Future<Output = T>) -> (T, FileIo) {
@@ -127,9 +126,9 @@ impl<S> CurrentImage<S> {
         (done.await, work)
     }
 
-    /// Returns the work that a request does not pay for. It was charged for one operation of
-    /// `charged` bytes, for which it did `work`. What it was charged too much is no credit for
-    /// others.
+    /// Returns the I/O that is not charged yet. The request was charged for one operation of
+    /// `charged` bytes, and its polls began `work`. A request that was charged too much is no
+    /// credit for others.
     #[inline]
     fn uncharged(&self, work: FileIo, charged: u64) -> Option<FileIo> {
         let Metered { known, .. } = self.metered.as_ref()?;
@@ -139,7 +138,7 @@ impl<S> CurrentImage<S> {
         (more.operations > 0 || more.bytes > 0).then_some(more)
     }
 
-    /// What the policies of writes chose for the files of this view.
+    /// Returns what the write policies chose for the files of this image.
     fn writes(&self) -> WriteFigures {
         self.metered.as_ref().map_or_else(WriteFigures::default, |metered| metered.did.writes())
     }
@@ -149,21 +148,21 @@ impl<S> CurrentImage<S> {
     }
 }
 
-/// A request that was let in.
+/// A request that was admitted.
 pub(crate) struct Admitted<'a, S> {
     image: Rc<CurrentImage<S>>,
-    /// Bytes that it was charged for.
+    /// Number of bytes that it was charged for.
     charged: u64,
     _in_flight: InFlightGuard<'a>,
     _admission: throttle::Admission<'a>,
 }
 
-/// The disks of a reactor: all its queues of a disk share image and statistics.
+/// The disks of a reactor. All queues of a disk on the reactor share its image and statistics.
 #[derive(Default)]
 struct Disks(RefCell<Vec<Rc<LocalDisk<Store>>>>);
 
 impl LocalDisk<Store> {
-    /// The disk on a reactor; opened there at first use.
+    /// Returns the disk on a reactor. Opens it there at the first call.
     pub fn local(handle: &Handle, disk: &Arc<Disk>) -> io::Result<Rc<Self>> {
         if let Some(local_disk) = Self::known(handle, disk) {
             return Ok(local_disk);
@@ -176,7 +175,7 @@ impl LocalDisk<Store> {
             if !serving.reactors.iter().any(|r| r.is(&remote)) {
                 serving.reactors.push(remote);
             }
-            if serving.closed {
+            if serving.quiesced {
                 local_disk.quiesce.start_without_reply();
             }
             Rc::new(local_disk)
@@ -185,23 +184,23 @@ impl LocalDisk<Store> {
         Ok(local_disk)
     }
 
-    /// The disk on a reactor that serves none of its requests: for work on its image.
+    /// Opens the disk on a reactor that serves none of its requests, for work on its image.
     pub(crate) fn apart(handle: &Handle, disk: &Arc<Disk>, source: &Source) -> io::Result<Self> {
         let image = CurrentImage::open(handle, source, None)?;
         Ok(LocalDisk::with_image(disk.clone(), image, Some(handle.clone())))
     }
 
-    /// Whether a sync of the image's own has failed: see [`Backend::lost`].
+    /// Poisons the disk if a sync that the image made on its own has failed; see [`Backend::lost`].
     pub(crate) fn look_for_losses(&self) {
         self.note_lost(&self.image.borrow());
     }
 
-    /// The disk on a reactor, if it has been used there.
+    /// Returns the disk on a reactor, if the reactor has it open.
     pub fn known(handle: &Handle, disk: &Arc<Disk>) -> Option<Rc<Self>> {
         handle.local::<Disks>().0.borrow().iter().find(|s| Arc::ptr_eq(&s.disk, disk)).cloned()
     }
 
-    /// The reactor serves the disk no more.
+    /// Closes the disk on a reactor.
     pub fn forget(handle: &Handle, disk: &Arc<Disk>) {
         let disks = handle.local::<Disks>();
         let gone: Vec<_> =
@@ -239,7 +238,7 @@ impl<S: Storage> LocalDisk<S> {
         &self.disk
     }
 
-    /// Counts a request that its export refused before it came here.
+    /// Counts a request that its export refused before it reached the disk.
     pub fn count_refused(&self, op: Op) {
         self.statistics.borrow_mut().record_refused(op);
     }
@@ -250,14 +249,13 @@ impl<S: Storage> LocalDisk<S> {
         statistics
     }
 
-    /// Goes on with another view of the image. What was counted for the old one stays in the
-    /// statistics.
+    /// Exchanges the image. The counts of the old image stay in the statistics.
     pub(crate) fn exchange(&self, image: Rc<CurrentImage<S>>) {
         let old = self.image.replace(image);
         self.statistics.borrow_mut().writes.merge(&old.writes());
     }
 
-    /// Lets something in that is nobody's request: at once, but while the image is exchanged.
+    /// Admits work that belongs to no request. It waits only while the disk is quiesced.
     #[inline]
     async fn enter(&self) -> Admitted<'_, S> {
         let in_flight = self.quiesce.enter().await;
@@ -269,8 +267,8 @@ impl<S: Storage> LocalDisk<S> {
         }
     }
 
-    /// Lets requests in that are one operation: when the limits and the disk's share let them, and
-    /// the image is not being exchanged.
+    /// Admits requests that form one operation. Waits for the limits, for the disk's share, and for
+    /// the end of a quiesce.
     #[inline]
     async fn enter_for(&self, op: Op, offset: u64, len: u64, requests: u32) -> Admitted<'_, S> {
         if self.throttle.is_open() {
@@ -289,17 +287,17 @@ impl<S: Storage> LocalDisk<S> {
                     _admission: admission,
                 };
             }
-            // Nothing is held while the gate is closed that others wait for.
+            // During a quiesce a waiting request must hold nothing that other requests need.
             admission.give_back(&operation);
             Box::pin(self.quiesce.wait_for_resume()).await;
         }
     }
 
-    /// Does what the request asks. The answer is for the caller to deliver.
+    /// Serves a request. The caller delivers the answer.
     #[inline]
     pub async fn serve<T: Token>(&self, request: Request<T>) -> Finished<T> {
-        // What will be refused costs nothing.
-        let len = if self.admit(&request).is_ok() { request.len } else { 0 };
+        // A request that will be refused costs nothing.
+        let len = if self.check(&request).is_ok() { request.len } else { 0 };
         let admitted = self.enter_for(request.op, request.offset, len, 1).await;
         let (finished, work) =
             admitted.image.measured(self.serve_in(&admitted.image, request)).await;
@@ -307,7 +305,7 @@ impl<S: Storage> LocalDisk<S> {
         finished
     }
 
-    /// Charges the disk for what its image has done beyond its requests.
+    /// Charges the disk for the I/O that its image has done beyond its requests.
     #[inline]
     fn settle_costs(&self, admitted: &Admitted<'_, S>, work: FileIo) {
         if let Some(more) = admitted.image.uncharged(work, admitted.charged) {
@@ -315,26 +313,27 @@ impl<S: Storage> LocalDisk<S> {
         }
     }
 
-    /// Where the bytes from `offset` on are, as far as they are alike.
+    /// Returns the block status from `offset` on: the longest range of one status within `len`
+    /// bytes.
     pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
         self.enter().await.image.backend.status(offset, len).await
     }
 
-    /// Whether fast zeroes ([`Op::WriteZeroes`]) would be refused, as far as that is known before
-    /// they are made.
+    /// Returns whether fast zeroes ([`Op::WriteZeroes`]) would be refused, as far as that is known
+    /// without writing them.
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> Status {
-        let looked = self.enter().await.image.backend.may_zero_fast(offset, len, unmap).await;
-        looked.map_err(|e| Failure::of(&e))
+        let result = self.enter().await.image.backend.may_zero_fast(offset, len, unmap).await;
+        result.map_err(|e| Failure::of(&e))
     }
 
-    /// For a queue that is drained: requests that wait on this reactor for limits or shares pass at
-    /// once. The disk owes for them, see [`LocalDisk::held_back`].
+    /// Admits the requests that wait on this reactor for limits or the device, because a queue is
+    /// drained. Their cost becomes a debt of the disk; see [`LocalDisk::held_back`].
     pub fn drain(&self) {
         self.throttle.drain();
     }
 
-    /// For an export that ends: until [`LocalDisk::resume`], no request of the disk waits on this
-    /// reactor for limits or shares.
+    /// Admits every request of the disk on this reactor at once until [`LocalDisk::resume`],
+    /// because an export ends.
     pub fn suspend(&self) {
         self.throttle.suspend();
     }
@@ -343,8 +342,8 @@ impl<S: Storage> LocalDisk<S> {
         self.throttle.resume();
     }
 
-    /// Returns how long a queue must wait before it looks again whether it may take requests: the
-    /// disk owes for those that drained queues let pass. None: it may.
+    /// Returns how long a queue must wait before it checks again whether it may take requests,
+    /// because the disk has a debt for requests that drains admitted. None: it may take requests.
     #[inline]
     pub fn held_back(&self) -> Option<Duration> {
         self.throttle.held_back()
@@ -358,7 +357,7 @@ impl<S: Storage> LocalDisk<S> {
     ) -> Finished<T> {
         let admitted = self.now();
         let (op, len) = (request.op, request.len);
-        let status = match self.admit(&request) {
+        let status = match self.check(&request) {
             Ok(()) => {
                 let segments = std::mem::take(&mut request.segments);
                 let (segments, result) =
@@ -373,7 +372,7 @@ impl<S: Storage> LocalDisk<S> {
         self.conclude(request, admitted, status)
     }
 
-    /// Counts a request whose fate is known.
+    /// Adds a request that has ended to the statistics.
     #[inline]
     fn conclude<T: Token>(
         &self,
@@ -393,14 +392,15 @@ impl<S: Storage> LocalDisk<S> {
         request.finish(status)
     }
 
-    /// Syncs what a guest that is gone may have left unsynced: on disconnect and at the end.
+    /// Flushes what a client may have left unsynced. Exports call it at a disconnect and at the
+    /// end.
     pub async fn settle(&self) -> Status {
         let admitted = self.enter().await;
         let (_, result) = self.perform(&admitted.image, Op::Flush, 0, 0, Segments::default()).await;
         result.map_err(|e| self.failure(Op::Flush, 0, &e))
     }
 
-    /// For the end of the disk: see [`Backend::close`].
+    /// Closes the image at the end of the disk; see [`Backend::close`].
     pub async fn close(&self) -> Status {
         if self.disk.options().read_only || self.disk.poisoned().is_some() {
             return self.still_good(Op::Flush);
@@ -417,7 +417,7 @@ impl<S: Storage> LocalDisk<S> {
     }
 
     #[inline]
-    fn admit<T: Token>(&self, request: &Request<T>) -> Status {
+    fn check<T: Token>(&self, request: &Request<T>) -> Status {
         let end = request.offset.checked_add(request.len).ok_or(Failure::OutOfRange)?;
         if end > self.disk.capacity() {
             return Err(Failure::OutOfRange);
@@ -431,7 +431,7 @@ impl<S: Storage> LocalDisk<S> {
         self.still_good(request.op)
     }
 
-    /// On a poisoned disk only reads are answered Ok, also when they were on their way before.
+    /// Fails all but reads on a poisoned disk, also those that were in flight when it was poisoned.
     #[inline]
     fn still_good(&self, op: Op) -> Status {
         if op != Op::Read && self.disk.poisoned().is_some() {
@@ -487,10 +487,9 @@ impl<S: Storage> LocalDisk<S> {
         offset: u64,
         durable: bool,
     ) -> (Segments, io::Result<()>) {
-        // In the page cache many durable writes share a sync. They must: the kernel tells a lost
-        // page to one sync of an open file and forgets it, so that of two at a time one would
-        // answer Ok for data that is gone. Images have metadata besides, which a flush puts in
-        // order.
+        // In the page cache durable writes must share a sync. The kernel reports a lost page to one
+        // sync of an open file only. Of two syncs at a time one would return Ok for lost data.
+        // Images have metadata, too, which a flush writes in order.
         let shares = durable && (self.disk.cached || image.backend.flushes_whole());
         let durable = durable && !shares;
         let len = segments.len() as u64;
@@ -502,7 +501,9 @@ impl<S: Storage> LocalDisk<S> {
                     result = self.flush(image).await;
                 }
             }
-            Err(e) if durable && self.disk.taken_along(e) => self.disk.poison("a durable write", e),
+            Err(e) if durable && self.disk.lost_others_with(e) => {
+                self.disk.poison("a durable write", e)
+            }
             Err(_) => self.note_lost(image),
             Ok(()) => {}
         }
@@ -512,7 +513,8 @@ impl<S: Storage> LocalDisk<S> {
         (segments, result)
     }
 
-    /// An image syncs for itself now and then. What such a sync was told, no flush will hear again.
+    /// Poisons the disk if a sync that the image made on its own has failed. No later flush would
+    /// report that failure.
     fn note_lost(&self, image: &CurrentImage<S>) {
         if let Some(e) = image.backend.lost() {
             let what = if image.backend.flushes_whole() {
@@ -532,8 +534,8 @@ impl<S: Storage> LocalDisk<S> {
     ) -> io::Result<()> {
         zeroed.inspect_err(|_| self.note_lost(image))?;
         self.disk.note_unsynced();
-        // Zeroed ranges are metadata, which only a sync makes durable: the group's, for a sync
-        // beside it could take its error away.
+        // Only a sync makes zeroed ranges durable, because they are metadata. It must be the flush
+        // group's sync: a separate one could consume the error that the group must see.
         if durable { self.flush(image).await } else { Ok(()) }
     }
 
@@ -541,12 +543,13 @@ impl<S: Storage> LocalDisk<S> {
         self.disk
             .flushes
             .flush(async || {
-                // Those who waited for a sync that failed come here next: they must not find a
-                // second one that lies.
+                // Flushes that waited for the failed sync resume here. They must not sync again:
+                // the kernel would report success for lost data.
                 if self.disk.poisoned().is_some() {
                     return Err(io::Error::other("the disk is poisoned"));
                 }
-                // Before the sync begins: what is acknowledged from here on it may not cover.
+                // Reset before the sync begins, because it may not cover writes that are
+                // acknowledged from here on.
                 self.disk.unsynced.swap(false, Ordering::SeqCst);
                 self.disk.dirty.store(0, Ordering::Relaxed);
                 let _held = self.throttle.sync();
@@ -566,7 +569,7 @@ impl<S: Storage> LocalDisk<S> {
                 handle.sleep(time).await;
             }
             if filter.fails(kind, offset, len, &self.dice) {
-                return Err(io::Error::other("the error filter says so"));
+                return Err(io::Error::other("the error filter fails this request"));
             }
         }
         Ok(())
@@ -575,11 +578,11 @@ impl<S: Storage> LocalDisk<S> {
     fn failure(&self, op: Op, offset: u64, error: &io::Error) -> Failure {
         let failure = Failure::of(error);
         if failure == Failure::Unsupported && matches!(op, Op::WriteZeroes { fast: true, .. }) {
-            // An answer that the client asked for, and no fault of the disk.
+            // The client expects this answer; it is no fault of the disk.
             return failure;
         }
-        // A failing device fails every request: one line a second is enough to know it.
-        if self.disk.failures_told.admits(Instant::now()) {
+        // A failing device fails every request, so the log has at most one line a second.
+        if self.disk.failure_log.admits(Instant::now()) {
             tracing::warn!(
                 disk = self.disk.name(),
                 offset,

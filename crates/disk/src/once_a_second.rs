@@ -1,19 +1,21 @@
-//! A line in the log that may be written once a second.
+//! Limits a log line to once a second.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// What one disk may write, from any thread. No lock: requests that fail come here.
+/// The rate limit of one disk's log lines, for any thread. It takes no lock, because failing
+/// requests use it.
 #[derive(Debug, Default)]
 pub(crate) struct OnceASecond {
-    /// The first time of asking.
+    /// Time of the first call.
     start: OnceLock<Instant>,
-    /// Milliseconds from there until the next line.
+    /// Milliseconds from there to the time when the next line is allowed.
     next: AtomicU64,
 }
 
 impl OnceASecond {
+    /// Returns whether a line may be written now.
     pub fn admits(&self, now: Instant) -> bool {
         const SECOND: u64 = Duration::from_secs(1).as_millis() as u64;
         let since =
@@ -32,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_disk_has_a_line_a_second() {
+    fn each_disk_may_log_one_line_a_second() {
         let (one, other) = (OnceASecond::default(), OnceASecond::default());
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);

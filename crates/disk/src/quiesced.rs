@@ -1,13 +1,16 @@
-//! The closed gate of a disk: how its image is exchanged for another while a guest uses it.
+//! Quiesces a disk: no request is in flight while a control thread works on its image or exchanges
+//! it.
 //!
 //! ```text
-//!   control thread   close ─────────────► work on the image ── exchange ── open
-//!   each reactor     requests in flight end │ new ones wait here          │ they go on, on the new image
+//!   control thread   quiesce ──────────► work on the image ── exchange ── resume
+//!   each reactor     requests in flight end │ new ones wait            │ continue on the new one
 //! ```
-//! In: the closing, from a thread that is no reactor. Out: a time in which nothing is in flight.
-//! What must hold: every request that begins before the gate closes ends before
-//! [`Disk::quiesce`] answers, every other one begins after it was opened; the gate opens again
-//! whatever happens.
+//!
+//! In: a call from a thread that is no reactor. Out: a period without requests in flight.
+//!
+//! What must hold: every request that begins before the quiesce ends before [`Disk::quiesce`]
+//! returns. Every other request begins after the quiesce. The quiesce ends in every case, also
+//! after an error.
 
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
@@ -22,42 +25,43 @@ use crate::disk::Disk;
 use crate::local_disk::{CurrentImage, LocalDisk};
 use crate::quiesce::Reply;
 
-/// How long requests in flight may take to end. Those that came meanwhile wait as long.
+/// Longest time that a quiesce waits for the requests in flight. New requests wait as long.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Why a gate was not closed, or what could not be done behind it.
+/// Why a disk was not quiesced, or its image not exchanged.
 #[derive(Debug, thiserror::Error)]
 pub enum QuiesceError {
-    #[error("requests that were in flight have not ended in {} s", PATIENCE.as_secs())]
+    #[error("requests in flight have not ended within {} s", PATIENCE.as_secs())]
     Patience,
     #[error("a reactor cannot open the image")]
     Reactor(#[source] std::io::Error),
 }
 
-/// A closed gate: nothing of its disk is in flight. Dropped, it opens.
+/// A quiesced disk: no request is in flight. Dropping this ends the quiesce.
 pub struct QuiescedDisk {
     disk: Arc<Disk>,
     since: Instant,
-    /// What it was closed for, as the log tells it.
+    /// Reason of the quiesce, for the log.
     purpose: &'static str,
 }
 
 impl Disk {
-    /// Closes the gate, and waits until no request is in flight. Not for a reactor's thread, which
-    /// would wait for itself. One at a time: the caller has [`Disk::begin_work`]'s turn. Public for
-    /// tests of exports, which hold requests by it.
+    /// Quiesces the disk: waits until no request is in flight. `purpose` appears in the log.
+    ///
+    /// Must not run on a reactor, which would wait for itself. Only one quiesce may run at a time:
+    /// the caller holds the lock of [`Disk::begin_work`]. Public for tests of the exports.
     #[doc(hidden)]
     pub fn quiesce(self: &Arc<Self>, purpose: &'static str) -> Result<QuiescedDisk, QuiesceError> {
         let quiesced = QuiescedDisk { disk: self.clone(), since: Instant::now(), purpose };
-        self.serving_state().closed = true;
+        self.serving_state().quiesced = true;
         quiesced.each(|local_disk, _, reply| local_disk.quiesce.start(Some(reply)))?;
         Ok(quiesced)
     }
 }
 
 impl QuiescedDisk {
-    /// Every reactor goes on with this image, or, if one of them cannot, none does. `dirty`: what
-    /// notes where is written.
+    /// Exchanges the image on all reactors, or on none if one of them cannot open the new image.
+    /// `dirty`: map that records the ranges that are written from now on.
     pub fn exchange(
         &self,
         source: &Source,
@@ -77,7 +81,7 @@ impl QuiescedDisk {
         }
         let (new, map) = (source.clone(), dirty.cloned());
         let exchanged = self.each(move |local_disk, handle, reply| {
-            // A reactor that has opened the disk between the two has looked at neither.
+            // A reactor that opened the disk between the two rounds has not prepared an image.
             let image = local_disk
                 .next_image
                 .take()
@@ -94,7 +98,7 @@ impl QuiescedDisk {
         Ok(())
     }
 
-    /// There is no image to go on with: every request is answered with an error.
+    /// Makes every later request fail, because no image is left to serve. `why` explains it.
     pub fn lose(&self, why: &str) {
         let why = why.to_string();
         self.disk.serving_state().source =
@@ -105,7 +109,7 @@ impl QuiescedDisk {
         });
     }
 
-    /// Asks every reactor that has the disk open, all at once, and waits for their answers; the
+    /// Runs `ask` on every reactor that has the disk open, and waits for all replies. Returns the
     /// first error.
     fn each(
         &self,
@@ -121,7 +125,7 @@ impl QuiescedDisk {
                 }
             });
         }
-        // Disconnected: all have answered, or have ended.
+        // A disconnect means that all reactors have replied or ended.
         drop(sender);
         let mut failed = None;
         loop {
@@ -138,7 +142,7 @@ impl QuiescedDisk {
 
 impl Drop for QuiescedDisk {
     fn drop(&mut self) {
-        self.disk.serving_state().closed = false;
+        self.disk.serving_state().quiesced = false;
         for reactor in self.disk.serving_state().reactors.clone() {
             let disk = self.disk.clone();
             reactor.run(move |handle| {

@@ -1,11 +1,12 @@
-//! The vocabulary: what a guest may ask of a disk, whatever its protocol.
+//! Requests to a disk, for all protocols.
 //!
 //! ```text
 //!   Request ──(serve)──► Finished ──(answer)──► the export's token, with a status
 //! ```
-//! Each state consumes the one before, so a request cannot be answered twice. One that is dropped
-//! unanswered is a bug of ours: debug builds panic; release builds answer it with an I/O error, and
-//! count.
+//!
+//! Each state consumes the one before, so a request cannot be answered twice. Dropping an
+//! unanswered request is a bug: debug builds panic. Release builds answer it with an I/O error and
+//! count it.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,13 +17,13 @@ use blockyard_ring::Segments;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     Read,
-    /// `fua`: durable before the answer.
+    /// `fua`: durable before the answer (force unit access).
     Write {
         fua: bool,
     },
     Flush,
     Discard,
-    /// `unmap`: space may be given back. `fua` as for a write. `fast`: refused where zeroes would
+    /// `unmap`: the range may be deallocated. `fua`: as for a write. `fast`: fails if zeroes would
     /// have to be written.
     WriteZeroes {
         unmap: bool,
@@ -31,7 +32,7 @@ pub enum Op {
     },
 }
 
-/// Why a request failed, in the terms that protocols tell apart.
+/// Why a request failed, as far as protocols distinguish it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {
     Io,
@@ -39,8 +40,8 @@ pub enum Failure {
     ReadOnly,
     OutOfRange,
     Unsupported,
-    /// An earlier flush failed: what was acknowledged since the last good one may be lost, so
-    /// nothing more is promised.
+    /// An earlier flush failed. Writes since the last successful flush may be lost, so the disk
+    /// acknowledges no more writes.
     Poisoned,
 }
 
@@ -58,25 +59,25 @@ impl Failure {
 
 pub type Status = Result<(), Failure>;
 
-/// What an export gets back: its own idea of the request, never looked at here.
+/// The export's own data of a request, which the disk passes back with the answer.
 pub trait Token {
-    /// Tells the guest. The segments are the request's own, to be used again.
+    /// Answers the guest. The segments are the request's own, for reuse.
     fn answer(self, status: Status, segments: Segments);
 }
 
-/// One thing asked of a disk. `offset` and `len` are bytes; `len` equals the segments' for reads
-/// and writes.
+/// A request to a disk. `offset` and `len` are in bytes. For reads and writes `len` is the length
+/// of the segments.
 pub struct Request<T: Token> {
     pub op: Op,
     pub offset: u64,
     pub len: u64,
-    /// When it was taken from its queue.
+    /// Time when it was taken from its queue.
     pub arrived: Instant,
     pub segments: Segments,
     owed: Owed<T>,
 }
 
-/// A request whose fate is known.
+/// A request that has a status and must be answered.
 #[must_use = "the guest waits for its answer"]
 pub struct Finished<T: Token> {
     status: Status,
@@ -96,7 +97,7 @@ impl<T: Token> Request<T> {
         Request { op, offset, len, arrived, segments, owed: Owed(Some(token)) }
     }
 
-    /// A write whose answer does not promise that it is durable.
+    /// Returns whether it is a write that need not be durable when it is answered.
     #[inline]
     pub fn is_volatile(&self) -> bool {
         matches!(self.op, Op::Write { fua: false } | Op::WriteZeroes { fua: false, .. })
@@ -120,19 +121,20 @@ impl<T: Token> Finished<T> {
         self.status
     }
 
-    /// Something that belonged to it, done afterwards, counts as well.
+    /// Adds the status of further work that belonged to the request: the first error counts.
     pub fn and(mut self, status: Status) -> Self {
         self.status = self.status.and(status);
         self
     }
 }
 
-/// The debt to a guest.
+/// The token of a request that is not answered yet.
 struct Owed<T: Token>(Option<T>);
 
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 
-/// Requests that were dropped unanswered since the program began: always 0, or there is a bug.
+/// Returns the number of requests that were dropped unanswered since the process began. Any other
+/// value than 0 is a bug.
 pub fn dropped_requests() -> u64 {
     DROPPED.load(Ordering::Relaxed)
 }
@@ -174,7 +176,7 @@ mod tests {
 
     #[test]
     #[cfg(debug_assertions)]
-    fn a_dropped_request_is_answered_and_shouts() {
+    fn a_dropped_request_is_answered_and_panics_in_debug_builds() {
         let note = Rc::new(Cell::new(None));
         let dropped = request(&note);
         let shout = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || drop(dropped)));

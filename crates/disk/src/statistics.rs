@@ -1,7 +1,7 @@
-//! What a disk has done, on one reactor: counted without a lock, merged when somebody reads.
+//! Statistics of a disk on one reactor: counted without a lock, merged on read.
 //!
-//! Queue time (from the queue to the image) and service time (in the image and below) are kept
-//! apart: the first is ours to explain (limits, neighbours), the second the device's.
+//! Queue time (from the queue to the image) and service time (in the image and below) are separate.
+//! Limits and neighbours explain the first, the device the second.
 
 use std::time::Duration;
 
@@ -44,9 +44,9 @@ impl OpKind {
     }
 }
 
-/// Of one kind of request: how many, how much, how long (histograms in nanoseconds).
+/// Statistics of one kind of request. The histograms are in nanoseconds.
 #[derive(Clone)]
-struct Kind {
+struct KindStatistics {
     requests: u64,
     merged: u64,
     errors: u64,
@@ -55,12 +55,12 @@ struct Kind {
     service: Histogram<u32>,
 }
 
-impl Kind {
+impl KindStatistics {
     fn new() -> Self {
-        // Two significant digits: figures within 1%, and small enough to stay in the cache.
+        // Two significant digits: within 1%, and small enough for the CPU cache.
         let histogram =
             || Histogram::new_with_bounds(1, 60_000_000_000, 2).expect("constant bounds");
-        Kind {
+        KindStatistics {
             requests: 0,
             merged: 0,
             errors: 0,
@@ -71,11 +71,11 @@ impl Kind {
     }
 }
 
-/// Statistics of one disk; kinds that never came cost nothing.
+/// Statistics of one disk. Kinds of requests that never occurred take no memory.
 #[derive(Clone, Default)]
 pub struct Statistics {
-    kinds: [Option<Box<Kind>>; 5],
-    /// What the policies of writes chose for the files of the disk.
+    kinds: [Option<Box<KindStatistics>>; 5],
+    /// What the write policies chose for the files of the disk.
     pub writes: WriteFigures,
 }
 
@@ -92,39 +92,39 @@ impl Statistics {
         kind.service.saturating_record(service.as_nanos() as u64);
     }
 
-    /// Counts a request that was refused at once: it has no times.
+    /// Counts a request that was refused at once, without times.
     pub fn record_refused(&mut self, op: Op) {
         let kind = self.kind(op);
         kind.requests += 1;
         kind.errors += 1;
     }
 
-    /// Counts requests, recorded one by one, that were done by the operation of a neighbour.
+    /// Counts requests, also recorded one by one, that were merged into the operation of another.
     pub fn record_merged(&mut self, op: Op, requests: u64) {
         self.kind(op).merged += requests;
     }
 
     #[inline]
-    fn kind(&mut self, op: Op) -> &mut Kind {
-        self.kinds[OpKind::of(op) as usize].get_or_insert_with(|| Box::new(Kind::new()))
+    fn kind(&mut self, op: Op) -> &mut KindStatistics {
+        self.kinds[OpKind::of(op) as usize].get_or_insert_with(|| Box::new(KindStatistics::new()))
     }
 
     pub fn merge(&mut self, other: &Statistics) {
         self.writes.merge(&other.writes);
         for (mine, theirs) in self.kinds.iter_mut().zip(&other.kinds) {
             let Some(theirs) = theirs else { continue };
-            let mine = mine.get_or_insert_with(|| Box::new(Kind::new()));
+            let mine = mine.get_or_insert_with(|| Box::new(KindStatistics::new()));
             mine.requests += theirs.requests;
             mine.merged += theirs.merged;
             mine.errors += theirs.errors;
             mine.bytes += theirs.bytes;
-            // The bounds are the same constants on both sides.
+            // Adding cannot fail, because the bounds are the same.
             let _ = mine.queue.add(&theirs.queue);
             let _ = mine.service.add(&theirs.service);
         }
     }
 
-    /// The figures for one kind; None when there was no request of it.
+    /// Returns a summary of one kind of request. None if there was none.
     pub fn summary(&self, kind: OpKind) -> Option<Summary> {
         let k = self.kinds[kind as usize].as_ref()?;
         let us = |h: &Histogram<u32>, q: f64| h.value_at_quantile(q) as f64 / 1e3;
@@ -139,12 +139,11 @@ impl Statistics {
     }
 }
 
-/// Figures for a person: times in microseconds as [median, 99th percentile, most].
+/// Summary of one kind of request. Times are in microseconds: [median, 99th percentile, maximum].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Summary {
     pub requests: u64,
-    /// Of these, those done by the operation of a neighbour: so many operations fewer than
-    /// requests.
+    /// Number of requests that were merged into the operation of another.
     pub merged: u64,
     pub errors: u64,
     pub bytes: u64,

@@ -1,14 +1,16 @@
-//! The throttle of a disk on one reactor: where requests wait for the disk's limits, and for its
+//! The throttle of a disk on one reactor: requests wait here for the disk's limits, and for its
 //! share of the device.
 //!
 //! ```text
-//!   request ──► limits, in line ──► share of the device ──► pass ──► image ──► the pass is dropped
+//!   request ──► limits, in order of arrival ──► share of the device ──► admission ──► image
 //! ```
-//! In: requests, before anything else is done for them. Out: a pass each, and how long that took.
-//! The arithmetic is `sched`'s; here is the waiting. What must hold: a disk without limits, on a
-//! device of its own, pays nothing; requests inside their limits and their share take no lock;
-//! reads of one reactor pass the limits in the order they came, and so do writes; a request that is
-//! dropped while it waits leaves nothing behind.
+//!
+//! In: requests, before anything else is done for them. Out: an [`Admission`] for each request.
+//! Crate `sched` computes who may begin; this module does the waiting.
+//!
+//! What must hold: a disk without limits, on a device of its own, pays nothing. Requests within
+//! their limits and their share take no lock. The reads of one reactor pass the limits in order of
+//! arrival, and so do the writes. A request that is dropped while it waits leaves nothing behind.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -23,52 +25,52 @@ use blockyard_sched::{Flow, Grant, Operation, OperationKind, Share, Time, WaitTo
 use crate::request::Op;
 use crate::statistics::OpKind;
 
-/// Limits are looked at again at least this often while somebody waits for them: they may have been
-/// changed.
-const LOOK: Duration = Duration::from_millis(20);
-/// And not for each request by itself: what they let pass meanwhile passes at once.
-const GATHER: Duration = Duration::from_micros(300);
-/// Streams of requests, each beginning where the last one ended, that are followed on a reactor.
+/// Longest sleep of a request that waits for limits. It must notice changes of the limits.
+const MAX_SLEEP: Duration = Duration::from_millis(20);
+/// Additional sleep, so that one wake-up admits several requests.
+const COALESCE: Duration = Duration::from_micros(300);
+/// Number of sequential streams that the throttle detects on a reactor.
 const STREAMS: usize = 8;
 
-/// The time that `sched` goes by, on all threads.
+/// Returns the current time for `sched`, the same on all threads.
 pub fn sched_time() -> Time {
     time_of(Instant::now())
 }
 
 fn time_of(at: Instant) -> Time {
     static START: OnceLock<Instant> = OnceLock::new();
-    // Not 0, so that what was never looked at is in the past.
+    // Not 0, so that a time that was never set is in the past.
     at.saturating_duration_since(*START.get_or_init(Instant::now)).as_nanos() as u64 + 1_000_000_000
 }
 
 pub(crate) struct Throttle {
     share: Arc<Share>,
-    /// None in simulations, which have no clock, and where nothing is limited or shared.
+    /// None in simulations, which have no clock. Then nothing is limited or shared.
     handle: Option<Handle>,
-    /// The disk is a device that may know no other way to zero a range than to write it.
+    /// The disk is a device that may zero a range only by writing it.
     writes_zeroes: bool,
-    /// Of reads, and of what writes: either may have a limit of its own.
+    /// Wait queues for the limits: one for reads, one for all other operations.
     wait_queues: [WaitQueue; 2],
-    /// Number of the last request that came.
+    /// Number of the last request that arrived.
     arrived: Cell<u64>,
-    /// Requests up to this number pass at once: a queue was drained after they came.
+    /// Requests up to this number bypass the throttle, because a queue was drained after they
+    /// arrived.
     drained: Cell<u64>,
-    /// Number of exports that end on this reactor: while it is not 0, nothing waits.
+    /// Number of exports that are ending on this reactor. While it is not 0, no request waits.
     suspended: Cell<u32>,
     tokens: RefCell<Vec<Arc<WaitToken>>>,
-    /// Where streams have ended.
+    /// End offsets of the detected streams, in bytes.
     ends: [Cell<u64>; STREAMS],
     next_end: Cell<usize>,
 }
 
-/// Requests that wait for the limits, behind one another.
+/// Requests that wait for the limits in order of arrival, with their numbers.
 struct WaitQueue {
     flow: Arc<Flow>,
     waiting: RefCell<VecDeque<(u64, Waker)>>,
 }
 
-/// A request that may begin; until it is dropped.
+/// A request that was admitted. Dropping this releases its part of the device.
 #[derive(Default)]
 pub(crate) struct Admission<'a>(Option<(&'a Throttle, Grant)>);
 
@@ -82,7 +84,7 @@ impl Drop for Admission<'_> {
 }
 
 impl Admission<'_> {
-    /// It cannot begin after all.
+    /// Takes the admission back, because the request does not begin.
     pub fn give_back(mut self, operation: &Operation) {
         if let Some((throttle, grant)) = self.0.take() {
             throttle.share.refund(throttle.now(), operation, grant);
@@ -113,7 +115,7 @@ impl Throttle {
         &self.share
     }
 
-    /// Nothing is limited or shared: [`Throttle::enter`] is not needed.
+    /// Returns whether nothing is limited or shared. Then [`Throttle::enter`] is not needed.
     #[inline]
     pub fn is_open(&self) -> bool {
         self.handle.is_none() || self.share.is_free()
@@ -124,9 +126,9 @@ impl Throttle {
         self.handle.as_ref().map_or(0, |handle| time_of(handle.now()))
     }
 
-    /// What a request is to the device. A flush is little by itself; what it makes the device do is
-    /// charged to whoever does it. Zeroes that a device may have to write cost what their bytes
-    /// cost.
+    /// Returns the operation that a request makes on the device. A flush costs little by itself;
+    /// the sync that it causes is charged to the disk that runs it. Zeroes that the device may have
+    /// to write cost as much as a write.
     #[inline]
     pub fn operation(&self, op: Op, offset: u64, bytes: u64, requests: u32) -> Operation {
         let kind = match OpKind::of(op) {
@@ -140,7 +142,7 @@ impl Throttle {
         Operation { kind, bytes, sequential: self.follows(offset, bytes), requests }
     }
 
-    /// Whether it begins where another has ended.
+    /// Returns whether the operation begins where an earlier one ended.
     #[inline]
     fn follows(&self, offset: u64, bytes: u64) -> bool {
         if let Some(follows) = self.share.follows(offset, bytes) {
@@ -158,7 +160,7 @@ impl Throttle {
         known.is_some()
     }
 
-    /// Gives a request its number, once, before its first [`Throttle::enter`].
+    /// Returns the number of a new request. Call it once, before the first [`Throttle::enter`].
     #[inline]
     pub fn arrive(&self) -> u64 {
         self.arrived.set(self.arrived.get() + 1);
@@ -187,7 +189,7 @@ impl Throttle {
     }
 
     fn passes_limits(&self, operation: &Operation) -> bool {
-        // A flush waits for nobody: it counts for no limit.
+        // No limit applies to a flush, so it never waits.
         let queue = self.wait_queue(operation);
         let first = operation.kind == OperationKind::Flush || queue.waiting.borrow().is_empty();
         first && self.share.limit(self.now(), operation, &queue.flow).is_ok()
@@ -215,8 +217,8 @@ impl Throttle {
         grant
     }
 
-    /// Waits until the limits let the operation pass, behind those that came before. Returns false
-    /// if a drain lets it pass.
+    /// Waits until the limits admit the operation, after earlier ones. Returns false if a drain
+    /// admits it.
     async fn wait_for_limits(&self, operation: &Operation, number: u64) -> bool {
         let queue = self.wait_queue(operation);
         let mut position = QueuePosition { queue, number: None };
@@ -236,7 +238,8 @@ impl Throttle {
                 Err(opens) => {
                     let wait = Duration::from_nanos(opens.saturating_sub(sched_time()));
                     if let Some(handle) = &self.handle {
-                        handle.wake_at(Instant::now() + wait.saturating_add(GATHER).min(LOOK));
+                        handle
+                            .wake_at(Instant::now() + wait.saturating_add(COALESCE).min(MAX_SLEEP));
                     }
                     Poll::Pending
                 }
@@ -271,8 +274,7 @@ impl Throttle {
         .await
     }
 
-    /// A sync of the disk begins: it is charged, and the device is busy with it until the answer is
-    /// dropped.
+    /// Charges a sync of the disk. It counts as in flight until the result is dropped.
     pub fn sync(&self) -> Admission<'_> {
         if self.is_open() {
             return Admission(None);
@@ -280,8 +282,8 @@ impl Throttle {
         Admission(Some((self, self.share.sync(self.now()))))
     }
 
-    /// Lets pass what waits now, because a queue of this disk is drained. The disk owes for it
-    /// ([`Throttle::held_back`]).
+    /// Admits all waiting requests, because a queue of this disk is drained. Their cost becomes a
+    /// debt of the disk ([`Throttle::held_back`]).
     pub fn drain(&self) {
         self.drained.set(self.arrived.get());
         self.share.release(self.now());
@@ -291,19 +293,19 @@ impl Throttle {
         });
     }
 
-    /// Lets everything pass until [`Throttle::resume`], because an export of the disk ends.
+    /// Admits every request until [`Throttle::resume`], because an export of the disk ends.
     pub fn suspend(&self) {
         self.suspended.set(self.suspended.get() + 1);
         self.drain();
     }
 
     pub fn resume(&self) {
-        // The disk may have been opened on this reactor after it was suspended on the others.
+        // This reactor may have opened the disk after the others were suspended.
         self.suspended.set(self.suspended.get().saturating_sub(1));
     }
 
-    /// Returns how long a queue of the disk must wait before it looks again whether it may take
-    /// requests. None: it may.
+    /// Returns how long a queue of the disk must wait before it checks again whether it may take
+    /// requests. None: it may take requests.
     #[inline]
     pub fn held_back(&self) -> Option<Duration> {
         if self.is_open() || self.suspended.get() > 0 {
@@ -311,11 +313,11 @@ impl Throttle {
         }
         let now = self.now();
         let until = self.share.held_back(now)?;
-        Some(Duration::from_nanos(until - now).min(LOOK))
+        Some(Duration::from_nanos(until - now).min(MAX_SLEEP))
     }
 }
 
-/// A request that waits for limits or the device, and counts for [`Share::held_back`].
+/// The cost of a request that waits for limits or the device; [`Share::held_back`] counts it.
 struct PendingCost<'a> {
     share: &'a Share,
     cost_ns: u64,
@@ -327,7 +329,7 @@ impl Drop for PendingCost<'_> {
     }
 }
 
-/// A place in the line before the limits. When it is dropped, the next request in the line looks.
+/// Position in a wait queue. Dropping it wakes the next request of the queue.
 struct QueuePosition<'a> {
     queue: &'a WaitQueue,
     number: Option<u64>,
@@ -361,7 +363,7 @@ impl Drop for DeviceWait<'_> {
                 let now = self.throttle.now();
                 share.refund(now, self.operation, share.granted(now, now, self.operation));
             }
-            // It may still stand among those that wait: it is not used again.
+            // The token may still be in the device's wait list, so it must not be reused.
             return;
         }
         tokens.borrow_mut().push(self.token.clone());

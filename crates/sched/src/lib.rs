@@ -18,8 +18,10 @@
 //! This crate reads no clock, does not sleep and does no I/O; the throttle in crate `disk` does.
 //! Sources: start-time fair queueing (Goyal, Vin and Cheng, 1996), the cost model of Linux's
 //! blk-iocost, and mClock (Gulati, Merchant and Varman, 2010). docs/design/fair-shares.md explains
-//! the choices. What must hold: an operation within its disk's limits and share takes no lock. Every
-//! operation that waits is admitted.
+//! the choices.
+//!
+//! What must hold: an operation within its disk's limits and share takes no lock. Every operation
+//! that waits is admitted.
 
 // These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
 // not.

@@ -1,14 +1,16 @@
-//! A model of a device: requests take the time that a device of bounded parallelism takes. Nothing
-//! is stored, unless there is an image below; then a request takes the longer time of both.
+//! A modelled device: requests take as long as on a device of bounded parallelism. Nothing is
+//! stored, unless there is an image below. Then a request takes the longer of both times.
 //!
 //! ```text
-//!   requests of all disks and reactors ──► one queue, first come first served ──► N servers ──► done
+//!   requests of all disks and reactors ──► one FIFO queue ──► N servers ──► done
 //! ```
-//! A request has one server for its kind's time, and for bytes x N / bandwidth: N servers that are
-//! never idle move just the bandwidth. When it will be done is known when it comes, so that nothing
-//! is simulated: it sleeps until then. In: a text form, [`FORM`]; then kinds, bytes, and the time
-//! now. Out: when each request is done. What must hold: disks that name the same device share its
-//! servers, on whichever reactors they are.
+//!
+//! A request occupies one server for the time of its kind and for bytes x N / bandwidth, so that N
+//! busy servers transfer exactly the bandwidth. The completion time is known on arrival, so the
+//! request just sleeps until then. In: a text form, [`FORM`]; then kind and bytes of each request,
+//! and the time now. Out: when each request completes.
+//!
+//! What must hold: disks that name the same device share its servers, on all reactors.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -25,12 +27,13 @@ use super::parse_size;
 use crate::filter::{Dice, MOST_TIME, TIME_FORM, parse_time};
 use crate::statistics::OpKind;
 
-const FORM: &str = "a model of a device is delay:SIZE or delay:file=PATH, then [,parallel=N][,KIND=TIME]...[,bandwidth=BYTES_PER_S]\
-                               [,spread=exponential[,seed=N]][,device=NAME]";
+const FORM: &str = "a modelled device is delay:SIZE or delay:file=PATH, then [,parallel=N]\
+                    [,KIND=TIME]...[,bandwidth=BYTES_PER_S][,spread=exponential[,seed=N]]\
+                    [,device=NAME]";
 const SIZE_FORM: &str = "a number of bytes with an optional suffix k, M, G or T (powers of 1024)";
 const MOST_PARALLEL: usize = 65_536;
 
-/// What is wrong with a model's text form.
+/// An error in a model's text form.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ModelError {
     #[error("\"{0}\" has no value: {FORM}")]
@@ -52,14 +55,15 @@ pub enum ModelError {
     #[error("seed has no meaning without spread=exponential")]
     Seed,
     #[error(
-        "another disk describes the device \"{device}\" otherwise: all its disks must say the same of it"
+        "another disk has other settings for device \"{device}\": all its disks must have the same"
     )]
     Otherwise { device: String },
-    #[error("below a model lies a raw image, and the name of {} says {format}", path.display())]
+    #[error("a modelled device needs a raw image, but the name of {} means {format}",
+        path.display())]
     NotRaw { path: PathBuf, format: Format },
 }
 
-/// A device that exists as arithmetic only.
+/// A modelled device.
 #[derive(Debug)]
 pub struct Model {
     name: Option<String>,
@@ -67,32 +71,32 @@ pub struct Model {
     state: Mutex<State>,
 }
 
-/// What a disk of a model has: bytes that nobody stores, or a raw image.
+/// What a disk of a modelled device stores: nothing, or a raw image.
 #[derive(Debug, PartialEq)]
 pub(super) enum Below {
     Nothing { size: u64 },
     File(PathBuf),
 }
 
-/// What the text form says, but the disk's size and the device's name.
+/// The settings of the text form, except the disk's size and the device's name.
 #[derive(Clone, Debug, PartialEq)]
 struct Shape {
     servers: usize,
     times: [Duration; 5],
-    /// Bytes a second.
+    /// In bytes a second.
     bandwidth: Option<u64>,
-    /// Service times are exponential with the mean that they would have; the seed.
+    /// Service times are exponentially distributed; the seed.
     exponential: Option<u64>,
 }
 
 #[derive(Debug)]
 struct State {
-    /// When each server that was ever used has done all that it was given.
+    /// Time when each server that was used becomes free.
     free: BinaryHeap<Reverse<Instant>>,
     dice: Dice,
 }
 
-/// Devices with a name, while a disk uses them.
+/// Devices with a name that a disk uses.
 static NAMED: Mutex<Vec<Weak<Model>>> = Mutex::new(Vec::new());
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -100,8 +104,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Model {
-    /// Reads what follows `delay:`. What the disk has, and its device, which others may have
-    /// already.
+    /// Parses what follows `delay:`. Returns what the disk stores, and its device, which other
+    /// disks may use already.
     pub(super) fn open(text: &str) -> Result<(Below, Arc<Self>), ModelError> {
         let mut parts = text.split(',');
         let below = Below::read(parts.next().unwrap_or_default())?;
@@ -127,7 +131,7 @@ impl Model {
         Ok((below, Model::shared(name, shape)?))
     }
 
-    /// The device of that name, or a new one.
+    /// Returns the device of that name, or a new one.
     fn shared(name: Option<String>, shape: Shape) -> Result<Arc<Self>, ModelError> {
         let mut named = lock(&NAMED);
         named.retain(|model| model.strong_count() > 0);
@@ -151,12 +155,13 @@ impl Model {
         Ok(model)
     }
 
-    /// What its disks call it, where they have a name for it.
+    /// Returns its name, if it has one.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
 
-    /// Gives a request that comes at `now` to the server that is free first; when it will be done.
+    /// Assigns a request that arrives at `now` to the server that is free first. Returns when it
+    /// completes.
     pub(super) fn book(&self, now: Instant, kind: OpKind, bytes: u64) -> Instant {
         let mean = self.shape.service(kind, bytes);
         let State { free, dice } = &mut *lock(&self.state);
@@ -187,7 +192,7 @@ impl Below {
     }
 }
 
-/// A disk of the device, on one reactor.
+/// A disk of the modelled device, on one reactor.
 pub struct Delay<S> {
     handle: Handle,
     model: Arc<Model>,
@@ -224,7 +229,8 @@ impl<S: Storage> Delay<S> {
         answer
     }
 
-    /// What moves no data. One that is dropped keeps its server until its time, as the others do.
+    /// Does an operation that transfers no data. If its future is dropped, its server stays busy
+    /// until the completion time all the same.
     pub(super) async fn other(
         &self,
         kind: OpKind,
@@ -263,7 +269,7 @@ impl Shape {
         Ok(())
     }
 
-    /// How long a server has a request, in the mean.
+    /// Returns the mean service time of a request.
     fn service(&self, kind: OpKind, bytes: u64) -> Duration {
         let transfer = self.bandwidth.map_or(0, |bandwidth| {
             u128::from(bytes) * self.servers as u128 * 1_000_000_000 / u128::from(bandwidth)

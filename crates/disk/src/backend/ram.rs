@@ -1,7 +1,7 @@
 //! A disk in memory.
 //!
-//! What must hold: it answers on its reactor, by copying; so a large request is done in pieces, and
-//! the reactor's other queues go on between them.
+//! What must hold: it copies data on its reactor. So it does a large request in pieces, and the
+//! reactor's other tasks run between them.
 
 use std::io;
 use std::rc::Rc;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use blockyard_ring::{GuestMemory, Handle, Segments};
 
-/// Bytes of memory that are copied or zeroed before the reactor's other queues go on.
+/// Bytes that are copied or zeroed before the reactor's other tasks run.
 const RAM_PIECE: usize = 1 << 20;
 
 /// A disk in memory, shared by all reactors; lost with the process.
@@ -23,7 +23,7 @@ impl Ram {
         Ram { handle: handle.clone(), memory: Rc::new((**memory).clone()) }
     }
 
-    /// Calls `f` with each piece of the range, and where it lies in the range.
+    /// Calls `f` with each piece of the range, and the piece's offset within the range.
     pub async fn in_pieces(
         &self,
         offset: u64,
@@ -65,17 +65,17 @@ mod tests {
 
     const PIECES: u64 = 6;
 
-    /// A request of many pieces: the turns that another task had before it was done.
-    fn turns_beside(work: impl AsyncFnOnce(&Ram, &Segments) + 'static) -> u64 {
+    /// Returns how often another task runs during a request of many pieces.
+    fn runs_meanwhile(work: impl AsyncFnOnce(&Ram, &Segments) + 'static) -> u64 {
         let len = PIECES as usize * RAM_PIECE;
         let memory =
             GuestMemory::default().with(Region::memfd("ram", 0, 0, len as u64).unwrap().0).unwrap();
         let executor = Executor::new().unwrap();
         let handle = executor.handle().clone();
-        let turns = executor.block_on(async move {
+        let runs = executor.block_on(async move {
             let ram = Ram::new(&handle, &Arc::new(memory));
-            let (turns, done) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(false)));
-            let (count, ended, tasks) = (turns.clone(), done.clone(), handle.clone());
+            let (runs, done) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(false)));
+            let (count, ended, tasks) = (runs.clone(), done.clone(), handle.clone());
             handle.spawn(async move {
                 while !ended.get() {
                     count.set(count.get() + 1);
@@ -84,15 +84,15 @@ mod tests {
             });
             work(&ram, &Segments::buffer(len)).await;
             done.set(true);
-            turns.get()
+            runs.get()
         });
-        turns.unwrap()
+        runs.unwrap()
     }
 
     #[test]
-    fn a_large_request_leaves_turns_to_others() {
+    fn other_tasks_run_during_a_large_request() {
         let len = PIECES as usize * RAM_PIECE;
-        let copied = turns_beside(async move |ram, segments| {
+        let copied = runs_meanwhile(async move |ram, segments| {
             segments.copy_in(len - 1, &[7]);
             ram.in_pieces(0, len, |ram, at| ram.copy_from(0, segments, at, ram.len()))
                 .await
@@ -103,8 +103,8 @@ mod tests {
                 .unwrap();
             assert_eq!(segments.find_nonzero(0, len), Some(len - 1));
         });
-        assert!(copied >= 2 * (PIECES - 1), "{copied} turns");
-        let zeroed = turns_beside(async move |ram, _| ram.zero(0, len).await.unwrap());
-        assert!(zeroed >= PIECES - 1, "{zeroed} turns");
+        assert!(copied >= 2 * (PIECES - 1), "{copied} runs");
+        let zeroed = runs_meanwhile(async move |ram, _| ram.zero(0, len).await.unwrap());
+        assert!(zeroed >= PIECES - 1, "{zeroed} runs");
     }
 }

@@ -1,15 +1,15 @@
-//! Commit: what the topmost image holds goes into the one below it, and the topmost one, empty,
-//! stays on top.
+//! Commit: copies the topmost image's data into its backing image. The topmost image stays, empty.
 //!
 //! ```text
-//!   mark what is written ─► copy all ─► copy what was written meanwhile, until little is left
-//!      (gate)                             ─► copy the rest ─► flush below ─► empty the top ─► open both anew
-//!                                              └──────────────── behind the gate ───────────────────┘
+//!   record writes ─► copy all ─► copy what was written meanwhile, until little is left
+//!      ─► quiesce: copy the rest ─► flush the backing image ─► empty the topmost one
+//!                  ─► open both again ─► resume
 //! ```
-//! What must hold, also at a power cut: the topmost image hides what was changed below, and is
-//! emptied only when all that it had is durable there. Whatever fails before leaves the disk as it
-//! was. Reactors read the image below by what they knew of it before the commit: what that freed is
-//! kept for them until they have opened it anew.
+//!
+//! What must hold, also at a power cut: the topmost image hides the changes below it. It is emptied
+//! only when all its data are durable in the backing image. A failure before that leaves the disk
+//! as it was. Until reactors have opened the backing image again, they read it with the metadata
+//! from before the commit. So clusters that the commit frees stay reserved until then.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -26,30 +26,30 @@ use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
 use crate::quiesced::{QuiesceError, QuiescedDisk};
 
-/// Passes over what was written meanwhile, while the guest goes on; and how many bytes may be left
-/// for behind the gate.
+/// Most passes over the writes made meanwhile, while the guest continues; and bytes that may be
+/// left for the quiesce.
 const PASSES: usize = 6;
 const LITTLE: u64 = 4 << 20;
-/// A guest that writes faster than can be copied is held back for so long at a time, with pauses
-/// that become shorter.
+/// Time of one quiesce. A guest that writes faster than the copy is held back repeatedly, with
+/// pauses that become shorter.
 const HELD_BACK: Duration = Duration::from_millis(50);
-/// Copies of what was written meanwhile in flight at a time.
+/// Number of concurrent copies of ranges that were written meanwhile.
 const AT_A_TIME: usize = 8;
 
 impl Disk {
-    /// See the module's page. Nobody else may have the image below open: other overlays on it would
-    /// see it change.
+    /// Commits the topmost image; see the module documentation. No other overlay may use the
+    /// backing image, because its contents change.
     pub fn commit(self: &Arc<Self>, work: &Work) -> Result<(), WorkError> {
         let work = work.clone();
         self.work("commit", |worker| worker.commit(work))
     }
 }
 
-/// What one commit works with.
+/// State of one commit.
 struct Commit<'a> {
     worker: &'a Worker,
     work: &'a Work,
-    /// The disk as it is served meanwhile, and as this thread reads it.
+    /// The disk's chain during the commit, the disk on this thread, and its topmost image.
     chain: Arc<Chain>,
     local_disk: Rc<LocalDisk<Store>>,
     from: Image<Store>,
@@ -63,7 +63,8 @@ impl Worker {
         let into = backing.image(&self.handle)?;
         let hold = into.hold_freed();
         let dirty = Arc::new(DirtyMap::new(self.disk.capacity()));
-        // Opened for writing, the image below may have been mended: who reads it looks at it anew.
+        // Opening the backing image for writing may have repaired it, so readers must open it
+        // again.
         let chain = self.chain()?.read_again(&self.handle, 1..2).await?;
         let from = chain.image(&self.handle).map_err(|e| Why::Quiesce(QuiesceError::Reactor(e)))?;
         let source = Source::Chain(chain.clone());
@@ -74,14 +75,14 @@ impl Worker {
         let done = commit.run().await;
         drop(commit);
         drop(hold);
-        self.close_backing(&backing, &into, done.read_anew).await;
+        self.close_backing(&backing, &into, done.reopened).await;
         done.result
     }
 
-    /// The image below is left as it is to be found. What fails here costs space only: clusters
-    /// that nothing names.
-    async fn close_backing(&self, backing: &WritableBacking, into: &Image<Store>, read_anew: bool) {
-        if !read_anew {
+    /// Closes the backing image. A failure here only wastes space: clusters that no entry refers
+    /// to.
+    async fn close_backing(&self, backing: &WritableBacking, into: &Image<Store>, reopened: bool) {
+        if !reopened {
             return;
         }
         if let Err(e) = into.close().await {
@@ -91,11 +92,11 @@ impl Worker {
     }
 }
 
-/// How a commit has ended.
+/// Outcome of a commit.
 struct Done {
     result: Result<(), Why>,
-    /// All reactors have looked at the image below anew, so that what was freed there may be used.
-    read_anew: bool,
+    /// All reactors have opened the backing image again, so that clusters freed in it may be used.
+    reopened: bool,
 }
 
 impl Commit<'_> {
@@ -114,14 +115,14 @@ impl Commit<'_> {
             Err(e) => Err(e.into()),
         };
         if let Err(why) = &opened {
-            // What reactors know of the topmost image is not true any more.
+            // The reactors' metadata of the topmost image is no longer valid.
             tracing::error!(disk = disk.name(), "commit: the image cannot be opened again: {why}");
-            quiesced.lose(&format!("after a commit the image could not be opened again: {why}"));
+            quiesced.lose(&format!("the image could not be opened again after a commit: {why}"));
         }
-        Done { read_anew: opened.is_ok(), result: opened.and(emptied.map_err(Why::from)) }
+        Done { reopened: opened.is_ok(), result: opened.and(emptied.map_err(Why::from)) }
     }
 
-    /// Copies everything; gives the closed gate, behind which nothing is left to be copied.
+    /// Copies everything. Returns the quiesced disk, when nothing is left to be copied.
     async fn copy(&self) -> Result<QuiescedDisk, Why> {
         self.copy_down(0, self.worker.disk.capacity()).await?;
         for _ in 0..PASSES {
@@ -130,8 +131,8 @@ impl Commit<'_> {
             }
             self.copy_dirty(None).await?;
         }
-        // So that little is left to be written behind the gate.
-        self.flush_lower().await?;
+        // This leaves little to write during the quiesce.
+        self.flush_backing().await?;
         self.worker.settle(&self.local_disk).await?;
         let mut pause = HELD_BACK;
         loop {
@@ -150,12 +151,11 @@ impl Commit<'_> {
         let copy = CopyDown::new(at..at + len, 1, self.work.progress.clone());
         let copied =
             copy.run(&self.from, self.into, async |_| self.work.check(&self.worker.disk)).await;
-        self.work.go_on(&self.worker.disk)?;
+        self.work.check_cancelled(&self.worker.disk)?;
         Ok(copied.map_err(|error| self.wrong(error))?)
     }
 
-    /// One pass over what was written since the last one; or a part of it, if that takes longer
-    /// than `until`.
+    /// Copies what was written since the last pass, or a part of it until the time `until`.
     async fn copy_dirty(&self, until: Option<Instant>) -> Result<(), Why> {
         let mut next = 0;
         let parts = std::iter::from_fn(|| {
@@ -173,17 +173,17 @@ impl Commit<'_> {
         ChainError::Image { path: self.chain.options().path.clone(), error }
     }
 
-    async fn flush_lower(&self) -> Result<(), Why> {
+    async fn flush_backing(&self) -> Result<(), Why> {
         let flushed = self.into.flush().await;
         Ok(flushed
-            .map_err(|e| self.wrong(ImageError::io("image below", None, "flushing it", e)))?)
+            .map_err(|e| self.wrong(ImageError::io("backing image", None, "flushing it", e)))?)
     }
 
-    /// Behind the gate: first what is below, then what lies on top, so that either alone has
-    /// everything.
+    /// Makes both images durable during the quiesce: first the backing image, then the topmost one,
+    /// so that each holds all data.
     async fn make_durable(&self) -> Result<(), Why> {
-        self.work.go_on(&self.worker.disk)?;
-        self.flush_lower().await?;
+        self.work.check_cancelled(&self.worker.disk)?;
+        self.flush_backing().await?;
         self.worker.settle(&self.local_disk).await?;
         if self.local_disk.close().await.is_err() {
             still_good(&self.worker.disk)?;
@@ -191,11 +191,12 @@ impl Commit<'_> {
         Ok(())
     }
 
-    /// The disk goes on as it was: what was copied is hidden by the topmost image.
+    /// Ends a failed commit. The disk stays as it was, because the topmost image hides what was
+    /// copied.
     async fn give_up(&self, why: Why, quiesced: Option<QuiescedDisk>) -> Done {
         let name = self.worker.disk.name();
         let exchanged = async {
-            self.flush_lower().await?;
+            self.flush_backing().await?;
             let chain = self.chain.read_again(&self.worker.handle, 1..2).await?;
             let quiesced = quiesced.map_or_else(|| self.worker.disk.quiesce("commit ends"), Ok)?;
             Ok::<_, Why>(quiesced.exchange(&Source::Chain(chain), None)?)
@@ -204,9 +205,9 @@ impl Commit<'_> {
         if let Err(e) = &exchanged {
             tracing::warn!(
                 disk = name,
-                "commit: looking at the image below anew, after it was given up: {e}"
+                "commit failed, and its backing image cannot be opened again: {e}"
             );
         }
-        Done { result: Err(why), read_anew: exchanged.is_ok() }
+        Done { result: Err(why), reopened: exchanged.is_ok() }
     }
 }

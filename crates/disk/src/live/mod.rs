@@ -1,16 +1,18 @@
-//! Work on the image of a disk that is being served: what a control thread asks for while a guest
-//! goes on.
+//! Snapshot, commit and stream: work on a disk's images while guests use the disk. A control thread
+//! starts it.
 //!
 //! ```text
-//!   snapshot   the image stays as it is from now on; what is written goes into a new overlay
-//!   commit     what the topmost image has goes into the one below it, and the topmost one stays, empty
-//!   stream     what the images below have is copied into the topmost one, which then stands alone
+//!   snapshot   keeps the present image as it is; later writes go to a new overlay
+//!   commit     copies the topmost image's data into its backing image, and empties it
+//!   stream     copies the data of all backing images into the topmost image, which then needs none
 //! ```
-//! In: calls, from a thread that is no reactor: they block it until the work is done. Out: the
-//! disk, served from another chain of images, or an error, and the disk as it was. What must hold:
-//! a guest sees the same disk before and after, whatever fails in between, also at a power cut; one
-//! work at a time on a disk; requests are held back only while images are exchanged
-//! ([`crate::quiesce`]), never while data are copied.
+//!
+//! In: calls from a thread that is no reactor. They block until the work is done. Out: the disk,
+//! served from another chain of images, or an error and the disk as it was.
+//!
+//! What must hold: a guest sees the same disk before and after, whatever fails, also after a power
+//! cut. Only one such work runs on a disk at a time. Requests are held back only while images are
+//! exchanged ([`crate::quiesce`]), never while data are copied.
 
 mod commit;
 mod snapshot;
@@ -31,8 +33,8 @@ use crate::quiesced::QuiesceError;
 
 pub use snapshot::SnapshotOptions;
 
-/// A work on a disk, for who wants to know how far it is, or to end it: shared with the thread that
-/// does it.
+/// Progress and cancellation of a commit or a stream. The thread that does it and its observers
+/// share this.
 #[derive(Clone, Debug, Default)]
 pub struct Work {
     progress: Arc<Progress>,
@@ -40,18 +42,18 @@ pub struct Work {
 }
 
 impl Work {
-    /// How much of the disk is done, in bytes.
+    /// Returns the progress in bytes of the disk.
     pub fn progress(&self) -> &Arc<Progress> {
         &self.progress
     }
 
-    /// Ends it soon, with [`Why::Cancelled`]; the disk stays as it was. Once the images are being
-    /// exchanged it is too late.
+    /// Ends the work soon with [`Why::Cancelled`]. The disk stays as it was. Has no effect once the
+    /// images are being exchanged.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::SeqCst);
     }
 
-    fn go_on(&self, disk: &Disk) -> Result<(), Why> {
+    fn check_cancelled(&self, disk: &Disk) -> Result<(), Why> {
         match () {
             _ if disk.has_ended() => Err(Why::Ended),
             _ if self.cancelled.load(Ordering::SeqCst) => Err(Why::Cancelled),
@@ -59,13 +61,14 @@ impl Work {
         }
     }
 
-    /// The same for work on images, which has no words of its own for it.
+    /// The same as an [`ImageError`], for callbacks of crate `image`.
     fn check(&self, disk: &Disk) -> Result<(), ImageError> {
-        self.go_on(disk).map_err(|why| ImageError::refused("work on the disk", why.to_string()))
+        self.check_cancelled(disk)
+            .map_err(|why| ImageError::refused("work on the disk", why.to_string()))
     }
 }
 
-/// Why a work was not done: which disk, what, and why.
+/// An error of a snapshot, commit or stream: the disk, the work, and the reason.
 #[derive(Debug, thiserror::Error)]
 #[error("disk {disk}: {work}: {why}")]
 pub struct WorkError {
@@ -80,7 +83,7 @@ pub enum Why {
     Busy,
     #[error("the disk is being closed")]
     Ended,
-    #[error("it was cancelled")]
+    #[error("the operator cancelled it")]
     Cancelled,
     #[error("{0}")]
     Poisoned(String),
@@ -97,14 +100,14 @@ fn still_good(disk: &Disk) -> Result<(), Why> {
 }
 
 impl Disk {
-    /// Runs a work on this thread, alone on this disk.
+    /// Runs a snapshot, commit or stream on this thread, with the disk's work lock held.
     fn work<F: Future<Output = Result<(), Why>> + 'static>(
         self: &Arc<Self>,
         name: &'static str,
         work: impl FnOnce(Worker) -> F,
     ) -> Result<(), WorkError> {
         let error = |why| WorkError { disk: self.name().into(), work: name, why: Box::new(why) };
-        let _turn = self.turn().map_err(error)?;
+        let _lock = self.begin_work().map_err(error)?;
         still_good(self).map_err(error)?;
         if self.options().read_only {
             return Err(error(Why::NotPossible("the disk is read-only".into())));
@@ -118,19 +121,19 @@ impl Disk {
         Ok(())
     }
 
-    fn turn(&self) -> Result<MutexGuard<'_, ()>, Why> {
-        let turn = match self.work.try_lock() {
+    fn begin_work(&self) -> Result<MutexGuard<'_, ()>, Why> {
+        let lock = match self.work.try_lock() {
             Err(TryLockError::WouldBlock) => return Err(Why::Busy),
             Err(TryLockError::Poisoned(e)) => PoisonError::into_inner(e),
-            Ok(turn) => turn,
+            Ok(lock) => lock,
         };
-        // Looked at behind the lock: whoever ends the disk sets this first, and then waits for the
+        // Check with the lock held: [`Disk::end_work`] sets the flag first, and then waits for the
         // lock.
-        if self.has_ended() { Err(Why::Ended) } else { Ok(turn) }
+        if self.has_ended() { Err(Why::Ended) } else { Ok(lock) }
     }
 }
 
-/// The thread that does the work: a reactor of its own, beside those that serve the disk.
+/// The thread that does the work. It is a reactor of its own, besides those that serve the disk.
 #[derive(Clone)]
 struct Worker {
     disk: Arc<Disk>,
@@ -138,7 +141,7 @@ struct Worker {
 }
 
 impl Worker {
-    /// The disk's images.
+    /// Returns the disk's chain of images.
     fn chain(&self) -> Result<Arc<Chain>, Why> {
         match self.disk.source() {
             Source::Chain(chain) => Ok(chain),
@@ -150,15 +153,15 @@ impl Worker {
         }
     }
 
-    /// The disk on this thread; no guest's requests come here, and it is not asked when the gate is
-    /// closed.
+    /// Opens the disk on this thread. No guest's requests come here, and a quiesce does not include
+    /// it.
     fn local_disk(&self, source: &Source) -> Result<Rc<LocalDisk<Store>>, Why> {
         let local_disk = LocalDisk::apart(&self.handle, &self.disk, source);
         Ok(Rc::new(local_disk.map_err(|e| Why::Quiesce(QuiesceError::Reactor(e)))?))
     }
 
-    /// Makes durable what the guests have written; a failure poisons the disk, as that of a guest's
-    /// own flush does.
+    /// Makes the guests' writes durable. A failure poisons the disk, as that of a guest's own flush
+    /// does.
     async fn settle(&self, local_disk: &LocalDisk<Store>) -> Result<(), Why> {
         let settled = local_disk.settle().await;
         still_good(&self.disk)?;

@@ -1,10 +1,10 @@
-//! External snapshot: from now on the disk is written to a new overlay, and its image of today
-//! stays as it is.
+//! External snapshot: the disk's later writes go to a new overlay. The present image stays as it
+//! is.
 //!
-//! What must hold: every write that was answered before is in the old image, and durable there;
-//! every later one goes to the overlay. A failure, or a power cut, leaves the old image, complete,
-//! and at most an overlay with nothing in it. Before the first write to the overlay the old image
-//! records which overlay lies on it ([`GrownChain::record`]).
+//! What must hold: every write that was answered before the snapshot is durable in the old image.
+//! Every later write goes to the overlay. A failure or a power cut leaves the old image complete,
+//! and at most an empty overlay. Before the first write to the overlay, the old image records which
+//! overlay is on it ([`GrownChain::record`]).
 //!
 //! [`GrownChain::record`]: blockyard_image::GrownChain::record
 
@@ -17,18 +17,18 @@ use super::{Why, WorkError, Worker, still_good};
 use crate::backend::Source;
 use crate::disk::Disk;
 
-/// The overlay to be.
+/// Options of a snapshot.
 #[derive(Clone, Debug)]
 pub struct SnapshotOptions {
-    /// Where: there may be no such file yet. The images below must lie in its folder, or in the
-    /// disk's backing folders.
+    /// Path of the overlay. The file must not exist yet. The images below must be in its folder, or
+    /// in the disk's backing folders.
     pub overlay: PathBuf,
-    /// How it is laid out; its size and backing file follow from the disk. None: as `blockyard
-    /// image create -b` does it.
+    /// Format options of the overlay. Its size and backing file follow from the disk. None: as
+    /// `blockyard image create -b` does it.
     pub shape: Option<CreateOptions>,
-    /// Go on if the image below cannot record its overlay (a block device, an NBD export, a file
-    /// system without extended attributes). Nothing then stops a later start that names that image
-    /// from writing beneath the overlay.
+    /// Continue if the old image cannot record its overlay (a block device, an NBD export, a file
+    /// system without extended attributes). Then a later start that names the old image may write
+    /// beneath the overlay.
     pub unrecorded: bool,
 }
 
@@ -39,7 +39,7 @@ impl SnapshotOptions {
 }
 
 impl Disk {
-    /// See the module's page. Whoever opens the disk anew from here on must open the overlay.
+    /// Takes a snapshot; see the module documentation. From now on, a start must name the overlay.
     pub fn snapshot(self: &Arc<Self>, options: &SnapshotOptions) -> Result<(), WorkError> {
         let options = options.clone();
         self.work("snapshot", |worker| worker.snapshot(options))
@@ -51,7 +51,7 @@ impl Worker {
         let old = self.chain()?;
         let mut new = old.grow(&self.handle, &options.overlay, options.shape.as_ref()).await?;
         let local_disk = self.local_disk(&self.disk.source())?;
-        // So that little is left to do behind the gate.
+        // This leaves little to do during the quiesce.
         self.settle(&local_disk).await?;
         let quiesced = self.disk.quiesce("snapshot")?;
         self.settle(&local_disk).await?;

@@ -1,8 +1,8 @@
-//! Stream: the topmost image gets what it has not from those below, and then stands alone.
+//! Stream: copies the data of the backing images into the topmost image, which then needs none.
 //!
-//! What must hold: the image names its backing file until it has all of the disk, durably. Whatever
-//! happens before is copying up, as a guest's own writes do it: a power cut, or cancelling, leaves
-//! the chain as it was, with fuller images.
+//! What must hold: the image names its backing file until it durably holds all data of the disk.
+//! Until then this is copy-up, as guests' writes cause it: a power cut or cancelling leaves the
+//! same chain, with more data in the topmost image.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::disk::Disk;
 use crate::quiesced::QuiesceError;
 
 impl Disk {
-    /// See the module's page. (qemu's word for it; others say flatten.)
+    /// Streams the disk (the term of QEMU; others call it flatten); see the module documentation.
     pub fn stream(self: &Arc<Self>, work: &Work) -> Result<(), WorkError> {
         let work = work.clone();
         self.work("stream", |worker| worker.stream(work))
@@ -29,7 +29,7 @@ impl Worker {
             chain.image(&self.handle).map_err(|e| Why::Quiesce(QuiesceError::Reactor(e)))?;
         let copied = copy_up(&image, &work.progress, async |_| work.check(&self.disk)).await;
         local_disk.look_for_losses();
-        work.go_on(&self.disk)?;
+        work.check_cancelled(&self.disk)?;
         copied.map_err(|error| ChainError::Image { path: chain.options().path.clone(), error })?;
         self.settle(&local_disk).await?;
         let quiesced = self.disk.quiesce("stream")?;

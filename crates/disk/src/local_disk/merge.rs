@@ -1,14 +1,17 @@
-//! Neighbouring requests of one batch, done by one operation.
+//! Merges adjacent requests of one batch into one operation.
 //!
 //! ```text
 //!   batch   read 0+4k   read 4k+4k   read 8k+8k   write 0+4k   read 16k+4k        offset + length
-//!           └──────── a run: read 0+16k ──────┘   └ by itself  └ by itself
+//!           └──────── a run: read 0+16k ──────┘   └ alone      └ alone
 //! ```
-//! In: requests in the order they were taken. A run is what stands side by side there and on the
-//! disk: nothing is put before or after anything else. Out: each one's own answer, and its own
-//! place in the statistics. What must hold: no request fails that would not have failed by itself.
-//! So each is admitted for itself, and when the one operation fails, each is done again for itself:
-//! one bad sector is one bad request.
+//!
+//! In: requests in the order in which they were taken. A run consists of requests that are adjacent
+//! in the batch and on the disk. Requests are never reordered. Out: an answer and a statistics
+//! entry for each request.
+//!
+//! What must hold: no request fails that would succeed by itself. So each request is checked by
+//! itself. If the merged operation fails, each request is served again by itself: one bad sector
+//! fails one request.
 
 use std::future::{Future, poll_fn};
 use std::task::Poll;
@@ -20,19 +23,18 @@ use blockyard_storage::Storage;
 use super::{CurrentImage, LocalDisk};
 use crate::request::{Finished, Op, Request, Token};
 
-/// Bytes of a run, at most: data of that length cost far more than their operation does, so a
-/// longer one gains nothing, and its first request waits for its last.
-const MOST_BYTES: u64 = 1 << 20;
-/// Entries of a run's iovec, at most: 1 MiB in pages of 4 KiB, and as many again for data that lie
-/// across pages. The kernel takes 1024 (IOV_MAX).
-const MOST_PIECES: usize = 512;
+/// Largest run in bytes. At this length the transfer costs far more than the operation, so a longer
+/// run gains nothing, and its first request would wait for its last.
+const MAX_BYTES: u64 = 1 << 20;
+/// Most iovec entries of a run: 1 MiB in 4 KiB pages, and as many again for data that cross page
+/// boundaries. The kernel accepts 1024 (IOV_MAX).
+const MAX_PIECES: usize = 512;
 
-/// Requests that one operation does, and what is theirs afterwards. Used again: its vectors keep
-/// their room.
+/// A run of requests, and their answers. Reusing it keeps the capacity of its vectors.
 pub struct Run<T: Token> {
     parts: Vec<Request<T>>,
     finished: Vec<Finished<T>>,
-    /// The iovec of all, while the operation is not begun.
+    /// The iovec of the whole run, until the operation begins.
     together: Segments,
 }
 
@@ -43,39 +45,40 @@ impl<T: Token> Default for Run<T> {
 }
 
 impl<T: Token> Run<T> {
-    /// Takes requests that [`LocalDisk::neighbours`] has counted.
+    /// Adds the requests that [`LocalDisk::neighbours`] has counted.
     pub fn fill(&mut self, neighbours: impl Iterator<Item = Request<T>>) {
         self.parts.extend(neighbours);
         debug_assert_eq!(self.parts.len(), count(&self.parts), "these are no neighbours");
     }
 
-    /// See [`Request::is_volatile`]: all are, or none.
+    /// Returns [`Request::is_volatile`], which is the same for all requests of a run.
     pub fn is_volatile(&self) -> bool {
         self.parts.first().is_some_and(Request::is_volatile)
     }
 
-    /// What was served, for the caller to deliver.
+    /// Removes and returns the served requests. The caller delivers their answers.
     pub fn finished(&mut self) -> impl Iterator<Item = Finished<T>> {
         self.finished.drain(..)
     }
 }
 
-/// Whether one operation can do both, as far as their places tell.
+/// Returns whether two requests are adjacent and of the same kind, so that one operation can do
+/// both.
 #[inline]
 fn side_by_side<T: Token>(last: &Request<T>, next: &Request<T>) -> bool {
-    // An end beyond 64 bits meets nothing that is admitted.
+    // An end beyond 64 bits wraps, but such requests are refused later.
     last.offset.wrapping_add(last.len) == next.offset
         && last.op == next.op
         && matches!(last.op, Op::Read | Op::Write { .. })
 }
 
-/// How long the run is at the head of `batch`.
+/// Returns the length of the run at the start of `batch`.
 fn count<T: Token>(batch: &[Request<T>]) -> usize {
     let (mut bytes, mut pieces) = (0u64, 0);
     for (index, request) in batch.iter().enumerate() {
         bytes = bytes.saturating_add(request.len);
         pieces += request.segments.count();
-        let fits = bytes <= MOST_BYTES && pieces <= MOST_PIECES;
+        let fits = bytes <= MAX_BYTES && pieces <= MAX_PIECES;
         if index > 0 && !(fits && side_by_side(&batch[index - 1], request)) {
             return index;
         }
@@ -84,12 +87,12 @@ fn count<T: Token>(batch: &[Request<T>]) -> usize {
 }
 
 impl<S: Storage> LocalDisk<S> {
-    /// How many requests at the head of a batch are for one [`Run`]; 1: the first is to be served
+    /// Returns how many requests at the start of a batch form one [`Run`]. 1: serve the first one
     /// by itself.
     #[inline]
     pub fn neighbours<T: Token>(&self, batch: &[Request<T>]) -> usize {
         match batch {
-            // Filters are there to be seen: each request meets them by itself.
+            // Filters apply to each request by itself.
             [first, second, ..]
                 if side_by_side(first, second) && self.disk.options().filters.is_empty() =>
             {
@@ -99,11 +102,11 @@ impl<S: Storage> LocalDisk<S> {
         }
     }
 
-    /// Does what the requests of a run ask, by one operation if that goes well.
+    /// Serves the requests of a run by one operation, or each by itself if that operation fails.
     pub async fn serve_run<T: Token>(&self, run: &mut Run<T>) {
         let (op, offset) =
             run.parts.first().map_or((Op::Flush, 0), |first| (first.op, first.offset));
-        let good = run.parts.iter().all(|part| self.admit(part).is_ok());
+        let good = run.parts.iter().all(|part| self.check(part).is_ok());
         let len = if good { run.parts.iter().map(|part| part.len).sum() } else { 0 };
         let entered = self.enter_for(op, offset, len, run.parts.len() as u32).await;
         let admitted = self.now();
@@ -122,7 +125,7 @@ impl<S: Storage> LocalDisk<S> {
         self.settle_costs(&entered, work);
     }
 
-    /// One operation for all; false: there is none, or it failed.
+    /// Serves the run by one operation. Returns false if that is impossible or fails.
     async fn perform_run<T: Token>(&self, image: &CurrentImage<S>, run: &mut Run<T>) -> bool {
         let Some(first) = run.parts.first() else { return false };
         let (op, offset) = (first.op, first.offset);
@@ -130,7 +133,7 @@ impl<S: Storage> LocalDisk<S> {
         let joined = run
             .parts
             .iter()
-            .all(|part| self.admit(part).is_ok() && together.append(&part.segments));
+            .all(|part| self.check(part).is_ok() && together.append(&part.segments));
         let mut done = false;
         if joined {
             let result;
@@ -143,7 +146,8 @@ impl<S: Storage> LocalDisk<S> {
         done
     }
 
-    /// Each by itself, all at once: where a device takes its time to fail, they take it together.
+    /// Serves each request by itself, all concurrently. If the device is slow to fail, they wait
+    /// together.
     async fn serve_each<T: Token>(&self, image: &CurrentImage<S>, run: &mut Run<T>) {
         let Run { parts, finished, .. } = run;
         let mut left: Vec<_> =

@@ -1,5 +1,5 @@
-//! What a disk answers, request by request: on a simulated disk whose errors are made, and on a
-//! file that is resized.
+//! Answers of a disk to single requests: on a simulated disk with injected errors, and on a file
+//! that is resized.
 
 use super::*;
 use std::cell::Cell;
@@ -72,7 +72,7 @@ fn ranges_end_at_the_capacity_and_do_not_wrap() {
             assert_eq!(
                 ask(&served, op, CAPACITY, 0).await,
                 Ok(()),
-                "nothing at the end is nothing"
+                "a request of no bytes at the end succeeds"
             );
             assert_eq!(sim.trace().len(), before);
         }
@@ -80,7 +80,7 @@ fn ranges_end_at_the_capacity_and_do_not_wrap() {
 }
 
 #[test]
-fn a_read_only_disk_reads_and_flushes() {
+fn a_read_only_disk_accepts_only_reads_and_flushes() {
     let (sim, served) = simulated(DiskOptions { read_only: true, ..options() });
     run(async move {
         for op in
@@ -107,7 +107,7 @@ fn cache_mode_unsafe_never_syncs() {
 }
 
 #[test]
-fn a_failed_sync_poisons_whoever_asked_for_it() {
+fn a_failed_sync_poisons_the_disk() {
     for op in [Op::Flush, Op::WriteZeroes { unmap: false, fua: true, fast: false }] {
         let (sim, served) = simulated(options());
         sim.fail(Fault::new(SimOp::Sync, 5));
@@ -128,12 +128,12 @@ fn a_failed_sync_poisons_whoever_asked_for_it() {
     }
 }
 
-/// A durable write ends in a flush of the device: it may be told of what others have lost, and
-/// nobody again.
+/// A durable write ends in a flush of the device. That flush may report the loss of other writes,
+/// and the device reports it only once.
 #[test]
-fn a_failed_durable_write_poisons_when_others_may_be_lost_with_it() {
+fn a_failed_durable_write_poisons_the_disk_if_other_writes_may_be_lost() {
     let cases = [
-        // What went before, the error, and what a later flush is told.
+        // The request before, the error, and the answer of a later flush.
         (None, 5, Ok(())),
         (Some(WRITE), 5, POISONED),
         (Some(DURABLE), 5, Ok(())),
@@ -157,7 +157,7 @@ fn a_failed_durable_write_poisons_when_others_may_be_lost_with_it() {
             );
         });
     }
-    // What is flushed is safe whatever follows.
+    // A later error does not affect flushed writes.
     let (sim, served) = simulated(options());
     run(async move {
         assert_eq!(ask(&served, WRITE, 0, 512).await, Ok(()));
@@ -168,17 +168,17 @@ fn a_failed_durable_write_poisons_when_others_may_be_lost_with_it() {
     });
 }
 
-/// In the page cache durable writes share syncs, and never sync beside one another: a lost page is
-/// told only once.
+/// In the page cache durable writes share syncs, and no two syncs run at the same time: the kernel
+/// reports a lost page only once.
 #[test]
 fn in_the_page_cache_durable_writes_share_one_sync_and_its_failure() {
-    // What goes wrong, what the writes are told, and what a later flush is.
+    // The fault, the answer of the writes, and the answer of a later flush.
     let cases = [
         (None, Ok(()), Ok(())),
         (Some(Fault::new(SimOp::Sync, 5)), POISONED, POISONED),
         (Some(Fault::new(SimOp::Write, 28).always()), Err(Failure::NoSpace), Ok(())),
     ];
-    for (fault, told, later) in cases {
+    for (fault, answer, later) in cases {
         let (path, source) = cached_file(CAPACITY);
         let disk = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
         fault.into_iter().for_each(|fault| disk.fail(fault));
@@ -203,7 +203,7 @@ fn in_the_page_cache_durable_writes_share_one_sync_and_its_failure() {
             answers.push(ask(&served, Op::Flush, 0, 0).await);
             answers
         });
-        assert_eq!(answers.unwrap(), [vec![told; 8], vec![later]].concat());
+        assert_eq!(answers.unwrap(), [vec![answer; 8], vec![later]].concat());
         let syncs = disk
             .trace()
             .iter()
@@ -225,9 +225,9 @@ fn cached_file(len: u64) -> (PathBuf, Source) {
     (path, Source::File(Arc::new(ImageFile::open(&open).unwrap())))
 }
 
-/// A failed write that promised nothing is an error, and no more.
+/// A failed write that is not durable is an error, but does not poison the disk.
 #[test]
-fn errors_are_told_in_the_guest_s_terms() {
+fn host_errors_map_to_failures_of_the_protocols() {
     let (sim, served) = simulated(options());
     run(async move {
         let cases = [(SimOp::Read, Op::Read), (SimOp::Write, WRITE), (SimOp::Discard, Op::Discard)];
@@ -240,7 +240,8 @@ fn errors_are_told_in_the_guest_s_terms() {
                 assert_eq!(ask(&served, op, 0, 512).await, Ok(()));
             }
         }
-        // A device that cannot discard is no error; one that cannot zero gets zeroes.
+        // A discard that the device does not support succeeds. Zeroes that it does not support are
+        // written.
         sim.fail(Fault::new(SimOp::Discard, io::ErrorKind::Unsupported));
         sim.fail(Fault::new(SimOp::Zero, io::ErrorKind::Unsupported));
         assert_eq!(ask(&served, Op::Discard, 0, 512).await, Ok(()));
@@ -285,14 +286,14 @@ fn a_resized_file_is_a_resized_disk() {
     std::fs::remove_file(&path).unwrap();
 }
 
-/// A file system without a way to zero a range writes the zeroes. They cost what they cost,
-/// whatever was discarded before.
+/// A file system that cannot zero a range writes the zeroes. They cost the same, whatever was
+/// discarded before.
 #[test]
-fn what_is_discarded_pays_for_no_other_work() {
+fn discards_are_no_credit_for_later_work() {
     const LEN: u64 = 64 << 20;
     const ZEROES: u64 = 8 << 20;
     for discards in [0, 1, 10] {
-        // tmpfs punches holes, and knows no FALLOC_FL_ZERO_RANGE.
+        // tmpfs supports holes, but not FALLOC_FL_ZERO_RANGE.
         let path =
             PathBuf::from(format!("/dev/shm/blockyard-served-{}-{discards}", std::process::id()));
         std::fs::File::create(&path).unwrap().set_len(LEN).unwrap();
@@ -326,7 +327,7 @@ fn what_is_discarded_pays_for_no_other_work() {
             written >= ZEROES,
             "this file system zeroes without writing: {written} bytes are allocated"
         );
-        // A look at the device, much later, sums up.
+        // An operation much later ends the control period, which updates the statistics.
         let read = blockyard_sched::Operation {
             kind: blockyard_sched::OperationKind::Read,
             bytes: 0,

@@ -1,4 +1,4 @@
-//! Reactors of several threads, and a gate that is closed under their load.
+//! Quiesces a disk under load from reactors on several threads.
 
 use super::*;
 use std::cell::RefCell;
@@ -78,8 +78,8 @@ struct Load {
     stop: AtomicBool,
 }
 
-/// So many requests at a time until told to stop, each counted when it is asked and when it is
-/// answered.
+/// Keeps `lanes` requests in flight until told to stop. Counts each request when it begins and when
+/// it is answered.
 fn load(reactor: &Reactor, disk: &Arc<Disk>, load: &Arc<Load>, lanes: usize) -> mpsc::Receiver<()> {
     let (sender, done) = mpsc::channel();
     for _ in 0..lanes {
@@ -109,7 +109,7 @@ fn wait_for(what: impl Fn() -> bool) {
     }
 }
 
-/// How many requests a reactor has done.
+/// Returns the number of writes that a reactor has done.
 fn served(reactor: &Reactor, disk: &Arc<Disk>) -> Option<u64> {
     let disk = disk.clone();
     let done = move |served: Rc<LocalDisk<Store>>| {
@@ -122,7 +122,7 @@ fn served(reactor: &Reactor, disk: &Arc<Disk>) -> Option<u64> {
 }
 
 #[test]
-fn nothing_is_in_flight_behind_a_closed_gate_and_all_goes_on_after_it() {
+fn no_request_is_in_flight_during_a_quiesce_and_all_continue_after_it() {
     let (reactors, disk) = ([Reactor::start(), Reactor::start()], disk(&["delay:write=1ms"]));
     let all = Arc::new(Load::default());
     let ends = reactors.each_ref().map(|reactor| load(reactor, &disk, &all, 8));
@@ -144,7 +144,7 @@ fn nothing_is_in_flight_behind_a_closed_gate_and_all_goes_on_after_it() {
 }
 
 #[test]
-fn an_exchanged_image_is_everybody_s() {
+fn all_reactors_use_the_exchanged_image() {
     let (reactors, disk, new) = ([Reactor::start(), Reactor::start()], disk(&[]), ram());
     let on = |reactor: &Reactor, op: Op, byte: u8| {
         let disk = disk.clone();
@@ -162,13 +162,13 @@ fn an_exchanged_image_is_everybody_s() {
     assert_eq!(dirty.bytes(), 0);
     on(&reactors[1], WRITE, 8).unwrap();
     assert_eq!((on(&reactors[0], Op::Read, 0), dirty.bytes()), (Some(8), 64 << 10));
-    // One that opens the disk only now has the new image as well.
+    // A reactor that opens the disk only now uses the new image, too.
     let late = Reactor::start();
     assert_eq!(on(&late, Op::Read, 0), Some(8));
 }
 
 #[test]
-fn a_reactor_that_opens_the_disk_behind_a_closed_gate_waits_as_well() {
+fn a_reactor_that_opens_the_disk_during_a_quiesce_waits_as_well() {
     let (reactor, disk, new) = (Reactor::start(), disk(&[]), ram());
     let quiesced = disk.quiesce("a test").unwrap();
     let (all, other) = (Arc::new(Load::default()), disk.clone());
@@ -186,16 +186,12 @@ fn a_reactor_that_opens_the_disk_behind_a_closed_gate_waits_as_well() {
     written.push_guest(0, 1).unwrap();
     let mut byte = [0];
     written.copy_out(0, &mut byte);
-    assert_eq!(
-        byte,
-        [1],
-        "it was opened on the image of before, and writes to the one that it was exchanged for"
-    );
+    assert_eq!(byte, [1], "it opened the old image, and writes to the new one");
     drop(other);
 }
 
 #[test]
-fn a_reactor_that_has_ended_keeps_nobody_waiting() {
+fn a_quiesce_does_not_wait_for_a_reactor_that_has_ended() {
     let (reactors, disk) = ([Reactor::start(), Reactor::start()], disk(&[]));
     for reactor in &reactors {
         let disk = disk.clone();

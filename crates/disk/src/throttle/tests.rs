@@ -1,4 +1,4 @@
-//! Which requests a drain lets pass. No limit here lets a second request pass while a test runs.
+//! Which requests a drain admits. The limit in these tests admits only one request.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use super::*;
 const WRITE: Operation =
     Operation { kind: OperationKind::Write, bytes: 1 << 30, sequential: false, requests: 1 };
 
-/// A disk with a limit of a byte a second, and the requests that have passed.
+/// A disk with a limit of a byte a second, and the requests that were admitted.
 struct Stage {
     handle: Handle,
     throttle: Rc<Throttle>,
@@ -27,7 +27,7 @@ impl Stage {
         Stage { handle: handle.clone(), throttle, passed: Rc::default() }
     }
 
-    /// Requests come; returns which have passed so far.
+    /// Starts `count` requests. Returns the numbers of those that were admitted so far.
     async fn come(&self, count: u64) -> Vec<u64> {
         for _ in 0..count {
             let (throttle, passed) = (self.throttle.clone(), self.passed.clone());
@@ -55,24 +55,20 @@ fn run(work: impl AsyncFnOnce(Stage) + 'static) {
 }
 
 #[test]
-fn a_drain_lets_pass_what_stands_in_line_and_nothing_that_comes_later() {
+fn a_drain_admits_the_waiting_requests_and_no_later_ones() {
     run(async |stage| {
-        assert_eq!(stage.come(3).await, [1], "the limit lets one pass");
+        assert_eq!(stage.come(3).await, [1], "the limit admits one");
         stage.throttle.drain();
         assert_eq!(stage.passed().await, [1, 2, 3]);
-        assert_eq!(
-            stage.come(2).await,
-            [1, 2, 3],
-            "the drain is not over, and what comes waits all the same"
-        );
-        assert!(stage.throttle.held_back().is_some(), "what passed is owed");
+        assert_eq!(stage.come(2).await, [1, 2, 3], "later requests wait, even during the drain");
+        assert!(stage.throttle.held_back().is_some(), "the admitted requests are a debt");
         stage.throttle.drain();
         assert_eq!(stage.passed().await, [1, 2, 3, 4, 5]);
     });
 }
 
 #[test]
-fn at_the_end_of_an_export_everything_passes() {
+fn at_the_end_of_an_export_every_request_is_admitted() {
     run(async |stage| {
         assert_eq!(stage.come(2).await, [1]);
         stage.throttle.suspend();
@@ -85,28 +81,31 @@ fn at_the_end_of_an_export_everything_passes() {
 }
 
 #[test]
-fn a_line_that_is_left_counts_no_more() {
+fn a_request_that_stops_waiting_no_longer_counts() {
     run(async |stage| {
         assert!(stage.throttle.held_back().is_none());
         let number = stage.throttle.arrive();
         drop(stage.throttle.enter(&WRITE, number).await);
         assert!(
             stage.throttle.held_back().is_none(),
-            "one operation that passed in its time is no debt"
+            "an operation that was admitted in time is no debt"
         );
         let number = stage.throttle.arrive();
         let mut waiting = Box::pin(stage.throttle.enter(&WRITE, number));
         assert!(poll_fn(|cx| Poll::Ready(waiting.as_mut().poll(cx).is_pending())).await);
-        assert!(stage.throttle.held_back().is_some(), "a line of more than half a minute");
+        assert!(
+            stage.throttle.held_back().is_some(),
+            "more than half a minute of waiting operations"
+        );
         drop(waiting);
         assert!(stage.throttle.held_back().is_none());
     });
 }
 
-/// Of streams that take turns each is sequential on flash. The heads of a rotational device seek
+/// On flash, each of two interleaved streams is sequential. The heads of a rotational device seek
 /// between them.
 #[test]
-fn streams_that_take_turns_are_no_sequential_ones_on_a_rotational_device() {
+fn interleaved_streams_are_not_sequential_on_a_rotational_device() {
     for (profile, several) in [(DeviceProfile::FLASH, true), (DeviceProfile::ROTATIONAL, false)] {
         let host = Host::default();
         let throttle =

@@ -1,4 +1,4 @@
-//! The model's arithmetic, on times that are made up.
+//! The model's arithmetic, with made-up times.
 
 use super::*;
 
@@ -6,8 +6,7 @@ fn model(text: &str) -> Arc<Model> {
     Model::open(text).unwrap_or_else(|e| panic!("{text}: {e}")).1
 }
 
-/// `depth` requests at a time, a new one for each that is done, until `total` are: how long that
-/// takes, in seconds.
+/// Keeps `depth` requests in flight until `total` are done. Returns the seconds that this takes.
 fn closed_loop(model: &Model, depth: usize, total: usize, kind: OpKind, bytes: u64) -> f64 {
     let start = Instant::now();
     let mut in_flight: BinaryHeap<_> =
@@ -29,17 +28,17 @@ fn near(found: f64, truth: f64, tolerance: f64) {
 }
 
 #[test]
-fn saturated_it_does_n_requests_in_the_time_of_one() {
+fn a_saturated_device_does_n_requests_in_the_time_of_one() {
     let text = "1G,parallel=8,read=100us,write=400us,bandwidth=1G";
     // 100 us, and 4 KiB x 8 / 1 GiB.
     let read = 100e-6 + 4096.0 * 8.0 / (1u64 << 30) as f64;
     near(closed_loop(&model(text), 64, 80_000, OpKind::Read, 4096), 10_000.0 * read, 1e-3);
-    // Large requests: what counts is the bandwidth.
+    // For large requests the bandwidth decides.
     near(closed_loop(&model(text), 64, 8_000, OpKind::Write, 16 << 20), 125.0 + 0.4, 1e-3);
 }
 
 #[test]
-fn alone_a_request_takes_its_time() {
+fn a_request_on_an_idle_device_takes_the_configured_time() {
     let model = model("1G,parallel=4,read=100us,write=400us,flush=2ms,discard=50us,bandwidth=400M");
     let mut now = Instant::now();
     let us = Duration::from_micros;
@@ -53,14 +52,14 @@ fn alone_a_request_takes_its_time() {
         assert_eq!(model.book(now, kind, bytes) - now, time, "{kind:?}");
         now += Duration::from_secs(10);
     }
-    // Beside others while a server is free, behind them while none is.
+    // Concurrent while a server is free, queued while none is.
     let ends: Vec<_> =
         (0..6).map(|_| (model.book(now, OpKind::Read, 0) - now).as_micros()).collect();
     assert_eq!(ends, [100, 100, 100, 100, 200, 200]);
 }
 
 #[test]
-fn exponential_times_have_their_mean_and_their_spread() {
+fn exponential_times_have_the_right_mean_and_variance() {
     let text = "1G,parallel=1,read=100us,spread=exponential";
     let times = |text| {
         let (model, mut now) = (model(text), Instant::now());
@@ -94,13 +93,13 @@ fn disks_of_one_device_share_its_servers() {
             .to_string()
             .contains("\"shared\"")
     );
-    // Without disks it is forgotten, and may be another.
+    // A device without disks is dropped, and its name may be used for another.
     drop((one, two));
     model("1G,parallel=3,read=1ms,device=shared");
 }
 
 #[test]
-fn bad_forms_are_refused() {
+fn malformed_models_are_refused() {
     for (bad, part) in [
         ("", "a size is"),
         ("511", "at least 512"),
@@ -118,7 +117,7 @@ fn bad_forms_are_refused() {
         ("1G,spread=exponential,seed=x", "seed \"x\""),
         ("1G,device=", "is not known"),
         ("1G,read=1e19s", "a time is"),
-        ("file=a.qcow2", "a.qcow2 says qcow2"),
+        ("file=a.qcow2", "a.qcow2 means qcow2"),
     ] {
         let error = Model::open(bad).unwrap_err();
         assert!(error.to_string().contains(part), "{bad}: {error}");

@@ -1,5 +1,5 @@
-//! Batches on a simulated disk: what becomes one operation, and that each request is answered as it
-//! would be by itself.
+//! Batches on a simulated disk: which requests are merged, and that each is answered as it would be
+//! by itself.
 
 use super::*;
 use std::cell::RefCell;
@@ -20,7 +20,7 @@ const DURABLE: Op = Op::Write { fua: true };
 const OK: Status = Ok(());
 const IO: Status = Err(Failure::Io);
 
-/// Fills in the answer of one request.
+/// Stores the answer of one request.
 struct Note(Rc<RefCell<Vec<Option<Status>>>>, usize);
 
 impl Token for Note {
@@ -29,10 +29,10 @@ impl Token for Note {
     }
 }
 
-/// What is asked: operation, offset and length on the disk.
+/// A request: operation, and offset and length on the disk in bytes.
 type Ask = (Op, u64, u64);
 
-/// A guest's memory, a disk, and how a queue passes batches from one to the other.
+/// A guest's memory, a disk, and a queue that passes batches from one to the other.
 struct Stage {
     sim: SimDisk,
     served: LocalDisk<SimDisk>,
@@ -45,7 +45,7 @@ impl Stage {
         Self::with(len, len, Alignment { memory_align: 1, offset_align: 1 }, options())
     }
 
-    /// A disk of `capacity` bytes, of which `len` are there.
+    /// A disk of `capacity` bytes, whose file has `len` bytes.
     fn with(len: u64, capacity: u64, shape: Alignment, options: DiskOptions) -> Self {
         let sim = SimDisk::new(SimImage::zeroed(len), SimConfig::new(1));
         let disk = Arc::new(Disk::new(options, Source::Null { size: capacity }));
@@ -56,7 +56,7 @@ impl Stage {
         Stage { sim, served, memory, merges: true }
     }
 
-    /// `bytes` at `addr`, in as many pieces as are asked for; they do not touch.
+    /// Memory of `bytes` bytes at `addr`, in `pieces` pieces that do not touch.
     fn segments(&self, addr: u64, bytes: u64, pieces: u64) -> Segments {
         let mut segments = Segments::default();
         segments.reset(&self.memory);
@@ -66,7 +66,7 @@ impl Stage {
         segments
     }
 
-    /// Serves a batch as a queue does, save that it waits for each operation before the next.
+    /// Serves a batch as a queue does, except that it waits for each operation before the next.
     async fn batch(&self, batch: Vec<(Ask, Segments)>) -> Vec<Status> {
         let answers = Rc::new(RefCell::new(vec![None; batch.len()]));
         let token = |index| Note(answers.clone(), index);
@@ -87,7 +87,7 @@ impl Stage {
         answers.take().into_iter().map(|answer| answer.expect("answered")).collect()
     }
 
-    /// A batch whose data lie one behind the other in memory, from 0 on.
+    /// Serves a batch whose data are adjacent in memory, from address 0 on.
     async fn ask(&self, asks: &[Ask]) -> Vec<Status> {
         let mut addr = 0;
         let place = |&ask: &Ask| {
@@ -98,7 +98,7 @@ impl Stage {
         self.batch(asks.iter().map(place).collect()).await
     }
 
-    /// The operations the disk has begun since it was last asked: kind, offset, length.
+    /// Returns the operations that the disk has begun since the last call: kind, offset and length.
     fn operations(&self, seen: &mut usize) -> Vec<(SimOp, u64, u64)> {
         let trace = self.sim.trace();
         let new = trace[*seen..]
@@ -110,7 +110,7 @@ impl Stage {
         new
     }
 
-    /// Requests, those of them that were merged, errors, bytes.
+    /// Returns the numbers of requests, merged requests, errors and bytes.
     fn counted(&self, kind: OpKind) -> (u64, u64, u64, u64) {
         let sums = self.served.statistics().summary(kind).unwrap();
         (sums.requests, sums.merged, sums.errors, sums.bytes)
@@ -132,7 +132,7 @@ fn run<T: 'static>(work: impl Future<Output = T> + 'static) -> T {
 }
 
 #[test]
-fn neighbours_are_one_operation_and_each_is_answered_and_counted() {
+fn adjacent_requests_are_one_operation_and_each_is_answered_and_counted() {
     let stage = Stage::new(MIB);
     run(async move {
         let mut seen = 0;
@@ -145,7 +145,7 @@ fn neighbours_are_one_operation_and_each_is_answered_and_counted() {
         assert_eq!(stage.operations(&mut seen), [(SimOp::Write, 512, 4096)]);
         assert_eq!(stage.counted(OpKind::Write), (3, 2, 0, 4096));
         assert_eq!(stage.sim.contents()[512..4608], text);
-        // Back into memory that does not lie in the disk's order, nor in one piece.
+        // Reads back into memory that is neither contiguous nor in the order of the disk.
         let places = [
             ((Op::Read, 512, 1024), 9000, 4),
             ((Op::Read, 1536, 2048), 5000, 1),
@@ -164,13 +164,13 @@ fn neighbours_are_one_operation_and_each_is_answered_and_counted() {
 }
 
 #[test]
-fn what_is_no_neighbour_stays_by_itself_and_in_its_place() {
+fn other_requests_stay_separate_and_in_order() {
     let stage = Stage::new(MIB);
     run(async move {
         let mut seen = 0;
         let asks = [
             (Op::Read, 0, 512),
-            // Another operation, another promise.
+            // Another kind of operation, then another durability.
             (WRITE, 512, 512),
             (DURABLE, 1024, 512),
             (DURABLE, 1536, 512),
@@ -178,7 +178,7 @@ fn what_is_no_neighbour_stays_by_itself_and_in_its_place() {
             (DURABLE, 512, 512),
             (DURABLE, 512, 512),
             (DURABLE, 1536, 512),
-            // A neighbour of the last but one.
+            // Adjacent to the request before the previous one.
             (DURABLE, 1024, 512),
             (Op::Discard, 8192, 512),
             (Op::Discard, 8704, 512),
@@ -192,7 +192,7 @@ fn what_is_no_neighbour_stays_by_itself_and_in_its_place() {
             [(0, 512), (512, 512), (1024, 1024), (512, 512), (512, 512), (1536, 512), (1024, 512)];
         assert_eq!(places[..7], expected, "{operations:?}");
         assert_eq!(operations.len(), 7 + 4, "{operations:?}");
-        // Nothing to do is a neighbour of anything.
+        // A request of no bytes is adjacent to any other.
         assert_eq!(
             stage.ask(&[(Op::Read, 0, 512), (Op::Read, 512, 0), (Op::Read, 512, 512)]).await,
             [OK; 3]
@@ -203,7 +203,7 @@ fn what_is_no_neighbour_stays_by_itself_and_in_its_place() {
 }
 
 #[test]
-fn runs_are_bounded() {
+fn a_run_is_bounded_in_bytes_and_pieces() {
     let stage = Stage::new(8 * MIB);
     run(async move {
         let mut seen = 0;
@@ -216,7 +216,7 @@ fn runs_are_bounded() {
         let expected =
             [(0, MIB), (MIB, MIB), (2 * MIB, 256 << 10), (9 << 18, MIB), (13 << 18, 512)];
         assert_eq!(places, expected);
-        // Pieces: 255 * 2 and 2 more go, one more does not; one of very many goes by itself.
+        // 512 pieces fit into a run, 513 do not. A request of 1024 pieces is served by itself.
         let of = |pieces: &[u64]| -> Vec<_> {
             let place = |(i, &pieces)| {
                 ((Op::Read, i as u64 * 3072, 3072), stage.segments(i as u64 * 4096, 3072, pieces))
@@ -236,7 +236,7 @@ fn runs_are_bounded() {
 }
 
 #[test]
-fn one_bad_sector_is_one_bad_request() {
+fn one_bad_sector_fails_one_request() {
     for (kind, op) in [(SimOp::Read, Op::Read), (SimOp::Write, WRITE), (SimOp::Write, DURABLE)] {
         let stage = Stage::new(MIB);
         run(async move {
@@ -251,7 +251,7 @@ fn one_bad_sector_is_one_bad_request() {
             assert!(stage.served.disk().poisoned().is_none());
         });
     }
-    // It is the errors of the parts that are told.
+    // The answers are the errors of the separate requests.
     let stage = Stage::new(MIB);
     stage.sim.fail(Fault::new(SimOp::Write, 5));
     stage.sim.fail(Fault::new(SimOp::Write, 28).within(512..1024));
@@ -262,7 +262,7 @@ fn one_bad_sector_is_one_bad_request() {
 }
 
 #[test]
-fn a_durable_run_that_fails_may_poison_as_each_of_its_writes_may() {
+fn a_failed_run_of_durable_writes_poisons_the_disk_as_a_single_write_does() {
     let stage = Stage::new(MIB);
     run(async move {
         assert_eq!(stage.ask(&[(WRITE, 0, 512)]).await, [OK]);
@@ -276,7 +276,7 @@ fn a_durable_run_that_fails_may_poison_as_each_of_its_writes_may() {
 }
 
 #[test]
-fn a_disk_poisoned_meanwhile_acknowledges_no_run() {
+fn a_run_in_flight_on_a_poisoned_disk_is_not_acknowledged() {
     for (op, answer) in [(WRITE, Err(Failure::Poisoned)), (Op::Read, OK)] {
         let stage = Stage::new(MIB);
         run(async move {
@@ -291,7 +291,7 @@ fn a_disk_poisoned_meanwhile_acknowledges_no_run() {
 }
 
 #[test]
-fn a_bad_request_drags_no_neighbour_along() {
+fn a_bad_request_does_not_fail_adjacent_ones() {
     let stage = Stage::new(MIB);
     run(async move {
         let last = MIB - 512;
@@ -303,7 +303,7 @@ fn a_bad_request_drags_no_neighbour_along() {
             [OK, OK, out]
         );
         assert_eq!(stage.ask(&[(WRITE, last, 512), (WRITE, MIB, 512)]).await, [OK, out]);
-        // Round the end of 64 bits, to the start.
+        // The end wraps around 64 bits to offset 0.
         assert_eq!(
             stage.ask(&[(Op::Read, u64::MAX - 511, 512), (Op::Read, 0, 512)]).await,
             [out, OK]
@@ -329,7 +329,7 @@ fn a_bad_request_drags_no_neighbour_along() {
 }
 
 #[test]
-fn filters_meet_each_request() {
+fn filters_apply_to_each_request() {
     let shape = Alignment { memory_align: 1, offset_align: 1 };
     for (filter, answer) in [("error:read=1,range=512-1024", IO), ("error:flush=1", OK)] {
         let filters = vec![filter.parse().unwrap()];
@@ -348,8 +348,8 @@ fn filters_meet_each_request() {
     }
 }
 
-/// A file that ends in its last sector, or before: what lies behind is zeroes, in one operation as
-/// in many.
+/// A file that ends within the last sector, or before it: the bytes after its end read as zeroes,
+/// whether requests are merged or not.
 #[test]
 fn the_end_of_a_file_reads_as_zeroes() {
     for offset_align in [1, 512, 4096] {
@@ -375,9 +375,9 @@ fn the_end_of_a_file_reads_as_zeroes() {
 
 const SECTORS: usize = 48;
 
-/// Batches of requests that are neighbours more often than not, and a sector that is bad, or none.
-/// With one no write is durable: a run of them that fails may poison all of it, where the first
-/// would have been answered by itself.
+/// Batches of requests that are mostly adjacent, and optionally a bad sector. With a bad sector no
+/// write is durable: a failed run of durable writes may poison the disk for all of them, where the
+/// first would have succeeded by itself.
 fn batches() -> impl Strategy<Value = (Vec<Vec<Ask>>, Option<u64>)> {
     let bad = prop::option::of(0..SECTORS as u64);
     bad.prop_flat_map(|bad| (some_batches(if bad.is_some() { WRITE } else { DURABLE }), Just(bad)))
@@ -393,7 +393,7 @@ fn some_batches(durable: Op) -> impl Strategy<Value = Vec<Vec<Ask>>> {
             op = next.unwrap_or(op);
             at = jump.unwrap_or(at);
             let ask = if op == Op::Flush { (op, 0, 0) } else { (op, at * 512, sectors * 512) };
-            // Past the end now and then, and round.
+            // Sometimes past the end of the disk.
             at = (at + sectors) % (SECTORS as u64 + 4);
             ask
         };
@@ -402,8 +402,8 @@ fn some_batches(durable: Op) -> impl Strategy<Value = Vec<Vec<Ask>>> {
     prop::collection::vec(batch, 1..6)
 }
 
-/// Runs the batches; every status, every byte read, and what the disk holds. Bytes of failed
-/// requests are unknown: 0xff.
+/// Serves the batches. Returns every status, every byte read, the contents of the disk, and the
+/// number of merged requests. Bytes of failed requests count as 0xff.
 fn outcome(
     batches: &[Vec<Ask>],
     bad: Option<u64>,
@@ -419,7 +419,7 @@ fn outcome(
     run(async move {
         let (mut all, mut read, mut unknown) = (Vec::new(), Vec::new(), vec![false; SECTORS]);
         for (number, asks) in batches.iter().enumerate() {
-            // Each has memory of its own, filled with what tells who wrote it.
+            // Each request has memory of its own, filled with a pattern that identifies it.
             let place = |(index, &ask): (usize, &Ask)| {
                 let segments = stage.segments(
                     index as u64 * 8192,
@@ -473,9 +473,9 @@ fn outcome(
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, cases: 512, ..ProptestConfig::default() })]
 
-    /// Whether neighbours are merged shows in no answer and in no byte.
+    /// Merging changes no answer and no byte.
     #[test]
-    fn merged_or_not_is_the_same((batches, bad) in batches(), align in prop::sample::select(vec![1, 512, 4096])) {
+    fn merging_changes_no_answer_and_no_byte((batches, bad) in batches(), align in prop::sample::select(vec![1, 512, 4096])) {
         let shape = Alignment { memory_align: align, offset_align: align };
         let (merged, apart) = (outcome(&batches, bad, shape, true), outcome(&batches, bad, shape, false));
         prop_assert_eq!(merged.0, apart.0);
