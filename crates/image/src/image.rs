@@ -167,7 +167,7 @@ impl<S: Storage> Image<S> {
             Layer::Raw { .. } | Layer::Cow(_) => self.write_zeroes(offset, len, true).await,
             Layer::Qcow2(image) => {
                 let _guard = self.epoch.enter(&self.participant);
-                image.write_zeroes(&Unsure(self.backing()), offset, len, true).await
+                image.write_zeroes(&UnknownBacking(self.backing()), offset, len, true).await
             }
         }
     }
@@ -269,9 +269,9 @@ impl<S: Storage> Image<S> {
 }
 
 /// What is below, of which nothing is taken to be zeroes.
-struct Unsure<B>(B);
+struct UnknownBacking<B>(B);
 
-impl<B: BackingLayers> BackingLayers for Unsure<B> {
+impl<B: BackingLayers> BackingLayers for UnknownBacking<B> {
     async fn read_backing(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
         self.0.read_backing(segments, offset).await
     }

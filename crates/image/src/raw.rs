@@ -1,13 +1,17 @@
 //! Raw images: the guest's offset is the file's offset.
 //!
-//! In: segments and offsets in bytes, inside `capacity`. Out: one operation on the storage for each
-//! request that meets O_DIRECT's demands; others go through a buffer of our own. What must hold: a
-//! file whose length is no multiple of a sector reads as zeroes up to the end of its last sector,
-//! and grows to it when that sector is written (as QEMU does), never further; a write of part of a
-//! block never undoes what was written to, or zeroed in, the rest of the block. (Requests that
-//! overlap and are in flight at once are in no order.) What a power cut may do until a flush, and
-//! only to such files: tear the last sector where the file ended; leave the file as long as the
-//! last whole block of O_DIRECT's, where that is larger than a sector.
+//! In: segments and byte offsets inside `capacity`. Out: one storage operation for each request
+//! that meets the O_DIRECT alignment; other requests go through a bounce buffer.
+//!
+//! Invariants:
+//! - A file whose length is not a multiple of the sector size reads as zeroes up to the end of its
+//!   last sector. It grows to that end when the sector is written (as with QEMU), never further.
+//! - A write of part of a block never undoes a write or zeroing of the rest of the block.
+//!   Overlapping requests in flight at once have no order.
+//!
+//! A power cut before a flush may do two things, only to such files: tear the last sector where the
+//! file ended; and leave the file longer, up to the end of the last O_DIRECT block, if that is
+//! larger than a sector.
 
 use std::io;
 use std::ops::Range;
@@ -23,18 +27,18 @@ use crate::extent::BlockStatus;
 #[cfg(test)]
 mod tests;
 
-/// Zeroes are written in pieces of this many bytes where the host has no cheaper way. Those for the
-/// page cache are copied there, and they stay in the processor's cache meanwhile.
+/// Size in bytes of written zeroes, if the host has no cheaper way. The smaller size is for the
+/// page cache: the source stays in the processor's cache.
 const ZERO_CHUNK: u64 = 1 << 20;
 const CACHED_ZERO_CHUNK: u64 = 256 << 10;
 
-/// Requests that do not suit O_DIRECT are copied in pieces of at most this many bytes, so many
-/// pieces at a time: whatever a guest asks for, its copies take 16 MiB of memory, and the zeroes
-/// that are written for it no more.
+/// Bounce buffer of requests that do not meet the O_DIRECT alignment: bytes a piece, and pieces at
+/// a time. This bounds the memory of one guest's copies to 16 MiB, and that of written zeroes to
+/// the same.
 const COPY: u64 = 1 << 20;
 const COPIES: u64 = 16;
 
-/// Writes of single sectors need read-modify-write.
+/// Returns true if the block size exceeds a sector: single sectors need read-modify-write.
 fn splits_sectors(alignment: &Alignment) -> bool {
     u64::from(alignment.offset_align) > SECTOR
 }
@@ -43,16 +47,15 @@ fn copies_semaphore() -> Arc<Semaphore> {
     Arc::new(Semaphore::new(COPIES))
 }
 
-/// A raw image on one reactor. Clones, and those made of one file, are the same image: they share
-/// the lock.
+/// A raw image on one reactor. Clones, and handles made from one file, share the range lock.
 #[derive(Clone)]
 pub struct Raw<S> {
     storage: S,
     alignment: Alignment,
-    /// What zeroing and discarding are to be multiples of: a block device refuses parts of its
-    /// logical blocks.
+    /// Alignment of zeroing and discarding in bytes. A block device refuses parts of its logical
+    /// blocks.
     unit: u64,
-    /// The file's length is to stay what the guest made it.
+    /// Keep the file's exact length, even if O_DIRECT writes whole blocks at its end.
     exact: bool,
     lock: Arc<RangeLock>,
     copies: Arc<Semaphore>,
@@ -60,14 +63,14 @@ pub struct Raw<S> {
 }
 
 impl Raw<Store> {
-    /// The raw image that a file is, or that a format lies in, on one reactor.
+    /// Opens a raw image, or the raw file of another format, on one reactor.
     pub fn open(file: &ImageFile, handle: &Handle) -> io::Result<Self> {
         Ok(Raw::new(file.storage(handle)?, file.range_lock().clone()))
     }
 }
 
 impl<S: Storage> Raw<S> {
-    /// The image on `storage`. All reactors that use the same open file share the lock.
+    /// Makes the image on `storage`. All reactors with the same open file share `lock`.
     pub fn new(storage: S, lock: Arc<RangeLock>) -> Self {
         let unit = if storage.capabilities().fixed_length {
             u64::from(storage.geometry().logical_block)
@@ -78,7 +81,7 @@ impl<S: Storage> Raw<S> {
         Raw { unit, lock, ..Raw::on(storage, alignment) }
     }
 
-    /// An image on storage that does not say what it demands.
+    /// Makes an image on storage that does not report its alignment.
     pub fn on(storage: S, alignment: Alignment) -> Self {
         Raw {
             storage,
@@ -91,13 +94,13 @@ impl<S: Storage> Raw<S> {
         }
     }
 
-    /// The same file, which may end with a whole block of O_DIRECT's: its length means nothing.
-    /// (Taking the rest of a block back would undo what makes the file longer meanwhile.)
+    /// Lets the file end with a whole O_DIRECT block, because its length has no meaning.
+    /// (Truncating it again could undo a concurrent extension.)
     pub fn in_whole_blocks(self) -> Self {
         Raw { exact: false, ..self }
     }
 
-    /// Reads all of `segments` from `offset`; what lies beyond the end of the file is zeroes.
+    /// Reads `segments.len()` bytes at `offset`; bytes behind the end of the file read as zeroes.
     #[inline]
     pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
         if !self.fits(&segments, offset) {
@@ -112,7 +115,8 @@ impl<S: Storage> Raw<S> {
         (segments, result)
     }
 
-    /// Writes all of `segments` at `offset`; `durable`: on stable storage before the answer.
+    /// Writes all of `segments` at `offset`. With `durable` the data are on stable storage on
+    /// return.
     #[inline]
     pub async fn write(
         &self,
@@ -131,7 +135,7 @@ impl<S: Storage> Raw<S> {
         self.storage.sync().await
     }
 
-    /// Gives space back to the host; a hint, so a host that cannot is no error.
+    /// Deallocates a range in the host: a hint, so a host without support is no error.
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         let (start, end) = self.whole_units(offset, len);
         if start >= end {
@@ -144,7 +148,8 @@ impl<S: Storage> Raw<S> {
         }
     }
 
-    /// Zeroes; `unmap`: the host may have the space back. Durable after a flush, like a write.
+    /// Zeroes a range. With `unmap` the host may deallocate it. Durable after a flush, like a
+    /// write.
     pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         match self.zero_units(offset, len, unmap, false).await {
             Err(e) if e.kind() == io::ErrorKind::Unsupported => {
@@ -154,21 +159,21 @@ impl<S: Storage> Raw<S> {
         }
     }
 
-    /// As [`Raw::write_zeroes`]; Unsupported, and nothing done, where they would have to be
-    /// written.
+    /// Like [`Raw::write_zeroes`], but returns Unsupported, and changes nothing, if zeroes would
+    /// have to be written as data.
     pub async fn write_zeroes_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.may_zero_fast(offset, len)?;
         self.zero_units(offset, len, unmap, true).await
     }
 
-    /// Unsupported where zeroes would have to be written for certain: in part of a device's block.
-    /// Else the host is asked, when it is done.
+    /// Returns Unsupported if zeroes would certainly have to be written as data: in part of a
+    /// device's block. Otherwise only the operation itself shows it.
     pub fn may_zero_fast(&self, offset: u64, len: u64) -> io::Result<()> {
         let whole = self.whole_units(offset, len) == (offset, offset + len);
         if whole { Ok(()) } else { Err(io::ErrorKind::Unsupported.into()) }
     }
 
-    /// Unsupported: nothing is done.
+    /// Zeroes whole units by the host's means. If it returns Unsupported, nothing was changed.
     async fn zero_units(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
         let (start, end) = self.whole_units(offset, len);
         if start >= end {
@@ -186,14 +191,14 @@ impl<S: Storage> Raw<S> {
         self.write_zero_bytes(end, offset + len - end).await
     }
 
-    /// Whether the bytes from `offset` on are data or a hole, as far as they are alike. Behind the
+    /// Returns whether the bytes at `offset` are data or a hole, and how far that holds. Behind the
     /// file's end is a hole.
     pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
         let (data, len) = self.data_or_hole(offset, len).await?;
         Ok(BlockStatus { zero: !data, data, offset: Some(offset), ..BlockStatus::data(len) })
     }
 
-    /// Whether the bytes from `host` on are data, as far as they are alike.
+    /// Returns true for data, false for a hole, and the number of bytes for which that holds.
     pub(crate) async fn data_or_hole(&self, host: u64, len: u64) -> io::Result<(bool, u64)> {
         Ok(match self.storage.next_data(host).await? {
             None => (false, len),
@@ -206,7 +211,7 @@ impl<S: Storage> Raw<S> {
         &self.storage
     }
 
-    /// A block device, whose length is what it is, and whose blocks hold anything.
+    /// True for a block device: its length is fixed, and unwritten blocks have arbitrary contents.
     pub fn is_device(&self) -> bool {
         self.unit > 1
     }
@@ -214,26 +219,26 @@ impl<S: Storage> Raw<S> {
     #[inline]
     fn fits(&self, segments: &Segments, offset: u64) -> bool {
         let Alignment { memory_align, offset_align } = self.alignment;
+        let (memory_align, blocks) = (memory_align as usize, offset_align as usize);
         (offset | segments.len() as u64) & (u64::from(offset_align) - 1) == 0
-            // Kernels before 6.18 want each piece's length, not only the sum, to be whole blocks.
-            && (memory_align == 1 || segments.is_aligned(memory_align as usize, offset_align as usize))
+            // Kernels before 6.18 require whole blocks in each segment, not only in the sum.
+            && (memory_align == 1 || segments.is_aligned(memory_align, blocks))
     }
 
-    /// `offset`+`len` widened to whole blocks.
+    /// Widens a range to whole blocks; returns start and length.
     fn widen(&self, offset: u64, len: u64) -> (u64, u64) {
         let align = u64::from(self.alignment.offset_align).max(SECTOR);
         let start = offset & !(align - 1);
         (start, (offset + len).next_multiple_of(align) - start)
     }
 
-    /// The part of a range that consists of whole units, as start and end; none when the start is
-    /// not below the end.
+    /// Returns start and end of the whole units in a range; empty if start >= end.
     fn whole_units(&self, offset: u64, len: u64) -> (u64, u64) {
         (offset.next_multiple_of(self.unit), (offset + len) & !(self.unit - 1))
     }
 
-    /// Holds the range's blocks if a read-modify-write of the same blocks could undo what the
-    /// caller does: if sectors share a block, or if the range has part of a block.
+    /// Locks the range's blocks if a read-modify-write could undo what the caller does: if a block
+    /// has several sectors, or if the range covers part of a block.
     async fn hold_parts(&self, offset: u64, len: u64) -> Option<RangeGuard<'_>> {
         let whole_blocks = (offset | len).is_multiple_of(self.alignment.offset_align.into());
         if !splits_sectors(&self.alignment) && whole_blocks {
@@ -243,11 +248,11 @@ impl<S: Storage> Raw<S> {
         Some(self.lock.hold(start..start + len).await)
     }
 
-    /// Fills a buffer from `start`; what lies beyond the end of the file is zeroes.
+    /// Reads whole blocks into a new buffer; bytes behind the end of the file are zeroes.
     async fn read_blocks(&self, start: u64, len: usize) -> io::Result<Segments> {
         let (buffer, result) = self.storage.read(Segments::buffer(len), start).await;
         let n = result?;
-        // A direct read of the last block may bring what the device holds behind the end.
+        // A direct read of the last block may return the device's bytes behind the end.
         buffer.zero(n, len - n);
         Ok(buffer)
     }
@@ -276,7 +281,7 @@ impl<S: Storage> Raw<S> {
         (segments, Ok(()))
     }
 
-    /// Where the piece that begins at `at` ends: pieces meet at multiples of a block.
+    /// Returns the end of the piece at `at`: pieces are split at multiples of a block.
     fn copy_end(&self, at: u64, end: u64) -> u64 {
         let piece = COPY.max(self.alignment.offset_align.into());
         end.min((at / piece + 1) * piece)
@@ -299,7 +304,8 @@ impl<S: Storage> Raw<S> {
         (segments, result)
     }
 
-    /// Writes copies, piece by piece; the caller holds what is not written whole.
+    /// Writes through the bounce buffer, piece by piece. The caller holds the lock of partial
+    /// blocks.
     async fn write_through_buffer(
         &self,
         segments: &Segments,
@@ -323,8 +329,8 @@ impl<S: Storage> Raw<S> {
         Ok(())
     }
 
-    /// Read-modify-write of the blocks that hold `part` of a write at `offset`; the caller holds
-    /// them.
+    /// Reads, modifies and writes the blocks of `part` of a write at `offset`. The caller holds
+    /// their lock.
     async fn modify(
         &self,
         segments: &Segments,
@@ -346,20 +352,23 @@ impl<S: Storage> Raw<S> {
         Ok(())
     }
 
-    /// A whole block written at the end of the file has made it `grown` bytes long: the guest's
-    /// disk is to stay as it is.
+    /// Truncates the file again, after a whole-block write at its end made it `grown` bytes long:
+    /// the guest's disk keeps its size.
     async fn take_back(&self, end: u64, grown: u64) {
         let result = match self.storage.len().await {
             Ok(len) if len == grown => self.storage.set_len(end).await,
-            // Somebody resized it meanwhile: theirs holds.
+            // A concurrent resize of the file wins.
             other => other.map(|_| ()),
         };
         if let Err(e) = result {
-            tracing::warn!("the image stays {} bytes longer than it was: {e}", grown - end);
+            tracing::warn!(
+                "cannot truncate the image's last block: it stays {} bytes too long: {e}",
+                grown - end
+            );
         }
     }
 
-    /// Writes zeroes as data, so that the host takes space for them.
+    /// Writes zeroes as data, so that the host allocates space.
     pub(crate) async fn write_zero_bytes(&self, mut offset: u64, mut len: u64) -> io::Result<()> {
         if len == 0 {
             return Ok(());

@@ -198,7 +198,7 @@ fn names_in_headers_connect_nowhere_by_themselves() {
         let refused = blockyard(["image", "compare", top, top].iter().chain(allowed));
         assert_eq!(refused.status.code(), Some(2), "{}{}", refused.out, refused.err);
         assert!(
-            refused.err.contains("it lies on a server: say --backing-folder nbd+unix:///?socket="),
+            refused.err.contains("it lies on a server: pass --backing-folder nbd+unix:///?socket="),
             "{}",
             refused.err
         );

@@ -62,7 +62,7 @@ fn backing_files_that_are_not_there_or_not_allowed() {
     let allowed = image_any(&["map", "--backing-folder", text(&other.0), text(&overlay)]);
     assert!(allowed.status.success(), "{}", allowed.err);
     std::fs::remove_file(&base).unwrap();
-    let way_out = "restore it, or name the place where it is now";
+    let way_out = "restore it, or name its new place";
     refused(&["map", text(&overlay)], 1, &["overlay.qcow2", "base.raw", "is missing", way_out]);
     // Alone it can be told of.
     assert!(image_any(&["info", text(&overlay)]).status.success());

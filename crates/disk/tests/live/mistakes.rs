@@ -86,10 +86,10 @@ fn an_overlay_that_cannot_be_made_is_not_there_and_the_disk_goes_on() {
     std::fs::write(scratch.path("there.qcow2"), b"somebody's").unwrap();
     std::fs::create_dir(scratch.path("other")).unwrap();
     let cases = [
-        ("there.qcow2", "there is such a file already"),
+        ("there.qcow2", "the file exists already"),
         ("nowhere/new.qcow2", "outside the folders"),
-        ("other/new.qcow2", "outside the folders that it may lie in: put the overlay beside it"),
-        ("base.raw", "there is such a file already"),
+        ("other/new.qcow2", "outside the allowed folders: put the overlay beside it"),
+        ("base.raw", "the file exists already"),
     ];
     for (overlay, what) in cases {
         let error = snapshot(disk, scratch.path(overlay)).unwrap_err().to_string();

@@ -1,23 +1,21 @@
-//! The L2 tables that a chain keeps in memory: one limit for all of its images, shared out among
-//! them.
+//! Divides the memory for L2 tables among the images of a chain.
 //!
-//! In: the limit, and what each image would take to keep all of its tables. Out: what each may
-//! keep. What must hold: all together they stay within the limit, or have no more than [`LEAST`]
-//! each. Every image gets that much; of the rest the topmost takes what it needs, but no more than
-//! half while another below needs some: who looks through an image that has nothing looks into the
-//! next one too.
+//! In: the limit in bytes, and what each image needs to cache all of its tables. Out: each image's
+//! share. Invariant: the sum is within the limit, or each share is at most [`LEAST`]. Every image
+//! gets [`LEAST`] bytes, if it needs them. The topmost takes what it needs of the rest, but at most
+//! half while an image below needs more: a lookup that finds nothing in one image continues in the
+//! next.
 
 use std::sync::Arc;
 
 use super::member::ChainLayer;
 use crate::qcow2::L2_CACHE_LIMIT;
 
-/// Bytes that every image may keep, if it needs them: with clusters of 64 KiB they describe 256
-/// MiB.
+/// Bytes that every image may cache, if it needs them. With clusters of 64 KiB they map 256 MiB.
 const LEAST: u64 = 32 << 10;
 
-/// Tells the images of a chain (the topmost first) what they may keep. None: as much as they need,
-/// up to [`L2_CACHE_LIMIT`].
+/// Sets the cache limits of a chain's images (topmost first). `limit` in bytes; None: as much as
+/// they need, up to [`L2_CACHE_LIMIT`].
 pub fn apply(layers: &[Arc<ChainLayer>], limit: Option<u64>) {
     let images: Vec<_> = layers.iter().filter_map(|layer| layer.qcow2()).collect();
     let needs: Vec<u64> = images.iter().map(|image| image.table_bytes()).collect();
@@ -35,7 +33,7 @@ fn share_out(limit: u64, needs: &[u64]) -> Vec<u64> {
         shares[image] += more;
         rest -= more;
     }
-    // What those below have left over.
+    // Distribute what the images below have left over.
     for (share, need) in shares.iter_mut().zip(needs) {
         let more = rest.min(need - *share);
         *share += more;
@@ -51,7 +49,7 @@ mod tests {
     const M: u64 = 1 << 20;
 
     #[test]
-    fn who_is_above_comes_first_and_nobody_goes_without() {
+    fn upper_images_come_first_and_every_image_gets_the_least_share() {
         for (limit, needs, shares) in [
             (32 * M, vec![5 * M], vec![5 * M]),
             (32 * M, vec![128 * M], vec![32 * M]),

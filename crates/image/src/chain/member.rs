@@ -1,4 +1,4 @@
-//! One open image of a chain: its file, and what its format knows.
+//! One open image of a chain: its file, and its format's shared state.
 
 use std::sync::Arc;
 
@@ -9,17 +9,17 @@ use crate::cow;
 use crate::format::Format;
 use crate::qcow2;
 
-/// An open image of a chain: its file, and what its format knows.
+/// An open image of a chain: its file, and its format's shared state.
 #[derive(Debug)]
 pub struct ChainLayer {
     pub format: Format,
     pub file: Arc<ImageFile>,
-    /// qcow2's external data file.
+    /// External data file of a qcow2 image.
     pub data: Option<Arc<ImageFile>>,
     pub(crate) meta: Meta,
 }
 
-/// What reactors share of an open image, as its format has it.
+/// State of an open image that reactors share, by format.
 #[derive(Clone, Debug)]
 pub(crate) enum Meta {
     Raw,
@@ -42,11 +42,11 @@ impl ChainLayer {
         }
     }
 
-    /// Bytes of the disk that it describes, in whole sectors.
+    /// Returns the size of its disk in bytes, rounded up to whole sectors.
     pub fn size(&self) -> u64 {
         match &self.meta {
             Meta::Raw => self.file.size().next_multiple_of(SECTOR),
-            // A qcow2 image's size need not be whole sectors; what is beyond it reads as zeroes.
+            // The size of a qcow2 image need not be whole sectors; bytes behind it read as zeroes.
             Meta::Qcow2(shared) => shared.size().next_multiple_of(SECTOR),
             Meta::Cow(shared) => shared.size(),
         }

@@ -1,7 +1,7 @@
-//! What images name as their backing and data files, and which of it may be opened.
+//! The backing and data files that images name, and which of them may be opened.
 //!
-//! What must hold: no file is opened outside the operator's folders, whatever an image names; no
-//! image is in a chain twice.
+//! Invariants: no file outside the operator's folders is opened, whatever an image names; no image
+//! is in a chain twice.
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
@@ -17,35 +17,35 @@ use super::error::ChainError;
 use super::options::ChainOptions;
 use crate::format::Format;
 
-/// Images of one chain, at most.
+/// Most images of one chain.
 pub const MAX_DEPTH: usize = 200;
 
-/// What must not be in a chain twice.
+/// Identity of an image, to detect cycles in a chain.
 #[derive(PartialEq)]
-pub(super) enum Place {
+pub(super) enum Identity {
     File(FileId),
-    /// What a scheme opens, by its normalized name.
+    /// Normalized name of an image that a scheme opens (NBD).
     Other(String),
 }
 
 /// An image to be opened.
-pub(super) struct Next {
+pub(super) struct PendingImage {
     pub(super) path: PathBuf,
     pub(super) format: Option<Format>,
-    /// The image whose backing (or data) file it is, and the name it has there.
+    /// The image that names this one as its backing or data file, and the name it uses.
     pub(super) named_by: Option<(PathBuf, String)>,
-    /// What is under the path, or is to be. An image's names are judged and opened by this alone: a
-    /// link may change at any time.
+    /// Descriptor (O_PATH) of the file at `path`. Checks and opens use only this descriptor,
+    /// because a symbolic link may change at any time.
     pub(super) found: Option<Arc<OwnedFd>>,
 }
 
-impl Next {
-    /// A file that this image names: relative names begin at its own folder.
-    pub(super) fn names(&self, name: &str, format: Option<Format>) -> Next {
+impl PendingImage {
+    /// Returns the file that this image names; a relative name begins at its folder.
+    pub(super) fn names(&self, name: &str, format: Option<Format>) -> PendingImage {
         let folder = self.path.parent().unwrap_or(Path::new(""));
         let path =
             if scheme_of(Path::new(name)).is_some() { name.into() } else { folder.join(name) };
-        Next { path, format, named_by: Some((self.path.clone(), name.into())), found: None }
+        PendingImage { path, format, named_by: Some((self.path.clone(), name.into())), found: None }
     }
 
     pub(super) fn refuse(&self, what: impl Into<String>) -> ChainError {
@@ -53,14 +53,14 @@ impl Next {
         ChainError::Backing { path, backing, what: what.into() }
     }
 
-    /// None: it is a file of this host, or should be one.
+    /// Returns the scheme and its name; None for a file of this host.
     pub(super) fn scheme(&self) -> Option<(&'static dyn Scheme, &str)> {
         scheme_of(&self.path)
     }
 
-    /// What an image names is reached as the operator says, for instance with the operator's
+    /// Replaces a name from an image by the operator's form of it, which may for instance add
     /// certificates.
-    pub(super) fn permitted(mut self, allowed: &Allowed) -> Next {
+    pub(super) fn permitted(mut self, allowed: &Allowed) -> PendingImage {
         if self.named_by.is_some()
             && let Some(name) = self.path.to_str().and_then(|name| allowed.permit(name))
         {
@@ -72,19 +72,19 @@ impl Next {
     pub(super) fn may_be_opened(
         &self,
         depth: usize,
-        seen: &mut Vec<Place>,
+        seen: &mut Vec<Identity>,
     ) -> Result<(), ChainError> {
         if depth >= MAX_DEPTH {
             return Err(self.refuse(format!("the chain is longer than {MAX_DEPTH} images")));
         }
         let me = match (self.scheme(), &self.found) {
             (Some((scheme, name)), _) => {
-                Place::Other(scheme.normalize(name).map_err(|e| self.refuse(e.to_string()))?)
+                Identity::Other(scheme.normalize(name).map_err(|e| self.refuse(e.to_string()))?)
             }
-            // What cannot be looked at cannot be opened either, and says why there.
+            // A file that cannot be examined cannot be opened either; the open reports the error.
             (None, found) => {
                 match found.as_ref().map_or_else(|| FileId::of_path(&self.path), FileId::of_fd) {
-                    Ok(id) => Place::File(id),
+                    Ok(id) => Identity::File(id),
                     Err(_) => return Ok(()),
                 }
             }
@@ -96,20 +96,19 @@ impl Next {
         Ok(())
     }
 
-    /// Finds the file that an image names, and refuses one that lies where no such file may lie.
-    /// The caller opens what was found here: under the same path there may be another file by then.
-    pub(super) fn find(mut self, allowed: &Allowed) -> Result<Next, ChainError> {
+    /// Opens (O_PATH) the file that an image names, and refuses one outside the allowed folders.
+    /// The caller must open through this descriptor: the path may lead to another file by then.
+    pub(super) fn find(mut self, allowed: &Allowed) -> Result<PendingImage, ChainError> {
         if self.named_by.is_none() || self.found.is_some() || self.is_permitted(allowed)? {
             return Ok(self);
         }
-        let missing = |e: Errno| {
-            match e {
+        let missing = |e: Errno| match e {
             Errno::NOENT => self.refuse(format!(
-                "{} is missing: restore it, or name the place where it is now (blockyard image rebase --unsafe)",
+                "{} is missing: restore it, or name its new place (blockyard image rebase \
+                 --unsafe)",
                 self.path.display()
             )),
             _ => self.refuse(format!("{}: {e}", self.path.display())),
-        }
         };
         let flags = OFlags::PATH | OFlags::CLOEXEC;
         let found = rustix::fs::open(&self.path, flags, Mode::empty()).map_err(missing)?;
@@ -129,8 +128,8 @@ impl Next {
         Ok(self)
     }
 
-    /// Returns whether a scheme owns the name and the operator allows it; an error for what is no
-    /// file either.
+    /// Returns true if a scheme owns the name and the operator allows it. Fails if it is neither
+    /// that nor a file's path.
     fn is_permitted(&self, allowed: &Allowed) -> Result<bool, ChainError> {
         let Some((image, name)) = &self.named_by else { return Ok(false) };
         if let Some((scheme, name)) = scheme_of(Path::new(name)) {
@@ -138,15 +137,15 @@ impl Next {
             return match allowed.permit(name) {
                 Some(_) => Ok(true),
                 None => Err(self.refuse(format!(
-                    "it lies on a server: say --backing-folder {} to allow it",
+                    "it lies on a server: pass --backing-folder {} to allow it",
                     scheme.allowance(name)
                 ))),
             };
         }
         if scheme_of(image).is_some() && !Path::new(name).is_absolute() {
-            return Err(
-                self.refuse("an image on a server has no folder where a relative name begins")
-            );
+            return Err(self.refuse(
+                "an image on a server has no folder, so its backing file needs an absolute name",
+            ));
         }
         if name
             .split_once(':')
@@ -161,7 +160,7 @@ impl Next {
 /// What images may name as their backing or data files.
 pub(crate) struct Allowed {
     pub folders: Vec<PathBuf>,
-    /// Names that schemes own.
+    /// Names that schemes own, such as NBD URIs.
     pub names: Vec<String>,
 }
 
@@ -184,13 +183,12 @@ impl Allowed {
                 .iter()
                 .filter_map(|folder| std::fs::canonicalize(folder).ok())
                 .collect(),
-            // What is wrong with one is told where options are read.
+            // Invalid names are reported where the options are parsed.
             names: options.folders.iter().filter_map(owned).collect(),
         }
     }
 
-    /// Returns the name as it is to be opened, if a scheme owns it and one of the operator's names
-    /// lets images name it.
+    /// Returns the name to open, if a scheme owns it and one of the operator's names permits it.
     pub fn permit(&self, name: &str) -> Option<String> {
         let (scheme, name) = scheme_of(Path::new(name))?;
         self.names.iter().find_map(|by| scheme.permit(by, name))

@@ -1,4 +1,4 @@
-//! Opening a chain, image by image, and its form on each reactor.
+//! Opens a chain, image by image, and makes each reactor's view of it.
 
 use std::ops::Range;
 use std::path::Path;
@@ -19,7 +19,7 @@ use crate::raw::Raw;
 use super::cache_shares;
 use super::error::ChainError;
 use super::member::{ChainLayer, Meta};
-use super::names::{Allowed, Next};
+use super::names::{Allowed, PendingImage};
 use super::options::ChainOptions;
 
 /// An opened chain, the topmost image first.
@@ -37,7 +37,7 @@ impl Chain {
         self.cut.as_deref()
     }
 
-    /// Opens the chain; its metadata are read by a ring of their own.
+    /// Opens the chain, on the calling thread: the metadata are read through a temporary ring.
     pub fn open(options: &ChainOptions) -> Result<Self, ChainError> {
         let executor = Executor::new().map_err(ChainError::Executor)?;
         let (handle, options) = (executor.handle().clone(), options.clone());
@@ -50,7 +50,7 @@ impl Chain {
         let allowed = Allowed::by(&options);
         let mut chain = Chain { layers: Vec::new(), options, cut: None };
         let mut seen = Vec::new();
-        let mut next = Some(Next {
+        let mut next = Some(PendingImage {
             path: chain.options.path.clone(),
             format: chain.options.format,
             named_by: None,
@@ -84,14 +84,14 @@ impl Chain {
         Ok(chain)
     }
 
-    /// Opens one image, and says which is below it.
+    /// Opens one image; returns its backing image, if any.
     async fn open_layer(
         &mut self,
         handle: &Handle,
-        image: Next,
+        image: PendingImage,
         allowed: &Allowed,
-    ) -> Result<Option<Next>, ChainError> {
-        let Next { path, format, .. } = &image;
+    ) -> Result<Option<PendingImage>, ChainError> {
+        let PendingImage { path, format, .. } = &image;
         let (depth, into) = (self.layers.len(), self.options.commit_into);
         let files_read_only = if depth == 0 { self.options.read_only } else { into != Some(depth) };
         let read_only = files_read_only || depth == 0 && self.options.only_locked;
@@ -105,7 +105,7 @@ impl Chain {
             }
         };
         let new_data = self.options.files.data.take();
-        let open = |next: &Next| {
+        let open = |next: &PendingImage| {
             let ChainOptions { cache, nbd, force_share, ref journal, .. } = self.options;
             let (found, overlaid, journal) =
                 (next.found.clone(), overlaid.clone(), journal.clone());
@@ -129,7 +129,7 @@ impl Chain {
                     Some(name) => {
                         let next = image.names(name, Some(Format::Raw));
                         Some(open(&match new_data {
-                            Some(fd) => Next { found: Some(fd), ..next },
+                            Some(fd) => PendingImage { found: Some(fd), ..next },
                             None => next.find(allowed)?,
                         })?)
                     }
@@ -137,8 +137,8 @@ impl Chain {
                 };
                 let backing = self.below_qcow2(&image, &header)?;
                 let data_raw = data.as_ref().map(raw).transpose().map_err(failed)?;
-                // Only the topmost image's file may be without a name: it is found already, and no
-                // image names it.
+                // Only the topmost image's file can be unnamed yet: its descriptor was passed in,
+                // and no image names it.
                 let (l2_cache, unfinished) =
                     (self.options.l2_cache, depth == 0 && image.found.is_some());
                 let options =
@@ -162,7 +162,11 @@ impl Chain {
         Ok(backing)
     }
 
-    fn below_qcow2(&self, image: &Next, header: &Header) -> Result<Option<Next>, ChainError> {
+    fn below_qcow2(
+        &self,
+        image: &PendingImage,
+        header: &Header,
+    ) -> Result<Option<PendingImage>, ChainError> {
         let Some(name) = header.backing.as_deref().filter(|_| !self.options.no_backing) else {
             return Ok(None);
         };
@@ -175,18 +179,19 @@ impl Chain {
             Some(format) => Some(format.parse().map_err(|e: UnknownFormat| wrong(e.to_string()))?),
             None => Format::of_name(Path::new(name)),
         };
-        let what = "its format is told neither by the image nor by its name: `blockyard image rebase --unsafe` can write it down";
+        let what = "its format is unknown: neither the image nor its name gives it; `blockyard \
+            image rebase --unsafe -F` stores it";
         let format = Some(format.ok_or_else(|| wrong(what.into()))?);
         Ok(Some(image.names(name, format)))
     }
 
-    /// A COW file's backing file is raw, and has not changed since.
+    /// Checks that a COW file's backing file, which is raw, has not changed.
     fn below_cow<S: Storage>(
         &self,
-        image: &Next,
+        image: &PendingImage,
         view: &Cow<S>,
         allowed: &Allowed,
-    ) -> Result<Option<Next>, ChainError> {
+    ) -> Result<Option<PendingImage>, ChainError> {
         if self.options.no_backing {
             return Ok(None);
         }
@@ -202,12 +207,12 @@ impl Chain {
         Ok(Some(next))
     }
 
-    /// The chain on one reactor.
+    /// Returns one reactor's view of the chain.
     pub fn image(&self, handle: &Handle) -> std::io::Result<Image<Store>> {
         self.part(handle, 0..self.layers.len())
     }
 
-    /// Some images of the chain, on one reactor, as if there were no others.
+    /// Returns one reactor's view of some images of the chain, as if there were no others.
     pub fn part(&self, handle: &Handle, part: Range<usize>) -> std::io::Result<Image<Store>> {
         let raw = |file: &Arc<ImageFile>| Raw::open(file, handle);
         let layer = |layer: &Arc<ChainLayer>| {
@@ -228,17 +233,17 @@ impl Chain {
         Ok(Image::new(layers?, self.options.copy_on_read && !self.options.read_only))
     }
 
-    /// Bytes of the guest's disk, in whole sectors.
+    /// Returns the size of the guest's disk in bytes, in whole sectors.
     pub fn size(&self) -> u64 {
         self.top().size()
     }
 
-    /// What the topmost image allocates at a time, and its cluster, in bytes.
+    /// Returns the topmost image's allocation unit and cluster size, both in bytes.
     pub fn units(&self) -> (u64, u64) {
         match &self.top().meta {
             Meta::Raw => (SECTOR, SECTOR),
             Meta::Qcow2(shared) => (shared.shape().unit, shared.shape().cluster_size()),
-            // Sectors; but reads are in one piece where a page is.
+            // COW files allocate sectors; the larger unit avoids splitting reads of a page.
             Meta::Cow(_) => (SECTOR, 4096),
         }
     }
@@ -251,7 +256,7 @@ impl Chain {
         &self.layers
     }
 
-    /// The images' files and formats, the topmost first, as a log shows them.
+    /// Returns the images' files and formats, topmost first, for a log.
     pub fn describe(&self) -> String {
         let layer = |layer: &Arc<ChainLayer>| {
             let data = layer
@@ -268,7 +273,7 @@ impl Chain {
         self.layers.iter().map(layer).collect::<Vec<_>>().join(" over ")
     }
 
-    /// The image that is written to.
+    /// Returns the topmost image, the one that is written to.
     pub fn top(&self) -> &ChainLayer {
         &self.layers[0]
     }
@@ -278,7 +283,7 @@ fn data_file_name(header: &Header) -> Result<Option<&str>, ImageError> {
     if !header.has_data_file() {
         return Ok(None);
     }
-    let what = "the image has an external data file, and does not say its name";
+    let what = "the image has an external data file but does not store its name";
     header
         .data_file
         .as_deref()

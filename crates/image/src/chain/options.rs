@@ -1,4 +1,4 @@
-//! How a chain is to be opened.
+//! Options of opening a chain.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -12,43 +12,42 @@ use crate::format::Format;
 #[derive(Clone, Debug)]
 pub struct ChainOptions {
     pub path: PathBuf,
-    /// None: the file's name tells.
+    /// None: derived from the file's name.
     pub format: Option<Format>,
     pub read_only: bool,
-    /// The topmost image's files are opened (and locked) for writing, but the disk is only read:
-    /// for work on structures.
+    /// Opens (and locks) the topmost image's files for writing, but allows only reads of the disk.
+    /// For jobs that change only metadata.
     pub only_locked: bool,
-    /// What the images above this one hold is to go into it: it is opened for writing.
+    /// Layer that a commit writes to: it is opened for writing.
     pub commit_into: Option<usize>,
     pub cache: CacheMode,
-    /// Bytes of L2 tables kept in memory, of all images together; None: all, up to a limit.
+    /// Bytes of L2 tables cached for all images together; None: all tables, up to a limit.
     pub l2_cache: Option<u64>,
-    /// Load metadata when the chain is opened.
+    /// Load metadata at open.
     pub prime: bool,
     pub copy_on_read: bool,
-    /// Backing and data files lie in or below these; no folder: in or below that of the image
-    /// itself. NBD URIs among them allow exports.
+    /// Folders that may contain backing and data files (subfolders too); empty: the image's own
+    /// folder. NBD URIs among them allow exports.
     pub folders: Vec<PathBuf>,
-    /// Lock no file of a chain that is only read: other programs may write to it meanwhile
-    /// (`qemu-img --force-share`).
+    /// Do not lock files of a read-only chain: other programs may write to them (`qemu-img
+    /// --force-share`).
     pub force_share: bool,
-    /// Show the disk as it was when this snapshot of the topmost image (a name or an id) was taken.
-    /// For readers only.
+    /// Show the disk as of this snapshot of the topmost image (name or id). Read-only chains.
     pub snapshot: Option<String>,
-    /// End the chain above a backing file that may not be opened, instead of an error: see
+    /// If a backing file may not be opened, end the chain above it instead of failing; see
     /// [`Chain::cut`].
     pub cut_outside: bool,
-    /// Open the topmost image alone, as if nothing were below.
+    /// Open only the topmost image, as if it had no backing file.
     pub no_backing: bool,
-    /// A COW file's backing file may differ from what the COW file says of it.
+    /// Accept a COW file's backing file whose size or mtime has changed.
     pub accept_changed_backing: bool,
-    /// Of images that lie on an NBD server.
+    /// Options of images on an NBD server.
     pub nbd: nbd::Options,
-    /// Of the topmost image.
+    /// How to treat an overlay record of the topmost image.
     pub overlaid: Overlaid,
-    /// Notes what is done to the images' files, for simulated power cuts.
+    /// Records operations on the images' files, for simulated power cuts.
     pub journal: Option<Journal>,
-    /// The topmost image's files, if they do not have their names yet.
+    /// Descriptors of the topmost image's files while these have no name.
     pub files: OpenedFiles,
 }
 
@@ -78,9 +77,9 @@ impl ChainOptions {
     }
 }
 
-/// Descriptors of an image's files, which do not have their names yet. None: the file is found by
-/// its name. Never those of a file with a name: a qcow2 image without one is written without the
-/// syncs that order its metadata.
+/// Descriptors of files that have no name yet (O_TMPFILE). None: opened by name. Never pass
+/// descriptors of named files: a qcow2 image in an unnamed file is written without the syncs that
+/// order its metadata.
 #[derive(Clone, Debug, Default)]
 pub struct OpenedFiles {
     pub image: Option<Arc<OwnedFd>>,

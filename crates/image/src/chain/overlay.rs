@@ -1,11 +1,12 @@
-//! A new overlay on a chain that is open and in use: for an external snapshot of a served disk.
+//! Puts a new overlay on an open chain in use: an external snapshot of a served disk.
 //!
-//! In: the chain, and where the overlay is to be. Out: a second chain, whose topmost image is the
-//! new overlay; those below are the very images that the first chain has open. The caller exchanges
-//! one chain for the other ([`GrownChain::keep`]), or drops the new one, and the overlay is gone.
-//! What must hold: the overlay is whole, durable and locked before it is in any chain; whoever
-//! opens it later, by the rules of its folder, finds what is below; at no moment may anybody else
-//! write to an image of either chain.
+//! In: the chain, and the overlay's path. Out: a second chain whose topmost image is the new
+//! overlay. The images below are the same open images as in the first chain. The caller replaces
+//! the first chain ([`GrownChain::keep`]), or drops the new one, which removes the overlay.
+//!
+//! Invariants: the overlay is complete, durable and locked before it is in any chain. A later open
+//! by the rules of its folder finds its backing image. At no moment can another process write to an
+//! image of either chain.
 
 use std::fs::File;
 use std::io;
@@ -28,16 +29,16 @@ use crate::raw::Raw;
 
 const OVERLAY: &str = "new overlay";
 
-/// A chain with an overlay that was just made.
+/// A chain with a new overlay, not yet in use.
 pub struct GrownChain {
     chain: Arc<Chain>,
-    /// The topmost image of before, as it was open for writing.
+    /// The former topmost image, opened for writing.
     writer: Arc<ChainLayer>,
     recorded: bool,
     unfinished: Unfinished,
 }
 
-/// A file that is removed again, unless it is kept.
+/// A file that is removed on drop, unless it is kept.
 struct Unfinished(Option<PathBuf>);
 
 impl Drop for Unfinished {
@@ -57,7 +58,7 @@ impl Drop for GrownChain {
                 let path = self.writer.file.path().display();
                 tracing::warn!("image {path}: removing the record of its overlay: {e}");
             }
-            // The images below have their memory to themselves, as before.
+            // The images below share the cache memory without the overlay again.
             cache_shares::apply(&self.chain.layers[1..], self.chain.options.l2_cache);
         }
     }
@@ -68,10 +69,10 @@ impl GrownChain {
         &self.chain
     }
 
-    /// Records with the image below, durably, that the overlay lies on it. From then on that image
-    /// cannot be opened for writing. Called before the first write goes to the overlay.
+    /// Records the overlay in the backing image, durably: from then on that image cannot be opened
+    /// for writing. Call it before the first write to the overlay.
     pub fn record(&mut self) -> Result<(), ChainError> {
-        // Also what failed half-way is removed with the overlay.
+        // Set first: a partly written record is removed with the overlay too.
         self.recorded = true;
         let file = &self.writer.file;
         let recorded = file.record_overlay(&self.chain.options.path);
@@ -84,7 +85,8 @@ impl GrownChain {
         })
     }
 
-    /// The overlay is in use: it stays, and the image below is locked as one that is only read.
+    /// Keeps the overlay, which is in use now, and turns the backing image's lock into a reader's
+    /// lock.
     pub fn keep(mut self) {
         self.unfinished.0 = None;
         let hand = |from: &ImageFile, to: &ImageFile| {
@@ -101,7 +103,7 @@ impl GrownChain {
 }
 
 impl Chain {
-    /// A raw image, as a chain.
+    /// Returns a chain of one raw image.
     pub fn of_raw(file: &Arc<ImageFile>) -> Chain {
         let options = ChainOptions {
             format: Some(Format::Raw),
@@ -115,9 +117,9 @@ impl Chain {
         Chain { layers: vec![Arc::new(layer)], options, cut: None }
     }
 
-    /// Makes a qcow2 image at `path`, where no file may be, on top of this chain. `shape` says how
-    /// it is to be laid out (its size and backing file follow from the chain); None: as `blockyard
-    /// image create -b` does it.
+    /// Creates a qcow2 image at `path`, where no file may exist, on top of this chain. `shape` sets
+    /// its layout; size and backing file come from the chain. None: the layout of `blockyard image
+    /// create -b`.
     pub async fn grow(
         &self,
         handle: &Handle,
@@ -162,8 +164,8 @@ impl Chain {
         })
     }
 
-    /// What the overlay calls the image below it; all images of the chain must lie where it may
-    /// have them.
+    /// Returns the name of the backing image as the overlay stores it. Fails if an image of the
+    /// chain lies outside the overlay's allowed folders.
     fn name_for(&self, options: &ChainOptions) -> Result<String, ImageError> {
         let allowed = Allowed::by(options);
         let real = |path: &Path| {
@@ -184,8 +186,8 @@ impl Chain {
                 };
                 if !is_allowed {
                     let what = format!(
-                        "its backing file {} would lie outside the folders that it may lie in: put the overlay beside it, \
-                         or allow its folder (--backing-folder)",
+                        "its backing file {} lies outside the allowed folders: put the overlay \
+                         beside it, or allow its folder (--backing-folder)",
                         path.display()
                     );
                     return Err(ImageError::refused(OVERLAY, what));
@@ -202,7 +204,7 @@ impl Chain {
         let name = name
             .to_str()
             .ok_or_else(|| ImageError::refused(OVERLAY, "its backing file's name is not UTF-8"))?;
-        // It would be taken for a protocol.
+        // A name with a colon would be parsed as a protocol.
         Ok(if name.contains(':') && !name.starts_with('/') {
             format!("./{name}")
         } else {
@@ -221,7 +223,7 @@ impl Chain {
         if shape.data_file.is_some() || shape.preallocation != Preallocation::Off {
             return Err(ImageError::refused(
                 OVERLAY,
-                "it can have no data file, and nothing that is taken ahead",
+                "it can have neither a data file nor preallocation",
             ));
         }
         Ok(CreateOptions { size: usual.size, backing: usual.backing, ..shape.clone() })
@@ -229,8 +231,8 @@ impl Chain {
 }
 
 impl ChainLayer {
-    /// The same open image, by descriptors that only read, where they can be had. They are not
-    /// locked yet.
+    /// Returns the same open image through read-only descriptors, if they can be opened. They are
+    /// not locked yet.
     fn as_read_only(&self) -> ChainLayer {
         let reader = |file: &Arc<ImageFile>| {
             file.reader().map(Arc::new).unwrap_or_else(|e| {
@@ -246,16 +248,14 @@ impl ChainLayer {
     }
 }
 
-/// An empty file that was not there before, locked.
+/// Creates an empty locked file; fails if a file exists.
 fn new_file(options: &ChainOptions) -> Result<(Arc<ImageFile>, Unfinished), ChainError> {
     let path = &options.path;
     let wrong = |error| ChainError::Image { path: path.clone(), error };
     let made = File::options().write(true).create_new(true).open(path);
     made.map_err(|e| {
         wrong(match e.kind() {
-            io::ErrorKind::AlreadyExists => {
-                ImageError::refused(OVERLAY, "there is such a file already")
-            }
+            io::ErrorKind::AlreadyExists => ImageError::refused(OVERLAY, "the file exists already"),
             _ => ImageError::io(OVERLAY, None, "creating it", e),
         })
     })?;

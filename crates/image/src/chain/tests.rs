@@ -2,7 +2,7 @@ use std::path::PathBuf;
 
 use blockyard_storage::{CacheMode, ImageFile, OpenOptions};
 
-use super::names::{Allowed, Next};
+use super::names::{Allowed, PendingImage};
 use super::*;
 use crate::format::Format;
 
@@ -22,7 +22,7 @@ impl Scratch {
         self.0.join(name)
     }
 
-    /// Makes a link lead elsewhere, at one moment.
+    /// Replaces a symbolic link atomically.
     fn point(&self, link: &str, to: &str) {
         let (link, new) = (self.path(link), self.path("inside/new-link"));
         std::os::unix::fs::symlink(self.path(to), &new).unwrap();
@@ -43,14 +43,14 @@ fn first_byte(file: &ImageFile) -> u8 {
     byte[0]
 }
 
-/// Whatever a link is made to lead to between the judgement and the opening, the file that was
-/// judged is the one that is opened.
+/// The file that was checked is the one that is opened, even if a link changes in between.
 #[test]
-fn a_link_that_changes_leads_nowhere_else() {
+fn a_link_that_changes_after_the_check_is_not_followed() {
     let scratch = Scratch::new("race");
     let options = ChainOptions::new(scratch.path("inside/top.qcow2"));
     let allowed = Allowed::by(&options);
-    let top = Next { path: options.path.clone(), format: None, named_by: None, found: None };
+    let top =
+        PendingImage { path: options.path.clone(), format: None, named_by: None, found: None };
     for link in ["inside/link.raw", "inside/folder"] {
         let (good, bad, name) = match link {
             "inside/folder" => ("inside", "", "folder/base.raw"),
@@ -71,11 +71,12 @@ fn a_link_that_changes_leads_nowhere_else() {
 }
 
 #[test]
-fn names_that_lead_outside_are_refused_and_links_inside_are_not() {
+fn names_outside_the_folders_are_refused_and_links_inside_are_allowed() {
     let scratch = Scratch::new("names");
     let options = ChainOptions::new(scratch.path("inside/top.qcow2"));
     let allowed = Allowed::by(&options);
-    let top = Next { path: options.path.clone(), format: None, named_by: None, found: None };
+    let top =
+        PendingImage { path: options.path.clone(), format: None, named_by: None, found: None };
     std::fs::create_dir(scratch.path("inside-not")).unwrap();
     std::fs::write(scratch.path("inside-not/x.raw"), [7]).unwrap();
     let absolute = scratch.path("secret.raw");

@@ -1,17 +1,18 @@
-//! Commit: what the upper images of a chain hold goes into the image below them.
+//! Commit: copies the contents of the upper images of a chain into the backing image below them.
 //!
 //! ```text
-//!   pieces, in order ─► the upper images have nothing: passed over
-//!                    ├► they have zeroes: zeroed below
-//!                    └► they have data: read through the chain, written below
+//!   pieces, in order ─► the upper images have nothing: skip
+//!   ├► they have zeroes: zero the backing image
+//!   └► they have data: read through the chain, write to the backing image
 //! ```
-//! In: the chain, and the image below, opened for writing with what lies under it. Out: an image
-//! below that shows what the chain shows, wherever the upper images have anything. Nothing is
-//! durable until it is flushed ([`Image::flush`], [`Image::close`]); then, and not before, the
-//! upper images may be emptied or taken away. What must hold, also at each power cut: the chain
-//! shows what it has shown. What is written below is hidden by what the upper images have there;
-//! nothing else is written, and they keep what they have. (An image below that is smaller than the
-//! disk has to be made larger first.)
+//!
+//! In: the chain, and the backing image, opened for writing together with the images below it. Out:
+//! the backing image shows what the chain shows, wherever the upper images have contents. Nothing
+//! is durable before a flush ([`Image::flush`], [`Image::close`]). Only after that flush may the
+//! upper images be emptied or removed. The backing image must be at least as large as the disk.
+//!
+//! Invariant, also at each power cut: the chain shows the same data. The upper images keep their
+//! contents, and these hide what is written to the backing image. Nothing else is written.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,53 +28,52 @@ use crate::extent::Place;
 use crate::image::Image;
 use blockyard_ring::join;
 
-/// Bytes copied at a time (more where the clusters below are larger), and how many such pieces a
-/// reactor has in flight.
+/// Bytes copied at a time (more if the backing image's clusters are larger).
 const PIECE: u64 = 1 << 20;
 const AT_A_TIME: usize = 8;
-/// Bytes zeroed, and passed over, at a time.
+/// Bytes zeroed at a time, and most bytes skipped at a time.
 const ZEROES: u64 = 64 << 20;
 const PASSED: u64 = 1 << 30;
 
 const ABOVE: &str = "overlay";
 const BELOW: &str = "backing image";
 
-/// One copying of a range, by one reactor or by several together.
+/// Copy of a range, which one or several reactors run together.
 pub struct CopyDown {
     sweep: Sweep,
     upper: usize,
     progress: Arc<Progress>,
 }
 
-/// What the upper images have of a piece.
+/// What the upper images hold of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum What {
+enum UpperContent {
     Nothing,
     Zeroes,
     Data,
 }
 
-impl What {
+impl UpperContent {
     fn of(place: Place) -> Self {
         match place {
-            Place::Absent => What::Nothing,
-            Place::Zero => What::Zeroes,
-            Place::Data(_) | Place::Compressed(_) => What::Data,
+            Place::Absent => UpperContent::Nothing,
+            Place::Zero => UpperContent::Zeroes,
+            Place::Data(_) | Place::Compressed(_) => UpperContent::Data,
         }
     }
 }
 
 impl CopyDown {
-    /// Of what the `upper` topmost images hold of `range`, in bytes of the disk: whole sectors. How
-    /// far it has come is added to `progress`.
+    /// Copies what the `upper` topmost images hold of `range` (bytes of the disk, whole sectors).
+    /// Adds the finished bytes to `progress`.
     pub fn new(range: Range<u64>, upper: usize, progress: Arc<Progress>) -> Self {
         progress.expect(range.end.saturating_sub(range.start));
         CopyDown { sweep: Sweep::new(range), upper, progress }
     }
 
-    /// Copies until nothing is left to begin. `from`: the chain, or its upper images alone. `into`:
-    /// the image below them, and what lies under it. `before` is called with each range before that
-    /// is read; what it says ends the work.
+    /// Copies until no piece is left. `from`: the chain, or only its upper images. `into`: the
+    /// backing image with the images below it. `before` runs with each range before it is read; if
+    /// it fails, the copy ends with its error.
     pub async fn run<S: Storage, B: Storage>(
         &self,
         from: &Image<S>,
@@ -101,26 +101,26 @@ impl CopyDown {
         join::all(AT_A_TIME, workers).await
     }
 
-    /// What the upper images have from `at` on, and for how many bytes the same: no piece of data
-    /// goes beyond a multiple of `piece`.
+    /// Returns what the upper images have at `at`, and the length of the range with the same
+    /// answer. A piece of data ends at a multiple of `piece` at the latest.
     async fn judge<S: Storage>(
         &self,
         from: &Image<S>,
         piece: u64,
         at: u64,
         rest: u64,
-    ) -> Result<(u64, What), ImageError> {
+    ) -> Result<(u64, UpperContent), ImageError> {
         let find = async |at: u64, len: u64| {
             let found = from.find_above(self.upper, at, len).await;
             found
-                .map(|e| (e.len, What::of(e.place)))
+                .map(|e| (e.len, UpperContent::of(e.place)))
                 .map_err(|e| ImageError::io(ABOVE, at, "looking it up", e))
         };
         let (mut len, what) = find(at, rest).await?;
         let most = match what {
-            What::Nothing => PASSED,
-            What::Zeroes => ZEROES - at % ZEROES,
-            What::Data => piece - at % piece,
+            UpperContent::Nothing => PASSED,
+            UpperContent::Zeroes => ZEROES - at % ZEROES,
+            UpperContent::Data => piece - at % piece,
         };
         let most = most.min(rest);
         while len < most {
@@ -134,18 +134,18 @@ impl CopyDown {
 
     async fn copy<S: Storage, B: Storage>(
         &self,
-        piece: &Piece<What>,
+        piece: &Piece<UpperContent>,
         from: &Image<S>,
         into: &Image<B>,
         buffer: &mut Segments,
         before: &impl AsyncFn(Range<u64>) -> Result<(), ImageError>,
     ) -> Result<(), ImageError> {
         let (at, len) = (piece.offset, piece.len);
-        if piece.what == What::Nothing {
+        if piece.what == UpperContent::Nothing {
             return Ok(());
         }
         before(at..at + len).await?;
-        if piece.what == What::Zeroes {
+        if piece.what == UpperContent::Zeroes {
             let zeroed = into.write_zeroes(at, len, true).await;
             return zeroed.map_err(|e| ImageError::io(BELOW, at, "writing zeroes", e));
         }

@@ -1,5 +1,4 @@
-//! Copying between the images of a chain: down (commit), up (stream), and the sweep over a disk
-//! that both make.
+//! Copies between the images of a chain: down (commit) and up (stream). Both use the sweep.
 
 pub mod commit;
 pub mod stream;

@@ -1,9 +1,10 @@
-//! Stream: what the images below hold goes up into the topmost one, until that needs them no more.
+//! Stream: copies the contents of the backing images into the topmost image, until it needs them no
+//! more.
 //!
-//! In: a chain, which may be in use. Out: a topmost image that has all that the images below have
-//! of the disk; and then ([`Chain::alone`]) a chain of that one image. What must hold, also at each
-//! power cut: the chain shows what it has shown. Copying up changes nothing that is seen; the image
-//! names its backing file until what was copied is durable.
+//! In: a chain, which may be in use. Out: a topmost image that holds the whole disk; then
+//! ([`Chain::alone`]) a chain of that image only. Invariant, also at each power cut: the chain
+//! shows the same data. A copy-up changes nothing that a guest sees. The image names its backing
+//! file until the copies are durable.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,14 +20,14 @@ use crate::image::Image;
 use crate::layer::Layer;
 use blockyard_ring::join;
 
-/// Bytes copied at a time, and how many such pieces are in flight.
+/// Bytes copied at a time, and number of copies in flight.
 const PIECE: u64 = 1 << 20;
 const AT_A_TIME: usize = 4;
 
 const TOP: &str = "image to stand alone";
 
-/// Copies up all that the topmost image has not. `before` is called with each range before that is
-/// copied; what it says ends the work. Durable after a flush.
+/// Copies up all ranges that the topmost image lacks. `before` runs with each range before it is
+/// copied; if it fails, the copy ends with its error. Durable after a flush.
 pub async fn copy_up<S: Storage>(
     image: &Image<S>,
     progress: &Progress,
@@ -41,7 +42,7 @@ pub async fn copy_up<S: Storage>(
                 before(next.offset..next.offset + next.len).await?;
                 let copied = image.populate(next.offset, next.len).await;
                 copied.map_err(|e| {
-                    ImageError::io(TOP, next.offset, "copying from the images below", e)
+                    ImageError::io(TOP, next.offset, "copying from the backing images", e)
                 })
             };
             copy.await.inspect_err(|_: &ImageError| sweep.stop())?;
@@ -63,14 +64,14 @@ fn top<S: Storage>(image: &Image<S>) -> Result<&crate::qcow2::Qcow2<S>, ImageErr
     }
 }
 
-/// The topmost image names no backing file any more: durable when it answers. It has all of the
-/// disk, and that is durable; nothing is in flight.
+/// Removes the backing file's name from the topmost image, durably. The image must hold the whole
+/// disk durably, and no request may be in flight.
 pub async fn stand_alone<S: Storage>(image: &Image<S>) -> Result<(), ImageError> {
     top(image)?.forget_backing().await
 }
 
 impl Chain {
-    /// The topmost image without those below, after [`stand_alone`].
+    /// Returns the chain of the topmost image only, and calls [`stand_alone`].
     pub async fn alone(&self, handle: &Handle) -> Result<Arc<Chain>, ChainError> {
         let wrong = |error| ChainError::Image { path: self.options.path.clone(), error };
         let image = self

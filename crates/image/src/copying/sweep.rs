@@ -1,14 +1,13 @@
-//! A disk in pieces that are handed out in order, to workers on any thread; and how far they have
-//! come.
+//! Splits a range into pieces, handed out in order to workers on any thread; and counts progress.
 //!
-//! What must hold: each byte is in one piece; when a worker fails no more are handed out.
+//! Invariants: each byte is in exactly one piece; after a worker's failure no piece is handed out.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use blockyard_ring::semaphore::Semaphore;
 
-/// How much of a work is done, in bytes: for a progress bar.
+/// Progress of a job in bytes, for a progress bar.
 #[derive(Debug, Default)]
 pub struct Progress {
     total: AtomicU64,
@@ -41,7 +40,7 @@ pub(crate) struct Sweep {
     one_at_a_time: Semaphore,
 }
 
-/// A piece, and what its worker was told of it.
+/// A piece, and what `judge` found about it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece<T> {
     pub offset: u64,
@@ -59,8 +58,8 @@ impl Sweep {
         }
     }
 
-    /// The next piece; `judge` is told where it begins and how much is left, and says how long it
-    /// is, and what.
+    /// Returns the next piece. `judge` gets its offset and the bytes left; it returns the piece's
+    /// length and a description.
     pub async fn next<T, E>(
         &self,
         judge: impl AsyncFnOnce(u64, u64) -> Result<(u64, T), E>,
@@ -76,12 +75,12 @@ impl Sweep {
         Ok(Some(Piece { offset, len, what }))
     }
 
-    /// Where the last piece ends.
+    /// Returns the end of the range.
     pub fn end(&self) -> u64 {
         self.end
     }
 
-    /// No more pieces.
+    /// Hands out no more pieces.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
     }

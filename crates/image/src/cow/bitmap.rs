@@ -1,42 +1,45 @@
-//! The bitmap in memory: pages of it, shared by all reactors, as many as the budget allows.
+//! Cache of bitmap pages, shared by all reactors, bounded by a memory budget.
 //!
-//! In: pages as they are in the file; sectors that were written. Out: which sectors are the file's;
-//! what a flush has to write. What must hold: a bit that was set is not forgotten before it is
-//! durable (pages with such bits stay); a lookup takes no lock and never sees another page's bits.
+//! In: pages as the file has them; sectors that were written. Out: which sectors are stored in the
+//! overlay; which bytes a flush must write.
 //!
-//! A page has its place in one set of [`WAYS`] frames. A frame's stamp is its page and how often it
-//! has changed hands; a lookup reads the stamp, the bits, and the stamp again. Whoever changes a
-//! set (bits, or the pages in it) has its lock.
+//! Invariants: a set bit stays in memory until it is durable (dirty pages are not evicted). A
+//! lookup takes no lock and never returns bits of another page.
+//!
+//! The cache is set-associative: a page belongs to one set of [`WAYS`] frames. A frame's stamp is a
+//! sequence lock: page number plus a counter of reuses. A lookup reads the stamp, the bits, and the
+//! stamp again. A change of a set (its bits or its pages) holds the set's lock.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// Bytes of a page, and the sectors it tells of: 16 MiB of the disk.
+/// Size of a page in bytes, and the number of sectors that it describes (16 MiB of the disk).
 pub(super) const PAGE: usize = 4096;
 pub(super) const PAGE_SECTORS: u64 = PAGE as u64 * 8;
 
-/// What a flush writes at least, in bytes.
+/// Unit of bitmap writes, in bytes; dirtiness is tracked in this unit.
 const PART: usize = 512;
 const WORDS: usize = PAGE / 8;
 const PART_WORDS: usize = PART / 8;
 
 const WAYS: usize = 8;
 
-/// Pages that may have bits that no flush has written: a flush is to end soon, and takes copies.
+/// Most dirty pages before a write-back, which bounds the time of a flush and the memory of its
+/// copies.
 const DIRTY_PAGES: usize = 4096;
 
-/// A stamp's page, plus one; 0: no page.
+/// Mask of a stamp's page number plus one; 0: the frame is empty.
 const STAMP_PAGE: u64 = u32::MAX as u64;
 
 type Words = [AtomicU64; WORDS];
 
 #[derive(Default)]
-struct Set {
+struct CacheSet {
     stamps: [AtomicU64; WAYS],
-    /// Memory is taken when a frame is first used.
+    /// Allocated when the frame is first used.
     words: [OnceLock<Box<Words>>; WAYS],
-    /// Looked at since the hand last came by.
+    /// Reference bits of the clock (second-chance) replacement.
     used: [AtomicBool; WAYS],
     state: Mutex<SetState>,
 }
@@ -47,20 +50,20 @@ struct SetState {
     hand: usize,
 }
 
-/// A bit for each part of the page.
+/// One bit for each 512-byte part of the page.
 #[derive(Clone, Copy, Default)]
 struct FrameState {
-    /// Has bits that no flush has taken yet.
+    /// Parts with set bits that no flush has taken yet.
     dirty: u8,
-    /// A flush is writing it.
+    /// Parts that a flush is writing.
     writing: u8,
 }
 
-pub(super) struct Bitmap {
-    sets: Box<[Set]>,
-    /// There is room for all pages.
+pub(super) struct SectorBitmap {
+    sets: Box<[CacheSet]>,
+    /// All pages of the bitmap fit into the cache.
     all: bool,
-    /// Pages with dirty parts, and how many they are: each write asks.
+    /// Pages with dirty parts. Their number is kept beside, because each write reads it.
     dirty: Mutex<BTreeSet<u64>>,
     dirty_count: AtomicUsize,
 }
@@ -69,39 +72,39 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Bitmap {
-    /// For a bitmap of `len` bytes, of which at most about `budget` are held in memory.
+impl SectorBitmap {
+    /// Cache for a bitmap of `len` bytes that holds about `budget` bytes.
     pub fn new(len: u64, budget: u64) -> Self {
         let pages = len.min(budget.max(1)).div_ceil(PAGE as u64);
         let sets = pages.div_ceil(WAYS as u64).max(1);
         let all = len.div_ceil(PAGE as u64) <= pages;
-        let sets = (0..sets).map(|_| Set::default()).collect();
-        Bitmap { sets, all, dirty: Mutex::default(), dirty_count: AtomicUsize::new(0) }
+        let sets = (0..sets).map(|_| CacheSet::default()).collect();
+        SectorBitmap { sets, all, dirty: Mutex::default(), dirty_count: AtomicUsize::new(0) }
     }
 
-    /// How many pages fit.
+    /// Returns the number of pages that fit.
     pub fn frames(&self) -> usize {
         self.sets.len() * WAYS
     }
 
-    /// Whether there are more dirty pages than should wait for a flush: those that are not here
-    /// need places.
+    /// Returns true if a write-back is due: too many pages are dirty, and dirty pages cannot be
+    /// evicted.
     pub fn is_too_dirty(&self) -> bool {
         let most = if self.all { DIRTY_PAGES } else { DIRTY_PAGES.min(self.frames() / 2) };
         self.dirty_pages() > most
     }
 
-    /// Pages that are not in the file as they are here.
+    /// Returns the number of pages with bits that no flush has taken.
     pub fn dirty_pages(&self) -> usize {
         self.dirty_count.load(Ordering::Relaxed)
     }
 
-    fn set_of(&self, page: u64) -> &Set {
+    fn set_of(&self, page: u64) -> &CacheSet {
         &self.sets[(page % self.sets.len() as u64) as usize]
     }
 
-    /// Whether sector `first` is the file's, and how many from it on are so too, up to `count` and
-    /// the page's end. None: the page is not here.
+    /// Returns whether sector `first` is stored in the overlay, and the length of the run of equal
+    /// bits from it on, bounded by `count` and the page's end. None: the page is not cached.
     pub fn run(&self, first: u64, count: u64) -> Option<(bool, u64)> {
         let (page, at) = (first / PAGE_SECTORS, (first % PAGE_SECTORS) as usize);
         let end = (at as u64).saturating_add(count).min(PAGE_SECTORS) as usize;
@@ -128,7 +131,7 @@ impl Bitmap {
         self.set_of(page).way_of(page).is_some()
     }
 
-    /// Sets the bits of these sectors, which are of one page. False: the page is not here.
+    /// Sets the bits of these sectors, all of one page. Returns false if the page is not cached.
     pub fn set(&self, first: u64, count: u64) -> bool {
         if count == 0 || self.run(first, count) == Some((true, count)) {
             return true;
@@ -155,8 +158,8 @@ impl Bitmap {
         frame.dirty |= parts;
     }
 
-    /// Takes in a page as the file has it. False: there is no place before a flush. Only one at a
-    /// time loads a page.
+    /// Inserts a page as the file has it. Returns false if all frames of its set are dirty: write
+    /// back first. The caller excludes concurrent loads of a page.
     pub fn insert(&self, page: u64, bytes: &[u8]) -> bool {
         let set = self.set_of(page);
         let mut state = lock(&set.state);
@@ -171,20 +174,20 @@ impl Bitmap {
             le[..chunk.len()].copy_from_slice(chunk);
             word.store(u64::from_le_bytes(le), Ordering::Relaxed);
         }
-        let turn = (old >> 32).wrapping_add(1) as u32;
-        set.turns_to(way, u64::from(turn) << 32 | (page + 1));
+        let reuses = (old >> 32).wrapping_add(1) as u32;
+        set.publish(way, u64::from(reuses) << 32 | (page + 1));
         true
     }
 
-    /// Whether a page can be taken in without pushing another out.
+    /// Returns true if a page can be inserted without evicting another.
     pub fn has_room(&self, page: u64) -> bool {
         let set = self.set_of(page);
         set.stamps.iter().any(|stamp| stamp.load(Ordering::Relaxed) & STAMP_PAGE == 0)
     }
 
-    /// Takes copies of all that is dirty, for one flush at a time. Given back undone, it is dirty
-    /// again.
-    pub fn take_dirty(&self) -> Taken<'_> {
+    /// Copies all dirty pages for a flush; one flush at a time. If the batch is dropped before
+    /// [`FlushBatch::done`], its pages are dirty again.
+    pub fn take_dirty(&self) -> FlushBatch<'_> {
         let pages = {
             let mut dirty = lock(&self.dirty);
             self.dirty_count.store(0, Ordering::Relaxed);
@@ -197,19 +200,22 @@ impl Bitmap {
             let words = set.words[way].get()?;
             let frame = &mut state.frames[way];
             frame.writing = std::mem::take(&mut frame.dirty);
-            Some(Copy { page, parts: frame.writing, bytes: bytes_of(words) })
+            Some(PageCopy { page, parts: frame.writing, bytes: bytes_of(words) })
         };
-        Taken { bitmap: self, copies: pages.into_iter().filter_map(take).collect(), done: false }
+        FlushBatch {
+            bitmap: self,
+            copies: pages.into_iter().filter_map(take).collect(),
+            done: false,
+        }
     }
 }
 
-impl Set {
+impl CacheSet {
     fn way_of(&self, page: u64) -> Option<usize> {
         self.stamps.iter().position(|stamp| stamp.load(Ordering::Acquire) & STAMP_PAGE == page + 1)
     }
 
-    /// A frame for another page: an empty one, else a clean one that was not looked at for longest,
-    /// about.
+    /// Chooses a frame to reuse: an empty one, or a clean one by second chance.
     fn victim(&self, state: &mut SetState) -> Option<usize> {
         let empty = |stamp: &AtomicU64| stamp.load(Ordering::Relaxed) & STAMP_PAGE == 0;
         if let Some(way) = self.stamps.iter().position(empty) {
@@ -230,15 +236,16 @@ impl Set {
         clean
     }
 
-    fn turns_to(&self, way: usize, stamp: u64) {
+    fn publish(&self, way: usize, stamp: u64) {
         self.used[way].store(true, Ordering::Relaxed);
         self.stamps[way].store(stamp, Ordering::Release);
     }
 }
 
-/// The length of the run of equal bits from `at` on, before `end`. Bits may be set meanwhile.
+/// Returns the bit at `at`, and the length of the run of equal bits, up to `end`. Other threads may
+/// set bits meanwhile.
 fn run_in(words: &Words, at: usize, end: usize) -> (bool, u64) {
-    // Read once: a bit that is set between two looks would make a run of nothing.
+    // Load the first word once: if a bit changed between two loads, the run could have length 0.
     let first = words[at / 64].load(Ordering::Relaxed);
     let bit = first >> (at % 64) & 1 == 1;
     let flip = if bit { u64::MAX } else { 0 };
@@ -258,7 +265,7 @@ fn run_in(words: &Words, at: usize, end: usize) -> (bool, u64) {
     (bit, (now.min(end) - at) as u64)
 }
 
-/// Sets bits; answers the parts in which one was new.
+/// Sets bits; returns a mask of the parts in which a bit changed.
 fn set_in(words: &Words, first: usize, count: usize) -> u8 {
     let mut changed = 0;
     let mut at = first;
@@ -266,7 +273,7 @@ fn set_in(words: &Words, first: usize, count: usize) -> u8 {
         let stop = (first + count).min((at / 64 + 1) * 64);
         let mask = (u64::MAX >> (64 - (stop - at))) << (at % 64);
         let word = at / 64;
-        // Release: whoever sees the bit sees what was done before it was set.
+        // Release: a thread that sees the bit also sees the write of the sector's data.
         if words[word].fetch_or(mask, Ordering::Release) & mask != mask {
             changed |= 1 << (word / PART_WORDS);
         }
@@ -279,27 +286,27 @@ fn bytes_of(words: &Words) -> Box<[u8]> {
     words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect()
 }
 
-/// A page as it was when a flush took it.
-struct Copy {
+/// Copy of a dirty page, taken by a flush.
+struct PageCopy {
     page: u64,
     parts: u8,
     bytes: Box<[u8]>,
 }
 
-/// What a flush is to write.
-pub(super) struct Taken<'a> {
-    bitmap: &'a Bitmap,
-    copies: Vec<Copy>,
+/// Pages that a flush writes.
+pub(super) struct FlushBatch<'a> {
+    bitmap: &'a SectorBitmap,
+    copies: Vec<PageCopy>,
     done: bool,
 }
 
-impl Taken<'_> {
+impl FlushBatch<'_> {
     pub fn is_empty(&self) -> bool {
         self.copies.is_empty()
     }
 
-    /// Of each page, from the first dirty part to the last: the offset into the bitmap and the
-    /// bytes to be there. What is clean in between is written as it is.
+    /// Returns offset in the bitmap and bytes of each page, from its first dirty part to the last.
+    /// Clean parts in between are rewritten unchanged.
     pub fn writes(&self) -> impl Iterator<Item = (u64, &[u8])> {
         self.copies.iter().map(|copy| {
             let first = copy.parts.trailing_zeros() as usize * PART;
@@ -308,18 +315,18 @@ impl Taken<'_> {
         })
     }
 
-    /// All of it is durable.
+    /// Marks all pages of the batch as durable.
     pub fn done(mut self) {
         self.done = true;
     }
 }
 
-impl Drop for Taken<'_> {
+impl Drop for FlushBatch<'_> {
     fn drop(&mut self) {
         for copy in &self.copies {
             let set = self.bitmap.set_of(copy.page);
             let mut state = lock(&set.state);
-            // It is there: pages that are written do not go.
+            // The page is still cached: pages that are being written are not evicted.
             let Some(way) = set.way_of(copy.page) else { continue };
             let frame = &mut state.frames[way];
             frame.writing = 0;
@@ -335,14 +342,14 @@ mod tests {
     use super::*;
     use blockyard_storage::sim::Rng;
 
-    fn loaded(pages: u64) -> Bitmap {
-        let bitmap = Bitmap::new(pages * PAGE as u64, u64::MAX);
+    fn loaded(pages: u64) -> SectorBitmap {
+        let bitmap = SectorBitmap::new(pages * PAGE as u64, u64::MAX);
         (0..pages).for_each(|page| assert!(bitmap.insert(page, &[0; PAGE])));
         bitmap
     }
 
     #[test]
-    fn runs_are_those_of_a_plain_vector() {
+    fn runs_match_a_plain_vector() {
         let bitmap = loaded(3);
         let mut model = vec![false; 3 * PAGE_SECTORS as usize];
         let mut rng = Rng::new(7);
@@ -371,9 +378,9 @@ mod tests {
     }
 
     #[test]
-    fn only_what_changed_is_written_and_what_failed_is_written_again() {
+    fn only_changed_parts_are_written_and_failed_writes_are_retried() {
         let bitmap = loaded(2);
-        let taken = |bitmap: &Bitmap| {
+        let taken = |bitmap: &SectorBitmap| {
             bitmap.take_dirty().writes().map(|(at, b)| (at, b.len())).collect::<Vec<_>>()
         };
         assert!(bitmap.take_dirty().is_empty());
@@ -382,22 +389,22 @@ mod tests {
         }
         let parts = [(0, 6 * 512), (4096 + 7 * 512, 512)];
         assert_eq!(taken(&bitmap), parts);
-        assert_eq!(taken(&bitmap), parts, "it was given back undone");
+        assert_eq!(taken(&bitmap), parts, "the dropped batch is dirty again");
         let flush = bitmap.take_dirty();
         assert!(
             bitmap.set(1, 1) && bitmap.set(0, 1),
-            "a bit of a page that is written, and one that was there"
+            "a new bit in a page that is being written, and a bit that is set already"
         );
         flush.done();
         assert_eq!((taken(&bitmap), bitmap.dirty_pages()), (vec![(0, 512)], 1));
         bitmap.take_dirty().done();
         assert!(bitmap.set(0, 2) && bitmap.set(4095, 2));
-        assert_eq!(bitmap.dirty_pages(), 0, "nothing is new");
+        assert_eq!(bitmap.dirty_pages(), 0, "all bits were set already");
     }
 
     #[test]
-    fn what_is_not_in_the_file_is_not_pushed_out() {
-        let bitmap = Bitmap::new(1 << 20, 1);
+    fn dirty_pages_are_not_evicted() {
+        let bitmap = SectorBitmap::new(1 << 20, 1);
         assert_eq!(bitmap.frames(), WAYS);
         (0..8).for_each(|page| assert!(bitmap.insert(page, &[0; PAGE])));
         (0..7).for_each(|page| assert!(bitmap.set(page * PAGE_SECTORS, 1)));
@@ -416,8 +423,8 @@ mod tests {
     }
 
     #[test]
-    fn a_lookup_never_sees_another_page_s_bits() {
-        let bitmap = Bitmap::new(1 << 30, 1);
+    fn a_lookup_never_returns_bits_of_another_page() {
+        let bitmap = SectorBitmap::new(1 << 30, 1);
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
             for seed in 0..2 {

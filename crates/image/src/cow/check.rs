@@ -1,8 +1,7 @@
-//! What a COW file is, and whether it adds up. Both want the file for themselves, or nobody writing
-//! to it.
+//! `info` and `check` of a COW file. Both need the file exclusively, or at least without writers.
 //!
-//! What must hold: nothing is written unless a repair was asked for; memory does not grow with what
-//! is wrong.
+//! Invariants: nothing is written unless a repair was requested; memory does not grow with the
+//! number of errors.
 
 use blockyard_ring::Segments;
 
@@ -14,34 +13,34 @@ use crate::SECTOR;
 use crate::error::ImageError;
 use crate::raw::Raw;
 
-/// The bitmap is read in pieces of so many bytes.
+/// Size of the bitmap pieces that are read, in bytes.
 const PIECE: u64 = 64 * PAGE as u64;
 
-/// What `info` and `check` tell.
+/// Result of `info` and `check`.
 #[derive(Debug)]
 pub struct Report {
     pub header: Header,
     pub file_len: u64,
-    /// Sectors that are the file's own.
+    /// Number of sectors that the overlay stores.
     pub own_sectors: u64,
-    /// What is wrong, at most one of a kind.
+    /// Corruptions, at most one of each kind.
     pub corruptions: Vec<ImageError>,
-    /// Bytes of the file behind the disk's last sector, which nothing refers to.
+    /// Bytes of the file behind the disk's last sector; nothing refers to them.
     pub leaked: u64,
-    /// What was wrong and is no more.
+    /// Corruptions and leaks that were repaired.
     pub repaired: Vec<ImageError>,
 }
 
-/// What a check may change.
+/// Which kinds of repair a check may make.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Repair {
-    /// Give back space that nothing refers to.
+    /// Cut off bytes that nothing refers to.
     pub leaks: bool,
-    /// Make the file one that can be opened. What is lost stays lost.
+    /// Make the file openable. Lost data stay lost.
     pub corruptions: bool,
 }
 
-/// The header, and how much of the disk is in the file.
+/// Reads the header, and counts the sectors that are stored in the file.
 pub async fn info<S: Storage>(file: &Raw<S>) -> Result<Report, ImageError> {
     check(file, Repair::default()).await
 }
@@ -63,7 +62,7 @@ pub async fn check<S: Storage>(file: &Raw<S>, repair: Repair) -> Result<Report, 
     report.judge_length(file, &bits, repair).await?;
     if repair.leaks && report.leaked > 0 {
         set_len(file, disk_end).await?;
-        let what = format!("{} bytes behind the disk's end are cut off", report.leaked);
+        let what = format!("{} bytes behind the disk's end were cut off", report.leaked);
         report.repaired.push(ImageError::invalid("cow file", disk_end, what));
         (report.leaked, report.file_len) = (0, disk_end);
     }
@@ -77,7 +76,7 @@ impl Report {
     async fn judge_bits<S: Storage>(
         &mut self,
         file: &Raw<S>,
-        bits: &Bits,
+        bits: &BitmapCounts,
         repair: Repair,
     ) -> Result<(), ImageError> {
         let Some(first) = bits.first_beyond else { return Ok(()) };
@@ -93,11 +92,12 @@ impl Report {
         Ok(())
     }
 
-    /// A file that ends too soon; its own sectors that are lost are no reason to lose the others.
+    /// Reports a truncated file. The repair extends it with zeroes, so that the remaining sectors
+    /// can be used.
     async fn judge_length<S: Storage>(
         &mut self,
         file: &Raw<S>,
-        bits: &Bits,
+        bits: &BitmapCounts,
         repair: Repair,
     ) -> Result<(), ImageError> {
         let wanted = self.header.file_len();
@@ -105,7 +105,8 @@ impl Report {
             return Ok(());
         }
         let what = format!(
-            "the file ends after {} bytes, and should have {wanted}: {} sectors of its own are lost",
+            "the file ends after {} bytes, and should have {wanted}: {} sectors of its own are \
+             lost",
             self.file_len, bits.lost
         );
         let found = ImageError::invalid("cow data", self.file_len, what);
@@ -128,18 +129,18 @@ async fn set_len<S: Storage>(file: &Raw<S>, len: u64) -> Result<(), ImageError> 
 }
 
 #[derive(Default)]
-struct Bits {
+struct BitmapCounts {
     own: u64,
     /// Of those, sectors whose data lie behind the file's end.
     lost: u64,
-    /// Set, but of no sector.
+    /// Bits set beyond the last sector.
     beyond: u64,
     first_beyond: Option<u64>,
 }
 
-impl Bits {
-    /// `first`: the sector of the first bit. Most of a large bitmap is zeroes, which are compared
-    /// as a whole.
+impl BitmapCounts {
+    /// Counts the bits of `bytes`, whose first bit describes sector `first`. Most of a large bitmap
+    /// is zeroes: whole zero pieces are skipped by one comparison.
     fn count(&mut self, header: &Header, file_len: u64, first: u64, bytes: &[u8]) {
         const ZEROES: [u8; 512] = [0; 512];
         let held = file_len.saturating_sub(header.data_offset) / SECTOR;
@@ -150,7 +151,7 @@ impl Bits {
         }
     }
 
-    /// `held`: sectors whose data lie in the file.
+    /// `held`: number of sectors whose data lie inside the file.
     fn count_piece(&mut self, header: &Header, held: u64, first: u64, bytes: &[u8]) {
         for (i, byte) in bytes.iter().enumerate().filter(|(_, byte)| **byte != 0) {
             for bit in (0..8).filter(|bit| byte >> bit & 1 == 1) {
@@ -171,9 +172,9 @@ async fn count_bits<S: Storage>(
     file: &Raw<S>,
     header: &Header,
     file_len: u64,
-) -> Result<Bits, ImageError> {
-    let mut bits = Bits::default();
-    // What is behind the file's end reads as zeroes.
+) -> Result<BitmapCounts, ImageError> {
+    let mut bits = BitmapCounts::default();
+    // Bits behind the file's end read as zeroes.
     let end = header.bitmap_len.min(file_len.saturating_sub(header.bitmap_offset));
     let mut at = 0;
     while at < end {
@@ -196,15 +197,15 @@ async fn read_bits<S: Storage>(
     Ok(bytes)
 }
 
-/// The offset of the bitmap's last byte, and its bits that are of no sector; no other byte has such
-/// bits.
+/// Returns the offset of the bitmap's last byte and a mask of its bits that describe no sector.
+/// Only the last byte can have such bits.
 fn spare_bits(header: &Header) -> Option<(u64, u8)> {
     let spare = (header.bitmap_len * 8).checked_sub(header.sectors()).filter(|&spare| spare > 0)?;
     Some((header.bitmap_offset + header.bitmap_len - 1, !(!0u8 >> spare)))
 }
 
-/// Whether bits are set that are of no sector: then the size is not the one that the file was made
-/// for.
+/// Refuses a file with bits set beyond the last sector: its size is not the one that it was made
+/// with.
 pub(super) async fn check_spare_bits<S: Storage>(
     file: &Raw<S>,
     header: &Header,
@@ -214,8 +215,8 @@ pub(super) async fn check_spare_bits<S: Storage>(
         return Ok(());
     }
     let what = format!(
-        "bits are set beyond the disk's {} sectors: it can be read or repaired (blockyard image check \
-         --repair all), not written",
+        "bits are set beyond the disk's {} sectors: the file can be read, not written; repair it \
+         (blockyard image check --repair all)",
         header.sectors()
     );
     Err(ImageError::invalid(BITMAP, last, what))

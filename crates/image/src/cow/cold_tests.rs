@@ -1,4 +1,4 @@
-//! check, emptying and merge on the simulated disk.
+//! Tests of check, make_empty and merge on the simulated disk.
 
 use blockyard_ring::Segments;
 use blockyard_storage::Storage;
@@ -9,7 +9,7 @@ use super::tests::{Bench, SHAPES, backing, read, size_of, write};
 use super::*;
 use crate::{CopyDown, Image, Layer};
 
-/// A backing file that holds the pattern 0, which is what `read` puts below.
+/// A backing file that holds pattern 0, as `read` assumes.
 fn base(size: u64) -> (SimDisk, Raw<SimDisk>) {
     let disk = SimDisk::new(SimImage::from_bytes(&pattern(0, 0, size as usize)), SimConfig::new(9));
     (disk.clone(), Raw::on(disk, SHAPES[0]))
@@ -23,7 +23,7 @@ async fn bytes<S: Storage>(raw: &Raw<S>, offset: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// As a closed file is committed.
+/// Commits a closed file.
 async fn commit(
     file: &Raw<SimDisk>,
     cow: Cow<SimDisk>,
@@ -38,7 +38,7 @@ async fn commit(
 }
 
 #[test]
-fn info_counts_what_is_the_file_s() {
+fn info_counts_the_sectors_that_the_file_stores() {
     Bench::new(1, SHAPES[0]).run(1, |bench| async move {
         let header = bench.create(3, size_of(2)).await;
         let cow = bench.open(u64::MAX).await;
@@ -53,7 +53,7 @@ fn info_counts_what_is_the_file_s() {
 }
 
 #[test]
-fn a_check_finds_and_repairs_and_writes_nothing_unasked() {
+fn a_check_writes_nothing_unless_a_repair_is_requested() {
     Bench::new(2, SHAPES[1]).run(2, |bench| async move {
         let size = 11 * 512;
         let header = bench.create(3, size).await;
@@ -61,39 +61,58 @@ fn a_check_finds_and_repairs_and_writes_nothing_unasked() {
         write(&cow, 512, &[1; 512]).await.unwrap();
         write(&cow, 9 * 512, &[2; 512]).await.unwrap();
         cow.close().await.unwrap();
-        // Bits 12 and 15 of a disk of 11 sectors; two sectors of data less.
-        bench.raw().write(Segments::from_bytes(&[0b1001_0010]), header.bitmap_offset + 1, false).await.1.unwrap();
+        // Sets bits 12 and 15 of a disk of 11 sectors. Below, the file loses two sectors of data.
+        bench
+            .raw()
+            .write(Segments::from_bytes(&[0b1001_0010]), header.bitmap_offset + 1, false)
+            .await
+            .1
+            .unwrap();
         let error = Cow::open(bench.raw(), &CowOptions::default()).await.err().unwrap().to_string();
-        assert!(error.starts_with("cow bitmap at offset 8193: bits are set beyond the disk's 11 sectors"), "{error}");
+        let expected = "cow bitmap at offset 8193: bits are set beyond the disk's 11 sectors";
+        assert!(error.starts_with(expected), "{error}");
         let options = CowOptions { read_only: true, ..CowOptions::default() };
         let cow = Cow::open(bench.raw(), &options).await.unwrap();
-        assert_eq!(read(&cow, 9 * 512, 1024).await.unwrap(), [vec![2; 512], pattern(0, 5120, 512)].concat());
+        assert_eq!(
+            read(&cow, 9 * 512, 1024).await.unwrap(),
+            [vec![2; 512], pattern(0, 5120, 512)].concat()
+        );
         bench.disk.set_len(header.file_len() - 1024).await.unwrap();
         let events = bench.disk.events();
         let report = check(&bench.raw(), Repair { leaks: true, corruptions: false }).await.unwrap();
         let found: Vec<_> = report.corruptions.iter().map(ToString::to_string).collect();
-        let lost = "cow data at offset 16896: the file ends after 16896 bytes, and should have 17920: 1 sectors of its own \
-                    are lost";
-        assert_eq!(found, ["cow bitmap at offset 8193: bits set beyond the disk's 11 sectors: 2", lost]);
+        let lost = "cow data at offset 16896: the file ends after 16896 bytes, and should have \
+                    17920: 1 sectors of its own are lost";
+        let beyond = "cow bitmap at offset 8193: bits set beyond the disk's 11 sectors: 2";
+        assert_eq!(found, [beyond, lost]);
         assert_eq!((report.own_sectors, bench.disk.events()), (2, events));
 
         let report = check(&bench.raw(), Repair { leaks: true, corruptions: true }).await.unwrap();
         assert_eq!((report.corruptions.len(), report.repaired.len()), (0, 2));
         let cow = bench.open(u64::MAX).await;
-        let expected = [pattern(0, 0, 512), vec![1; 512], pattern(0, 1024, 7 * 512), vec![0; 512], pattern(0, 5120, 512)];
+        let expected = [
+            pattern(0, 0, 512),
+            vec![1; 512],
+            pattern(0, 1024, 7 * 512),
+            vec![0; 512],
+            pattern(0, 5120, 512),
+        ];
         assert_eq!(read(&cow, 0, size).await.unwrap(), expected.concat());
 
         bench.disk.set_len(header.file_len() + 4096).await.unwrap();
         assert_eq!(info(&bench.raw()).await.unwrap().leaked, 4096);
         let report = check(&bench.raw(), Repair { leaks: true, corruptions: false }).await.unwrap();
-        assert_eq!((report.leaked, report.file_len, report.repaired.len()), (0, header.file_len(), 1));
+        assert_eq!(
+            (report.leaked, report.file_len, report.repaired.len()),
+            (0, header.file_len(), 1)
+        );
         let report = check(&bench.raw(), Repair::default()).await.unwrap();
         assert_eq!((report.leaked, report.corruptions.len(), report.repaired.len()), (0, 0, 0));
     });
 }
 
 #[test]
-fn a_commit_makes_the_backing_file_the_disk_and_syncs_it_before_a_bit_goes() {
+fn a_commit_syncs_the_backing_file_before_it_clears_bits() {
     for (version, shape) in [1, 2, 3].into_iter().flat_map(|v| SHAPES.map(|s| (v, s))) {
         Bench::new(3, shape).run(3, |bench| async move {
             let size = 3 << 20;
@@ -113,10 +132,10 @@ fn a_commit_makes_the_backing_file_the_disk_and_syncs_it_before_a_bit_goes() {
             );
             let synced = base_disk.trace().iter().rposition(|t| t.kind == OpKind::Sync).unwrap();
             let written = base_disk.trace().iter().rposition(|t| t.kind == OpKind::Write).unwrap();
-            assert!(written < synced, "what was copied is durable");
+            assert!(written < synced, "the copied data are durable");
             let report = info(&bench.raw()).await.unwrap();
             assert_eq!((report.own_sectors, report.header), (0, header));
-            // The data's space is given back, after the bits were durable.
+            // The data's space is discarded after the cleared bits are durable.
             let trace = bench.disk.trace();
             let last = |kind| {
                 trace.iter().rposition(|t| t.kind == kind && t.phase == Phase::Started).unwrap()
@@ -129,7 +148,7 @@ fn a_commit_makes_the_backing_file_the_disk_and_syncs_it_before_a_bit_goes() {
 }
 
 #[test]
-fn a_file_that_does_not_add_up_is_not_emptied() {
+fn an_inconsistent_file_is_not_emptied() {
     Bench::new(4, SHAPES[0]).run(4, |bench| async move {
         let header = bench.create(3, 11 * 512).await;
         let cow = bench.open(u64::MAX).await;
@@ -148,7 +167,7 @@ fn a_file_that_does_not_add_up_is_not_emptied() {
 }
 
 #[test]
-fn a_merge_is_the_disk_without_its_zeroes() {
+fn a_merge_writes_the_disk_without_blocks_of_zeroes() {
     Bench::new(5, SHAPES[0]).run(5, |bench| async move {
         let size = (2 << 20) + 700;
         bench.create(3, size).await;
@@ -181,7 +200,7 @@ fn a_merge_is_the_disk_without_its_zeroes() {
 }
 
 #[test]
-fn every_way_to_lay_a_file_out_is_checked_alike() {
+fn unusual_alignments_are_checked_correctly() {
     Bench::new(6, SHAPES[0]).run(6, |bench| async move {
         let options = CreateOptions { alignment: 700, ..CreateOptions::new(backing(100 * 512)) };
         let header = create(&bench.raw(), &options).await.unwrap();
@@ -196,10 +215,10 @@ fn every_way_to_lay_a_file_out_is_checked_alike() {
     });
 }
 
-/// Whoever opens or checks a file that was cut short gets its disk, or an error that names an
-/// offset; nothing is written.
+/// Opening or checking a truncated file shows the same disk or returns an error with an offset.
+/// Nothing is written.
 #[test]
-fn a_file_cut_short_is_an_error_or_shows_what_it_showed() {
+fn a_truncated_file_fails_or_shows_the_same_disk() {
     for version in [1, 2, 3] {
         Bench::new(7, SHAPES[0]).run(7, |bench| async move {
             let size = 64 * 512;

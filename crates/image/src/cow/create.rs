@@ -1,9 +1,9 @@
-//! New COW files, and files that get another backing file. Both want the file for themselves.
+//! Creates COW files and replaces their backing file. Both need the file exclusively.
 //!
-//! What must hold: what `uml_mkcow` would make is made, bit by bit; after a power cut in the middle
-//! a new file is none yet, and one that existed has its old backing file or its new one. (Two names
-//! longer than 479 bytes may be mixed up: a header of which more than one sector changes is not
-//! changed at once.)
+//! Invariants: the result equals that of `uml_mkcow`, byte for byte. After a power cut a new file
+//! is still no COW file, and an existing one names its old or its new backing file. Exception: if
+//! both names are longer than 479 bytes, they may be mixed, because the header's change spans two
+//! sectors.
 
 use blockyard_ring::Segments;
 
@@ -19,18 +19,18 @@ pub struct CreateOptions<'a> {
     pub backing: Backing<'a>,
     /// 1, 2 or 3.
     pub version: u32,
-    /// Of bitmap and data, in bytes: version 3 only, the others have 512.
+    /// Alignment of bitmap and data, in bytes. Only version 3 has a choice; the others use 512.
     pub alignment: u32,
 }
 
 impl<'a> CreateOptions<'a> {
-    /// As the kernel and `uml_mkcow` do it.
+    /// Same defaults as the kernel and `uml_mkcow`.
     pub fn new(backing: Backing<'a>) -> Self {
         CreateOptions { backing, version: 3, alignment: 4096 }
     }
 }
 
-/// Makes an empty file a COW file that has no sector of its own yet.
+/// Makes an empty file a COW file without sectors of its own.
 pub async fn create<S: Storage>(
     file: &Raw<S>,
     options: &CreateOptions<'_>,
@@ -44,15 +44,15 @@ pub async fn create<S: Storage>(
             format!("the file has {len} bytes already: a new one must be empty"),
         ));
     }
-    // The length reads as zeroes, and so does the bitmap in it.
+    // A file extended by `set_len` reads as zeroes: the bitmap is clear.
     file.storage().set_len(header.file_len()).await.map_err(failed("setting the file's length"))?;
     file.flush().await.map_err(failed("syncing"))?;
     write_header(file, &header).await?;
     Ok(header)
 }
 
-/// Writes another backing file into the header: what `rebase --unsafe` does. The sectors of the
-/// file stay as they are.
+/// Replaces the backing file in the header, as `rebase --unsafe` does. The file's sectors stay
+/// unchanged.
 pub async fn set_backing<S: Storage>(
     file: &Raw<S>,
     backing: &Backing<'_>,
@@ -62,7 +62,7 @@ pub async fn set_backing<S: Storage>(
     Ok(header)
 }
 
-/// The first sector, which has the magic number, comes last.
+/// Writes the first sector last, because it has the magic number.
 async fn write_header<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(), ImageError> {
     let bytes = header.encode();
     let (head, tail) = bytes.split_at(bytes.len().min(512));

@@ -1,4 +1,4 @@
-//! A file without sectors of its own: what it is after its commit.
+//! Empties a COW file, after a commit.
 
 use blockyard_storage::Storage;
 
@@ -7,9 +7,9 @@ use super::{BITMAP, bitmap_end, read_header};
 use crate::error::ImageError;
 use crate::raw::Raw;
 
-/// Clears all bits, so that the backing file shows. Durable when it answers. (A backing file that
-/// has changed is not the one that the header knows: [`super::set_backing`], with its new size and
-/// time, is then the caller's.)
+/// Clears all bits, so that all reads go to the backing file. Durable on return. If the backing
+/// file was changed, the caller must also update size and mtime in the header
+/// ([`super::set_backing`]).
 pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
     let header = read_header(file).await?;
     check_spare_bits(file, &header).await?;
@@ -19,7 +19,7 @@ pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
     let (offset, len) = (header.bitmap_offset, bitmap_end(&header));
     file.write_zeroes(offset, len, true).await.map_err(failed("zeroing"))?;
     file.flush().await.map_err(failed("syncing"))?;
-    // Only a hint: the data are nobody's now.
+    // Only a hint to the host: no bit refers to these data any more.
     let discarded = file.discard(header.data_offset, header.backing_size).await;
     discarded.map_err(|e| ImageError::io("cow data", header.data_offset, "discarding", e))
 }

@@ -1,14 +1,13 @@
-//! The order on the disk: data, a sync, bits, a sync.
+//! Flush order: data, sync, bits, sync.
 //!
-//! A write's data is in the file (not yet durable) before its bits are set in memory. A flush takes
-//! copies of the pages that have new bits, syncs, so that all data they speak of is durable, writes
-//! them, and syncs again. Bits that are set meanwhile are not in the copies: they wait for the next
-//! flush. So a bit never gets ahead of its data: read after a power cut, that would be whatever lay
-//! there, in place of what the backing file has.
+//! A write puts data into the file (not yet durable) before it sets the bits in memory. A flush
+//! copies the pages with new bits and syncs, which makes their data durable. Then it writes the
+//! pages and syncs again. Bits that are set meanwhile are not in the copies; the next flush writes
+//! them. So no bit becomes durable before its data. Otherwise, after a power cut, the guest would
+//! read stale blocks in place of the backing file's data.
 //!
-//! What must hold: one flush at a time; after a sync that failed no write and no flush answers Ok
-//! any more, as Linux reports a failed write-back once only, and the sync may have been one that
-//! nobody asked for.
+//! Invariants: one flush at a time. After a failed sync every write and flush fails, because Linux
+//! reports a failed write-back only once, and perhaps to a sync that no guest requested.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -17,33 +16,33 @@ use blockyard_ring::Segments;
 
 use blockyard_storage::Storage;
 
-use super::bitmap::Taken;
+use super::bitmap::FlushBatch;
 use super::{BITMAP, Cow, Shared, bitmap_end};
 use crate::error::ImageError;
 use blockyard_ring::join;
 
-/// Writes of the bitmap in flight.
+/// Number of bitmap writes in flight.
 const WRITES: usize = 16;
 
 impl<S: Storage> Cow<S> {
-    /// All writes answered before are on stable storage.
+    /// Waits until all writes that completed before the call are durable.
     pub async fn flush(&self) -> io::Result<()> {
         let _permit = self.shared.flushing.acquire().await;
         self.flush_with_permit().await
     }
 
-    /// A last flush.
+    /// Flushes, unless the file is read-only.
     pub async fn close(&self) -> io::Result<()> {
         if self.shared.options.read_only { Ok(()) } else { self.flush().await }
     }
 
-    /// Writes dirty pages before a guest has asked for it, unless somebody else just has.
+    /// Writes dirty pages without a request of the guest, unless another task has just done so.
     pub(super) async fn write_back(&self) -> io::Result<()> {
         let _permit = self.shared.flushing.acquire().await;
         if self.shared.bitmap.dirty_pages() == 0 { Ok(()) } else { self.flush_with_permit().await }
     }
 
-    /// Called after bits were set.
+    /// Writes back if too many pages are dirty. Called after bits were set.
     pub(super) async fn bound_dirty(&self) -> io::Result<()> {
         while self.shared.bitmap.is_too_dirty() {
             self.write_back().await?;
@@ -63,7 +62,7 @@ impl<S: Storage> Cow<S> {
         Ok(())
     }
 
-    async fn write_bits(&self, taken: &Taken<'_>) -> io::Result<()> {
+    async fn write_bits(&self, taken: &FlushBatch<'_>) -> io::Result<()> {
         let (start, end) = (self.shared.header.bitmap_offset, bitmap_end(self.header()));
         let write = async |(at, bytes): (u64, &[u8])| {
             let bytes = &bytes[..bytes.len().min((end - at) as usize)];
@@ -83,14 +82,16 @@ impl<S: Storage> Cow<S> {
 }
 
 impl Shared {
-    /// Why nothing that is written can be promised any more.
+    /// Returns an error if a sync has failed: earlier writes may be lost, and later ones cannot be
+    /// guaranteed.
     pub fn lost(&self) -> Option<io::Error> {
         self.still_trusted().err()
     }
 
     pub(super) fn still_trusted(&self) -> io::Result<()> {
         if self.failed.load(Ordering::Relaxed) {
-            let what = "an earlier sync of the file has failed, and what was written before may be lost: open it again";
+            let what = "an earlier sync of the file failed, and earlier writes may be lost: open \
+                the file again";
             return Err(io::Error::other(what));
         }
         Ok(())

@@ -1,8 +1,8 @@
-//! The header of a COW file: its four layouts, and where bitmap and data lie.
+//! Header of a COW file: its four layouts, and where bitmap and data lie.
 //!
-//! In: the first bytes of a file. Out: a [`Header`], every field of which has been checked; or an
-//! error that names the field and its offset. The other way round: a `Header` and its bytes, for
-//! files that are made or get another backing file.
+//! In: the first bytes of a file. Out: a [`Header`] with all fields checked, or an error that names
+//! the field and its offset. In the other direction: the bytes of a `Header`, for files that are
+//! created or get another backing file.
 //!
 //! | layout   | backing name | mtime  | size   | sector | alignment | format | length | byte order |
 //! |----------|--------------|--------|--------|--------|-----------|--------|--------|------------|
@@ -11,24 +11,24 @@
 //! | 3        | 32+4096      | 8      | 12     | 20     | 24        | 28     | 4128   | big-endian |
 //! | 3 padded | 36+4096      | 8      | 16     | 24     | 28        | 32     | 4136   | big-endian |
 //!
-//! All begin with the magic number and the version. The padded one was written by 64-bit programs
-//! until 2005; it is known by the four zeroes where version 3 has its name. (The kernel's
-//! `arch/um/drivers/cow_user.c` is the specification.)
+//! All begin with the magic number and the version. The padded layout was written by 64-bit
+//! programs until 2005; it is recognised by the four zero bytes where version 3 has the name. The
+//! specification is the kernel's `arch/um/drivers/cow_user.c`.
 
 use crate::SECTOR;
 use crate::error::ImageError;
 
 const MAGIC: u32 = 0x4f4f_4f4d;
 
-/// The longest header.
+/// Size of the longest header, in bytes.
 pub(super) const HEADER_MAX: usize = 4136;
 
-/// What the error of a field is about.
+/// Name of the structure in errors.
 pub(super) const HEADER: &str = "cow header";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Layout {
-    /// In the writer's byte order, as the kernel reads it in its own.
+enum HeaderLayout {
+    /// In the writer's native byte order; the kernel reads it in its own.
     One {
         little: bool,
     },
@@ -37,30 +37,30 @@ enum Layout {
     ThreePadded,
 }
 
-/// Where the fields lie.
+/// Offsets of the fields in bytes.
 struct Fields {
     name: usize,
     name_len: usize,
     mtime: usize,
     size: usize,
     sector: usize,
-    /// The alignment; the format follows it.
+    /// Offset of the alignment; the format field follows it.
     alignment: Option<usize>,
     len: usize,
 }
 
-impl Layout {
+impl HeaderLayout {
     fn version(self) -> u32 {
         match self {
-            Layout::One { .. } => 1,
-            Layout::Two => 2,
-            Layout::Three | Layout::ThreePadded => 3,
+            HeaderLayout::One { .. } => 1,
+            HeaderLayout::Two => 2,
+            HeaderLayout::Three | HeaderLayout::ThreePadded => 3,
         }
     }
 
     fn fields(self) -> Fields {
         match self {
-            Layout::One { .. } => Fields {
+            HeaderLayout::One { .. } => Fields {
                 name: 8,
                 name_len: 256,
                 mtime: 264,
@@ -69,7 +69,7 @@ impl Layout {
                 alignment: None,
                 len: 280,
             },
-            Layout::Two => Fields {
+            HeaderLayout::Two => Fields {
                 name: 8,
                 name_len: 4096,
                 mtime: 4104,
@@ -78,7 +78,7 @@ impl Layout {
                 alignment: None,
                 len: 4120,
             },
-            Layout::Three => Fields {
+            HeaderLayout::Three => Fields {
                 name: 32,
                 name_len: 4096,
                 mtime: 8,
@@ -87,7 +87,7 @@ impl Layout {
                 alignment: Some(24),
                 len: 4128,
             },
-            Layout::ThreePadded => Fields {
+            HeaderLayout::ThreePadded => Fields {
                 name: 36,
                 name_len: 4096,
                 mtime: 8,
@@ -100,7 +100,7 @@ impl Layout {
     }
 
     fn little(self) -> bool {
-        self == Layout::One { little: true }
+        self == HeaderLayout::One { little: true }
     }
 
     /// The layout of a file that begins with `bytes`.
@@ -113,7 +113,8 @@ impl Layout {
         };
         let version = match magic {
             MAGIC => version,
-            // Version 1 was written in the writer's order; the kernel takes the others so as well.
+            // Version 1 was written in native byte order. The kernel accepts that for versions 2
+            // and 3 too.
             _ if magic == MAGIC.swap_bytes() => version.swap_bytes(),
             _ => {
                 return Err(ImageError::invalid(
@@ -124,15 +125,17 @@ impl Layout {
             }
         };
         let layout = match version {
-            // The kernel goes by its own byte order, whatever the magic number's: the sector size
-            // tells which is right.
-            1 if number(bytes, 276, true) == Some(SECTOR as u32) => Layout::One { little: true },
-            1 => Layout::One { little: false },
-            2 => Layout::Two,
-            3 if bytes.get(32..36) == Some(&[0; 4]) => Layout::ThreePadded,
-            3 => Layout::Three,
+            // The kernel uses its own byte order for version 1, whatever that of the magic number
+            // is. The sector size shows which order the fields have.
+            1 if number(bytes, 276, true) == Some(SECTOR as u32) => {
+                HeaderLayout::One { little: true }
+            }
+            1 => HeaderLayout::One { little: false },
+            2 => HeaderLayout::Two,
+            3 if bytes.get(32..36) == Some(&[0; 4]) => HeaderLayout::ThreePadded,
+            3 => HeaderLayout::Three,
             other => {
-                let what = format!("version {other} is not known: versions 1 to 3 are");
+                let what = format!("version {other} is not known: supported are 1 to 3");
                 return Err(ImageError {
                     offset: Some(4),
                     ..ImageError::unsupported(HEADER, what)
@@ -148,35 +151,34 @@ fn number(bytes: &[u8], at: usize, little: bool) -> Option<u32> {
     Some(if little { u32::from_le_bytes(field) } else { u32::from_be_bytes(field) })
 }
 
-/// What a COW file says about itself.
+/// Contents of a COW file's header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    layout: Layout,
-    /// The backing file's name as it is written: usually an absolute path.
+    layout: HeaderLayout,
+    /// Name of the backing file as stored: usually an absolute path.
     pub backing: String,
-    /// The backing file when the COW file was made: its size in bytes, and when it was last
-    /// written, in seconds.
+    /// Size in bytes and mtime in seconds of the backing file when the COW file was made.
     pub backing_size: u64,
     pub backing_mtime: u32,
     pub alignment: u32,
     pub bitmap_offset: u64,
-    /// In bytes: a bit for each sector, the lowest bit of a byte first.
+    /// Size of the bitmap in bytes: one bit a sector, lowest bit of a byte first.
     pub bitmap_len: u64,
     pub data_offset: u64,
 }
 
-/// What a new file is to say.
+/// Backing file, as a new header stores it.
 #[derive(Clone, Copy, Debug)]
 pub struct Backing<'a> {
     pub name: &'a str,
     pub size: u64,
-    /// Seconds since 1970, as `stat` tells them; the header keeps 32 bits of it.
+    /// Seconds since 1970, as `stat` returns them; the header stores the low 32 bits.
     pub mtime: i64,
 }
 
 impl Header {
     pub(super) fn decode(bytes: &[u8]) -> Result<Self, ImageError> {
-        let layout = Layout::of(bytes)?;
+        let layout = HeaderLayout::of(bytes)?;
         let fields = layout.fields();
         let little = layout.little();
         let at = |offset: usize| number(bytes, offset, little).unwrap_or_default();
@@ -185,17 +187,20 @@ impl Header {
         let wrong =
             |offset: usize, what: String| Err(ImageError::invalid(HEADER, offset as u64, what));
         if u64::from(at(fields.sector)) != SECTOR {
-            let what = format!("sectors of {} bytes: only {SECTOR} are known", at(fields.sector));
+            let what = format!(
+                "sectors of {} bytes: only {SECTOR} bytes are supported",
+                at(fields.sector)
+            );
             return wrong(fields.sector, what);
         }
         let alignment = fields.alignment.map_or(SECTOR as u32, at);
         if let Some(offset) = fields.alignment {
             if alignment == 0 {
-                return wrong(offset, "an alignment of 0".into());
+                return wrong(offset, "the alignment is 0".into());
             }
             let format = at(offset + 4);
             if format != 0 {
-                let what = format!("format {format} is not known: 0, a bitmap, is");
+                let what = format!("format {format} is not known: only 0 (bitmap) is supported");
                 return Err(ImageError {
                     offset: Some(offset as u64 + 4),
                     ..ImageError::unsupported(HEADER, what)
@@ -210,17 +215,17 @@ impl Header {
             return wrong(fields.name, "the backing file's name is empty, or has no end".into());
         }
         let Ok(name) = std::str::from_utf8(name) else {
-            return wrong(fields.name, "the backing file's name is no UTF-8 text".into());
+            return wrong(fields.name, "the backing file's name is not UTF-8".into());
         };
         Self::lay_out(layout, name, size, at(fields.mtime), alignment)
     }
 
-    /// A header of the version for a new file.
+    /// Returns the header of a new file.
     pub fn new(version: u32, alignment: u32, backing: &Backing<'_>) -> Result<Self, ImageError> {
         let layout = match version {
-            1 => Layout::One { little: true },
-            2 => Layout::Two,
-            3 => Layout::Three,
+            1 => HeaderLayout::One { little: true },
+            2 => HeaderLayout::Two,
+            3 => HeaderLayout::Three,
             other => {
                 return Err(ImageError::refused(
                     HEADER,
@@ -230,7 +235,8 @@ impl Header {
         };
         if alignment == 0 || (version < 3 && u64::from(alignment) != SECTOR) {
             let what = format!(
-                "an alignment of {alignment} bytes cannot be: version 3 knows more than {SECTOR}, none 0"
+                "an alignment of {alignment} bytes is not allowed: at least 1, and {SECTOR} in \
+                 versions 1, 2"
             );
             return Err(ImageError::refused(HEADER, what));
         }
@@ -238,13 +244,14 @@ impl Header {
         let header =
             Self::lay_out(layout, backing.name, backing.size, backing.mtime as u32, alignment)?;
         if header.unrecorded() > 0 {
-            let what = "in versions 1 and 2 the backing file's size must be a multiple of 4096: take version 3";
+            let what = "in versions 1 and 2 the backing file's size must be a multiple of 4096: \
+                use version 3";
             return Err(ImageError::refused(HEADER, what));
         }
         Ok(header)
     }
 
-    /// The same file over another backing file of the same number of sectors.
+    /// Returns the header with another backing file of the same number of sectors.
     pub(super) fn over(&self, backing: &Backing<'_>) -> Result<Self, ImageError> {
         Self::check_name(self.layout, backing.name)?;
         let header = Self::lay_out(
@@ -266,7 +273,7 @@ impl Header {
         Ok(header)
     }
 
-    fn check_name(layout: Layout, name: &str) -> Result<(), ImageError> {
+    fn check_name(layout: HeaderLayout, name: &str) -> Result<(), ImageError> {
         let longest = layout.fields().name_len - 1;
         if name.is_empty() || name.len() > longest || name.contains('\0') {
             let what = format!(
@@ -277,9 +284,9 @@ impl Header {
         Ok(())
     }
 
-    /// Where things lie, by the kernel's arithmetic; what overflows there is no file.
+    /// Computes where bitmap and data lie, as the kernel does. Refuses values that overflow there.
     fn lay_out(
-        layout: Layout,
+        layout: HeaderLayout,
         name: &str,
         size: u64,
         mtime: u32,
@@ -292,13 +299,13 @@ impl Header {
             );
             ImageError::invalid(HEADER, fields.size as u64, what)
         };
-        // This bounds all that follows.
+        // Bounds the sums below: none of them overflows.
         if size > i64::MAX as u64 - (1 << 33) {
             return Err(too_large());
         }
         let (header_len, align) = (fields.len as u64, u64::from(alignment));
         let (bitmap_offset, bitmap_len, data_offset) = if layout.version() < 3 {
-            // Rounded down: up to 7 sectors at the end may have no bit.
+            // The kernel rounds down: up to 7 sectors at the end may have no bit.
             let len = (size + SECTOR - 1) / (8 * SECTOR);
             (header_len, len, (header_len + len).next_multiple_of(SECTOR))
         } else {
@@ -325,23 +332,23 @@ impl Header {
         self.layout.version()
     }
 
-    /// Version 3 as 64-bit programs wrote it until 2005.
+    /// True for version 3 as 64-bit programs wrote it until 2005.
     pub fn is_padded(&self) -> bool {
-        self.layout == Layout::ThreePadded
+        self.layout == HeaderLayout::ThreePadded
     }
 
-    /// The guest's disk, in sectors: a last part of one counts.
+    /// Number of sectors of the guest's disk; a partial last sector counts.
     pub fn sectors(&self) -> u64 {
         self.backing_size.div_ceil(SECTOR)
     }
 
-    /// Sectors at the end that have no bit: versions 1 and 2 round the wrong way. They are the
-    /// backing file's for ever.
+    /// Number of sectors at the end without a bit, because versions 1 and 2 round down. They always
+    /// read from the backing file.
     pub fn unrecorded(&self) -> u64 {
         self.sectors().saturating_sub(self.bitmap_len * 8)
     }
 
-    /// How long the file is at least.
+    /// Minimum length of the file in bytes.
     pub fn file_len(&self) -> u64 {
         self.data_offset + self.backing_size
     }
@@ -377,7 +384,7 @@ mod tests {
 
     fn padded(alignment: u32) -> Header {
         Header::lay_out(
-            Layout::ThreePadded,
+            HeaderLayout::ThreePadded,
             BACKING.name,
             BACKING.size,
             BACKING.mtime as u32,
@@ -387,9 +394,9 @@ mod tests {
     }
 
     #[test]
-    fn headers_come_back_as_they_were_written() {
+    fn encoded_headers_decode_to_the_same_fields() {
         let one = Header::new(1, 512, &BACKING).unwrap();
-        let big = Header { layout: Layout::One { little: false }, ..one.clone() };
+        let big = Header { layout: HeaderLayout::One { little: false }, ..one.clone() };
         let two = Header::new(2, 512, &BACKING).unwrap();
         let all = [
             one,
@@ -405,13 +412,13 @@ mod tests {
             assert_eq!(
                 Header::decode(&bytes).unwrap(),
                 header,
-                "what follows the header is no part of it"
+                "bytes behind the header are ignored"
             );
         }
     }
 
     #[test]
-    fn bitmap_and_data_lie_where_the_kernel_puts_them() {
+    fn bitmap_and_data_offsets_match_the_kernel() {
         let places = |h: &Header| (h.bitmap_offset, h.bitmap_len, h.data_offset);
         assert_eq!(places(&Header::new(1, 512, &BACKING).unwrap()), (280, 2560, 3072));
         assert_eq!(places(&Header::new(2, 512, &BACKING).unwrap()), (4120, 2560, 7168));
@@ -419,17 +426,17 @@ mod tests {
         assert_eq!(places(&Header::new(3, 1, &BACKING).unwrap()), (4128, 2560, 6688));
         assert_eq!(places(&Header::new(3, 3000, &BACKING).unwrap()), (6000, 2560, 9000));
         assert_eq!(places(&padded(4)), (4136, 2560, 6696));
-        // A part of a sector has a bit; in versions 1 and 2 the last bits may not be there.
+        // A partial sector has a bit; in versions 1 and 2 the last bits may be missing.
         let odd = Backing { size: 9 * 512 + 1, ..BACKING };
         assert_eq!(places(&Header::new(3, 512, &odd).unwrap()), (4608, 2, 5120));
         assert_eq!(Header::new(3, 512, &odd).unwrap().sectors(), 10);
-        let old = Header::lay_out(Layout::Two, "x", odd.size, 0, 512).unwrap();
+        let old = Header::lay_out(HeaderLayout::Two, "x", odd.size, 0, 512).unwrap();
         assert_eq!((places(&old), old.unrecorded()), ((4120, 1, 4608), 2));
         assert!(Header::new(2, 512, &odd).unwrap_err().to_string().contains("multiple of 4096"));
     }
 
     #[test]
-    fn a_wrong_field_is_named_with_its_offset() {
+    fn errors_name_the_wrong_field_and_its_offset() {
         let good = Header::new(3, 4096, &BACKING).unwrap().encode();
         let with = |at: usize, bytes: &[u8]| {
             let mut all = good.clone();
@@ -442,16 +449,16 @@ mod tests {
         );
         assert_eq!(
             with(4, &[0, 0, 0, 9]),
-            "cow header at offset 4: version 9 is not known: versions 1 to 3 are"
+            "cow header at offset 4: version 9 is not known: supported are 1 to 3"
         );
         assert_eq!(
             with(20, &[0, 0, 0x10, 0]),
-            "cow header at offset 20: sectors of 4096 bytes: only 512 are known"
+            "cow header at offset 20: sectors of 4096 bytes: only 512 bytes are supported"
         );
-        assert_eq!(with(24, &[0; 4]), "cow header at offset 24: an alignment of 0");
+        assert_eq!(with(24, &[0; 4]), "cow header at offset 24: the alignment is 0");
         assert_eq!(
             with(28, &[0, 0, 0, 1]),
-            "cow header at offset 28: format 1 is not known: 0, a bitmap, is"
+            "cow header at offset 28: format 1 is not known: only 0 (bitmap) is supported"
         );
         assert!(
             with(12, &[0xff; 8]).starts_with("cow header at offset 12: 18446744073709551615 bytes")
@@ -459,8 +466,8 @@ mod tests {
         assert!(with(12, &[0, 0, 8]).ends_with("the kernel's offsets end at 2 GiB"));
         assert!(with(24, &[0xff; 4]).ends_with("the kernel's offsets end at 2 GiB"));
         assert!(with(32, &[0xff; 4096]).contains("has no end"));
-        assert!(with(32, &[0xff; 4]).contains("no UTF-8"));
-        // Four zeroes where the name begins: that is the padded layout.
+        assert!(with(32, &[0xff; 4]).contains("not UTF-8"));
+        // Four zero bytes at the name select the padded layout.
         assert_eq!(with(32, &[0; 4]), "cow header at offset 0: the file ends after 4128 bytes");
         for len in [0, 7, 8, 279, 4127] {
             let error = Header::decode(&good[..len]).unwrap_err().to_string();
@@ -469,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn another_backing_file_has_as_many_sectors() {
+    fn another_backing_file_must_have_the_same_number_of_sectors() {
         let header = Header::new(3, 4096, &BACKING).unwrap();
         let over = |size| header.over(&Backing { name: "other.img", size, mtime: 5 });
         let other = over(BACKING.size - 100).unwrap();

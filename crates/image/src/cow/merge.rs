@@ -1,4 +1,4 @@
-//! `merge`: a file and its backing file become a new raw image.
+//! `merge`: writes a COW file and its backing file into a new raw image.
 
 use std::ops::Range;
 
@@ -12,14 +12,14 @@ use crate::extent::Place;
 use crate::raw::Raw;
 use blockyard_ring::join;
 
-/// Data are copied in pieces of so many bytes, so many at a time.
+/// Size of the copied pieces in bytes, and number of copies in flight.
 const PIECE: u64 = 1 << 20;
 const COPIES: usize = 4;
 
-/// Zeroes are left out of a merged image in units of so many bytes.
+/// Granularity in bytes in which zeroes are left out of the merged image.
 const HOLE: usize = 4096;
 
-/// Writes the disk into an empty file, without blocks that are zeroes.
+/// Writes the guest's disk into an empty file, without blocks of zeroes.
 pub async fn merge<S: Storage, B: Storage, T: Storage>(
     cow: &Cow<S>,
     backing: &Raw<B>,
@@ -47,26 +47,26 @@ pub async fn merge<S: Storage, B: Storage, T: Storage>(
     target.flush().await.map_err(failed("syncing"))
 }
 
-/// A part of the disk whose bytes are in one place.
-struct Piece {
+/// Range of the disk whose bytes lie contiguously in one file.
+struct DiskExtent {
     offset: u64,
     len: u64,
     place: Place,
 }
 
-/// Does `work` for all of the disk.
+/// Runs `work` for all extents of the disk.
 async fn copy<S: Storage, F: Future<Output = Result<(), ImageError>>>(
     cow: &Cow<S>,
     progress: impl Fn(u64),
-    work: impl Fn(Piece) -> F,
+    work: impl Fn(DiskExtent) -> F,
 ) -> Result<(), ImageError> {
     let mut at = 0;
     while at < cow.size() {
-        // As much as the bitmap in memory tells of without a break.
+        // Collect extents as far as the bitmap is cached.
         let mut pieces = Vec::new();
         while at < cow.size() && pieces.len() < 4 * COPIES {
             let Some(extent) = cow.try_lookup(at, PIECE) else { break };
-            pieces.push(Piece { offset: at, len: extent.len, place: extent.place });
+            pieces.push(DiskExtent { offset: at, len: extent.len, place: extent.place });
             at += extent.len;
         }
         if pieces.is_empty() {
@@ -89,7 +89,7 @@ async fn read<S: Storage>(
     Ok(buffer)
 }
 
-/// Writes the runs of blocks that are not zeroes.
+/// Writes the runs of blocks that are not all zeroes.
 async fn write_sparse<S: Storage>(
     file: &Raw<S>,
     buffer: &Segments,
@@ -111,7 +111,7 @@ async fn write_sparse<S: Storage>(
     Ok(())
 }
 
-/// The blocks of the file that `len` bytes from `offset` on have a part in, as ranges of these
+/// Splits `len` bytes at `offset` of the file at multiples of [`HOLE`]; returns ranges of these
 /// bytes.
 fn blocks(offset: u64, len: usize) -> Vec<Range<usize>> {
     let (mut blocks, mut at) = (Vec::new(), 0);

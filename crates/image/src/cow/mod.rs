@@ -1,27 +1,31 @@
-//! COW files of User Mode Linux: an overlay of a raw backing file, with a bitmap of the sectors
-//! that are its own.
+//! COW files of User Mode Linux (UML): an overlay of a raw backing file. A bitmap says which
+//! sectors are stored in the overlay.
 //!
 //! ```text
-//!   header   the four layouts, checked                  bitmap   pages of the bitmap in memory, shared by reactors
-//!   flush    data, then bits: the order on the disk     create   new files, other backing files
-//!   check    what a file is, whether it adds up         empty    nothing of its own any more
-//!   merge    with the backing file into a new image
+//!   header   the four layouts, checked
+//!   bitmap   cached bitmap pages, shared by reactors
+//!   flush    the order: data, then bits
+//!   create   new files; replaces the backing file
+//!   check    checks and repairs a file
+//!   empty    clears all bits
+//!   merge    overlay and backing file into a new image
 //! ```
 //!
 //! In: reads, writes, discards, zeroes and flushes at offsets of the guest's disk, in whole
-//! sectors. Out: operations on the file; and for each range, whether its bytes are in the file or
-//! in the layer below. A sector's place in the file never changes, so a write is one operation, and
-//! what is new is one bit.
+//! sectors. Out: operations on the file. A lookup returns whether a range is stored in the overlay
+//! or in the backing layer. A sector's place in the file is fixed: a write is one operation, and a
+//! newly allocated sector sets one bit.
 //!
-//! What must hold: a bit is durable only after its sector's data (`flush`), and never goes away
-//! while the file is open; a header that does not add up, and a file that ends too soon, are
-//! refused before anything is written. On a device that writes 512-byte sectors whole or not at
-//! all, so does this, where data begins at a multiple of 512 (an alignment of version 3 that is
-//! none lets a power cut tear sectors).
+//! Invariants:
+//! - A bit becomes durable only after its sector's data (`flush`).
+//! - No bit is cleared while the file is open.
+//! - An inconsistent header or a truncated file is refused before anything is written.
+//! - If the device writes 512-byte sectors atomically, so does a COW file whose data begin at a
+//!   multiple of 512. Version 3 allows other alignments; with those a power cut can tear sectors.
 //!
-//! Memory: the bitmap is 1/4096 of the disk, 256 MiB for 1 TiB. At most
-//! [`CowOptions::bitmap_memory`] of it is held, in pages of 4 KiB (16 MiB of the disk each), read
-//! when they are first needed. A lookup takes no lock.
+//! Memory: the bitmap has 1/4096 of the disk's size, 256 MiB for 1 TiB. At most
+//! [`CowOptions::bitmap_memory`] bytes of it are cached, in pages of 4 KiB that are read on first
+//! use. A page describes 16 MiB of the disk. A lookup takes no lock.
 
 mod bitmap;
 mod check;
@@ -48,7 +52,7 @@ use crate::SECTOR;
 use crate::error::ImageError;
 use crate::extent::{Extent, Place};
 use crate::raw::Raw;
-use bitmap::{Bitmap, PAGE, PAGE_SECTORS};
+use bitmap::{PAGE, PAGE_SECTORS, SectorBitmap};
 use blockyard_ring::semaphore::Semaphore;
 use blockyard_storage::RangeLock;
 pub use check::{Repair, Report, check, info};
@@ -59,39 +63,39 @@ pub use merge::merge;
 
 const BITMAP: &str = "cow bitmap";
 
-/// Pages of the bitmap that `prime` reads at a time.
+/// Number of bitmap pages that `prime` reads at a time.
 const PRIME: u64 = 64;
 
 #[derive(Clone, Copy, Debug)]
 pub struct CowOptions {
     pub read_only: bool,
-    /// The most memory that the bitmap may take, in bytes.
+    /// Most memory that the bitmap cache may take, in bytes.
     pub bitmap_memory: u64,
-    /// A backing file that is not as the header says is a warning only.
+    /// If the backing file's size or mtime differs from the header, only log a warning.
     pub accept_changed_backing: bool,
 }
 
 impl Default for CowOptions {
-    /// Memory for all of the bitmap up to disks of 256 GiB.
+    /// Default memory: enough for the whole bitmap of disks up to 256 GiB.
     fn default() -> Self {
         CowOptions { read_only: false, bitmap_memory: 64 << 20, accept_changed_backing: false }
     }
 }
 
-/// An open COW file, as all reactors have it.
+/// State of an open COW file that all reactors share.
 pub struct Shared {
     header: Header,
     options: CowOptions,
-    bitmap: Bitmap,
-    /// Pages (by number) that are being read.
+    bitmap: SectorBitmap,
+    /// Locks the bitmap pages (by number) that are being read.
     loading: RangeLock,
-    /// One flush at a time.
+    /// Admits one flush at a time.
     flushing: Semaphore,
-    /// A sync has failed: what was written before is in doubt.
+    /// Set when a sync has failed: earlier writes may be lost.
     failed: AtomicBool,
 }
 
-/// An open COW file on one reactor.
+/// One reactor's handle of an open COW file.
 pub struct Cow<S> {
     shared: Arc<Shared>,
     file: Raw<S>,
@@ -105,7 +109,7 @@ impl<S: Storage> Cow<S> {
             check::check_spare_bits(&file, &header).await?;
         }
         let shared = Shared {
-            bitmap: Bitmap::new(header.bitmap_len, options.bitmap_memory),
+            bitmap: SectorBitmap::new(header.bitmap_len, options.bitmap_memory),
             header,
             options: *options,
             loading: RangeLock::default(),
@@ -115,7 +119,7 @@ impl<S: Storage> Cow<S> {
         Ok(Cow { shared: Arc::new(shared), file })
     }
 
-    /// The same file on another reactor, whose storage `file` has.
+    /// Opens the same file on another reactor; `file` is that reactor's storage.
     pub fn view(shared: Arc<Shared>, file: Raw<S>) -> Self {
         Cow { shared, file }
     }
@@ -128,14 +132,13 @@ impl<S: Storage> Cow<S> {
         &self.shared.header
     }
 
-    /// The guest's disk, in bytes: whole sectors.
+    /// Returns the size of the guest's disk in bytes, rounded up to whole sectors.
     pub fn size(&self) -> u64 {
         self.shared.size()
     }
 
-    /// Whether the backing file is the one the COW file was made for; its size in bytes and its
-    /// time in seconds are asked for. Changed since, it may not be what the guest's changes were
-    /// made to.
+    /// Checks that the backing file still has the size (bytes) and mtime (seconds since 1970) that
+    /// the header stores. If it changed, the overlay's sectors may not fit to it.
     pub fn check_backing(&self, size: u64, mtime: i64) -> Result<(), ImageError> {
         let header = self.header();
         let result = header.matches(size, mtime);
@@ -148,26 +151,27 @@ impl<S: Storage> Cow<S> {
         }
     }
 
-    /// Where the bytes from `offset` on are, up to `len` of them. None: that part of the bitmap is
-    /// not in memory.
+    /// Returns the place of the bytes from `offset` on, up to `len` of them. None: that bitmap page
+    /// is not cached; call [`Cow::load`] first.
     #[inline]
     pub fn try_lookup(&self, offset: u64, len: u64) -> Option<Extent> {
         self.shared.lookup(offset, len)
     }
 
-    /// Brings the part of the bitmap that tells of `offset` into memory.
+    /// Reads the bitmap page that describes `offset` into the cache.
     pub async fn load(&self, offset: u64) -> io::Result<()> {
         self.load_page(offset / SECTOR / PAGE_SECTORS).await
     }
 
-    /// Brings in as much of the bitmap as there is room for.
+    /// Reads as many bitmap pages as fit into the cache.
     pub async fn prime(&self) -> io::Result<()> {
         let pages = self.shared.header.bitmap_len.div_ceil(PAGE as u64);
         let mut first = 0;
         while first < pages.min(self.shared.bitmap.frames() as u64) {
             let last = pages.min(first + PRIME);
             let _guard = self.shared.loading.hold(first..last).await;
-            // A page that is here may be newer than what is read now, and be gone by then.
+            // Do not insert a page that is already cached: the cached copy may be newer than the
+            // file. It may also be written back and evicted while this read is in flight.
             let bitmap = &self.shared.bitmap;
             let absent: Vec<_> =
                 (first..last).filter(|&page| !bitmap.has(page) && bitmap.has_room(page)).collect();
@@ -182,7 +186,7 @@ impl<S: Storage> Cow<S> {
         Ok(())
     }
 
-    /// Reads from `host`, an offset in the file that [`Place::Data`] told.
+    /// Reads from `host`, an offset in the file that a lookup returned as [`Place::Data`].
     #[inline]
     pub async fn read(&self, segments: Segments, host: u64) -> (Segments, io::Result<()>) {
         self.file.read(segments, host).await
@@ -202,23 +206,24 @@ impl<S: Storage> Cow<S> {
         (segments, result)
     }
 
-    /// Zeroes whole sectors; `unmap`: the host may have their space back.
+    /// Zeroes whole sectors. With `unmap`, the host may deallocate their blocks.
     pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.shared.may_change(offset, len)?;
         self.file.write_zeroes(self.shared.host(offset), len, unmap).await?;
         self.mark(offset, len).await
     }
 
-    /// As [`Cow::write_zeroes`]; Unsupported, and nothing done, where they would have to be
-    /// written.
+    /// Like [`Cow::write_zeroes`], but returns Unsupported, and changes nothing, if the host would
+    /// have to write zeroes.
     pub async fn write_zeroes_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.shared.may_change(offset, len)?;
         self.file.write_zeroes_fast(self.shared.host(offset), len, unmap).await?;
         self.mark(offset, len).await
     }
 
-    /// Gives the space of whole sectors back: those of the file may read as zeroes then, the others
-    /// stay as they are. (A bit that went away would bring back what was below.)
+    /// Deallocates the blocks of whole sectors. Sectors stored in this file may read as zeroes
+    /// afterwards; others are unchanged. The bits stay set: clearing one would expose the backing
+    /// file's old data.
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         self.shared.may_change(offset, len)?;
         let (mut at, end) = (offset, offset + len);
@@ -250,7 +255,8 @@ impl<S: Storage> Cow<S> {
     }
 
     async fn load_page(&self, page: u64) -> io::Result<()> {
-        // One at a time: a copy read earlier and taken in later would lose what was set in between.
+        // One load of a page at a time: inserting a copy that was read earlier would lose bits that
+        // were set in between.
         let _guard = self.shared.loading.hold(page..page + 1).await;
         if self.shared.bitmap.has(page) || page * PAGE as u64 >= self.shared.header.bitmap_len {
             return Ok(());
@@ -262,8 +268,7 @@ impl<S: Storage> Cow<S> {
         Ok(())
     }
 
-    /// Pages as they are in the file, each with all of its bytes: zeroes where the bitmap has
-    /// ended.
+    /// Reads whole bitmap pages from the file, filled up with zeroes behind the bitmap's end.
     async fn read_pages(&self, pages: Range<u64>) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; (pages.end - pages.start) as usize * PAGE];
         let start = pages.start * PAGE as u64;
@@ -277,21 +282,21 @@ impl<S: Storage> Cow<S> {
 }
 
 impl Header {
-    /// Whether there is a bit for each sector.
+    /// Refuses writes if some sectors have no bit.
     fn may_be_written(&self) -> Result<(), ImageError> {
         if self.unrecorded() == 0 {
             return Ok(());
         }
         let what = format!(
-            "version {} has no bits for the last {} sectors of this disk: it can be read or merged, not \
-             written",
+            "version {} has no bits for the last {} sectors of this disk: it can be read or \
+             merged, not written",
             self.version(),
             self.unrecorded()
         );
         Err(ImageError::unsupported(BITMAP, what))
     }
 
-    /// Whether a backing file of this size and time is the one that the header tells of.
+    /// Compares a backing file's size and mtime with those that the header stores.
     pub fn matches(&self, size: u64, mtime: i64) -> Result<(), ImageError> {
         let (name, mut changes) = (&self.backing, Vec::new());
         if size != self.backing_size {
@@ -307,8 +312,8 @@ impl Header {
             return Ok(());
         }
         let what = format!(
-            "the backing file {name} is not as it was when this file was made: it {}. Bring the old one back; or, if what it \
-             holds is the same, make it the backing file again: blockyard image rebase --unsafe -b {name}",
+            "the backing file {name} has changed since this file was made: it {}. Restore the old \
+             one; or, if its contents are the same, run: blockyard image rebase --unsafe -b {name}",
             changes.join("; it ")
         );
         Err(ImageError::invalid(header::HEADER, None, what))
@@ -355,7 +360,8 @@ impl Shared {
         Some(Extent { len: (run * SECTOR - into).min(len), place })
     }
 
-    /// Whether a range may be written to now.
+    /// Checks that a range may be written now: writable, whole sectors, inside the disk, no failed
+    /// sync.
     fn may_change(&self, offset: u64, len: u64) -> io::Result<()> {
         if self.options.read_only {
             return Err(io::ErrorKind::ReadOnlyFilesystem.into());
@@ -371,14 +377,14 @@ impl Shared {
     }
 }
 
-/// Where writes of the bitmap end, counted from its start: whole sectors where there is room before
-/// the data.
+/// Returns where writes of the bitmap end, relative to its start. They cover whole sectors if the
+/// data begin far enough behind.
 fn bitmap_end(header: &Header) -> u64 {
     let room = header.data_offset - header.bitmap_offset;
     header.bitmap_len.next_multiple_of(SECTOR).min(room)
 }
 
-/// The header of a file, and how long the file is.
+/// Reads the header, and the file's length in bytes.
 async fn read_header_and_len<S: Storage>(file: &Raw<S>) -> Result<(Header, u64), ImageError> {
     let failed = |operation: &'static str| move |e| ImageError::io(header::HEADER, 0, operation, e);
     let len = file.storage().len().await.map_err(failed("finding the file's length"))?;
@@ -389,13 +395,13 @@ async fn read_header_and_len<S: Storage>(file: &Raw<S>) -> Result<(Header, u64),
     Ok((Header::decode(&bytes)?, len))
 }
 
-/// The header of a file that is as long as the header says.
+/// Reads the header; fails if the file is shorter than the header requires.
 pub async fn read_header<S: Storage>(file: &Raw<S>) -> Result<Header, ImageError> {
     let (header, len) = read_header_and_len(file).await?;
     if len < header.file_len() {
         let what = format!(
-            "the file ends after {len} bytes, and should have {}: what was behind is lost. `blockyard image check \
-             --repair all` gives it its length back, with zeroes there",
+            "the file ends after {len} bytes, and should have {}: data behind its end are lost. \
+             `blockyard image check --repair all` extends it with zeroes",
             header.file_len()
         );
         return Err(ImageError::invalid(header::HEADER, len, what));

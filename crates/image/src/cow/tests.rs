@@ -1,5 +1,6 @@
-//! The layer against a plain vector, on the simulated disk: all header versions, all shapes of
-//! O_DIRECT, several tasks and two reactors' views, memory for a part of the bitmap only.
+//! Compares the COW layer with a plain vector on the simulated disk: all header versions, all
+//! O_DIRECT alignments, several tasks on two reactors, and a bitmap cache that holds only part of
+//! the bitmap.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -18,7 +19,7 @@ pub(super) const SHAPES: [Alignment; 3] = [
     Alignment { memory_align: 512, offset_align: 4096 },
 ];
 
-/// A disk of so many pages of the bitmap, and a bit.
+/// Size in bytes of a disk whose bitmap has this many pages, the last one partial.
 pub(super) fn size_of(pages: u64) -> u64 {
     (pages - 1) * PAGE_SECTORS * SECTOR + (64 << 10)
 }
@@ -30,7 +31,7 @@ pub(super) fn backing(size: u64) -> Backing<'static> {
 /// A COW file on an empty simulated disk.
 pub(super) struct Bench {
     pub disk: SimDisk,
-    /// Reactors' views are made of clones: they share what keeps parts of blocks apart.
+    /// Reactors use clones of it: clones share the range lock of partial-block writes.
     raw: Raw<SimDisk>,
 }
 
@@ -64,8 +65,8 @@ impl Bench {
     }
 }
 
-/// What a guest reads of the file over a backing file that is made up: the pattern 0, sector by
-/// sector.
+/// Reads from the COW file. Sectors that it does not store read as pattern 0, which stands for the
+/// backing file.
 pub(super) async fn read<S: Storage>(cow: &Cow<S>, offset: u64, len: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     while (bytes.len() as u64) < len {
@@ -97,7 +98,7 @@ pub(super) async fn write<S: Storage>(cow: &Cow<S>, offset: u64, bytes: &[u8]) -
 }
 
 #[test]
-fn what_is_written_is_read_and_stays() {
+fn written_data_are_read_back_also_after_reopening() {
     for (version, shape) in [1, 2, 3].into_iter().flat_map(|v| SHAPES.map(|s| (v, s))) {
         Bench::new(1, shape).run(1, |bench| async move {
             let size = size_of(2);
@@ -128,7 +129,7 @@ fn what_is_written_is_read_and_stays() {
 }
 
 #[test]
-fn zeroes_that_are_to_be_fast_are_refused_where_the_host_has_none() {
+fn fast_zeroes_are_refused_where_the_host_lacks_them() {
     Bench::new(2, SHAPES[0]).run(2, |bench| async move {
         bench.create(2, 1 << 20).await;
         let cow = bench.open(u64::MAX).await;
@@ -150,7 +151,7 @@ fn zeroes_that_are_to_be_fast_are_refused_where_the_host_has_none() {
 }
 
 #[test]
-fn what_is_no_sector_or_beyond_the_disk_is_refused() {
+fn partial_sectors_and_ranges_beyond_the_disk_are_refused() {
     Bench::new(2, SHAPES[0]).run(2, |bench| async move {
         bench.create(3, 10 * 512 + 7).await;
         let cow = bench.open(u64::MAX).await;
@@ -175,21 +176,24 @@ fn what_is_no_sector_or_beyond_the_disk_is_refused() {
 }
 
 #[test]
-fn a_discard_never_brings_back_what_was_below() {
+fn a_discard_never_exposes_the_backing_file() {
     Bench::new(3, SHAPES[0]).run(3, |bench| async move {
         bench.create(3, 1 << 20).await;
         let cow = bench.open(u64::MAX).await;
         write(&cow, 4096, &pattern(1, 4096, 4096)).await.unwrap();
         cow.discard(0, 1 << 20).await.unwrap();
         let discards = bench.disk.trace().iter().filter(|t| t.kind == OpKind::Discard).count();
-        assert_eq!(discards, 2, "started and answered: one run of sectors is the file's");
+        assert_eq!(
+            discards, 2,
+            "one run is stored in the file; the trace has its start and its answer"
+        );
         let expected = [pattern(0, 0, 4096), vec![0; 4096], pattern(0, 8192, 4096)].concat();
         assert_eq!(read(&cow, 0, 12288).await.unwrap(), expected);
     });
 }
 
 #[test]
-fn a_flush_without_news_is_one_sync_and_one_with_news_two_around_the_bits() {
+fn a_flush_syncs_once_or_before_and_after_writing_new_bits() {
     Bench::new(4, SHAPES[0]).run(4, |bench| async move {
         let header = bench.create(3, 1 << 20).await;
         let cow = bench.open(u64::MAX).await;
@@ -211,12 +215,16 @@ fn a_flush_without_news_is_one_sync_and_one_with_news_two_around_the_bits() {
         write(&cow, 512, &[2; 512]).await.unwrap();
         let from = bench.disk.trace().len();
         cow.flush().await.unwrap();
-        assert_eq!(since(from), [(OpKind::Sync, 0, 0)], "the sector was the file's already");
+        assert_eq!(
+            since(from),
+            [(OpKind::Sync, 0, 0)],
+            "the sector was stored in the file already"
+        );
     });
 }
 
 #[test]
-fn after_a_failed_sync_nothing_is_promised_and_a_failed_write_of_bits_is_made_again() {
+fn after_a_failed_sync_all_fails_and_a_failed_bitmap_write_is_retried() {
     Bench::new(5, SHAPES[0]).run(5, |bench| async move {
         let header = bench.create(3, 1 << 20).await;
         let cow = bench.open(u64::MAX).await;
@@ -237,16 +245,16 @@ fn after_a_failed_sync_nothing_is_promised_and_a_failed_write_of_bits_is_made_ag
                     .await
                     .unwrap_err()
                     .to_string()
-                    .contains("an earlier sync of the file has failed")
+                    .contains("an earlier sync of the file failed")
             );
         }
         assert!(write(&cow, 0, &[3; 512]).await.is_err());
-        assert_eq!(read(&cow, 0, 512).await.unwrap(), [1; 512], "reads go on");
+        assert_eq!(read(&cow, 0, 512).await.unwrap(), [1; 512], "reads still work");
     });
 }
 
 #[test]
-fn memory_is_bounded_and_dirty_pages_are_written_early() {
+fn memory_is_bounded_and_dirty_pages_are_written_back_early() {
     Bench::new(6, SHAPES[0]).run(6, |bench| async move {
         let pages = 40;
         bench.create(3, size_of(pages)).await;
@@ -262,7 +270,7 @@ fn memory_is_bounded_and_dirty_pages_are_written_early() {
             let at = page * PAGE_SECTORS * SECTOR;
             assert_eq!(read(&cow, at, 512).await.unwrap(), pattern(page + 1, at, 512));
         }
-        // With room for all of it, priming leaves nothing to be loaded.
+        // With room for the whole bitmap, every page is cached after `prime`.
         cow.flush().await.unwrap();
         let cow = bench.open(u64::MAX).await;
         cow.prime().await.unwrap();
@@ -276,7 +284,7 @@ fn memory_is_bounded_and_dirty_pages_are_written_early() {
 }
 
 #[test]
-fn a_page_that_cannot_be_read_is_an_error_that_names_it() {
+fn a_failed_page_read_names_the_page() {
     Bench::new(7, SHAPES[0]).run(7, |bench| async move {
         let header = bench.create(3, size_of(3)).await;
         let second = header.bitmap_offset + PAGE as u64;
@@ -294,7 +302,7 @@ fn a_page_that_cannot_be_read_is_an_error_that_names_it() {
 }
 
 #[test]
-fn broken_files_are_refused_and_not_written_to() {
+fn broken_files_are_refused_and_not_changed() {
     Bench::new(8, SHAPES[0]).run(8, |bench| async move {
         let header = bench.create(3, 1 << 20).await;
         let events = bench.disk.events();
@@ -307,12 +315,12 @@ fn broken_files_are_refused_and_not_written_to() {
         ));
         bench.disk.set_len(100).await.unwrap();
         assert_eq!(open().await, "cow header at offset 0: the file ends after 100 bytes");
-        assert_eq!(bench.disk.events(), events + 4, "the two changes of length alone");
+        assert_eq!(bench.disk.events(), events + 4, "only the two changes of the length");
         let error = create(&bench.raw(), &CreateOptions::new(backing(1 << 20))).await.unwrap_err();
         assert!(error.to_string().contains("a new one must be empty"), "{error}");
     });
     Bench::new(9, SHAPES[0]).run(9, |bench| async move {
-        // An old file whose bitmap is a byte too short.
+        // An old file whose bitmap is one byte too short.
         bench.create(2, 4096).await;
         let mut bytes = bench.disk.contents();
         bytes[4108..4116].copy_from_slice(&(4096u64 + 1024).to_be_bytes());
@@ -327,7 +335,7 @@ fn broken_files_are_refused_and_not_written_to() {
 }
 
 #[test]
-fn a_changed_backing_file_is_noticed_or_accepted() {
+fn a_changed_backing_file_is_detected_or_accepted() {
     Bench::new(10, SHAPES[0]).run(10, |bench| async move {
         bench.create(3, 1 << 20).await;
         let cow = bench.open(u64::MAX).await;
@@ -359,8 +367,7 @@ fn a_changed_backing_file_is_noticed_or_accepted() {
     });
 }
 
-/// A request of the property test, at a hot spot: a page of the bitmap, and a sector near its
-/// beginning or its end.
+/// A request of the property test, near a hot spot: the beginning or end of a bitmap page.
 #[derive(Clone, Debug)]
 enum Request {
     Write(Spot),
@@ -395,7 +402,7 @@ fn requests() -> impl Strategy<Value = Request> {
     ]
 }
 
-/// One of the tasks at work on the disk; the oracle is told of everything.
+/// One task that sends requests; the oracle records each of them.
 async fn task(cow: Cow<SimDisk>, oracle: Rc<RefCell<Oracle>>, requests: Vec<(u64, Request)>) {
     for (tag, request) in requests {
         match request {
@@ -425,7 +432,7 @@ async fn task(cow: Cow<SimDisk>, oracle: Rc<RefCell<Oracle>>, requests: Vec<(u64
     }
 }
 
-/// Reads all that the requests may have touched.
+/// Reads all ranges that the requests may have touched.
 async fn judge(cow: &Cow<SimDisk>, oracle: &RefCell<Oracle>) {
     for page in 0..PAGES {
         let offset = (page * PAGE_SECTORS * SECTOR).saturating_sub(20 * SECTOR);
@@ -450,7 +457,8 @@ proptest! {
             let oracle = Rc::new(RefCell::new(Oracle::new()));
             for page in 0..PAGES {
                 let offset = (page * PAGE_SECTORS * SECTOR).saturating_sub(20 * SECTOR);
-                let token = oracle.borrow_mut().write_started(offset, &pattern(0, offset, 60 * 512));
+                let old = pattern(0, offset, 60 * 512);
+                let token = oracle.borrow_mut().write_started(offset, &old);
                 oracle.borrow_mut().write_answered(token, true, true);
             }
             let first = bench.open(room).await;

@@ -80,11 +80,11 @@ pub struct Allocator {
     width: RefcountWidth,
     /// Bytes reserved at once: at first, and at most.
     runs: (u64, u64),
-    state: Mutex<State>,
+    state: Mutex<AllocatorState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct AllocatorState {
     /// Reserved, and not given out.
     runs: VecDeque<Run>,
     /// Bytes of the next run.
@@ -116,11 +116,11 @@ impl Allocator {
         run: Option<u64>,
     ) -> Self {
         let runs = run.map_or((SMALLEST_RUN, LARGEST_RUN), |run| (run, run));
-        let state = State { table, end, next_run: runs.0, ..State::default() };
+        let state = AllocatorState { table, end, next_run: runs.0, ..AllocatorState::default() };
         Allocator { cluster_bits, width, runs, state: Mutex::new(state) }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, AllocatorState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -191,7 +191,7 @@ impl Allocator {
         let mut state = self.state();
         let (first, per_block) = (block * self.per_block(), self.per_block());
         let last = (first + per_block).min(state.end);
-        let State { hint, blocks, runs, .. } = &mut *state;
+        let AllocatorState { hint, blocks, runs, .. } = &mut *state;
         let Some(counts) = blocks.get_mut(&block) else { return false };
         let from = (*hint).max(first);
         let free =
@@ -421,7 +421,7 @@ impl Allocator {
     /// [`Allocator::counts_written`].
     pub fn take_changed_counts(&self) -> Vec<ChangedSection> {
         let mut state = self.state();
-        let State { table, blocks, .. } = &mut *state;
+        let AllocatorState { table, blocks, .. } = &mut *state;
         let mut changed = Vec::new();
         for (&number, block) in blocks.iter_mut().filter(|(_, b)| !b.dirty.is_empty()) {
             let Some(&offset) = table.get(number as usize) else { continue };
@@ -457,7 +457,8 @@ impl Allocator {
     /// changed.
     pub fn is_crowded(&self) -> bool {
         let mut state = self.state();
-        let too_many = |state: &State| state.blocks.len() << self.cluster_bits > 2 * BLOCKS_KEPT;
+        let too_many =
+            |state: &AllocatorState| state.blocks.len() << self.cluster_bits > 2 * BLOCKS_KEPT;
         if too_many(&state) {
             state.let_blocks_go(self.cluster_bits);
         }
@@ -479,7 +480,7 @@ impl Allocator {
     }
 }
 
-impl State {
+impl AllocatorState {
     /// Where there are many refcount blocks, those go that are in the file as they are. Whoever
     /// needs one more loads it, and looks again whether it is there.
     fn let_blocks_go(&mut self, cluster_bits: u32) {

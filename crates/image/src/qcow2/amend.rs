@@ -6,7 +6,7 @@
 
 use blockyard_storage::Storage;
 
-use super::change::Change;
+use super::change::OfflineChange;
 use super::check::flush;
 use super::header::{AUTOCLEAR_KNOWN, COMPATIBLE_LAZY_REFCOUNTS, Header, V3_LENGTH};
 use super::rewrite::rewrite;
@@ -28,7 +28,7 @@ pub struct Amend {
 pub async fn amend<S: Storage>(file: &Raw<S>, wanted: Amend) -> Result<(), ImageError> {
     // An image that waits for a repair gets it here: without lazy refcounts, or in version 2,
     // nothing would demand it.
-    let change = Change::begin(file).await?;
+    let change = OfflineChange::begin(file).await?;
     let (old, mut new) = (&change.old, change.old.clone());
     new.autoclear &= AUTOCLEAR_KNOWN;
     if let Some(version) = wanted.version {
@@ -37,7 +37,8 @@ pub async fn amend<S: Storage>(file: &Raw<S>, wanted: Amend) -> Result<(), Image
         if new.version != old.version
             && snapshots.iter().any(|snapshot| snapshot.disk_size.is_none())
         {
-            let what = "a snapshot of version 2 does not say the disk's size, which version 3 demands: delete it first";
+            let what = "a snapshot of version 2 does not say the disk's size, which version 3 \
+                demands: delete it first";
             return Err(ImageError::refused(STRUCTURE, what));
         }
     }

@@ -11,7 +11,7 @@ pub mod edit;
 
 use blockyard_storage::Storage;
 
-use self::directory::{AUTO, Bitmap, IN_USE};
+use self::directory::{AUTO, BitmapEntry, IN_USE};
 use super::bytes::{self, put32};
 use super::check::flush;
 use super::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, Header};
@@ -33,7 +33,7 @@ pub async fn prepare_for_writing<S: Storage>(
     drop_unknown_autoclear(file, header).await?;
     let Some(extension) = header.bitmaps else { return Ok(()) };
     let (mut directory, bitmaps) = directory::read(file, &extension).await?;
-    let recording: Vec<&Bitmap> =
+    let recording: Vec<&BitmapEntry> =
         bitmaps.iter().filter(|b| b.flags & (AUTO | IN_USE) == AUTO).collect();
     if recording.is_empty() {
         return Ok(());

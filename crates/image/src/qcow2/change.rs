@@ -27,7 +27,7 @@ use crate::error::ImageError;
 use crate::raw::Raw;
 
 /// A closed image that is being changed, exclusively.
-pub struct Change<'a, S> {
+pub struct OfflineChange<'a, S> {
     pub file: &'a Raw<S>,
     /// The state it is in.
     pub old: Header,
@@ -35,7 +35,7 @@ pub struct Change<'a, S> {
     end: u64,
 }
 
-impl<'a, S: Storage> Change<'a, S> {
+impl<'a, S: Storage> OfflineChange<'a, S> {
     /// Looks at all of the image first: what is not sound is not changed.
     pub async fn begin(file: &'a Raw<S>) -> Result<Self, ImageError> {
         // What is read from here on must not be undone by a power cut after it was acted on.
@@ -66,7 +66,7 @@ impl<'a, S: Storage> Change<'a, S> {
         let end =
             if file.is_device() { found.report.image_end_offset } else { length(file).await? };
         let end = end.div_ceil(old.cluster_size());
-        Ok(Change { file, old, end })
+        Ok(OfflineChange { file, old, end })
     }
 
     /// The offset of so many clusters side by side that nothing uses.

@@ -25,13 +25,13 @@ mod walk;
 use blockyard_storage::Storage;
 
 use self::counts::Counts;
-use self::flags::{Clear, Flags};
+use self::flags::{ClearCopied, Flags};
 use self::rebuild::Builder;
 pub(super) use self::report::Tally;
 pub use self::report::{Finding, FindingKind, Repair, Report};
 use self::stored::{Compare, Refcounts};
 use self::walk::Walk;
-use super::entry::Layout;
+use super::entry::EntryFormat;
 use super::header::{AUTOCLEAR_KNOWN, Header, INCOMPATIBLE_CORRUPT, INCOMPATIBLE_DIRTY};
 use crate::error::{ErrorKind, ImageError};
 use crate::raw::Raw;
@@ -56,11 +56,11 @@ impl Default for Limits {
 
 /// What a pass changes.
 #[derive(Clone, Copy)]
-struct Changes<'a> {
+struct RepairPlan<'a> {
     /// From a pass that only looked.
     known: &'a Tally,
-    refcounts: stored::Change,
-    flags: flags::Change,
+    refcounts: stored::RefcountRepair,
+    flags: flags::FlagRepair,
 }
 
 /// Checks an image, and repairs it if that is asked for. `data_file_len`: of the external data
@@ -200,10 +200,10 @@ pub(super) async fn cover<S: Storage>(
         known = pass(file, headers, None, None, limits).await?;
     }
     // A flag may be missing where the refcount is 1, but not be there where it is 2.
-    for (raise, clear) in [(false, Clear::Shared), (true, Clear::None)] {
-        let refcounts = stored::Change { raise, lower: false };
+    for (raise, clear) in [(false, ClearCopied::Shared), (true, ClearCopied::None)] {
+        let refcounts = stored::RefcountRepair { raise, lower: false };
         let changes =
-            Changes { known: &known, refcounts, flags: flags::Change { set: false, clear } };
+            RepairPlan { known: &known, refcounts, flags: flags::FlagRepair { set: false, clear } };
         pass(file, headers, None, Some(changes), limits).await?;
         flush(file).await?;
     }
@@ -236,10 +236,13 @@ async fn mend<S: Storage>(
         again = pass(file, headers, data_file_len, None, limits).await?;
         known = &again;
     }
-    let mut changes = Changes {
+    let mut changes = RepairPlan {
         known,
-        refcounts: stored::Change { raise: all, lower: complete },
-        flags: flags::Change { set: false, clear: if all { Clear::Wrong } else { Clear::None } },
+        refcounts: stored::RefcountRepair { raise: all, lower: complete },
+        flags: flags::FlagRepair {
+            set: false,
+            clear: if all { ClearCopied::Wrong } else { ClearCopied::None },
+        },
     };
     let counted = pass(file, headers, data_file_len, Some(changes), limits).await?;
     flush(file).await?;
@@ -276,7 +279,7 @@ async fn pass<S: Storage>(
     file: &Raw<S>,
     headers: &[Header],
     data_file_len: Option<u64>,
-    changes: Option<Changes<'_>>,
+    changes: Option<RepairPlan<'_>>,
     limits: Limits,
 ) -> Result<Tally, ImageError> {
     let header = &headers[0];
@@ -310,7 +313,7 @@ async fn pass<S: Storage>(
             still_complete(&tally, changes.known)?;
         }
         for header in headers {
-            let layout = Layout::of(header);
+            let layout = EntryFormat::of(header);
             let repair = changes.map(|changes| (changes.known, changes.flags));
             let (counts, tally) = (&counts, &mut tally);
             Flags {
@@ -368,7 +371,7 @@ async fn count<S: Storage>(
     for header in headers {
         let end = merged.as_ref().map_or(u64::MAX, |counts| counts.window().end);
         let mut counts = Counts::new(start..end, limits.memory);
-        let layout = Layout::of(header);
+        let layout = EntryFormat::of(header);
         let (tables_at_once, counts_ref, tally) = (limits.tables, &mut counts, &mut *tally);
         Walk { file, header, layout, file_len, counts: counts_ref, tally, tables_at_once }
             .count(refcounts)

@@ -28,11 +28,11 @@ const ZSTD_WINDOW_LOG: u32 = 27;
 
 /// The clusters that were read last.
 #[derive(Default)]
-pub struct Decompressed(RefCell<Kept>);
+pub struct Decompressed(RefCell<DecompressedClusters>);
 
 /// By descriptor; they hold for one number of [`Qcow2::recompressed`].
 #[derive(Default)]
-struct Kept {
+struct DecompressedClusters {
     number: u64,
     clusters: VecDeque<(u64, Rc<Vec<u8>>)>,
 }
@@ -85,7 +85,7 @@ impl Decompressed {
     fn find(&self, word: u64, now: u64) -> Option<Rc<Vec<u8>>> {
         let mut kept = self.0.borrow_mut();
         if kept.number != now {
-            *kept = Kept { number: now, clusters: VecDeque::new() };
+            *kept = DecompressedClusters { number: now, clusters: VecDeque::new() };
         }
         kept.clusters.iter().find(|(known, _)| *known == word).map(|(_, cluster)| cluster.clone())
     }

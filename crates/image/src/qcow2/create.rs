@@ -14,7 +14,7 @@ use blockyard_storage::Storage;
 
 use super::bytes;
 use super::check::flush;
-use super::entry::{Bitmap, Cluster, L1Entry, L2Entry, Layout};
+use super::entry::{Cluster, EntryFormat, L1Entry, L2Entry, SubclusterBitmap};
 use super::header::{self, Compression, Header, SECTOR_BYTES};
 use super::refblock::RefcountWidth;
 use crate::SECTOR;
@@ -100,7 +100,8 @@ impl CreateOptions {
             || self.data_file.is_some();
         if self.version == 2 && (new || self.compression != Compression::Zlib) {
             return refuse(
-                "version 2 has refcounts of 16 bits and zlib, and no extended L2 entries, lazy refcounts or data file",
+                "version 2 has refcounts of 16 bits and zlib, and no extended L2 entries, lazy \
+                 refcounts or data file",
             );
         }
         if self.extended_l2 && self.cluster_size < 1 << header::MIN_EXTENDED_CLUSTER_BITS {
@@ -117,7 +118,8 @@ impl CreateOptions {
         }
         if self.backing.is_some() && self.preallocation != Preallocation::Off && !self.extended_l2 {
             return refuse(
-                "preallocation over a backing file needs extended L2 entries: it would hide the backing file",
+                "preallocation over a backing file needs extended L2 entries: it would hide the \
+                 backing file",
             );
         }
         if self
@@ -138,7 +140,7 @@ impl CreateOptions {
 
 /// Where everything goes, in clusters.
 #[derive(Debug)]
-struct Plan {
+struct FileLayout {
     cluster_bits: u32,
     width: RefcountWidth,
     table: Range<u64>,
@@ -148,7 +150,7 @@ struct Plan {
     data: Range<u64>,
 }
 
-impl Plan {
+impl FileLayout {
     fn new(options: &CreateOptions, header: &Header) -> Result<Self, ImageError> {
         let (bits, width) = (header.cluster_bits, header.refcount_width());
         let l1 = (u64::from(header.l1_size) * 8).div_ceil(1 << bits);
@@ -179,7 +181,7 @@ impl Plan {
         };
         let (table, blocks, l1, l2, data) =
             (next(table), next(blocks), next(l1), next(l2), next(data));
-        Ok(Plan { cluster_bits: bits, width, table, blocks, l1, l2, data })
+        Ok(FileLayout { cluster_bits: bits, width, table, blocks, l1, l2, data })
     }
 
     fn end(&self) -> u64 {
@@ -200,13 +202,13 @@ pub async fn create<S: Storage>(
 ) -> Result<(), ImageError> {
     options.check(data.is_some())?;
     let mut header = header(options)?;
-    let plan = Plan::new(options, &header)?;
+    let plan = FileLayout::new(options, &header)?;
     header.refcount_table_offset = plan.table.start << plan.cluster_bits;
     header.refcount_table_clusters = (plan.table.end - plan.table.start) as u32;
     header.l1_offset = plan.l1.start << plan.cluster_bits;
     let area = header.serialize()?;
 
-    let creator = Creator { file, plan: &plan, header: &header, layout: Layout::of(&header) };
+    let creator = Creator { file, plan: &plan, header: &header, layout: EntryFormat::of(&header) };
     creator.clear().await?;
     creator.refcounts().await?;
     if options.maps_all() {
@@ -268,9 +270,9 @@ fn header(options: &CreateOptions) -> Result<Header, ImageError> {
 
 struct Creator<'a, S> {
     file: &'a Raw<S>,
-    plan: &'a Plan,
+    plan: &'a FileLayout,
     header: &'a Header,
-    layout: Layout,
+    layout: EntryFormat,
 }
 
 impl<S: Storage> Creator<'_, S> {
@@ -358,8 +360,11 @@ impl<S: Storage> Creator<'_, S> {
             false => Cluster::Standard { host },
             // Preallocated, and still to be filled: a backing file shows through.
             true => {
-                let bitmap =
-                    if options.data_file_raw { Bitmap::ALL_DATA } else { Bitmap::default() };
+                let bitmap = if options.data_file_raw {
+                    SubclusterBitmap::ALL_DATA
+                } else {
+                    SubclusterBitmap::default()
+                };
                 Cluster::Subclusters { host: Some(host), bitmap }
             }
         };

@@ -3,14 +3,14 @@
 use blockyard_storage::Storage;
 
 use super::bitmap;
-use super::change::{Change, trim};
+use super::change::{OfflineChange, trim};
 use crate::error::ImageError;
 use crate::raw::Raw;
 
 /// Drops all clusters of the disk at once, so that the backing file shows, or zeroes. Snapshots
 /// stay. Durable when it answers.
 pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
-    let change = Change::begin(file).await?;
+    let change = OfflineChange::begin(file).await?;
     let mut new = change.old.clone();
     if new.raw_data_file() {
         let what = "its raw external data file would still have the contents";

@@ -28,16 +28,16 @@ const UNALIGNED: &str = "the offset is not aligned to a cluster";
 
 /// What entries mean depends on this much of the header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct EntryFormat {
     pub cluster_bits: u32,
     pub version: u32,
     pub extended_l2: bool,
     pub data_file: bool,
 }
 
-impl Layout {
+impl EntryFormat {
     pub fn of(header: &Header) -> Self {
-        Layout {
+        EntryFormat {
             cluster_bits: header.cluster_bits,
             version: header.version,
             extended_l2: header.extended_l2(),
@@ -64,7 +64,7 @@ pub struct L1Entry {
 
 impl L1Entry {
     #[inline]
-    pub fn decode(word: u64, layout: Layout) -> Result<Self, &'static str> {
+    pub fn decode(word: u64, layout: EntryFormat) -> Result<Self, &'static str> {
         let offset = word & OFFSET_MASK;
         if word & L1_RESERVED != 0 {
             return Err(RESERVED);
@@ -81,7 +81,7 @@ impl L1Entry {
 }
 
 /// The refcount block's offset; None: all its refcounts are 0.
-pub fn refcount_block(word: u64, layout: Layout) -> Result<Option<u64>, &'static str> {
+pub fn refcount_block(word: u64, layout: EntryFormat) -> Result<Option<u64>, &'static str> {
     if word & REFCOUNT_TABLE_RESERVED != 0 {
         return Err(RESERVED);
     }
@@ -97,11 +97,11 @@ pub fn refcount_block(word: u64, layout: Layout) -> Result<Option<u64>, &'static
 /// Which of 32 subclusters are allocated (bits 0 to 31) and which read as zeroes (bits 32 to 63);
 /// never both.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Bitmap(pub u64);
+pub struct SubclusterBitmap(pub u64);
 
-impl Bitmap {
-    pub const ALL_DATA: Bitmap = Bitmap(0xffff_ffff);
-    pub const ALL_ZERO: Bitmap = Bitmap(0xffff_ffff << 32);
+impl SubclusterBitmap {
+    pub const ALL_DATA: SubclusterBitmap = SubclusterBitmap(0xffff_ffff);
+    pub const ALL_ZERO: SubclusterBitmap = SubclusterBitmap(0xffff_ffff << 32);
 
     pub fn data(self) -> u32 {
         self.0 as u32
@@ -125,7 +125,7 @@ pub enum Cluster {
     /// `len`: bytes from `host` on that the compressed data may take.
     Compressed { host: u64, len: u64 },
     /// Extended entries only; subclusters with data have their place in `host`.
-    Subclusters { host: Option<u64>, bitmap: Bitmap },
+    Subclusters { host: Option<u64>, bitmap: SubclusterBitmap },
 }
 
 impl Cluster {
@@ -150,7 +150,7 @@ impl L2Entry {
 
     /// `bitmap`: the entry's second word with extended L2 entries, else 0.
     #[inline]
-    pub fn decode(word: u64, bitmap: u64, layout: Layout) -> Result<Self, &'static str> {
+    pub fn decode(word: u64, bitmap: u64, layout: EntryFormat) -> Result<Self, &'static str> {
         let copied = word & COPIED != 0;
         if word & COMPRESSED != 0 {
             return Self::decode_compressed(word, bitmap, layout);
@@ -167,7 +167,7 @@ impl L2Entry {
         let host = (offset != 0 || (copied && layout.data_file)).then_some(offset);
         let zero = word & ZERO != 0;
         let cluster = match (layout.extended_l2, host) {
-            (true, _) => Self::decode_subclusters(host, Bitmap(bitmap), zero)?,
+            (true, _) => Self::decode_subclusters(host, SubclusterBitmap(bitmap), zero)?,
             (false, _) if zero && layout.version < 3 => {
                 return Err("a zero cluster in an image of version 2");
             }
@@ -180,7 +180,7 @@ impl L2Entry {
 
     fn decode_subclusters(
         host: Option<u64>,
-        bitmap: Bitmap,
+        bitmap: SubclusterBitmap,
         zero: bool,
     ) -> Result<Cluster, &'static str> {
         if zero {
@@ -200,7 +200,11 @@ impl L2Entry {
         Ok(Cluster::Subclusters { host, bitmap })
     }
 
-    fn decode_compressed(word: u64, bitmap: u64, layout: Layout) -> Result<Self, &'static str> {
+    fn decode_compressed(
+        word: u64,
+        bitmap: u64,
+        layout: EntryFormat,
+    ) -> Result<Self, &'static str> {
         let shift = layout.compressed_shift();
         let host = word & ((1 << shift) - 1);
         let sectors = ((word & !(COPIED | COMPRESSED)) >> shift) + 1;
@@ -224,7 +228,7 @@ impl L2Entry {
 
     /// The entry's words; the second counts with extended L2 entries only. A compressed
     /// descriptor's fields fit their bits.
-    pub fn encode(self, layout: Layout) -> (u64, u64) {
+    pub fn encode(self, layout: EntryFormat) -> (u64, u64) {
         let copied = if self.copied { COPIED } else { 0 };
         match self.cluster {
             Cluster::Unallocated => (0, 0),
@@ -243,12 +247,12 @@ impl L2Entry {
 mod tests {
     use super::*;
 
-    const PLAIN: Layout =
-        Layout { cluster_bits: 16, version: 3, extended_l2: false, data_file: false };
-    const EXTENDED: Layout = Layout { extended_l2: true, ..PLAIN };
-    const DATA_FILE: Layout = Layout { data_file: true, ..PLAIN };
+    const PLAIN: EntryFormat =
+        EntryFormat { cluster_bits: 16, version: 3, extended_l2: false, data_file: false };
+    const EXTENDED: EntryFormat = EntryFormat { extended_l2: true, ..PLAIN };
+    const DATA_FILE: EntryFormat = EntryFormat { data_file: true, ..PLAIN };
 
-    fn l2(word: u64, layout: Layout) -> Result<L2Entry, &'static str> {
+    fn l2(word: u64, layout: EntryFormat) -> Result<L2Entry, &'static str> {
         L2Entry::decode(word, 0, layout)
     }
 
@@ -265,7 +269,7 @@ mod tests {
 
     #[test]
     fn what_entries_must_not_hold() {
-        let old = Layout { version: 2, ..PLAIN };
+        let old = EntryFormat { version: 2, ..PLAIN };
         assert!(l2(0x50001, old).is_err());
         assert!(l2(0x50200, PLAIN).is_err(), "unaligned");
         assert!(
@@ -278,7 +282,7 @@ mod tests {
         assert!(L2Entry::decode(COMPRESSED | 0x50000, 1, EXTENDED).is_err());
         assert!(L2Entry::decode(0x50000, 1 << 32 | 1, EXTENDED).is_err());
         assert!(L2Entry::decode(0, 1, EXTENDED).is_err());
-        let small = Layout { cluster_bits: 9, ..PLAIN };
+        let small = EntryFormat { cluster_bits: 9, ..PLAIN };
         assert!(
             l2(COMPRESSED | 1 << 56, small).is_err(),
             "bits above 55 of a small cluster's descriptor"
@@ -291,19 +295,22 @@ mod tests {
 
     #[test]
     fn every_meaning_has_its_words() {
-        let bitmap = Bitmap(0xffff_0000_0000_ffff);
+        let bitmap = SubclusterBitmap(0xffff_0000_0000_ffff);
         let clusters = [
             (PLAIN, Cluster::Unallocated),
             (PLAIN, Cluster::Zero { host: Some(0x70000) }),
             (PLAIN, Cluster::Standard { host: OFFSET_MASK & !0xffff }),
             (PLAIN, Cluster::Compressed { host: 0x12345, len: 512 * 3 - 0x145 }),
-            (Layout { cluster_bits: 21, ..PLAIN }, Cluster::Compressed { host: 512, len: 2 << 20 }),
             (
-                Layout { cluster_bits: 9, ..PLAIN },
+                EntryFormat { cluster_bits: 21, ..PLAIN },
+                Cluster::Compressed { host: 512, len: 2 << 20 },
+            ),
+            (
+                EntryFormat { cluster_bits: 9, ..PLAIN },
                 Cluster::Compressed { host: MAX_OFFSET - 1, len: 1 },
             ),
             (EXTENDED, Cluster::Subclusters { host: Some(0x70000), bitmap }),
-            (EXTENDED, Cluster::Subclusters { host: None, bitmap: Bitmap::ALL_ZERO }),
+            (EXTENDED, Cluster::Subclusters { host: None, bitmap: SubclusterBitmap::ALL_ZERO }),
         ];
         for (layout, cluster) in clusters {
             let entry = L2Entry { cluster, copied: false };

@@ -24,7 +24,7 @@ use blockyard_ring::join;
 use super::alloc::{ChangedSection, Freed};
 use super::bytes;
 use super::shared::lock;
-use super::tables::Copied;
+use super::tables::SliceCopy;
 use super::view::Qcow2;
 
 /// Writes of metadata in flight at a time.
@@ -40,8 +40,8 @@ struct L1Piece {
 }
 
 /// What is to be written between the two syncs, and what may be released after the second.
-struct Changes {
-    slices: Vec<Copied>,
+struct PendingWriteBack {
+    slices: Vec<SliceCopy>,
     l1: Vec<L1Piece>,
     l1_dirty: Vec<usize>,
     freed: Vec<Freed>,
@@ -101,7 +101,7 @@ impl<S: Storage> Qcow2<S> {
         if durable { self.release().await } else { Ok(()) }
     }
 
-    fn take_changes(&self) -> Changes {
+    fn take_changes(&self) -> PendingWriteBack {
         // In this order: what was freed before has its entry among those that are copied after.
         let freed = self.shared.alloc.take_freed();
         let slices = self.shared.tables.take_changes();
@@ -117,10 +117,10 @@ impl<S: Storage> Qcow2<S> {
             L1Piece { first, bytes, offset: l1.offset + first as u64 * 8 }
         };
         let l1 = sectors.into_iter().map(piece).collect();
-        Changes { slices, l1, l1_dirty, freed }
+        PendingWriteBack { slices, l1, l1_dirty, freed }
     }
 
-    async fn write_changes(&self, changes: &Changes, durable: bool) -> io::Result<()> {
+    async fn write_changes(&self, changes: &PendingWriteBack, durable: bool) -> io::Result<()> {
         let counts = self.write_changed_counts().await?;
         if changes.is_empty() {
             return self.barrier().await;
@@ -157,7 +157,7 @@ impl<S: Storage> Qcow2<S> {
         written.map_err(|e| ImageError::io(structure, offset, "writing", e).into())
     }
 
-    async fn write_slice(&self, copied: &Copied) -> io::Result<()> {
+    async fn write_slice(&self, copied: &SliceCopy) -> io::Result<()> {
         let shape = self.shape();
         let per_table = shape.slices_per_table();
         let (index, in_table) = (copied.slice.number / per_table, copied.slice.number % per_table);
@@ -312,7 +312,7 @@ impl<S: Storage> Qcow2<S> {
     }
 }
 
-impl Changes {
+impl PendingWriteBack {
     fn is_empty(&self) -> bool {
         self.slices.is_empty() && self.l1.is_empty()
     }

@@ -22,7 +22,7 @@ use super::entry::{self, L1Entry};
 use super::header::Header;
 use super::packing::Packing;
 use super::shared::{L1, Shape, Shared};
-use super::tables::Tables;
+use super::tables::L2SliceCache;
 use super::view::Qcow2;
 
 /// The cache holds the L2 tables of the whole image, up to this many bytes; 32 MiB describe 256 GiB
@@ -83,7 +83,7 @@ impl<S: Storage> Qcow2<S> {
             unfinished: options.unfinished,
             header: Mutex::new(header),
             l1: Mutex::new(l1),
-            tables: Tables::new((cache / shape.slice_bytes()) as usize),
+            tables: L2SliceCache::new((cache / shape.slice_bytes()) as usize),
             alloc,
             held: Default::default(),
             epoch: Arc::new(Epoch::default()),
@@ -112,7 +112,8 @@ async fn make_writable<S: Storage>(
     keeps_disk: bool,
 ) -> Result<(), ImageError> {
     if header.has_corrupt() {
-        let what = "it is marked as corrupt: nothing is written to it; `blockyard image check --repair all` may help";
+        let what = "it is marked as corrupt: nothing is written to it; `blockyard image check \
+            --repair all` may help";
         return Err(ImageError::invalid("qcow2 header", None, what));
     }
     if header.has_dirty() {
@@ -134,8 +135,8 @@ async fn make_writable<S: Storage>(
             None => ("qcow2 image", None, "it is not sound"),
         };
         let what = format!(
-            "{text}. {} such findings: it is not opened for writing; see `blockyard image check`, which may repair it, or open \
-             it for reading",
+            "{text}. {} such findings: it is not opened for writing; see `blockyard image check`, \
+             which may repair it, or open it for reading",
             found.corruptions + found.check_errors
         );
         return Err(ImageError::invalid(structure, at, what));
@@ -143,7 +144,8 @@ async fn make_writable<S: Storage>(
     if found.unset_flags + found.leaks > 0 {
         let (flags, leaks) = (found.unset_flags, found.leaks);
         tracing::info!(
-            "mending the qcow2 image: {leaks} clusters that nothing names, {flags} COPIED flags not set"
+            "mending the qcow2 image: {leaks} clusters that nothing names, {flags} COPIED flags \
+             not set"
         );
         *header = rebuild_refcounts(file).await?;
     }
@@ -162,7 +164,7 @@ async fn length<S: Storage>(file: &Raw<S>) -> Result<u64, ImageError> {
 }
 
 async fn read_l1<S: Storage>(file: &Raw<S>, header: &Header) -> Result<L1, ImageError> {
-    let (offset, layout) = (header.l1_offset, entry::Layout::of(header));
+    let (offset, layout) = (header.l1_offset, entry::EntryFormat::of(header));
     let read = bytes::read(file, offset, header.l1_size as usize * 8).await;
     let read = read.map_err(|e| ImageError::io("qcow2 L1 table", offset, "reading", e))?;
     let entries: Vec<u64> = read.chunks_exact(8).map(|b| bytes::be64(b, 0)).collect();
@@ -178,7 +180,7 @@ async fn read_refcount_table<S: Storage>(
     file: &Raw<S>,
     header: &Header,
 ) -> Result<Vec<u64>, ImageError> {
-    let (offset, layout) = (header.refcount_table_offset, entry::Layout::of(header));
+    let (offset, layout) = (header.refcount_table_offset, entry::EntryFormat::of(header));
     let len = u64::from(header.refcount_table_clusters) * header.cluster_size();
     let read = bytes::read(file, offset, len as usize).await;
     let read = read.map_err(|e| ImageError::io("qcow2 refcount table", offset, "reading", e))?;

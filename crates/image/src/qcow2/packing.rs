@@ -30,13 +30,13 @@ const BLOCK: u64 = 4096;
 #[derive(Debug)]
 pub(super) struct Packing {
     one_at_a_time: Semaphore,
-    room: Mutex<Room>,
+    room: Mutex<ReservedBytes>,
     writing: RangeLock,
 }
 
 /// Bytes of the file that were taken, and not used yet.
 #[derive(Clone, Copy, Debug, Default)]
-struct Room {
+struct ReservedBytes {
     next: u64,
     end: u64,
 }
@@ -120,7 +120,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Takes more clusters: behind those that are there, or all new ones.
-    async fn take_room(&self, room: Room) -> io::Result<()> {
+    async fn take_room(&self, room: ReservedBytes) -> io::Result<()> {
         let bits = self.shape().layout.cluster_bits;
         let run = self.allocate((ROOM >> bits).max(2)).await?;
         let (start, end) = (run.start << bits, (run.start + run.count) << bits);
@@ -129,7 +129,7 @@ impl<S: Storage> Qcow2<S> {
             return Ok(());
         }
         self.end_packing();
-        *lock(&self.shared.packing.room) = Room { next: start, end };
+        *lock(&self.shared.packing.room) = ReservedBytes { next: start, end };
         Ok(())
     }
 

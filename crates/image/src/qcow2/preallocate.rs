@@ -9,7 +9,7 @@ use std::ops::Range;
 use blockyard_storage::Storage;
 
 use super::alloc::Run;
-use super::entry::{Bitmap, COPIED, Cluster, L2Entry, ZERO};
+use super::entry::{COPIED, Cluster, L2Entry, SubclusterBitmap, ZERO};
 use super::tables::Entry;
 use super::view::Qcow2;
 
@@ -81,7 +81,7 @@ impl<S: Storage> Qcow2<S> {
         let entry = |number: u64, old: Entry| {
             let word = ((run.start + number) << layout.cluster_bits) | COPIED;
             match layout.extended_l2 {
-                true => Entry { word, bitmap: Bitmap::ALL_ZERO.0 },
+                true => Entry { word, bitmap: SubclusterBitmap::ALL_ZERO.0 },
                 false => Entry { word: word | old.word & ZERO, bitmap: 0 },
             }
         };

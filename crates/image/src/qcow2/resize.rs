@@ -12,9 +12,9 @@ use std::ops::Range;
 
 use blockyard_storage::Storage;
 
-use self::tables::Tables;
+use self::tables::ResizeTables;
 use super::bitmap;
-use super::change::{Change, length, trim};
+use super::change::{OfflineChange, length, trim};
 use super::check::flush;
 use super::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, Header, MAX_L1_BYTES};
 use crate::SECTOR;
@@ -41,13 +41,13 @@ pub async fn resize<S: Storage>(
     data: Option<&Raw<S>>,
     wanted: Resize,
 ) -> Result<(), ImageError> {
-    let change = Change::begin(file).await?;
+    let change = OfflineChange::begin(file).await?;
     let (old, size) = (&change.old, wanted.size);
     if size == old.size {
         return Ok(());
     }
     may_be_resized(old, data.is_some(), wanted)?;
-    let bitmaps = bitmap::edit::Set::resized(file, old, size).await?;
+    let bitmaps = bitmap::edit::BitmapSet::resized(file, old, size).await?;
     if bitmaps.is_empty() {
         return if size < old.size {
             shrink(change, data, size).await
@@ -60,14 +60,14 @@ pub async fn resize<S: Storage>(
     without.autoclear &= !AUTOCLEAR_BITMAPS;
     without.write_fixed(file).await?;
     flush(file).await?;
-    let (change, old_size) = (Change::begin(file).await?, change.old.size);
+    let (change, old_size) = (OfflineChange::begin(file).await?, change.old.size);
     let done = if size < old_size {
         shrink(change, data, size).await
     } else {
         grow(change, data, wanted).await
     };
     match done {
-        Ok(()) => bitmaps.store(Change::begin(file).await?).await,
+        Ok(()) => bitmaps.store(OfflineChange::begin(file).await?).await,
         Err(error) => {
             bitmaps_as_they_were(file, old_size).await?;
             Err(error)
@@ -115,13 +115,13 @@ fn may_be_resized(old: &Header, has_data: bool, wanted: Resize) -> Result<(), Im
 }
 
 async fn shrink<S: Storage>(
-    change: Change<'_, S>,
+    change: OfflineChange<'_, S>,
     data: Option<&Raw<S>>,
     size: u64,
 ) -> Result<(), ImageError> {
     let (file, mut new) = (change.file, change.old.clone());
     new.size = size;
-    let mut tables = Tables::of(&change).await?;
+    let mut tables = ResizeTables::of(&change).await?;
     let boundary = tables.last_without_rest(size).await?;
     tables.set_entries(new.l1_needed(size), new.l1_needed(size).max(1));
     let replaced = boundary.as_ref().map_or(0..0, |(index, _)| *index..*index + 1);
@@ -140,19 +140,19 @@ async fn shrink<S: Storage>(
 }
 
 async fn grow<S: Storage>(
-    change: Change<'_, S>,
+    change: OfflineChange<'_, S>,
     data: Option<&Raw<S>>,
     wanted: Resize,
 ) -> Result<(), ImageError> {
     let (old, mut new) = (change.old.clone(), change.old.clone());
     new.size = wanted.size;
     let (needed_before, needed) = (old.l1_needed(old.size), old.l1_needed(wanted.size));
-    let mut tables = Tables::of(&change).await?;
+    let mut tables = ResizeTables::of(&change).await?;
     // Behind the old end a longer backing file would show.
     let hidden = old.size.next_multiple_of(old.cluster_size())..wanted.below.min(wanted.size);
     if !hidden.is_empty() && old.version < 3 {
-        let what = "its backing file is larger than it is, and version 2 has no zero clusters to hide the rest: \
-                    convert the image to version 3 first";
+        let what = "its backing file is larger than it is, and version 2 has no zero clusters to \
+            hide the rest: convert the image to version 3 first";
         return Err(ImageError::refused(STRUCTURE, what));
     }
     let tail = tail::of(&tables, data, wanted.below).await?;

@@ -11,15 +11,15 @@ use blockyard_ring::semaphore::Semaphore;
 
 use super::alloc::{Allocator, Freed};
 use super::buffers::Buffers;
-use super::entry::{self, Layout};
+use super::entry::{self, EntryFormat};
 use super::header::{Compression, Header};
 use super::packing::Packing;
-use super::tables::{SLICE_BYTES, Tables};
+use super::tables::{L2SliceCache, SLICE_BYTES};
 
 /// Sizes that follow from the header.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    pub layout: Layout,
+    pub layout: EntryFormat,
     /// Entries of an L2 table, and of a slice of it.
     pub table_entries: u64,
     pub slice_entries: u64,
@@ -30,7 +30,7 @@ pub struct Shape {
 
 impl Shape {
     pub fn of(header: &Header) -> Self {
-        let layout = Layout::of(header);
+        let layout = EntryFormat::of(header);
         let entry = if layout.extended_l2 { 16 } else { 8 };
         let cluster = 1u64 << layout.cluster_bits;
         let unit =
@@ -94,7 +94,7 @@ pub struct Shared {
     pub(super) unfinished: bool,
     pub(super) header: Mutex<Header>,
     pub(super) l1: Mutex<L1>,
-    pub(super) tables: Tables,
+    pub(super) tables: L2SliceCache,
     pub(super) alloc: Allocator,
     pub(super) held: ClustersHeld,
     pub(super) epoch: Arc<Epoch>,

@@ -12,8 +12,8 @@ use blockyard_storage::Storage;
 pub use self::table::Snapshot;
 use super::bitmap;
 use super::bytes::{be64, put64};
-use super::change::{Change, read_l1};
-use super::entry::{COPIED, L1Entry, Layout};
+use super::change::{OfflineChange, read_l1};
+use super::entry::{COPIED, EntryFormat, L1Entry};
 use super::header::{Header, MAX_L1_BYTES, MAX_SNAPSHOTS};
 use crate::error::ImageError;
 use crate::raw::Raw;
@@ -32,7 +32,7 @@ pub async fn create<S: Storage>(
     name: &str,
     taken: Duration,
 ) -> Result<Snapshot, ImageError> {
-    let change = Change::begin(file).await?;
+    let change = OfflineChange::begin(file).await?;
     let mut new = change.old.clone();
     if new.has_data_file() {
         return Err(ImageError::unsupported(
@@ -66,7 +66,7 @@ pub async fn create<S: Storage>(
         disk_size: Some(new.size),
         extra: Vec::new(),
     };
-    let l1 = without_flags(change.l1().await?, Layout::of(&new))?;
+    let l1 = without_flags(change.l1().await?, EntryFormat::of(&new))?;
     let l1_clusters = (l1.len() as u64).div_ceil(new.cluster_size());
     // The table's length does not depend on where the L1 table goes.
     snapshots.push(snapshot.clone());
@@ -85,7 +85,7 @@ pub async fn create<S: Storage>(
 
 /// Makes the disk what it was when the snapshot was taken, its size included. The snapshot stays.
 pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageError> {
-    let change = Change::begin(file).await?;
+    let change = OfflineChange::begin(file).await?;
     let mut new = change.old.clone();
     let (snapshots, _) = table::read(file, &new).await?;
     let snapshot = &snapshots[find(&snapshots, name)?];
@@ -109,7 +109,7 @@ pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageErr
         ));
     }
     let mut l1 = read_l1(file, snapshot.l1_offset, snapshot.l1_size.into()).await?;
-    l1 = without_flags(l1, Layout::of(&new))?;
+    l1 = without_flags(l1, EntryFormat::of(&new))?;
     l1.resize(entries as usize * 8, 0);
     new.l1_size = entries as u32;
     new.l1_offset = change.room((entries * 8).div_ceil(new.cluster_size())).await?;
@@ -142,7 +142,7 @@ pub async fn show<S: Storage>(
 
 /// Removes a snapshot; what only it has needed becomes free.
 pub async fn delete<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageError> {
-    let change = Change::begin(file).await?;
+    let change = OfflineChange::begin(file).await?;
     let mut new = change.old.clone();
     let (mut snapshots, _) = table::read(file, &new).await?;
     snapshots.remove(find(&snapshots, name)?);
@@ -179,7 +179,7 @@ fn find(snapshots: &[Snapshot], name: &str) -> Result<usize, ImageError> {
 }
 
 /// An L1 table that shares its L2 tables with another one.
-fn without_flags(mut l1: Vec<u8>, layout: Layout) -> Result<Vec<u8>, ImageError> {
+fn without_flags(mut l1: Vec<u8>, layout: EntryFormat) -> Result<Vec<u8>, ImageError> {
     for at in (0..l1.len()).step_by(8) {
         let word = be64(&l1, at);
         L1Entry::decode(word, layout)

@@ -113,7 +113,7 @@ enum Slot {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct CacheState {
     map: HashMap<u64, Slot>,
     /// Second chance: the order in which slices are looked at when one has to go.
     clock: VecDeque<u64>,
@@ -123,28 +123,28 @@ struct State {
 
 /// The slices of one image, shared by all reactors.
 #[derive(Debug)]
-pub struct Tables {
-    state: Mutex<State>,
+pub struct L2SliceCache {
+    state: Mutex<CacheState>,
     /// Slices kept, at most; more only while more have changes to be written.
     limit: AtomicUsize,
 }
 
 /// A slice as it is to be in the file.
-pub struct Copied {
+pub struct SliceCopy {
     pub slice: Arc<Slice>,
     pub bytes: Vec<u8>,
 }
 
 /// What a search of the map found.
-pub enum Found {
-    Here,
-    /// The caller is to load it, and to end by [`Tables::loaded`] or [`Tables::gave_up`].
-    Yours,
+pub enum SliceLookup {
+    InMemory,
+    /// The caller is to load it, and to end by [`L2SliceCache::loaded`] or [`L2SliceCache::gave_up`].
+    MustLoad,
 }
 
-impl Tables {
+impl L2SliceCache {
     pub fn new(limit: usize) -> Self {
-        Tables { state: Mutex::default(), limit: AtomicUsize::new(limit.max(FEWEST)) }
+        L2SliceCache { state: Mutex::default(), limit: AtomicUsize::new(limit.max(FEWEST)) }
     }
 
     pub fn limit(&self) -> usize {
@@ -161,7 +161,7 @@ impl Tables {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, CacheState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -174,18 +174,18 @@ impl Tables {
     }
 
     /// The slice, or the duty to load it; waits while another loads it.
-    pub async fn find(&self, number: u64) -> Found {
+    pub async fn find(&self, number: u64) -> SliceLookup {
         poll_fn(|cx| {
             let mut state = self.state();
             match state.map.get_mut(&number) {
-                Some(Slot::Ready(_)) => Poll::Ready(Found::Here),
+                Some(Slot::Ready(_)) => Poll::Ready(SliceLookup::InMemory),
                 Some(Slot::Loading(waiting)) => {
                     waiting.push(cx.waker().clone());
                     Poll::Pending
                 }
                 None => {
                     state.map.insert(number, Slot::Loading(Vec::new()));
-                    Poll::Ready(Found::Yours)
+                    Poll::Ready(SliceLookup::MustLoad)
                 }
             }
         })
@@ -205,7 +205,7 @@ impl Tables {
         state.clock.push_back(number);
     }
 
-    /// A slice that was read along. `seen`: what [`Tables::evictions`] said before it was read; if
+    /// A slice that was read along. `seen`: what [`L2SliceCache::evictions`] said before it was read; if
     /// one has gone since, it may have been this one, with changes that what was read has not.
     pub fn read_along(&self, slice: Slice, seen: u64) {
         let mut state = self.state();
@@ -281,22 +281,22 @@ impl Tables {
         self.state().dirty.len()
     }
 
-    /// Takes copies of all that have changed. Each is to come back by [`Tables::written`].
-    pub fn take_changes(&self) -> Vec<Copied> {
+    /// Takes copies of all that have changed. Each is to come back by [`L2SliceCache::written`].
+    pub fn take_changes(&self) -> Vec<SliceCopy> {
         let mut state = self.state();
         let taken = std::mem::take(&mut state.dirty);
         let copy = |slice: Arc<Slice>| {
             slice.writing.store(true, Ordering::Release);
             slice.dirty.store(false, Ordering::Release);
-            Copied { bytes: slice.bytes(), slice }
+            SliceCopy { bytes: slice.bytes(), slice }
         };
         taken.into_iter().map(copy).collect()
     }
 
     /// Copies are in the file; or are not, and their slices count as changed again.
-    pub fn written(&self, copies: &[Copied], ok: bool) {
+    pub fn written(&self, copies: &[SliceCopy], ok: bool) {
         let mut state = self.state();
-        for Copied { slice, .. } in copies {
+        for SliceCopy { slice, .. } in copies {
             slice.writing.store(false, Ordering::Release);
             if !ok && !slice.dirty.swap(true, Ordering::AcqRel) {
                 state.dirty.push(slice.clone());
@@ -311,7 +311,7 @@ impl Tables {
     }
 }
 
-impl State {
+impl CacheState {
     /// Lets slices go that were not used for a while; bounded, and those with changes stay.
     fn make_room(&mut self, limit: usize) {
         for _ in 0..AT_ONCE {
@@ -333,20 +333,25 @@ impl State {
 }
 
 /// One reactor's way to the slices it used last: a lookup takes no lock.
-pub struct Lines {
+pub struct LocalSlices {
     lines: RefCell<Vec<Option<Arc<Slice>>>>,
 }
 
-impl Lines {
+impl LocalSlices {
     /// `slices`: as many as the image has, or may keep.
     pub fn new(slices: u64, limit: usize) -> Self {
         let lines = slices.clamp(1, limit as u64).next_power_of_two() as usize;
-        Lines { lines: RefCell::new(vec![None; lines]) }
+        LocalSlices { lines: RefCell::new(vec![None; lines]) }
     }
 
     /// Gives the slice to `f`, if it is in memory.
     #[inline]
-    pub fn with<T>(&self, tables: &Tables, number: u64, f: impl FnOnce(&Slice) -> T) -> Option<T> {
+    pub fn with<T>(
+        &self,
+        tables: &L2SliceCache,
+        number: u64,
+        f: impl FnOnce(&Slice) -> T,
+    ) -> Option<T> {
         let mut lines = self.lines.borrow_mut();
         let at = number as usize & (lines.len() - 1);
         if let Some(slice) = &lines[at]

@@ -21,7 +21,7 @@ use super::bytes;
 use super::compressed::Decompressed;
 use super::entry::{Cluster, L1Entry, L2Entry, MAX_OFFSET};
 use super::shared::{Shape, Shared, lock};
-use super::tables::{Entry, Found, Lines, Slice};
+use super::tables::{Entry, LocalSlices, Slice, SliceLookup};
 
 /// Bytes of one L2 table that are read at once where requests follow one another.
 const READ_AHEAD: u64 = 64 << 10;
@@ -32,7 +32,7 @@ pub struct Qcow2<S> {
     pub(super) file: Raw<S>,
     /// The external data file.
     pub(super) data: Option<Raw<S>>,
-    lines: Lines,
+    lines: LocalSlices,
     pub(super) decompressed: Decompressed,
 }
 
@@ -43,7 +43,7 @@ impl<S: Storage> Qcow2<S> {
             .size()
             .div_ceil(shared.shape.cluster_size())
             .div_ceil(shared.shape.slice_entries);
-        let lines = Lines::new(slices, shared.tables.limit());
+        let lines = LocalSlices::new(slices, shared.tables.limit());
         let (file, data) = (file.in_whole_blocks(), data.map(Raw::in_whole_blocks));
         Qcow2 { shared, file, data, lines, decompressed: Decompressed::default() }
     }
@@ -170,10 +170,10 @@ impl<S: Storage> Qcow2<S> {
     pub async fn load(&self, offset: u64) -> io::Result<()> {
         let shape = *self.shape();
         let (number, _) = shape.slice(shape.cluster(offset));
-        if let Found::Here = self.shared.tables.find(number).await {
+        if let SliceLookup::InMemory = self.shared.tables.find(number).await {
             return Ok(());
         }
-        let duty = Duty { shared: &self.shared, number: Some(number) };
+        let duty = LoadGuard { shared: &self.shared, number: Some(number) };
         self.lines.tidy();
         let per_table = shape.slices_per_table();
         let (index, in_table) = (number / per_table, number % per_table);
@@ -284,19 +284,19 @@ impl<S: Storage> Qcow2<S> {
 }
 
 /// The duty to load a slice; dropped undone, others take it over.
-struct Duty<'a> {
+struct LoadGuard<'a> {
     shared: &'a Shared,
     number: Option<u64>,
 }
 
-impl Duty<'_> {
+impl LoadGuard<'_> {
     fn done(mut self, slice: Slice) {
         self.number = None;
         self.shared.tables.loaded(slice);
     }
 }
 
-impl Drop for Duty<'_> {
+impl Drop for LoadGuard<'_> {
     fn drop(&mut self) {
         if let Some(number) = self.number {
             self.shared.tables.gave_up(number);

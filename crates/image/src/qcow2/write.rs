@@ -38,7 +38,7 @@ const PIECES: usize = 8;
 
 /// What a write finds from some offset on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum WriteStep {
     /// `len` bytes go straight to the file.
     InPlace { len: u64, host: u64 },
     /// One cluster: its host cluster is this image's alone, but lacks what is not written.
@@ -61,7 +61,7 @@ impl<S: Storage> Qcow2<S> {
     ) -> (Segments, io::Result<()>) {
         let len = segments.len() as u64;
         match self.step(offset, len) {
-            Step::InPlace { len: all, host } if all == len => {
+            WriteStep::InPlace { len: all, host } if all == len => {
                 self.data_file().write(segments, host, false).await
             }
             _ => {
@@ -81,10 +81,10 @@ impl<S: Storage> Qcow2<S> {
         let mut pieces = Vec::new();
         while at < end {
             match self.step(at, end - at) {
-                Step::Load => self.load(at).await?,
-                step @ (Step::InPlace { len, .. }
-                | Step::Complete { len, .. }
-                | Step::Fill { len, .. }) => {
+                WriteStep::Load => self.load(at).await?,
+                step @ (WriteStep::InPlace { len, .. }
+                | WriteStep::Complete { len, .. }
+                | WriteStep::Fill { len, .. }) => {
                     pieces.push((at, len, step));
                     at += len;
                 }
@@ -93,8 +93,10 @@ impl<S: Storage> Qcow2<S> {
         let work = pieces.into_iter().map(async |(at, len, step)| {
             let piece = segments.slice((at - offset) as usize, len as usize);
             match step {
-                Step::InPlace { host, .. } => self.data_file().write(piece, host, false).await.1,
-                Step::Complete { host, .. } if self.is_whole_subclusters(at, len) => {
+                WriteStep::InPlace { host, .. } => {
+                    self.data_file().write(piece, host, false).await.1
+                }
+                WriteStep::Complete { host, .. } if self.is_whole_subclusters(at, len) => {
                     self.write_subclusters(backing, piece, at, host).await
                 }
                 _ => self.write_held(backing, piece, at).await,
@@ -106,10 +108,10 @@ impl<S: Storage> Qcow2<S> {
 
     /// Decides what to do from `offset` on, and for how many bytes.
     #[inline]
-    pub(super) fn step(&self, offset: u64, len: u64) -> Step {
+    pub(super) fn step(&self, offset: u64, len: u64) -> WriteStep {
         let shape = self.shape();
         let first = shape.cluster(offset);
-        let Some(entry) = self.entry(first) else { return Step::Load };
+        let Some(entry) = self.entry(first) else { return WriteStep::Load };
         let inside = offset & (shape.cluster_size() - 1);
         let here = len.min(shape.cluster_size() - inside);
         let mut step = self.step_in_cluster(entry, inside, here);
@@ -120,12 +122,11 @@ impl<S: Storage> Qcow2<S> {
             let here =
                 (offset + len - (cluster << shape.layout.cluster_bits)).min(shape.cluster_size());
             match (&mut step, self.step_in_cluster(entry, 0, here)) {
-                (Step::InPlace { len, host }, Step::InPlace { len: more, host: next })
-                    if *host + *len == next =>
-                {
-                    *len += more
-                }
-                (Step::Fill { len, whole }, Step::Fill { len: more, whole: next })
+                (
+                    WriteStep::InPlace { len, host },
+                    WriteStep::InPlace { len: more, host: next },
+                ) if *host + *len == next => *len += more,
+                (WriteStep::Fill { len, whole }, WriteStep::Fill { len: more, whole: next })
                     if *whole == next
                         && *len < FILLED_AT_ONCE
                         && cluster % shape.table_entries != 0 =>
@@ -139,29 +140,29 @@ impl<S: Storage> Qcow2<S> {
     }
 
     #[inline]
-    fn step_in_cluster(&self, entry: Entry, inside: u64, len: u64) -> Step {
+    fn step_in_cluster(&self, entry: Entry, inside: u64, len: u64) -> WriteStep {
         let shape = self.shape();
         let decoded =
             L2Entry::decode(entry.word, entry.bitmap, shape.layout).unwrap_or(L2Entry::UNALLOCATED);
         let mine = decoded.copied;
         match decoded.cluster {
-            Cluster::Standard { host } if mine => Step::InPlace { len, host: host + inside },
-            Cluster::Zero { host: Some(host) } if mine => Step::Complete { len, host },
+            Cluster::Standard { host } if mine => WriteStep::InPlace { len, host: host + inside },
+            Cluster::Zero { host: Some(host) } if mine => WriteStep::Complete { len, host },
             Cluster::Subclusters { host: Some(host), bitmap } if mine => {
                 let (first, last) = (inside / shape.unit, (inside + len - 1) / shape.unit);
                 let touched = (u32::MAX >> (31 - (last - first))) << first;
                 if bitmap.data() & touched == touched {
-                    Step::InPlace { len, host: host + inside }
+                    WriteStep::InPlace { len, host: host + inside }
                 } else {
-                    Step::Complete { len, host }
+                    WriteStep::Complete { len, host }
                 }
             }
             Cluster::Standard { .. }
             | Cluster::Compressed { .. }
-            | Cluster::Subclusters { host: Some(_), .. } => Step::Fill { len, whole: true },
+            | Cluster::Subclusters { host: Some(_), .. } => WriteStep::Fill { len, whole: true },
             Cluster::Unallocated
             | Cluster::Zero { .. }
-            | Cluster::Subclusters { host: None, .. } => Step::Fill { len, whole: false },
+            | Cluster::Subclusters { host: None, .. } => WriteStep::Fill { len, whole: false },
         }
     }
 
@@ -190,19 +191,21 @@ impl<S: Storage> Qcow2<S> {
             let step = self.step(at, end - at);
             let piece = |len: u64| segments.slice((at - offset) as usize, len as usize);
             at += match step {
-                Step::Load => {
+                WriteStep::Load => {
                     self.load(at).await?;
                     0
                 }
-                Step::InPlace { len, host } => {
+                WriteStep::InPlace { len, host } => {
                     self.data_file().write(piece(len), host, false).await.1?;
                     len
                 }
-                Step::Complete { len, host } => {
+                WriteStep::Complete { len, host } => {
                     self.complete(backing, piece(len), at, host).await?;
                     len
                 }
-                Step::Fill { len, whole } => self.fill(backing, &piece(len), at, whole).await?,
+                WriteStep::Fill { len, whole } => {
+                    self.fill(backing, &piece(len), at, whole).await?
+                }
             };
         }
         Ok(())

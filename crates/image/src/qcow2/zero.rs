@@ -15,7 +15,7 @@ use blockyard_storage::Storage;
 
 use crate::extent::{BackingLayers, Place};
 
-use super::entry::{Bitmap, COPIED, Cluster, L2Entry, OFFSET_MASK, ZERO};
+use super::entry::{COPIED, Cluster, L2Entry, OFFSET_MASK, SubclusterBitmap, ZERO};
 use super::tables::Entry;
 use super::view::Qcow2;
 
@@ -29,20 +29,23 @@ const ZEROES: u64 = 1 << 20;
 
 /// What is to become of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Wish {
+enum ZeroRequest {
     /// Zeroes; host clusters are kept, or may be given back. `fast`: Unsupported where they would
     /// have to be written.
     Zeroes { unmap: bool, fast: bool },
     /// Whether that would be Unsupported; nothing is changed.
-    Look { unmap: bool },
+    Probe { unmap: bool },
     /// Zeroes if that is cheap.
     Discard,
 }
 
-impl Wish {
+impl ZeroRequest {
     /// Host clusters stay.
     fn keeps(self) -> bool {
-        matches!(self, Wish::Zeroes { unmap: false, .. } | Wish::Look { unmap: false })
+        matches!(
+            self,
+            ZeroRequest::Zeroes { unmap: false, .. } | ZeroRequest::Probe { unmap: false }
+        )
     }
 }
 
@@ -55,7 +58,7 @@ impl<S: Storage> Qcow2<S> {
         len: u64,
         unmap: bool,
     ) -> io::Result<()> {
-        self.wipe(backing, offset, len, Wish::Zeroes { unmap, fast: false }).await
+        self.wipe(backing, offset, len, ZeroRequest::Zeroes { unmap, fast: false }).await
     }
 
     /// As [`Qcow2::write_zeroes`]; Unsupported, and nothing done, where that would be writing: see
@@ -68,7 +71,7 @@ impl<S: Storage> Qcow2<S> {
         unmap: bool,
     ) -> io::Result<()> {
         self.may_zero_fast(backing, offset, len, unmap).await?;
-        self.wipe(backing, offset, len, Wish::Zeroes { unmap, fast: true }).await
+        self.wipe(backing, offset, len, ZeroRequest::Zeroes { unmap, fast: true }).await
     }
 
     /// Unsupported where zeroes would have to be written as data: in a unit (cluster, or
@@ -93,7 +96,7 @@ impl<S: Storage> Qcow2<S> {
         }
         let shape = self.shape();
         if some && (shape.layout.version < 3 || shape.layout.extended_l2) {
-            self.wipe_units(backing, whole_start, whole_end, Wish::Look { unmap }).await?;
+            self.wipe_units(backing, whole_start, whole_end, ZeroRequest::Probe { unmap }).await?;
         }
         Ok(())
     }
@@ -105,7 +108,7 @@ impl<S: Storage> Qcow2<S> {
         offset: u64,
         len: u64,
     ) -> io::Result<()> {
-        self.wipe(backing, offset, len, Wish::Discard).await
+        self.wipe(backing, offset, len, ZeroRequest::Discard).await
     }
 
     /// Whether the host waits for space that the guest has given back, and for a flush that may be
@@ -119,7 +122,7 @@ impl<S: Storage> Qcow2<S> {
         backing: &B,
         offset: u64,
         len: u64,
-        wish: Wish,
+        wish: ZeroRequest,
     ) -> io::Result<()> {
         let (end, (whole_start, whole_end)) = (offset + len, self.whole_units(offset, len));
         if whole_start >= whole_end {
@@ -151,9 +154,9 @@ impl<S: Storage> Qcow2<S> {
         backing: &B,
         offset: u64,
         len: u64,
-        wish: Wish,
+        wish: ZeroRequest,
     ) -> io::Result<()> {
-        if len == 0 || wish == Wish::Discard || self.is_zero(backing, offset, len).await? {
+        if len == 0 || wish == ZeroRequest::Discard || self.is_zero(backing, offset, len).await? {
             return Ok(());
         }
         let shape = self.shape();
@@ -169,7 +172,7 @@ impl<S: Storage> Qcow2<S> {
         backing: &B,
         start: u64,
         end: u64,
-        wish: Wish,
+        wish: ZeroRequest,
     ) -> io::Result<()> {
         let shape = *self.shape();
         let bits = shape.layout.cluster_bits;
@@ -205,7 +208,7 @@ impl<S: Storage> Qcow2<S> {
         backing: &B,
         start: u64,
         end: u64,
-        wish: Wish,
+        wish: ZeroRequest,
     ) -> io::Result<()> {
         let shape = *self.shape();
         let cluster = shape.cluster(start);
@@ -228,17 +231,17 @@ impl<S: Storage> Qcow2<S> {
             self.wiped(old, decoded, (start % size, end - start), all, backing.exists(), wish)
         else {
             return match wish {
-                Wish::Discard => Ok(()),
-                Wish::Look { .. } | Wish::Zeroes { fast: true, .. } => {
+                ZeroRequest::Discard => Ok(()),
+                ZeroRequest::Probe { .. } | ZeroRequest::Zeroes { fast: true, .. } => {
                     Err(io::ErrorKind::Unsupported.into())
                 }
                 // The caller holds the cluster, so this is not `write`.
-                Wish::Zeroes { fast: false, .. } => {
+                ZeroRequest::Zeroes { fast: false, .. } => {
                     self.zero_held(backing, start, real_end - start).await
                 }
             };
         };
-        if new == old || matches!(wish, Wish::Look { .. }) {
+        if new == old || matches!(wish, ZeroRequest::Probe { .. }) {
             return Ok(());
         }
         self.own_table(shape.table(cluster)).await?;
@@ -263,7 +266,7 @@ impl<S: Storage> Qcow2<S> {
         (inside, len): (u64, u64),
         all: bool,
         something_below: bool,
-        wish: Wish,
+        wish: ZeroRequest,
     ) -> Option<Entry> {
         let shape = self.shape();
         let keep = wish.keeps() && decoded.copied && decoded.cluster.host().is_some();
@@ -288,7 +291,7 @@ impl<S: Storage> Qcow2<S> {
     ) -> Option<Entry> {
         if all {
             let word = if keep { old.word } else { 0 };
-            return Some(Entry { word, bitmap: Bitmap::ALL_ZERO.0 });
+            return Some(Entry { word, bitmap: SubclusterBitmap::ALL_ZERO.0 });
         }
         if let Cluster::Compressed { .. } = decoded.cluster {
             return None;
@@ -302,11 +305,11 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// The external file is to be read by itself, so zeroes are real ones there.
-    async fn wipe_raw_data(&self, start: u64, end: u64, wish: Wish) -> io::Result<()> {
+    async fn wipe_raw_data(&self, start: u64, end: u64, wish: ZeroRequest) -> io::Result<()> {
         match (wish, !wish.keeps()) {
             // The host is asked when it is done.
-            (Wish::Look { .. }, _) => Ok(()),
-            (Wish::Zeroes { fast: true, .. }, unmap) => {
+            (ZeroRequest::Probe { .. }, _) => Ok(()),
+            (ZeroRequest::Zeroes { fast: true, .. }, unmap) => {
                 self.data_file().write_zeroes_fast(start, end - start, unmap).await
             }
             (_, unmap) => self.data_file().write_zeroes(start, end - start, unmap).await,

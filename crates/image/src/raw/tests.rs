@@ -8,7 +8,7 @@ use blockyard_storage::sim::{OpKind, Sim, SimConfig, SimDisk, SimImage, yield_no
 const DIRECT: Alignment = Alignment { memory_align: 512, offset_align: 512 };
 const BLOCKS: Alignment = Alignment { memory_align: 512, offset_align: 4096 };
 
-/// A file whose last block holds what is no part of it, as a device's blocks do; it notes the
+/// A file whose last block has garbage behind the file's end, as a device may have. It records the
 /// calls.
 #[derive(Clone, Default)]
 struct Junk {
@@ -101,7 +101,7 @@ async fn take<S: Storage>(raw: &Raw<S>, offset: u64, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn what_lies_behind_the_end_of_a_file_is_never_seen_nor_written() {
+fn bytes_behind_the_end_of_a_file_are_never_read_nor_written() {
     for shape in [DIRECT, BLOCKS] {
         let junk = Junk::of(5000);
         let raw = Raw::on(junk.clone(), shape);
@@ -117,14 +117,14 @@ fn what_lies_behind_the_end_of_a_file_is_never_seen_nor_written() {
 }
 
 #[test]
-fn a_block_written_whole_at_the_end_lets_the_file_keep_its_length() {
+fn a_whole_block_write_at_the_end_keeps_the_length() {
     let junk = Junk::of(9 * 512);
     let raw = Raw::on(junk.clone(), BLOCKS);
     let resized = junk.resized_to.clone();
     run(async move {
         raw.write(Segments::from_bytes(&[9; 512]), 4096, true).await.1.unwrap();
         assert_eq!(raw.storage().len().await.unwrap(), 9 * 512);
-        // A person who resizes the file meanwhile has the last word.
+        // If another process resizes the file meanwhile, its size wins.
         resized.set(Some(1 << 20));
         raw.write(Segments::from_bytes(&[9; 512]), 4096, true).await.1.unwrap();
         assert_eq!(raw.storage().len().await.unwrap(), 1 << 20);
@@ -133,7 +133,7 @@ fn a_block_written_whole_at_the_end_lets_the_file_keep_its_length() {
 }
 
 #[test]
-fn a_block_device_is_asked_for_whole_blocks_only() {
+fn a_block_device_gets_requests_of_whole_blocks_only() {
     let junk = Junk { whole_blocks: 4096, ..Junk::of(1 << 16) };
     let raw =
         Raw { unit: 4096, ..Raw::on(junk.clone(), Alignment { memory_align: 1, offset_align: 1 }) };
@@ -156,7 +156,7 @@ fn a_block_device_is_asked_for_whole_blocks_only() {
 }
 
 #[test]
-fn zeroes_that_must_be_written_come_in_aligned_pieces() {
+fn written_zeroes_come_in_aligned_pieces() {
     let disk = SimDisk::new(SimImage::zeroed(8 << 20), SimConfig::new(1));
     disk.fail(
         blockyard_storage::sim::Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always(),
@@ -170,7 +170,7 @@ fn zeroes_that_must_be_written_come_in_aligned_pieces() {
 }
 
 #[test]
-fn zeroes_that_are_to_be_fast_are_never_written() {
+fn fast_zeroes_are_never_written_as_data() {
     let disk = SimDisk::new(SimImage::zeroed(8 << 20), SimConfig::new(1));
     disk.fail(
         blockyard_storage::sim::Fault::new(OpKind::Zero, io::ErrorKind::Unsupported).always(),
@@ -183,7 +183,7 @@ fn zeroes_that_are_to_be_fast_are_never_written() {
         }
     });
     assert!(disk.trace().iter().all(|t| t.kind != OpKind::Write));
-    // Of a device, what is less than one of its blocks.
+    // On a device, ranges smaller than its block.
     let junk = Junk { whole_blocks: 4096, ..Junk::of(1 << 16) };
     let raw =
         Raw { unit: 4096, ..Raw::on(junk.clone(), Alignment { memory_align: 1, offset_align: 1 }) };
@@ -198,7 +198,7 @@ fn zeroes_that_are_to_be_fast_are_never_written() {
 }
 
 #[test]
-fn what_fits_o_direct() {
+fn fits_checks_the_o_direct_alignment() {
     let (region, _) = Region::memfd("guest", 0, 0, 1 << 16).unwrap();
     let memory = Rc::new(GuestMemory::default().with(region).unwrap());
     let of = |pieces: &[(u64, u64)]| {
@@ -214,17 +214,17 @@ fn what_fits_o_direct() {
     let torn = [(0, 256), (1024, 768)];
     assert!(shape(1, 1).fits(&of(&odd), 3));
     assert!(!shape(512, 512).fits(&of(&odd), 0) && shape(1, 512).fits(&of(&odd), 0));
-    assert!(!shape(4, 512).fits(&of(&torn), 0), "each piece is to be whole blocks");
+    assert!(!shape(4, 512).fits(&of(&torn), 0), "each segment must have whole blocks");
     assert!(shape(4, 512).fits(&of(&[(4, 512), (1028, 512)]), 512));
     assert!(
         !shape(1, 512).fits(&of(&[(0, 512)]), 100),
-        "memory that may lie anywhere frees no offset"
+        "the offset must be aligned even if memory need not be"
     );
     assert!(!shape(512, 4096).fits(&of(&[(0, 512)]), 0));
 }
 
-/// Each read takes its bytes at once and answers a few turns later, so that what comes meanwhile is
-/// between the read and the write of a read-modify-write.
+/// Each read captures its bytes at once and completes some polls later. Concurrent operations
+/// therefore fall between the read and the write of a read-modify-write.
 #[derive(Clone)]
 struct SlowReads(Junk);
 
@@ -268,7 +268,7 @@ impl Storage for SlowReads {
 }
 
 #[test]
-fn a_write_of_other_bytes_never_undoes_zeroes_of_part_of_a_sector() {
+fn a_write_never_undoes_zeroes_in_the_rest_of_the_sector() {
     #[derive(Clone, Copy, Debug)]
     enum How {
         Zero,
@@ -276,7 +276,7 @@ fn a_write_of_other_bytes_never_undoes_zeroes_of_part_of_a_sector() {
         Discard,
     }
     for how in [How::Zero, How::FastZero, How::Discard] {
-        // The zeroes begin, end, or lie in the sector that is written to.
+        // The zeroed range begins, ends, or lies inside the sector that is written.
         for (offset, len) in [(100, 50), (100, 2000), (512 - 50, 600 + 50)] {
             let junk = Junk::of(1 << 16);
             let raw = Raw::on(SlowReads(junk.clone()), DIRECT);

@@ -39,7 +39,7 @@ pub fn commit(
         return Err(failed(chain, ImageError::refused(BELOW, "there is none")));
     };
     let work = Arc::new(CopyDown::new(0..chain.size(), depth, progress.clone()));
-    let pace = Arc::new(Pace { rate, next: Mutex::new(Instant::now()) });
+    let pace = Arc::new(RateLimit { rate, next: Mutex::new(Instant::now()) });
     let copied = on_reactors(threads, |handle| {
         let (chain, work, pace) = (chain.clone(), work.clone(), pace.clone());
         async move {
@@ -79,12 +79,12 @@ fn part(chain: &Chain, handle: &Handle, part: Range<usize>) -> Result<Image<Stor
 }
 
 /// Copies in all begin so that no more than `rate` bytes are begun in a second.
-struct Pace {
+struct RateLimit {
     rate: Option<u64>,
     next: Mutex<Instant>,
 }
 
-impl Pace {
+impl RateLimit {
     async fn wait(&self, handle: &Handle, bytes: u64) {
         let Some(rate) = self.rate else { return };
         let at = {

@@ -34,7 +34,7 @@ pub struct Comparison {
 
 /// What is known of a piece before it is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum What {
+enum ReadNeeded {
     Same,
     /// The first (or the second) is zeroes, or has ended; the other's bytes decide.
     OnlyFirst,
@@ -44,7 +44,7 @@ enum What {
     StatusDiffers,
 }
 
-struct Work {
+struct CompareJob {
     sweep: Sweep,
     strict: bool,
     differs_at: AtomicU64,
@@ -64,7 +64,7 @@ pub fn compare(
     let end = sizes.0.max(sizes.1);
     progress.expect(end);
     let never = || AtomicU64::new(u64::MAX);
-    let work = Arc::new(Work {
+    let work = Arc::new(CompareJob {
         sweep: Sweep::new(0..end),
         strict,
         differs_at: never(),
@@ -84,7 +84,7 @@ pub fn compare(
     })
 }
 
-impl Work {
+impl CompareJob {
     async fn run<S: Storage>(&self, a: &Disk<S>, b: &Disk<S>) -> Result<(), ChainError> {
         let workers = (0..AT_A_TIME)
             .map(|_| async { self.worker(a, b).await.inspect_err(|_| self.sweep.stop()) });
@@ -97,7 +97,7 @@ impl Work {
             self.sweep.next(async |at, len| judge(a, b, at, len, self.strict).await).await?
         {
             let (at, found) = match piece.what {
-                What::StatusDiffers => (Some(piece.offset), &self.status_differs_at),
+                ReadNeeded::StatusDiffers => (Some(piece.offset), &self.status_differs_at),
                 _ => (differs(a, b, &piece, &mut buffers).await?, &self.differs_at),
             };
             if let Some(at) = at {
@@ -118,7 +118,7 @@ async fn judge<S: Storage>(
     offset: u64,
     rest: u64,
     strict: bool,
-) -> Result<(u64, What), ChainError> {
+) -> Result<(u64, ReadNeeded), ChainError> {
     // Nothing is read behind the end of either.
     let (first, second) = (a.size().min(b.size()), a.size().max(b.size()));
     let rest = rest.min(if offset < first { first - offset } else { second - offset });
@@ -126,15 +126,15 @@ async fn judge<S: Storage>(
     let of_b = b.known(offset, of_a.len).await?;
     let len = of_b.len;
     if strict && (of_a.zero, of_a.data) != (of_b.zero, of_b.data) {
-        return Ok((len, What::StatusDiffers));
+        return Ok((len, ReadNeeded::StatusDiffers));
     }
     Ok(match (of_a.zero, of_b.zero) {
-        (true, true) => (len, What::Same),
+        (true, true) => (len, ReadNeeded::Same),
         // Many short extents are read together.
-        _ if len < PIECE && offset < first && !strict => (rest.min(PIECE), What::Both),
-        (true, false) => (len.min(PIECE), What::OnlySecond),
-        (false, true) => (len.min(PIECE), What::OnlyFirst),
-        (false, false) => (len.min(PIECE), What::Both),
+        _ if len < PIECE && offset < first && !strict => (rest.min(PIECE), ReadNeeded::Both),
+        (true, false) => (len.min(PIECE), ReadNeeded::OnlySecond),
+        (false, true) => (len.min(PIECE), ReadNeeded::OnlyFirst),
+        (false, false) => (len.min(PIECE), ReadNeeded::Both),
     })
 }
 
@@ -142,7 +142,7 @@ async fn judge<S: Storage>(
 async fn differs<S: Storage>(
     a: &Disk<S>,
     b: &Disk<S>,
-    piece: &Piece<What>,
+    piece: &Piece<ReadNeeded>,
     buffers: &mut (Segments, Segments),
 ) -> Result<Option<u64>, ChainError> {
     let len = piece.len as usize;
@@ -151,10 +151,10 @@ async fn differs<S: Storage>(
     let read =
         async |disk: &Disk<S>, into: &Segments| disk.read(into.slice(0, len), piece.offset).await;
     let found = match piece.what {
-        What::Same | What::StatusDiffers => None,
-        What::OnlyFirst => read(a, of_a).await?.find_nonzero(0, len),
-        What::OnlySecond => read(b, of_b).await?.find_nonzero(0, len),
-        What::Both => {
+        ReadNeeded::Same | ReadNeeded::StatusDiffers => None,
+        ReadNeeded::OnlyFirst => read(a, of_a).await?.find_nonzero(0, len),
+        ReadNeeded::OnlySecond => read(b, of_b).await?.find_nonzero(0, len),
+        ReadNeeded::Both => {
             read(a, of_a).await?;
             read(b, of_b).await?;
             of_a.find_difference(0, of_b, 0, len)

@@ -58,7 +58,7 @@ impl Default for ConvertOptions {
 
 /// What is known of a piece before it is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum What {
+enum PieceContent {
     /// The target has it already.
     Same,
     Zero,
@@ -73,7 +73,7 @@ enum Action {
     Write,
 }
 
-struct Work {
+struct ConvertJob {
     sweep: Sweep,
     options: ConvertOptions,
     progress: Arc<Progress>,
@@ -103,7 +103,7 @@ pub fn convert(
         // The same file shows other bytes at the same place.
         _ => (usize::MAX, usize::MAX),
     };
-    let work = Arc::new(Work {
+    let work = Arc::new(ConvertJob {
         sweep: Sweep::new(0..end),
         options: *options,
         progress: progress.clone(),
@@ -118,13 +118,13 @@ pub fn convert(
     })
 }
 
-impl Work {
+impl ConvertJob {
     async fn run<S: Storage, T: Storage>(
         &self,
         source: &Source<S>,
         target: &Disk<T>,
     ) -> Result<(), ChainError> {
-        let copy = Copy {
+        let worker = ConvertWorker {
             work: self,
             source,
             target,
@@ -132,7 +132,7 @@ impl Work {
             piece: self.piece(target),
         };
         let workers = (0..self.options.at_a_time)
-            .map(|_| async { copy.worker().await.inspect_err(|_| self.sweep.stop()) });
+            .map(|_| async { worker.run().await.inspect_err(|_| self.sweep.stop()) });
         join::all(self.options.at_a_time, workers).await
     }
 
@@ -157,16 +157,16 @@ fn grain<T: Storage>(target: &Disk<T>, options: &ConvertOptions) -> u64 {
 }
 
 /// One reactor's part of the work.
-struct Copy<'a, S, T> {
-    work: &'a Work,
+struct ConvertWorker<'a, S, T> {
+    work: &'a ConvertJob,
     source: &'a Source<S>,
     target: &'a Disk<T>,
     grain: u64,
     piece: u64,
 }
 
-impl<S: Storage, T: Storage> Copy<'_, S, T> {
-    async fn worker(&self) -> Result<(), ChainError> {
+impl<S: Storage, T: Storage> ConvertWorker<'_, S, T> {
+    async fn run(&self) -> Result<(), ChainError> {
         let len = self.piece as usize;
         let mut buffer = Segments::buffer(len);
         let mut backing = Segments::buffer(if self.has_backing() { len } else { 0 });
@@ -174,9 +174,9 @@ impl<S: Storage, T: Storage> Copy<'_, S, T> {
             self.work.sweep.next(async |offset, rest| self.judge(offset, rest).await).await?
         {
             match piece.what {
-                What::Same => {}
-                What::Zero => self.target.write_zeroes(piece.offset, piece.len).await?,
-                What::Data => self.copy(&piece, &mut buffer, &mut backing).await?,
+                PieceContent::Same => {}
+                PieceContent::Zero => self.target.write_zeroes(piece.offset, piece.len).await?,
+                PieceContent::Data => self.copy(&piece, &mut buffer, &mut backing).await?,
             }
             self.work.progress.add(piece.len);
         }
@@ -188,8 +188,8 @@ impl<S: Storage, T: Storage> Copy<'_, S, T> {
     }
 
     /// What is to be done from `offset` on, and for how many bytes.
-    async fn judge(&self, offset: u64, rest: u64) -> Result<(u64, What), ChainError> {
-        let data = (rest.min(self.piece - offset % self.piece), What::Data);
+    async fn judge(&self, offset: u64, rest: u64) -> Result<(u64, PieceContent), ChainError> {
+        let data = (rest.min(self.piece - offset % self.piece), PieceContent::Data);
         let options = &self.work.options;
         if options.sparse == 0 {
             return Ok(data);
@@ -200,23 +200,25 @@ impl<S: Storage, T: Storage> Copy<'_, S, T> {
         if !shared && !found.zero {
             return Ok(data);
         }
-        let (mut len, mut what) =
-            (found.len, if found.zero && options.fresh { What::Same } else { What::Zero });
+        let (mut len, mut what) = (
+            found.len,
+            if found.zero && options.fresh { PieceContent::Same } else { PieceContent::Zero },
+        );
         if self.has_backing() {
             let there = self.target.status(offset, len).await?;
             len = there.len;
             what = match found.zero {
                 // The target may have data of its own there, which hide the shared layers.
-                _ if shared && there.depth >= shared_from.1 => What::Same,
-                true if there.zero => What::Same,
-                true => What::Zero,
-                false => What::Data,
+                _ if shared && there.depth >= shared_from.1 => PieceContent::Same,
+                true if there.zero => PieceContent::Same,
+                true => PieceContent::Zero,
+                false => PieceContent::Data,
             };
         }
-        if what == What::Zero {
+        if what == PieceContent::Zero {
             len = len.min(ZEROES);
         }
-        if what == What::Data {
+        if what == PieceContent::Data {
             return Ok(data);
         }
         // Whole pieces, so that those which follow begin at a multiple.
@@ -226,7 +228,7 @@ impl<S: Storage, T: Storage> Copy<'_, S, T> {
 
     async fn copy(
         &self,
-        piece: &Piece<What>,
+        piece: &Piece<PieceContent>,
         buffer: &mut Segments,
         backing: &mut Segments,
     ) -> Result<(), ChainError> {

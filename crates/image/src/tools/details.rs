@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::chain::{Chain, ChainError};
-use crate::qcow2::bitmap::directory::{self, Bitmap};
+use crate::qcow2::bitmap::directory::{self, BitmapEntry};
 use crate::qcow2::snapshot::table::{self, Snapshot};
 
 use super::file::{of_file, raw_of};
@@ -12,7 +12,7 @@ use super::reactors::on_reactor;
 #[derive(Debug, Default)]
 pub struct Details {
     pub snapshots: Vec<Snapshot>,
-    pub bitmaps: Vec<Bitmap>,
+    pub bitmaps: Vec<BitmapEntry>,
 }
 
 /// Of each image of the chain.

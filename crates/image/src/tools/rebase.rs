@@ -48,7 +48,7 @@ pub struct RebaseOptions {
     pub compress: bool,
 }
 
-struct Work {
+struct RebaseJob {
     compress: bool,
     sweep: Sweep,
     progress: Arc<Progress>,
@@ -58,7 +58,7 @@ struct Work {
 
 /// What is to be done with a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum What {
+enum PieceDecision {
     Same,
     Compare,
 }
@@ -80,7 +80,7 @@ pub fn rebase(
     progress: &Arc<Progress>,
 ) -> Result<(), ChainError> {
     progress.expect(chain.size());
-    let work = Arc::new(Work {
+    let work = Arc::new(RebaseJob {
         compress: options.compress,
         sweep: Sweep::new(0..chain.size()),
         progress: progress.clone(),
@@ -106,7 +106,7 @@ fn shared_from(old: &[Arc<ChainLayer>], new: &[Arc<ChainLayer>]) -> (usize, usiz
     (old.len() - count, new.len() - count)
 }
 
-impl Work {
+impl RebaseJob {
     async fn run<S: Storage>(
         &self,
         disk: &Disk<S>,
@@ -130,7 +130,7 @@ impl Work {
         while let Some(next) =
             self.sweep.next(async |at, rest| self.judge(disk, new, piece, at, rest).await).await?
         {
-            if next.what == What::Compare {
+            if next.what == PieceDecision::Compare {
                 if buffers.0.is_empty() {
                     buffers = (Segments::buffer(piece as usize), Segments::buffer(piece as usize));
                 }
@@ -148,10 +148,10 @@ impl Work {
         piece: u64,
         at: u64,
         rest: u64,
-    ) -> Result<(u64, What), ChainError> {
+    ) -> Result<(u64, PieceDecision), ChainError> {
         let own = own(disk, at, rest).await?;
         if own.1 {
-            return Ok((own.0, What::Same));
+            return Ok((own.0, PieceDecision::Same));
         }
         let backing = disk.known(at, own.0).await?;
         let (zero, depth, len) = match new {
@@ -163,10 +163,10 @@ impl Work {
         };
         let shared = backing.depth >= self.shared_from.0 && depth >= self.shared_from.1;
         if backing.zero && zero || shared && new.is_some() {
-            return Ok((len, What::Same));
+            return Ok((len, PieceDecision::Same));
         }
         // Many short ranges are looked at together.
-        Ok((rest.min(piece - at % piece), What::Compare))
+        Ok((rest.min(piece - at % piece), PieceDecision::Compare))
     }
 
     /// Writes what differs in a piece into the image, where it is not its own yet.
@@ -174,7 +174,7 @@ impl Work {
         &self,
         disk: &Disk<S>,
         new: Option<&Disk<S>>,
-        piece: &Piece<What>,
+        piece: &Piece<PieceDecision>,
         buffers: &(Segments, Segments),
     ) -> Result<(), ChainError> {
         let len = piece.len as usize;

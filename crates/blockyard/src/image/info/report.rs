@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use blockyard_image::qcow2::bitmap::directory::{AUTO, Bitmap, IN_USE};
+use blockyard_image::qcow2::bitmap::directory::{AUTO, BitmapEntry, IN_USE};
 use blockyard_image::qcow2::{Compression, Header};
 use blockyard_image::tools::Details;
 use blockyard_image::{ChainLayer, Format, ImageFile, SECTOR, cow};
@@ -85,7 +85,7 @@ pub struct CowFields {
 }
 
 impl BitmapFields {
-    fn of(bitmap: &Bitmap) -> Self {
+    fn of(bitmap: &BitmapEntry) -> Self {
         let flags = [(IN_USE, "in-use"), (AUTO, "auto")]
             .into_iter()
             .filter(|(bit, _)| bitmap.flags & bit != 0);

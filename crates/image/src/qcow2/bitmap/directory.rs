@@ -24,7 +24,7 @@ pub(super) const MAX_NAME: usize = 1023;
 
 /// What is needed to find a bitmap's clusters and to mark it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Bitmap {
+pub struct BitmapEntry {
     /// Where the entry lies in the directory, in bytes.
     pub at: usize,
     /// Its bytes, with padding.
@@ -41,7 +41,7 @@ pub struct Bitmap {
     pub name: String,
 }
 
-impl Bitmap {
+impl BitmapEntry {
     /// What is wrong with the place of its table.
     pub fn table_fault(&self, header: &Header) -> Option<String> {
         if u64::from(self.table_size) << header.cluster_bits > MAX_BITMAP_BYTES {
@@ -91,7 +91,7 @@ impl Bitmap {
 
 /// A directory of these bitmaps, without extra data. Their places in the old directory do not
 /// matter.
-pub fn encode(bitmaps: &[Bitmap]) -> Vec<u8> {
+pub fn encode(bitmaps: &[BitmapEntry]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for bitmap in bitmaps {
         let at = bytes.len();
@@ -117,7 +117,7 @@ pub fn entry_bytes(name_len: usize, extra_len: usize) -> u64 {
 pub async fn read<S: Storage>(
     file: &Raw<S>,
     extension: &BitmapsExtension,
-) -> Result<(Vec<u8>, Vec<Bitmap>), ImageError> {
+) -> Result<(Vec<u8>, Vec<BitmapEntry>), ImageError> {
     let (offset, size) = (extension.directory_offset, extension.directory_size);
     let io = |e| ImageError::io("qcow2 bitmap directory", offset, "reading", e);
     if offset.saturating_add(size) > file.storage().len().await.map_err(io)? {
@@ -132,7 +132,7 @@ pub async fn read<S: Storage>(
     Ok((bytes, bitmaps))
 }
 
-fn entries(bytes: &[u8], count: u32, offset: u64) -> Result<Vec<Bitmap>, ImageError> {
+fn entries(bytes: &[u8], count: u32, offset: u64) -> Result<Vec<BitmapEntry>, ImageError> {
     let (mut at, mut bitmaps) = (0, Vec::new());
     for index in 0..count {
         let bad = |what: &str| {
@@ -150,7 +150,7 @@ fn entries(bytes: &[u8], count: u32, offset: u64) -> Result<Vec<Bitmap>, ImageEr
             .filter(|&end| end <= rest.len())
             .ok_or_else(|| bad("it goes on beyond the directory's end"))?;
         let name = String::from_utf8_lossy(&rest[end - name_len..end]).into_owned();
-        bitmaps.push(Bitmap {
+        bitmaps.push(BitmapEntry {
             at,
             len: end.next_multiple_of(8) as u64,
             table_offset: be64(fixed, 0),

@@ -10,11 +10,11 @@
 use blockyard_storage::Storage;
 
 use super::directory::{
-    self, AUTO, Bitmap, DIRTY_TRACKING, GRANULARITY_BITS, IN_USE, MAX_BITMAP_BYTES, MAX_NAME,
+    self, AUTO, BitmapEntry, DIRTY_TRACKING, GRANULARITY_BITS, IN_USE, MAX_BITMAP_BYTES, MAX_NAME,
 };
 use crate::error::ImageError;
 use crate::qcow2::bytes::{self, be64, put64};
-use crate::qcow2::change::Change;
+use crate::qcow2::change::OfflineChange;
 use crate::qcow2::entry::OFFSET_MASK;
 use crate::qcow2::header::{
     AUTOCLEAR_BITMAPS, BitmapsExtension, EXTENSION_BITMAPS, Header, MAX_BITMAP_DIRECTORY_BYTES,
@@ -56,21 +56,21 @@ pub struct Bits {
 }
 
 /// A bitmap with its bits, if they are to be written.
-struct Held {
-    entry: Bitmap,
+struct LoadedBitmap {
+    entry: BitmapEntry,
     bits: Option<Bits>,
 }
 
 /// Makes the changes to the bitmap `name`, in this order and all at once. Durable when it returns.
 pub async fn edit<S: Storage>(file: &Raw<S>, name: &str, edits: &[Edit]) -> Result<(), ImageError> {
-    let change = Change::begin(file).await?;
+    let change = OfflineChange::begin(file).await?;
     if change.old.version < 3 {
         return Err(ImageError::unsupported(
             STRUCTURE,
             "version 2 has none: `image amend -o compat=1.1` first",
         ));
     }
-    let mut set = Set::load(file, &change.old).await?;
+    let mut set = BitmapSet::load(file, &change.old).await?;
     for edit in edits {
         set.apply(file, &change.old, name, edit).await?;
     }
@@ -80,20 +80,20 @@ pub async fn edit<S: Storage>(file: &Raw<S>, name: &str, edits: &[Edit]) -> Resu
 /// Reads the bits of a bitmap; its data can be trusted.
 pub async fn read<S: Storage>(file: &Raw<S>, name: &str) -> Result<Bits, ImageError> {
     let header = Header::read(file).await?;
-    let set = Set::load(file, &header).await?;
+    let set = BitmapSet::load(file, &header).await?;
     let at = set.find(name)?;
     set.trusted(at, &header)?;
     Bits::read(file, &header, &set.0[at].entry).await
 }
 
 /// All bitmaps of an image with their bits, to be stored again for a disk of another size.
-pub(in crate::qcow2) struct Set(Vec<Held>);
+pub(in crate::qcow2) struct BitmapSet(Vec<LoadedBitmap>);
 
-impl Set {
+impl BitmapSet {
     async fn load<S: Storage>(file: &Raw<S>, header: &Header) -> Result<Self, ImageError> {
-        let Some(extension) = &header.bitmaps else { return Ok(Set(Vec::new())) };
+        let Some(extension) = &header.bitmaps else { return Ok(BitmapSet(Vec::new())) };
         let (_, entries) = directory::read(file, extension).await?;
-        Ok(Set(entries.into_iter().map(|entry| Held { entry, bits: None }).collect()))
+        Ok(BitmapSet(entries.into_iter().map(|entry| LoadedBitmap { entry, bits: None }).collect()))
     }
 
     /// All of an image's bitmaps as they are to be for a disk of `size` bytes. What is new is not
@@ -131,7 +131,7 @@ impl Set {
 
     /// A bitmap in use was not saved by its last writer: its bits may be wrong.
     fn trusted(&self, at: usize, header: &Header) -> Result<(), ImageError> {
-        let Held { entry, bits } = &self.0[at];
+        let LoadedBitmap { entry, bits } = &self.0[at];
         if bits.is_none() {
             can_be_written(entry, header)?;
         }
@@ -203,7 +203,7 @@ impl Set {
             ));
         }
         // What is 0 is decided when the set is stored.
-        let entry = Bitmap {
+        let entry = BitmapEntry {
             at: 0,
             len: 0,
             table_offset: 0,
@@ -214,12 +214,15 @@ impl Set {
             extra_len: 0,
             name: name.into(),
         };
-        self.0.push(Held { entry, bits: Some(Bits::new(header.size, granularity_bits)?) });
+        self.0.push(LoadedBitmap { entry, bits: Some(Bits::new(header.size, granularity_bits)?) });
         Ok(())
     }
 
     /// Writes the set to free clusters, and switches to it.
-    pub async fn store<S: Storage>(mut self, change: Change<'_, S>) -> Result<(), ImageError> {
+    pub async fn store<S: Storage>(
+        mut self,
+        change: OfflineChange<'_, S>,
+    ) -> Result<(), ImageError> {
         let mut new = change.old.clone();
         let cluster = new.cluster_size();
         for held in self.0.iter().filter(|held| held.bits.is_none()) {
@@ -257,13 +260,13 @@ impl Set {
         change.switch(new).await.map(|_| ())
     }
 
-    fn entries(&self) -> Vec<Bitmap> {
+    fn entries(&self) -> Vec<BitmapEntry> {
         self.0.iter().map(|held| held.entry.clone()).collect()
     }
 }
 
 /// An entry that is not understood as a whole would be another one when it is written again.
-fn can_be_written(entry: &Bitmap, header: &Header) -> Result<(), ImageError> {
+fn can_be_written(entry: &BitmapEntry, header: &Header) -> Result<(), ImageError> {
     let odd = entry
         .odd(header)
         .or(entry.name.contains(char::REPLACEMENT_CHARACTER).then(|| "its name is no text".into()));
@@ -291,7 +294,7 @@ impl Bits {
     async fn read<S: Storage>(
         file: &Raw<S>,
         header: &Header,
-        entry: &Bitmap,
+        entry: &BitmapEntry,
     ) -> Result<Self, ImageError> {
         let structure = format!("qcow2 bitmap \"{}\"", entry.name);
         let invalid =
@@ -401,7 +404,7 @@ impl Bits {
     /// Writes table and data from `at` on; returns where they end.
     async fn write<S: Storage>(
         &self,
-        change: &Change<'_, S>,
+        change: &OfflineChange<'_, S>,
         at: u64,
         cluster: u64,
     ) -> Result<u64, ImageError> {

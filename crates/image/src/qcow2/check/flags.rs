@@ -14,19 +14,19 @@ use super::report::{FindingKind, Tally};
 use super::walk::{PIECE_ENTRIES, l2_entries, words};
 use crate::error::ImageError;
 use crate::qcow2::bytes::{self, put64};
-use crate::qcow2::entry::{COPIED, Cluster, L1Entry, L2Entry, Layout};
+use crate::qcow2::entry::{COPIED, Cluster, EntryFormat, L1Entry, L2Entry};
 use crate::qcow2::header::Header;
 use crate::raw::Raw;
 
 /// Which flags are changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Change {
+pub struct FlagRepair {
     pub set: bool,
-    pub clear: Clear,
+    pub clear: ClearCopied,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Clear {
+pub enum ClearCopied {
     None,
     /// Where more references than one were counted, whatever the refcount is now.
     Shared,
@@ -37,26 +37,26 @@ pub enum Clear {
 pub struct Flags<'a, S> {
     pub file: &'a Raw<S>,
     pub header: &'a Header,
-    pub layout: Layout,
+    pub layout: EntryFormat,
     pub file_len: u64,
     /// The external data file's.
     pub data_file_len: Option<u64>,
     pub counts: &'a Counts,
     pub tally: &'a mut Tally,
     /// What is known from a pass that only looked, and what is to be changed; None: look only.
-    pub repair: Option<(&'a Tally, Change)>,
+    pub repair: Option<(&'a Tally, FlagRepair)>,
     /// Where the table's next cluster would lie if it were not fragmented.
     pub next_offset: u64,
 }
 
 /// A table in memory, and which of its bytes were changed.
-struct Edit {
+struct TableBuffer {
     at: u64,
     bytes: Vec<u8>,
     changed: Option<(usize, usize)>,
 }
 
-impl Edit {
+impl TableBuffer {
     fn set(&mut self, index: u64, size: u64, word: u64) {
         let byte = (index * size) as usize;
         put64(&mut self.bytes, byte, word);
@@ -88,7 +88,7 @@ impl<S: Storage> Flags<'_, S> {
                 (entries - first).min(PIECE_ENTRIES as u64) * 8,
             );
             let Some(bytes) = self.read("qcow2 L1 table", at, len).await else { return Ok(()) };
-            let mut edit = Edit { at, bytes, changed: None };
+            let mut edit = TableBuffer { at, bytes, changed: None };
             let tables: Vec<(u64, u64)> =
                 words(&edit.bytes).filter(|(_, word)| *word != 0).collect();
             for (i, word) in tables {
@@ -163,11 +163,11 @@ impl<S: Storage> Flags<'_, S> {
             false => format_args!("the COPIED flag is not set, but the refcount is 1"),
         };
         self.tally.find(FindingKind::Copied, structure, at, text);
-        let changed = |change: Change| match (copied, change.clear) {
+        let changed = |change: FlagRepair| match (copied, change.clear) {
             (false, _) => change.set,
-            (true, Clear::None) => false,
-            (true, Clear::Shared) => count.references > 1,
-            (true, Clear::Wrong) => true,
+            (true, ClearCopied::None) => false,
+            (true, ClearCopied::Shared) => count.references > 1,
+            (true, ClearCopied::Wrong) => true,
         };
         self.repair.is_some_and(|(_, change)| changed(change)).then_some(once)
     }
@@ -176,14 +176,14 @@ impl<S: Storage> Flags<'_, S> {
     fn lone_flag(&mut self, structure: std::fmt::Arguments<'_>, at: u64) -> bool {
         let text = format_args!("the COPIED flag is set, but there is no L2 table");
         self.tally.find(FindingKind::Harmless, structure, at, text);
-        self.repair.is_some_and(|(_, change)| change.clear == Clear::Wrong)
+        self.repair.is_some_and(|(_, change)| change.clear == ClearCopied::Wrong)
     }
 
     async fn l2_table(&mut self, at: u64, l1_index: u64) -> Result<(), ImageError> {
         let Some(bytes) = self.read("qcow2 L2 table", at, self.header.cluster_size()).await else {
             return Ok(());
         };
-        let mut edit = Edit { at, bytes, changed: None };
+        let mut edit = TableBuffer { at, bytes, changed: None };
         self.next_offset = 0;
         let size = self.header.l2_entry_size();
         let entries: Vec<_> =

@@ -13,7 +13,7 @@ use super::report::{FindingKind, Tally};
 use super::walk::words;
 use crate::error::ImageError;
 use crate::qcow2::bytes;
-use crate::qcow2::entry::{self, Layout};
+use crate::qcow2::entry::{self, EntryFormat};
 use crate::qcow2::header::Header;
 use crate::qcow2::refblock::RefcountWidth;
 use crate::raw::Raw;
@@ -55,7 +55,7 @@ impl Refcounts {
         let table = table.map_err(|e| ImageError::io(structure, at, "reading", e))?;
         let mut seen = HashSet::new();
         for (index, word) in words(&table) {
-            let block = match entry::refcount_block(word, Layout::of(header)) {
+            let block = match entry::refcount_block(word, EntryFormat::of(header)) {
                 Ok(Some(block)) if block >= file_len => Err("it lies beyond the end of the file"),
                 Ok(Some(block)) if !seen.insert(block) => {
                     Err("another entry points to the same block")
@@ -113,12 +113,12 @@ pub struct Compare<'a, S> {
     pub tally: &'a mut Tally,
     pub file_len: u64,
     /// None: look only.
-    pub repair: Option<Change>,
+    pub repair: Option<RefcountRepair>,
 }
 
 /// Which refcounts are changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Change {
+pub struct RefcountRepair {
     pub raise: bool,
     pub lower: bool,
 }

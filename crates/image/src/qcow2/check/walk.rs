@@ -17,7 +17,9 @@ use super::stored::Refcounts;
 use crate::error::{ErrorKind, ImageError};
 use crate::qcow2::bitmap::directory;
 use crate::qcow2::bytes::{self, be64};
-use crate::qcow2::entry::{COMPRESSED, COPIED, Cluster, L1Entry, L2Entry, Layout, OFFSET_MASK};
+use crate::qcow2::entry::{
+    COMPRESSED, COPIED, Cluster, EntryFormat, L1Entry, L2Entry, OFFSET_MASK,
+};
 use crate::qcow2::header::Header;
 use crate::qcow2::snapshot::table;
 use crate::raw::Raw;
@@ -33,7 +35,7 @@ struct Site<'a> {
 }
 
 /// A contiguous table that the image was told to have.
-struct Table {
+struct TableReference {
     offset: u64,
     entries: u64,
     /// How many say that it is theirs.
@@ -41,7 +43,7 @@ struct Table {
     name: String,
 }
 
-impl Table {
+impl TableReference {
     fn len(&self) -> u64 {
         self.entries * 8
     }
@@ -49,15 +51,15 @@ impl Table {
 
 /// Tables to follow, of which no two overlap.
 #[derive(Default)]
-struct Tables {
-    list: Vec<Table>,
+struct DistinctTables {
+    list: Vec<TableReference>,
     /// By offset: where each ends, and its place in the list.
     places: BTreeMap<u64, (u64, usize)>,
 }
 
-impl Tables {
+impl DistinctTables {
     /// False: it overlaps another one. The same table again is no overlap.
-    fn add(&mut self, table: Table) -> bool {
+    fn add(&mut self, table: TableReference) -> bool {
         let (start, end) = (table.offset, table.offset + table.len());
         let before = self.places.range((Bound::Unbounded, Bound::Excluded(end))).next_back();
         match before {
@@ -77,7 +79,7 @@ impl Tables {
 pub struct Walk<'a, S> {
     pub file: &'a Raw<S>,
     pub header: &'a Header,
-    pub layout: Layout,
+    pub layout: EntryFormat,
     pub file_len: u64,
     pub counts: &'a mut Counts,
     pub tally: &'a mut Tally,
@@ -89,8 +91,8 @@ impl<S: Storage> Walk<'_, S> {
     /// Counts all references; `refcounts`: of the refcount structures too.
     pub async fn count(&mut self, refcounts: Option<&Refcounts>) {
         self.metadata(Site { structure: format_args!("qcow2 header"), at: 0 }, 0, 1);
-        let mut l1_tables = Tables::default();
-        let active = Table {
+        let mut l1_tables = DistinctTables::default();
+        let active = TableReference {
             offset: self.header.l1_offset,
             entries: self.header.l1_size.into(),
             times: 1,
@@ -174,7 +176,7 @@ impl<S: Storage> Walk<'_, S> {
     }
 
     /// Counts a table's own clusters, and takes it among those to follow.
-    fn table(&mut self, table: Table, tables: &mut Tables) {
+    fn table(&mut self, table: TableReference, tables: &mut DistinctTables) {
         let name = table.name.clone();
         let site = Site { structure: format_args!("{name}"), at: table.offset };
         if table.entries > 0 && self.metadata(site, table.offset, table.len()) && !tables.add(table)
@@ -193,7 +195,7 @@ impl<S: Storage> Walk<'_, S> {
         self.lost(kind, Site { structure: format_args!("{structure}"), at }, format_args!("{e}"));
     }
 
-    async fn snapshots(&mut self, tables: &mut Tables) {
+    async fn snapshots(&mut self, tables: &mut DistinctTables) {
         let header = self.header;
         if header.snapshot_count == 0 {
             return;
@@ -220,7 +222,7 @@ impl<S: Storage> Walk<'_, S> {
                     let site = Site { structure: format_args!("{name}"), at: offset };
                     self.lost(FindingKind::BadTable, site, format_args!("{fault}"));
                 }
-                None => self.table(Table { offset, entries, times: 1, name }, tables),
+                None => self.table(TableReference { offset, entries, times: 1, name }, tables),
             }
         }
     }
@@ -238,7 +240,7 @@ impl<S: Storage> Walk<'_, S> {
         }
     }
 
-    async fn bitmaps(&mut self, tables: &mut Tables) {
+    async fn bitmaps(&mut self, tables: &mut DistinctTables) {
         let header = self.header;
         let Some(extension) = &header.bitmaps else { return };
         let (structure, at) = ("qcow2 bitmap directory", extension.directory_offset);
@@ -276,13 +278,13 @@ impl<S: Storage> Walk<'_, S> {
                             format_args!("{what}"),
                         );
                     }
-                    self.table(Table { offset, entries, times: 1, name }, tables);
+                    self.table(TableReference { offset, entries, times: 1, name }, tables);
                 }
             }
         }
     }
 
-    async fn bitmap_table(&mut self, table: &Table) {
+    async fn bitmap_table(&mut self, table: &TableReference) {
         for first in (0..table.entries).step_by(PIECE_ENTRIES) {
             let Some(piece) = self.piece(table, first).await else { return };
             for (i, word) in words(&piece).filter(|(_, word)| *word > 1) {
@@ -303,7 +305,7 @@ impl<S: Storage> Walk<'_, S> {
     }
 
     /// The piece of a table that begins with entry `first`.
-    async fn piece(&mut self, table: &Table, first: u64) -> Option<Vec<u8>> {
+    async fn piece(&mut self, table: &TableReference, first: u64) -> Option<Vec<u8>> {
         let (at, len) =
             (table.offset + first * 8, (table.entries - first).min(PIECE_ENTRIES as u64) * 8);
         let read = bytes::read(self.file, at, len as usize).await;
@@ -316,7 +318,7 @@ impl<S: Storage> Walk<'_, S> {
     /// lot begins.
     async fn gather(
         &mut self,
-        l1_tables: &[Table],
+        l1_tables: &[TableReference],
         from: u64,
     ) -> (BTreeMap<u64, u64>, Option<u64>) {
         let (mut l2_tables, mut next) = (BTreeMap::new(), None);
@@ -348,7 +350,13 @@ impl<S: Storage> Walk<'_, S> {
 
     /// The L2 table that an L1 entry points to, if it can be followed. `count`: the entry is seen
     /// for the first time.
-    fn l1_entry(&mut self, table: &Table, index: u64, word: u64, count: bool) -> Option<u64> {
+    fn l1_entry(
+        &mut self,
+        table: &TableReference,
+        index: u64,
+        word: u64,
+        count: bool,
+    ) -> Option<u64> {
         let site = Site {
             structure: format_args!("{} entry {index}", table.name),
             at: table.offset + index * 8,
@@ -423,7 +431,7 @@ pub fn words(bytes: &[u8]) -> impl Iterator<Item = (u64, u64)> {
 }
 
 /// The entries of an L2 table, numbered: each one's word and subcluster bitmap.
-pub fn l2_entries(bytes: &[u8], layout: Layout) -> impl Iterator<Item = (u64, (u64, u64))> {
+pub fn l2_entries(bytes: &[u8], layout: EntryFormat) -> impl Iterator<Item = (u64, (u64, u64))> {
     let size = if layout.extended_l2 { 16 } else { 8 };
     let entries = bytes
         .chunks_exact(size)

@@ -299,7 +299,8 @@ impl Header {
             }
             if end > file_len {
                 let what = format!(
-                    "it ends at {end}, beyond the end of the file at {file_len}: the file was cut short"
+                    "it ends at {end}, beyond the end of the file at {file_len}: the file was cut \
+                     short"
                 );
                 return Err(ImageError::invalid(table.name, table.offset, what));
             }
@@ -310,10 +311,10 @@ impl Header {
 
     /// The tables that the header points to and that are not empty. Of tables whose length only
     /// their entries tell, the least that it can be.
-    fn tables(&self) -> Vec<Table> {
+    fn tables(&self) -> Vec<TableField> {
         let bitmaps = self.bitmaps.map_or((0, 0), |b| (b.directory_offset, b.directory_size));
         let refcounts = u64::from(self.refcount_table_clusters) << self.cluster_bits;
-        let table = |name, field, offset, len| Table { name, field, offset, len };
+        let table = |name, field, offset, len| TableField { name, field, offset, len };
         let mut tables = vec![
             table("qcow2 L1 table", 40, self.l1_offset, u64::from(self.l1_size) * 8),
             table("qcow2 refcount table", 48, self.refcount_table_offset, refcounts),
@@ -330,7 +331,7 @@ impl Header {
     }
 }
 
-struct Table {
+struct TableField {
     name: &'static str,
     /// Where the header says where it is.
     field: u64,
@@ -368,7 +369,8 @@ fn fields(bytes: &[u8], cluster_bits: u32) -> Result<Header, ImageError> {
         && (length < V3_LENGTH || !length.is_multiple_of(8) || length as usize > bytes.len())
     {
         let what = format!(
-            "header length {length}: a multiple of 8 from 104 to the end of the first cluster is allowed"
+            "header length {length}: a multiple of 8 from 104 to the end of the first cluster is \
+             allowed"
         );
         return Err(ImageError::invalid(STRUCTURE, 100, what));
     }

@@ -7,13 +7,13 @@ use blockyard_storage::Storage;
 use super::tail::Tail;
 use crate::error::ImageError;
 use crate::qcow2::bytes::{self, be64, put64};
-use crate::qcow2::change::Change;
-use crate::qcow2::entry::{Bitmap, Cluster, L1Entry, L2Entry, Layout};
+use crate::qcow2::change::OfflineChange;
+use crate::qcow2::entry::{Cluster, EntryFormat, L1Entry, L2Entry, SubclusterBitmap};
 use crate::qcow2::header::Header;
 
-pub struct Tables<'a, S> {
-    pub change: &'a Change<'a, S>,
-    pub layout: Layout,
+pub struct ResizeTables<'a, S> {
+    pub change: &'a OfflineChange<'a, S>,
+    pub layout: EntryFormat,
     /// As it is to be.
     l1: Vec<u8>,
     /// Tables that are replaced, and where the first of them goes.
@@ -21,10 +21,10 @@ pub struct Tables<'a, S> {
     at: u64,
 }
 
-impl<'a, S: Storage> Tables<'a, S> {
-    pub async fn of(change: &'a Change<'a, S>) -> Result<Self, ImageError> {
-        let (layout, l1) = (Layout::of(&change.old), change.l1().await?);
-        Ok(Tables { change, layout, l1, replaced: 0..0, at: 0 })
+impl<'a, S: Storage> ResizeTables<'a, S> {
+    pub async fn of(change: &'a OfflineChange<'a, S>) -> Result<Self, ImageError> {
+        let (layout, l1) = (EntryFormat::of(&change.old), change.l1().await?);
+        Ok(ResizeTables { change, layout, l1, replaced: 0..0, at: 0 })
     }
 
     fn cluster_size(&self) -> u64 {
@@ -156,7 +156,7 @@ impl<'a, S: Storage> Tables<'a, S> {
         let clusters = hidden.start >> bits..hidden.end.div_ceil(1 << bits);
         let cluster = match self.layout.extended_l2 {
             false => Cluster::Zero { host: None },
-            true => Cluster::Subclusters { host: None, bitmap: Bitmap::ALL_ZERO },
+            true => Cluster::Subclusters { host: None, bitmap: SubclusterBitmap::ALL_ZERO },
         };
         for here in clusters.start.max(index * entries)..clusters.end.min((index + 1) * entries) {
             self.put(table, here, L2Entry { cluster, copied: false });

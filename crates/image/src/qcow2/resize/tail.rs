@@ -4,11 +4,11 @@
 
 use blockyard_storage::Storage;
 
-use super::tables::Tables;
+use super::tables::ResizeTables;
 use crate::error::ImageError;
 use crate::qcow2::bytes;
 use crate::qcow2::compressed::unpack;
-use crate::qcow2::entry::{Bitmap, Cluster, L2Entry, SUBCLUSTERS};
+use crate::qcow2::entry::{Cluster, L2Entry, SUBCLUSTERS, SubclusterBitmap};
 use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 last cluster";
@@ -21,7 +21,7 @@ pub enum Tail {
     Entry(L2Entry),
     /// Its bytes, zeroes at their end, go to a new place: others need it as it was. With the
     /// subclusters that have data.
-    Moved(Vec<u8>, Bitmap),
+    Moved(Vec<u8>, SubclusterBitmap),
 }
 
 impl Tail {
@@ -35,8 +35,8 @@ impl Tail {
 }
 
 /// A cluster's place, and where in it the disk ends.
-struct Last<'a, S> {
-    tables: &'a Tables<'a, S>,
+struct LastCluster<'a, S> {
+    tables: &'a ResizeTables<'a, S>,
     /// The file that has the cluster.
     file: &'a Raw<S>,
     host: u64,
@@ -48,7 +48,7 @@ struct Last<'a, S> {
 /// Sees to the last cluster. Zeroes behind the end are written in place where that is possible:
 /// nobody sees them yet.
 pub async fn of<S: Storage>(
-    tables: &Tables<'_, S>,
+    tables: &ResizeTables<'_, S>,
     data: Option<&Raw<S>>,
     below: u64,
 ) -> Result<Tail, ImageError> {
@@ -62,12 +62,14 @@ pub async fn of<S: Storage>(
     let entry = tables.entry(&table, cluster)?;
     let file = data.unwrap_or(tables.change.file);
     let own = entry.copied || data.is_some();
-    let last = |host| Last { tables, file, host, inside, own };
+    let last = |host| LastCluster { tables, file, host, inside, own };
     match entry.cluster {
         Cluster::Zero { .. } => Ok(Tail::Zero),
         Cluster::Unallocated if shows => Err(backing_shows()),
         Cluster::Unallocated => Ok(Tail::Zero),
-        Cluster::Standard { host } => last(host).clear(cluster_size, Bitmap::ALL_DATA).await,
+        Cluster::Standard { host } => {
+            last(host).clear(cluster_size, SubclusterBitmap::ALL_DATA).await
+        }
         Cluster::Compressed { host, len } => {
             let io = |e| ImageError::io(STRUCTURE, host, "reading", e);
             let packed = bytes::read(tables.change.file, host, len as usize).await.map_err(io)?;
@@ -78,7 +80,7 @@ pub async fn of<S: Storage>(
                 return Ok(Tail::Zero);
             }
             plain[inside as usize..].fill(0);
-            Ok(Tail::Moved(plain, Bitmap::ALL_DATA))
+            Ok(Tail::Moved(plain, SubclusterBitmap::ALL_DATA))
         }
         Cluster::Subclusters { host, bitmap } => {
             let piece = old.subcluster_size();
@@ -90,7 +92,7 @@ pub async fn of<S: Storage>(
                 return Err(backing_shows());
             }
             let zero = bitmap.zero() | if shows { rest } else { 0 };
-            let new = Bitmap(u64::from(bitmap.data() & !rest) | u64::from(zero) << 32);
+            let new = SubclusterBitmap(u64::from(bitmap.data() & !rest) | u64::from(zero) << 32);
             if let (Some(host), true) = (host, bitmap.data() & cut != 0) {
                 let moved = last(host).clear(inside.next_multiple_of(piece), new).await?;
                 if moved.moves() {
@@ -104,14 +106,14 @@ pub async fn of<S: Storage>(
 }
 
 fn backing_shows() -> ImageError {
-    let what = "the backing file is larger than the image, and shows in the image's last cluster, which has no data of its \
-                own: write the last sector of the disk, and resize then";
+    let what = "the backing file is larger than the image, and shows in the image's last cluster, \
+        which has no data of its own: write the last sector of the disk, and resize then";
     ImageError::refused(STRUCTURE, what)
 }
 
-impl<S: Storage> Last<'_, S> {
+impl<S: Storage> LastCluster<'_, S> {
     /// Zeroes from the disk's end up to `end` in the cluster.
-    async fn clear(&self, end: u64, bitmap: Bitmap) -> Result<Tail, ImageError> {
+    async fn clear(&self, end: u64, bitmap: SubclusterBitmap) -> Result<Tail, ImageError> {
         let at = self.host + self.inside;
         let io = |what| move |e| ImageError::io(STRUCTURE, at, what, e);
         let rest = bytes::read(self.file, at, (end - self.inside) as usize)

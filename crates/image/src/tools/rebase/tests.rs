@@ -124,7 +124,7 @@ fn rebased(top: &Top, disk: &SimDisk, old: &SimImage, new: Option<&SimImage>, se
             None => None,
         };
         let (sweep, progress) = (Sweep::new(0..SIZE), Arc::default());
-        let work = Work { compress: false, sweep, progress, shared_from: (2, 1) };
+        let work = RebaseJob { compress: false, sweep, progress, shared_from: (2, 1) };
         work.run(&disk, new.as_ref()).await.map_err(|e| e.to_string())?;
         disk.close().await.map_err(|e| e.to_string())
     });

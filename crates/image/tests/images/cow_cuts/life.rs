@@ -96,7 +96,8 @@ impl fmt::Display for Tally {
         )?;
         write!(
             f,
-            "{unborn} files cut before they were there and {born} after, {troubled} loads with errors"
+            "{unborn} files cut before they were there and {born} after, {troubled} loads with \
+             errors"
         )
     }
 }

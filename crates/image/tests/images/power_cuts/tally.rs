@@ -36,7 +36,8 @@ impl fmt::Display for Tally {
         } = self;
         write!(
             f,
-            "{cuts} cuts, {survived} whole runs, {flushes} flushes, {events} events, {judged} images judged, "
+            "{cuts} cuts, {survived} whole runs, {flushes} flushes, {events} events, {judged} \
+             images judged, "
         )?;
         write!(f, "{leaky} with leaks, {by_qemu} by QEMU too, {errors} errors in {troubled} runs")?;
         if self.operations.iter().sum::<u64>() == 0 {

@@ -1,7 +1,7 @@
 //! The power is cut at every event of an operation, and what is left is judged.
 
 use blockyard_image::qcow2::check::{self, FindingKind, Repair, Report};
-use blockyard_image::qcow2::entry::{Cluster, L1Entry, L2Entry, Layout};
+use blockyard_image::qcow2::entry::{Cluster, EntryFormat, L1Entry, L2Entry};
 use blockyard_image::qcow2::{Header, rebuild_refcounts};
 use blockyard_image::{Alignment, ImageError, Raw};
 use blockyard_storage::sim::{Power, Sim, SimConfig, SimDisk, SimImage};
@@ -101,7 +101,7 @@ fn word(bytes: &[u8], at: u64) -> u64 {
 /// nothing is below.
 pub fn guest_of(image: &SimImage, l1_offset: u64, l1_size: u64, size: u64) -> Vec<u8> {
     let (bytes, header) = (image.bytes(), header(image).unwrap());
-    let (layout, cluster) = (Layout::of(&header), header.cluster_size());
+    let (layout, cluster) = (EntryFormat::of(&header), header.cluster_size());
     let mut guest = vec![0; size as usize];
     for at in (0..size).step_by(cluster as usize) {
         let (l1_index, index) = (at / header.l2_reach(), at / cluster % header.l2_entries());
